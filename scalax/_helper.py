@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from scalax._mesh.gpu_nodes import SimulatedGPUs
     from scalax._plan.plan import Plan
-    from scalax._transforms.calls.argument_shardings import OnMismatch
+    from scalax._transforms.calls.shardings import OnMismatch
     from scalax._transforms.sjit.function import SjitFunction, SjitOptions
     from scalax.explain import ShardingReport
     from scalax.visualize import Visualization

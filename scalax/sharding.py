@@ -19,7 +19,7 @@ from scalax.rules import (
 )
 
 if TYPE_CHECKING:
-    from scalax._transforms.followed_batch import FollowedBatch, KeptValue, LostRows
+    from scalax._follow.followed_batch import FollowedBatch, KeptValue, LostRows
     from scalax.explain import ShardingReport
 
 get_global_mesh_helper = MeshShardingHelper.get_global_mesh_helper
@@ -59,7 +59,7 @@ def __getattr__(name: str) -> Any:
 
         return ShardingReport
     if name in ('FollowedBatch', 'KeptValue', 'LostRows'):
-        from scalax._transforms import followed_batch
+        from scalax._follow import followed_batch
 
         return getattr(followed_batch, name)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

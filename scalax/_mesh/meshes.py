@@ -290,6 +290,11 @@ def unpickled(parts: Any) -> Mesh | AbstractMesh:
     return Mesh(devices.reshape(ids.shape), names, axis_types=types)
 
 
+def has_devices(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether something can run on the mesh."""
+    return isinstance(mesh, Mesh) and _is_here(mesh.devices.flat[0])
+
+
 def require_devices(mesh: Mesh | AbstractMesh, what: str) -> None:
     """Raises MeshError if nothing can run on the mesh.
 
@@ -302,11 +307,10 @@ def require_devices(mesh: Mesh | AbstractMesh, what: str) -> None:
             f'{what} needs devices to run on, and this helper was made from an AbstractMesh, which has '
             'none: use a helper over a Mesh'
         )
-    device = mesh.devices.flat[0]
-    if not _is_here(device):
+    if not has_devices(mesh):
         raise MeshError(
-            f'{what} needs devices to run on, and this helper has {device.device_kind} devices that are '
-            'not here: they serve for compiling (.lower(...).compile()) and planning only'
+            f'{what} needs devices to run on, and this helper has {mesh.devices.flat[0].device_kind} devices '
+            'that are not here: they serve for compiling (.lower(...).compile()) and planning only'
         )
 
 

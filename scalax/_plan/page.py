@@ -40,7 +40,7 @@ from scalax._report import blocks
 from scalax._report.blocks import Cell, Column, Figure, Kind, Node, Part
 from scalax._report.pages import escape
 from scalax._report.tables import human_bytes, human_flops, milliseconds, three_figures
-from scalax._transforms.followed_batch import kept_cells, lost_cells
+from scalax._follow.followed_batch import kept_cells, lost_cells
 from scalax.errors import plural
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from scalax._plan.torus import (
     places_on_torus,
 )
 from scalax._report import saved
-from scalax._transforms.followed_batch import FollowedBatch
+from scalax._follow.followed_batch import FollowedBatch
 from scalax._util.strict_json import brief
 from scalax.errors import ArgumentError, PlanError, did_you_mean
 from scalax.explain import ShardingReport

@@ -31,11 +31,11 @@ from scalax._trace.constraints import (
     unconstrained,
 )
 from scalax._trace.contexts import ActiveHelper, hashable
-from scalax._transforms.calls.argument_shardings import reject_faults, resolve_arguments
-from scalax._transforms.calls.call_key import Call
-from scalax._transforms.calls.call_signature import CallSignature
-from scalax._transforms.calls.placement import is_concrete, is_typed_by, moved, with_moved
-from scalax._transforms.calls.placement_errors import reject_deleted
+from scalax._transforms.calls.call import Call, is_concrete, is_typed_by
+from scalax._transforms.calls.errors import reject_deleted
+from scalax._transforms.calls.placement import moved, with_moved
+from scalax._transforms.calls.shardings import reject_faults, resolve_arguments
+from scalax._transforms.calls.signature import CallSignature
 from scalax._transforms.sjit import sjit
 from scalax._transforms.tracebacks import HidingOurs
 from scalax._tree import specs
@@ -175,7 +175,7 @@ class SwitchedFunction(abc.ABC):
         """The arguments of a call outside of any compiled function, on the devices of the mesh."""
         mesh = self._active.mesh_helper.mesh
         meshes.require_devices(mesh, f'a call of {self.name}')
-        reject_deleted(Call.of(self._signature, flat_args))
+        reject_deleted(Call(self._signature, flat_args))
         leaves, wanted = jax.tree.leaves(flat_args), self._wanted(flat_args, mesh)
         targets = {i: wanted[i] for i, leaf in enumerate(leaves) if not _stays_on(leaf, mesh)}
         return with_moved(flat_args, targets, moved)
@@ -200,7 +200,7 @@ class SwitchedFunction(abc.ABC):
         """The rules of each argument, resolved."""
         return resolve_arguments(
             rules,
-            Call.of(self._signature, flat_args),
+            Call(self._signature, flat_args),
             mesh,
             option=self.option,
             rest='None keeps the type of an argument where no axis changes',

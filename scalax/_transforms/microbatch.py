@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalax._trace.constraints import apply_shardings, explicit_sharding, is_compiled
-from scalax._transforms.calls.call_signature import name_of
+from scalax._transforms.calls.signature import name_of
 from scalax._transforms.tracebacks import HidingOurs
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree

@@ -26,11 +26,10 @@ from scalax._trace.constraints import (
     retyped_mesh,
 )
 from scalax._trace.contexts import ActiveHelper
-from scalax._transforms.calls.argument_shardings import reject_faults, resolve_arguments
-from scalax._transforms.calls.call_key import Call
-from scalax._transforms.calls.call_signature import CallSignature
-from scalax._transforms.calls.placement import is_typed_by
-from scalax._transforms.calls.placement_errors import on_other_devices, reject_deleted
+from scalax._transforms.calls.call import Call, is_typed_by, on_other_devices
+from scalax._transforms.calls.errors import reject_deleted
+from scalax._transforms.calls.shardings import reject_faults, resolve_arguments
+from scalax._transforms.calls.signature import CallSignature
 from scalax._transforms.tracebacks import HidingOurs
 from scalax._tree import specs
 from scalax._tree.specs import Fault, MeshAxes
@@ -172,7 +171,7 @@ class _Mapped:
         self, flat_args: Sequence[Any], leaves: Sequence[Any], in_specs: RuleLike
     ) -> list[NamedSharding]:
         """The shardings of the arguments, leaf by leaf."""
-        call = Call.of(self._signature, flat_args)
+        call = Call(self._signature, flat_args)
         reject_deleted(call)
         where = f'the arguments of {self._signature.name!r} (in_specs)'
         resolutions = resolve_arguments(

@@ -1,7 +1,4 @@
-"""Tracebacks of errors that the user's function raises: the frames of this room are taken out.
-
-In a file of its own, because every transformation of this room uses it.
-"""
+"""Tracebacks of errors that the user's function raises, without the frames of what runs it."""
 
 from __future__ import annotations
 
@@ -12,11 +9,12 @@ from pathlib import Path
 
 import jax
 
-_OURS = f'{Path(__file__).parent}{os.sep}'
+# This room, and the one that follows the batch through the function.
+_OURS = tuple(f'{Path(__file__).parents[1] / room}{os.sep}' for room in ('_transforms', '_follow'))
 
 
 class HidingOurs:
-    """A context manager that takes the frames of this room out of tracebacks of errors of the user's code.
+    """A context manager that takes the frames of scalax out of tracebacks of errors of the user's code.
 
     As JAX does with its own: ``jax_traceback_filtering='off'`` shows all.
 

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from scalax._helper import MeshShardingHelper
 from scalax._mesh import meshes
 from scalax._trace import constraints, contexts
-from scalax._transforms.calls.call_signature import CallSignature, name_of
+from scalax._transforms.calls.signature import CallSignature, name_of
 from scalax._tree.specs import entry_axes
 from scalax._util.lru_cache import LRUCache
 from scalax.axes._mapping import AxisMapping, as_rule, mapping_in_force, mesh_in_force
@@ -252,7 +252,7 @@ class NamedJitFunction(Generic[Given, Result]):
         self._name = name_of(fn)
         self._batch: CallSignature | None = None
         if batch_argnums is not None or batch_argnames is not None:
-            self._batch = CallSignature(fn, batch_argnums=batch_argnums, batch_argnames=batch_argnames)
+            self._batch = CallSignature(fn, batch=(batch_argnums, batch_argnames))
         if inspect.ismethod(fn):
             # The arrays of the object are data. JAX would compare the bound method by identity.
             fn = jax.tree_util.Partial(fn.__func__, fn.__self__)

@@ -3,8 +3,8 @@
 The stages of a call are listed in `dispatch`; `function` is what users get, `caller` what they call.
 """
 
-from scalax._transforms.calls.call_signature import name_of
-from scalax._transforms.calls.placement_errors import describe_difference
+from scalax._transforms.calls.errors import describe_difference
+from scalax._transforms.calls.signature import name_of
 from scalax._transforms.sjit.function import (
     SjitFunction,
     batch_of,

@@ -13,7 +13,7 @@ import zlib
 from types import CodeType, FunctionType
 from typing import Any
 
-from scalax._transforms.calls.call_signature import OMITTED, CallSignature
+from scalax._transforms.calls.signature import OMITTED, CallSignature
 
 _OWN = ('fast_call', 'dispatcher', 'omitted', 'split', 'error', 'Exception')
 _SOURCE = """\

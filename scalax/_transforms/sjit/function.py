@@ -25,11 +25,12 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from scalax._trace.constraints import is_in_types
 from scalax._trace.contexts import MeshOwner, checked_bindings, hashable
-from scalax._transforms.calls.argument_shardings import OnMismatch, Options
-from scalax._transforms.calls.call_signature import OMITTED, CallSignature, name_of
+from scalax._transforms.calls.call import Call
 from scalax._transforms.calls.placement import as_moved, moved, with_moved
+from scalax._transforms.calls.shardings import OnMismatch, Options
+from scalax._transforms.calls.signature import OMITTED, CallSignature, name_of
 from scalax._transforms.sjit.caller import generate_caller
-from scalax._transforms.sjit.dispatch import Dispatcher, ProgramEntry
+from scalax._transforms.sjit.dispatch import Dispatcher, Prepared
 from scalax._transforms.sjit.program import sharding_tree
 from scalax._util.lru_cache import LRUCache
 from scalax.errors import ArgumentError, MeshError, did_you_mean
@@ -37,7 +38,7 @@ from scalax.rules._prefix import check, key_of
 from scalax.rules._resolve import are_pure
 
 if TYPE_CHECKING:
-    from scalax._transforms.followed_batch import BatchOfCall, FollowedBatch
+    from scalax._follow.followed_batch import BatchOfCall, FollowedBatch
 
 Given = ParamSpec('Given')
 Result = TypeVar('Result')
@@ -123,17 +124,17 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
     def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """``jax.jit(...).trace``: ``jax.stages.Traced`` out."""
         flat_args = self._flatten(args, kwargs)
-        entry, placed = self._dispatcher.prepare(flat_args)
+        prepared = self._dispatcher.prepare(flat_args)
         with self._dispatcher.args_placed:
             if not kwargs and len(flat_args) == len(args):
-                return entry.program.jitted.trace(*placed)
-            return _trace_as_called(self._dispatcher.signature, entry, placed, len(args), list(kwargs))
+                return prepared.program.jitted.trace(*prepared.flat_args)
+            return _trace_as_called(self._dispatcher.signature, prepared, len(args), list(kwargs))
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The outputs as ``jax.ShapeDtypeStruct``; nothing is computed."""
-        entry, placed = self._dispatcher.prepare(self._flatten(args, kwargs))
+        prepared = self._dispatcher.prepare(self._flatten(args, kwargs))
         with self._dispatcher.args_placed:
-            return entry.program.jitted.eval_shape(*placed)
+            return prepared.program.jitted.eval_shape(*prepared.flat_args)
 
     def followed(self, /, *args: Any, **kwargs: Any) -> FollowedBatch:
         """Which values of a call stay where the rows of its batch are, and where these were lost.
@@ -159,20 +160,21 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         parameters; leaves are NamedShardings, or None where the compiler decides.
         """
         flat_args = self._flatten(args, kwargs)
-        entry, _ = self._dispatcher.prepare(flat_args)
+        trace = self._dispatcher.prepare(flat_args).trace
+        call = Call(self._dispatcher.signature, flat_args)
         inputs = tuple(
-            sharding_tree(jax.tree.structure(flat_args[slot]), shardings, 'they cannot be shown in place')
-            for slot, shardings in entry.shardings.arguments.items()
+            sharding_tree(call.trees[slot], shardings, 'they cannot be shown in place')
+            for slot, shardings in call.by_slot(trace.arguments).items()
             if flat_args[slot] is not OMITTED
         )
-        outputs = entry.shardings.outputs or ()
-        return inputs, sharding_tree(entry.out_tree, outputs, 'they cannot be shown in place')
+        outputs = trace.outputs or ()
+        return inputs, sharding_tree(trace.out_tree, outputs, 'they cannot be shown in place')
 
     def get_jitted_function_by_args(self, /, *args: Any, **kwargs: Any) -> Any:
         """The ``jax.jit`` function that serves a call; it takes the arguments in the same way."""
         flat_args = self._flatten(args, kwargs)
-        entry, _ = self._dispatcher.prepare(flat_args)
-        program, kept = entry.program, (self._dispatcher, self._given)
+        program = self._dispatcher.prepare(flat_args).program
+        kept = (self._dispatcher, self._given)
         if kwargs:
             return _JittedCall(self, program.handed_out(kept), self._dispatcher.signature)
         if len(flat_args) == len(args):
@@ -205,12 +207,9 @@ def sjit(helper: MeshOwner, fun: Callable[Given, Result], **given: Any) -> SjitF
         )
     signature = CallSignature(
         fun,
-        options.static_argnums,
-        options.static_argnames,
-        options.donate_argnums,
-        options.donate_argnames,
-        options.batch_argnums,
-        options.batch_argnames,
+        static=(options.static_argnums, options.static_argnames),
+        donated=(options.donate_argnums, options.donate_argnames),
+        batch=(options.batch_argnums, options.batch_argnames),
     )
     for what in ('in_shardings', 'args_sharding_constraint', 'out_shardings'):
         rules = getattr(options, what)
@@ -339,7 +338,7 @@ def _key(fun: Callable[..., Any], signature: CallSignature, options: Options) ->
 
 
 def _trace_as_called(
-    signature: CallSignature, entry: ProgramEntry, flat_args: Sequence[Any], count: int, names: Sequence[str]
+    signature: CallSignature, prepared: Prepared, count: int, names: Sequence[str]
 ) -> jax.stages.Traced:
     """Traces a program so that JAX's stages take arguments and keywords as the user writes them.
 
@@ -348,12 +347,11 @@ def _trace_as_called(
 
     Args:
         signature: how the user's function is called.
-        entry: the program, with the shardings of the arguments.
-        flat_args: the call.
+        prepared: the program, with the shardings and the arguments of the call.
         count: how many arguments were given by position.
         names: which were given by name.
     """
-    program = entry.program
+    program, flat_args = prepared.program, prepared.flat_args
 
     def as_called(*args: Any, **keywords: Any) -> Any:
         return program.flat_function(*signature.flatten(args, keywords))
@@ -362,7 +360,7 @@ def _trace_as_called(
     as_called.__dict__['__signature__'] = signature.python_signature
     as_called.__dict__['__wrapped__'] = program.flat_function
     typed = list(flat_args)
-    for slot, shardings in entry.shardings.arguments.items():
+    for slot, shardings in Call(signature, flat_args).by_slot(prepared.trace.arguments).items():
         typed[slot] = _tree_with_shardings(flat_args[slot], shardings)
     args, keywords = signature.as_called(typed, count, names)
     selected = signature.selected_as_called(program.layout, count, names)

@@ -12,22 +12,21 @@ fast path again for a call whose first trace raised.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from scalax._transforms.calls.call_key import Call, CallKey
-from scalax._transforms.calls.call_signature import CallLayout, CallSignature
-from scalax._transforms.calls.placement import Moves, Shardings, moved, place
-from scalax._transforms.calls.placement_errors import donated_twice, reject_deleted
-from scalax._transforms.sjit.trace import TraceShardings
+from scalax._transforms.calls.call import Call, CallKey, Shardings
+from scalax._transforms.calls.errors import donated_twice, reject_deleted
+from scalax._transforms.calls.placement import Moves, moved, targets, with_moved
+from scalax._transforms.calls.signature import CallLayout, CallSignature
+from scalax._transforms.sjit.trace import Trace
 from scalax._tree.path_identity import paths_of
 from scalax._util.lru_cache import SIZE, LRUCache
 from scalax.errors import ArgumentError, StructureError
@@ -35,6 +34,9 @@ from scalax.errors import ArgumentError, StructureError
 # Up to this version a deleted argument, or one that is donated twice, ends the process with a segmentation
 # fault on several devices.
 _DELETED_ARGUMENTS_CRASH = jax.__version_info__ < (0, 11, 1)
+
+
+Served = LRUCache[CallKey, Trace]
 
 
 class WrongProgram(ArgumentError):
@@ -57,8 +59,7 @@ class WrongProgram(ArgumentError):
         self.owner = owner
 
 
-@dataclasses.dataclass(frozen=True)
-class ShardingKey:
+class ShardingKey(NamedTuple):
     """The shardings of a program: equal ones share it.
 
     Attributes:
@@ -117,57 +118,50 @@ def sharding_tree(treedef: Any, shardings: Shardings, consequence: str) -> Any:
         ) from error
 
 
-def per_leaf(form: Any, tree: Any) -> Shardings:
-    """The shardings of *tree* leaf by leaf, from the result of `compress`."""
-    return form[1] if isinstance(form, tuple) else [form] * len(jax.tree.leaves(tree))
-
-
-def _takes_host_data(form: Any) -> bool:
-    """Whether one ``jax.device_put`` places a numpy array; *form* is a result of `compress`."""
-    has_devices = isinstance(form, NamedSharding) and isinstance(form.mesh, Mesh)
-    return has_devices and form.is_fully_addressable and not form.spec.unreduced
-
-
-@dataclasses.dataclass(eq=False)
 class Program:
-    """A jitted function with the signatures it serves.
+    """A jitted function, and what a call does before it.
+
+    Args:
+        signature: the parameters of the user's function.
+        key: the shardings.
+        flat_function: the function that is jitted; takes the arguments slot by slot.
+        devices: how many it runs on.
+        jit_kwargs: options of ``jax.jit``.
+        wrong_program: makes the exception to raise for a call that needs another program.
+        served: the call keys that it serves, with what their traces apply.
 
     Attributes:
-        layout: the slots of the calls.
-        flat_function: the function that is jitted; takes the arguments slot by slot.
-        shardings: the call keys it serves, each with the shardings that its trace applies.
-        jitted: the ``jax.jit`` of it; None until the shardings of the outputs are known.
-        call: what a call runs: `jitted`, behind checks where JAX needs them and the placing of host data.
-        _call_placed: `call` without the placing of host data.
-        _host_data: the shardings to which `call` places host data, by slot, in the form of `compress`. They
-            may be None in `_arguments`: what is placed already has a type, which then holds its sharding.
+        jitted: the ``jax.jit``; XLA compiles it when it first runs.
+        call: what a call runs: `jitted`, behind the checks that JAX needs and the placing of host data.
     """
 
-    layout: CallLayout
-    flat_function: Callable[..., Any]
-    shardings: LRUCache[CallKey, TraceShardings]
-    jitted: Any = None
-    call: Callable[..., Any] | None = None
-    _call_placed: Callable[..., Any] | None = None
-    _arguments: tuple[Any, ...] = ()
-    _options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    _host_data: dict[int, Any] = dataclasses.field(default_factory=dict)
-    _handed_out: weakref.ref[Any] | None = None
-    _paths: set[tuple[str, ...]] = dataclasses.field(default_factory=set)
-
-    def make_jit(
-        self, sharding_key: ShardingKey, signature: CallSignature, devices: int, jit_kwargs: Mapping[str, Any]
+    def __init__(
+        self,
+        signature: CallSignature,
+        key: ShardingKey,
+        flat_function: Callable[..., Any],
+        devices: int,
+        jit_kwargs: Mapping[str, Any],
+        wrong_program: Callable[[], Exception],
+        served: Served,
     ) -> None:
-        """Makes the ``jax.jit``; nothing is traced or compiled yet."""
-        self._arguments = sharding_key.arguments
+        self.served = served
+        self.layout, self.flat_function = key.layout, flat_function
+        self._signature, self._arguments, self._wrong_program = signature, key.arguments, wrong_program
         self._options = dict(jit_kwargs)
-        if sharding_key.outputs is not None:
-            self._options['out_shardings'] = expand(sharding_key.outputs)
-        self.jitted = self._jit(self.flat_function, len(self.layout.slots))
-        crashes = _DELETED_ARGUMENTS_CRASH and devices > 1
-        self.call = self._call_placed = self._guarded(signature) if crashes else self.jitted
+        if key.outputs is not None:
+            self._options['out_shardings'] = expand(key.outputs)
+        self._paths: set[tuple[str, ...]] = set()
+        # The shardings to which calls place host data, by slot, in the form of `compress`. They may be None
+        # in `_arguments`: what is placed already has a type, which then holds its sharding.
+        self._host_data: dict[int, Any] = {}
+        self._handed_out: weakref.ref[Any] | None = None
+        self.jitted = self.jit(flat_function, len(key.layout.slots))
+        guards = _DELETED_ARGUMENTS_CRASH and devices > 1
+        self.call: Callable[..., Any] = self._guarded() if guards else self.jitted
+        self._call_placed = self.call  # without the placing of host data
 
-    def _jit(self, fun: Callable[..., Any], count: int) -> Any:
+    def jit(self, fun: Callable[..., Any], count: int) -> Any:
         """The ``jax.jit`` of a function of the first *count* slots."""
         dynamic = zip(self.layout.dynamic, self._arguments, strict=True)
         forms = [form for slot, form in dynamic if slot < count]
@@ -186,7 +180,7 @@ class Program:
         known = self._handed_out() if self._handed_out else None
         if known is None:
             # Another object of the same function: JAX keeps one cache for both.
-            known = self._jit(self.flat_function, len(self.layout.slots))
+            known = self.jit(self.flat_function, len(self.layout.slots))
             known.__dict__['_kept'] = kept
             self._handed_out = weakref.ref(known)
         return known
@@ -199,27 +193,28 @@ class Program:
             return whole(*flat_args, *rest)
 
         inner.__name__ = inner.__qualname__ = whole.__name__
-        parameters = list(inspect.signature(whole, follow_wrapped=False).parameters.values())
+        parameters = list(self.layout.flat_signature.parameters.values())
         inner.__dict__['__signature__'] = inspect.Signature(parameters[:count])
         inner.__dict__['_kept'] = kept
-        return self._jit(inner, count)
+        return self.jit(inner, count)
 
     def jit_as_called(self, fun: Callable[..., Any], selected: Mapping[str, Any]) -> Any:
         """The ``jax.jit`` of a function in the user's form, for arguments that have shardings."""
         return jax.jit(fun, **selected, **self._options)
 
-    def check_paths(self, paths: tuple[str, ...], wrong_program: Callable[[], Exception]) -> None:
+    # What a call runs ---------------------------------------------------------------------------------
+
+    def check_paths(self, paths: tuple[str, ...]) -> None:
         """Makes calls compare leaf paths with these first: JAX takes trees with other paths for the same."""
-        call, dynamic, known = self._call_placed, self.layout.dynamic, self._paths
+        call, known, slots = self._call_placed, self._paths, self.layout.dynamic
         checks = bool(known)
         known.add(paths)
         if checks:
             return
 
         def checked(*flat_args: Any) -> Any:
-            if paths_of([flat_args[slot] for slot in dynamic]) not in known:
-                raise wrong_program()
-            assert call is not None
+            if paths_of([flat_args[slot] for slot in slots]) not in known:
+                raise self._wrong_program()
             return call(*flat_args)
 
         self.call = self._call_placed = checked
@@ -233,25 +228,30 @@ class Program:
         For calls of another key the shardings may be wrong, which the check inside the trace finds.
         """
         call_placed = self._call_placed
-        if shardings.items() <= self._host_data.items() or call_placed is None:
+        if shardings.items() <= self._host_data.items():
             return
         self._host_data = forms = {**self._host_data, **shardings}
         alone = moves.unplaced and all(map(_takes_host_data, forms.values()))
 
         def placed(*flat_args: Any) -> Any:
-            # Where a batch is one numpy array, `place` would cost a tenth of a short call.
-            if alone and all(type(flat_args[slot]) is np.ndarray for slot in forms):
-                found = list(flat_args)
-                for slot, form in forms.items():
-                    found[slot] = jax.device_put(flat_args[slot], form)
-                return call_placed(*found)
-            wanted = {slot: per_leaf(form, flat_args[slot]) for slot, form in forms.items()}
-            return call_placed(*place(flat_args, wanted, moves, moved))
+            found = list(flat_args)
+            for slot, form in forms.items():
+                tree = flat_args[slot]
+                # Where a batch is one numpy array, to look at each leaf would cost a tenth of a short call.
+                if alone and type(tree) is np.ndarray:
+                    found[slot] = jax.device_put(tree, form)
+                else:
+                    leaves = jax.tree.leaves(tree)
+                    wanted = form[1] if isinstance(form, tuple) else [form] * len(leaves)
+                    if moving := targets(leaves, wanted, moves):
+                        found[slot] = with_moved(tree, moving, moved)
+            return call_placed(*found)
 
         self.call = placed
 
-    def _guarded(self, signature: CallSignature) -> Callable[..., Any]:
-        jitted, layout, leaves_of = self.jitted, self.layout, jax.tree.leaves
+    def _guarded(self) -> Callable[..., Any]:
+        """The ``jax.jit`` behind a look at deleted arguments and those that are donated twice."""
+        jitted, layout, signature, leaves_of = self.jitted, self.layout, self._signature, jax.tree.leaves
         is_deleted = operator.methodcaller('is_deleted')
 
         def call(*flat_args: Any) -> Any:
@@ -261,14 +261,20 @@ class Program:
             except (AttributeError, TypeError):  # numpy data, numbers or tracers among the leaves
                 gone = True
             if gone:
-                reject_deleted(Call(signature, layout, flat_args))
+                reject_deleted(Call(signature, flat_args))
             if layout.donated and len(set(map(id, leaves))) < len(leaves):
-                error = donated_twice(Call(signature, layout, flat_args))
+                error = donated_twice(Call(signature, flat_args))
                 if error is not None:
                     raise error
             return jitted(*flat_args)
 
         return call
+
+
+def _takes_host_data(form: Any) -> bool:
+    """Whether one ``jax.device_put`` places a numpy array; *form* is a result of `compress`."""
+    has_devices = isinstance(form, NamedSharding) and isinstance(form.mesh, Mesh)
+    return has_devices and form.is_fully_addressable and not form.spec.unreduced
 
 
 class ProgramTable:
@@ -314,7 +320,7 @@ class ProgramTable:
     def __call__(self, *flat_args: Any) -> Any:
         """Runs the program of a call."""
         program = self.find(flat_args)
-        if program is None or program.call is None:
+        if program is None:
             raise self._wrong_program()
         return program.call(*flat_args)
 

@@ -7,7 +7,7 @@ import math
 import os
 import traceback
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec
 
 from scalax._follow.types import Arguments, FewRows, Followed, Kept, Lost
 from scalax._report.tables import array_text, human_bytes, table, terminal_width
-from scalax._transforms.calls.call_key import Call
 from scalax._tree.paths import bits_of
 from scalax._tree.specs import text
 from scalax._util.user_frames import file_text, users_own
@@ -132,17 +131,21 @@ def lost_cells(batch: FollowedBatch) -> list[list[str]]:
 
 
 def batch_of_call(
-    call: Call, arguments: Arguments | None, followed: Followed | None, why_not_followed: str
+    name: str,
+    paths: Sequence[str],
+    arguments: Arguments | None,
+    followed: Followed | None,
+    why_not_followed: str,
 ) -> BatchOfCall:
     """The batch of a call.
 
     Args:
-        call: the call.
-        arguments: what is known of its arguments; None if there is no batch.
+        name: the name of the function.
+        paths: the leaf paths of the arguments.
+        arguments: what is known of them; None if there is no batch.
         followed: what the pass found in the jaxpr; None if it did not run.
         why_not_followed: why not, if that is known.
     """
-    name = call.signature.name
     if arguments is None:
         return BatchOfCall(FollowedBatch(name, reason=why_not_followed), {}, ())
     if followed is None:
@@ -153,10 +156,9 @@ def batch_of_call(
         found = FollowedBatch(name, reason=followed.failure)
     else:
         found = _followed_batch(name, arguments.batch_axes, followed)
-    leaves = [call.path(slot, path) or '' for slot, path, _ in call.leaves()]
     rows = {
         leaf: tuple(i for i, axes in enumerate(trail) if arguments.batch_axes.intersection(axes))
-        for leaf, trail in zip(leaves, arguments.trails, strict=True)
+        for leaf, trail in zip(paths, arguments.trails, strict=True)
     }
     return BatchOfCall(
         found, {leaf: dims for leaf, dims in rows.items() if dims}, tuple(sorted(arguments.batch_axes))

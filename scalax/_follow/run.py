@@ -1,7 +1,4 @@
-"""Runs a function in a trace so that the rows of its batch stay where they are.
-
-In this room, because frames of it are taken out of the tracebacks of the user's errors.
-"""
+"""Runs a function in a trace so that the rows of its batch stay where they are."""
 
 from __future__ import annotations
 
@@ -65,7 +62,7 @@ def run_followed(
 
 def _failure(error: Exception) -> str:
     """At which equation the pass failed, and how."""
-    from scalax._transforms.followed_batch import line_of  # here, because hardly any program fails
+    from scalax._follow.followed_batch import line_of  # here, because hardly any program fails
 
     at_hand = [frame.f_locals.get('equation') for frame, _ in traceback.walk_tb(error.__traceback__)]
     equations = [each for each in reversed(at_hand) if isinstance(each, JaxprEqn)]

@@ -1,4 +1,4 @@
-"""The signature of a function as a flat list of slots.
+"""The parameters of a function, and its calls as a flat list of slots.
 
 ``jax.jit`` takes shardings, static and donated arguments by position only. So each call is laid out as one
 flat list of *slots*: the positional parameters, the extra positional arguments, the keyword-only parameters,
@@ -14,18 +14,20 @@ import keyword
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from scalax._tree.path_identity import uncertain_paths
 from scalax._util.lru_cache import LRUCache
 from scalax.errors import ArgumentError, StructureError, did_you_mean, plural
 from scalax.rules._prefix import RuleLike, is_rule
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 EXTRA_KEYWORDS = '**'
+
+Argnums = int | Iterable[int] | None
+Argnames = str | Iterable[str] | None
 
 
 class _Omitted:
@@ -37,6 +39,17 @@ class _Omitted:
 
 OMITTED = _Omitted()
 jax.tree_util.register_pytree_node(_Omitted, lambda _: ((), None), lambda *_: OMITTED)
+
+
+class Selection(NamedTuple):
+    """The arguments that a pair of options such as static_argnums and static_argnames selects."""
+
+    numbers: tuple[int, ...] = ()
+    names: frozenset[str] = frozenset()
+
+    def places(self, total: int) -> set[int]:
+        """The positions among *total* arguments."""
+        return {number % total for number in self.numbers if -total <= number < total}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,43 +72,55 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class CallLayout:
-    """The slots of calls with a certain number of extra positional arguments."""
+    """The slots of calls with a certain number of extra positional arguments.
+
+    Attributes:
+        slots: the slots.
+        positional: how many are passed by position; those of keyword-only arguments follow.
+        dynamic: the numbers of the slots that hold data.
+        static: those of the static slots.
+        donated: those of the donated slots.
+        flat_signature: the signature of a function of the slots: JAX names arguments by it.
+    """
 
     slots: tuple[Slot, ...]
-    positional: int  # slots that are passed by position; keyword-only ones follow
+    positional: int
+    dynamic: tuple[int, ...] = dataclasses.field(init=False)
+    static: tuple[int, ...] = dataclasses.field(init=False)
+    donated: tuple[int, ...] = dataclasses.field(init=False)
+    flat_signature: inspect.Signature = dataclasses.field(init=False, compare=False)
 
-    @functools.cached_property
-    def dynamic(self) -> list[int]:
-        """The numbers of the slots that hold data."""
-        return [i for i, slot in enumerate(self.slots) if not slot.static]
-
-    @functools.cached_property
-    def static(self) -> list[int]:
-        """The numbers of the static slots."""
-        return [i for i, slot in enumerate(self.slots) if slot.static]
-
-    @functools.cached_property
-    def donated(self) -> list[int]:
-        """The numbers of the donated slots."""
-        return [i for i, slot in enumerate(self.slots) if slot.donated]
+    def __post_init__(self) -> None:
+        numbered, names = list(enumerate(self.slots)), dict[str, None]()
+        for slot in self.slots:
+            name = re.sub(r'\W+', '_', slot.name).strip('_') or 'kwargs'
+            while name in names or not name.isidentifier() or keyword.iskeyword(name):
+                name += '_'
+            names[name] = None
+        kind = inspect.Parameter.POSITIONAL_ONLY
+        for field, value in (
+            ('dynamic', tuple([i for i, slot in numbered if not slot.static])),
+            ('static', tuple([i for i, slot in numbered if slot.static])),
+            ('donated', tuple([i for i, slot in numbered if slot.donated])),
+            ('flat_signature', inspect.Signature([inspect.Parameter(name, kind) for name in names])),
+        ):
+            object.__setattr__(self, field, value)  # once: the thousandth call reads them, too
 
 
 class CallSignature:
-    """The parameters of a function, with its static and donated arguments.
+    """The parameters of a function, with its static and donated arguments and those that are a batch.
 
     Args:
         fun: the function.
-        static_argnums: positions of static arguments; negative ones count from the end.
-        static_argnames: names of static arguments.
-        donate_argnums: positions of donated arguments.
-        donate_argnames: names of donated arguments.
-        batch_argnums: positions of arguments that hold rows of the batch.
-        batch_argnames: names of arguments that hold rows of the batch.
+        static: positions (negative ones count from the end) and names of static arguments.
+        donated: those of donated arguments.
+        batch: those of arguments that hold rows of the batch.
 
     Attributes:
         says_batch: whether the user says which arguments hold rows of the batch; perhaps none.
         says_no_batch: whether the user says that none does.
         batch_keywords: those of them among the extra keywords.
+        certain: of structures of arguments, whether they determine the leaf paths.
 
     Raises:
         ArgumentError: a position or a name that the function does not have, or one that is static and also
@@ -105,15 +130,13 @@ class CallSignature:
     def __init__(
         self,
         fun: Callable[..., Any],
-        static_argnums: int | Iterable[int] | None = None,
-        static_argnames: str | Iterable[str] | None = None,
-        donate_argnums: int | Iterable[int] | None = None,
-        donate_argnames: str | Iterable[str] | None = None,
-        batch_argnums: int | Iterable[int] | None = None,
-        batch_argnames: str | Iterable[str] | None = None,
+        static: tuple[Argnums, Argnames] = (None, None),
+        donated: tuple[Argnums, Argnames] = (None, None),
+        batch: tuple[Argnums, Argnames] = (None, None),
     ) -> None:
         self.name = name_of(fun)
         self.parameters = _parameters(fun)
+        self.python_signature = inspect.Signature(self.parameters)
         kinds = inspect.Parameter
         self.positional = [p.name for p in self.parameters if p.kind in _POSITIONAL]
         self.keyword_only = [p.name for p in self.parameters if p.kind is kinds.KEYWORD_ONLY]
@@ -125,29 +148,28 @@ class CallSignature:
         unknown = bool(self.varargs) and names[: len(self.positional)] != self.positional
         self.hints = [] if unknown else names
         self._not_hints = frozenset(names).difference(self.positional, self.keyword_only) if unknown else ()
-        self._hints_used: set[str] = set()
-        self._static = self._selection('static', static_argnums, static_argnames)
-        self._donated = self._selection('donate', donate_argnums, donate_argnames)
-        self._batch = self._selection('batch', batch_argnums, batch_argnames)
-        self.says_batch = batch_argnums is not None or batch_argnames is not None
+        self.hints_used: set[str] = set()
+        self._static = self._selection('static', *static)
+        self._donated = self._selection('donate', *donated)
+        self._batch = self._selection('batch', *batch)
+        self.says_batch = any(each is not None for each in batch)
         self.says_no_batch = self.says_batch and not any(self._batch)
         # Static and donated names among the extra keywords need slots of their own.
-        self.static_keywords = self._extra_keywords(self._static[1])
-        self.donated_keywords = self._extra_keywords(self._donated[1])
-        self.batch_keywords = self._extra_keywords(self._batch[1])
+        self.static_keywords, self.donated_keywords, self.batch_keywords = (
+            tuple(sorted(chosen.names.difference(self.positional, self.keyword_only)))
+            if self.keywords
+            else ()
+            for chosen in (self._static, self._donated, self._batch)
+        )
         own = (self.static_keywords, self.donated_keywords, self.keywords)
-        self._fixed = len(self.positional) + len(self.keyword_only) + sum(map(bool, own))
+        self.fixed = len(self.positional) + len(self.keyword_only) + sum(map(bool, own))
         self._layouts: dict[int, CallLayout] = {}
-        self._certain: LRUCache[Any, bool] = LRUCache()
+        self.certain: LRUCache[Any, bool] = LRUCache()
         if self.varargs is None:
             self.layout(0)  # raises about arguments that are both static and donated
 
-    def _selection(
-        self, what: str, numbers: int | Iterable[int] | None, names: str | Iterable[str] | None
-    ) -> tuple[tuple[int, ...], frozenset[str]]:
-        """The positions and the names of an option such as static_argnums, checked."""
-        if numbers is None and names is None:
-            return (), frozenset()
+    def _selection(self, what: str, numbers: Argnums, names: Argnames) -> Selection:
+        """A pair of options such as static_argnums and static_argnames, checked."""
         nums = tuple(map(operator.index, _sequence(numbers, int | np.integer)))
         given = frozenset(_sequence(names, str))
         count = len(self.positional)
@@ -167,7 +189,7 @@ class CallSignature:
                 )
         # Under a wrapper of (*args, **kwargs), an argument with a position may also come by its name.
         behind = {self.hints[n] for n in nums if count <= n < len(self.hints)}
-        return nums, given | behind
+        return Selection(nums, given | behind)
 
     def _use_hints(self, what: str, names: Iterable[Any]) -> None:
         """Records names of arguments that only the wrapped function has.
@@ -179,19 +201,17 @@ class CallSignature:
         if wrong:
             raise self._misnamed(what, wrong)
         own = {*self.positional, *self.keyword_only}
-        self._hints_used.update(name for name in names if name in self.hints and name not in own)
+        self.hints_used.update(name for name in names if name in self.hints and name not in own)
 
     def reject_misnamed(self, flat_args: Sequence[Any]) -> None:
         """Raises ArgumentError if options use names of a wrapped function that this call does not fit."""
-        if not self._hints_used or len(flat_args) == self._fixed:
-            return
         args, keywords = self.restore(flat_args)
         behind = self._behind.parameters
         try:
             self._behind.bind(*args, **{name: keywords[name] for name in keywords if name in behind})
         except TypeError as error:
             raise self._misnamed(
-                'options', sorted(self._hints_used), f' (this call does not fit them: {error})'
+                'options', sorted(self.hints_used), f' (this call does not fit them: {error})'
             ) from None
 
     def reject_no_batch(self, flat_args: Sequence[Any]) -> None:
@@ -201,7 +221,7 @@ class CallSignature:
         names that no call has are found here only.
         """
         numbers, names = self._batch
-        if not (numbers or names) or any(slot.batch for slot in self.layout_of(flat_args).slots):
+        if not any(self._batch) or any(slot.batch for slot in self.layout_of(flat_args).slots):
             return
         args, keywords = self.restore(flat_args)
         if not keywords.keys() & names:
@@ -223,25 +243,16 @@ class CallSignature:
             'donate_argnums, batch_argnums), or write the parameters out in the wrapper.'
         )
 
-    def _extra_keywords(self, names: Iterable[str]) -> tuple[str, ...]:
-        if self.keywords is None:
-            return ()
-        return tuple(sorted(n for n in names if n not in self.positional + self.keyword_only))
-
-    def uncertain_paths(self, arguments: Any, treedef: Any) -> tuple[str, ...] | None:
-        """The leaf paths of arguments, where others of the same structure may have others; else None."""
-        if self._certain.get(treedef):
-            return None
-        paths = uncertain_paths(arguments, treedef)
-        self._certain.put(treedef, paths is None)
-        return paths
-
     @property
     def key(self) -> Any:
         """Equal for functions of equal parameters and options."""
         parameters = tuple([(p.name, p.kind, p.default is p.empty) for p in self.parameters])
         batch = (self.says_batch, *self._batch)
         return self.name, parameters, tuple(self.hints), self._static, self._donated, batch
+
+    def layout_of(self, flat_args: Sequence[Any]) -> CallLayout:
+        """The layout of a call."""
+        return self.layout(len(flat_args) - self.fixed)
 
     def layout(self, extras: int) -> CallLayout:
         """The layout of calls with this number of extra positional arguments."""
@@ -250,26 +261,15 @@ class CallSignature:
             known = self._layouts.setdefault(extras, self._lay_out(extras))
         return known
 
-    def layout_of(self, flat_args: Sequence[Any]) -> CallLayout:
-        """The layout of a call."""
-        return self.layout(len(flat_args) - self._fixed)
-
     def _lay_out(self, extras: int) -> CallLayout:
         count = len(self.positional)
         extra = [f'{self.varargs}[{i}]' for i in range(extras)]
         extra[: len(self.hints[count:])] = self.hints[count : count + extras]
         names = [*self.positional, *extra]
         total = len(names)
-        static = {n % total for n in self._static[0] if -total <= n < total}
-        donated = {n % total for n in self._donated[0] if -total <= n < total}
-        batch = {n % total for n in self._batch[0] if -total <= n < total}
+        chosen = [(each.places(total), each.names) for each in (self._static, self._donated, self._batch)]
         slots = [
-            Slot(
-                name,
-                static=i in static or name in self._static[1],
-                donated=i in donated or name in self._donated[1],
-                batch=i in batch or name in self._batch[1],
-            )
+            Slot(name, *(i in places or name in named for places, named in chosen))
             for i, name in enumerate([*names, *self.keyword_only])
         ]
         if self.static_keywords:
@@ -278,26 +278,28 @@ class CallSignature:
             slots.append(Slot(EXTRA_KEYWORDS, donated=True))
         if self.keywords:
             slots.append(Slot(EXTRA_KEYWORDS))
-        static_keywords = set(self.static_keywords)
+        both = set(self.static_keywords).intersection(self.batch_keywords)
         for what, names in (
             ('donated', [slot.name for slot in slots if slot.static and slot.donated]),
             ('a batch', [slot.name for slot in slots if slot.static and slot.batch]),
-            ('a batch', sorted(static_keywords.intersection(self.batch_keywords))),
+            ('a batch', sorted(both)),
         ):
             if names:
                 raise ArgumentError(f'{self.name}: {", ".join(names)} cannot be both static and {what}')
         return CallLayout(tuple(slots), total)
 
-    def flat_signature(self, layout: CallLayout) -> inspect.Signature:
-        """The signature of a function of the slots, so that JAX names arguments as the user does."""
-        names: dict[str, None] = {}
-        for slot in layout.slots:
-            name = re.sub(r'\W+', '_', slot.name).strip('_') or 'kwargs'
-            while name in names or not name.isidentifier() or keyword.iskeyword(name):
-                name += '_'
-            names[name] = None
-        kind = inspect.Parameter.POSITIONAL_ONLY
-        return inspect.Signature([inspect.Parameter(name, kind) for name in names])
+    def flatten(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The flat arguments of a call; raises TypeError as Python does for a call that does not fit."""
+        try:
+            bound = self.python_signature.bind(*args, **keywords)
+        except TypeError as error:
+            raise TypeError(f'{self.name}(): {error}') from None
+        flat_args = [bound.arguments.get(name, OMITTED) for name in self.positional]
+        flat_args += bound.arguments.get(self.varargs, ()) if self.varargs else ()
+        flat_args += [bound.arguments.get(name, OMITTED) for name in self.keyword_only]
+        if self.keywords:
+            flat_args += self.split_keywords(bound.arguments.get(self.keywords, {}))
+        return tuple(flat_args)
 
     def restore(self, flat_args: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments and keywords with which to call the function."""
@@ -321,18 +323,15 @@ class CallSignature:
             args = args[: omitted[0]]
         return args, keywords
 
-    def flatten(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The flat arguments of a call; raises TypeError as Python does for a call that does not fit."""
-        try:
-            bound = self.python_signature.bind(*args, **keywords)
-        except TypeError as error:
-            raise TypeError(f'{self.name}(): {error}') from None
-        flat_args = [bound.arguments.get(name, OMITTED) for name in self.positional]
-        flat_args += bound.arguments.get(self.varargs, ()) if self.varargs else ()
-        flat_args += [bound.arguments.get(name, OMITTED) for name in self.keyword_only]
-        if self.keywords:
-            flat_args += self.split_keywords(bound.arguments.get(self.keywords, {}))
-        return tuple(flat_args)
+    def split_keywords(self, keywords: Mapping[str, Any]) -> list[Any]:
+        """The last slots of a call: the static and donated keywords, if there can be any, and the others."""
+        rest = dict(keywords)
+        slots: list[Any] = []
+        if self.static_keywords:
+            slots.append(tuple((n, rest.pop(n)) for n in self.static_keywords if n in keywords))
+        if self.donated_keywords:
+            slots.append({n: rest.pop(n) for n in self.donated_keywords if n in keywords})
+        return [*slots, rest]
 
     def as_called(
         self, flat_args: Sequence[Any], count: int, names: Sequence[str]
@@ -345,38 +344,17 @@ class CallSignature:
     def selected_as_called(self, layout: CallLayout, count: int, names: Sequence[str]) -> dict[str, Any]:
         """The static and donated arguments of a call in that form, as options of ``jax.jit``."""
         options: dict[str, Any] = {}
-        chosen = (
+        for option, slots, keywords in (
             ('static', layout.static, self.static_keywords),
             ('donate', layout.donated, self.donated_keywords),
-        )
-        for option, slots, keywords in chosen:
+        ):
             known = {*keywords, *[layout.slots[slot].name for slot in slots]}
             options[f'{option}_argnums'] = [slot for slot in slots if slot < count]
             options[f'{option}_argnames'] = [name for name in names if name in known]
         return options
 
-    def split_keywords(self, keywords: Mapping[str, Any]) -> list[Any]:
-        """The last slots of a call: the static and donated keywords, if there can be any, and the others."""
-        rest = dict(keywords)
-        slots: list[Any] = []
-        if self.static_keywords:
-            slots.append(tuple((n, rest.pop(n)) for n in self.static_keywords if n in keywords))
-        if self.donated_keywords:
-            slots.append({n: rest.pop(n) for n in self.donated_keywords if n in keywords})
-        return [*slots, rest]
-
-    @functools.cached_property
-    def python_signature(self) -> inspect.Signature:
-        """The signature of the function."""
-        return inspect.Signature(self.parameters)
-
     def rules_by_slot(
-        self,
-        rules: RuleLike,
-        layout: CallLayout,
-        flat_args: Sequence[Any],
-        what: str,
-        rest: str,
+        self, rules: RuleLike, layout: CallLayout, flat_args: Sequence[Any], what: str, rest: str
     ) -> dict[int, RuleLike]:
         """The rules of each dynamic slot, by slot number.
 
@@ -392,8 +370,18 @@ class CallSignature:
         """
         if is_rule(rules):
             return dict.fromkeys(layout.dynamic, rules)
+        by_slot: dict[int, RuleLike] = dict.fromkeys(layout.dynamic)
         if isinstance(rules, Mapping):
-            return self._rules_by_name(rules, layout, flat_args, what)
+            self.check_names(rules, what)
+            for i in layout.dynamic:
+                name = layout.slots[i].name
+                if name == EXTRA_KEYWORDS:
+                    by_slot[i] = {key: rules.get(key) for key in flat_args[i]} or None
+                elif len(self.positional) <= i < layout.positional:
+                    by_slot[i] = rules.get(name, rules.get(self.varargs or ''))
+                else:
+                    by_slot[i] = rules.get(name)
+            return by_slot
         if not isinstance(rules, tuple | list):
             raise StructureError(
                 f'{what} of {self.name} is {type(rules).__name__}: give a tuple by position, a dict by '
@@ -410,24 +398,7 @@ class CallSignature:
                 f'{what} of {self.name} has {plural(len(rules), "entry", "entries")}, but the function takes '
                 f'{takes} ({names}): give one entry each ({rest}), or a dict by argument name'
             )
-        by_slot: dict[int, RuleLike] = dict.fromkeys(layout.dynamic)
-        by_slot.update(zip(places, rules, strict=False))
-        return by_slot
-
-    def _rules_by_name(
-        self, rules: Mapping[str, RuleLike], layout: CallLayout, flat_args: Sequence[Any], what: str
-    ) -> dict[int, RuleLike]:
-        self.check_names(rules, what)
-        by_slot: dict[int, RuleLike] = {}
-        for i in layout.dynamic:
-            name = layout.slots[i].name
-            if name == EXTRA_KEYWORDS:
-                by_slot[i] = {key: rules.get(key) for key in flat_args[i]} or None
-            elif len(self.positional) <= i < layout.positional:
-                by_slot[i] = rules.get(name, rules.get(self.varargs or ''))
-            else:
-                by_slot[i] = rules.get(name)
-        return by_slot
+        return by_slot | dict(zip(places, rules, strict=False))
 
     def check_names(self, rules: RuleLike, what: str) -> None:
         """Raises StructureError if a dict of rules names an argument that the function does not have."""

@@ -1,28 +1,32 @@
 """Errors and warnings about arguments that a program cannot take as they are placed.
 
-Before a program runs, `reject_deleted`, `reject_mismatched` and `reject_foreign_types` check its arguments.
+Before a program runs, `reject_deleted`, `mismatched` and `reject_foreign_types` check its arguments.
 What JAX refuses all the same is classified by one table, `explained`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from scalax._trace.constraints import is_compiled, is_in_types
-from scalax._transforms.calls.call_key import Call, type_of
-from scalax._transforms.calls.placement import (
+from scalax._trace.constraints import is_compiled
+from scalax._transforms.calls.call import (
+    OF_TREES,
+    Call,
     Shardings,
     committed_elsewhere,
     is_concrete,
+    is_deleted,
+    is_foreign,
     is_mismatched,
-    is_reference,
-    same_types,
+    left_alone,
+    on_other_devices,
+    type_of,
 )
 from scalax._tree import specs
 from scalax._tree.paths import describe_leaf, optional_path
@@ -46,7 +50,7 @@ class ShardedCall:
 
     Attributes:
         call: the call.
-        shardings: for each dynamic slot the shardings of its leaves.
+        shardings: the shardings of its leaves.
         mesh: the mesh of the function.
         any_rule: whether a rule gives arguments shardings; else JAX only has to know where to run.
         moves: whether arrays with another sharding are moved (``on_mismatch='reshard'``).
@@ -54,7 +58,7 @@ class ShardedCall:
     """
 
     call: Call
-    shardings: Mapping[int, Shardings]
+    shardings: Shardings
     mesh: Any
     any_rule: bool
     moves: bool
@@ -62,40 +66,30 @@ class ShardedCall:
 
     def any(self, wrong: IsWrong) -> bool:
         """Whether some leaf is wrong."""
-        for slot, wanted in self.shardings.items():
-            if any(map(wrong, jax.tree.leaves(self.call.flat_args[slot]), wanted)):
-                return True
-        return False
+        return any(map(wrong, self.call.leaves, self.shardings))
 
     def listed(self, wrong: IsWrong, text: Callable[[Any, Any], str], verb: str = ' is sharded as ') -> str:
         """The leaves that are wrong, with a *text* about each; empty without any."""
-        wanted = (sharding for shardings in self.shardings.values() for sharding in shardings)
         return shown_leaves(
-            f'{self.call.describe(*leaf)}{verb}{text(leaf[-1], sharding)}'
-            for leaf, sharding in zip(self.call.leaves(), wanted, strict=True)
-            if wrong(leaf[-1], sharding)
+            f'{self.call.describe(i)}{verb}{text(leaf, sharding)}'
+            for i, (leaf, sharding) in enumerate(zip(self.call.leaves, self.shardings, strict=True))
+            if wrong(leaf, sharding)
         )
 
 
-def any_deleted(flat_args: Sequence[Any]) -> bool:
-    """Whether the buffers of an argument are gone."""
-    return any(map(_is_deleted, jax.tree.leaves(flat_args)))
-
-
-def _is_deleted(leaf: Any) -> bool:
-    return is_concrete(leaf) and leaf.is_deleted()
+# Before the program runs -----------------------------------------------------------------------------
 
 
 def reject_deleted(call: Call) -> None:
     """Raises ArgumentError if an argument's buffers are gone, naming all such leaves."""
-    if any_deleted(call.flat_args):
+    if any(map(is_deleted, call.leaves)):
         raise _deleted(call) from None
 
 
 def _deleted(call: Call) -> ArgumentError:
-    gone = (call.describe(*leaf) for leaf in call.leaves() if _is_deleted(leaf[-1]))
+    gone = call.shown([*map(is_deleted, call.leaves)])
     return ArgumentError(
-        f'{call.signature.name} got arrays that are deleted:\n{shown_leaves(gone)}\n'
+        f'{call.signature.name} got arrays that are deleted:\n{gone}\n'
         'What to do: they were donated to an earlier call (donate_argnums), which reused their '
         'buffers. Use the outputs of that call instead, or do not donate.'
     )
@@ -103,15 +97,16 @@ def _deleted(call: Call) -> ArgumentError:
 
 def donated_twice(call: Call) -> ArgumentError | None:
     """The error about arrays that are given in several places and donated, if there are any."""
-    places: dict[int, list[tuple[int, Any, Any]]] = {}
-    for slot, path, leaf in call.leaves():
+    places: dict[int, list[int]] = {}
+    for i, leaf in enumerate(call.leaves):
         if is_concrete(leaf) and not leaf.is_deleted():
-            places.setdefault(id(leaf), []).append((slot, path, leaf))
-    bad = [
-        describe_leaf(' and '.join(call.path(slot, path) or '' for slot, path, _ in given), given[0][-1])
-        for given in places.values()
-        if len(given) > 1 and any(slot in call.layout.donated for slot, _, _ in given)
-    ]
+            places.setdefault(id(leaf), []).append(i)
+    bad = []
+    for given in places.values():
+        at = [call.places[i] for i in given]
+        if len(at) > 1 and any(slot in call.layout.donated for slot, _ in at):
+            paths = ' and '.join(call.path(*place) or '' for place in at)
+            bad.append(describe_leaf(paths, call.leaves[given[0]]))
     if not bad:
         return None
     return ArgumentError(
@@ -126,12 +121,10 @@ def reject_foreign_types(call: Call, mesh: Any, *, movable: bool = False) -> Non
 
     Those that are *movable* may be of other axes on as many devices.
     """
-    if not any_foreign(call, mesh):
-        return
     bad = [
-        f'{call.describe(slot, path, leaf)} is of {_axes_of(type_of(leaf).sharding.mesh)}'
-        for slot, path, leaf in call.leaves()
-        if _is_foreign(leaf, mesh) and not (movable and type_of(leaf).sharding.mesh.size == mesh.size)
+        f'{call.describe(i)} is of {_axes_of(type_of(leaf).sharding.mesh)}'
+        for i, leaf in enumerate(call.leaves)
+        if is_foreign(leaf, mesh) and not (movable and type_of(leaf).sharding.mesh.size == mesh.size)
     ]
     if bad:
         raise MeshError(
@@ -141,28 +134,25 @@ def reject_foreign_types(call: Call, mesh: Any, *, movable: bool = False) -> Non
         )
 
 
-def any_foreign(call: Call, mesh: Any) -> bool:
-    """Whether some value of a trace has a type of another mesh with Explicit axes than *mesh*."""
-    return any(_is_foreign(leaf, mesh) for leaf in jax.tree.leaves(call.data))
-
-
-def _is_foreign(leaf: Any, mesh: Any) -> bool:
-    if not isinstance(leaf, jax.core.Tracer):
-        return False
-    sharding = getattr(type_of(leaf), 'sharding', None)
-    return is_in_types(sharding) and not same_types(sharding.mesh, mesh)
-
-
 def _axes_of(mesh: Any) -> str:
     types = ', '.join(kind.name for kind in mesh.axis_types)
     return f'the mesh ({axis_sizes_text(mesh.shape)}) of types ({types})'
 
 
-def reject_mismatched(sharded: ShardedCall) -> None:
-    """Raises PlacementError if an argument is committed to another sharding than asked."""
-    error = _mismatched(sharded)
-    if error is not None:
-        raise error from None
+def note_flags(error: jax.errors.TracerBoolConversionError, call: Call) -> None:
+    """Adds to an error about the value of a traced bool which ones a call has in trees, as equinox has."""
+    pairs = zip(call.places, call.leaves, strict=True)
+    flags = call.shown([bool(path) and _is_flag(leaf) for (_, path), leaf in pairs])
+    if flags:
+        error.add_note(
+            f'{call.signature.name} got flags in trees, and they are traced as arrays are (sjit and '
+            f'helper.shard make arrays of Python bools):\n{flags}\nWhat to do: {OF_TREES}'
+        )
+
+
+def _is_flag(leaf: Any) -> bool:
+    array = getattr(leaf, 'shape', None), getattr(leaf, 'dtype', None)
+    return isinstance(leaf, bool) or array == ((), bool)
 
 
 # What JAX refuses ------------------------------------------------------------------------------------
@@ -219,7 +209,7 @@ def _of_leaves_off_mesh(call: Call, listed: str) -> PlacementError:
     )
 
 
-def _mismatched(sharded: ShardedCall) -> PlacementError | None:
+def mismatched(sharded: ShardedCall) -> PlacementError | None:
     """The error about arrays that are committed to another sharding than asked."""
     wrong = is_mismatched if sharded.any_rule else committed_elsewhere
     if sharded.moves or not sharded.any(wrong):
@@ -240,8 +230,7 @@ def _mismatched(sharded: ShardedCall) -> PlacementError | None:
 def _of_batches(sharded: ShardedCall) -> str:
     """What to do about batches whose rows are on all axes of the mesh, where `prefetch` puts them."""
     whole = tuple(sharded.mesh.axis_names)
-    wanted = (sharding for shardings in sharded.shardings.values() for sharding in shardings)
-    for (_, _, leaf), sharding in zip(sharded.call.leaves(), wanted, strict=True):
+    for leaf, sharding in zip(sharded.call.leaves, sharded.shardings, strict=True):
         if sharding is None or not is_mismatched(leaf, sharding):
             continue
         if not isinstance(leaf.sharding, NamedSharding):
@@ -311,7 +300,7 @@ def _beside(sharding_of: Callable[[Any], Any]) -> Callable[[Any, Any], str]:
 _EXPLANATIONS: tuple[tuple[type[Exception], Callable[[ShardedCall], ScalaxError | None]], ...] = (
     (ValueError, _other_devices),
     (ValueError, _off_mesh_error),
-    (Exception, _mismatched),
+    (Exception, mismatched),
     (ValueError, _refused),
     (ValueError, _of_the_host),
     (Exception, lambda sharded: donated_twice(sharded.call)),
@@ -336,33 +325,18 @@ def _inner_sharding(leaf: Any) -> Any:
     return seen[-1]
 
 
-def on_other_devices(leaf: Any, mesh: Any) -> bool:
-    """Whether an array is committed to other devices than those of *mesh*, or in another order."""
-    if not (is_concrete(leaf) and leaf.committed) and not is_reference(leaf):
-        return False
-    own = list(mesh.devices.flat)
-    if isinstance(leaf.sharding, NamedSharding):
-        return list(leaf.sharding.mesh.devices.flat) != own
-    return leaf.sharding.device_set != set(own)
-
-
-def warn_left_alone(sharded: ShardedCall, outputs: Any) -> None:
-    """Warns about outputs that JAX put on one device, though arguments are on several.
+def warn_left_alone(call: Call, shardings: Shardings, outputs: Any) -> None:
+    """Warns about outputs that JAX `left_alone`, though arguments are on several devices.
 
     JAX takes the devices from the arguments that the outputs depend on: for ``opt.init(params)`` from none.
     """
-    if not sharded.any(_on_several):
-        return
-    flat, _ = jax.tree_util.tree_flatten_with_path(outputs)
-    alone = [
-        describe_leaf(optional_path(path) or '', leaf)
-        for path, leaf in flat
-        if is_concrete(leaf) and leaf.size > 1 and len(leaf.sharding.device_set) == 1
-    ]
-    if alone:
-        listed = shown_leaves(alone)
+    if any(map(_on_several, call.leaves, shardings)):
+        flat, _ = jax.tree_util.tree_flatten_with_path(outputs)
+        listed = shown_leaves(
+            describe_leaf(optional_path(path) or '', x) for path, x in flat if left_alone(x)
+        )
         warn(
-            f'outputs of {sharded.call.signature.name} are on one device, although arguments are on several: '
+            f'outputs of {call.signature.name} are on one device, although arguments are on several: '
             f'they depend on no value of those, and nothing says how they are sharded:\n{listed}\n'
             'What to do: give out_shardings, such as OptimizerStateShardingRule(rules, params) for the state '
             'of an optimizer, or PartitionSpec() for copies on all devices.',

@@ -1,0 +1,158 @@
+"""Which arguments of a call are a batch, what is followed of it, and why nothing is.
+
+Unless the user says which, a batch is what specs alone shard, where another argument has a rule that looks at
+paths or shapes, and what is not donated: state is placed by rules, or donated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from scalax._follow.trail import LOST, along, of_sharding, without
+from scalax._follow.types import Arguments
+from scalax._transforms.calls.call import Call, Shardings
+from scalax._transforms.calls.shardings import FunctionRules
+from scalax._transforms.calls.signature import EXTRA_KEYWORDS
+from scalax._tree.specs import spec_axes
+from scalax.errors import ArgumentError
+from scalax.rules._prefix import is_rule
+
+
+def batch_to_follow(rules: FunctionRules, call: Call, shardings: Shardings) -> Arguments | None:
+    """What is followed through the function; None if there is no batch.
+
+    Args:
+        rules: those of the function.
+        call: the call.
+        shardings: those of the arguments, or those to which they are constrained inside.
+
+    Raises:
+        ArgumentError: an argument that is said to be a batch has no sharding, or no such argument is there.
+    """
+    if rules.any_explicit:  # types say where values are
+        return None
+    if rules.signature.says_batch:
+        rules.signature.reject_no_batch(call.flat_args)
+        rows = _said(rules, call)
+        _reject_unsharded(rules, call, rows, shardings)
+    elif rules.follow_batch:
+        rows = _found(rules, call)
+    else:
+        return None
+    return _arguments(call, shardings, rows)
+
+
+def batch_not_followed(rules: FunctionRules, call: Call, shardings: Shardings) -> Arguments | None:
+    """What would be followed through the function, were it not switched off."""
+    if rules.any_explicit:
+        return None
+    said = _said(rules, call)
+    return _arguments(call, shardings, said if any(said) else _found(rules, call))
+
+
+def why_not_followed(rules: FunctionRules, call: Call) -> str:
+    """Why there is no batch to follow; empty if nothing looks like one."""
+    if rules.any_explicit:
+        return 'on Explicit mesh axes, types say where values are'
+    if jax.config.jax_disable_jit:
+        return 'jax.disable_jit is in force'
+    if rules.signature.says_no_batch:
+        return 'batch_argnums=() switches it off'
+    if rules.signature.says_batch:
+        return 'no array of what is said to be one is on several devices'
+    if any(_found(rules, call)):
+        return '' if rules.follow_batch else 'follow_batch=False of the helper switches it off'
+    given = [each for each in _given(rules, call).values() if each]
+    sharding = [each for each in given if any(map(_axes, each))]
+    if len(sharding) > 1 and all(map(_specs_alone, given)):
+        return 'specs place all arguments, and batch_argnums does not say which of them is the batch'
+    return ''
+
+
+def _arguments(call: Call, shardings: Shardings, rows: Sequence[bool]) -> Arguments | None:
+    """What is known of the arguments if the leaves of this column hold rows; None if no axis shards them."""
+    if not any(rows):
+        return None
+    trails = [of_sharding(to, np.ndim(leaf)) for leaf, to in zip(call.leaves, shardings, strict=True)]
+    known = list(zip(trails, rows, strict=True))
+    axes = frozenset([axis for trail, holds in known if holds for axes in trail for axis in axes])
+    if not axes:
+        return None
+    return Arguments(
+        [trail if holds else without(trail, axes) for trail, holds in known],
+        [LOST if holds else along(trail, axes) for trail, holds in known],
+        axes,
+        placed=not any(to is None and np.ndim(x) for x, to in zip(call.leaves, shardings, strict=True)),
+    )
+
+
+def _said(rules: FunctionRules, call: Call) -> list[bool]:
+    """A column: the leaves that hold rows as the user says."""
+    slots, keywords = call.layout.slots, rules.signature.batch_keywords
+    return [
+        slots[slot].batch
+        or (slots[slot].name == EXTRA_KEYWORDS and getattr(path[0], 'key', None) in keywords)
+        for slot, path in call.places
+    ]
+
+
+def _found(rules: FunctionRules, call: Call) -> list[bool]:
+    """A column: the leaves that hold rows as far as the rules tell."""
+    given = {slot: each for slot, each in _given(rules, call).items() if each}
+    by_specs = [slot for slot, each in given.items() if _specs_alone(each)]
+    if len(by_specs) == len(given):
+        return [False] * len(call.leaves)
+    holding = set(by_specs).difference(call.layout.donated)
+    return [slot in holding for slot, tree in call.trees.items() for _ in range(tree.num_leaves)]
+
+
+def _given(rules: FunctionRules, call: Call) -> dict[int, list[Any]]:
+    """The rules and specs that the options give each dynamic slot."""
+    outside, inside = _given_by_option(rules, call)
+    return {slot: [*outside[slot], *inside[slot]] for slot in outside}
+
+
+def _given_by_option(rules: FunctionRules, call: Call) -> list[dict[int, list[Any]]]:
+    """The rules and specs of in_shardings, and those of args_sharding_constraint, by slot."""
+    found = []
+    for option in (rules.options.in_shardings, rules.options.args_sharding_constraint):
+        given: dict[int, list[Any]] = {slot: [] for slot in call.layout.dynamic}
+        if option is not None:
+            by_slot = rules.signature.rules_by_slot(option, call.layout, call.flat_args, '', '')
+            for slot, each in by_slot.items():
+                given[slot] = [rule for rule in jax.tree.leaves(each, is_leaf=is_rule) if rule is not None]
+        found.append(given)
+    return found
+
+
+def _specs_alone(given: Sequence[Any]) -> bool:
+    return all(isinstance(each, PartitionSpec | NamedSharding) for each in given)
+
+
+def _axes(given: Any) -> Sequence[str]:
+    """The mesh axes of a spec; none of a rule."""
+    spec = given.spec if isinstance(given, NamedSharding) else given
+    return spec_axes(spec) if isinstance(spec, PartitionSpec) else ()
+
+
+def _reject_unsharded(rules: FunctionRules, call: Call, rows: Sequence[bool], shardings: Shardings) -> None:
+    """Raises ArgumentError about an argument that is said to be a batch, and that nothing shards."""
+    by_slot, rows_by_slot = call.by_slot(shardings), call.by_slot(rows)
+    for slot, holds in rows_by_slot.items():
+        given = [to for to, is_batch in zip(by_slot[slot], holds, strict=True) if is_batch]
+        if not given or any(to is not None and spec_axes(to.spec) for to in given):
+            continue
+        outside, inside = _given_by_option(rules, call)
+        if any(map(_axes, inside[slot] or outside[slot])):
+            continue  # the rows do not divide, and need not
+        axis = next((name for name, size in rules.mesh.shape.items() if size > 1), 'data')
+        raise ArgumentError(
+            f'{call.path(slot) or "the keywords"} of {rules.signature.name} is said to be a batch '
+            '(batch_argnums, batch_argnames), and nothing shards it (in_shardings, '
+            f'args_sharding_constraint): give it a spec such as PartitionSpec({axis!r}), or leave it out'
+        )
