@@ -11,7 +11,7 @@ from selenium.webdriver.common.by import By
 
 from scalax._plan.page import plan_blocks
 from scalax._plan.torus_axes import axes_on_torus
-from scalax._transforms.followed_batch import FollowedBatch, KeptValue, LostRows
+from scalax._follow.followed_batch import FollowedBatch, KeptValue, LostRows
 from scalax.plan import HARDWARE, Buffer, HostMoves, Place, Plan, ScopeRuns, ScopeWork, Source
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P

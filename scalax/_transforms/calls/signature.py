@@ -14,7 +14,7 @@ import keyword
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -41,15 +41,8 @@ OMITTED = _Omitted()
 jax.tree_util.register_pytree_node(_Omitted, lambda _: ((), None), lambda *_: OMITTED)
 
 
-class Selection(NamedTuple):
-    """The arguments that a pair of options such as static_argnums and static_argnames selects."""
-
-    numbers: tuple[int, ...] = ()
-    names: frozenset[str] = frozenset()
-
-    def places(self, total: int) -> set[int]:
-        """The positions among *total* arguments."""
-        return {number % total for number in self.numbers if -total <= number < total}
+Selection = tuple[tuple[int, ...], frozenset[str]]
+"""The positions and the names that a pair of options such as static_argnums and static_argnames selects."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,12 +148,10 @@ class CallSignature:
         self.says_batch = any(each is not None for each in batch)
         self.says_no_batch = self.says_batch and not any(self._batch)
         # Static and donated names among the extra keywords need slots of their own.
-        self.static_keywords, self.donated_keywords, self.batch_keywords = (
-            tuple(sorted(chosen.names.difference(self.positional, self.keyword_only)))
-            if self.keywords
-            else ()
-            for chosen in (self._static, self._donated, self._batch)
-        )
+        self.static_keywords, self.donated_keywords, self.batch_keywords = [
+            tuple(sorted(chosen.difference(self.positional, self.keyword_only))) if self.keywords else ()
+            for _, chosen in (self._static, self._donated, self._batch)
+        ]
         own = (self.static_keywords, self.donated_keywords, self.keywords)
         self.fixed = len(self.positional) + len(self.keyword_only) + sum(map(bool, own))
         self._layouts: dict[int, CallLayout] = {}
@@ -170,6 +161,8 @@ class CallSignature:
 
     def _selection(self, what: str, numbers: Argnums, names: Argnames) -> Selection:
         """A pair of options such as static_argnums and static_argnames, checked."""
+        if numbers is None and names is None:
+            return (), frozenset()
         nums = tuple(map(operator.index, _sequence(numbers, int | np.integer)))
         given = frozenset(_sequence(names, str))
         count = len(self.positional)
@@ -189,7 +182,7 @@ class CallSignature:
                 )
         # Under a wrapper of (*args, **kwargs), an argument with a position may also come by its name.
         behind = {self.hints[n] for n in nums if count <= n < len(self.hints)}
-        return Selection(nums, given | behind)
+        return nums, given | behind
 
     def _use_hints(self, what: str, names: Iterable[Any]) -> None:
         """Records names of arguments that only the wrapped function has.
@@ -267,9 +260,14 @@ class CallSignature:
         extra[: len(self.hints[count:])] = self.hints[count : count + extras]
         names = [*self.positional, *extra]
         total = len(names)
-        chosen = [(each.places(total), each.names) for each in (self._static, self._donated, self._batch)]
         slots = [
-            Slot(name, *(i in places or name in named for places, named in chosen))
+            Slot(
+                name,
+                *[
+                    name in named or i in [n % total for n in numbers if -total <= n < total]
+                    for numbers, named in (self._static, self._donated, self._batch)
+                ],
+            )
             for i, name in enumerate([*names, *self.keyword_only])
         ]
         if self.static_keywords:

@@ -45,7 +45,7 @@ def generate_caller(signature: CallSignature, dispatcher: Any) -> FunctionType:
     if not name.isidentifier() or keyword.iskeyword(name):
         name = 'sjit_function'
     own = _free_names({name, *(parameter.name for parameter in signature.parameters)})
-    flat_args = ', '.join(_slots(parameter, signature, own['split']) for parameter in signature.parameters)
+    flat_args = ', '.join([_slots(each, signature, own['split']) for each in signature.parameters])
     source = _SOURCE.format(
         name=name,
         parameters=_declared(signature, own['omitted']),

@@ -50,8 +50,8 @@ from scalax._transforms.calls.shardings import FunctionRules, Options
 from scalax._transforms.calls.signature import CallLayout, CallSignature
 from scalax._transforms.sjit.batch import batch_not_followed, batch_to_follow, why_not_followed
 from scalax._transforms.sjit.inline import in_eager_axis_modes, run_inline, runs_inline
-from scalax._transforms.sjit.program import Program, ProgramTable, Served, ShardingKey, WrongProgram, compress
-from scalax._transforms.sjit.trace import Recording, Trace, TracedFunction
+from scalax._transforms.sjit.program import Program, ProgramTable, Served, WrongProgram, compress, expand
+from scalax._transforms.sjit.trace import Trace, TracedFunction
 from scalax._transforms.tracebacks import HidingOurs
 from scalax._util.lru_cache import LRUCache
 from scalax._util.progress import progress
@@ -104,20 +104,6 @@ class Read(NamedTuple):
     shardings: Shardings
     key: CallKey
     entry: Entry
-
-
-class Prepared(NamedTuple):
-    """What would serve a call.
-
-    Attributes:
-        program: its program.
-        trace: what the trace of the program applies.
-        flat_args: the arguments as they would be placed: types in place of what moves.
-    """
-
-    program: Program
-    trace: Trace
-    flat_args: Sequence[Any]
 
 
 class _ThisThread(threading.local):
@@ -187,7 +173,7 @@ class Dispatcher:
         """Forgets every program."""
         this = self._weak
         self._entries: LRUCache[CallKey, Entry] = LRUCache()
-        self.programs: LRUCache[ShardingKey, Program] = LRUCache()
+        self.programs: LRUCache[Any, Program] = LRUCache()
         self._inlined: dict[CallLayout, Any] = {}
         self._table = ProgramTable(lambda flat_args: this._known(flat_args), lambda: this._wrong_program())
         self.fast_call = None
@@ -263,8 +249,10 @@ class Dispatcher:
 
     # Questions about a call that is not run -----------------------------------------------------------
 
-    def prepare(self, flat_args: Sequence[Any]) -> Prepared:
-        """What would serve a call that is not run.
+    def prepare(self, flat_args: Sequence[Any]) -> tuple[Program, Trace, Sequence[Any]]:
+        """The program of a call that is not run, what its trace applies, and the arguments as it takes them.
+
+        Types stand in place of the arguments that would move.
 
         Raises:
             ShardingError, StructureError: the rules do not fit the arguments or the outputs.
@@ -273,13 +261,13 @@ class Dispatcher:
         with _users_code:
             read = self._read(Call(self.signature, flat_args))
             program = self._completed(read)
-            return Prepared(program, read.entry.trace, self._placed(read, placement.as_moved))
+            return program, read.entry.trace, self._placed(read, placement.as_moved)
 
     def batch_of(self, flat_args: Sequence[Any]) -> BatchOfCall:
         """The batch of a call that is not run; raises as `prepare` does."""
         from scalax._follow.followed_batch import batch_of_call  # here, because few programs ask
 
-        trace = self.prepare(flat_args).trace
+        _, trace, _ = self.prepare(flat_args)
         call = Call(self.signature, flat_args)
         batch = trace.batch or batch_not_followed(self.rules, call, trace.inside())
         paths = [call.path(*place) or '' for place in call.places]
@@ -330,7 +318,7 @@ class Dispatcher:
         """A trace as it is before the user's function runs."""
         trace.constraints = self.rules.constraints(call)
         trace.batch = batch_to_follow(self.rules, call, trace.inside())
-        trace.outputs = trace.followed = trace.recording = None
+        trace.outputs = trace.followed = trace.jaxpr = None
         trace.on_devices = False
         return trace
 
@@ -396,7 +384,7 @@ class Dispatcher:
             raise
         finally:
             self.args_placed.trace = None
-        trace.recording, trace.out_tree = Recording.of(traced, key), traced.out_tree
+        trace.record(traced, key)
         trace.on_devices = not self._knows_devices(traced.jaxpr, trace)
         # If its outputs are to be constrained, another function: JAX would find this trace again.
         return self._flat_function(call.layout) if trace.on_devices else (flat_function, served)
@@ -416,28 +404,33 @@ class Dispatcher:
     def _program(
         self, call: Call, key: CallKey, trace: Trace, flat_function: Callable[..., Any], served: Served
     ) -> Program:
-        """The program that has the shardings of a trace: one that is there, or one of *flat_function*."""
+        """The program that has the shardings of a trace: one that is there, or one of *flat_function*.
+
+        Programs are known by their slots, the shardings of arguments and outputs, and what else they do.
+        """
         assert trace.outputs is not None
         arguments = tuple(map(compress, call.trees.values(), call.by_slot(trace.arguments).values()))
         outputs, checked = compress(trace.out_tree, trace.outputs), key.paths is not None
-        sharding_key = ShardingKey(call.layout, arguments, outputs, trace.on_devices, checked)
-        program = self.programs.get(sharding_key)
+        shardings = call.layout, arguments, outputs, trace.on_devices, checked
+        program = self.programs.get(shardings)
         if program is None:
-            kwargs, this = self.options.jit_kwargs, self._weak
-            no_outputs = trace.on_devices and not trace.out_tree.num_leaves
-            if outputs is None and (self.rules.any_explicit or no_outputs):
+            options, this = {**self.options.jit_kwargs}, self._weak
+            if outputs is not None:
+                options['out_shardings'] = expand(outputs)
+            elif self.rules.any_explicit or (trace.on_devices and not trace.out_tree.num_leaves):
                 # JAX drops what outputs do not depend on, and with it the devices to run on.
-                kwargs = {'keep_unused': True, **kwargs}
+                options.setdefault('keep_unused', True)
             new = Program(
                 self.signature,
-                sharding_key,
+                call.layout,
                 flat_function,
-                self.mesh.size,
-                kwargs,
+                arguments,
+                options,
+                guards=self.mesh.size > 1,
                 wrong_program=lambda: this._wrong_program(),
                 served=served,
             )
-            program = self.programs.add(sharding_key, new)
+            program = self.programs.add(shardings, new)
         if key.paths is not None:
             program.check_paths(key.paths)
         return program

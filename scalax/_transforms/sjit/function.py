@@ -25,13 +25,13 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from scalax._trace.constraints import is_in_types
 from scalax._trace.contexts import MeshOwner, checked_bindings, hashable
-from scalax._transforms.calls.call import Call
+from scalax._transforms.calls.call import Call, Shardings
 from scalax._transforms.calls.placement import as_moved, moved, with_moved
 from scalax._transforms.calls.shardings import OnMismatch, Options
 from scalax._transforms.calls.signature import OMITTED, CallSignature, name_of
 from scalax._transforms.sjit.caller import generate_caller
-from scalax._transforms.sjit.dispatch import Dispatcher, Prepared
-from scalax._transforms.sjit.program import sharding_tree
+from scalax._transforms.sjit.dispatch import Dispatcher
+from scalax._transforms.sjit.program import Program, sharding_tree
 from scalax._util.lru_cache import LRUCache
 from scalax.errors import ArgumentError, MeshError, did_you_mean
 from scalax.rules._prefix import check, key_of
@@ -124,17 +124,18 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
     def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """``jax.jit(...).trace``: ``jax.stages.Traced`` out."""
         flat_args = self._flatten(args, kwargs)
-        prepared = self._dispatcher.prepare(flat_args)
+        program, trace, placed = self._dispatcher.prepare(flat_args)
         with self._dispatcher.args_placed:
             if not kwargs and len(flat_args) == len(args):
-                return prepared.program.jitted.trace(*prepared.flat_args)
-            return _trace_as_called(self._dispatcher.signature, prepared, len(args), list(kwargs))
+                return program.jitted.trace(*placed)
+            typed = Call(self._dispatcher.signature, placed)
+            return _trace_as_called(program, typed, trace.arguments, len(args), list(kwargs))
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The outputs as ``jax.ShapeDtypeStruct``; nothing is computed."""
-        prepared = self._dispatcher.prepare(self._flatten(args, kwargs))
+        program, _, placed = self._dispatcher.prepare(self._flatten(args, kwargs))
         with self._dispatcher.args_placed:
-            return prepared.program.jitted.eval_shape(*prepared.flat_args)
+            return program.jitted.eval_shape(*placed)
 
     def followed(self, /, *args: Any, **kwargs: Any) -> FollowedBatch:
         """Which values of a call stay where the rows of its batch are, and where these were lost.
@@ -160,7 +161,7 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         parameters; leaves are NamedShardings, or None where the compiler decides.
         """
         flat_args = self._flatten(args, kwargs)
-        trace = self._dispatcher.prepare(flat_args).trace
+        _, trace, _ = self._dispatcher.prepare(flat_args)
         call = Call(self._dispatcher.signature, flat_args)
         inputs = tuple(
             sharding_tree(call.trees[slot], shardings, 'they cannot be shown in place')
@@ -173,7 +174,7 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
     def get_jitted_function_by_args(self, /, *args: Any, **kwargs: Any) -> Any:
         """The ``jax.jit`` function that serves a call; it takes the arguments in the same way."""
         flat_args = self._flatten(args, kwargs)
-        program = self._dispatcher.prepare(flat_args).program
+        program, _, _ = self._dispatcher.prepare(flat_args)
         kept = (self._dispatcher, self._given)
         if kwargs:
             return _JittedCall(self, program.handed_out(kept), self._dispatcher.signature)
@@ -338,7 +339,7 @@ def _key(fun: Callable[..., Any], signature: CallSignature, options: Options) ->
 
 
 def _trace_as_called(
-    signature: CallSignature, prepared: Prepared, count: int, names: Sequence[str]
+    program: Program, call: Call, shardings: Shardings, count: int, names: Sequence[str]
 ) -> jax.stages.Traced:
     """Traces a program so that JAX's stages take arguments and keywords as the user writes them.
 
@@ -346,12 +347,13 @@ def _trace_as_called(
     have shardings themselves.
 
     Args:
-        signature: how the user's function is called.
-        prepared: the program, with the shardings and the arguments of the call.
+        program: the program.
+        call: the call.
+        shardings: those of the leaves of the call.
         count: how many arguments were given by position.
         names: which were given by name.
     """
-    program, flat_args = prepared.program, prepared.flat_args
+    signature = call.signature
 
     def as_called(*args: Any, **keywords: Any) -> Any:
         return program.flat_function(*signature.flatten(args, keywords))
@@ -359,9 +361,9 @@ def _trace_as_called(
     as_called.__name__ = as_called.__qualname__ = signature.name
     as_called.__dict__['__signature__'] = signature.python_signature
     as_called.__dict__['__wrapped__'] = program.flat_function
-    typed = list(flat_args)
-    for slot, shardings in Call(signature, flat_args).by_slot(prepared.trace.arguments).items():
-        typed[slot] = _tree_with_shardings(flat_args[slot], shardings)
+    typed = list(call.flat_args)
+    for slot, each in call.by_slot(shardings).items():
+        typed[slot] = _tree_with_shardings(typed[slot], each)
     args, keywords = signature.as_called(typed, count, names)
     selected = signature.selected_as_called(program.layout, count, names)
     return program.jit_as_called(as_called, selected).trace(*args, **keywords)

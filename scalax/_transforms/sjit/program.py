@@ -1,7 +1,7 @@
 """A program: the ``jax.jit`` of one set of shardings, and the calls that it serves.
 
-A call is served by the program of its `CallKey`. Calls whose rules resolve to the same shardings (their
-`ShardingKey` is the same) share a program, so that a batch of another length costs no more than it does
+A call is served by the program of its `CallKey`. Calls whose rules resolve to the same shardings share a
+program, so that a batch of another length costs no more than it does
 under ``jax.jit``. While JAX traces a program, its function checks that the key is one of the program's own,
 and raises `WrongProgram` if not; what JAX has cached was checked when it was traced. So a call may try any
 program first, and the last one used is nearly always right.
@@ -16,7 +16,7 @@ import inspect
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -57,25 +57,6 @@ class WrongProgram(ArgumentError):
             f'call {name} itself, which has a program for each'
         )
         self.owner = owner
-
-
-class ShardingKey(NamedTuple):
-    """The shardings of a program: equal ones share it.
-
-    Attributes:
-        layout: the slots of the calls.
-        arguments: the ``in_shardings`` of jax.jit: for each dynamic slot one sharding, a
-            (structure, shardings) pair, or None.
-        outputs: the same for all outputs together.
-        on_devices: whether outputs are constrained to the devices of the mesh.
-        checked: whether calls compare leaf paths.
-    """
-
-    layout: CallLayout
-    arguments: tuple[Any, ...]
-    outputs: Any
-    on_devices: bool
-    checked: bool
 
 
 def compress(treedef: Any, shardings: Shardings) -> Any:
@@ -123,10 +104,11 @@ class Program:
 
     Args:
         signature: the parameters of the user's function.
-        key: the shardings.
+        layout: the slots of the calls.
         flat_function: the function that is jitted; takes the arguments slot by slot.
-        devices: how many it runs on.
-        jit_kwargs: options of ``jax.jit``.
+        arguments: its ``in_shardings``: for each dynamic slot a result of `compress`.
+        options: other options of ``jax.jit``.
+        guards: whether it runs on several devices, where some versions of JAX need a look at arguments.
         wrong_program: makes the exception to raise for a call that needs another program.
         served: the call keys that it serves, with what their traces apply.
 
@@ -138,27 +120,26 @@ class Program:
     def __init__(
         self,
         signature: CallSignature,
-        key: ShardingKey,
+        layout: CallLayout,
         flat_function: Callable[..., Any],
-        devices: int,
-        jit_kwargs: Mapping[str, Any],
+        arguments: Sequence[Any],
+        options: Mapping[str, Any],
+        *,
+        guards: bool,
         wrong_program: Callable[[], Exception],
         served: Served,
     ) -> None:
-        self.served = served
-        self.layout, self.flat_function = key.layout, flat_function
-        self._signature, self._arguments, self._wrong_program = signature, key.arguments, wrong_program
-        self._options = dict(jit_kwargs)
-        if key.outputs is not None:
-            self._options['out_shardings'] = expand(key.outputs)
+        self.layout, self.flat_function, self.served = layout, flat_function, served
+        self._signature, self._arguments, self._options = signature, arguments, options
+        self._wrong_program = wrong_program
         self._paths: set[tuple[str, ...]] = set()
         # The shardings to which calls place host data, by slot, in the form of `compress`. They may be None
         # in `_arguments`: what is placed already has a type, which then holds its sharding.
         self._host_data: dict[int, Any] = {}
         self._handed_out: weakref.ref[Any] | None = None
-        self.jitted = self.jit(flat_function, len(key.layout.slots))
-        guards = _DELETED_ARGUMENTS_CRASH and devices > 1
-        self.call: Callable[..., Any] = self._guarded() if guards else self.jitted
+        self.jitted = self.jit(flat_function, len(layout.slots))
+        guarded = _DELETED_ARGUMENTS_CRASH and guards
+        self.call: Callable[..., Any] = self._guarded() if guarded else self.jitted
         self._call_placed = self.call  # without the placing of host data
 
     def jit(self, fun: Callable[..., Any], count: int) -> Any:

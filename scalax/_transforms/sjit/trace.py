@@ -45,7 +45,8 @@ class Trace:
         followed: the values that are kept where they are; None if nothing is followed.
         outputs: the shardings of the outputs; None until the function was traced.
         out_tree: the structure of the outputs.
-        recording: the jaxpr, which later traces replay; None if it cannot be kept.
+        jaxpr: the jaxpr of the function, which later traces replay; None if it cannot be kept.
+        kinds: the kinds of values that it was traced with (`_kinds`).
         on_devices: whether the outputs are constrained to the devices of the mesh, which JAX does not know
             otherwise.
     """
@@ -56,7 +57,8 @@ class Trace:
     followed: Followed | None = None
     outputs: Shardings | None = None
     out_tree: Any = None
-    recording: Recording | None = None
+    jaxpr: Any = None
+    kinds: Any = None
     on_devices: bool = False
 
     def inside(self) -> Shardings:
@@ -68,45 +70,21 @@ class Trace:
             for inside, outside in zip(self.constraints, self.arguments, strict=True)
         ]
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Recording:
-    """The jaxpr of a traced function.
-
-    Attributes:
-        kinds: the `_placement_kinds` of the leaves that it was traced with.
-        jaxpr: the jaxpr.
-        out_tree: the structure of the outputs.
-    """
-
-    kinds: list[Any]
-    jaxpr: Any
-    out_tree: Any
-
-    @classmethod
-    def of(cls, traced: jax.stages.Traced, key: CallKey) -> Recording | None:
-        """The recording of a trace; None if it cannot be kept."""
+    def record(self, traced: jax.stages.Traced, key: CallKey) -> None:
+        """Keeps the jaxpr of the first trace."""
+        self.out_tree = traced.out_tree
         # Values of an outer trace that the function closes over end with that trace; JAX makes them further
         # inputs.
-        if len(traced.jaxpr.in_avals) != len(key.types):
-            return None
-        return cls(_placement_kinds(traced.jaxpr.in_avals), traced.jaxpr, traced.out_tree)
-
-    def serves(self, leaves: Sequence[Any]) -> bool:
-        """Whether the trace of these values is the same."""
-        return self.kinds == _placement_kinds([*map(type_of, leaves)])
-
-    def replay(self, leaves: Sequence[Any]) -> Any:
-        """The outputs for these argument leaves, without running the user's code."""
-        return self.out_tree.unflatten(jaxpr_as_fun(self.jaxpr)(*leaves))
+        if len(traced.jaxpr.in_avals) == len(key.types):
+            self.jaxpr, self.kinds = traced.jaxpr, _kinds(traced.jaxpr.in_avals)
 
 
-def _placement_kinds(kinds: Sequence[Any]) -> list[Any]:
+def _kinds(types: Sequence[Any]) -> list[Any]:
     """The part of types that no rule depends on, and a traced function may."""
     # A trace may depend on more of an opaque type: it equals nothing.
     return [
         object() if is_opaque(kind) else (type(kind).__name__, getattr(kind, 'memory_space', None))
-        for kind in kinds
+        for kind in types
     ]
 
 
@@ -172,9 +150,9 @@ class TracedFunction:
         # There are values instead of tracers under jax.disable_jit, and where JAX looks for a nan: then the
         # user's lines should run.
         traced = all(isinstance(leaf, jax.core.Tracer) for leaf in call.leaves)
-        if traced and trace.recording is not None and trace.recording.serves(call.leaves):
+        if traced and trace.jaxpr is not None and trace.kinds == _kinds([*map(type_of, call.leaves)]):
             with self._context_entered():
-                return trace.recording.replay(call.leaves)
+                return jax.tree.unflatten(trace.out_tree, jaxpr_as_fun(trace.jaxpr)(*call.leaves))
         flat_args = call.flat_args
         if trace.constraints is not None:
             pairs = zip(call.leaves, trace.constraints, strict=True)
