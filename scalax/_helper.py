@@ -20,12 +20,14 @@ from scalax._mesh import meshes, topologies
 from scalax._trace import constraints, contexts
 from scalax._transforms import axis_modes, shard_map, sjit
 from scalax._tree.paths import dtype_on_devices
-from scalax._tree.specs import MeshAxes, OnIndivisible, checked_policy
+from scalax._tree.specs import MeshAxes
 from scalax._util.lru_cache import LRUCache
 from scalax._util.renamed_keywords import renamed
 from scalax.errors import ArgumentError, checked_flag
 from scalax.rules import RuleLike
-from scalax.rules._resolve import ResolutionCache, ResolveMode, resolve
+from scalax.rules._indivisible import OnIndivisible, checked_policy
+from scalax.rules._resolution_cache import ResolutionCache
+from scalax.rules._resolve import ResolveMode, resolve
 
 if TYPE_CHECKING:
     from typing import Unpack

@@ -85,10 +85,12 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from scalax._tree.specs import OnIndivisible, entries, entry_axes
+from scalax._tree.specs import entries, entry_axes
 from scalax.errors import RuleError, did_you_mean, near_names
-from scalax.rules._decisions import REPLICATED
-from scalax.rules._tree_path import ExactRankRule, TreePathShardingRule, checked_pair, checked_regex
+from scalax.rules._answer import REPLICATED
+from scalax.rules._exact_rank import ExactRankRule
+from scalax.rules._indivisible import OnIndivisible
+from scalax.rules._tree_path import TreePathShardingRule, checked_pair, checked_regex
 
 __all__ = [
     'EXPERT_PARALLEL',

@@ -18,8 +18,9 @@ from scalax._trace.contexts import MeshOwner
 from scalax._transforms.calls.call_key import Call, is_opaque, traced_dtype, type_of
 from scalax._transforms.calls.call_signature import EXTRA_KEYWORDS, CallSignature
 from scalax._transforms.calls.placement import Shardings
-from scalax._tree.specs import Fault, MeshAxes, OnIndivisible, spec_axes, text
+from scalax._tree.specs import Fault, MeshAxes, spec_axes, text
 from scalax.errors import ArgumentError, Problem, ShardingError, StructureError
+from scalax.rules._indivisible import OnIndivisible
 from scalax.rules._prefix import RuleLike, is_rule
 from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve
 
