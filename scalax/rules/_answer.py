@@ -90,6 +90,11 @@ Answer = Decision | Problem | NoAnswer
 """The answer of a rule about one leaf; a problem is what is wrong with the leaf."""
 
 
+def settled(answers: list[Answer]) -> list[Decision | Problem]:
+    """What leaves get where no rule is next."""
+    return [answer.settled() if isinstance(answer, NoAnswer) else answer for answer in answers]
+
+
 def changed(answer: Answer, change: Callable[[Decision], Decision]) -> Answer:
     """The answer with its decision changed, or its default."""
     if isinstance(answer, Decision):
@@ -113,7 +118,7 @@ _OF_MODULES = (
 
 def non_arrays(tree: NamedTree) -> list[Problem]:
     """A problem for each leaf that JAX does not take as an array."""
-    if all(issubclass(kind, _ARRAYS) for kind in set(map(type, tree.leaves))):
+    if not [kind for kind in set(map(type, tree.leaves)) if not issubclass(kind, _ARRAYS)]:
         return []
     hint = _OF_LEAVES + (_OF_MODULES if any(map(callable, tree.leaves)) else '')
     return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
 from typing import Any
@@ -49,14 +50,17 @@ class FSDPShardingRule(BuiltinRule):
     def __post_init__(self) -> None:
         if isinstance(self.fsdp_axis_name, list):
             object.__setattr__(self, 'fsdp_axis_name', tuple(self.fsdp_axis_name))
-        names = entry_axes(self.fsdp_axis_name)
-        if not names or not all(isinstance(name, str) for name in names):
+        if not self._axes or not all(isinstance(name, str) for name in self._axes):
             raise RuleError(f'fsdp_axis_name is a mesh axis or a tuple of them, got {self.fsdp_axis_name!r}')
         size = self.fsdp_axis_size
         if size is not None and (not _is_number(size, numbers.Integral) or size < 1):
             raise RuleError(f'fsdp_axis_size is a positive integer or None, got {size!r}')
         if not _is_number(self.min_fsdp_size, numbers.Real):
             raise RuleError(f'min_fsdp_size is a number of elements, got {self.min_fsdp_size!r}')
+
+    @functools.cached_property
+    def _axes(self) -> tuple[str, ...]:
+        return entry_axes(self.fsdp_axis_name)
 
     def __repr__(self) -> str:
         size = '' if self.fsdp_axis_size is None else f', fsdp_axis_size={self.fsdp_axis_size}'
@@ -71,12 +75,10 @@ class FSDPShardingRule(BuiltinRule):
 
     def _answer(self, shape: tuple[int, ...], occupied: PartitionSpec, size: int | None) -> Answer:
         """The answer about arrays of a shape; those that are too small, or do not divide, get none."""
-        elements, taken = math.prod(shape), entries(occupied)
+        elements, taken = math.prod(shape), entries(occupied) if occupied else ()
         if elements < self.min_fsdp_size:
             return self._none(f'{plural(elements, "element")} < min_fsdp_size {self.min_fsdp_size}')
-        if taken and (
-            used := [axis for axis in entry_axes(self.fsdp_axis_name) if axis in spec_axes(occupied)]
-        ):
+        if taken and (used := [axis for axis in self._axes if axis in spec_axes(occupied)]):
             return self._none(f'FSDP: {", ".join(used)} in use')
         dim = _largest_divisible(shape, taken, size)
         if dim is not None:
@@ -95,11 +97,10 @@ class FSDPShardingRule(BuiltinRule):
     def _axis_size(self, axis_sizes: AxisSizes | None) -> int | None:
         if axis_sizes is None:
             return self.fsdp_axis_size
-        names = entry_axes(self.fsdp_axis_name)
-        for name in names:
+        for name in self._axes:
             if name not in axis_sizes:
                 raise RuleError(f'{self!r}: {no_axis(name, axis_sizes)}')
-        size = math.prod([axis_sizes[name] for name in names])
+        size = math.prod([axis_sizes[name] for name in self._axes])
         if self.fsdp_axis_size not in (None, size):
             raise RuleError(
                 f'{self!r}: fsdp_axis_size is {self.fsdp_axis_size}, but the mesh has '

@@ -217,7 +217,8 @@ class Section:
         """The parameters, as the rule sees them."""
         structs = list(map(jax.ShapeDtypeStruct, self.shapes, self.dtypes))
         bare = jax.tree_util.treedef_is_leaf(self.treedef)
-        return NamedTree(self.paths, structs, self.shapes, self.treedef, self.at, bare=bare)
+        free = [REPLICATED] * len(structs)
+        return NamedTree(self.paths, structs, self.shapes, self.treedef, free, self.at, bare=bare)
 
 
 def _sections(param_rule: RuleLike, params: Any) -> Iterator[Section]:

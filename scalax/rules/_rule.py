@@ -24,10 +24,10 @@ from scalax.rules._answer import (
     Answer,
     AxisSizes,
     Decision,
-    NoAnswer,
     changed,
     non_arrays,
     not_a_spec,
+    settled,
 )
 from scalax.rules._combine import first_answers, occupied_by, overlaid
 
@@ -171,10 +171,10 @@ class BuiltinRule(ShardingRule):
         tree = NamedTree.of(pytree)
         if problems := non_arrays(tree):
             raise ShardingError(problems)
-        settled = _settled(self.answers(tree, None))
-        if problems := [one for one in settled if isinstance(one, Problem)]:
+        decided = settled(self.answers(tree, None))
+        if problems := [one for one in decided if isinstance(one, Problem)]:
             raise ShardingError(problems)
-        return tree.treedef.unflatten([one.spec for one in settled if isinstance(one, Decision)])
+        return tree.treedef.unflatten([one.spec for one in decided if isinstance(one, Decision)])
 
     @abc.abstractmethod
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]: ...
@@ -194,8 +194,11 @@ def answers_of(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None
     """The answers of any rule about every leaf; a rule that has no leaf to decide about is not asked."""
     if not tree.leaves:
         return []
-    ask = ShardingRule.answers if _overrides_apply(rule) else type(rule).answers
-    return ask(rule, tree, axis_sizes)
+    return (
+        ShardingRule.answers(rule, tree, axis_sizes)
+        if _overrides_apply(rule)
+        else rule.answers(tree, axis_sizes)
+    )
 
 
 def _overrides_apply(rule: ShardingRule) -> bool:
@@ -225,11 +228,7 @@ def answers_of_each(
 
 def decide(rule: Rule, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Decision | Problem]:
     """What one rule makes of every leaf, where no other rule is next."""
-    return _settled(answers_of(as_rule(rule), tree, axis_sizes))
-
-
-def _settled(answers: list[Answer]) -> list[Decision | Problem]:
-    return [answer.settled() if isinstance(answer, NoAnswer) else answer for answer in answers]
+    return settled(answers_of(as_rule(rule), tree, axis_sizes))
 
 
 def is_pure(rule: ShardingRule) -> bool:
@@ -258,7 +257,7 @@ class ConstantRule(BuiltinRule):
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         names = {type(None): '', NamedSharding: 'the NamedSharding given'}
         origin = names.get(type(self.value), 'the spec given')
-        return [Decision.of(self.value, origin, '', None)] * len(tree)
+        return [Decision.of(self.value, origin, '', None)] * len(tree.leaves)
 
 
 def is_rule(value: Any) -> TypeGuard[Rule]:
