@@ -27,6 +27,10 @@ _ATTRIBUTE: dict[type, str] = {
 }
 
 
+FREE = PartitionSpec()
+"""What rules occupy of a leaf before the first of them has decided."""
+
+
 def key_string(key: Any) -> str:
     """One key of a tree path without decoration: ``DictKey('w')`` is ``'w'``."""
     attribute = _ATTRIBUTE.get(type(key))
@@ -199,7 +203,7 @@ class NamedTree:
     leaves: Sequence[Any]
     shapes: Sequence[tuple[int, ...]]
     treedef: Any
-    occupied: Sequence[PartitionSpec]
+    occupied: list[PartitionSpec]
     prefix: str | None = None
     whole: NamedTree | None = None
     indices: Sequence[int] = ()
@@ -229,7 +233,7 @@ class NamedTree:
             shapes = [leaf_shape(leaf) or () for leaf in leaves]
         shown = [] if as_leaf is None else [leaf for _, leaf in flat]
         bare = jax.tree_util.treedef_is_leaf(treedef)
-        free = [PartitionSpec()] * len(leaves)
+        free = [FREE] * len(leaves)
         return cls(paths, leaves, shapes, treedef, free, prefix, shown=shown, bare=bare)
 
     def __len__(self) -> int:
@@ -253,7 +257,7 @@ class NamedTree:
             shown=rows(self.shown),
         )
 
-    def with_occupied(self, occupied: Sequence[PartitionSpec]) -> NamedTree:
+    def with_occupied(self, occupied: list[PartitionSpec]) -> NamedTree:
         """The same leaves, with the specs of the rules that decided before."""
         return dataclasses.replace(self, occupied=occupied)
 
@@ -268,7 +272,7 @@ class NamedTree:
             ],
             shapes=shapes,
             whole=self.whole and self.whole.without_first(dims),
-            occupied=[PartitionSpec()] * len(shapes),
+            occupied=[FREE] * len(shapes),
             shown=self.shown or self.leaves,
         )
 

@@ -16,7 +16,7 @@ strict, and no regex matches    the answer of *b*            an error
 
 Where *b* has no answer, or answers None, ``a & b`` gives the spec of *a* unchanged. A rule that has a choice,
 like FSDP, chooses among the dimensions and the mesh axes that rules before it left free: it finds what they
-occupy in `NamedTree.occupied`.
+occupy in `NamedTree.occupied`, and what a rule says about that is taken out of its answers.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from scalax._tree import specs
-from scalax._tree.paths import NamedTree
+from scalax._tree.paths import FREE, NamedTree
 from scalax.errors import Problem
 from scalax.rules._answer import REPLICATED, Answer, AxisSizes, Decision, NoAnswer
 
@@ -58,21 +58,21 @@ def overlaid(tree: NamedTree, ask_first: Ask, ask_second: Ask, axis_sizes: AxisS
         ask_second: gives those of *b*; asked about the leaves that *a* leaves open.
         axis_sizes: mesh axis name -> size; None when no mesh is known.
     """
-    answers = list(map(_without_strict, ask_first(tree)))
+    answers = list(map(_without_strict, _unoccupied(tree, ask_first(tree))))
     open_leaves = [i for i, answer in enumerate(answers) if _is_open(answer)]
     part = tree.select(open_leaves)
-    outer, ranks = part.occupied, list(map(len, part.shapes))
-    firsts = _unoccupied(outer, [answers[i] for i in open_leaves], ranks)
-    keys = list(zip(outer, map(_occupied_spec, firsts), ranks, strict=True))
+    firsts = [answers[i] for i in open_leaves]
+    keys = list(zip(part.occupied, map(_occupied_spec, firsts), map(len, part.shapes), strict=True))
     known = {key: occupied_by(*key) for key in dict.fromkeys(keys)}
     part = part.with_occupied([known[key] for key in keys])
-    seconds = _unoccupied(outer, ask_second(part), ranks)
+    seconds = _unoccupied(part, ask_second(part))
     # One object for equal answers, so that each is validated once.
     memo: dict[tuple[int, int, tuple[int, ...]], Answer] = {}
     for i, first, second in zip(open_leaves, firsts, seconds, strict=True):
-        key = id(first), id(second), tree.shapes[i]
+        shape = tree.shapes[i]
+        key = id(first), id(second), shape
         if key not in memo:
-            memo[key] = _merged(first, second, tree.shapes[i], axis_sizes or {})
+            memo[key] = _merged(first, second, shape, axis_sizes or {})
         answers[i] = _about(tree, i, memo[key])
     return answers
 
@@ -102,32 +102,32 @@ def _occupied_spec(answer: Answer) -> PartitionSpec:
     return block_dims(answer.spec, answer.stack) if answer.stack else answer.spec
 
 
-def _unoccupied(
-    outers: Sequence[PartitionSpec], answers: Sequence[Answer], ranks: Sequence[int]
-) -> list[Answer]:
-    """The answers without the dimensions and mesh axes that outer rules have assigned already."""
-    memo: dict[Any, Answer] = {}
-    kept: list[Answer] = []
-    for outer, answer, rank in zip(outers, answers, ranks, strict=True):
-        if outer and isinstance(answer, Decision) and answer.spec is not None:
-            key = id(answer), outer, rank
+def _unoccupied(tree: NamedTree, answers: list[Answer]) -> list[Answer]:
+    """The answers without the dimensions and mesh axes that rules before have occupied."""
+    if tree.occupied.count(FREE) == len(answers):
+        return answers
+    memo: dict[tuple[int, int, int], Answer] = {}
+    for i, (answer, occupied) in enumerate(zip(answers, tree.occupied, strict=True)):
+        if isinstance(answer, Decision) and answer.spec is not None and occupied:
+            key = id(answer), id(occupied), len(tree.shapes[i])
             if key not in memo:
-                spec = unused_part(outer, answer.spec, rank)
-                same = spec == specs.canonical(answer.spec)
-                memo[key] = answer if same else _reduced(answer, spec, outer)
-            answer = memo[key]
-        kept.append(answer)
-    return kept
+                memo[key] = _reduced(answer, answer.spec, occupied, key[-1])
+            answers[i] = memo[key]
+    return answers
 
 
-def _reduced(answer: Decision, spec: PartitionSpec, outer: PartitionSpec) -> Decision:
-    notes = (*answer.notes, *_lost(answer, spec, outer))
-    clauses = answer.clauses if _is_sharded(spec) else ()  # a rule whose spec was not used did not decide
+def _reduced(answer: Decision, asked: PartitionSpec, occupied: PartitionSpec, rank: int) -> Decision:
+    spec = unused_part(occupied, asked, rank)
+    if spec == specs.canonical(asked):
+        return answer
+    notes = (*answer.notes, *_lost(answer.origin, asked, spec, occupied))
+    # A rule of which nothing was used did not decide.
+    clauses = answer.clauses if _is_sharded(spec) or answer.memory_kind else ()
     return dataclasses.replace(answer, spec=spec, notes=notes, clauses=clauses)
 
 
 def _merged(first: Answer, second: Answer, shape: tuple[int, ...], axis_sizes: AxisSizes) -> Answer:
-    """One answer made of two about a leaf of this shape, which the first leaves open."""
+    """One answer made of two about a leaf of this shape, which the first leaves open; they do not overlap."""
     if not isinstance(first, Decision) or isinstance(second, Problem):
         return second
     if isinstance(second, NoAnswer):
@@ -155,29 +155,25 @@ def _two_meshes(first: Decision, second: Decision) -> Problem:
 def _filled(first: Decision, second: Decision, shape: tuple[int, ...], axis_sizes: AxisSizes) -> Decision:
     """One decision made of two that have specs."""
     assert first.spec is not None and second.spec is not None
-    free = unused_part(_occupied_spec(first), second.spec, len(shape))
-    filled = fill_free(first.spec, free)
-    is_same = filled == specs.canonical(first.spec)
-    # A rule whose spec was not used at all did not decide.
-    counts = not is_same or not _is_sharded(second.spec) or (second.memory_kind and not first.memory_kind)
+    filled = fill_free(first.spec, second.spec)
     both = dataclasses.replace(
         first,
         memory_kind=first.memory_kind or second.memory_kind,
-        clauses=first.clauses + (second.clauses if counts else ()),
+        clauses=first.clauses + second.clauses,
         mesh=first.mesh or second.mesh,
         reordered=first.reordered or second.reordered,
         stack=first.stack + tuple(dim for dim in second.stack if dim not in first.stack),
-        notes=(*first.notes, *second.notes, *_lost(second, filled, first.spec)),
+        notes=first.notes + second.notes,
         passed=first.passed + second.passed,
     )
-    if is_same:
+    if filled == specs.canonical(first.spec):
         return both
     # A policy is about the dimensions that its rule placed: it counts if one of those does not divide.
     policies = [
         policy
-        for answer, spec in ((first, first.spec), (second, free))
-        if not _divides(shape, spec, axis_sizes)
-        for policy in answer.policies
+        for one in (first, second)
+        if not _divides(shape, one.spec, axis_sizes)
+        for policy in one.policies
     ]
     return dataclasses.replace(
         both,
@@ -188,17 +184,16 @@ def _filled(first: Decision, second: Decision, shape: tuple[int, ...], axis_size
     )
 
 
-def _lost(asked: Decision, placed: PartitionSpec, before: PartitionSpec) -> tuple[str, ...]:
-    """Notes about the mesh axes that a decision asked for and did not get."""
-    assert asked.spec is not None
-    kept, used = specs.entries(placed), _used(before)
-    notes = []
-    for dim, entry in enumerate(specs.entries(asked.spec)):
-        got = specs.entry_axes(kept[dim]) if dim < len(kept) else ()
-        gone = [axis for axis in specs.entry_axes(entry) if axis not in got]
+def _lost(origin: str, asked: PartitionSpec, kept: PartitionSpec, occupied: PartitionSpec) -> tuple[str, ...]:
+    """Notes about the mesh axes that a rule asked for in dimensions that do not have them."""
+    used, notes = _used(occupied), []
+    columns = itertools.zip_longest(*map(specs.entries, (asked, kept, occupied)))
+    for dim, (entry, *given) in enumerate(columns):
+        has = [axis for each in given for axis in specs.entry_axes(each)]
+        gone = [axis for axis in specs.entry_axes(entry) if axis not in has]
         if gone:
             why = 'in use' if used.issuperset(gone) else 'not free'
-            notes.append(f'{asked.origin} asked for {", ".join(gone)} on dimension {dim}: {why}')
+            notes.append(f'{origin} asked for {", ".join(gone)} on dimension {dim}: {why}')
     return tuple(notes)
 
 
@@ -207,11 +202,11 @@ def _is_sharded(spec: PartitionSpec) -> bool:
     return any(specs.entries(spec)) or bool(spec.unreduced or spec.reduced)
 
 
-def _divides(shape: tuple[int, ...], spec: PartitionSpec, axis_sizes: AxisSizes) -> bool:
+def _divides(shape: tuple[int, ...], spec: PartitionSpec | None, axis_sizes: AxisSizes) -> bool:
     """Whether every dimension divides by its axes, as far as these are known."""
     return not any(
         n % math.prod(axis_sizes.get(axis, 1) for axis in specs.entry_axes(entry))
-        for n, entry in zip(shape, specs.entries(spec), strict=False)
+        for n, entry in zip(shape, specs.entries(spec or FREE), strict=False)
     )
 
 

@@ -194,11 +194,8 @@ def answers_of(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None
     """The answers of any rule about every leaf; a rule that has no leaf to decide about is not asked."""
     if not tree.leaves:
         return []
-    return (
-        ShardingRule.answers(rule, tree, axis_sizes)
-        if _overrides_apply(rule)
-        else rule.answers(tree, axis_sizes)
-    )
+    ask = ShardingRule.answers if _overrides_apply(rule) else type(rule).answers
+    return ask(rule, tree, axis_sizes)
 
 
 def _overrides_apply(rule: ShardingRule) -> bool:
