@@ -127,7 +127,7 @@ class MeshShardingHelper:
         self._on_indivisible = checked_policy(on_indivisible)
         self._follow_batch = checked_flag('follow_batch', follow_batch)
         self._contexts: LRUCache[contexts.Context, contexts.Context] = LRUCache()
-        self._resolutions = ResolutionCache()
+        self._resolutions = ResolutionCache(self._mesh, self._on_indivisible)
 
     @classmethod
     def from_mesh(
@@ -150,7 +150,8 @@ class MeshShardingHelper:
         helper = cls.__new__(cls)
         helper._mesh, helper._on_indivisible = meshes.checked_mesh(mesh), checked_policy(on_indivisible)
         helper._follow_batch, helper._simulates = checked_flag('follow_batch', follow_batch), None
-        helper._contexts, helper._resolutions = LRUCache(), ResolutionCache()
+        helper._contexts = LRUCache()
+        helper._resolutions = ResolutionCache(helper._mesh, helper._on_indivisible)
         return helper
 
     @classmethod
@@ -273,11 +274,7 @@ class MeshShardingHelper:
             DataError: the processes of the mesh place different trees; raised on all of them.
         """
         meshes.require_devices(self._mesh, 'shard')
-
-        def shardings() -> list[Any]:
-            return self._resolutions.shardings(rules, tree, self._mesh, self._on_indivisible)[0]
-
-        return transfer.put_on(self.mesh, tree, shardings)
+        return transfer.put_on(self.mesh, tree, lambda: self._resolutions.find(rules, tree).shardings)
 
     @overload
     def gather(self, tree: jax.Array) -> np.ndarray: ...
@@ -638,8 +635,8 @@ class MeshShardingHelper:
             ShardingError: some leaves cannot be sharded as asked; all of them are named.
             StructureError: the rules are not a prefix of the tree.
         """
-        shardings, treedef = self._resolutions.shardings(rules, tree, self._mesh, self._on_indivisible)
-        return jax.tree.unflatten(treedef, shardings)
+        found = self._resolutions.find(rules, tree)
+        return jax.tree.unflatten(found.treedef, found.shardings)
 
     @renamed(pytree='tree')
     def abstract(self, tree: Any, rules: RuleLike) -> Any:

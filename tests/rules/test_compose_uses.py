@@ -356,7 +356,7 @@ def test_shardings_of_two_meshes_are_an_error(helper):
 
 def test_equal_rules_are_resolved_once(helper):
     def shardings(rule, tree=LAYERS):
-        return helper._resolutions.shardings(rule, tree, helper.mesh, 'error')[0]
+        return helper._resolutions.find(rule, tree).shardings
 
     for make in (
         lambda: MEGATRON & FSDPShardingRule('fsdp', min_fsdp_size=64),
