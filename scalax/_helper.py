@@ -20,12 +20,14 @@ from scalax._mesh import meshes, topologies
 from scalax._trace import constraints, contexts
 from scalax._transforms import axis_modes, shard_map, sjit
 from scalax._tree.paths import dtype_on_devices
-from scalax._tree.specs import MeshAxes, OnIndivisible, checked_policy
+from scalax._tree.specs import MeshAxes
 from scalax._util.lru_cache import LRUCache
 from scalax._util.renamed_keywords import renamed
 from scalax.errors import ArgumentError, checked_flag
 from scalax.rules import RuleLike
-from scalax.rules._resolve import ResolutionCache, ResolveMode, resolve
+from scalax.rules._indivisible import OnIndivisible, checked_policy
+from scalax.rules._resolution_cache import ResolutionCache
+from scalax.rules._resolve import ResolveMode, resolve
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -125,7 +127,7 @@ class MeshShardingHelper:
         self._on_indivisible = checked_policy(on_indivisible)
         self._follow_batch = checked_flag('follow_batch', follow_batch)
         self._contexts: LRUCache[contexts.Context, contexts.Context] = LRUCache()
-        self._resolutions = ResolutionCache()
+        self._resolutions = ResolutionCache(self._mesh, self._on_indivisible)
 
     @classmethod
     def from_mesh(
@@ -148,7 +150,8 @@ class MeshShardingHelper:
         helper = cls.__new__(cls)
         helper._mesh, helper._on_indivisible = meshes.checked_mesh(mesh), checked_policy(on_indivisible)
         helper._follow_batch, helper._simulates = checked_flag('follow_batch', follow_batch), None
-        helper._contexts, helper._resolutions = LRUCache(), ResolutionCache()
+        helper._contexts = LRUCache()
+        helper._resolutions = ResolutionCache(helper._mesh, helper._on_indivisible)
         return helper
 
     @classmethod
@@ -271,11 +274,7 @@ class MeshShardingHelper:
             DataError: the processes of the mesh place different trees; raised on all of them.
         """
         meshes.require_devices(self._mesh, 'shard')
-
-        def shardings() -> list[Any]:
-            return self._resolutions.shardings(rules, tree, self._mesh, self._on_indivisible)[0]
-
-        return transfer.put_on(self.mesh, tree, shardings)
+        return transfer.put_on(self.mesh, tree, lambda: self._resolutions.find(rules, tree).shardings)
 
     @overload
     def gather(self, tree: jax.Array) -> np.ndarray: ...
@@ -636,8 +635,8 @@ class MeshShardingHelper:
             ShardingError: some leaves cannot be sharded as asked; all of them are named.
             StructureError: the rules are not a prefix of the tree.
         """
-        shardings, treedef = self._resolutions.shardings(rules, tree, self._mesh, self._on_indivisible)
-        return jax.tree.unflatten(treedef, shardings)
+        found = self._resolutions.find(rules, tree)
+        return jax.tree.unflatten(found.treedef, found.shardings)
 
     @renamed(pytree='tree')
     def abstract(self, tree: Any, rules: RuleLike) -> Any:

@@ -6,9 +6,9 @@ import collections
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from scalax._follow.followed_batch import FollowedBatch, LostRows, nothing_followed
 from scalax._plan.collective_seconds import received_bytes
 from scalax._report.tables import human_bytes
-from scalax._follow.followed_batch import FollowedBatch, LostRows, nothing_followed
 from scalax.errors import plural
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from scalax._follow.followed_batch import BatchOfCall
 from scalax._plan.buffers import largest_buffers
 from scalax._plan.collectives import collectives
 from scalax._plan.compilation import OPTIONS, Compiled, compile_lowered
@@ -24,7 +25,6 @@ from scalax._plan.memory import Memory, constant_bytes
 from scalax._plan.plan import Plan
 from scalax._plan.saved_program import Program
 from scalax._trace.contexts import MeshOwner
-from scalax._follow.followed_batch import BatchOfCall
 from scalax._transforms.sjit import batch_of, name_of, names_of_arguments
 from scalax._tree.paths import join
 from scalax._tree.specs import axis_sizes_text

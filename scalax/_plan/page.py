@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from scalax._follow.followed_batch import kept_cells, lost_cells
 from scalax._plan.batch import advice, kept
 from scalax._plan.figure_data import (
     STEP,
@@ -40,7 +41,6 @@ from scalax._report import blocks
 from scalax._report.blocks import Cell, Column, Figure, Kind, Node, Part
 from scalax._report.pages import escape
 from scalax._report.tables import human_bytes, human_flops, milliseconds, three_figures
-from scalax._follow.followed_batch import kept_cells, lost_cells
 from scalax.errors import plural
 
 if TYPE_CHECKING:

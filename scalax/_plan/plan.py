@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from scalax._follow.followed_batch import FollowedBatch
 from scalax._plan.buffers import Buffer
 from scalax._plan.collective_runs import KINDS
 from scalax._plan.collectives import Collective
@@ -40,7 +41,6 @@ from scalax._plan.torus import (
     places_on_torus,
 )
 from scalax._report import saved
-from scalax._follow.followed_batch import FollowedBatch
 from scalax._util.strict_json import brief
 from scalax.errors import ArgumentError, PlanError, did_you_mean
 from scalax.explain import ShardingReport

@@ -10,11 +10,13 @@ their scopes do not say where they are: ``step()/loss()/Block()/eqx.nn.Linear``.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterator, Sequence
 
 from scalax._plan.formulas import Part
 from scalax._plan.hlo import Module
+from scalax._transforms import sjit
 from scalax._util.user_frames import users_path
 
 _WRAPPED = re.compile(r'(jvp|transpose|vmap|pmap|jit|pjit|annotation)\((.*)\)', re.DOTALL)
@@ -29,6 +31,8 @@ _PARTS_OF = {'while': re.compile('body|cond'), 'cond': re.compile(r'branch_\d+_f
 _EINSUM = '->'
 # Scopes of equinox: its own layers have the name of their class, and modules of the user have none.
 _UNPLACED = 'eqx.nn.'
+# The rooms that trace users' functions.
+_TRACING = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (sjit.__file__, __file__))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +93,7 @@ class Scopes:
         return self._known[key]
 
     def _functions(self, frame: int) -> Sequence[str]:
-        frames = users_path(self._module.stack(frame), lambda each: each.file)
+        frames = users_path(self._module.stack(frame), lambda each: each.file, _TRACING)
         return [function_name(each.function) for each in reversed(frames)]
 
 

@@ -22,6 +22,7 @@ from scalax._trace.resharding import reshard
 from scalax._tree import specs
 from scalax._util.renamed_keywords import renamed
 from scalax.errors import ArgumentError, MeshError
+from scalax.rules._indivisible import OnIndivisible
 from scalax.rules._prefix import RuleLike, split
 from scalax.rules._resolve import ResolveMode, resolve, with_types
 
@@ -113,7 +114,7 @@ def constrain(
     pytree: Any,
     rules: RuleLike,
     mesh: Mesh | AbstractMesh,
-    on_indivisible: specs.OnIndivisible = 'error',
+    on_indivisible: OnIndivisible = 'error',
     where: str = 'a sharding constraint',
 ) -> Any:
     """Resolves *rules* on *mesh* and applies the shardings to *pytree*."""

@@ -22,13 +22,12 @@ from jax.extend.core import get_opaque_trace_state
 from jax.sharding import Mesh
 
 from scalax._mesh.gpu_nodes import SimulatedGPUs
-from scalax._tree.specs import OnIndivisible
 from scalax._util.lru_cache import LRUCache
 from scalax.errors import MeshError, StructureError
 from scalax.rules import LogicalAxisShardingRule
-from scalax.rules._base import is_rule
-from scalax.rules._prefix import RuleLike, check, key_of
-from scalax.rules._resolve import are_pure
+from scalax.rules._indivisible import OnIndivisible
+from scalax.rules._prefix import RuleLike, are_pure, check, key_of
+from scalax.rules._rule import is_rule
 
 
 class MeshOwner(Protocol):

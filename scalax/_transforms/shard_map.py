@@ -34,9 +34,9 @@ from scalax._transforms.tracebacks import HidingOurs
 from scalax._tree import specs
 from scalax._tree.specs import Fault, MeshAxes
 from scalax.errors import ArgumentError, MeshError, Problem, RuleError, ShardingError
-from scalax.rules._base import ShardingRule, looks_at_paths_only
 from scalax.rules._prefix import RuleLike, is_rule
 from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve, with_types
+from scalax.rules._rule import ShardingRule, looks_at_paths_only
 
 
 def shard_map(

@@ -27,6 +27,10 @@ _ATTRIBUTE: dict[type, str] = {
 }
 
 
+FREE = PartitionSpec()
+"""What rules occupy of a leaf before the first of them has decided."""
+
+
 def key_string(key: Any) -> str:
     """One key of a tree path without decoration: ``DictKey('w')`` is ``'w'``."""
     attribute = _ATTRIBUTE.get(type(key))
@@ -187,10 +191,10 @@ class NamedTree:
         leaves: the leaves; anything with a shape and a dtype, or Python scalars.
         shapes: their shapes; ``()`` for what is not an array.
         treedef: the structure of the whole tree.
+        occupied: for each leaf the spec of the rules that decided before, in ``a & b``.
         prefix: the path of the tree in the one that the user gave, for messages; None for that one itself.
         whole: the tree that these leaves were selected from; None if these are all.
         indices: where these leaves are in the whole tree.
-        occupied: for each leaf the spec of the rules that decided before, in ``a & b``.
         shown: the leaves as messages show them, where rules see others.
         bare: whether the tree is one leaf without a key. (``''`` is also the path of an empty key.)
     """
@@ -199,16 +203,12 @@ class NamedTree:
     leaves: Sequence[Any]
     shapes: Sequence[tuple[int, ...]]
     treedef: Any
+    occupied: list[PartitionSpec]
     prefix: str | None = None
     whole: NamedTree | None = None
     indices: Sequence[int] = ()
-    occupied: Sequence[PartitionSpec] = ()
     shown: Sequence[Any] = ()
     bare: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.occupied:
-            object.__setattr__(self, 'occupied', [PartitionSpec()] * len(self.paths))
 
     @classmethod
     def of(
@@ -233,7 +233,8 @@ class NamedTree:
             shapes = [leaf_shape(leaf) or () for leaf in leaves]
         shown = [] if as_leaf is None else [leaf for _, leaf in flat]
         bare = jax.tree_util.treedef_is_leaf(treedef)
-        return cls(paths, leaves, shapes, treedef, prefix, shown=shown, bare=bare)
+        free = [FREE] * len(leaves)
+        return cls(paths, leaves, shapes, treedef, free, prefix, shown=shown, bare=bare)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -256,7 +257,7 @@ class NamedTree:
             shown=rows(self.shown),
         )
 
-    def with_occupied(self, occupied: Sequence[PartitionSpec]) -> NamedTree:
+    def with_occupied(self, occupied: list[PartitionSpec]) -> NamedTree:
         """The same leaves, with the specs of the rules that decided before."""
         return dataclasses.replace(self, occupied=occupied)
 
@@ -271,7 +272,7 @@ class NamedTree:
             ],
             shapes=shapes,
             whole=self.whole and self.whole.without_first(dims),
-            occupied=(),
+            occupied=[FREE] * len(shapes),
             shown=self.shown or self.leaves,
         )
 

@@ -9,28 +9,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from jax.sharding import AxisType, PartitionSpec
 
-from scalax.errors import ArgumentError, MeshError, RuleError, did_you_mean, plural
+from scalax.errors import ArgumentError, MeshError, did_you_mean, plural
 
-OnIndivisible = Literal['error', 'replicate', 'warn']
-_POLICIES: tuple[OnIndivisible, ...] = ('error', 'replicate', 'warn')
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
-
-
-def checked_policy(value: str) -> OnIndivisible:
-    """Returns *value* if it is a policy for dimensions that do not divide, else raises RuleError."""
-    for policy in _POLICIES:
-        if value == policy:
-            return policy
-    raise RuleError(f"on_indivisible is 'error', 'replicate' or 'warn', got {value!r}")
-
-
-def strictest(policies: Iterable[OnIndivisible]) -> OnIndivisible:
-    """The strictest of several policies for one array."""
-    return min(policies, key=('error', 'warn', 'replicate').index)
 
 
 def entry_axes(entry: Any) -> tuple[str, ...]:

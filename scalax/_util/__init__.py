@@ -1,4 +1,5 @@
 """Utilities that know nothing of sharding.
 
-Offers an LRU cache, strict JSON, the folding of numbered names, and renamed keywords.
+Offers an LRU cache, strict JSON, the folding of numbered names, renamed keywords, what is said while
+something takes long, and which frames of a stack are the user's.
 """

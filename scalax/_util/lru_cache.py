@@ -1,7 +1,4 @@
-"""Thread-safe LRU cache.
-
-In a file of its own, because caches of several rooms are built on it.
-"""
+"""A thread-safe LRU cache, on which the caches of several rooms are built."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Parameters that were renamed: callers may still use the names of earlier versions.
-
-In a file of its own, because rooms that share nothing else use it.
-"""
+"""Parameters that were renamed: callers may still use the names of earlier versions."""
 
 from __future__ import annotations
 

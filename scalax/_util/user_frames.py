@@ -10,9 +10,7 @@ from typing import TypeVar
 
 Frame = TypeVar('Frame')
 
-# Of the package.
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_TRACES = tuple(f'{_OWN}{room}{os.sep}' for room in (os.path.join('_transforms', 'sjit'), '_plan'))
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # of the package
 _LIBRARIES = ('site-packages', 'dist-packages')
 # Cells of IPython, of Jupyter and of Colab: each is a file of its own, which is gone when it has run.
 _CELL = re.compile(r'<ipython-input-\d+-|.*\bipykernel_\d+[/\\]\d+\.py$|.*\bipython-input-[\d-]+\.py$')
@@ -32,20 +30,23 @@ def users_own(frames: Iterable[Frame], file_of: Callable[[Frame], str]) -> Frame
     return next(iter(_users(frames, file_of)), None)
 
 
-def users_path(frames: Iterable[Frame], file_of: Callable[[Frame], str]) -> list[Frame]:
+def users_path(
+    frames: Iterable[Frame], file_of: Callable[[Frame], str], tracing: tuple[str, ...]
+) -> list[Frame]:
     """The frames of the user from the innermost up to the function that is traced, in that order.
 
     Args:
         frames: the frames, the innermost first.
         file_of: the path of a frame's file.
+        tracing: the folders of ours whose functions trace that function.
 
     Example:
-        >>> users_path(['/me/model.py', '/me/train.py', f'{_TRACES[1]}make.py', '/me/main.py'], str)
+        >>> users_path(['/me/model.py', '/me/train.py', '/ours/make.py', '/me/main.py'], str, ('/ours/',))
         ['/me/model.py', '/me/train.py']
     """
     inside = []
     for frame in frames:
-        if file_of(frame).startswith(_TRACES):
+        if file_of(frame).startswith(tracing):
             break
         inside.append(frame)
     return _users(inside, file_of)

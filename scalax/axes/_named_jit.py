@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, ParamSpec, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from scalax._helper import MeshShardingHelper
 from scalax._mesh import meshes
 from scalax._trace import constraints, contexts
 from scalax._transforms.calls.signature import CallSignature, name_of
+from scalax._transforms.sjit.function import JitOptions
 from scalax._tree.specs import entry_axes
 from scalax._util.lru_cache import LRUCache
 from scalax.axes._mapping import AxisMapping, as_rule, mapping_in_force, mesh_in_force
@@ -36,43 +37,32 @@ from scalax.axes._static import (
 from scalax.errors import ArgumentError, MeshError, RuleError, did_you_mean
 from scalax.rules import LogicalAxisShardingRule, ShardingRule
 
-if TYPE_CHECKING:
-    from typing import Unpack
-
-    from scalax._transforms.sjit.function import JitOptions
-
 Given = ParamSpec('Given')
 Result = TypeVar('Result')
 Resources = AxisMapping | ShardingRule | None
+
+
+class NamedJitOptions(JitOptions, total=False):
+    """The options of `named_jit` that are given by name."""
+
+    in_axis_resources: Resources
+    out_axis_resources: Resources
+    donate_args: Any
+    donate_kwargs: Any
+    batch_argnums: int | Iterable[int] | None
+    batch_argnames: str | Iterable[str] | None
+    mesh: Any
 
 
 @overload
 def named_jit(
     fn: Callable[Given, Result],
     axis_resources: AxisMapping | None = None,
-    *,
-    in_axis_resources: Resources = None,
-    out_axis_resources: Resources = None,
-    donate_args: Any = None,
-    donate_kwargs: Any = None,
-    batch_argnums: int | Iterable[int] | None = None,
-    batch_argnames: str | Iterable[str] | None = None,
-    mesh: Any = None,
-    **jit_kwargs: Unpack[JitOptions],
+    **options: Unpack[NamedJitOptions],
 ) -> NamedJitFunction[Given, Result]: ...
 @overload
 def named_jit(
-    fn: None = None,
-    axis_resources: AxisMapping | None = None,
-    *,
-    in_axis_resources: Resources = None,
-    out_axis_resources: Resources = None,
-    donate_args: Any = None,
-    donate_kwargs: Any = None,
-    batch_argnums: int | Iterable[int] | None = None,
-    batch_argnames: str | Iterable[str] | None = None,
-    mesh: Any = None,
-    **jit_kwargs: Unpack[JitOptions],
+    fn: None = None, axis_resources: AxisMapping | None = None, **options: Unpack[NamedJitOptions]
 ) -> Callable[[Callable[Given, Result]], NamedJitFunction[Given, Result]]: ...
 def named_jit(
     fn: Callable[..., Any] | None = None,
@@ -129,26 +119,27 @@ def named_jit(
         ...     doubled(jnp.ones((16, 3))).sharding.spec
         P('data',)
     """
-    options = {
-        'axis_resources': axis_resources,
-        'in_axis_resources': in_axis_resources,
-        'out_axis_resources': out_axis_resources,
-        'donate_args': donate_args,
-        'donate_kwargs': donate_kwargs,
-        'batch_argnums': batch_argnums,
-        'batch_argnames': batch_argnames,
-        'mesh': mesh,
-    }
-    if fn is None:
-        return functools.partial(named_jit, **options, **jit_kwargs)
-    if not callable(fn):
-        raise ArgumentError(
-            f'named_jit takes a function first, got {type(fn).__name__}: a mapping is axis_resources={{...}}'
+
+    def compiled(fn: Callable[..., Any]) -> NamedJitFunction[..., Any]:
+        if not callable(fn):
+            raise ArgumentError(
+                f'named_jit takes a function first, got {type(fn).__name__}: '
+                'a mapping is axis_resources={...}'
+            )
+        for name in jit_kwargs:
+            if name in _INSTEAD:
+                raise ArgumentError(f'named_jit takes no {name}: {_INSTEAD[name]}')
+        shared = _Shared(
+            None if axis_resources is None else as_rule(axis_resources),
+            _rule_of(in_axis_resources, 'in_axis_resources'),
+            _rule_of(out_axis_resources, 'out_axis_resources'),
+            {'args': donate_args, 'kwargs': donate_kwargs},
+            mesh,
+            jit_kwargs,
         )
-    for name in jit_kwargs:
-        if name in _INSTEAD:
-            raise ArgumentError(f'named_jit takes no {name}: {_INSTEAD[name]}')
-    return NamedJitFunction(fn, jit_kwargs=jit_kwargs, **options)
+        return NamedJitFunction(fn, shared, batch_argnums, batch_argnames)
+
+    return compiled if fn is None else compiled(fn)
 
 
 def fsdp(*args: Any, **kwargs: Any) -> Any:
@@ -213,56 +204,44 @@ _INSTEAD = {
 }
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Shared:
+    """What all calls of a function share: the rules, what is donated (by part), and where it runs."""
+
+    mapping: LogicalAxisShardingRule | None
+    inputs: ShardingRule | None
+    outputs: ShardingRule | None
+    donated: Mapping[str, Any]
+    mesh: Any
+    jit_kwargs: Mapping[str, Any]
+
+
 class NamedJitFunction(Generic[Given, Result]):
     """What `named_jit` returns: a function of `sjit` for each mesh and mapping that it is called under."""
 
     # Slots: functools.wraps of other libraries copies what is in ``__dict__``.
-    __slots__ = (
-        '__dict__',
-        '__weakref__',
-        '_batch',
-        '_donated',
-        '_fn',
-        '_in',
-        '_jit_kwargs',
-        '_known',
-        '_mapping',
-        '_mesh',
-        '_name',
-        '_out',
-    )
+    __slots__ = ('__dict__', '__weakref__', '_batch', '_fn', '_known', '_name', '_shared')
 
     __qualname__: str  # of the function that it was made of, as all that `functools.wraps` gives
 
     def __init__(
         self,
         fn: Callable[..., Any],
-        *,
-        axis_resources: AxisMapping | None,
-        in_axis_resources: Resources,
-        out_axis_resources: Resources,
-        donate_args: Any,
-        donate_kwargs: Any,
+        shared: _Shared,
         batch_argnums: int | Iterable[int] | None,
         batch_argnames: str | Iterable[str] | None,
-        mesh: Any,
-        jit_kwargs: dict[str, Any],
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
-        self._name = name_of(fn)
+        self._name, self._shared = name_of(fn), shared
         self._batch: CallSignature | None = None
         if batch_argnums is not None or batch_argnames is not None:
             self._batch = CallSignature(fn, batch=(batch_argnums, batch_argnames))
         if inspect.ismethod(fn):
             # The arrays of the object are data. JAX would compare the bound method by identity.
             fn = jax.tree_util.Partial(fn.__func__, fn.__self__)
-        self._fn, self._mesh, self._jit_kwargs = fn, mesh, jit_kwargs
-        self._mapping = None if axis_resources is None else as_rule(axis_resources)
-        self._in = _rule_of(in_axis_resources, 'in_axis_resources')
-        self._out = _rule_of(out_axis_resources, 'out_axis_resources')
-        self._donated = {'args': donate_args, 'kwargs': donate_kwargs}
-        if isinstance(donate_kwargs, Mapping):
-            self._check_keywords(donate_kwargs)
+        self._fn = fn
+        if isinstance(shared.donated['kwargs'], Mapping):
+            self._check_keywords(shared.donated['kwargs'])
         self._known: LRUCache[Any, Any] = LRUCache()
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -328,44 +307,44 @@ class NamedJitFunction(Generic[Given, Result]):
         """Whether each leaf of a call is donated."""
         flags: list[bool] = []
         for part, tree in whole.items():
-            asked = self._donated.get(part)
+            asked = self._shared.donated.get(part)
             prefix = asked
             if part == 'kwargs' and isinstance(asked, Mapping):
-                prefix = {name: asked.get(name, False) for name in tree}
+                prefix = {name: asked.get(name) for name in tree}
             elif part == 'args' and isinstance(asked, tuple | list):
-                prefix = (*asked, *[False] * (len(tree) - len(asked)))
-            form = f'donate_{part} of {self._name} is True, or a prefix of the {part} with booleans'
-            wrong = f'{form}; got {asked!r}'
+                prefix = (*asked, *[None] * (len(tree) - len(asked)))
             prefix = jax.tree.map(
                 lambda flag: False if flag is None else flag, prefix, is_leaf=lambda flag: flag is None
             )
-            if not all(
-                isinstance(flag, bool | np.bool_) or callable(flag) for flag in jax.tree.leaves(prefix)
-            ):
-                raise ArgumentError(f'{wrong}. Positions and names are for jax.jit.')
+            form = f'donate_{part} of {self._name} is True, or a prefix of the {part} with booleans'
+            wrong = f'{form}; got {asked!r}'
+            for flag in jax.tree.leaves(prefix):
+                if not isinstance(flag, bool | np.bool_) and not callable(flag):
+                    raise ArgumentError(f'{wrong}. Positions and names are for jax.jit.')
             try:
-                asked_of = jax.tree.leaves(jax.tree.broadcast(prefix, tree))
+                whose = jax.tree.leaves(jax.tree.broadcast(prefix, tree))
             except ValueError as error:
                 raise ArgumentError(f'{wrong}. JAX says: {error}') from None
-            for flag, leaf in zip(asked_of, jax.tree.leaves(tree), strict=True):
+            for flag, leaf in zip(whose, jax.tree.leaves(tree), strict=True):
                 flags.append(bool(is_array(leaf) and flag(leaf) if callable(flag) else flag))
         return flags
 
     def _compiled(self, args: int, kwargs: frozenset[str]) -> Any:
         """The compiled function for so many arguments, and the mesh and the mapping that are in force."""
-        mapping = self._mapping or mapping_in_force(None)
-        out = self._out or _rule_of(mapping)
-        place = _place_of(self._mesh)
+        mapping = self._shared.mapping or mapping_in_force(None)
+        out = self._shared.outputs or _rule_of(mapping)
+        place = _place_of(self._shared.mesh)
         key = place, mapping, args, kwargs
         known = self._known.get(key)
         if known is not None:
             return known
         body = self._body(mapping, mesh_in_force(place))
+        rule = self._shared.inputs
         inputs: Any = None
-        if self._in is not None:
+        if rule is not None:
             # The rule once for every argument, so that leaf paths start inside of each.
-            by_name = dict.fromkeys(sorted(kwargs), self._in)
-            inputs = {'args': (self._in,) * args, 'function': self._in, 'kwargs': by_name}
+            by_name = dict.fromkeys(sorted(kwargs), rule)
+            inputs = {'args': (rule,) * args, 'function': rule, 'kwargs': by_name}
         if isinstance(place, AbstractMesh):
             if not constraints.is_traced():
                 meshes.require_devices(place, self._name)
@@ -386,10 +365,10 @@ class NamedJitFunction(Generic[Given, Result]):
                 donate_argnums=donated,
                 batch_argnums=batches,
                 on_mismatch='reshard',
-                **self._jit_kwargs,
+                **self._shared.jit_kwargs,
             )
-        elif self._in is None and out is None:
-            compiled = jax.jit(body, donate_argnums=donated, **self._jit_kwargs)
+        elif rule is None and out is None:
+            compiled = jax.jit(body, donate_argnums=donated, **self._shared.jit_kwargs)
         else:
             raise MeshError(
                 f'{self._name} has a mapping to shard by, and no mesh is active: call it inside '

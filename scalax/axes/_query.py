@@ -23,7 +23,7 @@ from scalax.axes._mapping import (
 from scalax.axes._static import is_array
 from scalax.errors import RuleError
 from scalax.rules import LogicalAxisShardingRule
-from scalax.rules._decisions import REPLICATED, AxisSizes
+from scalax.rules._answer import REPLICATED, AxisSizes
 from scalax.rules._logical_axis import Named, NamedLeaf
 from scalax.rules._pattern import Pattern
 from scalax.rules._resolve import named_sharding

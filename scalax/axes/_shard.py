@@ -56,7 +56,7 @@ def shard(x: Tree, axes_or_mapping: Any = None, mapping: AxisMapping | None = No
     """
     if _is_place(mapping) and mesh is None:  # haliax's form: the mesh follows the mapping
         mapping, mesh = None, mapping
-    axes, given = _told_apart(axes_or_mapping, mapping)
+    axes, given = _axes_and_mapping(axes_or_mapping, mapping)
     text = None if axes is None else names_text(axes)
     rule = mapping_in_force(given)
     where = mesh_in_force(mesh)
@@ -107,7 +107,7 @@ def _is_place(value: Any) -> bool:
     )
 
 
-def _told_apart(axes_or_mapping: Any, mapping: AxisMapping | None) -> tuple[Any, AxisMapping | None]:
+def _axes_and_mapping(axes_or_mapping: Any, mapping: AxisMapping | None) -> tuple[Any, AxisMapping | None]:
     """The axes and the mapping: the first argument may be either."""
     value = axes_or_mapping
     if value is None or isinstance(value, str) or is_axis(value):

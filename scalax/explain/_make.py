@@ -16,10 +16,10 @@ from scalax._tree.paths import bits_of, dtype_on_devices
 from scalax.explain._report import ShardingReport
 from scalax.explain._rows import ReportRow
 from scalax.rules import LogicalAxisShardingRule, OptimizerStateShardingRule, TreePathShardingRule, catalogue
-from scalax.rules._base import ShardingRule, is_rule
-from scalax.rules._decisions import ONE_ELEMENT, Decision
+from scalax.rules._answer import ONE_ELEMENT, Decision
 from scalax.rules._prefix import RuleLike
 from scalax.rules._resolve import Resolution
+from scalax.rules._rule import ShardingRule, is_rule
 
 
 def make_report(rules: RuleLike, resolution: Resolution, mesh: Mapping[str, int]) -> ShardingReport:

@@ -4,11 +4,12 @@ Rules are immutable values, one a file; they know axis sizes at most and never s
 `_resolve.resolve` for the shardings of a tree, and `_prefix` for trees of rules.
 """
 
-from scalax.rules._base import RuleLike, ShardingRule
 from scalax.rules._fsdp import FSDPShardingRule
 from scalax.rules._logical_axis import LogicalAxisShardingRule
 from scalax.rules._optimizer_state import OptimizerStateShardingRule
 from scalax.rules._policy import PolicyShardingRule
+from scalax.rules._prefix import RuleLike
+from scalax.rules._rule import ShardingRule
 from scalax.rules._tree_path import TreePathShardingRule
 
 __all__ = [

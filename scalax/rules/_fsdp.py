@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
-from typing import Any, ClassVar
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from scalax._tree.paths import NamedTree
 from scalax._tree.specs import entries, entry_axes, no_axis, spec_axes
-from scalax.errors import Problem, RuleError, plural
-from scalax.rules._base import BuiltinRule
-from scalax.rules._decisions import REPLICATED, Answer, AxisSizes, Decision
+from scalax.errors import RuleError, plural
+from scalax.rules._answer import REPLICATED, Answer, AxisSizes, Decision, NoAnswer
+from scalax.rules._rule import BuiltinRule
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -45,13 +46,11 @@ class FSDPShardingRule(BuiltinRule):
     fsdp_axis_name: str | tuple[str, ...] = 'fsdp'
     fsdp_axis_size: int | None = None
     min_fsdp_size: int = 1048576
-    by_shape: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.fsdp_axis_name, list):
             object.__setattr__(self, 'fsdp_axis_name', tuple(self.fsdp_axis_name))
-        names = entry_axes(self.fsdp_axis_name)
-        if not names or not all(isinstance(name, str) for name in names):
+        if not self._axes or not all(isinstance(name, str) for name in self._axes):
             raise RuleError(f'fsdp_axis_name is a mesh axis or a tuple of them, got {self.fsdp_axis_name!r}')
         size = self.fsdp_axis_size
         if size is not None and (not _is_number(size, numbers.Integral) or size < 1):
@@ -59,50 +58,49 @@ class FSDPShardingRule(BuiltinRule):
         if not _is_number(self.min_fsdp_size, numbers.Real):
             raise RuleError(f'min_fsdp_size is a number of elements, got {self.min_fsdp_size!r}')
 
+    @functools.cached_property
+    def _axes(self) -> tuple[str, ...]:
+        return entry_axes(self.fsdp_axis_name)
+
     def __repr__(self) -> str:
         size = '' if self.fsdp_axis_size is None else f', fsdp_axis_size={self.fsdp_axis_size}'
         least = '' if self.min_fsdp_size == 1048576 else f', min_fsdp_size={self.min_fsdp_size}'
         return f'{type(self).__name__}({self.fsdp_axis_name!r}{size}{least})'
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        self._axis_size(axis_sizes)  # raises where the mesh does not fit, also if all arrays are small
+        size = self._axis_size(axis_sizes)  # raises where the mesh does not fit, also if all arrays are small
         keys = list(zip(tree.shapes, tree.occupied, strict=True))
-        chosen = {key: self._choose(*key, axis_sizes) for key in dict.fromkeys(keys)}
-        return [one if isinstance(one := chosen[key], Decision) else None for key in keys]
+        answers = {key: self._answer(*key, size) for key in dict.fromkeys(keys)}
+        return [answers[key] for key in keys]
 
-    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
-        """Arrays that are too small, or of which no dimension divides, are replicated."""
-        reason = self._choose(tree.shapes[index], tree.occupied[index], axis_sizes)
-        assert isinstance(reason, str)
-        return Decision(REPLICATED, repr(self), reason)
-
-    def _choose(
-        self, shape: tuple[int, ...], occupied: PartitionSpec, axis_sizes: AxisSizes | None
-    ) -> Decision | str:
-        """The decision about an array, or the reason why there is none."""
-        elements, taken = math.prod(shape), entries(occupied)
+    def _answer(self, shape: tuple[int, ...], occupied: PartitionSpec, size: int | None) -> Answer:
+        """The answer about arrays of a shape; those that are too small, or do not divide, get none."""
+        elements, taken = math.prod(shape), entries(occupied) if occupied else ()
         if elements < self.min_fsdp_size:
-            return f'{plural(elements, "element")} < min_fsdp_size {self.min_fsdp_size}'
-        if used := [axis for axis in entry_axes(self.fsdp_axis_name) if axis in spec_axes(occupied)]:
-            return f'FSDP: {", ".join(used)} in use'
-        size = self._axis_size(axis_sizes)
+            return self._none(f'{plural(elements, "element")} < min_fsdp_size {self.min_fsdp_size}')
+        if taken and (used := [axis for axis in self._axes if axis in spec_axes(occupied)]):
+            return self._none(f'FSDP: {", ".join(used)} in use')
         dim = _largest_divisible(shape, taken, size)
         if dim is not None:
-            spec = PartitionSpec(*(self.fsdp_axis_name if i == dim else None for i in range(len(shape))))
+            spec = PartitionSpec(*[self.fsdp_axis_name if i == dim else None for i in range(len(shape))])
             found = f'divides by {size}' if size else 'has the largest power-of-two divisor'
             return Decision(spec, repr(self), f'dimension {dim} of size {shape[dim]} {found}')
         if taken and None not in taken[: len(shape)]:
-            return 'FSDP: no dimension is free'
-        return f'no{" free" if any(taken) else ""} dimension divides by {size or "a power of two"}'
+            return self._none('FSDP: no dimension is free')
+        return self._none(
+            f'no{" free" if any(taken) else ""} dimension divides by {size or "a power of two"}'
+        )
+
+    def _none(self, reason: str) -> NoAnswer:
+        return NoAnswer(Decision(REPLICATED, repr(self), reason))
 
     def _axis_size(self, axis_sizes: AxisSizes | None) -> int | None:
         if axis_sizes is None:
             return self.fsdp_axis_size
-        names = entry_axes(self.fsdp_axis_name)
-        for name in names:
+        for name in self._axes:
             if name not in axis_sizes:
                 raise RuleError(f'{self!r}: {no_axis(name, axis_sizes)}')
-        size = math.prod(axis_sizes[name] for name in names)
+        size = math.prod([axis_sizes[name] for name in self._axes])
         if self.fsdp_axis_size not in (None, size):
             raise RuleError(
                 f'{self!r}: fsdp_axis_size is {self.fsdp_axis_size}, but the mesh has '
@@ -125,4 +123,4 @@ def _largest_divisible(shape: tuple[int, ...], occupied: tuple[Any, ...], size: 
         score = list(shape)
         allowed = [dim for dim, n in enumerate(shape) if n and n % size == 0]
     free = [dim for dim in allowed if dim >= len(occupied) or occupied[dim] is None]
-    return max(free, key=lambda dim: score[dim], default=None)
+    return max(free, key=score.__getitem__, default=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from scalax._tree.paths import NamedTree
-from scalax._tree.specs import Fault, OnIndivisible, checked_policy, entries, entry_axes, spec_axes
+from scalax._tree.specs import Fault, entries, entry_axes, spec_axes
 from scalax.errors import (
     Problem,
     RuleError,
@@ -22,9 +23,10 @@ from scalax.errors import (
 )
 from scalax.interop import DimensionNames
 from scalax.interop._boxes import names_by_leaf
-from scalax.rules._base import BuiltinRule
-from scalax.rules._decisions import ONE_ELEMENT, REPLICATED, Answer, AxisSizes, Decision
+from scalax.rules._answer import ONE_ELEMENT, REPLICATED, Answer, AxisSizes, Decision, NoAnswer
+from scalax.rules._indivisible import OnIndivisible, checked_policy
 from scalax.rules._pattern import Dimension, Part, Pattern, names_in, parse, pattern_error
+from scalax.rules._rule import BuiltinRule
 from scalax.rules._tree_path import checked_regex, regex_text
 
 MeshAxisEntry = str | tuple[str, ...] | None
@@ -148,7 +150,9 @@ class LogicalAxisShardingRule(BuiltinRule):
             stacked = tree.stacked(i)
             named = self._named(tree.paths[i], own_names[indices[i]], len(shape), stacked)
             if named is None:
-                answers.append(None)
+                answers.append(
+                    NoAnswer(functools.partial(self._unnamed, tree, i)) if self.strict else _UNNAMED
+                )
                 continue
             key = (named, shape, stacked, tree.occupied[i])
             if key not in decided:
@@ -161,10 +165,8 @@ class LogicalAxisShardingRule(BuiltinRule):
                 answers.append(found)
         return answers
 
-    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
-        """A leaf whose dimensions have no names is an error, or replicated with ``strict=False``."""
-        if not self.strict:
-            return _UNNAMED
+    def _unnamed(self, tree: NamedTree, index: int) -> Problem:
+        """The problem of a leaf whose dimensions have no names."""
         return Problem(
             'unmatched',
             tree.describe(index),
@@ -195,7 +197,7 @@ class LogicalAxisShardingRule(BuiltinRule):
 
 
 _ONE = Decision(REPLICATED, 'LogicalAxisShardingRule', ONE_ELEMENT)
-_UNNAMED = Decision(REPLICATED, 'LogicalAxisShardingRule', 'no names, strict=False')
+_UNNAMED = NoAnswer(Decision(REPLICATED, 'LogicalAxisShardingRule', 'no names, strict=False'))
 
 
 # --- Construction ---------------------------------------------------------------------------------

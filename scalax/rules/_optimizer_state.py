@@ -22,9 +22,9 @@ from jax.sharding import PartitionSpec
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
 from scalax.errors import Problem, RuleError, near_names, plural
-from scalax.rules._base import BuiltinRule, RuleLike, ShardingRule, answers_of, as_rule
-from scalax.rules._decisions import REPLICATED, Answer, AxisSizes, Decision
-from scalax.rules._prefix import split
+from scalax.rules._answer import REPLICATED, Answer, AxisSizes, Decision, NoAnswer
+from scalax.rules._prefix import RuleLike, split
+from scalax.rules._rule import BuiltinRule, ShardingRule, as_rule, decide
 
 _NAME = 'OptimizerStateShardingRule'
 _HINT = (
@@ -115,45 +115,85 @@ class OptimizerStateShardingRule(BuiltinRule):
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         # Only the whole state shows where the parameters are.
         whole, indices = tree.root()
-        params = _ParamAnswers(self._known, axis_sizes)
-        places = _places(whole, self._known)
+        occupied = dict(zip(indices, tree.occupied, strict=True))
+        places = _places(whole, self._params)
         # The rule of a parameter cannot use what an outer rule has already given to a copy of it.
-        asked: dict[int, tuple[int, PartitionSpec]] = {}
-        for i, spec in zip(indices, tree.occupied, strict=True):
-            place = places[i]
-            if place and any(specs.entries(spec)) and whole.shapes[i] == self._known.shapes[place.param]:
-                asked[i] = place.param, spec
-        params.ask_again(asked.values())
-        answers = [params.answer(whole, i, place, asked.get(i)) for i, place in enumerate(places)]
-        if not any(answer and place for answer, place in zip(answers, places, strict=True)):
+        asked = [
+            None
+            if place is None
+            else (place.param, occupied.get(i, REPLICATED))
+            if whole.shapes[i] == self._params.shapes[place.param]
+            else (place.param, REPLICATED)
+            for i, place in enumerate(places)
+        ]
+        decided = self._params.decide(filter(None, dict.fromkeys(asked)), axis_sizes)
+        memo: dict[Any, Decision | None] = {}
+        answers: list[Answer] = []
+        for i, (place, key) in enumerate(zip(places, asked, strict=True)):
+            answers.append(self._answer(whole, i, place, key and decided[key], memo))
+        if not any(
+            place and not isinstance(one, NoAnswer) for place, one in zip(places, answers, strict=True)
+        ):
             for i, answer in enumerate(answers):
-                if answer is None and _is_float(whole, i):
-                    answers[i] = _mismatch(whole, i, self._known, places[i])
+                if isinstance(answer, NoAnswer) and _is_float(whole, i):
+                    answers[i] = _mismatch(whole, i, self._params, places[i])
         return [answers[i] for i in indices]
 
-    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
-        """What belongs to no parameter is replicated; an error if it looks as if it should belong to one."""
-        shape = tree.shapes[index]
-        if len(shape) < 2 and math.prod(shape) < _MANY:
-            return _NO_PARAMETER
-        known = self._known
-        places = list(_ending(tree.paths[index], known))
-        place = places[-1] if places else _parameter_above(tree.paths[index], known)
+    def _answer(
+        self,
+        state: NamedTree,
+        index: int,
+        place: _Place | None,
+        decided: Decision | Problem | None,
+        memo: dict[Any, Decision | None],
+    ) -> Answer:
+        """The answer about a leaf of the state; *decided* is what its parameter gets, if it has one."""
+        shape = state.shapes[index]
+        if place is None or decided is None:
+            return _SMALL if _is_small(shape) else self._unplaced(state, index, None)
+        name, own = self._params.paths[place.param], self._params.shapes[place.param]
+        if isinstance(decided, Problem):
+            detail = f'its parameter {name!r}: {decided.detail}'
+            return dataclasses.replace(decided, leaf=state.describe(index), detail=detail)
+        last = place.before.rpartition('/')[2]
+        role = last if last in ('v_row', 'v_col') else ''
+        key = (id(decided), own, shape, role, place.inside)
+        if key not in memo:
+            memo[key] = _derived(decided, own, shape, role, place.inside)
+        derived = memo[key]
+        if derived is not None:
+            return derived
+        if place.inside or self._params.is_weak(place.param):
+            return self._unplaced(state, index, place)
+        detail = (
+            f'the parameter {name!r} has shape {list(own)}: this is no copy, no stack of copies, and not '
+            'some of its dimensions'
+        )
+        return Problem('params-mismatch', state.describe(index), detail, rule=_NAME, hint=_HINT)
+
+    def _unplaced(self, state: NamedTree, index: int, place: _Place | None) -> NoAnswer:
+        """No answer; alone, the leaf is replicated, or an error if it looks as if it should have one."""
+        shape = state.shapes[index]
+        elements = math.prod(shape)
         # Integers beside the parameters are keys and tables; below one, its quantized values.
-        if not _is_float(tree, index) and not (place is not None and place.inside):
+        is_expected = _is_float(state, index) or (place is not None and place.inside)
+        if (len(shape) < 2 and elements < _MANY) or not is_expected:
             return _NO_PARAMETER
-        return _FEW_ELEMENTS if math.prod(shape) <= _FEW else _mismatch(tree, index, known, place)
+        if elements <= _FEW:
+            return _FEW_ELEMENTS
+        return NoAnswer(functools.partial(_mismatch, state, index, self._params, place))
 
     @functools.cached_property
-    def _known(self) -> _ParamIndex:
-        return _ParamIndex(self.sections)
+    def _params(self) -> _Params:
+        return _Params(self.sections)
 
 
 _FEW = 32  # elements: tables of coefficients, as muon has
 _MANY = 2**20  # elements of a vector: below that it is a table or scales
-_NO_PARAMETER = Decision(REPLICATED, _NAME, 'belongs to no parameter')
-_FEW_ELEMENTS = dataclasses.replace(
-    _NO_PARAMETER, reason=f'{_NO_PARAMETER.reason}; with more than {_FEW} elements it would be an error'
+_REASON = 'belongs to no parameter'
+_NO_PARAMETER = NoAnswer(Decision(REPLICATED, _NAME, _REASON))
+_FEW_ELEMENTS = NoAnswer(
+    Decision(REPLICATED, _NAME, f'{_REASON}; with more than {_FEW} elements it would be an error')
 )
 _SMALL = Decision(REPLICATED, _NAME, 'at most one element')
 
@@ -177,7 +217,8 @@ class Section:
         """The parameters, as the rule sees them."""
         structs = list(map(jax.ShapeDtypeStruct, self.shapes, self.dtypes))
         bare = jax.tree_util.treedef_is_leaf(self.treedef)
-        return NamedTree(self.paths, structs, self.shapes, self.treedef, self.at, bare=bare)
+        free = [REPLICATED] * len(structs)
+        return NamedTree(self.paths, structs, self.shapes, self.treedef, free, self.at, bare=bare)
 
 
 def _sections(param_rule: RuleLike, params: Any) -> Iterator[Section]:
@@ -211,20 +252,59 @@ class _Place(NamedTuple):
     inside: bool = False
 
 
-class _ParamIndex:
+class _Params:
     """The parameters of a rule, looked up by path."""
 
     def __init__(self, sections: Sequence[Section]) -> None:
-        self.trees = [(section, section.tree()) for section in sections]
-        self.rows = [(section, tree, i) for section, tree in self.trees for i in range(len(tree))]
-        self.shapes = [tree.shapes[i] for _, tree, i in self.rows]
-        self.paths = [tree.path_below(section.at, i) for section, tree, i in self.rows]
-        self.index: Mapping[str, int] = {path: i for i, path in enumerate(self.paths)}
-        self.lengths = set(map(len, self.paths))
+        trees = [(section, section.tree()) for section in sections]
+        self._rows = [(section, tree, i) for section, tree in trees for i in range(len(tree))]
+        self.shapes = [tree.shapes[i] for _, tree, i in self._rows]
+        self.paths = [tree.path_below(section.at, i) for section, tree, i in self._rows]
+        self._index: Mapping[str, int] = {path: i for i, path in enumerate(self.paths)}
+        self._lengths = set(map(len, self.paths))
+
+    def decide(
+        self, asked: Iterable[tuple[int, PartitionSpec]], axis_sizes: AxisSizes | None
+    ) -> dict[tuple[int, PartitionSpec], Decision | Problem]:
+        """What parameters get by their rules, each with what an outer rule gave to a copy of it."""
+        groups: dict[int, list[tuple[int, PartitionSpec]]] = {}
+        for each in asked:
+            groups.setdefault(id(self._rows[each[0]][1]), []).append(each)
+        decided: dict[tuple[int, PartitionSpec], Decision | Problem] = {}
+        for group in groups.values():
+            section, tree, _ = self._rows[group[0][0]]
+            part = tree.select([self._rows[param][2] for param, _ in group])
+            part = part.with_occupied([occupied for _, occupied in group])
+            decided.update(zip(group, decide(section.rule, part, axis_sizes), strict=True))
+        return decided
 
     def is_weak(self, param: int) -> bool:
         """Whether the path identifies little: it is empty or a lone number, as in chains of states."""
         return not self.paths[param] or self.paths[param].isdigit()
+
+    def ending(self, path: str) -> Iterator[_Place]:
+        """The parameters whose path *path* ends with, on whole keys; the shortest first."""
+        if '' in self._index:
+            yield _Place(path, self._index[''])
+        end = len(path)
+        start, longest = end + 1, max(self._lengths)
+        while start > 0 and end - start < longest:
+            start = path.rfind('/', 0, start - 1) + 1
+            # Asking for the length first saves most of the slices.
+            if end - start in self._lengths and end > start:
+                param = self._index.get(path[start:])
+                if param is not None:
+                    yield _Place(path[: max(start - 1, 0)], param)
+
+    def above(self, path: str) -> _Place | None:
+        """The parameter that a leaf is below: the deepest one, of those the longest."""
+        end = path.rfind('/')
+        while end > 0:
+            places = [place for place in self.ending(path[:end]) if not self.is_weak(place.param)]
+            if places:
+                return places[-1]._replace(inside=True)
+            end = path.rfind('/', 0, end)
+        return None
 
     def near(self, path: str) -> str:
         """The parameter that shares most of the last keys of *path*, one perhaps misspelled; or ''."""
@@ -250,113 +330,18 @@ class _ParamIndex:
         return endings
 
 
-class _ParamAnswers:
-    """The parameters in one resolve, with the answers of their rules."""
-
-    def __init__(self, known: _ParamIndex, axis_sizes: AxisSizes | None) -> None:
-        self.known, self._axis_sizes = known, axis_sizes
-        each = [answer for part, tree in known.trees for answer in answers_of(part.rule, tree, axis_sizes)]
-        self._answers: dict[tuple[int, PartitionSpec | None], Answer] = {
-            (param, None): answer for param, answer in enumerate(each)
-        }
-        self._memo: dict[Any, Decision | None] = {}
-
-    def ask_again(self, wanted: Iterable[tuple[int, PartitionSpec]]) -> None:
-        """Asks about some parameters again, each with the spec that an outer rule gave to a copy of it."""
-        groups: dict[int, list[tuple[int, PartitionSpec]]] = {}
-        for param, occupied in dict.fromkeys(wanted):
-            groups.setdefault(id(self.known.rows[param][1]), []).append((param, occupied))
-        for group in groups.values():
-            section, tree, _ = self.known.rows[group[0][0]]
-            part = tree.select([self.known.rows[param][2] for param, _ in group])
-            part = part.with_occupied([occupied for _, occupied in group])
-            self._answers.update(zip(group, answers_of(section.rule, part, self._axis_sizes), strict=True))
-
-    def answer(
-        self, state: NamedTree, index: int, place: _Place | None, asked: tuple[int, PartitionSpec] | None
-    ) -> Answer:
-        """The answer about a leaf of the state; *asked*: its parameter and what is occupied of its copy."""
-        shape = state.shapes[index]
-        if place is None:
-            return _SMALL if _is_small(shape) else None
-        answer = self._of_parameter(asked or (place.param, None))
-        if isinstance(answer, Problem):
-            detail = f'its parameter {self.known.paths[place.param]!r}: {answer.detail}'
-            return dataclasses.replace(answer, leaf=state.describe(index), detail=detail)
-        own = self.known.shapes[place.param]
-        last = place.before.rpartition('/')[2]
-        role = last if last in ('v_row', 'v_col') else ''
-        key = (id(answer), own, shape, role, place.inside)
-        if key not in self._memo:
-            self._memo[key] = _derived(answer, own, shape, role, place.inside)
-        derived = self._memo[key]
-        if derived is not None or place.inside or self.known.is_weak(place.param):
-            return derived
-        return Problem(
-            'params-mismatch',
-            state.describe(index),
-            f'the parameter {self.known.paths[place.param]!r} has shape {list(own)}: this is no copy, no '
-            'stack of copies, and not some of its dimensions',
-            rule=_NAME,
-            hint=_HINT,
-        )
-
-    def _of_parameter(self, asked: tuple[int, PartitionSpec | None]) -> Decision | Problem:
-        answer = self._answers[asked]
-        if answer is None:
-            section, tree, i = self.known.rows[asked[0]]
-            if asked[1] is not None:
-                tree, i = tree.select([i]).with_occupied([asked[1]]), 0
-            answer = self._answers[asked] = section.rule.fallback(tree, i, self._axis_sizes)
-        return answer
-
-
-def _places(state: NamedTree, params: _ParamIndex) -> list[_Place | None]:
+def _places(state: NamedTree, params: _Params) -> list[_Place | None]:
     """The place of every leaf of the state; None for what belongs to no parameter."""
-    found = [list(_ending(path, params)) for path in state.paths]
-    if any(len(places) > 1 for places in found):
-        votes = collections.Counter(place.before for places in found for place in places)
+    found = [list(params.ending(path)) for path in state.paths]
+    beside = collections.Counter(place.before for places in found for place in places)
 
-    def choose(i: int, places: list[_Place]) -> _Place | None:
-        if len(places) > 1:
-            return max(
-                places,
-                key=lambda place: (
-                    votes[place.before],
-                    params.shapes[place.param] == state.shapes[i],
-                    len(params.paths[place.param]),
-                ),
-            )
-        return places[0] if places else _parameter_above(state.paths[i], params)
+    def rank(place: _Place, shape: tuple[int, ...]) -> tuple[int, bool, int]:
+        return beside[place.before], params.shapes[place.param] == shape, len(params.paths[place.param])
 
-    return [choose(i, places) for i, places in enumerate(found)]
-
-
-def _ending(path: str, params: _ParamIndex) -> Iterator[_Place]:
-    """The parameters whose path *path* ends with, on whole keys; the shortest first."""
-    index, lengths = params.index, params.lengths
-    if '' in index:
-        yield _Place(path, index[''])
-    end = len(path)
-    start, longest = end + 1, max(lengths)
-    while start > 0 and end - start < longest:
-        start = path.rfind('/', 0, start - 1) + 1
-        # Asking for the length first saves most of the slices.
-        if end - start in lengths and end > start:
-            param = index.get(path[start:])
-            if param is not None:
-                yield _Place(path[: max(start - 1, 0)], param)
-
-
-def _parameter_above(path: str, params: _ParamIndex) -> _Place | None:
-    """The parameter that a leaf is below: the deepest one, of those the longest."""
-    end = path.rfind('/')
-    while end > 0:
-        places = [p for p in _ending(path[:end], params) if not params.is_weak(p.param)]
-        if places:
-            return places[-1]._replace(inside=True)
-        end = path.rfind('/', 0, end)
-    return None
+    return [
+        max(places, key=lambda place: rank(place, shape)) if places else params.above(path)
+        for places, path, shape in zip(found, state.paths, state.shapes, strict=True)
+    ]
 
 
 def _derived(
@@ -411,7 +396,7 @@ def _is_float(state: NamedTree, index: int) -> bool:
     return dtype is not None and jax.dtypes.issubdtype(dtype, np.inexact)
 
 
-def _mismatch(state: NamedTree, index: int, params: _ParamIndex, place: _Place | None) -> Problem:
+def _mismatch(state: NamedTree, index: int, params: _Params, place: _Place | None) -> Problem:
     """The problem of a leaf that should belong to a parameter and does not."""
     if place is None:
         near = params.near(state.paths[index])
@@ -463,10 +448,8 @@ def kept_dimensions(
     found: list[Dimensions] = []
     for dims in itertools.combinations(range(len(parameter)), len(shape)):
         pairs = list(zip(shape, dims, strict=True))
-        if all(size in (1, parameter[dim]) for size, dim in pairs):
-            found.append(tuple(dim if size == parameter[dim] else None for size, dim in pairs))
-    if not found and loose and extra == 0:
-        pairs = list(zip(shape, range(len(shape)), strict=True))
-        if any(size == parameter[dim] > 1 for size, dim in pairs):
-            found.append(tuple(dim if size == parameter[dim] else None for size, dim in pairs))
+        kept = tuple(dim if size == parameter[dim] else None for size, dim in pairs)
+        fits = all(size in (1, parameter[dim]) for size, dim in pairs)
+        if fits or (loose and extra == 0 and any(size == parameter[dim] > 1 for size, dim in pairs)):
+            found.append(kept)
     return found

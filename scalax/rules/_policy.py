@@ -9,10 +9,10 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._tree.paths import NamedTree, with_shape
-from scalax._tree.specs import OnIndivisible, checked_policy
 from scalax.errors import RuleError
-from scalax.rules._base import BuiltinRule, Rule, ShardingRule, answers_of_each
-from scalax.rules._decisions import Answer, AxisSizes, Decision, not_a_spec
+from scalax.rules._answer import Answer, AxisSizes, Decision, NoAnswer, not_a_spec
+from scalax.rules._indivisible import OnIndivisible, checked_policy
+from scalax.rules._rule import BuiltinRule, Rule, ShardingRule, answers_of_each
 
 Policy = Callable[[str, Any], Rule]
 
@@ -54,7 +54,7 @@ class PolicyShardingRule(BuiltinRule):
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         origin = f'PolicyShardingRule({getattr(self.policy, "__qualname__", repr(self.policy))})'
-        answers: list[Answer] = []
+        answers: list[Any] = []
         nested: dict[int, ShardingRule] = {}
         for index, (path, leaf) in enumerate(zip(tree.paths, tree.leaves, strict=True)):
             try:
@@ -64,15 +64,14 @@ class PolicyShardingRule(BuiltinRule):
                 raise
             if isinstance(value, ShardingRule):
                 nested[index] = value
-                answers.append(None)
+                answers.append(None)  # filled below
             elif value is None or isinstance(value, PartitionSpec | NamedSharding):
                 answers.append(Decision.of(value, origin, 'said by the policy', self.on_indivisible))
             else:
                 answers.append(not_a_spec(tree, index, origin, value))
         for index, answer in answers_of_each(nested, tree, axis_sizes).items():
-            if answer is None:
-                answer = nested[index].fallback(tree, index, axis_sizes)
-            if isinstance(answer, Decision):
-                answer = dataclasses.replace(answer, origin=f'{origin} -> {answer.origin}')
-            answers[index] = answer
+            decided = answer.settled() if isinstance(answer, NoAnswer) else answer  # the policy has decided
+            if isinstance(decided, Decision):
+                decided = dataclasses.replace(decided, origin=f'{origin} -> {decided.origin}')
+            answers[index] = decided
         return answers

@@ -9,17 +9,42 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import jax
 
 from scalax._tree.paths import leaf_shape, leaf_text, optional_path
 from scalax._tree.structures import Difference, children, differences, first_ten, folded, node_text
 from scalax.errors import ScalaxError, StructureError, did_you_mean
-from scalax.rules._base import Rule, RuleLike, ShardingRule, is_rule
-from scalax.rules._decisions import short
+from scalax.rules._answer import short
+from scalax.rules._rule import Rule, ShardingRule, is_pure, is_rule
 
 _REGEX = re.compile(r'[*+?^$|\\()\[\]]')
+
+
+class SequenceNode(Protocol):
+    """A list, a tuple or a named tuple of rules; not a string, which contains nothing but strings."""
+
+    def __contains__(self, value: object, /) -> bool: ...
+
+    def __reversed__(self) -> Iterator[RuleLike]: ...
+
+
+class DataclassNode(Protocol):
+    """A dataclass that is a pytree node, such as a train state, with rules in its fields."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+class FlattenedNode(Protocol):
+    """A node of a class registered by ``jax.tree_util.register_pytree_node_class``."""
+
+    def tree_flatten(self) -> Any: ...
+
+
+RuleLike: TypeAlias = Rule | SequenceNode | Mapping[Any, 'RuleLike'] | DataclassNode | FlattenedNode
+"""One rule, or a pytree of rules, which is a prefix of the tree that they are for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +68,12 @@ def key_of(rules: RuleLike) -> Any:
         return rules
     leaves, treedef = jax.tree.flatten(rules, is_leaf=is_rule)
     return tuple(leaves), treedef
+
+
+def are_pure(rules: RuleLike) -> bool:
+    """Whether rules always give the same answers."""
+    leaves = jax.tree.leaves(rules, is_leaf=is_rule)
+    return all(is_pure(rule) for rule in leaves if isinstance(rule, ShardingRule))
 
 
 def split(

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 from typing import Any, ClassVar
 
-from jax.sharding import NamedSharding, PartitionSpec
-
 from scalax._tree.paths import NamedTree
-from scalax._tree.specs import OnIndivisible, checked_policy, entries, no_axis, spec_axes
 from scalax.errors import Problem, RuleError, ScalaxError, checked_flag, near_names, plural
-from scalax.rules._base import BuiltinRule, Rule, ShardingRule, answers_of_each, is_rule
-from scalax.rules._decisions import ONE_ELEMENT, REPLICATED, Answer, AxisSizes, Decision, short
+from scalax.rules._answer import (
+    ONE_ELEMENT,
+    REPLICATED,
+    Answer,
+    AxisSizes,
+    Decision,
+    NoAnswer,
+    changed,
+    short,
+)
+from scalax.rules._indivisible import OnIndivisible, checked_policy
+from scalax.rules._rule import BuiltinRule, Rule, ShardingRule, answers_of_each, is_rule
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -74,12 +82,11 @@ class TreePathShardingRule(BuiltinRule):
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         scalar = Decision(REPLICATED, 'TreePathShardingRule', ONE_ELEMENT)
-        miss = None if self.strict else _MISS
         single = {shape for shape in set(tree.shapes) if all(size == 1 for size in shape)}
-        answers: list[Answer] = [scalar if shape in single else miss for shape in tree.shapes]
+        answers: list[Any] = [scalar if shape in single else None for shape in tree.shapes]
         # Clause by clause over the leaves that are left, rather than leaf by leaf over the clauses:
         # the inner loops then run in C.
-        left = [i for i, answer in enumerate(answers) if answer is not scalar]
+        left = [i for i, answer in enumerate(answers) if answer is None]
         paths = [tree.paths[i] for i in left]
         nested: dict[int, tuple[int, ShardingRule]] = {}
         for number, (pattern, value) in enumerate(self.rules):
@@ -96,26 +103,20 @@ class TreePathShardingRule(BuiltinRule):
                 fixed = Decision.of(value, origin, '', self.on_indivisible, ((self, number),))
                 for i in mine:
                     answers[i] = fixed
-        # A rule may be the value of several clauses, and one decision serves many leaves.
-        memo: dict[tuple[int, int], Decision] = {}
+        for i in left:
+            answers[i] = NoAnswer(functools.partial(self._unmatched, tree, i)) if self.strict else _MISS
+        # A rule may be the value of several clauses, and one answer serves many leaves.
+        memo: dict[tuple[int, int], Answer] = {}
         for i, answer in answers_of_each({i: nested[i][1] for i in sorted(nested)}, tree, axis_sizes).items():
-            if isinstance(answer, Decision):
-                key = nested[i][0], id(answer)
-                if key not in memo:
-                    memo[key] = self._by_clause(nested[i][0], answer)
-                answer = memo[key]
-            answers[i] = answer
+            key = nested[i][0], id(answer)
+            if key not in memo:
+                memo[key] = changed(answer, functools.partial(self._by_clause, nested[i][0]))
+            answers[i] = memo[key]
         return answers
 
-    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
-        """A leaf of a nested rule gets that rule's default; an unmatched one is an error."""
-        path = tree.paths[index]
-        for number, (pattern, value) in enumerate(self.rules):
-            if re.search(pattern, path):
-                assert isinstance(value, ShardingRule)
-                default = value.fallback(tree, index, axis_sizes)
-                return default if isinstance(default, Problem) else self._by_clause(number, default)
-        near = self._near_pattern(path)
+    def _unmatched(self, tree: NamedTree, index: int) -> Problem:
+        """The problem of a leaf that no regex matches."""
+        near = self._near_pattern(tree.paths[index])
         return Problem(
             'unmatched',
             tree.describe(index),
@@ -202,92 +203,3 @@ def checked_regex(where: str, pattern: Any, kind: type[ScalaxError] = RuleError)
         re.compile(pattern)
     except re.error as error:
         raise kind(f'{where}: invalid regex {pattern!r}: {error.msg} (position {error.pos})') from None
-
-
-_STACKED = "stacked layers take rule.stacked(1), or catalogue.rule(table, stacked='layers/')"
-_NOT_STACKED = (
-    'layers that are not stacked take the rule without .stacked(), and a stacked= that does not match'
-)
-
-
-class ExactRankRule(TreePathShardingRule):
-    """A `TreePathShardingRule` whose specs are for arrays of exactly as many dimensions as they have entries.
-
-    Arrays of another rank are an error, so that layers that were stacked are not sharded by accident.
-    ``PartitionSpec()``, rules and None are for arrays of any rank.
-
-    Args:
-        *rules: as in `TreePathShardingRule`.
-        strict: as there.
-        on_indivisible: as there.
-
-    Example:
-        >>> import numpy as np
-        >>> exact = ExactRankRule(('kernel', PartitionSpec('fsdp', None)), ('bias', PartitionSpec()))
-        >>> exact.apply({'kernel': np.zeros((8, 8)), 'bias': np.zeros(8)})
-        {'bias': P(), 'kernel': P('fsdp', None)}
-        >>> exact.stacked(1).apply({'kernel': np.zeros((80, 8, 8))})
-        {'kernel': P(None, 'fsdp')}
-    """
-
-    _unmatched_hint: ClassVar[str] = (
-        'put a row for these leaves in front, as in catalogue.rule((row, *table)), or replicate what no row '
-        'matches with rule | PartitionSpec().'
-    )
-
-    def __repr__(self) -> str:
-        return 'ExactRankRule' + super().__repr__().removeprefix('TreePathShardingRule')
-
-    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        answers = super().answers(tree, axis_sizes)
-        # One decision serves all leaves of a clause; it is checked once for each rank.
-        wrong: dict[tuple[int, int, int], Problem | None] = {}
-        for index, (answer, shape) in enumerate(zip(answers, tree.shapes, strict=True)):
-            key = id(answer), len(shape), tree.stacked(index)
-            if key not in wrong:
-                wrong[key] = self._wrong(answer, *key[1:], axis_sizes)
-            problem = wrong[key]
-            if problem is not None:
-                answers[index] = dataclasses.replace(problem, leaf=tree.describe(index))
-        return answers
-
-    def _wrong(self, answer: Answer, rank: int, stacked: int, axis_sizes: AxisSizes | None) -> Problem | None:
-        """What is wrong with an answer of this rule about a leaf of that rank, without its stack."""
-        # Decisions about arrays of one element have no clauses; those of other rules are not checked.
-        if not isinstance(answer, Decision) or not answer.clauses or answer.clauses[0][0] is not self:
-            return None
-        value = self.rules[answer.clauses[0][1]][1]
-        spec = value.spec if isinstance(value, NamedSharding) else value
-        if not isinstance(spec, PartitionSpec):
-            return None
-        expected = len(entries(spec))
-        if expected not in (0, rank):
-            return _problem(
-                'rank',
-                answer,
-                f'the spec is for an array of rank {expected}, and this one is of rank {rank}'
-                + (' without its stack of layers' if stacked else ''),
-                f'{_NOT_STACKED if stacked else _STACKED}; heads that are a dimension take '
-                'catalogue.SPLIT_HEADS in front; others a row of your own.',
-            )
-        absent = [axis for axis in spec_axes(spec) if axis_sizes is not None and axis not in axis_sizes]
-        # The hint is about the axes of the catalogue.
-        for_tables = [f'{axis}=None' for axis in absent if axis in TABLE_AXES]
-        if axis_sizes is None or not for_tables:
-            return None
-        return _problem(
-            'unknown-axis',
-            answer,
-            '; '.join(no_axis(axis, axis_sizes) for axis in absent),
-            f'give {", ".join(for_tables)} to catalogue.rule to leave out what the mesh lacks, or the name '
-            'that it has there.',
-        )
-
-
-TABLE_AXES = ('fsdp', 'tp', 'expert')
-"""The axes that the tables of the catalogue are over."""
-
-
-def _problem(kind: str, answer: Decision, detail: str, hint: str) -> Problem:
-    """A problem whose leaf is filled in later."""
-    return Problem(kind, '', detail, spec=str(answer.spec), rule=answer.origin, hint=hint)

@@ -81,14 +81,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from jax.sharding import PartitionSpec
 
-from scalax._tree.specs import OnIndivisible, entries, entry_axes
-from scalax.errors import RuleError, did_you_mean, near_names
-from scalax.rules._decisions import REPLICATED
-from scalax.rules._tree_path import ExactRankRule, TreePathShardingRule, checked_pair, checked_regex
+from scalax._tree.paths import NamedTree
+from scalax._tree.specs import Fault, entries, entry_axes, no_axis, spec_axes
+from scalax.errors import Problem, RuleError, did_you_mean, near_names
+from scalax.rules._answer import REPLICATED, Answer, AxisSizes, Decision
+from scalax.rules._indivisible import OnIndivisible
+from scalax.rules._rule import ShardingRule
+from scalax.rules._tree_path import TreePathShardingRule, checked_pair, checked_regex
 
 __all__ = [
     'EXPERT_PARALLEL',
@@ -200,6 +203,88 @@ def activations(
             raise RuleError(f'catalogue.activations: {name!r} has a PartitionSpec, got {spec!r}')
         found[name] = _renamed(spec, axes, f'catalogue.activations, {name!r} of the table')
     return found
+
+
+_STACKED = "stacked layers take rule.stacked(1), or catalogue.rule(table, stacked='layers/')"
+_NOT_STACKED = (
+    'layers that are not stacked take the rule without .stacked(), and a stacked= that does not match'
+)
+
+
+class ExactRankRule(TreePathShardingRule):
+    """A `TreePathShardingRule` whose specs are for arrays of exactly as many dimensions as they have entries.
+
+    Arrays of another rank are an error, so that layers that were stacked are not sharded by accident.
+    ``PartitionSpec()``, rules and None are for arrays of any rank.
+
+    Args:
+        *rules: as in `TreePathShardingRule`.
+        strict: as there.
+        on_indivisible: as there.
+
+    Example:
+        >>> import numpy as np
+        >>> exact = ExactRankRule(('kernel', PartitionSpec('fsdp', None)), ('bias', PartitionSpec()))
+        >>> exact.apply({'kernel': np.zeros((8, 8)), 'bias': np.zeros(8)})
+        {'bias': P(), 'kernel': P('fsdp', None)}
+        >>> exact.stacked(1).apply({'kernel': np.zeros((80, 8, 8))})
+        {'kernel': P(None, 'fsdp')}
+    """
+
+    _unmatched_hint: ClassVar[str] = (
+        'put a row for these leaves in front, as in catalogue.rule((row, *table)), or replicate what no row '
+        'matches with rule | PartitionSpec().'
+    )
+
+    def __repr__(self) -> str:
+        return 'ExactRankRule' + super().__repr__().removeprefix('TreePathShardingRule')
+
+    def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
+        """As in `TreePathShardingRule`, and a problem for each array of another rank than its row is for."""
+        answers = super().answers(tree, axis_sizes)
+        # One decision serves all leaves of a clause; it is checked once for each rank.
+        faults: dict[tuple[int, int, int], Fault | None] = {}
+        for index, (answer, shape) in enumerate(zip(answers, tree.shapes, strict=True)):
+            if not isinstance(answer, Decision):
+                continue
+            key = id(answer), len(shape), tree.stacked(index)
+            if key not in faults:
+                faults[key] = self._fault(answer, len(shape), tree.stacked(index), axis_sizes)
+            if fault := faults[key]:
+                leaf, spec = tree.describe(index), str(answer.spec)
+                answers[index] = Problem(fault.kind, leaf, fault.detail, spec, answer.origin, fault.hint)
+        return answers
+
+    def _fault(self, answer: Decision, rank: int, stacked: int, axis_sizes: AxisSizes | None) -> Fault | None:
+        """What is wrong with a decision of this rule about a leaf of that rank, without its stack."""
+        # Decisions about arrays of one element have no clauses; those of other rules are not checked.
+        spec = answer.spec
+        if (
+            spec is None
+            or not answer.clauses
+            or isinstance(self.rules[answer.clauses[0][1]][1], ShardingRule)
+        ):
+            return None
+        expected = len(entries(spec))
+        if expected not in (0, rank):
+            return Fault(
+                'rank',
+                f'the spec is for an array of rank {expected}, and this one is of rank {rank}'
+                + (' without its stack of layers' if stacked else ''),
+                f'{_NOT_STACKED if stacked else _STACKED}; heads that are a dimension take '
+                'catalogue.SPLIT_HEADS in front; others a row of your own.',
+            )
+        absent = [axis for axis in spec_axes(spec) if axis_sizes is not None and axis not in axis_sizes]
+        # The hint is about the axes of the catalogue.
+        for_tables = [f'{axis}=None' for axis in absent if axis in ('fsdp', 'tp', 'expert')]
+        if axis_sizes is None or not for_tables:
+            return None
+        return Fault(
+            'unknown-axis',
+            '; '.join(no_axis(axis, axis_sizes) for axis in absent),
+            f'give {", ".join(for_tables)} to catalogue.rule to leave out what the mesh lacks, or the name '
+            'that it has there.',
+        )
 
 
 def _checked(where: str, **axes: Axis) -> dict[str, Axis]:

@@ -16,7 +16,7 @@ from tests.support import ROOT
 
 API = (ROOT / 'tests' / 'api.txt').read_text(encoding='utf-8')
 # Those that scalax.sharding has too, and what rules have for one another.
-ELSEWHERE = re.compile(r'scalax\.rules\.[A-Z]|.*\.(answers|fallback|parts|by_path|by_shape|is_pure)$')
+ELSEWHERE = re.compile(r'scalax\.rules\.[A-Z]|.*\.(answers|parts|by_path|is_pure)$')
 
 
 @pytest.fixture(scope='module')

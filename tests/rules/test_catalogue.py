@@ -14,7 +14,7 @@ from benchmarks.unchanged import experts
 from examples.llama.model import ModelConfig, forward, init_params
 from scalax.errors import RuleError, ShardingError
 from scalax.rules import catalogue
-from scalax.rules._base import looks_at_paths_only
+from scalax.rules._rule import looks_at_paths_only
 from scalax.rules.catalogue import (
     EXPERT_PARALLEL,
     GEMMA,

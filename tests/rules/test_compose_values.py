@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalax._tree.paths import NamedTree
 from scalax.errors import RuleError
-from scalax.rules._base import decide
+from scalax.rules._rule import decide
 from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from scalax._tree.paths import NamedTree
 from scalax._tree.specs import canonical
 from scalax.errors import RuleError, ShardingError, StructureError
-from scalax.rules._base import decide
+from scalax.rules._rule import decide
 from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType
 
 from scalax import errors
-from scalax.rules._base import looks_at_paths_only
+from scalax.rules._rule import looks_at_paths_only
 from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,

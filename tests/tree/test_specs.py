@@ -5,7 +5,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from scalax._tree import specs
-from scalax.errors import RuleError
 
 U = P.UNCONSTRAINED
 AXES = specs.MeshAxes({'a': 2, 'b': 3, 'c': 4}, dict.fromkeys('abc', AxisType.Auto))
@@ -125,15 +124,3 @@ def test_mesh_axes():
     assert str(AXES) == 'a=2, b=3, c=4'
     assert AXES.size(('a', 'c')) == 8
     assert AXES.size(()) == 1
-
-
-@pytest.mark.parametrize('policy', ['error', 'replicate', 'warn'])
-def test_policies(policy):
-    assert specs.checked_policy(policy) == policy
-
-
-@pytest.mark.parametrize('policy', ['ignore', '', None, True])
-def test_unknown_policies(policy):
-    with pytest.raises(RuleError) as error:
-        specs.checked_policy(policy)
-    assert str(error.value) == f"on_indivisible is 'error', 'replicate' or 'warn', got {policy!r}"

@@ -14,8 +14,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.calls.call import Call, Shardings, is_opaque, struct_of, type_of
 from scalax._transforms.calls.signature import CallSignature
-from scalax._tree.specs import Fault, MeshAxes, OnIndivisible, text
+from scalax._tree.specs import Fault, MeshAxes, text
 from scalax.errors import Problem, ShardingError, StructureError
+from scalax.rules._indivisible import OnIndivisible
 from scalax.rules._prefix import RuleLike, is_rule
 from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve
 

@@ -34,8 +34,7 @@ from scalax._transforms.sjit.dispatch import Dispatcher
 from scalax._transforms.sjit.program import Program, sharding_tree
 from scalax._util.lru_cache import LRUCache
 from scalax.errors import ArgumentError, MeshError, did_you_mean
-from scalax.rules._prefix import check, key_of
-from scalax.rules._resolve import are_pure
+from scalax.rules._prefix import are_pure, check, key_of
 
 if TYPE_CHECKING:
     from scalax._follow.followed_batch import BatchOfCall, FollowedBatch

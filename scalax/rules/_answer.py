@@ -1,17 +1,17 @@
-"""`Decision`, what a rule decides about one leaf, and the problems of leaves that are not arrays."""
+"""What a rule may answer about a leaf: a `Decision`, a problem, or `NoAnswer`; problems that rules share."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
-from scalax._tree.specs import OnIndivisible
 from scalax.errors import Problem
+from scalax.rules._indivisible import OnIndivisible
 
 AxisSizes = Mapping[str, int]
 Clause = tuple[Any, int]
@@ -71,8 +71,37 @@ class Decision:
         return cls(value.spec, origin, reason, policies, kind, clauses, value.mesh, reordered=reordered)
 
 
-Answer = Decision | Problem | None
-"""The answer of a rule about one leaf: a decision, what is wrong with the leaf, or None for "no answer"."""
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class NoAnswer:
+    """The rule leaves a leaf to the next one of ``a | b`` or ``a & b``. It may serve many leaves.
+
+    Attributes:
+        default: what counts where no rule is next: a decision, or what makes the problem to raise.
+    """
+
+    default: Decision | Callable[[], Problem]
+
+    def settled(self) -> Decision | Problem:
+        """What the leaf gets where no rule is next."""
+        return self.default if isinstance(self.default, Decision) else self.default()
+
+
+Answer = Decision | Problem | NoAnswer
+"""The answer of a rule about one leaf; a problem is what is wrong with the leaf."""
+
+
+def settled(answers: list[Answer]) -> list[Decision | Problem]:
+    """What leaves get where no rule is next."""
+    return [answer.settled() if isinstance(answer, NoAnswer) else answer for answer in answers]
+
+
+def changed(answer: Answer, change: Callable[[Decision], Decision]) -> Answer:
+    """The answer with its decision changed, or its default."""
+    if isinstance(answer, Decision):
+        return change(answer)
+    if isinstance(answer, NoAnswer) and isinstance(answer.default, Decision):
+        return NoAnswer(change(answer.default))
+    return answer
 
 
 REPLICATED = PartitionSpec()
@@ -89,7 +118,7 @@ _OF_MODULES = (
 
 def non_arrays(tree: NamedTree) -> list[Problem]:
     """A problem for each leaf that JAX does not take as an array."""
-    if all(issubclass(kind, _ARRAYS) for kind in set(map(type, tree.leaves))):
+    if not [kind for kind in set(map(type, tree.leaves)) if not issubclass(kind, _ARRAYS)]:
         return []
     hint = _OF_LEAVES + (_OF_MODULES if any(map(callable, tree.leaves)) else '')
     return [

@@ -1,33 +1,16 @@
-"""`ShardingRule`, the base class that users extend, and the rules that its operators make.
+"""What a rule is: `ShardingRule`, the base class that users extend, and the rules that its operators make.
 
-A built-in rule answers about all leaves of a `NamedTree` at once (`ShardingRule.answers`): for each leaf a
-`Decision`, or None for "no answer", which lets a composition ask the next rule. A leaf without an answer gets
-the default of the rule (`ShardingRule.fallback`). A user's subclass writes `apply` only, and so decides about
-every leaf.
-
-Users write the operators; these classes are what they make. The precedence, leaf by leaf:
-
-==============================  ===========================  =======================================
-answer of *a*                   ``a | b`` gives              ``a & b`` gives
-==============================  ===========================  =======================================
-a spec                          that spec                    that spec; *b* fills what it left free
-``PartitionSpec()``             ``PartitionSpec()``          the answer of *b*
-a spec, ``.stacked(n)``         that spec                    that spec; *b* fills what it left free,
-                                                             but never the first *n* dimensions
-None (leave to the compiler)    None                         None
-no answer (FSDP: too small)     the answer of *b*            the answer of *b*
-strict, and no regex matches    the answer of *b*            an error
-==============================  ===========================  =======================================
-
-Where *b* has no answer, or answers None, ``a & b`` gives the spec of *a* unchanged.
+A built-in rule answers about all leaves of a `NamedTree` at once (`ShardingRule.answers`). A user's subclass
+writes `apply` only, and so decides about every leaf. What ``a | b`` and ``a & b`` answer is in `_combine`.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Protocol, TypeAlias, TypeGuard, cast
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeAlias, TypeGuard
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -36,15 +19,17 @@ from scalax._tree import specs
 from scalax._tree.paths import NamedTree
 from scalax._tree.structures import shown_differences
 from scalax.errors import Problem, RuleError, ShardingError, StructureError, plural
-from scalax.rules._decisions import REPLICATED, Answer, AxisSizes, Decision, non_arrays, not_a_spec
-from scalax.rules._merge_decisions import (
-    merged,
-    occupied_by,
-    occupied_spec,
-    two_meshes,
-    unanswered,
-    unoccupied,
+from scalax.rules._answer import (
+    REPLICATED,
+    Answer,
+    AxisSizes,
+    Decision,
+    changed,
+    non_arrays,
+    not_a_spec,
+    settled,
 )
+from scalax.rules._combine import first_answers, occupied_by, overlaid
 
 
 class ShardingRule(abc.ABC):
@@ -65,8 +50,6 @@ class ShardingRule(abc.ABC):
 
     by_path: ClassVar[bool] = False
     """Whether answers depend on paths and ranks only; its parts are asked separately."""
-    by_shape: ClassVar[bool] = False
-    """Whether answers depend only on shapes and the dimensions and axes already occupied."""
 
     @abc.abstractmethod
     def apply(self, pytree: Any) -> Any:
@@ -77,7 +60,7 @@ class ShardingRule(abc.ABC):
         """
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        """One answer for each leaf: None for "no answer", a Problem where something is wrong.
+        """One answer for each leaf.
 
         Args:
             tree: the leaves to decide about.
@@ -106,10 +89,6 @@ class ShardingRule(abc.ABC):
                 given[value] = Decision.of(value, name, 'said by apply()', 'error')
             answers.append(given[value])
         return answers
-
-    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
-        """The default for a leaf without an answer: a decision, or the problem to raise."""
-        return Decision(REPLICATED, type(self).__name__, 'no answer')
 
     @property
     def is_pure(self) -> bool:
@@ -177,30 +156,6 @@ Rule: TypeAlias = ShardingRule | PartitionSpec | NamedSharding | None
 """One rule."""
 
 
-class SequenceNode(Protocol):
-    """A list, a tuple or a named tuple of rules; not a string, which contains nothing but strings."""
-
-    def __contains__(self, value: object, /) -> bool: ...
-
-    def __reversed__(self) -> Iterator[RuleLike]: ...
-
-
-class DataclassNode(Protocol):
-    """A dataclass that is a pytree node, such as a train state, with rules in its fields."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-
-class FlattenedNode(Protocol):
-    """A node of a class registered by ``jax.tree_util.register_pytree_node_class``."""
-
-    def tree_flatten(self) -> Any: ...
-
-
-RuleLike: TypeAlias = Rule | SequenceNode | Mapping[Any, 'RuleLike'] | DataclassNode | FlattenedNode
-"""One rule, or a pytree of rules, which is a prefix of the tree that they are for."""
-
-
 class BuiltinRule(ShardingRule):
     """A rule that answers leaf by leaf; `apply` follows from its answers."""
 
@@ -216,10 +171,10 @@ class BuiltinRule(ShardingRule):
         tree = NamedTree.of(pytree)
         if problems := non_arrays(tree):
             raise ShardingError(problems)
-        decided = with_defaults(self, self.answers(tree, None), tree, None)
+        decided = settled(self.answers(tree, None))
         if problems := [one for one in decided if isinstance(one, Problem)]:
             raise ShardingError(problems)
-        return tree.treedef.unflatten([answer.spec for answer in cast(list[Decision], decided)])
+        return tree.treedef.unflatten([one.spec for one in decided if isinstance(one, Decision)])
 
     @abc.abstractmethod
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]: ...
@@ -236,16 +191,16 @@ class BuiltinRule(ShardingRule):
 
 
 def answers_of(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-    """The answers of any rule about every leaf; see `ShardingRule.answers`.
-
-    Where a subclass of a built-in rule overrides `apply`, that counts. A rule that has no leaf to decide
-    about is not asked.
-    """
-    if not len(tree):
+    """The answers of any rule about every leaf; a rule that has no leaf to decide about is not asked."""
+    if not tree.leaves:
         return []
-    if _applies_itself(rule):
-        return ShardingRule.answers(rule, tree, axis_sizes)
-    return rule.answers(tree, axis_sizes)
+    ask = ShardingRule.answers if _overrides_apply(rule) else type(rule).answers
+    return ask(rule, tree, axis_sizes)
+
+
+def _overrides_apply(rule: ShardingRule) -> bool:
+    """Whether this is a user's subclass of a built-in rule that overrides `apply`, which then counts."""
+    return isinstance(rule, BuiltinRule) and type(rule).apply is not BuiltinRule.apply
 
 
 def answers_of_each(
@@ -258,42 +213,29 @@ def answers_of_each(
         tree: the leaves, and perhaps others.
         axis_sizes: as in `ShardingRule.answers`.
     """
-    groups: dict[int, tuple[ShardingRule, list[int]]] = {}
+    groups: dict[int, list[int]] = {}
     for index, rule in rules.items():
-        groups.setdefault(id(rule), (rule, []))[1].append(index)
+        groups.setdefault(id(rule), []).append(index)
     answers: dict[int, Answer] = {}
-    for rule, mine in groups.values():
-        answers.update(zip(mine, answers_of(rule, tree.select(mine), axis_sizes), strict=True))
+    for mine in groups.values():
+        asked = answers_of(rules[mine[0]], tree.select(mine), axis_sizes)
+        answers.update(zip(mine, asked, strict=True))
     return answers
+
+
+def decide(rule: Rule, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Decision | Problem]:
+    """What one rule makes of every leaf, where no other rule is next."""
+    return settled(answers_of(as_rule(rule), tree, axis_sizes))
 
 
 def is_pure(rule: ShardingRule) -> bool:
     """Whether answers of a rule may be reused; see `ShardingRule.is_pure`."""
-    return rule.is_pure and not _applies_itself(rule)
+    return rule.is_pure and not _overrides_apply(rule)
 
 
 def looks_at_paths_only(rule: ShardingRule) -> bool:
     """Whether the answers of a rule depend on paths and ranks alone, not on the sizes of arrays."""
-    return rule.by_path and not _applies_itself(rule) and all(map(looks_at_paths_only, rule.parts))
-
-
-def _applies_itself(rule: ShardingRule) -> bool:
-    return isinstance(rule, BuiltinRule) and type(rule).apply is not BuiltinRule.apply
-
-
-def decide(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Decision | Problem]:
-    """The decisions of a rule about every leaf, with its default where it has no answer."""
-    return with_defaults(rule, answers_of(rule, tree, axis_sizes), tree, axis_sizes)
-
-
-def with_defaults(
-    rule: ShardingRule, answers: list[Answer], tree: NamedTree, axis_sizes: AxisSizes | None
-) -> list[Decision | Problem]:
-    """The answers with the rule's default in place of None."""
-    for index, answer in enumerate(answers):
-        if answer is None:
-            answers[index] = rule.fallback(tree, index, axis_sizes)
-    return cast(list[Decision | Problem], answers)  # every None was filled
+    return rule.by_path and not _overrides_apply(rule) and all(map(looks_at_paths_only, rule.parts))
 
 
 # --- What the operators make ------------------------------------------------------------------------
@@ -312,7 +254,7 @@ class ConstantRule(BuiltinRule):
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         names = {type(None): '', NamedSharding: 'the NamedSharding given'}
         origin = names.get(type(self.value), 'the spec given')
-        return [Decision.of(self.value, origin, '', None)] * len(tree)
+        return [Decision.of(self.value, origin, '', None)] * len(tree.leaves)
 
 
 def is_rule(value: Any) -> TypeGuard[Rule]:
@@ -327,7 +269,7 @@ def as_rule(value: Rule) -> ShardingRule:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class FirstAnswer(BuiltinRule):
-    """``a | b``: for each leaf the first rule that answers; see the table of this module."""
+    """``a | b``: for each leaf the first rule that answers."""
 
     rules: tuple[ShardingRule, ...]
     by_path: ClassVar[bool] = True
@@ -356,26 +298,12 @@ class FirstAnswer(BuiltinRule):
         return self.rules
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        answers: list[Answer] = [None] * len(tree)
-        left = list(range(len(tree)))
-        for rule in self.rules:
-            for i, answer in zip(left, answers_of(rule, tree.select(left), axis_sizes), strict=True):
-                answers[i] = answer
-            left = [i for i in left if answers[i] is None]
-        return answers
-
-    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
-        """The default of the last rule."""
-        return self.rules[-1].fallback(tree, index, axis_sizes)
+        return first_answers(tree, [_asking(rule, axis_sizes) for rule in self.rules])
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Overlay(BuiltinRule):
-    """``a & b``: *b* fills the dimensions that *a* left free; see the table of this module.
-
-    It uses only mesh axes that *a* did not use. A rule that has a choice, like FSDP, chooses among the
-    free dimensions.
-    """
+    """``a & b``: *b* fills the dimensions that *a* left free."""
 
     first: ShardingRule
     second: ShardingRule
@@ -389,54 +317,12 @@ class Overlay(BuiltinRule):
         return self.first, self.second
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        answers = answers_of(self.first, tree, axis_sizes)
-        for i, answer in enumerate(answers):
-            if answer is None:
-                default = self.first.fallback(tree, i, axis_sizes)
-                # A strict rule without an answer is an error; any other leaves the leaf to `second`.
-                answers[i] = default if isinstance(default, Problem) else None
-        open_leaves = [i for i, one in enumerate(answers) if not isinstance(one, Problem) and _is_open(one)]
-        part = tree.select(open_leaves)
-        occupied_outside, ranks = part.occupied, list(map(len, part.shapes))
-        first_answers = unoccupied(occupied_outside, [answers[i] for i in open_leaves], ranks)
-        keys = list(zip(occupied_outside, map(occupied_spec, first_answers), ranks, strict=True))
-        known = {key: occupied_by(*key) for key in dict.fromkeys(keys)}
-        occupied = [known[key] for key in keys]
-        part = part.with_occupied(occupied)
-        second_answers = unoccupied(occupied_outside, answers_of(self.second, part, axis_sizes), ranks)
-        # One object for equal decisions, so that each is validated once.
-        memo: dict[Any, Decision] = {}
-        for j, (i, first, second) in enumerate(zip(open_leaves, first_answers, second_answers, strict=True)):
-            answers[i] = first
-            if not isinstance(first, Decision) or isinstance(second, Problem):
-                answers[i] = second
-            elif second is None:
-                alike = (part.shapes[j], id(occupied[j])) if self.second.by_shape else j
-                asked = id(first), alike
-                if asked not in memo:
-                    default = self.second.fallback(part, j, axis_sizes)
-                    # Reports show the reason. A strict rule without an answer is no error here.
-                    same = id(first), default.reason if isinstance(default, Decision) else ''
-                    memo[asked] = memo.setdefault(same, unanswered(first, default))
-                answers[i] = memo[asked]
-            elif second.spec is not None:
-                if None not in (first.mesh, second.mesh) and first.mesh != second.mesh:
-                    answers[i] = two_meshes(tree, i, first, second)
-                    continue
-                key = id(first), id(second), tree.shapes[i]
-                if key not in memo:
-                    memo[key] = merged(first, second, tree.shapes[i], axis_sizes or {})
-                answers[i] = memo[key]
-        return answers
-
-    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
-        """The default of the second rule: the first one had no answer either."""
-        return self.second.fallback(tree, index, axis_sizes)
+        first, second = _asking(self.first, axis_sizes), _asking(self.second, axis_sizes)
+        return overlaid(tree, first, second, axis_sizes)
 
 
-def _is_open(answer: Answer) -> bool:
-    """Whether another rule may add to an answer: not where the leaf is left to the compiler."""
-    return not (isinstance(answer, Decision) and answer.spec is None)
+def _asking(rule: ShardingRule, axis_sizes: AxisSizes | None) -> Callable[[NamedTree], list[Answer]]:
+    return functools.partial(answers_of, rule, axis_sizes=axis_sizes)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -452,31 +338,21 @@ class _Wrapper(BuiltinRule):
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         answers = answers_of(self.rule, self._inner_tree(tree), axis_sizes)
-        memo: dict[tuple[int, int], Answer] = {}
-        changed: list[Answer] = []
-        for answer, shape in zip(answers, tree.shapes, strict=True):
-            key = id(answer), len(shape)
-            if key not in memo:
-                memo[key] = None if answer is None else self._changed(answer, len(shape))
-            changed.append(memo[key])
-        return changed
-
-    def fallback(self, tree: NamedTree, index: int, axis_sizes: AxisSizes | None) -> Decision | Problem:
-        """The default of the wrapped rule, changed."""
-        default = self.rule.fallback(*self._inner_leaf(tree, index), axis_sizes)
-        return self._changed(default, len(tree.shapes[index]))
+        keys = list(zip(map(id, answers), map(len, tree.shapes), strict=True))
+        distinct = dict(zip(keys, answers, strict=True))
+        changes = {
+            key: changed(answer, functools.partial(self._changed, rank=key[1]))
+            for key, answer in distinct.items()
+        }
+        return [changes[key] for key in keys]
 
     def _inner_tree(self, tree: NamedTree) -> NamedTree:
         """The tree that the wrapped rule sees."""
         return tree
 
-    def _inner_leaf(self, tree: NamedTree, index: int) -> tuple[NamedTree, int]:
-        """A tree with the leaf as the wrapped rule sees it, and its number there."""
-        return tree, index
-
-    def _changed(self, answer: Decision | Problem, rank: int) -> Decision | Problem:
-        """The answer of the wrapped rule, changed for an array of this rank."""
-        return answer if isinstance(answer, Problem) or answer.spec is None else self._change(answer, rank)
+    def _changed(self, decision: Decision, rank: int) -> Decision:
+        """A decision of the wrapped rule, changed for an array of this rank."""
+        return decision if decision.spec is None else self._change(decision, rank)
 
     @abc.abstractmethod
     def _change(self, decision: Decision, rank: int) -> Decision: ...
@@ -500,10 +376,6 @@ class Stacked(_Wrapper):
         keys = list(zip(tree.occupied, map(len, layer.shapes), strict=True))
         known = {key: self._occupied(*key) for key in dict.fromkeys(keys)}
         return layer.with_occupied([known[key] for key in keys])
-
-    def _inner_leaf(self, tree: NamedTree, index: int) -> tuple[NamedTree, int]:
-        # This leaf alone: the whole tree for each leaf would take quadratic time.
-        return self._inner_tree(dataclasses.replace(tree.select([index]), whole=None)), 0
 
     def _occupied(self, occupied: PartitionSpec, rank: int) -> PartitionSpec:
         """What is occupied of one layer; the axes of the stack are in use too."""

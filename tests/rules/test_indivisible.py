@@ -1,0 +1,44 @@
+"""The policies for dimensions that do not divide, and what each makes of a spec."""
+
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from scalax._tree.specs import MeshAxes
+from scalax.errors import RuleError
+from scalax.rules._indivisible import checked_policy, divided
+
+AXES = MeshAxes({'a': 2, 'b': 4}, {'a': AxisType.Auto, 'b': AxisType.Explicit})
+
+
+@pytest.mark.parametrize('policy', ['error', 'replicate', 'warn'])
+def test_policies(policy):
+    assert checked_policy(policy) == policy
+
+
+@pytest.mark.parametrize('policy', ['ignore', '', None, True])
+def test_unknown_policies(policy):
+    with pytest.raises(RuleError) as error:
+        checked_policy(policy)
+    assert str(error.value) == f"on_indivisible is 'error', 'replicate' or 'warn', got {policy!r}"
+
+
+UNEVEN = 'dimension 0 of size 5 does not divide by 2 (a=2)'
+
+
+@pytest.mark.parametrize(
+    ('spec', 'policies', 'pads', 'expected', 'faults', 'warned'),
+    [
+        (P('a', 'b'), ['error'], False, P('a', 'b'), 1, []),
+        (P('a', 'b'), ['warn', 'error'], False, P('a', 'b'), 1, []),
+        (P('a', 'b'), ['replicate'], False, P(None, 'b'), 0, []),
+        (P('a', 'b'), ['replicate', 'warn'], True, P(None, 'b'), 0, [f'; {P(None, "b")} is used']),
+        (P('a', 'b'), ['error'], True, P('a', 'b'), 0, ['; the compiler will pad, and may replicate']),
+        (P(('a', 'b')), ['error'], True, P(('a', 'b')), 1, []),  # Explicit: part of the type
+        (P(None, 'a'), ['error'], False, P(None, 'a'), 0, []),
+    ],
+)
+def test_the_strictest_policy_decides(spec, policies, pads, expected, faults, warned):
+    got, wrong, said = divided(spec, (5, 8), AXES, policies, 'a rule', pads)
+    assert got == expected and len(wrong) == faults
+    assert said == [f'{spec} from a rule: {UNEVEN}{end}' for end in warned]
