@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from jax.extend.core import get_opaque_trace_state
 from jax.sharding import Mesh
 
 from scalax._mesh.gpu_nodes import SimulatedGPUs
+from scalax._util import lru_cache
 from scalax._util.lru_cache import LRUCache
 from scalax.errors import MeshError, StructureError
 from scalax.rules import LogicalAxisShardingRule
@@ -213,7 +215,7 @@ class ContextCache:
     def __init__(self, helper: MeshOwner) -> None:
         self._helper = weakref.ref(helper)
         self._contexts: weakref.WeakValueDictionary[Any, Context] = weakref.WeakValueDictionary()
-        self._kept: LRUCache[Context, None] = LRUCache()
+        self._keep = functools.lru_cache(maxsize=lru_cache.SIZE)(lambda context: context)
         self._lock = threading.RLock()  # re-entrant: comparing the rules of users may run their code
 
     def get(self, bindings: Mapping[str, RuleLike]) -> Context:
@@ -221,15 +223,14 @@ class ContextCache:
         outer = current()
         own = {name: (self._helper, rules) for name, rules in bindings.items()}
         merged = {**(outer.bindings if outer else {}), **own}
-        key = tuple(
-            (name, helper, hashable(key_of(rules))) for name, (helper, rules) in sorted(merged.items())
-        )
+        bound = sorted(merged.items())
+        key = tuple([(name, helper, hashable(key_of(rules))) for name, (helper, rules) in bound])
         with self._lock:
             known = self._contexts.get(key)
             if known is None:
                 known = self._contexts[key] = Context(self._helper, merged)
         if all(are_pure(rules) for _, rules in merged.values()):
-            self._kept.put(known, None)
+            self._keep(known)
         return known
 
 

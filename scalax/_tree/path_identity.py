@@ -9,7 +9,7 @@ differently.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,14 +21,20 @@ from scalax._tree.paths import path_string
 _DICTS = (dict, OrderedDict, defaultdict)
 
 
-def uncertain_paths(tree: Any, treedef: Any) -> tuple[str, ...] | None:
+Node = tuple[type, Any, int, list[int]]
+"""A node whose static data may be equal to data that names children differently.
+
+Its type, the static data, its depth, and the number of the first leaf of each child.
+"""
+
+
+def uncertain_paths(tree: Any, nodes: Sequence[Node]) -> tuple[str, ...] | None:
     """The leaf paths of a tree if a tree of equal structure may have other ones, else None.
 
     Args:
         tree: the tree.
-        treedef: its structure.
+        nodes: the `uncertain_nodes` of its structure.
     """
-    nodes = list(_uncertain_nodes(treedef, 0, 0))
     if not nodes:
         return None
     keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
@@ -46,14 +52,17 @@ def paths_of(tree: Any) -> tuple[str, ...]:
     return tuple(path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0])
 
 
-def _uncertain_nodes(treedef: Any, depth: int, start: int) -> Iterator[tuple[type, Any, int, list[int]]]:
-    """The nodes whose static data may be equal to data that names children differently.
+def uncertain_nodes(treedef: Any, depth: int = 0, start: int = 0) -> list[Node]:
+    """The nodes of a structure that may name their children otherwise in an equal one.
 
-    Yields the type, the static data, the depth, and the first leaf of each child.
+    Args:
+        treedef: the structure, or a part of one.
+        depth: how deep the part is in it.
+        start: the number of its first leaf there.
     """
-    data = treedef.node_data()
+    data, found = treedef.node_data(), list[Node]()
     if data is None:
-        return
+        return found
     kind, static = data
     firsts = []
     for child in treedef.children():
@@ -61,10 +70,13 @@ def _uncertain_nodes(treedef: Any, depth: int, start: int) -> Iterator[tuple[typ
         if count:
             firsts.append(start)
             if count > 1 or child.num_nodes > 1:
-                yield from _uncertain_nodes(child, depth + 1, start)
+                found += uncertain_nodes(child, depth + 1, start)
         start += count
-    if not _is_alike(static, numbers=kind in _DICTS):
-        yield kind, static, depth, firsts
+    # As nearly always: lists and tuples, and dicts of strings, have no others.
+    certain = static is None or (kind in _DICTS and {str}.issuperset(map(type, static)))
+    if not certain and not _is_alike(static, numbers=kind in _DICTS):
+        found.append((kind, static, depth, firsts))
+    return found
 
 
 def _is_alike(static: Any, numbers: bool) -> bool:

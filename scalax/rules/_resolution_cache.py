@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from scalax._tree.path_identity import uncertain_paths
+from scalax._tree.path_identity import uncertain_nodes, uncertain_paths
 from scalax.rules._indivisible import OnIndivisible
 from scalax.rules._prefix import RuleLike, are_pure, key_of
 from scalax.rules._resolve import resolve
@@ -40,7 +40,7 @@ class KnownTree:
         if self.treedef != treedef or self.signature != signature:
             return False
         if self.certain is None:
-            self.certain = uncertain_paths(pytree, treedef) is None
+            self.certain = uncertain_paths(pytree, uncertain_nodes(treedef)) is None
         return self.certain
 
 

@@ -19,7 +19,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from scalax._trace.constraints import is_in_types
-from scalax._transforms.calls.signature import EXTRA_KEYWORDS, CallLayout, CallSignature
+from scalax._transforms.calls.signature import CallLayout, CallSignature
 from scalax._tree.path_identity import uncertain_paths
 from scalax._tree.paths import canonical_dtype, describe_leaf, join, optional_path
 from scalax._tree.specs import MeshAxes, only_axes
@@ -79,14 +79,14 @@ class Call:
             for path, _ in jax.tree_util.tree_flatten_with_path(self.flat_args[slot])[0]
         ]
 
-    def path(self, slot: int, path: Sequence[Any] = ()) -> str | None:
-        """The path of a leaf in messages: the argument, then the path inside; None for neither."""
-        name = self.layout.slots[slot].name
-        return join(None if name == EXTRA_KEYWORDS else name, optional_path(path))
+    def path(self, index: int) -> str:
+        """The path of a leaf in messages: the argument, then the path inside."""
+        slot, path = self.places[index]
+        return join(self.layout.slots[slot].path, optional_path(path)) or ''
 
     def describe(self, index: int) -> str:
         """A leaf as messages show it."""
-        return describe_leaf(self.path(*self.places[index]) or '', self.leaves[index])
+        return describe_leaf(self.path(index), self.leaves[index])
 
     def shown(self, wrong: Sequence[bool]) -> str:
         """The leaves that a column marks, as messages list them."""
@@ -104,6 +104,7 @@ class CallKey(NamedTuple):
         types: (shape, dtype, weak type, spec over Explicit axes) of every leaf.
         static: (type, value) of every static slot: ``1``, ``True`` and ``1.0`` are equal, and differ.
         context: `trace_context`, on which what a function returns may depend.
+        any_explicit: whether the type of some leaf holds a sharding.
         paths: the leaf paths, where trees of the same structure may have others; else None.
     """
 
@@ -111,12 +112,8 @@ class CallKey(NamedTuple):
     types: tuple[LeafType, ...]
     static: tuple[tuple[type, Any], ...]
     context: Any
+    any_explicit: bool
     paths: tuple[str, ...] | None = None
-
-    @property
-    def any_explicit(self) -> bool:
-        """Whether the type of some leaf holds a sharding."""
-        return any(spec is not None for *_, spec in self.types)
 
 
 def call_key(call: Call) -> CallKey:
@@ -133,11 +130,12 @@ def call_key(call: Call) -> CallKey:
     except OverflowError:
         raise _too_large(call) from None
     static = _static_key(call) if call.layout.static else ()
-    certain, paths = call.signature.certain, None
-    if not certain.get(call.treedef):
-        paths = uncertain_paths([call.flat_args[slot] for slot in call.layout.dynamic], call.treedef)
-        certain.put(call.treedef, paths is None)
-    return CallKey(call.treedef, types, static, trace_context(), paths)
+    paths = None
+    if nodes := call.signature.uncertain_nodes(call.treedef):
+        data = [call.flat_args[slot] for slot in call.layout.dynamic]
+        paths = uncertain_paths(data, nodes)
+    explicit = bool([spec for *_, spec in types if spec is not None])
+    return CallKey(call.treedef, types, static, trace_context(), explicit, paths)
 
 
 def _static_key(call: Call) -> tuple[tuple[type, Any], ...]:
@@ -316,7 +314,8 @@ def on_other_devices(leaf: Any, mesh: Any) -> bool:
 
 def left_alone(leaf: Any) -> bool:
     """Whether an array of several elements is on one device."""
-    return is_concrete(leaf) and leaf.size > 1 and len(leaf.sharding.device_set) == 1
+    concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    return concrete and leaf.size > 1 and len(leaf.sharding.device_set) == 1
 
 
 # Errors about leaves that JAX does not take -------------------------------------------------------------

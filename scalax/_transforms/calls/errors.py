@@ -103,10 +103,8 @@ def donated_twice(call: Call) -> ArgumentError | None:
             places.setdefault(id(leaf), []).append(i)
     bad = []
     for given in places.values():
-        at = [call.places[i] for i in given]
-        if len(at) > 1 and any(slot in call.layout.donated for slot, _ in at):
-            paths = ' and '.join(call.path(*place) or '' for place in at)
-            bad.append(describe_leaf(paths, call.leaves[given[0]]))
+        if len(given) > 1 and any(call.places[i][0] in call.layout.donated for i in given):
+            bad.append(describe_leaf(' and '.join(map(call.path, given)), call.leaves[given[0]]))
     if not bad:
         return None
     return ArgumentError(

@@ -230,7 +230,7 @@ def resolve_arguments(
                 mesh,
                 mode=mode,
                 where=where,
-                at=call.path(slot),
+                at=call.layout.slots[slot].path,
                 on_indivisible=on_indivisible,
                 as_leaf=as_leaf,
             )

@@ -19,7 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from scalax._util.lru_cache import LRUCache
+from scalax._tree.path_identity import uncertain_nodes
+from scalax._util import lru_cache
 from scalax.errors import ArgumentError, StructureError, did_you_mean, plural
 from scalax.rules._prefix import RuleLike, is_rule
 
@@ -55,12 +56,14 @@ class Slot:
         static: whether it is part of the program rather than data.
         donated: whether its buffers may be reused for outputs.
         batch: whether the user says that it holds rows of the batch.
+        path: the path of the argument in messages; None for those keywords.
     """
 
     name: str
     static: bool = False
     donated: bool = False
     batch: bool = False
+    path: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +116,7 @@ class CallSignature:
         says_batch: whether the user says which arguments hold rows of the batch; perhaps none.
         says_no_batch: whether the user says that none does.
         batch_keywords: those of them among the extra keywords.
-        certain: of structures of arguments, whether they determine the leaf paths.
+        uncertain_nodes: the nodes of a structure of arguments that do not determine the leaf paths.
 
     Raises:
         ArgumentError: a position or a name that the function does not have, or one that is static and also
@@ -155,7 +158,7 @@ class CallSignature:
         own = (self.static_keywords, self.donated_keywords, self.keywords)
         self.fixed = len(self.positional) + len(self.keyword_only) + sum(map(bool, own))
         self._layouts: dict[int, CallLayout] = {}
-        self.certain: LRUCache[Any, bool] = LRUCache()
+        self.uncertain_nodes = functools.lru_cache(maxsize=lru_cache.SIZE)(uncertain_nodes)
         if self.varargs is None:
             self.layout(0)  # raises about arguments that are both static and donated
 
@@ -245,7 +248,8 @@ class CallSignature:
 
     def layout_of(self, flat_args: Sequence[Any]) -> CallLayout:
         """The layout of a call."""
-        return self.layout(len(flat_args) - self.fixed)
+        extras = len(flat_args) - self.fixed
+        return self._layouts.get(extras) or self.layout(extras)
 
     def layout(self, extras: int) -> CallLayout:
         """The layout of calls with this number of extra positional arguments."""
@@ -260,18 +264,15 @@ class CallSignature:
         extra[: len(self.hints[count:])] = self.hints[count : count + extras]
         names = [*self.positional, *extra]
         total = len(names)
-        slots = [
-            Slot(
-                name,
-                *[
-                    name in named or i in [n % total for n in numbers if -total <= n < total]
-                    for numbers, named in (self._static, self._donated, self._batch)
-                ],
-            )
-            for i, name in enumerate([*names, *self.keyword_only])
-        ]
+        slots = []
+        for i, name in enumerate([*names, *self.keyword_only]):
+            static, donated, batch = [
+                name in named or i in [n % total for n in numbers if -total <= n < total]
+                for numbers, named in (self._static, self._donated, self._batch)
+            ]
+            slots.append(Slot(name, static, donated, batch, path=name))
         if self.static_keywords:
-            slots.append(Slot('static keywords', static=True))
+            slots.append(Slot('static keywords', static=True, path='static keywords'))
         if self.donated_keywords:
             slots.append(Slot(EXTRA_KEYWORDS, donated=True))
         if self.keywords:

@@ -23,13 +23,16 @@ from scalax.errors import ArgumentError
 from scalax.rules._prefix import is_rule
 
 
-def batch_to_follow(rules: FunctionRules, call: Call, shardings: Shardings) -> Arguments | None:
-    """What is followed through the function; None if there is no batch.
+def batch_to_follow(
+    rules: FunctionRules, call: Call, arguments: Shardings, constraints: Shardings | None
+) -> Arguments | None:
+    """What is followed through a function that follows a batch; None if there is none.
 
     Args:
         rules: those of the function.
         call: the call.
-        shardings: those of the arguments, or those to which they are constrained inside.
+        arguments: the shardings of the arguments.
+        constraints: those to which they are constrained inside.
 
     Raises:
         ArgumentError: an argument that is said to be a batch has no sharding, or no such argument is there.
@@ -39,20 +42,21 @@ def batch_to_follow(rules: FunctionRules, call: Call, shardings: Shardings) -> A
     if rules.signature.says_batch:
         rules.signature.reject_no_batch(call.flat_args)
         rows = _said(rules, call)
-        _reject_unsharded(rules, call, rows, shardings)
-    elif rules.follow_batch:
-        rows = _found(rules, call)
+        _reject_unsharded(rules, call, rows, _inside(arguments, constraints))
     else:
-        return None
-    return _arguments(call, shardings, rows)
+        rows = _found(rules, call)
+    return _arguments(call, _inside(arguments, constraints), rows)
 
 
-def batch_not_followed(rules: FunctionRules, call: Call, shardings: Shardings) -> Arguments | None:
+def batch_not_followed(
+    rules: FunctionRules, call: Call, arguments: Shardings, constraints: Shardings | None
+) -> Arguments | None:
     """What would be followed through the function, were it not switched off."""
     if rules.any_explicit:
         return None
     said = _said(rules, call)
-    return _arguments(call, shardings, said if any(said) else _found(rules, call))
+    rows = said if any(said) else _found(rules, call)
+    return _arguments(call, _inside(arguments, constraints), rows)
 
 
 def why_not_followed(rules: FunctionRules, call: Call) -> str:
@@ -74,6 +78,13 @@ def why_not_followed(rules: FunctionRules, call: Call) -> str:
     return ''
 
 
+def _inside(arguments: Shardings, constraints: Shardings | None) -> Shardings:
+    """The shardings of the arguments inside the function; a leaf without a constraint stays."""
+    if constraints is None:
+        return arguments
+    return [then if now is None else now for now, then in zip(constraints, arguments, strict=True)]
+
+
 def _arguments(call: Call, shardings: Shardings, rows: Sequence[bool]) -> Arguments | None:
     """What is known of the arguments if the leaves of this column hold rows; None if no axis shards them."""
     if not any(rows):
@@ -87,7 +98,7 @@ def _arguments(call: Call, shardings: Shardings, rows: Sequence[bool]) -> Argume
         [trail if holds else without(trail, axes) for trail, holds in known],
         [LOST if holds else along(trail, axes) for trail, holds in known],
         axes,
-        placed=not any(to is None and np.ndim(x) for x, to in zip(call.leaves, shardings, strict=True)),
+        placed=not [x for x, to in zip(call.leaves, shardings, strict=True) if to is None and np.ndim(x)],
     )
 
 
@@ -131,7 +142,7 @@ def _given_by_option(rules: FunctionRules, call: Call) -> list[dict[int, list[An
 
 
 def _specs_alone(given: Sequence[Any]) -> bool:
-    return all(isinstance(each, PartitionSpec | NamedSharding) for each in given)
+    return not [each for each in given if not isinstance(each, PartitionSpec | NamedSharding)]
 
 
 def _axes(given: Any) -> Sequence[str]:
@@ -151,8 +162,9 @@ def _reject_unsharded(rules: FunctionRules, call: Call, rows: Sequence[bool], sh
         if any(map(_axes, inside[slot] or outside[slot])):
             continue  # the rows do not divide, and need not
         axis = next((name for name, size in rules.mesh.shape.items() if size > 1), 'data')
+        argument = call.layout.slots[slot].path or 'the keywords'
         raise ArgumentError(
-            f'{call.path(slot) or "the keywords"} of {rules.signature.name} is said to be a batch '
+            f'{argument} of {rules.signature.name} is said to be a batch '
             '(batch_argnums, batch_argnames), and nothing shards it (in_shardings, '
             f'args_sharding_constraint): give it a spec such as PartitionSpec({axis!r}), or leave it out'
         )

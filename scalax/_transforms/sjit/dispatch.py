@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import weakref
@@ -53,7 +54,7 @@ from scalax._transforms.sjit.inline import in_eager_axis_modes, run_inline, runs
 from scalax._transforms.sjit.program import Program, ProgramTable, Served, WrongProgram, compress, expand
 from scalax._transforms.sjit.trace import Trace, TracedFunction
 from scalax._transforms.tracebacks import HidingOurs
-from scalax._util.lru_cache import LRUCache
+from scalax._util import lru_cache
 from scalax._util.progress import progress
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class Entry:
     keys, which no single thread could trace either.
 
     Attributes:
+        resolved: whether the shardings of the arguments are known.
         trace: what its traces apply.
         program: the program that serves it; None until the function was traced.
         outputs_checked: whether a call has looked at where the outputs are.
@@ -79,7 +81,8 @@ class Entry:
         lock: held meanwhile.
     """
 
-    trace: Trace
+    resolved: bool = False
+    trace: Trace = dataclasses.field(default_factory=Trace)
     program: Program | None = None
     outputs_checked: bool = False
     tracing: bool = False
@@ -159,6 +162,8 @@ class Dispatcher:
             self.rules.any_explicit or self.rules.any_rule or options.out_shardings is not None
         )
         self.args_placed = _ThisThread()
+        # Re-entrant: comparing keys may run users' code, which may come back here.
+        self._lock = threading.RLock()
         # Programs refer to this weakly, so that there is no cycle: a function that is no longer referenced is
         # freed at once, with the arrays that it closes over.
         self._weak: Dispatcher = weakref.proxy(self)
@@ -172,8 +177,8 @@ class Dispatcher:
     def clear(self) -> None:
         """Forgets every program."""
         this = self._weak
-        self._entries: LRUCache[CallKey, Entry] = LRUCache()
-        self.programs: LRUCache[Any, Program] = LRUCache()
+        self._entries = functools.lru_cache(maxsize=lru_cache.SIZE)(lambda key: Entry())
+        self.programs: dict[Any, Program] = {}
         self._inlined: dict[CallLayout, Any] = {}
         self._table = ProgramTable(lambda flat_args: this._known(flat_args), lambda: this._wrong_program())
         self.fast_call = None
@@ -188,14 +193,17 @@ class Dispatcher:
                     return run_inline(self._function, Call(self.signature, flat_args), self.options)
                 if in_eager_axis_modes(self.mesh):
                     return self._inline_compiled(flat_args)
-            self._require_devices()
+            if not self._has_devices:
+                self._require_devices()
             call = Call(self.signature, flat_args)
             if any(map(is_deleted, call.leaves)):
                 errors.reject_deleted(call)
             read = self._read(call)
             entry = read.entry
             if jax.config.jax_disable_jit:  # the user's lines run with values, and nothing is traced
-                return self._function.run(call, self._untraced(call, Trace(read.shardings)))
+                return self._function.run(
+                    call, self._untraced(call, Trace(read.shardings, read.key.any_explicit))
+                )
             # What is new is compiled, which takes long.
             doing = f'compiling {self.signature.name}'
             with contextlib.nullcontext() if entry.outputs_checked else progress(doing, _log):
@@ -204,15 +212,14 @@ class Dispatcher:
                 if read.typed is not call and (read.moves.unplaced or read.moves.foreign):
                     self._place_host_data(read, program)
                 self._table.add(flat_args, program)
-                self.fast_call = self._table if len(self.programs.items()) > 1 else program.call
+                self.fast_call = self._table if len(self.programs) > 1 else program.call
                 return self._run(read, program, placed_args)
         except Exception as error:
             _users_code.hide(error)
             raise
 
     def _require_devices(self) -> None:
-        # A jax.jit around it may lower for devices that are not here.
-        if not self._has_devices and not constraints.is_compiled():
+        if not constraints.is_compiled():  # a jax.jit around it may lower for devices that are not here
             meshes.require_devices(self.mesh, f'a call of {self.signature.name}')
 
     def explain_or_retry(self, error: Exception, fast_call: Any, flat_args: tuple[Any, ...]) -> bool:
@@ -227,7 +234,8 @@ class Dispatcher:
             return False
         if runs_inline(self.mesh):
             return True
-        self._require_devices()
+        if not self._has_devices:
+            self._require_devices()
         read = self._read(Call(self.signature, flat_args))
         program = fast_call.find(flat_args) if isinstance(fast_call, ProgramTable) else None
         used, right = program.call if program else fast_call, read.entry.program
@@ -269,8 +277,8 @@ class Dispatcher:
 
         _, trace, _ = self.prepare(flat_args)
         call = Call(self.signature, flat_args)
-        batch = trace.batch or batch_not_followed(self.rules, call, trace.inside())
-        paths = [call.path(*place) or '' for place in call.places]
+        batch = trace.batch or batch_not_followed(self.rules, call, trace.arguments, trace.constraints)
+        paths = [*map(call.path, range(len(call.leaves)))]
         why = why_not_followed(self.rules, call)
         return batch_of_call(self.signature.name, paths, batch, trace.followed, why)
 
@@ -289,7 +297,7 @@ class Dispatcher:
         key = call_key(call)
         entry = self._entry(key, call)
         shardings = entry.trace.arguments
-        foreign = self._refuses_foreign and key.any_explicit
+        foreign = self._refuses_foreign and entry.trace.any_explicit
         if foreign:
             # JAX reshards to another mesh where all axes are Explicit.
             movable = AxisType.Auto not in self.mesh.axis_types
@@ -307,17 +315,25 @@ class Dispatcher:
                 # Types may hold shardings: the key is that of the arguments as they will be.
                 typed = Call(self.signature, typed_args)
                 key = call_key(typed)
-                entry = self._entries.get(key) or self._entries.add(key, Entry(Trace(shardings)))
+                entry = self._entry(key, typed, shardings)
                 return Read(call, typed, moves, shardings, key, entry)
         return Read(call, call, moves, shardings, key, entry)
 
-    def _entry(self, key: CallKey, call: Call) -> Entry:
-        return self._entries.get(key) or self._entries.add(key, Entry(Trace(self.rules.arguments(call))))
+    def _entry(self, key: CallKey, call: Call, shardings: Shardings | None = None) -> Entry:
+        """What is known of a key, at least the *shardings* of the arguments, or those of the rules."""
+        with self._lock:  # of threads that meet, one makes it
+            entry: Entry = self._entries(key)
+        if not entry.resolved:
+            entry.trace.arguments = self.rules.arguments(call) if shardings is None else shardings
+            entry.trace.any_explicit, entry.resolved = key.any_explicit, True
+        return entry
 
     def _untraced(self, call: Call, trace: Trace) -> Trace:
         """A trace as it is before the user's function runs."""
         trace.constraints = self.rules.constraints(call)
-        trace.batch = batch_to_follow(self.rules, call, trace.inside())
+        trace.batch = None
+        if self.rules.follow_batch or self.signature.says_batch:
+            trace.batch = batch_to_follow(self.rules, call, trace.arguments, trace.constraints)
         trace.outputs = trace.followed = trace.jaxpr = None
         trace.on_devices = False
         return trace
@@ -330,7 +346,7 @@ class Dispatcher:
             self.mesh,
             self.rules.any_rule,
             read.moves.mismatched,
-            may_be_returned=self.options.out_shardings is None and bool(self.programs.items()),
+            may_be_returned=self.options.out_shardings is None and bool(self.programs),
         )
 
     def _known(self, flat_args: Sequence[Any]) -> Program | None:
@@ -364,9 +380,12 @@ class Dispatcher:
             finally:
                 entry.tracing = False
             program = self._program(call, key, trace, flat_function, served)
-            self._function.warn_unused(any_static=bool(call.layout.static))
+            if self.options.annotation_shardings:
+                self._function.warn_unused(any_static=bool(call.layout.static))
             # Kept even if another thread has cleared meanwhile: looked up again, it might not be built yet.
-            program.served.put(key, trace)
+            if len(program.served) >= lru_cache.SIZE:
+                program.served.clear()
+            program.served[key] = trace
             entry.program = program
             return program
 
@@ -374,7 +393,6 @@ class Dispatcher:
         """Traces the user's function, and notes what comes out; returns what a program jits."""
         self._untraced(call, trace)
         flat_function, served = self._flat_function(call.layout)
-        served.put(key, trace)
         self.args_placed.trace = trace
         # The same function object as in the program: JAX finds this trace again there.
         try:
@@ -430,7 +448,9 @@ class Dispatcher:
                 wrong_program=lambda: this._wrong_program(),
                 served=served,
             )
-            program = self.programs.add(shardings, new)
+            if len(self.programs) >= lru_cache.SIZE:
+                self.programs.clear()
+            program = self.programs.setdefault(shardings, new)
         if key.paths is not None:
             program.check_paths(key.paths)
         return program
@@ -485,7 +505,7 @@ class Dispatcher:
 
     def _flat_function(self, layout: CallLayout) -> tuple[Callable[..., Any], Served]:
         """A new function of slots for a program of such calls, and the calls that the program serves."""
-        this, served = self._weak, LRUCache[CallKey, Trace]()
+        this, served = self._weak, Served()
 
         def flat_function(*flat_args: Any) -> Any:
             return this._in_trace(served, layout, flat_args)

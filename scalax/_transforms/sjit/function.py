@@ -183,9 +183,8 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
 
     def clear_cache(self) -> None:
         """Forgets everything traced and compiled."""
-        for _, program in self._dispatcher.programs.items():
-            if program.jitted is not None:
-                program.jitted.clear_cache()
+        for program in self._dispatcher.programs.values():
+            program.jitted.clear_cache()
         self._dispatcher.clear()
 
     def _flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ from scalax._transforms.calls.placement import Moves, moved, targets, with_moved
 from scalax._transforms.calls.signature import CallLayout, CallSignature
 from scalax._transforms.sjit.trace import Trace
 from scalax._tree.path_identity import paths_of
-from scalax._util.lru_cache import SIZE, LRUCache
+from scalax._util import lru_cache
 from scalax.errors import ArgumentError, StructureError
 
 # Up to this version a deleted argument, or one that is donated twice, ends the process with a segmentation
@@ -36,7 +36,8 @@ from scalax.errors import ArgumentError, StructureError
 _DELETED_ARGUMENTS_CRASH = jax.__version_info__ < (0, 11, 1)
 
 
-Served = LRUCache[CallKey, Trace]
+Served = dict[CallKey, Trace]
+"""What the traces of calls apply that a program serves."""
 
 
 class WrongProgram(ArgumentError):
@@ -279,7 +280,7 @@ class ProgramTable:
 
     def add(self, flat_args: Sequence[Any], program: Program) -> None:
         """Notes the program of a call."""
-        if len(self._programs) >= SIZE:
+        if len(self._programs) >= lru_cache.SIZE:
             self._programs.clear()
         self._layouts[len(flat_args)] = program.layout
         key = _partial_key(program.layout, flat_args)

@@ -24,11 +24,11 @@ from scalax._follow.run import run_followed
 from scalax._follow.types import Arguments, Followed
 from scalax._trace import contexts
 from scalax._trace.constraints import abstract, apply_sharding, is_compiled, on_devices
-from scalax._transforms.calls.call import Call, CallKey, Shardings, has_type, is_foreign, is_opaque, type_of
+from scalax._transforms.calls.call import Call, CallKey, Shardings, has_type, is_opaque, type_of
 from scalax._transforms.calls.errors import reject_foreign_types
 from scalax._transforms.calls.shardings import FunctionRules
 from scalax._transforms.calls.signature import CallLayout
-from scalax._util.lru_cache import LRUCache
+from scalax._util import lru_cache
 from scalax.errors import MeshError, UnusedAnnotationWarning, did_you_mean, near_names, warn
 from scalax.interop._module_updates import ModuleUpdates
 
@@ -40,6 +40,7 @@ class Trace:
     Attributes:
         arguments: the shardings of the arguments. In the key of placed arrays they may be None: their types
             hold the sharding. Host data has a separate key, whose shardings are the target.
+        any_explicit: whether the type of an argument holds a sharding.
         constraints: the shardings to which arguments are constrained inside; None without any.
         batch: what is followed from the arguments; None if nothing is.
         followed: the values that are kept where they are; None if nothing is followed.
@@ -51,7 +52,8 @@ class Trace:
             otherwise.
     """
 
-    arguments: Shardings
+    arguments: Shardings = ()
+    any_explicit: bool = False
     constraints: Shardings | None = None
     batch: Arguments | None = None
     followed: Followed | None = None
@@ -60,15 +62,6 @@ class Trace:
     jaxpr: Any = None
     kinds: Any = None
     on_devices: bool = False
-
-    def inside(self) -> Shardings:
-        """The shardings of the arguments inside the function; a leaf without a constraint stays."""
-        if self.constraints is None:
-            return self.arguments
-        return [
-            outside if inside is None else inside
-            for inside, outside in zip(self.constraints, self.arguments, strict=True)
-        ]
 
     def record(self, traced: jax.stages.Traced, key: CallKey) -> None:
         """Keeps the jaxpr of the first trace."""
@@ -104,7 +97,7 @@ class TracedFunction:
         self._names = rules.options.annotation_shardings
         self._uses = contexts.Uses(frozenset(self._names))
         # Held, because JAX finds traces by the identity of their context.
-        self._contexts: LRUCache[contexts.Context, contexts.Context] = LRUCache()
+        self._keep = functools.lru_cache(maxsize=lru_cache.SIZE)(lambda context: context)
         self._warned = False
 
     @property
@@ -124,7 +117,7 @@ class TracedFunction:
                 f'{call.signature.name} is compiled for a mesh of {self._mesh.size} devices, and is called '
                 f'under jax.set_mesh of one of {ambient.size}: exit that mesh before the call'
             )
-        if any(is_foreign(leaf, self._mesh) for leaf in call.leaves):
+        if trace.any_explicit:
             reject_foreign_types(call, self._mesh)
         # For operations in the user's code that need a mesh in force.
         with jax.sharding.use_abstract_mesh(self._mesh):
@@ -149,7 +142,7 @@ class TracedFunction:
     def _outputs(self, call: Call, trace: Trace) -> Any:
         # There are values instead of tracers under jax.disable_jit, and where JAX looks for a nan: then the
         # user's lines should run.
-        traced = all(isinstance(leaf, jax.core.Tracer) for leaf in call.leaves)
+        traced = not [leaf for leaf in call.leaves if not isinstance(leaf, jax.core.Tracer)]
         if traced and trace.jaxpr is not None and trace.kinds == _kinds([*map(type_of, call.leaves)]):
             with self._context_entered():
                 return jax.tree.unflatten(trace.out_tree, jaxpr_as_fun(trace.jaxpr)(*call.leaves))
@@ -189,8 +182,7 @@ class TracedFunction:
             return outputs
 
     def _context_entered(self) -> Any:
-        context = contexts.contexts_of(self.helper).get(self._names)
-        self._contexts.put(context, context)
+        context = self._keep(contexts.contexts_of(self.helper).get(self._names))
         return contexts.entered(context, self._uses)
 
     def as_users(self, flat_function: Callable[..., Any], layout: CallLayout) -> Callable[..., Any]:
