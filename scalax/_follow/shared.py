@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from scalax._follow.constraint import constraint
 from scalax._follow.dependence import Dependence
 from scalax._follow.experts import Stored
-from scalax._follow.jaxprs import shape_of
 from scalax._follow.primitives import SAID
 from scalax._follow.trail import Trail, Trails, axes_of, without
 from scalax._follow.types import Arguments
+from scalax._jax.equations import shape_of
+from scalax._jax.rewriting import constraint
 
 
 class Shared:
@@ -78,6 +78,6 @@ class Shared:
         unknown = {axis for axes in trail for axis in axes if self.trails.sizes.get(axis, 1) == 1}
         return without(trail, unknown if var in self.from_batch else unknown | self.trails.batch_axes)
 
-    def constraint(self, var: Any, spec: PartitionSpec, source_info: Any) -> Any:
-        """An equation that constrains a variable."""
-        return constraint(var, spec, self.mesh, source_info)
+    def constraint(self, var: Any, spec: PartitionSpec, like: Any) -> Any:
+        """An equation that constrains a variable, with the line of another one."""
+        return constraint(var, NamedSharding(self.mesh, spec), like)

@@ -11,6 +11,7 @@ import math
 
 import jax
 
+from scalax._jax.messages import is_indivisible
 from scalax._plan.plan import Plan
 from scalax._plan.roofline import Seconds
 from scalax.errors import IndivisibleWarning, MeshError, PlanError, ScalaxError, ShardingError
@@ -99,5 +100,4 @@ def lost_by(error: Exception, candidate: str) -> str:
 def _does_not_divide(error: Exception) -> bool:
     if isinstance(error, ShardingError):
         return all(problem.kind == 'indivisible' for problem in error.problems)
-    # JAX has no type for it.
-    return isinstance(error, ValueError) and not isinstance(error, ScalaxError) and 'divisible' in str(error)
+    return not isinstance(error, ScalaxError) and is_indivisible(error)  # JAX has no type for it

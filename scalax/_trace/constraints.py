@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from scalax._jax.tracing import is_compiled, is_traced
 from scalax._trace import contexts
 from scalax._trace.resharding import reshard
 from scalax._tree import specs
@@ -220,24 +221,6 @@ def has_other_types(ambient: AbstractMesh, mesh: Mesh | AbstractMesh) -> bool:
 def ambient_mesh() -> Mesh | AbstractMesh:
     """The mesh of ``jax.set_mesh``: with its devices outside of ``jax.jit``, without them inside."""
     return jax.sharding.get_abstract_mesh() if is_traced() else jax.sharding.get_mesh()
-
-
-def is_traced() -> bool:
-    """Whether some transformation of JAX is tracing the caller."""
-    try:
-        jax.sharding.get_mesh()
-    except ValueError:  # "can only be used outside of jax.jit"
-        return True
-    return False
-
-
-def is_compiled() -> bool:
-    """Whether the caller is traced for compilation.
-
-    Under ``jax.vmap`` or ``jax.grad`` alone JAX traces, and yet runs every operation at once: then a constant
-    is an array.
-    """
-    return is_traced() and isinstance(jnp.asarray(0), jax.core.Tracer)
 
 
 def apply_sharding(leaf: Any, sharding: NamedSharding) -> Any:
