@@ -14,6 +14,7 @@ from scalax._follow.trail import Trail, Trails, axes_of, without
 from scalax._follow.types import Arguments
 from scalax._jax.equations import shape_of
 from scalax._jax.rewriting import constraint
+from scalax._jax.tracing import trace_context
 
 
 class Shared:
@@ -40,6 +41,7 @@ class Shared:
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh, arguments: Arguments, whole: Any) -> None:
+        self._context = trace_context()
         self.placed = arguments.placed
         self.tables: dict[tuple[int, ...], Trail] = {}
         self.sums: dict[int, int] = {}
@@ -80,4 +82,4 @@ class Shared:
 
     def constraint(self, var: Any, spec: PartitionSpec, like: Any) -> Any:
         """An equation that constrains a variable, with the line of another one."""
-        return constraint(var, NamedSharding(self.mesh, spec), like)
+        return constraint(var, NamedSharding(self.mesh, spec), like, self._context)

@@ -49,6 +49,11 @@ def lacks_custom_partitioning(error: Exception) -> bool:
     return CUSTOM_PARTITIONING in str(error)
 
 
+def is_unpartitioned(error: Exception) -> bool:
+    """Whether the compiler would have to partition a kernel. Relies on a NotImplementedError of JAX."""
+    return isinstance(error, NotImplementedError)
+
+
 def is_indivisible(error: Exception) -> bool:
     """Whether JAX has no type for a value, or no block, because a dimension does not divide.
 

@@ -46,7 +46,7 @@ def with_jaxprs(equation: Any, *jaxprs: Any) -> Any:
     return equation.replace(params={**equation.params, **changed})
 
 
-def constraint(var: Any, sharding: NamedSharding, like: Any) -> Any:
+def constraint(var: Any, sharding: NamedSharding, like: Any, context: Any) -> Any:
     """An equation that constrains a variable; its result is a new variable.
 
     Relies on ``Var(aval)``, and on the parameters of a constraint depending on its sharding, its rank and
@@ -56,8 +56,9 @@ def constraint(var: Any, sharding: NamedSharding, like: Any) -> Any:
         var: the variable.
         sharding: its sharding.
         like: the equation whose line it gets.
+        context: the `trace_context`, which is asked for once for many.
     """
-    template = _constraint(sharding, trace_context())
+    template = _constraint(sharding, context)
     return template.replace(invars=[var], outvars=[Var(var.aval)], source_info=like.source_info)
 
 

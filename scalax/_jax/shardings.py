@@ -1,4 +1,4 @@
-"""Specs and programs, where versions of JAX differ."""
+"""Specs, where versions of JAX differ; and how a program is told its devices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 DELETED_ARGUMENTS_CRASH = jax.__version_info__ < (0, 11, 1)
 """Whether an argument that is deleted, or donated twice, ends the process on several devices.
@@ -34,3 +35,20 @@ def sums_kind(spec: PartitionSpec) -> str:
 def kinds_of_sums() -> Mapping[str, Any]:
     """Those kinds by name; none in older JAX. Relies on ``jax.sharding.UnreducedKind`` being an enum."""
     return getattr(getattr(jax.sharding, 'UnreducedKind', None), '__members__', {})
+
+
+def unconstrained(leaf: Any, mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """The sharding of a constraint that asks for nothing but the devices of the mesh."""
+    return NamedSharding(mesh, PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * np.ndim(leaf)))
+
+
+def asking_for_devices(leaf: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """A value of a trace that has a program compiled for the devices of a mesh of Auto axes.
+
+    Relies on JAX taking the devices of a program from constraints; of a mesh without devices their number is
+    taken from `in_shardings` of operands inside, and not from constraints.
+    """
+    if isinstance(mesh, Mesh):
+        return jax.lax.with_sharding_constraint(leaf, unconstrained(leaf, mesh))
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(jax.lax.optimization_barrier, in_shardings=((None, whole),))((leaf, 0))[0]

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from scalax._jax.shardings import asking_for_devices, unconstrained
 from scalax._jax.tracing import is_compiled, is_traced
 from scalax._trace import contexts
 from scalax._trace.resharding import reshard
@@ -256,23 +257,10 @@ def on_devices(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
         i: jax.typeof(leaf).dtype for i, leaf in enumerate(leaves) if hasattr(jax.typeof(leaf), 'dtype')
     }
     for i in [i for i in dtypes if jnp.issubdtype(dtypes[i], jnp.inexact)] or [*dtypes][:1]:
-        leaves[i] = _on_devices(leaves[i], mesh)
+        leaves[i] = asking_for_devices(leaves[i], mesh)
     if not dtypes:  # the program keeps what is unused
-        _on_devices(jnp.zeros(()), mesh)
+        asking_for_devices(jnp.zeros(()), mesh)
     return jax.tree.unflatten(treedef, leaves)
-
-
-def _on_devices(leaf: Any, mesh: Mesh | AbstractMesh) -> Any:
-    if isinstance(mesh, Mesh):
-        return jax.lax.with_sharding_constraint(leaf, unconstrained(leaf, mesh))
-    # Of constraints on a mesh without devices JAX does not learn how many there are, and of operands it does.
-    whole = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(jax.lax.optimization_barrier, in_shardings=((None, whole),))((leaf, 0))[0]
-
-
-def unconstrained(leaf: Any, mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """The sharding of a constraint that asks for nothing but the devices of the mesh."""
-    return NamedSharding(mesh, PartitionSpec(*[specs.UNCONSTRAINED] * np.ndim(leaf)))
 
 
 def has_type(leaf: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> bool:

@@ -9,6 +9,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from jax.experimental import pallas
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -91,6 +92,19 @@ def test_a_program_is_too_large(tpu: Mesh) -> None:
         with pytest.raises(jax.errors.JaxRuntimeError) as caught:
             lowered.compile()
         assert messages.is_out_of_memory(caught.value)
+
+
+@pytest.mark.one_jax
+def test_a_kernel_cannot_be_partitioned(tpu: Mesh) -> None:
+    def double(x_ref, out_ref):
+        out_ref[...] = 2 * x_ref[...]
+
+    x = jax.ShapeDtypeStruct((64, 128), 'float32', sharding=NamedSharding(tpu, P('x')))
+    kernel = pallas.pallas_call(double, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    with contract('raises NotImplementedError of kernels to partition', 'to rule candidates of a search out'):
+        with pytest.raises(NotImplementedError) as caught:
+            jax.jit(kernel).lower(x)
+        assert messages.is_unpartitioned(caught.value)
 
 
 @pytest.mark.one_jax

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalax._jax import rewriting
 from scalax._jax.equations import called, equations, loop_of, opened
+from scalax._jax.tracing import trace_context
 from tests.support.contracts import contract, equation_in
 
 X = np.arange(8, dtype=np.float32)
@@ -79,7 +80,7 @@ def test_a_constraint_depends_on_sharding_rank_and_trace_context_only(mesh: Mesh
     ):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             own = equation_in('sharding_constraint', constrained, np.ones((16, 3), np.int8))
-            made = rewriting.constraint(own.invars[0], sharding, own)
+            made = rewriting.constraint(own.invars[0], sharding, own, trace_context())
         assert made.ctx == own.ctx
         assert made.params == own.params and made.primitive is own.primitive
         assert made.outvars[0].aval == made.invars[0].aval and made.source_info is own.source_info
@@ -91,7 +92,7 @@ def test_what_is_kept_of_constraints_is_of_one_mesh_in_force(mesh: Mesh) -> None
     with contract('tells traces under other meshes apart', 'to keep equations of constraints'):
         for ambient in (mesh.abstract_mesh, AbstractMesh((), ()), mesh.abstract_mesh):
             with jax.sharding.use_abstract_mesh(ambient):
-                made = rewriting.constraint(equation.invars[0], sharding, equation)
+                made = rewriting.constraint(equation.invars[0], sharding, equation, trace_context())
             assert made.ctx.cur_abstract_mesh == ambient
 
 
@@ -99,7 +100,9 @@ def test_a_constraint_that_is_made_is_one(mesh: Mesh) -> None:
     with contract('runs a constraint whose result is a new variable', 'to constrain values'):
         jaxpr = jax.make_jaxpr(jnp.sin)(X)
         [equation] = opened(jaxpr).eqns
-        made = rewriting.constraint(equation.outvars[0], NamedSharding(mesh, P('x')), equation)
+        made = rewriting.constraint(
+            equation.outvars[0], NamedSharding(mesh, P('x')), equation, trace_context()
+        )
         changed = rewriting.replaced(jaxpr, eqns=[equation, made], outvars=made.outvars)
         result = jax.jit(lambda x: rewriting.run_as_one(changed, [x], 'f'))(X)[0]
         assert result.sharding.is_equivalent_to(NamedSharding(mesh, P('x')), 1)
@@ -113,9 +116,9 @@ def test_what_is_kept_of_constraints_is_of_one_trace_context(mesh: Mesh) -> None
     [equation] = opened(jax.make_jaxpr(jnp.sin)(X)).eqns
     with contract('tells traces with other metadata apart', 'to keep equations of constraints'):
         with set_xla_metadata(tag='mine'):
-            rewriting.constraint(equation.invars[0], sharding, equation)
+            rewriting.constraint(equation.invars[0], sharding, equation, trace_context())
             rewriting.run_as_one(jax.make_jaxpr(jnp.sin)(X), [X], 'f')
-        later = rewriting.constraint(equation.invars[0], sharding, equation)
+        later = rewriting.constraint(equation.invars[0], sharding, equation, trace_context())
         assert not later.ctx.xla_metadata
 
 

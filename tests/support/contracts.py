@@ -1,6 +1,7 @@
 """What the tests of behaviour that JAX does not promise share: their failure is a sentence."""
 
 import contextlib
+import importlib.metadata
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,13 +11,14 @@ from scalax._jax.equations import equations
 
 
 @contextlib.contextmanager
-def contract(does: str, purpose: str) -> Iterator[None]:
-    """Fails with "JAX ... no longer *does*, on which scalax relies *purpose*" if its body fails or raises."""
+def contract(does: str, purpose: str, *, library: str = 'jax') -> Iterator[None]:
+    """Fails with "jax ... no longer *does*, on which scalax relies *purpose*" if its body fails or raises."""
     try:
         yield
     except Exception as error:
+        version = importlib.metadata.version(library)
         raise AssertionError(
-            f'JAX {jax.__version__} no longer {does}, on which scalax relies {purpose} '
+            f'{library} {version} no longer {does}, on which scalax relies {purpose} '
             f'({type(error).__name__}: {error})'
         ) from error
 
