@@ -20,6 +20,7 @@ from types import FrameType
 import jax
 from jax.experimental import multihost_utils
 
+from scalax._jax import messages
 from scalax._util.progress import repeated
 from scalax.errors import ArgumentError
 
@@ -158,7 +159,7 @@ def initialize(
                 shutdown_timeout_seconds=shutdown_timeout,
             )
     except ValueError as error:
-        if 'must be defined' not in str(error) and 'should be defined' not in str(error):
+        if not messages.lacks_cluster(error):
             raise
         if not given.nothing:
             raise ArgumentError(_half(given)) from None
@@ -170,7 +171,7 @@ def initialize(
     except RuntimeError as error:
         # Too late to join, but there is nobody to join. A TPU may be part of a pod without any variable that
         # tells.
-        if not unknown or 'must be called before' not in str(error) or jax.default_backend() == 'tpu':
+        if not unknown or not messages.is_late(error) or jax.default_backend() == 'tpu':
             raise
 
 

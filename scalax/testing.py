@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
 from jax.sharding import NamedSharding
 
+from scalax._jax.events import compilations_of
 from scalax._plan.collective_runs import KINDS
 from scalax._plan.formulas import Counted
 from scalax._plan.make import make_plan
@@ -22,7 +21,6 @@ from scalax.rules import RuleLike
 from scalax.rules._resolve import resolve
 
 Expected = int | Mapping[str | tuple[str, ...], int]
-_COMPILED = '/jax/core/compile/backend_compile_duration'
 
 
 def assert_collectives(
@@ -129,22 +127,11 @@ def assert_no_recompile(fun: Callable[..., Any]) -> Iterator[None]:
         raise ArgumentError(
             f'assert_no_recompile: neither sjit nor jax.jit made {name}; what it calls has names of its own'
         )
-    names = {name, f'jit({name})'}
-    thread, compiled = threading.get_ident(), 0
-
-    def listen(event: str, duration_secs: float, **metadata: str | int) -> None:
-        nonlocal compiled
-        if event == _COMPILED and metadata.get('fun_name') in names and threading.get_ident() == thread:
-            compiled += 1
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+    with compilations_of(name) as compiled:
         yield
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
     if compiled:
         raise AssertionError(
-            f'{name} was compiled {plural(compiled, "more time")}: a shape, dtype, weak '
+            f'{name} was compiled {plural(len(compiled), "more time")}: a shape, dtype, weak '
             'type, static value or sharding was new, or a value was not where the calls before had it '
             "(jax.config.update('jax_explain_cache_misses', True) says what)"
         )

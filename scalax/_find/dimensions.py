@@ -11,13 +11,13 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from jax.extend.core import Literal
-
 from scalax._follow.dependence import Dependence
-from scalax._follow.jaxprs import CALLS, opened, scan_parts, shape_of
-from scalax._follow.primitives import ELEMENTWISE, RULES, primitive_name
+from scalax._follow.primitives import ELEMENTWISE, RULES
 from scalax._follow.trail import LOST, Trail, merged, of_dims
 from scalax._follow.weights import SAME
+from scalax._jax import equations
+from scalax._jax.equations import CALLS, Literal, loop_of, opened, shape_of
+from scalax._jax.primitives import primitive_name
 
 Place = tuple[int, int]
 """A dimension of an argument: the number of the argument, and that of the dimension."""
@@ -156,17 +156,14 @@ class _Follower:
         return [value(atom) for atom in jaxpr.outvars]
 
     def _equation(self, equation: Any, operands: Sequence[_Value]) -> list[_Value]:
-        name, params = primitive_name(equation), equation.params
+        name = primitive_name(equation)
         if name in CALLS:
-            return self.results(params[CALLS[name]], operands)
-        if name == 'scan':
-            return self._scan(equation, operands)
-        if name == 'while':
-            tests, bodies = params['cond_nconsts'], params['cond_nconsts'] + params['body_nconsts']
-            return self._loop(params['body_jaxpr'], operands[tests:bodies], operands[bodies:], [])
+            return self.results(equations.called(equation), operands)
+        if name in ('scan', 'while'):
+            return self._loop(equation, operands)
         if name == 'cond':
-            branches = [self.results(branch, operands[1:]) for branch in params['branches']]
-            return [self._met(each) for each in zip(*branches, strict=True)]
+            found = [self.results(branch, operands[1:]) for branch in equations.branches(equation)]
+            return [self._met(each) for each in zip(*found, strict=True)]
         if name not in RULES:
             return [_UNKNOWN] * len(equation.outvars)
         trails = [each.trail for each in operands]
@@ -181,20 +178,20 @@ class _Follower:
 
     def _note(self, equation: Any, operands: Sequence[_Value]) -> None:
         """Takes note of the dimensions that meet in an equation."""
-        name, params = primitive_name(equation), equation.params
+        name = primitive_name(equation)
         trails = [each.trail for each in operands]
         if name in _PRODUCTS:
             self.multiplied.update(each.argument for each in operands if each.argument is not None)
         if name == 'dot_general':
-            (left, right), (left_batch, right_batch) = params['dimension_numbers']
+            (left, right), (left_batch, right_batch) = equations.dot_dims(equation)
             for each, dims in zip(operands, (left_batch, right_batch), strict=True):
                 if each.argument is not None:
                     self.experts.update(name for i in dims for name in each.trail[i])
             if all(trails):
                 for i, j in zip((*left, *left_batch), (*right, *right_batch), strict=True):
                     self._unite(trails[0][i], trails[1][j])
-        elif name == 'conv_general_dilated' and all(trails) and params['feature_group_count'] == 1:
-            numbers = params['dimension_numbers']
+        elif name == 'conv_general_dilated' and all(trails) and equations.conv_groups(equation)[0] == 1:
+            numbers = equations.conv_dims(equation)
             self._unite(trails[0][numbers.lhs_spec[1]], trails[1][numbers.rhs_spec[1]])
         elif name in ELEMENTWISE or name == 'concatenate':
             self._met([each for each in operands if each.trail])
@@ -207,27 +204,20 @@ class _Follower:
                 self.stacked.update(axes)
         return of_dims({i: axes for i, axes in enumerate(trail) if old[i] == new[i]}, len(new))
 
-    def _scan(self, equation: Any, operands: Sequence[_Value]) -> list[_Value]:
-        constants, carried = scan_parts(equation)
-        for each in operands[constants + carried :]:
+    def _loop(self, equation: Any, operands: Sequence[_Value]) -> list[_Value]:
+        loop = loop_of(equation)
+        constants, carried, stacks = loop.parts(operands)
+        for each in stacks:
             self.stacked.update(*each.trail[:1])
-        behind = [_Value(each.trail[1:], each.argument) for each in operands[constants + carried :]]
-        body = equation.params['jaxpr']
-        results = self._loop(body, operands[:constants], operands[constants:][:carried], behind)
-        stacked = [_Value(((), *each.trail)) if each.trail else _UNKNOWN for each in results[carried:]]
-        return [*results[:carried], *stacked]
-
-    def _loop(
-        self, body: Any, constants: Sequence[_Value], first: Sequence[_Value], behind: Sequence[_Value]
-    ) -> list[_Value]:
-        carried = list(first)
+        behind = [_Value(each.trail[1:], each.argument) for each in stacks]
         for _ in range(_MOST_ROUNDS):
-            results = self.results(body, [*constants, *carried, *behind])
+            results = self.results(loop.body, [*constants, *carried, *behind])
             after = [self._met(pair) for pair in zip(carried, results, strict=False)]
             if after == carried:
                 break
             carried = after
-        return [*carried, *results[len(carried) :]]
+        stacked = [_Value(((), *each.trail)) if each.trail else _UNKNOWN for each in results[loop.carried :]]
+        return [*carried, *stacked]
 
     def _met(self, values: Iterable[_Value]) -> _Value:
         """One value in place of several of one shape: their dimensions are the same ones."""

@@ -15,6 +15,7 @@ from scalax._find.groups import Group, Leaf, make_groups
 from scalax._find.layout import Axes, Layout, fitted, spec_of, without
 from scalax._find.step import Key, Step, leaves_of
 from scalax._helper import MeshShardingHelper
+from scalax._jax.devices import coords_of
 from scalax._mesh.gpu_nodes import StandIns
 from scalax._plan.make import make_plan
 from scalax._plan.plan import Plan
@@ -114,7 +115,7 @@ class Problem:
             *(str(key) for key in self.leaves),
             *(group.name for group in self.groups),
             f'{dict(self.fixed)} {len(self.devices)} {self.devices[0].device_kind}',
-            f'{[getattr(device, "coords", None) for device in self.devices]}',
+            f'{[*map(coords_of, self.devices)]}',
             f'{self.devices.nodes if isinstance(self.devices, StandIns) else None}',
             f'{self.slices} {self.axes} {self.zero1} {limit}',
         ]

@@ -1,4 +1,4 @@
 """Following the batch: which values of a jaxpr hold its rows, and constraints that keep these where they are.
 
-`follow` edits the jaxpr of a function; `jaxprs` says where primitives of JAX keep the jaxprs that they run.
+`follow` edits the jaxpr of a function.
 """

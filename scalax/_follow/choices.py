@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, Mesh
 
 from scalax._follow.follow import follow
-from scalax._follow.jaxprs import CALLS, opened, replaced
-from scalax._follow.primitives import ELEMENTWISE, placed_by_user, primitive_name
+from scalax._follow.primitives import ELEMENTWISE, placed_by_user
 from scalax._follow.types import Arguments, Followed
+from scalax._jax.equations import CALLS, Literal, called, opened
+from scalax._jax.primitives import primitive_name
+from scalax._jax.rewriting import replaced, with_operands
 
 # Nothing is kept behind these, and they lose no rows.
 _PLAIN = ELEMENTWISE | {'broadcast_in_dim', 'reduce_max', 'reduce_min', 'reduce_sum'}
@@ -44,7 +45,7 @@ def follow_choices(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) 
     equations = [
         equation
         if names.isdisjoint(map(id, equation.invars))
-        else equation.replace(invars=[*map(current, equation.invars)])
+        else with_operands(equation, [*map(current, equation.invars)])
         for equation in rest
     ]
     whole = replaced(jaxpr, eqns=[*kept.eqns, *equations], outvars=[*map(current, inner.outvars)])
@@ -54,6 +55,6 @@ def follow_choices(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) 
 def _is_plain(equation: Any) -> bool:
     name = primitive_name(equation)
     if name in CALLS:
-        inside = opened(equation.params[CALLS[name]]).eqns
+        inside = opened(called(equation)).eqns
         return not any(placed_by_user(equation)) and all(map(_is_plain, inside))
     return name in _PLAIN

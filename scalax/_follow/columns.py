@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from scalax._follow.jaxprs import LOOPS
-from scalax._follow.primitives import primitive_name
 from scalax._follow.trail import Trail, Trails, axes_of
+from scalax._jax.equations import LOOPS
+from scalax._jax.primitives import primitive_name
 
 _PRODUCTS = ('conv_general_dilated', 'dot_general')
 _JOINS = ('add', 'add_any', 'concatenate')

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from scalax._follow.jaxprs import CALLS, WITH_JAXPRS, opened, scan_parts
-from scalax._follow.primitives import primitive_name
+from scalax._jax.equations import CALLS, WITH_JAXPRS, branches, called, loop_of, opened
+from scalax._jax.primitives import primitive_name
 
 
 class Dependence:
@@ -51,22 +51,18 @@ class Dependence:
         return self._known[key]
 
     def _equation(self, equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
-        name, params = primitive_name(equation), equation.params
+        name = primitive_name(equation)
         if name in CALLS:
-            return self._results(params[CALLS[name]], operands)
-        if name == 'scan':
-            constants, carried = scan_parts(equation)
-            behind = operands[constants + carried :]
-            return self._loop(params['jaxpr'], operands[:constants], operands[constants:][:carried], behind)
-        if name == 'while':
-            tests, bodies = params['cond_nconsts'], params['cond_nconsts'] + params['body_nconsts']
-            state = self._loop(params['body_jaxpr'], operands[tests:bodies], operands[bodies:], [])
-            if any(self._results(params['cond_jaxpr'], [*operands[:tests], *state])):
-                return [True] * len(state)  # on the number of rounds
-            return state
+            return self._results(called(equation), operands)
+        if name in ('scan', 'while'):
+            loop = loop_of(equation)
+            results = self._loop(loop.body, *loop.parts(operands))
+            # A test that does decides about the number of rounds.
+            if loop.test is None or not any(self._results(loop.test, [*operands[: loop.tested], *results])):
+                return results
         if name == 'cond' and not operands[0]:
-            branches = [self._results(branch, operands[1:]) for branch in params['branches']]
-            return [any(each) for each in zip(*branches, strict=True)]
+            found = [self._results(branch, operands[1:]) for branch in branches(equation)]
+            return [any(each) for each in zip(*found, strict=True)]
         return [True] * len(equation.outvars)
 
     def _loop(

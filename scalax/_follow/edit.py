@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-from jax.extend.core import DropVar, Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scalax._follow.jaxprs import opened, shape_of
-from scalax._follow.primitives import PLACES, placed_by_user, primitive_name
+from scalax._follow.primitives import placed_by_user
 from scalax._follow.shared import Shared
 from scalax._follow.trail import LOST, Trail
 from scalax._follow.types import ONCE, Followed, Kept, Lost, Use
 from scalax._follow.weights import Weights
+from scalax._jax.equations import PLACES, DropVar, Literal, is_on_device, opened, shape_of
+from scalax._jax.primitives import primitive_name
 
 
 class Edit:
@@ -91,7 +91,7 @@ class Edit:
         """Whether a variable has rows, is not in the memory of the host, and no constraint of the user's."""
         if id(var) in self.users_own or isinstance(var, DropVar):
             return False
-        return _is_on_device(var) and self.shared.has_rows(self.trail(var))
+        return is_on_device(var) and self.shared.has_rows(self.trail(var))
 
     def has_open_rows(self, atom: Any) -> bool:
         """Whether a value has rows that no constraint of a user places."""
@@ -99,7 +99,7 @@ class Edit:
 
     def constrain(self, var: Any, spec: PartitionSpec, equation: Any) -> None:
         """Constrains a variable, for all equations behind this one."""
-        added = self.shared.constraint(var, spec, equation.source_info)
+        added = self.shared.constraint(var, spec, equation)
         self.equations.append(added)
         self.constrained[id(var)] = added.outvars[0]
 
@@ -108,18 +108,18 @@ class Edit:
         for i, sharding in placed_by_user(equation)[1].items():
             var = equation.outvars[i]
             same = isinstance(sharding, NamedSharding) and sharding.mesh.shape == self.shared.mesh.shape
-            if same and _is_on_device(var) and not isinstance(var, DropVar):
+            if same and is_on_device(var) and not isinstance(var, DropVar):
                 self.constrain(var, sharding.spec, equation)
 
     def place_before(self, var: Any, spec: PartitionSpec, equation: Any) -> None:
         """Constrains an operand of the equation at hand, and of no other."""
-        added = self.shared.constraint(self.input(var), spec, equation.source_info)
+        added = self.shared.constraint(self.input(var), spec, equation)
         self.equations.append(added)
         self.replaced[id(var)] = added.outvars[0]
 
     def note_loss(self, equation: Any) -> None:
         """Takes note of an equation that lost rows."""
-        largest = max(equation.outvars, key=lambda var: getattr(var.aval, 'size', 0), default=None)
+        largest = max(equation.outvars, key=lambda var: math.prod(shape_of(var)), default=None)
         if largest is not None and shape_of(largest):
             self.lost.append(Lost(equation, largest.aval))
 
@@ -129,8 +129,3 @@ class Edit:
         self.kept += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.kept]
         self.lost += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.lost]
         return found
-
-
-def _is_on_device(var: Any) -> bool:
-    """Whether a value is in the memory of devices. A constraint would bring one of the host's back."""
-    return bool(getattr(var.aval, 'memory_space', jax.memory.Space.Device) == jax.memory.Space.Device)

@@ -11,10 +11,11 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from scalax._follow.jaxprs import CALLS, opened, scan_parts, shape_of
-from scalax._follow.primitives import ELEMENTWISE, RULES, own_dims, primitive_name
+from scalax._follow.primitives import ELEMENTWISE, RULES, own_dims
 from scalax._follow.trail import LOST, LOSTS, Trail, Trails, axes_of, common, put
 from scalax._follow.weights import SAME
+from scalax._jax.equations import CALLS, branches, called, dot_dims, loop_of, opened, shape_of
+from scalax._jax.primitives import primitive_name
 
 
 class Stored:
@@ -57,20 +58,18 @@ class Stored:
         return self._known[key]
 
     def _equation(self, equation: Any, operands: Sequence[Trail]) -> Sequence[Trail]:
-        name, params = primitive_name(equation), equation.params
+        name = primitive_name(equation)
         if name in SAME or (name in ELEMENTWISE and equation.outvars[0] not in self._from_batch):
             return RULES[name](equation, operands)
         if name in CALLS:
-            return self._results(params[CALLS[name]], operands)
-        if name == 'scan':
-            constants, carried = scan_parts(equation)
-            stacks = [trail[1:] if any(trail[1:]) else LOST for trail in operands[constants + carried :]]
-            self._results(params['jaxpr'], [*operands[:constants], *[LOST] * carried, *stacks])
-        elif name == 'while':
-            read = operands[params['cond_nconsts'] :][: params['body_nconsts']]
-            self._results(params['body_jaxpr'], [*read, *[LOST] * len(equation.outvars)])
+            return self._results(called(equation), operands)
+        if name in ('scan', 'while'):
+            loop = loop_of(equation)
+            constants, _, stacks = loop.parts(operands)
+            rows = [trail[1:] if any(trail[1:]) else LOST for trail in stacks]
+            self._results(loop.body, [*constants, *[LOST] * loop.carried, *rows])
         elif name == 'cond':
-            for branch in params['branches']:
+            for branch in branches(equation):
                 self._results(branch, operands[1:])
         return ()
 
@@ -88,7 +87,7 @@ def move_to_experts(
         stored: where these are over the axes of the batch, if they are weights.
         sizes: the sizes of the mesh axes.
     """
-    _, batch = equation.params['dimension_numbers']
+    _, batch = dot_dims(equation)
     for place, other in ((0, 1), (1, 0)):
         for mine, theirs in zip(batch[place], batch[other], strict=True):
             trail = stored[place] or trails[place]
@@ -106,7 +105,7 @@ def move_to_experts(
 
 def stay(equation: Any, trails: Sequence[Trail], stored: Sequence[Trail]) -> list[int]:
     """The weights of a product that are not gathered for it: the rows of each expert are with it."""
-    _, batch = equation.params['dimension_numbers']
+    _, batch = dot_dims(equation)
     return [
         place
         for place, other in ((0, 1), (1, 0))
@@ -131,7 +130,7 @@ def way(
         moved: the trail behind it.
         sizes: the sizes of the mesh axes.
     """
-    contracted, batch = equation.params['dimension_numbers']
+    contracted, batch = dot_dims(equation)
     here, other, shape = trails[place], 1 - place, shape_of(equation.invars[place])
     columns = [each for i, each in enumerate(trails[other]) if i not in (*contracted[other], *batch[other])]
     axes = tuple(axis for each in columns for axis in each)
@@ -148,7 +147,7 @@ def way(
 
 def scattered(equation: Any, weight: int, trails: Sequence[Trail], result: Trail) -> Trail:
     """The trail of a product at experts. A sum over mesh axes is split over them: in parts it moves back."""
-    contracted, _ = equation.params['dimension_numbers']
+    contracted, _ = dot_dims(equation)
     pairs = [(trail, dims) for trail, dims in zip(trails, contracted, strict=True) if trail]
     summed = tuple(dict.fromkeys(axis for trail, dims in pairs for i in dims for axis in trail[i]))
     dim = next((i for i in own_dims(equation, weight) if not result[i]), None)

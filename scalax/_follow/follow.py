@@ -17,31 +17,30 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, Mesh
 
 from scalax._follow.columns import Columns
-from scalax._follow.constraint import closed_spec_of, spec_of
 from scalax._follow.edit import Edit
 from scalax._follow.experts import scattered
-from scalax._follow.jaxprs import CALLS, LOOPS, WITH_JAXPRS, opened, replaced, shape_of
 from scalax._follow.kernels import split_of
-from scalax._follow.loops import follow_scan, follow_while
+from scalax._follow.loops import follow_loop
 from scalax._follow.operands import place_operands
 from scalax._follow.primitives import (
     CHOICES,
     ELEMENTWISE,
-    KERNEL,
     RULES,
     SAID,
     own_dims,
     placed_at,
     placed_by_user,
-    primitive_name,
 )
 from scalax._follow.shared import Shared
-from scalax._follow.trail import LOST, LOSTS, Trail, along, merged
+from scalax._follow.trail import LOST, LOSTS, Trail, along, closed_spec_of, merged, spec_of
 from scalax._follow.types import ONCE, Arguments, FewRows, Followed, Kept, Use
+from scalax._jax.equations import CALLS, LOOPS, WITH_JAXPRS, Literal, branches, called, opened, shape_of
+from scalax._jax.kernels import is_interpreted
+from scalax._jax.primitives import KERNEL, primitive_name
+from scalax._jax.rewriting import replaced, with_jaxprs, with_operands
 
 
 def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Followed:
@@ -162,8 +161,7 @@ class _Pass(Edit):
         if name == KERNEL:
             placed, results = self._kernel(equation, operands)
         else:
-            params, results = self._results(equation, operands)
-            placed = equation if params is equation.params else equation.replace(params=params)
+            placed, results = self._results(equation, operands)
         for place in experts:
             results = [scattered(equation, place, operands, results[0])]
         self.weights.note(equation, operands, results, experts)
@@ -199,7 +197,7 @@ class _Pass(Edit):
     def _append(self, equation: Any, ids: Sequence[int]) -> None:
         """Appends an equation, with what stands for its operands now."""
         if not (self.constrained.keys().isdisjoint(ids) and self.replaced.keys().isdisjoint(ids)):
-            equation = equation.replace(invars=[*map(self.input, equation.invars)])
+            equation = with_operands(equation, [*map(self.input, equation.invars)])
         self.equations.append(equation)
 
     def _noted(self, var: Any, whole: Trail, equation: Any) -> Trail:
@@ -207,7 +205,7 @@ class _Pass(Edit):
         if not whole:
             return LOST
         trails = self.shared.trails
-        trail = trails.possible(whole, getattr(var.aval, 'shape', ()))
+        trail = trails.possible(whole, shape_of(var))
         if id(var) in self._whole:
             trail = along(trail, trails.batch_axes)
         if trail is not whole and trail != whole and trails.has_rows(whole) and not trails.has_rows(trail):
@@ -224,7 +222,7 @@ class _Pass(Edit):
             if any(map(has_rows, operands)):
                 self.note_loss(equation)
             return equation, ()
-        if equation.params['interpret']:  # for tests; the compiler partitions it as other code
+        if is_interpreted(equation):
             return equation, split.results
         self.shared.has_kernels = True
         return split.equation_on_rows(), split.results
@@ -244,12 +242,12 @@ class _Pass(Edit):
         return {dim for place in weights for dim in own_dims(equation, place)}
 
     def _results(self, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
-        """The parameters of an equation, with constraints in its jaxprs, and the trails of its results."""
-        name, params = primitive_name(equation), equation.params
+        """An equation with constraints in its jaxprs, and the trails of its results."""
+        name = primitive_name(equation)
         if name in SAID:
-            return params, [*map(self.shared.said, RULES[name](equation, operands), equation.outvars)]
+            return equation, [*map(self.shared.said, RULES[name](equation, operands), equation.outvars)]
         if not any(operands) and not (name in WITH_JAXPRS and self._may_matter(equation)):
-            return params, ()
+            return equation, ()
         if name in RULES:
             if name == 'dot_general':
                 operands = self.shared.beside_weights(operands)
@@ -258,32 +256,30 @@ class _Pass(Edit):
                 self.parts[id(equation.outvars[0])] = equation, operands[0]
             if name in ('reshape', 'sort') and not any(results):
                 self.note_loss(equation)
-            return params, results
+            return equation, results
         if name in CALLS:
             taken, given = placed_by_user(equation)
             operands = self._placed(taken, operands, equation.invars)
             use = Use(taken=tuple(taken), given=tuple(given))
-            inside = self.inside(equation, params[CALLS[name]], operands, use)
+            inside = self.inside(equation, called(equation), operands, use)
             self.weights.note_call(equation.invars, inside.multiplied)
             if inside.multiplied:
                 self.columns.note_use(equation.invars)
             self.weights.note_results(equation.invars, equation.outvars, inside.passed, inside.summed)
             results = self._placed(given, inside.trails, equation.outvars)
-            return {**params, CALLS[name]: inside.jaxpr}, results
-        if name == 'scan':
-            return follow_scan(self, equation, operands)
-        if name == 'while':
-            return follow_while(self, equation, operands)
+            return with_jaxprs(equation, inside.jaxpr), results
+        if name in ('scan', 'while'):
+            return follow_loop(self, equation, operands)
         if name == 'cond':
-            branches = [self.inside(equation, branch, operands[1:]) for branch in params['branches']]
-            for branch in branches:
+            found = [self.inside(equation, branch, operands[1:]) for branch in branches(equation)]
+            for branch in found:
                 self.weights.note_call(equation.invars[1:], branch.multiplied)
-            trails = zip(*(branch.trails for branch in branches), strict=True)
-            return {**params, 'branches': tuple(branch.jaxpr for branch in branches)}, [
+            trails = zip(*(branch.trails for branch in found), strict=True)
+            return with_jaxprs(equation, *[branch.jaxpr for branch in found]), [
                 merged(each, len(shape_of(var))) for each, var in zip(trails, equation.outvars, strict=True)
             ]
         self.note_loss(equation)
-        return params, ()
+        return equation, ()
 
     def _placed(
         self, places: Mapping[int, Any], trails: Sequence[Trail], atoms: Sequence[Any]

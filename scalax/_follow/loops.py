@@ -5,37 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.extend.core import DropVar, Literal
-
-from scalax._follow.constraint import closed_spec_of, spec_of
 from scalax._follow.edit import Edit
-from scalax._follow.jaxprs import opened, scan_parts, shape_of
 from scalax._follow.primitives import redealt
-from scalax._follow.trail import LOST, Trail, common, merged
+from scalax._follow.trail import LOST, Trail, closed_spec_of, common, merged, spec_of
 from scalax._follow.types import Followed, Use
 from scalax._follow.weights import FEW_ROWS
+from scalax._jax.equations import DropVar, Literal, loop_of, opened, shape_of
+from scalax._jax.rewriting import with_jaxprs
 
 # Loops settle after two or three rounds of following what they carry; more are not tried.
 _ROUNDS = 8
 
 
-def follow_scan(edit: Edit, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
-    """The parameters of a scan whose rounds are followed, and the trails of its results."""
-    body = equation.params['jaxpr']
-    constants, carried = scan_parts(equation)
-    stacks = [*zip(equation.invars, operands, strict=True)][constants + carried :]
-    before, behind = operands[:constants], [_of_stack(edit, *stack, equation) for stack in stacks]
+def follow_loop(edit: Edit, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
+    """A `scan` or a `while` whose rounds are followed, and the trails of its results."""
+    loop = loop_of(equation)
+    rounds = 1 if loop.length is None else loop.length
+    constants, first, trails = loop.parts(operands)
+    *_, stacks = loop.parts(equation.invars)
+    rows = [_of_stack(edit, *stack, equation) for stack in zip(stacks, trails, strict=True)]
 
     def arguments(state: Sequence[Trail]) -> list[Trail]:
-        return [*before, *state, *behind]
+        return [*constants, *state, *rows]
 
-    state = _settled(edit, body, operands[constants : constants + carried], arguments)
-    inside = edit.inside(equation, body, arguments(state), Use(constants + carried))
-    _gather_before(edit, equation, range(constants), inside)
-    _sum_behind(edit, equation, carried, inside)
-    edit.weights.note_loop(equation.invars, inside.multiplied, constants, equation.params['length'])
-    stacked = [((), *trail) if trail else LOST for trail in inside.trails[carried:]]
-    return {**equation.params, 'jaxpr': inside.jaxpr}, [*inside.trails[:carried], *stacked]
+    state = _settled(edit, loop.body, first, arguments)
+    inside = edit.inside(equation, loop.body, arguments(state), Use(loop.constants + loop.carried))
+    _gather_before(edit, equation, range(loop.tested, loop.tested + loop.constants), inside)
+    _sum_behind(edit, equation, loop.carried, rounds, inside)
+    edit.weights.note_loop(equation.invars[loop.tested :], inside.multiplied, loop.constants, rounds)
+    stacked = [((), *trail) if trail else LOST for trail in inside.trails[loop.carried :]]
+    return with_jaxprs(equation, inside.jaxpr), [*inside.trails[: loop.carried], *stacked]
 
 
 def _of_stack(edit: Edit, atom: Any, trail: Trail, equation: Any) -> Trail:
@@ -53,24 +52,6 @@ def _of_stack(edit: Edit, atom: Any, trail: Trail, equation: Any) -> Trail:
     return _row(parts)
 
 
-def follow_while(edit: Edit, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
-    """The same of a `while`."""
-    params = equation.params
-    constants = params['cond_nconsts'], params['cond_nconsts'] + params['body_nconsts']
-
-    def arguments(state: Sequence[Trail]) -> list[Trail]:
-        return [*operands[slice(*constants)], *state]
-
-    state = _settled(edit, params['body_jaxpr'], operands[constants[1] :], arguments)
-    given = arguments(state)
-    inside = edit.inside(equation, params['body_jaxpr'], given, Use(len(given)))
-    _gather_before(edit, equation, range(*constants), inside)
-    of_rounds = equation.invars[constants[0] :]
-    edit.weights.note_loop(of_rounds, inside.multiplied, params['body_nconsts'], 1)
-    _sum_behind(edit, equation, len(state), inside)
-    return {**params, 'body_jaxpr': inside.jaxpr}, inside.trails
-
-
 def _gather_before(edit: Edit, equation: Any, places: range, inside: Followed) -> None:
     """Gathers the weights at these operands of a loop, if each round multiplies few rows with them.
 
@@ -86,7 +67,7 @@ def _gather_before(edit: Edit, equation: Any, places: range, inside: Followed) -
             edit.place_before(var, spec, equation)
 
 
-def _sum_behind(edit: Edit, equation: Any, carried: int, inside: Followed) -> None:
+def _sum_behind(edit: Edit, equation: Any, carried: int, rounds: int, inside: Followed) -> None:
     """Leaves sums over few rows of a round whole: devices add them up once, behind the loop."""
     summed = [
         (var, inside.trails[i])
@@ -100,7 +81,7 @@ def _sum_behind(edit: Edit, equation: Any, carried: int, inside: Followed) -> No
     edit.summed = [var for var, _ in summed]
     # The compiler alone adds them up in each round.
     elements = sum(edit.weights.size_without_rows(*each) for each in summed)
-    edit.shared.sums[id(equation)] = elements * equation.params.get('length', 1)
+    edit.shared.sums[id(equation)] = elements * rounds
 
 
 def _settled(

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from scalax._follow.jaxprs import shape_of
 from scalax._follow.primitives import RULES
 from scalax._follow.trail import Trail, Trails, axes_of, merged, without
+from scalax._jax.equations import dot_dims, shape_of
 
 SIDE_BY_SIDE = frozenset({'stack', 'concatenate'})
 
@@ -19,7 +19,7 @@ def whole_factors(equation: Any, operands: Sequence[Trail], trails: Trails) -> S
     A product that sums over a mesh axis leaves each device a part of the sums, which all add up: that sends
     them twice. If the operands have fewer elements than that, they are gathered, and nothing is added up.
     """
-    contracted, _ = equation.params['dimension_numbers']
+    contracted, _ = dot_dims(equation)
     pairs = [*zip(operands, contracted, strict=True)]
     others = {axis for trail, dims in pairs for i, each in enumerate(trail) if i not in dims for axis in each}
     summed = {axis for trail in operands for axis in axes_of(trail)} - others - trails.batch_axes

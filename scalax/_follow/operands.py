@@ -6,15 +6,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from scalax._follow.constraint import closed_spec_of, spec_of
 from scalax._follow.edit import Edit
 from scalax._follow.experts import move_to_experts, stay, way
-from scalax._follow.jaxprs import shape_of
 from scalax._follow.meetings import SIDE_BY_SIDE, whole_beside, whole_factors
-from scalax._follow.primitives import RULES, columns_of_table, primitive_name
-from scalax._follow.trail import Trail, axes_of, common, merged, without
+from scalax._follow.primitives import RULES, columns_of_table
+from scalax._follow.trail import Trail, axes_of, closed_spec_of, common, merged, spec_of, without
+from scalax._jax.equations import conv_dims, dot_dims, shape_of
+from scalax._jax.primitives import primitive_name
 
-_WITH_TABLES = ('gather', 'scatter-add', 'scatter_add')
+_WITH_TABLES = ('gather', 'scatter-add')
 
 
 def place_operands(edit: Edit, equation: Any, operands: list[Trail]) -> Sequence[int]:
@@ -40,7 +40,7 @@ def place_operands(edit: Edit, equation: Any, operands: list[Trail]) -> Sequence
 
 def _experts(edit: Edit, equation: Any, operands: list[Trail]) -> Sequence[int]:
     """The weights of a product to which rows move, by number. *operands* gets the new trail of these."""
-    _, (batch, _) = equation.params['dimension_numbers']
+    _, (batch, _) = dot_dims(equation)
     if not batch or not any(operands):
         return ()
     stored = [edit.shared.stored.of(atom) for atom in equation.invars]
@@ -66,7 +66,7 @@ def _experts(edit: Edit, equation: Any, operands: list[Trail]) -> Sequence[int]:
 
 def _gather_factors(edit: Edit, equation: Any, operands: list[Trail]) -> None:
     """Gathers the operands of a product of rows with rows, if that takes less than to add up its sums."""
-    contracted, _ = equation.params['dimension_numbers']
+    contracted, _ = dot_dims(equation)
     for place, trail in enumerate(whole_factors(equation, operands, edit.shared.trails)):
         if trail != operands[place] and edit.has_open_rows(equation.invars[place]):
             edit.place_before(equation.invars[place], spec_of(trail, contracted[place]), equation)
@@ -88,7 +88,7 @@ def _place_images(edit: Edit, equation: Any, operands: list[Trail]) -> None:
     split what is computed before over these axes, and gather it for each convolution.
     """
     shared, (image, kernel) = edit.shared, operands
-    numbers = equation.params['dimension_numbers']
+    numbers = conv_dims(equation)
     if image and not shared.has_rows(kernel):
         channels, summed = numbers.lhs_spec[1], kernel[numbers.rhs_spec[1]] if kernel else ()
         left = without(image, axes_of(kernel) - shared.trails.batch_axes)

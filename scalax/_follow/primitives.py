@@ -5,18 +5,15 @@ A primitive that is not in the table loses the trail.
 
 from __future__ import annotations
 
-import concurrent.futures
-import functools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.extend.core.primitives
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from scalax._follow.jaxprs import WITH_JAXPRS, equations, shape_of
 from scalax._follow.trail import LOST, Trail, merged, of_dims
+from scalax._jax import equations
+from scalax._jax.equations import PLACES, shape_of
+from scalax._jax.primitives import primitive_name
 from scalax._tree.specs import entry_axes
 
 Rule = Callable[[Any, Sequence[Trail]], list[Trail]]
@@ -35,10 +32,9 @@ def _each(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
 
 def _broadcast(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     out, operand = shape_of(eqn.outvars[0]), shape_of(eqn.invars[0])
-    places = eqn.params['broadcast_dimensions']
     dims = {
         place: axes
-        for place, axes, size in zip(places, trails[0], operand, strict=False)
+        for place, axes, size in zip(equations.broadcast_dims(eqn), trails[0], operand, strict=False)
         if out[place] == size
     }
     return [of_dims(dims, len(out))]
@@ -50,7 +46,7 @@ def _reshape(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     The rows of merged dimensions are those of the first one that has any. Of the dimensions that one is split
     into, the first that divides has the rows: rows change places if that is not the major one.
     """
-    if eqn.params.get('dimensions') is not None or not trails[0]:
+    if equations.is_reordered(eqn) or not trails[0]:
         return [LOST]
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     dims = {}
@@ -66,7 +62,7 @@ def redealt(eqn: Any, trail: Trail) -> Trail:
 
     Parts of a batch are rows that a loop takes one part after the other: ``x.reshape(parts, rows, ...)``.
     """
-    if eqn.params.get('dimensions') is not None or not trail:
+    if equations.is_reordered(eqn) or not trail:
         return LOST
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     split = [(a[0], b[1]) for a, b in _groups(old, new) if len(a) == 1 and len(b) > 1 and b[0] == 0]
@@ -95,7 +91,7 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], lis
 
 
 def _transpose(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
-    return [tuple([trails[0][i] for i in eqn.params['permutation']]) if trails[0] else LOST]
+    return [tuple([trails[0][i] for i in equations.permutation(eqn)]) if trails[0] else LOST]
 
 
 def _without(dims: Sequence[int], trail: Trail) -> Trail:
@@ -103,39 +99,26 @@ def _without(dims: Sequence[int], trail: Trail) -> Trail:
     return kept if any(kept) else LOST
 
 
-def _squeeze(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
-    return [_without(eqn.params['dimensions'], trails[0])]
-
-
 def _reduce(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
-    dims = eqn.params['axes'] if 'axes' in eqn.params else eqn.params['dimensions']
-    operands = len(shape_of(eqn.invars[0]))
-    return [_without(dims, merged(trails, operands))] * len(eqn.outvars)
-
-
-def _top_k(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
-    rank = len(shape_of(eqn.invars[0]))
-    axis = eqn.params.get('axis', eqn.params.get('reduction_dimension', rank - 1)) % rank
-    kept = {i: axes for i, axes in enumerate(trails[0]) if i != axis}
-    return [of_dims(kept, rank)] * len(eqn.outvars)
+    operands = merged(trails, len(shape_of(eqn.invars[0])))
+    return [_without(equations.removed_dims(eqn), operands)] * len(eqn.outvars)
 
 
 def _sort(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
-    """What is sorted along the dimension of the rows has others in each place."""
+    """What is sorted along the dimension of the rows, or a part of it, has others in each place."""
     rank = len(shape_of(eqn.invars[0]))
-    kept = merged(trails, rank)
-    dims = {i: axes for i, axes in enumerate(kept) if i != eqn.params['dimension']}
-    return [of_dims(dims, rank)] * len(eqn.outvars)
+    kept, sorted_dim = merged(trails, rank), equations.dim_of(eqn) % rank
+    return [of_dims({i: axes for i, axes in enumerate(kept) if i != sorted_dim}, rank)] * len(eqn.outvars)
 
 
 def _stack(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
-    rank, axis = len(shape_of(eqn.outvars[0])), eqn.params['axis']
+    rank, axis = len(shape_of(eqn.outvars[0])), equations.dim_of(eqn)
     kept = merged(trails, rank - 1)
     return [of_dims({i + (i >= axis): axes for i, axes in enumerate(kept)}, rank)]
 
 
 def _unstack(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
-    return [_without((eqn.params['axis'],), trails[0])] * len(eqn.outvars)
+    return [_without((equations.dim_of(eqn),), trails[0])] * len(eqn.outvars)
 
 
 def _bitcast(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
@@ -145,8 +128,7 @@ def _bitcast(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
 
 
 def _dot(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
-    (contracted, batch) = eqn.params['dimension_numbers']
-    return [_product(eqn, trails, contracted, batch)]
+    return [_product(eqn, trails, *equations.dot_dims(eqn))]
 
 
 def _product(eqn: Any, trails: Sequence[Trail], contracted: Any, batch: Any, grouped: Any = ()) -> Trail:
@@ -162,15 +144,13 @@ def _product(eqn: Any, trails: Sequence[Trail], contracted: Any, batch: Any, gro
 
 def _ragged_dot(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     """Rows in groups, each multiplied by the matrix of its group; or groups of rows contracted."""
-    numbers = eqn.params['ragged_dot_dimension_numbers']
-    contracted, batch = numbers.dot_dimension_numbers
-    return [_product(eqn, trails[:2], contracted, batch, numbers.rhs_group_dimensions)]
+    return [_product(eqn, trails[:2], *equations.ragged_dot_dims(eqn))]
 
 
 def _conv(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     """The examples of the images, and the features of the kernel (rows in the gradient of a kernel)."""
-    numbers = eqn.params['dimension_numbers']
-    if eqn.params['batch_group_count'] != 1:
+    numbers = equations.conv_dims(eqn)
+    if equations.conv_groups(eqn)[1] != 1:
         return [LOST]
     images, kernel = trails[0], trails[1]
     dims = {
@@ -182,7 +162,7 @@ def _conv(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
 
 def _gather(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     """Rows follow the indices; in dimensions that are taken whole, the operand."""
-    numbers, sizes = eqn.params['dimension_numbers'], eqn.params['slice_sizes']
+    numbers, sizes = equations.gather_dims(eqn), equations.slice_sizes(eqn)
     operand, indices = trails
     shape, rank = shape_of(eqn.invars[0]), len(shape_of(eqn.outvars[0]))
     batch = [i for i in range(rank) if i not in numbers.offset_dims]
@@ -200,7 +180,7 @@ def _gather(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
 
 def _scatter(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     """Rows stay those of the operand; in dimensions that are updated whole, also of the updates."""
-    numbers = eqn.params['dimension_numbers']
+    numbers = equations.scatter_dims(eqn)
     operand, indices, updates = trails[0], trails[1], trails[2]
     shape, update = shape_of(eqn.invars[0]), shape_of(eqn.invars[2])
     dims = dict(enumerate(operand))
@@ -218,7 +198,7 @@ def _scatter(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
 
 def columns_of_table(eqn: Any, table: Trail) -> Trail:
     """Where updates that are scattered to the rows of a table lie, if their columns lie as the table's."""
-    numbers = eqn.params['dimension_numbers']
+    numbers = equations.scatter_dims(eqn)
     shape, update = shape_of(eqn.invars[0]), shape_of(eqn.invars[2])
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     windows = [i for i in range(len(shape)) if i not in gone]
@@ -264,7 +244,7 @@ def _leading(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
 
 def _fft(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     rank = len(shape_of(eqn.outvars[0]))
-    kept = rank - len(eqn.params['fft_lengths'])
+    kept = rank - len(equations.fft_lengths(eqn))
     return [of_dims({i: axes for i, axes in enumerate(trails[0]) if i < kept}, rank)]
 
 
@@ -297,26 +277,16 @@ def placed_at(sharding: Any, trail: Trail, var: Any) -> Trail:
     return of_dims(dims, len(shape_of(var)))
 
 
-# The parameters that say where the operands and the results are.
-PLACES = {
-    'sharding_constraint': ('sharding', 'sharding'),
-    'device_put': ('devices', 'devices'),
-    'jit': ('in_shardings', 'out_shardings'),
-}
-
-
 def placed_by_user(eqn: Any) -> Sequence[Mapping[int, Any]]:
     """The operands and the results of an equation that the user places, by number, with their shardings."""
-    said = [eqn.params[name] for name in PLACES.get(primitive_name(eqn), ())] or [(), ()]
-    each = [shardings if isinstance(shardings, tuple) else (shardings,) for shardings in said]
-    return [{i: x for i, x in enumerate(every) if isinstance(x, jax.sharding.Sharding)} for every in each]
+    return equations.shardings_said(eqn) if primitive_name(eqn) in PLACES else ({}, {})
 
 
 def _shard_map(eqn: Any, trails: Sequence[Trail]) -> list[Trail]:
     """What runs inside has blocks; behind it is what the user says."""
     return [
         of_dims(dict(enumerate(map(entry_axes, spec))), len(shape_of(out)))
-        for spec, out in zip(eqn.params['out_specs'], eqn.outvars, strict=True)
+        for spec, out in zip(equations.mapped_outputs(eqn), eqn.outvars, strict=True)
     ]
 
 
@@ -329,13 +299,13 @@ def own_dims(eqn: Any, place: int) -> Sequence[int]:
     """
     name, rank = primitive_name(eqn), len(shape_of(eqn.outvars[0]))
     if name == 'dot_general':
-        contracted, batch = eqn.params['dimension_numbers']
+        contracted, batch = equations.dot_dims(eqn)
         left = len(shape_of(eqn.invars[0])) - len(contracted[0])
         return range(left, rank) if place else range(len(batch[0]), left)
     if name == 'conv_general_dilated' and place == 1:
-        return (eqn.params['dimension_numbers'].out_spec[1],)
+        return (equations.conv_dims(eqn).out_spec[1],)
     if name == 'gather' and place == 0:
-        return tuple(eqn.params['dimension_numbers'].offset_dims)
+        return tuple(equations.gather_dims(eqn).offset_dims)
     return ()
 
 
@@ -344,34 +314,31 @@ _ELEMENTWISE = """
     clz complex conj convert_element_type copy cos cosh cumlogsumexp cummax cummin cumprod cumsum
     digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac
     imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul name ne
-    neg nextafter not one_minus_square or polygamma population_count pow random_gamma_grad real
-    reduce_precision regularized_incomplete_beta rem rev round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan
-    tanh threefry2x32 xor zeta random_fold_in
+    neg nextafter not one_minus_square or polygamma population_count pow real reduce_precision
+    regularized_incomplete_beta rem rev round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor
+    zeta random_fold_in
 """
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 _RULES: tuple[tuple[str, Rule], ...] = (
     (_ELEMENTWISE, _elementwise),
     ('concatenate pad slice dynamic_slice split', _elementwise),
-    ('optimization_barrier copy_p pvary', _each),
+    ('optimization_barrier pvary', _each),
     ('reduce reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor', _reduce),
-    ('argmax argmin', _reduce),
-    ('top_k approx_top_k', _top_k),
-    ('scatter scatter-add scatter-mul scatter-min scatter-max', _scatter),
-    ('scatter_add scatter_mul scatter_min scatter_max scatter_sub', _scatter),
+    ('argmax argmin squeeze', _reduce),
+    ('scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max', _scatter),
     ('reduce_window reduce_window_sum reduce_window_max reduce_window_min tile', _window),
     ('select_and_scatter_add select_and_gather_add select_and_scatter', _window),
     ('cholesky eig eigh householder_product lu qr schur svd', _leading),
     ('triangular_solve tridiagonal tridiagonal_solve hessenberg', _leading),
     ('random_bits random_split random_unwrap random_seed', _longer),
     ('bitcast_convert_type random_wrap', _bitcast),
-    ('sort', _sort),
+    ('sort top_k approx_top_k', _sort),
     ('stack', _stack),
     ('unstack', _unstack),
     ('broadcast_in_dim', _broadcast),
     ('reshape', _reshape),
     ('transpose', _transpose),
-    ('squeeze', _squeeze),
     ('dot_general', _dot),
     ('ragged_dot_general', _ragged_dot),
     ('conv_general_dilated', _conv),
@@ -389,52 +356,6 @@ SAID = frozenset({'sharding_constraint', 'device_put', 'shard_map'})
 CHOICES = frozenset(
     {
         *('dot_general', 'ragged_dot_general', 'conv_general_dilated', 'gather', 'sort', 'scatter'),
-        *('scatter-add', 'scatter_add', 'select_and_scatter_add', 'reduce_window_max', 'reduce_window_sum'),
+        *('scatter-add', 'select_and_scatter_add', 'reduce_window_max', 'reduce_window_sum'),
     }
 )
-
-KERNEL = 'pallas_call'
-_PALLAS = 'jax.experimental.pallas'
-
-
-def primitive_name(equation: Any) -> str:
-    """The name of an equation's primitive; nothing if JAX has another one, or none, of this name.
-
-    Other libraries name primitives as they like, and tables here say what JAX's do and which parameters they
-    have.
-    """
-    return _name(equation.primitive)
-
-
-@functools.lru_cache(maxsize=4096)
-def _name(primitive: Any) -> str:
-    same = _of_jax(_PALLAS in sys.modules).get(primitive.name, primitive) is primitive
-    return primitive.name if same else ''
-
-
-@functools.cache
-def _of_jax(has_kernels: bool) -> Mapping[str, Any]:
-    """The primitives of JAX that tables here name; None for a name that this JAX does not have."""
-    modules = [jax.extend.core.primitives, jax.lax, *([sys.modules[_PALLAS]] if has_kernels else [])]
-    listed = [value for module in modules for value in vars(module).values()]
-    found = [value for value in listed if isinstance(value, jax.extend.core.Primitive)]
-    with concurrent.futures.ThreadPoolExecutor(1) as fresh:  # a thread of its own has no mesh in force
-        found += fresh.submit(_others).result()
-    names = {*RULES, *WITH_JAXPRS, KERNEL}
-    return dict.fromkeys(names) | {each.name: each for each in found if each.name in names}
-
-
-def _others() -> list[Any]:
-    """Those primitives that no public module of JAX lists."""
-    mesh, whole, split = AbstractMesh((1,), ('x',)), PartitionSpec(), PartitionSpec('x')
-    varying = jax.shard_map(
-        lambda x: jax.lax.pcast(x, 'x', to='varying'), mesh=mesh, in_specs=whole, out_specs=split
-    )
-
-    def others(rows: Any, groups: Any, key: Any) -> Any:
-        keys = jax.random.wrap_key_data(key, impl='threefry2x32')
-        return varying(rows), jax.lax.ragged_dot(rows, rows[None], groups), jax.random.key_data(keys)
-
-    shapes = ((1, 1), 'float32'), ((1,), 'int32'), ((2,), 'uint32')
-    jaxpr = jax.make_jaxpr(others)(*[jax.ShapeDtypeStruct(*each) for each in shapes])
-    return [equation.primitive for equation in equations(jaxpr)]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, Mesh
 
 from scalax._follow.choices import follow_choices
-from scalax._follow.jaxprs import opened, with_inputs
 from scalax._follow.types import Arguments, Followed, Lost
+from scalax._jax.equations import JaxprEqn
+from scalax._jax.rewriting import run_as_one, with_inputs
 from scalax.errors import FollowingWarning, warn
 
 
@@ -50,14 +49,7 @@ def run_followed(
         )
     leaves = jax.tree.leaves([value for i, value in enumerate(args) if i not in static])
     closed, captured = with_inputs(found.jaxpr)
-    leaves += captured
-    call = _call(jax.sharding.get_abstract_mesh())
-    params = call.params | {'jaxpr': closed, 'name': fun.__name__}
-    for name, value in params.items():
-        # One for each of the two inputs or three outputs of the template.
-        if isinstance(value, tuple) and len(value) in (2, 3):
-            params[name] = value[:1] * (len(leaves) if len(value) == 2 else len(closed.out_avals))
-    return call.primitive.bind(*leaves, **params), found
+    return run_as_one(closed, leaves + captured, fun.__name__), found
 
 
 def _failure(error: Exception) -> str:
@@ -69,17 +61,3 @@ def _failure(error: Exception) -> str:
     place = [Lost(each, None, tuple(equations[1:])) for each in equations[:1]]
     where = ''.join(f' at {each.equation.primitive.name} ({line_of(each)})' for each in place)
     return f'following failed{where} with {type(error).__name__}: {error}'
-
-
-@functools.lru_cache(maxsize=64)
-def _call(ambient: AbstractMesh) -> Any:
-    """An equation that calls a jitted function, as JAX makes it where this mesh is in force.
-
-    Its parameters say of each input and output how it is sharded, donated and laid out: not at all.
-    """
-
-    def template(x: Any, y: Any) -> tuple[Any, Any, Any]:
-        return x, x, y
-
-    [equation] = opened(jax.make_jaxpr(jax.jit(template))(0.0, 0.0)).eqns
-    return equation

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from scalax._follow.constraint import constraint
 from scalax._follow.dependence import Dependence
 from scalax._follow.experts import Stored
-from scalax._follow.jaxprs import shape_of
 from scalax._follow.primitives import SAID
 from scalax._follow.trail import Trail, Trails, axes_of, without
 from scalax._follow.types import Arguments
+from scalax._jax.equations import shape_of
+from scalax._jax.rewriting import constraint
+from scalax._jax.tracing import trace_context
 
 
 class Shared:
@@ -40,6 +41,7 @@ class Shared:
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh, arguments: Arguments, whole: Any) -> None:
+        self._context = trace_context()
         self.placed = arguments.placed
         self.tables: dict[tuple[int, ...], Trail] = {}
         self.sums: dict[int, int] = {}
@@ -78,6 +80,6 @@ class Shared:
         unknown = {axis for axes in trail for axis in axes if self.trails.sizes.get(axis, 1) == 1}
         return without(trail, unknown if var in self.from_batch else unknown | self.trails.batch_axes)
 
-    def constraint(self, var: Any, spec: PartitionSpec, source_info: Any) -> Any:
-        """An equation that constrains a variable."""
-        return constraint(var, spec, self.mesh, source_info)
+    def constraint(self, var: Any, spec: PartitionSpec, like: Any) -> Any:
+        """An equation that constrains a variable, with the line of another one."""
+        return constraint(var, NamedSharding(self.mesh, spec), like, self._context)

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._tree.specs import entries, entry_axes
 
@@ -109,3 +109,24 @@ def along(trail: Trail, axes: frozenset[str]) -> Trail:
     """The dimensions of a trail that some of these mesh axes shard, also with others."""
     kept = tuple([each if axes.intersection(each) else () for each in trail])
     return kept if any(kept) else LOST
+
+
+def spec_of(trail: Trail, whole: Container[int] = ()) -> PartitionSpec:
+    """The spec that keeps the followed dimensions where they are.
+
+    Args:
+        trail: the trail.
+        whole: the dimensions that are not sharded if nothing is followed in them. What else there is, is left
+            to the compiler.
+    """
+    return PartitionSpec(
+        *[
+            axes[0] if len(axes) == 1 else axes or (None if i in whole else PartitionSpec.UNCONSTRAINED)
+            for i, axes in enumerate(trail)
+        ]
+    )
+
+
+def closed_spec_of(trail: Trail, ndim: int) -> PartitionSpec:
+    """The spec of a trail whose other dimensions are whole."""
+    return spec_of(trail or ((),) * ndim, range(ndim))

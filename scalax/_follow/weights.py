@@ -12,9 +12,10 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from scalax._follow.jaxprs import shape_of
-from scalax._follow.primitives import ELEMENTWISE, primitive_name
+from scalax._follow.primitives import ELEMENTWISE
 from scalax._follow.trail import Trail, Trails, axes_of
+from scalax._jax.equations import conv_dims, dot_dims, ragged_dot_dims, shape_of
+from scalax._jax.primitives import primitive_name
 
 # To gather two bytes of a weight takes 2 / 1e11 s over links of 100 GB/s, to multiply them with rows
 # 2 x rows / 4e14 s: as long with 4,000 rows. A quarter of that, since what is gathered stays in memory for
@@ -87,19 +88,19 @@ class Weights:
             results: those of its results.
             staying: which operands are weights that are not gathered for it.
         """
-        name, params = primitive_name(equation), equation.params
+        name = primitive_name(equation)
         if name == 'dot_general':
-            (left, right), _ = params['dimension_numbers']
+            (left, right), _ = dot_dims(equation)
             for weight, summed in ((0, right), (1, left)):
                 if weight not in staying:
                     self._note_product(equation, operands, results, weight=weight, summed=summed)
             if all(map(self._trails.has_rows, operands)):
                 self._note_sum(equation, operands, (left, right))
         elif name == 'ragged_dot_general':
-            (left, _), _ = params['ragged_dot_dimension_numbers'].dot_dimension_numbers
+            (left, _), *_ = ragged_dot_dims(equation)
             self._note_product(equation, operands, results, weight=1, summed=left)
         elif name == 'conv_general_dilated':
-            features = params['dimension_numbers'].lhs_spec[1:2]
+            features = conv_dims(equation).lhs_spec[1:2]
             self._note_product(equation, operands, results, weight=1, summed=features)
         elif name in SAME:
             operand, result = equation.invars[0], equation.outvars[0]

@@ -11,8 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import jax
-
+from scalax._jax.devices import devices_of
 from scalax.errors import MeshError, did_you_mean
 
 GPUS_OF_NODE = {'h100': 8, 'h200': 8, 'b200': 8, 'mi300x': 8}
@@ -116,11 +115,8 @@ def stand_ins(nodes: Nodes, topology: str) -> StandIns:
     Raises:
         MeshError: there are too few.
     """
-    why = ''
-    try:
-        here = jax.local_devices(backend='cpu')
-    except RuntimeError as error:  # JAX was told to use other platforms only
-        here, why = [], f', and let it have CPUs, as with JAX_PLATFORMS=cpu. JAX says: {error}'
+    here, said = devices_of('cpu', local=True)
+    why = f', and let it have CPUs, as with JAX_PLATFORMS=cpu. JAX says: {said}' if said else ''
     if len(here) < nodes.size:
         raise MeshError(
             f'{topology!r} has {nodes.size:,} GPUs, for each of which a simulated CPU device stands, and JAX '

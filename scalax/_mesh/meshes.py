@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from scalax._jax.devices import devices_of, mesh_order, slice_of
 from scalax._mesh.gpu_nodes import SimulatedGPUs, StandIns
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import MeshError, plural
@@ -167,7 +167,7 @@ def _listed(numbers: list[int]) -> str:
 
 def _reject_several_slices(devices: list[Any], names: tuple[str, ...], split: bool) -> None:
     """Raises if TPU devices of several slices would be used as if they were of one."""
-    slices = {getattr(device, 'slice_index', 0) for device in devices}
+    slices = {*map(slice_of, devices)}
     if len(slices) > 1 and devices[0].platform == 'tpu' and not split:
         raise MeshError(
             f'these devices are in {len(slices)} slices: say with dcn_axis_dims how many slices there '
@@ -180,17 +180,13 @@ def _one_slice(
     sizes: tuple[int, ...], devices: list[Any], split: bool, where: str = 'of these devices'
 ) -> np.ndarray:
     try:
-        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=split)
-    except NotImplementedError as error:  # what mesh_utils raises where an axis needs part of a physical one
+        return mesh_order(sizes, devices, split)
+    except NotImplementedError as error:
         raise MeshError(
             f'mesh {sizes} does not map onto whole physical axes {where}; '
             f'pass mesh_axis_splitting=True to let one physical axis serve several mesh axes '
             f'(it may cost bandwidth). JAX says: {error}'
         ) from error
-    except AssertionError:
-        # mesh_utils knows no layout for devices that do not fill a box of the physical mesh, such as the
-        # first three of a TPU slice. The given order is used then.
-        return np.asarray(devices, dtype=object).reshape(sizes)
 
 
 def _many_slices(
@@ -206,10 +202,10 @@ def _many_slices(
         raise MeshError(f'dcn_axis_dims has one entry for each of the axes {names}, got {given!r}')
     dcn, _ = checked_axes(given, names)
     # All CPU devices report slice 0, also those of several hosts.
-    slices = {getattr(device, 'slice_index', None) for device in devices}
+    slices = {*map(slice_of, devices)}
     by_process = slices == {None} or (slices == {0} and devices[0].platform == 'cpu')
-    attribute, what = ('process_index', 'processes') if by_process else ('slice_index', 'slices')
-    numbers: list[Any] = [getattr(device, attribute, None) for device in devices]
+    what = 'processes' if by_process else 'slices'
+    numbers: list[Any] = [device.process_index if by_process else slice_of(device) for device in devices]
     if nodes is not None:
         numbers, what = [*nodes], 'nodes'
     granules: dict[int, list[Any]] = {}
@@ -274,11 +270,9 @@ def unpickled(parts: Any) -> Mesh | AbstractMesh:
     if isinstance(parts, AbstractMesh):
         return parts
     platform, ids, names, types = parts
-    why = ''
-    try:
-        here = {device.id: device for device in jax.devices(platform)}
-    except RuntimeError as error:  # JAX has no such platform here, or cannot open it
-        here, why = {}, f'. JAX says: {error}'
+    devices, said = devices_of(platform)
+    why = f'. JAX says: {said}' if said else ''
+    here = {device.id: device for device in devices}
     missing = [number for number in ids.flat if number not in here]
     if missing:
         raise MeshError(
@@ -286,8 +280,8 @@ def unpickled(parts: Any) -> Mesh | AbstractMesh:
             f'{", ".join(map(str, missing))} are not here: load it where JAX has the same devices (on a CPU, '
             f"jax.config.update('jax_num_cpu_devices', n)), or make a helper there{why}"
         )
-    devices = np.array([here[number] for number in ids.flat], dtype=object)
-    return Mesh(devices.reshape(ids.shape), names, axis_types=types)
+    array = np.array([here[number] for number in ids.flat], dtype=object)
+    return Mesh(array.reshape(ids.shape), names, axis_types=types)
 
 
 def has_devices(mesh: Mesh | AbstractMesh) -> bool:
@@ -317,7 +311,4 @@ def require_devices(mesh: Mesh | AbstractMesh, what: str) -> None:
 @functools.lru_cache(maxsize=64)
 def _is_here(device: Any) -> bool:
     """Whether a device is one that JAX runs on, rather than one of a topology described for compiling."""
-    try:
-        return device in jax.devices(device.platform)
-    except RuntimeError:  # JAX has no such platform here
-        return False
+    return device in devices_of(device.platform)[0]

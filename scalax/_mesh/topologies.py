@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from scalax._jax.messages import is_wrong_libtpu
 from scalax._mesh.gpu_nodes import GPUS_OF_NODE, gpu_nodes, stand_ins, suggest_gpus
 from scalax.errors import MeshError, MissingDependencyError, did_you_mean
 
@@ -99,7 +100,7 @@ def topology_devices(topology: str, num_slices: int) -> Sequence[Any]:
         described = topologies.get_topology_desc(platform='tpu', topology_name=topology, **options)
     # libtpu also raises RuntimeError if another process holds it; its message follows ours.
     except (RuntimeError, ValueError) as error:
-        if _is_wrong_version(error):
+        if is_wrong_libtpu(error):
             raise MissingDependencyError(
                 f'{error}\nlibtpu {importlib.metadata.version("libtpu")} is none that JAX {jax.__version__} '
                 'can use: pip install "jax[tpu]" brings the one that fits'
@@ -109,10 +110,6 @@ def topology_devices(topology: str, num_slices: int) -> Sequence[Any]:
             '`python -m scalax topologies` lists those that are known'
         ) from error
     return list(described.devices)
-
-
-def _is_wrong_version(error: Exception) -> bool:
-    return any(said in str(error) for said in ('PJRT API version', 'libtpu version'))
 
 
 def quiet_libtpu() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from scalax._jax.messages import is_out_of_memory
 from scalax._plan.hlo import devices_of
 from scalax._plan.layout import Layout, MemoryTables, read_layout
 from scalax._plan.memory import Memory, assigned_memory
@@ -186,7 +187,7 @@ def _compile(lowered: Any, options: dict[str, Any]) -> _Dump:
             executable = in_a_thread('scalax-plan', lambda: lowered.compile(compiler_options=options))
         except jax.errors.JaxRuntimeError as error:
             refusal = str(error)
-            if 'RESOURCE_EXHAUSTED' not in refusal or not _last_file(folder, _TABLES[0]):
+            if not is_out_of_memory(error) or not _last_file(folder, _TABLES[0]):
                 raise
         files = sorted(path for path in folder.iterdir() if _AFTER_PASS.search(path.name))
         text = files[-1].read_text(encoding='utf-8') if files else ''

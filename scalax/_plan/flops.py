@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from scalax._follow.jaxprs import CALLS, jaxprs_in, scan_parts
-from scalax._follow.primitives import KERNEL, primitive_name
+from scalax._jax import equations, kernels
+from scalax._jax.equations import RUN_ONCE, ClosedJaxpr, Jaxpr, loop_of, opened
+from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._plan.formulas import (
     PARTS,
     Counted,
@@ -35,15 +35,6 @@ from scalax._plan.jaxpr_loops import rounds_of_while
 
 Live = tuple[bool, ...]
 
-# Primitives that run their jaxpr once, with their own arguments and results in order: name -> parameter.
-_CALLS = {
-    **dict.fromkeys(CALLS, ''),
-    **dict.fromkeys(('custom_vjp_call_jaxpr', 'composite', 'custom_partitioning', 'xla_metadata_call'), ''),
-    **dict.fromkeys(('shard_map', 'run_scoped'), ''),
-    'custom_linear_solve': 'solve',
-    'linear_call': 'callee',
-    'linear_solve': 'solve',
-}
 # Primitives that hold a jaxpr of scalars, such as the sum of a reduction.
 _REDUCERS = ('reduce', 'scatter', 'select_and_scatter', 'select_and_gather')
 # Primitives whose operations are not counted: other computations with matrices, and external code.
@@ -186,29 +177,28 @@ class _Counter:
             wanted = tuple(id(var) in used for var in equation.outvars)
             if self._keep_all or any(wanted) or equation.effects:
                 flops, needed = self._equation(equation, wanted, jaxpr)
-                total += flops.within(part_of(str(equation.source_info.name_stack)))
+                total += flops.within(part_of(equations.name_stack(equation)))
                 used |= {id(var) for var, need in zip(equation.invars, needed, strict=True) if need}
         return total, tuple(id(var) in used for var in jaxpr.invars)
 
     def _equation(self, equation: Any, live: Live, outside: Jaxpr) -> tuple[Flops, Live]:
         name, every = primitive_name(equation), (True,) * len(equation.invars)
-        inner = list(jaxprs_in(equation.params))
+        inner = list(equations.jaxprs_in(equation))
         if name in _UNCOUNTED:
             return Flops(0, Counted.AT_LEAST), every
         if not inner:
             count = flops_of_primitive(equation)
             return Flops(count, by_part={'other': count} if count else {}), every
         if name == 'scan':
-            return self._scan(equation, equation.params['jaxpr'].jaxpr, live)
+            return self._scan(equation, live)
         if name == 'while':
             return self._while(equation, outside), every
         if name == 'cond':
             return self._branches(equation, live)
-        if name in _CALLS:
-            return self._call(equation, _CALLS[name], live)
+        if name in RUN_ONCE:
+            return self._call(equation, live)
         if name == KERNEL:
-            grid = equation.params['grid_mapping'].grid
-            once = self.all_of(equation.params['jaxpr'])
+            grid, once = kernels.grid(equation), self.all_of(kernels.kernel_jaxpr(equation))
             if all(isinstance(size, int) for size in grid):
                 return once.times(math.prod(grid)), every
             return once.times(1, Counted.AT_LEAST), every
@@ -223,44 +213,36 @@ class _Counter:
         """The operations for all results."""
         return self.jaxpr(jaxpr, (True,) * len(jaxpr.outvars))[0]
 
-    def _call(self, equation: Any, parameter: str, live: Live) -> tuple[Flops, Live]:
-        params: Any = equation.params
-        if parameter:
-            solvers = params.get('jaxprs')
-            params = getattr(solvers, parameter, None) or params.get(parameter, params)
-        inner = next(jaxprs_in(params))
+    def _call(self, equation: Any, live: Live) -> tuple[Flops, Live]:
+        inner = equations.run_once(equation)
         fits = len(inner.outvars) == len(live) and len(inner.invars) == len(equation.invars)
         flops, needed = self.jaxpr(inner, live if fits else (True,) * len(inner.outvars))
         if primitive_name(equation) == 'shard_map':
             # Inside, shapes are those of a block, of which there is one for each device along manual axes.
-            manual = equation.params.get('newly_manual_axes') or equation.params.get('manual_axes')
-            sizes = equation.params['mesh'].shape
-            flops = flops.times(math.prod(sizes[axis] for axis in manual or sizes))
+            flops = flops.times(equations.count_blocks(equation))
         return flops, needed if fits else (True,) * len(equation.invars)
 
-    def _scan(self, equation: Any, body: Jaxpr, live: Live) -> tuple[Flops, Live]:
-        constants, carried = scan_parts(equation)
+    def _scan(self, equation: Any, live: Live) -> tuple[Flops, Live]:
+        loop = loop_of(equation)
         while True:  # state that a round needs has to be a result of the previous round
-            flops, needed = self.jaxpr(body, live)
-            state = needed[constants : constants + carried]
-            grown = tuple(map(any, zip(state, live, strict=False))) + live[carried:]
+            flops, needed = self.jaxpr(opened(loop.body), live)
+            _, state, _ = loop.parts(needed)
+            grown = tuple(map(any, zip(state, live, strict=False))) + live[loop.carried :]
             if grown == live:
-                return flops.times(equation.params['length']), needed
+                return flops.times(loop.length or 0), needed
             live = grown
 
     def _while(self, equation: Any, outside: Jaxpr) -> Flops:
-        params = equation.params
-        rounds, known = rounds_of_while(equation, outside)
+        loop, (rounds, known) = loop_of(equation), rounds_of_while(equation, outside)
         # The condition runs once more than the body.
-        return self.all_of(params['body_jaxpr'].jaxpr).times(rounds, known) + self.all_of(
-            params['cond_jaxpr'].jaxpr
-        ).times(rounds + 1, known)
+        body, test = map(self.all_of, map(opened, (loop.body, loop.test)))
+        return body.times(rounds, known) + test.times(rounds + 1, known)
 
     def _branches(self, equation: Any, live: Live) -> tuple[Flops, Live]:
-        branches = [self.jaxpr(branch.jaxpr, live) for branch in equation.params['branches']]
-        largest = max((flops for flops, _ in branches), key=lambda flops: flops.count)
-        same = len({flops for flops, _ in branches}) == 1
-        needed = (True, *map(any, zip(*(needs for _, needs in branches), strict=True)))
+        found = [self.jaxpr(opened(branch), live) for branch in equations.branches(equation)]
+        largest = max((flops for flops, _ in found), key=lambda flops: flops.count)
+        same = len({flops for flops, _ in found}) == 1
+        needed = (True, *map(any, zip(*(needs for _, needs in found), strict=True)))
         return largest.times(1, Counted.EXACTLY if same else Counted.AT_MOST), needed
 
 
@@ -278,7 +260,7 @@ def flops_of_primitive(equation: Any) -> int:
 
 
 def _dot(equation: Any) -> int:
-    (contracted, _), _ = equation.params['dimension_numbers']
+    (contracted, _), _ = equations.dot_dims(equation)
     if not contracted:
         return 0  # an elementwise product
     left, (result,) = equation.invars[0].aval, _shapes(equation.outvars)
@@ -287,25 +269,23 @@ def _dot(equation: Any) -> int:
 
 def _ragged_dot(equation: Any) -> int:
     """Each row is multiplied by the matrix of one group."""
-    numbers = equation.params['ragged_dot_dimension_numbers']
-    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    (_, contracted), (_, batch), groups = equations.ragged_dot_dims(equation)
     left, right = _shapes(equation.invars[:2])
-    shared = {*contracted, *batch, *numbers.rhs_group_dimensions}
+    shared = {*contracted, *batch, *groups}
     free = math.prod(size for i, size in enumerate(right) if i not in shared)
     return _product(math.prod(left) * free, equation)
 
 
 def _convolution(equation: Any) -> int:
     """Counts products with elements of the input, not with padding or the holes of a dilated input."""
-    params = equation.params
-    numbers = params['dimension_numbers']
+    numbers = equations.conv_dims(equation)
     left, right = _shapes(equation.invars[:2])
     (result,) = _shapes(equation.outvars)
     taken = math.prod(
         window_overlaps(left[i], right[j], result[k], stride, padding[0], dilated_input, dilated_kernel)
-        for i, j, k, stride, padding, dilated_input, dilated_kernel in zip(
+        for i, j, k, (stride, padding, dilated_input, dilated_kernel) in zip(
             *(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:]),
-            *(params['window_strides'], params['padding'], params['lhs_dilation'], params['rhs_dilation']),
+            equations.conv_windows(equation),
             strict=True,
         )
     )
@@ -316,7 +296,7 @@ def _convolution(equation: Any) -> int:
 def _fft(equation: Any) -> int:
     variables = equation.invars[0], equation.outvars[0]
     complex_ = all(jnp.issubdtype(var.aval.dtype, jnp.complexfloating) for var in variables)
-    return fft_flops(variables[0].aval.shape, equation.params['fft_lengths'], complex_)
+    return fft_flops(variables[0].aval.shape, equations.fft_lengths(equation), complex_)
 
 
 def _product(count: int, equation: Any) -> int:

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from scalax._follow.jaxprs import CALLS, opened
-from scalax._follow.primitives import ELEMENTWISE, primitive_name
+from scalax._follow.primitives import ELEMENTWISE
+from scalax._jax.equations import CALLS, Literal, called, loop_of, opened
+from scalax._jax.primitives import primitive_name
 from scalax._plan.formulas import Counted
 from scalax._plan.loop_rounds import OPERATIONS, State, Values, computed, solved_rounds
 
@@ -34,23 +35,21 @@ def rounds_of_while(equation: Any, outside: Any = None) -> tuple[int, Counted]:
         >>> [rounds_of_while(equation) for equation in jax.jit(loop).trace(0.0).jaxpr.eqns]
         [(4, <Counted.EXACTLY: 'exactly'>)]
     """
-    params = equation.params
-    asked, body = params['cond_jaxpr'], params['body_jaxpr']
-    of_test, of_body = params['cond_nconsts'], params['body_nconsts']
-    around = _Integers(outside)
+    loop, around = loop_of(equation), _Integers(outside)
+    asked, body = opened(loop.test), opened(loop.body)
     given = [around.values(operand) for operand in equation.invars]
-    start = dict(enumerate(given[of_test + of_body :]))
-    in_test, in_body = _Integers(asked.jaxpr), _Integers(body.jaxpr)
+    constants, start, _ = loop.parts(given)
+    in_test, in_body = _Integers(asked), _Integers(body)
 
     def test(state: State) -> Values | None:
-        in_test.give([*given[:of_test], *state.values()])
-        return in_test.values(asked.jaxpr.outvars[0])
+        in_test.give([*given[: loop.tested], *state.values()])
+        return in_test.values(asked.outvars[0])
 
     def following(state: State) -> State:
-        in_body.give([*given[of_test : of_test + of_body], *state.values()])
-        return {i: in_body.values(body.jaxpr.outvars[i]) for i in state}
+        in_body.give([*constants, *state.values()])
+        return {i: in_body.values(body.outvars[i]) for i in state}
 
-    return solved_rounds(start, test, following)
+    return solved_rounds(dict(enumerate(start)), test, following)
 
 
 class _Integers:
@@ -69,10 +68,11 @@ class _Integers:
     def values(self, var: Any, depth: int = 0) -> Values | None:
         """The value of a variable or literal, in one row; None if it is no integer, or is not known."""
         # Dtypes of PRNG keys are of no kind.
-        if getattr(var.aval, 'shape', None) != () or getattr(var.aval.dtype, 'kind', 'V') not in 'biu':
+        aval: Any = var.aval
+        if getattr(aval, 'shape', None) != () or getattr(aval.dtype, 'kind', 'V') not in 'biu':
             return None
-        if hasattr(var, 'val'):
-            return np.array([var.val], var.aval.dtype)
+        if isinstance(var, Literal):
+            return np.array([var.val], aval.dtype)
         if id(var) not in self._known and id(var) in self._equations and depth < _DEEP:
             self._known[id(var)] = self._read(var, self._equations[id(var)], depth + 1)
         return self._known.get(id(var))
@@ -84,7 +84,7 @@ class _Integers:
             value = self.values(operands[place], depth)
             return None if value is None else value.astype(var.aval.dtype)
         if name in CALLS:
-            jaxpr = opened(equation.params[CALLS[name]])
+            jaxpr = opened(called(equation))
             inner = _Integers(jaxpr)
             inner.give([self.values(operand, depth) for operand in operands])
             return inner.values(jaxpr.outvars[place], depth)

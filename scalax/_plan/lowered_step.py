@@ -12,6 +12,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from scalax._jax.devices import coords_of, slice_of
+from scalax._jax.equations import argument_names
 from scalax._mesh.gpu_nodes import SimulatedGPUs
 from scalax._mesh.meshes import require_devices
 from scalax._plan.compilation import lowered_bytes, lowered_shardings
@@ -69,7 +71,7 @@ class LoweredStep:
     @functools.cached_property
     def shardings(self) -> tuple[list[NamedSharding | None], list[NamedSharding | None]]:
         """Those of arguments and results that are asked for; None where the choice is the compiler's."""
-        return lowered_shardings(self.lowered, self.traced.jaxpr.debug_info.arg_names or (), self.mesh)
+        return lowered_shardings(self.lowered, argument_names(self.traced.jaxpr), self.mesh)
 
     @functools.cached_property
     def stored_bytes(self) -> tuple[int, int]:
@@ -83,7 +85,7 @@ class LoweredStep:
         Compiler options of a function that ``jax.jit`` has made are not known, and not part of it.
         """
         devices = [
-            f'{device.device_kind} {getattr(device, "coords", device.id)} {getattr(device, "slice_index", 0)}'
+            f'{device.device_kind} {coords_of(device) or device.id} {slice_of(device) or 0}'
             for device in self.mesh.devices.flat
         ]
         options = sorted(options_of(self.function).items())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalax._follow.followed_batch import BatchOfCall
+from scalax._jax import messages
+from scalax._jax.equations import argument_names
 from scalax._plan.buffers import largest_buffers
 from scalax._plan.collectives import collectives
 from scalax._plan.compilation import OPTIONS, Compiled, compile_lowered
@@ -36,9 +37,6 @@ from scalax.rules._resolve import ResolveMode, resolve
 _log = logging.getLogger('scalax.plan')
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_UNKNOWN_OPTION = re.compile(r"No such compile option: '([^']*)'")
-# What JAX makes of ``custom_partitioning``; a compiler replaces it, if JAX has told it how.
-_CUSTOM_PARTITIONING = 'CustomSPMDPartitioning'
 
 
 def make_plan(
@@ -81,7 +79,7 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
     compiled = _compile(lowered, mesh, step.name, limit, step.stored_bytes[0] if quick else None)
     if not {*mesh.devices.flat}.issuperset(compiled.runs_on):
         raise _not_on_mesh(step.name)
-    if f'custom_call_target="{_CUSTOM_PARTITIONING}"' in compiled.partitioned:
+    if f'custom_call_target="{messages.CUSTOM_PARTITIONING}"' in compiled.partitioned:
         raise _not_told(step.name, device)  # a quick plan would count it as one that needs whole arrays
     # If nothing is partitioned, the lowered program is that of the device. (``lowered.as_text`` would print
     # every constant.)
@@ -128,7 +126,7 @@ def _arguments_with_rows(
     batch: BatchOfCall, inputs: ShardingReport, traced: Any
 ) -> dict[str, tuple[int, ...]]:
     """The arguments with rows of the batch, by their names in the traced program -> the dimensions."""
-    names = traced.jaxpr.debug_info.arg_names or ()
+    names = argument_names(traced.jaxpr)
     return {
         name: batch.rows[row.path]
         for name, row in zip(names, inputs.rows, strict=False)
@@ -142,16 +140,16 @@ def _compile(lowered: Any, mesh: Mesh, name: str, limit: int | None, layout_for:
     try:
         return compile_lowered(lowered, device.platform, limit=limit, layout_for=layout_for)
     except jax.errors.JaxRuntimeError as error:
-        unknown = _UNKNOWN_OPTION.search(str(error))
-        if unknown and unknown[1] in OPTIONS:
+        unknown = messages.unknown_option(error)
+        if unknown in OPTIONS:
             # JAX asked the compiler of the local devices, which does not know the options of the other one.
             raise _not_on_mesh(name) from error
         if unknown:
             raise ArgumentError(
-                f'the compiler for {device.device_kind!r} has no option {unknown[1]!r}, which the '
+                f'the compiler for {device.device_kind!r} has no option {unknown!r}, which the '
                 f'compiler_options of {name!r} set'
             ) from error
-        if _CUSTOM_PARTITIONING in str(error):
+        if messages.lacks_custom_partitioning(error):
             raise _not_told(name, device) from error
         raise PlanError(
             f'{error}\nThis is why the compiler made no program of {name!r} for {mesh.size} '
@@ -163,7 +161,7 @@ def _not_told(name: str, device: Any) -> PlanError:
     return PlanError(
         f'{name!r} has an operation with custom_partitioning, of which JAX tells no compiler for devices '
         f'that are not here, such as these {device.device_kind!r}: it reports "Custom emitter for '
-        f'{_CUSTOM_PARTITIONING} not found".\nWhat to do: with scalax.custom_op, plan with '
+        f'{messages.CUSTOM_PARTITIONING} not found".\nWhat to do: with scalax.custom_op, plan with '
         'from_topology(..., axis_types=AxisType.Explicit); run the operation in helper.shard_map; or plan it '
         'on simulated devices, and time it with plan.roofline(hardware, torus=...)'
     )

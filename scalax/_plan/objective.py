@@ -11,6 +11,7 @@ import math
 
 import jax
 
+from scalax._jax.messages import is_indivisible, is_unpartitioned
 from scalax._plan.plan import Plan
 from scalax._plan.roofline import Seconds
 from scalax.errors import IndivisibleWarning, MeshError, PlanError, ScalaxError, ShardingError
@@ -84,8 +85,7 @@ def lost_by(error: Exception, candidate: str) -> str:
         Exception: *error*, if it is none of these.
     """
     refused = isinstance(error, PlanError) and isinstance(error.__cause__, jax.errors.JaxRuntimeError)
-    # JAX says so of kernels, which the compiler would have to partition.
-    refused = refused or isinstance(error, NotImplementedError)
+    refused = refused or is_unpartitioned(error)
     if not (refused or isinstance(error, MeshError | IndivisibleWarning) or _does_not_divide(error)):
         error.add_note(f'This was raised by the candidate {candidate}.')
         raise error
@@ -99,5 +99,4 @@ def lost_by(error: Exception, candidate: str) -> str:
 def _does_not_divide(error: Exception) -> bool:
     if isinstance(error, ShardingError):
         return all(problem.kind == 'indivisible' for problem in error.problems)
-    # JAX has no type for it.
-    return isinstance(error, ValueError) and not isinstance(error, ScalaxError) and 'divisible' in str(error)
+    return not isinstance(error, ScalaxError) and is_indivisible(error)  # JAX has no type for it

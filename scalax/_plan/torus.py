@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
+from scalax._jax.devices import coords_of, core_of, slice_of
 from scalax._plan.hardware import Hardware
 from scalax._plan.replica_groups import Groups
 from scalax.errors import PlanError, did_you_mean
@@ -47,12 +48,11 @@ def places_of(devices: Iterable[Any]) -> tuple[Place, ...]:
 
 
 def _place(device: Any) -> Place:
-    coords = tuple(getattr(device, 'coords', None) or ())
+    coords, index = coords_of(device), slice_of(device)
     # TPUs of a single slice may have no index; GPUs and CPUs have none, and count as one slice a host.
-    index = getattr(device, 'slice_index', None)
     if index is None:
         index = 0 if coords else device.process_index
-    return Place(int(index), coords, int(getattr(device, 'core_on_chip', None) or 0))
+    return Place(index, coords, core_of(device))
 
 
 def networks_of(groups: Groups, places: Sequence[Place], *, switched: bool = False) -> tuple[Network, ...]:

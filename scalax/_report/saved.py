@@ -16,9 +16,9 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
-import jax
 from jax.sharding import PartitionSpec
 
+from scalax._jax.shardings import kinds_of_sums, sums_kind
 from scalax._tree import specs
 from scalax._util import strict_json
 from scalax.errors import ArgumentError, DataError
@@ -80,7 +80,7 @@ def _plain_spec(spec: PartitionSpec) -> Any:
         tuple(_UNCONSTRAINED if entry is specs.UNCONSTRAINED else entry for entry in specs.entries(spec)),
         tuple(sorted(spec.unreduced)),
         tuple(sorted(spec.reduced)),
-        specs.sums_kind(spec),
+        sums_kind(spec),
     )
     if not spec.unreduced and not spec.reduced:
         return plain(written.entries)
@@ -224,7 +224,7 @@ def _spec(value: object, where: str) -> PartitionSpec:
     written = _built(_Spec, value, where) if is_dict else _Spec(_value(_ENTRIES, value, where))
     sums: dict[str, Any] = {'unreduced': frozenset(written.unreduced), 'reduced': frozenset(written.reduced)}
     if written.unreduced_kind != 'sum':
-        kinds = getattr(getattr(jax.sharding, 'UnreducedKind', None), '__members__', {})
+        kinds = kinds_of_sums()
         if written.unreduced_kind not in kinds:
             unknown = strict_json.brief(written.unreduced_kind)
             raise ValueError(f'{where}.unreduced_kind is none of this JAX: {unknown}')

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from scalax._jax.shardings import asking_for_devices, unconstrained
+from scalax._jax.tracing import is_compiled, is_traced
 from scalax._trace import contexts
 from scalax._trace.resharding import reshard
 from scalax._tree import specs
@@ -223,24 +225,6 @@ def ambient_mesh() -> Mesh | AbstractMesh:
     return jax.sharding.get_abstract_mesh() if is_traced() else jax.sharding.get_mesh()
 
 
-def is_traced() -> bool:
-    """Whether some transformation of JAX is tracing the caller."""
-    try:
-        jax.sharding.get_mesh()
-    except ValueError:  # "can only be used outside of jax.jit"
-        return True
-    return False
-
-
-def is_compiled() -> bool:
-    """Whether the caller is traced for compilation.
-
-    Under ``jax.vmap`` or ``jax.grad`` alone JAX traces, and yet runs every operation at once: then a constant
-    is an array.
-    """
-    return is_traced() and isinstance(jnp.asarray(0), jax.core.Tracer)
-
-
 def apply_sharding(leaf: Any, sharding: NamedSharding) -> Any:
     """Applies a sharding that is resolved already to one array or value of a trace."""
     mesh, spec = sharding.mesh, sharding.spec
@@ -274,23 +258,10 @@ def on_devices(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
         i: jax.typeof(leaf).dtype for i, leaf in enumerate(leaves) if hasattr(jax.typeof(leaf), 'dtype')
     }
     for i in [i for i in dtypes if jnp.issubdtype(dtypes[i], jnp.inexact)] or [*dtypes][:1]:
-        leaves[i] = _on_devices(leaves[i], mesh)
+        leaves[i] = asking_for_devices(leaves[i], mesh)
     if not dtypes:  # the program keeps what is unused
-        _on_devices(jnp.zeros(()), mesh)
+        asking_for_devices(jnp.zeros(()), mesh)
     return jax.tree.unflatten(treedef, leaves)
-
-
-def _on_devices(leaf: Any, mesh: Mesh | AbstractMesh) -> Any:
-    if isinstance(mesh, Mesh):
-        return jax.lax.with_sharding_constraint(leaf, unconstrained(leaf, mesh))
-    # Of constraints on a mesh without devices JAX does not learn how many there are, and of operands it does.
-    whole = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(jax.lax.optimization_barrier, in_shardings=((None, whole),))((leaf, 0))[0]
-
-
-def unconstrained(leaf: Any, mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """The sharding of a constraint that asks for nothing but the devices of the mesh."""
-    return NamedSharding(mesh, PartitionSpec(*[specs.UNCONSTRAINED] * np.ndim(leaf)))
 
 
 def has_type(leaf: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> bool:

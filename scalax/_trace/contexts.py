@@ -19,9 +19,9 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import jax
-from jax.extend.core import get_opaque_trace_state
 from jax.sharding import Mesh
 
+from scalax._jax.tracing import current_trace
 from scalax._mesh.gpu_nodes import SimulatedGPUs
 from scalax._util import lru_cache
 from scalax._util.lru_cache import LRUCache
@@ -166,7 +166,7 @@ def current() -> Context | None:
 def entered(context: Context, uses: Uses) -> Iterator[None]:
     """A context manager in which *context* is the active one; *uses* records which names are used."""
     frames = _stacks.frames
-    frames.append(_Frame(context, uses, get_opaque_trace_state()))
+    frames.append(_Frame(context, uses, current_trace()))
     try:
         with _active(context.token):
             yield
@@ -186,7 +186,7 @@ def bound(name: str) -> tuple[MeshOwner, RuleLike] | None:
     context = current()
     if context is None:
         return None
-    trace = get_opaque_trace_state()
+    trace = current_trace()
     for frame in reversed(_stacks.frames):
         frame.uses.asked.add(name)
         if frame.trace != trace:  # inside an inner trace, which JAX may use again

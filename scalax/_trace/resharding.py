@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from scalax._jax.shardings import sums_kind
 from scalax._tree import specs
 from scalax._tree.paths import describe_leaf
 from scalax.errors import Problem, ShardingError
@@ -39,7 +40,7 @@ def reshard(leaf: Any, sharding: NamedSharding) -> Any:
 
 def reject_parts(leaf: Any, spec: PartitionSpec) -> None:
     """Raises ShardingError if a value cannot be made parts of sums: XLA would end the process."""
-    kind = specs.sums_kind(spec)
+    kind = sums_kind(spec)
     if kind != 'sum':
         what = 'arrays'
     elif jnp.issubdtype(leaf.dtype, jnp.complexfloating):
@@ -96,7 +97,7 @@ def _with_sums_of(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def _same_sums(one: PartitionSpec, other: PartitionSpec) -> bool:
-    return one.unreduced == other.unreduced and specs.sums_kind(one) == specs.sums_kind(other)
+    return one.unreduced == other.unreduced and sums_kind(one) == sums_kind(other)
 
 
 def _reduced(sharding: NamedSharding) -> NamedSharding:

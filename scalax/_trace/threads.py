@@ -10,16 +10,8 @@ from typing import Any
 
 import jax
 
+from scalax._jax.tracing import THREAD_SETTINGS
 from scalax._trace import contexts
-
-# The settings of jax.config that are local to a thread: those with a context manager of their name. Without
-# transfer_guard, which can only be set (its three directions are read instead), and thread_guard, which tells
-# threads apart.
-SETTINGS = tuple(
-    name
-    for name in sorted(dir(jax))
-    if hasattr(jax.config, f'jax_{name}') and name not in ('thread_guard', 'transfer_guard')
-)
 
 
 class ThreadState:
@@ -32,7 +24,7 @@ class ThreadState:
     """
 
     def __init__(self, *, in_contexts: bool = False) -> None:
-        self._settings = [(name, getattr(jax.config, f'jax_{name}')) for name in SETTINGS]
+        self._settings = [(name, getattr(jax.config, f'jax_{name}')) for name in THREAD_SETTINGS]
         self._variables = contextvars.copy_context()
         self._managers: list[Callable[[], Any]] = []
         if not in_contexts:

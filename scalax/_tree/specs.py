@@ -13,6 +13,7 @@ from typing import Any
 
 from jax.sharding import AxisType, PartitionSpec
 
+from scalax._jax.shardings import entries, sums_kind
 from scalax.errors import ArgumentError, MeshError, did_you_mean, plural
 
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
@@ -23,11 +24,6 @@ def entry_axes(entry: Any) -> tuple[str, ...]:
     if entry is None or entry is UNCONSTRAINED:
         return ()
     return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
-
-
-def entries(spec: PartitionSpec) -> tuple[Any, ...]:
-    """The entries of a spec, one a dimension; new versions of JAX do not iterate over unreduced specs."""
-    return spec.partitions if hasattr(spec, 'partitions') else tuple(spec)
 
 
 def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
@@ -62,11 +58,6 @@ def with_sums(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     if not unreduced:
         return PartitionSpec(reduced=reduced)
     return spec.update(partitions=(), unreduced=unreduced, reduced=reduced)  # sums or maxima stay those
-
-
-def sums_kind(spec: PartitionSpec) -> str:
-    """How the parts along unreduced axes combine: a sum, or another kind in newer JAX."""
-    return getattr(getattr(spec, 'unreduced_kind', None), 'name', 'sum')
 
 
 def canonical(spec: PartitionSpec) -> PartitionSpec:

@@ -16,11 +16,11 @@ import jax
 import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding
 
+from scalax._jax.rewriting import run as run_jaxpr
+from scalax._jax.tracing import is_mapped
 from scalax._trace.resharding import reshard
-from scalax._transforms.shard_map import is_mapped
 from scalax._tree.paths import is_key, leaf_text
 from scalax._tree.specs import MeshAxes, canonical
 from scalax.custom_op._layout import FactorContext, Layout
@@ -206,7 +206,7 @@ class Constants:
             own, given = operands[: -len(self.values)], operands[-len(self.values) :]
             closed = jax.make_jaxpr(fun)(*own)
             consts = [given[self._index(value)] for value in closed.consts]
-            return tuple(jaxpr_as_fun(closed.replace(consts=consts))(*own))
+            return tuple(run_jaxpr(closed, own, consts))
 
         return call
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
+from scalax._jax.tracing import varying_axes
 from scalax._tree.paths import describe_leaf
 from scalax.custom_op._layout import FactorContext, Layout
 from scalax.custom_op._rule import FactorMap, Rule, match_rule, message, shown_factor
@@ -98,7 +99,7 @@ def _try_on_blocks(
     _check_blocks(name, rule, layout, seen[-1], whole)
     for i, (factors, block) in enumerate(zip(fitted.results, seen[-1], strict=True)):
         # As far as JAX followed it.
-        varying = block.manual_axis_type.varying
+        varying = varying_axes(block)
         differs = [factor for factor in sizes if factor in varying and factor not in factors]
         if differs:
             raise _forgotten(name, rule, differs[0], f'result {i} still differs between its blocks')

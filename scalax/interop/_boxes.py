@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
+from scalax._jax.flax import is_box, names_of_box
 from scalax._tree.paths import NamedTree
 
 DimensionNames = tuple[str | tuple[str, ...] | None, ...]
@@ -63,12 +62,6 @@ def names_by_leaf(tree: Any) -> list[DimensionNames | None]:
     return found
 
 
-def is_box(node: Any) -> bool:
-    """Whether a node of a tree is another library's box around an array."""
-    kind: Any = type(node)  # to mypy, a class of unknown metaclass is not hashable
-    return _reader(kind) is not None
-
-
 def _content(box: Any) -> Any:
     # The libraries disagree about the attribute, and each has changed it; JAX knows the one child.
     (content,) = jax.tree.leaves(box, is_leaf=lambda node: node is not box)
@@ -76,11 +69,7 @@ def _content(box: Any) -> Any:
 
 
 def _names(box: Any) -> DimensionNames | None:
-    kind: Any = type(box)
-    reader = _reader(kind)
-    assert reader is not None
-    names = reader(box)
-    names = getattr(names, 'spec', names)  # nnx takes a NamedSharding too
+    names = names_of_box(box)
     # flax takes a variable with empty names for one without.
     return tuple(map(_entry, names)) if names else None
 
@@ -89,36 +78,3 @@ def _entry(entry: Any) -> str | tuple[str, ...] | None:
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return None
     return tuple(entry) if isinstance(entry, tuple | list) else str(entry)
-
-
-def _linen_names(box: Any) -> Any:
-    return getattr(box, 'names', None)  # a user's own box class may have none
-
-
-def _nnx_names(variable: Any) -> Any:
-    metadata = variable.get_metadata()
-    # The first is flax's name for it today; the others are what older versions keep it under.
-    keys = ('out_sharding', 'sharding_names', 'sharding')
-    return next((metadata[key] for key in keys if metadata.get(key)), None)
-
-
-def _haliax_names(array: Any) -> Any:
-    return [axis.name for axis in array.axes]
-
-
-# By library and class; the modules that define the classes change.
-_READERS: dict[tuple[str, str], Callable[[Any], Any]] = {
-    ('flax', 'AxisMetadata'): _linen_names,
-    ('flax', 'Variable'): _nnx_names,
-    ('flax', 'VariableState'): _nnx_names,
-    ('haliax', 'NamedArray'): _haliax_names,
-}
-
-
-@functools.lru_cache(maxsize=1024)
-def _reader(kind: type) -> Callable[[Any], Any] | None:
-    for base in kind.__mro__:
-        reader = _READERS.get((base.__module__.partition('.')[0], base.__qualname__))
-        if reader is not None:
-            return reader
-    return None

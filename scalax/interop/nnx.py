@@ -14,6 +14,7 @@ import jax
 from flax import nnx
 from flax.errors import TraceContextError
 
+from scalax._jax.flax import is_bookkeeping
 from scalax.errors import ArgumentError, did_you_mean, plural
 
 __all__ = ['NnxFunction', 'sjit']
@@ -320,6 +321,6 @@ def _values(modules: Any) -> dict[str, Any]:
     for path, node in nnx.iter_graph(modules):
         if isinstance(node, nnx.Variable):
             found['/'.join(map(str, path))] = _VARIABLE
-        elif not isinstance(node, nnx.Pytree | jax.Array | dict) and '_pytree__' not in str(path[-1:]):
+        elif not isinstance(node, nnx.Pytree | jax.Array | dict) and not is_bookkeeping(path[-1:]):
             found['/'.join(map(str, path))] = node if isinstance(node, Hashable) else repr(node)
     return found

@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh, AxisType
 
-from scalax._follow.jaxprs import opened
 from scalax._follow.kernels import split_of
+from scalax._jax.equations import opened
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
 from tests.support.following import MESH, equations, rows_at

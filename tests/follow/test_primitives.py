@@ -12,8 +12,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 
-from scalax._follow.jaxprs import WITH_JAXPRS
-from scalax._follow.primitives import CHOICES, RULES, primitive_name
+from scalax._follow.primitives import CHOICES, RULES
+from scalax._jax.equations import WITH_JAXPRS
+from scalax._jax.primitives import primitive_name
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support.following import constraints, following, like, result_dims

@@ -4,7 +4,7 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 
 from scalax._follow import trail as trails
-from scalax._follow.constraint import closed_spec_of, spec_of
+from scalax._follow.trail import closed_spec_of, spec_of
 from scalax.sharding import PartitionSpec as P
 
 SIZES = {'data': 2, 'fsdp': 4, 'one': 1}

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from scalax._follow.follow import follow
-from scalax._follow.jaxprs import opened
 from scalax._follow.trail import Trail
 from scalax._follow.types import Arguments, Followed
+from scalax._jax.equations import opened
 
 MESH = AbstractMesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
 

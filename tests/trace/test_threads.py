@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from scalax._trace.threads import SETTINGS, in_a_thread
+from scalax._jax.tracing import THREAD_SETTINGS as SETTINGS
+from scalax._trace.threads import in_a_thread
 from scalax.errors import MeshError
 from scalax.sharding import (
     MeshShardingHelper,

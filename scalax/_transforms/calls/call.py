@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from scalax._jax.tracing import is_opaque, trace_context, type_of
 from scalax._trace.constraints import is_in_types
 from scalax._transforms.calls.signature import CallLayout, CallSignature
 from scalax._tree.path_identity import uncertain_paths
@@ -103,7 +104,7 @@ class CallKey(NamedTuple):
         treedef: the structure of the dynamic slots.
         types: (shape, dtype, weak type, spec over Explicit axes) of every leaf.
         static: (type, value) of every static slot: ``1``, ``True`` and ``1.0`` are equal, and differ.
-        context: `trace_context`, on which what a function returns may depend.
+        context: JAX's trace context, on which what a function returns may depend.
         any_explicit: whether the type of some leaf holds a sharding.
         paths: the leaf paths, where trees of the same structure may have others; else None.
     """
@@ -153,19 +154,6 @@ def _static_key(call: Call) -> tuple[tuple[type, Any], ...]:
     return tuple((type(call.flat_args[slot]), call.flat_args[slot]) for slot in call.layout.static)
 
 
-_nothing = jax.jit(lambda: ())
-
-
-def trace_context() -> Any:
-    """An object that is the same (by identity) whenever JAX's trace context is the same.
-
-    JAX tells traces apart by it besides the arguments: x64, matmul precision, the PRNG implementation,
-    ``jax.set_mesh``, names of mapped axes, and user contexts such as the bindings of annotations and the
-    mapping of named axes. JAX caches the trace of a function that does nothing by it.
-    """
-    return _nothing.trace().jaxpr
-
-
 # What is known of a leaf ------------------------------------------------------------------------------
 
 
@@ -175,7 +163,7 @@ def leaf_type(leaf: Any) -> LeafType:
     Raises:
         TypeError: JAX does not take the leaf as an array.
     """
-    kind = type_of(leaf)
+    kind = jax.typeof(leaf) if isinstance(leaf, jax.Array) else type_of(leaf)
     if type(kind) is jax.core.ShapedArray:  # as nearly always: the rest, without a call for each question
         explicit = AxisType.Explicit in kind.sharding.mesh.axis_types
         return kind.shape, kind.dtype, kind.weak_type, explicit_spec(kind.sharding) if explicit else None
@@ -183,29 +171,6 @@ def leaf_type(leaf: Any) -> LeafType:
         return (), kind, False, None
     spec = explicit_spec(getattr(kind, 'sharding', None))
     return kind.shape, traced_dtype(kind), bool(getattr(kind, 'weak_type', False)), spec
-
-
-def type_of(leaf: Any) -> Any:
-    """The type of a leaf in JAX. It has a shape and a dtype unless it `is_opaque`.
-
-    Raises:
-        TypeError: JAX does not take the leaf.
-    """
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
-    try:
-        return jax.typeof(leaf)
-    except ValueError as error:  # of masked arrays
-        raise TypeError(str(error)) from None
-    except (TypeError, OverflowError):
-        raise
-    except Exception:  # noqa: BLE001 - of a view of a reference, which JAX takes apart itself
-        return type(leaf)
-
-
-def is_opaque(kind: Any) -> bool:
-    """Whether a type is not one of arrays: of a token, a view of a reference, or a hijax type."""
-    return isinstance(kind, type) or not (hasattr(kind, 'shape') and hasattr(kind, 'dtype'))
 
 
 def traced_dtype(kind: Any) -> Any:
@@ -229,8 +194,8 @@ def explicit_spec(sharding: Any) -> PartitionSpec | None:
 
 def struct_of(leaf: Any) -> jax.ShapeDtypeStruct:
     """A leaf as rules see it: shape, dtype, and the sharding that is part of its type."""
-    kind = type_of(leaf)
-    if is_opaque(kind):
+    kind = jax.typeof(leaf) if isinstance(leaf, jax.Array) else type_of(leaf)
+    if type(kind) is not jax.core.ShapedArray and is_opaque(kind):
         return jax.ShapeDtypeStruct((), bool)
     # What is not part of the type is left out: rules decide alike for arrays of any sharding.
     return jax.ShapeDtypeStruct(kind.shape, traced_dtype(kind), sharding=sharding_in_type(kind))

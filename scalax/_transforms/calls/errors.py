@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from scalax._trace.constraints import is_compiled
+from scalax._jax.tracing import inner_sharding, is_refused, type_of
 from scalax._transforms.calls.call import (
     OF_TREES,
     Call,
@@ -26,7 +26,6 @@ from scalax._transforms.calls.call import (
     is_mismatched,
     left_alone,
     on_other_devices,
-    type_of,
 )
 from scalax._tree import specs
 from scalax._tree.paths import describe_leaf, optional_path
@@ -255,7 +254,7 @@ def _refused(sharded: ShardedCall) -> PlacementError | None:
     """The error about values that JAX refuses under ``jax.grad`` or ``jax.vmap``."""
     if sharded.moves:
         return None
-    listed = sharded.listed(is_refused, _beside(_inner_sharding))
+    listed = sharded.listed(is_refused, _beside(inner_sharding))
     if not listed:
         return None
     return PlacementError(
@@ -303,24 +302,6 @@ _EXPLANATIONS: tuple[tuple[type[Exception], Callable[[ShardedCall], ScalaxError 
     (ValueError, _of_the_host),
     (Exception, lambda sharded: donated_twice(sharded.call)),
 )
-
-
-def is_refused(leaf: Any, sharding: NamedSharding | None) -> bool:
-    """Whether JAX refuses a value of a transformation that runs at once; compiles to find out."""
-    if sharding is None or not isinstance(leaf, jax.core.Tracer) or is_compiled():
-        return False
-    try:
-        jax.jit(lambda value: value, in_shardings=sharding)(leaf)
-    except ValueError:
-        return True
-    return False
-
-
-def _inner_sharding(leaf: Any) -> Any:
-    """The sharding of the array behind a value of a transformation."""
-    seen: list[Any] = []
-    jax.debug.inspect_array_sharding(leaf, callback=seen.append)
-    return seen[-1]
 
 
 def warn_left_alone(call: Call, shardings: Shardings, outputs: Any) -> None:

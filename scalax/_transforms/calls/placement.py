@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from scalax._jax.tracing import is_compiled
 from scalax._trace import resharding
-from scalax._trace.constraints import apply_sharding, is_compiled, is_in_types
+from scalax._trace.constraints import apply_sharding, is_in_types
 from scalax._transforms.calls.call import (
     Call,
     Shardings,

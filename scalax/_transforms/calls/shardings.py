@@ -11,8 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from scalax._jax.tracing import is_opaque, type_of
 from scalax._trace.contexts import MeshOwner
-from scalax._transforms.calls.call import Call, Shardings, is_opaque, struct_of, type_of
+from scalax._transforms.calls.call import Call, Shardings, struct_of
 from scalax._transforms.calls.signature import CallSignature
 from scalax._tree.specs import Fault, MeshAxes, text
 from scalax.errors import Problem, ShardingError, StructureError

@@ -31,6 +31,7 @@ from jax.sharding import AxisType
 
 from scalax._follow.dependence import Dependence
 from scalax._follow.jaxprs import is_on_mesh, opened
+from scalax._jax.tracing import is_compiled
 from scalax._mesh import meshes
 from scalax._trace import constraints
 from scalax._transforms.calls import errors, placement
@@ -219,7 +220,7 @@ class Dispatcher:
             raise
 
     def _require_devices(self) -> None:
-        if not constraints.is_compiled():  # a jax.jit around it may lower for devices that are not here
+        if not is_compiled():  # a jax.jit around it may lower for devices that are not here
             meshes.require_devices(self.mesh, f'a call of {self.signature.name}')
 
     def explain_or_retry(self, error: Exception, fast_call: Any, flat_args: tuple[Any, ...]) -> bool:

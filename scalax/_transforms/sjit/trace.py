@@ -18,13 +18,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import jaxpr_as_fun
 
 from scalax._follow.run import run_followed
 from scalax._follow.types import Arguments, Followed
+from scalax._jax import rewriting
+from scalax._jax.tracing import is_compiled, is_opaque, type_of
 from scalax._trace import contexts
-from scalax._trace.constraints import abstract, apply_sharding, is_compiled, on_devices
-from scalax._transforms.calls.call import Call, CallKey, Shardings, has_type, is_opaque, type_of
+from scalax._trace.constraints import abstract, apply_sharding, on_devices
+from scalax._transforms.calls.call import Call, CallKey, Shardings, has_type
 from scalax._transforms.calls.errors import reject_foreign_types
 from scalax._transforms.calls.shardings import FunctionRules
 from scalax._transforms.calls.signature import CallLayout
@@ -76,7 +77,9 @@ def _kinds(types: Sequence[Any]) -> list[Any]:
     """The part of types that no rule depends on, and a traced function may."""
     # A trace may depend on more of an opaque type: it equals nothing.
     return [
-        object() if is_opaque(kind) else (type(kind).__name__, getattr(kind, 'memory_space', None))
+        (type(kind).__name__, getattr(kind, 'memory_space', None))
+        if isinstance(kind, jax.core.ShapedArray) or not is_opaque(kind)
+        else object()
         for kind in types
     ]
 
@@ -145,7 +148,7 @@ class TracedFunction:
         traced = not [leaf for leaf in call.leaves if not isinstance(leaf, jax.core.Tracer)]
         if traced and trace.jaxpr is not None and trace.kinds == _kinds([*map(type_of, call.leaves)]):
             with self._context_entered():
-                return jax.tree.unflatten(trace.out_tree, jaxpr_as_fun(trace.jaxpr)(*call.leaves))
+                return jax.tree.unflatten(trace.out_tree, rewriting.run(trace.jaxpr, call.leaves))
         flat_args = call.flat_args
         if trace.constraints is not None:
             pairs = zip(call.leaves, trace.constraints, strict=True)

@@ -5,8 +5,8 @@ raises them. The aim of a first call is 200 calls, 15 files and 70 changes of fi
 no batch is followed.
 
 A call is a frame of Python, and one more whenever a generator goes on; comprehensions do not count. A change
-of file is a call into another file than the call before. What follows the batch (`scalax._follow`) is left
-out, as is what the first function of a helper imports and caches.
+of file is a call into another file than the call before. What follows the batch is left out (`scalax._follow`,
+and what it calls to read equations and specs), as is what the first function of a helper imports and caches.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from tests.support import ROOT
 FOLDER = f'{Path(scalax.__file__).parent}/'
 GENERATED = '<scalax '  # the "file" of the function that users call
 FOLLOWED = f'{FOLDER}_follow/'
+READ_BY_IT = (f'{FOLDER}_jax/', f'{FOLDER}_tree/')
 COMPREHENSIONS = {'<listcomp>', '<setcomp>', '<dictcomp>'}  # frames of their own up to Python 3.11
 GUARDED = jax.__version_info__ < (0, 11, 1)  # a deleted argument ends the process there, and is looked for
 RULE = FSDPShardingRule('data', min_fsdp_size=1)
@@ -67,8 +68,8 @@ def passed() -> Iterator[list[tuple[str, str]]]:
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        ours = code.co_filename.startswith((FOLDER, GENERATED)) and not code.co_filename.startswith(FOLLOWED)
-        if event == 'call' and ours and code.co_name not in COMPREHENSIONS:
+        ours = code.co_filename.startswith((FOLDER, GENERATED))
+        if event == 'call' and ours and code.co_name not in COMPREHENSIONS and not is_followed(frame):
             found.append((code.co_filename, code.co_name))
 
     before = sys.getprofile()
@@ -79,6 +80,17 @@ def passed() -> Iterator[list[tuple[str, str]]]:
     finally:
         sys.setprofile(before)
         gc.enable()
+
+
+def is_followed(frame: FrameType) -> bool:
+    """Whether a frame is one of what follows the batch."""
+    caller: FrameType | None = frame
+    while caller is not None and not caller.f_code.co_filename.startswith(FOLLOWED):
+        outside = caller.f_code.co_filename.startswith((FOLDER, GENERATED))
+        if outside and not caller.f_code.co_filename.startswith(READ_BY_IT):
+            return False
+        caller = caller.f_back
+    return caller is not None
 
 
 def way_of(found: list[tuple[str, str]]) -> Way:

@@ -1,0 +1,312 @@
+"""What equations of jaxprs hold: operands, jaxprs inside, and the parameters of each primitive.
+
+No page of JAX lists the parameters of its primitives. They are read here (those of kernels in `kernels`), in
+all supported versions: each function takes an equation of the primitives that its docstring names, and relies
+on the parameter that it reads having this name and this meaning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import jax
+
+# Handed on, so that no other room imports jax.extend.
+from jax.extend.core import ClosedJaxpr as ClosedJaxpr
+from jax.extend.core import DropVar as DropVar
+from jax.extend.core import Jaxpr as Jaxpr
+from jax.extend.core import JaxprEqn as JaxprEqn
+from jax.extend.core import Literal as Literal
+
+DimPairs = tuple[Sequence[int], Sequence[int]]
+"""Dimensions of the left and of the right operand."""
+
+
+# Jaxprs and variables --------------------------------------------------------------------------------
+
+
+def opened(jaxpr: Any) -> Any:
+    """The jaxpr without its constants. Relies on JAX before 0.11 wrapping it, and on one class since."""
+    return getattr(jaxpr, 'jaxpr', jaxpr)
+
+
+def argument_names(jaxpr: Any) -> Sequence[str]:
+    """The paths of the arguments of a traced function; none where JAX does not know them.
+
+    Relies on ``debug_info.arg_names`` having one for each.
+    """
+    return jaxpr.debug_info.arg_names or ()
+
+
+def shape_of(atom: Any) -> tuple[int, ...]:
+    """The shape of a variable or literal; that of what has none, such as a token, is empty."""
+    return tuple(getattr(atom.aval, 'shape', ()))
+
+
+def is_on_device(atom: Any) -> bool:
+    """Whether a value is in the memory of devices. Relies on ``aval.memory_space`` naming the other one."""
+    return bool(getattr(atom.aval, 'memory_space', jax.memory.Space.Device) == jax.memory.Space.Device)
+
+
+def name_stack(equation: Any) -> str:
+    """The scopes and transformations around an equation.
+
+    Relies on ``source_info.name_stack`` writing transformations as they are written in names of operations:
+    ``jvp(...)``, ``transpose(jvp(...))``, ``rematted_computation``.
+    """
+    return str(equation.source_info.name_stack)
+
+
+def traceback_of(equation: Any) -> TracebackType | None:
+    """Where the code of an equation is, if JAX knows it. Relies on ``source_info.traceback``."""
+    stack = equation.source_info.traceback
+    return None if stack is None else stack.as_python_traceback()
+
+
+# Jaxprs inside ---------------------------------------------------------------------------------------
+
+# Primitives that run one jaxpr once, with their own operands and results in order: name -> parameter.
+CALLS = {
+    **dict.fromkeys(('jit', 'remat2'), 'jaxpr'),
+    **dict.fromkeys(('closed_call', 'eval_jaxpr', 'custom_jvp_call', 'custom_vjp_call'), 'call_jaxpr'),
+}
+LOOPS = frozenset({'scan', 'while', 'cond'})
+WITH_JAXPRS = LOOPS | CALLS.keys()
+# Others that run one jaxpr once, whose operands or results may be fewer: name -> what holds it.
+RUN_ONCE = {
+    **dict.fromkeys(CALLS, ''),
+    **dict.fromkeys(('composite', 'custom_partitioning', 'run_scoped', 'shard_map', 'xla_metadata_call'), ''),
+    'custom_linear_solve': 'solve',
+    'linear_call': 'callee',
+}
+
+
+def called(equation: Any) -> Any:
+    """The jaxpr of a call (`CALLS`)."""
+    return equation.params[CALLS[equation.primitive.name]]
+
+
+def branches(equation: Any) -> Sequence[Any]:
+    """The jaxprs of a `cond`, which take all operands but the first. Relies on *branches*."""
+    return equation.params['branches']
+
+
+class Loop(NamedTuple):
+    """A `scan` or a `while`.
+
+    Attributes:
+        body: the jaxpr of a round: takes constants, what is carried, and one element of each stack; gives
+            what is carried, and elements of stacks.
+        test: the jaxpr of the test of a `while`: takes the operands of the test, and what is carried.
+        tested: how many operands the test alone has; they come first.
+        constants: how many constants a round has.
+        carried: how many values are carried from round to round.
+        length: how many rounds a `scan` has.
+    """
+
+    body: Any
+    test: Any
+    tested: int
+    constants: int
+    carried: int
+    length: int | None
+
+    def parts(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """The constants, what is carried first, and the stacks, of operands or of what stands for them."""
+        state = self.tested + self.constants
+        stacks = state + self.carried
+        return operands[self.tested : state], operands[state:stacks], operands[stacks:]
+
+
+def loop_of(equation: Any) -> Loop:
+    """How a `scan` or a `while` uses its operands.
+
+    Relies on *jaxpr* and *length*, or *cond_jaxpr*, *body_jaxpr* and the counts of their constants; and on
+    carried values of a `scan` having the same rank inside and outside, stacks one dimension more outside: the
+    numbers of both have other names in each version.
+    """
+    params = equation.params
+    if equation.primitive.name == 'while':
+        counts = params['cond_nconsts'], params['body_nconsts']
+        return Loop(params['body_jaxpr'], params['cond_jaxpr'], *counts, len(equation.outvars), None)
+    body = opened(params['jaxpr'])
+    carried = _leading(_same_rank, equation.outvars, body.outvars)
+    stacked = _leading(lambda *pair: not _same_rank(*pair), equation.invars[::-1], body.invars[::-1])
+    return Loop(params['jaxpr'], None, 0, len(body.invars) - carried - stacked, carried, params['length'])
+
+
+def _same_rank(a: Any, b: Any) -> bool:
+    return len(shape_of(a)) == len(shape_of(b))
+
+
+def _leading(fits: Callable[[Any, Any], bool], a: Sequence[Any], b: Sequence[Any]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: fits(*pair), zip(a, b, strict=True)))
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether a value of a parameter is a jaxpr, open or closed."""
+    return isinstance(value, ClosedJaxpr | Jaxpr)
+
+
+def values_in(equation: Any) -> Iterator[Any]:
+    """What the parameters of an equation hold, also inside tuples, dicts and dataclasses."""
+    return _values(equation.params)
+
+
+def _values(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = tuple(getattr(value, field.name, None) for field in dataclasses.fields(value))
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _values(part)
+    else:
+        yield value
+
+
+def jaxprs_in(equation: Any) -> Iterator[Any]:
+    """The jaxprs that the parameters of any equation hold, without their constants."""
+    return map(opened, filter(is_jaxpr, values_in(equation)))
+
+
+def run_once(equation: Any) -> Any:
+    """The jaxpr that an equation of `RUN_ONCE` runs; of a linear solve the one that solves it.
+
+    Relies on it being the first of those in the parameters, or in *jaxprs* or a parameter of its name.
+    """
+    params, part = equation.params, RUN_ONCE[equation.primitive.name]
+    held = getattr(params.get('jaxprs'), part, None) or params.get(part, params) if part else params
+    return opened(next(filter(is_jaxpr, _values(held))))
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr and of those inside it."""
+    for equation in opened(jaxpr).eqns:
+        yield equation
+        for inside in jaxprs_in(equation):
+            yield from equations(inside)
+
+
+# Dimensions ------------------------------------------------------------------------------------------
+
+
+def dim_of(equation: Any) -> int:
+    """The one dimension along which `sort`, `top_k`, `approx_top_k`, `stack` or `unstack` works.
+
+    It may count from the last one. Relies on *dimension*, *axis* or *reduction_dimension*.
+    """
+    params = equation.params
+    return params[next(name for name in ('dimension', 'axis', 'reduction_dimension') if name in params)]
+
+
+def removed_dims(equation: Any) -> Sequence[int]:
+    """The dimensions that a reduction, `argmax`, `argmin` or `squeeze` removes.
+
+    Relies on *axes*, or *dimensions* of `reduce` and `squeeze`.
+    """
+    params = equation.params
+    return params['axes'] if 'axes' in params else params['dimensions']
+
+
+def broadcast_dims(equation: Any) -> Sequence[int]:
+    """Which dimensions of its result those of the operand of `broadcast_in_dim` are."""
+    return equation.params['broadcast_dimensions']
+
+
+def permutation(equation: Any) -> Sequence[int]:
+    """Which dimension of its operand each of the result of `transpose` is."""
+    return equation.params['permutation']
+
+
+def is_reordered(equation: Any) -> bool:
+    """Whether a `reshape` reads its operand in another order. Relies on *dimensions*, which is then given."""
+    return equation.params.get('dimensions') is not None
+
+
+def fft_lengths(equation: Any) -> Sequence[int]:
+    """The lengths of the last dimensions, along which `fft` works."""
+    return equation.params['fft_lengths']
+
+
+def dot_dims(equation: Any) -> tuple[DimPairs, DimPairs]:
+    """The contracted and the batch dimensions of `dot_general`. Relies on *dimension_numbers*."""
+    return equation.params['dimension_numbers']
+
+
+def ragged_dot_dims(equation: Any) -> tuple[DimPairs, DimPairs, Sequence[int]]:
+    """The same of `ragged_dot_general`, and the dimensions of groups on the right.
+
+    Relies on *ragged_dot_dimension_numbers*.
+    """
+    numbers = equation.params['ragged_dot_dimension_numbers']
+    return (*numbers.dot_dimension_numbers, numbers.rhs_group_dimensions)
+
+
+def conv_dims(equation: Any) -> Any:
+    """The *lhs_spec*, *rhs_spec* and *out_spec* of `conv_general_dilated`: rows, channels, then windows."""
+    return equation.params['dimension_numbers']
+
+
+def conv_groups(equation: Any) -> tuple[int, int]:
+    """In how many groups features and rows of `conv_general_dilated` are."""
+    return equation.params['feature_group_count'], equation.params['batch_group_count']
+
+
+def conv_windows(equation: Any) -> Iterator[tuple[int, tuple[int, int], int, int]]:
+    """Stride, padding, and dilation of input and kernel, of each window dimension of a convolution."""
+    names = 'window_strides', 'padding', 'lhs_dilation', 'rhs_dilation'
+    return zip(*[equation.params[name] for name in names], strict=True)
+
+
+def gather_dims(equation: Any) -> Any:
+    """The ``jax.lax.GatherDimensionNumbers`` of `gather`."""
+    return equation.params['dimension_numbers']
+
+
+def slice_sizes(equation: Any) -> Sequence[int]:
+    """How much `gather` takes along each dimension of its operand."""
+    return equation.params['slice_sizes']
+
+
+def scatter_dims(equation: Any) -> Any:
+    """The ``jax.lax.ScatterDimensionNumbers`` of a scatter."""
+    return equation.params['dimension_numbers']
+
+
+# Shardings -------------------------------------------------------------------------------------------
+
+# The parameters that say where the operands and the results are.
+PLACES = {
+    'sharding_constraint': ('sharding', 'sharding'),
+    'device_put': ('devices', 'devices'),
+    'jit': ('in_shardings', 'out_shardings'),
+}
+
+
+def shardings_said(equation: Any) -> list[dict[int, jax.sharding.Sharding]]:
+    """The shardings that an equation of `PLACES` gives its operands, and its results, by number.
+
+    Relies on what says nothing being no ``jax.sharding.Sharding``.
+    """
+    said = [equation.params[name] for name in PLACES[equation.primitive.name]]
+    each = [shardings if isinstance(shardings, tuple) else (shardings,) for shardings in said]
+    return [{i: x for i, x in enumerate(every) if isinstance(x, jax.sharding.Sharding)} for every in each]
+
+
+def mapped_outputs(equation: Any) -> Sequence[Any]:
+    """The specs of the results of a `shard_map`. Relies on *out_specs*."""
+    return equation.params['out_specs']
+
+
+def count_blocks(equation: Any) -> int:
+    """How many blocks a `shard_map` runs on. Relies on *mesh* and *newly_manual_axes* or *manual_axes*."""
+    params = equation.params
+    sizes = params['mesh'].shape
+    manual = params.get('newly_manual_axes') or params.get('manual_axes')
+    return math.prod(sizes[axis] for axis in manual or sizes)

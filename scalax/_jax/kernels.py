@@ -1,0 +1,177 @@
+"""What equations of Pallas kernels hold: their grid, the blocks that each step reads and writes, and effects.
+
+All of it relies on the parameters of `pallas_call`, in all supported versions: *grid_mapping* (with *grid*,
+*block_mappings*, *vmapped_dims*, *num_index_operands* and *scratch_avals*), *jaxpr*, *input_output_aliases*,
+*compiler_params*, *out_avals*, *cost_estimate* and *interpret*.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+
+from scalax._jax.equations import equations, opened
+
+# What tells a kernel its step, or how many there are.
+_NUMBERS = frozenset({'program_id', 'num_programs', 'axis_index'})
+_PARALLEL = ('parallel', 'core_parallel')
+
+
+def kernel_jaxpr(equation: Any) -> Any:
+    """The jaxpr of one step."""
+    return opened(equation.params['jaxpr'])
+
+
+def is_interpreted(equation: Any) -> bool:
+    """Whether a kernel runs as ordinary code, for tests; the compiler partitions it then."""
+    return bool(equation.params['interpret'])
+
+
+def grid(equation: Any) -> Sequence[Any]:
+    """How many steps there are along each dimension of the grid; no int where an operand says it."""
+    return equation.params['grid_mapping'].grid
+
+
+def blocks(equation: Any) -> Sequence[Any]:
+    """The mappings of the operands and results that are given to steps in blocks.
+
+    Operands without one are sizes of the grid, or numbers that choose blocks.
+    """
+    return equation.params['grid_mapping'].block_mappings
+
+
+def array_shape(block: Any) -> tuple[int, ...]:
+    """The shape of the whole array of a block."""
+    return tuple(block.array_aval.shape)
+
+
+def walked(block: Any) -> dict[int, int]:
+    """Dimension of an array -> the dimension of the grid whose step is the number of the block.
+
+    Relies on the index map being a jaxpr whose first arguments are the steps.
+    """
+    index_map = opened(block.index_map_jaxpr)
+    steps = {id(var): step for step, var in enumerate(index_map.invars)}
+    return {
+        dim: steps[id(atom)]
+        for dim, atom in enumerate(index_map.outvars)
+        if id(atom) in steps and _block_size(block.block_shape[dim]) is not None
+    }
+
+
+def _block_size(size: Any) -> int | None:
+    """The elements of a block along a dimension; None if its numbers are not those of blocks."""
+    from jax.experimental import pallas  # it is loaded: there is a kernel
+
+    if size is None or isinstance(size, pallas.Squeezed):
+        return 1
+    if isinstance(size, pallas.Blocked):
+        return size.block_size
+    return size if isinstance(size, int) else None
+
+
+def deals_rows(equation: Any, step: int, shards: int) -> bool:
+    """Whether the steps of one dimension of the grid may be dealt to so many devices.
+
+    Each block of an array that this dimension walks over is read and written by its own step, what is written
+    is walked over, and the kernel does the same at each step, whatever came before it.
+    """
+    mapping, given = equation.params['grid_mapping'], blocks(equation)
+    count = mapping.grid[step]
+    if not isinstance(count, int) or count % shards or mapping.num_index_operands:
+        return False
+    for operand, result in equation.params['input_output_aliases']:
+        if walked(given[operand]) != walked(given[len(equation.invars) + result]):
+            return False
+    written = _written(equation)
+    return all(
+        _walks_apart(block, step, count, i in written) for i, block in enumerate(given)
+    ) and _steps_are_apart(equation, step)
+
+
+def _walks_apart(block: Any, step: int, count: int, is_written: bool) -> bool:
+    """Whether each step of one dimension of the grid has a block of its own, or all have the same ones."""
+    index_map = opened(block.index_map_jaxpr)
+    dims = [dim for dim, each in walked(block).items() if each == step]
+    uses = [
+        atom
+        for atoms in (index_map.outvars, *(each.invars for each in index_map.eqns))
+        for atom in atoms
+        if not isinstance(atom, Literal) and atom is index_map.invars[step]
+    ]
+    if len(uses) != len(dims) or len(dims) > 1 or (not dims and is_written):
+        return False
+    if any(each.primitive.name in _NUMBERS for each in index_map.eqns):
+        return False
+    sizes = {dim: _block_size(block.block_shape[dim]) for dim in dims}
+    return all(size is not None and size * count == array_shape(block)[dim] for dim, size in sizes.items())
+
+
+def _written(equation: Any) -> set[int]:
+    """The blocks that a kernel writes to, by number: results, and operands that it changes in place.
+
+    Relies on effects of its jaxpr, of which that of reading has the name "Read", naming an argument: by
+    *input_index* until JAX 0.11, by *input*, the variable, since.
+    """
+    kernel = kernel_jaxpr(equation)
+    places = {id(var): place for place, var in enumerate(kernel.invars)}
+    found = {*range(len(equation.invars), len(equation.invars) + len(equation.outvars))}
+    for effect in kernel.effects:
+        if getattr(effect, 'name', 'Read') != 'Read':
+            found.add(getattr(effect, 'input_index', places.get(id(getattr(effect, 'input', None)), -1)))
+    return found
+
+
+def _steps_are_apart(equation: Any, step: int) -> bool:
+    """Whether a kernel does the same at each step of a dimension of the grid, whatever came before it."""
+    mapping = equation.params['grid_mapping']
+    if step in mapping.vmapped_dims:
+        return True
+    # A kernel does not count the dimensions that jax.vmap adds.
+    counted = [dim for dim in range(len(mapping.grid)) if dim not in mapping.vmapped_dims]
+    number = counted.index(step)
+    for each in equations(kernel_jaxpr(equation)):
+        name = each.primitive.name
+        if name in _NUMBERS and each.params.get('axis', number) == number:
+            return False
+        if name.startswith('prng_'):  # its state goes from step to step
+            return False
+    # What is left in scratch memory is there in the next step, unless it is said that steps are parallel.
+    said = getattr(equation.params['compiler_params'], 'dimension_semantics', None) or ()
+    parallel = len(said) == len(counted) and getattr(said[number], 'value', said[number]) in _PARALLEL
+    return not mapping.scratch_avals or parallel
+
+
+def run_part(equation: Any, operands: Sequence[Any], shards: Mapping[int, int]) -> Any:
+    """The results of a kernel for a part of its operands: fewer steps, and smaller arrays.
+
+    Args:
+        equation: the kernel.
+        operands: the parts.
+        shards: dimension of the grid -> into how many parts its steps are dealt.
+    """
+    params, given = equation.params, []
+    for block in blocks(equation):
+        shape = list(array_shape(block))
+        for dim, step in walked(block).items():
+            shape[dim] //= shards.get(step, 1)
+        given.append(dataclasses.replace(block, array_aval=block.array_aval.update(shape=tuple(shape))))
+    steps = tuple(size // shards.get(step, 1) for step, size in enumerate(grid(equation)))
+    part = dataclasses.replace(params['grid_mapping'], grid=steps, block_mappings=tuple(given))
+    results = tuple(
+        aval.update(shape=block.array_aval.shape)
+        for aval, block in zip(params['out_avals'], given[len(equation.invars) :], strict=True)
+    )
+    changed = {**params, 'grid_mapping': part, 'out_avals': results}
+    cost = params['cost_estimate']
+    if cost is not None:
+        devices = math.prod(shards.values())
+        fields = {field.name: getattr(cost, field.name) for field in dataclasses.fields(cost)}
+        changed['cost_estimate'] = dataclasses.replace(
+            cost, **{name: value // devices for name, value in fields.items() if isinstance(value, int)}
+        )
+    return equation.primitive.bind(*operands, **changed)

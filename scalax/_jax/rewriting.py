@@ -1,0 +1,137 @@
+"""Jaxprs and equations that are made of others: with other operands, jaxprs or parameters.
+
+New equations are taken from JAX, since the parameters of primitives are not public: it traces a function of
+one operation, and the equation gets other variables.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
+from jax.sharding import NamedSharding
+
+from scalax._jax.equations import CALLS, opened, shape_of
+from scalax._jax.tracing import trace_context
+
+_BODIES = {**CALLS, 'scan': 'jaxpr', 'while': 'body_jaxpr'}
+# The parameters of `jit` that have an entry for each operand, and for each result.
+_OF_OPERANDS = ('in_shardings', 'in_layouts', 'donated_invars')
+_OF_RESULTS = ('out_shardings', 'out_layouts')
+
+
+def replaced(jaxpr: Any, **changes: Any) -> Any:
+    """The jaxpr with other equations or results, as open or as closed as it was.
+
+    Relies on `replace` of jaxprs, which checks nothing and computes their effects.
+    """
+    inner = opened(jaxpr)
+    new = inner.replace(**changes)
+    return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+
+
+def with_operands(equation: Any, operands: Sequence[Any]) -> Any:
+    """The equation with other operands. Relies on `replace` of equations."""
+    return equation.replace(invars=[*operands])
+
+
+def with_jaxprs(equation: Any, *jaxprs: Any) -> Any:
+    """A call, a loop or a `cond` with another jaxpr, or other branches, of the same types."""
+    name = equation.primitive.name
+    changed = {'branches': jaxprs} if name == 'cond' else dict(zip([_BODIES[name]], jaxprs, strict=True))
+    return equation.replace(params={**equation.params, **changed})
+
+
+def constraint(var: Any, sharding: NamedSharding, like: Any, context: Any) -> Any:
+    """An equation that constrains a variable; its result is a new variable.
+
+    Relies on ``Var(aval)``, and on the parameters of a constraint depending on its sharding, its rank and
+    JAX's trace context only.
+
+    Args:
+        var: the variable.
+        sharding: its sharding.
+        like: the equation whose line it gets.
+        context: the `trace_context`, which is asked for once for many.
+    """
+    template = _constraint(sharding, context)
+    return template.replace(invars=[var], outvars=[Var(var.aval)], source_info=like.source_info)
+
+
+@functools.lru_cache(maxsize=1024)
+def _constraint(sharding: NamedSharding, context: Any) -> Any:
+    """A constraint as JAX makes it, on an array of one element in each block."""
+    sizes, shape = sharding.mesh.shape, []
+    for entry in sharding.spec:
+        axes = entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
+        shape.append(math.prod(sizes[axis] for axis in axes))
+
+    def constrained(x: Any) -> Any:
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    [equation] = jax.jit(constrained).trace(jax.ShapeDtypeStruct(tuple(shape), 'float32')).jaxpr.eqns
+    return equation
+
+
+def equation_of(function: Callable[..., Any], like: Any) -> Any:
+    """The equation that a function of one operation makes of the operands of another equation.
+
+    Args:
+        function: the function; its results have the types of those of the other equation.
+        like: the other equation, whose results and line it gets.
+    """
+    shapes = [jax.ShapeDtypeStruct(shape_of(atom), atom.aval.dtype) for atom in like.invars]
+    [found] = opened(jax.make_jaxpr(function)(*shapes)).eqns
+    return found.replace(invars=like.invars, outvars=like.outvars, source_info=like.source_info)
+
+
+def with_inputs(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """A closed jaxpr whose constants of an outer trace are its last inputs; and these constants.
+
+    Relies on *constvars* and *consts* being in one order, and on `debug_info` being a named tuple.
+    """
+    inner = opened(jaxpr)
+    pairs = [*zip(inner.constvars, jaxpr.consts, strict=True)]
+    captured = [pair for pair in pairs if isinstance(pair[1], jax.core.Tracer)]
+    if not captured:
+        return jaxpr, []
+    kept = [pair for pair in pairs if not isinstance(pair[1], jax.core.Tracer)]
+    names = inner.debug_info.arg_names  # None where JAX does not know them
+    new = inner.replace(
+        constvars=[var for var, _ in kept],
+        invars=[*inner.invars, *[var for var, _ in captured]],
+        debug_info=inner.debug_info._replace(arg_names=names and (*names, *[''] * len(captured))),
+    )
+    return ClosedJaxpr(new, [value for _, value in kept]), [value for _, value in captured]
+
+
+def run(jaxpr: Any, operands: Sequence[Any], consts: Sequence[Any] | None = None) -> list[Any]:
+    """The results of a closed jaxpr, computed equation by equation, also with other constants.
+
+    Relies on `jaxpr_as_fun`, and on `replace` of a closed jaxpr taking *consts*.
+    """
+    return jaxpr_as_fun(jaxpr if consts is None else jaxpr.replace(consts=consts))(*operands)
+
+
+def run_as_one(jaxpr: Any, operands: Sequence[Any], name: str) -> Sequence[Any]:
+    """The results of a closed jaxpr, bound in a trace as one equation of `jit`.
+
+    It says of no operand and result how it is sharded, donated or laid out. Relies on `_OF_OPERANDS` and
+    `_OF_RESULTS` being all the parameters of `jit` that have an entry for each of these.
+    """
+    call = _call(trace_context())
+    params = {**call.params, 'jaxpr': jaxpr, 'name': name}
+    for names, count in ((_OF_OPERANDS, len(operands)), (_OF_RESULTS, len(opened(jaxpr).outvars))):
+        params |= {each: params[each] * count for each in names}
+    return call.primitive.bind(*operands, **params)
+
+
+@functools.lru_cache(maxsize=64)
+def _call(context: Any) -> Any:
+    """An equation that calls a jitted function of one operand and one result, as JAX makes it."""
+    [equation] = opened(jax.make_jaxpr(jax.jit(lambda x: x))(0.0)).eqns
+    return equation

@@ -1,0 +1,135 @@
+"""The trace that the caller runs in, and the values and the state of it.
+
+JAX has no public way to ask which transformation is at work. So it is asked for something that it gives, or
+refuses, in some of them only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
+from jax.sharding import AxisType, NamedSharding
+
+# The settings of jax.config that are local to a thread: relies on each having a context manager of its name.
+# Without transfer_guard, which can only be set (its three directions are read instead), and thread_guard,
+# which tells threads apart.
+THREAD_SETTINGS = tuple(
+    name
+    for name in sorted(dir(jax))
+    if hasattr(jax.config, f'jax_{name}') and name not in ('thread_guard', 'transfer_guard')
+)
+current_trace = get_opaque_trace_state
+"""An object that differs for different traces. Relies on it comparing by the trace at work."""
+
+_nothing = jax.jit(lambda: ())
+
+
+def trace_context() -> Any:
+    """An object that is the same (by identity) whenever JAX's trace context is the same.
+
+    JAX tells traces apart by it besides the arguments: x64, matmul precision, the PRNG implementation,
+    ``jax.set_mesh``, names of mapped axes, and user contexts such as the bindings of annotations and the
+    mapping of named axes. Relies on JAX caching the trace of a function that does nothing by it alone.
+    """
+    return _nothing.trace().jaxpr
+
+
+def is_traced() -> bool:
+    """Whether some transformation of JAX is tracing the caller.
+
+    Relies on ``jax.sharding.get_mesh`` raising a ValueError there ("can only be used outside of jax.jit").
+    """
+    try:
+        jax.sharding.get_mesh()
+    except ValueError:
+        return True
+    return False
+
+
+def is_compiled() -> bool:
+    """Whether the caller is traced for compilation.
+
+    Under ``jax.vmap`` or ``jax.grad`` alone JAX traces, and yet runs every operation at once. Relies on a
+    constant being an array then, and a tracer otherwise.
+    """
+    return is_traced() and isinstance(jnp.asarray(0), jax.core.Tracer)
+
+
+def is_mapped(mesh: Any, axis: str) -> bool:
+    """Whether ``jax.vmap`` maps a dimension along an Explicit axis of the mesh in force.
+
+    Relies on ``jax.shard_map`` along that axis raising a ValueError there.
+    """
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if types[axis] is not AxisType.Explicit or not is_traced():
+        return False
+    try:
+        jax.eval_shape(jax.shard_map(tuple, mesh=mesh, in_specs=(), out_specs=(), axis_names={axis}))
+    except ValueError:
+        return True
+    return False
+
+
+def is_refused(leaf: Any, sharding: NamedSharding | None) -> bool:
+    """Whether ``jax.jit`` refuses a value of a transformation that runs at once; compiles to find out.
+
+    Relies on it raising a ValueError where the array behind the value is committed to another sharding.
+    """
+    if sharding is None or not isinstance(leaf, jax.core.Tracer) or is_compiled():
+        return False
+    try:
+        jax.jit(lambda value: value, in_shardings=sharding)(leaf)
+    except ValueError:
+        return True
+    return False
+
+
+def inner_sharding(leaf: Any) -> Any:
+    """The sharding of the array behind a value of a transformation that runs at once.
+
+    Relies on ``jax.debug.inspect_array_sharding`` calling back before it returns there.
+    """
+    seen: list[Any] = []
+    jax.debug.inspect_array_sharding(leaf, callback=seen.append)
+    return seen[-1]
+
+
+def type_of(leaf: Any) -> Any:
+    """The type of a leaf in JAX; it has a shape and a dtype unless it `is_opaque`.
+
+    Relies on ``jax.typeof`` raising a TypeError or an OverflowError about what JAX does not take, a
+    ValueError about masked arrays, and others about views of references, which JAX takes apart itself.
+
+    Raises:
+        TypeError: JAX does not take the leaf.
+        OverflowError: an integer has more bits than JAX has.
+    """
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    try:
+        return jax.typeof(leaf)
+    except ValueError as error:
+        raise TypeError(str(error)) from None
+    except (TypeError, OverflowError):
+        raise
+    except Exception:  # noqa: BLE001 - of a view of a reference
+        return type(leaf)
+
+
+def is_opaque(kind: Any) -> bool:
+    """Whether a type is not one of arrays: of a token, a view of a reference, or a hijax type.
+
+    Relies on these, and no others, having no shape or no dtype.
+    """
+    return isinstance(kind, type) or not (hasattr(kind, 'shape') and hasattr(kind, 'dtype'))
+
+
+def varying_axes(kind: Any) -> frozenset[str]:
+    """The manual axes along which a value of this type differs, as far as JAX followed it in `shard_map`.
+
+    Relies on ``manual_axis_type.varying``.
+    """
+    return kind.manual_axis_type.varying

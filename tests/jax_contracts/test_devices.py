@@ -1,0 +1,58 @@
+"""What devices say of themselves, as `scalax/_jax/devices` reads it."""
+
+import importlib.util
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from scalax._jax import devices as of
+from scalax._mesh.topologies import topology_devices
+from tests.support.contracts import contract
+
+
+def test_platforms_that_are_not_here() -> None:
+    with contract(
+        'raises a RuntimeError about platforms that it does not have', 'to say which devices it needs'
+    ):
+        found, said = of.devices_of('tpu')
+        assert not found and 'tpu' in said
+        assert of.devices_of('cpu') == (jax.devices(), '')
+        assert of.devices_of('cpu', local=True) == (jax.local_devices(), '')
+
+
+def test_cpu_devices_have_no_place() -> None:
+    with contract('gives simulated devices no place, and no slice or the first', 'to tell hosts apart'):
+        for device in jax.devices():
+            assert of.slice_of(device) in (None, 0)
+            assert (of.coords_of(device), of.core_of(device)) == ((), 0)
+
+
+@pytest.fixture(scope='module')
+def slices() -> Any:
+    if importlib.util.find_spec('libtpu') is None:
+        pytest.skip('the TPU compiler is not installed')
+    return topology_devices('v5e:2x4', 2)
+
+
+@pytest.mark.one_jax
+def test_tpu_devices_have_places(slices: Any) -> None:
+    with contract('says of TPU devices in which slice and where in the torus they are', 'to lay meshes out'):
+        assert {of.slice_of(device) for device in slices} == {0, 1}
+        assert {of.coords_of(device) for device in slices} == {(x, y, 0) for x in range(2) for y in range(4)}
+        assert {of.core_of(device) for device in slices} == {0}
+
+
+@pytest.mark.one_jax
+def test_devices_that_fill_no_box_are_used_in_their_order(slices: Any) -> None:
+    one = [device for device in slices if of.slice_of(device) == 0]
+    square = topology_devices('v5e:4x4', 1)
+    with contract('asserts that devices fill a box, and refuses parts of axes', 'to lay meshes out'):
+        assert {*of.mesh_order((2, 4), one, False).flat} == {*one}
+        assert of.mesh_order((3,), one[:3], False).tolist() == one[:3]
+        with pytest.raises(NotImplementedError):
+            of.mesh_order((8, 2), square, False)
+        assert of.mesh_order((8, 2), square, True).shape == (8, 2)
+    order = of.mesh_order((2, 4), jax.devices(), False)
+    assert isinstance(order, np.ndarray)

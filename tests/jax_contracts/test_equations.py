@@ -1,0 +1,243 @@
+"""What equations of JAX hold, as `scalax/_jax/equations` reads it."""
+
+import traceback
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalax._jax import equations as of
+from tests.support.contracts import contract, equation_in
+
+pytestmark = pytest.mark.whole
+X, IMAGES = np.ones((2, 3, 4), np.float32), np.ones((2, 8, 8, 3), np.float32)
+MESH = AbstractMesh((2, 4), ('a', 'b'), axis_types=(AxisType.Auto,) * 2)
+
+
+def conv(x: Any, kernel: Any) -> Any:
+    return lax.conv_general_dilated(
+        *(x, kernel, (1, 2), ((0, 1), (2, 3)), (1, 1), (2, 2)),
+        dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
+    )
+
+
+def gather(x: Any, i: Any) -> Any:
+    return lax.gather(x, i, lax.GatherDimensionNumbers((1, 2), (0,), (0,)), (1, 3, 4), mode='clip')
+
+
+def scatter(x: Any, i: Any) -> Any:
+    return x.at[i].add(np.ones((5, 3, 4), np.float32))
+
+
+CONV = conv, IMAGES, np.ones((3, 3, 3, 5), np.float32)
+INDICES = np.zeros((5, 1), np.int32)
+GATHER, SCATTER = (gather, X, INDICES), (scatter, X, INDICES[:, 0])
+RAGGED = lax.ragged_dot, np.ones((6, 3), np.float32), np.ones((2, 3, 5), np.float32), np.array([4, 2])
+
+
+def placed(x: Any) -> Any:
+    return jax.jit(jnp.sin, out_shardings=NamedSharding(MESH, P('a')))(x)
+
+
+def mapped(*, manual: set[str]) -> Any:
+    return jax.shard_map(
+        *(jnp.sin,),
+        mesh=MESH,
+        in_specs=P('a' if 'a' in manual else None),
+        out_specs=P('a' if 'a' in manual else None),
+        axis_names=manual,
+    )
+
+
+# accessor, primitive: (function, arguments ...), what it gives
+CASES: dict[tuple[Any, str], tuple[tuple[Any, ...], Any]] = {
+    (of.dim_of, 'sort'): ((lambda x: lax.sort(x, dimension=1), X), 1),
+    (of.dim_of, 'top_k'): ((lambda x: lax.top_k(x, 2), X), 2),
+    (of.dim_of, 'approx_top_k'): ((lambda x: lax.approx_max_k(x, 2, reduction_dimension=1), X), 1),
+    (of.removed_dims, 'reduce_sum'): ((lambda x: x.sum((0, 2)), X), (0, 2)),
+    (of.removed_dims, 'argmax'): ((lambda x: x.argmax(1), X), (1,)),
+    (of.removed_dims, 'squeeze'): ((lambda x: lax.squeeze(x, (1,)), np.ones((2, 1))), (1,)),
+    (of.removed_dims, 'reduce'): (
+        (lambda x: lax.reduce(x, np.float32(0), lambda a, b: jnp.sin(a) + b, (0,)), X),
+        (0,),
+    ),
+    (of.broadcast_dims, 'broadcast_in_dim'): (
+        (lambda x: lax.broadcast_in_dim(x, (7, 2), (1,)), X[:, 0, 0]),
+        (1,),
+    ),
+    (of.permutation, 'transpose'): ((lambda x: x.transpose(2, 0, 1), X), (2, 0, 1)),
+    (of.is_reordered, 'reshape'): ((lambda x: x.reshape(6, 4), X), False),
+    (of.fft_lengths, 'fft'): ((lambda x: jnp.fft.fftn(x, axes=(1, 2)), X), (3, 4)),
+    (of.dot_dims, 'dot_general'): (
+        (lambda x: lax.dot_general(x, x, (((2,), (2,)), ((0,), (0,)))), X),
+        (((2,), (2,)), ((0,), (0,))),
+    ),
+    (of.ragged_dot_dims, 'ragged_dot_general'): (RAGGED, (((1,), (1,)), ((), ()), (0,))),
+    (lambda eqn: of.conv_dims(eqn).lhs_spec, 'conv_general_dilated'): (CONV, (0, 3, 1, 2)),
+    (lambda eqn: of.conv_dims(eqn).rhs_spec, 'conv_general_dilated'): (CONV, (3, 2, 0, 1)),
+    (lambda eqn: of.conv_dims(eqn).out_spec, 'conv_general_dilated'): (CONV, (0, 3, 1, 2)),
+    (of.conv_groups, 'conv_general_dilated'): (CONV, (1, 1)),
+    (of.conv_windows, 'conv_general_dilated'): (CONV, ((1, (0, 1), 1, 2), (2, (2, 3), 1, 2))),
+    (lambda eqn: of.gather_dims(eqn).offset_dims, 'gather'): (GATHER, (1, 2)),
+    (lambda eqn: of.gather_dims(eqn).collapsed_slice_dims, 'gather'): (GATHER, (0,)),
+    (of.slice_sizes, 'gather'): (GATHER, (1, 3, 4)),
+    (lambda eqn: of.scatter_dims(eqn).update_window_dims, 'scatter-add'): (SCATTER, (1, 2)),
+    (lambda eqn: of.scatter_dims(eqn).inserted_window_dims, 'scatter-add'): (SCATTER, (0,)),
+    (lambda eqn: of.shardings_said(eqn)[1][0].spec, 'jit'): ((placed, X), P('a')),
+    (lambda eqn: of.shardings_said(eqn)[0], 'jit'): ((placed, X), {}),
+    (lambda eqn: of.shardings_said(eqn)[1][0].spec, 'sharding_constraint'): (
+        (lambda x: lax.with_sharding_constraint(x, NamedSharding(MESH, P('b', None))), np.ones((4, 4))),
+        P('b', None),
+    ),
+    (lambda eqn: of.shardings_said(eqn)[1][0].spec, 'device_put'): (
+        (lambda x: jax.device_put(x, NamedSharding(MESH, P('b'))), np.ones(4)),
+        P('b'),
+    ),
+    (of.mapped_outputs, 'shard_map'): ((mapped(manual={'a', 'b'}), X), (P('a'),)),
+    (of.count_blocks, 'shard_map'): ((mapped(manual={'a', 'b'}), X), 8),
+    (lambda eqn: of.count_blocks(eqn), 'shard_map'): ((mapped(manual={'b'}), X), 4),
+    (lambda eqn: of.shape_of(eqn.invars[0]), 'sin'): ((jnp.sin, X), (2, 3, 4)),
+    (lambda eqn: of.is_on_device(eqn.invars[0]), 'sin'): ((jnp.sin, X), True),
+}
+
+
+def label(case: tuple[Any, str]) -> str:
+    name = case[0].__name__
+    return f'{case[0].__code__.co_names[-1] if name == "<lambda>" else name} of {case[1]}'
+
+
+@pytest.mark.parametrize('case', CASES, ids=label)
+def test_parameters(case: tuple[Any, str]) -> None:
+    accessor, primitive = case
+    traced, expected = CASES[case]
+    with contract(f'keeps what an equation of {primitive} does where it was', 'to follow dimensions'):
+        found = accessor(equation_in(primitive, *traced))
+        found = tuple(found) if isinstance(expected, tuple) and not isinstance(expected, P) else found
+        assert found == expected, f'{found} and not {expected}'
+
+
+@pytest.mark.parametrize('name', ['stack', 'unstack'])
+def test_parameters_of_primitives_that_not_every_version_has(name: str) -> None:
+    fun = {'stack': lambda x: jnp.stack([x, x], 1), 'unstack': lambda x: jnp.unstack(x, axis=1)}[name]
+    found = [each for each in of.equations(jax.make_jaxpr(fun)(X)) if each.primitive.name == name]
+    with contract(f'says with which dimension {name} works', 'to follow rows through it'):
+        assert [of.dim_of(each) for each in found] in ([], [1])
+
+
+def test_a_reshape_that_reads_its_operand_in_another_order() -> None:
+    with contract('says of lax.reshape whether it has *dimensions*', 'to follow no rows through such a one'):
+        jaxpr = jax.make_jaxpr(lambda x: lax.reshape(x, (24,), dimensions=(2, 0, 1)))(X)
+        names = [each.primitive.name for each in of.equations(jaxpr)]
+        reordered = [
+            of.is_reordered(each) for each in of.equations(jaxpr) if each.primitive.name == 'reshape'
+        ]
+        assert reordered == [True] or 'transpose' in names
+
+
+def test_values_in_the_memory_of_the_host() -> None:
+    with contract('has the memory of a value in its type', 'to leave what is offloaded where it is'):
+        jaxpr = jax.make_jaxpr(lambda x: jax.device_put(x, jax.memory.Space.Host))(X)
+        assert not of.is_on_device(of.opened(jaxpr).outvars[0])
+
+
+CALLED = {
+    'jit': jax.jit(jnp.sin),
+    'remat2': jax.checkpoint(jnp.sin),
+    'custom_jvp_call': jax.nn.relu,
+    'custom_vjp_call': jax.custom_vjp(jnp.sin),
+}
+CALLED['custom_vjp_call'].defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g,))
+
+
+@pytest.mark.parametrize('name', CALLED)
+def test_calls_have_their_jaxpr_with_their_operands(name: str) -> None:
+    with contract(f'has the jaxpr that {name} runs under its name', 'to follow the batch into calls'):
+        equation = equation_in(name, CALLED[name], X)
+        inner = of.opened(of.called(equation))
+        assert [len(inner.invars), len(inner.outvars)] == [len(equation.invars), len(equation.outvars)]
+        assert of.opened(of.run_once(equation)) is inner
+
+
+def test_what_runs_a_jaxpr_once() -> None:
+    def solve(x: Any) -> Any:
+        return lax.custom_linear_solve(lambda y: 2 * y, x, lambda _, y: jnp.tanh(y), symmetric=True)
+
+    with contract('has the jaxpr of a solver among those of custom_linear_solve', 'to count its operations'):
+        inner = of.run_once(equation_in('custom_linear_solve', solve, X))
+        assert 'tanh' in [each.primitive.name for each in of.equations(inner)]
+    with contract('has the jaxpr of shard_map among its parameters', 'to count its operations'):
+        inner = of.run_once(equation_in('shard_map', mapped(manual={'a', 'b'}), X))
+        assert [each.primitive.name for each in inner.eqns] == ['sin']
+
+
+def test_scans_have_constants_then_state_then_stacks() -> None:
+    def fun(constant: Any, state: Any, stack: Any) -> Any:
+        return lax.scan(lambda c, x: (c + constant, x * c.sum()), state, stack)
+
+    with contract('orders the operands of a scan as constants, state, stacks', 'to follow loops'):
+        equation = equation_in('scan', fun, X[0], X[0], np.ones((5, 2), np.float32))
+        loop = of.loop_of(equation)
+        assert loop[1:] == (None, 0, 1, 1, 5)
+        parts = loop.parts([*map(of.shape_of, equation.invars)])
+        assert parts == ([(3, 4)], [(3, 4)], [(5, 2)])
+        assert [*map(of.shape_of, of.opened(loop.body).invars)] == [(3, 4), (3, 4), (2,)]
+
+
+def test_whiles_have_constants_of_the_test_then_of_the_body_then_state() -> None:
+    def fun(end: Any, step: Any, first: Any) -> Any:
+        return lax.while_loop(lambda c: c.sum() < end, lambda c: c + step, first)
+
+    with contract('orders the operands of a while as those of test, body, state', 'to follow loops'):
+        equation = equation_in('while', fun, np.float32(9), X[0], X[0])
+        loop = of.loop_of(equation)
+        assert loop[2:] == (1, 1, 1, None)
+        assert loop.parts([*map(of.shape_of, equation.invars)]) == ([(3, 4)], [(3, 4)], [])
+        counts = [len(of.opened(each).invars) for each in (loop.test, loop.body)]
+        assert counts == [loop.tested + loop.carried, loop.constants + loop.carried]
+
+
+def test_branches_take_all_operands_but_the_first() -> None:
+    with contract('has the branches of a cond in its parameters', 'to follow the batch into each'):
+        equation = equation_in('cond', lambda i, x: lax.cond(i, jnp.sin, jnp.cos, x), True, X)
+        inner = [of.opened(branch) for branch in of.branches(equation)]
+        assert [each.eqns[0].primitive.name for each in inner] == ['cos', 'sin']
+        assert [len(each.invars) for each in inner] == [len(equation.invars) - 1] * 2
+
+
+def test_jaxprs_are_found_in_parameters() -> None:
+    with contract('has jaxprs in parameters as ClosedJaxpr or Jaxpr', 'to see all that a function does'):
+        jaxpr = jax.make_jaxpr(jax.jit(lambda x: lax.cond(True, jax.jit(jnp.sin), jnp.cos, x)))(X)
+        assert {'sin', 'cos'} <= {each.primitive.name for each in of.equations(jaxpr)}
+        [outer] = of.opened(jaxpr).eqns
+        assert [*of.jaxprs_in(outer)] == [*map(of.opened, filter(of.is_jaxpr, of.values_in(outer)))]
+
+
+def test_names_of_arguments() -> None:
+    with contract('names the arguments of a traced function', 'to say which argument is meant'):
+        jaxpr = jax.jit(lambda tree, x: tree['w'] + x).trace({'w': X}, X).jaxpr
+        assert [*of.argument_names(jaxpr)] == ["tree['w']", 'x']
+
+
+def test_transformations_are_in_the_name_stack() -> None:
+    def loss(x: Any) -> Any:
+        with jax.named_scope('layer'):
+            return jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(x).sum()
+
+    with contract(
+        'writes jvp, transpose and rematted_computation into name stacks', 'to tell parts of a step'
+    ):
+        stacks = {of.name_stack(each) for each in of.equations(jax.make_jaxpr(jax.grad(loss))(X))}
+        text = ' '.join(stacks)
+        assert 'jvp(layer)' in text and 'transpose(jvp(layer))' in text and 'rematted_computation' in text
+
+
+def test_equations_know_their_lines() -> None:
+    with contract('knows where the code of an equation is', 'to name lines of the user'):
+        trace = of.traceback_of(equation_in('sin', lambda x: jnp.sin(x), X))
+        assert trace is not None
+        assert __file__ in [frame.filename for frame in traceback.extract_tb(trace)]

@@ -1,0 +1,51 @@
+"""Boxes of other libraries and modules of flax.nnx, as `scalax/_jax/flax` reads them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from scalax._jax import flax as of
+from tests.support.contracts import contract
+
+X = np.ones((4, 8), np.float32)
+
+
+def test_boxes_of_linen() -> None:
+    nn = pytest.importorskip('flax.linen')
+    with contract('has *names* in boxes of linen', 'to know dimensions of models', library='flax'):
+        box = nn.Partitioned(X, names=('embed', None))
+        assert of.is_box(box) and of.names_of_box(box) == ('embed', None)
+
+
+def test_variables_of_nnx() -> None:
+    nnx = pytest.importorskip('flax.nnx')
+    with contract('has names in the metadata of variables', 'to know dimensions of models', library='flax'):
+        with nnx.use_eager_sharding(False):  # or flax reads the names as axes of a mesh
+            variable = nnx.Param(X, out_sharding=('embed', 'mlp'))
+        assert of.is_box(variable) and tuple(of.names_of_box(variable) or ()) == ('embed', 'mlp')
+        assert of.is_box(nnx.Param(X)) and not of.names_of_box(nnx.Param(X))
+
+
+def test_named_arrays_of_haliax() -> None:
+    hax: Any = pytest.importorskip('haliax')
+    with contract('has *axes* in NamedArrays', 'to know dimensions of models', library='haliax'):
+        array = hax.named(X, (hax.Axis('embed', 4), hax.Axis('mlp', 8)))
+        assert of.is_box(array) and of.names_of_box(array) == ['embed', 'mlp']
+
+
+@pytest.mark.parametrize('node', [X, {'w': X}, P('names'), 1.0])
+def test_other_nodes_are_no_boxes(node: Any) -> None:
+    assert not of.is_box(node)
+
+
+def test_modules_of_nnx() -> None:
+    nnx = pytest.importorskip('flax.nnx')
+    with contract('has modules that are Pytree or Object', 'to see what changes in them', library='flax'):
+        module = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        assert isinstance(module, of.module_class(nnx))
+        assert not isinstance(X, of.module_class(nnx))
+        names = [path[-1] for path, _ in nnx.iter_graph(module) if path]
+        assert 'kernel' in names
+        assert all(of.is_bookkeeping(name) for name in names if str(name).startswith('_'))

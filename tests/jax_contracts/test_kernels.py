@@ -1,0 +1,129 @@
+"""What equations of Pallas kernels hold, as `scalax/_jax/kernels` reads it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+from scalax._jax import kernels
+from tests.support.contracts import contract, equation_in
+
+X = np.arange(64, dtype=np.float32).reshape(16, 4)
+ROWS = pl.BlockSpec((4, 4), lambda i: (i, 0))
+WHOLE = pl.BlockSpec((16, 4), lambda i: (0, 0))
+PURPOSE = 'to run kernels on the rows of each device'
+
+
+def double(x_ref: Any, out_ref: Any) -> None:
+    out_ref[...] = 2 * x_ref[...]
+
+
+def doubled_rows(x_ref: Any, out_ref: Any) -> None:
+    out_ref[...] = 2 * x_ref[:4]
+
+
+def numbered(x_ref: Any, out_ref: Any) -> None:
+    out_ref[...] = x_ref[...] + pl.program_id(0)
+
+
+def adding(x_ref: Any, out_ref: Any, scratch_ref: Any) -> None:
+    scratch_ref[...] += x_ref[...]
+    out_ref[...] = scratch_ref[...]
+
+
+def in_place(x_ref: Any, out_ref: Any) -> None:
+    x_ref[...] = 2 * x_ref[...]
+    out_ref[...] = x_ref[...]
+
+
+def kernel(body: Any = double, *, given: Any = ROWS, taken: Any = ROWS, **options: Any) -> Any:
+    options = {'grid': (4,), **options}
+    return pl.pallas_call(
+        body, jax.ShapeDtypeStruct(X.shape, X.dtype), in_specs=[given], out_specs=taken, **options
+    )
+
+
+def equation_of(*args: Any, **options: Any) -> Any:
+    return equation_in('pallas_call', kernel(*args, **options), X)
+
+
+def test_the_grid_and_the_blocks() -> None:
+    with contract('has the grid and the blocks of a kernel in its grid mapping', PURPOSE):
+        equation = equation_of()
+        assert kernels.grid(equation) == (4,)
+        assert [kernels.array_shape(block) for block in kernels.blocks(equation)] == [(16, 4)] * 2
+        assert [kernels.walked(block) for block in kernels.blocks(equation)] == [{0: 0}, {0: 0}]
+        assert kernels.walked(kernels.blocks(equation_of(doubled_rows, given=WHOLE))[0]) == {}
+
+
+def test_the_jaxpr_of_a_step() -> None:
+    with contract('has the jaxpr of a step of a kernel', 'to count its operations'):
+        names = [each.primitive.name for each in kernels.kernel_jaxpr(equation_of()).eqns]
+        assert 'mul' in names
+
+
+@pytest.mark.parametrize('interpret', [True, False])
+def test_whether_it_is_interpreted(interpret: bool) -> None:
+    with contract('says whether a kernel is interpreted', 'to leave such a one to the compiler'):
+        assert kernels.is_interpreted(equation_of(interpret=interpret)) is interpret
+
+
+STEPS = {
+    # what a kernel does: how it is made, whether its steps may be dealt to devices
+    'each step has a block': ({}, True),
+    'all steps have one result': ({'given': WHOLE, 'taken': WHOLE}, False),
+    'a step asks for its number': ({'body': numbered}, False),
+}
+
+
+@pytest.mark.parametrize('what', STEPS)
+def test_which_steps_may_be_dealt(what: str) -> None:
+    options, expected = STEPS[what]
+    with contract(f'shows where of a kernel {what}', PURPOSE):
+        assert kernels.deals_rows(equation_of(**options), 0, 2) is expected
+
+
+def test_what_a_kernel_writes() -> None:
+    with contract('names the arguments that a kernel writes to in its effects', PURPOSE):
+        assert kernels._written(equation_of()) == {1}
+        assert kernels._written(equation_of(in_place)) == {0, 1}
+
+
+def test_scratch_memory() -> None:
+    from jax.experimental.pallas import tpu as pltpu
+
+    with contract('has the scratch memory of a kernel, and which dimensions are parallel', PURPOSE):
+        scratch: Any = {'scratch_shapes': [pltpu.VMEM((4, 4), jnp.float32)]}
+        assert not kernels.deals_rows(equation_of(adding, **scratch), 0, 2)
+        said = pltpu.CompilerParams(dimension_semantics=('parallel',))
+        assert kernels.deals_rows(equation_of(adding, **scratch, compiler_params=said), 0, 2)
+
+
+def test_dimensions_that_vmap_adds_are_apart() -> None:
+    with contract('says which dimensions of a grid jax.vmap has added', PURPOSE):
+        equation = equation_in('pallas_call', jax.vmap(kernel(numbered)), np.stack([X] * 2))
+        [added] = [step for step, size in enumerate(kernels.grid(equation)) if size == 2]
+        assert kernels.deals_rows(equation, added, 2)
+        assert not kernels.deals_rows(equation, 1 - added, 2)
+
+
+def test_operands_that_results_take_the_place_of() -> None:
+    with contract('has input_output_aliases among the parameters of a kernel', PURPOSE):
+        assert kernels.deals_rows(equation_of(input_output_aliases={0: 0}), 0, 2)
+        assert not kernels.deals_rows(
+            equation_of(doubled_rows, input_output_aliases={0: 0}, given=WHOLE), 0, 2
+        )
+
+
+def test_a_part_of_a_kernel_runs() -> None:
+    cost = pl.CostEstimate(flops=64, transcendentals=0, bytes_accessed=512)
+    with contract('runs a kernel with fewer steps and smaller arrays', PURPOSE):
+        equation = equation_of(interpret=True, cost_estimate=cost)
+        results = jax.jit(lambda x: kernels.run_part(equation, [x], {0: 2}))(X[:8])
+        np.testing.assert_array_equal(results[0], 2 * X[:8])
+        part = equation_in('pallas_call', lambda x: kernels.run_part(equation, [x], {0: 2}), X[:8])
+        assert part.params['cost_estimate'].flops == 32
+        assert kernels.grid(part) == (2,)

@@ -1,0 +1,132 @@
+"""What errors of JAX say, as `scalax/_jax/messages` reads them."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import pallas
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalax._jax import messages
+from scalax._mesh.topologies import topology_devices
+from tests.support.contracts import contract
+
+NO_CLUSTER = """
+import jax
+from scalax._jax import messages
+try:
+    jax.distributed.initialize()
+except ValueError as error:
+    print(messages.lacks_cluster(error))
+"""
+
+
+def test_no_cluster_is_found() -> None:
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not re.match('JAX_COORD|SLURM|OMPI|TPU|K8S', name)
+    }
+    command = [sys.executable, '-c', NO_CLUSTER]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    with contract('says that the coordinator "must be defined"', 'to run alone'):
+        assert done.stdout.strip() == 'True', done.stdout + done.stderr
+
+
+def test_it_is_too_late_to_join() -> None:
+    assert jax.devices()
+    with contract('says that jax.distributed.initialize "must be called before"', 'to run alone'):
+        with pytest.raises(RuntimeError) as caught:
+            jax.distributed.initialize('localhost:1', 1, 0)
+        assert messages.is_late(caught.value)
+
+
+def test_a_compiler_does_not_know_an_option() -> None:
+    lowered = jax.jit(lambda x: x + 1).lower(np.ones(3))
+    with contract('names the compile option that it does not know', 'to say whose option it is'):
+        with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+            lowered.compile(compiler_options={'xla_no_such_option': True})
+        assert messages.unknown_option(caught.value) == 'xla_no_such_option'
+
+
+INDIVISIBLE = {
+    'a type': lambda sharding: jax.jit(lambda x: jax.sharding.reshard(x, sharding)).lower(np.ones(9)),
+    'an argument': lambda sharding: jax.jit(lambda x: x, in_shardings=sharding).lower(np.ones(9)),
+    'an output': lambda sharding: jax.jit(lambda x: x, out_shardings=sharding).lower(np.ones(9)),
+    'a slice': lambda sharding: jax.jit(lambda x: x[:9]).lower(
+        jax.ShapeDtypeStruct((16,), 'float32', sharding=sharding)
+    ),
+}
+
+
+@pytest.mark.parametrize('what', INDIVISIBLE)
+def test_a_dimension_does_not_divide(what: str) -> None:
+    mesh = jax.make_mesh((8,), ('x',), axis_types=(AxisType.Explicit,))
+    with contract(
+        f'says "divide" or "divisible" of {what} that does not', 'to rule candidates of a search out'
+    ):
+        with pytest.raises(Exception) as caught:
+            INDIVISIBLE[what](NamedSharding(mesh, P('x')))
+        assert messages.is_indivisible(caught.value)
+
+
+@pytest.fixture(scope='module')
+def tpu() -> Mesh:
+    if importlib.util.find_spec('libtpu') is None:
+        pytest.skip('the TPU compiler is not installed')
+    return Mesh(np.array(topology_devices('v5e:2x4', 1)), ('x',))
+
+
+@pytest.mark.one_jax
+def test_a_program_is_too_large(tpu: Mesh) -> None:
+    large = jax.ShapeDtypeStruct((2**36,), 'float32', sharding=NamedSharding(tpu, P('x')))
+    lowered = jax.jit(lambda x: x + 1).lower(large)
+    with contract('says RESOURCE_EXHAUSTED of programs that do not fit', 'to plan them all the same'):
+        with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+            lowered.compile()
+        assert messages.is_out_of_memory(caught.value)
+
+
+@pytest.mark.one_jax
+def test_a_kernel_cannot_be_partitioned(tpu: Mesh) -> None:
+    def double(x_ref, out_ref):
+        out_ref[...] = 2 * x_ref[...]
+
+    x = jax.ShapeDtypeStruct((64, 128), 'float32', sharding=NamedSharding(tpu, P('x')))
+    kernel = pallas.pallas_call(double, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    with contract('raises NotImplementedError of kernels to partition', 'to rule candidates of a search out'):
+        with pytest.raises(NotImplementedError) as caught:
+            jax.jit(kernel).lower(x)
+        assert messages.is_unpartitioned(caught.value)
+
+
+@pytest.mark.one_jax
+def test_a_compiler_knows_no_custom_partitioning(tpu: Mesh) -> None:
+    @custom_partitioning
+    def own(x):
+        return x + 1
+
+    own.def_partition(
+        lambda mesh, args, result: (mesh, lambda x: x + 1, args[0].sharding, (args[0].sharding,)),
+        sharding_rule='i -> i',
+    )
+    x = jax.ShapeDtypeStruct((16,), 'float32', sharding=NamedSharding(tpu, P('x')))
+    lowered = jax.jit(own).lower(x)
+    with contract('names CustomSPMDPartitioning where a compiler does not know it', 'to say what helps'):
+        with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+            lowered.compile()
+        assert messages.lacks_custom_partitioning(caught.value)
+
+
+@pytest.mark.parametrize('text', ['mismatched PJRT API version 0.1', 'libtpu version 1 is too old'])
+def test_libtpu_does_not_fit(text: str) -> None:
+    # JAX and libtpu raise it when they are loaded: the texts are those of JAX 0.10 to 0.12.
+    assert messages.is_wrong_libtpu(RuntimeError(text))
+    assert not messages.is_wrong_libtpu(RuntimeError('no such topology'))

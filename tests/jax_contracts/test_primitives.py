@@ -1,0 +1,64 @@
+"""Which primitives are JAX's own, as `scalax/_jax/primitives` tells."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas
+
+from scalax._follow.primitives import RULES
+from scalax._jax import primitives
+from scalax._jax.equations import WITH_JAXPRS, equations
+from scalax._jax.primitives import KERNEL, primitive_name
+from tests.support.contracts import contract
+
+pytestmark = pytest.mark.whole
+NAMES = sorted({*RULES, *WITH_JAXPRS, KERNEL})
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_each_primitive_of_the_tables_is_listed(name: str) -> None:
+    # Others may be missing in this version.
+    known = name in primitives._of_jax(True) or name in primitives._NOT_IN_ALL
+    with contract(f'lists its primitive {name!r} in a public module', 'to tell it from one of somebody else'):
+        assert known
+
+
+def test_primitives_of_every_version_are_no_exceptions() -> None:
+    assert set(NAMES) >= primitives._NOT_IN_ALL
+
+
+def test_primitives_that_functions_make_are_those_listed() -> None:
+    def fun(x: Any) -> Any:
+        return jax.jit(jnp.sin)(x) @ jax.lax.scan(lambda c, y: (c + y, c), x[0], x)[1].T
+
+    with contract('binds the primitives that it lists', 'to know them'):
+        for equation in equations(jax.make_jaxpr(fun)(np.ones((3, 3)))):
+            assert primitive_name(equation) == equation.primitive.name
+
+
+@pytest.mark.parametrize('name', ['sin', 'closed_call', 'stack', KERNEL])
+def test_primitives_of_others(name: str) -> None:
+    assert pallas
+    own = SimpleNamespace(primitive=jax.extend.core.Primitive(name))
+    with contract('compares primitives by identity', 'to tell its own from those of others'):
+        assert primitive_name(own) == ''  # type: ignore[arg-type]
+    assert primitive_name(SimpleNamespace(primitive=jax.extend.core.Primitive('my own'))) == 'my own'
+
+
+def test_kernels_are_not_loaded_with_jax() -> None:
+    code = (
+        'import sys, jax; from scalax._jax import primitives; '
+        "own = primitives._of_jax(False); print('jax.experimental.pallas' in sys.modules, 'sin' in own)"
+    )
+    done = subprocess.run(
+        [sys.executable, '-c', code], capture_output=True, text=True, timeout=120, check=True
+    )
+    with contract('leaves Pallas alone until it is asked for', 'to look for kernels only then'):
+        assert done.stdout.split() == ['False', 'True']

@@ -1,0 +1,178 @@
+"""Jaxprs and equations that are made of others, as `scalax/_jax/rewriting` makes them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalax._jax import rewriting
+from scalax._jax.equations import called, equations, loop_of, opened
+from scalax._jax.tracing import trace_context
+from tests.support.contracts import contract, equation_in
+
+X = np.arange(8, dtype=np.float32)
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()), ('x',))
+
+
+def test_jaxprs_take_other_equations_and_results() -> None:
+    with contract('lets the equations and results of a jaxpr be replaced', 'to constrain values'):
+        jaxpr = jax.make_jaxpr(lambda x: jnp.sin(jnp.cos(x)))(X)
+        first = opened(jaxpr).eqns[0]
+        changed = rewriting.replaced(jaxpr, eqns=[first], outvars=first.outvars)
+        assert type(changed) is type(jaxpr)
+        np.testing.assert_array_equal(rewriting.run(changed, [X])[0], jnp.cos(X))
+
+
+def test_equations_take_other_operands() -> None:
+    with contract('lets the operands of an equation be replaced', 'to constrain values'):
+        jaxpr = opened(jax.make_jaxpr(lambda x, y: x - y)(X, X))
+        [equation] = jaxpr.eqns
+        assert rewriting.with_operands(equation, jaxpr.invars[::-1]).invars == jaxpr.invars[::-1]
+        assert equation.invars == jaxpr.invars
+
+
+HOLDERS = {
+    'jit': lambda x: jax.jit(jnp.sin)(x),
+    'remat2': jax.checkpoint(jnp.sin),
+    'scan': lambda x: lax.scan(lambda c, _: (jnp.sin(c), None), x, length=1)[0],
+    'while': lambda x: lax.while_loop(lambda c: (c > 2).all(), jnp.sin, x),
+    'cond': lambda x: lax.cond(False, jnp.sin, jnp.sin, x),
+}
+
+
+@pytest.mark.parametrize('name', HOLDERS)
+def test_equations_take_other_jaxprs(name: str) -> None:
+    with contract(f'lets the jaxpr of {name} be replaced', 'to constrain values in it'):
+        jaxpr = jax.make_jaxpr(HOLDERS[name])(X)
+        equation = equation_in(name, HOLDERS[name], X)
+        if name == 'cond':
+            inner = [jax.make_jaxpr(jnp.cos)(X)] * 2
+        elif name in ('scan', 'while'):
+            assert opened(loop_of(equation).body).eqns[0].primitive.name == 'sin'
+            inner = [jax.make_jaxpr(jnp.cos)(X)]
+        else:
+            closed = jax.make_jaxpr(jnp.cos)(X)
+            inner = [closed if hasattr(called(equation), 'consts') else opened(closed)]
+        [own] = [each for each in opened(jaxpr).eqns if each.primitive.name == name]
+        eqns = [rewriting.with_jaxprs(each, *inner) if each is own else each for each in opened(jaxpr).eqns]
+        changed = rewriting.replaced(jaxpr, eqns=eqns)
+        expected = X if name == 'while' else jnp.cos(X)
+        np.testing.assert_array_equal(rewriting.run(changed, [X])[0], expected)
+
+
+def test_a_constraint_depends_on_sharding_rank_and_trace_context_only(mesh: Mesh) -> None:
+    sharding = NamedSharding(mesh, P('x', P.UNCONSTRAINED))
+
+    def constrained(x: Any) -> Any:
+        return lax.with_sharding_constraint(x, sharding)
+
+    with contract(
+        'makes constraints of equal parameters for arrays of one rank', 'to make them of one another'
+    ):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            own = equation_in('sharding_constraint', constrained, np.ones((16, 3), np.int8))
+            made = rewriting.constraint(own.invars[0], sharding, own, trace_context())
+        assert made.ctx == own.ctx
+        assert made.params == own.params and made.primitive is own.primitive
+        assert made.outvars[0].aval == made.invars[0].aval and made.source_info is own.source_info
+
+
+def test_what_is_kept_of_constraints_is_of_one_mesh_in_force(mesh: Mesh) -> None:
+    sharding = NamedSharding(mesh, P('x'))
+    [equation] = opened(jax.make_jaxpr(jnp.sin)(X)).eqns
+    with contract('tells traces under other meshes apart', 'to keep equations of constraints'):
+        for ambient in (mesh.abstract_mesh, AbstractMesh((), ()), mesh.abstract_mesh):
+            with jax.sharding.use_abstract_mesh(ambient):
+                made = rewriting.constraint(equation.invars[0], sharding, equation, trace_context())
+            assert made.ctx.cur_abstract_mesh == ambient
+
+
+def test_a_constraint_that_is_made_is_one(mesh: Mesh) -> None:
+    with contract('runs a constraint whose result is a new variable', 'to constrain values'):
+        jaxpr = jax.make_jaxpr(jnp.sin)(X)
+        [equation] = opened(jaxpr).eqns
+        made = rewriting.constraint(
+            equation.outvars[0], NamedSharding(mesh, P('x')), equation, trace_context()
+        )
+        changed = rewriting.replaced(jaxpr, eqns=[equation, made], outvars=made.outvars)
+        result = jax.jit(lambda x: rewriting.run_as_one(changed, [x], 'f'))(X)[0]
+        assert result.sharding.is_equivalent_to(NamedSharding(mesh, P('x')), 1)
+        np.testing.assert_allclose(result, jnp.sin(X), rtol=1e-6)
+
+
+def test_what_is_kept_of_constraints_is_of_one_trace_context(mesh: Mesh) -> None:
+    from jax.experimental.xla_metadata import set_xla_metadata
+
+    sharding = NamedSharding(mesh, P('x'))
+    [equation] = opened(jax.make_jaxpr(jnp.sin)(X)).eqns
+    with contract('tells traces with other metadata apart', 'to keep equations of constraints'):
+        with set_xla_metadata(tag='mine'):
+            rewriting.constraint(equation.invars[0], sharding, equation, trace_context())
+            rewriting.run_as_one(jax.make_jaxpr(jnp.sin)(X), [X], 'f')
+        later = rewriting.constraint(equation.invars[0], sharding, equation, trace_context())
+        assert not later.ctx.xla_metadata
+
+
+def test_an_equation_is_made_of_a_function() -> None:
+    with contract('makes one equation of a function of one operation', 'to run kernels on their rows'):
+        like = equation_in('sin', jnp.sin, X)
+        made = rewriting.equation_of(jnp.cos, like)
+        assert made.primitive.name == 'cos'
+        assert (made.invars, made.outvars, made.source_info) == (like.invars, like.outvars, like.source_info)
+
+
+def test_values_of_an_outer_trace_become_inputs() -> None:
+    with contract('has the values that a function closes over as constants', 'to follow such functions'):
+
+        def outer(y: Any) -> Any:
+            jaxpr = jax.make_jaxpr(lambda x: x * y + table)(X)
+            closed, captured = rewriting.with_inputs(jaxpr)
+            assert len(captured) == 1 and len(opened(closed).invars) == 2
+            return rewriting.run(closed, [X, *captured])[0]
+
+        table = jnp.arange(8.0) ** 2
+        np.testing.assert_allclose(jax.jit(outer)(np.float32(3)), X * 3 + table)
+
+
+def test_jaxprs_run_with_other_constants() -> None:
+    table = jnp.ones(8)
+    with contract('runs a jaxpr with other constants', 'to run operations on blocks'):
+        jaxpr = jax.make_jaxpr(lambda x: x + table)(X)
+        [result] = rewriting.run(jaxpr, [X], [2 * table])
+        np.testing.assert_array_equal(result, X + 2)
+
+
+def test_parameters_of_jit_that_have_entries_for_operands_and_results() -> None:
+    def fun(a: Any, b: Any) -> Any:
+        return a, b, a + b, a - b, b
+
+    with contract('has the known parameters of jit for each operand and result', 'to bind what it follows'):
+        params = equation_in('jit', jax.jit(fun), X, X).params
+        lengths = {name: len(value) for name, value in params.items() if isinstance(value, tuple) and value}
+        expected = {**dict.fromkeys(rewriting._OF_OPERANDS, 2), **dict.fromkeys(rewriting._OF_RESULTS, 5)}
+        assert lengths == expected
+
+
+def test_a_jaxpr_runs_as_one_equation() -> None:
+    with contract('binds a jaxpr as one jit', 'to keep the equations of the user'):
+        jaxpr = jax.make_jaxpr(lambda a, b, c: (jnp.sin(a) * b, c))(X, X, X)
+
+        def fun(*operands: Any) -> Any:
+            return rewriting.run_as_one(jaxpr, operands, 'users')
+
+        equation = equation_in('jit', fun, X, X, X)
+        assert opened(called(equation)).eqns == opened(jaxpr).eqns
+        assert equation.params['name'] == 'users'
+        assert [each.primitive.name for each in equations(jaxpr)] == ['sin', 'mul']
+        np.testing.assert_allclose(jax.jit(fun)(X, X, X)[0], np.sin(X) * X, rtol=1e-6)
+        gradient = jax.grad(lambda x: fun(x, X, X)[0].sum())(X)
+        np.testing.assert_allclose(gradient, np.cos(X) * X, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,48 @@
+"""What versions of JAX say of specs, as `scalax/_jax/shardings` reads it."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from scalax._jax import shardings
+from tests.support.contracts import contract
+
+
+def test_entries_of_specs() -> None:
+    with contract('has the entries of a spec, also of one with unreduced axes', 'for every rule'):
+        for spec in (P('a', None, ('b', 'c')), P('a', None, ('b', 'c'), unreduced={'d'})):
+            assert shardings.entries(spec) == ('a', None, ('b', 'c'))
+        assert shardings.entries(P()) == ()
+
+
+def test_kinds_of_sums() -> None:
+    with contract('has the kinds of sums as an enum, and "sum" where nothing is said', 'to save reports'):
+        assert shardings.sums_kind(P(unreduced={'a'})) == 'sum'
+        for name, kind in shardings.kinds_of_sums().items():
+            assert shardings.sums_kind(P(unreduced={'a'}, unreduced_kind=kind)) == name
+
+
+def test_versions_that_deleted_arguments_end() -> None:
+    with contract('has its version as numbers', 'to check for deleted arguments before 0.11.1'):
+        assert (jax.__version_info__ < (0, 11, 1)) == shardings.DELETED_ARGUMENTS_CRASH
+        assert jax.__version__.startswith(('0.10.', '0.11.0')) == shardings.DELETED_ARGUMENTS_CRASH
+
+
+@pytest.mark.parametrize('has_devices', [True, False])
+def test_programs_learn_their_devices(has_devices: bool) -> None:
+    mesh = Mesh(np.array(jax.devices()), ('x',))
+    known = mesh if has_devices else mesh.abstract_mesh
+
+    def program(ask: bool) -> str:
+        def fun(x):
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                x = jax.lax.with_sharding_constraint(x, P('x'))
+                return shardings.asking_for_devices(x, known) if ask else x
+
+        return jax.jit(fun).trace(np.ones(8, np.float32)).lower(lowering_platforms=('cpu',)).as_text()
+
+    with contract('takes the devices of a program from what is in it', 'to run on all of a mesh'):
+        assert 'num_partitions = 8' in program(ask=True)
+    assert shardings.unconstrained(np.ones((2, 3)), known).spec == P(P.UNCONSTRAINED, P.UNCONSTRAINED)

@@ -1,0 +1,159 @@
+"""What JAX gives or refuses in which transformation, as `scalax/_jax/tracing` asks for it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalax._jax import tracing
+from tests.support.contracts import contract
+
+X = np.arange(8, dtype=np.float32)
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()), ('x',))
+
+
+def seen_in(transformed: Callable[[Any], Any], ask: Callable[[Any], Any], x: Any = X) -> Any:
+    """What a question gives inside a transformation."""
+    found = []
+
+    def fun(x: Any) -> Any:
+        found.append(ask(x))
+        return x.sum()
+
+    transformed(fun)(x)
+    return found[0]
+
+
+def run(fun: Any) -> Any:
+    return fun
+
+
+RUN_AT_ONCE = [jax.grad, jax.vmap]
+
+
+@pytest.mark.parametrize('transformed', [run, *RUN_AT_ONCE, jax.jit, jax.checkpoint])
+def test_get_mesh_raises_where_something_is_traced(transformed: Any) -> None:
+    with contract(
+        'raises in jax.sharding.get_mesh inside transformations alone', 'to know that it is traced'
+    ):
+        assert seen_in(transformed, lambda _: tracing.is_traced()) is (transformed is not run)
+
+
+@pytest.mark.parametrize('transformed', [run, *RUN_AT_ONCE, jax.jit, jax.checkpoint])
+def test_constants_are_tracers_where_something_is_compiled(transformed: Any) -> None:
+    compiled = transformed in (jax.jit, jax.checkpoint)
+    with contract('makes tracers of constants inside of jax.jit alone', 'to know that it is compiled'):
+        assert seen_in(transformed, lambda _: tracing.is_compiled()) is compiled
+
+
+CONTEXTS = {
+    'x64': lambda: jax.enable_x64(True),
+    'precision': lambda: jax.default_matmul_precision('highest'),
+    'mesh': lambda: jax.sharding.use_abstract_mesh(AbstractMesh((8,), ('x',))),
+    'user context': lambda: own('some'),
+}
+own = jax.make_user_context('none')
+
+
+@pytest.mark.parametrize('name', CONTEXTS)
+def test_the_trace_of_nothing_is_kept_by_the_trace_context(name: str) -> None:
+    with contract(
+        'keeps one trace of a function that does nothing for each trace context', 'to tell calls apart'
+    ):
+        outside = tracing.trace_context()
+        with CONTEXTS[name]():
+            inside = tracing.trace_context()
+            assert inside is not outside
+            assert tracing.trace_context() is inside
+        assert tracing.trace_context() is outside
+
+
+def test_traces_differ() -> None:
+    states = [tracing.current_trace()]
+    with contract('gives an object that compares by the trace at work', 'to know names used in inner traces'):
+        assert states[0] == tracing.current_trace()
+        inside = seen_in(jax.jit, lambda _: (tracing.current_trace(), tracing.current_trace()))
+        assert inside[0] == inside[1] and inside[0] != states[0]
+
+
+def test_settings_of_threads_have_context_managers() -> None:
+    with contract(
+        'has a context manager of its name for each setting of a thread', 'to enter them elsewhere'
+    ):
+        known = {'default_matmul_precision', 'enable_x64', 'debug_nans', 'disable_jit', 'default_device'}
+        assert known <= set(tracing.THREAD_SETTINGS)
+        for name in tracing.THREAD_SETTINGS:
+            with getattr(jax, name)(getattr(jax.config, f'jax_{name}')):
+                pass
+
+
+def test_shard_map_refuses_axes_that_vmap_maps() -> None:
+    mesh = jax.make_mesh((8,), ('x',), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(X, NamedSharding(mesh, P('x')))
+    with contract('refuses shard_map along an axis that jax.vmap maps', 'to name it'), jax.set_mesh(mesh):
+        assert not tracing.is_mapped(mesh, 'x')
+        mapped = seen_in(lambda fun: jax.vmap(fun, spmd_axis_name=None), lambda _: asked(), x)
+        assert mapped
+        assert not seen_in(jax.jit, lambda _: asked(), x)
+
+
+def asked() -> bool:
+    return tracing.is_mapped(jax.sharding.get_abstract_mesh(), 'x')
+
+
+@pytest.mark.parametrize('transformed', RUN_AT_ONCE)
+def test_jit_refuses_values_of_arrays_that_are_elsewhere(transformed: Any, mesh: Mesh) -> None:
+    split, whole = NamedSharding(mesh, P('x')), NamedSharding(mesh, P())
+    x = jax.device_put(np.ones((8, 8), np.float32), split)
+    with contract('raises a ValueError about values of arrays committed elsewhere', 'to explain it'):
+        asked = seen_in(
+            jax.grad, lambda x: [tracing.is_refused(x, sharding) for sharding in (split, whole, None)], x
+        )
+        assert asked == [False, True, False]
+
+
+@pytest.mark.parametrize('transformed', RUN_AT_ONCE)
+def test_the_sharding_behind_a_value_is_told_at_once(transformed: Any, mesh: Mesh) -> None:
+    x = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh, P(None, 'x')))
+    with contract('calls inspect_array_sharding back before it returns', 'to say where a value is'):
+        found = seen_in(jax.grad, tracing.inner_sharding, x)
+        assert found.is_equivalent_to(x.sharding, 2)
+
+
+def test_types_of_leaves() -> None:
+    with contract('raises TypeError or OverflowError about what it does not take', 'to name such leaves'):
+        assert tracing.type_of(X).shape == (8,)
+        assert tracing.type_of(jax.ShapeDtypeStruct((3,), 'int8')).dtype == jnp.int8
+        for leaf, kind in ((object(), TypeError), (np.ma.masked_array(X), TypeError), (2**80, OverflowError)):
+            with pytest.raises(kind):
+                tracing.type_of(leaf)
+
+
+def test_opaque_types() -> None:
+    token = seen_in(jax.jit, lambda _: tracing.type_of(jax.lax.create_token()))
+    with contract('gives arrays, and nothing else, a type with shape and dtype', 'to leave others alone'):
+        assert tracing.is_opaque(token)
+        assert not tracing.is_opaque(tracing.type_of(X))
+        assert not tracing.is_opaque(tracing.type_of(jax.random.key(0)))
+
+
+def test_values_that_vary_along_manual_axes(mesh: Mesh) -> None:
+    def varying(x: Any) -> Any:
+        found.append(
+            [tracing.varying_axes(jax.typeof(each)) for each in (x, x.sum() * 0, jax.lax.psum(x, 'x'))]
+        )
+        return x
+
+    found: list[Any] = []
+    jax.eval_shape(jax.shard_map(varying, mesh=mesh, in_specs=P('x'), out_specs=P('x')), X)
+    with contract('follows which values vary along manual axes', 'to find sums that were forgotten'):
+        assert [set(each) for each in found[0]] == [{'x'}, {'x'}, set()]

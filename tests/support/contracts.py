@@ -1,0 +1,30 @@
+"""What the tests of behaviour that JAX does not promise share: their failure is a sentence."""
+
+import contextlib
+import importlib.metadata
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from scalax._jax.equations import equations
+
+
+@contextlib.contextmanager
+def contract(does: str, purpose: str, *, library: str = 'jax') -> Iterator[None]:
+    """Fails with "jax ... no longer *does*, on which scalax relies *purpose*" if its body fails or raises."""
+    try:
+        yield
+    except Exception as error:
+        version = importlib.metadata.version(library)
+        raise AssertionError(
+            f'{library} {version} no longer {does}, on which scalax relies {purpose} '
+            f'({type(error).__name__}: {error})'
+        ) from error
+
+
+def equation_in(name: str, fun: Callable[..., Any], *args: Any) -> Any:
+    """The first equation of a primitive in the jaxpr of a function."""
+    found = [each for each in equations(jax.make_jaxpr(fun)(*args)) if each.primitive.name == name]
+    assert found, f'no {name!r} in {[each.primitive.name for each in equations(jax.make_jaxpr(fun)(*args))]}'
+    return found[0]
