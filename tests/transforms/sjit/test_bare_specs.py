@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.lax import with_sharding_constraint
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalax.errors import MeshError, PlacementError
@@ -240,5 +240,22 @@ def test_what_is_for_another_platform_is_lowered_under_its_mesh(types):
             with jax.sharding.use_abstract_mesh(mesh):
                 around = jax.jit(lambda x, inner=inner: inner(x) + 1)
                 for fun in (around, inner):
-                    assert fun.trace(X).lower(lowering_platforms=('tpu',)).as_text()
+                    text = fun.trace(X).lower(lowering_platforms=('tpu',)).as_text()
+                    if rules is not None and mesh.axis_types == helper.mesh.axis_types:
+                        assert 'mhlo.num_partitions = 8 ' in text
                     assert fun.eval_shape(X).shape == X.shape
+
+
+@pytest.mark.parametrize('helper', [AUTO, EXPLICIT, MIXED], ids=['auto', 'explicit', 'mixed'])
+@pytest.mark.parametrize('options', ['in_shardings', 'out_shardings', 'args_sharding_constraint'])
+def test_under_a_mesh_of_the_same_axes_that_names_no_devices_nothing_is_lost(helper, options):
+    mesh = helper.mesh.abstract_mesh
+    compiled = helper.sjit(lambda x: 2 * x, **{options: P('dp')})
+    with jax.sharding.use_abstract_mesh(AbstractMesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types)):
+        out = compiled(X)
+        mapped = helper.shard_map(lambda x: 2 * x, in_specs=P('dp'), out_specs=P('dp'))(X)
+        lowered = jax.jit(lambda x: compiled(x)).trace(X).lower(lowering_platforms=('tpu',))
+    for result in (out, mapped, compiled(X)):
+        assert result.sharding.is_equivalent_to(NamedSharding(helper.mesh, P('dp')), 2)
+        np.testing.assert_array_equal(result, 2 * X)
+    assert 'mhlo.num_partitions = 8 ' in lowered.as_text()
