@@ -215,11 +215,20 @@ def test_a_function_on_a_mesh_without_devices_may_be_inside_another():
         inner(X)
 
 
+PLACED = {
+    'device_put': lambda x: jax.device_put(2 * x, P('dp')),
+    'in_shardings': lambda x: jax.jit(lambda x: 2 * x, in_shardings=P('dp'))(x),
+    'out_shardings': lambda x: jax.jit(lambda x: 2 * x, out_shardings=P('dp'))(x),
+}
+
+
+@pytest.mark.parametrize('name', PLACED)
 @pytest.mark.parametrize('helper', [AUTO, EXPLICIT], ids=['auto', 'explicit'])
-def test_device_put_knows_a_mesh_that_is_set_alone(helper):
-    compiled = helper.sjit(lambda x: jax.device_put(2 * x, P('dp')), out_shardings=P('dp'))
-    with pytest.raises(ValueError, match='Please set a mesh'):
-        compiled(X)
+def test_some_functions_know_a_mesh_that_is_set_alone(helper, name):
+    compiled = helper.sjit(PLACED[name], out_shardings=P('dp'))
+    if helper is AUTO or name == 'device_put':
+        with pytest.raises((ValueError, RuntimeError), match=r'set a mesh|a non-empty mesh in context'):
+            compiled(X)
     with jax.set_mesh(helper.mesh):
         np.testing.assert_array_equal(compiled(X), 2 * X)
 
