@@ -268,3 +268,51 @@ def test_under_a_mesh_of_the_same_axes_that_names_no_devices_nothing_is_lost(hel
         assert result.sharding.is_equivalent_to(NamedSharding(helper.mesh, P('dp')), 2)
         np.testing.assert_array_equal(result, 2 * X)
     assert 'mhlo.num_partitions = 8 ' in lowered.as_text()
+
+
+def test_a_sharded_argument_that_jax_drops_names_no_devices():
+    """Of shard_map JAX drops operands that no result depends on, and with them their devices."""
+
+    def fun(x, y):
+        mapped = jax.shard_map(lambda x, y: (2 * x, y), in_specs=P('dp'), out_specs=P('dp'))
+        return mapped(x, y)[0]
+
+    out = AUTO.sjit(fun, in_shardings=(None, P('dp')))(X, X)
+    assert out.sharding.spec == P('dp')
+    np.testing.assert_array_equal(out, 2 * X)
+
+
+def of_a_backward_function():
+    fun = jax.custom_vjp(lambda x: 2 * x)
+    fun.defvjp(lambda x: (2 * x, None), lambda _, g: (with_sharding_constraint(2 * g, P('dp')),))
+    return fun
+
+
+def of_a_jvp():
+    fun = jax.custom_jvp(lambda x: 2 * x)
+    fun.defjvp(lambda primals, tangents: (fun(*primals), with_sharding_constraint(2 * tangents[0], P('dp'))))
+    return fun
+
+
+@pytest.mark.parametrize('fun', [of_a_backward_function(), of_a_jvp()], ids=['vjp', 'jvp'])
+def test_specs_in_rules_of_differentiation(fun):
+    """They are in no jaxpr until somebody differentiates, who may be outside of the compiled function."""
+    inside = AUTO.sjit(jax.grad(lambda x: fun(x).sum()))(X)
+    outside = jax.grad(lambda x: AUTO.sjit(lambda x: fun(x).sum())(x))(X)
+    for gradient in (inside, outside):
+        assert gradient.sharding.spec == P('dp')
+        np.testing.assert_array_equal(gradient, np.full_like(X, 2))
+
+
+@pytest.mark.parametrize('around', [jax.jit, lambda fun: fun], ids=['jit', 'at once'])
+def test_explicit_axes_under_auto_ones_that_name_no_devices(around):
+    compiled = EXPLICIT.sjit(lambda x: 2 * x, in_shardings=P('dp'))
+    with jax.sharding.use_abstract_mesh(AUTO.mesh.abstract_mesh):
+        out = around(lambda x: compiled(x))(X)
+    assert out.sharding.spec == P('dp')
+
+
+def test_specs_of_a_function_on_a_mesh_of_another_shape():
+    other = MeshShardingHelper([2, 4], ['dp', 'mp'])
+    out = AUTO.sjit(lambda x: other.sjit(constrained)(x))(X)
+    assert out.sharding.is_equivalent_to(NamedSharding(other.mesh, P('dp')), 2)
