@@ -168,6 +168,10 @@ def initialize(
         if (launcher := _launcher()) and (os.environ.get(launcher.count) or '1') != '1':
             raise ArgumentError(_alone(f'{launcher.count}={os.environ[launcher.count]}')) from None
         _choose(local_device_ids)
+    except KeyError as error:  # a variable that the method reads, and nothing has set
+        if method is None:
+            raise
+        raise ArgumentError(_alone(f'cluster_detection_method={method!r}')) from error
     except RuntimeError as error:
         # Too late to join, but there is nobody to join. A TPU may be part of a pod without any variable that
         # tells.

@@ -152,6 +152,7 @@ WRONG: list[tuple[tuple, dict[str, str]]] = [
     ((), {'SLURM_PROCID': '0', 'SLURM_NTASKS': '4'}),
     ((), {'SLURM_PROCID': '0', 'SLURM_NTASKS': '2x'}),
     ((None, None, None, ('cluster_detection_method', 'nobody')), {}),
+    ((None, None, None, ('cluster_detection_method', 'slurm')), {}),
 ]
 
 ASK = """

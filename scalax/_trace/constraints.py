@@ -163,10 +163,12 @@ def explicit_sharding(kind: Any) -> NamedSharding | None:
 def retyped_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """The mesh with the axis types that shard_map, auto_axes or explicit_axes gives it here.
 
-    Outside of these it is *mesh* itself.
+    Outside of these it is *mesh* itself. The types of a trace hold Explicit axes of the mesh in force, even
+    if that is for another platform. They hold no Auto axes, and shardings on a mesh without devices are lost.
     """
     ambient = jax.sharding.get_abstract_mesh()
-    retyped = has_other_types(ambient, mesh) and is_traced()
+    in_types = AxisType.Explicit in mesh.axis_types and _has_same_axes(ambient, mesh)
+    retyped = (has_other_types(ambient, mesh) or (in_types and ambient != abstract(mesh))) and is_traced()
     if ambient.empty or (not ambient.manual_axes and not retyped):
         return mesh
     if dict(ambient.shape) != dict(mesh.shape):
@@ -186,7 +188,7 @@ def mesh_entered(mesh: Mesh | AbstractMesh, what: str) -> contextlib.AbstractCon
     ambient, own = jax.sharding.get_abstract_mesh(), abstract(mesh)
     if ambient.empty:
         return contextlib.nullcontext()
-    if not is_traced() and isinstance(mesh, Mesh):
+    if not is_traced() and isinstance(mesh, Mesh) and not jax.sharding.get_mesh().empty:
         devices = [[device.id for device in each.devices.flat] for each in (mesh, jax.sharding.get_mesh())]
         if devices[0] != devices[1]:
             raise MeshError(
@@ -215,9 +217,12 @@ def abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
 
 
 def has_other_types(ambient: AbstractMesh, mesh: Mesh | AbstractMesh) -> bool:
-    """Whether *ambient* has the axes of *mesh*, of other types or for another platform."""
-    same = list(ambient.shape.items()) == list(mesh.shape.items())
-    return same and ambient != abstract(mesh)
+    """Whether *ambient* has the axes of *mesh*, of other types."""
+    return _has_same_axes(ambient, mesh) and ambient.axis_types != mesh.axis_types
+
+
+def _has_same_axes(ambient: AbstractMesh, mesh: Mesh | AbstractMesh) -> bool:
+    return list(ambient.shape.items()) == list(mesh.shape.items())
 
 
 def ambient_mesh() -> Mesh | AbstractMesh:

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from scalax._trace import constraints, contexts
@@ -133,7 +134,7 @@ def dimensions_of(axes: Any) -> tuple[Pattern, str]:
 
 
 def _is_named_size(name: Any, size: Any) -> bool:
-    return isinstance(name, str) and isinstance(size, int | None)
+    return isinstance(name, str) and isinstance(size, int | np.integer | None)
 
 
 def names_text(axes: Any) -> str:

@@ -127,7 +127,13 @@ def sharding_for_axis(axis: Any, mapping: AxisMapping | None = None, mesh: Any =
         P('data',)
     """
     found = required_mesh(mesh, 'sharding_for_axis')
-    return named_sharding(found, canonical(pspec_for(axis, mapping, mesh=found)))
+    spec = pspec_for(axis, mapping, mesh=found)
+    if not isinstance(spec, PartitionSpec):
+        raise RuleError(
+            f'sharding_for_axis is for one array, got a {type(axis).__name__} of arrays: pspec_for gives a '
+            'spec for each'
+        )
+    return named_sharding(found, canonical(spec))
 
 
 def round_axis_for_partitioning(
@@ -172,8 +178,8 @@ def _rounded(size: int, axis: Any, mapping: AxisMapping | None, mesh: Any) -> in
 
 
 def _is_tree(value: Any) -> bool:
-    """Whether a value holds arrays, rather than names of dimensions."""
-    return any(map(is_array, jax.tree.leaves(value)))
+    """Whether a value holds arrays, rather than names of dimensions, or their sizes."""
+    return any(is_array(leaf) and not isinstance(leaf, np.generic) for leaf in jax.tree.leaves(value))
 
 
 def _holds_spec(node: Any) -> bool:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, SupportsIndex, overload
 
 import jax
@@ -20,6 +21,8 @@ from scalax.errors import ArgumentError, did_you_mean, plural
 __all__ = ['NnxFunction', 'sjit']
 
 _VARIABLE = object()
+# Options that may be dicts by the names of arguments.
+_BY_NAME = 'in_shardings', 'args_sharding_constraint'
 
 
 class _Helper(Protocol):
@@ -141,12 +144,9 @@ class NnxFunction:
         self._count = len(in_shardings) if isinstance(in_shardings, tuple | list) else None
         given = in_shardings if self._count is None else (None, *in_shardings)
         changed, self._returned = in_shardings, 0
+        for option, names in {**options, 'in_shardings': in_shardings}.items():
+            _check_names(option, names, self._name, own)
         if isinstance(in_shardings, Mapping):
-            for name in in_shardings:
-                if name not in own:
-                    raise ArgumentError(
-                        f'in_shardings: {self._name} has no argument {name!r} ({did_you_mean(name, own)})'
-                    )
             changed, self._returned = tuple(map(in_shardings.get, own)), len(own)
         if self._count is not None and {'static_argnums', 'static_argnames'} & {*options}:
             raise ArgumentError(
@@ -156,6 +156,10 @@ class NnxFunction:
         constraint: Any = options.get('args_sharding_constraint')
         self._constrained = constraint if isinstance(constraint, tuple | list) else None
         if self._constrained is not None:
+            most, text = _positional(own)
+            if len(self._constrained) > most:
+                count = len(self._constrained)
+                raise ArgumentError(f'args_sharding_constraint is for {count}: {self._name} takes {text}')
             options['args_sharding_constraint'] = (None, *self._constrained)
         for option in ('donate_argnums', 'batch_argnums', 'static_argnums'):
             if options.get(option) is not None:
@@ -290,13 +294,31 @@ def _behind_the_graph(
     option: str, positions: int | Sequence[int], name: str, own: Mapping[str, inspect.Parameter]
 ) -> tuple[int, ...]:
     """Positions of arguments of a function as those of its pure one, whose first argument is the graph."""
-    each = (positions,) if isinstance(positions, SupportsIndex) else tuple(positions)
+    each = tuple(positions) if isinstance(positions, Iterable) else (positions,)
+    most, text = _positional(own)
+    for i in each:
+        if not isinstance(i, SupportsIndex) or not -most <= int(i) < most:
+            raise ArgumentError(f'{option}={i}: {name} takes {text}')
+    return tuple(i + 1 if i >= 0 else i for i in map(int, each))
+
+
+def _positional(own: Mapping[str, inspect.Parameter]) -> tuple[float, str]:
+    """How many positional arguments a function takes at most, and what messages say of it."""
     known = [key for key, kind in own.items() if kind.kind <= kind.POSITIONAL_OR_KEYWORD]
     several = any(kind.kind is kind.VAR_POSITIONAL for kind in own.values())
-    if wrong := [i for i in each if not several and not -len(known) <= i < len(known)]:
-        count = plural(len(known), 'positional argument')
-        raise ArgumentError(f'{option}={wrong[0]}: {name} takes {count} ({", ".join(known)})')
-    return tuple(i + 1 if i >= 0 else i for i in each)
+    return (
+        math.inf if several else len(known),
+        f'{plural(len(known), "positional argument")} ({", ".join(known)})',
+    )
+
+
+def _check_names(option: str, given: Any, name: str, own: Mapping[str, inspect.Parameter]) -> None:
+    """Raises ArgumentError where an option names an argument that the function does not have."""
+    if not option.endswith('_argnames') and not (option in _BY_NAME and isinstance(given, Mapping)):
+        return
+    for each in (given,) if isinstance(given, str) else given or ():
+        if each not in own:
+            raise ArgumentError(f'{option}: {name} has no argument {each!r} ({did_you_mean(each, own)})')
 
 
 def _modules(args: Sequence[Any]) -> dict[int, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import keyword
 import re
 from typing import Any
 
@@ -16,6 +17,9 @@ Dimension = tuple[Part, ...]
 """The parts of one dimension, the outermost first; none for a dimension of size 1."""
 
 _TOKEN = re.compile(r'\.\.\.|\w+|\S')
+# einops warns about these names ('in out'), each time; marked they are names like others.
+_DISCOURAGED = re.compile(rf'\b({"|".join([*keyword.kwlist, "axis"])})\b')
+_MARK = '\u00aa'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +88,11 @@ def parse(text: str, whole: str = '', start: int = 0) -> Pattern:
         part, at = spaced[: token.end()], start + token.start()
         still_open = part.count('(') - part.count(')')
         try:
-            parsed = ParsedExpression(part + ')' * still_open, allow_underscore=True)
+            quiet = _DISCOURAGED.sub(rf'\1{_MARK}', part)
+            parsed = ParsedExpression(quiet + ')' * still_open, allow_underscore=True)
         except EinopsError as problem:
-            raise error(at, ' '.join(str(problem).replace('…', '...').split())) from None
+            why = str(problem).replace('…', '...').replace(_MARK, '')
+            raise error(at, ' '.join(why.split())) from None
         if parsed.has_ellipsis_parenthesized or token.group() == '…':
             raise error(at, "dimensions without names are '...', outside of groups")
     if still_open:
@@ -101,7 +107,7 @@ def parse(text: str, whole: str = '', start: int = 0) -> Pattern:
 
 def _part(part: Any) -> Part:
     """A part as einops has it: a name, or an object with the size of an axis without one."""
-    return None if part == '_' else part if isinstance(part, str) else part.value
+    return None if part == '_' else part.removesuffix(_MARK) if isinstance(part, str) else part.value
 
 
 def pattern_error(text: str, at: int, why: str) -> RuleError:

@@ -358,8 +358,11 @@ def test_specs_of_trees(helper):
 
 @pytest.mark.parametrize(
     'axes',
-    [BATCH, 'mlp', {'batch': 8, 'embed': 4, 'mlp': None}, (BATCH, 'mlp')],
-    ids=['axis', 'name', 'dict', 'mixed'],
+    [
+        *(BATCH, 'mlp', {'batch': 8, 'embed': 4, 'mlp': None}),
+        *({'batch': np.int64(8), 'embed': np.int64(4), 'mlp': np.int64(2)}, (BATCH, 'mlp')),
+    ],
+    ids=['axis', 'name', 'dict', 'dict of numpy', 'mixed'],
 )
 def test_haliax_takes_the_same_axes(helper, axes):
     mapping = {'batch': 'data', 'mlp': 'tp'}
@@ -374,6 +377,13 @@ def test_haliax_takes_the_same_axes(helper, axes):
 def test_other_dicts_name_no_dimensions(helper, wrong):
     with pytest.raises(RuleError, match=re.escape(f'or by a dict of names and sizes, got {wrong!r}')):
         sharding_for_axis(wrong, MAPPING, helper.mesh)
+
+
+def test_a_tree_of_arrays_has_several_shardings(helper):
+    with pytest.raises(
+        RuleError, match='is for one array, got a dict of arrays: pspec_for gives a spec for each'
+    ):
+        sharding_for_axis({'w': np.ones((8, 4))}, MAPPING, helper.mesh)
 
 
 @pytest.mark.parametrize('axes', [(BATCH,), (BATCH, EMBED), (EMBED, MLP), (MLP, BATCH, EMBED)])

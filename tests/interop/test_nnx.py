@@ -160,7 +160,7 @@ def test_what_is_refused():
 
 
 @pytest.mark.parametrize('option', ['donate_argnums', 'batch_argnums', 'static_argnums'])
-@pytest.mark.parametrize('position', [-3, 2])
+@pytest.mark.parametrize('position', [-3, 2, 'x', 1.5])
 def test_positions_are_those_of_the_function(option, position):
     def call(model, x):
         return model(x)
@@ -169,6 +169,31 @@ def test_positions_are_those_of_the_function(option, position):
         nnx.sjit(helper(), call, **{option: position})
     assert str(raised.value) == f'{option}={position}: call takes 2 positional arguments (model, x)'
     nnx.sjit(helper(), call, **{option: np.int64(-1)})
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        ({'donate_argnames': 'y'}, "donate_argnames: call has no argument 'y' (known: 'model', 'x')"),
+        ({'batch_argnames': ['x', 'z']}, "batch_argnames: call has no argument 'z' (known: 'model', 'x')"),
+        (
+            {'args_sharding_constraint': {'_graph': P()}},
+            "args_sharding_constraint: call has no argument '_graph' (known: 'model', 'x')",
+        ),
+        (
+            {'args_sharding_constraint': (P(), P(), P())},
+            'args_sharding_constraint is for 3: call takes 2 positional arguments (model, x)',
+        ),
+    ],
+    ids=str,
+)
+def test_arguments_are_those_of_the_function(options, message):
+    def call(model, x):
+        return model(x)
+
+    with pytest.raises(ArgumentError) as raised:
+        nnx.sjit(helper(), call, **options)
+    assert str(raised.value) == message
 
 
 def test_changes_of_attributes_are_refused():

@@ -132,6 +132,13 @@ def test_the_first_regex_counts():
     }
 
 
+def test_names_may_be_words_of_python():
+    """Of which einops warns."""
+    rule = LogicalAxisShardingRule({'in': 'fsdp', 'axis': 'tp', 'not_in': None}, [('w', '(in axis) not_in')])
+    assert rule.apply({'w': leaf(16, 2)}) == {'w': P(('fsdp', 'tp'), None)}
+    assert _pattern.parse('in (lambda out) axis').dimensions == (('in',), ('lambda', 'out'), ('axis',))
+
+
 def test_one_element_is_replicated_whatever_its_names():
     rule = LogicalAxisShardingRule(MAPPING, [('w', 'embed mlp')])
     assert rule.apply({'w': leaf(1), 'step': 0, 's': leaf()}) == {'w': P(), 'step': P(), 's': P()}

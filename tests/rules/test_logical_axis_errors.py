@@ -96,6 +96,7 @@ DOTS = 'Expression may contain dots only inside ellipsis (...)'
             'Invalid axis identifier: _mlp axis name should should not start or end with underscore',
             6,
         ),
+        ('in embed in', 'Indexing expression contains duplicate dimension "in"', 9),
         ('embed mpl', "axis_mapping has no name 'mpl' (did you mean 'mlp'?)", 6),
         ('(heads d) x', "axis_mapping has no name 'd' (known: 'embed', 'mlp', 'heads')", 7),
     ],

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.lax import with_sharding_constraint
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalax.errors import MeshError, PlacementError
@@ -215,11 +215,20 @@ def test_a_function_on_a_mesh_without_devices_may_be_inside_another():
         inner(X)
 
 
+PLACED = {
+    'device_put': lambda x: jax.device_put(2 * x, P('dp')),
+    'in_shardings': lambda x: jax.jit(lambda x: 2 * x, in_shardings=P('dp'))(x),
+    'out_shardings': lambda x: jax.jit(lambda x: 2 * x, out_shardings=P('dp'))(x),
+}
+
+
+@pytest.mark.parametrize('name', PLACED)
 @pytest.mark.parametrize('helper', [AUTO, EXPLICIT], ids=['auto', 'explicit'])
-def test_device_put_knows_a_mesh_that_is_set_alone(helper):
-    compiled = helper.sjit(lambda x: jax.device_put(2 * x, P('dp')), out_shardings=P('dp'))
-    with pytest.raises(ValueError, match='Please set a mesh'):
-        compiled(X)
+def test_some_functions_know_a_mesh_that_is_set_alone(helper, name):
+    compiled = helper.sjit(PLACED[name], out_shardings=P('dp'))
+    if helper is AUTO or name == 'device_put':
+        with pytest.raises((ValueError, RuntimeError), match=r'set a mesh|a non-empty mesh in context'):
+            compiled(X)
     with jax.set_mesh(helper.mesh):
         np.testing.assert_array_equal(compiled(X), 2 * X)
 
@@ -240,5 +249,70 @@ def test_what_is_for_another_platform_is_lowered_under_its_mesh(types):
             with jax.sharding.use_abstract_mesh(mesh):
                 around = jax.jit(lambda x, inner=inner: inner(x) + 1)
                 for fun in (around, inner):
-                    assert fun.trace(X).lower(lowering_platforms=('tpu',)).as_text()
+                    text = fun.trace(X).lower(lowering_platforms=('tpu',)).as_text()
+                    if rules is not None and mesh.axis_types == helper.mesh.axis_types:
+                        assert 'mhlo.num_partitions = 8 ' in text
                     assert fun.eval_shape(X).shape == X.shape
+
+
+@pytest.mark.parametrize('helper', [AUTO, EXPLICIT, MIXED], ids=['auto', 'explicit', 'mixed'])
+@pytest.mark.parametrize('options', ['in_shardings', 'out_shardings', 'args_sharding_constraint'])
+def test_under_a_mesh_of_the_same_axes_that_names_no_devices_nothing_is_lost(helper, options):
+    mesh = helper.mesh.abstract_mesh
+    compiled = helper.sjit(lambda x: 2 * x, **{options: P('dp')})
+    with jax.sharding.use_abstract_mesh(AbstractMesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types)):
+        out = compiled(X)
+        mapped = helper.shard_map(lambda x: 2 * x, in_specs=P('dp'), out_specs=P('dp'))(X)
+        lowered = jax.jit(lambda x: compiled(x)).trace(X).lower(lowering_platforms=('tpu',))
+    for result in (out, mapped, compiled(X)):
+        assert result.sharding.is_equivalent_to(NamedSharding(helper.mesh, P('dp')), 2)
+        np.testing.assert_array_equal(result, 2 * X)
+    assert 'mhlo.num_partitions = 8 ' in lowered.as_text()
+
+
+def test_a_sharded_argument_that_jax_drops_names_no_devices():
+    """Of shard_map JAX drops operands that no result depends on, and with them their devices."""
+
+    def fun(x, y):
+        mapped = jax.shard_map(lambda x, y: (2 * x, y), in_specs=P('dp'), out_specs=P('dp'))
+        return mapped(x, y)[0]
+
+    out = AUTO.sjit(fun, in_shardings=(None, P('dp')))(X, X)
+    assert out.sharding.spec == P('dp')
+    np.testing.assert_array_equal(out, 2 * X)
+
+
+def of_a_backward_function():
+    fun = jax.custom_vjp(lambda x: 2 * x)
+    fun.defvjp(lambda x: (2 * x, None), lambda _, g: (with_sharding_constraint(2 * g, P('dp')),))
+    return fun
+
+
+def of_a_jvp():
+    fun = jax.custom_jvp(lambda x: 2 * x)
+    fun.defjvp(lambda primals, tangents: (fun(*primals), with_sharding_constraint(2 * tangents[0], P('dp'))))
+    return fun
+
+
+@pytest.mark.parametrize('fun', [of_a_backward_function(), of_a_jvp()], ids=['vjp', 'jvp'])
+def test_specs_in_rules_of_differentiation(fun):
+    """They are in no jaxpr until somebody differentiates, who may be outside of the compiled function."""
+    inside = AUTO.sjit(jax.grad(lambda x: fun(x).sum()))(X)
+    outside = jax.grad(lambda x: AUTO.sjit(lambda x: fun(x).sum())(x))(X)
+    for gradient in (inside, outside):
+        assert gradient.sharding.spec == P('dp')
+        np.testing.assert_array_equal(gradient, np.full_like(X, 2))
+
+
+@pytest.mark.parametrize('around', [jax.jit, lambda fun: fun], ids=['jit', 'at once'])
+def test_explicit_axes_under_auto_ones_that_name_no_devices(around):
+    compiled = EXPLICIT.sjit(lambda x: 2 * x, in_shardings=P('dp'))
+    with jax.sharding.use_abstract_mesh(AUTO.mesh.abstract_mesh):
+        out = around(lambda x: compiled(x))(X)
+    assert out.sharding.spec == P('dp')
+
+
+def test_specs_of_a_function_on_a_mesh_of_another_shape():
+    other = MeshShardingHelper([2, 4], ['dp', 'mp'])
+    out = AUTO.sjit(lambda x: other.sjit(constrained)(x))(X)
+    assert out.sharding.is_equivalent_to(NamedSharding(other.mesh, P('dp')), 2)
