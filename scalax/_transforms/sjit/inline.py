@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from scalax._trace.constraints import apply_shardings, has_other_types, retyped_mesh
+from scalax._jax.tracing import is_compiled
+from scalax._trace.constraints import apply_shardings, has_other_types, on_devices, retyped_mesh
 from scalax._transforms.calls.call import Call, Shardings, call_key
 from scalax._transforms.calls.shardings import FunctionRules, Options
 from scalax._transforms.sjit.trace import TracedFunction
@@ -44,4 +45,8 @@ def run_inline(function: TracedFunction, call: Call, options: Options) -> Any:
     if constraints is not None:
         leaves = apply_shardings(leaves, constraints)
     outputs = function.run_users(call.replaced(leaves))
-    return apply_shardings(outputs, rules.outputs(outputs, call, arguments))
+    outputs = apply_shardings(outputs, rules.outputs(outputs, call, arguments))
+    devices = getattr(function.helper.mesh, 'devices', None)
+    if devices is None or AxisType.Explicit in mesh.axis_types or not is_compiled():
+        return outputs
+    return on_devices(outputs, Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types))
