@@ -6,7 +6,16 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from scalax._jax.equations import CALLS, WITH_JAXPRS, branches, called, loop_of, opened
+from scalax._jax.equations import (
+    CALLS,
+    WITH_JAXPRS,
+    branches,
+    called,
+    is_jaxpr,
+    loop_of,
+    opened,
+    values_in,
+)
 from scalax._jax.primitives import primitive_name
 
 
@@ -16,12 +25,15 @@ class Dependence:
     Args:
         jaxpr: the jaxpr, open or closed.
         arguments: whether each of its arguments does.
+        certain: whether results count only if they do for sure. What holds a jaxpr that is not read here,
+            such as ``shard_map``, may give results that do not depend on all of its operands.
 
     Attributes:
         primitives: the names of those that take one of them.
     """
 
-    def __init__(self, jaxpr: Any, arguments: Sequence[bool]) -> None:
+    def __init__(self, jaxpr: Any, arguments: Sequence[bool], *, certain: bool = False) -> None:
+        self._certain = certain
         self.primitives: set[str] = set()
         self._variables: set[int] = set()  # their ids: literals are not hashable
         self._known: dict[Any, list[bool]] = {}
@@ -44,7 +56,7 @@ class Dependence:
                 if name in WITH_JAXPRS:
                     results = self._equation(equation, [id(atom) in found for atom in equation.invars])
                     found.update(itertools.compress(map(id, equation.outvars), results))
-                else:
+                elif not (self._certain and any(map(is_jaxpr, values_in(equation)))):
                     found.update(map(id, equation.outvars))
             self._variables |= found
             self._known[key] = [id(atom) in found for atom in jaxpr.outvars]

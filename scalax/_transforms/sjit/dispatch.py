@@ -29,7 +29,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 from jax.sharding import AxisType
 
+from scalax._follow.dependence import Dependence
 from scalax._follow.jaxprs import is_on_mesh
+from scalax._jax.equations import opened
 from scalax._jax.tracing import is_compiled
 from scalax._mesh import meshes
 from scalax._trace import constraints
@@ -403,12 +405,21 @@ class Dispatcher:
         finally:
             self.args_placed.trace = None
         trace.record(traced, key)
-        # JAX learns the devices from arguments that outputs depend on, and from outputs. Where specs are of a
-        # mesh without devices, nothing is left to chance.
-        needs_devices = not self.rules.any_explicit and not any(trace.outputs or ())
-        trace.on_devices = needs_devices and is_on_mesh(traced.jaxpr, self.mesh)
+        trace.on_devices = not self._knows_devices(traced.jaxpr, trace)
         # If its outputs are to be constrained, another function: JAX would find this trace again.
         return self._flat_function(call.layout) if trace.on_devices else (flat_function, served)
+
+    def _knows_devices(self, jaxpr: Any, trace: Trace) -> bool:
+        """Whether JAX knows the devices of a program, or its function says nothing of a mesh.
+
+        It learns them of arguments that an output depends on, and of outputs.
+        """
+        if self.rules.any_explicit or any(trace.outputs or ()) or not is_on_mesh(jaxpr, self.mesh):
+            return True
+        sharded = [each is not None for each in trace.arguments]
+        others = len(opened(jaxpr).invars) - len(sharded)  # values of an outer trace
+        dependent = Dependence(jaxpr, [*[False] * others, *sharded], certain=True)
+        return any(sharded) and any(map(dependent.__contains__, opened(jaxpr).outvars))
 
     def _program(
         self, call: Call, key: CallKey, trace: Trace, flat_function: Callable[..., Any], served: Served
