@@ -183,7 +183,7 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
 
     def clear_cache(self) -> None:
         """Forgets everything traced and compiled."""
-        for program in self._dispatcher.programs.values():
+        for program in list(self._dispatcher.programs.values()):
             program.jitted.clear_cache()
         self._dispatcher.clear()
 
