@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -244,6 +245,9 @@ def _sections(param_rule: RuleLike, params: Any) -> Iterator[Section]:
         yield Section(as_rule(part.rule), part.path, tree.treedef, *columns)
 
 
+_BEFORE_A_KEY = re.compile('^|/')
+
+
 class _Place(NamedTuple):
     """Where a leaf is: behind *before*, at the parameter number *param* or, if *inside*, below it."""
 
@@ -286,15 +290,10 @@ class _Params:
         """The parameters whose path *path* ends with, on whole keys; the shortest first."""
         if '' in self._index:
             yield _Place(path, self._index[''])
-        end = len(path)
-        start, longest = end + 1, max(self._lengths)
-        while start > 0 and end - start < longest:
-            start = path.rfind('/', 0, start - 1) + 1
+        for start in reversed([match.end() for match in _BEFORE_A_KEY.finditer(path)]):
             # Asking for the length first saves most of the slices.
-            if end - start in self._lengths and end > start:
-                param = self._index.get(path[start:])
-                if param is not None:
-                    yield _Place(path[: max(start - 1, 0)], param)
+            if len(path) - start > 0 and len(path) - start in self._lengths and path[start:] in self._index:
+                yield _Place(path[: max(start - 1, 0)], self._index[path[start:]])
 
     def above(self, path: str) -> _Place | None:
         """The parameter that a leaf is below: the deepest one, of those the longest."""
