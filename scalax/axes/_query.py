@@ -99,7 +99,7 @@ def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None
     # Divisibility is checked when there is an array.
     rule = dataclasses.replace(rule, on_indivisible='error')
     sizes = None if found is None else dict(found.shape)
-    leaf = NamedLeaf(rule, Named(pattern, text), _shape(pattern, rule, sizes), 0, REPLICATED, sizes)
+    leaf = NamedLeaf(rule, Named(pattern), _shape(pattern, rule, sizes), 0, REPLICATED, sizes)
     decision = leaf.decide()
     if isinstance(decision, Fault):
         raise RuleError(f'{text!r}: {decision.detail}')

@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec
 from scalax._tree import specs
 from scalax._tree.paths import FREE, NamedTree
 from scalax.errors import Problem
-from scalax.rules._answer import REPLICATED, Answer, AxisSizes, Decision, NoAnswer
+from scalax.rules._answer import Answer, AxisSizes, Decision, NoAnswer
 
 Ask = Callable[[NamedTree], list[Answer]]
 """Gives the answers of a rule."""
@@ -98,7 +98,7 @@ def _about(tree: NamedTree, index: int, answer: Answer) -> Answer:
 def _occupied_spec(answer: Answer) -> PartitionSpec:
     """The spec that a decision occupies. A stack of layers is not free, though nothing shards it."""
     if not isinstance(answer, Decision) or answer.spec is None:
-        return REPLICATED
+        return FREE
     return block_dims(answer.spec, answer.stack) if answer.stack else answer.spec
 
 

@@ -9,30 +9,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from scalax._tree.specs import Fault, MeshAxes
 
-
-def is_same_mesh(given: Mesh | AbstractMesh, own: Mesh | AbstractMesh, of_values: bool) -> bool:
-    """Whether the mesh of a NamedSharding is the one in force, in which its axes may have other types.
-
-    Args:
-        given: the mesh of the NamedSharding.
-        own: the mesh in force.
-        of_values: whether the sharding is for a value inside of a function.
-    """
-    if given == own:
-        return True
-    theirs, ours = MeshAxes.of(given), MeshAxes.of(own)
-    if [*theirs.sizes.items()] != [*ours.sizes.items()]:
-        return False
-    if isinstance(given, Mesh) and isinstance(own, Mesh):
-        # A constraint is one on axes of any type, as JAX takes it without a mesh in force.
-        return of_values and [*given.devices.flat] == [*own.devices.flat]
-    manual, ambient = AxisType.Manual, jax.sharding.get_abstract_mesh()
-    return all(
-        kind is theirs.types[name] or manual in (kind, theirs.types[name]) or own == ambient
-        for name, kind in ours.types.items()
-    )
-
-
 REORDERED = Fault(
     'other-mesh',
     'the NamedSharding orders the devices of its mesh anew (_logical_device_ids)',
@@ -40,23 +16,42 @@ REORDERED = Fault(
 )
 
 
-def other_mesh(given: Any, own: Mesh | AbstractMesh) -> Fault:
-    """How another mesh differs. Only meshes with devices can differ in their order."""
+def mesh_fault(given: Mesh | AbstractMesh, own: Mesh | AbstractMesh, of_values: bool) -> Fault | None:
+    """How the mesh of a NamedSharding differs from the one in force; None where it is that one.
+
+    Args:
+        given: the mesh of the NamedSharding.
+        own: the mesh in force, in which the axes of the given one may have other types.
+        of_values: whether the sharding is for a value inside of a function.
+    """
+    if given == own:
+        return None
     detail = f'the NamedSharding is of another mesh: {given}'
     hint = "give NamedShardings of the helper's own mesh, or PartitionSpecs."
     theirs, ours = MeshAxes.of(given), MeshAxes.of(own)
-    if list(theirs.sizes.items()) == list(ours.sizes.items()):
-        both = isinstance(given, Mesh) and isinstance(own, Mesh)
-        devices = [list(mesh.devices.flat) if both else [] for mesh in (given, own)]
-        if devices[0] == devices[1]:
-            types = ', '.join(f'{name}={kind.name}' for name, kind in theirs.types.items())
-            detail = f'the NamedSharding is of this mesh with axes of other types: {types}'
-            hint = 'give the PartitionSpec, which is for axes of any type, or make the helper of that mesh.'
-        elif set(devices[0]) == set(devices[1]):
-            ids = [device.id for device in devices[0]]
-            detail = (
-                'the NamedSharding is of a mesh with the devices of this one in another order: '
-                f'ids {ids[:16]}{" ..." if len(ids) > 16 else ""}'
-            )
-            hint = 'give the PartitionSpec, or make the helper of that mesh (MeshShardingHelper.from_mesh).'
+    if [*theirs.sizes.items()] != [*ours.sizes.items()]:
+        return Fault('other-mesh', detail, hint)
+    own_devices: list[Any] = []  # only meshes with devices can differ in their order
+    devices: list[Any] = []
+    if isinstance(given, Mesh) and isinstance(own, Mesh):
+        devices, own_devices = [*given.devices.flat], [*own.devices.flat]
+        # A constraint is one on axes of any type, as JAX takes it without a mesh in force.
+        is_same = of_values and devices == own_devices
+    else:
+        manual, is_ambient = AxisType.Manual, own == jax.sharding.get_abstract_mesh()
+        pairs = [(kind, theirs.types[name]) for name, kind in ours.types.items()]
+        is_same = is_ambient or all(mine is other or manual in (mine, other) for mine, other in pairs)
+    if is_same:
+        return None
+    if devices == own_devices:
+        types = ', '.join(f'{name}={kind.name}' for name, kind in theirs.types.items())
+        detail = f'the NamedSharding is of this mesh with axes of other types: {types}'
+        hint = 'give the PartitionSpec, which is for axes of any type, or make the helper of that mesh.'
+    elif set(devices) == set(own_devices):
+        ids = [device.id for device in devices]
+        detail = (
+            'the NamedSharding is of a mesh with the devices of this one in another order: '
+            f'ids {ids[:16]}{" ..." if len(ids) > 16 else ""}'
+        )
+        hint = 'give the PartitionSpec, or make the helper of that mesh (MeshShardingHelper.from_mesh).'
     return Fault('other-mesh', detail, hint)

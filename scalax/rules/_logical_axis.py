@@ -187,12 +187,12 @@ class LogicalAxisShardingRule(BuiltinRule):
         else:
             own = own[stacked:]  # a leaf may name its stack of layers too
         pattern = Pattern(tuple(entry if isinstance(entry, tuple) else (entry,) for entry in own))
-        return Named(pattern, str(pattern), f"the leaf's own names {str(pattern)!r}")
+        return Named(pattern, f"the leaf's own names {str(pattern)!r}")
 
     def _pair(self, path: str) -> Named | None:
         for number, (regex, text) in enumerate(self.axis_names):
             if re.search(regex, path):
-                return Named(parse(text), text, f'regex {regex_text(regex)}: {text!r}', number)
+                return Named(parse(text), f'regex {regex_text(regex)}: {text!r}', number)
         return None
 
 
@@ -274,13 +274,11 @@ class Named:
 
     Attributes:
         pattern: the names.
-        text: the same as text.
         source: where they come from, as messages show it.
         number: the number of the pair of `axis_names`; None for names that the leaf holds itself.
     """
 
     pattern: Pattern
-    text: str
     source: str = ''
     number: int | None = None
 
@@ -417,7 +415,7 @@ class NamedLeaf:
         pattern, rank = self.named.pattern, len(self.shape)
         return Fault(
             'names-rank',
-            f'{self.named.text!r} names {"" if pattern.ellipsis is None else "at least "}'
+            f'{str(pattern)!r} names {"" if pattern.ellipsis is None else "at least "}'
             f'{plural(len(pattern.dimensions), "dimension")}, the array has {rank}'
             + (' without its stack of layers' if self.stacked else ''),
             _BOXED if self.named.number is None else _RANK,

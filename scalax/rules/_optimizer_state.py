@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from scalax._tree import specs
-from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
+from scalax._tree.paths import FREE, NamedTree, has_foreign_dtype, leaf_shape
 from scalax.errors import Problem, RuleError, near_names, plural
 from scalax.rules._answer import REPLICATED, Answer, AxisSizes, Decision, NoAnswer
 from scalax.rules._prefix import RuleLike, split
@@ -118,22 +119,17 @@ class OptimizerStateShardingRule(BuiltinRule):
         occupied = dict(zip(indices, tree.occupied, strict=True))
         places = _places(whole, self._params)
         # The rule of a parameter cannot use what an outer rule has already given to a copy of it.
-        asked = [
-            None
-            if place is None
-            else (place.param, occupied.get(i, REPLICATED))
-            if whole.shapes[i] == self._params.shapes[place.param]
-            else (place.param, REPLICATED)
-            for i, place in enumerate(places)
-        ]
+        asked: list[tuple[int, PartitionSpec] | None] = [None] * len(whole)
+        for i, place in enumerate(places):
+            if place is not None:
+                is_copy = whole.shapes[i] == self._params.shapes[place.param]
+                asked[i] = place.param, occupied.get(i, FREE) if is_copy else FREE
         decided = self._params.decide(filter(None, dict.fromkeys(asked)), axis_sizes)
         memo: dict[Any, Decision | None] = {}
         answers: list[Answer] = []
         for i, (place, key) in enumerate(zip(places, asked, strict=True)):
             answers.append(self._answer(whole, i, place, key and decided[key], memo))
-        if not any(
-            place and not isinstance(one, NoAnswer) for place, one in zip(places, answers, strict=True)
-        ):
+        if all(isinstance(answers[i], NoAnswer) for i, place in enumerate(places) if place):
             for i, answer in enumerate(answers):
                 if isinstance(answer, NoAnswer) and _is_float(whole, i):
                     answers[i] = _mismatch(whole, i, self._params, places[i])
@@ -217,7 +213,7 @@ class Section:
         """The parameters, as the rule sees them."""
         structs = list(map(jax.ShapeDtypeStruct, self.shapes, self.dtypes))
         bare = jax.tree_util.treedef_is_leaf(self.treedef)
-        free = [REPLICATED] * len(structs)
+        free = [FREE] * len(structs)
         return NamedTree(self.paths, structs, self.shapes, self.treedef, free, self.at, bare=bare)
 
 
@@ -242,6 +238,9 @@ def _sections(param_rule: RuleLike, params: Any) -> Iterator[Section]:
         dtypes = [getattr(leaf, 'dtype', None) or jax.dtypes.result_type(leaf) for leaf in tree.leaves]
         columns = tuple(tree.paths), tuple(map(tuple, tree.shapes)), tuple(dtypes)
         yield Section(as_rule(part.rule), part.path, tree.treedef, *columns)
+
+
+_BEFORE_A_KEY = re.compile('^|/')
 
 
 class _Place(NamedTuple):
@@ -286,15 +285,10 @@ class _Params:
         """The parameters whose path *path* ends with, on whole keys; the shortest first."""
         if '' in self._index:
             yield _Place(path, self._index[''])
-        end = len(path)
-        start, longest = end + 1, max(self._lengths)
-        while start > 0 and end - start < longest:
-            start = path.rfind('/', 0, start - 1) + 1
+        for start in reversed([match.end() for match in _BEFORE_A_KEY.finditer(path)]):
             # Asking for the length first saves most of the slices.
-            if end - start in self._lengths and end > start:
-                param = self._index.get(path[start:])
-                if param is not None:
-                    yield _Place(path[: max(start - 1, 0)], param)
+            if len(path) - start > 0 and len(path) - start in self._lengths and path[start:] in self._index:
+                yield _Place(path[: max(start - 1, 0)], self._index[path[start:]])
 
     def above(self, path: str) -> _Place | None:
         """The parameter that a leaf is below: the deepest one, of those the longest."""

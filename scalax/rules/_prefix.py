@@ -73,7 +73,7 @@ def key_of(rules: RuleLike) -> Any:
 def are_pure(rules: RuleLike) -> bool:
     """Whether rules always give the same answers."""
     leaves = jax.tree.leaves(rules, is_leaf=is_rule)
-    return all(is_pure(rule) for rule in leaves if isinstance(rule, ShardingRule))
+    return all(map(is_pure, [rule for rule in leaves if isinstance(rule, ShardingRule)]))
 
 
 def split(

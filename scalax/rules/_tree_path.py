@@ -42,6 +42,7 @@ class TreePathShardingRule(BuiltinRule):
 
     Example:
         >>> import numpy as np
+        >>> from jax.sharding import PartitionSpec
         >>> rule = TreePathShardingRule(
         ...     ('attention/.*/kernel', PartitionSpec('fsdp', 'tp')),
         ...     ('.*', PartitionSpec()),

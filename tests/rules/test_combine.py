@@ -87,3 +87,12 @@ def test_named_dimensions_of_which_some_get_what_they_ask_for():
     (row,) = HELPER.explain({'w': leaf(8, 8, 8)}, rule).rows
     assert (row.spec, row.rule) == (P('fsdp', 'tp'), "regex '^w$' & regex 'w': 'f _ e'")
     assert row.reason == "f -> fsdp (tp in use); regex 'w': 'f _ e' asked for tp on dimension 2: in use"
+
+
+ON_TP = TreePathShardingRule(('', P('tp')))
+
+
+@pytest.mark.parametrize('rule', [P('tp') & ON_TP, ON_TP & (ON_TP & P()), ON_TP & (P() & ON_TP)])
+def test_nothing_is_said_of_an_axis_that_is_where_a_rule_asked_for_it(rule):
+    (row,) = HELPER.explain({'w': leaf(8, 8)}, rule).rows
+    assert (row.spec, row.reason) == (P('tp'), '')
