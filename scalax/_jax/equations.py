@@ -1,8 +1,8 @@
 """What equations of jaxprs hold: operands, jaxprs inside, and the parameters of each primitive.
 
 No page of JAX lists the parameters of its primitives. They are read here (those of kernels in `kernels`), in
-all supported versions: each function takes an equation of the primitives that its docstring names, and relies
-on the parameter that it reads having this name and this meaning.
+all supported versions: each function takes an equation of the primitives that its docstring names. Each
+relies on the parameter that it reads having this name and this meaning.
 """
 
 from __future__ import annotations

@@ -40,7 +40,10 @@ def kinds_of_sums() -> Mapping[str, Any]:
 
 
 def unconstrained(leaf: Any, mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """The sharding of a constraint that asks for nothing but the devices of the mesh."""
+    """The sharding of a constraint that asks for nothing but the devices of the mesh.
+
+    Relies on one whose dimensions are all UNCONSTRAINED leaving each to the compiler.
+    """
     return NamedSharding(mesh, PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * np.ndim(leaf)))
 
 

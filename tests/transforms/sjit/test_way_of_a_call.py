@@ -6,8 +6,8 @@ no batch is followed.
 
 A call is a frame of Python, and one more whenever a generator goes on; comprehensions do not count. A change
 of file is a call into another file than the call before. Left out are what follows the batch
-(`scalax._follow`), what JAX is asked for (`scalax._jax`: a reader stops there as at a function of JAX), and what
-the first function of a helper imports and caches.
+(`scalax._follow`), what JAX is asked for (`scalax._jax`: a reader stops there as at a function of JAX), and
+what the first function of a helper imports and caches.
 """
 
 from __future__ import annotations
