@@ -23,6 +23,8 @@ from jax.extend.core import Jaxpr as Jaxpr
 from jax.extend.core import JaxprEqn as JaxprEqn
 from jax.extend.core import Literal as Literal
 
+from scalax._jax.tracing import memory_space
+
 DimPairs = tuple[Sequence[int], Sequence[int]]
 """Dimensions of the left and of the right operand."""
 
@@ -49,8 +51,8 @@ def shape_of(atom: Any) -> tuple[int, ...]:
 
 
 def is_on_device(atom: Any) -> bool:
-    """Whether a value is in the memory of devices. Relies on ``aval.memory_space`` naming the other one."""
-    return bool(getattr(atom.aval, 'memory_space', jax.memory.Space.Device) == jax.memory.Space.Device)
+    """Whether a value is in the memory of devices. Relies on its `memory_space` being named or that one."""
+    return memory_space(atom.aval) in (None, jax.memory.Space.Device)
 
 
 def name_stack(equation: Any) -> str:
