@@ -116,6 +116,7 @@ def assert_no_recompile(fun: Callable[..., Any]) -> Iterator[None]:
         AssertionError: it was compiled; says how often.
 
     Example:
+        >>> import jax
         >>> import numpy as np
         >>> double = jax.jit(lambda x: 2 * x)
         >>> x = double(np.ones(3))

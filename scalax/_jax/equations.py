@@ -1,8 +1,8 @@
 """What equations of jaxprs hold: operands, jaxprs inside, and the parameters of each primitive.
 
 No page of JAX lists the parameters of its primitives. They are read here (those of kernels in `kernels`), in
-all supported versions: each function takes an equation of the primitives that its docstring names, and relies
-on the parameter that it reads having this name and this meaning.
+all supported versions: each function takes an equation of the primitives that its docstring names. Each
+relies on the parameter that it reads having this name and this meaning.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from jax.extend.core import DropVar as DropVar
 from jax.extend.core import Jaxpr as Jaxpr
 from jax.extend.core import JaxprEqn as JaxprEqn
 from jax.extend.core import Literal as Literal
+
+from scalax._jax.tracing import memory_space
 
 DimPairs = tuple[Sequence[int], Sequence[int]]
 """Dimensions of the left and of the right operand."""
@@ -49,8 +51,8 @@ def shape_of(atom: Any) -> tuple[int, ...]:
 
 
 def is_on_device(atom: Any) -> bool:
-    """Whether a value is in the memory of devices. Relies on ``aval.memory_space`` naming the other one."""
-    return bool(getattr(atom.aval, 'memory_space', jax.memory.Space.Device) == jax.memory.Space.Device)
+    """Whether a value is in the memory of devices. Relies on its `memory_space` being named or that one."""
+    return memory_space(atom.aval) in (None, jax.memory.Space.Device)
 
 
 def name_stack(equation: Any) -> str:

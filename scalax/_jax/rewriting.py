@@ -40,7 +40,10 @@ def with_operands(equation: Any, operands: Sequence[Any]) -> Any:
 
 
 def with_jaxprs(equation: Any, *jaxprs: Any) -> Any:
-    """A call, a loop or a `cond` with another jaxpr, or other branches, of the same types."""
+    """A call, a loop or a `cond` with another jaxpr, or other branches, of the same types.
+
+    Relies on the parameters that `equations` reads, and on no other one depending on these jaxprs.
+    """
     name = equation.primitive.name
     changed = {'branches': jaxprs} if name == 'cond' else dict(zip([_BODIES[name]], jaxprs, strict=True))
     return equation.replace(params={**equation.params, **changed})
@@ -79,6 +82,8 @@ def _constraint(sharding: NamedSharding, context: Any) -> Any:
 
 def equation_of(function: Callable[..., Any], like: Any) -> Any:
     """The equation that a function of one operation makes of the operands of another equation.
+
+    Relies on ``jax.make_jaxpr`` giving one equation for it.
 
     Args:
         function: the function; its results have the types of those of the other equation.

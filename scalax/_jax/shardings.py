@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,12 +17,13 @@ Later versions raise.
 """
 
 
-def entries(spec: PartitionSpec) -> tuple[Any, ...]:
-    """The entries of a spec, one a dimension.
+entries: Callable[[PartitionSpec], tuple[Any, ...]] = (
+    operator.attrgetter('partitions') if hasattr(PartitionSpec(), 'partitions') else tuple
+)
+"""The entries of a spec, one a dimension.
 
-    Relies on *partitions* in new versions, which do not iterate over unreduced specs; older ones iterate.
-    """
-    return spec.partitions if hasattr(spec, 'partitions') else tuple(spec)
+Relies on *partitions* in new versions, which do not iterate over unreduced specs; older ones iterate.
+"""
 
 
 def sums_kind(spec: PartitionSpec) -> str:
@@ -38,7 +40,10 @@ def kinds_of_sums() -> Mapping[str, Any]:
 
 
 def unconstrained(leaf: Any, mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """The sharding of a constraint that asks for nothing but the devices of the mesh."""
+    """The sharding of a constraint that asks for nothing but the devices of the mesh.
+
+    Relies on one whose dimensions are all UNCONSTRAINED leaving each to the compiler.
+    """
     return NamedSharding(mesh, PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * np.ndim(leaf)))
 
 

@@ -127,6 +127,11 @@ def is_opaque(kind: Any) -> bool:
     return isinstance(kind, type) or not (hasattr(kind, 'shape') and hasattr(kind, 'dtype'))
 
 
+def memory_space(kind: Any) -> Any:
+    """The memory of values of this type; None if the type does not say so. Relies on *memory_space*."""
+    return getattr(kind, 'memory_space', None)
+
+
 def varying_axes(kind: Any) -> frozenset[str]:
     """The manual axes along which a value of this type differs, as far as JAX followed it in `shard_map`.
 

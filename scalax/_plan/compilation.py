@@ -1,26 +1,22 @@
-"""Compilation of a lowered function: its programs, its memory and its shardings."""
+"""Compilation of a lowered function: its programs and its memory."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalax._jax.messages import is_out_of_memory
 from scalax._plan.hlo import devices_of
 from scalax._plan.layout import Layout, MemoryTables, read_layout
 from scalax._plan.memory import Memory, assigned_memory
 from scalax._trace.threads import in_a_thread
-from scalax._tree.specs import spec_axes
 from scalax.errors import PlanError
 
 _PASS = 'spmd-partitioning'
@@ -40,12 +36,6 @@ _OPTIMIZATION = 'xla_backend_optimization_level'
 _MIB = 2**20
 _PLENTY = 2**40
 _NO_TABLES = MemoryTables('', '', '')
-# Names of axes are quoted, and may have brackets.
-_SHARDING = re.compile(r'#sdy\.sharding<@\w+, \[((?:"[^"]*"|[^"\]])*)\](?:, replicated=\{.*?\})?>')
-_DIMENSION = re.compile(r'\{((?:"[^"]*"|[^"}])*)\}')
-_ARRAY = re.compile(r'tensor<((?:\d+x)*)(complex<)?[a-z]+(\d+)')
-_ON_HOST = re.compile(r'memory_kind = "\w*host"')
-_CLOSED_AXES = re.compile(r'(?:"[^"]+"(?:, )?)*$')
 _TABLES = ('memory-usage-report', 'buffer-assignment', 'live-range')
 
 
@@ -201,88 +191,3 @@ def _last_file(folder: Path, what: str) -> str:
     """The file with this ending, of the last module that was compiled; empty if there is none."""
     files = sorted(folder.glob(f'*{what}.txt'))
     return files[-1].read_text(encoding='utf-8') if files else ''
-
-
-def lowered_shardings(
-    lowered: Any, names: Sequence[str], mesh: Mesh
-) -> tuple[list[NamedSharding | None], list[NamedSharding | None]]:
-    """The shardings of arguments and results of a program that was lowered and not compiled.
-
-    They are None where the choice is the compiler's.
-
-    Args:
-        lowered: a ``jax.stages.Lowered``.
-        names: the names of the arguments in the traced program, including unused ones.
-        mesh: the mesh of the program.
-    """
-    main = _main(lowered)
-    # Locations are written as ``loc("params['w']")``.
-    arguments = [_unescaped(str(argument.location)[len('loc("') : -len('")')]) for argument in main.arguments]
-    known = dict(zip(arguments, _shardings_in(main.attributes['arg_attrs'], mesh), strict=True))
-    return [known.get(name) for name in names], [*_shardings_in(main.attributes['res_attrs'], mesh)]
-
-
-def lowered_bytes(lowered: Any, mesh: Mesh) -> tuple[int, int]:
-    """The bytes of the arguments and of the results of a lowered program in the memory of each device.
-
-    Memory holds no less. Arguments that the program does not use are not there; what has no sharding yet is
-    divided evenly; arrays in the memory of the host do not count.
-    """
-    main = _main(lowered)
-    types = [each.type for each in main.arguments], main.type.results
-    attributes = main.attributes['arg_attrs'], main.attributes['res_attrs']
-    given, returned = (_bytes(*each, mesh) for each in zip(types, attributes, strict=True))
-    return given, returned
-
-
-def _bytes(types: Iterable[Any], attributes: Iterable[Any], mesh: Mesh) -> int:
-    total = 0
-    for kind, attribute in zip(types, attributes, strict=True):
-        array, text = _ARRAY.match(str(kind)), str(attribute)
-        if array is None or _ON_HOST.search(text):  # what is no array orders effects
-            continue
-        sizes, is_complex, width = array.groups()
-        bits = 8 if width == '1' else int(width) * (2 if is_complex else 1)  # a bool takes a byte
-        spec = written_spec(text)
-        shards = math.prod(mesh.shape[axis] for axis in (mesh.shape if spec is None else spec_axes(spec)))
-        total += math.prod(map(int, sizes.split('x')[:-1])) * bits // (8 * shards)
-    return total
-
-
-def _main(lowered: Any) -> Any:
-    operations = lowered.compiler_ir().body.operations
-    [main] = [each for each in operations if str(each.attributes['sym_name']) == '"main"']
-    return main
-
-
-def _shardings_in(attributes: Iterable[Any], mesh: Mesh) -> Iterable[NamedSharding | None]:
-    for attribute in attributes:
-        spec = written_spec(str(attribute))
-        yield None if spec is None else NamedSharding(mesh, spec)
-
-
-def written_spec(text: str) -> PartitionSpec | None:
-    """The spec in the attributes of an argument; None if there is none, or the compiler may add to it.
-
-    Example:
-        >>> written_spec('{sdy.sharding = #sdy.sharding<@mesh, [{}, {"data", "model"}]>}')
-        P(None, ('data', 'model'))
-        >>> written_spec('{sdy.sharding = #sdy.sharding<@mesh, [{"data", ?}]>}') is None
-        True
-    """
-    found = _SHARDING.search(text)
-    if found is None:
-        return None
-    dimensions = _DIMENSION.findall(found[1])
-    if not all(_CLOSED_AXES.match(dimension) for dimension in dimensions):
-        return None
-    entries = [tuple(map(_unescaped, re.findall(r'"([^"]+)"', dimension))) for dimension in dimensions]
-    return PartitionSpec(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in entries))
-
-
-def _unescaped(text: str) -> str:
-    r"""Quoted text as MLIR writes it: a quotation mark is ``\22``, a backslash is ``\\``."""
-    digits = re.compile(rb'\\(\\|[0-9A-F]{2})')
-    return digits.sub(
-        lambda found: bytes.fromhex(found[1].decode().replace('\\', '5C')), text.encode()
-    ).decode()

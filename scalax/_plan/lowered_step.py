@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
+import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._jax.devices import coords_of, slice_of
 from scalax._jax.equations import argument_names
+from scalax._jax.lowered import LoweredArray, arguments_of, results_of, text_of
 from scalax._mesh.gpu_nodes import SimulatedGPUs
 from scalax._mesh.meshes import require_devices
-from scalax._plan.compilation import lowered_bytes, lowered_shardings
 from scalax._plan.hardware import Hardware, hardware_of_mesh
 from scalax._plan.torus import Place, places_of
 from scalax._report.trial_file import identity
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.sjit import name_of, options_of, sjit
+from scalax._tree.specs import spec_axes
 from scalax.errors import ArgumentError
-
-_LINE_OF_FILE = re.compile(r'^(#loc\d*) = loc\("[^"\n]*":\d', re.MULTILINE)
-_NAMED = re.compile(r'^#loc\d* = loc\("(.*)"\((#loc\d*)\)\)$', re.MULTILINE)
-_LOCATIONS = re.compile(r'^#loc.*\n|#loc\d*', re.MULTILINE)
-_LARGEST_CONSTANT = 16  # elements; what is in a larger one does not change a plan
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,12 +67,27 @@ class LoweredStep:
     @functools.cached_property
     def shardings(self) -> tuple[list[NamedSharding | None], list[NamedSharding | None]]:
         """Those of arguments and results that are asked for; None where the choice is the compiler's."""
-        return lowered_shardings(self.lowered, argument_names(self.traced.jaxpr), self.mesh)
+        known = {each.name: each.spec for each in arguments_of(self.lowered)}
+        given = [known.get(name) for name in argument_names(self.traced.jaxpr)]  # unused ones too
+        taken = [each.spec for each in results_of(self.lowered)]
+        return [*map(self._sharding, given)], [*map(self._sharding, taken)]
+
+    def _sharding(self, spec: PartitionSpec | None) -> NamedSharding | None:
+        return None if spec is None else NamedSharding(self.mesh, spec)
 
     @functools.cached_property
     def stored_bytes(self) -> tuple[int, int]:
-        """The bytes of arguments and results in the memory of each device: no program takes less."""
-        return lowered_bytes(self.lowered, self.mesh)
+        """The bytes of arguments and results in the memory of each device: no program takes less.
+
+        Arguments that the program does not use are not there; what has no sharding yet is divided evenly.
+        """
+        given, taken = arguments_of(self.lowered), results_of(self.lowered)
+        return sum(map(self._bytes, given)), sum(map(self._bytes, taken))
+
+    def _bytes(self, array: LoweredArray) -> int:
+        sizes = self.mesh.shape
+        axes = sizes if array.spec is None else spec_axes(array.spec)
+        return array.bits // (8 * math.prod(sizes[axis] for axis in axes))
 
     @functools.cached_property
     def identity(self) -> str:
@@ -89,23 +100,9 @@ class LoweredStep:
             for device in self.mesh.devices.flat
         ]
         options = sorted(options_of(self.function).items())
-        program = _program_text(self.lowered)
+        program = text_of(self.lowered)
         where = [str(self.mesh.shape), *devices, str(self.simulates)]
         return identity([self.name, *where, repr(options), program])
-
-
-def _program_text(lowered: Any) -> str:
-    """A lowered program with the names of its operations, and without the lines of files that they are on.
-
-    Which functions called the one that was traced is not in it either.
-    """
-    # The text of all constants may be far larger than the program.
-    text = lowered.compiler_ir().operation.get_asm(
-        large_elements_limit=_LARGEST_CONSTANT, enable_debug_info=True
-    )
-    lines = {*_LINE_OF_FILE.findall(text)}
-    names = {name for name, place in _NAMED.findall(text) if place not in lines}
-    return '\n'.join([_LOCATIONS.sub('', text), *sorted(names)])
 
 
 def lower_step(

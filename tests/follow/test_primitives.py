@@ -118,6 +118,7 @@ CASES = {
         of(lambda x, t, i: t.at[i].add(x), X, W, like(16, dtype=jnp.int32)),
         [None],
     ),
+    'scatter that subtracts': (of(lambda x: x.at[:, 2].subtract(1.0), X), [0]),
     'scatter, batched': (of(jax.vmap(lambda x, i: x.at[i].add(1.0)), X, INDICES), [0]),
     'convolution': (of(conv, IMAGES, KERNEL), [0]),
     'pooling': (

@@ -1,6 +1,7 @@
 """Outside of `scalax/_jax` nothing depends on what JAX does not promise: the source is read for patterns."""
 
 import ast
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -192,13 +193,28 @@ TESTS = '\n'.join(
 )
 
 
-def functions_of(path: Path) -> list[ast.FunctionDef]:
-    nodes = ast.parse(path.read_text(encoding='utf-8')).body
-    return [node for node in nodes if isinstance(node, ast.FunctionDef) and not node.name.startswith('_')]
+def asked(path: Path) -> dict[str, str]:
+    """The functions of a file, also those that are assigned, with their docstrings."""
+    body = ast.parse(path.read_text(encoding='utf-8')).body
+    found = {}
+    for node, after in itertools.pairwise([*body, None]):
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = ast.get_docstring(node) or ''
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(after, ast.Expr):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            found[ast.unparse(target)] = ast.unparse(after)
+    return {name: text for name, text in found.items() if not name.startswith('_') and name.islower()}
 
 
 @pytest.mark.one_jax
 @pytest.mark.parametrize('path', ROOM, ids=lambda path: path.stem)
 def test_each_function_has_a_contract(path: Path) -> None:
-    names = [node.name for node in functions_of(path)]
-    assert [name for name in names if not re.search(rf'\b{name}\b', TESTS)] == []
+    assert [name for name in asked(path) if not re.search(rf'\b{name}\b', TESTS)] == []
+
+
+@pytest.mark.one_jax
+@pytest.mark.parametrize('path', ROOM, ids=lambda path: path.stem)
+def test_each_function_says_on_what_it_relies(path: Path) -> None:
+    of_all = ast.get_docstring(ast.parse(path.read_text(encoding='utf-8'))) or ''
+    if 'relies on' not in of_all:
+        assert [name for name, text in asked(path).items() if 'Relies on' not in text] == []

@@ -146,6 +146,16 @@ def test_opaque_types() -> None:
         assert not tracing.is_opaque(tracing.type_of(jax.random.key(0)))
 
 
+def test_memory_spaces() -> None:
+    def ask(x: Any) -> Any:
+        kinds = map(jax.typeof, (x, jax.device_put(x, jax.memory.Space.Host)))
+        return [*map(tracing.memory_space, kinds)]
+
+    with contract('says in the type of a value in which memory it is', 'to trace again for another one'):
+        assert seen_in(jax.jit, ask) == [jax.memory.Space.Device, jax.memory.Space.Host]
+        assert tracing.memory_space(jax.ShapeDtypeStruct((), 'int8')) is None
+
+
 def test_values_that_vary_along_manual_axes(mesh: Mesh) -> None:
     def varying(x: Any) -> Any:
         found.append(

@@ -9,7 +9,6 @@ import random
 import jax
 import pytest
 
-from scalax._plan.compilation import written_spec
 from scalax.errors import ArgumentError, DataError
 from scalax.plan import HostMoves, Memory, Plan
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
@@ -197,18 +196,3 @@ def test_memory_without_a_number_of_the_compiler():
 def test_whether_a_plan_fits_is_not_known_without_a_limit():
     plan = plan_on([4, 2], RULE)
     assert (plan.fits, plan.memory.limit, plan.known_roofline, plan.refusal) == (None, None, None, '')
-
-
-@pytest.mark.parametrize(
-    ('text', 'spec'),
-    [
-        ('{sdy.sharding = #sdy.sharding<@mesh, [{}, {"tp"}, {"a", "b"}]>}', P(None, 'tp', ('a', 'b'))),
-        ('{sdy.sharding = #sdy.sharding<@mesh, []>, tf.aliasing_output = 0 : i32}', P()),
-        ('{sdy.sharding = #sdy.sharding<@mesh, [{"a"}], replicated={"b"}>}', P('a')),
-        ('{sdy.sharding = #sdy.sharding<@mesh, [{"a", ?}]>}', None),
-        ('{sdy.sharding = #sdy.sharding<@mesh, [{?}]>}', None),
-        ('{jax.result_info = "result[1]"}', None),
-    ],
-)
-def test_written_specs(text, spec):
-    assert written_spec(text) == spec

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 
+from scalax._plan.objective import lost_by
 from scalax._search import attempts as module
 from scalax._search.possible_meshes import possible_meshes
 from scalax.errors import ArgumentError, MeshError, PlanError, ShardingError
@@ -192,6 +194,16 @@ def test_sets_of_rules():
     assert held['replicated'] > held['both']
     [only] = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], {}, constraints={'tp': 2}, full=0).candidates
     assert (only.name, only.lost) == ('fsdp=2, tp=2', '')
+
+
+def test_what_jax_cannot_divide_rules_a_candidate_out():
+    mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Explicit,))
+    with pytest.raises(ValueError, match='divide') as caught:
+        jax.jit(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, P('fsdp')))).lower(np.ones(9))
+    assert lost_by(caught.value, 'fsdp=8').startswith('ValueError: Sharding spec')
+    with pytest.raises(KeyError, match='other') as own:
+        lost_by(KeyError('other'), 'fsdp=8')
+    assert own.value.__notes__ == ['This was raised by the candidate fsdp=8.']
 
 
 @tpu_compiler.needed
