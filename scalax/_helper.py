@@ -550,8 +550,8 @@ class MeshShardingHelper:
         if fun is None:
             return functools.partial(self.auto_axes, axes=axes, out_sharding=out_sharding)
         if out_sharding is _REQUIRED:
-            return axis_modes.at_the_call(axis_modes.AutoAxes, self.get_context(), fun, axes)
-        return axis_modes.AutoAxes(self.get_context(), fun, axes, out_sharding).wrapper()
+            return axis_modes.at_the_call(axis_modes.AUTO, self.get_context(), fun, axes)
+        return axis_modes.switched(axis_modes.AUTO, self.get_context(), fun, axes, out_sharding)
 
     @overload
     def explicit_axes(
@@ -612,8 +612,8 @@ class MeshShardingHelper:
         if fun is None:
             return functools.partial(self.explicit_axes, axes=axes, in_sharding=in_sharding)
         if in_sharding is _REQUIRED:
-            return axis_modes.at_the_call(axis_modes.ExplicitAxes, self.get_context(), fun, axes)
-        return axis_modes.ExplicitAxes(self.get_context(), fun, axes, in_sharding).wrapper()
+            return axis_modes.at_the_call(axis_modes.EXPLICIT, self.get_context(), fun, axes)
+        return axis_modes.switched(axis_modes.EXPLICIT, self.get_context(), fun, axes, in_sharding)
 
     with_sharding_constraint = staticmethod(constraints.with_sharding_constraint)
     with_sharding_annotation = staticmethod(constraints.with_sharding_annotation)

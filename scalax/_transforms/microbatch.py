@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import math
 import operator
@@ -14,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalax._trace.constraints import apply_shardings, explicit_sharding, is_compiled
+from scalax._trace.constraints import apply_shardings, explicit_sharding
 from scalax._transforms.calls.signature import name_of
-from scalax._transforms.tracebacks import HidingOurs
+from scalax._transforms.tracebacks import run_users
+from scalax._transforms.wrapped import called, compiled
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree
 from scalax._util.lru_cache import type_key
@@ -98,91 +98,79 @@ def microbatch(
             'microbatch: accumulate_dtype is a floating-point dtype, or None, '
             f'got {getattr(accumulate_dtype, "__name__", repr(accumulate_dtype))}'
         )
-    signature = inspect.signature(fun)
+    signature, name = inspect.signature(fun), name_of(fun)
     divided, keys = (_names(fun, signature, option) for option in (batch, rng))
-    if both := [name for name in divided if name in keys]:
+    if both := [each for each in divided if each in keys]:
         raise ArgumentError(
             f'microbatch: {", ".join(both)} cannot be both the batch (batch=...) and PRNG keys (rng=...)'
         )
 
-    def run(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        whole = {name: bound.arguments[name] for name in divided}
-        parts = _divided(whole, n, batch_axis, name_of(fun))
+    def read(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        return signature.bind(*args, **kwargs).arguments
 
-        # Compiled, because it is traced twice, for the types of the sums and in the loop; JAX runs the
-        # user's code only once, since it finds the trace again.
-        def body(index: Any, part: dict[str, Any]) -> Any:
-            fold = functools.partial(jax.tree.map, lambda key: jax.random.fold_in(key, index))
-            folded = {name: fold(bound.arguments[name]) for name in keys}
-            call = inspect.BoundArguments(signature, {**bound.arguments, **part, **folded})
-            return fun(*call.args, **call.kwargs)
+    def run(given: dict[str, Any]) -> Any:
+        call = inspect.BoundArguments(signature, {**given})
+        call.apply_defaults()
+        parts = _divided({each: call.arguments[each] for each in divided}, n, batch_axis, name)
 
-        body.__name__ = body.__qualname__ = name_of(fun)
-        one = jax.jit(body)
+        def on_part(index: Any, part: dict[str, Any]) -> Any:
+            own = jax.tree.map(
+                lambda key: jax.random.fold_in(key, index), {each: call.arguments[each] for each in keys}
+            )
+            call_of_part = inspect.BoundArguments(signature, {**call.arguments, **part, **own})
+            return run_users(fun, call_of_part.args, call_of_part.kwargs)
 
-        def step(sums: Any, item: tuple[Any, dict[str, Any]]) -> tuple[Any, None]:
-            return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, one(*item)), None
+        # Compiled, because it is traced twice, for the types of the sums and in the loop; JAX runs the user's
+        # code only once, since it finds the trace again.
+        return _accumulated(compiled(on_part, name), n, parts, reduce, accumulate_dtype)
 
-        indices = jnp.arange(n)
-        with HidingOurs(body.__code__):
-            types = _types(one, indices[0], jax.tree.map(lambda leaf: leaf[0], parts))
-        if reduce == 'mean':
-            _reject_integers(types)
-        zeros = jax.tree.map(lambda kind: _zeros(kind, accumulate_dtype), types)
-        sums, _ = jax.lax.scan(step, zeros, (indices, parts))
-        if reduce == 'mean':
-            sums = jax.tree.map(lambda total: total / n, sums)
-        return jax.tree.map(
-            lambda total, kind: total if kind.dtype == bool else total.astype(kind.dtype), sums, types
-        )
+    compiled_run = compiled(lambda given: run(_unpacked(given)), name)
 
-    def run_call(call: _Call, arrays: Sequence[Any]) -> Any:
-        return run(*call.with_arrays(arrays))
-
-    run_call.__name__ = run_call.__qualname__ = name_of(fun)
-    compiled = jax.jit(run_call, static_argnums=0)
-
-    @functools.wraps(fun)
-    def in_parts(*args: Given.args, **kwargs: Given.kwargs) -> Result:
-        if is_compiled():
-            return run(args, kwargs)
-        call, arrays = _Call.of(args, kwargs)
+    def at_once(given: dict[str, Any]) -> Any:
+        packed = jax.tree.map(lambda leaf: leaf if _is_array(leaf) else _Static(leaf, type_key(leaf)), given)
         try:
-            hash(call)
+            hash(jax.tree.structure(packed))
         except TypeError:  # JAX finds no program by it
-            return run(args, kwargs)
-        with HidingOurs(run_call.__code__):
-            return compiled(call, arrays)
+            return run(given)
+        return compiled_run(packed)
 
-    return in_parts
+    return called(fun, read, run, at_once)
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Call:
-    """The part of a call that its program depends on: the arguments without the arrays.
+class _Static:
+    """A leaf that is no array, as part of the program; *key* tells equal ones apart."""
 
-    Attributes:
-        treedef: the structure of arguments and keywords.
-        others: every leaf that is no array, with its number and what tells equal ones apart.
-    """
+    leaf: Any
+    key: Any
 
-    treedef: Any
-    others: tuple[tuple[int, Any, Any], ...]
 
-    @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Call, list[Any]]:
-        """A call, and its arrays."""
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        others = [(i, type_key(leaf), leaf) for i, leaf in enumerate(leaves) if not _is_array(leaf)]
-        return cls(treedef, tuple(others)), list(filter(_is_array, leaves))
+def _unpacked(tree: Any) -> Any:
+    def unpacked(leaf: Any) -> Any:
+        return leaf.leaf if isinstance(leaf, _Static) else leaf
 
-    def with_arrays(self, arrays: Sequence[Any]) -> Any:
-        """The arguments and keywords."""
-        rest, others = iter(arrays), {i: leaf for i, _, leaf in self.others}
-        count = self.treedef.num_leaves
-        return self.treedef.unflatten(others[i] if i in others else next(rest) for i in range(count))
+    return jax.tree.map(unpacked, tree, is_leaf=lambda node: isinstance(node, _Static))
+
+
+def _accumulated(fun: jax.stages.Wrapped, n: int, parts: Any, reduce: str, dtype: Any) -> Any:
+    """The mean or the sum of what a jitted function returns for each part, in a loop."""
+    indices = jnp.arange(n)
+    traced = fun.trace(indices[0], jax.tree.map(lambda leaf: leaf[0], parts))
+    # With their shardings, which `out_info` does not have.
+    types = jax.tree.unflatten(jax.tree.structure(traced.out_info), traced.jaxpr.out_avals)
+    if reduce == 'mean':
+        _reject_integers(types)
+
+    def add(sums: Any, part: tuple[Any, Any]) -> tuple[Any, None]:
+        return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, fun(*part)), None
+
+    def result(total: Any, kind: Any) -> Any:
+        total = total / n if reduce == 'mean' else total
+        return total if kind.dtype == bool else total.astype(kind.dtype)
+
+    sums, _ = jax.lax.scan(add, jax.tree.map(lambda kind: _zeros(kind, dtype), types), (indices, parts))
+    return jax.tree.map(result, sums, types)
 
 
 def _is_array(leaf: Any) -> bool:
@@ -248,12 +236,6 @@ def _divided(whole: dict[str, Any], n: int, batch_axis: int, name: str) -> dict[
     return jax.tree.map(lambda leaf: part(jnp.asarray(leaf)), whole)
 
 
-def _types(compiled: Any, *args: Any) -> Any:
-    """The types of the results of a jitted function, with their shardings."""
-    traced = compiled.trace(*args)
-    return jax.tree.unflatten(jax.tree.structure(traced.out_info), traced.jaxpr.out_avals)
-
-
 def _fault(leaf: Any, shape: tuple[int, ...], axis: int, n: int) -> str:
     """Why the rows of an array cannot be divided; empty if they can."""
     if not -len(shape) <= axis < len(shape):
@@ -262,8 +244,8 @@ def _fault(leaf: Any, shape: tuple[int, ...], axis: int, n: int) -> str:
         return 'does not divide'
     # Over Explicit axes the type tells how many rows a device has; JAX would refuse to move some.
     sharding = jax.typeof(leaf).sharding
-    entries = [*specs.entries(sharding.spec), *[None] * len(shape)][: len(shape)]
-    shards = math.prod(sharding.mesh.shape[name] for name in specs.entry_axes(entries[axis]))
+    rows_over = specs.entry_axes(specs.entries(sharding.spec)[axis])
+    shards = math.prod(sharding.mesh.shape[name] for name in rows_over)
     return '' if shape[axis] // shards % n == 0 else f'each device has {shape[axis] // shards} rows'
 
 

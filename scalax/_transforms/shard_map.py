@@ -7,35 +7,28 @@ and after.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from scalax._trace import resharding
-from scalax._trace.constraints import (
-    apply_shardings,
-    has_type,
-    is_compiled,
-    is_traced,
-    mesh_entered,
-    retyped_mesh,
-)
+from scalax._jax.tracing import is_mapped
+from scalax._mesh import meshes
+from scalax._trace.constraints import apply_shardings, has_type, mesh_entered, retyped_mesh
 from scalax._trace.contexts import ActiveHelper
-from scalax._transforms.calls.call import Call, is_typed_by, on_other_devices
-from scalax._transforms.calls.errors import reject_deleted
-from scalax._transforms.calls.shardings import reject_faults, resolve_arguments
-from scalax._transforms.calls.signature import CallSignature
-from scalax._transforms.tracebacks import HidingOurs
+from scalax._transforms.calls.call import Call
+from scalax._transforms.calls.shardings import resolve_arguments
+from scalax._transforms.tracebacks import run_users
+from scalax._transforms.wrapped import called, compiled, memory_fault, placed, signature_of, sound_shardings
 from scalax._tree import specs
 from scalax._tree.specs import Fault, MeshAxes
-from scalax.errors import ArgumentError, MeshError, Problem, RuleError, ShardingError
+from scalax.errors import MeshError, Problem, RuleError, ShardingError
+from scalax.rules._indivisible import OnIndivisible
 from scalax.rules._prefix import RuleLike, is_rule
-from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve, with_types
+from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve
 from scalax.rules._rule import ShardingRule, looks_at_paths_only
 
 
@@ -48,284 +41,178 @@ def shard_map(
     check_vma: bool,
 ) -> Callable[..., Any]:
     """Maps a function over blocks of its arguments, as rules cut them; *active* enters the helper."""
-    if not callable(fun):
-        raise ArgumentError(f'shard_map takes a function first, got {type(fun).__name__}')
-    signature = CallSignature(fun)
+    signature, helper = signature_of(fun, 'shard_map'), active.mesh_helper
+    name, what = signature.name, f'shard_map of {signature.name}'
     signature.check_names(in_specs, 'in_specs')
-    _reject_shape_dependent(signature.name, out_specs)
-    axes = MeshAxes.of(active.mesh_helper.mesh)
+    _reject_shape_dependent(name, out_specs)
     names = () if axis_names is None else axis_names
-    chosen = frozenset(specs.chosen_axes('axis_names of shard_map', names, axes))
+    chosen = specs.chosen_axes('axis_names of shard_map', names, MeshAxes.of(helper.mesh))
 
-    def run(*flat_args: Any) -> Any:
-        here = _Mapped(active, signature, chosen, check_vma)
-        with here.entered():
-            return here.call(fun, flat_args, in_specs, out_specs)
+    def run(flat_args: Sequence[Any]) -> Any:
+        call, mesh = Call(signature, flat_args), retyped_mesh(helper.mesh)
+        with mesh_entered(mesh, what):
+            axes = _axes_of(mesh, chosen, what)
+            shardings = _arguments(in_specs, call, axes, helper.on_indivisible)
+            leaves = _resharded(call.leaves, shardings, axes)
+            outputs: list[Any] = []
 
-    run.__name__ = run.__qualname__ = signature.name
-    compiled = jax.jit(run)
+            def body(*blocks: Any) -> tuple[Any, ...]:
+                with active:
+                    results = run_users(fun, *signature.restore(call.replaced(blocks)))
+                # Raises about leaves that are not arrays.
+                resolve(None, results, mesh, mode=ResolveMode.BOUNDARY, where=_OUTPUTS.format(name))
+                outputs.append(jax.tree.map(jax.typeof, results))
+                return tuple(jax.tree.leaves(results))
 
-    @functools.wraps(fun)
-    def mapped(*args: Any, **kwargs: Any) -> Any:
-        flat_args = signature.flatten(args, kwargs)
-        with _users_code:
-            if is_compiled():
-                return run(*flat_args)
-            here = _Mapped(active, signature, chosen, check_vma)
-            with here.entered():
-                return compiled(*here.placed(flat_args, in_specs))
-
-    return mapped
-
-
-class _Mapped:
-    """One call of a mapped function: the mesh as it is here, and which of its axes are manual."""
-
-    def __init__(
-        self, active: ActiveHelper, signature: CallSignature, chosen: frozenset[str], check_vma: bool
-    ) -> None:
-        self._active, self._signature, self._check_vma = active, signature, check_vma
-        self.mesh = retyped_mesh(active.mesh_helper.mesh)
-        self._axes = MeshAxes.of(self.mesh)
-        free = [name for name, kind in self._axes.types.items() if kind is not AxisType.Manual]
-        with self.entered():
-            self._mapped = [name for name in free if is_mapped(self.mesh, name)]
-        self._manual = chosen or frozenset(free).difference(self._mapped)
-        self._memory = named_sharding(self.mesh, PartitionSpec()).memory_kind
-        manual = sorted(self._manual.difference(free))
-        mapped = sorted(self._manual.intersection(self._mapped))
-        if mapped or (self._mapped and not self._manual):
-            axes = ', '.join(map(repr, mapped or self._mapped))
-            raise MeshError(
-                f'shard_map of {signature.name} inside jax.vmap: a dimension that is mapped is sharded along '
-                f'{axes}, which cannot be manual too: name other axes (axis_names=...)'
+            # Compiled, because it is traced twice: to learn what it returns, and to run. JAX finds the first
+            # trace again, so that the user's code runs once.
+            on_blocks = compiled(body, name)
+            mapped = functools.partial(
+                jax.shard_map,
+                mesh=mesh,
+                in_specs=tuple(axes.cut(sharding.spec) for sharding in shardings),
+                axis_names=axes.manual,
+                check_vma=check_vma,
             )
-        if manual or not self._manual:
-            raise MeshError(
-                f'shard_map of {signature.name} inside shard_map: '
-                + (f'{", ".join(map(repr, manual))} is manual already' if manual else 'every axis is manual')
-                + ': call the function itself, or name axes that are not (axis_names=...)'
-            )
+            jax.eval_shape(mapped(lambda *blocks: on_blocks(*blocks)[:0], out_specs=()), *leaves)
+            shardings, treedef = _outputs(out_specs, outputs[-1], axes, name)
+            cuts = tuple(axes.cut(sharding.spec) for sharding in shardings)
+            results = mapped(on_blocks, out_specs=cuts)(*leaves)
+            return treedef.unflatten(_resharded(results, shardings, axes))
 
-    def entered(self) -> contextlib.AbstractContextManager[Any]:
-        """A context manager in which the mesh is in force."""
-        return mesh_entered(self.mesh, f'shard_map of {self._signature.name}')
+    compiled_run = compiled(run, name)
 
-    def placed(self, flat_args: Sequence[Any], in_specs: Any) -> Any:
-        """The arguments of a call outside of any compiled function, on the devices of the mesh."""
-        leaves, treedef = jax.tree.flatten(flat_args)
-        shardings = self._inputs(flat_args, leaves, in_specs)
-        return jax.tree.unflatten(treedef, map(self._on_mesh, leaves, shardings))
+    def at_once(flat_args: Sequence[Any]) -> Any:
+        call, mesh = Call(signature, flat_args), retyped_mesh(helper.mesh)
+        meshes.require_devices(helper.mesh, f'a call of {name}')
+        with mesh_entered(mesh, what):
+            axes = _axes_of(mesh, chosen, what)
+            wanted = functools.partial(_arguments, in_specs, call, axes, helper.on_indivisible)
+            return compiled_run(placed(call, mesh, wanted))
 
-    def call(self, fun: Callable[..., Any], flat_args: Sequence[Any], in_specs: Any, out_specs: Any) -> Any:
-        """Runs *fun* on blocks of the arguments."""
-        leaves, treedef = jax.tree.flatten(flat_args)
-        shardings = self._inputs(flat_args, leaves, in_specs)
-        cuts, leaves = (
-            [self._cut(sharding.spec) for sharding in shardings],
-            self._reshard_all(leaves, shardings),
-        )
-        run = functools.partial(
-            jax.shard_map,
-            mesh=self.mesh,
-            in_specs=tuple(cuts),
-            axis_names=self._manual,
-            check_vma=self._check_vma,
-        )
+    return called(fun, signature.flatten, run, at_once)
 
-        # Compiled, because it is traced twice: to learn what it returns, and to run. JAX finds the first
-        # trace again, so that the user's code runs once.
-        def body(*blocks: Any) -> Any:
-            results = self.on_blocks(fun, jax.tree.unflatten(treedef, blocks))
-            where = f'the outputs of {self._signature.name!r} (out_specs)'
-            # Raises about leaves that are not arrays.
-            resolve(None, results, self.mesh, mode=ResolveMode.BOUNDARY, where=where)
-            return results
 
-        body.__name__ = body.__qualname__ = self._signature.name
-        compiled = jax.jit(body)
+_ARGUMENTS, _OUTPUTS = 'the arguments of {!r} (in_specs)', 'the outputs of {!r} (out_specs)'
 
-        returned: list[Any] = []
 
-        def look(*blocks: Any) -> tuple[()]:
-            returned.append(jax.tree.map(jax.typeof, compiled(*blocks)))
-            return ()
+# The axes --------------------------------------------------------------------------------------------
 
-        jax.eval_shape(run(look, out_specs=()), *leaves)
-        shardings, out_treedef = self._outputs(out_specs, returned[-1])
 
-        def leaves_of(*blocks: Any) -> tuple[Any, ...]:
-            return tuple(jax.tree.leaves(compiled(*blocks)))
+class _Axes(NamedTuple):
+    """The axes of the mesh where a mapped function is called.
 
-        leaves_of.__name__ = leaves_of.__qualname__ = self._signature.name  # as JAX's messages call it
-        results = run(leaves_of, out_specs=tuple(self._cut(sharding.spec) for sharding in shardings))(*leaves)
-        return out_treedef.unflatten(self._reshard_all(results, shardings))
+    Attributes:
+        mesh: the mesh, with the types of axes there.
+        manual: those that are manual inside.
+        mapped: those along which a dimension is sharded that ``jax.vmap`` maps.
+    """
 
-    def on_blocks(self, fun: Callable[..., Any], flat_args: Sequence[Any]) -> Any:
-        """The results of *fun* for the blocks of a call."""
-        with self._active:
-            args, keywords = self._signature.restore(flat_args)
-            return fun(*args, **keywords)
+    mesh: Any
+    manual: frozenset[str]
+    mapped: frozenset[str]
 
-    def _inputs(
-        self, flat_args: Sequence[Any], leaves: Sequence[Any], in_specs: RuleLike
-    ) -> list[NamedSharding]:
-        """The shardings of the arguments, leaf by leaf."""
-        call = Call(self._signature, flat_args)
-        reject_deleted(call)
-        where = f'the arguments of {self._signature.name!r} (in_specs)'
-        resolutions = resolve_arguments(
-            in_specs,
-            call,
-            self.mesh,
-            option='in_specs',
-            rest='PartitionSpec() for what every device has whole',
-            where=where,
-            on_indivisible=self._active.mesh_helper.on_indivisible,
-        )
-        given = [sharding for resolution in resolutions for sharding in resolution.shardings]
-        self._reject_uneven(resolutions, where)
-        self._reject([text for each in resolutions for text in each.tree.descriptions], given, where)
-        return [
-            self._of_type(leaf) if sharding is None else sharding
-            for leaf, sharding in zip(leaves, given, strict=True)
-        ]
-
-    def _outputs(self, out_specs: RuleLike, outputs: Any) -> tuple[list[NamedSharding], Any]:
-        """The shardings of the outputs, leaf by leaf, and their structure.
-
-        Rules see ranks only: the sizes depend on what they answer.
-        """
-        even = 2 * self._axes.size(tuple(self._axes.sizes))  # divides, and is more than one element
-        where = f'the outputs of {self._signature.name!r} (out_specs)'
-        resolution = resolve(
-            out_specs,
-            outputs,
-            self.mesh,
-            mode=ResolveMode.BOUNDARY,
-            where=where,
-            as_leaf=lambda leaf: jax.ShapeDtypeStruct((even,) * len(leaf.shape), leaf.dtype),
-        )
-        self._reject(resolution.tree.descriptions, resolution.shardings, where, outputs=True)
-        return [sharding for sharding in resolution.shardings if sharding is not None], resolution.treedef
-
-    def _reject(
-        self,
-        leaves: Sequence[str],
-        shardings: Sequence[NamedSharding | None],
-        where: str,
-        outputs: bool = False,
-    ) -> None:
-        """Raises about leaves that cannot be cut into blocks."""
-        inferred = not outputs and all(self._axes.types[axis] is AxisType.Explicit for axis in self._manual)
-        reject_faults(leaves, shardings, functools.partial(self._fault, inferred=inferred), self.mesh, where)
-
-    def _fault(self, sharding: NamedSharding | None, *, inferred: bool) -> Fault | None:
-        """Why an array cannot be cut into blocks; *inferred* where None takes those of its type."""
-        if sharding is None:
-            return None if inferred else _NO_BLOCKS
-        if used := [axis for axis in specs.spec_axes(sharding.spec) if axis in self._mapped]:
-            return Fault(
-                'mapped-axis',
-                f'a dimension that jax.vmap maps is sharded along {used[0]!r} already',
-                'name the axes of the other dimensions only, or map an array that is not sharded along this '
-                'one.',
-            )
-        if sharding.memory_kind != self._memory:
-            return Fault(
-                'memory-kind',
-                f'a block cannot be placed in {sharding.memory_kind!r}',
-                'give rules without a memory kind, and move arrays outside of shard_map.',
-            )
-        for entry in specs.entries(sharding.spec):
-            for before, after in itertools.pairwise(specs.entry_axes(entry)):
-                if before not in self._manual and after in self._manual:
-                    return Fault(
-                        'manual-order',
-                        f'a dimension has {before!r}, which is not manual, before {after!r}, which is',
-                        'within a dimension the manual axes (axis_names) come first: blocks are cut before '
-                        'the compiler divides them further.',
-                    )
-        return None
-
-    def _reject_uneven(self, resolutions: Sequence[Resolution], where: str) -> None:
-        """Raises about arguments that a policy would leave whole: *fun* is written for blocks."""
-        problems = []
-        for resolution in resolutions:
-            for i, (answer, shape) in enumerate(
-                zip(resolution.decisions, resolution.tree.shapes, strict=True)
-            ):
-                if answer.spec is None:
-                    continue
-                for dim, names in specs.indivisible(self._cut(answer.spec), shape, self._axes):
-                    fault = specs.divisibility_fault(dim, names, shape, self._axes)
-                    problems.append(
-                        Problem(
-                            fault.kind,
-                            resolution.tree.describe(i),
-                            fault.detail,
-                            spec=specs.text(answer.spec),
-                            rule=answer.origin,
-                            hint='pad or change the array: whatever on_indivisible says, a dimension is not '
-                            'left whole along manual axes: every device would compute with all of it.',
-                        )
-                    )
-        if problems:
-            raise ShardingError(problems, str(self._axes), where)
-
-    def _cut(self, spec: PartitionSpec) -> PartitionSpec:
+    def cut(self, spec: PartitionSpec) -> PartitionSpec:
         """The manual axes of a spec."""
-        kept = specs.only_axes(spec, self._manual)
-        return specs.replaced(specs.with_sums(spec, self._manual), specs.entries(kept))
-
-    def _of_type(self, leaf: Any) -> NamedSharding:
-        """The sharding that the type of an argument has over Explicit axes."""
-        kind = jax.typeof(leaf)
-        spec = PartitionSpec(*[specs.UNCONSTRAINED] * len(kind.shape))
-        return named_sharding(self.mesh, specs.replaced(kind.sharding.spec, with_types(spec, leaf)))
-
-    def _on_mesh(self, leaf: Any, sharding: NamedSharding) -> Any:
-        """The array, moved if JAX would refuse it: from other devices, of another type, of other sums."""
-        mesh = self.mesh
-        if isinstance(mesh, AbstractMesh) or isinstance(leaf, jax.core.Tracer):
-            return leaf
-        sums = sharding.spec.unreduced or resharding.unreduced_axes(leaf)
-        if not sums and not on_other_devices(leaf, mesh) and is_typed_by(leaf, mesh):
-            return leaf
-        return resharding.device_put([leaf], [sharding])[0]
-
-    def _reshard_all(self, leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
-        """The arrays, with the requested shardings along every axis that JAX does not handle itself."""
-        wanted = [
-            self._wanted_sharding(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)
-        ]
-        return apply_shardings(list(leaves), wanted)
-
-    def _wanted_sharding(self, leaf: Any, sharding: NamedSharding) -> NamedSharding | None:
-        """The sharding to apply: the type over Explicit axes, and the axes that are not manual."""
-        spec = sharding.spec
-        own = {*specs.spec_axes(spec), *spec.unreduced, *spec.reduced} - self._manual
-        explicit = AxisType.Explicit in self._axes.types.values()
-        if not own and not explicit:
-            return None
-        rank = len(jax.typeof(leaf).shape)
-        entries = [*specs.entries(spec), *[None] * rank][:rank]
-        now = with_types(PartitionSpec(*[specs.UNCONSTRAINED] * rank), leaf) if explicit else [()] * rank
-        # Along Auto axes that are not manual, the compiler decides what the spec leaves open.
-        free = specs.UNCONSTRAINED if AxisType.Auto in self._axes.types.values() else ()
-        wanted: list[Any] = []
-        for entry, has in zip(entries, now, strict=True):
-            names = specs.entry_axes(entry)
-            if own.isdisjoint(names):
-                names = (*names, *[a for a in has if a not in self._manual and a not in own])
-            wanted.append(names or free)
-        typed = specs.replaced(spec, [() if entry is free else entry for entry in wanted])
-        if not own and has_type(leaf, self.mesh, typed):
-            return None
-        return sharding.update(spec=specs.replaced(spec, wanted))
+        kept = specs.only_axes(spec, self.manual)
+        return specs.replaced(specs.with_sums(spec, self.manual), specs.entries(kept))
 
 
-_users_code = HidingOurs(_Mapped.on_blocks.__code__)
+def _axes_of(mesh: Any, chosen: Sequence[str], what: str) -> _Axes:
+    """The manual axes: those *chosen*, by default all that are free.
+
+    Raises:
+        MeshError: there are none, or some cannot be manual.
+    """
+    free = {name for name, kind in MeshAxes.of(mesh).types.items() if kind is not AxisType.Manual}
+    mapped = frozenset(name for name in free if is_mapped(mesh, name))
+    manual = frozenset(chosen) or free - mapped
+    taken, twice = sorted(manual & mapped), sorted(manual - free)
+    if taken or (mapped and not manual):
+        raise MeshError(
+            f'{what} inside jax.vmap: a dimension that is mapped is sharded along '
+            f'{", ".join(map(repr, taken or sorted(mapped)))}, which cannot be manual too: name other axes '
+            '(axis_names=...)'
+        )
+    if twice or not manual:
+        raise MeshError(
+            f'{what} inside shard_map: '
+            + (f'{", ".join(map(repr, twice))} is manual already' if twice else 'every axis is manual')
+            + ': call the function itself, or name axes that are not (axis_names=...)'
+        )
+    return _Axes(mesh, frozenset(manual), mapped)
+
+
+# The shardings of the whole arrays -------------------------------------------------------------------
+
+
+def _arguments(
+    in_specs: RuleLike, call: Call, axes: _Axes, on_indivisible: OnIndivisible
+) -> list[NamedSharding]:
+    """The shardings of the arguments, leaf by leaf; where the rules leave one open, that of its type."""
+    where = _ARGUMENTS.format(call.signature.name)
+    resolutions = resolve_arguments(
+        in_specs,
+        call,
+        axes.mesh,
+        option='in_specs',
+        rest='PartitionSpec() for what every device has whole',
+        where=where,
+        on_indivisible=on_indivisible,
+    )
+    _reject_uneven(resolutions, axes, where)
+    types = MeshAxes.of(axes.mesh).types
+    has_types = all(types[axis] is AxisType.Explicit for axis in axes.manual)
+    fault_of = functools.partial(_fault, axes, may_be_none=has_types)
+    given = sound_shardings(resolutions, fault_of, axes.mesh, where)
+    return [
+        named_sharding(axes.mesh, specs.canonical(jax.typeof(leaf).sharding.spec)) if to is None else to
+        for leaf, to in zip(call.leaves, given, strict=True)
+    ]
+
+
+def _outputs(out_specs: RuleLike, types: Any, axes: _Axes, name: str) -> tuple[list[NamedSharding], Any]:
+    """The shardings of the outputs, leaf by leaf, and their structure.
+
+    Rules see ranks only: the sizes depend on what they answer.
+    """
+    even = 2 * axes.mesh.size  # divides, and is more than one element
+    where = _OUTPUTS.format(name)
+    resolution = resolve(
+        out_specs,
+        types,
+        axes.mesh,
+        mode=ResolveMode.BOUNDARY,
+        where=where,
+        as_leaf=lambda leaf: jax.ShapeDtypeStruct((even,) * len(leaf.shape), leaf.dtype),
+    )
+    fault_of = functools.partial(_fault, axes, may_be_none=False)
+    shardings = sound_shardings([resolution], fault_of, axes.mesh, where)
+    return [sharding for sharding in shardings if sharding is not None], resolution.treedef
+
+
+def _fault(axes: _Axes, sharding: NamedSharding | None, *, may_be_none: bool) -> Fault | None:
+    """Why an array cannot be cut into blocks."""
+    if sharding is None:
+        return None if may_be_none else _NO_BLOCKS
+    if used := [axis for axis in specs.spec_axes(sharding.spec) if axis in axes.mapped]:
+        return Fault(
+            'mapped-axis',
+            f'a dimension that jax.vmap maps is sharded along {used[0]!r} already',
+            'name the axes of the other dimensions only, or map an array that is not sharded along this one.',
+        )
+    for entry in specs.entries(sharding.spec):
+        for before, after in itertools.pairwise(specs.entry_axes(entry)):
+            if before not in axes.manual and after in axes.manual:
+                return Fault(
+                    'manual-order',
+                    f'a dimension has {before!r}, which is not manual, before {after!r}, which is',
+                    'within a dimension the manual axes (axis_names) come first: blocks are cut before the '
+                    'compiler divides them further.',
+                )
+    return memory_fault(sharding, 'a block', 'shard_map')
+
+
 _NO_BLOCKS = Fault(
     'no-sharding',
     'None leaves open into which blocks it is cut',
@@ -334,15 +221,24 @@ _NO_BLOCKS = Fault(
 )
 
 
-def is_mapped(mesh: Any, axis: str) -> bool:
-    """Whether ``jax.vmap`` maps a dimension along an Explicit axis, which ``shard_map`` then refuses."""
-    if MeshAxes.of(mesh).types[axis] is not AxisType.Explicit or not is_traced():
-        return False
-    try:
-        jax.eval_shape(jax.shard_map(tuple, mesh=mesh, in_specs=(), out_specs=(), axis_names={axis}))
-    except ValueError:
-        return True
-    return False
+def _reject_uneven(resolutions: Sequence[Resolution], axes: _Axes, where: str) -> None:
+    """Raises about arguments that a policy would leave whole: the function is written for blocks."""
+    known, problems = MeshAxes.of(axes.mesh), []
+    for resolution in resolutions:
+        for i, answer in enumerate(resolution.decisions):
+            asked, shape = answer.spec or PartitionSpec(), resolution.tree.shapes[i]
+            for dim, names in specs.indivisible(axes.cut(asked), shape, known):
+                fault = specs.divisibility_fault(dim, names, shape, known)
+                leaf, spec = resolution.tree.describe(i), specs.text(asked)
+                problems.append(Problem(fault.kind, leaf, fault.detail, spec, answer.origin, _UNEVEN))
+    if problems:
+        raise ShardingError(problems, str(known), where)
+
+
+_UNEVEN = (
+    'pad or change the array: whatever on_indivisible says, a dimension is not left whole along manual axes: '
+    'every device would compute with all of it.'
+)
 
 
 def _reject_shape_dependent(name: str, out_specs: RuleLike) -> None:
@@ -354,3 +250,30 @@ def _reject_shape_dependent(name: str, out_specs: RuleLike) -> None:
                 'of an output depends on its spec, so the spec cannot depend on the shape. Give '
                 'PartitionSpecs, or a TreePathShardingRule of them.'
             )
+
+
+def _resharded(leaves: Sequence[Any], shardings: Sequence[NamedSharding], axes: _Axes) -> list[Any]:
+    """The arrays, with the requested shardings along every axis that JAX does not handle itself."""
+    wanted = [_wanted(leaf, sharding, axes) for leaf, sharding in zip(leaves, shardings, strict=True)]
+    return apply_shardings([*leaves], wanted)
+
+
+def _wanted(leaf: Any, sharding: NamedSharding, axes: _Axes) -> NamedSharding | None:
+    """The sharding to apply: the type over Explicit axes, and the axes that are not manual."""
+    spec, types = sharding.spec, axes.mesh.axis_types
+    own = {*specs.spec_axes(spec), *spec.unreduced, *spec.reduced} - axes.manual
+    if not own and AxisType.Explicit not in types:
+        return None
+    kind = jax.typeof(leaf)
+    # Along Auto axes that are not manual, the compiler decides what the spec leaves open.
+    free = specs.UNCONSTRAINED if AxisType.Auto in types else ()
+    wanted: list[Any] = []
+    for entry, has in itertools.zip_longest(specs.entries(spec), specs.entries(kind.sharding.spec)):
+        names = specs.entry_axes(entry)
+        if own.isdisjoint(names):
+            names += tuple(a for a in specs.entry_axes(has) if a not in axes.manual and a not in own)
+        wanted.append(names or free)
+    typed = specs.replaced(spec, [() if entry is free else entry for entry in wanted])
+    if not own and has_type(leaf, axes.mesh, typed):
+        return None
+    return sharding.update(spec=specs.replaced(spec, wanted))

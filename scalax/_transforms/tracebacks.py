@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 # This room, and the one that follows the batch through the function.
 _OURS = tuple(f'{Path(__file__).parents[1] / room}{os.sep}' for room in ('_transforms', '_follow'))
+
+
+def run_users(fun: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """Runs a function of the user's. An error that passes through this frame comes from it."""
+    return fun(*args, **keywords)
 
 
 class HidingOurs:
@@ -19,11 +25,11 @@ class HidingOurs:
     As JAX does with its own: ``jax_traceback_filtering='off'`` shows all.
 
     Args:
-        codes: the code of the functions that call the user's.
+        codes: the code of functions that call the user's, other than `run_users`.
     """
 
     def __init__(self, *codes: types.CodeType) -> None:
-        self._codes = codes
+        self._codes = {run_users.__code__, *codes}
 
     def __enter__(self) -> None:
         pass
@@ -34,21 +40,16 @@ class HidingOurs:
 
     def hide(self, error: Exception) -> bool:
         """Hides the frames if *error* comes from the user's code; returns whether it does."""
-        trace = list(_linked(error.__traceback__))
-        if all(each.tb_frame.f_code not in self._codes for each in trace):
+        entries, entry = [], error.__traceback__
+        while entry is not None:
+            entries.append(entry)
+            entry = entry.tb_next
+        if self._codes.isdisjoint(entry.tb_frame.f_code for entry in entries):
             return False
         if jax.config.jax_traceback_filtering != 'off':
-            error.__traceback__ = None
-            for each in reversed(trace):
-                if not each.tb_frame.f_code.co_filename.startswith(_OURS):
-                    kept = types.TracebackType(
-                        error.__traceback__, each.tb_frame, each.tb_lasti, each.tb_lineno
-                    )
-                    error.__traceback__ = kept
+            kept = None
+            for entry in reversed(entries):
+                if not entry.tb_frame.f_code.co_filename.startswith(_OURS):
+                    kept = types.TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+            error.__traceback__ = kept
         return True
-
-
-def _linked(trace: types.TracebackType | None) -> Iterator[types.TracebackType]:
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
