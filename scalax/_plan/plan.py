@@ -29,7 +29,6 @@ from scalax._plan.memory import Memory
 from scalax._plan.plan_check import check_plan
 from scalax._plan.plan_diff import PlanDiff
 from scalax._plan.roofline import Roofline, Seconds, not_compiled_for, phases_of, time_collectives
-from scalax._plan.saved_program import Program, save
 from scalax._plan.text import render
 from scalax._plan.torus import (
     NETWORKS,
@@ -89,8 +88,6 @@ class Plan:
             functions that ``sjit`` did not make.
         batch_axes: the mesh axes over which rows of the batch are, also of one that is not followed; empty if
             no argument is known to be a batch.
-        program: what `save_executable` compiles; None for plans that were read from a file, or unpickled, and
-            for those of a search.
 
     Raises:
         PlanError: it names devices that the mesh does not have or unknown hardware, or the mesh is too large.
@@ -117,7 +114,6 @@ class Plan:
     followed: FollowedBatch | None = None
     batch_axes: tuple[str, ...] = ()
     simulates: str = ''
-    program: Program | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.simulates and self.simulates not in HARDWARE:
@@ -244,16 +240,7 @@ class Plan:
         """
         if not isinstance(model_flops, numbers.Real) or not 0 < model_flops < float('inf'):
             raise PlanError(f'model_flops has to be a positive number, got {model_flops!r}')
-        return dataclasses.replace(self, model_flops=round(model_flops)).with_program(self.program)
-
-    def with_program(self, program: Program | None) -> Plan:
-        """The same plan with the program that `save_executable` compiles."""
-        plan = dataclasses.replace(self)
-        object.__setattr__(plan, 'program', program)
-        return plan
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, 'program': None}  # which only this process has
+        return dataclasses.replace(self, model_flops=round(model_flops))
 
     def roofline(
         self,
@@ -379,8 +366,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain Python values, ready for ``json.dumps``."""
-        fields = [field for field in dataclasses.fields(self) if field.init]
-        values: dict[str, Any] = {field.name: saved.plain(getattr(self, field.name)) for field in fields}
+        values = {field.name: saved.plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
         memory = {**values['memory'], 'total': self.memory.total}
         return {**values, 'memory': memory, 'fits': self.fits}
 
@@ -401,23 +387,6 @@ class Plan:
             ArgumentError: it is neither text nor a path.
         """
         return saved.read(cls, text_or_path, 'plan')
-
-    def save_executable(self, path: str | os.PathLike[str]) -> None:
-        """Compiles the program and writes it to a file, which `scalax.plan.load_executable` loads and calls.
-
-        It is compiled once more, without the options with which a plan has the compiler write down what it
-        does. So a quick plan saves it, too, and that is one compilation in all.
-
-        Args:
-            path: the file to write. Whoever loads it has to trust it: it is a program.
-
-        Raises:
-            PlanError: there is no program: it does not fit, or runs on one device of several, or the plan was
-                read from a file or made by a search; or JAX cannot write it, as one that calls back into
-                Python.
-            ArgumentError: the file cannot be written.
-        """
-        save(self, path)
 
     def diff(self, other: Plan) -> PlanDiff:
         """The changes in *other*, a later plan; false when nothing changed.

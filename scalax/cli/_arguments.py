@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec
 from scalax._version import __version__
 from scalax.cli import _commands
 from scalax.cli._exit_codes import ExitCode
-from scalax.cli._terminal import show
 from scalax.errors import MissingDependencyError, PlanError, ScalaxError
 
 _MOST = 1 << 24  # devices, slices
@@ -77,13 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     asked = _parser().parse_args(arguments)
     logging.basicConfig(format='%(message)s')
-    logging.getLogger('scalax.cli').setLevel(logging.INFO)
     # Nothing runs on devices, so local accelerators are not taken, not even by the user's file.
     jax.config.update('jax_platforms', 'cpu')
     try:
         outcome = asked.run(asked)
     except ScalaxError as error:
-        show('\n'.join([f'error: {error}', *getattr(error, '__notes__', [])]), sys.stderr)
+        print('\n'.join([f'error: {error}', *getattr(error, '__notes__', [])]), file=sys.stderr)
         failed = isinstance(error, PlanError | MissingDependencyError)
         return ExitCode.FAILED if failed else ExitCode.INVALID
     if isinstance(outcome, ExitCode):
@@ -112,12 +110,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_json(plan, 'print the plan as JSON: Plan.load reads it')
     _add_page(plan, 'also write the plan as a page')
-    plan.add_argument(
-        '--save-executable',
-        type=_page,
-        metavar='OUT.bin',
-        help='also compile the step, and write what scalax.plan.load_executable loads and calls',
-    )
     plan.set_defaults(run=_commands.plan)
 
     search = _command(commands, 'search', 'the best mesh for a step', _SEARCH)
