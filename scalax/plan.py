@@ -11,8 +11,7 @@ from scalax._plan.hlo_cost import Work
 from scalax._plan.host_moves import HostMoves
 from scalax._plan.make import make_plan
 from scalax._plan.memory import Memory
-from scalax._plan.plan import Plan
-from scalax._plan.plan_diff import PlanDiff
+from scalax._plan.plan import Plan, PlanDiff
 from scalax._plan.provenance import Source
 from scalax._plan.roofline import Communication, Phase, Roofline, Seconds
 from scalax._plan.scopes import ScopeRuns, ScopeWork

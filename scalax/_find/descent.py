@@ -1,4 +1,4 @@
-"""The search: all meshes first; on the best ones, classes of dimensions, and then one group at a time."""
+"""The way to the best layout: all meshes; on the best, classes of dimensions; then one group at a time."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _TOGETHER = 0.01
 
 
 @dataclasses.dataclass
-class Search:
-    """A search.
+class Descent:
+    """Goes from one layout to a better one, until none is.
 
     Attributes:
         trials: what was tried, and tries more.

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import PartitionSpec
 
-from scalax._find.descent import Search
+from scalax._find.descent import Descent
 from scalax._find.found import Found, make_found
 from scalax._find.layout import Axes
 from scalax._find.problem import make_problem
@@ -134,15 +134,15 @@ def find(
         warnings.filterwarnings('ignore', 'Some donated buffers were not usable')  # once, of the result
         note = stack.enter_context(progress('finding a rule:', _log, show_progress))
         trials = stack.enter_context(Trials(problem, usable, kept, _best_so_far(note)))
-        search = Search(trials, meshes, batch_dim, started + budget_s)
+        descent = Descent(trials, meshes, batch_dim, started + budget_s)
         ended: Literal['', 'time', 'stopped'] = ''
         try:
-            ended = '' if search.run() else 'time'
+            ended = '' if descent.run() else 'time'
         except KeyboardInterrupt:
             if not trials.known:
                 raise
             ended = 'stopped'
-    best = search.stopped() if ended else search.best
+    best = descent.stopped() if ended else descent.best
     if best is None:
         raise ArgumentError(
             f'no mesh of {len(devices)} devices divides the rows of the batch: dimension {batch_dim} of '

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+from scalax._find.outcome import FoundData
 from scalax._find.source import rule_code
 from scalax._find.text import GROUP_HEADS, MESH_HEADS, SAVED, TRIED, group_cells, head, mesh_cells
 from scalax._plan.page import headline, plan_blocks
@@ -13,21 +13,18 @@ from scalax._report.blocks import Cell, Column
 from scalax._report.memory_seconds import Alternative, memory_against_seconds
 from scalax._tree.specs import axis_sizes_text
 
-if TYPE_CHECKING:
-    from scalax._find.found import Found
 
-
-def render_page(found: Found, title: str) -> str:
+def render_page(found: FoundData, title: str) -> str:
     """The page, with the plan at its end."""
     return blocks.page(title, _blocks(found, title) + plan_blocks(found.plan, 'The plan', level=2))
 
 
-def render_fragment(found: Found) -> str:
+def render_fragment(found: FoundData) -> str:
     """What was found, for a notebook, without the plan."""
     return blocks.fragment(_blocks(found, f'A rule for {found.plan.name}'))
 
 
-def _blocks(found: Found, title: str) -> str:
+def _blocks(found: FoundData, title: str) -> str:
     return ''.join(
         [
             blocks.heading(title, found.mesh, f'on {found.topology}' if found.topology else ''),
@@ -41,7 +38,7 @@ def _blocks(found: Found, title: str) -> str:
     )
 
 
-def _groups(found: Found) -> str:
+def _groups(found: FoundData) -> str:
     columns = _columns(GROUP_HEADS, ['lead', 'code', 'code', 'number', 'number', 'wide'])
     rows = []
     for group, texts in zip(found.groups, group_cells(found), strict=True):
@@ -51,7 +48,7 @@ def _groups(found: Found) -> str:
     return blocks.table(columns, rows)
 
 
-def _meshes(found: Found) -> str:
+def _meshes(found: FoundData) -> str:
     columns = _columns(MESH_HEADS, ['lead', 'code', 'number', 'number', 'number', 'number', 'wide'])
     rows = []
     for row, texts in zip(found.meshes, mesh_cells(found), strict=True):
@@ -64,7 +61,7 @@ def _columns(heads: Sequence[str], kinds: Iterable[blocks.Kind]) -> list[Column]
     return [Column(text, kind) for text, kind in zip(heads, kinds, strict=True)]
 
 
-def alternatives(found: Found) -> list[Alternative]:
+def alternatives(found: FoundData) -> list[Alternative]:
     """The best layout of each mesh and placement of the batch."""
     return [
         Alternative(

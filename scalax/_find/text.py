@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from scalax._find.outcome import FoundData
 from scalax._find.source import rule_code, spec_code
 from scalax._plan.objective import EQUAL
 from scalax._report.tables import human_bytes, milliseconds, table, terminal_width, wrapped
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import plural
-
-if TYPE_CHECKING:
-    from scalax._find.found import Found
 
 GROUP_HEADS = ('group', 'spec', 'next best', 'seconds', 'memory', 'bytes')
 MESH_HEADS = ('mesh', 'batch', 'seconds', 'at least', 'at most', 'memory', 'outcome')
@@ -19,7 +15,7 @@ SAVED = 'What moving one group to its next best place costs'
 TRIED = 'The best layout of each mesh and placement of the batch'
 
 
-def render(found: Found, width: int | None) -> str:
+def render(found: FoundData, width: int | None) -> str:
     """The text, as wide as the terminal by default."""
     width = terminal_width(width)
     parts = [
@@ -33,7 +29,7 @@ def render(found: Found, width: int | None) -> str:
     return '\n\n'.join(part.rstrip('\n') for part in parts)
 
 
-def head(found: Found) -> list[str]:
+def head(found: FoundData) -> list[str]:
     """What was found, in a few lines."""
     where = found.topology or f'{found.plan.devices} {found.plan.platform} devices'
     fits = {True: 'fits', False: 'does not fit', None: 'memory limit unknown'}[found.fits]
@@ -62,7 +58,7 @@ def head(found: Found) -> list[str]:
     return lines
 
 
-def group_cells(found: Found) -> list[tuple[str, ...]]:
+def group_cells(found: FoundData) -> list[tuple[str, ...]]:
     """A row for each group: its place, the next best one, and what that costs more."""
     rows: list[tuple[str, ...]] = []
     for group in found.groups:
@@ -89,7 +85,7 @@ def group_cells(found: Found) -> list[tuple[str, ...]]:
     return rows
 
 
-def mesh_cells(found: Found) -> list[tuple[str, ...]]:
+def mesh_cells(found: FoundData) -> list[tuple[str, ...]]:
     """A row for each mesh and placement of the batch."""
     return [
         (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from scalax._plan.batch import advice, kept
 from scalax._plan.figure_data import (
@@ -17,6 +16,7 @@ from scalax._plan.figure_data import (
     time_parts,
 )
 from scalax._plan.formulas import Counted
+from scalax._plan.plan_data import PlanData
 from scalax._plan.roofline import Roofline
 from scalax._plan.text import (
     SIGNS,
@@ -43,25 +43,22 @@ from scalax._report.tables import human_bytes, human_flops, milliseconds, three_
 from scalax._transforms.followed_batch import kept_cells, lost_cells
 from scalax.errors import plural
 
-if TYPE_CHECKING:
-    from scalax._plan.plan import Plan
-
 MOST_ROWS = 100
 _MOST_SCOPES = 1000
 _OPEN_AT_FIRST = 25  # rows of a tree
 
 
-def render_fragment(plan: Plan) -> str:
+def render_fragment(plan: PlanData) -> str:
     """A plan for the output of a notebook."""
     return blocks.fragment(plan_blocks(plan, f'Plan of {plan.name}'))
 
 
-def render_page(plan: Plan, title: str) -> str:
+def render_page(plan: PlanData, title: str) -> str:
     """A plan as a page of HTML that loads nothing."""
     return blocks.page(title, plan_blocks(plan, title))
 
 
-def plan_blocks(plan: Plan, title: str, level: int = 1) -> str:
+def plan_blocks(plan: PlanData, title: str, level: int = 1) -> str:
     """A plan as blocks; a title below the first *level* is that of a part of a page that shows more."""
     roofline = plan.known_roofline
     return ''.join(
@@ -83,7 +80,7 @@ def plan_blocks(plan: Plan, title: str, level: int = 1) -> str:
     )
 
 
-def headline(plan: Plan, roofline: Roofline | None) -> Iterator[Figure]:
+def headline(plan: PlanData, roofline: Roofline | None) -> Iterator[Figure]:
     """The headline figures of a plan."""
     said, tone = shown_fits(plan)
     of = 'of the memory of a device' if plan.fits is None else 'the memory of a device'
@@ -104,7 +101,7 @@ def headline(plan: Plan, roofline: Roofline | None) -> Iterator[Figure]:
         )
 
 
-def _callouts(plan: Plan) -> Iterator[str]:
+def _callouts(plan: PlanData) -> Iterator[str]:
     if plan.not_compiled_for:
         yield blocks.callout([plan.not_compiled_for], 'warn')
     if plan.refusal:
@@ -116,7 +113,7 @@ def _callouts(plan: Plan) -> Iterator[str]:
         yield blocks.callout(lines, code='\n'.join(code))
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: PlanData) -> str:
     parts, memory = memory_parts(plan.memory), plan.memory
     body = blocks.bar(parts, memory.limit or 0, memory.limit, is_tall=True) + blocks.legend(parts)
     known = how_known(plan).strip(' ()')
@@ -140,7 +137,7 @@ def _memory(plan: Plan) -> str:
     return body
 
 
-def _times(plan: Plan, roofline: Roofline | None) -> str:
+def _times(plan: PlanData, roofline: Roofline | None) -> str:
     if roofline is None:
         return ''
     shown = time_parts(plan, roofline)
@@ -169,7 +166,7 @@ def _times(plan: Plan, roofline: Roofline | None) -> str:
     )
 
 
-def _unit(name: str, plan: Plan, roofline: Roofline) -> str:
+def _unit(name: str, plan: PlanData, roofline: Roofline) -> str:
     """The name of a part of a roofline, mesh axes in their colours."""
     for row in roofline.communication:
         if row.name == name:
@@ -178,14 +175,14 @@ def _unit(name: str, plan: Plan, roofline: Roofline) -> str:
     return escape(name)
 
 
-def _sums_cells(each: Sums, plan: Plan, roofline: Roofline | None) -> list[Cell]:
+def _sums_cells(each: Sums, plan: PlanData, roofline: Roofline | None) -> list[Cell]:
     keys: list[float] = [each.flops, each.bytes, *([each.moved] if plan.collectives else [])]
     if roofline is not None:
         keys += [each.compute.total(), each.hbm, *([each.network] if plan.collectives else [])]
     return [Cell(text, key) for text, key in zip(sums_texts(each, plan, roofline), keys, strict=True)]
 
 
-def _parts(plan: Plan, roofline: Roofline | None) -> str:
+def _parts(plan: PlanData, roofline: Roofline | None) -> str:
     found = sums_by_part(plan, roofline)
     if set(found) <= {'other'}:
         return ''
@@ -203,7 +200,7 @@ def _parts(plan: Plan, roofline: Roofline | None) -> str:
     )
 
 
-def _scopes(plan: Plan, roofline: Roofline | None) -> tuple[str, str]:
+def _scopes(plan: PlanData, roofline: Roofline | None) -> tuple[str, str]:
     """The tree of modules or functions, and what it is called."""
     top = scopes(plan, roofline)
     if len(top.inside) == 0:
@@ -232,7 +229,7 @@ def _open_depth(top: Scope) -> int:
 
 
 def _node(
-    scope: Scope, plan: Plan, roofline: Roofline | None, whole: float, depth: int, left: list[int]
+    scope: Scope, plan: PlanData, roofline: Roofline | None, whole: float, depth: int, left: list[int]
 ) -> Node | None:
     left[0] -= 1
     if left[0] < 0:
@@ -249,13 +246,13 @@ def _node(
     return Node(scope.name, cells, [child for child in children if child], is_open=depth > 0)
 
 
-def _collectives(plan: Plan, roofline: Roofline | None) -> str:
+def _collectives(plan: PlanData, roofline: Roofline | None) -> str:
     if not plan.collectives:
         return blocks.notes(['none'])
     return _along(plan, roofline) + _each_collective(plan, roofline)
 
 
-def _along(plan: Plan, roofline: Roofline | None) -> str:
+def _along(plan: PlanData, roofline: Roofline | None) -> str:
     """A card for each set of mesh axes that collectives run along."""
     cards = []
     for axes, kinds in plan.totals.items():
@@ -269,7 +266,7 @@ def _along(plan: Plan, roofline: Roofline | None) -> str:
     return blocks.cards(cards)
 
 
-def _each_collective(plan: Plan, roofline: Roofline | None) -> str:
+def _each_collective(plan: PlanData, roofline: Roofline | None) -> str:
     columns = [
         Column('collective', 'lead'),
         Column('axes', 'code'),
@@ -307,7 +304,7 @@ def _each_collective(plan: Plan, roofline: Roofline | None) -> str:
     return blocks.scrolled(blocks.table(columns, rows)) + blocks.notes(notes)
 
 
-def _batch(plan: Plan) -> str:
+def _batch(plan: PlanData) -> str:
     """What is followed of the batch: the places where rows are lost, and the values that are kept."""
     body = blocks.notes(filter(None, [kept(plan)]))
     if plan.followed is not None and plan.followed.lost:

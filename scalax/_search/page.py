@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Container, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from scalax._plan.objective import mean, seconds_of
 from scalax._plan.page import headline, plan_blocks
@@ -13,18 +12,16 @@ from scalax._report import blocks
 from scalax._report.blocks import Cell, Column, Figure, Tone
 from scalax._report.memory_seconds import Alternative, memory_against_seconds
 from scalax._report.tables import human_bytes, milliseconds, three_figures
+from scalax._search.outcome import Candidate, SearchData
 from scalax._search.ranking import surely_fits
 from scalax.errors import plural
-
-if TYPE_CHECKING:
-    from scalax._search.outcome import Candidate, Search
 
 MOST_PLANS = 50
 _MOST_AXES = 4  # columns of bytes
 _MESHES = 'meshes'
 
 
-def render_page(search: Search, title: str | None) -> str:
+def render_page(search: SearchData, title: str | None) -> str:
     """The page, with the plans of the best."""
     title = title or f'Meshes for {_step_name(search)} on {search.topology}'
     planned = [(place, each) for place, each in enumerate(search.candidates, 1) if each.plan]
@@ -38,7 +35,7 @@ def render_page(search: Search, title: str | None) -> str:
     return blocks.page(title, ''.join(parts))
 
 
-def render_fragment(search: Search) -> str:
+def render_fragment(search: SearchData) -> str:
     """The search for a notebook: without the plans, each of which the notebook can show itself."""
     title = f'Meshes for {_step_name(search)} on {search.topology}'
     note = 'The plan of each: search.candidates[i].plan' if any(c.plan for c in search.candidates) else ''
@@ -50,11 +47,11 @@ def render_fragment(search: Search) -> str:
     return blocks.fragment(''.join(body))
 
 
-def _step_name(search: Search) -> str:
+def _step_name(search: SearchData) -> str:
     return next((each.plan.name for each in search.candidates if each.plan), 'a step')
 
 
-def _head(search: Search, title: str) -> str:
+def _head(search: SearchData, title: str) -> str:
     best = search.candidates[0] if search.fits else None
     mesh = best.mesh if best else {}
     of = f'best of {plural(len(search.candidates), "mesh", "meshes")}' if best else ''
@@ -66,7 +63,7 @@ def _head(search: Search, title: str) -> str:
     )
 
 
-def _figures(search: Search, best: Candidate | None) -> Iterable[Figure]:
+def _figures(search: SearchData, best: Candidate | None) -> Iterable[Figure]:
     plan = best.plan if best else None
     if plan is None:
         planned = any(each.plan or each.ruled_out for each in search.candidates)
@@ -76,7 +73,7 @@ def _figures(search: Search, best: Candidate | None) -> Iterable[Figure]:
     yield from headline(plan, plan.known_roofline)
 
 
-def _callouts(search: Search, best: Candidate | None) -> Iterable[str]:
+def _callouts(search: SearchData, best: Candidate | None) -> Iterable[str]:
     if search.interrupted:
         left = plural(search.not_tried, 'mesh was', 'meshes were')
         yield blocks.callout(
@@ -104,7 +101,7 @@ def _verdict(candidate: Candidate) -> tuple[str, Tone]:
     return ('does not fit', 'bad') if candidate.ruled_out else ('not compiled', '')
 
 
-def _section_of_meshes(search: Search, shown: Container[int], note: str = '') -> str:
+def _section_of_meshes(search: SearchData, shown: Container[int], note: str = '') -> str:
     """The table of all candidates."""
     if not search.candidates:
         return blocks.section('Meshes', blocks.callout(['There are none.'], 'warn'))
@@ -186,7 +183,7 @@ def _bytes(size: int, is_known: bool) -> Cell:
     return Cell(human_bytes(size) if size else '0', size) if is_known else Cell()
 
 
-def alternatives(search: Search, shown: Container[int] = ()) -> tuple[list[Alternative], int | None]:
+def alternatives(search: SearchData, shown: Container[int] = ()) -> tuple[list[Alternative], int | None]:
     """All that were planned, and the bytes that a device may use; *shown* are those that are on a page."""
     planned = [
         Alternative(
