@@ -44,8 +44,6 @@ from scalax._transforms.followed_batch import kept_cells, lost_cells
 from scalax.errors import plural
 
 MOST_ROWS = 100
-_MOST_SCOPES = 1000
-_OPEN_AT_FIRST = 25  # rows of a tree
 
 
 def render_fragment(plan: PlanData) -> str:
@@ -205,35 +203,15 @@ def _scopes(plan: PlanData, roofline: Roofline | None) -> tuple[str, str]:
     top = scopes(plan, roofline)
     if len(top.inside) == 0:
         return '', ''
-    heads = ['function' if top.is_of_functions else 'module or scope', *sums_heads(plan, roofline)]
     whole = top.sums.compute.total() if roofline is not None else 0.0
-    heads += ['share of compute'] if whole else []
-    left = [_MOST_SCOPES]
-    depth = _open_depth(top)
-    nodes = [_node(each, plan, roofline, whole, depth, left) for each in top.inside.values()]
-    note = [] if left[0] > 0 else [f'The first {_MOST_SCOPES} scopes are shown.']
-    body = blocks.tree(heads, [node for node in nodes if node]) + blocks.notes(note)
+    heads = [*sums_heads(plan, roofline), *(['share of compute'] if whole else [])]
+    columns = [Column('function' if top.is_of_functions else 'module or scope')]
+    columns += [Column(head, 'number') for head in heads]
+    body = blocks.tree(columns, [_node(each, plan, roofline, whole) for each in top.inside.values()])
     return ('By function' if top.is_of_functions else 'By module and named scope'), body
 
 
-def _open_depth(top: Scope) -> int:
-    """How many levels of a tree are open at first: as many as have few rows."""
-    level, rows, depth = [*top.inside.values()], len(top.inside), 0
-    while level:
-        level = [each for scope in level for each in scope.inside.values()]
-        rows += len(level)
-        if rows > _OPEN_AT_FIRST:
-            break
-        depth += 1
-    return depth
-
-
-def _node(
-    scope: Scope, plan: PlanData, roofline: Roofline | None, whole: float, depth: int, left: list[int]
-) -> Node | None:
-    left[0] -= 1
-    if left[0] < 0:
-        return None
+def _node(scope: Scope, plan: PlanData, roofline: Roofline | None, whole: float) -> Node:
     cells = _sums_cells(scope.sums, plan, roofline)
     if whole:
         compute = scope.sums.compute
@@ -241,9 +219,10 @@ def _node(
             Part(part, compute[part], milliseconds(compute[part]), part) for part in STEP if compute[part]
         ]
         share = f'<span class="plain">{three_figures(100 * compute.total() / whole)} %</span>'
-        cells.append(Cell(html=f'{share}{blocks.bar(parts, whole)}' if parts else ''))
-    children = [_node(each, plan, roofline, whole, depth - 1, left) for each in scope.inside.values()]
-    return Node(scope.name, cells, [child for child in children if child], is_open=depth > 0)
+        cells.append(
+            Cell(key=compute.total(), html=f'{share}{blocks.bar(parts, whole)}') if parts else Cell()
+        )
+    return Node(scope.name, cells, [_node(each, plan, roofline, whole) for each in scope.inside.values()])
 
 
 def _collectives(plan: PlanData, roofline: Roofline | None) -> str:

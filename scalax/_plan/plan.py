@@ -83,7 +83,7 @@ class Plan(PlanData):
         return render_fragment(self)
 
     def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
-        """Writes the plan as a page that loads nothing; scripts only sort its tables.
+        """Writes the plan as a page that loads nothing; scripts only sort and filter.
 
         Args:
             path: the file to write.

@@ -2,15 +2,15 @@
 
 Each function takes plain text and returns HTML; what takes HTML says so. Blocks are whole without scripts:
 trees fold, because they are ``<details>``, and tables hold their rows in a useful order. Where scripts run,
-tables sort by each column. Where styles are dropped, as in a notebook that is not trusted, text and tables
-remain. No block but `target` has an id, so that a page may hold several plans.
+tables and trees sort by each column, and trees are filtered. Where styles are dropped, as in a notebook that
+is not trusted, text and tables remain. No block but `target` has an id: a page may hold several plans.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from scalax._report import pages
@@ -92,13 +92,11 @@ class Node:
         name: its name.
         cells: its cells, one for each column but the first.
         children: the rows below it.
-        is_open: whether these are shown at first.
     """
 
     name: str
     cells: Sequence[Cell] = ()
     children: Sequence[Node] = ()
-    is_open: bool = False
 
 
 class Point(NamedTuple):
@@ -143,35 +141,26 @@ def fragment(body: str) -> str:
     Args:
         body: HTML.
     """
-    return _widget().fragment(body, None)
+    return pages.notebook_part(body, _style(), pages.asset('blocks.js'))
 
 
 def page(title: str, body: str) -> str:
-    """Blocks as a whole document that loads nothing, and runs only the script that sorts.
+    """Blocks as a whole document that loads nothing, and runs only the script that sorts and filters.
 
     Args:
         title: plain text.
         body: HTML, well-formed as XML is.
     """
-    return pages.live_page(
+    return pages.document(
         title,
         f'<main class="blocks">\n{body}\n</main>',
         _style(),
-        f'{_asset("blocks.js")}\nenliven(document);\nfollowLinks(document);',
+        f'{pages.asset("blocks.js")}\nenliven(document);\nfollowLinks(document);',
     )
 
 
-@functools.cache
-def _widget() -> pages.Widget:
-    return pages.Widget('<div class="blocks"></div>', _style(), _asset('blocks.js'))
-
-
 def _style() -> str:
-    return _asset('head.css') + _asset('blocks.css')
-
-
-def _asset(name: str) -> str:
-    return pages.asset('scalax._report', name)
+    return pages.asset('head.css') + pages.asset('blocks.css')
 
 
 def heading(title: str, mesh: Mapping[str, int], note: str = '', level: int = 1) -> str:
@@ -181,12 +170,11 @@ def heading(title: str, mesh: Mapping[str, int], note: str = '', level: int = 1)
     return f'<header><h{level}>{escape(title)}</h{level}><ul class="mesh">{chips}{more}</ul></header>'
 
 
-def axis_name(name: str, mesh: Mapping[str, int]) -> str:
-    """A mesh axis in its colour; it has the same one wherever it is named."""
-    place = list(mesh).index(name) if name in mesh else None
-    if place is None:
-        return escape(name)
-    return f'<span class="axis axis-{place % AXIS_COLORS}">{escape(name)}</span>'
+def axis_name(name: str, mesh: Mapping[str, int], text: str = '') -> str:
+    """A mesh axis, or a text that names it, in its colour; it has the same one wherever it is named."""
+    if name not in mesh:
+        return escape(text or name)
+    return f'<span class="axis axis-{list(mesh).index(name) % AXIS_COLORS}">{escape(text or name)}</span>'
 
 
 def axis_names(names: Iterable[str], mesh: Mapping[str, int]) -> str:
@@ -293,40 +281,66 @@ def scrolled(body: str) -> str:
 
 
 def _cell(column: Column, cell: Cell) -> str:
-    key = '' if cell.key is None and column.kind != 'number' else f' data-key="{_key(cell.key)}"'
     return (
-        f'<td{_class(column.kind, cell.tone)} data-label="{escape(column.head)}"{key}>'
+        f'<td{_class(column.kind, cell.tone)} data-label="{escape(column.head)}"{_sort_key(column, cell)}>'
         f'{cell.html or escape(cell.text)}</td>'
     )
 
 
-def _key(value: float | None) -> str:
-    return '' if value is None else repr(value)
+def _sort_key(column: Column, cell: Cell) -> str:
+    """The number that a cell is sorted by; empty in a column of numbers if it has none."""
+    if cell.key is None and column.kind != 'number':
+        return ''
+    return f' data-key="{"" if cell.key is None else repr(cell.key)}"'
 
 
-def tree(columns: Sequence[str], nodes: Iterable[Node]) -> str:
-    """A tree of rows that folds.
+MOST_ROWS = 2000
+"""The rows of a tree that a page shows: it is read by people, and has to load."""
+_OPEN_AT_FIRST = 40  # rows of a tree
+_WIDTHS = {'code': 'minmax(100px, 1.7fr)', 'wide': 'minmax(150px, 2.2fr)'}
+
+
+def tree(columns: Sequence[Column], nodes: Sequence[Node]) -> str:
+    """A tree of rows that folds; where scripts run, it sorts by each column and is filtered.
+
+    As many levels are open at first as have few rows.
 
     Args:
-        columns: the heads; that of the names first.
+        columns: its columns; that of the names first.
         nodes: the rows of the top level.
     """
-    name, *others = map(escape, columns)
-    heads = ''.join(f' <span class="cell">{head}</span>' for head in others)
-    body = ''.join(_node(node, others, 0) for node in nodes)
-    style = f'--columns: repeat({len(others)}, minmax(62px, 1fr))'
+    name, *others = columns
+    heads = ''.join(f' <span{_class("cell", each.kind)}>{escape(each.head)}</span>' for each in others)
+    levels = _levels(nodes)
+    opened = sum(total <= _OPEN_AT_FIRST for total in itertools.accumulate(levels)) - 1
+    left = iter(range(MOST_ROWS))
+    body = ''.join(_node(node, others, 0, opened, left) for node in nodes)
+    style = '--columns: ' + ' '.join(_WIDTHS.get(each.kind, 'minmax(62px, 1fr)') for each in others)
     return (
         f'<div class="tree" style="{style}">\n<div class="row heads" style="--level: 0">'
-        f'<span class="name">{name}</span>{heads}</div>\n{body}</div>'
-    )
+        f'<span class="name">{escape(name.head)}</span>{heads}</div>\n{body}</div>'
+    ) + notes([f'The first {MOST_ROWS:,} rows are shown.'] if sum(levels) > MOST_ROWS else [])
 
 
-def _node(node: Node, heads: Sequence[str], level: int) -> str:
+def _levels(nodes: Sequence[Node]) -> list[int]:
+    """The number of rows of each level of a tree."""
+    counts = []
+    while nodes:
+        counts.append(len(nodes))
+        nodes = [child for node in nodes for child in node.children]
+    return counts
+
+
+def _node(node: Node, columns: Sequence[Column], level: int, opened: int, left: Iterator[int]) -> str:
+    """A row and those below it; *left* has an item for each row that may still be shown."""
+    if next(left, None) is None:
+        return ''
     cells = ''.join(
-        f' <span{_class("cell", cell.tone)}><span class="label">{head} </span>{text}</span>'
-        if (text := cell.html or escape(cell.text))
-        else ' <span class="cell"></span>'
-        for head, cell in zip(heads, node.cells, strict=True)
+        f' <span{_class("cell", column.kind, cell.tone)}{_sort_key(column, cell)}>'
+        + (f'<span class="label">{escape(column.head)} </span>{text}' if text else '')
+        + '</span>'
+        for column, cell in zip(columns, node.cells, strict=True)
+        for text in [cell.html or escape(cell.text)]
     )
     # Without styles, spaces are what tells the levels apart.
     indent = f'<span class="indent">{level * 4 * NO_BREAK}</span>' if level else ''
@@ -334,9 +348,10 @@ def _node(node: Node, heads: Sequence[str], level: int) -> str:
     style = f'style="--level: {level}"'
     if not node.children:
         return f'<div class="row" {style}>{row}</div>\n'
-    below = ''.join(_node(child, heads, level + 1) for child in node.children)
-    opened = _open(node.is_open)
-    return f'<details{opened}><summary class="row" {style}>{row}</summary>\n{below}</details>\n'
+    below = ''.join(_node(child, columns, level + 1, opened, left) for child in node.children)
+    return (
+        f'<details{_open(level < opened)}><summary class="row" {style}>{row}</summary>\n{below}</details>\n'
+    )
 
 
 def bar(parts: Sequence[Part], whole: float, limit: float | None = None, is_tall: bool = False) -> str:
