@@ -17,22 +17,18 @@ from scalax._plan.figure_data import (
 )
 from scalax._plan.formulas import Counted
 from scalax._plan.plan_data import PlanData
+from scalax._plan.plan_tables import SIGNS, collective_table, notes_on_collectives, sums_cells, sums_columns
 from scalax._plan.roofline import Roofline
 from scalax._plan.text import (
-    SIGNS,
-    because,
     excess,
     held_heading,
     held_text,
     how_known,
     moved_to_host,
     no_seconds,
-    notes_on_collectives,
     runs_on,
     shown_buffers,
     shown_fits,
-    sums_heads,
-    sums_texts,
 )
 from scalax._plan.torus import line_text
 from scalax._plan.torus_axes import axes_on_torus
@@ -173,13 +169,6 @@ def _unit(name: str, plan: PlanData, roofline: Roofline) -> str:
     return escape(name)
 
 
-def _sums_cells(each: Sums, plan: PlanData, roofline: Roofline | None) -> list[Cell]:
-    keys: list[float] = [each.flops, each.bytes, *([each.moved] if plan.collectives else [])]
-    if roofline is not None:
-        keys += [each.compute.total(), each.hbm, *([each.network] if plan.collectives else [])]
-    return [Cell(text, key) for text, key in zip(sums_texts(each, plan, roofline), keys, strict=True)]
-
-
 def _parts(plan: PlanData, roofline: Roofline | None) -> str:
     found = sums_by_part(plan, roofline)
     if set(found) <= {'other'}:
@@ -188,11 +177,11 @@ def _parts(plan: PlanData, roofline: Roofline | None) -> str:
     for each in found.values():
         total.add(each)
     rows = [
-        [Cell(part, html=f'{blocks.swatch(part)}{part}'), *_sums_cells(each, plan, roofline)]
+        [Cell(part, html=f'{blocks.swatch(part)}{part}'), *sums_cells(each, plan, roofline)]
         for part, each in found.items()
     ]
-    rows += [[Cell('all'), *_sums_cells(total, plan, roofline)]] if len(rows) > 1 else []
-    columns = [Column('part', 'lead'), *(Column(head, 'number') for head in sums_heads(plan, roofline))]
+    rows += [[Cell('all'), *sums_cells(total, plan, roofline)]] if len(rows) > 1 else []
+    columns = [Column('part', 'lead'), *sums_columns(plan, roofline)]
     return blocks.table(columns, rows, best=len(rows) - 1 if len(rows) > 1 else None) + blocks.notes(
         ['On each device. Bytes of collectives are those of the whole array of a group.']
     )
@@ -204,15 +193,14 @@ def _scopes(plan: PlanData, roofline: Roofline | None) -> tuple[str, str]:
     if len(top.inside) == 0:
         return '', ''
     whole = top.sums.compute.total() if roofline is not None else 0.0
-    heads = [*sums_heads(plan, roofline), *(['share of compute'] if whole else [])]
     columns = [Column('function' if top.is_of_functions else 'module or scope')]
-    columns += [Column(head, 'number') for head in heads]
+    columns += [*sums_columns(plan, roofline), *([Column('share of compute', 'number')] if whole else [])]
     body = blocks.tree(columns, [_node(each, plan, roofline, whole) for each in top.inside.values()])
     return ('By function' if top.is_of_functions else 'By module and named scope'), body
 
 
 def _node(scope: Scope, plan: PlanData, roofline: Roofline | None, whole: float) -> Node:
-    cells = _sums_cells(scope.sums, plan, roofline)
+    cells = sums_cells(scope.sums, plan, roofline)
     if whole:
         compute = scope.sums.compute
         parts = [
@@ -228,7 +216,14 @@ def _node(scope: Scope, plan: PlanData, roofline: Roofline | None, whole: float)
 def _collectives(plan: PlanData, roofline: Roofline | None) -> str:
     if not plan.collectives:
         return blocks.notes(['none'])
-    return _along(plan, roofline) + _each_collective(plan, roofline)
+    notes = [
+        f'{plural(len(plan.collectives), "row")}. Bytes are those of the whole array of one group, '
+        'each time; the total is that of all times.',
+        *(['Milliseconds are those of all times, one after the other.'] if roofline is not None else []),
+        *notes_on_collectives(plan, MOST_ROWS),
+    ]
+    table = blocks.table(*collective_table(plan, MOST_ROWS))
+    return _along(plan, roofline) + blocks.scrolled(table) + blocks.notes(notes)
 
 
 def _along(plan: PlanData, roofline: Roofline | None) -> str:
@@ -243,44 +238,6 @@ def _along(plan: PlanData, roofline: Roofline | None) -> str:
         summary = f'<p><b>{seconds}{human_bytes(sum(kinds.values()))}</b></p>'
         cards.append(f'<h3>{head}</h3>{summary}<ul class="lines">{moved}</ul>')
     return blocks.cards(cards)
-
-
-def _each_collective(plan: PlanData, roofline: Roofline | None) -> str:
-    columns = [
-        Column('collective', 'lead'),
-        Column('axes', 'code'),
-        Column('times', 'number'),
-        Column('bytes', 'number'),
-        Column('total bytes', 'number'),
-    ]
-    has_phases = any(row.phase != 'other' for row in plan.collectives)
-    columns += [Column('ms', 'number')] if roofline is not None else []
-    columns += [Column('phase')] if has_phases else []
-    columns.append(Column('because of', 'wide'))
-    rows = []
-    for place, row in enumerate(plan.collectives[:MOST_ROWS]):
-        total = row.count * row.bytes
-        networks = f' ({escape(" and ".join(row.networks))})' if row.networks else ''
-        cells = [
-            Cell(f'{row.kind}, scattered' if row.scattered else row.kind),
-            Cell(' x '.join(row.axes), html=f'{blocks.axis_names(row.axes, plan.mesh)}{networks}'),
-            Cell(f'{SIGNS[row.counted]}{row.count:,}', row.count),
-            Cell(human_bytes(row.bytes), row.bytes),
-            Cell(human_bytes(total), total),
-        ]
-        if roofline is not None:
-            seconds = roofline.collectives[place][1]
-            cells.append(Cell(milliseconds(seconds).removesuffix(' ms'), seconds))
-        if has_phases:
-            cells.append(Cell(row.phase, html=f'{blocks.swatch(row.phase)}{row.phase}'))
-        rows.append([*cells, Cell(because(row))])
-    notes = [
-        f'{plural(len(plan.collectives), "row")}. Bytes are those of the whole array of one group, '
-        'each time; the total is that of all times.',
-        *(['Milliseconds are those of all times, one after the other.'] if roofline is not None else []),
-        *notes_on_collectives(plan, MOST_ROWS),
-    ]
-    return blocks.scrolled(blocks.table(columns, rows)) + blocks.notes(notes)
 
 
 def _batch(plan: PlanData) -> str:

@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from scalax._plan.plan_data import PlanData
-from scalax._plan.text import collective_cells, head, memory_lines, memory_taken, numbers_in
-from scalax._report.tables import distinct_texts, human_bytes, milliseconds, table
+from scalax._plan.plan_tables import collective_table
+from scalax._plan.text import head, memory_lines, memory_taken
+from scalax._report.blocks import text_table
+from scalax._report.tables import distinct_texts, human_bytes, milliseconds
 from scalax.errors import ArgumentError, did_you_mean
 
 _SHOWN = 5
@@ -76,6 +78,5 @@ def _number(name: str, limit: Any) -> float:
 
 
 def _largest(plan: PlanData) -> Iterator[str]:
-    heads, rows = collective_cells(plan, _SHOWN)
     yield 'its largest collectives:'
-    yield from table([heads, *rows], _WIDTH, len(heads) - 1, numbers_in(heads))
+    yield from text_table(*collective_table(plan, _SHOWN), _WIDTH, -1)

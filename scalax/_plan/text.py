@@ -7,22 +7,18 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from scalax._plan.batch import advice, kept, lost_lines
 from scalax._plan.buffers import Buffer
-from scalax._plan.collectives import Collective
-from scalax._plan.figure_data import Scope, Sums, scopes, sums_by_part
+from scalax._plan.figure_data import Scope, scopes, sums_by_part
 from scalax._plan.formulas import Counted
 from scalax._plan.plan_data import PlanData
+from scalax._plan.plan_tables import SIGNS, collective_table, notes_on_collectives, sums_cells, sums_columns
 from scalax._plan.provenance import Source
-from scalax._plan.roofline import Roofline
 from scalax._plan.torus_axes import axes_on_torus
-from scalax._report.blocks import Tone
+from scalax._report.blocks import Cell, Column, Tone, text_table
 from scalax._report.pages import visible
 from scalax._report.tables import (
     human_bytes,
     human_flops,
-    milliseconds,
-    table,
     terminal_width,
-    three_figures,
     wrapped,
 )
 from scalax._tree.specs import axis_sizes_text
@@ -31,17 +27,9 @@ from scalax.errors import PlanError
 _SHOWN = 15
 _LITTLE_FLOPS = 0.005  # of all
 _TORUS_AXES = 3  # of the torus of a v5p
-_NUMBERS = ('times', 'bytes', 'total', 'ms')
-_WHY = {
-    'halo': 'halo exchange',
-    'ring': 'ring beside a product',
-    'padding': 'padding',
-    'compiler': 'added by the compiler',
-}
 _MOST_BUFFERS = 20
 _LITTLE_LEFT = 0.1  # of the peak
 _LITTLE = 2**31  # bytes: quick plans of smaller programs, such as a product of 1.5 GiB, are over 8 % off
-SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Counted.UNKNOWN: '~'}
 
 
 def render(plan: PlanData, width: int | None) -> str:
@@ -139,10 +127,9 @@ def _parts(plan: PlanData, width: int) -> Iterable[str]:
     found = sums_by_part(plan, roofline)
     if set(found) <= {'other'}:
         return
-    rows = [[part, *sums_texts(each, plan, roofline)] for part, each in found.items()]
-    heads = sums_heads(plan, roofline)
+    rows = [[Cell(part), *sums_cells(each, plan, roofline)] for part, each in found.items()]
     yield 'on each device:'
-    yield from table([['part', *heads], *rows], width, 0, range(1, len(heads) + 1))
+    yield from text_table([Column('part'), *sums_columns(plan, roofline)], rows, width)
     yield ''
 
 
@@ -152,12 +139,11 @@ def _scopes(plan: PlanData, width: int) -> Iterable[str]:
     top = scopes(plan, roofline)
     rows = []
     for level, name, scope in _largest_scopes(top):
-        rows.append([f'{"  " * level}{name}', *sums_texts(scope.sums, plan, roofline)])
+        rows.append([Cell(f'{"  " * level}{name}'), *sums_cells(scope.sums, plan, roofline)])
     if len(rows) < 2:
         return
-    heads = sums_heads(plan, roofline)
-    head = 'function' if top.is_of_functions else 'module'
-    yield from table([[head, *heads], *rows], width, 0, range(1, len(heads) + 1))
+    head = Column('function' if top.is_of_functions else 'module')
+    yield from text_table([head, *sums_columns(plan, roofline)], rows, width)
     yield ''
 
 
@@ -179,27 +165,6 @@ def _walk(scope: Scope, level: int, outside: str) -> Iterator[tuple[int, str, Sc
         else:
             yield level, name, each
             yield from _walk(each, level + 1, '')
-
-
-def sums_heads(plan: PlanData, roofline: Roofline | None) -> list[str]:
-    """The heads of `sums_texts`."""
-    heads = ['FLOPs', 'HBM bytes', *(['collectives'] if plan.collectives else [])]
-    if roofline is None:
-        return heads
-    return [*heads, 'compute', 'hbm', *(['network'] if plan.collectives else [])]
-
-
-def sums_texts(each: Sums, plan: PlanData, roofline: Roofline | None) -> list[str]:
-    """What a part of a step or a module computes and moves; blank for nothing."""
-    texts = [
-        human_flops(each.flops) if each.flops else '',
-        human_bytes(each.bytes) if each.bytes else '',
-    ]
-    texts += [human_bytes(each.moved) if each.moved else ''] if plan.collectives else []
-    if roofline is None:
-        return texts
-    seconds = [each.compute.total(), each.hbm, *([each.network] if plan.collectives else [])]
-    return [*texts, *(milliseconds(time) if time else '' for time in seconds)]
 
 
 def _torus(plan: PlanData, width: int) -> Iterable[str]:
@@ -300,79 +265,17 @@ def _collectives(plan: PlanData, width: int) -> Iterable[str]:
         return
     ms = '' if plan.known_roofline is None else '; ms: all of them, one after the other'
     yield f'collectives in one call (bytes: the whole array of one group, each time{ms}):'
-    heads, rows = collective_cells(plan, _SHOWN)
-    yield from table([heads, *rows], width, len(heads) - 1, numbers_in(heads))
+    yield from text_table(*collective_table(plan, _SHOWN), width, -1)
     yield from notes_on_collectives(plan, _SHOWN)
     yield ''
     networks = plan.networks
     for axes, kinds in plan.totals.items():
         each = ', '.join(f'{human_bytes(moved)} in {kind}s' for kind, moved in kinds.items())
-        yield f'along {_along(axes, networks[axes])}: {each}'
+        over = f' ({" and ".join(networks[axes])})' if networks[axes] else ''
+        yield f'along {" x ".join(axes)}{over}: {each}'
 
 
 def _batch(plan: PlanData, width: int) -> Iterable[str]:
     """What is followed of the batch, after a blank line."""
     lines = wrapped(filter(None, [kept(plan), *lost_lines(plan), advice(plan)]), width)
     return ['', *lines] if lines else []
-
-
-def notes_on_collectives(plan: PlanData, shown: int) -> list[str]:
-    """The collectives that a table of *shown* rows leaves out, and the share of bytes without an origin."""
-    notes = []
-    if rest := plan.collectives[shown:]:
-        moved = human_bytes(sum(row.count * row.bytes for row in rest))
-        notes.append(f'... and {len(rest)} more, {moved} together')
-    if plan.explained < 1:
-        notes.append(
-            f'{1 - plan.explained:.1%} of the bytes have no origin in the program after partitioning'
-        )
-    return notes
-
-
-def collective_cells(plan: PlanData, shown: int) -> tuple[list[str], list[list[str]]]:
-    """The heads and the rows of a table of the first collectives; with seconds where these are known."""
-    heads, rows = (
-        ['collective', 'axes', 'times', 'bytes', 'total'],
-        [_cells(row) for row in plan.collectives[:shown]],
-    )
-    roofline = plan.known_roofline
-    if roofline is not None:
-        heads.append('ms')
-        for cells, (_, seconds) in zip(rows, roofline.collectives, strict=False):
-            cells.append(three_figures(1e3 * seconds))
-    if any(row.phase != 'other' for row in plan.collectives):
-        heads.append('phase')
-        for cells, row in zip(rows, plan.collectives, strict=False):
-            cells.append(row.phase)
-    for cells, row in zip(rows, plan.collectives, strict=False):
-        cells.append(because(row))
-    return [*heads, 'because of'], rows
-
-
-def numbers_in(heads: Sequence[str]) -> list[int]:
-    """The columns of `collective_cells` that hold numbers."""
-    return [place for place, head in enumerate(heads) if head in _NUMBERS]
-
-
-def _cells(row: Collective) -> list[str]:
-    return [
-        f'{row.kind}, scattered' if row.scattered else row.kind,
-        _along(row.axes, row.networks),
-        f'{SIGNS[row.counted]}{row.count:,}',
-        human_bytes(row.bytes),
-        human_bytes(row.count * row.bytes),
-    ]
-
-
-def because(row: Collective) -> str:
-    """Why it is there: ``'halo exchange: model.py:12 forward'``."""
-    why = _WHY.get(row.cause, '')
-    if not why and row.partitioned_as and row.kind != 'reduce-scatter':
-        why = f'for an {row.partitioned_as}'
-    return f'{why}: {row.source}' if why else str(row.source)
-
-
-def _along(axes: Sequence[str], networks: Sequence[str]) -> str:
-    """``'data x fsdp (ici and dcn)'``."""
-    over = f' ({" and ".join(networks)})' if networks else ''
-    return f'{" x ".join(axes)}{over}'

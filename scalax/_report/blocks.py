@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from scalax._report import pages
+from scalax._report import pages, tables
 from scalax._report.pages import escape
 from scalax._report.svg import AXIS_COLORS, Drawn, document, number
 
@@ -273,6 +273,22 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[Cell]], best: int |
         for place, row in enumerate(rows)
     )
     return f'<table class="sortable">\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>'
+
+
+def text_table(
+    columns: Sequence[Column], rows: Iterable[Sequence[Cell]], width: int, path: int = 0
+) -> list[str]:
+    """The lines of such a table as text, with numbers to the right.
+
+    Args:
+        columns: its columns.
+        rows: the cells of each row.
+        width: the largest width of a line.
+        path: the column that may take lines of its own.
+    """
+    texts = [[column.head for column in columns], *([cell.text for cell in row] for row in rows)]
+    numbers = [place for place, column in enumerate(columns) if column.kind == 'number']
+    return tables.table(texts, width, path % len(columns), numbers)
 
 
 def scrolled(body: str) -> str:

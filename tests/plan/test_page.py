@@ -153,7 +153,7 @@ def test_words_of_a_page():
     ]
     assert 'Quick, as laid out before code is made.' in said
     heads = said.index('because of')
-    assert said[heads - 6 : heads] == ['collective', 'axes', 'times', 'bytes', 'total bytes', 'ms']
+    assert said[heads - 6 : heads] == ['collective', 'axes', 'times', 'bytes', 'total', 'ms']
     assert 'does not fit' in words(too_large()) and 'RESOURCE_EXHAUSTED: too <large>' in words(too_large())
     said = words(too_large())
     row = said.index("argument params['<b>']")
