@@ -7,8 +7,6 @@ from scalax._find.source import rule_code
 from scalax._find.text import SAVED, TRIED, group_table, head, mesh_table
 from scalax._plan.page import headline, plan_blocks
 from scalax._report import blocks
-from scalax._report.memory_seconds import Alternative, memory_against_seconds
-from scalax._tree.specs import axis_sizes_text
 
 
 def render_page(found: FoundData, title: str) -> str:
@@ -29,23 +27,6 @@ def _blocks(found: FoundData, title: str) -> str:
             blocks.notes(head(found)),
             blocks.section('The rule', blocks.code_block(rule_code(found.rule))),
             blocks.section(SAVED, blocks.table(*group_table(found))),
-            memory_against_seconds(alternatives(found), found.plan.memory.limit),
             blocks.section(TRIED, blocks.table(*mesh_table(found), best=0)),
         ]
     )
-
-
-def alternatives(found: FoundData) -> list[Alternative]:
-    """The best layout of each mesh and placement of the batch."""
-    return [
-        Alternative(
-            f'{axis_sizes_text(row.mesh)}, batch {row.batch}',
-            row.memory,
-            row.bound,
-            row.estimate,
-            False if row.lost.startswith('does not fit') else None,
-            not row.lost,
-        )
-        for row in found.meshes
-        if row.bound is not None and row.estimate is not None
-    ]

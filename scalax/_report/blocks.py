@@ -1,4 +1,4 @@
-"""Building blocks of pages: headline figures, badges, bars, tables that sort, trees that fold, cards, points.
+"""Building blocks of pages: headline figures, badges, bars, tables that sort, trees that fold, cards.
 
 Each function takes plain text and returns HTML; what takes HTML says so. Blocks are whole without scripts:
 trees fold, because they are ``<details>``, and tables hold their rows in a useful order. Where scripts run,
@@ -15,11 +15,11 @@ from typing import Literal, NamedTuple
 
 from scalax._report import pages, tables
 from scalax._report.pages import escape
-from scalax._report.svg import AXIS_COLORS, Drawn, document, number
 
 Tone = Literal['', 'good', 'warn', 'bad']
 Kind = Literal['', 'number', 'code', 'lead', 'wide']
 NO_BREAK = '\u00a0'
+_AXIS_COLORS = 6  # in palette.css
 
 
 class Figure(NamedTuple):
@@ -99,42 +99,6 @@ class Node:
     children: Sequence[Node] = ()
 
 
-class Point(NamedTuple):
-    """A point of a scatter.
-
-    Attributes:
-        x: its place from the left.
-        y: its place from below.
-        label: what it is, shown beside it, or where the pointer rests.
-        tone: its colour.
-        is_named: whether the label is written beside it.
-        least: where a line that goes down from it ends, if it is the top of a range.
-        target: the name of the `target` that it is a link to; empty for none.
-    """
-
-    x: float
-    y: float
-    label: str
-    tone: Tone = ''
-    is_named: bool = False
-    least: float | None = None
-    target: str = ''
-
-
-class Scale(NamedTuple):
-    """An axis of a scatter.
-
-    Attributes:
-        label: what is measured.
-        unit: what values are divided by before they are written.
-        limit: a value to draw a line at.
-    """
-
-    label: str
-    unit: float = 1
-    limit: float | None = None
-
-
 def fragment(body: str) -> str:
     """Blocks as part of a notebook, in which they keep their own styles.
 
@@ -174,7 +138,7 @@ def axis_name(name: str, mesh: Mapping[str, int], text: str = '') -> str:
     """A mesh axis, or a text that names it, in its colour; it has the same one wherever it is named."""
     if name not in mesh:
         return escape(text or name)
-    return f'<span class="axis axis-{list(mesh).index(name) % AXIS_COLORS}">{escape(text or name)}</span>'
+    return f'<span class="axis axis-{list(mesh).index(name) % _AXIS_COLORS}">{escape(text or name)}</span>'
 
 
 def axis_names(names: Iterable[str], mesh: Mapping[str, int]) -> str:
@@ -433,67 +397,6 @@ def bars(rows: Iterable[tuple[str, Sequence[Part], str, bool]], longest: float) 
         for name, parts, text, is_marked in rows
     )
     return f'<dl class="bars">\n{shown}</dl>'
-
-
-def scatter(points: Sequence[Point], x: Scale, y: Scale, label: str) -> str:
-    """Points on two axes that begin at zero, as SVG; nothing without points."""
-    if not points:
-        return ''
-    wide, high, left, low = 600.0, 300.0, 62.0, 44.0
-    most_x = 1.08 * max(*(point.x for point in points), x.limit or 0, 1e-300)
-    most_y = 1.12 * max(*(point.y for point in points), y.limit or 0, 1e-300)
-
-    def at(value_x: float, value_y: float) -> tuple[str, str]:
-        return number(left + wide * value_x / most_x), number(high - high * value_y / most_y + 8)
-
-    body = []
-    for value in ticks(most_y / y.unit):
-        x_at, y_at = at(0, value * y.unit)
-        end, _ = at(most_x, 0)
-        body.append(f'<line class="grid" x1="{x_at}" x2="{end}" y1="{y_at}" y2="{y_at}"/>')
-        body.append(f'<text x="{left - 6}" y="{y_at}" dy="4" text-anchor="end">{value:,g}</text>')
-    for value in ticks(most_x / x.unit):
-        x_at, y_at = at(value * x.unit, 0)
-        body.append(f'<text x="{x_at}" y="{y_at}" dy="17" text-anchor="middle">{value:,g}</text>')
-    for scale, line in ((x, True), (y, False)):
-        if scale.limit is not None:
-            (x1, y1), (x2, y2) = (
-                (at(scale.limit, 0), at(scale.limit, most_y))
-                if line
-                else (at(0, scale.limit), at(most_x, scale.limit))
-            )
-            body.append(f'<line class="limit" x1="{x1}" x2="{x2}" y1="{y1}" y2="{y2}"/>')
-    for point in points:
-        x_at, y_at = at(point.x, point.y)
-        stem = ''
-        if point.least is not None:
-            _, end = at(point.x, point.least)
-            stem = f'<line{_class("range", point.tone)} x1="{x_at}" x2="{x_at}" y1="{y_at}" y2="{end}"/>'
-        drawn_point = (
-            f'{stem}<circle{_class("point", point.tone)} cx="{x_at}" cy="{y_at}" r="5">'
-            f'<title>{escape(point.label)}</title></circle>'
-        )
-        body.append(f'<a href="#{escape(point.target)}">{drawn_point}</a>' if point.target else drawn_point)
-        if point.is_named:
-            side = 'dx="9"' if point.x < most_x / 2 else 'dx="-9" text-anchor="end"'
-            body.append(f'<text x="{x_at}" y="{y_at}" {side} dy="4">{escape(point.label)}</text>')
-    x_at, y_at = at(most_x / 2, 0)
-    body.append(f'<text x="{x_at}" y="{y_at}" dy="35" text-anchor="middle">{escape(x.label)}</text>')
-    body.append(f'<text x="0" y="0" dy="-2">{escape(y.label)}</text>')
-    drawn = Drawn(f'<g transform="translate(0 12)">{"".join(body)}</g>', wide + left, high + low + 20)
-    return f'<div class="scatter">{document(drawn, label, "")}</div>'
-
-
-def ticks(most: float) -> list[float]:
-    """Round numbers from zero up to *most*.
-
-    Example:
-        >>> ticks(95.7), ticks(0.5)
-        ([0.0, 20.0, 40.0, 60.0, 80.0], [0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
-    """
-    exponent = 10.0 ** int(f'{most:e}'.partition('e')[2])
-    step = next(part * exponent for part in (0.1, 0.2, 0.5, 1, 2) if most / (part * exponent) <= 6)
-    return [round(place * step, 12) for place in range(int(most / step + 1e-9) + 1)]
 
 
 def percent(part: float, whole: float) -> str:

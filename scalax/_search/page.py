@@ -1,4 +1,4 @@
-"""A search as a page: the best mesh, all meshes in a table that sorts and as points, and the plan of each."""
+"""A search as a page: the best mesh, all meshes in a table that sorts, and the plan of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from scalax._plan.page import headline, plan_blocks
 from scalax._plan.text import shown_fits
 from scalax._report import blocks
 from scalax._report.blocks import Cell, Column, Figure, Tone
-from scalax._report.memory_seconds import Alternative, memory_against_seconds
 from scalax._report.tables import human_bytes, milliseconds, three_figures
 from scalax._search.outcome import Candidate, SearchData
 from scalax._search.ranking import surely_fits
@@ -28,7 +27,6 @@ def render_page(search: SearchData, title: str | None) -> str:
     shown = dict(planned[:MOST_PLANS])
     parts = [
         _head(search, title),
-        memory_against_seconds(*alternatives(search, shown)),
         blocks.target(_MESHES, _section_of_meshes(search, shown)),
         blocks.section('Plans', ''.join(_plan(place, each) for place, each in shown.items()), _rest(planned)),
     ]
@@ -41,7 +39,6 @@ def render_fragment(search: SearchData) -> str:
     note = 'The plan of each: search.candidates[i].plan' if any(c.plan for c in search.candidates) else ''
     body = [
         _head(search, title),
-        memory_against_seconds(*alternatives(search)),
         _section_of_meshes(search, (), note),
     ]
     return blocks.fragment(''.join(body))
@@ -181,24 +178,6 @@ def _memory(candidate: Candidate) -> Cell:
 
 def _bytes(size: int, is_known: bool) -> Cell:
     return Cell(human_bytes(size) if size else '0', size) if is_known else Cell()
-
-
-def alternatives(search: SearchData, shown: Container[int] = ()) -> tuple[list[Alternative], int | None]:
-    """All that were planned, and the bytes that a device may use; *shown* are those that are on a page."""
-    planned = [
-        Alternative(
-            each.name,
-            each.plan.memory.peak,
-            *roofline.step_seconds,
-            each.plan.fits,
-            not each.lost,
-            _name(place) if place in shown else '',
-        )
-        for place, each in enumerate(search.candidates, 1)
-        if each.plan and (roofline := each.plan.known_roofline)
-    ]
-    limits = (each.plan.memory.limit for each in search.candidates if each.plan)
-    return planned, next(limits, None)
 
 
 def _plan(place: int, candidate: Candidate) -> str:

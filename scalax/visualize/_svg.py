@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from scalax._report.pages import escape
-from scalax._report.svg import CHAR, LINE, Drawn, below, beside, ink, number, text_lines, told_apart
 from scalax.errors import plural
 from scalax.visualize._blocks import Blocks
+from scalax.visualize._drawn import CHAR, LINE, Drawn, below, beside, ink, number, text_lines, told_apart
 from scalax.visualize._panels import (
     Cell,
     Panel,

@@ -10,8 +10,8 @@ from typing import Any
 
 from scalax._report.pages import document as page
 from scalax._report.pages import paragraphs
-from scalax._report.svg import FONT, Drawn, below, document, text_lines
 from scalax._report.tables import wrapped
+from scalax.visualize._drawn import FONT, Drawn, below, document, text_lines
 from scalax.visualize._panels import dimension_texts
 from scalax.visualize._pictures import Picture, pictures_of
 from scalax.visualize._svg import MOST_LINE, draw

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalax._report.svg import ink, scaled
+from scalax.visualize._drawn import ink, scaled
 from scalax.visualize import visualize
 from scalax.visualize._blocks import blocks_of
 from scalax.visualize._svg import colors_of

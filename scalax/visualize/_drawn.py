@@ -22,7 +22,6 @@ _SCALE = (
     *('#7BBCE7', '#7EB2E4', '#88A5DD', '#9398D2', '#9B8AC4', '#9D7DB2', '#9A709E', '#906388', '#805770'),
 )
 _BLACK, _WHITE = '#000000', '#FFFFFF'
-AXIS_COLORS = 6  # in palette.css
 
 
 @dataclasses.dataclass(frozen=True)
