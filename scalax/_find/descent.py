@@ -13,7 +13,7 @@ from scalax._find.groups import Group
 from scalax._find.layout import Layout, Placement, elsewhere, usual, without
 from scalax._find.problem import Problem
 from scalax._find.trial import OutOfTime, Trial, Trials
-from scalax._plan.objective import EQUAL
+from scalax._search.objective import EQUAL
 
 # After so many larger sizes of the other axis without a gain no larger one is tried.
 _WITHOUT_GAIN = 2

@@ -14,8 +14,8 @@ from scalax._find.readable import readable_rule
 from scalax._find.source import program_code
 from scalax._find.text import render
 from scalax._find.trial import Trial, Trials, attempt
-from scalax._plan.objective import slower
 from scalax._report.tables import human_bytes
+from scalax._search.objective import slower
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
-from scalax._plan.objective import mean
 from scalax._plan.plan import Plan
 from scalax._plan.roofline import Seconds
 from scalax._report import saved
+from scalax._search.objective import mean
 from scalax.rules import TreePathShardingRule
 
 Ended = Literal['', 'time', 'stopped']

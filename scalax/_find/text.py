@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from scalax._find.outcome import FoundData
 from scalax._find.source import rule_code, spec_code
-from scalax._plan.objective import EQUAL
 from scalax._report.blocks import Cell, Column, text_table
 from scalax._report.tables import human_bytes, milliseconds, terminal_width, wrapped
+from scalax._search.objective import EQUAL
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import plural
 

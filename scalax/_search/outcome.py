@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from scalax._plan.objective import mean, seconds_of
 from scalax._plan.plan import Plan
 from scalax._report import saved
 from scalax._report.tables import human_bytes, milliseconds
+from scalax._search.objective import mean, seconds_of
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import PlanError, plural
 

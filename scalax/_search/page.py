@@ -5,12 +5,12 @@ from __future__ import annotations
 import collections
 from collections.abc import Container, Iterable, Sequence
 
-from scalax._plan.objective import mean, seconds_of
 from scalax._plan.page import headline, plan_blocks
 from scalax._plan.text import shown_fits
 from scalax._report import blocks
 from scalax._report.blocks import Cell, Column, Figure, Tone
 from scalax._report.tables import human_bytes, milliseconds, three_figures
+from scalax._search.objective import mean, seconds_of
 from scalax._search.outcome import Candidate, SearchData
 from scalax._search.ranking import surely_fits
 from scalax.errors import plural
@@ -113,7 +113,7 @@ def _section_of_meshes(search: SearchData, shown: Container[int], note: str = ''
         Column('bound by', 'code'),
         Column('memory', 'number'),
         *(Column(f'bytes {"+".join(names) or "of other axes"}', 'number') for names in axes),
-        Column('why it lost', 'wide'),
+        Column('outcome', 'wide'),
     ]
     rows = [_row(place, each, axes, place in shown) for place, each in enumerate(search.candidates, 1)]
     about = (
@@ -138,25 +138,26 @@ def _moved(candidate: Candidate) -> dict[tuple[str, ...], int]:
 
 
 def _row(place: int, candidate: Candidate, axes: Sequence[tuple[str, ...]], is_link: bool) -> list[Cell]:
-    roofline = candidate.plan.known_roofline if candidate.plan else None
+    plan = candidate.plan
+    roofline = plan.known_roofline if plan else None
     bound, estimate = roofline.step_seconds if roofline else (None, None)
+    name, seconds, least, bounds, memory, outcome = candidate.cells
     verdict, tone = _verdict(candidate)
-    name = blocks.link(candidate.name, _name(place)) if is_link else ''
-    lost = candidate.lost or ('' if candidate.plan is None else 'the best')
-    how = ' (planned in full)' if candidate.plan and not candidate.plan.quick else ''
     moved = _moved(candidate)
     others = sum(size for those, size in moved.items() if those not in axes)
+    sizes = [moved.get(those, 0) if those else others for those in axes]
+    peak = plan.memory.peak if plan else candidate.least_memory if candidate.ruled_out else None
     return [
         Cell(str(place), place),
-        Cell(candidate.name, html=name),
+        Cell(name, html=blocks.link(name, _name(place)) if is_link else ''),
         Cell(html=blocks.badge(verdict, tone)),
-        _seconds(None if candidate.plan is None else mean(seconds_of(candidate.plan))),
-        _seconds(bound),
-        _seconds(estimate),
-        Cell(roofline.bound if roofline else ''),
-        _memory(candidate),
-        *(_bytes(moved.get(those, 0) if those else others, bool(candidate.plan)) for those in axes),
-        Cell(f'{lost}{how}'),
+        Cell(seconds, mean(seconds_of(plan)) if plan else None),
+        Cell(least, bound),
+        Cell('' if estimate is None else milliseconds(estimate), estimate),
+        Cell(bounds),
+        Cell(memory, peak),
+        *(Cell(human_bytes(size) if size else '0', size) if plan else Cell() for size in sizes),
+        Cell(outcome),
     ]
 
 
@@ -164,27 +165,11 @@ def _name(place: int) -> str:
     return f'plan-{place}'
 
 
-def _seconds(seconds: float | None) -> Cell:
-    return Cell() if seconds is None else Cell(milliseconds(seconds), seconds)
-
-
-def _memory(candidate: Candidate) -> Cell:
-    if candidate.plan is not None:
-        return Cell(human_bytes(candidate.plan.memory.peak), candidate.plan.memory.peak)
-    if candidate.ruled_out:
-        return Cell(f'≥ {human_bytes(candidate.least_memory)}', candidate.least_memory)
-    return Cell()
-
-
-def _bytes(size: int, is_known: bool) -> Cell:
-    return Cell(human_bytes(size) if size else '0', size) if is_known else Cell()
-
-
 def _plan(place: int, candidate: Candidate) -> str:
     """The plan of a candidate, folded."""
     assert candidate.plan is not None
     back = f'<p>{blocks.link("Back to all meshes", _MESHES)}</p>'
-    summary = f'{place}. {candidate.name}: {candidate.lost or "the best"}'
+    summary = f'{place}. {candidate.name}: {candidate.lost or "best"}'
     return blocks.target(
         _name(place),
         blocks.fold(summary, f'{back}{plan_blocks(candidate.plan, candidate.name, level=2)}{back}'),

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from scalax._plan.objective import mean, rank, seconds_of, slower
+from scalax._search.objective import mean, rank, seconds_of, slower
 from scalax._search.outcome import Candidate
 
 NEAR = 1.08
