@@ -1,4 +1,4 @@
-"""Plans as HTML: headline figures, memory, seconds, modules, collectives, the batch, and the torus."""
+"""Plans as HTML: headline figures, memory, seconds, modules, collectives, and the batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from scalax._plan.text import (
     shown_fits,
 )
 from scalax._plan.torus import line_text
-from scalax._plan.torus_axes import axes_on_torus
 from scalax._report import blocks
 from scalax._report.blocks import Cell, Column, Figure, Kind, Node, Part
 from scalax._report.pages import escape
@@ -66,10 +65,6 @@ def plan_blocks(plan: PlanData, title: str, level: int = 1) -> str:
             blocks.section(*_scopes(plan, roofline)),
             blocks.section('Collectives of one call', _collectives(plan, roofline)),
             blocks.section('Rows of the batch', _batch(plan)),
-            blocks.section(
-                'Mesh axes on the torus',
-                blocks.notes(axes_on_torus(plan.mesh, plan.places, plan.device_kind)),
-            ),
         ]
     )
 

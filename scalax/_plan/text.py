@@ -12,7 +12,6 @@ from scalax._plan.formulas import Counted
 from scalax._plan.plan_data import PlanData
 from scalax._plan.plan_tables import SIGNS, collective_table, notes_on_collectives, sums_cells, sums_columns
 from scalax._plan.provenance import Source
-from scalax._plan.torus_axes import axes_on_torus
 from scalax._report.blocks import Cell, Column, Tone, text_table
 from scalax._report.pages import visible
 from scalax._report.tables import (
@@ -44,7 +43,7 @@ def render(plan: PlanData, width: int | None) -> str:
         *_scopes(plan, width),
         *_collectives(plan, width),
     ]
-    return '\n'.join([*map(visible, lines), *_batch(plan, width), *_torus(plan, width)])
+    return '\n'.join([*map(visible, lines), *_batch(plan, width)])
 
 
 def head(plan: PlanData) -> str:
@@ -165,12 +164,6 @@ def _walk(scope: Scope, level: int, outside: str) -> Iterator[tuple[int, str, Sc
         else:
             yield level, name, each
             yield from _walk(each, level + 1, '')
-
-
-def _torus(plan: PlanData, width: int) -> Iterable[str]:
-    """Where each mesh axis runs, after a blank line."""
-    known = axes_on_torus(plan.mesh, plan.places, plan.device_kind)
-    return ['', *wrapped(['mesh axes on the torus: ' + '; '.join(known)], width)] if known else []
 
 
 def memory_lines(plan: PlanData) -> Iterable[str]:
