@@ -141,11 +141,11 @@ class _Tree:
     def _sums(self, lines: Sequence[Line]) -> list[Cell]:
         count, size = sum(fold.count for fold, _ in lines), sum(map(_per_device, lines))
         whole = sum(fold.count * row.bytes for fold, row in lines)
-        share = f'{human_bytes(size)}, {three_figures(100 * size / self.total)} %'
+        share = f'{human_bytes(size)}<br/>{three_figures(100 * size / self.total)} %'
         return [
             Cell(plural(count, 'array')),
             Cell(),
             Cell(human_bytes(whole), whole),
-            Cell(share, size),
+            Cell(key=size, html=share),
             Cell(),
         ]

@@ -46,7 +46,7 @@ def test_all_columns(opened):
     ]
     assert cells(root, 2) == ["P('tp',)", '', 'replicated', "P('fsdp', 'tp')", 'replicated']
     assert cells(root, 3) == ['128.0 KiB', '771.0 KiB', '3.0 KiB', '768.0 KiB', '4 B']
-    assert cells(root, 4) == ['64.0 KiB', '99.0 KiB, 60.7 %', '3.0 KiB', '96.0 KiB', '4 B']
+    assert cells(root, 4) == ['64.0 KiB', '99.0 KiB\n60.7 %', '3.0 KiB', '96.0 KiB', '4 B']
     assert cells(root, 5) == [
         *("regex 'embed'", '', "regex 'norm'", "regex 'up'", 'TreePathShardingRule: one element')
     ]

@@ -47,7 +47,7 @@ def test_what_a_page_says(tmp_path):
         "regexes that match nothing: 'head'",
         "regexes always shadowed by earlier ones: 'embed'",
     ]
-    for words in ('layers/{0..11}', '24 arrays', '12 x float32[64,256]', '99.0 KiB, 60.7 %', "regex 'up'"):
+    for words in ('layers/{0..11}', '24 arrays', '12 x float32[64,256]', '99.0 KiB', '60.7 %', "regex 'up'"):
         assert words in said
     page = written(report(), tmp_path, title='A & B')
     assert '<title>A &amp; B</title>' in page and '<h1>A &amp; B</h1>' in page
