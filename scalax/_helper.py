@@ -745,7 +745,7 @@ class MeshShardingHelper:
         if quick is not None:
             reject_own_argument(fun, 'quick')
             checked_flag('quick', quick)
-        return make_plan(self, fun, args, kwargs, quick=bool(quick), keep_program=True)
+        return make_plan(self, fun, args, kwargs, quick=bool(quick))
 
     # --- Batches and other host data -------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from scalax._find import Found, FoundGroup, FoundMesh, find
 from scalax._plan.buffers import Buffer
 from scalax._plan.collective_runs import KINDS
 from scalax._plan.collectives import Collective
-from scalax._plan.executable import Executable, load_executable
 from scalax._plan.flops import Flops, count_flops, count_model_flops
 from scalax._plan.formulas import Counted
 from scalax._plan.hardware import HARDWARE, Hardware
@@ -12,11 +11,9 @@ from scalax._plan.hlo_cost import Work
 from scalax._plan.host_moves import HostMoves
 from scalax._plan.make import make_plan
 from scalax._plan.memory import Memory
-from scalax._plan.plan import Plan
-from scalax._plan.plan_diff import PlanDiff
+from scalax._plan.plan import Plan, PlanDiff
 from scalax._plan.provenance import Source
 from scalax._plan.roofline import Communication, Phase, Roofline, Seconds
-from scalax._plan.saved_program import Program
 from scalax._plan.scopes import ScopeRuns, ScopeWork
 from scalax._plan.torus import Line, Place
 from scalax._search import Candidate, Search, search
@@ -27,7 +24,6 @@ __all__ = [
     'Collective',
     'Communication',
     'Counted',
-    'Executable',
     'Flops',
     'Found',
     'FoundGroup',
@@ -42,7 +38,6 @@ __all__ = [
     'Place',
     'Plan',
     'PlanDiff',
-    'Program',
     'Roofline',
     'ScopeRuns',
     'ScopeWork',
@@ -53,7 +48,6 @@ __all__ = [
     'count_flops',
     'count_model_flops',
     'find',
-    'load_executable',
     'make_plan',
     'search',
 ]

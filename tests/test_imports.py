@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -148,17 +148,6 @@ print(ShardingReport.__module__)
 # --- Which file imports which --------------------------------------------------------------------
 
 
-def type_only_lines(tree: ast.Module) -> set[int]:
-    """The lines under `if TYPE_CHECKING:`."""
-    return {
-        line
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) in ('TYPE_CHECKING', 'typing.TYPE_CHECKING')
-        for statement in node.body
-        for line in range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
-    }
-
-
 def upward_imports(tree: ast.Module, module: str, package: str) -> Iterator[str]:
     own = room_of(module)
     for line, name in imported_modules(tree, package):
@@ -197,38 +186,19 @@ def test_an_import_that_does_not_point_up_is_fine(statement: str) -> None:
     assert not list(upward_imports(ast.parse(statement), 'scalax.rules._fsdp', 'scalax.rules'))
 
 
-def imports_of_files(*, shown: Container[str] = ()) -> dict[str, set[str]]:
-    """What each file imports, type hints too, but for hints that name one of the *shown*."""
-    needs = {}
-    for module, path in MODULES.items():
-        if path.name == '__init__.py':  # packages only hand on what is in them
-            continue
-        hints = type_only_lines(TREES[path])
-        needs[module] = {
-            name
-            for line, name in imported_modules(TREES[path], package_of(path))
-            if name in MODULES and not (line in hints and name in shown)
-        } - {module}
-    return needs
-
-
-# Whose methods call what names them in type hints.
-SHOWN = {
-    f'scalax.{name.replace("/", ".")}' for name in re.findall(r'`(_\w+/\w+)`', SECTION.partition('\n|')[0])
-}
+def imports_of_files() -> dict[str, set[str]]:
+    """What each file imports, type hints too."""
+    return {
+        module: {name for _, name in imported_modules(TREES[path], package_of(path)) if name in MODULES}
+        - {module}
+        for module, path in MODULES.items()
+        if path.name != '__init__.py'  # packages only hand on what is in them
+    }
 
 
 @pytest.mark.one_jax
 def test_no_file_imports_itself_by_way_of_others() -> None:
-    assert MODULES.keys() >= SHOWN
-    assert list(graphlib.TopologicalSorter(imports_of_files(shown=SHOWN)).static_order())
-
-
-@pytest.mark.one_jax
-@pytest.mark.parametrize('name', sorted(SHOWN))
-def test_each_exception_is_one(name: str) -> None:
-    with pytest.raises(graphlib.CycleError):
-        graphlib.TopologicalSorter(imports_of_files(shown=SHOWN - {name})).prepare()
+    assert list(graphlib.TopologicalSorter(imports_of_files()).static_order())
 
 
 # --- Whose names they use ------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The search: all meshes first; on the best ones, classes of dimensions, and then one group at a time."""
+"""The way to the best layout: all meshes; on the best, classes of dimensions; then one group at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scalax._find.groups import Group
 from scalax._find.layout import Layout, Placement, elsewhere, usual, without
 from scalax._find.problem import Problem
 from scalax._find.trial import OutOfTime, Trial, Trials
-from scalax._plan.objective import EQUAL
+from scalax._search.objective import EQUAL
 
 # After so many larger sizes of the other axis without a gain no larger one is tried.
 _WITHOUT_GAIN = 2
@@ -24,8 +24,8 @@ _TOGETHER = 0.01
 
 
 @dataclasses.dataclass
-class Search:
-    """A search.
+class Descent:
+    """Goes from one layout to a better one, until none is.
 
     Attributes:
         trials: what was tried, and tries more.

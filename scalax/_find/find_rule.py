@@ -8,13 +8,13 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 from jax.sharding import PartitionSpec
 
-from scalax._find.descent import Search
+from scalax._find.descent import Descent
 from scalax._find.found import Found, make_found
 from scalax._find.layout import Axes
 from scalax._find.problem import make_problem
@@ -24,9 +24,10 @@ from scalax._mesh import topologies
 from scalax._plan.hardware import hardware_of_devices
 from scalax._report.tables import human_bytes, milliseconds
 from scalax._report.trial_file import TrialFile
+from scalax._search.meshes import Constraints, possible_meshes
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.progress import Note, progress
-from scalax.errors import ArgumentError, IndivisibleWarning, PlanError, checked_flag, did_you_mean, plural
+from scalax.errors import ArgumentError, IndivisibleWarning, PlanError, checked_flag, plural
 from scalax.rules import TreePathShardingRule
 
 _log = logging.getLogger('scalax.find')
@@ -47,7 +48,7 @@ def find(
     optimizer_state: OptimizerState = 'as parameters',
     batch_dim: int = 0,
     axis_names: Sequence[str] | None = None,
-    sizes: Mapping[str, int | Collection[int]] | None = None,
+    sizes: Constraints = None,
     num_slices: int = 1,
     memory: int | None = None,
     headroom: float = 0.1,
@@ -85,7 +86,8 @@ def find(
         batch_dim: the dimension of the rows in the arrays of the batch.
         axis_names: the names of the mesh axes: that of the rows, another one; in front of them that from
             slice to slice, if there are several. By default fsdp and tp, and data.
-        sizes: mesh axis -> its size, or the sizes that it may have.
+        sizes: mesh axis -> its size, or the sizes that it may have; or a function of the sizes that says
+            whether they are wanted.
         num_slices: the number of slices; of GPUs that of nodes, where the first mesh axis is over nodes.
         memory: the bytes of memory of a device; by default those of the hardware, and no limit where that is
             not known, as for simulated devices.
@@ -125,7 +127,7 @@ def find(
     hardware = hardware_of_devices(devices)
     limit = memory if memory is not None else hardware.hbm_bytes if hardware else None
     usable = None if limit is None else int(limit * (1 - headroom))
-    meshes = [*_mesh_sizes(len(devices), num_slices, axes, sizes or {})]
+    meshes = [*_mesh_sizes(len(devices), num_slices, axes, sizes)]
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         # Not in the threads of the trials: filters are those of the process, and would not be restored.
@@ -134,15 +136,15 @@ def find(
         warnings.filterwarnings('ignore', 'Some donated buffers were not usable')  # once, of the result
         note = stack.enter_context(progress('finding a rule:', _log, show_progress))
         trials = stack.enter_context(Trials(problem, usable, kept, _best_so_far(note)))
-        search = Search(trials, meshes, batch_dim, started + budget_s)
+        descent = Descent(trials, meshes, batch_dim, started + budget_s)
         ended: Literal['', 'time', 'stopped'] = ''
         try:
-            ended = '' if search.run() else 'time'
+            ended = '' if descent.run() else 'time'
         except KeyboardInterrupt:
             if not trials.known:
                 raise
             ended = 'stopped'
-    best = search.stopped() if ended else search.best
+    best = descent.stopped() if ended else descent.best
     if best is None:
         raise ArgumentError(
             f'no mesh of {len(devices)} devices divides the rows of the batch: dimension {batch_dim} of '
@@ -199,31 +201,15 @@ def _further(each: Any) -> tuple[Any, Any, Any]:
     return function, arguments, batch_argnums
 
 
-def _mesh_sizes(
-    devices: int, slices: int, axes: Axes, sizes: Mapping[str, int | Collection[int]]
-) -> Iterator[dict[str, int]]:
+def _mesh_sizes(devices: int, slices: int, axes: Axes, sizes: Constraints) -> Iterator[dict[str, int]]:
     """The sizes of the mesh axes, the smallest second axis first."""
-    if not isinstance(sizes, Mapping):
-        raise ArgumentError(f"sizes are those of mesh axes, such as {{'tp': [1, 2]}}, got {sizes!r}")
-    wrong = [those for those in sizes.values() if not isinstance(those, int | Collection)]
-    if wrong:
-        raise ArgumentError(f'the sizes of a mesh axis are a number, or several, got {wrong[0]!r}')
-    unknown = [name for name in sizes if name not in (axes.batch, axes.other)]
-    if unknown:
-        raise ArgumentError(
-            f'sizes names {unknown[0]!r} ({did_you_mean(str(unknown[0]), [axes.batch, axes.other])})'
-        )
-    allowed = {name: {those} if isinstance(those, int) else {*those} for name, those in sizes.items()}
     each = devices // slices
-    found = False
-    for other in range(1, each + 1):
-        mesh = {axes.batch: each // other, axes.other: other}
-        if each % other == 0 and all(mesh[name] in those for name, those in allowed.items()):
-            found = True
-            kept = {name: size for name, size in mesh.items() if size > 1 or name == axes.batch}
-            yield {axes.slices: slices, **kept} if slices > 1 else kept
-    if not found:
-        raise ArgumentError(f'no mesh of {each} devices in a slice has the sizes {dict(sizes)}')
+    meshes = [*possible_meshes(each, [axes.batch, axes.other], sizes, 'sizes')]
+    if not meshes:
+        raise ArgumentError(f'no mesh of {each} devices in a slice has the sizes {sizes}')
+    for mesh in meshes:
+        kept = {name: size for name, size in mesh.items() if size > 1 or name == axes.batch}
+        yield {axes.slices: slices, **kept} if slices > 1 else kept
 
 
 def _best_so_far(note: Note) -> Callable[[Trial], None]:

@@ -1,84 +1,25 @@
-"""What was found: a mesh, a rule, and why."""
+"""What was found: a mesh, a rule, and why; made of the trials, and as it shows itself."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
-
-from jax.sharding import PartitionSpec
+from typing import Any
 
 from scalax._find.layout import spec_of
+from scalax._find.outcome import Ended, FoundData, FoundGroup, FoundMesh
 from scalax._find.readable import readable_rule
 from scalax._find.source import program_code
 from scalax._find.text import render
 from scalax._find.trial import Trial, Trials, attempt
-from scalax._plan.objective import mean, slower
-from scalax._plan.plan import Plan
-from scalax._plan.roofline import Seconds
-from scalax._report import saved
 from scalax._report.tables import human_bytes
-from scalax.rules import TreePathShardingRule
-
-Ended = Literal['', 'time', 'stopped']
+from scalax._search.objective import slower
 
 
 @dataclasses.dataclass(frozen=True)
-class FoundGroup:
-    """A group of leaves, and what its place saves.
-
-    Attributes:
-        name: the paths of its leaves.
-        spec: where they are.
-        next_spec: the next best place, if all others stay; None if none was tried.
-        seconds: how much longer the steps take there.
-        memory: how many more bytes a device needs there.
-        moved: how many more bytes a device exchanges there, mesh axes -> bytes.
-        fits: whether the steps fit there.
-    """
-
-    name: str
-    spec: PartitionSpec
-    next_spec: PartitionSpec | None = None
-    seconds: float = 0.0
-    memory: int = 0
-    moved: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    fits: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
-class FoundMesh:
-    """The best layout of a mesh and a placement of the batch.
-
-    Attributes:
-        mesh: mesh axis -> size.
-        batch: where the rows of the batch are.
-        bound: the seconds that the steps take at least; None if there is no program.
-        estimate: the seconds if nothing overlaps; None likewise.
-        memory: the bytes on a device.
-        lost: why it is not the best; empty for the best.
-    """
-
-    mesh: Mapping[str, int]
-    batch: PartitionSpec
-    bound: float | None
-    estimate: float | None
-    memory: int
-    lost: str
-
-    @property
-    def mean(self) -> float | None:
-        """The mean of both, which the search makes small."""
-        return (
-            None if self.bound is None or self.estimate is None else mean(Seconds(self.bound, self.estimate))
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
+class Found(FoundData):
     """What `find` returns; ``str()`` of it is a page of text.
 
     Attributes:
@@ -99,27 +40,6 @@ class Found:
         ended: why the search ended early: ``'time'``, ``'stopped'``; empty if nothing got better any more.
         topology: the hardware; None for the devices of this process.
     """
-
-    mesh: Mapping[str, int]
-    rule: TreePathShardingRule
-    batch: PartitionSpec
-    plan: Plan
-    groups: tuple[FoundGroup, ...]
-    meshes: tuple[FoundMesh, ...]
-    fits: bool | None
-    lower_bound: float | None
-    bound: float
-    estimate: float
-    memory: int
-    tried: int
-    seconds: float
-    ended: Ended
-    topology: str | None
-    _code: str = dataclasses.field(default='', repr=False)
-
-    def to_code(self) -> str:
-        """Python that makes the helper, the rule, and the function on the mesh."""
-        return self._code
 
     def __str__(self) -> str:
         return self.to_text()
@@ -147,12 +67,6 @@ class Found:
         from scalax._find.page import render_page
 
         Path(path).write_bytes(render_page(self, title or f'A rule for {self.plan.name}').encode())
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result in plain Python values, ready for ``json.dumps``; the rule as its repr."""
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        plain = saved.plain({name: value for name, value in own.items() if name not in ('rule', '_code')})
-        return {**plain, 'rule': repr(self.rule), 'code': self._code}
 
 
 def make_found(trials: Trials, best: Trial, topology: str | None, ended: Ended, seconds: float) -> Found:

@@ -20,6 +20,7 @@ from scalax._mesh.gpu_nodes import StandIns
 from scalax._plan.make import make_plan
 from scalax._plan.plan import Plan
 from scalax._report.trial_file import identity
+from scalax._search.meshes import helper_of
 from scalax._tree.specs import entries, entry_axes, spec_axes
 from scalax.errors import ArgumentError, did_you_mean
 from scalax.rules import TreePathShardingRule
@@ -68,13 +69,8 @@ class Problem:
 
     def helper(self, layout: Layout) -> MeshShardingHelper:
         """The helper of the mesh of a layout."""
-        sizes = layout.sizes
-        dcn = None
-        if self.slices > 1:
-            dcn = [self.slices if name == self.axes.slices else 1 for name in sizes]
-        return MeshShardingHelper(
-            list(sizes.values()), list(sizes), True, dcn_axis_dims=dcn, devices=self.devices
-        )
+        slices = {self.axes.slices: self.slices} if self.slices > 1 else {}
+        return helper_of(layout.sizes, self.devices, slices)
 
     def of_batch(self, layout: Layout) -> Callable[[tuple[int, ...]], Any]:
         """Gives the spec of an array of a batch, from its shape."""

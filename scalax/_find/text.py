@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from scalax._find.outcome import FoundData
 from scalax._find.source import rule_code, spec_code
-from scalax._plan.objective import EQUAL
-from scalax._report.tables import human_bytes, milliseconds, table, terminal_width, wrapped
+from scalax._report.blocks import Cell, Column, text_table
+from scalax._report.tables import human_bytes, milliseconds, terminal_width, wrapped
+from scalax._search.objective import EQUAL
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import plural
 
-if TYPE_CHECKING:
-    from scalax._find.found import Found
-
-GROUP_HEADS = ('group', 'spec', 'next best', 'seconds', 'memory', 'bytes')
-MESH_HEADS = ('mesh', 'batch', 'seconds', 'at least', 'at most', 'memory', 'outcome')
+_GROUPS = (
+    *(Column('group', 'lead'), Column('spec', 'code'), Column('next best', 'code')),
+    *(Column('seconds', 'number'), Column('memory', 'number'), Column('bytes', 'wide')),
+)
+_MESHES = (
+    *(
+        Column('mesh', 'lead'),
+        Column('batch', 'code'),
+        Column('seconds', 'number'),
+        Column('at least', 'number'),
+    ),
+    *(Column('at most', 'number'), Column('memory', 'number'), Column('outcome', 'wide')),
+)
 SAVED = 'What moving one group to its next best place costs'
 TRIED = 'The best layout of each mesh and placement of the batch'
 
 
-def render(found: Found, width: int | None) -> str:
+def render(found: FoundData, width: int | None) -> str:
     """The text, as wide as the terminal by default."""
     width = terminal_width(width)
     parts = [
         '\n'.join(wrapped(head(found), width)),
         rule_code(found.rule),
         f'{SAVED}:',
-        '\n'.join(table([GROUP_HEADS, *group_cells(found)], width, 0, 3)),
+        '\n'.join(text_table(*group_table(found), width)),
         f'{TRIED}:',
-        '\n'.join(table([MESH_HEADS, *mesh_cells(found)], width, 6, 5)),
+        '\n'.join(text_table(*mesh_table(found), width, -1)),
     ]
     return '\n\n'.join(part.rstrip('\n') for part in parts)
 
 
-def head(found: Found) -> list[str]:
+def head(found: FoundData) -> list[str]:
     """What was found, in a few lines."""
     where = found.topology or f'{found.plan.devices} {found.plan.platform} devices'
     fits = {True: 'fits', False: 'does not fit', None: 'memory limit unknown'}[found.fits]
@@ -62,12 +72,13 @@ def head(found: Found) -> list[str]:
     return lines
 
 
-def group_cells(found: Found) -> list[tuple[str, ...]]:
-    """A row for each group: its place, the next best one, and what that costs more."""
-    rows: list[tuple[str, ...]] = []
+def group_table(found: FoundData) -> tuple[Sequence[Column], list[list[Cell]]]:
+    """The columns, and a row for each group: its place, the next best one, and what that costs more."""
+    rows = []
     for group in found.groups:
+        cells = [Cell(group.name), Cell(spec_code(group.spec))]
         if group.next_spec is None:
-            rows.append((group.name, spec_code(group.spec), '', '', '', ''))
+            rows.append([*cells, *[Cell()] * 4])
             continue
         if not group.fits:  # it may have no program, and no seconds
             seconds = 'does not fit'
@@ -76,31 +87,20 @@ def group_cells(found: Found) -> list[tuple[str, ...]]:
         else:
             seconds = f'{_sign(group.seconds)}{milliseconds(abs(group.seconds))}'
         moved = ', '.join(f'{axes} {_more(size)}' for axes, size in group.moved.items() if size)
-        rows.append(
-            (
-                group.name,
-                spec_code(group.spec),
-                spec_code(group.next_spec),
-                seconds,
-                _more(group.memory),
-                moved,
-            )
-        )
-    return rows
+        costs = [Cell(seconds, group.seconds), Cell(_more(group.memory), group.memory), Cell(moved)]
+        rows.append([*cells, Cell(spec_code(group.next_spec)), *costs])
+    return _GROUPS, rows
 
 
-def mesh_cells(found: Found) -> list[tuple[str, ...]]:
-    """A row for each mesh and placement of the batch."""
-    return [
-        (
-            axis_sizes_text(row.mesh),
-            spec_code(row.batch),
-            *('' if each is None else milliseconds(each) for each in (row.mean, row.bound, row.estimate)),
-            human_bytes(row.memory),
-            row.lost or 'best',
-        )
-        for row in found.meshes
-    ]
+def mesh_table(found: FoundData) -> tuple[Sequence[Column], list[list[Cell]]]:
+    """The columns, and a row for each mesh and placement of the batch."""
+    rows = []
+    for row in found.meshes:
+        times = (row.mean, row.bound, row.estimate)
+        cells = [Cell(axis_sizes_text(row.mesh)), Cell(spec_code(row.batch))]
+        cells += [Cell('' if time is None else milliseconds(time), time) for time in times]
+        rows.append([*cells, Cell(human_bytes(row.memory), row.memory), Cell(row.lost or 'best')])
+    return _MESHES, rows
 
 
 def _more(size: int) -> str:

@@ -14,9 +14,9 @@ from typing import Any
 from scalax._find.layout import Layout, Placement, spec_of
 from scalax._find.problem import Problem
 from scalax._find.source import spec_code
-from scalax._plan.objective import lost_by, mean, rank, seconds_of
 from scalax._plan.roofline import Seconds
 from scalax._report.trial_file import TrialFile
+from scalax._search.objective import lost_by, mean, rank, seconds_of
 from scalax._trace.threads import ThreadState
 from scalax._tree.specs import axis_sizes_text
 

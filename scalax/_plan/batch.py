@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from scalax._follow.followed_batch import FollowedBatch, LostRows, nothing_followed
 from scalax._plan.collective_seconds import received_bytes
+from scalax._plan.plan_data import PlanData
 from scalax._report.tables import human_bytes
 from scalax.errors import plural
-
-if TYPE_CHECKING:
-    from scalax._plan.plan import Plan
 
 _MOST_LOST = 5
 _NAMES = 'name the values behind it (with_sharding_annotation)'
@@ -35,7 +33,7 @@ class Received(NamedTuple):
     line: str
 
 
-def more_rows_than_weights(plan: Plan) -> Received | None:
+def more_rows_than_weights(plan: PlanData) -> Received | None:
     """The mesh axis along which the most rows move, if there they are more than the weights.
 
     What the program itself asks for (collectives of `shard_map`, constraints, values with a name) counts for
@@ -59,7 +57,7 @@ def more_rows_than_weights(plan: Plan) -> Received | None:
     return max(found, key=lambda moved: moved.rows, default=None)
 
 
-def advice(plan: Plan) -> str:
+def advice(plan: PlanData) -> str:
     """Where more activations than weights move, and what would mend it; empty if they do not."""
     moved = more_rows_than_weights(plan)
     if moved is None or plan.followed is None:
@@ -81,7 +79,7 @@ def _remedy(batch: FollowedBatch) -> str:
     return f'rows are lost {_place(lost)}: {remedies}'
 
 
-def kept(plan: Plan) -> str:
+def kept(plan: PlanData) -> str:
     """What is followed; empty if nothing looks like a batch, or `advice` says it."""
     batch = plan.followed
     if batch is None or not batch.axes:
@@ -91,7 +89,7 @@ def kept(plan: Plan) -> str:
     return f'{values} stay with the rows of the batch ({", ".join(batch.axes)})'
 
 
-def lost_lines(plan: Plan) -> Iterable[str]:
+def lost_lines(plan: PlanData) -> Iterable[str]:
     """Where rows are lost, the largest values first."""
     lost = plan.followed.lost if plan.followed else ()
     for each in lost[:_MOST_LOST]:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from scalax._plan.formulas import Part
 from scalax._plan.memory import Memory
+from scalax._plan.plan_data import PlanData
 from scalax._plan.roofline import Roofline
 from scalax._report import blocks
 from scalax._report.tables import human_bytes, milliseconds
 from scalax._util.folding import MOST_RUNS, fold
-
-if TYPE_CHECKING:
-    from scalax._plan.plan import Plan
 
 STEP: tuple[Part, ...] = ('forward', 'backward', 'recomputed', 'update', 'other')
 """The parts of a step as they are shown."""
@@ -41,7 +38,7 @@ def memory_parts(memory: Memory) -> list[blocks.Part]:
     ]
 
 
-def time_parts(plan: Plan, roofline: Roofline) -> dict[str, list[blocks.Part]]:
+def time_parts(plan: PlanData, roofline: Roofline) -> dict[str, list[blocks.Part]]:
     """The seconds of each part of a roofline, by the parts of the step."""
     networks = {row.name: row.axes for row in roofline.communication}
     shares: dict[str, Callable[[Part], float]] = {
@@ -109,7 +106,7 @@ class Sums:
         return not (self.flops or self.bytes or self.moved)
 
 
-def sums(plan: Plan, roofline: Roofline | None) -> Iterator[tuple[str, Part, Sums]]:
+def sums(plan: PlanData, roofline: Roofline | None) -> Iterator[tuple[str, Part, Sums]]:
     """What each scope computes and moves: (scope, part of the step, its sums)."""
     rate, of_byte = (0.0, 0.0) if roofline is None else _rates(roofline)
     for row in plan.work.by_scope:
@@ -127,7 +124,7 @@ def sums(plan: Plan, roofline: Roofline | None) -> Iterator[tuple[str, Part, Sum
                 yield scope, each.phase, Sums(moved=count * each.bytes, network=count * once)
 
 
-def sums_by_part(plan: Plan, roofline: Roofline | None) -> dict[Part, Sums]:
+def sums_by_part(plan: PlanData, roofline: Roofline | None) -> dict[Part, Sums]:
     """The sums of each part of the step that has any."""
     found = {part: Sums() for part in STEP}
     for _, part, more in sums(plan, roofline):
@@ -168,7 +165,7 @@ class Scope:
         return Scope(self.name, self.sums, inside)
 
 
-def scopes(plan: Plan, roofline: Roofline | None) -> Scope:
+def scopes(plan: PlanData, roofline: Roofline | None) -> Scope:
     """All scopes of a plan in one without a name; numbered ones that compute alike are one."""
     found: dict[str, Sums] = {}
     # The first of many layers needs no gradient of its input, so backward passes may differ.

@@ -24,7 +24,6 @@ from scalax._plan.host_moves import HostMoves, host_moves
 from scalax._plan.lowered_step import LoweredStep, lower_step
 from scalax._plan.memory import Memory, constant_bytes
 from scalax._plan.plan import Plan
-from scalax._plan.saved_program import Program
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.sjit import batch_of, name_of, names_of_arguments
 from scalax._tree.paths import join
@@ -46,7 +45,6 @@ def make_plan(
     kwargs: Mapping[str, Any],
     *,
     quick: bool = False,
-    keep_program: bool = False,
 ) -> Plan:
     """Makes a plan, as `MeshShardingHelper.plan` does; options cannot clash with arguments of the function.
 
@@ -56,8 +54,6 @@ def make_plan(
         args: its arguments.
         kwargs: its keyword arguments.
         quick: as for `MeshShardingHelper.plan`.
-        keep_program: whether the plan keeps what `Plan.save_executable` needs, as that of
-            `MeshShardingHelper.plan` does.
 
     Raises:
         PlanError: the compiler failed, or the compiled program is written in an unknown form.
@@ -66,8 +62,7 @@ def make_plan(
     """
     step = lower_step(helper, fun, args, kwargs)
     with progress(f'planning {step.name}', _log):
-        plan = plan_lowered(step, quick=quick)
-    return plan.with_program(Program(step.lowered, step.mesh)) if keep_program else plan
+        return plan_lowered(step, quick=quick)
 
 
 def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:

@@ -1,9 +1,8 @@
-"""Plans as HTML: headline figures, memory, seconds, modules, collectives, the batch, and the torus."""
+"""Plans as HTML: headline figures, memory, seconds, modules, collectives, and the batch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from scalax._follow.followed_batch import kept_cells, lost_cells
 from scalax._plan.batch import advice, kept
@@ -18,50 +17,41 @@ from scalax._plan.figure_data import (
     time_parts,
 )
 from scalax._plan.formulas import Counted
+from scalax._plan.plan_data import PlanData
+from scalax._plan.plan_tables import SIGNS, collective_table, notes_on_collectives, sums_cells, sums_columns
 from scalax._plan.roofline import Roofline
 from scalax._plan.text import (
-    SIGNS,
-    because,
     excess,
     held_heading,
     held_text,
     how_known,
     moved_to_host,
     no_seconds,
-    notes_on_collectives,
     runs_on,
     shown_buffers,
     shown_fits,
-    sums_heads,
-    sums_texts,
 )
 from scalax._plan.torus import line_text
-from scalax._plan.torus_axes import axes_on_torus
 from scalax._report import blocks
 from scalax._report.blocks import Cell, Column, Figure, Kind, Node, Part
 from scalax._report.pages import escape
 from scalax._report.tables import human_bytes, human_flops, milliseconds, three_figures
 from scalax.errors import plural
 
-if TYPE_CHECKING:
-    from scalax._plan.plan import Plan
-
 MOST_ROWS = 100
-_MOST_SCOPES = 1000
-_OPEN_AT_FIRST = 25  # rows of a tree
 
 
-def render_fragment(plan: Plan) -> str:
+def render_fragment(plan: PlanData) -> str:
     """A plan for the output of a notebook."""
     return blocks.fragment(plan_blocks(plan, f'Plan of {plan.name}'))
 
 
-def render_page(plan: Plan, title: str) -> str:
+def render_page(plan: PlanData, title: str) -> str:
     """A plan as a page of HTML that loads nothing."""
     return blocks.page(title, plan_blocks(plan, title))
 
 
-def plan_blocks(plan: Plan, title: str, level: int = 1) -> str:
+def plan_blocks(plan: PlanData, title: str, level: int = 1) -> str:
     """A plan as blocks; a title below the first *level* is that of a part of a page that shows more."""
     roofline = plan.known_roofline
     return ''.join(
@@ -75,15 +65,11 @@ def plan_blocks(plan: Plan, title: str, level: int = 1) -> str:
             blocks.section(*_scopes(plan, roofline)),
             blocks.section('Collectives of one call', _collectives(plan, roofline)),
             blocks.section('Rows of the batch', _batch(plan)),
-            blocks.section(
-                'Mesh axes on the torus',
-                blocks.notes(axes_on_torus(plan.mesh, plan.places, plan.device_kind)),
-            ),
         ]
     )
 
 
-def headline(plan: Plan, roofline: Roofline | None) -> Iterator[Figure]:
+def headline(plan: PlanData, roofline: Roofline | None) -> Iterator[Figure]:
     """The headline figures of a plan."""
     said, tone = shown_fits(plan)
     of = 'of the memory of a device' if plan.fits is None else 'the memory of a device'
@@ -104,7 +90,7 @@ def headline(plan: Plan, roofline: Roofline | None) -> Iterator[Figure]:
         )
 
 
-def _callouts(plan: Plan) -> Iterator[str]:
+def _callouts(plan: PlanData) -> Iterator[str]:
     if plan.not_compiled_for:
         yield blocks.callout([plan.not_compiled_for], 'warn')
     if plan.refusal:
@@ -116,7 +102,7 @@ def _callouts(plan: Plan) -> Iterator[str]:
         yield blocks.callout(lines, code='\n'.join(code))
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: PlanData) -> str:
     parts, memory = memory_parts(plan.memory), plan.memory
     body = blocks.bar(parts, memory.limit or 0, memory.limit, is_tall=True) + blocks.legend(parts)
     known = how_known(plan).strip(' ()')
@@ -140,7 +126,7 @@ def _memory(plan: Plan) -> str:
     return body
 
 
-def _times(plan: Plan, roofline: Roofline | None) -> str:
+def _times(plan: PlanData, roofline: Roofline | None) -> str:
     if roofline is None:
         return ''
     shown = time_parts(plan, roofline)
@@ -169,7 +155,7 @@ def _times(plan: Plan, roofline: Roofline | None) -> str:
     )
 
 
-def _unit(name: str, plan: Plan, roofline: Roofline) -> str:
+def _unit(name: str, plan: PlanData, roofline: Roofline) -> str:
     """The name of a part of a roofline, mesh axes in their colours."""
     for row in roofline.communication:
         if row.name == name:
@@ -178,14 +164,7 @@ def _unit(name: str, plan: Plan, roofline: Roofline) -> str:
     return escape(name)
 
 
-def _sums_cells(each: Sums, plan: Plan, roofline: Roofline | None) -> list[Cell]:
-    keys: list[float] = [each.flops, each.bytes, *([each.moved] if plan.collectives else [])]
-    if roofline is not None:
-        keys += [each.compute.total(), each.hbm, *([each.network] if plan.collectives else [])]
-    return [Cell(text, key) for text, key in zip(sums_texts(each, plan, roofline), keys, strict=True)]
-
-
-def _parts(plan: Plan, roofline: Roofline | None) -> str:
+def _parts(plan: PlanData, roofline: Roofline | None) -> str:
     found = sums_by_part(plan, roofline)
     if set(found) <= {'other'}:
         return ''
@@ -193,69 +172,56 @@ def _parts(plan: Plan, roofline: Roofline | None) -> str:
     for each in found.values():
         total.add(each)
     rows = [
-        [Cell(part, html=f'{blocks.swatch(part)}{part}'), *_sums_cells(each, plan, roofline)]
+        [Cell(part, html=f'{blocks.swatch(part)}{part}'), *sums_cells(each, plan, roofline)]
         for part, each in found.items()
     ]
-    rows += [[Cell('all'), *_sums_cells(total, plan, roofline)]] if len(rows) > 1 else []
-    columns = [Column('part', 'lead'), *(Column(head, 'number') for head in sums_heads(plan, roofline))]
+    rows += [[Cell('all'), *sums_cells(total, plan, roofline)]] if len(rows) > 1 else []
+    columns = [Column('part', 'lead'), *sums_columns(plan, roofline)]
     return blocks.table(columns, rows, best=len(rows) - 1 if len(rows) > 1 else None) + blocks.notes(
         ['On each device. Bytes of collectives are those of the whole array of a group.']
     )
 
 
-def _scopes(plan: Plan, roofline: Roofline | None) -> tuple[str, str]:
+def _scopes(plan: PlanData, roofline: Roofline | None) -> tuple[str, str]:
     """The tree of modules or functions, and what it is called."""
     top = scopes(plan, roofline)
     if len(top.inside) == 0:
         return '', ''
-    heads = ['function' if top.is_of_functions else 'module or scope', *sums_heads(plan, roofline)]
     whole = top.sums.compute.total() if roofline is not None else 0.0
-    heads += ['share of compute'] if whole else []
-    left = [_MOST_SCOPES]
-    depth = _open_depth(top)
-    nodes = [_node(each, plan, roofline, whole, depth, left) for each in top.inside.values()]
-    note = [] if left[0] > 0 else [f'The first {_MOST_SCOPES} scopes are shown.']
-    body = blocks.tree(heads, [node for node in nodes if node]) + blocks.notes(note)
+    columns = [Column('function' if top.is_of_functions else 'module or scope')]
+    columns += [*sums_columns(plan, roofline), *([Column('share of compute', 'number')] if whole else [])]
+    body = blocks.tree(columns, [_node(each, plan, roofline, whole) for each in top.inside.values()])
     return ('By function' if top.is_of_functions else 'By module and named scope'), body
 
 
-def _open_depth(top: Scope) -> int:
-    """How many levels of a tree are open at first: as many as have few rows."""
-    level, rows, depth = [*top.inside.values()], len(top.inside), 0
-    while level:
-        level = [each for scope in level for each in scope.inside.values()]
-        rows += len(level)
-        if rows > _OPEN_AT_FIRST:
-            break
-        depth += 1
-    return depth
-
-
-def _node(
-    scope: Scope, plan: Plan, roofline: Roofline | None, whole: float, depth: int, left: list[int]
-) -> Node | None:
-    left[0] -= 1
-    if left[0] < 0:
-        return None
-    cells = _sums_cells(scope.sums, plan, roofline)
+def _node(scope: Scope, plan: PlanData, roofline: Roofline | None, whole: float) -> Node:
+    cells = sums_cells(scope.sums, plan, roofline)
     if whole:
         compute = scope.sums.compute
         parts = [
             Part(part, compute[part], milliseconds(compute[part]), part) for part in STEP if compute[part]
         ]
         share = f'<span class="plain">{three_figures(100 * compute.total() / whole)} %</span>'
-        cells.append(Cell(html=f'{share}{blocks.bar(parts, whole)}' if parts else ''))
-    children = [_node(each, plan, roofline, whole, depth - 1, left) for each in scope.inside.values()]
-    return Node(scope.name, cells, [child for child in children if child], is_open=depth > 0)
+        cells.append(
+            Cell(key=compute.total(), html=f'{share}{blocks.bar(parts, whole)}') if parts else Cell()
+        )
+    return Node(scope.name, cells, [_node(each, plan, roofline, whole) for each in scope.inside.values()])
 
 
-def _collectives(plan: Plan, roofline: Roofline | None) -> str:
+def _collectives(plan: PlanData, roofline: Roofline | None) -> str:
     if not plan.collectives:
         return blocks.notes(['none'])
-    return _along(plan, roofline) + _each_collective(plan, roofline)
+    notes = [
+        f'{plural(len(plan.collectives), "row")}. Bytes are those of the whole array of one group, '
+        'each time; the total is that of all times.',
+        *(['Milliseconds are those of all times, one after the other.'] if roofline is not None else []),
+        *notes_on_collectives(plan, MOST_ROWS),
+    ]
+    table = blocks.table(*collective_table(plan, MOST_ROWS))
+    return _along(plan, roofline) + blocks.scrolled(table) + blocks.notes(notes)
 
 
-def _along(plan: Plan, roofline: Roofline | None) -> str:
+def _along(plan: PlanData, roofline: Roofline | None) -> str:
     """A card for each set of mesh axes that collectives run along."""
     cards = []
     for axes, kinds in plan.totals.items():
@@ -269,45 +235,7 @@ def _along(plan: Plan, roofline: Roofline | None) -> str:
     return blocks.cards(cards)
 
 
-def _each_collective(plan: Plan, roofline: Roofline | None) -> str:
-    columns = [
-        Column('collective', 'lead'),
-        Column('axes', 'code'),
-        Column('times', 'number'),
-        Column('bytes', 'number'),
-        Column('total bytes', 'number'),
-    ]
-    has_phases = any(row.phase != 'other' for row in plan.collectives)
-    columns += [Column('ms', 'number')] if roofline is not None else []
-    columns += [Column('phase')] if has_phases else []
-    columns.append(Column('because of', 'wide'))
-    rows = []
-    for place, row in enumerate(plan.collectives[:MOST_ROWS]):
-        total = row.count * row.bytes
-        networks = f' ({escape(" and ".join(row.networks))})' if row.networks else ''
-        cells = [
-            Cell(f'{row.kind}, scattered' if row.scattered else row.kind),
-            Cell(' x '.join(row.axes), html=f'{blocks.axis_names(row.axes, plan.mesh)}{networks}'),
-            Cell(f'{SIGNS[row.counted]}{row.count:,}', row.count),
-            Cell(human_bytes(row.bytes), row.bytes),
-            Cell(human_bytes(total), total),
-        ]
-        if roofline is not None:
-            seconds = roofline.collectives[place][1]
-            cells.append(Cell(milliseconds(seconds).removesuffix(' ms'), seconds))
-        if has_phases:
-            cells.append(Cell(row.phase, html=f'{blocks.swatch(row.phase)}{row.phase}'))
-        rows.append([*cells, Cell(because(row))])
-    notes = [
-        f'{plural(len(plan.collectives), "row")}. Bytes are those of the whole array of one group, '
-        'each time; the total is that of all times.',
-        *(['Milliseconds are those of all times, one after the other.'] if roofline is not None else []),
-        *notes_on_collectives(plan, MOST_ROWS),
-    ]
-    return blocks.scrolled(blocks.table(columns, rows)) + blocks.notes(notes)
-
-
-def _batch(plan: Plan) -> str:
+def _batch(plan: PlanData) -> str:
     """What is followed of the batch: the places where rows are lost, and the values that are kept."""
     body = blocks.notes(filter(None, [kept(plan)]))
     if plan.followed is not None and plan.followed.lost:

@@ -1,58 +1,30 @@
-"""Plans: memory, communication and time of a compiled step."""
+"""Plans: memory, communication and time of a compiled step; and the difference of two."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import math
-import numbers
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from scalax._follow.followed_batch import FollowedBatch
-from scalax._plan.buffers import Buffer
-from scalax._plan.collective_runs import KINDS
-from scalax._plan.collectives import Collective
-from scalax._plan.formulas import Counted
-from scalax._plan.hardware import (
-    HARDWARE,
-    Hardware,
-    find_hardware,
-    hardware_of,
-    numbers_of,
-    with_unknown_at_best,
-)
-from scalax._plan.hlo_cost import Work
-from scalax._plan.host_moves import HostMoves
-from scalax._plan.memory import Memory
-from scalax._plan.plan_check import check_plan
-from scalax._plan.plan_diff import PlanDiff
-from scalax._plan.roofline import Roofline, Seconds, not_compiled_for, phases_of, time_collectives
-from scalax._plan.saved_program import Program, save
+from scalax._plan.batch import followed_text
+from scalax._plan.plan_check import exceeded
+from scalax._plan.plan_data import PlanData
 from scalax._plan.text import render
-from scalax._plan.torus import (
-    NETWORKS,
-    Network,
-    Place,
-    devices_per_chip,
-    places_in_nodes,
-    places_on_torus,
-)
 from scalax._report import saved
-from scalax._util.strict_json import brief
-from scalax.errors import ArgumentError, PlanError, did_you_mean
-from scalax.explain import ShardingReport
+from scalax._report.pages import visible
+from scalax._report.tables import distinct_texts, human_bytes, milliseconds
+from scalax._tree.specs import axis_sizes_text
+from scalax.errors import ArgumentError
+from scalax.explain import ReportDiff
 
-_NO_WORK = Work()
-_NOTHING_MOVED = HostMoves()
-_MOST_DEVICES = 1 << 24
-_MOST_AXES = 32
+_CollectiveKey = tuple[str, tuple[str, ...], int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(PlanData):
     """Memory, communication and time of a compiled step; ``str()`` of it is a page of text.
 
     `MeshShardingHelper.plan` makes one.
@@ -89,266 +61,10 @@ class Plan:
             functions that ``sjit`` did not make.
         batch_axes: the mesh axes over which rows of the batch are, also of one that is not followed; empty if
             no argument is known to be a batch.
-        program: what `save_executable` compiles; None for plans that were read from a file, or unpickled, and
-            for those of a search.
 
     Raises:
         PlanError: it names devices that the mesh does not have or unknown hardware, or the mesh is too large.
     """
-
-    name: str
-    mesh: Mapping[str, int]
-    devices: int
-    platform: str
-    memory: Memory
-    inputs: ShardingReport
-    outputs: ShardingReport
-    collectives: tuple[Collective, ...]
-    flops: int = 0
-    flops_counted: Counted = Counted.EXACTLY
-    work: Work = _NO_WORK
-    model_flops: int | None = None
-    device_kind: str = ''
-    places: tuple[Place, ...] = ()
-    quick: bool = False
-    refusal: str = ''
-    buffers: tuple[Buffer, ...] = ()
-    host_moves: HostMoves = _NOTHING_MOVED
-    followed: FollowedBatch | None = None
-    batch_axes: tuple[str, ...] = ()
-    simulates: str = ''
-    program: Program | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if self.simulates and self.simulates not in HARDWARE:
-            raise PlanError(f'there is no hardware {brief(self.simulates)} to simulate')
-        size = math.prod(self.mesh.values())
-        if not 0 < size <= _MOST_DEVICES or len(self.mesh) > _MOST_AXES:
-            raise PlanError(f'mesh has {brief(size)} devices along {len(self.mesh)} axes')
-        if not 0 < self.devices <= size:
-            raise PlanError(f'devices are {self.devices}, and the mesh has {size}')
-        for row in self.collectives:
-            known = self.mesh.keys() >= set(row.axes) and len(set(row.axes)) == len(row.axes)
-            if not known or any(device >= size for device in row.part):
-                raise PlanError(f'a collective is of devices that the mesh does not have: {brief(row)}')
-        unknown = sorted(
-            {*self.batch_axes, *(self.followed.axes if self.followed else ())} - self.mesh.keys()
-        )
-        if unknown:
-            raise PlanError(
-                f'rows of the batch are over an axis that the mesh does not have: {brief(unknown[0])}'
-            )
-        if self.places:
-            axes = {len(place.coords) for place in self.places}
-            if len(self.places) != size or len(axes) > 1 or max(axes) > _MOST_AXES:
-                raise PlanError(f'places are not one for each of {size} devices, of as many coordinates each')
-            longest = [max(axis) + 1 for axis in zip(*(place.coords for place in self.places), strict=True)]
-            if math.prod(longest) * (max(place.core for place in self.places) + 1) > _MOST_DEVICES:
-                raise PlanError('places are too far from one another')
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether it fits into the memory of each device; None if the size of that memory is not known.
-
-        The compiler for TPUs refuses a program that does not fit, and its word is final. For a quick plan and
-        for other devices, the memory is compared with the limit.
-        """
-        if self.refusal:
-            return False
-        if self.platform == 'tpu' and not self.memory.estimated and not self.quick:
-            return True
-        return None if self.memory.limit is None else self.memory.total <= self.memory.limit
-
-    @property
-    def hardware(self) -> Hardware | None:
-        """The hardware that the devices are, or stand for; None if its numbers are not known."""
-        return HARDWARE[self.simulates] if self.simulates else hardware_of(self.device_kind)
-
-    @property
-    def not_compiled_for(self) -> str:
-        """A sentence: the program was compiled for simulated devices, and not for what they stand for.
-
-        Empty if the devices stand for no other hardware. Of other hardware see `Roofline.not_compiled_for`.
-        """
-        return not_compiled_for(HARDWARE[self.simulates], self.device_kind) if self.simulates else ''
-
-    @property
-    def known_roofline(self) -> Roofline | None:
-        """The `roofline` of the devices that the plan is for; None if numbers are missing for it."""
-        try:
-            return self.roofline() if self.hardware else None
-        except PlanError:
-            return None
-
-    @property
-    def totals(self) -> dict[tuple[str, ...], dict[str, int]]:
-        """The bytes moved along mesh axes: axes -> kind of collective -> bytes of all executions.
-
-        Bytes are counted as in `Collective.bytes`.
-        """
-        totals: dict[tuple[str, ...], collections.Counter[str]] = {}
-        for row in self.collectives:
-            totals.setdefault(row.axes, collections.Counter())[row.kind] += row.count * row.bytes
-        return {axes: dict(kinds) for axes, kinds in totals.items()}
-
-    @property
-    def networks(self) -> dict[tuple[str, ...], tuple[Network, ...]]:
-        """The networks that carry `totals`: axes -> the `Collective.networks` of all that run along them."""
-        used: dict[tuple[str, ...], set[Network]] = {}
-        for row in self.collectives:
-            used.setdefault(row.axes, set()).update(row.networks)
-        return {axes: tuple(name for name in NETWORKS if name in those) for axes, those in used.items()}
-
-    @property
-    def explained(self) -> float:
-        """The part of the bytes of `collectives` whose origin in the user's program was found.
-
-        The other rows have the cause ``'compiler'``.
-        """
-        moved = sum(row.count * row.bytes for row in self.collectives)
-        found = sum(row.count * row.bytes for row in self.collectives if row.cause != 'compiler')
-        return found / moved if moved else 1.0
-
-    def count(self, kind: str, axes: str | tuple[str, ...] | None = None) -> int:
-        """How often collectives of a kind run in one call.
-
-        Args:
-            kind: one of `KINDS`, such as ``'all-gather'``.
-            axes: count only collectives along exactly these mesh axes (or this one).
-
-        Raises:
-            ArgumentError: an unknown kind, or an axis that the mesh does not have.
-        """
-        axes = (axes,) if isinstance(axes, str) else axes
-        if kind not in KINDS:
-            raise ArgumentError(f'there is no collective {kind!r} ({did_you_mean(kind, KINDS)})')
-        for axis in axes or ():
-            if axis not in self.mesh:
-                raise ArgumentError(f'the mesh has no axis {axis!r} ({did_you_mean(str(axis), self.mesh)})')
-        return sum(
-            row.count
-            for row in self.collectives
-            if row.kind == kind and (axes is None or set(row.axes) == set(axes))
-        )
-
-    def with_model_flops(self, model_flops: float) -> Plan:
-        """The same plan with the number of operations that the model needs, which `Roofline.mfu` uses.
-
-        Args:
-            model_flops: operations of one call, in place of those that are counted: such as 6 x parameters x
-                tokens for training a dense decoder (https://jax-ml.github.io/scaling-book/transformers), or
-                with causal attention at half. Recomputation does not count.
-
-        Raises:
-            PlanError: it is not positive.
-        """
-        if not isinstance(model_flops, numbers.Real) or not 0 < model_flops < float('inf'):
-            raise PlanError(f'model_flops has to be a positive number, got {model_flops!r}')
-        return dataclasses.replace(self, model_flops=round(model_flops)).with_program(self.program)
-
-    def with_program(self, program: Program | None) -> Plan:
-        """The same plan with the program that `save_executable` compiles."""
-        plan = dataclasses.replace(self)
-        object.__setattr__(plan, 'program', program)
-        return plan
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, 'program': None}  # which only this process has
-
-    def roofline(
-        self,
-        hardware: Hardware | str | None = None,
-        *,
-        torus: Mapping[str, int | Sequence[int]] | None = None,
-    ) -> Roofline:
-        """The least time of one call, and what bounds it.
-
-        Args:
-            hardware: a `Hardware`, or the name of one in `HARDWARE`; by default that of the devices that the
-                plan is for, or that they stand for.
-            torus: for devices that are not in a torus, such as simulated ones: the lengths of the axes of the
-                torus that each mesh axis runs along, ``{'fsdp': (4, 4), 'tp': 4}``. Each device then stands
-                for a chip. Mesh axes that are not named run across slices. Of hardware without a torus,
-                such as GPUs, simulated devices fill nodes in the order of the mesh.
-
-        Numbers of networks that the hardware does not have are named, and the rest is given
-        (`Roofline.unknown`).
-
-        Raises:
-            PlanError: the speed of computing or of memory is not known, or the positions of devices are not
-                understood.
-
-        Example:
-            >>> import jax
-            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
-            >>> helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
-            >>> step = helper.sjit(lambda x: x @ x.T, in_shardings=PartitionSpec('fsdp', 'tp'))
-            >>> plan = helper.plan(step, jax.ShapeDtypeStruct((4096, 4096), 'bfloat16'))
-            >>> plan.flops == 2 * 4096**3
-            True
-            >>> plan.roofline('v5p', torus={'fsdp': 4, 'tp': 2}).bound
-            'ici:fsdp'
-        """
-        hardware = find_hardware(hardware or self.simulates or None, self.device_kind)
-        places = self.places if torus is None else places_on_torus(torus, self.mesh, hardware)
-        if torus is None and self.platform == 'cpu' and not self.simulates:
-            places = places_in_nodes(places, hardware)
-        timed, unknown = with_unknown_at_best(lambda known: self._roofline_of(places, known), hardware)
-        counted = timed.counted.along(Counted.AT_LEAST) if unknown else timed.counted
-        return dataclasses.replace(timed, hardware=hardware, unknown=unknown, counted=counted)
-
-    def _roofline_of(self, places: Sequence[Place], hardware: Hardware) -> Roofline:
-        """The roofline of devices at these places; raises if any number that it needs is not known."""
-        flops_rate, hbm_rate = numbers_of(
-            hardware, 'flops_per_second', 'hbm_bytes_per_second', for_='a roofline'
-        )
-        per_chip = devices_per_chip(places, hardware)
-        known = self.work.flops
-        # The operations of kernels are known only from the function.
-        flops = max(known, self.flops / self.devices) if self.work.kernels or not known else known
-        compute, hbm = flops * per_chip / flops_rate, self.work.bytes * per_chip / hbm_rate
-        timed = time_collectives(self.collectives, self.mesh, places, self.device_kind, hardware)
-        to_host, from_host = self._host_seconds(hardware, per_chip)
-        return Roofline(
-            hardware=hardware,
-            devices=self.devices,
-            peak=self.devices * flops_rate / per_chip,
-            compute=compute,
-            hbm=hbm,
-            communication=timed.communication,
-            collectives=timed.collectives,
-            model_flops=self.model_flops,
-            counted=self.flops_counted.along(self.work.counted)
-            .along(timed.counted)
-            .along(self.host_moves.counted),
-            to_host=to_host,
-            from_host=from_host,
-            compiled_for=self.device_kind,
-            phases=phases_of(self.work, compute, hbm),
-        )
-
-    def _host_seconds(self, hardware: Hardware, per_chip: int) -> tuple[float, float]:
-        """The time of the link to the host, out and in."""
-        moves = self.host_moves
-        if not moves.to_host and not moves.from_host:
-            return 0.0, 0.0
-        (rate,) = numbers_of(hardware, 'host_bytes_per_second', for_='a roofline of a step that offloads')
-        return moves.to_host * per_chip / rate, moves.from_host * per_chip / rate
-
-    @property
-    def step_seconds(self) -> Seconds:
-        """`Roofline.step_seconds` of the devices that the plan is for; raises as `roofline` does."""
-        return self.roofline().step_seconds
-
-    @property
-    def bound(self) -> str:
-        """`Roofline.bound` of the devices that the plan is for; raises as `roofline` does."""
-        return self.roofline().bound
-
-    @property
-    def mfu(self) -> float | None:
-        """`Roofline.mfu` of the devices that the plan is for; raises as `roofline` does."""
-        return self.roofline().mfu
 
     def __str__(self) -> str:
         return self.to_text()
@@ -367,7 +83,7 @@ class Plan:
         return render_fragment(self)
 
     def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
-        """Writes the plan as a page that loads nothing; scripts only sort its tables.
+        """Writes the plan as a page that loads nothing; scripts only sort and filter.
 
         Args:
             path: the file to write.
@@ -379,8 +95,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain Python values, ready for ``json.dumps``."""
-        fields = [field for field in dataclasses.fields(self) if field.init]
-        values: dict[str, Any] = {field.name: saved.plain(getattr(self, field.name)) for field in fields}
+        values = {field.name: saved.plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
         memory = {**values['memory'], 'total': self.memory.total}
         return {**values, 'memory': memory, 'fits': self.fits}
 
@@ -401,23 +116,6 @@ class Plan:
             ArgumentError: it is neither text nor a path.
         """
         return saved.read(cls, text_or_path, 'plan')
-
-    def save_executable(self, path: str | os.PathLike[str]) -> None:
-        """Compiles the program and writes it to a file, which `scalax.plan.load_executable` loads and calls.
-
-        It is compiled once more, without the options with which a plan has the compiler write down what it
-        does. So a quick plan saves it, too, and that is one compilation in all.
-
-        Args:
-            path: the file to write. Whoever loads it has to trust it: it is a program.
-
-        Raises:
-            PlanError: there is no program: it does not fit, or runs on one device of several, or the plan was
-                read from a file or made by a search; or JAX cannot write it, as one that calls back into
-                Python.
-            ArgumentError: the file cannot be written.
-        """
-        save(self, path)
 
     def diff(self, other: Plan) -> PlanDiff:
         """The changes in *other*, a later plan; false when nothing changed.
@@ -464,4 +162,101 @@ class Plan:
             >>> plan = helper.plan(total, jax.ShapeDtypeStruct((64,), 'float32'))
             >>> plan.check(peak=1e6, bytes={'fsdp': 4, 'tp': 0})
         """
-        check_plan(self, fits, peak, bytes or {}, seconds, before)
+        if before is not None:
+            self.diff(before)  # raises for what is no plan, also if no limit is exceeded
+        if lines := exceeded(self, fits, peak, bytes or {}, seconds):
+            lines += [] if before is None else ['', 'since the plan before:', str(before.diff(self))]
+            raise AssertionError('\n'.join(map(visible, '\n'.join(lines).splitlines())))
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanDiff:
+    """The difference of two plans: false when nothing changed; ``str()`` of it lists the changes.
+
+    Attributes:
+        before: the first plan.
+        after: the second one.
+    """
+
+    before: Plan
+    after: Plan
+
+    @property
+    def collectives(self) -> dict[_CollectiveKey, tuple[int, int]]:
+        """The collectives that changed: (kind, mesh axes, bytes) -> how often before, and after.
+
+        Their lines in the program are not compared, because lines move.
+        """
+        before, after = _counts(self.before), _counts(self.after)
+        return {
+            key: (before[key], after[key])
+            for key in sorted({*before, *after}, key=lambda key: (-key[2], key))
+            if before[key] != after[key]
+        }
+
+    @property
+    def inputs(self) -> ReportDiff:
+        """The arguments whose shardings changed."""
+        return self.before.inputs.diff(self.after.inputs)
+
+    @property
+    def outputs(self) -> ReportDiff:
+        """The outputs whose shardings changed."""
+        return self.before.outputs.diff(self.after.outputs)
+
+    def __bool__(self) -> bool:
+        return bool(self._changed_facts() or self.collectives or self.inputs or self.outputs)
+
+    def __str__(self) -> str:
+        if not self:
+            return visible(f'{self.after.name}: nothing changed')
+        meshes = [axis_sizes_text(plan.mesh) for plan in (self.before, self.after)]
+        lines = [f'{self.after.name}: ' + ' -> '.join(dict.fromkeys(f'({mesh})' for mesh in meshes))]
+        lines += [f'  {name:<12}  {old} -> {new}' for name, old, new in self._changed_facts()]
+        if self.collectives:
+            lines += ['', 'collectives (times before -> after):']
+            lines += [
+                f'  {kind}  {" x ".join(axes)}  {human_bytes(size)}  {old} -> {new}'
+                for (kind, axes, size), (old, new) in self.collectives.items()
+            ]
+        lines = [visible(line) for line in lines]
+        for name, report in (('arguments', self.inputs), ('outputs', self.outputs)):
+            lines += ['', f'{name}:', str(report)] if report else []
+        return '\n'.join(lines)
+
+    def _changed_facts(self) -> list[tuple[str, str, str]]:
+        """What changed, beside collectives and shardings, as text."""
+        sizes = zip(_sizes(self.before), _sizes(self.after), strict=True)
+        every = [(name, *distinct_texts(old, new, human_bytes, ' B')) for (name, old), (_, new) in sizes]
+        flops = distinct_texts(self.before.flops, self.after.flops, '{:.4g}'.format, '')
+        every.append(('flops', *flops))
+        facts = zip(_facts(self.before), _facts(self.after), strict=True)
+        every += [(name, old, new) for (name, old), (_, new) in facts]
+        return [(name, old, new) for name, old, new in every if old != new]
+
+
+def _counts(plan: PlanData) -> collections.Counter[_CollectiveKey]:
+    counts: collections.Counter[_CollectiveKey] = collections.Counter()
+    for row in plan.collectives:
+        counts[row.kind, row.axes, row.bytes] += row.count
+    return counts
+
+
+def _sizes(plan: PlanData) -> Iterator[tuple[str, int]]:
+    memory, moves = plan.memory, plan.host_moves
+    yield 'peak', memory.peak
+    for name in ('arguments', 'outputs', 'temporaries'):
+        yield name, getattr(memory, name)
+    yield 'on the host', memory.host
+    yield 'host:out', moves.to_host
+    yield 'host:in', moves.from_host
+
+
+def _facts(plan: PlanData) -> Iterator[tuple[str, str]]:
+    yield 'devices', f'{plan.devices} {plan.simulates or plan.device_kind}'
+    yield 'fits', {True: 'yes', False: 'no', None: 'not known'}[plan.fits]
+    roofline = plan.known_roofline
+    step = None if roofline is None else ' .. '.join(map(milliseconds, roofline.step_seconds))
+    yield 'step', step or 'not known'
+    yield 'bound by', 'not known' if roofline is None else roofline.bound
+    yield 'batch', followed_text(plan.followed)

@@ -5,48 +5,42 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from scalax._plan.text import collective_cells, head, memory_lines, memory_taken, numbers_in
-from scalax._report.pages import visible
-from scalax._report.tables import distinct_texts, human_bytes, milliseconds, table
+from scalax._plan.plan_data import PlanData
+from scalax._plan.plan_tables import collective_table
+from scalax._plan.text import head, memory_lines, memory_taken
+from scalax._report.blocks import text_table
+from scalax._report.tables import distinct_texts, human_bytes, milliseconds
 from scalax.errors import ArgumentError, did_you_mean
-
-if TYPE_CHECKING:
-    from scalax._plan.plan import Plan
 
 _SHOWN = 5
 _WIDTH = 110
 
 
-def check_plan(
-    plan: Plan,
+def exceeded(
+    plan: PlanData,
     fits: bool | None,
     peak: float | None,
     moved: Mapping[str | tuple[str, ...], float],
     seconds: float | None,
-    before: Plan | None,
-) -> None:
-    """Checks the limits; see `Plan.check`."""
+) -> list[str]:
+    """The limits of `Plan.check` that a plan exceeds, and what fills them, in lines; none if it keeps all."""
     if not any(fits is value for value in (True, False, None)):
         raise ArgumentError(f'fits is True, False or None, got {fits!r}')
     if not isinstance(moved, Mapping):
         raise ArgumentError(f'bytes takes a dict of limits by mesh axes, got {moved!r}')
-    if before is not None:
-        plan.diff(before)  # raises for what is no plan, also if no limit is exceeded
     of_memory, of_bytes = [*_memory(plan, fits, peak)], [*_moved(plan, moved)]
     of_time = [*_seconds(plan, seconds)]
-    if problems := [*of_memory, *of_bytes, *of_time]:
-        lines = [f'{head(plan)} does not keep its limits:', *(f'  {problem}' for problem in problems)]
-        lines += ['', *memory_lines(plan)] if of_memory else []
-        lines += ['', *str(plan.roofline()).splitlines()] if of_time else []
-        lines += ['', *_largest(plan)] if (of_bytes or of_time) and plan.collectives else []
-        if before is not None:
-            lines += ['', 'since the plan before:', str(before.diff(plan))]
-        raise AssertionError('\n'.join(map(visible, '\n'.join(lines).splitlines())))
+    if not (problems := [*of_memory, *of_bytes, *of_time]):
+        return []
+    lines = [f'{head(plan)} does not keep its limits:', *(f'  {problem}' for problem in problems)]
+    lines += ['', *memory_lines(plan)] if of_memory else []
+    lines += ['', *str(plan.roofline()).splitlines()] if of_time else []
+    return lines + (['', *_largest(plan)] if (of_bytes or of_time) and plan.collectives else [])
 
 
-def _memory(plan: Plan, fits: bool | None, peak: float | None) -> Iterator[str]:
+def _memory(plan: PlanData, fits: bool | None, peak: float | None) -> Iterator[str]:
     if fits is not None and plan.fits is not fits:
         found = {True: 'fits', False: 'does not fit', None: 'is not known to fit'}[plan.fits]
         yield f'it {found}: {memory_taken(plan)}'
@@ -55,7 +49,7 @@ def _memory(plan: Plan, fits: bool | None, peak: float | None) -> Iterator[str]:
         yield f'peak of memory: {found}, at most {most}'
 
 
-def _moved(plan: Plan, limits: Mapping[str | tuple[str, ...], float]) -> Iterator[str]:
+def _moved(plan: PlanData, limits: Mapping[str | tuple[str, ...], float]) -> Iterator[str]:
     for given, limit in limits.items():
         axes = given if isinstance(given, tuple) else (given,)
         if not axes:
@@ -69,7 +63,7 @@ def _moved(plan: Plan, limits: Mapping[str | tuple[str, ...], float]) -> Iterato
             yield f'along {" x ".join(axes)}: {found}, at most {most}'
 
 
-def _seconds(plan: Plan, limit: float | None) -> Iterator[str]:
+def _seconds(plan: PlanData, limit: float | None) -> Iterator[str]:
     if limit is not None and _number('seconds', limit) < plan.step_seconds.bound:
         found, most = distinct_texts(plan.step_seconds.bound, float(limit), milliseconds, ' s')
         yield f'a step: {found} at least, at most {most}'
@@ -83,7 +77,6 @@ def _number(name: str, limit: Any) -> float:
     return float(limit)
 
 
-def _largest(plan: Plan) -> Iterator[str]:
-    heads, rows = collective_cells(plan, _SHOWN)
+def _largest(plan: PlanData) -> Iterator[str]:
     yield 'its largest collectives:'
-    yield from table([heads, *rows], _WIDTH, len(heads) - 1, numbers_in(heads))
+    yield from text_table(*collective_table(plan, _SHOWN), _WIDTH, -1)

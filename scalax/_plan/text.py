@@ -4,50 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from scalax._plan.batch import advice, kept, lost_lines
 from scalax._plan.buffers import Buffer
-from scalax._plan.collectives import Collective
-from scalax._plan.figure_data import Scope, Sums, scopes, sums_by_part
+from scalax._plan.figure_data import Scope, scopes, sums_by_part
 from scalax._plan.formulas import Counted
+from scalax._plan.plan_data import PlanData
+from scalax._plan.plan_tables import SIGNS, collective_table, notes_on_collectives, sums_cells, sums_columns
 from scalax._plan.provenance import Source
-from scalax._plan.roofline import Roofline
-from scalax._plan.torus_axes import axes_on_torus
-from scalax._report.blocks import Tone
+from scalax._report.blocks import Cell, Column, Tone, text_table
 from scalax._report.pages import visible
 from scalax._report.tables import (
     human_bytes,
     human_flops,
-    milliseconds,
-    table,
     terminal_width,
-    three_figures,
     wrapped,
 )
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import PlanError
 
-if TYPE_CHECKING:
-    from scalax._plan.plan import Plan
-
 _SHOWN = 15
 _LITTLE_FLOPS = 0.005  # of all
 _TORUS_AXES = 3  # of the torus of a v5p
-_NUMBERS = ('times', 'bytes', 'total', 'ms')
-_WHY = {
-    'halo': 'halo exchange',
-    'ring': 'ring beside a product',
-    'padding': 'padding',
-    'compiler': 'added by the compiler',
-}
 _MOST_BUFFERS = 20
 _LITTLE_LEFT = 0.1  # of the peak
 _LITTLE = 2**31  # bytes: quick plans of smaller programs, such as a product of 1.5 GiB, are over 8 % off
-SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Counted.UNKNOWN: '~'}
 
 
-def render(plan: Plan, width: int | None) -> str:
+def render(plan: PlanData, width: int | None) -> str:
     """The plan as text, no line of its tables wider than *width* columns (default: the terminal's)."""
     width = terminal_width(width)
     caveat = wrapped(filter(None, [plan.not_compiled_for]), width)
@@ -59,15 +43,15 @@ def render(plan: Plan, width: int | None) -> str:
         *_scopes(plan, width),
         *_collectives(plan, width),
     ]
-    return '\n'.join([*map(visible, lines), *_batch(plan, width), *_torus(plan, width)])
+    return '\n'.join([*map(visible, lines), *_batch(plan, width)])
 
 
-def head(plan: Plan) -> str:
+def head(plan: PlanData) -> str:
     """The name of the step, and what it runs on."""
     return f'{plan.name} on {runs_on(plan)} ({axis_sizes_text(plan.mesh)})'
 
 
-def runs_on(plan: Plan) -> str:
+def runs_on(plan: PlanData) -> str:
     """The devices: ``'64 devices of v5p'``."""
     size = math.prod(plan.mesh.values())
     many = f'{size}' if plan.devices == size else f'{plan.devices} of {size}'
@@ -77,26 +61,26 @@ def runs_on(plan: Plan) -> str:
     return f'{many} devices of {plan.hardware.name}'
 
 
-def verdict(plan: Plan) -> str:
+def verdict(plan: PlanData) -> str:
     """The memory needed and available, whether the program fits, and how well that is known."""
     return f'{_verdict(plan)}{how_known(plan)}'
 
 
-def shown_fits(plan: Plan) -> tuple[str, Tone]:
+def shown_fits(plan: PlanData) -> tuple[str, Tone]:
     """Whether the program fits, for a badge, and the tone of that."""
     if plan.fits is None:
         return 'no limit known', ''
     return ('fits', 'good') if plan.fits else ('does not fit', 'bad')
 
 
-def _flops(plan: Plan) -> str:
+def _flops(plan: PlanData) -> str:
     """One line; blank without any flops."""
     if not plan.flops and plan.flops_counted is Counted.EXACTLY:
         return ''
     return f'{SIGNS[plan.flops_counted]}{human_flops(plan.flops)} in one call, on all devices together'
 
 
-def excess(plan: Plan) -> str:
+def excess(plan: PlanData) -> str:
     """How much more the devices compute than the function needs; empty if it is nothing, or not known."""
     exact = plan.flops_counted is plan.work.counted is Counted.EXACTLY and not plan.work.kernels
     times = plan.devices * plan.work.flops / plan.flops if exact and plan.flops else 0.0
@@ -105,7 +89,7 @@ def excess(plan: Plan) -> str:
     )
 
 
-def _times(plan: Plan, width: int) -> Iterable[str]:
+def _times(plan: PlanData, width: int) -> Iterable[str]:
     """The roofline, or why there is none and what to do."""
     roofline = plan.known_roofline
     if roofline is not None:
@@ -117,7 +101,7 @@ def _times(plan: Plan, width: int) -> Iterable[str]:
     yield ''
 
 
-def no_seconds(plan: Plan) -> tuple[list[str], list[str]]:
+def no_seconds(plan: PlanData) -> tuple[list[str], list[str]]:
     """Why there are no seconds, and what to do; and code for it. Nothing if there are."""
     if plan.known_roofline is not None:
         return [], []
@@ -136,31 +120,29 @@ def no_seconds(plan: Plan) -> tuple[list[str], list[str]]:
     return [], []
 
 
-def _parts(plan: Plan, width: int) -> Iterable[str]:
+def _parts(plan: PlanData, width: int) -> Iterable[str]:
     """What each part of the step computes and moves; nothing without a gradient."""
     roofline = plan.known_roofline
     found = sums_by_part(plan, roofline)
     if set(found) <= {'other'}:
         return
-    rows = [[part, *sums_texts(each, plan, roofline)] for part, each in found.items()]
-    heads = sums_heads(plan, roofline)
+    rows = [[Cell(part), *sums_cells(each, plan, roofline)] for part, each in found.items()]
     yield 'on each device:'
-    yield from table([['part', *heads], *rows], width, 0, range(1, len(heads) + 1))
+    yield from text_table([Column('part'), *sums_columns(plan, roofline)], rows, width)
     yield ''
 
 
-def _scopes(plan: Plan, width: int) -> Iterable[str]:
+def _scopes(plan: PlanData, width: int) -> Iterable[str]:
     """The modules that take the most, each below the one that it is in."""
     roofline = plan.known_roofline
     top = scopes(plan, roofline)
     rows = []
     for level, name, scope in _largest_scopes(top):
-        rows.append([f'{"  " * level}{name}', *sums_texts(scope.sums, plan, roofline)])
+        rows.append([Cell(f'{"  " * level}{name}'), *sums_cells(scope.sums, plan, roofline)])
     if len(rows) < 2:
         return
-    heads = sums_heads(plan, roofline)
-    head = 'function' if top.is_of_functions else 'module'
-    yield from table([[head, *heads], *rows], width, 0, range(1, len(heads) + 1))
+    head = Column('function' if top.is_of_functions else 'module')
+    yield from text_table([head, *sums_columns(plan, roofline)], rows, width)
     yield ''
 
 
@@ -184,34 +166,7 @@ def _walk(scope: Scope, level: int, outside: str) -> Iterator[tuple[int, str, Sc
             yield from _walk(each, level + 1, '')
 
 
-def sums_heads(plan: Plan, roofline: Roofline | None) -> list[str]:
-    """The heads of `sums_texts`."""
-    heads = ['FLOPs', 'HBM bytes', *(['collectives'] if plan.collectives else [])]
-    if roofline is None:
-        return heads
-    return [*heads, 'compute', 'hbm', *(['network'] if plan.collectives else [])]
-
-
-def sums_texts(each: Sums, plan: Plan, roofline: Roofline | None) -> list[str]:
-    """What a part of a step or a module computes and moves; blank for nothing."""
-    texts = [
-        human_flops(each.flops) if each.flops else '',
-        human_bytes(each.bytes) if each.bytes else '',
-    ]
-    texts += [human_bytes(each.moved) if each.moved else ''] if plan.collectives else []
-    if roofline is None:
-        return texts
-    seconds = [each.compute.total(), each.hbm, *([each.network] if plan.collectives else [])]
-    return [*texts, *(milliseconds(time) if time else '' for time in seconds)]
-
-
-def _torus(plan: Plan, width: int) -> Iterable[str]:
-    """Where each mesh axis runs, after a blank line."""
-    known = axes_on_torus(plan.mesh, plan.places, plan.device_kind)
-    return ['', *wrapped(['mesh axes on the torus: ' + '; '.join(known)], width)] if known else []
-
-
-def memory_lines(plan: Plan) -> Iterable[str]:
+def memory_lines(plan: PlanData) -> Iterable[str]:
     """The memory of each device: its parts, and the largest arrays at the peak if they are known."""
     memory = plan.memory
     yield f'memory of each device{how_known(plan)}: {_verdict(plan)}'
@@ -229,7 +184,7 @@ def memory_lines(plan: Plan) -> Iterable[str]:
         yield from _held(plan)
 
 
-def moved_to_host(plan: Plan) -> str:
+def moved_to_host(plan: PlanData) -> str:
     """What a device and its host exchange; empty if the program does not use the memory of the host."""
     moves = plan.host_moves
     if not (plan.memory.host or moves.to_host or moves.from_host):
@@ -241,7 +196,7 @@ def moved_to_host(plan: Plan) -> str:
     )
 
 
-def _held(plan: Plan) -> Iterable[str]:
+def _held(plan: PlanData) -> Iterable[str]:
     """The largest arrays at the peak and the sum of the rest: the lines add up to the peak."""
     shown, rest = shown_buffers(plan)
     yield f'  {held_heading(plan)}:'
@@ -250,14 +205,14 @@ def _held(plan: Plan) -> Iterable[str]:
         yield f'    {human_bytes(rest):>10}  smaller ones'
 
 
-def held_heading(plan: Plan) -> str:
+def held_heading(plan: PlanData) -> str:
     """The bytes of the peak, and how much of it is traced to a line or an argument."""
     peak = plan.memory.peak
     named = sum(row.bytes for row in plan.buffers if row.source[1:] != Source()[1:])
     return f'held at the peak: {human_bytes(peak)}, {100 * named // max(peak, 1)} % of it with a source'
 
 
-def shown_buffers(plan: Plan) -> tuple[Sequence[Buffer], int]:
+def shown_buffers(plan: PlanData) -> tuple[Sequence[Buffer], int]:
     """The largest arrays at the peak, up to most of it, and the bytes of the others."""
     shown, rest = 0, plan.memory.peak
     for row in plan.buffers[:_MOST_BUFFERS]:
@@ -273,7 +228,7 @@ def held_text(row: Buffer) -> str:
     return array if row.count == 1 else f'{row.count} x {array}'
 
 
-def how_known(plan: Plan) -> str:
+def how_known(plan: PlanData) -> str:
     """How well the memory is known, in brackets; empty if a compiler has made the program."""
     if plan.memory.estimated:
         return f' (as XLA for {plan.platform} counts: an estimate)'
@@ -283,7 +238,7 @@ def how_known(plan: Plan) -> str:
     return f' (quick, as laid out before code is made{guide})'
 
 
-def memory_taken(plan: Plan) -> str:
+def memory_taken(plan: PlanData) -> str:
     """The memory needed and available; with the gaps between arrays if only these make it too much."""
     memory = plan.memory
     taken, limit = human_bytes(memory.peak), memory.limit
@@ -292,90 +247,28 @@ def memory_taken(plan: Plan) -> str:
     return taken if limit is None else f'{taken} of {human_bytes(limit)}'
 
 
-def _verdict(plan: Plan) -> str:
+def _verdict(plan: PlanData) -> str:
     fits = '' if plan.fits is None else ': it fits' if plan.fits else ': it does NOT fit'
     return f'{memory_taken(plan)}{fits}'
 
 
-def _collectives(plan: Plan, width: int) -> Iterable[str]:
+def _collectives(plan: PlanData, width: int) -> Iterable[str]:
     if not plan.collectives:
         yield 'collectives in one call: none'
         return
     ms = '' if plan.known_roofline is None else '; ms: all of them, one after the other'
     yield f'collectives in one call (bytes: the whole array of one group, each time{ms}):'
-    heads, rows = collective_cells(plan, _SHOWN)
-    yield from table([heads, *rows], width, len(heads) - 1, numbers_in(heads))
+    yield from text_table(*collective_table(plan, _SHOWN), width, -1)
     yield from notes_on_collectives(plan, _SHOWN)
     yield ''
     networks = plan.networks
     for axes, kinds in plan.totals.items():
         each = ', '.join(f'{human_bytes(moved)} in {kind}s' for kind, moved in kinds.items())
-        yield f'along {_along(axes, networks[axes])}: {each}'
+        over = f' ({" and ".join(networks[axes])})' if networks[axes] else ''
+        yield f'along {" x ".join(axes)}{over}: {each}'
 
 
-def _batch(plan: Plan, width: int) -> Iterable[str]:
+def _batch(plan: PlanData, width: int) -> Iterable[str]:
     """What is followed of the batch, after a blank line."""
     lines = wrapped(filter(None, [kept(plan), *lost_lines(plan), advice(plan)]), width)
     return ['', *lines] if lines else []
-
-
-def notes_on_collectives(plan: Plan, shown: int) -> list[str]:
-    """The collectives that a table of *shown* rows leaves out, and the share of bytes without an origin."""
-    notes = []
-    if rest := plan.collectives[shown:]:
-        moved = human_bytes(sum(row.count * row.bytes for row in rest))
-        notes.append(f'... and {len(rest)} more, {moved} together')
-    if plan.explained < 1:
-        notes.append(
-            f'{1 - plan.explained:.1%} of the bytes have no origin in the program after partitioning'
-        )
-    return notes
-
-
-def collective_cells(plan: Plan, shown: int) -> tuple[list[str], list[list[str]]]:
-    """The heads and the rows of a table of the first collectives; with seconds where these are known."""
-    heads, rows = (
-        ['collective', 'axes', 'times', 'bytes', 'total'],
-        [_cells(row) for row in plan.collectives[:shown]],
-    )
-    roofline = plan.known_roofline
-    if roofline is not None:
-        heads.append('ms')
-        for cells, (_, seconds) in zip(rows, roofline.collectives, strict=False):
-            cells.append(three_figures(1e3 * seconds))
-    if any(row.phase != 'other' for row in plan.collectives):
-        heads.append('phase')
-        for cells, row in zip(rows, plan.collectives, strict=False):
-            cells.append(row.phase)
-    for cells, row in zip(rows, plan.collectives, strict=False):
-        cells.append(because(row))
-    return [*heads, 'because of'], rows
-
-
-def numbers_in(heads: Sequence[str]) -> list[int]:
-    """The columns of `collective_cells` that hold numbers."""
-    return [place for place, head in enumerate(heads) if head in _NUMBERS]
-
-
-def _cells(row: Collective) -> list[str]:
-    return [
-        f'{row.kind}, scattered' if row.scattered else row.kind,
-        _along(row.axes, row.networks),
-        f'{SIGNS[row.counted]}{row.count:,}',
-        human_bytes(row.bytes),
-        human_bytes(row.count * row.bytes),
-    ]
-
-
-def because(row: Collective) -> str:
-    """Why it is there: ``'halo exchange: model.py:12 forward'``."""
-    why = _WHY.get(row.cause, '')
-    if not why and row.partitioned_as and row.kind != 'reduce-scatter':
-        why = f'for an {row.partitioned_as}'
-    return f'{why}: {row.source}' if why else str(row.source)
-
-
-def _along(axes: Sequence[str], networks: Sequence[str]) -> str:
-    """``'data x fsdp (ici and dcn)'``."""
-    over = f' ({" and ".join(networks)})' if networks else ''
-    return f'{" x ".join(axes)}{over}'

@@ -1,25 +1,25 @@
-"""Building blocks of pages: headline figures, badges, bars, tables that sort, trees that fold, cards, points.
+"""Building blocks of pages: headline figures, badges, bars, tables that sort, trees that fold, cards.
 
 Each function takes plain text and returns HTML; what takes HTML says so. Blocks are whole without scripts:
 trees fold, because they are ``<details>``, and tables hold their rows in a useful order. Where scripts run,
-tables sort by each column. Where styles are dropped, as in a notebook that is not trusted, text and tables
-remain. No block but `target` has an id, so that a page may hold several plans.
+tables and trees sort by each column, and trees are filtered. Where styles are dropped, as in a notebook that
+is not trusted, text and tables remain. No block but `target` has an id: a page may hold several plans.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from scalax._report import pages
+from scalax._report import pages, tables
 from scalax._report.pages import escape
-from scalax._report.svg import AXIS_COLORS, Drawn, document, number
 
 Tone = Literal['', 'good', 'warn', 'bad']
 Kind = Literal['', 'number', 'code', 'lead', 'wide']
 NO_BREAK = '\u00a0'
+_AXIS_COLORS = 6  # in palette.css
 
 
 class Figure(NamedTuple):
@@ -92,49 +92,11 @@ class Node:
         name: its name.
         cells: its cells, one for each column but the first.
         children: the rows below it.
-        is_open: whether these are shown at first.
     """
 
     name: str
     cells: Sequence[Cell] = ()
     children: Sequence[Node] = ()
-    is_open: bool = False
-
-
-class Point(NamedTuple):
-    """A point of a scatter.
-
-    Attributes:
-        x: its place from the left.
-        y: its place from below.
-        label: what it is, shown beside it, or where the pointer rests.
-        tone: its colour.
-        is_named: whether the label is written beside it.
-        least: where a line that goes down from it ends, if it is the top of a range.
-        target: the name of the `target` that it is a link to; empty for none.
-    """
-
-    x: float
-    y: float
-    label: str
-    tone: Tone = ''
-    is_named: bool = False
-    least: float | None = None
-    target: str = ''
-
-
-class Scale(NamedTuple):
-    """An axis of a scatter.
-
-    Attributes:
-        label: what is measured.
-        unit: what values are divided by before they are written.
-        limit: a value to draw a line at.
-    """
-
-    label: str
-    unit: float = 1
-    limit: float | None = None
 
 
 def fragment(body: str) -> str:
@@ -143,35 +105,26 @@ def fragment(body: str) -> str:
     Args:
         body: HTML.
     """
-    return _widget().fragment(body, None)
+    return pages.notebook_part(body, _style(), pages.asset('blocks.js'))
 
 
 def page(title: str, body: str) -> str:
-    """Blocks as a whole document that loads nothing, and runs only the script that sorts.
+    """Blocks as a whole document that loads nothing, and runs only the script that sorts and filters.
 
     Args:
         title: plain text.
         body: HTML, well-formed as XML is.
     """
-    return pages.live_page(
+    return pages.document(
         title,
         f'<main class="blocks">\n{body}\n</main>',
         _style(),
-        f'{_asset("blocks.js")}\nenliven(document);\nfollowLinks(document);',
+        f'{pages.asset("blocks.js")}\nenliven(document);\nfollowLinks(document);',
     )
 
 
-@functools.cache
-def _widget() -> pages.Widget:
-    return pages.Widget('<div class="blocks"></div>', _style(), _asset('blocks.js'))
-
-
 def _style() -> str:
-    return _asset('head.css') + _asset('blocks.css')
-
-
-def _asset(name: str) -> str:
-    return pages.asset('scalax._report', name)
+    return pages.asset('head.css') + pages.asset('blocks.css')
 
 
 def heading(title: str, mesh: Mapping[str, int], note: str = '', level: int = 1) -> str:
@@ -181,12 +134,11 @@ def heading(title: str, mesh: Mapping[str, int], note: str = '', level: int = 1)
     return f'<header><h{level}>{escape(title)}</h{level}><ul class="mesh">{chips}{more}</ul></header>'
 
 
-def axis_name(name: str, mesh: Mapping[str, int]) -> str:
-    """A mesh axis in its colour; it has the same one wherever it is named."""
-    place = list(mesh).index(name) if name in mesh else None
-    if place is None:
-        return escape(name)
-    return f'<span class="axis axis-{place % AXIS_COLORS}">{escape(name)}</span>'
+def axis_name(name: str, mesh: Mapping[str, int], text: str = '') -> str:
+    """A mesh axis, or a text that names it, in its colour; it has the same one wherever it is named."""
+    if name not in mesh:
+        return escape(text or name)
+    return f'<span class="axis axis-{list(mesh).index(name) % _AXIS_COLORS}">{escape(text or name)}</span>'
 
 
 def axis_names(names: Iterable[str], mesh: Mapping[str, int]) -> str:
@@ -287,46 +239,88 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[Cell]], best: int |
     return f'<table class="sortable">\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>'
 
 
+def text_table(
+    columns: Sequence[Column], rows: Iterable[Sequence[Cell]], width: int, path: int = 0
+) -> list[str]:
+    """The lines of such a table as text, with numbers to the right.
+
+    Args:
+        columns: its columns.
+        rows: the cells of each row.
+        width: the largest width of a line.
+        path: the column that may take lines of its own.
+    """
+    texts = [[column.head for column in columns], *([cell.text for cell in row] for row in rows)]
+    numbers = [place for place, column in enumerate(columns) if column.kind == 'number']
+    return tables.table(texts, width, path % len(columns), numbers)
+
+
 def scrolled(body: str) -> str:
     """A long table (HTML) in a box that scrolls, where there is room for one beside the rest of the page."""
     return f'<div class="scroll">{body}</div>'
 
 
 def _cell(column: Column, cell: Cell) -> str:
-    key = '' if cell.key is None and column.kind != 'number' else f' data-key="{_key(cell.key)}"'
     return (
-        f'<td{_class(column.kind, cell.tone)} data-label="{escape(column.head)}"{key}>'
+        f'<td{_class(column.kind, cell.tone)} data-label="{escape(column.head)}"{_sort_key(column, cell)}>'
         f'{cell.html or escape(cell.text)}</td>'
     )
 
 
-def _key(value: float | None) -> str:
-    return '' if value is None else repr(value)
+def _sort_key(column: Column, cell: Cell) -> str:
+    """The number that a cell is sorted by; empty in a column of numbers if it has none."""
+    if cell.key is None and column.kind != 'number':
+        return ''
+    return f' data-key="{"" if cell.key is None else repr(cell.key)}"'
 
 
-def tree(columns: Sequence[str], nodes: Iterable[Node]) -> str:
-    """A tree of rows that folds.
+MOST_ROWS = 2000
+"""The rows of a tree that a page shows: it is read by people, and has to load."""
+_OPEN_AT_FIRST = 40  # rows of a tree
+_WIDTHS = {'code': 'minmax(100px, 1.7fr)', 'wide': 'minmax(150px, 2.2fr)'}
+
+
+def tree(columns: Sequence[Column], nodes: Sequence[Node]) -> str:
+    """A tree of rows that folds; where scripts run, it sorts by each column and is filtered.
+
+    As many levels are open at first as have few rows.
 
     Args:
-        columns: the heads; that of the names first.
+        columns: its columns; that of the names first.
         nodes: the rows of the top level.
     """
-    name, *others = map(escape, columns)
-    heads = ''.join(f' <span class="cell">{head}</span>' for head in others)
-    body = ''.join(_node(node, others, 0) for node in nodes)
-    style = f'--columns: repeat({len(others)}, minmax(62px, 1fr))'
+    name, *others = columns
+    heads = ''.join(f' <span{_class("cell", each.kind)}>{escape(each.head)}</span>' for each in others)
+    levels = _levels(nodes)
+    opened = sum(total <= _OPEN_AT_FIRST for total in itertools.accumulate(levels)) - 1
+    left = iter(range(MOST_ROWS))
+    body = ''.join(_node(node, others, 0, opened, left) for node in nodes)
+    style = '--columns: ' + ' '.join(_WIDTHS.get(each.kind, 'minmax(62px, 1fr)') for each in others)
     return (
         f'<div class="tree" style="{style}">\n<div class="row heads" style="--level: 0">'
-        f'<span class="name">{name}</span>{heads}</div>\n{body}</div>'
-    )
+        f'<span class="name">{escape(name.head)}</span>{heads}</div>\n{body}</div>'
+    ) + notes([f'The first {MOST_ROWS:,} rows are shown.'] if sum(levels) > MOST_ROWS else [])
 
 
-def _node(node: Node, heads: Sequence[str], level: int) -> str:
+def _levels(nodes: Sequence[Node]) -> list[int]:
+    """The number of rows of each level of a tree."""
+    counts = []
+    while nodes:
+        counts.append(len(nodes))
+        nodes = [child for node in nodes for child in node.children]
+    return counts
+
+
+def _node(node: Node, columns: Sequence[Column], level: int, opened: int, left: Iterator[int]) -> str:
+    """A row and those below it; *left* has an item for each row that may still be shown."""
+    if next(left, None) is None:
+        return ''
     cells = ''.join(
-        f' <span{_class("cell", cell.tone)}><span class="label">{head} </span>{text}</span>'
-        if (text := cell.html or escape(cell.text))
-        else ' <span class="cell"></span>'
-        for head, cell in zip(heads, node.cells, strict=True)
+        f' <span{_class("cell", column.kind, cell.tone)}{_sort_key(column, cell)}>'
+        + (f'<span class="label">{escape(column.head)} </span>{text}' if text else '')
+        + '</span>'
+        for column, cell in zip(columns, node.cells, strict=True)
+        for text in [cell.html or escape(cell.text)]
     )
     # Without styles, spaces are what tells the levels apart.
     indent = f'<span class="indent">{level * 4 * NO_BREAK}</span>' if level else ''
@@ -334,9 +328,10 @@ def _node(node: Node, heads: Sequence[str], level: int) -> str:
     style = f'style="--level: {level}"'
     if not node.children:
         return f'<div class="row" {style}>{row}</div>\n'
-    below = ''.join(_node(child, heads, level + 1) for child in node.children)
-    opened = _open(node.is_open)
-    return f'<details{opened}><summary class="row" {style}>{row}</summary>\n{below}</details>\n'
+    below = ''.join(_node(child, columns, level + 1, opened, left) for child in node.children)
+    return (
+        f'<details{_open(level < opened)}><summary class="row" {style}>{row}</summary>\n{below}</details>\n'
+    )
 
 
 def bar(parts: Sequence[Part], whole: float, limit: float | None = None, is_tall: bool = False) -> str:
@@ -402,67 +397,6 @@ def bars(rows: Iterable[tuple[str, Sequence[Part], str, bool]], longest: float) 
         for name, parts, text, is_marked in rows
     )
     return f'<dl class="bars">\n{shown}</dl>'
-
-
-def scatter(points: Sequence[Point], x: Scale, y: Scale, label: str) -> str:
-    """Points on two axes that begin at zero, as SVG; nothing without points."""
-    if not points:
-        return ''
-    wide, high, left, low = 600.0, 300.0, 62.0, 44.0
-    most_x = 1.08 * max(*(point.x for point in points), x.limit or 0, 1e-300)
-    most_y = 1.12 * max(*(point.y for point in points), y.limit or 0, 1e-300)
-
-    def at(value_x: float, value_y: float) -> tuple[str, str]:
-        return number(left + wide * value_x / most_x), number(high - high * value_y / most_y + 8)
-
-    body = []
-    for value in ticks(most_y / y.unit):
-        x_at, y_at = at(0, value * y.unit)
-        end, _ = at(most_x, 0)
-        body.append(f'<line class="grid" x1="{x_at}" x2="{end}" y1="{y_at}" y2="{y_at}"/>')
-        body.append(f'<text x="{left - 6}" y="{y_at}" dy="4" text-anchor="end">{value:,g}</text>')
-    for value in ticks(most_x / x.unit):
-        x_at, y_at = at(value * x.unit, 0)
-        body.append(f'<text x="{x_at}" y="{y_at}" dy="17" text-anchor="middle">{value:,g}</text>')
-    for scale, line in ((x, True), (y, False)):
-        if scale.limit is not None:
-            (x1, y1), (x2, y2) = (
-                (at(scale.limit, 0), at(scale.limit, most_y))
-                if line
-                else (at(0, scale.limit), at(most_x, scale.limit))
-            )
-            body.append(f'<line class="limit" x1="{x1}" x2="{x2}" y1="{y1}" y2="{y2}"/>')
-    for point in points:
-        x_at, y_at = at(point.x, point.y)
-        stem = ''
-        if point.least is not None:
-            _, end = at(point.x, point.least)
-            stem = f'<line{_class("range", point.tone)} x1="{x_at}" x2="{x_at}" y1="{y_at}" y2="{end}"/>'
-        drawn_point = (
-            f'{stem}<circle{_class("point", point.tone)} cx="{x_at}" cy="{y_at}" r="5">'
-            f'<title>{escape(point.label)}</title></circle>'
-        )
-        body.append(f'<a href="#{escape(point.target)}">{drawn_point}</a>' if point.target else drawn_point)
-        if point.is_named:
-            side = 'dx="9"' if point.x < most_x / 2 else 'dx="-9" text-anchor="end"'
-            body.append(f'<text x="{x_at}" y="{y_at}" {side} dy="4">{escape(point.label)}</text>')
-    x_at, y_at = at(most_x / 2, 0)
-    body.append(f'<text x="{x_at}" y="{y_at}" dy="35" text-anchor="middle">{escape(x.label)}</text>')
-    body.append(f'<text x="0" y="0" dy="-2">{escape(y.label)}</text>')
-    drawn = Drawn(f'<g transform="translate(0 12)">{"".join(body)}</g>', wide + left, high + low + 20)
-    return f'<div class="scatter">{document(drawn, label, "")}</div>'
-
-
-def ticks(most: float) -> list[float]:
-    """Round numbers from zero up to *most*.
-
-    Example:
-        >>> ticks(95.7), ticks(0.5)
-        ([0.0, 20.0, 40.0, 60.0, 80.0], [0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
-    """
-    exponent = 10.0 ** int(f'{most:e}'.partition('e')[2])
-    step = next(part * exponent for part in (0.1, 0.2, 0.5, 1, 2) if most / (part * exponent) <= 6)
-    return [round(place * step, 12) for place in range(int(most / step + 1e-9) + 1)]
 
 
 def percent(part: float, whole: float) -> str:

@@ -4,6 +4,7 @@
 """
 
 from scalax._search.mesh_search import search
-from scalax._search.outcome import Candidate, Search
+from scalax._search.outcome import Candidate
+from scalax._search.result import Search
 
 __all__ = ['Candidate', 'Search', 'search']

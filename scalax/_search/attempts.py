@@ -9,15 +9,15 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from scalax._helper import MeshShardingHelper
 from scalax._plan.hardware import Hardware
 from scalax._plan.lowered_step import LoweredStep, lower_step
 from scalax._plan.make import plan_lowered
-from scalax._plan.objective import lost_by
 from scalax._plan.plan import Plan
 from scalax._plan.text import memory_taken
 from scalax._report.tables import human_bytes
 from scalax._report.trial_file import TrialFile
+from scalax._search.meshes import helper_of
+from scalax._search.objective import lost_by
 from scalax._search.outcome import Candidate
 from scalax._search.ranking import order, surely_fits
 from scalax.errors import DataError, IndivisibleWarning
@@ -76,11 +76,7 @@ class Attempts:
         return made
 
     def _lowered(self, candidate: Candidate) -> LoweredStep:
-        sizes = candidate.mesh
-        dcn = [self.slices.get(name, 1) for name in sizes] if self.slices else None
-        helper = MeshShardingHelper(
-            list(sizes.values()), list(sizes), True, dcn_axis_dims=dcn, devices=self.devices
-        )
+        helper = helper_of(dict(candidate.mesh), self.devices, self.slices)
         rules = [self.rules[candidate.rules]] if self.rules else []
         step, arguments = self.make_step(helper, *rules)
         return lower_step(helper, step, arguments, {})

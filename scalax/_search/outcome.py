@@ -1,22 +1,17 @@
-"""The outcome of a search: the candidates in order, each with the reason why it lost."""
+"""What a search knows: the candidates in order, each with the reason why it lost."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from scalax._plan.objective import mean, seconds_of
 from scalax._plan.plan import Plan
 from scalax._report import saved
-from scalax._report.tables import human_bytes, milliseconds, table, terminal_width, wrapped
+from scalax._report.tables import human_bytes, milliseconds
+from scalax._search.objective import mean, seconds_of
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import PlanError, plural
-
-_HEADS = ('', 'mesh', 'seconds', 'at least', 'bound by', 'memory', 'outcome')
-_MEMORY, _OUTCOME = 5, 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,19 +55,8 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Search:
-    """What `search` returns; ``str()`` of it is a table.
-
-    Attributes:
-        candidates: the best first; after those that fit, those that do not, or could not be planned.
-        topology: the hardware.
-        interrupted: whether it was stopped before its end.
-        not_tried: how many candidates were not reached.
-        compiled: how many quick plans were compiled.
-        compiled_in_full: how many full plans were.
-        read: how many plans were read from the file of an earlier search.
-        seconds: how long the search took.
-    """
+class SearchData:
+    """The attributes of a `Search`, which says what each is, and what follows from them."""
 
     candidates: tuple[Candidate, ...]
     topology: str
@@ -103,36 +87,6 @@ class Search:
             raise PlanError(f'no mesh was found on {self.topology} that the step fits on{reasons}')
         return first.plan
 
-    def __str__(self) -> str:
-        return self.to_text()
-
-    def to_text(self, width: int | None = None) -> str:
-        """The candidates as a table of text.
-
-        Args:
-            width: the width in columns; that of the terminal by default.
-        """
-        width = terminal_width(width)
-        lines = [self.head, *filter(None, [self.not_compiled_for])]
-        rows = table([_HEADS, *self._cells()], width, _OUTCOME, _MEMORY)
-        return '\n'.join([*wrapped(lines, width), '', *rows])
-
-    def _repr_html_(self) -> str:
-        from scalax._search.page import render_fragment  # here, because few programs show pages
-
-        return render_fragment(self)
-
-    def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
-        """Writes the search as a page of its own, which loads nothing: all meshes, and the plan of each.
-
-        Args:
-            path: the file to write.
-            title: the title of the page.
-        """
-        from scalax._search.page import render_page
-
-        Path(path).write_bytes(render_page(self, title).encode())
-
     @property
     def not_compiled_for(self) -> str:
         """`Plan.not_compiled_for` of the plans: empty if they were compiled for the topology."""
@@ -152,9 +106,6 @@ class Search:
         counts = ', '.join(f'{count} {what}' for what, count in how.items() if count)
         stopped = f'; stopped before its end, {self.not_tried} not reached' if self.interrupted else ''
         return f'{meshes} on {self.topology}{": " if counts else ""}{counts}{stopped}'
-
-    def _cells(self) -> list[tuple[str, ...]]:
-        return [(str(place), *candidate.cells) for place, candidate in enumerate(self.candidates, 1)]
 
     def to_dict(self) -> dict[str, Any]:
         """The outcome in plain Python values, ready for ``json.dumps``; plans as `Plan.to_dict` has them."""

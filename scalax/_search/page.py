@@ -1,60 +1,54 @@
-"""A search as a page: the best mesh, all meshes in a table that sorts and as points, and the plan of each."""
+"""A search as a page: the best mesh, all meshes in a table that sorts, and the plan of each."""
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Container, Iterable, Sequence
-from typing import TYPE_CHECKING
 
-from scalax._plan.objective import mean, seconds_of
 from scalax._plan.page import headline, plan_blocks
 from scalax._plan.text import shown_fits
 from scalax._report import blocks
 from scalax._report.blocks import Cell, Column, Figure, Tone
-from scalax._report.memory_seconds import Alternative, memory_against_seconds
 from scalax._report.tables import human_bytes, milliseconds, three_figures
+from scalax._search.objective import mean, seconds_of
+from scalax._search.outcome import Candidate, SearchData
 from scalax._search.ranking import surely_fits
 from scalax.errors import plural
-
-if TYPE_CHECKING:
-    from scalax._search.outcome import Candidate, Search
 
 MOST_PLANS = 50
 _MOST_AXES = 4  # columns of bytes
 _MESHES = 'meshes'
 
 
-def render_page(search: Search, title: str | None) -> str:
+def render_page(search: SearchData, title: str | None) -> str:
     """The page, with the plans of the best."""
     title = title or f'Meshes for {_step_name(search)} on {search.topology}'
     planned = [(place, each) for place, each in enumerate(search.candidates, 1) if each.plan]
     shown = dict(planned[:MOST_PLANS])
     parts = [
         _head(search, title),
-        memory_against_seconds(*alternatives(search, shown)),
         blocks.target(_MESHES, _section_of_meshes(search, shown)),
         blocks.section('Plans', ''.join(_plan(place, each) for place, each in shown.items()), _rest(planned)),
     ]
     return blocks.page(title, ''.join(parts))
 
 
-def render_fragment(search: Search) -> str:
+def render_fragment(search: SearchData) -> str:
     """The search for a notebook: without the plans, each of which the notebook can show itself."""
     title = f'Meshes for {_step_name(search)} on {search.topology}'
     note = 'The plan of each: search.candidates[i].plan' if any(c.plan for c in search.candidates) else ''
     body = [
         _head(search, title),
-        memory_against_seconds(*alternatives(search)),
         _section_of_meshes(search, (), note),
     ]
     return blocks.fragment(''.join(body))
 
 
-def _step_name(search: Search) -> str:
+def _step_name(search: SearchData) -> str:
     return next((each.plan.name for each in search.candidates if each.plan), 'a step')
 
 
-def _head(search: Search, title: str) -> str:
+def _head(search: SearchData, title: str) -> str:
     best = search.candidates[0] if search.fits else None
     mesh = best.mesh if best else {}
     of = f'best of {plural(len(search.candidates), "mesh", "meshes")}' if best else ''
@@ -66,7 +60,7 @@ def _head(search: Search, title: str) -> str:
     )
 
 
-def _figures(search: Search, best: Candidate | None) -> Iterable[Figure]:
+def _figures(search: SearchData, best: Candidate | None) -> Iterable[Figure]:
     plan = best.plan if best else None
     if plan is None:
         planned = any(each.plan or each.ruled_out for each in search.candidates)
@@ -76,7 +70,7 @@ def _figures(search: Search, best: Candidate | None) -> Iterable[Figure]:
     yield from headline(plan, plan.known_roofline)
 
 
-def _callouts(search: Search, best: Candidate | None) -> Iterable[str]:
+def _callouts(search: SearchData, best: Candidate | None) -> Iterable[str]:
     if search.interrupted:
         left = plural(search.not_tried, 'mesh was', 'meshes were')
         yield blocks.callout(
@@ -104,7 +98,7 @@ def _verdict(candidate: Candidate) -> tuple[str, Tone]:
     return ('does not fit', 'bad') if candidate.ruled_out else ('not compiled', '')
 
 
-def _section_of_meshes(search: Search, shown: Container[int], note: str = '') -> str:
+def _section_of_meshes(search: SearchData, shown: Container[int], note: str = '') -> str:
     """The table of all candidates."""
     if not search.candidates:
         return blocks.section('Meshes', blocks.callout(['There are none.'], 'warn'))
@@ -119,7 +113,7 @@ def _section_of_meshes(search: Search, shown: Container[int], note: str = '') ->
         Column('bound by', 'code'),
         Column('memory', 'number'),
         *(Column(f'bytes {"+".join(names) or "of other axes"}', 'number') for names in axes),
-        Column('why it lost', 'wide'),
+        Column('outcome', 'wide'),
     ]
     rows = [_row(place, each, axes, place in shown) for place, each in enumerate(search.candidates, 1)]
     about = (
@@ -144,25 +138,26 @@ def _moved(candidate: Candidate) -> dict[tuple[str, ...], int]:
 
 
 def _row(place: int, candidate: Candidate, axes: Sequence[tuple[str, ...]], is_link: bool) -> list[Cell]:
-    roofline = candidate.plan.known_roofline if candidate.plan else None
+    plan = candidate.plan
+    roofline = plan.known_roofline if plan else None
     bound, estimate = roofline.step_seconds if roofline else (None, None)
+    name, seconds, least, bounds, memory, outcome = candidate.cells
     verdict, tone = _verdict(candidate)
-    name = blocks.link(candidate.name, _name(place)) if is_link else ''
-    lost = candidate.lost or ('' if candidate.plan is None else 'the best')
-    how = ' (planned in full)' if candidate.plan and not candidate.plan.quick else ''
     moved = _moved(candidate)
     others = sum(size for those, size in moved.items() if those not in axes)
+    sizes = [moved.get(those, 0) if those else others for those in axes]
+    peak = plan.memory.peak if plan else candidate.least_memory if candidate.ruled_out else None
     return [
         Cell(str(place), place),
-        Cell(candidate.name, html=name),
+        Cell(name, html=blocks.link(name, _name(place)) if is_link else ''),
         Cell(html=blocks.badge(verdict, tone)),
-        _seconds(None if candidate.plan is None else mean(seconds_of(candidate.plan))),
-        _seconds(bound),
-        _seconds(estimate),
-        Cell(roofline.bound if roofline else ''),
-        _memory(candidate),
-        *(_bytes(moved.get(those, 0) if those else others, bool(candidate.plan)) for those in axes),
-        Cell(f'{lost}{how}'),
+        Cell(seconds, mean(seconds_of(plan)) if plan else None),
+        Cell(least, bound),
+        Cell('' if estimate is None else milliseconds(estimate), estimate),
+        Cell(bounds),
+        Cell(memory, peak),
+        *(Cell(human_bytes(size) if size else '0', size) if plan else Cell() for size in sizes),
+        Cell(outcome),
     ]
 
 
@@ -170,45 +165,11 @@ def _name(place: int) -> str:
     return f'plan-{place}'
 
 
-def _seconds(seconds: float | None) -> Cell:
-    return Cell() if seconds is None else Cell(milliseconds(seconds), seconds)
-
-
-def _memory(candidate: Candidate) -> Cell:
-    if candidate.plan is not None:
-        return Cell(human_bytes(candidate.plan.memory.peak), candidate.plan.memory.peak)
-    if candidate.ruled_out:
-        return Cell(f'≥ {human_bytes(candidate.least_memory)}', candidate.least_memory)
-    return Cell()
-
-
-def _bytes(size: int, is_known: bool) -> Cell:
-    return Cell(human_bytes(size) if size else '0', size) if is_known else Cell()
-
-
-def alternatives(search: Search, shown: Container[int] = ()) -> tuple[list[Alternative], int | None]:
-    """All that were planned, and the bytes that a device may use; *shown* are those that are on a page."""
-    planned = [
-        Alternative(
-            each.name,
-            each.plan.memory.peak,
-            *roofline.step_seconds,
-            each.plan.fits,
-            not each.lost,
-            _name(place) if place in shown else '',
-        )
-        for place, each in enumerate(search.candidates, 1)
-        if each.plan and (roofline := each.plan.known_roofline)
-    ]
-    limits = (each.plan.memory.limit for each in search.candidates if each.plan)
-    return planned, next(limits, None)
-
-
 def _plan(place: int, candidate: Candidate) -> str:
     """The plan of a candidate, folded."""
     assert candidate.plan is not None
     back = f'<p>{blocks.link("Back to all meshes", _MESHES)}</p>'
-    summary = f'{place}. {candidate.name}: {candidate.lost or "the best"}'
+    summary = f'{place}. {candidate.name}: {candidate.lost or "best"}'
     return blocks.target(
         _name(place),
         blocks.fold(summary, f'{back}{plan_blocks(candidate.plan, candidate.name, level=2)}{back}'),

@@ -5,12 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-from scalax._plan.objective import mean, rank, seconds_of, slower
-
-if TYPE_CHECKING:
-    from scalax._search.outcome import Candidate
+from scalax._search.objective import mean, rank, seconds_of, slower
+from scalax._search.outcome import Candidate
 
 NEAR = 1.08
 """How far the memory of a full plan may be from that of a quick one (docs/planning.md)."""

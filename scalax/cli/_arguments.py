@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec
 from scalax._version import __version__
 from scalax.cli import _commands
 from scalax.cli._exit_codes import ExitCode
-from scalax.cli._terminal import show
 from scalax.errors import MissingDependencyError, PlanError, ScalaxError
 
 _MOST = 1 << 24  # devices, slices
@@ -77,13 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     asked = _parser().parse_args(arguments)
     logging.basicConfig(format='%(message)s')
-    logging.getLogger('scalax.cli').setLevel(logging.INFO)
     # Nothing runs on devices, so local accelerators are not taken, not even by the user's file.
     jax.config.update('jax_platforms', 'cpu')
     try:
         outcome = asked.run(asked)
     except ScalaxError as error:
-        show('\n'.join([f'error: {error}', *getattr(error, '__notes__', [])]), sys.stderr)
+        print('\n'.join([f'error: {error}', *getattr(error, '__notes__', [])]), file=sys.stderr)
         failed = isinstance(error, PlanError | MissingDependencyError)
         return ExitCode.FAILED if failed else ExitCode.INVALID
     if isinstance(outcome, ExitCode):
@@ -103,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar='COMMAND')
 
     plan = _command(commands, 'plan', 'memory, communication and time of a step', _PLAN)
-    plan.add_argument('function', metavar='FILE.py:make_step', help='the function that makes the step')
+    _add_step(plan)
     _add_mesh(plan)
     plan.add_argument(
         '--quick',
@@ -112,39 +110,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_json(plan, 'print the plan as JSON: Plan.load reads it')
     _add_page(plan, 'also write the plan as a page')
-    plan.add_argument(
-        '--save-executable',
-        type=_page,
-        metavar='OUT.bin',
-        help='also compile the step, and write what scalax.plan.load_executable loads and calls',
-    )
     plan.set_defaults(run=_commands.plan)
 
     search = _command(commands, 'search', 'the best mesh for a step', _SEARCH)
-    search.add_argument('function', metavar='FILE.py:make_step', help='the function that makes the step')
-    search.add_argument('--topology', required=True, help=_TOPOLOGY)
+    _add_step(search)
     search.add_argument('--axes', required=True, metavar='NAME,NAME,...', help='the mesh axes: fsdp,tp')
-    _add_sizes(search)
-    search.add_argument('--slices', type=_positive, default=1, metavar='N', help='how many slices')
+    _add_search(search)
     search.add_argument('--dcn', metavar='NAME', help='the mesh axis that runs from slice to slice')
     how = search.add_mutually_exclusive_group()
     how.add_argument('--quick', action='store_true', help='no full plans, not even where one would decide')
     how.add_argument(
         '--full', type=_number, default=None, metavar='N', help='how many of the best to compile in full'
     )
-    search.add_argument(
-        '--file',
-        type=_page,
-        metavar='TRIALS.jsonl',
-        help='where plans are kept: a search goes on from there',
-    )
     _add_page(search, 'also write all meshes and their plans as a page')
     _add_json(search, 'print the result as JSON')
     search.set_defaults(run=_commands.search)
 
     find = _command(commands, 'find', 'a mesh and a rule for a step of one device', _FIND)
-    find.add_argument('function', metavar='FILE.py:make_step', help='the function that makes the step')
-    find.add_argument('--topology', required=True, help=_TOPOLOGY)
+    _add_step(find)
     find.add_argument(
         '--batch',
         required=True,
@@ -158,8 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     find.add_argument(
         '--batch-dim', type=_number, default=0, metavar='N', help='the dimension of the rows, from 0 (0)'
     )
-    _add_sizes(find)
-    find.add_argument('--slices', type=_positive, default=1, metavar='N', help='how many slices')
+    _add_search(find)
     find.add_argument(
         '--memory',
         type=_bytes,
@@ -185,12 +167,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     find.add_argument(
         '--budget', type=_positive, default=600, metavar='SECONDS', help='when to stop trying more (600)'
-    )
-    find.add_argument(
-        '--file',
-        type=_page,
-        metavar='TRIALS.jsonl',
-        help='where trials are kept: a search goes on from there',
     )
     find.add_argument('--code', action='store_true', help='print a program that uses what was found')
     _add_json(find, 'print the result as JSON')
@@ -248,7 +224,12 @@ def _add_page(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument('--html', type=_page, metavar='OUT.html', help=what)
 
 
-def _add_sizes(parser: argparse.ArgumentParser) -> None:
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('function', metavar='FILE.py:make_step', help='the function that makes the step')
+
+
+def _add_search(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--topology', required=True, help=_TOPOLOGY)
     parser.add_argument(
         '--sizes',
         action='append',
@@ -256,6 +237,13 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         type=_choice,
         metavar='NAME=N,N,...',
         help='the sizes that an axis may have: tp=1,2,4; once for each axis',
+    )
+    parser.add_argument('--slices', type=_positive, default=1, metavar='N', help='how many slices')
+    parser.add_argument(
+        '--file',
+        type=_page,
+        metavar='TRIALS.jsonl',
+        help='where trials are kept: a search goes on from there',
     )
 
 

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import logging
 import math
 import os
 import sys
@@ -24,7 +23,6 @@ from scalax._plan.hardware import numbers_of
 from scalax._report import saved
 from scalax._report.tables import human_bytes
 from scalax.cli._exit_codes import ExitCode
-from scalax.cli._terminal import show
 from scalax.errors import ArgumentError, PlanError, did_you_mean, near_names
 from scalax.plan import HARDWARE, Hardware, Plan, make_plan
 from scalax.plan import find as find_rule
@@ -33,25 +31,18 @@ from scalax.sharding import MeshShardingHelper
 
 _MOST_SIMULATED = 4096  # devices: XLA for CPUs starts threads for each
 _MODULE_NAME = '__file_of_the_command__'
-_log = logging.getLogger('scalax.cli')
 
 
 def plan(asked: argparse.Namespace) -> bool | None:
     """Prints the plan of a step."""
-    if asked.save_executable and asked.topology and gpu_nodes(asked.topology, asked.slices or 1):
-        raise ArgumentError(f'--save-executable: programs for {asked.topology} are not compiled, only timed')
     helper = _helper(asked)
     make_step = _load_function(asked.function)
     step, arguments = _step(make_step, helper, asked.function)
-    made = make_plan(helper, step, arguments, {}, quick=asked.quick, keep_program=bool(asked.save_executable))
+    made = make_plan(helper, step, arguments, {}, quick=asked.quick)
     try:
         _write(made.to_html, asked.html)
     finally:  # it took minutes, and is not lost where a file cannot be written
-        _print(_plan_as_json(made) if asked.json else made, asked)
-    if asked.save_executable and made.fits is not False:
-        sys.stdout.flush()  # it takes minutes
-        _write(made.save_executable, asked.save_executable)
-        _log.info('wrote %s: scalax.plan.load_executable loads it', asked.save_executable)
+        print(_plan_as_json(made) if asked.json else made)
     return made.fits
 
 
@@ -80,14 +71,6 @@ def _plan_as_json(made: Plan) -> str:
     return saved.write(values)
 
 
-def _print(result: Any, asked: argparse.Namespace) -> None:
-    """Prints a result: JSON as it is, text with colours where the terminal takes them."""
-    if asked.json:
-        print(result)
-    else:
-        show(result)
-
-
 def search(asked: argparse.Namespace) -> bool:
     """Prints which meshes are best for a step."""
     _require_dcn(asked)
@@ -103,7 +86,7 @@ def search(asked: argparse.Namespace) -> bool:
         full=0 if asked.quick else asked.full,
         file=asked.file,
     )
-    _print(json.dumps(found.to_dict()) if asked.json else found, asked)
+    print(json.dumps(found.to_dict()) if asked.json else found)
     _write(found.to_html, asked.html)
     if not any(candidate.plan or candidate.ruled_out for candidate in found.candidates):
         raise PlanError('no mesh was planned: whether the step fits is not known')
@@ -138,7 +121,7 @@ def find(asked: argparse.Namespace) -> bool | None:
         if asked.code:
             print(found.to_code())
         else:
-            _print(json.dumps(found.to_dict()) if asked.json else found, asked)
+            print(json.dumps(found.to_dict()) if asked.json else found)
     return found.fits
 
 
@@ -168,7 +151,7 @@ def explain(asked: argparse.Namespace) -> None:
     tree, rules = _pair(make_state(helper), asked.function, 'a tree and the rules for it')
     report = helper.explain(tree, rules)
     _write(report.to_html, asked.html)
-    _print(report.to_json() if asked.json else report, asked)
+    print(report.to_json() if asked.json else report)
 
 
 def doctor(asked: argparse.Namespace) -> ExitCode:
@@ -177,7 +160,7 @@ def doctor(asked: argparse.Namespace) -> ExitCode:
         raise ArgumentError(f'there is no file {asked.file!r}')
     found = diagnose(asked.timeout, asked.file)
     if found.process == 0 or found.findings:
-        _print(json.dumps(found.to_dict()) if asked.json else found, asked)
+        print(json.dumps(found.to_dict()) if asked.json else found)
     return ExitCode.FOUND if found.findings else ExitCode.DONE
 
 
@@ -281,28 +264,17 @@ def _load_function(named: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     sys.path.insert(0, str(path.parent))
-    name_of_module = _name_of_module(path)
-    spec = importlib.util.spec_from_file_location(name_of_module, path)
+    spec = importlib.util.spec_from_file_location(_MODULE_NAME, path)
     if spec is None or spec.loader is None:
         raise ArgumentError(f'{file!r} is not a Python file')
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name_of_module] = module
+    sys.modules[_MODULE_NAME] = module
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
         own = [key for key, value in vars(module).items() if callable(value) and not key.startswith('_')]
         raise ArgumentError(f'{file!r} has no function {name!r} ({did_you_mean(name, own)})')
     return function
-
-
-def _name_of_module(path: Path) -> str:
-    """The name that `import` has for a file, under which saved programs find its classes again.
-
-    Another one if that is the name of another module, which the file must not hide.
-    """
-    name = path.stem
-    spec = importlib.util.find_spec(name) if name.isidentifier() else None
-    return name if spec and spec.origin and Path(spec.origin).resolve() == path else _MODULE_NAME
 
 
 def _pair(returned: Any, named: str, second: str) -> tuple[Any, Any]:

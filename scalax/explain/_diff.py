@@ -6,7 +6,8 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from scalax._report import pages
+from scalax._report import blocks
+from scalax._report.blocks import Cell, Column, Kind
 from scalax._report.tables import array_text, human_bytes, table, terminal_width, wrapped
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.folding import fold
@@ -14,6 +15,8 @@ from scalax.errors import checked_flag, plural
 from scalax.explain._rows import ReportRow, folded_path, spec_text
 
 _HEADS = ('leaves', 'path', 'before', 'after', 'bytes/device')
+_KINDS: tuple[Kind, ...] = ('', 'lead', 'code', 'code', '')
+_MOST_LINES = 300  # of a page
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +81,12 @@ class ReportDiff:
 
     def _repr_html_(self) -> str:
         cells = _cells(self, True)
-        shown = cells[: pages.MOST_LINES]
-        table = [pages.table(_HEADS, shown, right=[4])] if cells else []
-        rest = [f'lines not shown: {len(cells) - len(shown)}'] if len(cells) > len(shown) else []
-        return '\n'.join([*table, pages.paragraphs([*rest, *_summary(self)])])
+        columns = [Column(head, kind) for head, kind in zip(_HEADS, _KINDS, strict=True)]
+        rows = [[*map(Cell, row)] for row in cells[:_MOST_LINES]]
+        rest = [f'lines not shown: {len(cells) - len(rows)}'] if len(cells) > len(rows) else []
+        return blocks.fragment(
+            (blocks.table(columns, rows) if rows else '') + blocks.notes([*rest, *_summary(self)])
+        )
 
 
 def diff_rows(

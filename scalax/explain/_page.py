@@ -1,85 +1,151 @@
-"""Reports as HTML: a plain table, and the data that a script shows as a tree."""
+"""Reports as blocks of a page: figures, regexes that decided nothing, and the tree of the leaves."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 
-from scalax._report import pages
-from scalax._report.tables import array_text, human_bytes
-from scalax._util.folding import MOST_RUNS, Fold, runs
+from scalax._report import blocks
+from scalax._report.blocks import Cell, Column, Figure, Node, Part
+from scalax._report.tables import array_text, human_bytes, three_figures
+from scalax._util.folding import MOST_RUNS, times
 from scalax.errors import plural
-from scalax.explain._rows import HEADS, Line, cells_of, spec_text
+from scalax.explain._rows import Line, ReportRow, lines_of, replicated, spec_text, unreduced
+
+_COLUMNS = (
+    Column('path'),
+    Column('array', 'code'),
+    Column('spec', 'code'),
+    Column('bytes', 'number'),
+    Column('bytes per device', 'number'),
+    Column('rule and reason', 'wide'),
+)
+_MOST_LINES = 1000
+_DEEPEST = 50  # groups inside of one another; the names of deeper ones stay joined
+
+_Below = tuple[tuple[str, ...], Line]
+"""A line, and the keys of its path that are left below a group."""
 
 
-@functools.cache
-def widget() -> pages.Widget:
-    """The tree that folds, sorts and filters."""
-    markup, style, model, view = (
-        pages.asset('scalax.explain', name) for name in ('report.html', 'report.css', 'tree.js', 'report.js')
-    )
-    head = pages.asset('scalax._report', 'head.css')
-    return pages.Widget(markup, f'{head}{style}', f'{model}\n{view}')
+def report_blocks(
+    title: str, rows: Sequence[ReportRow], mesh: Mapping[str, int], notes: Sequence[str] = ()
+) -> str:
+    """A report as blocks; of many lines those with the most bytes on a device are in the tree.
 
-
-def plain(lines: Sequence[Line], below: Sequence[str]) -> str:
-    """The report without scripts: the folded table, and paragraphs *below* it.
-
-    If there are many lines, the largest per device are shown, in the order of the tree.
+    Args:
+        title: plain text.
+        rows: one for each leaf.
+        mesh: mesh axis name -> size.
+        notes: what the reader should not miss.
     """
-    by_size = sorted(range(len(lines)), key=lambda i: -lines[i][0].count * lines[i][1].bytes_per_device)
-    cells = [cells_of(*lines[i]) for i in sorted(by_size[: pages.MOST_LINES])]
-    rest = [lines[i] for i in by_size[pages.MOST_LINES :]]
-    if rest:
-        count = sum(fold.count for fold, _ in rest)
-        size = sum(fold.count * row.bytes_per_device for fold, row in rest)
-        below = [
-            f'smaller ones, not shown: {plural(count, "array")}, {human_bytes(size)} on each device',
-            *below,
-        ]
-    return f'{pages.table(HEADS, cells, right=[3])}\n{pages.paragraphs(below)}'
-
-
-def data(
-    title: str,
-    lines: Sequence[Line],
-    mesh: Mapping[str, int],
-    unused: Sequence[str],
-    shadowed: Sequence[str],
-    parts: tuple[int, int],
-) -> dict[str, object]:
-    """The data that the script shows. Texts are written once; lines hold their numbers."""
-    texts: dict[str, int] = {}
-
-    def number_of(text: str) -> int:
-        return texts.setdefault(pages.visible(text), len(texts))
-
-    values = [
+    lines = lines_of(rows, folded=True)
+    largest = sorted(range(len(lines)), key=lambda i: -_per_device(lines[i]))[:_MOST_LINES]
+    shown = [lines[i] for i in sorted(largest)]
+    longest = max(map(_per_device, shown), default=0)
+    total = sum(map(_per_device, lines))
+    return ''.join(
         [
-            _path(fold),
-            *map(number_of, (array_text(row.dtype, row.shape), spec_text(row), row.rule, row.reason)),
-            row.bytes,
-            row.bytes_per_device,
-            int(row.is_replicated),
+            blocks.heading(title, mesh, plural(math.prod(mesh.values()), 'device')),
+            blocks.figures(_figures(rows)),
+            *(blocks.callout([note], 'warn') for note in notes),
+            _Tree(mesh, longest or 1, total or 1).html(shown),
+            blocks.notes(_left_out(lines, shown)),
         ]
-        for fold, row in lines
-    ]
-    return {
-        'title': pages.visible(title),
-        'mesh': [(pages.visible(name), size) for name, size in mesh.items()],
-        'unused': [pages.visible(regex) for regex in unused],
-        'shadowed': [pages.visible(regex) for regex in shadowed],
-        'unreduced': parts,
-        'texts': list(texts),
-        'lines': values,
-    }
+    )
 
 
-def _path(fold: Fold) -> list[object]:
-    """The keys of a path; for folded keys: their text, their numbers, and the text before the numbers."""
-    return [
-        pages.visible(part)
-        if isinstance(part, str)
-        else (pages.visible(part.name(MOST_RUNS)), runs(part.numbers), pages.visible(part.stem))
-        for part in fold.parts
-    ]
+def _per_device(line: Line) -> int:
+    return line[0].count * line[1].bytes_per_device
+
+
+def _figures(rows: Sequence[ReportRow]) -> Iterator[Figure]:
+    yield Figure(f'{len(rows):,}', 'array' if len(rows) == 1 else 'arrays')
+    yield Figure(human_bytes(sum(row.bytes for row in rows)), 'in all')
+    yield Figure(human_bytes(sum(row.bytes_per_device for row in rows)), 'on each device')
+    count, size = unreduced(rows)
+    if count:
+        yield Figure(human_bytes(size), f'unreduced on each device, {plural(count, "array")}')
+    whole = replicated(rows)
+    many = plural(len(whole.paths), 'array')
+    yield Figure(
+        human_bytes(whole.bytes), f'replicated on each device, {many}', 'warn' if whole.paths else ''
+    )
+
+
+def _left_out(lines: Sequence[Line], shown: Sequence[Line]) -> Iterator[str]:
+    if len(lines) > len(shown):
+        count = sum(fold.count for fold, _ in lines) - sum(fold.count for fold, _ in shown)
+        size = sum(map(_per_device, lines)) - sum(map(_per_device, shown))
+        yield f'smaller ones, not shown: {plural(count, "array")}, {human_bytes(size)} on each device'
+
+
+class _Tree:
+    """The tree of the lines of a report.
+
+    Args:
+        mesh: mesh axis name -> size.
+        longest: the bytes of a line on a device for which a bar is full.
+        total: the bytes of all lines on a device.
+    """
+
+    def __init__(self, mesh: Mapping[str, int], longest: int, total: int) -> None:
+        self.mesh, self.longest, self.total = mesh, longest, total
+
+    def html(self, lines: Sequence[Line]) -> str:
+        """The tree; nothing without lines."""
+        below = []
+        for line in lines:
+            keys = [part if isinstance(part, str) else part.name(MOST_RUNS) for part in line[0].parts]
+            below.append(((*keys[:_DEEPEST], *filter(None, ['/'.join(keys[_DEEPEST:])])), line))
+        return blocks.tree(_COLUMNS, self._nodes(below)) if lines else ''
+
+    def _nodes(self, lines: Sequence[_Below]) -> list[Node]:
+        """A node for each line, and for each group of those that begin with the same keys."""
+        groups: dict[str | int, list[_Below]] = {}
+        for number, (keys, line) in enumerate(lines):
+            groups.setdefault(keys[0] if len(keys) > 1 else number, []).append((keys, line))
+        return [self._node(members) for members in groups.values()]
+
+    def _node(self, members: Sequence[_Below]) -> Node:
+        if len(members) == 1:
+            [(keys, line)] = members
+            return Node('/'.join(keys) or '(leaf)', self._cells(line))
+        places = zip(*(keys[:-1] for keys, _ in members), strict=False)
+        same = [keys[0] for keys in itertools.takewhile(lambda keys: len({*keys}) == 1, places)]
+        inside = self._nodes([(keys[len(same) :], line) for keys, line in members])
+        return Node('/'.join(same), self._sums([line for _, line in members]), inside)
+
+    def _cells(self, line: Line) -> list[Cell]:
+        fold, row = line
+        size = _per_device(line)
+        part = Part('', size, human_bytes(size), 'warn' if row.is_replicated else '')
+        return [
+            Cell(f'{times(fold.count)}{array_text(row.dtype, row.shape)}'),
+            self._spec(row),
+            Cell(human_bytes(fold.count * row.bytes), fold.count * row.bytes),
+            Cell(key=size, html=f'{human_bytes(size)}{blocks.bar([part], self.longest)}'),
+            Cell(row.why),
+        ]
+
+    def _spec(self, row: ReportRow) -> Cell:
+        text = spec_text(row)
+        if row.is_replicated:
+            return Cell(html=blocks.badge(text, 'warn'))
+        # Every other part is the name of a mesh axis, in quotes.
+        parts = re.split("('[^']*')", text)
+        named = [blocks.axis_name(part.strip("'"), self.mesh, part) for part in parts]
+        return Cell(html=''.join(named))
+
+    def _sums(self, lines: Sequence[Line]) -> list[Cell]:
+        count, size = sum(fold.count for fold, _ in lines), sum(map(_per_device, lines))
+        whole = sum(fold.count * row.bytes for fold, row in lines)
+        share = f'{human_bytes(size)}<br/>{three_figures(100 * size / self.total)} %'
+        return [
+            Cell(plural(count, 'array')),
+            Cell(),
+            Cell(human_bytes(whole), whole),
+            Cell(key=size, html=share),
+            Cell(),
+        ]

@@ -9,21 +9,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scalax._report import saved
+from scalax._report import blocks, saved
 from scalax._util.folding import fold
 from scalax.errors import ArgumentError, ShardingError, checked_flag, shown
 from scalax.explain._diff import ReportDiff, diff_rows
-from scalax.explain._page import data, plain, widget
+from scalax.explain._page import report_blocks
 from scalax.explain._rows import (
     ReplicatedSummary,
     ReportRow,
     folded_path,
     idle_notes,
-    lines_of,
     render_table,
     replicated,
-    totals,
-    unreduced,
 )
 
 _TITLE = 'Sharding report'
@@ -82,7 +79,7 @@ class ShardingReport:
     def to_html(self, path: str | os.PathLike[str], title: str = _TITLE) -> None:
         """Writes the report as a page that loads nothing.
 
-        It is a tree that folds, sorts and filters; without scripts, a plain folded table.
+        It is a tree that folds, sorts and is filtered; without scripts it folds only.
 
         Args:
             path: the file to write.
@@ -95,17 +92,13 @@ class ShardingReport:
             >>> path.read_text()[:15]
             '<!DOCTYPE html>'
         """
-        Path(path).write_bytes(widget().page(title, *self._html_parts(title)).encode())
+        Path(path).write_bytes(blocks.page(title, self._blocks(title)).encode())
 
     def _repr_html_(self) -> str:
-        return widget().fragment(*self._html_parts(_TITLE))
+        return blocks.fragment(self._blocks(_TITLE))
 
-    def _html_parts(self, title: str) -> tuple[str, dict[str, object]]:
-        """The report for readers without scripts, and the data that the script shows."""
-        lines = lines_of(self.rows, folded=True)
-        idle = self.unused_rules, self.shadowed_rules
-        below = [*totals(self.rows, self.mesh), *self._notes]
-        return plain(lines, below), data(title, lines, self.mesh, *idle, unreduced(self.rows))
+    def _blocks(self, title: str) -> str:
+        return report_blocks(title, self.rows, self.mesh, self._notes)
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain Python values, ready for ``json.dumps``."""

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from scalax._report.pages import escape
-from scalax._report.svg import CHAR, LINE, Drawn, below, beside, ink, number, text_lines, told_apart
 from scalax.errors import plural
 from scalax.visualize._blocks import Blocks
+from scalax.visualize._drawn import CHAR, LINE, Drawn, below, beside, number, text_lines, told_apart
 from scalax.visualize._panels import (
     Cell,
     Panel,
@@ -30,6 +30,7 @@ _LEAST_CELL = 64
 _ROOM = 1100
 _PANEL_GAP = 28
 _SEAM = 3  # between blocks
+_INK = '#000000'  # on every colour of blocks
 _ON_ALL = '#DDDDDD'  # blocks that every device holds
 
 
@@ -121,7 +122,7 @@ class _Drawer:
                 f'{rect}fill="none" stroke="currentColor" stroke-opacity="0.35" stroke-dasharray="3 3"/>'
                 f'<text x="{middle}" y="{number(base)}" text-anchor="middle" fill="currentColor">...</text>'
             )
-        text_color = ink(color) if cell.devices else 'currentColor'
+        text_color = _INK if cell.devices else 'currentColor'
         if self.counts:
             base -= 7
         words = [f'<text x="{middle}" y="{number(base)}">{escape(self.way[cell.devices])}</text>']

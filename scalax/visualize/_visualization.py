@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scalax._report.pages import paragraphs, still_page
-from scalax._report.svg import FONT, Drawn, below, document, text_lines
+from scalax._report.pages import document as page
+from scalax._report.pages import paragraphs
 from scalax._report.tables import wrapped
+from scalax.visualize._drawn import FONT, Drawn, below, document, text_lines
 from scalax.visualize._panels import dimension_texts
 from scalax.visualize._pictures import Picture, pictures_of
 from scalax.visualize._svg import MOST_LINE, draw
@@ -57,7 +58,7 @@ class Visualization:
             path: the file to write.
             title: the title of the page.
         """
-        Path(path).write_bytes(still_page(title, self._repr_html_()).encode())
+        Path(path).write_bytes(page(title, self._repr_html_()).encode())
 
     def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
         """The pictures as one SVG, which follows the reader's choice of light or dark.

@@ -585,7 +585,7 @@ def test_what_is_unreduced_is_not_replicated():
         'replicated: 2 arrays, 256 B on each device',
         'unreduced: 2 arrays, 160 B on each device, to be combined',
     ]
-    assert '<p>unreduced: 2 arrays, 160 B on each device, to be combined</p>' in report._repr_html_()
+    assert '<dt>unreduced on each device, 2 arrays</dt><dd>160 B</dd>' in report._repr_html_()
     assert ShardingReport.load(report.to_json()) == report
     report.check(max_replicated_bytes=256)
     with pytest.raises(ShardingError, match='256 bytes are replicated on every device'):

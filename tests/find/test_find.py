@@ -288,8 +288,12 @@ def test_rows_that_do_not_divide_are_replicated_on_meshes_without_an_axis_for_th
         ({'keep': [('.*', P())]}, 'or what keep has placed'),
         ({'keep': [('w', P('tq'))]}, "keep names the mesh axis 'tq' (known: 'fsdp', 'tp')"),
         ({'keep': [('v', P('tp'))]}, "keep has 'v', which is found in no path"),
-        ({'sizes': ['tp']}, "sizes are those of mesh axes, such as {'tp': [1, 2]}, got ['tp']"),
-        ({'sizes': {'tp': None}}, 'the sizes of a mesh axis are a number, or several, got None'),
+        (
+            {'sizes': ['tp']},
+            "sizes are given by mesh axis, such as {'tp': [1, 2, 4]}, or as a function of the sizes, got "
+            "['tp']",
+        ),
+        ({'sizes': {'tp': None}}, "sizes of 'tp' are a size or several, such as [1, 2, 4], got None"),
         ({'axis_names': 5}, 'axis_names are 2 names of mesh axes, such as fsdp and tp, got 5'),
         ({'file': '/'}, "'/' cannot be written"),
         ({'keep': [('w', None)]}, 'keep takes pairs of a regex and a PartitionSpec, got None'),
@@ -301,7 +305,7 @@ def test_rows_that_do_not_divide_are_replicated_on_meshes_without_an_axis_for_th
         ({'batch_dim': 2}, 'divides the rows of the batch: dimension 2 of (64, 64)'),
         ({'axis_names': ['a']}, 'axis_names are 2 names of mesh axes, such as fsdp and tp'),
         ({'axis_names': 'ab'}, 'axis_names are 2 names of mesh axes, such as fsdp and tp'),
-        ({'sizes': {'pt': 2}}, "sizes names 'pt' (known: 'fsdp', 'tp')"),
+        ({'sizes': {'pt': 2}}, "sizes: 'pt' is no mesh axis (known: 'fsdp', 'tp')"),
         ({'sizes': {'tp': 3}}, "no mesh of 8 devices in a slice has the sizes {'tp': 3}"),
         ({'num_slices': 0}, 'num_slices is a positive integer, got 0'),
         ({'num_slices': 2}, 'several slices need a topology'),

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
-
 from scalax._plan.objective import lost_by
+
 from scalax._search import attempts as module
-from scalax._search.possible_meshes import possible_meshes
+from scalax._search.meshes import possible_meshes
 from scalax.errors import ArgumentError, MeshError, PlanError, ShardingError
 from scalax.plan import Candidate, Search, search
 from scalax.sharding import PartitionSpec as P
@@ -69,7 +69,7 @@ def test_constraints():
     assert [*possible_meshes(8, ['x', 'y'], lambda sizes: sizes['x'] > 4)] == [{'x': 8, 'y': 1}]
     with pytest.raises(ArgumentError) as raised:
         [*possible_meshes(8, ['fsdp', 'tp'], {'fdsp': 2})]
-    assert str(raised.value) == "constraints name 'fdsp', which is no mesh axis (did you mean 'fsdp'?)"
+    assert str(raised.value) == "constraints: 'fdsp' is no mesh axis (did you mean 'fsdp'?)"
     assert [*possible_meshes(8, ['x', 'y'], {'y': np.int64(2)})] == [{'x': 4, 'y': 2}]
 
 
@@ -87,7 +87,7 @@ def test_constraints_that_are_none(constraints):
     with pytest.raises(ArgumentError) as raised:
         [*possible_meshes(8, ['fsdp', 'tp'], constraints)]
     assert str(raised.value) == (
-        "constraints are sizes by mesh axis, such as {'tp': [1, 2, 4]}, or a function of the sizes, "
+        "constraints are given by mesh axis, such as {'tp': [1, 2, 4]}, or as a function of the sizes, "
         f'got {constraints!r}'
     )
 

@@ -1,8 +1,8 @@
-// What scripts add to blocks, which are whole without them: tables sort, and trees open and close as one.
+// What scripts add to blocks, which are whole without them: tables and trees sort, trees are filtered, and open and
+// close as one.
 const COLLATOR = new Intl.Collator('en', { numeric: true });
 
-function keyOf(row, column) {
-  const cell = row.cells[column];
+function keyOf(cell) {
   const key = cell?.dataset.key;
   return key === undefined ? cell?.textContent ?? '' : key === '' ? NaN : Number(key);
 }
@@ -14,36 +14,53 @@ function compare(one, other, sign) {
   return sign * (one - other);
 }
 
-function makeSortable(table) {
-  const heads = [...table.tHead.rows[0].cells];
-  const [body] = table.tBodies;
-  const rows = [...body.rows];
-  const orders = new Map();
+// A click on a head sorts by its column, a second one the other way round, a third one as it was.
+function addSorting(heads, levels, cellOf) {
+  let turn = 0;
+  let last = -1;
   heads.forEach((head, column) => {
-    if (!head.textContent || rows.length < 2) return;
+    if (!head.textContent) return;
     const button = document.createElement('button');
     button.type = 'button';
     button.append(...head.childNodes);
     head.append(button);
-    const isNumber = head.classList.contains('number');
+    const first = head.classList.contains('number') ? -1 : 1;
     button.addEventListener('click', () => {
-      const sign = orders.has(column) ? -orders.get(column) : isNumber ? -1 : 1;
-      orders.clear();
-      orders.set(column, sign);
-      const keys = new Map(rows.map((row) => [row, keyOf(row, column)]));
-      body.append(...[...rows].sort((a, b) => compare(keys.get(a), keys.get(b), sign)));
+      turn = column === last ? (turn + 1) % 3 : 0;
+      last = column;
+      const sign = [first, -first, 0][turn];
+      for (const [parent, items] of levels) {
+        const keys = new Map(items.map((item) => [item, keyOf(cellOf(item, column))]));
+        const sorted = [...items].sort((a, b) => compare(keys.get(a), keys.get(b), sign));
+        parent.append(...(sign ? sorted : items));
+      }
       heads.forEach((each) => each.removeAttribute('aria-sort'));
-      head.setAttribute('aria-sort', sign < 0 ? 'descending' : 'ascending');
+      if (sign) head.setAttribute('aria-sort', sign < 0 ? 'descending' : 'ascending');
     });
   });
 }
 
-function addTools(tree) {
+function enlivenTable(table) {
+  const [body] = table.tBodies;
+  const rows = [...body.rows];
+  if (rows.length > 1) addSorting([...table.tHead.rows[0].cells], [[body, rows]], (row, column) => row.cells[column]);
+}
+
+// The rows of a tree are leaves, and <details> with the row of a group first.
+const isItem = (element) => element.matches('details, div.row:not(.heads)');
+const rowOf = (item) => (item.matches('details') ? item.firstElementChild : item);
+
+function enlivenTree(tree) {
   const folds = [...tree.querySelectorAll('details')];
-  if (folds.length < 2) return;
+  const levels = [tree, ...folds].map((parent) => [parent, [...parent.children].filter(isItem)]);
+  const leaves = levels.flatMap(([, items]) => items).filter((item) => !item.matches('details'));
+  if (leaves.length < 2) return;
+  const cellOf = (item, column) => rowOf(item).querySelectorAll(':scope > .name, :scope > .cell')[column];
+  addSorting([...tree.querySelector('.heads').children], levels, cellOf);
   const tools = document.createElement('p');
   tools.className = 'tools';
-  for (const [text, isOpen] of [['Open all', true], ['Close all', false]]) {
+  tools.append(...makeFilter(leaves, folds));
+  for (const [text, isOpen] of folds.length > 1 ? [['Open all', true], ['Close all', false]] : []) {
     const button = document.createElement('button');
     button.type = 'button';
     button.textContent = text;
@@ -53,9 +70,50 @@ function addTools(tree) {
   tree.before(tools);
 }
 
+// The path of a row, and its cells without their labels.
+function textsOf(leaf) {
+  const names = [];
+  for (let item = leaf; isItem(item); item = item.parentElement) {
+    names.unshift(rowOf(item).querySelector('.name').textContent);
+  }
+  const cells = [...leaf.querySelectorAll(':scope > .cell')].map((cell) =>
+    [...cell.childNodes].filter((node) => !node.classList?.contains('label')).map((node) => node.textContent).join(''));
+  return [names.join('/'), ...cells];
+}
+
+// The text is a regular expression where it can be one, and is looked for as it is, too.
+function tester(text) {
+  const wanted = text.toLowerCase();
+  let regex;
+  try { regex = new RegExp(text, 'i'); } catch { regex = null; }
+  return (value) => value.toLowerCase().includes(wanted) || Boolean(regex?.test(value));
+}
+
+function makeFilter(leaves, folds) {
+  const box = document.createElement('input');
+  const count = document.createElement('span');
+  Object.assign(box, { type: 'search', placeholder: 'Filter', spellcheck: false, autocomplete: 'off' });
+  box.setAttribute('aria-label', 'Filter rows by their text');
+  count.setAttribute('role', 'status');
+  const texts = new Map(leaves.map((leaf) => [leaf, textsOf(leaf)]));
+  let before = null; // which folds were open without a filter
+  box.addEventListener('input', () => {
+    before ??= new Map(folds.map((fold) => [fold, fold.open]));
+    const test = tester(box.value);
+    for (const leaf of leaves) leaf.hidden = !texts.get(leaf).some(test);
+    for (const fold of [...folds].reverse()) { // the inner ones first
+      fold.hidden = [...fold.children].filter(isItem).every((item) => item.hidden);
+      fold.open = box.value ? !fold.hidden : before.get(fold);
+    }
+    count.textContent = box.value ? `${leaves.filter((leaf) => !leaf.hidden).length} of ${leaves.length} rows` : '';
+    if (!box.value) before = null;
+  });
+  return [box, ' ', count, ' '];
+}
+
 function enliven(blocks) {
-  blocks.querySelectorAll('table.sortable').forEach(makeSortable);
-  blocks.querySelectorAll('.tree').forEach(addTools);
+  blocks.querySelectorAll('table.sortable').forEach(enlivenTable);
+  blocks.querySelectorAll('.tree').forEach(enlivenTree);
 }
 
 function reveal(link) {
@@ -71,11 +129,4 @@ function followLinks(page) {
   });
   reveal(location.hash);
   if (location.hash) document.getElementById(location.hash.slice(1))?.scrollIntoView();
-}
-
-// In a notebook the blocks move into the shadow root, where their styles are; a page has both already.
-function start(root) {
-  const blocks = root.querySelector('.blocks');
-  blocks.append(...root.host.querySelector('.scalax-static').childNodes);
-  enliven(blocks);
 }

@@ -1,10 +1,5 @@
-// Brings the pieces of one kind and version (WIDGET) to life, each once: a script element does not know where it
+// Wakes the parts of a notebook of one kind and version (PART), each once: a script element does not know where it
 // stands in every notebook, so it looks for all that are still asleep.
-async function unpacked(text) {
-  const bytes = Uint8Array.from(atob(text), (char) => char.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream('deflate'));
-  return new Response(stream).json();
-}
 
 // Notebooks have themes that the system knows nothing of; what they paint behind us tells.
 function schemeBehind(host) {
@@ -16,17 +11,14 @@ function schemeBehind(host) {
   return 'light dark';
 }
 
-async function wake(host) {
-  const data = await unpacked(host.querySelector('script').textContent);
+for (const host of document.querySelectorAll(`[data-scalax="${PART}"]:not([data-awake])`)) {
+  host.dataset.awake = '';
   host.style.colorScheme = schemeBehind(host);
   // Keys typed here are no commands of the notebook.
   host.addEventListener('keydown', (event) => event.stopPropagation());
   const root = host.attachShadow({ mode: 'open' });
-  root.innerHTML = MARKUP;
-  start(root, data);
-}
-
-for (const host of document.querySelectorAll(`[data-scalax="${WIDGET}"]:not([data-awake])`)) {
-  host.dataset.awake = '';
-  wake(host);
+  root.innerHTML = `<style>${STYLE}</style><div class="blocks"></div>`;
+  const blocks = root.querySelector('.blocks');
+  blocks.append(...host.querySelector('.scalax-static').childNodes);
+  enliven(blocks);
 }

@@ -12,7 +12,7 @@ import math
 import jax
 
 from scalax._jax.messages import is_indivisible, is_unpartitioned
-from scalax._plan.plan import Plan
+from scalax._plan.plan_data import PlanData
 from scalax._plan.roofline import Seconds
 from scalax.errors import IndivisibleWarning, MeshError, PlanError, ScalaxError, ShardingError
 
@@ -24,7 +24,7 @@ _EQUAL_MEMORY = 0.01
 _FLOPS, _MEMORY, _LINK = 4e14, 2.5e12, 1e11
 
 
-def seconds_of(plan: Plan) -> Seconds:
+def seconds_of(plan: PlanData) -> Seconds:
     """The seconds of a step. By counting where speeds are unknown; infinite where links are not known."""
     if (roofline := plan.known_roofline) is not None:
         return roofline.step_seconds

@@ -15,14 +15,13 @@ LINE = 20  # pixels from one line of text to the next
 CHAR = 7.3  # pixels of a character of 12 px in a monospaced font, the widest of the common ones
 FONT = 'ui-monospace, SFMono-Regular, Menlo, Consolas, &quot;DejaVu Sans Mono&quot;, monospace'
 # Paul Tol, "Colour Schemes" (SRON technical note SRON/EPS/TN/09-002): the scheme "light", made for text on
-# it, ordered so that neighbours differ; and the scale "iridescent" without its white and black ends.
+# it, ordered so that neighbours differ; and the scale "iridescent" without its white end and the colours of
+# its dark end on which black text has less than the contrast of 4.5 to 1 that WCAG 2 asks.
 _FEW = ('#77AADD', '#EE8866', '#44BB99', '#FFAABB', '#EEDD88', '#99DDFF', '#BBCC33', '#AAAA00')
 _SCALE = (
     *('#EAF0B5', '#DDECBF', '#D0E7CA', '#C2E3D2', '#B5DDD8', '#A8D8DC', '#9BD2E1', '#8DCBE4', '#81C4E7'),
-    *('#7BBCE7', '#7EB2E4', '#88A5DD', '#9398D2', '#9B8AC4', '#9D7DB2', '#9A709E', '#906388', '#805770'),
+    *('#7BBCE7', '#7EB2E4', '#88A5DD', '#9398D2', '#9B8AC4', '#9D7DB2', '#9A709E'),
 )
-_BLACK, _WHITE = '#000000', '#FFFFFF'
-AXIS_COLORS = 6  # in palette.css
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,23 +110,12 @@ def scaled(fraction: float) -> str:
 
     Example:
         >>> scaled(0), scaled(0.5), scaled(1)
-        ('#EAF0B5', '#7EC0E7', '#805770')
+        ('#EAF0B5', '#87C8E6', '#9A709E')
     """
     exact = fraction * (len(_SCALE) - 1)
     lower = min(int(exact), len(_SCALE) - 2)
     pairs = zip(_parts(_SCALE[lower]), _parts(_SCALE[lower + 1]), strict=True)
     return '#' + ''.join(f'{round(one + (other - one) * (exact - lower)):02X}' for one, other in pairs)
-
-
-def ink(background: str) -> str:
-    """Black or white, whichever has the higher contrast on a colour (at least 4.5 to 1, as WCAG 2 asks)."""
-    linear = [
-        part / 255 / 12.92 if part / 255 <= 0.04045 else ((part / 255 + 0.055) / 1.055) ** 2.4
-        for part in _parts(background)
-    ]
-    luminance = sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-    # WCAG's contrast of two luminances is (lighter + 0.05) / (darker + 0.05).
-    return _WHITE if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else _BLACK
 
 
 def _parts(text: str) -> list[int]:

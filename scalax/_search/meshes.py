@@ -1,4 +1,4 @@
-"""The meshes that a number of devices can form, and constraints on their sizes."""
+"""The meshes that a number of devices can form, constraints on their sizes, and the helper of one."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import numbers
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from scalax._helper import MeshShardingHelper
 from scalax.errors import ArgumentError, did_you_mean
 
 Sizes = dict[str, int]
 Constraints = Mapping[str, int | Collection[int]] | Callable[[Sizes], Any] | None
 
 
-def possible_meshes(devices: int, names: Sequence[str], constraints: Constraints = None) -> Iterator[Sizes]:
+def possible_meshes(
+    devices: int, names: Sequence[str], constraints: Constraints = None, option: str = 'constraints'
+) -> Iterator[Sizes]:
     """All sizes of the mesh axes; the largest of the first axis come first.
 
     Args:
@@ -20,6 +23,7 @@ def possible_meshes(devices: int, names: Sequence[str], constraints: Constraints
         names: the mesh axes.
         constraints: mesh axis -> its size, or the sizes that it may have; or a function of the sizes that
             says whether they are wanted.
+        option: what messages call these.
 
     Raises:
         ArgumentError: the constraints name an unknown axis, or are invalid.
@@ -34,13 +38,11 @@ def possible_meshes(devices: int, names: Sequence[str], constraints: Constraints
     if isinstance(constraints, Mapping):
         for name, those in constraints.items():
             if name not in names:
-                raise ArgumentError(
-                    f'constraints name {name!r}, which is no mesh axis ({did_you_mean(str(name), names)})'
-                )
-            allowed[name] = _sizes(name, those)
+                raise ArgumentError(f'{option}: {name!r} is no mesh axis ({did_you_mean(str(name), names)})')
+            allowed[name] = _sizes(f'{option} of {name!r}', those)
     elif constraints is not None and not callable(constraints):
         raise ArgumentError(
-            "constraints are sizes by mesh axis, such as {'tp': [1, 2, 4]}, or a function of the sizes, "
+            f"{option} are given by mesh axis, such as {{'tp': [1, 2, 4]}}, or as a function of the sizes, "
             f'got {constraints!r}'
         )
     for dims in _products(devices, len(names)):
@@ -50,13 +52,17 @@ def possible_meshes(devices: int, names: Sequence[str], constraints: Constraints
             yield sizes
 
 
-def _sizes(name: str, those: Any) -> Collection[int]:
+def _sizes(option: str, those: Any) -> Collection[int]:
     sizes: Any = (those,) if isinstance(those, numbers.Integral) else those
     if not isinstance(sizes, Collection) or not all(isinstance(size, numbers.Integral) for size in sizes):
-        raise ArgumentError(
-            f'constraints of {name!r} are a size or several, such as [1, 2, 4], got {those!r}'
-        )
+        raise ArgumentError(f'{option} are a size or several, such as [1, 2, 4], got {those!r}')
     return sizes
+
+
+def helper_of(sizes: Sizes, devices: Sequence[Any], slices: Mapping[str, int]) -> MeshShardingHelper:
+    """The helper of a mesh of these sizes; *slices* are how many there are along mesh axes, if several."""
+    dcn = [slices.get(name, 1) for name in sizes] if slices else None
+    return MeshShardingHelper(list(sizes.values()), list(sizes), True, dcn_axis_dims=dcn, devices=devices)
 
 
 def _products(number: int, factors: int) -> Iterator[tuple[int, ...]]:
