@@ -14,6 +14,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from scalax._follow.types import Arguments, FewRows, Followed, Kept, Lost
+from scalax._jax.equations import name_stack, traceback_of
 from scalax._report.tables import array_text, human_bytes, table, terminal_width
 from scalax._tree.paths import bits_of
 from scalax._tree.specs import text
@@ -201,11 +202,11 @@ def _bytes(aval: Any) -> int:
 def line_of(found: Kept | Lost) -> str:
     """The line of the user's code; of what JAX derived, that of the call around it."""
     for equation in (found.equation, *found.calls):
-        stack = equation.source_info.traceback
+        stack = traceback_of(equation)
         if stack is not None:
-            frames = traceback.extract_tb(stack.as_python_traceback())
+            frames = traceback.extract_tb(stack)
             written = [each for each in reversed(frames) if not each.filename.startswith(_JAX)]
             frame = users_own(written, lambda each: each.filename)
             if frame is not None:
                 return f'{file_text(frame.filename)}:{frame.lineno} {frame.name}'
-    return str(found.equation.source_info.name_stack)
+    return name_stack(found.equation)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from scalax._jax.flax import module_class
 from scalax._tree.paths import describe_leaf, path_string
 from scalax.errors import LostUpdateWarning, shown_leaves, warn
 
@@ -22,7 +23,7 @@ class ModuleUpdates:
     """
 
     def __init__(self, nnx: Any, arguments: Any) -> None:
-        self._kind = getattr(nnx, 'Pytree', None) or nnx.Object
+        self._kind = module_class(nnx)
         self._modules = self._found(arguments)
         self._before = list(map(_leaves_by_path, self._modules))
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from scalax._jax.tracing import inner_sharding, is_refused, type_of
+from scalax._jax.tracing import inner_sharding, is_refused, is_traced, type_of
 from scalax._transforms.calls.call import (
     OF_TREES,
     Call,
@@ -174,11 +174,9 @@ def explained(error: Exception, sharded: ShardedCall, *, deleted: bool = False) 
 
 def _other_devices(sharded: ShardedCall) -> MeshError | None:
     """The error about a ``jax.set_mesh`` of other devices or another order."""
-    try:
-        ambient = jax.sharding.get_mesh()
-    except ValueError:  # inside of jax.jit
+    if is_traced():
         return None
-    mesh = sharded.mesh
+    ambient, mesh = jax.sharding.get_mesh(), sharded.mesh
     if ambient.empty or [*ambient.devices.flat] == [*mesh.devices.flat]:
         return None
     own, theirs = ([device.id for device in each.devices.flat] for each in (mesh, ambient))

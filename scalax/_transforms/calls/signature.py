@@ -367,7 +367,8 @@ class CallSignature:
         Raises:
             StructureError: the rules do not fit the arguments.
         """
-        if is_rule(rules):
+        kind: Any = type(rules)
+        if kind is not tuple and is_rule(rules):
             return dict.fromkeys(layout.dynamic, rules)
         by_slot: dict[int, RuleLike] = dict.fromkeys(layout.dynamic)
         if isinstance(rules, Mapping):

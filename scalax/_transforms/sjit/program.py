@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from scalax._jax.shardings import DELETED_ARGUMENTS_CRASH
 from scalax._transforms.calls.call import Call, CallKey, Shardings
 from scalax._transforms.calls.errors import donated_twice, reject_deleted
 from scalax._transforms.calls.placement import Moves, moved, targets, with_moved
@@ -30,11 +31,6 @@ from scalax._transforms.sjit.trace import Trace
 from scalax._tree.path_identity import paths_of
 from scalax._util import lru_cache
 from scalax.errors import ArgumentError, StructureError
-
-# Up to this version a deleted argument, or one that is donated twice, ends the process with a segmentation
-# fault on several devices.
-_DELETED_ARGUMENTS_CRASH = jax.__version_info__ < (0, 11, 1)
-
 
 Served = dict[CallKey, Trace]
 """What the traces of calls apply that a program serves."""
@@ -139,7 +135,7 @@ class Program:
         self._host_data: dict[int, Any] = {}
         self._handed_out: weakref.ref[Any] | None = None
         self.jitted = self.jit(flat_function, len(layout.slots))
-        guarded = _DELETED_ARGUMENTS_CRASH and guards
+        guarded = DELETED_ARGUMENTS_CRASH and guards
         self.call: Callable[..., Any] = self._guarded() if guarded else self.jitted
         self._call_placed = self.call  # without the placing of host data
 

@@ -22,7 +22,7 @@ import jax
 from scalax._follow.run import run_followed
 from scalax._follow.types import Arguments, Followed
 from scalax._jax import rewriting
-from scalax._jax.tracing import is_compiled, is_opaque, type_of
+from scalax._jax.tracing import is_compiled, is_opaque, memory_space, type_of
 from scalax._trace import contexts
 from scalax._trace.constraints import abstract, apply_sharding, on_devices
 from scalax._transforms.calls.call import Call, CallKey, Shardings, has_type
@@ -77,7 +77,7 @@ def _kinds(types: Sequence[Any]) -> list[Any]:
     """The part of types that no rule depends on, and a traced function may."""
     # A trace may depend on more of an opaque type: it equals nothing.
     return [
-        (type(kind).__name__, getattr(kind, 'memory_space', None))
+        (type(kind).__name__, memory_space(kind))
         if isinstance(kind, jax.core.ShapedArray) or not is_opaque(kind)
         else object()
         for kind in types
