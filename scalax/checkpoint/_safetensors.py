@@ -20,7 +20,7 @@ from scalax._report.tables import human_bytes
 from scalax._tree.paths import canonical_dtype, leaf_text
 from scalax._util import strict_json
 from scalax._util.progress import progress
-from scalax.checkpoint._safetensors_file import (
+from scalax.checkpoint._safetensors_header import (
     Box,
     Tensor,
     box_bytes,
@@ -29,7 +29,7 @@ from scalax.checkpoint._safetensors_file import (
     read_blocks,
     tensors_of,
 )
-from scalax.checkpoint._safetensors_mapping import NameMapping, destinations
+from scalax.checkpoint._safetensors_names import NameMapping, destinations
 from scalax.errors import ArgumentError, CheckpointError, shown, shown_leaves
 
 if TYPE_CHECKING:

@@ -12,22 +12,19 @@ from typing import Any
 import jax
 
 from scalax._tree.paths import canonical_dtype, path_string
-from scalax.checkpoint import _files
+from scalax.checkpoint import _files, _manifest
 from scalax.checkpoint._description import Description, LeafDescription, parse_description
-from scalax.checkpoint._files import FOLDER, Path, orbax
+from scalax.checkpoint._orbax import Path, orbax
 from scalax.errors import CheckpointError
 
 ITEM = 'state'
+FOLDER = 'scalax'  # holds what scalax writes beside the arrays
 LEAVES = 'leaves.json'
+MANIFEST = f'{FOLDER}/files.json'
 FORMAT = 1
 _ITEM_OF_MANAGER = 'default'  # what Orbax's CheckpointManager calls the only item of a step
-_READ_BY_ORBAX = ('_METADATA', '_sharding')  # JSON files, which Orbax reads whole
 _MOST_DATA = 1 << 30  # bytes of a data state, which is read into memory
 _BYTES, _JSON = b'B', b'J'  # the first byte of a data state
-
-
-class _NewerFormat(Exception):
-    """A checkpoint has a format that this scalax does not know."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,53 +59,48 @@ class SavedStep:
             share: the number of this process, and how many there are: each of n takes every nth file.
 
         Raises:
-            CheckpointError: there are no checksums to compare.
+            CheckpointError: there are no checksums to compare, or a later scalax has saved the step.
         """
         if not self.root.is_dir():
             return [f'{self.root.name} is missing']
-        manifest = _files.manifest_path(self.root)
-        if not manifest.exists():
-            if (self.root / FOLDER).exists():
-                return [f'{FOLDER}/{manifest.name} is missing']
-            self._require_checksums(not checksums, 'Orbax saved it without scalax')
-            return []
-        try:
-            files = _files.read_manifest(manifest)
-            if f'{FOLDER}/{LEAVES}' not in files:
-                raise ValueError(f'it does not list {FOLDER}/{LEAVES}')
-        except (OSError, ValueError) as error:
-            return [f'{FOLDER}/{manifest.name} cannot be read: {error}']
-        known = all(file.crc32 is not None for file in files.values())
-        self._require_checksums(not checksums or known, 'it was saved with checksums=False')
+        unknown = ''
+        if not (self.root / FOLDER).exists():
+            unknown, files = 'Orbax saved it without scalax', {}
+        elif not (self.root / MANIFEST).exists():
+            return [f'{MANIFEST} is missing']
+        else:
+            try:
+                files = _manifest.read_manifest(self.root / MANIFEST)
+                if f'{FOLDER}/{LEAVES}' not in files:
+                    raise ValueError(f'it does not list {FOLDER}/{LEAVES}')
+            except (OSError, ValueError) as error:
+                return [f'{MANIFEST} cannot be read: {error}']
+            if any(file.crc32 is None for file in files.values()):
+                unknown = 'it was saved with checksums=False'
+        if checksums and unknown:
+            raise CheckpointError(
+                f'{self.where} cannot be verified, because {unknown}. Restore it without verify=True'
+            )
         first, count = share
-        if wrong := _files.differences(self.root, dict([*files.items()][first::count]), checksums):
+        if wrong := _manifest.differences(self.root, dict([*files.items()][first::count]), checksums):
             return wrong
         try:
-            if self._own_description is None:  # another process sees a file, which this one does not
-                return [f'{FOLDER}/{LEAVES} is missing']
-        except _NewerFormat:
-            pass  # as far as this scalax can tell, nothing is wrong
+            # Another process may see a file that this one does not.
+            lost = bool(files) and self._own_description is None
+        except CheckpointError:
+            raise
         except (OSError, ValueError) as error:
             return [f'{FOLDER}/{LEAVES} cannot be read: {error}']
-        return []
-
-    def _require_checksums(self, there: bool, why: str) -> None:
-        if not there:
-            raise CheckpointError(
-                f'{self.where} cannot be verified, because {why}. Restore it without verify=True'
-            )
+        return [f'{FOLDER}/{LEAVES} is missing'] if lost else []
 
     def metadata_damage(self) -> list[str]:
         """What is wrong with Orbax's metadata, which a restore reads before arrays and `damage` does not."""
         try:
-            listed = self._orbax_leaves
-            described = self._own_description
+            listed = {path for path, _ in self._orbax_leaves}
         except CheckpointError as error:
             return [f'what Orbax says of its arrays cannot be read: {error.__cause__}']
-        except _NewerFormat:
-            return []  # as far as this scalax can tell
-        known = {path for path, _ in listed}
-        lost = [leaf.path for leaf in described.leaves if leaf.path not in known] if described else []
+        own = self._own_description
+        lost = [leaf.path for leaf in own.leaves if leaf.path not in listed] if own else []
         return [f'leaves that Orbax does not list: {", ".join(map(repr, lost[:10]))}'] if lost else []
 
     def description(self) -> Description:
@@ -119,10 +111,8 @@ class SavedStep:
         """
         try:
             own = self._own_description
-        except _NewerFormat:
-            raise CheckpointError(
-                f'{self.where} was saved by a later scalax, and this one cannot read it'
-            ) from None
+        except CheckpointError:
+            raise
         except (OSError, ValueError) as error:
             raise CheckpointError(f'{self.where} cannot be read: {FOLDER}/{LEAVES}: {error}') from error
         if own is not None:
@@ -137,14 +127,14 @@ class SavedStep:
         Raises:
             OSError: it cannot be read.
             ValueError: it is not a description.
-            _NewerFormat: it was written by a later scalax.
+            CheckpointError: it was written by a later scalax.
         """
         file = self.root / FOLDER / LEAVES
         if not file.exists():
             return None
         values = _files.read_json(file)
         if isinstance(values, dict) and isinstance(values.get('format'), int) and values['format'] > FORMAT:
-            raise _NewerFormat
+            raise CheckpointError(f'{self.where} was saved by a later scalax, and this one cannot read it')
         return parse_description(self.step, values)
 
     def arrays(self, targets: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,8 +162,9 @@ class SavedStep:
     @functools.cached_property
     def _orbax_tree(self) -> Any:
         with self._reading(), contextlib.closing(orbax().PyTreeCheckpointHandler()) as handler:
-            for name in _READ_BY_ORBAX:
-                _files.require_size(self.root / name)
+            for path in self.root.iterdir():  # among them the JSON that Orbax reads whole
+                if not path.is_dir():
+                    _files.require_json_size(path.name, _files.file_size(path))
             return handler.metadata(self.root).tree
 
     @functools.cached_property
@@ -204,27 +195,26 @@ class SavedStep:
                 'the iterator yourself'
             )
         try:
-            encoded = self._encoded_data()
-            state = None if encoded is None else _decode_data(encoded)
+            return self._data_state()
+        except FileNotFoundError:
+            raise CheckpointError(
+                f'{self.where} has no data state: save(..., data=iterator) keeps one'
+            ) from None
         except (OSError, ValueError) as error:
             raise CheckpointError(f'{self.where} cannot be read: {_data_file()}: {error}') from error
-        if encoded is None:
-            raise CheckpointError(f'{self.where} has no data state: save(..., data=iterator) keeps one')
-        return state
 
     def data_damage(self) -> list[str]:
         """What is wrong with the data state that this process saved, if it saved one."""
         try:
-            encoded = self._encoded_data()
-            if encoded is not None:
-                _decode_data(encoded)
+            self._data_state()
+        except FileNotFoundError:
+            pass
         except (OSError, ValueError) as error:
             return [f'{_data_file()} cannot be read: {error}']
         return []
 
-    def _encoded_data(self) -> bytes | None:
-        file = self.root / _data_file()
-        return _files.read_bytes(file, _MOST_DATA) if file.exists() else None
+    def _data_state(self) -> Any:
+        return _decode_data(_files.read_bytes(self.root / _data_file(), _MOST_DATA))
 
 
 def complete_steps(directory: Path) -> list[int]:

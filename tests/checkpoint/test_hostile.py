@@ -218,9 +218,7 @@ def test_sizes_are_limited_before_anything_is_read(
     monkeypatch.setattr(_files, '_MOST', 100)
     with Checkpointer(two / 'other') as checkpointer:
         checkpointer.save(1, state(1))
-        with pytest.raises(
-            CheckpointError, match=r'ValueError: leaves.json would have .* bytes, and at most 100'
-        ):
+        with pytest.raises(CheckpointError, match=r'ValueError: leaves.json has .* bytes, and at most 100'):
             checkpointer.wait()
     monkeypatch.setattr(_saved_step, '_MOST_DATA', 100)
     with (

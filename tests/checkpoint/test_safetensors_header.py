@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors
 
-from scalax.checkpoint._safetensors_file import DTYPES, LENGTH, parse_header
+from scalax.checkpoint._safetensors_header import DTYPES, LENGTH, parse_header
 from scalax.errors import CheckpointError
 from tests.support.safetensors_headers import SMALL_BITS, random_header
 
