@@ -79,11 +79,9 @@ class StepDirectory:
             self.remove(path)
         steps = complete_steps(self.path)
         self.writer.require()
-        known = self._known or () if self._renames else steps
-        self._replaced = [
-            one for one in steps if one >= step and one not in known and one not in self.damaged
-        ]
-        self._refuse(step, set(steps).difference(self._replaced))
+        known = (self._known or set()) if self._renames else set(steps)
+        self._replaced = [one for one in steps if one >= step and one not in known | self.damaged]
+        self._refuse(step, known.intersection(steps))
         if self._replaced and not self._has_warned:
             self._has_warned = True
             warn(

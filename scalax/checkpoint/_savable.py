@@ -86,8 +86,6 @@ def _as_jax_holds(leaf: Any) -> Any:
 
 def _fits(leaf: Any, held: Any) -> bool:
     """Whether the values of a numpy array fit in the dtype that JAX gives it; digits may be lost."""
-    if held is leaf:
-        return True
     if leaf.dtype.kind in 'iu':
         return bool((held == leaf).all())
     return bool((np.isfinite(held) == np.isfinite(leaf)).all())
@@ -113,18 +111,17 @@ def _reason_against(leaf: Any, held: Any) -> str:
     if isinstance(leaf, np.ma.MaskedArray):
         return 'its mask would be lost'
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
-        on_devices = isinstance(leaf, jax.Array)
-        if on_devices and leaf.is_deleted():
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
             return 'it was donated to a compiled function, and is gone; save what that returned'
         if 0 in leaf.shape:
             return 'Orbax does not write arrays without elements; leave it out'
-        if on_devices and jax.process_count() > 1 and leaf.is_fully_addressable:
+        if isinstance(leaf, jax.Array) and jax.process_count() > 1 and leaf.is_fully_addressable:
             return 'it is on this process alone; shard it over the mesh of all, or make it a numpy array'
-        if not on_devices and has_foreign_dtype(leaf):
+        if not isinstance(leaf, jax.Array) and has_foreign_dtype(leaf):
             return f'JAX has no arrays of dtype {leaf.dtype}'
         if not _is_stored(held.dtype):
             return 'Orbax does not write this dtype; cast it to a wider one'
-        if on_devices or _fits(leaf, held):
+        if held is leaf or _fits(leaf, held):
             return ''
         return (
             f'it holds values that do not fit in {held.dtype}, which JAX makes of {leaf.dtype}; set '

@@ -147,11 +147,11 @@ class SaveThread(threading.Thread):
 
     def _write_own(self) -> None:
         """Writes the files of this process, once its arrays are on the disk."""
-        folder, content = self._root / FOLDER, self._content
+        content = self._content
         if self._process == 0:
             leaves = [dataclasses.asdict(leaf) for leaf in content.leaves]
             head = {'format': FORMAT, 'processes': jax.process_count(), 'leaves': leaves}
-            _files.write_json(folder / LEAVES, head)
+            _files.write_json(self._root / LEAVES, head)
         own = [*_manifest.file_names(self._root, _orbax.folder_of_process(self._process))]
         if content.data is not None:
             data = self._part('data', self._process)
