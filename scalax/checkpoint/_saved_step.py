@@ -84,7 +84,7 @@ class SavedStep:
         first, count = share
         if wrong := _manifest.differences(self.root, dict([*files.items()][first::count]), checksums):
             return wrong
-        return self._unreadable(LEAVES, lambda: self._own_description)
+        return self._unreadable(LEAVES, lambda: self._own_description) if files else self.metadata_damage()
 
     def metadata_damage(self) -> list[str]:
         """What is wrong with Orbax's metadata, which a restore reads before arrays and `damage` does not."""
