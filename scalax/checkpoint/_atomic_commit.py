@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from scalax.checkpoint import _orbax
 from scalax.checkpoint._files import sync
@@ -45,12 +45,11 @@ class StepDirectory:
         self.path = path
         self.writer = SingleWriter(path)
         self.damaged: set[int] = set()
-        # The steps at the last look before the first save, and those of this writer since; None before a
-        # look. Later ones come from the writer that this one replaces.
+        # The steps at the last look before the first save; None before a look. Later ones come from the
+        # writer that this one replaces.
         self._known: set[int] | None = None
-        # Steps of the writer before, which are set aside when a step of this one is complete.
-        self._replaced: list[int] = []
-        self._has_warned = False
+        # Those, to be set aside when a step of this writer is complete; None until they are looked for.
+        self._replaced: list[int] | None = None
 
     def looked(self, steps: Iterable[int]) -> None:
         """Notes which steps there were, as this writer may go on from them."""
@@ -68,29 +67,28 @@ class StepDirectory:
             CheckpointError: the directory has another writer, or holds later steps.
         """
         if not self.writer.taken:
-            steps = complete_steps(self.path)
-            known = set(steps) if self._known is None else self._known
-            self._refuse(step, known.intersection(steps))
+            later = self._later(step)
+            known = set(later) if self._known is None else self._known
+            self._refuse(step, [one for one in later if one in known])
             self.writer.take()
-            self._known = known
         unfinished = self._unfinished()
         self.writer.require()
         for path in unfinished:
             self.remove(path)
-        steps = complete_steps(self.path)
+        later = self._later(step)
+        if self._replaced is None:
+            self._replaced = [] if self._known is None or not self._renames else later
+            if self._replaced:
+                warn(
+                    f'{self.path} holds {_listed(later)}, saved by the writer that this one replaces after '
+                    'this one had looked for steps; when its own step is complete they are kept as '
+                    f'{self._aside(later[0]).name}, which no restore looks at',
+                    CheckpointWarning,
+                )
+        damaged = self.damaged.intersection(complete_steps(self.path))
         self.writer.require()
-        known = (self._known or set()) if self._renames else set(steps)
-        self._replaced = [one for one in steps if one >= step and one not in known | self.damaged]
-        self._refuse(step, known.intersection(steps))
-        if self._replaced and not self._has_warned:
-            self._has_warned = True
-            warn(
-                f'{self.path} holds {_listed(self._replaced)}, saved by the writer that this one replaces '
-                'after this one had looked for steps; when its own step is complete they are kept as '
-                f'{self._aside(self._replaced[0]).name}, which no restore looks at',
-                CheckpointWarning,
-            )
-        for one in self.damaged.intersection(steps):
+        self._refuse(step, [one for one in later if one not in self._replaced])
+        for one in damaged:
             self.remove(self.path / str(one))
         self.damaged.clear()
         staging = self.staging(step, name)
@@ -122,21 +120,21 @@ class StepDirectory:
         if not self._renames:
             for folder in (final / ITEM, final):
                 (folder / COMMITTED).write_text('')
-            self._saved(step)
             return
-        if step in self._replaced:
+        replaced = self._replaced or []
+        if step in replaced:
             self._set_aside(step)
         try:
             staging.rename(final)
         except OSError:
-            if step in self._replaced:  # it is still the latest step
+            if step in replaced:  # it is still the latest step
                 with contextlib.suppress(OSError):
                     self._aside(step).rename(final)
             raise
-        self._saved(step)
+        self._replaced = [one for one in replaced if one != step]
         for one in self._replaced:
-            if one != step:
-                self._set_aside(one)
+            self._set_aside(one)
+        self._replaced = []
         sync(self.path)
 
     def is_committed(self, step: int, name: str) -> bool:
@@ -184,11 +182,10 @@ class StepDirectory:
     def _renames(self) -> bool:
         return _orbax.commits_by_rename(self.path)
 
-    def _saved(self, step: int) -> None:
-        self._known = {*(self._known or ()), step}
+    def _later(self, step: int) -> list[int]:
+        return [one for one in complete_steps(self.path) if one >= step and one not in self.damaged]
 
-    def _refuse(self, step: int, steps: Collection[int]) -> None:
-        later = sorted(one for one in steps if one >= step and one not in self.damaged)
+    def _refuse(self, step: int, later: Sequence[int]) -> None:
         if later:
             raise CheckpointError(
                 f'step {step} cannot be saved: {self.path} holds {_listed(later)} already, from another run '

@@ -290,6 +290,18 @@ def test_a_disk_that_cannot_be_read_once_the_directory_is_taken(
     assert run_and_step(helper, tmp_path) == (2, 3)
 
 
+def test_no_step_makes_way_later_on(tmp_path: Path) -> None:
+    """Neither its own nor one of another program, which does not know of writers."""
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.latest_step() is None
+        assert checkpointer.save(3, state(1, 3))
+        checkpointer.wait()
+        assert 'holds step 3 already' in message(checkpointer.save, 2, state(1, 2))
+        (tmp_path / '3').rename(tmp_path / '5')
+        assert 'holds step 5 already' in message(checkpointer.save, 4, state(1, 4))
+    assert names(tmp_path) == ['5', 'writer.json']
+
+
 def test_steps_that_cannot_be_deleted(
     tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
