@@ -16,14 +16,11 @@ _GROUPS = (
     *(Column('group', 'lead'), Column('spec', 'code'), Column('next best', 'code')),
     *(Column('seconds', 'number'), Column('memory', 'number'), Column('bytes', 'wide')),
 )
+_NUMBERS = ('seconds', 'at least', 'at most', 'memory')
 _MESHES = (
-    *(
-        Column('mesh', 'lead'),
-        Column('batch', 'code'),
-        Column('seconds', 'number'),
-        Column('at least', 'number'),
-    ),
-    *(Column('at most', 'number'), Column('memory', 'number'), Column('outcome', 'wide')),
+    *(Column('mesh', 'lead'), Column('batch', 'code')),
+    *(Column(head, 'number') for head in _NUMBERS),
+    Column('outcome', 'wide'),
 )
 SAVED = 'What moving one group to its next best place costs'
 TRIED = 'The best layout of each mesh and placement of the batch'

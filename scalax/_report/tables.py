@@ -115,10 +115,8 @@ def fits(cells: Sequence[Sequence[str]], width: int) -> bool:
     return sum(widths) + len(GAP) * (len(widths) - 1) <= width
 
 
-def _laid_out(
-    cells: Sequence[Sequence[str]], width: int, path: int, size: int | Container[int]
-) -> list[list[list[str]]]:
-    """The lines of each row, without characters that control a terminal.
+def table(cells: Sequence[Sequence[str]], width: int, path: int, size: int | Container[int]) -> list[str]:
+    """The lines of a table, its heads underlined, without characters that control a terminal.
 
     Args:
         cells: the heads and the rows.
@@ -131,22 +129,12 @@ def _laid_out(
     widths = _widths(cells)
     room = width - sum(widths) - len(GAP) * (len(widths) - 1) + widths[path]
     if room < len(cells[0][path]):
-        return [_packed(texts, widths, width, path, right) for texts in cells]
-    widths[path] = max(len(texts[path]) for texts in cells if len(texts[path]) <= room)
-    rows = []
-    for texts in cells:
-        above = _above(texts, widths, width, path, right) if len(texts[path]) > widths[path] else []
-        left = [*[''] * (path + 1), *texts[path + 1 :]] if above else texts
-        padded = [_padded(text, widths[column], column in right) for column, text in enumerate(left)]
-        rows.append([*above, padded] if any(left) else above)
-    return rows
-
-
-def table(cells: Sequence[Sequence[str]], width: int, path: int, size: int | Container[int]) -> list[str]:
-    """The lines of a table, its heads underlined."""
-    laid_out = _laid_out(cells, width, path, size)
-    heads, *rows = [[GAP.join(line).rstrip() for line in row] for row in laid_out]
-    lines = [line for row in rows for line in row]
+        rows = [_packed(texts, widths, width, path, right) for texts in cells]
+    else:
+        widths[path] = max(len(texts[path]) for texts in cells if len(texts[path]) <= room)
+        rows = [_in_columns(texts, widths, width, path, right) for texts in cells]
+    heads, *others = [[line.rstrip() for line in row] for row in rows]
+    lines = [line for row in others for line in row]
     return [*heads, '-' * max(map(len, [*heads, *lines])), *lines]
 
 
@@ -173,7 +161,7 @@ def broken(text: str, room: int) -> list[str]:
         >>> broken('halo exchange: train.py:178 make_step', 32)
         ['halo exchange: train.py:178 ', 'make_step']
     """
-    parts = []
+    parts, room = [], max(room, 1)
     while len(text) > room:
         inside = text[:room].lstrip()  # no part is the indentation alone
         ends = (text.rfind(mark, 0, room) + len(mark) for mark in _BREAKS if mark in inside)
@@ -187,38 +175,46 @@ def _widths(cells: Sequence[Sequence[str]]) -> list[int]:
     return [max(map(len, column)) for column in zip(*cells, strict=True)]
 
 
+def _padded(texts: Sequence[str], widths: Sequence[int], right: Container[int]) -> list[str]:
+    pairs = enumerate(zip(texts, widths, strict=False))
+    return [text.rjust(width) if i in right else text.ljust(width) for i, (text, width) in pairs]
+
+
+def _in_columns(
+    texts: Sequence[str], widths: Sequence[int], width: int, path: int, right: Container[int]
+) -> list[str]:
+    """The lines of a row; those of a path that is too long for its column stand above the rest."""
+    above: list[str] = []
+    if len(texts[path]) > widths[path]:
+        above = _above(texts, widths, width, path, right)
+        texts = [*[''] * (path + 1), *texts[path + 1 :]]
+    return [*above, GAP.join(_padded(texts, widths, right))] if any(texts) else above
+
+
 def _above(
     texts: Sequence[str], widths: Sequence[int], width: int, path: int, right: Container[int]
-) -> list[list[str]]:
+) -> list[str]:
     """The lines of a path and the columns before it."""
-    before = [_padded(texts[column], widths[column], column in right) for column in range(path)]
-    blank = [' ' * widths[column] for column in range(path)]
-    room = width - sum(size + len(GAP) for size in widths[:path])
+    before = ''.join(f'{text}{GAP}' for text in _padded(texts[:path], widths, right))
+    room = width - len(before)
     first, *others = broken(texts[path], room if len(texts[path]) <= room else room - len(GAP))
-    return [[*before, first], *[[*blank, f'{GAP}{name}'] for name in others]]
-
-
-def _padded(text: str, width: int, is_right: bool) -> str:
-    return text.rjust(width) if is_right else text.ljust(width)
+    return [before + first, *(f'{" " * len(before)}{GAP}{name}' for name in others)]
 
 
 def _packed(
     texts: Sequence[str], widths: Sequence[int], width: int, path: int, right: Container[int]
-) -> list[list[str]]:
+) -> list[str]:
     """The lines of a row whose path has lines of its own, with as many other columns on a line as fit."""
-    rest = range(path + 1, len(texts))
     if width - sum(size + len(GAP) for size in widths[:path]) >= _LEAST:
-        lines = _above(texts, widths, width, path, right)
+        lines, rest = _above(texts, widths, width, path, right), texts[path + 1 :]
     else:  # the columns before the path leave no room for it on their line
-        rest = range(len(texts))
-        lines = [[part] for part in broken(texts[path], width)]
-    indent = ' ' * (_INDENT - len(GAP))
-    room = 0
-    for column in rest:
-        for part in broken(texts[column], width - _INDENT) if texts[column] and column != path else []:
-            if room < len(part):
-                lines.append([indent])
-                room = width - _INDENT
-            lines[-1].append(part)
-            room -= len(part) + len(GAP)
-    return lines
+        lines, rest = broken(texts[path], width), [*texts[:path], *texts[path + 1 :]]
+    line = ''
+    for text in filter(None, rest):
+        for part in broken(text, width - _INDENT):
+            if line and len(line) + len(GAP) + len(part) <= width:
+                line += GAP + part
+            else:
+                lines += [line] * bool(line)
+                line = ' ' * _INDENT + part
+    return [*lines, *[line] * bool(line)]

@@ -19,7 +19,6 @@ from scalax._report.trial_file import TrialFile
 from scalax._search.meshes import helper_of
 from scalax._search.objective import lost_by
 from scalax._search.outcome import Candidate
-from scalax._search.ranking import order, surely_fits
 from scalax.errors import DataError, IndivisibleWarning
 
 
@@ -36,7 +35,6 @@ class Attempts:
         quick: how many quick plans were compiled.
         full: how many full plans were.
         read: how many plans of either kind came from the file.
-        best: the fastest candidate so far that fits for sure.
     """
 
     make_step: Callable[..., tuple[Any, Sequence[Any]]]
@@ -47,7 +45,6 @@ class Attempts:
     quick: int = 0
     full: int = 0
     read: int = 0
-    best: Candidate | None = None
 
     def __call__(self, candidate: Candidate, *, quick: bool) -> Candidate:
         """The candidate with its plan, or with the reason why there is none; raises as `lost_by` does."""
@@ -70,10 +67,7 @@ class Attempts:
             if self.file.path:
                 self.file.add(step.identity, {'quick': quick, 'plan': json.loads(plan.to_json())})
         lost = f'does not fit: {memory_taken(plan)}' if plan.fits is False else ''
-        made = dataclasses.replace(candidate, plan=plan, lost=lost)
-        if surely_fits(made) and (self.best is None or order(made) < order(self.best)):
-            self.best = made
-        return made
+        return dataclasses.replace(candidate, plan=plan, lost=lost)
 
     def _lowered(self, candidate: Candidate) -> LoweredStep:
         helper = helper_of(dict(candidate.mesh), self.devices, self.slices)

@@ -1,6 +1,7 @@
 """Agreement of processes on what to save or restore: they all do the same, or none does anything.
 
-Each process reads its own part of a step, so all have to see the same steps, and none that is damaged.
+Each process reads its own part of a step, so all have to see the same steps, and none that is damaged. Orbax
+alone waits where a process does something else, until the time is up or the job is ended.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal
 
 import jax
 import numpy as np
@@ -17,10 +18,16 @@ from jax.sharding import Mesh
 
 from scalax._hostdata import agreement, collectives
 from scalax._tree.paths import NamedTree
-from scalax.checkpoint._files import orbax
+from scalax.checkpoint._orbax import wait_for_processes
 from scalax.errors import CheckpointError
 
-_NAME_BYTES = 12  # of the name of a save
+_NO_NAME = bytes(12).hex()  # as long as the name of a save: one process may save where another restores
+_ADVICE = {
+    'save': 'What to do: save the same step of the same tree on every process; a leaf that every process has '
+    'for itself belongs in data=.',
+    'restore': 'What to do: ask for the same tree on every process, and for the same step; without a step it '
+    'is the latest that all of them see.',
+}
 
 
 def barrier(name: str, timeout: float, mesh: Mesh | None = None) -> None:
@@ -39,8 +46,7 @@ def barrier(name: str, timeout: float, mesh: Mesh | None = None) -> None:
         return
     some = None if len(indices) == jax.process_count() else indices
     try:
-        sync = orbax().multihost.get_barrier_sync_fn(processes=some)
-        sync(key=f'scalax.checkpoint {name}', timeout_ms=int(1000 * timeout))
+        wait_for_processes(f'scalax.checkpoint {name}', some, timeout)
     except Exception as error:
         raise CheckpointError(
             f'some processes did not make this call within {timeout:.0f} seconds, and all have to make it. '
@@ -48,14 +54,23 @@ def barrier(name: str, timeout: float, mesh: Mesh | None = None) -> None:
         ) from error
 
 
-def agree_on_save(call: str, name: str, tree: NamedTree | None, error: BaseException | None) -> str:
-    """Returns if all processes save the same; raises on every process if not.
+def agree(
+    what: Literal['save', 'restore'],
+    mesh: Mesh,
+    call: str,
+    leaves: Iterable[tuple[str, str]],
+    error: BaseException | None,
+    name: str = _NO_NAME,
+) -> str:
+    """Returns if all processes ask for the same; raises on every process if not.
 
     Args:
+        what: the name of the call.
+        mesh: whose processes have to agree.
         call: the arguments, as text.
+        leaves: by path, what has to be the same about each leaf.
+        error: why this process cannot go on; raised here, and told to the others.
         name: this process's name for the save: 24 hexadecimal digits.
-        tree: the state; None if there is none because of *error*.
-        error: why this process cannot save; raised here, and told to the others.
 
     Returns:
         The name that process 0 has given.
@@ -63,55 +78,30 @@ def agree_on_save(call: str, name: str, tree: NamedTree | None, error: BaseExcep
     Raises:
         CheckpointError: names the processes and leaves that differ.
     """
-    if jax.process_count() > 1:
-        leaves = [] if tree is None else [*zip(tree.paths, map(_saved_text, tree.leaves), strict=True)]
-        advice = (
-            'What to do: save the same step of the same tree on every process; a leaf that every process has '
-            'for itself belongs in data=.'
-        )
-        mesh = Mesh(np.asarray(jax.devices(), dtype=object), ('device',))  # a save involves all processes
-        statement, mine = agreement.Statement(call, leaves), bytes.fromhex(name)
-        return agreement.agree(mesh, statement, 'save', advice, error, CheckpointError, mine)[0].hex()
+    if collectives.processes_of(mesh).several:
+        statement = agreement.Statement(call, [*leaves])
+        mine = bytes.fromhex(name)
+        return agreement.agree(mesh, statement, what, _ADVICE[what], error, CheckpointError, mine)[0].hex()
     if error is not None:
         raise error
     return name
 
 
-def _saved_text(leaf: Any) -> str:
+def all_processes() -> Mesh:
+    """A mesh of all devices: a save involves every process."""
+    return Mesh(np.asarray(jax.devices(), dtype=object), ('device',))
+
+
+def saved_texts(tree: NamedTree | None) -> Iterator[tuple[str, str]]:
     """What has to be the same on every process; for arrays on the host this includes the values."""
-    text = agreement.placed_text(leaf)
-    if isinstance(leaf, jax.Array):
-        return text
-    if not hasattr(leaf, 'dtype'):
-        return f'{text} {leaf!r}'
-    crc32 = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
-    return f'{text} with the checksum {crc32:08x}'
-
-
-def agree_on_restore(mesh: Mesh, call: str, wanted: Mapping[str, Any], error: BaseException | None) -> None:
-    """Returns if all processes restore the same; raises on every process if not.
-
-    Args:
-        mesh: the mesh of the arrays.
-        call: the arguments, as text.
-        wanted: by path, structs with shardings, or the types of Python numbers.
-        error: why this process cannot go on; raised here, and told to the others.
-
-    Raises:
-        CheckpointError: names the processes and leaves that differ.
-    """
-    if collectives.processes_of(mesh).several:
-        leaves = [(path, agreement.placed_text(leaf)) for path, leaf in wanted.items()]
-        advice = (
-            'What to do: ask for the same tree on every process, and for the same step; without a step it is '
-            'the latest that all of them see.'
-        )
-        statement = agreement.Statement(call, leaves)
-        # As many bytes as a save shares: one process may save where another restores.
-        shared = bytes(_NAME_BYTES)
-        agreement.agree(mesh, statement, 'restore', advice, error, CheckpointError, shared)
-    elif error is not None:
-        raise error
+    for path, leaf in zip(tree.paths, tree.leaves, strict=True) if tree else ():
+        text = agreement.placed_text(leaf)
+        if not hasattr(leaf, 'dtype'):
+            text += f' {leaf!r}'
+        elif not isinstance(leaf, jax.Array):
+            crc32 = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
+            text += f' with the checksum {crc32:08x}'
+        yield path, text
 
 
 @contextlib.contextmanager
@@ -126,7 +116,7 @@ def all_or_none(mesh: Mesh, call: str) -> Iterator[None]:
         yield
     except Exception as fault:  # noqa: BLE001 - raised once all processes know
         error = fault
-    agree_on_restore(mesh, call, {}, error)
+    agree('restore', mesh, call, (), error)
 
 
 def common_steps(mesh: Mesh, steps: Sequence[int]) -> list[int]:
@@ -148,10 +138,9 @@ def common_damage(mesh: Mesh, look: Callable[[tuple[int, int]], list[str]]) -> l
         CheckpointError: a process cannot look.
     """
     processes = collectives.processes_of(mesh)
-    share = (processes.here, len(processes.indices)) if processes.several else (0, 1)
     with all_or_none(mesh, 'the files of a step'):
         try:
-            wrong = look(share)
+            wrong = look((processes.here, len(processes.indices)) if processes.several else (0, 1))
         except OSError as error:
             wrong = [f'it cannot be read: {error}']
     if not processes.several:

@@ -20,11 +20,11 @@ from scalax._report.tables import human_bytes
 from scalax._tree.paths import NamedTree, bits_of
 from scalax._util.progress import progress
 from scalax.checkpoint import _agreement
+from scalax.checkpoint._atomic_commit import StepDirectory
 from scalax.checkpoint._description import Description, describe_leaf, require_fit, with_typed_keys
 from scalax.checkpoint._files import as_path
 from scalax.checkpoint._saved_step import SavedStep, complete_steps, encode_data, find_step, latest_undamaged
 from scalax.checkpoint._target import checked_pairs, renamed_paths, target_of
-from scalax.checkpoint._writer import Writer
 from scalax.errors import ArgumentError, CheckpointError, CheckpointWarning, checked_flag, shown, warn
 
 if TYPE_CHECKING:
@@ -105,12 +105,10 @@ class Checkpointer:
         self._directory = as_path(directory)
         self._keep, self._save_every = keep, save_every
         self._checksums, self._timeout = checksums, timeout
-        self._writer = Writer(self._directory)
+        self._steps = StepDirectory(self._directory)
         self._running: SaveThread | None = None
         self._reached: int | None = None  # the last step that this checkpointer saved or restored
         self._restored: int | None = None
-        self._damaged: set[int] = set()
-        self._known: set[int] | None = None  # the steps that existed at the last look
         self._lock = threading.RLock()
 
     @property
@@ -140,8 +138,9 @@ class Checkpointer:
             CheckpointError: the last save failed; some leaves cannot be saved; the directory holds later
                 steps of another run; another writer has taken it; processes save different things.
         """
-        # Here, because it imports Orbax, which `import scalax.checkpoint` does without.
-        from scalax.checkpoint._save import Content, SaveThread, make_room, restorable_tree, validate_state
+        # Here, because they import Orbax, which `import scalax.checkpoint` does without.
+        from scalax.checkpoint._savable import restorable_tree, validate_state
+        from scalax.checkpoint._save import Content, SaveThread
 
         error: Exception | None = None
         tree, encoded = None, None
@@ -155,36 +154,33 @@ class Checkpointer:
         if error is None and ((step % self._save_every and not force) or step == self._reached):
             return False
         _agreement.barrier('call', self._timeout)  # of all methods: a different one shows in the agreement
-        begun, name = False, self._writer.name()
+        begun, name = False, self._steps.writer.name_of_save()
         try:
             if error is not None:
                 raise error
-            given = NamedTree.of(state)
-            tree = validate_state(given)
-            if tree is not given:
-                state = tree.treedef.unflatten(tree.leaves)
+            tree = validate_state(NamedTree.of(state))
             encoded = None if data is None else encode_data(data)
             self.wait()
             if jax.process_index() == 0:
-                with _as_checkpoint_error(step, self._directory):
-                    make_room(self._writer, step, name, self._known, self._damaged)
+                with self._saving(step, name):
+                    self._steps.prepare(step, name)
                 begun = True
         except Exception as fault:  # noqa: BLE001 - raised once all processes know
             error = fault
         try:
             call = f'{step=}, keep={self._keep}, checksums={self._checksums}'
-            name = _agreement.agree_on_save(call, name, tree, error)
+            everyone, texts = _agreement.all_processes(), _agreement.saved_texts(tree)
+            name = _agreement.agree('save', everyone, call, texts, error, name)
         except BaseException:
             if begun:
-                self._writer.discard(self._writer.staging(step, name))
+                self._steps.discard(step, name)
             raise
         assert tree is not None
-        self._damaged.clear()
         leaves = [*map(describe_leaf, tree.paths, tree.leaves)]
-        content = Content(restorable_tree(state), leaves, encoded, self._checksums)
-        self._running = SaveThread(self._writer, step, name, content, self._keep, self._timeout)
-        with _as_checkpoint_error(step, self._directory):
-            self._running.copy()
+        content = Content(leaves, encoded, self._checksums)
+        self._running = SaveThread(self._steps, step, name, content, self._keep, self._timeout)
+        with self._saving(step, name):
+            self._running.copy(restorable_tree(tree.treedef.unflatten(tree.leaves)))
         self._reached = step
         return True
 
@@ -278,7 +274,7 @@ class Checkpointer:
             error = fault
         with_data = '' if data is None else ', with data'
         call = f'{step=}, {only=}, {rename=}, {cast=}, {verify=}{with_data}'
-        _agreement.agree_on_restore(helper.mesh, call, target.wanted if target else {}, error)
+        _agreement.agree('restore', helper.mesh, call, target.texts() if target else (), error)
         assert target is not None
         saved = self._choose(helper, here, step, verify, data is not None)
         with _agreement.all_or_none(helper.mesh, call):  # its data state may be missing on this process only
@@ -306,8 +302,7 @@ class Checkpointer:
         An unfinished save does not count: `wait` for it first.
         """
         here = complete_steps(self._directory)
-        if not self._writer.taken:
-            self._known = set(here)
+        self._steps.looked(here)
         saved, _ = latest_undamaged(self._directory, here, lambda one: one.damage(False))
         return None if saved is None else saved.step
 
@@ -342,7 +337,7 @@ class Checkpointer:
         self._running = None
         if save.error is not None:
             self._reached = None
-            with _as_checkpoint_error(save.step, self._directory):
+            with self._saving(save.step, save.save):
                 raise save.error
         if save.warning is not None:
             warn(save.warning, CheckpointWarning)
@@ -376,7 +371,7 @@ class Checkpointer:
     ) -> SavedStep:
         """The step to restore, the same on every process, among those that this process sees (*here*)."""
         steps = _agreement.common_steps(helper.mesh, here)
-        self._known = set(steps)  # a step that only some see was saved while the others looked
+        self._steps.looked(steps)  # a step that only some see was saved while the others looked
         if step is not None and step in here and step not in steps:
             raise CheckpointError(
                 f'step {step} is in {self._directory} as this process sees it, and other processes do not '
@@ -400,7 +395,7 @@ class Checkpointer:
             what = f'the checkpoint of step {step}' if step is not None else 'every checkpoint'
             raise CheckpointError(f'{what} in {self._directory} is damaged:\n{shown(listed)}')
         if passed:
-            self._damaged |= set(passed)
+            self._steps.damaged |= set(passed)
             warn(
                 f'damaged checkpoints in {self._directory} are passed over, and step {saved.step} is '
                 f'restored; the next save deletes them:\n{shown(listed)}',
@@ -408,19 +403,23 @@ class Checkpointer:
             )
         return saved
 
-
-@contextlib.contextmanager
-def _as_checkpoint_error(step: int, directory: Any) -> Iterator[None]:
-    """Raises CheckpointError that says which step could not be saved."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f'step {step} could not be saved in {directory}, and what was there before is untouched: '
-            f'{type(error).__name__}: {error}'
-        ) from error
+    @contextlib.contextmanager
+    def _saving(self, step: int, name: str) -> Iterator[None]:
+        """Raises CheckpointError that says why a step could not be saved, given the name of the save."""
+        try:
+            yield
+        except Exception as error:
+            reason: BaseException = error
+            if self._steps.writer.taken or jax.process_index():  # process 0 takes it for all
+                reason = self._steps.writer.reason(error, name)
+            if not isinstance(reason, CheckpointError):
+                reason = CheckpointError(
+                    f'step {step} could not be saved in {self._directory}, and what was there before is '
+                    f'untouched: {type(error).__name__}: {error}'
+                )
+            if reason is error:
+                raise
+            raise reason from error
 
 
 def _checked_step(step: Any) -> int:

@@ -1,6 +1,7 @@
 """Descriptions of checkpoints: what each leaf was, and how that differs from what a restore asks for.
 
-A description is read from one small file, without loading an array.
+A description is read from one small file, without loading an array. Orbax's own describes a typed key as the
+uint32 array of its data, and does not say how many processes have saved the step.
 """
 
 from __future__ import annotations

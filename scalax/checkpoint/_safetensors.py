@@ -20,16 +20,9 @@ from scalax._report.tables import human_bytes
 from scalax._tree.paths import canonical_dtype, leaf_text
 from scalax._util import strict_json
 from scalax._util.progress import progress
-from scalax.checkpoint._safetensors_file import (
-    Box,
-    Tensor,
-    box_bytes,
-    in_message,
-    read_ahead,
-    read_blocks,
-    tensors_of,
-)
-from scalax.checkpoint._safetensors_mapping import NameMapping, destinations
+from scalax.checkpoint._safetensors_blocks import Box, box_bytes, read_ahead, read_blocks
+from scalax.checkpoint._safetensors_header import Tensor, in_message, tensors_of
+from scalax.checkpoint._safetensors_names import NameMapping, destinations
 from scalax.errors import ArgumentError, CheckpointError, shown, shown_leaves
 
 if TYPE_CHECKING:
@@ -37,6 +30,7 @@ if TYPE_CHECKING:
     from scalax.rules import RuleLike
 
 _log = logging.getLogger('scalax.checkpoint')
+
 
 _SUFFIX = '.safetensors'
 _INDEX = '.index.json'

@@ -12,22 +12,19 @@ from typing import Any
 import jax
 
 from scalax._tree.paths import canonical_dtype, path_string
-from scalax.checkpoint import _files
+from scalax.checkpoint import _files, _manifest
 from scalax.checkpoint._description import Description, LeafDescription, parse_description
-from scalax.checkpoint._files import FOLDER, Path, orbax
+from scalax.checkpoint._orbax import Path, orbax
 from scalax.errors import CheckpointError
 
 ITEM = 'state'
-LEAVES = 'leaves.json'
+FOLDER = 'scalax'  # holds what scalax writes beside the arrays
+LEAVES = f'{FOLDER}/leaves.json'
+MANIFEST = f'{FOLDER}/files.json'
 FORMAT = 1
 _ITEM_OF_MANAGER = 'default'  # what Orbax's CheckpointManager calls the only item of a step
-_READ_BY_ORBAX = ('_METADATA', '_sharding')  # JSON files, which Orbax reads whole
 _MOST_DATA = 1 << 30  # bytes of a data state, which is read into memory
 _BYTES, _JSON = b'B', b'J'  # the first byte of a data state
-
-
-class _NewerFormat(Exception):
-    """A checkpoint has a format that this scalax does not know."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +47,11 @@ class SavedStep:
         return of_manager if of_manager.exists() else folder / ITEM
 
     @property
+    def _is_own(self) -> bool:
+        """Whether scalax has saved it; or else Orbax alone."""
+        return bool((self.root / FOLDER).exists())
+
+    @property
     def where(self) -> str:
         """The step, as messages call it."""
         return f'the checkpoint of step {self.step} in {self.directory}'
@@ -62,53 +64,34 @@ class SavedStep:
             share: the number of this process, and how many there are: each of n takes every nth file.
 
         Raises:
-            CheckpointError: there are no checksums to compare.
+            CheckpointError: there are no checksums to compare, or a later scalax has saved the step.
         """
         if not self.root.is_dir():
             return [f'{self.root.name} is missing']
-        manifest = _files.manifest_path(self.root)
-        if not manifest.exists():
-            if (self.root / FOLDER).exists():
-                return [f'{FOLDER}/{manifest.name} is missing']
-            self._require_checksums(not checksums, 'Orbax saved it without scalax')
-            return []
         try:
-            files = _files.read_manifest(manifest)
-            if f'{FOLDER}/{LEAVES}' not in files:
-                raise ValueError(f'it does not list {FOLDER}/{LEAVES}')
+            files = _manifest.read_manifest(self.root / MANIFEST) if self._is_own else {}
+            if self._is_own and LEAVES not in files:
+                raise ValueError(f'it does not list {LEAVES}')
+        except FileNotFoundError:
+            return [f'{MANIFEST} is missing']
         except (OSError, ValueError) as error:
-            return [f'{FOLDER}/{manifest.name} cannot be read: {error}']
-        known = all(file.crc32 is not None for file in files.values())
-        self._require_checksums(not checksums or known, 'it was saved with checksums=False')
-        first, count = share
-        if wrong := _files.differences(self.root, dict([*files.items()][first::count]), checksums):
-            return wrong
-        try:
-            if self._own_description is None:  # another process sees a file, which this one does not
-                return [f'{FOLDER}/{LEAVES} is missing']
-        except _NewerFormat:
-            pass  # as far as this scalax can tell, nothing is wrong
-        except (OSError, ValueError) as error:
-            return [f'{FOLDER}/{LEAVES} cannot be read: {error}']
-        return []
-
-    def _require_checksums(self, there: bool, why: str) -> None:
-        if not there:
+            return [f'{MANIFEST} cannot be read: {error}']
+        if checksums and (not files or any(file.crc32 is None for file in files.values())):
+            why = 'it was saved with checksums=False' if files else 'Orbax saved it without scalax'
             raise CheckpointError(
                 f'{self.where} cannot be verified, because {why}. Restore it without verify=True'
             )
+        first, count = share
+        if wrong := _manifest.differences(self.root, dict([*files.items()][first::count]), checksums):
+            return wrong
+        return self._unreadable(LEAVES, lambda: self._own_description) if files else self.metadata_damage()
 
     def metadata_damage(self) -> list[str]:
         """What is wrong with Orbax's metadata, which a restore reads before arrays and `damage` does not."""
-        try:
-            listed = self._orbax_leaves
-            described = self._own_description
-        except CheckpointError as error:
-            return [f'what Orbax says of its arrays cannot be read: {error.__cause__}']
-        except _NewerFormat:
-            return []  # as far as this scalax can tell
-        known = {path for path, _ in listed}
-        lost = [leaf.path for leaf in described.leaves if leaf.path not in known] if described else []
+        if wrong := self._unreadable('what Orbax says of its arrays', lambda: self._orbax_leaves):
+            return wrong
+        listed, own = {path for path, _ in self._orbax_leaves}, self._own_description
+        lost = [leaf.path for leaf in own.leaves if leaf.path not in listed] if own else []
         return [f'leaves that Orbax does not list: {", ".join(map(repr, lost[:10]))}'] if lost else []
 
     def description(self) -> Description:
@@ -117,16 +100,8 @@ class SavedStep:
         Raises:
             CheckpointError: its description is missing or cannot be read.
         """
-        try:
-            own = self._own_description
-        except _NewerFormat:
-            raise CheckpointError(
-                f'{self.where} was saved by a later scalax, and this one cannot read it'
-            ) from None
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f'{self.where} cannot be read: {FOLDER}/{LEAVES}: {error}') from error
-        if own is not None:
-            return own
+        if self._own_description is not None:
+            return self._own_description
         leaves = [_describe_orbax_leaf(path, leaf) for path, leaf in self._orbax_leaves]
         return Description(self.step, leaves, 0)
 
@@ -135,17 +110,21 @@ class SavedStep:
         """The description that scalax wrote; None if Orbax saved the step without scalax.
 
         Raises:
-            OSError: it cannot be read.
-            ValueError: it is not a description.
-            _NewerFormat: it was written by a later scalax.
+            CheckpointError: it cannot be read, is not a description, or was written by a later scalax.
         """
-        file = self.root / FOLDER / LEAVES
-        if not file.exists():
+        if not self._is_own:
             return None
-        values = _files.read_json(file)
-        if isinstance(values, dict) and isinstance(values.get('format'), int) and values['format'] > FORMAT:
-            raise _NewerFormat
-        return parse_description(self.step, values)
+        with self._reading(LEAVES):
+            values = _files.read_json(self.root / LEAVES)
+            if (
+                isinstance(values, dict)
+                and isinstance(values.get('format'), int)
+                and values['format'] > FORMAT
+            ):
+                raise CheckpointError(
+                    f'{self.where} was saved by a later scalax, and this one cannot read it'
+                )
+            return parse_description(self.step, values)
 
     def arrays(self, targets: Mapping[str, Any]) -> dict[str, Any]:
         """Reads leaves, each straight into its sharding.
@@ -172,8 +151,9 @@ class SavedStep:
     @functools.cached_property
     def _orbax_tree(self) -> Any:
         with self._reading(), contextlib.closing(orbax().PyTreeCheckpointHandler()) as handler:
-            for name in _READ_BY_ORBAX:
-                _files.require_size(self.root / name)
+            for path in self.root.iterdir():  # among them the JSON that Orbax reads whole
+                if not path.is_dir():
+                    _files.require_json_size(path.name, _files.file_size(path))
             return handler.metadata(self.root).tree
 
     @functools.cached_property
@@ -183,12 +163,25 @@ class SavedStep:
         return [(path_string(path), leaf) for path, leaf in flat if _is_metadata(leaf)]
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Adds to an error which checkpoint could not be read."""
+    def _reading(self, file: str = '') -> Iterator[None]:
+        """Adds to an error which checkpoint, and which file of it, could not be read."""
         try:
             yield
+        except CheckpointError:
+            raise
         except Exception as error:
-            raise CheckpointError(f'{self.where} cannot be read: {type(error).__name__}: {error}') from error
+            what = file or type(error).__name__
+            raise CheckpointError(f'{self.where} cannot be read: {what}: {error}') from error
+
+    def _unreadable(self, what: str, read: Callable[[], object]) -> list[str]:
+        """What is wrong with something that *read* reads."""
+        try:
+            read()
+        except CheckpointError as error:
+            if error.__cause__ is None:  # this scalax is too old for it
+                raise
+            return [f'{what} cannot be read: {error.__cause__}']
+        return []
 
     def data(self) -> Any:
         """The data state that this process saved.
@@ -203,28 +196,22 @@ class SavedStep:
                 f'{jax.process_count()}: each process reads other data now. Restore without data=, and set '
                 'the iterator yourself'
             )
-        try:
-            encoded = self._encoded_data()
-            state = None if encoded is None else _decode_data(encoded)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f'{self.where} cannot be read: {_data_file()}: {error}') from error
-        if encoded is None:
+        if not self._data_file.exists():
             raise CheckpointError(f'{self.where} has no data state: save(..., data=iterator) keeps one')
-        return state
+        return self._data_state()
 
     def data_damage(self) -> list[str]:
         """What is wrong with the data state that this process saved, if it saved one."""
-        try:
-            encoded = self._encoded_data()
-            if encoded is not None:
-                _decode_data(encoded)
-        except (OSError, ValueError) as error:
-            return [f'{_data_file()} cannot be read: {error}']
-        return []
+        name = f'{FOLDER}/{self._data_file.name}'
+        return self._unreadable(name, self._data_state) if self._data_file.exists() else []
 
-    def _encoded_data(self) -> bytes | None:
-        file = self.root / _data_file()
-        return _files.read_bytes(file, _MOST_DATA) if file.exists() else None
+    @property
+    def _data_file(self) -> Path:
+        return self.root / FOLDER / f'data.{jax.process_index()}'
+
+    def _data_state(self) -> Any:
+        with self._reading(f'{FOLDER}/{self._data_file.name}'):
+            return _decode_data(_files.read_bytes(self._data_file, _MOST_DATA))
 
 
 def complete_steps(directory: Path) -> list[int]:
@@ -293,10 +280,6 @@ def _decode_data(encoded: bytes) -> Any:
         return state if kind == _BYTES else json.loads(state)
     except RecursionError:
         raise ValueError('it is nested too deeply') from None
-
-
-def _data_file() -> str:
-    return f'{FOLDER}/data.{jax.process_index()}'
 
 
 def _is_metadata(node: Any) -> bool:

@@ -7,11 +7,12 @@ import functools
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 
+from scalax._hostdata.agreement import placed_text
 from scalax._tree.paths import NamedTree, canonical_dtype
 from scalax.errors import ArgumentError, CheckpointError, shown_leaves
 from scalax.rules._tree_path import checked_regex
@@ -27,19 +28,20 @@ class Target:
 
     Attributes:
         wanted: by leaf path, a struct with a sharding, or the type of a Python number.
-        rest: by leaf path, the leaves of `like` that are not to be restored.
-        tree: `like`, flattened.
+        tree: `like`, flattened, with structs in place of what a function would make.
     """
 
     wanted: dict[str, Any]
-    rest: dict[str, Any]
     tree: NamedTree
 
-    def fill(self, values: dict[str, Any]) -> Any:
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """By path, what has to be the same on every process."""
+        return ((path, placed_text(leaf)) for path, leaf in self.wanted.items())
+
+    def fill(self, values: Mapping[str, Any]) -> Any:
         """`like` with restored values, by path, in place of the leaves that were asked for."""
-        return self.tree.treedef.unflatten(
-            [values[path] if path in self.wanted else self.rest[path] for path in self.tree.paths]
-        )
+        leaves = zip(self.tree.paths, self.tree.leaves, strict=True)
+        return self.tree.treedef.unflatten([values.get(path, leaf) for path, leaf in leaves])
 
 
 def target_of(helper: MeshShardingHelper, rules: RuleLike, like: Any, only: str | None) -> Target:
@@ -64,15 +66,18 @@ def target_of(helper: MeshShardingHelper, rules: RuleLike, like: Any, only: str 
                 f'only={only!r} is found in no leaf path of like, so that nothing would be restored:\n'
                 f'{shown_leaves(tree.paths)}'
             )
-    wanted: dict[str, Any] = {}
-    rest: dict[str, Any] = {}
-    for path, leaf, sharding in zip(tree.paths, tree.leaves, shardings, strict=True):
-        struct = _struct(leaf, sharding) if hasattr(leaf, 'dtype') else type(leaf)
-        if only is None or re.search(only, path):
-            wanted[path] = struct
-        else:
-            rest[path] = struct if made else leaf
-    return Target(wanted, rest, tree)
+    structs = [
+        jax.ShapeDtypeStruct(leaf.shape, canonical_dtype(leaf.dtype), sharding=sharding)
+        if hasattr(leaf, 'dtype')
+        else type(leaf)
+        for leaf, sharding in zip(tree.leaves, shardings, strict=True)
+    ]
+    wanted = {
+        path: struct
+        for path, struct in zip(tree.paths, structs, strict=True)
+        if only is None or re.search(only, path)
+    }
+    return Target(wanted, dataclasses.replace(tree, leaves=structs) if made else tree)
 
 
 def _require_no_arguments(function: Any) -> None:
@@ -87,10 +92,6 @@ def _require_no_arguments(function: Any) -> None:
             f'restore: like is a function without arguments that makes the tree, and {error}. Bind arguments '
             'with functools.partial'
         ) from None
-
-
-def _struct(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, canonical_dtype(leaf.dtype), sharding=sharding)
 
 
 def is_function(like: Any) -> bool:

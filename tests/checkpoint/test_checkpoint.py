@@ -447,6 +447,9 @@ def test_orbax_by_hand_both_ways(tmp_path: Path, helper: MeshShardingHelper) -> 
     save(tmp_path / 'ours', state)
     theirs = ocp.StandardCheckpointer().restore(tmp_path / 'ours' / '1' / 'state')
     assert_equal(theirs['params'], state['params'])
+    with ocp.CheckpointManager(tmp_path / 'ours') as manager:
+        asked = ocp.args.Composite(state=ocp.args.StandardRestore())
+        assert_equal(manager.restore(manager.latest_step(), args=asked)['state']['params'], state['params'])
     with ocp.CheckpointManager(tmp_path / 'theirs') as manager:
         manager.save(4, args=ocp.args.StandardSave(state))
     ours = Checkpointer(tmp_path / 'theirs')

@@ -132,6 +132,10 @@ def test_a_step_that_is_empty_or_of_the_future(three: Path, helper: MeshSharding
     (three / '3' / 'state').rename(three / '3' / 'elsewhere')
     with pytest.warns(CheckpointWarning, match='step 3: state is missing'):
         assert_restores(three, helper, 2)
+    (three / '3' / 'state').mkdir()
+    assert Checkpointer(three).latest_step() == 2
+    with pytest.warns(CheckpointWarning, match='step 3: what Orbax says of its arrays cannot be read: '):
+        assert_restores(three, helper, 2)
     leaves = three / '2' / 'state' / 'scalax' / 'leaves.json'
     leaves.write_text(leaves.read_text().replace('"format": 1', '"format": 9'))
     assert message(Checkpointer(three).restore, helper, P('fsdp'), state(0), step=2) == (

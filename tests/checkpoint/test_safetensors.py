@@ -14,8 +14,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from scalax.checkpoint import load_safetensors
-from scalax.checkpoint._safetensors_file import DTYPES, Tensor, read_blocks
-from scalax.checkpoint._safetensors_file import tensors_of as tensors_of_opened
+from scalax.checkpoint._safetensors_blocks import read_blocks
+from scalax.checkpoint._safetensors_header import DTYPES, Tensor
+from scalax.checkpoint._safetensors_header import tensors_of as tensors_of_opened
 from scalax.errors import CheckpointError, ShardingError
 from scalax.sharding import MeshShardingHelper, PolicyShardingRule
 from scalax.sharding import PartitionSpec as P

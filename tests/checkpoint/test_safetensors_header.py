@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import safetensors
 
-from scalax.checkpoint._safetensors_file import DTYPES, LENGTH, parse_header
+from scalax.checkpoint._safetensors_header import DTYPES, LENGTH, parse_header
 from scalax.errors import CheckpointError
 from tests.support.safetensors_headers import SMALL_BITS, random_header
 
 FILE = Path('x.safetensors')
 ENTRY = '"dtype":"F32","shape":[4],"data_offsets":[0,16]'
 
-# What is refused here, and accepted there: see scalax/checkpoint/_safetensors_file.py.
+# What is refused here, and accepted there: see scalax/checkpoint/_safetensors_header.py.
 STRICTER = [
     *(f'has the dtype {name}, which cannot be loaded' for name in SMALL_BITS),
     'is not an object with dtype, shape, data_offsets, but [',

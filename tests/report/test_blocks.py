@@ -95,6 +95,19 @@ def test_links_lead_to_targets():
     assert [each.tag for each in hostile] == ['a', 'div']
 
 
+def test_tables_as_text():
+    assert blocks.text_table(COLUMNS, ROWS, 60) == [
+        'mesh          ms  outcome',
+        '----------------------------',
+        'tp=10     570 ms  best',
+        'tp=9    1,200 ms  slower',
+        'tp=100            no program',
+    ]
+    # Where the first column leaves no room, the second one is written down the page.
+    lines = blocks.text_table([Column('a'), Column('b')], [[Cell(56 * 'x'), Cell('some text')]], 60, 1)
+    assert ''.join(line[58:].strip() for line in lines[2:]) == 'sometext'
+
+
 def test_an_axis_has_its_color_wherever_it_is_named():
     assert blocks.axis_name('tp', MESH) == '<span class="axis axis-1">tp</span>'
     assert blocks.axis_name('other', MESH) == 'other'

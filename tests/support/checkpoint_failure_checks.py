@@ -19,7 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from scalax.checkpoint import Checkpointer, _checkpointer, _save, _saved_step, _writer
+from scalax.checkpoint import Checkpointer, _atomic_commit, _checkpointer, _save, _saved_step
 from scalax.errors import ArgumentError, CheckpointError
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
@@ -126,7 +126,7 @@ def check_a_process_that_cannot_look_or_begin() -> None:
     """Process 0 looks for what there is, and makes the folder."""
     checkpointer = Checkpointer(folder('look'), timeout=100)
     first = jax.process_index() == 0
-    for owner, name in ((_writer, 'complete_steps'), (_save, 'make_room')):
+    for owner, name in ((_atomic_commit, 'complete_steps'), (_atomic_commit.StepDirectory, 'prepare')):
         with failing(owner, name, first):
             text = error_of(checkpointer.save, 1, state(1))
         said = 'CheckpointError: step 1 could not be saved in '
@@ -167,6 +167,20 @@ def check_a_process_that_cannot_copy_or_write() -> None:
         text = error_of(checkpointer.save, 3, state(3))
         assert ('OSError: [Errno 5]' if last() else 'process') in text, text
     assert_saves(checkpointer, 4)
+
+
+def check_orbax_alone_lets_the_others_wait() -> None:
+    """Of its own checkpointer they have nothing but the end of the time, and no word of who has failed."""
+    options = ocp.options.AsyncOptions(timeout_secs=3)
+    checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), async_options=options)
+
+    def save() -> None:
+        checkpointer.save(folder('orbax') / '1', args=ocp.args.StandardSave(state(1)))
+        checkpointer.wait_until_finished()
+
+    with failing(ocp.StandardCheckpointHandler, 'async_save', last()):
+        text = error_of(save)
+    assert ('Input/output error' if last() else 'TimeoutError: Timed out while waiting') in text, text
 
 
 def check_a_restore_that_fails_on_one() -> None:
@@ -270,7 +284,11 @@ def check_another_deletes_what_one_has_yet_to_write() -> None:
     def copy_late(*args: Any, **kwargs: Any) -> Any:
         if last():
             wait_until(lambda: [*where.glob('2*/state/scalax/files.0')])
-            _writer.Writer(checkpointer._directory).prepare(2, {1}, [])
+            other = _atomic_commit.StepDirectory(checkpointer._directory)
+            other.looked([1])
+            name = other.writer.name_of_save()
+            other.prepare(2, name)
+            other.discard(2, name)
             wait_until(lambda: not [*where.glob('2*')])
             gone.touch()
         wait_until(gone.exists)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from scalax.checkpoint._safetensors_file import in_message
+from scalax.checkpoint._safetensors_header import in_message
 from scalax.checkpoint._target import checked_pairs, substitute
 from scalax.errors import ArgumentError, CheckpointError, near_names, shown_leaves
 

@@ -1,0 +1,122 @@
+"""The manifest of a step: all its files with their sizes and checksums, written after all else.
+
+Orbax has no such list: it restores other numbers where a byte has changed, and finds a file that is missing
+or truncated only when it reads it. Each process measures the files that it wrote, in the background. A
+checksum covers the bytes on the disk, so it is the same on every mesh. It is a CRC-32, which finds every
+flipped byte and is no protection against an adversary.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from scalax._report.pages import visible
+from scalax.checkpoint._files import file_size, read_json, sync, write_json
+from scalax.checkpoint._orbax import Path
+
+_CHUNK = 1 << 22  # bytes read at a time
+_THREADS = 4
+_LONGEST = 4096  # characters of a path
+
+
+class File(NamedTuple):
+    """The size of a file in bytes, and its CRC-32 if one was computed."""
+
+    size: int
+    crc32: int | None
+
+
+def file_names(root: Path, folder: str = '') -> Iterator[str]:
+    """The paths, relative to *root*, of all files in a folder below it, in a fixed order.
+
+    There are none if the folder does not exist: a process without arrays to write does not make one.
+    """
+    top = root / folder if folder else root
+    for path in sorted(top.iterdir()) if top.exists() else ():
+        name = f'{folder}/{path.name}' if folder else path.name
+        if path.is_dir():
+            yield from file_names(root, name)
+        else:
+            yield name
+
+
+def measure(root: Path, names: Iterable[str], checksums: bool) -> dict[str, File]:
+    """Syncs the files called *names* below *root* to the disk and measures them."""
+
+    def measured(name: str) -> File:
+        size = file_size(root / name)
+        sync(root / name)
+        return File(size, _crc32(root / name, size) if checksums else None)
+
+    names = list(names)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return dict(zip(names, pool.map(measured, names), strict=True))
+
+
+def write_manifest(path: Path, files: Mapping[str, File]) -> None:
+    """Writes the files of a step with their sizes and checksums."""
+    write_json(path, dict(sorted(files.items())))
+
+
+def read_manifest(path: Path) -> dict[str, File]:
+    """Reads what `write_manifest` wrote.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not a list of files, or names one outside its folder.
+    """
+    table = read_json(path)
+    if not isinstance(table, dict):
+        raise ValueError('it is not a list of files')
+    return {name: _parsed(name, entry) for name, entry in table.items()}
+
+
+def _parsed(name: str, entry: Any) -> File:
+    if len(name) > _LONGEST or '\0' in name or not {'', '.', '..'}.isdisjoint(name.split('/')):
+        raise ValueError(f'{name[:80]!r} is not a file of this checkpoint')
+    if isinstance(entry, list) and len(entry) == 2:
+        size, crc32 = entry
+        if type(size) is int and size >= 0 and (crc32 is None or type(crc32) is int):
+            return File(size, crc32)
+    raise ValueError(f'{name[:80]!r} has no size and checksum in it')
+
+
+def differences(root: Path, files: Mapping[str, File], checksums: bool) -> list[str]:
+    """How the files below *root* differ from their manifest; empty if they do not.
+
+    Args:
+        root: their folder.
+        files: the manifest.
+        checksums: whether to read all files and compare checksums. Sizes are always compared.
+    """
+
+    def difference(name: str) -> str:
+        try:
+            size, written = file_size(root / name), files[name]
+            if size != written.size:
+                return f'{name} has {size} bytes, and {written.size} were written'
+            crc32 = _crc32(root / name, size) if checksums else written.crc32
+        except OSError as error:
+            return f'{name} cannot be read: {error.strerror or error}'
+        if crc32 != written.crc32:
+            return (
+                f'{name} has other bytes than were written: its CRC-32 is {crc32:08x}, not '
+                f'{written.crc32:08x}'
+            )
+        return ''
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return [visible(text) for text in pool.map(difference, files) if text]
+
+
+def _crc32(path: Path, size: int) -> int:
+    """The checksum of the first *size* bytes: a file that grows meanwhile is not read forever."""
+    crc32 = 0
+    with path.open('rb') as file:
+        while size > 0 and (chunk := file.read(min(_CHUNK, size))):
+            crc32 = zlib.crc32(chunk, crc32)
+            size -= len(chunk)
+    return crc32

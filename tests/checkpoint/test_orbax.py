@@ -1,0 +1,159 @@
+"""Orbax: what `scalax.checkpoint` knows of it beyond its documentation, and what it loses alone.
+
+The first part fails where Orbax has changed. Where a test of the second part fails, Orbax does itself what a
+file of scalax is there for, and that file may go.
+"""
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+
+from scalax.checkpoint import _orbax
+from scalax.checkpoint._saved_step import complete_steps
+
+
+def state(value: float = 1) -> dict[str, jax.Array]:
+    return {'w': jnp.full((64, 64), value), 'b': jnp.full(8, value)}
+
+
+def saved(path: Path, tree: Any = None) -> Path:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, state() if tree is None else tree)
+    return path
+
+
+def largest_file(root: Path) -> Path:
+    """The largest of those that hold arrays."""
+    return max(root.rglob('d/*'), key=lambda path: path.stat().st_size)
+
+
+# --- What is relied on ---------------------------------------------------------------------------
+
+
+def test_the_mark_of_unfinished_folders(tmp_path: Path) -> None:
+    for name in ('1', f'2{_orbax.unfinished_mark()}', f'3{_orbax.unfinished_mark()}-of-somebody'):
+        (tmp_path / name).mkdir()
+    with ocp.CheckpointManager(tmp_path) as manager:
+        assert [*manager.all_steps()] == complete_steps(epath.Path(tmp_path)) == [1], (
+            'Orbax takes folders for steps whose names hold the mark of its own unfinished ones'
+        )
+
+
+def test_where_steps_are_committed_by_a_file() -> None:
+    kinds = ocp.path.atomicity
+    for path in ('gs://bucket/run', '/run', 's3://bucket/run', 'relative'):
+        kind = ocp.path.atomicity_defaults.get_default_temporary_path_class(epath.Path(path))
+        wanted = kinds.AtomicRenameTemporaryPath
+        if not _orbax.commits_by_rename(epath.Path(path)):
+            wanted = kinds.CommitFileTemporaryPath
+        assert kind is wanted, f'Orbax commits steps below {path} in another way: {kind.__name__}'
+    assert kinds.COMMIT_SUCCESS_FILE == _orbax.COMMITTED, 'Orbax marks complete steps by another file'
+
+
+def test_the_folders_that_orbax_makes(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 2**32, (64, 64), np.uint32)  # does not compress
+    root = saved(tmp_path / 'tree', {'w': jnp.asarray(noise)})
+    largest = largest_file(root)
+    assert root / _orbax.folder_of_process(0) in largest.parents, (
+        f'Orbax writes the arrays of process 0 elsewhere: in {largest.relative_to(root)}'
+    )
+    assert _orbax.awaited_folder(root).is_dir(), (
+        'Orbax makes no such folder any more: its processes may wait for another one'
+    )
+
+
+# --- What Orbax alone loses ----------------------------------------------------------------------
+
+
+def test_orbax_replaces_the_step_of_another_writer(tmp_path: Path) -> None:
+    with ocp.CheckpointManager(tmp_path) as first, ocp.CheckpointManager(tmp_path) as second:
+        for value, manager in enumerate((first, second)):
+            assert manager.save(1, args=ocp.args.StandardSave(state(value)))
+            manager.wait_until_finished()
+        assert first.restore(1)['w'][0, 0] == 1
+
+
+def test_orbax_commits_what_another_writer_has_half_written(tmp_path: Path) -> None:
+    written, released = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        written.set()
+        assert released.wait(60)
+
+    options = ocp.CheckpointManagerOptions(
+        async_options=ocp.options.AsyncOptions(post_finalization_callback=wait)
+    )
+    manager = ocp.CheckpointManager(tmp_path, options=options)
+    assert manager.save(1, args=ocp.args.StandardSave(state()))
+    assert written.wait(60)
+    # How the other begins: it deletes the folder, and makes one of that name.
+    another = ocp.path.atomicity.AtomicRenameTemporaryPath.from_final(epath.Path(tmp_path / '1'))
+    asyncio.run(another.create())
+    released.set()
+    manager.close()
+    with ocp.CheckpointManager(tmp_path) as reader:
+        assert reader.latest_step() == 1
+    assert not [*(tmp_path / '1').glob('default')]
+
+
+def test_orbax_goes_on_from_a_step_of_which_a_file_is_missing(tmp_path: Path) -> None:
+    with ocp.CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, args=ocp.args.StandardSave({'w': jnp.ones(8)}))
+    largest_file(tmp_path / '2').unlink()
+    with ocp.CheckpointManager(tmp_path) as manager:
+        assert manager.latest_step() == 2
+        with pytest.raises(ValueError, match='Error opening'):
+            manager.restore(2)
+
+
+def test_orbax_restores_changed_bytes(tmp_path: Path) -> None:
+    tree = {'w': jnp.asarray(np.random.default_rng(0).integers(0, 2**32, (64, 64), np.uint32))}
+    root = saved(tmp_path / 'tree', tree)
+    largest = largest_file(root)
+    damaged = bytearray(largest.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    largest.write_bytes(damaged)
+    assert not np.array_equal(ocp.StandardCheckpointer().restore(root)['w'], tree['w'])
+
+
+def test_orbax_syncs_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorStore syncs the files of the arrays; their names, and the JSON beside them, may be lost."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, 'fsync', synced.append)
+    saved(tmp_path / 'tree')
+    assert synced == []
+
+
+def test_orbax_does_not_say_what_keys_are(tmp_path: Path) -> None:
+    root = saved(tmp_path / 'tree', {'key': jax.random.key(0)})
+    described = ocp.StandardCheckpointer().metadata(root).item_metadata['key']
+    assert (described.shape, described.dtype) == ((2,), np.uint32)
+
+
+def test_orbax_saves_one_of_two_leaves_with_one_name(tmp_path: Path) -> None:
+    root = saved(tmp_path / 'tree', {'a': {'b': jnp.zeros(2)}, 'a.b': jnp.ones(2)})
+    found = ocp.StandardCheckpointer().restore(root)
+    assert found['a']['b'].tolist() == found['a.b'].tolist()
+
+
+def test_orbax_does_not_restore_nodes_with_indices_and_names(tmp_path: Path) -> None:
+    class Node(list[Any]):
+        pass
+
+    keys = (jax.tree_util.SequenceKey(0), jax.tree_util.GetAttrKey('name'))
+    jax.tree_util.register_pytree_with_keys(
+        Node, lambda node: (zip(keys, node, strict=True), None), lambda _, children: Node(children)
+    )
+    root = saved(tmp_path / 'tree', {'node': Node([jnp.ones(2), jnp.ones(2)])})
+    with pytest.raises(TypeError, match='not supported between instances'):
+        ocp.StandardCheckpointer().restore(root)
