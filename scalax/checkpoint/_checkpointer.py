@@ -154,14 +154,14 @@ class Checkpointer:
         if error is None and ((step % self._save_every and not force) or step == self._reached):
             return False
         _agreement.barrier('call', self._timeout)  # of all methods: a different one shows in the agreement
-        begun, name = False, self._steps.writer.name_of_save()
+        begun, first, name = False, jax.process_index() == 0, self._steps.writer.name_of_save()
         try:
             if error is not None:
                 raise error
             tree = validate_state(NamedTree.of(state))
             encoded = None if data is None else encode_data(data)
             self.wait()
-            if jax.process_index() == 0:
+            if first:
                 with self._saving(step, name):
                     self._steps.prepare(step, name)
                 begun = True

@@ -5,8 +5,8 @@ raises them. A first call was to be 200 calls, 15 files and 70 changes of file a
 where no batch is followed: files are two and three more, and changes two more there.
 
 A call is a frame of Python, and one more whenever a generator goes on; comprehensions do not count. A change
-of file is a call into another file than the call before. Left out is what follows the batch (`scalax._follow`,
-with what it calls to read equations and specs), and what the first function of a helper imports and caches.
+of file is a call into another file than the call before. Left out is what follows the batch, with what it
+calls to read equations and specs, and what the first function of a helper imports and caches.
 """
 
 from __future__ import annotations
