@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
-from scalax._plan.objective import lost_by
+from scalax._search.objective import lost_by
 
 from scalax._search import attempts as module
 from scalax._search.meshes import possible_meshes
