@@ -334,6 +334,12 @@ def cases():
             lambda: HELPER.shard_map(double, {'y': P('a')}, P('a')),
             errors.StructureError,
         ),
+        'a mesh without devices': (
+            lambda: MeshShardingHelper.from_mesh(HELPER.mesh.abstract_mesh).shard_map(double, P('a'), P('a'))(
+                X
+            ),
+            errors.MeshError,
+        ),
     }
 
 
