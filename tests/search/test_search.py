@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
-from scalax._search.objective import lost_by
 
 from scalax._search import attempts as module
 from scalax._search.meshes import possible_meshes
+from scalax._search.objective import lost_by
 from scalax.errors import ArgumentError, MeshError, PlanError, ShardingError
 from scalax.plan import Candidate, Search, search
 from scalax.sharding import PartitionSpec as P
