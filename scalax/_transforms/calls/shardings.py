@@ -15,7 +15,7 @@ from scalax._jax.tracing import is_opaque, type_of
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.calls.call import Call, Shardings, struct_of
 from scalax._transforms.calls.signature import CallSignature
-from scalax._tree.specs import Fault, MeshAxes, text
+from scalax._tree.specs import MeshAxes, text
 from scalax.errors import Problem, ShardingError, StructureError
 from scalax.rules._indivisible import OnIndivisible
 from scalax.rules._prefix import RuleLike, is_rule
@@ -246,32 +246,6 @@ def resolve_arguments(
     if problems:
         raise ShardingError(problems, str(MeshAxes.of(mesh)), where)
     return resolutions
-
-
-def reject_faults(
-    leaves: Sequence[str],
-    shardings: Shardings,
-    fault_of: Callable[[NamedSharding | None], Fault | None],
-    mesh: Mesh | AbstractMesh,
-    where: str,
-) -> None:
-    """Raises ShardingError about leaves with shardings that a transformation cannot use.
-
-    Args:
-        leaves: the leaves as messages show them.
-        shardings: the sharding of each.
-        fault_of: what is wrong with a sharding, or None.
-        mesh: the mesh.
-        where: what the tree is called in messages.
-    """
-    problems = []
-    for leaf, sharding in zip(leaves, shardings, strict=True):
-        fault = fault_of(sharding)
-        if fault is not None:
-            spec = '' if sharding is None else text(sharding.spec)
-            problems.append(Problem(fault.kind, leaf, fault.detail, spec=spec, hint=fault.hint))
-    if problems:
-        raise ShardingError(problems, str(MeshAxes.of(mesh)), where)
 
 
 def _of_no_arrays(resolution: Resolution) -> list[Problem]:
