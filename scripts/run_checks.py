@@ -135,7 +135,6 @@ SECONDS = {
     'tests/e2e/test_expert_parallel.py': 15,
     'tests/e2e/test_frameworks.py': 15,
     'tests/e2e/test_ring_attention.py': 15,
-    'tests/plan/test_executable.py': 15,
     'tests/plan/test_published.py': 15,
     'tests/plan/test_tpu.py': 15,
     'tests/test_distributed.py': 15,
