@@ -1,4 +1,4 @@
-"""What scalax knows of JAX, Pallas and flax that no documentation promises.
+"""What scalax knows of JAX, Pallas, flax and Orbax that no documentation promises.
 
 Each dependence is one function, whose docstring says on what it relies; `tests/jax_contracts` holds a test
 for each, which fails with a sentence where a release changes it. No other room reads the parameters of

@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from scalax._hostdata import agreement, collectives
+from scalax._jax.orbax import wait_for_processes
 from scalax._tree.paths import NamedTree
-from scalax.checkpoint._orbax import wait_for_processes
 from scalax.errors import CheckpointError
 
 _NO_NAME = bytes(12).hex()  # as long as the name of a save: one process may save where another restores

@@ -24,9 +24,9 @@ import os
 import secrets
 from collections.abc import Iterable, Sequence
 
-from scalax.checkpoint import _orbax
+from scalax._jax import orbax
+from scalax._jax.orbax import COMMITTED, Path
 from scalax.checkpoint._files import sync
-from scalax.checkpoint._orbax import COMMITTED, Path
 from scalax.checkpoint._saved_step import FOLDER, ITEM, complete_steps
 from scalax.checkpoint._single_writer import SingleWriter
 from scalax.errors import CheckpointError, CheckpointWarning, warn
@@ -93,7 +93,7 @@ class StepDirectory:
         self.damaged.clear()
         staging = self.staging(step, name)
         try:
-            for folder in (_orbax.awaited_folder(staging / ITEM), staging / ITEM / FOLDER):
+            for folder in (orbax.awaited_folder(staging / ITEM), staging / ITEM / FOLDER):
                 folder.mkdir(parents=True, exist_ok=True)
             _mark(staging, name).write_text(name)
         except BaseException:
@@ -102,7 +102,7 @@ class StepDirectory:
 
     def staging(self, step: int | str, name: str) -> Path:
         """The folder in which a save of this name writes a step until it is complete."""
-        return self.path / (f'{step}{_orbax.unfinished_mark()}-{name}' if self._renames else str(step))
+        return self.path / (f'{step}{orbax.unfinished_mark()}-{name}' if self._renames else str(step))
 
     def is_prepared(self, step: int, name: str) -> bool:
         """Whether this process sees the folder of a save, which another writer may have deleted."""
@@ -168,7 +168,7 @@ class StepDirectory:
         """Deletes a folder, atomically for readers; what cannot be deleted now goes with the next save."""
         with contextlib.suppress(FileNotFoundError):
             if self._renames:
-                step = path.name.partition(_orbax.unfinished_mark())[0]
+                step = path.name.partition(orbax.unfinished_mark())[0]
                 path = path.rename(self.staging(step, secrets.token_hex(8)))
             else:
                 (path / COMMITTED).unlink(missing_ok=True)
@@ -180,7 +180,7 @@ class StepDirectory:
 
     @property
     def _renames(self) -> bool:
-        return _orbax.commits_by_rename(self.path)
+        return orbax.commits_by_rename(self.path)
 
     def _later(self, step: int) -> list[int]:
         return [one for one in complete_steps(self.path) if one >= step and one not in self.damaged]
@@ -197,7 +197,7 @@ class StepDirectory:
         """The folders of unfinished saves, and of steps that were being deleted."""
         paths = [path for path in self.path.iterdir() if path.is_dir()]
         if self._renames:
-            return [path for path in paths if _orbax.unfinished_mark() in path.name]
+            return [path for path in paths if orbax.unfinished_mark() in path.name]
         return [path for path in paths if path.name.isdecimal() and not (path / COMMITTED).exists()]
 
     def _set_aside(self, step: int) -> None:

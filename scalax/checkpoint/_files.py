@@ -12,8 +12,9 @@ import os
 import stat
 from typing import Any
 
+from scalax._jax.orbax import Path
 from scalax._util import strict_json
-from scalax.checkpoint._orbax import Path, orbax
+from scalax.checkpoint._orbax import orbax
 from scalax.errors import ArgumentError
 
 

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from scalax._jax.orbax import Path
 from scalax._report.pages import visible
 from scalax.checkpoint._files import file_size, read_json, sync, write_json
-from scalax.checkpoint._orbax import Path
 
 _CHUNK = 1 << 22  # bytes read at a time
 _THREADS = 4

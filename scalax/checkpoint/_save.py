@@ -22,8 +22,9 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from scalax._jax import orbax
 from scalax._trace.threads import in_a_thread
-from scalax.checkpoint import _agreement, _files, _manifest, _orbax
+from scalax.checkpoint import _agreement, _files, _manifest
 from scalax.checkpoint._atomic_commit import StepDirectory
 from scalax.checkpoint._description import LeafDescription
 from scalax.checkpoint._saved_step import FOLDER, FORMAT, ITEM, LEAVES, MANIFEST
@@ -143,7 +144,7 @@ class SaveThread(threading.Thread):
                 if left < _POLL_SECONDS or time.monotonic() - begun < _POLL_SECONDS / 2:
                     raise
             if not self._steps.is_prepared(self.step, self.save):
-                _orbax.awaited_folder(self._root).mkdir(parents=True, exist_ok=True)
+                orbax.awaited_folder(self._root).mkdir(parents=True, exist_ok=True)
 
     def _write_own(self) -> None:
         """Writes the files of this process, once its arrays are on the disk."""
@@ -152,7 +153,7 @@ class SaveThread(threading.Thread):
             leaves = [dataclasses.asdict(leaf) for leaf in content.leaves]
             head = {'format': FORMAT, 'processes': jax.process_count(), 'leaves': leaves}
             _files.write_json(self._root / LEAVES, head)
-        own = [*_manifest.file_names(self._root, _orbax.folder_of_process(self._process))]
+        own = [*_manifest.file_names(self._root, orbax.folder_of_process(self._process))]
         if content.data is not None:
             data = self._part('data', self._process)
             data.write_bytes(content.data)
@@ -202,7 +203,7 @@ class SaveThread(threading.Thread):
                 f'step {self.step} could not be saved: process 0 has not completed it, and says why'
             )
 
-    def _part(self, what: str, process: int) -> _orbax.Path:
+    def _part(self, what: str, process: int) -> orbax.Path:
         """A file that each process writes for itself."""
         return self._root / FOLDER / f'{what}.{process}'
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 
+from scalax._jax.orbax import Path
 from scalax._tree.paths import canonical_dtype, path_string
 from scalax.checkpoint import _files, _manifest
 from scalax.checkpoint._description import Description, LeafDescription, parse_description
-from scalax.checkpoint._orbax import Path, orbax
+from scalax.checkpoint._orbax import orbax
 from scalax.errors import CheckpointError
 
 ITEM = 'state'

@@ -15,9 +15,9 @@ import secrets
 import socket
 from typing import Any
 
+from scalax._jax.orbax import Path
 from scalax._report.pages import visible
 from scalax.checkpoint._files import read_json, sync
-from scalax.checkpoint._orbax import Path
 from scalax.errors import CheckpointError
 
 _FILE = 'writer.json'

@@ -1,7 +1,6 @@
-"""Orbax: what `scalax.checkpoint` knows of it beyond its documentation, and what it loses alone.
+"""What Orbax alone loses.
 
-The first part fails where Orbax has changed. Where a test of the second part fails, Orbax does itself what a
-file of scalax is there for, and that file may go.
+Where a test fails, Orbax does itself what a file of scalax is there for, and that file may go.
 """
 
 import asyncio
@@ -17,9 +16,6 @@ import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
-from scalax.checkpoint import _orbax
-from scalax.checkpoint._saved_step import complete_steps
-
 
 def state(value: float = 1) -> dict[str, jax.Array]:
     return {'w': jnp.full((64, 64), value), 'b': jnp.full(8, value)}
@@ -34,44 +30,6 @@ def saved(path: Path, tree: Any = None) -> Path:
 def largest_file(root: Path) -> Path:
     """The largest of those that hold arrays."""
     return max(root.rglob('d/*'), key=lambda path: path.stat().st_size)
-
-
-# --- What is relied on ---------------------------------------------------------------------------
-
-
-def test_the_mark_of_unfinished_folders(tmp_path: Path) -> None:
-    for name in ('1', f'2{_orbax.unfinished_mark()}', f'3{_orbax.unfinished_mark()}-of-somebody'):
-        (tmp_path / name).mkdir()
-    with ocp.CheckpointManager(tmp_path) as manager:
-        assert [*manager.all_steps()] == complete_steps(epath.Path(tmp_path)) == [1], (
-            'Orbax takes folders for steps whose names hold the mark of its own unfinished ones'
-        )
-
-
-def test_where_steps_are_committed_by_a_file() -> None:
-    kinds = ocp.path.atomicity
-    for path in ('gs://bucket/run', '/run', 's3://bucket/run', 'relative'):
-        kind = ocp.path.atomicity_defaults.get_default_temporary_path_class(epath.Path(path))
-        wanted = kinds.AtomicRenameTemporaryPath
-        if not _orbax.commits_by_rename(epath.Path(path)):
-            wanted = kinds.CommitFileTemporaryPath
-        assert kind is wanted, f'Orbax commits steps below {path} in another way: {kind.__name__}'
-    assert kinds.COMMIT_SUCCESS_FILE == _orbax.COMMITTED, 'Orbax marks complete steps by another file'
-
-
-def test_the_folders_that_orbax_makes(tmp_path: Path) -> None:
-    noise = np.random.default_rng(0).integers(0, 2**32, (64, 64), np.uint32)  # does not compress
-    root = saved(tmp_path / 'tree', {'w': jnp.asarray(noise)})
-    largest = largest_file(root)
-    assert root / _orbax.folder_of_process(0) in largest.parents, (
-        f'Orbax writes the arrays of process 0 elsewhere: in {largest.relative_to(root)}'
-    )
-    assert _orbax.awaited_folder(root).is_dir(), (
-        'Orbax makes no such folder any more: its processes may wait for another one'
-    )
-
-
-# --- What Orbax alone loses ----------------------------------------------------------------------
 
 
 def test_orbax_replaces_the_step_of_another_writer(tmp_path: Path) -> None:

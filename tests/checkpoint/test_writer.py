@@ -15,7 +15,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from scalax.checkpoint import Checkpointer, _atomic_commit, _manifest, _orbax, _save
+from scalax._jax import orbax
+from scalax.checkpoint import Checkpointer, _atomic_commit, _manifest, _save
 from scalax.checkpoint._atomic_commit import StepDirectory
 from scalax.errors import CheckpointError, CheckpointWarning
 from scalax.sharding import MeshShardingHelper
@@ -439,7 +440,7 @@ def test_where_folders_cannot_be_renamed(
         'get_default_temporary_path_class',
         lambda *args, **kwargs: commits_by_file,
     )
-    monkeypatch.setattr(_orbax, 'commits_by_rename', lambda directory: False)
+    monkeypatch.setattr(orbax, 'commits_by_rename', lambda directory: False)
     old, new = Checkpointer(tmp_path, keep=2), Checkpointer(tmp_path, keep=2)
     for step in (1, 2, 3):
         assert old.save(step, state(1, step))

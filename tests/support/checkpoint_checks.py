@@ -15,7 +15,8 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from scalax.checkpoint import Checkpointer, _orbax, load_safetensors
+from scalax._jax import orbax as known_of_orbax
+from scalax.checkpoint import Checkpointer, load_safetensors
 from scalax.errors import CheckpointError, CheckpointWarning, ScalaxError
 from scalax.sharding import MeshShardingHelper, PolicyShardingRule
 from scalax.sharding import PartitionSpec as P
@@ -119,7 +120,7 @@ def check_saving_and_restoring() -> None:
             found = checkpointer.restore(helper, rule(helper), state(helper), verify=True)
             assert_same(found, helper)
     assert checkpointer.restored_step == 2
-    own = folder(f'{jax.process_count()}-processes') / '2' / 'state' / _orbax.folder_of_process(me)
+    own = folder(f'{jax.process_count()}-processes') / '2' / 'state' / known_of_orbax.folder_of_process(me)
     assert [*own.rglob('d/*')], f'Orbax writes the arrays of process {me} elsewhere'
     assert checkpointer.data() == {'position': 20 + me}
     assert checkpointer.data(1) == {'position': 10 + me}
