@@ -326,8 +326,11 @@ class Dispatcher:
         with self._lock:  # of threads that meet, one makes it
             entry: Entry = self._entries(key)
         if not entry.resolved:
-            entry.trace.arguments = self.rules.arguments(call) if shardings is None else shardings
-            entry.trace.any_explicit, entry.resolved = key.any_explicit, True
+            arguments = self.rules.arguments(call) if shardings is None else shardings
+            with self._lock:  # of answers of rules that differ, one counts
+                if not entry.resolved:
+                    entry.trace.arguments, entry.trace.any_explicit = arguments, key.any_explicit
+                    entry.resolved = True
         return entry
 
     def _untraced(self, call: Call, trace: Trace) -> Trace:

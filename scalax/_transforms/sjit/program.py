@@ -185,9 +185,8 @@ class Program:
     def check_paths(self, paths: tuple[str, ...]) -> None:
         """Makes calls compare leaf paths with these first: JAX takes trees with other paths for the same."""
         call, known, slots = self._call_placed, self._paths, self.layout.dynamic
-        checks = bool(known)
-        known.add(paths)
-        if checks:
+        if known:
+            known.add(paths)
             return
 
         def checked(*flat_args: Any) -> Any:
@@ -197,6 +196,7 @@ class Program:
 
         self.call = self._call_placed = checked
         self._host_data = {}
+        known.add(paths)  # last: a thread that finds paths here takes `call` for the one that checks
 
     def place_host_data(self, shardings: Mapping[int, Any], moves: Moves) -> None:
         """Makes calls place host data in these slots before JAX sees it, by *shardings* (`compress`).
