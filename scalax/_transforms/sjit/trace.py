@@ -18,13 +18,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 
 from scalax._follow.run import run_followed
 from scalax._follow.types import Arguments, Followed
 from scalax._jax import rewriting
 from scalax._jax.tracing import is_compiled, is_opaque, memory_space, type_of
 from scalax._trace import contexts
-from scalax._trace.constraints import abstract, apply_sharding, on_devices
+from scalax._trace.constraints import apply_sharding, on_devices
 from scalax._transforms.calls.call import Call, CallKey, Shardings, has_type
 from scalax._transforms.calls.errors import reject_foreign_types
 from scalax._transforms.calls.shardings import FunctionRules
@@ -96,7 +97,8 @@ class TracedFunction:
     def __init__(self, helper: contexts.MeshOwner, fun: Callable[..., Any], rules: FunctionRules) -> None:
         self._helper, self._fun, self._rules = weakref.ref(helper), _weakly(fun), rules
         self._source = _source_of(fun)
-        self._mesh = abstract(rules.mesh)
+        mesh = rules.mesh
+        self._mesh = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
         self._names = rules.options.annotation_shardings
         self._uses = contexts.Uses(frozenset(self._names))
         # Held, because JAX finds traces by the identity of their context.
