@@ -11,21 +11,16 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from scalax._follow.dependence import Dependence
-from scalax._follow.primitives import ELEMENTWISE, RULES
-from scalax._follow.trail import LOST, Trail, merged, of_dims
-from scalax._follow.weights import SAME
-from scalax._jax import equations
-from scalax._jax.equations import CALLS, Literal, loop_of, opened, shape_of
-from scalax._jax.primitives import primitive_name
+from scalax._jax.equations import opened, shape_of
+from scalax._jaxprs.dependence import Dependence
+from scalax._jaxprs.dims import ELEMENTWISE, PRODUCTS, VIEWS, dims_of
+from scalax._jaxprs.interpreter import Interpreter
 
 Place = tuple[int, int]
 """A dimension of an argument: the number of the argument, and that of the dimension."""
 
 T = TypeVar('T', int, str)
-_PRODUCTS = frozenset({'dot_general', 'ragged_dot_general', 'conv_general_dilated', 'gather'})
 _SLICES = frozenset({'slice', 'dynamic_slice', 'split'})
-_MOST_ROUNDS = 3  # of following what a loop carries
 
 
 class Classes(Generic[T]):
@@ -77,7 +72,9 @@ def dimensions(jaxpr: Any, arguments: Iterable[int]) -> Dimensions:
     variables = opened(jaxpr).invars
     follower = _Follower(Dependence(jaxpr, [i not in chosen for i in range(len(variables))]))
     values = [
-        _Value(tuple((_name(i, dim),) for dim in range(len(shape_of(var)))), i) if i in chosen else _UNKNOWN
+        _Value(tuple(_name(i, dim) for dim in range(len(shape_of(var)))), i)
+        if i in chosen and shape_of(var)
+        else _UNKNOWN
         for i, var in enumerate(variables)
     ]
     follower.results(jaxpr, values)
@@ -105,14 +102,14 @@ class _Value:
     It is also one that is computed of an argument without the batch, such as a scaled one.
     """
 
-    trail: Trail = LOST
+    dims: tuple[str, ...] = ()
     argument: int | None = None
 
 
 _UNKNOWN = _Value()
 
 
-class _Follower:
+class _Follower(Interpreter[_Value]):
     """Follows values, and unites dimensions that meet.
 
     Args:
@@ -126,112 +123,66 @@ class _Follower:
     """
 
     def __init__(self, from_batch: Dependence) -> None:
+        super().__init__(nothing=_UNKNOWN)
         self._from_batch = from_batch
         self.stacked: set[str] = set()
         self.multiplied: set[int] = set()
         self.experts: set[str] = set()
         self.classes = Classes[str]()
-        self._known: dict[Any, tuple[Any, list[_Value]]] = {}
 
-    def results(self, jaxpr: Any, values: Sequence[_Value]) -> list[_Value]:
-        """The results of a jaxpr. It is kept as well, so that no other object gets its id."""
-        key = id(jaxpr), tuple(values)
-        if key not in self._known:
-            self._known[key] = jaxpr, self._run(opened(jaxpr), values)
-        return self._known[key][1]
-
-    def _run(self, jaxpr: Any, values: Sequence[_Value]) -> list[_Value]:
-        found = {var: value for var, value in zip(jaxpr.invars, values, strict=True) if value.trail}
-
-        def value(atom: Any) -> _Value:
-            return _UNKNOWN if isinstance(atom, Literal) else found.get(atom, _UNKNOWN)
-
-        for equation in jaxpr.eqns:
-            operands = [value(atom) for atom in equation.invars]
-            if any(each.trail for each in operands):
-                results = self._equation(equation, operands)
-                found.update(
-                    (var, each) for var, each in zip(equation.outvars, results, strict=True) if each.trail
-                )
-        return [value(atom) for atom in jaxpr.outvars]
-
-    def _equation(self, equation: Any, operands: Sequence[_Value]) -> list[_Value]:
-        name = primitive_name(equation)
-        if name in CALLS:
-            return self.results(equations.called(equation), operands)
-        if name in ('scan', 'while'):
-            return self._loop(equation, operands)
-        if name == 'cond':
-            found = [self.results(branch, operands[1:]) for branch in equations.branches(equation)]
-            return [self._met(each) for each in zip(*found, strict=True)]
-        if name not in RULES:
-            return [_UNKNOWN] * len(equation.outvars)
-        trails = [each.trail for each in operands]
-        self._note(equation, operands)
-        results = RULES[name](equation, trails)
+    def primitive(self, name: str, equation: Any, operands: Sequence[_Value]) -> Sequence[_Value]:
+        dims = dims_of(equation)
+        known = [each.dims for each in operands]
+        if name in PRODUCTS or name == 'gather':
+            self.multiplied.update(each.argument for each in operands if each.argument is not None)
+        if name in PRODUCTS:
+            self._unite(dims.summed, known)
+        if name == 'dot_general':
+            shared = [place for sources in dims.results[0] if len(sources) > 1 for place in sources]
+            self.experts.update(
+                known[place][dim] for place, dim in shared if operands[place].argument is not None
+            )
+        if name in ELEMENTWISE or name in ('concatenate', 'dot_general'):
+            for result in dims.results:
+                self._unite(result, known)
+        results = dims.through(known, '')
         if name in _SLICES:
-            results = [self._sliced(equation, trails[0], out) for out in equation.outvars]
-        argument = operands[0].argument if name in SAME else None
+            results = [self._sliced(equation, known[0], out) for out in equation.outvars]
+        argument = operands[0].argument if name in VIEWS else None
         if name in ELEMENTWISE and equation.outvars[0] not in self._from_batch:
             argument = next((each.argument for each in operands if each.argument is not None), None)
-        return [_Value(trail, argument) for trail in results]
+        return [_Value(each, argument) if each else _UNKNOWN for each in results]
 
-    def _note(self, equation: Any, operands: Sequence[_Value]) -> None:
-        """Takes note of the dimensions that meet in an equation."""
-        name = primitive_name(equation)
-        trails = [each.trail for each in operands]
-        if name in _PRODUCTS:
-            self.multiplied.update(each.argument for each in operands if each.argument is not None)
-        if name == 'dot_general':
-            (left, right), (left_batch, right_batch) = equations.dot_dims(equation)
-            for each, dims in zip(operands, (left_batch, right_batch), strict=True):
-                if each.argument is not None:
-                    self.experts.update(name for i in dims for name in each.trail[i])
-            if all(trails):
-                for i, j in zip((*left, *left_batch), (*right, *right_batch), strict=True):
-                    self._unite(trails[0][i], trails[1][j])
-        elif name == 'conv_general_dilated' and all(trails) and equations.conv_groups(equation)[0] == 1:
-            numbers = equations.conv_dims(equation)
-            self._unite(trails[0][numbers.lhs_spec[1]], trails[1][numbers.rhs_spec[1]])
-        elif name in ELEMENTWISE or name == 'concatenate':
-            self._met([each for each in operands if each.trail])
-
-    def _sliced(self, equation: Any, trail: Trail, out: Any) -> Trail:
+    def _sliced(self, equation: Any, known: Sequence[str], out: Any) -> tuple[str, ...]:
         """A part along some dimensions; one of which a single element is taken is that of a stack."""
         old, new = shape_of(equation.invars[0]), shape_of(out)
-        for axes, before, after in zip(trail, old, new, strict=False):
-            if before > after == 1:
-                self.stacked.update(axes)
-        return of_dims({i: axes for i, axes in enumerate(trail) if old[i] == new[i]}, len(new))
+        if not known:
+            return ()
+        self.stacked.update(
+            name for name, before, after in zip(known, old, new, strict=True) if name and before > after == 1
+        )
+        kept = tuple([name if a == b else '' for name, a, b in zip(known, old, new, strict=True)])
+        return kept if any(kept) else ()
 
-    def _loop(self, equation: Any, operands: Sequence[_Value]) -> list[_Value]:
-        loop = loop_of(equation)
-        constants, carried, stacks = loop.parts(operands)
-        for each in stacks:
-            self.stacked.update(*each.trail[:1])
-        behind = [_Value(each.trail[1:], each.argument) for each in stacks]
-        for _ in range(_MOST_ROUNDS):
-            results = self.results(loop.body, [*constants, *carried, *behind])
-            after = [self._met(pair) for pair in zip(carried, results, strict=False)]
-            if after == carried:
-                break
-            carried = after
-        stacked = [_Value(((), *each.trail)) if each.trail else _UNKNOWN for each in results[loop.carried :]]
-        return [*carried, *stacked]
+    def element_of(self, stack: _Value) -> _Value:
+        self.stacked.update(filter(None, stack.dims[:1]))
+        return _Value(stack.dims[1:], stack.argument) if any(stack.dims[1:]) else _UNKNOWN
 
-    def _met(self, values: Iterable[_Value]) -> _Value:
+    def stack_of(self, element: _Value) -> _Value:
+        return _Value(('', *element.dims)) if element.dims else _UNKNOWN
+
+    def joined(self, facts: Sequence[_Value]) -> _Value:
         """One value in place of several of one shape: their dimensions are the same ones."""
-        trails = [value.trail for value in values if value.trail]
-        if not trails:
+        known = [each.dims for each in facts if each.dims]
+        if not known:
             return _UNKNOWN
-        rank = max(map(len, trails))
-        same = [trail for trail in trails if len(trail) == rank]
-        for dims in zip(*same, strict=True):
-            for one, other in itertools.pairwise([axes for axes in dims if axes]):
-                self._unite(one, other)
-        return _Value(merged(same, rank))
+        same = [[(place, i) for place, _ in enumerate(known)] for i, _ in enumerate(known[0])]
+        self._unite(same, known)
+        return _Value(tuple([next(filter(None, dims), '') for dims in zip(*known, strict=True)]))
 
-    def _unite(self, one: Sequence[str], other: Sequence[str]) -> None:
-        for name in one[:1]:
-            for another in other[:1]:
-                self.classes.unite(name, another)
+    def _unite(self, same: Iterable[Sequence[Place]], known: Sequence[Sequence[str]]) -> None:
+        """Makes one class of the dimensions of each of these groups of places."""
+        for places in same:
+            names = [known[place][dim] for place, dim in places if known[place] and known[place][dim]]
+            for one, other in itertools.pairwise(names):
+                self.classes.unite(one, other)

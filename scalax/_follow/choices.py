@@ -12,11 +12,12 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from scalax._follow.follow import follow
-from scalax._follow.primitives import ELEMENTWISE, placed_by_user
+from scalax._follow.said import placed_by_user
 from scalax._follow.types import Arguments, Followed
 from scalax._jax.equations import CALLS, Literal, called, opened
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import replaced, with_operands
+from scalax._jaxprs.dims import ELEMENTWISE
 
 # Nothing is kept behind these, and they lose no rows.
 _PLAIN = ELEMENTWISE | {'broadcast_in_dim', 'reduce_max', 'reduce_min', 'reduce_sum'}

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scalax._follow.primitives import placed_by_user
+from scalax._follow.said import placed_by_user
 from scalax._follow.shared import Shared
 from scalax._follow.trail import LOST, Trail
 from scalax._follow.types import ONCE, Followed, Kept, Lost, Use

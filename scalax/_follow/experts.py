@@ -7,18 +7,18 @@ to move: all weights to all devices, or each row to the device of its expert and
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from scalax._follow.primitives import ELEMENTWISE, RULES, own_dims
-from scalax._follow.trail import LOST, LOSTS, Trail, Trails, axes_of, common, put
-from scalax._follow.weights import SAME
-from scalax._jax.equations import CALLS, branches, called, dot_dims, loop_of, opened, shape_of
-from scalax._jax.primitives import primitive_name
+from scalax._follow.trail import LOST, Trail, Trails, axes_of, common, element_of, put, stack_of
+from scalax._jax.equations import dot_dims, shape_of
+from scalax._jaxprs.dims import ELEMENTWISE, VIEWS, Dims
+from scalax._jaxprs.interpreter import Interpreter
 
 
-class Stored:
+class Stored(Interpreter[Trail]):
     """Where weights are over the axes of the batch, in a jaxpr and in those inside it.
 
     Args:
@@ -31,47 +31,35 @@ class Stored:
     def __init__(
         self, jaxpr: Any, stored: Sequence[Trail], trails: Trails, from_batch: Container[Any]
     ) -> None:
+        super().__init__(nothing=LOST)
         self._trails, self._from_batch = trails, from_batch
-        self._stored: dict[int, Trail] = {}  # by the ids of variables: literals are not hashable
-        self._known: dict[Any, list[Trail]] = {}
+        self._stored: dict[int, Trail] = {}
         if any(stored):
-            self._results(jaxpr, stored)
+            self.results(jaxpr, stored)
 
     def of(self, atom: Any) -> Trail:
         """Where a value is, wherever its jaxpr is used; nothing if it is no weight or a part of one."""
         return self._stored.get(id(atom), LOST)
 
-    def _results(self, jaxpr: Any, stored: Sequence[Trail]) -> list[Trail]:
-        jaxpr = opened(jaxpr)
-        key = id(jaxpr), tuple(stored)
-        if key not in self._known:
-            found = dict(zip(map(id, jaxpr.invars), stored, strict=True))
-            for equation in jaxpr.eqns:
-                operands = [*map(found.get, map(id, equation.invars), LOSTS)]
-                if any(operands):
-                    for var, trail in zip(equation.outvars, self._equation(equation, operands), strict=False):
-                        found[id(var)] = self._trails.possible(trail, shape_of(var))
-            for var, trail in found.items():
-                before = self._stored.get(var)
-                self._stored[var] = trail if before is None else common(before, trail)
-            self._known[key] = [found.get(id(atom), LOST) for atom in jaxpr.outvars]
-        return self._known[key]
-
-    def _equation(self, equation: Any, operands: Sequence[Trail]) -> Sequence[Trail]:
-        name = primitive_name(equation)
-        if name in SAME or (name in ELEMENTWISE and equation.outvars[0] not in self._from_batch):
-            return RULES[name](equation, operands)
-        if name in CALLS:
-            return self._results(called(equation), operands)
-        if name in ('scan', 'while'):
-            loop = loop_of(equation)
-            constants, _, stacks = loop.parts(operands)
-            rows = [trail[1:] if any(trail[1:]) else LOST for trail in stacks]
-            self._results(loop.body, [*constants, *[LOST] * loop.carried, *rows])
-        elif name == 'cond':
-            for branch in branches(equation):
-                self._results(branch, operands[1:])
+    def primitive(self, name: str, equation: Any, operands: Sequence[Trail]) -> Sequence[Trail]:
+        if name in VIEWS or (name in ELEMENTWISE and equation.outvars[0] not in self._from_batch):
+            found = self._trails.through(equation, operands)
+            pairs = zip(found, equation.outvars, strict=True)
+            return [self._trails.possible(trail, shape_of(var)) for trail, var in pairs]
         return ()
+
+    def joined(self, facts: Sequence[Trail]) -> Trail:
+        return functools.reduce(common, facts)
+
+    def element_of(self, stack: Trail) -> Trail:
+        return element_of(stack)
+
+    def stack_of(self, element: Trail) -> Trail:
+        return stack_of(element)
+
+    def note(self, facts: dict[int, Trail]) -> None:
+        for var, trail in facts.items():
+            self._stored[var] = common(self._stored.get(var, trail), trail)
 
 
 def move_to_experts(
@@ -145,12 +133,11 @@ def way(
     return [here, moved], ()
 
 
-def scattered(equation: Any, weight: int, trails: Sequence[Trail], result: Trail) -> Trail:
+def scattered(dims: Dims, weight: int, trails: Sequence[Trail], result: Trail) -> Trail:
     """The trail of a product at experts. A sum over mesh axes is split over them: in parts it moves back."""
-    contracted, _ = dot_dims(equation)
-    pairs = [(trail, dims) for trail, dims in zip(trails, contracted, strict=True) if trail]
-    summed = tuple(dict.fromkeys(axis for trail, dims in pairs for i in dims for axis in trail[i]))
-    dim = next((i for i in own_dims(equation, weight) if not result[i]), None)
+    places = [(place, i) for place in (0, 1) for i in dims.summed_of(place) if trails[place]]
+    summed = tuple(dict.fromkeys(axis for place, i in places for axis in trails[place][i]))
+    dim = next((i for i in dims.own(weight) if not result[i]), None)
     return result if dim is None else put(result, dim, summed)
 
 

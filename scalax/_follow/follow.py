@@ -1,8 +1,8 @@
 """The pass: follows the rows of a batch through a jaxpr, and constrains values that hold them.
 
 It goes forward, from the arguments to the results. Each equation says where the rows are in its results
-(`primitives`); a primitive that is not known loses them, and then the compiler decides as ever. Gradients
-are equations like others: by the time the pass sees them, JAX has derived them.
+(`scalax._jaxprs.dims`); a primitive that is not known loses them, and then the compiler decides as ever.
+Gradients are equations like others: by the time the pass sees them, JAX has derived them.
 
 A constraint stands where the compiler has a choice: behind products of rows and weights, where rows are
 looked up or scattered, and at both ends of the body of a loop. Dimensions without rows are left open. What a
@@ -25,15 +25,7 @@ from scalax._follow.experts import scattered
 from scalax._follow.kernels import split_of
 from scalax._follow.loops import follow_loop
 from scalax._follow.operands import place_operands
-from scalax._follow.primitives import (
-    CHOICES,
-    ELEMENTWISE,
-    RULES,
-    SAID,
-    own_dims,
-    placed_at,
-    placed_by_user,
-)
+from scalax._follow.said import SAID, placed_at, placed_by_user, said_trails
 from scalax._follow.shared import Shared
 from scalax._follow.trail import LOST, LOSTS, Trail, along, closed_spec_of, merged, spec_of
 from scalax._follow.types import ONCE, Arguments, FewRows, Followed, Kept, Use
@@ -41,6 +33,13 @@ from scalax._jax.equations import CALLS, LOOPS, WITH_JAXPRS, Literal, branches, 
 from scalax._jax.kernels import is_interpreted
 from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jax.rewriting import replaced, with_jaxprs, with_operands
+from scalax._jaxprs.dims import ELEMENTWISE, PRODUCTS, UNKNOWN
+
+# Operands of different layouts meet in these, and the compiler chooses where their results are.
+CHOICES = PRODUCTS | {
+    *('gather', 'sort', 'scatter', 'scatter-add', 'select_and_scatter_add'),
+    *('reduce_window_max', 'reduce_window_sum'),
+}
 
 
 def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Followed:
@@ -163,7 +162,7 @@ class _Pass(Edit):
         else:
             placed, results = self._results(equation, operands)
         for place in experts:
-            results = [scattered(equation, place, operands, results[0])]
+            results = [scattered(trails.dims(equation), place, operands, results[0])]
         self.weights.note(equation, operands, results, experts)
         self._append(placed, ids)
         # What is computed of rows alone stays with them. Of other results the compiler decides.
@@ -229,8 +228,12 @@ class _Pass(Edit):
 
     def _whole_dims(self, equation: Any, operands: Sequence[Trail]) -> set[int]:
         """The dimensions of a result that are those of weights: if these do not shard them, nothing does."""
-        if primitive_name(equation) == KERNEL:
+        name = primitive_name(equation)
+        if name == KERNEL:
             return set(range(max(len(shape_of(var)) for var in equation.outvars)))
+        if name != 'gather' and name not in PRODUCTS:
+            return set()
+        dims = self.shared.trails.dims(equation)
         weights = [
             place
             for place, atom in enumerate(equation.invars)
@@ -239,19 +242,19 @@ class _Pass(Edit):
             and not isinstance(atom, Literal)
             and atom not in self.shared.from_batch
         ]
-        return {dim for place in weights for dim in own_dims(equation, place)}
+        return {dim for place in weights for dim in dims.own(place)}
 
     def _results(self, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
         """An equation with constraints in its jaxprs, and the trails of its results."""
         name = primitive_name(equation)
         if name in SAID:
-            return equation, [*map(self.shared.said, RULES[name](equation, operands), equation.outvars)]
+            return equation, [*map(self.shared.said, said_trails(equation, operands), equation.outvars)]
         if not any(operands) and not (name in WITH_JAXPRS and self._may_matter(equation)):
             return equation, ()
-        if name in RULES:
+        if self.shared.trails.dims(equation) is not UNKNOWN:
             if name == 'dot_general':
                 operands = self.shared.beside_weights(operands)
-            results = RULES[name](equation, operands)
+            results = self.shared.trails.through(equation, operands)
             if name == 'reshape':
                 self.parts[id(equation.outvars[0])] = equation, operands[0]
             if name in ('reshape', 'sort') and not any(results):

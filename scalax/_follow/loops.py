@@ -6,12 +6,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from scalax._follow.edit import Edit
-from scalax._follow.primitives import redealt
-from scalax._follow.trail import LOST, Trail, closed_spec_of, common, merged, spec_of
+from scalax._follow.trail import (
+    LOST,
+    Trail,
+    closed_spec_of,
+    common,
+    element_of,
+    merged,
+    of_dims,
+    spec_of,
+    stack_of,
+)
 from scalax._follow.types import Followed, Use
 from scalax._follow.weights import FEW_ROWS
 from scalax._jax.equations import DropVar, Literal, loop_of, opened, shape_of
 from scalax._jax.rewriting import with_jaxprs
+from scalax._jaxprs.dims import reshaped
 
 # Loops settle after two or three rounds of following what they carry; more are not tried.
 _ROUNDS = 8
@@ -33,23 +43,23 @@ def follow_loop(edit: Edit, equation: Any, operands: Sequence[Trail]) -> tuple[A
     _gather_before(edit, equation, range(loop.tested, loop.tested + loop.constants), inside)
     _sum_behind(edit, equation, loop.carried, rounds, inside)
     edit.weights.note_loop(equation.invars[loop.tested :], inside.multiplied, loop.constants, rounds)
-    stacked = [((), *trail) if trail else LOST for trail in inside.trails[loop.carried :]]
+    stacked = map(stack_of, inside.trails[loop.carried :])
     return with_jaxprs(equation, inside.jaxpr), [*inside.trails[: loop.carried], *stacked]
 
 
 def _of_stack(edit: Edit, atom: Any, trail: Trail, equation: Any) -> Trail:
     """The trail of the elements that a loop takes of a stack."""
-    row = _row(trail)
+    row = element_of(trail)
     if row or not trail or id(atom) not in edit.parts:
         if row and id(atom) not in edit.constrained and edit.has_open_rows(atom):
             edit.place_before(atom, spec_of(trail), equation)
         return row
-    parts = edit.shared.possible(redealt(*edit.parts[id(atom)]), atom)
+    parts = edit.shared.possible(_dealt_again(*edit.parts[id(atom)]), atom)
     if not parts:
         return LOST
     # The rows of each part are dealt to all devices; else a device would have whole parts.
     edit.place_before(atom, spec_of(parts), equation)
-    return _row(parts)
+    return element_of(parts)
 
 
 def _gather_before(edit: Edit, equation: Any, places: range, inside: Followed) -> None:
@@ -113,6 +123,13 @@ def _settled(
     return state
 
 
-def _row(trail: Trail) -> Trail:
-    """The trail of one element of a stack."""
-    return trail[1:] if any(trail[1:]) else LOST
+def _dealt_again(reshape: Any, trail: Trail) -> Trail:
+    """The rows of a dimension that a reshape splits, in the second of the new dimensions.
+
+    Parts of a batch are rows that a loop takes one part after the other: ``x.reshape(parts, rows, ...)``.
+    """
+    split = [
+        (old[0], new[1]) for old, new in reshaped(reshape) if len(old) == 1 and len(new) > 1 and new[0] == 0
+    ]
+    rank = len(shape_of(reshape.outvars[0]))
+    return of_dims({place: trail[i] for i, place in split}, rank) if trail else LOST

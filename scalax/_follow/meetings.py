@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from scalax._follow.primitives import RULES
 from scalax._follow.trail import Trail, Trails, axes_of, merged, without
 from scalax._jax.equations import dot_dims, shape_of
 
@@ -35,7 +34,7 @@ def whole_factors(equation: Any, operands: Sequence[Trail], trails: Trails) -> S
         for atom, before, after in zip(equation.invars, operands, whole, strict=True)
         if before != after
     )
-    [result] = RULES['dot_general'](equation, whole)
+    [result] = trails.through(equation, whole)
     return whole if moved < 2 * elements(equation.outvars[0], result) else operands
 
 

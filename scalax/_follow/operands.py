@@ -9,10 +9,10 @@ from typing import Any
 from scalax._follow.edit import Edit
 from scalax._follow.experts import move_to_experts, stay, way
 from scalax._follow.meetings import SIDE_BY_SIDE, whole_beside, whole_factors
-from scalax._follow.primitives import RULES, columns_of_table
-from scalax._follow.trail import Trail, axes_of, closed_spec_of, common, merged, spec_of, without
+from scalax._follow.trail import Trail, axes_of, closed_spec_of, common, merged, of_dims, spec_of, without
 from scalax._jax.equations import conv_dims, dot_dims, shape_of
 from scalax._jax.primitives import primitive_name
+from scalax._jaxprs.dims import updated_dims
 
 _WITH_TABLES = ('gather', 'scatter-add')
 
@@ -115,8 +115,10 @@ def _move_to_table(edit: Edit, equation: Any, operands: list[Trail]) -> None:
     table, _, updates = equation.invars
     if not edit.has_open_rows(updates) or table.aval.size <= updates.aval.size:
         return
-    columns = columns_of_table(equation, shared.tables[shape])
-    if not shared.has_rows(RULES[name](equation, operands)[0]):
+    stored = shared.tables[shape]
+    dims = {place: stored[i] for place, i in updated_dims(equation)} if stored else {}
+    columns = of_dims(dims, len(shape_of(updates)))
+    if not shared.has_rows(shared.trails.through(equation, operands)[0]):
         axes = axes_of(shared.tables[shape])
         # Where the axes of the rows shard the table too, the compiler moves rows to it by itself.
         if not axes.issuperset(shared.trails.batch_axes.intersection(axes_of(operands[2]))):

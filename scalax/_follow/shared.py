@@ -7,14 +7,14 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from scalax._follow.dependence import Dependence
 from scalax._follow.experts import Stored
-from scalax._follow.primitives import SAID
+from scalax._follow.said import SAID
 from scalax._follow.trail import Trail, Trails, axes_of, without
 from scalax._follow.types import Arguments
 from scalax._jax.equations import shape_of
 from scalax._jax.rewriting import constraint
 from scalax._jax.tracing import trace_context
+from scalax._jaxprs.dependence import Dependence
 
 
 class Shared:

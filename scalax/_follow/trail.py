@@ -6,9 +6,11 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
+from scalax._jaxprs.dims import Dims, dims_of
 from scalax._tree.specs import entries, entry_axes
 
 Trail = tuple[tuple[str, ...], ...]
@@ -39,6 +41,19 @@ class Trails:
             functools.partial(possible, sizes=sizes)
         )
         self.merged: Callable[[tuple[Trail, ...], int], Trail] = functools.cache(merged)
+        # The equations are kept as well, so that no other object gets their ids.
+        self._dims: dict[int, tuple[Any, Dims]] = {}
+        self._through = functools.cache(lambda dims, operands: dims.through(operands, ()))
+
+    def dims(self, equation: Any) -> Dims:
+        """What an equation does with dimensions."""
+        if id(equation) not in self._dims:
+            self._dims[id(equation)] = equation, dims_of(equation)
+        return self._dims[id(equation)][1]
+
+    def through(self, equation: Any, operands: Sequence[Trail]) -> Sequence[Trail]:
+        """The trails of the results of an equation whose `dims` are known."""
+        return self._through(self.dims(equation), tuple(operands))
 
 
 def of_dims(dims: Mapping[int, tuple[str, ...]], ndim: int) -> Trail:
@@ -103,6 +118,16 @@ def without(trail: Trail, axes: Container[str]) -> Trail:
 def put(trail: Trail, dim: int, axes: tuple[str, ...]) -> Trail:
     """A trail with these axes in one dimension."""
     return (*trail[:dim], axes, *trail[dim + 1 :])
+
+
+def element_of(stack: Trail) -> Trail:
+    """The trail of one element of a stack."""
+    return stack[1:] if any(stack[1:]) else LOST
+
+
+def stack_of(element: Trail) -> Trail:
+    """The trail of a stack of such elements."""
+    return ((), *element) if element else LOST
 
 
 def along(trail: Trail, axes: frozenset[str]) -> Trail:

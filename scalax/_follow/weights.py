@@ -12,20 +12,16 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from scalax._follow.primitives import ELEMENTWISE
 from scalax._follow.trail import Trail, Trails, axes_of
-from scalax._jax.equations import conv_dims, dot_dims, ragged_dot_dims, shape_of
+from scalax._jax.equations import shape_of
 from scalax._jax.primitives import primitive_name
+from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS, PARTS, PRODUCTS, VIEWS
 
 # To gather two bytes of a weight takes 2 / 1e11 s over links of 100 GB/s, to multiply them with rows
 # 2 x rows / 4e14 s: as long with 4,000 rows. A quarter of that, since what is gathered stays in memory for
 # the whole loop.
 FEW_ROWS = 1024
-# Primitives whose first operand is a weight, and whose result is the same one, or a part of it.
-_FORWARDS = ('broadcast_in_dim', 'convert_element_type', 'copy', 'reshape', 'squeeze', 'transpose')
-_PARTS = ('dynamic_slice', 'slice', 'split', 'unstack')
-SAME = frozenset({*_FORWARDS, *_PARTS})
-_OF_SUMS = frozenset({*_FORWARDS, 'add', 'add_any'})
+_OF_SUMS = FORWARDS | {'add', 'add_any'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,23 +85,16 @@ class Weights:
             staying: which operands are weights that are not gathered for it.
         """
         name = primitive_name(equation)
-        if name == 'dot_general':
-            (left, right), _ = dot_dims(equation)
-            for weight, summed in ((0, right), (1, left)):
+        if name in PRODUCTS:
+            for weight, other in ((0, 1), (1, 0)):
                 if weight not in staying:
-                    self._note_product(equation, operands, results, weight=weight, summed=summed)
-            if all(map(self._trails.has_rows, operands)):
-                self._note_sum(equation, operands, (left, right))
-        elif name == 'ragged_dot_general':
-            (left, _), *_ = ragged_dot_dims(equation)
-            self._note_product(equation, operands, results, weight=1, summed=left)
-        elif name == 'conv_general_dilated':
-            features = conv_dims(equation).lhs_spec[1:2]
-            self._note_product(equation, operands, results, weight=1, summed=features)
-        elif name in SAME:
+                    self._note_product(equation, operands, results, weight, other)
+            if all(map(self._trails.has_rows, operands[:2])):
+                self._note_sum(equation, operands)
+        elif name in VIEWS:
             operand, result = equation.invars[0], equation.outvars[0]
-            if self.is_weight(operand) and (name in _PARTS or _size(operand) == _size(result)):
-                self._note_same(operand, equation.outvars, part=name in _PARTS)
+            if self.is_weight(operand) and (name in PARTS or _size(operand) == _size(result)):
+                self._note_same(operand, equation.outvars, part=name in PARTS)
         elif name in ELEMENTWISE and not any(map(self._trails.has_rows, operands)):
             self._note_computed(equation)
         if name in _OF_SUMS and not self._sums.isdisjoint(map(id, equation.invars)):
@@ -153,28 +142,13 @@ class Weights:
             self._note_products(operands[i], all_rounds)
 
     def _note_product(
-        self,
-        equation: Any,
-        operands: Sequence[Trail],
-        results: Sequence[Trail],
-        *,
-        weight: int,
-        summed: Container[int],
+        self, equation: Any, operands: Sequence[Trail], results: Sequence[Trail], weight: int, other: int
     ) -> None:
-        """A product of a weight and rows, if it is one.
-
-        Args:
-            equation: the product.
-            operands: the trails of its operands.
-            results: that of its result.
-            weight: the number of the operand that is the weight.
-            summed: the dimensions of the other one that are summed.
-        """
-        other = 1 - weight
+        """A product of a weight and rows, if these operands are such."""
         if not self.is_weight(equation.invars[weight]) or not self._trails.has_rows(operands[other]):
             return
-        atom = equation.invars[other]
-        rows = self._count(atom, operands[other], summed, inside=False)
+        atom, dims = equation.invars[other], self._trails.dims(equation)
+        rows = self._count(atom, operands[other], dims.summed_of(other), inside=False)
         sizes = [
             self.size_without_rows(*each)
             for each in (
@@ -190,13 +164,12 @@ class Weights:
         axes = axes_of(trail) - self._trails.batch_axes
         return _size(atom) // math.prod(self._trails.sizes[axis] for axis in axes)
 
-    def _note_sum(
-        self, equation: Any, operands: Sequence[Trail], contracted: Sequence[Container[int]]
-    ) -> None:
+    def _note_sum(self, equation: Any, operands: Sequence[Trail]) -> None:
         """A sum over few rows, if a product of rows is one."""
+        contracted = [self._trails.dims(equation).summed_of(place) for place in (0, 1)]
         summed = [
             tuple([axes if i in dims else () for i, axes in enumerate(trail)])
-            for trail, dims in zip(operands, contracted, strict=True)
+            for trail, dims in zip(operands, contracted, strict=False)
         ]
         if all(map(self._trails.has_rows, summed)):
             rows = self._count(equation.invars[0], operands[0], contracted[0], inside=True)

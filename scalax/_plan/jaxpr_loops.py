@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from scalax._follow.primitives import ELEMENTWISE
 from scalax._jax.equations import CALLS, Literal, called, loop_of, opened
 from scalax._jax.primitives import primitive_name
+from scalax._jaxprs.dims import ELEMENTWISE
 from scalax._plan.formulas import Counted
 from scalax._plan.loop_rounds import OPERATIONS, State, Values, computed, solved_rounds
 

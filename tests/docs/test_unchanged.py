@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.unchanged.catalogue import all_models
 from benchmarks.unchanged.model import STRATEGIES
-from scalax._follow.primitives import RULES
 from scalax._follow.weights import FEW_ROWS
 from scalax._jax.equations import CALLS
+from scalax._jaxprs.dims import RULES
 from tests.support import ROOT
 
 PAGE = (ROOT / 'docs' / 'unchanged.md').read_text(encoding='utf-8')

@@ -13,7 +13,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from scalax import microbatch
-from scalax._follow import primitives
+from scalax._jaxprs import dims
 from scalax.errors import FollowingWarning
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
@@ -294,7 +294,7 @@ def test_a_mistake_of_following_ends_no_program(monkeypatch, where):
         return layer(w, x)
 
     if where:
-        monkeypatch.setitem(primitives.RULES, where, wrong)
+        monkeypatch.setitem(dims.RULES, where, wrong)
         where = r' at dot_general \(test_calls.py:\d+ layer\)'
     else:
         monkeypatch.setattr('scalax._follow.follow.Shared', wrong)

@@ -12,9 +12,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 
-from scalax._follow.primitives import CHOICES, RULES
+from scalax._follow.follow import CHOICES
 from scalax._jax.equations import WITH_JAXPRS
 from scalax._jax.primitives import primitive_name
+from scalax._jaxprs.dims import RULES
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support.following import constraints, following, like, result_dims

@@ -76,7 +76,7 @@ def test_random_programs(seed):
         step = helper.sjit(fun, in_shardings=rules)
         found, expected = step(w, x), jax.jit(fun)(w, x)
         again = helper.sjit(step, in_shardings=rules)
-        once, twice = (constraints(each.trace(w, x).jaxpr) for each in (step, again))
+        once, twice = (_placing(each.trace(w, x).jaxpr) for each in (step, again))
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         if jnp.issubdtype(b.dtype, jnp.integer):
             np.testing.assert_array_equal(a, b)
@@ -87,3 +87,8 @@ def test_random_programs(seed):
         named = [axis for axis in named if isinstance(axis, str)]
         assert len(named) == len(set(named))
     assert len(twice) == len(once)
+
+
+def _placing(jaxpr):
+    """The constraints that say something: an sjit around another one opens all dimensions of its outputs."""
+    return [each for each in constraints(jaxpr) if any(entry is not P.UNCONSTRAINED for entry in each[1])]

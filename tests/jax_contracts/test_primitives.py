@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from jax.experimental import pallas
 
-from scalax._follow.primitives import RULES
 from scalax._jax import primitives
 from scalax._jax.equations import WITH_JAXPRS, equations
 from scalax._jax.primitives import KERNEL, primitive_name
+from scalax._jaxprs.dims import RULES
 from tests.support.contracts import contract
 
 pytestmark = pytest.mark.whole

@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 from jax.sharding import AxisType
 
-from scalax._follow.dependence import Dependence
 from scalax._follow.jaxprs import is_on_mesh
 from scalax._jax.equations import opened
 from scalax._jax.tracing import is_compiled
+from scalax._jaxprs.dependence import Dependence
 from scalax._mesh import meshes
 from scalax._trace import constraints
 from scalax._transforms.calls import errors, placement
@@ -422,7 +422,7 @@ class Dispatcher:
         sharded = [each is not None for each in trace.arguments]
         others = len(opened(jaxpr).invars) - len(sharded)  # values of an outer trace
         dependent = Dependence(jaxpr, [*[False] * others, *sharded], certain=True)
-        return any(sharded) and any(map(dependent.__contains__, opened(jaxpr).outvars))
+        return any(sharded) and any(dependent.of_results)
 
     def _program(
         self, call: Call, key: CallKey, trace: Trace, flat_function: Callable[..., Any], served: Served

@@ -1,0 +1,1 @@
+"""Jaxprs, read: what each primitive does with dimensions, and an interpreter of facts about values."""

@@ -1,0 +1,57 @@
+"""Which values of a jaxpr depend on the batch, also without its rows. Others are weights and constants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from scalax._jax.equations import is_jaxpr, loop_of, values_in
+from scalax._jaxprs.interpreter import Interpreter
+
+
+class Dependence(Interpreter[bool]):
+    """The variables of a jaxpr, and of those inside it, that depend on the batch.
+
+    Args:
+        jaxpr: the jaxpr, open or closed.
+        arguments: whether each of its arguments does.
+        certain: whether results count only if they do for sure. What holds a jaxpr that is not read here,
+            such as ``shard_map``, may give results that do not depend on all of its operands.
+
+    Attributes:
+        primitives: the names of those that take one of them.
+        of_results: whether each result of the jaxpr does.
+    """
+
+    def __init__(self, jaxpr: Any, arguments: Sequence[bool], *, certain: bool = False) -> None:
+        super().__init__(nothing=False)
+        self._certain = certain
+        self.primitives: set[str] = set()
+        self._variables: set[int] = set()
+        self.of_results = self.results(jaxpr, arguments)
+
+    def __contains__(self, variable: Any) -> bool:
+        """Whether a variable depends on the batch, anywhere that its jaxpr is used."""
+        return id(variable) in self._variables
+
+    def primitive(self, name: str, equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
+        self.primitives.add(name)
+        unread = self._certain and any(map(is_jaxpr, values_in(equation)))
+        return [not unread] * len(equation.outvars)
+
+    def joined(self, facts: Sequence[bool]) -> bool:
+        return any(facts)
+
+    def note(self, facts: dict[int, bool]) -> None:
+        self._variables.update(var for var, depends in facts.items() if depends)
+
+    def branches(self, equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
+        results = super().branches(equation, operands)
+        return [True] * len(results) if operands[0] else results
+
+    def loop(self, equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
+        loop, results = loop_of(equation), super().loop(equation, operands)
+        # A test that does depend on it decides about the number of rounds.
+        if loop.test is not None and any(self.results(loop.test, [*operands[: loop.tested], *results])):
+            return [True] * len(results)
+        return results

@@ -1,0 +1,436 @@
+"""Where the dimensions of the results of each primitive come from: the table that all who read jaxprs share.
+
+Following a batch, finding which dimensions of weights are one, and counting read it. Of a primitive that is
+not in the table nothing is known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, TypeVar
+
+from scalax._jax import equations
+from scalax._jax.equations import shape_of
+from scalax._jax.primitives import primitive_name
+
+Place = tuple[int, int]
+"""A dimension of an operand: the number of the operand, and that of the dimension."""
+Sources = tuple[Place, ...]
+"""The dimensions of operands that one of a result may come from; the first one that is known decides."""
+
+T = TypeVar('T')
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dims:
+    """What an equation does with dimensions.
+
+    Attributes:
+        results: for each result, and each of its dimensions, the sources.
+        summed: the dimensions that no result has: those that a product contracts, in pairs, and those that a
+            reduction removes.
+    """
+
+    results: tuple[tuple[Sources, ...], ...]
+    summed: tuple[Sources, ...] = ()
+
+    def through(self, operands: Sequence[Sequence[T]], nothing: T) -> list[tuple[T, ...]]:
+        """What is known of each dimension of the results.
+
+        Args:
+            operands: what is known of each dimension of the operands; empty if nothing is known of any.
+            nothing: what stands for nothing; it is false, all else is true. A result of which nothing is
+                known is empty.
+        """
+        found = []
+        for result in self.results:
+            known = tuple([_first(operands, sources, nothing) for sources in result])
+            found.append(known if any(known) else ())
+        return found
+
+    def own(self, operand: int) -> list[int]:
+        """The dimensions of the first result that are those of one operand alone: of a weight its columns."""
+        return [
+            i
+            for i, sources in enumerate(self.results[0])
+            if sources and all(place == operand for place, _ in sources)
+        ]
+
+    def summed_of(self, operand: int) -> list[int]:
+        """The dimensions of an operand that no result has."""
+        return [dim for sources in self.summed for place, dim in sources if place == operand]
+
+
+def _first(operands: Sequence[Sequence[T]], sources: Sources, nothing: T) -> T:
+    for operand, dim in sources:
+        if operands[operand] and (known := operands[operand][dim]):
+            return known
+    return nothing
+
+
+UNKNOWN = Dims(())
+
+
+def dims_of(equation: Any) -> Dims:
+    """What an equation does with dimensions; `UNKNOWN` if its primitive has no rule."""
+    rule = RULES.get(primitive_name(equation))
+    return UNKNOWN if rule is None else rule(equation)
+
+
+Rule = Callable[[Any], Dims]
+
+
+def _of(operand: int, dims: Iterable[int]) -> tuple[Sources, ...]:
+    """Dimensions of a result that are these of one operand."""
+    return tuple([((operand, dim),) for dim in dims])
+
+
+def _alike(equation: Any, rank: int, but: Container[int] = ()) -> tuple[Sources, ...]:
+    """The dimensions of a result that all operands of its rank have; others are scalars."""
+    places = [place for place, atom in enumerate(equation.invars) if len(shape_of(atom)) == rank]
+    return tuple([() if i in but else tuple([(place, i) for place in places]) for i in range(rank)])
+
+
+def _elementwise(equation: Any) -> Dims:
+    """Operands and results have the same dimensions, or parts of them."""
+    return Dims(tuple([_alike(equation, len(shape_of(out))) for out in equation.outvars]))
+
+
+def _each(equation: Any) -> Dims:
+    """Each result is an operand."""
+    return Dims(tuple([_of(i, range(len(shape_of(out)))) for i, out in enumerate(equation.outvars)]))
+
+
+def _broadcast(equation: Any) -> Dims:
+    operand, out = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
+    found: list[Sources] = [()] * len(out)
+    for i, place in enumerate(equations.broadcast_dims(equation)):
+        if out[place] == operand[i]:
+            found[place] = ((0, i),)
+    return Dims((tuple(found),))
+
+
+def _reshape(equation: Any) -> Dims:
+    """Dimensions that are merged or split.
+
+    What is known of merged dimensions is known of the first one of which anything is. Of the dimensions that
+    one is split into, each may come from it.
+    """
+    found: list[Sources] = [()] * len(shape_of(equation.outvars[0]))
+    for merged, split in reshaped(equation):
+        for i in split:
+            found[i] = tuple([(0, each) for each in merged])
+    return Dims((tuple(found),))
+
+
+def reshaped(equation: Any) -> list[tuple[list[int], list[int]]]:
+    """The groups of dimensions, of more than one element, that a `reshape` makes of groups of others."""
+    groups: list[tuple[list[int], list[int]]] = []
+    if equations.is_reordered(equation):
+        return groups
+    old, new = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
+    left = [i for i, size in enumerate(old) if size != 1]
+    right = [i for i, size in enumerate(new) if size != 1]
+    while left and right:
+        mine, theirs = [left.pop(0)], [right.pop(0)]
+        a, b = old[mine[0]], new[theirs[0]]
+        while a != b:
+            if a < b and left:
+                a *= old[left[0]]
+                mine.append(left.pop(0))
+            elif b < a and right:
+                b *= new[right[0]]
+                theirs.append(right.pop(0))
+            else:
+                return groups
+        groups.append((mine, theirs))
+    return groups
+
+
+def _transpose(equation: Any) -> Dims:
+    return Dims((_of(0, equations.permutation(equation)),))
+
+
+def _reduce(equation: Any) -> Dims:
+    gone, operands = equations.removed_dims(equation), _alike(equation, _rank(equation))
+    kept = tuple([sources for i, sources in enumerate(operands) if i not in gone])
+    return Dims((kept,) * len(equation.outvars), tuple([operands[i] for i in gone]))
+
+
+def _sort(equation: Any) -> Dims:
+    """What is sorted along a dimension, or a part of it, has others in each place."""
+    rank = _rank(equation)
+    return Dims((_alike(equation, rank, [equations.dim_of(equation) % rank]),) * len(equation.outvars))
+
+
+def _stack(equation: Any) -> Dims:
+    dim, kept = equations.dim_of(equation), _alike(equation, _rank(equation))
+    return Dims(((*kept[:dim], (), *kept[dim:]),))
+
+
+def _unstack(equation: Any) -> Dims:
+    dim = equations.dim_of(equation)
+    kept = [i for i in range(_rank(equation)) if i != dim]
+    return Dims((_of(0, kept),) * len(equation.outvars))
+
+
+def _leading(equation: Any, count: int) -> Dims:
+    """So many leading dimensions of the results are those of the first operand."""
+    ranks = [len(shape_of(out)) for out in equation.outvars]
+    return Dims(tuple([_of(0, range(min(count, rank))) + ((),) * (rank - count) for rank in ranks]))
+
+
+def _rank(equation: Any) -> int:
+    return len(shape_of(equation.invars[0]))
+
+
+def _resized(equation: Any) -> Dims:
+    """Further dimensions behind, or fewer: bits of other sizes, what is drawn of keys."""
+    return _leading(equation, _rank(equation))
+
+
+def _fft(equation: Any) -> Dims:
+    return _leading(equation, _rank(equation) - len(equations.fft_lengths(equation)))
+
+
+def _matrices(equation: Any) -> Dims:
+    """Stacks of matrices, or of vectors: leading dimensions of the same sizes are the stack."""
+    found = []
+    for out in map(shape_of, equation.outvars):
+        sources: list[Sources] = [()] * len(out)
+        for place, atom in enumerate(equation.invars):
+            pairs = zip(shape_of(atom)[:-2], out, strict=False)
+            for i, _ in enumerate(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)):
+                sources[i] += ((place, i),)
+        found.append(tuple(sources))
+    return Dims(tuple(found))
+
+
+def _product(equation: Any, contracted: Any, batch: Any, grouped: Any = ()) -> Dims:
+    """Dimensions of a product: the batch, what is free on the left, what is free on the right."""
+    gone = [{*contracted[0], *batch[0]}, {*contracted[1], *batch[1], *grouped}]
+    found: list[Sources] = [((0, i), (1, j)) for i, j in zip(*batch, strict=True)]
+    for place, atom in enumerate(equation.invars[:2]):
+        found += _of(place, [i for i in range(len(shape_of(atom))) if i not in gone[place]])
+    found = [()] * (len(shape_of(equation.outvars[0])) - len(found)) + found
+    return Dims((tuple(found),), tuple([((0, i), (1, j)) for i, j in zip(*contracted, strict=True)]))
+
+
+def _dot(equation: Any) -> Dims:
+    return _product(equation, *equations.dot_dims(equation))
+
+
+def _ragged_dot(equation: Any) -> Dims:
+    """Rows in groups, each multiplied by the matrix of its group; or groups of rows contracted."""
+    return _product(equation, *equations.ragged_dot_dims(equation))
+
+
+def _conv(equation: Any) -> Dims:
+    """The examples of the images, and the features of the kernel (rows in the gradient of a kernel)."""
+    numbers, (features, rows) = equations.conv_dims(equation), equations.conv_groups(equation)
+    found: list[Sources] = [()] * len(shape_of(equation.outvars[0]))
+    if rows == 1:
+        found[numbers.out_spec[0]] = ((0, numbers.lhs_spec[0]),)
+        found[numbers.out_spec[1]] = ((1, numbers.rhs_spec[0]),)
+    summed = (0, numbers.lhs_spec[1]), (1, numbers.rhs_spec[1])
+    # Each group has channels of its own: then these of the images are not those of the kernel.
+    return Dims(
+        (tuple(found),), (summed,) if features == rows == 1 else tuple([(place,) for place in summed])
+    )
+
+
+def _gather(equation: Any) -> Dims:
+    """What is looked up follows the indices; in dimensions that are taken whole, the operand."""
+    numbers, sizes = equations.gather_dims(equation), equations.slice_sizes(equation)
+    shape, rank = shape_of(equation.invars[0]), len(shape_of(equation.outvars[0]))
+    batch = [i for i in range(rank) if i not in numbers.offset_dims]
+    found: list[Sources] = [()] * rank
+    for j, i in enumerate(batch):
+        found[i] = ((1, j),)
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    whole = [i for i in range(len(shape)) if i not in gone]
+    for place, i in zip(numbers.offset_dims, whole, strict=True):
+        if sizes[i] == shape[i]:
+            found[place] = ((0, i),)
+    for i, j in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+        found[batch[j]] += ((0, i),)
+    return Dims((tuple(found),))
+
+
+def _scatter(equation: Any) -> Dims:
+    """Dimensions stay those of the operand; where they are updated whole, they are also the updates'."""
+    numbers, update = equations.scatter_dims(equation), shape_of(equation.invars[2])
+    found = [*_of(0, range(_rank(equation)))]
+    for place, i in updated_dims(equation):
+        found[i] += ((2, place),)
+    rows = [i for i in range(len(update)) if i not in numbers.update_window_dims]
+    for i, j in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
+        found[i] += ((2, rows[j]), (1, j))
+    return Dims((tuple(found),))
+
+
+def updated_dims(equation: Any) -> list[Place]:
+    """The dimensions of the updates of a scatter that are whole ones of its operand, and these."""
+    numbers = equations.scatter_dims(equation)
+    shape, update = shape_of(equation.invars[0]), shape_of(equation.invars[2])
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    windows = [i for i in range(len(shape)) if i not in gone]
+    pairs = zip(numbers.update_window_dims, windows, strict=True)
+    return [(place, i) for place, i in pairs if update[place] == shape[i]]
+
+
+def _update_slice(equation: Any) -> Dims:
+    shapes = zip(shape_of(equation.invars[0]), shape_of(equation.invars[1]), strict=True)
+    return Dims((tuple([((0, i), (1, i)) if a == b else ((0, i),) for i, (a, b) in enumerate(shapes)]),))
+
+
+def _window(equation: Any) -> Dims:
+    """Windows over some dimensions, or copies along them; the others are kept."""
+    shapes, found = [*map(shape_of, equation.invars)], []
+    for out in map(shape_of, equation.outvars):
+        changed = [i for i, size in enumerate(out) if any(x[i : i + 1] not in ((), (size,)) for x in shapes)]
+        found.append(_alike(equation, len(out), changed))
+    return Dims(tuple(found))
+
+
+def _unknown(equation: Any) -> Dims:
+    """What runs inside has blocks; where its results are is said, and not where they come from."""
+    return _leading(equation, 0)
+
+
+# Operands and results have the same dimensions and sizes; an operand may be a scalar.
+ELEMENTWISE = frozenset(
+    [
+        'abs',
+        'acos',
+        'acosh',
+        'add',
+        'add_any',
+        'and',
+        'asin',
+        'asinh',
+        'atan',
+        'atan2',
+        'atanh',
+        'bessel_i0e',
+        'bessel_i1e',
+        'cbrt',
+        'ceil',
+        'clamp',
+        'clz',
+        'complex',
+        'conj',
+        'convert_element_type',
+        'copy',
+        'cos',
+        'cosh',
+        'cumlogsumexp',
+        'cummax',
+        'cummin',
+        'cumprod',
+        'cumsum',
+        'digamma',
+        'div',
+        'eq',
+        'eq_to',
+        'erf',
+        'erf_inv',
+        'erfc',
+        'exp',
+        'exp2',
+        'expm1',
+        'floor',
+        'ge',
+        'gt',
+        'igamma',
+        'igamma_grad_a',
+        'igammac',
+        'imag',
+        'integer_pow',
+        'is_finite',
+        'le',
+        'le_to',
+        'lgamma',
+        'log',
+        'log1p',
+        'log2',
+        'logistic',
+        'lt',
+        'lt_to',
+        'max',
+        'min',
+        'mul',
+        'name',
+        'ne',
+        'neg',
+        'nextafter',
+        'not',
+        'one_minus_square',
+        'or',
+        'polygamma',
+        'population_count',
+        'pow',
+        'real',
+        'reduce_precision',
+        'regularized_incomplete_beta',
+        'rem',
+        'rev',
+        'round',
+        'rsqrt',
+        'select_n',
+        'shift_left',
+        'shift_right_arithmetic',
+        'shift_right_logical',
+        'sign',
+        'sin',
+        'sinh',
+        'sqrt',
+        'square',
+        'stop_gradient',
+        'sub',
+        'tan',
+        'tanh',
+        'threefry2x32',
+        'xor',
+        'zeta',
+        'random_fold_in',
+    ]
+)
+# The result is the first operand in another form, or a part of it.
+FORWARDS = frozenset(('broadcast_in_dim', 'convert_element_type', 'copy', 'reshape', 'squeeze', 'transpose'))
+PARTS = frozenset(('dynamic_slice', 'slice', 'split', 'unstack'))
+VIEWS = FORWARDS | PARTS
+# Operands are multiplied, and summed over dimensions that they have in common.
+PRODUCTS = frozenset(('dot_general', 'ragged_dot_general', 'conv_general_dilated'))
+
+_TABLE: tuple[tuple[str, Rule], ...] = (
+    (' '.join(ELEMENTWISE), _elementwise),
+    ('concatenate pad slice dynamic_slice split', _elementwise),
+    ('sharding_constraint device_put', _elementwise),
+    ('optimization_barrier pvary', _each),
+    ('reduce reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor', _reduce),
+    ('argmax argmin squeeze', _reduce),
+    ('scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max', _scatter),
+    ('reduce_window reduce_window_sum reduce_window_max reduce_window_min tile', _window),
+    ('select_and_scatter_add select_and_gather_add select_and_scatter', _window),
+    ('cholesky eig eigh householder_product lu qr schur svd', _matrices),
+    ('triangular_solve tridiagonal tridiagonal_solve hessenberg', _matrices),
+    ('random_bits random_split random_unwrap random_seed', _resized),
+    ('bitcast_convert_type random_wrap', _resized),
+    ('sort top_k approx_top_k', _sort),
+    ('stack', _stack),
+    ('unstack', _unstack),
+    ('broadcast_in_dim', _broadcast),
+    ('reshape', _reshape),
+    ('transpose', _transpose),
+    ('dot_general', _dot),
+    ('ragged_dot_general', _ragged_dot),
+    ('conv_general_dilated', _conv),
+    ('gather', _gather),
+    ('dynamic_update_slice', _update_slice),
+    ('fft', _fft),
+    ('shard_map', _unknown),
+)
+RULES = {name: rule for names, rule in _TABLE for name in names.split()}

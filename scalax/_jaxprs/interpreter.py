@@ -1,0 +1,93 @@
+"""Runs a jaxpr on facts about its values in place of the values: calls, loops and branches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+from scalax._jax import equations
+from scalax._jax.equations import CALLS, loop_of, opened
+from scalax._jax.primitives import primitive_name
+
+Fact = TypeVar('Fact')
+
+
+class Interpreter(Generic[Fact]):
+    """Facts about the values of a jaxpr, from those about its arguments.
+
+    Who inherits says what equations without jaxprs do (`primitive`), and what two facts have in common
+    (`joined`). Facts are compared, hashed, and finite in number: loops are run until nothing changes.
+
+    Args:
+        nothing: the fact about a value of which nothing is known, as of literals and constants.
+    """
+
+    def __init__(self, nothing: Fact) -> None:
+        self._nothing = nothing
+        # The jaxprs are kept as well, so that no other object gets their ids.
+        self._known: dict[Any, tuple[Any, list[Fact]]] = {}
+
+    def primitive(self, name: str, equation: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
+        """The facts about the results of an equation without a jaxpr that is run here."""
+        raise NotImplementedError
+
+    def joined(self, facts: Sequence[Fact]) -> Fact:
+        """The fact about a value that may be each of several: branches, or rounds of a loop."""
+        raise NotImplementedError
+
+    def element_of(self, stack: Fact) -> Fact:
+        """The fact about an element of a stack that a loop runs over."""
+        return stack
+
+    def stack_of(self, element: Fact) -> Fact:
+        """The fact about a stack of results of the rounds of a loop."""
+        return element
+
+    def note(self, facts: dict[int, Fact]) -> None:
+        """Takes note of the values of a jaxpr, by the ids of their variables: literals are not hashable."""
+
+    def results(self, jaxpr: Any, arguments: Sequence[Fact]) -> list[Fact]:
+        """The facts about the results of a jaxpr, open or closed."""
+        jaxpr, key = opened(jaxpr), (id(opened(jaxpr)), tuple(arguments))
+        if key not in self._known:
+            self._known[key] = jaxpr, self._run(jaxpr, arguments)
+        return self._known[key][1]
+
+    def _run(self, jaxpr: Any, arguments: Sequence[Fact]) -> list[Fact]:
+        nothing = self._nothing
+        found = {id(var): fact for var, fact in zip(jaxpr.invars, arguments, strict=True) if fact != nothing}
+        for equation in jaxpr.eqns:
+            ids = [*map(id, equation.invars)]
+            if not found.keys().isdisjoint(ids):
+                results = self._equation(equation, [found.get(each, nothing) for each in ids])
+                pairs = zip(map(id, equation.outvars), results, strict=False)
+                found.update((var, fact) for var, fact in pairs if fact != nothing)
+        self.note(found)
+        return [found.get(id(atom), nothing) for atom in jaxpr.outvars]
+
+    def _equation(self, equation: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
+        name = primitive_name(equation)
+        if name in CALLS:
+            return self.results(equations.called(equation), operands)
+        if name in ('scan', 'while'):
+            return self.loop(equation, operands)
+        if name == 'cond':
+            return self.branches(equation, operands)
+        return self.primitive(name, equation, operands)
+
+    def branches(self, equation: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
+        """The facts about the results of a `cond`."""
+        found = [self.results(branch, operands[1:]) for branch in equations.branches(equation)]
+        return [*map(self.joined, zip(*found, strict=True))]
+
+    def loop(self, equation: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
+        """The facts about the results of a loop: a round begins as the loop does, or as one ends."""
+        loop = loop_of(equation)
+        constants, first, stacks = loop.parts(operands)
+        carried, elements = list(first), [*map(self.element_of, stacks)]
+        while True:
+            results = self.results(loop.body, [*constants, *carried, *elements])
+            joined = [*map(self.joined, zip(carried, results, strict=False))]
+            if joined == carried:
+                return [*carried, *map(self.stack_of, results[len(carried) :])]
+            carried = joined
