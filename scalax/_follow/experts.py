@@ -59,7 +59,9 @@ class Stored(Interpreter[Trail]):
 
     def note(self, facts: dict[int, Trail]) -> None:
         for var, trail in facts.items():
-            self._stored[var] = common(self._stored.get(var, trail), trail)
+            before = self._stored.setdefault(var, trail)
+            if before is not trail:
+                self._stored[var] = common(before, trail)
 
 
 def move_to_experts(

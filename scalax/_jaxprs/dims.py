@@ -7,6 +7,7 @@ not in the table nothing is known.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, TypeVar
@@ -208,23 +209,28 @@ def _matrices(equation: Any) -> Dims:
     return Dims(tuple(found))
 
 
-def _product(equation: Any, contracted: Any, batch: Any, grouped: Any = ()) -> Dims:
+@functools.lru_cache(maxsize=4096)  # layers are alike
+def _product(ranks: tuple[int, ...], contracted: Any, batch: Any, grouped: Any = ()) -> Dims:
     """Dimensions of a product: the batch, what is free on the left, what is free on the right."""
     gone = [{*contracted[0], *batch[0]}, {*contracted[1], *batch[1], *grouped}]
     found: list[Sources] = [((0, i), (1, j)) for i, j in zip(*batch, strict=True)]
-    for place, atom in enumerate(equation.invars[:2]):
-        found += _of(place, [i for i in range(len(shape_of(atom))) if i not in gone[place]])
-    found = [()] * (len(shape_of(equation.outvars[0])) - len(found)) + found
+    for place in (0, 1):
+        found += _of(place, [i for i in range(ranks[place]) if i not in gone[place]])
+    found = [()] * (ranks[2] - len(found)) + found
     return Dims((tuple(found),), tuple([((0, i), (1, j)) for i, j in zip(*contracted, strict=True)]))
 
 
 def _dot(equation: Any) -> Dims:
-    return _product(equation, *equations.dot_dims(equation))
+    return _product(_ranks(equation), *equations.dot_dims(equation))
 
 
 def _ragged_dot(equation: Any) -> Dims:
     """Rows in groups, each multiplied by the matrix of its group; or groups of rows contracted."""
-    return _product(equation, *equations.ragged_dot_dims(equation))
+    return _product(_ranks(equation), *equations.ragged_dot_dims(equation))
+
+
+def _ranks(product: Any) -> tuple[int, ...]:
+    return tuple([len(shape_of(atom)) for atom in (*product.invars[:2], *product.outvars)])
 
 
 def _conv(equation: Any) -> Dims:

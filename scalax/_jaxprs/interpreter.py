@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from scalax._jax import equations
-from scalax._jax.equations import CALLS, loop_of, opened
+from scalax._jax.equations import CALLS, WITH_JAXPRS, loop_of, opened
 from scalax._jax.primitives import primitive_name
 
 Fact = TypeVar('Fact')
@@ -56,24 +56,25 @@ class Interpreter(Generic[Fact]):
     def _run(self, jaxpr: Any, arguments: Sequence[Fact]) -> list[Fact]:
         nothing = self._nothing
         found = {id(var): fact for var, fact in zip(jaxpr.invars, arguments, strict=True) if fact != nothing}
+        known = found.keys()
         for equation in jaxpr.eqns:
             ids = [*map(id, equation.invars)]
-            if not found.keys().isdisjoint(ids):
-                results = self._equation(equation, [found.get(each, nothing) for each in ids])
-                pairs = zip(map(id, equation.outvars), results, strict=False)
-                found.update((var, fact) for var, fact in pairs if fact != nothing)
+            if known.isdisjoint(ids):
+                continue
+            results = self._equation(equation, [found.get(each, nothing) for each in ids])
+            for var, fact in zip(equation.outvars, results, strict=False):
+                if fact != nothing:
+                    found[id(var)] = fact
         self.note(found)
         return [found.get(id(atom), nothing) for atom in jaxpr.outvars]
 
     def _equation(self, equation: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
         name = primitive_name(equation)
+        if name not in WITH_JAXPRS:
+            return self.primitive(name, equation, operands)
         if name in CALLS:
             return self.results(equations.called(equation), operands)
-        if name in ('scan', 'while'):
-            return self.loop(equation, operands)
-        if name == 'cond':
-            return self.branches(equation, operands)
-        return self.primitive(name, equation, operands)
+        return self.branches(equation, operands) if name == 'cond' else self.loop(equation, operands)
 
     def branches(self, equation: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
         """The facts about the results of a `cond`."""
