@@ -117,9 +117,9 @@ class Edit:
         self.equations.append(added)
         self.replaced[id(var)] = added.outvars[0]
 
-    def note_loss(self, equation: Any) -> None:
-        """Takes note of an equation that lost rows."""
-        largest = max(equation.outvars, key=lambda var: math.prod(shape_of(var)), default=None)
+    def note_loss(self, equation: Any, values: Sequence[Any]) -> None:
+        """Takes note of an equation that lost the rows of these of its operands or results."""
+        largest = max(values, key=lambda var: math.prod(shape_of(var)), default=None)
         if largest is not None and shape_of(largest):
             self.lost.append(Lost(equation, largest.aval))
 

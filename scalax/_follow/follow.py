@@ -14,6 +14,7 @@ shardings of the results say. Loops that multiply few rows in a round are an exc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from scalax._follow.loops import follow_loop
 from scalax._follow.operands import place_operands
 from scalax._follow.said import SAID, placed_at, placed_by_user, said_trails
 from scalax._follow.shared import Shared
-from scalax._follow.trail import LOST, LOSTS, Trail, along, closed_spec_of, merged, spec_of
+from scalax._follow.trail import LOST, LOSTS, Trail, along, axes_of, closed_spec_of, merged, spec_of
 from scalax._follow.types import ONCE, Arguments, FewRows, Followed, Kept, Use
 from scalax._jax.equations import CALLS, LOOPS, WITH_JAXPRS, Literal, branches, called, opened, shape_of
 from scalax._jax.kernels import is_interpreted
@@ -170,11 +171,13 @@ class _Pass(Edit):
             name in LOOPS or name == KERNEL or (name in CHOICES and not all(map(trails.has_rows, operands)))
         )
         for var, whole in zip(equation.outvars, results, strict=False):
-            trail = self._noted(var, whole, equation)
+            trail = self._noted(var, whole)
             if trail and is_choice and self.may_keep(var):
                 spec = spec_of(trail, self._whole_dims(equation, operands))
                 self.constrain(var, spec, equation)
                 self.kept.append(Kept(var.aval, spec, equation))
+        if self._loses_rows(name, equation, operands):
+            self.note_loss(equation, equation.outvars)
         if name == 'device_put':
             self.hold(equation)
         if self.shared.has_columns and equation.outvars:
@@ -189,7 +192,7 @@ class _Pass(Edit):
         whole = self.shared.trails.merged(tuple(operands), len(shape_of(equation.outvars[0])))
         self.weights.note(equation, operands)
         for var in equation.outvars:
-            self._noted(var, whole, equation)
+            self._noted(var, whole)
         if self.shared.has_columns:
             self.columns.note(equation, operands, self.trail(equation.outvars[0]))
 
@@ -199,27 +202,48 @@ class _Pass(Edit):
             equation = with_operands(equation, [*map(self.input, equation.invars)])
         self.equations.append(equation)
 
-    def _noted(self, var: Any, whole: Trail, equation: Any) -> Trail:
-        """The part of a trail that a result can have. It is noted, and so are rows that are lost."""
+    def _noted(self, var: Any, whole: Trail) -> Trail:
+        """The part of a trail that a result can have, which is noted."""
         if not whole:
             return LOST
         trails = self.shared.trails
         trail = trails.possible(whole, shape_of(var))
         if id(var) in self._whole:
             trail = along(trail, trails.batch_axes)
-        if trail is not whole and trail != whole and trails.has_rows(whole) and not trails.has_rows(trail):
-            self.note_loss(equation)
         if trail:
             self.on_trail[id(var)] = trail
         return trail
+
+    def _loses_rows(self, name: str, equation: Any, operands: Sequence[Trail]) -> bool:
+        """Whether operands have rows, no result has, and these were not just summed over."""
+        shared = self.shared
+        rows = [place for place, trail in enumerate(operands) if shared.has_rows(trail)]
+        if not rows or name in SAID or name in WITH_JAXPRS:
+            return False
+        if any(shared.has_rows(self.trail(var)) for var in equation.outvars):
+            return False
+        if name in ('scatter-add', 'scatter-sub'):
+            return not self._is_small_sum(equation, operands)
+        dims = shared.trails.dims(equation)
+        kept = [along(operands[place], shared.trails.batch_axes) for place in rows]
+        return any(
+            axes and i not in dims.summed_of(place)
+            for place, trail in zip(rows, kept, strict=True)
+            for i, axes in enumerate(trail)
+        )
+
+    def _is_small_sum(self, equation: Any, operands: Sequence[Trail]) -> bool:
+        """Whether a sum of scattered rows is the gradient of a table, or smaller than a device's own rows."""
+        table, _, updates = map(shape_of, equation.invars)
+        sizes = self.shared.trails.sizes
+        devices = math.prod(sizes[axis] for axis in axes_of(operands[2]) | axes_of(operands[1]))
+        return table in self.shared.tables or math.prod(table) * devices <= math.prod(updates)
 
     def _kernel(self, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
         """A kernel that runs on each device with its rows, if it may, and the trails of its results."""
         has_rows = self.shared.has_rows
         split = split_of(equation, operands, self.shared.mesh, has_rows)
         if split is None or not any(map(has_rows, split.results)):
-            if any(map(has_rows, operands)):
-                self.note_loss(equation)
             return equation, ()
         if is_interpreted(equation):
             return equation, split.results
@@ -257,8 +281,6 @@ class _Pass(Edit):
             results = self.shared.trails.through(equation, operands)
             if name == 'reshape':
                 self.parts[id(equation.outvars[0])] = equation, operands[0]
-            if name in ('reshape', 'sort') and not any(results):
-                self.note_loss(equation)
             return equation, results
         if name in CALLS:
             taken, given = placed_by_user(equation)
@@ -281,7 +303,6 @@ class _Pass(Edit):
             return with_jaxprs(equation, *[branch.jaxpr for branch in found]), [
                 merged(each, len(shape_of(var))) for each, var in zip(trails, equation.outvars, strict=True)
             ]
-        self.note_loss(equation)
         return equation, ()
 
     def _placed(

@@ -7,8 +7,7 @@ import math
 import os
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -48,19 +47,23 @@ class KeptValue:
 
 @dataclasses.dataclass(frozen=True)
 class LostRows:
-    """An operation behind which it is not known which dimension holds rows of the batch.
+    """An operation whose results no longer hold the rows of the batch that its operands hold.
+
+    A sum over rows, such as a mean or a gradient, loses none.
 
     Attributes:
         primitive: the operation of JAX.
         line: the line of the user's code.
         array: the dtype and the shape of its largest result.
         bytes: the size of that, of all devices together.
+        count: how many there are on the line; one in a loop counts once.
     """
 
     primitive: str
     line: str
     array: str
     bytes: int
+    count: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,22 +97,8 @@ class FollowedBatch:
         if self.kept:
             lines += ['', *table(kept_cells(self), width, 0, 2)]
         if self.lost:
-            lines += ['', 'Rows are lost at:', '', *table(lost_cells(self), width, 0, 2)]
+            lines += ['', 'Rows are lost at:', '', *table(lost_cells(self), width, 0, (2, 3))]
         return '\n'.join(lines)
-
-
-class BatchOfCall(NamedTuple):
-    """The batch of a call.
-
-    Attributes:
-        followed: what is followed of it.
-        rows: leaf paths of arguments -> the dimensions that hold rows, also of a batch that is not followed.
-        axes: the mesh axes over which these rows are.
-    """
-
-    followed: FollowedBatch
-    rows: Mapping[str, tuple[int, ...]]
-    axes: tuple[str, ...]
 
 
 def nothing_followed(batch: FollowedBatch) -> str:
@@ -127,42 +116,48 @@ def kept_cells(batch: FollowedBatch) -> list[list[str]]:
 
 def lost_cells(batch: FollowedBatch) -> list[list[str]]:
     """The heads and the rows of a table of the places where rows are lost."""
-    rows = [[each.line, each.primitive, human_bytes(each.bytes), each.array] for each in batch.lost]
-    return [['line', 'operation', 'size', 'value'], *rows]
+    rows = [
+        [each.line, each.primitive, str(each.count), human_bytes(each.bytes), each.array]
+        for each in batch.lost
+    ]
+    return [['line', 'operation', 'count', 'size', 'value'], *rows]
 
 
-def batch_of_call(
-    name: str,
-    paths: Sequence[str],
-    arguments: Arguments | None,
-    followed: Followed | None,
-    why_not_followed: str,
-) -> BatchOfCall:
-    """The batch of a call.
+def followed_batch(
+    name: str, arguments: Arguments | None, followed: Followed | None, why_not: str
+) -> FollowedBatch:
+    """What was followed of the batch of a call, with the lines of the user's code.
 
     Args:
         name: the name of the function.
-        paths: the leaf paths of the arguments.
-        arguments: what is known of them; None if there is no batch.
+        arguments: what is known of the arguments of the call; None if there is no batch.
         followed: what the pass found in the jaxpr; None if it did not run.
-        why_not_followed: why not, if that is known.
+        why_not: why not, if that is known.
     """
-    if arguments is None:
-        return BatchOfCall(FollowedBatch(name, reason=why_not_followed), {}, ())
-    if followed is None:
-        found = FollowedBatch(name, reason=why_not_followed)
-    elif followed.few_rows is not None:
-        return BatchOfCall(FollowedBatch(name, reason=_few(followed.few_rows)), {}, ())
-    elif followed.failure:
-        found = FollowedBatch(name, reason=followed.failure)
-    else:
-        found = _followed_batch(name, arguments.batch_axes, followed)
-    rows = {
-        leaf: tuple(i for i, axes in enumerate(trail) if arguments.batch_axes.intersection(axes))
-        for leaf, trail in zip(paths, arguments.trails, strict=True)
-    }
-    return BatchOfCall(
-        found, {leaf: dims for leaf, dims in rows.items() if dims}, tuple(sorted(arguments.batch_axes))
+    if arguments is None or followed is None:
+        return FollowedBatch(name, reason=why_not)
+    if followed.few_rows is not None:
+        return FollowedBatch(name, reason=_few(followed.few_rows))
+    if followed.failure:
+        return FollowedBatch(name, reason=followed.failure)
+    kept = Counter(
+        KeptValue(_array(each.aval), each.spec, each.equation.primitive.name, line_of(each))
+        for each in followed.kept
+    )
+    lost = Counter(
+        LostRows(each.equation.primitive.name, line_of(each), _array(each.aval), _bytes(each.aval))
+        for each in followed.lost
+    )
+    return FollowedBatch(
+        name,
+        tuple(sorted(arguments.batch_axes)),
+        tuple(dataclasses.replace(value, count=count) for value, count in kept.items()),
+        tuple(
+            dataclasses.replace(each, count=count)
+            for each, count in sorted(
+                lost.items(), key=lambda item: (-item[0].bytes, item[0].line, item[0].primitive)
+            )
+        ),
     )
 
 
@@ -170,24 +165,6 @@ def _few(rows: FewRows) -> str:
     return (
         f'rows are few. To keep them would gather {rows.weights:,} elements of weights; the compiler can '
         f'move {rows.rows:,} of rows instead'
-    )
-
-
-def _followed_batch(name: str, axes: frozenset[str], followed: Followed) -> FollowedBatch:
-    """What the pass found in the jaxpr of a function, with the lines of the user's code."""
-    kept = Counter(
-        KeptValue(_array(each.aval), each.spec, each.equation.primitive.name, line_of(each))
-        for each in followed.kept
-    )
-    lost = {
-        LostRows(each.equation.primitive.name, line_of(each), _array(each.aval), _bytes(each.aval))
-        for each in followed.lost
-    }
-    return FollowedBatch(
-        name,
-        tuple(sorted(axes)),
-        tuple(dataclasses.replace(value, count=count) for value, count in kept.items()),
-        tuple(sorted(lost, key=lambda each: (-each.bytes, each.line, each.primitive))),
     )
 
 

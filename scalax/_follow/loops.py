@@ -53,9 +53,12 @@ def _of_stack(edit: Edit, atom: Any, trail: Trail, equation: Any) -> Trail:
     if row or not trail or id(atom) not in edit.parts:
         if row and id(atom) not in edit.constrained and edit.has_open_rows(atom):
             edit.place_before(atom, spec_of(trail), equation)
+        if edit.shared.has_rows(trail) and not edit.shared.has_rows(row):  # a round has one row of them
+            edit.note_loss(equation, [atom])
         return row
     parts = edit.shared.possible(_dealt_again(*edit.parts[id(atom)]), atom)
     if not parts:
+        edit.note_loss(equation, [atom])
         return LOST
     # The rows of each part are dealt to all devices; else a device would have whole parts.
     edit.place_before(atom, spec_of(parts), equation)

@@ -66,11 +66,11 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True)
 class Lost:
-    """An equation that lost rows: its primitive has no rule, or the rows of its results do not divide.
+    """An equation that lost rows: it has operands with rows, and no result, and does not sum over them.
 
     Attributes:
         equation: the equation.
-        aval: its largest result.
+        aval: its largest result; of a loop over rows, what it runs over.
         calls: as for `Kept`.
     """
 

@@ -16,7 +16,12 @@ from scalax._jax.equations import equations
 KERNEL = 'pallas_call'
 _PALLAS = 'jax.experimental.pallas'
 # Of some supported versions; where JAX has none of such a name, one that has it is somebody else's.
-_NOT_IN_ALL = frozenset({'closed_call', 'eval_jaxpr', 'log2', 'one_minus_square', 'stack', 'unstack', KERNEL})
+_NOT_IN_ALL = frozenset(
+    {
+        *('closed_call', 'eval_jaxpr', 'log2', 'mulhi', 'one_minus_square', 'polynomial', 'stack', 'unstack'),
+        KERNEL,
+    }
+)
 
 
 def primitive_name(equation: Any) -> str:
@@ -60,4 +65,8 @@ def _unlisted() -> list[Any]:
 
     shapes = ((1, 1), 'float32'), ((1,), 'int32'), ((2,), 'uint32')
     jaxpr = jax.make_jaxpr(unlisted)(*[jax.ShapeDtypeStruct(*each) for each in shapes])
-    return [equation.primitive for equation in equations(jaxpr)]
+    with jax.sharding.use_abstract_mesh(mesh):
+        moved = jax.make_jaxpr(lambda rows: jax.sharding.reshard(rows, whole))(
+            jax.ShapeDtypeStruct((1,), 'float32')
+        )
+    return [equation.primitive for each in (jaxpr, moved) for equation in equations(each)]

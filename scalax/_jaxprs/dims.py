@@ -307,103 +307,17 @@ def _unknown(equation: Any) -> Dims:
 
 
 # Operands and results have the same dimensions and sizes; an operand may be a scalar.
-ELEMENTWISE = frozenset(
-    [
-        'abs',
-        'acos',
-        'acosh',
-        'add',
-        'add_any',
-        'and',
-        'asin',
-        'asinh',
-        'atan',
-        'atan2',
-        'atanh',
-        'bessel_i0e',
-        'bessel_i1e',
-        'cbrt',
-        'ceil',
-        'clamp',
-        'clz',
-        'complex',
-        'conj',
-        'convert_element_type',
-        'copy',
-        'cos',
-        'cosh',
-        'cumlogsumexp',
-        'cummax',
-        'cummin',
-        'cumprod',
-        'cumsum',
-        'digamma',
-        'div',
-        'eq',
-        'eq_to',
-        'erf',
-        'erf_inv',
-        'erfc',
-        'exp',
-        'exp2',
-        'expm1',
-        'floor',
-        'ge',
-        'gt',
-        'igamma',
-        'igamma_grad_a',
-        'igammac',
-        'imag',
-        'integer_pow',
-        'is_finite',
-        'le',
-        'le_to',
-        'lgamma',
-        'log',
-        'log1p',
-        'log2',
-        'logistic',
-        'lt',
-        'lt_to',
-        'max',
-        'min',
-        'mul',
-        'name',
-        'ne',
-        'neg',
-        'nextafter',
-        'not',
-        'one_minus_square',
-        'or',
-        'polygamma',
-        'population_count',
-        'pow',
-        'real',
-        'reduce_precision',
-        'regularized_incomplete_beta',
-        'rem',
-        'rev',
-        'round',
-        'rsqrt',
-        'select_n',
-        'shift_left',
-        'shift_right_arithmetic',
-        'shift_right_logical',
-        'sign',
-        'sin',
-        'sinh',
-        'sqrt',
-        'square',
-        'stop_gradient',
-        'sub',
-        'tan',
-        'tanh',
-        'threefry2x32',
-        'xor',
-        'zeta',
-        'random_fold_in',
-    ]
-)
+_ELEMENTWISE = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+    clz complex conj convert_element_type copy cos cosh cumlogsumexp cummax cummin cumprod cumsum
+    digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac
+    imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name
+    ne neg nextafter not one_minus_square or polygamma polynomial population_count pow random_fold_in
+    random_gamma real reduce_precision regularized_incomplete_beta rem rev round rsqrt select_n
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub
+    tan tanh threefry2x32 xor zeta
+"""
+ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 # The result is the first operand in another form, or a part of it.
 FORWARDS = frozenset(('broadcast_in_dim', 'convert_element_type', 'copy', 'reshape', 'squeeze', 'transpose'))
 PARTS = frozenset(('dynamic_slice', 'slice', 'split', 'unstack'))
@@ -412,9 +326,9 @@ VIEWS = FORWARDS | PARTS
 PRODUCTS = frozenset(('dot_general', 'ragged_dot_general', 'conv_general_dilated'))
 
 _TABLE: tuple[tuple[str, Rule], ...] = (
-    (' '.join(ELEMENTWISE), _elementwise),
+    (_ELEMENTWISE, _elementwise),
     ('concatenate pad slice dynamic_slice split', _elementwise),
-    ('sharding_constraint device_put', _elementwise),
+    ('sharding_constraint device_put reshard', _elementwise),
     ('optimization_barrier pvary', _each),
     ('reduce reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor', _reduce),
     ('argmax argmin squeeze', _reduce),

@@ -40,7 +40,6 @@ from scalax._plan.replica_groups import (
     source_target_pairs,
     written_groups,
 )
-from scalax._plan.rows import RowsMoved, RowsOfProgram
 from scalax._plan.scattered import is_reduce_scatter
 from scalax._plan.scopes import ScopeRuns, Scopes
 from scalax._plan.step_parts import StepParts
@@ -86,9 +85,6 @@ class Collective:
         partitioned_as: the kind that it has in the partitioner's program, if the compiler changed that.
         phase: the part of a training step that it belongs to: ``'forward'``, ``'backward'``,
             ``'recomputed'`` (by `jax.checkpoint`), ``'update'`` (with gradients), or ``'other'``.
-        rows: ``'moved'`` if it moves or sums rows of the batch, and so activations; ``'asked for'`` if a
-            constraint, or the sharding of an output, says so; empty for weights, for sums over rows, such as
-            gradients, and in programs whose batch is not known.
         scopes: the modules or named scopes that it runs in, and how often in each.
         crossing: of a permute between slices, how many devices of one slice send to another one, at most.
     """
@@ -106,7 +102,6 @@ class Collective:
     cause: Cause = 'sharding'
     partitioned_as: Literal['', Kind] = ''
     phase: Part = 'other'
-    rows: RowsMoved = ''
     scopes: tuple[ScopeRuns, ...] = ()
     crossing: int = 0
 
@@ -117,7 +112,6 @@ def collectives(
     places: Sequence[Place] = (),
     partitioned: Module | None = None,
     device_ids: Sequence[int] = (),
-    batch: Mapping[str, Sequence[int]] | None = None,
     switched: bool = False,
 ) -> tuple[Collective, ...]:
     """The collectives of a program, the largest first; equal ones in one row.
@@ -128,15 +122,12 @@ def collectives(
         places: the positions of the devices of the mesh, in the order of the mesh.
         partitioned: the program after SPMD partitioning in the same compilation; None if that is *module*.
         device_ids: the ids of the devices of the mesh.
-        batch: arguments of the program that hold rows of the batch, by their op names -> the dimensions that
-            do.
         switched: whether slices without a torus are nodes, as for `networks_of`.
 
     Raises:
         PlanError: a collective is written in an unknown form.
     """
     devices, parts = _Devices(mesh, places, device_ids, switched), StepParts(module)
-    rows_of = RowsOfProgram(module if partitioned is None else partitioned, batch or {})
     before = (
         None
         if partitioned is None
@@ -161,7 +152,7 @@ def collectives(
                 phase=_phase(run),
             )
             origin = None if before is None else before.origin(run, module, row.axes, row.group)
-            row = _explained(row, run, module, before, origin, found.groups, rows_of)
+            row = _explained(row, run, module, before, origin, found.groups)
             if row.phase == 'other' and parts.of(run.visit, run.instruction) == 'update':
                 row = dataclasses.replace(row, phase='update')
             counts[row][scope_of(run, origin)] += run.visit.count
@@ -218,9 +209,8 @@ def _explained(
     before: Partitioned | None,
     origin: Run | None,
     groups: Groups,
-    rows_of: RowsOfProgram,
 ) -> Collective:
-    """The row with its source and cause, and whether it moves rows of the batch."""
+    """The row with its source and cause."""
     if before is None:
         own = run.computation, run.instruction
         scattered = row.kind == 'all-reduce' and is_reduce_scatter(*own, groups)
@@ -229,7 +219,6 @@ def _explained(
             source=source_of(module, *own),
             scattered=scattered,
             cause=_cause(run),
-            rows=rows_of.moved_by(*own),
         )
     if origin is None:
         return dataclasses.replace(row, source=source_of(module, *run.holder), cause='compiler')
@@ -245,7 +234,6 @@ def _explained(
         cause='padding' if padded else _cause(origin),
         partitioned_as='' if origin.kind == row.kind else origin.kind,
         phase=_phase(run if run.op_name else origin),
-        rows=rows_of.moved_by(origin.computation, origin.instruction),
     )
 
 

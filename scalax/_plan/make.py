@@ -11,9 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from scalax._follow.followed_batch import BatchOfCall
 from scalax._jax import messages
-from scalax._jax.equations import argument_names
 from scalax._plan.buffers import largest_buffers
 from scalax._plan.collectives import collectives
 from scalax._plan.compilation import OPTIONS, Compiled, compile_lowered
@@ -25,7 +23,7 @@ from scalax._plan.lowered_step import LoweredStep, lower_step
 from scalax._plan.memory import Memory, constant_bytes
 from scalax._plan.plan import Plan
 from scalax._trace.contexts import MeshOwner
-from scalax._transforms.sjit import batch_of, name_of, names_of_arguments
+from scalax._transforms.sjit import SjitFunction, name_of, names_of_arguments
 from scalax._tree.paths import join
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.progress import progress
@@ -87,11 +85,8 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
     given, returned = _shardings(compiled, lowered, step.shardings)
     before, ids = partitioned if compiled.optimized else None, [device.id for device in mesh.devices.flat]
     inputs = _report_of_arguments(step.function, step.args, lowered.args_info, given, mesh)
-    batch = batch_of(step.function, step.args, step.kwargs)
-    in_batch = {} if batch is None else _arguments_with_rows(batch, inputs, traced)
-    rows = (
-        collectives(program, sizes, places, before, ids, in_batch, switched) if compiled.partitioned else ()
-    )
+    rows = collectives(program, sizes, places, before, ids, switched) if compiled.partitioned else ()
+    is_followed = step.made_by_user and isinstance(step.function, SjitFunction)
     return Plan(
         name=step.name,
         mesh=sizes,
@@ -112,21 +107,8 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
         refusal=compiled.refusal,
         buffers=() if compiled.layout is None else largest_buffers(compiled.layout, program),
         host_moves=host_moves(program) if compiled.optimized else HostMoves(),
-        followed=None if batch is None or not step.made_by_user else batch.followed,
-        batch_axes=() if batch is None else batch.axes,
+        followed=step.function.followed(*step.args, **step.kwargs) if is_followed else None,
     )
-
-
-def _arguments_with_rows(
-    batch: BatchOfCall, inputs: ShardingReport, traced: Any
-) -> dict[str, tuple[int, ...]]:
-    """The arguments with rows of the batch, by their names in the traced program -> the dimensions."""
-    names = argument_names(traced.jaxpr)
-    return {
-        name: batch.rows[row.path]
-        for name, row in zip(names, inputs.rows, strict=False)
-        if row.path in batch.rows
-    }
 
 
 def _compile(lowered: Any, mesh: Mesh, name: str, limit: int | None, layout_for: int | None) -> Compiled:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from scalax._follow.followed_batch import kept_cells, lost_cells
-from scalax._plan.batch import advice, kept
+from scalax._plan.batch import kept, largest_loss
 from scalax._plan.figure_data import (
     STEP,
     Scope,
@@ -95,7 +95,7 @@ def _callouts(plan: PlanData) -> Iterator[str]:
         yield blocks.callout([plan.not_compiled_for], 'warn')
     if plan.refusal:
         yield blocks.callout([plan.refusal], 'bad')
-    if said := advice(plan):
+    if said := largest_loss(plan.followed):
         yield blocks.callout([said], 'warn')
     lines, code = no_seconds(plan)
     if lines:
@@ -237,9 +237,9 @@ def _along(plan: PlanData, roofline: Roofline | None) -> str:
 
 def _batch(plan: PlanData) -> str:
     """What is followed of the batch: the places where rows are lost, and the values that are kept."""
-    body = blocks.notes(filter(None, [kept(plan)]))
+    body = blocks.notes(filter(None, [kept(plan.followed)]))
     if plan.followed is not None and plan.followed.lost:
-        kinds: list[Kind] = ['lead', '', 'number', 'code']
+        kinds: list[Kind] = ['lead', '', '', 'number', 'code']
         keys: list[float] = [each.bytes for each in plan.followed.lost]
         body += blocks.callout(['Rows of the batch are lost at:'], 'warn')
         body += _first_rows(lost_cells(plan.followed), kinds, keys)

@@ -59,8 +59,6 @@ class Plan(PlanData):
         host_moves: what each device exchanges with its host; for TPUs only.
         followed: the values that stay with the rows of the batch, as `SjitFunction.followed` says; None for
             functions that ``sjit`` did not make.
-        batch_axes: the mesh axes over which rows of the batch are, also of one that is not followed; empty if
-            no argument is known to be a batch.
 
     Raises:
         PlanError: it names devices that the mesh does not have or unknown hardware, or the mesh is too large.

@@ -70,7 +70,6 @@ class PlanData:
     buffers: tuple[Buffer, ...] = ()
     host_moves: HostMoves = _NOTHING_MOVED
     followed: FollowedBatch | None = None
-    batch_axes: tuple[str, ...] = ()
     simulates: str = ''
 
     def __post_init__(self) -> None:
@@ -85,9 +84,7 @@ class PlanData:
             known = self.mesh.keys() >= set(row.axes) and len(set(row.axes)) == len(row.axes)
             if not known or any(device >= size for device in row.part):
                 raise PlanError(f'a collective is of devices that the mesh does not have: {brief(row)}')
-        unknown = sorted(
-            {*self.batch_axes, *(self.followed.axes if self.followed else ())} - self.mesh.keys()
-        )
+        unknown = sorted({*(self.followed.axes if self.followed else ())} - self.mesh.keys())
         if unknown:
             raise PlanError(
                 f'rows of the batch are over an axis that the mesh does not have: {brief(unknown[0])}'

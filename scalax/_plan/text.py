@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from scalax._plan.batch import advice, kept, lost_lines
+from scalax._plan.batch import kept, lost_lines
 from scalax._plan.buffers import Buffer
 from scalax._plan.figure_data import Scope, scopes, sums_by_part
 from scalax._plan.formulas import Counted
@@ -270,5 +270,5 @@ def _collectives(plan: PlanData, width: int) -> Iterable[str]:
 
 def _batch(plan: PlanData, width: int) -> Iterable[str]:
     """What is followed of the batch, after a blank line."""
-    lines = wrapped(filter(None, [kept(plan), *lost_lines(plan), advice(plan)]), width)
+    lines = wrapped(filter(None, [kept(plan.followed), *lost_lines(plan.followed)]), width)
     return ['', *lines] if lines else []

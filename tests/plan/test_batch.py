@@ -1,4 +1,4 @@
-"""What a plan says of the batch: what is followed, and where more activations than weights move."""
+"""What a plan says of the batch: what is followed, and where its rows are lost."""
 
 import dataclasses
 import functools
@@ -24,7 +24,6 @@ from tests.support.leaves import leaf
 
 HELPER = MeshShardingHelper([-1], ['fsdp'])
 OFF = MeshShardingHelper([-1], ['fsdp'], follow_batch=False)
-GRID = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
 RULE = FSDPShardingRule(min_fsdp_size=1)
 WEIGHTS = {'up': leaf(8, 256, 1024), 'down': leaf(8, 1024, 256)}
 X = leaf(8192, 256)
@@ -66,13 +65,8 @@ def sorted_rows(weights, x):
     return step(weights, x[order])
 
 
-def looked_up(weights, x):
-    """In each block, each row takes that of another one."""
-
-    def mixed(x, weights):
-        return block(x[jnp.argmax(x, 1)], weights)
-
-    return jax.lax.scan(mixed, x, weights)[0]
+def one_by_one(weights, x):
+    return jax.lax.map(lambda row: blocks(weights, row[None])[0], x)
 
 
 def constrained(weights, x):
@@ -107,8 +101,6 @@ SILENT = {
     'followed': (step, {}),
     'several steps': (steps, {}),
     'in parts': (in_parts, {}),
-    'named behind a sort': (behind_a_sort, {'named': True}),
-    'named, and not followed': (step, {'named': True, 'batch_argnums': ()}),
     'forward': (blocks, {'out': P('fsdp')}),
     'the output is replicated': (blocks, {'out': P()}),
     'constrained': (constrained, {'out': P('fsdp')}),
@@ -117,48 +109,32 @@ SILENT = {
 
 
 @pytest.mark.parametrize('fun, options', SILENT.values(), ids=SILENT)
-def test_where_weights_move_or_activations_are_asked_for_nothing_is_said(fun, options):
+def test_where_no_rows_are_lost_nothing_is_said(fun, options):
     plan = planned(fun, **options)
-    assert plan.batch_axes == ('fsdp',)
-    assert not any('more activations' in line for line in said(plan))
-
-
-@pytest.mark.parametrize('fun', [blocks, constrained])
-def test_rows_that_are_asked_for(fun):
-    plan = planned(fun, out=P() if fun is blocks else P('fsdp'))
-    assert {row.kind: row.rows for row in plan.collectives if row.rows} == (
-        {'all-gather': 'asked for'} if fun is blocks else {'all-to-all': 'asked for'}
-    )
+    assert plan.followed.axes == ('fsdp',) and not plan.followed.lost
+    assert not any('lost' in line for line in said(plan))
 
 
 SPEAKING = {
     'switched off': (step, {'batch_argnums': ()}),
     'switched off for all': (step, {'helper': OFF}),
     'behind a sort': (behind_a_sort, {}),
+    'named behind a sort': (behind_a_sort, {'named': True}),
     'sorted': (sorted_rows, {}),
-    'looked up': (looked_up, {'out': P('fsdp')}),
+    'one row after the other': (one_by_one, {'out': P('fsdp')}),
 }
 
 
 @pytest.mark.parametrize('fun, options', SPEAKING.values(), ids=SPEAKING)
-def test_where_activations_move(fun, options, snapshot):
+def test_what_is_said(fun, options, snapshot):
     text = '\n'.join(said(planned(fun, **options)))
     snapshot(re.sub(r'(test_batch\.py):\d+', r'\1', text))
-
-
-def test_each_batch_axis_is_looked_at():
-    """The rows of a second axis stay where they are."""
-    shardings = {'in_shardings': (RULE, P(('tp', 'fsdp'))), 'out_shardings': RULE}
-    plan = GRID.plan(GRID.sjit(step, **shardings, batch_argnums=()), WEIGHTS, X)
-    assert plan.batch_axes == ('fsdp', 'tp')
-    [line] = said(plan)
-    assert re.match(r'along (fsdp|tp) more activations than weights move: ', line)
 
 
 def test_a_batch_that_is_constrained_inside():
     fun = HELPER.sjit(blocks, args_sharding_constraint=(RULE, P('fsdp')), out_shardings=P('fsdp'))
     plan = HELPER.plan(fun, WEIGHTS, X)
-    assert plan.followed.axes == plan.batch_axes == ('fsdp',)
+    assert plan.followed.axes == ('fsdp',)
     assert plan.followed == fun.followed(WEIGHTS, X)
 
 
@@ -170,7 +146,6 @@ def test_arguments_by_name_and_methods():
 
     plan = HELPER.plan(Model().apply, WEIGHTS, x=X)
     assert plan.followed.count == 3
-    assert {row.rows for row in plan.collectives if row.source.function.endswith('blocks')} == {'asked for'}
 
 
 def test_why_nothing_is_followed():
@@ -196,8 +171,7 @@ def test_why_nothing_is_followed():
 def test_functions_that_sjit_did_not_make():
     x = HELPER.shard(jnp.ones((8, 8)), P('fsdp'))
     for fun in (jnp.sin, jax.jit(jnp.sin)):
-        plan = HELPER.plan(fun, x)
-        assert (plan.followed, plan.batch_axes) == (None, ())
+        assert HELPER.plan(fun, x).followed is None
 
 
 def test_the_function_is_traced_once():
@@ -229,22 +203,17 @@ def test_json_and_differences():
     assert line(followed, followed) is None
     # Earlier versions did not write these.
     values = json.loads(alone.to_json())
-    del values['followed'], values['batch_axes']
-    for row in values['collectives']:
-        del row['rows']
+    del values['followed']
     assert str(Plan.load(json.dumps(values))) in str(alone)
 
 
 def test_axes_that_the_mesh_does_not_have():
     plan = planned(step)
-    for wrong in (
-        {'batch_axes': ('data',)},
-        {'followed': dataclasses.replace(plan.followed, axes=('data',))},
+    wrong = dataclasses.replace(plan.followed, axes=('data',))
+    with pytest.raises(
+        PlanError, match="rows of the batch are over an axis that the mesh does not have: 'data'"
     ):
-        with pytest.raises(
-            PlanError, match="rows of the batch are over an axis that the mesh does not have: 'data'"
-        ):
-            dataclasses.replace(plan, **wrong)
+        dataclasses.replace(plan, followed=wrong)
 
 
 def test_page(tmp_path):
@@ -254,8 +223,9 @@ def test_page(tmp_path):
     section = page.partition('Rows of the batch</h2>')[2].partition('</section>')[0]
     for line in said(plan):
         if not line.startswith(' '):
-            # What to do is said at the top.
-            assert html.escape(line) in (page if line.startswith('along') else section)
+            assert html.escape(line) in section
+    # What to do is said at the top.
+    assert 'are lost at test_batch.py' in page.partition('Rows of the batch</h2>')[0]
     assert re.search('<td[^>]*>sort</td>', section)
     assert section.count('<table') == 1
     every = planned(step)._repr_html_()

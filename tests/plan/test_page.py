@@ -94,7 +94,6 @@ def hostile():
         refusal=HOSTILE,
         buffers=(Buffer(GIB, HOSTILE, source),),
         followed=batch,
-        batch_axes=(HOSTILE,),
     )
 
 
@@ -207,12 +206,10 @@ def test_parts_of_a_step():
 def test_the_batch():
     kept = (KeptValue('f32[8]', P('fsdp'), 'dot_general', 'model.py:3 up', 4),)
     lost = (LostRows('sort', 'model.py:9 route', 'f32[64]', 256),)
-    made = dataclasses.replace(
-        plan(), followed=FollowedBatch('step', ('fsdp',), kept, lost), batch_axes=('fsdp',)
-    )
+    made = dataclasses.replace(plan(), followed=FollowedBatch('step', ('fsdp',), kept, lost))
     said = words(made)
     place = said.index('Rows of the batch are lost at:')
-    assert said[place + 5 : place + 9] == ['model.py:9 route', 'sort', '256 B', 'f32[64]']
+    assert said[place + 6 : place + 11] == ['model.py:9 route', 'sort', '1', '256 B', 'f32[64]']
     assert 'model.py:3 up' in said[place:]
     # Columns of numbers sort by these.
     cells = [cell for cell in blocks_of(made).iter('td') if cell.get('class') == 'number']

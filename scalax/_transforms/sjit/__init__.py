@@ -7,7 +7,6 @@ from scalax._transforms.calls.errors import describe_difference
 from scalax._transforms.calls.signature import name_of
 from scalax._transforms.sjit.function import (
     SjitFunction,
-    batch_of,
     names_of_arguments,
     options_of,
     owner_of,
@@ -16,7 +15,6 @@ from scalax._transforms.sjit.function import (
 
 __all__ = [
     'SjitFunction',
-    'batch_of',
     'name_of',
     'names_of_arguments',
     'options_of',

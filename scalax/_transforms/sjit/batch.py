@@ -48,17 +48,6 @@ def batch_to_follow(
     return _arguments(call, _inside(arguments, constraints), rows)
 
 
-def batch_not_followed(
-    rules: FunctionRules, call: Call, arguments: Shardings, constraints: Shardings | None
-) -> Arguments | None:
-    """What would be followed through the function, were it not switched off."""
-    if rules.any_explicit:
-        return None
-    said = _said(rules, call)
-    rows = said if any(said) else _found(rules, call)
-    return _arguments(call, _inside(arguments, constraints), rows)
-
-
 def why_not_followed(rules: FunctionRules, call: Call) -> str:
     """Why there is no batch to follow; empty if nothing looks like one."""
     if rules.any_explicit:

@@ -51,7 +51,7 @@ from scalax._transforms.calls.call import (
 from scalax._transforms.calls.placement import Moves
 from scalax._transforms.calls.shardings import FunctionRules, Options
 from scalax._transforms.calls.signature import CallLayout, CallSignature
-from scalax._transforms.sjit.batch import batch_not_followed, batch_to_follow, why_not_followed
+from scalax._transforms.sjit.batch import batch_to_follow, why_not_followed
 from scalax._transforms.sjit.inline import in_eager_axis_modes, run_inline, runs_inline
 from scalax._transforms.sjit.program import Program, ProgramTable, Served, WrongProgram, compress, expand
 from scalax._transforms.sjit.trace import Trace, TracedFunction
@@ -60,7 +60,7 @@ from scalax._util import lru_cache
 from scalax._util.progress import progress
 
 if TYPE_CHECKING:
-    from scalax._follow.followed_batch import BatchOfCall
+    from scalax._follow.followed_batch import FollowedBatch
     from scalax._trace.contexts import MeshOwner
 
 _log = logging.getLogger('scalax.sjit')
@@ -273,16 +273,13 @@ class Dispatcher:
             program = self._completed(read)
             return program, read.entry.trace, self._placed(read, placement.as_moved)
 
-    def batch_of(self, flat_args: Sequence[Any]) -> BatchOfCall:
-        """The batch of a call that is not run; raises as `prepare` does."""
-        from scalax._follow.followed_batch import batch_of_call  # here, because few programs ask
+    def followed(self, flat_args: Sequence[Any]) -> FollowedBatch:
+        """What is followed in a call that is not run; raises as `prepare` does."""
+        from scalax._follow.followed_batch import followed_batch  # here, because few programs ask
 
         _, trace, _ = self.prepare(flat_args)
-        call = Call(self.signature, flat_args)
-        batch = trace.batch or batch_not_followed(self.rules, call, trace.arguments, trace.constraints)
-        paths = [*map(call.path, range(len(call.leaves)))]
-        why = why_not_followed(self.rules, call)
-        return batch_of_call(self.signature.name, paths, batch, trace.followed, why)
+        why = why_not_followed(self.rules, Call(self.signature, flat_args))
+        return followed_batch(self.signature.name, trace.batch, trace.followed, why)
 
     # Reading a call, and completing what is known of its key ------------------------------------------
 

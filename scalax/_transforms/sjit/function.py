@@ -37,7 +37,7 @@ from scalax.errors import ArgumentError, MeshError, did_you_mean
 from scalax.rules._prefix import are_pure, check, key_of
 
 if TYPE_CHECKING:
-    from scalax._follow.followed_batch import BatchOfCall, FollowedBatch
+    from scalax._follow.followed_batch import FollowedBatch
 
 Given = ParamSpec('Given')
 Result = TypeVar('Result')
@@ -151,7 +151,7 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
             >>> kept.primitive, kept.array, kept.spec
             ('dot_general', 'float32[32,16]', P('fsdp', None))
         """
-        return self._dispatcher.batch_of(self._flatten(args, kwargs)).followed
+        return self._dispatcher.followed(self._flatten(args, kwargs))
 
     def shardings_for(self, /, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
         """The shardings of a call without running it: (inputs, outputs).
@@ -275,13 +275,6 @@ def names_of_arguments(function: Any, args: Sequence[Any]) -> list[str] | None:
     signature = function._dispatcher.signature
     slots = signature.layout(max(len(args) - len(signature.positional), 0)).slots
     return [slot.name for slot in slots[: len(args)] if not slot.static]
-
-
-def batch_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchOfCall | None:
-    """The batch of a call; None for anything but an `SjitFunction`."""
-    if not isinstance(function, SjitFunction):
-        return None
-    return function._dispatcher.batch_of(function._flatten(args, kwargs))
 
 
 def _check_jit_kwargs(jit_kwargs: Mapping[str, Any]) -> None:
