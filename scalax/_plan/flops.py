@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from scalax._jax import equations, kernels
 from scalax._jax.equations import RUN_ONCE, ClosedJaxpr, Jaxpr, loop_of, opened
 from scalax._jax.primitives import KERNEL, primitive_name
+from scalax._jaxprs.dims import dims_of
 from scalax._plan.formulas import (
     PARTS,
     Counted,
@@ -260,20 +261,12 @@ def flops_of_primitive(equation: Any) -> int:
 
 
 def _dot(equation: Any) -> int:
-    (contracted, _), _ = equations.dot_dims(equation)
-    if not contracted:
+    """Each element of the left side meets the columns of the right one; of groups, those of its own."""
+    dims = dims_of(equation)
+    if not dims.summed:
         return 0  # an elementwise product
     left, (result,) = equation.invars[0].aval, _shapes(equation.outvars)
-    return _product(math.prod(result) * math.prod(left.shape[i] for i in contracted), equation)
-
-
-def _ragged_dot(equation: Any) -> int:
-    """Each row is multiplied by the matrix of one group."""
-    (_, contracted), (_, batch), groups = equations.ragged_dot_dims(equation)
-    left, right = _shapes(equation.invars[:2])
-    shared = {*contracted, *batch, *groups}
-    free = math.prod(size for i, size in enumerate(right) if i not in shared)
-    return _product(math.prod(left) * free, equation)
+    return _product(left.size * math.prod(result[i] for i in dims.own(1)), equation)
 
 
 def _convolution(equation: Any) -> int:
@@ -311,7 +304,7 @@ def _shapes(variables: Sequence[Any]) -> list[tuple[int, ...]]:
 
 _FLOPS_OF: dict[str, Callable[[Any], int]] = {
     'dot_general': _dot,
-    'ragged_dot_general': _ragged_dot,
+    'ragged_dot_general': _dot,
     'conv_general_dilated': _convolution,
     'fft': _fft,
 }
