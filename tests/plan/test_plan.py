@@ -357,7 +357,6 @@ def test_dict():
         'part': [],
         'partitioned_as': '',
         'phase': 'other',
-        'rows': '',
         'scattered': False,
         'scopes': [{'scope': 'step()', 'count': 1}],
         'source': {
