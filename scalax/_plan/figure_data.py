@@ -1,10 +1,10 @@
-"""Figures of a plan for its page, its picture and its text: bars of memory and seconds, and sums by scope."""
+"""Figures of a plan: bars of memory and seconds, and sums by scope."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from scalax._plan.formulas import Part
 from scalax._plan.memory import Memory
@@ -187,17 +187,3 @@ def scopes(plan: PlanData, roofline: Roofline | None) -> Scope:
             here = here.inside.setdefault(name, Scope(name))
             here.sums.add(total)
     return top.settled()
-
-
-def bound_texts(roofline: Roofline) -> Mapping[str, str]:
-    """The headline figures of a roofline: what they are -> the figure."""
-    step = roofline.step_seconds
-    known = '' if roofline.counted.value == 'exactly' else f'{roofline.counted.value} '
-    texts = {
-        f'one call at least; {milliseconds(step.estimate)} if nothing overlaps': known
-        + milliseconds(step.bound),
-        'bounds it': roofline.bound,
-    }
-    if roofline.mfu is not None:
-        texts['MFU at most'] = f'{roofline.mfu:.1%}'
-    return texts

@@ -138,6 +138,15 @@ def table(cells: Sequence[Sequence[str]], width: int, path: int, size: int | Con
     return [*heads, '-' * max(map(len, [*heads, *lines])), *lines]
 
 
+def with_footnotes(cells: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
+    """The heads and the rows, with the texts of the last column as numbers of footnotes; and these."""
+    heads, *rows = cells
+    texts = dict.fromkeys(text for *_, text in rows if text)
+    numbers = {text: f'[{number}]' for number, text in enumerate(texts, 1)}
+    numbered = [[*others, numbers.get(text, '')] for *others, text in rows]
+    return [[*heads], *numbered], [f'{number} {text}' for text, number in numbers.items()]
+
+
 def wrapped(lines: Iterable[str], width: int) -> list[str]:
     """Lines of text as lines no wider than *width*, without characters that control a terminal."""
     return [
