@@ -32,7 +32,7 @@ def _head(found: FoundData) -> list[str]:
     lines = [
         f'{axis_sizes_text(found.mesh)} on {where}, batch {spec_code(found.batch)}: {fits} '
         f'({peak} a device), at least {milliseconds(found.bound)}, '
-        f'{milliseconds(found.estimate)} if nothing overlaps',
+        f'{milliseconds(found.estimate)} if nothing overlaps'
     ]
     lines += filter(None, [found.plan.not_compiled_for])
     if found.lower_bound is not None:

@@ -35,6 +35,7 @@ from scalax._report.blocks import (
     Table,
     Tone,
     Tree,
+    Value,
 )
 from scalax._report.tables import human_bytes, human_flops, milliseconds, three_figures
 from scalax._tree.specs import axis_sizes_text
@@ -243,24 +244,27 @@ def _no_seconds(plan: PlanData) -> list[Block]:
 # --- Parts of the step and modules ----------------------------------------------------------------
 
 
-def _columns(name: str, plan: PlanData, roofline: Roofline | None) -> list[Column]:
-    """The columns of `_amounts`, after that of the names."""
-    network = bool(plan.collectives)
-    amounts = [('FLOPs', human_flops), ('HBM bytes', human_bytes), *[('collectives', human_bytes)] * network]
-    times = [] if roofline is None else ['compute', 'hbm', *['network'] * network]
-    return [
-        Column(name, 'lead'),
-        *(Column(head, 'number', show) for head, show in amounts),
-        *(Column(head, 'number', milliseconds) for head in times),
-    ]
+_AMOUNTS = (
+    Column('FLOPs', 'number', human_flops),
+    *(Column(head, 'number', human_bytes) for head in ('HBM bytes', 'collectives')),
+    *(Column(head, 'number', milliseconds) for head in ('compute', 'hbm', 'network')),
+)  # of Sums
 
 
-def _amounts(each: Sums, plan: PlanData, roofline: Roofline | None) -> list[float | None]:
+def _columns(name: str, plan: PlanData) -> list[Column]:
+    """The columns of `_row`."""
+    return [Column(name, 'lead'), *(_AMOUNTS[place] for place in _known(plan))]
+
+
+def _known(plan: PlanData) -> list[int]:
+    """The places of the sums that a plan has: those of collectives if there are any, seconds if known."""
+    places = [0, 1, 2] if plan.known_roofline is None else [0, 1, 2, 3, 4, 5]
+    return places if plan.collectives else [place for place in places if place % 3 != 2]
+
+
+def _row(name: str, each: Sums, plan: PlanData) -> list[Value]:
     """What a part of a step or a module computes and moves; nothing for 0."""
-    network = bool(plan.collectives)
-    amounts = [each.flops, each.bytes, *[each.moved] * network]
-    times = [] if roofline is None else [each.compute.total(), each.hbm, *[each.network] * network]
-    return [amount or None for amount in (*amounts, *times)]
+    return [name, *(each[place] or None for place in _known(plan))]
 
 
 def _parts(plan: PlanData, roofline: Roofline | None) -> list[Block]:
@@ -268,28 +272,26 @@ def _parts(plan: PlanData, roofline: Roofline | None) -> list[Block]:
     found = sums_by_part(plan, roofline)
     if set(found) <= {'other'}:
         return []
-    rows = [[part, *_amounts(each, plan, roofline)] for part, each in found.items()]
-    return [Table(_columns('part', plan, roofline), rows)]
+    rows = [_row(part, each, plan) for part, each in found.items()]
+    return [Table(_columns('part', plan), rows)]
 
 
 def _scopes(plan: PlanData, roofline: Roofline | None) -> Section:
     """The tree of modules or functions; in text those that take the most."""
     top = scopes(plan, roofline)
-    whole = top.sums.compute.total() if roofline is not None else 0.0
+    whole = top.sums.compute  # 0 if no seconds are known
 
     def node(scope: Scope) -> Node:
-        values: Row = _amounts(scope.sums, plan, roofline)
+        _, *values = _row(scope.name, scope.sums, plan)
         if whole:
-            share = scope.sums.compute.total() / whole
-            values = [*values, Cell(f'{three_figures(100 * share)} %', share, bar=share) if share else None]
+            share = scope.sums.compute / whole
+            values.append(Cell(f'{three_figures(100 * share)} %', share, bar=share) if share else None)
         return Node(scope.name, values, [node(each) for each in scope.inside.values()])
 
-    rows = [
-        [f'{"  " * level}{name}', *_amounts(scope.sums, plan, roofline)]
-        for level, name, scope in _largest_scopes(top)
-    ]
+    largest = _largest_scopes(top)
+    rows = [_row(f'{"  " * level}{name}', scope.sums, plan) for level, name, scope in largest]
     kind = 'function' if top.is_of_functions else 'module'
-    columns = _columns(kind, plan, roofline)
+    columns = _columns(kind, plan)
     more = [Column('share of compute', 'number')] if whole else []
     table = InText([Table(columns, rows)] if len(rows) > 1 else [])
     title = 'By function' if top.is_of_functions else 'By module and named scope'

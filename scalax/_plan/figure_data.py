@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from scalax._plan.formulas import Part
 from scalax._plan.memory import Memory
@@ -72,15 +74,14 @@ def _rates(roofline: Roofline) -> tuple[float, float]:
     return seconds, seconds * flops_rate / hbm_rate
 
 
-@dataclasses.dataclass
-class Sums:
+class Sums(NamedTuple):
     """What a device computes and moves in a part of a step, or in a scope.
 
     Attributes:
         flops: the floating-point operations.
         bytes: the bytes that are moved from and to the memory.
         moved: the bytes of collectives, as `Plan.totals` counts them.
-        compute: the seconds of the operations; by the part of the step.
+        compute: the seconds of the operations.
         hbm: the seconds of the bytes.
         network: the seconds of the collectives, one after the other.
     """
@@ -88,30 +89,21 @@ class Sums:
     flops: int = 0
     bytes: int = 0
     moved: int = 0
-    compute: collections.Counter[Part] = dataclasses.field(default_factory=collections.Counter)
+    compute: float = 0.0
     hbm: float = 0.0
     network: float = 0.0
 
-    def add(self, other: Sums) -> None:
-        self.flops += other.flops
-        self.bytes += other.bytes
-        self.moved += other.moved
-        self.hbm += other.hbm
-        self.network += other.network
-        for part, seconds in other.compute.items():
-            self.compute[part] += seconds
-
-    @property
-    def is_none(self) -> bool:
-        return not (self.flops or self.bytes or self.moved)
+    def plus(self, other: Sums) -> Sums:
+        """Both together."""
+        return Sums(*map(operator.add, self, other))
 
 
 def sums(plan: PlanData, roofline: Roofline | None) -> Iterator[tuple[str, Part, Sums]]:
     """What each scope computes and moves: (scope, part of the step, its sums)."""
     rate, of_byte = (0.0, 0.0) if roofline is None else _rates(roofline)
     for row in plan.work.by_scope:
-        compute = collections.Counter({row.part: row.flops * rate})
-        yield row.scope, row.part, Sums(row.flops, row.bytes, compute=compute, hbm=row.bytes * of_byte)
+        compute, hbm = row.flops * rate, row.bytes * of_byte
+        yield row.scope, row.part, Sums(row.flops, row.bytes, compute=compute, hbm=hbm)
     times = {} if roofline is None else {id(row): seconds for row, seconds in roofline.collectives}
     for each in plan.collectives:
         once = times.get(id(each), 0.0) / max(1, each.count)
@@ -128,8 +120,11 @@ def sums_by_part(plan: PlanData, roofline: Roofline | None) -> dict[Part, Sums]:
     """The sums of each part of the step that has any."""
     found = {part: Sums() for part in STEP}
     for _, part, more in sums(plan, roofline):
-        found[part].add(more)
-    return {part: each for part, each in found.items() if not each.is_none}
+        found[part] = found[part].plus(more)
+    return {part: each for part, each in found.items() if any(each)}
+
+
+_NONE = Sums()
 
 
 @dataclasses.dataclass
@@ -143,7 +138,7 @@ class Scope:
     """
 
     name: str
-    sums: Sums = dataclasses.field(default_factory=Sums)
+    sums: Sums = _NONE
     inside: dict[str, Scope] = dataclasses.field(default_factory=dict)
 
     @property
@@ -154,14 +149,10 @@ class Scope:
     def settled(self) -> Scope:
         """The same scope; one that holds nothing but another one is that, with a longer name."""
         inside = {name: scope.settled() for name, scope in self.inside.items()}
-        own = Sums(self.sums.flops, self.sums.bytes, self.sums.moved)
-        for scope in inside.values():
-            own.flops -= scope.sums.flops
-            own.bytes -= scope.sums.bytes
-            own.moved -= scope.sums.moved
-        if len(inside) == 1 and own.is_none and self.name:
+        if len(inside) == 1 and self.name:
             [only] = inside.values()
-            return Scope(f'{self.name}/{only.name}', only.sums, only.inside)
+            if only.sums[:3] == self.sums[:3]:  # but for how floats are rounded
+                return Scope(f'{self.name}/{only.name}', only.sums, only.inside)
         return Scope(self.name, self.sums, inside)
 
 
@@ -171,19 +162,19 @@ def scopes(plan: PlanData, roofline: Roofline | None) -> Scope:
     # The first of many layers needs no gradient of its input, so backward passes may differ.
     forward: collections.Counter[str] = collections.Counter()
     for scope, part, more in sums(plan, roofline):
-        found.setdefault(scope, Sums()).add(more)
+        found[scope] = found.get(scope, Sums()).plus(more)
         forward[scope] += more.flops if part in ('forward', 'other') else 0
     top = Scope('')
     for item in fold((scope, forward[scope]) for scope in found):
         total = Sums()
         for path in item.paths:
-            total.add(found[path])
+            total = total.plus(found[path])
         names = [part if isinstance(part, str) else part.name(MOST_RUNS) for part in item.parts]
         if len(names) > _DEEPEST:
             names = [*names[:_DEEPEST], '/'.join(names[_DEEPEST:])]
         here = top
-        here.sums.add(total)
+        here.sums = here.sums.plus(total)
         for name in names if any(names) else [NO_SCOPE]:
             here = here.inside.setdefault(name, Scope(name))
-            here.sums.add(total)
+            here.sums = here.sums.plus(total)
     return top.settled()

@@ -195,7 +195,8 @@ class Lines(Block):
         lines = [line.strip() for line in self.lines if line]
         if not self.tone:
             return ''.join(map(_note, lines))
-        return f'<div{_class("callout", self.tone)}>{pages.paragraphs(lines)}</div>' if lines else ''
+        paragraphs = ''.join(f'<p>{escape(line)}</p>' for line in lines)
+        return f'<div{_class("callout", self.tone)}>{paragraphs}</div>' if lines else ''
 
 
 def _note(line: str) -> str:
