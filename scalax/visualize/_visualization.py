@@ -25,6 +25,13 @@ _COLORS = (
     'color-scheme: light dark; color: light-dark(#1a1f26, #e6eaef); background: light-dark(#fff, #12161b)'
 )
 
+# Of these elements only, wherever they are; where styles are dropped, words and drawings remain.
+_STYLE = (
+    ':scope { font-size: 14px; line-height: 1.5; overflow-wrap: anywhere } section { margin-bottom: 28px } '
+    'section div { margin: 10px 0 } p { margin: 0 } section p:first-child { font-weight: 600 } '
+    'div + p, section + p { opacity: 0.75 }'
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Visualization:
@@ -48,8 +55,7 @@ class Visualization:
         return blocks.text(_blocks(self.pictures), width)
 
     def _repr_html_(self) -> str:
-        body = blocks.html(_blocks(self.pictures))
-        return f'<div style="font-size: 14px; line-height: 1.5; overflow-wrap: anywhere">{body}</div>'
+        return f'<div>\n<style>@scope {{ {_STYLE} }}</style>\n{blocks.html(_blocks(self.pictures))}</div>'
 
     def to_html(self, path: str | os.PathLike[str], title: str = _TITLE) -> None:
         """Writes the pictures as a page that loads nothing and runs no script.
