@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from scalax._plan.formulas import Part
@@ -43,24 +43,20 @@ def memory_parts(memory: Memory) -> list[blocks.Part]:
 def time_parts(plan: PlanData, roofline: Roofline) -> dict[str, list[blocks.Part]]:
     """The seconds of each part of a roofline, by the parts of the step."""
     networks = {row.name: row.axes for row in roofline.communication}
-    shares: dict[str, Callable[[Part], float]] = {
-        'compute': lambda part: plan.work.by_part.get(part, 0) / (plan.work.flops or 1),
-        'hbm': lambda part: plan.work.bytes_by_part.get(part, 0) / (plan.work.bytes or 1),
-    }
+    work: dict[str, Mapping[Part, float]] = {'compute': plan.work.by_part, 'hbm': plan.work.bytes_by_part}
     shown = {}
     for name, seconds in roofline.parts.items():
-        if name in shares:
-            parts = {part: seconds * shares[name](part) for part in STEP}
-        else:
-            alike = [(row, time) for row, time in roofline.collectives if row.axes == networks.get(name, ())]
-            whole = sum(time for _, time in alike) or 1
-            parts = {
-                part: seconds * sum(time for row, time in alike if row.phase == part) / whole for part in STEP
-            }
-        parts['other'] += max(0.0, seconds - sum(parts.values()))
+        alike = [(row.phase, time) for row, time in roofline.collectives if row.axes == networks.get(name)]
+        weights = work.get(name) or {
+            part: sum(time for phase, time in alike if phase == part) for part in STEP
+        }
+        whole = sum(weights.values())
+        times = (
+            {part: seconds * weights.get(part, 0) / whole for part in STEP} if whole else {'other': seconds}
+        )
         shown[name] = [
             blocks.Part(part, time, milliseconds(time), part)
-            for part, time in parts.items()
+            for part, time in times.items()
             if time > _ROUNDING * seconds
         ]
     return shown
