@@ -46,8 +46,11 @@ class Block:
 
 def text(blocks: Iterable[Block], width: int | None) -> str:
     """Blocks as text, *width* columns wide (default: as the terminal)."""
-    columns = tables.terminal_width(width)
-    return '\n'.join(line for block in blocks for line in block.text(columns)).rstrip('\n')
+    return '\n'.join(_lines(blocks, tables.terminal_width(width))).rstrip('\n')
+
+
+def _lines(blocks: Iterable[Block], width: int) -> list[str]:
+    return [line for block in blocks for line in block.text(width)]
 
 
 def fragment(blocks: Iterable[Block]) -> str:
@@ -88,7 +91,7 @@ class InText(Block):
     body: Sequence[Block]
 
     def text(self, width: int) -> list[str]:
-        return [line for block in self.body for line in block.text(width)]
+        return _lines(self.body, width)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +121,7 @@ class Section(Block):
     name: str = ''
 
     def text(self, width: int) -> list[str]:
-        lines = InText(self.body).text(width)
+        lines = _lines(self.body, width)
         lead = tables.wrapped([f'{self.lead}:'], width) if self.lead else []
         return [*lead, *lines, ''] if lines else []
 
@@ -146,7 +149,7 @@ class Fold(Block):
     name: str = ''
 
     def text(self, width: int) -> list[str]:
-        return [*tables.wrapped([f'{self.summary}:'], width), *InText(self.body).text(width)]
+        return [*tables.wrapped([f'{self.summary}:'], width), *_lines(self.body, width)]
 
     def html(self, mesh: MeshAxes) -> str:
         fold = f'<summary>{escape(self.summary)}</summary>{html(self.body, mesh)}'
