@@ -8,12 +8,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+from scalax._find.blocks import found_blocks
 from scalax._find.layout import spec_of
 from scalax._find.outcome import Ended, FoundData, FoundGroup, FoundMesh
 from scalax._find.readable import readable_rule
 from scalax._find.source import program_code
-from scalax._find.text import render
 from scalax._find.trial import Trial, Trials, attempt
+from scalax._plan.blocks import plan_blocks
+from scalax._report import blocks
 from scalax._report.tables import human_bytes
 from scalax._search.objective import slower
 
@@ -50,12 +52,10 @@ class Found(FoundData):
         Args:
             width: the width in columns; that of the terminal by default.
         """
-        return render(self, width)
+        return blocks.text(found_blocks(self, ''), width)
 
     def _repr_html_(self) -> str:
-        from scalax._find.page import render_fragment  # here, because few programs show pages
-
-        return render_fragment(self)
+        return blocks.fragment(found_blocks(self, f'A rule for {self.plan.name}'))
 
     def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
         """Writes the result, with the plan below it, as a page that loads nothing.
@@ -64,9 +64,9 @@ class Found(FoundData):
             path: the file to write.
             title: the title of the page.
         """
-        from scalax._find.page import render_page
-
-        Path(path).write_bytes(render_page(self, title or f'A rule for {self.plan.name}').encode())
+        title = title or f'A rule for {self.plan.name}'
+        shown = [*found_blocks(self, title), *plan_blocks(self.plan, 'The plan', level=2)]
+        Path(path).write_bytes(blocks.page(title, shown).encode())
 
 
 def make_found(trials: Trials, best: Trial, topology: str | None, ended: Ended, seconds: float) -> Found:

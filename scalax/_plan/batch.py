@@ -31,10 +31,8 @@ def lost_lines(batch: FollowedBatch | None) -> Iterable[str]:
         yield f'  to find them again, {_remedy(lost[0])}'
 
 
-def largest_loss(batch: FollowedBatch | None) -> str:
-    """Where the largest value loses its rows, and what to do; empty if none does."""
-    if not batch or not batch.lost:
-        return ''
+def largest_loss(batch: FollowedBatch) -> str:
+    """Where the largest of the values that lose their rows does, and what to do."""
     lost = batch.lost[0]
     return f'rows of the batch are lost {_place(lost)}, and may move behind it: {_remedy(lost)}'
 

@@ -1,10 +1,12 @@
-"""Figures of a plan for its page, its picture and its text: bars of memory and seconds, and sums by scope."""
+"""Figures of a plan: bars of memory and seconds, and sums by scope."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from scalax._plan.formulas import Part
 from scalax._plan.memory import Memory
@@ -41,24 +43,20 @@ def memory_parts(memory: Memory) -> list[blocks.Part]:
 def time_parts(plan: PlanData, roofline: Roofline) -> dict[str, list[blocks.Part]]:
     """The seconds of each part of a roofline, by the parts of the step."""
     networks = {row.name: row.axes for row in roofline.communication}
-    shares: dict[str, Callable[[Part], float]] = {
-        'compute': lambda part: plan.work.by_part.get(part, 0) / (plan.work.flops or 1),
-        'hbm': lambda part: plan.work.bytes_by_part.get(part, 0) / (plan.work.bytes or 1),
-    }
+    work: dict[str, Mapping[Part, float]] = {'compute': plan.work.by_part, 'hbm': plan.work.bytes_by_part}
     shown = {}
     for name, seconds in roofline.parts.items():
-        if name in shares:
-            parts = {part: seconds * shares[name](part) for part in STEP}
-        else:
-            alike = [(row, time) for row, time in roofline.collectives if row.axes == networks.get(name, ())]
-            whole = sum(time for _, time in alike) or 1
-            parts = {
-                part: seconds * sum(time for row, time in alike if row.phase == part) / whole for part in STEP
-            }
-        parts['other'] += max(0.0, seconds - sum(parts.values()))
+        alike = [(row.phase, time) for row, time in roofline.collectives if row.axes == networks.get(name)]
+        weights = work.get(name) or {
+            part: sum(time for phase, time in alike if phase == part) for part in STEP
+        }
+        whole = sum(weights.values())
+        times = (
+            {part: seconds * weights.get(part, 0) / whole for part in STEP} if whole else {'other': seconds}
+        )
         shown[name] = [
             blocks.Part(part, time, milliseconds(time), part)
-            for part, time in parts.items()
+            for part, time in times.items()
             if time > _ROUNDING * seconds
         ]
     return shown
@@ -72,15 +70,14 @@ def _rates(roofline: Roofline) -> tuple[float, float]:
     return seconds, seconds * flops_rate / hbm_rate
 
 
-@dataclasses.dataclass
-class Sums:
+class Sums(NamedTuple):
     """What a device computes and moves in a part of a step, or in a scope.
 
     Attributes:
         flops: the floating-point operations.
         bytes: the bytes that are moved from and to the memory.
         moved: the bytes of collectives, as `Plan.totals` counts them.
-        compute: the seconds of the operations; by the part of the step.
+        compute: the seconds of the operations.
         hbm: the seconds of the bytes.
         network: the seconds of the collectives, one after the other.
     """
@@ -88,30 +85,21 @@ class Sums:
     flops: int = 0
     bytes: int = 0
     moved: int = 0
-    compute: collections.Counter[Part] = dataclasses.field(default_factory=collections.Counter)
+    compute: float = 0.0
     hbm: float = 0.0
     network: float = 0.0
 
-    def add(self, other: Sums) -> None:
-        self.flops += other.flops
-        self.bytes += other.bytes
-        self.moved += other.moved
-        self.hbm += other.hbm
-        self.network += other.network
-        for part, seconds in other.compute.items():
-            self.compute[part] += seconds
-
-    @property
-    def is_none(self) -> bool:
-        return not (self.flops or self.bytes or self.moved)
+    def plus(self, other: Sums) -> Sums:
+        """Both together."""
+        return Sums(*map(operator.add, self, other))
 
 
 def sums(plan: PlanData, roofline: Roofline | None) -> Iterator[tuple[str, Part, Sums]]:
     """What each scope computes and moves: (scope, part of the step, its sums)."""
     rate, of_byte = (0.0, 0.0) if roofline is None else _rates(roofline)
     for row in plan.work.by_scope:
-        compute = collections.Counter({row.part: row.flops * rate})
-        yield row.scope, row.part, Sums(row.flops, row.bytes, compute=compute, hbm=row.bytes * of_byte)
+        compute, hbm = row.flops * rate, row.bytes * of_byte
+        yield row.scope, row.part, Sums(row.flops, row.bytes, compute=compute, hbm=hbm)
     times = {} if roofline is None else {id(row): seconds for row, seconds in roofline.collectives}
     for each in plan.collectives:
         once = times.get(id(each), 0.0) / max(1, each.count)
@@ -128,8 +116,11 @@ def sums_by_part(plan: PlanData, roofline: Roofline | None) -> dict[Part, Sums]:
     """The sums of each part of the step that has any."""
     found = {part: Sums() for part in STEP}
     for _, part, more in sums(plan, roofline):
-        found[part].add(more)
-    return {part: each for part, each in found.items() if not each.is_none}
+        found[part] = found[part].plus(more)
+    return {part: each for part, each in found.items() if any(each)}
+
+
+_NONE = Sums()
 
 
 @dataclasses.dataclass
@@ -143,7 +134,7 @@ class Scope:
     """
 
     name: str
-    sums: Sums = dataclasses.field(default_factory=Sums)
+    sums: Sums = _NONE
     inside: dict[str, Scope] = dataclasses.field(default_factory=dict)
 
     @property
@@ -154,14 +145,10 @@ class Scope:
     def settled(self) -> Scope:
         """The same scope; one that holds nothing but another one is that, with a longer name."""
         inside = {name: scope.settled() for name, scope in self.inside.items()}
-        own = Sums(self.sums.flops, self.sums.bytes, self.sums.moved)
-        for scope in inside.values():
-            own.flops -= scope.sums.flops
-            own.bytes -= scope.sums.bytes
-            own.moved -= scope.sums.moved
-        if len(inside) == 1 and own.is_none and self.name:
+        if len(inside) == 1 and self.name:
             [only] = inside.values()
-            return Scope(f'{self.name}/{only.name}', only.sums, only.inside)
+            if only.sums[:3] == self.sums[:3]:  # but for how floats are rounded
+                return Scope(f'{self.name}/{only.name}', only.sums, only.inside)
         return Scope(self.name, self.sums, inside)
 
 
@@ -171,33 +158,19 @@ def scopes(plan: PlanData, roofline: Roofline | None) -> Scope:
     # The first of many layers needs no gradient of its input, so backward passes may differ.
     forward: collections.Counter[str] = collections.Counter()
     for scope, part, more in sums(plan, roofline):
-        found.setdefault(scope, Sums()).add(more)
+        found[scope] = found.get(scope, Sums()).plus(more)
         forward[scope] += more.flops if part in ('forward', 'other') else 0
     top = Scope('')
     for item in fold((scope, forward[scope]) for scope in found):
         total = Sums()
         for path in item.paths:
-            total.add(found[path])
+            total = total.plus(found[path])
         names = [part if isinstance(part, str) else part.name(MOST_RUNS) for part in item.parts]
         if len(names) > _DEEPEST:
             names = [*names[:_DEEPEST], '/'.join(names[_DEEPEST:])]
         here = top
-        here.sums.add(total)
+        here.sums = here.sums.plus(total)
         for name in names if any(names) else [NO_SCOPE]:
             here = here.inside.setdefault(name, Scope(name))
-            here.sums.add(total)
+            here.sums = here.sums.plus(total)
     return top.settled()
-
-
-def bound_texts(roofline: Roofline) -> Mapping[str, str]:
-    """The headline figures of a roofline: what they are -> the figure."""
-    step = roofline.step_seconds
-    known = '' if roofline.counted.value == 'exactly' else f'{roofline.counted.value} '
-    texts = {
-        f'one call at least; {milliseconds(step.estimate)} if nothing overlaps': known
-        + milliseconds(step.bound),
-        'bounds it': roofline.bound,
-    }
-    if roofline.mfu is not None:
-        texts['MFU at most'] = f'{roofline.mfu:.1%}'
-    return texts

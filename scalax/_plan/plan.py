@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from scalax._plan.batch import followed_text
+from scalax._plan.blocks import plan_blocks
 from scalax._plan.plan_check import exceeded
 from scalax._plan.plan_data import PlanData
-from scalax._plan.text import render
-from scalax._report import saved
+from scalax._report import blocks, saved
 from scalax._report.pages import visible
 from scalax._report.tables import distinct_texts, human_bytes, milliseconds
 from scalax._tree.specs import axis_sizes_text
@@ -73,12 +73,10 @@ class Plan(PlanData):
         Args:
             width: the width in columns; that of the terminal by default.
         """
-        return render(self, width)
+        return blocks.text(plan_blocks(self, self.name), width)
 
     def _repr_html_(self) -> str:
-        from scalax._plan.page import render_fragment  # here, because few programs show pages
-
-        return render_fragment(self)
+        return blocks.fragment(plan_blocks(self, f'Plan of {self.name}'))
 
     def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
         """Writes the plan as a page that loads nothing; scripts only sort and filter.
@@ -87,9 +85,8 @@ class Plan(PlanData):
             path: the file to write.
             title: the title of the page; `name` by default.
         """
-        from scalax._plan.page import render_page
-
-        Path(path).write_bytes(render_page(self, f'Plan of {self.name}' if title is None else title).encode())
+        title = f'Plan of {self.name}' if title is None else title
+        Path(path).write_bytes(blocks.page(title, plan_blocks(self, title)).encode())
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain Python values, ready for ``json.dumps``."""

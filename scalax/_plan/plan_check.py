@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from scalax._plan.blocks import collective_table, head, memory_blocks, memory_taken
 from scalax._plan.plan_data import PlanData
-from scalax._plan.plan_tables import collective_table
-from scalax._plan.text import head, memory_lines, memory_taken
-from scalax._report.blocks import text_table
+from scalax._report import blocks
 from scalax._report.tables import distinct_texts, human_bytes, milliseconds
 from scalax.errors import ArgumentError, did_you_mean
 
@@ -35,7 +35,7 @@ def exceeded(
     if not (problems := [*of_memory, *of_bytes, *of_time]):
         return []
     lines = [f'{head(plan)} does not keep its limits:', *(f'  {problem}' for problem in problems)]
-    lines += ['', *memory_lines(plan)] if of_memory else []
+    lines += ['', *blocks.text(memory_blocks(plan), _WIDTH).splitlines()] if of_memory else []
     lines += ['', *str(plan.roofline()).splitlines()] if of_time else []
     return lines + (['', *_largest(plan)] if (of_bytes or of_time) and plan.collectives else [])
 
@@ -79,4 +79,5 @@ def _number(name: str, limit: Any) -> float:
 
 def _largest(plan: PlanData) -> Iterator[str]:
     yield 'its largest collectives:'
-    yield from text_table(*collective_table(plan, _SHOWN), _WIDTH, -1)
+    table = collective_table(plan)
+    yield from dataclasses.replace(table, rows=table.rows[:_SHOWN]).text(_WIDTH)

@@ -1,25 +1,253 @@
-"""Building blocks of pages: headline figures, badges, bars, tables that sort, trees that fold, cards.
+"""Blocks: what results say and show, as text and as HTML.
 
-Each function takes plain text and returns HTML; what takes HTML says so. Blocks are whole without scripts:
-trees fold, because they are ``<details>``, and tables hold their rows in a useful order. Where scripts run,
-tables and trees sort by each column, and trees are filtered. Where styles are dropped, as in a notebook that
-is not trusted, text and tables remain. No block but `target` has an id: a page may hold several plans.
+A result is one list of blocks: `text` renders it for a terminal, `page` and `fragment` as HTML. Figures, bars
+and trees are on pages only; what differs beyond that is inside of `InText` and `OnPage`.
+
+Pages are whole without scripts: trees fold, because they are ``<details>``, and tables hold their rows in a
+useful order. Where scripts run, tables and trees sort by each column, and trees are filtered. Where styles
+are dropped, as in a notebook that is not trusted, text and tables remain. Only what has a name has an id: a
+page may hold several plans.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from scalax._report import pages, tables
 from scalax._report.pages import escape
 
 Tone = Literal['', 'good', 'warn', 'bad']
 Kind = Literal['', 'number', 'code', 'lead', 'wide']
+MeshAxes = Mapping[str, int]
 NO_BREAK = '\u00a0'
+MOST_ROWS = 2000
+"""The rows of a table or a tree that a page shows: it is read by people, and has to load."""
 _AXIS_COLORS = 6  # in palette.css
+_OPEN_AT_FIRST = 40  # rows of a tree
+_OPEN_BAR = 1.5  # the room of a bar without an end, in its own lengths: a full bar would read as 100 %
+_WIDTHS = {'code': 'minmax(100px, 1.7fr)', 'wide': 'minmax(150px, 2.2fr)'}
+
+
+class Block:
+    """Part of a result. What a class does not override is not there in that form."""
+
+    def text(self, width: int) -> list[str]:
+        """The lines of text, tables no wider than *width*."""
+        return []
+
+    def html(self, mesh: MeshAxes) -> str:
+        """The HTML, well-formed as XML is, the axes of *mesh* in their colours."""
+        return ''
+
+
+def text(blocks: Iterable[Block], width: int | None) -> str:
+    """Blocks as text, *width* columns wide (default: as the terminal)."""
+    return '\n'.join(_lines(blocks, tables.terminal_width(width))).rstrip('\n')
+
+
+def _lines(blocks: Iterable[Block], width: int) -> list[str]:
+    return [line for block in blocks for line in block.text(width)]
+
+
+def fragment(blocks: Iterable[Block]) -> str:
+    """Blocks as part of a notebook, in which they keep their own styles."""
+    return pages.notebook_part(html(blocks), _style(), pages.asset('blocks.js'))
+
+
+def page(title: str, blocks: Iterable[Block]) -> str:
+    """Blocks as a whole document that loads nothing, and runs only the script that sorts and filters."""
+    return pages.document(
+        title,
+        f'<main class="blocks">\n{html(blocks)}\n</main>',
+        _style(),
+        f'{pages.asset("blocks.js")}\nenliven(document);\nfollowLinks(document);',
+    )
+
+
+def html(blocks: Iterable[Block], mesh: MeshAxes | None = None) -> str:
+    """Blocks as HTML; the axes of a mesh have their colours from the heading on that names it."""
+    parts = []
+    for block in blocks:
+        mesh = block.axes if isinstance(block, Heading) else mesh
+        parts.append(block.html(mesh or {}))
+    return ''.join(parts)
+
+
+def _style() -> str:
+    return pages.asset('head.css') + pages.asset('blocks.css')
+
+
+# --- What holds other blocks ----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class InText(Block):
+    """Blocks that a page says in another way."""
+
+    body: Sequence[Block]
+
+    def text(self, width: int) -> list[str]:
+        return _lines(self.body, width)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnPage(Block):
+    """Blocks that text leaves out, or says in another way."""
+
+    body: Sequence[Block]
+
+    def html(self, mesh: MeshAxes) -> str:
+        return html(self.body, mesh)
+
+
+@dataclasses.dataclass(frozen=True)
+class Section(Block):
+    """A part of a result, with a blank line below it in text; nothing where all of its blocks are empty.
+
+    Attributes:
+        title: the title on a page; none if it is empty.
+        body: its blocks.
+        lead: what the blocks are, above them in both forms.
+        name: what a link on the page leads to; no other part of the page has it.
+    """
+
+    title: str
+    body: Sequence[Block]
+    lead: str = ''
+    name: str = ''
+
+    def text(self, width: int) -> list[str]:
+        lines = _lines(self.body, width)
+        lead = tables.wrapped([f'{self.lead}:'], width) if self.lead else []
+        return [*lead, *lines, ''] if lines else []
+
+    def html(self, mesh: MeshAxes) -> str:
+        body = html(self.body, mesh)
+        if not body:
+            return ''
+        title = f'<h2>{escape(self.title)}</h2>\n' if self.title else ''
+        lead = _note(f'{self.lead[:1].upper()}{self.lead[1:]}.') if self.lead else ''
+        return _target(self.name, f'<section>\n{title}{lead}{body}\n</section>\n')
+
+
+@dataclasses.dataclass(frozen=True)
+class Fold(Block):
+    """A part of a result that opens and closes on a page.
+
+    Attributes:
+        summary: what is always shown.
+        body: its blocks.
+        name: as that of a section; where scripts run, a link to it opens it.
+    """
+
+    summary: str
+    body: Sequence[Block]
+    name: str = ''
+
+    def text(self, width: int) -> list[str]:
+        return [*tables.wrapped([f'{self.summary}:'], width), *_lines(self.body, width)]
+
+    def html(self, mesh: MeshAxes) -> str:
+        fold = f'<summary>{escape(self.summary)}</summary>{html(self.body, mesh)}'
+        return _target(self.name, f'<details class="fold">{fold}</details>')
+
+
+def _target(name: str, body: str) -> str:
+    return f'<div id="{escape(name)}" class="target">{body}</div>' if name else body
+
+
+# --- Words ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Heading(Block):
+    """The title of a page, or of a part of it, with the axes of a mesh in their colours."""
+
+    title: str
+    axes: MeshAxes
+    note: str = ''
+    level: int = 1
+
+    def html(self, mesh: MeshAxes) -> str:
+        chips = ''.join(f'<li>{_colored(name, self.axes)} {size:,}</li>' for name, size in self.axes.items())
+        more = f'<li class="product">{escape(self.note)}</li>' if self.note else ''
+        title = f'<h{self.level}>{escape(self.title)}</h{self.level}>'
+        return f'<header>{title}<ul class="mesh">{chips}{more}</ul></header>'
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines(Block):
+    """Lines of words; empty ones are left out.
+
+    Attributes:
+        lines: the lines.
+        tone: the colour of a box around them on a page, if they are not to be missed.
+    """
+
+    lines: Sequence[str]
+    tone: Tone = ''
+
+    def text(self, width: int) -> list[str]:
+        return tables.wrapped(self.lines, width)
+
+    def html(self, mesh: MeshAxes) -> str:
+        lines = [line.strip() for line in self.lines if line]
+        if not self.tone:
+            return ''.join(map(_note, lines))
+        paragraphs = ''.join(f'<p>{escape(line)}</p>' for line in lines)
+        return f'<div{_class("callout", self.tone)}>{paragraphs}</div>' if lines else ''
+
+
+def _note(line: str) -> str:
+    return f'<p class="note">{escape(line)}</p>'
+
+
+@dataclasses.dataclass(frozen=True)
+class Code(Block):
+    """Code to copy."""
+
+    code: str
+
+    def text(self, width: int) -> list[str]:
+        return [*map(pages.visible, self.code.splitlines())]
+
+    def html(self, mesh: MeshAxes) -> str:
+        return f'<pre>{"<br/>".join(map(escape, self.code.splitlines()))}</pre>' if self.code else ''
+
+
+@dataclasses.dataclass(frozen=True)
+class Link(Block):
+    """A link to a part of the page, by its name."""
+
+    words: str
+    name: str
+
+    def html(self, mesh: MeshAxes) -> str:
+        return f'<p>{_link(escape(self.words), self.name)}</p>'
+
+
+def _link(html: str, name: str) -> str:
+    return f'<a href="#{escape(name)}">{html}</a>'
+
+
+def _colored(words: str, mesh: MeshAxes) -> str:
+    """A text with the names of mesh axes in their colours; an axis has the same one wherever it is named."""
+    if not mesh:
+        return escape(words)
+    names = '|'.join(map(re.escape, sorted(mesh, key=len, reverse=True)))
+    places = {name: place % _AXIS_COLORS for place, name in enumerate(mesh)}
+    parts = re.split(rf'(?<!\w)({names})(?!\w)', words)
+    return ''.join(
+        f'<span class="axis axis-{places[part]}">{escape(part)}</span>' if number % 2 else escape(part)
+        for number, part in enumerate(parts)
+    )
+
+
+# --- Figures --------------------------------------------------------------------------------------
 
 
 class Figure(NamedTuple):
@@ -38,34 +266,23 @@ class Figure(NamedTuple):
     is_badge: bool = False
 
 
-class Cell(NamedTuple):
-    """A cell of a table or a tree.
+@dataclasses.dataclass(frozen=True)
+class Figures(Block):
+    """Headline figures side by side."""
 
-    Attributes:
-        text: its text.
-        key: the number by which its column is sorted; by its text if there is none.
-        html: HTML in place of the text.
-        tone: its colour.
-    """
+    figures: Sequence[Figure]
 
-    text: str = ''
-    key: float | None = None
-    html: str = ''
-    tone: Tone = ''
+    def html(self, mesh: MeshAxes) -> str:
+        rows = ''.join(
+            f'<div{_class(each.tone)}><dt>{escape(each.label)}</dt>'
+            f'<dd>{_badge(each.value, each.tone) if each.is_badge else escape(each.value)}</dd></div>\n'
+            for each in self.figures
+        )
+        return f'<dl class="totals">\n{rows}</dl>'
 
 
-class Column(NamedTuple):
-    """A column of a table or a tree.
-
-    Attributes:
-        head: its head.
-        kind: ``'number'``: aligned to the right, and sorted from the largest down; ``'code'``: names;
-            ``'lead'``: the name of the row, which is the title of its card on a narrow screen; ``'wide'``:
-            text that has a line of its own there.
-    """
-
-    head: str
-    kind: Kind = ''
+def _badge(words: str, tone: Tone) -> str:
+    return f'<span{_class("badge", tone)}>{escape(words)}</span>'
 
 
 class Part(NamedTuple):
@@ -85,186 +302,192 @@ class Part(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Node:
-    """A row of a tree.
+class Bar(Block):
+    """A tall bar of parts from the left, with a legend.
 
     Attributes:
-        name: its name.
-        cells: its cells, one for each column but the first.
-        children: the rows below it.
+        parts: its parts.
+        whole: the value at its right end; 0 if nothing says how long it could be: then it is open there.
+        limit: a value to draw a line at, if it is inside.
     """
 
-    name: str
-    cells: Sequence[Cell] = ()
-    children: Sequence[Node] = ()
+    parts: Sequence[Part]
+    whole: float
+    limit: float | None = None
+
+    def html(self, mesh: MeshAxes) -> str:
+        return _bar(self.parts, self.whole, self.limit, 'tall') + _legend(self.parts)
 
 
-def fragment(body: str) -> str:
-    """Blocks as part of a notebook, in which they keep their own styles.
+@dataclasses.dataclass(frozen=True)
+class Bars(Block):
+    """Bars one below the other, the longest over the whole width.
 
-    Args:
-        body: HTML.
+    Attributes:
+        rows: of each its name, its parts, its value, the value as text, and whether it is marked.
     """
-    return pages.notebook_part(body, _style(), pages.asset('blocks.js'))
+
+    rows: Sequence[tuple[str, Sequence[Part], float, str, bool]]
+
+    def html(self, mesh: MeshAxes) -> str:
+        longest = max((value for _, _, value, *_ in self.rows), default=0) or 1
+        kinds = {part.kind: Part(part.kind, 0, '', part.kind) for _, parts, *_ in self.rows for part in parts}
+        shown = ''.join(
+            f'<dt{_class("marked" if is_marked else "")}>{_colored(name, mesh)}</dt>'
+            f'<dd{_class("number", "marked" if is_marked else "")}>{escape(words)}</dd>'
+            f'<dd class="track">{_bar(parts, longest)}</dd>\n'
+            for name, parts, _, words, is_marked in self.rows
+        )
+        return f'{_legend(kinds.values()) if len(kinds) > 1 else ""}<dl class="bars">\n{shown}</dl>'
 
 
-def page(title: str, body: str) -> str:
-    """Blocks as a whole document that loads nothing, and runs only the script that sorts and filters.
-
-    Args:
-        title: plain text.
-        body: HTML, well-formed as XML is.
-    """
-    return pages.document(
-        title,
-        f'<main class="blocks">\n{body}\n</main>',
-        _style(),
-        f'{pages.asset("blocks.js")}\nenliven(document);\nfollowLinks(document);',
+def _bar(parts: Sequence[Part], whole: float, limit: float | None = None, kind: str = '') -> str:
+    longest = max(whole, sum(part.value for part in parts)) or 1
+    if not whole:
+        longest *= _OPEN_BAR
+    filled = ''.join(
+        f'<i{_class(part.kind)} style="width: {_percent(part.value, longest)}" '
+        f'title="{escape(f"{part.label} {part.text}".strip())}"></i>'
+        for part in parts
+        if part.value > 0
     )
+    line = limit is not None and limit < longest
+    mark = f'<b style="left: {_percent(limit or 0, longest)}" title="limit"></b>' if line else ''
+    return f'<div{_class("bar", kind, "" if whole else "open")}>{filled}{mark}</div>'
 
 
-def _style() -> str:
-    return pages.asset('head.css') + pages.asset('blocks.css')
+def _legend(parts: Iterable[Part]) -> str:
+    rows = (f'<i{_class(each.kind)}></i>{escape(f"{each.label} {each.text}".strip())}' for each in parts)
+    return f'<ul class="legend">{"".join(f"<li>{row}</li>" for row in rows)}</ul>'
 
 
-def heading(title: str, mesh: Mapping[str, int], note: str = '', level: int = 1) -> str:
-    """The title of a page, or of a part of it, with the axes of a mesh in their colours."""
-    chips = ''.join(f'<li>{axis_name(name, mesh)} {size:,}</li>' for name, size in mesh.items())
-    more = f'<li class="product">{escape(note)}</li>' if note else ''
-    return f'<header><h{level}>{escape(title)}</h{level}><ul class="mesh">{chips}{more}</ul></header>'
+def _percent(part: float, whole: float) -> str:
+    return f'{100 * part / whole:.2f}%'
 
 
-def axis_name(name: str, mesh: Mapping[str, int], text: str = '') -> str:
-    """A mesh axis, or a text that names it, in its colour; it has the same one wherever it is named."""
-    if name not in mesh:
-        return escape(text or name)
-    return f'<span class="axis axis-{list(mesh).index(name) % _AXIS_COLORS}">{escape(text or name)}</span>'
+# --- Tables and trees -----------------------------------------------------------------------------
 
 
-def axis_names(names: Iterable[str], mesh: Mapping[str, int]) -> str:
-    """Several mesh axes, each in its colour."""
-    return ' x '.join(axis_name(name, mesh) for name in names)
+class Column(NamedTuple):
+    """A column of a table or a tree.
 
-
-def figures(shown: Iterable[Figure]) -> str:
-    """Headline figures side by side."""
-    rows = ''.join(
-        f'<div{_class(each.tone)}><dt>{escape(each.label)}</dt>'
-        f'<dd>{badge(each.value, each.tone) if each.is_badge else escape(each.value)}</dd></div>\n'
-        for each in shown
-    )
-    return f'<dl class="totals">\n{rows}</dl>'
-
-
-def badge(text: str, tone: Tone = '') -> str:
-    """A few words that are a verdict."""
-    return f'<span{_class("badge", tone)}>{escape(text)}</span>'
-
-
-def callout(lines: Iterable[str], tone: Tone = '', code: str = '') -> str:
-    """Lines that the reader should not miss, and perhaps code to copy."""
-    below = code_block(code) if code else ''
-    return f'<div{_class("callout", tone)}>{pages.paragraphs(lines)}{below}</div>'
-
-
-def code_block(text: str) -> str:
-    """Code to copy."""
-    return f'<pre>{"<br/>".join(map(escape, text.splitlines()))}</pre>'
-
-
-def section(title: str, body: str, note: str = '') -> str:
-    """A part of a page; nothing if it is empty.
-
-    Args:
-        title: plain text.
-        body: HTML.
-        note: plain text below the title.
+    Attributes:
+        head: its head.
+        kind: ``'number'``: aligned to the right, and sorted from the largest down; ``'code'``: names, those
+            of mesh axes in their colours; ``'lead'``: the name of the row, which is the title of its card on
+            a narrow screen; ``'wide'``: text that has a line of its own there.
+        show: the text of a number.
+        on_page: whether text leaves it out.
     """
-    if not body:
-        return ''
-    return f'<section>\n<h2>{escape(title)}</h2>\n{notes([note] if note else [])}{body}\n</section>\n'
+
+    head: str
+    kind: Kind = ''
+    show: Callable[[Any], str] = str
+    on_page: bool = False
 
 
-def notes(lines: Iterable[str]) -> str:
-    """Lines in a quiet colour."""
-    return ''.join(f'<p class="note">{escape(line)}</p>' for line in lines)
+class Cell(NamedTuple):
+    """A cell that is more than a text, or a number that its column shows.
 
-
-def fold(summary: str, body: str, is_open: bool = False) -> str:
-    """A part that opens and closes.
-
-    Args:
-        summary: plain text that is always shown.
-        body: HTML.
-        is_open: whether it is shown at first.
+    Attributes:
+        text: its text.
+        key: the number by which its column is sorted; by its text if there is none.
+        tone: its colour, as a badge; or that of its bar.
+        link: the name of the part of the page that it leads to.
+        bar: the length of a bar below the text, from 0 to 1.
     """
-    return f'<details class="fold"{_open(is_open)}><summary>{escape(summary)}</summary>{body}</details>'
+
+    text: str
+    key: float | None = None
+    tone: Tone = ''
+    link: str = ''
+    bar: float | None = None
 
 
-def target(name: str, body: str) -> str:
-    """A part of a page that `link` leads to; where scripts run, a fold at its start opens then.
-
-    Args:
-        name: its name, which no other part of the page has.
-        body: HTML.
-    """
-    return f'<div id="{escape(name)}" class="target">{body}</div>'
+Value = str | float | Cell | None
+"""A cell: a text, a number that its column shows, nothing, or more than these."""
+Row = Sequence[Value]
 
 
-def link(text: str, name: str) -> str:
-    """A link to a `target` of the page, by its name."""
-    return f'<a href="#{escape(name)}">{escape(text)}</a>'
+def _cell(column: Column, value: Value) -> Cell:
+    if isinstance(value, Cell):
+        return value
+    return Cell(value or '') if value is None or isinstance(value, str) else Cell(column.show(value), value)
 
 
-def cards(bodies: Iterable[str]) -> str:
-    """Boxes side by side; *bodies* are HTML."""
-    return f'<div class="cards">{"".join(f"""<div class="card">{body}</div>""" for body in bodies)}</div>'
+@dataclasses.dataclass(frozen=True)
+class Table(Block):
+    """A table. On a page it sorts by each column where scripts run.
 
+    The column that is wide takes lines of its own in text where there is no room, else the leading one.
 
-def table(columns: Sequence[Column], rows: Iterable[Sequence[Cell]], best: int | None = None) -> str:
-    """A table that sorts by each column where scripts run.
-
-    Args:
+    Attributes:
         columns: its columns.
-        rows: the cells of each row.
-        best: the row to set in bold.
+        rows: the values of each row.
+        best: the row to set in bold on a page.
+        most_lines: the rows that text shows.
+        rest: what the rows are that are not shown, from the first of them on.
+        footnotes: whether the last column becomes numbers of footnotes in text that is too narrow for it.
     """
-    heads = ''.join(f'<th scope="col"{_class(each.kind)}>{escape(each.head)}</th>' for each in columns)
-    body = '\n'.join(
-        f'<tr{_class("best" if place == best else "")}>'
-        + ''.join(_cell(column, cell) for column, cell in zip(columns, row, strict=True))
-        + '</tr>'
-        for place, row in enumerate(rows)
-    )
-    return f'<table class="sortable">\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>'
+
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    best: int | None = None
+    most_lines: int | None = None
+    rest: Callable[[int], str] | None = None
+    footnotes: bool = False
+
+    def text(self, width: int) -> list[str]:
+        shown = [number for number, column in enumerate(self.columns) if not column.on_page]
+        columns = [self.columns[number] for number in shown]
+        kinds = [column.kind for column in columns]
+        longest = 'wide' if 'wide' in kinds and not self.footnotes else 'lead'
+        path = kinds.index(longest) if longest in kinds else 0
+        numbers = [number for number, kind in enumerate(kinds) if kind == 'number']
+        cells = [[column.head for column in columns]]
+        for row in self.rows[: self.most_lines]:
+            cells.append([_cell(self.columns[number], row[number]).text for number in shown])
+        notes: list[str] = []
+        if self.footnotes and not tables.fits(cells, width):
+            cells, notes = tables.with_footnotes(cells)
+        below = ['', *tables.wrapped(notes, width)] if notes else []
+        return [*tables.table(cells, width, path, numbers), *self._rest(self.most_lines), *below]
+
+    def html(self, mesh: MeshAxes) -> str:
+        heads = ''.join(
+            f'<th scope="col"{_class(each.kind)}>{escape(each.head)}</th>' for each in self.columns
+        )
+        body = '\n'.join(
+            f'<tr{_class("best" if place == self.best else "")}>'
+            + ''.join(
+                self._td(column, _cell(column, value), mesh)
+                for column, value in zip(self.columns, row, strict=True)
+            )
+            + '</tr>'
+            for place, row in enumerate(self.rows[:MOST_ROWS])
+        )
+        return (
+            f'<div class="scroll"><table class="sortable">\n<thead><tr>{heads}</tr></thead>\n'
+            f'<tbody>\n{body}\n</tbody>\n</table></div>{"".join(map(_note, self._rest(MOST_ROWS)))}'
+        )
+
+    def _td(self, column: Column, cell: Cell, mesh: MeshAxes) -> str:
+        attributes = f'{_class(column.kind)} data-label="{escape(column.head)}"{_sort_key(column, cell)}'
+        return f'<td{attributes}>{_content(column, cell, mesh)}</td>'
+
+    def _rest(self, shown: int | None) -> list[str]:
+        if shown is None or len(self.rows) <= shown:
+            return []
+        return [self.rest(shown) if self.rest else f'... and {len(self.rows) - shown:,} more']
 
 
-def text_table(
-    columns: Sequence[Column], rows: Iterable[Sequence[Cell]], width: int, path: int = 0
-) -> list[str]:
-    """The lines of such a table as text, with numbers to the right.
-
-    Args:
-        columns: its columns.
-        rows: the cells of each row.
-        width: the largest width of a line.
-        path: the column that may take lines of its own.
-    """
-    texts = [[column.head for column in columns], *([cell.text for cell in row] for row in rows)]
-    numbers = [place for place, column in enumerate(columns) if column.kind == 'number']
-    return tables.table(texts, width, path % len(columns), numbers)
-
-
-def scrolled(body: str) -> str:
-    """A long table (HTML) in a box that scrolls, where there is room for one beside the rest of the page."""
-    return f'<div class="scroll">{body}</div>'
-
-
-def _cell(column: Column, cell: Cell) -> str:
-    return (
-        f'<td{_class(column.kind, cell.tone)} data-label="{escape(column.head)}"{_sort_key(column, cell)}>'
-        f'{cell.html or escape(cell.text)}</td>'
-    )
+def _content(column: Column, cell: Cell, mesh: MeshAxes) -> str:
+    words = _colored(cell.text, mesh) if column.kind == 'code' else escape(cell.text)
+    if cell.bar is not None:
+        return f'{words}{_bar([Part("", cell.bar, cell.text, cell.tone)], 1)}'
+    if cell.link:
+        return _link(words, cell.link)
+    return _badge(cell.text, cell.tone) if cell.tone else words
 
 
 def _sort_key(column: Column, cell: Cell) -> str:
@@ -274,32 +497,44 @@ def _sort_key(column: Column, cell: Cell) -> str:
     return f' data-key="{"" if cell.key is None else repr(cell.key)}"'
 
 
-MOST_ROWS = 2000
-"""The rows of a tree that a page shows: it is read by people, and has to load."""
-_OPEN_AT_FIRST = 40  # rows of a tree
-_WIDTHS = {'code': 'minmax(100px, 1.7fr)', 'wide': 'minmax(150px, 2.2fr)'}
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A row of a tree: its name, its other cells, and the rows below it."""
+
+    name: str
+    cells: Row = ()
+    children: Sequence[Node] = ()
 
 
-def tree(columns: Sequence[Column], nodes: Sequence[Node]) -> str:
+@dataclasses.dataclass(frozen=True)
+class Tree(Block):
     """A tree of rows that folds; where scripts run, it sorts by each column and is filtered.
 
     As many levels are open at first as have few rows.
 
-    Args:
+    Attributes:
         columns: its columns; that of the names first.
         nodes: the rows of the top level.
     """
-    name, *others = columns
-    heads = ''.join(f' <span{_class("cell", each.kind)}>{escape(each.head)}</span>' for each in others)
-    levels = _levels(nodes)
-    opened = sum(total <= _OPEN_AT_FIRST for total in itertools.accumulate(levels)) - 1
-    left = iter(range(MOST_ROWS))
-    body = ''.join(_node(node, others, 0, opened, left) for node in nodes)
-    style = '--columns: ' + ' '.join(_WIDTHS.get(each.kind, 'minmax(62px, 1fr)') for each in others)
-    return (
-        f'<div class="tree" style="{style}">\n<div class="row heads" style="--level: 0">'
-        f'<span class="name">{escape(name.head)}</span>{heads}</div>\n{body}</div>'
-    ) + notes([f'The first {MOST_ROWS:,} rows are shown.'] if sum(levels) > MOST_ROWS else [])
+
+    columns: Sequence[Column]
+    nodes: Sequence[Node]
+
+    def html(self, mesh: MeshAxes) -> str:
+        if not self.nodes:
+            return ''
+        name, *others = self.columns
+        heads = ''.join(f' <span{_class("cell", each.kind)}>{escape(each.head)}</span>' for each in others)
+        levels = _levels(self.nodes)
+        opened = sum(total <= _OPEN_AT_FIRST for total in itertools.accumulate(levels)) - 1
+        left = iter(range(MOST_ROWS))
+        body = ''.join(_node(node, others, mesh, 0, opened, left) for node in self.nodes)
+        style = '--columns: ' + ' '.join(_WIDTHS.get(each.kind, 'minmax(62px, 1fr)') for each in others)
+        rest = _note(f'The first {MOST_ROWS:,} rows are shown.') if sum(levels) > MOST_ROWS else ''
+        return (
+            f'<div class="tree" style="{style}">\n<div class="row heads" style="--level: 0">'
+            f'<span class="name">{escape(name.head)}</span>{heads}</div>\n{body}</div>{rest}'
+        )
 
 
 def _levels(nodes: Sequence[Node]) -> list[int]:
@@ -311,108 +546,29 @@ def _levels(nodes: Sequence[Node]) -> list[int]:
     return counts
 
 
-def _node(node: Node, columns: Sequence[Column], level: int, opened: int, left: Iterator[int]) -> str:
+def _node(
+    node: Node, columns: Sequence[Column], mesh: MeshAxes, level: int, opened: int, left: Iterator[int]
+) -> str:
     """A row and those below it; *left* has an item for each row that may still be shown."""
     if next(left, None) is None:
         return ''
-    cells = ''.join(
-        f' <span{_class("cell", column.kind, cell.tone)}{_sort_key(column, cell)}>'
-        + (f'<span class="label">{escape(column.head)} </span>{text}' if text else '')
-        + '</span>'
-        for column, cell in zip(columns, node.cells, strict=True)
-        for text in [cell.html or escape(cell.text)]
-    )
+    cells = ''
+    for column, value in zip(columns, node.cells, strict=True):
+        cell = _cell(column, value)
+        label = f'<span class="label">{escape(column.head)} </span>' if cell.text else ''
+        attributes = f'{_class("cell", column.kind)}{_sort_key(column, cell)}'
+        cells += f' <span{attributes}>{label}{_content(column, cell, mesh)}</span>'
     # Without styles, spaces are what tells the levels apart.
     indent = f'<span class="indent">{level * 4 * NO_BREAK}</span>' if level else ''
     row = f'{indent}<span class="name">{escape(node.name)}</span>{cells}'
     style = f'style="--level: {level}"'
     if not node.children:
         return f'<div class="row" {style}>{row}</div>\n'
-    below = ''.join(_node(child, columns, level + 1, opened, left) for child in node.children)
-    return (
-        f'<details{_open(level < opened)}><summary class="row" {style}>{row}</summary>\n{below}</details>\n'
-    )
-
-
-def bar(parts: Sequence[Part], whole: float, limit: float | None = None, is_tall: bool = False) -> str:
-    """A bar of parts from the left.
-
-    Args:
-        parts: its parts.
-        whole: the value at its right end; 0 if nothing says how long it could be: then it is open there.
-        limit: a value to draw a line at, if it is inside.
-        is_tall: whether the bar is the main thing to be seen.
-    """
-    taken = sum(part.value for part in parts)
-    longest = max(whole, taken) or 1
-    if not whole:
-        longest *= OPEN
-    filled = ''.join(
-        f'<i{_class(part.kind)} style="width: {percent(part.value, longest)}" '
-        f'title="{escape(f"{part.label} {part.text}")}"></i>'
-        for part in parts
-        if part.value > 0
-    )
-    line = (
-        f'<b style="left: {percent(limit, longest)}" title="limit"></b>'
-        if limit is not None and limit < longest
-        else ''
-    )
-    kind = _class('bar', 'tall' if is_tall else '', '' if whole else 'open')
-    return f'<div{kind}>{filled}{line}</div>'
-
-
-OPEN = 1.5
-"""How much room a bar without an end has, in its own lengths: a full bar would read as 100 %."""
-
-
-def legend(parts: Iterable[Part]) -> str:
-    """The colours of bars."""
-    return (
-        '<ul class="legend">'
-        + ''.join(
-            f'<li><i{_class(part.kind)}></i>{escape(f"{part.label} {part.text}".strip())}</li>'
-            for part in parts
-        )
-        + '</ul>'
-    )
-
-
-def swatch(kind: str) -> str:
-    """The colour of a part of a bar, in front of its name elsewhere."""
-    return f'<i{_class("swatch", kind)}></i>'
-
-
-def bars(rows: Iterable[tuple[str, Sequence[Part], str, bool]], longest: float) -> str:
-    """Bars one below the other.
-
-    Args:
-        rows: of each its name (HTML), its parts, its value as text, and whether it is marked.
-        longest: the value of a bar over the whole width.
-    """
-    shown = ''.join(
-        f'<dt{_class("marked" if is_marked else "")}>{name}</dt>'
-        f'<dd{_class("number", "marked" if is_marked else "")}>{escape(text)}</dd>'
-        f'<dd class="track">{bar(parts, longest)}</dd>\n'
-        for name, parts, text, is_marked in rows
-    )
-    return f'<dl class="bars">\n{shown}</dl>'
-
-
-def percent(part: float, whole: float) -> str:
-    """A width.
-
-    Example:
-        >>> percent(1, 3)
-        '33.33%'
-    """
-    return f'{100 * part / whole:.2f}%'
+    below = ''.join(_node(child, columns, mesh, level + 1, opened, left) for child in node.children)
+    is_open = ' open="open"' if level < opened else ''
+    return f'<details{is_open}><summary class="row" {style}>{row}</summary>\n{below}</details>\n'
 
 
 def _class(*names: str) -> str:
     found = ' '.join(filter(None, names))
     return f' class="{found}"' if found else ''
-
-
-def _open(is_open: bool) -> str:
-    return ' open="open"' if is_open else ''

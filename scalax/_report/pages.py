@@ -12,7 +12,6 @@ import functools
 import hashlib
 import html
 import json
-from collections.abc import Iterable
 from importlib import resources
 
 
@@ -38,12 +37,6 @@ def escape(text: str) -> str:
         '&lt;/script&gt; &amp; &quot;co&quot;'
     """
     return html.escape(visible(text))
-
-
-def paragraphs(lines: Iterable[str], style: str = '') -> str:
-    """Lines of text, a paragraph each, perhaps with a style."""
-    start = f'<p style="{style}">' if style else '<p>'
-    return '\n'.join(f'{start}{escape(line)}</p>' for line in lines)
 
 
 def document(title: str, body: str, style: str = '', script: str = '') -> str:

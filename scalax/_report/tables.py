@@ -7,6 +7,7 @@ little room for the other columns, every path has one, and the rest of its row i
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import textwrap
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -19,6 +20,8 @@ GAP = '  '
 _INDENT = 4
 _PREFIXES = (('E', 1e18), ('P', 1e15), ('T', 1e12), ('G', 1e9), ('M', 1e6), ('k', 1e3))
 _SMALLEST = -4  # the exponent of the smallest number that is written without one
+_NO_BREAK = '\u00a0'
+_BEFORE_UNIT = re.compile(r'(?<=\d) (?=(?:[KMGT]iB|B|ms|%)(?!\w))')
 _LEAST = 20  # characters of a line for the parts of a path
 
 
@@ -138,14 +141,26 @@ def table(cells: Sequence[Sequence[str]], width: int, path: int, size: int | Con
     return [*heads, '-' * max(map(len, [*heads, *lines])), *lines]
 
 
+def with_footnotes(cells: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
+    """The heads and the rows, with the texts of the last column as numbers of footnotes; and these."""
+    heads, *rows = cells
+    texts = dict.fromkeys(text for *_, text in rows if text)
+    numbers = {text: f'[{number}]' for number, text in enumerate(texts, 1)}
+    numbered = [[*others, numbers.get(text, '')] for *others, text in rows]
+    return [[*heads], *numbered], [f'{number} {text}' for text, number in numbers.items()]
+
+
 def wrapped(lines: Iterable[str], width: int) -> list[str]:
-    """Lines of text as lines no wider than *width*, without characters that control a terminal."""
+    """Lines of text as lines no wider than *width*, without characters that control a terminal.
+
+    Numbers stay with their units.
+    """
+    indent = ' ' * _INDENT
+    joined = (_BEFORE_UNIT.sub(_NO_BREAK, visible(line)) for line in lines)
     return [
-        part
-        for line in lines
-        for part in textwrap.wrap(
-            visible(line), width, subsequent_indent=' ' * _INDENT, break_on_hyphens=False
-        )
+        part.replace(_NO_BREAK, ' ')
+        for line in joined
+        for part in textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False)
     ]
 
 

@@ -110,12 +110,5 @@ class SearchData:
     def to_dict(self) -> dict[str, Any]:
         """The outcome in plain Python values, ready for ``json.dumps``; plans as `Plan.to_dict` has them."""
         return {
-            'topology': self.topology,
-            'interrupted': self.interrupted,
-            'not_tried': self.not_tried,
-            'compiled': self.compiled,
-            'compiled_in_full': self.compiled_in_full,
-            'read': self.read,
-            'seconds': self.seconds,
-            'candidates': saved.plain(self.candidates),
+            field.name: saved.plain(getattr(self, field.name)) for field in dataclasses.fields(SearchData)
         }

@@ -6,11 +6,9 @@ import dataclasses
 import os
 from pathlib import Path
 
-from scalax._report.tables import table, terminal_width, wrapped
+from scalax._report import blocks
+from scalax._search.blocks import search_blocks, search_title
 from scalax._search.outcome import SearchData
-
-_HEADS = ('', 'mesh', 'seconds', 'at least', 'bound by', 'memory', 'outcome')
-_MEMORY, _OUTCOME = 5, 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,16 +35,10 @@ class Search(SearchData):
         Args:
             width: the width in columns; that of the terminal by default.
         """
-        width = terminal_width(width)
-        lines = [self.head, *filter(None, [self.not_compiled_for])]
-        cells = [(str(place), *candidate.cells) for place, candidate in enumerate(self.candidates, 1)]
-        rows = table([_HEADS, *cells], width, _OUTCOME, _MEMORY)
-        return '\n'.join([*wrapped(lines, width), '', *rows])
+        return blocks.text(search_blocks(self, ''), width)
 
     def _repr_html_(self) -> str:
-        from scalax._search.page import render_fragment  # here, because few programs show pages
-
-        return render_fragment(self)
+        return blocks.fragment(search_blocks(self, search_title(self)))
 
     def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
         """Writes the search as a page of its own, which loads nothing: all meshes, and the plan of each.
@@ -55,6 +47,6 @@ class Search(SearchData):
             path: the file to write.
             title: the title of the page.
         """
-        from scalax._search.page import render_page
-
-        Path(path).write_bytes(render_page(self, title).encode())
+        title = title or search_title(self)
+        shown = search_blocks(self, title, with_plans=True)
+        Path(path).write_bytes(blocks.page(title, shown).encode())

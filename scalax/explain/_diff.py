@@ -7,16 +7,17 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from scalax._report import blocks
-from scalax._report.blocks import Cell, Column, Kind
-from scalax._report.tables import array_text, human_bytes, table, terminal_width, wrapped
+from scalax._report.blocks import Block, Cell, Column, Lines, Row, Section, Table
+from scalax._report.tables import array_text, human_bytes
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.folding import fold
 from scalax.errors import checked_flag, plural
 from scalax.explain._rows import ReportRow, folded_path, spec_text
 
-_HEADS = ('leaves', 'path', 'before', 'after', 'bytes/device')
-_KINDS: tuple[Kind, ...] = ('', 'lead', 'code', 'code', '')
-_MOST_LINES = 300  # of a page
+_COLUMNS = (
+    *(Column('leaves'), Column('path', 'lead'), Column('before', 'code'), Column('after', 'code')),
+    Column('bytes/device', 'number'),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,18 +76,10 @@ class ReportDiff:
             width: the width in columns; that of the terminal by default.
             fold: whether leaves whose paths differ only in numbers share a line.
         """
-        width, cells = terminal_width(width), _cells(self, checked_flag('fold', fold))
-        lines = [*table([_HEADS, *cells], width, 1, 4), ''] if cells else []
-        return '\n'.join([*lines, *wrapped(_summary(self), width)])
+        return blocks.text(_blocks(self, checked_flag('fold', fold)), width)
 
     def _repr_html_(self) -> str:
-        cells = _cells(self, True)
-        columns = [Column(head, kind) for head, kind in zip(_HEADS, _KINDS, strict=True)]
-        rows = [[*map(Cell, row)] for row in cells[:_MOST_LINES]]
-        rest = [f'lines not shown: {len(cells) - len(rows)}'] if len(cells) > len(rows) else []
-        return blocks.fragment(
-            (blocks.table(columns, rows) if rows else '') + blocks.notes([*rest, *_summary(self)])
-        )
+        return blocks.fragment(_blocks(self, True))
 
 
 def diff_rows(
@@ -143,7 +136,12 @@ def _summary(diff: ReportDiff) -> list[str]:
     return lines
 
 
-def _cells(diff: ReportDiff, folded: bool) -> list[tuple[str, ...]]:
+def _blocks(diff: ReportDiff, folded: bool) -> list[Block]:
+    rows = _rows(diff, folded)
+    return [*([Section('', [Table(_COLUMNS, rows)])] if rows else []), Lines(_summary(diff))]
+
+
+def _rows(diff: ReportDiff, folded: bool) -> list[Row]:
     changes: list[tuple[str, ReportRow | None, ReportRow | None]] = [
         *[('changed', change.before, change.after) for change in diff.changed],
         *[('added', None, row) for row in diff.added],
@@ -155,11 +153,11 @@ def _cells(diff: ReportDiff, folded: bool) -> list[tuple[str, ...]]:
         path = next(row.path for row in rows if row)
         # Without folding, no two lines agree.
         leaves.append((path, (kind, *layouts, folded or number)))
-    cells: list[tuple[str, ...]] = []
+    cells: list[Row] = []
     for item in fold(leaves):
         kind, before, after = changes[item.first]
-        sizes = [human_bytes(row.bytes_per_device * item.count) for row in (before, after) if row]
-        size = sizes[0] if sizes[0] == sizes[-1] else ' -> '.join(sizes)
+        sizes = [row.bytes_per_device * item.count for row in (before, after) if row]
+        size = Cell(' -> '.join(dict.fromkeys(map(human_bytes, sizes))), sizes[-1])
         cells.append((f'{item.count} {kind}', folded_path(item), *_sides(before, after), size))
     return cells
 

@@ -12,14 +12,12 @@ from typing import Any
 from scalax._report import blocks, saved
 from scalax._util.folding import fold
 from scalax.errors import ArgumentError, ShardingError, checked_flag, shown
+from scalax.explain._blocks import report_blocks
 from scalax.explain._diff import ReportDiff, diff_rows
-from scalax.explain._page import report_blocks
 from scalax.explain._rows import (
     ReplicatedSummary,
     ReportRow,
     folded_path,
-    idle_notes,
-    render_table,
     replicated,
 )
 
@@ -69,12 +67,7 @@ class ShardingReport:
             fold: whether leaves whose paths differ only in numbers share a line, such as
                 ``layers/{0..79}/mlp/kernel``, with their count and their total bytes per device.
         """
-        checked_flag('fold', fold)
-        return render_table(self.rows, self.mesh, self._notes, width, fold)
-
-    @property
-    def _notes(self) -> list[str]:
-        return idle_notes(self.unused_rules, self.shadowed_rules)
+        return blocks.text(self._blocks('', checked_flag('fold', fold)), width)
 
     def to_html(self, path: str | os.PathLike[str], title: str = _TITLE) -> None:
         """Writes the report as a page that loads nothing.
@@ -97,8 +90,8 @@ class ShardingReport:
     def _repr_html_(self) -> str:
         return blocks.fragment(self._blocks(_TITLE))
 
-    def _blocks(self, title: str) -> str:
-        return report_blocks(title, self.rows, self.mesh, self._notes)
+    def _blocks(self, title: str, fold: bool = True) -> list[blocks.Block]:
+        return report_blocks(title, self.rows, self.mesh, self.unused_rules, self.shadowed_rules, fold)
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain Python values, ready for ``json.dumps``."""

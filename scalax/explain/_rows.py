@@ -1,19 +1,16 @@
-"""The rows of a report, one for each leaf, and the table of text that they make."""
+"""The rows of a report, one for each leaf."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from jax.sharding import PartitionSpec
 
 from scalax._report.pages import visible
-from scalax._report.tables import array_text, fits, human_bytes, table, terminal_width, wrapped
-from scalax._tree.specs import axis_sizes_text, text
-from scalax._util.folding import MOST_RUNS, Fold, fold, times
-from scalax.errors import plural
+from scalax._tree.specs import text
+from scalax._util.folding import MOST_RUNS, Fold, fold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,48 +83,7 @@ def unreduced(rows: Iterable[ReportRow]) -> tuple[int, int]:
 Line = tuple[Fold, ReportRow]
 """The leaves of one line of a table, and the first of their rows."""
 
-HEADS = ('path', 'array', 'spec', 'bytes/device', 'rule')
 _all_but_path = operator.attrgetter(*[f.name for f in dataclasses.fields(ReportRow) if f.name != 'path'])
-
-
-def render_table(
-    rows: Sequence[ReportRow],
-    mesh: Mapping[str, int],
-    notes: Iterable[str] = (),
-    width: int | None = None,
-    folded: bool = True,
-) -> str:
-    """A report as text, no line wider than *width* columns (default: the terminal's).
-
-    Args:
-        rows: one for each leaf.
-        mesh: mesh axis name -> size.
-        notes: lines to add below the totals.
-        width: the width in columns.
-        folded: whether leaves that are alike in many layers share a line.
-    """
-    width = terminal_width(width)
-    cells, rules = fitted([HEADS, *itertools.starmap(cells_of, lines_of(rows, folded))], width)
-    below = wrapped([*totals(rows, mesh), *notes], width)
-    return '\n'.join([*table(cells, width, 0, 3), *footnotes(rules, width), '', *below])
-
-
-def fitted(cells: Sequence[tuple[str, ...]], width: int) -> tuple[Sequence[tuple[str, ...]], list[str]]:
-    """The cells, and the rules to list below the table.
-
-    If rows do not fit into *width*, the rules, in the last column, become numbers of footnotes.
-    """
-    if fits(cells, width):
-        return cells, []
-    rules = dict.fromkeys(rule for *_, rule in cells[1:] if rule)
-    numbers = {rule: f'[{number}]' for number, rule in enumerate(rules, 1)}
-    numbered = [(*others, numbers.get(rule, '')) for *others, rule in cells[1:]]
-    return [cells[0], *numbered], [f'{number} {rule}' for rule, number in numbers.items()]
-
-
-def footnotes(rules: Sequence[str], width: int) -> list[str]:
-    """The lines of footnotes below a table."""
-    return ['', *wrapped(rules, width)] if rules else []
 
 
 def folded_path(item: Fold) -> str:
@@ -147,42 +103,3 @@ def lines_of(rows: Sequence[ReportRow], folded: bool) -> list[Line]:
     """The lines of a table; without folding there is one for each row."""
     leaves = ((row.path, (_all_but_path(row), folded or index)) for index, row in enumerate(rows))
     return [(item, rows[item.first]) for item in fold(leaves)]
-
-
-def cells_of(item: Fold, row: ReportRow) -> tuple[str, str, str, str, str]:
-    """The cells of a line."""
-    size = human_bytes(row.bytes_per_device * item.count)
-    return (
-        folded_path(item),
-        f'{times(item.count)}{array_text(row.dtype, row.shape)}',
-        spec_text(row),
-        size,
-        row.why,
-    )
-
-
-def totals(rows: Sequence[ReportRow], mesh: Mapping[str, int]) -> list[str]:
-    """The totals of all rows in two lines; in three if some are unreduced."""
-    whole = replicated(rows)
-    count, size = unreduced(rows)
-    return [
-        f'{plural(len(rows), "array")}, {human_bytes(sum(row.bytes for row in rows))} in all, '
-        f'{human_bytes(sum(row.bytes_per_device for row in rows))} on each device of the mesh '
-        f'({axis_sizes_text(mesh)})',
-        f'replicated: {plural(len(whole.paths), "array")}, {human_bytes(whole.bytes)} on each device',
-        *(
-            [f'unreduced: {plural(count, "array")}, {human_bytes(size)} on each device, to be combined']
-            if count
-            else []
-        ),
-    ]
-
-
-def idle_notes(unused: Sequence[str], shadowed: Sequence[str]) -> list[str]:
-    """A line for regexes that match nothing, and one for those that never decide."""
-    notes = []
-    if unused:
-        notes.append(f'regexes that match nothing: {", ".join(map(repr, unused))}')
-    if shadowed:
-        notes.append(f'regexes always shadowed by earlier ones: {", ".join(map(repr, shadowed))}')
-    return notes

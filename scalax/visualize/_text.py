@@ -1,4 +1,4 @@
-"""Pictures as text for a terminal: headings, blocks drawn as boxes, and notes."""
+"""The words of pictures, and blocks drawn as boxes of text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from scalax._report.tables import terminal_width, wrapped
 from scalax.errors import plural
 from scalax.visualize._blocks import Blocks
 from scalax.visualize._panels import (
@@ -26,19 +25,6 @@ from scalax.visualize._pictures import Picture, member_text
 
 MOST_PICTURES = 50
 _MOST_MEMBERS = 8
-
-
-def render_text(pictures: Sequence[Picture], width: int | None) -> str:
-    """All pictures as text, no line wider than *width* columns (default: the terminal's)."""
-    width = terminal_width(width)
-    parts = []
-    for picture in pictures[:MOST_PICTURES]:
-        dimensions, drawn = drawing(picture.blocks, width)
-        above = [*arrays_texts(picture), placement_text(picture), dimensions]
-        # Drawings fit already, and wrapping would drop their blanks.
-        parts.append([*wrapped(above, width), *drawn, *wrapped(notes(picture, pictures), width)])
-    parts.append(wrapped(closing(pictures), width))
-    return '\n\n'.join('\n'.join(lines) for lines in parts if lines)
 
 
 def arrays_texts(picture: Picture) -> list[str]:

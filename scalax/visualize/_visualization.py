@@ -8,21 +8,29 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from scalax._report import blocks
+from scalax._report.blocks import Block, Lines, MeshAxes, Section
 from scalax._report.pages import document as page
-from scalax._report.pages import paragraphs
+from scalax._report.pages import escape
 from scalax._report.tables import wrapped
-from scalax.visualize._drawn import FONT, Drawn, below, document, text_lines
+from scalax.visualize._drawn import Drawn, below, document, text_lines
 from scalax.visualize._panels import dimension_texts
 from scalax.visualize._pictures import Picture, pictures_of
 from scalax.visualize._svg import MOST_LINE, draw
-from scalax.visualize._text import MOST_PICTURES, arrays_texts, closing, notes, placement_text, render_text
+from scalax.visualize._text import MOST_PICTURES, arrays_texts, closing, drawing, notes, placement_text
 
 _TITLE = 'Where arrays are'
 # Files of their own follow the reader's choice of light or dark; inside a page, that page decides.
 _COLORS = (
     'color-scheme: light dark; color: light-dark(#1a1f26, #e6eaef); background: light-dark(#fff, #12161b)'
 )
-_TEXT = 'margin: 0; overflow-wrap: anywhere'
+
+# Of these elements only, wherever they are; where styles are dropped, words and drawings remain.
+_STYLE = (
+    ':scope { font-size: 14px; line-height: 1.5; overflow-wrap: anywhere } section { margin-bottom: 28px } '
+    'section div { margin: 10px 0 } p { margin: 0 } section p:first-child { font-weight: 600 } '
+    'div + p, section + p { opacity: 0.75 }'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +52,10 @@ class Visualization:
         Args:
             width: the width in columns, at least 60; that of the terminal by default.
         """
-        return render_text(self.pictures, width)
+        return blocks.text(_blocks(self.pictures), width)
 
     def _repr_html_(self) -> str:
-        figures = [_figure(picture, self.pictures) for picture in self.pictures[:MOST_PICTURES]]
-        last = paragraphs(closing(self.pictures), f'{_TEXT}; opacity: 0.75')
-        return f'<div style="font-size: 14px; line-height: 1.5">{"".join(figures)}{last}</div>'
+        return f'<div>\n<style>@scope {{ {_STYLE} }}</style>\n{blocks.html(_blocks(self.pictures))}</div>'
 
     def to_html(self, path: str | os.PathLike[str], title: str = _TITLE) -> None:
         """Writes the pictures as a page that loads nothing and runs no script.
@@ -108,22 +114,39 @@ def visualize(pytree: Any) -> Visualization:
     return Visualization(pictures_of(pytree))
 
 
-def _figure(picture: Picture, pictures: Sequence[Picture]) -> str:
-    drawn = draw(picture.blocks)
-    # On a narrow screen a picture shrinks to a readable size, and then scrolls.
-    width = round(drawn.width) + 4
-    style = (
-        f'display: block; width: {width}px; max-width: 100%; min-width: {round(width * 0.75)}px; height: auto'
-    )
-    svg = document(drawn, _label(picture), style)
-    bold = f'{_TEXT}; font-weight: 600; font-family: {FONT}; font-size: 13px'
-    return (
-        f'<figure style="margin: 0 0 28px"><figcaption style="margin-bottom: 10px">'
-        f'{paragraphs(arrays_texts(picture), bold)}'
-        f'{paragraphs([placement_text(picture), _dimensions(picture)], _TEXT)}</figcaption>'
-        f'<div style="overflow-x: auto">{svg}</div>'
-        f'{paragraphs(notes(picture, pictures), f"{_TEXT}; margin-top: 8px; opacity: 0.75")}</figure>'
-    )
+@dataclasses.dataclass(frozen=True)
+class _Drawing(Block):
+    """The dimensions of an array, and its blocks as boxes of text or as SVG."""
+
+    picture: Picture
+
+    def text(self, width: int) -> list[str]:
+        dimensions, drawn = drawing(self.picture.blocks, width)
+        # Drawings fit already, and wrapping would drop their blanks.
+        return [*wrapped([dimensions], width), *drawn]
+
+    def html(self, mesh: MeshAxes) -> str:
+        drawn = draw(self.picture.blocks)
+        # On a narrow screen a picture shrinks to a readable size, and then scrolls.
+        width = round(drawn.width) + 4
+        size = f'width: {width}px; max-width: 100%; min-width: {round(width * 0.75)}px; height: auto'
+        svg = document(drawn, _label(self.picture), f'display: block; {size}')
+        return f'<p>{escape(_dimensions(self.picture))}</p>\n<div style="overflow-x: auto">{svg}</div>'
+
+
+def _blocks(pictures: Sequence[Picture]) -> list[Block]:
+    """All pictures, with the words above and below each."""
+    shown = [
+        Section(
+            '',
+            [
+                *(Lines(arrays_texts(picture)), Lines([placement_text(picture)])),
+                *(_Drawing(picture), Lines(notes(picture, pictures))),
+            ],
+        )
+        for picture in pictures[:MOST_PICTURES]
+    ]
+    return [*shown, Lines(closing(pictures))]
 
 
 def _with_words(picture: Picture, pictures: Sequence[Picture]) -> Drawn:

@@ -8,8 +8,9 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
+from scalax._report import blocks
 from scalax.explain import ReportRow, ShardingReport
-from scalax.explain import _page as module
+from scalax.explain import _blocks as module
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from tests.support.leaves import leaf
 from tests.support.reports import HELPER, HOSTILE, hostile_report, report, synthetic_report
@@ -47,7 +48,7 @@ def test_what_a_page_says(tmp_path):
         "regexes that match nothing: 'head'",
         "regexes always shadowed by earlier ones: 'embed'",
     ]
-    for words in ('layers/{0..11}', '24 arrays', '12 x float32[64,256]', '99.0 KiB', '60.7 %', "regex 'up'"):
+    for words in ('layers/{0..11}', '24 arrays', '12 x float32[64,256]', '99.0 KiB, 60.7 %', "regex 'up'"):
         assert words in said
     page = written(report(), tmp_path, title='A & B')
     assert '<title>A &amp; B</title>' in page and '<h1>A &amp; B</h1>' in page
@@ -149,7 +150,9 @@ def test_difference_as_html():
 
 
 def test_large_differences_are_cut():
-    rows = tuple(ReportRow(f'x{i}', (8,), 'int8', P(), '', '', i + 1, i + 1) for i in range(302))
+    rows = tuple(
+        ReportRow(f'x{i}', (8,), 'int8', P(), '', '', i + 1, i + 1) for i in range(blocks.MOST_ROWS + 2)
+    )
     part = static_of(ShardingReport(rows, {'x': 1}).diff(ShardingReport((), {'x': 1}))._repr_html_())
-    assert part.count('<tr>') == 1 + 300
-    assert 'lines not shown: 2' in part and '302 arrays removed' in part
+    assert part.count('<tr>') == 1 + blocks.MOST_ROWS
+    assert '... and 2 more' in part and f'{blocks.MOST_ROWS + 2} arrays removed' in part

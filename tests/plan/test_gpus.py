@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scalax._plan.blocks import plan_blocks
 from scalax._plan.collective_seconds import collective_seconds
-from scalax._plan.page import plan_blocks
 from scalax._plan.torus import Place, networks_of, route_of, torus_of
+from scalax._report import blocks
 from scalax.errors import DataError, PlanError
 from scalax.plan import HARDWARE, Plan, find, search
 from scalax.sharding import MeshShardingHelper
@@ -186,7 +187,7 @@ def test_the_property():
 
 
 def test_a_page_says_it():
-    page = plan_blocks(GATHERED, 'A plan')
+    page = blocks.html(plan_blocks(GATHERED, 'A plan'))
     assert page.count(NOT_COMPILED) == 1
     assert 'the memory of a device, by an estimate' in page and 'No seconds' not in page
 

@@ -7,24 +7,45 @@ import pytest
 from selenium.webdriver.common.by import By
 
 from scalax._report import blocks
-from scalax._report.blocks import Cell, Column, Figure, Node, Part
+from scalax._report.blocks import (
+    Bar,
+    Bars,
+    Cell,
+    Code,
+    Column,
+    Figure,
+    Figures,
+    Fold,
+    Heading,
+    InText,
+    Lines,
+    Link,
+    Node,
+    OnPage,
+    Part,
+    Section,
+    Table,
+    Tree,
+)
+from scalax._report.tables import milliseconds
 
 MESH = {'fsdp': 16, 'tp': 4}
 HOSTILE = '</script><script>alert(1)</script>\n"\'><img src=x onerror=alert(2)>\u202e' + 'x' * 500
-COLUMNS = [Column('mesh', 'lead'), Column('ms', 'number'), Column('outcome', 'wide')]
+COLUMNS = [Column('mesh', 'lead'), Column('ms', 'number', milliseconds), Column('outcome', 'wide')]
 ROWS = [
-    [Cell('tp=10'), Cell('570 ms', 0.57), Cell('best')],
-    [Cell('tp=9'), Cell('1,200 ms', 1.2), Cell('slower')],
-    [Cell('tp=100'), Cell('', None), Cell('no program')],
+    ['tp=10', Cell('570 ms', 0.57), 'best'],
+    ['tp=9', 1.2, 'slower'],
+    ['tp=100', None, 'no program'],
 ]
+TABLE = Table(COLUMNS, ROWS, best=0)
 HEADS = [Column('scope'), Column('n', 'number')]
 
 
 def node(name, number, *children):
-    return Node(name, [Cell(f'{number}', number)], children)
+    return Node(name, [number], children)
 
 
-TREE = [node('top', 7, node('one', 5, node('leaf', 1), node('bud', 4)), node('two', 2))]
+TREE = Tree(HEADS, [node('top', 7, node('one', 5, node('leaf', 1), node('bud', 4)), node('two', 2))])
 
 
 def parsed(html):
@@ -39,25 +60,27 @@ def texts(html):
 def everything(text):
     """All blocks with a text in every place that takes some."""
     part = Part(text, 1, text, 'forward')
-    return ''.join(
-        [
-            blocks.heading(text, {text: 2}, text),
-            blocks.figures([Figure(text, text, 'good', True), Figure(text, text)]),
-            blocks.callout([text], 'bad', text),
-            blocks.section(text, blocks.bar([part], 2) + blocks.legend([part]), text),
-            blocks.bars([(blocks.axis_name(text, {text: 2}), [part], '1 ms', True)], 3),
-            blocks.table([Column(text, 'lead'), Column(text, 'number')], [[Cell(text), Cell('1 ms', 1.0)]]),
-            blocks.tree([Column(text), Column(text)], [Node(text, [Cell(text)], [Node(text, [Cell(text)])])]),
-            blocks.cards([blocks.fold(text, blocks.notes([text]))]),
-        ]
-    )
+    columns = [Column(text, 'lead'), Column(text, 'number')]
+    return [
+        Heading(text, {text: 2}, text),
+        Figures([Figure(text, text, 'good', True), Figure(text, text)]),
+        Lines([text], 'bad'),
+        Code(text),
+        Section(text, [Bar([part], 2)], text),
+        Bars([(text, [part], 1.0, '1 ms', True)]),
+        Table(columns, [[text, 1.0], [Cell(text, tone='warn'), Cell(text, 1.0, bar=0.5)]]),
+        Tree(columns, [Node(text, [text], [Node(text, [text])])]),
+        Fold(text, [Lines([text])]),
+    ]
 
 
 def test_texts_are_data():
     def shape(text):
         # Lines of code are lines on the page, too.
         return [
-            (each.tag, sorted(each.attrib)) for each in parsed(everything(text)).iter() if each.tag != 'br'
+            (each.tag, sorted(each.attrib))
+            for each in parsed(blocks.html(everything(text))).iter()
+            if each.tag != 'br'
         ]
 
     assert shape(HOSTILE) == shape('x')
@@ -75,28 +98,33 @@ def test_pages_are_well_formed_and_load_nothing(text):
 def test_bars():
     parts = [Part('one', 1, '1 B'), Part('none', 0, '0 B'), Part('two', 2, '2 B')]
 
+    def bar(*given):
+        return Bar(*given).html({})
+
     def widths(html):
         return re.findall(r'width: ([\d.]+)%', html)
 
-    assert widths(blocks.bar(parts, 4)) == ['25.00', '50.00']
+    assert widths(bar(parts, 4)) == ['25.00', '50.00']
     # A bar that is longer than the whole shows all of itself, and where the limit is.
-    assert widths(blocks.bar(parts, 2)) == ['33.33', '66.67']
-    assert 'left: 66.67%' in blocks.bar(parts, 2, limit=2)
+    assert widths(bar(parts, 2)) == ['33.33', '66.67']
+    assert 'left: 66.67%' in bar(parts, 2, 2)
     # Without an end it does not look full.
-    assert widths(blocks.bar(parts, 0)) == ['22.22', '44.44']
-    assert 'class="bar open"' in blocks.bar(parts, 0)
-    assert widths(blocks.bar([], 0)) == []
+    assert widths(bar(parts, 0)) == ['22.22', '44.44']
+    assert 'class="bar tall open"' in bar(parts, 0)
+    assert widths(bar([], 0)) == []
 
 
 def test_links_lead_to_targets():
-    page = parsed(blocks.link('to', 'plan-1') + blocks.target('plan-1', blocks.fold('plan', 'text')))
-    assert page.find('a').get('href') == f'#{page.find("div").get("id")}' == '#plan-1'
-    hostile = parsed(blocks.link(HOSTILE, HOSTILE) + blocks.target(HOSTILE, ''))
-    assert [each.tag for each in hostile] == ['a', 'div']
+    page = parsed(blocks.html([Link('to', 'plan-1'), Fold('plan', [Lines(['text'])], 'plan-1')]))
+    assert page.find('p/a').get('href') == f'#{page.find("div").get("id")}' == '#plan-1'
+    hostile = parsed(blocks.html([Link(HOSTILE, HOSTILE), Fold('', [], HOSTILE)]))
+    assert [each.tag for each in hostile] == ['p', 'div']
+    cell = parsed(Table(HEADS, [[Cell('plan', link='plan-1'), 1]]).html({}))
+    assert cell.find('.//td/a').get('href') == '#plan-1'
 
 
 def test_tables_as_text():
-    assert blocks.text_table(COLUMNS, ROWS, 60) == [
+    assert TABLE.text(60) == [
         'mesh          ms  outcome',
         '----------------------------',
         'tp=10     570 ms  best',
@@ -104,16 +132,22 @@ def test_tables_as_text():
         'tp=100            no program',
     ]
     # Where the first column leaves no room, the second one is written down the page.
-    lines = blocks.text_table([Column('a'), Column('b')], [[Cell(56 * 'x'), Cell('some text')]], 60, 1)
+    lines = Table([Column('a'), Column('b', 'wide')], [[56 * 'x', 'some text']]).text(60)
     assert ''.join(line[58:].strip() for line in lines[2:]) == 'sometext'
 
 
 def test_an_axis_has_its_color_wherever_it_is_named():
-    assert blocks.axis_name('tp', MESH) == '<span class="axis axis-1">tp</span>'
-    assert blocks.axis_name('other', MESH) == 'other'
-    assert 'axis-1">tp</span> 4' in blocks.heading('title', MESH)
-    many = {f'a{i}': 2 for i in range(8)}
-    assert 'axis-0' in blocks.axis_name('a6', many)
+    def cell(text, mesh=MESH):
+        html = blocks.html([Heading('title', mesh), Table([Column('axes', 'code')], [[text]])])
+        return re.search('<td[^>]*>(.*)</td>', html)[1]
+
+    assert cell('tp') == '<span class="axis axis-1">tp</span>'
+    assert cell('ici:tp x fsdp') == (
+        'ici:<span class="axis axis-1">tp</span> x <span class="axis axis-0">fsdp</span>'
+    )
+    assert cell('other, tps') == 'other, tps'
+    assert 'axis-1">tp</span> 4' in Heading('title', MESH).html({})
+    assert 'axis-0' in cell('a6', {f'a{i}': 2 for i in range(8)})
 
 
 def opened(browser, tmp_path, html, **options):
@@ -132,7 +166,7 @@ def leads(root):
 
 
 def test_tables_sort(browser, tmp_path):
-    page = opened(browser, tmp_path, blocks.page('table', blocks.table(COLUMNS, ROWS, best=0)))
+    page = opened(browser, tmp_path, blocks.page('table', [TABLE]))
     mesh, ms, _ = page.find_elements(By.CSS_SELECTOR, 'th button')
     assert leads(page) == ['tp=10', 'tp=9', 'tp=100']
     mesh.click()
@@ -153,7 +187,7 @@ def names(root):
 
 
 def test_trees_fold(browser, tmp_path):
-    page = opened(browser, tmp_path, blocks.page('tree', blocks.tree(HEADS, TREE)))
+    page = opened(browser, tmp_path, blocks.page('tree', [TREE]))
     assert names(page) == ['top', 'one', 'leaf', 'bud', 'two']
     page.find_element(By.CSS_SELECTOR, 'summary').click()
     assert names(page) == ['top']
@@ -168,22 +202,47 @@ def test_trees_fold(browser, tmp_path):
 def test_as_many_levels_are_open_as_have_few_rows():
     def opened(count):
         nodes = [node(f'a{i}', 1, *(node('b', 1, node('c', 1)) for _ in range(3))) for i in range(count)]
-        return [each.get('open') is not None for each in parsed(blocks.tree(HEADS, nodes)).iter('details')]
+        return [each.get('open') is not None for each in parsed(Tree(HEADS, nodes).html({})).iter('details')]
 
     assert opened(5) == [True] * 20  # of 5 + 15 + 15 rows
     assert opened(6) == [True, False, False, False] * 6
     assert not any(opened(11))
 
 
+def test_long_tables_are_cut():
+    rows = [[f'a{i}', i] for i in range(blocks.MOST_ROWS + 3)]
+    assert texts(Table(HEADS, rows).html({}))[-1] == '... and 3 more'
+    assert len(Table(HEADS, rows).text(60)) == 2 + len(rows)
+    assert Table(HEADS, rows, most_lines=2).text(60)[4:] == ['... and 2,001 more']
+    short = Table(HEADS, rows, most_lines=2, rest=lambda first: f'all from {first} on')
+    assert short.text(60)[4:] == ['all from 2 on']
+
+
+def test_text_and_pages_are_of_the_same_blocks():
+    both = [
+        InText([Section('', [Lines(['said in text'])])]),
+        OnPage([Lines(['said on a page'])]),
+        Section('Title', [Lines(['', 'in both']), Code('code()')], 'about'),
+        Section('Empty', [Lines([''])], 'about'),
+        Fold('held', [Table([Column('a'), Column('b', on_page=True)], [['x', 'y']])]),
+    ]
+    assert blocks.text(both, 60).splitlines() == [
+        *('said in text', '', 'about:', 'in both', 'code()', '', 'held:', 'a', '-', 'x'),
+    ]
+    assert texts(blocks.html(both)) == [
+        *('said on a page', 'Title', 'About.', 'in both', 'code()', 'held', 'a', 'b', 'x', 'y'),
+    ]
+
+
 def test_large_trees_are_cut():
     nodes = [node(f'a{i}', 1, node('b', 1)) for i in range(blocks.MOST_ROWS // 2 + 3)]
-    tree = blocks.tree(HEADS, nodes)
+    tree = Tree(HEADS, nodes).html({})
     assert tree.count('class="name"') == blocks.MOST_ROWS + 1
     assert texts(tree)[-1] == 'The first 2,000 rows are shown.'
 
 
 def test_trees_sort_level_by_level(browser, tmp_path):
-    page = opened(browser, tmp_path, blocks.page('tree', blocks.tree(HEADS, TREE)))
+    page = opened(browser, tmp_path, blocks.page('tree', [TREE]))
     scope, number = page.find_elements(By.CSS_SELECTOR, '.heads button')
     number.click()
     assert names(page) == ['top', 'one', 'bud', 'leaf', 'two']
@@ -208,7 +267,7 @@ def test_trees_sort_level_by_level(browser, tmp_path):
     ],
 )
 def test_trees_are_filtered(browser, tmp_path, text, found, said):
-    page = opened(browser, tmp_path, blocks.page('tree', blocks.tree(HEADS, TREE)))
+    page = opened(browser, tmp_path, blocks.page('tree', [TREE]))
     page.find_elements(By.CSS_SELECTOR, '.tools button')[1].click()
     box = page.find_element(By.CSS_SELECTOR, '.tools input')
     box.send_keys(text)
@@ -220,7 +279,7 @@ def test_trees_are_filtered(browser, tmp_path, text, found, said):
 
 
 def test_without_scripts(browser_without_scripts, tmp_path):
-    body = blocks.table(COLUMNS, ROWS) + blocks.tree(HEADS, TREE)
+    body = [TABLE, TREE]
     page = opened(browser_without_scripts, tmp_path, blocks.page('still', body))
     assert leads(page) == ['tp=10', 'tp=9', 'tp=100']
     assert page.find_elements(By.CSS_SELECTOR, 'button') == []
@@ -231,7 +290,7 @@ def test_without_scripts(browser_without_scripts, tmp_path):
 @pytest.mark.parametrize('dark', [False, True])
 def test_in_a_notebook(browser, tmp_path, dark):
     ground = '#111' if dark else '#fff'
-    body = blocks.table(COLUMNS, ROWS) + blocks.tree(HEADS, TREE)
+    body = [TABLE, TREE]
     style = f'<style>td {{ color: red; font-size: 40px }} body {{ background: {ground} }}</style>'
     page = opened(browser, tmp_path, f'<!DOCTYPE html>{style}{blocks.fragment(body)}{blocks.fragment(body)}')
     hosts = page.find_elements(By.CSS_SELECTOR, '[data-scalax]')
@@ -253,7 +312,7 @@ def test_in_a_notebook(browser, tmp_path, dark):
 @pytest.mark.parametrize('width', [1280, 400])
 @pytest.mark.parametrize('dark', [False, True])
 def test_nothing_is_cut(browser, tmp_path, width, dark):
-    page = blocks.page(HOSTILE, everything('fsdp=16, tp=4') + everything(HOSTILE))
+    page = blocks.page(HOSTILE, [*everything('fsdp=16, tp=4'), *everything(HOSTILE)])
     root = opened(browser, tmp_path, page, width=width, dark=dark)
     assert browser.overflow() == 0 and browser.complaints() == []
     assert root.find_element(By.CSS_SELECTOR, 'tbody td').is_displayed()

@@ -10,7 +10,7 @@ import pytest
 from selenium.webdriver.common.by import By
 
 from scalax._report.tables import human_bytes
-from scalax._search import page as module
+from scalax._search import blocks as module
 from scalax._search.ranking import ranked
 from scalax.plan import HARDWARE, Candidate, Place, Search
 from scalax.sharding import MeshShardingHelper

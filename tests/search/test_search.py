@@ -151,8 +151,8 @@ def test_all_meshes_are_planned_and_the_best_in_full(found):
 def test_the_table(found):
     lines = found.to_text(120).splitlines()
     assert lines[0] == '4 meshes on v5e:2x4: 4 planned quickly, 1 in full'
-    assert lines[2].split() == ['mesh', 'seconds', 'at', 'least', 'bound', 'by', 'memory', 'outcome']
-    assert lines[4].startswith('1  fsdp=2, tp=4  ') and lines[4].endswith('  best (in full)')
+    assert lines[2].split() == ['rank', 'mesh', 'seconds', 'at', 'least', 'bound', 'by', 'memory', 'outcome']
+    assert lines[4].startswith('   1  fsdp=2, tp=4  ') and lines[4].endswith('  best (in full)')
     assert len(lines) == 8
     assert 'fsdp=2, tp=4' in found._repr_html_()
     first = found.to_dict()['candidates'][0]

@@ -139,7 +139,7 @@ def test_hostile_names_stay_text(tmp_path):
     root = ET.fromstring(picture.to_svg())
     assert next(root.iter(f'{SVG}text')).text == f'{shown}: float32[2]'
     assert {element.tag.removeprefix(SVG) for element in root.iter()} == {'svg', 'title', 'g', 'text', 'rect'}
-    assert ET.fromstring(picture._repr_html_()).findtext('figure/figcaption/p') == f'{shown}: float32[2]'
+    assert ET.fromstring(picture._repr_html_()).findtext('section/p') == f'{shown}: float32[2]'
     picture.to_html(tmp_path / 'page.html')
     assert '<script' not in (tmp_path / 'page.html').read_text(encoding='utf-8')
 

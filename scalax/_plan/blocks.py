@@ -1,0 +1,406 @@
+"""Plans as blocks: headline figures, memory, seconds, modules, collectives, and the batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from scalax._follow.followed_batch import kept_cells, lost_cells
+from scalax._plan.batch import kept, largest_loss, lost_lines
+from scalax._plan.collectives import Collective
+from scalax._plan.figure_data import Scope, Sums, memory_parts, scopes, sums_by_part, time_parts
+from scalax._plan.formulas import Counted
+from scalax._plan.plan_data import PlanData
+from scalax._plan.provenance import Source
+from scalax._plan.roofline import Roofline
+from scalax._plan.torus import line_text
+from scalax._report.blocks import (
+    Bar,
+    Bars,
+    Block,
+    Cell,
+    Code,
+    Column,
+    Figure,
+    Figures,
+    Fold,
+    Heading,
+    InText,
+    Kind,
+    Lines,
+    Node,
+    OnPage,
+    Row,
+    Section,
+    Table,
+    Tone,
+    Tree,
+    Value,
+)
+from scalax._report.tables import human_bytes, human_flops, milliseconds, three_figures
+from scalax._tree.specs import axis_sizes_text
+from scalax.errors import PlanError
+
+_SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Counted.UNKNOWN: '~'}
+_WHY = {
+    'halo': 'halo exchange',
+    'ring': 'ring beside a product',
+    'padding': 'padding',
+    'compiler': 'added by the compiler',
+}
+_SHOWN = 15  # rows of text
+_LITTLE_FLOPS = 0.005  # of all
+_TORUS_AXES = 3  # of the torus of a v5p
+_MOST_BUFFERS = 20
+_LITTLE_LEFT = 0.1  # of the peak
+_LITTLE = 2**31  # bytes: quick plans of smaller programs, such as a product of 1.5 GiB, are over 8 % off
+
+
+def plan_blocks(plan: PlanData, title: str, level: int = 1) -> list[Block]:
+    """A plan as blocks; a title below the first *level* is that of a part of a page that shows more."""
+    roofline = plan.known_roofline
+    return [
+        Heading(title, plan.mesh, runs_on(plan), level),
+        InText([Lines([head(plan)])]),
+        Figures([*headline(plan, roofline)]),
+        Lines([plan.not_compiled_for], 'warn'),
+        OnPage([Lines([plan.refusal], 'bad')]),
+        InText([Lines([_flops(plan)])]),
+        Lines([_excess(plan)]),
+        Section('Memory of each device', memory_blocks(plan)),
+        Section('Seconds of one call', _seconds(plan, roofline)),
+        Section('Forward, backward, update', _parts(plan, roofline), 'on each device'),
+        _scopes(plan, roofline),
+        *_collectives(plan, roofline),
+        Section('Rows of the batch', _batch(plan)),
+    ]
+
+
+def head(plan: PlanData) -> str:
+    """The name of the step, and what it runs on."""
+    return f'{plan.name} on {runs_on(plan)} ({axis_sizes_text(plan.mesh)})'
+
+
+def runs_on(plan: PlanData) -> str:
+    """The devices: ``'64 devices of v5p'``."""
+    size = math.prod(plan.mesh.values())
+    many = f'{size}' if plan.devices == size else f'{plan.devices} of {size}'
+    if plan.hardware is None or plan.simulates:
+        kind = f'{plan.platform} devices'
+        return f'{many} {kind} for {plan.simulates}' if plan.simulates else f'{many} {kind}'
+    return f'{many} devices of {plan.hardware.name}'
+
+
+def headline(plan: PlanData, roofline: Roofline | None) -> Iterator[Figure]:
+    """The headline figures of a plan."""
+    said, tone = shown_fits(plan)
+    of = 'of the memory of a device' if plan.fits is None else 'the memory of a device'
+    of += ', by an estimate' if plan.memory.estimated and plan.fits is not None else ''
+    yield Figure(said, of, tone, is_badge=True)
+    memory = plan.memory
+    of = '; no limit is known' if memory.limit is None else f' of {human_bytes(memory.limit)}'
+    part = '' if not memory.limit else f', {three_figures(100 * memory.peak / memory.limit)} %'
+    yield Figure(human_bytes(memory.peak), f'peak of memory{of}{part}')
+    if roofline is not None:
+        step = roofline.step_seconds
+        known = '' if roofline.counted is Counted.EXACTLY else f'{roofline.counted.value} '
+        label = f'one call at least; {milliseconds(step.estimate)} if nothing overlaps'
+        yield Figure(f'{known}{milliseconds(step.bound)}', label)
+        yield Figure(roofline.bound, 'bounds it')
+        if roofline.mfu is not None:
+            yield Figure(f'{roofline.mfu:.1%}', 'MFU at most')
+    if plan.flops:
+        needs = f'the model needs {human_flops(plan.model_flops)}' if plan.model_flops else 'on all devices'
+        yield Figure(f'{_SIGNS[plan.flops_counted]}{human_flops(plan.flops)}', needs)
+
+
+def shown_fits(plan: PlanData) -> tuple[str, Tone]:
+    """Whether the program fits, for a badge, and the tone of that."""
+    if plan.fits is None:
+        return 'no limit known', ''
+    return ('fits', 'good') if plan.fits else ('does not fit', 'bad')
+
+
+def _flops(plan: PlanData) -> str:
+    if not plan.flops and plan.flops_counted is Counted.EXACTLY:
+        return ''
+    return f'{_SIGNS[plan.flops_counted]}{human_flops(plan.flops)} in one call, on all devices together'
+
+
+def _excess(plan: PlanData) -> str:
+    """How much more the devices compute than the function needs; empty if it is nothing, or not known."""
+    exact = plan.flops_counted is plan.work.counted is Counted.EXACTLY and not plan.work.kernels
+    times = plan.devices * plan.work.flops / plan.flops if exact and plan.flops else 0.0
+    return (
+        f'the devices compute {times:.3g} times that: halos, or what is not divided' if times >= 1.01 else ''
+    )
+
+
+# --- Memory ---------------------------------------------------------------------------------------
+
+
+def memory_blocks(plan: PlanData) -> list[Block]:
+    """The memory of each device: its parts, and the largest arrays at the peak if they are known."""
+    memory, moves = plan.memory, plan.host_moves
+    fits = '' if plan.fits is None else ': it fits' if plan.fits else ': it does NOT fit'
+    donated = f', of which {human_bytes(memory.donated)} are reused for outputs' if memory.donated else ''
+    gaps = memory.total - memory.peak
+    of_which = f', of which {human_bytes(gaps)} are gaps when most is held'
+    unused = '' if gaps <= 0 else of_which if plan.buffers else ', not all at a time'
+    unused += '; a full plan may have more' if plan.quick else ''
+    lines = [
+        f'memory of each device{_how_known(plan)}: {memory_taken(plan)}{fits}',
+        f'  arguments    {human_bytes(memory.arguments):>10}{donated}',
+        f'  outputs      {human_bytes(memory.outputs):>10}',
+        f'  temporaries  {human_bytes(memory.temporaries):>10}{unused}',
+    ]
+    if memory.host or moves.to_host or moves.from_host:
+        sign = _SIGNS[moves.counted]
+        lines.append(
+            f'  on the host  {human_bytes(memory.host):>10}, {sign}{human_bytes(moves.to_host)} are written '
+            f'there and {sign}{human_bytes(moves.from_host)} read in one call'
+        )
+    bar = Bar(memory_parts(memory), memory.limit or 0, memory.limit)
+    return [bar, Lines(lines), *([_held(plan)] if plan.buffers else [])]
+
+
+def memory_taken(plan: PlanData) -> str:
+    """The memory needed and available; with the gaps between arrays if only these make it too much."""
+    memory = plan.memory
+    taken, limit = human_bytes(memory.peak), memory.limit
+    if limit is not None and memory.peak <= limit < memory.total:
+        taken += f', and {human_bytes(memory.total)} with gaps between arrays,'
+    return taken if limit is None else f'{taken} of {human_bytes(limit)}'
+
+
+def _how_known(plan: PlanData) -> str:
+    """How well the memory is known, in brackets; empty if a compiler has made the program."""
+    if plan.memory.estimated:
+        return f' (as XLA for {plan.platform} counts: an estimate)'
+    if not plan.quick:
+        return ''
+    guide = '; only a guide for so little' if plan.memory.peak < _LITTLE else ''
+    return f' (quick, as laid out before code is made{guide})'
+
+
+def _held(plan: PlanData) -> Block:
+    """The largest arrays at the peak, up to most of it, and the sum of the rest."""
+    rows: list[Row] = []
+    peak = rest = plan.memory.peak
+    for row in plan.buffers[:_MOST_BUFFERS]:
+        if rest <= _LITTLE_LEFT * peak:
+            break
+        array = row.array or 'addresses'
+        rows.append((row.bytes, array if row.count == 1 else f'{row.count} x {array}', str(row.source)))
+        rest -= row.bytes
+    if rest > 0:
+        rows.append((rest, 'smaller ones', None))
+    named = sum(row.bytes for row in plan.buffers if row.source[1:] != Source()[1:])
+    columns = [Column('bytes', 'number', human_bytes), Column('array', 'code'), Column('what it is', 'wide')]
+    share = f'{100 * named // max(peak, 1)} % of it with a source'
+    return Fold(f'held at the peak: {human_bytes(peak)}, {share}', [Table(columns, rows)])
+
+
+# --- Seconds --------------------------------------------------------------------------------------
+
+
+def _seconds(plan: PlanData, roofline: Roofline | None) -> list[Block]:
+    """The roofline, or why there is none and what to do."""
+    if roofline is None:
+        return _no_seconds(plan)
+    shown = time_parts(plan, roofline)
+    along = {row.name: row.lines for row in reversed(roofline.communication)}  # the longest of each name
+    bars = []
+    for name, seconds in roofline.parts.items():
+        ways = ' and '.join(map(line_text, along.get(name, ())))
+        words = f'{name}, {ways}' if ways else name
+        bars.append((words, shown[name], seconds, milliseconds(seconds), name == roofline.bound))
+    known = '' if roofline.counted is Counted.EXACTLY else f'Seconds are {roofline.counted.value} these. '
+    note = (
+        f'{known}A call takes at least the longest of these, or the phases one after the other; if nothing '
+        'overlaps, their sum.'
+    )
+    # What it was not compiled for is said above.
+    lines = [line for line in str(roofline).splitlines() if line != plan.not_compiled_for]
+    return [InText([Lines(lines)]), OnPage([Bars(bars), Lines([note, roofline.unknown_text])])]
+
+
+def _no_seconds(plan: PlanData) -> list[Block]:
+    if plan.hardware is None:
+        axes = {name: size for name, size in plan.mesh.items() if size > 1}
+        torus = dict(list(axes.items())[:_TORUS_AXES])
+        line = (
+            f'No seconds for {plan.device_kind or plan.platform!r} devices. Make the mesh with '
+            'MeshShardingHelper.from_topology, or time this program on chips that you name:'
+        )
+        return [Lines([line], 'warn'), Code(f"  plan.roofline('v5p', torus={torus})")]
+    try:
+        plan.roofline()
+    except PlanError as error:
+        return [Lines([f'No seconds: {error}'], 'warn')]
+    return []
+
+
+# --- Parts of the step and modules ----------------------------------------------------------------
+
+
+_AMOUNTS = (
+    Column('FLOPs', 'number', human_flops),
+    *(Column(head, 'number', human_bytes) for head in ('HBM bytes', 'collectives')),
+    *(Column(head, 'number', milliseconds) for head in ('compute', 'hbm', 'network')),
+)  # of Sums
+
+
+def _columns(name: str, plan: PlanData) -> list[Column]:
+    """The columns of `_row`."""
+    return [Column(name, 'lead'), *(_AMOUNTS[place] for place in _known(plan))]
+
+
+def _known(plan: PlanData) -> list[int]:
+    """The places of the sums that a plan has: those of collectives if there are any, seconds if known."""
+    places = [0, 1, 2] if plan.known_roofline is None else [0, 1, 2, 3, 4, 5]
+    return places if plan.collectives else [place for place in places if place % 3 != 2]
+
+
+def _row(name: str, each: Sums, plan: PlanData) -> list[Value]:
+    """What a part of a step or a module computes and moves; nothing for 0."""
+    return [name, *(each[place] or None for place in _known(plan))]
+
+
+def _parts(plan: PlanData, roofline: Roofline | None) -> list[Block]:
+    """What each part of the step computes and moves; nothing without a gradient."""
+    found = sums_by_part(plan, roofline)
+    if set(found) <= {'other'}:
+        return []
+    rows = [_row(part, each, plan) for part, each in found.items()]
+    return [Table(_columns('part', plan), rows)]
+
+
+def _scopes(plan: PlanData, roofline: Roofline | None) -> Section:
+    """The tree of modules or functions; in text those that take the most."""
+    top = scopes(plan, roofline)
+    whole = top.sums.compute  # 0 if no seconds are known
+
+    def node(scope: Scope) -> Node:
+        _, *values = _row(scope.name, scope.sums, plan)
+        if whole:
+            share = scope.sums.compute / whole
+            values.append(Cell(f'{three_figures(100 * share)} %', share, bar=share) if share else None)
+        return Node(scope.name, values, [node(each) for each in scope.inside.values()])
+
+    largest = _largest_scopes(top)
+    rows = [_row(f'{"  " * level}{name}', scope.sums, plan) for level, name, scope in largest]
+    kind = 'function' if top.is_of_functions else 'module'
+    columns = _columns(kind, plan)
+    more = [Column('share of compute', 'number')] if whole else []
+    table = InText([Table(columns, rows)] if len(rows) > 1 else [])
+    title = 'By function' if top.is_of_functions else 'By module and named scope'
+    return Section(title, [table, Tree([*columns, *more], [node(each) for each in top.inside.values()])])
+
+
+def _largest_scopes(top: Scope) -> list[tuple[int, str, Scope]]:
+    """The scopes with the most flops, each with its level and name, in the order of the tree."""
+    every = [*_walk(top, 0, '')]
+    most = sorted(every, key=lambda found: (-found[2].sums.flops, -found[2].sums.moved, found[0]))
+    least = top.sums.flops * _LITTLE_FLOPS
+    kept = [id(scope) for *_, scope in most[:_SHOWN] if scope.sums.flops > least or not top.sums.flops]
+    return [found for found in every if id(found[2]) in kept]
+
+
+def _walk(scope: Scope, level: int, outside: str) -> Iterator[tuple[int, str, Scope]]:
+    """All scopes inside of one; one of which another has all flops shares its line."""
+    for each in scope.inside.values():
+        name = f'{outside}{each.name}'
+        if any(inner.sums.flops == each.sums.flops > 0 for inner in each.inside.values()):
+            yield from _walk(each, level, f'{name}/')
+        else:
+            yield level, name, each
+            yield from _walk(each, level + 1, '')
+
+
+# --- Collectives and the batch --------------------------------------------------------------------
+
+
+def _collectives(plan: PlanData, roofline: Roofline | None) -> list[Block]:
+    title = 'Collectives of one call'
+    if not plan.collectives:
+        return [Section(title, [Lines(['collectives in one call: none'])])]
+    ms = '' if roofline is None else '; ms: all of them, one after the other'
+    lead = f'collectives in one call (bytes: the whole array of one group, each time{ms})'
+    unknown = f'{1 - plan.explained:.1%} of the bytes have no origin in the program after partitioning'
+    notes = [unknown] if plan.explained < 1 else []
+    along = []
+    for axes, kinds in plan.totals.items():
+        each = ', '.join(f'{human_bytes(moved)} in {kind}s' for kind, moved in kinds.items())
+        over = f' ({" and ".join(plan.networks[axes])})' if plan.networks[axes] else ''
+        along.append(f'along {" x ".join(axes)}{over}: {each}')
+    return [Section(title, [collective_table(plan), Lines(notes)], lead), Section('', [Lines(along)])]
+
+
+def collective_table(plan: PlanData) -> Table:
+    """The collectives, with seconds where these are known."""
+    roofline = plan.known_roofline
+    has_phases = any(row.phase != 'other' for row in plan.collectives)
+    sizes = [Column(head, 'number', human_bytes) for head in ('bytes', 'total')]
+    columns = [Column('collective', 'lead'), Column('axes', 'code'), Column('times', 'number'), *sizes]
+    columns += [] if roofline is None else [Column('ms', 'number', lambda time: three_figures(1e3 * time))]
+    columns += [Column('phase')] if has_phases else []
+    rows: list[Row] = []
+    for place, row in enumerate(plan.collectives):
+        networks = f' ({" and ".join(row.networks)})' if row.networks else ''
+        rows.append(
+            [
+                f'{row.kind}, scattered' if row.scattered else row.kind,
+                f'{" x ".join(row.axes)}{networks}',
+                Cell(f'{_SIGNS[row.counted]}{row.count:,}', row.count),
+                row.bytes,
+                row.count * row.bytes,
+                *([] if roofline is None else [roofline.collectives[place][1]]),
+                *([row.phase] if has_phases else []),
+                _because(row),
+            ]
+        )
+
+    def rest(first: int) -> str:
+        left_out = plan.collectives[first:]
+        moved = human_bytes(sum(row.count * row.bytes for row in left_out))
+        return f'... and {len(left_out)} more, {moved} together'
+
+    return Table([*columns, Column('because of', 'wide')], rows, most_lines=_SHOWN, rest=rest)
+
+
+def _because(row: Collective) -> str:
+    """Why it is there: ``'halo exchange: model.py:12 forward'``."""
+    why = _WHY.get(row.cause, '')
+    if not why and row.partitioned_as and row.kind != 'reduce-scatter':
+        why = f'for an {row.partitioned_as}'
+    return f'{why}: {row.source}' if why else str(row.source)
+
+
+def _batch(plan: PlanData) -> list[Block]:
+    """What is followed of the batch: the values that are kept, and the places where rows are lost."""
+    blocks: list[Block] = [
+        Lines([kept(plan.followed)]),
+        InText([Lines([*lost_lines(plan.followed)])]),
+    ]
+    followed = plan.followed
+    if followed is not None and followed.lost:
+        sizes = [each.bytes for each in followed.lost]
+        table = _sortable(lost_cells(followed), ['lead', '', '', 'number', 'code'], sizes)
+        blocks.append(OnPage([Lines([largest_loss(followed)], 'warn'), table]))
+    if followed is not None and followed.kept:
+        counts = [each.count for each in followed.kept]
+        table = _sortable(kept_cells(followed), ['lead', '', 'number', 'code', 'code'], counts)
+        blocks.append(OnPage([Fold('The values that are kept with their rows', [table])]))
+    return blocks
+
+
+def _sortable(cells: Sequence[Sequence[str]], kinds: Sequence[Kind], keys: Sequence[float]) -> Table:
+    """A table of texts; *keys* are those of its column of numbers."""
+    heads, *rows = cells
+    number = kinds.index('number')
+    shown = [
+        [Cell(text, key) if place == number else text for place, text in enumerate(row)]
+        for row, key in zip(rows, keys, strict=True)
+    ]
+    return Table([Column(head, kind) for head, kind in zip(heads, kinds, strict=True)], shown)

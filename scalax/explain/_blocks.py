@@ -1,0 +1,173 @@
+"""Reports as blocks: figures, regexes that decided nothing, and the leaves, in a table of text or a tree."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from scalax._report.blocks import (
+    Block,
+    Cell,
+    Column,
+    Figure,
+    Figures,
+    Heading,
+    InText,
+    Lines,
+    Node,
+    OnPage,
+    Row,
+    Section,
+    Table,
+    Tone,
+    Tree,
+)
+from scalax._report.tables import array_text, human_bytes, three_figures
+from scalax._tree.specs import axis_sizes_text
+from scalax._util.folding import MOST_RUNS, times
+from scalax.errors import plural
+from scalax.explain._rows import Line, ReportRow, folded_path, lines_of, replicated, spec_text, unreduced
+
+_COLUMNS = (
+    *(Column('path', 'lead'), Column('array', 'code'), Column('spec', 'code')),
+    Column('bytes', 'number', human_bytes, on_page=True),
+    Column('bytes/device', 'number'),
+    Column('rule', 'wide'),
+)
+_MOST_LINES = 1000
+_DEEPEST = 50  # groups inside of one another; the names of deeper ones stay joined
+
+_Below = tuple[tuple[str, ...], Line]
+"""A line, and the keys of its path that are left below a group."""
+
+
+def report_blocks(
+    title: str,
+    rows: Sequence[ReportRow],
+    mesh: Mapping[str, int],
+    unused: Sequence[str],
+    shadowed: Sequence[str],
+    folded: bool = True,
+) -> list[Block]:
+    """A report as blocks; of many lines those with the most bytes on a device are in the tree of a page.
+
+    Args:
+        title: plain text.
+        rows: one for each leaf.
+        mesh: mesh axis name -> size.
+        unused: regexes that match nothing.
+        shadowed: regexes that never decide.
+        folded: whether leaves that are alike in many layers share a line.
+    """
+    lines = lines_of(rows, folded)
+    table = [(folded_path(line[0]), *_cells(line, 1)) for line in lines]
+    return [
+        Heading(title, mesh, plural(math.prod(mesh.values()), 'device')),
+        Figures([*_figures(rows)]),
+        InText([Section('', [Table(_COLUMNS, table, footnotes=True)]), Lines(_totals(rows, mesh))]),
+        *(Lines([note], 'warn') for note in _idle_notes(unused, shadowed)),
+        OnPage(_tree(lines)),
+    ]
+
+
+def _per_device(line: Line) -> int:
+    return line[0].count * line[1].bytes_per_device
+
+
+def _figures(rows: Sequence[ReportRow]) -> Iterator[Figure]:
+    yield Figure(f'{len(rows):,}', 'array' if len(rows) == 1 else 'arrays')
+    yield Figure(human_bytes(sum(row.bytes for row in rows)), 'in all')
+    yield Figure(human_bytes(sum(row.bytes_per_device for row in rows)), 'on each device')
+    count, size = unreduced(rows)
+    if count:
+        yield Figure(human_bytes(size), f'unreduced on each device, {plural(count, "array")}')
+    whole = replicated(rows)
+    many = plural(len(whole.paths), 'array')
+    yield Figure(
+        human_bytes(whole.bytes), f'replicated on each device, {many}', 'warn' if whole.paths else ''
+    )
+
+
+def _totals(rows: Sequence[ReportRow], mesh: Mapping[str, int]) -> list[str]:
+    """The totals of all rows in two lines; in three if some are unreduced."""
+    whole = replicated(rows)
+    count, size = unreduced(rows)
+    return [
+        f'{plural(len(rows), "array")}, {human_bytes(sum(row.bytes for row in rows))} in all, '
+        f'{human_bytes(sum(row.bytes_per_device for row in rows))} on each device of the mesh '
+        f'({axis_sizes_text(mesh)})',
+        f'replicated: {plural(len(whole.paths), "array")}, {human_bytes(whole.bytes)} on each device',
+        *(
+            [f'unreduced: {plural(count, "array")}, {human_bytes(size)} on each device, to be combined']
+            if count
+            else []
+        ),
+    ]
+
+
+def _idle_notes(unused: Sequence[str], shadowed: Sequence[str]) -> list[str]:
+    """A line for regexes that match nothing, and one for those that never decide."""
+    notes = []
+    if unused:
+        notes.append(f'regexes that match nothing: {", ".join(map(repr, unused))}')
+    if shadowed:
+        notes.append(f'regexes always shadowed by earlier ones: {", ".join(map(repr, shadowed))}')
+    return notes
+
+
+def _tree(lines: Sequence[Line]) -> list[Block]:
+    """The lines with the most bytes on a device as a tree, and what the others are together."""
+    by_size = sorted(range(len(lines)), key=lambda number: -_per_device(lines[number]))
+    shown = [lines[number] for number in sorted(by_size[:_MOST_LINES])]
+    rest = [lines[number] for number in by_size[_MOST_LINES:]]
+    longest = max(map(_per_device, shown), default=0) or 1
+    total = sum(map(_per_device, lines)) or 1
+
+    def nodes(lines: Sequence[_Below]) -> list[Node]:
+        """A node for each line, and for each group of those that begin with the same keys."""
+        groups: dict[str | int, list[_Below]] = {}
+        for number, (keys, line) in enumerate(lines):
+            groups.setdefault(keys[0] if len(keys) > 1 else number, []).append((keys, line))
+        return [node(members) for members in groups.values()]
+
+    def node(members: Sequence[_Below]) -> Node:
+        if len(members) == 1:
+            [(keys, line)] = members
+            return Node('/'.join(keys) or '(leaf)', _cells(line, longest))
+        places = zip(*(keys[:-1] for keys, _ in members), strict=False)
+        same = [keys[0] for keys in itertools.takewhile(lambda keys: len({*keys}) == 1, places)]
+        inside = nodes([(keys[len(same) :], line) for keys, line in members])
+        return Node('/'.join(same), _group_cells([line for _, line in members], total), inside)
+
+    below = []
+    for line in shown:
+        keys = [part if isinstance(part, str) else part.name(MOST_RUNS) for part in line[0].parts]
+        below.append(((*keys[:_DEEPEST], *filter(None, ['/'.join(keys[_DEEPEST:])])), line))
+    many = plural(sum(fold.count for fold, _ in rest), 'array')
+    left_out = f'smaller ones, not shown: {many}, {human_bytes(sum(map(_per_device, rest)))} on each device'
+    return [Tree(_COLUMNS, nodes(below)), Lines([left_out] if rest else [])]
+
+
+def _cells(line: Line, longest: int) -> Row:
+    fold, row = line
+    size = _per_device(line)
+    tone: Tone = 'warn' if row.is_replicated else ''
+    return [
+        f'{times(fold.count)}{array_text(row.dtype, row.shape)}',
+        Cell(spec_text(row), tone=tone),
+        fold.count * row.bytes,
+        Cell(human_bytes(size), size, tone, bar=size / longest),
+        row.why,
+    ]
+
+
+def _group_cells(lines: Sequence[Line], total: int) -> Row:
+    size = sum(map(_per_device, lines))
+    return [
+        plural(sum(fold.count for fold, _ in lines), 'array'),
+        None,
+        sum(fold.count * row.bytes for fold, row in lines),
+        Cell(f'{human_bytes(size)}, {three_figures(100 * size / total)} %', size),
+        None,
+    ]
