@@ -162,7 +162,7 @@ def collectives(
             part=each.part,
             scattered=before is None
             and run.kind == 'all-reduce'
-            and is_reduce_scatter(*run.place, each.groups),
+            and is_reduce_scatter(module, *run.place, each.groups),
             networks=each.networks,
             cause=_cause(run, origin),
             partitioned_as='' if origin is None or origin.kind == run.kind else origin.kind,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 
-from scalax._plan.hlo import Computation, Instruction
+from scalax._plan.hlo import Computation, Instruction, Module
 from scalax._plan.loop_rounds import OPERATIONS, Values, computed
 
 _TYPES = {f'{sign}{bits}': f'{sign}int{bits}'.lstrip('s') for sign in 'su' for bits in (8, 16, 32, 64)}
@@ -22,21 +22,20 @@ class Integers:
     """The integers of a computation.
 
     Args:
-        computation: the computation.
+        module: the program.
+        computation: one of its computations.
         given: (instruction, element of its tuple) -> its values; None where they are not given.
         rows: the number of cases that values are computed for at once.
-        computations: those that instructions call, by name.
     """
 
     def __init__(
         self,
+        module: Module,
         computation: Computation,
-        given: Callable[[Instruction, int], Values | None],
+        given: Callable[[Instruction, int], Values | None] = lambda *_: None,
         rows: int = 1,
-        computations: Mapping[str, Computation] | None = None,
     ) -> None:
-        self._computation, self._given, self._rows = computation, given, rows
-        self._computations = computations or {}
+        self._module, self._computation, self._given, self._rows = module, computation, given, rows
         self._known: dict[str, Values | None] = {}
 
     def values(self, operand: str, depth: int = 0) -> Values | None:
@@ -97,9 +96,7 @@ class Integers:
 
     def _returned(self, call: Instruction, index: int, depth: int) -> Values | None:
         """What a called computation returns."""
-        [name] = (*call.called('to_apply'), *call.called('calls')) or ('',)
-        if name not in self._computations:
-            return None
+        [called] = self._module.calls(call)
 
         def argument(parameter: Instruction, element: int) -> Values | None:
             if parameter.opcode != 'parameter':
@@ -107,7 +104,5 @@ class Integers:
             operand = call.operands[int(parameter.operands[0])]
             return self.values(f'{operand}#{element}' if element else operand, depth)
 
-        called = self._computations[name]
-        return Integers(called, argument, self._rows, self._computations).values(
-            f'{called.root}#{index}', depth
-        )
+        inside = Integers(self._module, called, argument, self._rows)
+        return inside.values(f'{called.root}#{index}', depth)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from scalax._plan.formulas import Counted, Part, part_of
-from scalax._plan.hlo import CALLS, Computation, Instruction, Module
+from scalax._plan.hlo import Computation, Instruction, Module
 from scalax._plan.hlo_integers import Integers
 from scalax._plan.loop_rounds import State, solved_rounds
+
+_TRIP_COUNT = re.compile(r'known_trip_count.*?"n":"(\d+)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,46 +91,34 @@ def _visits(module: Module, measure: Measure | None, visit: Visit) -> Iterator[V
     for instruction in visit.computation.calling:
         # A fusion has the name of one of its instructions, which may be of another part than the others.
         scope = visit.op_name(instruction) if instruction.opcode == 'call' else ''
-        called = [
-            _visits(
-                module,
-                measure,
-                Visit(
-                    computation,
-                    visit.count * count,
-                    visit.counted.along(counted),
-                    instruction,
-                    visit,
-                    scope or visit.scope,
-                ),
+        called = []
+        for computation, count, counted in _calls(module, visit.computation, instruction):
+            known = visit.counted.along(counted)
+            inside = Visit(computation, visit.count * count, known, instruction, visit, scope or visit.scope)
+            called.append([*_visits(module, measure, inside)] if count else [])
+        if instruction.opcode == 'conditional':
+            called = _counting(called, measure)
+        yield from itertools.chain.from_iterable(called)
+
+
+def _counting(branches: list[list[Visit]], measure: Measure | None) -> list[list[Visit]]:
+    """The branches that count: the largest, or all without a measure."""
+    if measure is not None:
+        sums = [
+            sum(
+                visit.count * measure(visit, instruction)
+                for visit in branch
+                for instruction in visit.computation.instructions.values()
             )
-            for computation, count, counted in _calls(module, visit.computation, instruction)
-            if count
+            for branch in branches
         ]
-        if instruction.opcode == 'conditional' and measure is not None:
-            yield from _largest([list(branch) for branch in called], measure)
-        elif instruction.opcode == 'conditional':
-            yield from _at_most(itertools.chain.from_iterable(called))
-        else:
-            yield from itertools.chain.from_iterable(called)
-
-
-def _largest(branches: list[list[Visit]], measure: Measure) -> Iterable[Visit]:
-    sums = [
-        sum(
-            visit.count * measure(visit, instruction)
-            for visit in branch
-            for instruction in visit.computation.instructions.values()
-        )
+        branches = [branches[sums.index(max(sums))]]
+        if len(set(sums)) == 1:
+            return branches
+    return [
+        [dataclasses.replace(visit, counted=visit.counted.along(Counted.AT_MOST)) for visit in branch]
         for branch in branches
     ]
-    largest = branches[sums.index(max(sums))] if branches else []
-    return largest if len(set(sums)) < 2 else _at_most(largest)
-
-
-def _at_most(branch: Iterable[Visit]) -> Iterator[Visit]:
-    for visit in branch:
-        yield dataclasses.replace(visit, counted=visit.counted.along(Counted.AT_MOST))
 
 
 def _calls(
@@ -141,8 +132,7 @@ def _calls(
         yield from ((test, rounds + 1, known) for test in module.called(instruction, 'condition'))
     else:
         known = Counted.UNKNOWN if instruction.opcode == 'custom-call' else Counted.EXACTLY
-        called = module.called(instruction, *CALLS[instruction.opcode])
-        yield from ((computation, 1, known) for computation in called)
+        yield from ((computation, 1, known) for computation in module.calls(instruction))
 
 
 def _trip_count(module: Module, outside: Computation, loop: Instruction) -> tuple[int, Counted]:
@@ -150,37 +140,33 @@ def _trip_count(module: Module, outside: Computation, loop: Instruction) -> tupl
 
     XLA writes it down (``known_trip_count``) late, and not on every platform.
     """
-    if 'known_trip_count' in loop.attributes:
-        text = loop.attributes.partition('known_trip_count')[2]
-        digits = text.partition('"n":"')[2].partition('"')[0]
-        if digits.isdigit():
-            return int(digits), Counted.EXACTLY
+    if written := _TRIP_COUNT.search(loop.attributes):
+        return int(written[1]), Counted.EXACTLY
     [condition], [body] = module.called(loop, 'condition'), module.called(loop, 'body')
+    scalars = [place for place, array in enumerate(loop.arrays) if not array.dims]
 
     def integers(computation: Computation, state: State) -> Integers:
         return Integers(
+            module,
             computation,
             lambda instruction, index: state.get(index) if instruction.opcode == 'parameter' else None,
-            computations=module.computations,
         )
 
-    def elements(computation: Computation, operand: str, places: Iterable[int], state: State) -> State:
-        reader = integers(computation, state)
-        return {place: reader.values(f'{operand}#{place}') for place in places}
+    def elements(reader: Integers, operand: str) -> State:
+        return {place: reader.values(f'{operand}#{place}') for place in scalars}
 
-    scalars = [place for place, array in enumerate(loop.arrays) if not array.dims]
-    start = elements(outside, loop.operands[0], scalars, {})
-    rounds = _rounds_of_a_range(condition, body, start)
+    start = elements(Integers(module, outside), loop.operands[0])
+    rounds = _rounds_of_a_range(module, condition, body, start)
     if rounds is not None:
         return rounds, Counted.EXACTLY
     return solved_rounds(
         start,
         lambda state: integers(condition, state).values(condition.root),
-        lambda state: elements(body, body.root, scalars, state),
+        lambda state: elements(integers(body, state), body.root),
     )
 
 
-def _rounds_of_a_range(condition: Computation, body: Computation, start: State) -> int | None:
+def _rounds_of_a_range(module: Module, condition: Computation, body: Computation, start: State) -> int | None:
     """The rounds of ``while i < n: i += k``, as JAX writes scans, which may be too many to run them."""
     test, returned = condition.instructions[condition.root], body.instructions[body.root]
     if test.attribute('direction') != 'LT' or returned.opcode != 'tuple':
@@ -192,11 +178,12 @@ def _rounds_of_a_range(condition: Computation, body: Computation, start: State) 
     grown = body.instructions.get(returned.operands[place])
     if grown is None or grown.opcode != 'add' or _element_of_the_state(body, grown.operands[0]) != place:
         return None
-    end, step = _constant(condition, test.operands[1]), _constant(body, grown.operands[1])
+    end = Integers(module, condition).values(test.operands[1])
+    step = Integers(module, body).values(grown.operands[1])
     # A number that leaves its type would begin again at the other end.
-    if end is None or step is None or step <= 0 or end + step > np.iinfo(first.dtype).max:
+    if end is None or step is None or step <= 0 or int(end[0]) + int(step[0]) > np.iinfo(first.dtype).max:
         return None
-    return len(range(int(first[0]), end, step))
+    return len(range(int(first[0]), int(end[0]), int(step[0])))
 
 
 def _element_of_the_state(computation: Computation, operand: str) -> int | None:
@@ -208,8 +195,3 @@ def _element_of_the_state(computation: Computation, operand: str) -> int | None:
         instruction = computation.instructions.get(instruction.operands[0])
     is_state = instruction is not None and instruction.opcode == 'parameter'
     return int(element) if is_state and element.isdigit() else None
-
-
-def _constant(computation: Computation, operand: str) -> int | None:
-    values = Integers(computation, lambda *_: None).values(operand)
-    return None if values is None else int(values[0])
