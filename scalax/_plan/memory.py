@@ -66,7 +66,6 @@ def constant_bytes(module: Module) -> int:
     """The bytes of array constants in a program."""
     return sum(
         instruction.bytes
-        for computation in module.computations.values()
-        for instruction in computation.instructions.values()
+        for _, instruction in module.instructions()
         if instruction.opcode == 'constant' and any(array.dims for array in instruction.arrays)
     )
