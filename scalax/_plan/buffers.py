@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from scalax._plan.hlo import Computation, Instruction, Module
-from scalax._plan.layout import Layout, Value
+from scalax._plan.memory import Layout, Value
 from scalax._plan.provenance import Source, source_of
 
 _ENOUGH = 0.99  # of the peak; the rest are thousands of scalars and tables of addresses
@@ -72,15 +72,14 @@ class _Reader:
 
     def __init__(self, module: Module) -> None:
         self.module = module
-        self.owners: dict[str, _Place] = {}
-        # The body of each loop -> the loop, and the computation that it is in.
-        self.loops: dict[str, tuple[Computation, Instruction]] = {}
-        for computation in module.computations.values():
-            for name, instruction in computation.instructions.items():
-                self.owners[name] = _Place(computation, instruction, '')
-                if instruction.opcode == 'while':
-                    for called in module.called(instruction, 'body', 'condition'):
-                        self.loops[called.name] = computation, instruction
+        self.owners = {each.name: _Place(inside, each, '') for inside, each in module.instructions()}
+        # The body and the condition of each loop -> the loop.
+        self.loops = {
+            called.name: owner
+            for owner in self.owners.values()
+            if owner.instruction.opcode == 'while'
+            for called in module.calls(owner.instruction)
+        }
 
     def named(self, value: Value) -> tuple[str, Source]:
         """The type of a value, and its source."""
@@ -146,7 +145,7 @@ class _Reader:
         if instruction.opcode == 'while':
             return self._returned(instruction, element)
         if instruction.opcode == 'parameter' and computation.name in self.loops:
-            returned = self._returned(self.loops[computation.name][1], element)
+            returned = self._returned(self.loops[computation.name].instruction, element)
             kept = (returned.instruction.opcode, returned.element) == ('parameter', element)
             return self._before(place) if kept else returned
         return None
@@ -156,7 +155,7 @@ class _Reader:
         computation, instruction, element = place
         if instruction.opcode != 'parameter' or not element.isdigit() or computation.name not in self.loops:
             return None
-        outside, loop = self.loops[computation.name]
+        outside, loop, _ = self.loops[computation.name]
         return self._operand(outside, f'{loop.operands[0]}#{element}')
 
     def _returned(self, loop: Instruction, element: str) -> _Place:

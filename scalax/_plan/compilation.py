@@ -14,8 +14,7 @@ import jax
 
 from scalax._jax.messages import is_out_of_memory
 from scalax._plan.hlo import devices_of
-from scalax._plan.layout import Layout, MemoryTables, read_layout
-from scalax._plan.memory import Memory, assigned_memory
+from scalax._plan.memory import Layout, Memory, MemoryTables, assigned_memory, read_layout
 from scalax._trace.threads import in_a_thread
 from scalax.errors import PlanError
 
