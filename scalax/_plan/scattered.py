@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from scalax._plan.hlo import Computation, Instruction, Module
-from scalax._plan.hlo_integers import Integers
+from scalax._plan.hlo_loops import Integers
 from scalax._plan.loop_rounds import Values
 from scalax._plan.replica_groups import Groups
 
