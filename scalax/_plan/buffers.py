@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from scalax._plan.hlo import Computation, Instruction, Module
-from scalax._plan.layout import Layout, Value
+from scalax._plan.memory import Layout, Value
 from scalax._plan.provenance import Source, source_of
 
 _ENOUGH = 0.99  # of the peak; the rest are thousands of scalars and tables of addresses
@@ -72,15 +72,14 @@ class _Reader:
 
     def __init__(self, module: Module) -> None:
         self.module = module
-        self.owners: dict[str, _Place] = {}
-        # The body of each loop -> the loop, and the computation that it is in.
-        self.loops: dict[str, tuple[Computation, Instruction]] = {}
-        for computation in module.computations.values():
-            for name, instruction in computation.instructions.items():
-                self.owners[name] = _Place(computation, instruction, '')
-                if instruction.opcode == 'while':
-                    for called in module.called(instruction, 'body', 'condition'):
-                        self.loops[called.name] = computation, instruction
+        self.owners = {each.name: _Place(inside, each, '') for inside, each in module.instructions()}
+        # The body and the condition of each loop -> the loop.
+        self.loops = {
+            called.name: owner
+            for owner in self.owners.values()
+            if owner.instruction.opcode == 'while'
+            for called in module.calls(owner.instruction)
+        }
 
     def named(self, value: Value) -> tuple[str, Source]:
         """The type of a value, and its source."""
@@ -114,12 +113,11 @@ class _Reader:
         if instruction.opcode in _TUPLES:
             return
         for operand in instruction.operands:
-            near = self._operand(computation, operand)
-            if near is not None:
+            if operand.partition('#')[0] in computation.instructions:  # and not a constant
+                near = _place(computation, operand)
                 yield self._made(near)
                 # A round may only move the state to and fro.
-                before = self._before(near)
-                if before is not None:
+                if (before := self._before(near)) is not None:
                     yield self._made(before)
         for user in computation.users.get(instruction.name, ()):
             if user.opcode not in _TUPLES:
@@ -128,49 +126,48 @@ class _Reader:
     def _made(self, place: _Place) -> _Place:
         """Where a value is made: for the state of a loop in the loop, or before it if the loop keeps it."""
         for _ in range(_FAR):
-            following = self._step(place)
-            if following is None:
+            before = self._before(place)
+            following = _inside_tuples(place)
+            if before is not None:
+                following = self._returned(self.loops[place.computation.name].instruction, place.element)
+                if following.instruction is place.instruction and following.element == place.element:
+                    following = before
+            elif place.instruction.opcode == 'while' and place.element:
+                following = self._returned(place.instruction, place.element)
+            if following == place:
                 return place
             place = following
         return place
 
-    def _step(self, place: _Place) -> _Place | None:
-        computation, instruction, element = place
-        if instruction.opcode == 'get-tuple-element':
-            index = instruction.attribute('index') or ''
-            return self._operand(computation, f'{instruction.operands[0]}#{index}')
-        if not element.isdigit():
-            return None
-        if instruction.opcode == 'tuple':
-            return self._operand(computation, instruction.operands[int(element)])
-        if instruction.opcode == 'while':
-            return self._returned(instruction, element)
-        if instruction.opcode == 'parameter' and computation.name in self.loops:
-            returned = self._returned(self.loops[computation.name][1], element)
-            kept = (returned.instruction.opcode, returned.element) == ('parameter', element)
-            return self._before(place) if kept else returned
-        return None
-
     def _before(self, place: _Place) -> _Place | None:
         """The value of an element of the state of a loop before the loop; None for other places."""
-        computation, instruction, element = place
-        if instruction.opcode != 'parameter' or not element.isdigit() or computation.name not in self.loops:
+        if (
+            place.instruction.opcode != 'parameter'
+            or not place.element
+            or place.computation.name not in self.loops
+        ):
             return None
-        outside, loop = self.loops[computation.name]
-        return self._operand(outside, f'{loop.operands[0]}#{element}')
+        loop = self.loops[place.computation.name]
+        return _place(loop.computation, f'{loop.instruction.operands[0]}#{place.element}')
 
     def _returned(self, loop: Instruction, element: str) -> _Place:
         """What a round of a loop makes of an element of its state."""
         [body] = self.module.called(loop, 'body')
-        place = _Place(body, body.instructions[body.root], element)
-        while place.instruction.opcode in ('tuple', 'get-tuple-element'):
-            inside = self._step(place)
-            if inside is None:
-                break
-            place = inside
-        return place
+        return _inside_tuples(_Place(body, body.instructions[body.root], element))
 
-    def _operand(self, computation: Computation, operand: str) -> _Place | None:
-        name, _, element = operand.partition('#')
-        instruction = computation.instructions.get(name)
-        return None if instruction is None else _Place(computation, instruction, element)
+
+def _place(computation: Computation, operand: str) -> _Place:
+    element = operand.partition('#')[2]  # elements of elements are not followed
+    return _Place(computation, computation.maker(operand), element if element.isdigit() else '')
+
+
+def _inside_tuples(place: _Place) -> _Place:
+    """The value that an element of a tuple is."""
+    computation, instruction, element = place
+    if instruction.opcode == 'get-tuple-element':
+        return _inside_tuples(
+            _place(computation, f'{instruction.operands[0]}#{instruction.attribute("index")}')
+        )
+    if instruction.opcode == 'tuple' and element:
+        return _inside_tuples(_place(computation, instruction.operands[int(element)]))
+    return place

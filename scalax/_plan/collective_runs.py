@@ -13,11 +13,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Container, Iterator
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from scalax._plan.hlo import Computation, Instruction, Module
 from scalax._plan.hlo_loops import Visit, visits
-from scalax._plan.replica_groups import replica_groups, written_groups
+from scalax._plan.replica_groups import Groups, replica_groups, written_groups
+from scalax._plan.torus import Network
 from scalax.errors import PlanError
 
 Kind = Literal[
@@ -30,7 +31,8 @@ Kind = Literal[
     'ragged-all-to-all',
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-_STARTS: dict[str, Kind] = {f'{kind}-start': kind for kind in KINDS}
+SENDS: dict[str, Kind] = {f'{kind}{start}': kind for kind in KINDS for start in ('', '-start')}
+"""The kind of each operation that is a collective, or begins one."""
 _BETWEEN_SLICES: dict[str, Kind] = {
     'ALL_GATHER': 'all-gather',
     'ALL_REDUCE': 'all-reduce',
@@ -72,11 +74,16 @@ class Run:
         return self.visit.computation
 
     @property
+    def place(self) -> tuple[Computation, Instruction]:
+        """The instruction, after the computation that holds it."""
+        return self.computation, self.instruction
+
+    @property
     def holder(self) -> tuple[Computation, Instruction]:
         """The fusion or asynchronous call that holds it, and the computation of that; else itself."""
         caller, outside = self.visit.caller, self.visit.outside
         if caller is None or outside is None or caller.opcode not in ('fusion', 'async-start'):
-            return self.computation, self.instruction
+            return self.place
         return outside, caller
 
     @property
@@ -92,12 +99,30 @@ class Run:
     def whole_bytes(self, group: int) -> int:
         """The bytes of the whole array of a group of so many devices."""
         opcode = self.instruction.opcode
-        if opcode in _STARTS:  # whose result holds more than the result
+        if opcode in SENDS and opcode.endswith('-start'):  # whose result holds more than the result
             operands = self.computation.operands_of(self.instruction)
             return sum(array.bytes for array in operands) * (group if self.kind in _PARTIAL_OPERANDS else 1)
         if opcode == 'recv':  # which receives an array, its state and a token
             return self.instruction.arrays[0].bytes * (group if self.kind in _PARTIAL_RESULTS else 1)
         return self.instruction.bytes * (group if opcode in _PARTIAL_RESULTS else 1)
+
+
+class RunOnMesh(NamedTuple):
+    """A collective, and the devices of the mesh that take part.
+
+    Attributes:
+        run: the collective.
+        groups: the positions of its devices in the mesh, one row a group.
+        axes: as `Collective.axes`, and so are the others.
+    """
+
+    run: Run
+    groups: Groups
+    axes: tuple[str, ...]
+    group: int
+    part: tuple[int, ...]
+    networks: tuple[Network, ...]
+    crossing: int
 
 
 def channel_of(instruction: Instruction) -> str:
@@ -116,59 +141,44 @@ def runs(module: Module) -> Iterator[Run]:
     """
     begun = _begun(module)
 
+    def run_of(visit: Visit, instruction: Instruction) -> Run | None:
+        """The collective that an instruction is, or begins."""
+        kind = _kind(instruction)
+        if kind is None:
+            return None
+        run = Run(_fused_kind(kind, instruction, visit), instruction, visit)
+        return None if _continues(run, module, begun) else run
+
     def sent(visit: Visit, instruction: Instruction) -> int:
-        run = _run(visit, instruction, module, begun)
+        run = run_of(visit, instruction)
         return run.whole_bytes(1) if run else 0
 
     for visit in visits(module, sent):
-        computation = visit.computation
-        instructions = computation.instructions.values()
-        for instruction in instructions if module.scheduled else _distinct(computation, module.partitions):
-            run = _run(visit, instruction, module, begun)
-            if run is not None:
-                yield run
-
-
-def _run(visit: Visit, instruction: Instruction, module: Module, begun: Container[str]) -> Run | None:
-    """The collective that an instruction is, or begins."""
-    kind = _kind(instruction)
-    if kind is None:
-        return None
-    run = Run(_fused_kind(kind, instruction, visit), instruction, visit)
-    return None if _continues(run, module, begun) else run
-
-
-def _distinct(computation: Computation, devices: int) -> Iterator[Instruction]:
-    """The instructions of a computation, without repeated all-gathers.
-
-    The partitioner writes one for each use of a value, sometimes with groups in another notation; a later
-    pass, common-subexpression elimination, leaves only the first.
-
-    Args:
-        computation: the computation.
-        devices: the number of devices that the program runs on.
-    """
-    seen = set()
-    for instruction in computation.instructions.values():
-        if instruction.opcode == 'all-gather':
-            text, dims = written_groups(instruction.attributes), instruction.attribute('dimensions')
-            groups = None if text is None else replica_groups(text, devices).tobytes()
-            same = instruction.arrays, instruction.operands, groups, dims
-            if same in seen:
+        gathers = set()
+        for instruction in visit.computation.instructions.values():
+            run = run_of(visit, instruction)
+            if run is None:
                 continue
-            seen.add(same)
-        yield instruction
+            if instruction.opcode == 'all-gather' and not module.scheduled:
+                # The partitioner writes one for each use of a value. A later pass leaves only the first.
+                gather = _gathered(instruction, module.partitions)
+                if gather in gathers:
+                    continue
+                gathers.add(gather)
+            yield run
+
+
+def _gathered(instruction: Instruction, devices: int) -> tuple[object, ...]:
+    """What an all-gather gathers; its groups may be written in several notations."""
+    text = written_groups(instruction.attributes)
+    groups = None if text is None else replica_groups(text, devices).tobytes()
+    return instruction.arrays, instruction.operands, groups, instruction.attribute('dimensions')
 
 
 def _kind(instruction: Instruction) -> Kind | None:
     opcode, attributes = instruction.opcode, instruction.attributes
-    for kind in KINDS:
-        if opcode == kind:
-            return kind
-    if opcode in _STARTS:
-        return _STARTS[opcode]
-    if opcode in _ENDS:
-        return None
+    if opcode in SENDS or opcode in _ENDS:
+        return SENDS.get(opcode)
     if opcode == 'recv' and _MEGASCALE in attributes:
         transfer = attributes.partition(_MEGASCALE)[2].partition('"')[0]
         if transfer in _BETWEEN_SLICES:

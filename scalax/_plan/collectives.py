@@ -14,23 +14,17 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import starmap
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
-from scalax._plan.collective_runs import Kind, Run, runs
+from scalax._plan.collective_runs import Kind, Run, RunOnMesh, runs
 from scalax._plan.formulas import Counted, Part, part_of
 from scalax._plan.hlo import Module
 from scalax._plan.partitioned import Partitioned
-from scalax._plan.provenance import (
-    Source,
-    frame_number,
-    is_of_the_partitioner,
-    neighbourhood,
-    source_of,
-)
+from scalax._plan.provenance import Source, frame_number, is_of_the_partitioner, neighbourhood, source_of
 from scalax._plan.replica_groups import (
     Groups,
     axes_of_groups,
@@ -127,35 +121,46 @@ def collectives(
     Raises:
         PlanError: a collective is written in an unknown form.
     """
-    devices, parts = _Devices(mesh, places, device_ids, switched), StepParts(module)
-    before = (
-        None
-        if partitioned is None
-        else Partitioned(partitioned, lambda run: devices.groups_of(run, partitioned.partitions).axes)
-    )
+    devices = _Devices(mesh, places, device_ids, switched)
+    explaining = module if partitioned is None else partitioned
+    before = None if partitioned is None else Partitioned(devices.runs(partitioned))
+    parts, scopes, scopes_before = StepParts(module), Scopes(module), Scopes(explaining)
     counts: dict[Collective, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    scope_of = _scope_of(module, None if before is None else before.module)
-    for run in runs(module):
-        found = devices.groups_of(run, module.partitions)
-        if found.group > 1:
-            row = Collective(
-                kind=run.kind,
-                axes=found.axes,
-                group=found.group,
-                count=0,
-                counted=run.visit.counted,
-                bytes=run.whole_bytes(found.group),
-                source=Source(),
-                part=found.part,
-                networks=found.networks,
-                crossing=found.crossing,
-                phase=_phase(run),
-            )
-            origin = None if before is None else before.origin(run, module, row.axes, row.group)
-            row = _explained(row, run, module, before, origin, found.groups)
-            if row.phase == 'other' and parts.of(run.visit, run.instruction) == 'update':
-                row = dataclasses.replace(row, phase='update')
-            counts[row][scope_of(run, origin)] += run.visit.count
+    for each in devices.runs(module):
+        if each.group < 2:
+            continue
+        run = each.run
+        origin = run if before is None else before.origin(each, module)
+        phase = _phase(run if run.op_name or origin is None else origin)
+        if phase == 'other' and parts.of(run.visit, run.instruction) == 'update':
+            phase = 'update'
+        source, scope = Source(), scopes.of(run.op_name, frame_number(module, *run.holder))
+        if origin is not None:
+            source = source_of(explaining, *origin.place)
+            scope = scope or scopes_before.of(origin.op_name, frame_number(explaining, *origin.place))
+        if not (source.file or source.operand):
+            # The frames of a called computation are without those of its caller. The later program has both.
+            place = source_of(module, *run.holder)
+            source = place._replace(annotation=source.annotation or place.annotation)
+        row = Collective(
+            kind=run.kind,
+            axes=each.axes,
+            group=each.group,
+            count=0,
+            counted=run.visit.counted,
+            bytes=run.whole_bytes(each.group),
+            source=source,
+            part=each.part,
+            scattered=before is None
+            and run.kind == 'all-reduce'
+            and is_reduce_scatter(module, *run.place, each.groups),
+            networks=each.networks,
+            cause=_cause(run, origin),
+            partitioned_as='' if origin is None or origin.kind == run.kind else origin.kind,
+            phase=phase,
+            crossing=each.crossing,
+        )
+        counts[row][scope] += run.visit.count
     rows = (
         dataclasses.replace(row, count=times.total(), scopes=tuple(starmap(ScopeRuns, times.items())))
         for row, times in _whole_permutes(counts).items()
@@ -188,55 +193,6 @@ def _without_networks(row: Collective) -> Collective:
     return dataclasses.replace(row, networks=(), crossing=0)
 
 
-def _scope_of(module: Module, before: Module | None) -> Callable[[Run, Run | None], str]:
-    """Gives the scope of a collective of a program, which comes from one of the program before, if any."""
-    own, earlier = Scopes(module), None if before is None else Scopes(before)
-
-    def scope(run: Run, origin: Run | None) -> str:
-        found = own.of(run.op_name, frame_number(module, *run.holder))
-        if not found and origin is not None and before is not None and earlier is not None:
-            place = origin.computation, origin.instruction
-            found = earlier.of(origin.op_name, frame_number(before, *place))
-        return found
-
-    return scope
-
-
-def _explained(
-    row: Collective,
-    run: Run,
-    module: Module,
-    before: Partitioned | None,
-    origin: Run | None,
-    groups: Groups,
-) -> Collective:
-    """The row with its source and cause."""
-    if before is None:
-        own = run.computation, run.instruction
-        scattered = row.kind == 'all-reduce' and is_reduce_scatter(*own, groups)
-        return dataclasses.replace(
-            row,
-            source=source_of(module, *own),
-            scattered=scattered,
-            cause=_cause(run),
-        )
-    if origin is None:
-        return dataclasses.replace(row, source=source_of(module, *run.holder), cause='compiler')
-    padded = row.kind == 'collective-permute' != origin.kind
-    source = source_of(before.module, origin.computation, origin.instruction)
-    if not (source.file or source.operand):
-        # The frames of a called computation are without those of its caller. The later program has both.
-        place = source_of(module, *run.holder)
-        source = place._replace(annotation=source.annotation or place.annotation)
-    return dataclasses.replace(
-        row,
-        source=source,
-        cause='padding' if padded else _cause(origin),
-        partitioned_as='' if origin.kind == row.kind else origin.kind,
-        phase=_phase(run if run.op_name else origin),
-    )
-
-
 def _phase(run: Run) -> Part:
     """The part of a step that a collective belongs to.
 
@@ -252,30 +208,23 @@ def _phase(run: Run) -> Part:
     return next((part for part in parts if part != 'other'), 'other')
 
 
-def _cause(run: Run) -> Cause:
-    """Why the partitioner's program has a collective."""
-    instruction = run.instruction
+def _cause(run: Run, origin: Run | None) -> Cause:
+    """Why a program has a collective, which comes from one of the partitioner's."""
+    if origin is None:
+        return 'compiler'
+    if run.kind == 'collective-permute' != origin.kind:
+        return 'padding'
+    instruction = origin.instruction
     # Older compilers do not mark what the partitioner added.
     asked = instruction.op_name.rpartition('/')[2].startswith(_ASKED_FOR)
     if asked and not is_of_the_partitioner(instruction):
         return 'program'
-    if run.kind != 'collective-permute':
+    if origin.kind != 'collective-permute':
         return 'sharding'
     if instruction.op_name.endswith('dot_general'):
         return 'ring'
-    moved = run.computation.instructions.get(instruction.operands[0])
+    moved = origin.computation.instructions.get(instruction.operands[0])
     return 'halo' if moved is not None and moved.opcode in ('slice', 'dynamic-slice') else 'sharding'
-
-
-class _GroupsOnMesh(NamedTuple):
-    """The groups of a collective, and `Collective.axes`, `group`, `part`, `networks` and `crossing`."""
-
-    groups: Groups
-    axes: tuple[str, ...]
-    group: int
-    part: tuple[int, ...]
-    networks: tuple[Network, ...]
-    crossing: int = 0
 
 
 class _Devices:
@@ -293,29 +242,33 @@ class _Devices:
     ) -> None:
         self._mesh, self._places, self._ids, self._switched = mesh, places, ids, switched
         # Hundreds of collectives of a program have the same groups, of thousands of devices.
-        self._known: dict[tuple[object, ...], _GroupsOnMesh] = {}
+        self._known: dict[tuple[object, ...], RunOnMesh] = {}
 
-    def groups_of(self, run: Run, partitions: int) -> _GroupsOnMesh:
-        """The groups of a collective of a program of so many devices.
+    def runs(self, module: Module) -> Iterator[RunOnMesh]:
+        """The collectives of a program.
 
         Raises:
-            PlanError: they do not fit the devices.
+            PlanError: their groups do not fit the devices.
         """
-        named = map(run.instruction.attribute, ('source_target_pairs', '_xla_megascale_target'))
-        key = run.kind, run.instruction.opcode, partitions, written_groups(run.instruction.attributes), *named
-        if key not in self._known:
-            self._known[key] = self._on_mesh(run, self._groups(run, partitions))
-        return self._known[key]
+        for run in runs(module):
+            own = run.instruction
+            named = map(own.attribute, ('source_target_pairs', '_xla_megascale_target'))
+            key = run.kind, own.opcode, module.partitions, written_groups(own.attributes), *named
+            if key not in self._known:
+                self._known[key] = self._on_mesh(run, self._groups(run, module.partitions))
+            yield self._known[key]._replace(run=run)
 
-    def _on_mesh(self, run: Run, groups: Groups) -> _GroupsOnMesh:
+    def _on_mesh(self, run: Run, groups: Groups) -> RunOnMesh:
         axes = axes_of_groups(groups, self._mesh)
-        along = devices_along(axes, self._mesh)
-        networks = networks_of(groups, self._places, switched=self._switched)
+        group = along = devices_along(axes, self._mesh)
+        part: tuple[int, ...] = ()
+        crossing = 0
         if run.kind == 'collective-permute':
-            return _GroupsOnMesh(groups, axes, along, (), networks, self._crossing(groups))
-        whole = groups.shape[1] == along
-        part = () if whole else tuple(map(int, groups[0]))
-        return _GroupsOnMesh(groups, axes, int(groups.shape[1]), part, networks)
+            crossing = self._crossing(groups)
+        elif groups.shape[1] != along:
+            group, part = groups.shape[1], tuple(map(int, groups[0]))
+        networks = networks_of(groups, self._places, switched=self._switched)
+        return RunOnMesh(run, groups, axes, group, part, networks, crossing)
 
     def _crossing(self, pairs: Groups) -> int:
         """How many devices of one slice send to another, at most."""

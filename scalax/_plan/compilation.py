@@ -8,14 +8,13 @@ import re
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from scalax._jax.messages import is_out_of_memory
 from scalax._plan.hlo import devices_of
-from scalax._plan.layout import Layout, MemoryTables, read_layout
-from scalax._plan.memory import Memory, assigned_memory
+from scalax._plan.memory import Layout, Memory, MemoryTables, assigned_memory, read_layout
 from scalax._trace.threads import in_a_thread
 from scalax.errors import PlanError
 
@@ -35,7 +34,6 @@ OPTIONS = (_SIZE, *_SHARES)
 _OPTIMIZATION = 'xla_backend_optimization_level'
 _MIB = 2**20
 _PLENTY = 2**40
-_NO_TABLES = MemoryTables('', '', '')
 _TABLES = ('memory-usage-report', 'buffer-assignment', 'live-range')
 
 
@@ -71,15 +69,14 @@ class Compiled:
         return {device for sharding in placed for device in sharding.device_set}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Dump:
-    """The outcome of a compilation: an executable or a refusal, and the files that the compiler wrote."""
+class _Dump(NamedTuple):
+    """The outcome of a compilation: an executable or a refusal, and what the compiler wrote."""
 
     executable: Any
-    refusal: str = ''
-    partitioned: str = ''
-    optimized: str = ''
-    tables: MemoryTables = _NO_TABLES
+    refusal: str
+    partitioned: str
+    optimized: str
+    tables: MemoryTables
 
 
 def compile_lowered(
@@ -103,20 +100,9 @@ def compile_lowered(
     if platform == 'cpu' and layout_for is not None:
         small = {_OPTIMIZATION: 0}
     dump = _compile(lowered, small)
-    layout: Layout | None = None
-    if dump.executable is None:  # too large, or quick
-        layout = read_layout(dump.tables)
-        return Compiled(
-            dump.partitioned,
-            dump.optimized,
-            devices_of(dump.partitioned or dump.optimized),
-            assigned_memory(layout),
-            executable=None,
-            refusal='' if quick else dump.refusal,
-            layout=layout,
-        )
-    devices = devices_of(dump.partitioned or dump.executable.as_text())
-    if not (dump.partitioned if devices > 1 else dump.optimized or platform == 'cpu'):
+    runs = dump.executable is not None  # else it is too large, or this is a quick plan
+    devices = devices_of(dump.partitioned or dump.optimized or dump.executable.as_text())
+    if runs and not (dump.partitioned if devices > 1 else dump.optimized or platform == 'cpu'):
         # The program came from a persistent compilation cache. This option changes only its key.
         dump = _compile(
             lowered, {**small, 'xla_debug_buffer_assignment_show_max': time.time_ns() % 2**30 + 16}
@@ -126,13 +112,20 @@ def compile_lowered(
             'the compiler did not write the program after partitioning, from which the collectives '
             f'are read (pass {_PASS!r})'
         )
-    memory = _reported_memory(dump.executable, platform)
-    if platform == 'tpu':
-        with contextlib.suppress(PlanError):  # less is known then: the vector memory of a chip counts too
+    layout: Layout | None = None
+    if platform == 'tpu' or not runs:
+        # Without a layout less is known of one that runs: the vector memory of a chip counts too.
+        with contextlib.suppress(*([PlanError] if runs else [])):
             layout = read_layout(dump.tables)
-            memory = assigned_memory(layout)
-    optimized = '' if platform == 'cpu' else dump.optimized
-    return Compiled(dump.partitioned, optimized, devices, memory, dump.executable, layout=layout)
+    return Compiled(
+        dump.partitioned,
+        '' if platform == 'cpu' else dump.optimized,
+        devices,
+        _reported_memory(dump.executable, platform) if layout is None else assigned_memory(layout),
+        dump.executable,
+        refusal='' if quick else dump.refusal,
+        layout=layout,
+    )
 
 
 def _reported_memory(executable: Any, platform: str) -> Memory:

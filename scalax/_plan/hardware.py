@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from scalax._mesh.gpu_nodes import SimulatedGPUs, StandIns
+from scalax._mesh.gpu_nodes import StandIns
 from scalax.errors import PlanError, did_you_mean
 
 HOP_SECONDS = 1e-6
@@ -164,9 +164,8 @@ def with_unknown_at_best(time: Callable[[Hardware], T], hardware: Hardware) -> t
                 raise
             unknown += tuple(error._unknown)
             hardware = copy.copy(hardware)
-            vars(hardware).update(
-                {name: _AT_BEST[name] for name in error._unknown}
-            )  # infinite ones are refused
+            # Not by dataclasses.replace, because infinite numbers are refused.
+            vars(hardware).update({name: _AT_BEST[name] for name in error._unknown})
 
 
 def numbers_of(hardware: Hardware, *names: str, for_: str) -> list[float]:
@@ -353,18 +352,13 @@ def find_hardware(wanted: Hardware | str | None, device_kind: str) -> Hardware:
     )
 
 
-def hardware_of(device_kind: str) -> Hardware | None:
-    """The hardware with this kind of device; None if its numbers are not known."""
+def hardware_of(device_kind: str, simulates: str = '') -> Hardware | None:
+    """The hardware with this kind of device, or that they stand for; None if its numbers are not known."""
+    if simulates:
+        return HARDWARE[simulates]
     return next((entry for entry in HARDWARE.values() if device_kind in entry.device_kinds), None)
 
 
 def hardware_of_devices(devices: Sequence[Any]) -> Hardware | None:
     """The hardware that devices are, or stand for; None if its numbers are not known."""
-    if isinstance(devices, StandIns):
-        return HARDWARE[devices.nodes.kind]
-    return hardware_of(devices[0].device_kind)
-
-
-def hardware_of_mesh(device_kind: str, simulates: SimulatedGPUs | None) -> Hardware | None:
-    """The hardware of a mesh of such devices, which may stand for GPUs; None if its numbers are not known."""
-    return hardware_of(device_kind) if simulates is None else HARDWARE[simulates.kind]
+    return hardware_of(devices[0].device_kind, devices.nodes.kind if isinstance(devices, StandIns) else '')

@@ -17,7 +17,7 @@ from __future__ import annotations
 import collections
 import math
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 
 from scalax._plan.hlo import MAIN, Array, Computation, Instruction, Module
 from scalax._plan.hlo_loops import Visit
@@ -26,16 +26,8 @@ PRODUCTS = ('dot', 'convolution', 'fft')
 # They run other computations, or give another name to what is there.
 _MOVE_NOTHING = {
     *('add-dependency', 'after-all', 'async-update', 'bitcast', 'call', 'conditional', 'constant', 'domain'),
-    *(
-        'get-tuple-element',
-        'opt-barrier',
-        'parameter',
-        'partition-id',
-        'recv',
-        'replica-id',
-        'tuple',
-        'while',
-    ),
+    *('get-tuple-element', 'opt-barrier', 'parameter', 'partition-id', 'recv', 'replica-id', 'tuple'),
+    'while',
 }
 _LIBRARY = re.compile(r'custom_call_target="__cu(?:blas|dnn)\$')
 _NO_KERNELS = re.compile(r'custom_call_target="(?:AllocateBuffer|AsyncCollectiveStart|ConcatBitcast)"')
@@ -49,7 +41,7 @@ _NEED_ALL = {
     *('cholesky', 'conditional', 'custom-call', 'reduce', 'reduce-window', 'select-and-scatter', 'sort'),
     *('topk', 'triangular-solve', 'while', *PRODUCTS),
 }
-_CALLS = {'async-start': 'calls', 'call': 'to_apply', 'fusion': 'calls'}
+_CALLS = ('async-start', 'call', 'fusion')
 _LOOPS = ('conditional', 'custom-call', 'while')
 # What a product can do to its operands as it reads them, and to its result before it is written.
 _FUSED_BEFORE = {
@@ -76,10 +68,9 @@ class Traffic:
         self._module = module
         self._fused = {
             inside.name
-            for computation in module.computations.values()
-            for each in computation.calling
+            for _, each in module.instructions()
             if each.opcode in ('async-start', 'fusion')
-            for inside in module.called(each, 'calls')
+            for inside in module.calls(each)
         }
         self._known: dict[tuple[str, int | None], Mapping[str, int]] = {}
         self._smallest: dict[str, dict[str, int]] = {}
@@ -106,41 +97,52 @@ class Traffic:
         return sum(
             _part(array, min(many, math.prod(array.dims)))
             for operand, many in taken.items()
-            if (array := _array(computation, operand)) is not None and array.space == MAIN
+            if (array := computation.array(operand)) is not None and array.space == MAIN
         )
 
     def _written(self, computation: Computation, instruction: Instruction) -> int:
         amounts = zip(self._left(computation, instruction.name), instruction.arrays, strict=True)
         return sum(amount for amount, array in amounts if array.space == MAIN)
 
-    def _left(self, computation: Computation, value: str) -> list[int]:
-        """The bytes of each array of a value that its instruction writes; none of what is given to it."""
+    def _left(self, computation: Computation, value: str, some: Names | None = None) -> list[int]:
+        """The bytes of each array of a value that is written; none of what is given to its computation.
+
+        Args:
+            computation: that of the value.
+            value: the instruction that makes it, or an element of that.
+            some: only what these instructions write counts, and they are looked for behind what returns it.
+        """
         name, _, element = value.partition('#')
-        instruction = computation.instructions[name]
         if element:
-            return [self._left(computation, name)[int(element)]]
-        is_fused = computation.name in self._fused
-        if is_fused and _is_given(computation, name):
-            return [0] * len(instruction.arrays)
-        if is_fused and instruction.opcode == 'tuple':
-            return [amount for each in instruction.operands for amount in self._left(computation, each)]
-        if is_fused and instruction.opcode in _RENAMES:
-            amounts = self._left(computation, instruction.operands[0])
-            return amounts if len(amounts) == 1 else [amounts[int(instruction.attribute('index') or 0)]]
-        if instruction.opcode == 'fusion':
-            [inside] = self._module.called(instruction, 'calls')
+            return [self._left(computation, name, some)[int(element)]]
+        made = computation.instructions[name]
+        nothing = [0] * len(made.arrays)
+        if some is not None or computation.name in self._fused:
+            if _is_given(computation, name):
+                return nothing
+            if made.opcode == 'tuple':
+                return [amount for each in made.operands for amount in self._left(computation, each, some)]
+            if made.opcode in _RENAMES or _is_mark(made):
+                amounts = self._left(computation, made.operands[0], some)
+                return amounts if len(amounts) == 1 else [amounts[int(made.attribute('index') or 0)]]
+        if some is not None and made.opcode == 'call':
+            [inside] = self._module.calls(made)
+            return self._left(inside, inside.root, some)
+        if some is not None and (made.opcode in _LOOPS or (computation.name, name) not in some):
+            return nothing
+        if made.opcode == 'fusion':
+            [inside] = self._module.calls(made)
             return self._left(inside, inside.root)
-        if instruction.opcode == 'custom-call' and (
-            'output_to_operand_aliasing=' in instruction.attributes
-            or _NO_KERNELS.search(instruction.attributes)
+        if made.opcode == 'custom-call' and (
+            'output_to_operand_aliasing=' in made.attributes or _NO_KERNELS.search(made.attributes)
         ):
-            return [0] * len(instruction.arrays)
-        if instruction.opcode == 'custom-call' and _LIBRARY.search(instruction.attributes):
-            return [instruction.arrays[0].bytes, *[0] * (len(instruction.arrays) - 1)]  # the rest is scratch
-        if self._updates_in_place(computation, instruction):
-            update = _array(computation, instruction.operands[_UPDATES[instruction.opcode]])
+            return nothing
+        if made.opcode == 'custom-call' and _LIBRARY.search(made.attributes):
+            return [made.arrays[0].bytes, *nothing[1:]]  # the rest is scratch
+        if self._updates_in_place(computation, made):
+            update = computation.array(made.operands[_UPDATES[made.opcode]])
             return [0 if update is None else update.bytes]
-        return [array.bytes for array in instruction.arrays]
+        return [array.bytes for array in made.arrays]
 
     def _updates_in_place(self, computation: Computation, instruction: Instruction) -> bool:
         if instruction.opcode not in _UPDATES or len(instruction.arrays) > 1:
@@ -160,10 +162,8 @@ class Traffic:
         """
         size = _size(computation, user.operands[place])
         if user.opcode in _CALLS:
-            called = self._module.called(user, _CALLS[user.opcode])
-            return min(
-                size, sum(self._needed(inside, of_result)[inside.parameters[place]] for inside in called)
-            )
+            [inside] = self._module.calls(user)
+            return min(size, self._needed(inside, of_result)[inside.parameters[place]])
         if place == 0 and of_result is None and self._updates_in_place(computation, user):
             return _size(computation, user.operands[2]) if self._adds(user) else 0
         if user.opcode in _NEED_ALL or (place and (user.opcode in _SLICES or user.opcode in _UPDATES)):
@@ -222,7 +222,7 @@ class Traffic:
         Loops, branches and kernels are not looked into. What only these read or make does not count.
         """
         entry = self._module.computations[self._module.entry]
-        moved = sum(self._made(entry, entry.root, some))
+        moved = sum(self._left(entry, entry.root, some))
         for name, instruction in entry.instructions.items():
             if instruction.opcode == 'parameter' and len(instruction.arrays) == 1:
                 [array] = instruction.arrays
@@ -236,8 +236,7 @@ class Traffic:
             for user, place in inside.uses(name):
                 counts = (inside.name, user.name) in some
                 if user.opcode == 'call':
-                    called = self._module.called(user, 'to_apply')
-                    names += [(each, each.parameters[place]) for each in called]
+                    names += [(each, each.parameters[place]) for each in self._module.calls(user)]
                 elif _is_mark(user) or (user.opcode in _FUSED_BEFORE and len(user.operands) == 1):
                     names.append((inside, user.name))
                     is_result = all(each.opcode == 'tuple' for each in inside.users.get(user.name, ()))
@@ -247,29 +246,6 @@ class Traffic:
                     taken += self._taken(inside, user, place, None)
         return taken
 
-    def _made(self, computation: Computation, value: str, some: Names) -> Iterator[int]:
-        """The bytes that instructions write for what a computation returns."""
-        name, _, element = value.partition('#')
-        made = computation.instructions[name]
-        if made.opcode == 'get-tuple-element':
-            element, made = made.attribute('index') or '', computation.instructions[made.operands[0]]
-        if made.opcode == 'call':
-            [computation] = self._module.called(made, 'to_apply')
-            made = computation.instructions[computation.root]
-        if made.opcode == 'tuple':
-            for each in [made.operands[int(element)]] if element else made.operands:
-                yield from self._made(computation, each, some)
-        elif made.opcode == 'call' or _is_mark(made):
-            inner = made.operands[0] if _is_mark(made) else made.name
-            yield from self._made(computation, f'{inner}#{element}' if element else inner, some)
-        elif (
-            made.opcode not in _LOOPS
-            and (computation.name, made.name) in some
-            and not _is_given(computation, made.name)
-        ):
-            left = self._left(computation, made.name)
-            yield left[int(element)] if element else sum(left)
-
 
 def _is_mark(instruction: Instruction) -> bool:
     """Whether an instruction does nothing but say how a value is sharded."""
@@ -278,11 +254,8 @@ def _is_mark(instruction: Instruction) -> bool:
 
 def _source(computation: Computation, operand: str) -> str:
     """The array that an operand is, or is made of elementwise, if that is one."""
-    name = operand.partition('#')[0]
-    made = computation.instructions[name]
-    while made.opcode in _FUSED_BEFORE and len(made.operands) == 1:
-        operand = made.operands[0]
-        made = computation.instructions[operand.partition('#')[0]]
+    while (made := computation.maker(operand)).opcode in _FUSED_BEFORE and len(made.operands) == 1:
+        [operand] = made.operands
     return operand
 
 
@@ -299,17 +272,8 @@ def _smallest(computation: Computation) -> dict[str, int]:
     return smallest
 
 
-def _array(computation: Computation, operand: str) -> Array | None:
-    """The type of an operand; None for a tuple as a whole."""
-    name, _, element = operand.partition('#')
-    arrays = computation.instructions[name].arrays
-    if element:
-        return arrays[int(element)]
-    return arrays[0] if len(arrays) == 1 else None
-
-
 def _size(computation: Computation, operand: str) -> int:
-    array = _array(computation, operand)
+    array = computation.array(operand)
     return 0 if array is None else math.prod(array.dims)
 
 
@@ -320,7 +284,7 @@ def _part(array: Array, elements: int) -> int:
 
 def _is_given(computation: Computation, operand: str) -> bool:
     """Whether a value is a parameter of its computation, or a part of one, under another name."""
-    instruction = computation.instructions[operand.partition('#')[0]]
-    while instruction.opcode in _RENAMES or _is_mark(instruction):
-        instruction = computation.instructions[instruction.operands[0].partition('#')[0]]
-    return instruction.opcode == 'parameter'
+    made = computation.maker(operand)
+    while made.opcode in _RENAMES or _is_mark(made):
+        made = computation.maker(made.operands[0])
+    return made.opcode == 'parameter'

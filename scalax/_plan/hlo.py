@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -20,8 +19,8 @@ from scalax.errors import PlanError
 _BITS = {f'{sign}{bits}': bits for sign in 'su' for bits in (1, 2, 4, 8, 16, 32, 64)}
 _BITS |= {'f16': 16, 'bf16': 16, 'f32': 32, 'f64': 64, 'c64': 64, 'c128': 128}
 _BITS |= {'pred': 8, 'token': 0, 'opaque': 0}
-_SHAPE = re.compile(r'([a-z][a-z0-9]*)\[([^\]]*)\](\{[^{}]*\})?')
-_SPACE = re.compile(r'S\((\d+)\)')
+_SHAPE = re.compile(r'([a-z][a-z0-9]*)\[([^\]]*)\](?:\{(?:[^{}]*S\((\d+)\))?[^{}]*\})?')
+_CALLED = re.compile(r'[\w.\-]+')
 _COMMENT = re.compile(r'/\*.*?\*/')
 _NAME = re.compile(r'%?([\w.\-]+(?:#\d+)?)$')
 # A program before any pass is printed without the types of computations.
@@ -100,11 +99,6 @@ class Instruction:
         found = re.search(rf'(?:^|[ ,]){name}=', self.attributes)
         return None if found is None else next(_split(self.attributes[found.end() :]), '').strip()
 
-    def called(self, name: str) -> tuple[str, ...]:
-        """The computations that an attribute names."""
-        text = self.attribute(name) or ''
-        return tuple(part.strip().lstrip('%') for part in text.strip('{}').split(',') if part.strip())
-
     @property
     def op_name(self) -> str:
         """Its place in the traced program: ``jit(step)/jvp()/dot_general``; of an argument, its name."""
@@ -150,6 +144,16 @@ class Computation:
         """The instructions that make the operands of one."""
         names = (operand.partition('#')[0] for operand in instruction.operands)
         return [self.instructions[name] for name in names if name in self.instructions]
+
+    def maker(self, operand: str) -> Instruction:
+        """The instruction that makes an operand."""
+        return self.instructions[operand.partition('#')[0]]
+
+    def array(self, operand: str) -> Array | None:
+        """The type of an operand; None for a tuple as a whole."""
+        name, _, element = operand.partition('#')
+        arrays = self.instructions[name].arrays
+        return arrays[int(element)] if element else arrays[0] if len(arrays) == 1 else None
 
     @functools.cached_property
     def calling(self) -> list[Instruction]:
@@ -201,10 +205,22 @@ class Module:
         Raises:
             PlanError: the program does not have one of them.
         """
-        for name in itertools.chain.from_iterable(map(instruction.called, attributes)):
-            if name not in self.computations:
-                raise PlanError(f'{instruction.name!r} calls {name!r}, which the HLO module does not have')
-            yield self.computations[name]
+        for attribute in attributes:
+            for name in _CALLED.findall(instruction.attribute(attribute) or ''):
+                if name not in self.computations:
+                    raise PlanError(
+                        f'{instruction.name!r} calls {name!r}, which the HLO module does not have'
+                    )
+                yield self.computations[name]
+
+    def calls(self, instruction: Instruction) -> Iterator[Computation]:
+        """The computations that an operation runs, of those in `CALLS`; raises as `called` does."""
+        return self.called(instruction, *CALLS[instruction.opcode])
+
+    def instructions(self) -> Iterator[tuple[Computation, Instruction]]:
+        """Every instruction, after its computation."""
+        for computation in self.computations.values():
+            yield from ((computation, instruction) for instruction in computation.instructions.values())
 
     def stack(self, number: int) -> Iterator[Frame]:
         """The frames from one outwards."""
@@ -270,36 +286,25 @@ def _computation(name: str, lines: Iterator[str]) -> Computation:
 
 def _instruction(name: str, text: str) -> Instruction:
     """An instruction of the form ``TYPE opcode(operands), attributes``."""
-    end = _end_of_type(text)
+    # A type ends with the closing bracket of a tuple, else at the first blank.
+    end = _closing(text, 0) + 1 if text.startswith('(') else text.index(' ')
     found = _OPCODE.match(text, end)
     if not found:
         raise PlanError(f'an instruction of an HLO module has no operation: {name} = {text[:200]!r}')
     close = _closing(text, found.end() - 1)
     arrays = tuple(
-        Array(dtype, tuple(int(n.lstrip('<=')) for n in dims.split(',') if n.strip()), _space(layout))
-        for dtype, dims, layout in _SHAPE.findall(text[:end])
+        Array(dtype, tuple(int(n.lstrip('<=')) for n in dims.split(',') if n.strip()), int(space or MAIN))
+        for dtype, dims, space in _SHAPE.findall(text[:end])
     )
     inside = text[found.end() : close]
     operands = (inside,) if found[1] == 'constant' else tuple(_operand(part) for part in _split(inside))
     return Instruction(name, found[1], arrays, operands, text[close + 1 :].lstrip(', '))
 
 
-def _space(layout: str) -> int:
-    found = _SPACE.search(layout)
-    return int(found[1]) if found else MAIN
-
-
 def _operand(text: str) -> str:
     """The name of an operand, possibly after its type."""
     found = _NAME.search(text.strip())
     return found[1] if found else text.strip()
-
-
-def _end_of_type(text: str) -> int:
-    """The end of a type: after its closing bracket for a tuple, else at the first blank."""
-    if text.startswith('('):
-        return _closing(text, 0) + 1
-    return text.index(' ')
 
 
 def _closing(text: str, start: int) -> int:

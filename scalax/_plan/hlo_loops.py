@@ -1,17 +1,28 @@
-"""Executions of each computation of an HLO program: trip counts of loops, multiplied along the calls."""
+"""Executions of each computation of an HLO program: trip counts of loops, multiplied along the calls.
+
+A trip count follows from integers of the program, as far as these follow from constants.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+import math
+import re
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from scalax._plan.formulas import Counted, Part, part_of
-from scalax._plan.hlo import CALLS, Computation, Instruction, Module
-from scalax._plan.hlo_integers import Integers
-from scalax._plan.loop_rounds import State, solved_rounds
+from scalax._plan.hlo import Computation, Instruction, Module
+from scalax._plan.loop_rounds import OPERATIONS, State, Values, computed, solved_rounds
+
+_TYPES = {f'{sign}{bits}': f'{sign}int{bits}'.lstrip('s') for sign in 'su' for bits in (8, 16, 32, 64)}
+_TYPES['pred'] = 'bool'
+_FORWARDING = ('bitcast', 'broadcast', 'convert', 'copy', 'copy-done', 'copy-start', 'reshape')
+_WORD = re.compile(r'-?\d+|true|false')
+_DEEP = 30  # operations that a value may be computed in, one after the other
+_TRIP_COUNT = re.compile(r'known_trip_count.*?"n":"(\d+)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,46 +99,34 @@ def _visits(module: Module, measure: Measure | None, visit: Visit) -> Iterator[V
     for instruction in visit.computation.calling:
         # A fusion has the name of one of its instructions, which may be of another part than the others.
         scope = visit.op_name(instruction) if instruction.opcode == 'call' else ''
-        called = [
-            _visits(
-                module,
-                measure,
-                Visit(
-                    computation,
-                    visit.count * count,
-                    visit.counted.along(counted),
-                    instruction,
-                    visit,
-                    scope or visit.scope,
-                ),
+        called = []
+        for computation, count, counted in _calls(module, visit.computation, instruction):
+            known = visit.counted.along(counted)
+            inside = Visit(computation, visit.count * count, known, instruction, visit, scope or visit.scope)
+            called.append([*_visits(module, measure, inside)] if count else [])
+        if instruction.opcode == 'conditional':
+            called = _counting(called, measure)
+        yield from itertools.chain.from_iterable(called)
+
+
+def _counting(branches: list[list[Visit]], measure: Measure | None) -> list[list[Visit]]:
+    """The branches that count: the largest, or all without a measure."""
+    if measure is not None:
+        sums = [
+            sum(
+                visit.count * measure(visit, instruction)
+                for visit in branch
+                for instruction in visit.computation.instructions.values()
             )
-            for computation, count, counted in _calls(module, visit.computation, instruction)
-            if count
+            for branch in branches
         ]
-        if instruction.opcode == 'conditional' and measure is not None:
-            yield from _largest([list(branch) for branch in called], measure)
-        elif instruction.opcode == 'conditional':
-            yield from _at_most(itertools.chain.from_iterable(called))
-        else:
-            yield from itertools.chain.from_iterable(called)
-
-
-def _largest(branches: list[list[Visit]], measure: Measure) -> Iterable[Visit]:
-    sums = [
-        sum(
-            visit.count * measure(visit, instruction)
-            for visit in branch
-            for instruction in visit.computation.instructions.values()
-        )
+        branches = [branches[sums.index(max(sums))]]
+        if len(set(sums)) == 1:
+            return branches
+    return [
+        [dataclasses.replace(visit, counted=visit.counted.along(Counted.AT_MOST)) for visit in branch]
         for branch in branches
     ]
-    largest = branches[sums.index(max(sums))] if branches else []
-    return largest if len(set(sums)) < 2 else _at_most(largest)
-
-
-def _at_most(branch: Iterable[Visit]) -> Iterator[Visit]:
-    for visit in branch:
-        yield dataclasses.replace(visit, counted=visit.counted.along(Counted.AT_MOST))
 
 
 def _calls(
@@ -141,8 +140,7 @@ def _calls(
         yield from ((test, rounds + 1, known) for test in module.called(instruction, 'condition'))
     else:
         known = Counted.UNKNOWN if instruction.opcode == 'custom-call' else Counted.EXACTLY
-        called = module.called(instruction, *CALLS[instruction.opcode])
-        yield from ((computation, 1, known) for computation in called)
+        yield from ((computation, 1, known) for computation in module.calls(instruction))
 
 
 def _trip_count(module: Module, outside: Computation, loop: Instruction) -> tuple[int, Counted]:
@@ -150,37 +148,33 @@ def _trip_count(module: Module, outside: Computation, loop: Instruction) -> tupl
 
     XLA writes it down (``known_trip_count``) late, and not on every platform.
     """
-    if 'known_trip_count' in loop.attributes:
-        text = loop.attributes.partition('known_trip_count')[2]
-        digits = text.partition('"n":"')[2].partition('"')[0]
-        if digits.isdigit():
-            return int(digits), Counted.EXACTLY
+    if written := _TRIP_COUNT.search(loop.attributes):
+        return int(written[1]), Counted.EXACTLY
     [condition], [body] = module.called(loop, 'condition'), module.called(loop, 'body')
+    scalars = [place for place, array in enumerate(loop.arrays) if not array.dims]
 
     def integers(computation: Computation, state: State) -> Integers:
         return Integers(
+            module,
             computation,
             lambda instruction, index: state.get(index) if instruction.opcode == 'parameter' else None,
-            computations=module.computations,
         )
 
-    def elements(computation: Computation, operand: str, places: Iterable[int], state: State) -> State:
-        reader = integers(computation, state)
-        return {place: reader.values(f'{operand}#{place}') for place in places}
+    def elements(reader: Integers, operand: str) -> State:
+        return {place: reader.values(f'{operand}#{place}') for place in scalars}
 
-    scalars = [place for place, array in enumerate(loop.arrays) if not array.dims]
-    start = elements(outside, loop.operands[0], scalars, {})
-    rounds = _rounds_of_a_range(condition, body, start)
+    start = elements(Integers(module, outside), loop.operands[0])
+    rounds = _rounds_of_a_range(module, condition, body, start)
     if rounds is not None:
         return rounds, Counted.EXACTLY
     return solved_rounds(
         start,
         lambda state: integers(condition, state).values(condition.root),
-        lambda state: elements(body, body.root, scalars, state),
+        lambda state: elements(integers(body, state), body.root),
     )
 
 
-def _rounds_of_a_range(condition: Computation, body: Computation, start: State) -> int | None:
+def _rounds_of_a_range(module: Module, condition: Computation, body: Computation, start: State) -> int | None:
     """The rounds of ``while i < n: i += k``, as JAX writes scans, which may be too many to run them."""
     test, returned = condition.instructions[condition.root], body.instructions[body.root]
     if test.attribute('direction') != 'LT' or returned.opcode != 'tuple':
@@ -192,11 +186,12 @@ def _rounds_of_a_range(condition: Computation, body: Computation, start: State) 
     grown = body.instructions.get(returned.operands[place])
     if grown is None or grown.opcode != 'add' or _element_of_the_state(body, grown.operands[0]) != place:
         return None
-    end, step = _constant(condition, test.operands[1]), _constant(body, grown.operands[1])
+    end = Integers(module, condition).values(test.operands[1])
+    step = Integers(module, body).values(grown.operands[1])
     # A number that leaves its type would begin again at the other end.
-    if end is None or step is None or step <= 0 or end + step > np.iinfo(first.dtype).max:
+    if end is None or step is None or step <= 0 or int(end[0]) + int(step[0]) > np.iinfo(first.dtype).max:
         return None
-    return len(range(int(first[0]), end, step))
+    return len(range(int(first[0]), int(end[0]), int(step[0])))
 
 
 def _element_of_the_state(computation: Computation, operand: str) -> int | None:
@@ -210,6 +205,91 @@ def _element_of_the_state(computation: Computation, operand: str) -> int | None:
     return int(element) if is_state and element.isdigit() else None
 
 
-def _constant(computation: Computation, operand: str) -> int | None:
-    values = Integers(computation, lambda *_: None).values(operand)
-    return None if values is None else int(values[0])
+class Integers:
+    """The integers of a computation.
+
+    Args:
+        module: the program.
+        computation: one of its computations.
+        given: (instruction, element of its tuple) -> its values; None where they are not given.
+        rows: the number of cases that values are computed for at once.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        computation: Computation,
+        given: Callable[[Instruction, int], Values | None] = lambda *_: None,
+        rows: int = 1,
+    ) -> None:
+        self._module, self._computation, self._given, self._rows = module, computation, given, rows
+        self._known: dict[str, Values | None] = {}
+
+    def values(self, operand: str, depth: int = 0) -> Values | None:
+        """The values of an operand (``name#2`` is an element of a tuple); None if they are not known."""
+        if operand not in self._known and depth < _DEEP:
+            self._known[operand] = self._read(operand, depth + 1)
+        return self._known.get(operand)
+
+    def _read(self, operand: str, depth: int) -> Values | None:
+        name, _, element = operand.partition('#')
+        instruction = self._computation.instructions.get(name)
+        if instruction is None or '#' in element:  # an element of an element is not followed
+            return None
+        opcode, operands, index = instruction.opcode, instruction.operands, int(element or 0)
+        if opcode == 'get-tuple-element':
+            return self.values(f'{operands[0]}#{instruction.attribute("index")}', depth)
+        if opcode == 'opt-barrier':
+            return self.values(f'{operands[0]}#{index}', depth)
+        if opcode == 'tuple':
+            return self.values(operands[index], depth)
+        dtype, dims, _ = instruction.arrays[index]
+        if dtype not in _TYPES:
+            return None
+        if (given := self._given(instruction, index)) is not None:
+            return given
+        if opcode == 'constant':
+            return self._constant(operands[0], dtype, dims)
+        if opcode in ('call', 'fusion'):
+            return self._returned(instruction, index, depth)
+        if opcode == 'compare':
+            opcode = instruction.attribute('direction') or ''
+        if opcode not in (*OPERATIONS, *_FORWARDING, 'dynamic-slice'):
+            return None
+        values = [self.values(part, depth) for part in operands]
+        if opcode in OPERATIONS:
+            return computed(opcode, values)
+        first = values[0]
+        if first is None:
+            return None
+        if opcode == 'dynamic-slice':
+            one_of_a_list = dims == (1,) and [value is not None and value.ndim for value in values] == [2, 1]
+            return self._element(first, values[1]) if one_of_a_list else None
+        shape = (self._rows, *dims)
+        return first.reshape(shape).astype(_TYPES[dtype]) if first.size == math.prod(shape) else None
+
+    def _element(self, table: Values, start: Values | None) -> Values | None:
+        if start is None:
+            return None
+        return table[np.arange(self._rows), np.clip(start, 0, table.shape[1] - 1)][:, None]
+
+    def _constant(self, text: str, dtype: str, dims: tuple[int, ...]) -> Values | None:
+        words = {'true': 1, 'false': 0}
+        numbers = [words[word] if word in words else int(word) for word in _WORD.findall(text)]
+        if len(dims) > 1 or len(numbers) != math.prod(dims):  # a long list is not printed
+            return None
+        value = np.array(numbers, _TYPES[dtype]).reshape(dims)
+        return np.tile(value, (self._rows, *[1] * len(dims)))
+
+    def _returned(self, call: Instruction, index: int, depth: int) -> Values | None:
+        """What a called computation returns."""
+        [called] = self._module.calls(call)
+
+        def argument(parameter: Instruction, element: int) -> Values | None:
+            if parameter.opcode != 'parameter':
+                return None
+            operand = call.operands[int(parameter.operands[0])]
+            return self.values(f'{operand}#{element}' if element else operand, depth)
+
+        inside = Integers(self._module, called, argument, self._rows)
+        return inside.values(f'{called.root}#{index}', depth)

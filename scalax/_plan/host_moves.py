@@ -9,6 +9,7 @@ This is a file of its own because layouts decide what counts here; in `hlo_cost`
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from scalax._plan.formulas import Counted
 from scalax._plan.hlo import HOST, Computation, Instruction, Module
@@ -38,37 +39,31 @@ def host_moves(module: Module) -> HostMoves:
     """
     sent = read = 0
     counted = Counted.EXACTLY
-    if not any(_is_on_host(i) for c in module.computations.values() for i in c.instructions.values()):
-        return HostMoves()
     for visit, instruction, moved in executed(module, _moved):
         if instruction.arrays[0].space == HOST:
             sent += moved
         else:
             read += moved
         counted = counted.along(visit.counted)
-    if any(_is_unknown(c, i) for c in module.computations.values() for i in c.instructions.values()):
+    if any(itertools.starmap(_is_unknown, module.instructions())):
         counted = counted.along(Counted.AT_LEAST)
     return HostMoves(sent, read, counted)
-
-
-def _is_on_host(instruction: Instruction) -> bool:
-    return any(array.space == HOST for array in instruction.arrays)
 
 
 # Operations that move nothing themselves: they hold arrays of both sides, or what moves is inside of them.
 _HOLDING = (
     *(
+        'after-all',
         'async-done',
         'async-start',
         'async-update',
         'call',
         'conditional',
+        'constant',
         'copy-done',
-        'custom-call',
-        'fusion',
     ),
-    *('after-all', 'constant', 'get-tuple-element', 'opt-barrier', 'parameter', 'tuple', 'while'),
-    *('recv', 'recv-done', 'send', 'send-done'),
+    *('custom-call', 'fusion', 'get-tuple-element', 'opt-barrier', 'parameter', 'recv', 'recv-done', 'send'),
+    *('send-done', 'tuple', 'while'),
 )
 # The operand that is moved; of a slice only the part that it takes.
 _MOVED_OPERAND = {'copy': 0, 'copy-start': 0, 'slice': 0, 'dynamic-slice': 0, 'dynamic-update-slice': 1}

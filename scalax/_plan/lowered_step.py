@@ -17,7 +17,7 @@ from scalax._jax.equations import argument_names
 from scalax._jax.lowered import LoweredArray, arguments_of, results_of, text_of
 from scalax._mesh.gpu_nodes import SimulatedGPUs
 from scalax._mesh.meshes import require_devices
-from scalax._plan.hardware import Hardware, hardware_of_mesh
+from scalax._plan.hardware import Hardware, hardware_of
 from scalax._plan.torus import Place, places_of
 from scalax._report.trial_file import identity
 from scalax._trace.contexts import MeshOwner
@@ -55,7 +55,9 @@ class LoweredStep:
     @property
     def hardware(self) -> Hardware | None:
         """The hardware that it is planned for, if it is known."""
-        return hardware_of_mesh(self.mesh.devices.flat[0].device_kind, self.simulates)
+        return hardware_of(
+            self.mesh.devices.flat[0].device_kind, self.simulates.kind if self.simulates else ''
+        )
 
     @property
     def places(self) -> tuple[Place, ...]:

@@ -84,7 +84,9 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
     sizes = dict(mesh.shape)
     given, returned = _shardings(compiled, lowered, step.shardings)
     before, ids = partitioned if compiled.optimized else None, [device.id for device in mesh.devices.flat]
-    inputs = _report_of_arguments(step.function, step.args, lowered.args_info, given, mesh)
+    positional, by_name = lowered.args_info
+    names = _names_of_arguments(step.function, step.args, lowered.args_info)
+    inputs = _report([*positional, *by_name.values()], given, mesh, names)
     rows = collectives(program, sizes, places, before, ids, switched) if compiled.partitioned else ()
     is_followed = step.made_by_user and isinstance(step.function, SjitFunction)
     return Plan(
@@ -182,12 +184,6 @@ def _shardings(compiled: Compiled, lowered: Any, asked: tuple[Any, Any]) -> tupl
     return given[: len(jax.tree.leaves(lowered.args_info))], returned
 
 
-def _positions(function: Any, given: int, count: int) -> list[str]:
-    """The names of the positional arguments of a jitted function; static ones are not among *count*."""
-    names = [name for name, kind in _parameters(function) if kind in _POSITIONAL]
-    return names[:count] if given == count <= len(names) else [f'args[{i}]' for i in range(count)]
-
-
 def _parameters(function: Any) -> list[tuple[str, Any]]:
     try:
         return [(name, parameter.kind) for name, parameter in inspect.signature(function).parameters.items()]
@@ -195,28 +191,26 @@ def _parameters(function: Any) -> list[tuple[str, Any]]:
         return []
 
 
-def _report_of_arguments(
-    function: Any, args: Sequence[Any], info: Any, shardings: Sequence[Any], mesh: Mesh
-) -> ShardingReport:
-    """The shardings of the arguments, under the names that these have in the function.
-
-    Args:
-        function: the jitted function.
-        args: its positional arguments.
-        info: those of the lowered program, positional and by name.
-        shardings: one for each of its leaves.
-        mesh: the mesh.
-    """
+def _names_of_arguments(function: Any, args: Sequence[Any], info: tuple[Any, Any]) -> list[str]:
+    """The names of the arguments of a jitted function; *info* is that of the lowered program."""
     positional, by_name = info
     names = names_of_arguments(function, args)
     if names is None:
-        names = _positions(function, len(args), len(positional))
-    report = _report([*positional, *by_name.values()], shardings, mesh)
-    return _with_argument_names(report, [*names, *map(str, by_name)])
+        names = [name for name, kind in _parameters(function) if kind in _POSITIONAL][: len(positional)]
+        if not len(args) == len(positional) == len(names):  # static ones are not among those of the program
+            names = [f'args[{i}]' for i in range(len(positional))]
+    return [*names, *map(str, by_name)]
 
 
-def _report(tree: Any, shardings: Sequence[Any], mesh: Mesh) -> ShardingReport:
-    """The shardings of a tree. Those that are not on this mesh are shown as the compiler's own."""
+def _report(tree: Any, shardings: Sequence[Any], mesh: Mesh, names: Sequence[str] = ()) -> ShardingReport:
+    """The shardings of a tree. Those that are not on this mesh are shown as the compiler's own.
+
+    Args:
+        tree: the tree.
+        shardings: one for each of its leaves.
+        mesh: the mesh.
+        names: what is shown for the first keys of paths, if these are positions.
+    """
     structs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
     placed = map(_sharding_of_leaf, shardings, jax.tree.leaves(structs))
     known = jax.tree.unflatten(jax.tree.structure(structs), placed)
@@ -224,8 +218,14 @@ def _report(tree: Any, shardings: Sequence[Any], mesh: Mesh) -> ShardingReport:
     # These are the dtypes on the devices. Outside of x64, reports show float64 as float32.
     with jax.enable_x64(True):
         report = make_report(known, resolution, dict(mesh.shape))
-    rows = tuple(dataclasses.replace(row, rule='', reason='') for row in report.rows)
-    return dataclasses.replace(report, rows=rows)
+    rows = []
+    for row in report.rows:
+        path = row.path
+        if names:
+            position, below, rest = path.partition('/')
+            path = join(names[int(position)], rest if below else None) or ''
+        rows.append(dataclasses.replace(row, path=path, rule='', reason=''))
+    return dataclasses.replace(report, rows=tuple(rows))
 
 
 def _sharding_of_leaf(own: Any, leaf: Any) -> NamedSharding | None:
@@ -236,13 +236,3 @@ def _sharding_of_leaf(own: Any, leaf: Any) -> NamedSharding | None:
         return own
     # For the compiler a typed key has one more dimension: that of its data.
     return NamedSharding(own.mesh, PartitionSpec(*own.spec[: len(leaf.shape)]), memory_kind=own.memory_kind)
-
-
-def _with_argument_names(report: ShardingReport, names: Sequence[str]) -> ShardingReport:
-    """The report with names of arguments in place of positions, which are the first keys of paths."""
-    rows = []
-    for row in report.rows:
-        position, below, path = row.path.partition('/')
-        name = join(names[int(position)], path if below else None)
-        rows.append(dataclasses.replace(row, path=name or ''))
-    return dataclasses.replace(report, rows=tuple(rows))

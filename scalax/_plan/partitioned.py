@@ -5,10 +5,9 @@ from __future__ import annotations
 import collections
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
-from scalax._plan.collective_runs import Kind, Run, channel_of, runs
+from scalax._plan.collective_runs import Kind, Run, RunOnMesh, channel_of
 from scalax._plan.hlo import Computation, Instruction, Module
 
 # What a collective may become, beside its own kind: between slices and inside of them it is several, and a
@@ -25,24 +24,20 @@ _FAR = 300  # instructions to look at around one without an op name
 class Partitioned:
     """The collectives of the partitioner's program, to be found again from those of a later one.
 
-    Attributes:
-        module: the program.
+    Args:
+        runs: the collectives.
     """
 
-    def __init__(self, module: Module, axes_of: Callable[[Run], tuple[str, ...]]) -> None:
-        """Reads a program; *axes_of* gives the mesh axes of one of its collectives."""
-        self.module = module
-        self._by_op_name: dict[str, list[_Origin]] = collections.defaultdict(list)
-        self._by_function: dict[str, list[_Origin]] = collections.defaultdict(list)
-        self._by_channel: dict[str, list[_Origin]] = collections.defaultdict(list)
-        for run in runs(module):
-            origin = _Origin(run, axes_of(run))
-            self._by_op_name[run.op_name].append(origin)
-            if function := _function(run.op_name):
-                self._by_function[function].append(origin)
-            self._by_channel[run.channel].append(origin)
+    def __init__(self, runs: Iterable[RunOnMesh]) -> None:
+        # By what tells of each: its channel, its operation, and the function of that.
+        self._known: dict[tuple[str, str], list[RunOnMesh]] = collections.defaultdict(list)
+        for each in runs:
+            self._known['channel', each.run.channel].append(each)
+            self._known['operation', each.run.op_name].append(each)
+            if function := _function(each.run.op_name):
+                self._known['function', function].append(each)
 
-    def origin(self, run: Run, later: Module, axes: tuple[str, ...], group: int) -> Run | None:
+    def origin(self, wanted: RunOnMesh, later: Module) -> Run | None:
         """The collective that one of a later program comes from; None for one that a later pass added.
 
         Both come from the same operation of the traced program. Of several, it is the one with the same
@@ -51,78 +46,62 @@ class Partitioned:
         operation is recognized by its channel, or by what is next to it.
 
         Args:
-            run: the collective of the later program.
+            wanted: the collective of the later program.
             later: that program.
-            axes: the mesh axes along which it runs.
-            group: the number of devices of its groups.
         """
-        wanted = _Wanted(run, axes, group)
-        if run.op_name:
-            alike: Sequence[_Origin] = self._by_op_name.get(run.op_name, [])
+        if wanted.run.op_name:
+            alike: Sequence[RunOnMesh] = self._known.get(('operation', wanted.run.op_name), [])
         else:
-            near = [*self._near(run, later)]
-            found = (*map(wanted.equal, near), *map(wanted.among, near))
+            near = [self._known[key] for key in _keys_near(wanted.run, later) if key in self._known]
+            found = (*(_equal(wanted, some) for some in near), *(_among(wanted, some) for some in near))
             alike = next((some for some in found if some), [])
-        best = max(alike, key=wanted.likeness, default=None)
+        best = max(alike, key=lambda other: _likeness(wanted, other), default=None)
         return None if best is None else best.run
 
-    def _near(self, run: Run, later: Module) -> Iterator[list[_Origin]]:
-        """The collectives with the channel or the operation of instructions around one, the nearest first."""
-        computation, holder = run.holder
-        for instruction in itertools.islice(_around(computation, holder), _FAR):
-            yield from (self._by_channel.get(channel, []) for channel in _channels(instruction, later))
-            if op_name := run.visit.op_name(instruction):
-                yield self._by_op_name.get(op_name, [])
-                yield self._by_function.get(_function(op_name), [])
-        yield self._by_op_name.get('', [])
+
+def _keys_near(run: Run, later: Module) -> Iterator[tuple[str, str]]:
+    """The channels and operations of the instructions around a collective, the nearest first."""
+    computation, holder = run.holder
+    for instruction in itertools.islice(_around(computation, holder), _FAR):
+        yield from (('channel', channel) for channel in _channels(instruction, later))
+        if op_name := run.visit.op_name(instruction):
+            yield 'operation', op_name
+            yield 'function', _function(op_name)
+    yield 'operation', ''
 
 
-class _Origin(NamedTuple):
-    """A collective of the partitioner's program, and its mesh axes."""
+def _likeness(wanted: RunOnMesh, other: RunOnMesh) -> tuple[bool, bool, bool, bool]:
+    """In what two agree: channel, mesh axes, kind, bytes."""
+    whole, arrays = wanted.run.whole_bytes(wanted.group), wanted.run.instruction.arrays
+    together = sum(array.bytes for array in arrays) or 1
+    # It may be several that were combined: then one of its arrays is the other.
+    sizes = (whole, *(whole * array.bytes // together for array in arrays))
+    return (
+        other.run.channel == wanted.run.channel,
+        other.axes == wanted.axes,
+        other.run.kind == wanted.run.kind,
+        other.run.whole_bytes(wanted.group) in sizes,
+    )
 
-    run: Run
-    axes: tuple[str, ...]
+
+def _equal(wanted: RunOnMesh, others: Sequence[RunOnMesh]) -> list[RunOnMesh]:
+    """Those of the same axes, kind and bytes."""
+    return [other for other in others if all(_likeness(wanted, other)[1:])]
 
 
-class _Wanted(NamedTuple):
-    """A collective of a later program, its mesh axes, and the number of devices of its groups."""
+def _among(wanted: RunOnMesh, others: Sequence[RunOnMesh]) -> list[RunOnMesh]:
+    """Those that may have become this; if there are several, those of its axes, kind and bytes."""
+    fitting = [other for other in others if _may_become(other, wanted)]
+    if len({other.run.instruction.name for other in fitting}) <= 1:
+        return fitting
+    return _equal(wanted, fitting)
 
-    run: Run
-    axes: tuple[str, ...]
-    group: int
 
-    @property
-    def _sizes(self) -> tuple[int, ...]:
-        """Its bytes, and those of each of its arrays: it may be several that were combined."""
-        whole, arrays = self.run.whole_bytes(self.group), self.run.instruction.arrays
-        together = sum(array.bytes for array in arrays) or 1
-        return whole, *(whole * array.bytes // together for array in arrays)
-
-    def likeness(self, other: _Origin) -> tuple[bool, bool, bool, bool]:
-        """In what they agree: channel, mesh axes, kind, bytes."""
-        return (
-            other.run.channel == self.run.channel,
-            other.axes == self.axes,
-            other.run.kind == self.run.kind,
-            other.run.whole_bytes(self.group) in self._sizes,
-        )
-
-    def equal(self, origins: Sequence[_Origin]) -> list[_Origin]:
-        """Those of its axes, kind and bytes."""
-        return [other for other in origins if all(self.likeness(other)[1:])]
-
-    def among(self, origins: Sequence[_Origin]) -> list[_Origin]:
-        """Those that may have become this; if there are several, those of its axes, kind and bytes."""
-        fitting = [other for other in origins if self._may_be(other)]
-        if len({other.run.instruction.name for other in fitting}) <= 1:
-            return fitting
-        return self.equal(fitting)
-
-    def _may_be(self, other: _Origin) -> bool:
-        kind, own = other.run.kind, self.run.kind
-        if (kind, own) == ('all-gather', 'all-reduce'):  # a sum with zeros, along all of its axes
-            return self.axes == other.axes
-        return {*self.axes} <= {*other.axes} and own in (kind, *_BECOMES.get(kind, ()))
+def _may_become(other: RunOnMesh, wanted: RunOnMesh) -> bool:
+    kind, own = other.run.kind, wanted.run.kind
+    if (kind, own) == ('all-gather', 'all-reduce'):  # a sum with zeros, along all of its axes
+        return wanted.axes == other.axes
+    return {*wanted.axes} <= {*other.axes} and own in (kind, *_BECOMES.get(kind, ()))
 
 
 def _function(op_name: str) -> str:

@@ -26,14 +26,7 @@ from scalax._plan.hlo_cost import Work
 from scalax._plan.host_moves import HostMoves
 from scalax._plan.memory import Memory
 from scalax._plan.roofline import Roofline, Seconds, not_compiled_for, phases_of, time_collectives
-from scalax._plan.torus import (
-    NETWORKS,
-    Network,
-    Place,
-    devices_per_chip,
-    places_in_nodes,
-    places_on_torus,
-)
+from scalax._plan.torus import NETWORKS, Network, Place, devices_per_chip, places_in_nodes, places_on_torus
 from scalax._util.strict_json import brief
 from scalax.errors import ArgumentError, PlanError, did_you_mean
 from scalax.explain import ShardingReport
@@ -113,7 +106,7 @@ class PlanData:
     @property
     def hardware(self) -> Hardware | None:
         """The hardware that the devices are, or stand for; None if its numbers are not known."""
-        return HARDWARE[self.simulates] if self.simulates else hardware_of(self.device_kind)
+        return hardware_of(self.device_kind, self.simulates)
 
     @property
     def not_compiled_for(self) -> str:

@@ -84,28 +84,18 @@ def neighbourhood(computation: Computation, instruction: Instruction) -> Iterato
 
     Users come before an instruction that the partitioner added to move a value for them.
     """
-    users = [*_users(computation, instruction)]
+    users = [*_reached(instruction, lambda item: computation.users.get(item.name, []))]
     if is_of_the_partitioner(instruction) and instruction.opcode not in _COMPUTES:
         yield from users
     yield instruction
     yield from users
-    yield from _operands(computation, instruction)
-
-
-def _users(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:
-    """The users of a value, also through instructions that only forward it."""
-    return _reached(instruction, lambda item: computation.users.get(item.name, []))
-
-
-def _operands(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:
-    """The operands of an instruction, also through instructions that only forward them."""
-    return _reached(instruction, computation.makers_of)
+    yield from _reached(instruction, computation.makers_of)
 
 
 def _reached(
     start: Instruction, step: Callable[[Instruction], Iterable[Instruction]]
 ) -> Iterator[Instruction]:
-    """The instructions reached by a few steps, the nearest first."""
+    """The instructions reached by a few steps through those that only forward a value, the nearest first."""
     level = [start]
     for _ in range(_FAR):
         level = [other for item in level for other in step(item)]

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from scalax._plan.hlo import Computation, Instruction
-from scalax._plan.hlo_integers import Integers
+from scalax._plan.hlo import Computation, Instruction, Module
+from scalax._plan.hlo_loops import Integers
 from scalax._plan.loop_rounds import Values
 from scalax._plan.replica_groups import Groups
 
@@ -24,33 +24,34 @@ class _UnprintedTableError(Exception):
     """A start depends on a table that is not printed."""
 
 
-def is_reduce_scatter(computation: Computation, instruction: Instruction, groups: Groups) -> bool:
+def is_reduce_scatter(
+    module: Module, computation: Computation, instruction: Instruction, groups: Groups
+) -> bool:
     """Whether every use of an all-reduce takes a different part of it on each device of a group.
 
     Args:
+        module: the program.
         computation: the computation that holds it.
         instruction: the all-reduce.
         groups: one row a group, of device numbers.
     """
+    numbers = np.arange(groups.size)
+
+    def own_number(each: Instruction, _: int) -> Values | None:
+        if each.opcode == 'constant' and '...' in each.operands[0]:
+            raise _UnprintedTableError
+        return numbers if each.opcode == 'partition-id' else None
+
+    integers = Integers(module, computation, own_number, groups.size)
     users = computation.users.get(instruction.name, [])
-    return bool(users) and all(_takes_own_part(computation, instruction, user, groups) for user in users)
+    return bool(users) and all(_takes_own_part(integers, instruction, user, groups) for user in users)
 
 
-def _takes_own_part(
-    computation: Computation, instruction: Instruction, user: Instruction, groups: Groups
-) -> bool:
+def _takes_own_part(integers: Integers, instruction: Instruction, user: Instruction, groups: Groups) -> bool:
     count = groups.shape[1]
     if user.opcode != 'dynamic-slice' or user.bytes * count != instruction.bytes:
         return False
-    whole, part = instruction.arrays[0].dims, user.arrays[0].dims
-    numbers = np.arange(groups.size)
-
-    def own_number(instruction: Instruction, _: int) -> Values | None:
-        if instruction.opcode == 'constant' and '...' in instruction.operands[0]:
-            raise _UnprintedTableError
-        return numbers if instruction.opcode == 'partition-id' else None
-
-    integers, starts = Integers(computation, own_number, groups.size), []
+    whole, part, starts = instruction.arrays[0].dims, user.arrays[0].dims, []
     for dimension, (size, taken) in enumerate(zip(whole, part, strict=True)):
         if taken < size:
             try:

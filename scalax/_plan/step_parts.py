@@ -8,10 +8,9 @@ such as copies, belongs to what uses it.
 from __future__ import annotations
 
 import collections
-import itertools
 
 from scalax._plan.formulas import PARTS, Part, part_of
-from scalax._plan.hlo import CALLS, Computation, Instruction, Module
+from scalax._plan.hlo import Computation, Instruction, Module
 from scalax._plan.hlo_loops import Visit
 
 _GRADIENTS = ('backward', 'recomputed')
@@ -28,7 +27,6 @@ class StepParts:
     def __init__(self, module: Module) -> None:
         self._module = module
         self._known: dict[tuple[str, str], frozenset[str]] = {}
-        self._gradients: dict[str, bool] = {}
 
     def of(self, visit: Visit, instruction: Instruction) -> Part:
         """The part of an instruction."""
@@ -85,7 +83,12 @@ class StepParts:
             computation = visit.computation
             instructions = [*computation.instructions.values()]
             own = {each.name: self._own(visit, each) for each in instructions}
-            own |= {each.name: 'backward' for each in computation.calling if self._takes_gradients(each)}
+            # A loop, a branch or a call may compute gradients, such as those of micro-batches.
+            own |= {
+                each.name: 'backward'
+                for each in computation.calling
+                if each.opcode != 'fusion' and any(map(self._has_gradients, self._module.calls(each)))
+            }
             gradients, after = set[str](), set[str]()
             for each in instructions:
                 uses = any(operand.partition('#')[0] in gradients for operand in each.operands)
@@ -99,20 +102,10 @@ class StepParts:
             self._known[key] = frozenset(after)
         return self._known[key]
 
-    def _takes_gradients(self, instruction: Instruction) -> bool:
-        """Whether a loop, a branch or a call computes gradients, such as those of micro-batches."""
-        if instruction.opcode == 'fusion':
-            return False
-        return any(map(self._has_gradients, self._module.called(instruction, *CALLS[instruction.opcode])))
-
     def _has_gradients(self, computation: Computation) -> bool:
-        if computation.name not in self._gradients:
-            own = (part_of(each.op_name) for each in computation.instructions.values())
-            called = (self._module.called(each, *CALLS[each.opcode]) for each in computation.calling)
-            self._gradients[computation.name] = any(part in _GRADIENTS for part in own) or any(
-                map(self._has_gradients, itertools.chain.from_iterable(called))
-            )
-        return self._gradients[computation.name]
+        return any(part_of(each.op_name) in _GRADIENTS for each in computation.instructions.values()) or any(
+            any(map(self._has_gradients, self._module.calls(each))) for each in computation.calling
+        )
 
 
 def _most(visit: Visit, computation: Computation) -> Part:

@@ -11,8 +11,7 @@ import pytest
 from scalax._plan.buffers import largest_buffers
 from scalax._plan.hlo import parse
 from scalax._plan.host_moves import host_moves
-from scalax._plan.layout import MemoryTables, read_layout
-from scalax._plan.memory import assigned_memory
+from scalax._plan.memory import MemoryTables, assigned_memory, read_layout
 from scalax.errors import PlanError
 from scalax.plan import HARDWARE, Counted, HostMoves, Memory, Roofline
 

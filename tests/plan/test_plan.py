@@ -411,7 +411,7 @@ def test_a_program_of_one_device_from_a_cache_is_compiled_again(monkeypatch):
 
     def cached_at_first(lowered, options):
         dump = compile_(lowered, options)
-        dumps.append(dump if dumps else dataclasses.replace(dump, optimized=''))
+        dumps.append(dump if dumps else dump._replace(optimized=''))
         return dumps[-1]
 
     monkeypatch.setattr(compilation, '_compile', cached_at_first)

@@ -14,8 +14,7 @@ from scalax._plan.collectives import Collective, collectives
 from scalax._plan.hlo import parse
 from scalax._plan.hlo_cost import Work, work_of
 from scalax._plan.host_moves import HostMoves, host_moves
-from scalax._plan.layout import MemoryTables, read_layout
-from scalax._plan.memory import Memory, assigned_memory
+from scalax._plan.memory import Memory, MemoryTables, assigned_memory, read_layout
 from scalax._plan.torus import places_of
 from scalax.plan import HARDWARE, Plan, Roofline
 from scalax.sharding import MeshShardingHelper
