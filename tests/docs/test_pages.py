@@ -58,7 +58,7 @@ def test_pictures_are_small_and_shown() -> None:
 
 CACHES = re.compile(
     r'functools\.(?:lru_)?cache\b|\bLRUCache\(\)|\b\w*LRUCache\[.*\]\(\)|\bKnown\(\)|weakref\.Weak\w+Dictionary\('
-    r'|\bResolutionCache\(|linecache\.cache\['
+    r'|linecache\.cache\['
 )
 # Not kept: what a report is made with ends with the making.
 PASSING = {'explain/_make'}
