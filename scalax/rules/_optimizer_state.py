@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -125,10 +125,10 @@ class OptimizerStateShardingRule(BuiltinRule):
                 is_copy = whole.shapes[i] == self._params.shapes[place.param]
                 asked[i] = place.param, occupied.get(i, FREE) if is_copy else FREE
         decided = self._params.decide(filter(None, dict.fromkeys(asked)), axis_sizes)
-        memo: dict[Any, Decision | None] = {}
+        derive = functools.cache(_derived)
         answers: list[Answer] = []
         for i, (place, key) in enumerate(zip(places, asked, strict=True)):
-            answers.append(self._answer(whole, i, place, key and decided[key], memo))
+            answers.append(self._answer(whole, i, place, key and decided[key], derive))
         if all(isinstance(answers[i], NoAnswer) for i, place in enumerate(places) if place):
             for i, answer in enumerate(answers):
                 if isinstance(answer, NoAnswer) and _is_float(whole, i):
@@ -141,7 +141,7 @@ class OptimizerStateShardingRule(BuiltinRule):
         index: int,
         place: _Place | None,
         decided: Decision | Problem | None,
-        memo: dict[Any, Decision | None],
+        derive: Callable[..., Decision | None],
     ) -> Answer:
         """The answer about a leaf of the state; *decided* is what its parameter gets, if it has one."""
         shape = state.shapes[index]
@@ -153,10 +153,7 @@ class OptimizerStateShardingRule(BuiltinRule):
             return dataclasses.replace(decided, leaf=state.describe(index), detail=detail)
         last = place.before.rpartition('/')[2]
         role = last if last in ('v_row', 'v_col') else ''
-        key = (id(decided), own, shape, role, place.inside)
-        if key not in memo:
-            memo[key] = _derived(decided, own, shape, role, place.inside)
-        derived = memo[key]
+        derived = derive(decided, own, shape, role, place.inside)
         if derived is not None:
             return derived
         if place.inside or self._params.is_weak(place.param):
