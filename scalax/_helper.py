@@ -114,7 +114,7 @@ class MeshShardingHelper:
         on_indivisible: OnIndivisible = 'error',
         follow_batch: bool = True,
     ) -> None:
-        self._mesh: Mesh | AbstractMesh = meshes.build_mesh(
+        mesh = meshes.build_mesh(
             axis_dims,
             axis_names,
             split_physical_axes=checked_flag('mesh_axis_splitting', mesh_axis_splitting),
@@ -122,9 +122,19 @@ class MeshShardingHelper:
             devices=devices,
             axis_types=axis_types,
         )
-        self._simulates = meshes.gpus_of(self.mesh, devices)
+        self._set_up(mesh, on_indivisible, follow_batch, meshes.gpus_of(mesh, devices))
+
+    def _set_up(
+        self,
+        mesh: Mesh | AbstractMesh,
+        on_indivisible: str,
+        follow_batch: bool,
+        simulates: SimulatedGPUs | None = None,
+    ) -> None:
+        self._mesh = mesh
         self._on_indivisible = checked_policy(on_indivisible)
         self._follow_batch = checked_flag('follow_batch', follow_batch)
+        self._simulates = simulates
         self._contexts: LRUCache[contexts.Context, contexts.Context] = LRUCache()
 
     @classmethod
@@ -146,9 +156,7 @@ class MeshShardingHelper:
             MeshError: *mesh* is neither.
         """
         helper = cls.__new__(cls)
-        helper._mesh, helper._on_indivisible = meshes.checked_mesh(mesh), checked_policy(on_indivisible)
-        helper._follow_batch, helper._simulates = checked_flag('follow_batch', follow_batch), None
-        helper._contexts = LRUCache()
+        helper._set_up(meshes.checked_mesh(mesh), on_indivisible, follow_batch)
         return helper
 
     @classmethod
@@ -491,19 +499,15 @@ class MeshShardingHelper:
 
     @overload
     def auto_axes(
-        self, fun: Callable[Given, Result], *, axes: str | Iterable[str] | None = None, out_sharding: RuleLike
-    ) -> Callable[Given, Result]: ...
-    @overload
-    def auto_axes(
-        self, fun: None = None, *, axes: str | Iterable[str] | None = None, out_sharding: RuleLike
-    ) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]: ...
-    @overload
-    def auto_axes(
-        self, fun: Callable[..., Result], *, axes: str | Iterable[str] | None = None
+        self,
+        fun: Callable[..., Result],
+        *,
+        axes: str | Iterable[str] | None = None,
+        out_sharding: RuleLike = ...,
     ) -> Callable[..., Result]: ...
     @overload
     def auto_axes(
-        self, fun: None = None, *, axes: str | Iterable[str] | None = None
+        self, fun: None = None, *, axes: str | Iterable[str] | None = None, out_sharding: RuleLike = ...
     ) -> Callable[[Callable[..., Result]], Callable[..., Result]]: ...
     def auto_axes(
         self,
@@ -552,19 +556,15 @@ class MeshShardingHelper:
 
     @overload
     def explicit_axes(
-        self, fun: Callable[Given, Result], *, axes: str | Iterable[str] | None = None, in_sharding: RuleLike
-    ) -> Callable[Given, Result]: ...
-    @overload
-    def explicit_axes(
-        self, fun: None = None, *, axes: str | Iterable[str] | None = None, in_sharding: RuleLike
-    ) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]: ...
-    @overload
-    def explicit_axes(
-        self, fun: Callable[..., Result], *, axes: str | Iterable[str] | None = None
+        self,
+        fun: Callable[..., Result],
+        *,
+        axes: str | Iterable[str] | None = None,
+        in_sharding: RuleLike = ...,
     ) -> Callable[..., Result]: ...
     @overload
     def explicit_axes(
-        self, fun: None = None, *, axes: str | Iterable[str] | None = None
+        self, fun: None = None, *, axes: str | Iterable[str] | None = None, in_sharding: RuleLike = ...
     ) -> Callable[[Callable[..., Result]], Callable[..., Result]]: ...
     def explicit_axes(
         self,

@@ -63,12 +63,12 @@ def as_rule(mapping: AxisMapping) -> LogicalAxisShardingRule:
 def merged(inner: LogicalAxisShardingRule, outer: LogicalAxisShardingRule) -> LogicalAxisShardingRule:
     """The pairs of both; of *outer* those alone whose names *inner* does not have."""
     known = {name for name, _ in inner.axis_mapping}
-    return LogicalAxisShardingRule(
-        [*inner.axis_mapping, *(pair for pair in outer.axis_mapping if pair[0] not in known)],
-        [*inner.axis_names, *outer.axis_names],
-        inner.strict and outer.strict,
-        inner.on_indivisible,
-        sizes={**dict(outer.sizes), **dict(inner.sizes)},
+    return dataclasses.replace(
+        inner,
+        axis_mapping=(*inner.axis_mapping, *(pair for pair in outer.axis_mapping if pair[0] not in known)),
+        axis_names=(*inner.axis_names, *outer.axis_names),
+        strict=inner.strict and outer.strict,
+        sizes=(*(dict(outer.sizes) | dict(inner.sizes)).items(),),
     )
 
 

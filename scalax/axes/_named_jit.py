@@ -23,6 +23,7 @@ from scalax._transforms.calls.signature import CallSignature, name_of
 from scalax._transforms.sjit.function import JitOptions
 from scalax._tree.specs import entry_axes
 from scalax._util.lru_cache import LRUCache
+from scalax._util.renamed_keywords import renamed
 from scalax.axes._mapping import AxisMapping, as_rule, mapping_in_force, mesh_in_force
 from scalax.axes._query import physical_axis_name
 from scalax.axes._static import (
@@ -167,29 +168,24 @@ def fsdp(*args: Any, **kwargs: Any) -> Any:
         ...     step(jnp.ones((8, 4))).shape
         (8, 4)
     """
-    names: tuple[str, ...] = ('param_mapping', 'compute_mapping')
-    if args and callable(args[0]) and not isinstance(args[0], Mapping):
-        names = ('fn', *names)
-    given = dict(zip(names, args, strict=False))
-    if 'parameter_mapping' in kwargs and 'param_mapping' not in kwargs:  # haliax's name for it
-        kwargs['param_mapping'] = kwargs.pop('parameter_mapping')
-    if len(args) > len(names) or kwargs.keys() & {*given, *_OF_FSDP}:
+    fn, args = (args[0], args[1:]) if args and callable(args[0]) else (kwargs.pop('fn', None), args)
+    try:
+        return _fsdp(fn, *args, **kwargs)
+    except TypeError as error:
+        if isinstance(error, ArgumentError):
+            raise
         raise ArgumentError(
             'fsdp takes fn, param_mapping and compute_mapping, once each; they stand for the axis_resources, '
-            'in_axis_resources and out_axis_resources of named_jit'
-        )
-    given |= kwargs
-    try:
-        params, compute = given.pop('param_mapping'), given.pop('compute_mapping')
-    except KeyError as error:
-        raise ArgumentError(
-            f'fsdp needs a {error.args[0]}: fsdp(fn, param_mapping, compute_mapping)'
+            f'in_axis_resources and out_axis_resources of named_jit. Python says: {error}'
         ) from None
-    fn = given.pop('fn', None)
-    return named_jit(fn, compute, in_axis_resources=params, out_axis_resources=params, **given)
 
 
-_OF_FSDP = ('axis_resources', 'in_axis_resources', 'out_axis_resources', 'parameter_mapping')
+@renamed(parameter_mapping='param_mapping')  # haliax's name for it
+def _fsdp(fn: Any, param_mapping: Resources, compute_mapping: AxisMapping | None, **options: Any) -> Any:
+    return named_jit(
+        fn, compute_mapping, in_axis_resources=param_mapping, out_axis_resources=param_mapping, **options
+    )
+
 
 _STATIC = 'arrays are data, and everything else is static already'
 _INSTEAD = {
@@ -233,9 +229,8 @@ class NamedJitFunction(Generic[Given, Result]):
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
         self._name, self._shared = name_of(fn), shared
-        self._batch: CallSignature | None = None
-        if batch_argnums is not None or batch_argnames is not None:
-            self._batch = CallSignature(fn, batch=(batch_argnums, batch_argnames))
+        has_batch = batch_argnums is not None or batch_argnames is not None
+        self._batch = CallSignature(fn, batch=(batch_argnums, batch_argnames)) if has_batch else None
         if inspect.ismethod(fn):
             # The arrays of the object are data. JAX would compare the bound method by identity.
             fn = jax.tree_util.Partial(fn.__func__, fn.__self__)

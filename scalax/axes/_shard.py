@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, TypeVar, cast
@@ -132,10 +133,7 @@ def _unsharded(why: str, *remedies: str) -> None:
 @functools.lru_cache(maxsize=1024)
 def _naming(rule: LogicalAxisShardingRule, text: str) -> LogicalAxisShardingRule:
     """The rule with these names for every array that does not name its dimensions itself."""
-    named = [('', text), *rule.axis_names]
-    return LogicalAxisShardingRule(
-        rule.axis_mapping, named, rule.strict, rule.on_indivisible, sizes=dict(rule.sizes)
-    )
+    return dataclasses.replace(rule, axis_names=(('', text), *rule.axis_names))
 
 
 def _sharded(tree: Any, rule: LogicalAxisShardingRule, mesh: Mesh | AbstractMesh) -> Any:

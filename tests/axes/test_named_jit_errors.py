@@ -33,7 +33,7 @@ def exactly(message):
 
 OF_FSDP = (
     'fsdp takes fn, param_mapping and compute_mapping, once each; they stand for the axis_resources, '
-    'in_axis_resources and out_axis_resources of named_jit'
+    'in_axis_resources and out_axis_resources of named_jit. Python says: '
 )
 
 
@@ -56,13 +56,16 @@ OF_FSDP = (
             'What to do: everything but arrays is part of the compiled program: return something immutable, '
             'or a pytree of arrays.',
         ),
-        (lambda: fsdp(PARAMS), 'fsdp needs a compute_mapping: fsdp(fn, param_mapping, compute_mapping)'),
+        (lambda: fsdp(PARAMS), f"{OF_FSDP}_fsdp() missing 1 required positional argument: 'compute_mapping'"),
         (
             lambda: fsdp(lambda x: x, PARAMS, COMPUTE, 3),
-            OF_FSDP,
+            f'{OF_FSDP}_fsdp() takes 3 positional arguments but 4 were given',
         ),
-        (lambda: fsdp(PARAMS, COMPUTE, in_axis_resources=PARAMS), OF_FSDP),
-        (lambda: fsdp(param_mapping=PARAMS, parameter_mapping=PARAMS, compute_mapping=COMPUTE), OF_FSDP),
+        (
+            lambda: fsdp(PARAMS, COMPUTE, in_axis_resources=PARAMS),
+            f'{OF_FSDP}scalax.axes._named_jit.named_jit() got multiple values for keyword argument '
+            "'in_axis_resources'",
+        ),
         (
             lambda: named_jit(lambda x: x, donate_argnums=0),
             'named_jit takes no donate_argnums: give donate_args',
