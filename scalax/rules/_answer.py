@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -13,8 +12,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
 from scalax.errors import Problem
 from scalax.rules._indivisible import OnIndivisible
-
-Result = TypeVar('Result')
 
 AxisSizes = Mapping[str, int]
 Clause = tuple[Any, int]
@@ -92,11 +89,6 @@ Answer = Decision | Problem | NoAnswer
 def settled(answers: list[Answer]) -> list[Decision | Problem]:
     """What leaves get where no rule is next."""
     return [answer.settled() if isinstance(answer, NoAnswer) else answer for answer in answers]
-
-
-def map_once(function: Callable[..., Result], *columns: Iterable[Any]) -> list[Result]:
-    """``list(map(function, *columns))``, where equal arguments have one result, which is found once."""
-    return list(map(functools.cache(function), *columns))
 
 
 def changed(answer: Answer, change: Callable[[Decision], Decision]) -> Answer:

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec
 from scalax._tree import specs
 from scalax._tree.paths import FREE, NamedTree
 from scalax.errors import Problem
-from scalax.rules._answer import Answer, AxisSizes, Decision, NoAnswer, map_once
+from scalax.rules._answer import Answer, AxisSizes, Decision, NoAnswer
 
 Ask = Callable[[NamedTree], list[Answer]]
 """Gives the answers of a rule."""
@@ -64,10 +64,12 @@ def overlaid(tree: NamedTree, ask_first: Ask, ask_second: Ask, axis_sizes: AxisS
     part = tree.select(open_leaves)
     firsts = [answers[i] for i in open_leaves]
     ranks = map(len, part.shapes)
-    part = part.with_occupied(map_once(occupied_by, part.occupied, map(_occupied_spec, firsts), ranks))
+    occupied = map(functools.cache(occupied_by), part.occupied, map(_occupied_spec, firsts), ranks)
+    part = part.with_occupied(list(occupied))
     seconds = _unoccupied(part, ask_second(part))
     merge = functools.partial(_merged, axis_sizes=axis_sizes or {})
-    for i, answer in zip(open_leaves, map_once(merge, firsts, seconds, part.shapes), strict=True):
+    merged = map(functools.cache(merge), firsts, seconds, part.shapes)
+    for i, answer in zip(open_leaves, merged, strict=True):
         answers[i] = _about(tree, i, answer)
     return answers
 
@@ -101,7 +103,7 @@ def _unoccupied(tree: NamedTree, answers: list[Answer]) -> list[Answer]:
     """The answers without the dimensions and mesh axes that rules before have occupied."""
     if tree.occupied.count(FREE) == len(answers):
         return answers
-    return map_once(_reduced, answers, tree.occupied, map(len, tree.shapes))
+    return list(map(functools.cache(_reduced), answers, tree.occupied, map(len, tree.shapes)))
 
 
 def _reduced(answer: Answer, occupied: PartitionSpec, rank: int) -> Answer:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from scalax._tree.paths import NamedTree
 from scalax._tree.specs import entries, entry_axes, no_axis, spec_axes
 from scalax.errors import RuleError, plural
-from scalax.rules._answer import REPLICATED, Answer, AxisSizes, Decision, NoAnswer, map_once
+from scalax.rules._answer import REPLICATED, Answer, AxisSizes, Decision, NoAnswer
 from scalax.rules._rule import BuiltinRule
 
 
@@ -69,7 +69,8 @@ class FSDPShardingRule(BuiltinRule):
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         size = self._axis_size(axis_sizes)  # raises where the mesh does not fit, also if all arrays are small
-        return map_once(functools.partial(self._answer, size=size), tree.shapes, tree.occupied)
+        answer = functools.partial(self._answer, size=size)
+        return list(map(functools.cache(answer), tree.shapes, tree.occupied))
 
     def _answer(self, shape: tuple[int, ...], occupied: PartitionSpec, size: int | None) -> Answer:
         """The answer about arrays of a shape; those that are too small, or do not divide, get none."""

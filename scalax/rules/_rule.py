@@ -25,7 +25,6 @@ from scalax.rules._answer import (
     AxisSizes,
     Decision,
     changed,
-    map_once,
     non_arrays,
     not_a_spec,
     settled,
@@ -339,7 +338,7 @@ class _Wrapper(BuiltinRule):
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         answers = answers_of(self.rule, self._inner_tree(tree), axis_sizes)
-        return map_once(self._changed, answers, map(len, tree.shapes))
+        return list(map(functools.cache(self._changed), answers, map(len, tree.shapes)))
 
     def _inner_tree(self, tree: NamedTree) -> NamedTree:
         """The tree that the wrapped rule sees."""
@@ -368,7 +367,8 @@ class Stacked(_Wrapper):
 
     def _inner_tree(self, tree: NamedTree) -> NamedTree:
         layer = tree.without_first(self.dims)
-        return layer.with_occupied(map_once(self._occupied, tree.occupied, map(len, layer.shapes)))
+        occupied = map(functools.cache(self._occupied), tree.occupied, map(len, layer.shapes))
+        return layer.with_occupied(list(occupied))
 
     def _occupied(self, occupied: PartitionSpec, rank: int) -> PartitionSpec:
         """What is occupied of one layer; the axes of the stack are in use too."""

@@ -18,7 +18,6 @@ from scalax.rules._answer import (
     Decision,
     NoAnswer,
     changed,
-    map_once,
     short,
 )
 from scalax.rules._indivisible import OnIndivisible, checked_policy
@@ -109,7 +108,8 @@ class TreePathShardingRule(BuiltinRule):
             answers[i] = NoAnswer(functools.partial(self._unmatched, tree, i)) if self.strict else _MISS
         inner = answers_of_each({i: nested[i][1] for i in sorted(nested)}, tree, axis_sizes)
         clauses = [nested[i][0] for i in inner]  # several may have the same rule
-        for i, answer in zip(inner, map_once(self._by_clause, clauses, inner.values()), strict=True):
+        told = map(functools.cache(self._by_clause), clauses, inner.values())
+        for i, answer in zip(inner, told, strict=True):
             answers[i] = answer
         return answers
 

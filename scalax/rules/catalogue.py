@@ -89,7 +89,7 @@ from jax.sharding import PartitionSpec
 from scalax._tree.paths import NamedTree
 from scalax._tree.specs import Fault, entries, entry_axes, no_axis, spec_axes
 from scalax.errors import Problem, RuleError, did_you_mean, near_names
-from scalax.rules._answer import REPLICATED, Answer, AxisSizes, Decision, map_once
+from scalax.rules._answer import REPLICATED, Answer, AxisSizes, Decision
 from scalax.rules._indivisible import OnIndivisible
 from scalax.rules._rule import ShardingRule
 from scalax.rules._tree_path import TreePathShardingRule, checked_pair, checked_regex
@@ -245,7 +245,8 @@ class ExactRankRule(TreePathShardingRule):
         answers = super().answers(tree, axis_sizes)
         stacked = map(tree.stacked, range(len(tree)))
         check = functools.partial(self._fault, axis_sizes=axis_sizes)
-        for index, fault in enumerate(map_once(check, answers, map(len, tree.shapes), stacked)):
+        faults = [*map(functools.cache(check), answers, map(len, tree.shapes), stacked)]
+        for index, fault in enumerate(faults):
             answer = answers[index]
             if fault and isinstance(answer, Decision):
                 leaf, spec = tree.describe(index), str(answer.spec)
