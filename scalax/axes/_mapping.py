@@ -137,24 +137,6 @@ def _is_named_size(name: Any, size: Any) -> bool:
     return isinstance(name, str) and isinstance(size, int | np.integer | None)
 
 
-def names_text(axes: Any) -> str:
-    """The names of dimensions as a pattern.
-
-    Raises:
-        RuleError: as for `dimensions_of`, or the name of a haliax axis cannot stand in a pattern.
-    """
-    pattern, text = dimensions_of(axes)
-    names = [part for parts in pattern.dimensions for part in parts if isinstance(part, str)]
-    for name in names:
-        if not name.isidentifier() or name != name.strip('_'):
-            raise RuleError(
-                f'the name {name!r} of a haliax axis cannot stand in a pattern: shard a NamedArray, which '
-                'names its dimensions itself, or give the axis a name of letters and digits, with '
-                'underscores only inside'
-            )
-    return text
-
-
 def is_axis(value: Any) -> bool:
     """Whether a value is a haliax Axis; duck-typed, because haliax need not be installed."""
     return isinstance(getattr(value, 'name', None), str) and isinstance(getattr(value, 'size', None), int)
