@@ -123,13 +123,10 @@ def test_resources_of_another_form(helper):
 
 def test_a_mesh_without_devices_serves_inside_of_jit_only(helper):
     compiled = named_jit(lambda x: shard(x, 'batch mlp'), COMPUTE, mesh=helper.mesh.abstract_mesh)
-    said = (
-        '<lambda> needs devices to run on, and this helper was made from an AbstractMesh, which has none: '
-        'use a helper over a Mesh'
-    )
-    for call in (compiled, compiled.lower):
-        with pytest.raises(MeshError, match=exactly(said)):
-            call(jnp.ones((8, 8)))
+    with pytest.raises(MeshError, match=r'^a call of <lambda> needs devices to run on'):
+        compiled(jnp.ones((8, 8)))
+    with pytest.raises(MeshError, match=r'^lower\(\) needs devices'):
+        compiled.lower(jnp.ones((8, 8)))
     with jax.set_mesh(helper.mesh):
         assert jax.jit(compiled)(jnp.ones((8, 8))).sharding.spec == P('data', 'tp')
 
@@ -138,7 +135,7 @@ def test_donated_keywords_have_names_of_arguments():
     def step(x, *, state=None):
         return x if state is None else x + state
 
-    said = "donate_kwargs of step: there is no argument 'stat' (did you mean 'state'?)"
+    said = "donate_argnames='stat': step has no such argument (did you mean 'state'?)"
     with pytest.raises(ArgumentError, match=exactly(said)):
         named_jit(step, donate_kwargs={'x': True, 'stat': True})
     # Extra keywords have any name.
