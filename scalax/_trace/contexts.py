@@ -175,43 +175,30 @@ def bound(name: str) -> tuple[MeshOwner, RuleLike] | None:
     return helper, found[1]
 
 
-class ContextCache:
-    """Interns contexts: equal bindings have the same Context.
+_contexts: weakref.WeakKeyDictionary[MeshOwner, weakref.WeakValueDictionary[Any, Context]]
+_contexts = weakref.WeakKeyDictionary()
+_keep = functools.lru_cache(maxsize=lru_cache.SIZE)(lambda context: context)
+_lock = threading.RLock()  # re-entrant: comparing the rules of users may run their code
 
-    Contexts are part of JAX's cache keys by identity: a new one for every call would trace and compile
-    everything again. The most recently used are kept. A context whose rules may refer to the helper, as a
-    user's function does, is held weakly.
+
+def context_of(helper: MeshOwner, bindings: Mapping[str, RuleLike]) -> Context:
+    """The context of *bindings* inside the one that is active now.
+
+    Equal bindings have the same one: contexts are part of JAX's cache keys by identity, and a new one for
+    every call would trace and compile everything again. The most recently used are kept; those whose rules
+    may refer to the helper, as a user's function does, as long as a caller keeps them.
     """
-
-    def __init__(self, helper: MeshOwner) -> None:
-        self._helper = weakref.ref(helper)
-        self._contexts: weakref.WeakValueDictionary[Any, Context] = weakref.WeakValueDictionary()
-        self._keep = functools.lru_cache(maxsize=lru_cache.SIZE)(lambda context: context)
-        self._lock = threading.RLock()  # re-entrant: comparing the rules of users may run their code
-
-    def get(self, bindings: Mapping[str, RuleLike]) -> Context:
-        """The context of *bindings* inside the one that is active now."""
-        outer = current()
-        own = {name: (self._helper, rules) for name, rules in bindings.items()}
-        merged = {**(outer.bindings if outer else {}), **own}
-        bound = sorted(merged.items())
-        key = tuple([(name, helper, hashable(key_of(rules))) for name, (helper, rules) in bound])
-        with self._lock:
-            known = self._contexts.get(key)
-            if known is None:
-                known = self._contexts[key] = Context(self._helper, merged)
-        if all(are_pure(rules) for _, rules in merged.values()):
-            self._keep(known)
-        return known
-
-
-_caches: weakref.WeakKeyDictionary[MeshOwner, ContextCache] = weakref.WeakKeyDictionary()
-
-
-def contexts_of(helper: MeshOwner) -> ContextCache:
-    """The contexts of a helper."""
-    known = _caches.get(helper)
-    return known or _caches.setdefault(helper, ContextCache(helper))
+    outer, owner = current(), weakref.ref(helper)
+    own = {name: (owner, rules) for name, rules in bindings.items()}
+    merged = {**(outer.bindings if outer else {}), **own}
+    bound = sorted(merged.items())
+    key = tuple([(name, by, hashable(key_of(rules))) for name, (by, rules) in bound])
+    with _lock:
+        own_contexts = _contexts.setdefault(helper, weakref.WeakValueDictionary())
+        context = own_contexts.get(key)
+        if context is None:
+            context = own_contexts[key] = Context(owner, merged)
+    return _keep(context) if all(are_pure(rules) for _, rules in merged.values()) else context
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -278,7 +265,7 @@ class ActiveHelper:
         self._kept = kept
 
     def __enter__(self) -> ActiveHelper:
-        context = contexts_of(self.mesh_helper).get(self._bindings)
+        context = context_of(self.mesh_helper, self._bindings)
         self._kept.put(context, context)  # so that equal bindings find it later
         manager = entered(context, set())
         manager.__enter__()

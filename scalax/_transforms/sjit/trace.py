@@ -187,7 +187,7 @@ class TracedFunction:
             return outputs
 
     def _context_entered(self) -> Any:
-        context = self._keep(contexts.contexts_of(self.helper).get(self._names))
+        context = self._keep(contexts.context_of(self.helper, self._names))
         return contexts.entered(context, self._asked)
 
     def as_users(self, flat_function: Callable[..., Any], layout: CallLayout) -> Callable[..., Any]:
