@@ -288,11 +288,11 @@ class Named:
 
 @dataclasses.dataclass(frozen=True)
 class NamedLeaf:
-    """Everything that the decision about one leaf depends on."""
+    """Everything that the decision about one leaf depends on; of a shape, sizes may be unknown (None)."""
 
     rule: LogicalAxisShardingRule
     named: Named
-    shape: tuple[int, ...]
+    shape: tuple[int | None, ...]
     stacked: int
     occupied: PartitionSpec
     axis_sizes: AxisSizes | None
@@ -387,10 +387,12 @@ class NamedLeaf:
             return f': the mesh has no {", ".join(map(repr, dict.fromkeys(absent)))}{hint}'
         return '' if odd is None else f'; the mesh has no {odd!r}{hint}'
 
-    def _part_sizes(self, parts: Dimension, size: int) -> list[int | None] | None:
+    def _part_sizes(self, parts: Dimension, size: int | None) -> list[int | None] | None:
         """The sizes of the parts of a dimension as far as they are known; None if they do not fit it."""
         known = dict(self.rule.sizes)
         sizes = [part if isinstance(part, int) else known.get(part or '') for part in parts]
+        if size is None:
+            return sizes
         rest, remainder = divmod(size, math.prod(n for n in sizes if n is not None))
         if remainder or (None not in sizes and rest != 1):
             return None
