@@ -5,6 +5,7 @@ flax is imported when this module is: ``from scalax.interop import nnx``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -226,13 +227,11 @@ class NnxFunction:
 
     def _closes_over(self, error: Exception) -> str:
         """What to do about a change of a module that is no argument."""
-        try:
+        own: dict[str, Any] = {}
+        with contextlib.suppress(TypeError):  # of what is no function of Python
             known = inspect.getclosurevars(self._fun)
-        except TypeError:  # of what is no function of Python
-            names = []
-        else:
             own = {**known.globals, **known.nonlocals}
-            names = [name for name, value in own.items() if _has_modules(value)]
+        names = [name for name, value in own.items() if _has_modules(value)]
         said = str(error).partition(' (http')[0]
         return (
             f'{self._name} changes {" or ".join(names) or "a module"}, which is not one of its arguments: a '
@@ -250,11 +249,8 @@ class NnxFunction:
             )
         names = sorted({*before, *after})
         others = [name for name in names if before.get(name, _VARIABLE) != after.get(name, _VARIABLE)]
-        what = (
-            f'what is no array in its arguments: {", ".join(others)}'
-            if others
-            else 'which modules it is given'
-        )
+        listed = f'what is no array in its arguments: {", ".join(others)}'
+        what = listed if others else 'which modules it is given'
         return (
             f'{self._name} changes {what}. Do that before the call, as with model.eval(), or keep the value '
             'in a Variable'

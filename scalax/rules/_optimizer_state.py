@@ -257,7 +257,6 @@ class _Params:
         self.shapes = [tree.shapes[i] for _, tree, i in self._rows]
         self.paths = [tree.path_below(section.at, i) for section, tree, i in self._rows]
         self._index: Mapping[str, int] = {path: i for i, path in enumerate(self.paths)}
-        self._lengths = set(map(len, self.paths))
 
     def decide(
         self, asked: Iterable[tuple[int, PartitionSpec]], axis_sizes: AxisSizes | None
@@ -283,8 +282,7 @@ class _Params:
         if '' in self._index:
             yield _Place(path, self._index[''])
         for start in reversed([match.end() for match in _BEFORE_A_KEY.finditer(path)]):
-            # Asking for the length first saves most of the slices.
-            if len(path) - start > 0 and len(path) - start in self._lengths and path[start:] in self._index:
+            if path[start:] and path[start:] in self._index:
                 yield _Place(path[: max(start - 1, 0)], self._index[path[start:]])
 
     def above(self, path: str) -> _Place | None:
@@ -359,17 +357,14 @@ def _derived(
         for dims in choices
     )
     if len(distinct) > 1:  # any of them would be a guess
-        several = ' or '.join(map(_dimensions, choices))
-        return dataclasses.replace(
-            answer,
-            spec=REPLICATED,
-            origin=origin,
-            stack=stack,
-            reason=f'keeps {several} of its parameter: ambiguous',
+        spec, reason = (
+            REPLICATED,
+            f'keeps {" or ".join(map(_dimensions, choices))} of its parameter: ambiguous',
         )
-    kept = 'a stack of copies' if len(shape) > len(own) else f'keeps {_dimensions(choices[0])}'
-    reason = f'{kept} of its parameter'
-    return dataclasses.replace(answer, spec=next(iter(distinct)), origin=origin, reason=reason, stack=stack)
+    else:
+        kept = 'a stack of copies' if len(shape) > len(own) else f'keeps {_dimensions(choices[0])}'
+        (spec,), reason = distinct, f'{kept} of its parameter'
+    return dataclasses.replace(answer, spec=spec, origin=origin, reason=reason, stack=stack)
 
 
 def _dimensions(dims: Dimensions) -> str:
