@@ -104,9 +104,7 @@ def shard_with_axis_mapping(x: Tree, mapping: AxisMapping, mesh: Any = None) -> 
 
 def _is_place(value: Any) -> bool:
     """Whether a value is a mesh or a helper."""
-    return isinstance(value, Mesh | AbstractMesh) or isinstance(
-        getattr(value, 'mesh', None), Mesh | AbstractMesh
-    )
+    return isinstance(getattr(value, 'mesh', value), Mesh | AbstractMesh)
 
 
 def _axes_and_mapping(axes_or_mapping: Any, mapping: AxisMapping | None) -> tuple[Any, AxisMapping | None]:
