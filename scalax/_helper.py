@@ -26,8 +26,7 @@ from scalax._util.renamed_keywords import renamed
 from scalax.errors import ArgumentError, checked_flag
 from scalax.rules import RuleLike
 from scalax.rules._indivisible import OnIndivisible, checked_policy
-from scalax.rules._resolution_cache import ResolutionCache
-from scalax.rules._resolve import ResolveMode, resolve
+from scalax.rules._resolve import Resolution, ResolveMode, resolve
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -115,7 +114,7 @@ class MeshShardingHelper:
         on_indivisible: OnIndivisible = 'error',
         follow_batch: bool = True,
     ) -> None:
-        self._mesh: Mesh | AbstractMesh = meshes.build_mesh(
+        mesh = meshes.build_mesh(
             axis_dims,
             axis_names,
             split_physical_axes=checked_flag('mesh_axis_splitting', mesh_axis_splitting),
@@ -123,11 +122,20 @@ class MeshShardingHelper:
             devices=devices,
             axis_types=axis_types,
         )
-        self._simulates = meshes.gpus_of(self.mesh, devices)
+        self._set_up(mesh, on_indivisible, follow_batch, meshes.gpus_of(mesh, devices))
+
+    def _set_up(
+        self,
+        mesh: Mesh | AbstractMesh,
+        on_indivisible: str,
+        follow_batch: bool,
+        simulates: SimulatedGPUs | None = None,
+    ) -> None:
+        self._mesh = mesh
         self._on_indivisible = checked_policy(on_indivisible)
         self._follow_batch = checked_flag('follow_batch', follow_batch)
+        self._simulates = simulates
         self._contexts: LRUCache[contexts.Context, contexts.Context] = LRUCache()
-        self._resolutions = ResolutionCache(self._mesh, self._on_indivisible)
 
     @classmethod
     def from_mesh(
@@ -148,10 +156,7 @@ class MeshShardingHelper:
             MeshError: *mesh* is neither.
         """
         helper = cls.__new__(cls)
-        helper._mesh, helper._on_indivisible = meshes.checked_mesh(mesh), checked_policy(on_indivisible)
-        helper._follow_batch, helper._simulates = checked_flag('follow_batch', follow_batch), None
-        helper._contexts = LRUCache()
-        helper._resolutions = ResolutionCache(helper._mesh, helper._on_indivisible)
+        helper._set_up(meshes.checked_mesh(mesh), on_indivisible, follow_batch)
         return helper
 
     @classmethod
@@ -274,7 +279,7 @@ class MeshShardingHelper:
             DataError: the processes of the mesh place different trees; raised on all of them.
         """
         meshes.require_devices(self._mesh, 'shard')
-        return transfer.put_on(self.mesh, tree, lambda: self._resolutions.find(rules, tree).shardings)
+        return transfer.put_on(self.mesh, tree, lambda: self._resolved(rules, tree).shardings)
 
     @overload
     def gather(self, tree: jax.Array) -> np.ndarray: ...
@@ -494,19 +499,15 @@ class MeshShardingHelper:
 
     @overload
     def auto_axes(
-        self, fun: Callable[Given, Result], *, axes: str | Iterable[str] | None = None, out_sharding: RuleLike
-    ) -> Callable[Given, Result]: ...
-    @overload
-    def auto_axes(
-        self, fun: None = None, *, axes: str | Iterable[str] | None = None, out_sharding: RuleLike
-    ) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]: ...
-    @overload
-    def auto_axes(
-        self, fun: Callable[..., Result], *, axes: str | Iterable[str] | None = None
+        self,
+        fun: Callable[..., Result],
+        *,
+        axes: str | Iterable[str] | None = None,
+        out_sharding: RuleLike = ...,
     ) -> Callable[..., Result]: ...
     @overload
     def auto_axes(
-        self, fun: None = None, *, axes: str | Iterable[str] | None = None
+        self, fun: None = None, *, axes: str | Iterable[str] | None = None, out_sharding: RuleLike = ...
     ) -> Callable[[Callable[..., Result]], Callable[..., Result]]: ...
     def auto_axes(
         self,
@@ -555,19 +556,15 @@ class MeshShardingHelper:
 
     @overload
     def explicit_axes(
-        self, fun: Callable[Given, Result], *, axes: str | Iterable[str] | None = None, in_sharding: RuleLike
-    ) -> Callable[Given, Result]: ...
-    @overload
-    def explicit_axes(
-        self, fun: None = None, *, axes: str | Iterable[str] | None = None, in_sharding: RuleLike
-    ) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]: ...
-    @overload
-    def explicit_axes(
-        self, fun: Callable[..., Result], *, axes: str | Iterable[str] | None = None
+        self,
+        fun: Callable[..., Result],
+        *,
+        axes: str | Iterable[str] | None = None,
+        in_sharding: RuleLike = ...,
     ) -> Callable[..., Result]: ...
     @overload
     def explicit_axes(
-        self, fun: None = None, *, axes: str | Iterable[str] | None = None
+        self, fun: None = None, *, axes: str | Iterable[str] | None = None, in_sharding: RuleLike = ...
     ) -> Callable[[Callable[..., Result]], Callable[..., Result]]: ...
     def explicit_axes(
         self,
@@ -635,8 +632,11 @@ class MeshShardingHelper:
             ShardingError: some leaves cannot be sharded as asked; all of them are named.
             StructureError: the rules are not a prefix of the tree.
         """
-        found = self._resolutions.find(rules, tree)
+        found = self._resolved(rules, tree)
         return jax.tree.unflatten(found.treedef, found.shardings)
+
+    def _resolved(self, rules: RuleLike, tree: Any, mode: ResolveMode = ResolveMode.CONCRETE) -> Resolution:
+        return resolve(rules, tree, self._mesh, mode=mode, on_indivisible=self._on_indivisible)
 
     @renamed(pytree='tree')
     def abstract(self, tree: Any, rules: RuleLike) -> Any:
@@ -664,10 +664,7 @@ class MeshShardingHelper:
         """
         from scalax.explain import make_report
 
-        resolution = resolve(
-            rules, tree, self._mesh, mode=ResolveMode.BOUNDARY, on_indivisible=self._on_indivisible
-        )
-        return make_report(rules, resolution, dict(self._mesh.shape))
+        return make_report(rules, self._resolved(rules, tree, ResolveMode.BOUNDARY), dict(self._mesh.shape))
 
     @renamed(tree_or_array='tree')
     def visualize(self, tree: Any, rules: RuleLike = None) -> Visualization:

@@ -28,16 +28,8 @@ __all__ = [
 
 Tree = TypeVar('Tree')
 
-_FLOATS = {
-    'bf16': jnp.bfloat16,
-    'bfloat16': jnp.bfloat16,
-    'fp16': jnp.float16,
-    'float16': jnp.float16,
-    'fp32': jnp.float32,
-    'float32': jnp.float32,
-    'fp64': jnp.float64,
-    'float64': jnp.float64,
-}
+_FLOATS = {'bf16': jnp.bfloat16, 'fp16': jnp.float16, 'fp32': jnp.float32, 'fp64': jnp.float64}
+_FLOATS |= {np.dtype(kind).name: kind for kind in _FLOATS.values()}
 
 
 # Of all sources, so that one can be copied and pickled: a lock cannot.

@@ -303,10 +303,8 @@ def _constrain_named_shardings(pytree: Any, rules: RuleLike) -> Any:
     parts = split(rules, pytree)
     if not any(isinstance(part.rule, NamedSharding) for part in parts):
         return pytree
-    leaves: list[Any] = []
-    for part in parts:
-        subtree = part.tree
-        if isinstance(part.rule, NamedSharding):
-            subtree = constrain(subtree, part.rule, part.rule.mesh)
-        leaves.extend(jax.tree.leaves(subtree))
-    return jax.tree.unflatten(jax.tree.structure(pytree), leaves)
+    subtrees = [
+        constrain(part.tree, part.rule, part.rule.mesh) if isinstance(part.rule, NamedSharding) else part.tree
+        for part in parts
+    ]
+    return jax.tree.unflatten(jax.tree.structure(pytree), jax.tree.leaves(subtrees))

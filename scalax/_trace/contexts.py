@@ -83,15 +83,13 @@ class Context:
     Attributes:
         owner: a weak reference to the helper, which keeps its contexts; constraints use its mesh.
         bindings: annotation name -> the helper that bound it, weakly, and its rules.
-        used: the names that were used inside inner traces, such as that of an inner ``jax.jit``: under this
-            context JAX may use such a trace again without running the code.
-        asked: the names that were asked for there.
+        asked: the names that were asked for inside inner traces, such as that of an inner ``jax.jit``: under
+            this context JAX may use such a trace again without running the code.
         token: what stands for this context in JAX's caches.
     """
 
     owner: weakref.ref[MeshOwner]
     bindings: Mapping[str, tuple[weakref.ref[MeshOwner], RuleLike]]
-    used: set[str] = dataclasses.field(default_factory=set)
     asked: set[str] = dataclasses.field(default_factory=set)
     token: _Token = dataclasses.field(init=False)
 
@@ -111,31 +109,12 @@ class Context:
         return {name: rules for name, (_, rules) in self.bindings.items()}
 
 
-@dataclasses.dataclass(eq=False)
-class Uses:
-    """The annotation names that one function binds, and those that its code asked for.
-
-    Attributes:
-        names: the names that the function binds.
-        used: those of them that were used.
-        asked: every name that was asked for, bound or not.
-    """
-
-    names: frozenset[str] = frozenset()
-    used: set[str] = dataclasses.field(default_factory=set)
-    asked: set[str] = dataclasses.field(default_factory=set)
-
-    def unused(self) -> list[str]:
-        """The names that were bound and never used."""
-        return [name for name in sorted(self.names) if name not in self.used]
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Frame:
-    """One entered context, with the uses that it records and the trace in which it was entered."""
+    """One entered context, with the names asked for in it and the trace in which it was entered."""
 
     context: Context
-    uses: Uses
+    asked: set[str]
     trace: Any
 
 
@@ -163,22 +142,19 @@ def current() -> Context | None:
 
 
 @contextlib.contextmanager
-def entered(context: Context, uses: Uses) -> Iterator[None]:
-    """A context manager in which *context* is the active one; *uses* records which names are used."""
+def entered(context: Context, asked: set[str]) -> Iterator[None]:
+    """A context manager in which *context* is the active one; *asked* gets the names that are asked for."""
     frames = _stacks.frames
-    frames.append(_Frame(context, uses, current_trace()))
+    frames.append(_Frame(context, asked, current_trace()))
     try:
         with _active(context.token):
             yield
     finally:
         frames.pop()
-        # Names in code that JAX did not trace again were used all the same.
-        uses.used |= context.used & uses.names
-        uses.asked |= context.asked
+        # Names in code that JAX did not trace again were asked for all the same.
+        asked |= context.asked
         if frames:
-            outer = frames[-1].context
-            outer.used.update(context.used - uses.names)
-            outer.asked.update(context.asked - uses.names)
+            frames[-1].context.asked.update(context.asked)
 
 
 def bound(name: str) -> tuple[MeshOwner, RuleLike] | None:
@@ -187,15 +163,10 @@ def bound(name: str) -> tuple[MeshOwner, RuleLike] | None:
     if context is None:
         return None
     trace = current_trace()
-    for frame in reversed(_stacks.frames):
-        frame.uses.asked.add(name)
+    for frame in _stacks.frames:
+        frame.asked.add(name)
         if frame.trace != trace:  # inside an inner trace, which JAX may use again
             frame.context.asked.add(name)
-            if name in frame.context.bindings:
-                frame.context.used.add(name)
-        if name in frame.uses.names:
-            frame.uses.used.add(name)
-            break
     found = context.bindings.get(name)
     if found is None:
         return None
@@ -204,43 +175,30 @@ def bound(name: str) -> tuple[MeshOwner, RuleLike] | None:
     return helper, found[1]
 
 
-class ContextCache:
-    """Interns contexts: equal bindings have the same Context.
+_contexts: weakref.WeakKeyDictionary[MeshOwner, weakref.WeakValueDictionary[Any, Context]]
+_contexts = weakref.WeakKeyDictionary()
+_keep = functools.lru_cache(maxsize=lru_cache.SIZE)(lambda context: context)
+_lock = threading.RLock()  # re-entrant: comparing the rules of users may run their code
 
-    Contexts are part of JAX's cache keys by identity: a new one for every call would trace and compile
-    everything again. The most recently used are kept. A context whose rules may refer to the helper, as a
-    user's function does, is held weakly.
+
+def context_of(helper: MeshOwner, bindings: Mapping[str, RuleLike]) -> Context:
+    """The context of *bindings* inside the one that is active now.
+
+    Equal bindings have the same one: contexts are part of JAX's cache keys by identity, and a new one for
+    every call would trace and compile everything again. The most recently used are kept; those whose rules
+    may refer to the helper, as a user's function does, as long as a caller keeps them.
     """
-
-    def __init__(self, helper: MeshOwner) -> None:
-        self._helper = weakref.ref(helper)
-        self._contexts: weakref.WeakValueDictionary[Any, Context] = weakref.WeakValueDictionary()
-        self._keep = functools.lru_cache(maxsize=lru_cache.SIZE)(lambda context: context)
-        self._lock = threading.RLock()  # re-entrant: comparing the rules of users may run their code
-
-    def get(self, bindings: Mapping[str, RuleLike]) -> Context:
-        """The context of *bindings* inside the one that is active now."""
-        outer = current()
-        own = {name: (self._helper, rules) for name, rules in bindings.items()}
-        merged = {**(outer.bindings if outer else {}), **own}
-        bound = sorted(merged.items())
-        key = tuple([(name, helper, hashable(key_of(rules))) for name, (helper, rules) in bound])
-        with self._lock:
-            known = self._contexts.get(key)
-            if known is None:
-                known = self._contexts[key] = Context(self._helper, merged)
-        if all(are_pure(rules) for _, rules in merged.values()):
-            self._keep(known)
-        return known
-
-
-_caches: weakref.WeakKeyDictionary[MeshOwner, ContextCache] = weakref.WeakKeyDictionary()
-
-
-def contexts_of(helper: MeshOwner) -> ContextCache:
-    """The contexts of a helper."""
-    known = _caches.get(helper)
-    return known or _caches.setdefault(helper, ContextCache(helper))
+    outer, owner = current(), weakref.ref(helper)
+    own = {name: (owner, rules) for name, rules in bindings.items()}
+    merged = {**(outer.bindings if outer else {}), **own}
+    bound = sorted(merged.items())
+    key = tuple([(name, by, hashable(key_of(rules))) for name, (by, rules) in bound])
+    with _lock:
+        own_contexts = _contexts.setdefault(helper, weakref.WeakValueDictionary())
+        context = own_contexts.get(key)
+        if context is None:
+            context = own_contexts[key] = Context(owner, merged)
+    return _keep(context) if all(are_pure(rules) for _, rules in merged.values()) else context
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -307,9 +265,9 @@ class ActiveHelper:
         self._kept = kept
 
     def __enter__(self) -> ActiveHelper:
-        context = contexts_of(self.mesh_helper).get(self._bindings)
+        context = context_of(self.mesh_helper, self._bindings)
         self._kept.put(context, context)  # so that equal bindings find it later
-        manager = entered(context, Uses(frozenset(self._bindings)))
+        manager = entered(context, set())
         manager.__enter__()
         _stacks.managers.append((self, manager))
         return self

@@ -293,11 +293,6 @@ class NamedTree:
         inside = '' if self.prefix is None else f' (inside {self.prefix!r})'
         return f'{self.paths[index]!r}{inside}'
 
-    @property
-    def descriptions(self) -> list[str]:
-        """Every leaf as messages show it."""
-        return [self.describe(index) for index in range(len(self))]
-
     def describe(self, index: int) -> str:
         """Leaf number *index* as error messages show it."""
         return describe_leaf(self.path_below(self.prefix, index), (self.shown or self.leaves)[index])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AxisType, PartitionSpec
@@ -178,77 +178,61 @@ def chosen_axes(option: str, names: str | Iterable[str], axes: MeshAxes) -> tupl
 
 def faults(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -> list[Fault]:
     """Everything that is wrong with *spec* for an array of *shape*, divisibility aside."""
-    found = []
+    return [*_entry_faults(spec, shape, axes), *_sums_faults(spec, axes)]
+
+
+def _entry_faults(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -> Iterator[Fault]:
     used = spec_axes(spec)
-    named = dict.fromkeys([*used, *sorted(spec.unreduced), *sorted(spec.reduced)])
-    for axis in named:
+    for axis in dict.fromkeys([*used, *sorted(spec.unreduced), *sorted(spec.reduced)]):
         if axis not in axes.sizes:
-            found.append(
-                Fault(
-                    'unknown-axis',
-                    no_axis(axis, axes.sizes),
-                    'name only axes of the mesh, or build the mesh with that axis.',
-                )
-            )
+            hint = 'name only axes of the mesh, or build the mesh with that axis.'
+            yield Fault('unknown-axis', no_axis(axis, axes.sizes), hint)
     for axis in dict.fromkeys(axis for axis in used if used.count(axis) > 1):
         dims = [str(dim) for dim, entry in enumerate(entries(spec)) for a in entry_axes(entry) if a == axis]
-        found.append(
-            Fault(
-                'axis-reuse',
-                f'mesh axis {axis!r} is used more than once (dimensions {", ".join(dims)})',
-                'use each mesh axis at most once in a spec.',
-            )
+        yield Fault(
+            'axis-reuse',
+            f'mesh axis {axis!r} is used more than once (dimensions {", ".join(dims)})',
+            'use each mesh axis at most once in a spec.',
         )
     if len(spec) > len(shape):
-        found.append(
-            Fault(
-                'rank',
-                f'the spec has {plural(len(spec), "entry", "entries")}, the array '
-                f'{plural(len(shape), "dimension")}',
-                'give a spec at most one entry a dimension (PartitionSpec() replicates).'
-                if shape
-                else 'a scalar takes PartitionSpec(), which replicates it.',
-            )
+        yield Fault(
+            'rank',
+            f'the spec has {plural(len(spec), "entry", "entries")}, the array '
+            f'{plural(len(shape), "dimension")}',
+            'give a spec at most one entry a dimension (PartitionSpec() replicates).'
+            if shape
+            else 'a scalar takes PartitionSpec(), which replicates it.',
         )
     for dim, entry in enumerate(entries(spec)):
-        kinds = {axes.types[axis] for axis in entry_axes(entry) if axis in axes.types}
+        kinds = sorted({axes.types[axis].name for axis in entry_axes(entry) if axis in axes.types})
         if len(kinds) > 1:
-            found.append(
-                Fault(
-                    'mixed-axis-types',
-                    f'dimension {dim} mixes mesh axes of types '
-                    + ' and '.join(sorted(kind.name for kind in kinds)),
-                    'keep the axes of one dimension of one type (JAX would reorder them silently).',
-                )
+            yield Fault(
+                'mixed-axis-types',
+                f'dimension {dim} mixes mesh axes of types {" and ".join(kinds)}',
+                'keep the axes of one dimension of one type (JAX would reorder them silently).',
             )
-    return found + _sums_faults(spec, axes)
 
 
-def _sums_faults(spec: PartitionSpec, axes: MeshAxes) -> list[Fault]:
+def _sums_faults(spec: PartitionSpec, axes: MeshAxes) -> Iterator[Fault]:
     """What is wrong with the unreduced and reduced axes of a spec."""
     named = sorted(spec.unreduced | spec.reduced)
-    found = [
-        Fault(
+    others = {axis: kind.name for axis, kind in axes.types.items() if kind is not AxisType.Explicit}
+    wrong = [axis for axis in named if axis in others]
+    for axis in wrong:
+        yield Fault(
             'unreduced',
-            f'unreduced or reduced axis {axis!r} is of type {axes.types[axis].name}',
+            f'unreduced or reduced axis {axis!r} is of type {others[axis]}',
             'unreduced and reduced axes need a mesh axis of type Explicit.',
         )
-        for axis in named
-        if axes.types.get(axis, AxisType.Explicit) is not AxisType.Explicit
-    ]
-    others = {axis: kind.name for axis, kind in axes.types.items() if kind is not AxisType.Explicit}
-    if named and others and not found:
+    if named and others and not wrong:
         # Beside Auto axes JAX (0.10 to 0.12) makes parts of which each is the whole value; beside Manual ones
         # XLA ends the process.
-        found.append(
-            Fault(
-                'unreduced',
-                f'unreduced or reduced axes ({", ".join(map(repr, named))}) on a mesh that also has axes of '
-                f'type {" and ".join(sorted(set(others.values())))} ({", ".join(map(repr, others))})',
-                'unreduced and reduced axes need a mesh whose axes are all of type Explicit.',
-            )
+        yield Fault(
+            'unreduced',
+            f'unreduced or reduced axes ({", ".join(map(repr, named))}) on a mesh that also has axes of '
+            f'type {" and ".join(sorted(set(others.values())))} ({", ".join(map(repr, others))})',
+            'unreduced and reduced axes need a mesh whose axes are all of type Explicit.',
         )
-    return found
 
 
 def indivisible(
@@ -278,12 +262,9 @@ def drop_indivisible(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes
         >>> drop_indivisible(PartitionSpec(('a', 'b'), 'b'), (4, 9), axes)
         P('a', 'b')
     """
-    kept = []
-    for dim, entry in enumerate(entries(spec)):
-        names = entry_axes(entry)
-        if names and shape[dim] % axes.size(names):
-            while names and shape[dim] % axes.size(names):
-                names = names[:-1]
-            entry = names
-        kept.append(entry)
+    kept: list[Any] = [*entries(spec)]
+    for dim, names in indivisible(spec, shape, axes):
+        while shape[dim] % axes.size(names):
+            names = names[:-1]
+        kept[dim] = names
     return replaced(spec, kept)

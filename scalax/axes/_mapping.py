@@ -63,12 +63,12 @@ def as_rule(mapping: AxisMapping) -> LogicalAxisShardingRule:
 def merged(inner: LogicalAxisShardingRule, outer: LogicalAxisShardingRule) -> LogicalAxisShardingRule:
     """The pairs of both; of *outer* those alone whose names *inner* does not have."""
     known = {name for name, _ in inner.axis_mapping}
-    return LogicalAxisShardingRule(
-        [*inner.axis_mapping, *(pair for pair in outer.axis_mapping if pair[0] not in known)],
-        [*inner.axis_names, *outer.axis_names],
-        inner.strict and outer.strict,
-        inner.on_indivisible,
-        sizes={**dict(outer.sizes), **dict(inner.sizes)},
+    return dataclasses.replace(
+        inner,
+        axis_mapping=(*inner.axis_mapping, *(pair for pair in outer.axis_mapping if pair[0] not in known)),
+        axis_names=(*inner.axis_names, *outer.axis_names),
+        strict=inner.strict and outer.strict,
+        sizes=(*(dict(outer.sizes) | dict(inner.sizes)).items(),),
     )
 
 
@@ -135,24 +135,6 @@ def dimensions_of(axes: Any) -> tuple[Pattern, str]:
 
 def _is_named_size(name: Any, size: Any) -> bool:
     return isinstance(name, str) and isinstance(size, int | np.integer | None)
-
-
-def names_text(axes: Any) -> str:
-    """The names of dimensions as a pattern.
-
-    Raises:
-        RuleError: as for `dimensions_of`, or the name of a haliax axis cannot stand in a pattern.
-    """
-    pattern, text = dimensions_of(axes)
-    names = [part for parts in pattern.dimensions for part in parts if isinstance(part, str)]
-    for name in names:
-        if not name.isidentifier() or name != name.strip('_'):
-            raise RuleError(
-                f'the name {name!r} of a haliax axis cannot stand in a pattern: shard a NamedArray, which '
-                'names its dimensions itself, or give the axis a name of letters and digits, with '
-                'underscores only inside'
-            )
-    return text
 
 
 def is_axis(value: Any) -> bool:

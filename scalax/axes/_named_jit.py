@@ -17,12 +17,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from scalax._helper import MeshShardingHelper
-from scalax._mesh import meshes
 from scalax._trace import constraints, contexts
 from scalax._transforms.calls.signature import CallSignature, name_of
 from scalax._transforms.sjit.function import JitOptions
 from scalax._tree.specs import entry_axes
 from scalax._util.lru_cache import LRUCache
+from scalax._util.renamed_keywords import renamed
 from scalax.axes._mapping import AxisMapping, as_rule, mapping_in_force, mesh_in_force
 from scalax.axes._query import physical_axis_name
 from scalax.axes._static import (
@@ -34,7 +34,7 @@ from scalax.axes._static import (
     reject_structs,
     require_hashable,
 )
-from scalax.errors import ArgumentError, MeshError, RuleError, did_you_mean
+from scalax.errors import ArgumentError, MeshError, RuleError
 from scalax.rules import LogicalAxisShardingRule, ShardingRule
 
 Given = ParamSpec('Given')
@@ -167,29 +167,24 @@ def fsdp(*args: Any, **kwargs: Any) -> Any:
         ...     step(jnp.ones((8, 4))).shape
         (8, 4)
     """
-    names: tuple[str, ...] = ('param_mapping', 'compute_mapping')
-    if args and callable(args[0]) and not isinstance(args[0], Mapping):
-        names = ('fn', *names)
-    given = dict(zip(names, args, strict=False))
-    if 'parameter_mapping' in kwargs and 'param_mapping' not in kwargs:  # haliax's name for it
-        kwargs['param_mapping'] = kwargs.pop('parameter_mapping')
-    if len(args) > len(names) or kwargs.keys() & {*given, *_OF_FSDP}:
+    fn, args = (args[0], args[1:]) if args and callable(args[0]) else (kwargs.pop('fn', None), args)
+    try:
+        return _fsdp(fn, *args, **kwargs)
+    except TypeError as error:
+        if isinstance(error, ArgumentError):
+            raise
         raise ArgumentError(
             'fsdp takes fn, param_mapping and compute_mapping, once each; they stand for the axis_resources, '
-            'in_axis_resources and out_axis_resources of named_jit'
-        )
-    given |= kwargs
-    try:
-        params, compute = given.pop('param_mapping'), given.pop('compute_mapping')
-    except KeyError as error:
-        raise ArgumentError(
-            f'fsdp needs a {error.args[0]}: fsdp(fn, param_mapping, compute_mapping)'
+            f'in_axis_resources and out_axis_resources of named_jit. Python says: {error}'
         ) from None
-    fn = given.pop('fn', None)
-    return named_jit(fn, compute, in_axis_resources=params, out_axis_resources=params, **given)
 
 
-_OF_FSDP = ('axis_resources', 'in_axis_resources', 'out_axis_resources', 'parameter_mapping')
+@renamed(parameter_mapping='param_mapping')  # haliax's name for it
+def _fsdp(fn: Any, param_mapping: Resources, compute_mapping: AxisMapping | None, **options: Any) -> Any:
+    return named_jit(
+        fn, compute_mapping, in_axis_resources=param_mapping, out_axis_resources=param_mapping, **options
+    )
+
 
 _STATIC = 'arrays are data, and everything else is static already'
 _INSTEAD = {
@@ -220,7 +215,7 @@ class NamedJitFunction(Generic[Given, Result]):
     """What `named_jit` returns: a function of `sjit` for each mesh and mapping that it is called under."""
 
     # Slots: functools.wraps of other libraries copies what is in ``__dict__``.
-    __slots__ = ('__dict__', '__weakref__', '_batch', '_fn', '_known', '_name', '_shared')
+    __slots__ = ('__dict__', '__weakref__', '_fn', '_has_batch', '_known', '_name', '_shared', '_signature')
 
     __qualname__: str  # of the function that it was made of, as all that `functools.wraps` gives
 
@@ -233,15 +228,17 @@ class NamedJitFunction(Generic[Given, Result]):
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
         self._name, self._shared = name_of(fn), shared
-        self._batch: CallSignature | None = None
-        if batch_argnums is not None or batch_argnames is not None:
-            self._batch = CallSignature(fn, batch=(batch_argnums, batch_argnames))
+        keywords = shared.donated['kwargs']
+        self._signature = CallSignature(
+            fn,
+            donated=(None, [*keywords] if isinstance(keywords, Mapping) else None),
+            batch=(batch_argnums, batch_argnames),
+        )
+        self._has_batch = self._signature.says_batch
         if inspect.ismethod(fn):
             # The arrays of the object are data. JAX would compare the bound method by identity.
             fn = jax.tree_util.Partial(fn.__func__, fn.__self__)
         self._fn = fn
-        if isinstance(shared.donated['kwargs'], Mapping):
-            self._check_keywords(shared.donated['kwargs'])
         self._known: LRUCache[Any, Any] = LRUCache()
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -272,16 +269,16 @@ class NamedJitFunction(Generic[Given, Result]):
         require_hashable(static, whole, f'{self._name} got', remedy)
         flags = zip(self._donations(whole), self._batches(whole), static.arrays, strict=True)
         parts = [2 * batch + (not donated) for donated, batch, array in flags if array]
-        count = 2 if self._batch is None else 4
+        count = 4 if self._has_batch else 2
         arrays = [keep_only(data, [part == i for part in parts]) for i in range(count)]
         call = _Call(static, tuple(parts))
         return self._compiled(len(args), frozenset(kwargs)), (call, *arrays)
 
     def _batches(self, whole: dict[str, Any]) -> list[bool]:
         """Whether each leaf of a call is of a batch."""
-        if self._batch is None:
+        if not self._has_batch:
             return [False] * len(jax.tree.leaves(whole))
-        signature, args, kwargs = self._batch, whole['args'], whole['kwargs']
+        signature, args, kwargs = self._signature, whole['args'], whole['kwargs']
         signature.reject_no_batch(signature.flatten(args, kwargs))
         slots = signature.layout(max(len(args) - len(signature.positional), 0)).slots
         named = {*signature.batch_keywords, *(slot.name for slot in slots if slot.batch)}
@@ -291,17 +288,6 @@ class NamedJitFunction(Generic[Given, Result]):
             'kwargs': {name: name in named for name in kwargs},
         }
         return jax.tree.leaves(jax.tree.broadcast(flags, whole))
-
-    def _check_keywords(self, donated: Mapping[str, Any]) -> None:
-        """Raises ArgumentError about names of arguments that the function does not have."""
-        signature = CallSignature(self._fn)
-        known = dict.fromkeys([*signature.positional, *signature.keyword_only, *signature.hints])
-        for name in donated:
-            if name not in known and signature.keywords is None:
-                raise ArgumentError(
-                    f'donate_kwargs of {self._name}: there is no argument {name!r} '
-                    f'({did_you_mean(str(name), known)})'
-                )
 
     def _donations(self, whole: dict[str, Any]) -> list[bool]:
         """Whether each leaf of a call is donated."""
@@ -338,19 +324,15 @@ class NamedJitFunction(Generic[Given, Result]):
         known = self._known.get(key)
         if known is not None:
             return known
-        body = self._body(mapping, mesh_in_force(place))
+        body = self._body(mapping, None if place is None else place.mesh)
         rule = self._shared.inputs
         inputs: Any = None
         if rule is not None:
             # The rule once for every argument, so that leaf paths start inside of each.
             by_name = dict.fromkeys(sorted(kwargs), rule)
             inputs = {'args': (rule,) * args, 'function': rule, 'kwargs': by_name}
-        if isinstance(place, AbstractMesh):
-            if not constraints.is_traced():
-                meshes.require_devices(place, self._name)
-            return _inline(body, inputs, out, place)
         # See `_Call`: of two parts the first one is donated, and of four the last two are batches.
-        parts, donated, batches = (2, (1,), ()) if self._batch is None else (4, (1, 3), (3, 4))
+        parts, donated, batches = (4, (1, 3), (3, 4)) if self._has_batch else (2, (1,), ())
         if place is not None:
             if batches and inputs is None:
                 raise ArgumentError(
@@ -405,21 +387,6 @@ class _Call:
     parts: tuple[int, ...]
 
 
-def _inline(
-    body: Callable[..., Any], inputs: Any, outputs: ShardingRule | None, mesh: AbstractMesh
-) -> Callable[..., Any]:
-    """For calls inside ``jax.jit`` under ``jax.set_mesh``, whose mesh has no devices to compile for."""
-
-    def constrained(tree: Any, rules: Any) -> Any:
-        return tree if rules is None else constraints.constrain(tree, rules, mesh, where='named_jit')
-
-    def inline(call: _Call, *parts: Any) -> tuple[Any, StaticPart]:
-        data, static = body(call, *(constrained(part, inputs) for part in parts))
-        return constrained(data, outputs), static
-
-    return inline
-
-
 def _rule_of(resources: Resources, argument: str = '') -> ShardingRule | None:
     """The rule of a mapping. Arrays without names stay as they are, or are left to the compiler."""
     if resources is None:
@@ -432,18 +399,21 @@ def _rule_of(resources: Resources, argument: str = '') -> ShardingRule | None:
     return resources | None if is_lenient else resources
 
 
-def _place_of(mesh: Any) -> MeshShardingHelper | AbstractMesh | None:
-    """The helper given or active, or one over the mesh in force; an AbstractMesh as it is; else None."""
+def _place_of(mesh: Any) -> MeshShardingHelper | None:
+    """The helper given or active, or one over the mesh in force; else None."""
     context = contexts.current()
     helper = context.helper if mesh is None and context is not None else mesh
+    if isinstance(helper, MeshShardingHelper):
+        return helper
     found = mesh_in_force(helper)
-    if found is None or isinstance(found, AbstractMesh):
-        return found
-    return helper if isinstance(helper, MeshShardingHelper) else _helper_over(found)
+    return None if found is None else _helper_over(found)
 
 
 @functools.lru_cache(maxsize=64)
-def _helper_over(mesh: Mesh) -> MeshShardingHelper:
+def _helper_over(mesh: Mesh | AbstractMesh) -> MeshShardingHelper:
+    if isinstance(mesh, AbstractMesh):  # constraints find out for themselves which axes are Manual
+        types = [AxisType.Auto if kind is AxisType.Manual else kind for kind in mesh.axis_types]
+        mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=tuple(types))
     return MeshShardingHelper.from_mesh(mesh)
 
 
@@ -456,20 +426,17 @@ def _haliax_context(mapping: LogicalAxisShardingRule | None, mesh: Mesh | Abstra
     partitioning = sys.modules.get('haliax.partitioning')
     if partitioning is None or mapping is None or mesh is None:
         return contextlib.nullcontext()
-    entries = {name: _entry(name, mapping, mesh) for name, _ in mapping.axis_mapping}
-    used = [axis for entry in entries.values() if entry is not None for axis in entry_axes(entry)]
-    if len(set(used)) < len(used) or any(kind != AxisType.Auto for kind in mesh.axis_types):
+    entries = {}
+    for name, _ in mapping.axis_mapping:
+        # Through an axis of haliax, whose name may be any text.
+        entry = physical_axis_name(SimpleNamespace(name=name, size=1), mapping, mesh=mesh)
+        if entry is not None:
+            entries[name] = entry
+    used = [axis for entry in entries.values() for axis in entry_axes(entry)]
+    is_auto = {*mesh.axis_types} == {AxisType.Auto} and not jax.sharding.get_abstract_mesh().manual_axes
+    if len(set(used)) < len(used) or not is_auto:
         return contextlib.nullcontext()
     stack = contextlib.ExitStack()
-    stack.enter_context(
-        jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh)
-    )
-    stack.enter_context(
-        partitioning.axis_mapping({name: entry for name, entry in entries.items() if entry is not None})
-    )
+    stack.enter_context(jax.sharding.use_abstract_mesh(constraints.abstract(mesh)))
+    stack.enter_context(partitioning.axis_mapping(entries))
     return stack
-
-
-def _entry(name: str, mapping: LogicalAxisShardingRule, mesh: Mesh | AbstractMesh) -> Any:
-    # Through an axis of haliax, whose name may be any text.
-    return physical_axis_name(SimpleNamespace(name=name, size=1), mapping, mesh=mesh)

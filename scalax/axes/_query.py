@@ -22,10 +22,8 @@ from scalax.axes._mapping import (
 )
 from scalax.axes._static import is_array
 from scalax.errors import RuleError
-from scalax.rules import LogicalAxisShardingRule
-from scalax.rules._answer import REPLICATED, AxisSizes
+from scalax.rules._answer import REPLICATED
 from scalax.rules._logical_axis import Named, NamedLeaf
-from scalax.rules._pattern import Pattern
 from scalax.rules._resolve import named_sharding
 
 
@@ -96,11 +94,10 @@ def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None
     rule, found = mapping_in_force(mapping), mesh_in_force(mesh)
     if rule is None:
         return PartitionSpec(*[None] * len(pattern.dimensions))
-    # Divisibility is checked when there is an array.
     rule = dataclasses.replace(rule, on_indivisible='error')
+    shape = (None,) * len(pattern.dimensions)  # divisibility is checked when there is an array
     sizes = None if found is None else dict(found.shape)
-    leaf = NamedLeaf(rule, Named(pattern), _shape(pattern, rule, sizes), 0, REPLICATED, sizes)
-    decision = leaf.decide()
+    decision = NamedLeaf(rule, Named(pattern), shape, 0, REPLICATED, sizes).decide()
     if isinstance(decision, Fault):
         raise RuleError(f'{text!r}: {decision.detail}')
     return decision.spec
@@ -196,14 +193,3 @@ def _require_one(axis: Any) -> None:
     pattern, text = dimensions_of(axis)
     if len(pattern.dimensions) != 1 or pattern.ellipsis is not None:
         raise RuleError(f'one axis is named here, got {text!r}: pspec_for takes several')
-
-
-def _shape(pattern: Pattern, rule: LogicalAxisShardingRule, axis_sizes: AxisSizes | None) -> tuple[int, ...]:
-    """A shape that any mapping divides, for decisions that are about names alone."""
-    known, everything = dict(rule.sizes), math.prod((axis_sizes or {}).values())
-    shape = []
-    for parts in pattern.dimensions:
-        sizes = [part if isinstance(part, int) else known.get(part or '') for part in parts]
-        given = math.prod(size for size in sizes if size is not None)
-        shape.append(given * everything if None in sizes else given)
-    return tuple(shape)

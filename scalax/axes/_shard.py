@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, TypeVar, cast
@@ -12,11 +13,12 @@ from jax.sharding import AbstractMesh, Mesh
 from scalax._hostdata import transfer
 from scalax._mesh import meshes
 from scalax._trace import constraints
-from scalax.axes._mapping import AxisMapping, is_axis, mapping_in_force, mesh_in_force, names_text
+from scalax.axes._mapping import AxisMapping, dimensions_of, is_axis, mapping_in_force, mesh_in_force
 from scalax.axes._static import combine, keep_only, partition
 from scalax.errors import RuleError, UnshardedWarning, warn
 from scalax.interop._boxes import names_by_leaf
 from scalax.rules import LogicalAxisShardingRule
+from scalax.rules._pattern import Pattern
 from scalax.rules._resolve import ResolveMode, resolve
 
 Tree = TypeVar('Tree')
@@ -57,7 +59,7 @@ def shard(x: Tree, axes_or_mapping: Any = None, mapping: AxisMapping | None = No
     if _is_place(mapping) and mesh is None:  # haliax's form: the mesh follows the mapping
         mapping, mesh = None, mapping
     axes, given = _axes_and_mapping(axes_or_mapping, mapping)
-    text = None if axes is None else names_text(axes)
+    names = axes if axes is None or isinstance(axes, str) else dimensions_of(axes)[0]
     rule = mapping_in_force(given)
     where = mesh_in_force(mesh)
     if rule is None:
@@ -66,10 +68,10 @@ def shard(x: Tree, axes_or_mapping: Any = None, mapping: AxisMapping | None = No
     if where is None:
         _unsharded('no mesh is active', '`with helper.get_context():`', '`mesh=helper.mesh`')
         return x
-    if text is None and not rule.axis_names and not any(names_by_leaf(x)):
+    if names is None and not rule.axis_names and not any(names_by_leaf(x)):
         _unsharded('no array names its dimensions', "`shard(x, 'batch embed')`", 'a rule with axis_names')
         return x
-    return _sharded(x, rule if text is None else _naming(rule, text), where)
+    return _sharded(x, rule if names is None else _naming(rule, names), where)
 
 
 def auto_sharded(x: Tree, mesh: Any = None) -> Tree:
@@ -102,9 +104,7 @@ def shard_with_axis_mapping(x: Tree, mapping: AxisMapping, mesh: Any = None) -> 
 
 def _is_place(value: Any) -> bool:
     """Whether a value is a mesh or a helper."""
-    return isinstance(value, Mesh | AbstractMesh) or isinstance(
-        getattr(value, 'mesh', None), Mesh | AbstractMesh
-    )
+    return isinstance(getattr(value, 'mesh', value), Mesh | AbstractMesh)
 
 
 def _axes_and_mapping(axes_or_mapping: Any, mapping: AxisMapping | None) -> tuple[Any, AxisMapping | None]:
@@ -130,12 +130,9 @@ def _unsharded(why: str, *remedies: str) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _naming(rule: LogicalAxisShardingRule, text: str) -> LogicalAxisShardingRule:
+def _naming(rule: LogicalAxisShardingRule, names: str | Pattern) -> LogicalAxisShardingRule:
     """The rule with these names for every array that does not name its dimensions itself."""
-    named = [('', text), *rule.axis_names]
-    return LogicalAxisShardingRule(
-        rule.axis_mapping, named, rule.strict, rule.on_indivisible, sizes=dict(rule.sizes)
-    )
+    return dataclasses.replace(rule, axis_names=(('', names), *rule.axis_names))
 
 
 def _sharded(tree: Any, rule: LogicalAxisShardingRule, mesh: Mesh | AbstractMesh) -> Any:

@@ -5,6 +5,7 @@ flax is imported when this module is: ``from scalax.interop import nnx``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -32,26 +33,10 @@ class _Helper(Protocol):
 
 
 @overload
-def sjit(
-    helper: _Helper,
-    fun: Callable[..., Any],
-    *,
-    in_shardings: Any = None,
-    out_shardings: Any = None,
-    donate_argnums: int | Sequence[int] = (),
-    batch_argnums: int | Sequence[int] | None = None,
-    **options: Any,
-) -> NnxFunction: ...
+def sjit(helper: _Helper, fun: Callable[..., Any], **options: Any) -> NnxFunction: ...
 @overload
 def sjit(
-    helper: _Helper,
-    fun: None = None,
-    *,
-    in_shardings: Any = None,
-    out_shardings: Any = None,
-    donate_argnums: int | Sequence[int] = (),
-    batch_argnums: int | Sequence[int] | None = None,
-    **options: Any,
+    helper: _Helper, fun: None = None, **options: Any
 ) -> Callable[[Callable[..., Any]], NnxFunction]: ...
 def sjit(
     helper: _Helper,
@@ -105,17 +90,11 @@ def sjit(
         >>> step(model, jax.numpy.ones((8, 16))).shape
         (8, 16)
     """
-    if fun is None:
-        return functools.partial(
-            sjit,
-            helper,
-            in_shardings=in_shardings,
-            out_shardings=out_shardings,
-            donate_argnums=donate_argnums,
-            batch_argnums=batch_argnums,
-            **options,
-        )
-    return NnxFunction(helper, fun, in_shardings, out_shardings, donate_argnums, batch_argnums, options)
+    given = {**options, 'donate_argnums': donate_argnums, 'batch_argnums': batch_argnums}
+    make = functools.partial(
+        NnxFunction, helper, in_shardings=in_shardings, out_shardings=out_shardings, options=given
+    )
+    return make if fun is None else make(fun)
 
 
 class NnxFunction:
@@ -134,8 +113,6 @@ class NnxFunction:
         fun: Callable[..., Any],
         in_shardings: Any,
         out_shardings: Any,
-        donate_argnums: int | Sequence[int],
-        batch_argnums: int | Sequence[int] | None,
         options: Mapping[str, Any],
     ) -> None:
         self._fun = fun
@@ -152,7 +129,7 @@ class NnxFunction:
             raise ArgumentError(
                 f'{self._name} has static arguments: in_shardings is one rule then, or a dict by name'
             )
-        options = {**options, 'donate_argnums': donate_argnums, 'batch_argnums': batch_argnums}
+        options = dict(options)
         constraint: Any = options.get('args_sharding_constraint')
         self._constrained = constraint if isinstance(constraint, tuple | list) else None
         if self._constrained is not None:
@@ -212,16 +189,11 @@ class NnxFunction:
                 f'{self._name} was called with {next(iter(keywords))}=: give each argument by its position, '
                 'or bind it with functools.partial before sjit'
             )
+        called = f'{self._name} was called with {plural(len(args), "argument")}'
         if self._count not in (None, len(args)):
-            raise ArgumentError(
-                f'{self._name} was called with {plural(len(args), "argument")}, and in_shardings are for '
-                f'{self._count}'
-            )
+            raise ArgumentError(f'{called}, and in_shardings are for {self._count}')
         if self._constrained is not None and len(self._constrained) < len(args):
-            raise ArgumentError(
-                f'{self._name} was called with {plural(len(args), "argument")}, and args_sharding_constraint '
-                f'is for {len(self._constrained)}'
-            )
+            raise ArgumentError(f'{called}, and args_sharding_constraint is for {len(self._constrained)}')
 
     def _arguments(self, modules: dict[int, Any], args: Sequence[Any]) -> tuple[Any, ...]:
         graph, states = nnx.split(modules)
@@ -255,13 +227,11 @@ class NnxFunction:
 
     def _closes_over(self, error: Exception) -> str:
         """What to do about a change of a module that is no argument."""
-        try:
+        own: dict[str, Any] = {}
+        with contextlib.suppress(TypeError):  # of what is no function of Python
             known = inspect.getclosurevars(self._fun)
-        except TypeError:  # of what is no function of Python
-            names = []
-        else:
             own = {**known.globals, **known.nonlocals}
-            names = [name for name, value in own.items() if _has_modules(value)]
+        names = [name for name, value in own.items() if _has_modules(value)]
         said = str(error).partition(' (http')[0]
         return (
             f'{self._name} changes {" or ".join(names) or "a module"}, which is not one of its arguments: a '
@@ -279,11 +249,8 @@ class NnxFunction:
             )
         names = sorted({*before, *after})
         others = [name for name in names if before.get(name, _VARIABLE) != after.get(name, _VARIABLE)]
-        what = (
-            f'what is no array in its arguments: {", ".join(others)}'
-            if others
-            else 'which modules it is given'
-        )
+        listed = f'what is no array in its arguments: {", ".join(others)}'
+        what = listed if others else 'which modules it is given'
         return (
             f'{self._name} changes {what}. Do that before the call, as with model.eval(), or keep the value '
             'in a Variable'

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
 from scalax.errors import Problem
@@ -31,11 +31,10 @@ class Decision:
         memory_kind: the memory asked for, such as ``'pinned_host'``; None is the default one.
         clauses: the rules that took part, each with the number of its clause, from the outermost inwards;
             reports find unused clauses by them.
-        mesh: the mesh of the NamedSharding given, to be checked; None for a PartitionSpec.
+        given: the NamedSharding, whose mesh is to be checked; None for a PartitionSpec.
         notes: what was asked for and not given, each with the reason.
         passed: dimensions that do not divide, which the rule has left whole and warns about.
         stack: the dimensions that are stacks of layers, which ``&`` never shards.
-        reordered: whether the NamedSharding that was given has an order of devices of its own.
     """
 
     spec: PartitionSpec | None
@@ -44,11 +43,10 @@ class Decision:
     policies: tuple[OnIndivisible | None, ...] = (None,)
     memory_kind: str | None = None
     clauses: tuple[Clause, ...] = ()
-    mesh: Mesh | AbstractMesh | None = None
+    given: NamedSharding | None = None
     stack: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
-    reordered: bool = False
 
     @classmethod
     def of(
@@ -66,9 +64,7 @@ class Decision:
         # Left out, the memory kind reads as the default one of the devices.
         plain = NamedSharding(value.mesh, value.spec)
         kind = None if value.memory_kind == plain.memory_kind else value.memory_kind
-        # What else may be in one has no public name: JAX takes an order of the devices.
-        reordered = value != NamedSharding(value.mesh, value.spec, memory_kind=kind)
-        return cls(value.spec, origin, reason, policies, kind, clauses, value.mesh, reordered=reordered)
+        return cls(value.spec, origin, reason, policies, kind, clauses, value)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

@@ -22,6 +22,7 @@ occupy in `NamedTree.occupied`, and what a rule says about that is taken out of 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable
@@ -62,18 +63,14 @@ def overlaid(tree: NamedTree, ask_first: Ask, ask_second: Ask, axis_sizes: AxisS
     open_leaves = [i for i, answer in enumerate(answers) if _is_open(answer)]
     part = tree.select(open_leaves)
     firsts = [answers[i] for i in open_leaves]
-    keys = list(zip(part.occupied, map(_occupied_spec, firsts), map(len, part.shapes), strict=True))
-    known = {key: occupied_by(*key) for key in dict.fromkeys(keys)}
-    part = part.with_occupied([known[key] for key in keys])
+    ranks = map(len, part.shapes)
+    occupied = map(functools.cache(occupied_by), part.occupied, map(_occupied_spec, firsts), ranks)
+    part = part.with_occupied(list(occupied))
     seconds = _unoccupied(part, ask_second(part))
-    # One object for equal answers, so that each is validated once.
-    memo: dict[tuple[int, int, tuple[int, ...]], Answer] = {}
-    for i, first, second in zip(open_leaves, firsts, seconds, strict=True):
-        shape = tree.shapes[i]
-        key = id(first), id(second), shape
-        if key not in memo:
-            memo[key] = _merged(first, second, shape, axis_sizes or {})
-        answers[i] = _about(tree, i, memo[key])
+    merge = functools.partial(_merged, axis_sizes=axis_sizes or {})
+    merged = map(functools.cache(merge), firsts, seconds, part.shapes)
+    for i, answer in zip(open_leaves, merged, strict=True):
+        answers[i] = _about(tree, i, answer)
     return answers
 
 
@@ -106,21 +103,16 @@ def _unoccupied(tree: NamedTree, answers: list[Answer]) -> list[Answer]:
     """The answers without the dimensions and mesh axes that rules before have occupied."""
     if tree.occupied.count(FREE) == len(answers):
         return answers
-    memo: dict[tuple[int, int, int], Answer] = {}
-    for i, (answer, occupied) in enumerate(zip(answers, tree.occupied, strict=True)):
-        if isinstance(answer, Decision) and answer.spec is not None and occupied:
-            key = id(answer), id(occupied), len(tree.shapes[i])
-            if key not in memo:
-                memo[key] = _reduced(answer, answer.spec, occupied, key[-1])
-            answers[i] = memo[key]
-    return answers
+    return list(map(functools.cache(_reduced), answers, tree.occupied, map(len, tree.shapes)))
 
 
-def _reduced(answer: Decision, asked: PartitionSpec, occupied: PartitionSpec, rank: int) -> Decision:
-    spec = unused_part(occupied, asked, rank)
-    if spec == specs.canonical(asked):
+def _reduced(answer: Answer, occupied: PartitionSpec, rank: int) -> Answer:
+    if not isinstance(answer, Decision) or answer.spec is None or not occupied:
         return answer
-    notes = (*answer.notes, *_lost(answer.origin, asked, spec, occupied))
+    spec = unused_part(occupied, answer.spec, rank)
+    if spec == specs.canonical(answer.spec):
+        return answer
+    notes = (*answer.notes, *_lost(answer.origin, answer.spec, spec, occupied))
     # A rule of which nothing was used did not decide.
     clauses = answer.clauses if _is_sharded(spec) or answer.memory_kind else ()
     return dataclasses.replace(answer, spec=spec, notes=notes, clauses=clauses)
@@ -136,20 +128,15 @@ def _merged(first: Answer, second: Answer, shape: tuple[int, ...], axis_sizes: A
         return dataclasses.replace(first, notes=(*first.notes, reason)) if reason else first
     if second.spec is None:
         return first
-    if None not in (first.mesh, second.mesh) and first.mesh != second.mesh:
-        return _two_meshes(first, second)
+    if first.given and second.given and first.given.mesh != second.given.mesh:
+        return Problem(
+            'other-mesh',
+            '',  # the leaf is not known yet
+            f'the NamedShardings are of two meshes: {first.given.mesh} and {second.given.mesh}',
+            rule=f'{first.origin} & {second.origin}',
+            hint="give NamedShardings of the helper's own mesh, or PartitionSpecs.",
+        )
     return _filled(first, second, shape, axis_sizes)
-
-
-def _two_meshes(first: Decision, second: Decision) -> Problem:
-    """The problem of leaves for which two NamedShardings are of different meshes; it names no leaf yet."""
-    return Problem(
-        'other-mesh',
-        '',
-        f'the NamedShardings are of two meshes: {first.mesh} and {second.mesh}',
-        rule=f'{first.origin} & {second.origin}',
-        hint="give NamedShardings of the helper's own mesh, or PartitionSpecs.",
-    )
 
 
 def _filled(first: Decision, second: Decision, shape: tuple[int, ...], axis_sizes: AxisSizes) -> Decision:
@@ -160,8 +147,7 @@ def _filled(first: Decision, second: Decision, shape: tuple[int, ...], axis_size
         first,
         memory_kind=first.memory_kind or second.memory_kind,
         clauses=first.clauses + second.clauses,
-        mesh=first.mesh or second.mesh,
-        reordered=first.reordered or second.reordered,
+        given=first.given or second.given,
         stack=first.stack + tuple(dim for dim in second.stack if dim not in first.stack),
         notes=first.notes + second.notes,
         passed=first.passed + second.passed,

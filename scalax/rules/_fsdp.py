@@ -63,15 +63,13 @@ class FSDPShardingRule(BuiltinRule):
         return entry_axes(self.fsdp_axis_name)
 
     def __repr__(self) -> str:
-        size = '' if self.fsdp_axis_size is None else f', fsdp_axis_size={self.fsdp_axis_size}'
-        least = '' if self.min_fsdp_size == 1048576 else f', min_fsdp_size={self.min_fsdp_size}'
-        return f'{type(self).__name__}({self.fsdp_axis_name!r}{size}{least})'
+        given = [repr(self.fsdp_axis_name), *self._options('fsdp_axis_size', 'min_fsdp_size')]
+        return f'{type(self).__name__}({", ".join(given)})'
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         size = self._axis_size(axis_sizes)  # raises where the mesh does not fit, also if all arrays are small
-        keys = list(zip(tree.shapes, tree.occupied, strict=True))
-        answers = {key: self._answer(*key, size) for key in dict.fromkeys(keys)}
-        return [answers[key] for key in keys]
+        answer = functools.partial(self._answer, size=size)
+        return list(map(functools.cache(answer), tree.shapes, tree.occupied))
 
     def _answer(self, shape: tuple[int, ...], occupied: PartitionSpec, size: int | None) -> Answer:
         """The answer about arrays of a shape; those that are too small, or do not divide, get none."""

@@ -5,25 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from scalax._tree.specs import Fault, MeshAxes
 
-REORDERED = Fault(
-    'other-mesh',
-    'the NamedSharding orders the devices of its mesh anew (_logical_device_ids)',
-    'build the mesh of the devices in that order: MeshShardingHelper.from_mesh(Mesh(devices, names)).',
-)
 
-
-def mesh_fault(given: Mesh | AbstractMesh, own: Mesh | AbstractMesh, of_values: bool) -> Fault | None:
+def mesh_fault(sharding: NamedSharding, own: Mesh | AbstractMesh, of_values: bool) -> Fault | None:
     """How the mesh of a NamedSharding differs from the one in force; None where it is that one.
 
     Args:
-        given: the mesh of the NamedSharding.
+        sharding: the NamedSharding.
         own: the mesh in force, in which the axes of the given one may have other types.
         of_values: whether the sharding is for a value inside of a function.
     """
+    given: Mesh | AbstractMesh = sharding.mesh
+    # What else may be in one has no public name: JAX takes an order of the devices.
+    if sharding != NamedSharding(given, sharding.spec, memory_kind=sharding.memory_kind):
+        return Fault(
+            'other-mesh',
+            'the NamedSharding orders the devices of its mesh anew (_logical_device_ids)',
+            'make the mesh of the devices in that order: MeshShardingHelper.from_mesh(Mesh(devices, names)).',
+        )
     if given == own:
         return None
     detail = f'the NamedSharding is of another mesh: {given}'

@@ -98,7 +98,7 @@ class LogicalAxisShardingRule(BuiltinRule):
     """
 
     axis_mapping: tuple[tuple[str, MeshAxisEntry], ...]
-    axis_names: tuple[tuple[str | re.Pattern[str], str], ...] = ()
+    axis_names: tuple[tuple[str | re.Pattern[str], str | Pattern], ...] = ()
     strict: bool = True
     on_indivisible: OnIndivisible = 'error'
     sizes: tuple[tuple[str, int], ...] = ()
@@ -130,7 +130,7 @@ class LogicalAxisShardingRule(BuiltinRule):
         mapping = dict(self.axis_mapping)
         parts = [repr(mapping if len(mapping) == len(self.axis_mapping) else list(self.axis_mapping))]
         if self.axis_names:
-            pairs = [f'({regex_text(regex)}, {names!r})' for regex, names in self.axis_names]
+            pairs = [f'({regex_text(regex)}, {str(names)!r})' for regex, names in self.axis_names]
             parts.append(f'[{", ".join(pairs)}]')
         parts += self._options('strict', 'on_indivisible')
         if self.sizes:
@@ -190,9 +190,10 @@ class LogicalAxisShardingRule(BuiltinRule):
         return Named(pattern, f"the leaf's own names {str(pattern)!r}")
 
     def _pair(self, path: str) -> Named | None:
-        for number, (regex, text) in enumerate(self.axis_names):
+        for number, (regex, names) in enumerate(self.axis_names):
             if re.search(regex, path):
-                return Named(parse(text), f'regex {regex_text(regex)}: {text!r}', number)
+                pattern = parse(names) if isinstance(names, str) else names
+                return Named(pattern, f'regex {regex_text(regex)}: {str(names)!r}', number)
         return None
 
 
@@ -225,10 +226,12 @@ def _checked_entry(name: Any, entry: Any) -> tuple[str, MeshAxisEntry]:
 
 def _checked_names(
     number: int, pair: tuple[Any, Any], known: Sequence[str] | None
-) -> tuple[str | re.Pattern[str], str]:
+) -> tuple[str | re.Pattern[str], str | Pattern]:
     regex, text = pair
     where = f'LogicalAxisShardingRule, pair {number} of axis_names'
     checked_regex(where, regex)
+    if isinstance(text, Pattern):  # of `scalax.axes.shard`, checked with the leaf
+        return regex, text
     if not isinstance(text, str):
         raise RuleError(f"{where}: the names are a string such as 'embed mlp', got {text!r}")
     parse(text)
@@ -285,11 +288,11 @@ class Named:
 
 @dataclasses.dataclass(frozen=True)
 class NamedLeaf:
-    """Everything that the decision about one leaf depends on."""
+    """Everything that the decision about one leaf depends on; of a shape, sizes may be unknown (None)."""
 
     rule: LogicalAxisShardingRule
     named: Named
-    shape: tuple[int, ...]
+    shape: tuple[int | None, ...]
     stacked: int
     occupied: PartitionSpec
     axis_sizes: AxisSizes | None
@@ -384,10 +387,12 @@ class NamedLeaf:
             return f': the mesh has no {", ".join(map(repr, dict.fromkeys(absent)))}{hint}'
         return '' if odd is None else f'; the mesh has no {odd!r}{hint}'
 
-    def _part_sizes(self, parts: Dimension, size: int) -> list[int | None] | None:
+    def _part_sizes(self, parts: Dimension, size: int | None) -> list[int | None] | None:
         """The sizes of the parts of a dimension as far as they are known; None if they do not fit it."""
         known = dict(self.rule.sizes)
         sizes = [part if isinstance(part, int) else known.get(part or '') for part in parts]
+        if size is None:
+            return sizes
         rest, remainder = divmod(size, math.prod(n for n in sizes if n is not None))
         if remainder or (None not in sizes and rest != 1):
             return None

@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -125,10 +125,10 @@ class OptimizerStateShardingRule(BuiltinRule):
                 is_copy = whole.shapes[i] == self._params.shapes[place.param]
                 asked[i] = place.param, occupied.get(i, FREE) if is_copy else FREE
         decided = self._params.decide(filter(None, dict.fromkeys(asked)), axis_sizes)
-        memo: dict[Any, Decision | None] = {}
+        derive = functools.cache(_derived)
         answers: list[Answer] = []
         for i, (place, key) in enumerate(zip(places, asked, strict=True)):
-            answers.append(self._answer(whole, i, place, key and decided[key], memo))
+            answers.append(self._answer(whole, i, place, key and decided[key], derive))
         if all(isinstance(answers[i], NoAnswer) for i, place in enumerate(places) if place):
             for i, answer in enumerate(answers):
                 if isinstance(answer, NoAnswer) and _is_float(whole, i):
@@ -141,7 +141,7 @@ class OptimizerStateShardingRule(BuiltinRule):
         index: int,
         place: _Place | None,
         decided: Decision | Problem | None,
-        memo: dict[Any, Decision | None],
+        derive: Callable[..., Decision | None],
     ) -> Answer:
         """The answer about a leaf of the state; *decided* is what its parameter gets, if it has one."""
         shape = state.shapes[index]
@@ -153,10 +153,7 @@ class OptimizerStateShardingRule(BuiltinRule):
             return dataclasses.replace(decided, leaf=state.describe(index), detail=detail)
         last = place.before.rpartition('/')[2]
         role = last if last in ('v_row', 'v_col') else ''
-        key = (id(decided), own, shape, role, place.inside)
-        if key not in memo:
-            memo[key] = _derived(decided, own, shape, role, place.inside)
-        derived = memo[key]
+        derived = derive(decided, own, shape, role, place.inside)
         if derived is not None:
             return derived
         if place.inside or self._params.is_weak(place.param):
@@ -260,7 +257,6 @@ class _Params:
         self.shapes = [tree.shapes[i] for _, tree, i in self._rows]
         self.paths = [tree.path_below(section.at, i) for section, tree, i in self._rows]
         self._index: Mapping[str, int] = {path: i for i, path in enumerate(self.paths)}
-        self._lengths = set(map(len, self.paths))
 
     def decide(
         self, asked: Iterable[tuple[int, PartitionSpec]], axis_sizes: AxisSizes | None
@@ -286,8 +282,7 @@ class _Params:
         if '' in self._index:
             yield _Place(path, self._index[''])
         for start in reversed([match.end() for match in _BEFORE_A_KEY.finditer(path)]):
-            # Asking for the length first saves most of the slices.
-            if len(path) - start > 0 and len(path) - start in self._lengths and path[start:] in self._index:
+            if path[start:] and path[start:] in self._index:
                 yield _Place(path[: max(start - 1, 0)], self._index[path[start:]])
 
     def above(self, path: str) -> _Place | None:
@@ -362,17 +357,14 @@ def _derived(
         for dims in choices
     )
     if len(distinct) > 1:  # any of them would be a guess
-        several = ' or '.join(map(_dimensions, choices))
-        return dataclasses.replace(
-            answer,
-            spec=REPLICATED,
-            origin=origin,
-            stack=stack,
-            reason=f'keeps {several} of its parameter: ambiguous',
+        spec, reason = (
+            REPLICATED,
+            f'keeps {" or ".join(map(_dimensions, choices))} of its parameter: ambiguous',
         )
-    kept = 'a stack of copies' if len(shape) > len(own) else f'keeps {_dimensions(choices[0])}'
-    reason = f'{kept} of its parameter'
-    return dataclasses.replace(answer, spec=next(iter(distinct)), origin=origin, reason=reason, stack=stack)
+    else:
+        kept = 'a stack of copies' if len(shape) > len(own) else f'keeps {_dimensions(choices[0])}'
+        (spec,), reason = distinct, f'{kept} of its parameter'
+    return dataclasses.replace(answer, spec=spec, origin=origin, reason=reason, stack=stack)
 
 
 def _dimensions(dims: Dimensions) -> str:

@@ -20,7 +20,7 @@ from scalax._tree.paths import NamedTree, join
 from scalax._tree.specs import MeshAxes
 from scalax.errors import IndivisibleWarning, Problem, ShardingError, shown_leaves, warn
 from scalax.rules._answer import Decision, non_arrays
-from scalax.rules._given_mesh import REORDERED, mesh_fault
+from scalax.rules._given_mesh import mesh_fault
 from scalax.rules._indivisible import OnIndivisible, divided
 from scalax.rules._prefix import RuleLike, split
 from scalax.rules._rule import Rule, decide, is_rule
@@ -186,15 +186,13 @@ class _Task:
         if AxisType.Manual in self.axes.types.values():
             spec = specs.without_manual(spec, self.axes)
         of_values = self.mode in _VALUE_MODES
-        foreign = None if answer.mesh is None else mesh_fault(answer.mesh, self.mesh, of_values)
-        if foreign is None and not answer.reordered and kind is None:
+        foreign = None if answer.given is None else mesh_fault(answer.given, self.mesh, of_values)
+        if foreign is None and kind is None:
             valid = _valid_sharding(self.mesh, spec, shape)
             if valid is not None:
                 return valid
         # Other faults follow from the wrong mesh, which has to be fixed first.
         faults = specs.faults(spec, shape, self.axes) if foreign is None else [foreign]
-        if answer.reordered:
-            faults.append(REORDERED)
         if specs.UNCONSTRAINED in specs.entries(spec) and not of_values:
             faults.append(_NOT_CONSTRAINED)
         default = None, 'device', named_sharding(self.mesh, PartitionSpec()).memory_kind

@@ -338,24 +338,18 @@ class _Wrapper(BuiltinRule):
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         answers = answers_of(self.rule, self._inner_tree(tree), axis_sizes)
-        keys = list(zip(map(id, answers), map(len, tree.shapes), strict=True))
-        distinct = dict(zip(keys, answers, strict=True))
-        changes = {
-            key: changed(answer, functools.partial(self._changed, rank=key[1]))
-            for key, answer in distinct.items()
-        }
-        return [changes[key] for key in keys]
+        return list(map(functools.cache(self._changed), answers, map(len, tree.shapes)))
 
     def _inner_tree(self, tree: NamedTree) -> NamedTree:
         """The tree that the wrapped rule sees."""
         return tree
 
-    def _changed(self, decision: Decision, rank: int) -> Decision:
-        """A decision of the wrapped rule, changed for an array of this rank."""
-        return decision if decision.spec is None else self._change(decision, rank)
+    def _changed(self, answer: Answer, rank: int) -> Answer:
+        return changed(answer, lambda found: found if found.spec is None else self._change(found, rank))
 
     @abc.abstractmethod
-    def _change(self, decision: Decision, rank: int) -> Decision: ...
+    def _change(self, decision: Decision, rank: int) -> Decision:
+        """A decision of the wrapped rule, changed for an array of this rank."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -373,9 +367,8 @@ class Stacked(_Wrapper):
 
     def _inner_tree(self, tree: NamedTree) -> NamedTree:
         layer = tree.without_first(self.dims)
-        keys = list(zip(tree.occupied, map(len, layer.shapes), strict=True))
-        known = {key: self._occupied(*key) for key in dict.fromkeys(keys)}
-        return layer.with_occupied([known[key] for key in keys])
+        occupied = map(functools.cache(self._occupied), tree.occupied, map(len, layer.shapes))
+        return layer.with_occupied(list(occupied))
 
     def _occupied(self, occupied: PartitionSpec, rank: int) -> PartitionSpec:
         """What is occupied of one layer; the axes of the stack are in use too."""

@@ -106,13 +106,11 @@ class TreePathShardingRule(BuiltinRule):
                     answers[i] = fixed
         for i in left:
             answers[i] = NoAnswer(functools.partial(self._unmatched, tree, i)) if self.strict else _MISS
-        # A rule may be the value of several clauses, and one answer serves many leaves.
-        memo: dict[tuple[int, int], Answer] = {}
-        for i, answer in answers_of_each({i: nested[i][1] for i in sorted(nested)}, tree, axis_sizes).items():
-            key = nested[i][0], id(answer)
-            if key not in memo:
-                memo[key] = changed(answer, functools.partial(self._by_clause, nested[i][0]))
-            answers[i] = memo[key]
+        inner = answers_of_each({i: nested[i][1] for i in sorted(nested)}, tree, axis_sizes)
+        clauses = [nested[i][0] for i in inner]  # several may have the same rule
+        told = map(functools.cache(self._by_clause), clauses, inner.values())
+        for i, answer in zip(inner, told, strict=True):
+            answers[i] = answer
         return answers
 
     def _unmatched(self, tree: NamedTree, index: int) -> Problem:
@@ -135,10 +133,13 @@ class TreePathShardingRule(BuiltinRule):
                 return literal[name]
         return ''
 
-    def _by_clause(self, number: int, answer: Decision) -> Decision:
+    def _by_clause(self, number: int, answer: Answer) -> Answer:
         origin = f'regex {regex_text(self.rules[number][0])}'
-        return dataclasses.replace(
-            answer, origin=f'{origin} -> {answer.origin}', clauses=((self, number), *answer.clauses)
+        return changed(
+            answer,
+            lambda found: dataclasses.replace(
+                found, origin=f'{origin} -> {found.origin}', clauses=((self, number), *found.clauses)
+            ),
         )
 
 

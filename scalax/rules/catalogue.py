@@ -78,6 +78,7 @@ own.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -242,29 +243,24 @@ class ExactRankRule(TreePathShardingRule):
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """As in `TreePathShardingRule`, and a problem for each array of another rank than its row is for."""
         answers = super().answers(tree, axis_sizes)
-        # One decision serves all leaves of a clause; it is checked once for each rank.
-        faults: dict[tuple[int, int, int], Fault | None] = {}
-        for index, (answer, shape) in enumerate(zip(answers, tree.shapes, strict=True)):
-            if not isinstance(answer, Decision):
-                continue
-            key = id(answer), len(shape), tree.stacked(index)
-            if key not in faults:
-                faults[key] = self._fault(answer, len(shape), tree.stacked(index), axis_sizes)
-            if fault := faults[key]:
+        stacked = map(tree.stacked, range(len(tree)))
+        check = functools.partial(self._fault, axis_sizes=axis_sizes)
+        faults = [*map(functools.cache(check), answers, map(len, tree.shapes), stacked)]
+        for index, fault in enumerate(faults):
+            answer = answers[index]
+            if fault and isinstance(answer, Decision):
                 leaf, spec = tree.describe(index), str(answer.spec)
                 answers[index] = Problem(fault.kind, leaf, fault.detail, spec, answer.origin, fault.hint)
         return answers
 
-    def _fault(self, answer: Decision, rank: int, stacked: int, axis_sizes: AxisSizes | None) -> Fault | None:
+    def _fault(self, answer: Answer, rank: int, stacked: int, axis_sizes: AxisSizes | None) -> Fault | None:
         """What is wrong with a decision of this rule about a leaf of that rank, without its stack."""
         # Decisions about arrays of one element have no clauses; those of other rules are not checked.
-        spec = answer.spec
-        if (
-            spec is None
-            or not answer.clauses
-            or isinstance(self.rules[answer.clauses[0][1]][1], ShardingRule)
-        ):
+        if not isinstance(answer, Decision) or answer.spec is None or not answer.clauses:
             return None
+        if isinstance(self.rules[answer.clauses[0][1]][1], ShardingRule):
+            return None
+        spec = answer.spec
         expected = len(entries(spec))
         if expected not in (0, rank):
             return Fault(

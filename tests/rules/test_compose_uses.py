@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from scalax._tree.paths import NamedTree
 from scalax.errors import ShardingError
 from scalax.rules import catalogue
+from scalax.rules._prefix import are_pure
 from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,
@@ -351,26 +352,21 @@ def test_shardings_of_two_meshes_are_an_error(helper):
         assert 'of another mesh' in message_of(helper, rule, {'w': leaf(3, 4)})
 
 
-# --- The cache, reports, sjit ---------------------------------------------------------------------
+# --- Purity, reports, sjit -----------------------------------------------------------------------
 
 
-def test_equal_rules_are_resolved_once(helper):
-    def shardings(rule, tree=LAYERS):
-        return helper._resolutions.find(rule, tree).shardings
-
-    for make in (
-        lambda: MEGATRON & FSDPShardingRule('fsdp', min_fsdp_size=64),
-        lambda: (STRICT_MISS | P('tp')).stacked().with_memory_kind('pinned_host'),
-    ):
-        assert shardings(make()) is shardings(make())
-    assert shardings(MEGATRON & FSDP) is not shardings(FSDP & MEGATRON)
-    stack = {'w': leaf(8, 8, 8)}
+def test_a_composed_rule_is_pure_if_its_parts_are():
+    pure = MEGATRON & FSDPShardingRule('fsdp', min_fsdp_size=64)
+    assert are_pure(pure) and are_pure((STRICT_MISS | P('tp')).stacked().with_memory_kind('pinned_host'))
     # What may change its mind, or warns, is asked each time.
     warns = TreePathShardingRule(('w', P()), on_indivisible='warn')
     for rule in (PolicyShardingRule(lambda *_: P()), FirstOnTp(), Inherited(('x', P())), warns):
-        kinds = rule | P(), STRICT_MISS | (FSDP & rule), (rule | P()).stacked().with_memory_kind('device')
-        for composed in kinds:
-            assert shardings(composed, stack) is not shardings(composed, stack)
+        for composed in (
+            rule | P(),
+            STRICT_MISS | (FSDP & rule),
+            (rule | P()).stacked().with_memory_kind('device'),
+        ):
+            assert not are_pure(composed)
 
 
 def test_explain_says_who_did_what(helper):

@@ -1,6 +1,5 @@
 """Where rules meet a tree and a mesh: kinds of leaves, canonical results, policies, the cache."""
 
-import gc
 import os
 import subprocess
 import sys
@@ -345,7 +344,7 @@ def test_uses(spec, concrete, boundary, intermediate):
             assert ('compiler' if sharding is None else sharding.spec) == expected
 
 
-# --- The cache ------------------------------------------------------------------------------------
+# --- Again --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -367,17 +366,6 @@ def test_a_spec_that_is_valid_once_is_checked_on_other_meshes_and_shapes(sizes, 
     with pytest.raises(ShardingError) as error:
         helper.match_sharding_rule(P('data'), np.zeros(shape))
     assert [each.kind for each in error.value.problems] == [problem]
-
-
-def test_known_trees_are_not_resolved_again(monkeypatch):
-    calls = []
-    answers = TreePathShardingRule.answers
-    monkeypatch.setattr(TreePathShardingRule, 'answers', lambda *args: calls.append(1) or answers(*args))
-    helper = MeshShardingHelper([8], ['data'])
-    first = helper.match_sharding_rule(TreePathShardingRule(('', P('data'))), {'w': leaf(8)})
-    again = helper.match_sharding_rule(TreePathShardingRule(('', P('data'))), {'w': np.zeros(8, np.float32)})
-    assert calls == [1]
-    assert again['w'] is first['w']
 
 
 @pytest.mark.parametrize(
@@ -420,15 +408,6 @@ def test_errors_are_raised_every_time_and_not_kept():
     for _ in range(2):
         with pytest.raises(ShardingError):
             HELPER.match_sharding_rule(P('data'), {'w': leaf(6)})
-
-
-def test_more_trees_than_the_cache_holds():
-    for _ in range(2):
-        for size in range(8, 8 * 40, 8):
-            assert spec_of(FSDPShardingRule('data', min_fsdp_size=100), leaf(size)) == (
-                P('data') if size >= 100 else P()
-            )
-    gc.collect()
 
 
 # --- Determinism ----------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ class TracedFunction:
         mesh = rules.mesh
         self._mesh = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
         self._names = rules.options.annotation_shardings
-        self._uses = contexts.Uses(frozenset(self._names))
+        self._asked: set[str] = set()
         # Held, because JAX finds traces by the identity of their context.
         self._keep = functools.lru_cache(maxsize=lru_cache.SIZE)(lambda context: context)
         self._warned = False
@@ -187,8 +187,8 @@ class TracedFunction:
             return outputs
 
     def _context_entered(self) -> Any:
-        context = self._keep(contexts.contexts_of(self.helper).get(self._names))
-        return contexts.entered(context, self._uses)
+        context = self._keep(contexts.context_of(self.helper, self._names))
+        return contexts.entered(context, self._asked)
 
     def as_users(self, flat_function: Callable[..., Any], layout: CallLayout) -> Callable[..., Any]:
         """Gives a function of slots the name, the parameters and the source that JAX's messages show."""
@@ -202,8 +202,8 @@ class TracedFunction:
         if self._warned or not self._names:
             return
         self._warned = True
-        seen = sorted(self._uses.asked - self._uses.names)
-        unused = self._uses.unused()
+        seen = sorted(self._asked - self._names.keys())
+        unused = sorted(self._names.keys() - self._asked)
         if any_static:
             # Other static values may lead through other code: only a misspelling is certain.
             unused = [each for each in unused if near_names(each, seen)]
