@@ -46,10 +46,14 @@ class Layout:
         """The tiles that this process's devices hold."""
         return self.held[collectives.processes_of(self.mesh).here]
 
-    def intervals(self, global_batch: int) -> tuple[tuple[int, int], ...]:
-        """For each device the first of its rows and the one after the last."""
-        size = global_batch // self.count
-        return tuple((tile * size, (tile + 1) * size) for tile in self.tiles)
+    def is_at_hand(self, global_batch: int) -> bool:
+        """Whether each process has the rows that its devices need, where it brings its equal part."""
+        tile, part = global_batch // self.count, global_batch // len(self.held)
+        return all(
+            process * part <= number * tile and (number + 1) * tile <= (process + 1) * part
+            for process, numbers in enumerate(self.held)
+            for number in numbers
+        )
 
 
 def layout_of(mesh: Mesh, mesh_axis_subset: Sequence[str] | str | None) -> Layout:

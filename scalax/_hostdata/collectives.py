@@ -134,6 +134,35 @@ def broadcast_bytes(mesh: Mesh, position: int, data: bytes) -> bytes:
     return broadcast(mesh, position, mine).tobytes()
 
 
+def as_brought(mesh: Mesh, rows: np.ndarray, axis: int) -> Any:
+    """The rows that processes bring as one array, each part on the devices of its process.
+
+    ``jax.device_put`` moves the rows on from there. It does not between meshes whose processes hold different
+    numbers of devices: there these are the rows themselves, for `spread`. Nothing is communicated.
+
+    Args:
+        mesh: whose devices.
+        rows: this process's rows, as many as every process brings.
+        axis: the axis along which they are joined.
+    """
+    grid = _grid(mesh)
+    if grid.size < mesh.size:
+        return rows
+    processes, devices = grid.devices.shape
+    over = grid.axis_names if rows.shape[axis] % devices == 0 else grid.axis_names[:1]
+    sharding = NamedSharding(grid, PartitionSpec(*[None] * axis, over))
+    shape = (*rows.shape[:axis], processes * rows.shape[axis], *rows.shape[axis + 1 :])
+    return jax.make_array_from_process_local_data(sharding, rows, shape)
+
+
+def spread(mesh: Mesh, rows: np.ndarray, axis: int, sharding: NamedSharding) -> jax.Array:
+    """The rows that processes bring as one array with a sharding. Every process gathers all of them."""
+    gathered = gather_bytes(mesh, rows.tobytes())
+    parts = [np.frombuffer(data, rows.dtype).reshape(rows.shape) for data in gathered]
+    whole = np.concatenate(parts, axis)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
 def bound_queue(mesh: Mesh) -> None:
     """Waits now and then until simulated devices have run their programs; called once for each batch.
 

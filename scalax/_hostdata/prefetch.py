@@ -124,15 +124,16 @@ class Prefetch(Iterator[Any]):
                 # Without a step of Python between the queue and the list, where a signal might lose the item.
                 items = map(queue.SimpleQueue.get, itertools.repeat(self._shared.items))
                 self._taken.extend(itertools.islice(items, 1))
+            item = self._taken[0]
             try:
-                batch = self._completed(self._taken[0])
-            except Exception:
-                self._taken.clear()
-                self._done = True
-                self._finalizer()
-                raise
-            except BaseException:
-                self._interrupted = self._together
+                batch = self._completed(item)
+            except BaseException as error:
+                if isinstance(error, Exception) or error is item.error:
+                    self._taken.clear()
+                    self._done = True
+                    self._finalizer()
+                else:
+                    self._interrupted = self._together
                 raise
             self._taken.clear()
             return batch

@@ -21,7 +21,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalax._hostdata import agreement, collectives
 from scalax._hostdata.batch_layout import Layout, checked_axis, layout_of
-from scalax._hostdata.exchange import Exchange, exchange_for
 from scalax._hostdata.transfer import aligned_empty, keys_of, reject_tracers
 from scalax._tree.paths import (
     NamedTree,
@@ -304,7 +303,7 @@ def place(part: ProcessBatch, *, keep: bool = True) -> Finish:
     if collectives.processes_of(mesh).several:
         placed = [_place_leaf(part, i, copy) for i in range(len(tree))]
         if not keep:
-            jax.block_until_ready([leaf.array for leaf in placed])
+            jax.block_until_ready(placed)
         return lambda: tree.treedef.unflatten(_finish(part, placed))
     # All rows are here, so this is a plain transfer: one for all leaves.
     leaves = [
@@ -331,31 +330,21 @@ def _host(leaf: Any, copy: bool) -> np.ndarray:
     return memory
 
 
-@dataclasses.dataclass(frozen=True)
-class _Placed:
-    """A leaf on this process's devices: the global array, or buffers from which rows have to move."""
-
-    array: jax.Array
-    exchange: Exchange | None
-
-
-def _place_leaf(part: ProcessBatch, index: int, copy: bool) -> _Placed:
+def _place_leaf(part: ProcessBatch, index: int, copy: bool) -> Any:
+    """A leaf on this process's devices: the global array, or rows that `_finish` has to move."""
     layout, axis, sharding = part.layout, part.axes[index], part.shardings[index]
     host = _host(part.tree.leaves[index], copy)
     if axis is None:
-        return _Placed(jax.make_array_from_callback(host.shape, sharding, lambda _: host), None)
+        return jax.make_array_from_callback(host.shape, sharding, lambda _: host)
     # The data of keys have dimensions of their own, behind those of the keys.
     shape = (*part.shapes[index], *host.shape[len(part.shapes[index]) :])
     if not host.size:
         # Nothing has to move, and of a program's outputs without elements XLA gives every device the whole.
         nothing = np.empty(sharding.shard_shape(shape), host.dtype)
-        return _Placed(jax.make_array_from_callback(shape, sharding, lambda _: nothing), None)
-    exchange = None
-    if part.options.rows == 'all':
-        exchange = exchange_for(layout.mesh, layout.intervals(shape[axis]), host.shape[axis])
-    if exchange is not None:
-        return _Placed(exchange.stage(host, axis), exchange)
-    return _Placed(jax.make_array_from_callback(shape, sharding, _rows_of(part, host, axis, shape)), None)
+        return jax.make_array_from_callback(shape, sharding, lambda _: nothing)
+    if part.options.rows == 'needed' or layout.is_at_hand(shape[axis]):
+        return jax.make_array_from_callback(shape, sharding, _rows_of(part, host, axis, shape))
+    return collectives.as_brought(layout.mesh, host, axis)
 
 
 def _rows_of(
@@ -379,19 +368,14 @@ def _rows_of(
     return rows
 
 
-def _finish(part: ProcessBatch, placed: Sequence[_Placed]) -> list[jax.Array]:
-    """The global arrays; all that move in one way move in one program."""
-    arrays = [leaf.array for leaf in placed]
-    for exchange in dict.fromkeys(leaf.exchange for leaf in placed):
-        if exchange is None:
-            continue
-        moving = [i for i, leaf in enumerate(placed) if leaf.exchange is exchange]
-        axes = [cast(int, part.axes[i]) for i in moving]
-        tiles = exchange.run([arrays[i] for i in moving], axes)
-        for i, axis, mine in zip(moving, axes, tiles, strict=True):
-            shape = list(arrays[i].shape)
-            shape[axis] = part.shapes[i][axis]
-            arrays[i] = jax.make_array_from_single_device_arrays(tuple(shape), part.shardings[i], mine)
+def _finish(part: ProcessBatch, placed: Sequence[Any]) -> list[jax.Array]:
+    """The global arrays."""
+    arrays = list(placed)
+    for i, (array, sharding) in enumerate(zip(placed, part.shardings, strict=True)):
+        if isinstance(array, np.ndarray):
+            arrays[i] = collectives.spread(part.options.mesh, array, cast(int, part.axes[i]), sharding)
+        elif array.sharding != sharding:
+            arrays[i] = collectives.without_context(jax.device_put, array, sharding)
     return [
         keys_of(arrays[i], leaf, part.shardings[i]) if is_key(leaf) else arrays[i]
         for i, leaf in enumerate(part.tree.leaves)

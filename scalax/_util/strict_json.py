@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import io
+import itertools
 import json
 import math
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 LARGEST = 100_000_000  # bytes of a file
 DEEPEST = 127  # arrays and objects in one another
-_DIGITS = 300  # of an integer that is a finite float whatever they are
 _LONGEST = 120  # characters of a value in a message
 
 
@@ -41,7 +40,13 @@ def parse(text: str | bytes | bytearray) -> Any:
     if isinstance(text, bytes | bytearray):
         text = text.decode('utf-8')
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer)
+        value = json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_constant=_constant,
+            parse_int=_number,
+            parse_float=_number,
+        )
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     _check(value)
@@ -63,36 +68,22 @@ def _constant(name: str) -> Any:
     raise ValueError(f'{name} is no number of JSON')
 
 
-def _integer(text: str) -> float:
-    if len(text) > _DIGITS:
-        _require_finite(float(text))
-    return -0.0 if text == '-0' else int(text)
-
-
-def _require_finite(number: float) -> None:
+def _number(text: str) -> float:
+    number = float(text)  # also of integers: Python makes none of thousands of digits
     if not math.isfinite(number):
         raise ValueError('a number is too large')
+    return int(text) if text.lstrip('-').isdecimal() and text != '-0' else number
 
 
-def _check(value: Any) -> None:
-    """Raises ValueError about strings that are not Unicode, infinite numbers, and deep nesting."""
-    level, depth = [value], 0
-    while level:
-        inner: list[Any] = []
-        for item in level:
-            kind = type(item)
-            if kind is str:
-                if not item.isascii():
-                    item.encode('utf-8')
-            elif kind is float:
-                _require_finite(item)
-            elif kind is dict or kind is list:
-                if depth == DEEPEST:
-                    raise ValueError(_TOO_DEEP)
-                inner.extend(item)
-                if kind is dict:
-                    inner.extend(item.values())
-        level, depth = inner, depth + 1
+def _check(value: Any, depth: int = 0) -> None:
+    """Raises ValueError about strings that are not Unicode, and deep nesting."""
+    if isinstance(value, str):
+        value.encode('utf-8')
+    elif isinstance(value, dict | list):
+        if depth == DEEPEST:
+            raise ValueError(_TOO_DEEP)
+        for item in itertools.chain(value, value.values() if isinstance(value, dict) else ()):
+            _check(item, depth + 1)
 
 
 def brief(value: Any) -> str:
@@ -104,15 +95,15 @@ def brief(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[io.FileIO]:
-    """A regular file, opened for reading without a buffer. Pipes and devices might block or never end.
+def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A regular file, opened for reading. Pipes and devices might block or never end.
 
     Raises:
         OSError: it cannot be opened.
         ValueError: it is not a regular file, or the path is invalid.
     """
     # Opening a pipe without a writer would block.
-    with open(path, 'rb', buffering=0, opener=_without_waiting) as file:
+    with open(path, 'rb', opener=_without_waiting) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError('it is no regular file')
         yield file
@@ -122,7 +113,7 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, 'O_NONBLOCK', 0))
 
 
-def read(path: str | os.PathLike[str], most: int = LARGEST) -> bytearray:
+def read(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
     """All bytes of a regular file.
 
     Args:
@@ -140,21 +131,17 @@ def read(path: str | os.PathLike[str], most: int = LARGEST) -> bytearray:
         return exactly(file, size, 0)
 
 
-def exactly(file: io.FileIO, size: int, position: int) -> bytearray:
+def exactly(file: BinaryIO, size: int, position: int) -> bytes:
     """Reads *size* bytes of a file, from *position* on.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it has become shorter.
     """
-    data = bytearray(size)
-    view, done = memoryview(data), 0
     file.seek(position)
-    while done < size:
-        count = file.readinto(view[done:])
-        if not count:
-            raise ValueError(f'it became shorter while it was read: {done:,} of {size:,} bytes were there')
-        done += count
+    data = file.read(size)
+    if len(data) < size:
+        raise ValueError(f'it became shorter while it was read: {len(data):,} of {size:,} bytes were there')
     return data
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import io
 import logging
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import jax
 
@@ -20,7 +19,7 @@ from scalax._report.tables import human_bytes
 from scalax._tree.paths import canonical_dtype, leaf_text
 from scalax._util import strict_json
 from scalax._util.progress import progress
-from scalax.checkpoint._safetensors_blocks import Box, box_bytes, read_ahead, read_blocks
+from scalax.checkpoint._safetensors_blocks import Box, read_ahead, read_block
 from scalax.checkpoint._safetensors_header import Tensor, in_message, tensors_of
 from scalax.checkpoint._safetensors_names import NameMapping, destinations
 from scalax.errors import ArgumentError, CheckpointError, shown, shown_leaves
@@ -42,8 +41,8 @@ def load_safetensors(
 ) -> Any:
     r"""Loads safetensors files, as on the Hugging Face Hub, straight into the shards of a mesh.
 
-    Each process reads the bytes that its devices need, block by block and small ones together. The host never
-    holds more than the largest block.
+    Each process reads the bytes that its devices need, block by block. The host never holds more than the
+    largest block.
 
     Args:
         helper: the mesh.
@@ -91,7 +90,7 @@ def _load(
     tensors: Sequence[Tensor],
     rules: RuleLike,
     mapping: NameMapping,
-    opened: Mapping[Path, io.FileIO],
+    opened: Mapping[Path, BinaryIO],
 ) -> Any:
     wanted = destinations([tensor.name for tensor in tensors], mapping)
     tree: dict[str, Any] = {}
@@ -104,22 +103,14 @@ def _load(
     loads = []
     for tensor in tensors:
         path, axes = wanted[tensor.name]
-        loads.append(
-            _TensorLoad(
-                opened[tensor.file].fileno(),
-                tensor,
-                path,
-                axes,
-                functools.reduce(operator.getitem, path.split('/'), shardings),
-            )
-        )
-    largest = max((load.largest for load in loads), default=0)
+        sharding = functools.reduce(operator.getitem, path.split('/'), shardings)
+        loads.append(_TensorLoad(opened[tensor.file].fileno(), tensor, path, axes, sharding))
     size, done = human_bytes(sum(load.tensor.size for load in loads)), 0
     with progress('loading safetensors', _log) as note:
         for i, load in enumerate(loads):
             for coming in loads[i : i + 2]:
-                coming.read_ahead()
-            _set_leaf(tree, load.path, load.array(largest))
+                read_ahead(coming.descriptor, coming.tensor, [box for box, _ in coming.blocks])
+            _set_leaf(tree, load.path, load.array())
             done += load.tensor.size
             note(f'{human_bytes(done)} of {size}')
     return tree
@@ -144,64 +135,30 @@ class _TensorLoad:
     sharding: Any
 
     @functools.cached_property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
-        return _transposed_shape(self.tensor, self.axes)
-
-    @functools.cached_property
     def blocks(self) -> list[tuple[Box, list[Any]]]:
         """The blocks that devices of this process hold, with these devices, in the order of the file."""
+        shape = _transposed_shape(self.tensor, self.axes)
         holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
-        for device, index in self.sharding.addressable_devices_indices_map(self.shape).items():
-            bounds = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]
+        for device, index in self.sharding.addressable_devices_indices_map(shape).items():
+            bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
             if self.axes:
                 bounds = [bounds[self.axes.index(dim)] for dim in range(len(bounds))]
             holders.setdefault(tuple(bounds), []).append(device)
         return [([slice(*part) for part in bounds], holders[bounds]) for bounds in sorted(holders)]
 
-    def read_ahead(self) -> None:
-        """Asks the system to read the blocks from the disk."""
-        read_ahead(self.descriptor, self.tensor, [box for box, _ in self.blocks])
-
-    @property
-    def largest(self) -> int:
-        """The bytes of its largest block."""
-        return max((box_bytes(self.tensor, box) for box, _ in self.blocks), default=0)
-
-    def groups(self, most: int) -> list[list[tuple[Box, list[Any]]]]:
-        """The blocks in groups that are read together.
-
-        Args:
-            most: how many bytes of host memory a group may take; a single block may take more.
-        """
-        # On CPU the memory of a block becomes that of the array, so blocks take no memory besides.
-        taken = bool(self.blocks) and self.blocks[0][1][0].platform == 'cpu' and not self.axes
-        found: list[list[tuple[Box, list[Any]]]] = []
-        size = 0
-        for block in self.blocks:
-            more = 0 if taken else box_bytes(self.tensor, block[0])
-            if found and size + more <= most:
-                found[-1].append(block)
-                size += more
-            else:
-                found.append([block])
-                size = more
-        return found
-
-    def array(self, most: int) -> jax.Array:
-        """The array. Blocks are read once the previous group is on its devices; see `groups`."""
+    def array(self) -> jax.Array:
+        """The array. Each block is read once the previous one is on its devices."""
         parts = []
-        for group in self.groups(most):
-            blocks = read_blocks(self.descriptor, self.tensor, [box for box, _ in group])
-            for block, (_, devices) in zip(blocks, group, strict=True):
-                for device in devices:
-                    place = jax.sharding.SingleDeviceSharding(device, memory_kind=self.sharding.memory_kind)
-                    part = jax.device_put(block, place)
-                    parts.append(part.transpose(self.axes) if self.axes else part)
+        for box, devices in self.blocks:
+            block = read_block(self.descriptor, self.tensor, box)
+            for device in devices:
+                place = jax.sharding.SingleDeviceSharding(device, memory_kind=self.sharding.memory_kind)
+                part = jax.device_put(block, place)
+                parts.append(part.transpose(self.axes) if self.axes else part)
             jax.block_until_ready(parts)
-            del block, blocks
-        dtype = self.tensor.dtype
-        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts, dtype=dtype)
+            del block
+        shape, dtype = _transposed_shape(self.tensor, self.axes), self.tensor.dtype
+        return jax.make_array_from_single_device_arrays(shape, self.sharding, parts, dtype=dtype)
 
 
 def _transposed_shape(tensor: Tensor, axes: Sequence[int]) -> tuple[int, ...]:
@@ -282,9 +239,9 @@ def _list_indexed(index: Path) -> dict[Path, list[str]]:
     return listed
 
 
-def _open_files(stack: contextlib.ExitStack, listed: Mapping[Path, Sequence[str]]) -> dict[Path, io.FileIO]:
+def _open_files(stack: contextlib.ExitStack, listed: Mapping[Path, Sequence[str]]) -> dict[Path, BinaryIO]:
     """All files, opened once: header and tensors are read from one file, even if its path changes."""
-    opened: dict[Path, io.FileIO] = {}
+    opened: dict[Path, BinaryIO] = {}
     problems = []
     for file in listed:
         try:
@@ -297,7 +254,7 @@ def _open_files(stack: contextlib.ExitStack, listed: Mapping[Path, Sequence[str]
     return opened
 
 
-def _all_tensors(files: Mapping[Path, Sequence[str]], opened: Mapping[Path, io.FileIO]) -> list[Tensor]:
+def _all_tensors(files: Mapping[Path, Sequence[str]], opened: Mapping[Path, BinaryIO]) -> list[Tensor]:
     """The tensors of all files, in the order of the files."""
     found: list[Tensor] = []
     where: dict[str, Path] = {}

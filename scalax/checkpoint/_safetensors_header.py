@@ -11,12 +11,11 @@ which it takes the last; dtypes of less than a byte, and shapes that no NumPy ar
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -79,7 +78,7 @@ class Tensor:
         return byte_count(self.shape, self.dtype)
 
 
-def tensors_of(file: Path, opened: io.FileIO) -> list[Tensor]:
+def tensors_of(file: Path, opened: BinaryIO) -> list[Tensor]:
     """The tensors of a file, in the order of the file.
 
     Args:
@@ -106,7 +105,7 @@ def tensors_of(file: Path, opened: io.FileIO) -> list[Tensor]:
     return parse_header(file, header, size)
 
 
-def parse_header(file: Path, header: bytes | bytearray, size: int) -> list[Tensor]:
+def parse_header(file: Path, header: bytes, size: int) -> list[Tensor]:
     """The tensors that a header lists, in the order of the file.
 
     Args:

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from scalax.checkpoint import load_safetensors
-from scalax.checkpoint._safetensors_blocks import read_blocks
+from scalax.checkpoint._safetensors_blocks import read_block
 from scalax.checkpoint._safetensors_header import DTYPES, Tensor
 from scalax.checkpoint._safetensors_header import tensors_of as tensors_of_opened
 from scalax.errors import CheckpointError, ShardingError
@@ -104,7 +104,7 @@ def test_only_the_bytes_of_a_block_are_read(tmp_path: Path, monkeypatch: pytest.
     ]:
         calls.clear()
         with file.open('rb') as opened:
-            np.testing.assert_array_equal(*read_blocks(opened.fileno(), tensor, [box]), x[box])
+            np.testing.assert_array_equal(read_block(opened.fileno(), tensor, box), x[box])
         assert len(calls) == reads
         assert sum(size for _, size in calls) == x[box].nbytes
         assert all(start >= tensor.begin for start, _ in calls)
@@ -119,36 +119,9 @@ def test_parts_within_a_page_are_read_together(tmp_path: Path, monkeypatch: pyte
     preadv = os.preadv
     monkeypatch.setattr(os, 'preadv', lambda *args: read.append(preadv(*args)) or read[-1])
     with file.open('rb') as opened:
-        np.testing.assert_array_equal(*read_blocks(opened.fileno(), tensor, [box]), x[box])
+        np.testing.assert_array_equal(read_block(opened.fileno(), tensor, box), x[box])
     assert len(read) == 2 * 2  # no more than 1 MiB at once, whatever the tensor
     assert max(read) <= 2**20
-
-
-def test_blocks_that_follow_one_another_are_read_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x = bits((32, 4, 4096), 'int16')
-    file = write(tmp_path / 'x.safetensors', {'x': x})
-    [tensor] = tensors_of(file)
-    read: list[int] = []
-    preadv = os.preadv
-    monkeypatch.setattr(os, 'preadv', lambda *args: read.append(preadv(*args)) or read[-1])
-    columns = [(slice(0, 32), slice(0, 4), slice(i, i + 512)) for i in range(0, 4096, 512)]
-    for boxes, calls in [
-        (columns, 1),  # 32 * 4 * 8 parts, which are as many as a call takes
-        (columns[::-1], 1),
-        (columns[2:4], 32 * 4),
-        ([columns[0], columns[2]], 32 * 4 * 2),
-        (columns[:1], 32 * 4),
-        ([(slice(0, 32), slice(i, i + 2), slice(0, 4096)) for i in (0, 2)], 1),
-        ([], 0),
-    ]:
-        read.clear()
-        with file.open('rb') as opened:
-            blocks = read_blocks(opened.fileno(), tensor, boxes)
-        for box, block in zip(boxes, blocks, strict=True):
-            np.testing.assert_array_equal(block, x[box])
-        assert (len(read), sum(read)) == (calls, sum(block.nbytes for block in blocks))
 
 
 @pytest.mark.parametrize('seed', range(20))
@@ -169,32 +142,8 @@ def test_any_blocks(tmp_path: Path, seed: int) -> None:
         if rng.random() < 0.8
     ]
     with file.open('rb') as opened:
-        for box, block in zip(boxes, read_blocks(opened.fileno(), tensor, boxes), strict=True):
-            np.testing.assert_array_equal(block, x[box])
-
-
-def test_how_many_blocks_are_read_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helper: MeshShardingHelper
-) -> None:
-    """As many as fit into the memory of the largest; or all of a tensor, where they are the array."""
-    read: list[list[int]] = []
-
-    def counted(descriptor: int, tensor: Any, boxes: Any) -> Any:
-        blocks = read_blocks(descriptor, tensor, boxes)
-        read.append([block.nbytes for block in blocks])
-        return blocks
-
-    monkeypatch.setattr('scalax.checkpoint._safetensors.read_blocks', counted)
-    tensors = {'x': bits((8, 64), 'int8'), 'y': bits((8, 192), 'int8')}
-    file = write(tmp_path / 'x.safetensors', tensors)
-    cut = P(('fsdp', 'tp'))
-    load_safetensors(helper, file, cut)
-    assert read == [[64] * 8, [192] * 8]
-    read.clear()
-    tree = load_safetensors(helper, file, P(None, ('fsdp', 'tp')), {name: (name, (1, 0)) for name in tensors})
-    assert read == [[64] * 3, [64] * 3, [64] * 2, *[[192]] * 8]
-    for name, wanted in tensors.items():
-        np.testing.assert_array_equal(tree[name], wanted.T)
+        for box in boxes:
+            np.testing.assert_array_equal(read_block(opened.fileno(), tensor, box), x[box])
 
 
 def test_short_reads_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,11 +160,11 @@ def test_short_reads_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(os, 'preadv', short)
     with file.open('rb') as opened:
         box = (slice(1, 8), slice(7, 4000))
-        np.testing.assert_array_equal(*read_blocks(opened.fileno(), tensor, [box]), x[box])
+        np.testing.assert_array_equal(read_block(opened.fileno(), tensor, box), x[box])
         assert sum(read) == x[box].nbytes  # each byte once: what a read has brought is not asked for again
         os.truncate(file, file.stat().st_size - 1500)
         with pytest.raises(CheckpointError, match='became shorter while it was read: x ends early'):
-            read_blocks(opened.fileno(), tensor, [box])
+            read_block(opened.fileno(), tensor, box)
 
 
 def test_a_process_reads_the_rows_of_its_own_devices(

@@ -376,17 +376,23 @@ def test_ctrl_c_while_a_batch_is_given_loses_none(monkeypatch: pytest.MonkeyPatc
     assert numbers == [0, 1, 2]
 
 
-def test_an_interrupt_of_the_loader_is_raised_again() -> None:
+@pytest.mark.parametrize('kind', [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize('together', [False, True])
+def test_a_loader_that_ends_the_program_ends_the_data(
+    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], together: bool
+) -> None:
+    """As any error of a loader does: the other processes are told of it, and go on to no other batch."""
+
     def load() -> Iterator[Any]:
         yield batch(0)
-        raise KeyboardInterrupt('of the loader')
+        raise kind('of the loader')
 
     with HELPER.prefetch(load()) as batches:
+        monkeypatch.setattr(batches, '_together', together)
         assert int(next(batches)['number']) == 0
-        for _ in range(2):
-            with pytest.raises(KeyboardInterrupt, match='of the loader'):
-                next(batches)
-    assert list(batches) == []
+        with pytest.raises(kind, match='of the loader'):
+            next(batches)
+        assert list(batches) == []
 
 
 def test_an_interrupted_agreement_is_not_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:

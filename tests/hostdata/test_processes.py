@@ -7,7 +7,7 @@ from tests.support.processes import Outcome, asked_for, names_of_checks, run_che
 CHECKS = names_of_checks('tests.support.data_checks')
 # Left to `make verify`: with two processes what four show too, in more ways; with four what two show; and two
 # thirds of the meshes.
-SLOW_FOR_TWO = ['check_every_mesh', 'check_what_moves_is_the_least']
+SLOW_FOR_TWO = ['check_every_mesh']
 SLOW_FOR_FOUR = ['check_every_mesh', 'check_prefetch_beside_steps', 'check_data_that_ends_early']
 # Where more than two processes can go wrong in another way than two: in who brings what to whom, decided
 # without JAX. What a release of JAX does with several processes, two of them show.
@@ -16,7 +16,6 @@ OF_FOUR = [
     'check_every_third_mesh',
     'check_other_batch_axes',
     'check_processes_with_devices_of_unequal_number',
-    'check_what_moves_is_the_least',
     'check_disagreement',
     'check_replicas_that_differ',
     'check_one_that_cannot_bring_its_part_tells_the_others',
