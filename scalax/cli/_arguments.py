@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,42 +28,6 @@ _TOPOLOGY = 'the TPU slice, such as v5p:4x4x4, or nodes of GPUs, such as h100:4x
 _UNITS = {'': 1, 'B': 1, **{f'{unit}iB': 1 << 10 * power for power, unit in enumerate('KMGT', 1)}}
 _UNITS |= {f'{unit}B': 10 ** (3 * power) for power, unit in enumerate('KMGT', 1)}
 _ENTRY = re.compile(r'-|\w+(\+\w+)*')
-_EPILOG = '\n'.join(['exit codes:', *(f'  {code:<3}  {code.meaning}' for code in ExitCode)])
-_PLAN = """\
-Compiles a step for a mesh, without running it, and shows what each device holds, what the devices
-send to one another, and what bounds the step.
-
-FILE.py:make_step names a function in a file. It is called with a MeshShardingHelper, and returns
-the step (such as helper.sjit makes) and the tuple of its arguments, which may be
-jax.ShapeDtypeStruct.
-"""
-_SEARCH = """\
-Plans a step on every mesh of a slice, quickly; in full where only that says whether the best fits.
-Ranks the meshes, and says why each of the others lost. Ctrl-C ranks those that were planned so far.
-
-FILE.py:make_step as in `plan`.
-"""
-_FIND = """\
-Finds a mesh and a sharding rule for a step that is written for one device: plans it with one layout
-after another. Ctrl-C gives the best so far.
-
-FILE.py:make_step names a function in a file. It is called without arguments, and returns the step,
-a function of one device, and the tuple of its arguments, which may be jax.ShapeDtypeStruct.
-"""
-_DOCTOR = """\
-Looks for what is wrong with the installation, its variables and its devices, and says what to do about
-each. Another process opens the devices and runs a program on each; it is ended if it hangs.
-
-Start it as the program is started (srun, mpirun, on all hosts of a slice): then it also compares the
-processes. With FILE.py, that file is imported before JAX is used, as a program would begin: it may set
-variables too late.
-"""
-_EXPLAIN = """\
-Shows the sharding of each leaf, and the rule that decided it. Nothing is compiled.
-
-FILE.py:make_state names a function in a file. It is called with a MeshShardingHelper, and returns
-a tree (its leaves may be jax.ShapeDtypeStruct) and the rules for it.
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,196 +39,136 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code, an `ExitCode`.
     """
-    asked = _parser().parse_args(arguments)
+    options = vars(_parser().parse_args(arguments))
+    run = options.pop('run')
     logging.basicConfig(format='%(message)s')
     # Nothing runs on devices, so local accelerators are not taken, not even by the user's file.
     jax.config.update('jax_platforms', 'cpu')
     try:
-        outcome = asked.run(asked)
+        code: ExitCode = run(**options)
     except ScalaxError as error:
         print('\n'.join([f'error: {error}', *getattr(error, '__notes__', [])]), file=sys.stderr)
         failed = isinstance(error, PlanError | MissingDependencyError)
         return ExitCode.FAILED if failed else ExitCode.INVALID
-    if isinstance(outcome, ExitCode):
-        return outcome
-    return ExitCode.TOO_LARGE if outcome is False else ExitCode.DONE
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        'scalax' if Path(sys.argv[0]).stem == 'scalax' else 'python -m scalax',
-        description='Know before you run.',
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """The parser. Each option has the name of the parameter that takes it."""
+    look: dict[str, Any] = {
+        'epilog': '\n'.join(['exit codes:', *(f'  {code:<3}  {code.meaning}' for code in ExitCode)]),
+        'formatter_class': argparse.RawDescriptionHelpFormatter,
+    }
+    name = 'scalax' if Path(sys.argv[0]).stem == 'scalax' else 'python -m scalax'
+    parser = argparse.ArgumentParser(name, description='Know before you run.', **look)
     versions = f'scalax {__version__}, JAX {jax.__version__}, Python {sys.version.split()[0]}'
     parser.add_argument('--version', action='version', version=versions)
     commands = parser.add_subparsers(required=True, metavar='COMMAND')
 
-    plan = _command(commands, 'plan', 'memory, communication and time of a step', _PLAN)
+    def command(run: Callable[..., ExitCode], summary: str) -> argparse.ArgumentParser:
+        added: argparse.ArgumentParser = commands.add_parser(
+            run.__name__, help=summary, description=inspect.getdoc(run), **look
+        )
+        added.set_defaults(run=run)
+        added.add_argument('--json', action='store_true', dest='as_json', help='print the result as JSON')
+        return added
+
+    plan = command(_commands.plan, 'memory, communication and time of a step')
     _add_step(plan)
     _add_mesh(plan)
-    plan.add_argument(
-        '--quick',
-        action='store_true',
-        help='seconds instead of minutes: makes no code; memory is that of the layout',
-    )
-    _add_json(plan, 'print the plan as JSON: Plan.load reads it')
-    _add_page(plan, 'also write the plan as a page')
-    plan.set_defaults(run=_commands.plan)
+    _add_page(plan)
+    quick = 'seconds instead of minutes: makes no code; memory is that of the layout'
+    plan.add_argument('--quick', action='store_true', help=quick)
 
-    search = _command(commands, 'search', 'the best mesh for a step', _SEARCH)
+    search = command(_commands.search, 'the best mesh for a step')
     _add_step(search)
     search.add_argument('--axes', required=True, metavar='NAME,NAME,...', help='the mesh axes: fsdp,tp')
     _add_search(search)
-    search.add_argument('--dcn', metavar='NAME', help='the mesh axis that runs from slice to slice')
+    _add_page(search)
+    search.add_argument(
+        '--dcn', dest='dcn_axis', metavar='NAME', help='the mesh axis that runs from slice to slice'
+    )
+    quick = 'no full plans, not even where one would decide'
     how = search.add_mutually_exclusive_group()
-    how.add_argument('--quick', action='store_true', help='no full plans, not even where one would decide')
-    how.add_argument(
-        '--full', type=_number, default=None, metavar='N', help='how many of the best to compile in full'
-    )
-    _add_page(search, 'also write all meshes and their plans as a page')
-    _add_json(search, 'print the result as JSON')
-    search.set_defaults(run=_commands.search)
+    how.add_argument('--quick', action='store_true', help=quick)
+    how.add_argument('--full', type=_number, metavar='N', help='how many of the best to compile in full')
 
-    find = _command(commands, 'find', 'a mesh and a rule for a step of one device', _FIND)
+    find = command(_commands.find, 'a mesh and a rule for a step of one device')
     _add_step(find)
+    batch = 'the arguments that hold rows of a batch, by position from 0'
     find.add_argument(
-        '--batch',
-        required=True,
-        type=_positions,
-        metavar='N,...',
-        help='the arguments that hold rows of a batch, by position from 0',
+        '--batch', required=True, type=_positions, dest='batch_argnums', metavar='N,...', help=batch
     )
+    donate = 'the arguments that may be overwritten'
     find.add_argument(
-        '--donate', type=_positions, default=(), metavar='N,...', help='the arguments that may be overwritten'
+        '--donate', type=_positions, default=(), dest='donate_argnums', metavar='N,...', help=donate
     )
     find.add_argument(
         '--batch-dim', type=_number, default=0, metavar='N', help='the dimension of the rows, from 0 (0)'
     )
     _add_search(find)
-    find.add_argument(
-        '--memory',
-        type=_bytes,
-        metavar='SIZE',
-        help='the memory of a device, in place of its own: 16GiB, 80GB',
+    _add_page(find)
+    memory = 'the memory of a device, in place of its own: 16GiB, 80GB'
+    find.add_argument('--memory', type=_bytes, metavar='SIZE', help=memory)
+    headroom = 'the part of it that stays free (0.1)'
+    find.add_argument('--headroom', type=_part, default=0.1, metavar='PART', help=headroom)
+    zero1 = 'parameters are whole over the axes of the batch; only statistics of the optimizer are split'
+    find.add_argument('--zero1', action='store_true', help=zero1)
+    keep = (
+        'where leaves are that are not searched, dimension by dimension: embed=fsdp,- or norm= (on all '
+        'devices) or head=-,fsdp+tp; once for each regex'
     )
+    find.add_argument('--keep', action='append', default=[], type=_kept, metavar='REGEX=SPEC', help=keep)
+    budget = 'when to stop trying more (600)'
     find.add_argument(
-        '--headroom', type=_part, default=0.1, metavar='PART', help='the part of it that stays free (0.1)'
-    )
-    find.add_argument(
-        '--zero1',
-        action='store_true',
-        help='parameters are whole over the axes of the batch; only statistics of the optimizer are split',
-    )
-    find.add_argument(
-        '--keep',
-        action='append',
-        default=[],
-        type=_kept,
-        metavar='REGEX=SPEC',
-        help='where leaves are that are not searched, dimension by dimension: embed=fsdp,- or norm= (on all '
-        'devices) or head=-,fsdp+tp; once for each regex',
-    )
-    find.add_argument(
-        '--budget', type=_positive, default=600, metavar='SECONDS', help='when to stop trying more (600)'
+        '--budget', type=_positive, default=600, dest='budget_s', metavar='SECONDS', help=budget
     )
     find.add_argument('--code', action='store_true', help='print a program that uses what was found')
-    _add_json(find, 'print the result as JSON')
-    _add_page(find, 'also write the result as a page')
-    find.set_defaults(run=_commands.find)
 
-    explain = _command(commands, 'explain', 'the sharding of each leaf, and why', _EXPLAIN)
-    explain.add_argument(
-        'function', metavar='FILE.py:make_state', help='the function that makes the tree and its rules'
-    )
+    explain = command(_commands.explain, 'the sharding of each leaf, and why')
+    makes = 'the function that makes the tree and its rules'
+    explain.add_argument('function', metavar='FILE.py:make_state', help=makes)
     _add_mesh(explain)
-    _add_json(explain, 'print the report as JSON: ShardingReport.load reads it')
-    _add_page(explain, 'also write the report as a page')
-    explain.set_defaults(run=_commands.explain)
+    _add_page(explain)
 
-    topologies = _command(
-        commands, 'topologies', 'the known slices and nodes', 'TPU slices and nodes of GPUs.'
-    )
-    _add_json(topologies, 'print them as JSON')
-    topologies.set_defaults(run=_commands.topologies)
+    command(_commands.topologies, 'the known slices and nodes')
 
-    doctor = _command(commands, 'doctor', 'what is wrong here, and its cure', _DOCTOR)
-    doctor.add_argument(
-        'file', metavar='FILE.py', nargs='?', default='', help='a file to import first, as a program begins'
-    )
-    doctor.add_argument(
-        '--timeout',
-        type=_positive,
-        default=120,
-        metavar='SECONDS',
-        help='how long opening the devices may take (120)',
-    )
-    _add_json(doctor, 'print what was found as JSON')
-    doctor.set_defaults(run=_commands.doctor)
+    doctor = command(_commands.doctor, 'what is wrong here, and its cure')
+    first = 'a file to import first, as a program begins'
+    doctor.add_argument('file', metavar='FILE.py', nargs='?', default='', help=first)
+    timeout = 'how long opening the devices may take (120)'
+    doctor.add_argument('--timeout', type=_positive, default=120, metavar='SECONDS', help=timeout)
     return parser
-
-
-def _command(commands: Any, name: str, summary: str, text: str) -> argparse.ArgumentParser:
-    """Adds a command to those of a parser."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=summary,
-        description=text,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    return parser
-
-
-def _add_json(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument('--json', action='store_true', help=what)
-
-
-def _add_page(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument('--html', type=_page, metavar='OUT.html', help=what)
 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('function', metavar='FILE.py:make_step', help='the function that makes the step')
 
 
+def _add_page(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--html', type=_page, metavar='OUT.html', help='also write the result as a page')
+
+
 def _add_search(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--topology', required=True, help=_TOPOLOGY)
+    sizes = 'the sizes that an axis may have: tp=1,2,4; once for each axis'
     parser.add_argument(
-        '--sizes',
-        action='append',
-        default=[],
-        type=_choice,
-        metavar='NAME=N,N,...',
-        help='the sizes that an axis may have: tp=1,2,4; once for each axis',
+        '--sizes', action='append', default=[], type=_choice, metavar='NAME=N,N,...', help=sizes
     )
-    parser.add_argument('--slices', type=_positive, default=1, metavar='N', help='how many slices')
     parser.add_argument(
-        '--file',
-        type=_page,
-        metavar='TRIALS.jsonl',
-        help='where trials are kept: a search goes on from there',
+        '--slices', type=_positive, default=1, dest='num_slices', metavar='N', help='how many slices'
     )
+    file = 'where trials are kept: a search goes on from there'
+    parser.add_argument('--file', type=_page, metavar='TRIALS.jsonl', help=file)
 
 
 def _add_mesh(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--topology', help=f'{_TOPOLOGY}; without it: simulated CPU devices')
-    parser.add_argument(
-        '--mesh',
-        required=True,
-        type=_sizes,
-        metavar='NAME=N,...',
-        help='mesh axes; one may be -1: fsdp=-1,tp=4',
-    )
-    parser.add_argument('--slices', type=_positive, default=None, metavar='N', help='how many slices')
-    parser.add_argument(
-        '--dcn',
-        type=_sizes,
-        default={},
-        metavar='NAME=N,...',
-        help='the number of slices along mesh axes: data=4; an axis that --mesh does not name has that size',
-    )
+    mesh = 'mesh axes; one may be -1: fsdp=-1,tp=4'
+    parser.add_argument('--mesh', required=True, type=_sizes, metavar='NAME=N,...', help=mesh)
+    parser.add_argument('--slices', type=_positive, metavar='N', help='how many slices')
+    dcn = 'the number of slices along mesh axes: data=4; an axis that --mesh does not name has that size'
+    parser.add_argument('--dcn', type=_sizes, default={}, metavar='NAME=N,...', help=dcn)
 
 
 def _sizes(text: str) -> dict[str, int]:

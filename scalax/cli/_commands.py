@@ -1,8 +1,7 @@
-"""The commands. Each prints its result; `plan`, `search` and `find` return whether a step fits."""
+"""The commands: each prints its result. Their docstrings are the descriptions that ``--help`` prints."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.util
 import json
@@ -24,40 +23,58 @@ from scalax._report import saved
 from scalax._report.tables import human_bytes
 from scalax.cli._exit_codes import ExitCode
 from scalax.errors import ArgumentError, PlanError, did_you_mean, near_names
-from scalax.plan import HARDWARE, Hardware, Plan, make_plan
+from scalax.plan import HARDWARE, Plan, make_plan
 from scalax.plan import find as find_rule
 from scalax.plan import search as search_meshes
 from scalax.sharding import MeshShardingHelper
 
 _MOST_SIMULATED = 4096  # devices: XLA for CPUs starts threads for each
 _MODULE_NAME = '__file_of_the_command__'
+_STEP = 'the step and the tuple of its arguments'
 
 
-def plan(asked: argparse.Namespace) -> bool | None:
-    """Prints the plan of a step."""
-    helper = _helper(asked)
-    make_step = _load_function(asked.function)
-    step, arguments = _step(make_step, helper, asked.function)
-    made = make_plan(helper, step, arguments, {}, quick=asked.quick)
-    try:
-        _write(made.to_html, asked.html)
-    finally:  # it took minutes, and is not lost where a file cannot be written
-        print(_plan_as_json(made) if asked.json else made)
-    return made.fits
+def plan(
+    function: str,
+    topology: str | None,
+    mesh: dict[str, int],
+    slices: int | None,
+    dcn: dict[str, int],
+    quick: bool,
+    html: Path | None,
+    as_json: bool,
+) -> ExitCode:
+    """Compiles a step for a mesh, without running it, and shows what each device holds, what the devices
+    send to one another, and what bounds the step.
+
+    FILE.py:make_step names a function in a file. It is called with a MeshShardingHelper, and returns
+    the step (such as helper.sjit makes) and the tuple of its arguments, which may be
+    jax.ShapeDtypeStruct.
+    """
+    helper = _helper(topology, mesh, slices, dcn)
+    step, arguments = _step(_load_function(function), helper, function)
+    made = make_plan(helper, step, arguments, {}, quick=quick)
+    _show(made, html, _plan_as_json(made) if as_json else str(made))
+    return _fitting(made.fits)
 
 
-def _write(write: Callable[[Path], object], path: Path | None) -> None:
-    """Writes a file, if one is asked for.
+def _fitting(fits: bool | None) -> ExitCode:
+    return ExitCode.TOO_LARGE if fits is False else ExitCode.DONE
+
+
+def _show(made: Any, html: Path | None, text: str) -> None:
+    """Writes the page of a result, if one is asked for, and prints the text.
 
     Raises:
-        PlanError: it cannot be written, such as to a disk that is full.
+        PlanError: the page cannot be written, such as to a disk that is full. The text, which may have taken
+            minutes, is printed all the same.
     """
-    if path is None:
-        return
     try:
-        write(path)
+        if html is not None:
+            made.to_html(html)
     except OSError as error:
-        raise PlanError(f'{os.fspath(path)!r} cannot be written: {error.strerror or error}') from error
+        raise PlanError(f'{str(html)!r} cannot be written: {error.strerror or error}') from error
+    finally:
+        print(text)
 
 
 def _plan_as_json(made: Plan) -> str:
@@ -71,127 +88,175 @@ def _plan_as_json(made: Plan) -> str:
     return saved.write(values)
 
 
-def search(asked: argparse.Namespace) -> bool:
-    """Prints which meshes are best for a step."""
-    _require_dcn(asked)
-    _simulate_gpus(asked.topology, asked.slices)
-    make_step = _load_function(asked.function)
+def search(
+    function: str,
+    topology: str,
+    axes: str,
+    sizes: list[tuple[str, tuple[int, ...]]],
+    quick: bool,
+    full: int | None,
+    html: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> ExitCode:
+    """Plans a step on every mesh of a slice, quickly; in full where only that says whether the best fits.
+    Ranks the meshes, and says why each of the others lost. Ctrl-C ranks those that were planned so far.
+
+    FILE.py:make_step as in `plan`.
+    """
+    _require_dcn(options['num_slices'], options['dcn_axis'])
+    _simulate_gpus(topology, options['num_slices'])
+    make_step = _load_function(function)
     found = search_meshes(
-        lambda helper: _step(make_step, helper, asked.function),
-        asked.topology,
-        [name.strip() for name in asked.axes.split(',')],
-        constraints=_sizes_of(asked),
-        num_slices=asked.slices,
-        dcn_axis=asked.dcn,
-        full=0 if asked.quick else asked.full,
-        file=asked.file,
+        lambda helper: _step(make_step, helper, function),
+        topology,
+        [name.strip() for name in axes.split(',')],
+        constraints=_each_once(sizes),
+        full=0 if quick else full,
+        **options,
     )
-    print(json.dumps(found.to_dict()) if asked.json else found)
-    _write(found.to_html, asked.html)
+    _show(found, html, json.dumps(found.to_dict()) if as_json else str(found))
     if not any(candidate.plan or candidate.ruled_out for candidate in found.candidates):
         raise PlanError('no mesh was planned: whether the step fits is not known')
-    return found.fits
+    return _fitting(found.fits)
 
 
-def find(asked: argparse.Namespace) -> bool | None:
-    """Prints the mesh and the rule that are best for a step."""
-    _simulate_gpus(asked.topology, asked.slices)
-    step, arguments = _pair(
-        _load_function(asked.function)(), asked.function, 'the step and the tuple of its arguments'
-    )
+def find(
+    function: str,
+    topology: str,
+    sizes: list[tuple[str, tuple[int, ...]]],
+    num_slices: int,
+    zero1: bool,
+    code: bool,
+    html: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> ExitCode:
+    """Finds a mesh and a sharding rule for a step that is written for one device: plans it with one layout
+    after another. Ctrl-C gives the best so far.
+
+    FILE.py:make_step names a function in a file. It is called without arguments, and returns the step,
+    a function of one device, and the tuple of its arguments, which may be jax.ShapeDtypeStruct.
+    """
+    _simulate_gpus(topology, num_slices)
+    step, arguments = _pair(_load_function(function)(), function, _STEP)
     found = find_rule(
         step,
         arguments,
-        asked.topology,
-        batch_argnums=asked.batch,
-        donate_argnums=asked.donate,
-        sizes=_sizes_of(asked),
-        num_slices=asked.slices,
-        keep=asked.keep,
-        optimizer_state='zero1' if asked.zero1 else 'as parameters',
-        batch_dim=asked.batch_dim,
-        memory=asked.memory,
-        headroom=asked.headroom,
-        budget_s=asked.budget,
-        file=asked.file,
+        topology,
+        sizes=_each_once(sizes),
+        num_slices=num_slices,
+        optimizer_state='zero1' if zero1 else 'as parameters',
+        **options,
     )
-    try:
-        _write(found.to_html, asked.html)
-    finally:
-        if asked.code:
-            print(found.to_code())
-        else:
-            print(json.dumps(found.to_dict()) if asked.json else found)
-    return found.fits
+    text = json.dumps(found.to_dict()) if as_json else str(found)
+    _show(found, html, found.to_code() if code else text)
+    return _fitting(found.fits)
 
 
-def _sizes_of(asked: argparse.Namespace) -> dict[str, tuple[int, ...]]:
+def _each_once(sizes: list[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
     """The sizes that mesh axes may have."""
-    constraints = dict(asked.sizes)
-    if len(constraints) < len(asked.sizes):
+    if len(dict(sizes)) < len(sizes):
         raise ArgumentError('--sizes names an axis twice: give all of its sizes at once, as in tp=1,2,4')
-    return constraints
+    return dict(sizes)
 
 
 def _step(make_step: Callable[..., Any], helper: MeshShardingHelper, named: str) -> tuple[Any, Sequence[Any]]:
     """The step and its arguments, which the user's function returns."""
-    step, arguments = _pair(make_step(helper), named, 'the step and the tuple of its arguments')
+    step, arguments = _pair(make_step(helper), named, _STEP)
     if not isinstance(arguments, tuple | list):
         raise ArgumentError(
-            f'{named!r} has to return the step and the tuple of its arguments; '
-            f'the arguments are a {type(arguments).__name__}'
+            f'{named!r} has to return {_STEP}; the arguments are a {type(arguments).__name__}'
         )
     return step, arguments
 
 
-def explain(asked: argparse.Namespace) -> None:
-    """Prints the sharding of each leaf of a tree."""
-    helper = _helper(asked, compiles=False)
-    make_state = _load_function(asked.function)
-    tree, rules = _pair(make_state(helper), asked.function, 'a tree and the rules for it')
+def explain(
+    function: str,
+    topology: str | None,
+    mesh: dict[str, int],
+    slices: int | None,
+    dcn: dict[str, int],
+    html: Path | None,
+    as_json: bool,
+) -> ExitCode:
+    """Shows the sharding of each leaf, and the rule that decided it. Nothing is compiled.
+
+    FILE.py:make_state names a function in a file. It is called with a MeshShardingHelper, and returns
+    a tree (its leaves may be jax.ShapeDtypeStruct) and the rules for it.
+    """
+    helper = _helper(topology, mesh, slices, dcn, compiles=False)
+    tree, rules = _pair(_load_function(function)(helper), function, 'a tree and the rules for it')
     report = helper.explain(tree, rules)
-    _write(report.to_html, asked.html)
-    print(report.to_json() if asked.json else report)
+    _show(report, html, report.to_json() if as_json else str(report))
+    return ExitCode.DONE
 
 
-def doctor(asked: argparse.Namespace) -> ExitCode:
-    """Prints what is wrong here; of several processes only the first, and those with findings."""
-    if asked.file and not Path(asked.file).is_file():
-        raise ArgumentError(f'there is no file {asked.file!r}')
-    found = diagnose(asked.timeout, asked.file)
-    if found.process == 0 or found.findings:
-        print(json.dumps(found.to_dict()) if asked.json else found)
+def doctor(timeout: int, file: str, as_json: bool) -> ExitCode:
+    """Looks for what is wrong with the installation, its variables and its devices, and says what to do about
+    each. Another process opens the devices and runs a program on each; it is ended if it hangs.
+
+    Start it as the program is started (srun, mpirun, on all hosts of a slice): then it also compares the
+    processes. With FILE.py, that file is imported before JAX is used, as a program would begin: it may set
+    variables too late.
+    """
+    if file and not Path(file).is_file():
+        raise ArgumentError(f'there is no file {file!r}')
+    found = diagnose(timeout, file)
+    if found.process == 0 or found.findings:  # of several processes only the first, and those with findings
+        print(json.dumps(found.to_dict()) if as_json else found)
     return ExitCode.FOUND if found.findings else ExitCode.DONE
 
 
-def topologies(asked: argparse.Namespace) -> None:
-    """Prints the known kinds of chips with their numbers, and the slices of each."""
-    if asked.json:
-        chips = {name: dataclasses.asdict(HARDWARE[name]) for name in SIZES}
-        print(json.dumps({name: {**chips[name], 'slices': SIZES[name].split()} for name in SIZES}))
-        return
-    print('TPU slices, as --topology NAME:SIZE takes them:\n')
-    for name, sizes in SIZES.items():
-        print(f'{name:<6} {_chip_numbers(HARDWARE[name])}')
-        print(f'       {"  ".join(sizes.split())}')
-    print('\nThe chips of a slice are the product of its size; of several slices, times --slices.')
-    print(
-        '\nNodes of GPUs, as --topology NAME:NODESxGPUS or NAME:GPUS. Programs are compiled for CPU devices'
-    )
-    print('and not for GPUs; memory and seconds are those of the CPU program with the numbers of the GPU:\n')
-    for name, most in GPUS_OF_NODE.items():
-        print(f'{name:<6} {_chip_numbers(HARDWARE[name])}')
-        print(f'       {name}:{most}  {name}:4x{most}')
-    print('Sources: scalax.plan.HARDWARE[name].sources')
+def topologies(as_json: bool) -> ExitCode:
+    """TPU slices and nodes of GPUs."""
+    if as_json:
+        chips = {
+            name: {**dataclasses.asdict(HARDWARE[name]), 'slices': SIZES[name].split()} for name in SIZES
+        }
+        print(json.dumps(chips))
+    else:
+        kinds = [_kind(name, sizes) for name, sizes in SIZES.items()]
+        nodes = [_kind(name, f'{name}:{most}  {name}:4x{most}') for name, most in GPUS_OF_NODE.items()]
+        print(_TOPOLOGIES.format(slices='\n'.join(kinds), nodes='\n'.join(nodes)))
+    return ExitCode.DONE
 
 
-def _helper(asked: argparse.Namespace, compiles: bool = True) -> MeshShardingHelper:
+_TOPOLOGIES = """\
+TPU slices, as --topology NAME:SIZE takes them:
+
+{slices}
+
+The chips of a slice are the product of its size; of several slices, times --slices.
+
+Nodes of GPUs, as --topology NAME:NODESxGPUS or NAME:GPUS. Programs are compiled for CPU devices
+and not for GPUs; memory and seconds are those of the CPU program with the numbers of the GPU:
+
+{nodes}
+Sources: scalax.plan.HARDWARE[name].sources"""
+
+
+def _kind(name: str, sizes: str) -> str:
+    """The numbers of a kind of chip, and its sizes."""
+    chip = HARDWARE[name]
+    devices, flops = numbers_of(chip, 'devices_per_chip', 'flops_per_second', for_='this list')
+    memory = 'not known' if chip.hbm_bytes is None else human_bytes(chip.hbm_bytes)
+    of_chip = '' if devices == 1 else f', {devices} of them a chip'
+    said = f'a device{of_chip}: {memory} of usable HBM, {flops / devices:.4g} flops/s (bfloat16)'
+    return f'{name:<6} {said}\n       {"  ".join(sizes.split())}'
+
+
+def _helper(
+    topology: str | None,
+    sizes: dict[str, int],
+    slices: int | None,
+    across: dict[str, int],
+    compiles: bool = True,
+) -> MeshShardingHelper:
     """A helper over the hardware of the command; made before the user's file may use any devices."""
-    sizes: dict[str, int] = asked.mesh
-    if not asked.topology:
-        return _helper_without_topology(asked, sizes, compiles)
-    _require_dcn(asked)
-    across: dict[str, int] = asked.dcn
+    if not topology:
+        return _helper_without_topology(sizes, slices or across, compiles)
+    _require_dcn(slices, across)
     for name in across:
         if name not in sizes and near_names(name, sizes):
             raise ArgumentError(
@@ -199,10 +264,10 @@ def _helper(asked: argparse.Namespace, compiles: bool = True) -> MeshShardingHel
                 f'if it is another axis, give it there too: {name}={across[name]}'
             )
     sizes = {**{name: size for name, size in across.items() if name not in sizes}, **sizes}
-    num_slices = asked.slices or math.prod(across.values())
-    _simulate_gpus(asked.topology, num_slices)
+    num_slices = slices or math.prod(across.values())
+    _simulate_gpus(topology, num_slices)
     return MeshShardingHelper.from_topology(
-        asked.topology,
+        topology,
         list(sizes.values()),
         list(sizes),
         True,  # splitting is allowed; whole axes of the torus are still preferred
@@ -211,11 +276,9 @@ def _helper(asked: argparse.Namespace, compiles: bool = True) -> MeshShardingHel
     )
 
 
-def _helper_without_topology(
-    asked: argparse.Namespace, sizes: dict[str, int], compiles: bool
-) -> MeshShardingHelper:
+def _helper_without_topology(sizes: dict[str, int], slices: object, compiles: bool) -> MeshShardingHelper:
     """A helper over simulated devices; over an abstract mesh if nothing is compiled."""
-    if asked.slices or asked.dcn:
+    if slices:
         raise ArgumentError('--slices and --dcn are for TPUs and GPUs: give --topology')
     if -1 in sizes.values():
         raise ArgumentError(
@@ -241,11 +304,9 @@ def _simulate(count: int, what: str) -> None:
     jax.config.update('jax_num_cpu_devices', count)
 
 
-def _require_dcn(asked: argparse.Namespace) -> None:
-    if (asked.slices or 1) > 1 and not asked.dcn:
-        raise ArgumentError(
-            f'--slices {asked.slices} needs --dcn, which says along which mesh axes slices are'
-        )
+def _require_dcn(slices: int | None, dcn: object) -> None:
+    if (slices or 1) > 1 and not dcn:
+        raise ArgumentError(f'--slices {slices} needs --dcn, which says along which mesh axes slices are')
 
 
 def _load_function(named: str) -> Callable[..., Any]:
@@ -291,10 +352,3 @@ def _pair(returned: Any, named: str, second: str) -> tuple[Any, Any]:
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise ArgumentError(f'{named!r} has to return {second}; it returned {type(returned).__name__}')
     return returned
-
-
-def _chip_numbers(chip: Hardware) -> str:
-    devices, flops = numbers_of(chip, 'devices_per_chip', 'flops_per_second', for_='this list')
-    memory = 'not known' if chip.hbm_bytes is None else human_bytes(chip.hbm_bytes)
-    of_chip = '' if devices == 1 else f', {devices} of them a chip'
-    return f'a device{of_chip}: {memory} of usable HBM, {flops / devices:.4g} flops/s (bfloat16)'
