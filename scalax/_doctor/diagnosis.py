@@ -6,7 +6,7 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -75,6 +75,7 @@ def diagnose(timeout: float = 120, file: str = '') -> Diagnosis:
         *environment.wrong_variables(environ, jax.config.values, present),
         *environment.full_disk(),
     ]
+    needed = {name: versions[name] for name in packages.NEEDED if name in versions}
     own = {
         'Python': platform.python_version(),
         **{name: versions.get(name, 'not installed') for name in (*packages.NEEDED, 'libtpu')},
@@ -84,9 +85,10 @@ def diagnose(timeout: float = 120, file: str = '') -> Diagnosis:
     values = opened.values
     only_cpu = values.get('devices', [['']])[0][0] == 'cpu'
     if present and only_cpu and not findings and not opened.findings:
-        findings.append(_only_cpu(present))
+        what = f'this machine has {" and ".join(present)} devices, and JAX opens only the CPU'
+        findings.append(Finding(what, 'run with JAX_PLATFORMS=tpu (or cuda, rocm): the error then says why'))
     facts = {
-        'versions': _listed({'Python': platform.python_version(), **_part(versions, packages.NEEDED)}),
+        'versions': _listed({'Python': platform.python_version(), **needed}),
         'optional': _optional(versions),
         'system': environment.system(),
         'accelerators': ', '.join(f'{count} of {maker}' for maker, count in present.items()) or 'none',
@@ -96,17 +98,6 @@ def diagnose(timeout: float = 120, file: str = '') -> Diagnosis:
         'devices': opened.summary or 'not opened',
     }
     return Diagnosis(facts, (*findings, *opened.findings), values.get('process', 0))
-
-
-def _only_cpu(present: Iterable[str]) -> Finding:
-    return Finding(
-        f'this machine has {" and ".join(present)} devices, and JAX opens only the CPU',
-        'run with JAX_PLATFORMS=tpu (or cuda, rocm): the error then says why',
-    )
-
-
-def _part(versions: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    return {name: versions[name] for name in names if name in versions}
 
 
 def _optional(versions: Mapping[str, str]) -> str:

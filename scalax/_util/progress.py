@@ -48,15 +48,13 @@ def progress(doing: str, log: logging.Logger, shown: bool | None = None) -> Iter
     if not (line or log.isEnabledFor(logging.INFO)) or not _speaking.acquire(blocking=False):
         yield lambda state: None
         return
+    speaker, done = _Line(doing) if line else _Messages(doing, log), False
     try:
-        speaker = _Line(doing) if line else _Messages(doing, log)
-        try:
-            with repeated(speaker.say, _FIRST, speaker.every):
-                yield speaker.note
-            speaker.end()
-        finally:
-            speaker.clear()
+        with repeated(speaker.say, _FIRST, speaker.every):
+            yield speaker.note
+        done = True
     finally:
+        speaker.close(done)
         _speaking.release()
 
 
@@ -89,12 +87,12 @@ def repeated(say: Callable[[float], None], first: float, every: float) -> Iterat
 
 
 class _Speaker:
-    """What is done, how far it is, and when it began."""
+    """What is done, and how far it is."""
 
     every: float
 
     def __init__(self, doing: str) -> None:
-        self._doing, self._state, self._start, self._said = doing, '', time.monotonic(), False
+        self._doing, self._state = doing, ''
 
     def note(self, state: str) -> None:
         """Notes how far it is; said the next time that anything is."""
@@ -107,11 +105,8 @@ class _Speaker:
     def say(self, seconds: float) -> None:
         """Says how far it is."""
 
-    def end(self) -> None:
-        """Says that it is done."""
-
-    def clear(self) -> None:
-        """Removes what was said."""
+    def close(self, done: bool) -> None:
+        """Ends what is said, after all of it is done or because of an error."""
 
 
 class _Line(_Speaker):
@@ -129,7 +124,7 @@ class _Line(_Speaker):
         self._write(f'\r{text:<{self._width}}')
         self._width = len(text)
 
-    def clear(self) -> None:
+    def close(self, done: bool) -> None:
         """Removes the line."""
         if self._width:
             self._write(f'\r{"":<{self._width}}\r')
@@ -147,16 +142,16 @@ class _Messages(_Speaker):
 
     def __init__(self, doing: str, log: logging.Logger) -> None:
         super().__init__(doing)
-        self._log = log
+        self._log, self._start, self._said = log, time.monotonic(), False
 
     def say(self, seconds: float) -> None:
         """Logs how far it is."""
         self._said = True
         self._log.info('%s', self.text(seconds))
 
-    def end(self) -> None:
+    def close(self, done: bool) -> None:
         """Logs that it is done, if it was said that it goes on."""
-        if self._said:
+        if done and self._said:
             self._log.info('%s: done in %.1f s', self._doing, time.monotonic() - self._start)
 
 

@@ -65,57 +65,69 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('--version', action='version', version=versions)
     commands = parser.add_subparsers(required=True, metavar='COMMAND')
 
-    def command(run: Callable[..., ExitCode], summary: str) -> Callable[..., argparse.Action]:
-        """Adds a command; returns what adds its options."""
-        added = commands.add_parser(run.__name__, help=summary, description=inspect.getdoc(run), **look)
+    def command(run: Callable[..., ExitCode], summary: str) -> argparse.ArgumentParser:
+        added: argparse.ArgumentParser = commands.add_parser(
+            run.__name__, help=summary, description=inspect.getdoc(run), **look
+        )
         added.set_defaults(run=run)
         added.add_argument('--json', action='store_true', dest='as_json', help='print the result as JSON')
-        return added.add_argument
+        return added
 
     plan = command(_commands.plan, 'memory, communication and time of a step')
     _add_step(plan)
     _add_mesh(plan)
     _add_page(plan)
     quick = 'seconds instead of minutes: makes no code; memory is that of the layout'
-    plan('--quick', action='store_true', help=quick)
+    plan.add_argument('--quick', action='store_true', help=quick)
 
     search = command(_commands.search, 'the best mesh for a step')
     _add_step(search)
-    search('--axes', required=True, metavar='NAME,NAME,...', help='the mesh axes: fsdp,tp')
+    search.add_argument('--axes', required=True, metavar='NAME,NAME,...', help='the mesh axes: fsdp,tp')
     _add_search(search)
     _add_page(search)
-    search('--dcn', dest='dcn_axis', metavar='NAME', help='the mesh axis that runs from slice to slice')
+    search.add_argument(
+        '--dcn', dest='dcn_axis', metavar='NAME', help='the mesh axis that runs from slice to slice'
+    )
     quick = 'no full plans, not even where one would decide'
-    search('--quick', action='store_true', help=quick)
-    search('--full', type=_number, metavar='N', help='how many of the best to compile in full')
+    how = search.add_mutually_exclusive_group()
+    how.add_argument('--quick', action='store_true', help=quick)
+    how.add_argument('--full', type=_number, metavar='N', help='how many of the best to compile in full')
 
     find = command(_commands.find, 'a mesh and a rule for a step of one device')
     _add_step(find)
     batch = 'the arguments that hold rows of a batch, by position from 0'
-    find('--batch', required=True, type=_positions, dest='batch_argnums', metavar='N,...', help=batch)
+    find.add_argument(
+        '--batch', required=True, type=_positions, dest='batch_argnums', metavar='N,...', help=batch
+    )
     donate = 'the arguments that may be overwritten'
-    find('--donate', type=_positions, default=(), dest='donate_argnums', metavar='N,...', help=donate)
-    find('--batch-dim', type=_number, default=0, metavar='N', help='the dimension of the rows, from 0 (0)')
+    find.add_argument(
+        '--donate', type=_positions, default=(), dest='donate_argnums', metavar='N,...', help=donate
+    )
+    find.add_argument(
+        '--batch-dim', type=_number, default=0, metavar='N', help='the dimension of the rows, from 0 (0)'
+    )
     _add_search(find)
     _add_page(find)
     memory = 'the memory of a device, in place of its own: 16GiB, 80GB'
-    find('--memory', type=_bytes, metavar='SIZE', help=memory)
+    find.add_argument('--memory', type=_bytes, metavar='SIZE', help=memory)
     headroom = 'the part of it that stays free (0.1)'
-    find('--headroom', type=_part, default=0.1, metavar='PART', help=headroom)
+    find.add_argument('--headroom', type=_part, default=0.1, metavar='PART', help=headroom)
     zero1 = 'parameters are whole over the axes of the batch; only statistics of the optimizer are split'
-    find('--zero1', action='store_true', help=zero1)
+    find.add_argument('--zero1', action='store_true', help=zero1)
     keep = (
         'where leaves are that are not searched, dimension by dimension: embed=fsdp,- or norm= (on all '
         'devices) or head=-,fsdp+tp; once for each regex'
     )
-    find('--keep', action='append', default=[], type=_kept, metavar='REGEX=SPEC', help=keep)
+    find.add_argument('--keep', action='append', default=[], type=_kept, metavar='REGEX=SPEC', help=keep)
     budget = 'when to stop trying more (600)'
-    find('--budget', type=_positive, default=600, dest='budget_s', metavar='SECONDS', help=budget)
-    find('--code', action='store_true', help='print a program that uses what was found')
+    find.add_argument(
+        '--budget', type=_positive, default=600, dest='budget_s', metavar='SECONDS', help=budget
+    )
+    find.add_argument('--code', action='store_true', help='print a program that uses what was found')
 
     explain = command(_commands.explain, 'the sharding of each leaf, and why')
     makes = 'the function that makes the tree and its rules'
-    explain('function', metavar='FILE.py:make_state', help=makes)
+    explain.add_argument('function', metavar='FILE.py:make_state', help=makes)
     _add_mesh(explain)
     _add_page(explain)
 
@@ -123,39 +135,40 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = command(_commands.doctor, 'what is wrong here, and its cure')
     first = 'a file to import first, as a program begins'
-    doctor('file', metavar='FILE.py', nargs='?', default='', help=first)
+    doctor.add_argument('file', metavar='FILE.py', nargs='?', default='', help=first)
     timeout = 'how long opening the devices may take (120)'
-    doctor('--timeout', type=_positive, default=120, metavar='SECONDS', help=timeout)
+    doctor.add_argument('--timeout', type=_positive, default=120, metavar='SECONDS', help=timeout)
     return parser
 
 
-_Add = Callable[..., argparse.Action]
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('function', metavar='FILE.py:make_step', help='the function that makes the step')
 
 
-def _add_step(add: _Add) -> None:
-    add('function', metavar='FILE.py:make_step', help='the function that makes the step')
+def _add_page(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--html', type=_page, metavar='OUT.html', help='also write the result as a page')
 
 
-def _add_page(add: _Add) -> None:
-    add('--html', type=_page, metavar='OUT.html', help='also write the result as a page')
-
-
-def _add_search(add: _Add) -> None:
-    add('--topology', required=True, help=_TOPOLOGY)
+def _add_search(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--topology', required=True, help=_TOPOLOGY)
     sizes = 'the sizes that an axis may have: tp=1,2,4; once for each axis'
-    add('--sizes', action='append', default=[], type=_choice, metavar='NAME=N,N,...', help=sizes)
-    add('--slices', type=_positive, default=1, dest='num_slices', metavar='N', help='how many slices')
+    parser.add_argument(
+        '--sizes', action='append', default=[], type=_choice, metavar='NAME=N,N,...', help=sizes
+    )
+    parser.add_argument(
+        '--slices', type=_positive, default=1, dest='num_slices', metavar='N', help='how many slices'
+    )
     file = 'where trials are kept: a search goes on from there'
-    add('--file', type=_page, metavar='TRIALS.jsonl', help=file)
+    parser.add_argument('--file', type=_page, metavar='TRIALS.jsonl', help=file)
 
 
-def _add_mesh(add: _Add) -> None:
-    add('--topology', help=f'{_TOPOLOGY}; without it: simulated CPU devices')
+def _add_mesh(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--topology', help=f'{_TOPOLOGY}; without it: simulated CPU devices')
     mesh = 'mesh axes; one may be -1: fsdp=-1,tp=4'
-    add('--mesh', required=True, type=_sizes, metavar='NAME=N,...', help=mesh)
-    add('--slices', type=_positive, metavar='N', help='how many slices')
+    parser.add_argument('--mesh', required=True, type=_sizes, metavar='NAME=N,...', help=mesh)
+    parser.add_argument('--slices', type=_positive, metavar='N', help='how many slices')
     dcn = 'the number of slices along mesh axes: data=4; an axis that --mesh does not name has that size'
-    add('--dcn', type=_sizes, default={}, metavar='NAME=N,...', help=dcn)
+    parser.add_argument('--dcn', type=_sizes, default={}, metavar='NAME=N,...', help=dcn)
 
 
 def _sizes(text: str) -> dict[str, int]:

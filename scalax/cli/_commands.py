@@ -33,16 +33,7 @@ _MODULE_NAME = '__file_of_the_command__'
 _STEP = 'the step and the tuple of its arguments'
 
 
-def plan(
-    function: str,
-    topology: str | None,
-    mesh: dict[str, int],
-    slices: int | None,
-    dcn: dict[str, int],
-    quick: bool,
-    html: Path | None,
-    as_json: bool,
-) -> ExitCode:
+def plan(function: str, quick: bool, html: Path | None, as_json: bool, **where: Any) -> ExitCode:
     """Compiles a step for a mesh, without running it, and shows what each device holds, what the devices
     send to one another, and what bounds the step.
 
@@ -50,7 +41,7 @@ def plan(
     the step (such as helper.sjit makes) and the tuple of its arguments, which may be
     jax.ShapeDtypeStruct.
     """
-    helper = _helper(topology, mesh, slices, dcn)
+    helper = _helper(**where)
     step, arguments = _step(_load_function(function), helper, function)
     made = make_plan(helper, step, arguments, {}, quick=quick)
     _show(made, html, _plan_as_json(made) if as_json else str(made))
@@ -72,7 +63,7 @@ def _show(made: Any, html: Path | None, text: str) -> None:
         if html is not None:
             made.to_html(html)
     except OSError as error:
-        raise PlanError(f'{os.fspath(html)!r} cannot be written: {error.strerror or error}') from error
+        raise PlanError(f'{str(html)!r} cannot be written: {error.strerror or error}') from error
     finally:
         print(text)
 
@@ -171,21 +162,13 @@ def _step(make_step: Callable[..., Any], helper: MeshShardingHelper, named: str)
     return step, arguments
 
 
-def explain(
-    function: str,
-    topology: str | None,
-    mesh: dict[str, int],
-    slices: int | None,
-    dcn: dict[str, int],
-    html: Path | None,
-    as_json: bool,
-) -> ExitCode:
+def explain(function: str, html: Path | None, as_json: bool, **where: Any) -> ExitCode:
     """Shows the sharding of each leaf, and the rule that decided it. Nothing is compiled.
 
     FILE.py:make_state names a function in a file. It is called with a MeshShardingHelper, and returns
     a tree (its leaves may be jax.ShapeDtypeStruct) and the rules for it.
     """
-    helper = _helper(topology, mesh, slices, dcn, compiles=False)
+    helper = _helper(**where, compiles=False)
     tree, rules = _pair(_load_function(function)(helper), function, 'a tree and the rules for it')
     report = helper.explain(tree, rules)
     _show(report, html, report.to_json() if as_json else str(report))
@@ -247,24 +230,26 @@ def _kind(name: str, sizes: str) -> str:
 
 
 def _helper(
+    *,
     topology: str | None,
-    sizes: dict[str, int],
+    mesh: dict[str, int],
     slices: int | None,
-    across: dict[str, int],
+    dcn: dict[str, int],
     compiles: bool = True,
 ) -> MeshShardingHelper:
     """A helper over the hardware of the command; made before the user's file may use any devices."""
     if not topology:
-        return _helper_without_topology(sizes, slices or across, compiles)
-    _require_dcn(slices, across)
-    for name in across:
-        if name not in sizes and near_names(name, sizes):
+        return _helper_without_topology(mesh, slices or dcn, compiles)
+    _require_dcn(slices, dcn)
+    outer = {name: size for name, size in dcn.items() if name not in mesh}
+    for name in outer:
+        if near_names(name, mesh):
             raise ArgumentError(
-                f'--dcn names {name!r}, which is no axis of --mesh ({did_you_mean(name, sizes)}); '
-                f'if it is another axis, give it there too: {name}={across[name]}'
+                f'--dcn names {name!r}, which is no axis of --mesh ({did_you_mean(name, mesh)}); '
+                f'if it is another axis, give it there too: {name}={dcn[name]}'
             )
-    sizes = {**{name: size for name, size in across.items() if name not in sizes}, **sizes}
-    num_slices = slices or math.prod(across.values())
+    sizes = {**outer, **mesh}
+    num_slices = slices or math.prod(dcn.values())
     _simulate_gpus(topology, num_slices)
     return MeshShardingHelper.from_topology(
         topology,
@@ -272,7 +257,7 @@ def _helper(
         list(sizes),
         True,  # splitting is allowed; whole axes of the torus are still preferred
         num_slices=num_slices,
-        dcn_axis_dims=[across.get(name, 1) for name in sizes] if across else None,
+        dcn_axis_dims=[dcn.get(name, 1) for name in sizes] if dcn else None,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,81 +14,71 @@ from scalax._tree.specs import MeshAxes
 from scalax.custom_op._run import Operation, Results, as_laid_out, explicit_layout, mesh_of, resharded, run
 from scalax.errors import ArgumentError
 
+Gradient = tuple[Callable[..., Any], Callable[..., Any]]
+"""A function that returns results and residuals, and one that returns cotangents of operands."""
 
-@dataclasses.dataclass(frozen=True)
-class Gradient:
-    """How one operation is differentiated.
 
-    Attributes:
-        name: the name of the operation.
-        labels: the names of its operands.
-        plain: whether the gradient of the function on whole arrays will do.
-        forward: returns results and residuals; None for the plain gradient.
-        backward: returns cotangents of operands; None for the plain gradient.
+def differentiable(operation: Operation, gradient: Gradient | None, plain: bool) -> Callable[..., Results]:
+    """The operation as a function that JAX can differentiate.
+
+    Args:
+        operation: the operation.
+        gradient: how it is differentiated; None: as its function on whole arrays.
+        plain: whether that one will do.
     """
 
-    name: str
-    labels: Sequence[str]
-    plain: bool
-    forward: Callable[..., Any] | None = None
-    backward: Callable[..., Any] | None = None
+    def call(*operands: Any) -> Results:
+        return run(operation, *operands)
 
-    def attach(self, operation: Operation, static: dict[str, Any]) -> Callable[..., Results]:
-        """The operation as a function that JAX can differentiate."""
-        results = len(operation.factor_map.results)
-
-        def call(*operands: Any) -> Results:
-            return run(operation, *operands)
-
-        def forwards(*operands: Any) -> tuple[Results, Any]:
-            if self.forward is None:
-                if not self.plain:
-                    raise ArgumentError(
-                        f'{self.name} has no gradient: its results depend on the shardings of its operands '
-                        '(depends_on_placement=True), those of its function on whole arrays do not. What to '
-                        f'do: give it one with {self.name}.defvjp(forward, backward), or '
-                        'jax.lax.stop_gradient its operands.'
-                    )
-                return with_gradient(*operands), (operands, ())  # it may be differentiated again
-            returned = as_tuple(self.forward(*operands, **static))
-            if len(returned) < results:
+    def forwards(*operands: Any) -> tuple[Results, Any]:
+        if gradient is None:
+            if not plain:
                 raise ArgumentError(
-                    f'{self.name}.defvjp: forward returns the {results} results and then what backward is to '
-                    f'have, got {len(returned)} arrays'
+                    f'{operation.name} has no gradient: its results depend on the shardings of its operands '
+                    '(depends_on_placement=True), those of its function on whole arrays do not. What to '
+                    f'do: give it one with {operation.name}.defvjp(forward, backward), or '
+                    'jax.lax.stop_gradient its operands.'
                 )
-            return returned[:results], (operands, returned[results:])
-
-        def backwards(kept: Any, cotangents: Results) -> tuple[Any, ...]:
-            operands, residuals = kept
-            if self.backward is None:
-                grads = _plain_gradient(operation, operands, cotangents)
-            else:
-                real = [each for each in cotangents if each.dtype != jax.dtypes.float0]
-                grads = as_tuple(self.backward(*operands, *residuals, *real, **static))
-            return self._for_operands(operands, grads)
-
-        with_gradient = jax.custom_vjp(call)
-        with_gradient.defvjp(forwards, backwards)
-        return with_gradient
-
-    def _for_operands(self, operands: Sequence[Any], grads: Results) -> tuple[Any, ...]:
-        """One cotangent for each operand, of its type; None for those that have none."""
-        real = [i for i, operand in enumerate(operands) if is_real(operand)]
-        if len(grads) != len(real):
-            names = ', '.join(self.labels[i] for i in real)
+            return with_gradient(*operands), (operands, ())  # it may be differentiated again
+        returned, results = as_tuple(gradient[0](*operands)), len(operation.factor_map.results)
+        if len(returned) < results:
             raise ArgumentError(
-                f'{self.name}.defvjp: backward returns one cotangent for each floating-point operand '
-                f'({names}), got {len(grads)}'
+                f'{operation.name}.defvjp: forward returns the {results} results and then what backward is '
+                f'to have, got {len(returned)} arrays'
             )
-        found: list[Any] = [None] * len(operands)
-        for i, grad in zip(real, grads, strict=True):
-            if jnp.shape(grad) != operands[i].shape:
-                raise ArgumentError(
-                    f'{self.name}.defvjp: the cotangent of {self.labels[i]} that backward returns has the '
-                    f'shape {list(jnp.shape(grad))}, the operand {list(operands[i].shape)}'
-                )
-            found[i] = _typed_like(grad, operands[i])
-        return tuple(found)
+        return returned[:results], (operands, returned[results:])
+
+    def backwards(kept: Any, cotangents: Results) -> tuple[Any, ...]:
+        operands, residuals = kept
+        if gradient is None:
+            grads = _plain_gradient(operation, operands, cotangents)
+        else:
+            grads = as_tuple(gradient[1](*operands, *residuals, *_floating(cotangents)))
+        return _for_operands(operation, operands, grads)
+
+    with_gradient = jax.custom_vjp(call)
+    with_gradient.defvjp(forwards, backwards)
+    return with_gradient
+
+
+def _for_operands(operation: Operation, operands: Sequence[Any], grads: Results) -> tuple[Any, ...]:
+    """One cotangent for each operand, of its type; None for those that have none."""
+    real = [i for i, operand in enumerate(operands) if is_real(operand)]
+    if len(grads) != len(real):
+        names = ', '.join(operation.labels[i] for i in real)
+        raise ArgumentError(
+            f'{operation.name}.defvjp: backward returns one cotangent for each floating-point operand '
+            f'({names}), got {len(grads)}'
+        )
+    found: list[Any] = [None] * len(operands)
+    for i, grad in zip(real, grads, strict=True):
+        if jnp.shape(grad) != operands[i].shape:
+            raise ArgumentError(
+                f'{operation.name}.defvjp: the cotangent of {operation.labels[i]} that backward returns has '
+                f'the shape {list(jnp.shape(grad))}, the operand {list(operands[i].shape)}'
+            )
+        found[i] = _typed_like(grad, operands[i])
+    return tuple(found)
 
 
 def as_tuple(returned: Any) -> tuple[Any, ...]:
@@ -102,6 +91,11 @@ def is_real(operand: Any) -> bool:
     return jnp.issubdtype(operand.dtype, jnp.inexact)
 
 
+def _floating(cotangents: Sequence[Any]) -> Results:
+    """Cotangents without those of arrays that have no gradient."""
+    return tuple(each for each in cotangents if each.dtype != jax.dtypes.float0)
+
+
 def gradients_of(fun: Callable[..., Results], operands: Sequence[Any]) -> tuple[Results, Results]:
     """The results of a function, and its gradient for cotangents that are all different, to compare."""
     results, back = jax.vjp(fun, *operands)
@@ -112,7 +106,7 @@ def gradients_of(fun: Callable[..., Results], operands: Sequence[Any]) -> tuple[
             cotangents.append(_typed_like(numbers.astype(result.dtype), result))
         else:
             cotangents.append(np.zeros(result.shape, jax.dtypes.float0))
-    return results, tuple(grad for grad in back(tuple(cotangents)) if grad.dtype != jax.dtypes.float0)
+    return results, _floating(back(tuple(cotangents)))
 
 
 def _plain_gradient(operation: Operation, operands: Sequence[Any], cotangents: Results) -> Results:
@@ -120,7 +114,7 @@ def _plain_gradient(operation: Operation, operands: Sequence[Any], cotangents: R
 
     def pull(operands: Sequence[Any], cotangents: Results) -> Results:
         _, back = jax.vjp(operation.plain, *operands)
-        return tuple(grad for grad in back(cotangents) if grad.dtype != jax.dtypes.float0)
+        return _floating(back(cotangents))
 
     mesh = mesh_of(operands)
     if AxisType.Explicit not in mesh.axis_types:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -14,9 +13,9 @@ import jax.numpy as jnp
 from scalax._trace.contexts import MeshOwner
 from scalax._util.lru_cache import type_key
 from scalax.custom_op import _check
-from scalax.custom_op._gradient import Gradient, as_tuple, gradients_of, is_real
+from scalax.custom_op._gradient import Gradient, as_tuple, differentiable, gradients_of, is_real
 from scalax.custom_op._layout import FactorContext
-from scalax.custom_op._rule import Rule, read_rule
+from scalax.custom_op._rule import Rule, match_rule, read_rule
 from scalax.custom_op._run import Operation, Results
 from scalax.custom_op._verify import verified
 from scalax.errors import ArgumentError, RuleError, checked_flag, plural
@@ -102,11 +101,15 @@ class ShardedOp(Generic[Given, Result]):
         functools.update_wrapper(self, fun)
         self._name = getattr(fun, '__name__', type(fun).__name__)
         self._fun, self._rule, self._check_vma = fun, rule, check_vma
-        self._labels = _operand_names(self._name, fun, rule)
-        self._static_names = _static_names(fun)
+        self._parameters = list(inspect.signature(fun).parameters.values())
+        static = [each for each in self._parameters if each.kind is each.KEYWORD_ONLY]
+        self._static_names = [each.name for each in static]
+        # One that cannot be hashed, such as a table, is left to the function.
+        self._defaults = {each.name: each.default for each in static if _is_hashable(each.default)}
+        self._labels = self._operand_names()
         self.rule = rule.text
         self.depends_on_placement = depends_on_placement
-        self._gradient = Gradient(self._name, self._labels, plain=not depends_on_placement)
+        self._gradient: Gradient | None = None
         self._reset()
 
     def __repr__(self) -> str:
@@ -123,10 +126,9 @@ class ShardedOp(Generic[Given, Result]):
             ArgumentError: the operands do not fit the rule, or a static argument cannot be hashed.
             RuleError: the results of the function contradict the rule, or it forgot a factor.
         """
-        if not static:
-            return self._jitted((), *operands)
-        self._check_static(static)  # before jax.jit, which keeps the static arguments of refused calls too
-        key = _key(static)
+        # Before jax.jit, which keeps the static arguments of refused calls too.
+        bound = self._with_defaults(static)
+        key = tuple((name, type_key(value), value) for name, value in sorted(bound.items()))
         try:
             hash(key)
         except TypeError as error:
@@ -160,7 +162,7 @@ class ShardedOp(Generic[Given, Result]):
                     f'{self._name}.defvjp(forward, backward): {what} is a function, got '
                     f'{type(given).__name__}'
                 )
-        self._gradient = dataclasses.replace(self._gradient, forward=forward, backward=backward)
+        self._gradient = forward, backward
         self._reset()
 
     def check(
@@ -195,7 +197,7 @@ class ShardedOp(Generic[Given, Result]):
         operands = tuple(jnp.asarray(operand) for operand in operands)
         self._check_operands(operands)
         named = dict(zip(self._labels, operands, strict=True))
-        differentiated = gradients and self._gradient.backward is not None and not self.depends_on_placement
+        differentiated = gradients and self._gradient is not None and not self.depends_on_placement
 
         def by_name(fun: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
             def run_named(*xs: Any) -> dict[str, Any]:
@@ -224,23 +226,33 @@ class ShardedOp(Generic[Given, Result]):
         """The function on whole arrays, without any partitioning."""
         return self._fun(FactorContext(self._rule.factors, {}, {}), *operands, **static)
 
-    def _check_static(self, static: dict[str, Any]) -> None:
-        allowed = self._static_names
-        unknown = [name for name in static if allowed is not None and name not in allowed]
+    def _with_defaults(self, static: dict[str, Any]) -> dict[str, Any]:
+        """All static arguments: what is given, and the defaults of the others.
+
+        A default then is the same program whether it is given or left out.
+        """
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in self._parameters)
+        unknown = [name for name in static if not takes_any and name not in self._static_names]
         if unknown:
-            known = f'static are {", ".join(map(repr, allowed or []))}' if allowed else 'none is static'
+            names = self._static_names
+            known = f'static are {", ".join(map(repr, names))}' if names else 'none is static'
             raise ArgumentError(
                 f'{self._name}: operands are given by position, and {unknown[0]!r} is no keyword-only '
                 f'argument ({known})'
             )
+        return {**self._defaults, **static}
 
     def _reset(self) -> None:
         """Drops what was compiled."""
 
         def call(key: tuple[Any, ...], *operands: Any) -> Any:
             static = {name: value for name, _, value in key}
+            gradient = None
+            if self._gradient is not None:
+                forward, backward = self._gradient
+                gradient = functools.partial(forward, **static), functools.partial(backward, **static)
             operation = self._operation(operands, static)
-            results = self._gradient.attach(operation, static)(*operands)
+            results = differentiable(operation, gradient, plain=not self.depends_on_placement)(*operands)
             return results if len(operation.factor_map.results) > 1 else results[0]
 
         call.__name__ = call.__qualname__ = self._name
@@ -253,8 +265,10 @@ class ShardedOp(Generic[Given, Result]):
         def local(*args: Any) -> Results:
             return as_tuple(self._fun(*args, **static))
 
-        factor_map = verified(self._name, self._rule, self._labels, local, operands, self._check_vma)
-        return Operation(self._rule.factors, factor_map, local, self._check_vma)
+        # Before the function sees the operands.
+        factor_map = match_rule(self._rule, self._name, dict(zip(self._labels, operands, strict=True)))
+        operation = Operation(self._name, self._labels, self._rule, local, self._check_vma, factor_map)
+        return verified(operation, operands)
 
     def _check_operands(self, operands: Sequence[Any]) -> None:
         if len(operands) != len(self._labels):
@@ -268,39 +282,35 @@ class ShardedOp(Generic[Given, Result]):
                     f'{self._name}: operand {label!r} is an array, got {type(operand).__name__}'
                 )
 
+    def _operand_names(self) -> tuple[str, ...]:
+        """The names of the operands: those of the function's parameters.
 
-def _operand_names(name: str, fun: Callable[..., Any], rule: Rule) -> tuple[str, ...]:
-    """The names of the operands: those of the function's parameters.
-
-    Raises:
-        RuleError: it does not have as many as the rule.
-    """
-    parameters = list(inspect.signature(fun).parameters.values())
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [each.name for each in parameters if each.kind in by_position]
-    wanted = len(rule.operands)
-    if any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters):
-        names += [f'operand {i}' for i in range(len(names) - 1, wanted)]
-    if len(names) != wanted + 1:
-        raise RuleError(
-            f'{name}: the rule {rule.text!r} has {plural(wanted, "operand")}, the function '
-            f'takes ({", ".join(names)}): a context first, then the operands; static arguments are '
-            'keyword-only'
-        )
-    reserved = sorted({'mesh', 'gradients', 'rtol'}.intersection(_static_names(fun) or ()))
-    if reserved:
-        raise RuleError(f'{name}: {reserved[0]!r} is a keyword of check; call the static argument otherwise')
-    return tuple(names[1:])
-
-
-def _key(static: dict[str, Any]) -> tuple[Any, ...]:
-    """Static arguments as a key, whatever their order."""
-    return tuple((name, type_key(value), value) for name, value in sorted(static.items()))
+        Raises:
+            RuleError: it does not have as many as the rule.
+        """
+        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [each.name for each in self._parameters if each.kind in by_position]
+        wanted = len(self._rule.operands)
+        if any(each.kind is each.VAR_POSITIONAL for each in self._parameters):
+            names += [f'operand {i}' for i in range(len(names) - 1, wanted)]
+        if len(names) != wanted + 1:
+            raise RuleError(
+                f'{self._name}: the rule {self._rule.text!r} has {plural(wanted, "operand")}, the function '
+                f'takes ({", ".join(names)}): a context first, then the operands; static arguments are '
+                'keyword-only'
+            )
+        reserved = sorted({'mesh', 'gradients', 'rtol'}.intersection(self._static_names))
+        if reserved:
+            raise RuleError(
+                f'{self._name}: {reserved[0]!r} is a keyword of check; call the static argument otherwise'
+            )
+        return tuple(names[1:])
 
 
-def _static_names(fun: Callable[..., Any]) -> list[str] | None:
-    """The keyword-only parameters; None if it takes any."""
-    parameters = list(inspect.signature(fun).parameters.values())
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
-        return None
-    return [each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
+def _is_hashable(default: Any) -> bool:
+    """Whether this is the default of a parameter, and one that can be part of a key."""
+    try:
+        hash(default)
+    except TypeError:
+        return False
+    return default is not inspect.Parameter.empty

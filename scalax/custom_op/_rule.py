@@ -160,11 +160,6 @@ class FactorMap:
             sizes={name: size, **self.sizes},
         )
 
-    def with_more(self, shapes: Sequence[tuple[int, ...]]) -> FactorMap:
-        """The map with more operands behind the others, which are never sharded."""
-        more = [(None,) * len(shape) for shape in shapes]
-        return dataclasses.replace(self, operands=(*self.operands, *more))
-
     def shardy_rule(self) -> tuple[str, dict[str, tuple[str, ...]]]:
         """The rule as JAX's ``custom_partitioning`` takes it: its text, and its special factors."""
         names = {factor: f'f{i}' for i, factor in enumerate(self.sizes)}

@@ -24,7 +24,7 @@ from scalax._trace.resharding import reshard
 from scalax._tree.paths import is_key, leaf_text
 from scalax._tree.specs import MeshAxes, canonical
 from scalax.custom_op._layout import FactorContext, Layout
-from scalax.custom_op._rule import FactorMap
+from scalax.custom_op._rule import FactorMap, Factors, Rule
 from scalax.errors import RuleError
 
 Results = tuple[Any, ...]
@@ -35,24 +35,32 @@ class Operation:
     """An operation on operands of known shapes.
 
     Attributes:
-        factors: the factors that the function knows by name.
-        factor_map: the factors of operands and results.
+        name: its name.
+        labels: the names of its operands.
+        rule: its rule.
         local: the function: a context and one block of each operand, to one block of each result.
         check_vma: whether JAX can track which values differ between devices.
+        factor_map: the factors of operands and results.
     """
 
-    factors: tuple[str, ...]
-    factor_map: FactorMap
+    name: str
+    labels: Sequence[str]
+    rule: Rule
     local: Callable[..., Results]
-    check_vma: bool = True
+    check_vma: bool
+    factor_map: FactorMap
 
     def plain(self, *operands: Any) -> Results:
         """The function on whole arrays."""
-        return self.local(FactorContext(self.factors, {}, {}), *operands)
+        return self.local(FactorContext(self.rule.factors, {}, {}), *operands)
 
     def on_blocks(self, layout: Layout, typed: bool = False) -> Callable[..., Results]:
         """The function on the blocks of a layout, where its mesh axes are named."""
-        return functools.partial(self.local, FactorContext(self.factors, layout.axes, layout.sizes, typed))
+        return functools.partial(self.local, self.context(layout, typed))
+
+    def context(self, layout: Layout, typed: bool) -> FactorContext:
+        """What the function is given first, with the blocks of a layout."""
+        return FactorContext(self.rule.factors, layout.axes, layout.sizes, typed)
 
     def batched(self, batched: Sequence[bool], size: int) -> Operation:
         """The operation under ``jax.vmap``: on operands some of which have one more dimension."""
@@ -160,8 +168,12 @@ def resharded(operand: Any, wanted: NamedSharding) -> Any:
 
 
 def _over_auto_axes(operation: Operation, operands: Sequence[Any]) -> Results:
-    constants = Constants.of(operation.plain, operands)
-    factor_map = operation.factor_map.with_more([jax.typeof(value).shape for value in constants.values])
+    # `custom_partitioning` takes no function that closes over arrays, such as a table of numbers: they are
+    # further operands, which every device has whole.
+    constants = jax.make_jaxpr(operation.plain)(*operands).consts
+    factors = operation.factor_map.operands
+    whole: list[Factors] = [(None,) * jax.typeof(value).ndim for value in constants]
+    factor_map = dataclasses.replace(operation.factor_map, operands=(*factors, *whole))
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         arrays = [*operands, *results]
@@ -170,55 +182,45 @@ def _over_auto_axes(operation: Operation, operands: Sequence[Any]) -> Results:
             tuple(NamedSharding(mesh, layout.spec(factors)) for factors in arrays)
             for arrays in (factor_map.results, factor_map.operands)
         )
-        return mesh, constants.given_to(operation.on_blocks(layout)), result_shardings, operand_shardings
+        return (
+            mesh,
+            _with_operands(constants, operation.on_blocks(layout)),
+            result_shardings,
+            operand_shardings,
+        )
 
-    call = custom_partitioning(constants.given_to(operation.plain))
+    call = custom_partitioning(_with_operands(constants, operation.plain))
     rule, special = factor_map.shardy_rule()
     call.def_partition(partition, sharding_rule=rule, **special)
-    results: Results = call(*operands, *constants.values)
+    results: Results = call(*operands, *constants)
     return results
 
 
-@dataclasses.dataclass(frozen=True)
-class Constants:
-    """The arrays that a function closes over, as operands that every device has whole.
+def _with_operands(constants: Sequence[Any], fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with the arrays that it closes over as further operands, behind its own.
 
-    ``custom_partitioning`` takes no function that closes over arrays, such as a table of numbers. Tracing the
-    function on whole arrays shows which they are; traced again on blocks, it is given them.
-
-    Attributes:
-        values: the arrays, in the order in which JAX found them.
+    Tracing it on whole arrays shows which they are, in an order that need not be that of a trace on blocks.
     """
+    if not constants:
+        return fun
 
-    values: tuple[Any, ...]
+    def call(*operands: Any) -> tuple[Any, ...]:
+        own, values = operands[: -len(constants)], operands[-len(constants) :]
+        closed = jax.make_jaxpr(fun)(*own)
+        return tuple(run_jaxpr(closed, own, [values[_index(each, constants)] for each in closed.consts]))
 
-    @classmethod
-    def of(cls, fun: Callable[..., Any], operands: Sequence[Any]) -> Constants:
-        """The arrays that a function closes over when it is called with *operands*."""
-        return cls(tuple(jax.make_jaxpr(fun)(*operands).consts))
+    return call
 
-    def given_to(self, fun: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-        """The function with the constants as further operands, behind its own."""
-        if not self.values:
-            return fun
 
-        def call(*operands: Any) -> tuple[Any, ...]:
-            own, given = operands[: -len(self.values)], operands[-len(self.values) :]
-            closed = jax.make_jaxpr(fun)(*own)
-            consts = [given[self._index(value)] for value in closed.consts]
-            return tuple(run_jaxpr(closed, own, consts))
-
-        return call
-
-    def _index(self, value: Any) -> int:
-        for i, known in enumerate(self.values):
-            if value is known or _equal(value, known):
-                return i
-        raise RuleError(
-            f'an array ({leaf_text(value)}) that the function of a sharded_op makes outside of '
-            'JAX depends on the blocks that it is given: compute it with jax.numpy from ctx.index and '
-            'ctx.size, or make it an operand'
-        )
+def _index(value: Any, constants: Sequence[Any]) -> int:
+    for i, known in enumerate(constants):
+        if value is known or _equal(value, known):
+            return i
+    raise RuleError(
+        f'an array ({leaf_text(value)}) that the function of a sharded_op makes outside of '
+        'JAX depends on the blocks that it is given: compute it with jax.numpy from ctx.index and '
+        'ctx.size, or make it an operand'
+    )
 
 
 def _equal(one: Any, other: Any) -> bool:

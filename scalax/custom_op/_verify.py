@@ -7,8 +7,9 @@ mesh will be.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,71 +17,49 @@ from jax.sharding import AbstractMesh, AxisType
 
 from scalax._jax.tracing import varying_axes
 from scalax._tree.paths import describe_leaf
-from scalax.custom_op._layout import FactorContext, Layout
+from scalax.custom_op._layout import Layout
 from scalax.custom_op._rule import FactorMap, Rule, match_rule, message, shown_factor
+from scalax.custom_op._run import Operation
 from scalax.errors import RuleError
 
 _NO_MESH = AbstractMesh((), ())
 
 
-def verified(
-    name: str,
-    rule: Rule,
-    labels: Sequence[str],
-    local: Callable[..., tuple[Any, ...]],
-    operands: Sequence[Any],
-    check_vma: bool,
-) -> FactorMap:
-    """Fits a rule to a call, and tries the function on blocks.
-
-    Args:
-        name: the name of the operation.
-        rule: its rule.
-        labels: the names of its operands.
-        local: its function; returns a tuple.
-        operands: the operands of the call, or their types.
-        check_vma: whether JAX is to follow which values differ between devices.
+def verified(operation: Operation, operands: Sequence[Any]) -> Operation:
+    """The operation with the factors of its results, once its function has been tried on blocks.
 
     Raises:
-        ArgumentError: the operands do not fit the rule.
-        RuleError: the results contradict it, whole or in blocks, or a factor is forgotten.
+        RuleError: the results contradict the rule, whole or in blocks, or a factor is forgotten.
     """
     types = [jax.typeof(operand) for operand in operands]
     blank = [
         jax.ShapeDtypeStruct(each.shape, each.dtype, weak_type=getattr(each, 'weak_type', False))
         for each in types
     ]
-    named = dict(zip(labels, blank, strict=True))
-    match_rule(rule, name, named)  # before the function sees the operands
+    name, rule, named = operation.name, operation.rule, dict(zip(operation.labels, blank, strict=True))
     # The trial is independent of the caller's mesh.
     with jax.sharding.use_abstract_mesh(_NO_MESH):
-        whole = jax.eval_shape(lambda *xs: local(FactorContext(rule.factors, {}, {}), *xs), *blank)
+        whole = jax.eval_shape(operation.plain, *blank)
         if not all(hasattr(result, 'shape') for result in whole):
             kinds = ', '.join(type(result).__name__ for result in whole)
             raise RuleError(f'{name}: the function returns one array, or a tuple of arrays, got {kinds}')
         fitted = match_rule(rule, name, named, {f'result {i}': result for i, result in enumerate(whole)})
-        _try_on_blocks(name, rule, fitted, local, blank, whole, check_vma)
-    return fitted
+        operation = dataclasses.replace(operation, factor_map=fitted)
+        _try_on_blocks(operation, blank, whole)
+    return operation
 
 
-def _try_on_blocks(
-    name: str,
-    rule: Rule,
-    fitted: FactorMap,
-    local: Callable[..., tuple[Any, ...]],
-    operands: Sequence[Any],
-    whole: Sequence[Any],
-    check_vma: bool,
-) -> None:
+def _try_on_blocks(operation: Operation, operands: Sequence[Any], whole: Sequence[Any]) -> None:
+    name, rule, fitted, check_vma = operation.name, operation.rule, operation.factor_map, operation.check_vma
     sizes = _block_counts(fitted)
     if not sizes:
         return
     layout = Layout(fitted, {factor: (factor,) for factor in sizes}, sizes)
-    ctx = FactorContext(rule.factors, layout.axes, sizes, typed=check_vma)
+    ctx = operation.context(layout, typed=check_vma)
     seen: list[Any] = []
 
     def look(*blocks: Any) -> tuple[()]:
-        seen.append([jax.typeof(result) for result in local(ctx, *blocks)])
+        seen.append([jax.typeof(result) for result in operation.local(ctx, *blocks)])
         return ()
 
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

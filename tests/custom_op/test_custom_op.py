@@ -296,6 +296,23 @@ def test_static_arguments_come_in_any_order() -> None:
     assert len(traces) > count
 
 
+def test_a_default_is_the_same_program_whether_it_is_given_or_left_out() -> None:
+    traces = []
+
+    @sharded_op('b -> b')
+    def scaled(ctx: FactorContext, x: Array, *, by: float = 2.0) -> Array:
+        traces.append(by)
+        return x * by
+
+    ones = np.ones(2, np.float32)
+    assert scaled(ones)[0] == 2
+    count = len(traces)
+    assert scaled(ones, by=2.0)[0] == 2
+    assert len(traces) == count
+    assert scaled(ones, by=3.0)[0] == 3
+    assert len(traces) > count
+
+
 def test_a_refused_call_keeps_nothing() -> None:
     class Value:
         pass

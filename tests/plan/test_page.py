@@ -218,8 +218,6 @@ def test_the_batch():
     said = words(made)
     begin = 'rows of the batch are lost at model.py:9'
     [place] = [i for i, text in enumerate(said) if text.startswith(begin)]
-        i for i, text in enumerate(said) if text.startswith('rows of the batch are lost at model.py:9')
-    ]
     assert said[place + 6 : place + 11] == ['model.py:9 route', 'sort', '1', '256 B', 'f32[64]']
     assert 'model.py:3 up' in said[place:]
     # Columns of numbers sort by these.
