@@ -93,7 +93,7 @@ def shard_map(
     return called(fun, signature.flatten, run, at_once)
 
 
-_ARGUMENTS, _OUTPUTS = 'the arguments of {!r} (in_specs)', 'the outputs of {!r} (out_specs)'
+_OUTPUTS = 'the outputs of {!r} (out_specs)'
 
 
 # The axes --------------------------------------------------------------------------------------------
@@ -150,16 +150,9 @@ def _arguments(
     in_specs: RuleLike, call: Call, axes: _Axes, on_indivisible: OnIndivisible
 ) -> list[NamedSharding]:
     """The shardings of the arguments, leaf by leaf; where the rules leave one open, that of its type."""
-    where = _ARGUMENTS.format(call.signature.name)
-    resolutions = resolve_arguments(
-        in_specs,
-        call,
-        axes.mesh,
-        option='in_specs',
-        rest='PartitionSpec() for what every device has whole',
-        where=where,
-        on_indivisible=on_indivisible,
-    )
+    where = f'the arguments of {call.signature.name!r} (in_specs)'
+    rest = 'PartitionSpec() for what every device has whole'
+    resolutions = resolve_arguments(in_specs, call, axes.mesh, 'in_specs', on_indivisible, rest=rest)
     _reject_uneven(resolutions, axes, where)
     types = MeshAxes.of(axes.mesh).types
     has_types = all(types[axis] is AxisType.Explicit for axis in axes.manual)

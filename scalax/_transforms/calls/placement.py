@@ -78,7 +78,7 @@ def targets(leaves: Sequence[Any], shardings: Shardings, moves: Moves) -> dict[i
 
 
 def place(call: Call, shardings: Shardings, moves: Moves, move: Move) -> Sequence[Any]:
-    """Moves arguments to their shardings; returns the flat arguments of *call* themselves if nothing moves.
+    """The flat arguments where the rules want them; those of *call* themselves if nothing moves.
 
     Args:
         call: the call.
@@ -99,10 +99,8 @@ def place(call: Call, shardings: Shardings, moves: Moves, move: Move) -> Sequenc
                 raise
             # A node that refuses to hold types is traced with arrays: its own, unless types hold shardings.
             if moves.unplaced:
-                return place(call, shardings, moves, moved)
-    if not placed:
-        return call.flat_args
-    return [placed.get(slot, tree) for slot, tree in enumerate(call.flat_args)]
+                placed[slot] = with_moved(call.flat_args[slot], found, moved)
+    return [placed.get(slot, tree) for slot, tree in enumerate(call.flat_args)] if placed else call.flat_args
 
 
 def with_moved(tree: Any, found: Mapping[int, NamedSharding], move: Move) -> Any:
@@ -154,10 +152,5 @@ def _as_moved(leaf: Any, sharding: NamedSharding) -> Any:
 def _as_auto(leaf: Any) -> NamedSharding:
     """The sharding that an array has, on the same mesh with Auto axes."""
     mesh = leaf.sharding.mesh
-    types = (AxisType.Auto,) * len(mesh.axis_names)
-    same: Any = (
-        mesh.update(axis_types=types)
-        if isinstance(mesh, AbstractMesh)
-        else Mesh(mesh.devices, mesh.axis_names, axis_types=types)
-    )
+    same = mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     return named_sharding(same, leaf.sharding.spec, leaf.sharding.memory_kind)

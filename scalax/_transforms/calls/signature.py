@@ -14,7 +14,7 @@ import keyword
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -81,26 +81,29 @@ class CallLayout:
 
     slots: tuple[Slot, ...]
     positional: int
-    dynamic: tuple[int, ...] = dataclasses.field(init=False)
-    static: tuple[int, ...] = dataclasses.field(init=False)
-    donated: tuple[int, ...] = dataclasses.field(init=False)
-    flat_signature: inspect.Signature = dataclasses.field(init=False, compare=False)
+    dynamic: tuple[int, ...]
+    static: tuple[int, ...]
+    donated: tuple[int, ...]
+    flat_signature: inspect.Signature = dataclasses.field(compare=False)
 
-    def __post_init__(self) -> None:
-        numbered, names = list(enumerate(self.slots)), dict[str, None]()
-        for slot in self.slots:
+    @classmethod
+    def of(cls, slots: Sequence[Slot], positional: int) -> Self:
+        """The layout of these slots."""
+        numbered, names = list(enumerate(slots)), dict[str, None]()
+        for slot in slots:
             name = re.sub(r'\W+', '_', slot.name).strip('_') or 'kwargs'
             while name in names or not name.isidentifier() or keyword.iskeyword(name):
                 name += '_'
             names[name] = None
         kind = inspect.Parameter.POSITIONAL_ONLY
-        for field, value in (
-            ('dynamic', tuple([i for i, slot in numbered if not slot.static])),
-            ('static', tuple([i for i, slot in numbered if slot.static])),
-            ('donated', tuple([i for i, slot in numbered if slot.donated])),
-            ('flat_signature', inspect.Signature([inspect.Parameter(name, kind) for name in names])),
-        ):
-            object.__setattr__(self, field, value)  # once: the thousandth call reads them, too
+        return cls(
+            tuple(slots),
+            positional,
+            dynamic=tuple([i for i, slot in numbered if not slot.static]),
+            static=tuple([i for i, slot in numbered if slot.static]),
+            donated=tuple([i for i, slot in numbered if slot.donated]),
+            flat_signature=inspect.Signature([inspect.Parameter(name, kind) for name in names]),
+        )
 
 
 class CallSignature:
@@ -285,7 +288,7 @@ class CallSignature:
         ):
             if names:
                 raise ArgumentError(f'{self.name}: {", ".join(names)} cannot be both static and {what}')
-        return CallLayout(tuple(slots), total)
+        return CallLayout.of(slots, total)
 
     def flatten(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
         """The flat arguments of a call; raises TypeError as Python does for a call that does not fit."""

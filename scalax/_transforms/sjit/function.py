@@ -123,12 +123,12 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
     def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """``jax.jit(...).trace``: ``jax.stages.Traced`` out."""
         flat_args = self._flatten(args, kwargs)
-        program, trace, placed = self._dispatcher.prepare(flat_args)
+        program, entry, placed = self._dispatcher.prepare(flat_args)
         with self._dispatcher.args_placed:
-            if not kwargs and len(flat_args) == len(args):
-                return program.jitted.trace(*placed)
+            if not kwargs:
+                return program.handed_out(len(args), placed[len(args) :]).trace(*placed[: len(args)])
             typed = Call(self._dispatcher.signature, placed)
-            return _trace_as_called(program, typed, trace.arguments, len(args), list(kwargs))
+            return _trace_as_called(program, typed, entry.arguments, len(args), list(kwargs))
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The outputs as ``jax.ShapeDtypeStruct``; nothing is computed."""
@@ -160,26 +160,23 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         parameters; leaves are NamedShardings, or None where the compiler decides.
         """
         flat_args = self._flatten(args, kwargs)
-        _, trace, _ = self._dispatcher.prepare(flat_args)
+        _, entry, _ = self._dispatcher.prepare(flat_args)
         call = Call(self._dispatcher.signature, flat_args)
         inputs = tuple(
             sharding_tree(call.trees[slot], shardings, 'they cannot be shown in place')
-            for slot, shardings in call.by_slot(trace.arguments).items()
+            for slot, shardings in call.by_slot(entry.arguments).items()
             if flat_args[slot] is not OMITTED
         )
-        outputs = trace.outputs or ()
-        return inputs, sharding_tree(trace.out_tree, outputs, 'they cannot be shown in place')
+        outputs = entry.outputs or ()
+        return inputs, sharding_tree(entry.out_tree, outputs, 'they cannot be shown in place')
 
     def get_jitted_function_by_args(self, /, *args: Any, **kwargs: Any) -> Any:
         """The ``jax.jit`` function that serves a call; it takes the arguments in the same way."""
         flat_args = self._flatten(args, kwargs)
         program, _, _ = self._dispatcher.prepare(flat_args)
-        kept = (self._dispatcher, self._given)
-        if kwargs:
-            return _JittedCall(self, program.handed_out(kept), self._dispatcher.signature)
-        if len(flat_args) == len(args):
-            return program.handed_out(kept)
-        return program.of_first(len(args), flat_args[len(args) :], kept)
+        if kwargs:  # a jax.jit with in_shardings takes none
+            return self
+        return program.handed_out(len(args), flat_args[len(args) :], kept=(self._dispatcher, self._given))
 
     def clear_cache(self) -> None:
         """Forgets everything traced and compiled."""
@@ -394,17 +391,3 @@ def _struct(leaf: Any) -> Any:
         return leaf
     sharding = leaf.sharding if is_in_types(leaf.sharding) else None
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
-
-
-class _JittedCall:
-    """The ``jax.jit`` function of a program, for calls with keywords, which that function does not take."""
-
-    def __init__(self, function: SjitFunction[..., Any], jitted: Any, signature: CallSignature) -> None:
-        self._function, self._jitted, self._signature = function, jitted, signature
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Runs the program."""
-        return self._jitted(*self._signature.flatten(args, kwargs))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._function, name)
