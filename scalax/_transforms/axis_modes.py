@@ -170,19 +170,17 @@ class _Switched:
 
     def _arguments(self, call: Call, outer: AnyMesh, inner: AbstractMesh) -> list[NamedSharding | None]:
         """The shardings inside that the rules give the arguments."""
-        rules, where = self._rules_of(EXPLICIT), f'the arguments of {self.signature.name!r} (in_sharding)'
-        policy, rest = (
-            self.active.mesh_helper.on_indivisible,
-            'None keeps the type of an argument where no axis changes',
-        )
+        rules, where = self._side(EXPLICIT, 'arguments')
+        policy = self.active.mesh_helper.on_indivisible
+        rest = 'None keeps the type of an argument where no axis changes'
         resolutions = resolve_arguments(rules, call, inner, 'in_sharding', policy, rest=rest)
         return sound_shardings(resolutions, self._fault_of(EXPLICIT, outer, inner), inner, where)
 
     def _outputs(self, results: Any, outer: AnyMesh, inner: AbstractMesh) -> list[NamedSharding | None]:
         """The shardings outside that the rules give the results."""
-        where = f'the outputs of {self.signature.name!r} (out_sharding)'
+        rules, where = self._side(AUTO, 'outputs')
         resolution = resolve(
-            self._rules_of(AUTO),
+            rules,
             results,
             outer,
             mode=ResolveMode.BOUNDARY,
@@ -191,9 +189,10 @@ class _Switched:
         )
         return sound_shardings([resolution], self._fault_of(AUTO, inner, outer), outer, where)
 
-    def _rules_of(self, ruled: AxisType) -> RuleLike:
-        """The rules of one side, which only the transformation of that type has."""
-        return self.rules if self.inside is ruled else None
+    def _side(self, ruled: AxisType, what: str) -> tuple[RuleLike, str]:
+        """The rules of one side, which only the transformation of that type has, and its name in messages."""
+        where = f'the {what} of {self.signature.name!r}'
+        return (self.rules, f'{where} ({_NAMES[ruled][1]})') if self.inside is ruled else (None, where)
 
     def _fault_of(
         self, ruled: AxisType, near: AnyMesh, far: AnyMesh

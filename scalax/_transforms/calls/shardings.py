@@ -238,7 +238,7 @@ def resolve_arguments(
     resolutions: list[Resolution] = []
     problems: list[Problem] = []
     misfits: list[str] = []
-    where = f'the arguments of {call.signature.name!r} ({option})'
+    where = f'the arguments of {call.signature.name!r}{"" if rules is None else f" ({option})"}'
     by_slot = call.signature.rules_by_slot(rules, call.layout, call.flat_args, option, rest)
     for slot, rule in by_slot.items():
         try:

@@ -336,24 +336,24 @@ class CallSignature:
         return [*slots, rest]
 
     def as_called(
-        self, flat_args: Sequence[Any], count: int, names: Sequence[str]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Flat arguments in the form of a call: *count* by position, and these names."""
+        self, layout: CallLayout, flat_args: Sequence[Any], count: int, names: Sequence[str]
+    ) -> tuple[Sequence[Any], dict[str, Any], dict[str, Any]]:
+        """A call in the form of its user, with *count* arguments by position and others by these names.
+
+        Returns:
+            The arguments, the keywords, and the options of ``jax.jit`` that say which are static and donated.
+        """
         args, keywords = self.restore(flat_args)
         values = {**dict(zip(self.positional, args, strict=False)), **keywords}
-        return tuple(flat_args[:count]), {name: values[name] for name in names}
-
-    def selected_as_called(self, layout: CallLayout, count: int, names: Sequence[str]) -> dict[str, Any]:
-        """The static and donated arguments of a call in that form, as options of ``jax.jit``."""
         options: dict[str, Any] = {}
-        for option, slots, keywords in (
+        for option, slots, chosen in (
             ('static', layout.static, self.static_keywords),
             ('donate', layout.donated, self.donated_keywords),
         ):
-            known = {*keywords, *[layout.slots[slot].name for slot in slots]}
+            known = {*chosen, *[layout.slots[slot].name for slot in slots]}
             options[f'{option}_argnums'] = [slot for slot in slots if slot < count]
             options[f'{option}_argnames'] = [name for name in names if name in known]
-        return options
+        return flat_args[:count], {name: values[name] for name in names}, options
 
     def rules_by_slot(
         self, rules: RuleLike, layout: CallLayout, flat_args: Sequence[Any], what: str, rest: str

@@ -49,7 +49,7 @@ from scalax._transforms.calls.call import (
 from scalax._transforms.calls.placement import Moves
 from scalax._transforms.calls.shardings import FunctionRules, Options, ReadCall
 from scalax._transforms.calls.signature import CallLayout, CallSignature
-from scalax._transforms.sjit.batch import batch_not_followed, batch_to_follow, why_not_followed
+from scalax._transforms.sjit.batch import batch_not_followed, why_not_followed
 from scalax._transforms.sjit.program import (
     Entry,
     Program,
@@ -162,7 +162,7 @@ class Dispatcher:
                 errors.reject_deleted(call)
             read, entry = self._read(call)
             if jax.config.jax_disable_jit:  # the user's lines run with values, and nothing is traced
-                return self._function.run(call, self._untraced(call, Entry(entry.key, read.shardings)))
+                return self._function.run(call, Entry(entry.key, read.shardings))
             # What is new is compiled, which takes long.
             doing = f'compiling {self.signature.name}'
             with contextlib.nullcontext() if entry.outputs_checked else progress(doing, _log):
@@ -292,16 +292,6 @@ class Dispatcher:
                     entry.arguments = arguments
         return entry
 
-    def _untraced(self, call: Call, entry: Entry) -> Entry:
-        """What is known of a key, as it is before the user's function runs."""
-        entry.constraints = self.rules.constraints(call)
-        entry.batch = None
-        if self.rules.follow_batch or self.signature.says_batch:
-            entry.batch = batch_to_follow(self.rules, call, entry.arguments, entry.constraints)
-        entry.outputs = entry.followed = entry.jaxpr = None
-        entry.on_devices = False
-        return entry
-
     def _known(self, flat_args: Sequence[Any]) -> Program | None:
         """The program of a call, if it is known."""
         return self._read(Call(self.signature, flat_args))[1].program
@@ -339,7 +329,7 @@ class Dispatcher:
 
     def _trace(self, call: Call, entry: Entry) -> tuple[Callable[..., Any], object]:
         """Traces the user's function, and notes what comes out; returns what a program jits."""
-        self._untraced(call, entry)
+        entry.outputs, entry.jaxpr, entry.on_devices = None, None, False  # of a trace that failed
         flat_function, token = self._flat_function(call.layout)
         self.args_placed.entry = entry
         # The same function object as in the program: JAX finds this trace again there.
@@ -390,6 +380,7 @@ class Dispatcher:
                 flat_function,
                 arguments,
                 options,
+                guards=self.mesh.size > 1,
                 token=token,
             )
             if len(self.programs) >= lru_cache.SIZE:

@@ -359,9 +359,8 @@ def _trace_as_called(
     typed = list(call.flat_args)
     for slot, each in call.by_slot(shardings).items():
         typed[slot] = _tree_with_shardings(typed[slot], each)
-    args, keywords = signature.as_called(typed, count, names)
-    selected = signature.selected_as_called(program.layout, count, names)
-    return program.jit_as_called(as_called, selected).trace(*args, **keywords)
+    args, keywords, options = signature.as_called(program.layout, typed, count, names)
+    return jax.jit(as_called, **options, **program.options).trace(*args, **keywords)
 
 
 def _tree_with_shardings(tree: Any, shardings: Sequence[NamedSharding | None]) -> Any:

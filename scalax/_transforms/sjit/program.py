@@ -100,9 +100,11 @@ class Program:
         flat_function: the function that is jitted; takes the arguments slot by slot.
         arguments: its ``in_shardings``: for each dynamic slot a result of `compress`.
         options: other options of ``jax.jit``.
+        guards: whether it runs on several devices, where some versions of JAX need a look at arguments.
         token: an object by which the function that is jitted knows its program.
 
     Attributes:
+        options: as given.
         jitted: the ``jax.jit``; XLA compiles it when it first runs.
         call: what a call runs: `jitted`, behind the checks that JAX needs and the placing of host data.
     """
@@ -114,22 +116,23 @@ class Program:
         flat_function: Callable[..., Any],
         arguments: Sequence[Any],
         options: Mapping[str, Any],
+        guards: bool,
         token: object,
     ) -> None:
         self.layout, self.flat_function, self.token = layout, flat_function, token
-        self._signature, self._arguments, self._options = signature, arguments, options
+        self._signature, self._arguments, self.options = signature, arguments, options
         # The shardings to which calls place host data, by slot, in the form of `compress`. They may be None
         # in `_arguments`: what is placed already has a type, which then holds its sharding.
         self._host_data: dict[int, Any] = {}
         self.jitted = self.jit(flat_function, len(layout.slots))
-        self.call: Callable[..., Any] = self._guarded() if DELETED_ARGUMENTS_CRASH else self.jitted
+        self.call: Callable[..., Any] = self._guarded() if DELETED_ARGUMENTS_CRASH and guards else self.jitted
         self._call_placed = self.call  # without the placing of host data
 
     def jit(self, fun: Callable[..., Any], count: int) -> Any:
         """The ``jax.jit`` of a function of the first *count* slots."""
         dynamic = zip(self.layout.dynamic, self._arguments, strict=True)
         forms = [form for slot, form in dynamic if slot < count]
-        options = dict(self._options)
+        options = dict(self.options)
         if forms.count(None) < len(forms):
             options['in_shardings'] = tuple(map(expand, forms))
         return jax.jit(
@@ -160,10 +163,6 @@ class Program:
         jitted = self.jit(inner, count)
         jitted.__dict__['_kept'] = kept
         return jitted
-
-    def jit_as_called(self, fun: Callable[..., Any], selected: Mapping[str, Any]) -> Any:
-        """The ``jax.jit`` of a function in the user's form, for arguments that have shardings."""
-        return jax.jit(fun, **selected, **self._options)
 
     # What a call runs ---------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from scalax._transforms.calls.call import Call, call_key
 from scalax._transforms.calls.errors import reject_foreign_types
 from scalax._transforms.calls.shardings import FunctionRules
 from scalax._transforms.calls.signature import CallLayout
+from scalax._transforms.sjit.batch import batch_to_follow
 from scalax._transforms.sjit.program import Entry
 from scalax._util import lru_cache
 from scalax.errors import MeshError, UnusedAnnotationWarning, did_you_mean, near_names, warn
@@ -118,6 +119,10 @@ class TracedFunction:
         if traced and entry.jaxpr is not None and entry.kinds == _kinds([*map(type_of, call.leaves)]):
             with self._context_entered():
                 return jax.tree.unflatten(entry.out_tree, rewriting.run(entry.jaxpr, call.leaves))
+        entry.constraints = self._rules.constraints(call)
+        entry.batch = entry.followed = None
+        if self._rules.follow_batch or self._rules.signature.says_batch:
+            entry.batch = batch_to_follow(self._rules, call, entry.arguments, entry.constraints)
         flat_args = call.flat_args
         if entry.constraints is not None:
             flat_args = call.replaced(apply_shardings(call.leaves, entry.constraints))
