@@ -238,7 +238,7 @@ class Dispatcher:
 
         _, entry, _ = self.prepare(flat_args)
         call = Call(self.signature, flat_args)
-        batch = entry.batch or batch_not_followed(self.rules, call, entry.arguments, entry.constraints)
+        batch = entry.batch or batch_not_followed(self.rules, call, entry.inside)
         paths = [*map(call.path, range(len(call.leaves)))]
         why = why_not_followed(self.rules, call)
         return batch_of_call(self.signature.name, paths, batch, entry.followed, why)
@@ -317,20 +317,20 @@ class Dispatcher:
                 )
             entry.tracing = True
             try:
-                flat_function, token = self._trace(call, entry)
+                flat_function = self._trace(call, entry)
             finally:
                 entry.tracing = False
-            program = self._program(call, entry, flat_function, token)
+            program = self._program(call, entry, flat_function)
             if self.options.annotation_shardings:
                 self._function.warn_unused(any_static=bool(call.layout.static))
             self._compares_paths |= entry.key.paths is not None
             entry.program = program
             return program
 
-    def _trace(self, call: Call, entry: Entry) -> tuple[Callable[..., Any], object]:
+    def _trace(self, call: Call, entry: Entry) -> Callable[..., Any]:
         """Traces the user's function, and notes what comes out; returns what a program jits."""
         entry.outputs, entry.jaxpr, entry.on_devices = None, None, False  # of a trace that failed
-        flat_function, token = self._flat_function(call.layout)
+        flat_function = self._flat_function(call.layout)
         self.args_placed.entry = entry
         # The same function object as in the program: JAX finds this trace again there.
         try:
@@ -343,7 +343,7 @@ class Dispatcher:
         record(entry, traced)
         entry.on_devices = not self._knows_devices(traced.jaxpr, entry)
         # If its outputs are to be constrained, another function: JAX would find this trace again.
-        return self._flat_function(call.layout) if entry.on_devices else (flat_function, token)
+        return self._flat_function(call.layout) if entry.on_devices else flat_function
 
     def _knows_devices(self, jaxpr: Any, entry: Entry) -> bool:
         """Whether JAX knows the devices of a program, or its function says nothing of a mesh.
@@ -357,7 +357,7 @@ class Dispatcher:
         dependent = Dependence(jaxpr, [*[False] * others, *sharded], certain=True)
         return any(sharded) and any(dependent.of_results)
 
-    def _program(self, call: Call, entry: Entry, flat_function: Callable[..., Any], token: object) -> Program:
+    def _program(self, call: Call, entry: Entry, flat_function: Callable[..., Any]) -> Program:
         """The program that has the shardings of a trace: one that is there, or one of *flat_function*.
 
         Programs are known by their slots, the shardings of arguments and outputs, and what else they do.
@@ -381,7 +381,6 @@ class Dispatcher:
                 arguments,
                 options,
                 guards=self.mesh.size > 1,
-                token=token,
             )
             if len(self.programs) >= lru_cache.SIZE:
                 self.programs.clear()
@@ -430,14 +429,15 @@ class Dispatcher:
 
     # What JAX traces of a program --------------------------------------------------------------------
 
-    def _flat_function(self, layout: CallLayout) -> tuple[Callable[..., Any], object]:
-        """A new function of slots for a program of such calls, and the token of the program."""
+    def _flat_function(self, layout: CallLayout) -> Callable[..., Any]:
+        """A new function of slots for a program of such calls."""
         this, token = self._weak, object()
 
         def flat_function(*flat_args: Any) -> Any:
             return this._in_trace(token, layout, flat_args)
 
-        return self._function.as_users(flat_function, layout), token
+        flat_function.__dict__['token'] = token
+        return self._function.as_users(flat_function, layout)
 
     def _in_trace(self, token: object, layout: CallLayout, flat_args: Sequence[Any]) -> Any:
         """The user's function, if a call is one for the program with this token.
@@ -472,7 +472,7 @@ class Dispatcher:
                 and not all(to is None or has_type(x, to) for x, to in pairs)
             ):
                 raise self._wrong_program()  # types are not right yet
-        if self._trace_and_build(call, entry).token is not token:
+        if self._trace_and_build(call, entry).flat_function.__dict__['token'] is not token:
             raise self._wrong_program()
         return entry
 

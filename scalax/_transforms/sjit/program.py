@@ -97,11 +97,11 @@ class Program:
     Args:
         signature: the parameters of the user's function.
         layout: the slots of the calls.
-        flat_function: the function that is jitted; takes the arguments slot by slot.
+        flat_function: the function that is jitted; takes the arguments slot by slot. Its ``token`` is an
+            object by which it knows its program.
         arguments: its ``in_shardings``: for each dynamic slot a result of `compress`.
         options: other options of ``jax.jit``.
         guards: whether it runs on several devices, where some versions of JAX need a look at arguments.
-        token: an object by which the function that is jitted knows its program.
 
     Attributes:
         options: as given.
@@ -117,9 +117,8 @@ class Program:
         arguments: Sequence[Any],
         options: Mapping[str, Any],
         guards: bool,
-        token: object,
     ) -> None:
-        self.layout, self.flat_function, self.token = layout, flat_function, token
+        self.layout, self.flat_function = layout, flat_function
         self._signature, self._arguments, self.options = signature, arguments, options
         # The shardings to which calls place host data, by slot, in the form of `compress`. They may be None
         # in `_arguments`: what is placed already has a type, which then holds its sharding.
@@ -225,7 +224,7 @@ class Entry:
         arguments: the shardings of the arguments; None until the rules were asked. In the key of placed
             arrays they may be None: their types hold the sharding. Host data has a separate key, whose
             shardings are the target.
-        constraints: the shardings to which arguments are constrained inside; None without any.
+        inside: the shardings of the arguments inside the function, where they may be constrained to others.
         batch: what is followed from the arguments; None if nothing is.
         followed: the values that are kept where they are; None if nothing is followed.
         outputs: the shardings of the outputs; None until the function was traced.
@@ -242,7 +241,7 @@ class Entry:
 
     key: CallKey
     arguments: Any = None
-    constraints: Shardings | None = None
+    inside: Shardings = ()
     batch: Arguments | None = None
     followed: Followed | None = None
     outputs: Shardings | None = None
