@@ -21,12 +21,12 @@ from typing import (
 )
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh
 
 from scalax._trace.constraints import is_in_types
 from scalax._trace.contexts import MeshOwner, checked_bindings, hashable
 from scalax._transforms.calls.call import Call, Shardings
-from scalax._transforms.calls.placement import as_moved, moved, with_moved
+from scalax._transforms.calls.placement import as_moved
 from scalax._transforms.calls.shardings import OnMismatch, Options
 from scalax._transforms.calls.signature import OMITTED, CallSignature, name_of
 from scalax._transforms.sjit.caller import generate_caller
@@ -356,26 +356,14 @@ def _trace_as_called(
     as_called.__name__ = as_called.__qualname__ = signature.name
     as_called.__dict__['__signature__'] = signature.python_signature
     as_called.__dict__['__wrapped__'] = program.flat_function
-    typed = list(call.flat_args)
+    typed, leaves = list(call.flat_args), call.by_slot(call.leaves)
     for slot, each in call.by_slot(shardings).items():
-        typed[slot] = _tree_with_shardings(typed[slot], each)
+        pairs = enumerate(zip(leaves[slot], each, strict=True))
+        found = {i: to for i, (leaf, to) in pairs if to is not None and getattr(leaf, 'sharding', None) != to}
+        if found:
+            typed[slot] = as_moved(typed[slot], found)
     args, keywords, options = signature.as_called(program.layout, typed, count, names)
     return jax.jit(as_called, **options, **program.options).trace(*args, **keywords)
-
-
-def _tree_with_shardings(tree: Any, shardings: Sequence[NamedSharding | None]) -> Any:
-    """A tree whose leaves have shardings: as types, or moved where a node takes nothing but arrays."""
-    targets = {
-        i: sharding
-        for i, (leaf, sharding) in enumerate(zip(jax.tree.leaves(tree), shardings, strict=True))
-        if sharding is not None and getattr(leaf, 'sharding', None) != sharding
-    }
-    if not targets:
-        return tree
-    try:
-        return with_moved(tree, targets, as_moved)
-    except Exception:  # noqa: BLE001 - a node that takes nothing but arrays
-        return with_moved(tree, targets, moved)
 
 
 def _types_as_structs(flat_args: Sequence[Any]) -> tuple[Any, ...]:

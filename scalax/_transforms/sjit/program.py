@@ -25,7 +25,7 @@ from scalax._follow.types import Arguments, Followed
 from scalax._jax.shardings import DELETED_ARGUMENTS_CRASH
 from scalax._transforms.calls.call import Call, CallKey, Shardings
 from scalax._transforms.calls.errors import donated_twice, reject_deleted
-from scalax._transforms.calls.placement import Moves, moved, targets, with_moved
+from scalax._transforms.calls.placement import Moves, moved, targets
 from scalax._transforms.calls.signature import CallLayout, CallSignature
 from scalax._util import lru_cache
 from scalax.errors import ArgumentError, StructureError
@@ -184,7 +184,7 @@ class Program:
                 leaves = jax.tree.leaves(tree)
                 wanted = form[1] if isinstance(form, tuple) else [form] * len(leaves)
                 if moving := targets(leaves, wanted, moves):
-                    found[slot] = with_moved(tree, moving, moved)
+                    found[slot] = moved(tree, moving)
             return call_placed(*found)
 
         self.call = placed
