@@ -87,7 +87,9 @@ def shard_map(
         meshes.require_devices(helper.mesh, f'a call of {name}')
         with mesh_entered(mesh, what):
             axes = _axes_of(mesh, chosen, what)
-            wanted = functools.partial(_arguments, in_specs, call, axes, helper.on_indivisible)
+            # The trace of `run` warns.
+            policy: OnIndivisible = 'replicate' if helper.on_indivisible == 'warn' else helper.on_indivisible
+            wanted = functools.partial(_arguments, in_specs, call, axes, policy)
             return compiled_run(placed(call, mesh, wanted))
 
     return called(fun, signature.flatten, run, at_once)
