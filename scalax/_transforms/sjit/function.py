@@ -171,10 +171,13 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         return inputs, sharding_tree(entry.out_tree, outputs, 'they cannot be shown in place')
 
     def get_jitted_function_by_args(self, /, *args: Any, **kwargs: Any) -> Any:
-        """The ``jax.jit`` function that serves a call; it takes the arguments in the same way."""
+        """The ``jax.jit`` function that serves a call; it takes the arguments in the same way.
+
+        Given keywords, which such a function does not take, it is this function.
+        """
         flat_args = self._flatten(args, kwargs)
         program, _, _ = self._dispatcher.prepare(flat_args)
-        if kwargs:  # a jax.jit with in_shardings takes none
+        if kwargs:
             return self
         return program.handed_out(len(args), flat_args[len(args) :], kept=(self._dispatcher, self._given))
 
