@@ -171,15 +171,9 @@ class _Switched:
     def _arguments(self, call: Call, outer: AnyMesh, inner: AbstractMesh) -> list[NamedSharding | None]:
         """The shardings inside that the rules give the arguments."""
         rules, where = self._side(EXPLICIT, 'arguments')
-        resolutions = resolve_arguments(
-            rules,
-            call,
-            inner,
-            option='in_sharding',
-            rest='None keeps the type of an argument where no axis changes',
-            where=where,
-            on_indivisible=self.active.mesh_helper.on_indivisible,
-        )
+        policy = self.active.mesh_helper.on_indivisible
+        rest = 'None keeps the type of an argument where no axis changes'
+        resolutions = resolve_arguments(rules, call, inner, 'in_sharding', policy, rest=rest)
         return sound_shardings(resolutions, self._fault_of(EXPLICIT, outer, inner), inner, where)
 
     def _outputs(self, results: Any, outer: AnyMesh, inner: AbstractMesh) -> list[NamedSharding | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 import operator
@@ -124,33 +123,26 @@ def microbatch(
         # code only once, since it finds the trace again.
         return _accumulated(compiled(on_part, name), n, parts, reduce, accumulate_dtype)
 
-    compiled_run = compiled(lambda given: run(_unpacked(given)), name)
+    def merged(arrays: list[Any], rest: tuple[Any, tuple[Any, ...]]) -> Any:
+        structure, others = rest
+        leaves = [each[0] if each else array for array, each in zip(arrays, others, strict=True)]
+        return run(structure.unflatten(leaves))
+
+    merged.__name__ = merged.__qualname__ = name
+    compiled_run = jax.jit(merged, static_argnums=1)
 
     def at_once(given: dict[str, Any]) -> Any:
-        packed = jax.tree.map(lambda leaf: leaf if _is_array(leaf) else _Static(leaf, type_key(leaf)), given)
+        leaves, structure = jax.tree.flatten(given)
+        arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
+        # What is no array is part of the program, with a key that tells equal ones apart.
+        others = tuple([() if _is_array(leaf) else (leaf, type_key(leaf)) for leaf in leaves])
         try:
-            hash(jax.tree.structure(packed))
+            hash((structure, others))
         except TypeError:  # JAX finds no program by it
             return run(given)
-        return compiled_run(packed)
+        return compiled_run(arrays, (structure, others))
 
     return called(fun, read, run, at_once)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """A leaf that is no array, as part of the program; *key* tells equal ones apart."""
-
-    leaf: Any
-    key: Any
-
-
-def _unpacked(tree: Any) -> Any:
-    def unpacked(leaf: Any) -> Any:
-        return leaf.leaf if isinstance(leaf, _Static) else leaf
-
-    return jax.tree.map(unpacked, tree, is_leaf=lambda node: isinstance(node, _Static))
 
 
 def _accumulated(fun: jax.stages.Wrapped, n: int, parts: Any, reduce: str, dtype: Any) -> Any:

@@ -87,13 +87,15 @@ def shard_map(
         meshes.require_devices(helper.mesh, f'a call of {name}')
         with mesh_entered(mesh, what):
             axes = _axes_of(mesh, chosen, what)
-            wanted = functools.partial(_arguments, in_specs, call, axes, helper.on_indivisible)
+            # The trace of `run` warns.
+            policy: OnIndivisible = 'replicate' if helper.on_indivisible == 'warn' else helper.on_indivisible
+            wanted = functools.partial(_arguments, in_specs, call, axes, policy)
             return compiled_run(placed(call, mesh, wanted))
 
     return called(fun, signature.flatten, run, at_once)
 
 
-_ARGUMENTS, _OUTPUTS = 'the arguments of {!r} (in_specs)', 'the outputs of {!r} (out_specs)'
+_OUTPUTS = 'the outputs of {!r} (out_specs)'
 
 
 # The axes --------------------------------------------------------------------------------------------
@@ -150,16 +152,9 @@ def _arguments(
     in_specs: RuleLike, call: Call, axes: _Axes, on_indivisible: OnIndivisible
 ) -> list[NamedSharding]:
     """The shardings of the arguments, leaf by leaf; where the rules leave one open, that of its type."""
-    where = _ARGUMENTS.format(call.signature.name)
-    resolutions = resolve_arguments(
-        in_specs,
-        call,
-        axes.mesh,
-        option='in_specs',
-        rest='PartitionSpec() for what every device has whole',
-        where=where,
-        on_indivisible=on_indivisible,
-    )
+    where = f'the arguments of {call.signature.name!r} (in_specs)'
+    rest = 'PartitionSpec() for what every device has whole'
+    resolutions = resolve_arguments(in_specs, call, axes.mesh, 'in_specs', on_indivisible, rest=rest)
     _reject_uneven(resolutions, axes, where)
     types = MeshAxes.of(axes.mesh).types
     has_types = all(types[axis] is AxisType.Explicit for axis in axes.manual)

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from scalax._jax.tracing import is_compiled
 from scalax._transforms.calls.call import Call, is_concrete, is_typed_by, on_other_devices
 from scalax._transforms.calls.errors import reject_deleted
-from scalax._transforms.calls.placement import moved, with_moved
+from scalax._transforms.calls.placement import moved
 from scalax._transforms.calls.signature import CallSignature
 from scalax._transforms.tracebacks import HidingOurs
 from scalax._tree import specs
@@ -87,7 +87,7 @@ def placed(call: Call, mesh: Any, wanted: Callable[[], Sequence[NamedSharding]])
     if not moving:
         return call.flat_args
     shardings = wanted()
-    return with_moved(call.flat_args, {i: shardings[i] for i in moving}, moved)
+    return moved(call.flat_args, {i: shardings[i] for i in moving})
 
 
 def _stays_on(leaf: Any, mesh: Any) -> bool:

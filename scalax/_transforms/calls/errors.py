@@ -6,7 +6,6 @@ What JAX refuses all the same is classified by one table, `explained`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,6 @@ from scalax._transforms.calls.call import (
     OF_TREES,
     Call,
     Shardings,
-    committed_elsewhere,
     is_concrete,
     is_deleted,
     is_foreign,
@@ -27,6 +25,7 @@ from scalax._transforms.calls.call import (
     left_alone,
     on_other_devices,
 )
+from scalax._transforms.calls.shardings import ReadCall
 from scalax._tree import specs
 from scalax._tree.paths import describe_leaf, optional_path
 from scalax._tree.specs import axis_sizes_text
@@ -43,37 +42,15 @@ from scalax.errors import (
 IsWrong = Callable[[Any, NamedSharding | None], bool]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ShardedCall:
-    """A call with the shardings that the rules give its arguments.
-
-    Attributes:
-        call: the call.
-        shardings: the shardings of its leaves.
-        mesh: the mesh of the function.
-        any_rule: whether a rule gives arguments shardings; else JAX only has to know where to run.
-        moves: whether arrays with another sharding are moved (``on_mismatch='reshard'``).
-        may_be_returned: whether arguments may be outputs of an earlier call, whose shardings JAX chose.
-    """
-
-    call: Call
-    shardings: Shardings
-    mesh: Any
-    any_rule: bool
-    moves: bool
-    may_be_returned: bool = False
-
-    def any(self, wrong: IsWrong) -> bool:
-        """Whether some leaf is wrong."""
-        return any(map(wrong, self.call.leaves, self.shardings))
-
-    def listed(self, wrong: IsWrong, text: Callable[[Any, Any], str], verb: str = ' is sharded as ') -> str:
-        """The leaves that are wrong, with a *text* about each; empty without any."""
-        return shown_leaves(
-            f'{self.call.describe(i)}{verb}{text(leaf, sharding)}'
-            for i, (leaf, sharding) in enumerate(zip(self.call.leaves, self.shardings, strict=True))
-            if wrong(leaf, sharding)
-        )
+def _listed(
+    read: ReadCall, wrong: IsWrong, text: Callable[[Any, Any], str], verb: str = ' is sharded as '
+) -> str:
+    """The leaves that are wrong, with a *text* about each; empty without any."""
+    return shown_leaves(
+        f'{read.call.describe(i)}{verb}{text(leaf, sharding)}'
+        for i, (leaf, sharding) in enumerate(zip(read.call.leaves, read.shardings, strict=True))
+        if wrong(leaf, sharding)
+    )
 
 
 # Before the program runs -----------------------------------------------------------------------------
@@ -155,44 +132,40 @@ def _is_flag(leaf: Any) -> bool:
 # What JAX refuses ------------------------------------------------------------------------------------
 
 
-def explained(error: Exception, sharded: ShardedCall, *, deleted: bool = False) -> ScalaxError | None:
-    """The error that says why JAX refused a call; None if nothing is known to be wrong with the call.
-
-    Args:
-        error: what JAX raised.
-        sharded: the call.
-        deleted: whether arguments were deleted before it: a run that failed deletes what it was donated.
-    """
-    if deleted:
-        return _deleted(sharded.call)
+def explained(error: Exception, read: ReadCall) -> ScalaxError | None:
+    """The error that says why JAX refused a call; None if nothing is known to be wrong with the call."""
+    # A run that failed has deleted what was donated to it, and raises errors of other types.
+    if type(error) is RuntimeError and any(map(is_deleted, read.call.leaves)):
+        return _deleted(read.call)
     for kind, explain in _EXPLANATIONS:
-        found = explain(sharded) if isinstance(error, kind) else None
+        found = explain(read) if isinstance(error, kind) else None
         if found is not None:
             return found
     return None
 
 
-def _other_devices(sharded: ShardedCall) -> MeshError | None:
+def _other_devices(read: ReadCall) -> MeshError | None:
     """The error about a ``jax.set_mesh`` of other devices or another order."""
     if is_traced():
         return None
-    ambient, mesh = jax.sharding.get_mesh(), sharded.mesh
+    ambient, mesh = jax.sharding.get_mesh(), read.rules.mesh
     if ambient.empty or [*ambient.devices.flat] == [*mesh.devices.flat]:
         return None
     own, theirs = ([device.id for device in each.devices.flat] for each in (mesh, ambient))
     return MeshError(
-        f'{sharded.call.signature.name} is compiled for the devices {own}, and is called under jax.set_mesh '
+        f'{read.call.signature.name} is compiled for the devices {own}, and is called under jax.set_mesh '
         f'of the devices {theirs}: exit that mesh before the call'
     )
 
 
-def _off_mesh_error(sharded: ShardedCall) -> PlacementError | None:
+def _off_mesh_error(read: ReadCall) -> PlacementError | None:
     """The error about arrays of other devices that no rule gives a sharding."""
-    listed = sharded.listed(
-        lambda leaf, sharding: sharding is None and on_other_devices(leaf, sharded.mesh),
+    listed = _listed(
+        read,
+        lambda leaf, sharding: sharding is None and on_other_devices(leaf, read.rules.mesh),
         lambda leaf, _: f'{_short(leaf.sharding)}{_of_devices(leaf.sharding)}',
     )
-    return _of_leaves_off_mesh(sharded.call, listed) if listed else None
+    return _of_leaves_off_mesh(read.call, listed) if listed else None
 
 
 def _of_leaves_off_mesh(call: Call, listed: str) -> PlacementError:
@@ -204,28 +177,33 @@ def _of_leaves_off_mesh(call: Call, listed: str) -> PlacementError:
     )
 
 
-def mismatched(sharded: ShardedCall) -> PlacementError | None:
+def mismatched(read: ReadCall) -> PlacementError | None:
     """The error about arrays that are committed to another sharding than asked."""
-    wrong = is_mismatched if sharded.any_rule else committed_elsewhere
-    if sharded.moves or not sharded.any(wrong):
+    if read.moves.mismatched:
         return None
-    listed, name = sharded.listed(wrong, _beside(lambda leaf: leaf.sharding)), sharded.call.signature.name
-    if not sharded.any_rule:
-        return _of_leaves_off_mesh(sharded.call, listed)
+    listed = _listed(read, read.rules.is_wrong, _beside(lambda leaf: leaf.sharding))
+    if not listed:
+        return None
+    name, is_returned = (
+        read.call.signature.name,
+        read.called_before and read.rules.options.out_shardings is None,
+    )
+    if not read.rules.any_rule:
+        return _of_leaves_off_mesh(read.call, listed)
     return PlacementError(
         f'{name} got arrays that are committed to another sharding than in_shardings '
         f'says:\n{listed}\n'
         "What to do: move them first (helper.shard), pass on_mismatch='reshard' to sjit to have "
         'them moved at every such call, or use None in in_shardings to leave arguments where they are.'
-        + _of_batches(sharded)
-        + (_OF_OUTPUTS.format(name=name) if sharded.may_be_returned else '')
+        + _of_batches(read)
+        + (_OF_OUTPUTS.format(name=name) if is_returned else '')
     )
 
 
-def _of_batches(sharded: ShardedCall) -> str:
+def _of_batches(read: ReadCall) -> str:
     """What to do about batches whose rows are on all axes of the mesh, where `prefetch` puts them."""
-    whole = tuple(sharded.mesh.axis_names)
-    for leaf, sharding in zip(sharded.call.leaves, sharded.shardings, strict=True):
+    whole = tuple(read.rules.mesh.axis_names)
+    for leaf, sharding in zip(read.call.leaves, read.shardings, strict=True):
         if sharding is None or not is_mismatched(leaf, sharding):
             continue
         if not isinstance(leaf.sharding, NamedSharding):
@@ -248,15 +226,15 @@ _OF_OUTPUTS = (
 )
 
 
-def _refused(sharded: ShardedCall) -> PlacementError | None:
+def _refused(read: ReadCall) -> PlacementError | None:
     """The error about values that JAX refuses under ``jax.grad`` or ``jax.vmap``."""
-    if sharded.moves:
+    if read.moves.mismatched:
         return None
-    listed = sharded.listed(is_refused, _beside(inner_sharding))
+    listed = _listed(read, is_refused, _beside(inner_sharding))
     if not listed:
         return None
     return PlacementError(
-        f'{sharded.call.signature.name} got, inside a transformation such as jax.grad or jax.vmap, values of '
+        f'{read.call.signature.name} got, inside a transformation such as jax.grad or jax.vmap, values of '
         f'arrays that are committed to another sharding than in_shardings says:\n{listed}\n'
         'What to do: move the arrays before the transformation (helper.shard), compile the '
         "transformation too (sjit around it), or pass on_mismatch='reshard' to sjit to have them "
@@ -264,13 +242,13 @@ def _refused(sharded: ShardedCall) -> PlacementError | None:
     )
 
 
-def _of_the_host(sharded: ShardedCall) -> PlacementError | None:
+def _of_the_host(read: ReadCall) -> PlacementError | None:
     """The error about NumPy arrays that are to be sharded over several processes, which JAX does not do."""
-    listed = sharded.listed(_is_part, lambda _, sharding: f'asked: {_short(sharding)}', verb=', ')
+    listed = _listed(read, _is_part, lambda _, sharding: f'asked: {_short(sharding)}', verb=', ')
     if not listed:
         return None
     return PlacementError(
-        f'{sharded.call.signature.name} got NumPy arrays that in_shardings shards over several processes:\n'
+        f'{read.call.signature.name} got NumPy arrays that in_shardings shards over several processes:\n'
         f'{listed}\n'
         'What to do: make global arrays of what each process has loaded, with '
         'helper.local_data_to_global_array(batch) or helper.prefetch(batches); or, if they are equal on all '
@@ -292,13 +270,13 @@ def _beside(sharding_of: Callable[[Any], Any]) -> Callable[[Any, Any], str]:
 
 # What JAX raises (a ValueError for arguments that it does not take) and what may explain it. The first error
 # that an explanation returns is raised.
-_EXPLANATIONS: tuple[tuple[type[Exception], Callable[[ShardedCall], ScalaxError | None]], ...] = (
+_EXPLANATIONS: tuple[tuple[type[Exception], Callable[[ReadCall], ScalaxError | None]], ...] = (
     (ValueError, _other_devices),
     (ValueError, _off_mesh_error),
     (Exception, mismatched),
     (ValueError, _refused),
     (ValueError, _of_the_host),
-    (Exception, lambda sharded: donated_twice(sharded.call)),
+    (Exception, lambda read: donated_twice(read.call)),
 )
 
 

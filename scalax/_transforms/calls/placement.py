@@ -22,7 +22,8 @@ from scalax._transforms.calls.call import (
 )
 from scalax.rules._resolve import named_sharding
 
-Move = Callable[[list[Any], list[NamedSharding]], list[Any]]
+Move = Callable[[Any, Mapping[int, NamedSharding]], Any]
+"""Gives leaves of a tree, by number, other shardings: `moved`, or `as_moved`, which gives types only."""
 
 
 class Moves(NamedTuple):
@@ -64,12 +65,7 @@ class Moves(NamedTuple):
         if is_mismatched(leaf, sharding):
             return self.mismatched
         fits = leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-        return self.unplaced and not (fits and _is_of(leaf, sharding.mesh))
-
-
-def _is_of(leaf: jax.Array, mesh: Any) -> bool:
-    """Whether the type of an array is one of this mesh; on Auto axes any type is."""
-    return AxisType.Explicit not in mesh.axis_types or is_typed_by(leaf, mesh)
+        return self.unplaced and not (fits and is_typed_by(leaf, sharding.mesh))
 
 
 def targets(leaves: Sequence[Any], shardings: Shardings, moves: Moves) -> dict[int, NamedSharding]:
@@ -78,53 +74,33 @@ def targets(leaves: Sequence[Any], shardings: Shardings, moves: Moves) -> dict[i
 
 
 def place(call: Call, shardings: Shardings, moves: Moves, move: Move) -> Sequence[Any]:
-    """Moves arguments to their shardings; returns the flat arguments of *call* themselves if nothing moves.
+    """The flat arguments where the rules want them; those of *call* themselves if nothing moves.
 
     Args:
         call: the call.
         shardings: the shardings of its leaves.
         moves: which are moved.
-        move: moves leaves to shardings: `moved`, or `as_moved`, which gives their types only.
+        move: how.
     """
     placed: dict[int, Any] = {}
     leaves = call.by_slot(call.leaves)
     for slot, wanted in call.by_slot(shardings).items():
-        found = targets(leaves[slot], wanted, moves)
-        if not found:
-            continue
-        try:
-            placed[slot] = with_moved(call.flat_args[slot], found, move)
-        except Exception:
-            if move is not as_moved:
-                raise
-            # A node that refuses to hold types is traced with arrays: its own, unless types hold shardings.
-            if moves.unplaced:
-                return place(call, shardings, moves, moved)
-    if not placed:
-        return call.flat_args
-    return [placed.get(slot, tree) for slot, tree in enumerate(call.flat_args)]
+        if found := targets(leaves[slot], wanted, moves):
+            placed[slot] = move(call.flat_args[slot], found)
+    return [placed.get(slot, tree) for slot, tree in enumerate(call.flat_args)] if placed else call.flat_args
 
 
-def with_moved(tree: Any, found: Mapping[int, NamedSharding], move: Move) -> Any:
-    """A tree with some leaves moved: *found* holds their shardings by the numbers of the leaves."""
+def moved(tree: Any, found: Mapping[int, NamedSharding]) -> Any:
+    """A tree with leaves moved to the shardings found: values of an outer trace are resharded in it."""
     leaves, treedef = jax.tree.flatten(tree)
-    # One move for all leaves: one for each costs a dispatch a leaf.
-    for i, leaf in zip(found, move([leaves[i] for i in found], [*found.values()]), strict=True):
-        leaves[i] = leaf
-    return jax.tree.unflatten(treedef, leaves)
-
-
-def moved(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
-    """The leaves with these shardings: arrays are moved, values of an outer trace resharded in it."""
     types = jax.core.Tracer | jax.ShapeDtypeStruct
-    here = [isinstance(sharding.mesh, Mesh) for sharding in shardings]
-    arrays = [i for i, leaf in enumerate(leaves) if here[i] and not isinstance(leaf, types)]
-    put = resharding.device_put([leaves[i] for i in arrays], [shardings[i] for i in arrays])
+    arrays = [i for i, to in found.items() if isinstance(to.mesh, Mesh) and not isinstance(leaves[i], types)]
+    # One move for all leaves: one for each costs a dispatch a leaf.
+    put = resharding.device_put([leaves[i] for i in arrays], [found[i] for i in arrays])
     arrived = dict(zip(arrays, put, strict=True))
-    return [
-        arrived[i] if i in arrived else _resharded(leaf, sharding)
-        for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
-    ]
+    for i, to in found.items():
+        leaves[i] = arrived[i] if i in arrived else _resharded(leaves[i], to)
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def _resharded(leaf: Any, sharding: NamedSharding) -> Any:
@@ -136,9 +112,15 @@ def _resharded(leaf: Any, sharding: NamedSharding) -> Any:
     return resharding.identity(sharding)(leaf)
 
 
-def as_moved(leaves: list[Any], shardings: list[NamedSharding]) -> list[Any]:
-    """The types of the leaves with these shardings: enough to trace with."""
-    return [_as_moved(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+def as_moved(tree: Any, found: Mapping[int, NamedSharding]) -> Any:
+    """A tree with the types of leaves as they are once moved: enough to trace with."""
+    leaves, treedef = jax.tree.flatten(tree)
+    for i, to in found.items():
+        leaves[i] = _as_moved(leaves[i], to)
+    try:
+        return jax.tree.unflatten(treedef, leaves)
+    except Exception:  # noqa: BLE001 - a node that takes nothing but arrays is traced with them
+        return moved(tree, found)
 
 
 def _as_moved(leaf: Any, sharding: NamedSharding) -> Any:
@@ -148,16 +130,11 @@ def _as_moved(leaf: Any, sharding: NamedSharding) -> Any:
     struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
     if traced_dtype(struct) == aval.dtype:
         return struct
-    return moved([leaf], [sharding])[0]  # an array of an x64 that is off now: no struct stands for it
+    return moved(leaf, {0: sharding})  # an array of an x64 that is off now: no struct stands for it
 
 
 def _as_auto(leaf: Any) -> NamedSharding:
     """The sharding that an array has, on the same mesh with Auto axes."""
     mesh = leaf.sharding.mesh
-    types = (AxisType.Auto,) * len(mesh.axis_names)
-    same: Any = (
-        mesh.update(axis_types=types)
-        if isinstance(mesh, AbstractMesh)
-        else Mesh(mesh.devices, mesh.axis_names, axis_types=types)
-    )
+    same = mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     return named_sharding(same, leaf.sharding.spec, leaf.sharding.memory_kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -13,7 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from scalax._jax.tracing import is_opaque, type_of
 from scalax._trace.contexts import MeshOwner
-from scalax._transforms.calls.call import Call, Shardings, struct_of
+from scalax._transforms.calls.call import Call, Shardings, committed_elsewhere, is_mismatched, struct_of
+from scalax._transforms.calls.placement import Move, Moves, place
 from scalax._transforms.calls.signature import CallSignature
 from scalax._tree.specs import MeshAxes, text
 from scalax.errors import Problem, ShardingError, StructureError
@@ -51,7 +52,8 @@ class FunctionRules:
         options: the rules.
         follow_batch: whether it finds out which arguments are a batch.
         any_explicit: whether some mesh axis is Explicit, so that types hold shardings.
-        any_rule: whether an argument has a rule.
+        any_rule: whether an argument has a rule; else JAX only has to know where to run.
+        is_wrong: whether a leaf is committed to another sharding than it is asked to have.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class FunctionRules:
         self.any_explicit = AxisType.Explicit in self.mesh.axis_types
         rules = jax.tree.leaves(options.in_shardings, is_leaf=is_rule)
         self.any_rule = rules.count(None) < len(rules)
+        self.is_wrong = is_mismatched if self.any_rule else committed_elsewhere
 
     def arguments(self, call: Call) -> Shardings:
         """The shardings of the arguments of a call.
@@ -92,16 +95,7 @@ class FunctionRules:
         rules = getattr(self.options, option)
         if rules is None:
             return [None] * len(call.leaves)
-        resolutions = resolve_arguments(
-            rules,
-            call,
-            self.mesh,
-            option=option,
-            where=f'the arguments of {self.signature.name!r} ({option})',
-            on_indivisible=self._on_indivisible,
-            mode=mode,
-            as_leaf=struct_of,
-        )
+        resolutions = resolve_arguments(rules, call, self.mesh, option, self._on_indivisible, mode, struct_of)
         return [sharding for resolution in resolutions for sharding in resolution.shardings]
 
     def outputs(self, tree: Any, call: Call, arguments: Shardings) -> list[NamedSharding | None]:
@@ -158,6 +152,30 @@ class FunctionRules:
         return named_sharding(self.mesh, spec)
 
 
+class ReadCall(NamedTuple):
+    """A call with the shardings that the rules give its arguments.
+
+    Attributes:
+        rules: the rules.
+        call: the call.
+        shardings: the shardings of its leaves.
+        moves: which arguments are moved.
+        typed: the call as JAX will see it, with structs for arguments that move; the same call if none does.
+        called_before: whether arguments may be outputs of an earlier call.
+    """
+
+    rules: FunctionRules
+    call: Call
+    shardings: Shardings
+    moves: Moves
+    typed: Call
+    called_before: bool
+
+    def placed(self, move: Move) -> Sequence[Any]:
+        """The flat arguments where the program takes them."""
+        return place(self.call, self.shardings, self.moves, move)
+
+
 def donated_shardings(
     outputs: Sequence[jax.ShapeDtypeStruct],
     out_tree: Any,
@@ -194,13 +212,12 @@ def resolve_arguments(
     rules: RuleLike,
     call: Call,
     mesh: Mesh | AbstractMesh,
-    *,
     option: str,
-    where: str,
     on_indivisible: OnIndivisible,
-    rest: str = 'None leaves an argument to the compiler',
     mode: ResolveMode = ResolveMode.BOUNDARY,
     as_leaf: Callable[[Any], Any] | None = None,
+    *,
+    rest: str = 'None leaves an argument to the compiler',
 ) -> list[Resolution]:
     """Resolves the rules of every dynamic slot of a call; one error names what is wrong with all of them.
 
@@ -209,11 +226,10 @@ def resolve_arguments(
         call: the call.
         mesh: as for `scalax.rules._resolve.resolve`.
         option: the name of the option that the rules are for.
-        where: as for `resolve`.
         on_indivisible: as for `resolve`.
-        rest: what to give for arguments without a sharding, for messages.
         mode: as for `resolve`.
         as_leaf: as for `resolve`.
+        rest: what to give for arguments without a sharding, for messages.
 
     Raises:
         ShardingError: some leaves cannot be sharded as asked.
@@ -222,6 +238,7 @@ def resolve_arguments(
     resolutions: list[Resolution] = []
     problems: list[Problem] = []
     misfits: list[str] = []
+    where = f'the arguments of {call.signature.name!r}{"" if rules is None else f" ({option})"}'
     by_slot = call.signature.rules_by_slot(rules, call.layout, call.flat_args, option, rest)
     for slot, rule in by_slot.items():
         try:

@@ -14,7 +14,7 @@ import keyword
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -81,26 +81,29 @@ class CallLayout:
 
     slots: tuple[Slot, ...]
     positional: int
-    dynamic: tuple[int, ...] = dataclasses.field(init=False)
-    static: tuple[int, ...] = dataclasses.field(init=False)
-    donated: tuple[int, ...] = dataclasses.field(init=False)
-    flat_signature: inspect.Signature = dataclasses.field(init=False, compare=False)
+    dynamic: tuple[int, ...]
+    static: tuple[int, ...]
+    donated: tuple[int, ...]
+    flat_signature: inspect.Signature = dataclasses.field(compare=False)
 
-    def __post_init__(self) -> None:
-        numbered, names = list(enumerate(self.slots)), dict[str, None]()
-        for slot in self.slots:
+    @classmethod
+    def of(cls, slots: Sequence[Slot], positional: int) -> Self:
+        """The layout of these slots."""
+        numbered, names = list(enumerate(slots)), dict[str, None]()
+        for slot in slots:
             name = re.sub(r'\W+', '_', slot.name).strip('_') or 'kwargs'
             while name in names or not name.isidentifier() or keyword.iskeyword(name):
                 name += '_'
             names[name] = None
         kind = inspect.Parameter.POSITIONAL_ONLY
-        for field, value in (
-            ('dynamic', tuple([i for i, slot in numbered if not slot.static])),
-            ('static', tuple([i for i, slot in numbered if slot.static])),
-            ('donated', tuple([i for i, slot in numbered if slot.donated])),
-            ('flat_signature', inspect.Signature([inspect.Parameter(name, kind) for name in names])),
-        ):
-            object.__setattr__(self, field, value)  # once: the thousandth call reads them, too
+        return cls(
+            tuple(slots),
+            positional,
+            dynamic=tuple([i for i, slot in numbered if not slot.static]),
+            static=tuple([i for i, slot in numbered if slot.static]),
+            donated=tuple([i for i, slot in numbered if slot.donated]),
+            flat_signature=inspect.Signature([inspect.Parameter(name, kind) for name in names]),
+        )
 
 
 class CallSignature:
@@ -285,7 +288,7 @@ class CallSignature:
         ):
             if names:
                 raise ArgumentError(f'{self.name}: {", ".join(names)} cannot be both static and {what}')
-        return CallLayout(tuple(slots), total)
+        return CallLayout.of(slots, total)
 
     def flatten(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
         """The flat arguments of a call; raises TypeError as Python does for a call that does not fit."""
@@ -333,24 +336,24 @@ class CallSignature:
         return [*slots, rest]
 
     def as_called(
-        self, flat_args: Sequence[Any], count: int, names: Sequence[str]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Flat arguments in the form of a call: *count* by position, and these names."""
+        self, layout: CallLayout, flat_args: Sequence[Any], count: int, names: Sequence[str]
+    ) -> tuple[Sequence[Any], dict[str, Any], dict[str, Any]]:
+        """A call in the form of its user, with *count* arguments by position and others by these names.
+
+        Returns:
+            The arguments, the keywords, and the options of ``jax.jit`` that say which are static and donated.
+        """
         args, keywords = self.restore(flat_args)
         values = {**dict(zip(self.positional, args, strict=False)), **keywords}
-        return tuple(flat_args[:count]), {name: values[name] for name in names}
-
-    def selected_as_called(self, layout: CallLayout, count: int, names: Sequence[str]) -> dict[str, Any]:
-        """The static and donated arguments of a call in that form, as options of ``jax.jit``."""
         options: dict[str, Any] = {}
-        for option, slots, keywords in (
+        for option, slots, chosen in (
             ('static', layout.static, self.static_keywords),
             ('donate', layout.donated, self.donated_keywords),
         ):
-            known = {*keywords, *[layout.slots[slot].name for slot in slots]}
+            known = {*chosen, *[layout.slots[slot].name for slot in slots]}
             options[f'{option}_argnums'] = [slot for slot in slots if slot < count]
             options[f'{option}_argnames'] = [name for name in names if name in known]
-        return options
+        return flat_args[:count], {name: values[name] for name in names}, options
 
     def rules_by_slot(
         self, rules: RuleLike, layout: CallLayout, flat_args: Sequence[Any], what: str, rest: str

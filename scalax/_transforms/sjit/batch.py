@@ -23,29 +23,25 @@ from scalax.errors import ArgumentError
 from scalax.rules._prefix import is_rule
 
 
-def batch_to_follow(
-    rules: FunctionRules, call: Call, arguments: Shardings, constraints: Shardings | None
-) -> Arguments | None:
+def batch_to_follow(rules: FunctionRules, call: Call, shardings: Shardings) -> Arguments | None:
     """What is followed through a function that follows a batch; None if there is none.
 
     Args:
         rules: those of the function.
         call: the call.
-        arguments: the shardings of the arguments.
-        constraints: those to which they are constrained inside.
+        shardings: those of the arguments inside the function.
 
     Raises:
         ArgumentError: an argument that is said to be a batch has no sharding, or no such argument is there.
     """
     if rules.any_explicit:  # types say where values are
         return None
-    if rules.signature.says_batch:
-        rules.signature.reject_no_batch(call.flat_args)
-        rows = _said(rules, call)
-        _reject_unsharded(rules, call, rows, _inside(arguments, constraints))
-    else:
-        rows = _found(rules, call)
-    return _arguments(call, _inside(arguments, constraints), rows)
+    if not rules.signature.says_batch:
+        return _arguments(call, shardings, _found(rules, call))
+    rules.signature.reject_no_batch(call.flat_args)
+    rows = _said(rules, call)
+    _reject_unsharded(rules, call, rows, shardings)
+    return _arguments(call, shardings, rows)
 
 
 def why_not_followed(rules: FunctionRules, call: Call) -> str:
@@ -65,13 +61,6 @@ def why_not_followed(rules: FunctionRules, call: Call) -> str:
     if len(sharding) > 1 and all(map(_specs_alone, given)):
         return 'specs place all arguments, and batch_argnums does not say which of them is the batch'
     return ''
-
-
-def _inside(arguments: Shardings, constraints: Shardings | None) -> Shardings:
-    """The shardings of the arguments inside the function; a leaf without a constraint stays."""
-    if constraints is None:
-        return arguments
-    return [then if now is None else now for now, then in zip(constraints, arguments, strict=True)]
 
 
 def _arguments(call: Call, shardings: Shardings, rows: Sequence[bool]) -> Arguments | None:

@@ -8,23 +8,22 @@ A call takes these stages. The next call of the same kind takes the first alone.
 4. `Dispatcher._completed` finds the program of the key; if the key is new, 5 and 6 come first.
 5. `Dispatcher._trace` traces the user's function, which gives the jaxpr and the shardings of the outputs.
 6. `Dispatcher._program` gives the program of these shardings; if they are new, it makes the ``jax.jit``.
-7. `place` moves arguments to the shardings of the rules.
+7. `ReadCall.placed` moves arguments to the shardings of the rules.
 8. `Dispatcher._run` calls the program, and explains what it refuses.
 
 Where the program that was tried raises, `Dispatcher.explain_or_retry` either raises an error that says why,
-or lets the caller dispatch. `inline` has the calls that have no program.
+or lets the caller dispatch. Calls that have no program run inline.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import AxisType
@@ -41,7 +40,6 @@ from scalax._transforms.calls.call import (
     CallKey,
     Shardings,
     call_key,
-    committed_elsewhere,
     has_type,
     is_deleted,
     is_foreign,
@@ -49,12 +47,18 @@ from scalax._transforms.calls.call import (
     left_alone,
 )
 from scalax._transforms.calls.placement import Moves
-from scalax._transforms.calls.shardings import FunctionRules, Options
+from scalax._transforms.calls.shardings import FunctionRules, Options, ReadCall
 from scalax._transforms.calls.signature import CallLayout, CallSignature
-from scalax._transforms.sjit.batch import batch_to_follow, why_not_followed
-from scalax._transforms.sjit.inline import in_eager_axis_modes, run_inline, runs_inline
-from scalax._transforms.sjit.program import Program, ProgramTable, Served, WrongProgram, compress, expand
-from scalax._transforms.sjit.trace import Trace, TracedFunction
+from scalax._transforms.sjit.batch import why_not_followed
+from scalax._transforms.sjit.program import (
+    Entry,
+    Program,
+    ProgramTable,
+    WrongProgram,
+    compress,
+    expand,
+)
+from scalax._transforms.sjit.trace import TracedFunction, in_eager_axis_modes, record, runs_inline
 from scalax._transforms.tracebacks import HidingOurs
 from scalax._util import lru_cache
 from scalax._util.progress import progress
@@ -66,51 +70,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger('scalax.sjit')
 
 
-@dataclasses.dataclass(eq=False)
-class Entry:
-    """What is known of the calls of one key.
-
-    The thread that traces the key holds the lock. It is re-entrant, so that a function that calls itself gets
-    an error. Two threads wait for each other for ever only if two functions call each other with the same
-    keys, which no single thread could trace either.
-
-    Attributes:
-        resolved: whether the shardings of the arguments are known.
-        trace: what its traces apply.
-        program: the program that serves it; None until the function was traced.
-        outputs_checked: whether a call has looked at where the outputs are.
-        tracing: whether it is traced now.
-        lock: held meanwhile.
-    """
-
-    resolved: bool = False
-    trace: Trace = dataclasses.field(default_factory=Trace)
-    program: Program | None = None
-    outputs_checked: bool = False
-    tracing: bool = False
-    lock: Any = dataclasses.field(default_factory=threading.RLock)
-
-
-class Read(NamedTuple):
-    """A call with its key.
-
-    Attributes:
-        call: the call.
-        typed: the call as JAX will see it, with structs for arguments that move; the same call if none does.
-        moves: which arguments are moved.
-        shardings: the shardings that the rules give the arguments.
-        key: the key of `typed`.
-        entry: what is known of the key.
-    """
-
-    call: Call
-    typed: Call
-    moves: Moves
-    shardings: Shardings
-    key: CallKey
-    entry: Entry
-
-
 class _ThisThread(threading.local):
     """What a thread does with the programs of a function.
 
@@ -118,10 +77,10 @@ class _ThisThread(threading.local):
     as placed. Then only JAX can place a leaf without a sharding in its type, such as data of other processes.
 
     Attributes:
-        trace: what the thread is about to trace; None again once the user's function runs.
+        entry: of the call that it is about to trace; None again once the user's function runs.
     """
 
-    trace: Trace | None = None
+    entry: Entry | None = None
     _depth = 0
 
     def __enter__(self) -> None:
@@ -179,11 +138,12 @@ class Dispatcher:
     def clear(self) -> None:
         """Forgets every program."""
         this = self._weak
-        self._entries = functools.lru_cache(maxsize=lru_cache.SIZE)(lambda key: Entry())
+        self._entries = functools.lru_cache(maxsize=lru_cache.SIZE)(Entry)
         self.programs: dict[Any, Program] = {}
         self._inlined: dict[CallLayout, Any] = {}
         self._table = ProgramTable(lambda flat_args: this._known(flat_args), lambda: this._wrong_program())
         self.fast_call = None
+        self._compares_paths = False  # of arguments whose structure does not determine them, at every call
 
     # What the generated caller runs -----------------------------------------------------------------
 
@@ -192,7 +152,7 @@ class Dispatcher:
         try:
             if not jax.sharding.get_abstract_mesh().empty:
                 if runs_inline(self.mesh):
-                    return run_inline(self._function, Call(self.signature, flat_args), self.options)
+                    return self._function.run_inline(Call(self.signature, flat_args))
                 if in_eager_axis_modes(self.mesh):
                     return self._inline_compiled(flat_args)
             if not self._has_devices:
@@ -200,22 +160,20 @@ class Dispatcher:
             call = Call(self.signature, flat_args)
             if any(map(is_deleted, call.leaves)):
                 errors.reject_deleted(call)
-            read = self._read(call)
-            entry = read.entry
+            read, entry = self._read(call)
             if jax.config.jax_disable_jit:  # the user's lines run with values, and nothing is traced
-                return self._function.run(
-                    call, self._untraced(call, Trace(read.shardings, read.key.any_explicit))
-                )
+                return self._function.run(call, Entry(entry.key, read.shardings))
             # What is new is compiled, which takes long.
             doing = f'compiling {self.signature.name}'
             with contextlib.nullcontext() if entry.outputs_checked else progress(doing, _log):
-                program = self._completed(read)
-                placed_args = self._placed(read, placement.moved)
+                program = self._completed(read, entry)
+                placed_args = flat_args if read.typed is call else read.placed(placement.moved)
                 if read.typed is not call and (read.moves.unplaced or read.moves.foreign):
                     self._place_host_data(read, program)
                 self._table.add(flat_args, program)
-                self.fast_call = self._table if len(self.programs) > 1 else program.call
-                return self._run(read, program, placed_args)
+                fast_call = self._table if len(self.programs) > 1 else program.call
+                self.fast_call = None if self._compares_paths else fast_call
+                return self._run(read, entry, placed_args)
         except Exception as error:
             _users_code.hide(error)
             raise
@@ -238,29 +196,31 @@ class Dispatcher:
             return True
         if not self._has_devices:
             self._require_devices()
-        read = self._read(Call(self.signature, flat_args))
+        read, entry = self._read(Call(self.signature, flat_args))
         program = fast_call.find(flat_args) if isinstance(fast_call, ProgramTable) else None
-        used, right = program.call if program else fast_call, read.entry.program
+        used, right = program.call if program else fast_call, entry.program
         if right is None or right.call is not used:
             # A runtime error comes from a run, which is not repeated; others were raised before tracing.
             return not isinstance(error, jax.errors.JaxRuntimeError)
-        sharded = self._sharded(read)
-        if sharded.moves and (
-            sharded.any(is_mismatched) or (isinstance(error, ValueError) and sharded.any(errors.is_refused))
+        columns = read.call.leaves, read.shardings
+        if read.moves.mismatched and (
+            any(map(is_mismatched, *columns))
+            or (isinstance(error, ValueError) and any(map(errors.is_refused, *columns)))
         ):
             return True
-        # A run that failed has deleted its donated arguments. If they were deleted before it, the same call
-        # fails with the same error again.
-        deleted = any(map(is_deleted, read.call.leaves)) and _fails_alike(error, fast_call, flat_args)
-        explained = errors.explained(error, sharded, deleted=deleted)
+        self._explain(error, read)
+        return False
+
+    def _explain(self, error: Exception, read: ReadCall) -> None:
+        """Raises the error that says why a program refused a call, if the reason is known."""
+        explained = None if _users_code.hide(error) else errors.explained(error, read)
         if explained is not None:
             raise explained from None
-        return False
 
     # Questions about a call that is not run -----------------------------------------------------------
 
-    def prepare(self, flat_args: Sequence[Any]) -> tuple[Program, Trace, Sequence[Any]]:
-        """The program of a call that is not run, what its trace applies, and the arguments as it takes them.
+    def prepare(self, flat_args: Sequence[Any]) -> tuple[Program, Entry, Sequence[Any]]:
+        """The program of a call that is not run, what is known of it, and the arguments as it takes them.
 
         Types stand in place of the arguments that would move.
 
@@ -269,22 +229,21 @@ class Dispatcher:
             PlacementError: an argument is committed to another sharding.
         """
         with _users_code:
-            read = self._read(Call(self.signature, flat_args))
-            program = self._completed(read)
-            return program, read.entry.trace, self._placed(read, placement.as_moved)
+            read, entry = self._read(Call(self.signature, flat_args))
+            return self._completed(read, entry), entry, read.placed(placement.as_moved)
 
     def followed(self, flat_args: Sequence[Any]) -> FollowedBatch:
         """What is followed in a call that is not run; raises as `prepare` does."""
         from scalax._follow.followed_batch import followed_batch  # here, because few programs ask
 
-        _, trace, _ = self.prepare(flat_args)
+        _, entry, _ = self.prepare(flat_args)
         why = why_not_followed(self.rules, Call(self.signature, flat_args))
-        return followed_batch(self.signature.name, trace.batch, trace.followed, why)
+        return followed_batch(self.signature.name, entry.batch, entry.followed, why)
 
     # Reading a call, and completing what is known of its key ------------------------------------------
 
-    def _read(self, call: Call) -> Read:
-        """Reads a call.
+    def _read(self, call: Call) -> tuple[ReadCall, Entry]:
+        """Reads a call; returns it with what is known of its key.
 
         Raises:
             ArgumentError: leaves that are not arrays, a static value that cannot be hashed, or options that
@@ -295,8 +254,8 @@ class Dispatcher:
             self.signature.reject_misnamed(call.flat_args)
         key = call_key(call)
         entry = self._entry(key, call)
-        shardings = entry.trace.arguments
-        foreign = self._refuses_foreign and entry.trace.any_explicit
+        shardings = entry.arguments
+        foreign = self._refuses_foreign and key.any_explicit
         if foreign:
             # JAX reshards to another mesh where all axes are Explicit.
             movable = AxisType.Auto not in self.mesh.axis_types
@@ -305,97 +264,71 @@ class Dispatcher:
         # placed arrays only. Elsewhere jax.jit places host data.
         ambient = jax.sharding.get_abstract_mesh()
         retyped = not ambient.empty and constraints.has_other_types(ambient, self.mesh)
-        unplaced = self.rules.any_explicit or retyped
-        mismatched = self.options.on_mismatch == 'reshard'
-        moves = Moves(unplaced, mismatched, foreign and not self.rules.any_explicit)
+        moves = Moves(
+            unplaced=self.rules.any_explicit or retyped,
+            mismatched=self.options.on_mismatch == 'reshard',
+            foreign=foreign and not self.rules.any_explicit,
+        )
+        typed = call
         if any(moves):
             typed_args = placement.place(call, shardings, moves, placement.as_moved)
             if typed_args is not call.flat_args:
                 # Types may hold shardings: the key is that of the arguments as they will be.
                 typed = Call(self.signature, typed_args)
-                key = call_key(typed)
-                entry = self._entry(key, typed, shardings)
-                return Read(call, typed, moves, shardings, key, entry)
-        return Read(call, call, moves, shardings, key, entry)
+                entry = self._entry(call_key(typed), typed, shardings)
+        return ReadCall(self.rules, call, shardings, moves, typed, called_before=bool(self.programs)), entry
 
     def _entry(self, key: CallKey, call: Call, shardings: Shardings | None = None) -> Entry:
         """What is known of a key, at least the *shardings* of the arguments, or those of the rules."""
         with self._lock:  # of threads that meet, one makes it
             entry: Entry = self._entries(key)
-        if not entry.resolved:
+        if entry.arguments is None:
             arguments = self.rules.arguments(call) if shardings is None else shardings
             with self._lock:  # of answers of rules that differ, one counts
-                if not entry.resolved:
-                    entry.trace.arguments, entry.trace.any_explicit = arguments, key.any_explicit
-                    entry.resolved = True
+                if entry.arguments is None:
+                    entry.arguments = arguments
         return entry
-
-    def _untraced(self, call: Call, trace: Trace) -> Trace:
-        """A trace as it is before the user's function runs."""
-        trace.constraints = self.rules.constraints(call)
-        trace.batch = None
-        if self.rules.follow_batch or self.signature.says_batch:
-            trace.batch = batch_to_follow(self.rules, call, trace.arguments, trace.constraints)
-        trace.outputs = trace.followed = trace.jaxpr = None
-        trace.on_devices = False
-        return trace
-
-    def _sharded(self, read: Read) -> errors.ShardedCall:
-        """The call as errors tell of it."""
-        return errors.ShardedCall(
-            read.call,
-            read.shardings,
-            self.mesh,
-            self.rules.any_rule,
-            read.moves.mismatched,
-            may_be_returned=self.options.out_shardings is None and bool(self.programs),
-        )
 
     def _known(self, flat_args: Sequence[Any]) -> Program | None:
         """The program of a call, if it is known."""
-        return self._read(Call(self.signature, flat_args)).entry.program
+        return self._read(Call(self.signature, flat_args))[1].program
 
-    def _completed(self, read: Read) -> Program:
+    def _completed(self, read: ReadCall, entry: Entry) -> Program:
         """The program of a call, after the check that its arguments are where they belong."""
-        wrong = is_mismatched if self.rules.any_rule else committed_elsewhere
-        if not read.moves.mismatched and any(map(wrong, read.call.leaves, read.shardings)):
-            error = errors.mismatched(self._sharded(read))
-            if error is not None:
-                raise error
+        any_wrong = any(map(self.rules.is_wrong, read.call.leaves, read.shardings))
+        error = errors.mismatched(read) if any_wrong else None
+        if error is not None:
+            raise error
         # Traced with the types of the moved arguments: nothing moves before all rules are known to fit.
         with self.args_placed:
-            return self._trace_and_build(read.typed, read.key, read.entry)
+            return self._trace_and_build(read.typed, entry)
 
-    def _trace_and_build(self, call: Call, key: CallKey, entry: Entry) -> Program:
+    def _trace_and_build(self, call: Call, entry: Entry) -> Program:
         """The program of a key; makes it if it is new, or waits for the thread that does."""
         with entry.lock:
             if entry.program is not None:
                 return entry.program
-            trace = entry.trace
             if entry.tracing:
                 raise RecursionError(
                     f'{self.signature.name} calls itself with arguments of the same shapes and dtypes'
                 )
             entry.tracing = True
             try:
-                flat_function, served = self._trace(call, key, trace)
+                flat_function = self._trace(call, entry)
             finally:
                 entry.tracing = False
-            program = self._program(call, key, trace, flat_function, served)
+            program = self._program(call, entry, flat_function)
             if self.options.annotation_shardings:
                 self._function.warn_unused(any_static=bool(call.layout.static))
-            # Kept even if another thread has cleared meanwhile: looked up again, it might not be built yet.
-            if len(program.served) >= lru_cache.SIZE:
-                program.served.clear()
-            program.served[key] = trace
+            self._compares_paths |= entry.key.paths is not None
             entry.program = program
             return program
 
-    def _trace(self, call: Call, key: CallKey, trace: Trace) -> tuple[Callable[..., Any], Served]:
+    def _trace(self, call: Call, entry: Entry) -> Callable[..., Any]:
         """Traces the user's function, and notes what comes out; returns what a program jits."""
-        self._untraced(call, trace)
-        flat_function, served = self._flat_function(call.layout)
-        self.args_placed.trace = trace
+        entry.outputs, entry.jaxpr, entry.on_devices = None, None, False  # of a trace that failed
+        flat_function = self._flat_function(call.layout)
+        self.args_placed.entry = entry
         # The same function object as in the program: JAX finds this trace again there.
         try:
             traced = jax.jit(flat_function, static_argnums=call.layout.static).trace(*call.flat_args)
@@ -403,41 +336,39 @@ class Dispatcher:
             errors.note_flags(error, call)
             raise
         finally:
-            self.args_placed.trace = None
-        trace.record(traced, key)
-        trace.on_devices = not self._knows_devices(traced.jaxpr, trace)
+            self.args_placed.entry = None
+        record(entry, traced)
+        entry.on_devices = not self._knows_devices(traced.jaxpr, entry)
         # If its outputs are to be constrained, another function: JAX would find this trace again.
-        return self._flat_function(call.layout) if trace.on_devices else (flat_function, served)
+        return self._flat_function(call.layout) if entry.on_devices else flat_function
 
-    def _knows_devices(self, jaxpr: Any, trace: Trace) -> bool:
+    def _knows_devices(self, jaxpr: Any, entry: Entry) -> bool:
         """Whether JAX knows the devices of a program, or its function says nothing of a mesh.
 
         It learns them of arguments that an output depends on, and of outputs.
         """
-        if self.rules.any_explicit or any(trace.outputs or ()) or not is_on_mesh(jaxpr, self.mesh):
+        if self.rules.any_explicit or any(entry.outputs or ()) or not is_on_mesh(jaxpr, self.mesh):
             return True
-        sharded = [each is not None for each in trace.arguments]
+        sharded = [each is not None for each in entry.arguments]
         others = len(opened(jaxpr).invars) - len(sharded)  # values of an outer trace
         dependent = Dependence(jaxpr, [*[False] * others, *sharded], certain=True)
         return any(sharded) and any(dependent.of_results)
 
-    def _program(
-        self, call: Call, key: CallKey, trace: Trace, flat_function: Callable[..., Any], served: Served
-    ) -> Program:
+    def _program(self, call: Call, entry: Entry, flat_function: Callable[..., Any]) -> Program:
         """The program that has the shardings of a trace: one that is there, or one of *flat_function*.
 
         Programs are known by their slots, the shardings of arguments and outputs, and what else they do.
         """
-        assert trace.outputs is not None
-        arguments = tuple(map(compress, call.trees.values(), call.by_slot(trace.arguments).values()))
-        outputs, checked = compress(trace.out_tree, trace.outputs), key.paths is not None
-        shardings = call.layout, arguments, outputs, trace.on_devices, checked
+        assert entry.outputs is not None
+        arguments = tuple(map(compress, call.trees.values(), call.by_slot(entry.arguments).values()))
+        outputs = compress(entry.out_tree, entry.outputs)
+        shardings = call.layout, arguments, outputs, entry.on_devices
         program = self.programs.get(shardings)
         if program is None:
-            options, this = {**self.options.jit_kwargs}, self._weak
+            options = dict(self.options.jit_kwargs)
             if outputs is not None:
                 options['out_shardings'] = expand(outputs)
-            elif self.rules.any_explicit or (trace.on_devices and not trace.out_tree.num_leaves):
+            elif self.rules.any_explicit or (entry.on_devices and not entry.out_tree.num_leaves):
                 # JAX drops what outputs do not depend on, and with it the devices to run on.
                 options.setdefault('keep_unused', True)
             new = Program(
@@ -447,25 +378,15 @@ class Dispatcher:
                 arguments,
                 options,
                 guards=self.mesh.size > 1,
-                wrong_program=lambda: this._wrong_program(),
-                served=served,
             )
             if len(self.programs) >= lru_cache.SIZE:
                 self.programs.clear()
             program = self.programs.setdefault(shardings, new)
-        if key.paths is not None:
-            program.check_paths(key.paths)
         return program
 
     # Placing arguments, and running the program ------------------------------------------------------
 
-    def _placed(self, read: Read, move: placement.Move) -> Sequence[Any]:
-        """The arguments of a call where its program takes them."""
-        if read.typed is read.call:
-            return read.call.flat_args
-        return placement.place(read.call, read.shardings, read.moves, move)
-
-    def _place_host_data(self, read: Read, program: Program) -> None:
+    def _place_host_data(self, read: ReadCall, program: Program) -> None:
         """Makes a program place host data in the slots of a call from now on."""
         moves = read.moves._replace(mismatched=False)
         leaves, shardings = (read.call.by_slot(each) for each in (read.call.leaves, read.shardings))
@@ -476,46 +397,47 @@ class Dispatcher:
         }
         program.place_host_data(forms, moves)
 
-    def _run(self, read: Read, program: Program, placed_args: Sequence[Any]) -> Any:
+    def _run(self, read: ReadCall, entry: Entry, placed_args: Sequence[Any]) -> Any:
+        assert entry.program is not None
         with self.args_placed:
+            self.args_placed.entry = entry  # if JAX traces: another thread may have cleared what it had
             try:
-                outputs = program.call(*placed_args)
+                outputs = entry.program.call(*placed_args)
             except (ValueError, jax.errors.JaxRuntimeError) as error:
-                if _users_code.hide(error):
-                    raise
-                explained = errors.explained(error, self._sharded(read))
-                if explained is None:
-                    raise
-                raise explained from None
-        if not read.entry.outputs_checked:
-            read.entry.outputs_checked = True
+                self._explain(error, read)
+                raise
+            finally:
+                self.args_placed.entry = None
+        if not entry.outputs_checked:
+            entry.outputs_checked = True
             if self.mesh.size > 1 and any(map(left_alone, jax.tree.leaves(outputs))):
                 errors.warn_left_alone(read.call, read.shardings, outputs)
         return outputs
 
     def _inline_compiled(self, flat_args: Sequence[Any]) -> Any:
-        """`run_inline`, in a program of its own."""
+        """`TracedFunction.run_inline`, in a program of its own."""
         this, layout = self._weak, self.signature.layout_of(flat_args)
 
         def inline(*flat_args: Any) -> Any:
-            return run_inline(this._function, Call(this.signature, flat_args), this.options)
+            return this._function.run_inline(Call(this.signature, flat_args))
 
         inline.__name__ = inline.__qualname__ = self.signature.name
         return self._inlined.setdefault(layout, jax.jit(inline, static_argnums=layout.static))(*flat_args)
 
     # What JAX traces of a program --------------------------------------------------------------------
 
-    def _flat_function(self, layout: CallLayout) -> tuple[Callable[..., Any], Served]:
-        """A new function of slots for a program of such calls, and the calls that the program serves."""
-        this, served = self._weak, Served()
+    def _flat_function(self, layout: CallLayout) -> Callable[..., Any]:
+        """A new function of slots for a program of such calls."""
+        this, token = self._weak, object()
 
         def flat_function(*flat_args: Any) -> Any:
-            return this._in_trace(served, layout, flat_args)
+            return this._in_trace(token, layout, flat_args)
 
-        return self._function.as_users(flat_function, layout), served
+        flat_function.__dict__['token'] = token
+        return self._function.as_users(flat_function, layout)
 
-    def _in_trace(self, served: Served, layout: CallLayout, flat_args: Sequence[Any]) -> Any:
-        """The user's function, if a call is one for the program of the *served* calls.
+    def _in_trace(self, token: object, layout: CallLayout, flat_args: Sequence[Any]) -> Any:
+        """The user's function, if a call is one for the program with this token.
 
         Raises:
             WrongProgram: it is not.
@@ -525,49 +447,34 @@ class Dispatcher:
         ambient = jax.sharding.get_abstract_mesh()
         if not ambient.empty and runs_inline(self.mesh) and (not self.args_placed or ambient.manual_axes):
             raise self._wrong_program()
-        call, trace = Call(self.signature, flat_args), self.args_placed.trace
-        self.args_placed.trace = None
+        call, entry = Call(self.signature, flat_args), self.args_placed.entry
+        self.args_placed.entry = None
         # Of a trace that JAX begins, such as the one of numpy data, it is not known which call it is for.
-        return self._function.run(call, trace or self._found_in_trace(served, call))
+        return self._function.run(call, entry or self._found_in_trace(token, call))
 
-    def _found_in_trace(self, served: Served, call: Call) -> Trace:
-        """What the trace of a call applies that JAX traces for the program of the *served* calls."""
+    def _found_in_trace(self, token: object, call: Call) -> Entry:
+        """What is known of a call that JAX traces for the program with this token."""
         placed = bool(self.args_placed)
         if self._refuses_foreign and not placed and any(is_foreign(x, self.mesh) for x in call.leaves):
             raise self._wrong_program()
         key = call_key(call)
-        known = served.get(key)
-        if known is not None:
-            return known
-        if key.paths is not None and not placed:
-            raise self._wrong_program()  # later calls have to pass `Program.check_paths`
-        if jax.config.jax_disable_jit:
-            raise self._wrong_program()
         entry = self._entry(key, call)
         if entry.program is None:
-            pairs = zip(call.leaves, entry.trace.arguments, strict=True)
+            if jax.config.jax_disable_jit or (key.paths is not None and not placed):
+                raise self._wrong_program()  # paths have to be compared at later calls
+            pairs = zip(call.leaves, entry.arguments, strict=True)
             if (
                 self.rules.any_explicit
                 and not placed
                 and not all(to is None or has_type(x, to) for x, to in pairs)
             ):
                 raise self._wrong_program()  # types are not right yet
-            self._trace_and_build(call, key, entry)
-        if served.get(key) is None:
+        if self._trace_and_build(call, entry).flat_function.__dict__['token'] is not token:
             raise self._wrong_program()
-        return entry.trace
+        return entry
 
     def _wrong_program(self) -> WrongProgram:
         return WrongProgram(self, self.signature.name, other_types=runs_inline(self.mesh))
-
-
-def _fails_alike(error: Exception, call: Callable[..., Any], flat_args: Sequence[Any]) -> bool:
-    """Whether a call of deleted arguments, which runs nothing, fails with the same error."""
-    try:
-        call(*flat_args)
-    except Exception as again:  # noqa: BLE001 - only compared with the one that is raised
-        return type(again) is type(error) and str(again) == str(error)
-    return False
 
 
 # The user's function runs below these, traced or not.

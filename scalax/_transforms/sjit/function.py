@@ -21,12 +21,12 @@ from typing import (
 )
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh
 
 from scalax._trace.constraints import is_in_types
 from scalax._trace.contexts import MeshOwner, checked_bindings, hashable
 from scalax._transforms.calls.call import Call, Shardings
-from scalax._transforms.calls.placement import as_moved, moved, with_moved
+from scalax._transforms.calls.placement import as_moved
 from scalax._transforms.calls.shardings import OnMismatch, Options
 from scalax._transforms.calls.signature import OMITTED, CallSignature, name_of
 from scalax._transforms.sjit.caller import generate_caller
@@ -123,12 +123,12 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
     def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """``jax.jit(...).trace``: ``jax.stages.Traced`` out."""
         flat_args = self._flatten(args, kwargs)
-        program, trace, placed = self._dispatcher.prepare(flat_args)
+        program, entry, placed = self._dispatcher.prepare(flat_args)
         with self._dispatcher.args_placed:
-            if not kwargs and len(flat_args) == len(args):
-                return program.jitted.trace(*placed)
+            if not kwargs:
+                return program.handed_out(len(args), placed[len(args) :]).trace(*placed[: len(args)])
             typed = Call(self._dispatcher.signature, placed)
-            return _trace_as_called(program, typed, trace.arguments, len(args), list(kwargs))
+            return _trace_as_called(program, typed, entry.arguments, len(args), list(kwargs))
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The outputs as ``jax.ShapeDtypeStruct``; nothing is computed."""
@@ -160,26 +160,26 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         parameters; leaves are NamedShardings, or None where the compiler decides.
         """
         flat_args = self._flatten(args, kwargs)
-        _, trace, _ = self._dispatcher.prepare(flat_args)
+        _, entry, _ = self._dispatcher.prepare(flat_args)
         call = Call(self._dispatcher.signature, flat_args)
         inputs = tuple(
             sharding_tree(call.trees[slot], shardings, 'they cannot be shown in place')
-            for slot, shardings in call.by_slot(trace.arguments).items()
+            for slot, shardings in call.by_slot(entry.arguments).items()
             if flat_args[slot] is not OMITTED
         )
-        outputs = trace.outputs or ()
-        return inputs, sharding_tree(trace.out_tree, outputs, 'they cannot be shown in place')
+        outputs = entry.outputs or ()
+        return inputs, sharding_tree(entry.out_tree, outputs, 'they cannot be shown in place')
 
     def get_jitted_function_by_args(self, /, *args: Any, **kwargs: Any) -> Any:
-        """The ``jax.jit`` function that serves a call; it takes the arguments in the same way."""
+        """The ``jax.jit`` function that serves a call; it takes the arguments in the same way.
+
+        Given keywords, which such a function does not take, it is this function.
+        """
         flat_args = self._flatten(args, kwargs)
         program, _, _ = self._dispatcher.prepare(flat_args)
-        kept = (self._dispatcher, self._given)
         if kwargs:
-            return _JittedCall(self, program.handed_out(kept), self._dispatcher.signature)
-        if len(flat_args) == len(args):
-            return program.handed_out(kept)
-        return program.of_first(len(args), flat_args[len(args) :], kept)
+            return self
+        return program.handed_out(len(args), flat_args[len(args) :], kept=(self._dispatcher, self._given))
 
     def clear_cache(self) -> None:
         """Forgets everything traced and compiled."""
@@ -352,27 +352,14 @@ def _trace_as_called(
     as_called.__name__ = as_called.__qualname__ = signature.name
     as_called.__dict__['__signature__'] = signature.python_signature
     as_called.__dict__['__wrapped__'] = program.flat_function
-    typed = list(call.flat_args)
+    typed, leaves = list(call.flat_args), call.by_slot(call.leaves)
     for slot, each in call.by_slot(shardings).items():
-        typed[slot] = _tree_with_shardings(typed[slot], each)
-    args, keywords = signature.as_called(typed, count, names)
-    selected = signature.selected_as_called(program.layout, count, names)
-    return program.jit_as_called(as_called, selected).trace(*args, **keywords)
-
-
-def _tree_with_shardings(tree: Any, shardings: Sequence[NamedSharding | None]) -> Any:
-    """A tree whose leaves have shardings: as types, or moved where a node takes nothing but arrays."""
-    targets = {
-        i: sharding
-        for i, (leaf, sharding) in enumerate(zip(jax.tree.leaves(tree), shardings, strict=True))
-        if sharding is not None and getattr(leaf, 'sharding', None) != sharding
-    }
-    if not targets:
-        return tree
-    try:
-        return with_moved(tree, targets, as_moved)
-    except Exception:  # noqa: BLE001 - a node that takes nothing but arrays
-        return with_moved(tree, targets, moved)
+        pairs = enumerate(zip(leaves[slot], each, strict=True))
+        found = {i: to for i, (leaf, to) in pairs if to is not None and getattr(leaf, 'sharding', None) != to}
+        if found:
+            typed[slot] = as_moved(typed[slot], found)
+    args, keywords, options = signature.as_called(program.layout, typed, count, names)
+    return jax.jit(as_called, **options, **program.options).trace(*args, **keywords)
 
 
 def _types_as_structs(flat_args: Sequence[Any]) -> tuple[Any, ...]:
@@ -387,17 +374,3 @@ def _struct(leaf: Any) -> Any:
         return leaf
     sharding = leaf.sharding if is_in_types(leaf.sharding) else None
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
-
-
-class _JittedCall:
-    """The ``jax.jit`` function of a program, for calls with keywords, which that function does not take."""
-
-    def __init__(self, function: SjitFunction[..., Any], jitted: Any, signature: CallSignature) -> None:
-        self._function, self._jitted, self._signature = function, jitted, signature
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Runs the program."""
-        return self._jitted(*self._signature.flatten(args, kwargs))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._function, name)

@@ -12,9 +12,10 @@ fast path again for a call whose first trace raised.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import operator
-import weakref
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,18 +23,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from scalax._follow.types import Arguments, Followed
 from scalax._jax.shardings import DELETED_ARGUMENTS_CRASH
 from scalax._transforms.calls.call import Call, CallKey, Shardings
 from scalax._transforms.calls.errors import donated_twice, reject_deleted
-from scalax._transforms.calls.placement import Moves, moved, targets, with_moved
+from scalax._transforms.calls.placement import Moves, moved, targets
 from scalax._transforms.calls.signature import CallLayout, CallSignature
-from scalax._transforms.sjit.trace import Trace
-from scalax._tree.path_identity import paths_of
 from scalax._util import lru_cache
 from scalax.errors import ArgumentError, StructureError
-
-Served = dict[CallKey, Trace]
-"""What the traces of calls apply that a program serves."""
 
 
 class WrongProgram(ArgumentError):
@@ -102,14 +99,14 @@ class Program:
     Args:
         signature: the parameters of the user's function.
         layout: the slots of the calls.
-        flat_function: the function that is jitted; takes the arguments slot by slot.
+        flat_function: the function that is jitted; takes the arguments slot by slot. Its ``token`` is an
+            object by which it knows its program.
         arguments: its ``in_shardings``: for each dynamic slot a result of `compress`.
         options: other options of ``jax.jit``.
         guards: whether it runs on several devices, where some versions of JAX need a look at arguments.
-        wrong_program: makes the exception to raise for a call that needs another program.
-        served: the call keys that it serves, with what their traces apply.
 
     Attributes:
+        options: as given.
         jitted: the ``jax.jit``; XLA compiles it when it first runs.
         call: what a call runs: `jitted`, behind the checks that JAX needs and the placing of host data.
     """
@@ -121,29 +118,22 @@ class Program:
         flat_function: Callable[..., Any],
         arguments: Sequence[Any],
         options: Mapping[str, Any],
-        *,
         guards: bool,
-        wrong_program: Callable[[], Exception],
-        served: Served,
     ) -> None:
-        self.layout, self.flat_function, self.served = layout, flat_function, served
-        self._signature, self._arguments, self._options = signature, arguments, options
-        self._wrong_program = wrong_program
-        self._paths: set[tuple[str, ...]] = set()
+        self.layout, self.flat_function = layout, flat_function
+        self._signature, self._arguments, self.options = signature, arguments, options
         # The shardings to which calls place host data, by slot, in the form of `compress`. They may be None
         # in `_arguments`: what is placed already has a type, which then holds its sharding.
         self._host_data: dict[int, Any] = {}
-        self._handed_out: weakref.ref[Any] | None = None
         self.jitted = self.jit(flat_function, len(layout.slots))
-        guarded = DELETED_ARGUMENTS_CRASH and guards
-        self.call: Callable[..., Any] = self._guarded() if guarded else self.jitted
+        self.call: Callable[..., Any] = self._guarded() if DELETED_ARGUMENTS_CRASH and guards else self.jitted
         self._call_placed = self.call  # without the placing of host data
 
     def jit(self, fun: Callable[..., Any], count: int) -> Any:
         """The ``jax.jit`` of a function of the first *count* slots."""
         dynamic = zip(self.layout.dynamic, self._arguments, strict=True)
         forms = [form for slot, form in dynamic if slot < count]
-        options = dict(self._options)
+        options = dict(self.options)
         if forms.count(None) < len(forms):
             options['in_shardings'] = tuple(map(expand, forms))
         return jax.jit(
@@ -153,50 +143,29 @@ class Program:
             **options,
         )
 
-    def handed_out(self, kept: Any) -> Any:
-        """The jitted function for users to hold; it keeps *kept* alive."""
-        known = self._handed_out() if self._handed_out else None
-        if known is None:
-            # Another object of the same function: JAX keeps one cache for both.
-            known = self.jit(self.flat_function, len(self.layout.slots))
-            known.__dict__['_kept'] = kept
-            self._handed_out = weakref.ref(known)
-        return known
+    def handed_out(self, count: int, rest: Sequence[Any], kept: Any = None) -> Any:
+        """The ``jax.jit`` of the first *count* slots for users to hold; it keeps *kept* alive.
 
-    def of_first(self, count: int, rest: Sequence[Any], kept: Any) -> Any:
-        """The ``jax.jit`` of the first *count* slots; *rest* fills the others."""
-        whole = self.flat_function
+        Args:
+            count: how many arguments the user gives.
+            rest: what fills the other slots.
+            kept: anything.
+        """
+        inner = whole = self.flat_function
+        if rest:
 
-        def inner(*flat_args: Any) -> Any:
-            return whole(*flat_args, *rest)
+            def inner(*flat_args: Any) -> Any:
+                return whole(*flat_args, *rest)
 
-        inner.__name__ = inner.__qualname__ = whole.__name__
-        parameters = list(self.layout.flat_signature.parameters.values())
-        inner.__dict__['__signature__'] = inspect.Signature(parameters[:count])
-        inner.__dict__['_kept'] = kept
-        return self.jit(inner, count)
-
-    def jit_as_called(self, fun: Callable[..., Any], selected: Mapping[str, Any]) -> Any:
-        """The ``jax.jit`` of a function in the user's form, for arguments that have shardings."""
-        return jax.jit(fun, **selected, **self._options)
+            inner.__name__ = inner.__qualname__ = whole.__name__
+            parameters = list(self.layout.flat_signature.parameters.values())
+            inner.__dict__['__signature__'] = inspect.Signature(parameters[:count])
+        # Another object of the same function: JAX keeps one cache for both.
+        jitted = self.jit(inner, count)
+        jitted.__dict__['_kept'] = kept
+        return jitted
 
     # What a call runs ---------------------------------------------------------------------------------
-
-    def check_paths(self, paths: tuple[str, ...]) -> None:
-        """Makes calls compare leaf paths with these first: JAX takes trees with other paths for the same."""
-        call, known, slots = self._call_placed, self._paths, self.layout.dynamic
-        if known:
-            known.add(paths)
-            return
-
-        def checked(*flat_args: Any) -> Any:
-            if paths_of([flat_args[slot] for slot in slots]) not in known:
-                raise self._wrong_program()
-            return call(*flat_args)
-
-        self.call = self._call_placed = checked
-        self._host_data = {}
-        known.add(paths)  # last: a thread that finds paths here takes `call` for the one that checks
 
     def place_host_data(self, shardings: Mapping[int, Any], moves: Moves) -> None:
         """Makes calls place host data in these slots before JAX sees it, by *shardings* (`compress`).
@@ -218,11 +187,11 @@ class Program:
                 # Where a batch is one numpy array, to look at each leaf would cost a tenth of a short call.
                 if alone and type(tree) is np.ndarray:
                     found[slot] = jax.device_put(tree, form)
-                else:
-                    leaves = jax.tree.leaves(tree)
-                    wanted = form[1] if isinstance(form, tuple) else [form] * len(leaves)
-                    if moving := targets(leaves, wanted, moves):
-                        found[slot] = with_moved(tree, moving, moved)
+                    continue
+                leaves = jax.tree.leaves(tree)
+                wanted = form[1] if isinstance(form, tuple) else [form] * len(leaves)
+                if moving := targets(leaves, wanted, moves):
+                    found[slot] = moved(tree, moving)
             return call_placed(*found)
 
         self.call = placed
@@ -253,6 +222,50 @@ def _takes_host_data(form: Any) -> bool:
     """Whether one ``jax.device_put`` places a numpy array; *form* is a result of `compress`."""
     has_devices = isinstance(form, NamedSharding) and isinstance(form.mesh, Mesh)
     return has_devices and form.is_fully_addressable and not form.spec.unreduced
+
+
+@dataclasses.dataclass(eq=False)
+class Entry:
+    """What is known of the calls of one key, filled in in this order.
+
+    The thread that traces the key holds the lock. It is re-entrant, so that a function that calls itself gets
+    an error. Two threads wait for each other for ever only if two functions call each other with the same
+    keys, which no single thread could trace either.
+
+    Attributes:
+        key: the key.
+        arguments: the shardings of the arguments; None until the rules were asked. In the key of placed
+            arrays they may be None: their types hold the sharding. Host data has a separate key, whose
+            shardings are the target.
+        inside: the shardings of the arguments inside the function, where they may be constrained to others.
+        batch: what is followed from the arguments; None if nothing is.
+        followed: the values that are kept where they are; None if nothing is followed.
+        outputs: the shardings of the outputs; None until the function was traced.
+        out_tree: the structure of the outputs.
+        jaxpr: the jaxpr of the function, which later traces replay; None if it cannot be kept.
+        kinds: the kinds of values that it was traced with.
+        on_devices: whether the outputs are constrained to the devices of the mesh, which JAX does not know
+            otherwise.
+        program: the program that serves the key; None until the function was traced.
+        outputs_checked: whether a call has looked at where the outputs are.
+        tracing: whether it is traced now.
+        lock: held meanwhile.
+    """
+
+    key: CallKey
+    arguments: Any = None
+    inside: Shardings = ()
+    batch: Arguments | None = None
+    followed: Followed | None = None
+    outputs: Shardings | None = None
+    out_tree: Any = None
+    jaxpr: Any = None
+    kinds: Any = None
+    on_devices: bool = False
+    program: Program | None = None
+    outputs_checked: bool = False
+    tracing: bool = False
+    lock: Any = dataclasses.field(default_factory=threading.RLock)
 
 
 class ProgramTable:

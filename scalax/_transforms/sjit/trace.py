@@ -1,4 +1,4 @@
-"""The trace of a user's function, with the helper's mesh and bindings in force.
+"""How a user's function runs, with the helper's mesh and bindings in force: traced, replayed, or inline.
 
 JAX types an array that is placed on a mesh differently from one that is not, even on Auto axes: the same
 call with numpy and with placed arguments is traced twice. The second time the user's code need not run:
@@ -8,7 +8,6 @@ context (precision, x64, the mesh, the bindings of annotations ...), which is pa
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import sys
@@ -18,60 +17,36 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from scalax._follow.run import run_followed
-from scalax._follow.types import Arguments, Followed
 from scalax._jax import rewriting
 from scalax._jax.tracing import is_compiled, is_opaque, memory_space, type_of
 from scalax._trace import contexts
-from scalax._trace.constraints import apply_sharding, on_devices
-from scalax._transforms.calls.call import Call, CallKey, Shardings, has_type
+from scalax._trace.constraints import (
+    apply_shardings,
+    has_other_types,
+    on_devices,
+    retyped_mesh,
+)
+from scalax._transforms.calls.call import Call, call_key
 from scalax._transforms.calls.errors import reject_foreign_types
 from scalax._transforms.calls.shardings import FunctionRules
 from scalax._transforms.calls.signature import CallLayout
+from scalax._transforms.sjit.batch import batch_to_follow
+from scalax._transforms.sjit.program import Entry
 from scalax._util import lru_cache
 from scalax.errors import MeshError, UnusedAnnotationWarning, did_you_mean, near_names, warn
 from scalax.interop._module_updates import ModuleUpdates
 
 
-@dataclasses.dataclass(eq=False)
-class Trace:
-    """What the traces of one call key apply, and what the first finds; filled in in this order.
-
-    Attributes:
-        arguments: the shardings of the arguments. In the key of placed arrays they may be None: their types
-            hold the sharding. Host data has a separate key, whose shardings are the target.
-        any_explicit: whether the type of an argument holds a sharding.
-        constraints: the shardings to which arguments are constrained inside; None without any.
-        batch: what is followed from the arguments; None if nothing is.
-        followed: the values that are kept where they are; None if nothing is followed.
-        outputs: the shardings of the outputs; None until the function was traced.
-        out_tree: the structure of the outputs.
-        jaxpr: the jaxpr of the function, which later traces replay; None if it cannot be kept.
-        kinds: the kinds of values that it was traced with (`_kinds`).
-        on_devices: whether the outputs are constrained to the devices of the mesh, which JAX does not know
-            otherwise.
-    """
-
-    arguments: Shardings = ()
-    any_explicit: bool = False
-    constraints: Shardings | None = None
-    batch: Arguments | None = None
-    followed: Followed | None = None
-    outputs: Shardings | None = None
-    out_tree: Any = None
-    jaxpr: Any = None
-    kinds: Any = None
-    on_devices: bool = False
-
-    def record(self, traced: jax.stages.Traced, key: CallKey) -> None:
-        """Keeps the jaxpr of the first trace."""
-        self.out_tree = traced.out_tree
-        # Values of an outer trace that the function closes over end with that trace; JAX makes them further
-        # inputs.
-        if len(traced.jaxpr.in_avals) == len(key.types):
-            self.jaxpr, self.kinds = traced.jaxpr, _kinds(traced.jaxpr.in_avals)
+def record(entry: Entry, traced: jax.stages.Traced) -> None:
+    """Keeps the jaxpr of the first trace of a key."""
+    entry.out_tree = traced.out_tree
+    # Values of an outer trace that the function closes over end with that trace; JAX makes them further
+    # inputs.
+    if len(traced.jaxpr.in_avals) == len(entry.key.types):
+        entry.jaxpr, entry.kinds = traced.jaxpr, _kinds(traced.jaxpr.in_avals)
 
 
 def _kinds(types: Sequence[Any]) -> list[Any]:
@@ -86,7 +61,7 @@ def _kinds(types: Sequence[Any]) -> list[Any]:
 
 
 class TracedFunction:
-    """Runs the user's function while JAX traces it, or replays its jaxpr.
+    """Runs the user's function while JAX traces it or where it is called, or replays its jaxpr.
 
     Args:
         helper: the helper of the mesh.
@@ -112,51 +87,48 @@ class TracedFunction:
         assert helper is not None
         return helper
 
-    def run(self, call: Call, trace: Trace) -> Any:
+    def run(self, call: Call, entry: Entry) -> Any:
         """The outputs of a call; notes how they are sharded, and what was followed."""
         if jax.config.jax_disable_jit:  # arrays with shardings of their own, and nothing traced
-            return self._sharded(call, trace)
+            return self._sharded(call, entry)
         ambient = jax.sharding.get_abstract_mesh()
         if not ambient.empty and ambient.size != self._mesh.size:
             raise MeshError(
                 f'{call.signature.name} is compiled for a mesh of {self._mesh.size} devices, and is called '
                 f'under jax.set_mesh of one of {ambient.size}: exit that mesh before the call'
             )
-        if trace.any_explicit:
+        if entry.key.any_explicit:
             reject_foreign_types(call, self._mesh)
         # For operations in the user's code that need a mesh in force.
         with jax.sharding.use_abstract_mesh(self._mesh):
-            return self._sharded(call, trace)
+            return self._sharded(call, entry)
 
-    def _sharded(self, call: Call, trace: Trace) -> Any:
-        outputs = self._outputs(call, trace)
-        if trace.on_devices and is_compiled():
+    def _sharded(self, call: Call, entry: Entry) -> Any:
+        outputs = self._outputs(call, entry)
+        if entry.on_devices and is_compiled():
             outputs = on_devices(outputs, self._rules.mesh)
-        if trace.outputs is None:
-            trace.outputs = self._rules.outputs(outputs, call, trace.arguments)
-        if not self._rules.any_explicit:
-            return outputs
+        if entry.outputs is None:
+            entry.outputs = self._rules.outputs(outputs, call, entry.arguments)
         # The out_shardings of a jit change no types, and are ignored where it is traced.
-        leaves, treedef = jax.tree.flatten(outputs)
-        typed = [
-            leaf if to is None or has_type(leaf, to) else apply_sharding(leaf, to)
-            for leaf, to in zip(leaves, trace.outputs, strict=True)
-        ]
-        return jax.tree.unflatten(treedef, typed)
+        return apply_shardings(outputs, entry.outputs) if self._rules.any_explicit else outputs
 
-    def _outputs(self, call: Call, trace: Trace) -> Any:
+    def _outputs(self, call: Call, entry: Entry) -> Any:
         # There are values instead of tracers under jax.disable_jit, and where JAX looks for a nan: then the
         # user's lines should run.
         traced = not [leaf for leaf in call.leaves if not isinstance(leaf, jax.core.Tracer)]
-        if traced and trace.jaxpr is not None and trace.kinds == _kinds([*map(type_of, call.leaves)]):
+        if traced and entry.jaxpr is not None and entry.kinds == _kinds([*map(type_of, call.leaves)]):
             with self._context_entered():
-                return jax.tree.unflatten(trace.out_tree, rewriting.run(trace.jaxpr, call.leaves))
-        flat_args = call.flat_args
-        if trace.constraints is not None:
-            pairs = zip(call.leaves, trace.constraints, strict=True)
-            flat_args = call.replaced([x if to is None else apply_sharding(x, to) for x, to in pairs])
+                return jax.tree.unflatten(entry.out_tree, rewriting.run(entry.jaxpr, call.leaves))
+        constraints, flat_args = self._rules.constraints(call), call.flat_args
+        entry.inside, entry.batch, entry.followed = entry.arguments, None, None
+        if constraints is not None:
+            flat_args = call.replaced(apply_shardings(call.leaves, constraints))
+            pairs = zip(constraints, entry.arguments, strict=True)
+            entry.inside = [then if now is None else now for now, then in pairs]
+        if self._rules.follow_batch or self._rules.signature.says_batch:
+            entry.batch = batch_to_follow(self._rules, call, entry.inside)
         # Where jax.disable_jit is traced all the same (`lower`, jax.grad around it), a `jit` is no equation.
-        if trace.batch is None or not traced or jax.config.jax_disable_jit:
+        if entry.batch is None or not traced or jax.config.jax_disable_jit:
             return self.run_users(flat_args)
 
         structure: Any = None
@@ -168,10 +140,28 @@ class TracedFunction:
             return outputs
 
         users = self.as_users(flat_function, call.layout)
-        results, trace.followed = run_followed(
-            users, flat_args, call.layout.static, trace.batch, self._rules.mesh
+        results, entry.followed = run_followed(
+            users, flat_args, call.layout.static, entry.batch, self._rules.mesh
         )
         return jax.tree.unflatten(structure, results)
+
+    def run_inline(self, call: Call) -> Any:
+        """Runs the user's function where it is called, by the types that mesh axes have there."""
+        call_key(call)  # raises about leaves that are not arrays
+        if jax.sharding.get_abstract_mesh().manual_axes:  # shapes are local, and shardings are the caller's
+            return self.run_users(call.flat_args)
+        mesh = retyped_mesh(self.helper.mesh)
+        rules = FunctionRules(self.helper, call.signature, self._rules.options, mesh)
+        arguments, constraints = rules.arguments(call), rules.constraints(call)
+        leaves = apply_shardings(call.leaves, arguments)
+        if constraints is not None:
+            leaves = apply_shardings(leaves, constraints)
+        outputs = self.run_users(call.replaced(leaves))
+        outputs = apply_shardings(outputs, rules.outputs(outputs, call, arguments))
+        devices = getattr(self.helper.mesh, 'devices', None)
+        if devices is None or AxisType.Explicit in mesh.axis_types or not is_compiled():
+            return outputs
+        return on_devices(outputs, Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types))
 
     def run_users(self, flat_args: Sequence[Any]) -> Any:
         """What the user's function returns, with the bindings of annotations in force."""
@@ -218,6 +208,24 @@ class TracedFunction:
                 f'with_sharding_annotation in it used: {asked}',
                 UnusedAnnotationWarning,
             )
+
+
+def runs_inline(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether a call is part of a function whose mesh axes have other types than those of *mesh*.
+
+    As inside `auto_axes`, `explicit_axes`, and ``shard_map``, where shapes are local, too. It has no program.
+    """
+    ambient = jax.sharding.get_abstract_mesh()
+    return not ambient.empty and (bool(ambient.manual_axes) or retyped_mesh(mesh) is not mesh)
+
+
+def in_eager_axis_modes(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether this runs in JAX's own auto_axes or explicit_axes, outside of any ``jax.jit``.
+
+    The types of axes in force then differ from those of ``jax.set_mesh``.
+    """
+    ambient = jax.sharding.get_abstract_mesh()
+    return has_other_types(ambient, mesh) and jax.sharding.get_mesh().abstract_mesh != ambient
 
 
 def _weakly(fun: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:

@@ -53,10 +53,10 @@ class Way(NamedTuple):
 
 LIMITS = {
     'made': Way(84, 14, 29),
-    'first': Way(130, 17, 65) if GUARDED else Way(128, 17, 63),
-    'another length': Way(130, 17, 70) if GUARDED else Way(129, 17, 69),
+    'first': Way(129, 17, 65) if GUARDED else Way(127, 17, 63),
+    'another length': Way(131, 17, 70) if GUARDED else Way(130, 17, 69),
     'again': Way(2, 2, 1) if GUARDED else Way(1, 1, 0),
-    'first, not followed': Way(117, 16, 59) if GUARDED else Way(115, 16, 57),
+    'first, not followed': Way(115, 16, 59) if GUARDED else Way(113, 16, 57),
     'another length, not followed': Way(116, 15, 62) if GUARDED else Way(115, 15, 61),
 }
 
