@@ -63,8 +63,9 @@ class FSDPShardingRule(BuiltinRule):
         return entry_axes(self.fsdp_axis_name)
 
     def __repr__(self) -> str:
-        given = [repr(self.fsdp_axis_name), *self._options('fsdp_axis_size', 'min_fsdp_size')]
-        return f'{type(self).__name__}({", ".join(given)})'
+        size = '' if self.fsdp_axis_size is None else f', fsdp_axis_size={self.fsdp_axis_size}'
+        least = '' if self.min_fsdp_size == 1048576 else f', min_fsdp_size={self.min_fsdp_size}'
+        return f'{type(self).__name__}({self.fsdp_axis_name!r}{size}{least})'
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         size = self._axis_size(axis_sizes)  # raises where the mesh does not fit, also if all arrays are small
