@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from scalax._find.groups import Group
-from scalax._find.layout import Layout, Placement, elsewhere, usual, without
+from scalax._find.layout import Layout, elsewhere, usual
 from scalax._find.problem import Problem
-from scalax._find.trial import OutOfTime, Trial, Trials
+from scalax._find.trial import Trial, Trials
 from scalax._search.objective import EQUAL
+from scalax._tree.specs import canonical, spec_axes
 
 # After so many larger sizes of the other axis without a gain no larger one is tried.
 _WITHOUT_GAIN = 2
@@ -23,7 +25,7 @@ _NEAR = 1.1
 _TOGETHER = 0.01
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Descent:
     """Goes from one layout to a better one, until none is.
 
@@ -31,100 +33,86 @@ class Descent:
         trials: what was tried, and tries more.
         meshes: their sizes, in the order in which they are tried.
         batch_dim: the dimension of the arrays of the batches that has the rows.
-        ends: when to stop, by `time.monotonic`.
-        best: the best so far.
     """
 
     trials: Trials
     meshes: Sequence[dict[str, int]]
     batch_dim: int
-    ends: float
-    best: Trial | None = None
 
     @property
     def _problem(self) -> Problem:
         return self.trials.problem
 
-    def run(self) -> bool:
-        """Searches until nothing gets better; returns False if there was no time for that."""
-        try:
-            meshes = [found for sizes in self._sizes() if (found := self._start(sizes)) is not None]
-            for search in (self._class_by_class, self._group_by_group):
-                meshes.sort(key=lambda each: each.rank)
-                least = meshes[0].cost if meshes else 0.0
-                meshes = [search(trial) for trial in meshes if trial.cost <= _NEAR * least]
-        except OutOfTime:
-            return False
-        return True
+    def run(self) -> None:
+        """Searches until nothing gets better.
 
-    def stopped(self) -> Trial | None:
-        """The best of a search that was stopped: of a set of layouts some may have been tried."""
-        known = [*filter(None, [self.best]), *self.trials.known.values()]
-        return min(known, key=lambda each: each.rank, default=None)
+        Raises:
+            OutOfTime: there was no time for that.
+        """
+        found = self._starts()
+        for better in (self._class_by_class, self._group_by_group):
+            found.sort(key=lambda trial: trial.rank)
+            found = [better(trial) for trial in found if trial.cost <= _NEAR * found[0].cost]
 
-    def _best_of(self, layouts: Sequence[Layout], best: Trial | None = None) -> Trial:
+    def _best_of(self, layouts: Iterable[Layout], *before: Trial) -> Trial:
         """The best layout; the one before them, unless another is better."""
-        before = [] if best is None else [best]
-        found = min([*before, *self.trials(layouts, self.ends)], key=lambda each: each.rank)
-        self.best = min(filter(None, [self.best, found]), key=lambda each: each.rank)
-        return found
+        return min([*before, *self.trials(layouts)], key=lambda trial: trial.rank)
 
-    def _sizes(self) -> Iterator[dict[str, int]]:
-        """The meshes, until larger sizes of the other axis do not pay."""
+    def _starts(self) -> list[Trial]:
+        """The best start on each mesh, until larger sizes of the other axis do not pay."""
+        found: list[Trial] = []
         best, without = math.inf, 0
         for sizes in self.meshes:
-            yield sizes
-            cost = min(
-                (trial.cost for layout, trial in self.trials.known.items() if layout.sizes == sizes),
-                default=math.inf,
-            )
+            layouts = [*self._first_layouts(sizes)]
+            cost = math.inf
+            if layouts:
+                found.append(self._best_of(layouts))
+                cost = found[-1].cost
             without = 0 if cost < best * (1 - EQUAL) or best == math.inf else without + 1
             best = min(best, cost)
             if without >= _WITHOUT_GAIN:
-                return
+                break
+        return found
 
-    def _start(self, sizes: dict[str, int]) -> Trial | None:
-        """The best of some layouts of a mesh: its other axis splits classes of which no group has two."""
-        layouts, rows = [], self._problem.axes.batch
+    def _first_layouts(self, sizes: dict[str, int]) -> Iterator[Layout]:
+        """Layouts of a mesh whose other axis splits classes of which no group has two."""
+        classes, experts, rows = self._classes(sizes), self._problem.experts, sizes[self._problem.axes.batch]
+        # The width of the model, which most groups have, comes last.
+        orders = classes[::-1], [*classes[1:], *classes[:1]]
+        splits = dict.fromkeys(frozenset(self._apart(order)) for order in orders)
         for batch in self._batches(sizes):
-            classes = self._classes(sizes)
             if self._over_rows(batch):
-                layouts.append(self._layout(sizes, batch, self._problem.experts.intersection(classes)))
+                yield self._layout(sizes, batch, experts.intersection(classes))
                 continue
-            # The width of the model, which most groups have, comes last.
-            orders = [classes[::-1], [*classes[1:], *classes[:1]]] if classes else [[]]
-            for split in dict.fromkeys(frozenset(self._apart(order)) for order in orders):
-                layouts.append(self._layout(sizes, batch, split))
+            for split in splits:
+                yield (first := self._layout(sizes, batch, split))
                 # Where memory is free, all may be whole along the axis of the rows. Where a dimension does
                 # not divide, such as a vocabulary, that axis has one that products sum over, which may cost.
-                layouts.append(self._whole(layouts[-1], lambda group: True))
-                layouts.append(self._whole(layouts[-2], functools.partial(_is_uneven, sizes[rows])))
-                layouts.append(self._layout(sizes, batch, split, together=True))
-                if self._problem.experts:
-                    layouts.append(self._layout(sizes, batch, split, self._problem.experts))
-        return self._best_of(layouts) if layouts else None
+                yield self._whole(first, lambda group: True)
+                yield self._whole(first, lambda group: group.dividing(rows) != group.dividing(1))
+                yield self._layout(sizes, batch, split, together=True)
+                if experts:
+                    yield self._layout(sizes, batch, split, experts)
 
     def _class_by_class(self, best: Trial) -> Trial:
         """Splits one class more, or one less, over the other axis, until that does not pay."""
-        groups, axes = self._problem.groups, self._problem.axes
-        classes = [] if self._over_rows(best.layout.batch) else self._classes(best.layout.sizes)
-        while classes:
-            sizes, placed = best.layout.sizes, best.layout.groups
-            moves = []
-            for number in classes:
-                for together in (False, True):
-                    layout = best.layout
-                    for i, group in enumerate(groups):
-                        if number in group.classes:
-                            dim = group.classes.index(number)
-                            split = set() if axes.other in placed[i][dim] else {number}
-                            place = usual(group, axes, sizes, split, together=together)
-                            layout = layout.with_group(i, place)
-                    moves.append(layout)
-            after = self._best_of(list(dict.fromkeys(moves)), best)
-            if after is best:
-                break
-            best = after
+        sizes = best.layout.sizes
+        classes = [] if self._over_rows(best.layout.batch) else self._classes(sizes)
+
+        def toggled(layout: Layout, number: int, together: bool) -> Layout:
+            places = {}
+            for i, group in enumerate(self._problem.groups):
+                if number in group.classes:
+                    is_split = layout.groups[i].other == group.classes.index(number)
+                    split = () if is_split else (number,)
+                    places[i] = usual(group, self._problem.axes, sizes, split, together=together)
+            return layout.moved(places)
+
+        before = None
+        while best is not before:
+            before = best
+            moves = [toggled(best.layout, number, each) for number in classes for each in (False, True)]
+            best = self._best_of(moves, best)
         return best
 
     def _group_by_group(self, best: Trial) -> Trial:
@@ -136,64 +124,61 @@ class Descent:
         alike: dict[Any, list[int]] = collections.defaultdict(list)
         for number, group in enumerate(groups):
             alike[group.shape, best.layout.groups[number]].append(number)
-        for numbers in [*alike.values(), *([number] for number in range(len(groups)))]:
+        for numbers in alike.values():
             best = self._moved(best, numbers)
-        while True:
+        before = None
+        while best is not before:
             before = best
             for number in range(len(groups)):
                 best = self._moved(best, [number])
-            if best is before:
-                return best
+        return best
 
     def _moved(self, best: Trial, numbers: Sequence[int]) -> Trial:
         """The best of moves of some groups from one place to another."""
         layout, first = best.layout, numbers[0]
-        group, here = self._problem.groups[first], best.layout.groups[first]
-        moves = []
-        for place in elsewhere(group, here, self._problem.axes, layout.sizes):
-            moved = layout
-            for number in numbers:
-                moved = moved.with_group(number, place)
-            moves.append(moved)
-        return self._best_of(moves, best)
+        places = elsewhere(
+            self._problem.groups[first], layout.groups[first], self._problem.axes, layout.sizes
+        )
+        return self._best_of([layout.moved(dict.fromkeys(numbers, place)) for place in places], best)
 
     def _whole(self, layout: Layout, chosen: Callable[[Group], bool]) -> Layout:
         """The same with some groups whole along the axis of the batch."""
-        for i, group in enumerate(self._problem.groups):
-            if chosen(group):
-                layout = layout.with_group(i, without(layout.groups[i], [self._problem.axes.batch]))
-        return layout
+        pairs = enumerate(zip(self._problem.groups, layout.groups, strict=True))
+        return layout.moved({i: place._replace(batch=None) for i, (group, place) in pairs if chosen(group)})
 
     def _layout(
         self,
         sizes: dict[str, int],
-        batch: Placement,
+        batch: PartitionSpec,
         split: Collection[int],
         experts: Collection[int] = (),
         *,
         together: bool = False,
     ) -> Layout:
-        groups = self._problem.groups
-        placed = tuple(
-            usual(group, self._problem.axes, sizes, split, experts, together=together) for group in groups
-        )
-        return Layout(tuple(sizes.items()), batch, placed)
+        placed = [
+            usual(group, self._problem.axes, sizes, split, experts, together=together)
+            for group in self._problem.groups
+        ]
+        return Layout(tuple(sizes.items()), batch, tuple(placed))
 
-    def _over_rows(self, batch: Placement) -> bool:
+    def _over_rows(self, batch: PartitionSpec) -> bool:
         """Whether the other axis shards the batch."""
-        return any(self._problem.axes.other in axes for axes in batch)
+        return self._problem.axes.other in spec_axes(batch)
 
-    def _batches(self, sizes: dict[str, int]) -> Iterator[Placement]:
+    def _batches(self, sizes: dict[str, int]) -> Iterator[PartitionSpec]:
         """Where the rows may be: over the axes of the batch, over all; or with the next dimension split."""
-        rows = tuple(axis for axis in self._problem.axes.rows if sizes[axis] > 1)
-        before: Placement = ((),) * self.batch_dim
-        other = sizes.get(self._problem.axes.other, 1)
+        axes = self._problem.axes
+        rows = tuple(axis for axis in axes.rows if sizes[axis] > 1)
+        other = sizes.get(axes.other, 1)
+        entries: list[tuple[Any, ...]] = []
         if self._divide(self.batch_dim, math.prod(sizes[axis] for axis in rows)):
-            yield (*before, rows)
+            entries.append((rows,))
             if other > 1 and self._divide(self.batch_dim + 1, other):
-                yield (*before, rows, (self._problem.axes.other,))
+                entries.append((rows, axes.other))
         if other > 1 and self._problem.experts and self._divide(self.batch_dim, math.prod(sizes.values())):
-            yield (*before, (*rows, self._problem.axes.other))
+            entries.append(((*rows, axes.other),))
+        for each in entries:
+            yield canonical(PartitionSpec(*[None] * self.batch_dim, *each))
 
     def _divide(self, dim: int, parts: int) -> bool:
         """Whether that dimension of some array of the batch divides; the others are whole."""
@@ -201,11 +186,9 @@ class Descent:
 
     def _classes(self, sizes: dict[str, int]) -> list[int]:
         """The classes of dimensions that divide, the ones in most bytes first."""
-        counts: dict[int, int] = collections.Counter()
+        counts = collections.Counter[int]()
         width = sizes.get(self._problem.axes.other, 1)
-        if width == 1:
-            return []
-        for group in self._problem.groups:
+        for group in self._problem.groups if width > 1 else ():
             for number, size in zip(group.classes, group.shape, strict=True):
                 if number is not None and size % width == 0:
                     counts[number] += group.bytes
@@ -219,9 +202,3 @@ class Descent:
             if not any(chosen.intersection(each) for each in others):
                 chosen.add(number)
         return chosen
-
-
-def _is_uneven(parts: int, group: Group) -> bool:
-    """Whether a dimension of a group, which could be sharded, does not divide."""
-    pairs = zip(group.classes, group.shape, strict=True)
-    return any(number is not None and size % parts for number, size in pairs)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
 import os
 import time
 import warnings
@@ -17,17 +15,16 @@ from jax.sharding import PartitionSpec
 from scalax._find.descent import Descent
 from scalax._find.found import Found, make_found
 from scalax._find.layout import Axes
+from scalax._find.outcome import Ended
 from scalax._find.problem import make_problem
 from scalax._find.step import make_step
-from scalax._find.trial import Trial, Trials
+from scalax._find.trial import OutOfTime, Trials
 from scalax._mesh import topologies
 from scalax._plan.hardware import hardware_of_devices
-from scalax._report.tables import human_bytes, milliseconds
 from scalax._report.trial_file import TrialFile
 from scalax._search.meshes import Constraints, possible_meshes
-from scalax._tree.specs import axis_sizes_text
-from scalax._util.progress import Note, progress
-from scalax.errors import ArgumentError, IndivisibleWarning, PlanError, checked_flag, plural
+from scalax._util.progress import progress
+from scalax.errors import ArgumentError, IndivisibleWarning, PlanError, checked_flag
 from scalax.rules import TreePathShardingRule
 
 _log = logging.getLogger('scalax.find')
@@ -129,22 +126,21 @@ def find(
     usable = None if limit is None else int(limit * (1 - headroom))
     meshes = [*_mesh_sizes(len(devices), num_slices, axes, sizes)]
     started = time.monotonic()
-    with contextlib.ExitStack() as stack:
-        # Not in the threads of the trials: filters are those of the process, and would not be restored.
-        stack.enter_context(warnings.catch_warnings())
+    ended: Ended = ''
+    # Not in the threads of the trials: filters are those of the process, and would not be restored.
+    with warnings.catch_warnings(), progress('finding a rule:', _log, show_progress) as note:
         warnings.simplefilter('error', IndivisibleWarning)
         warnings.filterwarnings('ignore', 'Some donated buffers were not usable')  # once, of the result
-        note = stack.enter_context(progress('finding a rule:', _log, show_progress))
-        trials = stack.enter_context(Trials(problem, usable, kept, _best_so_far(note)))
-        descent = Descent(trials, meshes, batch_dim, started + budget_s)
-        ended: Literal['', 'time', 'stopped'] = ''
+        trials = Trials(problem, usable, kept, note, started + budget_s)
         try:
-            ended = '' if descent.run() else 'time'
+            Descent(trials, meshes, batch_dim).run()
+        except OutOfTime:
+            ended = 'time'
         except KeyboardInterrupt:
             if not trials.known:
                 raise
             ended = 'stopped'
-    best = descent.stopped() if ended else descent.best
+    best = trials.best
     if best is None:
         raise ArgumentError(
             f'no mesh of {len(devices)} devices divides the rows of the batch: dimension {batch_dim} of '
@@ -210,22 +206,3 @@ def _mesh_sizes(devices: int, slices: int, axes: Axes, sizes: Constraints) -> It
     for mesh in meshes:
         kept = {name: size for name, size in mesh.items() if size > 1 or name == axes.batch}
         yield {axes.slices: slices, **kept} if slices > 1 else kept
-
-
-def _best_so_far(note: Note) -> Callable[[Trial], None]:
-    """A function that notes how many layouts were tried, and the best of them."""
-    best: list[Trial] = []
-    count = 0
-
-    def tried(trial: Trial) -> None:
-        nonlocal count
-        count += 1
-        if not best or trial.rank < best[0].rank:
-            best[:] = [trial]
-        first = best[0]
-        memory = human_bytes(first.memory)
-        at_best = milliseconds(first.seconds) if math.isfinite(first.seconds) else 'no program'
-        sizes = axis_sizes_text(first.layout.sizes)
-        note(f'{plural(count, "layout")}; best: {sizes}, {at_best}, {memory}')
-
-    return tried

@@ -6,10 +6,8 @@ import dataclasses
 import math
 import os
 from pathlib import Path
-from typing import Any
 
 from scalax._find.blocks import found_blocks
-from scalax._find.layout import spec_of
 from scalax._find.outcome import Ended, FoundData, FoundGroup, FoundMesh
 from scalax._find.readable import readable_rule
 from scalax._find.source import program_code
@@ -78,14 +76,15 @@ def make_found(trials: Trials, best: Trial, topology: str | None, ended: Ended, 
         best = attempt(problem, best.layout, None)
     specs = problem.specs(best.layout)
     # Arrays of one element are replicated by any rule, and may have the path of another leaf.
-    rule = readable_rule({key[0]: (key[1], spec) for key, spec in specs.items() if math.prod(key[1]) > 1})
-    batch = spec_of(best.layout.batch)
+    rule = readable_rule(
+        {leaf.path: (leaf.shape, spec) for leaf, spec in specs.items() if math.prod(leaf.shape) > 1}
+    )
     roofline = plan.known_roofline
     lower = None if roofline is None else sum(each.flops for each in plans) / roofline.peak
     return Found(
         mesh=best.layout.sizes,
         rule=rule,
-        batch=batch,
+        batch=best.layout.batch,
         plan=plan,
         groups=tuple(_explained(trials, best, number) for number in range(len(problem.groups))),
         meshes=_best_of_each_mesh(trials, best),
@@ -103,22 +102,23 @@ def make_found(trials: Trials, best: Trial, topology: str | None, ended: Ended, 
 
 
 def _explained(trials: Trials, best: Trial, number: int) -> FoundGroup:
-    group = trials.problem.groups[number]
-    spec = spec_of(best.layout.groups[number])
+    group, axes = trials.problem.groups[number], trials.problem.axes
+    spec = best.layout.groups[number].spec(axes)
     others = [
         trial
         for layout, trial in trials.known.items()
-        if layout != best.layout and best.layout.with_group(number, layout.groups[number]) == layout
+        if layout != best.layout and best.layout.moved({number: layout.groups[number]}) == layout
     ]
     if not others:
         return FoundGroup(group.name, spec)
     other = min(others, key=lambda trial: trial.rank)
-    axes = dict.fromkeys([*best.moved, *other.moved])
-    moved = {name: other.moved.get(name, 0) - best.moved.get(name, 0) for name in axes}
+    moved = {
+        name: other.moved.get(name, 0) - best.moved.get(name, 0) for name in {**best.moved, **other.moved}
+    }
     return FoundGroup(
         group.name,
         spec,
-        spec_of(other.layout.groups[number]),
+        other.layout.groups[number].spec(axes),
         other.seconds - best.seconds,
         other.memory - best.memory,
         moved,
@@ -128,23 +128,19 @@ def _explained(trials: Trials, best: Trial, number: int) -> FoundGroup:
 
 def _best_of_each_mesh(trials: Trials, best: Trial) -> tuple[FoundMesh, ...]:
     """The best trial of each mesh and placement of the batch."""
-    found: dict[Any, Trial] = {}
-    for layout, trial in trials.known.items():
-        key = layout.mesh, layout.batch
-        if key not in found or trial.rank < found[key].rank:
-            found[key] = trial
-    found[best.layout.mesh, best.layout.batch] = best
-    ranked = sorted(found.values(), key=lambda trial: (trial is not best, trial.rank))
+    found = {(best.layout.mesh, best.layout.batch): best}
+    for trial in sorted(trials.known.values(), key=lambda trial: trial.rank):
+        found.setdefault((trial.layout.mesh, trial.layout.batch), trial)
     return tuple(
         FoundMesh(
             trial.layout.sizes,
-            spec_of(trial.layout.batch),
+            trial.layout.batch,
             trial.bound if math.isfinite(trial.bound) else None,
             trial.estimate if math.isfinite(trial.estimate) else None,
             trial.memory,
             _why(trial, best),
         )
-        for trial in ranked
+        for trial in found.values()
     )
 
 

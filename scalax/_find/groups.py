@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from scalax._find.dimensions import Classes, Dimensions
+from scalax._find.step import Leaf
 from scalax._util.folding import fold
 
 # Groups with less than this part of all bytes are replicated: biases, counters; norms, which nothing is
@@ -16,26 +15,6 @@ from scalax._util.folding import fold
 _REPLICATED, _REPLICATED_SCALE = 1e-4, 1e-2
 # With more groups than this, those whose last keys and ranks agree are one: a search tries each by itself.
 _MOST_GROUPS = 24
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """A leaf of the arguments that are not batches.
-
-    Attributes:
-        path: its path in its argument.
-        shape: its shape.
-        bits: those of an element.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    bits: int
-
-    @property
-    def bytes(self) -> int:
-        """Its bytes, on all devices together."""
-        return -(-math.prod(self.shape) * self.bits // 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +37,11 @@ class Group:
     shape: tuple[int, ...]
     bytes: int
 
+    def dividing(self, parts: int) -> list[int]:
+        """The dimensions that can be sharded into so many parts."""
+        pairs = zip(self.classes, self.shape, strict=True)
+        return [dim for dim, (number, size) in enumerate(pairs) if number is not None and size % parts == 0]
+
 
 def make_groups(leaves: Sequence[Leaf], found: Dimensions, fixed: Iterable[int] = ()) -> list[Group]:
     """The groups whose sharding is to be found, the largest first; all other leaves are replicated.
@@ -69,57 +53,49 @@ def make_groups(leaves: Sequence[Leaf], found: Dimensions, fixed: Iterable[int] 
     """
     placed = set(fixed)
     members: dict[int, list[int]] = collections.defaultdict(list)
-    for i, owner in enumerate(_owners(leaves, found.multiplied)):
+    for i, owner in sorted(_owners(leaves, found.multiplied).items()):
         if i not in placed and owner not in placed:
             members[owner].append(i)
-    every = sum(leaf.bytes for leaf in leaves)
 
     def size(owners: Iterable[int]) -> int:
         return sum(leaves[i].bytes for owner in owners for i in members[owner])
 
+    def is_small(owners: Iterable[int]) -> bool:
+        part = _REPLICATED_SCALE if found.multiplied.isdisjoint(owners) else _REPLICATED
+        return size(owners) < part * sum(leaf.bytes for leaf in leaves)
+
     folds = _folded(list(members), leaves, found)
-    least = {
-        name: _REPLICATED if found.multiplied & {*owners} else _REPLICATED_SCALE
-        for name, owners in folds.items()
-    }
-    folds = {name: owners for name, owners in folds.items() if size(owners) >= least[name] * every}
-    folds = _fewer(folds, leaves)
-    parent = _united(folds.values(), found)
+    folds = _fewer({name: owners for name, owners in folds.items() if not is_small(owners)}, leaves)
+    roots = _united(folds.values(), found)
     groups = []
     for name, owners in folds.items():
         numbers = tuple(sorted(i for owner in owners for i in members[owner]))
         first = max(owners, key=lambda i: leaves[i].bytes)
-        stacked = {dim for i in owners for dim in range(found.ranks[i]) if (i, dim) in found.stacked}
-        classes = [
-            None if dim in stacked else parent[found.classes[first, dim]] for dim in range(found.ranks[first])
-        ]
+        classes = tuple(
+            None if any((i, dim) in found.stacked for i in owners) else roots[found.classes[first, dim]]
+            for dim in range(len(leaves[first].shape))
+        )
         parameters = found.multiplied.intersection(numbers)
-        groups.append(Group(name, numbers, parameters, tuple(classes), leaves[first].shape, size(owners)))
+        groups.append(Group(name, numbers, parameters, classes, leaves[first].shape, size(owners)))
     return sorted((group for group in groups if group.shape), key=lambda group: -group.bytes)
 
 
-def _owners(leaves: Sequence[Leaf], multiplied: frozenset[int]) -> list[int]:
-    """For each leaf the parameter that it belongs to: of its shape, with most of its last keys.
+def _owners(leaves: Sequence[Leaf], multiplied: frozenset[int]) -> dict[int, int]:
+    """Leaf -> the parameter that it belongs to: of its shape, with most of its last keys.
 
     Leaves of the same path, in different arguments, are always together: one regex matches both.
     """
-    ending: dict[Any, int] = {}
-    for i in sorted(multiplied):
-        for end in _endings(leaves[i]):
-            ending.setdefault(end, i)
+    ending: dict[tuple[tuple[int, ...], str], int] = {}
     owners = {}
-    for i in sorted(range(len(leaves)), key=lambda i: (i not in multiplied, leaves[i].path.count('/'))):
-        ends = _endings(leaves[i])
-        owners[i] = i if i in multiplied else next((ending[end] for end in ends if end in ending), i)
-        if owners[i] == i and i not in multiplied:  # such as positions, which are added: paths are in a tree
-            ending.update(dict.fromkeys(ends[:2], i))
-    return [owners[i] for i in range(len(leaves))]
-
-
-def _endings(leaf: Leaf) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
-    """The shape of a leaf with the last keys of its path, the most keys first."""
-    keys = leaf.path.split('/')
-    return [(leaf.shape, tuple(keys[start:])) for start in range(len(keys))]
+    for i in sorted(range(len(leaves)), key=lambda i: i not in multiplied and 1 + leaves[i].path.count('/')):
+        keys = leaves[i].path.split('/')
+        ends = [(leaves[i].shape, '/'.join(keys[start:])) for start in range(len(keys))]
+        owner = None if i in multiplied else next((ending[end] for end in ends if end in ending), None)
+        owners[i] = i if owner is None else owner
+        if owner is None:  # if only added, such as positions: statistics have at least two of its keys
+            for end in ends if i in multiplied else ends[:2]:
+                ending.setdefault(end, i)
+    return owners
 
 
 def _folded(owners: Sequence[int], leaves: Sequence[Leaf], found: Dimensions) -> dict[str, list[int]]:
@@ -132,7 +108,7 @@ def _folded(owners: Sequence[int], leaves: Sequence[Leaf], found: Dimensions) ->
     for i in owners:
         numbers[leaves[i].path].append(i)
     folds: dict[str, list[int]] = {}
-    for item in fold([(leaves[mine[0]].path, found.ranks[mine[0]]) for mine in numbers.values()]):
+    for item in fold([(path, len(leaves[mine[0]].shape)) for path, mine in numbers.items()]):
         mine = [i for path in item.paths for i in numbers[path]]
         if len(mine) > 1 and _joins_dimensions(mine, found):
             folds.update((leaves[i].path, [i]) for i in mine)
@@ -142,10 +118,10 @@ def _folded(owners: Sequence[int], leaves: Sequence[Leaf], found: Dimensions) ->
 
 
 def _joins_dimensions(members: Sequence[int], found: Dimensions) -> bool:
-    parent = _united([members], found)
+    roots = _united([members], found)
     for i in members:
-        own = [found.classes[i, dim] for dim in range(found.ranks[i]) if (i, dim) not in found.stacked]
-        if len({parent[number] for number in own}) < len(set(own)):
+        own = {found.classes[i, dim] for dim in range(found.ranks[i]) if (i, dim) not in found.stacked}
+        if len({roots[number] for number in own}) < len(own):
             return True
     return False
 
@@ -164,7 +140,7 @@ def _fewer(folds: dict[str, list[int]], leaves: Sequence[Leaf]) -> dict[str, lis
 
 
 def _united(groups: Iterable[Sequence[int]], found: Dimensions) -> Mapping[int, int]:
-    """Classes, of which those that dimensions of one group have are one."""
+    """Class -> that which stands for it, if those that dimensions of one group have are one."""
     known = Classes[int]()
     for members in groups:
         firsts: dict[int, int] = {}

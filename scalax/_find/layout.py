@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
 from scalax._find.groups import Group
-
-Placement = tuple[tuple[str, ...], ...]
-"""For each dimension the mesh axes that shard it."""
+from scalax._tree import specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,18 +32,38 @@ class Axes:
         return (self.slices, self.batch) if self.slices else (self.batch,)
 
 
+class Placement(NamedTuple):
+    """Where a group is: the dimension that each of two mesh axes shards, or None.
+
+    Attributes:
+        other: that of `Axes.other`, which comes first if both shard one dimension.
+        batch: that of `Axes.batch`.
+    """
+
+    other: int | None
+    batch: int | None
+
+    def spec(self, axes: Axes) -> PartitionSpec:
+        """The place as a PartitionSpec."""
+        pairs = (self.other, axes.other), (self.batch, axes.batch)
+        rank = max((dim + 1 for dim in self if dim is not None), default=0)
+        return specs.canonical(
+            PartitionSpec(*(tuple(axis for dim, axis in pairs if dim == i) for i in range(rank)))
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """A candidate.
 
     Attributes:
         mesh: the mesh axes with their sizes.
-        batch: the placement of the batch.
-        groups: that of each group.
+        batch: where the rows of the batch are.
+        groups: where each group is.
     """
 
     mesh: tuple[tuple[str, int], ...]
-    batch: Placement
+    batch: PartitionSpec
     groups: tuple[Placement, ...]
 
     @property
@@ -53,33 +71,15 @@ class Layout:
         """Mesh axis -> its size."""
         return dict(self.mesh)
 
-    def with_group(self, number: int, placement: Placement) -> Layout:
-        """The same with one group elsewhere."""
-        groups = (*self.groups[:number], placement, *self.groups[number + 1 :])
+    def moved(self, places: Mapping[int, Placement]) -> Layout:
+        """The same with some groups elsewhere."""
+        groups = tuple(places.get(number, place) for number, place in enumerate(self.groups))
         return dataclasses.replace(self, groups=groups)
 
-
-def fitted(placement: Placement, shape: Sequence[int], sizes: Mapping[str, int]) -> Placement:
-    """What a shape can have of a placement: mesh axes are dropped from the right until it divides."""
-    found = []
-    for axes, size in zip(placement, shape, strict=False):
-        while axes and size % math.prod(sizes[axis] for axis in axes):
-            axes = axes[:-1]
-        found.append(axes)
-    return tuple(found)
-
-
-def without(placement: Placement, axes: Collection[str]) -> Placement:
-    """The same without some mesh axes."""
-    return tuple(tuple(axis for axis in each if axis not in axes) for each in placement)
-
-
-def spec_of(placement: Placement) -> PartitionSpec:
-    """The placement as a PartitionSpec, without empty entries at its end."""
-    entries = [axes[0] if len(axes) == 1 else axes or None for axes in placement]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
+    def fitted(self, spec: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
+        """What a shape can have of a spec on the mesh: axes are dropped from the right until it divides."""
+        first = PartitionSpec(*specs.entries(spec)[: len(shape)])
+        return specs.drop_indivisible(first, tuple(shape), specs.MeshAxes(self.sizes, {}))
 
 
 def usual(
@@ -103,44 +103,36 @@ def usual(
         experts: classes that are over `Axes.batch`, if a group has one.
         together: whether that axis shards the dimension that is split as well, if both divide it.
     """
-    own = [i for i, number in enumerate(group.classes) if number is not None]
-    width = sizes.get(axes.other, 1)
-    over_other = next(
-        (i for i in own if width > 1 and group.classes[i] in split and group.shape[i] % width == 0), None
-    )
-    rows = sizes[axes.batch]
-    rest = [i for i in own if i != over_other and group.shape[i] % rows == 0 and rows > 1]
-    chosen = next((i for i in rest if group.classes[i] in experts), None)
-    if chosen is None:
-        chosen = max(rest, key=lambda i: group.shape[i], default=None)
-    divides = rows > 1 and over_other is not None and group.shape[over_other] % (rows * width) == 0
-    if divides and (chosen is None or together):
-        chosen = over_other
-    return _placed(group, axes, over_other, chosen)
+    rows, width = sizes[axes.batch], sizes.get(axes.other, 1)
+    others = (i for i in group.dividing(width) if group.classes[i] in split)
+    other = next(others, None) if width > 1 else None
+    if rows == 1:
+        return Placement(other, None)
+    batch = _largest(group, rows, other, experts)
+    if (batch is None or together) and other in group.dividing(rows * width):
+        batch = other
+    return Placement(other, batch)
 
 
-def elsewhere(group: Group, placement: Placement, axes: Axes, sizes: Mapping[str, int]) -> list[Placement]:
-    """The placements of a group that differ from one in one of the two axes: over another dimension, or none.
+def elsewhere(group: Group, here: Placement, axes: Axes, sizes: Mapping[str, int]) -> list[Placement]:
+    """The places of a group that differ from one in one of the two axes: over another dimension, or none.
 
     If the other axis goes to the dimension of the first one, that goes where it usually is.
     """
-    own = [i for i, number in enumerate(group.classes) if number is not None]
-    width, rows = sizes.get(axes.other, 1), sizes[axes.batch]
-    here = {axis: i for i, each in enumerate(placement) for axis in each}
-    found = []
-    for dim in [*own, None] if rows > 1 else []:
-        found.append(_placed(group, axes, here.get(axes.other), dim))
-    for dim in [*own, None] if width > 1 else []:
-        found.append(_placed(group, axes, dim, here.get(axes.batch)))
-        if dim is not None and dim == here.get(axes.batch):
-            rest = [i for i in own if i != dim and group.shape[i] % rows == 0]
-            found.append(_placed(group, axes, dim, max(rest, key=lambda i: group.shape[i], default=None)))
-    possible = (each for each in found if fitted(each, group.shape, sizes) == each)
-    return [each for each in dict.fromkeys(possible) if each != placement]
-
-
-def _placed(group: Group, axes: Axes, other: int | None, batch: int | None) -> Placement:
-    return tuple(
-        ((axes.other,) if i == other else ()) + ((axes.batch,) if i == batch else ())
-        for i in range(len(group.classes))
+    rows, width = sizes[axes.batch], sizes.get(axes.other, 1)
+    found = [Placement(here.other, dim) for dim in (*group.dividing(rows), None) if rows > 1]
+    for dim in (*group.dividing(width), None) if width > 1 else ():
+        found.append(Placement(dim, here.batch))
+        if dim is not None and dim == here.batch:
+            found.append(Placement(dim, _largest(group, rows, dim)))
+    both = group.dividing(rows * width)
+    possible = (
+        place for place in found if None in place or place.other != place.batch or place.other in both
     )
+    return [place for place in dict.fromkeys(possible) if place != here]
+
+
+def _largest(group: Group, parts: int, but: int | None, first: Collection[int] = ()) -> int | None:
+    """The largest dimension that divides, but one; those of some classes come first."""
+    dims = [i for i in group.dividing(parts) if i != but]
+    return max(dims, key=lambda i: (group.classes[i] in first, group.shape[i]), default=None)

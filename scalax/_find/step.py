@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from scalax._find.groups import Leaf
 from scalax._tree.paths import bits_of, dtype_on_devices, leaf_shape, path_string
 from scalax.errors import ArgumentError, plural
 
-Key = tuple[str, tuple[int, ...]]
-"""A leaf of the arguments: its path in its argument, and its shape."""
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A leaf of the arguments that are not batches. Those of one path and shape are one.
+
+    Attributes:
+        path: its path in its argument.
+        shape: its shape.
+        bits: those of an element.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    bits: int = dataclasses.field(compare=False)
+
+    @property
+    def bytes(self) -> int:
+        """Its bytes, on all devices together."""
+        return -(-math.prod(self.shape) * self.bits // 8)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,77 +59,60 @@ class Step:
         """The name of the function."""
         return str(getattr(self.function, '__name__', type(self.function).__name__))
 
-    @property
+    @functools.cached_property
     def leaves(self) -> list[Leaf | None]:
         """The leaves of its arguments in order; None for those of batches."""
-        found: list[Leaf | None] = []
-        for number, argument in enumerate(self.args):
-            for path, leaf in jax.tree_util.tree_flatten_with_path(argument)[0]:
-                shape, bits = leaf_shape(leaf) or (), bits_of(dtype_on_devices(leaf))
-                found.append(None if number in self.batch else Leaf(path_string(path), shape, bits))
-        return found
+        return [
+            None if number in self.batch else _leaf(path, leaf)
+            for number, argument in enumerate(self.args)
+            for path, leaf in jax.tree.leaves_with_path(argument)
+        ]
 
     @property
     def batch_shapes(self) -> list[tuple[int, ...]]:
         """The shapes of the arrays of its batches."""
-        return [shape for i in self.batch for shape in self.shapes_of(i)]
+        return [leaf_shape(leaf) or () for i in self.batch for leaf in jax.tree.leaves(self.args[i])]
 
-    def shapes_of(self, number: int) -> list[tuple[int, ...]]:
-        """The shapes of the arrays of an argument."""
-        return [leaf_shape(leaf) or () for leaf in jax.tree.leaves(self.args[number])]
-
-    def shardings(
+    def arguments(
         self, of_leaf: Callable[[Leaf], Any], of_batch: Callable[[tuple[int, ...]], Any]
-    ) -> tuple[tuple[Any, ...], Any]:
-        """The specs of the arguments and of the results.
-
-        A result that is a tree like an argument lies as that one does; the compiler decides about others.
+    ) -> tuple[Any, ...]:
+        """The arguments with something else for each leaf.
 
         Args:
-            of_leaf: gives the spec of a leaf.
-            of_batch: gives that of an array of a batch, from its shape.
+            of_leaf: what there is for a leaf.
+            of_batch: what there is for an array of a batch, from its shape.
         """
-        leaves = iter(self.leaves)
+        return tuple(
+            jax.tree.map(lambda leaf: of_batch(leaf_shape(leaf) or ()), argument)
+            if number in self.batch
+            else jax.tree.map_with_path(lambda *leaf: of_leaf(_leaf(*leaf)), argument)
+            for number, argument in enumerate(self.args)
+        )
 
-        def spec(leaf: Any) -> Any:
-            own = next(leaves)
-            return of_batch(leaf_shape(leaf) or ()) if own is None else of_leaf(own)
+    def returned(self, arguments: Sequence[Any]) -> Any:
+        """What the function returns, with one of *arguments* for each result, or None.
 
-        arguments = tuple(jax.tree.map(spec, argument) for argument in self.args)
-        results = [None if like is None else arguments[like] for like in self.like]
-        return arguments, self.returned(results)
+        A result that is a tree like an argument is where that one is; the compiler decides about others.
+        """
+        kinds = [_kind(argument) for argument in self.args]
 
-    def returned(self, results: Sequence[Any]) -> Any:
-        """Something for each of `results`, in the form in which the function returns these."""
-        if self.one_result:
-            return results[0]
-        if isinstance(self.out, dict):
-            return dict(zip(self.out, results, strict=True))
-        return type(self.out)(*results) if hasattr(self.out, '_fields') else tuple(results)
+        def given(result: Any) -> Any:
+            kind = _kind(result)
+            return arguments[kinds.index(kind)] if kind in kinds else None
 
-    @property
-    def one_result(self) -> bool:
-        """Whether it returns one tree: no tuple or dict, or one that is like an argument."""
-        return not isinstance(self.out, tuple | dict) or _kind(self.out) in map(_kind, self.args)
+        if not isinstance(self.out, tuple | dict) or _kind(self.out) in kinds:
+            return given(self.out)
+        return jax.tree.map(given, self.out, is_leaf=lambda each: each is not self.out)
 
-    @property
-    def results(self) -> tuple[Any, ...]:
-        """What it returns."""
-        if self.one_result:
-            return (self.out,)
-        return tuple(self.out.values()) if isinstance(self.out, dict) else tuple(self.out)
 
-    @property
-    def like(self) -> tuple[int | None, ...]:
-        """For each result the number of the argument that has the same structure, shapes and dtypes."""
-        known = {_kind(argument): i for i, argument in reversed([*enumerate(self.args)])}
-        return tuple(known.get(_kind(out)) for out in self.results)
+def _leaf(path: Any, leaf: Any) -> Leaf:
+    return Leaf(path_string(path), leaf_shape(leaf) or (), bits_of(dtype_on_devices(leaf)))
 
 
 def _kind(tree: Any) -> Any:
     """What two trees of the same structure, shapes and dtypes have in common."""
     leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple((leaf_shape(leaf), str(dtype_on_devices(leaf))) for leaf in leaves)
+    return structure, [(leaf_shape(leaf), str(dtype_on_devices(leaf))) for leaf in leaves]
 
 
 def make_step(
@@ -157,21 +157,19 @@ def _numbers(option: str, value: int | Sequence[int], count: int) -> frozenset[i
     return frozenset(number % count for number in numbers)
 
 
-def leaves_of(steps: Sequence[Step]) -> dict[Key, Leaf]:
-    """The leaves of several steps: those of one path and shape are one.
+def leaves_of(steps: Sequence[Step]) -> list[Leaf]:
+    """The leaves of several steps.
 
     Raises:
         ArgumentError: leaves have one path and several shapes, so that no rule can tell them apart.
     """
-    found: dict[Key, Leaf] = {}
+    leaves = list(dict.fromkeys(leaf for step in steps for leaf in step.leaves if leaf is not None))
     shapes: dict[str, tuple[int, ...]] = {}
-    for step in steps:
-        for leaf in filter(None, step.leaves):
-            other = shapes.setdefault(leaf.path, leaf.shape)
-            if other != leaf.shape and 1 not in (math.prod(other), math.prod(leaf.shape)):
-                raise ArgumentError(
-                    f'two arguments have a leaf {leaf.path!r}, of the shapes {other} and {leaf.shape}: a '
-                    'rule looks at paths, and cannot tell them apart. Put both into one tree'
-                )
-            found.setdefault((leaf.path, leaf.shape), leaf)
-    return found
+    for leaf in leaves:
+        other = shapes.setdefault(leaf.path, leaf.shape)
+        if other != leaf.shape and 1 not in (math.prod(other), math.prod(leaf.shape)):
+            raise ArgumentError(
+                f'two arguments have a leaf {leaf.path!r}, of the shapes {other} and {leaf.shape}: a '
+                'rule looks at paths, and cannot tell them apart. Put both into one tree'
+            )
+    return leaves

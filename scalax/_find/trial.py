@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-from scalax._find.layout import Layout, Placement, spec_of
+from scalax._find.layout import Layout
 from scalax._find.problem import Problem
 from scalax._find.source import spec_code
 from scalax._plan.roofline import Seconds
+from scalax._report.tables import human_bytes, milliseconds
 from scalax._report.trial_file import TrialFile
 from scalax._search.objective import lost_by, mean, rank, seconds_of
 from scalax._trace.threads import ThreadState
 from scalax._tree.specs import axis_sizes_text
+from scalax.errors import plural
 
 # What a layout costs that does not fit, times how many times the memory it takes: more than any seconds. Of
 # one that was not compiled only its arguments are known.
@@ -80,15 +82,15 @@ def attempt(problem: Problem, layout: Layout, limit: int | None) -> Trial:
     Raises:
         Exception: another error of the step or of scalax, with a note that names the layout.
     """
-    if limit is not None and problem.stored(layout) > limit:
-        return Trial(layout, memory=problem.stored(layout), limit=limit, lost='', compiled=False)
+    if limit is not None and (stored := problem.stored(layout)) > limit:
+        return Trial(layout, memory=stored, limit=limit, compiled=False)
     bound = estimate = 0.0
-    memory, moved = 0, dict[str, int]()
+    memory, moved = 0, collections.Counter[str]()
     for step in problem.steps:
         try:
             plan = problem.plan(layout, step)
         except Exception as error:  # noqa: BLE001 - lost_by raises what is no result of the compiler
-            name = f'{axis_sizes_text(layout.sizes)}, batch {spec_code(spec_of(layout.batch))}'
+            name = f'{axis_sizes_text(layout.sizes)}, batch {spec_code(layout.batch)}'
             return Trial(layout, limit=limit, lost=lost_by(error, name))
         seconds = seconds_of(plan)
         if not math.isfinite(seconds.bound):
@@ -96,8 +98,7 @@ def attempt(problem: Problem, layout: Layout, limit: int | None) -> Trial:
         bound, estimate = bound + seconds.bound, estimate + seconds.estimate
         memory = max(memory, plan.memory.total)
         for axes, kinds in plan.totals.items():
-            name = '+'.join(axes)
-            moved[name] = moved.get(name, 0) + sum(kinds.values())
+            moved['+'.join(axes)] += sum(kinds.values())
     return Trial(layout, bound, estimate, memory, limit, moved)
 
 
@@ -112,83 +113,55 @@ class Trials:
         problem: what is searched for.
         limit: the bytes of memory that a device may use.
         file: where the trials are written.
-        note: called with each new trial.
+        note: called with how far the search is.
+        ends: when to stop, by `time.monotonic`.
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        limit: int | None,
-        file: TrialFile,
-        note: Callable[[Trial], None],
+        self, problem: Problem, limit: int | None, file: TrialFile, note: Callable[[str], None], ends: float
     ) -> None:
-        self.problem, self._limit, self._file = problem, limit, file
-        self._note = note
+        self.problem, self._limit, self._file, self._note, self._ends = problem, limit, file, note, ends
         self._identity = problem.identity(limit) if file.path else ''
         self.known: dict[Layout, Trial] = {}
-        read = (_read(values) for values in file.known(self._identity))
-        self._saved = {trial.layout: trial for trial in read if trial is not None}
-        self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS))
 
-    def __enter__(self) -> Trials:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
-
-    def __call__(self, layouts: Sequence[Layout], ends: float) -> list[Trial]:
+    def __call__(self, layouts: Iterable[Layout]) -> Sequence[Trial]:
         """The trials of some layouts: known ones, or new ones, as many at a time as there are cores.
 
         Raises:
-            OutOfTime: it is later than *ends*, by `time.monotonic`. At least one is made all the same.
+            OutOfTime: the time is over. At least one is made all the same.
         """
+        layouts = list(dict.fromkeys(layouts))
         for layout in layouts:
-            if layout in self._saved:
-                self.known.setdefault(layout, self._saved[layout])
-        new = [layout for layout in dict.fromkeys(layouts) if layout not in self.known]
-        attempts = [
-            self._pool.submit(
-                ThreadState().run, functools.partial(attempt, self.problem, layout, self._limit)
-            )
-            for layout in new
-        ]
+            if layout not in self.known and (values := self._file.get(f'{self._identity} {layout}')):
+                self.known[layout] = Trial(layout, limit=self._limit, **values)
+        new = [layout for layout in layouts if layout not in self.known]
+        calls = [functools.partial(attempt, self.problem, layout, self._limit) for layout in new]
+        pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS))
         try:
-            for done in attempts:
-                if self.known and time.monotonic() > ends:
+            for trial in pool.map(ThreadState.run, [ThreadState() for _ in new], calls):
+                self._add(trial)
+                if time.monotonic() > self._ends:
                     raise OutOfTime
-                self._add(done.result())
-        except BaseException:  # also Ctrl-C: what has begun ends, the rest is not tried
-            for other in attempts:
-                other.cancel()
-            raise
+        finally:  # also after Ctrl-C: what has begun ends, the rest is not tried
+            pool.shutdown(cancel_futures=True)
         return [self.known[layout] for layout in layouts]
+
+    @property
+    def best(self) -> Trial | None:
+        """The best of all."""
+        return min(self.known.values(), key=lambda trial: trial.rank, default=None)
 
     def _add(self, trial: Trial) -> None:
         self.known[trial.layout] = trial
-        self._file.add(self._identity, _written(trial))
-        self._note(trial)
-
-
-def _written(trial: Trial) -> dict[str, Any]:
-    """A trial as values of JSON, which has no infinite numbers."""
-    values = dataclasses.asdict(trial)
-    return {name: None if value == math.inf else value for name, value in values.items()}
-
-
-def _read(values: dict[str, Any]) -> Trial | None:
-    """The trial of which these were written; None if they are of something else."""
-    try:
-        own = values['layout']
-        layout = Layout(
-            tuple((name, size) for name, size in own['mesh']),
-            _placement(own['batch']),
-            tuple(map(_placement, own['groups'])),
+        fields = (field for field in dataclasses.fields(Trial) if field.name not in ('layout', 'limit'))
+        values = {field.name: getattr(trial, field.name) for field in fields}
+        # JSON has no infinite numbers; these are those that a trial begins with.
+        finite = {name: value for name, value in values.items() if value != math.inf}
+        self._file.add(f'{self._identity} {trial.layout}', finite)
+        best = self.best
+        assert best is not None
+        seconds = milliseconds(best.seconds) if math.isfinite(best.seconds) else 'no program'
+        sizes = axis_sizes_text(best.layout.sizes)
+        self._note(
+            f'{plural(len(self.known), "layout")}; best: {sizes}, {seconds}, {human_bytes(best.memory)}'
         )
-        seconds = {name: math.inf if values[name] is None else values[name] for name in ('bound', 'estimate')}
-        return Trial(**{**values, **seconds, 'layout': layout})
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _placement(value: Any) -> Placement:
-    return tuple(tuple(axes) for axes in value)

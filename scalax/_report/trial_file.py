@@ -42,7 +42,7 @@ class TrialFile:
         if not isinstance(path, str | os.PathLike | None):
             raise ArgumentError(f'a file of trials is given by its path, got {path!r}')
         self.path = None if path is None else Path(path)
-        self._known: dict[str, list[dict[str, Any]]] = {}
+        self._known: dict[str, dict[str, Any]] = {}
         self._cut_off = False
         if self.path is None:
             return
@@ -55,9 +55,9 @@ class TrialFile:
                 f'{os.fspath(self.path)!r} cannot be written: {strict_json.reason(error)}'
             ) from error
 
-    def known(self, identity: str) -> list[dict[str, Any]]:
-        """The values of the trials with this identity that were there from the start, in their order."""
-        return self._known.get(identity, [])
+    def get(self, identity: str) -> dict[str, Any] | None:
+        """The values of the last trial with this identity that was there from the start; None if none was."""
+        return self._known.get(identity)
 
     def add(self, identity: str, values: Mapping[str, Any]) -> None:
         """Writes a trial; its values are ready for ``json.dumps``."""
@@ -79,7 +79,7 @@ class TrialFile:
             except ValueError:
                 continue
             if isinstance(values, dict) and isinstance(values.get('of'), str):
-                self._known.setdefault(values.pop('of'), []).append(values)
+                self._known[values.pop('of')] = values
         if not self._known and not data.startswith(_BEGIN[: len(data)]):
             start = data[:40].decode('utf-8', 'replace')
             raise _not_one(path, f'it begins with {strict_json.brief(start)}')

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from scalax._plan.blocks import memory_taken
-from scalax._plan.hardware import Hardware
 from scalax._plan.lowered_step import LoweredStep, lower_step
 from scalax._plan.make import plan_lowered
 from scalax._plan.plan import Plan
@@ -53,19 +52,15 @@ class Attempts:
                 warnings.simplefilter('error', IndivisibleWarning)
                 step = self._lowered(candidate)
                 candidate = dataclasses.replace(candidate, least_memory=step.stored_bytes[0])
-                lost = self._why_not(candidate, step.hardware) if quick else ''
-                if lost:
+                limit = step.hardware.hbm_bytes if step.hardware else None
+                if quick and limit is not None and candidate.least_memory > limit:
+                    least, most = human_bytes(candidate.least_memory), human_bytes(limit)
+                    lost = f'cannot fit: its arguments alone take {least} of {most}'
                     return dataclasses.replace(candidate, lost=lost, ruled_out=True)
-                known = self._known(step, quick)
-                plan = known or plan_lowered(step, quick=quick)
+                identity = f'{step.identity} {"quick" if quick else "in full"}' if self.file.path else ''
+                plan = self._known(identity) or self._compiled(step, identity, quick)
         except Exception as error:  # noqa: BLE001 - lost_by raises what is no result of the compiler
             return dataclasses.replace(candidate, lost=lost_by(error, candidate.name))
-        if known:
-            self.read += 1
-        else:
-            self.quick, self.full = self.quick + quick, self.full + (not quick)
-            if self.file.path:
-                self.file.add(step.identity, {'quick': quick, 'plan': json.loads(plan.to_json())})
         lost = f'does not fit: {memory_taken(plan)}' if plan.fits is False else ''
         return dataclasses.replace(candidate, plan=plan, lost=lost)
 
@@ -75,18 +70,18 @@ class Attempts:
         step, arguments = self.make_step(helper, *rules)
         return lower_step(helper, step, arguments, {})
 
-    def _why_not(self, candidate: Candidate, hardware: Hardware | None) -> str:
-        """Why a candidate cannot fit, whatever a compiler makes of it; empty if it may."""
-        limit = hardware.hbm_bytes if hardware else None
-        if limit is not None and candidate.least_memory > limit:
-            least = human_bytes(candidate.least_memory)
-            return f'cannot fit: its arguments alone take {least} of {human_bytes(limit)}'
-        return ''
-
-    def _known(self, step: LoweredStep, quick: bool) -> Plan | None:
-        """The plan of a step in the file."""
-        for values in self.file.known(step.identity) if self.file.path else ():
-            if values.get('quick') is quick:
-                with contextlib.suppress(DataError):  # damaged
-                    return Plan.load(json.dumps(values.get('plan')))
+    def _known(self, identity: str) -> Plan | None:
+        """The plan in the file."""
+        if values := self.file.get(identity):
+            with contextlib.suppress(DataError):  # damaged
+                plan = Plan.load(json.dumps(values.get('plan')))
+                self.read += 1
+                return plan
         return None
+
+    def _compiled(self, step: LoweredStep, identity: str, quick: bool) -> Plan:
+        plan = plan_lowered(step, quick=quick)
+        self.quick, self.full = self.quick + quick, self.full + (not quick)
+        if self.file.path:
+            self.file.add(identity, {'plan': json.loads(plan.to_json())})
+        return plan

@@ -13,7 +13,7 @@ from scalax.errors import ArgumentError
 def groups_of(function, *args, fixed=()):
     step = make_step(function, args, 1)
     leaves = leaves_of([step])
-    return make_groups(list(leaves.values()), joined([step], list(leaves)), fixed), list(leaves)
+    return make_groups(leaves, joined([step], leaves), fixed), [leaf.path for leaf in leaves]
 
 
 def layers(count):
@@ -42,7 +42,7 @@ def test_bytes_are_those_on_a_device():
         jax.ShapeDtypeStruct(*each) for each in (((64, 64), 'int4'), ((3,), 'uint4'), ((64,), 'float32'))
     )
     leaves = leaves_of([make_step(step, ({'b': b, 'scale': scale, 'w': w}, jnp.ones((8, 64))), 1)])
-    assert [leaf.bytes for leaf in leaves.values()] == [2, 64 * 4, 64 * 64 // 2]
+    assert [leaf.bytes for leaf in leaves] == [2, 64 * 4, 64 * 64 // 2]
 
 
 def test_statistics_belong_to_their_parameter():
@@ -53,11 +53,11 @@ def test_statistics_belong_to_their_parameter():
         mu = jax.tree.map(lambda m, g: 0.9 * m + g, state['mu'], gradient)
         return {**state, 'params': jax.tree.map(jnp.subtract, state['params'], mu), 'mu': mu}
 
-    groups, keys = groups_of(step, state, jnp.ones((8, 64)))
+    groups, paths = groups_of(step, state, jnp.ones((8, 64)))
     assert {group.name for group in groups} == {'params/{0,1}/up', 'params/{0,1}/down'}
     for group in groups:
         assert len(group.leaves) == 4 and len(group.parameters) == 2
-        assert {keys[i][0].split('/')[0] for i in {*group.leaves} - group.parameters} == {'mu'}
+        assert {paths[i].split('/')[0] for i in {*group.leaves} - group.parameters} == {'mu'}
 
 
 def test_statistics_belong_to_a_parameter_that_is_only_added():
@@ -67,8 +67,8 @@ def test_statistics_belong_to_a_parameter_that_is_only_added():
         gradient = jax.grad(lambda p: jnp.sum(jnp.tanh((x + p['positions']) @ p['up'])))(params)
         return jax.tree.map(lambda m, g: 0.9 * m + g, mu['0'], gradient)
 
-    groups, keys = groups_of(step, params, jnp.ones((8, 64, 256)), {'0': params})
-    assert [{keys[i][0] for i in group.leaves} for group in groups] == [
+    groups, paths = groups_of(step, params, jnp.ones((8, 64, 256)), {'0': params})
+    assert [{paths[i] for i in group.leaves} for group in groups] == [
         {'up', '0/up'},
         {'positions', '0/positions'},
     ]
@@ -95,8 +95,8 @@ def test_many_parameters_are_grouped_by_their_last_keys():
 def test_what_is_small_or_placed_is_in_no_group():
     params = {'bias': jnp.ones(8), 'v': jnp.ones((512, 512)), 'w': jnp.ones((512, 512))}
     x = jnp.ones((8, 512))
-    groups, keys = groups_of(lambda p, x: (x @ p['w']) @ p['v'] + p['bias'][0], params, x, fixed=[2])
-    assert [keys[i][0] for group in groups for i in group.leaves] == ['v']
+    groups, paths = groups_of(lambda p, x: (x @ p['w']) @ p['v'] + p['bias'][0], params, x, fixed=[2])
+    assert [paths[i] for group in groups for i in group.leaves] == ['v']
 
 
 def test_one_path_and_two_shapes():

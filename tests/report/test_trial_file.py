@@ -15,16 +15,16 @@ def test_trials_are_kept_by_identity(tmp_path):
     file.add('a', {'number': 1})
     file.add('b', {'number': 2})
     file.add('a', {'number': 3})
-    assert file.known('a') == []  # those from the start
+    assert file.get('a') is None  # those from the start
     again = TrialFile(str(path))
-    assert again.known('a') == [{'number': 1}, {'number': 3}]
-    assert again.known('b') == [{'number': 2}] and again.known('c') == []
+    assert again.get('a') == {'number': 3}
+    assert again.get('b') == {'number': 2} and again.get('c') is None
 
 
 def test_without_a_path_nothing_is_kept():
     file = TrialFile(None)
     file.add('a', {})
-    assert file.known('a') == []
+    assert file.get('a') is None
 
 
 def test_a_line_that_was_cut_off_takes_no_other_with_it(tmp_path):
@@ -33,9 +33,9 @@ def test_a_line_that_was_cut_off_takes_no_other_with_it(tmp_path):
     with path.open('a') as out:
         out.write('{"of": "a", "num')
     file = TrialFile(path)
-    assert file.known('a') == [{'number': 1}]
+    assert file.get('a') == {'number': 1}
     file.add('a', {'number': 2})
-    assert TrialFile(path).known('a') == [{'number': 1}, {'number': 2}]
+    assert TrialFile(path).get('a') == {'number': 2}
 
 
 @pytest.mark.parametrize('text', ['', '{', '{"of": "', '{"of": "0123', '{"of": "a", "number": 1}'])
@@ -43,7 +43,7 @@ def test_a_file_that_has_just_begun(text, tmp_path):
     path = tmp_path / 'trials.jsonl'
     path.write_text(text)
     TrialFile(path).add('b', {'number': 2})
-    assert TrialFile(path).known('b') == [{'number': 2}]
+    assert TrialFile(path).get('b') == {'number': 2}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_file_that_has_just_begun(text, tmp_path):
 def test_damaged_lines_are_passed_over(line, tmp_path):
     path = tmp_path / 'trials.jsonl'
     path.write_text(f'{line}\n{json.dumps({"of": "a", "number": 1})}\n')
-    assert TrialFile(path).known('a') == [{'number': 1}]
+    assert TrialFile(path).get('a') == {'number': 1}
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,6 @@ class Entry:
         arguments: the shardings of the arguments; None until the rules were asked. In the key of placed
             arrays they may be None: their types hold the sharding. Host data has a separate key, whose
             shardings are the target.
-        inside: the shardings of the arguments inside the function, where they may be constrained to others.
         batch: what is followed from the arguments; None if nothing is.
         followed: the values that are kept where they are; None if nothing is followed.
         outputs: the shardings of the outputs; None until the function was traced.
@@ -254,7 +253,6 @@ class Entry:
 
     key: CallKey
     arguments: Any = None
-    inside: Shardings = ()
     batch: Arguments | None = None
     followed: Followed | None = None
     outputs: Shardings | None = None

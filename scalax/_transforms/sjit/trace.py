@@ -120,13 +120,13 @@ class TracedFunction:
             with self._context_entered():
                 return jax.tree.unflatten(entry.out_tree, rewriting.run(entry.jaxpr, call.leaves))
         constraints, flat_args = self._rules.constraints(call), call.flat_args
-        entry.inside, entry.batch, entry.followed = entry.arguments, None, None
+        inside, entry.batch, entry.followed = entry.arguments, None, None
         if constraints is not None:
             flat_args = call.replaced(apply_shardings(call.leaves, constraints))
             pairs = zip(constraints, entry.arguments, strict=True)
-            entry.inside = [then if now is None else now for now, then in pairs]
+            inside = [then if now is None else now for now, then in pairs]
         if self._rules.follow_batch or self._rules.signature.says_batch:
-            entry.batch = batch_to_follow(self._rules, call, entry.inside)
+            entry.batch = batch_to_follow(self._rules, call, inside)
         # Where jax.disable_jit is traced all the same (`lower`, jax.grad around it), a `jit` is no equation.
         if entry.batch is None or not traced or jax.config.jax_disable_jit:
             return self.run_users(flat_args)

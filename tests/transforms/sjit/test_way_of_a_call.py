@@ -53,11 +53,11 @@ class Way(NamedTuple):
 
 LIMITS = {
     'made': Way(84, 14, 29),
-    'first': Way(129, 17, 65) if GUARDED else Way(127, 17, 63),
-    'another length': Way(131, 17, 70) if GUARDED else Way(130, 17, 69),
+    'first': Way(128, 17, 65) if GUARDED else Way(126, 17, 63),
+    'another length': Way(129, 17, 70) if GUARDED else Way(128, 17, 69),
     'again': Way(2, 2, 1) if GUARDED else Way(1, 1, 0),
-    'first, not followed': Way(115, 16, 59) if GUARDED else Way(113, 16, 57),
-    'another length, not followed': Way(116, 15, 62) if GUARDED else Way(115, 15, 61),
+    'first, not followed': Way(114, 16, 59) if GUARDED else Way(112, 16, 57),
+    'another length, not followed': Way(114, 15, 62) if GUARDED else Way(113, 15, 61),
 }
 
 
