@@ -94,6 +94,11 @@ def equation_of(function: Callable[..., Any], like: Any) -> Any:
     return found.replace(invars=like.invars, outvars=like.outvars, source_info=like.source_info)
 
 
+def bound(equation: Any, *operands: Any) -> Any:
+    """What an equation gives for other operands, in a trace. Relies on `bind` taking its parameters."""
+    return equation.primitive.bind(*operands, **equation.params)
+
+
 def with_inputs(jaxpr: Any) -> tuple[Any, list[Any]]:
     """A closed jaxpr whose constants of an outer trace are its last inputs; and these constants.
 

@@ -176,3 +176,11 @@ def test_a_jaxpr_runs_as_one_equation() -> None:
         np.testing.assert_allclose(jax.jit(fun)(X, X, X)[0], np.sin(X) * X, rtol=1e-6)
         gradient = jax.grad(lambda x: fun(x, X, X)[0].sum())(X)
         np.testing.assert_allclose(gradient, np.cos(X) * X, rtol=1e-5, atol=1e-6)
+
+
+def test_an_equation_is_bound_to_other_operands() -> None:
+    def bound(x: Any) -> Any:
+        return rewriting.bound(equation_in('reduce_sum', lambda x: x.sum(1), np.ones((2, 3))), x)
+
+    with contract('binds an equation with its own parameters', 'to run it on parts of its operands'):
+        np.testing.assert_array_equal(jax.jit(bound)(np.ones((4, 3))), np.full(4, 3.0))

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import AxisType
 
+from scalax._follow.grouped_convolutions import with_right_gradients
 from scalax._follow.jaxprs import is_on_mesh
 from scalax._jax.equations import opened
 from scalax._jax.tracing import is_compiled
@@ -62,6 +63,7 @@ from scalax._transforms.sjit.trace import TracedFunction, in_eager_axis_modes, r
 from scalax._transforms.tracebacks import HidingOurs
 from scalax._util import lru_cache
 from scalax._util.progress import progress
+from scalax.errors import ArgumentError
 
 if TYPE_CHECKING:
     from scalax._follow.followed_batch import FollowedBatch
@@ -339,8 +341,22 @@ class Dispatcher:
             self.args_placed.entry = None
         record(entry, traced)
         entry.on_devices = not self._knows_devices(traced.jaxpr, entry)
-        # If its outputs are to be constrained, another function: JAX would find this trace again.
-        return self._flat_function(call.layout) if entry.on_devices else flat_function
+        axes = sorted(entry.batch.batch_axes) if entry.batch else ()
+        right = traced.jaxpr
+        if not self.rules.any_explicit:
+            right = with_right_gradients(traced.jaxpr, self.mesh, axes)
+        if right is not traced.jaxpr:
+            if entry.jaxpr is None:
+                raise ArgumentError(
+                    f'{self.signature.name} takes the gradient of a grouped convolution, which XLA adds up '
+                    'wrongly on a mesh of several axes. scalax mends that in functions that close over no '
+                    'value of an outer trace; this one does.\nWhat to do: pass the arrays that it closes over '
+                    'as arguments'
+                )
+            entry.jaxpr = right
+        # Another function where its outputs or its jaxpr change: JAX would find this trace again.
+        changed = entry.on_devices or right is not traced.jaxpr
+        return self._flat_function(call.layout) if changed else flat_function
 
     def _knows_devices(self, jaxpr: Any, entry: Entry) -> bool:
         """Whether JAX knows the devices of a program, or its function says nothing of a mesh.

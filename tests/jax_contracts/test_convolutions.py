@@ -1,0 +1,37 @@
+"""Gradients of grouped convolutions, as `scalax/_follow/grouped_convolutions` mends them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalax._follow.grouped_convolutions import with_right_gradients
+from scalax._jax import rewriting
+from tests.support.contracts import contract
+
+
+def gradient(w: jax.Array, x: jax.Array) -> jax.Array:
+    def loss(w: jax.Array) -> jax.Array:
+        options = {'dimension_numbers': ('NHWC', 'HWIO', 'NHWC'), 'feature_group_count': 4}
+        return jnp.sum(jnp.sin(lax.conv_general_dilated(x, w, (1, 1), 'SAME', **options)))
+
+    return jax.grad(loss)(w)
+
+
+def test_xla_adds_up_the_gradient_of_a_grouped_convolution_over_devices_that_have_the_same_rows() -> None:
+    """Where this fails, XLA has mended it, and `with_right_gradients` can go."""
+    mesh = jax.make_mesh((4, 2), ('x', 'y'), axis_types=(AxisType.Auto,) * 2)
+    w, x = jnp.ones((3, 3, 4, 16)), jnp.ones((16, 8, 8, 16))
+    rows = jax.device_put(x, NamedSharding(mesh, P('x')))
+    expected = gradient(w, x)
+
+    def mended(w: jax.Array, x: jax.Array) -> jax.Array:
+        [result] = rewriting.run(with_right_gradients(jax.make_jaxpr(gradient)(w, x), mesh, ['x']), [w, x])
+        return result
+
+    with contract('adds it up twice', 'to mend it', library='jaxlib'):
+        np.testing.assert_allclose(jax.jit(gradient)(w, rows), 2 * expected, rtol=1e-4, atol=1e-4)
+    with contract('adds it up rightly inside of shard_map', 'to mend it', library='jaxlib'):
+        np.testing.assert_allclose(jax.jit(mended)(w, rows), expected, rtol=1e-4, atol=1e-4)
