@@ -60,23 +60,29 @@ class Statement:
 
 def agree(
     mesh: Mesh,
-    statement: Statement,
     what: str,
+    call: str,
+    leaves: Iterable[tuple[str, str]],
     advice: str,
     error: BaseException | None = None,
+    *,
+    state: str = '',
     kind: type[ScalaxError] = DataError,
     share: bytes = b'',
 ) -> list[bytes]:
     """Returns on every process if all make the same statement, and raises on every process if not.
 
-    One all-gather of 20 bytes for each process. It waits for what the devices have been given to do.
+    One all-gather of 20 bytes for each process. It waits for what the devices have been given to do. One
+    process agrees with itself, and communicates nothing.
 
     Args:
         mesh: whose processes have to agree.
-        statement: this process's.
         what: the name of the call, for the message.
+        call: the options that must be the same everywhere, as text.
+        leaves: what must be the same about each leaf, as in `Statement`.
         advice: what to do, for the message.
         error: why this process cannot take part; raised here, and told to the others.
+        state: the progress of this process, as in `Statement`.
         kind: the class of the error.
         share: bytes that are gathered as well and may differ; as many on every process, a multiple of 4.
 
@@ -86,9 +92,18 @@ def agree(
     Raises:
         ScalaxError: names the processes and leaves that differ.
     """
+    processes = collectives.processes_of(mesh)
+    if not processes.several:
+        if error is not None:
+            raise error
+        return [share]
+    if error is None:
+        try:
+            statement = Statement(call, [*leaves], state, order=processes.order)
+        except Exception as fault:  # noqa: BLE001 - raised once all processes know
+            error = fault
     if error is not None:
-        statement = Statement(statement.call, trouble=f'{type(error).__name__}: {error}')
-    statement = dataclasses.replace(statement, order=collectives.processes_of(mesh).order)
+        statement = Statement(call, trouble=f'{type(error).__name__}: {error}', order=processes.order)
     encoded = statement.encoded()
     digest = hashlib.blake2b(encoded, digest_size=16).digest()
     header = [*np.frombuffer(digest, np.uint32), bool(statement.trouble)]
@@ -99,7 +114,7 @@ def agree(
     if error is not None:
         raise error
     if found:
-        raise kind(f'{what}: the processes disagree ({statement.call}):\n{shown(found)}\n{advice}')
+        raise kind(f'{what}: the processes disagree ({call}):\n{shown(found)}\n{advice}')
     return [row.tobytes() for row in gathered[:, len(header) :]]
 
 
@@ -108,32 +123,27 @@ def together(
     what: str,
     call: str,
     advice: str,
-    prepare: Callable[[], tuple[Sequence[tuple[str, str]], Value]],
+    prepare: Callable[[], tuple[Iterable[tuple[str, str]], Value]],
 ) -> Value:
     """Runs *prepare*, and returns its value once every process has made the same statement.
-
-    One process agrees with itself, and communicates nothing.
 
     Args:
         mesh: as for `agree`.
         what: as for `agree`.
-        call: the options that must be the same everywhere, as text.
+        call: as for `agree`.
         advice: as for `agree`.
         prepare: all that may fail on one process alone; it communicates nothing. Returns what must be the
-            same about each leaf, as in `Statement`, and the value.
+            same about each leaf, and the value.
 
     Raises:
         ScalaxError: as for `agree`. What *prepare* raises is raised here, and told to the others.
     """
-    if not collectives.processes_of(mesh).several:
-        _, value = prepare()
-        return value
     try:
         leaves, value = prepare()
     except Exception as error:
-        agree(mesh, Statement(call), what, advice, error)
+        agree(mesh, what, call, (), advice, error)
         raise
-    agree(mesh, Statement(call, leaves), what, advice)
+    agree(mesh, what, call, leaves, advice)
     return value
 
 
@@ -154,11 +164,10 @@ def _disagreement(mesh: Mesh, statement: Statement, encoded: bytes, rows: list[t
     texts = [line if len(line) <= _MOST else f'{line[:_MOST]} ...' for line in lines]
     if len(texts) > _SHOWN:
         texts[_SHOWN:] = [f'... and {len(texts) - _SHOWN} more differences']
-    gathered = collectives.gather_bytes(mesh, json.dumps(texts).encode())
     return [
         f'process {index}: {line}'.replace('\n', '\n    ')
-        for index, data in zip(processes.indices, gathered, strict=True)
-        for line in json.loads(data)
+        for index, lines in zip(processes.indices, collectives.gather_json(mesh, texts), strict=True)
+        for line in lines
     ]
 
 

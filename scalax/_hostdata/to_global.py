@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -94,10 +94,9 @@ def local_data_to_global_array(options: Options, pytree: Any, check: bool, check
         if shardings := _known_shardings(options, leaves):
             return jax.tree.unflatten(treedef, jax.device_put(leaves, shardings))
 
-    def prepare() -> tuple[list[tuple[str, str]], tuple[ProcessBatch, Finish]]:
+    def prepare() -> tuple[Iterator[tuple[str, str]], tuple[ProcessBatch, Finish]]:
         part = read(options, pytree)
-        finish = place(part)
-        return _statement_leaves(part) if several else [], (part, finish)
+        return _statement_leaves(part), (part, place(part))
 
     if check:
         part, finish = agreement.together(
@@ -188,23 +187,17 @@ def agree(
     options: Options, what: str, part: ProcessBatch | None, error: BaseException | None, state: str = ''
 ) -> None:
     """Returns if all processes bring parts that fit together; raises on every process if not."""
-    leaves = [] if part is None else _statement_leaves(part)
-    agreement.agree(options.mesh, agreement.Statement(options.call, leaves, state), what, ADVICE, error)
+    leaves = () if part is None else _statement_leaves(part)
+    agreement.agree(options.mesh, what, options.call, leaves, ADVICE, error, state=state)
 
 
-def _statement_leaves(part: ProcessBatch) -> list[tuple[str, str]]:
+def _statement_leaves(part: ProcessBatch) -> Iterator[tuple[str, str]]:
     """What the processes have to agree on, leaf by leaf."""
     # With rows='all' shapes here, which are what users know; else processes may hold unequal parts.
     shapes = part.tree.shapes if part.options.rows == 'all' else part.shapes
-    return [
-        (
-            path,
-            agreement.scalar_text(leaf, dtype_on_devices(leaf))
-            if not shape
-            else type_text(dtype_on_devices(leaf), shape),
-        )
-        for path, leaf, shape in zip(part.tree.paths, part.tree.leaves, shapes, strict=True)
-    ]
+    for path, leaf, shape in zip(part.tree.paths, part.tree.leaves, shapes, strict=True):
+        dtype = dtype_on_devices(leaf)
+        yield path, type_text(dtype, shape) if shape else agreement.scalar_text(leaf, dtype)
 
 
 def read(options: Options, pytree: Any) -> ProcessBatch:
