@@ -12,9 +12,9 @@ from typing import Any
 import jax
 
 from scalax._jax.orbax import Path
-from scalax._tree.paths import canonical_dtype, path_string
+from scalax._tree.paths import path_string
 from scalax.checkpoint import _files, _manifest
-from scalax.checkpoint._description import Description, LeafDescription, parse_description
+from scalax.checkpoint._description import Description, LeafDescription, describe_leaf, parse_description
 from scalax.checkpoint._orbax import orbax
 from scalax.errors import CheckpointError
 
@@ -290,6 +290,5 @@ def _is_metadata(node: Any) -> bool:
 def _describe_orbax_leaf(path: str, leaf: Any) -> LeafDescription:
     """A leaf that Orbax saved without scalax."""
     if isinstance(leaf, orbax().metadata.ScalarMetadata):
-        kind = {'b': bool, 'i': int}.get(leaf.dtype.kind, float)
-        return LeafDescription(path, (), str(canonical_dtype(kind)), kind.__name__)
-    return LeafDescription(path, tuple(leaf.shape), str(leaf.dtype))
+        return describe_leaf(path, {'b': bool, 'i': int}.get(leaf.dtype.kind, float))
+    return describe_leaf(path, leaf)
