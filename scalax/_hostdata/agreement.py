@@ -47,16 +47,6 @@ class Statement:
     trouble: str = ''
     order: str = ''
 
-    def encoded(self) -> bytes:
-        """As bytes, the same for equal statements."""
-        return json.dumps([self.call, list(self.leaves), self.state, self.trouble, self.order]).encode()
-
-    @classmethod
-    def decoded(cls, data: bytes) -> Statement:
-        """The inverse of `encoded`."""
-        call, leaves, *rest = json.loads(data)
-        return cls(call, [(path, text) for path, text in leaves], *rest)
-
 
 def agree(
     mesh: Mesh,
@@ -104,7 +94,7 @@ def agree(
             error = fault
     if error is not None:
         statement = Statement(call, trouble=f'{type(error).__name__}: {error}', order=processes.order)
-    encoded = statement.encoded()
+    encoded = json.dumps(vars(statement)).encode()
     digest = hashlib.blake2b(encoded, digest_size=16).digest()
     header = [*np.frombuffer(digest, np.uint32), bool(statement.trouble)]
     mine = np.asarray([*header, *np.frombuffer(share, np.uint32)], np.uint32)
@@ -158,7 +148,7 @@ def _disagreement(mesh: Mesh, statement: Statement, encoded: bytes, rows: list[t
     able = [row for row in rows if not row[-1]]
     if able:
         position = rows.index(Counter(able).most_common(1)[0][0])
-        theirs = Statement.decoded(collectives.broadcast_bytes(mesh, position, encoded))
+        theirs = Statement(**json.loads(collectives.broadcast_bytes(mesh, position, encoded)))
         if not statement.trouble:
             lines = list(_differences(statement, theirs, f'process {processes.indices[position]}'))
     texts = [line if len(line) <= _MOST else f'{line[:_MOST]} ...' for line in lines]
@@ -209,5 +199,5 @@ def _differences(mine: Statement, theirs: Statement, other: str) -> Iterable[str
             yield f'{name} is {mine_by_path[path]}, and missing on {other}'
         elif mine_by_path[path] != by_path[path]:
             yield f'{name} is {mine_by_path[path]}, and {by_path[path]} on {other}'
-    if mine_by_path == by_path and list(mine.leaves) != list(theirs.leaves):
+    if mine_by_path == by_path and [*map(tuple, mine.leaves)] != [*map(tuple, theirs.leaves)]:
         yield f'has its leaves in another order than {other}'
