@@ -47,36 +47,32 @@ class Statement:
     trouble: str = ''
     order: str = ''
 
-    def encoded(self) -> bytes:
-        """As bytes, the same for equal statements."""
-        return json.dumps([self.call, list(self.leaves), self.state, self.trouble, self.order]).encode()
-
-    @classmethod
-    def decoded(cls, data: bytes) -> Statement:
-        """The inverse of `encoded`."""
-        call, leaves, *rest = json.loads(data)
-        return cls(call, [(path, text) for path, text in leaves], *rest)
-
 
 def agree(
     mesh: Mesh,
-    statement: Statement,
     what: str,
+    call: str,
+    leaves: Iterable[tuple[str, str]],
     advice: str,
     error: BaseException | None = None,
+    *,
+    state: str = '',
     kind: type[ScalaxError] = DataError,
     share: bytes = b'',
 ) -> list[bytes]:
     """Returns on every process if all make the same statement, and raises on every process if not.
 
-    One all-gather of 20 bytes for each process. It waits for what the devices have been given to do.
+    One all-gather of 20 bytes for each process. It waits for what the devices have been given to do. One
+    process agrees with itself, and communicates nothing.
 
     Args:
         mesh: whose processes have to agree.
-        statement: this process's.
         what: the name of the call, for the message.
+        call: the options that must be the same everywhere, as text.
+        leaves: what must be the same about each leaf, as in `Statement`.
         advice: what to do, for the message.
         error: why this process cannot take part; raised here, and told to the others.
+        state: the progress of this process, as in `Statement`.
         kind: the class of the error.
         share: bytes that are gathered as well and may differ; as many on every process, a multiple of 4.
 
@@ -86,10 +82,19 @@ def agree(
     Raises:
         ScalaxError: names the processes and leaves that differ.
     """
+    processes = collectives.processes_of(mesh)
+    if not processes.several:
+        if error is not None:
+            raise error
+        return [share]
+    if error is None:
+        try:
+            statement = Statement(call, [*leaves], state, order=processes.order)
+        except Exception as fault:  # noqa: BLE001 - raised once all processes know
+            error = fault
     if error is not None:
-        statement = Statement(statement.call, trouble=f'{type(error).__name__}: {error}')
-    statement = dataclasses.replace(statement, order=collectives.processes_of(mesh).order)
-    encoded = statement.encoded()
+        statement = Statement(call, trouble=f'{type(error).__name__}: {error}', order=processes.order)
+    encoded = json.dumps(vars(statement)).encode()
     digest = hashlib.blake2b(encoded, digest_size=16).digest()
     header = [*np.frombuffer(digest, np.uint32), bool(statement.trouble)]
     mine = np.asarray([*header, *np.frombuffer(share, np.uint32)], np.uint32)
@@ -99,7 +104,7 @@ def agree(
     if error is not None:
         raise error
     if found:
-        raise kind(f'{what}: the processes disagree ({statement.call}):\n{shown(found)}\n{advice}')
+        raise kind(f'{what}: the processes disagree ({call}):\n{shown(found)}\n{advice}')
     return [row.tobytes() for row in gathered[:, len(header) :]]
 
 
@@ -108,32 +113,27 @@ def together(
     what: str,
     call: str,
     advice: str,
-    prepare: Callable[[], tuple[Sequence[tuple[str, str]], Value]],
+    prepare: Callable[[], tuple[Iterable[tuple[str, str]], Value]],
 ) -> Value:
     """Runs *prepare*, and returns its value once every process has made the same statement.
-
-    One process agrees with itself, and communicates nothing.
 
     Args:
         mesh: as for `agree`.
         what: as for `agree`.
-        call: the options that must be the same everywhere, as text.
+        call: as for `agree`.
         advice: as for `agree`.
         prepare: all that may fail on one process alone; it communicates nothing. Returns what must be the
-            same about each leaf, as in `Statement`, and the value.
+            same about each leaf, and the value.
 
     Raises:
         ScalaxError: as for `agree`. What *prepare* raises is raised here, and told to the others.
     """
-    if not collectives.processes_of(mesh).several:
-        _, value = prepare()
-        return value
     try:
         leaves, value = prepare()
     except Exception as error:
-        agree(mesh, Statement(call), what, advice, error)
+        agree(mesh, what, call, (), advice, error)
         raise
-    agree(mesh, Statement(call, leaves), what, advice)
+    agree(mesh, what, call, leaves, advice)
     return value
 
 
@@ -148,17 +148,16 @@ def _disagreement(mesh: Mesh, statement: Statement, encoded: bytes, rows: list[t
     able = [row for row in rows if not row[-1]]
     if able:
         position = rows.index(Counter(able).most_common(1)[0][0])
-        theirs = Statement.decoded(collectives.broadcast_bytes(mesh, position, encoded))
+        theirs = Statement(**json.loads(collectives.broadcast_bytes(mesh, position, encoded)))
         if not statement.trouble:
             lines = list(_differences(statement, theirs, f'process {processes.indices[position]}'))
     texts = [line if len(line) <= _MOST else f'{line[:_MOST]} ...' for line in lines]
     if len(texts) > _SHOWN:
         texts[_SHOWN:] = [f'... and {len(texts) - _SHOWN} more differences']
-    gathered = collectives.gather_bytes(mesh, json.dumps(texts).encode())
     return [
         f'process {index}: {line}'.replace('\n', '\n    ')
-        for index, data in zip(processes.indices, gathered, strict=True)
-        for line in json.loads(data)
+        for index, lines in zip(processes.indices, collectives.gather_json(mesh, texts), strict=True)
+        for line in lines
     ]
 
 
@@ -200,5 +199,5 @@ def _differences(mine: Statement, theirs: Statement, other: str) -> Iterable[str
             yield f'{name} is {mine_by_path[path]}, and missing on {other}'
         elif mine_by_path[path] != by_path[path]:
             yield f'{name} is {mine_by_path[path]}, and {by_path[path]} on {other}'
-    if mine_by_path == by_path and list(mine.leaves) != list(theirs.leaves):
+    if mine_by_path == by_path and [*map(tuple, mine.leaves)] != [*map(tuple, theirs.leaves)]:
         yield f'has its leaves in another order than {other}'

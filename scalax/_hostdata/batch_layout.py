@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,14 +47,11 @@ class Layout:
         """The tiles that this process's devices hold."""
         return self.held[collectives.processes_of(self.mesh).here]
 
-    def is_at_hand(self, global_batch: int) -> bool:
-        """Whether each process has the rows that its devices need, where it brings its equal part."""
-        tile, part = global_batch // self.count, global_batch // len(self.held)
-        return all(
-            process * part <= number * tile and (number + 1) * tile <= (process + 1) * part
-            for process, numbers in enumerate(self.held)
-            for number in numbers
-        )
+    @functools.cached_property
+    def is_in_order(self) -> bool:
+        """Whether equal parts, in the order of the processes, are what the devices of each need."""
+        in_order = [*itertools.chain(*self.held)] == [*range(self.count)]
+        return in_order and len({len(tiles) for tiles in self.held}) == 1
 
 
 def layout_of(mesh: Mesh, mesh_axis_subset: Sequence[str] | str | None) -> Layout:

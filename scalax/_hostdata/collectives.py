@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import json
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -103,6 +104,13 @@ def gather_bytes(mesh: Mesh, data: bytes) -> list[bytes]:
     lengths = gather(mesh, np.asarray([len(data)], np.int32))[:, 0]
     rows = gather(mesh, _words(np.frombuffer(data, np.uint8), int(lengths.max())))
     return [row.view(np.uint8)[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+
+def gather_json(mesh: Mesh, value: Any) -> list[Any]:
+    """The values of all processes, in their order, as JSON keeps them; one process communicates nothing."""
+    if not processes_of(mesh).several:
+        return [value]
+    return [json.loads(data) for data in gather_bytes(mesh, json.dumps(value).encode())]
 
 
 def broadcast(mesh: Mesh, position: int, data: np.ndarray) -> np.ndarray:

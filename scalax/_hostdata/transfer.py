@@ -61,7 +61,7 @@ def agree_to_fetch(what: str, tree: NamedTree, fetched: Sequence[int]) -> None:
     mesh = next((mesh for i in fetched if (mesh := getattr(tree.leaves[i].sharding, 'mesh', None))), None)
     if mesh is not None:
         leaves = [(tree.paths[i], agreement.placed_text(tree.leaves[i])) for i in fetched]
-        agreement.agree(mesh, agreement.Statement(f'mesh ({MeshAxes.of(mesh)})', leaves), what, _ADVICE)
+        agreement.agree(mesh, what, f'mesh ({MeshAxes.of(mesh)})', leaves, _ADVICE)
 
 
 def put(pytree: Any, shardings: Sequence[Any]) -> Any:

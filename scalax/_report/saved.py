@@ -135,7 +135,7 @@ def read(kind: type[T], text_or_path: str | os.PathLike[str], what: str) -> T:
             f'{_VERSION}: write it anew with {what}.to_json()'
         )
     try:
-        return typing.cast(T, _built(kind, values, ''))
+        return typing.cast(T, built(kind, values, ''))
     except ValueError as error:
         raise DataError(f'{name} is not a whole {what}: {error}') from error
 
@@ -155,8 +155,17 @@ def _parsed(text: Any) -> dict[str, Any]:
     return values
 
 
-def _built(kind: Any, values: object, where: str) -> Any:
-    """A dataclass or named tuple of plain values; *where* names them in messages, '' for all of the file."""
+def built(kind: Any, values: object, where: str) -> Any:
+    """A dataclass or named tuple of plain values.
+
+    Args:
+        kind: its class.
+        values: what JSON has of it.
+        where: names them in messages; ``''`` for all of the file.
+
+    Raises:
+        ValueError: they are not values of that class.
+    """
     given, declared = _of(dict, values, where), _fields(kind)
     for name, (_, needed) in declared.items():
         if needed and name not in given:
@@ -206,7 +215,7 @@ def _value(kind: Any, value: object, where: str) -> Any:
             raise ValueError(f'{where} is none of {", ".join(map(repr, known))}: {strict_json.brief(value)}')
         return value if arguments else kind(value)
     if kind not in (str, int, bool):
-        return _built(kind, value, where)
+        return built(kind, value, where)
     if kind is int and not 0 <= _of(int, value, where) < _MOST:
         raise ValueError(f'{where} is not a number from 0 to 2**128: {strict_json.brief(value)}')
     return _of(kind, value, where)
@@ -221,7 +230,7 @@ def _of(kind: type[T], value: object, where: str) -> T:
 
 def _spec(value: object, where: str) -> PartitionSpec:
     is_dict = isinstance(value, dict)
-    written = _built(_Spec, value, where) if is_dict else _Spec(_value(_ENTRIES, value, where))
+    written = built(_Spec, value, where) if is_dict else _Spec(_value(_ENTRIES, value, where))
     sums: dict[str, Any] = {'unreduced': frozenset(written.unreduced), 'reduced': frozenset(written.reduced)}
     if written.unreduced_kind != 'sum':
         kinds = kinds_of_sums()

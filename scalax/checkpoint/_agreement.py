@@ -7,7 +7,7 @@ alone waits where a process does something else, until the time is up or the job
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
@@ -78,13 +78,8 @@ def agree(
     Raises:
         CheckpointError: names the processes and leaves that differ.
     """
-    if collectives.processes_of(mesh).several:
-        statement = agreement.Statement(call, [*leaves])
-        mine = bytes.fromhex(name)
-        return agreement.agree(mesh, statement, what, _ADVICE[what], error, CheckpointError, mine)[0].hex()
-    if error is not None:
-        raise error
-    return name
+    advice, mine = _ADVICE[what], bytes.fromhex(name)
+    return agreement.agree(mesh, what, call, leaves, advice, error, kind=CheckpointError, share=mine)[0].hex()
 
 
 def all_processes() -> Mesh:
@@ -121,10 +116,7 @@ def all_or_none(mesh: Mesh, call: str) -> Iterator[None]:
 
 def common_steps(mesh: Mesh, steps: Sequence[int]) -> list[int]:
     """The steps that every process sees."""
-    if not collectives.processes_of(mesh).several:
-        return list(steps)
-    seen = [set(json.loads(text)) for text in collectives.gather_bytes(mesh, json.dumps(steps).encode())]
-    return sorted(set.intersection(*seen))
+    return sorted(set.intersection(*map(set, collectives.gather_json(mesh, steps))))
 
 
 def common_damage(mesh: Mesh, look: Callable[[tuple[int, int]], list[str]]) -> list[str]:
@@ -140,10 +132,7 @@ def common_damage(mesh: Mesh, look: Callable[[tuple[int, int]], list[str]]) -> l
     processes = collectives.processes_of(mesh)
     with all_or_none(mesh, 'the files of a step'):
         try:
-            wrong = look((processes.here, len(processes.indices)) if processes.several else (0, 1))
+            wrong = look((processes.here, len(processes.indices)))
         except OSError as error:
             wrong = [f'it cannot be read: {error}']
-    if not processes.several:
-        return wrong
-    every = collectives.gather_bytes(mesh, json.dumps(wrong[:10]).encode())
-    return list(dict.fromkeys(line for lines in every for line in json.loads(lines)))
+    return list(dict.fromkeys(itertools.chain(*collectives.gather_json(mesh, wrong[:10]))))

@@ -381,10 +381,7 @@ class Checkpointer:
             steps = [find_step(self._directory, step, here).step]
 
         def damage(saved: SavedStep) -> list[str]:
-            def look(share: tuple[int, int]) -> list[str]:
-                wrong = saved.damage(verify, share) or saved.metadata_damage()
-                return wrong or (saved.data_damage() if data else [])
-
+            look = functools.partial(saved.damage, verify, arrays=True, data=data)
             return _agreement.common_damage(helper.mesh, look)
 
         saved, passed = latest_undamaged(self._directory, steps, damage)

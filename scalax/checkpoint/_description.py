@@ -7,22 +7,19 @@ uint32 array of its data, and does not say how many processes have saved the ste
 from __future__ import annotations
 
 import dataclasses
-import reprlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 from jax.sharding import NamedSharding
 
+from scalax._report import saved as saved_json
 from scalax._report.pages import visible
 from scalax._report.tables import table, terminal_width
 from scalax._tree import specs
 from scalax._tree.paths import canonical_dtype, type_text
 from scalax._tree.specs import axis_sizes_text
-from scalax._util.folding import MOST_RUNS, Fold, fold, times
-from scalax.errors import CheckpointError, near_names, plural
-
-_KINDS = ('array', 'int', 'float', 'bool')
+from scalax.errors import CheckpointError, near_names, plural, shown_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +38,7 @@ class LeafDescription:
     path: str
     shape: tuple[int, ...]
     dtype: str
-    kind: str = 'array'
+    kind: Literal['array', 'int', 'float', 'bool'] = 'array'
     spec: str = ''
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
@@ -84,38 +81,31 @@ class Description:
         return '\n'.join([*table(cells, terminal_width(None), 0, -1), '', f'{counts}, saved by {by}{on}'])
 
 
+class Head(NamedTuple):
+    """The file that describes a step, as JSON has it."""
+
+    format: int
+    processes: int
+    leaves: tuple[LeafDescription, ...]
+
+
 def parse_description(step: int, values: Any) -> Description:
     """The description of a step, from the JSON that was saved with it.
 
     Raises:
         ValueError: it is not a description.
     """
-    if not isinstance(values, dict) or type(values.get('processes')) is not int or values['processes'] < 0:
-        raise ValueError('it does not say how many processes have saved it')
-    if not isinstance(values.get('leaves'), list):
-        raise ValueError('it has no list of leaves')
-    leaves = [_parse_leaf(entry) for entry in values['leaves']]
-    if len({leaf.path for leaf in leaves}) != len(leaves):
+    head = saved_json.built(Head, values, '')
+    if len({leaf.path for leaf in head.leaves}) != len(head.leaves):
         raise ValueError('it has several leaves with one path')
-    return Description(step, leaves, values['processes'])
-
-
-def _parse_leaf(entry: Any) -> LeafDescription:
-    fields = dataclasses.fields(LeafDescription)
-    if isinstance(entry, dict) and entry.keys() == {field.name for field in fields}:
-        shape, mesh = entry['shape'], entry['mesh']
-        texts = all(isinstance(entry[name], str) for name in ('path', 'dtype', 'spec'))
-        sizes = [*shape, *mesh.values()] if isinstance(shape, list) and isinstance(mesh, dict) else [None]
-        if texts and entry['kind'] in _KINDS and all(type(size) is int and size >= 0 for size in sizes):
-            return LeafDescription(**{**entry, 'shape': tuple(shape)})
-    raise ValueError(f'it has an entry that does not describe a leaf: {reprlib.repr(entry)}')
+    return Description(step, head.leaves, head.processes)
 
 
 def describe_leaf(path: str, leaf: Any) -> LeafDescription:
     """Describes a leaf to save or to restore: an array, a struct, a Python number or its type."""
     if not hasattr(leaf, 'dtype'):
         kind = leaf if isinstance(leaf, type) else type(leaf)
-        return LeafDescription(path, (), str(canonical_dtype(kind)), kind.__name__)
+        return LeafDescription(path, (), str(canonical_dtype(kind)), cast(Any, kind.__name__))
     sharding = getattr(leaf, 'sharding', None)
     spec, mesh = '', {}
     if isinstance(sharding, NamedSharding):
@@ -123,7 +113,7 @@ def describe_leaf(path: str, leaf: Any) -> LeafDescription:
     return LeafDescription(path, tuple(leaf.shape), str(leaf.dtype), 'array', spec, mesh)
 
 
-_SHOWN = 10
+_NEAR = 10  # missing leaves that are compared with those that are there
 _HINTS = {
     'missing': 'give rename=[(regex, replacement)] where leaves have other paths in the checkpoint, or '
     'only=regex to restore those that are there',
@@ -149,59 +139,31 @@ def require_fit(
         CheckpointError: names every leaf that is missing, extra, or of another shape or dtype.
     """
     asked = {path: describe_leaf(path, target) for path, target in wanted.items()}
-    found = list(_problems(asked, saved, cast, partial))
+    extra = [path for path in saved if path not in asked]
+    missing = [path for path in asked if path not in saved]
+    # Of many, the first: the hints of others are alike, and each would be a line of its own.
+    hinted = missing if len(missing) <= _NEAR else missing[:1]
+    kinds: dict[str, None] = {}
+    found = []
+    for path, leaf in asked.items():
+        was = saved.get(path)
+        if was is None:
+            kinds['missing'] = None
+            near = [str(saved[name]) for name in near_names(path, extra)] if path in hinted else []
+            has = f' (the checkpoint has {" and ".join(near)})' if near else ''
+            found.append(f'{leaf} is missing{has}')
+        elif leaf.shape != was.shape or (leaf.dtype != was.dtype and not cast):
+            kinds['shape' if leaf.shape != was.shape else 'dtype'] = None
+            found.append(f'{leaf} is asked for, and {was.array} was saved')
+    for path in () if partial else extra:
+        if 'missing' not in kinds:  # whose hint covers both
+            kinds['extra'] = None
+        found.append(f'{dataclasses.replace(saved[path], path=path)} is in the checkpoint only')
     if found:
         count = 'one leaf differs' if len(found) == 1 else f'{len(found)} leaves differ'
-        kinds = dict.fromkeys(one.kind for one in found)
-        if 'missing' in kinds:
-            kinds.pop('extra', None)  # the hint about missing leaves covers both
+        listed = shown_leaves(map(visible, found))
         hints = ''.join(f'\nWhat to do: {_HINTS[kind]}.' for kind in kinds)
-        # A leaf that is wrong in many layers is listed once.
-        folds = fold((one.leaf.path, (one.kind, one.leaf.array, one.more)) for one in found)
-        extra = [path for path in saved if path not in wanted]
-        lines = [_line(item, found[item.first], saved, extra) for item in folds[:_SHOWN]]
-        rest = sum(item.count for item in folds[_SHOWN:])
-        lines += [f'... and {rest} more'] if rest else []
-        listed = ''.join(f'\n  {visible(line)}' for line in lines)
-        raise CheckpointError(f'{where} does not hold what is asked for; {count}:{listed}{hints}')
-
-
-class _Problem(NamedTuple):
-    """What is wrong with one leaf.
-
-    Attributes:
-        kind: ``'missing'``, ``'extra'``, ``'shape'`` or ``'dtype'``.
-        leaf: the leaf that is asked for; an extra one as it was saved.
-        more: the rest of the message.
-    """
-
-    kind: str
-    leaf: LeafDescription
-    more: str = ''
-
-
-def _problems(
-    asked: Mapping[str, LeafDescription], saved: Mapping[str, LeafDescription], cast: bool, partial: bool
-) -> Iterator[_Problem]:
-    for path, leaf in asked.items():
-        if path not in saved:
-            yield _Problem('missing', leaf)
-        elif leaf.shape != saved[path].shape:
-            yield _Problem('shape', leaf, f' is asked for, and {saved[path].array} was saved')
-        elif not cast and leaf.dtype != saved[path].dtype:
-            yield _Problem('dtype', leaf, f' is asked for, and {saved[path].array} was saved')
-    for path, leaf in saved.items():
-        if path not in asked and not partial:
-            yield _Problem('extra', dataclasses.replace(leaf, path=path), ' is in the checkpoint only')
-
-
-def _line(item: Fold, problem: _Problem, saved: Mapping[str, LeafDescription], extra: Sequence[str]) -> str:
-    """One line of the message, for one leaf or several folded into one."""
-    near = near_names(problem.leaf.path, extra) if problem.kind == 'missing' else []
-    near = near[: 2 if item.count == 1 else 1]  # that of another layer says nothing of all of them
-    has = f' (the checkpoint has {" and ".join(str(saved[name]) for name in near)})' if near else ''
-    name = item.short_name(MOST_RUNS) or '(the leaf itself)'
-    return f'{problem.kind}: {name}: {times(item.count)}{problem.leaf.array}{problem.more}{has}'
+        raise CheckpointError(f'{where} does not hold what is asked for; {count}:\n{listed}{hints}')
 
 
 def with_typed_keys(

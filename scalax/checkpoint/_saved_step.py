@@ -12,9 +12,9 @@ from typing import Any
 import jax
 
 from scalax._jax.orbax import Path
-from scalax._tree.paths import canonical_dtype, path_string
+from scalax._tree.paths import path_string
 from scalax.checkpoint import _files, _manifest
-from scalax.checkpoint._description import Description, LeafDescription, parse_description
+from scalax.checkpoint._description import Description, LeafDescription, describe_leaf, parse_description
 from scalax.checkpoint._orbax import orbax
 from scalax.errors import CheckpointError
 
@@ -57,12 +57,16 @@ class SavedStep:
         """The step, as messages call it."""
         return f'the checkpoint of step {self.step} in {self.directory}'
 
-    def damage(self, checksums: bool, share: tuple[int, int] = (0, 1)) -> list[str]:
+    def damage(
+        self, checksums: bool, share: tuple[int, int] = (0, 1), *, arrays: bool = False, data: bool = False
+    ) -> list[str]:
         """What is wrong with its files, as far as one of several processes looks at them.
 
         Args:
             checksums: read all files, and compare their checksums.
             share: the number of this process, and how many there are: each of n takes every nth file.
+            arrays: read also what Orbax says of its arrays, as it does before it restores one.
+            data: read also the data state that this process saved, if it saved one.
 
         Raises:
             CheckpointError: there are no checksums to compare, or a later scalax has saved the step.
@@ -85,14 +89,22 @@ class SavedStep:
         first, count = share
         if wrong := _manifest.differences(self.root, dict([*files.items()][first::count]), checksums):
             return wrong
-        return self._unreadable(LEAVES, lambda: self._own_description) if files else self.metadata_damage()
-
-    def metadata_damage(self) -> list[str]:
-        """What is wrong with Orbax's metadata, which a restore reads before arrays and `damage` does not."""
-        if wrong := self._unreadable('what Orbax says of its arrays', lambda: self._orbax_leaves):
-            return wrong
-        listed, own = {path for path, _ in self._orbax_leaves}, self._own_description
-        lost = [leaf.path for leaf in own.leaves if leaf.path not in listed] if own else []
+        reads: dict[str, Callable[[], object]] = {LEAVES: lambda: self._own_description}
+        if arrays or not files:
+            reads['what Orbax says of its arrays'] = lambda: self._orbax_leaves
+        if data and self._data_file.exists():
+            reads[f'{FOLDER}/{self._data_file.name}'] = self._data_state
+        for what, read in reads.items():
+            try:
+                read()
+            except CheckpointError as error:
+                if error.__cause__ is None:  # this scalax is too old for it
+                    raise
+                return [f'{what} cannot be read: {error.__cause__}']
+        if not arrays or self._own_description is None:
+            return []
+        listed = {path for path, _ in self._orbax_leaves}
+        lost = [leaf.path for leaf in self._own_description.leaves if leaf.path not in listed]
         return [f'leaves that Orbax does not list: {", ".join(map(repr, lost[:10]))}'] if lost else []
 
     def description(self) -> Description:
@@ -174,16 +186,6 @@ class SavedStep:
             what = file or type(error).__name__
             raise CheckpointError(f'{self.where} cannot be read: {what}: {error}') from error
 
-    def _unreadable(self, what: str, read: Callable[[], object]) -> list[str]:
-        """What is wrong with something that *read* reads."""
-        try:
-            read()
-        except CheckpointError as error:
-            if error.__cause__ is None:  # this scalax is too old for it
-                raise
-            return [f'{what} cannot be read: {error.__cause__}']
-        return []
-
     def data(self) -> Any:
         """The data state that this process saved.
 
@@ -200,11 +202,6 @@ class SavedStep:
         if not self._data_file.exists():
             raise CheckpointError(f'{self.where} has no data state: save(..., data=iterator) keeps one')
         return self._data_state()
-
-    def data_damage(self) -> list[str]:
-        """What is wrong with the data state that this process saved, if it saved one."""
-        name = f'{FOLDER}/{self._data_file.name}'
-        return self._unreadable(name, self._data_state) if self._data_file.exists() else []
 
     @property
     def _data_file(self) -> Path:
@@ -290,6 +287,5 @@ def _is_metadata(node: Any) -> bool:
 def _describe_orbax_leaf(path: str, leaf: Any) -> LeafDescription:
     """A leaf that Orbax saved without scalax."""
     if isinstance(leaf, orbax().metadata.ScalarMetadata):
-        kind = {'b': bool, 'i': int}.get(leaf.dtype.kind, float)
-        return LeafDescription(path, (), str(canonical_dtype(kind)), kind.__name__)
-    return LeafDescription(path, tuple(leaf.shape), str(leaf.dtype))
+        return describe_leaf(path, {'b': bool, 'i': int}.get(leaf.dtype.kind, float))
+    return describe_leaf(path, leaf)

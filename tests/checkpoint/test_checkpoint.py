@@ -127,8 +127,8 @@ def test_dtypes_change_only_where_asked(tmp_path: Path, helper: MeshShardingHelp
     )
     assert message(checkpointer.restore, helper, RULE, like) == (
         f'the checkpoint of step 1 in {tmp_path} does not hold what is asked for; 2 leaves differ:\n'
-        '  dtype: params/b: bfloat16[8] is asked for, and float32[8] was saved\n'
-        '  dtype: params/w: bfloat16[8, 4] is asked for, and float32[8, 4] was saved\n'
+        '  params/b: bfloat16[8] is asked for, and float32[8] was saved\n'
+        '  params/w: bfloat16[8, 4] is asked for, and float32[8, 4] was saved\n'
         'What to do: give cast=True to convert, or ask for the dtype that was saved.'
     )
     found = checkpointer.restore(helper, RULE, like, cast=True)
@@ -145,7 +145,7 @@ def test_python_numbers(tmp_path: Path, helper: MeshShardingHelper) -> None:
     like = {**state, 'flag': np.bool_(0), 'large': 0.0}
     assert message(checkpointer.restore, helper, P(), like) == (
         f'the checkpoint of step 1 in {tmp_path} does not hold what is asked for; one leaf differs:\n'
-        '  dtype: large: Python float is asked for, and Python int was saved\n'
+        '  large: Python float is asked for, and Python int was saved\n'
         'What to do: give cast=True to convert, or ask for the dtype that was saved.'
     )
     assert checkpointer.restore(helper, P(), like, cast=True)['large'] == 2.0**40
@@ -207,10 +207,10 @@ def test_what_does_not_fit_is_named(tmp_path: Path, helper: MeshShardingHelper) 
     }
     assert message(checkpointer.restore, helper, RULE, like) == (
         f'the checkpoint of step 1 in {tmp_path} does not hold what is asked for; 4 leaves differ:\n'
-        '  missing: key: key<fry>[]\n'
-        '  shape: params/b: float32[8, 2] is asked for, and float32[8] was saved\n'
-        '  missing: params/v: float32[8, 4] (the checkpoint has params/w: float32[8, 4])\n'
-        '  extra: params/w: float32[8, 4] is in the checkpoint only\n'
+        '  key: key<fry>[] is missing\n'
+        '  params/b: float32[8, 2] is asked for, and float32[8] was saved\n'
+        '  params/v: float32[8, 4] is missing (the checkpoint has params/w: float32[8, 4])\n'
+        '  params/w: float32[8, 4] is in the checkpoint only\n'
         'What to do: give rename=[(regex, replacement)] where leaves have other paths in the checkpoint, or '
         'only=regex to restore those that are there.\n'
         'What to do: make like as it was when the checkpoint was saved; describe(step) lists its leaves.'
@@ -490,7 +490,7 @@ def test_what_differs_is_said_once_and_whole() -> None:
         require_fit(wanted, saved, cast=False, partial=False, where='it')
     assert str(caught.value).splitlines()[:4] == [
         'it does not hold what is asked for; 82 leaves differ:',
-        '  shape: a: b: float32[4] is asked for, and float32[3] was saved',
-        '  dtype: layers/{0..79}/w: 80 x bfloat16[2] is asked for, and float32[2] was saved',
-        '  missing: b: int32[]',
+        '  a: b: float32[4] is asked for, and float32[3] was saved',
+        '  layers/{0..79}/w: 80 x bfloat16[2] is asked for, and float32[2] was saved',
+        '  b: int32[] is missing',
     ]

@@ -248,7 +248,7 @@ def test_messages_steer_no_terminal(two: Path, helper: MeshShardingHelper) -> No
         Checkpointer(two).restore(helper, P(), state(0), step=2)
     with Checkpointer(two / 'named') as named:
         named.save(1, {bell: np.zeros(8, np.int32)})
-    with pytest.raises(CheckpointError, match=re.escape(f'extra: {shown}: int32[8] is in the checkpoint')):
+    with pytest.raises(CheckpointError, match=re.escape(f'{shown}: int32[8] is in the checkpoint')):
         named.restore(helper, P(), state(0))
     files = json.loads((two / '2' / 'state' / 'scalax' / 'files.json').read_text())
     write(two, 'scalax/files.json', json.dumps({**files, bell: [1, None]}))
