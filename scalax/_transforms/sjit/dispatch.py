@@ -349,9 +349,9 @@ class Dispatcher:
             if entry.jaxpr is None:
                 raise ArgumentError(
                     f'{self.signature.name} takes the gradient of a grouped convolution, which XLA adds up '
-                    'wrongly on a mesh of several axes. scalax mends that in functions that close over no '
-                    'value of an outer trace; this one does.\nWhat to do: pass the arrays that it closes over '
-                    'as arguments'
+                    'wrongly on a mesh of several axes. scalax mends that where a function closes over no '
+                    'value of an outer trace; this one does.\nWhat to do: pass the arrays that it closes over as '
+                    'arguments'
                 )
             entry.jaxpr = right
         # Another function where its outputs or its jaxpr change: JAX would find this trace again.
