@@ -70,6 +70,11 @@ if TYPE_CHECKING:
     from scalax._trace.contexts import MeshOwner
 
 _log = logging.getLogger('scalax.sjit')
+_GROUPED = (
+    'takes the gradient of a grouped convolution, which XLA adds up wrongly on a mesh of several axes. scalax '
+    'mends that where a function closes over no value of an outer trace; this one does.\n'
+    'What to do: pass the arrays that it closes over as arguments'
+)
 
 
 class _ThisThread(threading.local):
@@ -347,12 +352,7 @@ class Dispatcher:
             right = with_right_gradients(traced.jaxpr, self.mesh, axes)
         if right is not traced.jaxpr:
             if entry.jaxpr is None:
-                raise ArgumentError(
-                    f'{self.signature.name} takes the gradient of a grouped convolution, which XLA adds up '
-                    'wrongly on a mesh of several axes. scalax mends that where a function closes over no '
-                    'value of an outer trace; this one does.\nWhat to do: pass the arrays that it closes over as '
-                    'arguments'
-                )
+                raise ArgumentError(f'{self.signature.name} {_GROUPED}')
             entry.jaxpr = right
         # Another function where its outputs or its jaxpr change: JAX would find this trace again.
         changed = entry.on_devices or right is not traced.jaxpr
