@@ -71,8 +71,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger('scalax.sjit')
 _GROUPED = (
-    'takes the gradient of a grouped convolution, which XLA adds up wrongly on a mesh of several axes. scalax '
-    'mends that where a function closes over no value of an outer trace; this one does.\n'
+    'takes the gradient of a grouped convolution, which XLA adds up wrongly on a mesh of several axes. '
+    'scalax mends that where a function closes over no value of an outer trace; this one does.\n'
     'What to do: pass the arrays that it closes over as arguments'
 )
 
