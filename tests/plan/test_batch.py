@@ -127,7 +127,8 @@ SPEAKING = {
 
 @pytest.mark.parametrize('fun, options', SPEAKING.values(), ids=SPEAKING)
 def test_what_is_said(fun, options, snapshot):
-    text = '\n'.join(said(planned(fun, **options)))
+    # How many values there are depends on the version of JAX.
+    text = re.sub(r'^\d+ values on \d+ lines', 'some values', '\n'.join(said(planned(fun, **options))))
     snapshot(re.sub(r'(test_batch\.py):\d+', r'\1', text))
 
 
