@@ -16,8 +16,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from scalax._follow.trail import Trail, closed_spec_of, of_dims
+from scalax._follow.trail import LOST, Trail, closed_spec_of, of_dims
 from scalax._jax import kernels
+from scalax._jax.equations import shape_of
 from scalax._jax.rewriting import equation_of
 
 
@@ -43,8 +44,10 @@ class Split:
     def equation_on_rows(self) -> Any:
         """The equation of a `shard_map` in which each device takes its steps."""
         count, trails = len(self.equation.invars), self._trails()
-        shapes = map(kernels.array_shape, kernels.blocks(self.equation))
-        specs = [closed_spec_of(trail, len(shape)) for trail, shape in zip(trails, shapes, strict=True)]
+        atoms = (*self.equation.invars, *self.equation.outvars)
+        specs = [
+            closed_spec_of(trail, len(shape_of(atom))) for trail, atom in zip(trails, atoms, strict=True)
+        ]
         mapped = jax.shard_map(
             self.on_device,
             mesh=self.mesh,
@@ -64,7 +67,8 @@ class Split:
         return {step: math.prod(self.mesh.shape[axis] for axis in axes) for step, axes in self.over.items()}
 
     def _trails(self) -> list[Trail]:
-        return [
+        whole = [LOST] * kernels.count_whole(self.equation)
+        return whole + [
             of_dims(
                 {dim: self.over[step] for dim, step in kernels.walked(block).items() if step in self.over},
                 len(kernels.array_shape(block)),
@@ -84,10 +88,12 @@ def split_of(
         mesh: a mesh of Auto axes.
         has_rows: tells whether some dimension of a trail holds rows of the batch.
     """
-    blocks = kernels.blocks(equation)
-    if len(blocks) != len(equation.invars) + len(equation.outvars):
+    blocks, whole = kernels.blocks(equation), kernels.count_whole(equation)
+    if whole + len(blocks) != len(equation.invars) + len(equation.outvars) or any(
+        map(has_rows, trails[:whole])
+    ):
         return None
-    operands = zip(blocks[: len(equation.invars)], trails, strict=True)
+    operands = zip(blocks, trails[whole:], strict=False)
     axes = _axes_of_steps(sorted(operands, key=lambda operand: not has_rows(operand[1])))
     shards = Split(equation, axes, mesh).shards
     over = {step: axes[step] for step in axes if kernels.deals_rows(equation, step, shards[step])}

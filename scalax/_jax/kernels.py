@@ -36,10 +36,18 @@ def grid(equation: Any) -> Sequence[Any]:
     return equation.params['grid_mapping'].grid
 
 
-def blocks(equation: Any) -> Sequence[Any]:
-    """The mappings of the operands and results that are given to steps in blocks.
+def count_whole(equation: Any) -> int:
+    """How many operands, the first ones, every step gets whole: numbers that choose blocks.
 
-    Operands without one are sizes of the grid, or numbers that choose blocks.
+    They are prefetched scalars. Relies on them being in front of all others, of a kernel's arguments too.
+    """
+    return equation.params['grid_mapping'].num_index_operands
+
+
+def blocks(equation: Any) -> Sequence[Any]:
+    """The mappings of the operands, behind those of `count_whole`, and results that steps get in blocks.
+
+    Other operands without one are sizes of the grid.
     """
     return equation.params['grid_mapping'].block_mappings
 
@@ -80,16 +88,19 @@ def deals_rows(equation: Any, step: int, shards: int) -> bool:
     Each block of an array that this dimension walks over is read and written by its own step, what is written
     is walked over, and the kernel does the same at each step, whatever came before it.
     """
-    mapping, given = equation.params['grid_mapping'], blocks(equation)
-    count = mapping.grid[step]
-    if not isinstance(count, int) or count % shards or mapping.num_index_operands:
+    whole, given = count_whole(equation), blocks(equation)
+    count = grid(equation)[step]
+    if not isinstance(count, int) or count % shards:
         return False
     for operand, result in equation.params['input_output_aliases']:
-        if walked(given[operand]) != walked(given[len(equation.invars) + result]):
+        results = given[len(equation.invars) - whole :]
+        if operand < whole or walked(given[operand - whole]) != walked(results[result]):
             return False
     written = _written(equation)
+    if any(place < whole for place in written):
+        return False
     return all(
-        _walks_apart(block, step, count, i in written) for i, block in enumerate(given)
+        _walks_apart(block, step, count, i in written) for i, block in enumerate(given, whole)
     ) and _steps_are_apart(equation, step)
 
 
@@ -112,7 +123,7 @@ def _walks_apart(block: Any, step: int, count: int, is_written: bool) -> bool:
 
 
 def _written(equation: Any) -> set[int]:
-    """The blocks that a kernel writes to, by number: results, and operands that it changes in place.
+    """The arguments that a kernel writes to, by number: results, and operands that it changes in place.
 
     Relies on effects of its jaxpr, of which that of reading has the name "Read", naming an argument: by
     *input_index* until JAX 0.11, by *input*, the variable, since.
@@ -164,7 +175,7 @@ def run_part(equation: Any, operands: Sequence[Any], shards: Mapping[int, int]) 
     part = dataclasses.replace(params['grid_mapping'], grid=steps, block_mappings=tuple(given))
     results = tuple(
         aval.update(shape=block.array_aval.shape)
-        for aval, block in zip(params['out_avals'], given[len(equation.invars) :], strict=True)
+        for aval, block in zip(params['out_avals'], given[-len(params['out_avals']) :], strict=True)
     )
     changed = {**params, 'grid_mapping': part, 'out_avals': results}
     cost = params['cost_estimate']

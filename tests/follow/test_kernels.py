@@ -156,6 +156,56 @@ def test_the_compiler_for_tpus_takes_it():
         helper.plan(helper.sjit(loss, **options, batch_argnums=()), *args, quick=True)
 
 
+def columns_in_order(order, x):
+    """Grid of rows and parts of columns; numbers, read before, say which part comes first."""
+    given = pl.BlockSpec((1, 8, 8), lambda i, j, order: (i, 0, order[j]))
+    taken = pl.BlockSpec((1, 8, 8), lambda i, j, order: (i, 0, j))
+    spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1, grid=(len(x), 4), in_specs=[given], out_specs=taken
+    )
+    kernel = pl.pallas_call(lambda order, *refs: sine(*refs), like(x), grid_spec=spec, interpret=True)
+    return kernel(order, x)
+
+
+def test_numbers_that_choose_other_blocks(helper):
+    order = jnp.array([2, 0, 3, 1], 'int32')
+    expected = jnp.sin(ROWS.reshape(16, 8, 4, 8)[:, :, order].reshape(ROWS.shape))
+    [result] = in_parts(columns_in_order, [(), rows_at(0, 3)], MESH, order, ROWS)
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
+    followed, _ = run(helper, lambda x: columns_in_order(order, x), ROWS)
+    assert kernels(followed) == [('float32[16,8,32]', P('fsdp', None, None))]
+    # Numbers of each row are not those of a device.
+    assert split_in(columns_in_order, [rows_at(0, 1), rows_at(0, 3)], order, ROWS) is None
+
+
+@pytest.mark.skipif(not importlib.util.find_spec('libtpu'), reason='compiles for TPUs')
+@pytest.mark.parametrize('segments', [False, True])
+def test_splash_attention(segments):
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    heads, length = 2, 256
+    mask = splash.MultiHeadMask([splash.CausalMask((length, length)) for _ in range(heads)])
+    attention = splash.make_splash_mha_single_device(mask)
+
+    def attended(q, k, v, ids):
+        return attention(q, k, v, segment_ids=splash.SegmentIds(ids, ids) if segments else None)
+
+    def loss(weights, x, ids):
+        q, k, v = (jnp.einsum('btd,dhk->bhtk', x, weights[name]) for name in 'qkv')
+        return jnp.mean(jax.vmap(attended)(q, k, v, ids) ** 2)
+
+    helper = MeshShardingHelper.from_topology('v5e:2x4', [-1], ['fsdp'])
+    weights = {name: jax.ShapeDtypeStruct((128, heads, 128), 'float32') for name in 'qkv'}
+    batch = jax.ShapeDtypeStruct((16, length, 128), 'float32'), jax.ShapeDtypeStruct((16, length), 'int32')
+    step = helper.sjit(jax.grad(loss), in_shardings=(RULE, P('fsdp'), P('fsdp')), out_shardings=RULE)
+    assert not step.followed(weights, *batch).lost
+    size = 4 * 3 * 128 * heads * 128  # of the weights, in bytes
+    assert (
+        sum(row.count * row.bytes for row in helper.plan(step, weights, *batch, quick=True).collectives)
+        < 16 * size
+    )
+
+
 def heads_and_scale(x, weights, scale):
     """Grid of rows and heads, (B, H, S, D); the weights of a head, (H, D), and a scale for all."""
     heads, size = x.shape[1], x.shape[3]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from scalax._jax import kernels
 from tests.support.contracts import contract, equation_in
@@ -57,6 +58,21 @@ def test_the_grid_and_the_blocks() -> None:
         assert [kernels.array_shape(block) for block in kernels.blocks(equation)] == [(16, 4)] * 2
         assert [kernels.walked(block) for block in kernels.blocks(equation)] == [{0: 0}, {0: 0}]
         assert kernels.walked(kernels.blocks(equation_of(doubled_rows, given=WHOLE))[0]) == {}
+
+
+def test_prefetched_scalars_come_first() -> None:
+    given = pl.BlockSpec((4, 4), lambda i, order: (order[i], 0))
+    taken = pl.BlockSpec((4, 4), lambda i, order: (i, 0))
+    spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(4,), in_specs=[given], out_specs=taken)
+    fun = pl.pallas_call(
+        lambda order, *refs: double(*refs), jax.ShapeDtypeStruct(X.shape, X.dtype), grid_spec=spec
+    )
+    with contract('counts prefetched scalars, puts them first and gives them no block', PURPOSE):
+        equation = equation_in('pallas_call', fun, np.arange(4, dtype=np.int32), X)
+        assert kernels.count_whole(equation) == 1 and kernels.count_whole(equation_of()) == 0
+        assert [kernels.walked(block) for block in kernels.blocks(equation)] == [{}, {0: 0}]
+        assert [var.aval.shape for var in equation.invars] == [(4,), (16, 4)]
+        assert [var.aval.shape for var in kernels.kernel_jaxpr(equation).invars] == [(4,), (4, 4), (4, 4)]
 
 
 def test_the_jaxpr_of_a_step() -> None:
