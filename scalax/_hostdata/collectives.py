@@ -172,7 +172,9 @@ def spread(mesh: Mesh, rows: np.ndarray, axis: int, sharding: NamedSharding) -> 
 
 
 def bound_queue(mesh: Mesh) -> None:
-    """Waits now and then until simulated devices have run their programs; called once for each batch.
+    """Waits now and then until simulated devices have run their programs.
+
+    Called once for each batch, and for each array whose rows move.
 
     XLA's CPU client queues 32 programs behind the one that runs. With a full queue, a host waits inside the
     launch of the next program, which some of its devices have received and others have not. Collectives on
