@@ -146,7 +146,7 @@ def as_brought(mesh: Mesh, rows: np.ndarray, axis: int) -> Any:
     """The rows that processes bring as one array, each part on the devices of its process.
 
     ``jax.device_put`` moves the rows on from there. It does not between meshes whose processes hold different
-    numbers of devices: there these are the rows themselves, for `spread`. Nothing is communicated.
+    numbers of devices: there this is a copy of the rows, for `spread`. Nothing is communicated.
 
     Args:
         mesh: whose devices.
@@ -155,7 +155,7 @@ def as_brought(mesh: Mesh, rows: np.ndarray, axis: int) -> Any:
     """
     grid = _grid(mesh)
     if grid.size < mesh.size:
-        return rows
+        return rows.copy()  # a loader may fill their memory anew
     processes, devices = grid.devices.shape
     over = grid.axis_names if rows.shape[axis] % devices == 0 else grid.axis_names[:1]
     sharding = NamedSharding(grid, PartitionSpec(*[None] * axis, over))
@@ -172,7 +172,9 @@ def spread(mesh: Mesh, rows: np.ndarray, axis: int, sharding: NamedSharding) -> 
 
 
 def bound_queue(mesh: Mesh) -> None:
-    """Waits now and then until simulated devices have run their programs; called once for each batch.
+    """Waits now and then until simulated devices have run their programs.
+
+    Called once for each batch, and for each array whose rows move.
 
     XLA's CPU client queues 32 programs behind the one that runs. With a full queue, a host waits inside the
     launch of the next program, which some of its devices have received and others have not. Collectives on

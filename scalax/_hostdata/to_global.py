@@ -345,6 +345,7 @@ def _finish(part: ProcessBatch, placed: Sequence[Any]) -> list[jax.Array]:
         if isinstance(array, np.ndarray):
             arrays[i] = collectives.spread(part.options.mesh, array, cast(int, part.axes[i]), sharding)
         elif array.sharding != sharding:
+            collectives.bound_queue(part.options.mesh)
             arrays[i] = collectives.without_context(jax.device_put, array, sharding)
     return [
         keys_of(arrays[i], leaf, part.shardings[i]) if is_key(leaf) else arrays[i]

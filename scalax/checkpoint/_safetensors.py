@@ -82,42 +82,29 @@ def load_safetensors(
     listed = _list_files(files)
     with contextlib.ExitStack() as stack:
         opened = _open_files(stack, listed)
-        return _load(helper, _all_tensors(listed, opened), rules, mapping, opened)
-
-
-def _load(
-    helper: MeshShardingHelper,
-    tensors: Sequence[Tensor],
-    rules: RuleLike,
-    mapping: NameMapping,
-    opened: Mapping[Path, BinaryIO],
-) -> Any:
-    wanted = destinations([tensor.name for tensor in tensors], mapping)
-    tree: dict[str, Any] = {}
-    tensors = [tensor for tensor in tensors if tensor.name in wanted]
-    _require_dtypes(tensors)
-    for tensor in tensors:
-        path, axes = wanted[tensor.name]
-        _set_leaf(tree, path, jax.ShapeDtypeStruct(_transposed_shape(tensor, axes), tensor.dtype))
-    shardings = helper.match_sharding_rule(rules, tree)
-    loads = []
-    for tensor in tensors:
-        path, axes = wanted[tensor.name]
-        sharding = functools.reduce(operator.getitem, path.split('/'), shardings)
-        loads.append(_TensorLoad(opened[tensor.file].fileno(), tensor, path, axes, sharding))
-    size, done = human_bytes(sum(load.tensor.size for load in loads)), 0
-    with progress('loading safetensors', _log) as note:
-        for i, load in enumerate(loads):
-            for coming in loads[i : i + 2]:
-                read_ahead(coming.descriptor, coming.tensor, [box for box, _ in coming.blocks])
-            _set_leaf(tree, load.path, load.array())
-            done += load.tensor.size
-            note(f'{human_bytes(done)} of {size}')
-    return tree
+        tensors = _all_tensors(listed, opened)
+        wanted = destinations([tensor.name for tensor in tensors], mapping)
+        tensors = [tensor for tensor in tensors if tensor.name in wanted]
+        _require_dtypes(tensors)
+        loads = [_Load(opened[tensor.file].fileno(), tensor, *wanted[tensor.name]) for tensor in tensors]
+        tree: dict[str, Any] = {}
+        for load in loads:
+            _set_leaf(tree, load.path, jax.ShapeDtypeStruct(load.shape, load.tensor.dtype))
+        shardings = helper.match_sharding_rule(rules, tree)
+        size, done = human_bytes(sum(tensor.size for tensor in tensors)), 0
+        with progress('loading safetensors', _log) as note:
+            for i, load in enumerate(loads):
+                for coming in loads[i : i + 2]:
+                    boxes = [box for box, _ in coming.blocks(shardings)]
+                    read_ahead(coming.descriptor, coming.tensor, boxes)
+                _set_leaf(tree, load.path, load.array(shardings))
+                done += load.tensor.size
+                note(f'{human_bytes(done)} of {size}')
+        return tree
 
 
 @dataclasses.dataclass(frozen=True)
-class _TensorLoad:
+class _Load:
     """The load of one tensor onto the devices of this process.
 
     Attributes:
@@ -125,51 +112,56 @@ class _TensorLoad:
         tensor: the tensor in the file.
         path: its leaf path.
         axes: the order of its axes in the array; empty if it is not transposed.
-        sharding: the sharding of the transposed array.
     """
 
     descriptor: int
     tensor: Tensor
     path: str
     axes: Sequence[int]
-    sharding: Any
 
     @functools.cached_property
-    def blocks(self) -> list[tuple[Box, list[Any]]]:
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array.
+
+        Raises:
+            CheckpointError: the tensor does not have these axes.
+        """
+        shape, axes = self.tensor.shape, self.axes
+        if axes and sorted(axes) != list(range(len(shape))):
+            raise CheckpointError(
+                f'{self.tensor.label} is {leaf_text(self.tensor)}, and the mapping gives it the axes '
+                f'{tuple(axes)}: they are the numbers 0 to {len(shape) - 1} in another order'
+            )
+        return tuple(shape[axis] for axis in axes) if axes else shape
+
+    def sharding(self, shardings: Any) -> Any:
+        """The sharding of the array, in the tree of all."""
+        return functools.reduce(operator.getitem, self.path.split('/'), shardings)
+
+    def blocks(self, shardings: Any) -> list[tuple[Box, list[Any]]]:
         """The blocks that devices of this process hold, with these devices, in the order of the file."""
-        shape = _transposed_shape(self.tensor, self.axes)
+        indices = self.sharding(shardings).addressable_devices_indices_map(self.shape)
         holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
-        for device, index in self.sharding.addressable_devices_indices_map(shape).items():
-            bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+        for device, index in indices.items():
+            bounds = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]
             if self.axes:
                 bounds = [bounds[self.axes.index(dim)] for dim in range(len(bounds))]
             holders.setdefault(tuple(bounds), []).append(device)
         return [([slice(*part) for part in bounds], holders[bounds]) for bounds in sorted(holders)]
 
-    def array(self) -> jax.Array:
+    def array(self, shardings: Any) -> jax.Array:
         """The array. Each block is read once the previous one is on its devices."""
-        parts = []
-        for box, devices in self.blocks:
+        sharding, parts = self.sharding(shardings), []
+        for box, devices in self.blocks(shardings):
             block = read_block(self.descriptor, self.tensor, box)
             for device in devices:
-                place = jax.sharding.SingleDeviceSharding(device, memory_kind=self.sharding.memory_kind)
+                place = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
                 part = jax.device_put(block, place)
                 parts.append(part.transpose(self.axes) if self.axes else part)
             jax.block_until_ready(parts)
             del block
-        shape, dtype = _transposed_shape(self.tensor, self.axes), self.tensor.dtype
-        return jax.make_array_from_single_device_arrays(shape, self.sharding, parts, dtype=dtype)
-
-
-def _transposed_shape(tensor: Tensor, axes: Sequence[int]) -> tuple[int, ...]:
-    if not axes:
-        return tensor.shape
-    if sorted(axes) != list(range(len(tensor.shape))):
-        raise CheckpointError(
-            f'{tensor.label} is {leaf_text(tensor)}, and the mapping gives it the axes '
-            f'{tuple(axes)}: they are the numbers 0 to {len(tensor.shape) - 1} in another order'
-        )
-    return tuple(tensor.shape[axis] for axis in axes)
+        dtype = self.tensor.dtype
+        return jax.make_array_from_single_device_arrays(self.shape, sharding, parts, dtype=dtype)
 
 
 def _require_dtypes(tensors: Iterable[Tensor]) -> None:
