@@ -13,10 +13,13 @@ NEAR = 1.08
 """How far the memory of a full plan may be from that of a quick one (docs/planning.md)."""
 
 
+def _seconds(candidate: Candidate) -> float:
+    return math.inf if candidate.plan is None else mean(seconds_of(candidate.plan))
+
+
 def order(candidate: Candidate) -> tuple[float, float]:
     """Sorts candidates, the best first (`objective`)."""
-    plan = candidate.plan
-    return (math.inf, math.inf) if plan is None else rank(mean(seconds_of(plan)), plan.memory.total)
+    return rank(_seconds(candidate), candidate.plan.memory.total if candidate.plan else math.inf)
 
 
 def may_fit(candidate: Candidate) -> bool:
@@ -45,12 +48,6 @@ def ranked(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
             c.least_memory,
         ),
     )
-    fitting, rest = ([c for c in every if bool(c.lost) is lost] for lost in (False, True))
-    first = fitting[:1]
-    slower = [dataclasses.replace(c, lost=_slower(c, first[0])) for c in fitting[1:]]
-    return (*first, *slower, *rest)
-
-
-def _slower(candidate: Candidate, best: Candidate) -> str:
-    own, other = (mean(seconds_of(each.plan)) if each.plan else math.inf for each in (candidate, best))
-    return slower(own, other)
+    fitting = [c for c in every if not c.lost]
+    others = [dataclasses.replace(c, lost=slower(_seconds(c), _seconds(fitting[0]))) for c in fitting[1:]]
+    return (*fitting[:1], *others, *(c for c in every if c.lost))
