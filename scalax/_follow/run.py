@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from scalax._follow.accumulations import with_sums_behind_loops
 from scalax._follow.choices import follow_choices
 from scalax._follow.types import Arguments, Followed, Lost
 from scalax._jax.equations import JaxprEqn
@@ -37,7 +38,7 @@ def run_followed(
     """
     jaxpr = jax.make_jaxpr(fun, static_argnums=static)(*args)
     try:
-        found = follow_choices(jaxpr, arguments, mesh)
+        found = follow_choices(with_sums_behind_loops(jaxpr), arguments, mesh)
     except Exception as error:  # noqa: BLE001 - a mistake of scalax, not of the user: it ends no program
         found = Followed(jaxpr, (), failure=_failure(error))
         warn(

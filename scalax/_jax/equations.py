@@ -142,6 +142,11 @@ def loop_of(equation: Any) -> Loop:
     return Loop(params['jaxpr'], None, 0, len(body.invars) - carried - stacked, carried, params['length'])
 
 
+def scan_options(equation: Any) -> dict[str, Any]:
+    """The options of ``jax.lax.scan`` that say how a `scan` goes. Relies on *reverse* and *unroll*."""
+    return {name: equation.params[name] for name in ('reverse', 'unroll')}
+
+
 def _same_rank(a: Any, b: Any) -> bool:
     return len(shape_of(a)) == len(shape_of(b))
 

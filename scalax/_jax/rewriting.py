@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 from jax.sharding import NamedSharding
 
-from scalax._jax.equations import CALLS, opened, shape_of
+from scalax._jax.equations import CALLS, WITH_JAXPRS, branches, called, loop_of, opened, shape_of
+from scalax._jax.primitives import primitive_name
 from scalax._jax.tracing import trace_context
 
 _BODIES = {**CALLS, 'scan': 'jaxpr', 'while': 'body_jaxpr'}
@@ -34,6 +36,24 @@ def replaced(jaxpr: Any, **changes: Any) -> Any:
     return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
 
 
+def part_of(jaxpr: Any, arguments: Sequence[Any], results: Sequence[Any]) -> ClosedJaxpr:
+    """The part of a closed jaxpr that computes some of its variables of others.
+
+    Relies on `replace` of jaxprs, and on `debug_info` being a named tuple.
+    """
+    inner = opened(jaxpr)
+    needed, equations = {*map(id, results)}, []
+    given = {*map(id, arguments)}
+    for equation in reversed(inner.eqns):
+        own = {*map(id, equation.outvars)}
+        if not needed.isdisjoint(own) and given.isdisjoint(own):
+            equations.append(equation)
+            needed.update(map(id, equation.invars))
+    names = inner.debug_info._replace(arg_names=None, result_paths=None)
+    new = inner.replace(eqns=equations[::-1], invars=[*arguments], outvars=[*results], debug_info=names)
+    return ClosedJaxpr(new, jaxpr.consts)
+
+
 def with_operands(equation: Any, operands: Sequence[Any]) -> Any:
     """The equation with other operands. Relies on `replace` of equations."""
     return equation.replace(invars=[*operands])
@@ -47,6 +67,41 @@ def with_jaxprs(equation: Any, *jaxprs: Any) -> Any:
     name = equation.primitive.name
     changed = {'branches': jaxprs} if name == 'cond' else dict(zip([_BODIES[name]], jaxprs, strict=True))
     return equation.replace(params={**equation.params, **changed})
+
+
+class Rewriter:
+    """Jaxprs with other equations, also in calls, loops and branches.
+
+    Args:
+        change: gives an equation in place of one, or the same.
+    """
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        self._change = change
+        # The jaxprs are kept as well, so that no other object gets their ids.
+        self._known: dict[int, tuple[Any, Any]] = {}
+
+    def jaxpr(self, jaxpr: Any) -> Any:
+        """The jaxpr, open or closed, with other equations; the same one if none changes."""
+        if id(jaxpr) not in self._known:
+            before = opened(jaxpr).eqns
+            after = [*map(self._equation, before)]
+            same = all(map(operator.is_, after, before))
+            self._known[id(jaxpr)] = jaxpr, jaxpr if same else replaced(jaxpr, eqns=after)
+        return self._known[id(jaxpr)][1]
+
+    def _equation(self, equation: Any) -> Any:
+        name = primitive_name(equation)
+        if name in WITH_JAXPRS:
+            held = branches(equation) if name == 'cond' else [_body(equation, name)]
+            inside = [*map(self.jaxpr, held)]
+            if not all(map(operator.is_, inside, held)):
+                equation = with_jaxprs(equation, *inside)
+        return self._change(equation)
+
+
+def _body(equation: Any, name: str) -> Any:
+    return called(equation) if name in CALLS else loop_of(equation).body
 
 
 def constraint(var: Any, sharding: NamedSharding, like: Any, context: Any) -> Any:

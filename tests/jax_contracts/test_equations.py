@@ -241,3 +241,13 @@ def test_equations_know_their_lines() -> None:
         trace = of.traceback_of(equation_in('sin', lambda x: jnp.sin(x), X))
         assert trace is not None
         assert __file__ in [frame.filename for frame in traceback.extract_tb(trace)]
+
+
+@pytest.mark.parametrize('reverse', [False, True])
+def test_the_options_of_a_scan(reverse: bool) -> None:
+    def fun(x: Any) -> Any:
+        return jax.lax.scan(lambda c, y: (c + y, None), x[0], x, reverse=reverse, unroll=2)[0]
+
+    with contract('names the options of a scan as its function does', 'to write one anew'):
+        options = of.scan_options(equation_in('scan', fun, np.ones((4, 3))))
+        assert options == {'reverse': reverse, 'unroll': 2}

@@ -184,3 +184,33 @@ def test_an_equation_is_bound_to_other_operands() -> None:
 
     with contract('binds an equation with its own parameters', 'to run it on parts of its operands'):
         np.testing.assert_array_equal(jax.jit(bound)(np.ones((4, 3))), np.full(4, 3.0))
+
+
+def test_a_part_of_a_jaxpr_is_one() -> None:
+    def fun(x: Any, y: Any) -> Any:
+        doubled = 2 * x
+        return jnp.sin(doubled) + y, jnp.cos(y)
+
+    jaxpr = jax.make_jaxpr(fun)(X, X)
+    doubled, sine, *_ = opened(jaxpr).eqns
+    with contract('lets a jaxpr have other arguments and results', 'to run a part of it'):
+        part = rewriting.part_of(jaxpr, doubled.outvars, sine.outvars)
+        assert len(opened(part).eqns) == 1
+        np.testing.assert_allclose(rewriting.run(part, [X])[0], np.sin(X), rtol=1e-6)
+
+
+def test_equations_inside_are_rewritten() -> None:
+    def fun(x: Any) -> Any:
+        inner = jax.jit(lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x))
+        return lax.scan(lambda c, _: (inner(c), None), x, None, length=2)[0]
+
+    def cosine(equation: Any) -> Any:
+        names = {'sin': jnp.cos}
+        own = names.get(equation.primitive.name)
+        return equation if own is None else rewriting.equation_of(own, equation)
+
+    jaxpr = jax.make_jaxpr(fun)(X)
+    with contract('takes other jaxprs for calls, loops and branches', 'to change equations inside'):
+        changed = rewriting.Rewriter(cosine).jaxpr(jaxpr)
+        np.testing.assert_allclose(rewriting.run(changed, [X + 1])[0], np.cos(np.cos(X + 1)), rtol=1e-6)
+        assert rewriting.Rewriter(lambda each: each).jaxpr(jaxpr) is jaxpr

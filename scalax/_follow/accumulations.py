@@ -1,0 +1,137 @@
+"""Sums of a loop that are taken apart behind it, where each round does so.
+
+A recurrent cell multiplies its rows with weights that it combines: concatenated, stacked, normalized. Each
+round of its gradient then takes the gradient of what was combined apart, and adds the parts up. The compiler
+adds a sum over rows up over devices once behind a loop, but not one of which rounds take parts. Taking apart
+is linear, so the loop adds the sums up, and they are taken apart once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scalax._jax.equations import Loop, loop_of, opened, scan_options, shape_of
+from scalax._jax.primitives import primitive_name
+from scalax._jax.rewriting import Rewriter, equation_of, part_of, run
+from scalax._jaxprs.dims import FORWARDS
+
+_SUMS = frozenset({'add', 'add_any', 'sub'})
+# Linear in the one operand that changes from round to round. A cast is none: sums are added up behind it.
+_LINEAR = FORWARDS | {'slice', 'split', 'unstack', 'neg', 'reduce_sum', 'mul', 'div'}
+_BASES = frozenset({'dot_general', 'convert_element_type'})
+
+
+def with_sums_behind_loops(jaxpr: Any) -> Any:
+    """The jaxpr with sums of loops taken apart behind them; the same one if none are taken apart."""
+    return Rewriter(lambda each: _behind(each) if primitive_name(each) == 'scan' else each).jaxpr(jaxpr)
+
+
+def _behind(equation: Any) -> Any:
+    """A `scan` with its sums taken apart behind it, as one equation; the same one if it takes none apart."""
+    loop = loop_of(equation)
+    body = opened(loop.body)
+    if body.effects:
+        return equation
+    _, state, elements = loop.parts(body.invars)
+    makers = {id(var): each for each in body.eqns for var in each.outvars}
+    changing = _changing(body, [*state, *elements])
+    found: dict[int, Any] = {}  # number of a carried value -> what a round adds to it
+    sums: dict[int, Any] = {}
+    for i, (var, out) in enumerate(zip(state, body.outvars, strict=False)):
+        added = _added(body, var, out, makers)
+        own: dict[int, Any] = {}
+        if (
+            added is not None
+            and _is_linear(added, makers, changing, own)
+            and _is_taken_apart(added, makers, own)
+        ):
+            found[i] = added
+            sums.update(own)
+    most = sum(math.prod(shape_of(state[i])) for i in found)
+    if not found or sum(math.prod(shape_of(var)) for var in sums.values()) > most:
+        return equation
+    return equation_of(jax.jit(_function(equation, loop, found, [*sums.values()])), equation)
+
+
+def _changing(body: Any, given: Sequence[Any]) -> set[int]:
+    """The ids of variables that differ from round to round, as these arguments do."""
+    found = {*map(id, given)}
+    for each in body.eqns:
+        if not found.isdisjoint(map(id, each.invars)):
+            found.update(map(id, each.outvars))
+    return found
+
+
+def _added(body: Any, var: Any, out: Any, makers: dict[int, Any]) -> Any:
+    """What a round adds to a carried value that it uses for nothing else; None if it does otherwise."""
+    made = makers.get(id(out))
+    uses = sum(x is var for each in body.eqns for x in each.invars) + sum(x is var for x in body.outvars)
+    if made is None or primitive_name(made) not in ('add', 'add_any') or uses != 1:
+        return None
+    left, right = made.invars
+    return right if left is var else left if right is var else None
+
+
+def _is_linear(var: Any, makers: dict[int, Any], changing: set[int], bases: dict[int, Any]) -> bool:
+    """Whether a value is computed linearly of products; *bases* gets these."""
+    made = makers.get(id(var))
+    if made is None or id(var) not in changing:
+        return False
+    name = primitive_name(made)
+    if name in _BASES:
+        bases[id(var)] = var
+        return True
+    parts = [x for x in made.invars if id(x) in changing]
+    if name == 'div' and parts[0] is not made.invars[0]:
+        return False
+    both = name in _SUMS and len(parts) == 2
+    return (both or (name in _LINEAR and len(parts) == 1)) and all(
+        _is_linear(x, makers, changing, bases) for x in parts
+    )
+
+
+def _is_taken_apart(var: Any, makers: dict[int, Any], bases: dict[int, Any]) -> bool:
+    """Whether more is done to the sums than the compiler sees through."""
+    while id(var) not in bases:
+        made = makers[id(var)]
+        if primitive_name(made) not in FORWARDS:
+            return True
+        var = made.invars[0]
+    return False
+
+
+def _function(equation: Any, loop: Loop, found: dict[int, Any], sums: Sequence[Any]) -> Any:
+    body = opened(loop.body)
+    kept = [i for i in range(loop.carried) if i not in found]
+    constants, _, _ = loop.parts(body.invars)
+    outputs = [*[body.outvars[i] for i in kept], *sums, *body.outvars[loop.carried :]]
+    rounds, apart = (
+        part_of(loop.body, body.invars, outputs),
+        part_of(loop.body, [*constants, *sums], [*found.values()]),
+    )
+
+    def taken_apart(*operands: Any) -> list[Any]:
+        given, first, stacks = loop.parts(operands)
+        unused = {i: jnp.zeros_like(first[i]) for i in found}
+
+        def step(state: Sequence[Any], elements: Sequence[Any]) -> tuple[Any, Any]:
+            carried = dict(zip(kept, state, strict=False)) | unused
+            results = run(rounds, [*given, *[carried[i] for i in range(loop.carried)], *elements])
+            added, stacked = results[len(kept) :][: len(sums)], results[len(kept) + len(sums) :]
+            totals = [total + each for total, each in zip(state[len(kept) :], added, strict=True)]
+            return (*results[: len(kept)], *totals), stacked
+
+        zeros = [jnp.zeros(shape_of(var), var.aval.dtype) for var in sums]
+        start = (*[first[i] for i in kept], *zeros)
+        state, stacked = jax.lax.scan(step, start, [*stacks], loop.length, **scan_options(equation))
+        carried = dict(zip(kept, state, strict=False))
+        parts = run(apart, [*given, *state[len(kept) :]])
+        carried |= {i: first[i] + part for i, part in zip(found, parts, strict=True)}
+        return [*[carried[i] for i in range(loop.carried)], *stacked]
+
+    return taken_apart
