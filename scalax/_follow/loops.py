@@ -39,6 +39,9 @@ def follow_loop(edit: Edit, equation: Any, operands: Sequence[Trail]) -> tuple[A
         return [*constants, *state, *rows]
 
     state = _settled(edit, loop.body, first, arguments)
+    for atom, begun, kept in zip(loop.parts(equation.invars)[1], first, state, strict=True):
+        if edit.shared.has_rows(begun) and not edit.shared.has_rows(kept):  # what a round returns has none
+            edit.note_loss(equation, [atom])
     inside = edit.inside(equation, loop.body, arguments(state), Use(loop.constants + loop.carried))
     _gather_before(edit, equation, range(loop.tested, loop.tested + loop.constants), inside)
     _sum_behind(edit, equation, loop.carried, rounds, inside)

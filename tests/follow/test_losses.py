@@ -38,6 +38,10 @@ LOSSES = {
     'experts by sorting': (sorted_to_experts, {'sort': (64,), 'gather': (64, 24)}),
     'reshaped': (lambda w, x: x.reshape(4, 4, 4, 4, 6) * 2, {'reshape': (4, 4, 4, 4, 6)}),
     'a part': (lambda w, x: x[:20] * 2, {'slice': (20, 24)}),
+    'in what a loop carries': (
+        lambda w, x: lax.scan(lambda c, _: (jnp.tanh(jnp.sort(c, 0) @ w), None), x, length=3)[0],
+        {'scan': (64, 24)},
+    ),
     'transformed': (lambda w, x: jnp.fft.fft(x, axis=0).real, {'fft': (24, 64)}),
 }
 

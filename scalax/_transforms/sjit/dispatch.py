@@ -71,9 +71,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger('scalax.sjit')
 _GROUPED = (
-    'takes the gradient of a grouped convolution, which XLA adds up wrongly on a mesh of several axes. '
-    'scalax mends that where a function closes over no value of an outer trace; this one does.\n'
-    'What to do: pass the arrays that it closes over as arguments'
+    'takes the gradient of a grouped convolution, which XLA adds up over too many devices. scalax mends that '
+    'on meshes of Auto axes, in functions that close over no value of an outer trace.\n'
+    'What to do: make the helper with AxisType.Auto, and pass the arrays that it closes over as arguments'
 )
 
 
@@ -347,11 +347,9 @@ class Dispatcher:
         record(entry, traced)
         entry.on_devices = not self._knows_devices(traced.jaxpr, entry)
         axes = sorted(entry.batch.batch_axes) if entry.batch else ()
-        right = traced.jaxpr
-        if not self.rules.any_explicit:
-            right = with_right_gradients(traced.jaxpr, self.mesh, axes)
+        right = with_right_gradients(traced.jaxpr, self.mesh, axes)
         if right is not traced.jaxpr:
-            if entry.jaxpr is None:
+            if right is None or entry.jaxpr is None:
                 raise ArgumentError(f'{self.signature.name} {_GROUPED}')
             entry.jaxpr = right
         # Another function where its outputs or its jaxpr change: JAX would find this trace again.

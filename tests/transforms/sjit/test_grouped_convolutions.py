@@ -1,4 +1,4 @@
-"""Gradients of grouped convolutions, which XLA adds up wrongly on meshes of several axes."""
+"""Gradients of grouped convolutions, which XLA adds up over too many devices."""
 
 import jax
 import jax.numpy as jnp
@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 from jax import lax
 
+import scalax
 from scalax.errors import ArgumentError
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
 HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+LINE = MeshShardingHelper([8], ['fsdp'])
+CUBE = MeshShardingHelper([2, 2, 2], ['dp', 'fsdp', 'tp'])
 RANDOM = np.random.default_rng(0)
 
 
@@ -68,6 +71,71 @@ def inside(w, x, groups):
 def test_jaxprs_inside():
     w, x = arrays(4)
     assert_right(inside, w, x, 4, in_shardings=(P(), P('fsdp')), out_shardings=P())
+
+
+def in_parts(w, x, groups):
+    """Parts of a batch, of which not every device has rows."""
+
+    def step(total, rows):
+        return total + gradients(w, rows, groups)[0], None
+
+    return lax.scan(step, jnp.zeros_like(w), x.reshape(4, -1, *x.shape[1:]))[0]
+
+
+def in_dealt_parts(w, x, groups):
+    return in_parts(w, x.reshape(-1, 4, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape), groups)
+
+
+def pooled(w, x, groups):
+    return gradients(w, x.reshape(-1, 2, *x.shape[1:]).mean(1), groups)
+
+
+def annotated(w, x, groups):
+    rows = lax.with_sharding_constraint(jnp.sin(x), P(('dp', 'fsdp')))
+    return gradients(w, rows, groups)
+
+
+def microbatched(w, x, groups):
+    return scalax.microbatch(lambda w, x: gradients(w, x, groups)[0], 8)(w, x)
+
+
+@pytest.mark.parametrize(
+    'helper, fun, batch',
+    [
+        (LINE, in_parts, P('fsdp')),
+        (LINE, pooled, P('fsdp')),
+        (LINE, microbatched, P('fsdp')),
+        (HELPER, in_parts, P(('fsdp', 'tp'))),
+        (HELPER, in_dealt_parts, P(('fsdp', 'tp'))),
+        (CUBE, gradients, P('fsdp')),
+        (CUBE, annotated, P('dp')),
+    ],
+)
+@pytest.mark.parametrize('options', [{'batch_argnums': ()}, {'batch_argnums': 1}])
+def test_rows_over_parts_of_axes_and_over_others(helper, fun, batch, options):
+    w, x = arrays(4, rows=16 if fun is not microbatched else 32)
+    step = helper.sjit(fun, static_argnums=2, in_shardings=(P(), batch), out_shardings=P(), **options)
+    found = step(w, x, 4)
+    expected = (
+        jax.jit(fun, static_argnums=2)(w, x, 4) if fun is not annotated else gradients(w, jnp.sin(x), 4)
+    )
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
+
+
+def test_under_another_mesh_in_force():
+    w, x = arrays(4)
+    step = HELPER.sjit(gradients, static_argnums=2, in_shardings=(P(), P('fsdp')))
+    with jax.set_mesh(jax.make_mesh((2, 4), ('p', 'q'), axis_types=(jax.sharding.AxisType.Auto,) * 2)):
+        np.testing.assert_allclose(step(w, x, 4)[0], gradients(w, x, 4)[0], rtol=1e-4, atol=1e-3)
+
+
+def test_on_explicit_axes_it_is_refused():
+    helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=jax.sharding.AxisType.Explicit)
+    w, x = arrays(4)
+    step = helper.sjit(gradients, static_argnums=2, in_shardings=(P(), P('fsdp')))
+    with pytest.raises(ArgumentError, match=r'make the helper with AxisType\.Auto'):
+        step(w, x, 4)
 
 
 def test_the_users_code_runs_once_and_placed_arrays_give_the_same():
