@@ -8,12 +8,21 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from scalax._follow.types import Lost
 from scalax._jax.equations import conv_dims, conv_groups, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, bound, equation_of
+from scalax.errors import ArgumentError
 
 
-def with_right_gradients(jaxpr: Any, mesh: Mesh | AbstractMesh, batch_axes: Sequence[str] = ()) -> Any:
+def with_right_gradients(
+    jaxpr: Any,
+    mesh: Mesh | AbstractMesh,
+    batch_axes: Sequence[str] = (),
+    *,
+    name: str,
+    can_change: bool = True,
+) -> Any:
     """The jaxpr, whose sums over the rows of grouped convolutions are right; the same one if it has none.
 
     The gradient of the kernel of a grouped or depthwise convolution is a convolution with groups of rows. XLA
@@ -26,25 +35,36 @@ def with_right_gradients(jaxpr: Any, mesh: Mesh | AbstractMesh, batch_axes: Sequ
         jaxpr: the jaxpr, open or closed.
         mesh: the mesh.
         batch_axes: the mesh axes over which rows are first.
+        name: the name of the function, for messages.
+        can_change: whether another jaxpr can take the place of this one.
 
-    Returns:
-        None if it has such convolutions, and the mesh has an Explicit axis: types say where values are.
+    Raises:
+        ArgumentError: it has such convolutions, and cannot change, or the mesh has an Explicit axis, where
+            types say where values are.
     """
     if mesh.size == 1:
         return jaxpr
     order = [*dict.fromkeys([*batch_axes, *mesh.axis_names])]
-    refused = []
 
     def right(equation: Any) -> Any:
         if primitive_name(equation) != 'conv_general_dilated' or conv_groups(equation)[1] == 1:
             return equation
-        if AxisType.Explicit in mesh.axis_types:
-            refused.append(equation)
-            return equation
+        if not can_change or AxisType.Explicit in mesh.axis_types:
+            raise ArgumentError(_refusal(name, equation))
         return _on_own_rows(equation, mesh, order)
 
-    found = Rewriter(right).jaxpr(jaxpr)
-    return None if refused else found
+    return Rewriter(right).jaxpr(jaxpr)
+
+
+def _refusal(name: str, equation: Any) -> str:
+    from scalax._follow.followed_batch import line_of  # here, because hardly any program is refused
+
+    return (
+        f'{name} takes the gradient of a grouped convolution ({line_of(Lost(equation, None))}), which XLA adds '
+        'up over too many devices. scalax mends that on meshes of Auto axes, in functions that close over no '
+        'value of an outer trace.\n'
+        'What to do: make the helper with AxisType.Auto, and pass the arrays that it closes over as arguments'
+    )
 
 
 def _on_own_rows(equation: Any, mesh: Mesh | AbstractMesh, order: Sequence[str]) -> Any:

@@ -28,7 +28,9 @@ def test_xla_adds_up_the_gradient_of_a_grouped_convolution_over_devices_that_hav
     expected = gradient(w, x)
 
     def mended(w: jax.Array, x: jax.Array) -> jax.Array:
-        [result] = rewriting.run(with_right_gradients(jax.make_jaxpr(gradient)(w, x), mesh, ['x']), [w, x])
+        [result] = rewriting.run(
+            with_right_gradients(jax.make_jaxpr(gradient)(w, x), mesh, ['x'], name='f'), [w, x]
+        )
         return result
 
     with contract('adds it up twice', 'to mend it', library='jaxlib'):

@@ -63,18 +63,12 @@ from scalax._transforms.sjit.trace import TracedFunction, in_eager_axis_modes, r
 from scalax._transforms.tracebacks import HidingOurs
 from scalax._util import lru_cache
 from scalax._util.progress import progress
-from scalax.errors import ArgumentError
 
 if TYPE_CHECKING:
     from scalax._follow.followed_batch import FollowedBatch
     from scalax._trace.contexts import MeshOwner
 
 _log = logging.getLogger('scalax.sjit')
-_GROUPED = (
-    'takes the gradient of a grouped convolution, which XLA adds up over too many devices. scalax mends that '
-    'on meshes of Auto axes, in functions that close over no value of an outer trace.\n'
-    'What to do: make the helper with AxisType.Auto, and pass the arrays that it closes over as arguments'
-)
 
 
 class _ThisThread(threading.local):
@@ -347,10 +341,10 @@ class Dispatcher:
         record(entry, traced)
         entry.on_devices = not self._knows_devices(traced.jaxpr, entry)
         axes = sorted(entry.batch.batch_axes) if entry.batch else ()
-        right = with_right_gradients(traced.jaxpr, self.mesh, axes)
+        right = with_right_gradients(
+            traced.jaxpr, self.mesh, axes, name=self.signature.name, can_change=entry.jaxpr is not None
+        )
         if right is not traced.jaxpr:
-            if right is None or entry.jaxpr is None:
-                raise ArgumentError(f'{self.signature.name} {_GROUPED}')
             entry.jaxpr = right
         # Another function where its outputs or its jaxpr change: JAX would find this trace again.
         changed = entry.on_devices or right is not traced.jaxpr

@@ -134,7 +134,10 @@ def test_on_explicit_axes_it_is_refused():
     helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=jax.sharding.AxisType.Explicit)
     w, x = arrays(4)
     step = helper.sjit(gradients, static_argnums=2, in_shardings=(P(), P('fsdp')))
-    with pytest.raises(ArgumentError, match=r'make the helper with AxisType\.Auto'):
+    with pytest.raises(
+        ArgumentError,
+        match=r'\(test_grouped_convolutions\.py:\d+ convolved\).*\n.*make the helper with AxisType\.Auto',
+    ):
         step(w, x, 4)
 
 
