@@ -59,10 +59,11 @@ def with_right_gradients(
 def _refusal(name: str, equation: Any) -> str:
     from scalax._follow.followed_batch import line_of  # here, because hardly any program is refused
 
+    line = line_of(Lost(equation, None))
     return (
-        f'{name} takes the gradient of a grouped convolution ({line_of(Lost(equation, None))}), which XLA adds '
-        'up over too many devices. scalax mends that on meshes of Auto axes, in functions that close over no '
-        'value of an outer trace.\n'
+        f'{name} takes the gradient of a grouped convolution ({line}), which XLA adds up over too many '
+        'devices. scalax mends that on meshes of Auto axes, in functions that close over no value of an outer '
+        'trace.\n'
         'What to do: make the helper with AxisType.Auto, and pass the arrays that it closes over as arguments'
     )
 
