@@ -62,8 +62,8 @@ def _refusal(name: str, equation: Any) -> str:
     line = line_of(Lost(equation, None))
     return (
         f'{name} takes the gradient of a grouped convolution ({line}), which XLA adds up over too many '
-        'devices. scalax mends that on meshes of Auto axes, in functions that close over no value of an outer '
-        'trace.\n'
+        'devices. scalax mends that on meshes of Auto axes, in functions that close over no value of an '
+        'outer trace.\n'
         'What to do: make the helper with AxisType.Auto, and pass the arrays that it closes over as arguments'
     )
 
