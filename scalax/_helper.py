@@ -676,8 +676,7 @@ class MeshShardingHelper:
             rules: shows where these would place each leaf; None shows the leaves as they are placed.
 
         Returns:
-            A `Visualization`: ``print`` it, end a notebook cell with it, or write it with ``to_html(path)``
-            or ``to_svg(path)``.
+            A `Visualization`: ``print`` it, end a notebook cell with it, or write it with ``to_html(path)``.
 
         Raises:
             ShardingError: leaves that the rules cannot place, or that have no sharding where there are no

@@ -53,7 +53,6 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         run_blocks(scratch)
-        shutil.copy(scratch / 'blocks.svg', IMAGES / 'blocks.svg')
         for dark in (False, True):
             picture = IMAGES / f'llama-405b{"-dark" if dark else ""}.png'
             photograph(chromium, scratch / 'llama-405b.html', picture, scratch, dark)

@@ -1,36 +1,27 @@
-"""`visualize` and its result: text in a terminal, SVG and HTML in notebooks and files."""
+"""`visualize` and its result: boxes of text in a terminal, tables in colours in notebooks and files."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from scalax._report import blocks
+from scalax._report import blocks as pages
 from scalax._report.blocks import Block, Lines, MeshAxes, Section
-from scalax._report.pages import document as page
 from scalax._report.pages import escape
 from scalax._report.tables import wrapped
-from scalax.visualize._drawn import Drawn, below, document, text_lines
-from scalax.visualize._panels import dimension_texts
-from scalax.visualize._pictures import Picture, pictures_of
-from scalax.visualize._svg import MOST_LINE, draw
-from scalax.visualize._text import MOST_PICTURES, arrays_texts, closing, drawing, notes, placement_text
+from scalax.errors import plural
+from scalax.visualize._blocks import Blocks, Index
+from scalax.visualize._grid import blocks_text, devices_text, grid_of
+from scalax.visualize._pictures import Picture, member_text, pictures_of
+from scalax.visualize._text import drawing
 
 _TITLE = 'Where arrays are'
-# Files of their own follow the reader's choice of light or dark; inside a page, that page decides.
-_COLORS = (
-    'color-scheme: light dark; color: light-dark(#1a1f26, #e6eaef); background: light-dark(#fff, #12161b)'
-)
-
-# Of these elements only, wherever they are; where styles are dropped, words and drawings remain.
-_STYLE = (
-    ':scope { font-size: 14px; line-height: 1.5; overflow-wrap: anywhere } section { margin-bottom: 28px } '
-    'section div { margin: 10px 0 } p { margin: 0 } section p:first-child { font-weight: 600 } '
-    'div + p, section + p { opacity: 0.75 }'
-)
+_MOST_PICTURES = 50
+_MOST_MEMBERS = 8
+_MOST_COLUMNS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,34 +43,19 @@ class Visualization:
         Args:
             width: the width in columns, at least 60; that of the terminal by default.
         """
-        return blocks.text(_blocks(self.pictures), width)
+        return pages.text(_blocks(self.pictures), width)
 
     def _repr_html_(self) -> str:
-        return f'<div>\n<style>@scope {{ {_STYLE} }}</style>\n{blocks.html(_blocks(self.pictures))}</div>'
+        return pages.fragment(_blocks(self.pictures))
 
     def to_html(self, path: str | os.PathLike[str], title: str = _TITLE) -> None:
-        """Writes the pictures as a page that loads nothing and runs no script.
+        """Writes the pictures as a page that loads nothing.
 
         Args:
             path: the file to write.
             title: the title of the page.
         """
-        Path(path).write_bytes(page(title, self._repr_html_()).encode())
-
-    def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The pictures as one SVG, which follows the reader's choice of light or dark.
-
-        Args:
-            path: a file to write it to.
-        """
-        shown = self.pictures[:MOST_PICTURES]
-        parts = [_with_words(picture, self.pictures) for picture in shown]
-        parts.append(_wrapped(closing(self.pictures)))
-        label = '. '.join(map(_label, shown)) or _TITLE
-        svg = document(below(parts, 32), label, _COLORS, margin=16) + '\n'
-        if path is not None:
-            Path(path).write_bytes(svg.encode())
-        return svg
+        Path(path).write_bytes(pages.page(title, _blocks(self.pictures)).encode())
 
 
 def visualize(pytree: Any) -> Visualization:
@@ -104,68 +80,96 @@ def visualize(pytree: Any) -> Visualization:
         float32[4,8]
         P(None, 'model'): 2 blocks of [4,4], each on 2 devices
         dim 0: 4, whole; dim 1 → 8 over model=2
-            0:4   4:8
-          ┌─────┬─────┐
-          │ 0,2 │ 1,3 │
-          └─────┴─────┘
+          0:4   4:8
+        ┌─────┬─────┐
+        │ 0,2 │ 1,3 │
+        └─────┴─────┘
         <BLANKLINE>
         Numbers are positions, in mesh order, in the abstract mesh (data=2, model=2), which has no devices.
     """
     return Visualization(pictures_of(pytree))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Drawing(Block):
-    """The dimensions of an array, and its blocks as boxes of text or as SVG."""
-
-    picture: Picture
-
-    def text(self, width: int) -> list[str]:
-        dimensions, drawn = drawing(self.picture.blocks, width)
-        # Drawings fit already, and wrapping would drop their blanks.
-        return [*wrapped([dimensions], width), *drawn]
-
-    def html(self, mesh: MeshAxes) -> str:
-        drawn = draw(self.picture.blocks)
-        # On a narrow screen a picture shrinks to a readable size, and then scrolls.
-        width = round(drawn.width) + 4
-        size = f'width: {width}px; max-width: 100%; min-width: {round(width * 0.75)}px; height: auto'
-        svg = document(drawn, _label(self.picture), f'display: block; {size}')
-        return f'<p>{escape(_dimensions(self.picture))}</p>\n<div style="overflow-x: auto">{svg}</div>'
-
-
 def _blocks(pictures: Sequence[Picture]) -> list[Block]:
     """All pictures, with the words above and below each."""
+    numberings = [*dict.fromkeys(picture.blocks.numbering for picture in pictures)]
     shown = [
         Section(
             '',
             [
-                *(Lines(arrays_texts(picture)), Lines([placement_text(picture)])),
-                *(_Drawing(picture), Lines(notes(picture, pictures))),
+                *(
+                    Lines([*_arrays(picture)]),
+                    Lines([f'{picture.blocks.placement}: {blocks_text(picture.blocks)}']),
+                ),
+                *(_Drawing(picture.blocks), Lines(picture.blocks.notes)),
+                Lines([picture.blocks.numbering] if len(numberings) > 1 else []),
             ],
         )
-        for picture in pictures[:MOST_PICTURES]
+        for picture in pictures[:_MOST_PICTURES]
     ]
-    return [*shown, Lines(closing(pictures))]
-
-
-def _with_words(picture: Picture, pictures: Sequence[Picture]) -> Drawn:
-    """A picture with its texts as part of the drawing."""
-    head = below(
-        [_wrapped(arrays_texts(picture), 'bold'), _wrapped([placement_text(picture), _dimensions(picture)])],
-        0,
+    rest = pictures[_MOST_PICTURES:]
+    arrays = plural(sum(picture.count for picture in rest), 'array')
+    left_out = (
+        f'Not drawn: {arrays} with {plural(len(rest), "other sharding")}. Visualize a part of the tree.'
     )
-    foot = notes(picture, pictures)
-    return below([head, draw(picture.blocks), *([_wrapped(foot)] if foot else [])], 12)
+    return [
+        *shown,
+        Lines([left_out] if rest else []),
+        Lines(numberings if len(numberings) == 1 else []),
+        Lines([] if pictures else ['There are no arrays in the tree.']),
+    ]
 
 
-def _dimensions(picture: Picture) -> str:
-    return '; '.join(dimension_texts(picture.blocks))
+def _arrays(picture: Picture) -> Iterator[str]:
+    """The arrays of a picture, a line for each kind."""
+    for member in picture.members[:_MOST_MEMBERS]:
+        yield member_text(picture, member)
+    if rest := sum(member.count for member in picture.members[_MOST_MEMBERS:]):
+        yield f'... and {plural(rest, "more array", "more arrays")} with this sharding'
 
 
-def _label(picture: Picture) -> str:
-    return f'{", ".join(arrays_texts(picture))}: {placement_text(picture)}'
+@dataclasses.dataclass(frozen=True)
+class _Drawing(Block):
+    """The dimensions of an array, and its blocks as boxes of text, or as a table in colours."""
+
+    blocks: Blocks
+
+    def text(self, width: int) -> list[str]:
+        dimensions, drawn = drawing(self.blocks, width)
+        # Drawings fit already, and wrapping would drop their blanks.
+        return [*wrapped([dimensions], width), *drawn]
+
+    def html(self, mesh: MeshAxes) -> str:
+        grid, colors = grid_of(self.blocks, _MOST_COLUMNS), _colors(self.blocks)
+
+        def cell(index: Index | None) -> str:
+            if index is None:
+                return '<td>...</td>'
+            devices = self.blocks.at(index)
+            style = f'background: {colors[devices]}; color: #000; text-align: center'
+            title = f'{self.blocks.slices(index)} on {plural(len(devices), "device")}'
+            return f'<td style="{style}" title="{escape(title)}">{escape(devices_text(devices))}</td>'
+
+        heads = ''.join(f'<th scope="col">{escape(label)}</th>' for label in ['', *grid.columns])
+        rows = ''.join(
+            f'<tr><th scope="row">{escape(label)}</th>{"".join(map(cell, row))}</tr>\n'
+            for label, row in grid.rows
+        )
+        return (
+            f'{Lines([grid.dimensions]).html(mesh)}\n<div class="scroll"><table class="grid">\n'
+            f'<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table></div>'
+        )
 
 
-def _wrapped(lines: Iterable[str], weight: str = 'normal') -> Drawn:
-    return text_lines(wrapped(lines, MOST_LINE), weight)
+def _colors(blocks: Blocks) -> dict[tuple[int, ...], str]:
+    """A colour for each group of devices that holds a block; grey for all devices.
+
+    They go by the first device of a group, so that on one mesh a device has the same colour however arrays
+    are cut.
+    """
+    place = {device: i for i, device in enumerate(blocks.devices)}
+    groups = sorted({*blocks.holders.values()}, key=lambda group: [place[device] for device in group])
+    return {
+        group: '#ddd' if len(group) == len(place) else f'hsl({360 * number // len(groups)} 70% 78%)'
+        for number, group in enumerate(groups)
+    }

@@ -35,9 +35,9 @@ def test_replicated(shape, said):
         == f"""\
 float32[{','.join(map(str, shape))}]
 P(): 1 block of [{','.join(map(str, shape))}], on all 8 devices{said}
-┌───────────────┐
-│ all 8 devices │
-└───────────────┘"""
+┌──────┐
+│ 0..7 │
+└──────┘"""
     )
 
 
@@ -46,7 +46,7 @@ def test_three_dimensions(snapshot):
     snapshot(visualize(leaf((4, 5, 4, 6), P('x', None, 'y', 'z'), mesh)).to_text(80))
 
 
-def test_four_dimensions_are_listed(snapshot):
+def test_four_dimensions(snapshot):
     mesh = AbstractMesh((2, 2, 2, 4), ('x', 'y', 'z', 'w'))
     drawn = visualize(leaf((4, 2, 6, 8), P('x', 'y', 'z', 'w'), mesh)).to_text(80)
     snapshot(drawn)
@@ -93,45 +93,35 @@ def test_a_long_strip_stands_upright():
     assert drawn[27] == '8064:8192 │ 4032..4095 │'
 
 
-def test_many_replicas_are_written_short_before_blocks_are_left_out():
-    mesh = AbstractMesh((4, 8, 8), ('data', 'fsdp', 'tp'))
-    drawn = visualize(leaf((64, 64), P('fsdp', 'tp'), mesh)).to_text(80).splitlines()
-    assert drawn[5] == '  0:8 │  0 +3 │  1 +3 │  2 +3 │  3 +3 │  4 +3 │  5 +3 │  6 +3 │  7 +3 │'
-    assert drawn[-4] == "'0 +3' is device 0 and 3 others."
-    wide = visualize(leaf((64, 64), P('fsdp', 'tp'), mesh)).to_text(200)
-    assert '│  0,64,128,192  │' in wide
-    assert '+' not in wide
-
-
-def test_panels_that_are_left_out_are_counted():
-    drawn = visualize(leaf((64, 8, 8), P('data', 'fsdp', 'tp'), POD)).to_text(80).splitlines()
-    titles = [line.strip() for line in drawn if 'dim 0 = ' in line or ' more ' in line]
-    first = [f'dim 0 = {part}:{part + 1}' for part in range(6)]
-    assert titles == [*first, '... 57 more ...', 'dim 0 = 63:64']
+def test_of_many_replicas_the_first_and_the_last_are_written():
+    mesh = AbstractMesh((8, 8, 8), ('data', 'fsdp', 'tp'))
+    drawn = visualize(leaf((64, 64), P('fsdp', 'tp'), mesh)).to_text(200)
+    assert '│  0,64,...,448 (8)  │  1,65,...,449 (8)  │' in drawn
+    narrow = visualize(leaf((64, 64), P('fsdp', 'tp'), mesh)).to_text(80)
+    assert '│        ...         │  7,71,...,455 (8)  │' in narrow
 
 
 @pytest.mark.parametrize('width', [60, 79, 100, 213])
 def test_no_line_is_wider_than_the_terminal(width, monkeypatch):
     monkeypatch.setenv('COLUMNS', str(width))
-    huge = 8 * 10**11
+    huge = 8 * 10**6
     tree = {
         'a path that is longer than any terminal ' * 8: leaf((8, 8), P('fsdp', 'tp')),
-        'indices too long for three columns': leaf((huge, huge), P('data', 'tp'), POD),
+        'long indices': leaf((huge, huge), P('data', 'tp'), POD),
         'replicas': leaf((8, 8), P('tp', 'fsdp'), POD),
         'three': leaf((64, 64, 64), P('fsdp', 'tp', 'data'), POD),
     }
     assert max(map(len, str(visualize(tree)).splitlines())) <= width
 
 
-def test_blocks_whose_ranges_leave_no_room_are_listed():
+def test_blocks_whose_ranges_leave_no_room_stand_in_rows():
     mesh = AbstractMesh((2, 4), ('x', 'y'))
     drawn = visualize(leaf((8 * 10**12, 4 * 10**12), P('x', 'y'), mesh)).to_text(60).splitlines()
-    assert drawn[3:7] == [
-        'dim 0: 8000000000000 over x=2; dim 1: 4000000000000 over y=4',
-        '  [0:4000000000000, 0:1000000000000]  0',
-        '  [0:4000000000000, 1000000000000:2000000000000]  1',
-        '  [0:4000000000000, 2000000000000:3000000000000]  2',
+    assert drawn[3:5] == [
+        'dim 0 ↓ 8000000000000 over x=2; dim 1 ↓ 4000000000000 over',
+        '    y=4',
     ]
+    assert drawn[6].strip() == '0:4000000000000, 0:1000000000000 │ 0 │'
 
 
 # --- Trees ----------------------------------------------------------------------------------------
@@ -169,7 +159,7 @@ def test_meshes_of_several_kinds_say_what_their_numbers_are():
 
 def test_many_kinds_of_leaves_are_counted():
     drawn = visualize({f'{size:02}': leaf((size,), P()) for size in range(60)}).to_text(100)
-    assert drawn.count('all 8 devices │') == 50
+    assert drawn.count('│ 0..7 │') == 50
     assert '\n\nNot drawn: 10 arrays with 10 other shardings. Visualize a part of the tree.\n' in drawn
     drawn = visualize({f'leaf {"x" * size}': leaf((1,), P()) for size in range(20)}).to_text(80)
     assert '\n... and 12 more arrays with this sharding\n' in drawn
