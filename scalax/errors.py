@@ -69,8 +69,6 @@ class PlacementError(ScalaxError, ValueError):
 class PlanError(ScalaxError, ValueError):
     """A compiled program cannot be read, or a plan cannot be made of these numbers."""
 
-    _unknown: Sequence[str] = ()  # the numbers that the hardware lacks, if that is the reason
-
 
 class DataError(ScalaxError, ValueError):
     """Data from outside does not fit: a host batch the mesh, or a file what it is read as."""

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from scalax._jax.devices import devices_of
 from scalax.errors import MeshError, did_you_mean
 
-GPUS_OF_NODE = {'h100': 8, 'h200': 8, 'b200': 8, 'mi300x': 8}
-"""Kind of GPU -> the most in a node: those that NVLink switches or xGMI links join."""
+GPUS_OF_NODE = {'h100': 8, 'h200': 8, 'b200': 8}
+"""Kind of GPU -> the most in a node: those that NVLink switches join."""
 
 EXAMPLES = tuple(f'{kind}:{size}' for kind, most in GPUS_OF_NODE.items() for size in (most, f'4x{most}'))
 """Names of topologies, for suggestions: one node of each kind, and four."""

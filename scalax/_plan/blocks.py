@@ -222,7 +222,7 @@ def _seconds(plan: PlanData, roofline: Roofline | None) -> list[Block]:
     )
     # What it was not compiled for is said above.
     lines = [line for line in str(roofline).splitlines() if line != plan.not_compiled_for]
-    return [InText([Lines(lines)]), OnPage([Bars(bars), Lines([note, roofline.unknown_text])])]
+    return [InText([Lines(lines)]), OnPage([Bars(bars), Lines([note])])]
 
 
 def _no_seconds(plan: PlanData) -> list[Block]:

@@ -22,8 +22,7 @@ only those devices send whose neighbour is in another slice; they share the band
 Devices joined by a switch (``torus_axes=0``) receive what they lack, V (N - 1) / N, over w
 (https://jax-ml.github.io/scaling-book/gpus, "At the node level"); that is the bus bandwidth of
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. Switches that add (NVLink SHARP) are not
-counted on. Where each two devices have a link of their own (``direct_links``) it comes over the N - 1 links
-to the other members at a time, and a permute over one.
+counted on.
 """
 
 from __future__ import annotations
@@ -146,8 +145,6 @@ def _on_torus(kind: Kind, whole: float, route: Route, hardware: Hardware) -> flo
 
 def _on_switch(kind: Kind, whole: float, route: Route, hardware: Hardware) -> float:
     [link_rate] = numbers_of(hardware, 'ici_bytes_per_second', for_=COMMUNICATION)
-    if hardware.direct_links and kind != 'collective-permute':
-        link_rate *= route.devices - 1
     return max(hardware.hop_seconds, _lacking(kind, whole, route.devices, route.size) / link_rate)
 
 

@@ -20,7 +20,6 @@ from scalax._plan.hardware import (
     find_hardware,
     hardware_of,
     numbers_of,
-    with_unknown_at_best,
 )
 from scalax._plan.hlo_cost import Work
 from scalax._plan.host_moves import HostMoves
@@ -206,12 +205,9 @@ class PlanData:
                 for a chip. Mesh axes that are not named run across slices. Of hardware without a torus,
                 such as GPUs, simulated devices fill nodes in the order of the mesh.
 
-        Numbers of networks that the hardware does not have are named, and the rest is given
-        (`Roofline.unknown`).
-
         Raises:
-            PlanError: the speed of computing or of memory is not known, or the positions of devices are not
-                understood.
+            PlanError: a number of the hardware that it needs is not known, or the positions of devices are
+                not understood.
 
         Example:
             >>> import jax
@@ -228,12 +224,6 @@ class PlanData:
         places = self.places if torus is None else places_on_torus(torus, self.mesh, hardware)
         if torus is None and self.platform == 'cpu' and not self.simulates:
             places = places_in_nodes(places, hardware)
-        timed, unknown = with_unknown_at_best(lambda known: self._roofline_of(places, known), hardware)
-        counted = timed.counted.along(Counted.AT_LEAST) if unknown else timed.counted
-        return dataclasses.replace(timed, hardware=hardware, unknown=unknown, counted=counted)
-
-    def _roofline_of(self, places: Sequence[Place], hardware: Hardware) -> Roofline:
-        """The roofline of devices at these places; raises if any number that it needs is not known."""
         flops_rate, hbm_rate = numbers_of(
             hardware, 'flops_per_second', 'hbm_bytes_per_second', for_='a roofline'
         )

@@ -97,8 +97,6 @@ class Roofline:
         from_host: seconds of reading there; both may go on at a time.
         compiled_for: what JAX calls the devices that the program was compiled for; empty if unknown.
         phases: computing and memory of each phase of the step; if there are none, all is one.
-        unknown: the numbers that the hardware does not have. What needs them is taken at its least, or left
-            out.
     """
 
     hardware: Hardware
@@ -114,29 +112,6 @@ class Roofline:
     from_host: float = 0.0
     compiled_for: str = ''
     phases: tuple[Phase, ...] = ()
-    unknown: tuple[str, ...] = ()
-
-    @property
-    def unknown_text(self) -> str:
-        """Sentences: which numbers are not known, and what to do. Empty if all are.
-
-        Example:
-            >>> from scalax.plan import HARDWARE
-            >>> print(
-            ...     Roofline(
-            ...         HARDWARE['v3'], 8, 8e15, 1.0, 1.0, (), unknown=('dcn_bytes_per_second',)
-            ...     ).unknown_text
-            ... )
-            not known of v3: dcn_bytes_per_second. What needs that is left out, or at its least; to add it:
-            dataclasses.replace(hardware, dcn_bytes_per_second=...)
-        """
-        if not self.unknown:
-            return ''
-        given = ', '.join(f'{name}=...' for name in self.unknown)
-        return (
-            f'not known of {self.hardware.name}: {", ".join(self.unknown)}. What needs that is left out, or '
-            f'at its least; to add it:\ndataclasses.replace(hardware, {given})'
-        )
 
     @property
     def not_compiled_for(self) -> str:
@@ -219,7 +194,7 @@ class Roofline:
                 f'one call on {self.devices} devices of {self.hardware.name}{known}: '
                 f'at least {milliseconds(step.bound)}, {milliseconds(step.estimate)} if nothing overlaps',
                 f'bound by {self.bound}{used}',
-                *filter(None, [self.not_compiled_for, self.unknown_text]),
+                *filter(None, [self.not_compiled_for]),
                 *(
                     f'  {name:<{widths[0]}}  {time:>{widths[1]}}  {along}'.rstrip()
                     for name, time, along in cells

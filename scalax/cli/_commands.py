@@ -215,8 +215,7 @@ The chips of a slice are the product of its size; of several slices, times --sli
 Nodes of GPUs, as --topology NAME:NODESxGPUS or NAME:GPUS. Programs are compiled for CPU devices
 and not for GPUs; memory and seconds are those of the CPU program with the numbers of the GPU:
 
-{nodes}
-Sources: scalax.plan.HARDWARE[name].sources"""
+{nodes}"""
 
 
 def _kind(name: str, sizes: str) -> str:

@@ -462,7 +462,7 @@ def test_topologies(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert 'v5e    a device: 15.8 GiB of usable HBM, 1.97e+14 flops/s (bfloat16)' in lines
     assert {name.partition(':')[0] for name in KNOWN} <= set(HARDWARE)
-    assert 'mi300x a device: 178.8 GiB of usable HBM, 1.307e+15 flops/s (bfloat16)' in lines
+    assert 'h200   a device: 131.3 GiB of usable HBM, 9.895e+14 flops/s (bfloat16)' in lines
     assert (
         'and not for GPUs; memory and seconds are those of the CPU program with the numbers of the GPU:'
         in lines

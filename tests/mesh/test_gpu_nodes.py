@@ -21,7 +21,6 @@ def helper_of(topology, dims=(-1,), names=('x',), **options):
         ('h200:4x8', 1, Nodes('h200', 4, 8)),
         ('h200:4x8', 4, Nodes('h200', 4, 8)),
         ('b200:8', 16, Nodes('b200', 16, 8)),
-        ('mi300x:2x4', 1, Nodes('mi300x', 2, 4)),
         ('h100:1', 1, Nodes('h100', 1, 1)),
     ],
 )
@@ -89,7 +88,7 @@ def test_nodes_that_no_mesh_axis_takes(snapshot):
 
 
 def test_some_of_the_devices():
-    assert helper_of('mi300x:2').simulates == ('mi300x', (0, 0))
+    assert helper_of('h200:2').simulates == ('h200', (0, 0))
 
 
 def test_a_pickled_helper_stands_for_the_same():

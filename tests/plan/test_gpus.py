@@ -17,7 +17,7 @@ from scalax.plan import HARDWARE, Plan, find, search
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
-H100, MI300X = HARDWARE['h100'], HARDWARE['mi300x']
+H100 = HARDWARE['h100']
 NOT_COMPILED = 'not compiled for h100: the program is that of cpu devices, with the numbers of h100'
 
 
@@ -70,18 +70,6 @@ def test_mesh_axes_over_nodes_are_as_asked():
     assert row.networks == ('ici',)
 
 
-@pytest.mark.parametrize(('kind', 'times'), [('all-gather', 1), ('reduce-scatter', 1), ('all-reduce', 2)])
-def test_links_between_each_two(kind, times):
-    """Of N MI300X each receives an N-th of the whole from each other one, over the link to it: 64 GB/s."""
-    for n in (2, 4, 8):
-        assert busy(kind, MI300X, [Place(0)] * n).ici == pytest.approx(times * 1e9 / n / 64e9)
-
-
-def test_other_collectives_over_links_between_each_two():
-    assert busy('all-to-all', MI300X, [Place(0)] * 8).ici == pytest.approx(1e9 / 8 / 8 / 64e9)
-    assert busy('collective-permute', MI300X, [Place(0)] * 8).ici == pytest.approx(1e9 / 8 / 64e9)
-
-
 def bus_bandwidth(kind, hardware, devices=8):
     """As nccl-tests define it: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md."""
     times = 2 if kind == 'all-reduce' else 1
@@ -95,8 +83,6 @@ def bus_bandwidth(kind, hardware, devices=8):
         # 370GB/s, which you can observe as BusBw when running non-allreduce operations".
         ('all-gather', H100, 370e9),
         ('all-reduce', H100, 370e9),  # NCCL_ALGO=RING, there
-        # A maintainer: https://github.com/ROCm/rccl/issues/1210: 48 GB/s of each of seven links.
-        ('all-gather', MI300X, 7 * 48e9),
     ],
 )
 def test_measured_bus_bandwidth_is_below_that_of_the_roofline(kind, hardware, measured):
@@ -243,11 +229,11 @@ def test_find():
     found = find(
         lambda w, x: x @ w,
         (array(1024, 1024), array(1024, 1024)),
-        'mi300x:8',
+        'h200:8',
         batch_argnums=1,
         show_progress=False,
     )
-    assert found.plan.simulates == 'mi300x'
+    assert found.plan.simulates == 'h200'
     assert found.fits is True  # the memory of the GPU is known
     assert found.plan.not_compiled_for in str(found)
-    assert "'mi300x:8'" in found.to_code()
+    assert "'h200:8'" in found.to_code()

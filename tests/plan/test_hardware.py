@@ -1,7 +1,6 @@
-"""The numbers of chips: each has its source, wrong and missing ones are named, users bring their own."""
+"""The numbers of chips: wrong and missing ones are named, users bring their own."""
 
 import dataclasses
-import math
 
 import pytest
 
@@ -18,23 +17,8 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize('entry', HARDWARE.values(), ids=HARDWARE)
-def test_every_number_has_a_source(entry):
-    known = {name for name in NUMBERS if getattr(entry, name) is not None} | {
-        'device_kinds',
-        'ring_needs_all',
-    }
-    if entry.torus_axes == 0:
-        known |= {'direct_links'}
-    if entry.chip_bytes_per_second:
-        known |= {'chip_bytes_per_second'}
-    assert set(entry.sources) == known
-    assert all(entry.sources.values())
-
-
 # name -> what no source has
 MISSING = {
-    'v3': ['hbm_bytes', 'dcn_bytes_per_second', 'host_bytes_per_second'],
     'tpu7x': ['host_bytes_per_second'],
     **{name: ['ring_multiple'] for name in GPUS_OF_NODE},  # they are in no torus
 }
@@ -69,8 +53,6 @@ def test_bytes_between_nodes(name):
         ('h100', 81_559 * 2**20),
         # cudaGetDeviceProperties of one: https://github.com/pytorch/ao/pull/4002
         ('b200', 178.35 * 2**30),
-        # Eight stacks of 24 GiB: https://rocm.docs.amd.com/en/latest/reference/gpu-specs.html
-        ('mi300x', 192 * 2**30),
     ],
 )
 def test_memory_of_data_sheets_is_less_than_drivers_report(name, reported):
@@ -110,7 +92,7 @@ def test_unknown_names():
         find_hardware(None, 'NVIDIA L4')
     assert str(error.value) == (
         "the numbers of 'NVIDIA L4' devices are not known: give hardware=..., a scalax.plan.Hardware of "
-        "your own or one of 'v3', 'v4', 'v5e', 'v5p', 'v6e', 'tpu7x', 'h100', 'h200', 'b200', 'mi300x'"
+        "your own or one of 'v4', 'v5e', 'v5p', 'v6e', 'tpu7x', 'h100', 'h200', 'b200'"
     )
 
 
@@ -126,21 +108,11 @@ def test_missing_numbers_are_named():
 
 def test_impossible_numbers_are_named():
     with pytest.raises(PlanError) as error:
-        Hardware('mine', flops_per_second=0, hbm_bytes_per_second=math.inf, torus_axes=-1)
-    assert str(error.value) == (
-        "the hardware 'mine' is invalid: flops_per_second has to be more than 0, got 0; hbm_bytes_per_second "
-        'has to be more than 0, got inf; torus_axes has to be at least 0, got -1'
-    )
+        Hardware('mine', flops_per_second=0)
+    assert str(error.value) == "the hardware 'mine' is invalid: flops_per_second is 0"
+    with pytest.raises(PlanError, match='torus_axes is -1'):
+        Hardware('mine', torus_axes=-1)
     assert Hardware('mine', torus_axes=0, ring_multiple=0, hop_seconds=0).torus_axes == 0
-
-
-def test_numbers_that_are_none_are_named():
-    with pytest.raises(PlanError) as error:
-        Hardware('mine', flops_per_second='1e15', torus_axes=True, chips_per_host=2.5)
-    assert str(error.value) == (
-        "the hardware 'mine' is invalid: flops_per_second has to be a number, got '1e15'; "
-        'torus_axes has to be a number, got True; chips_per_host has to be a whole number, got 2.5'
-    )
 
 
 def test_entries_are_values():
@@ -156,8 +128,8 @@ OF_A_TORUS = {'ring_multiple', 'ring_needs_all'}
 @pytest.mark.parametrize(
     ('first', 'kinds', 'fields'),
     [
-        ('v3', set(HARDWARE) - set(GPUS_OF_NODE), {*NUMBERS, 'ring_needs_all', 'chip_bytes_per_second'}),
-        ('h100', set(GPUS_OF_NODE), {*NUMBERS, 'direct_links'} - OF_A_TORUS),
+        ('v4', set(HARDWARE) - set(GPUS_OF_NODE), {*NUMBERS, 'ring_needs_all', 'chip_bytes_per_second'}),
+        ('h100', set(GPUS_OF_NODE), {*NUMBERS} - OF_A_TORUS),
     ],
     ids=['TPUs', 'GPUs'],
 )
@@ -177,8 +149,7 @@ def test_the_tables_of_the_documentation(first, kinds, fields):
             value = getattr(HARDWARE[name], field)
             if field == 'hbm_bytes' and value is not None:
                 value = round(value / 2**30, 2)
-            yes_or_no = field in ('ring_needs_all', 'direct_links')
-            known = None if cell == '-' else cell == 'True' if yes_or_no else float(cell)
+            known = None if cell == '-' else cell == 'True' if field == 'ring_needs_all' else float(cell)
             assert known == value, (field, name)
 
 

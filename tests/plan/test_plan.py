@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import AxisType
 
 from scalax._plan import compilation
-from scalax.errors import ArgumentError, MeshError
-from scalax.plan import HARDWARE, Buffer, Counted, HostMoves, Memory, Plan, Source
+from scalax.errors import ArgumentError, MeshError, PlanError
+from scalax.plan import Buffer, Counted, HostMoves, Memory, Plan, Source
 from scalax.sharding import (
     MeshShardingHelper,
     with_sharding_annotation,
@@ -278,21 +278,9 @@ def test_the_link_to_the_host_is_timed_if_it_is_used():
     assert (roofline.bound, roofline.counted) == ('host:in', Counted.AT_LEAST)
     assert '  host:in ' in str(roofline)
     assert offloads.roofline('v4', torus=torus).parts['host:in'] == pytest.approx(2**24 / 1.6e10)
-    assert not any(name.startswith('host') for name in plan.roofline('v3', torus=torus).parts)
-    # Where nobody knows how fast it is, the rest is timed.
-    rest = offloads.roofline('v3', torus=torus)
-    assert rest.parts == plan.roofline('v3', torus=torus).parts
-    assert (rest.hardware, rest.unknown, rest.counted) == (
-        HARDWARE['v3'],
-        ('host_bytes_per_second',),
-        Counted.AT_LEAST,
-    )
-    assert (
-        'not known of v3: host_bytes_per_second. What needs that is left out, or at its least; to add it:\n'
-        'dataclasses.replace(hardware, host_bytes_per_second=...)\n' in str(rest)
-    )
-    added = dataclasses.replace(HARDWARE['v3'], host_bytes_per_second=1e10)
-    assert not offloads.roofline(added, torus=torus).unknown
+    assert not any(name.startswith('host') for name in plan.roofline('tpu7x', torus=torus).parts)
+    with pytest.raises(PlanError, match='does not have: host_bytes_per_second'):
+        offloads.roofline('tpu7x', torus=torus)
 
 
 def test_what_devices_compute_more_than_the_function_needs_is_said():

@@ -93,8 +93,6 @@ def test_places():
         ('v5e', (8, 16), (False, True)),
         ('v5e', (4, 8, 1), (False, False, False)),
         ('v6e', (4, 4), (False, False)),
-        ('v3', (32, 32), (True, True)),
-        ('v3', (4, 4), (False, False)),
     ],
 )
 def test_which_axes_are_rings(name, shape, rings):
