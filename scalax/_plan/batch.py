@@ -31,12 +31,6 @@ def lost_lines(batch: FollowedBatch | None) -> Iterable[str]:
         yield f'  to find them again, {_remedy(lost[0])}'
 
 
-def largest_loss(batch: FollowedBatch) -> str:
-    """Where the largest of the values that lose their rows does, and what to do."""
-    lost = batch.lost[0]
-    return f'rows of the batch are lost {_place(lost)}, and may move behind it: {_remedy(lost)}'
-
-
 def _remedy(lost: LostRows) -> str:
     named = 'name the values behind it (with_sharding_annotation)'
     return named if lost.primitive == 'shard_map' else f'{named}, or run it on blocks (helper.shard_map)'

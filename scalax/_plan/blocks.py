@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from scalax._follow.followed_batch import kept_cells, lost_cells
-from scalax._plan.batch import kept, largest_loss, lost_lines
+from scalax._plan.batch import kept, lost_lines
 from scalax._plan.collectives import Collective
-from scalax._plan.figure_data import Scope, Sums, memory_parts, scopes, sums_by_part, time_parts
 from scalax._plan.formulas import Counted
 from scalax._plan.plan_data import PlanData
 from scalax._plan.provenance import Source
 from scalax._plan.roofline import Roofline
-from scalax._plan.torus import line_text
+from scalax._plan.sums import NO_SCOPE, Sums, sums_by_part, sums_by_scope
 from scalax._report.blocks import (
-    Bar,
-    Bars,
     Block,
     Cell,
     Code,
@@ -26,15 +22,12 @@ from scalax._report.blocks import (
     Fold,
     Heading,
     InText,
-    Kind,
     Lines,
-    Node,
     OnPage,
     Row,
     Section,
     Table,
     Tone,
-    Tree,
     Value,
 )
 from scalax._report.tables import human_bytes, human_flops, milliseconds, three_figures
@@ -49,8 +42,6 @@ _WHY = {
     'compiler': 'added by the compiler',
 }
 _SHOWN = 15  # rows of text
-_LITTLE_FLOPS = 0.005  # of all
-_TORUS_AXES = 3  # of the torus of a v5p
 _MOST_BUFFERS = 20
 _LITTLE_LEFT = 0.1  # of the peak
 _LITTLE = 2**31  # bytes: quick plans of smaller programs, such as a product of 1.5 GiB, are over 8 % off
@@ -160,8 +151,7 @@ def memory_blocks(plan: PlanData) -> list[Block]:
             f'  on the host  {human_bytes(memory.host):>10}, {sign}{human_bytes(moves.to_host)} are written '
             f'there and {sign}{human_bytes(moves.from_host)} read in one call'
         )
-    bar = Bar(memory_parts(memory), memory.limit or 0, memory.limit)
-    return [bar, Lines(lines), *([_held(plan)] if plan.buffers else [])]
+    return [Lines(lines), *([_held(plan)] if plan.buffers else [])]
 
 
 def memory_taken(plan: PlanData) -> str:
@@ -206,33 +196,16 @@ def _held(plan: PlanData) -> Block:
 
 def _seconds(plan: PlanData, roofline: Roofline | None) -> list[Block]:
     """The roofline, or why there is none and what to do."""
-    if roofline is None:
-        return _no_seconds(plan)
-    shown = time_parts(plan, roofline)
-    along = {row.name: row.lines for row in reversed(roofline.communication)}  # the longest of each name
-    bars = []
-    for name, seconds in roofline.parts.items():
-        ways = ' and '.join(map(line_text, along.get(name, ())))
-        words = f'{name}, {ways}' if ways else name
-        bars.append((words, shown[name], seconds, milliseconds(seconds), name == roofline.bound))
-    known = '' if roofline.counted is Counted.EXACTLY else f'Seconds are {roofline.counted.value} these. '
-    note = (
-        f'{known}A call takes at least the longest of these, or the phases one after the other; if nothing '
-        'overlaps, their sum.'
-    )
-    # What it was not compiled for is said above.
-    lines = [line for line in str(roofline).splitlines() if line != plan.not_compiled_for]
-    return [InText([Lines(lines)]), OnPage([Bars(bars), Lines([note])])]
-
-
-def _no_seconds(plan: PlanData) -> list[Block]:
+    if roofline is not None:
+        # What it was not compiled for is said above.
+        lines = [line for line in str(roofline).splitlines() if line != plan.not_compiled_for]
+        return [InText([Lines(lines)]), OnPage([Code('\n'.join(lines))])]
     if plan.hardware is None:
-        axes = {name: size for name, size in plan.mesh.items() if size > 1}
-        torus = dict(list(axes.items())[:_TORUS_AXES])
         line = (
             f'No seconds for {plan.device_kind or plan.platform!r} devices. Make the mesh with '
             'MeshShardingHelper.from_topology, or time this program on chips that you name:'
         )
+        torus = {name: size for name, size in plan.mesh.items() if size > 1}
         return [Lines([line], 'warn'), Code(f"  plan.roofline('v5p', torus={torus})")]
     try:
         plan.roofline()
@@ -277,45 +250,13 @@ def _parts(plan: PlanData, roofline: Roofline | None) -> list[Block]:
 
 
 def _scopes(plan: PlanData, roofline: Roofline | None) -> Section:
-    """The tree of modules or functions; in text those that take the most."""
-    top = scopes(plan, roofline)
-    whole = top.sums.compute  # 0 if no seconds are known
-
-    def node(scope: Scope) -> Node:
-        _, *values = _row(scope.name, scope.sums, plan)
-        if whole:
-            share = scope.sums.compute / whole
-            values.append(Cell(f'{three_figures(100 * share)} %', share, bar=share) if share else None)
-        return Node(scope.name, values, [node(each) for each in scope.inside.values()])
-
-    largest = _largest_scopes(top)
-    rows = [_row(f'{"  " * level}{name}', scope.sums, plan) for level, name, scope in largest]
-    kind = 'function' if top.is_of_functions else 'module'
-    columns = _columns(kind, plan)
-    more = [Column('share of compute', 'number')] if whole else []
-    table = InText([Table(columns, rows)] if len(rows) > 1 else [])
-    title = 'By function' if top.is_of_functions else 'By module and named scope'
-    return Section(title, [table, Tree([*columns, *more], [node(each) for each in top.inside.values()])])
-
-
-def _largest_scopes(top: Scope) -> list[tuple[int, str, Scope]]:
-    """The scopes with the most flops, each with its level and name, in the order of the tree."""
-    every = [*_walk(top, 0, '')]
-    most = sorted(every, key=lambda found: (-found[2].sums.flops, -found[2].sums.moved, found[0]))
-    least = top.sums.flops * _LITTLE_FLOPS
-    kept = [id(scope) for *_, scope in most[:_SHOWN] if scope.sums.flops > least or not top.sums.flops]
-    return [found for found in every if id(found[2]) in kept]
-
-
-def _walk(scope: Scope, level: int, outside: str) -> Iterator[tuple[int, str, Scope]]:
-    """All scopes inside of one; one of which another has all flops shares its line."""
-    for each in scope.inside.values():
-        name = f'{outside}{each.name}'
-        if any(inner.sums.flops == each.sums.flops > 0 for inner in each.inside.values()):
-            yield from _walk(each, level, f'{name}/')
-        else:
-            yield level, name, each
-            yield from _walk(each, level + 1, '')
+    """What modules or functions compute and move, those inside of them included."""
+    found = sums_by_scope(plan, roofline)
+    are_functions = all(name.partition('/')[0].endswith('()') for name, _ in found if name != NO_SCOPE)
+    columns = _columns('function' if are_functions else 'module', plan)
+    rows = [_row(name, each, plan) for name, each in found]
+    title = 'By function' if are_functions else 'By module and named scope'
+    return Section(title, [Table(columns, rows, most_lines=_SHOWN)] if len(rows) > 1 else [])
 
 
 # --- Collectives and the batch --------------------------------------------------------------------
@@ -378,29 +319,6 @@ def _because(row: Collective) -> str:
 
 
 def _batch(plan: PlanData) -> list[Block]:
-    """What is followed of the batch: the values that are kept, and the places where rows are lost."""
-    blocks: list[Block] = [
-        Lines([kept(plan.followed)]),
-        InText([Lines([*lost_lines(plan.followed)])]),
-    ]
-    followed = plan.followed
-    if followed is not None and followed.lost:
-        sizes = [each.bytes for each in followed.lost]
-        table = _sortable(lost_cells(followed), ['lead', '', '', 'number', 'code'], sizes)
-        blocks.append(OnPage([Lines([largest_loss(followed)], 'warn'), table]))
-    if followed is not None and followed.kept:
-        counts = [each.count for each in followed.kept]
-        table = _sortable(kept_cells(followed), ['lead', '', 'number', 'code', 'code'], counts)
-        blocks.append(OnPage([Fold('The values that are kept with their rows', [table])]))
-    return blocks
-
-
-def _sortable(cells: Sequence[Sequence[str]], kinds: Sequence[Kind], keys: Sequence[float]) -> Table:
-    """A table of texts; *keys* are those of its column of numbers."""
-    heads, *rows = cells
-    number = kinds.index('number')
-    shown = [
-        [Cell(text, key) if place == number else text for place, text in enumerate(row)]
-        for row, key in zip(rows, keys, strict=True)
-    ]
-    return Table([Column(head, kind) for head, kind in zip(heads, kinds, strict=True)], shown)
+    """What is followed of the batch, and the places where rows are lost."""
+    lost = [*lost_lines(plan.followed)]
+    return [Lines([kept(plan.followed)]), Lines(lost, 'warn' if lost else '')]

@@ -1,7 +1,7 @@
 """Blocks: what results say and show, as text and as HTML.
 
-A result is one list of blocks: `text` renders it for a terminal, `page` and `fragment` as HTML. Figures, bars
-and trees are on pages only; what differs beyond that is inside of `InText` and `OnPage`.
+A result is one list of blocks: `text` renders it for a terminal, `page` and `fragment` as HTML. Figures and
+trees are on pages only; what differs beyond that is inside of `InText` and `OnPage`.
 
 Pages are whole without scripts: trees fold, because they are ``<details>``, and tables hold their rows in a
 useful order. Where scripts run, tables and trees sort by each column, and trees are filtered. Where styles
@@ -28,7 +28,6 @@ MOST_ROWS = 2000
 """The rows of a table or a tree that a page shows: it is read by people, and has to load."""
 _AXIS_COLORS = 6  # in palette.css
 _OPEN_AT_FIRST = 40  # rows of a tree
-_OPEN_BAR = 1.5  # the room of a bar without an end, in its own lengths: a full bar would read as 100 %
 _WIDTHS = {'code': 'minmax(100px, 1.7fr)', 'wide': 'minmax(150px, 2.2fr)'}
 
 
@@ -285,86 +284,6 @@ def _badge(words: str, tone: Tone) -> str:
     return f'<span{_class("badge", tone)}>{escape(words)}</span>'
 
 
-class Part(NamedTuple):
-    """A part of a bar.
-
-    Attributes:
-        label: what it is.
-        value: its length, in the unit of the whole bar.
-        text: the value with its unit.
-        kind: its colour: a class of ``blocks.css``, such as ``'temporaries'`` or ``'forward'``.
-    """
-
-    label: str
-    value: float
-    text: str
-    kind: str = ''
-
-
-@dataclasses.dataclass(frozen=True)
-class Bar(Block):
-    """A tall bar of parts from the left, with a legend.
-
-    Attributes:
-        parts: its parts.
-        whole: the value at its right end; 0 if nothing says how long it could be: then it is open there.
-        limit: a value to draw a line at, if it is inside.
-    """
-
-    parts: Sequence[Part]
-    whole: float
-    limit: float | None = None
-
-    def html(self, mesh: MeshAxes) -> str:
-        return _bar(self.parts, self.whole, self.limit, 'tall') + _legend(self.parts)
-
-
-@dataclasses.dataclass(frozen=True)
-class Bars(Block):
-    """Bars one below the other, the longest over the whole width.
-
-    Attributes:
-        rows: of each its name, its parts, its value, the value as text, and whether it is marked.
-    """
-
-    rows: Sequence[tuple[str, Sequence[Part], float, str, bool]]
-
-    def html(self, mesh: MeshAxes) -> str:
-        longest = max((value for _, _, value, *_ in self.rows), default=0) or 1
-        kinds = {part.kind: Part(part.kind, 0, '', part.kind) for _, parts, *_ in self.rows for part in parts}
-        shown = ''.join(
-            f'<dt{_class("marked" if is_marked else "")}>{_colored(name, mesh)}</dt>'
-            f'<dd{_class("number", "marked" if is_marked else "")}>{escape(words)}</dd>'
-            f'<dd class="track">{_bar(parts, longest)}</dd>\n'
-            for name, parts, _, words, is_marked in self.rows
-        )
-        return f'{_legend(kinds.values()) if len(kinds) > 1 else ""}<dl class="bars">\n{shown}</dl>'
-
-
-def _bar(parts: Sequence[Part], whole: float, limit: float | None = None, kind: str = '') -> str:
-    longest = max(whole, sum(part.value for part in parts)) or 1
-    if not whole:
-        longest *= _OPEN_BAR
-    filled = ''.join(
-        f'<i{_class(part.kind)} style="width: {_percent(part.value, longest)}" '
-        f'title="{escape(f"{part.label} {part.text}".strip())}"></i>'
-        for part in parts
-        if part.value > 0
-    )
-    line = limit is not None and limit < longest
-    mark = f'<b style="left: {_percent(limit or 0, longest)}" title="limit"></b>' if line else ''
-    return f'<div{_class("bar", kind, "" if whole else "open")}>{filled}{mark}</div>'
-
-
-def _legend(parts: Iterable[Part]) -> str:
-    rows = (f'<i{_class(each.kind)}></i>{escape(f"{each.label} {each.text}".strip())}' for each in parts)
-    return f'<ul class="legend">{"".join(f"<li>{row}</li>" for row in rows)}</ul>'
-
-
-def _percent(part: float, whole: float) -> str:
-    return f'{100 * part / whole:.2f}%'
-
-
 # --- Tables and trees -----------------------------------------------------------------------------
 
 
@@ -484,7 +403,8 @@ class Table(Block):
 def _content(column: Column, cell: Cell, mesh: MeshAxes) -> str:
     words = _colored(cell.text, mesh) if column.kind == 'code' else escape(cell.text)
     if cell.bar is not None:
-        return f'{words}{_bar([Part("", cell.bar, cell.text, cell.tone)], 1)}'
+        part = f'<i{_class(cell.tone)} style="width: {100 * cell.bar:.2f}%"></i>'
+        return f'{words}<div class="bar">{part}</div>'
     if cell.link:
         return _link(words, cell.link)
     return _badge(cell.text, cell.tone) if cell.tone else words

@@ -145,15 +145,6 @@ def test_words_of_a_page():
         'MFU at most': f'{roofline.mfu:.1%}',
         'the model needs 2.20 TFLOPs': '2.20 TFLOPs',
     }
-    memory = said.index('Memory of each device')
-    assert said[memory + 1 : memory + 5] == [
-        *(
-            'arguments 4.0 GiB',
-            'outputs 1.0 GiB',
-            'temporaries at the peak 7.0 GiB',
-            'gaps at the peak 2.0 GiB',
-        ),
-    ]
     verdict = '12.0 GiB of 15.8 GiB: it fits'
     assert f'memory of each device (quick, as laid out before code is made): {verdict}' in said
     heads = said.index('because of')
@@ -176,7 +167,7 @@ def test_three_figures():
 
 
 def test_parts_of_a_step():
-    """Forward, backward and recomputed work and collectives add up, in the table and in the bars."""
+    """Forward, backward and recomputed work and collectives add up."""
 
     def step(w, x):
         @jax.checkpoint
@@ -203,12 +194,6 @@ def test_parts_of_a_step():
     network = sum(seconds for _, seconds in roofline.collectives)
     work = made.work
     assert sums == pytest.approx([work.flops, work.bytes, moved, roofline.compute, roofline.hbm, network])
-    bars = root.find('.//dl[@class="bars"]').findall('dd[@class="track"]/div')
-    longest = max(roofline.parts.values())
-    for bar, seconds in zip(bars, roofline.parts.values(), strict=True):
-        widths = [float(re.search(r'width: ([\d.]+)%', part.get('style'))[1]) for part in bar]
-        assert sum(widths) == pytest.approx(100 * seconds / longest, abs=0.05)
-    assert {part.get('class') for part in bars[0]} >= {'forward', 'backward', 'recomputed'}
 
 
 def test_the_batch():
@@ -216,13 +201,7 @@ def test_the_batch():
     lost = (LostRows('sort', 'model.py:9 route', 'f32[64]', 256),)
     made = dataclasses.replace(plan(), followed=FollowedBatch('step', ('fsdp',), kept, lost))
     said = words(made)
-    begin = 'rows of the batch are lost at model.py:9'
-    [place] = [i for i, text in enumerate(said) if text.startswith(begin)]
-    assert said[place + 6 : place + 11] == ['model.py:9 route', 'sort', '1', '256 B', 'f32[64]']
-    assert 'model.py:3 up' in said[place:]
-    # Columns of numbers sort by these.
-    cells = [cell for cell in blocks_of(made).iter('td') if cell.get('class') == 'number']
-    assert all(cell.get('data-key') for cell in cells)
+    assert 'lost at model.py:9 route (sort): f32[64], 256 B' in said
     assert 'Rows of the batch' not in words(dataclasses.replace(plan(), followed=None))
 
 
@@ -252,25 +231,11 @@ def test_a_page_leaves_out_nothing_that_text_says():
     assert '50.0% of the bytes have no origin in the program after partitioning' in said
 
 
-def test_bars_are_as_long_as_what_they_stand_for():
-    def widths(made):
-        bar = next(each for each in blocks_of(made).iter('div') if 'tall' in each.get('class', ''))
-        return [float(re.search(r'width: ([\d.]+)%', part.get('style'))[1]) for part in bar.findall('i')]
-
-    limit = 15.75
-    assert widths(plan()) == pytest.approx([100 * gib / limit for gib in (4, 1, 7, 2)], abs=0.01)
-    assert widths(too_large()) == pytest.approx([400 / 33, 100 / 33, 2600 / 33, 200 / 33], abs=0.01)
-    assert f'left: {100 * limit / 33:.2f}%' in html_of(too_large())
-    assert 'left:' not in html_of(plan())
-    # Of a memory without a known limit nothing is full.
-    assert sum(widths(simulated())) < 70
-
-
 def test_without_numbers_of_the_hardware():
     # What is not known of a link to hosts is named, in text and on the page.
     made = dataclasses.replace(plan(), device_kind='TPU7x', host_moves=HostMoves(2**23, 2**24))
-    said = 'not known of tpu7x: host_bytes_per_second.'
-    assert said in str(made) and said in ' '.join(words(made))
+    said = "numbers that the hardware 'tpu7x' does not have: host_bytes_per_second."
+    assert said in ' '.join(str(made).split()) and said in ' '.join(words(made))
     assert said not in ' '.join(words(plan()))
 
 
@@ -288,13 +253,6 @@ def test_a_page_in_a_browser(browser, tmp_path, width, dark):
     assert browser.complaints() == []
     assert browser.overflow() == 0
     assert browser.run("return performance.getEntriesByType('resource').length") == 0
-    bar = browser.driver.find_element(By.CSS_SELECTOR, '.bar.tall')
-    arguments, outputs, temporaries, gaps = (part.rect for part in bar.find_elements(By.CSS_SELECTOR, 'i'))
-    assert arguments['width'] / temporaries['width'] == pytest.approx(4 / 26, rel=0.05)
-    assert outputs['x'] == pytest.approx(arguments['x'] + arguments['width'], abs=1)
-    whole = sum(part['width'] for part in (arguments, outputs, temporaries, gaps))
-    limit = bar.find_element(By.CSS_SELECTOR, 'b').rect
-    assert limit['x'] - arguments['x'] == pytest.approx(whole * 15.75 / 33, abs=3)
     badge = browser.driver.find_element(By.CSS_SELECTOR, '.badge.bad')
     assert badge.text == 'does not fit' and badge.is_displayed()
     text = browser.run('return getComputedStyle(document.body).color')
@@ -308,39 +266,27 @@ def test_hostile_names_do_nothing_and_fit(browser, tmp_path, width):
     assert browser.complaints() == [] and browser.overflow() == 0
 
 
-def test_collectives_sort_and_functions_fold(browser, tmp_path):
+def test_collectives_sort(browser, tmp_path):
     [row, *_] = plan().collectives
     rows = [
         dataclasses.replace(row, count=count, bytes=size) for count, size in ((2, 512), (9, 128), (30, 4))
     ]
-    work = dataclasses.replace(
-        plan().work,
-        by_scope=tuple(ScopeWork(f'm{i}/n{j}', 'other', 10**9, 8) for i in range(20) for j in range(2)),
-    )
-    dataclasses.replace(plan(), collectives=tuple(rows), work=work).to_html(tmp_path / 'plan.html')
+    dataclasses.replace(plan(), collectives=tuple(rows)).to_html(tmp_path / 'plan.html')
     browser.open(tmp_path / 'plan.html')
     root = browser.driver
 
+    table = root.find_element(By.XPATH, "//table[.//th[.='collective']]")
+
     def column(name):
-        heads = [head.text.split()[0] for head in root.find_elements(By.CSS_SELECTOR, '.scroll th')]
-        cells = root.find_elements(By.CSS_SELECTOR, f'.scroll td:nth-child({heads.index(name) + 1})')
+        heads = [head.text.split()[0] for head in table.find_elements(By.CSS_SELECTOR, 'th')]
+        cells = table.find_elements(By.CSS_SELECTOR, f'td:nth-child({heads.index(name) + 1})')
         return [cell.text for cell in cells]
 
-    def shown():
-        names = root.find_elements(By.CSS_SELECTOR, '.tree .row:not(.heads) .name')
-        return len([name for name in names if name.is_displayed()])
-
     assert column('bytes') == ['512 B', '128 B', '4 B']
-    times = next(
-        each for each in root.find_elements(By.CSS_SELECTOR, '.scroll th button') if each.text == 'times'
-    )
+    times = next(each for each in table.find_elements(By.TAG_NAME, 'button') if each.text == 'times')
     times.click()
     assert column('times') == ['30', '9', '2']
     assert column('bytes') == ['4 B', '128 B', '512 B']
-    everything = root.find_element(By.CSS_SELECTOR, '.tools button')
-    before = shown()
-    everything.click()
-    assert shown() > before
 
 
 def test_a_plan_in_a_notebook(browser, tmp_path):

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from scalax._plan import figure_data
 from scalax._plan.scopes import scopes_in
+from scalax._plan.sums import sums_by_part, sums_by_scope
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
@@ -52,9 +52,7 @@ def is_whole(plan):
     for row in plan.collectives:
         assert sum(runs.count for runs in row.scopes) == row.count
     moved = sum(row.count * row.bytes for row in plan.collectives)
-    top = figure_data.scopes(plan, None)
-    assert (top.sums.flops, top.sums.bytes, top.sums.moved) == (work.flops, work.bytes, moved)
-    by_part = figure_data.sums_by_part(plan, None)
+    by_part = sums_by_part(plan, None)
     assert sum(each.moved for each in by_part.values()) == moved
     return True
 
@@ -98,16 +96,12 @@ def test_functions_stand_for_scopes():
     plan = planned(step, X, X, in_shardings=(P('fsdp', 'tp'), P('fsdp')))
     assert is_whole(plan)
     assert {row.scope for row in plan.work.by_scope} == {'step()/loss()', 'step()/loss()/attention()'}
-    top = figure_data.scopes(plan, None)
-    assert top.is_of_functions
-    [step_] = top.inside.values()
-    assert step_.name == 'step()/loss()' and [*step_.inside] == ['attention()']
-    assert step_.sums.flops == plan.work.flops > step_.inside['attention()'].sums.flops > 0
+    (outer, whole), (inner, part) = sums_by_scope(plan, None)
+    assert (outer, inner) == ('step()/loss()', 'step()/loss()/attention()')
+    assert whole.flops == plan.work.flops > part.flops > 0
     lines = plan.to_text(100).splitlines()
     table = next(place for place, line in enumerate(lines) if line.startswith('function'))
-    assert [line.split('  ')[0] or line.split()[0] for line in lines[table + 2 : table + 4]] == [
-        *('step()/loss()', 'attention()'),
-    ]
+    assert [line.split('  ')[0] for line in lines[table + 2 : table + 4]] == [outer, inner]
 
 
 def test_modules_of_flax():
@@ -135,11 +129,10 @@ def test_modules_of_flax():
     assert is_whole(plan)
     one = 2 * 16 * 64 * 128
     assert flops_of(plan, 'Model/layers_2/up') == {'forward': one, 'recomputed': one, 'backward': 2 * one}
-    top = figure_data.scopes(plan, None)
-    assert not top.is_of_functions
     # The first layer has no gradient of its input, and is still one of four.
-    assert top.inside['Model'].name == 'Model/layers_{0..3}'
-    assert [*top.inside['Model'].inside] == ['up', 'down']
+    layers = 'Model/layers_{0..3}'
+    assert [name for name, _ in sums_by_scope(plan, None)][:3] == [layers, f'{layers}/up', f'{layers}/down']
+    assert 'By module and named scope' in plan._repr_html_()
 
 
 def test_modules_of_equinox_are_told_apart_by_their_functions():

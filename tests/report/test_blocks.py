@@ -8,8 +8,6 @@ from selenium.webdriver.common.by import By
 
 from scalax._report import blocks
 from scalax._report.blocks import (
-    Bar,
-    Bars,
     Cell,
     Code,
     Column,
@@ -22,7 +20,6 @@ from scalax._report.blocks import (
     Link,
     Node,
     OnPage,
-    Part,
     Section,
     Table,
     Tree,
@@ -59,15 +56,13 @@ def texts(html):
 
 def everything(text):
     """All blocks with a text in every place that takes some."""
-    part = Part(text, 1, text, 'forward')
     columns = [Column(text, 'lead'), Column(text, 'number')]
     return [
         Heading(text, {text: 2}, text),
         Figures([Figure(text, text, 'good', True), Figure(text, text)]),
         Lines([text], 'bad'),
         Code(text),
-        Section(text, [Bar([part], 2)], text),
-        Bars([(text, [part], 1.0, '1 ms', True)]),
+        Section(text, [Lines([text])], text),
         Table(columns, [[text, 1.0], [Cell(text, tone='warn'), Cell(text, 1.0, bar=0.5)]]),
         Tree(columns, [Node(text, [text], [Node(text, [text])])]),
         Fold(text, [Lines([text])]),
@@ -93,25 +88,6 @@ def test_pages_are_well_formed_and_load_nothing(text):
     assert ET.fromstring(page).find('body/main') is not None
     assert not re.findall(r'\w+://[^"\s]+', page)
     assert "default-src 'none'" in page and page.count('<script') == 1
-
-
-def test_bars():
-    parts = [Part('one', 1, '1 B'), Part('none', 0, '0 B'), Part('two', 2, '2 B')]
-
-    def bar(*given):
-        return Bar(*given).html({})
-
-    def widths(html):
-        return re.findall(r'width: ([\d.]+)%', html)
-
-    assert widths(bar(parts, 4)) == ['25.00', '50.00']
-    # A bar that is longer than the whole shows all of itself, and where the limit is.
-    assert widths(bar(parts, 2)) == ['33.33', '66.67']
-    assert 'left: 66.67%' in bar(parts, 2, 2)
-    # Without an end it does not look full.
-    assert widths(bar(parts, 0)) == ['22.22', '44.44']
-    assert 'class="bar tall open"' in bar(parts, 0)
-    assert widths(bar([], 0)) == []
 
 
 def test_links_lead_to_targets():

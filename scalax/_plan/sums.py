@@ -1,0 +1,100 @@
+"""What the parts of a step, and its modules, compute and move: sums for tables."""
+
+from __future__ import annotations
+
+import collections
+import operator
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from scalax._plan.formulas import Part
+from scalax._plan.plan_data import PlanData
+from scalax._plan.roofline import Roofline
+from scalax._util.folding import MOST_RUNS, fold
+
+STEP: tuple[Part, ...] = ('forward', 'backward', 'recomputed', 'update', 'other')
+"""The parts of a step as they are shown."""
+NO_SCOPE = 'not known'
+
+
+def _rates(roofline: Roofline) -> tuple[float, float]:
+    """The seconds of a device for one operation, and for one byte of its memory."""
+    hardware = roofline.hardware
+    flops_rate, hbm_rate = hardware.flops_per_second or 1, hardware.hbm_bytes_per_second or 1
+    seconds = roofline.devices / roofline.peak
+    return seconds, seconds * flops_rate / hbm_rate
+
+
+class Sums(NamedTuple):
+    """What a device computes and moves in a part of a step, or in a scope.
+
+    Attributes:
+        flops: the floating-point operations.
+        bytes: the bytes that are moved from and to the memory.
+        moved: the bytes of collectives, as `Plan.totals` counts them.
+        compute: the seconds of the operations.
+        hbm: the seconds of the bytes.
+        network: the seconds of the collectives, one after the other.
+    """
+
+    flops: int = 0
+    bytes: int = 0
+    moved: int = 0
+    compute: float = 0.0
+    hbm: float = 0.0
+    network: float = 0.0
+
+    def plus(self, other: Sums) -> Sums:
+        """Both together."""
+        return Sums(*map(operator.add, self, other))
+
+
+def _sums(plan: PlanData, roofline: Roofline | None) -> Iterator[tuple[str, Part, Sums]]:
+    """What each scope computes and moves: (scope, part of the step, its sums)."""
+    rate, of_byte = (0.0, 0.0) if roofline is None else _rates(roofline)
+    for row in plan.work.by_scope:
+        compute, hbm = row.flops * rate, row.bytes * of_byte
+        yield row.scope, row.part, Sums(row.flops, row.bytes, compute=compute, hbm=hbm)
+    times = {} if roofline is None else {id(row): seconds for row, seconds in roofline.collectives}
+    for each in plan.collectives:
+        once = times.get(id(each), 0.0) / max(1, each.count)
+        known = sum(runs.count for runs in each.scopes)
+        for scope, count in [
+            *((runs.scope, runs.count) for runs in each.scopes),
+            ('', max(0, each.count - known)),
+        ]:
+            if count:
+                yield scope, each.phase, Sums(moved=count * each.bytes, network=count * once)
+
+
+def sums_by_part(plan: PlanData, roofline: Roofline | None) -> dict[Part, Sums]:
+    """The sums of each part of the step that has any."""
+    found = {part: Sums() for part in STEP}
+    for _, part, more in _sums(plan, roofline):
+        found[part] = found[part].plus(more)
+    return {part: each for part, each in found.items() if any(each)}
+
+
+def sums_by_scope(plan: PlanData, roofline: Roofline | None) -> list[tuple[str, Sums]]:
+    """The sums of each module or named scope with all that is inside of it, the largest first.
+
+    Numbered ones that compute alike are one. One that holds nothing but another one is left out.
+    """
+    found: dict[str, Sums] = {}
+    # The first of many layers needs no gradient of its input, so backward passes may differ.
+    forward: collections.Counter[str] = collections.Counter()
+    for scope, part, more in _sums(plan, roofline):
+        found[scope] = found.get(scope, Sums()).plus(more)
+        forward[scope] += more.flops if part in ('forward', 'other') else 0
+    whole: dict[tuple[str, ...], Sums] = {}
+    for item in fold((scope, forward[scope]) for scope in found):
+        names = [part if isinstance(part, str) else part.name(MOST_RUNS) for part in item.parts]
+        for path in item.paths:
+            for depth in range(len(names)):
+                outer = tuple(names[: depth + 1])
+                whole[outer] = whole.get(outer, Sums()).plus(found[path])
+    same_as_inner = {names[:-1] for names, each in whole.items() if whole.get(names[:-1], ())[:3] == each[:3]}
+    rows = [
+        ('/'.join(names) or NO_SCOPE, each) for names, each in whole.items() if names not in same_as_inner
+    ]
+    return sorted(rows, key=lambda row: (-row[1].flops, -row[1].moved))
