@@ -52,7 +52,7 @@ def plan_blocks(plan: PlanData, title: str, level: int = 1) -> list[Block]:
     roofline = plan.known_roofline
     return [
         Heading(title, plan.mesh, runs_on(plan), level),
-        InText([Lines([head(plan)])]),
+        InText([Lines([f'{plan.name} on {runs_on(plan)} ({axis_sizes_text(plan.mesh)})'])]),
         Figures([*headline(plan, roofline)]),
         Lines([plan.not_compiled_for], 'warn'),
         OnPage([Lines([plan.refusal], 'bad')]),
@@ -65,11 +65,6 @@ def plan_blocks(plan: PlanData, title: str, level: int = 1) -> list[Block]:
         *_collectives(plan, roofline),
         Section('Rows of the batch', _batch(plan)),
     ]
-
-
-def head(plan: PlanData) -> str:
-    """The name of the step, and what it runs on."""
-    return f'{plan.name} on {runs_on(plan)} ({axis_sizes_text(plan.mesh)})'
 
 
 def runs_on(plan: PlanData) -> str:

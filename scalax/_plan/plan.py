@@ -5,13 +5,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from scalax._plan.batch import followed_text
-from scalax._plan.blocks import plan_blocks
-from scalax._plan.plan_check import exceeded
+from scalax._plan.blocks import memory_taken, plan_blocks
 from scalax._plan.plan_data import PlanData
 from scalax._report import blocks, saved
 from scalax._report.pages import visible
@@ -21,6 +20,7 @@ from scalax.errors import ArgumentError
 from scalax.explain import ReportDiff
 
 _CollectiveKey = tuple[str, tuple[str, ...], int]
+_WIDTH = 110  # of messages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,6 @@ class Plan(PlanData):
         peak: float | None = None,
         bytes: Mapping[str | tuple[str, ...], float] | None = None,
         seconds: float | None = None,
-        before: Plan | None = None,
     ) -> None:
         """Asserts that the plan keeps within limits: for tests of a training step.
 
@@ -142,11 +141,10 @@ class Plan(PlanData):
             bytes: mesh axes (or one axis) -> the most bytes that may move along exactly these, as in
                 `totals`, of all kinds together.
             seconds: the longest that a step may take at least (`Roofline.step_seconds`, the bound).
-            before: an earlier plan that kept the limits; the message then shows what changed since.
 
         Raises:
             AssertionError: a limit is exceeded; the message gives all that are.
-            ArgumentError: the mesh has no such axis, or a limit is not a number.
+            ArgumentError: the mesh has no such axis.
             PlanError: *seconds* are given, and the time of a step is not known.
 
         Example:
@@ -157,11 +155,27 @@ class Plan(PlanData):
             >>> plan = helper.plan(total, jax.ShapeDtypeStruct((64,), 'float32'))
             >>> plan.check(peak=1e6, bytes={'fsdp': 4, 'tp': 0})
         """
-        if before is not None:
-            self.diff(before)  # raises for what is no plan, also if no limit is exceeded
-        if lines := exceeded(self, fits, peak, bytes or {}, seconds):
-            lines += [] if before is None else ['', 'since the plan before:', str(before.diff(self))]
-            raise AssertionError('\n'.join(map(visible, '\n'.join(lines).splitlines())))
+        problems = []
+        if fits is not None and self.fits is not fits:
+            verdict = {True: 'fits', False: 'does not fit', None: 'is not known to fit'}[self.fits]
+            problems.append(f'it {verdict}: {memory_taken(self)}')
+
+        def limit(what: str, most: float, found: float, shown: Callable[[Any], str], unit: str) -> None:
+            if not found <= most:
+                found_text, most_text = distinct_texts(found, most, shown, unit)
+                problems.append(f'{what}: {found_text}, at most {most_text}')
+
+        if peak is not None:
+            limit('peak of memory', peak, self.memory.peak, human_bytes, ' B')
+        for given, most in (bytes or {}).items():
+            axes = self._known_axes(given)
+            moved = sum(sum(kinds.values()) for own, kinds in self.totals.items() if {*own} == {*axes})
+            limit(f'along {" x ".join(axes)}', most, moved, human_bytes, ' B')
+        if seconds is not None:
+            limit('a step at least', seconds, self.step_seconds.bound, milliseconds, ' s')
+        if problems:
+            lines = [f'{self.name} does not keep its limits:', *(f'  {problem}' for problem in problems)]
+            raise AssertionError('\n'.join([*map(visible, lines), '', self.to_text(_WIDTH)]))
 
 
 @dataclasses.dataclass(frozen=True)

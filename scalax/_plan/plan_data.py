@@ -162,17 +162,21 @@ class PlanData:
         Raises:
             ArgumentError: an unknown kind, or an axis that the mesh does not have.
         """
-        axes = (axes,) if isinstance(axes, str) else axes
         if kind not in KINDS:
             raise ArgumentError(f'there is no collective {kind!r} ({did_you_mean(kind, KINDS)})')
-        for axis in axes or ():
+        rows = [row for row in self.collectives if row.kind == kind]
+        if axes is not None:
+            known = {*self._known_axes(axes)}
+            rows = [row for row in rows if {*row.axes} == known]
+        return sum(row.count for row in rows)
+
+    def _known_axes(self, axes: str | tuple[str, ...]) -> tuple[str, ...]:
+        """One mesh axis, or several, as a tuple; raises ArgumentError if the mesh lacks one."""
+        axes = (axes,) if isinstance(axes, str) else axes
+        for axis in axes:
             if axis not in self.mesh:
                 raise ArgumentError(f'the mesh has no axis {axis!r} ({did_you_mean(str(axis), self.mesh)})')
-        return sum(
-            row.count
-            for row in self.collectives
-            if row.kind == kind and (axes is None or set(row.axes) == set(axes))
-        )
+        return axes
 
     def with_model_flops(self, model_flops: float) -> Self:
         """The same plan with the number of operations that the model needs, which `Roofline.mfu` uses.
