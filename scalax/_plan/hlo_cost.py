@@ -25,8 +25,6 @@ from scalax._plan.hlo import Array, Instruction, Module
 from scalax._plan.hlo_loops import Visit, executed, visits
 from scalax._plan.scopes import Scopes, ScopeWork
 from scalax._plan.step_parts import StepParts
-from scalax._util.strict_json import brief
-from scalax.errors import PlanError
 
 # What the compilers for TPUs and GPUs call for kernels. Most products of GPUs are those of cuBLAS and cuDNN.
 _KERNELS = re.compile(r'custom_call_target="(?:tpu_custom_call"|__gpu\$xla\.gpu\.triton"|__cu(?:blas|dnn)\$)')
@@ -49,9 +47,6 @@ class Work:
         bytes_by_part: the bytes of each part that has any.
         kernels: how many kernels run, whose flops are not among these: those of Pallas, and products for
             which the compiler has kernels of its own, such as ragged ones on TPUs, and most on GPUs.
-
-    Raises:
-        PlanError: there is no such part.
     """
 
     flops: int = 0
@@ -61,12 +56,6 @@ class Work:
     kernels: int = 0
     by_scope: tuple[ScopeWork, ...] = ()
     bytes_by_part: Mapping[Part, int] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        parts = self.by_part.keys() | self.bytes_by_part.keys() | {row.part for row in self.by_scope}
-        unknown = sorted(parts - set(PARTS))
-        if unknown:
-            raise PlanError(f'a step has no part {brief(unknown[0])}, only {", ".join(PARTS)}')
 
 
 def work_of(module: Module) -> Work:

@@ -59,9 +59,6 @@ class Plan(PlanData):
         host_moves: what each device exchanges with its host; for TPUs only.
         followed: the values that stay with the rows of the batch, as `SjitFunction.followed` says; None for
             functions that ``sjit`` did not make.
-
-    Raises:
-        PlanError: it names devices that the mesh does not have or unknown hardware, or the mesh is too large.
     """
 
     def __str__(self) -> str:

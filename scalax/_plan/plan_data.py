@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import Self
@@ -26,14 +25,11 @@ from scalax._plan.host_moves import HostMoves
 from scalax._plan.memory import Memory
 from scalax._plan.roofline import Roofline, Seconds, not_compiled_for, phases_of, time_collectives
 from scalax._plan.torus import NETWORKS, Network, Place, devices_per_chip, places_in_nodes, places_on_torus
-from scalax._util.strict_json import brief
 from scalax.errors import ArgumentError, PlanError, did_you_mean
 from scalax.explain import ShardingReport
 
 _NO_WORK = Work()
 _NOTHING_MOVED = HostMoves()
-_MOST_DEVICES = 1 << 24
-_MOST_AXES = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,31 +59,6 @@ class PlanData:
     host_moves: HostMoves = _NOTHING_MOVED
     followed: FollowedBatch | None = None
     simulates: str = ''
-
-    def __post_init__(self) -> None:
-        if self.simulates and self.simulates not in HARDWARE:
-            raise PlanError(f'there is no hardware {brief(self.simulates)} to simulate')
-        size = math.prod(self.mesh.values())
-        if not 0 < size <= _MOST_DEVICES or len(self.mesh) > _MOST_AXES:
-            raise PlanError(f'mesh has {brief(size)} devices along {len(self.mesh)} axes')
-        if not 0 < self.devices <= size:
-            raise PlanError(f'devices are {self.devices}, and the mesh has {size}')
-        for row in self.collectives:
-            known = self.mesh.keys() >= set(row.axes) and len(set(row.axes)) == len(row.axes)
-            if not known or any(device >= size for device in row.part):
-                raise PlanError(f'a collective is of devices that the mesh does not have: {brief(row)}')
-        unknown = sorted({*(self.followed.axes if self.followed else ())} - self.mesh.keys())
-        if unknown:
-            raise PlanError(
-                f'rows of the batch are over an axis that the mesh does not have: {brief(unknown[0])}'
-            )
-        if self.places:
-            axes = {len(place.coords) for place in self.places}
-            if len(self.places) != size or len(axes) > 1 or max(axes) > _MOST_AXES:
-                raise PlanError(f'places are not one for each of {size} devices, of as many coordinates each')
-            longest = [max(axis) + 1 for axis in zip(*(place.coords for place in self.places), strict=True)]
-            if math.prod(longest) * (max(place.core for place in self.places) + 1) > _MOST_DEVICES:
-                raise PlanError('places are too far from one another')
 
     @property
     def fits(self) -> bool | None:

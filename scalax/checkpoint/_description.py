@@ -95,7 +95,7 @@ def parse_description(step: int, values: Any) -> Description:
     Raises:
         ValueError: it is not a description.
     """
-    head = saved_json.built(Head, values, '')
+    head = saved_json.built(Head, values)
     if len({leaf.path for leaf in head.leaves}) != len(head.leaves):
         raise ValueError('it has several leaves with one path')
     return Description(step, head.leaves, head.processes)

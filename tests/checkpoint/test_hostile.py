@@ -56,7 +56,6 @@ ENTRIES = [
         {'spec': 1},
         {'mesh': {'x': 'y'}},
         {'mesh': 3},
-        {'more': 1},
     )
 ]
 TEXTS.extend(json.dumps({'format': 1, 'processes': 1, 'leaves': [entry]}) for entry in ENTRIES)
