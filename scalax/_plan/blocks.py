@@ -297,12 +297,7 @@ def collective_table(plan: PlanData) -> Table:
             ]
         )
 
-    def rest(first: int) -> str:
-        left_out = plan.collectives[first:]
-        moved = human_bytes(sum(row.count * row.bytes for row in left_out))
-        return f'... and {len(left_out)} more, {moved} together'
-
-    return Table([*columns, Column('because of', 'wide')], rows, most_lines=_SHOWN, rest=rest)
+    return Table([*columns, Column('because of', 'wide')], rows, most_lines=_SHOWN)
 
 
 def _because(row: Collective) -> str:

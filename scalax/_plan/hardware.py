@@ -42,15 +42,6 @@ class Hardware:
 
     Raises:
         PlanError: a number is invalid.
-
-    Example:
-        >>> mine = Hardware('mine', flops_per_second=1e14, hbm_bytes_per_second=1e12)
-        >>> mine.need('flops_per_second', for_='a roofline')
-        >>> mine.need('ici_bytes_per_second', 'hop_seconds', for_='communication')
-        Traceback (most recent call last):
-            ...
-        scalax.errors.PlanError: communication needs numbers that the hardware 'mine' does not have: \
-ici_bytes_per_second. Add them: dataclasses.replace(hardware, ici_bytes_per_second=...)
     """
 
     name: str
@@ -78,28 +69,29 @@ ici_bytes_per_second. Add them: dataclasses.replace(hardware, ici_bytes_per_seco
             if not (value >= 0 if field.name in may_be_zero else value > 0) or value == math.inf:
                 raise PlanError(f'the hardware {self.name!r} is invalid: {field.name} is {value!r}')
 
-    def need(self, *names: str, for_: str) -> None:
-        """Checks that some numbers are known.
 
-        Args:
-            *names: fields.
-            for_: what needs them, for the message.
+def numbers_of(hardware: Hardware, *names: str, for_: str) -> list[Any]:
+    """Numbers of some hardware.
 
-        Raises:
-            PlanError: some are unknown; names all of them.
-        """
-        missing = [name for name in names if getattr(self, name) is None]
-        if missing:
-            given = ', '.join(f'{name}=...' for name in missing)
-            raise PlanError(
-                f'{for_} needs numbers that the hardware {self.name!r} does not have: {", ".join(missing)}. '
-                f'Add them: dataclasses.replace(hardware, {given})'
-            )
+    Args:
+        hardware: the hardware.
+        *names: fields.
+        for_: what needs them, for the message.
 
+    Raises:
+        PlanError: some are unknown; names all of them.
 
-def numbers_of(hardware: Hardware, *names: str, for_: str) -> list[float]:
-    """Numbers of some hardware; raises as `Hardware.need` does if some are unknown."""
-    hardware.need(*names, for_=for_)
+    Example:
+        >>> numbers_of(Hardware('mine', flops_per_second=1e14), 'flops_per_second', for_='a roofline')
+        [100000000000000.0]
+    """
+    missing = [name for name in names if getattr(hardware, name) is None]
+    if missing:
+        given = ', '.join(f'{name}=...' for name in missing)
+        raise PlanError(
+            f'{for_} needs numbers that the hardware {hardware.name!r} does not have: {", ".join(missing)}. '
+            f'Add them: dataclasses.replace(hardware, {given})'
+        )
     return [getattr(hardware, name) for name in names]
 
 

@@ -169,7 +169,7 @@ class Plan(PlanData):
             moved = sum(sum(kinds.values()) for own, kinds in self.totals.items() if {*own} == {*axes})
             limit(f'along {" x ".join(axes)}', most, moved, human_bytes, ' B')
         if seconds is not None:
-            limit('a step at least', seconds, self.step_seconds.bound, milliseconds, ' s')
+            limit('a step at least', seconds, self.roofline().step_seconds.bound, milliseconds, ' s')
         if problems:
             lines = [f'{self.name} does not keep its limits:', *(f'  {problem}' for problem in problems)]
             raise AssertionError('\n'.join([*map(visible, lines), '', self.to_text(_WIDTH)]))

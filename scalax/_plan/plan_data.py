@@ -23,7 +23,7 @@ from scalax._plan.hardware import (
 from scalax._plan.hlo_cost import Work
 from scalax._plan.host_moves import HostMoves
 from scalax._plan.memory import Memory
-from scalax._plan.roofline import Roofline, Seconds, not_compiled_for, phases_of, time_collectives
+from scalax._plan.roofline import Roofline, not_compiled_for, phases_of, time_collectives
 from scalax._plan.torus import NETWORKS, Network, Place, devices_per_chip, places_in_nodes, places_on_torus
 from scalax.errors import ArgumentError, PlanError, did_you_mean
 from scalax.explain import ShardingReport
@@ -234,18 +234,3 @@ class PlanData:
             return 0.0, 0.0
         (rate,) = numbers_of(hardware, 'host_bytes_per_second', for_='a roofline of a step that offloads')
         return moves.to_host * per_chip / rate, moves.from_host * per_chip / rate
-
-    @property
-    def step_seconds(self) -> Seconds:
-        """`Roofline.step_seconds` of the devices that the plan is for; raises as `roofline` does."""
-        return self.roofline().step_seconds
-
-    @property
-    def bound(self) -> str:
-        """`Roofline.bound` of the devices that the plan is for; raises as `roofline` does."""
-        return self.roofline().bound
-
-    @property
-    def mfu(self) -> float | None:
-        """`Roofline.mfu` of the devices that the plan is for; raises as `roofline` does."""
-        return self.roofline().mfu

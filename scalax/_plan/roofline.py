@@ -18,7 +18,7 @@ import numpy as np
 from scalax._plan.collective_seconds import COMMUNICATION, collective_seconds, part_of_links
 from scalax._plan.collectives import Collective
 from scalax._plan.formulas import Counted, Part
-from scalax._plan.hardware import Hardware
+from scalax._plan.hardware import Hardware, numbers_of
 from scalax._plan.hlo_cost import Work
 from scalax._plan.replica_groups import devices_along
 from scalax._plan.torus import NETWORKS, Line, Network, Place, Route, Torus, line_text, route_of, torus_of
@@ -306,8 +306,8 @@ def _senders(row: Collective, places: Sequence[Place], hardware: Hardware, per_c
 
 
 def _require_torus(hardware: Hardware, places: Sequence[Place], device_kind: str) -> None:
-    hardware.need('torus_axes', for_=COMMUNICATION)
-    if not places or (hardware.torus_axes and not all(place.coords for place in places)):
+    [torus_axes] = numbers_of(hardware, 'torus_axes', for_=COMMUNICATION)
+    if not places or (torus_axes and not all(place.coords for place in places)):
         raise PlanError(
             f'{device_kind!r} devices are not in a torus, as chips of {hardware.name!r} are: say along '
             "which of its axes each mesh axis runs: roofline(..., torus={'fsdp': (4, 4), 'tp': 4})"

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from scalax._jax.devices import coords_of, core_of, slice_of
-from scalax._plan.hardware import Hardware
+from scalax._plan.hardware import Hardware, numbers_of
 from scalax._plan.replica_groups import Groups
 from scalax.errors import PlanError, did_you_mean
 
@@ -102,9 +102,8 @@ def places_on_torus(
         >>> places_on_torus({'tp': 2}, {'data': 2, 'tp': 2}, HARDWARE['v5e'])[1:3]
         (Place(slice=0, coords=(1, 0), core=0), Place(slice=1, coords=(0, 0), core=0))
     """
-    hardware.need('torus_axes', for_='torus=')
-    dimensions = hardware.torus_axes or 0
-    lengths = _checked_lengths(torus)
+    [dimensions] = numbers_of(hardware, 'torus_axes', for_='torus=')
+    lengths = {name: (value,) if isinstance(value, int) else tuple(value) for name, value in torus.items()}
     for name, wanted in lengths.items():
         if name not in mesh:
             raise PlanError(
@@ -144,20 +143,6 @@ def places_in_nodes(places: Sequence[Place], hardware: Hardware) -> tuple[Place,
     if hardware.torus_axes != 0 or each is None or any(place != Place(0) for place in places):
         return tuple(places)
     return tuple(Place(i // each) for i in range(len(places)))
-
-
-def _checked_lengths(torus: Any) -> dict[str, tuple[int, ...]]:
-    """The argument as a tuple for each mesh axis."""
-    if isinstance(torus, Mapping):
-        given = {name: (value,) if isinstance(value, int) else value for name, value in torus.items()}
-        if all(isinstance(value, Sequence) for value in given.values()):
-            lengths = {name: tuple(value) for name, value in given.items()}
-            if all(isinstance(length, int) for value in lengths.values() for length in value):
-                return lengths
-    raise PlanError(
-        'torus= gives the lengths of the axes of the torus that each mesh axis runs along, such as '
-        f"{{'fsdp': (4, 4), 'tp': 4}}, got {torus!r}"
-    )
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -253,9 +238,8 @@ def torus_of(places: Sequence[Place], hardware: Hardware) -> Torus:
             f'the devices are along {long} axes of a torus ({"x".join(map(str, extents))}), '
             f'but that of {hardware.name!r} has {hardware.torus_axes}'
         )
-    if long:
-        hardware.need('ring_multiple', for_='a roofline of communication along a torus')
-    multiple = hardware.ring_multiple or 0
+    for_ = 'a roofline of communication along a torus'
+    [multiple] = numbers_of(hardware, 'ring_multiple', for_=for_) if long else [0]
     closed = tuple(multiple > 0 and extent % multiple == 0 for extent in extents)
     if hardware.ring_needs_all:
         closed = (all(closed),) * len(extents)

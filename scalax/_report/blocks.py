@@ -345,7 +345,6 @@ class Table(Block):
         rows: the values of each row.
         best: the row to set in bold on a page.
         most_lines: the rows that text shows.
-        rest: what the rows are that are not shown, from the first of them on.
         footnotes: whether the last column becomes numbers of footnotes in text that is too narrow for it.
     """
 
@@ -353,7 +352,6 @@ class Table(Block):
     rows: Sequence[Row]
     best: int | None = None
     most_lines: int | None = None
-    rest: Callable[[int], str] | None = None
     footnotes: bool = False
 
     def text(self, width: int) -> list[str]:
@@ -397,7 +395,7 @@ class Table(Block):
     def _rest(self, shown: int | None) -> list[str]:
         if shown is None or len(self.rows) <= shown:
             return []
-        return [self.rest(shown) if self.rest else f'... and {len(self.rows) - shown:,} more']
+        return [f'... and {len(self.rows) - shown:,} more']
 
 
 def _content(column: Column, cell: Cell, mesh: MeshAxes) -> str:

@@ -128,15 +128,15 @@ def test_model_flops_and_mfu_need_no_option(job, capsys):
     on = ('--topology', 'v5e:2x4', '--mesh', 'fsdp=-1,tp=2', '--quick')
     done = here(capsys, 'plan', f'{job}:make_step', *on, '--json')
     values, plan = json.loads(done.stdout), Plan.load(done.stdout)
-    assert (values['mfu'], values['bound']) == (plan.mfu, plan.bound)
+    assert (values['mfu'], values['bound']) == (plan.roofline().mfu, plan.roofline().bound)
     assert values['step_seconds'] == {
-        'bound': plan.step_seconds.bound,
-        'estimate': plan.step_seconds.estimate,
+        'bound': plan.roofline().step_seconds.bound,
+        'estimate': plan.roofline().step_seconds.estimate,
         'phases': [],  # there is no gradient
     }
     assert values['model_flops'] == 2 * 64**3
     done = here(capsys, 'plan', f'{job}:make_step', *on)
-    assert f'MFU at most {plan.mfu:.1%}: the model needs 524 kFLOPs' in done.stdout
+    assert f'MFU at most {plan.roofline().mfu:.1%}: the model needs 524 kFLOPs' in done.stdout
 
 
 def test_pages(job, capsys, tmp_path):

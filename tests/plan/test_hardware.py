@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from scalax._mesh.gpu_nodes import GPUS_OF_NODE
-from scalax._plan.hardware import find_hardware
+from scalax._plan.hardware import find_hardware, numbers_of
 from scalax.errors import PlanError
 from scalax.plan import HARDWARE, Hardware
 from tests.support import ROOT
@@ -98,7 +98,7 @@ def test_unknown_names():
 
 def test_missing_numbers_are_named():
     with pytest.raises(PlanError) as error:
-        Hardware('mine').need('name', 'flops_per_second', 'hbm_bytes', 'torus_axes', for_='a roofline')
+        numbers_of(Hardware('mine'), 'name', 'flops_per_second', 'hbm_bytes', 'torus_axes', for_='a roofline')
     assert str(error.value) == (
         "a roofline needs numbers that the hardware 'mine' does not have: flops_per_second, hbm_bytes, "
         'torus_axes. Add them: dataclasses.replace(hardware, flops_per_second=..., hbm_bytes=..., '

@@ -14,7 +14,7 @@ from scalax._plan.collective_seconds import collective_seconds
 from scalax._plan.collectives import collectives
 from scalax._plan.hlo import parse
 from scalax._plan.hlo_cost import work_of
-from scalax._plan.torus import Place, places_on_torus, route_of, torus_of
+from scalax._plan.torus import Place, route_of, torus_of
 from scalax.errors import PlanError
 from scalax.plan import HARDWARE, Communication, Counted, Hardware, Line, Roofline, ScopeWork, Work
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
@@ -375,20 +375,8 @@ def test_what_a_device_computes():
     assert seconds(flops=share // 2, kernels=1) == seconds()
 
 
-def test_a_plan_tells_what_the_roofline_of_its_devices_does():
-    places = places_on_torus({'X': 8}, {'X': 8}, RINGS)
-    plan = dataclasses.replace(fsdp(8), device_kind='TPU v5p', places=places).with_model_flops(1e9)
-    roofline = plan.roofline()
-    assert (plan.bound, plan.mfu, plan.step_seconds) == (
-        *(roofline.bound, roofline.mfu, roofline.step_seconds),
-    )
-
-
 def test_what_a_roofline_needs(snapshot):
     plan = fsdp(8)
-    with pytest.raises(PlanError) as error:
-        _ = plan.bound
-    assert str(error.value).startswith("the numbers of 'cpu' devices are not known: give hardware=..., ")
     with pytest.raises(PlanError) as error:
         plan.roofline()
     assert str(error.value).startswith("the numbers of 'cpu' devices are not known: give hardware=..., ")

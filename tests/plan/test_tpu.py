@@ -255,7 +255,7 @@ def test_what_stays_on_the_host():
     one = 4096 * 8192 * 2 // 8  # bytes of each, on each device
     assert (plan.memory.arguments, plan.memory.host) == (one, one)
     assert plan.host_moves == HostMoves(to_host=one, from_host=one)
-    assert plan.bound == 'host:out'
+    assert plan.roofline().bound == 'host:out'
     assert '  on the host     8.0 MiB, 8.0 MiB are written there and 8.0 MiB read in one call' in str(plan)
 
 
@@ -409,10 +409,3 @@ def test_what_nothing_places_is_told_so(wrapped, hurried, snapshot):
 
     with snapshot.raises(ArgumentError):
         v5e().plan(wrapped(product), array(256, 256), quick=hurried)
-
-
-@pytest.mark.parametrize('hurried', [True, False])
-def test_an_option_that_the_compiler_does_not_have(hurried, snapshot):
-    step = v5e().sjit(lambda x: x, in_shardings=P('tp'), compiler_options={'xla_tpu_no_such_thing': '1'})
-    with snapshot.raises(ArgumentError):
-        v5e().plan(step, array(256, 256), quick=hurried)

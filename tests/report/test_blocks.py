@@ -190,8 +190,6 @@ def test_long_tables_are_cut():
     assert texts(Table(HEADS, rows).html({}))[-1] == '... and 3 more'
     assert len(Table(HEADS, rows).text(60)) == 2 + len(rows)
     assert Table(HEADS, rows, most_lines=2).text(60)[4:] == ['... and 2,001 more']
-    short = Table(HEADS, rows, most_lines=2, rest=lambda first: f'all from {first} on')
-    assert short.text(60)[4:] == ['all from 2 on']
 
 
 def test_text_and_pages_are_of_the_same_blocks():

@@ -138,7 +138,7 @@ def test_all_meshes_are_planned_and_the_best_in_full(found):
     assert [candidate.plan.quick for candidate in found.candidates] == [False, True, True, True]
     assert found.best is found.candidates[0].plan
     assert (found.interrupted, found.fits, found.candidates[0].lost) == (False, True, '')
-    means = [sum(candidate.plan.step_seconds) / 2 for candidate in found.candidates]
+    means = [sum(candidate.plan.roofline().step_seconds) / 2 for candidate in found.candidates]
     assert means[0] == min(means) and means[1:] == sorted(means[1:])
     # Both axes at work: neither gathers of whole weights nor sums of all tokens take long.
     assert found.best.mesh == {'fsdp': 2, 'tp': 4}
