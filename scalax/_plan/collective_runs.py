@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, get_args
 
 from scalax._plan.hlo import Computation, Instruction, Module
 from scalax._plan.hlo_loops import Visit, visits
-from scalax._plan.replica_groups import Groups, replica_groups, written_groups
+from scalax._plan.replica_groups import replica_groups, written_groups
 from scalax._plan.torus import Network
 from scalax.errors import PlanError
 
@@ -112,12 +112,10 @@ class RunOnMesh(NamedTuple):
 
     Attributes:
         run: the collective.
-        groups: the positions of its devices in the mesh, one row a group.
         axes: as `Collective.axes`, and so are the others.
     """
 
     run: Run
-    groups: Groups
     axes: tuple[str, ...]
     group: int
     part: tuple[int, ...]

@@ -34,7 +34,6 @@ from scalax._plan.replica_groups import (
     source_target_pairs,
     written_groups,
 )
-from scalax._plan.scattered import is_reduce_scatter
 from scalax._plan.scopes import ScopeRuns, Scopes
 from scalax._plan.step_parts import StepParts
 from scalax._plan.torus import Network, Place, networks_of
@@ -64,9 +63,9 @@ class Collective:
         source: the place in the user's program that caused it.
         part: one of the groups, as positions in ``mesh.devices.flat``, if groups are a part of their axes.
             Empty for groups of all devices along the axes.
-        scattered: whether it is an all-reduce of which each device keeps only its own part: the partitioner
-            writes a reduce-scatter so, and compilers for accelerators turn it into one. Only on CPUs, for
-            which the partitioner's program is counted.
+        scattered: whether it is an all-reduce of which each device keeps only a part, as large as if it were
+            its own: the partitioner writes a reduce-scatter so, and compilers for accelerators turn it into
+            one. Only on CPUs, for which the partitioner's program is counted.
         networks: the networks that carry it: ``'ici'`` between the chips of a slice, ``'dcn'`` between
             slices, ``'chip'`` between the devices of a chip; several if groups need several. Empty for
             devices that are not in a torus, such as CPUs.
@@ -151,9 +150,7 @@ def collectives(
             bytes=run.whole_bytes(each.group),
             source=source,
             part=each.part,
-            scattered=before is None
-            and run.kind == 'all-reduce'
-            and is_reduce_scatter(module, *run.place, each.groups),
+            scattered=before is None and _is_scattered(run, each.group),
             networks=each.networks,
             cause=_cause(run, origin),
             partitioned_as='' if origin is None or origin.kind == run.kind else origin.kind,
@@ -206,6 +203,17 @@ def _phase(run: Run) -> Part:
     if visit.caller is not None:
         parts.append(visit.part_of(visit.caller))
     return next((part for part in parts if part != 'other'), 'other')
+
+
+def _is_scattered(run: Run, group: int) -> bool:
+    """Whether only slices of an all-reduce are used, each as large as the part of a device of its group."""
+    users = run.computation.users.get(run.instruction.name, [])
+    slices = [user for user in users if user.opcode == 'dynamic-slice']
+    return (
+        run.kind == 'all-reduce'
+        and 0 < len(slices) == len(users)
+        and all(user.bytes * group == run.instruction.bytes for user in slices)
+    )
 
 
 def _cause(run: Run, origin: Run | None) -> Cause:
@@ -268,7 +276,7 @@ class _Devices:
         elif groups.shape[1] != along:
             group, part = groups.shape[1], tuple(map(int, groups[0]))
         networks = networks_of(groups, self._places, switched=self._switched)
-        return RunOnMesh(run, groups, axes, group, part, networks, crossing)
+        return RunOnMesh(run, axes, group, part, networks, crossing)
 
     def _crossing(self, pairs: Groups) -> int:
         """How many devices of one slice send to another, at most."""

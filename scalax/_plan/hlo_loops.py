@@ -189,9 +189,9 @@ def _rounds_of_a_range(module: Module, condition: Computation, body: Computation
     end = Integers(module, condition).values(test.operands[1])
     step = Integers(module, body).values(grown.operands[1])
     # A number that leaves its type would begin again at the other end.
-    if end is None or step is None or step <= 0 or int(end[0]) + int(step[0]) > np.iinfo(first.dtype).max:
+    if end is None or step is None or step <= 0 or int(end) + int(step) > np.iinfo(first.dtype).max:
         return None
-    return len(range(int(first[0]), int(end[0]), int(step[0])))
+    return len(range(int(first), int(end), int(step)))
 
 
 def _element_of_the_state(computation: Computation, operand: str) -> int | None:
@@ -211,8 +211,7 @@ class Integers:
     Args:
         module: the program.
         computation: one of its computations.
-        given: (instruction, element of its tuple) -> its values; None where they are not given.
-        rows: the number of cases that values are computed for at once.
+        given: (instruction, element of its tuple) -> its value; None where it is not given.
     """
 
     def __init__(
@@ -220,13 +219,12 @@ class Integers:
         module: Module,
         computation: Computation,
         given: Callable[[Instruction, int], Values | None] = lambda *_: None,
-        rows: int = 1,
     ) -> None:
-        self._module, self._computation, self._given, self._rows = module, computation, given, rows
+        self._module, self._computation, self._given = module, computation, given
         self._known: dict[str, Values | None] = {}
 
     def values(self, operand: str, depth: int = 0) -> Values | None:
-        """The values of an operand (``name#2`` is an element of a tuple); None if they are not known."""
+        """The value of an operand (``name#2`` is an element of a tuple); None if it is not known."""
         if operand not in self._known and depth < _DEEP:
             self._known[operand] = self._read(operand, depth + 1)
         return self._known.get(operand)
@@ -263,23 +261,18 @@ class Integers:
         if first is None:
             return None
         if opcode == 'dynamic-slice':
-            one_of_a_list = dims == (1,) and [value is not None and value.ndim for value in values] == [2, 1]
-            return self._element(first, values[1]) if one_of_a_list else None
-        shape = (self._rows, *dims)
-        return first.reshape(shape).astype(_TYPES[dtype]) if first.size == math.prod(shape) else None
-
-    def _element(self, table: Values, start: Values | None) -> Values | None:
-        if start is None:
-            return None
-        return table[np.arange(self._rows), np.clip(start, 0, table.shape[1] - 1)][:, None]
+            start = values[1]
+            if dims != (1,) or first.ndim != 1 or start is None:
+                return None
+            return first[[np.clip(int(start), 0, first.size - 1)]]
+        return first.reshape(dims).astype(_TYPES[dtype]) if first.size == math.prod(dims) else None
 
     def _constant(self, text: str, dtype: str, dims: tuple[int, ...]) -> Values | None:
         words = {'true': 1, 'false': 0}
         numbers = [words[word] if word in words else int(word) for word in _WORD.findall(text)]
         if len(dims) > 1 or len(numbers) != math.prod(dims):  # a long list is not printed
             return None
-        value = np.array(numbers, _TYPES[dtype]).reshape(dims)
-        return np.tile(value, (self._rows, *[1] * len(dims)))
+        return np.array(numbers, _TYPES[dtype]).reshape(dims)
 
     def _returned(self, call: Instruction, index: int, depth: int) -> Values | None:
         """What a called computation returns."""
@@ -291,5 +284,5 @@ class Integers:
             operand = call.operands[int(parameter.operands[0])]
             return self.values(f'{operand}#{element}' if element else operand, depth)
 
-        inside = Integers(self._module, called, argument, self._rows)
+        inside = Integers(self._module, called, argument)
         return inside.values(f'{called.root}#{index}', depth)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from scalax._plan.formulas import Counted
 
 Values = npt.NDArray[Any]
-"""An integer or truth value, or an array of them, in each of several cases: one case a row."""
+"""An integer or truth value, or an array of them."""
 State = Mapping[int, Values | None]
 """Index of an element of a loop's state -> its value; None if that is not known."""
 
