@@ -114,14 +114,14 @@ def built(kind: type[T], values: Any) -> T:
     """
     try:
         return typing.cast(T, _built(kind, values))
-    except (AttributeError, LookupError, TypeError) as error:
+    except LookupError as error:
+        raise ValueError(f'it has no {error}') from error
+    except (AttributeError, TypeError) as error:
         raise ValueError(str(error)) from error
 
 
 def _built(kind: Any, values: Any) -> Any:
-    return kind(
-        **{name: _value(field, values[name]) for name, field in _fields(kind).items() if name in values}
-    )
+    return kind(**{name: _value(field, values[name]) for name, field in _fields(kind).items()})
 
 
 @functools.cache

@@ -353,8 +353,7 @@ def test_json_round_trip(report, tmp_path):
         ('{"rows": []}', 'the text is not the JSON of a report: it has no version'),
         (
             '{"version": 1, "mesh": {}}',
-            'the text is not a whole report: ShardingReport.__init__() missing 1 required positional '
-            "argument: 'rows'",
+            "the text is not a whole report: it has no 'rows'",
         ),
         (
             '{',
@@ -573,7 +572,7 @@ def test_how_parts_are_combined_comes_back():
     again = ShardingReport.load(report.to_json())
     assert again == report
     assert "P('fsdp', unreduced={'tp'}, unreduced_kind=max)" in str(again)
-    with pytest.raises(DataError, match="not a whole report: 'median'"):
+    with pytest.raises(DataError, match="not a whole report: it has no 'median'"):
         ShardingReport.load(report.to_json().replace('"max"', '"median"'))
 
 

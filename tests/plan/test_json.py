@@ -57,7 +57,7 @@ def written():
     values |= {'device_kind': 'TPU v5', 'platform': 'tpu', 'model_flops': 10**9}
     values['collectives'][0] |= {'networks': ['ici'], 'part': [0, 1]}
     source = {'annotation': 'a', 'file': 'f.py', 'line': 3, 'function': 'g', 'operand': ''}
-    values['buffers'] = [{'bytes': 10, 'array': 'f32[3]', 'source': source}]
+    values['buffers'] = [{'bytes': 10, 'array': 'f32[3]', 'source': source, 'count': 1}]
     return values
 
 
@@ -66,9 +66,9 @@ def written():
     [
         ({'name': 3}, '3 is not of type str'),
         ({'devices': True}, 'True is not of type int'),
-        ({'memory': {}}, 'Memory.__init__() missing'),
+        ({'memory': {}}, "it has no 'arguments'"),
         ({'flops_counted': 'badly'}, "'badly' is not a valid Counted"),
-        ({'collectives': [3]}, "argument of type 'int' is not"),
+        ({'collectives': [3]}, "'int' object is not"),
         ({'collectives': 'ab'}, "'ab' is not of type list"),
     ],
 )
