@@ -58,13 +58,8 @@ def _sums(plan: PlanData, roofline: Roofline | None) -> Iterator[tuple[str, Part
     times = {} if roofline is None else {id(row): seconds for row, seconds in roofline.collectives}
     for each in plan.collectives:
         once = times.get(id(each), 0.0) / max(1, each.count)
-        known = sum(runs.count for runs in each.scopes)
-        for scope, count in [
-            *((runs.scope, runs.count) for runs in each.scopes),
-            ('', max(0, each.count - known)),
-        ]:
-            if count:
-                yield scope, each.phase, Sums(moved=count * each.bytes, network=count * once)
+        for runs in each.scopes:
+            yield runs.scope, each.phase, Sums(moved=runs.count * each.bytes, network=runs.count * once)
 
 
 def sums_by_part(plan: PlanData, roofline: Roofline | None) -> dict[Part, Sums]:
