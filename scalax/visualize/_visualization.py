@@ -46,7 +46,7 @@ class Visualization:
         return pages.text(_blocks(self.pictures), width)
 
     def _repr_html_(self) -> str:
-        return pages.fragment(_blocks(self.pictures))
+        return f'<div>\n{pages.html(_blocks(self.pictures))}</div>'
 
     def to_html(self, path: str | os.PathLike[str], title: str = _TITLE) -> None:
         """Writes the pictures as a page that loads nothing.
