@@ -251,7 +251,8 @@ def _scopes(plan: PlanData, roofline: Roofline | None) -> Section:
     columns = _columns('function' if are_functions else 'module', plan)
     rows = [_row(name, each, plan) for name, each in found]
     title = 'By function' if are_functions else 'By module and named scope'
-    return Section(title, [Table(columns, rows, most_lines=_SHOWN)] if len(rows) > 1 else [])
+    several = len({name for name, _ in found} - {NO_SCOPE}) > 1
+    return Section(title, [Table(columns, rows, most_lines=_SHOWN)] if several else [])
 
 
 # --- Collectives and the batch --------------------------------------------------------------------
