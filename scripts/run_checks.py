@@ -78,7 +78,6 @@ NOT_ON_OLDEST = [
     'tests/benchmarks',
     'tests/checkpoint/test_faults.py',
     'tests/checkpoint/test_hostile.py',
-    'tests/checkpoint/test_safetensors_header.py',
     'tests/checkpoint/test_writer.py',
     'tests/cli',
     'tests/docs/test_blocks.py',

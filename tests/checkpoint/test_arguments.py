@@ -146,38 +146,6 @@ def test_mappings_of_safetensors(tmp_path: Path, mapping: Any, wanted: str) -> N
     assert message(load_safetensors, HELPER, file, P(), mapping).startswith(wanted)
 
 
-@pytest.mark.parametrize(
-    'goal', [3, ('x',), ('x', 3), ('x', ('a',)), ('x', (1.0,)), ('x', (False,)), ('x', None), (3, (0,))]
-)
-@pytest.mark.parametrize('kind', [dict, 'function'])
-def test_goals_of_safetensors(tmp_path: Path, goal: Any, kind: Any) -> None:
-    file = tmp_path / 'model.safetensors'
-    save_file({'w': np.ones(8, np.float32), 'b': np.ones(8, np.float32)}, file)
-    goals = {'w': goal, 'b': 'b'}
-    mapping = goals if kind is dict else goals.get
-    assert message(load_safetensors, HELPER, file, P(), mapping) == (
-        'mapping: these destinations of tensors are not paths:\n'
-        f'  w: {goal!r}\n'
-        "What to do: give a path ('norm/scale'), (path, axes) with the axes as whole numbers, or None to "
-        'leave the tensor out.'
-    )
-    assert message(load_safetensors, HELPER, file, P(), [('w', 'w', 0), ('b', 'b')]).startswith(
-        "mapping: these destinations of tensors are not paths:\n  w: ('w', 0)\n"
-    )
-
-
-@pytest.mark.parametrize('files', [3, None, b'x'], ids=repr)
-def test_what_are_no_files_of_safetensors(files: Any) -> None:
-    assert message(load_safetensors, HELPER, files, P()) == (
-        f'load_safetensors: files has to be a path or a list of paths, got {files!r}'
-    )
-    assert message(load_safetensors, HELPER, ['a', files], P()) == (
-        f'load_safetensors: files has to be a list of paths, and {files!r} in it is not a path'
-    )
-    with pytest.raises(CheckpointError, match='the list of files is empty'):
-        load_safetensors(HELPER, [], P())
-
-
 # --- Leaves of other dtypes than JAX's -----------------------------------------------------------
 
 
