@@ -83,15 +83,21 @@ def replace_jobs(
 
 def start(folder: Path, number: int, goal: int) -> Training:
     options = (*OPTIONS, f'--job={number}')
-    return Training(folder / f'job-{number}', goal, starts=0, steps=folder / 'steps', options=options)
+    return Training(folder / f'job-{number}', goal, starts=1, steps=folder / 'steps', options=options)
 
 
 def wait_for_saves(job: Training, number: int) -> int:
-    """Until a job has saved two steps; returns that from which it goes on."""
+    """Until a job has saved two steps; returns that from which it goes on.
+
+    It is started twice where the old one has saved a step since it looked: its own first save is refused.
+    """
+
+    def first() -> int:
+        return [int(step) for step, what in job.lines() if what == 'resumed'][-1]
+
     job.wait_for(lambda: bool(job.lines()), START_S, f'the start of job {number}')
-    first = int(job.lines()[0][0])
-    job.wait_for(lambda: job.reached() > first + 3 * SAVE_EVERY, START_S, f'a save of job {number}')
-    return first
+    job.wait_for(lambda: job.reached() > first() + 3 * SAVE_EVERY, START_S, f'a save of job {number}')
+    return first()
 
 
 def send(job: Training, number: signal.Signals) -> None:

@@ -23,7 +23,7 @@ from scalax._report.tables import human_bytes
 from scalax._tree.paths import canonical_dtype, leaf_text
 from scalax._util import strict_json
 from scalax._util.progress import progress
-from scalax.checkpoint._target import checked_pairs, substitute
+from scalax.checkpoint._target import checked_pairs
 from scalax.errors import CheckpointError, shown, shown_leaves
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def load_safetensors(
     Raises:
         CheckpointError: missing, damaged or truncated files; names that the mapping does not cover; two
             tensors that go to one path; dtypes that JAX would change.
-        ArgumentError: the mapping is none of these, or a regex or replacement in it is invalid.
+        ArgumentError: the mapping is none of these, or a regex in it is invalid.
         ShardingError: the rules do not fit the tree.
 
     Example:
@@ -249,7 +249,7 @@ def _as_function(mapping: NameMapping) -> Callable[[str], Destination]:
             if regex.search(name):
                 if replacement is None:
                     return None
-                path = substitute('mapping', regex, replacement, name).replace('.', '/')
+                path = regex.sub(replacement, name).replace('.', '/')
                 return (path, axes[0]) if axes else path
         raise KeyError(name)
 

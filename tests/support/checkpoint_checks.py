@@ -213,14 +213,14 @@ def check_what_fails_on_one_process_is_raised_by_all() -> None:
         (
             where,
             {'data': iterator},
-            'has no data state',
+            'the data state of this process',
             f'process {last}: CheckpointError: the checkpoint of',
         ),
         (
             part if me == last else where,
             {'step': 2},
             'has no checkpoint of step 2: it has 1',
-            'other processes do not see it there',
+            'has no checkpoint of step 2: it has 1',
         ),
     ]:
         error = caught(

@@ -186,7 +186,7 @@ def test_where_people_wait(terminal, monkeypatch, tmp_path):
     with Checkpointer(tmp_path / 'run') as checkpointer:
         checkpointer.save(7, state)
         checkpointer.restore(helper, P('fsdp'), state)
-    assert noted == ['saving step 7', 'restoring step 7, 128 B']
+    assert noted == ['saving step 7', 'restoring step 7']
     noted.clear()
     save_file({'a': np.ones(8, np.float32), 'b': np.ones(8, np.float32)}, tmp_path / 'x.safetensors')
     load_safetensors(helper, tmp_path / 'x.safetensors', P('fsdp'))
