@@ -188,7 +188,7 @@ def test_another_deletes_what_a_save_has_begun(
 
 
 def test_steps_that_the_old_writer_saves_meanwhile(tmp_path: Path, helper: MeshShardingHelper) -> None:
-    """The new one does not save before them; it takes the directory, and may go on once it has restored them."""
+    """The new one saves nothing before them. It takes the directory, and may go on once it has them."""
     old, new = Checkpointer(tmp_path), Checkpointer(tmp_path)
     assert old.save(1, state(1, 1))
     old.wait()
