@@ -140,20 +140,13 @@ class Checkpointer:
 
         error: Exception | None = None
         tree, encoded = None, None
-        try:
-            step = _checked_step(step)
-            checked_flag('save: force', force)
-        except ArgumentError as fault:
-            if self._save_every > 1 and not force:
-                raise  # the other processes may not save at this step, and would not come
-            error = fault
-        if error is None and ((step % self._save_every and not force) or step == self._reached):
+        step = _checked_step(step)
+        checked_flag('save: force', force)
+        if (step % self._save_every and not force) or step == self._reached:
             return False
         _agreement.barrier('call', self._timeout)  # of all methods: a different one shows in the agreement
         begun, first, name = False, jax.process_index() == 0, self._steps.name_of_save()
         try:
-            if error is not None:
-                raise error
             tree = validate_state(NamedTree.of(state))
             encoded = None if data is None else encode_data(data)
             self.wait()
