@@ -82,13 +82,6 @@ def safetensors(rounds: int, mebibytes: int = 1024) -> list[Row]:
         for clock, note in (('seconds', ''), ('cpu', ' (CPU time)')):
             ours, theirs = found[f'load-{cut}'][clock], found['read'][clock]
             rows.append(Row(f'{name}, against reading it{note}', ours, theirs, 2))
-        shard = mebibytes / _LEAVES / 8
-        beyond = found[f'load-{cut}']['peak'] / _MIB - mebibytes
-        rows.append(
-            Row(
-                f'{name}, MiB beyond the arrays (a shard)', round(beyond, 1), shard, 1.1 * shard, counted=True
-            )
-        )
     return rows
 
 

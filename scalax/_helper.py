@@ -651,8 +651,7 @@ class MeshShardingHelper:
             return jax.ShapeDtypeStruct(np.shape(leaf), dtype_on_devices(leaf), sharding=sharding)
 
         shardings = self.match_sharding_rule(rules, tree)
-        with transfer.naming(tree):
-            return jax.tree.map(struct, tree, shardings)
+        return jax.tree.map(struct, tree, shardings)
 
     @renamed(pytree='tree')
     def explain(self, tree: Any, rules: RuleLike) -> ShardingReport:
@@ -754,7 +753,6 @@ class MeshShardingHelper:
         *,
         check: bool = True,
         rows: Literal['all', 'needed'] = 'all',
-        check_replicas: bool = False,
     ) -> Any:
         """Makes global arrays of the data that each process holds.
 
@@ -772,8 +770,6 @@ class MeshShardingHelper:
             rows: ``'all'``: every process brings an equal part of the batch; rows that another process's
                 devices need are sent there, and nothing else is. ``'needed'``: every process brings the
                 rows that `process_rows` names, in that order, and nothing is sent.
-            check_replicas: with ``rows='needed'``, compare checksums of the rows that several processes
-                bring.
 
         Returns:
             The tree as global jax.Arrays.
@@ -793,9 +789,8 @@ class MeshShardingHelper:
         """
         meshes.require_devices(self._mesh, 'local_data_to_global_array')
         checked_flag('check', check)
-        checked_flag('check_replicas', check_replicas)
         options = to_global.Options(self.mesh, batch_axis, mesh_axis_subset, rows)
-        return to_global.local_data_to_global_array(options, tree, check, check_replicas)
+        return to_global.local_data_to_global_array(options, tree, check)
 
     def prefetch(
         self,

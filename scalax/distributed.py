@@ -45,14 +45,13 @@ class _Launcher:
 
     index: str
     count: str
-    nodes: str
 
 
 _LAUNCHERS = (
-    _Launcher('SLURM_PROCID', 'SLURM_NTASKS', 'SLURM_STEP_NODELIST'),
-    _Launcher('OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE', 'OMPI_MCA_orte_hnp_uri'),
-    _Launcher('TPU_WORKER_ID', '', 'TPU_WORKER_HOSTNAMES'),
-    _Launcher('JOB_COMPLETION_INDEX', '', ''),
+    _Launcher('SLURM_PROCID', 'SLURM_NTASKS'),
+    _Launcher('OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE'),
+    _Launcher('TPU_WORKER_ID', ''),
+    _Launcher('JOB_COMPLETION_INDEX', ''),
 )
 
 
@@ -77,15 +76,12 @@ class _Given:
         """Which process waits, and where, as far as is known before JAX looks."""
         index: object = self.index
         count: object = self.count
-        address = self.address
         if launcher := _launcher():
             index = os.environ[launcher.index] if index is None else index
             count = os.environ.get(launcher.count) if count is None else count
-            if address is None and (nodes := os.environ.get(launcher.nodes)):
-                address = f'the first of {nodes}'
         who = 'this process' if index is None else f'process {index}'
         many = '' if count is None else f' of {count}'
-        where = 'the address that JAX detects' if address is None else address
+        where = 'the address that JAX detects' if self.address is None else self.address
         return f'{who}{many}: waiting for the other processes at {where}'
 
 

@@ -4,7 +4,9 @@ Time and again, a job of two processes is started on the checkpoints of another 
 that was stopped in the middle of a save, as on a host that cannot be reached, and goes on later. What has to
 hold:
 
-- the new job goes on from the last checkpoint that was complete when it started, or from a later one;
+- the new job goes on from the last checkpoint that was complete when it started, or from a later one; where
+  the old one has saved another since, the new one's first save is refused, and so is the old one's next: the
+  new one is started once more;
 - the old one ends with an error that names process 0 of a newer job, and none of its steps come after that;
 - no step holds arrays of two jobs, and every step is, by its checksums, what was written;
 - the losses and the parameters are, to the last bit, those of a run that nobody disturbed.
@@ -31,6 +33,7 @@ from scalax.checkpoint import Checkpointer
 from scalax.errors import CheckpointError
 from scalax.sharding import MeshShardingHelper, PartitionSpec
 
+REFUSED = 'already, from another run or from later in this one'
 TAKEN = re.compile(r'has another writer now: process (\d+) on host')
 # A step takes long enough, and is kept long enough, for the next job to restore it meanwhile.
 OPTIONS = ('--keep=30', '--pause=0.1')
@@ -55,7 +58,7 @@ def replace_jobs(
     """
     ends = Counter[str]()
     with contextlib.ExitStack() as stack:
-        while len(jobs) <= restarts and (len(jobs) < 2 or time.monotonic() < end):
+        while not jobs or (ends.total() < restarts and (not ends or time.monotonic() < end)):
             how = chance.choices(HOWS, weights=(3, 1))[0]
             old, number = (jobs[-1] if jobs else None), len(jobs)
             if old is not None:
@@ -64,9 +67,15 @@ def replace_jobs(
                     old.wait_for(old.saving, START_S, 'a save')
                     send(old, signal.SIGSTOP)
             complete = old.complete() if old is not None else 0
-            new = stack.enter_context(start(folder, number, ENDLESS))
-            jobs.append(new)
-            first = wait_for_saves(new, number)
+            jobs.append(stack.enter_context(start(folder, number, ENDLESS)))
+            try:
+                first = wait_for_saves(jobs[-1], number)
+            except Failed as error:
+                if REFUSED not in str(error):
+                    raise
+                number += 1
+                jobs.append(stack.enter_context(start(folder, number, ENDLESS)))
+                first = wait_for_saves(jobs[-1], number)
             if first < complete:
                 raise Failed(f'job {number} goes on from step {first}, and {complete} was complete')
             if old is not None:

@@ -1,6 +1,6 @@
-"""Draws compositions of rules and headers of safetensors files, until one is not treated as the docs say.
+"""Draws compositions of rules, until one is not treated as the docs say.
 
-Usage: python scripts/fuzz.py [--max-examples N] [--headers N] [--seed S]
+Usage: python scripts/fuzz.py [--max-examples N] [--seed S]
 
 The tests are those of the suite, with other examples: in rounds, each a run of pytest with a seed of its
 own, so that progress shows and memory is given back. The first round that fails ends it. The seed is
@@ -17,16 +17,13 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPOSITIONS = ['tests/rules/test_compositions.py', 'tests/rules/test_composition_laws.py']
-HEADERS = ['tests/checkpoint/test_safetensors_header.py', '-k', 'test_mutated_headers']
 # About what the tests of compositions draw in all where the profile says 100.
 SUITE = 3000
 ROUND = 5_000
-HEADERS_ROUND = 50_000
 ROUND_TIMEOUT_S = 3600
 
 
@@ -57,41 +54,28 @@ def compositions(seed: int, examples: int) -> int:
     return sum(map(int, re.findall(r'(\d+) passing', printed)))
 
 
-def headers(seed: int, examples: int) -> int:
-    """Compares what is read of that many headers with what the safetensors library reads."""
-    # Rounds follow one another by one, and their headers must not be the same.
-    first = seed * HEADERS_ROUND
-    return examples if run_tests(HEADERS, FUZZ_SEED=str(first), FUZZ_HEADERS=str(examples)) else 0
-
-
-def fuzz(option: str, run: Callable[[int, int], int], seed: int, total: int, most: int) -> None:
-    """Runs rounds of at most *most* examples, until there were enough or one fails."""
-    begun, drawn, number = time.monotonic(), 0, seed
+def fuzz(seed: int, total: int) -> None:
+    """Runs rounds until there were enough examples or one fails."""
+    begun, drawn = time.monotonic(), 0
     while drawn < total:
-        examples = min(most, total - drawn)
-        passed = run(number, examples)
+        examples = min(ROUND, total - drawn)
+        passed = compositions(seed, examples)
         if not passed:
-            others = {'--max-examples': 0, '--headers': 0, option: examples}
-            again = ' '.join(f'{name} {count}' for name, count in others.items())
-            sys.exit(
-                f'FAILED after {drawn:,} {run.__name__}. Once more: make fuzz ARGS="--seed {number} {again}"'
-            )
-        drawn, number = drawn + passed, number + 1
+            again = f'--seed {seed} --max-examples {examples}'
+            sys.exit(f'FAILED after {drawn:,} compositions. Once more: make fuzz ARGS="{again}"')
+        drawn, seed = drawn + passed, seed + 1
         seconds = time.monotonic() - begun
-        rate = drawn / seconds
-        print(f'{drawn:,} {run.__name__} passed in {seconds:.0f} s, {rate:.0f} a second', flush=True)
+        print(f'{drawn:,} compositions passed in {seconds:.0f} s, {drawn / seconds:.0f} a second', flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--max-examples', type=int, default=50_000, metavar='N', help='how many compositions')
-    parser.add_argument('--headers', type=int, default=1_000_000, metavar='N', help='how many headers')
     parser.add_argument('--seed', type=int, help='draw the same examples again')
     args = parser.parse_args()
     seed = random.randrange(10**6) if args.seed is None else args.seed
-    print(f'seed {seed}, {args.headers:,} headers, {args.max_examples:,} compositions', flush=True)
-    fuzz('--headers', headers, seed, args.headers, HEADERS_ROUND)
-    fuzz('--max-examples', compositions, seed, args.max_examples, ROUND)
+    print(f'seed {seed}, {args.max_examples:,} compositions', flush=True)
+    fuzz(seed, args.max_examples)
     print('All passed.')
 
 

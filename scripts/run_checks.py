@@ -77,8 +77,6 @@ COMPILED, KEEP_ALL = 'JAX_COMPILATION_CACHE_DIR', {'JAX_PERSISTENT_CACHE_MIN_COM
 NOT_ON_OLDEST = [
     'tests/benchmarks',
     'tests/checkpoint/test_faults.py',
-    'tests/checkpoint/test_hostile.py',
-    'tests/checkpoint/test_safetensors_header.py',
     'tests/checkpoint/test_writer.py',
     'tests/cli',
     'tests/docs/test_blocks.py',
@@ -161,7 +159,6 @@ SECONDS = {
     'tests/rules/test_optimizer_state.py': 8,
     'tests/transforms/sjit/test_modes.py': 8,
     'tests/checkpoint/test_faults.py': 7,
-    'tests/checkpoint/test_hostile.py': 7,
     'tests/plan/test_page.py': 7,
     'tests/plan/test_programs_that_run.py': 7,
     'tests/rules/test_composition_laws.py': 7,
@@ -174,7 +171,6 @@ SECONDS = {
 NOT_IN_CHECK = [
     'tests/benchmarks/test_unchanged_models.py',
     'tests/checkpoint/test_faults.py',
-    'tests/checkpoint/test_hostile.py',
     'tests/checkpoint/test_processes.py',
     'tests/checkpoint/test_writer.py',
     'tests/cli',

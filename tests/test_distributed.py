@@ -121,7 +121,9 @@ def test_two_processes_under_slurm(port: int) -> None:
         one.wait_for('waiting')
         with started(join(), env=env[:1]) as other:
             assert one.wait() + other.wait() == (0, 0), (one.output(), other.output())
-            first = 'process 1 of 2: waiting for the other processes at the first of localhost (N of 300 s)'
+            first = (
+                'process 1 of 2: waiting for the other processes at the address that JAX detects (N of 300 s)'
+            )
             assert said(one.output())[0] == first
             assert 'joined 1 2' in one.output()
 

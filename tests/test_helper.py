@@ -91,7 +91,6 @@ OPTIONS = {
     'splitting': lambda flag: MeshShardingHelper([8], ['data'], flag),
     'quick': lambda flag: HELPER.plan(lambda x: x, 1.0, quick=flag),
     'check': lambda flag: HELPER.local_data_to_global_array(np.ones(8), check=flag),
-    'check_replicas': lambda flag: HELPER.local_data_to_global_array(np.ones(8), check_replicas=flag),
     'prefetch': lambda flag: HELPER.prefetch([], check=flag),
     'check_vma': lambda flag: HELPER.shard_map(lambda x: x, P(), P(), check_vma=flag),
     'fold': lambda flag: EMPTY.to_text(fold=flag),
@@ -178,9 +177,9 @@ def test_shapes_cannot_be_placed(snapshot):
 
 
 @pytest.mark.parametrize('call', [HELPER.shard, HELPER.abstract], ids=['shard', 'abstract'])
-def test_integers_of_more_bits_than_jax_has(call, snapshot):
+def test_integers_of_more_bits_than_jax_has(call):
     tree = {'a': 2**31, 'b': 2**31 - 1, 'c': -(2**31), 'd': -(2**31) - 1, 'e': True}
-    with snapshot.raises(ShardingError):
+    with pytest.raises(OverflowError, match='Python int 2147483648 too large to convert to int32'):
         call(tree, P())
     with jax.enable_x64(True):
         assert call(tree, P())['a'].dtype == 'int64'

@@ -93,19 +93,13 @@ def _value(leaf: Any, source: bool) -> np.ndarray:
 
 def _overwrite(mesh: Mesh, position: int, views: list[np.ndarray]) -> None:
     """Overwrites bytes with those of the process at *position*, a bounded number of them at a time."""
-    ends = np.cumsum([0, *(view.size for view in views)])
-    for begin in range(0, int(ends[-1]), _CHUNK):
-        chunk = np.empty(min(_CHUNK, int(ends[-1]) - begin), np.uint8)
-        spans = []
-        for view, start in zip(views, ends.tolist(), strict=False):
-            first, last = max(begin, start), min(begin + chunk.size, start + view.size)
-            if first < last:
-                spans.append((view[first - start : last - start], slice(first - begin, last - begin)))
-        for mine, span in spans:
-            chunk[span] = mine
-        received = collectives.broadcast(mesh, position, chunk)
-        for mine, span in spans:
-            mine[:] = received[span]
+    whole = np.concatenate([np.empty(0, np.uint8), *views])
+    for begin in range(0, whole.size, _CHUNK):
+        chunk = whole[begin : begin + _CHUNK]
+        chunk[:] = collectives.broadcast(mesh, position, chunk)
+    ends = np.cumsum([view.size for view in views])
+    for view, end in zip(views, ends.tolist(), strict=True):
+        view[:] = whole[end - view.size : end]
 
 
 def _like(leaf: Any, value: np.ndarray) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import copy
 import dataclasses
-import itertools
 import queue
 import threading
 import weakref
@@ -77,8 +76,8 @@ class Prefetch(Iterator[Any]):
     Threads may share one: each batch is given once, in the order of the data, and all of them see the end.
     One of them gets an error; for the others iteration ends.
 
-    An interrupted ``next`` (Ctrl-C) loses no batch: the following one gives it. Of several processes the
-    others have gone on without the interrupted one, so there each later ``next`` is an error.
+    A ``next`` that is interrupted (Ctrl-C) while it waits for the loader loses no batch; one that is
+    interrupted later ends the iteration.
 
     The iterator of *iterable* is ahead of the loop by as many batches as are loaded. Where it has a state
     (``get_state``, as Grain's have), `get_state` is the state after the last batch that the loop was given:
@@ -94,9 +93,8 @@ class Prefetch(Iterator[Any]):
         # What processes do together has one order on all of them, whichever threads ask for batches.
         self._turn = threading.Lock()
         self._shared = _Shared(size)
-        self._taken: list[_Item] = []  # at most one, until it is given
         self._count = 0
-        self._done = self._interrupted = False
+        self._done = False
         # Here, so that an error about an object that is not iterable is not raised in the thread.
         iterator = iter(iterable)
         self._stateful = hasattr(iterator, 'get_state')
@@ -113,30 +111,15 @@ class Prefetch(Iterator[Any]):
 
     def __next__(self) -> Any:
         with self._turn:
-            if self._interrupted and not self._done:
-                raise DataError(
-                    'prefetch was interrupted while processes agreed on a batch, and the others have gone '
-                    'on: end the program on all of them, and go on from a checkpoint'
-                )
             if self._done:
                 raise StopIteration
-            if not self._taken:
-                # Without a step of Python between the queue and the list, where a signal might lose the item.
-                items = map(queue.SimpleQueue.get, itertools.repeat(self._shared.items))
-                self._taken.extend(itertools.islice(items, 1))
-            item = self._taken[0]
+            item = self._shared.items.get()
             try:
-                batch = self._completed(item)
-            except BaseException as error:
-                if isinstance(error, Exception) or error is item.error:
-                    self._taken.clear()
-                    self._done = True
-                    self._finalizer()
-                else:
-                    self._interrupted = self._together
+                return self._completed(item)
+            except BaseException:
+                self._done = True
+                self._finalizer()
                 raise
-            self._taken.clear()
-            return batch
 
     def _completed(self, item: _Item) -> Any:
         """The batch, once all processes have one."""
@@ -190,17 +173,6 @@ class Prefetch(Iterator[Any]):
                 'one of Grain, or count batches and start from that number'
             )
         return copy.deepcopy(self._iterator_state)
-
-    def set_state(self, state: Any) -> None:
-        """Not possible: later batches are loaded already.
-
-        Raises:
-            DataError: always, with what to do instead.
-        """
-        raise DataError(
-            'batches are loaded ahead already: set the state of the iterator itself (or restore it from the '
-            'checkpoint), and call helper.prefetch then'
-        )
 
     def close(self) -> None:
         """Stops loading, and lets go of what is loaded. Later ``next`` calls end the iteration."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, cast
 
@@ -21,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalax._hostdata import agreement, collectives
 from scalax._hostdata.batch_layout import Layout, checked_axis, layout_of
-from scalax._hostdata.transfer import aligned_empty, keys_of, reject_tracers
+from scalax._hostdata.transfer import keys_of, reject_tracers
 from scalax._tree.paths import (
     NamedTree,
     dtype_on_devices,
@@ -85,7 +84,7 @@ class ProcessBatch:
 Finish = Callable[[], Any]
 
 
-def local_data_to_global_array(options: Options, pytree: Any, check: bool, check_replicas: bool) -> Any:
+def local_data_to_global_array(options: Options, pytree: Any, check: bool) -> Any:
     """Makes global arrays of the data that each process holds."""
     collectives.require_this_process(options.mesh)
     several = collectives.processes_of(options.mesh).several
@@ -94,62 +93,17 @@ def local_data_to_global_array(options: Options, pytree: Any, check: bool, check
         if shardings := _known_shardings(options, leaves):
             return jax.tree.unflatten(treedef, jax.device_put(leaves, shardings))
 
-    def prepare() -> tuple[Iterator[tuple[str, str]], tuple[ProcessBatch, Finish]]:
+    def prepare() -> tuple[Iterator[tuple[str, str]], Finish]:
         part = read(options, pytree)
-        return _statement_leaves(part), (part, place(part))
+        return _statement_leaves(part), place(part)
 
     if check:
-        part, finish = agreement.together(
-            options.mesh, 'local_data_to_global_array', options.call, ADVICE, prepare
-        )
+        finish = agreement.together(options.mesh, 'local_data_to_global_array', options.call, ADVICE, prepare)
     else:
-        _, (part, finish) = prepare()
+        _, finish = prepare()
         if several:
             collectives.bound_queue(options.mesh)
-    if check_replicas and several:
-        _compare_replicas(part)
     return finish()
-
-
-def _compare_replicas(part: ProcessBatch) -> None:
-    """Compares checksums of the rows that several processes bring; all processes raise, or none.
-
-    Two all-gathers, of about 30 bytes for each leaf and shard.
-
-    Raises:
-        DataError: names leaves, rows and processes.
-    """
-    tree, layout = part.tree, part.layout
-    if part.options.rows != 'needed' or sum(map(len, layout.held)) == len(set().union(*layout.held)):
-        return  # no two processes bring the same rows
-    sums = []
-    for number, (leaf, axis) in enumerate(zip(tree.leaves, part.axes, strict=True)):
-        if axis is not None:
-            host = np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
-            for tile, block in zip(layout.here, np.split(host, len(layout.here), axis), strict=True):
-                sums.append((number, tile, hashlib.blake2b(block.tobytes(), digest_size=8).hexdigest()))
-    first: dict[tuple[int, int], tuple[int, str]] = {}
-    others: dict[tuple[int, int], list[int]] = {}
-    gathered = collectives.gather_json(layout.mesh, sums)
-    for process, theirs in zip(collectives.processes_of(layout.mesh).indices, gathered, strict=True):
-        for number, tile, digest in theirs:
-            if first.setdefault((number, tile), (process, digest))[1] != digest:
-                others.setdefault((number, tile), []).append(process)
-    found = []
-    for (number, tile), processes in sorted(others.items()):
-        size = part.shapes[number][part.axes[number] or 0] // layout.count
-        found.append(
-            f'{tree.paths[number] or "(the leaf itself)"}: rows {tile * size}:{(tile + 1) * size} of process '
-            f'{", ".join(map(str, processes))} are not those of process {first[number, tile][0]}'
-        )
-    if found:
-        raise DataError(
-            f'local_data_to_global_array: processes that load the same rows hold different values '
-            f'({part.options.call}):\n'
-            f'{shown_leaves(found)}\n'
-            'What to do: load exactly the rows that helper.process_rows gives, with the same shuffling, '
-            'augmentation and seed on every process.'
-        )
 
 
 def _known_shardings(options: Options, leaves: Sequence[Any]) -> list[NamedSharding] | None:
@@ -307,12 +261,7 @@ def _host(leaf: Any, copy: bool) -> np.ndarray:
         return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
     if not hasattr(leaf, 'dtype'):
         return np.asarray(leaf).astype(dtype_on_devices(leaf))
-    host = np.asarray(leaf)
-    if not copy:
-        return host
-    memory = aligned_empty(host.shape, host.dtype)  # which JAX does not copy once more
-    memory[...] = host
-    return memory
+    return np.array(leaf) if copy else np.asarray(leaf)
 
 
 def _place_leaf(part: ProcessBatch, index: int, copy: bool) -> Any:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +15,7 @@ from scalax._hostdata import agreement, collectives
 from scalax._hostdata.collectives import without_context
 from scalax._trace import resharding
 from scalax._tree import specs
-from scalax._tree.paths import NamedTree, is_key, overflowed_dtype
+from scalax._tree.paths import NamedTree, is_key
 from scalax._tree.specs import MeshAxes
 from scalax._tree.structures import shown_differences
 from scalax.errors import ArgumentError, Problem, ShardingError, StructureError
@@ -26,8 +24,6 @@ _ADVICE = (
     'What to do: call it on every process, with trees of one structure, shape and dtype, whose global arrays '
     'are placed alike.'
 )
-
-_ALIGNMENT = 64  # bytes
 
 
 def put_on(mesh: Mesh, pytree: Any, shardings: Callable[[], Sequence[Any]]) -> Any:
@@ -68,7 +64,7 @@ def put(pytree: Any, shardings: Sequence[Any]) -> Any:
     """Places the leaves of a tree as NamedShardings say, leaf by leaf, in one ``jax.device_put``.
 
     Raises:
-        ShardingError: some leaves are abstract, or integers that are too large; all are named.
+        ShardingError: some leaves are abstract; all are named.
     """
     leaves, treedef = jax.tree.flatten(pytree)
     reject_tracers(leaves, 'shard')
@@ -87,8 +83,7 @@ def put(pytree: Any, shardings: Sequence[Any]) -> Any:
                 if isinstance(leaf, jax.ShapeDtypeStruct)
             ]
         )
-    with naming(pytree):
-        return jax.tree.unflatten(treedef, _device_put(leaves, shardings))
+    return jax.tree.unflatten(treedef, _device_put(leaves, shardings))
 
 
 def _device_put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
@@ -115,33 +110,6 @@ def keys_of(data: jax.Array, like: jax.Array, sharding: NamedSharding) -> jax.Ar
 @functools.lru_cache(maxsize=64)
 def _wrapping(impl: Any, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda data: jax.random.wrap_key_data(data, impl=impl), out_shardings=sharding)
-
-
-@contextlib.contextmanager
-def naming(pytree: Any) -> Iterator[None]:
-    """Names the leaves that JAX cannot take: integers with too many bits.
-
-    Raises:
-        ShardingError: in place of an error of JAX, if there are such leaves.
-    """
-    try:
-        yield
-    except Exception:  # OverflowError, or what the runtime says
-        if problems := list(_too_large(NamedTree.of(pytree))):
-            raise ShardingError(problems) from None
-        raise
-
-
-def _too_large(tree: NamedTree) -> Iterator[Problem]:
-    for index, leaf in enumerate(tree.leaves):
-        if dtype := overflowed_dtype(leaf):
-            yield Problem(
-                'too-large',
-                tree.describe(index),
-                f'{leaf} does not fit in {dtype}, which JAX makes of a Python int',
-                hint='keep such a number out of the tree, or split it into several; jax_enable_x64 '
-                'allows 64 bits.',
-            )
 
 
 def reject_tracers(leaves: Sequence[Any], what: str) -> None:
@@ -226,11 +194,3 @@ def apply_functions(functions: Any, pytree: Any) -> Any:
             'What to do: make the functions from a tree of the same structure.'
         )
     return jax.tree.map(lambda function, leaf: function(leaf), functions, pytree)
-
-
-def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
-    """Memory, not filled, that JAX takes on CPU without a copy: it begins at a multiple of 64 bytes."""
-    size = math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    offset = -memory.ctypes.data % _ALIGNMENT
-    return memory[offset : offset + size].view(dtype).reshape(shape)

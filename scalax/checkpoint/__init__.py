@@ -6,7 +6,6 @@ nothing, and steps of which every file is known. `load_safetensors` reads the fi
 """
 
 from scalax.checkpoint._checkpointer import Checkpointer
-from scalax.checkpoint._description import Description, LeafDescription
 from scalax.checkpoint._safetensors import load_safetensors
 
-__all__ = ['Checkpointer', 'Description', 'LeafDescription', 'load_safetensors']
+__all__ = ['Checkpointer', 'load_safetensors']

@@ -1,35 +1,36 @@
-"""The atomic commit of steps, and their deletion, by the single writer of a directory.
+"""One writer of a directory of steps, and the atomic commit of steps and of their deletion.
 
-The writer checks its token before it begins a step, before it commits one, and before it deletes anything.
-Another writer may take over between such a check and what follows it. Where a rename is atomic, this does no
-harm:
+Nothing tells whether a silent job has died, so the newest writer takes the directory with its first save, by
+a token in a file, and the one before is refused at its next write. Orbax has no such rule: its
+`CheckpointManager` "is NOT multi-job-safe", and of two on one directory one commits what the other has half
+written. The writer checks its token before it begins a step, before it commits one, and before it deletes
+anything. Another writer may take over between such a check and what follows it, which does no harm:
 
 - A step is written in a folder whose name holds the token, and committed by a rename, which fails if the
-  step already exists. Orbax gives every writer of a step one name for this folder, deletes it where it is
-  there already, and deletes a step that is there: what one has half written, another commits.
+  step already exists.
 - A new writer first renames the unfinished folders of others away, and only then lists the steps: a commit of
   theirs either came before and is in the list, or fails. A folder that they begin later is never committed,
   because they check the token again before they commit.
-- Steps to delete or set aside are listed before the token is checked, so none of them belongs to a later
-  writer.
-
-Object stores have no atomic rename. There a step is complete once its last file is written, the token is the
-only protection, and a save that a writer began before it was replaced may still write to its step.
+- Steps to delete are listed before the token is checked, so none of them belongs to a later writer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import json
 import os
 import secrets
-from collections.abc import Iterable, Sequence
+import socket
 
 from scalax._jax import orbax
-from scalax._jax.orbax import COMMITTED, Path
+from scalax._jax.orbax import Path
 from scalax.checkpoint._files import sync
 from scalax.checkpoint._saved_step import FOLDER, ITEM, complete_steps
-from scalax.checkpoint._single_writer import SingleWriter
-from scalax.errors import CheckpointError, CheckpointWarning, warn
+from scalax.errors import CheckpointError
+
+_WRITER = 'writer.json'
+_TOKEN_LENGTH = 16  # characters of a token
 
 
 class StepDirectory:
@@ -37,24 +38,22 @@ class StepDirectory:
 
     Attributes:
         path: the directory.
-        writer: this process as its writer.
+        looked: whether this writer knows which steps there were, and may go on from them.
+        taken: whether it has taken the directory; it may have lost it since.
         damaged: steps that were passed over, which the next save deletes.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.writer = SingleWriter(path)
+        self.looked = self.taken = False
         self.damaged: set[int] = set()
-        # The steps at the last look before the first save; None before a look. Later ones come from the
-        # writer that this one replaces.
-        self._known: set[int] | None = None
-        # Those, to be set aside when a step of this writer is complete; None until they are looked for.
-        self._replaced: list[int] | None = None
+        self._token = secrets.token_hex(_TOKEN_LENGTH // 2)
+        self._saves = 0
 
-    def looked(self, steps: Iterable[int]) -> None:
-        """Notes which steps there were, as this writer may go on from them."""
-        if not self.writer.taken:
-            self._known = set(steps)
+    def name_of_save(self) -> str:
+        """A new name for each save: the token, and a number."""
+        self._saves += 1
+        return f'{self._token}{self._saves % 16**8:08x}'
 
     def prepare(self, step: int, name: str) -> None:
         """Makes room for a step, and its folder; takes the directory at the first save.
@@ -66,30 +65,20 @@ class StepDirectory:
         Raises:
             CheckpointError: the directory has another writer, or holds later steps.
         """
-        if not self.writer.taken:
-            later = self._later(step)
-            known = set(later) if self._known is None else self._known
-            self._refuse(step, [one for one in later if one in known])
-            self.writer.take()
-        unfinished = self._unfinished()
-        self.writer.require()
+        if not self.taken:
+            if not self.looked:
+                self._refuse_later(step)
+            # Else before it looks again: what the one before has saved since would be refused each time.
+            self._take()
+        unfinished = [path for path in self.path.iterdir() if orbax.unfinished_mark() in path.name]
+        self._require()
         for path in unfinished:
-            self.remove(path)
-        later = self._later(step)
-        if self._replaced is None:
-            self._replaced = [] if self._known is None or not self._renames else later
-            if self._replaced:
-                warn(
-                    f'{self.path} holds {_listed(later)}, saved by the writer that this one replaces after '
-                    'this one had looked for steps; when its own step is complete they are kept as '
-                    f'{self._aside(later[0]).name}, which no restore looks at',
-                    CheckpointWarning,
-                )
+            self._remove(path)
         damaged = self.damaged.intersection(complete_steps(self.path))
-        self.writer.require()
-        self._refuse(step, [one for one in later if one not in self._replaced])
+        self._require()
+        self._refuse_later(step)
         for one in damaged:
-            self.remove(self.path / str(one))
+            self._remove(self.path / str(one))
         self.damaged.clear()
         staging = self.staging(step, name)
         try:
@@ -102,7 +91,7 @@ class StepDirectory:
 
     def staging(self, step: int | str, name: str) -> Path:
         """The folder in which a save of this name writes a step until it is complete."""
-        return self.path / (f'{step}{orbax.unfinished_mark()}-{name}' if self._renames else str(step))
+        return self.path / f'{step}{orbax.unfinished_mark()}-{name}'
 
     def is_prepared(self, step: int, name: str) -> bool:
         """Whether this process sees the folder of a save, which another writer may have deleted."""
@@ -115,103 +104,98 @@ class StepDirectory:
             CheckpointError: another writer has taken the directory.
             OSError: the folder cannot be renamed.
         """
-        self.writer.require()
-        staging, final = self.staging(step, name), self.path / str(step)
-        if not self._renames:
-            for folder in (final / ITEM, final):
-                (folder / COMMITTED).write_text('')
-            return
-        replaced = self._replaced or []
-        if step in replaced:
-            self._set_aside(step)
-        try:
-            staging.rename(final)
-        except OSError:
-            if step in replaced:  # it is still the latest step
-                with contextlib.suppress(OSError):
-                    self._aside(step).rename(final)
-            raise
-        self._replaced = [one for one in replaced if one != step]
-        for one in self._replaced:
-            self._set_aside(one)
-        self._replaced = []
+        self._require()
+        self.staging(step, name).rename(self.path / str(step))
         sync(self.path)
 
     def is_committed(self, step: int, name: str) -> bool:
         """Whether a step is complete and of this save: another writer may have saved the same step.
 
-        The paths are looked up, not listed: clients of network file systems cache listings for a minute.
+        The path is looked up, not listed: clients of network file systems cache listings for a minute.
         """
-        final = self.path / str(step)
-        return bool(_mark(final, name).exists() and (self._renames or (final / COMMITTED).exists()))
+        return bool(_mark(self.path / str(step), name).exists())
 
     def prune(self, keep: int | None) -> None:
         """Deletes all but the latest steps; deletes nothing if another writer has taken the directory."""
         old = complete_steps(self.path)[:-keep] if keep else []
         with contextlib.suppress(CheckpointError):
             if old:
-                self.writer.require()
+                self._require()
             for step in old:
-                self.remove(self.path / str(step))
+                self._remove(self.path / str(step))
 
     def discard(self, step: int, name: str) -> None:
-        """Deletes the folder of a save that has failed."""
-        staging = self.staging(step, name)
-        with contextlib.suppress(OSError, CheckpointError):
-            if self._renames:  # only this writer commits the folder, and a full disk may refuse to rename it
-                staging.rmtree()
-            else:  # the folder is the step itself, which another writer may be writing
-                self.writer.require()
-                self.remove(staging)
+        """Deletes the folder of a save that has failed; only this writer commits it."""
+        with contextlib.suppress(OSError):
+            self.staging(step, name).rmtree()
 
-    def remove(self, path: Path) -> None:
-        """Deletes a folder, atomically for readers; what cannot be deleted now goes with the next save."""
-        with contextlib.suppress(FileNotFoundError):
-            if self._renames:
-                step = path.name.partition(orbax.unfinished_mark())[0]
-                path = path.rename(self.staging(step, secrets.token_hex(8)))
-            else:
-                (path / COMMITTED).unlink(missing_ok=True)
+    def reason(self, error: BaseException, name: str) -> BaseException:
+        """Why a save failed: *error*, unless another writer has taken the directory and deleted its files.
+
+        Args:
+            error: the error of the save.
+            name: the name of the save. It holds the token of process 0, which may differ from this one's.
+        """
+        with contextlib.suppress(OSError, ValueError, LookupError):  # the token cannot be read either
+            return self._taken_over(name[:_TOKEN_LENGTH]) or error
+        return error
+
+    def _take(self) -> None:
+        """Takes the directory from whoever has it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        since = datetime.datetime.now(datetime.UTC).isoformat(' ', 'seconds')
+        owner = {'token': self._token, 'host': socket.gethostname(), 'pid': os.getpid(), 'since': since}
+        written = self.path / f'{_WRITER}.{self._token}'
+        try:
+            written.write_text(json.dumps(owner))
+            sync(written)
+            written.replace(self.path / _WRITER)
+        except OSError:
             with contextlib.suppress(OSError):
-                if os.path.islink(path):  # somebody has moved the step elsewhere
-                    path.unlink()
-                else:
-                    path.rmtree()
+                written.unlink(missing_ok=True)
+            raise
+        self.taken = True
 
-    @property
-    def _renames(self) -> bool:
-        return orbax.commits_by_rename(self.path)
+    def _require(self) -> None:
+        """Raises CheckpointError if this is not the writer of the directory any more."""
+        error = self._taken_over(self._token)
+        if error is not None:
+            raise error
 
-    def _later(self, step: int) -> list[int]:
-        return [one for one in complete_steps(self.path) if one >= step and one not in self.damaged]
+    def _taken_over(self, token: str) -> CheckpointError | None:
+        """The error that says which writer other than that of a token has the directory; None if none has."""
+        try:
+            owner = json.loads((self.path / _WRITER).read_text())
+        except FileNotFoundError:
+            return None
+        if owner['token'] == token:
+            return None
+        return CheckpointError(
+            f'{self.path} has another writer now: process {owner["pid"]} on host {owner["host"]!r}, since '
+            f'{owner["since"]}. A directory has one writer, the one that came last, and this one writes '
+            'and deletes nothing there any more. To keep the other one, end this job; to keep this one, end '
+            'the other and make a new Checkpointer here, which takes the directory with its first save'
+        )
 
-    def _refuse(self, step: int, later: Sequence[int]) -> None:
+    def _refuse_later(self, step: int) -> None:
+        later = [one for one in complete_steps(self.path) if one >= step and one not in self.damaged]
         if later:
+            listed = f'step {later[0]}' if len(later) == 1 else f'steps {later[0]} to {later[-1]}'
             raise CheckpointError(
-                f'step {step} cannot be saved: {self.path} holds {_listed(later)} already, from another run '
+                f'step {step} cannot be saved: {self.path} holds {listed} already, from another run '
                 'or from later in this one. Restore the latest step and go on from there, or save into '
                 'another directory'
             )
 
-    def _unfinished(self) -> list[Path]:
-        """The folders of unfinished saves, and of steps that were being deleted."""
-        paths = [path for path in self.path.iterdir() if path.is_dir()]
-        if self._renames:
-            return [path for path in paths if orbax.unfinished_mark() in path.name]
-        return [path for path in paths if path.name.isdecimal() and not (path / COMMITTED).exists()]
-
-    def _set_aside(self, step: int) -> None:
+    def _remove(self, path: Path) -> None:
+        """Deletes a folder, atomically for readers; what cannot be deleted now goes with the next save."""
+        step = path.name.partition(orbax.unfinished_mark())[0]
         with contextlib.suppress(FileNotFoundError):
-            (self.path / str(step)).rename(self._aside(step))
-
-    def _aside(self, step: int) -> Path:
-        return self.path / f'{step}.replaced-by-{self.writer.token}'
+            path = path.rename(self.staging(step, secrets.token_hex(8)))
+            with contextlib.suppress(OSError):
+                path.rmtree()
 
 
 def _mark(folder: Path, name: str) -> Path:
     """The file that says of which save a step is."""
     return folder / ITEM / FOLDER / f'save.{name}'
-
-
-def _listed(steps: Sequence[int]) -> str:
-    return f'step {steps[0]}' if len(steps) == 1 else f'steps {steps[0]} to {steps[-1]}'

@@ -5,26 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import operator
 import os
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
 
 import jax
 
 from scalax._mesh import meshes
-from scalax._report.tables import human_bytes
-from scalax._tree.paths import NamedTree, bits_of
+from scalax._tree.paths import NamedTree
 from scalax._util.progress import progress
 from scalax.checkpoint import _agreement
 from scalax.checkpoint._atomic_commit import StepDirectory
-from scalax.checkpoint._description import Description, describe_leaf, require_fit, with_typed_keys
 from scalax.checkpoint._files import as_path
 from scalax.checkpoint._saved_step import SavedStep, complete_steps, encode_data, find_step, latest_undamaged
-from scalax.checkpoint._target import checked_pairs, renamed_paths, target_of
+from scalax.checkpoint._target import checked_pairs, renamed_paths, require_fit, target_of
 from scalax.errors import ArgumentError, CheckpointError, CheckpointWarning, checked_flag, shown, warn
 
 if TYPE_CHECKING:
@@ -37,7 +34,6 @@ _log = logging.getLogger('scalax.checkpoint')
 
 Given = ParamSpec('Given')
 Result = TypeVar('Result')
-Tree = TypeVar('Tree')
 
 
 def _synchronized(method: Callable[Given, Result]) -> Callable[Given, Result]:
@@ -139,25 +135,18 @@ class Checkpointer:
                 steps of another run; another writer has taken it; processes save different things.
         """
         # Here, because they import Orbax, which `import scalax.checkpoint` does without.
-        from scalax.checkpoint._savable import restorable_tree, validate_state
-        from scalax.checkpoint._save import Content, SaveThread
+        from scalax.checkpoint._savable import validate_state
+        from scalax.checkpoint._save import SaveThread
 
         error: Exception | None = None
         tree, encoded = None, None
-        try:
-            step = _checked_step(step)
-            checked_flag('save: force', force)
-        except ArgumentError as fault:
-            if self._save_every > 1 and not force:
-                raise  # the other processes may not save at this step, and would not come
-            error = fault
-        if error is None and ((step % self._save_every and not force) or step == self._reached):
+        step = _checked_step(step)
+        checked_flag('save: force', force)
+        if (step % self._save_every and not force) or step == self._reached:
             return False
         _agreement.barrier('call', self._timeout)  # of all methods: a different one shows in the agreement
-        begun, first, name = False, jax.process_index() == 0, self._steps.writer.name_of_save()
+        begun, first, name = False, jax.process_index() == 0, self._steps.name_of_save()
         try:
-            if error is not None:
-                raise error
             tree = validate_state(NamedTree.of(state))
             encoded = None if data is None else encode_data(data)
             self.wait()
@@ -176,42 +165,20 @@ class Checkpointer:
                 self._steps.discard(step, name)
             raise
         assert tree is not None
-        leaves = [*map(describe_leaf, tree.paths, tree.leaves)]
-        content = Content(leaves, encoded, self._checksums)
-        self._running = SaveThread(self._steps, step, name, content, self._keep, self._timeout)
+        self._running = SaveThread(
+            self._steps,
+            step,
+            name,
+            encoded,
+            checksums=self._checksums,
+            keep=self._keep,
+            timeout=self._timeout,
+        )
         with self._saving(step, name):
-            self._running.copy(restorable_tree(tree.treedef.unflatten(tree.leaves)))
+            self._running.copy(dict(zip(tree.paths, tree.leaves, strict=True)))
         self._reached = step
         return True
 
-    @overload
-    def restore(
-        self,
-        helper: MeshShardingHelper,
-        rules: RuleLike,
-        like: Callable[[], Tree],
-        step: int | None = None,
-        *,
-        only: str | None = None,
-        rename: Sequence[tuple[str, str]] = (),
-        cast: bool = False,
-        data: Any = None,
-        verify: bool = False,
-    ) -> Tree: ...
-    @overload
-    def restore(
-        self,
-        helper: MeshShardingHelper,
-        rules: RuleLike,
-        like: Tree,
-        step: int | None = None,
-        *,
-        only: str | None = None,
-        rename: Sequence[tuple[str, str]] = (),
-        cast: bool = False,
-        data: Any = None,
-        verify: bool = False,
-    ) -> Tree: ...
     @_synchronized
     def restore(
         self,
@@ -248,7 +215,7 @@ class Checkpointer:
             The tree, with the structure of *like*. Python numbers are Python numbers again.
 
         Raises:
-            ArgumentError: *step*, *only*, *rename* or *data* is invalid; *like* is a function with arguments.
+            ArgumentError: *step*, *only*, *rename* or *data* is invalid.
             CheckpointError: there is no such checkpoint; it is damaged; leaves are missing, extra, or of
                 another shape or dtype (all are named); processes ask for different steps or trees.
             ShardingError: the rules do not fit *like*.
@@ -276,25 +243,20 @@ class Checkpointer:
         call = f'{step=}, {only=}, {rename=}, {cast=}, {verify=}{with_data}'
         _agreement.agree('restore', helper.mesh, call, target.texts() if target else (), error)
         assert target is not None
-        saved = self._choose(helper, here, step, verify, data is not None)
+        saved = self._choose(helper, here, step, verify)
         with _agreement.all_or_none(helper.mesh, call):  # its data state may be missing on this process only
-            description = saved.description()
-            names = renamed_paths([leaf.path for leaf in description.leaves], rename, saved.where)
-            leaves = {names[leaf.path]: leaf for leaf in description.leaves}
-            if not description.processes:
-                leaves = with_typed_keys(target.wanted, leaves)
+            paths = renamed_paths(saved.leaves, rename, saved.where)
+            leaves = {name: saved.leaves[path] for name, path in paths.items()}
             require_fit(target.wanted, leaves, cast, bool(only), saved.where)
             state = None if data is None else saved.data()
-        arrays = [wanted for wanted in target.wanted.values() if hasattr(wanted, 'dtype')]
-        size = human_bytes(sum(math.prod(array.shape) * bits_of(array.dtype) for array in arrays) // 8)
-        loading = progress(f'restoring step {saved.step}, {size}', _log)
+        loading = progress(f'restoring step {saved.step}', _log)
         with loading, _agreement.all_or_none(helper.mesh, call):
-            values = saved.arrays({leaves[name].path: wanted for name, wanted in target.wanted.items()})
+            values = saved.arrays({paths[name]: wanted for name, wanted in target.wanted.items()})
         if data is not None:
             with _agreement.all_or_none(helper.mesh, call):
                 data.set_state(state)
         self._restored = self._reached = saved.step
-        return target.fill({name: values[leaves[name].path] for name in target.wanted})
+        return target.fill({name: values[paths[name]] for name in target.wanted})
 
     def latest_step(self) -> int | None:
         """The latest complete step whose files have the sizes they were written with; None without one.
@@ -302,17 +264,19 @@ class Checkpointer:
         An unfinished save does not count: `wait` for it first.
         """
         here = complete_steps(self._directory)
-        self._steps.looked(here)
+        self._steps.looked = True
         saved, _ = latest_undamaged(self._directory, here, lambda one: one.damage(False))
         return None if saved is None else saved.step
 
-    def describe(self, step: int | None = None) -> Description:
-        """What a checkpoint holds (paths, shapes, dtypes, specs), without loading it.
+    def describe(self, step: int | None = None) -> dict[str, Any]:
+        """What a checkpoint holds, without loading it: by leaf path a struct, or the type of a Python number.
+
+        A typed key is described as the array of its data.
 
         Args:
             step: the latest by default.
         """
-        return self._saved(step).description()
+        return self._saved(step).leaves
 
     def data(self, step: int | None = None) -> Any:
         """The data state that this process saved with a step.
@@ -339,8 +303,6 @@ class Checkpointer:
             self._reached = None
             with self._saving(save.step, save.save):
                 raise save.error
-        if save.warning is not None:
-            warn(save.warning, CheckpointWarning)
 
     @_synchronized
     def close(self) -> None:
@@ -367,22 +329,16 @@ class Checkpointer:
         return find_step(self._directory, latest, complete_steps(self._directory))
 
     def _choose(
-        self, helper: MeshShardingHelper, here: Sequence[int], step: int | None, verify: bool, data: bool
+        self, helper: MeshShardingHelper, here: Sequence[int], step: int | None, verify: bool
     ) -> SavedStep:
         """The step to restore, the same on every process, among those that this process sees (*here*)."""
         steps = _agreement.common_steps(helper.mesh, here)
-        self._steps.looked(steps)  # a step that only some see was saved while the others looked
-        if step is not None and step in here and step not in steps:
-            raise CheckpointError(
-                f'step {step} is in {self._directory} as this process sees it, and other processes do not '
-                'see it there: all have to see the same files'
-            )
+        self._steps.looked = True
         if step is not None:
-            steps = [find_step(self._directory, step, here).step]
+            steps = [find_step(self._directory, step, steps).step]
 
         def damage(saved: SavedStep) -> list[str]:
-            look = functools.partial(saved.damage, verify, arrays=True, data=data)
-            return _agreement.common_damage(helper.mesh, look)
+            return _agreement.common_damage(helper.mesh, functools.partial(saved.damage, verify))
 
         saved, passed = latest_undamaged(self._directory, steps, damage)
         listed = [f'step {number}: {line}' for number, lines in passed.items() for line in lines]
@@ -407,8 +363,8 @@ class Checkpointer:
             yield
         except Exception as error:
             reason: BaseException = error
-            if self._steps.writer.taken or jax.process_index():  # process 0 takes it for all
-                reason = self._steps.writer.reason(error, name)
+            if self._steps.taken or jax.process_index():  # process 0 takes it for all
+                reason = self._steps.reason(error, name)
             if not isinstance(reason, CheckpointError):
                 reason = CheckpointError(
                     f'step {step} could not be saved in {self._directory}, and what was there before is '

@@ -8,18 +8,18 @@ flipped byte and is no protection against an adversary.
 
 from __future__ import annotations
 
+import json
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from scalax._jax.orbax import Path
-from scalax._report.pages import visible
-from scalax.checkpoint._files import file_size, read_json, sync, write_json
+from scalax.checkpoint._files import sync
 
 _CHUNK = 1 << 22  # bytes read at a time
 _THREADS = 4
-_LONGEST = 4096  # characters of a path
 
 
 class File(NamedTuple):
@@ -47,9 +47,8 @@ def measure(root: Path, names: Iterable[str], checksums: bool) -> dict[str, File
     """Syncs the files called *names* below *root* to the disk and measures them."""
 
     def measured(name: str) -> File:
-        size = file_size(root / name)
         sync(root / name)
-        return File(size, _crc32(root / name, size) if checksums else None)
+        return File(os.path.getsize(root / name), _crc32(root / name) if checksums else None)
 
     names = list(names)
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -58,7 +57,8 @@ def measure(root: Path, names: Iterable[str], checksums: bool) -> dict[str, File
 
 def write_manifest(path: Path, files: Mapping[str, File]) -> None:
     """Writes the files of a step with their sizes and checksums."""
-    write_json(path, dict(sorted(files.items())))
+    path.write_text(json.dumps(dict(sorted(files.items()))))
+    sync(path)
 
 
 def read_manifest(path: Path) -> dict[str, File]:
@@ -66,22 +66,12 @@ def read_manifest(path: Path) -> dict[str, File]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not a list of files, or names one outside its folder.
+        ValueError: it is not a list of files.
     """
-    table = read_json(path)
-    if not isinstance(table, dict):
-        raise ValueError('it is not a list of files')
-    return {name: _parsed(name, entry) for name, entry in table.items()}
-
-
-def _parsed(name: str, entry: Any) -> File:
-    if len(name) > _LONGEST or '\0' in name or not {'', '.', '..'}.isdisjoint(name.split('/')):
-        raise ValueError(f'{name[:80]!r} is not a file of this checkpoint')
-    if isinstance(entry, list) and len(entry) == 2:
-        size, crc32 = entry
-        if type(size) is int and size >= 0 and (crc32 is None or type(crc32) is int):
-            return File(size, crc32)
-    raise ValueError(f'{name[:80]!r} has no size and checksum in it')
+    try:
+        return {name: File(*entry) for name, entry in json.loads(path.read_text()).items()}
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f'it is not a list of files: {error}') from None
 
 
 def differences(root: Path, files: Mapping[str, File], checksums: bool) -> list[str]:
@@ -95,10 +85,10 @@ def differences(root: Path, files: Mapping[str, File], checksums: bool) -> list[
 
     def difference(name: str) -> str:
         try:
-            size, written = file_size(root / name), files[name]
+            size, written = os.path.getsize(root / name), files[name]
             if size != written.size:
                 return f'{name} has {size} bytes, and {written.size} were written'
-            crc32 = _crc32(root / name, size) if checksums else written.crc32
+            crc32 = _crc32(root / name) if checksums else written.crc32
         except OSError as error:
             return f'{name} cannot be read: {error.strerror or error}'
         if crc32 != written.crc32:
@@ -109,14 +99,12 @@ def differences(root: Path, files: Mapping[str, File], checksums: bool) -> list[
         return ''
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        return [visible(text) for text in pool.map(difference, files) if text]
+        return [*filter(None, pool.map(difference, files))]
 
 
-def _crc32(path: Path, size: int) -> int:
-    """The checksum of the first *size* bytes: a file that grows meanwhile is not read forever."""
+def _crc32(path: Path) -> int:
     crc32 = 0
     with path.open('rb') as file:
-        while size > 0 and (chunk := file.read(min(_CHUNK, size))):
+        while chunk := file.read(_CHUNK):
             crc32 = zlib.crc32(chunk, crc32)
-            size -= len(chunk)
     return crc32

@@ -1,28 +1,30 @@
-"""Loading of Hugging Face's safetensors files, straight into the shards of a mesh."""
+"""Loading of Hugging Face's safetensors files, straight into the shards of a mesh.
+
+A file has eight bytes with the length of its header, the header (JSON: name -> dtype, shape, offsets), and
+the tensors one after the other, row by row. https://github.com/huggingface/safetensors#format
+It is mapped into memory, so that the system reads the parts that are copied to devices. The library of that
+name does so too, but it does not give NumPy float8.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
 import logging
-import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, BinaryIO
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import jax
+import ml_dtypes
+import numpy as np
 
 from scalax._mesh import meshes
 from scalax._report.tables import human_bytes
 from scalax._tree.paths import canonical_dtype, leaf_text
 from scalax._util import strict_json
 from scalax._util.progress import progress
-from scalax.checkpoint._safetensors_blocks import Box, read_ahead, read_block
-from scalax.checkpoint._safetensors_header import Tensor, in_message, tensors_of
-from scalax.checkpoint._safetensors_names import NameMapping, destinations
-from scalax.errors import ArgumentError, CheckpointError, shown, shown_leaves
+from scalax.checkpoint._target import checked_pairs
+from scalax.errors import CheckpointError, shown, shown_leaves
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
@@ -30,10 +32,35 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger('scalax.checkpoint')
 
-
 _SUFFIX = '.safetensors'
 _INDEX = '.index.json'
+_LENGTH = 8  # bytes with the length of the header
+
+DTYPES: Mapping[str, Any] = {
+    'BOOL': np.bool_,
+    'I8': np.int8,
+    'I16': np.int16,
+    'I32': np.int32,
+    'I64': np.int64,
+    'U8': np.uint8,
+    'U16': np.uint16,
+    'U32': np.uint32,
+    'U64': np.uint64,
+    'F16': np.float16,
+    'F32': np.float32,
+    'F64': np.float64,
+    'C64': np.complex64,
+    'BF16': ml_dtypes.bfloat16,
+    'F8_E4M3': ml_dtypes.float8_e4m3fn,
+    'F8_E5M2': ml_dtypes.float8_e5m2,
+    'F8_E8M0': ml_dtypes.float8_e8m0fnu,
+    'F8_E4M3FNUZ': ml_dtypes.float8_e4m3fnuz,
+    'F8_E5M2FNUZ': ml_dtypes.float8_e5m2fnuz,
+}
+
 Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+Destination = str | tuple[str, Sequence[int]] | None
+NameMapping = Mapping[str, Destination] | Sequence[tuple[Any, ...]] | Callable[[str], Destination] | None
 
 
 def load_safetensors(
@@ -41,8 +68,7 @@ def load_safetensors(
 ) -> Any:
     r"""Loads safetensors files, as on the Hugging Face Hub, straight into the shards of a mesh.
 
-    Each process reads the bytes that its devices need, block by block. The host never holds more than the
-    largest block.
+    Each process reads what its devices need, and its host holds that of one tensor at a time.
 
     Args:
         helper: the mesh.
@@ -62,8 +88,7 @@ def load_safetensors(
     Raises:
         CheckpointError: missing, damaged or truncated files; names that the mapping does not cover; two
             tensors that go to one path; dtypes that JAX would change.
-        ArgumentError: the mapping is none of these, or a regex, replacement or path in it is invalid;
-            *files* are not paths.
+        ArgumentError: the mapping is none of these, or a regex in it is invalid.
         ShardingError: the rules do not fit the tree.
 
     Example:
@@ -79,198 +104,153 @@ def load_safetensors(
         (4, 8)
     """
     meshes.require_devices(helper.mesh, 'load_safetensors')
-    listed = _list_files(files)
-    with contextlib.ExitStack() as stack:
-        opened = _open_files(stack, listed)
-        tensors = _all_tensors(listed, opened)
-        wanted = destinations([tensor.name for tensor in tensors], mapping)
-        tensors = [tensor for tensor in tensors if tensor.name in wanted]
-        _require_dtypes(tensors)
-        loads = [_Load(opened[tensor.file].fileno(), tensor, *wanted[tensor.name]) for tensor in tensors]
-        tree: dict[str, Any] = {}
-        for load in loads:
-            _set_leaf(tree, load.path, jax.ShapeDtypeStruct(load.shape, load.tensor.dtype))
-        shardings = helper.match_sharding_rule(rules, tree)
-        size, done = human_bytes(sum(tensor.size for tensor in tensors)), 0
-        with progress('loading safetensors', _log) as note:
-            for i, load in enumerate(loads):
-                for coming in loads[i : i + 2]:
-                    boxes = [box for box, _ in coming.blocks(shardings)]
-                    read_ahead(coming.descriptor, coming.tensor, boxes)
-                _set_leaf(tree, load.path, load.array(shardings))
-                done += load.tensor.size
-                note(f'{human_bytes(done)} of {size}')
-        return tree
+    tree = _arranged(_tensors(files), mapping)
+    tensors = jax.tree.leaves(tree)
+    shardings = helper.match_sharding_rule(rules, tree)
+    with progress(f'loading safetensors, {human_bytes(sum(one.nbytes for one in tensors))}', _log):
+        return jax.tree.map(_load, tree, shardings)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Load:
-    """The load of one tensor onto the devices of this process.
+def _load(tensor: np.ndarray, sharding: Any) -> jax.Array:
+    """A tensor in the memory of a file as an array; copied, because on CPU JAX would go on using the file."""
+    array = jax.make_array_from_callback(
+        tensor.shape, sharding, lambda index: np.array(tensor[index]), dtype=tensor.dtype
+    )
+    return jax.block_until_ready(array)
 
-    Attributes:
-        descriptor: the descriptor of its file.
-        tensor: the tensor in the file.
-        path: its leaf path.
-        axes: the order of its axes in the array; empty if it is not transposed.
+
+def _tensors(files: Files) -> dict[str, np.ndarray]:
+    """The tensors of all files, in the memory of the files.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, the files do not fit together, or JAX would change a
+            dtype.
     """
-
-    descriptor: int
-    tensor: Tensor
-    path: str
-    axes: Sequence[int]
-
-    @functools.cached_property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the array.
-
-        Raises:
-            CheckpointError: the tensor does not have these axes.
-        """
-        shape, axes = self.tensor.shape, self.axes
-        if axes and sorted(axes) != list(range(len(shape))):
-            raise CheckpointError(
-                f'{self.tensor.label} is {leaf_text(self.tensor)}, and the mapping gives it the axes '
-                f'{tuple(axes)}: they are the numbers 0 to {len(shape) - 1} in another order'
-            )
-        return tuple(shape[axis] for axis in axes) if axes else shape
-
-    def sharding(self, shardings: Any) -> Any:
-        """The sharding of the array, in the tree of all."""
-        return functools.reduce(operator.getitem, self.path.split('/'), shardings)
-
-    def blocks(self, shardings: Any) -> list[tuple[Box, list[Any]]]:
-        """The blocks that devices of this process hold, with these devices, in the order of the file."""
-        indices = self.sharding(shardings).addressable_devices_indices_map(self.shape)
-        holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
-        for device, index in indices.items():
-            bounds = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)]
-            if self.axes:
-                bounds = [bounds[self.axes.index(dim)] for dim in range(len(bounds))]
-            holders.setdefault(tuple(bounds), []).append(device)
-        return [([slice(*part) for part in bounds], holders[bounds]) for bounds in sorted(holders)]
-
-    def array(self, shardings: Any) -> jax.Array:
-        """The array. Each block is read once the previous one is on its devices."""
-        sharding, parts = self.sharding(shardings), []
-        for box, devices in self.blocks(shardings):
-            block = read_block(self.descriptor, self.tensor, box)
-            for device in devices:
-                place = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-                part = jax.device_put(block, place)
-                parts.append(part.transpose(self.axes) if self.axes else part)
-            jax.block_until_ready(parts)
-            del block
-        dtype = self.tensor.dtype
-        return jax.make_array_from_single_device_arrays(self.shape, sharding, parts, dtype=dtype)
+    found: dict[str, np.ndarray] = {}
+    listed, indexed = _listed(files)
+    for file in listed:
+        tensors = _tensors_of(file)
+        if twice := [*filter(found.__contains__, tensors)]:
+            raise CheckpointError(f'tensors of {file} are in another file, too:\n{shown(twice)}')
+        found |= tensors
+    if missing := [name for name in indexed if name not in found]:
+        raise CheckpointError(f'tensors that the index names are in none of its files:\n{shown(missing)}')
+    return found
 
 
-def _require_dtypes(tensors: Iterable[Tensor]) -> None:
-    changed = [
-        f'{tensor.label}: {leaf_text(tensor)} would become {canonical_dtype(tensor.dtype)}'
-        for tensor in tensors
-        if canonical_dtype(tensor.dtype) != tensor.dtype
-    ]
+def _listed(files: Files) -> tuple[list[Path], Iterable[str]]:
+    """The files to load, and the tensors that an index says are in them."""
+    if not isinstance(files, str | os.PathLike):
+        return [Path(file) for file in files], ()
+    path = Path(files)
+    if path.is_dir():
+        indices, found = (sorted(path.glob(f'*{_SUFFIX}{end}')) for end in (_INDEX, ''))
+        if len(indices) > 1 or not (indices or found):
+            what = f'{len(indices)} indices' if indices else f'no {_SUFFIX} files'
+            raise CheckpointError(f'{path} has {what}; name the file, the files or the index')
+        if not indices:
+            return found, ()
+        [path] = indices
+    if not path.name.endswith(_INDEX):
+        return [path], ()
+    try:
+        places = strict_json.parse(strict_json.read(path))['weight_map']
+        return [path.parent / file for file in sorted({*places.values()})], places
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f'{path} is no index of {_SUFFIX} files: {error!r}') from error
+
+
+def _tensors_of(file: Path) -> dict[str, np.ndarray]:
+    try:
+        mapped = np.memmap(file, np.uint8, 'r')
+        length = int.from_bytes(mapped[:_LENGTH].tobytes(), 'little')
+        if length > mapped.size:
+            raise ValueError(f'its header would have {length:,} bytes, and the file has {mapped.size:,}')
+        header, data = mapped[_LENGTH : _LENGTH + length], mapped[_LENGTH + length :]
+        entries = strict_json.parse(header.tobytes())
+        entries.pop('__metadata__', None)
+        return {name: _tensor(data, name, **entry) for name, entry in entries.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f'{file} is no safetensors file, or is damaged: {error}') from error
+
+
+def _tensor(data: np.ndarray, name: str, dtype: str, shape: list[int], data_offsets: list[int]) -> np.ndarray:
+    if dtype not in DTYPES:
+        raise ValueError(f'{name!r} has the dtype {dtype!r}, which cannot be loaded')
+    begin, end = data_offsets
+    kind = np.dtype(DTYPES[dtype])
+    if begin < 0 or end > data.size or end - begin != kind.itemsize * np.prod(shape, dtype=object):
+        raise ValueError(
+            f'{name!r} is {kind}{shape}, and has the bytes {begin} to {end} of the {data.size} that are there'
+        )
+    return data[begin:end].view(kind).reshape(shape)
+
+
+def _arranged(tensors: Mapping[str, np.ndarray], mapping: NameMapping) -> dict[str, Any]:
+    """The tensors as the tree that a mapping makes of them.
+
+    Raises:
+        CheckpointError: it does not cover all of them, two go to one path, or JAX would change a dtype.
+    """
+    destination_of = _as_function(mapping)
+    tree: dict[str, Any] = {}
+    problems, changed = [], []
+    for name, tensor in tensors.items():
+        try:
+            destination = destination_of(name)
+        except KeyError as error:
+            if error.args != (name,):  # a mistake in a function of the user
+                raise
+            problems.append(f'{name}: not in the mapping')
+            continue
+        if destination is None:
+            continue
+        path, axes = (destination, None) if isinstance(destination, str) else destination
+        if axes is not None and sorted(axes) != [*range(tensor.ndim)]:
+            problems.append(f'{name}: {leaf_text(tensor)} does not have the axes {axes!r}')
+        elif not _put(tree, path, tensor if axes is None else tensor.transpose(axes)):
+            problems.append(f'{name}: goes to {path}, where another tensor goes, or into one, or around one')
+        elif canonical_dtype(tensor.dtype) != tensor.dtype:
+            changed.append(f'{name}: {leaf_text(tensor)} would become {canonical_dtype(tensor.dtype)}')
+    if problems:
+        raise CheckpointError(
+            f'the mapping does not fit the tensors of the files:\n{shown_leaves(problems, ".")}\n'
+            'What to do: give every tensor one path of its own, or None to leave it out.'
+        )
     if changed:
         raise CheckpointError(
             f'JAX has no 64-bit numbers as it is set up:\n{shown_leaves(changed, ".")}\n'
             'What to do: set jax_enable_x64, or leave these tensors out of the mapping.'
         )
+    return tree
 
 
-def _list_files(files: Files) -> dict[Path, list[str]]:
-    """The files to load, each with the tensors that an index says are in it."""
-    if not isinstance(files, str | os.PathLike):
-        if isinstance(files, bytes) or not isinstance(files, Iterable):
-            raise ArgumentError(f'load_safetensors: files has to be a path or a list of paths, got {files!r}')
-        given = list(files)
-        for file in given:
-            if not isinstance(file, str | os.PathLike):
-                raise ArgumentError(
-                    f'load_safetensors: files has to be a list of paths, and {file!r} in it is not a path'
-                )
-        if not given:
-            raise CheckpointError('load_safetensors: the list of files is empty')
-        return {Path(file): [] for file in given}
-    path = Path(files)
-    if os.path.isdir(path):
-        indices = sorted(path.glob(f'*{_SUFFIX}{_INDEX}'))
-        found = sorted(path.glob(f'*{_SUFFIX}'))
-        if len(indices) > 1 or not (indices or found):
-            what = f'{len(indices)} indices' if indices else f'no {_SUFFIX} files'
-            raise CheckpointError(f'{path} has {what}; name the file, the files or the index')
-        return _list_indexed(indices[0]) if indices else {file: [] for file in found}
-    return _list_indexed(path) if path.name.endswith(_INDEX) else {path: []}
-
-
-def _list_indexed(index: Path) -> dict[Path, list[str]]:
-    """The files that an index names, all of which have to be in its folder or below it."""
-    try:
-        values = strict_json.parse(strict_json.read(index))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f'{index} is no index: {strict_json.reason(error)}') from error
-    places = values.get('weight_map') if isinstance(values, dict) else None
-    if (
-        not places
-        or not isinstance(places, dict)
-        or not all(isinstance(file, str) for file in places.values())
-    ):
-        raise CheckpointError(f'{index} is no index: it has no weight_map that gives a file for each tensor')
-    outside = [
-        f'{in_message(name)}: {strict_json.brief(file)}'
-        for name, file in places.items()
-        if PurePath(file).anchor or '..' in PurePath(file).parts
-    ]
-    if outside:
-        raise CheckpointError(
-            f'{index} names files outside of its folder:\n{shown(outside)}\n'
-            'What to do: name the files themselves in place of the index, if they are what is wanted.'
-        )
-    listed: dict[Path, list[str]] = {}
-    for name, file in places.items():
-        listed.setdefault(index.parent / file, []).append(name)
-    return listed
-
-
-def _open_files(stack: contextlib.ExitStack, listed: Mapping[Path, Sequence[str]]) -> dict[Path, BinaryIO]:
-    """All files, opened once: header and tensors are read from one file, even if its path changes."""
-    opened: dict[Path, BinaryIO] = {}
-    problems = []
-    for file in listed:
-        try:
-            opened[file] = stack.enter_context(strict_json.opened(file))
-        except (OSError, ValueError) as error:
-            problems.append(f'{in_message(str(file))}: {strict_json.reason(error)}')
-    if problems:
-        which = ' that the index names' if any(listed.values()) else ''
-        raise CheckpointError(f'files{which} cannot be read:\n{shown(problems)}')
-    return opened
-
-
-def _all_tensors(files: Mapping[Path, Sequence[str]], opened: Mapping[Path, BinaryIO]) -> list[Tensor]:
-    """The tensors of all files, in the order of the files."""
-    found: list[Tensor] = []
-    where: dict[str, Path] = {}
-    problems: list[str] = []
-    for file, expected in files.items():
-        tensors = tensors_of(file, opened[file])
-        names = {tensor.name for tensor in tensors}
-        problems.extend(
-            f'{in_message(name)} is not in {file}, where the index says it is'
-            for name in expected
-            if name not in names
-        )
-        for tensor in tensors:
-            if tensor.name in where:
-                problems.append(f'{tensor.label} is in {where[tensor.name]} and in {file}')
-            where[tensor.name] = file
-        found.extend(tensors)
-    if problems:
-        raise CheckpointError(f'the files do not fit together:\n{shown(problems)}')
-    return found
-
-
-def _set_leaf(tree: dict[str, Any], path: str, leaf: Any) -> None:
+def _put(tree: dict[str, Any], path: str, leaf: np.ndarray) -> bool:
+    """Puts a leaf into nested dicts, if its place is free."""
     *above, last = path.split('/')
     for key in above:
         tree = tree.setdefault(key, {})
-    tree[last] = leaf
+        if not isinstance(tree, dict):
+            return False
+    return tree.setdefault(last, leaf) is leaf
+
+
+def _as_function(mapping: NameMapping) -> Callable[[str], Destination]:
+    if mapping is None:
+        return lambda name: name.replace('.', '/')
+    if isinstance(mapping, Mapping):
+        return mapping.__getitem__
+    if callable(mapping):
+        return mapping
+    pairs = checked_pairs('mapping', mapping, most=3)
+
+    def by_regex(name: str) -> Destination:
+        for regex, replacement, *axes in pairs:
+            if regex.search(name):
+                if replacement is None:
+                    return None
+                path = regex.sub(replacement, name).replace('.', '/')
+                return (path, axes[0]) if axes else path
+        raise KeyError(name)
+
+    return by_regex

@@ -1,20 +1,17 @@
-"""What can be saved: leaves that Orbax loses, changes or refuses are named before anything is written."""
+"""What can be saved: leaves that Orbax changes or refuses are named before anything is written."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import tensorstore
 
-from scalax._tree.paths import NamedTree, canonical_dtype, has_foreign_dtype, key_string
+from scalax._tree.paths import NamedTree, canonical_dtype, has_foreign_dtype
 from scalax.checkpoint._target import require_distinct
 from scalax.errors import CheckpointError, shown_leaves
-
-_PLAIN = {dict, list, tuple, type(None), bool, int, float}
 
 
 def validate_state(tree: NamedTree) -> NamedTree:
@@ -37,42 +34,9 @@ def validate_state(tree: NamedTree) -> NamedTree:
         for i, leaf in enumerate(tree.leaves)
         if (why := _reason_against(leaf, leaves[i]))
     ]
-    found.extend(_name_clashes(tree))
     if found:
         raise CheckpointError(f'some leaves of the state cannot be saved:\n{shown_leaves(found)}')
     return dataclasses.replace(tree, leaves=leaves)
-
-
-def restorable_tree(state: Any) -> Any:
-    """The state, or nested dicts by leaf path if Orbax could save the state but not restore it.
-
-    Orbax sorts the children of each node by their keys when it reads a tree. It cannot sort those of a node
-    that has both indices and names, such as lists of modules in flax's nnx.
-    """
-    nodes: list[Any] = []
-
-    def is_leaf(node: Any) -> bool:
-        if type(node) not in _PLAIN and not isinstance(node, jax.Array | np.ndarray):
-            nodes.append(node)
-        return False
-
-    jax.tree.leaves(state, is_leaf=is_leaf)
-    if not any(map(_has_indices_and_names, nodes)):
-        return state
-    tree: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        *parents, last = map(key_string, path)
-        node = tree
-        for name in parents:
-            node = node.setdefault(name, {})
-        node[last] = leaf
-    return tree
-
-
-def _has_indices_and_names(node: Any) -> bool:
-    children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
-    keys = [path[0] for path, _ in children if path]
-    return len({isinstance(getattr(key, 'idx', getattr(key, 'key', '')), int) for key in keys}) > 1
 
 
 def _as_jax_holds(leaf: Any) -> Any:
@@ -130,13 +94,3 @@ def _reason_against(leaf: Any, held: Any) -> str:
     if isinstance(leaf, int) and not -(2**63) <= leaf < 2**64:
         return 'it has more than 64 bits'
     return '' if isinstance(leaf, int | float) else 'only arrays, typed keys and Python numbers can be saved'
-
-
-def _name_clashes(tree: NamedTree) -> Iterator[str]:
-    """The leaves that have one name to Orbax, which joins keys with dots."""
-    first: dict[str, str] = {}
-    for path in tree.paths:
-        name = path.replace('/', '.')
-        if name in first:
-            yield f'{path}: Orbax has one name for it and for {first[name]}: {name}; rename one of their keys'
-        first.setdefault(name, path)

@@ -1,19 +1,19 @@
 """One save: the arrays are copied to the host, and a thread writes them and commits the step.
 
-Beside the arrays, which Orbax writes, there is a folder ``scalax``: ``leaves.json`` describes the tree,
-``data.N`` is the data state of process N, and ``files.json`` lists all files with their sizes and checksums.
-The last is written after all else, before the step is committed.
+Orbax writes the leaves by their paths. (In a tree it has one name for ``a.b`` and ``a/b``, and does not
+restore a node whose children have indices beside names.) Beside them there is a folder ``scalax``:
+``data.I-of-N`` is the data state of a process, and ``files.json`` lists all files with their sizes and
+checksums. It is written after all else, before the step is committed.
 
-A process that cannot write its part writes a file that says so, and still comes to the barriers: all
-processes learn of it at once, and none waits for one that has given up. Orbax's `AsyncCheckpointer` lets the
-others wait for it until the time is up.
+A process that cannot write its part still comes to the barriers: all processes learn of it at once, and none
+waits for one that has given up. Orbax's `AsyncCheckpointer` lets the others wait for it until the time is up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -26,27 +26,10 @@ from scalax._jax import orbax
 from scalax._trace.threads import in_a_thread
 from scalax.checkpoint import _agreement, _files, _manifest
 from scalax.checkpoint._atomic_commit import StepDirectory
-from scalax.checkpoint._description import LeafDescription
-from scalax.checkpoint._saved_step import FOLDER, FORMAT, ITEM, LEAVES, MANIFEST
+from scalax.checkpoint._saved_step import FOLDER, ITEM, MANIFEST, data_file
 from scalax.errors import CheckpointError
 
-_POLL_SECONDS = 1.0  # between looks whether the folder of a save still exists
-_SHOWN = 1 << 10  # characters of another process's error
-
-
-@dataclasses.dataclass(frozen=True)
-class Content:
-    """What one process saves, beside the arrays.
-
-    Attributes:
-        leaves: the description of each leaf.
-        data: the data state of this process.
-        checksums: whether to write checksums of the files.
-    """
-
-    leaves: Sequence[LeafDescription]
-    data: bytes | None
-    checksums: bool
+_log = logging.getLogger('scalax.checkpoint')
 
 
 class SaveThread(threading.Thread):
@@ -56,18 +39,24 @@ class SaveThread(threading.Thread):
         step: its number.
         save: its name.
         error: why the save failed, once the thread has ended.
-        warning: what went wrong after the step was complete.
     """
 
     error: BaseException | None = None
-    warning: str | None = None
 
     def __init__(
-        self, steps: StepDirectory, step: int, save: str, content: Content, keep: int | None, timeout: int
+        self,
+        steps: StepDirectory,
+        step: int,
+        save: str,
+        data: bytes | None,
+        *,
+        checksums: bool,
+        keep: int | None,
+        timeout: int,
     ) -> None:
         super().__init__(name='scalax-save')
         self.step, self.save = step, save
-        self._steps, self._content, self._keep = steps, content, keep
+        self._steps, self._data, self._checksums, self._keep = steps, data, checksums, keep
         self._root = steps.staging(step, save) / ITEM
         self._end = time.monotonic() + timeout
         self._process = jax.process_index()
@@ -121,7 +110,7 @@ class SaveThread(threading.Thread):
         try:
             if self.error is None:
                 for future in self._futures:
-                    self._wait_for(future)
+                    future.result(timeout=max(self._end - time.monotonic(), 0))
                 self._write_own()
         except BaseException as error:  # noqa: BLE001 - told to the other processes
             self.error = error
@@ -129,36 +118,13 @@ class SaveThread(threading.Thread):
             with contextlib.suppress(OSError):
                 self._part('failed', self._process).write_text(_text(self.error))
 
-    def _wait_for(self, future: Any) -> None:
-        """Waits for what Orbax writes.
-
-        If another writer has deleted the folder meanwhile, Orbax waits for process 0 to create a folder in
-        it. This process creates it instead: Orbax ends, and its error follows at once.
-        """
-        while True:
-            begun, left = time.monotonic(), self._end - time.monotonic()
-            try:
-                return future.result(timeout=max(min(_POLL_SECONDS, left), 0))
-            except TimeoutError:
-                # The time is up, or this is a TimeoutError of Orbax itself.
-                if left < _POLL_SECONDS or time.monotonic() - begun < _POLL_SECONDS / 2:
-                    raise
-            if not self._steps.is_prepared(self.step, self.save):
-                orbax.awaited_folder(self._root).mkdir(parents=True, exist_ok=True)
-
     def _write_own(self) -> None:
         """Writes the files of this process, once its arrays are on the disk."""
-        content = self._content
-        if self._process == 0:
-            leaves = [dataclasses.asdict(leaf) for leaf in content.leaves]
-            head = {'format': FORMAT, 'processes': jax.process_count(), 'leaves': leaves}
-            _files.write_json(self._root / LEAVES, head)
         own = [*_manifest.file_names(self._root, orbax.folder_of_process(self._process))]
-        if content.data is not None:
-            data = self._part('data', self._process)
-            data.write_bytes(content.data)
-            own.append(f'{FOLDER}/{data.name}')
-        measured = _manifest.measure(self._root, own, content.checksums)
+        if self._data is not None:
+            (self._root / data_file()).write_bytes(self._data)
+            own.append(data_file())
+        measured = _manifest.measure(self._root, own, self._checksums)
         _manifest.write_manifest(self._part('files', self._process), measured)
 
     def _commit(self) -> None:
@@ -177,15 +143,13 @@ class SaveThread(threading.Thread):
         for process in range(jax.process_count()):
             part, failed = self._part('files', process), self._part('failed', process)
             if failed.exists() or not part.exists():
-                why = (
-                    _files.read_bytes(failed, 8 * _SHOWN).decode(errors='replace') if failed.exists() else ''
-                )
-                raise CheckpointError(f'process {process} could not write its part{why and f": {why}"}')
+                why = failed.read_text() if failed.exists() else 'its files are not there'
+                raise CheckpointError(f'process {process} could not write its part: {why}')
             files |= _manifest.read_manifest(part)
             part.unlink()
         self._handler.finalize(self._root)
         rest = [name for name in _manifest.file_names(self._root) if name not in files]
-        files |= _manifest.measure(self._root, rest, self._content.checksums)
+        files |= _manifest.measure(self._root, rest, self._checksums)
         _manifest.write_manifest(self._root / MANIFEST, files)
         _files.sync_folders(self._root.parent)
 
@@ -194,10 +158,7 @@ class SaveThread(threading.Thread):
             try:
                 self._steps.prune(self._keep)
             except OSError as error:
-                self.warning = (
-                    f'step {self.step} is saved, and older steps cannot be deleted; the next save tries it '
-                    f'again: {_text(error)}'
-                )
+                _log.warning('older steps cannot be deleted; the next save tries it again: %s', _text(error))
         elif not self._steps.is_committed(self.step, self.save):
             raise CheckpointError(
                 f'step {self.step} could not be saved: process 0 has not completed it, and says why'
@@ -209,4 +170,4 @@ class SaveThread(threading.Thread):
 
 
 def _text(error: BaseException) -> str:
-    return f'{type(error).__name__}: {error}'[:_SHOWN]
+    return f'{type(error).__name__}: {error}'

@@ -1,4 +1,4 @@
-"""One saved step on the disk: its description, its arrays, its data state, and what is damaged."""
+"""One saved step on the disk: its leaves, its arrays, its data state, and what is damaged."""
 
 from __future__ import annotations
 
@@ -13,18 +13,14 @@ import jax
 
 from scalax._jax.orbax import Path
 from scalax._tree.paths import path_string
-from scalax.checkpoint import _files, _manifest
-from scalax.checkpoint._description import Description, LeafDescription, describe_leaf, parse_description
+from scalax.checkpoint import _manifest
 from scalax.checkpoint._orbax import orbax
 from scalax.errors import CheckpointError
 
 ITEM = 'state'
 FOLDER = 'scalax'  # holds what scalax writes beside the arrays
-LEAVES = f'{FOLDER}/leaves.json'
 MANIFEST = f'{FOLDER}/files.json'
-FORMAT = 1
 _ITEM_OF_MANAGER = 'default'  # what Orbax's CheckpointManager calls the only item of a step
-_MOST_DATA = 1 << 30  # bytes of a data state, which is read into memory
 _BYTES, _JSON = b'B', b'J'  # the first byte of a data state
 
 
@@ -48,102 +44,53 @@ class SavedStep:
         return of_manager if of_manager.exists() else folder / ITEM
 
     @property
-    def _is_own(self) -> bool:
-        """Whether scalax has saved it; or else Orbax alone."""
-        return bool((self.root / FOLDER).exists())
-
-    @property
     def where(self) -> str:
         """The step, as messages call it."""
         return f'the checkpoint of step {self.step} in {self.directory}'
 
-    def damage(
-        self, checksums: bool, share: tuple[int, int] = (0, 1), *, arrays: bool = False, data: bool = False
-    ) -> list[str]:
+    def damage(self, checksums: bool, share: tuple[int, int] = (0, 1)) -> list[str]:
         """What is wrong with its files, as far as one of several processes looks at them.
 
         Args:
             checksums: read all files, and compare their checksums.
             share: the number of this process, and how many there are: each of n takes every nth file.
-            arrays: read also what Orbax says of its arrays, as it does before it restores one.
-            data: read also the data state that this process saved, if it saved one.
 
         Raises:
-            CheckpointError: there are no checksums to compare, or a later scalax has saved the step.
+            CheckpointError: there are no checksums to compare.
         """
         if not self.root.is_dir():
             return [f'{self.root.name} is missing']
         try:
-            files = _manifest.read_manifest(self.root / MANIFEST) if self._is_own else {}
-            if self._is_own and LEAVES not in files:
-                raise ValueError(f'it does not list {LEAVES}')
-        except FileNotFoundError:
-            return [f'{MANIFEST} is missing']
+            is_own = (self.root / FOLDER).exists()  # or Orbax has saved it without scalax
+            files = _manifest.read_manifest(self.root / MANIFEST) if is_own else {}
         except (OSError, ValueError) as error:
             return [f'{MANIFEST} cannot be read: {error}']
         if checksums and (not files or any(file.crc32 is None for file in files.values())):
-            why = 'it was saved with checksums=False' if files else 'Orbax saved it without scalax'
             raise CheckpointError(
-                f'{self.where} cannot be verified, because {why}. Restore it without verify=True'
+                f'{self.where} cannot be verified, because it was saved without checksums. Restore it '
+                'without verify=True'
             )
         first, count = share
-        if wrong := _manifest.differences(self.root, dict([*files.items()][first::count]), checksums):
-            return wrong
-        reads: dict[str, Callable[[], object]] = {LEAVES: lambda: self._own_description}
-        if arrays or not files:
-            reads['what Orbax says of its arrays'] = lambda: self._orbax_leaves
-        if data and self._data_file.exists():
-            reads[f'{FOLDER}/{self._data_file.name}'] = self._data_state
-        for what, read in reads.items():
-            try:
-                read()
-            except CheckpointError as error:
-                if error.__cause__ is None:  # this scalax is too old for it
-                    raise
-                return [f'{what} cannot be read: {error.__cause__}']
-        if not arrays or self._own_description is None:
-            return []
-        listed = {path for path, _ in self._orbax_leaves}
-        lost = [leaf.path for leaf in self._own_description.leaves if leaf.path not in listed]
-        return [f'leaves that Orbax does not list: {", ".join(map(repr, lost[:10]))}'] if lost else []
-
-    def description(self) -> Description:
-        """What it holds, read without loading an array.
-
-        Raises:
-            CheckpointError: its description is missing or cannot be read.
-        """
-        if self._own_description is not None:
-            return self._own_description
-        leaves = [_describe_orbax_leaf(path, leaf) for path, leaf in self._orbax_leaves]
-        return Description(self.step, leaves, 0)
+        return _manifest.differences(self.root, dict([*files.items()][first::count]), checksums)
 
     @functools.cached_property
-    def _own_description(self) -> Description | None:
-        """The description that scalax wrote; None if Orbax saved the step without scalax.
+    def leaves(self) -> dict[str, Any]:
+        """By leaf path, a struct or the type of a Python number; of typed keys the data.
 
         Raises:
-            CheckpointError: it cannot be read, is not a description, or was written by a later scalax.
+            CheckpointError: they cannot be read.
         """
-        if not self._is_own:
-            return None
-        with self._reading(LEAVES):
-            values = _files.read_json(self.root / LEAVES)
-            if (
-                isinstance(values, dict)
-                and isinstance(values.get('format'), int)
-                and values['format'] > FORMAT
-            ):
-                raise CheckpointError(
-                    f'{self.where} was saved by a later scalax, and this one cannot read it'
-                )
-            return parse_description(self.step, values)
+        flat, _ = jax.tree_util.tree_flatten_with_path(self._orbax_tree, is_leaf=_is_metadata)
+        return {path_string(path): _leaf(said) for path, said in flat if _is_metadata(said)}
 
     def arrays(self, targets: Mapping[str, Any]) -> dict[str, Any]:
         """Reads leaves, each straight into its sharding.
 
         Args:
             targets: by path, structs with shardings, or the types of Python numbers.
+
+        Raises:
+            CheckpointError: they cannot be read, or a typed key is of another kind.
         """
         ocp = orbax()
 
@@ -159,65 +106,56 @@ class SavedStep:
         with self._reading(), contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
             tree = handler.restore(self.root, args=arguments)
         flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-        return {name: leaf for path, leaf in flat if (name := path_string(path)) in targets}
+        found = {name: leaf for path, leaf in flat if (name := path_string(path)) in targets}
+        for name, wanted in targets.items():
+            # Orbax restores keys as what they were, whatever is asked for.
+            if not isinstance(wanted, type) and found[name].dtype != wanted.dtype:
+                raise CheckpointError(
+                    f'{self.where}: {name} is of dtype {found[name].dtype}, and {wanted.dtype} is asked for'
+                )
+        return found
 
     @functools.cached_property
     def _orbax_tree(self) -> Any:
         with self._reading(), contextlib.closing(orbax().PyTreeCheckpointHandler()) as handler:
-            for path in self.root.iterdir():  # among them the JSON that Orbax reads whole
-                if not path.is_dir():
-                    _files.require_json_size(path.name, _files.file_size(path))
             return handler.metadata(self.root).tree
 
-    @functools.cached_property
-    def _orbax_leaves(self) -> list[tuple[str, Any]]:
-        """The leaf paths, each with what Orbax says of the leaf."""
-        flat, _ = jax.tree_util.tree_flatten_with_path(self._orbax_tree, is_leaf=_is_metadata)
-        return [(path_string(path), leaf) for path, leaf in flat if _is_metadata(leaf)]
-
     @contextlib.contextmanager
-    def _reading(self, file: str = '') -> Iterator[None]:
-        """Adds to an error which checkpoint, and which file of it, could not be read."""
+    def _reading(self) -> Iterator[None]:
+        """Adds to an error which checkpoint could not be read."""
         try:
             yield
-        except CheckpointError:
-            raise
         except Exception as error:
-            what = file or type(error).__name__
-            raise CheckpointError(f'{self.where} cannot be read: {what}: {error}') from error
+            raise CheckpointError(f'{self.where} cannot be read: {type(error).__name__}: {error}') from error
 
     def data(self) -> Any:
         """The data state that this process saved.
 
         Raises:
-            CheckpointError: there is none, or another number of processes saved the step.
+            CheckpointError: there is none, another number of processes saved the step, or it is damaged.
         """
-        processes = self.description().processes
-        if processes != jax.process_count():
+        file = self.root / data_file()
+        if not file.exists():
+            others = sorted(path.name for path in file.parent.glob('data.*'))
             raise CheckpointError(
-                f'{self.where} holds the data states of {processes} processes, and these are '
-                f'{jax.process_count()}: each process reads other data now. Restore without data=, and set '
-                'the iterator yourself'
+                f'{self.where} has no {file.name}, the data state of this process, which save(..., '
+                f'data=iterator) writes: it has {", ".join(others) or "none"}. Another number of processes '
+                'reads other data: restore without data=, and set the iterator yourself'
             )
-        if not self._data_file.exists():
-            raise CheckpointError(f'{self.where} has no data state: save(..., data=iterator) keeps one')
-        return self._data_state()
+        with self._reading():
+            return _decode_data(file.read_bytes())
 
-    @property
-    def _data_file(self) -> Path:
-        return self.root / FOLDER / f'data.{jax.process_index()}'
 
-    def _data_state(self) -> Any:
-        with self._reading(f'{FOLDER}/{self._data_file.name}'):
-            return _decode_data(_files.read_bytes(self._data_file, _MOST_DATA))
+def data_file() -> str:
+    """The file of the data state of this process."""
+    return f'{FOLDER}/data.{jax.process_index()}-of-{jax.process_count()}'
 
 
 def complete_steps(directory: Path) -> list[int]:
     """The steps that were saved completely, in ascending order."""
     if not directory.is_dir():
         return []
-    names = orbax().path.step.standard_name_format()
-    return sorted(found.step for found in names.find_all(directory))
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
 
 
 def find_step(directory: Path, step: int, steps: Sequence[int]) -> SavedStep:
@@ -250,42 +188,30 @@ def encode_data(data: Any) -> bytes:
     """The state of an iterator that has ``get_state``, or a value, as bytes.
 
     Raises:
-        CheckpointError: it is neither bytes nor JSON, or too large.
+        CheckpointError: it is neither bytes nor JSON.
     """
     state = data.get_state() if hasattr(data, 'get_state') else data
     try:
-        encoded = _BYTES + state if isinstance(state, bytes) else _JSON + json.dumps(state).encode()
+        return _BYTES + state if isinstance(state, bytes) else _JSON + json.dumps(state).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f'data={type(data).__name__}: its state, a {type(state).__name__}, is neither bytes nor JSON '
             f'({error}). Give an iterator with get_state() and set_state(), bytes, or what json.dumps takes'
         ) from error
-    if len(encoded) > _MOST_DATA:
-        raise CheckpointError(f'data: its state has {len(encoded)} bytes, and at most {_MOST_DATA} are kept')
-    return encoded
 
 
 def _decode_data(encoded: bytes) -> Any:
-    """Reverses `encode_data`, as far as JSON keeps what it is given (tuples become lists).
-
-    Raises:
-        ValueError: `encode_data` did not write it.
-    """
+    """Reverses `encode_data`, as far as JSON keeps what it is given (tuples become lists)."""
     kind, state = encoded[:1], encoded[1:]
-    if kind not in (_BYTES, _JSON):
-        raise ValueError('it is neither bytes nor JSON')
-    try:  # not as strictly as other files: states may hold NaN
-        return state if kind == _BYTES else json.loads(state)
-    except RecursionError:
-        raise ValueError('it is nested too deeply') from None
+    return state if kind == _BYTES else json.loads(state)
 
 
 def _is_metadata(node: Any) -> bool:
     return hasattr(node, 'shape') and hasattr(node, 'dtype')
 
 
-def _describe_orbax_leaf(path: str, leaf: Any) -> LeafDescription:
-    """A leaf that Orbax saved without scalax."""
-    if isinstance(leaf, orbax().metadata.ScalarMetadata):
-        return describe_leaf(path, {'b': bool, 'i': int}.get(leaf.dtype.kind, float))
-    return describe_leaf(path, leaf)
+def _leaf(said: Any) -> Any:
+    """A leaf, from what Orbax says of it."""
+    if isinstance(said, orbax().metadata.ScalarMetadata):
+        return {'b': bool, 'i': int}.get(said.dtype.kind, float)
+    return jax.ShapeDtypeStruct(said.shape, said.dtype)

@@ -1,10 +1,9 @@
-"""The target of a restore: the leaves of `like`, their shardings, and their paths in the checkpoint."""
+"""The target of a restore: the leaves of `like`, their shardings, and whether a checkpoint has them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from scalax._hostdata.agreement import placed_text
-from scalax._tree.paths import NamedTree, canonical_dtype
+from scalax._tree.paths import NamedTree, canonical_dtype, type_text
 from scalax.errors import ArgumentError, CheckpointError, shown_leaves
 from scalax.rules._tree_path import checked_regex
 
@@ -49,12 +48,10 @@ def target_of(helper: MeshShardingHelper, rules: RuleLike, like: Any, only: str 
 
     Raises:
         CheckpointError: two leaves have the same path, or *only* matches no leaf.
-        ArgumentError: *only* is not a regex, or *like* is a function with arguments.
+        ArgumentError: *only* is not a regex.
         ShardingError: some leaves cannot be sharded as asked.
     """
     made = is_function(like)
-    if made:
-        _require_no_arguments(like)
     pytree = jax.eval_shape(like) if made else like
     tree = NamedTree.of(pytree)
     require_distinct(tree.paths, 'like')
@@ -80,20 +77,6 @@ def target_of(helper: MeshShardingHelper, rules: RuleLike, like: Any, only: str 
     return Target(wanted, dataclasses.replace(tree, leaves=structs) if made else tree)
 
 
-def _require_no_arguments(function: Any) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some built-ins have no signature
-        return
-    try:
-        signature.bind()
-    except TypeError as error:
-        raise ArgumentError(
-            f'restore: like is a function without arguments that makes the tree, and {error}. Bind arguments '
-            'with functools.partial'
-        ) from None
-
-
 def is_function(like: Any) -> bool:
     """Whether *like* makes a tree, rather than being one: modules of equinox are trees that can be called."""
     return callable(like) and (
@@ -111,29 +94,25 @@ def require_distinct(paths: Sequence[str], what: str) -> None:
         )
 
 
-def renamed_paths(paths: Sequence[str], rename: Sequence[tuple[str, str]], where: str) -> dict[str, str]:
-    """The new path of each leaf, by its old path. The first regex that is found in a path is applied to it.
+def renamed_paths(paths: Iterable[str], rename: Sequence[tuple[Any, ...]], where: str) -> dict[str, str]:
+    """The path of each leaf in the checkpoint, by its new path: the first regex that is found is applied.
 
     Raises:
         CheckpointError: two leaves get the same path.
-        ArgumentError: *rename* is not a list of pairs, or a regex or replacement in it is invalid.
 
     Example:
-        >>> renamed_paths(['model/w', 'step'], [('^model/', 'params/')], '')
-        {'model/w': 'params/w', 'step': 'step'}
+        >>> renamed_paths(['model/w', 'step'], [(re.compile('^model/'), 'params/')], '')
+        {'params/w': 'model/w', 'step': 'step'}
     """
-    pairs = checked_pairs('rename', rename)
-    names: dict[str, str] = {}
     old: dict[str, str] = {}
     for path in paths:
-        new = next((substitute('rename', regex, to, path) for regex, to in pairs if regex.search(path)), path)
+        new = next((regex.sub(to, path) for regex, to in rename if regex.search(path)), path)
         if new in old:
             raise CheckpointError(
                 f'rename gives two leaves of {where} one path: {old[new]!r} and {path!r} are both {new!r}'
             )
-        names[path] = new
         old[new] = path
-    return names
+    return old
 
 
 def checked_pairs(where: str, pairs: Iterable[Any], most: int = 2) -> list[tuple[Any, ...]]:
@@ -153,11 +132,50 @@ def checked_pairs(where: str, pairs: Iterable[Any], most: int = 2) -> list[tuple
     return compiled
 
 
-def substitute(where: str, regex: re.Pattern[str], replacement: Any, text: str) -> str:
-    """``regex.sub``, with an error that says which replacement does not fit its regex."""
-    try:
-        return regex.sub(replacement, text)
-    except (re.error, IndexError, TypeError) as error:  # IndexError: no such group in the regex
-        raise ArgumentError(
-            f'{where}: the replacement {replacement!r} does not fit {regex.pattern!r}: {error}'
-        ) from None
+def require_fit(
+    wanted: Mapping[str, Any], saved: Mapping[str, Any], cast: bool, partial: bool, where: str
+) -> None:
+    """Checks that a checkpoint holds the tree that a restore asks for.
+
+    Args:
+        wanted: by path, structs, or the types of Python numbers.
+        saved: the same of the checkpoint, of typed keys the data.
+        cast: whether dtypes may differ.
+        partial: whether the checkpoint may hold more.
+        where: the checkpoint, for the message.
+
+    Raises:
+        CheckpointError: names every leaf that is missing, extra, or of another shape or dtype.
+    """
+    found = []
+    for path, target in wanted.items():
+        if path not in saved:
+            found.append(f'{path}: {_text(target)} is missing')
+            continue
+        (shape, dtype), (saved_shape, saved_dtype) = _as_saved(target), _as_saved(saved[path])
+        if shape != saved_shape or (dtype != saved_dtype and not cast):
+            found.append(f'{path}: {_text(target)} is asked for, and {_text(saved[path])} was saved')
+    if not partial:
+        found += [
+            f'{path}: {_text(saved[path])} is in the checkpoint only' for path in saved if path not in wanted
+        ]
+    if found:
+        raise CheckpointError(
+            f'{where} does not hold what is asked for:\n{shown_leaves(found)}\n'
+            'What to do: make like as it was when the checkpoint was saved (describe(step) lists the '
+            'leaves), or give rename=[(regex, replacement)] for other paths, only=regex for a part, '
+            'cast=True to convert dtypes.'
+        )
+
+
+def _text(leaf: Any) -> str:
+    return f'Python {leaf.__name__}' if isinstance(leaf, type) else type_text(leaf.dtype, leaf.shape)
+
+
+def _as_saved(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    """The shape and the dtype in which Orbax has a leaf."""
+    if isinstance(leaf, type):
+        return (), canonical_dtype(leaf)
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return leaf.shape, leaf.dtype

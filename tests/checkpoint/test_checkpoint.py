@@ -15,14 +15,18 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType
 
-from scalax.checkpoint import Checkpointer, LeafDescription
-from scalax.checkpoint._description import require_fit
+from scalax.checkpoint import Checkpointer
+from scalax.checkpoint._target import require_fit
 from scalax.errors import CheckpointError, MeshError, MissingDependencyError
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PolicyShardingRule
 from scalax.sharding import PartitionSpec as P
 from tests.support import checkpoint_checks
 from tests.support.snapshots import Snapshot
 
+DO = (
+    'What to do: make like as it was when the checkpoint was saved (describe(step) lists the leaves), or '
+    'give rename=[(regex, replacement)] for other paths, only=regex for a part, cast=True to convert dtypes.'
+)
 RULE = PolicyShardingRule(lambda path, leaf: P('fsdp') if leaf.shape else P())
 
 
@@ -126,10 +130,9 @@ def test_dtypes_change_only_where_asked(tmp_path: Path, helper: MeshShardingHelp
         lambda: {**small(helper), 'params': jax.tree.map(jnp.bfloat16, small(helper)['params'])}
     )
     assert message(checkpointer.restore, helper, RULE, like) == (
-        f'the checkpoint of step 1 in {tmp_path} does not hold what is asked for; 2 leaves differ:\n'
+        f'the checkpoint of step 1 in {tmp_path} does not hold what is asked for:\n'
         '  params/b: bfloat16[8] is asked for, and float32[8] was saved\n'
-        '  params/w: bfloat16[8, 4] is asked for, and float32[8, 4] was saved\n'
-        'What to do: give cast=True to convert, or ask for the dtype that was saved.'
+        f'  params/w: bfloat16[8, 4] is asked for, and float32[8, 4] was saved\n{DO}'
     )
     found = checkpointer.restore(helper, RULE, like, cast=True)
     assert found['params']['w'].dtype == jnp.bfloat16
@@ -144,9 +147,8 @@ def test_python_numbers(tmp_path: Path, helper: MeshShardingHelper) -> None:
     assert type(found['array']) is int
     like = {**state, 'flag': np.bool_(0), 'large': 0.0}
     assert message(checkpointer.restore, helper, P(), like) == (
-        f'the checkpoint of step 1 in {tmp_path} does not hold what is asked for; one leaf differs:\n'
-        '  large: Python float is asked for, and Python int was saved\n'
-        'What to do: give cast=True to convert, or ask for the dtype that was saved.'
+        f'the checkpoint of step 1 in {tmp_path} does not hold what is asked for:\n'
+        f'  large: Python float is asked for, and Python int was saved\n{DO}'
     )
     assert checkpointer.restore(helper, P(), like, cast=True)['large'] == 2.0**40
 
@@ -206,27 +208,46 @@ def test_what_does_not_fit_is_named(tmp_path: Path, helper: MeshShardingHelper) 
         'key': jax.random.key(0),
     }
     assert message(checkpointer.restore, helper, RULE, like) == (
-        f'the checkpoint of step 1 in {tmp_path} does not hold what is asked for; 4 leaves differ:\n'
+        f'the checkpoint of step 1 in {tmp_path} does not hold what is asked for:\n'
         '  key: key<fry>[] is missing\n'
         '  params/b: float32[8, 2] is asked for, and float32[8] was saved\n'
-        '  params/v: float32[8, 4] is missing (the checkpoint has params/w: float32[8, 4])\n'
-        '  params/w: float32[8, 4] is in the checkpoint only\n'
-        'What to do: give rename=[(regex, replacement)] where leaves have other paths in the checkpoint, or '
-        'only=regex to restore those that are there.\n'
-        'What to do: make like as it was when the checkpoint was saved; describe(step) lists its leaves.'
+        '  params/v: float32[8, 4] is missing\n'
+        f'  params/w: float32[8, 4] is in the checkpoint only\n{DO}'
     )
 
 
-def test_description(tmp_path: Path, helper: MeshShardingHelper, snapshot: Snapshot) -> None:
+def test_description(tmp_path: Path, helper: MeshShardingHelper) -> None:
     state = {**small(helper), 'key': jax.random.key(0), 'step': 3}
-    checkpointer = save(tmp_path, state, 7)
-    snapshot(checkpointer.describe())
-    leaf = checkpointer.describe(7).by_path['params/w']
-    assert (leaf.shape, leaf.dtype, leaf.spec, dict(leaf.mesh)) == (
-        (8, 4),
-        'float32',
-        "P('fsdp',)",
-        {'fsdp': 4, 'tp': 2},
+    assert save(tmp_path, state, 7).describe(7) == {
+        'count': jax.ShapeDtypeStruct((), 'int32'),
+        'key': jax.ShapeDtypeStruct((2,), 'uint32'),
+        'params/b': jax.ShapeDtypeStruct((8,), 'float32'),
+        'params/w': jax.ShapeDtypeStruct((8, 4), 'float32'),
+        'step': int,
+    }
+
+
+@pytest.mark.parametrize('impl', ['rbg', 'unsafe_rbg'])
+def test_keys_are_of_the_kind_that_is_asked_for(
+    tmp_path: Path, helper: MeshShardingHelper, impl: str
+) -> None:
+    state = {'a/b': jax.random.key(0, impl='rbg'), 'a.b': np.zeros(2, np.uint32)}
+    checkpointer = save(tmp_path, state)
+    like = {**state, 'a/b': jax.random.key(1, impl=impl)}
+    if impl == 'rbg':
+        found = checkpointer.restore(helper, P(), like)
+        assert_equal(jax.random.key_data(found['a/b']), jax.random.key_data(state['a/b']))
+    else:
+        assert 'a/b is of dtype key<rbg>, and key<urbg> is asked for' in message(
+            checkpointer.restore, helper, P(), like
+        )
+    like['a/b'] = jax.random.key(1)
+    assert 'a/b: key<fry>[] is asked for, and uint32[4] was saved' in message(
+        checkpointer.restore, helper, P(), like
+    )
+    like['a/b'] = np.zeros(4, np.uint32)
+    assert 'a/b is of dtype key<rbg>, and uint32 is asked for' in message(
+        checkpointer.restore, helper, P(), like
     )
 
 
@@ -307,7 +328,9 @@ def test_data_state(tmp_path: Path, helper: MeshShardingHelper) -> None:
         [1, 'two', None],
     ]
     assert message(checkpointer.restore, helper, RULE, state, data=numbers) == (
-        f'the checkpoint of step 5 in {tmp_path} has no data state: save(..., data=iterator) keeps one'
+        f'the checkpoint of step 5 in {tmp_path} has no data.0-of-1, the data state of this process, which '
+        'save(..., data=iterator) writes: it has none. Another number of processes reads other data: restore '
+        'without data=, and set the iterator yourself'
     )
     assert numbers.position == 10
 
@@ -375,10 +398,6 @@ def test_lists_of_modules(tmp_path: Path, helper: MeshShardingHelper) -> None:
         assert_equal(found, state)
     kernel = checkpointer.restore(helper, P(), state, only='layers/10/kernel')['params']['layers'][10]
     np.testing.assert_array_equal(kernel['kernel'], model.layers[10].kernel)
-    by_hand = ocp.StandardCheckpointer().restore(tmp_path / '0' / '1' / 'state')
-    np.testing.assert_array_equal(
-        by_hand['model']['layers']['10']['kernel']['value'], model.layers[10].kernel[...]
-    )
     assert graph is not None
 
 
@@ -446,10 +465,10 @@ def test_orbax_by_hand_both_ways(tmp_path: Path, helper: MeshShardingHelper) -> 
     state = {**small(helper), 'key': jax.random.key(1), 'step': 2}
     save(tmp_path / 'ours', state)
     theirs = ocp.StandardCheckpointer().restore(tmp_path / 'ours' / '1' / 'state')
-    assert_equal(theirs['params'], state['params'])
+    assert_equal(theirs['params/w'], state['params']['w'])
     with ocp.CheckpointManager(tmp_path / 'ours') as manager:
         asked = ocp.args.Composite(state=ocp.args.StandardRestore())
-        assert_equal(manager.restore(manager.latest_step(), args=asked)['state']['params'], state['params'])
+        assert_equal(manager.restore(1, args=asked)['state']['params/w'], state['params']['w'])
     with ocp.CheckpointManager(tmp_path / 'theirs') as manager:
         manager.save(4, args=ocp.args.StandardSave(state))
     ours = Checkpointer(tmp_path / 'theirs')
@@ -457,10 +476,9 @@ def test_orbax_by_hand_both_ways(tmp_path: Path, helper: MeshShardingHelper) -> 
     assert_equal(jax.random.key_data(found.pop('key')), jax.random.key_data(state.pop('key')))
     assert found.pop('step') == state.pop('step')
     assert_equal(found, state)
-    assert ours.describe().processes == 0
     where = f'the checkpoint of step 4 in {tmp_path / "theirs"}'
     assert message(ours.restore, helper, RULE, state, verify=True) == (
-        f'{where} cannot be verified, because Orbax saved it without scalax. Restore it without verify=True'
+        f'{where} cannot be verified, because it was saved without checksums. Restore it without verify=True'
     )
 
 
@@ -478,8 +496,8 @@ def test_the_folder_may_be_relative(
 def test_what_differs_is_said_once_and_whole() -> None:
     """Paths may hold a colon, and layers may be many."""
     saved = {
-        'a: b': LeafDescription('a: b', (3,), 'float32'),
-        **{f'layers/{i}/w': LeafDescription(f'layers/{i}/w', (2,), 'float32') for i in range(80)},
+        'a: b': jax.ShapeDtypeStruct((3,), 'float32'),
+        **{f'layers/{i}/w': jax.ShapeDtypeStruct((2,), 'float32') for i in range(80)},
     }
     wanted: dict[str, Any] = {
         'a: b': jax.ShapeDtypeStruct((4,), 'float32'),
@@ -489,7 +507,7 @@ def test_what_differs_is_said_once_and_whole() -> None:
     with pytest.raises(CheckpointError) as caught:
         require_fit(wanted, saved, cast=False, partial=False, where='it')
     assert str(caught.value).splitlines()[:4] == [
-        'it does not hold what is asked for; 82 leaves differ:',
+        'it does not hold what is asked for:',
         '  a: b: float32[4] is asked for, and float32[3] was saved',
         '  layers/{0..79}/w: 80 x bfloat16[2] is asked for, and float32[2] was saved',
         '  b: int32[] is missing',

@@ -89,5 +89,5 @@ def test_what_several_saved_is_restored_by_one(
     rule = checkpoint_checks.rule(helper)
     found = checkpointer.restore(helper, rule, checkpoint_checks.state(helper), verify=True)
     checkpoint_checks.assert_same(found, helper)
-    with pytest.raises(CheckpointError, match=f'data states of {count} processes, and these are 1'):
+    with pytest.raises(CheckpointError, match=f'it has data.0-of-{count}, '):
         checkpointer.data()
