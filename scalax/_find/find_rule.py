@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,6 @@ from scalax._find.step import make_step
 from scalax._find.trial import OutOfTime, Trials
 from scalax._mesh import topologies
 from scalax._plan.hardware import hardware_of_devices
-from scalax._report.trial_file import TrialFile
 from scalax._search.meshes import Constraints, possible_meshes
 from scalax._util.progress import progress
 from scalax.errors import ArgumentError, IndivisibleWarning, PlanError, checked_flag
@@ -50,7 +48,6 @@ def find(
     memory: int | None = None,
     headroom: float = 0.1,
     budget_s: float = 600.0,
-    file: str | os.PathLike[str] | None = None,
     show_progress: bool | None = None,
 ) -> Found:
     """Finds a mesh and a sharding rule for a step that is written for one device.
@@ -90,7 +87,6 @@ def find(
             not known, as for simulated devices.
         headroom: the part of it that is to stay free.
         budget_s: the seconds after which nothing new is tried.
-        file: where trials are written; those of an earlier search of the same step are read from there.
         show_progress: whether a line on stderr shows the best so far; by default on a terminal and in a
             notebook. Elsewhere it is logged (``scalax.find``, level INFO).
 
@@ -104,7 +100,6 @@ def find(
         Exception: another error of the step or of scalax, with a note that names the layout.
         MissingDependencyError: libtpu, the TPU compiler, is not installed.
         MeshError: the topology is unknown.
-        DataError: *file* holds something other than trials.
 
     Example:
         >>> from scalax.plan import find
@@ -113,7 +108,6 @@ def find(
     """
     names = _names(axis_names, num_slices)
     _check(memory, headroom, budget_s, optimizer_state, batch_dim, show_progress)
-    kept = TrialFile(file)
     steps = [make_step(step, args, batch_argnums, donate_argnums)]
     steps += [make_step(*_further(each)) for each in also or ()]
     if topology is None and num_slices > 1:
@@ -131,7 +125,7 @@ def find(
     with warnings.catch_warnings(), progress('finding a rule:', _log, show_progress) as note:
         warnings.simplefilter('error', IndivisibleWarning)
         warnings.filterwarnings('ignore', 'Some donated buffers were not usable')  # once, of the result
-        trials = Trials(problem, usable, kept, note, started + budget_s)
+        trials = Trials(problem, usable, note, started + budget_s)
         try:
             Descent(trials, meshes, batch_dim).run()
         except OutOfTime:

@@ -16,11 +16,8 @@ from scalax._find.dimensions import Dimensions, Place, dimensions
 from scalax._find.groups import Group, make_groups
 from scalax._find.layout import Axes, Layout
 from scalax._find.step import Leaf, Step, leaves_of
-from scalax._jax.devices import coords_of
-from scalax._mesh.gpu_nodes import StandIns
 from scalax._plan.make import make_plan
 from scalax._plan.plan import Plan
-from scalax._report.trial_file import identity
 from scalax._search.meshes import helper_of
 from scalax._tree.specs import only_axes, spec_axes
 from scalax.errors import ArgumentError, did_you_mean
@@ -100,19 +97,6 @@ class Problem:
             for leaf, spec in self.specs(layout).items()
         }
         return max(sum(leaf.bytes // parts[leaf] for leaf in step.leaves if leaf) for step in self.steps)
-
-    def identity(self, limit: int | None) -> str:
-        """What a search has in common with one whose trials it can use."""
-        parts = [
-            *(f'{step.jaxpr} {sorted(step.batch)} {sorted(step.donated)}' for step in self.steps),
-            *map(str, self.leaves),
-            *(group.name for group in self.groups),
-            f'{dict(self.fixed)} {len(self.devices)} {self.devices[0].device_kind}',
-            f'{[*map(coords_of, self.devices)]}',
-            f'{self.devices.nodes if isinstance(self.devices, StandIns) else None}',
-            f'{self.slices} {self.axes} {self.zero1} {limit}',
-        ]
-        return identity(parts)
 
 
 def make_problem(

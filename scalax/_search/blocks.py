@@ -85,10 +85,7 @@ def _warnings(search: SearchData, best: Candidate | None) -> Iterator[tuple[str,
     """What a reader should not miss."""
     if search.interrupted:
         left = plural(search.not_tried, 'mesh was', 'meshes were')
-        yield (
-            f'Stopped before the end: {left} not reached. A search with a file=... goes on from there.',
-            'warn',
-        )
+        yield f'Stopped before the end: {left} not reached.', 'warn'
     if best and not surely_fits(best):
         yield (
             'The quick plan of the best mesh is so near to the limit of memory that only a full plan says '

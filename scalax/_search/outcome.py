@@ -64,7 +64,6 @@ class SearchData:
     not_tried: int = 0
     compiled: int = 0
     compiled_in_full: int = 0
-    read: int = 0
     seconds: float = 0.0
 
     @property
@@ -100,7 +99,6 @@ class SearchData:
         how = {
             'planned quickly': self.compiled,
             'in full': self.compiled_in_full,
-            'read from the file': self.read,
             'ruled out by a bound': ruled_out,
         }
         counts = ', '.join(f'{count} {what}' for what, count in how.items() if count)

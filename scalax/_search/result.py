@@ -22,7 +22,6 @@ class Search(SearchData):
         not_tried: how many candidates were not reached.
         compiled: how many quick plans were compiled.
         compiled_in_full: how many full plans were.
-        read: how many plans were read from the file of an earlier search.
         seconds: how long the search took.
     """
 

@@ -158,8 +158,6 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--slices', type=_positive, default=1, dest='num_slices', metavar='N', help='how many slices'
     )
-    file = 'where trials are kept: a search goes on from there'
-    parser.add_argument('--file', type=_page, metavar='TRIALS.jsonl', help=file)
 
 
 def _add_mesh(parser: argparse.ArgumentParser) -> None:

@@ -152,24 +152,6 @@ def test_pages_show_names_as_text(tmp_path):
     assert '<img' not in page and '<script>alert' not in result._repr_html_()
 
 
-def test_it_goes_on_from_a_file(tmp_path, monkeypatch):
-    file = tmp_path / 'trials.jsonl'
-    first = find(product, simple(), **options(file=file))
-    lines = file.read_text().splitlines()
-    assert len(lines) == first.tried
-    # As if the machine went down while it wrote the last line.
-    file.write_text('\n'.join([*lines[:-1], '{}', 'null', '[1]', lines[-1], lines[0][:40]]) + '\n')
-    attempts, attempt = [], trial.attempt
-    monkeypatch.setattr(trial, 'attempt', lambda *each: (attempts.append(each), attempt(*each))[1])
-    few = find(product, simple(), **options(file=file, sizes={'tp': 8}, budget_s=1e-6))
-    assert (few.mesh, few.tried) == ({'fsdp': 1, 'tp': 8}, 1)  # those of other meshes do not count
-    attempts.clear()
-    again = find(product, simple(), **options(file=file))
-    assert attempts == [] and (again.rule, again.tried) == (first.rule, first.tried)
-    other = find(product, simple(rows=128), **options(file=file))
-    assert len(attempts) == other.tried > 0
-
-
 def test_ctrl_c_gives_the_best_so_far(monkeypatch):
     attempt, attempts = trial.attempt, []
 
@@ -295,7 +277,6 @@ def test_rows_that_do_not_divide_are_replicated_on_meshes_without_an_axis_for_th
         ),
         ({'sizes': {'tp': None}}, "sizes of 'tp' are a size or several, such as [1, 2, 4], got None"),
         ({'axis_names': 5}, 'axis_names are 2 names of mesh axes, such as fsdp and tp, got 5'),
-        ({'file': '/'}, "'/' cannot be written"),
         ({'keep': [('w', None)]}, 'keep takes pairs of a regex and a PartitionSpec, got None'),
         ({'memory': 0}, 'memory is a number of bytes, got 0'),
         ({'headroom': 1}, 'headroom is the part of the memory to leave free'),
