@@ -1,8 +1,7 @@
-"""A trial: the steps compiled with one layout, and what that takes."""
+"""A trial: the step compiled with one layout, and what that takes."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import math
@@ -34,7 +33,7 @@ class Trial:
 
     Attributes:
         layout: the layout.
-        bound: the seconds that the steps take at least.
+        bound: the seconds that the step takes at least.
         estimate: the seconds if nothing overlaps.
         memory: the bytes on a device.
         limit: those that it may use; None if unknown.
@@ -76,29 +75,23 @@ class Trial:
 
 
 def attempt(problem: Problem, layout: Layout, limit: int | None) -> Trial:
-    """Compiles the steps; that the compiler refuses one is the outcome of the trial.
+    """Compiles the step; that the compiler refuses it is the outcome of the trial.
 
     Raises:
         Exception: another error of the step or of scalax, with a note that names the layout.
     """
     if limit is not None and (stored := problem.stored(layout)) > limit:
         return Trial(layout, memory=stored, limit=limit, compiled=False)
-    bound = estimate = 0.0
-    memory, moved = 0, collections.Counter[str]()
-    for step in problem.steps:
-        try:
-            plan = problem.plan(layout, step)
-        except Exception as error:  # noqa: BLE001 - lost_by raises what is no result of the compiler
-            name = f'{axis_sizes_text(layout.sizes)}, batch {spec_code(layout.batch)}'
-            return Trial(layout, limit=limit, lost=lost_by(error, name))
-        seconds = seconds_of(plan)
-        if not math.isfinite(seconds.bound):
-            return Trial(layout, limit=limit, lost='the seconds of its collectives are not known')
-        bound, estimate = bound + seconds.bound, estimate + seconds.estimate
-        memory = max(memory, plan.memory.total)
-        for axes, kinds in plan.totals.items():
-            moved['+'.join(axes)] += sum(kinds.values())
-    return Trial(layout, bound, estimate, memory, limit, moved)
+    try:
+        plan = problem.plan(layout)
+    except Exception as error:  # noqa: BLE001 - lost_by raises what is no result of the compiler
+        name = f'{axis_sizes_text(layout.sizes)}, batch {spec_code(layout.batch)}'
+        return Trial(layout, limit=limit, lost=lost_by(error, name))
+    bound, estimate = seconds_of(plan)
+    if not math.isfinite(bound):
+        return Trial(layout, limit=limit, lost='the seconds of its collectives are not known')
+    moved = {'+'.join(axes): sum(kinds.values()) for axes, kinds in plan.totals.items()}
+    return Trial(layout, bound, estimate, plan.memory.total, limit, moved)
 
 
 class OutOfTime(Exception):
