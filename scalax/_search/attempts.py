@@ -11,9 +11,9 @@ from scalax._plan.blocks import memory_taken
 from scalax._plan.lowered_step import LoweredStep, lower_step
 from scalax._plan.make import plan_lowered
 from scalax._report.tables import human_bytes
+from scalax._search.candidate import Candidate
 from scalax._search.meshes import helper_of
 from scalax._search.objective import lost_by
-from scalax._search.outcome import Candidate
 from scalax.errors import IndivisibleWarning
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from scalax._mesh import gpu_nodes, meshes, topologies
 from scalax._search.attempts import Attempts
+from scalax._search.candidate import Candidate
 from scalax._search.meshes import Constraints, possible_meshes
-from scalax._search.outcome import Candidate
 from scalax._search.ranking import may_fit, order, ranked, surely_fits
 from scalax._search.result import Search
 from scalax._util.progress import Note, progress

@@ -144,7 +144,7 @@ def test_all_meshes_are_planned_and_the_best_in_full(found):
     assert found.best.mesh == {'fsdp': 2, 'tp': 4}
     assert all(candidate.lost.endswith('% slower') for candidate in found.candidates[1:])
     [alone] = [candidate for candidate in found.candidates if candidate.mesh['tp'] == 8]
-    assert alone.cells[3] == 'ici:tp'
+    assert alone.plan.roofline().bound == 'ici:tp'
 
 
 @tpu_compiler.newest
@@ -337,7 +337,7 @@ def test_what_cannot_fit_is_not_compiled(monkeypatch):
     assert found.to_text(120).splitlines()[0] == (
         '2 meshes on v5e:4x4: 1 planned quickly, 1 ruled out by a bound'
     )
-    assert lost.cells[1:] == ('', '', '', '>64.0 GiB', lost.lost)
+    assert '>64.0 GiB' in found.to_text(160) and lost.lost in found.to_text(160)
 
 
 @tpu_compiler.needed
