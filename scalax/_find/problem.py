@@ -137,12 +137,6 @@ def _fixed(keep: Any, leaves: Sequence[Leaf], names: Sequence[str]) -> dict[int,
             raise ArgumentError(
                 f'keep has {pattern!r}, which is found in no path that no pair before it matches'
             )
-        for leaf in (leaves[i] for i in matched):
-            if len(spec) > len(leaf.shape):
-                raise ArgumentError(
-                    f'keep has {spec!r} for {leaf.path!r}, which has the shape {leaf.shape}: a spec has at '
-                    'most an entry for each dimension'
-                )
         fixed.update(dict.fromkeys(matched, spec))
     unknown = [axis for spec in fixed.values() for axis in spec_axes(spec) if axis not in names]
     if unknown:

@@ -79,7 +79,7 @@ def search(
         {'fsdp': 16, 'tp': 4}
     """
     names, rules = list(meshes.checked_axes([1] * len(axis_names), axis_names)[1]), rules or None
-    _check(make_step, names, rules, full)
+    _check(make_step, names, rules)
     if show_progress is not None:
         checked_flag('show_progress', show_progress)
     if dcn_axis is not None and dcn_axis not in names:
@@ -121,7 +121,7 @@ def search(
     )
 
 
-def _check(make_step: Any, names: Sequence[str], rules: Any, full: Any) -> None:
+def _check(make_step: Any, names: Sequence[str], rules: Any) -> None:
     if not callable(make_step):
         raise ArgumentError(
             'search takes a function first, which makes the step and its arguments for a helper, '
@@ -134,8 +134,6 @@ def _check(make_step: Any, names: Sequence[str], rules: Any, full: Any) -> None:
             "rules have names, each of which is tried on each mesh, such as {'fsdp': rule}, "
             f'got {type(rules).__name__}'
         )
-    if full is not None and (isinstance(full, bool) or not isinstance(full, int) or full < 0):
-        raise ArgumentError(f'full is how many meshes to compile in full, 0 or more, got {full!r}')
 
 
 def _in_full(attempt: Attempts, done: dict[int, Candidate], most: int | None, note: Note) -> None:

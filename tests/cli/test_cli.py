@@ -280,7 +280,7 @@ def test_options_of_find_are_those_of_the_function(job, monkeypatch):
         '--memory',
         '1.5 GiB',
         '--headroom',
-        '5%',
+        '0.05',
     ]
     kept = ['--keep', 'embed=fsdp,-', '--keep', 'a=b=', '--keep', 'head=-,fsdp+tp', '--zero1']
     assert main(['find', f'{job}:make_one_device', *on, *kept]) == 2
@@ -303,9 +303,7 @@ def test_options_of_find_are_those_of_the_function(job, monkeypatch):
         (['--memory', '16XB'], "'16XB' is no size of memory (as in 16GiB, 80GB, or bytes)"),
         (['--memory', '0'], "'0' is no size of memory"),
         (['--memory', '9' * 5000], 'is no size of memory'),
-        (['--headroom', '1'], "'1' is no part from 0 to below 1 (as in 0.1, or 10%)"),
-        (['--headroom', 'nan'], "'nan' is no part from 0 to below 1"),
-        (['--headroom', 'little'], "'little' is no part"),
+        (['--headroom', 'little'], "invalid float value: 'little'"),
         (['--batch-dim', '-1'], "'-1' is not a number of at least 0"),
     ],
 )
@@ -552,8 +550,6 @@ def test_arguments_that_are_none(job, capsys):
     [
         (['--mesh', 'fsdp'], "'fsdp' is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)"),
         (['--mesh', 'a=2,a=3'], "'a=2,a=3' names 'a' twice"),
-        (['--mesh', 'fsdp=99999999999'], '99999999999 is more than 16,777,216'),
-        (['--mesh', f'fsdp={"9" * 5000}'], f'{"9" * 20} is more than 16,777,216'),
         (['--mesh', 'a=0'], "'a=0' is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)"),
         (['--mesh', 'a=-2'], "'a=-2' is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)"),
         (['--mesh', 'a=2', '--slices', '0'], "'0' is not a number of at least 1"),

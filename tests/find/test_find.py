@@ -190,11 +190,6 @@ def test_a_partial_gets_a_name_in_the_code():
     assert '    your_step,\n' in find(step, simple(), **options()).to_code()
 
 
-def test_a_kept_spec_has_no_more_dimensions_than_its_leaf():
-    with pytest.raises(ArgumentError, match=r"for 'w', which has the shape \(64, 256\)"):
-        find(product, simple(), **options(keep=[('w', P(None, None, 'fsdp'))]))
-
-
 def test_gradients_of_integers_count_nothing():
     def step(params, x):
         return jax.grad(lambda p: jnp.sum(jnp.tanh(x @ p['w'])), allow_int=True)(params)

@@ -93,32 +93,22 @@ def test_constraints_that_are_none(constraints):
 
 
 @pytest.mark.parametrize(
-    ('arguments', 'options', 'error', 'said'),
+    ('arguments', 'error', 'said'),
     [
-        ((make_step, 'v5e:2x2', 'fsdp'), {}, MeshError, 'axis_names is a sequence of names, got the string '),
-        ((make_step, 'v5e:2x2', ['a', 'a']), {}, MeshError, "axis names must differ, but ('a', 'a') repeats"),
-        ((make_step, 'v5e:2x2', []), {}, ArgumentError, 'a search needs the names of mesh axes, such as '),
-        ((None, 'v5e:2x2', ['a']), {}, ArgumentError, 'search takes a function first, which makes the step '),
+        ((make_step, 'v5e:2x2', 'fsdp'), MeshError, 'axis_names is a sequence of names, got the string '),
+        ((make_step, 'v5e:2x2', ['a', 'a']), MeshError, "axis names must differ, but ('a', 'a') repeats"),
+        ((make_step, 'v5e:2x2', []), ArgumentError, 'a search needs the names of mesh axes, such as '),
+        ((None, 'v5e:2x2', ['a']), ArgumentError, 'search takes a function first, which makes the step '),
         (
             (make_step, 'v5e:2x2', ['a'], UP),
-            {},
             ArgumentError,
             'rules have names, each of which is tried on ',
         ),
-        *(
-            (
-                (make_step, 'v5e:2x2', ['a']),
-                {'full': full},
-                ArgumentError,
-                'full is how many meshes to compile',
-            )
-            for full in (-1, '2', True)
-        ),
     ],
 )
-def test_arguments_of_another_kind(arguments, options, error, said):
+def test_arguments_of_another_kind(arguments, error, said):
     with pytest.raises(error) as raised:
-        search(*arguments, **options)
+        search(*arguments)
     assert str(raised.value).startswith(said)
 
 
