@@ -93,13 +93,10 @@ OPTIONS = {
     'check': lambda flag: HELPER.local_data_to_global_array(np.ones(8), check=flag),
     'prefetch': lambda flag: HELPER.prefetch([], check=flag),
     'check_vma': lambda flag: HELPER.shard_map(lambda x: x, P(), P(), check_vma=flag),
-    'fold': lambda flag: EMPTY.to_text(fold=flag),
-    'fold of a difference': lambda flag: EMPTY.diff(EMPTY).to_text(fold=flag),
     'no_unused_rules': lambda flag: EMPTY.check(no_unused_rules=flag),
     'merge': lambda flag: axis_mapping({}, merge=flag).__enter__(),
     'show_progress': lambda flag: search(lambda helper: None, 'v5p:2x2x1', ['data'], show_progress=flag),
     'sharded_op': lambda flag: sharded_op('a -> a', check_vma=flag),
-    'depends_on_placement': lambda flag: sharded_op('a -> a', depends_on_placement=flag),
     'strict': lambda flag: TreePathShardingRule(('', P()), strict=flag),
     'strict names': lambda flag: LogicalAxisShardingRule({}, strict=flag),
 }

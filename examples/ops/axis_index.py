@@ -3,7 +3,7 @@
     python -m examples.ops.axis_index
 
 The first operation adds 100 for each block before its own, so its results depend on how the operand lies.
-That is a choice which has to be spelt. The second counts elements over the whole array by means of the
+The second counts elements over the whole array by means of the
 same index, and gives the same however the operand lies.
 """
 
@@ -24,7 +24,7 @@ from scalax.custom_op import FactorContext, sharded_op
 from scalax.sharding import PartitionSpec as P
 
 
-@sharded_op('b c -> b c', depends_on_placement=True)
+@sharded_op('b c -> b c')
 def add_block(ctx: FactorContext, x: jax.Array) -> jax.Array:
     """Adds 100 for each block before this one, along rows and along columns."""
     return x + 100 * (ctx.index('b') + ctx.index('c'))

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from scalax._doctor import opening
 from scalax._doctor.finding import Finding
@@ -26,78 +26,40 @@ _LAST_LINES = 6
 _LONGEST = 300  # characters of a line
 _READ = 1 << 20  # bytes: the last that a process has written
 _GRACE = 5  # seconds for a process to end: one that waits in a driver may not
-_TOO_EARLY = (
-    'move that to where the program starts: something above it uses devices, such as jax.devices(), '
-    'jax.random.key(...) or an array in the body of a module that is imported'
-)
-# What JAX, XLA and the libraries of makers say, and what to do about it.
-_SAID = (
-    (
-        r'initialize\(\) must be called before any JAX',
-        'the processes cannot join: importing the file has used devices before',
-        _TOO_EARLY,
+# What JAX, XLA and the libraries of makers say where the cure is not plain from that.
+_CURES = {
+    r'must be called before any JAX|before backends|jax_num_cpu_devices config should be': (
+        'move that to where the program starts: something above it uses devices, such as jax.devices(), '
+        'jax.random.key(...) or an array in the body of a module that is imported'
     ),
-    (
-        r'already in use by (?:a )?process with pid (\d+)',
-        'the TPU is in use by process {0}',
-        'wait for it, or end it: ps -fp {0} shows what it is',
+    r'TPU.{0,40}in use|libtpu\S* (?:is )?already in use': (
+        'end the process that has the TPU: sudo lsof -w /dev/accel* /dev/vfio/* names it; if there is none, '
+        'one that crashed has left /tmp/libtpu_lockfile'
     ),
-    (
-        r'libtpu\S* (?:is )?already in use|TPU.{0,40}in use',
-        'the TPU is in use by another process, or one that crashed has left a lock',
-        'sudo lsof -w /dev/accel* /dev/vfio/* names it; if there is none, remove /tmp/libtpu_lockfile',
+    r'Unknown (?:command line )?flag|Could not open file ".*" to read flags': (
+        'write XLA_FLAGS and LIBTPU_INIT_ARGS as --name=value, with spaces between them; flags come and go '
+        'with versions of jaxlib and libtpu'
     ),
-    (
-        r'Unknown (?:command line )?flags?(?: in XLA_FLAGS)?:? +(.*)',
-        'a flag is unknown, and ends every program: {0}',
-        'take it out of XLA_FLAGS or LIBTPU_INIT_ARGS: flags come and go with versions of jaxlib and libtpu',
+    r'PJRT API version|libtpu version': 'pip install "jax[tpu]" or "jax[cuda13]" brings a plugin that fits',
+    r'CuDNN library|cuBLAS version|Found cu\w+ version': (
+        'unset LD_LIBRARY_PATH, so that the CUDA libraries are used that pip installed with JAX'
     ),
-    (
-        r'Could not open file "(.*?)" to read flags for environment variable "(\w+)"',
-        '{1}={0} is taken for the name of a file: it does not begin with --',
-        'write flags as --name=value, with spaces between them',
+    r'driver version is insufficient|CUDA_ERROR_SYSTEM_DRIVER_MISMATCH|no CUDA-capable device': (
+        'nvidia-smi shows the driver: update it, or install the plugin for an older CUDA: jax[cuda12]'
     ),
-    (
-        r'(.*PJRT API version.*|.*libtpu version.*)',
-        'a plugin does not fit jaxlib: {0}',
-        'pip install "jax[tpu]" or "jax[cuda13]" brings the one that fits',
+    r'CUDA_ERROR_OUT_OF_MEMORY|RESOURCE_EXHAUSTED': (
+        'nvidia-smi names the processes that hold the memory: end them, or set XLA_PYTHON_CLIENT_MEM_FRACTION'
     ),
-    (
-        r'(Loaded runtime CuDNN library.*|.*cuBLAS version.*older.*|.*Found cu\w+ version.*)',
-        'a CUDA library does not fit: {0}',
-        'unset LD_LIBRARY_PATH, so that those are used that pip installed with JAX',
+    r'Unable to initialize backend|[Uu]nknown backend|assert _default_backend is not None': (
+        'install the plugin of the platform, or take it out of JAX_PLATFORMS (empty: JAX takes the best that '
+        'works)'
     ),
-    (
-        r'(.*(?:driver version is insufficient|CUDA_ERROR_SYSTEM_DRIVER_MISMATCH|no CUDA-capable device).*)',
-        'the driver does not serve this JAX: {0}',
-        'nvidia-smi shows the driver: update it, or install the plugin for an older CUDA: jax[cuda12]',
-    ),
-    (
-        r'(.*(?:CUDA_ERROR_OUT_OF_MEMORY|RESOURCE_EXHAUSTED).*)',
-        'the memory of a device is taken: {0}',
-        'nvidia-smi names the processes that hold it: end them, or set XLA_PYTHON_CLIENT_MEM_FRACTION',
-    ),
-    (
-        r"(.*Unable to initialize backend '\w+'.*|.*[Uu]nknown backend.*)",
-        'a platform cannot be opened: {0}',
-        'install its plugin, or take it out of JAX_PLATFORMS (empty: JAX takes the best that works)',
-    ),
-    (
-        r'assert _default_backend is not None',
-        'no platform of JAX_PLATFORMS can be opened',
-        'install the plugin of one, or unset it: JAX then takes the best that works',
-    ),
-    (
-        r'(.*may be present on this machine.*)',
-        'JAX does not open an accelerator: {0}',
-        'install the package that opens it: https://docs.jax.dev/en/latest/installation.html',
-    ),
-)
+}
 _JOINING = 'joining the other processes'
 _HANGS = {
     _JOINING: (
         'start it on all of them at the same time, as the program is (srun, mpirun, gcloud --worker=all); '
-        'the port of the coordinator must be reachable from each'
+        'the port of the coordinator must be reachable from each, and no http_proxy in between (no_proxy)'
     ),
     'opening the devices': (
         'on a slice of several hosts, start it on all of them at the same time; else another process may '
@@ -121,10 +83,12 @@ class Opened:
     Attributes:
         values: what the process has said.
         findings: what is wrong.
+        last_lines: the end of what it has printed.
     """
 
     values: dict[str, Any]
     findings: list[Finding]
+    last_lines: str
 
     @property
     def summary(self) -> str:
@@ -140,9 +104,7 @@ class Opened:
         return f'{each}{more}, opened in {self.values["opened"]:.1f} s'
 
 
-def open_devices(
-    facts: Mapping[str, str], timeout: float, file: str = '', environ: Mapping[str, str] | None = None
-) -> Opened:
+def open_devices(facts: Mapping[str, str], timeout: float, file: str = '') -> Opened:
     """Opens the devices of this machine in another process, runs a program on each, and ends it.
 
     Where the environment says that there are several processes, it joins these, and compares what each says.
@@ -151,13 +113,12 @@ def open_devices(
         facts: what all processes have to have in common: name -> text.
         timeout: the seconds that this may take.
         file: a file of the user to import first.
-        environ: the variables that the process gets; those of this one by default.
     """
     reading, writing = os.pipe()
     asked = json.dumps([writing, str(_ROOT), file, max(1, int(timeout)), dict(facts)])
     # Else it would take most of the memory of a GPU, which a program that runs needs.
-    variables = {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false', **(os.environ if environ is None else environ)}
-    with _log() as log:
+    variables = {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false', **os.environ}
+    with tempfile.TemporaryFile() as log:
         try:
             process = subprocess.Popen(
                 # Unbuffered: what a crash would else take with it may say why.
@@ -188,15 +149,8 @@ def open_devices(
     values: dict[str, Any] = {}
     for each in list(said):
         values.update(each)
-    return Opened(values, [*_findings(values, code, text, time.monotonic() - start, file)])
-
-
-def _log() -> BinaryIO:
-    """A file for what a process prints; none is kept where there is no folder for one, which is a finding."""
-    try:
-        return cast(BinaryIO, tempfile.TemporaryFile())
-    except OSError:
-        return open(os.devnull, 'r+b')
+    seconds = time.monotonic() - start
+    return Opened(values, [*_findings(values, code, text, seconds, file)], _last_lines(text))
 
 
 def _clipped(log: BinaryIO) -> str:
@@ -230,47 +184,22 @@ def _findings(
             'set it where the program starts, before it imports JAX'
             + ('' if 'imported' in read else ' or anything that uses it'),
         )
-    if 'raised' in values:
-        yield _raised(file, values['line'], values['raised'])
-        return
-    if 'wrong' in values:
-        yield Finding(values['wrong'], 'do not use this device: give the machine back, or have it repaired')
     stage = values.get('stage', 'starting Python')
-    only_cpu = all(platform == 'cpu' for platform, *_ in values.get('devices', ()))
-    recognised = [*_recognised(text)] if code != 0 or stage or only_cpu else []
-    yield from recognised
     own = bool(file) and stage.startswith('importing')
     if code is None:
         cure = _ENDLESS if own else _HANGS.get(stage, 'try again, with a longer --timeout')
         yield Finding(f'{stage} has not ended after {seconds:.0f} s{_last_lines(text)}', cure)
-    elif (code or stage) and not recognised:
+    elif code or stage:
         how = f'signal {signal.Signals(-code).name}' if code < 0 else f'exit code {code}'
         cure = 'what it printed says why, or where: it comes from JAX and its plugins'
         cure = 'mend the file' if own else _HANGS[_JOINING] if stage == _JOINING else cure
-        yield Finding(f'{stage} failed ({how}){_last_lines(text)}', cure)
+        yield Finding(f'{stage} failed ({how}){_last_lines(text)}', _known_cure(text) or cure)
     yield from _disagreements(values.get('rows', ()))
 
 
-def _raised(file: str, line: int | None, error: str) -> Finding:
-    cure = 'mend it: nothing that comes after it was tried'
-    if (
-        'jax_num_cpu_devices' in error
-        or 'must be called before any JAX' in error
-        or 'before backends' in error
-    ):
-        cure = _TOO_EARLY
-    where = f'{file}:{line}' if line else file
-    return Finding(f'{where} raises {error[:_LONGEST]}', cure)
-
-
-def _recognised(text: str) -> Iterator[Finding]:
-    """What is known of the lines that a process has written; each thing once."""
-    for pattern, what, cure in _SAID:
-        found = re.search(pattern, text)
-        if found:
-            groups = [str(group).strip()[:_LONGEST] for group in found.groups()]
-            yield Finding(what.format(*groups), cure.format(*groups))
-            return
+def _known_cure(text: str) -> str:
+    """What to do about what a process has printed; empty where that is not known."""
+    return next((cure for pattern, cure in _CURES.items() if re.search(pattern, text)), '')
 
 
 def _last_lines(text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import os
 import platform
 from collections.abc import Mapping
@@ -11,14 +10,15 @@ from typing import Any
 
 import jax
 
-from scalax._doctor import environment, packages
+from scalax._doctor import environment
 from scalax._doctor.devices import open_devices
 from scalax._doctor.finding import Finding
 from scalax._report.pages import visible
 from scalax._report.tables import terminal_width, wrapped
 from scalax.errors import plural
 
-# Programs that are compiled with other values of these may differ, and those of one mesh must not.
+# Programs that are compiled with others of these may differ, and those of one mesh must not.
+_SAME_PACKAGES = ('scalax', 'jax', 'jaxlib', 'libtpu', 'numpy', 'einops')
 _SAME = ('XLA_FLAGS', 'LIBTPU_INIT_ARGS', 'JAX_ENABLE_X64', 'JAX_DEFAULT_MATMUL_PRECISION', 'JAX_PLATFORMS')
 
 
@@ -64,33 +64,30 @@ def diagnose(timeout: float = 120, file: str = '') -> Diagnosis:
         file: a Python file to import before, as a program would begin: variables that it sets too late are
             findings.
     """
-    versions = {**packages.installed((*packages.NEEDED, *packages.OPTIONAL)), **packages.plugins()}
+    versions = environment.installed()
     present = environment.accelerators()
-    environ = environment.given(os.environ)
-    variables = environment.variables(environ)
-    required = importlib.metadata.requires('jax') or ()
+    variables = environment.variables(os.environ)
     findings = [
-        *packages.misfits(versions, required),
         *environment.missing_plugins(present, versions),
-        *environment.wrong_variables(environ, jax.config.values, present),
-        *environment.full_disk(),
+        *environment.wrong_variables(os.environ, jax.config.values, present),
     ]
-    needed = {name: versions[name] for name in packages.NEEDED if name in versions}
     own = {
         'Python': platform.python_version(),
-        **{name: versions.get(name, 'not installed') for name in (*packages.NEEDED, 'libtpu')},
+        **{name: versions.get(name, 'not installed') for name in _SAME_PACKAGES},
         **{name: variables.get(name, 'not set') for name in _SAME},
     }
-    opened = open_devices(own, timeout, file, environ)
+    opened = open_devices(own, timeout, file)
     values = opened.values
     only_cpu = values.get('devices', [['']])[0][0] == 'cpu'
     if present and only_cpu and not findings and not opened.findings:
         what = f'this machine has {" and ".join(present)} devices, and JAX opens only the CPU'
-        findings.append(Finding(what, 'run with JAX_PLATFORMS=tpu (or cuda, rocm): the error then says why'))
+        cure = 'run with JAX_PLATFORMS=tpu (or cuda, rocm): the error then says why'
+        findings.append(Finding(what + opened.last_lines, cure))
     facts = {
-        'versions': _listed({'Python': platform.python_version(), **needed}),
-        'optional': _optional(versions),
-        'system': environment.system(),
+        'versions': ', '.join(
+            f'{name} {version}' for name, version in {'Python': own['Python'], **versions}.items()
+        ),
+        'system': f'{platform.system()} {platform.machine()}, {os.cpu_count()} processors',
         'accelerators': ', '.join(f'{count} of {maker}' for maker, count in present.items()) or 'none',
         'variables': ' '.join(f'{name}={value}' for name, value in variables.items())
         or 'none that JAX reads',
@@ -98,14 +95,3 @@ def diagnose(timeout: float = 120, file: str = '') -> Diagnosis:
         'devices': opened.summary or 'not opened',
     }
     return Diagnosis(facts, (*findings, *opened.findings), values.get('process', 0))
-
-
-def _optional(versions: Mapping[str, str]) -> str:
-    here = {name: version for name, version in versions.items() if name not in packages.NEEDED}
-    missing = [name for name in packages.OPTIONAL if name not in versions]
-    without = f'not installed: {", ".join(missing)}' if missing else ''
-    return '; '.join(filter(None, [_listed(here), without]))
-
-
-def _listed(versions: Mapping[str, str]) -> str:
-    return ', '.join(f'{name} {version}' for name, version in versions.items())

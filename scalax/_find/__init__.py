@@ -4,7 +4,6 @@
 """
 
 from scalax._find.find_rule import find
-from scalax._find.found import Found
-from scalax._find.outcome import FoundGroup, FoundMesh
+from scalax._find.found import Found, FoundGroup, FoundMesh
 
 __all__ = ['Found', 'FoundGroup', 'FoundMesh', 'find']

@@ -182,7 +182,7 @@ class Descent:
 
     def _divide(self, dim: int, parts: int) -> bool:
         """Whether that dimension of some array of the batch divides; the others are whole."""
-        return any(shape[dim] % parts == 0 for shape in self._problem.batch_shapes if len(shape) > dim)
+        return any(shape[dim] % parts == 0 for shape in self._problem.step.batch_shapes if len(shape) > dim)
 
     def _classes(self, sizes: dict[str, int]) -> list[int]:
         """The classes of dimensions that divide, the ones in most bytes first."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -13,15 +12,14 @@ import jax
 from jax.sharding import PartitionSpec
 
 from scalax._find.descent import Descent
-from scalax._find.found import Found, make_found
+from scalax._find.found import Ended, Found
 from scalax._find.layout import Axes
-from scalax._find.outcome import Ended
+from scalax._find.make_found import make_found
 from scalax._find.problem import make_problem
 from scalax._find.step import make_step
 from scalax._find.trial import OutOfTime, Trials
 from scalax._mesh import topologies
 from scalax._plan.hardware import hardware_of_devices
-from scalax._report.trial_file import TrialFile
 from scalax._search.meshes import Constraints, possible_meshes
 from scalax._util.progress import progress
 from scalax.errors import ArgumentError, IndivisibleWarning, PlanError, checked_flag
@@ -40,7 +38,6 @@ def find(
     *,
     batch_argnums: int | Sequence[int],
     donate_argnums: int | Sequence[int] = (),
-    also: Sequence[tuple[Callable[..., Any], Sequence[Any], int | Sequence[int]]] = (),
     keep: Pairs = (),
     optimizer_state: OptimizerState = 'as parameters',
     batch_dim: int = 0,
@@ -50,7 +47,6 @@ def find(
     memory: int | None = None,
     headroom: float = 0.1,
     budget_s: float = 600.0,
-    file: str | os.PathLike[str] | None = None,
     show_progress: bool | None = None,
 ) -> Found:
     """Finds a mesh and a sharding rule for a step that is written for one device.
@@ -74,9 +70,6 @@ def find(
             default.
         batch_argnums: the arguments that hold rows of a batch. All others are what a rule is found for.
         donate_argnums: the arguments that the step may overwrite, as for ``jax.jit``.
-        also: further steps with the same rule, each a function, its arguments, and its batch_argnums: such as
-            the evaluation. Seconds are those of all steps together. Leaves of one path in their arguments are
-            one.
         keep: pairs of a regex and a PartitionSpec, for leaves that are not to be searched.
         optimizer_state: ``'as parameters'``: statistics are sharded as their parameter; ``'zero1'``: only
             they are over the axes of the batch, and parameters are whole there.
@@ -90,7 +83,6 @@ def find(
             not known, as for simulated devices.
         headroom: the part of it that is to stay free.
         budget_s: the seconds after which nothing new is tried.
-        file: where trials are written; those of an earlier search of the same step are read from there.
         show_progress: whether a line on stderr shows the best so far; by default on a terminal and in a
             notebook. Elsewhere it is logged (``scalax.find``, level INFO).
 
@@ -104,7 +96,6 @@ def find(
         Exception: another error of the step or of scalax, with a note that names the layout.
         MissingDependencyError: libtpu, the TPU compiler, is not installed.
         MeshError: the topology is unknown.
-        DataError: *file* holds something other than trials.
 
     Example:
         >>> from scalax.plan import find
@@ -112,15 +103,13 @@ def find(
         >>> print(found.to_code())  # doctest: +SKIP
     """
     names = _names(axis_names, num_slices)
-    _check(memory, headroom, budget_s, optimizer_state, batch_dim, show_progress)
-    kept = TrialFile(file)
-    steps = [make_step(step, args, batch_argnums, donate_argnums)]
-    steps += [make_step(*_further(each)) for each in also or ()]
+    _check(headroom, optimizer_state, batch_dim, show_progress)
+    traced = make_step(step, args, batch_argnums, donate_argnums)
     if topology is None and num_slices > 1:
         raise ArgumentError('several slices need a topology, such as v5p:4x4x4')
     devices = jax.devices() if topology is None else topologies.topology_devices(topology, num_slices)
     axes = Axes(*names)
-    problem = make_problem(steps, devices, axes, num_slices, keep, optimizer_state == 'zero1')
+    problem = make_problem(traced, devices, axes, num_slices, keep, optimizer_state == 'zero1')
     hardware = hardware_of_devices(devices)
     limit = memory if memory is not None else hardware.hbm_bytes if hardware else None
     usable = None if limit is None else int(limit * (1 - headroom))
@@ -131,7 +120,7 @@ def find(
     with warnings.catch_warnings(), progress('finding a rule:', _log, show_progress) as note:
         warnings.simplefilter('error', IndivisibleWarning)
         warnings.filterwarnings('ignore', 'Some donated buffers were not usable')  # once, of the result
-        trials = Trials(problem, usable, kept, note, started + budget_s)
+        trials = Trials(problem, usable, note, started + budget_s)
         try:
             Descent(trials, meshes, batch_dim).run()
         except OutOfTime:
@@ -144,10 +133,10 @@ def find(
     if best is None:
         raise ArgumentError(
             f'no mesh of {len(devices)} devices divides the rows of the batch: dimension {batch_dim} of '
-            f'{", ".join(map(str, dict.fromkeys(problem.batch_shapes)))}'
+            f'{", ".join(map(str, dict.fromkeys(traced.batch_shapes)))}'
         )
     if best.lost:
-        raise PlanError(f'no layout of {steps[0].name} could be compiled: {best.lost}')
+        raise PlanError(f'no layout of {traced.name} could be compiled: {best.lost}')
     return make_found(trials, best, topology, ended, time.monotonic() - started)
 
 
@@ -164,37 +153,17 @@ def _names(names: Sequence[str] | None, num_slices: int) -> tuple[str, str, str]
     return (slices[0] if slices else ''), batch, other
 
 
-def _check(
-    memory: int | None,
-    headroom: float,
-    budget_s: float,
-    optimizer_state: str,
-    batch_dim: int,
-    show_progress: bool | None,
-) -> None:
-    if memory is not None and (not isinstance(memory, int) or memory < 1):
-        raise ArgumentError(f'memory is a number of bytes, got {memory!r}')
+def _check(headroom: float, optimizer_state: str, batch_dim: int, show_progress: bool | None) -> None:
     if not isinstance(headroom, int | float) or not 0 <= headroom < 1:
         raise ArgumentError(
             f'headroom is the part of the memory to leave free, from 0 to below 1: {headroom!r}'
         )
-    if not isinstance(budget_s, int | float) or not budget_s > 0:
-        raise ArgumentError(f'budget_s is a positive number of seconds, got {budget_s!r}')
     if optimizer_state not in ('as parameters', 'zero1'):
         raise ArgumentError(f"optimizer_state is 'as parameters' or 'zero1', got {optimizer_state!r}")
     if isinstance(batch_dim, bool) or not isinstance(batch_dim, int) or batch_dim < 0:
         raise ArgumentError(f'batch_dim is the number of a dimension, got {batch_dim!r}')
     if show_progress is not None:
         checked_flag('show_progress', show_progress)
-
-
-def _further(each: Any) -> tuple[Any, Any, Any]:
-    if not isinstance(each, tuple | list) or len(each) != 3:
-        raise ArgumentError(
-            f'also takes further steps, each (function, arguments, batch_argnums), got {type(each).__name__}'
-        )
-    function, arguments, batch_argnums = each
-    return function, arguments, batch_argnums
 
 
 def _mesh_sizes(devices: int, slices: int, axes: Axes, sizes: Constraints) -> Iterator[dict[str, int]]:

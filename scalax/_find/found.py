@@ -1,25 +1,83 @@
-"""What was found: a mesh, a rule, and why; made of the trials, and as it shows itself."""
+"""What was found: a mesh, a rule, what each place saves, and how that shows itself."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Literal
 
-from scalax._find.blocks import found_blocks
-from scalax._find.outcome import Ended, FoundData, FoundGroup, FoundMesh
-from scalax._find.readable import readable_rule
-from scalax._find.source import program_code
-from scalax._find.trial import Trial, Trials, attempt
-from scalax._plan.blocks import plan_blocks
-from scalax._report import blocks
-from scalax._report.tables import human_bytes
-from scalax._search.objective import slower
+from jax.sharding import PartitionSpec
+
+from scalax._find.source import rule_code, spec_code
+from scalax._plan.blocks import headline, plan_blocks
+from scalax._plan.plan import Plan
+from scalax._plan.roofline import Seconds
+from scalax._report import blocks, saved
+from scalax._report.blocks import Block, Cell, Code, Column, Figures, Heading, Lines, Row, Section, Table
+from scalax._report.tables import human_bytes, milliseconds
+from scalax._search.objective import EQUAL, mean
+from scalax._tree.specs import axis_sizes_text
+from scalax.errors import plural
+from scalax.rules import TreePathShardingRule
+
+Ended = Literal['', 'time', 'stopped']
 
 
 @dataclasses.dataclass(frozen=True)
-class Found(FoundData):
+class FoundGroup:
+    """A group of leaves, and what its place saves.
+
+    Attributes:
+        name: the paths of its leaves.
+        spec: where they are.
+        next_spec: the next best place, if all others stay; None if none was tried.
+        seconds: how much longer the step takes there.
+        memory: how many more bytes a device needs there.
+        moved: how many more bytes a device exchanges there, mesh axes -> bytes.
+        fits: whether the step fits there.
+    """
+
+    name: str
+    spec: PartitionSpec
+    next_spec: PartitionSpec | None = None
+    seconds: float = 0.0
+    memory: int = 0
+    moved: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    fits: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundMesh:
+    """The best layout of a mesh and a placement of the batch.
+
+    Attributes:
+        mesh: mesh axis -> size.
+        batch: where the rows of the batch are.
+        bound: the seconds that the step takes at least; None if there is no program.
+        estimate: the seconds if nothing overlaps; None likewise.
+        memory: the bytes on a device.
+        lost: why it is not the best; empty for the best.
+    """
+
+    mesh: Mapping[str, int]
+    batch: PartitionSpec
+    bound: float | None
+    estimate: float | None
+    memory: int
+    lost: str
+
+    @property
+    def mean(self) -> float | None:
+        """The mean of both, which the search makes small."""
+        return (
+            None if self.bound is None or self.estimate is None else mean(Seconds(self.bound, self.estimate))
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
     """What `find` returns; ``str()`` of it is a page of text.
 
     Attributes:
@@ -30,16 +88,33 @@ class Found(FoundData):
         groups: the groups of leaves, and what their places save.
         meshes: the meshes that were tried, the best first.
         fits: whether it fits in the memory that may be used; None if that is unknown.
-        lower_bound: seconds that no layout is faster than: all operations of the steps, divided evenly, at
+        lower_bound: seconds that no layout is faster than: all operations of the step, divided evenly, at
             the peak for bfloat16; None if the speed of the devices is unknown.
-        bound: the seconds that the steps take at least.
+        bound: the seconds that the step takes at least.
         estimate: the seconds if nothing overlaps.
-        memory: the bytes on a device, of the step that needs most.
+        memory: the bytes on a device.
         tried: how many layouts were tried.
         seconds: how long the search took.
         ended: why the search ended early: ``'time'``, ``'stopped'``; empty if nothing got better any more.
         topology: the hardware; None for the devices of this process.
     """
+
+    mesh: Mapping[str, int]
+    rule: TreePathShardingRule
+    batch: PartitionSpec
+    plan: Plan
+    groups: tuple[FoundGroup, ...]
+    meshes: tuple[FoundMesh, ...]
+    fits: bool | None
+    lower_bound: float | None
+    bound: float
+    estimate: float
+    memory: int
+    tried: int
+    seconds: float
+    ended: Ended
+    topology: str | None
+    _code: str = dataclasses.field(default='', repr=False)
 
     def __str__(self) -> str:
         return self.to_text()
@@ -66,90 +141,103 @@ class Found(FoundData):
         shown = [*found_blocks(self, title), *plan_blocks(self.plan, 'The plan', level=2)]
         Path(path).write_bytes(blocks.page(title, shown).encode())
 
+    def to_code(self) -> str:
+        """Python that makes the helper, the rule, and the function on the mesh."""
+        return self._code
 
-def make_found(trials: Trials, best: Trial, topology: str | None, ended: Ended, seconds: float) -> Found:
-    """The result of a search: the best of the trials, with its plan."""
-    problem, limit = trials.problem, best.limit
-    plans = [problem.plan(best.layout, step) for step in problem.steps]
-    plan = plans[0]
-    if not best.compiled:
-        best = attempt(problem, best.layout, None)
-    specs = problem.specs(best.layout)
-    # Arrays of one element are replicated by any rule, and may have the path of another leaf.
-    rule = readable_rule(
-        {leaf.path: (leaf.shape, spec) for leaf, spec in specs.items() if math.prod(leaf.shape) > 1}
-    )
-    roofline = plan.known_roofline
-    lower = None if roofline is None else sum(each.flops for each in plans) / roofline.peak
-    return Found(
-        mesh=best.layout.sizes,
-        rule=rule,
-        batch=best.layout.batch,
-        plan=plan,
-        groups=tuple(_explained(trials, best, number) for number in range(len(problem.groups))),
-        meshes=_best_of_each_mesh(trials, best),
-        fits=None if limit is None else best.memory <= limit,
-        lower_bound=lower,
-        bound=best.bound,
-        estimate=best.estimate,
-        memory=best.memory,
-        tried=len(trials.known),
-        seconds=seconds,
-        ended=ended,
-        topology=topology,
-        _code=program_code(problem, best.layout, topology, rule),
-    )
+    def to_dict(self) -> dict[str, Any]:
+        """The result in plain Python values, ready for ``json.dumps``; the rule as its repr."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain = saved.plain({name: value for name, value in own.items() if name not in ('rule', '_code')})
+        return {**plain, 'rule': repr(self.rule), 'code': self._code}
 
 
-def _explained(trials: Trials, best: Trial, number: int) -> FoundGroup:
-    group, axes = trials.problem.groups[number], trials.problem.axes
-    spec = best.layout.groups[number].spec(axes)
-    others = [
-        trial
-        for layout, trial in trials.known.items()
-        if layout != best.layout and best.layout.moved({number: layout.groups[number]}) == layout
+def found_blocks(found: Found, title: str) -> list[Block]:
+    """What was found, as blocks, without the plan."""
+    return [
+        Heading(title, found.mesh, f'on {found.topology}' if found.topology else ''),
+        Figures([*headline(found.plan, found.plan.known_roofline)]),
+        Section('', [Lines(_head(found))]),
+        Section('The rule', [Code(rule_code(found.rule).rstrip('\n'))]),
+        Section('Places', [_groups(found)], 'What moving one group to its next best place costs'),
+        Section('Meshes', [_meshes(found)], 'The best layout of each mesh and placement of the batch'),
     ]
-    if not others:
-        return FoundGroup(group.name, spec)
-    other = min(others, key=lambda trial: trial.rank)
-    moved = {
-        name: other.moved.get(name, 0) - best.moved.get(name, 0) for name in {**best.moved, **other.moved}
-    }
-    return FoundGroup(
-        group.name,
-        spec,
-        other.layout.groups[number].spec(axes),
-        other.seconds - best.seconds,
-        other.memory - best.memory,
-        moved,
-        other.fits,
-    )
 
 
-def _best_of_each_mesh(trials: Trials, best: Trial) -> tuple[FoundMesh, ...]:
-    """The best trial of each mesh and placement of the batch."""
-    found = {(best.layout.mesh, best.layout.batch): best}
-    for trial in sorted(trials.known.values(), key=lambda trial: trial.rank):
-        found.setdefault((trial.layout.mesh, trial.layout.batch), trial)
-    return tuple(
-        FoundMesh(
-            trial.layout.sizes,
-            trial.layout.batch,
-            trial.bound if math.isfinite(trial.bound) else None,
-            trial.estimate if math.isfinite(trial.estimate) else None,
-            trial.memory,
-            _why(trial, best),
+def _head(found: Found) -> list[str]:
+    """What was found, in a few lines."""
+    where = found.topology or f'{found.plan.devices} {found.plan.platform} devices'
+    fits = {True: 'fits', False: 'does not fit', None: 'memory limit unknown'}[found.fits]
+    peak = human_bytes(found.memory)
+    lines = [
+        f'{axis_sizes_text(found.mesh)} on {where}, batch {spec_code(found.batch)}: {fits} '
+        f'({peak} a device), at least {milliseconds(found.bound)}, '
+        f'{milliseconds(found.estimate)} if nothing overlaps'
+    ]
+    lines += filter(None, [found.plan.not_compiled_for])
+    if found.lower_bound is not None:
+        lines.append(
+            f'all operations take {milliseconds(found.lower_bound)} if they are divided evenly: no layout '
+            f'is faster; this one takes at least {found.bound / found.lower_bound:.2f} times that, '
+            f'{found.estimate / found.lower_bound:.2f} times if nothing overlaps'
         )
-        for trial in found.values()
-    )
+    if not found.fits and found.plan.buffers:
+        first = found.plan.buffers[0]
+        lines.append(f'nothing that was tried fits; the largest array at the peak is {first}')
+    ends = {
+        '': 'until nothing got better',
+        'time': 'until the time was up; more may be found with a larger budget_s',
+        'stopped': 'until it was stopped',
+    }
+    lines.append(f'{plural(found.tried, "layout")} in {found.seconds:.0f} s, {ends[found.ended]}')
+    return lines
 
 
-def _why(trial: Trial, best: Trial) -> str:
-    if trial is best:
-        return ''
-    if trial.lost:
-        return trial.lost
-    if not trial.fits:
-        assert trial.limit is not None
-        return f'does not fit: {human_bytes(trial.memory)}, and {human_bytes(trial.limit)} may be used'
-    return slower(trial.seconds, best.seconds)
+def _groups(found: Found) -> Table:
+    """A row for each group: its place, the next best one, and what that costs more."""
+    rows: list[Row] = []
+    for group in found.groups:
+        place = group.name, spec_code(group.spec)
+        if group.next_spec is None:
+            rows.append([*place, None, None, None, None])
+            continue
+        if not group.fits:  # it may have no program, and no seconds
+            seconds = 'does not fit'
+        elif abs(group.seconds) < EQUAL * (found.bound + found.estimate) / 2:
+            seconds = 'nearly equal'
+        else:
+            seconds = f'{_sign(group.seconds)}{milliseconds(abs(group.seconds))}'
+        moved = ', '.join(f'{axes} {_more(size)}' for axes, size in group.moved.items() if size)
+        rows.append([*place, spec_code(group.next_spec), Cell(seconds, group.seconds), group.memory, moved])
+    heads = Column('group', 'lead'), Column('spec', 'code'), Column('next best', 'code')
+    numbers = Column('seconds', 'number'), Column('memory', 'number', _more)
+    return Table([*heads, *numbers, Column('bytes', 'code')], rows)
+
+
+def _meshes(found: Found) -> Table:
+    """A row for each mesh and placement of the batch."""
+    columns = [
+        Column('mesh', 'lead'),
+        Column('batch', 'code'),
+        *(Column(head, 'number', milliseconds) for head in ('seconds', 'at least', 'at most')),
+        Column('memory', 'number', human_bytes),
+        Column('outcome', 'wide'),
+    ]
+    rows = [
+        (
+            axis_sizes_text(row.mesh),
+            spec_code(row.batch),
+            *(row.mean, row.bound, row.estimate, row.memory),
+            row.lost or 'best',
+        )
+        for row in found.meshes
+    ]
+    return Table(columns, rows, best=0)
+
+
+def _more(size: int) -> str:
+    return f'{_sign(size)}{human_bytes(abs(size))}'
+
+
+def _sign(change: float) -> str:
+    return '-' if change < 0 else '+'

@@ -1,4 +1,4 @@
-"""What is searched for: steps, the groups of their leaves, devices; and the plan of a layout."""
+"""What is searched for: a step, the groups of its leaves, devices; and the plan of a layout."""
 
 from __future__ import annotations
 
@@ -16,11 +16,8 @@ from scalax._find.dimensions import Dimensions, Place, dimensions
 from scalax._find.groups import Group, make_groups
 from scalax._find.layout import Axes, Layout
 from scalax._find.step import Leaf, Step, leaves_of
-from scalax._jax.devices import coords_of
-from scalax._mesh.gpu_nodes import StandIns
 from scalax._plan.make import make_plan
 from scalax._plan.plan import Plan
-from scalax._report.trial_file import identity
 from scalax._search.meshes import helper_of
 from scalax._tree.specs import only_axes, spec_axes
 from scalax.errors import ArgumentError, did_you_mean
@@ -32,8 +29,8 @@ class Problem:
     """What is searched for.
 
     Attributes:
-        steps: the steps, the first one being that whose plan is shown.
-        leaves: the leaves of their arguments.
+        step: the step.
+        leaves: the leaves of its arguments.
         groups: those of them that are searched.
         experts: the classes of dimensions of experts.
         fixed: leaf number -> where the user has placed it.
@@ -43,7 +40,7 @@ class Problem:
         zero1: whether the axes of the rows shard no parameters, but the states of their optimizer.
     """
 
-    steps: Sequence[Step]
+    step: Step
     leaves: Sequence[Leaf]
     groups: Sequence[Group]
     experts: frozenset[int]
@@ -52,11 +49,6 @@ class Problem:
     axes: Axes
     slices: int = 1
     zero1: bool = False
-
-    @property
-    def batch_shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of the arrays of the batches."""
-        return [shape for step in self.steps for shape in step.batch_shapes]
 
     def specs(self, layout: Layout) -> dict[Leaf, PartitionSpec]:
         """The spec of each leaf."""
@@ -73,13 +65,14 @@ class Problem:
         """Gives the spec of an array of a batch, from its shape."""
         return functools.partial(layout.fitted, layout.batch)
 
-    def batch_argnums(self, layout: Layout, step: Step) -> tuple[int, ...]:
-        """The arguments of a step of which some array is sharded as a batch."""
-        placed = step.arguments(lambda leaf: None, self.of_batch(layout))
-        return tuple(i for i in sorted(step.batch) if any(jax.tree.leaves(placed[i])))
+    def batch_argnums(self, layout: Layout) -> tuple[int, ...]:
+        """The arguments of which some array is sharded as a batch."""
+        placed = self.step.arguments(lambda leaf: None, self.of_batch(layout))
+        return tuple(i for i in sorted(self.step.batch) if any(jax.tree.leaves(placed[i])))
 
-    def plan(self, layout: Layout, step: Step) -> Plan:
-        """The quick plan of a step."""
+    def plan(self, layout: Layout) -> Plan:
+        """The quick plan of the step."""
+        step = self.step
         slices = {self.axes.slices: self.slices} if self.slices > 1 else {}
         helper = helper_of(layout.sizes, self.devices, slices)
         given = step.arguments(self.specs(layout).__getitem__, self.of_batch(layout))
@@ -88,48 +81,35 @@ class Problem:
             in_shardings=given,
             out_shardings=step.returned(given),
             donate_argnums=tuple(step.donated),
-            batch_argnums=self.batch_argnums(layout, step),
+            batch_argnums=self.batch_argnums(layout),
         )
         return make_plan(helper, function, step.args, {}, quick=True)
 
     def stored(self, layout: Layout) -> int:
-        """The bytes of the leaves on each device, those of the step that has most."""
+        """The bytes of the leaves on each device."""
         sizes = layout.sizes
         parts = {
             leaf: math.prod(sizes[axis] for axis in spec_axes(spec))
             for leaf, spec in self.specs(layout).items()
         }
-        return max(sum(leaf.bytes // parts[leaf] for leaf in step.leaves if leaf) for step in self.steps)
-
-    def identity(self, limit: int | None) -> str:
-        """What a search has in common with one whose trials it can use."""
-        parts = [
-            *(f'{step.jaxpr} {sorted(step.batch)} {sorted(step.donated)}' for step in self.steps),
-            *map(str, self.leaves),
-            *(group.name for group in self.groups),
-            f'{dict(self.fixed)} {len(self.devices)} {self.devices[0].device_kind}',
-            f'{[*map(coords_of, self.devices)]}',
-            f'{self.devices.nodes if isinstance(self.devices, StandIns) else None}',
-            f'{self.slices} {self.axes} {self.zero1} {limit}',
-        ]
-        return identity(parts)
+        return sum(leaf.bytes // parts[leaf] for leaf in self.step.leaves if leaf)
 
 
 def make_problem(
-    steps: Sequence[Step], devices: Sequence[Any], axes: Axes, slices: int, keep: Any, zero1: bool
+    step: Step, devices: Sequence[Any], axes: Axes, slices: int, keep: Any, zero1: bool
 ) -> Problem:
-    """The problem of some steps.
+    """The problem of a step.
 
     Raises:
         ArgumentError: there is nothing to find, or *keep* is no rule of pairs for these leaves.
     """
-    leaves = leaves_of(steps)
+    leaves = leaves_of(step)
     fixed = _fixed(keep, leaves, [name for name in dataclasses.astuple(axes) if name])
-    known = joined(steps, leaves)
+    known = dimensions_of(step, leaves)
     groups = make_groups(leaves, known, fixed)
     if not groups:
         raise ArgumentError(
-            f'{steps[0].name} has nothing to find a rule for: its arguments are batches'
+            f'{step.name} has nothing to find a rule for: its arguments are batches'
             + (', scalars or what keep has placed' if fixed else ' or scalars')
         )
     experts = frozenset(
@@ -138,7 +118,7 @@ def make_problem(
         for i, dim in known.experts
         if i in group.leaves and (number := group.classes[dim]) is not None
     )
-    return Problem(steps, leaves, groups, experts, fixed, devices, axes, slices, zero1)
+    return Problem(step, leaves, groups, experts, fixed, devices, axes, slices, zero1)
 
 
 def _fixed(keep: Any, leaves: Sequence[Leaf], names: Sequence[str]) -> dict[int, PartitionSpec]:
@@ -157,12 +137,6 @@ def _fixed(keep: Any, leaves: Sequence[Leaf], names: Sequence[str]) -> dict[int,
             raise ArgumentError(
                 f'keep has {pattern!r}, which is found in no path that no pair before it matches'
             )
-        for leaf in (leaves[i] for i in matched):
-            if len(spec) > len(leaf.shape):
-                raise ArgumentError(
-                    f'keep has {spec!r} for {leaf.path!r}, which has the shape {leaf.shape}: a spec has at '
-                    'most an entry for each dimension'
-                )
         fixed.update(dict.fromkeys(matched, spec))
     unknown = [axis for spec in fixed.values() for axis in spec_axes(spec) if axis not in names]
     if unknown:
@@ -170,19 +144,18 @@ def _fixed(keep: Any, leaves: Sequence[Leaf], names: Sequence[str]) -> dict[int,
     return fixed
 
 
-def joined(steps: Sequence[Step], leaves: Sequence[Leaf]) -> Dimensions:
-    """What all steps do with the dimensions of their leaves; the first that has a leaf decides about it."""
+def dimensions_of(step: Step, leaves: Sequence[Leaf]) -> Dimensions:
+    """What a step does with the dimensions of its leaves; of equal ones the first decides."""
     numbers = {leaf: i for i, leaf in enumerate(leaves)}
+    own = {i: numbers[leaf] for i, leaf in enumerate(step.leaves) if leaf is not None}
+    found = dimensions(step.jaxpr, own)
     classes: dict[Place, int] = {}
-    stacked, multiplied, experts = set[Place](), set[int](), set[Place]()
-    for step in steps:
-        own = {i: numbers[leaf] for i, leaf in enumerate(step.leaves) if leaf is not None}
-        found = dimensions(step.jaxpr, own)
-        first = 1 + max(classes.values(), default=0)
-        for (i, dim), number in found.classes.items():
-            classes.setdefault((own[i], dim), first + number)
-        stacked |= {(own[i], dim) for i, dim in found.stacked}
-        experts |= {(own[i], dim) for i, dim in found.experts}
-        multiplied |= {own[i] for i in found.multiplied}
-    ranks = {i: len(leaf.shape) for i, leaf in enumerate(leaves)}
-    return Dimensions(classes, frozenset(stacked), frozenset(multiplied), frozenset(experts), ranks)
+    for (i, dim), number in found.classes.items():
+        classes.setdefault((own[i], dim), number)
+    return Dimensions(
+        classes,
+        frozenset((own[i], dim) for i, dim in found.stacked),
+        frozenset(own[i] for i in found.multiplied),
+        frozenset((own[i], dim) for i, dim in found.experts),
+        {i: len(leaf.shape) for i, leaf in enumerate(leaves)},
+    )

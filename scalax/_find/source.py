@@ -48,8 +48,8 @@ def spec_code(spec: PartitionSpec) -> str:
 
 
 def program_code(problem: Problem, layout: Layout, topology: str | None, rule: TreePathShardingRule) -> str:
-    """Python source of the first step of a problem, as it runs with a layout."""
-    step = problem.steps[0]
+    """Python source of the step of a problem, as it runs with a layout."""
+    step = problem.step
     names, dims = zip(*layout.mesh, strict=True)
     mesh = f'{[*dims]}, {[*names]}, mesh_axis_splitting=True'
     if problem.slices > 1:
@@ -75,7 +75,7 @@ def program_code(problem: Problem, layout: Layout, topology: str | None, rule: T
         f'    in_shardings={given},\n'
         f'    out_shardings={step.returned(given)},\n'
         f'    donate_argnums={tuple(sorted(step.donated))},\n'
-        f'    batch_argnums={problem.batch_argnums(layout, step)},\n'
+        f'    batch_argnums={problem.batch_argnums(layout)},\n'
         ')\n'
     )
 

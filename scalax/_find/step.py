@@ -157,13 +157,13 @@ def _numbers(option: str, value: int | Sequence[int], count: int) -> frozenset[i
     return frozenset(number % count for number in numbers)
 
 
-def leaves_of(steps: Sequence[Step]) -> list[Leaf]:
-    """The leaves of several steps.
+def leaves_of(step: Step) -> list[Leaf]:
+    """The leaves of a step that are not those of batches, each once.
 
     Raises:
         ArgumentError: leaves have one path and several shapes, so that no rule can tell them apart.
     """
-    leaves = list(dict.fromkeys(leaf for step in steps for leaf in step.leaves if leaf is not None))
+    leaves = list(dict.fromkeys(leaf for leaf in step.leaves if leaf is not None))
     shapes: dict[str, tuple[int, ...]] = {}
     for leaf in leaves:
         other = shapes.setdefault(leaf.path, leaf.shape)

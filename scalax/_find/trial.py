@@ -1,8 +1,7 @@
-"""A trial: the steps compiled with one layout, and what that takes."""
+"""A trial: the step compiled with one layout, and what that takes."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import math
@@ -16,7 +15,6 @@ from scalax._find.problem import Problem
 from scalax._find.source import spec_code
 from scalax._plan.roofline import Seconds
 from scalax._report.tables import human_bytes, milliseconds
-from scalax._report.trial_file import TrialFile
 from scalax._search.objective import lost_by, mean, rank, seconds_of
 from scalax._trace.threads import ThreadState
 from scalax._tree.specs import axis_sizes_text
@@ -35,7 +33,7 @@ class Trial:
 
     Attributes:
         layout: the layout.
-        bound: the seconds that the steps take at least.
+        bound: the seconds that the step takes at least.
         estimate: the seconds if nothing overlaps.
         memory: the bytes on a device.
         limit: those that it may use; None if unknown.
@@ -77,29 +75,23 @@ class Trial:
 
 
 def attempt(problem: Problem, layout: Layout, limit: int | None) -> Trial:
-    """Compiles the steps; that the compiler refuses one is the outcome of the trial.
+    """Compiles the step; that the compiler refuses it is the outcome of the trial.
 
     Raises:
         Exception: another error of the step or of scalax, with a note that names the layout.
     """
     if limit is not None and (stored := problem.stored(layout)) > limit:
         return Trial(layout, memory=stored, limit=limit, compiled=False)
-    bound = estimate = 0.0
-    memory, moved = 0, collections.Counter[str]()
-    for step in problem.steps:
-        try:
-            plan = problem.plan(layout, step)
-        except Exception as error:  # noqa: BLE001 - lost_by raises what is no result of the compiler
-            name = f'{axis_sizes_text(layout.sizes)}, batch {spec_code(layout.batch)}'
-            return Trial(layout, limit=limit, lost=lost_by(error, name))
-        seconds = seconds_of(plan)
-        if not math.isfinite(seconds.bound):
-            return Trial(layout, limit=limit, lost='the seconds of its collectives are not known')
-        bound, estimate = bound + seconds.bound, estimate + seconds.estimate
-        memory = max(memory, plan.memory.total)
-        for axes, kinds in plan.totals.items():
-            moved['+'.join(axes)] += sum(kinds.values())
-    return Trial(layout, bound, estimate, memory, limit, moved)
+    try:
+        plan = problem.plan(layout)
+    except Exception as error:  # noqa: BLE001 - lost_by raises what is no result of the compiler
+        name = f'{axis_sizes_text(layout.sizes)}, batch {spec_code(layout.batch)}'
+        return Trial(layout, limit=limit, lost=lost_by(error, name))
+    bound, estimate = seconds_of(plan)
+    if not math.isfinite(bound):
+        return Trial(layout, limit=limit, lost='the seconds of its collectives are not known')
+    moved = {'+'.join(axes): sum(kinds.values()) for axes, kinds in plan.totals.items()}
+    return Trial(layout, bound, estimate, plan.memory.total, limit, moved)
 
 
 class OutOfTime(Exception):
@@ -107,21 +99,17 @@ class OutOfTime(Exception):
 
 
 class Trials:
-    """The trials of a search, on disk as well if it has a file: it goes on from there.
+    """The trials of a search.
 
     Args:
         problem: what is searched for.
         limit: the bytes of memory that a device may use.
-        file: where the trials are written.
         note: called with how far the search is.
         ends: when to stop, by `time.monotonic`.
     """
 
-    def __init__(
-        self, problem: Problem, limit: int | None, file: TrialFile, note: Callable[[str], None], ends: float
-    ) -> None:
-        self.problem, self._limit, self._file, self._note, self._ends = problem, limit, file, note, ends
-        self._identity = problem.identity(limit) if file.path else ''
+    def __init__(self, problem: Problem, limit: int | None, note: Callable[[str], None], ends: float) -> None:
+        self.problem, self._limit, self._note, self._ends = problem, limit, note, ends
         self.known: dict[Layout, Trial] = {}
 
     def __call__(self, layouts: Iterable[Layout]) -> Sequence[Trial]:
@@ -131,9 +119,6 @@ class Trials:
             OutOfTime: the time is over. At least one is made all the same.
         """
         layouts = list(dict.fromkeys(layouts))
-        for layout in layouts:
-            if layout not in self.known and (values := self._file.get(f'{self._identity} {layout}')):
-                self.known[layout] = Trial(layout, limit=self._limit, **values)
         new = [layout for layout in layouts if layout not in self.known]
         calls = [functools.partial(attempt, self.problem, layout, self._limit) for layout in new]
         pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS))
@@ -153,11 +138,6 @@ class Trials:
 
     def _add(self, trial: Trial) -> None:
         self.known[trial.layout] = trial
-        fields = (field for field in dataclasses.fields(Trial) if field.name not in ('layout', 'limit'))
-        values = {field.name: getattr(trial, field.name) for field in fields}
-        # JSON has no infinite numbers; these are those that a trial begins with.
-        finite = {name: value for name, value in values.items() if value != math.inf}
-        self._file.add(f'{self._identity} {trial.layout}', finite)
         best = self.best
         assert best is not None
         seconds = milliseconds(best.seconds) if math.isfinite(best.seconds) else 'no program'

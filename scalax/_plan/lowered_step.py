@@ -12,16 +12,14 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from scalax._jax.devices import coords_of, slice_of
 from scalax._jax.equations import argument_names
-from scalax._jax.lowered import LoweredArray, arguments_of, results_of, text_of
+from scalax._jax.lowered import LoweredArray, arguments_of, results_of
 from scalax._mesh.gpu_nodes import SimulatedGPUs
 from scalax._mesh.meshes import require_devices
 from scalax._plan.hardware import Hardware, hardware_of
 from scalax._plan.torus import Place, places_of
-from scalax._report.trial_file import identity
 from scalax._trace.contexts import MeshOwner
-from scalax._transforms.sjit import name_of, options_of, sjit
+from scalax._transforms.sjit import name_of, sjit
 from scalax._tree.specs import spec_axes
 from scalax.errors import ArgumentError
 
@@ -90,21 +88,6 @@ class LoweredStep:
         sizes = self.mesh.shape
         axes = sizes if array.spec is None else spec_axes(array.spec)
         return array.bits // (8 * math.prod(sizes[axis] for axis in axes))
-
-    @functools.cached_property
-    def identity(self) -> str:
-        """Differs for steps of which different plans are made, but for line numbers in these.
-
-        Compiler options of a function that ``jax.jit`` has made are not known, and not part of it.
-        """
-        devices = [
-            f'{device.device_kind} {coords_of(device) or device.id} {slice_of(device) or 0}'
-            for device in self.mesh.devices.flat
-        ]
-        options = sorted(options_of(self.function).items())
-        program = text_of(self.lowered)
-        where = [str(self.mesh.shape), *devices, str(self.simulates)]
-        return identity([self.name, *where, repr(options), program])
 
 
 def lower_step(

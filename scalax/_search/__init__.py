@@ -3,8 +3,8 @@
 `search` plans and ranks the candidates, and returns a `Search`. Users import it from `scalax.plan`.
 """
 
+from scalax._search.candidate import Candidate
 from scalax._search.mesh_search import search
-from scalax._search.outcome import Candidate
 from scalax._search.result import Search
 
 __all__ = ['Candidate', 'Search', 'search']

@@ -1,10 +1,8 @@
-"""Attempts: candidates of a search are bounded, looked up in a file, or compiled."""
+"""Attempts: candidates of a search are bounded, and compiled."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,13 +10,11 @@ from typing import Any
 from scalax._plan.blocks import memory_taken
 from scalax._plan.lowered_step import LoweredStep, lower_step
 from scalax._plan.make import plan_lowered
-from scalax._plan.plan import Plan
 from scalax._report.tables import human_bytes
-from scalax._report.trial_file import TrialFile
+from scalax._search.candidate import Candidate
 from scalax._search.meshes import helper_of
 from scalax._search.objective import lost_by
-from scalax._search.outcome import Candidate
-from scalax.errors import DataError, IndivisibleWarning
+from scalax.errors import IndivisibleWarning
 
 
 @dataclasses.dataclass
@@ -30,20 +26,16 @@ class Attempts:
         rules: the sets of rules by name; None if there are none.
         devices: the devices.
         slices: the mesh axis from slice to slice -> how many there are; empty for one slice.
-        file: earlier attempts, and where new ones are written.
         quick: how many quick plans were compiled.
         full: how many full plans were.
-        read: how many plans of either kind came from the file.
     """
 
     make_step: Callable[..., tuple[Any, Sequence[Any]]]
     rules: Mapping[str, Any] | None
     devices: Sequence[Any]
     slices: Mapping[str, int]
-    file: TrialFile
     quick: int = 0
     full: int = 0
-    read: int = 0
 
     def __call__(self, candidate: Candidate, *, quick: bool) -> Candidate:
         """The candidate with its plan, or with the reason why there is none; raises as `lost_by` does."""
@@ -57,8 +49,8 @@ class Attempts:
                     least, most = human_bytes(candidate.least_memory), human_bytes(limit)
                     lost = f'cannot fit: its arguments alone take {least} of {most}'
                     return dataclasses.replace(candidate, lost=lost, ruled_out=True)
-                identity = f'{step.identity} {"quick" if quick else "in full"}' if self.file.path else ''
-                plan = self._known(identity) or self._compiled(step, identity, quick)
+                plan = plan_lowered(step, quick=quick)
+                self.quick, self.full = self.quick + quick, self.full + (not quick)
         except Exception as error:  # noqa: BLE001 - lost_by raises what is no result of the compiler
             return dataclasses.replace(candidate, lost=lost_by(error, candidate.name))
         lost = f'does not fit: {memory_taken(plan)}' if plan.fits is False else ''
@@ -69,19 +61,3 @@ class Attempts:
         rules = [self.rules[candidate.rules]] if self.rules else []
         step, arguments = self.make_step(helper, *rules)
         return lower_step(helper, step, arguments, {})
-
-    def _known(self, identity: str) -> Plan | None:
-        """The plan in the file."""
-        if values := self.file.get(identity):
-            with contextlib.suppress(DataError):  # damaged
-                plan = Plan.load(json.dumps(values.get('plan')))
-                self.read += 1
-                return plan
-        return None
-
-    def _compiled(self, step: LoweredStep, identity: str, quick: bool) -> Plan:
-        plan = plan_lowered(step, quick=quick)
-        self.quick, self.full = self.quick + quick, self.full + (not quick)
-        if self.file.path:
-            self.file.add(identity, {'plan': json.loads(plan.to_json())})
-        return plan

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from scalax._mesh import gpu_nodes, meshes, topologies
-from scalax._report.trial_file import TrialFile
 from scalax._search.attempts import Attempts
+from scalax._search.candidate import Candidate
 from scalax._search.meshes import Constraints, possible_meshes
-from scalax._search.outcome import Candidate
 from scalax._search.ranking import may_fit, order, ranked, surely_fits
 from scalax._search.result import Search
 from scalax._util.progress import Note, progress
@@ -32,7 +30,6 @@ def search(
     num_slices: int = 1,
     dcn_axis: str | None = None,
     full: int | None = None,
-    file: str | os.PathLike[str] | None = None,
     show_progress: bool | None = None,
 ) -> Search:
     """Plans a step on every mesh of a topology, and ranks the meshes.
@@ -59,9 +56,6 @@ def search(
         dcn_axis: the mesh axis that runs from slice to slice; needed for several slices.
         full: how many of the best to compile in full, in any case: minutes for each. None on simulated
             devices, of which such a plan says no more.
-        file: where plans are written as they are made; those of an earlier search are read from there, if
-            the step, the compiler and its flags are the same. (Compiler options of a function that
-            ``jax.jit`` made are not compared; those of ``sjit`` are.)
         show_progress: whether a line on stderr shows where the search is; by default on a terminal and in a
             notebook. Elsewhere it is logged (``scalax.search``, level INFO).
 
@@ -71,7 +65,6 @@ def search(
     Raises:
         ArgumentError: there is no candidate, constraints or dcn_axis name no mesh axis, or an argument is
             invalid.
-        DataError: *file* holds something other than trials.
         Exception: an error of *make_step*, of the step, or of scalax, with a note that names the mesh.
         MissingDependencyError: libtpu, the TPU compiler, is not installed.
         MeshError: the topology is unknown, or names of axes are invalid.
@@ -86,7 +79,7 @@ def search(
         {'fsdp': 16, 'tp': 4}
     """
     names, rules = list(meshes.checked_axes([1] * len(axis_names), axis_names)[1]), rules or None
-    _check(make_step, names, rules, full)
+    _check(make_step, names, rules)
     if show_progress is not None:
         checked_flag('show_progress', show_progress)
     if dcn_axis is not None and dcn_axis not in names:
@@ -95,7 +88,6 @@ def search(
         raise ArgumentError(
             f'{num_slices} slices need dcn_axis=..., the mesh axis that runs from slice to slice'
         )
-    kept = TrialFile(file)
     devices = topologies.topology_devices(topology, num_slices)
     if isinstance(devices, gpu_nodes.StandIns):
         full = 0
@@ -106,7 +98,7 @@ def search(
             f'no mesh over {", ".join(names)} with {len(devices)} devices satisfies the constraints'
         )
     slices = {dcn_axis: num_slices} if dcn_axis is not None and num_slices > 1 else {}
-    attempt = Attempts(make_step, rules, devices, slices, kept)
+    attempt = Attempts(make_step, rules, devices, slices)
     done: dict[int, Candidate] = {}
     interrupted = False
     started = time.monotonic()
@@ -125,12 +117,11 @@ def search(
         not_tried=len(todo) - len(done),
         compiled=attempt.quick,
         compiled_in_full=attempt.full,
-        read=attempt.read,
         seconds=time.monotonic() - started,
     )
 
 
-def _check(make_step: Any, names: Sequence[str], rules: Any, full: Any) -> None:
+def _check(make_step: Any, names: Sequence[str], rules: Any) -> None:
     if not callable(make_step):
         raise ArgumentError(
             'search takes a function first, which makes the step and its arguments for a helper, '
@@ -143,8 +134,6 @@ def _check(make_step: Any, names: Sequence[str], rules: Any, full: Any) -> None:
             "rules have names, each of which is tried on each mesh, such as {'fsdp': rule}, "
             f'got {type(rules).__name__}'
         )
-    if full is not None and (isinstance(full, bool) or not isinstance(full, int) or full < 0):
-        raise ArgumentError(f'full is how many meshes to compile in full, 0 or more, got {full!r}')
 
 
 def _in_full(attempt: Attempts, done: dict[int, Candidate], most: int | None, note: Note) -> None:

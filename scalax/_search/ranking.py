@@ -6,8 +6,8 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
+from scalax._search.candidate import Candidate
 from scalax._search.objective import mean, rank, seconds_of, slower
-from scalax._search.outcome import Candidate
 
 NEAR = 1.08
 """How far the memory of a full plan may be from that of a quick one (docs/planning.md)."""

@@ -1,18 +1,47 @@
-"""The result of a search, as it shows itself."""
+"""The result of a search, and how it shows itself."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-from scalax._report import blocks
-from scalax._search.blocks import search_blocks, search_title
-from scalax._search.outcome import SearchData
+from scalax._plan.blocks import headline, plan_blocks
+from scalax._plan.plan import Plan
+from scalax._report import blocks, saved
+from scalax._report.blocks import (
+    Block,
+    Cell,
+    Column,
+    Figure,
+    Figures,
+    Fold,
+    Heading,
+    InText,
+    Lines,
+    OnPage,
+    Row,
+    Section,
+    Table,
+    Tone,
+)
+from scalax._report.tables import human_bytes, milliseconds, three_figures
+from scalax._search.candidate import Candidate
+from scalax._search.objective import mean, seconds_of
+from scalax._search.ranking import surely_fits
+from scalax.errors import PlanError, plural
+
+_COLUMNS = (
+    *(Column('rank', 'number'), Column('mesh', 'lead'), Column('seconds', 'number')),
+    *(Column('at least', 'number'), Column('bound by', 'code'), Column('memory', 'number')),
+    Column('outcome', 'wide'),
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Search(SearchData):
+class Search:
     """What `search` returns; ``str()`` of it is a table.
 
     Attributes:
@@ -22,9 +51,16 @@ class Search(SearchData):
         not_tried: how many candidates were not reached.
         compiled: how many quick plans were compiled.
         compiled_in_full: how many full plans were.
-        read: how many plans were read from the file of an earlier search.
         seconds: how long the search took.
     """
+
+    candidates: tuple[Candidate, ...]
+    topology: str
+    interrupted: bool = False
+    not_tried: int = 0
+    compiled: int = 0
+    compiled_in_full: int = 0
+    seconds: float = 0.0
 
     def __str__(self) -> str:
         return self.to_text()
@@ -48,5 +84,126 @@ class Search(SearchData):
             title: the title of the page.
         """
         title = title or search_title(self)
-        shown = search_blocks(self, title, with_plans=True)
+        shown = [*search_blocks(self, title), *_plans(self)]
         Path(path).write_bytes(blocks.page(title, shown).encode())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits on any mesh that was planned."""
+        return bool(self.candidates) and not self.candidates[0].lost
+
+    @property
+    def best(self) -> Plan:
+        """The plan of the best candidate.
+
+        Raises:
+            PlanError: none fits; says why of each.
+        """
+        first = self.candidates[0] if self.fits else None
+        if first is None or first.plan is None:
+            reasons = ''.join(f'\n- {candidate.name}: {candidate.lost}' for candidate in self.candidates)
+            if not self.candidates:
+                raise PlanError(f'the search on {self.topology} was stopped before any mesh was planned')
+            raise PlanError(f'no mesh was found on {self.topology} that the step fits on{reasons}')
+        return first.plan
+
+    @property
+    def not_compiled_for(self) -> str:
+        """`Plan.not_compiled_for` of the plans: empty if they were compiled for the topology."""
+        return next((each.plan.not_compiled_for for each in self.candidates if each.plan), '')
+
+    @property
+    def head(self) -> str:
+        """How many meshes there are, and how they were planned."""
+        meshes = plural(len(self.candidates), 'mesh', 'meshes')
+        ruled_out = sum(candidate.ruled_out for candidate in self.candidates)
+        how = {
+            'planned quickly': self.compiled,
+            'in full': self.compiled_in_full,
+            'ruled out by a bound': ruled_out,
+        }
+        counts = ', '.join(f'{count} {what}' for what, count in how.items() if count)
+        stopped = f'; stopped before its end, {self.not_tried} not reached' if self.interrupted else ''
+        return f'{meshes} on {self.topology}{": " if counts else ""}{counts}{stopped}'
+
+    def to_dict(self) -> dict[str, Any]:
+        """The outcome in plain Python values, ready for ``json.dumps``; plans as `Plan.to_dict` has them."""
+        return {field.name: saved.plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+
+def search_title(search: Search) -> str:
+    """The title of a search: of which step, and on what."""
+    step = next((each.plan.name for each in search.candidates if each.plan), 'a step')
+    return f'Meshes for {step} on {search.topology}'
+
+
+def search_blocks(search: Search, title: str) -> list[Block]:
+    """A search as blocks, without the plans."""
+    best = search.candidates[0] if search.fits else None
+    of = f'best of {plural(len(search.candidates), "mesh", "meshes")}' if best else ''
+    took = f'{search.head}; it took {three_figures(search.seconds)} s'
+    rows = [_row(place, candidate) for place, candidate in enumerate(search.candidates, 1)]
+    table = Table(_COLUMNS, rows, best=0 if best else None) if rows else Lines(['There are none.'], 'warn')
+    about = 'Seconds: the mean of the least ones (at least) and of those if nothing overlaps.'
+    return [
+        Heading(title, best.mesh if best else {}, of),
+        Figures([*_figures(search, best)]),
+        OnPage([Lines([took])]),
+        Section('', [InText([Lines([search.head])]), Lines([search.not_compiled_for], 'warn')]),
+        OnPage([Lines([said], tone) for said, tone in _warnings(search, best)]),
+        Section('Meshes', [OnPage([Lines([about])]), table]),
+    ]
+
+
+def _figures(search: Search, best: Candidate | None) -> Iterable[Figure]:
+    if best is not None and best.plan is not None:
+        return headline(best.plan, best.plan.known_roofline)
+    planned = any(each.plan or each.ruled_out for each in search.candidates)
+    said = 'no mesh fits' if planned else 'nothing planned'
+    return [Figure(said, 'the memory of a device', 'bad', is_badge=True)]
+
+
+def _warnings(search: Search, best: Candidate | None) -> Iterator[tuple[str, Tone]]:
+    """What a reader should not miss."""
+    if search.interrupted:
+        left = plural(search.not_tried, 'mesh was', 'meshes were')
+        yield f'Stopped before the end: {left} not reached.', 'warn'
+    if best and not surely_fits(best):
+        yield (
+            'The quick plan of the best mesh is so near to the limit of memory that only a full plan says '
+            'whether it fits: search(..., full=1).',
+            'warn',
+        )
+    if search.candidates and best is None:
+        yield 'The step fits on none of these meshes. The table says why of each.', 'bad'
+
+
+def _row(place: int, candidate: Candidate) -> Row:
+    plan = candidate.plan
+    outcome = candidate.lost or 'best'
+    if plan is None:
+        needed = candidate.least_memory
+        memory = Cell(f'>{human_bytes(needed)}', needed) if candidate.ruled_out else None
+        return [place, candidate.name, None, None, None, memory, outcome]
+    seconds, roofline, peak = mean(seconds_of(plan)), plan.known_roofline, plan.memory.peak
+    least = roofline.step_seconds.bound if roofline else None
+    in_full = '' if plan.quick or plan.simulates else ' (in full)'
+    return [
+        place,
+        candidate.name,
+        Cell(milliseconds(seconds), seconds),
+        None if least is None else Cell(milliseconds(least), least),
+        roofline.bound if roofline else None,
+        Cell(human_bytes(peak), peak),
+        f'{outcome}{in_full}',
+    ]
+
+
+def _plans(search: Search) -> list[Block]:
+    """The plan of each mesh, folded."""
+    plans = [
+        Fold(f'{place}. {each.name}: {each.lost or "best"}', plan_blocks(each.plan, each.name, level=2))
+        for place, each in enumerate(search.candidates, 1)
+        if each.plan
+    ]
+    return [Section('Plans', plans)]

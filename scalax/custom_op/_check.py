@@ -10,58 +10,32 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from scalax._trace import contexts
-from scalax._trace.contexts import MeshOwner
-from scalax._tree.paths import describe_leaf, leaf_text
 from scalax._tree.specs import MeshAxes, canonical, indivisible
-from scalax.custom_op._rule import message
-from scalax.errors import ArgumentError
+from scalax.custom_op._gradient import as_tuple, gradients_of, is_real
 
+# The largest difference that counts as none, by the largest element.
 _RTOL = {'float64': 1e-12, 'complex128': 1e-12, 'float32': 1e-5, 'complex64': 1e-5, 'float16': 5e-3}
+# For bfloat16 and narrower floats, of which sums in another order differ most.
 _COARSE = 5e-2
-"""For bfloat16 and narrower floats, of which sums in another order differ most."""
-
-
-def chosen_mesh(name: str, mesh: Mesh | MeshOwner | None) -> Mesh:
-    """The mesh to try an operation on: that given, that of the active helper, or that in force.
-
-    Raises:
-        ArgumentError: there is no mesh with devices.
-    """
-    context = contexts.current()
-    if mesh is None:
-        mesh = jax.sharding.get_mesh() if context is None else context.helper.mesh
-    mesh = mesh if isinstance(mesh, Mesh) else getattr(mesh, 'mesh', None)
-    if not isinstance(mesh, Mesh) or mesh.empty:
-        raise ArgumentError(
-            f'{name}.check tries the operation on a mesh with devices: give mesh=, a Mesh or a '
-            'MeshShardingHelper'
-        )
-    return mesh
-
-
-Named = Mapping[str, Any]
 
 
 def check(
     name: str,
-    call: Callable[..., Named],
-    plain: Callable[..., Named],
-    operands: Named,
+    call: Callable[..., Any],
+    plain: Callable[..., Any],
+    operands: Mapping[str, jax.Array],
     mesh: Mesh,
-    rtol: float | None,
-    values: bool = True,
+    gradients: bool,
 ) -> int:
     """Compares a function of sharded arrays with another one on one device.
 
     Args:
         name: the name of the operation.
-        call: the function that is tried; returns arrays by name.
+        call: the function that is tried.
         plain: what it is compared with.
         operands: the operands by name.
         mesh: where it is tried.
-        rtol: see `ShardedOp.check`.
-        values: whether values are compared, rather than shapes and dtypes alone.
+        gradients: whether gradients are compared, too.
 
     Returns:
         The number of placements.
@@ -70,56 +44,44 @@ def check(
         AssertionError: the results under one of them differ.
     """
     one = [jax.device_put(operand, mesh.devices.flat[0]) for operand in operands.values()]
+    real = [label for label, operand in operands.items() if is_real(operand)]
+    call, plain = (_by_name(fun, real, gradients) for fun in (call, plain))
     expected = plain(*one)
     tried = 0
     for specs in placements(mesh, [operand.shape for operand in one]):
-        got = call(
-            *[
-                jax.device_put(operand, NamedSharding(mesh, spec))
-                for operand, spec in zip(one, specs, strict=True)
-            ]
-        )
+        shardings = [NamedSharding(mesh, spec) for spec in specs]
+        got = call(*map(jax.device_put, one, shardings))
+        where = ', '.join(f'{label} as {spec}' for label, spec in zip(operands, specs, strict=True))
         for label, result in expected.items():
-            wrong = _difference(result, got[label], rtol, values)
-            if wrong:
-                head = f'{name} differs when it is sharded (mesh: {MeshAxes.of(mesh)})'
-                arrays = [
-                    f'{describe_leaf(operand, value)} as {spec}'
-                    for operand, value, spec in zip(operands, one, specs, strict=True)
-                ]
-                agree = f'Placements tried before, which agree: {tried}'
-                raise AssertionError(
-                    message(head, arrays, [f'{describe_leaf(label, result)}: {wrong}', agree])
-                )
+            _compare(got[label], result, f'{name}: {label} with {where} (mesh: {MeshAxes.of(mesh)})')
         tried += 1
     return tried
 
 
-def _difference(expected: jax.Array, got: jax.Array, rtol: float | None, values: bool) -> str:
-    """How an array differs, in words; empty if it does not."""
-    if (expected.shape, expected.dtype) != (got.shape, got.dtype):
-        return f'{leaf_text(got)} when sharded'
-    if not values:
-        return ''
+def _by_name(fun: Callable[..., Any], real: Sequence[str], gradients: bool) -> Callable[..., dict[str, Any]]:
+    """The function, with its results by name, and with its gradients."""
+
+    def named(*operands: Any) -> dict[str, Any]:
+        found = {f'result {i}': result for i, result in enumerate(as_tuple(fun(*operands)))}
+        if gradients:
+            forward, grads = gradients_of(lambda *xs: as_tuple(fun(*xs)), operands)
+            found |= {f'result {i} of forward': result for i, result in enumerate(forward)}
+            found |= {f'gradient of {label}': grad for label, grad in zip(real, grads, strict=True)}
+        return found
+
+    return jax.jit(named) if gradients else named
+
+
+def _compare(got: jax.Array, expected: jax.Array, message: str) -> None:
     one, other = np.asarray(expected), np.asarray(got)
-    if not jax.dtypes.issubdtype(expected.dtype, np.inexact):
-        same = one == other
-    else:
-        wide = np.complex128 if np.iscomplexobj(one) else np.float64
-        one, other = one.astype(wide), other.astype(wide)
-        tolerance = _RTOL.get(str(expected.dtype), _COARSE) if rtol is None else rtol
-        finite = np.abs(one[np.isfinite(one)])
-        with np.errstate(invalid='ignore'):
-            near = np.abs(one - other) <= tolerance * finite.max(initial=0)
-        same = near | (one == other) | (np.isnan(one) & np.isnan(other))
-    if same.all():
-        return ''
-    first = tuple(int(i) for i in np.argwhere(~same)[0])
-    where = f'the first at {list(first)}' if first else 'a scalar'
-    return (
-        f'{int((~same).sum())} of {same.size} elements differ, {where}: {one[first]} on one device, '
-        f'{other[first]} sharded'
-    )
+    if not is_real(expected):
+        np.testing.assert_array_equal(other, one, message)
+        return
+    wide = np.complex128 if np.iscomplexobj(one) else np.float64
+    one, other = one.astype(wide), other.astype(wide)
+    largest = np.abs(one[np.isfinite(one)]).max(initial=0)
+    tolerance = _RTOL.get(str(expected.dtype), _COARSE)
+    np.testing.assert_allclose(other, one, rtol=0, atol=tolerance * largest, err_msg=message)
 
 
 def placements(mesh: Mesh, shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[PartitionSpec, ...]]:

@@ -18,13 +18,12 @@ Gradient = tuple[Callable[..., Any], Callable[..., Any]]
 """A function that returns results and residuals, and one that returns cotangents of operands."""
 
 
-def differentiable(operation: Operation, gradient: Gradient | None, plain: bool) -> Callable[..., Results]:
+def differentiable(operation: Operation, gradient: Gradient | None) -> Callable[..., Results]:
     """The operation as a function that JAX can differentiate.
 
     Args:
         operation: the operation.
         gradient: how it is differentiated; None: as its function on whole arrays.
-        plain: whether that one will do.
     """
 
     def call(*operands: Any) -> Results:
@@ -32,20 +31,8 @@ def differentiable(operation: Operation, gradient: Gradient | None, plain: bool)
 
     def forwards(*operands: Any) -> tuple[Results, Any]:
         if gradient is None:
-            if not plain:
-                raise ArgumentError(
-                    f'{operation.name} has no gradient: its results depend on the shardings of its operands '
-                    '(depends_on_placement=True), those of its function on whole arrays do not. What to '
-                    f'do: give it one with {operation.name}.defvjp(forward, backward), or '
-                    'jax.lax.stop_gradient its operands.'
-                )
             return with_gradient(*operands), (operands, ())  # it may be differentiated again
         returned, results = as_tuple(gradient[0](*operands)), len(operation.factor_map.results)
-        if len(returned) < results:
-            raise ArgumentError(
-                f'{operation.name}.defvjp: forward returns the {results} results and then what backward is '
-                f'to have, got {len(returned)} arrays'
-            )
         return returned[:results], (operands, returned[results:])
 
     def backwards(kept: Any, cotangents: Results) -> tuple[Any, ...]:
@@ -72,11 +59,6 @@ def _for_operands(operation: Operation, operands: Sequence[Any], grads: Results)
         )
     found: list[Any] = [None] * len(operands)
     for i, grad in zip(real, grads, strict=True):
-        if jnp.shape(grad) != operands[i].shape:
-            raise ArgumentError(
-                f'{operation.name}.defvjp: the cotangent of {operation.labels[i]} that backward returns has '
-                f'the shape {list(jnp.shape(grad))}, the operand {list(operands[i].shape)}'
-            )
         found[i] = _typed_like(grad, operands[i])
     return tuple(found)
 

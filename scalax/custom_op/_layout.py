@@ -119,10 +119,6 @@ class FactorContext:
                 raise RuleError(f'ctx: the rule has no factor {name!r} ({did_you_mean(name, self._factors)})')
         return tuple(axis for name in names for axis in self._axes.get(name, ()))
 
-    def is_sharded(self, factor: str | tuple[str, ...]) -> bool:
-        """Whether there is more than one block along a factor."""
-        return self.size(factor) > 1
-
     def size(self, factor: str | tuple[str, ...]) -> int:
         """The number of blocks along a factor."""
         return math.prod(self._sizes[axis] for axis in self.axis_names(factor))

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from scalax._trace.contexts import MeshOwner
-from scalax._util.lru_cache import type_key
+from scalax._tree.paths import is_key
 from scalax.custom_op import _check
-from scalax.custom_op._gradient import Gradient, as_tuple, differentiable, gradients_of, is_real
+from scalax.custom_op._gradient import Gradient, as_tuple, differentiable
 from scalax.custom_op._layout import FactorContext
 from scalax.custom_op._rule import Rule, match_rule, read_rule
 from scalax.custom_op._run import Operation, Results
@@ -30,7 +30,6 @@ def sharded_op(
     reduction_factors: Iterable[str] = (),
     need_replication_factors: Iterable[str] = (),
     check_vma: bool = True,
-    depends_on_placement: bool = False,
 ) -> Callable[[Callable[Concatenate[Any, Given], Result]], ShardedOp[Given, Result]]:
     """Makes an operation on sharded arrays of a function on their blocks; a decorator.
 
@@ -42,15 +41,12 @@ def sharded_op(
     Args:
         rule: which dimensions belong together, as in ``'b v, b -> b'``: operands, separated by commas, and
             results; each dimension the name of a *factor*. Nothing stands for a scalar, ``_`` for a dimension
-            that is never sharded, a number for one of that size, ``...`` for any dimensions, the same in all
-            arrays. A factor of results only is never sharded.
+            that is never sharded, a number for one of that size. A factor of results only is never sharded.
         reduction_factors: factors whose blocks the function combines (``ctx.psum``); they are in no result.
         need_replication_factors: factors that the function wants whole.
         check_vma: whether JAX follows, while it traces, which values differ between devices, so that a
             forgotten ``ctx.psum`` is an error; as in ``jax.shard_map``. ``pallas_call`` and some loops need
             False: then it is only asked that the blocks of every reduction factor are combined somehow.
-        depends_on_placement: results are meant to depend on the shardings of the operands. `check` then
-            compares no values, and there is a gradient only after `ShardedOp.defvjp`.
 
     Returns:
         A decorator that makes a `ShardedOp`.
@@ -67,11 +63,10 @@ def sharded_op(
         [30.0, 30.0]
     """
     checked_flag('check_vma', check_vma)
-    checked_flag('depends_on_placement', depends_on_placement)
     read = read_rule(rule, reduction_factors, need_replication_factors)
 
     def decorate(fun: Callable[Concatenate[Any, Given], Result]) -> ShardedOp[Given, Result]:
-        return ShardedOp(fun, read, check_vma=check_vma, depends_on_placement=depends_on_placement)
+        return ShardedOp(fun, read, check_vma=check_vma)
 
     return decorate
 
@@ -86,7 +81,6 @@ class ShardedOp(Generic[Given, Result]):
 
     Attributes:
         rule: the text of the rule.
-        depends_on_placement: whether results are meant to depend on the shardings of operands.
     """
 
     def __init__(
@@ -95,20 +89,13 @@ class ShardedOp(Generic[Given, Result]):
         rule: Rule,
         *,
         check_vma: bool,
-        depends_on_placement: bool,
     ) -> None:
         """Made by `sharded_op`."""
         functools.update_wrapper(self, fun)
         self._name = getattr(fun, '__name__', type(fun).__name__)
         self._fun, self._rule, self._check_vma = fun, rule, check_vma
-        self._parameters = list(inspect.signature(fun).parameters.values())
-        static = [each for each in self._parameters if each.kind is each.KEYWORD_ONLY]
-        self._static_names = [each.name for each in static]
-        # One that cannot be hashed, such as a table, is left to the function.
-        self._defaults = {each.name: each.default for each in static if _is_hashable(each.default)}
         self._labels = self._operand_names()
         self.rule = rule.text
-        self.depends_on_placement = depends_on_placement
         self._gradient: Gradient | None = None
         self._reset()
 
@@ -123,17 +110,11 @@ class ShardedOp(Generic[Given, Result]):
             **static: hashable; the operation is traced and compiled for each value.
 
         Raises:
-            ArgumentError: the operands do not fit the rule, or a static argument cannot be hashed.
+            ArgumentError: the operands do not fit the rule.
             RuleError: the results of the function contradict the rule, or it forgot a factor.
         """
-        # Before jax.jit, which keeps the static arguments of refused calls too.
-        bound = self._with_defaults(static)
-        key = tuple((name, type_key(value), value) for name, value in sorted(bound.items()))
-        try:
-            hash(key)
-        except TypeError as error:
-            raise ArgumentError(f'{self._name}: static keyword arguments are hashable: {error}') from None
-        return self._jitted(key, *operands)
+        returned: Result = self._jitted(*operands, **static)
+        return returned
 
     def defvjp(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
         """Gives the operation its gradient, by two more operations (or functions of whole arrays).
@@ -156,107 +137,63 @@ class ShardedOp(Generic[Given, Result]):
             >>> jax.grad(lambda x: norms(x).sum())(jnp.array([[3.0, 4.0]]))
             Array([[0.6, 0.8]], dtype=float32)
         """
-        for given, what in ((forward, 'forward'), (backward, 'backward')):
-            if not callable(given):
-                raise ArgumentError(
-                    f'{self._name}.defvjp(forward, backward): {what} is a function, got '
-                    f'{type(given).__name__}'
-                )
         self._gradient = forward, backward
         self._reset()
 
     def check(
         self,
         *operands: Any,
-        mesh: jax.sharding.Mesh | MeshOwner | None = None,
+        mesh: jax.sharding.Mesh | MeshOwner,
         gradients: bool = True,
-        rtol: float | None = None,
         **static: Any,
     ) -> int:
         """Runs the operation on one device, and under every way of sharding the operands, and compares.
 
         Args:
             *operands: whole arrays, small ones: every way is compiled.
-            mesh: a mesh or a helper; by default the active helper's mesh, or that of ``jax.set_mesh``.
+            mesh: a mesh or a helper.
             gradients: whether what `defvjp` was given is compared too, its results and its gradient, with the
                 function on whole arrays on one device. False where JAX cannot differentiate that one.
-            rtol: the largest difference that counts as none, by the largest element; by default it depends on
-                the dtype (float32: 1e-5).
             **static: static arguments.
 
         Returns:
             How many placements were tried.
 
         Raises:
-            AssertionError: a placement gives other values; the message has the first, and where they differ.
-                With ``depends_on_placement=True`` only shapes and dtypes are compared.
-            ArgumentError: no mesh.
+            AssertionError: a placement gives other values, by more than sums in another order may.
         """
         checked_flag('gradients', gradients)
-        on = _check.chosen_mesh(self._name, mesh)
         operands = tuple(jnp.asarray(operand) for operand in operands)
         self._check_operands(operands)
-        named = dict(zip(self._labels, operands, strict=True))
-        differentiated = gradients and self._gradient is not None and not self.depends_on_placement
-
-        def by_name(fun: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-            def run_named(*xs: Any) -> dict[str, Any]:
-                results = as_tuple(fun(*xs, **static))
-                found = {f'result {i}': result for i, result in enumerate(results)}
-                if differentiated:
-                    forward, grads = gradients_of(lambda *ys: as_tuple(fun(*ys, **static)), xs)
-                    found |= {f'result {i} of forward': result for i, result in enumerate(forward)}
-                    labels = [label for label, x in named.items() if is_real(x)]
-                    found |= {f'gradient of {label}': grad for label, grad in zip(labels, grads, strict=True)}
-                return found
-
-            return jax.jit(run_named) if differentiated else run_named
-
         return _check.check(
             self._name,
-            by_name(self),
-            by_name(self._plain),
-            named,
-            on,
-            rtol,
-            values=not self.depends_on_placement,
+            functools.partial(self, **static),
+            functools.partial(self._plain, **static),
+            dict(zip(self._labels, operands, strict=True)),
+            mesh if isinstance(mesh, jax.sharding.Mesh) else mesh.mesh,
+            gradients and self._gradient is not None,
         )
 
     def _plain(self, *operands: Any, **static: Any) -> Any:
         """The function on whole arrays, without any partitioning."""
         return self._fun(FactorContext(self._rule.factors, {}, {}), *operands, **static)
 
-    def _with_defaults(self, static: dict[str, Any]) -> dict[str, Any]:
-        """All static arguments: what is given, and the defaults of the others.
-
-        A default then is the same program whether it is given or left out.
-        """
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in self._parameters)
-        unknown = [name for name in static if not takes_any and name not in self._static_names]
-        if unknown:
-            names = self._static_names
-            known = f'static are {", ".join(map(repr, names))}' if names else 'none is static'
-            raise ArgumentError(
-                f'{self._name}: operands are given by position, and {unknown[0]!r} is no keyword-only '
-                f'argument ({known})'
-            )
-        return {**self._defaults, **static}
-
     def _reset(self) -> None:
         """Drops what was compiled."""
 
-        def call(key: tuple[Any, ...], *operands: Any) -> Any:
-            static = {name: value for name, _, value in key}
+        def call(*operands: Any, **static: Any) -> Any:
             gradient = None
             if self._gradient is not None:
                 forward, backward = self._gradient
                 gradient = functools.partial(forward, **static), functools.partial(backward, **static)
             operation = self._operation(operands, static)
-            results = differentiable(operation, gradient, plain=not self.depends_on_placement)(*operands)
+            results = differentiable(operation, gradient)(*operands)
             return results if len(operation.factor_map.results) > 1 else results[0]
 
         call.__name__ = call.__qualname__ = self._name
-        self._jitted = jax.jit(call, static_argnums=0)
+        parameters = inspect.signature(self._fun).parameters.values()
+        static_names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+        self._jitted = jax.jit(call, static_argnames=static_names)
 
     def _operation(self, operands: Sequence[Any], static: dict[str, Any]) -> Operation:
         """The operation on these operands, checked."""
@@ -281,6 +218,11 @@ class ShardedOp(Generic[Given, Result]):
                 raise ArgumentError(
                     f'{self._name}: operand {label!r} is an array, got {type(operand).__name__}'
                 )
+            if is_key(operand):
+                raise ArgumentError(
+                    f'{self._name}: operand {label!r} holds typed PRNG keys: give jax.random.key_data of '
+                    'them, and use jax.random.wrap_key_data in the function'
+                )
 
     def _operand_names(self) -> tuple[str, ...]:
         """The names of the operands: those of the function's parameters.
@@ -288,29 +230,14 @@ class ShardedOp(Generic[Given, Result]):
         Raises:
             RuleError: it does not have as many as the rule.
         """
+        parameters = inspect.signature(self._fun).parameters.values()
         by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        names = [each.name for each in self._parameters if each.kind in by_position]
+        names = [each.name for each in parameters if each.kind in by_position]
         wanted = len(self._rule.operands)
-        if any(each.kind is each.VAR_POSITIONAL for each in self._parameters):
-            names += [f'operand {i}' for i in range(len(names) - 1, wanted)]
         if len(names) != wanted + 1:
             raise RuleError(
                 f'{self._name}: the rule {self._rule.text!r} has {plural(wanted, "operand")}, the function '
                 f'takes ({", ".join(names)}): a context first, then the operands; static arguments are '
                 'keyword-only'
             )
-        reserved = sorted({'mesh', 'gradients', 'rtol'}.intersection(self._static_names))
-        if reserved:
-            raise RuleError(
-                f'{self._name}: {reserved[0]!r} is a keyword of check; call the static argument otherwise'
-            )
         return tuple(names[1:])
-
-
-def _is_hashable(default: Any) -> bool:
-    """Whether this is the default of a parameter, and one that can be part of a key."""
-    try:
-        hash(default)
-    except TypeError:
-        return False
-    return default is not inspect.Parameter.empty

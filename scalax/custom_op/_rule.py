@@ -8,7 +8,7 @@ from typing import Any
 
 from scalax._tree.paths import describe_leaf
 from scalax.errors import ArgumentError, RuleError, did_you_mean, plural
-from scalax.rules._pattern import Dimension, Pattern, names_in, parse, pattern_error
+from scalax.rules._pattern import Pattern, names_in, parse, pattern_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +53,6 @@ def read_rule(text: str, reduction_factors: Iterable[str], need_replication_fact
     arrow = text.find('->')
     if arrow < 0:
         raise pattern_error(text, len(text), "no '->' between operands and results")
-    second = text.find('->', arrow + 2)
-    if second >= 0:
-        raise pattern_error(text, second, "a second '->'")
     rule = Rule(
         text,
         _arrays(text, 0, arrow),
@@ -71,10 +68,12 @@ def _arrays(text: str, start: int, stop: int) -> tuple[Pattern, ...]:
     """The patterns between two places of a rule, which commas separate."""
     patterns = []
     for part in text[start:stop].split(','):
-        if '(' in part:
-            raise pattern_error(
-                text, start + part.index('('), 'a group; a dimension is one factor here (reshape outside)'
-            )
+        for sign, why in (
+            ('(', 'a group; a dimension is one factor here'),
+            ('...', "'...'; name each dimension"),
+        ):
+            if sign in part:
+                raise pattern_error(text, start + part.index(sign), f'{why} (reshape outside)')
         patterns.append(parse(part, text, start))
         start += len(part) + 1
     return tuple(patterns)
@@ -98,10 +97,6 @@ def _check_factors(rule: Rule, arrow: int) -> None:
     text, reduced, whole = rule.text, rule.reduction_factors, rule.need_replication_factors
     kept = {name: at for name, at in names_in(text) if at > arrow}
     for name, at in names_in(text):
-        if name in reduced and name in whole:
-            raise pattern_error(
-                text, at, f'{name!r} is in reduction_factors and in need_replication_factors: choose one'
-            )
         if name in reduced and name in kept:
             raise pattern_error(
                 text, kept[name], f'{name!r} is in reduction_factors, and yet a dimension of a result'
@@ -113,15 +108,6 @@ def _check_factors(rule: Rule, arrow: int) -> None:
                 f'{name!r} is in no result: reduction_factors=({name!r},) if the function combines its '
                 f'blocks (ctx.psum), need_replication_factors=({name!r},) if it wants all of it',
             )
-    dots = _has_ellipsis(rule.operands), _has_ellipsis(rule.results)
-    if dots == (True, False):
-        raise pattern_error(text, text.index('...'), "'...' is in no result")
-    if dots == (False, True):
-        raise pattern_error(text, text.index('...'), "'...' is in no operand")
-
-
-def _has_ellipsis(patterns: Sequence[Pattern]) -> bool:
-    return any(pattern.ellipsis is not None for pattern in patterns)
 
 
 Factors = tuple[str | None, ...]
@@ -196,20 +182,12 @@ def match_rule(
         ArgumentError: the operands do not fit the rule, or one another.
         RuleError: the results contradict it.
     """
-    dots = next(
-        (
-            len(operand.shape) - len(pattern.dimensions)
-            for pattern, operand in zip(rule.operands, operands.values(), strict=True)
-            if pattern.ellipsis is not None
-        ),
-        0,
-    )
     described = [
         f'{describe_leaf(label, operand)} for {str(pattern)!r}'
         for pattern, (label, operand) in zip(rule.operands, operands.items(), strict=True)
     ]
     sizes: dict[str, tuple[int, str]] = {}
-    operand_factors, wrong = _all_factors(rule.operands, operands, dots, sizes)
+    operand_factors, wrong = _all_factors(rule.operands, operands, sizes)
     if wrong:
         raise ArgumentError(
             message(f'{name}: the operands do not fit the rule {rule.text!r}', described, wrong)
@@ -219,7 +197,7 @@ def match_rule(
     if results is not None:
         wrong = [f'the rule has {len(rule.results)}, the function returned {len(results)}']
         if len(results) == len(rule.results):
-            result_factors, wrong = _all_factors(rule.results, results, dots, sizes)
+            result_factors, wrong = _all_factors(rule.results, results, sizes)
         if wrong:
             described += [describe_leaf(label, result) for label, result in results.items()]
             raise RuleError(
@@ -236,55 +214,28 @@ def match_rule(
 
 
 def _all_factors(
-    patterns: Sequence[Pattern], arrays: Mapping[str, Any], dots: int, sizes: dict[str, tuple[int, str]]
+    patterns: Sequence[Pattern], arrays: Mapping[str, Any], sizes: dict[str, tuple[int, str]]
 ) -> tuple[list[Factors], list[str]]:
     """The factors of some arrays, and what is wrong; adds to *sizes* each size with the array that has it."""
     found, wrong = [], []
     for pattern, (label, array) in zip(patterns, arrays.items(), strict=True):
-        dimensions = _dimensions(pattern, len(array.shape), dots)
-        if dimensions is None:
-            wrong.append(_wrong_rank(pattern, label, len(array.shape), dots))
+        rank, wanted = len(array.shape), len(pattern.dimensions)
+        if rank != wanted:
+            wrong.append(f'{label} has {plural(rank, "dimension")}, and {wanted} in the rule')
             continue
         factors: list[str | None] = []
-        for dim, (part, size) in enumerate(zip(dimensions, array.shape, strict=True)):
+        for dim, (parts, size) in enumerate(zip(pattern.dimensions, array.shape, strict=True)):
+            part = parts[0] if parts else 1
             factor = part if isinstance(part, str) else None
             factors.append(factor)
             if factor is not None:
                 known, who = sizes.setdefault(factor, (size, label))
                 if known != size:
-                    wrong.append(f'factor {shown_factor(factor)} is {known} in {who} and {size} in {label}')
+                    wrong.append(f'factor {factor!r} is {known} in {who} and {size} in {label}')
             elif isinstance(part, int) and part != size:
                 wrong.append(f'dimension {dim} of {label} is {size}, and {part} in the rule')
         found.append(tuple(factors))
     return found, wrong
-
-
-def _dimensions(pattern: Pattern, rank: int, dots: int) -> list[str | int | None] | None:
-    """For each dimension its factor, its size, or None if it may have any; None for another rank."""
-    at = len(pattern.dimensions) if pattern.ellipsis is None else pattern.ellipsis
-    middle = [] if pattern.ellipsis is None else [f'... {i}' for i in range(dots)]
-    parts = [*map(_part, pattern.dimensions[:at]), *middle, *map(_part, pattern.dimensions[at:])]
-    return parts if len(parts) == rank else None
-
-
-def _part(dimension: Dimension) -> str | int | None:
-    return dimension[0] if dimension else 1
-
-
-def _wrong_rank(pattern: Pattern, label: str, rank: int, dots: int) -> str:
-    least = len(pattern.dimensions)
-    if pattern.ellipsis is None:
-        said = str(least)
-    elif dots < 0:
-        said = f'at least {least}'
-    else:
-        said = f"{least + dots} ('...' stands for {dots} dimensions)"
-    return f'{label} has {plural(rank, "dimension")}, and {said} in the rule'
-
-
-def shown_factor(factor: str) -> str:
-    """A factor as messages show it: the dimensions of an ellipsis have no names."""
-    return f"'...'[{factor.split()[1]}]" if factor.startswith('...') else repr(factor)
 
 
 def message(head: str, arrays: Sequence[str], rest: Sequence[str]) -> str:

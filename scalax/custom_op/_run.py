@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding
 from scalax._jax.rewriting import run as run_jaxpr
 from scalax._jax.tracing import is_mapped
 from scalax._trace.resharding import reshard
-from scalax._tree.paths import is_key, leaf_text
+from scalax._tree.paths import leaf_text
 from scalax._tree.specs import MeshAxes, canonical
 from scalax.custom_op._layout import FactorContext, Layout
 from scalax.custom_op._rule import FactorMap, Factors, Rule
@@ -75,8 +75,6 @@ class Operation:
 
 def run(operation: Operation, *operands: Any) -> Results:
     """Runs an operation inside a function that JAX compiles, also under ``jax.vmap``."""
-    if any(map(is_key, operands)):
-        return run(*_with_key_data(operation, operands))
 
     @custom_vmap
     def call(*operands: Any) -> Results:
@@ -89,26 +87,6 @@ def run(operation: Operation, *operands: Any) -> Results:
 
     results: Results = call(*operands)
     return results
-
-
-def _with_key_data(operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
-    """The operation on the data of typed PRNG keys: when partitioned, a key has one more dimension."""
-    impls = [jax.random.key_impl(operand) if is_key(operand) else None for operand in operands]
-
-    def local(ctx: FactorContext, *blocks: Any) -> Results:
-        keys = [
-            block if impl is None else jax.random.wrap_key_data(block, impl=impl)
-            for block, impl in zip(blocks, impls, strict=True)
-        ]
-        return operation.local(ctx, *keys)
-
-    data = [jax.random.key_data(operand) if is_key(operand) else operand for operand in operands]
-    factors = [
-        (*factors, *[None] * (len(numbers.shape) - len(factors)))
-        for factors, numbers in zip(operation.factor_map.operands, data, strict=True)
-    ]
-    factor_map = dataclasses.replace(operation.factor_map, operands=tuple(factors))
-    return dataclasses.replace(operation, factor_map=factor_map, local=local), *data
 
 
 def mesh_of(operands: Sequence[Any]) -> Any:

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType
 from scalax._jax.tracing import varying_axes
 from scalax._tree.paths import describe_leaf
 from scalax.custom_op._layout import Layout
-from scalax.custom_op._rule import FactorMap, Rule, match_rule, message, shown_factor
+from scalax.custom_op._rule import FactorMap, Rule, match_rule, message
 from scalax.custom_op._run import Operation
 from scalax.errors import RuleError
 
@@ -114,12 +114,8 @@ def _forgotten(name: str, rule: Rule, factor: str, fact: str) -> RuleError:
         f'combine the blocks before returning, with ctx.psum(x, {factor!r}), ctx.pmax, ctx.pmin or '
         f'ctx.all_gather; or have the factor whole, with need_replication_factors=({factor!r},).'
     )
-    if factor not in rule.factors:
-        remedy = (
-            "name the dimensions of '...' in the rule: blocks are combined along factors that have names."
-        )
     return RuleError(
-        f'{name}: factor {shown_factor(factor)} is neither reduced nor kept: {fact} (rule {rule.text!r})\n'
+        f'{name}: factor {factor!r} is neither reduced nor kept: {fact} (rule {rule.text!r})\n'
         f'What to do: {remedy}'
     )
 
@@ -139,7 +135,7 @@ def _block_counts(fitted: FactorMap) -> dict[str, int]:
 
 
 def _counts_text(counts: Mapping[str, int]) -> str:
-    return ', '.join(f'{shown_factor(factor)} in {count}' for factor, count in counts.items())
+    return ', '.join(f'{factor!r} in {count}' for factor, count in counts.items())
 
 
 def _divisors(size: int) -> list[int]:

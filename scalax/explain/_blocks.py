@@ -27,7 +27,7 @@ from scalax._report.tables import array_text, human_bytes, three_figures
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.folding import MOST_RUNS, times
 from scalax.errors import plural
-from scalax.explain._rows import Line, ReportRow, folded_path, lines_of, replicated, spec_text, unreduced
+from scalax.explain._rows import Line, ReportRow, folded_path, lines_of, replicated, spec_text
 
 _COLUMNS = (
     *(Column('path', 'lead'), Column('array', 'code'), Column('spec', 'code')),
@@ -36,7 +36,6 @@ _COLUMNS = (
     Column('rule', 'wide'),
 )
 _MOST_LINES = 1000
-_DEEPEST = 50  # groups inside of one another; the names of deeper ones stay joined
 
 _Below = tuple[tuple[str, ...], Line]
 """A line, and the keys of its path that are left below a group."""
@@ -48,7 +47,6 @@ def report_blocks(
     mesh: Mapping[str, int],
     unused: Sequence[str],
     shadowed: Sequence[str],
-    folded: bool = True,
 ) -> list[Block]:
     """A report as blocks; of many lines those with the most bytes on a device are in the tree of a page.
 
@@ -58,9 +56,8 @@ def report_blocks(
         mesh: mesh axis name -> size.
         unused: regexes that match nothing.
         shadowed: regexes that never decide.
-        folded: whether leaves that are alike in many layers share a line.
     """
-    lines = lines_of(rows, folded)
+    lines = lines_of(rows)
     table = [(folded_path(line[0]), *_cells(line, 1)) for line in lines]
     return [
         Heading(title, mesh, plural(math.prod(mesh.values()), 'device')),
@@ -79,9 +76,6 @@ def _figures(rows: Sequence[ReportRow]) -> Iterator[Figure]:
     yield Figure(f'{len(rows):,}', 'array' if len(rows) == 1 else 'arrays')
     yield Figure(human_bytes(sum(row.bytes for row in rows)), 'in all')
     yield Figure(human_bytes(sum(row.bytes_per_device for row in rows)), 'on each device')
-    count, size = unreduced(rows)
-    if count:
-        yield Figure(human_bytes(size), f'unreduced on each device, {plural(count, "array")}')
     whole = replicated(rows)
     many = plural(len(whole.paths), 'array')
     yield Figure(
@@ -90,19 +84,13 @@ def _figures(rows: Sequence[ReportRow]) -> Iterator[Figure]:
 
 
 def _totals(rows: Sequence[ReportRow], mesh: Mapping[str, int]) -> list[str]:
-    """The totals of all rows in two lines; in three if some are unreduced."""
+    """The totals of all rows in two lines."""
     whole = replicated(rows)
-    count, size = unreduced(rows)
     return [
         f'{plural(len(rows), "array")}, {human_bytes(sum(row.bytes for row in rows))} in all, '
         f'{human_bytes(sum(row.bytes_per_device for row in rows))} on each device of the mesh '
         f'({axis_sizes_text(mesh)})',
         f'replicated: {plural(len(whole.paths), "array")}, {human_bytes(whole.bytes)} on each device',
-        *(
-            [f'unreduced: {plural(count, "array")}, {human_bytes(size)} on each device, to be combined']
-            if count
-            else []
-        ),
     ]
 
 
@@ -140,10 +128,10 @@ def _tree(lines: Sequence[Line]) -> list[Block]:
         inside = nodes([(keys[len(same) :], line) for keys, line in members])
         return Node('/'.join(same), _group_cells([line for _, line in members], total), inside)
 
-    below = []
-    for line in shown:
-        keys = [part if isinstance(part, str) else part.name(MOST_RUNS) for part in line[0].parts]
-        below.append(((*keys[:_DEEPEST], *filter(None, ['/'.join(keys[_DEEPEST:])])), line))
+    below = [
+        (tuple(part if isinstance(part, str) else part.name(MOST_RUNS) for part in line[0].parts), line)
+        for line in shown
+    ]
     many = plural(sum(fold.count for fold, _ in rest), 'array')
     left_out = f'smaller ones, not shown: {many}, {human_bytes(sum(map(_per_device, rest)))} on each device'
     return [Tree(_COLUMNS, nodes(below)), Lines([left_out] if rest else [])]

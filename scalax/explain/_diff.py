@@ -7,35 +7,17 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from scalax._report import blocks
-from scalax._report.blocks import Block, Cell, Column, Lines, Row, Section, Table
+from scalax._report.blocks import Cell, Column, Lines, Row, Section, Table
 from scalax._report.tables import array_text, human_bytes
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.folding import fold
-from scalax.errors import checked_flag, plural
+from scalax.errors import plural
 from scalax.explain._rows import ReportRow, folded_path, spec_text
 
 _COLUMNS = (
     *(Column('leaves'), Column('path', 'lead'), Column('before', 'code'), Column('after', 'code')),
     Column('bytes/device', 'number'),
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class LeafChange:
-    """One leaf that differs in two reports.
-
-    Attributes:
-        before: its row in the first report.
-        after: its row in the second one.
-    """
-
-    before: ReportRow
-    after: ReportRow
-
-    @property
-    def path(self) -> str:
-        """The leaf path."""
-        return self.before.path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +29,7 @@ class ReportDiff:
     Attributes:
         added: the rows of leaves that only the second report has.
         removed: the rows of leaves that only the first report has.
-        changed: the leaves whose shape, dtype, spec, memory or bytes differ.
+        changed: the rows of leaves whose shape, dtype, spec, memory or bytes differ, before and after.
         bytes_per_device_before: the bytes of all leaves of the first report on one device.
         bytes_per_device_after: the bytes of all leaves of the second report on one device.
         mesh_before: mesh axis name -> size of the first report.
@@ -56,7 +38,7 @@ class ReportDiff:
 
     added: tuple[ReportRow, ...]
     removed: tuple[ReportRow, ...]
-    changed: tuple[LeafChange, ...]
+    changed: tuple[tuple[ReportRow, ReportRow], ...]
     bytes_per_device_before: int
     bytes_per_device_after: int
     mesh_before: Mapping[str, int] = dataclasses.field(hash=False)
@@ -69,17 +51,15 @@ class ReportDiff:
     def __str__(self) -> str:
         return self.to_text()
 
-    def to_text(self, width: int | None = None, fold: bool = True) -> str:
+    def to_text(self, width: int | None = None) -> str:
         """The difference as a table.
 
         Args:
             width: the width in columns; that of the terminal by default.
-            fold: whether leaves whose paths differ only in numbers share a line.
         """
-        return blocks.text(_blocks(self, checked_flag('fold', fold)), width)
-
-    def _repr_html_(self) -> str:
-        return blocks.fragment(_blocks(self, True))
+        rows = _rows(self)
+        table = [Section('', [Table(_COLUMNS, rows)])] if rows else []
+        return blocks.text([*table, Lines(_summary(self))], width)
 
 
 def diff_rows(
@@ -94,7 +74,7 @@ def diff_rows(
         tuple(row for path, row in new.items() if path not in old),
         tuple(row for path, row in old.items() if path not in new),
         tuple(
-            LeafChange(row, new[path])
+            (row, new[path])
             for path, row in old.items()
             if path in new and _layout(row) != _layout(new[path])
         ),
@@ -136,23 +116,17 @@ def _summary(diff: ReportDiff) -> list[str]:
     return lines
 
 
-def _blocks(diff: ReportDiff, folded: bool) -> list[Block]:
-    rows = _rows(diff, folded)
-    return [*([Section('', [Table(_COLUMNS, rows)])] if rows else []), Lines(_summary(diff))]
-
-
-def _rows(diff: ReportDiff, folded: bool) -> list[Row]:
+def _rows(diff: ReportDiff) -> list[Row]:
     changes: list[tuple[str, ReportRow | None, ReportRow | None]] = [
-        *[('changed', change.before, change.after) for change in diff.changed],
+        *[('changed', *rows) for rows in diff.changed],
         *[('added', None, row) for row in diff.added],
         *[('removed', row, None) for row in diff.removed],
     ]
     leaves = []
-    for number, (kind, *rows) in enumerate(changes):
+    for kind, *rows in changes:
         layouts = [row and dataclasses.replace(_layout(row), path='') for row in rows]
         path = next(row.path for row in rows if row)
-        # Without folding, no two lines agree.
-        leaves.append((path, (kind, *layouts, folded or number)))
+        leaves.append((path, (kind, *layouts)))
     cells: list[Row] = []
     for item in fold(leaves):
         kind, before, after = changes[item.first]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
@@ -26,27 +25,19 @@ def make_report(rules: RuleLike, resolution: Resolution, mesh: Mapping[str, int]
     """Makes the report of a resolution of *rules*."""
     tree = resolution.tree
 
-    # Trees have many leaves, but few dtypes and specs.
-    @functools.cache
-    def facts_of(dtype: Any) -> tuple[str, int]:
-        return str(dtype), bits_of(dtype)
-
-    @functools.cache
-    def shards_of(spec: PartitionSpec) -> tuple[int, ...]:
-        return tuple(math.prod(mesh[a] for a in specs.entry_axes(entry)) for entry in specs.entries(spec))
-
     def row(
         path: str, leaf: Any, shape: tuple[int, ...], answer: Decision, spec: PartitionSpec | None
     ) -> ReportRow:
         # Without jax_enable_x64, a float64 array of numpy takes half its bytes on a device.
-        dtype, bits = facts_of(dtype_on_devices(leaf))
+        dtype = dtype_on_devices(leaf)
+        bits = bits_of(dtype)
         local = list(shape)
-        for dim, shards in enumerate(() if spec is None else shards_of(spec)):
-            local[dim] = -(-shape[dim] // shards)
+        for dim, entry in enumerate(() if spec is None else specs.entries(spec)):
+            local[dim] = -(-shape[dim] // math.prod(mesh[axis] for axis in specs.entry_axes(entry)))
         return ReportRow(
             path,
             shape,
-            dtype,
+            str(dtype),
             spec,
             answer.origin,
             _reason(answer, spec),
@@ -77,16 +68,18 @@ def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], l
     used = {(_key(rule), number) for answer in distinct for rule, number in answer.clauses}
     unused: list[str] = []
     shadowed: list[str] = []
-    given = jax.tree.leaves(rules, is_leaf=is_rule)
-    of_params = _parameters(given)
-    outside = _tables(given, within_states=False)
-    for key, (rule, patterns) in _tables(given).items():
-        params = of_params.get(key, [])
+    tables: dict[Any, list[_Table]] = {}
+    for table in _tables(jax.tree.leaves(rules, is_leaf=is_rule)):
+        tables.setdefault(_key(table.rule), []).append(table)
+    for key, uses in tables.items():
+        rule, patterns, _ = uses[0]
+        params = [path for use in uses for path in use.params or ()]
+        outside = any(use.params is None for use in uses)
         rows = [
             (path, answer)
             for path, answer in zip(resolution.seen, resolution.decisions, strict=True)
             # A rule used for both params and optimizer state does not see the paths of the state.
-            if key in outside and not (params and OptimizerStateShardingRule.__name__ in answer.origin)
+            if outside and not (params and OptimizerStateShardingRule.__name__ in answer.origin)
         ]
         for number, pattern in enumerate(patterns):
             text = str(getattr(pattern, 'pattern', pattern))
@@ -125,40 +118,32 @@ def _key(rule: ShardingRule) -> Any:
     return rule
 
 
-def _parameters(rules: Iterable[Any]) -> dict[Any, list[str]]:
-    """The paths of the parameters that each table below an OptimizerStateShardingRule decides about."""
-    found: dict[Any, list[str]] = {}
+class _Table(NamedTuple):
+    """A rule with a table of regexes.
+
+    Attributes:
+        rule: the rule.
+        patterns: its regexes.
+        params: the paths of the parameters that it decides about; None outside of optimizer states.
+    """
+
+    rule: ShardingRule
+    patterns: tuple[Any, ...]
+    params: list[str] | None
+
+
+def _tables(rules: Iterable[Any], params: list[str] | None = None) -> Iterator[_Table]:
+    """Every rule with a table of regexes, including nested ones."""
     for rule in rules:
         if isinstance(rule, OptimizerStateShardingRule):
             for section in rule.sections:
                 # No rule decides about arrays of one element.
                 leaves = zip(section.paths, section.shapes, strict=True)
-                paths = [path for path, shape in leaves if math.prod(shape) != 1]
-                for key in _tables([section.rule]):
-                    found.setdefault(key, []).extend(paths)
-        elif isinstance(rule, ShardingRule):
-            for key, paths in _parameters(rule.parts).items():
-                found.setdefault(key, []).extend(paths)
-    return found
-
-
-def _tables(
-    rules: Sequence[Any], within_states: bool = True
-) -> dict[Any, tuple[ShardingRule, tuple[Any, ...]]]:
-    """Every rule with a table of regexes, including nested ones, and its regexes, by `_key`.
-
-    Args:
-        rules: where to look.
-        within_states: whether to look below an OptimizerStateShardingRule.
-    """
-    found: dict[Any, tuple[ShardingRule, tuple[Any, ...]]] = {}
-    for rule in rules:
+                yield from _tables([section.rule], [path for path, shape in leaves if math.prod(shape) != 1])
+            continue
         if isinstance(rule, TreePathShardingRule):
-            found[_key(rule)] = rule, tuple(pattern for pattern, _ in rule.rules)
+            yield _Table(rule, tuple(pattern for pattern, _ in rule.rules), params)
         elif isinstance(rule, LogicalAxisShardingRule):
-            found[_key(rule)] = rule, tuple(pattern for pattern, _ in rule.axis_names or ())
-        if isinstance(rule, ShardingRule) and (
-            within_states or not isinstance(rule, OptimizerStateShardingRule)
-        ):
-            found.update(_tables(rule.parts, within_states))
-    return found
+            yield _Table(rule, tuple(pattern for pattern, _ in rule.axis_names or ()), params)
+        if isinstance(rule, ShardingRule):
+            yield from _tables(rule.parts, params)

@@ -74,12 +74,6 @@ def replicated(rows: Iterable[ReportRow]) -> ReplicatedSummary:
     return ReplicatedSummary(tuple(row.path for row in whole), sum(row.bytes for row in whole))
 
 
-def unreduced(rows: Iterable[ReportRow]) -> tuple[int, int]:
-    """The number of unreduced rows, and their bytes on each device."""
-    sizes = [row.bytes_per_device for row in rows if row.is_unreduced]
-    return len(sizes), sum(sizes)
-
-
 Line = tuple[Fold, ReportRow]
 """The leaves of one line of a table, and the first of their rows."""
 
@@ -99,7 +93,6 @@ def spec_text(row: ReportRow) -> str:
     return spec if row.memory_kind is None else f'{spec} in {row.memory_kind}'
 
 
-def lines_of(rows: Sequence[ReportRow], folded: bool) -> list[Line]:
-    """The lines of a table; without folding there is one for each row."""
-    leaves = ((row.path, (_all_but_path(row), folded or index)) for index, row in enumerate(rows))
-    return [(item, rows[item.first]) for item in fold(leaves)]
+def lines_of(rows: Sequence[ReportRow]) -> list[Line]:
+    """The lines of a table: leaves that are alike in many layers share one."""
+    return [(item, rows[item.first]) for item in fold((row.path, _all_but_path(row)) for row in rows)]

@@ -210,19 +210,14 @@ def test_ctrl_c_leaves_the_compiler(job):
 
 @tpu_compiler.needed
 def test_search(job, tmp_path, capsys):
-    page, trials = tmp_path / 'search.html', tmp_path / 'trials.jsonl'
+    page = tmp_path / 'search.html'
     on = ('--topology', 'v5e:2x2', '--axes', 'fsdp,tp', '--sizes', 'tp=1,2')
-    done = here(capsys, 'search', f'{job}:make_step', *on, '--quick', '--html', page, '--file', trials)
+    done = here(capsys, 'search', f'{job}:make_step', *on, '--quick', '--html', page)
     assert (done.returncode, done.stderr) == (0, '')
     lines = done.stdout.splitlines()
     assert lines[0] == '2 meshes on v5e:2x2: 2 planned quickly'
     assert {line.strip().split('  ')[1] for line in lines[4:]} == {'fsdp=4, tp=1', 'fsdp=2, tp=2'}
     assert '<title>Meshes for step on v5e:2x2</title>' in page.read_text()
-    # From there another process goes on.
-    done = run('search', f'{job}:make_step', *on, '--file', trials, '--full', 1)
-    assert done.stdout.splitlines()[0] == '2 meshes on v5e:2x2: 1 in full, 2 read from the file'
-    done = here(capsys, 'search', f'{job}:make_step', *on, '--file', job)
-    assert done.returncode == 2 and f"error: '{job}' is not a file of trials: it begins with" in done.stderr
 
 
 @tpu_compiler.needed
@@ -237,15 +232,14 @@ def test_a_search_in_which_nothing_fits(job, capsys, tmp_path):
 
 @tpu_compiler.needed
 def test_find(job, tmp_path, capsys):
-    page, trials = tmp_path / 'found.html', tmp_path / 'trials.jsonl'
-    on = ('--topology', 'v5e:2x2', '--batch', 1, '--sizes', 'tp=1,2', '--file', trials)
+    page = tmp_path / 'found.html'
+    on = ('--topology', 'v5e:2x2', '--batch', 1, '--sizes', 'tp=1,2')
     done = here(capsys, 'find', f'{job}:make_one_device', *on, '--html', page)
     assert (done.returncode, done.stderr) == (0, '')
     assert ' on v5e:2x2, batch ' in done.stdout.splitlines()[0] and 'rule = TreePath' in done.stdout
     assert '<title>A rule for &lt;lambda&gt;</title>' in page.read_text()
-    tried = len(trials.read_text().splitlines())
     done = here(capsys, 'find', f'{job}:make_one_device', *on, '--json')
-    assert json.loads(done.stdout)['tried'] == tried == len(trials.read_text().splitlines())
+    assert json.loads(done.stdout)['tried'] > 1
     done = here(capsys, 'find', f'{job}:make_one_device', *on, '--code')
     assert done.stdout.startswith('from scalax.sharding import MeshShardingHelper')
     done = here(capsys, 'find', f'{job}:make_too_much', '--topology', 'v5e:2x2', '--batch', 1)
@@ -286,7 +280,7 @@ def test_options_of_find_are_those_of_the_function(job, monkeypatch):
         '--memory',
         '1.5 GiB',
         '--headroom',
-        '5%',
+        '0.05',
     ]
     kept = ['--keep', 'embed=fsdp,-', '--keep', 'a=b=', '--keep', 'head=-,fsdp+tp', '--zero1']
     assert main(['find', f'{job}:make_one_device', *on, *kept]) == 2
@@ -309,9 +303,7 @@ def test_options_of_find_are_those_of_the_function(job, monkeypatch):
         (['--memory', '16XB'], "'16XB' is no size of memory (as in 16GiB, 80GB, or bytes)"),
         (['--memory', '0'], "'0' is no size of memory"),
         (['--memory', '9' * 5000], 'is no size of memory'),
-        (['--headroom', '1'], "'1' is no part from 0 to below 1 (as in 0.1, or 10%)"),
-        (['--headroom', 'nan'], "'nan' is no part from 0 to below 1"),
-        (['--headroom', 'little'], "'little' is no part"),
+        (['--headroom', 'little'], "invalid float value: 'little'"),
         (['--batch-dim', '-1'], "'-1' is not a number of at least 0"),
     ],
 )
@@ -558,8 +550,6 @@ def test_arguments_that_are_none(job, capsys):
     [
         (['--mesh', 'fsdp'], "'fsdp' is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)"),
         (['--mesh', 'a=2,a=3'], "'a=2,a=3' names 'a' twice"),
-        (['--mesh', 'fsdp=99999999999'], '99999999999 is more than 16,777,216'),
-        (['--mesh', f'fsdp={"9" * 5000}'], f'{"9" * 20} is more than 16,777,216'),
         (['--mesh', 'a=0'], "'a=0' is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)"),
         (['--mesh', 'a=-2'], "'a=-2' is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)"),
         (['--mesh', 'a=2', '--slices', '0'], "'0' is not a number of at least 1"),

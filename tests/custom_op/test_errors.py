@@ -41,9 +41,7 @@ RULES: list[tuple[str, dict[str, Any]]] = [
     ('b, c c -> b c', {}),
     ('b, c? -> b c', {}),
     ('b, ... c -> b c', {}),
-    ('b c -> ... b c', {}),
     ('b c -> b, b c', {'reduction_factors': ('c',)}),
-    ('b c -> b', {'reduction_factors': ('c',), 'need_replication_factors': ('c',)}),
     ('batch c -> batch', {'reduction_factors': ('bath',)}),
     ('b c -> b', {'need_replication_factors': 'c'}),
 ]
@@ -72,15 +70,6 @@ def test_a_function_without_the_operands(snapshot: Snapshot) -> None:
     snapshot(message(RuleError, lambda: sharded_op('b c, -> b c')(total)))
 
 
-def test_a_static_argument_with_a_name_of_check() -> None:
-    def total(ctx: FactorContext, x: Array, *, mesh: int) -> Array:
-        return x
-
-    assert message(RuleError, lambda: sharded_op('b c -> b c')(total)) == (
-        "total: 'mesh' is a keyword of check; call the static argument otherwise"
-    )
-
-
 # --- The operands ----------------------------------------------------------------------------------
 
 
@@ -89,37 +78,24 @@ def weighted(ctx: FactorContext, x: Array, weights: Array) -> Array:
     return weights * ctx.psum(x.sum(axis=-1), 'c')
 
 
-@sharded_op('... 3 c, c -> ... c')
+@sharded_op('b 3 c, c -> b c')
 def many(ctx: FactorContext, x: Array, scale: Array, *, power: int = 1) -> Array:
-    return (x[..., 0, :] * scale) ** power
+    return (x[:, 0] * scale) ** power
 
 
 OPERANDS: list[tuple[str, Callable[[], Any]]] = [
     ('two sizes', lambda: weighted(NUMBERS, np.ones(3))),
     ('a rank', lambda: weighted(np.ones((2, 3, 4)), np.ones(3))),
     ('a size', lambda: many(np.ones((5, 4, 2)), np.ones(7))),
-    ('too few dimensions', lambda: many(np.ones(3), np.ones(3))),
     ('too few', lambda: weighted(NUMBERS)),
     ('a tree', lambda: weighted((NUMBERS, NUMBERS), np.ones(4))),
     ('by name', lambda: weighted(NUMBERS, weights=np.ones(4))),
-    ('an array that is static', lambda: many(np.ones((3, 2)), np.ones(2), power=np.ones(2))),
-    ('an unknown static argument', lambda: many(np.ones((3, 2)), np.ones(2), powr=2)),
-    ('a static argument where none is', lambda: weighted(NUMBERS, np.ones(4), k=2)),
 ]
 
 
 @pytest.mark.parametrize('call', [call for _, call in OPERANDS], ids=[name for name, _ in OPERANDS])
 def test_operands_that_do_not_fit(call: Callable[[], Any], snapshot: Snapshot) -> None:
     snapshot(message(ArgumentError, call))
-
-
-def test_an_ellipsis_of_two_ranks(snapshot: Snapshot) -> None:
-    @sharded_op('... a, ... a -> ... a')
-    def added(ctx: FactorContext, x: Array, y: Array) -> Array:
-        return x + y
-
-    snapshot(message(ArgumentError, lambda: added(np.ones((2, 5, 3)), np.ones((5, 3)))))
-    snapshot(message(ArgumentError, lambda: added(np.ones((5, 3)), np.ones((4, 3)))))
 
 
 # --- The function ----------------------------------------------------------------------------------
@@ -149,11 +125,6 @@ def test_blocks_of_another_shape(snapshot: Snapshot) -> None:
 def test_a_factor_that_is_neither_reduced_nor_kept(snapshot: Snapshot) -> None:
     forgotten = op('b c -> b', lambda ctx, x: x.sum(axis=-1), reduction_factors=('c',))
     snapshot(message(RuleError, lambda: forgotten(NUMBERS)))
-
-
-def test_a_forgotten_factor_that_has_no_name(snapshot: Snapshot) -> None:
-    forgotten = op('... c, c -> ... c, c', lambda ctx, x, y: (x, y + x.sum(axis=0)))
-    snapshot(message(RuleError, lambda: forgotten(NUMBERS, NUMBERS[0])))
 
 
 def test_results_that_are_no_arrays() -> None:
@@ -227,7 +198,7 @@ def test_an_array_that_depends_on_blocks() -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), ('x',))
     x = jax.device_put(NUMBERS, NamedSharding(mesh, PartitionSpec(None, 'x')))
     with pytest.raises(Exception, match='outside of JAX depends on the blocks') as caught:
-        op('b c -> b c', total, depends_on_placement=True)(x)
+        op('b c -> b c', total)(x)
     assert (
         'an array (float32[3]) that the function of a sharded_op makes outside of JAX depends on the blocks '
         'that it is given: compute it with jax.numpy from ctx.index and ctx.size, or make it an operand'
@@ -237,25 +208,12 @@ def test_an_array_that_depends_on_blocks() -> None:
 # --- The gradient ----------------------------------------------------------------------------------
 
 
-def test_no_gradient_of_what_depends_on_placement(snapshot: Snapshot) -> None:
-    placed = op('b c -> b c', lambda ctx, x: x * ctx.index('b'), depends_on_placement=True)
-    snapshot(message(ArgumentError, lambda: jax.grad(lambda x: placed(x).sum())(NUMBERS)))
-
-
 def test_defvjp() -> None:
     double = op('b c, b -> b c', lambda ctx, x, n: 2 * x)
-    assert (
-        message(ArgumentError, lambda: double.defvjp(None, lambda x: x))
-        == 'total.defvjp(forward, backward): forward is a function, got NoneType'
-    )
     labels = np.arange(4)
     double.defvjp(double, lambda x, n, g: (2 * g, g))
     assert message(ArgumentError, lambda: jax.grad(lambda x: double(x, labels).sum())(NUMBERS)) == (
         'total.defvjp: backward returns one cotangent for each floating-point operand (x), got 2'
-    )
-    double.defvjp(lambda x, n: (), lambda x, n, g: 2 * g)
-    assert message(ArgumentError, lambda: jax.grad(lambda x: double(x, labels).sum())(NUMBERS)) == (
-        'total.defvjp: forward returns the 1 results and then what backward is to have, got 0 arrays'
     )
 
 
@@ -288,34 +246,15 @@ def test_check_compares_the_results_of_forward(snapshot: Snapshot) -> None:
     snapshot(message(AssertionError, lambda: square.check(x, mesh=LINE.mesh)))
 
 
-def test_cotangents_of_another_shape() -> None:
-    square = op('b -> b', lambda ctx, x: x * x)
-    square.defvjp(square, lambda x, g: (2 * g * x)[1:])
-    assert message(ArgumentError, lambda: jax.grad(lambda x: square(x).sum())(jnp.ones(4))) == (
-        'total.defvjp: the cotangent of x that backward returns has the shape [3], the operand [4]'
-    )
-
-
-def test_what_depends_on_placement_has_to_say_so() -> None:
+def test_check_finds_what_depends_on_placement() -> None:
     def index(ctx: FactorContext, x: Array) -> Array:
         return x + ctx.index('b')
 
     x = np.ones(4, np.float32)
-    assert '2 of 4 elements differ' in message(
+    assert 'Mismatched elements: 2 / 4' in message(
         AssertionError, lambda: op('b -> b', index).check(x, mesh=LINE)
     )
-    assert op('b -> b', index, depends_on_placement=True).check(x, mesh=LINE) == 2
-
-
-def test_check_wants_a_mesh() -> None:
     same = op('b -> b', lambda ctx, x: x)
-    assert message(ArgumentError, lambda: same.check(np.ones(4))) == (
-        'total.check tries the operation on a mesh with devices: give mesh=, a Mesh or a MeshShardingHelper'
-    )
-    with LINE.get_context():
-        assert same.check(np.ones(4)) == 2
-    with jax.set_mesh(LINE.mesh):
-        assert same.check(np.ones(4)) == 2
     mixed = Mesh(
         np.array(jax.devices()[:4]).reshape(2, 2), ('x', 'y'), axis_types=(AxisType.Auto, AxisType.Explicit)
     )

@@ -54,7 +54,7 @@ def test_factors_that_are_whole() -> None:
 
 
 def test_the_rule_for_the_compiler() -> None:
-    fit = fit_of('... c, _ 1 -> ... k', (2, 3, 4), (5, 1), results=((2, 3, 6),), reduction_factors=('c',))
+    fit = fit_of('a b c, _ 1 -> a b k', (2, 3, 4), (5, 1), results=((2, 3, 6),), reduction_factors=('c',))
     assert fit.shardy_rule() == (
         'f0 f1 f2, n0 n1 -> f0 f1 f3',
         {'reduction_factors': ('f2',), 'need_replication_factors': ('f3', 'n0', 'n1')},

@@ -60,8 +60,8 @@ CACHES = re.compile(
     r'(?<!map\()functools\.(?:lru_)?cache\b|\bLRUCache\(\)|\b\w*LRUCache\[.*\]\(\)|\bKnown\(\)|weakref\.Weak\w+Dictionary\('
     r'|linecache\.cache\['
 )
-# Not kept: what a report is made with, or one tree is resolved with, ends with that.
-PASSING = {'explain/_make', 'rules/_optimizer_state'}
+# Not kept: what one tree is resolved with ends with that.
+PASSING = {'rules/_optimizer_state'}
 
 
 def test_every_cache_is_in_the_design() -> None:

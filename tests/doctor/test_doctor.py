@@ -11,9 +11,8 @@ import pytest
 
 from examples.launch.ports import held_port
 from scalax._doctor import Diagnosis, diagnose, environment
-from scalax._doctor.devices import _disagreements, _recognised, open_devices
+from scalax._doctor.devices import _disagreements, _known_cure, open_devices
 from scalax._doctor.finding import Finding
-from scalax._doctor.packages import installed, misfits
 from tests.support import ROOT
 
 LONG = 200  # seconds, on a busy machine
@@ -44,18 +43,6 @@ def test_a_healthy_process_runs_a_program_on_each_device(monkeypatch):
     assert opened.summary.startswith('3 x cpu (cpu), opened in ')
     assert (opened.values['stage'], opened.values['processes'], opened.values['everywhere']) == ('', 1, 3)
     assert dict(os.environ) == before
-
-
-@pytest.mark.one_jax
-def test_no_folder_for_temporary_files_is_a_finding(monkeypatch):
-    def none(*_, **__):
-        raise FileNotFoundError(2, 'No usable temporary directory found')
-
-    monkeypatch.setattr('tempfile.TemporaryFile', none)
-    monkeypatch.setattr('tempfile.gettempdir', none)
-    found = diagnose(LONG)
-    assert any('No usable temporary directory' in what for what in whats(found.findings))
-    assert found.facts['devices'] != 'not opened'
 
 
 LATE = """
@@ -91,25 +78,32 @@ def test_variables_that_are_set_too_late(file):
     [
         (
             "import jax\njax.devices()\n\njax.config.update('jax_num_cpu_devices', 8)",
-            'train.py:4 raises RuntimeError: jax_num_cpu_devices',
+            'importing train.py failed (exit code 1)\n',
             'move that to where the program starts',
         ),
         (
             'import no_such_module',
-            "train.py:1 raises ModuleNotFoundError: No module named 'no_such",
-            'mend it',
+            'importing train.py failed (exit code 1)\n',
+            'mend the file',
         ),
         ('import os\nprint("almost")\nos.abort()', 'importing train.py failed (signal SIGABRT)', 'mend the'),
-        ('x = 1\ndef f(:', 'train.py:2 raises SyntaxError: invalid syntax', 'mend it'),
-        ('raise SystemExit(3)', 'train.py:1 raises SystemExit: 3', 'mend it'),
+        ('raise SystemExit(3)', 'importing train.py failed (exit code 3)', 'mend the'),
     ],
-    ids=['too late', 'an import', 'a crash', 'no Python', 'an exit'],
+    ids=['too late', 'an import', 'a crash', 'an exit'],
 )
 def test_files_that_fail(file, text, what, cure):
     [found] = open_devices({}, LONG, file(text)).findings
     assert found.what.startswith(what) and found.cure.startswith(cure)
     if 'almost' in text:
         assert 'almost' in found.what.splitlines()[1]
+    if 'no_such' in text:
+        assert found.what.endswith("\n     ModuleNotFoundError: No module named 'no_such_module'")
+
+
+def test_a_variable_that_is_set_too_late_before_the_file_fails(file):
+    late, failed = open_devices({}, LONG, file(LATE + 'raise SystemExit(1)')).findings[2:]
+    assert whats([late])[0].startswith('train.py:12 sets NCCL_DEBUG')
+    assert failed.what == 'importing train.py failed (exit code 1)'
 
 
 @pytest.mark.one_jax
@@ -157,7 +151,7 @@ def test_what_has_left_the_group_is_not_waited_for(file, tmp_path):
     )
     try:
         [found] = open_devices({}, LONG, named).findings
-        assert found.what == 'train.py:7 raises SystemExit: 0'
+        assert found.what == 'importing train.py failed (exit code 0)'
     finally:
         os.kill(int((tmp_path / 'pid').read_text()), signal.SIGKILL)
 
@@ -173,23 +167,15 @@ def _runs(pid):
 @pytest.mark.parametrize(
     ('name', 'value', 'what'),
     [
-        (
-            'XLA_FLAGS',
-            '--xla_no_such_flag=1',
-            'a flag is unknown, and ends every program: --xla_no_such_flag=1',
-        ),
-        (
-            'XLA_FLAGS',
-            'xla_dump_to=/tmp',
-            'XLA_FLAGS=xla_dump_to=/tmp is taken for the name of a file: it does not begin with --',
-        ),
+        ('XLA_FLAGS', '--xla_no_such_flag=1', 'in XLA_FLAGS: --xla_no_such_flag=1'),
+        ('XLA_FLAGS', 'xla_dump_to=/tmp', 'Could not open file "xla_dump_to=/tmp" to read flags'),
         ('JAX_PLATFORMS', 'nonsense', "Unable to initialize backend 'nonsense'"),
     ],
 )
 def test_variables_with_which_nothing_opens(monkeypatch, name, value, what):
     monkeypatch.setenv(name, value)
     [found] = open_devices({}, LONG).findings
-    assert what in found.what and found.cure
+    assert what in found.what and found.cure == _known_cure(found.what)
 
 
 @pytest.fixture
@@ -239,7 +225,7 @@ def test_a_process_that_waits_for_others_is_told_so(pair, monkeypatch):
 def test_a_file_that_uses_devices_before_processes_join(pair, file, monkeypatch):
     monkeypatch.setenv('JAX_PROCESS_ID', '1')
     [found] = open_devices({}, LONG, file('import jax\nkey = jax.random.key(0)')).findings
-    assert found.what == 'the processes cannot join: importing the file has used devices before'
+    assert found.what.startswith('joining the other processes failed (exit code 1)')
     assert 'jax.random.key' in found.cure
 
 
@@ -254,75 +240,27 @@ def test_who_disagrees():
 
 # Lines as users have reported them.
 REPORTED = {
-    'ABORTED: The TPU is already in use by process with pid 176028. Not attempting to load libtpu.so': (
-        'the TPU is in use by process 176028',
-        'ps -fp 176028',
-    ),
-    'libtpu.so already in use by another process probably owned by another user.': (
-        'the TPU is in use by another process',
-        'lsof',
-    ),
-    "RuntimeError: Unable to initialize backend 'cuda': Mismatched PJRT plugin PJRT API version": (
-        'a plugin does not fit jaxlib: RuntimeError',
-        'pip install',
-    ),
+    'ABORTED: The TPU is already in use by process with pid 176028. Not attempting to load libtpu.so': 'lsof',
+    'libtpu.so already in use by another process probably owned by another user.': 'lsof',
+    "RuntimeError: Unable to initialize backend 'cuda': Mismatched PJRT plugin PJRT API version": 'a plugin',
     'E0715 18:02 cuda_dnn.cc:523] Loaded runtime CuDNN library: 9.0.0 but source was compiled with: 9.1.1.': (
-        'a CUDA library does not fit: Loaded runtime CuDNN library: 9.0.0',
-        'LD_LIBRARY_PATH',
+        'LD_LIBRARY_PATH'
     ),
-    '    assert _default_backend is not None': ('no platform of JAX_PLATFORMS can be opened', 'unset it'),
-    'WARNING: An NVIDIA GPU may be present on this machine, but a CUDA-enabled jaxlib is not installed.': (
-        'JAX does not open an accelerator: ',
-        'install the package',
-    ),
+    '    assert _default_backend is not None': 'JAX_PLATFORMS',
 }
 
 
 @pytest.mark.parametrize('line', REPORTED, ids=range(len(REPORTED)))
 def test_lines_that_are_known(line):
-    [found] = _recognised(f'I0000 something before\n{line}\nsomething {{after}}')
-    what, cure = REPORTED[line]
-    assert found.what.startswith(what) and cure in found.cure
+    assert REPORTED[line] in _known_cure(f'I0000 something before\n{line}\nsomething {{after}}')
 
 
 def test_lines_that_are_not_known():
-    assert [*_recognised('I0000 all is well {0}\n')] == []
+    assert _known_cure('I0000 all is well {0}\n') == ''
 
 
-@pytest.mark.parametrize(
-    ('versions', 'what'),
-    [
-        ({}, []),
-        ({'jaxlib': '0.9.0'}, ['jaxlib 0.9.0 does not fit JAX 0.10.0, which takes <=0.10.0,>=0.10.0']),
-        ({'jaxlib': '0.10.0.dev20260101'}, []),
-        ({'libtpu': '0.0.40.1'}, []),
-        ({'libtpu': '0.0.50'}, ['libtpu 0.0.50 does not fit JAX 0.10.0, which takes ==0.0.40.*']),
-        (
-            {'jax-cuda12-plugin': '0.9.1'},
-            ['jax-cuda12-plugin 0.9.1 does not fit JAX 0.10.0, which takes <=0.10.0,>=0.10.0'],
-        ),
-        (
-            {'jax-cuda12-plugin': '0.10.0', 'jax-cuda13-plugin': '0.10.0', 'jax-cuda13-pjrt': '0.10.0'},
-            ['plugins for cuda12 and cuda13 are both installed: JAX may open either'],
-        ),
-    ],
-)
-def test_packages_that_do_not_fit(versions, what):
-    required = [
-        'jaxlib<=0.10.0,>=0.10.0',
-        'numpy>=2.0',
-        'jaxlib==0.8.0; extra == "old"',
-        'libtpu==0.0.40.*; extra == "tpu"',
-        'jax-cuda12-plugin[with-cuda]<=0.10.0,>=0.10.0; extra == "cuda12"',
-        'jax-cuda13-plugin<=0.10.0,>=0.10.0; extra == "cuda13"',
-    ]
-    found = [*misfits({'jax': '0.10.0', 'jaxlib': '0.10.0', 'numpy': '2.3.1', **versions}, required)]
-    assert whats(found) == what
-    assert all(finding.cure.startswith('pip ') for finding in found)
-
-
-def test_this_installation_fits():
-    assert set(installed(['jax', 'jaxlib', 'no-such-package'])) == {'jax', 'jaxlib'}
+def test_this_installation():
+    assert {'jax', 'jaxlib', 'numpy'} <= set(environment.installed())
 
 
 @pytest.mark.parametrize(
@@ -333,50 +271,17 @@ def test_this_installation_fits():
         ({'JAX_PLATFORMS': 'cpu'}, (), []),
         ({'JAX_PLATFORMS': 'cpu'}, ('TPU',), ['JAX_PLATFORMS=cpu hides the TPU devices of this machine']),
         ({'JAX_PLATFORMS': 'tpu,cpu'}, ('TPU',), []),
-        (
-            {'TPU_LIBRARY_PATH': '/no/libtpu.so'},
-            (),
-            ['TPU_LIBRARY_PATH=/no/libtpu.so is no file: JAX finds no libtpu'],
-        ),
-        ({'http_proxy': 'http://proxy'}, (), []),
-        ({'http_proxy': 'http://proxy', 'TPU_WORKER_ID': '0', 'NO_PROXY': '10.0.0.1'}, (), []),
-        (
-            {'HTTP_PROXY': 'http://proxy', 'TPU_WORKER_ID': '0'},
-            (),
-            ['HTTP_PROXY can keep processes from joining: gRPC takes it to the coordinator too'],
-        ),
-        ({'JAX_COMPILATION_CACHE_DIR': 'gs://bucket/folder'}, (), []),
-        (
-            {'JAX_COMPILATION_CACHE_DIR': '/dev/null/cache'},
-            (),
-            ['JAX_COMPILATION_CACHE_DIR=/dev/null/cache cannot be written: nothing compiled is kept'],
-        ),
     ],
 )
 def test_variables(environ, present, what):
-    assert whats(environment.wrong_variables(environ, ['jax_enable_x64', 'check_vma'], present)) == what
-
-
-def test_what_jax_has_set_is_not_the_users(monkeypatch):
-    monkeypatch.setenv('TPU_SET_IN_THIS_PROCESS', '1')
-    monkeypatch.setenv('JAX_ENABLE_X64', '1')
-    given = environment.given(os.environ)
-    assert 'TPU_SET_IN_THIS_PROCESS' not in given
-    assert {'PATH': os.environ['PATH'], 'JAX_ENABLE_X64': '1'}.items() <= given.items()
+    settings = ['jax_enable_x64', 'jax_platforms', 'check_vma']
+    assert whats(environment.wrong_variables(environ, settings, present)) == what
 
 
 def test_devices_without_a_package():
     assert not [*environment.missing_plugins(['TPU', 'NVIDIA'], ['libtpu', 'jax-cuda13-plugin'])]
     [found] = environment.missing_plugins(['TPU', 'NVIDIA'], ['libtpu', 'jax'])
     assert 'NVIDIA' in found.what and 'jax[cuda13]' in found.cure
-
-
-def test_a_disk_that_is_full(monkeypatch):
-    assert not [*environment.full_disk()]
-    full = type('usage', (), {'free': 5 * 2**20})
-    monkeypatch.setattr(environment.shutil, 'disk_usage', lambda folder: full)
-    [found] = environment.full_disk()
-    assert 'has 5.0 MiB left' in found.what
 
 
 def test_a_diagnosis(monkeypatch):

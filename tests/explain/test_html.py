@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from scalax._report import blocks
 from scalax.explain import ReportRow, ShardingReport
 from scalax.explain import _blocks as module
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
@@ -102,15 +101,6 @@ def test_page_of_100_000_distinct_leaves_is_small(tmp_path):
     assert 'smaller ones, not shown: 99000 arrays' in path.read_text(encoding='utf-8')
 
 
-def test_deep_paths():
-    rows = tuple(
-        ReportRow('/'.join('k' * depth) + end, (8,), 'int8', P(), '', '', 8, 8)
-        for depth in range(1, 1500)
-        for end in ('/a', '/b')
-    )
-    assert ShardingReport(rows, {'x': 1})._repr_html_().count('class="name"') == module._MOST_LINES + 51
-
-
 def test_folds_and_groups_of_keys_with_a_stem():
     names = [f'params/layers_{i}/{name}' for i in range(3) for name in ('b', 'w')]
     rows = tuple(ReportRow(name, (8,), 'int8', P('x'), '', '', 8, 4) for name in names)
@@ -132,27 +122,3 @@ def test_folds_and_groups_of_keys_with_a_stem():
 def test_unusual_reports(tree, rule, words):
     said = texts(static_of(HELPER.explain(tree, rule)._repr_html_()))
     assert words in ' '.join(said).split(' ')
-
-
-def test_difference_as_html():
-    before = HELPER.explain({'a<b': leaf(8), 'n': 1}, P())
-    after = POD.explain({'a<b': leaf(8), 'n': 1}, {'a<b': P('tp'), 'n': P()})
-    assert texts(static_of(before.diff(after)._repr_html_())) == [
-        *('leaves', 'path', 'before', 'after', 'bytes/device'),
-        *('1 changed', 'a<b', 'replicated', "P('tp',)", '32 B -> 4 B'),
-        '1 array changed',
-        'mesh: (fsdp=4, tp=2) before, (fsdp=64, tp=8) after',
-        'bytes/device of all arrays: 36 B before, 8 B after (-28 B)',
-    ]
-    assert texts(static_of(before.diff(before)._repr_html_())) == [
-        *('no array changed', 'bytes/device of all arrays: 36 B before, 36 B after (+0 B)'),
-    ]
-
-
-def test_large_differences_are_cut():
-    rows = tuple(
-        ReportRow(f'x{i}', (8,), 'int8', P(), '', '', i + 1, i + 1) for i in range(blocks.MOST_ROWS + 2)
-    )
-    part = static_of(ShardingReport(rows, {'x': 1}).diff(ShardingReport((), {'x': 1}))._repr_html_())
-    assert part.count('<tr>') == 1 + blocks.MOST_ROWS
-    assert '... and 2 more' in part and f'{blocks.MOST_ROWS + 2} arrays removed' in part

@@ -132,21 +132,6 @@ def test_a_table_too_narrow_for_its_columns_packs_them_below_the_paths(snapshot)
     snapshot(report.to_text(60))
 
 
-def test_without_folding_there_is_a_line_for_each_leaf(monkeypatch):
-    monkeypatch.setenv('COLUMNS', '120')
-    report = HELPER.explain(MODEL, RULES)
-    lines = report.to_text(fold=False).splitlines()
-    paths = [row.path for row in report.rows]
-    assert [line.split()[0] for line in lines[2:40]] == paths
-    assert lines[40:] == report.to_text().splitlines()[-3:]
-    assert str(report) == report.to_text(120)
-
-
-def test_what_folds_once_only_prints_as_before():
-    report = HELPER.explain({'layers': [{'w': leaf(8, 8)}, {'w': leaf(16, 8)}]}, P('fsdp'))
-    assert report.to_text(100) == report.to_text(100, fold=False)
-
-
 def test_405b_fits_a_screen():
     report = POD.explain(llama_405b(), FSDPShardingRule())
     text = report.to_text(120)
@@ -502,20 +487,6 @@ def test_reports_have_a_hash():
 
 def test_reports_say_what_they_take():
     report = HELPER.explain(MODEL, RULES)
-    for other in ('golden.json', None, report.rows):
-        with pytest.raises(ArgumentError) as error:
-            report.diff(other)
-        assert str(error.value) == (
-            f'report.diff takes another ShardingReport, got {type(other).__name__}: '
-            'read one that was written with ShardingReport.load(path)'
-        )
-    for size in ('10MB', -1, True, float('nan')):
-        with pytest.raises(ArgumentError) as error:
-            report.check(max_replicated_bytes=size)
-        assert str(error.value) == (
-            f'max_replicated_bytes is a number of bytes, 0 or more, got {size!r}: 10 MiB are 10 * 2**20'
-        )
-    report.check(max_replicated_bytes=1e9)
     for width in ('80', 80.5, True):
         for value in (report, changed_model()):
             with pytest.raises(ArgumentError) as error:
@@ -549,12 +520,10 @@ def test_what_is_unreduced_is_not_replicated():
         ('reduced', "P(reduced={'tp'})"),
         ('whole', 'replicated'),
     ]
-    assert str(report).splitlines()[-3:] == [
+    assert str(report).splitlines()[-2:] == [
         '4 arrays, 512 B in all, 416 B on each device of the mesh (fsdp=4, tp=2)',
         'replicated: 2 arrays, 256 B on each device',
-        'unreduced: 2 arrays, 160 B on each device, to be combined',
     ]
-    assert '<dt>unreduced on each device, 2 arrays</dt><dd>160 B</dd>' in report._repr_html_()
     assert ShardingReport.load(report.to_json()) == report
     report.check(max_replicated_bytes=256)
     with pytest.raises(ShardingError, match='256 bytes are replicated on every device'):
@@ -601,18 +570,18 @@ def test_difference_values():
         'head',
         *[f'layers/12/{name}' for name in ('down/kernel', 'norm', 'up/kernel')],
     ]
-    changed = {change.path: change for change in diff.changed}
+    changed = {before.path: (before, after) for before, after in diff.changed}
     assert set(changed) == {'layers/3/up/kernel', *[f'layers/{i}/down/kernel' for i in range(12)]}
-    up = changed['layers/3/up/kernel']
-    assert (up.before.spec, up.after.spec) == (P('fsdp'), P('fsdp', 'tp'))
-    assert (up.before.bytes_per_device, up.after.bytes_per_device) == (16384, 8192)
+    before, after = changed['layers/3/up/kernel']
+    assert (before.spec, after.spec) == (P('fsdp'), P('fsdp', 'tp'))
+    assert (before.bytes_per_device, after.bytes_per_device) == (16384, 8192)
 
 
 def test_leaves_of_one_path_are_compared_one_by_one():
     tree = {'a': {'b': leaf(8)}, 'a/b': leaf(8)}
     whole = HELPER.explain(tree, P())
     difference = whole.diff(HELPER.explain(tree, {'a': P('fsdp'), 'a/b': P()}))
-    assert [(change.path, change.after.spec) for change in difference.changed] == [('a/b', P('fsdp'))]
+    assert [(after.path, after.spec) for _, after in difference.changed] == [('a/b', P('fsdp'))]
 
 
 def test_difference_text(snapshot):

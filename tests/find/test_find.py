@@ -152,24 +152,6 @@ def test_pages_show_names_as_text(tmp_path):
     assert '<img' not in page and '<script>alert' not in result._repr_html_()
 
 
-def test_it_goes_on_from_a_file(tmp_path, monkeypatch):
-    file = tmp_path / 'trials.jsonl'
-    first = find(product, simple(), **options(file=file))
-    lines = file.read_text().splitlines()
-    assert len(lines) == first.tried
-    # As if the machine went down while it wrote the last line.
-    file.write_text('\n'.join([*lines[:-1], '{}', 'null', '[1]', lines[-1], lines[0][:40]]) + '\n')
-    attempts, attempt = [], trial.attempt
-    monkeypatch.setattr(trial, 'attempt', lambda *each: (attempts.append(each), attempt(*each))[1])
-    few = find(product, simple(), **options(file=file, sizes={'tp': 8}, budget_s=1e-6))
-    assert (few.mesh, few.tried) == ({'fsdp': 1, 'tp': 8}, 1)  # those of other meshes do not count
-    attempts.clear()
-    again = find(product, simple(), **options(file=file))
-    assert attempts == [] and (again.rule, again.tried) == (first.rule, first.tried)
-    other = find(product, simple(rows=128), **options(file=file))
-    assert len(attempts) == other.tried > 0
-
-
 def test_ctrl_c_gives_the_best_so_far(monkeypatch):
     attempt, attempts = trial.attempt, []
 
@@ -208,11 +190,6 @@ def test_a_partial_gets_a_name_in_the_code():
     assert '    your_step,\n' in find(step, simple(), **options()).to_code()
 
 
-def test_a_kept_spec_has_no_more_dimensions_than_its_leaf():
-    with pytest.raises(ArgumentError, match=r"for 'w', which has the shape \(64, 256\)"):
-        find(product, simple(), **options(keep=[('w', P(None, None, 'fsdp'))]))
-
-
 def test_gradients_of_integers_count_nothing():
     def step(params, x):
         return jax.grad(lambda p: jnp.sum(jnp.tanh(x @ p['w'])), allow_int=True)(params)
@@ -240,20 +217,6 @@ def test_leaves_that_are_kept():
     assert [group.name for group in result.groups] == ['v']
     without = find(step, args, **options(keep=keep))  # its mesh has no tp
     assert without.rule.apply(params)['w'] == P(None, 'fsdp')
-
-
-def test_two_steps_with_one_rule():
-    params, x = simple()
-
-    def transposed(params, y):
-        return y @ params['w'].T
-
-    y = jax.ShapeDtypeStruct((64, 256), 'float32')
-    both = find(product, (params, x), **options(also=[(transposed, (params, y), 1)]))
-    alone = find(product, (params, x), **options())
-    assert both.estimate > alone.estimate
-    helper = MeshShardingHelper([*both.mesh.values()], [*both.mesh])
-    helper.sjit(transposed, in_shardings=(both.rule, both.batch), batch_argnums=1).lower(params, y)
 
 
 def test_names_of_axes():
@@ -295,11 +258,8 @@ def test_rows_that_do_not_divide_are_replicated_on_meshes_without_an_axis_for_th
         ),
         ({'sizes': {'tp': None}}, "sizes of 'tp' are a size or several, such as [1, 2, 4], got None"),
         ({'axis_names': 5}, 'axis_names are 2 names of mesh axes, such as fsdp and tp, got 5'),
-        ({'file': '/'}, "'/' cannot be written"),
         ({'keep': [('w', None)]}, 'keep takes pairs of a regex and a PartitionSpec, got None'),
-        ({'memory': 0}, 'memory is a number of bytes, got 0'),
         ({'headroom': 1}, 'headroom is the part of the memory to leave free'),
-        ({'budget_s': 0}, 'budget_s is a positive number of seconds, got 0'),
         ({'optimizer_state': 'zero'}, "optimizer_state is 'as parameters' or 'zero1', got 'zero'"),
         ({'batch_dim': -1}, 'batch_dim is the number of a dimension, got -1'),
         ({'batch_dim': 2}, 'divides the rows of the batch: dimension 2 of (64, 64)'),
@@ -309,7 +269,6 @@ def test_rows_that_do_not_divide_are_replicated_on_meshes_without_an_axis_for_th
         ({'sizes': {'tp': 3}}, "no mesh of 8 devices in a slice has the sizes {'tp': 3}"),
         ({'num_slices': 0}, 'num_slices is a positive integer, got 0'),
         ({'num_slices': 2}, 'several slices need a topology'),
-        ({'also': [product]}, 'also takes further steps, each (function, arguments, batch_argnums)'),
     ],
 )
 def test_bad_input(changes, message):

@@ -90,9 +90,9 @@ def decoder(layers: int, first: int = 0) -> Leaves:
 
 def test_layers_and_moments_take_the_rows_of_one_layer() -> None:
     expected = [
-        ('(^|/)(embedding|out/kernel)$', ROW),
-        ('(^|/)(gate|up)/kernel$', P('expert', 'fsdp', 'tp')),
         ('(^|/)down/kernel$', P('expert', 'tp', 'fsdp')),
+        ('(^|/)(gate|up)/kernel$', P('expert', 'fsdp', 'tp')),
+        ('(^|/)(embedding|out/kernel)$', ROW),
         ('(^|/)kernel$', COLUMN),
         ('(^|/)(query|key|value)/bias$', VECTOR),
         ('.*', P()),
@@ -103,12 +103,11 @@ def test_layers_and_moments_take_the_rows_of_one_layer() -> None:
 
 def test_numbers_are_named_where_layers_differ() -> None:
     assert rows(state(decoder(80, first=3))) == [
-        ('(^|/)(embedding|out/kernel|layers/(0|1|2)/mlp/down/kernel)$', ROW),
-        ('(^|/)layers/(0|1|2)/mlp/(gate|up)/kernel$', COLUMN),
-        ('(^|/)mlp/(gate|up)/kernel$', P('expert', 'fsdp', 'tp')),
-        ('(^|/)mlp/down/kernel$', P('expert', 'tp', 'fsdp')),
-        ('(^|/)kernel$', COLUMN),
         ('(^|/)(query|key|value)/bias$', VECTOR),
+        ('(^|/)(embedding|out/kernel|layers/(0|1|2)/mlp/down/kernel)$', ROW),
+        ('(^|/)down/kernel$', P('expert', 'tp', 'fsdp')),
+        ('(^|/)((query|key|value|unembed)/kernel|layers/(0|1|2)/mlp/(gate|up)/kernel)$', COLUMN),
+        ('(^|/)kernel$', P('expert', 'fsdp', 'tp')),
         ('.*', P()),
     ]
 
@@ -120,9 +119,9 @@ def test_numbers_are_named_where_layers_differ() -> None:
             state(decoder(3), mu=P('data'), nu=P('data')),
             [
                 ('^1/', P('data')),
-                ('(^|/)(embedding|out/kernel)$', ROW),
-                ('(^|/)(gate|up)/kernel$', P('expert', 'fsdp', 'tp')),
                 ('(^|/)down/kernel$', P('expert', 'tp', 'fsdp')),
+                ('(^|/)(gate|up)/kernel$', P('expert', 'fsdp', 'tp')),
+                ('(^|/)(embedding|out/kernel)$', ROW),
                 ('(^|/)kernel$', COLUMN),
                 ('(^|/)(query|key|value)/bias$', VECTOR),
                 ('.*', P()),
@@ -151,9 +150,9 @@ def test_numbers_are_named_where_layers_differ() -> None:
             },
             [
                 ('^0/', P()),
+                ('(^|/)(query|key|value)/bias$', VECTOR),
                 ('(^|/)(embedding|(out|down)/kernel)$', ROW),
                 ('(^|/)kernel$', COLUMN),
-                ('(^|/)(query|key|value)/bias$', VECTOR),
                 ('.*', P()),
             ],
             id='replicated params',
@@ -214,7 +213,7 @@ def test_numbers_are_named_where_layers_differ() -> None:
                     ('ln_1/scale', P()),
                 )
             },
-            [(r'(^|/)(h\d+_attn/linear/w|linear_1/w)$', ROW), ('(^|/)w$', COLUMN), ('.*', P())],
+            [(r'(^|/)(query/w|h\d+_mlp/linear/w)$', COLUMN), ('(^|/)w$', ROW), ('.*', P())],
             id='Haiku',
         ),
         pytest.param(
@@ -225,7 +224,7 @@ def test_numbers_are_named_where_layers_differ() -> None:
         pytest.param(
             {'w': ((8,), ROW), 'a/w': ((8,), COLUMN), 'b/a/w': ((8,), VECTOR)}
             | {'a/b': ((8,), P()), 'b/a/b': ((8,), P())},
-            [('^w$', ROW), ('^a/w$', COLUMN), ('(^|/)b/a/w$', VECTOR), ('.*', P())],
+            [('^w$', ROW), ('^a/w$', COLUMN), ('(^|/)w$', VECTOR), ('.*', P())],
             id='paths that are ends of others',
         ),
         pytest.param(

@@ -51,19 +51,6 @@ def test_what_is_in_the_memory_of_the_host(mesh: Mesh) -> None:
         assert of.arguments_of(program) == [('x', P('x', None), 0)]
 
 
-def test_the_text_of_a_program_does_not_depend_on_lines(mesh: Mesh) -> None:
-    def text(source: str, name: str = 'step') -> str:
-        space: dict[str, Any] = {'jax': jax}
-        exec(compile(source.replace('NAME', name), f'{name}{len(source)}.py', 'exec'), space)
-        return of.text_of(jax.jit(space['fun']).lower(np.ones(3)))
-
-    source = "def fun(x):\n    with jax.named_scope('NAME'):\n        return x * 2"
-    with contract('marks with #loc what says where code is', 'to know equal programs'):
-        assert text(source) == text(f'\n\n\n{source}')
-        assert text(source) != text(source, 'other')
-        assert 'step' in text(source)
-
-
 @pytest.mark.parametrize(
     ('text', 'spec'),
     [

@@ -100,7 +100,7 @@ def test_a_change_is_told():
     lines = str(diff).splitlines()
     assert lines[0] == 'forward: (fsdp=4, tp=2) -> (fsdp=2, tp=4)'
     assert '  all-gather  fsdp  16.0 KiB  1 -> 0' in lines
-    assert [change.path for change in diff.inputs.changed] == ['w', 'x']
+    assert [after.path for _, after in diff.inputs.changed] == ['w', 'x']
     assert '  arguments     5.0 KiB -> 18.0 KiB' in lines
 
 

@@ -1,7 +1,6 @@
 """Steps that are lowered: what they store, and when one can stand in for another."""
 
 import jax
-import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 
@@ -72,66 +71,3 @@ def test_what_is_on_the_host_does_not_count():
 def test_shardings_of_arguments_by_their_names(name):
     given, results = lowered(lambda tree: tree[name], {name: array(8, 16, spec=P('fsdp'))}).shardings
     assert (given, results) == ([NamedSharding(HELPER.mesh, P('fsdp', None))], [None])
-
-
-# --- Identity -------------------------------------------------------------------------------------
-
-
-def step(x):
-    with jax.named_scope('inner'):
-        return jnp.sin(x) @ x
-
-
-def identity(fun=step, shape=(16, 16), spec='fsdp', helper=HELPER, **options):
-    fun = helper.sjit(fun, in_shardings=P(spec), **options)
-    return lower_step(helper, fun, (jax.ShapeDtypeStruct(shape, 'float32'),), {}).identity
-
-
-def test_the_same_step_has_the_same_identity():
-    def elsewhere():
-        return identity()
-
-    def step(x):
-        # Some lines further down.
-        with jax.named_scope('inner'):
-            return jnp.sin(x) @ x
-
-    assert identity() == elsewhere() == identity(step)
-
-
-def test_another_step_has_another_identity():
-    def other(x):
-        with jax.named_scope('inner'):
-            return jnp.cos(x) @ x
-
-    def step(x):
-        with jax.named_scope('outer'):
-            return jnp.sin(x) @ x
-
-    def of_y(y):
-        with jax.named_scope('inner'):
-            return jnp.sin(y) @ y
-
-    of_y.__name__ = of_y.__qualname__ = 'step'
-    reverse = MeshShardingHelper([4, 2], ['fsdp', 'tp'], devices=jax.devices()[::-1])
-    every = [
-        identity(),
-        identity(other),
-        identity(step),
-        identity(of_y),
-        identity(shape=(32, 32)),
-        identity(jnp.sin, shape=(80, 128)),
-        identity(jnp.sin, shape=(80, 256)),
-        identity(spec='tp'),
-        identity(helper=MeshShardingHelper([2, 4], ['fsdp', 'tp'])),
-        identity(helper=reverse),
-        identity(donate_argnums=0),
-        identity(compiler_options={'xla_cpu_enable_fast_math': True}),
-    ]
-    assert len(set(every)) == len(every)
-
-
-def test_constants_do_not_make_it_long():
-    large = jnp.arange(1 << 20, dtype='float32')
-    lowered_step = lowered(lambda x: x + large, array(1 << 20, spec=P('fsdp')))
-    assert len(lowered_step.identity) == 16

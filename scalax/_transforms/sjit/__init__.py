@@ -8,7 +8,6 @@ from scalax._transforms.calls.signature import name_of
 from scalax._transforms.sjit.function import (
     SjitFunction,
     names_of_arguments,
-    options_of,
     owner_of,
     sjit,
 )
@@ -17,7 +16,6 @@ __all__ = [
     'SjitFunction',
     'name_of',
     'names_of_arguments',
-    'options_of',
     'owner_of',
     'sjit',
     'describe_difference',

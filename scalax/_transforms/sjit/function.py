@@ -263,11 +263,6 @@ def owner_of(function: Any) -> MeshOwner | None:
     return function._dispatcher.helper if isinstance(function, SjitFunction) else None
 
 
-def options_of(function: Any) -> JitOptions:
-    """The options of ``jax.jit`` with which an `SjitFunction` was made; none for anything else."""
-    return function._given[2].get('jit_kwargs', {}) if isinstance(function, SjitFunction) else {}
-
-
 def names_of_arguments(function: Any, args: Sequence[Any]) -> list[str] | None:
     """The names of the positional arguments that are not static; None for anything but an `SjitFunction`."""
     if not isinstance(function, SjitFunction):

@@ -1,0 +1,36 @@
+"""A candidate of a search, with the reason why it lost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from scalax._plan.plan import Plan
+from scalax._tree.specs import axis_sizes_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A mesh of a search, possibly with a set of rules.
+
+    Attributes:
+        mesh: mesh axis name -> size.
+        rules: the name of the set of rules; empty if the search was given none.
+        plan: the plan of the step on it; None if it could not be planned.
+        lost: why it is not the best; empty for the best.
+        ruled_out: whether it lost before it was compiled, as its arguments alone do not fit.
+        least_memory: bytes of a device that any program needs: those of the arguments.
+    """
+
+    mesh: Mapping[str, int]
+    rules: str = ''
+    plan: Plan | None = None
+    lost: str = ''
+    ruled_out: bool = False
+    least_memory: int = 0
+
+    @property
+    def name(self) -> str:
+        """The sizes, such as ``'fsdp=16, tp=4'``, and the name of the rules."""
+        sizes = axis_sizes_text(self.mesh)
+        return f'{sizes}; {self.rules}' if self.rules else sizes
