@@ -87,7 +87,7 @@ def typed(x: jax.Array) -> jax.Array:
     return x
 
 
-@helper.auto_axes
+@helper.auto_axes(out_sharding=PartitionSpec('fsdp'))
 def untyped(x: jax.Array) -> jax.Array:
     return x
 
