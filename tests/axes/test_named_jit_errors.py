@@ -125,7 +125,7 @@ def test_a_mesh_without_devices_serves_inside_of_jit_only(helper):
     compiled = named_jit(lambda x: shard(x, 'batch mlp'), COMPUTE, mesh=helper.mesh.abstract_mesh)
     with pytest.raises(MeshError, match=r'^a call of <lambda> needs devices to run on'):
         compiled(jnp.ones((8, 8)))
-    with pytest.raises(MeshError, match=r'^lower\(\) needs devices'):
+    with pytest.raises(ValueError, match='lowering_platforms'):  # of JAX
         compiled.lower(jnp.ones((8, 8)))
     with jax.set_mesh(helper.mesh):
         assert jax.jit(compiled)(jnp.ones((8, 8))).sharding.spec == P('data', 'tp')

@@ -44,7 +44,6 @@ from scalax._transforms.calls.call import (
     has_type,
     is_deleted,
     is_foreign,
-    is_mismatched,
     left_alone,
 )
 from scalax._transforms.calls.placement import Moves
@@ -203,12 +202,8 @@ class Dispatcher:
         if right is None or right.call is not used:
             # A runtime error comes from a run, which is not repeated; others were raised before tracing.
             return not isinstance(error, jax.errors.JaxRuntimeError)
-        columns = read.call.leaves, read.shardings
-        if read.moves.mismatched and (
-            any(map(is_mismatched, *columns))
-            or (isinstance(error, ValueError) and any(map(errors.is_refused, *columns)))
-        ):
-            return True
+        if isinstance(error, ValueError) and placement.targets(read.call.leaves, read.shardings, read.moves):
+            return True  # of an argument that moves first
         self._explain(error, read)
         return False
 
@@ -247,12 +242,9 @@ class Dispatcher:
         """Reads a call; returns it with what is known of its key.
 
         Raises:
-            ArgumentError: leaves that are not arrays, a static value that cannot be hashed, or options that
-                name arguments which the call does not have.
+            ArgumentError: leaves that are not arrays, or a static value that cannot be hashed.
             ShardingError, StructureError: the rules do not fit the arguments.
         """
-        if self.signature.hints_used and len(call.flat_args) != self.signature.fixed:
-            self.signature.reject_misnamed(call.flat_args)
         key = call_key(call)
         entry = self._entry(key, call)
         shardings = entry.arguments
@@ -277,7 +269,7 @@ class Dispatcher:
                 # Types may hold shardings: the key is that of the arguments as they will be.
                 typed = Call(self.signature, typed_args)
                 entry = self._entry(call_key(typed), typed, shardings)
-        return ReadCall(self.rules, call, shardings, moves, typed, called_before=bool(self.programs)), entry
+        return ReadCall(self.rules, call, shardings, moves, typed), entry
 
     def _entry(self, key: CallKey, call: Call, shardings: Shardings | None = None) -> Entry:
         """What is known of a key, at least the *shardings* of the arguments, or those of the rules."""
@@ -333,9 +325,6 @@ class Dispatcher:
         # The same function object as in the program: JAX finds this trace again there.
         try:
             traced = jax.jit(flat_function, static_argnums=call.layout.static).trace(*call.flat_args)
-        except jax.errors.TracerBoolConversionError as error:
-            errors.note_flags(error, call)
-            raise
         finally:
             self.args_placed.entry = None
         record(entry, traced)
@@ -392,7 +381,7 @@ class Dispatcher:
             program = self.programs.setdefault(shardings, new)
         return program
 
-    # Placing arguments, and running the program ------------------------------------------------------
+    # Running the program -------------------------------------------------------------------------
 
     def _place_host_data(self, read: ReadCall, program: Program) -> None:
         """Makes a program place host data in the slots of a call from now on."""
@@ -482,7 +471,7 @@ class Dispatcher:
         return entry
 
     def _wrong_program(self) -> WrongProgram:
-        return WrongProgram(self, self.signature.name, other_types=runs_inline(self.mesh))
+        return WrongProgram(self)
 
 
 # The user's function runs below these, traced or not.

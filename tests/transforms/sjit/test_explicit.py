@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from scalax.errors import ArgumentError, MeshError, PlacementError
+from scalax.errors import MeshError, PlacementError
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, NamedSharding, PolicyShardingRule
 from scalax.sharding import PartitionSpec as P
 
@@ -263,16 +263,6 @@ def test_arrays_that_nobody_has_placed_are_traced_once_under_axes_of_other_types
                 jax.monitoring.unregister_event_duration_listener(listen)
             assert not traced
             assert all(lies(out, auto, SPEC) for out in outs)
-
-
-def test_a_compiled_program_says_that_axes_have_other_types_where_it_is_called(snapshot):
-    auto = MeshShardingHelper([4, 2], ['x', 'y'])
-    double = auto.sjit(lambda x: 2 * x, in_shardings=SPEC)
-    x = jnp.asarray(X)
-    program = double.get_jitted_function_by_args(x)
-    with jax.set_mesh(EXPLICIT.mesh), snapshot.raises(ArgumentError):
-        program(x)
-    np.testing.assert_array_equal(program(x), 2 * X)
 
 
 def test_an_array_off_the_mesh_that_no_rule_places():
