@@ -83,11 +83,6 @@ OF_FSDP = (
             'batch_argnums=1: <lambda> takes 1 positional argument (x)',
         ),
         (
-            lambda: named_jit(lambda w, **more: w, batch_argnames='x')(np.ones(2), y=np.ones(2)),
-            "batch_argnames='x': a call of <lambda> with 1 positional argument and the keywords (y) has no "
-            "such argument (known: 'w', 'y')",
-        ),
-        (
             lambda: named_jit(lambda x: x, batch_argnums=0, mesh=MeshShardingHelper([8], ['data']))(
                 np.ones(8)
             ),

@@ -189,26 +189,6 @@ class CallSignature:
             return ''
         return did_you_mean(str(name), known)
 
-    def reject_no_batch(self, flat_args: Sequence[Any]) -> None:
-        """Raises ArgumentError if none of the arguments that are said to be batches can be in this call.
-
-        A parameter with a name may be left to its default. Under ``*args`` and ``**kwargs``, positions and
-        names that no call has are found here only.
-        """
-        numbers, names = self._batch
-        if not any(self._batch) or any(slot.batch for slot in self.layout_of(flat_args).slots):
-            return
-        args, keywords = self.restore(flat_args)
-        if not keywords.keys() & names:
-            said = [f'batch_argnums={number}' for number in numbers]
-            said += [f'batch_argnames={name!r}' for name in sorted(names)]
-            known = [*self.positional, *keywords]
-            near = f' ({did_you_mean(min(names), known)})' if names else ''
-            raise ArgumentError(
-                f'{", ".join(said)}: a call of {self.name} with {plural(len(args), "positional argument")} '
-                f'and the keywords ({", ".join(keywords)}) has no such argument{near}'
-            )
-
     @property
     def key(self) -> Any:
         """Equal for functions of equal parameters and options."""

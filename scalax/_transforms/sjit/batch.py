@@ -32,13 +32,12 @@ def batch_to_follow(rules: FunctionRules, call: Call, shardings: Shardings) -> A
         shardings: those of the arguments inside the function.
 
     Raises:
-        ArgumentError: an argument that is said to be a batch has no sharding, or no such argument is there.
+        ArgumentError: an argument that is said to be a batch has no sharding.
     """
     if rules.any_explicit:  # types say where values are
         return None
     if not rules.signature.says_batch:
         return _arguments(call, shardings, _found(rules, call))
-    rules.signature.reject_no_batch(call.flat_args)
     rows = _said(rules, call)
     _reject_unsharded(rules, call, rows, shardings)
     return _arguments(call, shardings, rows)

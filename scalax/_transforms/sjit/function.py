@@ -20,7 +20,6 @@ from typing import (
 
 import jax
 
-from scalax._trace.constraints import is_in_types
 from scalax._trace.contexts import MeshOwner, checked_bindings, hashable
 from scalax._transforms.calls.call import Call, Shardings
 from scalax._transforms.calls.placement import as_moved
@@ -28,7 +27,7 @@ from scalax._transforms.calls.shardings import OnMismatch, Options
 from scalax._transforms.calls.signature import OMITTED, CallSignature
 from scalax._transforms.sjit.caller import generate_caller
 from scalax._transforms.sjit.dispatch import Dispatcher
-from scalax._transforms.sjit.program import Program, sharding_tree
+from scalax._transforms.sjit.program import Program
 from scalax._util.lru_cache import LRUCache
 from scalax.errors import ArgumentError
 from scalax.rules._prefix import are_pure, check, key_of
@@ -152,12 +151,11 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         _, entry, _ = self._dispatcher.prepare(flat_args)
         call = Call(self._dispatcher.signature, flat_args)
         inputs = tuple(
-            sharding_tree(call.trees[slot], shardings, 'they cannot be shown in place')
+            call.trees[slot].unflatten(shardings)
             for slot, shardings in call.by_slot(entry.arguments).items()
             if flat_args[slot] is not OMITTED
         )
-        outputs = entry.outputs or ()
-        return inputs, sharding_tree(entry.out_tree, outputs, 'they cannot be shown in place')
+        return inputs, entry.out_tree.unflatten(entry.outputs or ())
 
     def get_jitted_function_by_args(self, /, *args: Any, **kwargs: Any) -> Self:
         """This function, after a check of the arguments; JAX takes it as one of ``jax.jit``."""
@@ -171,7 +169,7 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         self._dispatcher.clear()
 
     def _flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        return _types_as_structs(self._dispatcher.signature.flatten(args, kwargs))
+        return self._dispatcher.signature.flatten(args, kwargs)
 
 
 def sjit(helper: MeshOwner, fun: Callable[Given, Result], **given: Any) -> SjitFunction[Given, Result]:
@@ -311,17 +309,3 @@ def _trace_as_called(
             typed[slot] = as_moved(typed[slot], found)
     args, keywords, options = signature.as_called(program.layout, typed, count, names)
     return jax.jit(as_called, **options, **program.options).trace(*args, **keywords)
-
-
-def _types_as_structs(flat_args: Sequence[Any]) -> tuple[Any, ...]:
-    """The arguments with ShapeDtypeStructs in place of types (as from ``jax.typeof``)."""
-    if not any(isinstance(leaf, jax.core.ShapedArray) for leaf in jax.tree.leaves(flat_args)):
-        return tuple(flat_args)
-    return jax.tree.map(_struct, tuple(flat_args))
-
-
-def _struct(leaf: Any) -> Any:
-    if not isinstance(leaf, jax.core.ShapedArray):
-        return leaf
-    sharding = leaf.sharding if is_in_types(leaf.sharding) else None
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)

@@ -27,7 +27,6 @@ from scalax._transforms.calls.errors import donated_twice, reject_deleted
 from scalax._transforms.calls.placement import Moves, moved, targets
 from scalax._transforms.calls.signature import CallLayout, CallSignature
 from scalax._util import lru_cache
-from scalax.errors import StructureError
 
 
 class WrongProgram(Exception):
@@ -56,26 +55,7 @@ def expand(form: Any) -> Any:
     if not isinstance(form, tuple):
         return form
     treedef, shardings = form
-    return sharding_tree(
-        treedef,
-        shardings,
-        'its leaves cannot be given different ones: give one sharding for the whole node, or None',
-    )
-
-
-def sharding_tree(treedef: Any, shardings: Shardings, consequence: str) -> Any:
-    """A tree of shardings.
-
-    Raises:
-        StructureError: a node of the tree takes nothing but arrays; the message ends with *consequence*.
-    """
-    try:
-        return treedef.unflatten(shardings)
-    except Exception as error:
-        raise StructureError(
-            f'a node of the tree refuses to hold shardings in place of arrays ({type(error).__name__}: '
-            f'{error}), so {consequence}'
-        ) from error
+    return treedef.unflatten(shardings)
 
 
 class Program:

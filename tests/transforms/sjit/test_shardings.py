@@ -486,7 +486,7 @@ class Strict:
         return cls(*children)
 
 
-def test_nodes_that_refuse_anything_but_arrays(snapshot):
+def test_nodes_that_refuse_anything_but_arrays():
     node = Strict(X)
     for options in (
         {},
@@ -497,7 +497,7 @@ def test_nodes_that_refuse_anything_but_arrays(snapshot):
             warnings.filterwarnings('ignore', message='Some donated buffers were not usable')
             out = HELPER.sjit(lambda node: Strict(node.w * 2), **options)(node)
         np.testing.assert_array_equal(out.w, X * 2)
-        with snapshot.raises(StructureError):
+        with pytest.raises(TypeError, match='w must be a matrix'):
             HELPER.sjit(lambda node: node, P('data')).shardings_for(node)
     for rules in (P('data'), FSDPShardingRule('data', min_fsdp_size=0)):
         out = HELPER.sjit(lambda node: Strict(node.w * 2), out_shardings=rules)(node)
