@@ -69,7 +69,6 @@ def test_what_is_a_batch(options, expected):
                 {'in_shardings': (RULE, P())},
                 {'in_shardings': (RULE, None)},
                 {'in_shardings': None},
-                {'in_shardings': (RULE, ROWS), 'args_sharding_constraint': (None, P())},
                 {'in_shardings': None, 'args_sharding_constraint': (None, P(P.UNCONSTRAINED))},
                 {'in_shardings': FSDPShardingRule()},  # leaves a small array whole
             )

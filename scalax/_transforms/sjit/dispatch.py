@@ -58,10 +58,11 @@ from scalax._transforms.sjit.program import (
     compress,
     expand,
 )
-from scalax._transforms.sjit.trace import TracedFunction, in_eager_axis_modes, record, runs_inline
+from scalax._transforms.sjit.trace import TracedFunction, record, runs_inline
 from scalax._transforms.tracebacks import HidingOurs
 from scalax._util import lru_cache
 from scalax._util.progress import progress
+from scalax.errors import MeshError
 
 if TYPE_CHECKING:
     from scalax._follow.followed_batch import FollowedBatch
@@ -140,7 +141,6 @@ class Dispatcher:
         this = self._weak
         self._entries = functools.lru_cache(maxsize=lru_cache.SIZE)(Entry)
         self.programs: dict[Any, Program] = {}
-        self._inlined: dict[CallLayout, Any] = {}
         self._table = ProgramTable(lambda flat_args: this._known(flat_args), lambda: this._wrong_program())
         self.fast_call = None
         self._compares_paths = False  # of arguments whose structure does not determine them, at every call
@@ -150,11 +150,14 @@ class Dispatcher:
     def dispatch(self, flat_args: tuple[Any, ...]) -> Any:
         """Serves a call for which no program is known, or that the one tried cannot serve."""
         try:
-            if not jax.sharding.get_abstract_mesh().empty:
+            ambient = jax.sharding.get_abstract_mesh()
+            if not ambient.empty:
                 if runs_inline(self.mesh):
                     return self._function.run_inline(Call(self.signature, flat_args))
-                if in_eager_axis_modes(self.mesh):
-                    return self._inline_compiled(flat_args)
+                switched = constraints.has_other_types(ambient, self.mesh)
+                if switched and jax.sharding.get_mesh().abstract_mesh != ambient:
+                    name = self.signature.name
+                    raise MeshError(f'{name} needs a jax.jit around the auto_axes or explicit_axes of JAX')
             if not self._has_devices:
                 self._require_devices()
             call = Call(self.signature, flat_args)
@@ -410,16 +413,6 @@ class Dispatcher:
             if self.mesh.size > 1 and any(map(left_alone, jax.tree.leaves(outputs))):
                 errors.warn_left_alone(read.call, read.shardings, outputs)
         return outputs
-
-    def _inline_compiled(self, flat_args: Sequence[Any]) -> Any:
-        """`TracedFunction.run_inline`, in a program of its own."""
-        this, layout = self._weak, self.signature.layout_of(flat_args)
-
-        def inline(*flat_args: Any) -> Any:
-            return this._function.run_inline(Call(this.signature, flat_args))
-
-        inline.__name__ = inline.__qualname__ = self.signature.name
-        return self._inlined.setdefault(layout, jax.jit(inline, static_argnums=layout.static))(*flat_args)
 
     # What JAX traces of a program --------------------------------------------------------------------
 

@@ -25,7 +25,6 @@ from scalax._jax.tracing import is_compiled, is_opaque, memory_space, type_of
 from scalax._trace import contexts
 from scalax._trace.constraints import (
     apply_shardings,
-    has_other_types,
     on_devices,
     retyped_mesh,
 )
@@ -192,8 +191,7 @@ class TracedFunction:
         self._warned = True
         asked = self._context().asked
         seen, unused = sorted(asked - self._names.keys()), sorted(self._names.keys() - asked)
-        if any_static:
-            # Other static values may lead through other code: only a misspelling is certain.
+        if any_static:  # other values may lead through other code: only a misspelling is certain
             unused = [each for each in unused if near_names(each, seen)]
         if unused:
             listed = (
@@ -215,15 +213,6 @@ def runs_inline(mesh: Mesh | AbstractMesh) -> bool:
     """
     ambient = jax.sharding.get_abstract_mesh()
     return not ambient.empty and (bool(ambient.manual_axes) or retyped_mesh(mesh) is not mesh)
-
-
-def in_eager_axis_modes(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether this runs in JAX's own auto_axes or explicit_axes, outside of any ``jax.jit``.
-
-    The types of axes in force then differ from those of ``jax.set_mesh``.
-    """
-    ambient = jax.sharding.get_abstract_mesh()
-    return has_other_types(ambient, mesh) and jax.sharding.get_mesh().abstract_mesh != ambient
 
 
 def _weakly(fun: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
