@@ -1,12 +1,11 @@
 """Errors and warnings about arguments that a program cannot take as they are placed.
 
 Before a program runs, `reject_deleted`, `mismatched` and `reject_foreign_types` check its arguments.
-What JAX refuses all the same is classified by one table, `explained`.
+`explained` says why JAX refused a call all the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +19,6 @@ from scalax._transforms.calls.call import (
     is_deleted,
     is_foreign,
     left_alone,
-    on_other_devices,
 )
 from scalax._transforms.calls.shardings import ReadCall
 from scalax._tree import specs
@@ -35,18 +33,6 @@ from scalax.errors import (
     shown_leaves,
     warn,
 )
-
-IsWrong = Callable[[Any, NamedSharding | None], bool]
-
-
-def _listed(read: ReadCall, wrong: IsWrong, text: Callable[[Any, Any], str]) -> str:
-    """The leaves that are wrong, with a *text* about each; empty without any."""
-    return shown_leaves(
-        f'{read.call.describe(i)} is sharded as {text(leaf, sharding)}'
-        for i, (leaf, sharding) in enumerate(zip(read.call.leaves, read.shardings, strict=True))
-        if wrong(leaf, sharding)
-    )
-
 
 # Before the program runs -----------------------------------------------------------------------------
 
@@ -116,60 +102,35 @@ def explained(error: Exception, read: ReadCall) -> ScalaxError | None:
     # A run that failed has deleted what was donated to it, and raises errors of other types.
     if type(error) is RuntimeError and any(map(is_deleted, read.call.leaves)):
         return _deleted(read.call)
-    for kind, explain in _EXPLANATIONS:
-        found = explain(read) if isinstance(error, kind) else None
-        if found is not None:
-            return found
-    return None
-
-
-def _off_mesh_error(read: ReadCall) -> PlacementError | None:
-    """The error about arrays of other devices that no rule gives a sharding."""
-    listed = _listed(
-        read,
-        lambda leaf, sharding: sharding is None and on_other_devices(leaf, read.rules.mesh),
-        lambda leaf, _: f'{_short(leaf.sharding)}{_of_devices(leaf.sharding)}',
-    )
-    return _of_leaves_off_mesh(read.call, listed) if listed else None
-
-
-def _of_leaves_off_mesh(call: Call, listed: str) -> PlacementError:
-    return PlacementError(
-        f'{call.signature.name} got arrays that are not on its mesh, and in_shardings does not say where '
-        f'they belong:\n{listed}\n'
-        'What to do: move them first (helper.shard), or name their shardings in in_shardings and pass '
-        "on_mismatch='reshard' to sjit to have them moved at every such call."
-    )
+    return mismatched(read) or donated_twice(read.call)
 
 
 def mismatched(read: ReadCall) -> PlacementError | None:
     """The error about arrays that are committed to another sharding than asked."""
     if read.moves.mismatched:
         return None
-    listed = _listed(
-        read,
-        read.rules.is_wrong,
-        lambda leaf, sharding: '{}, asked: {}'.format(*describe_difference(leaf.sharding, sharding)),
+    listed = shown_leaves(
+        '{} is sharded as {}, asked: {}'.format(
+            read.call.describe(i), *describe_difference(leaf.sharding, sharding)
+        )
+        for i, (leaf, sharding) in enumerate(zip(read.call.leaves, read.shardings, strict=True))
+        if read.rules.is_wrong(leaf, sharding)
     )
     if not listed:
         return None
     if not read.rules.any_rule:
-        return _of_leaves_off_mesh(read.call, listed)
+        return PlacementError(
+            f'{read.call.signature.name} got arrays that are not on its mesh, and in_shardings does not say '
+            f'where they belong:\n{listed}\n'
+            'What to do: move them first (helper.shard), or name their shardings in in_shardings and pass '
+            "on_mismatch='reshard' to sjit to have them moved at every such call."
+        )
     return PlacementError(
         f'{read.call.signature.name} got arrays that are committed to another sharding than in_shardings '
         f'says:\n{listed}\n'
         "What to do: move them first (helper.shard), pass on_mismatch='reshard' to sjit to have them "
         'moved at every such call, or use None in in_shardings to leave arguments where they are.'
     )
-
-
-# What JAX raises (a ValueError for arguments that it does not take) and what may explain it. The first error
-# that an explanation returns is raised.
-_EXPLANATIONS: tuple[tuple[type[Exception], Callable[[ReadCall], ScalaxError | None]], ...] = (
-    (ValueError, _off_mesh_error),
-    (Exception, mismatched),
-    (Exception, lambda read: donated_twice(read.call)),
-)
 
 
 def warn_left_alone(call: Call, shardings: Shardings, outputs: Any) -> None:

@@ -282,23 +282,9 @@ def test_an_argument_of_other_devices_that_no_rule_speaks_about(known, on_mismat
     four = MeshShardingHelper([4], ['data'], devices=jax.devices()[:4]).shard(X, P('data'))
     one = jax.device_put(X, jax.devices()[3])
     backwards = NamedSharding(Mesh(HELPER.mesh.devices[::-1], ('data', 'model')), P('data'))
-    for y, lies in (
-        (four, "P('data',) on (data=4) of devices 0, 1, 2, 3"),
-        (one, str(one.sharding)),
-        (
-            jax.device_put(X, backwards),
-            "P('data',) on (data=4, model=2) of devices 6, 7, 4, 5, 2, 3, 0, 1",
-        ),
-    ):
-        with pytest.raises(PlacementError) as error:
+    for y in (four, one, jax.device_put(X, backwards)):
+        with pytest.raises(ValueError, match='Received incompatible devices'):  # of JAX
             add(X, {'b': y})
-        assert str(error.value) == (
-            '<lambda> got arrays that are not on its mesh, and in_shardings does not say where they '
-            'belong:\n'
-            f'  y/b: float32[8, 8] is sharded as {lies}\n'
-            'What to do: move them first (helper.shard), or name their shardings in in_shardings and pass '
-            "on_mismatch='reshard' to sjit to have them moved at every such call."
-        )
 
 
 def test_an_equivalent_sharding_of_another_mesh_object_is_no_mismatch():
