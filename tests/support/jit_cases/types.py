@@ -99,7 +99,7 @@ def integer_too_large(jit, value):
     return jit(lambda x: x)(value)
 
 
-@case(meant={'error': 'own-errors'}, raises=True)
+@case(raises=True)
 def integer_too_large_with_x64(jit):
     with jax.enable_x64(True):
         return jit(lambda x: x)(2**63)
