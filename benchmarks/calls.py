@@ -92,7 +92,7 @@ def host_batches(rounds: int) -> list[Row]:
                 functools.partial(ours, tree, batch),
                 by_hand,
                 max(rounds // (2 if leaves == 1 else 10), 50),
-                1.1,
+                1.2 if leaves == 1 else 1.1,
             )
         )
     return rows

@@ -503,18 +503,18 @@ class MeshShardingHelper:
         fun: Callable[..., Result],
         *,
         axes: str | Iterable[str] | None = None,
-        out_sharding: RuleLike = ...,
+        out_sharding: RuleLike,
     ) -> Callable[..., Result]: ...
     @overload
     def auto_axes(
-        self, fun: None = None, *, axes: str | Iterable[str] | None = None, out_sharding: RuleLike = ...
+        self, fun: None = None, *, axes: str | Iterable[str] | None = None, out_sharding: RuleLike
     ) -> Callable[[Callable[..., Result]], Callable[..., Result]]: ...
     def auto_axes(
         self,
         fun: Callable[..., Any] | None = None,
         *,
         axes: str | Iterable[str] | None = None,
-        out_sharding: RuleLike = _REQUIRED,
+        out_sharding: RuleLike,
     ) -> Any:
         """Runs a function with mesh axes of type Auto, like ``jax.sharding.auto_axes``, with rules for specs.
 
@@ -525,9 +525,8 @@ class MeshShardingHelper:
         Args:
             fun: the function; without it the result is a decorator.
             axes: the mesh axes that are Auto inside; all of them by default.
-            out_sharding: the shardings of the outputs, given here or as a keyword of each call: a rule or a
-                pytree prefix of rules. None, which leaves it to the compiler, is for axes that are Auto
-                outside too.
+            out_sharding: the shardings of the outputs: a rule or a pytree prefix of rules. None, which leaves
+                it to the compiler, is for axes that are Auto outside too.
 
         Returns:
             A function with the parameters of *fun*. Called outside of a compiled function it is compiled, and
@@ -550,8 +549,6 @@ class MeshShardingHelper:
         """
         if fun is None:
             return functools.partial(self.auto_axes, axes=axes, out_sharding=out_sharding)
-        if out_sharding is _REQUIRED:
-            return axis_modes.at_the_call(axis_modes.AUTO, self.get_context(), fun, axes)
         return axis_modes.switched(axis_modes.AUTO, self.get_context(), fun, axes, out_sharding)
 
     @overload
@@ -560,18 +557,18 @@ class MeshShardingHelper:
         fun: Callable[..., Result],
         *,
         axes: str | Iterable[str] | None = None,
-        in_sharding: RuleLike = ...,
+        in_sharding: RuleLike,
     ) -> Callable[..., Result]: ...
     @overload
     def explicit_axes(
-        self, fun: None = None, *, axes: str | Iterable[str] | None = None, in_sharding: RuleLike = ...
+        self, fun: None = None, *, axes: str | Iterable[str] | None = None, in_sharding: RuleLike
     ) -> Callable[[Callable[..., Result]], Callable[..., Result]]: ...
     def explicit_axes(
         self,
         fun: Callable[..., Any] | None = None,
         *,
         axes: str | Iterable[str] | None = None,
-        in_sharding: RuleLike = _REQUIRED,
+        in_sharding: RuleLike,
     ) -> Any:
         """Runs a function with mesh axes of type Explicit, like ``jax.sharding.explicit_axes``, with rules.
 
@@ -581,9 +578,8 @@ class MeshShardingHelper:
         Args:
             fun: the function; without it the result is a decorator.
             axes: the mesh axes that are Explicit inside; all of them by default.
-            in_sharding: the shardings of the arguments inside, given here or as a keyword of each call:
-                rules in all the forms that `sjit` takes for ``in_shardings``. None keeps the type of an
-                argument, where no axis changes its type.
+            in_sharding: the shardings of the arguments inside: rules in all the forms that `sjit` takes for
+                ``in_shardings``. None keeps the type of an argument, where no axis changes its type.
 
         Returns:
             A function with the parameters of *fun*. Called outside of a compiled function it is compiled, and
@@ -608,8 +604,6 @@ class MeshShardingHelper:
         """
         if fun is None:
             return functools.partial(self.explicit_axes, axes=axes, in_sharding=in_sharding)
-        if in_sharding is _REQUIRED:
-            return axis_modes.at_the_call(axis_modes.EXPLICIT, self.get_context(), fun, axes)
         return axis_modes.switched(axis_modes.EXPLICIT, self.get_context(), fun, axes, in_sharding)
 
     with_sharding_constraint = staticmethod(constraints.with_sharding_constraint)

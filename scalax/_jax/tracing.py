@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import get_opaque_trace_state
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 
 # The settings of jax.config that are local to a thread: relies on each having a context manager of its name.
 # Without transfer_guard, which can only be set (its three directions are read instead), and thread_guard,
@@ -21,8 +20,6 @@ THREAD_SETTINGS = tuple(
     for name in sorted(dir(jax))
     if hasattr(jax.config, f'jax_{name}') and name not in ('thread_guard', 'transfer_guard')
 )
-current_trace = get_opaque_trace_state
-"""An object that differs for different traces. Relies on it comparing by the trace at work."""
 
 _nothing = jax.jit(lambda: ())
 
@@ -71,30 +68,6 @@ def is_mapped(mesh: Any, axis: str) -> bool:
     except ValueError:
         return True
     return False
-
-
-def is_refused(leaf: Any, sharding: NamedSharding | None) -> bool:
-    """Whether ``jax.jit`` refuses a value of a transformation that runs at once; compiles to find out.
-
-    Relies on it raising a ValueError where the array behind the value is committed to another sharding.
-    """
-    if sharding is None or not isinstance(leaf, jax.core.Tracer) or is_compiled():
-        return False
-    try:
-        jax.jit(lambda value: value, in_shardings=sharding)(leaf)
-    except ValueError:
-        return True
-    return False
-
-
-def inner_sharding(leaf: Any) -> Any:
-    """The sharding of the array behind a value of a transformation that runs at once.
-
-    Relies on ``jax.debug.inspect_array_sharding`` calling back before it returns there.
-    """
-    seen: list[Any] = []
-    jax.debug.inspect_array_sharding(leaf, callback=seen.append)
-    return seen[-1]
 
 
 def type_of(leaf: Any) -> Any:

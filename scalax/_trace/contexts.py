@@ -21,7 +21,6 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh
 
-from scalax._jax.tracing import current_trace
 from scalax._mesh.gpu_nodes import SimulatedGPUs
 from scalax._util import lru_cache
 from scalax._util.lru_cache import LRUCache
@@ -83,8 +82,8 @@ class Context:
     Attributes:
         owner: a weak reference to the helper, which keeps its contexts; constraints use its mesh.
         bindings: annotation name -> the helper that bound it, weakly, and its rules.
-        asked: the names that were asked for inside inner traces, such as that of an inner ``jax.jit``: under
-            this context JAX may use such a trace again without running the code.
+        asked: the names that were ever asked for, in whichever function: under this context JAX may use the
+            trace of an inner ``jax.jit`` again without running its code.
         token: what stands for this context in JAX's caches.
     """
 
@@ -109,30 +108,19 @@ class Context:
         return {name: rules for name, (_, rules) in self.bindings.items()}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Frame:
-    """One entered context, with the names asked for in it and the trace in which it was entered."""
-
-    context: Context
-    asked: set[str]
-    trace: Any
-
-
-class _Stacks(threading.local):
-    """The contexts that this thread has entered, the innermost last.
+class _Entered(threading.local):
+    """What this thread has entered of `ActiveHelper` objects, the innermost last.
 
     Attributes:
-        frames: the contexts.
-        managers: the `ActiveHelper` objects, each with the context manager of its context; None in place of
-            an object that was left before its turn.
+        managers: the objects, each with the context manager of its context; None in place of one that was
+            left before its turn.
     """
 
     def __init__(self) -> None:
-        self.frames: list[_Frame] = []
         self.managers: list[tuple[ActiveHelper | None, Any]] = []
 
 
-_stacks = _Stacks()
+_entered = _Entered()
 
 
 def current() -> Context | None:
@@ -142,19 +130,15 @@ def current() -> Context | None:
 
 
 @contextlib.contextmanager
-def entered(context: Context, asked: set[str]) -> Iterator[None]:
-    """A context manager in which *context* is the active one; *asked* gets the names that are asked for."""
-    frames = _stacks.frames
-    frames.append(_Frame(context, asked, current_trace()))
+def entered(context: Context) -> Iterator[None]:
+    """A context manager in which *context* is the active one."""
+    outer = current()
     try:
         with _active(context.token):
             yield
     finally:
-        frames.pop()
-        # Names in code that JAX did not trace again were asked for all the same.
-        asked |= context.asked
-        if frames:
-            frames[-1].context.asked.update(context.asked)
+        if outer is not None:  # JAX may use traces of it again, without those inside
+            outer.asked.update(context.asked)
 
 
 def bound(name: str) -> tuple[MeshOwner, RuleLike] | None:
@@ -162,11 +146,7 @@ def bound(name: str) -> tuple[MeshOwner, RuleLike] | None:
     context = current()
     if context is None:
         return None
-    trace = current_trace()
-    for frame in _stacks.frames:
-        frame.asked.add(name)
-        if frame.trace != trace:  # inside an inner trace, which JAX may use again
-            frame.context.asked.add(name)
+    context.asked.add(name)
     found = context.bindings.get(name)
     if found is None:
         return None
@@ -267,9 +247,9 @@ class ActiveHelper:
     def __enter__(self) -> ActiveHelper:
         context = context_of(self.mesh_helper, self._bindings)
         self._kept.put(context, context)  # so that equal bindings find it later
-        manager = entered(context, set())
+        manager = entered(context)
         manager.__enter__()
-        _stacks.managers.append((self, manager))
+        _entered.managers.append((self, manager))
         return self
 
     def __exit__(
@@ -278,7 +258,7 @@ class ActiveHelper:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        stack = _stacks.managers
+        stack = _entered.managers
         if stack and stack[-1][0] is self:
             stack.pop()[1].__exit__(kind, error, trace)
             while stack and stack[-1][0] is None:  # those left before their turn

@@ -20,18 +20,16 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from scalax._mesh import meshes
 from scalax._trace import constraints
 from scalax._trace.constraints import abstract, apply_sharding, mesh_entered
-from scalax._trace.contexts import ActiveHelper, hashable
+from scalax._trace.contexts import ActiveHelper
 from scalax._transforms.calls.call import Call, is_concrete
 from scalax._transforms.calls.shardings import resolve_arguments
-from scalax._transforms.calls.signature import CallSignature, name_of
-from scalax._transforms.sjit import sjit
+from scalax._transforms.calls.signature import CallSignature
 from scalax._transforms.tracebacks import run_users
 from scalax._transforms.wrapped import called, compiled, memory_fault, placed, signature_of, sound_shardings
 from scalax._tree import specs
 from scalax._tree.specs import Fault, MeshAxes, chosen_axes
-from scalax._util.lru_cache import LRUCache
 from scalax.errors import ArgumentError, MeshError
-from scalax.rules._prefix import RuleLike, check, key_of
+from scalax.rules._prefix import RuleLike, check
 from scalax.rules._resolve import ResolveMode, named_sharding, resolve
 
 AnyMesh = Mesh | AbstractMesh
@@ -67,45 +65,16 @@ def switched(
     function = _Switched(inside, active, fun, signature, axes, rules)
     compiled_run = compiled(function.run, signature.name)
 
-    @functools.cache
-    def run_without_arrays() -> Callable[..., Any]:
-        # JAX cannot know on which devices to run: sjit runs it on those of the mesh.
-        return sjit(helper, compiled_run, out_shardings=rules if inside is AUTO else None)
-
     def at_once(flat_args: Sequence[Any]) -> Any:
         call = Call(signature, flat_args)
         # Outside of a compiled function JAX knows no other axis types than those of the mesh.
         with mesh_entered(helper.mesh, f'{api} of {signature.name}'):
-            if not call.leaves:
-                return run_without_arrays()(flat_args)
             meshes.require_devices(helper.mesh, f'a call of {signature.name}')
+            if not call.leaves:  # JAX would run it on one device
+                raise ArgumentError(f'{api} of {signature.name} got no arrays: call it inside of sjit')
             return compiled_run(placed(call, helper.mesh, functools.partial(function.wanted, call)))
 
     return called(fun, signature.flatten, function.run, at_once)
-
-
-def at_the_call(
-    inside: AxisType, active: ActiveHelper, fun: Callable[..., Any], axes: str | Iterable[str] | None
-) -> Callable[..., Any]:
-    """A function that takes its rules as a keyword of each call, as those of ``jax.sharding`` do."""
-    api, option = _NAMES[inside]
-    switched(inside, active, fun, axes, None)  # raises about a wrong function or wrong axes
-    remembered: LRUCache[Any, Callable[..., Any]] = LRUCache()
-
-    @functools.wraps(fun)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if option not in kwargs:
-            renamed = f' (not {option}s)' if f'{option}s' in kwargs else ''
-            raise ArgumentError(
-                f'{api} of {name_of(fun)} needs {option}{renamed}: give it to {api}, or as a keyword of the '
-                'call'
-            )
-        rules = kwargs.pop(option)
-        key = hashable(key_of(rules))
-        found = remembered.get(key) or remembered.add(key, switched(inside, active, fun, axes, rules))
-        return found(*args, **kwargs)
-
-    return call
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -245,20 +214,17 @@ def _on_devices(leaf: Any, mesh: AnyMesh) -> Any:
 def _retype(leaf: Any, near: AnyMesh, far: AnyMesh, spec: PartitionSpec) -> Any:
     """A value with its type on the *far* mesh: along axes that are Explicit there as *spec* says, else open.
 
-    Parts of sums cross only where both sides have them and no axis is Auto. JAX would take a whole value for
-    parts of a sum, leave to XLA when parts are added up, and beside Auto axes take parts for values.
+    Parts of sums are added up before: JAX would take a whole value for parts of a sum, leave to XLA when
+    parts are added up, and beside Auto axes take parts for values.
     """
     explicit = frozenset(MeshAxes.of(far).of_type(EXPLICIT))
     has = _type_of(leaf)
-    kept = has.unreduced & spec.unreduced & explicit
-    if AUTO in far.axis_types:
-        kept = frozenset()
-    if kept != has.unreduced:
+    if has.unreduced:
         with _entered(near):
-            summed = specs.replaced(specs.with_sums(has, kept | has.reduced), specs.entries(has))
+            summed = specs.replaced(specs.with_sums(has, has.reduced), specs.entries(has))
             leaf = constraints.reshard(leaf, NamedSharding(near, summed))
     typed = [tuple(filter(explicit.__contains__, specs.entry_axes(entry))) for entry in specs.entries(spec)]
-    sums = specs.with_sums(has, kept | (has.reduced & spec.reduced & explicit))
+    sums = specs.with_sums(has, has.reduced & spec.reduced & explicit)
     return jax.sharding.reshard(leaf, NamedSharding(far, specs.replaced(sums, typed)))
 
 

@@ -10,7 +10,6 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from scalax._trace.constraints import apply_shardings, explicit_sharding
 from scalax._transforms.calls.signature import name_of
@@ -18,7 +17,6 @@ from scalax._transforms.tracebacks import run_users
 from scalax._transforms.wrapped import called, compiled
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree
-from scalax._util.lru_cache import type_key
 from scalax.errors import ArgumentError, DataError, did_you_mean, shown_leaves
 
 Names = int | str | Sequence[int | str]
@@ -34,7 +32,6 @@ def microbatch(
     batch_axis: int = 0,
     rng: Names = (),
     reduce: Literal['mean', 'sum'] = 'mean',
-    accumulate_dtype: Any = None,
 ) -> Callable[Given, Result]:
     """Makes a function of a batch one that takes it in *n* parts, one after the other.
 
@@ -42,9 +39,8 @@ def microbatch(
     else they return. Part ``i`` holds the rows ``i``, ``i + n``, ``i + 2n`` and so on. So each device goes on
     with rows of its own, and nothing is sent, as long as *n* divides the rows of each device.
 
-    Inside `shard_map` it needs ``check_vma=False``. Outside of compiled functions it is compiled, as by
-    ``jax.jit``, once for all calls of the same shapes. Floats and complex numbers are traced as arrays are;
-    what else is no array, such as integers and strings, is part of the program.
+    Sums of floats narrower than float32 are kept in float32; results have the dtypes of *fun*. Inside
+    `shard_map` it needs ``check_vma=False``. Outside of compiled functions it is compiled as by ``jax.jit``.
 
     Where the loss is a mean over equally weighted rows, the mean over the parts is the mean over all rows, up
     to rounding. With weights (padding, say) it is not. The exact form then returns sums, and divides once::
@@ -65,15 +61,12 @@ def microbatch(
         batch_axis: the axis of their rows; may be negative.
         rng: arguments that are PRNG keys, or trees of them; part ``i`` gets ``jax.random.fold_in(key, i)``.
         reduce: what becomes of the *n* results: their ``'mean'`` or their ``'sum'``, leaf by leaf.
-        accumulate_dtype: the dtype of the running sums of floating-point leaves; by default float32 for
-            what is narrower, and each leaf's own for what is not. Results have the dtypes of *fun*.
 
     Returns:
         A function with the parameters of *fun*.
 
     Raises:
-        ArgumentError: an argument that *fun* does not have, or that is both the batch and a key; another
-            dtype to accumulate in; integers in the result, which have no mean.
+        ArgumentError: an argument that *fun* does not have; integers in the result, which have no mean.
         DataError: the rows do not divide by *n*; all such leaves are named. Or the batch holds no array.
 
     Example:
@@ -92,17 +85,8 @@ def microbatch(
     n = operator.index(n)
     if reduce not in ('mean', 'sum'):
         raise ArgumentError(f"microbatch: reduce is 'mean' or 'sum', got {reduce!r}")
-    if accumulate_dtype is not None and not _is_float(accumulate_dtype):
-        raise ArgumentError(
-            'microbatch: accumulate_dtype is a floating-point dtype, or None, '
-            f'got {getattr(accumulate_dtype, "__name__", repr(accumulate_dtype))}'
-        )
     signature, name = inspect.signature(fun), name_of(fun)
     divided, keys = (_names(fun, signature, option) for option in (batch, rng))
-    if both := [each for each in divided if each in keys]:
-        raise ArgumentError(
-            f'microbatch: {", ".join(both)} cannot be both the batch (batch=...) and PRNG keys (rng=...)'
-        )
 
     def read(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return signature.bind(*args, **kwargs).arguments
@@ -121,31 +105,12 @@ def microbatch(
 
         # Compiled, because it is traced twice, for the types of the sums and in the loop; JAX runs the user's
         # code only once, since it finds the trace again.
-        return _accumulated(compiled(on_part, name), n, parts, reduce, accumulate_dtype)
+        return _accumulated(compiled(on_part, name), n, parts, reduce)
 
-    def merged(arrays: list[Any], rest: tuple[Any, tuple[Any, ...]]) -> Any:
-        structure, others = rest
-        leaves = [each[0] if each else array for array, each in zip(arrays, others, strict=True)]
-        return run(structure.unflatten(leaves))
-
-    merged.__name__ = merged.__qualname__ = name
-    compiled_run = jax.jit(merged, static_argnums=1)
-
-    def at_once(given: dict[str, Any]) -> Any:
-        leaves, structure = jax.tree.flatten(given)
-        arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
-        # What is no array is part of the program, with a key that tells equal ones apart.
-        others = tuple([() if _is_array(leaf) else (leaf, type_key(leaf)) for leaf in leaves])
-        try:
-            hash((structure, others))
-        except TypeError:  # JAX finds no program by it
-            return run(given)
-        return compiled_run(arrays, (structure, others))
-
-    return called(fun, read, run, at_once)
+    return called(fun, read, run, compiled(run, name))
 
 
-def _accumulated(fun: jax.stages.Wrapped, n: int, parts: Any, reduce: str, dtype: Any) -> Any:
+def _accumulated(fun: jax.stages.Wrapped, n: int, parts: Any, reduce: str) -> Any:
     """The mean or the sum of what a jitted function returns for each part, in a loop."""
     indices = jnp.arange(n)
     traced = fun.trace(indices[0], jax.tree.map(lambda leaf: leaf[0], parts))
@@ -161,24 +126,8 @@ def _accumulated(fun: jax.stages.Wrapped, n: int, parts: Any, reduce: str, dtype
         total = total / n if reduce == 'mean' else total
         return total if kind.dtype == bool else total.astype(kind.dtype)
 
-    sums, _ = jax.lax.scan(add, jax.tree.map(lambda kind: _zeros(kind, dtype), types), (indices, parts))
+    sums, _ = jax.lax.scan(add, jax.tree.map(_zeros, types), (indices, parts))
     return jax.tree.map(result, sums, types)
-
-
-def _is_array(leaf: Any) -> bool:
-    """Whether a leaf is traced. A float is, such as a learning rate that each step changes."""
-    if isinstance(leaf, np.ndarray):
-        return leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.number)
-    if isinstance(leaf, np.generic):
-        return jnp.issubdtype(leaf.dtype, jnp.inexact)
-    return isinstance(leaf, jax.Array | float | complex)
-
-
-def _is_float(dtype: Any) -> bool:
-    try:
-        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
-    except TypeError:
-        return False
 
 
 def _names(fun: Callable[..., Any], signature: inspect.Signature, option: Names) -> list[str]:
@@ -241,12 +190,12 @@ def _fault(leaf: Any, shape: tuple[int, ...], axis: int, n: int) -> str:
     return '' if shape[axis] // shards % n == 0 else f'each device has {shape[axis] // shards} rows'
 
 
-def _zeros(kind: Any, dtype: Any) -> jax.Array:
-    if jnp.issubdtype(kind.dtype, jnp.floating):
-        if dtype is None:  # JAX promotes no floats of 8 bits and less
-            dtype = kind.dtype if kind.dtype.itemsize > 4 else jnp.float32
-    else:
-        dtype = jnp.promote_types(kind.dtype, jnp.int32) if kind.dtype == bool else kind.dtype
+def _zeros(kind: Any) -> jax.Array:
+    dtype = kind.dtype
+    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
+        dtype = jnp.float32
+    elif kind.dtype == bool:
+        dtype = jnp.promote_types(dtype, jnp.int32)
     # Over Explicit axes the sums are of the types of the results.
     [zeros] = apply_shardings([jnp.zeros(kind.shape, dtype)], [explicit_sharding(kind)])
     return zeros

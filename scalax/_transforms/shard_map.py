@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from scalax._jax.tracing import is_mapped
 from scalax._mesh import meshes
 from scalax._trace.constraints import apply_shardings, has_type, mesh_entered, retyped_mesh
 from scalax._trace.contexts import ActiveHelper
@@ -107,12 +106,10 @@ class _Axes(NamedTuple):
     Attributes:
         mesh: the mesh, with the types of axes there.
         manual: those that are manual inside.
-        mapped: those along which a dimension is sharded that ``jax.vmap`` maps.
     """
 
     mesh: Any
     manual: frozenset[str]
-    mapped: frozenset[str]
 
     def cut(self, spec: PartitionSpec) -> PartitionSpec:
         """The manual axes of a spec."""
@@ -127,22 +124,15 @@ def _axes_of(mesh: Any, chosen: Sequence[str], what: str) -> _Axes:
         MeshError: there are none, or some cannot be manual.
     """
     free = {name for name, kind in MeshAxes.of(mesh).types.items() if kind is not AxisType.Manual}
-    mapped = frozenset(name for name in free if is_mapped(mesh, name))
-    manual = frozenset(chosen) or free - mapped
-    taken, twice = sorted(manual & mapped), sorted(manual - free)
-    if taken or (mapped and not manual):
-        raise MeshError(
-            f'{what} inside jax.vmap: a dimension that is mapped is sharded along '
-            f'{", ".join(map(repr, taken or sorted(mapped)))}, which cannot be manual too: name other axes '
-            '(axis_names=...)'
-        )
+    manual = frozenset(chosen) or frozenset(free)
+    twice = sorted(manual - free)
     if twice or not manual:
         raise MeshError(
             f'{what} inside shard_map: '
             + (f'{", ".join(map(repr, twice))} is manual already' if twice else 'every axis is manual')
             + ': call the function itself, or name axes that are not (axis_names=...)'
         )
-    return _Axes(mesh, frozenset(manual), mapped)
+    return _Axes(mesh, manual)
 
 
 # The shardings of the whole arrays -------------------------------------------------------------------
@@ -190,12 +180,6 @@ def _fault(axes: _Axes, sharding: NamedSharding | None, *, may_be_none: bool) ->
     """Why an array cannot be cut into blocks."""
     if sharding is None:
         return None if may_be_none else _NO_BLOCKS
-    if used := [axis for axis in specs.spec_axes(sharding.spec) if axis in axes.mapped]:
-        return Fault(
-            'mapped-axis',
-            f'a dimension that jax.vmap maps is sharded along {used[0]!r} already',
-            'name the axes of the other dimensions only, or map an array that is not sharded along this one.',
-        )
     for entry in specs.entries(sharding.spec):
         for before, after in itertools.pairwise(specs.entry_axes(entry)):
             if before not in axes.manual and after in axes.manual:

@@ -279,7 +279,6 @@ class NamedJitFunction(Generic[Given, Result]):
         if not self._has_batch:
             return [False] * len(jax.tree.leaves(whole))
         signature, args, kwargs = self._signature, whole['args'], whole['kwargs']
-        signature.reject_no_batch(signature.flatten(args, kwargs))
         slots = signature.layout(max(len(args) - len(signature.positional), 0)).slots
         named = {*signature.batch_keywords, *(slot.name for slot in slots if slot.batch)}
         flags = {

@@ -83,11 +83,6 @@ OF_FSDP = (
             'batch_argnums=1: <lambda> takes 1 positional argument (x)',
         ),
         (
-            lambda: named_jit(lambda w, **more: w, batch_argnames='x')(np.ones(2), y=np.ones(2)),
-            "batch_argnames='x': a call of <lambda> with 1 positional argument and the keywords (y) has no "
-            "such argument (known: 'w', 'y')",
-        ),
-        (
             lambda: named_jit(lambda x: x, batch_argnums=0, mesh=MeshShardingHelper([8], ['data']))(
                 np.ones(8)
             ),
@@ -125,7 +120,7 @@ def test_a_mesh_without_devices_serves_inside_of_jit_only(helper):
     compiled = named_jit(lambda x: shard(x, 'batch mlp'), COMPUTE, mesh=helper.mesh.abstract_mesh)
     with pytest.raises(MeshError, match=r'^a call of <lambda> needs devices to run on'):
         compiled(jnp.ones((8, 8)))
-    with pytest.raises(MeshError, match=r'^lower\(\) needs devices'):
+    with pytest.raises(ValueError, match='lowering_platforms'):  # of JAX
         compiled.lower(jnp.ones((8, 8)))
     with jax.set_mesh(helper.mesh):
         assert jax.jit(compiled)(jnp.ones((8, 8))).sharding.spec == P('data', 'tp')

@@ -58,11 +58,6 @@ def test_what_is_a_batch(options, expected):
         ({'batch_argnums': -3}, 'batch_argnums=-3: layer takes 2 positional arguments (w, x)'),
         ({'batch_argnums': 1, 'static_argnums': 1}, 'layer: x cannot be both static and a batch'),
         ({'batch_argnames': 'x', 'static_argnums': 1}, 'layer: x cannot be both static and a batch'),
-        (
-            {'batch_argnum': 1},
-            "sjit got an option 'batch_argnum' that neither it nor jax.jit has (did you mean "
-            "'batch_argnums' or 'batch_argnames'?)",
-        ),
         *(
             (
                 {'batch_argnums': 1, **shardings},
@@ -74,7 +69,6 @@ def test_what_is_a_batch(options, expected):
                 {'in_shardings': (RULE, P())},
                 {'in_shardings': (RULE, None)},
                 {'in_shardings': None},
-                {'in_shardings': (RULE, ROWS), 'args_sharding_constraint': (None, P())},
                 {'in_shardings': None, 'args_sharding_constraint': (None, P(P.UNCONSTRAINED))},
                 {'in_shardings': FSDPShardingRule()},  # leaves a small array whole
             )
@@ -131,29 +125,6 @@ def test_bytes_of_lost_rows_are_those_on_devices(dtype, size):
 
 def any_number(w, *batches, **more):
     return sum(layer(w, x) for x in [*batches, *more.values()])
-
-
-@pytest.mark.parametrize(
-    ('options', 'message'),
-    [
-        (
-            {'batch_argnums': 3},
-            'batch_argnums=3: a call of any_number with 2 positional arguments and the keywords (y) has no '
-            'such argument',
-        ),
-        (
-            {'batch_argnames': 'yy'},
-            "batch_argnames='yy': a call of any_number with 2 positional arguments and the keywords (y) has "
-            "no such argument (did you mean 'y'?)",
-        ),
-    ],
-)
-def test_what_no_argument_of_a_call_is(options, message):
-    """Of a function of any number of arguments it is known at the call."""
-    step = HELPER.sjit(any_number, in_shardings=ROWS, **options)
-    with pytest.raises(ArgumentError) as error:
-        step(W, X, y=X)
-    assert str(error.value) == message
 
 
 def test_optional_batches():

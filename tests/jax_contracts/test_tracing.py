@@ -77,14 +77,6 @@ def test_the_trace_of_nothing_is_kept_by_the_trace_context(name: str) -> None:
         assert tracing.trace_context() is outside
 
 
-def test_traces_differ() -> None:
-    states = [tracing.current_trace()]
-    with contract('gives an object that compares by the trace at work', 'to know names used in inner traces'):
-        assert states[0] == tracing.current_trace()
-        inside = seen_in(jax.jit, lambda _: (tracing.current_trace(), tracing.current_trace()))
-        assert inside[0] == inside[1] and inside[0] != states[0]
-
-
 def test_settings_of_threads_have_context_managers() -> None:
     with contract(
         'has a context manager of its name for each setting of a thread', 'to enter them elsewhere'
@@ -108,25 +100,6 @@ def test_shard_map_refuses_axes_that_vmap_maps() -> None:
 
 def asked() -> bool:
     return tracing.is_mapped(jax.sharding.get_abstract_mesh(), 'x')
-
-
-@pytest.mark.parametrize('transformed', RUN_AT_ONCE)
-def test_jit_refuses_values_of_arrays_that_are_elsewhere(transformed: Any, mesh: Mesh) -> None:
-    split, whole = NamedSharding(mesh, P('x')), NamedSharding(mesh, P())
-    x = jax.device_put(np.ones((8, 8), np.float32), split)
-    with contract('raises a ValueError about values of arrays committed elsewhere', 'to explain it'):
-        asked = seen_in(
-            jax.grad, lambda x: [tracing.is_refused(x, sharding) for sharding in (split, whole, None)], x
-        )
-        assert asked == [False, True, False]
-
-
-@pytest.mark.parametrize('transformed', RUN_AT_ONCE)
-def test_the_sharding_behind_a_value_is_told_at_once(transformed: Any, mesh: Mesh) -> None:
-    x = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh, P(None, 'x')))
-    with contract('calls inspect_array_sharding back before it returns', 'to say where a value is'):
-        found = seen_in(jax.grad, tracing.inner_sharding, x)
-        assert found.is_equivalent_to(x.sharding, 2)
 
 
 def test_types_of_leaves() -> None:

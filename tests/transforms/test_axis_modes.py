@@ -1,7 +1,5 @@
 """`helper.auto_axes` and `helper.explicit_axes`: JAX's, with rules, on every kind of mesh."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,6 @@ from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,
     NamedSharding,
-    PolicyShardingRule,
     TreePathShardingRule,
     with_sharding_annotation,
     with_sharding_constraint,
@@ -122,16 +119,6 @@ def assert_lies(helper, x, spec):
     assert x.sharding.is_equivalent_to(helper.match_sharding_rule(spec, X), 2), x.sharding
     assert jax.typeof(x).sharding.mesh.axis_types == helper.axis_types
     entries_of_type(jax.typeof(x), helper.axis_types, spec)
-
-
-@each_mesh
-def test_a_function_without_arguments_runs_on_the_whole_mesh(helper):
-    auto = helper.auto_axes(lambda: jnp.arange(8.0), out_sharding=P('a'))
-    explicit = helper.explicit_axes(lambda: jnp.arange(8.0, out_sharding=P('a')), in_sharding=P())
-    for result in (auto(), explicit()):
-        np.testing.assert_array_equal(result, np.arange(8))
-        assert len(result.sharding.device_set) == 8
-    assert auto().sharding.is_equivalent_to(helper.match_sharding_rule(P('a'), np.zeros(8)), 1)
 
 
 def test_as_jax_does_it():
@@ -536,6 +523,10 @@ def cases():
             )(X),
             errors.MeshError,
         ),
+        'a call without arrays': (
+            lambda: AUTO_MESH.auto_axes(lambda: X, out_sharding=P('a'))(),
+            errors.ArgumentError,
+        ),
         'a mesh without devices': (
             lambda: MeshShardingHelper.from_mesh(AUTO_MESH.mesh.abstract_mesh).auto_axes(
                 double, out_sharding=P('a')
@@ -550,69 +541,6 @@ def test_errors(case, snapshot):
     act, kind = case
     with snapshot.raises(kind):
         act()
-
-
-def test_a_call_without_arrays_compiles_once():
-    helper = MeshShardingHelper([4, 2], ['data', 'model'])
-    traces = []
-
-    def made():
-        traces.append(1)
-        return jnp.arange(8.0)
-
-    make = helper.auto_axes(made, out_sharding=P('data'))
-    for _ in range(2):
-        np.testing.assert_array_equal(make(), np.arange(8.0))
-    assert len(traces) == 1
-
-
-@each_mesh
-@pytest.mark.parametrize('mode', ['auto_axes', 'explicit_axes'])
-def test_the_rules_may_come_with_the_call(helper, mode):
-    option = 'out_sharding' if mode == 'auto_axes' else 'in_sharding'
-    runs = []
-
-    def fun(x):
-        runs.append(x.shape)
-        return 3 * x
-
-    api = getattr(helper, mode)
-    for switched in (api(fun), api()(fun), functools.partial(api, axes=('a', 'b'))(fun)):
-        runs.clear()
-        for rules in (P('a'), P('a'), P(None, 'b')):
-            out = switched(X, **{option: rules})
-            np.testing.assert_array_equal(out, 3 * X)
-            if mode == 'auto_axes':
-                assert out.sharding.is_equivalent_to(NamedSharding(helper.mesh, rules), 2)
-        assert len(runs) == 2  # once for each of the rules
-        policy = PolicyShardingRule(lambda path, leaf: P('a'))
-        switched(X, **{option: policy}), switched(X, **{option: policy})
-        assert len(runs) == 3
-        np.testing.assert_array_equal(helper.sjit(lambda x, s=switched: s(x, **{option: P('a')}))(X), 3 * X)
-        with pytest.raises(errors.ArgumentError) as error:
-            switched(X)
-        assert str(error.value) == (
-            f'{mode} of fun needs {option}: give it to {mode}, or as a keyword of the call'
-        )
-        with pytest.raises(
-            errors.ArgumentError, match=rf'^{mode} of fun needs {option} \(not {option}s\): give'
-        ):
-            switched(X, **{f'{option}s': P('a')})
-
-
-def test_the_rules_of_a_call_may_be_a_tree():
-    runs = []
-    pair = EXPLICIT_MESH.auto_axes(lambda x: runs.append(x.shape) or {'x': x, 'sum': x.sum()})
-    for _ in range(2):
-        out = pair(X, out_sharding={'x': P('a'), 'sum': P()})
-        assert jax.typeof(out['x']).sharding.spec == P('a', None)
-    assert len(runs) == 1
-    assert jax.typeof(pair(X, out_sharding={'x': P('b'), 'sum': P()})['x']).sharding.spec == P('b', None)
-    for wrong in ('a', ('a',), {'x': 'a', 'sum': P()}, [P('a'), {}]):
-        with pytest.raises(errors.StructureError):
-            pair(X, out_sharding=wrong)
-    with pytest.raises(errors.MeshError, match="has no axis 'c'"):
-        EXPLICIT_MESH.auto_axes(lambda x: x, axes='c')
 
 
 @pytest.mark.parametrize('helper', [AUTO_MESH, EXPLICIT_MESH], ids=['auto', 'explicit'])

@@ -141,8 +141,6 @@ def test_sums_are_kept_in_float32():
     ones = np.ones((1024, 1), jnp.bfloat16)
     summed = microbatch(lambda x: x.sum(), 1024, batch=0, reduce='sum')
     assert summed(ones) == 1024
-    narrow = microbatch(lambda x: x.sum(), 1024, batch=0, reduce='sum', accumulate_dtype=jnp.bfloat16)
-    assert narrow(ones) == 256  # where bfloat16 stops counting by ones
     assert summed(ones).dtype == jnp.bfloat16
 
 
@@ -218,21 +216,17 @@ def test_outside_of_compiled_functions_it_is_compiled_once(params, batch):
     traces = []
 
     def counted(params, batch, power=2, note=None):
-        traces.append(power)
+        traces.append(note)
         return (loss(params, batch) ** power).sum()
 
     by_parts = microbatch(jax.grad(counted), 4)
     first = by_parts(params, batch)
     for _ in range(3):
         again = by_parts(params, batch)
-    assert traces == [2]
+    assert traces == [None]
     jax.tree.map(np.testing.assert_array_equal, first, again)
-    by_parts(params, batch, power=1, note='a string')
-    by_parts(params, batch, note='a string', power=True)  # equal, and another program
-    by_parts(params, batch, power=1, note='a string')
-    assert traces == [2, 1, True]
-    by_parts(params, batch, note={1, 2})  # cannot be hashed: compiled for this call
-    assert traces == [2, 1, True, 2]
+    with pytest.raises(TypeError, match='note'):
+        by_parts(params, batch, note='a string')
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float8_e4m3fn', 'int4', 'float16', 'int8', 'bool'])
@@ -287,21 +281,6 @@ ERRORS = {
         ArgumentError,
         "microbatch: reduce is 'mean' or 'sum', got 'max'",
     ),
-    'sums of integers': (
-        lambda: microbatch(loss, 2, accumulate_dtype=np.int32),
-        ArgumentError,
-        'microbatch: accumulate_dtype is a floating-point dtype, or None, got int32',
-    ),
-    'no dtype': (
-        lambda: microbatch(loss, 2, accumulate_dtype='flot32'),
-        ArgumentError,
-        "microbatch: accumulate_dtype is a floating-point dtype, or None, got 'flot32'",
-    ),
-    'keys that are the batch': (
-        lambda: microbatch(loss, 2, rng=('params', 'batch')),
-        ArgumentError,
-        'microbatch: batch cannot be both the batch (batch=...) and PRNG keys (rng=...)',
-    ),
     'another argument': (
         lambda: microbatch(loss, 2, batch='bach'),
         ArgumentError,
@@ -321,7 +300,7 @@ ERRORS = {
         lambda: microbatch(loss, 4)({}, {'x': ROWS, 'y': ROWS, 'n': 3}),
         DataError,
         'the batch of loss cannot be taken in 4 parts along axis 0:\n'
-        '  batch/n: Python int: no axis 0\n'
+        '  batch/n: int32[]: no axis 0\n'
         '  batch/x: float32[6, 2]: does not divide\n'
         '  batch/y: float32[6, 2]: does not divide\n'
         'What to do: choose a number of parts that divides the rows (those of each device, so that none have '

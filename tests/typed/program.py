@@ -87,7 +87,7 @@ def typed(x: jax.Array) -> jax.Array:
     return x
 
 
-@helper.auto_axes
+@helper.auto_axes(out_sharding=PartitionSpec('fsdp'))
 def untyped(x: jax.Array) -> jax.Array:
     return x
 
@@ -130,7 +130,7 @@ def train(directory: str) -> float:
     assert lowered is not None
     loss += evaluate(state, next(first)) + Trainer(evaluate).step(state, batch)
     loss += Model().apply(batch.tokens, scale=2.0).sum()
-    loss += untyped(batch.tokens, out_sharding=PartitionSpec('fsdp')).sum()
+    loss += untyped(batch.tokens).sum()
     loss += typed(normalized(batch.tokens)).sum() + named(batch.tokens, 3).sum() + sums(batch.tokens).sum()
     grads = microbatch(jax.grad(lambda w: (w**2).sum()), 2, batch=0)(batch.tokens)
     loss += grads.sum()

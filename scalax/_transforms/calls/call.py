@@ -121,15 +121,12 @@ def call_key(call: Call) -> CallKey:
     """The key of a call.
 
     Raises:
-        ArgumentError: a leaf that is not an array, an integer of more bits than JAX has, or a static value
-            that cannot be hashed.
+        ArgumentError: a leaf that is not an array, or a static value that cannot be hashed.
     """
     try:
         types = tuple(map(leaf_type, call.leaves))
     except TypeError:
         raise _not_arrays(call) from None
-    except OverflowError:
-        raise _too_large(call) from None
     static = _static_key(call) if call.layout.static else ()
     paths = None
     if nodes := call.signature.uncertain_nodes(call.treedef):
@@ -285,39 +282,21 @@ def left_alone(leaf: Any) -> bool:
 
 # Errors about leaves that JAX does not take -------------------------------------------------------------
 
-_OF_ARGUMENTS = 'pass arrays or numbers, or name such arguments in static_argnums or static_argnames.'
-OF_TREES = (
-    'what is in a tree that holds arrays too cannot be static: take it out, and close over it. '
-    'Of a module of equinox eqx.partition(module, eqx.is_array) gives both parts, for eqx.combine inside; '
-    'scalax.axes.named_jit compiles with whole modules.'
-)
-
 
 def _not_arrays(call: Call) -> ArgumentError:
-    wrong, hints = [_raises(TypeError, leaf) for leaf in call.leaves], set()
-    for leaves, are_wrong in zip(
-        call.by_slot(call.leaves).values(), call.by_slot(wrong).values(), strict=True
-    ):
-        if any(are_wrong):
-            arrays = [leaf for leaf, is_wrong in zip(leaves, are_wrong, strict=True) if not is_wrong]
-            hints.add(OF_TREES if any(hasattr(leaf, 'dtype') for leaf in arrays) else _OF_ARGUMENTS)
-    lines = ''.join(f'\nWhat to do: {hint}' for hint in sorted(hints))
-    return ArgumentError(f'{call.signature.name} got leaves that are not arrays:\n{call.shown(wrong)}{lines}')
-
-
-def _too_large(call: Call) -> ArgumentError:
+    wrong = call.shown([*map(_is_no_array, call.leaves)])
     return ArgumentError(
-        f'{call.signature.name} got integers that do not fit in {canonical_dtype(int)}, which JAX makes of a '
-        f'Python int:\n{call.shown([_raises(OverflowError, leaf) for leaf in call.leaves])}\n'
-        'What to do: split them, or name such arguments in static_argnums or static_argnames; jax_enable_x64 '
-        'allows 64 bits.'
+        f'{call.signature.name} got leaves that are not arrays:\n{wrong}\n'
+        'What to do: pass arrays or numbers, or name such arguments in static_argnums or static_argnames.\n'
+        'What to do: what is in a tree that holds arrays too cannot be static: take it out, and close over '
+        'it. Of a module of equinox eqx.partition(module, eqx.is_array) gives both parts, for eqx.combine '
+        'inside; scalax.axes.named_jit compiles with whole modules.'
     )
 
 
-def _raises(kind: type[Exception], leaf: Any) -> bool:
-    """Whether JAX raises such an error about a leaf."""
+def _is_no_array(leaf: Any) -> bool:
     try:
         leaf_type(leaf)
-    except (TypeError, OverflowError) as error:
-        return isinstance(error, kind)
+    except TypeError:
+        return True
     return False

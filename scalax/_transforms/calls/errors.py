@@ -1,29 +1,24 @@
 """Errors and warnings about arguments that a program cannot take as they are placed.
 
 Before a program runs, `reject_deleted`, `mismatched` and `reject_foreign_types` check its arguments.
-What JAX refuses all the same is classified by one table, `explained`.
+`explained` says why JAX refused a call all the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 
-from scalax._jax.tracing import inner_sharding, is_refused, is_traced, type_of
+from scalax._jax.tracing import type_of
 from scalax._transforms.calls.call import (
-    OF_TREES,
     Call,
     Shardings,
     is_concrete,
     is_deleted,
     is_foreign,
-    is_mismatched,
     left_alone,
-    on_other_devices,
 )
 from scalax._transforms.calls.shardings import ReadCall
 from scalax._tree import specs
@@ -38,20 +33,6 @@ from scalax.errors import (
     shown_leaves,
     warn,
 )
-
-IsWrong = Callable[[Any, NamedSharding | None], bool]
-
-
-def _listed(
-    read: ReadCall, wrong: IsWrong, text: Callable[[Any, Any], str], verb: str = ' is sharded as '
-) -> str:
-    """The leaves that are wrong, with a *text* about each; empty without any."""
-    return shown_leaves(
-        f'{read.call.describe(i)}{verb}{text(leaf, sharding)}'
-        for i, (leaf, sharding) in enumerate(zip(read.call.leaves, read.shardings, strict=True))
-        if wrong(leaf, sharding)
-    )
-
 
 # Before the program runs -----------------------------------------------------------------------------
 
@@ -113,22 +94,6 @@ def _axes_of(mesh: Any) -> str:
     return f'the mesh ({axis_sizes_text(mesh.shape)}) of types ({types})'
 
 
-def note_flags(error: jax.errors.TracerBoolConversionError, call: Call) -> None:
-    """Adds to an error about the value of a traced bool which ones a call has in trees, as equinox has."""
-    pairs = zip(call.places, call.leaves, strict=True)
-    flags = call.shown([bool(path) and _is_flag(leaf) for (_, path), leaf in pairs])
-    if flags:
-        error.add_note(
-            f'{call.signature.name} got flags in trees, and they are traced as arrays are (sjit and '
-            f'helper.shard make arrays of Python bools):\n{flags}\nWhat to do: {OF_TREES}'
-        )
-
-
-def _is_flag(leaf: Any) -> bool:
-    array = getattr(leaf, 'shape', None), getattr(leaf, 'dtype', None)
-    return isinstance(leaf, bool) or array == ((), bool)
-
-
 # What JAX refuses ------------------------------------------------------------------------------------
 
 
@@ -137,147 +102,35 @@ def explained(error: Exception, read: ReadCall) -> ScalaxError | None:
     # A run that failed has deleted what was donated to it, and raises errors of other types.
     if type(error) is RuntimeError and any(map(is_deleted, read.call.leaves)):
         return _deleted(read.call)
-    for kind, explain in _EXPLANATIONS:
-        found = explain(read) if isinstance(error, kind) else None
-        if found is not None:
-            return found
-    return None
-
-
-def _other_devices(read: ReadCall) -> MeshError | None:
-    """The error about a ``jax.set_mesh`` of other devices or another order."""
-    if is_traced():
-        return None
-    ambient, mesh = jax.sharding.get_mesh(), read.rules.mesh
-    if ambient.empty or [*ambient.devices.flat] == [*mesh.devices.flat]:
-        return None
-    own, theirs = ([device.id for device in each.devices.flat] for each in (mesh, ambient))
-    return MeshError(
-        f'{read.call.signature.name} is compiled for the devices {own}, and is called under jax.set_mesh '
-        f'of the devices {theirs}: exit that mesh before the call'
-    )
-
-
-def _off_mesh_error(read: ReadCall) -> PlacementError | None:
-    """The error about arrays of other devices that no rule gives a sharding."""
-    listed = _listed(
-        read,
-        lambda leaf, sharding: sharding is None and on_other_devices(leaf, read.rules.mesh),
-        lambda leaf, _: f'{_short(leaf.sharding)}{_of_devices(leaf.sharding)}',
-    )
-    return _of_leaves_off_mesh(read.call, listed) if listed else None
-
-
-def _of_leaves_off_mesh(call: Call, listed: str) -> PlacementError:
-    return PlacementError(
-        f'{call.signature.name} got arrays that are not on its mesh, and in_shardings does not say where '
-        f'they belong:\n{listed}\n'
-        'What to do: move them first (helper.shard), or name their shardings in in_shardings and pass '
-        "on_mismatch='reshard' to sjit to have them moved at every such call."
-    )
+    return mismatched(read) or donated_twice(read.call)
 
 
 def mismatched(read: ReadCall) -> PlacementError | None:
     """The error about arrays that are committed to another sharding than asked."""
     if read.moves.mismatched:
         return None
-    listed = _listed(read, read.rules.is_wrong, _beside(lambda leaf: leaf.sharding))
+    listed = shown_leaves(
+        '{} is sharded as {}, asked: {}'.format(
+            read.call.describe(i), *describe_difference(leaf.sharding, sharding)
+        )
+        for i, (leaf, sharding) in enumerate(zip(read.call.leaves, read.shardings, strict=True))
+        if read.rules.is_wrong(leaf, sharding)
+    )
     if not listed:
         return None
-    name, is_returned = (
-        read.call.signature.name,
-        read.called_before and read.rules.options.out_shardings is None,
-    )
     if not read.rules.any_rule:
-        return _of_leaves_off_mesh(read.call, listed)
+        return PlacementError(
+            f'{read.call.signature.name} got arrays that are not on its mesh, and in_shardings does not say '
+            f'where they belong:\n{listed}\n'
+            'What to do: move them first (helper.shard), or name their shardings in in_shardings and pass '
+            "on_mismatch='reshard' to sjit to have them moved at every such call."
+        )
     return PlacementError(
-        f'{name} got arrays that are committed to another sharding than in_shardings '
+        f'{read.call.signature.name} got arrays that are committed to another sharding than in_shardings '
         f'says:\n{listed}\n'
-        "What to do: move them first (helper.shard), pass on_mismatch='reshard' to sjit to have "
-        'them moved at every such call, or use None in in_shardings to leave arguments where they are.'
-        + _of_batches(read)
-        + (_OF_OUTPUTS.format(name=name) if is_returned else '')
+        "What to do: move them first (helper.shard), pass on_mismatch='reshard' to sjit to have them "
+        'moved at every such call, or use None in in_shardings to leave arguments where they are.'
     )
-
-
-def _of_batches(read: ReadCall) -> str:
-    """What to do about batches whose rows are on all axes of the mesh, where `prefetch` puts them."""
-    whole = tuple(read.rules.mesh.axis_names)
-    for leaf, sharding in zip(read.call.leaves, read.shardings, strict=True):
-        if sharding is None or not is_mismatched(leaf, sharding):
-            continue
-        if not isinstance(leaf.sharding, NamedSharding):
-            continue
-        given, axes = specs.entries(leaf.sharding.spec), specs.spec_axes(sharding.spec)
-        if [*map(specs.entry_axes, given)] != [whole]:
-            continue
-        if axes and axes == specs.entry_axes(specs.entries(sharding.spec)[0]):
-            return _OF_BATCHES.format(axes[0] if len(axes) == 1 else axes)
-    return ''
-
-
-_OF_BATCHES = (
-    ' Or was it made by helper.prefetch or helper.local_data_to_global_array? They divide rows over all axes '
-    'of the mesh, unless they are told which: mesh_axis_subset={!r}.'
-)
-_OF_OUTPUTS = (
-    ' Of outputs of an earlier call of {name} the compiler has chosen the shardings: give out_shardings, or '
-    'donate the argument that they are to replace (donate_argnums), and they have those of the arguments.'
-)
-
-
-def _refused(read: ReadCall) -> PlacementError | None:
-    """The error about values that JAX refuses under ``jax.grad`` or ``jax.vmap``."""
-    if read.moves.mismatched:
-        return None
-    listed = _listed(read, is_refused, _beside(inner_sharding))
-    if not listed:
-        return None
-    return PlacementError(
-        f'{read.call.signature.name} got, inside a transformation such as jax.grad or jax.vmap, values of '
-        f'arrays that are committed to another sharding than in_shardings says:\n{listed}\n'
-        'What to do: move the arrays before the transformation (helper.shard), compile the '
-        "transformation too (sjit around it), or pass on_mismatch='reshard' to sjit to have them "
-        'moved at every such call.'
-    )
-
-
-def _of_the_host(read: ReadCall) -> PlacementError | None:
-    """The error about NumPy arrays that are to be sharded over several processes, which JAX does not do."""
-    listed = _listed(read, _is_part, lambda _, sharding: f'asked: {_short(sharding)}', verb=', ')
-    if not listed:
-        return None
-    return PlacementError(
-        f'{read.call.signature.name} got NumPy arrays that in_shardings shards over several processes:\n'
-        f'{listed}\n'
-        'What to do: make global arrays of what each process has loaded, with '
-        'helper.local_data_to_global_array(batch) or helper.prefetch(batches); or, if they are equal on all '
-        'processes, replicate them (PartitionSpec()).'
-    )
-
-
-def _is_part(leaf: Any, sharding: NamedSharding | None) -> bool:
-    return (
-        isinstance(leaf, np.ndarray)
-        and sharding is not None
-        and not (sharding.is_fully_addressable or sharding.is_fully_replicated)
-    )
-
-
-def _beside(sharding_of: Callable[[Any], Any]) -> Callable[[Any, Any], str]:
-    return lambda leaf, sharding: '{}, asked: {}'.format(*describe_difference(sharding_of(leaf), sharding))
-
-
-# What JAX raises (a ValueError for arguments that it does not take) and what may explain it. The first error
-# that an explanation returns is raised.
-_EXPLANATIONS: tuple[tuple[type[Exception], Callable[[ReadCall], ScalaxError | None]], ...] = (
-    (ValueError, _other_devices),
-    (ValueError, _off_mesh_error),
-    (Exception, mismatched),
-    (ValueError, _refused),
-    (ValueError, _of_the_host),
-    (Exception, lambda read: donated_twice(read.call)),
-)
 
 
 def warn_left_alone(call: Call, shardings: Shardings, outputs: Any) -> None:

@@ -16,11 +16,14 @@ from scalax._trace.contexts import MeshOwner
 from scalax._transforms.calls.call import Call, Shardings, committed_elsewhere, is_mismatched, struct_of
 from scalax._transforms.calls.placement import Move, Moves, place
 from scalax._transforms.calls.signature import CallSignature
-from scalax._tree.specs import MeshAxes, text
+from scalax._tree.specs import MeshAxes
 from scalax.errors import Problem, ShardingError, StructureError
 from scalax.rules._indivisible import OnIndivisible
 from scalax.rules._prefix import RuleLike, is_rule
 from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve
+
+# What is none of these may be a token, a view of a reference, or of a hijax type, and have no sharding.
+_ARRAYS = jax.Array | np.ndarray
 
 OnMismatch = Literal['error', 'reshard']
 
@@ -96,7 +99,11 @@ class FunctionRules:
         if rules is None:
             return [None] * len(call.leaves)
         resolutions = resolve_arguments(rules, call, self.mesh, option, self._on_indivisible, mode, struct_of)
-        return [sharding for resolution in resolutions for sharding in resolution.shardings]
+        found = itertools.chain.from_iterable([resolution.shardings for resolution in resolutions])
+        return [
+            to if isinstance(leaf, _ARRAYS) or not is_opaque(type_of(leaf)) else None
+            for leaf, to in zip(call.leaves, found, strict=True)
+        ]
 
     def outputs(self, tree: Any, call: Call, arguments: Shardings) -> list[NamedSharding | None]:
         """The shardings of the outputs, leaf by leaf: those of the rules, then those of donated arguments.
@@ -128,9 +135,11 @@ class FunctionRules:
                 on_indivisible=self._on_indivisible,
                 as_leaf=struct_of,
             )
-            if problems := _of_no_arrays(resolution):
-                raise ShardingError(problems, str(MeshAxes.of(self.mesh)), where)
-            shardings = resolution.shardings
+            pairs = zip(leaves, resolution.shardings, strict=True)
+            shardings = [
+                to if isinstance(leaf, _ARRAYS) or not is_opaque(type_of(leaf)) else None
+                for leaf, to in pairs
+            ]
         if call.layout.donated:
             leaves_of, shardings_of = call.by_slot(call.leaves), call.by_slot(arguments)
             donated = [
@@ -161,7 +170,6 @@ class ReadCall(NamedTuple):
         shardings: the shardings of its leaves.
         moves: which arguments are moved.
         typed: the call as JAX will see it, with structs for arguments that move; the same call if none does.
-        called_before: whether arguments may be outputs of an earlier call.
     """
 
     rules: FunctionRules
@@ -169,7 +177,6 @@ class ReadCall(NamedTuple):
     shardings: Shardings
     moves: Moves
     typed: Call
-    called_before: bool
 
     def placed(self, move: Move) -> Sequence[Any]:
         """The flat arguments where the program takes them."""
@@ -253,7 +260,6 @@ def resolve_arguments(
                 as_leaf=as_leaf,
             )
             resolutions.append(resolution)
-            problems += _of_no_arrays(resolution)
         except ShardingError as error:
             problems.extend(error.problems)
         except StructureError as error:
@@ -263,30 +269,6 @@ def resolve_arguments(
     if problems:
         raise ShardingError(problems, str(MeshAxes.of(mesh)), where)
     return resolutions
-
-
-def _of_no_arrays(resolution: Resolution) -> list[Problem]:
-    """The problems of leaves that are no arrays and are given a sharding."""
-    tree, problems = resolution.tree, []
-    for i, (leaf, sharding) in enumerate(zip(tree.shown or tree.leaves, resolution.shardings, strict=True)):
-        if (
-            sharding is None
-            or isinstance(leaf, jax.Array | np.ndarray)
-            or not is_opaque(kind := type_of(leaf))
-        ):
-            continue
-        name = (kind if isinstance(kind, type) else type(kind)).__name__
-        problems.append(
-            Problem(
-                'no-array',
-                f'{tree.path_below(tree.prefix, i) or "(the leaf itself)"}: {name}',
-                f'{name} is no type of arrays, and has no sharding',
-                spec=text(sharding.spec),
-                rule=resolution.decisions[i].origin,
-                hint='give None for what is no array.',
-            )
-        )
-    return problems
 
 
 def _no_leaf_has_sharding(call: Call) -> bool:

@@ -141,13 +141,10 @@ class CallSignature:
         self.keyword_only = [p.name for p in self.parameters if p.kind is kinds.KEYWORD_ONLY]
         named = {p.kind: p.name for p in self.parameters}
         self.varargs, self.keywords = named.get(kinds.VAR_POSITIONAL), named.get(kinds.VAR_KEYWORD)
-        self._behind = _signature_behind(fun)
-        names = [p.name for p in self._behind.parameters.values() if p.kind in _POSITIONAL]
-        # They name the extra positional arguments if the wrapper has the same parameters before them.
-        unknown = bool(self.varargs) and names[: len(self.positional)] != self.positional
-        self.hints = [] if unknown else names
-        self._not_hints = frozenset(names).difference(self.positional, self.keyword_only) if unknown else ()
-        self.hints_used: set[str] = set()
+        # They name extra positional arguments, if a wrapper has the same parameters before these.
+        names = _positional_behind(fun)
+        fits = not self.varargs or names[: len(self.positional)] == self.positional
+        self.hints, self._hidden = (names, []) if fits else ([], names)
         self._static = self._selection('static', *static)
         self._donated = self._selection('donate', *donated)
         self._batch = self._selection('batch', *batch)
@@ -178,69 +175,19 @@ class CallSignature:
                     f'{what}_argnums={number}: {self.name} takes {plural(count, "positional argument")} '
                     f'({", ".join(self.positional) or "none"})'
                 )
-        known = list(dict.fromkeys([*self.positional, *self.keyword_only, *self.hints]))
-        self._use_hints(f'{what}_argnames', given)
         for name in sorted(given):
-            if name not in known and self.keywords is None:
-                raise ArgumentError(
-                    f'{what}_argnames={name!r}: {self.name} has no such argument '
-                    f'({did_you_mean(name, known)})'
-                )
+            if near := self._unknown(name):
+                raise ArgumentError(f'{what}_argnames={name!r}: {self.name} has no such argument ({near})')
         # Under a wrapper of (*args, **kwargs), an argument with a position may also come by its name.
         behind = {self.hints[n] for n in nums if count <= n < len(self.hints)}
         return nums, given | behind
 
-    def _use_hints(self, what: str, names: Iterable[Any]) -> None:
-        """Records names of arguments that only the wrapped function has.
-
-        Raises:
-            ArgumentError: it is ambiguous which arguments of the wrapper they are.
-        """
-        wrong = [name for name in names if name in self._not_hints]
-        if wrong:
-            raise self._misnamed(what, wrong)
-        own = {*self.positional, *self.keyword_only}
-        self.hints_used.update(name for name in names if name in self.hints and name not in own)
-
-    def reject_misnamed(self, flat_args: Sequence[Any]) -> None:
-        """Raises ArgumentError if options use names of a wrapped function that this call does not fit."""
-        args, keywords = self.restore(flat_args)
-        behind = self._behind.parameters
-        try:
-            self._behind.bind(*args, **{name: keywords[name] for name in keywords if name in behind})
-        except TypeError as error:
-            raise self._misnamed(
-                'options', sorted(self.hints_used), f' (this call does not fit them: {error})'
-            ) from None
-
-    def reject_no_batch(self, flat_args: Sequence[Any]) -> None:
-        """Raises ArgumentError if none of the arguments that are said to be batches can be in this call.
-
-        A parameter with a name may be left to its default. Under ``*args`` and ``**kwargs``, positions and
-        names that no call has are found here only.
-        """
-        numbers, names = self._batch
-        if not any(self._batch) or any(slot.batch for slot in self.layout_of(flat_args).slots):
-            return
-        args, keywords = self.restore(flat_args)
-        if not keywords.keys() & names:
-            said = [f'batch_argnums={number}' for number in numbers]
-            said += [f'batch_argnames={name!r}' for name in sorted(names)]
-            known = [*self.positional, *keywords]
-            near = f' ({did_you_mean(min(names), known)})' if names else ''
-            raise ArgumentError(
-                f'{", ".join(said)}: a call of {self.name} with {plural(len(args), "positional argument")} '
-                f'and the keywords ({", ".join(keywords)}) has no such argument{near}'
-            )
-
-    def _misnamed(self, what: str, names: Sequence[str], why: str = '') -> ArgumentError:
-        named = ', '.join(map(repr, names))
-        return ArgumentError(
-            f'{what} of {self.name}: {named} can be any of *{self.varargs}: {self.name} takes '
-            f'{self.python_signature}, which are not the parameters {self._behind} of the function that it '
-            f'wraps{why}. What to do: say which by position (a tuple of shardings, static_argnums, '
-            'donate_argnums, batch_argnums), or write the parameters out in the wrapper.'
-        )
+    def _unknown(self, name: Any) -> str:
+        """What is near a name that no argument can have; empty if one can."""
+        known = dict.fromkeys([*self.positional, *self.keyword_only, *self.hints])
+        if name in known or (self.keywords is not None and name not in self._hidden):
+            return ''
+        return did_you_mean(str(name), known)
 
     @property
     def key(self) -> Any:
@@ -408,16 +355,11 @@ class CallSignature:
         if is_rule(rules) or not isinstance(rules, Mapping):
             return
         static = {slot.name for slot in self.layout(0).slots if slot.static}
-        known = [*self.positional, *self.keyword_only, *([self.varargs] if self.varargs else [])]
-        known += [name for name in self.hints if name not in known]
-        self._use_hints(what, rules)
         for name in rules:
             if name in static or name in self.static_keywords:
                 raise StructureError(f'{what} of {self.name}: {name!r} is static, it has no sharding')
-            if name not in known and self.keywords is None:
-                raise StructureError(
-                    f'{what} of {self.name}: there is no argument {name!r} ({did_you_mean(str(name), known)})'
-                )
+            if name != self.varargs and (near := self._unknown(name)):
+                raise StructureError(f'{what} of {self.name}: there is no argument {name!r} ({near})')
 
 
 def name_of(fun: Callable[..., Any]) -> str:
@@ -438,12 +380,12 @@ def _parameters(fun: Callable[..., Any]) -> list[inspect.Parameter]:
         ]
 
 
-def _signature_behind(fun: Callable[..., Any]) -> inspect.Signature:
-    """The signature of the function that *fun* wraps, whose names of arguments users know."""
+def _positional_behind(fun: Callable[..., Any]) -> list[str]:
+    """The positional parameters of the function that *fun* wraps, whose names users know."""
     try:
-        return inspect.signature(fun)
+        return [p.name for p in inspect.signature(fun).parameters.values() if p.kind in _POSITIONAL]
     except (ValueError, TypeError):
-        return inspect.Signature()
+        return []
 
 
 def _sequence(value: Any, kind: Any) -> tuple[Any, ...]:

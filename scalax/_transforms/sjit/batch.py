@@ -32,13 +32,12 @@ def batch_to_follow(rules: FunctionRules, call: Call, shardings: Shardings) -> A
         shardings: those of the arguments inside the function.
 
     Raises:
-        ArgumentError: an argument that is said to be a batch has no sharding, or no such argument is there.
+        ArgumentError: an argument that is said to be a batch has no sharding.
     """
     if rules.any_explicit:  # types say where values are
         return None
     if not rules.signature.says_batch:
         return _arguments(call, shardings, _found(rules, call))
-    rules.signature.reject_no_batch(call.flat_args)
     rows = _said(rules, call)
     _reject_unsharded(rules, call, rows, shardings)
     return _arguments(call, shardings, rows)
@@ -101,22 +100,14 @@ def _found(rules: FunctionRules, call: Call) -> list[bool]:
 
 
 def _given(rules: FunctionRules, call: Call) -> dict[int, list[Any]]:
-    """The rules and specs that the options give each dynamic slot."""
-    outside, inside = _given_by_option(rules, call)
-    return {slot: [*outside[slot], *inside[slot]] for slot in outside}
-
-
-def _given_by_option(rules: FunctionRules, call: Call) -> list[dict[int, list[Any]]]:
-    """The rules and specs of in_shardings, and those of args_sharding_constraint, by slot."""
-    found = []
+    """The rules and specs that in_shardings and args_sharding_constraint give each dynamic slot."""
+    given: dict[int, list[Any]] = {slot: [] for slot in call.layout.dynamic}
     for option in (rules.options.in_shardings, rules.options.args_sharding_constraint):
-        given: dict[int, list[Any]] = {slot: [] for slot in call.layout.dynamic}
         if option is not None:
             by_slot = rules.signature.rules_by_slot(option, call.layout, call.flat_args, '', '')
             for slot, each in by_slot.items():
-                given[slot] = [rule for rule in jax.tree.leaves(each, is_leaf=is_rule) if rule is not None]
-        found.append(given)
-    return found
+                given[slot] += [rule for rule in jax.tree.leaves(each, is_leaf=is_rule) if rule is not None]
+    return given
 
 
 def _specs_alone(given: Sequence[Any]) -> bool:
@@ -136,8 +127,7 @@ def _reject_unsharded(rules: FunctionRules, call: Call, rows: Sequence[bool], sh
         given = [to for to, is_batch in zip(by_slot[slot], holds, strict=True) if is_batch]
         if not given or any(to is not None and spec_axes(to.spec) for to in given):
             continue
-        outside, inside = _given_by_option(rules, call)
-        if any(map(_axes, inside[slot] or outside[slot])):
+        if any(map(_axes, _given(rules, call)[slot])):
             continue  # the rows do not divide, and need not
         axis = next((name for name, size in rules.mesh.shape.items() if size > 1), 'data')
         argument = call.layout.slots[slot].path or 'the keywords'

@@ -44,7 +44,6 @@ from scalax._transforms.calls.call import (
     has_type,
     is_deleted,
     is_foreign,
-    is_mismatched,
     left_alone,
 )
 from scalax._transforms.calls.placement import Moves
@@ -59,10 +58,11 @@ from scalax._transforms.sjit.program import (
     compress,
     expand,
 )
-from scalax._transforms.sjit.trace import TracedFunction, in_eager_axis_modes, record, runs_inline
+from scalax._transforms.sjit.trace import TracedFunction, record, runs_inline
 from scalax._transforms.tracebacks import HidingOurs
 from scalax._util import lru_cache
 from scalax._util.progress import progress
+from scalax.errors import MeshError
 
 if TYPE_CHECKING:
     from scalax._follow.followed_batch import FollowedBatch
@@ -141,7 +141,6 @@ class Dispatcher:
         this = self._weak
         self._entries = functools.lru_cache(maxsize=lru_cache.SIZE)(Entry)
         self.programs: dict[Any, Program] = {}
-        self._inlined: dict[CallLayout, Any] = {}
         self._table = ProgramTable(lambda flat_args: this._known(flat_args), lambda: this._wrong_program())
         self.fast_call = None
         self._compares_paths = False  # of arguments whose structure does not determine them, at every call
@@ -151,11 +150,14 @@ class Dispatcher:
     def dispatch(self, flat_args: tuple[Any, ...]) -> Any:
         """Serves a call for which no program is known, or that the one tried cannot serve."""
         try:
-            if not jax.sharding.get_abstract_mesh().empty:
+            ambient = jax.sharding.get_abstract_mesh()
+            if not ambient.empty:
                 if runs_inline(self.mesh):
                     return self._function.run_inline(Call(self.signature, flat_args))
-                if in_eager_axis_modes(self.mesh):
-                    return self._inline_compiled(flat_args)
+                switched = constraints.has_other_types(ambient, self.mesh)
+                if switched and jax.sharding.get_mesh().abstract_mesh != ambient:
+                    name = self.signature.name
+                    raise MeshError(f'{name} needs a jax.jit around the auto_axes or explicit_axes of JAX')
             if not self._has_devices:
                 self._require_devices()
             call = Call(self.signature, flat_args)
@@ -203,12 +205,8 @@ class Dispatcher:
         if right is None or right.call is not used:
             # A runtime error comes from a run, which is not repeated; others were raised before tracing.
             return not isinstance(error, jax.errors.JaxRuntimeError)
-        columns = read.call.leaves, read.shardings
-        if read.moves.mismatched and (
-            any(map(is_mismatched, *columns))
-            or (isinstance(error, ValueError) and any(map(errors.is_refused, *columns)))
-        ):
-            return True
+        if isinstance(error, ValueError) and placement.targets(read.call.leaves, read.shardings, read.moves):
+            return True  # of an argument that moves first
         self._explain(error, read)
         return False
 
@@ -247,12 +245,9 @@ class Dispatcher:
         """Reads a call; returns it with what is known of its key.
 
         Raises:
-            ArgumentError: leaves that are not arrays, a static value that cannot be hashed, or options that
-                name arguments which the call does not have.
+            ArgumentError: leaves that are not arrays, or a static value that cannot be hashed.
             ShardingError, StructureError: the rules do not fit the arguments.
         """
-        if self.signature.hints_used and len(call.flat_args) != self.signature.fixed:
-            self.signature.reject_misnamed(call.flat_args)
         key = call_key(call)
         entry = self._entry(key, call)
         shardings = entry.arguments
@@ -277,7 +272,7 @@ class Dispatcher:
                 # Types may hold shardings: the key is that of the arguments as they will be.
                 typed = Call(self.signature, typed_args)
                 entry = self._entry(call_key(typed), typed, shardings)
-        return ReadCall(self.rules, call, shardings, moves, typed, called_before=bool(self.programs)), entry
+        return ReadCall(self.rules, call, shardings, moves, typed), entry
 
     def _entry(self, key: CallKey, call: Call, shardings: Shardings | None = None) -> Entry:
         """What is known of a key, at least the *shardings* of the arguments, or those of the rules."""
@@ -333,9 +328,6 @@ class Dispatcher:
         # The same function object as in the program: JAX finds this trace again there.
         try:
             traced = jax.jit(flat_function, static_argnums=call.layout.static).trace(*call.flat_args)
-        except jax.errors.TracerBoolConversionError as error:
-            errors.note_flags(error, call)
-            raise
         finally:
             self.args_placed.entry = None
         record(entry, traced)
@@ -392,7 +384,7 @@ class Dispatcher:
             program = self.programs.setdefault(shardings, new)
         return program
 
-    # Placing arguments, and running the program ------------------------------------------------------
+    # Running the program -------------------------------------------------------------------------
 
     def _place_host_data(self, read: ReadCall, program: Program) -> None:
         """Makes a program place host data in the slots of a call from now on."""
@@ -421,16 +413,6 @@ class Dispatcher:
             if self.mesh.size > 1 and any(map(left_alone, jax.tree.leaves(outputs))):
                 errors.warn_left_alone(read.call, read.shardings, outputs)
         return outputs
-
-    def _inline_compiled(self, flat_args: Sequence[Any]) -> Any:
-        """`TracedFunction.run_inline`, in a program of its own."""
-        this, layout = self._weak, self.signature.layout_of(flat_args)
-
-        def inline(*flat_args: Any) -> Any:
-            return this._function.run_inline(Call(this.signature, flat_args))
-
-        inline.__name__ = inline.__qualname__ = self.signature.name
-        return self._inlined.setdefault(layout, jax.jit(inline, static_argnums=layout.static))(*flat_args)
 
     # What JAX traces of a program --------------------------------------------------------------------
 
@@ -482,7 +464,7 @@ class Dispatcher:
         return entry
 
     def _wrong_program(self) -> WrongProgram:
-        return WrongProgram(self, self.signature.name, other_types=runs_inline(self.mesh))
+        return WrongProgram(self)
 
 
 # The user's function runs below these, traced or not.

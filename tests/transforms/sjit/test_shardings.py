@@ -243,7 +243,7 @@ def test_a_committed_argument_with_another_sharding_is_an_error():
         return state
 
     placed = HELPER.shard({'w': X, 'b': X}, P(None, 'model'))
-    for said in ('', ' Of outputs of an earlier call of step'):
+    for _ in range(2):
         with pytest.raises(PlacementError) as error:
             step(placed, X)
         assert str(error.value).startswith(
@@ -252,34 +252,9 @@ def test_a_committed_argument_with_another_sharding_is_an_error():
             "P('data',) on (data=4, model=2)\n"
             'What to do: move them first (helper.shard), pass '
             "on_mismatch='reshard' to sjit to have them moved at every such call, or use None in "
-            f'in_shardings to leave arguments where they are.{said}'
+            'in_shardings to leave arguments where they are.'
         )
-        assert str(error.value).endswith('they are.') == (not said)
         step(HELPER.shard({'w': X, 'b': X}, {'w': P('data'), 'b': P()}), X)
-
-
-@pytest.mark.parametrize(
-    ('asked', 'told'),
-    [
-        (P('data'), "mesh_axis_subset='data'."),
-        (P(('model', 'data')), "mesh_axis_subset=('model', 'data')."),
-        (P(None, 'data'), None),
-        (P('data', 'model'), None),
-        (P(), None),
-    ],
-)
-def test_a_batch_that_prefetch_has_divided_over_all_axes(asked, told):
-    step = HELPER.sjit(lambda batch: batch['x'], in_shardings=asked)
-    with HELPER.prefetch([{'x': X, 'y': X}]) as batches, pytest.raises(PlacementError) as error:
-        step(next(batches))
-    assert ('prefetch' in str(error.value)) == (told is not None)
-    assert told is None or told in str(error.value)
-    with (
-        HELPER.prefetch([{'x': X}], mesh_axis_subset='model') as some,
-        pytest.raises(PlacementError) as error,
-    ):
-        step(next(some))
-    assert 'prefetch' not in str(error.value)
 
 
 def test_mismatched_arguments_are_moved_on_request():
@@ -307,23 +282,9 @@ def test_an_argument_of_other_devices_that_no_rule_speaks_about(known, on_mismat
     four = MeshShardingHelper([4], ['data'], devices=jax.devices()[:4]).shard(X, P('data'))
     one = jax.device_put(X, jax.devices()[3])
     backwards = NamedSharding(Mesh(HELPER.mesh.devices[::-1], ('data', 'model')), P('data'))
-    for y, lies in (
-        (four, "P('data',) on (data=4) of devices 0, 1, 2, 3"),
-        (one, str(one.sharding)),
-        (
-            jax.device_put(X, backwards),
-            "P('data',) on (data=4, model=2) of devices 6, 7, 4, 5, 2, 3, 0, 1",
-        ),
-    ):
-        with pytest.raises(PlacementError) as error:
+    for y in (four, one, jax.device_put(X, backwards)):
+        with pytest.raises(ValueError, match='Received incompatible devices'):  # of JAX
             add(X, {'b': y})
-        assert str(error.value) == (
-            '<lambda> got arrays that are not on its mesh, and in_shardings does not say where they '
-            'belong:\n'
-            f'  y/b: float32[8, 8] is sharded as {lies}\n'
-            'What to do: move them first (helper.shard), or name their shardings in in_shardings and pass '
-            "on_mismatch='reshard' to sjit to have them moved at every such call."
-        )
 
 
 def test_an_equivalent_sharding_of_another_mesh_object_is_no_mismatch():
@@ -424,30 +385,6 @@ def test_an_optimizer_state_that_nothing_shards_is_said_to_be_on_one_device(snap
     HELPER.sjit(jnp.zeros_like)(X)
 
 
-def test_outputs_that_come_back_with_a_sharding_of_the_compilers_are_said_to():
-    rules = {'state': P('data'), 'x': None}
-
-    def step(state, x):
-        return jnp.outer(x, x) @ state
-
-    compiled = HELPER.sjit(step, rules)
-    x = HELPER.shard(X[0], P('model'))
-    state = compiled(X, x)
-    assert not state.sharding.is_equivalent_to(HELPER.match_sharding_rule(P('data'), X), 2)
-    with pytest.raises(PlacementError) as error:
-        compiled(state, x)
-    assert str(error.value).endswith(
-        'to leave arguments where they are. Of outputs of an earlier call of step the compiler has chosen '
-        'the shardings: give out_shardings, or donate the argument that they are to replace '
-        '(donate_argnums), and they have those of the arguments.'
-    )
-    donating = HELPER.sjit(step, rules, donate_argnames='state')
-    donating(donating(X, x), x)
-    with pytest.raises(PlacementError) as error:
-        HELPER.sjit(lambda state, x: state, rules)(state, x)
-    assert str(error.value).endswith('to leave arguments where they are.')
-
-
 @pytest.mark.parametrize('donated', [True, False])
 def test_one_array_in_two_places_and_donated(donated, snapshot):
     options = {'donate_argnums': (0, 1)} if donated else {'donate_argnums': 0}
@@ -535,7 +472,7 @@ class Strict:
         return cls(*children)
 
 
-def test_nodes_that_refuse_anything_but_arrays(snapshot):
+def test_nodes_that_refuse_anything_but_arrays():
     node = Strict(X)
     for options in (
         {},
@@ -546,7 +483,7 @@ def test_nodes_that_refuse_anything_but_arrays(snapshot):
             warnings.filterwarnings('ignore', message='Some donated buffers were not usable')
             out = HELPER.sjit(lambda node: Strict(node.w * 2), **options)(node)
         np.testing.assert_array_equal(out.w, X * 2)
-        with snapshot.raises(StructureError):
+        with pytest.raises(TypeError, match='w must be a matrix'):
             HELPER.sjit(lambda node: node, P('data')).shardings_for(node)
     for rules in (P('data'), FSDPShardingRule('data', min_fsdp_size=0)):
         out = HELPER.sjit(lambda node: Strict(node.w * 2), out_shardings=rules)(node)

@@ -52,12 +52,12 @@ class Way(NamedTuple):
 
 
 LIMITS = {
-    'made': Way(84, 14, 29),
-    'first': Way(128, 17, 65) if GUARDED else Way(126, 17, 63),
-    'another length': Way(129, 17, 70) if GUARDED else Way(128, 17, 69),
+    'made': Way(75, 14, 28),
+    'first': Way(125, 17, 62) if GUARDED else Way(123, 17, 60),
+    'another length': Way(128, 17, 67) if GUARDED else Way(127, 17, 66),
     'again': Way(2, 2, 1) if GUARDED else Way(1, 1, 0),
-    'first, not followed': Way(114, 16, 59) if GUARDED else Way(112, 16, 57),
-    'another length, not followed': Way(114, 15, 62) if GUARDED else Way(113, 15, 61),
+    'first, not followed': Way(112, 16, 56) if GUARDED else Way(110, 16, 54),
+    'another length, not followed': Way(114, 15, 59) if GUARDED else Way(113, 15, 58),
 }
 
 
