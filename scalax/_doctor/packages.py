@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from scalax._doctor.finding import Finding
 
-NEEDED = ('scalax', 'jax', 'jaxlib', 'numpy', 'einops')
+NEEDED = ('scalax', 'jax', 'jaxlib', 'numpy')
 OPTIONAL = ('libtpu', 'safetensors', 'orbax-checkpoint', 'flax', 'optax', 'equinox')
 _PLUGIN = re.compile(r'jax[-_](cuda|rocm)\w*[-_](plugin|pjrt)')
 

@@ -24,16 +24,15 @@ AxisMapping = ResourceMapping | Sequence[tuple[str, Entry]] | LogicalAxisShardin
 
 
 @contextlib.contextmanager
-def axis_mapping(mapping: AxisMapping, merge: bool = False, **names: Entry) -> Iterator[None]:
+def axis_mapping(mapping: AxisMapping, merge: bool = False) -> Iterator[None]:
     """A context in which a mapping of logical axes to mesh axes is active, in this thread.
 
     Args:
         mapping: logical axis name -> mesh axis, a tuple of them, or None; a name that is missing stands for
-            dimensions that are not sharded. A `LogicalAxisShardingRule` brings its names by path, its sizes
-            and its strictness with it.
+            dimensions that are not sharded. A `LogicalAxisShardingRule` brings its names by path and its
+            strictness with it.
         merge: add to the mapping that is active outside, instead of replacing it. For a name that both have,
             the *inner* one counts. (In haliax the outer one does.)
-        **names: more names, which count before those of *mapping*.
 
     Raises:
         RuleError: a mapping of another form.
@@ -47,8 +46,6 @@ def axis_mapping(mapping: AxisMapping, merge: bool = False, **names: Entry) -> I
     """
     checked_flag('merge', merge)
     inner, outer = as_rule(mapping), contexts.current_mapping()
-    if names:
-        inner = merged(dataclasses.replace(as_rule(names), strict=inner.strict), inner)
     with contexts.entered_mapping(merged(inner, outer) if merge and outer is not None else inner):
         yield
 
@@ -68,7 +65,6 @@ def merged(inner: LogicalAxisShardingRule, outer: LogicalAxisShardingRule) -> Lo
         axis_mapping=(*inner.axis_mapping, *(pair for pair in outer.axis_mapping if pair[0] not in known)),
         axis_names=(*inner.axis_names, *outer.axis_names),
         strict=inner.strict and outer.strict,
-        sizes=(*(dict(outer.sizes) | dict(inner.sizes)).items(),),
     )
 
 

@@ -71,8 +71,8 @@ def test_merged_the_inner_mapping_wins_where_haliax_lets_the_outer_one():
         assert hax.partitioning.physical_axis_name('batch') == 'data'
 
 
-def test_merged_rules_keep_their_names_and_sizes(helper):
-    outer = LogicalAxisShardingRule({'mlp': 'tp', 'heads': 'tp'}, [('up', '_ mlp')], sizes={'heads': 4})
+def test_merged_rules_keep_their_names(helper):
+    outer = LogicalAxisShardingRule({'mlp': 'tp', 'heads': 'tp'}, [('up', '_ mlp')])
     inner = LogicalAxisShardingRule({'embed': 'data'}, [('out', 'embed _')])
     with axis_mapping(outer), axis_mapping(inner, merge=True), helper.get_context():
         tree = shard({'up': jnp.ones((8, 4)), 'out': jnp.ones((8, 4))})
@@ -331,15 +331,6 @@ def test_haliaxs_name_of_a_mapping():
     assert physical_axis_name('batch', mapping) == 'data'
 
 
-def test_names_by_keyword_count_first():
-    with axis_mapping({'batch': 'data', 'mlp': None}, mlp='tp', embed=('data', 'tp')):
-        assert [physical_axis_name(name) for name in ('batch', 'mlp', 'embed')] == [
-            'data',
-            'tp',
-            ('data', 'tp'),
-        ]
-
-
 def test_specs_of_trees(helper):
     """As haliax gives them; what names no dimensions is replicated."""
     tree = {'a': hax.ones((BATCH, MLP)), 'b': np.ones((3, 4)), 'c': 2}
@@ -443,12 +434,6 @@ def test_axes_that_the_mesh_lacks_are_skipped_in_answers_too(helper):
     assert physical_axis_name('batch', mapping) == ('pod', 'data')
     assert physical_axis_name('batch', mapping, mesh=helper) == 'data'
     assert physical_axis_size('batch', mapping, mesh=helper) == 4
-
-
-def test_sizes_of_a_rule_do_not_matter_to_names(helper):
-    rule = LogicalAxisShardingRule({'heads': 'tp', 'dim': None, 'mlp': 'data'}, sizes={'heads': 6, 'dim': 4})
-    assert pspec_for('(heads dim) mlp', rule, mesh=helper) == P('tp', 'data')
-    assert pspec_for('(heads _) mlp', rule, mesh=helper) == P('tp', 'data')
 
 
 @pytest.mark.parametrize(
