@@ -230,7 +230,7 @@ def test_the_leaves_that_warnings_name_are_those_of_the_tree():
         [
             f'  mu/w: float32[3, 8], {origin}: {text}',
             f'  nu/w: float32[3, 8], {origin}: {text}',
-            f'  row/w: float32[8], {origin}: its parameter: {text}',
+            f'  row/w: float32[8], {origin}: {text}',
         ],
         [f"  w: float32[5, 3, 8], regex 'w': 'a b': {text}"],
         [f"  w: float32[3, 8], regex 'w': 'a b': {text}"],
