@@ -12,7 +12,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from scalax._tree.paths import NamedTree
-from scalax._tree.specs import Fault, entries, entry_axes, spec_axes
+from scalax._tree.specs import Fault, canonical_entry, entries, entry_axes, spec_axes
 from scalax.errors import (
     Problem,
     RuleError,
@@ -210,7 +210,7 @@ def _checked_entry(name: Any, entry: Any) -> tuple[str, MeshAxisEntry]:
         raise RuleError(f'{where}: the value is a mesh axis, a tuple of them or None, got {entry!r}')
     if len(set(axes)) < len(axes):
         raise RuleError(f'{where}: a mesh axis is repeated in {entry!r}')
-    return name, axes[0] if len(axes) == 1 else axes or None
+    return name, canonical_entry(axes)
 
 
 def _checked_names(
@@ -306,7 +306,7 @@ class NamedLeaf:
             chosen.append(kept)
         number = self.named.number
         return Decision(
-            PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in chosen)),
+            PartitionSpec(*map(canonical_entry, chosen)),
             self.named.source,
             '; '.join([*reasons, *dropped])
             or ('' if notes or any(chosen) else 'no name has a mesh axis here'),
