@@ -337,8 +337,7 @@ def test_what_is_no_index(tmp_path: Path, helper: MeshShardingHelper) -> None:
     for content, message in [
         ('', 'Expecting value: line 1 column 1 (char 0)'),
         ('{"weight_map": {"a": "b", "a": "c"}}', "the key 'a' is there twice in one object"),
-        ('{"weight_map": ' * 10**5, 'it is nested more than 127 deep'),
-        ('{"weight_map": {"a": NaN}}', 'NaN is no number of JSON'),
+        ('{"weight_map": ' * 10**5, 'it is nested too deep'),
         (
             '{"weight_map": {}}'.encode('utf-16'),
             "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",

@@ -464,8 +464,7 @@ def test_files_that_are_no_reports(tmp_path):
             '{"version": 1, "version": 1}',
             "the JSON of a report: the key 'version' is there twice in one object",
         ),
-        ('{"version": 1, "mesh": NaN}', 'the JSON of a report: NaN is no number of JSON'),
-        ('{"version": ' + '[' * 10**6, 'the JSON of a report: it is nested more than 127 deep'),
+        ('{"version": ' + '[' * 10**6, 'the JSON of a report: it is nested too deep'),
         (one_row(bytes=-1), 'a whole report: rows[0].bytes is not a number from 0 to 2**128: -1'),
         (
             one_row(bytes=10**40),
