@@ -38,6 +38,7 @@ EXTRAS = {
         *EXAMPLES,
         *DOCS,
         'build',
+        'einops',
         'equinox',
         'flatbuffers',
         # Libraries whose trees carry names of dimensions. haliax: the release runs on no JAX that we support.
@@ -68,7 +69,7 @@ setup(
     python_requires='>=3.11',
     packages=find_packages(include=['scalax', 'scalax.*']),
     package_data={'scalax': ['py.typed', '_report/assets/*']},
-    install_requires=['einops>=0.8', 'jax>=0.10', 'numpy'],
+    install_requires=['jax>=0.10', 'numpy'],
     extras_require=EXTRAS,
     entry_points={'console_scripts': ['scalax = scalax.__main__:run']},
     classifiers=[

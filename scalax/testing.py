@@ -15,7 +15,6 @@ from scalax._plan.make import make_plan
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.sjit import describe_difference, name_of, owner_of
 from scalax._tree.paths import NamedTree
-from scalax._util.renamed_keywords import renamed
 from scalax.errors import ArgumentError, did_you_mean, plural, shown, shown_leaves
 from scalax.rules import RuleLike
 from scalax.rules._resolve import resolve
@@ -138,7 +137,6 @@ def assert_no_recompile(fun: Callable[..., Any]) -> Iterator[None]:
         )
 
 
-@renamed(pytree='tree')
 def assert_sharded_like(tree: Any, rules: RuleLike, helper: MeshOwner | None = None) -> None:
     """Asserts that arrays are sharded as rules say.
 

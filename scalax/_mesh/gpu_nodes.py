@@ -12,13 +12,10 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from scalax._jax.devices import devices_of
-from scalax.errors import MeshError, did_you_mean
+from scalax.errors import MeshError
 
 GPUS_OF_NODE = {'h100': 8, 'h200': 8, 'b200': 8}
 """Kind of GPU -> the most in a node: those that NVLink switches join."""
-
-EXAMPLES = tuple(f'{kind}:{size}' for kind, most in GPUS_OF_NODE.items() for size in (most, f'4x{most}'))
-"""Names of topologies, for suggestions: one node of each kind, and four."""
 
 _SIZE = re.compile(r'(?:([1-9]\d{0,5})x)?([1-9]\d{0,5})')
 
@@ -69,10 +66,9 @@ def gpu_nodes(topology: str, num_slices: int = 1) -> Nodes | None:
         )
     count, each = int(read[1] or num_slices), int(read[2])
     if each > most:
-        better = f'{each // most}x{most}' if read[1] is None and each % most == 0 else f'4x{most}'
         raise MeshError(
             f'{topology!r} has nodes of {each:,} GPUs, and a node of {kind} has at most {most}: write '
-            f'several nodes, as in {kind}:{better}'
+            f'several nodes, as in {kind}:4x{most}'
         )
     if num_slices not in (1, count):
         raise MeshError(
@@ -126,13 +122,3 @@ def stand_ins(nodes: Nodes, topology: str) -> StandIns:
     found = StandIns(here[: nodes.size])
     found.nodes = nodes
     return found
-
-
-def suggest_gpus(topology: str) -> str:
-    """The topology of GPUs that an unknown name may stand for, for a message.
-
-    Example:
-        >>> suggest_gpus('H100:8')
-        "did you mean 'h100:8' or 'h100:4x8'?"
-    """
-    return did_you_mean(topology.lower(), EXAMPLES)

@@ -42,7 +42,7 @@ def build_mesh(
         raise MeshError('devices is empty: a mesh needs at least one device')
     if len(set(at_hand)) != len(at_hand):
         raise MeshError('devices holds a device more than once')
-    sizes = _inferred(dims, names, len(at_hand), subset=devices is None)
+    sizes = _inferred(dims, names, len(at_hand))
     if dcn_axis_dims is None:
         _reject_several_slices(at_hand, names, split_physical_axes)
         array = _one_slice(sizes, at_hand, split_physical_axes)
@@ -112,20 +112,18 @@ def checked_types(
     return types
 
 
-def _inferred(dims: tuple[int, ...], names: tuple[str, ...], count: int, *, subset: bool) -> tuple[int, ...]:
-    """The dimensions with -1 filled in; their product is *count*. *subset*: a hint may name fewer devices."""
-    asked = axis_sizes_text(dict(zip(names, dims, strict=True)))
+def _inferred(dims: tuple[int, ...], names: tuple[str, ...], count: int) -> tuple[int, ...]:
+    """The dimensions with -1 filled in; their product is *count*."""
     sizes = _filled(dims, count)
-    product = math.prod(size for size in sizes if size != -1)
+    asked, product = axis_sizes_text(dict(zip(names, dims, strict=True))), abs(math.prod(dims))
     if -1 in sizes:
         raise MeshError(
-            f'mesh ({asked}): {count} devices do not divide by {product}, the product of the '
-            f'given dimensions; it may be {_listed(_divisors(count))}'
+            f'mesh ({asked}): {count} devices do not divide by {product}, the product of the given dimensions'
         )
-    if product != count:
+    if math.prod(sizes) != count:
         raise MeshError(
-            f'mesh ({asked}) needs {plural(product, "device")}, there '
-            f'{"is" if count == 1 else "are"} {count}; {_fitting(dims, names, count, subset)}'
+            f'mesh ({asked}) needs {plural(product, "device")}, there {"is" if count == 1 else "are"} {count}'
+            ': give one of the dimensions as -1, or some of the devices as devices=...'
         )
     return sizes
 
@@ -134,31 +132,6 @@ def _filled(dims: tuple[int, ...], count: int) -> tuple[int, ...]:
     """The dimensions with -1 filled in, if *count* divides by the others."""
     fixed = math.prod(dim for dim in dims if dim != -1)
     return dims if count % fixed else tuple(count // fixed if dim == -1 else dim for dim in dims)
-
-
-def _fitting(dims: tuple[int, ...], names: tuple[str, ...], count: int, subset: bool) -> str:
-    """Which single change would make the dimensions fit."""
-    if not dims:
-        return 'a mesh without axes holds one device'
-    fixes = []
-    for axis, name in enumerate(names):
-        others = math.prod(dim for i, dim in enumerate(dims) if i != axis)
-        if count % others == 0:
-            fitted = [str(count // others if i == axis else dim) for i, dim in enumerate(dims)]
-            listed = ', '.join(fitted) + (',' if len(fitted) == 1 else '')
-            fixes.append(f'({listed}), with {name!r} changed')
-    needed = math.prod(dims)
-    if subset and needed < count:
-        fixes.append(f'these dimensions over {needed} of the devices, as devices=jax.devices()[:{needed}]')
-    return (
-        f'what would fit: {"; or ".join(fixes)}'
-        if fixes
-        else (f'the dimensions must multiply to {count}: each divides it ({_listed(_divisors(count))})')
-    )
-
-
-def _divisors(count: int) -> list[int]:
-    return [n for n in range(1, count + 1) if count % n == 0]
 
 
 def _listed(numbers: list[int]) -> str:

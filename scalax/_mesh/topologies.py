@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from scalax._jax.messages import is_wrong_libtpu
-from scalax._mesh.gpu_nodes import GPUS_OF_NODE, gpu_nodes, stand_ins, suggest_gpus
+from scalax._mesh.gpu_nodes import GPUS_OF_NODE, gpu_nodes, stand_ins
 from scalax.errors import MeshError, MissingDependencyError, did_you_mean
 
 _FLAT = '1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16'
@@ -76,8 +76,8 @@ def topology_devices(topology: str, num_slices: int) -> Sequence[Any]:
     if not _LIKE_A_TPU.match(topology):
         kinds = ', '.join([*SIZES, *GPUS_OF_NODE])
         raise MeshError(
-            f'no topology {topology!r} is known, only those of {kinds}; {suggest_gpus(topology)}\n'
-            '`python -m scalax topologies` lists them'
+            f'no topology {topology!r} is known, only those of {kinds}: `python -m scalax topologies` lists '
+            'them'
         )
     if importlib.util.find_spec('libtpu') is None:
         raise MissingDependencyError(

@@ -31,7 +31,8 @@ def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
     return tuple(axis for entry in entries(spec) for axis in entry_axes(entry))
 
 
-def _canonical_entry(entry: Any) -> Any:
+def canonical_entry(entry: Any) -> Any:
+    """One entry of a spec in the form that resolving returns: tuples have two axes or more."""
     if entry is UNCONSTRAINED:
         return entry
     axes = entry_axes(entry)
@@ -44,7 +45,7 @@ def replaced(spec: PartitionSpec, new: Sequence[Any]) -> PartitionSpec:
     Canonical: no trailing None, no tuples of fewer than two axes. ``P('x')`` and ``P('x', None)`` mean
     the same and compare unequal, which costs users of ``jax.jit`` a second compilation.
     """
-    kept = [_canonical_entry(entry) for entry in new]
+    kept = [canonical_entry(entry) for entry in new]
     while kept and kept[-1] is None:
         kept.pop()
     if spec.unreduced or spec.reduced:

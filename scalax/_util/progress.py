@@ -3,12 +3,13 @@
 The line ("compiling train_step ... 41 s") appears after two seconds, on stderr, and is gone at the end. It is
 shown by process 0 only, and neither in pipes and files nor by pytest. The environment variable
 ``SCALAX_PROGRESS`` changes that: 0 never shows the line, 1 shows it anywhere. Without a line, loggers below
-``scalax`` say the same at level INFO: when the wait begins, each minute, and at the end.
+``scalax`` say the same at level INFO, when the wait begins and each minute.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import shutil
@@ -48,13 +49,20 @@ def progress(doing: str, log: logging.Logger, shown: bool | None = None) -> Iter
     if not (line or log.isEnabledFor(logging.INFO)) or not _speaking.acquire(blocking=False):
         yield lambda state: None
         return
-    speaker, done = _Line(doing) if line else _Messages(doing, log), False
+    state = ''
+
+    def note(new: str) -> None:
+        nonlocal state
+        state = f' {new}' if new else ''
+
+    write: Callable[[str], None] = _Line().write if line else functools.partial(log.info, '%s')
+    every = _LINE_EVERY if line else _LOG_EVERY
     try:
-        with repeated(speaker.say, _FIRST, speaker.every):
-            yield speaker.note
-        done = True
+        with repeated(lambda seconds: write(f'{doing}{state} ... {seconds:.0f} s'), _FIRST, every):
+            yield note
     finally:
-        speaker.close(done)
+        if line:
+            write('')
         _speaking.release()
 
 
@@ -86,73 +94,19 @@ def repeated(say: Callable[[float], None], first: float, every: float) -> Iterat
         thread.join()
 
 
-class _Speaker:
-    """What is done, and how far it is."""
+class _Line:
+    """One line on stderr that is written over itself; an empty one removes it."""
 
-    every: float
-
-    def __init__(self, doing: str) -> None:
-        self._doing, self._state = doing, ''
-
-    def note(self, state: str) -> None:
-        """Notes how far it is; said the next time that anything is."""
-        self._state = state
-
-    def text(self, seconds: float) -> str:
-        """``compiling train_step ... 41 s``."""
-        return f'{self._doing}{f" {self._state}" if self._state else ""} ... {seconds:.0f} s'
-
-    def say(self, seconds: float) -> None:
-        """Says how far it is."""
-
-    def close(self, done: bool) -> None:
-        """Ends what is said, after all of it is done or because of an error."""
-
-
-class _Line(_Speaker):
-    """One line that is written over itself, and removed at the end."""
-
-    every = _LINE_EVERY
     _width = 0
 
-    def say(self, seconds: float) -> None:
-        """Writes the line."""
-        columns = shutil.get_terminal_size().columns - 1
-        text = self.text(seconds)
-        if len(text) > columns:
-            text = f'{text[: max(columns - 12, 0)]}... {seconds:.0f} s'
-        self._write(f'\r{text:<{self._width}}')
+    def write(self, text: str) -> None:
+        """Shows *text* in place of what was there."""
+        text = text[: shutil.get_terminal_size().columns - 1]
+        if text or self._width:
+            with contextlib.suppress(OSError, ValueError):  # of a stream that is closed
+                sys.stderr.write(f'\r{text:<{self._width}}' if text else f'\r{"":<{self._width}}\r')
+                sys.stderr.flush()
         self._width = len(text)
-
-    def close(self, done: bool) -> None:
-        """Removes the line."""
-        if self._width:
-            self._write(f'\r{"":<{self._width}}\r')
-
-    def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # of a stream that is closed
-            sys.stderr.write(text)
-            sys.stderr.flush()
-
-
-class _Messages(_Speaker):
-    """Log messages."""
-
-    every = _LOG_EVERY
-
-    def __init__(self, doing: str, log: logging.Logger) -> None:
-        super().__init__(doing)
-        self._log, self._start, self._said = log, time.monotonic(), False
-
-    def say(self, seconds: float) -> None:
-        """Logs how far it is."""
-        self._said = True
-        self._log.info('%s', self.text(seconds))
-
-    def close(self, done: bool) -> None:
-        """Logs that it is done, if it was said that it goes on."""
-        if done and self._said:
-            self._log.info('%s: done in %.1f s', self._doing, time.monotonic() - self._start)
 
 
 def _is_seen() -> bool:

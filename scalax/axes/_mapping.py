@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from scalax._trace import constraints, contexts
@@ -24,16 +23,15 @@ AxisMapping = ResourceMapping | Sequence[tuple[str, Entry]] | LogicalAxisShardin
 
 
 @contextlib.contextmanager
-def axis_mapping(mapping: AxisMapping, merge: bool = False, **names: Entry) -> Iterator[None]:
+def axis_mapping(mapping: AxisMapping, merge: bool = False) -> Iterator[None]:
     """A context in which a mapping of logical axes to mesh axes is active, in this thread.
 
     Args:
         mapping: logical axis name -> mesh axis, a tuple of them, or None; a name that is missing stands for
-            dimensions that are not sharded. A `LogicalAxisShardingRule` brings its names by path, its sizes
-            and its strictness with it.
+            dimensions that are not sharded. A `LogicalAxisShardingRule` brings its names by path and its
+            strictness with it.
         merge: add to the mapping that is active outside, instead of replacing it. For a name that both have,
             the *inner* one counts. (In haliax the outer one does.)
-        **names: more names, which count before those of *mapping*.
 
     Raises:
         RuleError: a mapping of another form.
@@ -47,8 +45,6 @@ def axis_mapping(mapping: AxisMapping, merge: bool = False, **names: Entry) -> I
     """
     checked_flag('merge', merge)
     inner, outer = as_rule(mapping), contexts.current_mapping()
-    if names:
-        inner = merged(dataclasses.replace(as_rule(names), strict=inner.strict), inner)
     with contexts.entered_mapping(merged(inner, outer) if merge and outer is not None else inner):
         yield
 
@@ -68,7 +64,6 @@ def merged(inner: LogicalAxisShardingRule, outer: LogicalAxisShardingRule) -> Lo
         axis_mapping=(*inner.axis_mapping, *(pair for pair in outer.axis_mapping if pair[0] not in known)),
         axis_names=(*inner.axis_names, *outer.axis_names),
         strict=inner.strict and outer.strict,
-        sizes=(*(dict(outer.sizes) | dict(inner.sizes)).items(),),
     )
 
 
@@ -109,32 +104,26 @@ def required_mesh(mesh: Any, what: str) -> Mesh | AbstractMesh:
 def dimensions_of(axes: Any) -> tuple[Pattern, str]:
     """The dimensions that are named, and how messages show them.
 
-    Strings are patterns; a haliax axis, or the key of a dict, is one dimension, whatever it is called.
+    Strings are patterns; a haliax axis is one dimension, whatever it is called.
 
     Raises:
-        RuleError: not a pattern, haliax axes, a dict of these, or a sequence of the first two.
+        RuleError: not a pattern, haliax axes, or a sequence of these.
     """
     if isinstance(axes, str):
         return parse(axes), axes
-    if is_axis(axes):
-        return Pattern(((axes.name,),)), str(axes.name)
-    if isinstance(axes, Mapping) and axes and all(map(_is_named_size, axes, axes.values())):
-        return Pattern(tuple((name,) for name in axes)), ' '.join(axes)
-    if isinstance(axes, Sequence) and all(isinstance(axis, str) or is_axis(axis) for axis in axes):
-        if not any(map(is_axis, axes)):
-            return dimensions_of(' '.join(axes))
-        patterns, texts = zip(*map(dimensions_of, axes), strict=True)
-        if any(pattern.ellipsis is not None for pattern in patterns):
-            raise RuleError(f"'...' and haliax axes do not go together, got {axes!r}")
-        return Pattern(tuple(each for pattern in patterns for each in pattern.dimensions)), ' '.join(texts)
-    raise RuleError(
-        "dimensions are named by a string such as 'batch embed', by haliax axes, by a sequence of these, or "
-        f'by a dict of names and sizes, got {axes!r}'
-    )
-
-
-def _is_named_size(name: Any, size: Any) -> bool:
-    return isinstance(name, str) and isinstance(size, int | np.integer | None)
+    each = [axes] if is_axis(axes) else axes
+    if not isinstance(each, Sequence) or not all(isinstance(one, str) or is_axis(one) for one in each):
+        raise RuleError(
+            "dimensions are named by a string such as 'batch embed', by haliax axes, or by a sequence of "
+            f'these, got {axes!r}'
+        )
+    if not any(map(is_axis, each)):
+        return dimensions_of(' '.join(each))
+    patterns = [parse(one) if isinstance(one, str) else Pattern(((one.name,),)) for one in each]
+    if any(pattern.ellipsis is not None for pattern in patterns):
+        raise RuleError(f"'...' and haliax axes do not go together, got {axes!r}")
+    names = [one if isinstance(one, str) else one.name for one in each]
+    return Pattern(tuple(part for pattern in patterns for part in pattern.dimensions)), ' '.join(names)
 
 
 def is_axis(value: Any) -> bool:

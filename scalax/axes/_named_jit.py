@@ -8,7 +8,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack, overload
 
@@ -18,20 +18,17 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from scalax._helper import MeshShardingHelper
 from scalax._trace import constraints, contexts
-from scalax._transforms.calls.signature import CallSignature, name_of
+from scalax._transforms.calls.signature import name_of
 from scalax._transforms.sjit.function import JitOptions
 from scalax._tree.specs import entry_axes
 from scalax._util.lru_cache import LRUCache
-from scalax._util.renamed_keywords import renamed
 from scalax.axes._mapping import AxisMapping, as_rule, mapping_in_force, mesh_in_force
 from scalax.axes._query import physical_axis_name
 from scalax.axes._static import (
     StaticPart,
     combine,
-    is_array,
     keep_only,
     partition,
-    reject_structs,
     require_hashable,
 )
 from scalax.errors import ArgumentError, MeshError, RuleError
@@ -49,8 +46,6 @@ class NamedJitOptions(JitOptions, total=False):
     out_axis_resources: Resources
     donate_args: Any
     donate_kwargs: Any
-    batch_argnums: int | Iterable[int] | None
-    batch_argnames: str | Iterable[str] | None
     mesh: Any
 
 
@@ -72,8 +67,6 @@ def named_jit(
     out_axis_resources: Resources = None,
     donate_args: Any = None,
     donate_kwargs: Any = None,
-    batch_argnums: int | Iterable[int] | None = None,
-    batch_argnames: str | Iterable[str] | None = None,
     mesh: Any = None,
     **jit_kwargs: Any,
 ) -> Any:
@@ -90,11 +83,8 @@ def named_jit(
         out_axis_resources: the same for outputs; by default `axis_resources`. What names no dimensions is
             left to the compiler.
         donate_args: True, or a prefix of the tuple of positional arguments with booleans: whose buffers may
-            be used for outputs. A function in place of a boolean is asked for each array.
+            be used for outputs.
         donate_kwargs: the same for the dict of keyword arguments.
-        batch_argnums: positions of arguments that hold rows of the batch, sharded by *in_axis_resources*:
-            values inside that hold them stay where they are (docs/unchanged.md). None by default.
-        batch_argnames: names of arguments that hold rows of the batch.
         mesh: a mesh or helper; by default, at the call, that of the active helper or of ``jax.set_mesh``.
         **jit_kwargs: options of ``jax.jit``, such as ``keep_unused``.
 
@@ -102,8 +92,7 @@ def named_jit(
         A function with the name and the documentation of *fn*, and ``lower``.
 
     Raises:
-        ArgumentError: leaves that are not arrays and cannot be hashed; all of them are named. Or an option
-            that has another name here.
+        ArgumentError: leaves that are not arrays and cannot be hashed; all of them are named.
         MeshError: there is something to shard by, and no mesh.
         RuleError: resources that are neither a mapping nor a rule.
         ShardingError: arrays that do not fit their names or the mesh; all of them are named.
@@ -126,9 +115,6 @@ def named_jit(
                 f'named_jit takes a function first, got {type(fn).__name__}: '
                 'a mapping is axis_resources={...}'
             )
-        for name in jit_kwargs:
-            if name in _INSTEAD:
-                raise ArgumentError(f'named_jit takes no {name}: {_INSTEAD[name]}')
         shared = _Shared(
             None if axis_resources is None else as_rule(axis_resources),
             _rule_of(in_axis_resources, 'in_axis_resources'),
@@ -137,66 +123,37 @@ def named_jit(
             mesh,
             jit_kwargs,
         )
-        return NamedJitFunction(fn, shared, batch_argnums, batch_argnames)
+        return NamedJitFunction(fn, shared)
 
     return compiled if fn is None else compiled(fn)
 
 
-def fsdp(*args: Any, **kwargs: Any) -> Any:
-    """FSDP by named axes: ``fsdp(fn, param_mapping, compute_mapping)``, or a decorator without *fn*.
+def fsdp(
+    fn: Callable[Given, Result], param_mapping: Resources, compute_mapping: AxisMapping, **options: Any
+) -> NamedJitFunction[Given, Result]:
+    """FSDP by named axes: what goes in and comes out is sharded as parameters are stored.
 
-    ``named_jit(fn, compute_mapping, in_axis_resources=param_mapping, out_axis_resources=param_mapping)``:
-    what goes in and comes out is sharded as parameters are stored; inside, the mapping of computations is
-    active.
+    ``named_jit(fn, compute_mapping, in_axis_resources=param_mapping, out_axis_resources=param_mapping)``.
 
     Args:
-        *args: the function, if given here; the mapping of parameters; the mapping inside.
-        **kwargs: the same by name, and the options of `named_jit`.
-
-    Raises:
-        ArgumentError: other arguments.
+        fn: the function.
+        param_mapping: the mapping by which parameters are stored, or any rule.
+        compute_mapping: the mapping that is active inside.
+        **options: those of `named_jit`.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from scalax.axes import shard
         >>> from scalax.sharding import MeshShardingHelper
-        >>> @fsdp({'embed': 'data'}, {'batch': 'data'})
-        ... def step(x):
+        >>> def step(x):
         ...     return shard(x, 'batch embed') + 1
         >>> with MeshShardingHelper([8], ['data']).get_context():
-        ...     step(jnp.ones((8, 4))).shape
+        ...     fsdp(step, {'embed': 'data'}, {'batch': 'data'})(jnp.ones((8, 4))).shape
         (8, 4)
     """
-    fn, args = (args[0], args[1:]) if args and callable(args[0]) else (kwargs.pop('fn', None), args)
-    try:
-        return _fsdp(fn, *args, **kwargs)
-    except TypeError as error:
-        if isinstance(error, ArgumentError):
-            raise
-        raise ArgumentError(
-            'fsdp takes fn, param_mapping and compute_mapping, once each; they stand for the axis_resources, '
-            f'in_axis_resources and out_axis_resources of named_jit. Python says: {error}'
-        ) from None
-
-
-@renamed(parameter_mapping='param_mapping')  # haliax's name for it
-def _fsdp(fn: Any, param_mapping: Resources, compute_mapping: AxisMapping | None, **options: Any) -> Any:
     return named_jit(
         fn, compute_mapping, in_axis_resources=param_mapping, out_axis_resources=param_mapping, **options
     )
-
-
-_STATIC = 'arrays are data, and everything else is static already'
-_INSTEAD = {
-    'args_sharding_constraint': 'give in_axis_resources',
-    'donate_argnames': 'give donate_kwargs',
-    'donate_argnums': 'give donate_args',
-    'in_shardings': 'give in_axis_resources, a mapping or any rule',
-    'on_mismatch': 'arguments with another sharding than in_axis_resources says are moved',
-    'out_shardings': 'give out_axis_resources, a mapping or any rule',
-    'static_argnames': _STATIC,
-    'static_argnums': _STATIC,
-}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -215,26 +172,13 @@ class NamedJitFunction(Generic[Given, Result]):
     """What `named_jit` returns: a function of `sjit` for each mesh and mapping that it is called under."""
 
     # Slots: functools.wraps of other libraries copies what is in ``__dict__``.
-    __slots__ = ('__dict__', '__weakref__', '_fn', '_has_batch', '_known', '_name', '_shared', '_signature')
+    __slots__ = ('__dict__', '__weakref__', '_fn', '_known', '_name', '_shared')
 
     __qualname__: str  # of the function that it was made of, as all that `functools.wraps` gives
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        shared: _Shared,
-        batch_argnums: int | Iterable[int] | None,
-        batch_argnames: str | Iterable[str] | None,
-    ) -> None:
+    def __init__(self, fn: Callable[..., Any], shared: _Shared) -> None:
         functools.update_wrapper(self, fn, updated=())
         self._name, self._shared = name_of(fn), shared
-        keywords = shared.donated['kwargs']
-        self._signature = CallSignature(
-            fn,
-            donated=(None, [*keywords] if isinstance(keywords, Mapping) else None),
-            batch=(batch_argnums, batch_argnames),
-        )
-        self._has_batch = self._signature.says_batch
         if inspect.ismethod(fn):
             # The arrays of the object are data. JAX would compare the bound method by identity.
             fn = jax.tree_util.Partial(fn.__func__, fn.__self__)
@@ -250,11 +194,7 @@ class NamedJitFunction(Generic[Given, Result]):
     def __call__(self, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         """Runs the compiled function."""
         compiled, operands = self._prepared(args, kwargs)
-        try:
-            return combine(*compiled(*operands))
-        except TypeError:  # perhaps JAX's, about a ShapeDtypeStruct, with the argument names of `body`
-            reject_structs({'args': args, 'function': self._fn, 'kwargs': kwargs}, self._name)
-            raise
+        return combine(*compiled(*operands))
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         """``jax.jit(...).lower`` of the compiled function of such a call."""
@@ -267,26 +207,10 @@ class NamedJitFunction(Generic[Given, Result]):
         data, static = partition(whole)
         remedy = 'pass something immutable (a tuple, a frozen dataclass)'
         require_hashable(static, whole, f'{self._name} got', remedy)
-        flags = zip(self._donations(whole), self._batches(whole), static.arrays, strict=True)
-        parts = [2 * batch + (not donated) for donated, batch, array in flags if array]
-        count = 4 if self._has_batch else 2
-        arrays = [keep_only(data, [part == i for part in parts]) for i in range(count)]
-        call = _Call(static, tuple(parts))
-        return self._compiled(len(args), frozenset(kwargs)), (call, *arrays)
-
-    def _batches(self, whole: dict[str, Any]) -> list[bool]:
-        """Whether each leaf of a call is of a batch."""
-        if not self._has_batch:
-            return [False] * len(jax.tree.leaves(whole))
-        signature, args, kwargs = self._signature, whole['args'], whole['kwargs']
-        slots = signature.layout(max(len(args) - len(signature.positional), 0)).slots
-        named = {*signature.batch_keywords, *(slot.name for slot in slots if slot.batch)}
-        flags = {
-            'args': tuple(slot.batch for slot in slots[: len(args)]),
-            'function': False,
-            'kwargs': {name: name in named for name in kwargs},
-        }
-        return jax.tree.leaves(jax.tree.broadcast(flags, whole))
+        flags = self._donations(whole)
+        donated = tuple(flag for flag, array in zip(flags, static.arrays, strict=True) if array)
+        arrays = [keep_only(data, [flag == kept for kept in donated]) for flag in (True, False)]
+        return self._compiled(len(args), frozenset(kwargs)), (_Call(static, donated), *arrays)
 
     def _donations(self, whole: dict[str, Any]) -> list[bool]:
         """Whether each leaf of a call is donated."""
@@ -304,14 +228,13 @@ class NamedJitFunction(Generic[Given, Result]):
             form = f'donate_{part} of {self._name} is True, or a prefix of the {part} with booleans'
             wrong = f'{form}; got {asked!r}'
             for flag in jax.tree.leaves(prefix):
-                if not isinstance(flag, bool | np.bool_) and not callable(flag):
+                if not isinstance(flag, bool | np.bool_):
                     raise ArgumentError(f'{wrong}. Positions and names are for jax.jit.')
             try:
                 whose = jax.tree.leaves(jax.tree.broadcast(prefix, tree))
             except ValueError as error:
                 raise ArgumentError(f'{wrong}. JAX says: {error}') from None
-            for flag, leaf in zip(whose, jax.tree.leaves(tree), strict=True):
-                flags.append(bool(is_array(leaf) and flag(leaf) if callable(flag) else flag))
+            flags.extend(map(bool, whose))
         return flags
 
     def _compiled(self, args: int, kwargs: frozenset[str]) -> Any:
@@ -330,26 +253,17 @@ class NamedJitFunction(Generic[Given, Result]):
             # The rule once for every argument, so that leaf paths start inside of each.
             by_name = dict.fromkeys(sorted(kwargs), rule)
             inputs = {'args': (rule,) * args, 'function': rule, 'kwargs': by_name}
-        # See `_Call`: of two parts the first one is donated, and of four the last two are batches.
-        parts, donated, batches = (4, (1, 3), (3, 4)) if self._has_batch else (2, (1,), ())
         if place is not None:
-            if batches and inputs is None:
-                raise ArgumentError(
-                    f'{self._name} has batches (batch_argnums, batch_argnames), and nothing says how their '
-                    'rows are sharded: give in_axis_resources, a mapping or any rule; or use sjit, where '
-                    'each argument has a rule of its own'
-                )
             compiled: Any = place.sjit(
                 body,
-                in_shardings=None if inputs is None else (None, *[inputs] * parts),
+                in_shardings=None if inputs is None else (None, inputs, inputs),
                 out_shardings=None if out is None else (out, None),
-                donate_argnums=donated,
-                batch_argnums=batches,
+                donate_argnums=1,
                 on_mismatch='reshard',
                 **self._shared.jit_kwargs,
             )
         elif rule is None and out is None:
-            compiled = jax.jit(body, donate_argnums=donated, **self._shared.jit_kwargs)
+            compiled = jax.jit(body, donate_argnums=1, **self._shared.jit_kwargs)
         else:
             raise MeshError(
                 f'{self._name} has a mapping to shard by, and no mesh is active: call it inside '
@@ -360,9 +274,9 @@ class NamedJitFunction(Generic[Given, Result]):
     def _body(
         self, mapping: LogicalAxisShardingRule | None, mesh: Mesh | AbstractMesh | None
     ) -> Callable[..., Any]:
-        def body(call: _Call, donated: Any, given: Any, *batch: Any) -> tuple[Any, StaticPart]:
-            parts = [iter(jax.tree.leaves(part)) for part in (donated, given, *batch)]
-            whole = combine([next(parts[part]) for part in call.parts], call.static)
+        def body(call: _Call, donated: Any, given: Any) -> tuple[Any, StaticPart]:
+            parts = {True: iter(jax.tree.leaves(donated)), False: iter(jax.tree.leaves(given))}
+            whole = combine([next(parts[flag]) for flag in call.donated], call.static)
             inside = contextlib.nullcontext() if mapping is None else contexts.entered_mapping(mapping)
             with inside, _haliax_context(mapping, mesh):
                 output = whole['function'](*whole['args'], **whole['kwargs'])
@@ -377,13 +291,10 @@ class NamedJitFunction(Generic[Given, Result]):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """The static part of a call; *parts* has the operand of every array.
-
-    Behind it come the parts: what is donated and what is not; and, of functions with batches, these likewise.
-    """
+    """The static part of a call, and which of its arrays are donated."""
 
     static: StaticPart
-    parts: tuple[int, ...]
+    donated: tuple[bool, ...]
 
 
 def _rule_of(resources: Resources, argument: str = '') -> ShardingRule | None:

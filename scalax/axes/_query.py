@@ -6,21 +6,16 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._tree.specs import Fault, canonical, entry_axes
 from scalax.axes._mapping import (
     AxisMapping,
-    as_rule,
     dimensions_of,
-    is_axis,
     mapping_in_force,
     mesh_in_force,
     required_mesh,
 )
-from scalax.axes._static import is_array
 from scalax.errors import RuleError
 from scalax.rules._answer import REPLICATED
 from scalax.rules._logical_axis import Named, NamedLeaf
@@ -42,7 +37,6 @@ def physical_axis_name(axis: Any, mapping: AxisMapping | None = None, *, mesh: A
         >>> physical_axis_name('mlp', {'mlp': 'tp'})
         'tp'
     """
-    _require_one(axis)
     (entry,) = pspec_for(axis, mapping, mesh=mesh)
     return entry
 
@@ -69,12 +63,11 @@ def physical_axis_size(axis: Any, mapping: AxisMapping | None = None, *, mesh: A
     return None if entry is None else math.prod(found.shape[name] for name in entry_axes(entry))
 
 
-def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None) -> Any:
+def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None) -> PartitionSpec:
     """The spec of an array with these dimensions: one entry for each, None where it is not sharded.
 
     Args:
-        axes: the names of the dimensions: ``'batch (heads head_dim) embed'``, haliax axes, or a dict with
-            their sizes; or, as in haliax, a tree whose arrays name them, for a tree of specs.
+        axes: the names of the dimensions: ``'batch (heads head_dim) embed'``, or haliax axes.
         mapping: by default the mapping that is active; see `axis_mapping`. Without one nothing is mapped.
         mesh: by default the mesh that is active, if any; axes that it lacks are skipped.
 
@@ -85,9 +78,6 @@ def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None
         >>> pspec_for('batch seq embed', {'batch': ('data', 'fsdp'), 'embed': 'fsdp'})
         P(('data', 'fsdp'), None, None)
     """
-    if _is_tree(axes):
-        specs = (mapping_in_force(mapping) or as_rule({})).apply(axes)
-        return jax.tree.map(_unboxed, specs, is_leaf=_holds_spec)
     pattern, text = dimensions_of(axes)
     if pattern.ellipsis is not None:
         raise RuleError(f"{text!r} names any number of dimensions ('...'): say what each of them is called")
@@ -100,6 +90,7 @@ def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None
     decision = NamedLeaf(rule, Named(pattern), shape, 0, REPLICATED, sizes).decide()
     if isinstance(decision, Fault):
         raise RuleError(f'{text!r}: {decision.detail}')
+    assert decision.spec is not None
     return decision.spec
 
 
@@ -124,13 +115,7 @@ def sharding_for_axis(axis: Any, mapping: AxisMapping | None = None, mesh: Any =
         P('data',)
     """
     found = required_mesh(mesh, 'sharding_for_axis')
-    spec = pspec_for(axis, mapping, mesh=found)
-    if not isinstance(spec, PartitionSpec):
-        raise RuleError(
-            f'sharding_for_axis is for one array, got a {type(axis).__name__} of arrays: pspec_for gives a '
-            'spec for each'
-        )
-    return named_sharding(found, canonical(spec))
+    return named_sharding(found, canonical(pspec_for(axis, mapping, mesh=found)))
 
 
 def round_axis_for_partitioning(
@@ -149,7 +134,6 @@ def round_axis_for_partitioning(
 
     Raises:
         MeshError: there is no mesh.
-        RuleError: a name without a size, or a size without a name.
 
     Example:
         >>> from scalax.sharding import MeshShardingHelper
@@ -157,39 +141,7 @@ def round_axis_for_partitioning(
         >>> round_axis_for_partitioning('vocab', {'vocab': 'tp'}, size=50257, mesh=helper)
         50264
     """
-    if is_axis(axis) and size is None:
-        return axis.resize(_rounded(axis.size, axis, mapping, mesh))
-    is_size = isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 0
-    if not is_size or not isinstance(axis, str):
-        raise RuleError(
-            "round_axis_for_partitioning takes a name and its size ('vocab', size=50257) or a haliax Axis, "
-            f'got {axis!r} and size={size!r}'
-        )
-    return _rounded(int(size), axis, mapping, mesh)
-
-
-def _rounded(size: int, axis: Any, mapping: AxisMapping | None, mesh: Any) -> int:
     found = required_mesh(mesh, 'round_axis_for_partitioning')
     over = physical_axis_size(axis, mapping, mesh=found) or 1
-    return -(-size // over) * over
-
-
-def _is_tree(value: Any) -> bool:
-    """Whether a value holds arrays, rather than names of dimensions, or their sizes."""
-    return any(is_array(leaf) and not isinstance(leaf, np.generic) for leaf in jax.tree.leaves(value))
-
-
-def _holds_spec(node: Any) -> bool:
-    """Whether a node is a haliax NamedArray that holds a spec in place of its array; duck-typed."""
-    return isinstance(getattr(node, 'array', None), PartitionSpec)
-
-
-def _unboxed(node: Any) -> Any:
-    return node.array if _holds_spec(node) else node
-
-
-def _require_one(axis: Any) -> None:
-    """Raises RuleError if several axes are named, or none."""
-    pattern, text = dimensions_of(axis)
-    if len(pattern.dimensions) != 1 or pattern.ellipsis is not None:
-        raise RuleError(f'one axis is named here, got {text!r}: pspec_for takes several')
+    rounded = -(-(axis.size if size is None else size) // over) * over
+    return axis.resize(rounded) if size is None else rounded

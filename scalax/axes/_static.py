@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -87,29 +87,16 @@ def require_hashable(static: StaticPart, tree: Any, what: str, remedy: str) -> N
         return
     except TypeError as error:
         why = f' a structure that cannot be hashed ({error}).'
-    bad = _listed(tree, lambda leaf: not is_array(leaf) and not _is_hashable(leaf))
+    bad = [
+        describe_leaf(path_string(path), leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        if not is_array(leaf) and not _is_hashable(leaf)
+    ]
     said = f' leaves that are no arrays and cannot be hashed:\n{shown_leaves(bad)}' if bad else why
     raise ArgumentError(
         f'{what}{said}\n'
         f'What to do: everything but arrays is part of the compiled program: {remedy}, or a pytree of arrays.'
     )
-
-
-def reject_structs(tree: Any, name: str) -> None:
-    """Raises ArgumentError about ``jax.ShapeDtypeStruct`` leaves in a call of *name*."""
-    bad = _listed(tree, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    if not bad:
-        return
-    raise ArgumentError(
-        f'{name} got shapes, which have no values to compute with:\n{shown_leaves(bad)}\n'
-        'What to do: pass arrays; .lower(...) and jax.eval_shape take shapes.'
-    )
-
-
-def _listed(tree: Any, is_bad: Callable[[Any], bool]) -> list[str]:
-    """The leaves that are bad, as messages show them."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [describe_leaf(path_string(path), leaf) for path, leaf in leaves if is_bad(leaf)]
 
 
 def _is_hashable(leaf: Any) -> bool:

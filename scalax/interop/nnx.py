@@ -17,13 +17,11 @@ from flax import nnx
 from flax.errors import TraceContextError
 
 from scalax._jax.flax import is_bookkeeping
-from scalax.errors import ArgumentError, did_you_mean, plural
+from scalax.errors import ArgumentError, plural
 
 __all__ = ['NnxFunction', 'sjit']
 
 _VARIABLE = object()
-# Options that may be dicts by the names of arguments.
-_BY_NAME = 'in_shardings', 'args_sharding_constraint'
 
 
 class _Helper(Protocol):
@@ -121,8 +119,6 @@ class NnxFunction:
         self._count = len(in_shardings) if isinstance(in_shardings, tuple | list) else None
         given = in_shardings if self._count is None else (None, *in_shardings)
         changed, self._returned = in_shardings, 0
-        for option, names in {**options, 'in_shardings': in_shardings}.items():
-            _check_names(option, names, self._name, own)
         if isinstance(in_shardings, Mapping):
             changed, self._returned = tuple(map(in_shardings.get, own)), len(own)
         if self._count is not None and {'static_argnums', 'static_argnames'} & {*options}:
@@ -130,14 +126,8 @@ class NnxFunction:
                 f'{self._name} has static arguments: in_shardings is one rule then, or a dict by name'
             )
         options = dict(options)
-        constraint: Any = options.get('args_sharding_constraint')
-        self._constrained = constraint if isinstance(constraint, tuple | list) else None
-        if self._constrained is not None:
-            most, text = _positional(own)
-            if len(self._constrained) > most:
-                count = len(self._constrained)
-                raise ArgumentError(f'args_sharding_constraint is for {count}: {self._name} takes {text}')
-            options['args_sharding_constraint'] = (None, *self._constrained)
+        if isinstance(options.get('args_sharding_constraint'), tuple | list):
+            raise ArgumentError(f'{self._name}: args_sharding_constraint is a dict by the names of arguments')
         for option in ('donate_argnums', 'batch_argnums', 'static_argnums'):
             if options.get(option) is not None:
                 options[option] = _behind_the_graph(option, options[option], self._name, own)
@@ -189,11 +179,9 @@ class NnxFunction:
                 f'{self._name} was called with {next(iter(keywords))}=: give each argument by its position, '
                 'or bind it with functools.partial before sjit'
             )
-        called = f'{self._name} was called with {plural(len(args), "argument")}'
         if self._count not in (None, len(args)):
+            called = f'{self._name} was called with {plural(len(args), "argument")}'
             raise ArgumentError(f'{called}, and in_shardings are for {self._count}')
-        if self._constrained is not None and len(self._constrained) < len(args):
-            raise ArgumentError(f'{called}, and args_sharding_constraint is for {len(self._constrained)}')
 
     def _arguments(self, modules: dict[int, Any], args: Sequence[Any]) -> tuple[Any, ...]:
         graph, states = nnx.split(modules)
@@ -277,15 +265,6 @@ def _positional(own: Mapping[str, inspect.Parameter]) -> tuple[float, str]:
         math.inf if several else len(known),
         f'{plural(len(known), "positional argument")} ({", ".join(known)})',
     )
-
-
-def _check_names(option: str, given: Any, name: str, own: Mapping[str, inspect.Parameter]) -> None:
-    """Raises ArgumentError where an option names an argument that the function does not have."""
-    if not option.endswith('_argnames') and not (option in _BY_NAME and isinstance(given, Mapping)):
-        return
-    for each in (given,) if isinstance(given, str) else given or ():
-        if each not in own:
-            raise ArgumentError(f'{option}: {name} has no argument {each!r} ({did_you_mean(each, own)})')
 
 
 def _modules(args: Sequence[Any]) -> dict[int, Any]:

@@ -31,7 +31,7 @@ class Decision:
         memory_kind: the memory asked for, such as ``'pinned_host'``; None is the default one.
         clauses: the rules that took part, each with the number of its clause, from the outermost inwards;
             reports find unused clauses by them.
-        given: the NamedSharding, whose mesh is to be checked; None for a PartitionSpec.
+        given: the NamedShardings that took part, whose meshes are to be checked.
         notes: what was asked for and not given, each with the reason.
         passed: dimensions that do not divide, which the rule has left whole and warns about.
         stack: the dimensions that are stacks of layers, which ``&`` never shards.
@@ -43,7 +43,7 @@ class Decision:
     policies: tuple[OnIndivisible | None, ...] = (None,)
     memory_kind: str | None = None
     clauses: tuple[Clause, ...] = ()
-    given: NamedSharding | None = None
+    given: tuple[NamedSharding, ...] = ()
     stack: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class Decision:
         # Left out, the memory kind reads as the default one of the devices.
         plain = NamedSharding(value.mesh, value.spec)
         kind = None if value.memory_kind == plain.memory_kind else value.memory_kind
-        return cls(value.spec, origin, reason, policies, kind, clauses, value)
+        return cls(value.spec, origin, reason, policies, kind, clauses, (value,))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

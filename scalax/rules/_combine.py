@@ -70,7 +70,7 @@ def overlaid(tree: NamedTree, ask_first: Ask, ask_second: Ask, axis_sizes: AxisS
     merge = functools.partial(_merged, axis_sizes=axis_sizes or {})
     merged = map(functools.cache(merge), firsts, seconds, part.shapes)
     for i, answer in zip(open_leaves, merged, strict=True):
-        answers[i] = _about(tree, i, answer)
+        answers[i] = answer
     return answers
 
 
@@ -83,13 +83,6 @@ def _without_strict(answer: Answer) -> Answer:
 def _is_open(answer: Answer) -> bool:
     """Whether another rule may add to an answer: not where the leaf is left to the compiler."""
     return isinstance(answer, NoAnswer) or (isinstance(answer, Decision) and answer.spec is not None)
-
-
-def _about(tree: NamedTree, index: int, answer: Answer) -> Answer:
-    """The answer; a problem that was made for all such leaves names this one."""
-    if isinstance(answer, Problem) and not answer.leaf:
-        return dataclasses.replace(answer, leaf=tree.describe(index))
-    return answer
 
 
 def _occupied_spec(answer: Answer) -> PartitionSpec:
@@ -128,14 +121,6 @@ def _merged(first: Answer, second: Answer, shape: tuple[int, ...], axis_sizes: A
         return dataclasses.replace(first, notes=(*first.notes, reason)) if reason else first
     if second.spec is None:
         return first
-    if first.given and second.given and first.given.mesh != second.given.mesh:
-        return Problem(
-            'other-mesh',
-            '',  # the leaf is not known yet
-            f'the NamedShardings are of two meshes: {first.given.mesh} and {second.given.mesh}',
-            rule=f'{first.origin} & {second.origin}',
-            hint="give NamedShardings of the helper's own mesh, or PartitionSpecs.",
-        )
     return _filled(first, second, shape, axis_sizes)
 
 
@@ -147,7 +132,7 @@ def _filled(first: Decision, second: Decision, shape: tuple[int, ...], axis_size
         first,
         memory_kind=first.memory_kind or second.memory_kind,
         clauses=first.clauses + second.clauses,
-        given=first.given or second.given,
+        given=first.given + second.given,
         stack=first.stack + tuple(dim for dim in second.stack if dim not in first.stack),
         notes=first.notes + second.notes,
         passed=first.passed + second.passed,

@@ -12,13 +12,12 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from scalax._tree.paths import NamedTree
-from scalax._tree.specs import Fault, entries, entry_axes, spec_axes
+from scalax._tree.specs import Fault, canonical_entry, entries, entry_axes, spec_axes
 from scalax.errors import (
     Problem,
     RuleError,
     checked_flag,
     did_you_mean,
-    near_names,
     plural,
 )
 from scalax.interop import DimensionNames
@@ -64,8 +63,7 @@ class LogicalAxisShardingRule(BuiltinRule):
     dimensions behind it. No other pair is tried for a name whose axes were left out.
 
     A fused dimension is split into equal blocks of the whole: whether it divides is a matter of the
-    product, and blocks end between heads only if the number of heads divides. Name it in `sizes`, and
-    that is checked too.
+    product, and blocks end between heads only if the number of heads divides.
 
     Arrays of one element are replicated whatever their names.
 
@@ -74,15 +72,13 @@ class LogicalAxisShardingRule(BuiltinRule):
             which a name may occur several times.
         axis_names: pairs of a regex, sought (``re.search``) in the leaf path, and the names of the
             dimensions as einops writes them: ``'embed (heads head_dim)'``, ``'... embed'``. ``_`` is a
-            dimension without a name, a number one of that size. The first regex that is found counts,
+            dimension without a name, and so is a number. The first regex that is found counts,
             for leaves that do not name their dimensions themselves. For those that name more or fewer than
             they have, it counts if it names every dimension, without ``...``.
         strict: a leaf whose dimensions have no names, and a name that is not in the mapping, are errors.
             With False the rule has no answer for such a leaf, and such a dimension is not sharded.
         on_indivisible: what to do where a dimension does not divide: ``'error'``, ``'replicate'``
             (drop axes from the right until it divides) or ``'warn'`` (the same, with a warning).
-        sizes: name -> size, for names that have the same size wherever they occur. Dimensions have to
-            agree, and each such part of a fused dimension has to divide by its own mesh axes.
 
     Raises:
         RuleError: an invalid regex or pattern, or a mapping of another form.
@@ -101,7 +97,6 @@ class LogicalAxisShardingRule(BuiltinRule):
     axis_names: tuple[tuple[str | re.Pattern[str], str | Pattern], ...] = ()
     strict: bool = True
     on_indivisible: OnIndivisible = 'error'
-    sizes: tuple[tuple[str, int], ...] = ()
 
     def __init__(
         self,
@@ -109,21 +104,17 @@ class LogicalAxisShardingRule(BuiltinRule):
         axis_names: Sequence[tuple[str | re.Pattern[str], str]] | None = None,
         strict: bool = True,
         on_indivisible: OnIndivisible = 'error',
-        *,
-        sizes: Mapping[str, int] | None = None,
     ) -> None:
         strict = checked_flag('strict', strict, RuleError)
         pairs = _pairs(axis_mapping, 'axis_mapping', 'a dict or pairs of a name and its mesh axes')
         mapping = tuple(_checked_entry(*pair) for pair in pairs)
         known = [name for name, _ in mapping] if strict else None
         named = _pairs(axis_names or (), 'axis_names', "pairs of a regex and names such as 'embed mlp'")
-        sized = _pairs(sizes or (), 'sizes', 'a dict of names and sizes')
         vars(self).update(
             axis_mapping=mapping,
             axis_names=tuple(_checked_names(number, pair, known) for number, pair in enumerate(named)),
             strict=strict,
             on_indivisible=checked_policy(on_indivisible),
-            sizes=tuple(sorted(_checked_size(*pair, known) for pair in sized)),
         )
 
     def __repr__(self) -> str:
@@ -133,8 +124,6 @@ class LogicalAxisShardingRule(BuiltinRule):
             pairs = [f'({regex_text(regex)}, {str(names)!r})' for regex, names in self.axis_names]
             parts.append(f'[{", ".join(pairs)}]')
         parts += self._options('strict', 'on_indivisible')
-        if self.sizes:
-            parts.append(f'sizes={dict(self.sizes)!r}')
         return f'LogicalAxisShardingRule({", ".join(parts)})'
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
@@ -221,7 +210,7 @@ def _checked_entry(name: Any, entry: Any) -> tuple[str, MeshAxisEntry]:
         raise RuleError(f'{where}: the value is a mesh axis, a tuple of them or None, got {entry!r}')
     if len(set(axes)) < len(axes):
         raise RuleError(f'{where}: a mesh axis is repeated in {entry!r}')
-    return name, axes[0] if len(axes) == 1 else axes or None
+    return name, canonical_entry(axes)
 
 
 def _checked_names(
@@ -241,20 +230,6 @@ def _checked_names(
     return regex, text
 
 
-def _checked_size(name: Any, size: Any, known: Sequence[str] | None) -> tuple[str, int]:
-    where = 'LogicalAxisShardingRule, sizes'
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise RuleError(f'{where}: a size is a positive integer, got {size!r} for {name!r}')
-    if known is not None and name not in known:
-        raise RuleError(f'{where}: axis_mapping has no name {name!r} ({did_you_mean(str(name), known)})')
-    return name, size
-
-
-_FACTOR = 'give the dimension the size that its parts make, or correct sizes=.'
-_DIVIDE = (
-    "change the sizes or the mapping, or set on_indivisible='replicate' (or 'warn') on the rule to leave "
-    'out the mesh axes that do not divide.'
-)
 _KNOW = (
     'add the name to axis_mapping (None leaves its dimensions whole), or pass strict=False to leave '
     'dimensions of unknown names whole.'
@@ -310,50 +285,42 @@ class NamedLeaf:
         reasons: list[str] = []
         notes: list[str] = []
         for dim, parts in enumerate(dimensions):
-            sizes = self._part_sizes(parts, self.shape[dim])
-            if sizes is None:
-                return self._grouping_fault(dim, parts)
-            chosen.append(())
+            axes: tuple[str, ...] = ()
             if dim < len(occupied) and occupied[dim] is not None:
-                asked = [axis for part in parts for axis in self._choose(part, used)[0]]
-                if not {*entry_axes(occupied[dim])}.issuperset(asked):
-                    notes.append(self._refused(asked, dim, 'not free'))
+                # `&` takes them out, and notes that it did.
+                chosen.append(tuple(axis for part in parts for axis in self._choose(part, used)[0]))
                 continue
-            for part, size in zip(parts, sizes, strict=True):
-                axes, why, busy = self._choose(part, used)
-                if not axes and set(busy).intersection(spec_axes(self.occupied)):
+            for part in parts:
+                more, why, busy = self._choose(part, [*used, *axes])
+                if not more and set(busy).intersection(spec_axes(self.occupied)):
                     why = ''  # another rule uses them, as the note says
-                    notes.append(self._refused(busy, dim, 'in use'))
-                kept = self._dividing(axes, size, is_whole=len(parts) == 1)
-                if kept != axes:
-                    text = self._uneven(dim, parts, part, size, axes)
-                    if self.rule.on_indivisible == 'error':
-                        return Fault('indivisible', text, _DIVIDE)
-                    dropped.append(f'{text}; {"x".join(kept) or "no axis"} is used')
-                    why = dropped[-1]
-                used.extend(kept)
-                chosen[-1] += kept
+                    asked = ', '.join(dict.fromkeys(busy))
+                    notes.append(f'{self.named.source} asked for {asked} on dimension {dim}: in use')
+                axes += more
                 reasons.extend([why] if why else [])
+            kept = self._dividing(axes, self.shape[dim])
+            if kept != axes:
+                text = f'dimension {dim} of size {self.shape[dim]} does not divide by {"x".join(axes)}'
+                dropped.append(f'{text}; {"x".join(kept) or "no axis"} is used')
+            used.extend(kept)
+            chosen.append(kept)
         number = self.named.number
         return Decision(
-            PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in chosen)),
+            PartitionSpec(*map(canonical_entry, chosen)),
             self.named.source,
-            '; '.join(reasons) or ('' if notes else 'no name has a mesh axis here'),
+            '; '.join([*reasons, *dropped])
+            or ('' if notes or any(chosen) else 'no name has a mesh axis here'),
             (self.rule.on_indivisible,),
             clauses=() if number is None else ((self.rule, number),),
             notes=tuple(dict.fromkeys(notes)),
             passed=tuple(dropped) if self.rule.on_indivisible == 'warn' else (),
         )
 
-    def _refused(self, axes: Sequence[str], dim: int, why: str) -> str:
-        return f'{self.named.source} asked for {", ".join(dict.fromkeys(axes))} on dimension {dim}: {why}'
-
     def _choose(self, name: Part, used: list[str]) -> tuple[tuple[str, ...], str, list[str]]:
         """The mesh axes of a name, why, and those in use; the docstring of the rule has the precedence."""
         first: tuple[str, ...] = ()
         busy: list[str] = []
         absent: list[str] = []
-        present: list[str] = []
         for other, entry in self.rule.axis_mapping:
             if other != name:
                 continue
@@ -361,60 +328,30 @@ class NamedLeaf:
                 return (), '', busy
             here = [a for a in entry_axes(entry) if self.axis_sizes is None or a in self.axis_sizes]
             free = tuple(axis for axis in here if axis not in used)
-            present.extend(here)
-            absent.extend(axis for axis in entry_axes(entry) if axis not in here)
             if here and len(free) == len(here):
-                return free, f'{name} -> {", ".join(free)}{self._lacks(absent, present)}', busy
+                return free, f'{name} -> {", ".join(free)}', busy
             first = first or free
+            absent.extend(axis for axis in entry_axes(entry) if axis not in here)
             busy.extend(axis for axis in here if axis in used)
         in_use = f'{", ".join(dict.fromkeys(busy))} in use'
-        lacks = self._lacks(absent, present)
         if first:
-            return first, f'{name} -> {", ".join(first)} ({in_use}){lacks}', busy
-        return (), f'{name}: {in_use}{lacks}' if busy else f'{name}{lacks}' if lacks else '', busy
+            return first, f'{name} -> {", ".join(first)} ({in_use})', busy
+        if busy:
+            return (), f'{name}: {in_use}', busy
+        # One mapping serves many meshes, so that axes that a mesh lacks are skipped.
+        return (
+            (),
+            f'{name}: the mesh has no {", ".join(map(repr, dict.fromkeys(absent)))}' if absent else '',
+            [],
+        )
 
-    def _lacks(self, absent: Sequence[str], present: Sequence[str]) -> str:
-        """Which axes of a name the mesh lacks: all if it has none of them, else one that looks misspelt.
-
-        One mapping serves many meshes, so that axes that a mesh lacks are skipped.
-        """
-        if self.axis_sizes is None or not absent:
-            return ''
-        others = [axis for axis in self.axis_sizes if axis not in present]
-        odd = next((axis for axis in absent if near_names(axis, others)), None)
-        hint = '' if odd is None else f' ({did_you_mean(odd, others)})'
-        if not present:
-            return f': the mesh has no {", ".join(map(repr, dict.fromkeys(absent)))}{hint}'
-        return '' if odd is None else f'; the mesh has no {odd!r}{hint}'
-
-    def _part_sizes(self, parts: Dimension, size: int | None) -> list[int | None] | None:
-        """The sizes of the parts of a dimension as far as they are known; None if they do not fit it."""
-        known = dict(self.rule.sizes)
-        sizes = [part if isinstance(part, int) else known.get(part or '') for part in parts]
-        if size is None:
-            return sizes
-        rest, remainder = divmod(size, math.prod(n for n in sizes if n is not None))
-        if remainder or (None not in sizes and rest != 1):
-            return None
-        return [rest if n is None else n for n in sizes] if sizes.count(None) == 1 else sizes
-
-    def _dividing(self, axes: tuple[str, ...], size: int | None, is_whole: bool) -> tuple[str, ...]:
-        """The axes that divide a dimension or a part of one; others are dropped from the right."""
-        # With the policy "error", whole dimensions are checked with the rest of the spec, in `resolve`.
-        judged = is_whole and self.rule.on_indivisible == 'error'
-        if size is not None and self.axis_sizes is not None and not judged:
+    def _dividing(self, axes: tuple[str, ...], size: int | None) -> tuple[str, ...]:
+        """The axes that divide a dimension; others are dropped from the right."""
+        # With the policy "error" that is checked with the rest of the spec, in `resolve`.
+        if size is not None and self.axis_sizes is not None and self.rule.on_indivisible != 'error':
             while size % math.prod(self.axis_sizes[axis] for axis in axes):
                 axes = axes[:-1]
         return axes
-
-    def _uneven(self, dim: int, parts: Dimension, part: Part, size: int | None, axes: tuple[str, ...]) -> str:
-        assert self.axis_sizes is not None
-        shards = math.prod(self.axis_sizes[axis] for axis in axes)
-        factors = ' x '.join(f'{axis}={self.axis_sizes[axis]}' for axis in axes)
-        return (
-            f'{part!r} of size {size} in dimension {dim}, {Pattern((parts,))}, does not divide by '
-            f'{shards} ({factors})'
-        )
 
     def _rank_fault(self) -> Fault:
         pattern, rank = self.named.pattern, len(self.shape)
@@ -445,12 +382,3 @@ class NamedLeaf:
                 listed = ', '.join(map(str, dims))
                 return Fault('name-reuse', f'{name!r} is used more than once (dimensions {listed})', _ONCE)
         return None
-
-    def _grouping_fault(self, dim: int, parts: Dimension) -> Fault:
-        known = ', '.join(f'{name}={size}' for name, size in self.rule.sizes if name in parts)
-        return Fault(
-            'grouping',
-            f'dimension {dim} of size {self.shape[dim]} is not {Pattern((parts,))}'
-            + (f' with {known}' if known else ''),
-            _FACTOR,
-        )

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from scalax._tree import specs
 from scalax._tree.paths import FREE, NamedTree, has_foreign_dtype, leaf_shape
-from scalax.errors import Problem, RuleError, near_names, plural
+from scalax.errors import Problem, RuleError, plural
 from scalax.rules._answer import REPLICATED, Answer, AxisSizes, Decision, NoAnswer
 from scalax.rules._prefix import RuleLike, split
 from scalax.rules._rule import BuiltinRule, ShardingRule, as_rule, decide
@@ -54,15 +54,11 @@ class OptimizerStateShardingRule(BuiltinRule):
                                                 that size and their specs differ: replicated
     with dimensions in front (histories)        those unsharded, then the parameter's spec
     with at most one element (counters)         replicated
-    below a parameter (``w/q``, ``w/scale``,    the same; and where the rank is the parameter's, the
-    ``w/lora_a``)                               specs of the dimensions whose sizes agree
-    any other below or beside the parameters    no answer; alone: an error for floats (for anything,
-                                                below a parameter) in a matrix, or more, of over 32
-                                                elements or a vector of 2**20 or more; else replicated
+    beside the parameters, or below one         no answer; alone: an error for matrices (and more) of
+    (``w/q``, ``w/scale``)                      over 32 floats, and for anything of 2**20 elements or
+                                                more; else replicated
     of any other shape at a parameter's path    an error that names the leaf
     ==========================================  ====================================================
-
-    If no parameter has a leaf in the state, though it holds arrays of floats, that is an error too.
 
     A parameter that *param_rule* does not answer counts with the default of that rule, so that what
     mirrors a parameter always has its sharding. In ``a & b``, a rule with a choice chooses for each copy
@@ -119,21 +115,15 @@ class OptimizerStateShardingRule(BuiltinRule):
         occupied = dict(zip(indices, tree.occupied, strict=True))
         places = _places(whole, self._params)
         # The rule of a parameter cannot use what an outer rule has already given to a copy of it.
-        asked: list[tuple[int, PartitionSpec] | None] = [None] * len(whole)
+        asked: dict[int, tuple[int, PartitionSpec]] = {}
         for i, place in enumerate(places):
             if place is not None:
                 is_copy = whole.shapes[i] == self._params.shapes[place.param]
                 asked[i] = place.param, occupied.get(i, FREE) if is_copy else FREE
-        decided = self._params.decide(filter(None, dict.fromkeys(asked)), axis_sizes)
+        decided = self._params.decide(dict.fromkeys(asked.values()), axis_sizes)
+        given = {i: decided[key] for i, key in asked.items()}
         derive = functools.cache(_derived)
-        answers: list[Answer] = []
-        for i, (place, key) in enumerate(zip(places, asked, strict=True)):
-            answers.append(self._answer(whole, i, place, key and decided[key], derive))
-        if all(isinstance(answers[i], NoAnswer) for i, place in enumerate(places) if place):
-            for i, answer in enumerate(answers):
-                if isinstance(answer, NoAnswer) and _is_float(whole, i):
-                    answers[i] = _mismatch(whole, i, self._params, places[i])
-        return [answers[i] for i in indices]
+        return [self._answer(whole, i, places[i], given.get(i), derive) for i in indices]
 
     def _answer(
         self,
@@ -151,30 +141,32 @@ class OptimizerStateShardingRule(BuiltinRule):
         if isinstance(decided, Problem):
             detail = f'its parameter {name!r}: {decided.detail}'
             return dataclasses.replace(decided, leaf=state.describe(index), detail=detail)
-        last = place.before.rpartition('/')[2]
-        role = last if last in ('v_row', 'v_col') else ''
-        derived = derive(decided, own, shape, role, place.inside)
+        derived = derive(decided, own, shape, place.before.rpartition('/')[2])
         if derived is not None:
             return derived
-        if place.inside or self._params.is_weak(place.param):
+        if not name or name.isdigit():  # identifies little: chains of states have such keys, too
             return self._unplaced(state, index, place)
-        detail = (
-            f'the parameter {name!r} has shape {list(own)}: this is no copy, no stack of copies, and not '
-            'some of its dimensions'
-        )
-        return Problem('params-mismatch', state.describe(index), detail, rule=_NAME, hint=_HINT)
+        return self._mismatch(state, index, place)
 
     def _unplaced(self, state: NamedTree, index: int, place: _Place | None) -> NoAnswer:
         """No answer; alone, the leaf is replicated, or an error if it looks as if it should have one."""
-        shape = state.shapes[index]
+        shape, leaf = state.shapes[index], state.leaves[index]
         elements = math.prod(shape)
-        # Integers beside the parameters are keys and tables; below one, its quantized values.
-        is_expected = _is_float(state, index) or (place is not None and place.inside)
-        if (len(shape) < 2 and elements < _MANY) or not is_expected:
-            return _NO_PARAMETER
-        if elements <= _FEW:
-            return _FEW_ELEMENTS
-        return NoAnswer(functools.partial(_mismatch, state, index, self._params, place))
+        is_float = hasattr(leaf, 'dtype') and jax.dtypes.issubdtype(leaf.dtype, np.inexact)
+        if elements >= _MANY or (is_float and len(shape) > 1 and elements > _FEW):
+            return NoAnswer(functools.partial(self._mismatch, state, index, place))
+        return _NO_PARAMETER
+
+    def _mismatch(self, state: NamedTree, index: int, place: _Place | None) -> Problem:
+        """The problem of a leaf that should belong to a parameter and does not."""
+        detail = 'its path ends with no parameter path'
+        if place is not None:
+            name, own = self._params.paths[place.param], list(self._params.shapes[place.param])
+            detail = (
+                f'the parameter {name or "itself"!r} has shape {own}: this is no copy, no stack of copies, '
+                'and not some of its dimensions'
+            )
+        return Problem('params-mismatch', state.describe(index), detail, rule=_NAME, hint=_HINT)
 
     @functools.cached_property
     def _params(self) -> _Params:
@@ -182,12 +174,8 @@ class OptimizerStateShardingRule(BuiltinRule):
 
 
 _FEW = 32  # elements: tables of coefficients, as muon has
-_MANY = 2**20  # elements of a vector: below that it is a table or scales
-_REASON = 'belongs to no parameter'
-_NO_PARAMETER = NoAnswer(Decision(REPLICATED, _NAME, _REASON))
-_FEW_ELEMENTS = NoAnswer(
-    Decision(REPLICATED, _NAME, f'{_REASON}; with more than {_FEW} elements it would be an error')
-)
+_MANY = 2**20  # elements: below that it is a table, a key, or scales
+_NO_PARAMETER = NoAnswer(Decision(REPLICATED, _NAME, 'belongs to no parameter'))
 _SMALL = Decision(REPLICATED, _NAME, 'at most one element')
 
 
@@ -241,11 +229,10 @@ _BEFORE_A_KEY = re.compile('^|/')
 
 
 class _Place(NamedTuple):
-    """Where a leaf is: behind *before*, at the parameter number *param* or, if *inside*, below it."""
+    """Where a leaf is: behind *before*, at the parameter number *param*."""
 
     before: str
     param: int
-    inside: bool = False
 
 
 class _Params:
@@ -273,10 +260,6 @@ class _Params:
             decided.update(zip(group, decide(section.rule, part, axis_sizes), strict=True))
         return decided
 
-    def is_weak(self, param: int) -> bool:
-        """Whether the path identifies little: it is empty or a lone number, as in chains of states."""
-        return not self.paths[param] or self.paths[param].isdigit()
-
     def ending(self, path: str) -> Iterator[_Place]:
         """The parameters whose path *path* ends with, on whole keys; the shortest first."""
         if '' in self._index:
@@ -284,39 +267,6 @@ class _Params:
         for start in reversed([match.end() for match in _BEFORE_A_KEY.finditer(path)]):
             if path[start:] and path[start:] in self._index:
                 yield _Place(path[: max(start - 1, 0)], self._index[path[start:]])
-
-    def above(self, path: str) -> _Place | None:
-        """The parameter that a leaf is below: the deepest one, of those the longest."""
-        end = path.rfind('/')
-        while end > 0:
-            places = [place for place in self.ending(path[:end]) if not self.is_weak(place.param)]
-            if places:
-                return places[-1]._replace(inside=True)
-            end = path.rfind('/', 0, end)
-        return None
-
-    def near(self, path: str) -> str:
-        """The parameter that shares most of the last keys of *path*, one perhaps misspelled; or ''."""
-        found = self._longest(path)
-        if not found:
-            above, _, name = path.rpartition('/')
-            last = [one for one in self._endings if len(one) > 1 and '/' not in one]  # 'nu' means no 'n'
-            found = next((self._longest(f'{above}/{one}') for one in near_names(name, last)), '')
-        return found
-
-    def _longest(self, path: str) -> str:
-        while path not in self._endings and path:
-            path = path.partition('/')[2]
-        return self._endings[path] if path else ''
-
-    @functools.cached_property
-    def _endings(self) -> Mapping[str, str]:
-        endings: dict[str, str] = {}
-        for path in self.paths:
-            keys = path.split('/')
-            for start in range(len(keys)):
-                endings.setdefault('/'.join(keys[start:]), path)
-        return endings
 
 
 def _places(state: NamedTree, params: _Params) -> list[_Place | None]:
@@ -328,14 +278,12 @@ def _places(state: NamedTree, params: _Params) -> list[_Place | None]:
         return beside[place.before], params.shapes[place.param] == shape, len(params.paths[place.param])
 
     return [
-        max(places, key=lambda place: rank(place, shape)) if places else params.above(path)
-        for places, path, shape in zip(found, state.paths, state.shapes, strict=True)
+        max(places, key=lambda place: rank(place, shape), default=None)
+        for places, shape in zip(found, state.shapes, strict=True)
     ]
 
 
-def _derived(
-    answer: Decision, own: tuple[int, ...], shape: tuple[int, ...], role: str, inside: bool
-) -> Decision | None:
+def _derived(answer: Decision, own: tuple[int, ...], shape: tuple[int, ...], role: str) -> Decision | None:
     """The answer for a leaf of *shape*, given its parameter's; None where the shapes do not fit."""
     origin = f'{_NAME} -> {answer.origin}'
     if shape == own:
@@ -343,8 +291,7 @@ def _derived(
         return dataclasses.replace(answer, origin=origin, reason=reason)
     if _is_small(shape):
         return _SMALL
-    answer = dataclasses.replace(answer, passed=tuple(f'its parameter: {text}' for text in answer.passed))
-    choices = kept_dimensions(own, shape, role, inside)
+    choices = kept_dimensions(own, shape, role)
     if not choices:
         return None
     if answer.spec is None:
@@ -376,30 +323,11 @@ def _is_small(shape: tuple[int, ...]) -> bool:
     return math.prod(shape) <= 1  # counters; placeholders, also those of size zero
 
 
-def _is_float(state: NamedTree, index: int) -> bool:
-    """Whether a leaf holds floats. Integers may be keys and counters, which belong to no parameter."""
-    dtype = getattr(state.leaves[index], 'dtype', None)
-    return dtype is not None and jax.dtypes.issubdtype(dtype, np.inexact)
-
-
-def _mismatch(state: NamedTree, index: int, params: _Params, place: _Place | None) -> Problem:
-    """The problem of a leaf that should belong to a parameter and does not."""
-    if place is None:
-        near = params.near(state.paths[index])
-        detail = 'its path ends with no parameter path' + (f'; there is {near!r}' if near else '')
-    else:
-        name, shape = params.paths[place.param] or 'itself', list(params.shapes[place.param])
-        detail = f'it has no shape that belongs to the parameter {name!r}: {shape}'
-    return Problem('params-mismatch', state.describe(index), detail, rule=_NAME, hint=_HINT)
-
-
 Dimensions = tuple[int | None, ...]
 """For each dimension of a statistic the parameter's dimension that it is; None for one of its own."""
 
 
-def kept_dimensions(
-    parameter: tuple[int, ...], shape: tuple[int, ...], name: str = '', loose: bool = False
-) -> list[Dimensions]:
+def kept_dimensions(parameter: tuple[int, ...], shape: tuple[int, ...], name: str = '') -> list[Dimensions]:
     """All ways to read the shape of a statistic as dimensions of its parameter; empty if there is none.
 
     Args:
@@ -407,7 +335,6 @@ def kept_dimensions(
         shape: the statistic's shape.
         name: ``'v_row'`` or ``'v_col'`` for the factors of Adafactor as optax calls them: these leave out
             the largest and the second largest dimension.
-        loose: at the same rank some sizes may differ, as those of a low-rank factor or of block scales.
 
     Example:
         >>> kept_dimensions((4, 6), (6,))
@@ -418,8 +345,8 @@ def kept_dimensions(
         [(0,)]
         >>> kept_dimensions((4, 6), (1, 6)), kept_dimensions((4, 6), (3, 4, 6))
         ([(None, 1)], [(None, 0, 1)])
-        >>> kept_dimensions((4, 6), (4, 2)), kept_dimensions((4, 6), (4, 2), loose=True)
-        ([], [(0, None)])
+        >>> kept_dimensions((4, 6), (4, 2))
+        []
     """
     extra = len(shape) - len(parameter)
     if extra > 0:
@@ -431,11 +358,8 @@ def kept_dimensions(
         dims = tuple(dim for dim in range(len(parameter)) if dim != gone)
         if shape == tuple(parameter[dim] for dim in dims):
             return [dims]
-    found: list[Dimensions] = []
-    for dims in itertools.combinations(range(len(parameter)), len(shape)):
-        pairs = list(zip(shape, dims, strict=True))
-        kept = tuple(dim if size == parameter[dim] else None for size, dim in pairs)
-        fits = all(size in (1, parameter[dim]) for size, dim in pairs)
-        if fits or (loose and extra == 0 and any(size == parameter[dim] > 1 for size, dim in pairs)):
-            found.append(kept)
-    return found
+    return [
+        tuple(dim if size == parameter[dim] else None for size, dim in zip(shape, dims, strict=True))
+        for dims in itertools.combinations(range(len(parameter)), len(shape))
+        if all(size in (1, parameter[dim]) for size, dim in zip(shape, dims, strict=True))
+    ]

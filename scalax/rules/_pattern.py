@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import keyword
 import re
-from typing import Any
 
 from scalax.errors import RuleError
 
@@ -17,9 +15,7 @@ Dimension = tuple[Part, ...]
 """The parts of one dimension, the outermost first; none for a dimension of size 1."""
 
 _TOKEN = re.compile(r'\.\.\.|\w+|\S')
-# einops warns about these names ('in out'), each time; marked they are names like others.
-_DISCOURAGED = re.compile(rf'\b({"|".join([*keyword.kwlist, "axis"])})\b')
-_MARK = '\u00aa'
+_NAMELESS = re.compile('_|[1-9][0-9]*')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +55,8 @@ def parse(text: str, whole: str = '', start: int = 0) -> Pattern:
     """Reads a pattern.
 
     Args:
-        text: names separated by spaces, one a dimension, as einops takes them: they neither begin nor end
-            with an underscore. ``(a b)`` is one dimension, *a* outermost; ``_`` is a dimension without a
+        text: names separated by spaces, one a dimension, as in einops: they neither begin nor end with an
+            underscore. ``(a b)`` is one dimension, *a* outermost; ``_`` is a dimension without a
             name, a number one of that size; ``...`` stands for any number of dimensions.
         whole: the text that it is a part of, for errors; by default it is not.
         start: where it starts in the whole.
@@ -76,38 +72,42 @@ def parse(text: str, whole: str = '', start: int = 0) -> Pattern:
         >>> parse('... embed').of_rank(3)
         ((None,), (None,), ('embed',))
     """
-    # Here, so that importing scalax does not import it.
-    from einops import EinopsError
-    from einops.parsing import ParsedExpression
-
     error = functools.partial(pattern_error, whole or text)
-    spaced, still_open = re.sub(r'\s', ' ', text), 0
-    parsed = ParsedExpression('')
-    # Longer and longer parts, because einops does not say where a pattern is wrong.
-    for token in _TOKEN.finditer(spaced):
-        part, at = spaced[: token.end()], start + token.start()
-        still_open = part.count('(') - part.count(')')
-        try:
-            quiet = _DISCOURAGED.sub(rf'\1{_MARK}', part)
-            parsed = ParsedExpression(quiet + ')' * still_open, allow_underscore=True)
-        except EinopsError as problem:
-            why = str(problem).replace('…', '...').replace(_MARK, '')
-            raise error(at, ' '.join(why.split())) from None
-        if parsed.has_ellipsis_parenthesized or token.group() == '…':
-            raise error(at, "dimensions without names are '...', outside of groups")
-    if still_open:
-        raise error(start + text.rindex('('), "a '(' that is never closed")
-    groups = [group for group in parsed.composition if isinstance(group, list)]
-    return Pattern(
-        tuple(tuple(map(_part, group)) for group in groups),
-        # The ellipsis is the only entry that is not a list.
-        next((i for i, group in enumerate(parsed.composition) if isinstance(group, str)), None),
-    )
+    dimensions: list[Dimension] = []
+    ellipsis: int | None = None
+    group: list[Part] | None = None
+    names: set[str] = set()
+    opened = 0
+    for token in _TOKEN.finditer(text):
+        word, at = token.group(), start + token.start()
+        is_name = word.isidentifier() and word.strip('_') == word
+        if word in names:
+            raise error(at, f'{word!r} is there twice')
+        if word == '(' and group is None:
+            group, opened = [], at
+        elif word == ')' and group is not None:
+            dimensions.append(tuple(group))
+            group = None
+        elif word == '...' and group is None and ellipsis is None:
+            ellipsis = len(dimensions)
+        elif is_name or _NAMELESS.fullmatch(word):
+            names.update([word] if is_name else [])
+            part: Part = word if is_name else None if word == '_' else int(word)
+            parts = () if part == 1 else (part,)
+            if group is None:
+                dimensions.append(parts)
+            else:
+                group.extend(parts)
+        else:
+            raise error(at, f'{word!r} {_WRONG}')
+    if group is not None:
+        raise error(opened, "a '(' that is never closed")
+    return Pattern(tuple(dimensions), ellipsis)
 
 
-def _part(part: Any) -> Part:
-    """A part as einops has it: a name, or an object with the size of an axis without one."""
-    return None if part == '_' else part.removesuffix(_MARK) if isinstance(part, str) else part.value
+_WRONG = (
+    "does not belong here: a pattern has names, '_', numbers, groups '(a b)', and one '...' outside of these"
+)
 
 
 def pattern_error(text: str, at: int, why: str) -> RuleError:

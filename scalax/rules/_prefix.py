@@ -7,20 +7,16 @@ subtree below. One rule is a ShardingRule, a PartitionSpec, a NamedSharding, or 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import jax
 
 from scalax._tree.paths import leaf_shape, leaf_text, optional_path
-from scalax._tree.structures import Difference, children, differences, first_ten, folded, node_text
-from scalax.errors import ScalaxError, StructureError, did_you_mean
+from scalax._tree.structures import shown_differences
+from scalax.errors import ScalaxError, StructureError
 from scalax.rules._answer import short
 from scalax.rules._rule import Rule, ShardingRule, is_pure, is_rule
-
-_REGEX = re.compile(r'[*+?^$|\\()\[\]]')
 
 
 class SequenceNode(Protocol):
@@ -97,8 +93,12 @@ def split(
     try:
         subtrees = treedef.flatten_up_to(pytree)
     except ValueError:
-        _explain(rules, pytree, where)
-        raise
+        raise StructureError(
+            f'the rules{_of(where)} do not have the structure of the tree, which has, where they differ:\n'
+            f'{shown_differences(pytree, rules, is_rule)}\n'
+            'What to do: give one rule for each subtree there, or one for all (in sjit, None leaves it to '
+            'the compiler). Regexes on paths are for TreePathShardingRule((regex, rule), ...).'
+        ) from None
     return [
         Subtree(rule, optional_path(path), subtree)
         for (path, rule), subtree in zip(flat, subtrees, strict=True)
@@ -141,12 +141,6 @@ def _not_a_rule(value: Any, path: str | None, where: str, in_pairs: bool) -> str
         hint = f'; this is the class: write {value.__name__}(...)'
     elif isinstance(value, str):
         hint = f'; write PartitionSpec({value!r})'
-    elif inspect.isfunction(value):
-        hint = '; a function of leaf path and leaf is for PolicyShardingRule(function)'
-    elif type(value).__name__ in ('Format', 'Layout'):  # of jax.experimental.layout
-        hint = '; memory layouts are for jax.jit, around the function that sjit returns'
-    elif isinstance(value, jax.sharding.Sharding):
-        hint = "; only NamedShardings of the helper's mesh are taken"
     elif hasattr(value, 'shape') and leaf_shape(value) is not None:
         got = leaf_text(value)
         hint = '; are the tree and the rules the wrong way round?'
@@ -155,38 +149,3 @@ def _not_a_rule(value: Any, path: str | None, where: str, in_pairs: bool) -> str
         f'{"" if path is None else f" at {path!r}"}, which is not a rule: give a ShardingRule, a '
         f'PartitionSpec, a NamedSharding or None{hint}'
     )
-
-
-def _explain(rules: Any, tree: Any, where: str) -> None:
-    """Raises about the places where the two trees differ."""
-    places = folded((found, _why(found)) for found in differences(rules, tree, is_rule))
-    if not places:
-        return
-    place, why = places[0]
-    others = f'\nThey also differ {first_ten(place for place, _ in places[1:])}.' if places[1:] else ''
-    of = _of(where) or ' of the tree'
-    raise StructureError(f'the rules do not have the structure{of} {place}: {why}{others}')
-
-
-def _why(found: Difference) -> str:
-    """What differs in a place, and what to do about it."""
-    if type(found.prefix) is not type(found.tree):
-        return (
-            f'the rules hold {node_text(found.prefix)} there, the tree holds {node_text(found.tree)}. '
-            'Give one rule for the whole subtree, or a tree of rules with the same nodes.'
-        )
-    if not found.missing and not found.extra:
-        return (
-            f'the {type(found.prefix).__name__} there differs in its static fields{found.fields}. '
-            'Give one rule for the whole subtree, or make the tree of rules of the tree itself '
-            '(jax.tree.map, tree.replace).'
-        )
-    parts = [f'there is no rule for {first_ten(map(repr, found.missing))}'] if found.missing else []
-    if found.extra:
-        known = dict(children(found.tree))
-        near = (f'{key!r} ({did_you_mean(key, known)})' for key in found.extra)
-        parts.append(f'the tree has nothing called {first_ten(near)}')
-    why = f'{"; ".join(parts)}. Give one rule for each subtree (in sjit, None leaves one to the compiler).'
-    if any(_REGEX.search(key) for key in found.extra):
-        why += ' Regexes on paths are for TreePathShardingRule((regex, rule), ...).'
-    return why

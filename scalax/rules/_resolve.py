@@ -20,7 +20,7 @@ from scalax._tree.paths import NamedTree, join
 from scalax._tree.specs import MeshAxes
 from scalax.errors import IndivisibleWarning, Problem, ShardingError, shown_leaves, warn
 from scalax.rules._answer import Decision, non_arrays
-from scalax.rules._given_mesh import mesh_fault
+from scalax.rules._given_mesh import is_of_mesh
 from scalax.rules._indivisible import OnIndivisible, divided
 from scalax.rules._prefix import RuleLike, split
 from scalax.rules._rule import Rule, decide, is_rule
@@ -186,13 +186,15 @@ class _Task:
         if AxisType.Manual in self.axes.types.values():
             spec = specs.without_manual(spec, self.axes)
         of_values = self.mode in _VALUE_MODES
-        foreign = None if answer.given is None else mesh_fault(answer.given, self.mesh, of_values)
-        if foreign is None and kind is None:
+        faults = [
+            _of_another_mesh(given) for given in answer.given if not is_of_mesh(given, self.mesh, of_values)
+        ]
+        if not faults and kind is None:
             valid = _valid_sharding(self.mesh, spec, shape)
             if valid is not None:
                 return valid
-        # Other faults follow from the wrong mesh, which has to be fixed first.
-        faults = specs.faults(spec, shape, self.axes) if foreign is None else [foreign]
+        # Other faults follow from a wrong mesh, which has to be fixed first.
+        faults = faults or specs.faults(spec, shape, self.axes)
         if specs.UNCONSTRAINED in specs.entries(spec) and not of_values:
             faults.append(_NOT_CONSTRAINED)
         default = None, 'device', named_sharding(self.mesh, PartitionSpec()).memory_kind
@@ -267,6 +269,15 @@ _NOT_CONSTRAINED = specs.Fault(
     'an UNCONSTRAINED dimension does not say where an array is placed',
     'UNCONSTRAINED is for constraints and annotations inside a compiled function.',
 )
+
+
+def _of_another_mesh(sharding: NamedSharding) -> specs.Fault:
+    return specs.Fault(
+        'other-mesh',
+        f'the NamedSharding is of another mesh: {sharding.mesh}',
+        "give PartitionSpecs, or NamedShardings of the helper's own mesh: of the same devices in the same "
+        'order, with axes of the same types.',
+    )
 
 
 def _no_such_memory(kind: str, error: ValueError) -> specs.Fault:

@@ -283,15 +283,7 @@ class FirstAnswer(BuiltinRule):
         return cls(tuple(flat))
 
     def __repr__(self) -> str:
-        # Specs have no `|` of their own, so brackets put each leading one beside a rule.
-        specs = 0
-        while specs < len(self.rules) - 1 and isinstance(self.rules[specs], ConstantRule):
-            specs += 1
-        first = max(specs - 1, 0)
-        text = f'({" | ".join(map(repr, self.rules[first:]))})'
-        for spec in reversed(self.rules[:first]):
-            text = f'({spec!r} | {text})'
-        return text
+        return f'({" | ".join(map(repr, self.rules))})'
 
     @property
     def parts(self) -> tuple[ShardingRule, ...]:

@@ -55,10 +55,6 @@ class TreePathShardingRule(BuiltinRule):
     strict: bool = True
     on_indivisible: OnIndivisible = 'error'
     by_path: ClassVar[bool] = True
-    _unmatched_hint: ClassVar[str] = (
-        "add a pair for these leaves, end with ('.*', PartitionSpec()), or pass strict=False to replicate "
-        'what nothing matches.'
-    )
 
     def __init__(
         self,
@@ -67,15 +63,14 @@ class TreePathShardingRule(BuiltinRule):
         on_indivisible: OnIndivisible = 'error',
     ) -> None:
         pairs = tuple(
-            checked_pair(f'TreePathShardingRule, pair {number}', rule, _SPREAD)
-            for number, rule in enumerate(rules)
+            checked_pair(f'TreePathShardingRule, pair {number}', rule) for number, rule in enumerate(rules)
         )
         strict = checked_flag('strict', strict, RuleError)
         vars(self).update(rules=pairs, strict=strict, on_indivisible=checked_policy(on_indivisible))
 
     def __repr__(self) -> str:
         pairs = [f'({regex_text(pattern)}, {value!r})' for pattern, value in self.rules]
-        return f'TreePathShardingRule({", ".join([*pairs, *self._options("strict", "on_indivisible")])})'
+        return f'{type(self).__name__}({", ".join([*pairs, *self._options("strict", "on_indivisible")])})'
 
     @property
     def parts(self) -> tuple[ShardingRule, ...]:
@@ -122,7 +117,8 @@ class TreePathShardingRule(BuiltinRule):
             f'no regex of the rule matches the path {tree.path_seen(index)}'
             + (f'; {near!r} comes near' if near else ''),
             rule=f'TreePathShardingRule with {plural(len(self.rules), "regex", "regexes")}',
-            hint=self._unmatched_hint,
+            hint="add a pair for these leaves, end with ('.*', PartitionSpec()), or pass strict=False to "
+            'replicate what nothing matches.',
         )
 
     def _near_pattern(self, path: str) -> str:
@@ -166,33 +162,18 @@ def regex_text(pattern: str | re.Pattern[str]) -> str:
     return f're.compile({pattern.pattern!r}{f", {flags!r}" if flags else ""})'
 
 
-def _axes(value: Any) -> tuple[Any, ...]:
-    """The entries of a string, tuple or list in place of a PartitionSpec; empty for anything else."""
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, tuple | list) else ()
-
-
-_SPREAD = 'pairs are arguments of their own: TreePathShardingRule(*pairs)'
-
-
-def checked_pair(where: str, rule: Any, spread: str) -> tuple[str | re.Pattern[str], Rule]:
-    """Returns *rule* if it is a pair of a regex and a value, else raises RuleError.
-
-    Args:
-        where: what the message begins with.
-        rule: what was given.
-        spread: what to say where pairs were given in place of one.
-    """
+def checked_pair(where: str, rule: Any) -> tuple[str | re.Pattern[str], Rule]:
+    """Returns *rule* if it is a pair of a regex and a value, else raises RuleError about *where*."""
     if not isinstance(rule, tuple | list) or len(rule) != 2 or isinstance(rule[0], tuple | list):
-        hint = ''
-        if isinstance(rule, tuple | list) and rule and isinstance(rule[0], tuple | list):
-            hint = f'; {spread}'
-        raise RuleError(f'{where}: expected a pair (regex, PartitionSpec), got {short(rule)}{hint}')
+        raise RuleError(
+            f'{where}: expected a pair (regex, PartitionSpec), got {short(rule)}; several pairs are given '
+            'with a star: *pairs'
+        )
     pattern, value = rule
     checked_regex(where, pattern)
     if not is_rule(value):
-        hint = f'; write PartitionSpec({", ".join(map(repr, _axes(value)))})' if _axes(value) else ''
         raise RuleError(
-            f'{where} ({_text(pattern)!r}): the value is a PartitionSpec, a rule or None, got {value!r}{hint}'
+            f'{where} ({_text(pattern)!r}): the value is a PartitionSpec, a rule or None, got {value!r}'
         )
     return pattern, value
 

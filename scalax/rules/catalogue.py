@@ -79,16 +79,15 @@ own.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from scalax._tree.paths import NamedTree
-from scalax._tree.specs import Fault, entries, entry_axes, no_axis, spec_axes
-from scalax.errors import Problem, RuleError, did_you_mean, near_names
+from scalax._tree.specs import canonical_entry, entries, entry_axes, spec_axes
+from scalax.errors import Problem, RuleError
 from scalax.rules._answer import REPLICATED, Answer, AxisSizes, Decision
 from scalax.rules._indivisible import OnIndivisible
 from scalax.rules._rule import ShardingRule
@@ -145,8 +144,8 @@ def rule(
         on_indivisible: what to do where a dimension does not divide, as in `TreePathShardingRule`.
 
     Raises:
-        RuleError: an invalid argument; a row that is not a pair of a regex and a spec, or that names
-            another axis; or two axes of one row are the same axis of the mesh.
+        RuleError: an invalid argument, or a row that is not a pair of a regex and a spec, or that names
+            another axis.
 
     Example:
         >>> import numpy as np
@@ -162,11 +161,6 @@ def rule(
     """
     axes = _checked('catalogue.rule', fsdp=fsdp, tp=tp, expert=expert)
     one = ExactRankRule(*_rows(table, axes), on_indivisible=on_indivisible)
-    if not isinstance(stacked, str | re.Pattern):
-        raise RuleError(
-            "catalogue.rule: stacked is a regex for the paths of layers that are stacked, such as 'layers/', "
-            f'got {stacked!r}; trees that are stacked throughout take rule(table).stacked(1)'
-        )
     if not stacked:
         return one
     checked_regex('catalogue.rule, stacked', stacked)
@@ -185,31 +179,14 @@ def activations(
         expert: the same for ``'expert'``, which only `EXPERT_PARALLEL` has; the rows are over it too.
 
     Raises:
-        RuleError: an invalid argument; a layout that is no mapping of names to specs, or that has another
-            axis; or two axes of one spec are the same axis of the mesh.
+        RuleError: an invalid argument, or a layout that has another axis.
 
     Example:
         >>> activations(SEQUENCE_PARALLEL, batch=('data', 'fsdp'))
         {'residual': P(('data', 'fsdp'), 'tp'), 'block_input': P(('data', 'fsdp'),)}
     """
     axes = _checked('catalogue.activations', batch=batch, tp=tp, expert=expert)
-    if not isinstance(layout, Mapping):
-        raise RuleError(
-            'catalogue.activations: a layout is a mapping of names to PartitionSpecs, such as '
-            f'catalogue.SEQUENCE_PARALLEL, got {type(layout).__name__}'
-        )
-    found = {}
-    for name, spec in layout.items():
-        if not isinstance(spec, PartitionSpec):
-            raise RuleError(f'catalogue.activations: {name!r} has a PartitionSpec, got {spec!r}')
-        found[name] = _renamed(spec, axes, f'catalogue.activations, {name!r} of the table')
-    return found
-
-
-_STACKED = "stacked layers take rule.stacked(1), or catalogue.rule(table, stacked='layers/')"
-_NOT_STACKED = (
-    'layers that are not stacked take the rule without .stacked(), and a stacked= that does not match'
-)
+    return {name: _renamed(spec, axes, f'catalogue.activations, {name!r}') for name, spec in layout.items()}
 
 
 class ExactRankRule(TreePathShardingRule):
@@ -232,55 +209,38 @@ class ExactRankRule(TreePathShardingRule):
         {'kernel': P(None, 'fsdp')}
     """
 
-    _unmatched_hint: ClassVar[str] = (
-        'put a row for these leaves in front, as in catalogue.rule((row, *table)), or replicate what no row '
-        'matches with rule | PartitionSpec().'
-    )
-
-    def __repr__(self) -> str:
-        return 'ExactRankRule' + super().__repr__().removeprefix('TreePathShardingRule')
-
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """As in `TreePathShardingRule`, and a problem for each array of another rank than its row is for."""
         answers = super().answers(tree, axis_sizes)
-        stacked = map(tree.stacked, range(len(tree)))
-        check = functools.partial(self._fault, axis_sizes=axis_sizes)
-        faults = [*map(functools.cache(check), answers, map(len, tree.shapes), stacked)]
-        for index, fault in enumerate(faults):
-            answer = answers[index]
-            if fault and isinstance(answer, Decision):
-                leaf, spec = tree.describe(index), str(answer.spec)
-                answers[index] = Problem(fault.kind, leaf, fault.detail, spec, answer.origin, fault.hint)
+        ranks = list(map(functools.cache(self._rank), answers))
+        for index, (answer, expected) in enumerate(zip(answers, ranks, strict=True)):
+            rank = len(tree.shapes[index])
+            if isinstance(answer, Decision) and expected not in (0, rank):
+                stack = ' without its stack of layers' if tree.stacked(index) else ''
+                answers[index] = Problem(
+                    'rank',
+                    tree.describe(index),
+                    f'the spec is for an array of rank {expected}, and this one is of rank {rank}{stack}',
+                    str(answer.spec),
+                    answer.origin,
+                    _OTHER_RANK,
+                )
         return answers
 
-    def _fault(self, answer: Answer, rank: int, stacked: int, axis_sizes: AxisSizes | None) -> Fault | None:
-        """What is wrong with a decision of this rule about a leaf of that rank, without its stack."""
+    def _rank(self, answer: Answer) -> int:
+        """The rank that a decision of this rule is for; 0 for any."""
         # Decisions about arrays of one element have no clauses; those of other rules are not checked.
         if not isinstance(answer, Decision) or answer.spec is None or not answer.clauses:
-            return None
-        if isinstance(self.rules[answer.clauses[0][1]][1], ShardingRule):
-            return None
-        spec = answer.spec
-        expected = len(entries(spec))
-        if expected not in (0, rank):
-            return Fault(
-                'rank',
-                f'the spec is for an array of rank {expected}, and this one is of rank {rank}'
-                + (' without its stack of layers' if stacked else ''),
-                f'{_NOT_STACKED if stacked else _STACKED}; heads that are a dimension take '
-                'catalogue.SPLIT_HEADS in front; others a row of your own.',
-            )
-        absent = [axis for axis in spec_axes(spec) if axis_sizes is not None and axis not in axis_sizes]
-        # The hint is about the axes of the catalogue.
-        for_tables = [f'{axis}=None' for axis in absent if axis in ('fsdp', 'tp', 'expert')]
-        if axis_sizes is None or not for_tables:
-            return None
-        return Fault(
-            'unknown-axis',
-            '; '.join(no_axis(axis, axis_sizes) for axis in absent),
-            f'give {", ".join(for_tables)} to catalogue.rule to leave out what the mesh lacks, or the name '
-            'that it has there.',
-        )
+            return 0
+        value = self.rules[answer.clauses[0][1]][1]
+        return 0 if isinstance(value, ShardingRule) else len(entries(answer.spec))
+
+
+_OTHER_RANK = (
+    "stacked layers, and no others, take rule.stacked(1), or catalogue.rule(table, stacked='layers/') with a "
+    'regex that finds them; heads that are a dimension take catalogue.SPLIT_HEADS in front; others a row of '
+    'your own.'
+)
 
 
 def _checked(where: str, **axes: Axis) -> dict[str, Axis]:
@@ -294,43 +254,30 @@ def _checked(where: str, **axes: Axis) -> dict[str, Axis]:
 def _rows(table: Any, axes: Mapping[str, Axis]) -> list[Any]:
     """The rows of a table over the axes of the mesh."""
     if not isinstance(table, list | tuple):
-        tables = [name for name in __all__ if name.isupper()]
-        near = near_names(table.upper(), tables) if isinstance(table, str) else []
         raise RuleError(
             'catalogue.rule: the table is a tuple of rows (regex, PartitionSpec), such as catalogue.LLAMA, '
-            f'got {table!r}' + (f'; did you mean catalogue.{near[0]}, without quotes?' if near else '')
+            f'got {table!r}'
         )
     rows = []
     for number, row in enumerate(table):
         where = f'catalogue.rule, row {number} of the table'
-        regex, value = checked_pair(where, row, 'tables are joined as (*first, *second)')
+        regex, value = checked_pair(where, row)
         rows.append((regex, _renamed(value, axes, where) if isinstance(value, PartitionSpec) else value))
     return rows
 
 
 def _renamed(spec: PartitionSpec, axes: Mapping[str, Axis], where: str) -> PartitionSpec:
     """The spec over the axes of the mesh."""
-    renamed: list[Axis] = []
-    origin: dict[str, str] = {}
-    for entry in entries(spec):
-        names: list[str] = []
-        for axis in entry_axes(entry):
-            if axis not in axes:
-                near = f' ({did_you_mean(str(axis), axes)})' if near_names(str(axis), axes) else ''
-                raise RuleError(
-                    f'{where}: {spec} names {axis!r}{near}; the axes of a table are {", ".join(axes)}, and '
-                    'the arguments of these names say what each is on the mesh'
-                )
-            for name in entry_axes(axes[axis]):
-                if name in origin:
-                    raise RuleError(
-                        f'{where}: {spec} would use the mesh axis {name!r} twice, as {origin[name]}= and as '
-                        f'{axis}=; give each a mesh axis of its own, or None to leave one out'
-                    )
-                origin[name] = axis
-                names.append(name)
-        renamed.append(tuple(names) if len(names) > 1 else names[0] if names else None)
-    return PartitionSpec(*renamed)
+    for axis in spec_axes(spec):
+        if axis not in axes:
+            raise RuleError(
+                f'{where}: {spec} names {axis!r}; the axes of a table are {", ".join(axes)}, and the '
+                'arguments of these names say what each is on the mesh'
+            )
+    names = [
+        [name for axis in entry_axes(entry) for name in entry_axes(axes[axis])] for entry in entries(spec)
+    ]
+    return PartitionSpec(*map(canonical_entry, names))
 
 
 # --- The tables ----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from scalax.axes import fsdp, named_jit, shard
+from scalax.axes import named_jit, shard
 from scalax.errors import ArgumentError, MeshError, RuleError, ShardingError
 from scalax.sharding import MeshShardingHelper
 
@@ -31,12 +31,6 @@ def exactly(message):
     return f'^{re.escape(message)}($|\n-----)'
 
 
-OF_FSDP = (
-    'fsdp takes fn, param_mapping and compute_mapping, once each; they stand for the axis_resources, '
-    'in_axis_resources and out_axis_resources of named_jit. Python says: '
-)
-
-
 @pytest.mark.parametrize(
     ('bad', 'said'),
     [
@@ -55,40 +49,6 @@ OF_FSDP = (
             'the output of <lambda> has leaves that are no arrays and cannot be hashed:\n  seen: set\n'
             'What to do: everything but arrays is part of the compiled program: return something immutable, '
             'or a pytree of arrays.',
-        ),
-        (lambda: fsdp(PARAMS), f"{OF_FSDP}_fsdp() missing 1 required positional argument: 'compute_mapping'"),
-        (
-            lambda: fsdp(lambda x: x, PARAMS, COMPUTE, 3),
-            f'{OF_FSDP}_fsdp() takes 3 positional arguments but 4 were given',
-        ),
-        (
-            lambda: fsdp(PARAMS, COMPUTE, in_axis_resources=PARAMS),
-            f'{OF_FSDP}scalax.axes._named_jit.named_jit() got multiple values for keyword argument '
-            "'in_axis_resources'",
-        ),
-        (
-            lambda: named_jit(lambda x: x, donate_argnums=0),
-            'named_jit takes no donate_argnums: give donate_args',
-        ),
-        (
-            lambda: named_jit(lambda x, n: x, static_argnames='n'),
-            'named_jit takes no static_argnames: arrays are data, and everything else is static already',
-        ),
-        (
-            lambda: named_jit(in_shardings=P())(lambda x: x),
-            'named_jit takes no in_shardings: give in_axis_resources, a mapping or any rule',
-        ),
-        (
-            lambda: named_jit(lambda x: x, batch_argnums=1),
-            'batch_argnums=1: <lambda> takes 1 positional argument (x)',
-        ),
-        (
-            lambda: named_jit(lambda x: x, batch_argnums=0, mesh=MeshShardingHelper([8], ['data']))(
-                np.ones(8)
-            ),
-            '<lambda> has batches (batch_argnums, batch_argnames), and nothing says how their rows are '
-            'sharded: give in_axis_resources, a mapping or any rule; or use sjit, where each argument has a '
-            'rule of its own',
         ),
     ],
 )
@@ -124,29 +84,6 @@ def test_a_mesh_without_devices_serves_inside_of_jit_only(helper):
         compiled.lower(jnp.ones((8, 8)))
     with jax.set_mesh(helper.mesh):
         assert jax.jit(compiled)(jnp.ones((8, 8))).sharding.spec == P('data', 'tp')
-
-
-def test_donated_keywords_have_names_of_arguments():
-    def step(x, *, state=None):
-        return x if state is None else x + state
-
-    said = "donate_argnames='stat': step has no such argument (did you mean 'state'?)"
-    with pytest.raises(ArgumentError, match=exactly(said)):
-        named_jit(step, donate_kwargs={'x': True, 'stat': True})
-    # Extra keywords have any name.
-    named_jit(lambda **keywords: keywords, donate_kwargs={'stat': True})
-
-
-def test_shapes_are_for_lower(snapshot):
-    def step(state, x):
-        return state['w'] + x
-
-    struct = jax.ShapeDtypeStruct((8,), jnp.float32)
-    compiled = named_jit(step)
-    with snapshot.raises(ArgumentError):
-        compiled({'w': struct}, x=struct)
-    assert compiled.lower({'w': struct}, x=struct).out_info[0].shape == (8,)
-    assert jax.eval_shape(compiled, {'w': struct}, struct).shape == (8,)
 
 
 @pytest.mark.parametrize('asked', [(0,), 0, 1, 'x', {'x': True}], ids=str)

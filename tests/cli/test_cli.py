@@ -490,9 +490,9 @@ def test_search_and_find_on_nodes_of_gpus(job, capsys):
 @pytest.mark.parametrize(
     ('topology', 'said'),
     [
-        ('h100:16', 'write several nodes, as in h100:2x8'),
+        ('h100:16', 'write several nodes, as in h100:4x8'),
         ('h100:1000x8', '--topology h100:1000x8 has 8,000 GPUs, and at most 4,096 devices are simulated'),
-        ('a100:8', "did you mean 'h100:8'"),
+        ('a100:8', "no topology 'a100:8' is known"),
     ],
 )
 def test_topologies_of_gpus_that_are_none(job, capsys, topology, said):

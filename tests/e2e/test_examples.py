@@ -304,14 +304,14 @@ def test_bad_flags_end_the_program_with_a_friendly_error(
             'fsdp=-1,tp=3',
             8,
             '--mesh fsdp=-1,tp=3, --devices 8: mesh (fsdp=-1, tp=3): 8 devices do not divide by 3, '
-            'the product of the given dimensions; it may be 1, 2, 4, 8',
+            'the product of the given dimensions',
         ),
         (
             'fsdp_tp',
             'fsdp=2,tp=2',
             8,
-            '--mesh fsdp=2,tp=2, --devices 8: mesh (fsdp=2, tp=2) needs 4 devices, there are 8; '
-            "what would fit: (4, 2), with 'fsdp' changed; or (2, 4), with 'tp' changed",
+            '--mesh fsdp=2,tp=2, --devices 8: mesh (fsdp=2, tp=2) needs 4 devices, there are 8: '
+            'give one of the dimensions as -1, or some of the devices as devices=...',
         ),
     ],
 )

@@ -435,8 +435,7 @@ def test_files_that_are_no_reports(tmp_path):
             '{"version": 1, "version": 1}',
             "the JSON of a report: the key 'version' is there twice in one object",
         ),
-        ('{"version": 1, "mesh": NaN}', 'the JSON of a report: NaN is no number of JSON'),
-        ('{"version": ' + '[' * 10**6, 'the JSON of a report: it is nested more than 127 deep'),
+        ('{"version": ' + '[' * 10**6, 'the JSON of a report: it is nested too deep'),
         (
             one_row(path='a' * 10**6, bytes='b' * 10**6),
             f"a whole report: '{'b' * 59} ... {'b' * 39}' is not of type int",

@@ -5,7 +5,7 @@ import pickle
 import jax
 import pytest
 
-from scalax._mesh.gpu_nodes import EXAMPLES, Nodes, gpu_nodes
+from scalax._mesh.gpu_nodes import GPUS_OF_NODE, Nodes, gpu_nodes
 from scalax.errors import MeshError
 from scalax.sharding import MeshShardingHelper
 
@@ -35,7 +35,7 @@ def test_other_names(topology):
 
 
 def test_examples_are_topologies():
-    assert all(gpu_nodes(name) for name in EXAMPLES)
+    assert all(gpu_nodes(f'{kind}:4x{most}') for kind, most in GPUS_OF_NODE.items())
 
 
 @pytest.mark.parametrize(

@@ -236,40 +236,25 @@ def test_slices_that_do_not_fit(dims, dcn, devices, snapshot):
 # --- Dimensions and devices that do not fit ------------------------------------------------------
 
 
+FITS = ': give one of the dimensions as -1, or some of the devices as devices=...'
+
+
 @pytest.mark.parametrize(
     ('dims', 'names', 'message'),
     [
-        (
-            (4, 4),
-            ('data', 'tp'),
-            'mesh (data=4, tp=4) needs 16 devices, there are 8; what would fit: (2, 4), with '
-            "'data' changed; or (4, 2), with 'tp' changed",
-        ),
-        (
-            (3,),
-            ('data',),
-            "mesh (data=3) needs 3 devices, there are 8; what would fit: (8,), with 'data' changed; or "
-            'these dimensions over 3 of the devices, as devices=jax.devices()[:3]',
-        ),
-        (
-            (5, 7),
-            ('data', 'tp'),
-            'mesh (data=5, tp=7) needs 35 devices, there are 8; the dimensions must multiply to 8: each '
-            'divides it (1, 2, 4, 8)',
-        ),
+        ((4, 4), ('data', 'tp'), f'mesh (data=4, tp=4) needs 16 devices, there are 8{FITS}'),
+        ((3,), ('data',), f'mesh (data=3) needs 3 devices, there are 8{FITS}'),
         (
             (-1, 3),
             ('data', 'tp'),
-            'mesh (data=-1, tp=3): 8 devices do not divide by 3, the product of the given dimensions; it '
-            'may be 1, 2, 4, 8',
+            'mesh (data=-1, tp=3): 8 devices do not divide by 3, the product of the given dimensions',
         ),
         (
             (2, -1, 16),
             ('a', 'b', 'c'),
-            'mesh (a=2, b=-1, c=16): 8 devices do not divide by 32, the product of the given dimensions; '
-            'it may be 1, 2, 4, 8',
+            'mesh (a=2, b=-1, c=16): 8 devices do not divide by 32, the product of the given dimensions',
         ),
-        ((), (), 'mesh () needs 1 device, there are 8; a mesh without axes holds one device'),
+        ((), (), f'mesh () needs 1 device, there are 8{FITS}'),
         ((-1, -1), ('data', 'tp'), 'only one axis dimension may be -1, got (-1, -1)'),
         ((0, 8), ('data', 'tp'), 'axis dimensions are positive, or -1 once, got (0, 8)'),
         ((-2, 4), ('data', 'tp'), 'axis dimensions are positive, or -1 once, got (-2, 4)'),
@@ -300,14 +285,6 @@ def test_dimensions_that_do_not_fit(dims, names, message):
     assert str(error.value) == message
 
 
-def test_fewer_devices_are_not_advised_of_devices_that_were_given():
-    with pytest.raises(MeshError) as error:
-        MeshShardingHelper([3], ['data'], devices=jax.devices())
-    assert str(error.value) == (
-        "mesh (data=3) needs 3 devices, there are 8; what would fit: (8,), with 'data' changed"
-    )
-
-
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
@@ -335,9 +312,7 @@ def test_options_that_do_not_fit(options, message):
 def test_one_device_too_few_is_said_in_good_english():
     with pytest.raises(MeshError) as error:
         MeshShardingHelper([2], ['data'], devices=jax.devices()[:1])
-    assert str(error.value) == (
-        "mesh (data=2) needs 2 devices, there is 1; what would fit: (1,), with 'data' changed"
-    )
+    assert str(error.value) == f'mesh (data=2) needs 2 devices, there is 1{FITS}'
 
 
 def test_from_mesh_takes_meshes_only():

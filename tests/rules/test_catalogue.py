@@ -280,23 +280,19 @@ ROW_0 = 'catalogue.rule, row 0 of the table: '
 NO_TABLE = (
     'catalogue.rule: the table is a tuple of rows (regex, PartitionSpec), such as catalogue.LLAMA, got '
 )
-NO_STACK = (
-    "catalogue.rule: stacked is a regex for the paths of layers that are stacked, such as 'layers/', got "
-)
+STAR = '; several pairs are given with a star: *pairs'
 
 
 @pytest.mark.parametrize(
     ('table', 'arguments', 'message'),
     [
-        ('LLAMA', {}, f"{NO_TABLE}'LLAMA'; did you mean catalogue.LLAMA, without quotes?"),
-        ('mixtrl', {}, f"{NO_TABLE}'mixtrl'; did you mean catalogue.MIXTRAL, without quotes?"),
+        ('LLAMA', {}, f"{NO_TABLE}'LLAMA'"),
         (None, {}, f'{NO_TABLE}None'),
-        (('w', P('fsdp')), {}, f"{ROW_0}expected a pair (regex, PartitionSpec), got 'w'"),
+        (('w', P('fsdp')), {}, f"{ROW_0}expected a pair (regex, PartitionSpec), got 'w'{STAR}"),
         (
             (SPLIT_HEADS, LLAMA),
             {},
-            f'{ROW_0}expected a pair (regex, PartitionSpec), got {repr(SPLIT_HEADS)[:57]}...; tables are '
-            'joined as (*first, *second)',
+            f'{ROW_0}expected a pair (regex, PartitionSpec), got {repr(SPLIT_HEADS)[:57]}...{STAR}',
         ),
         (
             (('(', P()),),
@@ -307,12 +303,12 @@ NO_STACK = (
             (('w', 'fsdp'),),
             {},
             "catalogue.rule, row 0 of the table ('w'): the value is a PartitionSpec, a rule or None, got "
-            "'fsdp'; write PartitionSpec('fsdp')",
+            "'fsdp'",
         ),
         (
             (('w', P(None, 'fdsp')),),
             {},
-            f"{ROW_0}{P(None, 'fdsp')} names 'fdsp' (did you mean 'fsdp'?); the axes of a table are fsdp, "
+            f"{ROW_0}{P(None, 'fdsp')} names 'fdsp'; the axes of a table are fsdp, "
             'tp, expert, and the arguments of these names say what each is on the mesh',
         ),
         (LLAMA, {'fsdp': 3}, 'catalogue.rule: fsdp is a mesh axis, a tuple of them or None, got 3'),
@@ -323,14 +319,8 @@ NO_STACK = (
         ),
         (
             LLAMA,
-            {'fsdp': 'model', 'tp': ('y', 'model')},
-            f"{ROW_0}{P('tp', 'fsdp')} would use the mesh axis 'model' twice, as tp= and as fsdp=; give "
-            'each a mesh axis of its own, or None to leave one out',
-        ),
-        (
-            LLAMA,
             {'stacked': True},
-            f'{NO_STACK}True; trees that are stacked throughout take rule(table).stacked(1)',
+            'catalogue.rule, stacked: the regex is a string, got True',
         ),
         (
             LLAMA,
@@ -349,23 +339,6 @@ def test_wrong_arguments(table, arguments, message):
 
 def test_axes_that_a_table_does_not_use_may_be_the_same():
     assert spec_of(LLAMA, 'mlp/up', 8, 8, fsdp='expert') == P('expert', 'tp')
-
-
-def test_a_mesh_without_an_axis_of_the_table():
-    table = (('w1', P('expert', 'fsdp', 'tp')), ('own', P('data')))
-    with pytest.raises(ShardingError) as caught:
-        HELPER.match_sharding_rule(rule(table[:1], fsdp='data'), tree({'experts/w1': (8, 64, 128)}))
-    assert str(caught.value) == (
-        'One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):\n'
-        '  experts/w1: float32[8, 64, 128]\n'
-        "    the mesh has no axis 'expert' (known: 'fsdp', 'tp'); the mesh has no axis 'data' (known: "
-        "'fsdp', 'tp')\n"
-        f"    asked for: {P('expert', 'data', 'tp')} from regex 'w1'\n"
-        'What to do: give expert=None to catalogue.rule to leave out what the mesh lacks, or the name that '
-        'it has there.'
-    )
-    with pytest.raises(ShardingError, match='name only axes of the mesh, or build the mesh with that axis'):
-        HELPER.match_sharding_rule(ExactRankRule(*table), tree({'own': (8,)}))
 
 
 def test_own_rows_go_first():
@@ -460,23 +433,10 @@ def test_activations():
     ('layout', 'arguments', 'message'),
     [
         (
-            'SEQUENCE_PARALLEL',
-            {},
-            'catalogue.activations: a layout is a mapping of names to PartitionSpecs, such as '
-            'catalogue.SEQUENCE_PARALLEL, got str',
-        ),
-        ({'x': 'tp'}, {}, "catalogue.activations: 'x' has a PartitionSpec, got 'tp'"),
-        (
             {'x': P('fsdp')},
             {},
-            f"catalogue.activations, 'x' of the table: {P('fsdp')} names 'fsdp'; the axes of a table are "
+            f"catalogue.activations, 'x': {P('fsdp')} names 'fsdp'; the axes of a table are "
             'batch, tp, expert, and the arguments of these names say what each is on the mesh',
-        ),
-        (
-            SEQUENCE_PARALLEL,
-            {'batch': 'tp'},
-            f"catalogue.activations, 'residual' of the table: {P('batch', 'tp')} would use the mesh axis "
-            "'tp' twice, as batch= and as tp=; give each a mesh axis of its own, or None to leave one out",
         ),
         ({}, {'tp': 3}, 'catalogue.activations: tp is a mesh axis, a tuple of them or None, got 3'),
     ],

@@ -67,7 +67,7 @@ NAMES = "regex 'w': 'f e'"
         ),
         (
             LogicalAxisShardingRule({'f': 'fsdp', 'e': 'tp'}, [('w', 'f e')]),
-            f'{NAMES} asked for fsdp on dimension 0: not free; {NAMES} asked for tp on dimension 1: in use',
+            f'{NAMES} asked for tp on dimension 1: in use; {NAMES} asked for fsdp on dimension 0: not free',
         ),
         (
             TreePathShardingRule(('', LogicalAxisShardingRule({'f': 'tp', 'e': 'tp'}, [('w', 'f e')]))),

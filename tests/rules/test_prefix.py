@@ -94,9 +94,15 @@ def test_keys_of_equal_rules_are_equal():
     assert key_of(P()) == P()
 
 
-SAME_NODES = 'Give one rule for the whole subtree, or a tree of rules with the same nodes.'
-WRONG = 'the rules do not have the structure of the tree at'
-EACH = 'Give one rule for each subtree (in sjit, None leaves one to the compiler).'
+def differ(place, has):
+    return (
+        'the rules do not have the structure of the tree, which has, where they differ:\n'
+        f'  {place}: {has}\n'
+        'What to do: give one rule for each subtree there, or one for all (in sjit, None leaves it to the '
+        'compiler). Regexes on paths are for TreePathShardingRule((regex, rule), ...).'
+    )
+
+
 TAKEN = 'which is not a rule: give a ShardingRule, a PartitionSpec, a NamedSharding or None'
 
 
@@ -106,40 +112,37 @@ TAKEN = 'which is not a rule: give a ShardingRule, a PartitionSpec, a NamedShard
         (
             {'params': {'kernl': P()}},
             {'params': {'kernel': X, 'bias': X}},
-            f"{WRONG} 'params': there is no rule for 'bias', 'kernel'; the "
-            f"tree has nothing called 'kernl' (did you mean 'kernel'?). {EACH}",
+            differ('params', "a dict without 'kernl', with 'bias', 'kernel'"),
         ),
         (
             {'w': P()},
             {'w': X, 'b': X},
-            f"{WRONG} its root: there is no rule for 'b'. {EACH}",
+            differ('(the root)', "a dict with 'b'"),
         ),
         (
             {'w': P(), 'b': P()},
             {'w': X},
-            f"{WRONG} its root: the tree has nothing called 'b' (known: 'w'). {EACH}",
+            differ('(the root)', "a dict without 'b'"),
         ),
         (
             (P(), P()),
             (X, X, X),
-            f"{WRONG} its root: there is no rule for '2'. {EACH}",
+            differ('(the root)', 'a tuple with 3 children in place of a tuple with 2 children'),
         ),
         (
             {},
             {str(number): X for number in range(12)},
-            f"{WRONG} its root: there is no rule for '0', '1', '10', '11', "
-            f"'2', '3', '4', '5', '6', '7' and 2 more. {EACH}",
+            differ('(the root)', "a dict with '0', '1', '10', '11', '2', '3', '4', '5', '6', '7' and 2 more"),
         ),
         (
             {'a': {'x': P()}},
             {'a': {}},
-            f"{WRONG} 'a': the tree has nothing called 'x' (there are none). {EACH}",
+            differ('a', "a dict without 'x'"),
         ),
         (
             {'.*kernel': P(), 'bias': None},
             {'kernel': X, 'bias': X},
-            f"{WRONG} its root: there is no rule for 'kernel'; the tree has nothing called '.*kernel' (did "
-            f"you mean 'kernel'?). {EACH} Regexes on paths are for TreePathShardingRule((regex, rule), ...).",
+            differ('(the root)', "a dict without '.*kernel', with 'kernel'"),
         ),
         (
             [('w', P()), ('b', None)],
@@ -156,30 +159,27 @@ TAKEN = 'which is not a rule: give a ShardingRule, a PartitionSpec, a NamedShard
         (
             {'a': {'x': P()}},
             {'a': None},
-            f"{WRONG} 'a': the rules hold a dict with 1 child there, the tree holds None. {SAME_NODES}",
+            differ('a', 'None in place of a dict with 1 child'),
         ),
         (
             {'a': {'x': P(), 'y': P()}},
             {'a': X},
-            f"{WRONG} 'a': the rules hold a dict with 2 children there, the tree holds a leaf. {SAME_NODES}",
+            differ('a', 'a leaf in place of a dict with 2 children'),
         ),
         (
             {'a': [{'x': [P()]}]},
             {'a': [{'x': ()}]},
-            f"{WRONG} 'a/0/x': the rules hold a list with 1 child there, "
-            f'the tree holds a tuple with 0 children. {SAME_NODES}',
+            differ('a/0/x', 'a tuple with 0 children in place of a list with 1 child'),
         ),
         (
             Pair(P(), P()),
             (X, X),
-            f'{WRONG} its root: the rules hold a Pair with 2 children '
-            f'there, the tree holds a tuple with 2 children. {SAME_NODES}',
+            differ('(the root)', 'a tuple with 2 children in place of a Pair with 2 children'),
         ),
         (
             {'c': Config(P(), 'one')},
             {'c': Config(X, 'two')},
-            f"{WRONG} 'c': the Config there differs in its static fields (name). Give one rule for the whole "
-            'subtree, or make the tree of rules of the tree itself (jax.tree.map, tree.replace).',
+            differ('c', 'a Config that differs in its static fields'),
         ),
         (
             {'a': 'data'},
@@ -205,14 +205,13 @@ TAKEN = 'which is not a rule: give a ShardingRule, a PartitionSpec, a NamedShard
         (
             by_size,
             X,
-            f'the rules hold {by_size!r} of type function, {TAKEN}; a function of leaf path and leaf is for '
-            'PolicyShardingRule(function)',
+            f'the rules hold {by_size!r} of type function, {TAKEN}',
         ),
         (
             SingleDeviceSharding(jax.devices()[0]),
             X,
             'the rules hold SingleDeviceSharding(device=CpuDevice(id=0), memory_kind=... of type '
-            f"SingleDeviceSharding, {TAKEN}; only NamedShardings of the helper's mesh are taken",
+            f'SingleDeviceSharding, {TAKEN}',
         ),
     ],
 )
@@ -254,7 +253,7 @@ def test_static_fields_that_differ_are_said_where_they_are(snapshot):
     with snapshot.raises(StructureError):
         split(rules, tree)
     below = TrainState(P(), {'d': {'v': P()}}, 'sgd')
-    with pytest.raises(StructureError, match="at 'params/d': there is no rule for 'w'"):
+    with pytest.raises(StructureError, match="params/d: a dict without 'v', with 'w'"):
         split(below, tree)
 
 

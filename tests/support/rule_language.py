@@ -125,7 +125,6 @@ class Logical:
     names: tuple[tuple[Regex, str], ...]
     strict: bool = True
     policy: str = 'error'
-    sizes: tuple[tuple[str, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,8 +270,7 @@ def make(term: Any, mesh: MeshOf) -> Any:
         case ByRank():
             return PolicyShardingRule(Policy(tuple(_made(v, mesh) for v in term.table)), term.policy)
         case Logical():
-            sizes = dict(term.sizes)
-            return LogicalAxisShardingRule(term.mapping, term.names, term.strict, term.policy, sizes=sizes)
+            return LogicalAxisShardingRule(term.mapping, term.names, term.strict, term.policy)
         case Own():
             table = tuple(_made(value, mesh) for value in term.table)
             return OwnRule(table, tuple(mesh.shape.items()))

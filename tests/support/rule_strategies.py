@@ -270,8 +270,7 @@ class _Terms:
         patterns = [one for one in _NAMES if one[1] <= self.floor] if self.care else _RISKY_NAMES
         texts = [text for text, _ in patterns]
         found = tuple((rnd.choice(_REGEXES), rnd.choice(texts)) for _ in range(rnd.randint(1, 2)))
-        sizes = () if self.care else rnd.choice([(), (), (('k', 2),), (('h', 3), ('k', 2))])
-        return Logical(mapping, found, self.strict(), self.policy(), sizes)
+        return Logical(mapping, found, self.strict(), self.policy())
 
     def state(self, depth: int) -> Any:
         if self.params is None:

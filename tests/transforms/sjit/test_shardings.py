@@ -438,7 +438,7 @@ def test_errors_about_arguments_come_alone():
 def test_memory_layouts_are_for_a_jit_around_it():
     sharding = NamedSharding(HELPER.mesh, P('data'))
     rows_last = Format(Layout(major_to_minor=(0, 1)), sharding)
-    with pytest.raises(StructureError, match=r'memory layouts are for jax\.jit, around the function'):
+    with pytest.raises(StructureError, match='of type Format'):
         HELPER.sjit(lambda x: x * 2, in_shardings=(rows_last,))
     around = jax.jit(HELPER.sjit(lambda x: x * 2, P('data')), in_shardings=rows_last, out_shardings=rows_last)
     out = around(jax.device_put(X, rows_last))
