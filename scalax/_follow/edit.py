@@ -121,7 +121,7 @@ class Edit:
         """Takes note of an equation that lost the rows of these of its operands or results."""
         largest = max(values, key=lambda var: math.prod(shape_of(var)), default=None)
         if largest is not None and shape_of(largest):
-            self.lost.append(Lost(equation, largest.aval))
+            self.lost.append(Lost(equation, largest.aval, rows=self.trail(largest)))
 
     def inside(self, equation: Any, jaxpr: Any, trails: Sequence[Trail], use: Use = ONCE) -> Followed:
         """A jaxpr of an equation; what is kept and lost in it counts."""

@@ -58,7 +58,8 @@ def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Follo
     rows = sum(each.moved for each in products) + sum(shared.sums.values())
     # The compiler does not move rows to kernels; JAX would refuse these.
     if weights > rows and not shared.has_kernels:
-        return Followed(jaxpr, (LOST,) * len(found.trails), few_rows=FewRows(weights, rows))
+        few = FewRows(weights, rows)
+        return Followed(jaxpr, (LOST,) * len(found.trails), lost=found.lost, few_rows=few)
     return found
 
 

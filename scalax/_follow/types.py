@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from scalax._follow.trail import Trail
+from scalax._follow.trail import LOST, Trail
 from scalax._follow.weights import Products
 
 
@@ -72,11 +72,13 @@ class Lost:
         equation: the equation.
         aval: its largest result; of a loop over rows, what it runs over.
         calls: as for `Kept`.
+        rows: where the rows were.
     """
 
     equation: Any
     aval: Any
     calls: tuple[Any, ...] = ()
+    rows: Trail = LOST
 
 
 @dataclasses.dataclass(frozen=True)
