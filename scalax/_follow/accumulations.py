@@ -82,7 +82,9 @@ def added_by_round(body: Any, var: Any, out: Any) -> list[Any] | None:
         if atom is var:
             return []
         made = makers.get(id(atom))
-        name = '' if made is None else primitive_name(made)
+        if made is None:
+            return None
+        name = primitive_name(made)
         if name == 'convert_element_type' and made.invars[0].aval.dtype == atom.aval.dtype:
             return added(made.invars[0])
         if name not in ('add', 'add_any'):
