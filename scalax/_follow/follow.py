@@ -25,11 +25,12 @@ from scalax._follow.edit import Edit
 from scalax._follow.experts import scattered
 from scalax._follow.kernels import split_of
 from scalax._follow.loops import follow_loop
+from scalax._follow.moves import move_to_weight
 from scalax._follow.operands import place_operands
 from scalax._follow.said import SAID, placed_at, placed_by_user, said_trails
 from scalax._follow.shared import Shared
 from scalax._follow.trail import LOST, LOSTS, Trail, along, axes_of, closed_spec_of, merged, spec_of
-from scalax._follow.types import ONCE, Arguments, FewRows, Followed, Kept, Use
+from scalax._follow.types import ONCE, Arguments, Followed, Kept, Lost, Use
 from scalax._jax.equations import CALLS, LOOPS, WITH_JAXPRS, Literal, branches, called, opened, shape_of
 from scalax._jax.kernels import is_interpreted
 from scalax._jax.primitives import KERNEL, primitive_name
@@ -44,23 +45,14 @@ CHOICES = PRODUCTS | {
 
 
 def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Followed:
-    """Follows the rows of the batch from the arguments of a jaxpr, unless they are few.
+    """Follows the rows of the batch from the arguments of a jaxpr.
 
     Args:
         jaxpr: the jaxpr, open or closed.
         arguments: what is known of its arguments.
         mesh: a mesh of Auto axes. It is in force.
     """
-    shared = Shared(mesh, arguments, jaxpr)
-    found = _Follower(shared).jaxpr(jaxpr, arguments.trails)
-    products = [each for i, each in found.multiplied.items() if arguments.stored[i]]
-    weights = sum(each.weights for each in products)
-    rows = sum(each.moved for each in products) + sum(shared.sums.values())
-    # The compiler does not move rows to kernels; JAX would refuse these.
-    if weights > rows and not shared.has_kernels:
-        few = FewRows(weights, rows)
-        return Followed(jaxpr, (LOST,) * len(found.trails), lost=found.lost, few_rows=few)
-    return found
+    return _Follower(Shared(mesh, arguments, jaxpr)).jaxpr(jaxpr, arguments.trails)
 
 
 class _Follower:
@@ -145,6 +137,7 @@ class _Pass(Edit):
             tuple(map(self.trail, jaxpr.outvars)),
             tuple(self.kept),
             tuple(self.lost),
+            tuple(self.to_weights),
             self.weights.multiplied,
             self.weights.passed(jaxpr.outvars),
             frozenset(i for i, atom in enumerate(jaxpr.outvars) if self.weights.is_sum(atom)),
@@ -165,7 +158,10 @@ class _Pass(Edit):
             placed, results = self._results(equation, operands)
         for place in experts:
             results = [scattered(trails.dims(equation), place, operands, results[0])]
-        self.weights.note(equation, operands, results, experts)
+        move = None if experts or name not in PRODUCTS else move_to_weight(self, equation, operands, results)
+        if move is not None:
+            self.to_weights.append(Lost(equation, equation.invars[move.weight].aval))
+        self.weights.note(equation, operands, results, experts if move is None else [move.weight])
         self._append(placed, ids)
         # What is computed of rows alone stays with them. Of other results the compiler decides.
         is_choice = (
@@ -175,6 +171,8 @@ class _Pass(Edit):
             trail = self._noted(var, whole)
             if trail and is_choice and self.may_keep(var):
                 spec = spec_of(trail, self._whole_dims(equation, operands))
+                if move is not None:  # at both ends: else the compiler might gather the weight
+                    self.constrain(var, move.result, equation)
                 self.constrain(var, spec, equation)
                 self.kept.append(Kept(var.aval, spec, equation))
         if self._loses_rows(name, equation, operands):

@@ -386,7 +386,7 @@ def _batch(plan: PlanData) -> list[Block]:
     followed = plan.followed
     if followed is not None and followed.lost:
         sizes = [each.bytes for each in followed.lost]
-        table = _sortable(lost_cells(followed), ['lead', '', '', 'number', 'code'], sizes)
+        table = _sortable(lost_cells(followed.lost), ['lead', '', '', 'number', 'code'], sizes)
         blocks.append(OnPage([Lines([largest_loss(followed)], 'warn'), table]))
     if followed is not None and followed.kept:
         counts = [each.count for each in followed.kept]
