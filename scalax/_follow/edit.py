@@ -36,7 +36,7 @@ class Edit:
         constrained: variable -> the variable behind its constraint.
         kept: the values that are constrained, those of jaxprs inside it too.
         lost: where rows were lost, likewise.
-        to_weights: the products whose rows move to the weights, likewise.
+        moves: the equations whose rows move to other devices, likewise.
         weights: its arguments without rows, and what is multiplied with them.
         replaced: operand of the equation at hand -> what stands in its place, for this equation.
         summed: the results of the loop at hand that are summed behind it.
@@ -61,7 +61,7 @@ class Edit:
         self.constrained: dict[int, Any] = {}
         self.kept: list[Kept] = []
         self.lost: list[Lost] = []
-        self.to_weights: list[Lost] = []
+        self.moves: list[Lost] = []
         arguments = {
             var: i
             for i, var in enumerate(opened(jaxpr).invars)
@@ -125,10 +125,14 @@ class Edit:
         if largest is not None and shape_of(largest):
             self.lost.append(Lost(equation, largest.aval, rows=self.trail(largest)))
 
+    def note_move(self, equation: Any, value: Any) -> None:
+        """Takes note of an equation whose rows move to this value."""
+        self.moves.append(Lost(equation, value.aval))
+
     def inside(self, equation: Any, jaxpr: Any, trails: Sequence[Trail], use: Use = ONCE) -> Followed:
         """A jaxpr of an equation; what is kept and lost in it counts."""
         found = self.follow(jaxpr, trails, use)
         self.kept += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.kept]
         self.lost += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.lost]
-        self.to_weights += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.moved]
+        self.moves += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.moved]
         return found

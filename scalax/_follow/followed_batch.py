@@ -76,8 +76,8 @@ class FollowedBatch:
         axes: the mesh axes over which the rows are; empty if nothing was followed.
         kept: the values that are kept in place, in the order of the program.
         lost: where rows were lost, the largest first.
-        moved: products whose rows move to the weight, since it is larger: of each the operation, the line,
-            and the weight.
+        moved: where rows move to other devices: to the larger weight of a product (the value is the weight),
+            or in another order, sorted, looked up by an index or scattered (it is the result).
         reason: why nothing was followed, if that is known.
     """
 
@@ -103,7 +103,7 @@ class FollowedBatch:
         if self.lost:
             lines += ['', 'Rows are lost at:', '', *table(lost_cells(self.lost), width, 0, (2, 3))]
         if self.moved:
-            lines += ['', 'Rows move to larger weights at:', '']
+            lines += ['', 'Rows move to other devices at:', '']
             lines += table(lost_cells(self.moved), width, 0, (2, 3))
         return '\n'.join(lines)
 

@@ -18,6 +18,9 @@ from scalax._follow.trail import Trail, axes_of, spec_of, without
 from scalax._jax.equations import shape_of
 from scalax._tree.paths import bits_of
 
+# A weight that is gathered for a product is often kept for its gradient, which moves rows once more.
+_SHARED = 2
+
 
 class Move(NamedTuple):
     """Rows that move to the weight of a product.
@@ -41,7 +44,7 @@ def move_to_weight(
 
     Args:
         edit: the jaxpr at hand.
-        equation: the product.
+        equation: a `dot_general`. XLA fails at some convolutions that are placed like this.
         operands: the trails of its operands.
         results: those of its result, with the rows in place.
     """
@@ -53,12 +56,13 @@ def move_to_weight(
     else:
         return None
     dims, [out], [kept] = shared.trails.dims(equation), equation.outvars, results
-    pairs = [dict(sources) for sources in dims.summed]
-    summed = {pair[rows]: stored[pair[weight]] for pair in pairs if len(pair) == 2}
+    if not shared.has_rows(kept) or id(out) in edit.users_own:
+        return None
+    summed = {pair[rows]: stored[pair[weight]] for pair in map(dict, dims.summed)}
     columns = {i: stored[dim] for i in dims.own(weight) for _, dim in dims.results[0][i]}
     axes, taken, left = axes_of(stored), axes_of(summed.values()), axes_of(columns.values())
     if axes != taken | left or not axes.isdisjoint(axes_of(operands[weight])):
-        return None  # each device has some weights of a stack, or a convolution is one of groups
+        return None  # each device has some weights of a stack
 
     def sent(atom: Any, trail: Trail, parts: set[str]) -> float:
         sharded = (axes_of(trail) - axes) | parts
@@ -67,9 +71,11 @@ def move_to_weight(
 
     gathered = sent(equation.invars[weight], operands[weight], set())
     rounds = edit.weights.rounds_of(equation, operands, weight, rows)
-    if gathered / rounds <= sent(var, operands[rows], taken) + sent(out, kept, left):
+    if gathered / rounds <= _SHARED * (sent(var, operands[rows], taken) + sent(out, kept, left)):
         return None
-    edit.place_before(var, _there(operands[rows], axes, summed), equation)
+    # At both ends: else the compiler might compute the rows where they move to.
+    for spec in (spec_of(operands[rows]), _there(operands[rows], axes, summed)):
+        edit.place_before(var, spec, equation)
     return Move(weight, _there(kept, axes, columns))
 
 

@@ -91,7 +91,7 @@ class Followed:
         trails: those of its results.
         kept: the values that are constrained, those of jaxprs inside it too.
         lost: where rows were lost, likewise.
-        moved: the products whose rows move to the weights, since these are larger.
+        moved: the equations whose rows move: to a larger weight, or dealt to the devices in another order.
         multiplied: the arguments without rows that are multiplied with rows, by number, and with how many of
             these each device does so at once, at most; `FEW_ROWS` or more if that is a part of it, so that a
             loop over layers does not gather all of them.

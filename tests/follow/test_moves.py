@@ -34,20 +34,15 @@ PRODUCTS = {
     'scaled': lambda w, x: lax.scan(lambda c, w: (c @ (w.astype('int8') * w[:1]), None), x, w)[0],
     'under remat': lambda w, x: jax.checkpoint(lambda w: lax.scan(lambda c, w: (c @ w, None), x, w)[0])(w),
     'under vmap': lambda w, x: jax.vmap(lambda r: lax.scan(lambda c, w: (c @ w, None), r, w)[0])(x),
-    'convolutions': lambda w, x: lax.scan(
-        lambda c, w: (lax.conv(c[:, :, None], w[:, :, None], (1,), 'SAME')[:, :, 0], None), x, w
-    )[0],
     'branches': lambda w, x: lax.cond(w[0, 0, 0] > 0, lambda: x @ w[0], lambda: x @ w[1]),
-    'groups': lambda w, x: lax.ragged_dot(x, w, jnp.full(4, len(x) // 4)),
 }
 
 
 @pytest.mark.parametrize('name', PRODUCTS)
 def test_what_moves(name):
-    """A weight of 64 x 64 is as many elements as its 64 / 8 columns, and 64 of the result, of 57 rows."""
+    """Half a weight of 64 x 64 is as many elements as 64 / 8 columns, and 64 of the result, of 28.4 rows."""
     step = HELPER.sjit(PRODUCTS[name], in_shardings=(RULE, P('fsdp')))
-    groups = 4 if name == 'groups' else 1  # each row meets one of them, and all are gathered
-    few, many = (step.followed(STACK, like(groups * rows, SIZE)) for rows in (56, SIZE))
+    few, many = (step.followed(STACK, like(rows, SIZE)) for rows in (24, 32))
     assert {each.array for each in few.moved}
     assert not many.moved
     assert few.kept
@@ -59,7 +54,7 @@ def test_what_moves(name):
 def test_the_same_values(name, rule):
     step = HELPER.sjit(PRODUCTS[name], in_shardings=(rule, P('fsdp')), batch_argnums=1)
     random = np.random.default_rng(0)
-    w, x = (random.normal(size=size).astype('float32') / 8 for size in (STACK.shape, (32, SIZE)))
+    w, x = (random.normal(size=size).astype('float32') / 8 for size in (STACK.shape, (16, SIZE)))
     assert step.followed(w, x).moved
     with jax.default_matmul_precision('highest'):
         found, expected = step(w, x), jax.jit(PRODUCTS[name])(w, x)
@@ -80,7 +75,7 @@ def test_it_is_told():
     assert [(each.primitive, each.array, each.bytes) for each in followed.moved] == [
         ('dot_general', 'float32[256,256]', 256 * 256 * 4)
     ]
-    assert 'Rows move to larger weights at:' in str(followed)
+    assert 'Rows move to other devices at:' in str(followed)
 
 
 def test_each_product_decides_for_itself():
@@ -103,7 +98,7 @@ def test_what_is_smaller_in_its_dtype_moves():
         lambda w, x: lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type='float32'),
         in_shardings=(RULE, P('fsdp')),
     )
-    rows = like(32, SIZE)
+    rows = like(16, SIZE)
     assert step.followed(like(SIZE, SIZE), rows).moved
     assert not step.followed(like(SIZE, SIZE, dtype='int8'), rows).moved
 
@@ -115,9 +110,9 @@ def test_a_weight_that_a_loop_gathers_once_counts_once():
     step = HELPER.sjit(cell, in_shardings=(RULE, P(None, 'fsdp')))
     rows = 8
     assert rows < FEW_ROWS
-    assert step.followed(like(SIZE, SIZE), like(7, rows, SIZE)).moved  # 7 x 8 rows, as above
-    assert not step.followed(like(SIZE, SIZE), like(8, rows, SIZE)).moved
-    assert step.followed(like(SIZE, SIZE), like(8, rows, SIZE)).kept
+    assert step.followed(like(SIZE, SIZE), like(3, rows, SIZE)).moved  # 24 rows, as above
+    assert not step.followed(like(SIZE, SIZE), like(4, rows, SIZE)).moved
+    assert step.followed(like(SIZE, SIZE), like(4, rows, SIZE)).kept
 
 
 @pytest.mark.parametrize(
@@ -139,7 +134,7 @@ def recurrent(w, x):
 
 
 def test_rows_of_a_recurrent_gradient_move_less_than_the_compiler_moves():
-    x = like(4, 8, SIZE)  # 32 rows in all, for a weight of 64
+    x = like(3, 8, SIZE)  # 24 rows in all, for a weight of 64
 
     def gradient(w, x):
         return jax.grad(lambda w: jnp.sum(recurrent(w, x)))(w)
