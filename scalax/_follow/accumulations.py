@@ -9,13 +9,14 @@ is linear, so the loop adds the sums up, and they are taken apart once.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from scalax._jax.equations import Loop, loop_of, opened, scan_options, shape_of
+from scalax._jax.equations import Literal, Loop, loop_of, opened, scan_options, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, equation_of, part_of, run
 from scalax._jaxprs.dims import FORWARDS
@@ -38,19 +39,17 @@ def _behind(equation: Any) -> Any:
     if body.effects:
         return equation
     _, state, elements = loop.parts(body.invars)
-    makers = {id(var): each for each in body.eqns for var in each.outvars}
+    makers = _makers(body)
     changing = _changing(body, [*state, *elements])
     found: dict[int, Any] = {}  # number of a carried value -> what a round adds to it
     sums: dict[int, Any] = {}
     for i, (var, out) in enumerate(zip(state, body.outvars, strict=False)):
-        added = _added(body, var, out, makers)
+        added = added_by_round(body, var, out)
         own: dict[int, Any] = {}
-        if (
-            added is not None
-            and _is_linear(added, makers, changing, own)
-            and _is_taken_apart(added, makers, own)
-        ):
-            found[i] = added
+        if added is None or len(added) != 1 or not _is_linear(added[0], makers, changing, own):
+            continue
+        if _is_taken_apart(added[0], makers, own):
+            found[i] = added[0]
             sums.update(own)
     most = sum(math.prod(shape_of(state[i])) for i in found)
     if not found or sum(math.prod(shape_of(var)) for var in sums.values()) > most:
@@ -67,14 +66,36 @@ def _changing(body: Any, given: Sequence[Any]) -> set[int]:
     return found
 
 
-def _added(body: Any, var: Any, out: Any, makers: dict[int, Any]) -> Any:
+def _makers(jaxpr: Any) -> dict[int, Any]:
+    """The equations of an open jaxpr, by the ids of their results."""
+    return {id(var): each for each in jaxpr.eqns for var in each.outvars}
+
+
+def added_by_round(body: Any, var: Any, out: Any) -> list[Any] | None:
     """What a round adds to a carried value that it uses for nothing else; None if it does otherwise."""
-    made = makers.get(id(out))
-    uses = sum(x is var for each in body.eqns for x in each.invars) + sum(x is var for x in body.outvars)
-    if made is None or primitive_name(made) not in ('add', 'add_any') or uses != 1:
+    makers = _makers(body)
+    uses = Counter(map(id, [*[atom for each in body.eqns for atom in each.invars], *body.outvars]))
+
+    def added(atom: Any) -> list[Any] | None:
+        if isinstance(atom, Literal) or uses[id(atom)] != 1:
+            return None
+        if atom is var:
+            return []
+        made = makers.get(id(atom))
+        if made is None:
+            return None
+        name = primitive_name(made)
+        if name == 'convert_element_type' and made.invars[0].aval.dtype == atom.aval.dtype:
+            return added(made.invars[0])
+        if name not in ('add', 'add_any'):
+            return None
+        for before, more in (made.invars, made.invars[::-1]):
+            found = added(before)
+            if found is not None:
+                return [*found, more]
         return None
-    left, right = made.invars
-    return right if left is var else left if right is var else None
+
+    return added(out)
 
 
 def _is_linear(var: Any, makers: dict[int, Any], changing: set[int], bases: dict[int, Any]) -> bool:

@@ -36,6 +36,7 @@ class Edit:
         constrained: variable -> the variable behind its constraint.
         kept: the values that are constrained, those of jaxprs inside it too.
         lost: where rows were lost, likewise.
+        moves: the equations whose rows move to other devices, likewise.
         weights: its arguments without rows, and what is multiplied with them.
         replaced: operand of the equation at hand -> what stands in its place, for this equation.
         summed: the results of the loop at hand that are summed behind it.
@@ -60,12 +61,13 @@ class Edit:
         self.constrained: dict[int, Any] = {}
         self.kept: list[Kept] = []
         self.lost: list[Lost] = []
+        self.moves: list[Lost] = []
         arguments = {
             var: i
             for i, var in enumerate(opened(jaxpr).invars)
             if not shared.has_rows(on_trail.get(id(var), LOST))
         }
-        self.weights = Weights(arguments, shared.trails)
+        self.weights = Weights(arguments, use.rounds, shared.trails)
         self.replaced: dict[int, Any] = {}
         self.summed: list[Any] = []
         self.moved: dict[tuple[int, Trail], Any] = {}
@@ -98,8 +100,8 @@ class Edit:
         return not isinstance(atom, Literal) and self.may_keep(atom)
 
     def constrain(self, var: Any, spec: PartitionSpec, equation: Any) -> None:
-        """Constrains a variable, for all equations behind this one."""
-        added = self.shared.constraint(var, spec, equation)
+        """Constrains a variable, once more if it is, for all equations behind this one."""
+        added = self.shared.constraint(self.constrained.get(id(var), var), spec, equation)
         self.equations.append(added)
         self.constrained[id(var)] = added.outvars[0]
 
@@ -121,11 +123,16 @@ class Edit:
         """Takes note of an equation that lost the rows of these of its operands or results."""
         largest = max(values, key=lambda var: math.prod(shape_of(var)), default=None)
         if largest is not None and shape_of(largest):
-            self.lost.append(Lost(equation, largest.aval))
+            self.lost.append(Lost(equation, largest.aval, rows=self.trail(largest)))
+
+    def note_move(self, equation: Any, value: Any) -> None:
+        """Takes note of an equation whose rows move to this value."""
+        self.moves.append(Lost(equation, value.aval))
 
     def inside(self, equation: Any, jaxpr: Any, trails: Sequence[Trail], use: Use = ONCE) -> Followed:
         """A jaxpr of an equation; what is kept and lost in it counts."""
         found = self.follow(jaxpr, trails, use)
         self.kept += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.kept]
         self.lost += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.lost]
+        self.moves += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.moved]
         return found

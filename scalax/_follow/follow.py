@@ -21,15 +21,18 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from scalax._follow.columns import Columns
+from scalax._follow.dealt import DEALT, dealt
 from scalax._follow.edit import Edit
 from scalax._follow.experts import scattered
 from scalax._follow.kernels import split_of
 from scalax._follow.loops import follow_loop
+from scalax._follow.moves import Move, move_to_weight
 from scalax._follow.operands import place_operands
+from scalax._follow.ragged import on_own_rows
 from scalax._follow.said import SAID, placed_at, placed_by_user, said_trails
 from scalax._follow.shared import Shared
 from scalax._follow.trail import LOST, LOSTS, Trail, along, axes_of, closed_spec_of, merged, spec_of
-from scalax._follow.types import ONCE, Arguments, FewRows, Followed, Kept, Use
+from scalax._follow.types import ONCE, Arguments, Followed, Kept, Use
 from scalax._jax.equations import CALLS, LOOPS, WITH_JAXPRS, Literal, branches, called, opened, shape_of
 from scalax._jax.kernels import is_interpreted
 from scalax._jax.primitives import KERNEL, primitive_name
@@ -44,22 +47,14 @@ CHOICES = PRODUCTS | {
 
 
 def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Followed:
-    """Follows the rows of the batch from the arguments of a jaxpr, unless they are few.
+    """Follows the rows of the batch from the arguments of a jaxpr.
 
     Args:
         jaxpr: the jaxpr, open or closed.
         arguments: what is known of its arguments.
         mesh: a mesh of Auto axes. It is in force.
     """
-    shared = Shared(mesh, arguments, jaxpr)
-    found = _Follower(shared).jaxpr(jaxpr, arguments.trails)
-    products = [each for i, each in found.multiplied.items() if arguments.stored[i]]
-    weights = sum(each.weights for each in products)
-    rows = sum(each.moved for each in products) + sum(shared.sums.values())
-    # The compiler does not move rows to kernels; JAX would refuse these.
-    if weights > rows and not shared.has_kernels:
-        return Followed(jaxpr, (LOST,) * len(found.trails), few_rows=FewRows(weights, rows))
-    return found
+    return _Follower(Shared(mesh, arguments, jaxpr)).jaxpr(jaxpr, arguments.trails)
 
 
 class _Follower:
@@ -144,6 +139,7 @@ class _Pass(Edit):
             tuple(map(self.trail, jaxpr.outvars)),
             tuple(self.kept),
             tuple(self.lost),
+            tuple(self.moves),
             self.weights.multiplied,
             self.weights.passed(jaxpr.outvars),
             frozenset(i for i, atom in enumerate(jaxpr.outvars) if self.weights.is_sum(atom)),
@@ -164,19 +160,40 @@ class _Pass(Edit):
             placed, results = self._results(equation, operands)
         for place in experts:
             results = [scattered(trails.dims(equation), place, operands, results[0])]
-        self.weights.note(equation, operands, results, experts)
+        is_dealt = name in DEALT and self._loses_rows(equation, operands, results)
+        if is_dealt:
+            results = dealt(equation, operands, results, trails)
+            if any(map(trails.has_rows, results)):
+                self.note_move(equation, equation.outvars[0])
+        move = None
+        if name == 'dot_general' and not experts:
+            move = move_to_weight(self, equation, operands, results)
+        elif name == 'ragged_dot_general':
+            placed = on_own_rows(equation, operands, trails, self.shared.mesh)
+        if move is not None:
+            self.note_move(equation, equation.invars[move.weight])
+        self.weights.note(equation, operands, results, self._staying(equation, operands, experts, move))
         self._append(placed, ids)
         # What is computed of rows alone stays with them. Of other results the compiler decides.
         is_choice = (
-            name in LOOPS or name == KERNEL or (name in CHOICES and not all(map(trails.has_rows, operands)))
+            name in LOOPS
+            or name == KERNEL
+            or is_dealt
+            or (name in CHOICES and not all(map(trails.has_rows, operands)))
         )
         for var, whole in zip(equation.outvars, results, strict=False):
             trail = self._noted(var, whole)
             if trail and is_choice and self.may_keep(var):
                 spec = spec_of(trail, self._whole_dims(equation, operands))
+                if move is not None:  # at both ends: else the compiler might gather the weight
+                    self.constrain(var, move.result, equation)
                 self.constrain(var, spec, equation)
                 self.kept.append(Kept(var.aval, spec, equation))
-        if self._loses_rows(name, equation, operands):
+        if (
+            name not in SAID
+            and name not in WITH_JAXPRS
+            and self._loses_rows(equation, operands, [*map(self.trail, equation.outvars)])
+        ):
             self.note_loss(equation, equation.outvars)
         if name == 'device_put':
             self.hold(equation)
@@ -184,6 +201,20 @@ class _Pass(Edit):
             self.columns.note(equation, operands, self.trail(equation.outvars[0]))
         for var in self.summed:
             self.constrain(var, closed_spec_of(self.trail(var), len(shape_of(var))), equation)
+
+    def _staying(
+        self, equation: Any, operands: Sequence[Trail], experts: Sequence[int], move: Move | None
+    ) -> Sequence[int]:
+        """The operands of a product that are weights and are not gathered for it, by number."""
+        if experts or move is not None or primitive_name(equation) not in PRODUCTS:
+            return experts if move is None else [move.weight]
+        dims, found = self.shared.trails.dims(equation), []
+        for weight, rows in ((0, 1), (1, 0)):
+            stored, summed = axes_of(self.shared.stored.of(equation.invars[weight])), dims.summed_of(rows)
+            own = [each for i, each in enumerate(operands[rows]) if i not in summed]
+            if stored and stored.isdisjoint(axes_of(own)):
+                found.append(weight)
+        return found
 
     def _elementwise(self, equation: Any, ids: Sequence[int], operands: Sequence[Trail]) -> None:
         """An equation whose results are where its operands are; nothing is constrained for it."""
@@ -214,15 +245,13 @@ class _Pass(Edit):
             self.on_trail[id(var)] = trail
         return trail
 
-    def _loses_rows(self, name: str, equation: Any, operands: Sequence[Trail]) -> bool:
+    def _loses_rows(self, equation: Any, operands: Sequence[Trail], results: Sequence[Trail]) -> bool:
         """Whether operands have rows, no result has, and these were not just summed over."""
         shared = self.shared
         rows = [place for place, trail in enumerate(operands) if shared.has_rows(trail)]
-        if not rows or name in SAID or name in WITH_JAXPRS:
+        if not rows or any(map(shared.has_rows, results)):
             return False
-        if any(shared.has_rows(self.trail(var)) for var in equation.outvars):
-            return False
-        if name in ('scatter-add', 'scatter-sub'):
+        if primitive_name(equation) in ('scatter-add', 'scatter-sub'):
             return not self._is_small_sum(equation, operands)
         dims = shared.trails.dims(equation)
         kept = [along(operands[place], shared.trails.batch_axes) for place in rows]
@@ -247,7 +276,6 @@ class _Pass(Edit):
             return equation, ()
         if is_interpreted(equation):
             return equation, split.results
-        self.shared.has_kernels = True
         return split.equation_on_rows(), split.results
 
     def _whole_dims(self, equation: Any, operands: Sequence[Trail]) -> set[int]:

@@ -7,12 +7,13 @@ import math
 import os
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-from scalax._follow.types import Arguments, FewRows, Followed, Kept, Lost
+from scalax._follow.types import Arguments, Followed, Kept, Lost
 from scalax._jax.equations import name_stack, traceback_of
 from scalax._report.tables import array_text, human_bytes, table, terminal_width
 from scalax._tree.paths import bits_of
@@ -75,6 +76,8 @@ class FollowedBatch:
         axes: the mesh axes over which the rows are; empty if nothing was followed.
         kept: the values that are kept in place, in the order of the program.
         lost: where rows were lost, the largest first.
+        moved: where rows move to other devices: to the larger weight of a product (the value is the weight),
+            or in another order, sorted, looked up by an index or scattered (it is the result).
         reason: why nothing was followed, if that is known.
     """
 
@@ -82,6 +85,7 @@ class FollowedBatch:
     axes: tuple[str, ...] = ()
     kept: tuple[KeptValue, ...] = ()
     lost: tuple[LostRows, ...] = ()
+    moved: tuple[LostRows, ...] = ()
     reason: str = ''
 
     @property
@@ -97,7 +101,10 @@ class FollowedBatch:
         if self.kept:
             lines += ['', *table(kept_cells(self), width, 0, 2)]
         if self.lost:
-            lines += ['', 'Rows are lost at:', '', *table(lost_cells(self), width, 0, (2, 3))]
+            lines += ['', 'Rows are lost at:', '', *table(lost_cells(self.lost), width, 0, (2, 3))]
+        if self.moved:
+            lines += ['', 'Rows move to other devices at:', '']
+            lines += table(lost_cells(self.moved), width, 0, (2, 3))
         return '\n'.join(lines)
 
 
@@ -114,11 +121,10 @@ def kept_cells(batch: FollowedBatch) -> list[list[str]]:
     return [['line', 'operation', 'count', 'value', 'spec'], *rows]
 
 
-def lost_cells(batch: FollowedBatch) -> list[list[str]]:
-    """The heads and the rows of a table of the places where rows are lost."""
+def lost_cells(places: Sequence[LostRows]) -> list[list[str]]:
+    """The heads and the rows of a table of places where rows are lost, or may move."""
     rows = [
-        [each.line, each.primitive, str(each.count), human_bytes(each.bytes), each.array]
-        for each in batch.lost
+        [each.line, each.primitive, str(each.count), human_bytes(each.bytes), each.array] for each in places
     ]
     return [['line', 'operation', 'count', 'size', 'value'], *rows]
 
@@ -136,36 +142,28 @@ def followed_batch(
     """
     if arguments is None or followed is None:
         return FollowedBatch(name, reason=why_not)
-    if followed.few_rows is not None:
-        return FollowedBatch(name, reason=_few(followed.few_rows))
     if followed.failure:
         return FollowedBatch(name, reason=followed.failure)
     kept = Counter(
         KeptValue(_array(each.aval), each.spec, each.equation.primitive.name, line_of(each))
         for each in followed.kept
     )
-    lost = Counter(
-        LostRows(each.equation.primitive.name, line_of(each), _array(each.aval), _bytes(each.aval))
-        for each in followed.lost
-    )
     return FollowedBatch(
         name,
         tuple(sorted(arguments.batch_axes)),
         tuple(dataclasses.replace(value, count=count) for value, count in kept.items()),
-        tuple(
-            dataclasses.replace(each, count=count)
-            for each, count in sorted(
-                lost.items(), key=lambda item: (-item[0].bytes, item[0].line, item[0].primitive)
-            )
-        ),
+        _largest_first(followed.lost),
+        _largest_first(followed.moved),
     )
 
 
-def _few(rows: FewRows) -> str:
-    return (
-        f'rows are few. To keep them would gather {rows.weights:,} elements of weights; the compiler can '
-        f'move {rows.rows:,} of rows instead'
+def _largest_first(places: Sequence[Lost]) -> tuple[LostRows, ...]:
+    found = Counter(
+        LostRows(each.equation.primitive.name, line_of(each), _array(each.aval), _bytes(each.aval))
+        for each in places
     )
+    ordered = sorted(found.items(), key=lambda item: (-item[0].bytes, item[0].line, item[0].primitive))
+    return tuple(dataclasses.replace(each, count=count) for each, count in ordered)
 
 
 def _array(aval: Any) -> str:

@@ -42,9 +42,11 @@ def follow_loop(edit: Edit, equation: Any, operands: Sequence[Trail]) -> tuple[A
     for atom, begun, kept in zip(loop.parts(equation.invars)[1], first, state, strict=True):
         if edit.shared.has_rows(begun) and not edit.shared.has_rows(kept):  # what a round returns has none
             edit.note_loss(equation, [atom])
-    inside = edit.inside(equation, loop.body, arguments(state), Use(loop.constants + loop.carried))
+    same = [rounds * edit.weights.rounds(atom) for atom in loop.parts(equation.invars)[0]]
+    use = Use(loop.constants + loop.carried, tuple(same))
+    inside = edit.inside(equation, loop.body, arguments(state), use)
     _gather_before(edit, equation, range(loop.tested, loop.tested + loop.constants), inside)
-    _sum_behind(edit, equation, loop.carried, rounds, inside)
+    _sum_behind(edit, equation, loop.carried, inside)
     edit.weights.note_loop(equation.invars[loop.tested :], inside.multiplied, loop.constants, rounds)
     stacked = map(stack_of, inside.trails[loop.carried :])
     return with_jaxprs(equation, inside.jaxpr), [*inside.trails[: loop.carried], *stacked]
@@ -78,15 +80,15 @@ def _gather_before(edit: Edit, equation: Any, places: range, inside: Followed) -
         given = id(var) in edit.users_given
         if isinstance(var, Literal) or given or var in edit.shared.from_batch:
             continue
-        if i in inside.multiplied and inside.multiplied[i].rows < FEW_ROWS:
+        if i in inside.multiplied and inside.multiplied[i] < FEW_ROWS:
             spec = closed_spec_of(edit.trail(var), len(shape_of(var)))
             edit.place_before(var, spec, equation)
 
 
-def _sum_behind(edit: Edit, equation: Any, carried: int, rounds: int, inside: Followed) -> None:
+def _sum_behind(edit: Edit, equation: Any, carried: int, inside: Followed) -> None:
     """Leaves sums over few rows of a round whole: devices add them up once, behind the loop."""
-    summed = [
-        (var, inside.trails[i])
+    edit.summed = [
+        var
         for i, var in enumerate(equation.outvars[:carried])
         if i in inside.summed
         and not edit.shared.has_rows(inside.trails[i])
@@ -94,10 +96,6 @@ def _sum_behind(edit: Edit, equation: Any, carried: int, rounds: int, inside: Fo
         and not isinstance(var, DropVar)
         and id(var) not in edit.users_own
     ]
-    edit.summed = [var for var, _ in summed]
-    # The compiler alone adds them up in each round.
-    elements = sum(edit.weights.size_without_rows(*each) for each in summed)
-    edit.shared.sums[id(equation)] = elements * rounds
 
 
 def _settled(

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from scalax._follow.accumulations import with_sums_behind_loops
 from scalax._follow.choices import follow_choices
+from scalax._follow.loops_over_rows import with_own_rows
 from scalax._follow.types import Arguments, Followed, Lost
 from scalax._jax.equations import JaxprEqn
 from scalax._jax.rewriting import run_as_one, with_inputs
@@ -38,7 +39,7 @@ def run_followed(
     """
     jaxpr = jax.make_jaxpr(fun, static_argnums=static)(*args)
     try:
-        found = follow_choices(with_sums_behind_loops(jaxpr), arguments, mesh)
+        found = follow_rows(jaxpr, arguments, mesh)
     except Exception as error:  # noqa: BLE001 - a mistake of scalax, not of the user: it ends no program
         found = Followed(jaxpr, (), failure=_failure(error))
         warn(
@@ -51,6 +52,22 @@ def run_followed(
     leaves = jax.tree.leaves([value for i, value in enumerate(args) if i not in static])
     closed, captured = with_inputs(found.jaxpr)
     return run_as_one(closed, leaves + captured, fun.__name__), found
+
+
+def follow_rows(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Followed:
+    """Follows the rows of a batch through a jaxpr whose loops are rewritten so that they lose fewer.
+
+    Args:
+        jaxpr: the jaxpr.
+        arguments: what is known of its arguments.
+        mesh: a mesh of Auto axes. It is in force.
+    """
+    jaxpr = with_sums_behind_loops(jaxpr)
+    while True:
+        found = follow_choices(jaxpr, arguments, mesh)
+        before, jaxpr = jaxpr, with_own_rows(jaxpr, found.lost, mesh.shape)
+        if jaxpr is before:  # what one loop gives another one may run over
+            return found
 
 
 def _failure(error: Exception) -> str:

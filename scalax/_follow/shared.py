@@ -34,9 +34,6 @@ class Shared:
         from_batch: the variables that depend on the batch.
         stored: where weights are over the axes of the batch.
         tables: the shapes of weights that rows are looked up in, and where these are over the batch's axes.
-        sums: equation, by its id -> the elements of sums over rows that each device would add up with
-            others, if rows did not move to a table, or in each round of a loop.
-        has_kernels: whether there were kernels that run on each device with its rows.
         resumes: whether users say where some of these are, so that rows may be found again.
     """
 
@@ -44,7 +41,6 @@ class Shared:
         self._context = trace_context()
         self.placed = arguments.placed
         self.tables: dict[tuple[int, ...], Trail] = {}
-        self.sums: dict[int, int] = {}
         self.mesh = mesh
         self.trails = Trails(dict(mesh.shape), arguments.batch_axes)
         self.has_rows = self.trails.has_rows
@@ -52,7 +48,6 @@ class Shared:
         self.has_columns = arguments.placed and any(mesh.shape[axis] > 1 for axis in others)
         self.from_batch = Dependence(whole, list(map(self.has_rows, arguments.trails)))
         self.stored = Stored(whole, arguments.stored, self.trails, self.from_batch)
-        self.has_kernels = False
         self.resumes = not SAID.isdisjoint(self.from_batch.primitives)
 
     def possible(self, trail: Trail, var: Any) -> Trail:

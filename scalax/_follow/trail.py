@@ -104,8 +104,8 @@ def of_sharding(sharding: NamedSharding | None, ndim: int) -> Trail:
     return of_dims(dict(enumerate(found)), ndim)
 
 
-def axes_of(trail: Trail) -> set[str]:
-    """The mesh axes of a trail."""
+def axes_of(trail: Iterable[tuple[str, ...]]) -> set[str]:
+    """The mesh axes of a trail, or of some of its dimensions."""
     return {axis for axes in trail for axis in axes}
 
 

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from scalax._follow.trail import Trail
-from scalax._follow.weights import Products
+from scalax._follow.trail import LOST, Trail
 
 
 class Use(NamedTuple):
@@ -18,11 +17,13 @@ class Use(NamedTuple):
     Attributes:
         before: of a round of a loop, how many arguments are no elements of stacks. They come first, and are
             constrained as well, and so are its results.
+        rounds: of a round of a loop, for how many rounds each argument is the same.
         taken: the arguments that the user places, by number.
         given: the results that the user places, likewise.
     """
 
     before: int | None = None
+    rounds: tuple[int, ...] = ()
     taken: tuple[int, ...] = ()
     given: tuple[int, ...] = ()
 
@@ -72,25 +73,13 @@ class Lost:
         equation: the equation.
         aval: its largest result; of a loop over rows, what it runs over.
         calls: as for `Kept`.
+        rows: where the rows were.
     """
 
     equation: Any
     aval: Any
     calls: tuple[Any, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class FewRows:
-    """What products multiply, where the weights are more than the rows: to move the rows takes less.
-
-    Attributes:
-        weights: the elements of weights that would be gathered, in all products.
-        rows: those of the rows, or of their products if these are smaller; and of the gradients that the
-            compiler would add up: of tables, and in each round of a loop.
-    """
-
-    weights: int
-    rows: int
+    rows: Trail = LOST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,10 +91,12 @@ class Followed:
         trails: those of its results.
         kept: the values that are constrained, those of jaxprs inside it too.
         lost: where rows were lost, likewise.
-        multiplied: the arguments without rows that are multiplied with rows, by number, and these products.
+        moved: the equations whose rows move: to a larger weight, or dealt to the devices in another order.
+        multiplied: the arguments without rows that are multiplied with rows, by number, and with how many of
+            these each device does so at once, at most; `FEW_ROWS` or more if that is a part of it, so that a
+            loop over layers does not gather all of them.
         passed: the results that are arguments without rows, or parts of them: number -> number.
         summed: the results that are sums over few rows, by number.
-        few_rows: why nothing is followed, if the weights are more than the rows.
         failure: why nothing is followed, if the pass failed.
     """
 
@@ -113,8 +104,8 @@ class Followed:
     trails: tuple[Trail, ...]
     kept: tuple[Kept, ...] = ()
     lost: tuple[Lost, ...] = ()
-    multiplied: Mapping[int, Products] = dataclasses.field(default_factory=dict)
+    moved: tuple[Lost, ...] = ()
+    multiplied: Mapping[int, int] = dataclasses.field(default_factory=dict)
     passed: Mapping[int, int] = dataclasses.field(default_factory=dict)
     summed: frozenset[int] = frozenset()
-    few_rows: FewRows | None = None
     failure: str = ''

@@ -7,12 +7,11 @@ else gather them, and reduce their gradients, in every time step.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from scalax._follow.trail import Trail, Trails, axes_of
+from scalax._follow.trail import Trail, Trails
 from scalax._jax.equations import shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS, PARTS, PRODUCTS, VIEWS
@@ -24,38 +23,21 @@ FEW_ROWS = 1024
 _OF_SUMS = FORWARDS | {'add', 'add_any'}
 
 
-@dataclasses.dataclass(frozen=True)
-class Products:
-    """The products of a weight and rows of the batch.
-
-    Attributes:
-        rows: with how many rows each device multiplies it at once, at most; `FEW_ROWS` or more if that is a
-            part of it, so that a loop over layers does not gather all of them.
-        weights: the elements that devices gather for the products if the rows stay. Here and below, what
-            other mesh axes shard counts as much as a device has of it.
-        moved: the elements of the rows, or of their products if these are smaller. They move if the weight
-            stays.
-    """
-
-    rows: int
-    weights: int
-    moved: int
-
-
 class Weights:
     """The weights of a jaxpr, and its sums over rows.
 
     Args:
         arguments: the arguments of the jaxpr that hold no rows, each with its number.
+        rounds: for how many rounds of loops each argument of it is the same; empty if it is no round.
         trails: answers about trails.
 
     Attributes:
-        multiplied: argument -> its products with rows.
+        multiplied: argument -> with how many rows each device multiplies it at once, as in `Followed`.
     """
 
-    def __init__(self, arguments: Mapping[Any, int], trails: Trails) -> None:
-        self._trails = trails
-        self.multiplied: dict[int, Products] = {}
+    def __init__(self, arguments: Mapping[Any, int], rounds: Sequence[int], trails: Trails) -> None:
+        self._trails, self._rounds = trails, rounds
+        self.multiplied: dict[int, int] = {}
         # By the ids of variables: literals are not hashable.
         self._numbers = {id(var): i for var, i in arguments.items()}
         self._parts: set[int] = set()
@@ -88,7 +70,7 @@ class Weights:
         if name in PRODUCTS:
             for weight, other in ((0, 1), (1, 0)):
                 if weight not in staying:
-                    self._note_product(equation, operands, results, weight, other)
+                    self._note_product(equation, operands, weight, other)
             if all(map(self._trails.has_rows, operands[:2])):
                 self._note_sum(equation, operands)
         elif name in VIEWS:
@@ -104,10 +86,10 @@ class Weights:
         """The results of the jaxpr that are arguments, or parts of them: number -> number of the argument."""
         return {i: self._numbers[id(atom)] for i, atom in enumerate(results) if id(atom) in self._numbers}
 
-    def note_call(self, operands: Sequence[Any], multiplied: Mapping[int, Products]) -> None:
+    def note_call(self, operands: Sequence[Any], multiplied: Mapping[int, int]) -> None:
         """Takes note of the products in a jaxpr that runs once."""
-        for i, products in multiplied.items():
-            self._note_products(operands[i], products)
+        for i, rows in multiplied.items():
+            self._note_rows(operands[i], rows)
 
     def note_results(
         self,
@@ -122,7 +104,7 @@ class Weights:
         self._sums.update(id(var) for i, var in enumerate(results) if i in summed)
 
     def note_loop(
-        self, operands: Sequence[Any], multiplied: Mapping[int, Products], constants: int, rounds: int
+        self, operands: Sequence[Any], multiplied: Mapping[int, int], constants: int, rounds: int
     ) -> None:
         """Takes note of a loop, of the weights of whose rounds this is known.
 
@@ -132,37 +114,24 @@ class Weights:
             constants: how many constants there are.
             rounds: how many rounds there are; 1 if that is not known.
         """
-        for i, products in multiplied.items():
-            before = i < constants and products.rows < FEW_ROWS  # gathered once, before the loop
-            all_rounds = Products(
-                products.rows * (rounds if before else 1),
-                products.weights * (1 if before else rounds),
-                products.moved * rounds,
-            )
-            self._note_products(operands[i], all_rounds)
+        for i, rows in multiplied.items():
+            before = i < constants and rows < FEW_ROWS  # gathered once, before the loop
+            self._note_rows(operands[i], rows * (rounds if before else 1))
 
-    def _note_product(
-        self, equation: Any, operands: Sequence[Trail], results: Sequence[Trail], weight: int, other: int
-    ) -> None:
+    def rounds(self, atom: Any) -> int:
+        """For how many rounds of loops a value is the same weight."""
+        number = self._numbers.get(id(atom), len(self._rounds))
+        return self._rounds[number] if number < len(self._rounds) and id(atom) not in self._parts else 1
+
+    def rounds_of(self, equation: Any, operands: Sequence[Trail], weight: int, other: int) -> int:
+        """For how many rounds of loops the weight of a product is gathered once."""
+        few = self._rows(equation, operands, other) < FEW_ROWS
+        return self.rounds(equation.invars[weight]) if few else 1
+
+    def _note_product(self, equation: Any, operands: Sequence[Trail], weight: int, other: int) -> None:
         """A product of a weight and rows, if these operands are such."""
-        if not self.is_weight(equation.invars[weight]) or not self._trails.has_rows(operands[other]):
-            return
-        atom, dims = equation.invars[other], self._trails.dims(equation)
-        rows = self._count(atom, operands[other], dims.summed_of(other), inside=False)
-        sizes = [
-            self.size_without_rows(*each)
-            for each in (
-                (equation.invars[weight], operands[weight]),
-                (atom, operands[other]),
-                *zip(equation.outvars, results, strict=False),
-            )
-        ]
-        self._note_products(equation.invars[weight], Products(rows, sizes[0], min(sizes[1:])))
-
-    def size_without_rows(self, atom: Any, trail: Trail) -> int:
-        """The elements of a value that a device has if it has all rows."""
-        axes = axes_of(trail) - self._trails.batch_axes
-        return _size(atom) // math.prod(self._trails.sizes[axis] for axis in axes)
+        if self.is_weight(equation.invars[weight]) and self._trails.has_rows(operands[other]):
+            self._note_rows(equation.invars[weight], self._rows(equation, operands, other))
 
     def _note_sum(self, equation: Any, operands: Sequence[Trail]) -> None:
         """A sum over few rows, if a product of rows is one."""
@@ -175,6 +144,11 @@ class Weights:
             rows = self._count(equation.invars[0], operands[0], contracted[0], inside=True)
             if rows < FEW_ROWS:
                 self._sums.add(id(equation.outvars[0]))
+
+    def _rows(self, equation: Any, operands: Sequence[Trail], place: int) -> int:
+        """How many rows of an operand of a product each device has."""
+        summed = self._trails.dims(equation).summed_of(place)
+        return self._count(equation.invars[place], operands[place], summed, inside=False)
 
     def _count(self, atom: Any, trail: Trail, contracted: Container[int], *, inside: bool) -> int:
         """The rows of a matrix that each device has: the dimensions that are contracted, or the others."""
@@ -201,16 +175,11 @@ class Weights:
                 self._note_same(atom, equation.outvars, part=False)
                 return
 
-    def _note_products(self, atom: Any, products: Products) -> None:
+    def _note_rows(self, atom: Any, rows: int) -> None:
         number = self._numbers.get(id(atom))
         if number is not None:
-            rows = max(products.rows, FEW_ROWS) if id(atom) in self._parts else products.rows
-            before = self.multiplied.get(number, Products(0, 0, 0))
-            self.multiplied[number] = Products(
-                max(before.rows, rows),
-                before.weights + products.weights,
-                before.moved + products.moved,
-            )
+            rows = max(rows, FEW_ROWS) if id(atom) in self._parts else rows
+            self.multiplied[number] = max(self.multiplied.get(number, 0), rows)
 
 
 def _size(atom: Any) -> int:

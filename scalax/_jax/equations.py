@@ -255,6 +255,11 @@ def ragged_dot_dims(equation: Any) -> tuple[DimPairs, DimPairs, Sequence[int]]:
     return (*numbers.dot_dimension_numbers, numbers.rhs_group_dimensions)
 
 
+def ragged_dim(equation: Any) -> int:
+    """The dimension of rows on the left of `ragged_dot_general`. Relies on there being one."""
+    return equation.params['ragged_dot_dimension_numbers'].lhs_ragged_dimensions[0]
+
+
 def conv_dims(equation: Any) -> Any:
     """The *lhs_spec*, *rhs_spec* and *out_spec* of `conv_general_dilated`: rows, channels, then windows."""
     return equation.params['dimension_numbers']

@@ -150,8 +150,12 @@ def equation_of(function: Callable[..., Any], like: Any) -> Any:
 
 
 def bound(equation: Any, *operands: Any) -> Any:
-    """What an equation gives for other operands, in a trace. Relies on `bind` taking its parameters."""
-    return equation.primitive.bind(*operands, **equation.params)
+    """What an equation gives for other operands, in a trace, wherever its results were said to be.
+
+    Relies on `bind` taking its parameters, and on *out_sharding* being None where nothing is said.
+    """
+    free = {'out_sharding': None} if 'out_sharding' in equation.params else {}
+    return equation.primitive.bind(*operands, **equation.params | free)
 
 
 def with_inputs(jaxpr: Any) -> tuple[Any, list[Any]]:

@@ -100,6 +100,8 @@ def test_other_loops_are_left_alone():
     kept(lambda: lax.scan(lambda c, _: (c + (c @ w)[:, :8] * 2, None), x, None, length=3)[0])
     kept(lambda: lax.scan(lambda c, y: (c * 2 + (y @ w)[:, :4], None), start, x[None])[0])
     kept(lambda: lax.scan(lambda c, y: (c + jnp.tanh(y @ w)[:, :4], None), start, x[None])[0])
+    # Each round gives the sum so far.
+    kept(lambda: lax.scan(lambda c, y: ((t := c + (y @ w)[:, :8] * 3), t), x, x[None]))
     # A part alone: the whole sum would be more.
     kept(lambda: lax.scan(lambda c, y: (c + (y @ w)[:, :4], None), start, x[None])[0])
 

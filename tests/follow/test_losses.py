@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from tests.support.following import following, like
+from tests.support.following import following, like, result_dims
 
 W, X = like(24, 24), like(64, 24)
 ALL = jnp.arange(64)
@@ -30,16 +30,10 @@ LOSSES = {
         lambda w, x: lax.scan(lambda c, i: (c + x[i] @ w, None), jnp.zeros(24), ALL)[0],
         {'dynamic_slice': (1, 24)},
     ),
-    'permuted': (lambda w, x: jax.random.permutation(jax.random.key(0), x) @ w, {'gather': (64, 24)}),
-    'taken': (lambda w, x: x[w[0].astype(int)] @ w, {'gather': (24, 24)}),
-    'sorted': (lambda w, x: jnp.sort(x, 0) @ w, {'sort': (64, 24)}),
-    'sums of segments': (lambda w, x: jax.ops.segment_sum(x @ w, ALL // 4, 16), {'scatter-add': (16, 24)}),
-    'experts by scatter': (scattered, {'scatter': (8, 16, 24)}),
-    'experts by sorting': (sorted_to_experts, {'sort': (64,), 'gather': (64, 24)}),
     'reshaped': (lambda w, x: x.reshape(4, 4, 4, 4, 6) * 2, {'reshape': (4, 4, 4, 4, 6)}),
     'a part': (lambda w, x: x[:20] * 2, {'slice': (20, 24)}),
     'in what a loop carries': (
-        lambda w, x: lax.scan(lambda c, _: (jnp.tanh(jnp.sort(c, 0) @ w), None), x, length=3)[0],
+        lambda w, x: lax.scan(lambda c, _: (jnp.tanh(jnp.fft.fft(c, axis=0).real @ w), None), x, length=3)[0],
         {'scan': (64, 24)},
     ),
     'transformed': (lambda w, x: jnp.fft.fft(x, axis=0).real, {'fft': (24, 64)}),
@@ -50,6 +44,25 @@ LOSSES = {
 def test_where_rows_are_lost_is_told(fun, expected):
     found = {each.equation.primitive.name: each.aval.shape for each in following(fun, (W, X), [None, 0]).lost}
     assert found == expected
+
+
+MOVES = {
+    'permuted': (lambda w, x: jax.random.permutation(jax.random.key(0), x) @ w, {'gather': (64, 24)}),
+    'taken': (lambda w, x: x[w[0].astype(int)] @ w, {'gather': (24, 24)}),
+    'sorted': (lambda w, x: jnp.sort(x, 0) @ w, {'sort': (64, 24)}),
+    'sums of segments': (lambda w, x: jax.ops.segment_sum(x @ w, ALL // 4, 16), {'scatter-add': (16, 24)}),
+    'experts by scatter': (scattered, {'scatter': (8, 16, 24)}),
+    'experts by sorting': (sorted_to_experts, {'sort': (64,)}),
+    'one for each of a stack': (lambda w, x: x[jnp.zeros((3, 16), int)] @ w, {'gather': (3, 16, 24)}),
+}
+
+
+@pytest.mark.parametrize('fun, expected', MOVES.values(), ids=MOVES)
+def test_rows_in_another_order_are_dealt_to_the_devices_anew(fun, expected):
+    found = following(fun, (W, X), [None, 0])
+    assert not found.lost
+    assert {each.equation.primitive.name: each.aval.shape for each in found.moved} == expected
+    assert result_dims(found) != [None]
 
 
 def gradient_of_a_table(w, x):

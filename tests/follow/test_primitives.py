@@ -78,7 +78,7 @@ CASES = {
     'cumsum': (of(lambda x: jnp.cumsum(x, 1), X), [0]),
     'cumsum over rows': (of(lambda x: jnp.cumsum(x, 0), X), [0]),
     'sort of others': (of(lambda x: jnp.sort(x, 1), X), [0]),
-    'sort of rows': (of(lambda x: jnp.sort(x, 0), X), [None]),
+    'sort of rows': (of(lambda x: jnp.sort(x, 0), X), [0]),
     'argsort': (of(lambda x: jnp.argsort(x, 1), X), [0]),
     'sort of several': (of(lambda x, y: lax.sort((x, y), num_keys=1), X, X), [0, 0]),
     'top_k': (of(lambda x: lax.top_k(x, 3), X), [0, 0]),
@@ -117,7 +117,7 @@ CASES = {
     'scatter into rows': (of(lambda x: x.at[:, 2].set(0.0), X), [0]),
     'scatter of rows': (
         of(lambda x, t, i: t.at[i].add(x), X, W, like(16, dtype=jnp.int32)),
-        [None],
+        [0],
     ),
     'scatter that subtracts': (of(lambda x: x.at[:, 2].subtract(1.0), X), [0]),
     'scatter, batched': (of(jax.vmap(lambda x, i: x.at[i].add(1.0)), X, INDICES), [0]),
@@ -260,8 +260,10 @@ def test_products_are_kept():
 
 
 def test_an_unknown_primitive_is_told():
-    followed = following(lambda x: jax.pure_callback(np.asarray, like(16, 24), x) + jnp.sort(x, 0), (X,), [0])
-    assert [lost.equation.primitive.name for lost in followed.lost] == ['pure_callback', 'sort']
+    followed = following(
+        lambda x: jax.pure_callback(np.asarray, like(16, 24), x) + jnp.fft.fft(x, axis=0).real, (X,), [0]
+    )
+    assert [lost.equation.primitive.name for lost in followed.lost] == ['pure_callback', 'fft']
 
 
 def test_rows_that_no_longer_divide_are_told():

@@ -1,6 +1,4 @@
-"""With fewer rows than weights nothing is followed: to move the rows takes less."""
-
-import re
+"""Rows move to a weight that is larger than what moves; it is gathered for others."""
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,8 @@ from scalax._follow.weights import FEW_ROWS
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support.following import constraints, like
+
+UNCONSTRAINED = P.UNCONSTRAINED
 
 HELPER = MeshShardingHelper([8], ['fsdp'])
 RULE = FSDPShardingRule(min_fsdp_size=1)
@@ -34,48 +34,73 @@ PRODUCTS = {
     'scaled': lambda w, x: lax.scan(lambda c, w: (c @ (w.astype('int8') * w[:1]), None), x, w)[0],
     'under remat': lambda w, x: jax.checkpoint(lambda w: lax.scan(lambda c, w: (c @ w, None), x, w)[0])(w),
     'under vmap': lambda w, x: jax.vmap(lambda r: lax.scan(lambda c, w: (c @ w, None), r, w)[0])(x),
-    'convolutions': lambda w, x: lax.scan(
-        lambda c, w: (lax.conv(c[:, :, None], w[:, :, None], (1,), 'SAME')[:, :, 0], None), x, w
-    )[0],
     'branches': lambda w, x: lax.cond(w[0, 0, 0] > 0, lambda: x @ w[0], lambda: x @ w[1]),
-    'groups': lambda w, x: lax.ragged_dot(x, w, jnp.full(4, len(x) // 4)),
 }
 
 
-def elements(found):
-    """The elements of weights and of rows that are compared, where rows are few."""
-    numbers = re.search(r'gather ([\d,]+) elements of weights; the compiler can move ([\d,]+)', found.reason)
-    return tuple(int(number.replace(',', '')) for number in numbers.groups()) if numbers else ()
+@pytest.mark.parametrize('name', PRODUCTS)
+def test_what_moves(name):
+    """Half a weight of 64 x 64 is as many elements as 64 / 8 columns, and 64 of the result, of 28.4 rows."""
+    step = HELPER.sjit(PRODUCTS[name], in_shardings=(RULE, P('fsdp')))
+    few, many = (step.followed(STACK, like(rows, SIZE)) for rows in (24, 32))
+    assert {each.array for each in few.moved}
+    assert not many.moved
+    assert few.kept
+    assert many.kept
 
 
 @pytest.mark.parametrize('name', PRODUCTS)
-def test_what_is_few(name):
-    step = HELPER.sjit(PRODUCTS[name], in_shardings=(RULE, P('fsdp')))
-    groups = 4 if name == 'groups' else 1  # each row meets one of them, and all are gathered
-    few, many = (step.followed(STACK, like(groups * rows, SIZE)) for rows in (SIZE - 8, SIZE))
-    weights, rows = elements(few)
-    assert weights * (SIZE - 8) == rows * SIZE > 0
-    assert not few.kept
-    assert 'follows no batch: rows are few' in str(few)
-    assert many.kept
-    assert not many.reason
+@pytest.mark.parametrize('rule', [P(None, 'fsdp'), P(None, None, 'fsdp')], ids=['summed', 'columns'])
+def test_the_same_values(name, rule):
+    step = HELPER.sjit(PRODUCTS[name], in_shardings=(rule, P('fsdp')), batch_argnums=1)
+    random = np.random.default_rng(0)
+    w, x = (random.normal(size=size).astype('float32') / 8 for size in (STACK.shape, (16, SIZE)))
+    assert step.followed(w, x).moved
+    with jax.default_matmul_precision('highest'):
+        found, expected = step(w, x), jax.jit(PRODUCTS[name])(w, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_few_rows_are_left_to_the_compiler():
-    fun = PRODUCTS['its gradient']
-    steps = [
-        HELPER.sjit(fun, in_shardings=(RULE, P('fsdp')), out_shardings=RULE, **options)
-        for options in ({}, {'batch_argnums': ()})
+@pytest.mark.parametrize('rule', [P('fsdp'), P(None, 'fsdp')], ids=['summed', 'columns'])
+def test_no_weight_is_gathered_where_rows_move(rule):
+    step = HELPER.sjit(lambda w, x: jnp.tanh(x @ w), in_shardings=(rule, P('fsdp')), batch_argnums=1)
+    found = HELPER.plan(step, like(256, 256), like(8, 256)).collectives
+    assert found
+    assert sum(row.bytes * row.count for row in found) < 256 * 256
+
+
+def test_it_is_told():
+    step = HELPER.sjit(lambda w, x: jnp.tanh(x @ w), in_shardings=(RULE, P('fsdp')))
+    followed = step.followed(like(256, 256), like(8, 256))
+    assert [(each.primitive, each.array, each.bytes) for each in followed.moved] == [
+        ('dot_general', 'float32[256,256]', 256 * 256 * 4)
     ]
-    followed, plain = (HELPER.plan(step, STACK, like(8, SIZE)) for step in steps)
-    assert not constraints(steps[0].trace(STACK, like(8, SIZE)).jaxpr)
-    assert followed.totals == plain.totals
+    assert 'Rows move to other devices at:' in str(followed)
 
 
-def test_the_smaller_side_of_a_product_counts():
-    wide = like(SIZE, 4 * SIZE)
-    step = HELPER.sjit(lambda w, x: x @ w, in_shardings=(RULE, P('fsdp')))
-    assert elements(step.followed(wide, like(SIZE, SIZE))) == (4 * SIZE * SIZE, SIZE * SIZE)
+def test_each_product_decides_for_itself():
+    """One head of few rows, behind layers of many."""
+
+    def model(w, x):
+        x = jnp.tanh(x @ w['layer'])
+        return x[::64] @ w['head']
+
+    w = {'layer': like(64, 64), 'head': like(64, 4096)}
+    step = HELPER.sjit(model, in_shardings=(RULE, P('fsdp')))
+    followed = step.followed(w, like(8 * 64 * 8, 64))
+    assert [each.array for each in followed.moved] == ['float32[64,4096]']
+    assert any(each.array == 'float32[4096,64]' for each in followed.kept)
+
+
+def test_what_is_smaller_in_its_dtype_moves():
+    """A weight of bytes is smaller than rows of four."""
+    step = HELPER.sjit(
+        lambda w, x: lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type='float32'),
+        in_shardings=(RULE, P('fsdp')),
+    )
+    rows = like(16, SIZE)
+    assert step.followed(like(SIZE, SIZE), rows).moved
+    assert not step.followed(like(SIZE, SIZE, dtype='int8'), rows).moved
 
 
 def test_a_weight_that_a_loop_gathers_once_counts_once():
@@ -85,8 +110,9 @@ def test_a_weight_that_a_loop_gathers_once_counts_once():
     step = HELPER.sjit(cell, in_shardings=(RULE, P(None, 'fsdp')))
     rows = 8
     assert rows < FEW_ROWS
-    assert not step.followed(like(SIZE, SIZE), like(SIZE // rows - 1, rows, SIZE)).kept
-    assert step.followed(like(SIZE, SIZE), like(SIZE // rows, rows, SIZE)).kept
+    assert step.followed(like(SIZE, SIZE), like(3, rows, SIZE)).moved  # 24 rows, as above
+    assert not step.followed(like(SIZE, SIZE), like(4, rows, SIZE)).moved
+    assert step.followed(like(SIZE, SIZE), like(4, rows, SIZE)).kept
 
 
 @pytest.mark.parametrize(
@@ -100,43 +126,43 @@ def test_a_weight_that_a_loop_gathers_once_counts_once():
 def test_weights_that_are_not_gathered_do_not_count(rule, why):
     helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
     step = helper.sjit(PRODUCTS['a scan over weights'], in_shardings=(rule, P('fsdp')), batch_argnums=1)
-    assert step.followed(STACK, like(8, SIZE)).kept, why
+    assert not step.followed(STACK, like(8, SIZE)).moved, why
 
 
 def recurrent(w, x):
     return lax.scan(lambda c, x: (jnp.tanh(c @ w + x), None), jnp.zeros_like(x[0]), x)[0]
 
 
-def test_gradients_that_each_round_of_a_loop_would_add_up_count():
-    """The compiler alone sums the gradient of the weight in every time step."""
-    x = like(4, 8, SIZE)  # 32 rows in all, for a weight of 64
-    shardings = {'in_shardings': (P('fsdp'), P(None, 'fsdp')), 'batch_argnums': 1}
-    assert not HELPER.sjit(recurrent, **shardings).followed(like(SIZE, SIZE), x).kept
+def test_rows_of_a_recurrent_gradient_move_less_than_the_compiler_moves():
+    x = like(3, 8, SIZE)  # 24 rows in all, for a weight of 64
 
     def gradient(w, x):
         return jax.grad(lambda w: jnp.sum(recurrent(w, x)))(w)
 
-    step = HELPER.sjit(gradient, **shardings, out_shardings=P('fsdp'))
-    assert step.followed(like(SIZE, SIZE), x).kept
-    plain = HELPER.sjit(gradient, **shardings | {'batch_argnums': ()}, out_shardings=P('fsdp'))
-    moved = [
-        sum(row.bytes * row.count for row in HELPER.plan(each, like(SIZE, SIZE), x).collectives)
-        for each in (step, plain)
-    ]
+    moved = []
+    for options in ({}, {'batch_argnums': ()}):
+        shardings = {'in_shardings': (P('fsdp'), P(None, 'fsdp')), 'out_shardings': P('fsdp')}
+        step = HELPER.sjit(gradient, **shardings, **{'batch_argnums': 1, **options})
+        found = HELPER.plan(step, like(SIZE, SIZE), x).collectives
+        moved.append(sum(row.bytes * row.count for row in found))
     assert moved[0] < moved[1]
 
 
 @pytest.mark.parametrize(
-    ('rule', 'shards'),
-    [(P('fsdp'), 1), (P('fsdp', 'tp'), 2), (P('tp', 'fsdp'), 2)],
+    ('rule', 'spec'),
+    [
+        (P('fsdp'), P(None, 'fsdp')),
+        (P('fsdp', 'tp'), P(None, 'fsdp')),
+        (P('tp', 'fsdp'), P(None, UNCONSTRAINED)),
+    ],
     ids=['not over tp', 'columns over tp', 'rows of it over tp'],
 )
-def test_what_other_axes_shard_counts_once_for_their_devices(rule, shards):
-    """Over tp a device gathers its part of the weight; rows move whole, or their products in parts."""
+def test_rows_move_along_the_axes_of_the_batch_alone(rule, spec):
     helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
     step = helper.sjit(lambda w, x: x @ w, in_shardings=(rule, P('fsdp')), batch_argnums=1)
-    found = elements(step.followed(like(SIZE, 8 * SIZE), like(16, SIZE)))
-    assert found == (8 * SIZE * SIZE // shards, 16 * SIZE)
+    w, x = np.ones((SIZE, 8 * SIZE), 'float32'), np.ones((16, SIZE), 'float32')
+    assert ((16, SIZE), spec) in constraints(step.trace(w, x).jaxpr)
+    np.testing.assert_allclose(step(w, x), x @ w)
 
 
 def test_look_ups_are_no_products():
@@ -183,41 +209,3 @@ def test_rows_become_columns_of_a_table_whose_columns_their_axis_shards(rows, mo
     last = [((rows, 1), P(None, None)), ((rows, 16), moved)] if moved else []
     assert found[1:] == last  # the first one is behind the look-up
     np.testing.assert_allclose(step(table, i, y), jax.jit(gradient)(table, i, y), rtol=1e-5, atol=1e-5)
-
-
-def model(params, batch):
-    """Rows that are looked up, and few of them for the layers behind."""
-
-    def loss(params):
-        x = params['table'][batch['indices']]
-        for weight in params['layers']:
-            x = jnp.tanh(x @ weight)
-        return jnp.sum(x * batch['y'])
-
-    return jax.grad(loss)(params)
-
-
-@pytest.mark.parametrize(
-    ('table', 'axes', 'kept'),
-    [
-        (
-            2048,
-            ('data', 'fsdp'),
-            True,
-        ),  # 2048 x 16 / 4 elements of its gradient in place of 4 weights of 16 x 16
-        (64, ('data', 'fsdp'), False),
-        (2048, ('fsdp',), False),
-    ],
-    ids=['a sum over slices', 'a small one', 'its own axis alone'],
-)
-def test_gradients_of_tables_count_where_they_would_be_added_up(table, axes, kept):
-    helper = MeshShardingHelper([2, 4], ['data', 'fsdp'])
-    rule = {'table': P('fsdp'), 'layers': P('fsdp')}
-    shardings = {'in_shardings': (rule, P(axes)), 'out_shardings': rule}
-    step = helper.sjit(model, **shardings, batch_argnums=1)
-    params = {'table': like(table, 16), 'layers': [like(16, 16)] * 4}
-    batch = {'indices': like(8, dtype='int32'), 'y': like(8, 16)}
-    assert bool(step.followed(params, batch).kept) is kept
-    if kept:
-        of_data = [row for row in helper.plan(step, params, batch).collectives if 'data' in row.axes]
-        assert max(row.bytes for row in of_data if row.kind == 'all-reduce') < table * 16

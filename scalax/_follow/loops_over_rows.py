@@ -1,0 +1,91 @@
+"""Loops over the rows of a batch, such as ``jax.lax.map(f, x)``: each device runs over its own rows.
+
+A loop takes one row a round, and only one device has it. So the compiler gathers all rows, and every device
+computes each of them. Where rounds do not depend on each other, the loop may as well take one row of each
+device in a round: the rows are ``(devices, rows of a device, ...)``, and ``jax.vmap`` maps a round over the
+devices. A loop that only adds up, as the gradient of another one does, has a sum on each device, and these
+are added up behind it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scalax._follow.accumulations import added_by_round
+from scalax._follow.types import Lost
+from scalax._jax.equations import loop_of, opened, scan_options
+from scalax._jax.primitives import primitive_name
+from scalax._jax.rewriting import Rewriter, equation_of, run
+
+
+def with_own_rows(jaxpr: Any, lost: Iterable[Lost], sizes: Mapping[str, int]) -> Any:
+    """The jaxpr whose loops over rows run on each device's own ones; the same one if there is none.
+
+    Args:
+        jaxpr: the jaxpr.
+        lost: where it loses rows.
+        sizes: the sizes of the mesh axes.
+    """
+    loops = {}
+    for each in lost:
+        if primitive_name(each.equation) == 'scan' and each.rows and each.rows[0]:
+            loops[id(each.equation)] = math.prod(sizes[axis] for axis in each.rows[0])
+    if not loops:
+        return jaxpr
+    return Rewriter(lambda each: _on_own_rows(each, loops[id(each)]) if id(each) in loops else each).jaxpr(
+        jaxpr
+    )
+
+
+def _on_own_rows(equation: Any, devices: int) -> Any:
+    """A `scan` that takes a row of each device in a round; the same one if rounds depend on each other."""
+    loop = loop_of(equation)
+    body = opened(loop.body)
+    length = loop.length
+    if body.effects or not length or length % devices:
+        return equation
+    _, state, _ = loop.parts(body.invars)
+    kept = [out is var for var, out in zip(state, body.outvars, strict=False)]
+    for var, out, same in zip(state, body.outvars, kept, strict=False):
+        if not same and added_by_round(body, var, out) is None:
+            return equation
+
+    def dealt(stack: Any) -> Any:
+        return jnp.moveaxis(stack.reshape(devices, length // devices, *stack.shape[1:]), 0, 1)
+
+    def together(stack: Any) -> Any:
+        return jnp.moveaxis(stack, 0, 1).reshape(length, *stack.shape[2:])
+
+    def on_own_rows(*operands: Any) -> list[Any]:
+        given, first, stacks = loop.parts(operands)
+
+        def step(sums: Sequence[Any], rows: Sequence[Any]) -> tuple[Any, Any]:
+            def round_of(own: Sequence[Any], row: Sequence[Any]) -> tuple[Any, Any]:
+                left = iter(own)
+                carried = [x if same else next(left) for x, same in zip(first, kept, strict=True)]
+                results = run(loop.body, [*given, *carried, *row])
+                added = [x for x, same in zip(results, kept, strict=False) if not same]
+                return added, results[loop.carried :]
+
+            return jax.vmap(round_of)(sums, rows)
+
+        summed = [x for x, same in zip(first, kept, strict=True) if not same]
+        zeros = [jnp.zeros((devices, *x.shape), x.dtype) for x in summed]
+        own, rows = jax.lax.scan(step, zeros, [*map(dealt, stacks)], **scan_options(equation))
+        totals = iter(
+            [start + sums.sum(0, dtype=start.dtype) for start, sums in zip(summed, own, strict=True)]
+        )
+        return [
+            *[x if same else next(totals) for x, same in zip(first, kept, strict=True)],
+            *map(together, rows),
+        ]
+
+    try:
+        return equation_of(jax.jit(on_own_rows), equation)
+    except NotImplementedError:  # a primitive that jax.vmap does not map
+        return equation

@@ -1,0 +1,86 @@
+"""Products whose rows move to the weight, since it is larger than what moves.
+
+FSDP gathers a weight for each product, and leaves the rows in place. That pays if rows are many. Where they
+are few, as in a step that generates one token, each device gets all rows, or of these the columns that its
+part of the weight is multiplied with, and the result moves back to the rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from scalax._follow.edit import Edit
+from scalax._follow.trail import Trail, axes_of, spec_of, without
+from scalax._jax.equations import shape_of
+from scalax._tree.paths import bits_of
+
+# A weight that is gathered for a product is often kept for its gradient, which moves rows once more.
+_SHARED = 2
+
+
+class Move(NamedTuple):
+    """Rows that move to the weight of a product.
+
+    Attributes:
+        weight: which operand it is.
+        result: where the result is before it moves back.
+    """
+
+    weight: int
+    result: PartitionSpec
+
+
+def move_to_weight(
+    edit: Edit, equation: Any, operands: Sequence[Trail], results: Sequence[Trail]
+) -> Move | None:
+    """Places the rows of a product where the parts of its weight are, if that takes less than to gather it.
+
+    Both ways take the same links, those along the mesh axes that shard the weight, so bytes tell which one
+    is faster. An all-gather and a reduce-scatter send all of an array, an all-to-all the part of a device.
+
+    Args:
+        edit: the jaxpr at hand.
+        equation: a `dot_general`. XLA fails at some convolutions that are placed like this.
+        operands: the trails of its operands.
+        results: those of its result, with the rows in place.
+    """
+    shared = edit.shared
+    for weight, rows in ((0, 1), (1, 0)):
+        var, stored = equation.invars[rows], shared.stored.of(equation.invars[weight])
+        if stored and shared.has_rows(operands[rows]) and edit.has_open_rows(var):
+            break
+    else:
+        return None
+    dims, [out], [kept] = shared.trails.dims(equation), equation.outvars, results
+    if not shared.has_rows(kept) or id(out) in edit.users_own:
+        return None
+    summed = {pair[rows]: stored[pair[weight]] for pair in map(dict, dims.summed)}
+    columns = {i: stored[dim] for i in dims.own(weight) for _, dim in dims.results[0][i]}
+    axes, taken, left = axes_of(stored), axes_of(summed.values()), axes_of(columns.values())
+    if axes != taken | left or not axes.isdisjoint(axes_of(operands[weight])):
+        return None  # each device has some weights of a stack
+
+    def sent(atom: Any, trail: Trail, parts: set[str]) -> float:
+        sharded = (axes_of(trail) - axes) | parts
+        shards = math.prod(shared.trails.sizes[axis] for axis in sharded)
+        return math.prod(shape_of(atom)) * bits_of(atom.aval.dtype) / shards
+
+    gathered = sent(equation.invars[weight], operands[weight], set())
+    rounds = edit.weights.rounds_of(equation, operands, weight, rows)
+    if gathered / rounds <= _SHARED * (sent(var, operands[rows], taken) + sent(out, kept, left)):
+        return None
+    # At both ends: else the compiler might compute the rows where they move to.
+    for spec in (spec_of(operands[rows]), _there(operands[rows], axes, summed)):
+        edit.place_before(var, spec, equation)
+    return Move(weight, _there(kept, axes, columns))
+
+
+def _there(trail: Trail, axes: set[str], parts: Mapping[int, tuple[str, ...]]) -> PartitionSpec:
+    """The spec of rows that are whole along some mesh axes, with these in other dimensions."""
+    moved = without(trail, axes) or ((),) * len(trail)
+    rows = {i for i, each in enumerate(trail) if not axes.isdisjoint(each)}
+    return spec_of(tuple([each or parts.get(i, ()) for i, each in enumerate(moved)]), rows)

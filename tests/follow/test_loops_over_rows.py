@@ -1,0 +1,110 @@
+"""Loops over the rows of a batch run on each device's own rows, with the same values."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+
+RULE = FSDPShardingRule('fsdp', min_fsdp_size=1)
+W = np.random.default_rng(0).normal(size=(16, 16)).astype('float32') / 4
+X = np.random.default_rng(1).normal(size=(32, 16)).astype('float32')
+NONE = jnp.zeros(16)
+
+
+def layers(w, row):
+    return jnp.tanh(jnp.tanh(row @ w) @ w.T)
+
+
+def noisy(w, row_and_key):
+    row, key = row_and_key
+    return layers(w, row + jax.random.normal(key, row.shape))
+
+
+def until_small(w, row):
+    """Each row takes a number of rounds of its own."""
+    return lax.while_loop(lambda r: jnp.max(jnp.abs(r)) > 0.1, lambda r: 0.5 * jnp.tanh(r @ w), row)
+
+
+def branched(w, row):
+    return lax.cond(row[0] > 0, lambda r: layers(w, r), lambda r: r, row)
+
+
+def keys():
+    return jax.random.split(jax.random.key(0), len(X))
+
+
+LOOPS = {
+    'a map': lambda w, x: lax.map(lambda row: layers(w, row), x),
+    'a map and keys': lambda w, x: lax.map(lambda each: noisy(w, each), (x, keys())),
+    'a sum': lambda w, x: lax.scan(lambda c, row: (c + layers(w, row), row * 2), NONE, x),
+    'two sums': lambda w, x: lax.scan(
+        lambda c, row: ((c[0] + row + layers(w, row), c[1] + 1), None), (NONE, 0), x
+    )[0],
+    'backwards': lambda w, x: lax.scan(lambda c, row: (c + row, row @ w), NONE, x, reverse=True),
+    'unrolled': lambda w, x: lax.scan(lambda c, row: (c, row @ w), NONE, x, unroll=2),
+    'a loop in a loop': lambda w, x: lax.map(
+        lambda row: lax.fori_loop(0, 3, lambda _, r: jnp.tanh(r @ w), row), x
+    ),
+    'as many rounds as needed': lambda w, x: lax.map(lambda row: until_small(w, row), x),
+    'branches': lambda w, x: lax.map(lambda row: branched(w, row), x),
+    'one loop behind another': lambda w, x: lax.map(
+        lambda row: row @ w, lax.map(lambda row: layers(w, row), x)
+    ),
+    'a gradient': jax.grad(lambda w, x: jnp.sum(lax.map(lambda row: layers(w, row).sum(), x))),
+    'gradients of rows, clipped': lambda w, x: lax.scan(
+        lambda c, row: (
+            c + (g := jax.grad(lambda w: layers(w, row).sum())(w)) / (1 + jnp.linalg.norm(g)),
+            None,
+        ),
+        jnp.zeros_like(w),
+        x,
+    )[0],
+}
+
+
+def on_devices(fun, **options):
+    helper = MeshShardingHelper([8], ['fsdp'])
+    return helper.sjit(fun, in_shardings=(RULE, P('fsdp')), **options)
+
+
+@pytest.mark.parametrize('fun', LOOPS.values(), ids=LOOPS)
+def test_each_device_runs_over_its_own_rows(fun):
+    with jax.default_matmul_precision('highest'):
+        step = on_devices(fun)
+        found, expected = step(W, X), jax.jit(fun)(W, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+    assert not step.followed(W, X).lost
+
+
+# Rounds that depend on each other.
+ONE_AFTER_THE_OTHER = {
+    'a state': lambda w, x: lax.scan(lambda c, row: (jnp.tanh(c + row @ w), None), NONE, x)[0],
+    'running sums': lambda w, x: lax.scan(lambda c, row: ((t := c + row @ w), t), NONE, x),
+    'a sum that is read': lambda w, x: lax.scan(lambda c, row: (c + row @ w, c.sum()), NONE, x),
+    'a largest value': lambda w, x: lax.scan(lambda c, row: (jnp.maximum(c, row @ w), None), NONE, x)[0],
+    'a difference': lambda w, x: lax.scan(lambda c, row: (row @ w - c, None), NONE, x)[0],
+}
+
+
+@pytest.mark.parametrize('fun', ONE_AFTER_THE_OTHER.values(), ids=ONE_AFTER_THE_OTHER)
+def test_rounds_that_depend_on_each_other_stay_in_order(fun):
+    with jax.default_matmul_precision('highest'):
+        step = on_devices(fun)
+        found, expected = step(W, X), jax.jit(fun)(W, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+    assert [each.primitive for each in step.followed(W, X).lost] == ['scan']
+
+
+@pytest.mark.skipif(not importlib.util.find_spec('libtpu'), reason='compiles for TPUs')
+def test_weights_are_gathered_once_before_the_loop():
+    helper = MeshShardingHelper.from_topology('v5p:2x2x2', [-1], ['fsdp'])
+    w, x = jax.ShapeDtypeStruct((256, 256), 'float32'), jax.ShapeDtypeStruct((512, 256), 'float32')
+    step = helper.sjit(LOOPS['a gradient'], in_shardings=(RULE, P('fsdp')), out_shardings=RULE)
+    plan = helper.plan(step, w, x, quick=True)
+    assert sum(row.count * row.bytes for row in plan.collectives) < 4 * 256 * 256 * 4

@@ -1,0 +1,100 @@
+"""Products of rows in groups are made of each device's own rows, with the same values."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
+from scalax.sharding import PartitionSpec as P
+
+ROWS, WIDTH, HIDDEN, EXPERTS = 64, 16, 24, 4
+RULE = FSDPShardingRule('fsdp', min_fsdp_size=1)
+STRATEGIES = {
+    'fsdp': (MeshShardingHelper([8], ['fsdp']), RULE, P('fsdp')),
+    'fsdp and tp': (
+        MeshShardingHelper([4, 2], ['fsdp', 'tp']),
+        TreePathShardingRule(
+            ('up', P(None, 'fsdp', 'tp')), ('down', P(None, 'tp', 'fsdp')), ('router', P()), strict=True
+        ),
+        P('fsdp'),
+    ),
+    'two axes of rows': (
+        MeshShardingHelper([2, 4], ['data', 'fsdp']),
+        RULE,
+        P(('data', 'fsdp')),
+    ),
+}
+
+
+def weights():
+    random = np.random.default_rng(0)
+    shapes = {
+        'router': (WIDTH, EXPERTS),
+        'up': (EXPERTS, WIDTH, HIDDEN),
+        'down': (EXPERTS, HIDDEN, WIDTH),
+    }
+    return {name: random.normal(size=shape).astype('float32') / 4 for name, shape in shapes.items()}
+
+
+def rows():
+    return np.random.default_rng(1).normal(size=(ROWS, WIDTH)).astype('float32')
+
+
+def experts(w, x, chosen=2, unsort=True):
+    """Rows in the order of the experts that they choose."""
+    gates, expert = lax.top_k(jax.nn.softmax(x @ w['router']), chosen)
+    order = jnp.argsort(expert.reshape(-1))
+    sizes = jnp.bincount(expert.reshape(-1), length=len(w['up']))
+    hidden = jnp.tanh(lax.ragged_dot(x[order // chosen], w['up'], sizes))
+    out = lax.ragged_dot(hidden, w['down'], sizes)
+    out = out[jnp.argsort(order)] if unsort else jnp.zeros_like(out).at[order].set(out)
+    return jnp.einsum('rkd,rk->rd', out.reshape(len(x), chosen, -1), gates)
+
+
+def of_sizes(*sizes):
+    def fun(w, x):
+        return lax.ragged_dot(x, w['up'], jnp.array(sizes))
+
+    return fun
+
+
+PROGRAMS = {
+    'sorted': experts,
+    'scattered back': lambda w, x: experts(w, x, unsort=False),
+    'the gradient': jax.grad(lambda w, x: jnp.sum(experts(w, x) ** 2)),
+    'even groups': of_sizes(16, 16, 16, 16),
+    'empty ones': of_sizes(0, 61, 0, 3),
+    'rows of no group': of_sizes(5, 1, 7, 20),
+    'no rows at all': of_sizes(0, 0, 0, 0),
+}
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+@pytest.mark.parametrize('name', PROGRAMS)
+def test_the_same_values(name, strategy):
+    helper, rule, batch = STRATEGIES[strategy]
+    step = helper.sjit(PROGRAMS[name], in_shardings=(rule, batch))
+    args = weights(), rows()
+    with jax.default_matmul_precision('highest'):
+        found, expected = step(*args), jax.jit(PROGRAMS[name])(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+    assert not step.followed(*args).lost
+
+
+@pytest.mark.skipif(not importlib.util.find_spec('libtpu'), reason='compiles for TPUs')
+def test_each_device_multiplies_its_own_rows():
+    helper = MeshShardingHelper.from_topology('v5p:2x2x2', [-1], ['fsdp'])
+    step = helper.sjit(jax.grad(lambda w, x: jnp.sum(experts(w, x) ** 2)), in_shardings=(RULE, P('fsdp')))
+    like = {
+        'router': jax.ShapeDtypeStruct((256, 8), 'bfloat16'),
+        'up': jax.ShapeDtypeStruct((8, 256, 512), 'bfloat16'),
+        'down': jax.ShapeDtypeStruct((8, 512, 256), 'bfloat16'),
+    }
+    x = jax.ShapeDtypeStruct((8192, 256), 'bfloat16')
+    plan = helper.plan(step, like, x, quick=True)
+    products = 2 * 8192 * 2 * 256 * 512 * 2  # of both weights, of rows that two experts have
+    assert plan.flops * helper.mesh.size < 3.3 * products
