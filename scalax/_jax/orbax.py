@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 Path = Any
-"""An ``etils.epath.Path``: a path as in pathlib."""
+"""An ``etils.epath.Path``: a path as in pathlib, also in Google Cloud Storage."""
 
 
 def wait_for_processes(key: str, processes: Collection[int] | None, seconds: float) -> None:
@@ -28,6 +28,23 @@ def unfinished_mark() -> str:
     import orbax.checkpoint
 
     return str(orbax.checkpoint.path.atomicity.TMP_DIR_SUFFIX)
+
+
+COMMITTED = 'commit_success.txt'
+
+
+def commits_by_rename(directory: Path) -> bool:
+    """Whether a step is complete as soon as its folder has its name.
+
+    Relies on Orbax looking for a file named `COMMITTED` in the folders of steps in Google Cloud Storage,
+    which has no atomic rename, and nowhere else.
+    """
+    return not str(directory).startswith('gs://')
+
+
+def is_complete(step: Path) -> bool:
+    """Whether the folder of a step is that of a complete one."""
+    return commits_by_rename(step) or bool((step / COMMITTED).exists())
 
 
 def folder_of_process(process: int) -> str:

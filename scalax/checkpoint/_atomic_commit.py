@@ -12,6 +12,10 @@ anything. Another writer may take over between such a check and what follows it,
   theirs either came before and is in the list, or fails. A folder that they begin later is never committed,
   because they check the token again before they commit.
 - Steps to delete are listed before the token is checked, so none of them belongs to a later writer.
+
+Google Cloud Storage has no atomic rename. There a step is written in its own folder, and complete once its
+last file is written; the token is the only protection, and a save that a writer began before it was replaced
+may still write to its step.
 """
 
 from __future__ import annotations
@@ -70,7 +74,7 @@ class StepDirectory:
                 self._refuse_later(step)
             # Else before it looks again: what the one before has saved since would be refused each time.
             self._take()
-        unfinished = [path for path in self.path.iterdir() if orbax.unfinished_mark() in path.name]
+        unfinished = [path for path in self.path.iterdir() if self._is_unfinished(path)]
         self._require()
         for path in unfinished:
             self._remove(path)
@@ -91,7 +95,7 @@ class StepDirectory:
 
     def staging(self, step: int | str, name: str) -> Path:
         """The folder in which a save of this name writes a step until it is complete."""
-        return self.path / f'{step}{orbax.unfinished_mark()}-{name}'
+        return self.path / (f'{step}{orbax.unfinished_mark()}-{name}' if self._renames else str(step))
 
     def is_prepared(self, step: int, name: str) -> bool:
         """Whether this process sees the folder of a save, which another writer may have deleted."""
@@ -105,15 +109,21 @@ class StepDirectory:
             OSError: the folder cannot be renamed.
         """
         self._require()
-        self.staging(step, name).rename(self.path / str(step))
-        sync(self.path)
+        final = self.path / str(step)
+        if self._renames:
+            self.staging(step, name).rename(final)
+            sync(self.path)
+        else:
+            for folder in (final / ITEM, final):
+                (folder / orbax.COMMITTED).write_text('')
 
     def is_committed(self, step: int, name: str) -> bool:
         """Whether a step is complete and of this save: another writer may have saved the same step.
 
         The path is looked up, not listed: clients of network file systems cache listings for a minute.
         """
-        return bool(_mark(self.path / str(step), name).exists())
+        final = self.path / str(step)
+        return bool(_mark(final, name).exists()) and orbax.is_complete(final)
 
     def prune(self, keep: int | None) -> None:
         """Deletes all but the latest steps; deletes nothing if another writer has taken the directory."""
@@ -126,7 +136,9 @@ class StepDirectory:
 
     def discard(self, step: int, name: str) -> None:
         """Deletes the folder of a save that has failed; only this writer commits it."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, CheckpointError):
+            if not self._renames:  # the folder is the step itself, which another writer may be writing
+                self._require()
             self.staging(step, name).rmtree()
 
     def reason(self, error: BaseException, name: str) -> BaseException:
@@ -189,11 +201,24 @@ class StepDirectory:
 
     def _remove(self, path: Path) -> None:
         """Deletes a folder, atomically for readers; what cannot be deleted now goes with the next save."""
-        step = path.name.partition(orbax.unfinished_mark())[0]
         with contextlib.suppress(FileNotFoundError):
-            path = path.rename(self.staging(step, secrets.token_hex(8)))
+            if self._renames:
+                step = path.name.partition(orbax.unfinished_mark())[0]
+                path = path.rename(self.staging(step, secrets.token_hex(8)))
+            else:
+                (path / orbax.COMMITTED).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 path.rmtree()
+
+    @property
+    def _renames(self) -> bool:
+        return orbax.commits_by_rename(self.path)
+
+    def _is_unfinished(self, path: Path) -> bool:
+        """Whether a folder is of an unfinished save, or of a step that was being deleted."""
+        if self._renames:
+            return orbax.unfinished_mark() in path.name
+        return bool(path.name.isdecimal()) and not orbax.is_complete(path)
 
 
 def _mark(folder: Path, name: str) -> Path:

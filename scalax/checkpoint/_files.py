@@ -1,4 +1,4 @@
-"""Paths as Orbax takes them, and durable writes.
+"""Paths as Orbax takes them, also in object stores, and durable writes.
 
 Orbax syncs the files of the arrays, and neither folders nor JSON, so that a step may be gone after a power
 failure though it was complete.
@@ -18,24 +18,20 @@ def as_path(directory: str | os.PathLike[str]) -> Path:
     """A directory as Orbax takes it.
 
     Raises:
-        ArgumentError: it is not a path, or in an object store.
+        ArgumentError: it is not a path.
     """
     orbax()
     if not isinstance(directory, str | os.PathLike) or not str(directory):
         raise ArgumentError(f'Checkpointer: directory has to be a path, got {directory!r}')
-    if '://' in str(directory):
-        raise ArgumentError(
-            f'Checkpointer: {str(directory)!r} is in an object store, which cannot rename a folder at once, '
-            'and so cannot keep writers apart. Save in a file system that all processes see, and copy the '
-            'steps from there; or use Orbax itself'
-        )
     from etils import epath  # a dependency of Orbax
 
     return epath.Path(directory).absolute()
 
 
 def sync(path: Path) -> None:
-    """Syncs a file or folder to the disk."""
+    """Syncs a file or folder to the disk; object stores do so themselves."""
+    if '://' in str(path):
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -49,5 +45,7 @@ def sync(path: Path) -> None:
 
 def sync_folders(root: Path) -> None:
     """Syncs a folder and all folders below it, which hold the names of the files."""
+    if '://' in str(root):
+        return
     for folder, _, _ in os.walk(root):
         sync(folder)

@@ -9,7 +9,6 @@ flipped byte and is no protection against an adversary.
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -48,7 +47,7 @@ def measure(root: Path, names: Iterable[str], checksums: bool) -> dict[str, File
 
     def measured(name: str) -> File:
         sync(root / name)
-        return File(os.path.getsize(root / name), _crc32(root / name) if checksums else None)
+        return File((root / name).stat().length, _crc32(root / name) if checksums else None)
 
     names = list(names)
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -85,7 +84,7 @@ def differences(root: Path, files: Mapping[str, File], checksums: bool) -> list[
 
     def difference(name: str) -> str:
         try:
-            size, written = os.path.getsize(root / name), files[name]
+            size, written = (root / name).stat().length, files[name]
             if size != written.size:
                 return f'{name} has {size} bytes, and {written.size} were written'
             crc32 = _crc32(root / name) if checksums else written.crc32

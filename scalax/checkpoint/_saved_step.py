@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from scalax._jax.orbax import Path
+from scalax._jax.orbax import Path, is_complete
 from scalax._tree.paths import path_string
 from scalax.checkpoint import _manifest
 from scalax.checkpoint._orbax import orbax
@@ -155,7 +155,8 @@ def complete_steps(directory: Path) -> list[int]:
     """The steps that were saved completely, in ascending order."""
     if not directory.is_dir():
         return []
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
+    steps = [path for path in directory.iterdir() if path.name.isdecimal()]
+    return sorted(int(path.name) for path in steps if is_complete(path))
 
 
 def find_step(directory: Path, step: int, steps: Sequence[int]) -> SavedStep:

@@ -12,8 +12,10 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
+from scalax._jax import orbax
 from scalax.checkpoint import Checkpointer, _atomic_commit, _manifest, _save
 from scalax.checkpoint._atomic_commit import StepDirectory
 from scalax.errors import CheckpointError
@@ -315,6 +317,38 @@ def test_two_runs_in_threads_mix_no_step(tmp_path: Path, helper: MeshShardingHel
     assert len({run for run, _ in found}) <= 1
     for text in errors.values():
         assert 'already, from another run' in text or 'has another writer now' in text
+
+
+def test_where_folders_cannot_be_renamed(
+    tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in object stores: a step counts once a file in it says so."""
+    commits_by_file = ocp.path.atomicity.CommitFileTemporaryPath
+    monkeypatch.setattr(
+        ocp.path.atomicity_defaults,
+        'get_default_temporary_path_class',
+        lambda *args, **kwargs: commits_by_file,
+    )
+    monkeypatch.setattr(orbax, 'commits_by_rename', lambda directory: False)
+    old, new = Checkpointer(tmp_path, keep=2), Checkpointer(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        assert old.save(step, state(1, step))
+    old.wait()
+    (tmp_path / '4' / 'state').mkdir(parents=True)  # of a save that was killed
+    assert old.latest_step() == 3
+    new.restore(helper, P('fsdp'), state(0, 0))
+    assert new.save(4, state(2, 4))
+    new.wait()
+    assert_taken(message(old.save, 4, state(1, 4)), tmp_path)
+    assert names(tmp_path) == ['3', '4', 'writer.json']
+    assert run_and_step(helper, tmp_path) == (2, 4)
+    with Checkpointer(tmp_path) as newest:
+        newest.restore(helper, P('fsdp'), state(0, 0))
+        assert new.save(5, state(2, 5))
+        new.wait()
+        assert f'step 5 cannot be saved: {tmp_path} holds step 5 already' in message(
+            newest.save, 5, state(3, 5)
+        )
 
 
 def test_sixteen_threads_and_a_close_among_them(tmp_path: Path, helper: MeshShardingHelper) -> None:
