@@ -104,7 +104,6 @@ def test_arrays_get_what_the_table_says(situation: Situation) -> None:
     assert [row.memory_kind for row in report.rows] == [one.memory for one in expected]
     assert [row.path for row in report.rows] == [path for path, _ in named_leaves(tree)]
     assert ShardingReport.load(report.to_json()) == report
-    assert all(row.rule in report.to_text(10**6, fold=False) for row in report.rows)
 
     if assert_names(refused, tree, expected, [WRONG, COMPILER]):
         return
