@@ -37,6 +37,7 @@ class Edit:
         kept: the values that are constrained, those of jaxprs inside it too.
         lost: where rows were lost, likewise.
         moves: the equations whose rows move to other devices, likewise.
+        gathers: as for `Followed`, likewise.
         weights: its arguments without rows, and what is multiplied with them.
         replaced: operand of the equation at hand -> what stands in its place, for this equation.
         summed: the results of the loop at hand that are summed behind it.
@@ -62,6 +63,7 @@ class Edit:
         self.kept: list[Kept] = []
         self.lost: list[Lost] = []
         self.moves: list[Lost] = []
+        self.gathers = False
         arguments = {
             var: i
             for i, var in enumerate(opened(jaxpr).invars)
@@ -135,4 +137,5 @@ class Edit:
         self.kept += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.kept]
         self.lost += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.lost]
         self.moves += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.moved]
+        self.gathers |= found.gathers
         return found

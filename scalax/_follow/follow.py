@@ -54,7 +54,14 @@ def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Follo
         arguments: what is known of its arguments.
         mesh: a mesh of Auto axes. It is in force.
     """
-    return _Follower(Shared(mesh, arguments, jaxpr)).jaxpr(jaxpr, arguments.trails)
+    shared = Shared(mesh, arguments, jaxpr)
+    found = _Follower(shared).jaxpr(jaxpr, arguments.trails)
+    moves = any(primitive_name(each.equation) in PRODUCTS for each in found.moved)
+    # Where all weights stay, the compiler may keep columns between products. It moves no rows to kernels.
+    if moves and not found.gathers and not shared.has_kernels:
+        nowhere = (LOST,) * len(found.trails)
+        return Followed(jaxpr, nowhere, lost=found.lost, moved=found.moved, is_open=True)
+    return found
 
 
 class _Follower:
@@ -140,6 +147,8 @@ class _Pass(Edit):
             tuple(self.kept),
             tuple(self.lost),
             tuple(self.moves),
+            self.gathers,
+            False,
             self.weights.multiplied,
             self.weights.passed(jaxpr.outvars),
             frozenset(i for i, atom in enumerate(jaxpr.outvars) if self.weights.is_sum(atom)),
@@ -207,6 +216,7 @@ class _Pass(Edit):
     ) -> Sequence[int]:
         """The operands of a product that are weights and are not gathered for it, by number."""
         if experts or move is not None or primitive_name(equation) not in PRODUCTS:
+            self.gathers |= bool(experts)
             return experts if move is None else [move.weight]
         dims, found = self.shared.trails.dims(equation), []
         for weight, rows in ((0, 1), (1, 0)):
@@ -214,6 +224,7 @@ class _Pass(Edit):
             own = [each for i, each in enumerate(operands[rows]) if i not in summed]
             if stored and stored.isdisjoint(axes_of(own)):
                 found.append(weight)
+            self.gathers |= not stored.isdisjoint(axes_of(own))
         return found
 
     def _elementwise(self, equation: Any, ids: Sequence[int], operands: Sequence[Trail]) -> None:
@@ -276,6 +287,7 @@ class _Pass(Edit):
             return equation, ()
         if is_interpreted(equation):
             return equation, split.results
+        self.shared.has_kernels = True
         return split.equation_on_rows(), split.results
 
     def _whole_dims(self, equation: Any, operands: Sequence[Trail]) -> set[int]:

@@ -24,6 +24,10 @@ _SAY_WHICH = (
     'it is an argument that specs alone shard, and that is not donated, beside one that a rule places; '
     'batch_argnums and batch_argnames say which it is elsewhere'
 )
+_FEW = (
+    'rows are few. Each weight that axes of the batch shard is larger than what moves of its rows, so the '
+    'compiler may leave all of them in place'
+)
 _JAX = os.path.dirname(jax.__file__) + os.sep
 
 
@@ -144,6 +148,8 @@ def followed_batch(
         return FollowedBatch(name, reason=why_not)
     if followed.failure:
         return FollowedBatch(name, reason=followed.failure)
+    if followed.is_open:
+        return FollowedBatch(name, moved=_largest_first(followed.moved), reason=_FEW)
     kept = Counter(
         KeptValue(_array(each.aval), each.spec, each.equation.primitive.name, line_of(each))
         for each in followed.kept

@@ -20,7 +20,7 @@ from scalax._follow.accumulations import added_by_round
 from scalax._follow.types import Lost
 from scalax._jax.equations import loop_of, opened, scan_options
 from scalax._jax.primitives import primitive_name
-from scalax._jax.rewriting import Rewriter, equation_of, run
+from scalax._jax.rewriting import Rewriter, equation_if_mapped, run
 
 
 def with_own_rows(jaxpr: Any, lost: Iterable[Lost], sizes: Mapping[str, int]) -> Any:
@@ -85,7 +85,4 @@ def _on_own_rows(equation: Any, devices: int) -> Any:
             *map(together, rows),
         ]
 
-    try:
-        return equation_of(jax.jit(on_own_rows), equation)
-    except NotImplementedError:  # a primitive that jax.vmap does not map
-        return equation
+    return equation_if_mapped(jax.jit(on_own_rows), equation)

@@ -43,7 +43,7 @@ def commits_by_rename(directory: Path) -> bool:
 
 
 def is_complete(step: Path) -> bool:
-    """Whether the folder of a step is that of a complete one."""
+    """Whether the folder of a step is that of a complete one. Relies on what `commits_by_rename` does."""
     return commits_by_rename(step) or bool((step / COMMITTED).exists())
 
 

@@ -149,6 +149,17 @@ def equation_of(function: Callable[..., Any], like: Any) -> Any:
     return found.replace(invars=like.invars, outvars=like.outvars, source_info=like.source_info)
 
 
+def equation_if_mapped(function: Callable[..., Any], like: Any) -> Any:
+    """As `equation_of`; the other equation itself if the function maps a primitive without a rule.
+
+    Relies on ``jax.vmap`` raising a NotImplementedError then.
+    """
+    try:
+        return equation_of(function, like)
+    except NotImplementedError:
+        return like
+
+
 def bound(equation: Any, *operands: Any) -> Any:
     """What an equation gives for other operands, in a trace, wherever its results were said to be.
 

@@ -73,8 +73,8 @@ def _idle_clauses(rules: RuleLike, resolution: Resolution) -> tuple[list[str], l
         tables.setdefault(_key(table.rule), []).append(table)
     for key, uses in tables.items():
         rule, patterns, _ = uses[0]
-        params = [path for use in uses for path in use.params or ()]
-        outside = any(use.params is None for use in uses)
+        params = [path for use in uses for path in use.parameters or ()]
+        outside = any(use.parameters is None for use in uses)
         rows = [
             (path, answer)
             for path, answer in zip(resolution.seen, resolution.decisions, strict=True)
@@ -124,12 +124,12 @@ class _Table(NamedTuple):
     Attributes:
         rule: the rule.
         patterns: its regexes.
-        params: the paths of the parameters that it decides about; None outside of optimizer states.
+        parameters: the paths of those that it decides about; None outside of optimizer states.
     """
 
     rule: ShardingRule
     patterns: tuple[Any, ...]
-    params: list[str] | None
+    parameters: list[str] | None
 
 
 def _tables(rules: Iterable[Any], params: list[str] | None = None) -> Iterator[_Table]:

@@ -50,14 +50,6 @@ def test_what_is_no_directory(directory: Any) -> None:
     assert message(Checkpointer, directory) == f'Checkpointer: directory has to be a path, got {directory!r}'
 
 
-def test_object_stores() -> None:
-    assert message(Checkpointer, 'gs://bucket/run') == (
-        "Checkpointer: 'gs://bucket/run' is in an object store, which cannot rename a folder at once, and so "
-        'cannot keep writers apart. Save in a file system that all processes see, and copy the steps from '
-        'there; or use Orbax itself'
-    )
-
-
 @pytest.mark.parametrize('data', [3, [1], 'position'], ids=repr)
 def test_what_cannot_be_given_a_state(saved: Path, data: Any) -> None:
     assert message(Checkpointer(saved).restore, HELPER, P(), STATE, data=data) == (

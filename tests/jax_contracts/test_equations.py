@@ -78,6 +78,7 @@ CASES: dict[tuple[Any, str], tuple[tuple[Any, ...], Any]] = {
         (((2,), (2,)), ((0,), (0,))),
     ),
     (of.ragged_dot_dims, 'ragged_dot_general'): (RAGGED, (((1,), (1,)), ((), ()), (0,))),
+    (of.ragged_dim, 'ragged_dot_general'): (RAGGED, 0),
     (lambda eqn: of.conv_dims(eqn).lhs_spec, 'conv_general_dilated'): (CONV, (0, 3, 1, 2)),
     (lambda eqn: of.conv_dims(eqn).rhs_spec, 'conv_general_dilated'): (CONV, (3, 2, 0, 1)),
     (lambda eqn: of.conv_dims(eqn).out_spec, 'conv_general_dilated'): (CONV, (0, 3, 1, 2)),

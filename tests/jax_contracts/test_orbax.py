@@ -41,6 +41,10 @@ def test_where_steps_are_committed_by_a_file() -> None:
     assert kinds.COMMIT_SUCCESS_FILE == known_of_orbax.COMMITTED, 'Orbax marks complete steps by another file'
 
 
+def test_a_step_that_is_named_is_complete(tmp_path: Path) -> None:
+    assert known_of_orbax.is_complete(epath.Path(tmp_path)), 'a step is complete when it has its name'
+
+
 def test_the_folders_that_orbax_makes(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 2**32, (64, 64), np.uint32)  # does not compress
     root = tmp_path / 'tree'

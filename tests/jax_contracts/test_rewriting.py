@@ -178,6 +178,19 @@ def test_a_jaxpr_runs_as_one_equation() -> None:
         np.testing.assert_allclose(gradient, np.cos(X) * X, rtol=1e-5, atol=1e-6)
 
 
+def test_an_equation_stays_where_a_primitive_is_not_mapped() -> None:
+    like = equation_in('sin', jnp.sin, np.ones((2, 3)))
+
+    def mapped(x: Any) -> Any:
+        return jax.vmap(lambda x, size: jax.lax.ragged_dot(x, jnp.ones((1, 1, 3)), size))(
+            x[:, None, :1] * jnp.ones((2, 1, 1)), jnp.ones((2, 1), int)
+        )[:, 0]
+
+    with contract('raises NotImplementedError where jax.vmap has no rule', 'to leave such loops alone'):
+        assert rewriting.equation_if_mapped(jax.jit(jnp.cos), like) is not like
+        assert rewriting.equation_if_mapped(jax.jit(mapped), like) is like
+
+
 def test_an_equation_is_bound_to_other_operands() -> None:
     def bound(x: Any) -> Any:
         return rewriting.bound(equation_in('reduce_sum', lambda x: x.sum(1), np.ones((2, 3))), x)

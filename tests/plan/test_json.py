@@ -19,7 +19,7 @@ def plan_on(dims, rule, width=64):
         return x @ w
 
     step = helper.sjit(forward, in_shardings=(rule, P('fsdp')), out_shardings=P('fsdp'))
-    arguments = jax.ShapeDtypeStruct((64, width), 'float32'), jax.ShapeDtypeStruct((16, 64), 'float32')
+    arguments = jax.ShapeDtypeStruct((64, width), 'float32'), jax.ShapeDtypeStruct((64, 64), 'float32')
     return helper.plan(step, *arguments)
 
 
@@ -101,7 +101,7 @@ def test_a_change_is_told():
     assert lines[0] == 'forward: (fsdp=4, tp=2) -> (fsdp=2, tp=4)'
     assert '  all-gather  fsdp  16.0 KiB  1 -> 0' in lines
     assert [after.path for _, after in diff.inputs.changed] == ['w', 'x']
-    assert '  arguments     5.0 KiB -> 18.0 KiB' in lines
+    assert '  arguments     8.0 KiB -> 24.0 KiB' in lines
 
 
 def test_what_goes_to_the_host_and_single_bytes_are_compared():

@@ -30,7 +30,6 @@ from jax.sharding import AxisType
 
 from scalax._follow.grouped_convolutions import with_right_gradients
 from scalax._follow.jaxprs import is_on_mesh
-from scalax._jax.equations import opened
 from scalax._jax.tracing import is_compiled
 from scalax._jaxprs.dependence import Dependence
 from scalax._mesh import meshes
@@ -350,7 +349,7 @@ class Dispatcher:
         if self.rules.any_explicit or any(entry.outputs or ()) or not is_on_mesh(jaxpr, self.mesh):
             return True
         sharded = [each is not None for each in entry.arguments]
-        others = len(opened(jaxpr).invars) - len(sharded)  # values of an outer trace
+        others = len(jaxpr.in_avals) - len(sharded)  # values of an outer trace
         dependent = Dependence(jaxpr, [*[False] * others, *sharded], certain=True)
         return any(sharded) and any(dependent.of_results)
 

@@ -147,7 +147,7 @@ def committed_elsewhere_in_turn(jit):
     return [f(jax.device_put(X, jax.devices()[i])) for i in (0, 1, 2, 1)]
 
 
-@case(meant={'error': 'own-errors'}, raises=True)
+@case(raises=True)
 def committed_to_two_devices(jit):
     a, b = (jax.device_put(X, jax.devices()[i]) for i in (0, 1))
     return jit(lambda a, b: a + b)(a, b)

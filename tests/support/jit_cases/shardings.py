@@ -70,7 +70,7 @@ def arrives_on_one_device_replicated(jit):
     return jit(lambda x: x * 2, in_shardings=on())(jax.device_put(X, jax.devices()[0]))
 
 
-@case(meant={'error': 'own-errors'}, raises=True)
+@case(raises=True)
 def arrives_on_one_device_and_nothing_is_asked(jit):
     placed, single = jax.device_put(X, on('x')), jax.device_put(X, jax.devices()[0])
     return jit(lambda a, b: a + b)(placed, single)

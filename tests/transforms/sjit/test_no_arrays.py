@@ -72,7 +72,7 @@ def test_references_are_not_moved(helper):
     with pytest.raises(PlacementError, match=r"ref: float32\[8\] is sharded as P\('x',\) on"):
         helper.sjit(count, (P('y'), None))(ref, X)
     alone = jax.new_ref(np.zeros(8, np.float32))
-    with pytest.raises(PlacementError, match=r'ref: float32\[8\] is sharded as SingleDeviceSharding'):
+    with pytest.raises(ValueError, match='incompatible devices'):  # of JAX
         helper.sjit(count, (None, P('x')))(alone, X)
 
 
