@@ -121,18 +121,20 @@ class _Spreader(Rewriter):
         spread = [(group, equation) for group, equation in found if equation is not None]
         if not spread:
             return jaxpr
-        gone = {id(each) for group, _ in spread for function in group for each in function.equations}
+        gone = [id(each) for group, _ in spread for function in group for each in function.equations]
         late = {id(var) for group, _ in spread for function in group for var in function.results}
-        before, behind = [], []
+        eqns, waiting, left = [], [], len(gone)
         for equation in opened(jaxpr).eqns:
             if id(equation) in gone:
-                continue
-            if late.isdisjoint(map(id, equation.invars)):
-                before.append(equation)
+                left -= 1
+                if not left:
+                    eqns += [*[equation for _, equation in spread], *waiting]
+            elif late.isdisjoint(map(id, equation.invars)):
+                eqns.append(equation)
             else:
                 late.update(map(id, equation.outvars))
-                behind.append(equation)
-        return replaced(jaxpr, eqns=[*before, *[equation for _, equation in spread], *behind])
+                (waiting if left else eqns).append(equation)
+        return replaced(jaxpr, eqns=eqns)
 
     def _equation_of(self, group: Sequence[_Function]) -> Any:
         """One equation that computes all functions of a group on whole matrices; None if that takes longer."""
@@ -151,13 +153,12 @@ class _Spreader(Rewriter):
         if devices == 1 or not self._pays(group, size, devices, bool(stored)):
             return None
         rank = len(shape_of(first.root)) + (not first.is_stack)
-        way = [*_way(layout)] if stored else [(tuple(axes), *[()] * (rank - 1))]
+        way = [*_way(layout, [*self._mesh.shape])] if stored else [(tuple(axes), *[()] * (rank - 1))]
         layouts = [each or ((),) * rank for each in layouts]
         [roots, free] = [function.root for function in group], first.free
 
         def spread(*operands: Any) -> list[Any]:
             matrices = operands[: len(roots)] if first.is_stack else [x[None] for x in operands[: len(roots)]]
-            matrices = [self._placed(x, layouts[0]) for x in matrices]
             missing = -size * len(roots) % devices
             if missing:  # devices that would have none repeat one
                 first_one = matrices[0][:1]
@@ -186,7 +187,6 @@ class _Spreader(Rewriter):
     def _split(self, stack: Any, way: Sequence[Trail], layouts: Sequence[Trail], size: int) -> Iterator[Any]:
         for each in way[::-1]:
             stack = self._placed(stack, each)
-        stack = self._placed(stack, layouts[0])
         for i, layout in enumerate(layouts):
             yield self._placed(stack[i * size : (i + 1) * size], layout)
 
@@ -210,19 +210,18 @@ class _Spreader(Rewriter):
         return spread + _BEGIN < alone
 
 
-def _way(layout: Trail) -> Iterator[Trail]:
+def _way(layout: Trail, order: Sequence[str]) -> Iterator[Trail]:
     """Where a stack is on its way from this layout to one of whole matrices: one dimension after the other."""
-    for dim, axes in enumerate(layout):
-        if axes:
-            layout = ((*layout[0], *axes), *[() if i == dim else each for i, each in enumerate(layout)][1:])
-            yield layout
+    for axes in sorted(filter(None, layout), key=lambda axes: order.index(axes[0])):
+        layout = ((*layout[0], *axes), *[() if each == axes else each for each in layout[1:]])
+        yield layout
 
 
 def _functions(jaxpr: Any, shapes: set[tuple[int, ...]]) -> Iterator[_Function]:
     """The functions of matrices of these shapes that multiply them."""
     inner = opened(jaxpr)
     roots: dict[int, Any] = {id(var): var for var in inner.invars if _size(var) > _SMALL}
-    fixed: set[int] = set()  # what depends on no argument
+    scalars: dict[int, Any] = {}  # what is computed of no large value -> its equation
     found: dict[int, list[Any]] = {}
     multiplying: dict[int, Any] = {}
     for equation in inner.eqns:
@@ -237,8 +236,8 @@ def _functions(jaxpr: Any, shapes: set[tuple[int, ...]]) -> Iterator[_Function]:
                     multiplying[key] = root
         elif own:
             roots.update({id(var): var for var in equation.outvars if _size(var) > _SMALL})
-        elif all(isinstance(x, Literal) or id(x) in fixed for x in equation.invars):
-            fixed.update(map(id, equation.outvars))
+        elif not equation.effects:
+            scalars.update(dict.fromkeys(map(id, equation.outvars), equation))
     if not multiplying:
         return
     uses: dict[int, set[int]] = {}
@@ -252,7 +251,7 @@ def _functions(jaxpr: Any, shapes: set[tuple[int, ...]]) -> Iterator[_Function]:
         own = found[key]
         if any(_is_said(each) for each in own) or not any(map(_operations, own)):
             continue
-        yield from _trimmed(jaxpr, root, own, uses, roots, fixed)
+        yield from _trimmed(jaxpr, root, own, uses, roots, scalars)
 
 
 def _is_said(equation: Any) -> bool:
@@ -267,7 +266,7 @@ def equations_of(equation: Any) -> Iterator[Any]:
         yield from equations(inside)
 
 
-def _trimmed(jaxpr, root, own, uses, roots, fixed) -> Iterator[_Function]:
+def _trimmed(jaxpr, root, own, uses, roots, scalars) -> Iterator[_Function]:
     kept = {id(each): each for each in own}
     for equation in reversed(own):  # what is only written in another way behind the products
         taken = {id(x) for x in equation.invars if roots.get(id(x)) is root}
@@ -285,12 +284,13 @@ def _trimmed(jaxpr, root, own, uses, roots, fixed) -> Iterator[_Function]:
         root = after
     members = [*kept.values()]
     made = {id(var) for each in members for var in each.outvars}
-    free = {
-        id(x): x
-        for each in members
-        for x in each.invars
-        if not isinstance(x, Literal) and x is not root and id(x) not in made and id(x) not in fixed
-    }
+    free: dict[int, Any] = {}
+    taken = [x for each in members for x in each.invars if id(x) not in made and x is not root]
+    for x in taken:  # which grows meanwhile
+        if id(x) in scalars:
+            taken += scalars[id(x)].invars
+        elif not isinstance(x, Literal):
+            free[id(x)] = x
     results = [
         var for each in members for var in each.outvars if uses.get(id(var), set()) - kept.keys()
     ]
