@@ -159,6 +159,7 @@ class _Spreader(Rewriter):
 
         def spread(*operands: Any) -> list[Any]:
             matrices = operands[: len(roots)] if first.is_stack else [x[None] for x in operands[: len(roots)]]
+            matrices = [*map(self._placed, matrices, layouts)]
             missing = -size * len(roots) % devices
             if missing:  # devices that would have none repeat one
                 first_one = matrices[0][:1]
@@ -174,7 +175,8 @@ class _Spreader(Rewriter):
                 results = [value for value, _ in pairs]
             else:
                 results = jax.vmap(lambda x: run(first.part, [x, *given]))(stack)
-            return [x for each in zip(*[self._split(x, way, layouts, size) for x in results], strict=True) for x in each]
+            split = zip(*[self._split(x, way, layouts, size) for x in results], strict=True)
+            return [x if first.is_stack else x[0] for each in split for x in each]
 
         last = group[-1].equations[-1]
         results = [var for function in group for var in function.results]
