@@ -1,4 +1,7 @@
-"""Runs a function of stacked matrices, which treats each alone, on a stack of another size."""
+"""Runs a function of a stack of matrices, which treats each alone, on a stack of another size.
+
+Its jaxpr has the size of the stack in it: in shapes, and in those of the loops inside.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,20 @@ from typing import Any
 
 import jax
 
-from scalax._jax.equations import CALLS, Literal, broadcast_dims, called, loop_of, opened, scan_options, shape_of
+from scalax._jax import equations
+from scalax._jax.equations import CALLS, Literal, called, loop_of, opened, scan_options, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import bound
 from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS, dims_of
 
-# Of operands with a dimension more, these compute the same for each of its elements, in any number.
-_ALONG = frozenset({'cumlogsumexp', 'cummax', 'cummin', 'cumprod', 'cumsum', 'rev'})
-_MATRICES = frozenset({'cholesky', 'eigh', 'qr', 'svd', 'triangular_solve'})
-_REDUCTIONS = frozenset({'reduce_sum', 'reduce_max', 'reduce_min', 'reduce_prod', 'reduce_and', 'reduce_or'})
-_EACH = (ELEMENTWISE - _ALONG) | FORWARDS | _MATRICES | _REDUCTIONS | {'dot_general'}
+# Of a stack these compute the same as of each of its elements alone, however many there are.
+_EACH = (ELEMENTWISE | FORWARDS) - {'cumlogsumexp', 'cummax', 'cummin', 'cumprod', 'cumsum', 'rev'} | {
+    *('dot_general', 'cholesky', 'eigh', 'qr', 'svd', 'triangular_solve'),
+    *('reduce_sum', 'reduce_max', 'reduce_min', 'reduce_prod', 'reduce_and', 'reduce_or'),
+}
 
 Stacked = tuple[Any, int | None]
-"""A value, and which of its dimensions is the stack; None if it is none, and the same for all matrices."""
+"""A value, and which of its dimensions is the stack; None of what is one value for all matrices."""
 
 
 def run_stacked(jaxpr: Any, operands: Sequence[Stacked]) -> list[Stacked]:
@@ -43,55 +47,49 @@ def run_stacked(jaxpr: Any, operands: Sequence[Stacked]) -> list[Stacked]:
 
 def _results(equation: Any, operands: Sequence[Stacked]) -> Sequence[Stacked]:
     name = primitive_name(equation)
-    values, dims = [value for value, _ in operands], [dim for _, dim in operands]
-    if all(dim is None for dim in dims):
-        found = bound(equation, *values)
-        return [(each, None) for each in (found if equation.primitive.multiple_results else [found])]
+    values, dims = ([each[i] for each in operands] for i in (0, 1))
+    stacks = {(place, dim) for place, dim in enumerate(dims) if dim is not None}
     if name in CALLS:
         return run_stacked(called(equation), operands)
-    if name == 'scan':
+    if name == 'scan' and stacks:
         return _scan(equation, values, dims)
-    dim = _stack_dim(equation, dims)
-    if name in ('broadcast_in_dim', 'reshape'):
-        shape, [own] = [*shape_of(equation.outvars[0])], [each for each in dims if each is not None]
+    dim = _dim_of_results(equation, name, stacks) if stacks else None
+    if name in ('broadcast_in_dim', 'reshape') and dim is not None:
+        shape, [(_, own)] = [*shape_of(equation.outvars[0])], stacks
         shape[dim] = values[0].shape[own]
         if name == 'reshape':
             return [(jax.lax.reshape(values[0], shape), dim)]
-        return [(jax.lax.broadcast_in_dim(values[0], shape, broadcast_dims(equation)), dim)]
+        return [(jax.lax.broadcast_in_dim(values[0], shape, equations.broadcast_dims(equation)), dim)]
     found = bound(equation, *values)
     return [(each, dim) for each in (found if equation.primitive.multiple_results else [found])]
 
 
 def _scan(equation: Any, values: Sequence[Any], dims: Sequence[int | None]) -> Sequence[Stacked]:
+    """A loop that carries stacks; what it runs over is the same for all matrices."""
     loop = loop_of(equation)
-    (given, state, stacks), (given_dims, state_dims, stacks_dims) = map(loop.parts, (values, dims))
-    if any(dim is not None for dim in stacks_dims):
-        raise ValueError('a loop runs over matrices')
-    if len(equation.outvars) > loop.carried:
-        raise ValueError('a loop stacks matrices')
+    (given, first, elements), (of_given, of_state, of_elements) = map(loop.parts, (values, dims))
 
     def step(state: Sequence[Any], elements: Sequence[Any]) -> tuple[Any, None]:
-        operands = [*given, *state, *elements]
-        results = run_stacked(loop.body, [*zip(operands, [*given_dims, *state_dims, *stacks_dims], strict=True)])
-        if [dim for _, dim in results] != [*state_dims]:
-            raise ValueError('a round moves the stack')
+        pairs = zip([*given, *state, *elements], [*of_given, *of_state, *of_elements], strict=True)
+        results = run_stacked(loop.body, [*pairs])
+        if [dim for _, dim in results] != [*of_state] or any(dim is not None for dim in of_elements):
+            raise ValueError('a loop runs over matrices, or moves the stack')
         return [value for value, _ in results], None
 
-    results, _ = jax.lax.scan(step, [*state], [*stacks], loop.length, **scan_options(equation))
-    return [*zip(results, state_dims, strict=True)]
+    state, _ = jax.lax.scan(step, [*first], [*elements], loop.length, **scan_options(equation))
+    return [*zip(state, of_state, strict=True)]
 
 
-def _stack_dim(equation: Any, dims: Sequence[int | None]) -> int:
-    """The dimension of the results that is the stack."""
-    stacks = {(place, dim) for place, dim in enumerate(dims) if dim is not None}
+def _dim_of_results(equation: Any, name: str, stacks: set[tuple[int, int]]) -> int:
+    """Which dimension of the results is the stack, of operands with these."""
     rules = dims_of(equation)
     found = {
         tuple(i for i, sources in enumerate(result) if not stacks.isdisjoint(sources))
         for result in rules.results
     }
-    sources = [sources for result in rules.results for sources in result if not stacks.isdisjoint(sources)]
-    summed = any(not stacks.isdisjoint(each) for each in rules.summed)
-    if primitive_name(equation) not in _EACH or summed or not all(stacks.issuperset(each) for each in sources):
-        raise ValueError(f'{equation.primitive.name} mixes matrices')
-    [[dim]] = found
-    return dim
+    read = [sources for result in (*rules.results, rules.summed) for sources in result]
+    mixed = any(not stacks.isdisjoint(sources) and not stacks.issuperset(sources) for sources in read)
+    summed = any(not stacks.isdisjoint(sources) for sources in rules.summed)
+    if name not in _EACH or mixed or summed or len(found) != 1 or len(min(found)) != 1:
+        raise ValueError(f'{name} may mix matrices')
+    return min(found)[0]
