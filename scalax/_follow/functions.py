@@ -16,6 +16,7 @@ from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS
 
 # Values of so many elements are scalars, or coefficients.
 _FEW = 64
+_PLAIN = FORWARDS | ELEMENTWISE | {'reduce_sum', 'reduce_max'}
 _MULTIPLYING = frozenset({'dot_general', 'scan', 'while', 'cond', *CALLS})
 
 
@@ -121,10 +122,10 @@ def _trimmed(
         root = multiplying[key]
         kept = {id(each): each for each in own}
         for equation in reversed(own):
-            taken = {id(x) for x in equation.invars if roots.get(id(x)) is root}
+            taken = {id(x) for x in equation.invars if roots.get(id(x)) is root and _size(x) > _FEW}
             read = {reader for var in equation.outvars for reader in readers.get(id(var), ())}
-            is_plain = primitive_name(equation) in FORWARDS | ELEMENTWISE
-            if len(taken) == 1 and is_plain and read.isdisjoint(kept):
+            is_plain = primitive_name(equation) in _PLAIN
+            if len(taken - {id(root)}) <= 1 and is_plain and read.isdisjoint(kept):
                 del kept[id(equation)]
         while len(first := readers[id(root)] & kept.keys()) == 1:
             equation = kept[first.pop()]

@@ -1,17 +1,16 @@
 """Functions of a matrix, such as updates of optimizers that multiply matrices, spread over devices.
 
-Muon multiplies the momentum of each weight with itself, many times. Of matrices in parts, the compiler gathers
-most in each product, and much is computed on every device. An expert gives each device whole matrices: stacks
-of them move by an all-to-all, and back.
+Muon multiplies the momentum of each weight with itself, many times. Of matrices in parts, the compiler
+gathers most in each product, and much is computed on every device. An expert gives each device whole
+matrices: stacks of them move by an all-to-all, and back.
 
 A function of a matrix begins with one value, its root, and takes in scalars besides. Functions that compute
-the same become one, of a stack of their roots: of three weights of 32 layers, 64 devices get two matrices each
-at most, and not one of each weight.
+the same become one, of a stack of their roots: of three weights of 32 layers, each of 64 devices gets two
+matrices at most, and not one of each weight.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -64,7 +63,7 @@ class _Spreader(Rewriter):
         return super().jaxpr(_replaced(jaxpr, merged) if merged else jaxpr)
 
     def _layout(self, function: Function) -> Trail:
-        """Where the root of a function is, as the weight whose it is; with a dimension in front of a matrix."""
+        """Where the root of a function is: as its weight. A matrix gets a dimension in front."""
         if self._stored is None:
             given = zip(self._arguments.trails, self._arguments.stored, strict=True)
             layouts = [
@@ -84,7 +83,7 @@ class _Spreader(Rewriter):
         return jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh, spec))
 
     def _one_of(self, group: Sequence[Function]) -> Any:
-        """One equation that computes all functions of a group, on whole matrices; None if that does not pay."""
+        """One equation that computes a group of functions on whole matrices; None if that does not pay."""
         first, layouts = group[0], [*map(self._layout, group)]
         layout = max(layouts, key=lambda each: len(list(filter(None, each))))
         sharding = {axis for dim in layout for axis in dim}
@@ -167,7 +166,9 @@ def _pays(function: Function, count: int, size: int, devices: int, *, is_stored:
     product to all devices. A matrix that is whole everywhere is computed everywhere.
     """
     operations, moved = _work(function.part)
-    own = sum(math.prod(shape_of(var)) * var.aval.dtype.itemsize for var in (function.root, *function.results))
+    own = sum(
+        math.prod(shape_of(var)) * var.aval.dtype.itemsize for var in (function.root, *function.results)
+    )
     each = -(-count // devices) * operations / size * _SECONDS_PER_OPERATION
     there_and_back = own * count / size * (1 / devices if is_stored else 1) * _SECONDS_PER_BYTE
     divided = operations / (devices if is_stored else 1) * _SECONDS_PER_OPERATION

@@ -47,7 +47,7 @@ def run_stacked(jaxpr: Any, operands: Sequence[Stacked]) -> list[Stacked]:
 
 def _results(equation: Any, operands: Sequence[Stacked]) -> Sequence[Stacked]:
     name = primitive_name(equation)
-    values, dims = ([each[i] for each in operands] for i in (0, 1))
+    values, dims = [value for value, _ in operands], [dim for _, dim in operands]
     stacks = {(place, dim) for place, dim in enumerate(dims) if dim is not None}
     if name in CALLS:
         return run_stacked(called(equation), operands)
