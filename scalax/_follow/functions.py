@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from scalax._follow.said import SAID, placed_by_user
 from scalax._jax import equations
 from scalax._jax.equations import CALLS, Literal, jaxprs_in, opened, shape_of, values_in
 from scalax._jax.primitives import primitive_name
-from scalax._jax.rewriting import part_of
+from scalax._jax.rewriting import part_of, replaced
 from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS
 
 # Values of so many elements are scalars, or coefficients.
@@ -60,31 +60,35 @@ def functions_of_matrices(jaxpr: Any, shapes: Container[tuple[int, ...]]) -> Ite
         shapes: the shapes of weights; a root has one of these.
     """
     inner = opened(jaxpr)
-    roots = {id(var): var for var in inner.invars if _size(var) > _FEW}  # of each value
+    roots: dict[int, Any] = {}  # of each value that is computed of one alone
     scalars: dict[int, Any] = {}  # what is computed of scalars alone -> its equation
-    found: dict[int, list[Any]] = {}
-    multiplying: dict[int, Any] = {}
+    found: dict[Any, list[Any]] = {}
+
+    def begin(variables: Sequence[Any]) -> None:
+        large = [var for var in variables if _size(var) > _FEW]
+        roots.update({id(var): var for var in large})
+        found.update({var: [] for var in large if shape_of(var) in shapes})
+
+    begin(inner.invars)
     for equation in inner.eqns:
-        own = {id(root): root for x in equation.invars if (root := roots.get(id(x))) is not None}
+        own = {*map(roots.get, map(id, equation.invars))} - {None}
         if len(own) == 1:
-            [(key, root)] = own.items()
+            [root] = own
             roots.update(dict.fromkeys(map(id, equation.outvars), root))
-            if shape_of(root) in shapes:
-                found.setdefault(key, []).append(equation)
-                if equation.primitive.name in _MULTIPLYING:
-                    multiplying[key] = root
+            if root in found:
+                found[root].append(equation)
         elif own:
-            roots.update({id(var): var for var in equation.outvars if _size(var) > _FEW})
+            begin(equation.outvars)
         elif not equation.effects:
             scalars.update(dict.fromkeys(map(id, equation.outvars), equation))
-    own = {key: found[key] for key in multiplying if _multiplies(found[key])}
-    if not own:
+    found = {root: own for root, own in found.items() if _multiplies(own)}
+    if not found:
         return
     readers: dict[int, set[int]] = {id(var): {0} for var in inner.outvars}
     for equation in inner.eqns:
         for x in equation.invars:
             readers.setdefault(id(x), set()).add(id(equation))
-    every = [*_trimmed(jaxpr, multiplying, own, roots, readers, scalars)]
+    every = [_function(jaxpr, root, own, roots, readers, scalars) for root, own in found.items()]
     late = {id(var) for function in every for var in function.results}
     gone = {id(each) for function in every for each in function.equations}
     for equation in inner.eqns:
@@ -95,62 +99,55 @@ def functions_of_matrices(jaxpr: Any, shapes: Container[tuple[int, ...]]) -> Ite
 
 def _multiplies(own: Sequence[Any]) -> bool:
     """Whether some of these equations are products, also inside others, and the user places none of them."""
-    every = [each for equation in own for each in (equation, *_inside(equation))]
-    names = {primitive_name(each) for each in every}
-    return (
-        'dot_general' in names
-        and SAID.isdisjoint(names)
-        and not any(each.effects or any(placed_by_user(each)) for each in every)
-    )
+    if _MULTIPLYING.isdisjoint([equation.primitive.name for equation in own]):
+        return False
+    inside = [
+        each for equation in own for jaxpr in jaxprs_in(equation) for each in equations.equations(jaxpr)
+    ]
+    names = {*map(primitive_name, [*own, *inside])}
+    placed = any(each.effects or any(placed_by_user(each)) for each in [*own, *inside])
+    return 'dot_general' in names and SAID.isdisjoint(names) and not placed
 
 
-def _inside(equation: Any) -> Iterator[Any]:
-    for jaxpr in jaxprs_in(equation):
-        yield from equations.equations(jaxpr)
-
-
-def _trimmed(
+def _function(
     jaxpr: Any,
-    multiplying: dict[int, Any],
-    found: dict[int, list[Any]],
-    roots: dict[int, Any],
-    readers: dict[int, set[int]],
-    scalars: dict[int, Any],
-) -> Iterator[Function]:
-    """Functions without what only writes a matrix in another way, in front of the products and behind."""
-    for key, own in found.items():
-        root = multiplying[key]
-        kept = {id(each): each for each in own}
-        for equation in reversed(own):
-            taken = {id(x) for x in equation.invars if roots.get(id(x)) is root and _size(x) > _FEW}
-            read = {reader for var in equation.outvars for reader in readers.get(id(var), ())}
-            is_plain = primitive_name(equation) in _PLAIN
-            if len(taken - {id(root)}) <= 1 and is_plain and read.isdisjoint(kept):
-                del kept[id(equation)]
-        while len(first := readers[id(root)] & kept.keys()) == 1:
-            equation = kept[first.pop()]
-            [after] = equation.outvars[:1]
-            is_narrower = after.aval.dtype.itemsize <= root.aval.dtype.itemsize
-            if primitive_name(equation) not in FORWARDS or _size(after) != _size(root) or not is_narrower:
-                break
+    root: Any,
+    own: Sequence[Any],
+    roots: Mapping[int, Any],
+    readers: Mapping[int, set[int]],
+    scalars: Mapping[int, Any],
+) -> Function:
+    """The function, without what only writes its matrix in another way in front and behind."""
+    kept = {id(each): each for each in own}
+    for equation in reversed(own):
+        taken = {id(x) for x in equation.invars if roots.get(id(x)) is root and _size(x) > _FEW} - {id(root)}
+        read = set().union(*[readers.get(id(var), ()) for var in equation.outvars])
+        if len(taken) <= 1 and primitive_name(equation) in _PLAIN and read.isdisjoint(kept):
             del kept[id(equation)]
-            root = after
-        made = {id(var) for each in kept.values() for var in each.outvars}
-        results = [
-            var
-            for each in kept.values()
-            for var in each.outvars
-            if not readers.get(id(var), set()) <= kept.keys()
-        ]
-        free: dict[int, Any] = {}
-        taken_in = [x for each in kept.values() for x in each.invars if id(x) not in made and x is not root]
-        for x in taken_in:  # which grows meanwhile
-            if id(x) in scalars:
-                taken_in += scalars[id(x)].invars
-            elif not isinstance(x, Literal):
-                free[id(x)] = x
-        operands = [*free.values()]
-        yield Function(root, operands, [*kept.values()], results, part_of(jaxpr, [root, *operands], results))
+    while len(first := readers[id(root)] & kept.keys()) == 1:
+        equation = kept[first.pop()]
+        [after] = equation.outvars[:1]
+        is_narrower = after.aval.dtype.itemsize <= root.aval.dtype.itemsize
+        if primitive_name(equation) not in FORWARDS or _size(after) != _size(root) or not is_narrower:
+            break
+        del kept[id(equation)]
+        root = after
+    made = [var for each in kept.values() for var in each.outvars]
+    results = [var for var in made if not readers.get(id(var), set()) <= kept.keys()]
+    inside = {id(root), *map(id, made)}
+    free: dict[int, Any] = {}
+    computed: dict[int, Any] = {}
+    taken_in = [x for each in kept.values() for x in each.invars if id(x) not in inside]
+    for x in taken_in:  # which grows meanwhile
+        if id(x) in scalars:
+            taken_in += scalars[id(x)].invars
+            computed[id(scalars[id(x)])] = scalars[id(x)]
+        elif not isinstance(x, Literal):
+            free[id(x)] = x
+    ordered = [each for each in scalars.values() if id(each) in computed]
+    small = replaced(jaxpr, eqns=[*dict.fromkeys(ordered), *kept.values()])
+    part = part_of(small, [root, *free.values()], results)
+    return Function(root, [*free.values()], [*kept.values()], results, part)
 
 
 def _size(atom: Any) -> int:
