@@ -128,7 +128,7 @@ def _function(
         equation = kept[first.pop()]
         [after] = equation.outvars[:1]
         is_narrower = after.aval.dtype.itemsize <= root.aval.dtype.itemsize
-        if primitive_name(equation) not in FORWARDS or _size(after) != _size(root) or not is_narrower:
+        if primitive_name(equation) not in _PLAIN or _size(after) != _size(root) or not is_narrower:
             break
         del kept[id(equation)]
         root = after
