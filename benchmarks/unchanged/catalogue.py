@@ -15,6 +15,7 @@ from benchmarks.unchanged import (
     llama,
     local_global,
     nnx_modules,
+    optimizers,
     per_example,
     recommender,
     recurrent,
@@ -49,6 +50,7 @@ FILES = (
     graph,
     actor_critic,
     llama,
+    optimizers,
 )
 
 

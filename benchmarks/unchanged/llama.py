@@ -25,6 +25,7 @@ OWN: catalogue.Table = (
     ('unembed$', P('fsdp', 'tp')),
     ('embed$', P('tp', 'fsdp')),
     ('norm$', P(None)),
+    ('ns_coeffs$', P(None)),  # of Muon
 )
 # What is looked up has then a part of the width on each device along tp, and followed so does the residual.
 WIDTH: catalogue.Table = (('/embed$', P('fsdp', 'tp')),)

@@ -14,23 +14,27 @@ from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
 VARIANTS = ('plain', 'followed', 'hand')
-OPTIMIZER = optax.adamw(1e-3)
 
 
-def arguments(model: Model, rows: int) -> tuple[Any, ...]:
+def arguments(
+    model: Model, rows: int, optimizer: optax.GradientTransformation | None = None
+) -> tuple[Any, ...]:
     """Those of a training step: (params, optimizer state), batch, key."""
     params = jax.eval_shape(model.init, jax.random.key(0))
-    state = params, jax.eval_shape(OPTIMIZER.init, params)
+    state = params, jax.eval_shape((optimizer or model.optimizer).init, params)
     return state, model.batch(rows), jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
 
 
-def training_step(model: Model, loss: Loss) -> Callable[..., Any]:
-    """A step with AdamW, for one device."""
+def training_step(
+    model: Model, loss: Loss, optimizer: optax.GradientTransformation | None = None
+) -> Callable[..., Any]:
+    """A step for one device."""
+    chosen = optimizer or model.optimizer
 
     def step(state: Any, batch: Any, key: Any) -> Any:
         params, opt_state = state
         value, grads = jax.value_and_grad(loss, has_aux=model.has_aux)(params, batch, key)
-        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+        updates, opt_state = chosen.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), value
 
     return step
@@ -48,16 +52,19 @@ def make_step(
             return by_hand(params, batch, key, strategy.batch_axes)
         return model.loss(params, batch, key)
 
+    optimizer = model.optimizer
+    if variant == 'hand' and model.hand_optimizer is not None:
+        optimizer = model.hand_optimizer(helper.mesh.shape)
     named = {name: strategy.bound(spec) for name, spec in model.hand.items()} if variant == 'hand' else {}
     fun = helper.sjit(
-        training_step(model, loss),
+        training_step(model, loss, optimizer),
         in_shardings=(rule, batch, P()),
         out_shardings=(rule, P()),
         annotation_shardings=named,
         donate_argnums=0,
         batch_argnums=1 if variant == 'followed' else (),
     )
-    return fun, arguments(model, rows)
+    return fun, arguments(model, rows, optimizer)
 
 
 def plan(model: Model, strategy: Strategy, topology: str, variant: str) -> Plan:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
+import optax
 
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, ShardingRule, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
@@ -14,6 +15,7 @@ from scalax.sharding import PartitionSpec as P
 Tree = Any
 Size = Literal['small', 'large']
 Loss = Callable[[Tree, Tree, jax.Array], Any]
+ADAMW = optax.adamw(1e-3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Model:
         batch_dim: the dimension of the batch's arrays that has the rows; 1 in time-major data.
         has_aux: the loss returns a pair: the mean loss, and arrays that the step hands out.
         example: from a number of rows to a batch with values, where any small numbers will not do.
+        optimizer: updates the parameters.
+        hand_optimizer: from the sizes of mesh axes to the optimizer as an expert writes it.
     """
 
     name: str
@@ -52,6 +56,8 @@ class Model:
     batch_dim: int = 0
     has_aux: bool = False
     example: Callable[[int], Tree] | None = None
+    optimizer: optax.GradientTransformation = ADAMW
+    hand_optimizer: Callable[[Mapping[str, int]], optax.GradientTransformation] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from scalax._follow.accumulations import with_sums_behind_loops
 from scalax._follow.choices import follow_choices
 from scalax._follow.loops_over_rows import with_own_rows
+from scalax._follow.matrices import spread_matrices
 from scalax._follow.types import Arguments, Followed, Lost
 from scalax._jax.equations import JaxprEqn
 from scalax._jax.rewriting import run_as_one, with_inputs
@@ -40,6 +42,7 @@ def run_followed(
     jaxpr = jax.make_jaxpr(fun, static_argnums=static)(*args)
     try:
         found = follow_rows(jaxpr, arguments, mesh)
+        found = dataclasses.replace(found, jaxpr=spread_matrices(found.jaxpr, arguments, mesh))
     except Exception as error:  # noqa: BLE001 - a mistake of scalax, not of the user: it ends no program
         found = Followed(jaxpr, (), failure=_failure(error))
         warn(

@@ -1,0 +1,105 @@
+"""LLaMA-3 with Muon, an optimizer that multiplies matrices.
+
+By hand each device has whole ones: weights of one shape are one stack, which moves by an all-to-all for each
+mesh axis, and back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax.contrib import MuonDimensionNumbers, muon, scale_by_muon
+
+from benchmarks.unchanged.llama import LLAMA_8B, SEQUENCE, llama
+from benchmarks.unchanged.model import Model, Size, Tree
+from examples.llama.model import ModelConfig
+from scalax.sharding import PartitionSpec as P
+from scalax.sharding import with_sharding_constraint
+
+COLUMNS, ROWS = (None, 'fsdp', 'tp'), (None, 'tp', 'fsdp')
+SPECS = {
+    **dict.fromkeys(('query', 'key', 'value', 'gate', 'up'), COLUMNS),
+    **dict.fromkeys(('output', 'down'), ROWS),
+}
+COEFFICIENTS, STEPS, RATE = (3.4445, -4.7750, 2.0315), 5, 1e-3
+
+
+def numbers(params: Tree) -> Tree:
+    """Which dimensions of stacks are those of matrices; None of what is left to Adam."""
+
+    def of(path: Any, leaf: Any) -> Any:
+        return MuonDimensionNumbers(1, 2) if getattr(path[-1], 'key', '') in SPECS else None
+
+    return jax.tree.map_with_path(of, params, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+
+
+def muon_by_hand(mesh: Mapping[str, int]) -> optax.GradientTransformation:
+    """Muon whose Newton-Schulz iterations run on whole matrices."""
+
+    def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+        leaves, structure = jax.tree.flatten_with_path(updates)
+        names = [path[-1].key for path, _ in leaves]
+        wide = [x if x.shape[1] <= x.shape[2] else x.swapaxes(1, 2) for _, x in leaves]
+        found = dict.fromkeys(names, wide[0])
+        for shape in {x.shape for x in wide}:
+            group = [(name, x) for name, x in zip(names, wide, strict=True) if x.shape == shape]
+            parts = jnp.split(_whole(jnp.concatenate([x for _, x in group]), mesh), len(group))
+            found.update({name: part for (name, _), part in zip(group, parts, strict=True)})
+        results = []
+        for name, (_, x) in zip(names, leaves, strict=True):
+            result = found[name] if x.shape[1] <= x.shape[2] else found[name].swapaxes(1, 2)
+            spec = P(*(axis if axis in mesh else None for axis in SPECS[name]))
+            scale = math.sqrt(max(1, x.shape[2] / x.shape[1]))
+            results.append(scale * with_sharding_constraint(result, spec))
+        return jax.tree.unflatten(structure, results), state
+
+    def of_matrices(params: Tree) -> Tree:
+        return jax.tree.map(lambda x: MuonDimensionNumbers(1, 2), params)
+
+    def labels(params: Tree) -> Tree:
+        return jax.tree.map_with_path(lambda path, x: 'muon' if path[-1].key in SPECS else 'adam', params)
+
+    matrices = optax.chain(
+        scale_by_muon(ns_steps=0, weight_dimension_numbers=of_matrices),
+        optax.GradientTransformation(lambda params: optax.EmptyState(), update),
+        optax.scale_by_learning_rate(RATE),
+    )
+    others = optax.adamw(RATE, weight_decay=0.0, nesterov=True)
+    return optax.partition({'muon': matrices, 'adam': others}, labels)
+
+
+def _whole(stack: jax.Array, mesh: Mapping[str, int]) -> jax.Array:
+    """Newton-Schulz of a stack of matrices, of which each device has whole ones."""
+    count, devices = len(stack), 1
+    way, axes = [], [axis for axis in mesh if axis in ('fsdp', 'tp')]
+    for i, axis in enumerate(axes):
+        devices *= mesh[axis]
+        way.append(P(tuple(axes[: i + 1]), None, *axes[i + 1 :]))
+    stack = jnp.pad(stack, ((0, -count % devices), (0, 0), (0, 0)))
+    for spec in way:
+        stack = with_sharding_constraint(stack, spec)
+    a, b, c = COEFFICIENTS
+
+    def step(_: int, x: jax.Array) -> jax.Array:
+        square = x @ x.swapaxes(1, 2)
+        return a * x + (b * square + c * square @ square) @ x
+
+    stack = jax.lax.fori_loop(0, STEPS, step, stack)
+    for spec in way[::-1]:
+        stack = with_sharding_constraint(stack, spec)
+    return stack[:count]
+
+
+def models(size: Size) -> list[Model]:
+    """8B with Muon."""
+    small = ModelConfig(width=32, layers=2, heads=4, kv_heads=2)
+    found = llama('', small, 16, dtype='float32') if size == 'small' else llama('', LLAMA_8B, SEQUENCE)
+    optimizer = muon(RATE, muon_weight_dimension_numbers=numbers)
+    name = 'LLaMA-3 8B, Muon'
+    return [dataclasses.replace(found, name=name, optimizer=optimizer, hand_optimizer=muon_by_hand)]

@@ -1,0 +1,154 @@
+"""Finds the functions of a matrix in a jaxpr: equations that begin with one value, and multiply it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any
+
+from scalax._follow.said import SAID, placed_by_user
+from scalax._jax import equations
+from scalax._jax.equations import CALLS, Literal, jaxprs_in, opened, shape_of, values_in
+from scalax._jax.primitives import primitive_name
+from scalax._jax.rewriting import part_of, replaced
+from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS
+
+# Values of so many elements are scalars, or coefficients.
+_FEW = 64
+_PLAIN = FORWARDS | ELEMENTWISE | {'reduce_sum', 'reduce_max'}
+_MULTIPLYING = frozenset({'dot_general', 'scan', 'while', 'cond', *CALLS})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Function:
+    """A function of a matrix, or of a stack of them.
+
+    Attributes:
+        root: the value that it begins with.
+        free: the scalars that it takes in besides.
+        equations: its equations.
+        results: those of its values that others read.
+        part: the jaxpr of the results, of the root and the scalars.
+    """
+
+    root: Any
+    free: Sequence[Any]
+    equations: Sequence[Any]
+    results: Sequence[Any]
+    part: Any
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether the first dimension of the root may be a stack."""
+        shape = shape_of(self.root)
+        return len(shape) > 2 and shape[0] > 1
+
+    @property
+    def kind(self) -> Any:
+        """What functions have in common that compute the same."""
+        inside = [part for each in equations.equations(self.part) for part in values_in(each)]
+        constants = [id(value) for part in inside for value in getattr(part, 'consts', ())]
+        return shape_of(self.root), (*map(id, self.free),), (*constants,), str(self.part)
+
+
+def functions_of_matrices(jaxpr: Any, shapes: Container[tuple[int, ...]]) -> Iterator[Function]:
+    """The functions of a matrix in a jaxpr that do not depend on each other.
+
+    Args:
+        jaxpr: the jaxpr, open or closed.
+        shapes: the shapes of weights; a root has one of these.
+    """
+    inner = opened(jaxpr)
+    roots: dict[int, Any] = {}  # of each value that is computed of one alone
+    scalars: dict[int, Any] = {}  # what is computed of scalars alone -> its equation
+    found: dict[Any, list[Any]] = {}
+
+    def begin(variables: Sequence[Any]) -> None:
+        large = [var for var in variables if _size(var) > _FEW]
+        roots.update({id(var): var for var in large})
+        found.update({var: [] for var in large if shape_of(var) in shapes})
+
+    begin(inner.invars)
+    for equation in inner.eqns:
+        own = {*map(roots.get, map(id, equation.invars))} - {None}
+        if len(own) == 1:
+            [root] = own
+            roots.update(dict.fromkeys(map(id, equation.outvars), root))
+            if root in found:
+                found[root].append(equation)
+        elif own:
+            begin(equation.outvars)
+        elif not equation.effects:
+            scalars.update(dict.fromkeys(map(id, equation.outvars), equation))
+    found = {root: own for root, own in found.items() if _multiplies(own)}
+    if not found:
+        return
+    readers: dict[int, set[int]] = {id(var): {0} for var in inner.outvars}
+    for equation in inner.eqns:
+        for x in equation.invars:
+            readers.setdefault(id(x), set()).add(id(equation))
+    every = [_function(jaxpr, root, own, roots, readers, scalars) for root, own in found.items()]
+    late = {id(var) for function in every for var in function.results}
+    gone = {id(each) for function in every for each in function.equations}
+    for equation in inner.eqns:
+        if id(equation) not in gone and not late.isdisjoint(map(id, equation.invars)):
+            late.update(map(id, equation.outvars))
+    yield from [each for each in every if late.isdisjoint(map(id, [each.root, *each.free]))]
+
+
+def _multiplies(own: Sequence[Any]) -> bool:
+    """Whether some of these equations are products, also inside others, and the user places none of them."""
+    if _MULTIPLYING.isdisjoint([equation.primitive.name for equation in own]):
+        return False
+    inside = [
+        each for equation in own for jaxpr in jaxprs_in(equation) for each in equations.equations(jaxpr)
+    ]
+    names = {*map(primitive_name, [*own, *inside])}
+    placed = any(each.effects or any(placed_by_user(each)) for each in [*own, *inside])
+    return 'dot_general' in names and SAID.isdisjoint(names) and not placed
+
+
+def _function(
+    jaxpr: Any,
+    root: Any,
+    own: Sequence[Any],
+    roots: Mapping[int, Any],
+    readers: Mapping[int, set[int]],
+    scalars: Mapping[int, Any],
+) -> Function:
+    """The function, without what only writes its matrix in another way in front and behind."""
+    kept = {id(each): each for each in own}
+    for equation in reversed(own):
+        taken = {id(x) for x in equation.invars if roots.get(id(x)) is root and _size(x) > _FEW} - {id(root)}
+        read = set().union(*[readers.get(id(var), ()) for var in equation.outvars])
+        if len(taken) <= 1 and primitive_name(equation) in _PLAIN and read.isdisjoint(kept):
+            del kept[id(equation)]
+    while len(first := readers[id(root)] & kept.keys()) == 1:
+        equation = kept[first.pop()]
+        [after] = equation.outvars[:1]
+        is_narrower = after.aval.dtype.itemsize <= root.aval.dtype.itemsize
+        if primitive_name(equation) not in _PLAIN or _size(after) != _size(root) or not is_narrower:
+            break
+        del kept[id(equation)]
+        root = after
+    made = [var for each in kept.values() for var in each.outvars]
+    results = [var for var in made if not readers.get(id(var), set()) <= kept.keys()]
+    inside = {id(root), *map(id, made)}
+    free: dict[int, Any] = {}
+    computed: dict[int, Any] = {}
+    taken_in = [x for each in kept.values() for x in each.invars if id(x) not in inside]
+    for x in taken_in:  # which grows meanwhile
+        if id(x) in scalars:
+            taken_in += scalars[id(x)].invars
+            computed[id(scalars[id(x)])] = scalars[id(x)]
+        elif not isinstance(x, Literal):
+            free[id(x)] = x
+    ordered = [each for each in scalars.values() if id(each) in computed]
+    small = replaced(jaxpr, eqns=[*dict.fromkeys(ordered), *kept.values()])
+    part = part_of(small, [root, *free.values()], results)
+    return Function(root, [*free.values()], [*kept.values()], results, part)
+
+
+def _size(atom: Any) -> int:
+    return math.prod(shape_of(atom))

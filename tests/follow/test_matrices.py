@@ -1,0 +1,253 @@
+"""Optimizers that multiply matrices: each device computes whole ones."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import MuonDimensionNumbers, muon
+
+from scalax._follow import matrices
+from scalax._follow.stacks import run_stacked
+from scalax.sharding import (
+    MeshShardingHelper,
+    TreePathShardingRule,
+    with_sharding_constraint,
+)
+from scalax.sharding import PartitionSpec as P
+from tests.support.following import equations
+
+LAYERS, WIDTH, HIDDEN = 3, 64, 96
+COLUMNS, ROWS = P('fsdp', 'tp'), P('tp', 'fsdp')
+
+
+@pytest.fixture
+def free_moves(monkeypatch):
+    """As if it took no time to begin a collective: these matrices are small."""
+    monkeypatch.setattr(matrices, '_BEGIN', 0)
+
+
+pytestmark = pytest.mark.usefixtures('free_moves')
+
+
+def shapes(stacked):
+    """Of stacks, or of matrices of layers that are written out."""
+    each = {'q': (WIDTH, WIDTH), 'o': (WIDTH, WIDTH), 'up': (WIDTH, HIDDEN), 'down': (HIDDEN, WIDTH)}
+    layers = {name: (LAYERS, *shape) for name, shape in each.items()}
+    return {'layers': layers if stacked else [each] * LAYERS, 'scale': (WIDTH,)}
+
+
+def arguments(stacked):
+    random = np.random.default_rng(0)
+    draw = lambda shape: (random.standard_normal(shape) / 11).astype('float32')  # noqa: E731
+    params = jax.tree.map(draw, shapes(stacked), is_leaf=lambda x: isinstance(x, tuple))
+    return params, draw((64, WIDTH)) * 11
+
+
+def loss(params, x):
+    def layer(x, w):
+        x = x + jnp.tanh(x @ w['q']) @ w['o']
+        return x + jnp.tanh(x @ w['up']) @ w['down'], None
+
+    if isinstance(params['layers'], dict):
+        x, _ = jax.lax.scan(layer, x, params['layers'])
+    else:
+        for w in params['layers']:
+            x, _ = layer(x, w)
+    return jnp.mean((x * params['scale']) ** 2)
+
+
+def numbers(params):
+    """Of stacks, and of matrices; what has no matrices is left to adam."""
+    each = {3: MuonDimensionNumbers(1, 2), 2: MuonDimensionNumbers(0, 1)}
+    return jax.tree.map(lambda x: each.get(jnp.ndim(x)), params)
+
+
+def masked(params):
+    return jax.tree.map(
+        lambda x: x if isinstance(x, optax.MaskedNode) else numbers(x),
+        params,
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+    )
+
+
+def optimizer(**options):
+    return muon(1e-2, muon_weight_dimension_numbers=masked, **options)
+
+
+def step_of(optimizer, update=None):
+    update = update or optimizer.update
+
+    def step(state, x):
+        params, opt_state = state
+        value, grads = jax.value_and_grad(loss)(params, x)
+        updates, opt_state = update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    return step
+
+
+def sharded(step, tp=1, stacked=True, **options):
+    helper = MeshShardingHelper([-1, tp], ['fsdp', 'tp'])
+    stack = [None] if stacked else []
+    rule = TreePathShardingRule(
+        ('scale|count|coeffs|step', P()),
+        ('(down|o)$', P(*stack, *ROWS)),
+        ('(q|up)$', P(*stack, *COLUMNS)),
+        ('.*', P()),
+    )
+    shardings = {'in_shardings': (rule, P('fsdp')), 'out_shardings': (rule, P())}
+    return helper.sjit(step, **shardings, **options)
+
+
+def spread(step, *args):
+    """The equations that compute whole matrices."""
+    return [each for each in equations(step.trace(*args).jaxpr) if each.params.get('name') == 'spread']
+
+
+def assert_same(step, optimizer, stacked, tp, count):
+    params, x = arguments(stacked)
+    state = params, optimizer.init(params)
+    with jax.default_matmul_precision('highest'):
+        on_devices = sharded(step, tp, stacked=stacked)
+        assert len(spread(on_devices, state, x)) == count
+        found, expected = state, state
+        found, a = on_devices(found, x)
+        expected, b = jax.jit(step)(expected, x)
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        a, b = (np.asarray(each, 'float32') for each in (a, b))
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(1, np.abs(b).max()))
+
+
+@pytest.mark.parametrize(
+    ('options', 'tp', 'stacked', 'count'),
+    [
+        ({}, 1, True, 2),
+        ({}, 2, True, 2),
+        ({}, 1, False, 2),
+        ({'mu_dtype': 'bfloat16'}, 2, False, 2),
+        ({'ns_coeffs': 'dion', 'nesterov': False}, 1, True, 2),
+        ({'adaptive': True, 'weight_decay': 0.1}, 1, True, 2),
+    ],
+    ids=str,
+)
+def test_the_same_values(options, tp, stacked, count):
+    """The square ones are one stack, and so are the others, some of which are transposed."""
+    assert_same(step_of(optimizer(**options)), optimizer(**options), stacked, tp, count)
+
+
+def newton_schulz(x):
+    """As many write it: without a loop, for one matrix."""
+    x = x / (jnp.linalg.norm(x) + 1e-7)
+    for _ in range(3):
+        a = x @ x.T
+        x = 1.5 * x - 0.5 * a @ x
+    return x
+
+
+def by_hand(transform, ndim=2):
+    """An optimizer that transforms the momentum of weights of so many dimensions."""
+
+    def update(grads, state, params):
+        momentum = jax.tree.map(lambda g, m: 0.9 * m + g, grads, state)
+        return jax.tree.map(lambda m: -0.01 * (transform(m) if m.ndim == ndim else m), momentum), momentum
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+
+
+@pytest.mark.parametrize('transform', [newton_schulz, jax.jit(newton_schulz)], ids=['plain', 'jit'])
+def test_without_a_loop(transform):
+    """The square ones are one stack; others are two, because this transposes none."""
+    found = by_hand(transform)
+    assert_same(step_of(found), found, False, 1, 3)
+
+
+def test_an_update_that_is_jitted():
+    assert_same(step_of(optimizer(), jax.jit(optimizer().update)), optimizer(), True, 1, 2)
+
+
+def test_an_update_in_a_branch():
+    found = optax.MultiSteps(optimizer(), 2).gradient_transformation()
+    assert_same(step_of(found), found, True, 1, 2)
+
+
+def test_steps_in_a_loop():
+    step = step_of(optimizer())
+
+    def steps(state, x):
+        return jax.lax.scan(lambda state, _: step(state, x), state, None, 2)
+
+    params, x = arguments(True)
+    assert len(spread(sharded(steps), (params, optimizer().init(params)), x)) == 2
+
+
+def test_what_depends_on_another_one():
+    """The first ones are spread, and what comes behind stays where it is."""
+
+    def twice(x):
+        y = newton_schulz(x)
+        return newton_schulz(y + 0.1 * x @ jnp.ones((x.shape[1], x.shape[1])))
+
+    found = by_hand(twice)
+    assert_same(step_of(found), found, False, 1, 3)
+
+
+def mixing(x):
+    """Each matrix, less the mean of all."""
+    y = x - jnp.mean(x, 0)
+    return y @ y.swapaxes(1, 2) @ y
+
+
+def running(x):
+    y = jnp.cumsum(x, 0)
+    return y @ y.swapaxes(1, 2) @ y
+
+
+def all_products(x):
+    return jnp.einsum('aij,bkj->aik', x, x) @ x
+
+
+def placed(x):
+    x = with_sharding_constraint(x, P())
+    return x @ x.swapaxes(1, 2) @ x
+
+
+@pytest.mark.parametrize('transform', [mixing, running, all_products, placed])
+def test_what_stays_as_it_is(transform):
+    found = by_hand(transform, 3)
+    assert_same(step_of(found), found, True, 1, 0)
+
+
+def test_small_ones_stay(monkeypatch):
+    monkeypatch.undo()
+    step, (params, x) = step_of(optimizer()), arguments(True)
+    halved = jax.tree.map(lambda a: a[..., :32, :32] if a.ndim == 3 else a[:32], params)
+    assert not spread(sharded(step), (halved, optimizer().init(halved)), x[:, :32])
+
+
+def test_weights_that_are_whole_everywhere():
+    """With data parallelism alone, each device computes some matrices, too."""
+    helper, step = MeshShardingHelper([-1], ['data']), step_of(optimizer())
+    rule = TreePathShardingRule(('.*', P()))
+    params, x = arguments(False)
+
+    def enlarged(a):
+        return jnp.tile(a, (64,) * a.ndim)
+
+    def init():
+        return jax.tree.map(enlarged, params), optimizer().init(jax.tree.map(enlarged, params))
+
+    on_devices = helper.sjit(step, in_shardings=(rule, P('data')), out_shardings=(rule, P()))
+    assert len(spread(on_devices, jax.eval_shape(init), jax.eval_shape(enlarged, x))) == 2
+
+
+def test_stacks_of_another_size():
+    def normalized(x):
+        return jax.lax.fori_loop(0, 3, lambda _, y: y / jnp.linalg.norm(y, axis=(1, 2), keepdims=True), x)
+
+    jaxpr = jax.make_jaxpr(normalized)(jnp.ones((3, 4, 5)))
+    x = np.random.default_rng(0).standard_normal((7, 4, 5)).astype('float32')
+    [(found, dim)] = run_stacked(jaxpr, [(jnp.asarray(x), 0)])
+    assert dim == 0
+    np.testing.assert_allclose(found, normalized(x), rtol=1e-6)
