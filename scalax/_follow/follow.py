@@ -14,6 +14,7 @@ shardings of the results say. Loops that multiply few rows in a round are an exc
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
@@ -57,11 +58,8 @@ def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Follo
     shared = Shared(mesh, arguments, jaxpr)
     found = _Follower(shared).jaxpr(jaxpr, arguments.trails)
     moves = any(primitive_name(each.equation) in PRODUCTS for each in found.moved)
-    # Where all weights stay, the compiler may keep columns between products. It moves no rows to kernels.
-    if moves and not found.gathers and not shared.has_kernels:
-        nowhere = (LOST,) * len(found.trails)
-        return Followed(jaxpr, nowhere, lost=found.lost, moved=found.moved, is_open=True)
-    return found
+    # The compiler moves no rows to kernels.
+    return dataclasses.replace(found, is_open=moves and not found.gathers and not shared.has_kernels)
 
 
 class _Follower:

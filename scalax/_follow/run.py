@@ -65,12 +65,16 @@ def follow_rows(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> 
         arguments: what is known of its arguments.
         mesh: a mesh of Auto axes. It is in force.
     """
-    jaxpr = with_sums_behind_loops(jaxpr)
+    as_written, jaxpr = jaxpr, with_sums_behind_loops(jaxpr)
     while True:
         found = follow_choices(jaxpr, arguments, mesh)
         before, jaxpr = jaxpr, with_own_rows(jaxpr, found.lost, mesh.shape)
         if jaxpr is before:  # what one loop gives another one may run over
-            return found
+            break
+    if found.is_open and jaxpr is as_written:
+        # Where all weights stay, the compiler may keep columns from product to product.
+        return dataclasses.replace(found, jaxpr=jaxpr, kept=())
+    return dataclasses.replace(found, is_open=False)
 
 
 def _failure(error: Exception) -> str:

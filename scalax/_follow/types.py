@@ -93,7 +93,7 @@ class Followed:
         lost: where rows were lost, likewise.
         moved: the equations whose rows move: to a larger weight, or dealt to the devices in another order.
         gathers: whether a product gathers its weight, or has a weight to which rows move as experts say.
-        is_open: whether nothing is constrained, since rows move to all weights.
+        is_open: whether rows move to all weights.
         multiplied: the arguments without rows that are multiplied with rows, by number, and with how many of
             these each device does so at once, at most; `FEW_ROWS` or more if that is a part of it, so that a
             loop over layers does not gather all of them.

@@ -1,4 +1,4 @@
-"""What a plan says of the batch: what is followed of it, and where its rows are lost."""
+"""What a plan says of the batch: what is followed of it, and where its rows are lost or move."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from scalax._follow.followed_batch import FollowedBatch, LostRows, nothing_follo
 from scalax._report.tables import human_bytes
 from scalax.errors import plural
 
-_MOST_LOST = 5
+_MOST = 5
 
 
 def kept(batch: FollowedBatch | None) -> str:
@@ -21,14 +21,16 @@ def kept(batch: FollowedBatch | None) -> str:
 
 
 def lost_lines(batch: FollowedBatch | None) -> Iterable[str]:
-    """Where rows are lost, the largest values first."""
-    lost = batch.lost if batch else ()
-    for each in lost[:_MOST_LOST]:
-        yield f'  lost {_place(each)}: {each.array}, {human_bytes(each.bytes)}'
-    if more := lost[_MOST_LOST:]:
-        yield f'  ... and at {plural(len(more), "more place")}'
-    if lost:
-        yield f'  to find them again, {_remedy(lost[0])}'
+    """Where rows are lost, and where they move, the largest values first."""
+    if batch is None:
+        return
+    for what, places in (('lost', batch.lost), ('moved', batch.moved)):
+        for each in places[:_MOST]:
+            yield f'  {what} {_place(each)}: {each.array}, {human_bytes(each.bytes)}'
+        if more := places[_MOST:]:
+            yield f'  ... and at {plural(len(more), "more place")}'
+    if batch.lost:
+        yield f'  to find lost rows again, {_remedy(batch.lost[0])}'
 
 
 def _remedy(lost: LostRows) -> str:
