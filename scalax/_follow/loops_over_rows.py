@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from scalax._follow.accumulations import added_by_round
 from scalax._follow.types import Lost
-from scalax._jax.equations import loop_of, opened, scan_options
+from scalax._jax.equations import draws_alike, loop_of, opened, scan_options
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, equation_if_mapped, run
 
@@ -47,7 +47,7 @@ def _on_own_rows(equation: Any, devices: int) -> Any:
     loop = loop_of(equation)
     body = opened(loop.body)
     length = loop.length
-    if body.effects or not length or length % devices:
+    if body.effects or not length or length % devices or not draws_alike(body):
         return equation
     _, state, _ = loop.parts(body.invars)
     kept = [out is var for var, out in zip(state, body.outvars, strict=False)]

@@ -142,3 +142,16 @@ def test_the_compiler_for_tpus_adds_them_up_once(combined):
     )
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(args[0]))
     assert sum(row.count * row.bytes for row in plan.collectives) < 3 * size
+
+
+@pytest.mark.parametrize('dtype', ['int32', 'uint32'])
+def test_integers_are_divided_in_each_round(dtype):
+    """A sum of what is left of a division is not what is left of the sum."""
+
+    def fun(x):
+        return lax.scan(lambda c, r: (c + lax.div(lax.dot(r.T, r), jnp.array(3, dtype)), None), 0 * x[0], x)[
+            0
+        ]
+
+    x = np.random.default_rng(0).integers(0, 9, (5, 4, 4)).astype(dtype)
+    np.testing.assert_array_equal(run(with_sums_behind_loops(jax.make_jaxpr(fun)(x)), [x])[0], fun(x))

@@ -35,8 +35,8 @@ def branched(w, row):
     return lax.cond(row[0] > 0, lambda r: layers(w, r), lambda r: r, row)
 
 
-def keys():
-    return jax.random.split(jax.random.key(0), len(X))
+def keys(generator='threefry2x32'):
+    return jax.random.split(jax.random.key(0, impl=generator), len(X))
 
 
 LOOPS = {
@@ -99,6 +99,16 @@ def test_rounds_that_depend_on_each_other_stay_in_order(fun):
         found, expected = step(W, X), jax.jit(fun)(W, X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
     assert [each.primitive for each in step.followed(W, X).lost] == ['scan']
+
+
+@pytest.mark.parametrize('generator', ['rbg', 'unsafe_rbg'])
+def test_generators_that_draw_otherwise_of_many_keys_draw_of_one_after_the_other(generator):
+    def fun(w, x):
+        return lax.map(lambda each: noisy(w, each), (x, keys(generator)))
+
+    with jax.default_matmul_precision('highest'):
+        found, expected = on_devices(fun)(W, X), jax.jit(fun)(W, X)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec('libtpu'), reason='compiles for TPUs')
