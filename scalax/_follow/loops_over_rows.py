@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from scalax._follow.accumulations import added_by_round
 from scalax._follow.types import Lost
-from scalax._jax.equations import draws_alike, loop_of, opened, scan_options
+from scalax._jax.equations import draws_alike, equations, jaxprs_in, loop_of, opened, scan_options
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, equation_if_mapped, run
 
@@ -85,4 +85,11 @@ def _on_own_rows(equation: Any, devices: int) -> Any:
             *map(together, rows),
         ]
 
-    return equation_if_mapped(jax.jit(on_own_rows), equation)
+    found = equation_if_mapped(jax.jit(on_own_rows), equation)
+    # Of what can only be run one after the other, jax.vmap makes a loop over devices.
+    return found if _count_loops(found) == _count_loops(equation) else equation
+
+
+def _count_loops(equation: Any) -> int:
+    inside = [each for jaxpr in jaxprs_in(equation) for each in equations(jaxpr)]
+    return [*map(primitive_name, [equation, *inside])].count('scan')

@@ -111,6 +111,26 @@ def test_generators_that_draw_otherwise_of_many_keys_draw_of_one_after_the_other
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@jax.custom_batching.sequential_vmap
+def in_order(row):
+    return jnp.sin(row)
+
+
+def called_back(row):
+    return jax.pure_callback(np.sin, row, row, vmap_method='sequential')
+
+
+@pytest.mark.parametrize('fun', [in_order, called_back])
+def test_what_runs_one_after_the_other_stays_in_its_loop(fun):
+    def mapped(w, x):
+        return lax.map(lambda row: fun(row @ w), x)
+
+    with jax.default_matmul_precision('highest'):
+        step = on_devices(mapped)
+        np.testing.assert_allclose(step(W, X), jax.jit(mapped)(W, X), rtol=1e-5, atol=1e-5)
+    assert [each.primitive for each in step.followed(W, X).lost] == ['scan']
+
+
 @pytest.mark.skipif(not importlib.util.find_spec('libtpu'), reason='compiles for TPUs')
 def test_weights_are_gathered_once_before_the_loop():
     helper = MeshShardingHelper.from_topology('v5p:2x2x2', [-1], ['fsdp'])
