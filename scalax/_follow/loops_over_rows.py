@@ -47,7 +47,7 @@ def _on_own_rows(equation: Any, devices: int) -> Any:
     loop = loop_of(equation)
     body = opened(loop.body)
     length = loop.length
-    if body.effects or not length or length % devices or not draws_alike(body):
+    if body.effects or not length or length % devices or not draws_alike(body) or not _ends(body):
         return equation
     _, state, _ = loop.parts(body.invars)
     kept = [out is var for var, out in zip(state, body.outvars, strict=False)]
@@ -88,6 +88,26 @@ def _on_own_rows(equation: Any, devices: int) -> Any:
     found = equation_if_mapped(jax.jit(on_own_rows), equation)
     # Of what can only be run one after the other, jax.vmap makes a loop over devices.
     return found if _count_loops(found) == _count_loops(equation) else equation
+
+
+def _ends(jaxpr: Any, is_skipped: bool = False) -> bool:
+    """Whether rounds end together if each of them does: no row skips a `while` that others run.
+
+    `jax.vmap` computes branches, and rounds of a `while`, for all rows, also for those that never get there.
+    What guards a loop that would not end then guards it no longer.
+
+    Args:
+        jaxpr: the jaxpr.
+        is_skipped: whether some rows do not get there.
+    """
+    for equation in opened(jaxpr).eqns:
+        name = primitive_name(equation)
+        if name == 'while' and is_skipped:
+            return False
+        inside = is_skipped or name in ('cond', 'while')
+        if not all(_ends(each, inside) for each in jaxprs_in(equation)):
+            return False
+    return True
 
 
 def _count_loops(equation: Any) -> int:

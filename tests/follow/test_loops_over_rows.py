@@ -131,6 +131,25 @@ def test_what_runs_one_after_the_other_stays_in_its_loop(fun):
     assert [each.primitive for each in step.followed(W, X).lost] == ['scan']
 
 
+def halved(row):
+    return lax.while_loop(lambda r: jnp.max(r) > 0.1, lambda r: r / 2, row)
+
+
+GUARDED = {
+    'a branch': lambda row: lax.cond(jnp.isfinite(row[0]), halved, jnp.zeros_like, row),
+    'a loop': lambda row: lax.while_loop(lambda r: jnp.isfinite(r[0]) & (r[0] > 0.1), halved, row),
+}
+
+
+@pytest.mark.parametrize('fun', GUARDED.values(), ids=GUARDED)
+def test_a_row_that_skips_a_loop_skips_it(fun):
+    """Half of infinity is infinity."""
+    x = np.where(np.arange(32)[:, None] == 5, np.inf, X)
+    step = on_devices(lambda w, x: lax.map(fun, x))
+    assert [each.primitive for each in step.followed(W, x).lost] == ['scan']
+    np.testing.assert_array_equal(step(W, x), jax.jit(lambda x: lax.map(fun, x))(x))
+
+
 @pytest.mark.skipif(not importlib.util.find_spec('libtpu'), reason='compiles for TPUs')
 def test_weights_are_gathered_once_before_the_loop():
     helper = MeshShardingHelper.from_topology('v5p:2x2x2', [-1], ['fsdp'])
