@@ -150,10 +150,36 @@ def test_a_row_that_skips_a_loop_skips_it(fun):
     np.testing.assert_array_equal(step(W, x), jax.jit(lambda x: lax.map(fun, x))(x))
 
 
+BRANCHED = {
+    'a switch': lambda w, r: lax.switch(jnp.argmax(r[:3]), [lambda r: r @ w, jnp.sin, lambda r: 1 / r], r),
+    'one in another': lambda w, r: lax.cond(r[0] > 0, lambda r: branched(w, r[::-1]), jnp.sin, r),
+    'in a loop': lambda w, r: lax.fori_loop(
+        0, 3, lambda i, c: lax.cond(r[i] > 0, lambda c: jnp.tanh(c @ w), lambda c: c * 2, c), r
+    ),
+    'by a weight': lambda w, r: lax.cond(w[0, 0] > 0, lambda r: r @ w, lambda r: r, r),
+    'of no operands': lambda w, r: lax.cond(r[0] > 0, lambda: 1.0, lambda: 2.0) * (r @ w),
+}
+
+
+@pytest.mark.parametrize('name', BRANCHED)
+@pytest.mark.parametrize('is_gradient', [False, True], ids=['values', 'gradient'])
+def test_rows_choose_branches(name, is_gradient):
+    def fun(w, x):
+        return lax.map(lambda row: BRANCHED[name](w, row), x)
+
+    if is_gradient:
+        values, fun = fun, jax.grad(lambda w, x: jnp.sum(jnp.sin(values(w, x))))
+    with jax.default_matmul_precision('highest'):
+        step = on_devices(fun)
+        np.testing.assert_allclose(step(W, X), jax.jit(fun)(W, X), rtol=1e-5, atol=1e-5)
+    assert not step.followed(W, X).lost
+
+
 @pytest.mark.skipif(not importlib.util.find_spec('libtpu'), reason='compiles for TPUs')
-def test_weights_are_gathered_once_before_the_loop():
+@pytest.mark.parametrize('name', ['a gradient', 'branches'])
+def test_weights_are_gathered_once_before_the_loop(name):
     helper = MeshShardingHelper.from_topology('v5p:2x2x2', [-1], ['fsdp'])
     w, x = jax.ShapeDtypeStruct((256, 256), 'float32'), jax.ShapeDtypeStruct((512, 256), 'float32')
-    step = helper.sjit(LOOPS['a gradient'], in_shardings=(RULE, P('fsdp')), out_shardings=RULE)
+    step = helper.sjit(LOOPS[name], in_shardings=(RULE, P('fsdp')), out_shardings=RULE)
     plan = helper.plan(step, w, x, quick=True)
     assert sum(row.count * row.bytes for row in plan.collectives) < 4 * 256 * 256 * 4
