@@ -129,3 +129,15 @@ def test_groups_of_products_are_left_alone():
     step = STRATEGIES['fsdp'][0].sjit(fun, in_shardings=(RULE, P('fsdp')))
     with jax.default_matmul_precision('highest'):
         np.testing.assert_allclose(step(w, x), jax.jit(fun)(w, x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('dtype', ['uint8', 'int16', 'uint32'])
+def test_sizes_of_other_dtypes(dtype):
+    def fun(w, x):
+        return lax.ragged_dot(x, w['up'], jnp.array([200, 30, 10, 16], dtype))
+
+    x = np.repeat(rows(), 4, 0)
+    helper, rule, batch = STRATEGIES['fsdp']
+    with jax.default_matmul_precision('highest'), jax.numpy_dtype_promotion('strict'):
+        found = helper.sjit(fun, in_shardings=(rule, batch))(weights(), x)
+        np.testing.assert_allclose(found, jax.jit(fun)(weights(), x), rtol=1e-5, atol=1e-5)
