@@ -52,7 +52,7 @@ def on_own_rows(equation: Any, operands: Sequence[Trail], trails: Trails, mesh: 
     [result] = dims.through((x, y, ()), ())
 
     def of_own_rows(left: Any, right: Any, sizes: Any) -> Any:
-        sizes = sizes.astype(jnp.int32)  # of bytes, their sums are larger
+        sizes = sizes.astype(jnp.int32)  # bytes hold no more than 255 rows
         count, ends = left.shape[rows], jnp.cumsum(sizes)
         before = jax.lax.axis_index(axes) * count
         first, last = (jnp.clip(each - before, 0, count) for each in (ends - sizes, ends))
