@@ -21,7 +21,7 @@ import numpy as np
 
 from scalax._tree.path_identity import uncertain_nodes
 from scalax._util import lru_cache
-from scalax.errors import ArgumentError, StructureError, did_you_mean, plural
+from scalax.errors import ArgumentError, StructureError, did_you_mean, near_names, plural
 from scalax.rules._prefix import RuleLike, is_rule
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -142,9 +142,13 @@ class CallSignature:
         named = {p.kind: p.name for p in self.parameters}
         self.varargs, self.keywords = named.get(kinds.VAR_POSITIONAL), named.get(kinds.VAR_KEYWORD)
         # They name extra positional arguments, if a wrapper has the same parameters before these.
-        names = _positional_behind(fun)
+        behind = _parameters_behind(fun)
+        names = [p.name for p in behind if p.kind in _POSITIONAL]
         fits = not self.varargs or names[: len(self.positional)] == self.positional
         self.hints, self._hidden = (names, []) if fits else ([], names)
+        # A wrapper may take keywords for itself, but hardly one that looks like a misspelled one of these.
+        passes_on = fits and kinds.VAR_KEYWORD not in [p.kind for p in behind]
+        self._behind = [p.name for p in behind] if passes_on else []
         self._static = self._selection('static', *static)
         self._donated = self._selection('donate', *donated)
         self._batch = self._selection('batch', *batch)
@@ -185,9 +189,10 @@ class CallSignature:
     def _unknown(self, name: Any) -> str:
         """What is near a name that no argument can have; empty if one can."""
         known = dict.fromkeys([*self.positional, *self.keyword_only, *self.hints])
-        if name in known or (self.keywords is not None and name not in self._hidden):
+        if name in known or name in self._behind:
             return ''
-        return did_you_mean(str(name), known)
+        is_free = self.keywords is not None and name not in self._hidden
+        return '' if is_free and not near_names(str(name), self._behind) else did_you_mean(str(name), known)
 
     @property
     def key(self) -> Any:
@@ -380,10 +385,10 @@ def _parameters(fun: Callable[..., Any]) -> list[inspect.Parameter]:
         ]
 
 
-def _positional_behind(fun: Callable[..., Any]) -> list[str]:
-    """The positional parameters of the function that *fun* wraps, whose names users know."""
+def _parameters_behind(fun: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of the function that *fun* wraps, whose names users know."""
     try:
-        return [p.name for p in inspect.signature(fun).parameters.values() if p.kind in _POSITIONAL]
+        return list(inspect.signature(fun).parameters.values())
     except (ValueError, TypeError):
         return []
 
