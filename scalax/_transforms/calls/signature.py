@@ -147,6 +147,7 @@ class CallSignature:
         fits = not self.varargs or names[: len(self.positional)] == self.positional
         self.hints, self._hidden = (names, []) if fits else ([], names)
         # A wrapper may take keywords for itself, but hardly one that looks like a misspelled one of these.
+        self._most = None if kinds.VAR_POSITIONAL in [p.kind for p in behind] else len(names)
         passes_on = fits and kinds.VAR_KEYWORD not in [p.kind for p in behind]
         self._behind = [p.name for p in behind] if passes_on else []
         self._static = self._selection('static', *static)
@@ -216,7 +217,12 @@ class CallSignature:
     def _lay_out(self, extras: int) -> CallLayout:
         count = len(self.positional)
         extra = [f'{self.varargs}[{i}]' for i in range(extras)]
-        extra[: len(self.hints[count:])] = self.hints[count : count + extras]
+        if self._keeps_some(extras):
+            for numbers, named in (self._static, self._donated, self._batch):
+                by_number = {self.hints[n] for n in numbers if 0 <= n < len(self.hints)}
+                self._require_own(named - by_number, 'an option')
+        else:
+            extra[: len(self.hints[count:])] = self.hints[count : count + extras]
         names = [*self.positional, *extra]
         total = len(names)
         slots = []
@@ -241,6 +247,20 @@ class CallSignature:
             if names:
                 raise ArgumentError(f'{self.name}: {", ".join(names)} cannot be both static and {what}')
         return CallLayout.of(slots, total)
+
+    def _keeps_some(self, extras: int) -> bool:
+        """Whether a wrapper is given more arguments by position than the function behind it takes."""
+        total = len(self.positional) + extras
+        return self.varargs is not None and self._most is not None and total > self._most
+
+    def _require_own(self, names: Iterable[str], what: str) -> None:
+        """Raises ArgumentError if some names are those of arguments of the function behind a wrapper."""
+        wrong = [n for n in names if n in self.hints and n not in (*self.positional, *self.keyword_only)]
+        if wrong:
+            raise ArgumentError(
+                f'{self.name}: {what} names {", ".join(map(repr, sorted(wrong)))}, and the wrapper is called '
+                'with more positional arguments than the function behind it takes: say which by position'
+            )
 
     def flatten(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
         """The flat arguments of a call; raises TypeError as Python does for a call that does not fit."""
@@ -328,6 +348,8 @@ class CallSignature:
         by_slot: dict[int, RuleLike] = dict.fromkeys(layout.dynamic)
         if isinstance(rules, Mapping):
             self.check_names(rules, what)
+            if self._keeps_some(len(flat_args) - self.fixed):
+                self._require_own(rules, what)
             for i in layout.dynamic:
                 name = layout.slots[i].name
                 if name == EXTRA_KEYWORDS:
