@@ -536,9 +536,9 @@ for rows in (4096, 32):
 
 # %% [markdown]
 # To say yourself where a value is, bind its name: here the hidden values get the sharding of the batch. Then
-# the compiler does not decide for 32 rows either: a parameter is gathered, and rows move where that takes
-# less. Gradients are summed, with each device keeping its part. (The plan shows an all-reduce for these; if
-# only a part of an all-reduce is kept, the compilers for TPUs and GPUs turn it into a reduce-scatter.)
+# parameters are gathered for 32 rows as well. Gradients are summed, with each device keeping its part. (The
+# plan shows an all-reduce for these; if only a part of an all-reduce is kept, the compilers for TPUs and GPUs
+# turn it into a reduce-scatter.)
 
 # %%
 step = fsdp.sjit(train_step, **layout, annotation_shardings={'hidden': P('fsdp')})
