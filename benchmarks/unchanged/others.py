@@ -1,6 +1,6 @@
 """Models that others wrote, as they publish them, with random weights.
 
-They are of Hugging Face's transformers, Google's tunix, Haiku, and AlphaFold: `others.txt` says which releases.
+They are of Hugging Face's transformers, Google's tunix, Haiku, and AlphaFold; others.txt says which releases.
 """
 
 from __future__ import annotations
@@ -485,6 +485,6 @@ def model_of(
         loss=loss,
         columns_and_rows=NO_TP,
         hand={},
-        rows=rows,
+        rows=1 if size == 'small' else rows,
         has_aux=has_aux,
     )
