@@ -191,8 +191,10 @@ HUGGING_FACE = (
         'Wav2Vec2ForCTC',
         {
             **of_encoder(32, 2, 4, conv_dim=(16, 16), conv_stride=(4, 2), conv_kernel=(8, 2)),
-            'num_conv_pos_embeddings': 4, 'num_conv_pos_embedding_groups': 4,
-            'do_stable_layer_norm': True, 'feat_extract_norm': 'layer',
+            'num_conv_pos_embeddings': 4,
+            'num_conv_pos_embedding_groups': 4,
+            'do_stable_layer_norm': True,
+            'feat_extract_norm': 'layer',
         },
         of_encoder(1024, 24, 16, do_stable_layer_norm=True, feat_extract_norm='layer', conv_bias=True),
         (
@@ -249,8 +251,11 @@ HUGGING_FACE = (
         'RegNetForImageClassification',
         {'embedding_size': 8, 'hidden_sizes': [16, 32], 'depths': [1, 1], 'groups_width': 8},
         {
-            'embedding_size': 32, 'hidden_sizes': [128, 192, 512, 1088], 'depths': [2, 6, 12, 2],
-            'groups_width': 64, 'num_labels': 1000,
+            'embedding_size': 32,
+            'hidden_sizes': [128, 192, 512, 1088],
+            'depths': [2, 6, 12, 2],
+            'groups_width': 64,
+            'num_labels': 1000,
         },
         (images(32), images(224)),
         rows=32,
@@ -376,10 +381,12 @@ def of_nnx(nnx: Any, name: str, size: Size, make: Callable[..., Any]) -> Model:
 
 def resnet(size: Size) -> Model:
     """Haiku's ResNet."""
-    import haiku as hk
+    hk: Any = importlib.import_module('haiku')
 
     small = {
-        'blocks_per_group': (1, 1, 1, 1), 'channels_per_group': (16, 16, 32, 32), 'num_classes': 16,
+        'blocks_per_group': (1, 1, 1, 1),
+        'channels_per_group': (16, 16, 32, 32),
+        'num_classes': 16,
         'bottleneck': False,
     }
 
@@ -410,9 +417,11 @@ def resnet(size: Size) -> Model:
 
 def evoformer(size: Size) -> Model:
     """The Evoformer of AlphaFold: it takes one protein, and is mapped over several."""
-    import haiku as hk
-    from alphafold.model import config, layer_stack, modules, prng
-
+    hk: Any = importlib.import_module('haiku')
+    config, layer_stack, modules, prng = (
+        importlib.import_module(f'alphafold.model.{name}')
+        for name in ('config', 'layer_stack', 'modules', 'prng')
+    )
     own = config.model_config('model_1').model
     stack, shared = own.embeddings_and_evoformer, own.global_config
     shared.deterministic = False
