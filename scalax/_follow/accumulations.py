@@ -108,8 +108,10 @@ def _is_linear(var: Any, makers: dict[int, Any], changing: set[int], bases: dict
         bases[id(var)] = var
         return True
     parts = [x for x in made.invars if id(x) in changing]
-    if name == 'div' and parts[0] is not made.invars[0]:
-        return False
+    if name == 'div' and (parts[0] is not made.invars[0] or jnp.issubdtype(var.aval.dtype, jnp.integer)):
+        return False  # integers are divided with a remainder
+    if name in ('mul', 'div') and var.aval.dtype == jnp.float16:
+        return False  # what is scaled down so that its sum does not overflow
     both = name in _SUMS and len(parts) == 2
     return (both or (name in _LINEAR and len(parts) == 1)) and all(
         _is_linear(x, makers, changing, bases) for x in parts

@@ -37,7 +37,7 @@ class Edit:
         kept: the values that are constrained, those of jaxprs inside it too.
         lost: where rows were lost, likewise.
         moves: the equations whose rows move to other devices, likewise.
-        gathers: as for `Followed`, likewise.
+        gathered, sent: as for `Followed`, likewise.
         weights: its arguments without rows, and what is multiplied with them.
         replaced: operand of the equation at hand -> what stands in its place, for this equation.
         summed: the results of the loop at hand that are summed behind it.
@@ -63,7 +63,7 @@ class Edit:
         self.kept: list[Kept] = []
         self.lost: list[Lost] = []
         self.moves: list[Lost] = []
-        self.gathers = False
+        self.gathered = self.sent = 0.0
         arguments = {
             var: i
             for i, var in enumerate(opened(jaxpr).invars)
@@ -131,11 +131,14 @@ class Edit:
         """Takes note of an equation whose rows move to this value."""
         self.moves.append(Lost(equation, value.aval))
 
-    def inside(self, equation: Any, jaxpr: Any, trails: Sequence[Trail], use: Use = ONCE) -> Followed:
-        """A jaxpr of an equation; what is kept and lost in it counts."""
+    def inside(
+        self, equation: Any, jaxpr: Any, trails: Sequence[Trail], use: Use = ONCE, times: int = 1
+    ) -> Followed:
+        """A jaxpr of an equation, which runs so many times; what is kept and lost in it counts."""
         found = self.follow(jaxpr, trails, use)
         self.kept += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.kept]
         self.lost += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.lost]
         self.moves += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.moved]
-        self.gathers |= found.gathers
+        self.gathered += times * found.gathered
+        self.sent += times * found.sent
         return found

@@ -57,9 +57,8 @@ def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Follo
     """
     shared = Shared(mesh, arguments, jaxpr)
     found = _Follower(shared).jaxpr(jaxpr, arguments.trails)
-    moves = any(primitive_name(each.equation) in PRODUCTS for each in found.moved)
     # The compiler moves no rows to kernels.
-    return dataclasses.replace(found, is_open=moves and not found.gathers and not shared.has_kernels)
+    return dataclasses.replace(found, is_open=found.gathered > found.sent and not shared.has_kernels)
 
 
 class _Follower:
@@ -145,7 +144,8 @@ class _Pass(Edit):
             tuple(self.kept),
             tuple(self.lost),
             tuple(self.moves),
-            self.gathers,
+            self.gathered,
+            self.sent,
             False,
             self.weights.multiplied,
             self.weights.passed(jaxpr.outvars),
@@ -173,9 +173,9 @@ class _Pass(Edit):
             if any(map(trails.has_rows, results)):
                 self.note_move(equation, equation.outvars[0])
         move = None
-        if name == 'dot_general' and not experts:
+        if name in PRODUCTS and not experts:
             move = move_to_weight(self, equation, operands, results)
-        elif name == 'ragged_dot_general':
+        if name == 'ragged_dot_general':
             placed = on_own_rows(equation, operands, trails, self.shared.mesh)
         if move is not None:
             self.note_move(equation, equation.invars[move.weight])
@@ -214,7 +214,6 @@ class _Pass(Edit):
     ) -> Sequence[int]:
         """The operands of a product that are weights and are not gathered for it, by number."""
         if experts or move is not None or primitive_name(equation) not in PRODUCTS:
-            self.gathers |= bool(experts)
             return experts if move is None else [move.weight]
         dims, found = self.shared.trails.dims(equation), []
         for weight, rows in ((0, 1), (1, 0)):
@@ -222,7 +221,6 @@ class _Pass(Edit):
             own = [each for i, each in enumerate(operands[rows]) if i not in summed]
             if stored and stored.isdisjoint(axes_of(own)):
                 found.append(weight)
-            self.gathers |= not stored.isdisjoint(axes_of(own))
         return found
 
     def _elementwise(self, equation: Any, ids: Sequence[int], operands: Sequence[Trail]) -> None:

@@ -24,10 +24,6 @@ _SAY_WHICH = (
     'it is an argument that specs alone shard, and that is not donated, beside one that a rule places; '
     'batch_argnums and batch_argnames say which it is elsewhere'
 )
-_FEW = (
-    'rows are few. Each weight that axes of the batch shard is larger than what moves of its rows, so the '
-    'compiler may leave all of them in place'
-)
 _JAX = os.path.dirname(jax.__file__) + os.sep
 
 
@@ -149,7 +145,7 @@ def followed_batch(
     if followed.failure:
         return FollowedBatch(name, reason=followed.failure)
     if followed.is_open:
-        return FollowedBatch(name, moved=_largest_first(followed.moved), reason=_FEW)
+        return FollowedBatch(name, reason=_few(followed.gathered, followed.sent))
     kept = Counter(
         KeptValue(_array(each.aval), each.spec, each.equation.primitive.name, line_of(each))
         for each in followed.kept
@@ -160,6 +156,14 @@ def followed_batch(
         tuple(dataclasses.replace(value, count=count) for value, count in kept.items()),
         _largest_first(followed.lost),
         _largest_first(followed.moved),
+    )
+
+
+def _few(gathered: float, sent: float) -> str:
+    weights, rows = map(human_bytes, map(round, (gathered, sent)))
+    return (
+        f'rows are few. To keep them a device would gather {weights} of weights; the compiler can move '
+        f'{rows} of rows instead'
     )
 
 

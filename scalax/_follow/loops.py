@@ -9,6 +9,7 @@ from scalax._follow.edit import Edit
 from scalax._follow.trail import (
     LOST,
     Trail,
+    axes_of,
     closed_spec_of,
     common,
     element_of,
@@ -44,9 +45,9 @@ def follow_loop(edit: Edit, equation: Any, operands: Sequence[Trail]) -> tuple[A
             edit.note_loss(equation, [atom])
     same = [rounds * edit.weights.rounds(atom) for atom in loop.parts(equation.invars)[0]]
     use = Use(loop.constants + loop.carried, tuple(same))
-    inside = edit.inside(equation, loop.body, arguments(state), use)
+    inside = edit.inside(equation, loop.body, arguments(state), use, rounds)
     _gather_before(edit, equation, range(loop.tested, loop.tested + loop.constants), inside)
-    _sum_behind(edit, equation, loop.carried, inside)
+    _sum_behind(edit, equation, loop.carried, rounds, inside)
     edit.weights.note_loop(equation.invars[loop.tested :], inside.multiplied, loop.constants, rounds)
     stacked = map(stack_of, inside.trails[loop.carried :])
     return with_jaxprs(equation, inside.jaxpr), [*inside.trails[: loop.carried], *stacked]
@@ -85,10 +86,10 @@ def _gather_before(edit: Edit, equation: Any, places: range, inside: Followed) -
             edit.place_before(var, spec, equation)
 
 
-def _sum_behind(edit: Edit, equation: Any, carried: int, inside: Followed) -> None:
+def _sum_behind(edit: Edit, equation: Any, carried: int, rounds: int, inside: Followed) -> None:
     """Leaves sums over few rows of a round whole: devices add them up once, behind the loop."""
-    edit.summed = [
-        var
+    summed = [
+        (var, inside.trails[i])
         for i, var in enumerate(equation.outvars[:carried])
         if i in inside.summed
         and not edit.shared.has_rows(inside.trails[i])
@@ -96,6 +97,9 @@ def _sum_behind(edit: Edit, equation: Any, carried: int, inside: Followed) -> No
         and not isinstance(var, DropVar)
         and id(var) not in edit.users_own
     ]
+    # The compiler alone adds them up in each round.
+    edit.sent += rounds * sum(edit.shared.trails.bytes_of(var, axes_of(trail)) for var, trail in summed)
+    edit.summed = [var for var, _ in summed]
 
 
 def _settled(

@@ -9,6 +9,7 @@ are added up behind it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,9 +19,19 @@ import jax.numpy as jnp
 
 from scalax._follow.accumulations import added_by_round
 from scalax._follow.types import Lost
-from scalax._jax.equations import loop_of, opened, scan_options
+from scalax._jax.equations import (
+    Loop,
+    branches,
+    draws_alike,
+    equations,
+    jaxprs_in,
+    loop_of,
+    opened,
+    scan_options,
+)
 from scalax._jax.primitives import primitive_name
-from scalax._jax.rewriting import Rewriter, equation_if_mapped, run
+from scalax._jax.rewriting import Rewriter, equation_if_mapped, equation_of, run
+from scalax._jaxprs.dependence import Dependence
 
 
 def with_own_rows(jaxpr: Any, lost: Iterable[Lost], sizes: Mapping[str, int]) -> Any:
@@ -47,13 +58,15 @@ def _on_own_rows(equation: Any, devices: int) -> Any:
     loop = loop_of(equation)
     body = opened(loop.body)
     length = loop.length
-    if body.effects or not length or length % devices:
+    if body.effects or not length or length % devices or not draws_alike(body) or not _ends(body):
         return equation
     _, state, _ = loop.parts(body.invars)
     kept = [out is var for var, out in zip(state, body.outvars, strict=False)]
     for var, out, same in zip(state, body.outvars, kept, strict=False):
         if not same and added_by_round(body, var, out) is None:
             return equation
+
+    each_round = _with_choices(loop)
 
     def dealt(stack: Any) -> Any:
         return jnp.moveaxis(stack.reshape(devices, length // devices, *stack.shape[1:]), 0, 1)
@@ -68,7 +81,7 @@ def _on_own_rows(equation: Any, devices: int) -> Any:
             def round_of(own: Sequence[Any], row: Sequence[Any]) -> tuple[Any, Any]:
                 left = iter(own)
                 carried = [x if same else next(left) for x, same in zip(first, kept, strict=True)]
-                results = run(loop.body, [*given, *carried, *row])
+                results = run(each_round, [*given, *carried, *row])
                 added = [x for x, same in zip(results, kept, strict=False) if not same]
                 return added, results[loop.carried :]
 
@@ -85,4 +98,71 @@ def _on_own_rows(equation: Any, devices: int) -> Any:
             *map(together, rows),
         ]
 
-    return equation_if_mapped(jax.jit(on_own_rows), equation)
+    found = equation_if_mapped(jax.jit(on_own_rows), equation)
+    # Of what can only be run one after the other, jax.vmap makes a loop over devices.
+    return found if _count_loops(found) == _count_loops(equation) else equation
+
+
+def _with_choices(loop: Loop) -> Any:
+    """The body of a loop whose branches keep what is the same for all rows, such as weights, as one.
+
+    `jax.vmap` computes all branches where rows choose one, and copies all of their operands for each row.
+    """
+    count = len(opened(loop.body).invars)
+    state = loop.constants + loop.carried
+    rows = Dependence(loop.body, [i >= state for i in range(count)])
+
+    def change(equation: Any) -> Any:
+        if primitive_name(equation) != 'cond' or equation.invars[0] not in rows:
+            return equation
+        return equation_of(_choice(equation), equation)
+
+    return Rewriter(change).jaxpr(loop.body)
+
+
+def _choice(equation: Any) -> Any:
+    """A function of the operands of a `cond` that maps them as they are."""
+    ways = [functools.partial(run, branch) for branch in branches(equation)]
+
+    def of_one(index: Any, operands: Sequence[Any]) -> list[Any]:
+        found: list[Any] = jax.lax.switch(index, ways, operands)
+        return found
+
+    choice = jax.custom_batching.custom_vmap(of_one)
+
+    @choice.def_vmap
+    def mapped(_: int, is_mapped: Any, index: Any, operands: Sequence[Any]) -> tuple[Any, Any]:
+        def chosen(index: Any, operands: Sequence[Any]) -> list[Any]:
+            results = zip(*[way(operands) for way in ways], strict=True)
+            return [jax.lax.select_n(index, *each) for each in results]
+
+        axes = jax.tree.map(lambda each: 0 if each else None, is_mapped)
+        found = jax.vmap(chosen if is_mapped[0] else of_one, in_axes=tuple(axes))(index, operands)
+        return found, [True] * len(found)
+
+    return lambda index, *operands: choice(index, [*operands])
+
+
+def _ends(jaxpr: Any, is_skipped: bool = False) -> bool:
+    """Whether rounds end together if each of them does: no row skips a `while` that others run.
+
+    `jax.vmap` computes branches, and rounds of a `while`, for all rows, also for those that never get there.
+    What guards a loop that would not end then guards it no longer.
+
+    Args:
+        jaxpr: the jaxpr.
+        is_skipped: whether some rows do not get there.
+    """
+    for equation in opened(jaxpr).eqns:
+        name = primitive_name(equation)
+        if name == 'while' and is_skipped:
+            return False
+        inside = is_skipped or name in ('cond', 'while')
+        if not all(_ends(each, inside) for each in jaxprs_in(equation)):
+            return False
+    return True
+
+
+def _count_loops(equation: Any) -> int:
+    inside = [each for jaxpr in jaxprs_in(equation) for each in equations(jaxpr)]
+    return [*map(primitive_name, [equation, *inside])].count('scan')

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from scalax._follow.experts import Stored
 from scalax._follow.functions import Function, functions_of_matrices
-from scalax._follow.stacks import run_stacked
+from scalax._follow.stacks import NoStackError, run_stacked
 from scalax._follow.trail import LOST, Trail, Trails, closed_spec_of, merged
 from scalax._follow.types import Arguments
 from scalax._jax.equations import CALLS, branches, called, dot_dims, loop_of, opened, shape_of
@@ -122,9 +122,10 @@ class _Spreader(Rewriter):
 
         operands = [*[each.root for each in group], *first.free]
         outputs = [var for each in group for var in each.results]
+        call = jax.jit(spread)
         try:
-            return equation_of(jax.jit(spread), first.equations[-1].replace(invars=operands, outvars=outputs))
-        except ValueError:  # they are no stacks
+            return equation_of(call, first.equations[-1], operands, outputs)
+        except NoStackError:
             return None
 
     def _way(self, layout: Trail) -> Iterator[Trail]:

@@ -7,16 +7,14 @@ part of the weight is multiplied with, and the result moves back to the rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
 from scalax._follow.edit import Edit
-from scalax._follow.trail import Trail, axes_of, spec_of, without
-from scalax._jax.equations import shape_of
-from scalax._tree.paths import bits_of
+from scalax._follow.trail import LOST, Trail, axes_of, spec_of, without
+from scalax._jax.primitives import primitive_name
 
 # A weight that is gathered for a product is often kept for its gradient, which moves rows once more.
 _SHARED = 2
@@ -39,39 +37,40 @@ def move_to_weight(
 ) -> Move | None:
     """Places the rows of a product where the parts of its weight are, if that takes less than to gather it.
 
-    Both ways take the same links, those along the mesh axes that shard the weight, so bytes tell which one
-    is faster. An all-gather and a reduce-scatter send all of an array, an all-to-all the part of a device.
+    Both ways take the same links, those along the mesh axes that shard the weight, so bytes tell which one is
+    faster. An all-gather and a reduce-scatter send all of an array, an all-to-all the part of a device. The
+    bytes are noted: where the weights of a function are more in all, the compiler decides.
 
     Args:
         edit: the jaxpr at hand.
-        equation: a `dot_general`. XLA fails at some convolutions that are placed like this.
+        equation: the product. XLA fails at some convolutions that are placed like this, so none is.
         operands: the trails of its operands.
         results: those of its result, with the rows in place.
     """
-    shared = edit.shared
+    shared, trails = edit.shared, edit.shared.trails
     for weight, rows in ((0, 1), (1, 0)):
         var, stored = equation.invars[rows], shared.stored.of(equation.invars[weight])
-        if stored and shared.has_rows(operands[rows]) and edit.has_open_rows(var):
+        if stored and shared.has_rows(operands[rows]):
             break
     else:
         return None
-    dims, [out], [kept] = shared.trails.dims(equation), equation.outvars, results
-    if not shared.has_rows(kept) or id(out) in edit.users_own:
+    [out], kept = equation.outvars, results[0] if results else LOST
+    axes, others = axes_of(stored), axes_of(operands[weight])
+    left, right = axes_of(operands[rows]) - axes, axes_of(kept) - axes
+    rounds = edit.weights.rounds_of(equation, operands, weight, rows)
+    gathered = trails.bytes_of(equation.invars[weight], others - axes) / rounds
+    edit.gathered += gathered
+    edit.sent += min(trails.bytes_of(var, left), trails.bytes_of(out, right))
+    if primitive_name(equation) != 'dot_general' or not shared.has_rows(kept) or not axes.isdisjoint(others):
         return None
+    dims = trails.dims(equation)
     summed = {pair[rows]: stored[pair[weight]] for pair in map(dict, dims.summed)}
     columns = {i: stored[dim] for i in dims.own(weight) for _, dim in dims.results[0][i]}
-    axes, taken, left = axes_of(stored), axes_of(summed.values()), axes_of(columns.values())
-    if axes != taken | left or not axes.isdisjoint(axes_of(operands[weight])):
-        return None  # each device has some weights of a stack
-
-    def sent(atom: Any, trail: Trail, parts: set[str]) -> float:
-        sharded = (axes_of(trail) - axes) | parts
-        shards = math.prod(shared.trails.sizes[axis] for axis in sharded)
-        return math.prod(shape_of(atom)) * bits_of(atom.aval.dtype) / shards
-
-    gathered = sent(equation.invars[weight], operands[weight], set())
-    rounds = edit.weights.rounds_of(equation, operands, weight, rows)
-    if gathered / rounds <= _SHARED * (sent(var, operands[rows], taken) + sent(out, kept, left)):
+    taken, split = axes_of(summed.values()), axes_of(columns.values())
+    sent = trails.bytes_of(var, left | taken) + trails.bytes_of(out, right | split)
+    is_open = edit.has_open_rows(var) and id(out) not in edit.users_own
+    # A stack of weights may have its axes in another dimension: each device has some of them.
+    if axes != taken | split or not is_open or gathered <= _SHARED * sent:
         return None
     # At both ends: else the compiler might compute the rows where they move to.
     for spec in (spec_of(operands[rows]), _there(operands[rows], axes, summed)):

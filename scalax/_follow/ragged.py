@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from scalax._follow.trail import Trail, Trails, axes_of, closed_spec_of, without
-from scalax._jax.equations import ragged_dim, shape_of
+from scalax._jax.equations import ragged_dim, ragged_dot_dims, shape_of
 from scalax._jax.rewriting import bound, equation_of
 
 
@@ -34,13 +34,16 @@ def on_own_rows(equation: Any, operands: Sequence[Trail], trails: Trails, mesh: 
     dims, rows, ranks = trails.dims(equation), ragged_dim(equation), [*map(_rank, equation.invars)]
     axes = operands[0][rows] if operands[0] else ()
     pairs = [(left, right) for (_, left), (_, right) in dims.summed]
-    if not trails.batch_axes.intersection(axes) or ranks[2] != 1:
+    _, (batch, _), groups = ragged_dot_dims(equation)
+    if not trails.batch_axes.intersection(axes) or ranks[2] != 1 or rows in batch:
         return equation
     x, y = (
         list(without(trail, trails.batch_axes) or ((),) * rank)
         for trail, rank in zip(operands[:2], ranks, strict=False)
     )
     x[rows], is_sum = axes, rows in dict(pairs)
+    for i in groups:  # the rows of a device may be in any group
+        y[i] = ()
     for i, j in pairs:
         x[i], y[j] = (axes, axes) if i == rows else (y[j], y[j])
     if is_sum:
@@ -49,6 +52,7 @@ def on_own_rows(equation: Any, operands: Sequence[Trail], trails: Trails, mesh: 
     [result] = dims.through((x, y, ()), ())
 
     def of_own_rows(left: Any, right: Any, sizes: Any) -> Any:
+        sizes = sizes.astype(jnp.int32)  # bytes hold no more than 255 rows
         count, ends = left.shape[rows], jnp.cumsum(sizes)
         before = jax.lax.axis_index(axes) * count
         first, last = (jnp.clip(each - before, 0, count) for each in (ends - sizes, ends))

@@ -13,7 +13,7 @@ import jax
 from scalax._jax import equations
 from scalax._jax.equations import CALLS, Literal, called, loop_of, opened, scan_options, shape_of
 from scalax._jax.primitives import primitive_name
-from scalax._jax.rewriting import bound
+from scalax._jax.rewriting import bound, constants_of
 from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS, dims_of
 
 # Of a stack these compute the same as of each of its elements alone, however many there are.
@@ -21,6 +21,11 @@ _EACH = (ELEMENTWISE | FORWARDS) - {'cumlogsumexp', 'cummax', 'cummin', 'cumprod
     *('dot_general', 'cholesky', 'eigh', 'qr', 'svd', 'triangular_solve'),
     *('reduce_sum', 'reduce_max', 'reduce_min', 'reduce_prod', 'reduce_and', 'reduce_or'),
 }
+
+
+class NoStackError(Exception):
+    """A function mixes the matrices of a stack."""
+
 
 Stacked = tuple[Any, int | None]
 """A value, and which of its dimensions is the stack; None of what is one value for all matrices."""
@@ -30,11 +35,11 @@ def run_stacked(jaxpr: Any, operands: Sequence[Stacked]) -> list[Stacked]:
     """The results of a closed jaxpr of stacks, for stacks of another size.
 
     Raises:
-        ValueError: it does not treat each matrix alone, or that is not known.
+        NoStackError: it does not treat each matrix alone, or that is not known.
     """
     inner = opened(jaxpr)
-    consts = [(value, None) for value in getattr(jaxpr, 'consts', ())]
-    known = dict(zip(map(id, [*inner.constvars, *inner.invars]), [*consts, *operands], strict=True))
+    known: dict[int, Stacked] = {id(var): (value, None) for var, value in constants_of(jaxpr)}
+    known.update(zip(map(id, inner.invars), operands, strict=True))
 
     def read(atom: Any) -> Stacked:
         return (atom.val, None) if isinstance(atom, Literal) else known[id(atom)]
@@ -73,7 +78,7 @@ def _scan(equation: Any, values: Sequence[Any], dims: Sequence[int | None]) -> S
         pairs = zip([*given, *state, *elements], [*of_given, *of_state, *of_elements], strict=True)
         results = run_stacked(loop.body, [*pairs])
         if [dim for _, dim in results] != [*of_state] or any(dim is not None for dim in of_elements):
-            raise ValueError('a loop runs over matrices, or moves the stack')
+            raise NoStackError('a loop runs over matrices, or moves the stack')
         return [value for value, _ in results], None
 
     state, _ = jax.lax.scan(step, [*first], [*elements], loop.length, **scan_options(equation))
@@ -91,5 +96,5 @@ def _dim_of_results(equation: Any, name: str, stacks: set[tuple[int, int]]) -> i
     mixed = any(not stacks.isdisjoint(sources) and not stacks.issuperset(sources) for sources in read)
     summed = any(not stacks.isdisjoint(sources) for sources in rules.summed)
     if name not in _EACH or mixed or summed or len(found) != 1 or len(min(found)) != 1:
-        raise ValueError(f'{name} may mix matrices')
+        raise NoStackError(f'{name} may mix matrices')
     return min(found)[0]

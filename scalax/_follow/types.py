@@ -92,8 +92,10 @@ class Followed:
         kept: the values that are constrained, those of jaxprs inside it too.
         lost: where rows were lost, likewise.
         moved: the equations whose rows move: to a larger weight, or dealt to the devices in another order.
-        gathers: whether a product gathers its weight, or has a weight to which rows move as experts say.
-        is_open: whether rows move to all weights.
+        gathered: the bytes of weights that a device gets for all products, if the rows stay in place.
+        sent: those of the rows, or of their products if these are smaller, if it gets these instead; and of
+            the gradients that the compiler alone would add up: of tables, and in each round of a loop.
+        is_open: whether the weights are more, so that the compiler decides about all values.
         multiplied: the arguments without rows that are multiplied with rows, by number, and with how many of
             these each device does so at once, at most; `FEW_ROWS` or more if that is a part of it, so that a
             loop over layers does not gather all of them.
@@ -107,7 +109,8 @@ class Followed:
     kept: tuple[Kept, ...] = ()
     lost: tuple[Lost, ...] = ()
     moved: tuple[Lost, ...] = ()
-    gathers: bool = False
+    gathered: float = 0
+    sent: float = 0
     is_open: bool = False
     multiplied: Mapping[int, int] = dataclasses.field(default_factory=dict)
     passed: Mapping[int, int] = dataclasses.field(default_factory=dict)

@@ -200,6 +200,22 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             yield from equations(inside)
 
 
+def draws_alike(jaxpr: Any) -> bool:
+    """Whether what a jaxpr draws of keys is the same under `jax.vmap`.
+
+    With many keys of the other generators of JAX, *rbg* and *unsafe_rbg*, all is drawn of the first one. Of a
+    generator of somebody else nothing is known. Relies on ``key<fry>`` being the dtype of threefry's keys.
+    """
+    for equation in equations(jaxpr):
+        if equation.primitive.name in ('rng_bit_generator', 'rng_uniform'):
+            return False
+        for atom in (*equation.invars, *equation.outvars):
+            dtype = getattr(atom.aval, 'dtype', None)
+            if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) and str(dtype) != 'key<fry>':
+                return False
+    return True
+
+
 # Dimensions ------------------------------------------------------------------------------------------
 
 

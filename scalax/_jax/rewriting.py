@@ -135,18 +135,27 @@ def _constraint(sharding: NamedSharding, context: Any) -> Any:
     return equation
 
 
-def equation_of(function: Callable[..., Any], like: Any) -> Any:
-    """The equation that a function of one operation makes of the operands of another equation.
+def equation_of(
+    function: Callable[..., Any],
+    like: Any,
+    operands: Sequence[Any] | None = None,
+    results: Sequence[Any] | None = None,
+) -> Any:
+    """The equation that a function of one operation makes of the operands of another equation, or of others.
 
     Relies on ``jax.make_jaxpr`` giving one equation for it.
 
     Args:
         function: the function; its results have the types of those of the other equation.
         like: the other equation, whose results and line it gets.
+        operands: other operands.
+        results: other results.
     """
-    shapes = [jax.ShapeDtypeStruct(shape_of(atom), atom.aval.dtype) for atom in like.invars]
+    given = like.invars if operands is None else [*operands]
+    outputs = like.outvars if results is None else [*results]
+    shapes = [jax.ShapeDtypeStruct(shape_of(atom), atom.aval.dtype) for atom in given]
     [found] = opened(jax.make_jaxpr(function)(*shapes)).eqns
-    return found.replace(invars=like.invars, outvars=like.outvars, source_info=like.source_info)
+    return found.replace(invars=given, outvars=outputs, source_info=like.source_info)
 
 
 def equation_if_mapped(function: Callable[..., Any], like: Any) -> Any:
@@ -167,6 +176,14 @@ def bound(equation: Any, *operands: Any) -> Any:
     """
     free = {'out_sharding': None} if 'out_sharding' in equation.params else {}
     return equation.primitive.bind(*operands, **equation.params | free)
+
+
+def constants_of(jaxpr: Any) -> list[tuple[Any, Any]]:
+    """The variables of the constants of a jaxpr, and their values.
+
+    Relies on *constvars* and *consts* being in one order.
+    """
+    return [*zip(opened(jaxpr).constvars, getattr(jaxpr, 'consts', ()), strict=True)]
 
 
 def with_inputs(jaxpr: Any) -> tuple[Any, list[Any]]:

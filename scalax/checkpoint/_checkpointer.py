@@ -212,7 +212,8 @@ class Checkpointer:
             verify: first read all files, and compare their checksums.
 
         Returns:
-            The tree, with the structure of *like*. Python numbers are Python numbers again.
+            The tree, with the structure of *like*. Python numbers are Python numbers again, where *like* has
+            some; a function makes arrays of them.
 
         Raises:
             ArgumentError: *step*, *only*, *rename* or *data* is invalid.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from scalax._jax.orbax import Path, is_complete
 from scalax._tree.paths import path_string
@@ -95,8 +96,13 @@ class SavedStep:
         ocp = orbax()
 
         def target(path: Any, leaf: Any) -> Any:
-            wanted = targets.get(path_string(path), ocp.PLACEHOLDER)
-            return wanted() if isinstance(wanted, type) else wanted
+            name = path_string(path)
+            if name not in targets:
+                return ocp.PLACEHOLDER
+            saved, wanted = self.leaves[name], targets[name]
+            # A Python number is read as it is: Orbax would make an array of its last bits.
+            kind = saved if isinstance(saved, type) else wanted
+            return kind() if isinstance(kind, type) else kind
 
         item = jax.tree_util.tree_map_with_path(target, self._orbax_tree, is_leaf=_is_metadata)
         arguments = ocp.args.PyTreeRestore(
@@ -107,6 +113,11 @@ class SavedStep:
             tree = handler.restore(self.root, args=arguments)
         flat, _ = jax.tree_util.tree_flatten_with_path(tree)
         found = {name: leaf for path, leaf in flat if (name := path_string(path)) in targets}
+        found |= {
+            name: self._converted(name, found[name], wanted)
+            for name, wanted in targets.items()
+            if isinstance(self.leaves[name], type)
+        }
         for name, wanted in targets.items():
             # Orbax restores keys as what they were, whatever is asked for.
             if not isinstance(wanted, type) and found[name].dtype != wanted.dtype:
@@ -114,6 +125,21 @@ class SavedStep:
                     f'{self.where}: {name} is of dtype {found[name].dtype}, and {wanted.dtype} is asked for'
                 )
         return found
+
+    def _converted(self, name: str, number: Any, wanted: Any) -> Any:
+        """A Python number as the array, or as the other kind of number, that is asked for."""
+        try:
+            if isinstance(wanted, type):
+                return wanted(number)
+            value = np.asarray(number, wanted.dtype)
+        except (OverflowError, ValueError):
+            kind = getattr(wanted, 'dtype', 'int')
+            raise CheckpointError(
+                f'{self.where}: {name} is {number}, which does not fit in {kind}. Ask for a Python '
+                f'{type(number).__name__}: give like as a tree with one there (a function makes arrays of '
+                'Python numbers)'
+            ) from None
+        return jax.make_array_from_callback((), wanted.sharding, lambda _: value)
 
     @functools.cached_property
     def _orbax_tree(self) -> Any:
@@ -214,5 +240,5 @@ def _is_metadata(node: Any) -> bool:
 def _leaf(said: Any) -> Any:
     """A leaf, from what Orbax says of it."""
     if isinstance(said, orbax().metadata.ScalarMetadata):
-        return {'b': bool, 'i': int}.get(said.dtype.kind, float)
+        return {'b': bool, 'i': int, 'u': int}.get(said.dtype.kind, float)
     return jax.ShapeDtypeStruct(said.shape, said.dtype)

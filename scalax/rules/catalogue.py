@@ -179,13 +179,18 @@ def activations(
         expert: the same for ``'expert'``, which only `EXPERT_PARALLEL` has; the rows are over it too.
 
     Raises:
-        RuleError: an invalid argument, or a layout that has another axis.
+        RuleError: an invalid argument, or a layout that is no dict of specs or that has another axis.
 
     Example:
         >>> activations(SEQUENCE_PARALLEL, batch=('data', 'fsdp'))
         {'residual': P(('data', 'fsdp'), 'tp'), 'block_input': P(('data', 'fsdp'),)}
     """
     axes = _checked('catalogue.activations', batch=batch, tp=tp, expert=expert)
+    if not isinstance(layout, Mapping) or {*map(type, layout.values())} - {PartitionSpec}:
+        raise RuleError(
+            'catalogue.activations: a layout is a dict of names and PartitionSpecs, such as '
+            f'catalogue.SEQUENCE_PARALLEL, got {layout!r}'
+        )
     return {name: _renamed(spec, axes, f'catalogue.activations, {name!r}') for name, spec in layout.items()}
 
 

@@ -93,6 +93,10 @@ def test_steps_of_numpy_and_jax(tmp_path: Path, step: Any) -> None:
             {'rename': ('^a/', 'b/')},
             "rename: expected a list of pairs (regex, replacement), got '^a/' in it",
         ),
+        (
+            {'rename': [('a', 3)]},
+            "rename: expected a list of pairs (regex, replacement), got ('a', 3) in it",
+        ),
         ({'rename': 3}, 'rename: expected a list of pairs (regex, replacement), got 3'),
         (
             {'rename': {'a': 'b'}},

@@ -153,6 +153,27 @@ def test_python_numbers(tmp_path: Path, helper: MeshShardingHelper) -> None:
     assert checkpointer.restore(helper, P(), like, cast=True)['large'] == 2.0**40
 
 
+def test_large_python_numbers(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    state = {'seed': 2**64 - 1, 'tokens': 2**40, 'step': 7, 'best': float('inf')}
+    checkpointer = save(tmp_path, state)
+    assert checkpointer.restore(helper, P(), state) == state
+    # A function makes arrays of Python numbers.
+    small = checkpointer.restore(helper, P(), lambda: {'step': 0, 'best': 0.0}, only='step|best')
+    assert {name: (x.dtype, float(x)) for name, x in small.items()} == {
+        'step': (jnp.int32, 7),
+        'best': (jnp.float32, float('inf')),
+    }
+    assert small['step'].sharding.is_equivalent_to(jax.NamedSharding(helper.mesh, P()), 0)
+    for like in (lambda: {'tokens': 0}), {'tokens': np.int32(0)}:
+        assert message(checkpointer.restore, helper, P(), like, only='tokens') == (
+            f'the checkpoint of step 1 in {tmp_path}: tokens is 1099511627776, which does not fit in int32. '
+            'Ask for a Python int: give like as a tree with one there (a function makes arrays of Python '
+            'numbers)'
+        )
+    said = message(checkpointer.restore, helper, P(), {'best': 0}, only='best', cast=True)
+    assert 'best is inf, which does not fit in int. Ask for a Python float' in said
+
+
 def test_other_memory_and_explicit_axes(tmp_path: Path, helper: MeshShardingHelper) -> None:
     state = small(helper)
     checkpointer = save(tmp_path, state)

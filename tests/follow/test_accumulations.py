@@ -142,3 +142,26 @@ def test_the_compiler_for_tpus_adds_them_up_once(combined):
     )
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(args[0]))
     assert sum(row.count * row.bytes for row in plan.collectives) < 3 * size
+
+
+@pytest.mark.parametrize('dtype', ['int32', 'uint32'])
+def test_integers_are_divided_in_each_round(dtype):
+    """A sum of what is left of a division is not what is left of the sum."""
+
+    def fun(x):
+        return lax.scan(lambda c, r: (c + lax.div(lax.dot(r.T, r), jnp.array(3, dtype)), None), 0 * x[0], x)[
+            0
+        ]
+
+    x = np.random.default_rng(0).integers(0, 9, (5, 4, 4)).astype(dtype)
+    np.testing.assert_array_equal(run(with_sums_behind_loops(jax.make_jaxpr(fun)(x)), [x])[0], fun(x))
+
+
+def test_what_is_divided_so_that_its_sum_does_not_overflow():
+    """A mean of gradients over rounds, in half precision: their sum has no place in it."""
+
+    def fun(x):
+        return lax.scan(lambda c, r: (c + lax.dot(r.T, r) / len(x), None), 0 * x[0], x)[0]
+
+    x = np.full((16, 4, 4), 50, 'float16')  # 10,000 in each round
+    np.testing.assert_array_equal(run(with_sums_behind_loops(jax.make_jaxpr(fun)(x)), [x])[0], fun(x))

@@ -20,7 +20,7 @@ def layer(w, x):
 
 
 def axes(*args, fun=layer, **options):
-    return HELPER.sjit(fun, **options).followed(*(args or (W, X))).axes
+    return HELPER.sjit(fun, **options).followed(*(args or (W, np.ones((64, 16), np.float32)))).axes
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ def branched(w, row):
     return lax.cond(row[0] > 0, lambda r: layers(w, r), lambda r: r, row)
 
 
-def keys():
-    return jax.random.split(jax.random.key(0), len(X))
+def keys(generator='threefry2x32'):
+    return jax.random.split(jax.random.key(0, impl=generator), len(X))
 
 
 LOOPS = {
@@ -101,10 +101,85 @@ def test_rounds_that_depend_on_each_other_stay_in_order(fun):
     assert [each.primitive for each in step.followed(W, X).lost] == ['scan']
 
 
+@pytest.mark.parametrize('generator', ['rbg', 'unsafe_rbg'])
+def test_generators_that_draw_otherwise_of_many_keys_draw_of_one_after_the_other(generator):
+    def fun(w, x):
+        return lax.map(lambda each: noisy(w, each), (x, keys(generator)))
+
+    with jax.default_matmul_precision('highest'):
+        found, expected = on_devices(fun)(W, X), jax.jit(fun)(W, X)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@jax.custom_batching.sequential_vmap
+def in_order(row):
+    return jnp.sin(row)
+
+
+def called_back(row):
+    return jax.pure_callback(np.sin, row, row, vmap_method='sequential')
+
+
+@pytest.mark.parametrize('fun', [in_order, called_back])
+def test_what_runs_one_after_the_other_stays_in_its_loop(fun):
+    def mapped(w, x):
+        return lax.map(lambda row: fun(row @ w), x)
+
+    with jax.default_matmul_precision('highest'):
+        step = on_devices(mapped)
+        np.testing.assert_allclose(step(W, X), jax.jit(mapped)(W, X), rtol=1e-5, atol=1e-5)
+    assert [each.primitive for each in step.followed(W, X).lost] == ['scan']
+
+
+def halved(row):
+    return lax.while_loop(lambda r: jnp.max(r) > 0.1, lambda r: r / 2, row)
+
+
+GUARDED = {
+    'a branch': lambda row: lax.cond(jnp.isfinite(row[0]), halved, jnp.zeros_like, row),
+    'a loop': lambda row: lax.while_loop(lambda r: jnp.isfinite(r[0]) & (r[0] > 0.1), halved, row),
+}
+
+
+@pytest.mark.parametrize('fun', GUARDED.values(), ids=GUARDED)
+def test_a_row_that_skips_a_loop_skips_it(fun):
+    """Half of infinity is infinity."""
+    x = np.where(np.arange(32)[:, None] == 5, np.inf, X)
+    step = on_devices(lambda w, x: lax.map(fun, x))
+    assert [each.primitive for each in step.followed(W, x).lost] == ['scan']
+    np.testing.assert_array_equal(step(W, x), jax.jit(lambda x: lax.map(fun, x))(x))
+
+
+BRANCHED = {
+    'a switch': lambda w, r: lax.switch(jnp.argmax(r[:3]), [lambda r: r @ w, jnp.sin, lambda r: 1 / r], r),
+    'one in another': lambda w, r: lax.cond(r[0] > 0, lambda r: branched(w, r[::-1]), jnp.sin, r),
+    'in a loop': lambda w, r: lax.fori_loop(
+        0, 3, lambda i, c: lax.cond(r[i] > 0, lambda c: jnp.tanh(c @ w), lambda c: c * 2, c), r
+    ),
+    'by a weight': lambda w, r: lax.cond(w[0, 0] > 0, lambda r: r @ w, lambda r: r, r),
+    'of no operands': lambda w, r: lax.cond(r[0] > 0, lambda: 1.0, lambda: 2.0) * (r @ w),
+}
+
+
+@pytest.mark.parametrize('name', BRANCHED)
+@pytest.mark.parametrize('is_gradient', [False, True], ids=['values', 'gradient'])
+def test_rows_choose_branches(name, is_gradient):
+    def fun(w, x):
+        return lax.map(lambda row: BRANCHED[name](w, row), x)
+
+    if is_gradient:
+        values, fun = fun, jax.grad(lambda w, x: jnp.sum(jnp.sin(values(w, x))))
+    with jax.default_matmul_precision('highest'):
+        step = on_devices(fun)
+        np.testing.assert_allclose(step(W, X), jax.jit(fun)(W, X), rtol=1e-5, atol=1e-5)
+    assert not step.followed(W, X).lost
+
+
 @pytest.mark.skipif(not importlib.util.find_spec('libtpu'), reason='compiles for TPUs')
-def test_weights_are_gathered_once_before_the_loop():
+@pytest.mark.parametrize('name', ['a gradient', 'branches'])
+def test_weights_are_gathered_once_before_the_loop(name):
     helper = MeshShardingHelper.from_topology('v5p:2x2x2', [-1], ['fsdp'])
     w, x = jax.ShapeDtypeStruct((256, 256), 'float32'), jax.ShapeDtypeStruct((512, 256), 'float32')
-    step = helper.sjit(LOOPS['a gradient'], in_shardings=(RULE, P('fsdp')), out_shardings=RULE)
+    step = helper.sjit(LOOPS[name], in_shardings=(RULE, P('fsdp')), out_shardings=RULE)
     plan = helper.plan(step, w, x, quick=True)
     assert sum(row.count * row.bytes for row in plan.collectives) < 4 * 256 * 256 * 4

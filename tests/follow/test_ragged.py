@@ -98,3 +98,46 @@ def test_each_device_multiplies_its_own_rows():
     flops = step.lower(like, x).compile().cost_analysis()['flops']
     # Two products forward, one of them backward by rows, and both by weights; of rows that two experts have.
     assert flops * helper.mesh.size < 1.1 * 5 * 2 * (8192 * 2) * 1024 * 2048
+
+
+@pytest.mark.parametrize('rule', [P('tp'), P('tp', 'fsdp'), P(('fsdp', 'tp'))], ids=str)
+def test_experts_over_another_axis(rule):
+    def fun(w, x):
+        return lax.ragged_dot(x, w, jnp.array([5, 1, 7, 20, 0, 11, 0, 9]))
+
+    def gradient(w, x):
+        return jax.grad(lambda w: jnp.sum(jnp.tanh(fun(w, x))))(w)
+
+    w = np.random.default_rng(0).normal(size=(8, WIDTH, HIDDEN)).astype('float32')
+    helper, _, batch = STRATEGIES['fsdp and tp']
+    for each in (fun, gradient):
+        step = helper.sjit(each, in_shardings=(rule, batch), batch_argnums=1)
+        with jax.default_matmul_precision('highest'):
+            np.testing.assert_allclose(step(w, rows()), jax.jit(each)(w, rows()), rtol=1e-5, atol=1e-5)
+        assert not step.followed(w, rows()).lost
+
+
+def test_groups_of_products_are_left_alone():
+    """The first dimension is one of the product's batch: it is in groups, and there is nothing to choose."""
+    dims = lax.RaggedDotDimensionNumbers((((2,), (1,)), ((0,), (0,))), [0], [])
+
+    def fun(w, x):
+        return lax.ragged_dot_general(x, w, jnp.array([5, 1, 2]), dims)
+
+    random = np.random.default_rng(0)
+    w, x = (random.normal(size=shape).astype('float32') for shape in ((8, 16, 24), (8, 5, 16)))
+    step = STRATEGIES['fsdp'][0].sjit(fun, in_shardings=(RULE, P('fsdp')))
+    with jax.default_matmul_precision('highest'):
+        np.testing.assert_allclose(step(w, x), jax.jit(fun)(w, x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('dtype', ['uint8', 'int16', 'uint32'])
+def test_sizes_of_other_dtypes(dtype):
+    def fun(w, x):
+        return lax.ragged_dot(x, w['up'], jnp.array([200, 30, 10, 7], dtype))
+
+    x = np.repeat(rows(), 4, 0)
+    helper, rule, batch = STRATEGIES['fsdp']
+    with jax.default_matmul_precision('highest'), jax.numpy_dtype_promotion('strict'):
+        found = helper.sjit(fun, in_shardings=(rule, batch))(weights(), x)
+        np.testing.assert_allclose(found, jax.jit(fun)(weights(), x), rtol=1e-5, atol=1e-5)

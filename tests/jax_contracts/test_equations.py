@@ -252,3 +252,19 @@ def test_the_options_of_a_scan(reverse: bool) -> None:
     with contract('names the options of a scan as its function does', 'to write one anew'):
         options = of.scan_options(equation_in('scan', fun, np.ones((4, 3))))
         assert options == {'reverse': reverse, 'unroll': 2}
+
+
+@pytest.mark.parametrize(
+    ('generator', 'same'), [('threefry2x32', True), ('rbg', False), ('unsafe_rbg', False)]
+)
+def test_what_is_drawn_under_vmap(generator: str, same: bool) -> None:
+    def fun(data: Any) -> Any:
+        return jax.jit(lambda key: jax.random.uniform(key, (2,)))(
+            jax.random.wrap_key_data(data, impl=generator)
+        )
+
+    data = jax.random.key_data(jax.random.split(jax.random.key(0, impl=generator), 3))
+    one_by_one = np.stack([fun(each) for each in data])
+    with contract('draws the same of many keys with some generators', 'to run rounds of a loop at once'):
+        assert np.array_equal(jax.vmap(fun)(data), one_by_one) == same
+        assert of.draws_alike(jax.make_jaxpr(fun)(data[0])) == same

@@ -178,6 +178,14 @@ def test_a_jaxpr_runs_as_one_equation() -> None:
         np.testing.assert_allclose(gradient, np.cos(X) * X, rtol=1e-5, atol=1e-6)
 
 
+def test_constants_are_in_the_order_of_their_variables() -> None:
+    first, second = np.ones(2), np.zeros(3)
+    jaxpr = jax.make_jaxpr(lambda x: (jnp.asarray(first) * x, jnp.asarray(second) * x))(1.0)
+    with contract('has constants in the order of their variables', 'to run parts of jaxprs'):
+        for var, value in rewriting.constants_of(jaxpr):
+            assert var.aval.shape == value.shape
+
+
 def test_an_equation_stays_where_a_primitive_is_not_mapped() -> None:
     like = equation_in('sin', jnp.sin, np.ones((2, 3)))
 

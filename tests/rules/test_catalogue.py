@@ -438,6 +438,15 @@ def test_activations():
             f"catalogue.activations, 'x': {P('fsdp')} names 'fsdp'; the axes of a table are "
             'batch, tp, expert, and the arguments of these names say what each is on the mesh',
         ),
+        *[
+            (
+                layout,
+                {},
+                'catalogue.activations: a layout is a dict of names and PartitionSpecs, such as '
+                f'catalogue.SEQUENCE_PARALLEL, got {layout!r}',
+            )
+            for layout in ('SEQUENCE_PARALLEL', {'x': ('batch', 'tp')}, {'x': None})
+        ],
         ({}, {'tp': 3}, 'catalogue.activations: tp is a mesh axis, a tuple of them or None, got 3'),
     ],
 )

@@ -21,7 +21,7 @@ import numpy as np
 
 from scalax._tree.path_identity import uncertain_nodes
 from scalax._util import lru_cache
-from scalax.errors import ArgumentError, StructureError, did_you_mean, plural
+from scalax.errors import ArgumentError, StructureError, did_you_mean, near_names, plural
 from scalax.rules._prefix import RuleLike, is_rule
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -142,9 +142,14 @@ class CallSignature:
         named = {p.kind: p.name for p in self.parameters}
         self.varargs, self.keywords = named.get(kinds.VAR_POSITIONAL), named.get(kinds.VAR_KEYWORD)
         # They name extra positional arguments, if a wrapper has the same parameters before these.
-        names = _positional_behind(fun)
+        behind = _parameters_behind(fun)
+        names = [p.name for p in behind if p.kind in _POSITIONAL]
         fits = not self.varargs or names[: len(self.positional)] == self.positional
         self.hints, self._hidden = (names, []) if fits else ([], names)
+        # A wrapper may take keywords for itself, but hardly one that looks like a misspelled one of these.
+        self._most = None if kinds.VAR_POSITIONAL in [p.kind for p in behind] else len(names)
+        passes_on = fits and kinds.VAR_KEYWORD not in [p.kind for p in behind]
+        self._behind = [p.name for p in behind] if passes_on else []
         self._static = self._selection('static', *static)
         self._donated = self._selection('donate', *donated)
         self._batch = self._selection('batch', *batch)
@@ -185,9 +190,10 @@ class CallSignature:
     def _unknown(self, name: Any) -> str:
         """What is near a name that no argument can have; empty if one can."""
         known = dict.fromkeys([*self.positional, *self.keyword_only, *self.hints])
-        if name in known or (self.keywords is not None and name not in self._hidden):
+        if name in known or name in self._behind:
             return ''
-        return did_you_mean(str(name), known)
+        is_free = self.keywords is not None and name not in self._hidden
+        return '' if is_free and not near_names(str(name), self._behind) else did_you_mean(str(name), known)
 
     @property
     def key(self) -> Any:
@@ -211,7 +217,12 @@ class CallSignature:
     def _lay_out(self, extras: int) -> CallLayout:
         count = len(self.positional)
         extra = [f'{self.varargs}[{i}]' for i in range(extras)]
-        extra[: len(self.hints[count:])] = self.hints[count : count + extras]
+        if self._keeps_some(extras):
+            for numbers, named in (self._static, self._donated, self._batch):
+                by_number = {self.hints[n] for n in numbers if 0 <= n < len(self.hints)}
+                self._require_own(named - by_number, 'an option')
+        else:
+            extra[: len(self.hints[count:])] = self.hints[count : count + extras]
         names = [*self.positional, *extra]
         total = len(names)
         slots = []
@@ -236,6 +247,20 @@ class CallSignature:
             if names:
                 raise ArgumentError(f'{self.name}: {", ".join(names)} cannot be both static and {what}')
         return CallLayout.of(slots, total)
+
+    def _keeps_some(self, extras: int) -> bool:
+        """Whether a wrapper is given more arguments by position than the function behind it takes."""
+        total = len(self.positional) + extras
+        return self.varargs is not None and self._most is not None and total > self._most
+
+    def _require_own(self, names: Iterable[str], what: str) -> None:
+        """Raises ArgumentError if some names are those of arguments of the function behind a wrapper."""
+        wrong = [n for n in names if n in self.hints and n not in (*self.positional, *self.keyword_only)]
+        if wrong:
+            raise ArgumentError(
+                f'{self.name}: {what} names {", ".join(map(repr, sorted(wrong)))}, and the wrapper is called '
+                'with more positional arguments than the function behind it takes: say which by position'
+            )
 
     def flatten(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
         """The flat arguments of a call; raises TypeError as Python does for a call that does not fit."""
@@ -323,6 +348,8 @@ class CallSignature:
         by_slot: dict[int, RuleLike] = dict.fromkeys(layout.dynamic)
         if isinstance(rules, Mapping):
             self.check_names(rules, what)
+            if self._keeps_some(len(flat_args) - self.fixed):
+                self._require_own(rules, what)
             for i in layout.dynamic:
                 name = layout.slots[i].name
                 if name == EXTRA_KEYWORDS:
@@ -380,10 +407,10 @@ def _parameters(fun: Callable[..., Any]) -> list[inspect.Parameter]:
         ]
 
 
-def _positional_behind(fun: Callable[..., Any]) -> list[str]:
-    """The positional parameters of the function that *fun* wraps, whose names users know."""
+def _parameters_behind(fun: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of the function that *fun* wraps, whose names users know."""
     try:
-        return [p.name for p in inspect.signature(fun).parameters.values() if p.kind in _POSITIONAL]
+        return list(inspect.signature(fun).parameters.values())
     except (ValueError, TypeError):
         return []
 

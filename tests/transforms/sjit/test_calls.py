@@ -458,6 +458,38 @@ def test_names_behind_a_wrapper_of_other_parameters_are_refused(options, what):
     assert (x.is_deleted(), y.is_deleted()) == (False, True)
 
 
+def test_misspelled_names_behind_wrappers():
+    def step(state, batch, *, states=None):
+        return state + batch
+
+    @functools.wraps(step)
+    def wrapper(*args, timer=None, **kwargs):
+        return step(*args, **kwargs)
+
+    known = r"\(did you mean 'state' or 'states'\?\)|\(did you mean 'state'\?\)"
+    with pytest.raises(StructureError, match=f"in_shardings of step: there is no argument 'stat' {known}"):
+        HELPER.sjit(wrapper, in_shardings={'stat': P('dp')})
+    with pytest.raises(ArgumentError, match=f"donate_argnames='statee': step has no such argument {known}"):
+        HELPER.sjit(wrapper, donate_argnames='statee')
+    # Names of the wrapped function, of the wrapper, and such as a wrapper may take from its keywords.
+    HELPER.sjit(wrapper, in_shardings={'state': P('dp'), 'states': P(), 'timer': P(), 'mask': P()})
+
+
+@pytest.mark.parametrize(('options', 'what'), MISNAMED.values(), ids=MISNAMED)
+def test_names_behind_a_wrapper_that_keeps_an_argument(options, what):
+    @functools.wraps(behind)
+    def with_log(*args, **kwargs):
+        return behind(*args[1:], **kwargs)
+
+    what = what if 'sharding' in what else 'an option'
+    with pytest.raises(ArgumentError, match=f"behind: {what} names 'y', and the wrapper is called with more"):
+        HELPER.sjit(with_log, **options)(1.0, Y, Y)
+    by_position = HELPER.sjit(with_log, in_shardings=(None, P('data'), P('data')), donate_argnums=1)
+    x = HELPER.shard(Y, P('data'))
+    np.testing.assert_array_equal(by_position(1.0, x, Y), 2 * Y)
+    assert x.is_deleted()
+
+
 def test_positions_behind_such_a_wrapper_take_no_names():
     compiled = HELPER.sjit(with_rng_and_keywords, donate_argnums=2)
     x, y = HELPER.shard(Y, P('data')), HELPER.shard(Y, P('data'))
