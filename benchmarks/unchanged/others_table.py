@@ -37,7 +37,7 @@ def ideal(model: Model, topology: str) -> float:
 
 def lines(pairs: Sequence[tuple[Model, Model]], topology: str) -> Iterator[str]:
     """The table in Markdown, line by line, of models in a small and in their real size."""
-    widths = [max(len(large.name) for _, large in pairs), *map(len, TITLES[1:])]
+    widths = [max(len(large.name) for _, large in pairs), *(max(len(title), 9) for title in TITLES[1:])]
     yield line(TITLES, widths)
     yield '|' + '|'.join('-' * (width + 2) for width in widths) + '|'
     for small, large in pairs:
