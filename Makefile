@@ -6,6 +6,7 @@
 VENV := .venv
 OLDEST := .venv-oldest
 RELEASE := .venv-0.2.5
+OTHERS := .venv-others
 # What `make verify` runs all tests on, besides the newest; 0.10.2 is what is newest for Python 3.11.
 VERIFY := 0.10.0 0.10.2 0.11.2
 PY := $(VENV)/bin/python
@@ -20,12 +21,14 @@ PLAN_STAMP := $(VENV)/.installed-plan
 DEV_STAMP := $(VENV)/.installed-dev
 OLDEST_STAMP := $(OLDEST)/.installed
 RELEASE_STAMP := $(RELEASE)/.installed
+OTHERS_STAMP := $(OTHERS)/.installed
 VERIFY_STAMPS := $(VERIFY:%=.venv-%/.installed)
 
 # A stamp is worth nothing where the interpreter has gone, say with an upgrade of the system.
 $(shell $(PY) -c '' 2>/dev/null || rm -f $(EXAMPLES_STAMP) $(PLAN_STAMP) $(DEV_STAMP))
 $(shell $(OLDEST)/bin/python -c '' 2>/dev/null || rm -f $(OLDEST_STAMP))
 $(shell $(RELEASE)/bin/python -c '' 2>/dev/null || rm -f $(RELEASE_STAMP))
+$(shell $(OTHERS)/bin/python -c '' 2>/dev/null || rm -f $(OTHERS_STAMP))
 $(foreach jax,$(VERIFY),$(shell .venv-$(jax)/bin/python -c '' 2>/dev/null || rm -f .venv-$(jax)/.installed))
 
 .DEFAULT_GOAL := help
@@ -57,9 +60,9 @@ plan: $(PLAN_STAMP) ## plan LLaMA-3 on TPUs that are not here (flags in ARGS)
 	@cat $(EXAMPLES_STAMP)
 	@$(PY) -m examples.plan_llama $(ARGS)
 
-bench: $(EXAMPLES_STAMP) $(if $(findstring --against,$(ARGS)),$(RELEASE_STAMP)) $(if $(findstring unchanged,$(ARGS))$(findstring found,$(ARGS)),$(DEV_STAMP)) ## run the benchmarks (flags in ARGS)
+bench: $(EXAMPLES_STAMP) $(if $(findstring --against,$(ARGS)),$(RELEASE_STAMP)) $(if $(findstring unchanged,$(ARGS))$(findstring found,$(ARGS)),$(DEV_STAMP)) $(if $(findstring others,$(ARGS)),$(OTHERS_STAMP)) ## run the benchmarks (flags in ARGS)
 	@cat $(EXAMPLES_STAMP)
-	@$(PY) -m benchmarks $(ARGS)
+	@$(if $(findstring others,$(ARGS)),$(OTHERS)/bin/python,$(PY)) -m benchmarks $(ARGS)
 
 test: $(DEV_STAMP) $(OLDEST_STAMP) ## format, lint, types, and the tests on the newest and the oldest JAX
 	@cat $(EXAMPLES_STAMP)
@@ -97,7 +100,7 @@ mutants: $(DEV_STAMP) ## change 200 places of scalax/ one at a time, and see whi
 	@$(PY) -m scripts.mutants $(ARGS)
 
 clean: ## delete what was built, cached or installed here, the environments too
-	rm -rf $(VENV) $(OLDEST) $(RELEASE) $(VERIFY:%=.venv-%) build dist site *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(RELEASE) $(OTHERS) $(VERIFY:%=.venv-%) build dist site *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .jax_cache .mutants
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -131,4 +134,9 @@ $(VERIFY_STAMPS): .venv-%/.installed: setup.py
 # The release that `make bench ARGS="--against 0.2.5"` compares with. It runs on the newest JAX too.
 $(RELEASE_STAMP):
 	@scripts/setup_venv.sh $(RELEASE) newest scalax==0.2.5
+	@touch $@
+
+# Models that others wrote, for `make bench ARGS="--only others"` alone.
+$(OTHERS_STAMP): setup.py benchmarks/unchanged/others.txt
+	@scripts/setup_venv.sh $(OTHERS) newest -e '.[plan]' -r benchmarks/unchanged/others.txt
 	@touch $@

@@ -1,6 +1,7 @@
 """``python -m benchmarks [--rounds N] [--only NAME] [--against 0.2.5]``: the tables of docs/benchmarks.md.
 
 ``--only unchanged [--model NAME] [--topology v5e:2x4]``: the table of docs/unchanged.md.
+``--only others [--model NAME] [--topology v5e:2x4]``: models that others wrote, of the same page.
 ``--only found [--model NAME] [--topology v5e:2x4] [--slices 2] [--budget SECONDS]``: found rules, known ones.
 """
 
@@ -16,7 +17,7 @@ from benchmarks.timing import render
 from scalax.utils import quiet_libtpu
 
 # Tables of their own, which take minutes: they are printed only if their whole name is given.
-UNCHANGED, FOUND = 'unchanged', 'found'
+UNCHANGED, OTHERS, FOUND = 'unchanged', 'others', 'found'
 
 
 def main() -> None:
@@ -28,8 +29,12 @@ def main() -> None:
         '--against', choices=['0.2.5'], help='compare with that release of scalax, in its environment'
     )
     parser.add_argument('--repeats', type=int, default=3, help='processes of each library (--against)')
-    parser.add_argument('--topology', default='v5p:4x4x4', help='of absent TPUs (--only unchanged, found)')
-    parser.add_argument('--model', default='', help='models whose name holds this (--only unchanged, found)')
+    parser.add_argument(
+        '--topology', default='v5p:4x4x4', help='of absent TPUs (--only unchanged, others, found)'
+    )
+    parser.add_argument(
+        '--model', default='', help='models whose name holds this (--only unchanged, others, found)'
+    )
     parser.add_argument('--strategy', default='', help='one of FSDP, FSDP x TP ... (--only unchanged)')
     parser.add_argument('--slices', type=int, default=1, help='slices of the topology (--only found)')
     parser.add_argument('--budget', type=float, default=90.0, help='seconds of a search (--only found)')
@@ -53,13 +58,19 @@ def main() -> None:
         return
     if not any(flag in os.environ for flag in ('XLA_FLAGS', 'JAX_NUM_CPU_DEVICES')):
         jax.config.update('jax_num_cpu_devices', 8)
+    if options.only == OTHERS:
+        from benchmarks.unchanged import others_table
+
+        quiet_libtpu()
+        others_table.show(options.topology, options.model)
+        return
 
     # Imported here: they build meshes, and the devices must be there first.
     from benchmarks.groups import all_groups, run
 
     groups = all_groups(options.rounds)
     if not any(options.only in name for name in groups):
-        names = ', '.join([*groups, UNCHANGED, FOUND])
+        names = ', '.join([*groups, UNCHANGED, OTHERS, FOUND])
         parser.error(f'no group holds {options.only!r} in its name: {names}')
     quiet_libtpu()
     device = jax.devices()[0]

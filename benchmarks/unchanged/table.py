@@ -42,17 +42,18 @@ def lines(
     names = [model.name for model in models], [strategy.name for strategy in strategies]
     first = [max(map(len, (title, *each))) for title, each in zip(head, names, strict=False)]
     widths = [*first, *map(len, head[2:])]
-    yield _line(head, widths)
+    yield line(head, widths)
     yield '|' + '|'.join('-' * (width + 2) for width in widths) + '|'
     for model in models:
         for strategy in strategies:
-            found = {variant: _measured(model, strategy, topology, variant, measure) for variant in VARIANTS}
-            yield _line([model.name, strategy.name, *_cells(found)], widths)
+            found = {variant: measured(model, strategy, topology, variant, measure) for variant in VARIANTS}
+            yield line([model.name, strategy.name, *_cells(found)], widths)
 
 
-def _measured(
-    model: Model, strategy: Strategy, topology: str, variant: str, measure: Measure
+def measured(
+    model: Model, strategy: Strategy, topology: str, variant: str, measure: Measure = measure
 ) -> Figures | None:
+    """The figures of one cell; none of a program that is refused."""
     try:
         return measure(model, strategy, topology, variant)
     except (NotImplementedError, PlanError) as error:  # as JAX and the compiler refuse programs
@@ -69,7 +70,8 @@ def _cells(found: Mapping[str, Figures | None]) -> Iterator[str]:
             yield REFUSED if hand is None or other is None else f'{other[name] / hand[name]:.2f}'
 
 
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+def line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """A line of a table in Markdown."""
     return '| ' + ' | '.join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + ' |'
 
 

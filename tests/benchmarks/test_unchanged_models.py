@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.unchanged.catalogue import all_models
 from benchmarks.unchanged.model import Model, Strategy
+from benchmarks.unchanged.values import ROWS, example, weights
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, ShardingRule
 from scalax.sharding import PartitionSpec as P
 
-ROWS = 8
 FSDP = Strategy('FSDP', {'fsdp': 8}, ('fsdp',))
 FSDP_TP = Strategy('FSDP x TP', {'fsdp': 4, 'tp': 2}, ('fsdp',))
 # Half the time of compiling.
@@ -22,32 +22,6 @@ MODELS = {model.name: model for model in all_models('small')}
 # products along a batch, and rows that are sorted; gradients that are written down. That everything is
 # followed is checked of each model, and `make verify` computes all of them.
 COMPUTED = ('decoder, grouped heads', 'experts, sorted tokens', 'flash attention, custom_vjp')
-
-
-def weights(model: Model) -> Any:
-    """Parameters in float32, not compiled."""
-    rng = np.random.default_rng(0)
-
-    def values(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-        scale = 1 / np.sqrt(np.prod(leaf.shape[-2:-1] or (100,)))
-        return (scale * rng.normal(size=leaf.shape) + (leaf.ndim < 2)).astype('float32')
-
-    return jax.tree.map(values, jax.eval_shape(model.init, jax.random.key(0)))
-
-
-def example(model: Model) -> Any:
-    """A batch with values."""
-    rows = ROWS * model.rows
-    if model.example is not None:
-        return model.example(rows)
-    rng = np.random.default_rng(1)
-
-    def values(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-        whole = np.issubdtype(leaf.dtype, np.integer)
-        drawn = rng.integers(0, 8, leaf.shape) if whole else rng.normal(size=leaf.shape)
-        return drawn.astype(leaf.dtype)
-
-    return jax.tree.map(values, model.batch(rows))
 
 
 def arguments(model: Model) -> tuple[Any, Any, jax.Array]:

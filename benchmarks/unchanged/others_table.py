@@ -1,0 +1,71 @@
+"""``--only others``: what a step of models that others wrote moves, needs and takes, followed and plain.
+
+Small ones run a step on eight simulated devices first, to be compared with one device. Real sizes are planned
+for TPUs that are not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from benchmarks.unchanged.model import STRATEGIES, Model
+from benchmarks.unchanged.table import REFUSED, line, measured, user_errors
+from benchmarks.unchanged.values import difference
+
+FSDP = STRATEGIES[0]
+TITLES = (
+    *('model', 'differs', 'ideal bytes', 'followed', 'plain'),
+    *('peak followed', 'plain', 'seconds followed', 'plain'),
+)
+
+
+def ideal(model: Model, topology: str) -> float:
+    """GiB that a device sends at best.
+
+    Each sharded weight is gathered forward and backward, and its gradient is summed, as is that of a weight
+    that each device has. XLA lowers all of that to all-reduces, which send an array twice.
+    """
+    helper = FSDP.helper(topology)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    shardings = helper.match_sharding_rule(FSDP.rule(model), params)
+    arrays = zip(jax.tree.leaves(params), jax.tree.leaves(shardings), strict=True)
+    sent = sum(2 * x.size * x.dtype.itemsize * (1 if where.is_fully_replicated else 3) for x, where in arrays)
+    return sent * (1 - 1 / helper.mesh.size) / 2**30
+
+
+def lines(pairs: Sequence[tuple[Model, Model]], topology: str) -> Iterator[str]:
+    """The table in Markdown, line by line, of models in a small and in their real size."""
+    widths = [max(len(large.name) for _, large in pairs), *(max(len(title), 9) for title in TITLES[1:])]
+    yield line(TITLES, widths)
+    yield '|' + '|'.join('-' * (width + 2) for width in widths) + '|'
+    for small, large in pairs:
+        yield line([large.name, f'{difference(small):.0e}', *_cells(large, topology)], widths)
+
+
+def _cells(model: Model, topology: str) -> Iterator[str]:
+    least = ideal(model, topology)
+    found = [measured(model, FSDP, topology, variant) for variant in ('followed', 'plain')]
+    yield f'{least:.3g} GiB'
+    yield from (REFUSED if each is None else f'{each["moved"] / least:.2f}' for each in found)
+    for figure, unit in (('peak', 'GiB'), ('estimate', 's')):
+        yield from (REFUSED if each is None else f'{each[figure]:.3g} {unit}' for each in found)
+
+
+def show(topology: str, name: str) -> None:
+    """Prints the table.
+
+    Raises:
+        SystemExit: something is not installed, or nothing has such a name.
+    """
+    with user_errors('others'):
+        from benchmarks.unchanged.others import models  # imports what is installed for this table alone
+
+        both = zip(models('small'), models('large'), strict=True)
+        pairs = [(small, large) for small, large in both if name in large.name]
+        if not pairs:
+            names = '; '.join(model.name for model in models('large'))
+            raise SystemExit(f'no model holds {name!r} in its name: {names}')
+        for each in lines(pairs, topology):
+            print(each, flush=True)

@@ -1,0 +1,78 @@
+"""Values of models, and how far a step on several devices is from one on a single device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from benchmarks.unchanged.measure import make_step, training_step
+from benchmarks.unchanged.model import Model, Strategy, Tree
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper
+
+ROWS = 8
+# All of eight devices, and half of them: what is whole along the other axis is computed twice.
+MESHES = (
+    Strategy('FSDP', {'fsdp': 8}, ('fsdp',)),
+    Strategy('FSDP x nothing', {'fsdp': 4, 'others': 2}, ('fsdp',)),
+)
+# Its state has the gradients as they are, so that large and small ones are compared alike.
+SGD = optax.sgd(1e-2, momentum=0.9)
+
+
+def weights(model: Model) -> Tree:
+    """Parameters in float32, not compiled."""
+    rng = np.random.default_rng(0)
+
+    def values(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        scale = 1 / np.sqrt(np.prod(leaf.shape[-2:-1] or (100,)))
+        return (scale * rng.normal(size=leaf.shape) + (leaf.ndim < 2)).astype('float32')
+
+    return jax.tree.map(values, jax.eval_shape(model.init, jax.random.key(0)))
+
+
+def example(model: Model) -> Tree:
+    """A batch with values."""
+    rows = ROWS * model.rows
+    if model.example is not None:
+        return model.example(rows)
+    rng = np.random.default_rng(1)
+
+    def values(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        whole = np.issubdtype(leaf.dtype, np.integer)
+        drawn = rng.integers(0, 8, leaf.shape) if whole else rng.normal(size=leaf.shape)
+        return drawn.astype(leaf.dtype)
+
+    return jax.tree.map(values, model.batch(rows))
+
+
+def difference(model: Model) -> float:
+    """By how much a step on eight devices differs from one on a single device.
+
+    It is the largest difference of the loss, and of each array of the state, as a part of its largest value.
+    """
+    model = dataclasses.replace(model, optimizer=SGD, fsdp_rule=FSDPShardingRule(min_fsdp_size=1))
+    params = weights(model)
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(SGD.init, params))
+    args = (params, zeros), example(model), jax.random.key(2)
+    wanted = jax.jit(training_step(model, model.loss))(*args)
+    differences = []
+    for strategy in MESHES:
+        helper = MeshShardingHelper(list(strategy.mesh.values()), list(strategy.mesh))
+        step, _ = make_step(model, strategy, helper, 'followed', ROWS * model.rows)
+        differences.append(largest_difference(step(*args), wanted))
+    return max(differences)
+
+
+def largest_difference(found: Any, wanted: Any) -> float:
+    """The largest difference of an array, as a part of its largest value."""
+    pairs = [
+        (np.asarray(one), np.asarray(other))
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    ]
+    # Gradients that are zero but for rounding, as those of the biases of keys, have no scale of their own.
+    least = 1e-3 * max(float(np.max(np.abs(other))) for _, other in pairs)
+    return max(float(np.max(np.abs(one - other)) / max(np.max(np.abs(other)), least)) for one, other in pairs)
