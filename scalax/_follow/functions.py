@@ -17,7 +17,9 @@ from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS
 # Values of so many elements are scalars, or coefficients.
 _FEW = 64
 _PLAIN = FORWARDS | ELEMENTWISE | {'reduce_sum', 'reduce_max'}
-_MULTIPLYING = frozenset({'dot_general', 'scan', 'while', 'cond', *CALLS})
+_MULTIPLYING = frozenset({'dot_general', 'scan', 'while', *CALLS})
+# Of several matrices both branches of a `cond` run: a loop in the wrong one may not end, its gradient be nan.
+_LEFT = SAID | {'cond'}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,12 +91,23 @@ def functions_of_matrices(jaxpr: Any, shapes: Container[tuple[int, ...]]) -> Ite
         for x in equation.invars:
             readers.setdefault(id(x), set()).add(id(equation))
     every = [_function(jaxpr, root, own, roots, readers, scalars) for root, own in found.items()]
+    every = [each for each in every if equations.draws_alike(each.part)]
     late = {id(var) for function in every for var in function.results}
     gone = {id(each) for function in every for each in function.equations}
     for equation in inner.eqns:
-        if id(equation) not in gone and not late.isdisjoint(map(id, equation.invars)):
-            late.update(map(id, equation.outvars))
+        if id(equation) not in gone:
+            is_late(equation, late)
     yield from [each for each in every if late.isdisjoint(map(id, [each.root, *each.free]))]
+
+
+def is_late(equation: Any, late: set[int]) -> bool:
+    """Whether an equation reads what is late. Then its results are, and operands that it has effects on."""
+    if late.isdisjoint(map(id, equation.invars)):
+        return False
+    late.update(map(id, equation.outvars))
+    if equation.effects:  # a reference that it writes is read behind it
+        late.update([id(x) for x in equation.invars if not isinstance(x, Literal)])
+    return True
 
 
 def _multiplies(own: Sequence[Any]) -> bool:
@@ -106,7 +119,7 @@ def _multiplies(own: Sequence[Any]) -> bool:
     ]
     names = {*map(primitive_name, [*own, *inside])}
     placed = any(each.effects or any(placed_by_user(each)) for each in [*own, *inside])
-    return 'dot_general' in names and SAID.isdisjoint(names) and not placed
+    return 'dot_general' in names and _LEFT.isdisjoint(names) and not placed
 
 
 def _function(

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from scalax._follow.experts import Stored
-from scalax._follow.functions import Function, functions_of_matrices
+from scalax._follow.functions import Function, functions_of_matrices, is_late
 from scalax._follow.stacks import NoStackError, run_stacked
 from scalax._follow.trail import LOST, Trail, Trails, closed_spec_of, merged
 from scalax._follow.types import Arguments
@@ -125,7 +125,7 @@ class _Spreader(Rewriter):
         call = jax.jit(spread)
         try:
             return equation_of(call, first.equations[-1], operands, outputs)
-        except NoStackError:
+        except (NoStackError, NotImplementedError):  # or a primitive that JAX does not map
             return None
 
     def _way(self, layout: Trail) -> Iterator[Trail]:
@@ -152,11 +152,8 @@ def _replaced(jaxpr: Any, merged: Sequence[tuple[Any, Sequence[Function]]]) -> A
             left -= 1
             if not left:
                 kept += waiting
-        elif late.isdisjoint(map(id, equation.invars)):
-            kept.append(equation)
         else:
-            late.update(map(id, equation.outvars))
-            (waiting if left else kept).append(equation)
+            (waiting if left and is_late(equation, late) else kept).append(equation)
     return replaced(jaxpr, eqns=kept)
 
 

@@ -22,6 +22,8 @@ _EACH = (ELEMENTWISE | FORWARDS) - {'cumlogsumexp', 'cummax', 'cummin', 'cumprod
     *('reduce_sum', 'reduce_max', 'reduce_min', 'reduce_prod', 'reduce_and', 'reduce_or'),
 }
 
+_OWN_GRADIENTS = frozenset({'custom_jvp_call', 'custom_vjp_call'})
+
 
 class NoStackError(Exception):
     """A function mixes the matrices of a stack."""
@@ -54,6 +56,8 @@ def _results(equation: Any, operands: Sequence[Stacked]) -> Sequence[Stacked]:
     name = primitive_name(equation)
     values, dims = [value for value, _ in operands], [dim for _, dim in operands]
     stacks = {(place, dim) for place, dim in enumerate(dims) if dim is not None}
+    if name in _OWN_GRADIENTS:
+        raise NoStackError(f'{name} has a gradient of its own')
     if name in CALLS:
         return run_stacked(called(equation), operands)
     if name == 'scan' and stacks:
@@ -74,11 +78,14 @@ def _scan(equation: Any, values: Sequence[Any], dims: Sequence[int | None]) -> S
     loop = loop_of(equation)
     (given, first, elements), (of_given, of_state, of_elements) = map(loop.parts, (values, dims))
 
+    if any(dim is not None for dim in of_elements):
+        raise NoStackError('a loop runs over matrices')
+
     def step(state: Sequence[Any], elements: Sequence[Any]) -> tuple[Any, None]:
         pairs = zip([*given, *state, *elements], [*of_given, *of_state, *of_elements], strict=True)
         results = run_stacked(loop.body, [*pairs])
-        if [dim for _, dim in results] != [*of_state] or any(dim is not None for dim in of_elements):
-            raise NoStackError('a loop runs over matrices, or moves the stack')
+        if [dim for _, dim in results] != [*of_state]:
+            raise NoStackError('a loop moves the stack, or gives one of each round')
         return [value for value, _ in results], None
 
     state, _ = jax.lax.scan(step, [*first], [*elements], loop.length, **scan_options(equation))

@@ -251,3 +251,100 @@ def test_stacks_of_another_size():
     [(found, dim)] = run_stacked(jaxpr, [(jnp.asarray(x), 0)])
     assert dim == 0
     np.testing.assert_allclose(found, normalized(x), rtol=1e-6)
+
+
+@jax.custom_vjp
+def times_five(x):
+    """The identity, whose gradient is another one."""
+    return x + 0
+
+
+times_five.defvjp(lambda x: (x, None), lambda _, gradient: (5 * gradient,))
+
+
+@pytest.mark.parametrize('stacked', [True, False])
+def test_gradients_of_its_own(stacked):
+    """Where a function is differentiated from outside."""
+
+    def value(weights, x):
+        products = [times_five(w @ w.swapaxes(-1, -2)) @ w for w in weights.values()]
+        return sum(jnp.sum(jnp.sin(y)) for y in products) + x.sum()
+
+    params, x = arguments(stacked)
+    weights = params['layers'] if stacked else params['layers'][0]
+    sharded_value = MeshShardingHelper([-1], ['fsdp']).sjit(
+        value,
+        in_shardings=(TreePathShardingRule(('.*', P(*[None] * stacked, 'fsdp'))), P('fsdp')),
+        out_shardings=P(),
+    )
+    with jax.default_matmul_precision('highest'):
+        found, expected = jax.grad(sharded_value)(weights, x), jax.jit(jax.grad(value))(weights, x)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def with_own_keys(x):
+    """Under vmap, the generator draws all of the first key."""
+    data = jnp.int32(20 * x[0, 0])
+    noise = jax.random.normal(jax.random.fold_in(jax.random.key(0, impl='rbg'), data), x.shape)
+    return newton_schulz(x) + 0.1 * noise
+
+
+def with_callback(x):
+    y = newton_schulz(x)
+    return y @ jax.pure_callback(lambda y: np.asarray(y) * 2, y, y).T @ y
+
+
+@pytest.mark.parametrize('transform', [with_own_keys, with_callback])
+def test_what_is_not_the_same_under_vmap(transform):
+    found = by_hand(transform)
+    assert_same(step_of(found), found, False, 1, 0)
+
+
+def test_a_loop_over_the_matrices_of_a_stack():
+    found = by_hand(lambda x: jax.lax.map(newton_schulz, x) @ jnp.ones((x.shape[2],) * 2), 3)
+    assert_same(step_of(found), found, True, 1, 0)
+
+
+def until_it_stays(x):
+    def stays_not(pair):
+        return ~(jnp.max(jnp.abs(pair[0] - pair[1])) < 0.1)  # always of nan
+
+    def again(pair):
+        return 1.5 * pair[0] - 0.5 * (pair[0] @ pair[0].T) @ pair[0], pair[0]
+
+    return jax.lax.while_loop(stays_not, again, (x / jnp.linalg.norm(x), jnp.zeros_like(x)))[0]
+
+
+def test_a_branch_that_is_not_taken_does_not_run():
+    """Its loop would not end with a matrix of zeros."""
+
+    def transform(x):
+        return jax.lax.cond(jnp.any(x != 0), until_it_stays, lambda x: x, x)
+
+    def step(params, x):
+        return jax.tree.map(lambda w: transform(w) if w.ndim == 2 else w, params), x.sum()
+
+    params, x = arguments(False)
+    params = {**params, 'layers': [*params['layers'][:2], jax.tree.map(np.zeros_like, params['layers'][2])]}
+    found, expected = sharded(step, stacked=False)(params, x)[0], jax.jit(step)(params, x)[0]
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_what_is_written_before_it_is_read():
+    """A reference that gets what a function gives is read behind it."""
+
+    def step(params, x):
+        first, second, *_ = params['layers']
+        ref = jax.new_ref(jnp.zeros((WIDTH, WIDTH)))
+        ref[...] = newton_schulz(first['q']) + first['o']
+        return ref[...] + second['o'], newton_schulz(second['q']), x.sum()
+
+    params, x = arguments(False)
+    helper = MeshShardingHelper([-1], ['fsdp'])
+    rule = TreePathShardingRule(('scale', P()), ('.*', P('fsdp')))
+    on_devices = helper.sjit(step, in_shardings=(rule, P('fsdp')), out_shardings=P())
+    assert len(spread(on_devices, params, x)) == 1
+    for a, b in zip(on_devices(params, x), jax.jit(step)(params, x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
