@@ -494,6 +494,6 @@ def model_of(
         loss=loss,
         columns_and_rows=NO_TP,
         hand={},
-        rows=1 if size == 'small' else rows,
+        rows=4 if size == 'small' else rows,  # fewer than weights, they would not be followed
         has_aux=has_aux,
     )

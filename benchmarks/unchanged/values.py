@@ -53,6 +53,9 @@ def difference(model: Model) -> float:
     """By how much a step on eight devices differs from one on a single device.
 
     It is the largest difference of the loss, and of each array of the state, as a part of its largest value.
+
+    Raises:
+        ValueError: nothing of the model is followed.
     """
     model = dataclasses.replace(model, optimizer=SGD, fsdp_rule=FSDPShardingRule(min_fsdp_size=1))
     params = weights(model)
@@ -63,6 +66,8 @@ def difference(model: Model) -> float:
     for strategy in MESHES:
         helper = MeshShardingHelper(list(strategy.mesh.values()), list(strategy.mesh))
         step, _ = make_step(model, strategy, helper, 'followed', ROWS * model.rows)
+        if (followed := step.followed(*args)).reason:
+            raise ValueError(f'{model.name} is not followed, and would show nothing: {followed.reason}')
         differences.append(largest_difference(step(*args), wanted))
     return max(differences)
 

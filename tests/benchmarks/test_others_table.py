@@ -1,5 +1,8 @@
 """The table of models that others wrote: its lines, its ideal, and how values are compared."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -32,6 +35,18 @@ def test_the_ideal_of_a_decoder():
 
 def test_a_step_on_eight_devices_is_compared_with_one():
     assert 0 < values.difference(SMALL) < 1e-4
+
+
+def test_a_step_that_is_not_followed_shows_nothing():
+    few = dataclasses.replace(
+        SMALL,
+        init=lambda key: jnp.ones((64, 64)),
+        batch=lambda rows: jax.ShapeDtypeStruct((rows, 64), 'float32'),
+        loss=lambda params, batch, key: jnp.mean(batch @ params),
+        example=None,
+    )
+    with pytest.raises(ValueError, match='is not followed, and would show nothing: rows are few'):
+        values.difference(few)
 
 
 def test_what_differs_is_compared_with_the_largest_value_of_an_array():
