@@ -83,7 +83,7 @@ class Call:
     def path(self, index: int) -> str:
         """The path of a leaf in messages: the argument, then the path inside."""
         slot, path = self.places[index]
-        return join(self.layout.slots[slot].path, optional_path(path)) or ''
+        return join(self.layout.paths[slot], optional_path(path)) or ''
 
     def describe(self, index: int) -> str:
         """A leaf as messages show it."""
@@ -143,7 +143,7 @@ def _static_key(call: Call) -> tuple[tuple[type, Any], ...]:
             hash(value)
         except TypeError as error:
             raise ArgumentError(
-                f'{call.signature.name}: static argument {call.layout.slots[slot].name!r} is a '
+                f'{call.signature.name}: static argument {call.layout.names[slot]!r} is a '
                 f'{type(value).__name__} and cannot be hashed ({error}). Static arguments are part of '
                 'the compiled program: pass something immutable (a tuple, a frozen dataclass), or do '
                 'not make it static.'

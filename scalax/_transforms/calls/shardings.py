@@ -255,7 +255,7 @@ def resolve_arguments(
                 mesh,
                 mode=mode,
                 where=where,
-                at=call.layout.slots[slot].path,
+                at=call.layout.paths[slot],
                 on_indivisible=on_indivisible,
                 as_leaf=as_leaf,
             )

@@ -14,7 +14,7 @@ import keyword
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -47,63 +47,29 @@ Selection = tuple[tuple[int, ...], frozenset[str]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Slot:
-    """One position of a call.
-
-    Attributes:
-        name: the argument as messages name it: ``state``, ``args[1]``, or ``**`` for the keywords that
-            no parameter takes.
-        static: whether it is part of the program rather than data.
-        donated: whether its buffers may be reused for outputs.
-        batch: whether the user says that it holds rows of the batch.
-        path: the path of the argument in messages; None for those keywords.
-    """
-
-    name: str
-    static: bool = False
-    donated: bool = False
-    batch: bool = False
-    path: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class CallLayout:
     """The slots of calls with a certain number of extra positional arguments.
 
     Attributes:
-        slots: the slots.
+        names: the argument of each slot as messages name it: ``state``, ``args[1]``, or ``**`` for keywords
+            that no parameter takes.
+        paths: the path of each argument in messages; None for those keywords.
         positional: how many are passed by position; those of keyword-only arguments follow.
         dynamic: the numbers of the slots that hold data.
-        static: those of the static slots.
-        donated: those of the donated slots.
+        static: those of the slots that are part of the program rather than data.
+        donated: those of the slots whose buffers may be reused for outputs.
+        batch: those of the slots of which the user says that they hold rows of the batch.
         flat_signature: the signature of a function of the slots: JAX names arguments by it.
     """
 
-    slots: tuple[Slot, ...]
+    names: tuple[str, ...]
+    paths: tuple[str | None, ...]
     positional: int
     dynamic: tuple[int, ...]
     static: tuple[int, ...]
     donated: tuple[int, ...]
+    batch: tuple[int, ...]
     flat_signature: inspect.Signature = dataclasses.field(compare=False)
-
-    @classmethod
-    def of(cls, slots: Sequence[Slot], positional: int) -> Self:
-        """The layout of these slots."""
-        numbered, names = list(enumerate(slots)), dict[str, None]()
-        for slot in slots:
-            name = re.sub(r'\W+', '_', slot.name).strip('_') or 'kwargs'
-            while name in names or not name.isidentifier() or keyword.iskeyword(name):
-                name += '_'
-            names[name] = None
-        kind = inspect.Parameter.POSITIONAL_ONLY
-        return cls(
-            tuple(slots),
-            positional,
-            dynamic=tuple([i for i, slot in numbered if not slot.static]),
-            static=tuple([i for i, slot in numbered if slot.static]),
-            donated=tuple([i for i, slot in numbered if slot.donated]),
-            flat_signature=inspect.Signature([inspect.Parameter(name, kind) for name in names]),
-        )
 
 
 class CallSignature:
@@ -225,28 +191,41 @@ class CallSignature:
             extra[: len(self.hints[count:])] = self.hints[count : count + extras]
         names = [*self.positional, *extra]
         total = len(names)
-        slots = []
-        for i, name in enumerate([*names, *self.keyword_only]):
-            static, donated, batch = [
-                name in named or i in [n % total for n in numbers if -total <= n < total]
-                for numbers, named in (self._static, self._donated, self._batch)
+        names += self.keyword_only
+        numbered = list(enumerate(names))
+        static, donated, batch = [
+            [
+                i
+                for i, name in numbered
+                if name in named or (i < total and not {i, i - total}.isdisjoint(given))
             ]
-            slots.append(Slot(name, static, donated, batch, path=name))
+            for given, named in (self._static, self._donated, self._batch)
+        ]
         if self.static_keywords:
-            slots.append(Slot('static keywords', static=True, path='static keywords'))
+            static.append(len(names))
+            names.append('static keywords')
         if self.donated_keywords:
-            slots.append(Slot(EXTRA_KEYWORDS, donated=True))
+            donated.append(len(names))
+            names.append(EXTRA_KEYWORDS)
         if self.keywords:
-            slots.append(Slot(EXTRA_KEYWORDS))
-        both = set(self.static_keywords).intersection(self.batch_keywords)
-        for what, names in (
-            ('donated', [slot.name for slot in slots if slot.static and slot.donated]),
-            ('a batch', [slot.name for slot in slots if slot.static and slot.batch]),
-            ('a batch', sorted(both)),
+            names.append(EXTRA_KEYWORDS)
+        keywords = sorted(set(self.static_keywords).intersection(self.batch_keywords))
+        for what, wrong in (
+            ('donated', [names[slot] for slot in donated if slot in static]),
+            ('a batch', [names[slot] for slot in batch if slot in static] + keywords),
         ):
-            if names:
-                raise ArgumentError(f'{self.name}: {", ".join(names)} cannot be both static and {what}')
-        return CallLayout.of(slots, total)
+            if wrong:
+                raise ArgumentError(f'{self.name}: {", ".join(wrong)} cannot be both static and {what}')
+        return CallLayout(
+            tuple(names),
+            tuple([None if name == EXTRA_KEYWORDS else name for name in names]),
+            total,
+            dynamic=tuple([slot for slot in range(len(names)) if slot not in static]),
+            static=tuple(static),
+            donated=tuple(donated),
+            batch=tuple(batch),
+            flat_signature=_flat_signature(names),
+        )
 
     def _keeps_some(self, extras: int) -> bool:
         """Whether a wrapper is given more arguments by position than the function behind it takes."""
@@ -322,7 +301,7 @@ class CallSignature:
             ('static', layout.static, self.static_keywords),
             ('donate', layout.donated, self.donated_keywords),
         ):
-            known = {*chosen, *[layout.slots[slot].name for slot in slots]}
+            known = {*chosen, *[layout.names[slot] for slot in slots]}
             options[f'{option}_argnums'] = [slot for slot in slots if slot < count]
             options[f'{option}_argnames'] = [name for name in names if name in known]
         return flat_args[:count], {name: values[name] for name in names}, options
@@ -351,7 +330,7 @@ class CallSignature:
             if self._keeps_some(len(flat_args) - self.fixed):
                 self._require_own(rules, what)
             for i in layout.dynamic:
-                name = layout.slots[i].name
+                name = layout.names[i]
                 if name == EXTRA_KEYWORDS:
                     by_slot[i] = {key: rules.get(key) for key in flat_args[i]} or None
                 elif len(self.positional) <= i < layout.positional:
@@ -367,7 +346,7 @@ class CallSignature:
         places = [i for i in layout.dynamic if i < layout.positional]
         given = [i for i in places if flat_args[i] is not OMITTED]
         if len(rules) > len(places) or (given and len(rules) <= places.index(given[-1])):
-            names = ', '.join(layout.slots[i].name for i in places) or 'none'
+            names = ', '.join(layout.names[i] for i in places) or 'none'
             takes = plural(len(places), 'positional argument') + (
                 ' besides static ones' if layout.static else ''
             )
@@ -381,7 +360,8 @@ class CallSignature:
         """Raises StructureError if a dict of rules names an argument that the function does not have."""
         if is_rule(rules) or not isinstance(rules, Mapping):
             return
-        static = {slot.name for slot in self.layout(0).slots if slot.static}
+        layout = self.layout(0)
+        static = {layout.names[slot] for slot in layout.static}
         for name in rules:
             if name in static or name in self.static_keywords:
                 raise StructureError(f'{what} of {self.name}: {name!r} is static, it has no sharding')
@@ -394,6 +374,18 @@ def name_of(fun: Callable[..., Any]) -> str:
     while isinstance(fun, functools.partial) and not hasattr(fun, '__name__'):
         fun = fun.func
     return str(getattr(fun, '__name__', type(fun).__name__))
+
+
+def _flat_signature(names: Iterable[str]) -> inspect.Signature:
+    """The signature of a function of slots with these names."""
+    taken = dict[str, None]()
+    for each in names:
+        name = re.sub(r'\W+', '_', each).strip('_') or 'kwargs'
+        while name in taken or not name.isidentifier() or keyword.iskeyword(name):
+            name += '_'
+        taken[name] = None
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    return inspect.Signature([inspect.Parameter(name, kind) for name in taken])
 
 
 def _parameters(fun: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -81,10 +81,10 @@ def _arguments(call: Call, shardings: Shardings, rows: Sequence[bool]) -> Argume
 
 def _said(rules: FunctionRules, call: Call) -> list[bool]:
     """A column: the leaves that hold rows as the user says."""
-    slots, keywords = call.layout.slots, rules.signature.batch_keywords
+    layout, keywords = call.layout, rules.signature.batch_keywords
     return [
-        slots[slot].batch
-        or (slots[slot].name == EXTRA_KEYWORDS and getattr(path[0], 'key', None) in keywords)
+        slot in layout.batch
+        or (layout.names[slot] == EXTRA_KEYWORDS and getattr(path[0], 'key', None) in keywords)
         for slot, path in call.places
     ]
 
@@ -130,7 +130,7 @@ def _reject_unsharded(rules: FunctionRules, call: Call, rows: Sequence[bool], sh
         if any(map(_axes, _given(rules, call)[slot])):
             continue  # the rows do not divide, and need not
         axis = next((name for name, size in rules.mesh.shape.items() if size > 1), 'data')
-        argument = call.layout.slots[slot].path or 'the keywords'
+        argument = call.layout.paths[slot] or 'the keywords'
         raise ArgumentError(
             f'{argument} of {rules.signature.name} is said to be a batch '
             '(batch_argnums, batch_argnames), and nothing shards it (in_shardings, '

@@ -431,7 +431,7 @@ class Dispatcher:
         Raises:
             WrongProgram: it is not.
         """
-        if len(flat_args) != len(layout.slots):  # another number of extra positional arguments
+        if len(flat_args) != len(layout.names):  # another number of extra positional arguments
             raise self._wrong_program()
         ambient = jax.sharding.get_abstract_mesh()
         if not ambient.empty and runs_inline(self.mesh) and (not self.args_placed or ambient.manual_axes):

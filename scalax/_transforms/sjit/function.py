@@ -229,8 +229,8 @@ def names_of_arguments(function: Any, args: Sequence[Any]) -> list[str] | None:
     if not isinstance(function, SjitFunction):
         return None
     signature = function._dispatcher.signature
-    slots = signature.layout(max(len(args) - len(signature.positional), 0)).slots
-    return [slot.name for slot in slots[: len(args)] if not slot.static]
+    layout = signature.layout(max(len(args) - len(signature.positional), 0))
+    return [layout.names[slot] for slot in layout.dynamic if slot < len(args)]
 
 
 _Dispatchers = LRUCache[Any, Dispatcher]

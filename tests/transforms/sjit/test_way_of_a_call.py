@@ -53,8 +53,8 @@ class Way(NamedTuple):
 
 LIMITS = {
     'made': Way(76, 14, 28),
-    'first': Way(125, 17, 62) if GUARDED else Way(123, 17, 60),
-    'another length': Way(128, 17, 67) if GUARDED else Way(127, 17, 66),
+    'first': Way(124, 17, 62) if GUARDED else Way(122, 17, 60),
+    'another length': Way(126, 16, 65) if GUARDED else Way(125, 16, 64),
     'again': Way(2, 2, 1) if GUARDED else Way(1, 1, 0),
     'first, not followed': Way(112, 16, 56) if GUARDED else Way(110, 16, 54),
     'another length, not followed': Way(114, 15, 59) if GUARDED else Way(113, 15, 58),
