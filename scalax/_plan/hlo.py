@@ -175,7 +175,6 @@ class Frame(NamedTuple):
     file: str
     function: str
     line: int
-    column: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,7 +344,7 @@ def _frames(tables: Mapping[str, list[str]]) -> dict[int, tuple[Frame, int]]:
     for number, fields in _records(tables.get('FileLocations', [])):
         file, function = files.get(fields['file_name_id'], ''), functions.get(fields['function_name_id'], '')
         names = _unescaped(file), _unescaped(function)
-        places[number] = Frame(*names, fields['line'], fields.get('column', 0))
+        places[number] = Frame(*names, fields['line'])
     # The number of the parent is written one too high; 0 means that there is none.
     return {
         number: (places[fields['file_location_id']], fields['parent_frame_id'] - 1)
