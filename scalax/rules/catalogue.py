@@ -81,7 +81,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from jax.sharding import PartitionSpec
 
@@ -213,6 +213,12 @@ class ExactRankRule(TreePathShardingRule):
         >>> exact.stacked(1).apply({'kernel': np.zeros((80, 8, 8))})
         {'kernel': P(None, 'fsdp')}
     """
+
+    # Those who call `rule` have no `strict`.
+    _unmatched_hint: ClassVar[str] = (
+        'add a row for these leaves to the table, or replicate what no row matches: '
+        'catalogue.rule(table) | PartitionSpec().'
+    )
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """As in `TreePathShardingRule`, and a problem for each array of another rank than its row is for."""
