@@ -11,7 +11,7 @@ from typing import Any, Literal
 from jax.sharding import PartitionSpec
 
 from scalax._find.source import rule_code, spec_code
-from scalax._plan.blocks import headline, plan_blocks
+from scalax._plan.page import headline, plan_blocks
 from scalax._plan.plan import Plan
 from scalax._plan.roofline import Seconds
 from scalax._report import blocks, saved

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scalax._plan.batch import followed_text
-from scalax._plan.blocks import memory_taken, plan_blocks
+from scalax._plan.page import memory_taken, plan_blocks
 from scalax._plan.plan_data import PlanData
 from scalax._report import blocks, saved
 from scalax._report.pages import visible

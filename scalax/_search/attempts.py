@@ -7,9 +7,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from scalax._plan.blocks import memory_taken
 from scalax._plan.lowered_step import LoweredStep, lower_step
 from scalax._plan.make import plan_lowered
+from scalax._plan.page import memory_taken
 from scalax._report.tables import human_bytes
 from scalax._search.candidate import Candidate
 from scalax._search.meshes import helper_of

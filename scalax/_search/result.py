@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from scalax._plan.blocks import headline, plan_blocks
+from scalax._plan.page import headline, plan_blocks
 from scalax._plan.plan import Plan
 from scalax._report import blocks, saved
 from scalax._report.blocks import (

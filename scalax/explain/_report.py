@@ -11,8 +11,8 @@ from typing import Any
 from scalax._report import blocks, saved
 from scalax._util.folding import times
 from scalax.errors import ShardingError, checked_flag, shown
-from scalax.explain._blocks import report_blocks
 from scalax.explain._diff import ReportDiff, diff_rows
+from scalax.explain._page import report_blocks
 from scalax.explain._rows import (
     ReplicatedSummary,
     ReportRow,
