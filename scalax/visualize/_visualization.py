@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from scalax._report import blocks as pages
-from scalax._report.blocks import Block, Lines, MeshAxes, Section
+from scalax._report.blocks import Block, Lines, MeshAxes, Section, html
+from scalax._report.shown import Shown
 from scalax._report.tables import wrapped
 from scalax.errors import plural
 from scalax.visualize._blocks import Blocks
@@ -18,13 +16,12 @@ from scalax.visualize._html import table
 from scalax.visualize._pictures import Picture, member_text, pictures_of
 from scalax.visualize._text import drawing
 
-_TITLE = 'Where arrays are'
 _MOST_PICTURES = 50
 _MOST_MEMBERS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Visualization:
+class Visualization(Shown):
     """Which device holds which block of which array; ``str()`` of it is a drawing for a terminal.
 
     Attributes:
@@ -33,28 +30,14 @@ class Visualization:
 
     pictures: tuple[Picture, ...]
 
-    def __str__(self) -> str:
-        return self.to_text()
+    def _title(self) -> str:
+        return 'Where arrays are'
 
-    def to_text(self, width: int | None = None) -> str:
-        """The pictures as text.
-
-        Args:
-            width: the width in columns, at least 60; that of the terminal by default.
-        """
-        return pages.text(_blocks(self.pictures), width)
+    def _blocks(self, title: str) -> list[Block]:
+        return _blocks(self.pictures)
 
     def _repr_html_(self) -> str:
-        return f'<div>\n{pages.html(_blocks(self.pictures))}</div>'
-
-    def to_html(self, path: str | os.PathLike[str], title: str = _TITLE) -> None:
-        """Writes the pictures as a page that loads nothing.
-
-        Args:
-            path: the file to write.
-            title: the title of the page.
-        """
-        Path(path).write_bytes(pages.page(title, _blocks(self.pictures)).encode())
+        return f'<div>\n{html(self._blocks(self._title()))}</div>'
 
 
 def visualize(pytree: Any) -> Visualization:
