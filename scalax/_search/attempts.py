@@ -43,7 +43,7 @@ class Attempts:
             with warnings.catch_warnings():
                 warnings.simplefilter('error', IndivisibleWarning)
                 step = self._lowered(candidate)
-                candidate = dataclasses.replace(candidate, least_memory=step.stored_bytes[0])
+                candidate = dataclasses.replace(candidate, least_memory=step.argument_bytes)
                 limit = step.hardware.hbm_bytes if step.hardware else None
                 if quick and limit is not None and candidate.least_memory > limit:
                     least, most = human_bytes(candidate.least_memory), human_bytes(limit)
