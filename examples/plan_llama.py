@@ -96,7 +96,7 @@ def make_70b(helper: MeshShardingHelper) -> tuple[Any, tuple[Any, ...]]:
 
 
 def make_step(
-    helper: MeshShardingHelper, model: ModelConfig, layout: catalogue.Layout | None = None
+    helper: MeshShardingHelper, model: ModelConfig, layout: catalogue.ActivationSpecs | None = None
 ) -> tuple[Any, tuple[Any, ...]]:
     """The step of examples/llama over a mesh with axes fsdp and tp, and perhaps data; its arguments.
 
@@ -126,7 +126,7 @@ def model_flops(model: ModelConfig, params: Params, sequences: int) -> float:
     return sequences * SEQUENCE * (6.0 * weights + attention)
 
 
-def plan_case(case: Case, quick: bool, layout: catalogue.Layout | None = None) -> Plan:
+def plan_case(case: Case, quick: bool, layout: catalogue.ActivationSpecs | None = None) -> Plan:
     """The plan of one line."""
     helper = MeshShardingHelper.from_topology(
         case.topology,

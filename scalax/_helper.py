@@ -783,7 +783,7 @@ class MeshShardingHelper:
         """
         meshes.require_devices(self._mesh, 'local_data_to_global_array')
         checked_flag('check', check)
-        options = to_global.Options(self.mesh, batch_axis, mesh_axis_subset, rows)
+        options = to_global.BatchOptions(self.mesh, batch_axis, mesh_axis_subset, rows)
         return to_global.local_data_to_global_array(options, tree, check)
 
     def prefetch(
@@ -824,7 +824,7 @@ class MeshShardingHelper:
         """
         meshes.require_devices(self._mesh, 'prefetch')
         checked_flag('check', check)
-        options = to_global.Options(self.mesh, batch_axis, mesh_axis_subset, rows)
+        options = to_global.BatchOptions(self.mesh, batch_axis, mesh_axis_subset, rows)
         return Prefetch(iterable, options, size, check)
 
     def process_rows(

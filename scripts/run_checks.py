@@ -93,7 +93,7 @@ NOT_ON_OLDEST = [
     'tests/e2e/test_training_processes.py',
     'tests/explain/test_browser.py',
     'tests/explain/test_html.py',
-    'tests/find/test_readable.py',
+    'tests/find/test_regexes.py',
     'tests/hostdata/test_prefetch.py',
     'tests/plan/test_page.py',
     'tests/plan/test_programs_that_run.py',

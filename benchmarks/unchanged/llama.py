@@ -60,7 +60,7 @@ MAXTEXT_NAMES: Mapping[str, tuple[str, ...]] = {
     'hidden': ('activation_batch', 'activation_length', 'activation_mlp'),
     'logits': ('activation_embed_and_logits_batch', 'activation_length', 'activation_vocab'),
 }
-MAXTEXT: catalogue.Layout = {
+MAXTEXT: catalogue.ActivationSpecs = {
     name: P(*(MAXTEXT_RULES[dimension] for dimension in dimensions))
     for name, dimensions in MAXTEXT_NAMES.items()
 }
@@ -70,7 +70,7 @@ def llama(
     name: str,
     config: ModelConfig,
     sequence: int,
-    hand: catalogue.Layout = catalogue.TENSOR_PARALLEL,
+    hand: catalogue.ActivationSpecs = catalogue.TENSOR_PARALLEL,
     front: catalogue.Table = (),
     dtype: str = 'bfloat16',
 ) -> Model:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from scalax._doctor import opening
+from scalax._doctor import device_process
 from scalax._doctor.finding import Finding
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -122,7 +122,7 @@ def open_devices(facts: Mapping[str, str], timeout: float, file: str = '') -> Op
         try:
             process = subprocess.Popen(
                 # Unbuffered: what a crash would else take with it may say why.
-                [sys.executable, '-u', opening.__file__, asked],
+                [sys.executable, '-u', device_process.__file__, asked],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
 from scalax._find.source import rule_code, spec_code
-from scalax._plan.blocks import headline, plan_blocks
+from scalax._plan.page import headline, plan_blocks
 from scalax._plan.plan import Plan
 from scalax._plan.roofline import Seconds
-from scalax._report import blocks, saved
+from scalax._report import saved
 from scalax._report.blocks import Block, Cell, Code, Column, Figures, Heading, Lines, Row, Section, Table
-from scalax._report.tables import human_bytes, milliseconds
+from scalax._report.shown import Shown
+from scalax._report.tables import human_bytes, milliseconds, more_bytes
 from scalax._search.objective import EQUAL, mean
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import plural
@@ -77,7 +76,7 @@ class FoundMesh:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class Found(Shown):
     """What `find` returns; ``str()`` of it is a page of text.
 
     Attributes:
@@ -116,30 +115,14 @@ class Found:
     topology: str | None
     _code: str = dataclasses.field(default='', repr=False)
 
-    def __str__(self) -> str:
-        return self.to_text()
+    def _title(self) -> str:
+        return f'A rule for {self.plan.name}'
 
-    def to_text(self, width: int | None = None) -> str:
-        """The result as text.
+    def _blocks(self, title: str) -> list[Block]:
+        return found_blocks(self, title)
 
-        Args:
-            width: the width in columns; that of the terminal by default.
-        """
-        return blocks.text(found_blocks(self, ''), width)
-
-    def _repr_html_(self) -> str:
-        return blocks.fragment(found_blocks(self, f'A rule for {self.plan.name}'))
-
-    def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
-        """Writes the result, with the plan below it, as a page that loads nothing.
-
-        Args:
-            path: the file to write.
-            title: the title of the page.
-        """
-        title = title or f'A rule for {self.plan.name}'
-        shown = [*found_blocks(self, title), *plan_blocks(self.plan, 'The plan', level=2)]
-        Path(path).write_bytes(blocks.page(title, shown).encode())
+    def _page(self, title: str) -> list[Block]:
+        return [*found_blocks(self, title), *plan_blocks(self.plan, 'The plan', level=2)]
 
     def to_code(self) -> str:
         """Python that makes the helper, the rule, and the function on the mesh."""
@@ -206,11 +189,11 @@ def _groups(found: Found) -> Table:
         elif abs(group.seconds) < EQUAL * (found.bound + found.estimate) / 2:
             seconds = 'nearly equal'
         else:
-            seconds = f'{_sign(group.seconds)}{milliseconds(abs(group.seconds))}'
-        moved = ', '.join(f'{axes} {_more(size)}' for axes, size in group.moved.items() if size)
+            seconds = f'{"-" if group.seconds < 0 else "+"}{milliseconds(abs(group.seconds))}'
+        moved = ', '.join(f'{axes} {more_bytes(size)}' for axes, size in group.moved.items() if size)
         rows.append([*place, spec_code(group.next_spec), Cell(seconds, group.seconds), group.memory, moved])
     heads = Column('group', 'lead'), Column('spec', 'code'), Column('next best', 'code')
-    numbers = Column('seconds', 'number'), Column('memory', 'number', _more)
+    numbers = Column('seconds', 'number'), Column('memory', 'number', more_bytes)
     return Table([*heads, *numbers, Column('bytes', 'code')], rows)
 
 
@@ -233,11 +216,3 @@ def _meshes(found: Found) -> Table:
         for row in found.meshes
     ]
     return Table(columns, rows, best=0)
-
-
-def _more(size: int) -> str:
-    return f'{_sign(size)}{human_bytes(abs(size))}'
-
-
-def _sign(change: float) -> str:
-    return '-' if change < 0 else '+'

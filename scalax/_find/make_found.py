@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from scalax._find.found import Ended, Found, FoundGroup, FoundMesh
-from scalax._find.readable import readable_rule
+from scalax._find.regexes import readable_rule
 from scalax._find.source import program_code
 from scalax._find.trial import Trial, Trials, attempt
 from scalax._report.tables import human_bytes

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from scalax._transforms.sjit import SjitFunction
 from scalax._tree.paths import bits_of, dtype_on_devices, leaf_shape, path_string
 from scalax.errors import ArgumentError, plural
 
@@ -127,6 +128,12 @@ def make_step(
         raise ArgumentError(
             f'find takes a function of one device first, and its arguments, got {type(function).__name__}'
         )
+    name = getattr(function, '__name__', type(function).__name__)
+    if isinstance(function, SjitFunction):
+        raise ArgumentError(
+            f'{name} is compiled for the mesh of a helper already: give find the function itself, '
+            'which it compiles for one mesh after another'
+        )
     if not isinstance(args, tuple | list):
         raise ArgumentError(f'the arguments of the step are a tuple, got {type(args).__name__}')
     batch = _numbers('batch_argnums', batch_argnums, len(args))
@@ -139,7 +146,6 @@ def make_step(
     try:
         jaxpr, out = jax.make_jaxpr(function, return_shape=True)(*args)
     except Exception as error:
-        name = getattr(function, '__name__', type(function).__name__)
         raise ArgumentError(
             f'{name} cannot be traced for one device with these arguments: {type(error).__name__}: {error}\n'
             'Arguments are trees of arrays: bind others with functools.partial'

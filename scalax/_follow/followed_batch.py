@@ -99,7 +99,7 @@ class FollowedBatch:
         width = terminal_width(None)
         lines = [f'{self.name} keeps {self.count} values with the rows of the batch ({", ".join(self.axes)})']
         if self.kept:
-            lines += ['', *table(kept_cells(self), width, 0, 2)]
+            lines += ['', *table(kept_cells(self), width, 0, (2,))]
         if self.lost:
             lines += ['', 'Rows are lost at:', '', *table(lost_cells(self.lost), width, 0, (2, 3))]
         if self.moved:

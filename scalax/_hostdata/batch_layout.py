@@ -18,7 +18,7 @@ from scalax.errors import DataError, MeshError
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """How a batch is cut over a mesh: into equal tiles, one for each device.
 
     Attributes:
@@ -54,7 +54,7 @@ class Layout:
         return in_order and len({len(tiles) for tiles in self.held}) == 1
 
 
-def layout_of(mesh: Mesh, mesh_axis_subset: Sequence[str] | str | None) -> Layout:
+def layout_of(mesh: Mesh, mesh_axis_subset: Sequence[str] | str | None) -> BatchLayout:
     """The layout of batches over some mesh axes, or over all of them.
 
     Raises:
@@ -76,17 +76,17 @@ def layout_of(mesh: Mesh, mesh_axis_subset: Sequence[str] | str | None) -> Layou
 
 
 @functools.lru_cache(maxsize=64)
-def _layout(mesh: Mesh, axes: tuple[str, ...]) -> Layout:
+def _layout(mesh: Mesh, axes: tuple[str, ...]) -> BatchLayout:
     count = math.prod(mesh.shape[name] for name in axes)
     spec = PartitionSpec(axes) if axes else PartitionSpec()
     # A batch of one row for each tile, so that the row is the number of the tile.
     placed: Mapping[Any, Any] = NamedSharding(mesh, spec).devices_indices_map((count,))
     devices = collectives.processes_of(mesh).devices
     tiles = tuple((placed[device][0].start or 0) if axes else 0 for device in devices)
-    return Layout(mesh, axes, count, tiles)
+    return BatchLayout(mesh, axes, count, tiles)
 
 
-def process_rows(mesh: Mesh, global_batch: int, layout: Layout) -> slice | np.ndarray:
+def process_rows(mesh: Mesh, global_batch: int, layout: BatchLayout) -> slice | np.ndarray:
     """The rows of a batch that the devices of this process need: a slice, or their numbers in order."""
     if isinstance(global_batch, bool) or not isinstance(global_batch, int | np.integer) or global_batch < 0:
         raise DataError(f'global_batch is the number of rows of the whole batch, got {global_batch!r}')

@@ -84,7 +84,9 @@ class Prefetch(Iterator[Any]):
     what belongs in a checkpoint.
     """
 
-    def __init__(self, iterable: Iterable[Any], options: to_global.Options, size: int, check: bool) -> None:
+    def __init__(
+        self, iterable: Iterable[Any], options: to_global.BatchOptions, size: int, check: bool
+    ) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise DataError(f'size is how many batches are loaded ahead, at least 1, got {size!r}')
         collectives.require_this_process(options.mesh)
@@ -191,7 +193,7 @@ class Prefetch(Iterator[Any]):
 
 
 def _load(
-    iterator: Iterator[Any], options: to_global.Options, shared: _Shared, thread_state: ThreadState
+    iterator: Iterator[Any], options: to_global.BatchOptions, shared: _Shared, thread_state: ThreadState
 ) -> None:
     """The body of the thread. The loader runs under the state of the thread that called `prefetch`."""
     try:
@@ -202,7 +204,7 @@ def _load(
         _running.pop(threading.current_thread(), None)
 
 
-def _load_all(iterator: Iterator[Any], options: to_global.Options, shared: _Shared) -> None:
+def _load_all(iterator: Iterator[Any], options: to_global.BatchOptions, shared: _Shared) -> None:
     """Loads batches until the data ends or `Prefetch` is closed."""
     while True:
         shared.free_slots.get()

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalax._hostdata import agreement, collectives
-from scalax._hostdata.batch_layout import Layout, checked_axis, layout_of
+from scalax._hostdata.batch_layout import BatchLayout, checked_axis, layout_of
 from scalax._hostdata.transfer import keys_of, reject_tracers
 from scalax._tree.paths import (
     NamedTree,
@@ -42,7 +42,7 @@ ADVICE = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class BatchOptions:
     """How the batches of processes are joined: the same on every process."""
 
     mesh: Mesh
@@ -73,8 +73,8 @@ class ProcessBatch:
         shardings: and their shardings.
     """
 
-    options: Options
-    layout: Layout
+    options: BatchOptions
+    layout: BatchLayout
     tree: NamedTree
     axes: Sequence[int | None]
     shapes: Sequence[tuple[int, ...]]
@@ -84,7 +84,7 @@ class ProcessBatch:
 Finish = Callable[[], Any]
 
 
-def local_data_to_global_array(options: Options, pytree: Any, check: bool) -> Any:
+def local_data_to_global_array(options: BatchOptions, pytree: Any, check: bool) -> Any:
     """Makes global arrays of the data that each process holds."""
     collectives.require_this_process(options.mesh)
     several = collectives.processes_of(options.mesh).several
@@ -106,7 +106,7 @@ def local_data_to_global_array(options: Options, pytree: Any, check: bool) -> An
     return finish()
 
 
-def _known_shardings(options: Options, leaves: Sequence[Any]) -> list[NamedSharding] | None:
+def _known_shardings(options: BatchOptions, leaves: Sequence[Any]) -> list[NamedSharding] | None:
     """The shardings that `read` would find, if all leaves are numpy arrays that fit; else None."""
     if set(map(type, leaves)) != {np.ndarray}:
         return None
@@ -126,11 +126,11 @@ def _shardings_of(
 ) -> list[NamedSharding]:
     """The shardings of arrays on one process, which depend on neither values nor paths."""
     arrays = [np.broadcast_to(np.zeros((), dtype), shape) for shape, dtype in shapes]
-    return list(read(Options(mesh, batch_axis, axes, rows), arrays).shardings)
+    return list(read(BatchOptions(mesh, batch_axis, axes, rows), arrays).shardings)
 
 
 def agree(
-    options: Options, what: str, part: ProcessBatch | None, error: BaseException | None, state: str = ''
+    options: BatchOptions, what: str, part: ProcessBatch | None, error: BaseException | None, state: str = ''
 ) -> None:
     """Returns if all processes bring parts that fit together; raises on every process if not."""
     leaves = () if part is None else _statement_leaves(part)
@@ -146,7 +146,7 @@ def _statement_leaves(part: ProcessBatch) -> Iterator[tuple[str, str]]:
         yield path, type_text(dtype, shape) if shape else agreement.scalar_text(leaf, dtype)
 
 
-def read(options: Options, pytree: Any) -> ProcessBatch:
+def read(options: BatchOptions, pytree: Any) -> ProcessBatch:
     """Checks this process's part, and works out the global arrays.
 
     Raises:
@@ -186,7 +186,7 @@ def read(options: Options, pytree: Any) -> ProcessBatch:
     return ProcessBatch(options, layout, tree, axes, shapes, shardings)
 
 
-def _fault(tree: NamedTree, index: int, batch_axis: int, layout: Layout, rows: Rows) -> str | None:
+def _fault(tree: NamedTree, index: int, batch_axis: int, layout: BatchLayout, rows: Rows) -> str | None:
     """What is wrong with one leaf, or None."""
     leaf = tree.leaves[index]
     shape = leaf_shape(leaf)
@@ -220,7 +220,7 @@ def _fault(tree: NamedTree, index: int, batch_axis: int, layout: Layout, rows: R
     return None
 
 
-def _global_rows(brought: int, layout: Layout, rows: Rows) -> int:
+def _global_rows(brought: int, layout: BatchLayout, rows: Rows) -> int:
     """The rows of the whole batch, of which this process brings so many."""
     if rows == 'needed':
         return brought // len(layout.here) * layout.count

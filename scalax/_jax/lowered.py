@@ -16,7 +16,6 @@ _DIMENSION = re.compile(r'\{((?:"[^"]*"|[^"}])*)\}')
 _ARRAY = re.compile(r'tensor<((?:\d+x)*)(complex<)?[a-z]+(\d+)')
 _ON_HOST = re.compile(r'memory_kind = "\w*host"')
 _CLOSED_AXES = re.compile(r'(?:"[^"]+"(?:, )?)*$')
-_LARGEST_CONSTANT = 16  # elements; what is in a larger one does not change a plan
 
 
 class LoweredArray(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from scalax._plan.hlo import Computation, Instruction, Module
-from scalax._plan.memory import Layout, Value
+from scalax._plan.memory import MemoryLayout, Value
 from scalax._plan.provenance import Source, source_of
 
 _ENOUGH = 0.99  # of the peak; the rest are thousands of scalars and tables of addresses
@@ -41,7 +41,7 @@ class _Place(NamedTuple):
     element: str
 
 
-def largest_buffers(layout: Layout, module: Module) -> tuple[Buffer, ...]:
+def largest_buffers(layout: MemoryLayout, module: Module) -> tuple[Buffer, ...]:
     """The arrays in the main memory of a device when it holds the most, the largest first.
 
     They are at least 99 % of what is held then; the smallest are left out.

@@ -36,7 +36,6 @@ from scalax._plan.torus import Route
 
 COMMUNICATION = 'a roofline of communication'
 """What the numbers of the hardware are for, in messages."""
-_TWICE: tuple[Kind, ...] = ('all-reduce',)
 _EXCHANGES: tuple[Kind, ...] = ('all-to-all', 'ragged-all-to-all')
 
 
@@ -71,7 +70,7 @@ def collective_seconds(
         >>> round(1e6 * collective_seconds('all-gather', 2 * 1024 * 4096 / 4, ring, HARDWARE['v4'], 1).ici, 1)
         23.3
     """
-    times = 2 if kind in _TWICE else 1
+    times = 2 if kind == 'all-reduce' else 1
     inside = whole / route.slices if kind in _EXCHANGES else whole
     ici = chip = dcn = 0.0
     if route.chips > 1:
@@ -91,21 +90,6 @@ def collective_seconds(
         share = rate / (senders or chips * per_chip)
         dcn = times * _received_between_slices(kind, whole, route) / share
     return NetworkSeconds(ici, dcn, chip)
-
-
-def received_bytes(kind: Kind, whole: float, devices: int) -> float:
-    """The bytes that each device of a group receives at least, on all links together.
-
-    Args:
-        kind: the kind of the collective.
-        whole: the bytes of the whole array of the group.
-        devices: the devices of the group.
-
-    Example:
-        >>> [received_bytes(kind, 64, 8) for kind in ('all-gather', 'all-reduce', 'all-to-all')]
-        [56.0, 112.0, 7.0]
-    """
-    return (2 if kind in _TWICE else 1) * _lacking(kind, whole, devices, devices)
 
 
 def part_of_links(kind: Kind, route: Route) -> float:

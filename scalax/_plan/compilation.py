@@ -14,7 +14,7 @@ import jax
 
 from scalax._jax.messages import is_out_of_memory
 from scalax._plan.hlo import devices_of
-from scalax._plan.memory import Layout, Memory, MemoryTables, assigned_memory, read_layout
+from scalax._plan.memory import Memory, MemoryLayout, MemoryTables, assigned_memory, read_layout
 from scalax._trace.threads import in_a_thread
 from scalax.errors import PlanError
 
@@ -58,7 +58,7 @@ class Compiled:
     memory: Memory
     executable: Any
     refusal: str = ''
-    layout: Layout | None = None
+    layout: MemoryLayout | None = None
 
     @property
     def runs_on(self) -> set[Any]:
@@ -112,7 +112,7 @@ def compile_lowered(
             'the compiler did not write the program after partitioning, from which the collectives '
             f'are read (pass {_PASS!r})'
         )
-    layout: Layout | None = None
+    layout: MemoryLayout | None = None
     if platform == 'tpu' or not runs:
         # Without a layout less is known of one that runs: the vector memory of a chip counts too.
         with contextlib.suppress(*([PlanError] if runs else [])):

@@ -21,6 +21,7 @@ _BITS |= {'f16': 16, 'bf16': 16, 'f32': 32, 'f64': 64, 'c64': 64, 'c128': 128}
 _BITS |= {'pred': 8, 'token': 0, 'opaque': 0}
 _SHAPE = re.compile(r'([a-z][a-z0-9]*)\[([^\]]*)\](?:\{(?:[^{}]*S\((\d+)\))?[^{}]*\})?')
 _CALLED = re.compile(r'[\w.\-]+')
+_DIGITS = re.compile(r'\d+')
 _COMMENT = re.compile(r'/\*.*?\*/')
 _NAME = re.compile(r'%?([\w.\-]+(?:#\d+)?)$')
 # A program before any pass is printed without the types of computations.
@@ -175,7 +176,6 @@ class Frame(NamedTuple):
     file: str
     function: str
     line: int
-    column: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,6 +258,11 @@ def parse(text: str) -> Module:
         raise PlanError('the HLO module has no entry computation')
     scheduled, donates = 'is_scheduled=true' in head, 'input_output_alias=' in head
     return Module(computations, entry, devices_of(head), scheduled, _frames(tables), donates)
+
+
+def integers(text: str) -> list[int]:
+    """The numbers in a text."""
+    return [int(number) for number in _DIGITS.findall(text)]
 
 
 def devices_of(text: str) -> int:
@@ -345,7 +350,7 @@ def _frames(tables: Mapping[str, list[str]]) -> dict[int, tuple[Frame, int]]:
     for number, fields in _records(tables.get('FileLocations', [])):
         file, function = files.get(fields['file_name_id'], ''), functions.get(fields['function_name_id'], '')
         names = _unescaped(file), _unescaped(function)
-        places[number] = Frame(*names, fields['line'], fields.get('column', 0))
+        places[number] = Frame(*names, fields['line'])
     # The number of the parent is written one too high; 0 means that there is none.
     return {
         number: (places[fields['file_location_id']], fields['parent_frame_id'] - 1)

@@ -21,14 +21,13 @@ from collections.abc import Callable, Mapping
 
 from scalax._plan.formulas import PARTS, Counted, Part, fft_flops, product_flops, window_overlaps
 from scalax._plan.hbm_traffic import Traffic
-from scalax._plan.hlo import Array, Instruction, Module
+from scalax._plan.hlo import Array, Instruction, Module, integers
 from scalax._plan.hlo_loops import Visit, executed, visits
 from scalax._plan.scopes import Scopes, ScopeWork
 from scalax._plan.step_parts import StepParts
 
 # What the compilers for TPUs and GPUs call for kernels. Most products of GPUs are those of cuBLAS and cuDNN.
 _KERNELS = re.compile(r'custom_call_target="(?:tpu_custom_call"|__gpu\$xla\.gpu\.triton"|__cu(?:blas|dnn)\$)')
-_DIGITS = re.compile(r'\d+')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +111,7 @@ def flops_of(visit: Visit, instruction: Instruction) -> int:
 
 
 def _dot(instruction: Instruction, operands: list[Array]) -> int:
-    contracted = _integers(instruction.attribute('lhs_contracting_dims'))
+    contracted = integers(instruction.attribute('lhs_contracting_dims') or '')
     if not contracted:
         return 0  # an elementwise product
     inner = math.prod(operands[0].dims[i] for i in contracted)
@@ -141,13 +140,9 @@ def _convolution(instruction: Instruction, operands: list[Array]) -> int:
 
 
 def _fft(instruction: Instruction, operands: list[Array]) -> int:
-    lengths = _integers(instruction.attribute('fft_length'))
+    lengths = integers(instruction.attribute('fft_length') or '')
     complex_ = operands[0].dtype.startswith('c') and instruction.arrays[0].dtype.startswith('c')
     return fft_flops(operands[0].dims, lengths, complex_)
-
-
-def _integers(text: str | None) -> list[int]:
-    return [int(number) for number in _DIGITS.findall(text or '')]
 
 
 def _product(count: int, operands: list[Array]) -> int:

@@ -2,8 +2,6 @@
 
 Offloaded arrays are in the layout of the program: copies have one side on the host, and slices of stacked
 arrays are read and written there layer by layer.
-
-This is a file of its own because layouts decide what counts here; in `hlo_cost` operations do.
 """
 
 from __future__ import annotations

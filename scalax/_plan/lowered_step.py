@@ -76,13 +76,12 @@ class LoweredStep:
         return None if spec is None else NamedSharding(self.mesh, spec)
 
     @functools.cached_property
-    def stored_bytes(self) -> tuple[int, int]:
-        """The bytes of arguments and results in the memory of each device: no program takes less.
+    def argument_bytes(self) -> int:
+        """The bytes of the arguments in the memory of each device: no program takes less.
 
         Arguments that the program does not use are not there; what has no sharding yet is divided evenly.
         """
-        given, taken = arguments_of(self.lowered), results_of(self.lowered)
-        return sum(map(self._bytes, given)), sum(map(self._bytes, taken))
+        return sum(map(self._bytes, arguments_of(self.lowered)))
 
     def _bytes(self, array: LoweredArray) -> int:
         sizes = self.mesh.shape

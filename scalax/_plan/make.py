@@ -69,7 +69,7 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
     device = mesh.devices.flat[0]
     simulates, hardware = step.simulates, step.hardware
     limit = hardware.hbm_bytes if hardware else None
-    compiled = _compile(lowered, mesh, step.name, limit, step.stored_bytes[0] if quick else None)
+    compiled = _compile(lowered, mesh, step.name, limit, step.argument_bytes if quick else None)
     if not {*mesh.devices.flat}.issuperset(compiled.runs_on):
         raise _not_on_mesh(step.name)
     if f'custom_call_target="{messages.CUSTOM_PARTITIONING}"' in compiled.partitioned:

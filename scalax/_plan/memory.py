@@ -113,7 +113,7 @@ class Allocation(NamedTuple):
     values: list[Value]
 
 
-class Layout(NamedTuple):
+class MemoryLayout(NamedTuple):
     """The layout of a program in memory.
 
     Attributes:
@@ -128,7 +128,7 @@ class Layout(NamedTuple):
     held: Sequence[tuple[int, Value | None]]
 
 
-def read_layout(tables: MemoryTables) -> Layout:
+def read_layout(tables: MemoryTables) -> MemoryLayout:
     """Reads the tables of one program.
 
     Raises:
@@ -146,7 +146,7 @@ def read_layout(tables: MemoryTables) -> Layout:
     shared = [[_Live(value, *_lifetime(value, live)) for value in a.values] for a in allocations if a.shared]
     # If an output takes over the buffer of an argument, the argument comes first.
     always = ((each.bytes, next(iter(each.values), None)) for each in allocations if not each.shared)
-    return Layout(totals, allocations, [*((value.bytes, value) for value in _fullest(shared)), *always])
+    return MemoryLayout(totals, allocations, [*((value.bytes, value) for value in _fullest(shared)), *always])
 
 
 class _Live(NamedTuple):
@@ -217,7 +217,7 @@ def _allocations(assignment: str) -> list[Allocation]:
     return allocations
 
 
-def assigned_memory(layout: Layout) -> Memory:
+def assigned_memory(layout: MemoryLayout) -> Memory:
     """The memory of a program that a compiler for TPUs has laid out."""
     arguments = donated = outputs = 0
     for allocation in layout.allocations:

@@ -6,14 +6,15 @@ import collections
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from scalax._plan.batch import followed_text
-from scalax._plan.blocks import memory_taken, plan_blocks
+from scalax._plan.page import memory_taken, plan_blocks
 from scalax._plan.plan_data import PlanData
-from scalax._report import blocks, saved
+from scalax._report import saved
+from scalax._report.blocks import Block
 from scalax._report.pages import visible
+from scalax._report.shown import Shown
 from scalax._report.tables import distinct_texts, human_bytes, milliseconds
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import ArgumentError
@@ -24,7 +25,7 @@ _WIDTH = 110  # of messages
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(PlanData):
+class Plan(PlanData, Shown):
     """Memory, communication and time of a compiled step; ``str()`` of it is a page of text.
 
     `MeshShardingHelper.plan` makes one.
@@ -61,29 +62,11 @@ class Plan(PlanData):
             functions that ``sjit`` did not make.
     """
 
-    def __str__(self) -> str:
-        return self.to_text()
+    def _title(self) -> str:
+        return f'Plan of {self.name}'
 
-    def to_text(self, width: int | None = None) -> str:
-        """The plan as text.
-
-        Args:
-            width: the width in columns; that of the terminal by default.
-        """
-        return blocks.text(plan_blocks(self, self.name), width)
-
-    def _repr_html_(self) -> str:
-        return blocks.fragment(plan_blocks(self, f'Plan of {self.name}'))
-
-    def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
-        """Writes the plan as a page that loads nothing; scripts only sort and filter.
-
-        Args:
-            path: the file to write.
-            title: the title of the page; `name` by default.
-        """
-        title = f'Plan of {self.name}' if title is None else title
-        Path(path).write_bytes(blocks.page(title, plan_blocks(self, title)).encode())
+    def _blocks(self, title: str) -> list[Block]:
+        return plan_blocks(self, title)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain Python values, ready for ``json.dumps``."""

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from scalax._plan.hlo import integers
 from scalax.errors import PlanError
 
 Groups = npt.NDArray[np.int64]
@@ -71,14 +72,14 @@ def replica_groups(text: str, devices: int) -> Groups:
         [[0, 2, 4, 6], [1, 3, 5, 7]]
     """
     if found := _LISTED.match(text):
-        rows = [_integers(row) for row in re.findall(r'\{([^{}]*)\}', found[1] or '')]
+        rows = [integers(row) for row in re.findall(r'\{([^{}]*)\}', found[1] or '')]
         rows = [row for row in rows if row] or [list(range(devices))]
         if len({len(row) for row in rows}) > 1:
             raise PlanError(f'the groups of a collective have different sizes: {text}')
         return np.array(rows, np.int64)
     if found := _IOTA.match(text):
-        shape, size = _integers(found[1]), _integers(found[2])
-        order = _integers(found[3] or '') or [*range(len(size))]
+        shape, size = integers(found[1]), integers(found[2])
+        order = integers(found[3] or '') or [*range(len(size))]
         if len(shape) == 2 and math.prod(shape) == math.prod(size) and sorted(order) == [*range(len(size))]:
             return _order(size, found[3]).reshape(shape)
     if found := _MESH.match(text):
@@ -94,7 +95,7 @@ def _along_axes(sizes: str, order: str | None, named: str) -> Groups:
     ids = position = np.arange(math.prod(mesh.values()))
     if order is not None:
         found = _ORDER.match(order)
-        ids = np.array(_integers(order)) if found is None else _order(_integers(found[1]), found[2])
+        ids = np.array(integers(order)) if found is None else _order(integers(found[1]), found[2])
     # A position is the sum over axes of index times stride. The devices of a group agree in the rest of that
     # sum, without the named axes.
     sizes_of_axes = list(mesh.values())
@@ -119,7 +120,7 @@ def source_target_pairs(text: str) -> npt.NDArray[np.int64]:
     """
     if not _PAIRS.match(text):
         raise PlanError(f'the pairs of a collective-permute are written in an unknown notation: {text}')
-    return np.array(_integers(text), np.int64).reshape(-1, 2)
+    return np.array(integers(text), np.int64).reshape(-1, 2)
 
 
 def groups_between_slices(text: str, ids: Sequence[int]) -> Groups:
@@ -139,14 +140,14 @@ def groups_between_slices(text: str, ids: Sequence[int]) -> Groups:
     if found := _SLICES.match(text):
         slices = [
             [place for place, number in enumerate(ids) if number // _IDS_OF_A_SLICE == wanted]
-            for wanted in _integers(found[1])
+            for wanted in integers(found[1])
         ]
         # The range is that of the positions in a slice, of which all take part.
         if {len(places) for places in slices} == {int(found[2] or 0) + 1}:
             return np.array(slices, np.int64).T
     if found := _DEVICES.match(text):
         places = {number: place for place, number in enumerate(ids)}
-        rows = [_integers(row) for row in re.findall(r'\{([^{}]*)\}', found[1])]
+        rows = [integers(row) for row in re.findall(r'\{([^{}]*)\}', found[1])]
         with contextlib.suppress(KeyError, ValueError):  # another device; groups of different sizes
             return np.array([[places[number] for number in row] for row in rows], np.int64)
     raise PlanError(f'the slices of a transfer are written in an unknown notation: {text[:200]}')
@@ -154,11 +155,7 @@ def groups_between_slices(text: str, ids: Sequence[int]) -> Groups:
 
 def _order(shape: list[int], transposed: str | None) -> Groups:
     ids = np.arange(math.prod(shape)).reshape(shape)
-    return (ids.transpose(_integers(transposed)) if transposed else ids).reshape(-1)
-
-
-def _integers(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r'\d+', text)]
+    return (ids.transpose(integers(transposed)) if transposed else ids).reshape(-1)
 
 
 def axes_of_groups(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:

@@ -5,8 +5,8 @@ trees are on pages only; what differs beyond that is inside of `InText` and `OnP
 
 Pages are whole without scripts: trees fold, because they are ``<details>``, and tables hold their rows in a
 useful order. Where scripts run, tables and trees sort by each column, and trees are filtered. Where styles
-are dropped, as in a notebook that is not trusted, text and tables remain. Only what has a name has an id: a
-page may hold several plans.
+are dropped, as in a notebook that is not trusted, text and tables remain. Nothing has an id: a page may
+hold several plans.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def page(title: str, blocks: Iterable[Block]) -> str:
         title,
         f'<main class="blocks">\n{html(blocks)}\n</main>',
         _style(),
-        f'{pages.asset("blocks.js")}\nenliven(document);\nfollowLinks(document);',
+        f'{pages.asset("blocks.js")}\nenliven(document);',
     )
 
 
@@ -111,13 +111,11 @@ class Section(Block):
         title: the title on a page; none if it is empty.
         body: its blocks.
         lead: what the blocks are, above them in both forms.
-        name: what a link on the page leads to; no other part of the page has it.
     """
 
     title: str
     body: Sequence[Block]
     lead: str = ''
-    name: str = ''
 
     def text(self, width: int) -> list[str]:
         lines = _lines(self.body, width)
@@ -130,7 +128,7 @@ class Section(Block):
             return ''
         title = f'<h2>{escape(self.title)}</h2>\n' if self.title else ''
         lead = _note(f'{self.lead[:1].upper()}{self.lead[1:]}.') if self.lead else ''
-        return _target(self.name, f'<section>\n{title}{lead}{body}\n</section>\n')
+        return f'<section>\n{title}{lead}{body}\n</section>\n'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,23 +138,17 @@ class Fold(Block):
     Attributes:
         summary: what is always shown.
         body: its blocks.
-        name: as that of a section; where scripts run, a link to it opens it.
     """
 
     summary: str
     body: Sequence[Block]
-    name: str = ''
 
     def text(self, width: int) -> list[str]:
         return [*tables.wrapped([f'{self.summary}:'], width), *_lines(self.body, width)]
 
     def html(self, mesh: MeshAxes) -> str:
-        fold = f'<summary>{escape(self.summary)}</summary>{html(self.body, mesh)}'
-        return _target(self.name, f'<details class="fold">{fold}</details>')
-
-
-def _target(name: str, body: str) -> str:
-    return f'<div id="{escape(name)}" class="target">{body}</div>' if name else body
+        summary = f'<summary>{escape(self.summary)}</summary>'
+        return f'<details class="fold">{summary}{html(self.body, mesh)}</details>'
 
 
 # --- Words ----------------------------------------------------------------------------------------
@@ -216,21 +208,6 @@ class Code(Block):
 
     def html(self, mesh: MeshAxes) -> str:
         return f'<pre>{"<br/>".join(map(escape, self.code.splitlines()))}</pre>' if self.code else ''
-
-
-@dataclasses.dataclass(frozen=True)
-class Link(Block):
-    """A link to a part of the page, by its name."""
-
-    words: str
-    name: str
-
-    def html(self, mesh: MeshAxes) -> str:
-        return f'<p>{_link(escape(self.words), self.name)}</p>'
-
-
-def _link(html: str, name: str) -> str:
-    return f'<a href="#{escape(name)}">{html}</a>'
 
 
 def _colored(words: str, mesh: MeshAxes) -> str:
@@ -312,14 +289,12 @@ class Cell(NamedTuple):
         text: its text.
         key: the number by which its column is sorted; by its text if there is none.
         tone: its colour, as a badge; or that of its bar.
-        link: the name of the part of the page that it leads to.
         bar: the length of a bar below the text, from 0 to 1.
     """
 
     text: str
     key: float | None = None
     tone: Tone = ''
-    link: str = ''
     bar: float | None = None
 
 
@@ -403,8 +378,6 @@ def _content(column: Column, cell: Cell, mesh: MeshAxes) -> str:
     if cell.bar is not None:
         part = f'<i{_class(cell.tone)} style="width: {100 * cell.bar:.2f}%"></i>'
         return f'{words}<div class="bar">{part}</div>'
-    if cell.link:
-        return _link(words, cell.link)
     return _badge(cell.text, cell.tone) if cell.tone else words
 
 

@@ -42,6 +42,16 @@ def human_bytes(count: int) -> str:
     return f'{size:.1f} TiB'
 
 
+def more_bytes(change: int) -> str:
+    """A difference in bytes.
+
+    Example:
+        >>> more_bytes(1536), more_bytes(-3)
+        ('+1.5 KiB', '-3 B')
+    """
+    return f'{"-" if change < 0 else "+"}{human_bytes(abs(change))}'
+
+
 def three_figures(value: float) -> str:
     """A number with as many figures as a plan knows: measured steps differ in the third one.
 
@@ -118,16 +128,15 @@ def fits(cells: Sequence[Sequence[str]], width: int) -> bool:
     return sum(widths) + len(GAP) * (len(widths) - 1) <= width
 
 
-def table(cells: Sequence[Sequence[str]], width: int, path: int, size: int | Container[int]) -> list[str]:
+def table(cells: Sequence[Sequence[str]], width: int, path: int, right: Container[int]) -> list[str]:
     """The lines of a table, its heads underlined, without characters that control a terminal.
 
     Args:
         cells: the heads and the rows.
         width: the largest width of a line.
         path: the column that may take lines of its own.
-        size: the column that is aligned to the right, or several.
+        right: the columns that are aligned to the right.
     """
-    right = [size] if isinstance(size, int) else size
     cells = [[visible(text) for text in texts] for texts in cells]
     widths = _widths(cells)
     room = width - sum(widths) - len(GAP) * (len(widths) - 1) + widths[path]

@@ -7,9 +7,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from scalax._plan.blocks import memory_taken
 from scalax._plan.lowered_step import LoweredStep, lower_step
 from scalax._plan.make import plan_lowered
+from scalax._plan.page import memory_taken
 from scalax._report.tables import human_bytes
 from scalax._search.candidate import Candidate
 from scalax._search.meshes import helper_of
@@ -43,7 +43,7 @@ class Attempts:
             with warnings.catch_warnings():
                 warnings.simplefilter('error', IndivisibleWarning)
                 step = self._lowered(candidate)
-                candidate = dataclasses.replace(candidate, least_memory=step.stored_bytes[0])
+                candidate = dataclasses.replace(candidate, least_memory=step.argument_bytes)
                 limit = step.hardware.hbm_bytes if step.hardware else None
                 if quick and limit is not None and candidate.least_memory > limit:
                     least, most = human_bytes(candidate.least_memory), human_bytes(limit)

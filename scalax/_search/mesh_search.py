@@ -34,13 +34,12 @@ def search(
 ) -> Search:
     """Plans a step on every mesh of a topology, and ranks the meshes.
 
-    What any program of the step needs is known before it is compiled: the memory of its arguments, and the
-    seconds of reading them and writing its results. A mesh that loses by these is not compiled. The others
-    are planned quickly (`MeshShardingHelper.plan`), which takes seconds. Meshes on which the step does not
-    fit, or some dimension does not divide, have lost. The others are ranked as `find` ranks layouts: by the
-    mean of the seconds of the roofline with and without overlap, and equal ones by their memory. If the best
-    is so near to the limit of memory that its quick plan does not say whether it fits, it is compiled in
-    full.
+    The memory of the arguments is known before the step is compiled: a mesh on which they alone do not fit is
+    ruled out. The others are planned quickly (`MeshShardingHelper.plan`), which takes seconds. Meshes on
+    which the step does not fit, or some dimension does not divide, have lost. The others are ranked as `find`
+    ranks layouts: by the mean of the seconds of the roofline with and without overlap, and equal ones by
+    their memory. If the best is so near to the limit of memory that its quick plan does not say whether it
+    fits, it is compiled in full.
 
     Args:
         make_step: called with a helper, and one of the *rules* if there are any; returns the step, such as

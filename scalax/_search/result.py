@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
-from scalax._plan.blocks import headline, plan_blocks
+from scalax._plan.page import headline, plan_blocks
 from scalax._plan.plan import Plan
-from scalax._report import blocks, saved
+from scalax._report import saved
 from scalax._report.blocks import (
     Block,
     Cell,
@@ -27,6 +25,7 @@ from scalax._report.blocks import (
     Table,
     Tone,
 )
+from scalax._report.shown import Shown
 from scalax._report.tables import human_bytes, milliseconds, three_figures
 from scalax._search.candidate import Candidate
 from scalax._search.objective import mean, seconds_of
@@ -41,7 +40,7 @@ _COLUMNS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Search:
+class Search(Shown):
     """What `search` returns; ``str()`` of it is a table.
 
     Attributes:
@@ -62,30 +61,15 @@ class Search:
     compiled_in_full: int = 0
     seconds: float = 0.0
 
-    def __str__(self) -> str:
-        return self.to_text()
+    def _title(self) -> str:
+        step = next((each.plan.name for each in self.candidates if each.plan), 'a step')
+        return f'Meshes for {step} on {self.topology}'
 
-    def to_text(self, width: int | None = None) -> str:
-        """The candidates as a table of text.
+    def _blocks(self, title: str) -> list[Block]:
+        return search_blocks(self, title)
 
-        Args:
-            width: the width in columns; that of the terminal by default.
-        """
-        return blocks.text(search_blocks(self, ''), width)
-
-    def _repr_html_(self) -> str:
-        return blocks.fragment(search_blocks(self, search_title(self)))
-
-    def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
-        """Writes the search as a page of its own, which loads nothing: all meshes, and the plan of each.
-
-        Args:
-            path: the file to write.
-            title: the title of the page.
-        """
-        title = title or search_title(self)
-        shown = [*search_blocks(self, title), *_plans(self)]
-        Path(path).write_bytes(blocks.page(title, shown).encode())
+    def _page(self, title: str) -> list[Block]:
+        return [*search_blocks(self, title), *_plans(self)]
 
     @property
     def fits(self) -> bool:
@@ -129,12 +113,6 @@ class Search:
     def to_dict(self) -> dict[str, Any]:
         """The outcome in plain Python values, ready for ``json.dumps``; plans as `Plan.to_dict` has them."""
         return {field.name: saved.plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
-
-
-def search_title(search: Search) -> str:
-    """The title of a search: of which step, and on what."""
-    step = next((each.plan.name for each in search.candidates if each.plan), 'a step')
-    return f'Meshes for {step} on {search.topology}'
 
 
 def search_blocks(search: Search, title: str) -> list[Block]:

@@ -47,11 +47,6 @@ def uncertain_paths(tree: Any, nodes: Sequence[Node]) -> tuple[str, ...] | None:
     return tuple(map(path_string, keys))
 
 
-def paths_of(tree: Any) -> tuple[str, ...]:
-    """The leaf paths of a tree."""
-    return tuple(path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0])
-
-
 def uncertain_nodes(treedef: Any, depth: int = 0, start: int = 0) -> list[Node]:
     """The nodes of a structure that may name their children otherwise in an equal one.
 

@@ -39,7 +39,7 @@ def progress(doing: str, log: logging.Logger, shown: bool | None = None) -> Iter
     Args:
         doing: what is done, such as ``'compiling train_step'``.
         log: where it is logged, if no line is shown.
-        shown: whether to show a line; by default, where somebody sees it (see above).
+        shown: whether to show a line; by default, on a terminal and in a notebook.
 
     Example:
         >>> with progress('loading weights', logging.getLogger('scalax.checkpoint')) as note:

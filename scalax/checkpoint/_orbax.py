@@ -1,7 +1,4 @@
-"""Orbax writes and reads the arrays and their metadata, and names the steps, by its documented handlers.
-
-What scalax knows of it beyond its documentation is in `scalax._jax.orbax`.
-"""
+"""Orbax, imported where it is used. What no documentation of it promises is in `scalax._jax.orbax`."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ name does so too, but it does not give NumPy float8.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +22,6 @@ import numpy as np
 from scalax._mesh import meshes
 from scalax._report.tables import human_bytes
 from scalax._tree.paths import canonical_dtype, leaf_text
-from scalax._util import strict_json
 from scalax._util.progress import progress
 from scalax.checkpoint._target import checked_pairs
 from scalax.errors import CheckpointError, shown, shown_leaves
@@ -154,7 +154,7 @@ def _listed(files: Files) -> tuple[list[Path], Iterable[str]]:
     if not path.name.endswith(_INDEX):
         return [path], ()
     try:
-        places = strict_json.parse(strict_json.read(path))['weight_map']
+        places = json.loads(path.read_bytes())['weight_map']
         return [path.parent / file for file in sorted({*places.values()})], places
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f'{path} is no index of {_SUFFIX} files: {error!r}') from error
@@ -167,7 +167,7 @@ def _tensors_of(file: Path) -> dict[str, np.ndarray]:
         if length > mapped.size:
             raise ValueError(f'its header would have {length:,} bytes, and the file has {mapped.size:,}')
         header, data = mapped[_LENGTH : _LENGTH + length], mapped[_LENGTH + length :]
-        entries = strict_json.parse(header.tobytes())
+        entries = json.loads(header.tobytes())
         entries.pop('__metadata__', None)
         return {name: _tensor(data, name, **entry) for name, entry in entries.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:

@@ -20,7 +20,7 @@ Axes = Mapping[str, tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class FactorLayout:
     """The mesh axes of the factors in one call.
 
     Attributes:
@@ -36,7 +36,7 @@ class Layout:
     @classmethod
     def of_specs(
         cls, factor_map: FactorMap, specs: Sequence[PartitionSpec], sizes: Mapping[str, int]
-    ) -> Layout:
+    ) -> FactorLayout:
         """The layout that moves least.
 
         Args:

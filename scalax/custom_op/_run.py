@@ -23,7 +23,7 @@ from scalax._jax.tracing import is_mapped
 from scalax._trace.resharding import reshard
 from scalax._tree.paths import leaf_text
 from scalax._tree.specs import MeshAxes, canonical
-from scalax.custom_op._layout import FactorContext, Layout
+from scalax.custom_op._layout import FactorContext, FactorLayout
 from scalax.custom_op._rule import FactorMap, Factors, Rule
 from scalax.errors import RuleError
 
@@ -54,11 +54,11 @@ class Operation:
         """The function on whole arrays."""
         return self.local(FactorContext(self.rule.factors, {}, {}), *operands)
 
-    def on_blocks(self, layout: Layout, typed: bool = False) -> Callable[..., Results]:
+    def on_blocks(self, layout: FactorLayout, typed: bool = False) -> Callable[..., Results]:
         """The function on the blocks of a layout, where its mesh axes are named."""
         return functools.partial(self.local, self.context(layout, typed))
 
-    def context(self, layout: Layout, typed: bool) -> FactorContext:
+    def context(self, layout: FactorLayout, typed: bool) -> FactorContext:
         """What the function is given first, with the blocks of a layout."""
         return FactorContext(self.rule.factors, layout.axes, layout.sizes, typed)
 
@@ -121,16 +121,16 @@ def _over_explicit_axes(operation: Operation, mesh: Any, operands: Sequence[Any]
     return results
 
 
-def explicit_layout(operation: Operation, mesh: Any, operands: Sequence[Any]) -> Layout:
+def explicit_layout(operation: Operation, mesh: Any, operands: Sequence[Any]) -> FactorLayout:
     """The layout along the Explicit axes of a mesh, from the types of the operands."""
     explicit = MeshAxes.of(mesh).of_type(AxisType.Explicit)
     sizes = {axis: mesh.shape[axis] for axis in explicit if not is_mapped(mesh, axis)}
-    return Layout.of_specs(
+    return FactorLayout.of_specs(
         operation.factor_map, [jax.typeof(operand).sharding.spec for operand in operands], sizes
     )
 
 
-def as_laid_out(layout: Layout, mesh: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
+def as_laid_out(layout: FactorLayout, mesh: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
     """The operands, resharded to a layout."""
     return tuple(
         resharded(operand, NamedSharding(mesh, layout.spec(factors)))
@@ -155,7 +155,9 @@ def _over_auto_axes(operation: Operation, operands: Sequence[Any]) -> Results:
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         arrays = [*operands, *results]
-        layout = Layout.of_specs(factor_map, [array.sharding.spec for array in arrays], dict(mesh.shape))
+        layout = FactorLayout.of_specs(
+            factor_map, [array.sharding.spec for array in arrays], dict(mesh.shape)
+        )
         result_shardings, operand_shardings = (
             tuple(NamedSharding(mesh, layout.spec(factors)) for factors in arrays)
             for arrays in (factor_map.results, factor_map.operands)

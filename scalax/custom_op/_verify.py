@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from scalax._jax.tracing import varying_axes
 from scalax._tree.paths import describe_leaf
-from scalax.custom_op._layout import Layout
+from scalax.custom_op._layout import FactorLayout
 from scalax.custom_op._rule import FactorMap, Rule, match_rule, message
 from scalax.custom_op._run import Operation
 from scalax.errors import RuleError
@@ -54,7 +54,7 @@ def _try_on_blocks(operation: Operation, operands: Sequence[Any], whole: Sequenc
     sizes = _block_counts(fitted)
     if not sizes:
         return
-    layout = Layout(fitted, {factor: (factor,) for factor in sizes}, sizes)
+    layout = FactorLayout(fitted, {factor: (factor,) for factor in sizes}, sizes)
     ctx = operation.context(layout, typed=check_vma)
     seen: list[Any] = []
 
@@ -88,7 +88,9 @@ def _try_on_blocks(operation: Operation, operands: Sequence[Any], whole: Sequenc
                 raise _forgotten(name, rule, factor, 'the function never combines its blocks')
 
 
-def _check_blocks(name: str, rule: Rule, layout: Layout, blocks: Sequence[Any], whole: Sequence[Any]) -> None:
+def _check_blocks(
+    name: str, rule: Rule, layout: FactorLayout, blocks: Sequence[Any], whole: Sequence[Any]
+) -> None:
     expected = [
         layout.block(factors, result.shape)
         for factors, result in zip(layout.factor_map.results, whole, strict=True)

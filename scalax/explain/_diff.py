@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from scalax._report import blocks
 from scalax._report.blocks import Cell, Column, Lines, Row, Section, Table
-from scalax._report.tables import array_text, human_bytes
+from scalax._report.tables import array_text, human_bytes, more_bytes
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.folding import fold
 from scalax.errors import plural
@@ -108,10 +108,9 @@ def _summary(diff: ReportDiff) -> list[str]:
         lines.append(f'mesh: ({old}) before, ({new}) after')
     total = f'{human_bytes(diff.bytes_per_device_before)} before'
     change = diff.bytes_per_device_after - diff.bytes_per_device_before
-    sign = '-' if change < 0 else '+'
     lines.append(
         f'bytes/device of all arrays: {total}, {human_bytes(diff.bytes_per_device_after)} after '
-        f'({sign}{human_bytes(abs(change))})'
+        f'({more_bytes(change)})'
     )
     return lines
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from scalax._report import blocks, saved
+from scalax._report import saved
+from scalax._report.blocks import Block
+from scalax._report.shown import Shown
 from scalax._util.folding import times
 from scalax.errors import ShardingError, checked_flag, shown
-from scalax.explain._blocks import report_blocks
 from scalax.explain._diff import ReportDiff, diff_rows
+from scalax.explain._page import report_blocks
 from scalax.explain._rows import (
     ReplicatedSummary,
     ReportRow,
@@ -21,12 +22,13 @@ from scalax.explain._rows import (
     replicated,
 )
 
-_TITLE = 'Sharding report'
-
 
 @dataclasses.dataclass(frozen=True)
-class ShardingReport:
+class ShardingReport(Shown):
     """What `MeshShardingHelper.explain` returns; ``str()`` of it is a table.
+
+    Leaves whose paths differ only in numbers share a line, such as ``layers/{0..79}/mlp/kernel``, with their
+    count and their total bytes per device.
 
     Attributes:
         rows: one for each leaf, in tree order.
@@ -56,42 +58,10 @@ class ShardingReport:
         """The replicated leaves, and their bytes on each device."""
         return replicated(self.rows)
 
-    def __str__(self) -> str:
-        return self.to_text()
+    def _title(self) -> str:
+        return 'Sharding report'
 
-    def to_text(self, width: int | None = None) -> str:
-        """The report as a table.
-
-        Leaves whose paths differ only in numbers share a line, such as ``layers/{0..79}/mlp/kernel``, with
-        their count and their total bytes per device.
-
-        Args:
-            width: the width in columns; that of the terminal by default.
-        """
-        return blocks.text(self._blocks(''), width)
-
-    def to_html(self, path: str | os.PathLike[str], title: str = _TITLE) -> None:
-        """Writes the report as a page that loads nothing.
-
-        It is a tree that folds, sorts and is filtered; without scripts it folds only.
-
-        Args:
-            path: the file to write.
-            title: the title of the page.
-
-        Example:
-            >>> import tempfile, pathlib
-            >>> path = pathlib.Path(tempfile.mkdtemp()) / 'report.html'
-            >>> ShardingReport((), {'fsdp': 8}).to_html(path, title='Nothing yet')
-            >>> path.read_text()[:15]
-            '<!DOCTYPE html>'
-        """
-        Path(path).write_bytes(blocks.page(title, self._blocks(title)).encode())
-
-    def _repr_html_(self) -> str:
-        return blocks.fragment(self._blocks(_TITLE))
-
-    def _blocks(self, title: str) -> list[blocks.Block]:
+    def _blocks(self, title: str) -> list[Block]:
         return report_blocks(title, self.rows, self.mesh, self.unused_rules, self.shadowed_rules)
 
     def to_dict(self) -> dict[str, Any]:

@@ -55,6 +55,10 @@ class TreePathShardingRule(BuiltinRule):
     strict: bool = True
     on_indivisible: OnIndivisible = 'error'
     by_path: ClassVar[bool] = True
+    _unmatched_hint: ClassVar[str] = (
+        "add a pair for these leaves, end with ('.*', PartitionSpec()), or pass strict=False to replicate "
+        'what nothing matches.'
+    )
 
     def __init__(
         self,
@@ -117,8 +121,7 @@ class TreePathShardingRule(BuiltinRule):
             f'no regex of the rule matches the path {tree.path_seen(index)}'
             + (f'; {near!r} comes near' if near else ''),
             rule=f'TreePathShardingRule with {plural(len(self.rules), "regex", "regexes")}',
-            hint="add a pair for these leaves, end with ('.*', PartitionSpec()), or pass strict=False to "
-            'replicate what nothing matches.',
+            hint=self._unmatched_hint,
         )
 
     def _near_pattern(self, path: str) -> str:

@@ -81,7 +81,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from jax.sharding import PartitionSpec
 
@@ -105,9 +105,9 @@ __all__ = [
     'T5',
     'TENSOR_PARALLEL',
     'VIT',
+    'ActivationSpecs',
     'Axis',
     'ExactRankRule',
-    'Layout',
     'Table',
     'activations',
     'rule',
@@ -116,7 +116,7 @@ __all__ = [
 Table = tuple[tuple[str, PartitionSpec], ...]
 """Rows of (regex on the leaf path, spec with one entry for each dimension)."""
 
-Layout = Mapping[str, PartitionSpec]
+ActivationSpecs = Mapping[str, PartitionSpec]
 """Names of activations, and the spec of each."""
 
 Axis = str | tuple[str, ...] | None
@@ -168,7 +168,7 @@ def rule(
 
 
 def activations(
-    layout: Layout, *, batch: Axis = 'fsdp', tp: Axis = 'tp', expert: Axis = 'expert'
+    layout: ActivationSpecs, *, batch: Axis = 'fsdp', tp: Axis = 'tp', expert: Axis = 'expert'
 ) -> dict[str, PartitionSpec]:
     """The ``annotation_shardings`` of a layout.
 
@@ -213,6 +213,12 @@ class ExactRankRule(TreePathShardingRule):
         >>> exact.stacked(1).apply({'kernel': np.zeros((80, 8, 8))})
         {'kernel': P(None, 'fsdp')}
     """
+
+    # Those who call `rule` have no `strict`.
+    _unmatched_hint: ClassVar[str] = (
+        'add a row for these leaves to the table, or replicate what no row matches: '
+        'catalogue.rule(table) | PartitionSpec().'
+    )
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         """As in `TreePathShardingRule`, and a problem for each array of another rank than its row is for."""
@@ -462,7 +468,7 @@ keeps heads as a dimension (``scalable_t5``), put `SPLIT_HEADS` in front.
 
 # --- The layouts ---------------------------------------------------------------------------------
 
-TENSOR_PARALLEL: Layout = MappingProxyType(
+TENSOR_PARALLEL: ActivationSpecs = MappingProxyType(
     {
         'residual': PartitionSpec('batch'),
         'block_input': PartitionSpec('batch'),
@@ -477,7 +483,7 @@ TENSOR_PARALLEL: Layout = MappingProxyType(
 Functions that follow their batch need none of it.
 """
 
-SEQUENCE_PARALLEL: Layout = MappingProxyType(
+SEQUENCE_PARALLEL: ActivationSpecs = MappingProxyType(
     {'residual': PartitionSpec('batch', 'tp'), 'block_input': PartitionSpec('batch')}
 )
 """Megatron-LM's sequence parallelism (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
@@ -487,7 +493,7 @@ together move as much. The residual, of which each layer's is saved for the back
 memory.
 """
 
-EXPERT_PARALLEL: Layout = MappingProxyType(
+EXPERT_PARALLEL: ActivationSpecs = MappingProxyType(
     {
         'taken': PartitionSpec(None, ('batch', 'expert')),
         'arrived': PartitionSpec('expert', 'batch'),

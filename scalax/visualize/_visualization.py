@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from scalax._report import blocks as pages
-from scalax._report.blocks import Block, Lines, MeshAxes, Section
-from scalax._report.pages import escape
+from scalax._report.blocks import Block, Lines, MeshAxes, Section, html
+from scalax._report.shown import Shown
 from scalax._report.tables import wrapped
 from scalax.errors import plural
-from scalax.visualize._blocks import Blocks, Index
-from scalax.visualize._grid import blocks_text, devices_text, grid_of
+from scalax.visualize._blocks import Blocks
+from scalax.visualize._grid import blocks_text
+from scalax.visualize._html import table
 from scalax.visualize._pictures import Picture, member_text, pictures_of
 from scalax.visualize._text import drawing
 
-_TITLE = 'Where arrays are'
 _MOST_PICTURES = 50
 _MOST_MEMBERS = 8
-_MOST_COLUMNS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Visualization:
+class Visualization(Shown):
     """Which device holds which block of which array; ``str()`` of it is a drawing for a terminal.
 
     Attributes:
@@ -34,28 +30,14 @@ class Visualization:
 
     pictures: tuple[Picture, ...]
 
-    def __str__(self) -> str:
-        return self.to_text()
+    def _title(self) -> str:
+        return 'Where arrays are'
 
-    def to_text(self, width: int | None = None) -> str:
-        """The pictures as text.
-
-        Args:
-            width: the width in columns, at least 60; that of the terminal by default.
-        """
-        return pages.text(_blocks(self.pictures), width)
+    def _blocks(self, title: str) -> list[Block]:
+        return _blocks(self.pictures)
 
     def _repr_html_(self) -> str:
-        return f'<div>\n{pages.html(_blocks(self.pictures))}</div>'
-
-    def to_html(self, path: str | os.PathLike[str], title: str = _TITLE) -> None:
-        """Writes the pictures as a page that loads nothing.
-
-        Args:
-            path: the file to write.
-            title: the title of the page.
-        """
-        Path(path).write_bytes(pages.page(title, _blocks(self.pictures)).encode())
+        return f'<div>\n{html(self._blocks(self._title()))}</div>'
 
 
 def visualize(pytree: Any) -> Visualization:
@@ -140,36 +122,4 @@ class _Drawing(Block):
         return [*wrapped([dimensions], width), *drawn]
 
     def html(self, mesh: MeshAxes) -> str:
-        grid, colors = grid_of(self.blocks, _MOST_COLUMNS), _colors(self.blocks)
-
-        def cell(index: Index | None) -> str:
-            if index is None:
-                return '<td>...</td>'
-            devices = self.blocks.at(index)
-            style = f'background: {colors[devices]}; color: #000; text-align: center'
-            title = f'{self.blocks.slices(index)} on {plural(len(devices), "device")}'
-            return f'<td style="{style}" title="{escape(title)}">{escape(devices_text(devices))}</td>'
-
-        heads = ''.join(f'<th scope="col">{escape(label)}</th>' for label in ['', *grid.columns])
-        rows = ''.join(
-            f'<tr><th scope="row">{escape(label)}</th>{"".join(map(cell, row))}</tr>\n'
-            for label, row in grid.rows
-        )
-        return (
-            f'{Lines([grid.dimensions]).html(mesh)}\n<div class="scroll"><table class="grid">\n'
-            f'<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table></div>'
-        )
-
-
-def _colors(blocks: Blocks) -> dict[tuple[int, ...], str]:
-    """A colour for each group of devices that holds a block; grey for all devices.
-
-    They go by the first device of a group, so that on one mesh a device has the same colour however arrays
-    are cut.
-    """
-    place = {device: i for i, device in enumerate(blocks.devices)}
-    groups = sorted({*blocks.holders.values()}, key=lambda group: [place[device] for device in group])
-    return {
-        group: '#ddd' if len(group) == len(place) else f'hsl({360 * number // len(groups)} 70% 78%)'
-        for number, group in enumerate(groups)
-    }
+        return table(self.blocks)

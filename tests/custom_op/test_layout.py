@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from scalax.custom_op._layout import Layout
+from scalax.custom_op._layout import FactorLayout
 from scalax.custom_op._rule import FactorMap, match_rule, read_rule
 
 P = PartitionSpec
@@ -42,12 +42,12 @@ CASES = {
 @pytest.mark.parametrize(('specs', 'expected'), CASES.values(), ids=CASES)
 def test_axes_of_factors(specs: list[PartitionSpec], expected: dict[str, tuple[str, ...]]) -> None:
     operands = [*specs, P(), P()][: max(2, len(specs))]
-    assert Layout.of_specs(PAIR, operands, SIZES).axes == expected
+    assert FactorLayout.of_specs(PAIR, operands, SIZES).axes == expected
 
 
 def test_factors_that_are_whole() -> None:
     fit = fit_of('b _ c -> k b', (8, 8, 8), results=((4, 8),), need_replication_factors=('c',))
-    layout = Layout.of_specs(fit, [P('x', 'y', 'z'), P('z')], {'x': 2, 'y': 2, 'z': 2})
+    layout = FactorLayout.of_specs(fit, [P('x', 'y', 'z'), P('z')], {'x': 2, 'y': 2, 'z': 2})
     assert layout.axes == {'b': ('x',)}
     assert [layout.spec(factors) for factors in (*fit.operands, *fit.results)] == [P('x'), P(None, 'x')]
     assert layout.block(fit.results[0], (4, 8)) == (4, 4)

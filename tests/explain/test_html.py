@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from scalax.explain import ReportRow, ShardingReport
-from scalax.explain import _blocks as module
+from scalax.explain import _page as module
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from tests.support.leaves import leaf
 from tests.support.reports import HELPER, HOSTILE, hostile_report, report, synthetic_report

@@ -240,6 +240,10 @@ def test_rows_that_do_not_divide_are_replicated_on_meshes_without_an_axis_for_th
 @pytest.mark.parametrize(
     ('changes', 'message'),
     [
+        (
+            {'step': MeshShardingHelper([-1], ['fsdp']).sjit(product)},
+            'product is compiled for the mesh of a helper already: give find the function itself',
+        ),
         ({'step': 3}, 'find takes a function of one device first, and its arguments, got int'),
         ({'args': 3}, 'the arguments of the step are a tuple, got int'),
         ({'args': (1, 2, 3)}, 'product cannot be traced for one device with these arguments: TypeError: '),

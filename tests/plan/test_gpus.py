@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalax._plan.blocks import plan_blocks
 from scalax._plan.collective_seconds import collective_seconds
+from scalax._plan.page import plan_blocks
 from scalax._plan.torus import Place, networks_of, route_of, torus_of
 from scalax._report import blocks
 from scalax.plan import HARDWARE, Plan, find, search

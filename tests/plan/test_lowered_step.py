@@ -24,7 +24,7 @@ def lowered(fun, *args, **options):
 
 
 @pytest.mark.parametrize(
-    ('given', 'stored'),
+    ('given', 'bytes_of_each'),
     [
         (array(8, 16, spec=P('fsdp')), 8 * 16 * 4 // 4),
         (array(8, 16, spec=P(('fsdp', 'tp'))), 8 * 16 * 4 // 8),
@@ -38,23 +38,15 @@ def lowered(fun, *args, **options):
         (array(spec=P()), 4),
     ],
 )
-def test_stored_bytes(given, stored):
-    assert lowered(lambda x: x, given).stored_bytes[0] == stored
-
-
-def test_results_are_counted_as_arguments_are():
-    # The sharding of this result is the compiler's choice.
-    assert lowered(lambda x: (x + 1, x.sum()), array(8, 16, spec=P('fsdp'))).stored_bytes == (128, 64)
-    out = NamedSharding(HELPER.mesh, P('tp'))
-    step = lowered(lambda x: x + 1, array(8, 16, spec=P('fsdp')), out_shardings=out)
-    assert step.stored_bytes == (128, 256)
+def test_bytes_of_arguments(given, bytes_of_each):
+    assert lowered(lambda x: x, given).argument_bytes == bytes_of_each
 
 
 def test_what_is_not_on_the_device_does_not_count():
     used = array(8, 16, spec=P('fsdp'))
-    assert lowered(lambda x, y: x, used, array(64, 64, spec=P())).stored_bytes[0] == 128  # not used
+    assert lowered(lambda x, y: x, used, array(64, 64, spec=P())).argument_bytes == 128  # not used
     key = jax.eval_shape(lambda: jax.random.key(0))
-    assert lowered(lambda x, k: (x, k), used, key).stored_bytes[0] == 128 + 8
+    assert lowered(lambda x, k: (x, k), used, key).argument_bytes == 128 + 8
 
 
 def test_what_is_on_the_host_does_not_count():
@@ -64,7 +56,7 @@ def test_what_is_on_the_host_does_not_count():
         pytest.skip('the devices here have no memory of their host')
     offloaded = NamedSharding(HELPER.mesh, P('fsdp'), memory_kind=host)
     step = lowered(lambda x, y: (x, y), jax.ShapeDtypeStruct((8, 16), 'float32', sharding=offloaded), 1.0)
-    assert step.stored_bytes[0] <= 4
+    assert step.argument_bytes <= 4
 
 
 @pytest.mark.parametrize('name', ['w', 'größe', 'a"b', "a'b", 'a\\b', 'a\\41', 'a}]b'])

@@ -10,7 +10,7 @@ import pytest
 from selenium.webdriver.common.by import By
 
 from scalax._follow.followed_batch import FollowedBatch, KeptValue, LostRows
-from scalax._plan.blocks import plan_blocks
+from scalax._plan.page import plan_blocks
 from scalax._report import blocks
 from scalax.plan import HARDWARE, Buffer, HostMoves, Place, Plan, ScopeRuns, ScopeWork, Source
 from scalax.sharding import MeshShardingHelper

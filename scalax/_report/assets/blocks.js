@@ -115,18 +115,3 @@ function enliven(blocks) {
   blocks.querySelectorAll('table.sortable').forEach(enlivenTable);
   blocks.querySelectorAll('.tree').forEach(enlivenTree);
 }
-
-function reveal(link) {
-  const fold = link.length > 1 && document.getElementById(link.slice(1))?.querySelector('details');
-  if (fold) fold.open = true;
-}
-
-// A link to a part that is folded opens it, before the browser goes there; so does the address of the page.
-function followLinks(page) {
-  page.addEventListener('click', (event) => {
-    const link = event.target.closest('a')?.getAttribute('href');
-    if (link?.startsWith('#')) reveal(link);
-  });
-  reveal(location.hash);
-  if (location.hash) document.getElementById(location.hash.slice(1))?.scrollIntoView();
-}

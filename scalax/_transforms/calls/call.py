@@ -284,9 +284,15 @@ def left_alone(leaf: Any) -> bool:
 
 
 def _not_arrays(call: Call) -> ArgumentError:
-    wrong = call.shown([*map(_is_no_array, call.leaves)])
+    wrong = [*map(_is_no_array, call.leaves)]
+    message = f'{call.signature.name} got leaves that are not arrays:\n{call.shown(wrong)}\n'
+    if all(isinstance(leaf, jax.core.ShapedArray) for leaf in itertools.compress(call.leaves, wrong)):
+        return ArgumentError(
+            f'{message}What to do: pass arrays; in place of types, as jax.typeof gives them, `lower`, '
+            '`trace` and `eval_shape` take jax.ShapeDtypeStruct(type.shape, type.dtype).'
+        )
     return ArgumentError(
-        f'{call.signature.name} got leaves that are not arrays:\n{wrong}\n'
+        f'{message}'
         'What to do: pass arrays or numbers, or name such arguments in static_argnums or static_argnames.\n'
         'What to do: what is in a tree that holds arrays too cannot be static: take it out, and close over '
         'it. Of a module of equinox eqx.partition(module, eqx.is_array) gives both parts, for eqx.combine '

@@ -15,7 +15,7 @@ import optax
 import pytest
 
 from benchmarks.unchanged.catalogue import all_models
-from scalax._find.readable import readable_rule
+from scalax._find.regexes import readable_rule
 from scalax._find.source import rule_code
 from scalax._tree.paths import NamedTree
 from scalax._tree.specs import canonical

@@ -1,0 +1,48 @@
+"""Blocks drawn as a table in colours, one for each group of devices."""
+
+from __future__ import annotations
+
+from scalax._report.blocks import Lines
+from scalax._report.pages import escape
+from scalax.errors import plural
+from scalax.visualize._blocks import Blocks, Index
+from scalax.visualize._grid import devices_text, grid_of
+
+_MOST_COLUMNS = 16
+
+
+def table(blocks: Blocks) -> str:
+    """The words about the dimensions of an array, and its blocks as a table."""
+    grid, colors = grid_of(blocks, _MOST_COLUMNS), _colors(blocks)
+
+    def cell(index: Index | None) -> str:
+        if index is None:
+            return '<td>...</td>'
+        devices = blocks.at(index)
+        style = f'background: {colors[devices]}; color: #000; text-align: center'
+        title = f'{blocks.slices(index)} on {plural(len(devices), "device")}'
+        return f'<td style="{style}" title="{escape(title)}">{escape(devices_text(devices))}</td>'
+
+    heads = ''.join(f'<th scope="col">{escape(label)}</th>' for label in ['', *grid.columns])
+    rows = ''.join(
+        f'<tr><th scope="row">{escape(label)}</th>{"".join(map(cell, row))}</tr>\n'
+        for label, row in grid.rows
+    )
+    return (
+        f'{Lines([grid.dimensions]).html({})}\n<div class="scroll"><table class="grid">\n'
+        f'<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table></div>'
+    )
+
+
+def _colors(blocks: Blocks) -> dict[tuple[int, ...], str]:
+    """A colour for each group of devices that holds a block; grey for all devices.
+
+    They go by the first device of a group, so that on one mesh a device has the same colour however arrays
+    are cut.
+    """
+    place = {device: i for i, device in enumerate(blocks.devices)}
+    groups = sorted({*blocks.holders.values()}, key=lambda group: [place[device] for device in group])
+    return {
+        group: '#ddd' if len(group) == len(place) else f'hsl({360 * number // len(groups)} 70% 78%)'
+        for number, group in enumerate(groups)
+    }
