@@ -9,8 +9,8 @@ what it leaves out. *release* is what depends on the release of JAX that this in
 docstrings and all tests. *all* is everything but the tests that are marked as slow, on this JAX and, where a
 release can change what they find, on the oldest.
 
-One step more runs at a time than there are cores, for some tests wait for processes; the output of each is
-printed when it has ended.
+One step more runs at a time than there are cores, for some tests wait for processes; of *check*, all run at
+once. The output of each is printed when it has ended.
 
 A failed step stops nothing; the last lines say what failed, and so does the exit status. Where pytest did not
 come to its end, they say which test was begun last. No process of a step outlives it.
@@ -48,6 +48,7 @@ _numbers = itertools.count()
 PYTEST = ['-m', 'pytest', '-p', 'no:cacheprovider']
 FEWER = '--hypothesis-profile=fewer'
 QUICK = ['-m', 'not slow', FEWER]
+IN_CHECK = ['-m', 'not slow and not long', FEWER]
 # Of the large tables of cases, the oldest runs a third.
 ON_OLDEST = ['-m', 'not slow and not one_jax', FEWER, '--third']
 
@@ -167,8 +168,9 @@ SECONDS = {
     'tests/checkpoint/test_safetensors.py': 6,
     'tests/hostdata/test_prefetch.py': 6,
 }
-# Each takes five seconds of a processor or more; `make test` runs them.
+# Each takes five seconds of a processor or more; `make test` runs them, and the tests with the mark `long`.
 NOT_IN_CHECK = [
+    'tests/benchmarks/test_unchanged_bounds.py',
     'tests/benchmarks/test_unchanged_models.py',
     'tests/checkpoint/test_faults.py',
     'tests/checkpoint/test_processes.py',
@@ -177,11 +179,13 @@ NOT_IN_CHECK = [
     'tests/custom_op/test_custom_op.py',
     'tests/custom_op/test_gradients.py',
     'tests/docs/test_blocks.py',
+    'tests/docs/test_contributing.py',
     'tests/docs/test_site.py',
     'tests/docs/test_notebooks.py',
     'tests/e2e',
     'tests/explain/test_browser.py',
     'tests/explain/test_html.py',
+    'tests/find/test_found_page.py',
     'tests/hostdata/test_prefetch.py',
     'tests/hostdata/test_processes.py',
     'tests/plan/test_page.py',
@@ -488,7 +492,8 @@ def main() -> None:
                 python,
                 scratch,
                 3,
-                left_out=NOT_IN_CHECK,
+                IN_CHECK,
+                NOT_IN_CHECK,
                 variables=UNOPTIMISED,
                 compiled=ROOT / '.jax_cache',  # for the next run, too
             )
@@ -514,7 +519,8 @@ def main() -> None:
                 compiled=scratch / 'compiled',
             )
             steps.append(doctests(python, scratch, UNOPTIMISED))
-        run(steps)
+        # None of *check* begins late: the last one would run alone.
+        run(steps, len(steps) if args.what == 'check' else None)
         passed = summarise(steps, time.monotonic() - begun)
     sys.exit(0 if passed else 1)
 
