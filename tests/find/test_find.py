@@ -208,6 +208,7 @@ def test_a_budget_that_is_too_small_gives_an_answer():
     assert result.tried >= 1
 
 
+@pytest.mark.long
 def test_leaves_that_are_kept():
     keep = [('w', P('tp', 'fsdp'))]
     params = {'w': jnp.ones((64, 256)), 'v': jnp.ones((256, 64))}
