@@ -9,8 +9,8 @@ what it leaves out. *release* is what depends on the release of JAX that this in
 docstrings and all tests. *all* is everything but the tests that are marked as slow, on this JAX and, where a
 release can change what they find, on the oldest.
 
-One step more runs at a time than there are cores, for some tests wait for processes; the output of each is
-printed when it has ended.
+One step more runs at a time than there are cores, for some tests wait for processes; of *check*, all run at
+once. The output of each is printed when it has ended.
 
 A failed step stops nothing; the last lines say what failed, and so does the exit status. Where pytest did not
 come to its end, they say which test was begun last. No process of a step outlives it.
@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,6 +49,7 @@ _numbers = itertools.count()
 PYTEST = ['-m', 'pytest', '-p', 'no:cacheprovider']
 FEWER = '--hypothesis-profile=fewer'
 QUICK = ['-m', 'not slow', FEWER]
+IN_CHECK = ['-m', 'not slow and not long', FEWER]
 # Of the large tables of cases, the oldest runs a third.
 ON_OLDEST = ['-m', 'not slow and not one_jax', FEWER, '--third']
 
@@ -67,9 +69,11 @@ BYTECODE = {'PYTHONDONTWRITEBYTECODE': ''}
 # What mypy checks; tests/typed has programs of users, right and wrong ones.
 TYPED = ['scalax', 'benchmarks', 'tests/typed']
 
-# Many tests ask for the same program, say of jax.jit and of sjit: with a folder for what it compiles, a step
-# compiles it once.
-COMPILED, KEEP_ALL = 'JAX_COMPILATION_CACHE_DIR', {'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
+# Many tests ask for the same program, say of jax.jit and of sjit: what is compiled is kept, for all steps and
+# for the next run. JAX tells versions and flags apart. It writes an entry in place: one that is read before
+# it is whole, or whose writer was killed, is compiled again.
+KEPT, AT_MOST = ROOT / '.jax_cache', 2**28
+COMPILED = {'JAX_COMPILATION_CACHE_DIR': str(KEPT), 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
 
 # These ask little of JAX that others do not ask, or their subject is files, text or pages and not JAX; `make
 # verify` runs them there, too. Each room keeps others: checkpoint what one process and several write and
@@ -167,8 +171,9 @@ SECONDS = {
     'tests/checkpoint/test_safetensors.py': 6,
     'tests/hostdata/test_prefetch.py': 6,
 }
-# Each takes five seconds of a processor or more; `make test` runs them.
+# Each takes five seconds of a processor or more; `make test` runs them, and the tests with the mark `long`.
 NOT_IN_CHECK = [
+    'tests/benchmarks/test_unchanged_bounds.py',
     'tests/benchmarks/test_unchanged_models.py',
     'tests/checkpoint/test_faults.py',
     'tests/checkpoint/test_processes.py',
@@ -177,11 +182,13 @@ NOT_IN_CHECK = [
     'tests/custom_op/test_custom_op.py',
     'tests/custom_op/test_gradients.py',
     'tests/docs/test_blocks.py',
+    'tests/docs/test_contributing.py',
     'tests/docs/test_site.py',
     'tests/docs/test_notebooks.py',
     'tests/e2e',
     'tests/explain/test_browser.py',
     'tests/explain/test_html.py',
+    'tests/find/test_found_page.py',
     'tests/hostdata/test_prefetch.py',
     'tests/hostdata/test_processes.py',
     'tests/plan/test_page.py',
@@ -376,7 +383,6 @@ def test_steps(
     options: Sequence[str] = QUICK,
     left_out: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
-    compiled: Path | None = None,
 ) -> list[Step]:
     """The tests in so many processes, each of which gets files that take about as long as those of another.
 
@@ -388,7 +394,6 @@ def test_steps(
         options: of pytest.
         left_out: files and folders that do not run.
         variables: of the environment.
-        compiled: where each process keeps, in a folder of its own, what it compiles.
     """
     files = sorted((ROOT / 'tests').rglob('test_*.py'))
     files = [file for file in files if not any(file.is_relative_to(ROOT / other) for other in left_out)]
@@ -398,9 +403,14 @@ def test_steps(
         report = scratch / f'{label}.xml'
         own = [str(file.relative_to(ROOT)) for file in own_files]
         command = [python, *PYTEST, f'--junit-xml={report}', *options, *own]
-        cache = {COMPILED: str(compiled / label), **KEEP_ALL} if compiled else {}
-        steps.append(Step(label, command, junit=report, variables={**(variables or {}), **cache}))
+        steps.append(Step(label, command, junit=report, variables=variables or {}))
     return steps
+
+
+def forget_old_programs() -> None:
+    """Deletes what was compiled where it has grown large: nobody asks for most of that any more."""
+    if sum(file.stat().st_size for file in KEPT.rglob('*')) > AT_MOST:
+        shutil.rmtree(KEPT)
 
 
 def shares(files: Sequence[Path], parts: int) -> list[list[Path]]:
@@ -477,6 +487,7 @@ def main() -> None:
     if args.what == 'all' and not args.oldest_python:
         parser.error('all needs --oldest-python')
 
+    forget_old_programs()
     begun = time.monotonic()
     python, oldest = sys.executable, args.oldest_python
     with interruptible(), tempfile.TemporaryDirectory(prefix='scalax-checks-') as folder:
@@ -488,9 +499,9 @@ def main() -> None:
                 python,
                 scratch,
                 3,
-                left_out=NOT_IN_CHECK,
-                variables=UNOPTIMISED,
-                compiled=ROOT / '.jax_cache',  # for the next run, too
+                IN_CHECK,
+                NOT_IN_CHECK,
+                variables=UNOPTIMISED | COMPILED,
             )
         elif args.what == 'release':
             print(describe_python(python))
@@ -500,9 +511,7 @@ def main() -> None:
             # Not resolved: that would lead out of the virtual environment.
             oldest = str(Path(oldest).absolute())
             print(f'newest: {describe_python(python)}\noldest: {describe_python(oldest)}', flush=True)
-            steps += test_steps(
-                'tests (JAX newest)', python, scratch, 6, variables=UNOPTIMISED, compiled=scratch / 'compiled'
-            )
+            steps += test_steps('tests (JAX newest)', python, scratch, 6, variables=UNOPTIMISED | COMPILED)
             steps += test_steps(
                 'tests (JAX oldest)',
                 oldest,
@@ -510,11 +519,11 @@ def main() -> None:
                 2,
                 ON_OLDEST,
                 left_out=NOT_ON_OLDEST,
-                variables=UNOPTIMISED_OLDEST,
-                compiled=scratch / 'compiled',
+                variables=UNOPTIMISED_OLDEST | COMPILED,
             )
             steps.append(doctests(python, scratch, UNOPTIMISED))
-        run(steps)
+        # None of *check* begins late: the last one would run alone.
+        run(steps, len(steps) if args.what == 'check' else None)
         passed = summarise(steps, time.monotonic() - begun)
     sys.exit(0 if passed else 1)
 

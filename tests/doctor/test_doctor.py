@@ -35,6 +35,7 @@ def whats(found):
     return [finding.what.replace(f'{os.getcwd()}/', '') for finding in found]
 
 
+@pytest.mark.long
 def test_a_healthy_process_runs_a_program_on_each_device(monkeypatch):
     monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '3')
     before = dict(os.environ)
@@ -62,6 +63,7 @@ assert jax.config.jax_enable_x64
 """
 
 
+@pytest.mark.long
 def test_variables_that_are_set_too_late(file):
     opened = open_devices({}, LONG, file(LATE))
     assert whats(opened.findings) == [
@@ -100,12 +102,14 @@ def test_files_that_fail(file, text, what, cure):
         assert found.what.endswith("\n     ModuleNotFoundError: No module named 'no_such_module'")
 
 
+@pytest.mark.long
 def test_a_variable_that_is_set_too_late_before_the_file_fails(file):
     late, failed = open_devices({}, LONG, file(LATE + 'raise SystemExit(1)')).findings[2:]
     assert whats([late])[0].startswith('train.py:12 sets NCCL_DEBUG')
     assert failed.what == 'importing train.py failed (exit code 1)'
 
 
+@pytest.mark.long
 @pytest.mark.one_jax
 def test_a_file_that_prints_a_line_without_end(file):
     # Patterns that search the whole of it take hours.
@@ -138,6 +142,7 @@ def test_what_hangs_is_ended_with_what_it_started(file, tmp_path):
     assert not _runs(pid)
 
 
+@pytest.mark.long
 @pytest.mark.one_jax
 def test_what_has_left_the_group_is_not_waited_for(file, tmp_path):
     named = file(
@@ -164,6 +169,7 @@ def _runs(pid):
         return False
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ('name', 'value', 'what'),
     [
@@ -188,6 +194,7 @@ def pair(monkeypatch):
         yield
 
 
+@pytest.mark.long
 def test_processes_that_disagree(pair):
     code = (
         'import sys; from scalax._doctor.devices import open_devices\n'
@@ -222,6 +229,7 @@ def test_a_process_that_waits_for_others_is_told_so(pair, monkeypatch):
     assert 'waiting for the other processes at 127.0.0.1' in found.what
 
 
+@pytest.mark.long
 def test_a_file_that_uses_devices_before_processes_join(pair, file, monkeypatch):
     monkeypatch.setenv('JAX_PROCESS_ID', '1')
     [found] = open_devices({}, LONG, file('import jax\nkey = jax.random.key(0)')).findings
@@ -298,6 +306,7 @@ def test_a_diagnosis(monkeypatch):
     ].items()
 
 
+@pytest.mark.long
 @pytest.mark.one_jax
 def test_ctrl_c_ends_the_other_process(file, tmp_path):
     named = file(

@@ -88,6 +88,7 @@ def losses(step, state, tokens, count=10):
     return values
 
 
+@pytest.mark.long
 def test_ten_steps_are_those_of_one_device(found):
     tokens = jax.random.randint(jax.random.key(1), (64, 16), 0, 512)
     helper = MeshShardingHelper([*found.mesh.values()], [*found.mesh], True)
@@ -100,6 +101,7 @@ def test_ten_steps_are_those_of_one_device(found):
     assert one[-1] < one[0]
 
 
+@pytest.mark.long
 def test_its_code_makes_the_program_of_the_plan(found):
     scope = {'train_step': train_step}
     exec(found.to_code(), scope)
@@ -109,6 +111,7 @@ def test_its_code_makes_the_program_of_the_plan(found):
     assert len(found.rule.rules) <= 4
 
 
+@pytest.mark.long
 def test_what_it_says(found):
     text = found.to_text(120)
     assert ' on 8 cpu devices, batch ' in text and ': fits (' in text
@@ -123,6 +126,7 @@ def test_what_it_says(found):
     assert plain['tried'] == found.tried and plain['rule'] == repr(found.rule)
 
 
+@pytest.mark.long
 def test_no_neighbour_costs_less(found):
     least = 0.002 * (found.bound + found.estimate) / 2
     assert all(group.seconds >= -least or not group.fits for group in found.groups)
@@ -204,6 +208,7 @@ def test_a_budget_that_is_too_small_gives_an_answer():
     assert result.tried >= 1
 
 
+@pytest.mark.long
 def test_leaves_that_are_kept():
     keep = [('w', P('tp', 'fsdp'))]
     params = {'w': jnp.ones((64, 256)), 'v': jnp.ones((256, 64))}

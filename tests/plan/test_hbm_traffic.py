@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scalax._plan.hlo import parse
@@ -17,6 +17,7 @@ from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support import executable_reader, tpu_compiler
 from tests.support.leaves import leaf
+from tests.support.random_examples import examples
 from tests.support.recorded import names, recorded
 
 F32, BF16, I32 = 4, 2, 4
@@ -197,6 +198,7 @@ def test_bytes_by_hand_on_a_gpu(name):
     check(GPU, HARDWARE['h100'], *BY_HAND[name])
 
 
+@pytest.mark.long
 @tpu_compiler.needed
 @pytest.mark.parametrize('name', BY_HAND)
 def test_bytes_by_hand_on_a_tpu(name):
@@ -216,7 +218,7 @@ SOME = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(SOME)
 def test_no_program_is_planned_above_its_bytes(case):
     function, arguments, donated, moved, *between = case
@@ -227,14 +229,15 @@ def test_no_program_is_planned_above_its_bytes(case):
 # --- By a second reader ---------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('name', names())
 def test_recorded_programs_move_no_more_than_their_arrays(name):
     """The second reader takes all operands and results for moved; that is the most that can be."""
     recording = recorded(name)
     most = executable_reader.read(recording.executable, recording.mesh, recording.slices).hbm
-    found = work_of(parse(recording.optimized)).bytes
-    assert 0 < found <= most
-    assert sum(work_of(parse(recording.optimized)).bytes_by_part.values()) == found
+    work = work_of(parse(recording.optimized))
+    assert 0 < work.bytes <= most
+    assert sum(work.bytes_by_part.values()) == work.bytes
 
 
 # --- As they are read -------------------------------------------------------------------------------------

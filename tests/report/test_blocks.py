@@ -131,6 +131,7 @@ def leads(root):
     return shown(root, 'tbody td.lead')
 
 
+@pytest.mark.long
 def test_tables_sort(browser, tmp_path):
     page = opened(browser, tmp_path, blocks.page('table', [TABLE]))
     mesh, ms, _ = page.find_elements(By.CSS_SELECTOR, 'th button')
@@ -152,6 +153,7 @@ def names(root):
     return shown(root, '.tree .row:not(.heads) .name')
 
 
+@pytest.mark.long
 def test_trees_fold(browser, tmp_path):
     page = opened(browser, tmp_path, blocks.page('tree', [TREE]))
     assert names(page) == ['top', 'one', 'leaf', 'bud', 'two']
@@ -205,6 +207,7 @@ def test_large_trees_are_cut():
     assert texts(tree)[-1] == 'The first 2,000 rows are shown.'
 
 
+@pytest.mark.long
 def test_trees_sort_level_by_level(browser, tmp_path):
     page = opened(browser, tmp_path, blocks.page('tree', [TREE]))
     scope, number = page.find_elements(By.CSS_SELECTOR, '.heads button')
@@ -220,6 +223,7 @@ def test_trees_sort_level_by_level(browser, tmp_path):
     assert names(page) == ['top', 'one', 'bud', 'leaf', 'two']
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ('text', 'found', 'said'),
     [
@@ -242,6 +246,7 @@ def test_trees_are_filtered(browser, tmp_path, text, found, said):
     assert browser.complaints() == []
 
 
+@pytest.mark.long
 def test_without_scripts(browser_without_scripts, tmp_path):
     body = [TABLE, TREE]
     page = opened(browser_without_scripts, tmp_path, blocks.page('still', body))
@@ -251,6 +256,7 @@ def test_without_scripts(browser_without_scripts, tmp_path):
     assert names(page) == ['top']
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('dark', [False, True])
 def test_in_a_notebook(browser, tmp_path, dark):
     ground = '#111' if dark else '#fff'
@@ -273,6 +279,7 @@ def test_in_a_notebook(browser, tmp_path, dark):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('width', [1280, 400])
 @pytest.mark.parametrize('dark', [False, True])
 def test_nothing_is_cut(browser, tmp_path, width, dark):

@@ -409,6 +409,7 @@ def answer():
 """
 
 
+@pytest.mark.long
 @pytest.mark.one_jax
 @pytest.mark.parametrize('seed', ['1', '2'])
 def test_every_process_decides_the_same(seed):
