@@ -69,11 +69,11 @@ BYTECODE = {'PYTHONDONTWRITEBYTECODE': ''}
 # What mypy checks; tests/typed has programs of users, right and wrong ones.
 TYPED = ['scalax', 'benchmarks', 'tests/typed']
 
-# Many tests ask for the same program, say of jax.jit and of sjit: what is compiled is kept, for all steps and
-# for the next run. JAX tells versions and flags apart. It writes an entry in place: one that is read before
-# it is whole, or whose writer was killed, is compiled again.
-KEPT, AT_MOST = ROOT / '.jax_cache', 2**28
-COMPILED = {'JAX_COMPILATION_CACHE_DIR': str(KEPT), 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
+# Many tests ask for the same program, say of jax.jit and of sjit: what is compiled is kept, for this run and
+# the next. Each step has a folder of its own: JAX writes an entry in place, where another process may read it
+# before it is whole.
+KEPT, AT_MOST = ROOT / '.jax_cache', 2**29
+COMPILED, KEEP_ALL = 'JAX_COMPILATION_CACHE_DIR', {'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
 
 # These ask little of JAX that others do not ask, or their subject is files, text or pages and not JAX; `make
 # verify` runs them there, too. Each room keeps others: checkpoint what one process and several write and
@@ -383,6 +383,7 @@ def test_steps(
     options: Sequence[str] = QUICK,
     left_out: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
+    keeps: bool = True,
 ) -> list[Step]:
     """The tests in so many processes, each of which gets files that take about as long as those of another.
 
@@ -394,6 +395,7 @@ def test_steps(
         options: of pytest.
         left_out: files and folders that do not run.
         variables: of the environment.
+        keeps: whether it keeps what it compiles.
     """
     files = sorted((ROOT / 'tests').rglob('test_*.py'))
     files = [file for file in files if not any(file.is_relative_to(ROOT / other) for other in left_out)]
@@ -403,7 +405,8 @@ def test_steps(
         report = scratch / f'{label}.xml'
         own = [str(file.relative_to(ROOT)) for file in own_files]
         command = [python, *PYTEST, f'--junit-xml={report}', *options, *own]
-        steps.append(Step(label, command, junit=report, variables=variables or {}))
+        cache = {COMPILED: str(KEPT / label), **KEEP_ALL} if keeps else {}
+        steps.append(Step(label, command, junit=report, variables={**(variables or {}), **cache}))
     return steps
 
 
@@ -501,17 +504,17 @@ def main() -> None:
                 3,
                 IN_CHECK,
                 NOT_IN_CHECK,
-                variables=UNOPTIMISED | COMPILED,
+                variables=UNOPTIMISED,
             )
         elif args.what == 'release':
             print(describe_python(python))
-            tests = test_steps('tests', python, scratch, 4, options=())
+            tests = test_steps('tests', python, scratch, 4, options=(), keeps=False)
             steps = [steps[-1], doctests(python, scratch), *tests]
         elif args.what == 'all':
             # Not resolved: that would lead out of the virtual environment.
             oldest = str(Path(oldest).absolute())
             print(f'newest: {describe_python(python)}\noldest: {describe_python(oldest)}', flush=True)
-            steps += test_steps('tests (JAX newest)', python, scratch, 6, variables=UNOPTIMISED | COMPILED)
+            steps += test_steps('tests (JAX newest)', python, scratch, 6, variables=UNOPTIMISED)
             steps += test_steps(
                 'tests (JAX oldest)',
                 oldest,
@@ -519,7 +522,7 @@ def main() -> None:
                 2,
                 ON_OLDEST,
                 left_out=NOT_ON_OLDEST,
-                variables=UNOPTIMISED_OLDEST | COMPILED,
+                variables=UNOPTIMISED_OLDEST,
             )
             steps.append(doctests(python, scratch, UNOPTIMISED))
         # None of *check* begins late: the last one would run alone.
