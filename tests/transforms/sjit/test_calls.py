@@ -490,6 +490,30 @@ def test_names_behind_a_wrapper_that_keeps_an_argument(options, what):
     assert x.is_deleted()
 
 
+def test_negative_positions_behind_a_wrapper_are_those_of_the_function():
+    def step(state, old=None):
+        return state * 2 if old is None else state + old
+
+    @functools.wraps(step)
+    def wrapper(*args, **kwargs):
+        return step(*args, **kwargs)
+
+    compiled = HELPER.sjit(wrapper, donate_argnums=-1)
+    state, by_position, by_name = (HELPER.shard(Y, P('data')) for _ in range(3))
+    np.testing.assert_array_equal(compiled(state), 2 * Y)
+    compiled(state, by_position)
+    compiled(state, old=by_name)
+    assert [each.is_deleted() for each in (state, by_position, by_name)] == [False, True, True]
+
+    @functools.wraps(behind)
+    def with_log(*args):
+        return behind(*args[1:])
+
+    x, y = (HELPER.shard(Y, P('data')) for _ in range(2))
+    HELPER.sjit(with_log, donate_argnums=-1)(1.0, x, y)
+    assert (x.is_deleted(), y.is_deleted()) == (False, True)
+
+
 def test_positions_behind_such_a_wrapper_take_no_names():
     compiled = HELPER.sjit(with_rng_and_keywords, donate_argnums=2)
     x, y = HELPER.shard(Y, P('data')), HELPER.shard(Y, P('data'))
