@@ -211,9 +211,8 @@ class Dispatcher:
 
     def _explain(self, error: Exception, read: ReadCall) -> None:
         """Raises the error that says why a program refused a call, if the reason is known."""
-        explained = None if _users_code.hide(error) else errors.explained(error, read)
-        if explained is not None:
-            raise explained from None
+        if not _users_code.hide(error):
+            errors.reject_explained(error, read)
 
     # Questions about a call that is not run -----------------------------------------------------------
 
@@ -290,10 +289,8 @@ class Dispatcher:
 
     def _completed(self, read: ReadCall, entry: Entry) -> Program:
         """The program of a call, after the check that its arguments are where they belong."""
-        any_wrong = any(map(self.rules.is_wrong, read.call.leaves, read.shardings))
-        error = errors.mismatched(read) if any_wrong else None
-        if error is not None:
-            raise error
+        if any(map(self.rules.is_wrong, read.call.leaves, read.shardings)):
+            errors.reject_mismatched(read)
         # Traced with the types of the moved arguments: nothing moves before all rules are known to fit.
         with self.args_placed:
             return self._trace_and_build(read.typed, entry)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 from scalax.axes import named_jit
-from scalax.errors import ArgumentError, ShardingError, StructureError
+from scalax.errors import ArgumentError, PlacementError, ShardingError, StructureError
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
@@ -488,6 +490,52 @@ def test_names_behind_a_wrapper_that_keeps_an_argument(options, what):
     x = HELPER.shard(Y, P('data'))
     np.testing.assert_array_equal(by_position(1.0, x, Y), 2 * Y)
     assert x.is_deleted()
+
+
+def refused_as_misplaced():
+    x = HELPER.shard(Y, P())
+    with pytest.raises(PlacementError):
+        HELPER.sjit(lambda x: x + 1, P('data'))(x)
+    return weakref.ref(x)
+
+
+def refused_as_misplaced_later():
+    x, compiled = HELPER.shard(Y, P()), HELPER.sjit(lambda x: x + 1, P('data'))
+    compiled(Y)
+    with pytest.raises(PlacementError):
+        compiled(x)
+    return weakref.ref(x)
+
+
+def refused_as_deleted():
+    x, compiled = jnp.array(Y), HELPER.sjit(lambda x, y: x + y)
+    compiled(x, Y)
+    gone = jnp.array(Y)
+    gone.delete()
+    with pytest.raises(ArgumentError, match='deleted'):
+        compiled(x, gone)
+    return weakref.ref(x)
+
+
+def refused_as_donated_twice():
+    x, compiled = HELPER.shard(Y, P('data')), HELPER.sjit(lambda x, y: x + y, P('data'), donate_argnums=0)
+    compiled(Y, Y)
+    with pytest.raises(ArgumentError, match='in several places'):
+        compiled(x, x)
+    return weakref.ref(x)
+
+
+REFUSED = [refused_as_misplaced, refused_as_misplaced_later, refused_as_deleted, refused_as_donated_twice]
+
+
+@pytest.mark.parametrize('refused', REFUSED)
+def test_an_error_keeps_no_argument_alive(refused):
+    gc.collect()
+    gc.disable()
+    try:
+        assert refused()() is None
+    finally:
+        gc.enable()
 
 
 def test_negative_positions_behind_a_wrapper_are_those_of_the_function():
