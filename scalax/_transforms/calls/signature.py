@@ -349,12 +349,12 @@ class CallSignature:
         given = [i for i in places if flat_args[i] is not OMITTED]
         if len(rules) > len(places) or (given and len(rules) <= places.index(given[-1])):
             names = ', '.join(layout.names[i] for i in places) or 'none'
-            takes = plural(len(places), 'positional argument') + (
-                ' besides static ones' if layout.static else ''
-            )
+            takes = f'{"this call has" if self.varargs else "the function takes"} '
+            takes += plural(len(places), 'positional argument')
+            takes += ' besides static ones' if layout.static else ''
             raise StructureError(
-                f'{what} of {self.name} has {plural(len(rules), "entry", "entries")}, but the function takes '
-                f'{takes} ({names}): give one entry each ({rest}), or a dict by argument name'
+                f'{what} of {self.name} has {plural(len(rules), "entry", "entries")}, but {takes} ({names}): '
+                f'give one entry each ({rest}), or a dict by argument name'
             )
         return by_slot | dict(zip(places, rules, strict=False))
 

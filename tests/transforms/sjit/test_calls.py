@@ -492,6 +492,22 @@ def test_names_behind_a_wrapper_that_keeps_an_argument(options, what):
     assert x.is_deleted()
 
 
+def test_numbers_that_are_too_large_are_named():
+    compiled = HELPER.sjit(lambda tree: tree)
+    with pytest.raises(OverflowError) as caught:
+        compiled({'a': 2**40, 'b': 1, 'c': -(2**40)})
+    text = 'got numbers that are too large (Python int {} too large to convert to int32):\n{}'
+    leaves = '  tree/a: Python int\n  tree/c: Python int'
+    assert str(caught.value) == f'<lambda> {text.format(2**40, leaves)}'
+    with pytest.raises(ArgumentError, match='not arrays:\n  tree/a: str\nWhat'):
+        compiled({'a': 'text', 'b': 2**40})
+
+
+def test_rules_of_a_call_that_leaves_out_an_argument_behind_a_wrapper():
+    with pytest.raises(StructureError, match=r'has 2 entries, but this call has 1 positional argument \(x\)'):
+        HELPER.sjit(jax.grad(lambda x, y=2.0: (x * y).sum()), (P('data'), None))(Y)
+
+
 def refused_as_misplaced():
     x = HELPER.shard(Y, P())
     with pytest.raises(PlacementError):
