@@ -27,7 +27,7 @@ from scalax._util.lru_cache import LRUCache
 from scalax.errors import MeshError, StructureError
 from scalax.rules import LogicalAxisShardingRule
 from scalax.rules._indivisible import OnIndivisible
-from scalax.rules._prefix import RuleLike, are_pure, check, key_of
+from scalax.rules._prefix import RuleLike, are_pure, checked, key_of
 from scalax.rules._rule import is_rule
 
 
@@ -215,11 +215,10 @@ def checked_bindings(bindings: Mapping[str, RuleLike] | None) -> dict[str, RuleL
         raise StructureError(
             f'annotation_shardings is a dict of annotation name -> rule, got {type(bindings).__name__}'
         )
-    for name, rules in bindings.items():
+    for name in bindings:
         if not isinstance(name, str):
             raise StructureError(f'annotation names are strings, got {name!r} in annotation_shardings')
-        check(rules, f'annotation_shardings[{name!r}]')
-    return dict(bindings)
+    return {name: checked(rules, f'annotation_shardings[{name!r}]') for name, rules in bindings.items()}
 
 
 class ActiveHelper:

@@ -29,7 +29,7 @@ from scalax._transforms.wrapped import called, compiled, memory_fault, placed, s
 from scalax._tree import specs
 from scalax._tree.specs import Fault, MeshAxes, chosen_axes
 from scalax.errors import ArgumentError, MeshError
-from scalax.rules._prefix import RuleLike, check
+from scalax.rules._prefix import RuleLike, checked
 from scalax.rules._resolve import ResolveMode, named_sharding, resolve
 
 AnyMesh = Mesh | AbstractMesh
@@ -57,7 +57,7 @@ def switched(
     """
     (api, option), helper = _NAMES[inside], active.mesh_helper
     signature = signature_of(fun, api)
-    check(rules, f'{option} of {signature.name}')
+    rules = checked(rules, f'{option} of {signature.name}')
     if inside is EXPLICIT:
         signature.check_names(rules, option)
     if axes is not None:

@@ -88,8 +88,7 @@ def split(
     """
     if is_rule(rules):
         return [Subtree(rules, None, pytree)]
-    flat = check(rules, where, error)
-    treedef: Any = jax.tree.structure(rules, is_leaf=is_rule)
+    flat, treedef = _flattened(rules, where, error)
     try:
         subtrees = treedef.flatten_up_to(pytree)
     except ValueError:
@@ -105,19 +104,28 @@ def split(
     ]
 
 
-def check(
-    rules: RuleLike, where: str = '', error: type[ScalaxError] = StructureError
-) -> list[tuple[Any, Any]]:
-    """The leaves of a tree of rules with their paths.
+def checked(rules: RuleLike, where: str = '') -> RuleLike:
+    """A tree of rules as it is now: what its lists and dicts hold later does not count.
+
+    Args:
+        rules: a rule or a tree of rules.
+        where: as for `split`.
 
     Raises:
         StructureError: a leaf is not a rule.
     """
-    flat, _ = jax.tree_util.tree_flatten_with_path(rules, is_leaf=is_rule)
+    flat, treedef = _flattened(rules, where, StructureError)
+    own: RuleLike = treedef.unflatten([rule for _, rule in flat])
+    return own
+
+
+def _flattened(rules: RuleLike, where: str, error: type[ScalaxError]) -> tuple[list[tuple[Any, Any]], Any]:
+    """The leaves of a tree of rules with their paths, and its structure; raises about what is no rule."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(rules, is_leaf=is_rule)
     for path, rule in flat:
         if not is_rule(rule):
             raise error(_not_a_rule(rule, optional_path(path), where, in_pairs=_are_pairs(rules)))
-    return flat
+    return flat, treedef
 
 
 def _are_pairs(rules: Any) -> bool:

@@ -122,11 +122,17 @@ def call_key(call: Call) -> CallKey:
 
     Raises:
         ArgumentError: a leaf that is not an array, or a static value that cannot be hashed.
+        OverflowError: an integer has more bits than JAX has.
     """
     try:
         types = tuple(map(leaf_type, call.leaves))
     except TypeError:
         raise _not_arrays(call) from None
+    except OverflowError as error:
+        wrong = call.shown([_has_no_type(leaf, OverflowError) for leaf in call.leaves])
+        raise OverflowError(
+            f'{call.signature.name} got numbers that are too large ({error}):\n{wrong}'
+        ) from None
     static = _static_key(call) if call.layout.static else ()
     paths = None
     if nodes := call.signature.uncertain_nodes(call.treedef):
@@ -284,7 +290,7 @@ def left_alone(leaf: Any) -> bool:
 
 
 def _not_arrays(call: Call) -> ArgumentError:
-    wrong = [*map(_is_no_array, call.leaves)]
+    wrong = [_has_no_type(leaf, TypeError) for leaf in call.leaves]
     message = f'{call.signature.name} got leaves that are not arrays:\n{call.shown(wrong)}\n'
     if all(isinstance(leaf, jax.core.ShapedArray) for leaf in itertools.compress(call.leaves, wrong)):
         return ArgumentError(
@@ -300,9 +306,10 @@ def _not_arrays(call: Call) -> ArgumentError:
     )
 
 
-def _is_no_array(leaf: Any) -> bool:
+def _has_no_type(leaf: Any, kind: type[Exception]) -> bool:
+    """Whether JAX refuses a leaf with an error of this kind."""
     try:
         leaf_type(leaf)
-    except TypeError:
-        return True
+    except (TypeError, OverflowError) as error:
+        return isinstance(error, kind)
     return False

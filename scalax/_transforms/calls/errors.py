@@ -1,7 +1,8 @@
 """Errors and warnings about arguments that a program cannot take as they are placed.
 
-Before a program runs, `reject_deleted`, `mismatched` and `reject_foreign_types` check its arguments.
-`explained` says why JAX refused a call all the same.
+Before a program runs, `reject_deleted`, `reject_mismatched` and `reject_foreign_types` check its arguments.
+`reject_explained` says why JAX refused a call all the same. Each raises the error that it makes, and returns
+none: an error in a variable of a frame that it passes keeps itself, the frame and the arguments alive.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from scalax.errors import (
     ArgumentError,
     MeshError,
     PlacementError,
-    ScalaxError,
     UnshardedWarning,
     shown_leaves,
     warn,
@@ -39,21 +39,16 @@ from scalax.errors import (
 
 def reject_deleted(call: Call) -> None:
     """Raises ArgumentError if an argument's buffers are gone, naming all such leaves."""
-    if any(map(is_deleted, call.leaves)):
-        raise _deleted(call) from None
+    if any(gone := [*map(is_deleted, call.leaves)]):
+        raise ArgumentError(
+            f'{call.signature.name} got arrays that are deleted:\n{call.shown(gone)}\n'
+            'What to do: they were donated to an earlier call (donate_argnums), which reused their '
+            'buffers. Use the outputs of that call instead, or do not donate.'
+        ) from None
 
 
-def _deleted(call: Call) -> ArgumentError:
-    gone = call.shown([*map(is_deleted, call.leaves)])
-    return ArgumentError(
-        f'{call.signature.name} got arrays that are deleted:\n{gone}\n'
-        'What to do: they were donated to an earlier call (donate_argnums), which reused their '
-        'buffers. Use the outputs of that call instead, or do not donate.'
-    )
-
-
-def donated_twice(call: Call) -> ArgumentError | None:
-    """The error about arrays that are given in several places and donated, if there are any."""
+def reject_donated_twice(call: Call) -> None:
+    """Raises ArgumentError about arrays that are given in several places and donated, if there are any."""
     places: dict[int, list[int]] = {}
     for i, leaf in enumerate(call.leaves):
         if is_concrete(leaf) and not leaf.is_deleted():
@@ -62,13 +57,12 @@ def donated_twice(call: Call) -> ArgumentError | None:
     for given in places.values():
         if len(given) > 1 and any(call.places[i][0] in call.layout.donated for i in given):
             bad.append(describe_leaf(' and '.join(map(call.path, given)), call.leaves[given[0]]))
-    if not bad:
-        return None
-    return ArgumentError(
-        f'{call.signature.name} got one array in several places, and donates it (donate_argnums):\n'
-        f'{shown_leaves(bad)}\n'
-        'What to do: give a copy in each place (jnp.copy), or do not donate.'
-    )
+    if bad:
+        raise ArgumentError(
+            f'{call.signature.name} got one array in several places, and donates it (donate_argnums):\n'
+            f'{shown_leaves(bad)}\n'
+            'What to do: give a copy in each place (jnp.copy), or do not donate.'
+        ) from None
 
 
 def reject_foreign_types(call: Call, mesh: Any, *, movable: bool = False) -> None:
@@ -97,18 +91,19 @@ def _axes_of(mesh: Any) -> str:
 # What JAX refuses ------------------------------------------------------------------------------------
 
 
-def explained(error: Exception, read: ReadCall) -> ScalaxError | None:
-    """The error that says why JAX refused a call; None if nothing is known to be wrong with the call."""
+def reject_explained(error: Exception, read: ReadCall) -> None:
+    """Raises the error that says why JAX refused a call, if something is known to be wrong with the call."""
     # A run that failed has deleted what was donated to it, and raises errors of other types.
-    if type(error) is RuntimeError and any(map(is_deleted, read.call.leaves)):
-        return _deleted(read.call)
-    return mismatched(read) or donated_twice(read.call)
+    if type(error) is RuntimeError:
+        reject_deleted(read.call)
+    reject_mismatched(read)
+    reject_donated_twice(read.call)
 
 
-def mismatched(read: ReadCall) -> PlacementError | None:
-    """The error about arrays that are committed to another sharding than asked."""
+def reject_mismatched(read: ReadCall) -> None:
+    """Raises PlacementError about arrays that are committed to another sharding than asked."""
     if read.moves.mismatched:
-        return None
+        return
     listed = shown_leaves(
         '{} is sharded as {}, asked: {}'.format(
             read.call.describe(i), *describe_difference(leaf.sharding, sharding)
@@ -117,20 +112,20 @@ def mismatched(read: ReadCall) -> PlacementError | None:
         if read.rules.is_wrong(leaf, sharding)
     )
     if not listed:
-        return None
+        return
     if not read.rules.any_rule:
-        return PlacementError(
+        raise PlacementError(
             f'{read.call.signature.name} got arrays that are not on its mesh, and in_shardings does not say '
             f'where they belong:\n{listed}\n'
             'What to do: move them first (helper.shard), or name their shardings in in_shardings and pass '
             "on_mismatch='reshard' to sjit to have them moved at every such call."
-        )
-    return PlacementError(
+        ) from None
+    raise PlacementError(
         f'{read.call.signature.name} got arrays that are committed to another sharding than in_shardings '
         f'says:\n{listed}\n'
         "What to do: move them first (helper.shard), pass on_mismatch='reshard' to sjit to have them "
         'moved at every such call, or use None in in_shardings to leave arguments where they are.'
-    )
+    ) from None
 
 
 def warn_left_alone(call: Call, shardings: Shardings, outputs: Any) -> None:

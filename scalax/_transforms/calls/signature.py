@@ -150,8 +150,13 @@ class CallSignature:
             if near := self._unknown(name):
                 raise ArgumentError(f'{what}_argnames={name!r}: {self.name} has no such argument ({near})')
         # Under a wrapper of (*args, **kwargs), an argument with a position may also come by its name.
-        behind = {self.hints[n] for n in nums if count <= n < len(self.hints)}
-        return nums, given | behind
+        return nums, given | self._names_at(nums).difference(self.positional)
+
+    def _names_at(self, numbers: Iterable[int]) -> set[str]:
+        """The names of the function behind a wrapper at these positions."""
+        size = len(self.hints)
+        from_start = [n + size if n < 0 and self._most is not None else n for n in numbers]
+        return {self.hints[n] for n in from_start if 0 <= n < size}
 
     def _unknown(self, name: Any) -> str:
         """What is near a name that no argument can have; empty if one can."""
@@ -185,20 +190,17 @@ class CallSignature:
         extra = [f'{self.varargs}[{i}]' for i in range(extras)]
         if self._keeps_some(extras):
             for numbers, named in (self._static, self._donated, self._batch):
-                by_number = {self.hints[n] for n in numbers if 0 <= n < len(self.hints)}
-                self._require_own(named - by_number, 'an option')
+                self._require_own(named - self._names_at(numbers), 'an option')
         else:
             extra[: len(self.hints[count:])] = self.hints[count : count + extras]
         names = [*self.positional, *extra]
         total = len(names)
+        # Negative positions count from the last parameter of the function behind, whether it is given or not.
+        end = total if self._most is None else max(total, len(self.hints))
         names += self.keyword_only
         numbered = list(enumerate(names))
         static, donated, batch = [
-            [
-                i
-                for i, name in numbered
-                if name in named or (i < total and not {i, i - total}.isdisjoint(given))
-            ]
+            [i for i, name in numbered if name in named or (i < total and not {i, i - end}.isdisjoint(given))]
             for given, named in (self._static, self._donated, self._batch)
         ]
         if self.static_keywords:
@@ -347,18 +349,18 @@ class CallSignature:
         given = [i for i in places if flat_args[i] is not OMITTED]
         if len(rules) > len(places) or (given and len(rules) <= places.index(given[-1])):
             names = ', '.join(layout.names[i] for i in places) or 'none'
-            takes = plural(len(places), 'positional argument') + (
-                ' besides static ones' if layout.static else ''
-            )
+            takes = f'{"this call has" if self.varargs else "the function takes"} '
+            takes += plural(len(places), 'positional argument')
+            takes += ' besides static ones' if layout.static else ''
             raise StructureError(
-                f'{what} of {self.name} has {plural(len(rules), "entry", "entries")}, but the function takes '
-                f'{takes} ({names}): give one entry each ({rest}), or a dict by argument name'
+                f'{what} of {self.name} has {plural(len(rules), "entry", "entries")}, but {takes} ({names}): '
+                f'give one entry each ({rest}), or a dict by argument name'
             )
         return by_slot | dict(zip(places, rules, strict=False))
 
     def check_names(self, rules: RuleLike, what: str) -> None:
         """Raises StructureError if a dict of rules names an argument that the function does not have."""
-        if is_rule(rules) or not isinstance(rules, Mapping):
+        if not isinstance(rules, Mapping) or is_rule(rules):
             return
         layout = self.layout(0)
         static = {layout.names[slot] for slot in layout.static}

@@ -118,10 +118,6 @@ class Dispatcher:
         self.mesh = self.rules.mesh
         self._function = TracedFunction(helper, fun, self.rules)
         self._has_devices = meshes.has_devices(self.mesh)
-        # In an outer trace JAX ignores in_shardings for values typed by another mesh with Explicit axes.
-        self._refuses_foreign = (
-            self.rules.any_explicit or self.rules.any_rule or options.out_shardings is not None
-        )
         self.args_placed = _ThisThread()
         # Re-entrant: comparing keys may run users' code, which may come back here.
         self._lock = threading.RLock()
@@ -211,9 +207,8 @@ class Dispatcher:
 
     def _explain(self, error: Exception, read: ReadCall) -> None:
         """Raises the error that says why a program refused a call, if the reason is known."""
-        explained = None if _users_code.hide(error) else errors.explained(error, read)
-        if explained is not None:
-            raise explained from None
+        if not _users_code.hide(error):
+            errors.reject_explained(error, read)
 
     # Questions about a call that is not run -----------------------------------------------------------
 
@@ -250,9 +245,9 @@ class Dispatcher:
         key = call_key(call)
         entry = self._entry(key, call)
         shardings = entry.arguments
-        foreign = self._refuses_foreign and key.any_explicit
-        if foreign:
-            # JAX reshards to another mesh where all axes are Explicit.
+        if key.any_explicit:
+            # In an outer trace JAX ignores in_shardings for values typed by another mesh with Explicit axes.
+            # To a mesh where all axes are Explicit it reshards them.
             movable = AxisType.Auto not in self.mesh.axis_types
             errors.reject_foreign_types(call, self.mesh, movable=movable)
         # On Explicit axes types hold shardings; under a jax.set_mesh of other types JAX finds the trace of
@@ -262,7 +257,7 @@ class Dispatcher:
         moves = Moves(
             unplaced=self.rules.any_explicit or retyped,
             mismatched=self.options.on_mismatch == 'reshard',
-            foreign=foreign and not self.rules.any_explicit,
+            foreign=key.any_explicit and not self.rules.any_explicit,
         )
         typed = call
         if any(moves):
@@ -290,10 +285,8 @@ class Dispatcher:
 
     def _completed(self, read: ReadCall, entry: Entry) -> Program:
         """The program of a call, after the check that its arguments are where they belong."""
-        any_wrong = any(map(self.rules.is_wrong, read.call.leaves, read.shardings))
-        error = errors.mismatched(read) if any_wrong else None
-        if error is not None:
-            raise error
+        if any(map(self.rules.is_wrong, read.call.leaves, read.shardings)):
+            errors.reject_mismatched(read)
         # Traced with the types of the moved arguments: nothing moves before all rules are known to fit.
         with self.args_placed:
             return self._trace_and_build(read.typed, entry)
@@ -444,7 +437,7 @@ class Dispatcher:
     def _found_in_trace(self, token: object, call: Call) -> Entry:
         """What is known of a call that JAX traces for the program with this token."""
         placed = bool(self.args_placed)
-        if self._refuses_foreign and not placed and any(is_foreign(x, self.mesh) for x in call.leaves):
+        if not placed and any(is_foreign(x, self.mesh) for x in call.leaves):
             raise self._wrong_program()
         key = call_key(call)
         entry = self._entry(key, call)

@@ -30,7 +30,7 @@ from scalax._transforms.sjit.dispatch import Dispatcher
 from scalax._transforms.sjit.program import Program
 from scalax._util.lru_cache import LRUCache
 from scalax.errors import ArgumentError
-from scalax.rules._prefix import are_pure, check, key_of
+from scalax.rules._prefix import are_pure, checked, key_of
 
 if TYPE_CHECKING:
     from scalax._follow.followed_batch import FollowedBatch
@@ -186,18 +186,19 @@ def sjit(helper: MeshOwner, fun: Callable[Given, Result], **given: Any) -> SjitF
         donated=(options.donate_argnums, options.donate_argnames),
         batch=(options.batch_argnums, options.batch_argnames),
     )
+    own: dict[str, Any] = {}
     for what in ('in_shardings', 'args_sharding_constraint', 'out_shardings'):
         rules = getattr(options, what)
         if rules is not None:
-            check(rules, f'{what} of {signature.name}')
+            own[what] = checked(rules, f'{what} of {signature.name}')
             if what != 'out_shardings':
                 signature.check_names(rules, what)
     if options.on_mismatch not in ('error', 'reshard'):
         raise ArgumentError(f"on_mismatch is 'error' or 'reshard', got {options.on_mismatch!r}")
     jax.jit(lambda: None, **options.jit_kwargs)  # raises about wrong options here, and not at a call
-    bindings = checked_bindings(options.annotation_shardings)
-    options = dataclasses.replace(options, annotation_shardings=bindings)
-    dispatcher = dispatcher_of(helper, fun, signature, options)
+    own['annotation_shardings'] = checked_bindings(options.annotation_shardings)
+    # The caller may change lists and dicts of rules later, and others may share this state.
+    dispatcher = dispatcher_of(helper, fun, signature, dataclasses.replace(options, **own))
     function: SjitFunction[Given, Result] = SjitFunction(
         copy_metadata(generate_caller(signature, dispatcher), fun, signature.name)
     )

@@ -23,7 +23,7 @@ import jax
 from scalax._follow.types import Arguments, Followed
 from scalax._jax.shardings import DELETED_ARGUMENTS_CRASH
 from scalax._transforms.calls.call import Call, CallKey, Shardings
-from scalax._transforms.calls.errors import donated_twice, reject_deleted
+from scalax._transforms.calls.errors import reject_deleted, reject_donated_twice
 from scalax._transforms.calls.placement import Moves, moved, targets
 from scalax._transforms.calls.signature import CallLayout, CallSignature
 from scalax._util import lru_cache
@@ -135,9 +135,7 @@ class Program:
             if gone:
                 reject_deleted(Call(signature, flat_args))
             if layout.donated and len(set(map(id, leaves))) < len(leaves):
-                error = donated_twice(Call(signature, flat_args))
-                if error is not None:
-                    raise error
+                reject_donated_twice(Call(signature, flat_args))
             return jitted(*flat_args)
 
         return call

@@ -93,7 +93,7 @@ class TracedFunction:
         if not ambient.empty and ambient.size != self._mesh.size:
             raise MeshError(
                 f'{call.signature.name} is compiled for a mesh of {self._mesh.size} devices, and is called '
-                f'under jax.set_mesh of one of {ambient.size}: exit that mesh before the call'
+                f'in a function for one of {ambient.size}, or under jax.set_mesh of one: call it outside'
             )
         if entry.key.any_explicit:
             reject_foreign_types(call, self._mesh)

@@ -500,6 +500,30 @@ def test_sjit_again_of_one_function_shares_its_traces():
     assert len(traces) == 4
 
 
+@pytest.mark.parametrize('option', ['in_shardings', 'out_shardings', 'args_sharding_constraint'])
+def test_rules_are_those_of_the_call_of_sjit(option):
+    def double(x):
+        return {'y': x['y'] * 2}
+
+    def own(spec):
+        return {'y': spec} if option == 'out_shardings' else [{'y': spec}]
+
+    rules = own(ROWS)
+    before = HELPER.sjit(double, **{option: rules})
+    (rules if option == 'out_shardings' else rules[0])['y'] = COLUMNS
+    after = HELPER.sjit(double, **{option: rules})
+    again = HELPER.sjit(double, **{option: own(ROWS)})
+    for compiled, spec in ((before, ROWS), (after, COLUMNS), (again, ROWS)):
+        assert compiled({'y': X})['y'].sharding.spec == spec
+
+
+def test_bindings_are_those_of_the_call_of_sjit():
+    rules = {'h': {'y': ROWS}}
+    bound = HELPER.sjit(lambda x: with_sharding_annotation({'y': x * 2}, 'h'), annotation_shardings=rules)
+    rules['h']['y'] = COLUMNS
+    assert bound(X)['y'].sharding.spec == ROWS
+
+
 def test_sjit_again_asks_policies_again():
     answers = [ROWS, COLUMNS]
     for spec in (ROWS, COLUMNS):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 from scalax.axes import named_jit
-from scalax.errors import ArgumentError, ShardingError, StructureError
+from scalax.errors import ArgumentError, PlacementError, ShardingError, StructureError
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
@@ -488,6 +490,92 @@ def test_names_behind_a_wrapper_that_keeps_an_argument(options, what):
     x = HELPER.shard(Y, P('data'))
     np.testing.assert_array_equal(by_position(1.0, x, Y), 2 * Y)
     assert x.is_deleted()
+
+
+def test_numbers_that_are_too_large_are_named():
+    compiled = HELPER.sjit(lambda tree: tree)
+    with pytest.raises(OverflowError) as caught:
+        compiled({'a': 2**40, 'b': 1, 'c': -(2**40)})
+    text = 'got numbers that are too large (Python int {} too large to convert to int32):\n{}'
+    leaves = '  tree/a: Python int\n  tree/c: Python int'
+    assert str(caught.value) == f'<lambda> {text.format(2**40, leaves)}'
+    with pytest.raises(ArgumentError, match='not arrays:\n  tree/a: str\nWhat'):
+        compiled({'a': 'text', 'b': 2**40})
+
+
+def test_rules_of_a_call_that_leaves_out_an_argument_behind_a_wrapper():
+    with pytest.raises(StructureError, match=r'has 2 entries, but this call has 1 positional argument \(x\)'):
+        HELPER.sjit(jax.grad(lambda x, y=2.0: (x * y).sum()), (P('data'), None))(Y)
+
+
+def refused_as_misplaced():
+    x = HELPER.shard(Y, P())
+    with pytest.raises(PlacementError):
+        HELPER.sjit(lambda x: x + 1, P('data'))(x)
+    return weakref.ref(x)
+
+
+def refused_as_misplaced_later():
+    x, compiled = HELPER.shard(Y, P()), HELPER.sjit(lambda x: x + 1, P('data'))
+    compiled(Y)
+    with pytest.raises(PlacementError):
+        compiled(x)
+    return weakref.ref(x)
+
+
+def refused_as_deleted():
+    x, compiled = jnp.array(Y), HELPER.sjit(lambda x, y: x + y)
+    compiled(x, Y)
+    gone = jnp.array(Y)
+    gone.delete()
+    with pytest.raises(ArgumentError, match='deleted'):
+        compiled(x, gone)
+    return weakref.ref(x)
+
+
+def refused_as_donated_twice():
+    x, compiled = HELPER.shard(Y, P('data')), HELPER.sjit(lambda x, y: x + y, P('data'), donate_argnums=0)
+    compiled(Y, Y)
+    with pytest.raises(ArgumentError, match='in several places'):
+        compiled(x, x)
+    return weakref.ref(x)
+
+
+REFUSED = [refused_as_misplaced, refused_as_misplaced_later, refused_as_deleted, refused_as_donated_twice]
+
+
+@pytest.mark.parametrize('refused', REFUSED)
+def test_an_error_keeps_no_argument_alive(refused):
+    gc.collect()
+    gc.disable()
+    try:
+        assert refused()() is None
+    finally:
+        gc.enable()
+
+
+def test_negative_positions_behind_a_wrapper_are_those_of_the_function():
+    def step(state, old=None):
+        return state * 2 if old is None else state + old
+
+    @functools.wraps(step)
+    def wrapper(*args, **kwargs):
+        return step(*args, **kwargs)
+
+    compiled = HELPER.sjit(wrapper, donate_argnums=-1)
+    state, by_position, by_name = (HELPER.shard(Y, P('data')) for _ in range(3))
+    np.testing.assert_array_equal(compiled(state), 2 * Y)
+    compiled(state, by_position)
+    compiled(state, old=by_name)
+    assert [each.is_deleted() for each in (state, by_position, by_name)] == [False, True, True]
+
+    @functools.wraps(behind)
+    def with_log(*args):
+        return behind(*args[1:])
+
+    x, y = (HELPER.shard(Y, P('data')) for _ in range(2))
+    HELPER.sjit(with_log, donate_argnums=-1)(1.0, x, y)
+    assert (x.is_deleted(), y.is_deleted()) == (False, True)
 
 
 def test_positions_behind_such_a_wrapper_take_no_names():

@@ -390,6 +390,16 @@ def test_arrays_of_an_explicit_mesh_for_a_mesh_of_auto_axes(ask, sharding):
     assert compiled(x).sharding.spec == P('x')
 
 
+@pytest.mark.parametrize('sharding', TYPED.values(), ids=TYPED)
+def test_arrays_of_an_explicit_mesh_without_rules_stay_on_their_devices(sharding):
+    x, compiled = jax.device_put(X, sharding), AUTO_HELPER.sjit(lambda x: x * 2)
+    for first in (x, X, x):
+        np.testing.assert_array_equal(compiled(first), X * 2)
+    assert compiled(x).sharding.device_set == sharding.device_set
+    assert AxisType.Explicit not in jax.typeof(compiled(x)).sharding.mesh.axis_types
+    compiled.lower(x).compile()
+
+
 @pytest.mark.parametrize('rules', [{'in_shardings': P('x')}, {'out_shardings': P('x')}], ids=['in', 'out'])
 @pytest.mark.parametrize('known', [False, True], ids=['first', 'known'])
 def test_values_of_an_explicit_mesh_inside_of_another_function(rules, known, snapshot):

@@ -364,5 +364,12 @@ def test_what_runs_already_runs_inline_inside_shard_map(options, in_specs):
 def test_a_foreign_mesh_of_another_size(helper):
     compiled = helper.sjit(lambda x: x * 2, P('data'))
     other = jax.make_mesh((2,), ('a',), devices=jax.devices()[:2], axis_types=(AUTO,))
-    with jax.set_mesh(other), pytest.raises(MeshError, match='is compiled for a mesh of 8 devices'):
+    message = (
+        '<lambda> is compiled for a mesh of 8 devices, and is called in a function for one of 2, or under '
+        'jax.set_mesh of one: call it outside'
+    )
+    with jax.set_mesh(other), pytest.raises(MeshError, match=f'^{message}'):
         compiled(helper.shard(X, P('data')))
+    outer = MeshShardingHelper.from_mesh(other).sjit(lambda x: compiled(x) + 1)
+    with pytest.raises(MeshError, match=f'^{message}'):
+        outer(X)
