@@ -70,8 +70,7 @@ class _Follower:
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        # The jaxprs are kept as well, so that no other object gets their ids.
-        self._known: dict[Any, tuple[Any, Followed]] = {}
+        self._known: dict[Any, Followed] = {}
 
     def jaxpr(self, jaxpr: Any, trails: Sequence[Trail], use: Use = ONCE) -> Followed:
         """The jaxpr with constraints.
@@ -81,7 +80,7 @@ class _Follower:
             trails: those of its arguments.
             use: how it is used.
         """
-        key = id(jaxpr), tuple(trails), use
+        key = jaxpr, tuple(trails), use
         if key not in self._known:
             arguments = opened(jaxpr).invars
             on_trail = {id(var): trail for var, trail in zip(arguments, trails, strict=True) if trail}
@@ -92,8 +91,8 @@ class _Follower:
                     found = self._pass(jaxpr, on_trail, use, edit.columns.better_whole).made()
             else:
                 found = self._pass(jaxpr, on_trail, use).unchanged()
-            self._known[key] = jaxpr, found
-        return self._known[key][1]
+            self._known[key] = found
+        return self._known[key]
 
     def _pass(self, jaxpr: Any, on_trail: dict[int, Trail], use: Use, whole: Container[int] = ()) -> _Pass:
         return _Pass(self._shared, self.jaxpr, jaxpr, dict(on_trail), use, whole=whole)

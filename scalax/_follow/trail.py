@@ -34,6 +34,7 @@ class Trails:
         has_rows: tells whether some dimension of a trail holds rows of the batch.
         possible: the function of this name, of a trail and a shape.
         merged: the function of this name, of a tuple of trails and a number of dimensions.
+        dims: `dims_of`.
     """
 
     def __init__(self, sizes: Mapping[str, int], batch_axes: frozenset[str]) -> None:
@@ -43,15 +44,8 @@ class Trails:
             functools.partial(possible, sizes=sizes)
         )
         self.merged: Callable[[tuple[Trail, ...], int], Trail] = functools.cache(merged)
-        # The equations are kept as well, so that no other object gets their ids.
-        self._dims: dict[int, tuple[Any, Dims]] = {}
+        self.dims: Callable[[Any], Dims] = functools.cache(dims_of)
         self._through = functools.cache(lambda dims, operands: dims.through(operands, ()))
-
-    def dims(self, equation: Any) -> Dims:
-        """What an equation does with dimensions."""
-        if id(equation) not in self._dims:
-            self._dims[id(equation)] = equation, dims_of(equation)
-        return self._dims[id(equation)][1]
 
     def bytes_of(self, atom: Any, axes: Iterable[str]) -> float:
         """The bytes that a device has of a value that these mesh axes shard."""

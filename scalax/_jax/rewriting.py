@@ -78,17 +78,16 @@ class Rewriter:
 
     def __init__(self, change: Callable[[Any], Any]) -> None:
         self._change = change
-        # The jaxprs are kept as well, so that no other object gets their ids.
-        self._known: dict[int, tuple[Any, Any]] = {}
+        self._known: dict[Any, Any] = {}
 
     def jaxpr(self, jaxpr: Any) -> Any:
         """The jaxpr, open or closed, with other equations; the same one if none changes."""
-        if id(jaxpr) not in self._known:
+        if jaxpr not in self._known:
             before = opened(jaxpr).eqns
             after = [*map(self._equation, before)]
             same = all(map(operator.is_, after, before))
-            self._known[id(jaxpr)] = jaxpr, jaxpr if same else replaced(jaxpr, eqns=after)
-        return self._known[id(jaxpr)][1]
+            self._known[jaxpr] = jaxpr if same else replaced(jaxpr, eqns=after)
+        return self._known[jaxpr]
 
     def _equation(self, equation: Any) -> Any:
         name = primitive_name(equation)

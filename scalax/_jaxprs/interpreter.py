@@ -24,8 +24,7 @@ class Interpreter(Generic[Fact]):
 
     def __init__(self, nothing: Fact) -> None:
         self._nothing = nothing
-        # The jaxprs are kept as well, so that no other object gets their ids.
-        self._known: dict[Any, tuple[Any, list[Fact]]] = {}
+        self._known: dict[Any, list[Fact]] = {}
 
     def primitive(self, name: str, equation: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
         """The facts about the results of an equation without a jaxpr that is run here."""
@@ -48,10 +47,10 @@ class Interpreter(Generic[Fact]):
 
     def results(self, jaxpr: Any, arguments: Sequence[Fact]) -> list[Fact]:
         """The facts about the results of a jaxpr, open or closed."""
-        jaxpr, key = opened(jaxpr), (id(opened(jaxpr)), tuple(arguments))
+        key = opened(jaxpr), tuple(arguments)
         if key not in self._known:
-            self._known[key] = jaxpr, self._run(jaxpr, arguments)
-        return self._known[key][1]
+            self._known[key] = self._run(*key)
+        return self._known[key]
 
     def _run(self, jaxpr: Any, arguments: Sequence[Fact]) -> list[Fact]:
         nothing = self._nothing
