@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ from scalax._follow.ragged import on_own_rows
 from scalax._follow.said import SAID, placed_at, placed_by_user, said_trails
 from scalax._follow.shared import Shared
 from scalax._follow.trail import LOST, LOSTS, Trail, along, axes_of, closed_spec_of, merged, spec_of
-from scalax._follow.types import ONCE, Arguments, Followed, Kept, Use
+from scalax._follow.types import ONCE, Arguments, Followed, Noted, Use
 from scalax._jax.equations import CALLS, LOOPS, WITH_JAXPRS, Literal, branches, called, opened, shape_of
 from scalax._jax.kernels import is_interpreted
 from scalax._jax.primitives import KERNEL, primitive_name
@@ -55,54 +56,33 @@ def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Follo
         arguments: what is known of its arguments.
         mesh: a mesh of Auto axes. It is in force.
     """
-    shared = Shared(mesh, arguments, jaxpr)
-    found = _Follower(shared).jaxpr(jaxpr, arguments.trails)
+    follower = _Follower(mesh, arguments, jaxpr)
+    found = follower.follow(jaxpr, arguments.trails)
     # The compiler moves no rows to kernels.
-    return dataclasses.replace(found, is_open=found.gathered > found.sent and not shared.has_kernels)
+    return dataclasses.replace(found, is_open=found.gathered > found.sent and not follower.has_kernels)
 
 
-class _Follower:
-    """Follows the jaxprs of a function; one that is used in several places with the same trails stays one.
+class _Follower(Shared):
+    """Follows the jaxprs of a function; one that is used in several places with the same trails stays one."""
 
-    Args:
-        shared: what is known of all of them.
-    """
-
-    def __init__(self, shared: Shared) -> None:
-        self._shared = shared
+    def __init__(self, mesh: Mesh | AbstractMesh, arguments: Arguments, whole: Any) -> None:
+        super().__init__(mesh, arguments, whole)
         self._known: dict[Any, Followed] = {}
 
-    def jaxpr(self, jaxpr: Any, trails: Sequence[Trail], use: Use = ONCE) -> Followed:
-        """The jaxpr with constraints.
-
-        Args:
-            jaxpr: the jaxpr.
-            trails: those of its arguments.
-            use: how it is used.
-        """
+    def follow(self, jaxpr: Any, trails: Sequence[Trail], use: Use = ONCE) -> Followed:
         key = jaxpr, tuple(trails), use
         if key not in self._known:
-            arguments = opened(jaxpr).invars
-            on_trail = {id(var): trail for var, trail in zip(arguments, trails, strict=True) if trail}
-            if (on_trail or self._shared.resumes) and opened(jaxpr).eqns:
-                edit = self._pass(jaxpr, on_trail, use)
-                found = edit.made()
-                if edit.columns.better_whole:
-                    found = self._pass(jaxpr, on_trail, use, edit.columns.better_whole).made()
-            else:
-                found = self._pass(jaxpr, on_trail, use).unchanged()
-            self._known[key] = found
+            first = _Pass(self, *key)
+            found, whole = first.made(), first.columns.better_whole
+            self._known[key] = _Pass(self, *key, whole=whole).made() if whole else found
         return self._known[key]
-
-    def _pass(self, jaxpr: Any, on_trail: dict[int, Trail], use: Use, whole: Container[int] = ()) -> _Pass:
-        return _Pass(self._shared, self.jaxpr, jaxpr, dict(on_trail), use, whole=whole)
 
 
 class _Pass(Edit):
     """The pass over one jaxpr.
 
     Args:
-        shared, follow, jaxpr, on_trail, use: as for `Edit`.
+        shared, jaxpr, trails, use: as for `Edit`.
         whole: the results of products whose columns are whole, as `Columns` found before.
 
     Attributes:
@@ -113,36 +93,28 @@ class _Pass(Edit):
         super().__init__(*args)
         self._whole, self.columns = whole, Columns(self.shared.trails)
 
-    def unchanged(self) -> Followed:
-        """The jaxpr as it is: there is nothing to constrain."""
-        jaxpr = opened(self.jaxpr)
-        for equation in jaxpr.eqns:
-            self.weights.note(equation, [LOST] * len(equation.invars))
-        passed = self.weights.passed(jaxpr.outvars)
-        return Followed(self.jaxpr, tuple(map(self.trail, jaxpr.outvars)), passed=passed)
-
     def made(self) -> Followed:
-        """The jaxpr with constraints."""
-        jaxpr, before = opened(self.jaxpr), self.use.before
-        first, last = jaxpr.eqns[0], jaxpr.eqns[-1]
+        """The jaxpr with constraints; the same one if it needs none."""
+        jaxpr, before = opened(self.jaxpr), self.use.before if opened(self.jaxpr).eqns else None
         if before is not None:
             # Stacks are constrained before the loop. A constraint of their elements as well can cost a copy
             # of all that rounds have saved: the compiler then reads it in another order than it is stored in.
-            for var in filter(self.may_keep, jaxpr.invars[:before]):
-                self.constrain(var, spec_of(self.trail(var)), first)
+            for var in filter(self.has_open_rows, jaxpr.invars[:before]):
+                self.constrain(var, spec_of(self.trail(var)), jaxpr.eqns[0])
         for equation in jaxpr.eqns:
             self._equation(equation)
         if before is not None:
             for atom in jaxpr.outvars:
-                if id(atom) not in self.constrained and self.may_keep(atom):
-                    self.constrain(atom, spec_of(self.trail(atom)), last)
+                if id(atom) not in self.constrained and self.has_open_rows(atom):
+                    self.constrain(atom, spec_of(self.trail(atom)), jaxpr.eqns[-1])
         results = [self.constrained.get(id(atom), atom) for atom in jaxpr.outvars]
+        same = len(self.equations) == len(jaxpr.eqns) and all(map(operator.is_, self.equations, jaxpr.eqns))
         return Followed(
-            replaced(self.jaxpr, eqns=self.equations, outvars=results),
+            self.jaxpr if same else replaced(self.jaxpr, eqns=self.equations, outvars=results),
             tuple(map(self.trail, jaxpr.outvars)),
-            tuple(self.kept),
-            tuple(self.lost),
-            tuple(self.moves),
+            self.kept,
+            self.lost,
+            self.moves,
             self.gathered,
             self.sent,
             False,
@@ -189,12 +161,12 @@ class _Pass(Edit):
         )
         for var, whole in zip(equation.outvars, results, strict=False):
             trail = self._noted(var, whole)
-            if trail and is_choice and self.may_keep(var):
+            if trail and is_choice and self.has_open_rows(var):
                 spec = spec_of(trail, self._whole_dims(equation, operands))
                 if move is not None:  # at both ends: else the compiler might gather the weight
                     self.constrain(var, move.result, equation)
                 self.constrain(var, spec, equation)
-                self.kept.append(Kept(var.aval, spec, equation))
+                self.kept.append(Noted(equation, var.aval, spec=spec))
         if (
             name not in SAID
             and name not in WITH_JAXPRS

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from scalax._follow.types import Arguments, Followed, Kept, Lost
+from scalax._follow.types import Arguments, Followed, Noted
 from scalax._jax.equations import name_stack, traceback_of
 from scalax._report.tables import array_text, human_bytes, table, terminal_width
 from scalax._tree.paths import bits_of
@@ -147,7 +147,9 @@ def followed_batch(
     if followed.is_open:
         return FollowedBatch(name, reason=_few(followed.gathered, followed.sent))
     kept = Counter(
-        KeptValue(_array(each.aval), each.spec, each.equation.primitive.name, line_of(each))
+        KeptValue(
+            _array(each.aval), each.spec, each.equation.primitive.name, line_of(each.equation, each.calls)
+        )
         for each in followed.kept
     )
     return FollowedBatch(
@@ -167,9 +169,14 @@ def _few(gathered: float, sent: float) -> str:
     )
 
 
-def _largest_first(places: Sequence[Lost]) -> tuple[LostRows, ...]:
+def _largest_first(places: Sequence[Noted]) -> tuple[LostRows, ...]:
     found = Counter(
-        LostRows(each.equation.primitive.name, line_of(each), _array(each.aval), _bytes(each.aval))
+        LostRows(
+            each.equation.primitive.name,
+            line_of(each.equation, each.calls),
+            _array(each.aval),
+            _bytes(each.aval),
+        )
         for each in places
     )
     ordered = sorted(found.items(), key=lambda item: (-item[0].bytes, item[0].line, item[0].primitive))
@@ -184,14 +191,17 @@ def _bytes(aval: Any) -> int:
     return -(-math.prod(aval.shape) * bits_of(aval.dtype) // 8)
 
 
-def line_of(found: Kept | Lost) -> str:
-    """The line of the user's code; of what JAX derived, that of the call around it."""
-    for equation in (found.equation, *found.calls):
-        stack = traceback_of(equation)
-        if stack is not None:
-            frames = traceback.extract_tb(stack)
-            written = [each for each in reversed(frames) if not each.filename.startswith(_JAX)]
-            frame = users_own(written, lambda each: each.filename)
-            if frame is not None:
-                return f'{file_text(frame.filename)}:{frame.lineno} {frame.name}'
-    return name_stack(found.equation)
+def line_of(equation: Any, calls: Sequence[Any] = ()) -> str:
+    """The line of the user's code; of what JAX derived, that of the innermost call around it that has one.
+
+    Args:
+        equation: the equation.
+        calls: those in whose jaxprs it is, from the innermost one outwards.
+    """
+    for stack in filter(None, map(traceback_of, (equation, *calls))):
+        frames = traceback.extract_tb(stack)
+        written = [each for each in reversed(frames) if not each.filename.startswith(_JAX)]
+        frame = users_own(written, lambda each: each.filename)
+        if frame is not None:
+            return f'{file_text(frame.filename)}:{frame.lineno} {frame.name}'
+    return name_stack(equation)

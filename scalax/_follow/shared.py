@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from scalax._follow.experts import Stored
 from scalax._follow.said import SAID
 from scalax._follow.trail import Trail, Trails, axes_of, without
-from scalax._follow.types import Arguments
+from scalax._follow.types import ONCE, Arguments, Followed, Use
 from scalax._jax.equations import shape_of
 from scalax._jax.rewriting import constraint
 from scalax._jax.tracing import trace_context
@@ -51,6 +51,16 @@ class Shared:
         self.stored = Stored(whole, arguments.stored, self.trails, self.from_batch)
         self.has_kernels = False
         self.resumes = not SAID.isdisjoint(self.from_batch.primitives)
+
+    def follow(self, jaxpr: Any, trails: Sequence[Trail], use: Use = ONCE) -> Followed:
+        """A jaxpr with constraints.
+
+        Args:
+            jaxpr: the jaxpr, open or closed.
+            trails: those of its arguments.
+            use: how it is used.
+        """
+        raise NotImplementedError
 
     def possible(self, trail: Trail, var: Any) -> Trail:
         """The part of a trail that a variable can have."""

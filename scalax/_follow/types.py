@@ -29,6 +29,7 @@ class Use(NamedTuple):
 
 
 ONCE = Use()
+_ANYWHERE = PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,36 +50,24 @@ class Arguments:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
-    """A value that is kept where it is.
+class Noted:
+    """An equation of which users are told: it keeps rows where they are, moves them, or loses them.
 
-    Attributes:
-        aval: its shape and dtype.
-        spec: its sharding.
-        equation: what computes it.
-        calls: the equations in whose jaxprs that is, from the innermost one outwards.
-    """
-
-    aval: Any
-    spec: PartitionSpec
-    equation: Any
-    calls: tuple[Any, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Lost:
-    """An equation that lost rows: it has operands with rows, and no result, and does not sum over them.
+    An equation loses rows that has operands with rows, and no result, and does not sum over them.
 
     Attributes:
         equation: the equation.
-        aval: its largest result; of a loop over rows, what it runs over.
-        calls: as for `Kept`.
-        rows: where the rows were.
+        aval: the shape and dtype of what is kept, or of its largest result; of a loop over rows, of what it
+            runs over.
+        calls: the equations in whose jaxprs it is, from the innermost one outwards.
+        spec: where what is kept is.
+        rows: where rows were that are lost.
     """
 
     equation: Any
     aval: Any
     calls: tuple[Any, ...] = ()
+    spec: PartitionSpec = _ANYWHERE
     rows: Trail = LOST
 
 
@@ -106,9 +95,9 @@ class Followed:
 
     jaxpr: Any
     trails: tuple[Trail, ...]
-    kept: tuple[Kept, ...] = ()
-    lost: tuple[Lost, ...] = ()
-    moved: tuple[Lost, ...] = ()
+    kept: Sequence[Noted] = ()
+    lost: Sequence[Noted] = ()
+    moved: Sequence[Noted] = ()
     gathered: float = 0
     sent: float = 0
     is_open: bool = False
