@@ -11,7 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from scalax._follow.accumulations import with_sums_behind_loops
-from scalax._follow.choices import follow_choices
+from scalax._follow.follow import follow
 from scalax._follow.loops_over_rows import with_own_rows
 from scalax._follow.matrices import spread_matrices
 from scalax._follow.types import Arguments, Followed
@@ -67,7 +67,7 @@ def follow_rows(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> 
     """
     as_written, before, jaxpr = jaxpr, None, with_sums_behind_loops(jaxpr)
     while jaxpr is not before:  # what one loop gives another one may run over
-        found = follow_choices(jaxpr, arguments, mesh)
+        found = follow(jaxpr, arguments, mesh)
         before, jaxpr = jaxpr, with_own_rows(jaxpr, found.lost, mesh.shape)
     if found.is_open and jaxpr is as_written:
         # Where all weights stay, the compiler may keep columns from product to product.
