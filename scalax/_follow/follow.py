@@ -22,21 +22,20 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from scalax._follow import kernels
 from scalax._follow.columns import Columns
 from scalax._follow.dealt import DEALT, dealt
 from scalax._follow.edit import Edit
 from scalax._follow.experts import scattered
-from scalax._follow.kernels import split_of
 from scalax._follow.loops import follow_loop
 from scalax._follow.moves import Move, move_to_weight
 from scalax._follow.operands import place_operands
 from scalax._follow.ragged import on_own_rows
-from scalax._follow.said import SAID, placed_at, placed_by_user, said_trails
+from scalax._follow.said import SAID, placed_by_user
 from scalax._follow.shared import Shared
 from scalax._follow.trail import LOST, LOSTS, Trail, along, axes_of, closed_spec_of, merged, spec_of
 from scalax._follow.types import ONCE, Arguments, Followed, Noted, Use
-from scalax._jax.equations import CALLS, LOOPS, WITH_JAXPRS, Literal, branches, called, opened, shape_of
-from scalax._jax.kernels import is_interpreted
+from scalax._jax.equations import CALLS, LOOPS, WITH_JAXPRS, branches, called, opened, shape_of
 from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jax.rewriting import replaced, with_jaxprs, with_operands
 from scalax._jaxprs.dims import ELEMENTWISE, PRODUCTS, UNKNOWN
@@ -133,7 +132,8 @@ class _Pass(Edit):
         self.replaced, self.summed = {}, []
         experts = place_operands(self, equation, operands)
         if name == KERNEL:
-            placed, results = self._kernel(equation, operands)
+            placed, results = kernels.on_own_rows(equation, operands, self.shared.mesh, self.shared.has_rows)
+            self.shared.has_kernels |= placed is not equation
         else:
             placed, results = self._results(equation, operands)
         for place in experts:
@@ -162,7 +162,7 @@ class _Pass(Edit):
         for var, whole in zip(equation.outvars, results, strict=False):
             trail = self._noted(var, whole)
             if trail and is_choice and self.has_open_rows(var):
-                spec = spec_of(trail, self._whole_dims(equation, operands))
+                spec = spec_of(trail, self._whole_dims(equation))
                 if move is not None:  # at both ends: else the compiler might gather the weight
                     self.constrain(var, move.result, equation)
                 self.constrain(var, spec, equation)
@@ -225,17 +225,14 @@ class _Pass(Edit):
 
     def _loses_rows(self, equation: Any, operands: Sequence[Trail], results: Sequence[Trail]) -> bool:
         """Whether operands have rows, no result has, and these were not just summed over."""
-        shared = self.shared
-        rows = [place for place, trail in enumerate(operands) if shared.has_rows(trail)]
-        if not rows or any(map(shared.has_rows, results)):
+        has_rows, trails = self.shared.has_rows, self.shared.trails
+        if any(map(has_rows, results)) or not any(map(has_rows, operands)):
             return False
         if primitive_name(equation) in ('scatter-add', 'scatter-sub'):
             return not self._is_small_sum(equation, operands)
-        dims = shared.trails.dims(equation)
-        kept = [along(operands[place], shared.trails.batch_axes) for place in rows]
         return any(
-            axes and i not in dims.summed_of(place)
-            for place, trail in zip(rows, kept, strict=True)
+            not trails.batch_axes.isdisjoint(axes) and i not in trails.dims(equation).summed_of(place)
+            for place, trail in enumerate(operands)
             for i, axes in enumerate(trail)
         )
 
@@ -246,41 +243,24 @@ class _Pass(Edit):
         devices = math.prod(sizes[axis] for axis in axes_of(operands[2]) | axes_of(operands[1]))
         return table in self.shared.tables or math.prod(table) * devices <= math.prod(updates)
 
-    def _kernel(self, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
-        """A kernel that runs on each device with its rows, if it may, and the trails of its results."""
-        has_rows = self.shared.has_rows
-        split = split_of(equation, operands, self.shared.mesh, has_rows)
-        if split is None or not any(map(has_rows, split.results)):
-            return equation, ()
-        if is_interpreted(equation):
-            return equation, split.results
-        self.shared.has_kernels = True
-        return split.equation_on_rows(), split.results
-
-    def _whole_dims(self, equation: Any, operands: Sequence[Trail]) -> set[int]:
+    def _whole_dims(self, equation: Any) -> Container[int]:
         """The dimensions of a result that are those of weights: if these do not shard them, nothing does."""
         name = primitive_name(equation)
         if name == KERNEL:
-            return set(range(max(len(shape_of(var)) for var in equation.outvars)))
-        if name != 'gather' and name not in PRODUCTS:
-            return set()
-        dims = self.shared.trails.dims(equation)
-        weights = [
-            place
-            for place, atom in enumerate(equation.invars)
-            if self.shared.placed
-            and not self.shared.has_rows(operands[place])
-            and not isinstance(atom, Literal)
-            and atom not in self.shared.from_batch
-        ]
-        return {dim for place in weights for dim in dims.own(place)}
+            return range(max(len(shape_of(var)) for var in equation.outvars))
+        if not self.shared.placed or (name != 'gather' and name not in PRODUCTS):
+            return ()
+        own = self.shared.trails.dims(equation).own
+        weights = [i for i, atom in enumerate(equation.invars) if atom not in self.shared.from_batch]
+        return {dim for weight in weights for dim in own(weight)}
 
     def _results(self, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
         """An equation with constraints in its jaxprs, and the trails of its results."""
         name = primitive_name(equation)
         if name in SAID:
-            return equation, [*map(self.shared.said, said_trails(equation, operands), equation.outvars)]
-        if not any(operands) and not (name in WITH_JAXPRS and self._may_matter(equation)):
+            before = operands if name != 'shard_map' else [LOST] * len(equation.outvars)
+            return equation, self._placed(placed_by_user(equation)[1], before, equation.outvars)
+        if not any(operands) and name not in WITH_JAXPRS:
             return equation, ()
         if self.shared.trails.dims(equation) is not UNKNOWN:
             if name == 'dot_general':
@@ -315,14 +295,9 @@ class _Pass(Edit):
     def _placed(
         self, places: Mapping[int, Any], trails: Sequence[Trail], atoms: Sequence[Any]
     ) -> list[Trail]:
-        """The trails of operands or results of a `jit` whose user places these."""
-        found = list(trails)
-        for i, sharding in places.items():
-            found[i] = self.shared.said(placed_at(sharding, found[i], atoms[i]), atoms[i])
-        return found
-
-    def _may_matter(self, equation: Any) -> bool:
-        """Whether an equation with jaxprs has rows inside, or gives weights that others multiply."""
-        if self.shared.resumes or any(placed_by_user(equation)):
-            return True
-        return primitive_name(equation) in CALLS and any(map(self.weights.is_weight, equation.invars))
+        """The trails of operands or results of which the user places these."""
+        pairs = enumerate(zip(trails, atoms, strict=True))
+        return [
+            self.shared.placed_at(places[i], trail, atom) if i in places else trail
+            for i, (trail, atom) in pairs
+        ]
