@@ -198,8 +198,10 @@ class _Pass(Edit):
         """An equation whose results are where its operands are; nothing is constrained for it."""
         self.replaced = {}
         self._append(equation, ids)
-        whole = self.shared.trails.merged(tuple(operands), len(shape_of(equation.outvars[0])))
         self.weights.note(equation, operands)
+        if not any(operands):  # as in an optimizer
+            return
+        whole = self.shared.trails.merged(tuple(operands), len(shape_of(equation.outvars[0])))
         for var in equation.outvars:
             self._noted(var, whole)
         if self.shared.has_columns:
