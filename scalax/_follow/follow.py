@@ -271,28 +271,26 @@ class _Pass(Edit):
             if name == 'reshape':
                 self.parts[id(equation.outvars[0])] = equation, operands[0]
             return equation, results
-        if name in CALLS:
-            taken, given = placed_by_user(equation)
-            operands = self._placed(taken, operands, equation.invars)
-            use = Use(taken=tuple(taken), given=tuple(given))
-            inside = self.inside(equation, called(equation), operands, use)
-            self.weights.note_call(equation.invars, inside.multiplied)
-            if inside.multiplied:
-                self.columns.note_use(equation.invars)
-            self.weights.note_results(equation.invars, equation.outvars, inside.passed, inside.summed)
-            results = self._placed(given, inside.trails, equation.outvars)
-            return with_jaxprs(equation, inside.jaxpr), results
         if name in ('scan', 'while'):
             return follow_loop(self, equation, operands)
-        if name == 'cond':
-            found = [self.inside(equation, branch, operands[1:]) for branch in branches(equation)]
-            for branch in found:
-                self.weights.note_call(equation.invars[1:], branch.multiplied)
-            trails = zip(*(branch.trails for branch in found), strict=True)
-            return with_jaxprs(equation, *[branch.jaxpr for branch in found]), [
-                merged(each, len(shape_of(var))) for each, var in zip(trails, equation.outvars, strict=True)
-            ]
-        return equation, ()
+        if name not in WITH_JAXPRS:
+            return equation, ()
+        taken, given = placed_by_user(equation)
+        operands = self._placed(taken, operands, equation.invars)
+        use = Use(taken=tuple(taken), given=tuple(given))
+        # A call is a `cond` of one branch.
+        jaxprs, first = ([called(equation)], 0) if name in CALLS else (branches(equation), 1)
+        found = [self.inside(equation, each, operands[first:], use) for each in jaxprs]
+        for each in found:
+            self.weights.note_call(equation.invars[first:], each.multiplied)
+            if each.multiplied:
+                self.columns.note_use(equation.invars)
+        if name in CALLS:
+            self.weights.note_results(equation.invars, equation.outvars, found[0].passed, found[0].summed)
+        trails = zip(equation.outvars, *[each.trails for each in found], strict=True)
+        results = [merged(each, len(shape_of(var))) for var, *each in trails]
+        placed = self._placed(given, results, equation.outvars)
+        return with_jaxprs(equation, *[each.jaxpr for each in found]), placed
 
     def _placed(
         self, places: Mapping[int, Any], trails: Sequence[Trail], atoms: Sequence[Any]
