@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
 from scalax._jax import equations
-from scalax._jax.equations import PLACES
+from scalax._jax.equations import PLACES, is_jaxpr, opened
 from scalax._jax.primitives import primitive_name
+from scalax._tree.specs import entries
 
 # The user says where their results are, whatever is known of their operands.
 SAID = frozenset({'sharding_constraint', 'device_put', 'shard_map'})
@@ -18,3 +21,29 @@ def placed_by_user(equation: Any) -> Sequence[Mapping[int, Any]]:
     if primitive_name(equation) == 'shard_map':
         return {}, dict(enumerate(equations.mapped_outputs(equation)))
     return equations.shardings_said(equation) if primitive_name(equation) in PLACES else ({}, {})
+
+
+def is_on_mesh(jaxpr: Any, mesh: Mesh | AbstractMesh) -> bool:
+    """Whether an equation, also in a jaxpr inside, says something of such a mesh without its devices.
+
+    Bare specs do. Constants that a transformation makes have the mesh in force too, without a word on it.
+    A function of a mesh of another shape has seen to its devices itself.
+    """
+    found = [opened(jaxpr)]
+    seen = {*found}
+    for inner in found:  # which grows meanwhile
+        parts = [part for equation in inner.eqns for part in equations.values_in(equation)]
+        if any(_says(part, mesh) for part in parts):
+            return True
+        new = {opened(part) for part in parts if is_jaxpr(part)} - seen
+        seen |= new
+        found += new
+    return False
+
+
+def _says(part: Any, mesh: Mesh | AbstractMesh) -> bool:
+    """Whether a parameter says something of such a mesh without its devices."""
+    if isinstance(part, NamedSharding):
+        is_said = any(entries(part.spec)) or AxisType.Explicit in part.mesh.axis_types
+        part = part.mesh if is_said else None
+    return isinstance(part, AbstractMesh) and part.shape == mesh.shape
