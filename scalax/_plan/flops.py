@@ -12,6 +12,7 @@ on other units, and the peak of hardware is that of its matrix units.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -151,19 +152,17 @@ class _Counter:
 
     Args:
         keep_all: count unused results too.
+
+    Attributes:
+        jaxpr: counts a jaxpr for some of its results, and tells which arguments these need.
     """
 
     def __init__(self, keep_all: bool = False) -> None:
         self._keep_all = keep_all
-        self._known: dict[tuple[Jaxpr, Live], tuple[Flops, Live]] = {}
-
-    def jaxpr(self, jaxpr: Jaxpr, live: Live) -> tuple[Flops, Live]:
-        """The operations for the *live* results, and which arguments these need."""
-        if (jaxpr, live) not in self._known:
-            self._known[jaxpr, live] = self._count(jaxpr, live)
-        return self._known[jaxpr, live]
+        self.jaxpr: Callable[[Jaxpr, Live], tuple[Flops, Live]] = functools.cache(self._count)
 
     def _count(self, jaxpr: Jaxpr, live: Live) -> tuple[Flops, Live]:
+        """The operations for the *live* results, and which arguments these need."""
         used = {id(var) for var, is_live in zip(jaxpr.outvars, live, strict=True) if is_live}
         total = _NONE
         for equation in reversed(jaxpr.eqns):
