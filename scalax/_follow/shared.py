@@ -8,7 +8,6 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._follow.experts import Stored
-from scalax._follow.said import SAID
 from scalax._follow.trail import Trail, Trails, axes_of, of_dims, without
 from scalax._follow.types import ONCE, Arguments, Followed, Use
 from scalax._jax.equations import shape_of
@@ -36,7 +35,6 @@ class Shared:
         stored: where weights are over the axes of the batch.
         tables: the shapes of weights that rows are looked up in, and where these are over the batch's axes.
         has_kernels: whether there were kernels that run on each device with its rows.
-        resumes: whether users say where some of these are, so that rows may be found again.
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh, arguments: Arguments, whole: Any) -> None:
@@ -51,7 +49,6 @@ class Shared:
         self.from_batch = Dependence(whole, list(map(self.has_rows, arguments.trails)))
         self.stored = Stored(whole, arguments.stored, self.trails, self.from_batch)
         self.has_kernels = False
-        self.resumes = not SAID.isdisjoint(self.from_batch.primitives)
 
     def follow(self, jaxpr: Any, trails: Sequence[Trail], use: Use = ONCE) -> Followed:
         """A jaxpr with constraints.

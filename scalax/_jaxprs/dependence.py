@@ -19,14 +19,12 @@ class Dependence(Interpreter[bool]):
             such as ``shard_map``, may give results that do not depend on all of its operands.
 
     Attributes:
-        primitives: the names of those that take one of them.
         of_results: whether each result of the jaxpr does.
     """
 
     def __init__(self, jaxpr: Any, arguments: Sequence[bool], *, certain: bool = False) -> None:
         super().__init__(nothing=False)
         self._certain = certain
-        self.primitives: set[str] = set()
         self._variables: set[int] = set()
         self.of_results = self.results(jaxpr, arguments)
 
@@ -35,7 +33,6 @@ class Dependence(Interpreter[bool]):
         return id(variable) in self._variables
 
     def primitive(self, name: str, equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
-        self.primitives.add(name)
         unread = self._certain and any(map(is_jaxpr, values_in(equation)))
         return [not unread] * len(equation.outvars)
 
