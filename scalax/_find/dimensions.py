@@ -123,6 +123,9 @@ class _Follower(Interpreter[_Value]):
         self.experts: set[Place] = set()
         self.classes = Classes[Place]()
 
+    def note(self, facts: dict[int, _Value]) -> None:
+        """What a function is given in one place is not what it is given in another one."""
+
     def primitive(self, name: str, equation: Any, operands: Sequence[_Value]) -> Sequence[_Value]:
         dims = dims_of(equation)
         known = [each.places for each in operands]
