@@ -45,6 +45,10 @@ CHOICES = PRODUCTS | {
     *('gather', 'sort', 'scatter', 'scatter-add', 'select_and_scatter_add'),
     *('reduce_window_max', 'reduce_window_sum'),
 }
+# Results of these that have rows are kept, also if all of their operands have rows.
+_KEPT = LOOPS | {KERNEL}
+# Rows that these lose are noted elsewhere, or are where users say.
+_TOLD = SAID | WITH_JAXPRS
 
 
 def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Followed:
@@ -116,7 +120,6 @@ class _Pass(Edit):
             self.moves,
             self.gathered,
             self.sent,
-            False,
             self.weights.multiplied,
             self.weights.passed(jaxpr.outvars),
             frozenset(i for i, atom in enumerate(jaxpr.outvars) if self.weights.is_sum(atom)),
@@ -131,11 +134,7 @@ class _Pass(Edit):
             return
         self.replaced, self.summed = {}, []
         experts = place_operands(self, equation, operands)
-        if name == KERNEL:
-            placed, results = kernels.on_own_rows(equation, operands, self.shared.mesh, self.shared.has_rows)
-            self.shared.has_kernels |= placed is not equation
-        else:
-            placed, results = self._results(equation, operands)
+        placed, results = self._results(equation, operands)
         for place in experts:
             results = [scattered(trails.dims(equation), place, operands, results[0])]
         is_dealt = name in DEALT and self._loses_rows(equation, operands, results)
@@ -143,9 +142,7 @@ class _Pass(Edit):
             results = dealt(equation, operands, results, trails)
             if any(map(trails.has_rows, results)):
                 self.note_move(equation, equation.outvars[0])
-        move = None
-        if name in PRODUCTS and not experts:
-            move = move_to_weight(self, equation, operands, results)
+        move = move_to_weight(self, equation, operands, results) if name in PRODUCTS and not experts else None
         if name == 'ragged_dot_general':
             placed = on_own_rows(equation, operands, trails, self.shared.mesh)
         if move is not None:
@@ -153,12 +150,8 @@ class _Pass(Edit):
         self.weights.note(equation, operands, results, self._staying(equation, operands, experts, move))
         self._append(placed, ids)
         # What is computed of rows alone stays with them. Of other results the compiler decides.
-        is_choice = (
-            name in LOOPS
-            or name == KERNEL
-            or is_dealt
-            or (name in CHOICES and not all(map(trails.has_rows, operands)))
-        )
+        is_mixed = name in CHOICES and not all(map(trails.has_rows, operands))
+        is_choice = is_dealt or is_mixed or name in _KEPT
         for var, whole in zip(equation.outvars, results, strict=False):
             trail = self._noted(var, whole)
             if trail and is_choice and self.has_open_rows(var):
@@ -167,16 +160,13 @@ class _Pass(Edit):
                     self.constrain(var, move.result, equation)
                 self.constrain(var, spec, equation)
                 self.kept.append(Noted(equation, var.aval, spec=spec))
-        if (
-            name not in SAID
-            and name not in WITH_JAXPRS
-            and self._loses_rows(equation, operands, [*map(self.trail, equation.outvars)])
-        ):
+        found = [*map(self.trail, equation.outvars)]
+        if name not in _TOLD and self._loses_rows(equation, operands, found):
             self.note_loss(equation, equation.outvars)
         if name == 'device_put':
             self.hold(equation)
-        if self.shared.has_columns and equation.outvars:
-            self.columns.note(equation, operands, self.trail(equation.outvars[0]))
+        if self.shared.has_columns and found:
+            self.columns.note(equation, operands, found[0])
         for var in self.summed:
             self.constrain(var, closed_spec_of(self.trail(var), len(shape_of(var))), equation)
 
@@ -215,10 +205,8 @@ class _Pass(Edit):
 
     def _noted(self, var: Any, whole: Trail) -> Trail:
         """The part of a trail that a result can have, which is noted."""
-        if not whole:
-            return LOST
         trails = self.shared.trails
-        trail = trails.possible(whole, shape_of(var))
+        trail = trails.possible(whole, shape_of(var)) if whole else LOST
         if id(var) in self._whole:
             trail = along(trail, trails.batch_axes)
         if trail:
@@ -264,6 +252,10 @@ class _Pass(Edit):
             return equation, self._placed(placed_by_user(equation)[1], before, equation.outvars)
         if not any(operands) and name not in WITH_JAXPRS:
             return equation, ()
+        if name == KERNEL:
+            placed, results = kernels.on_own_rows(equation, operands, self.shared.mesh, self.shared.has_rows)
+            self.shared.has_kernels |= placed is not equation
+            return placed, results
         if self.shared.trails.dims(equation) is not UNKNOWN:
             if name == 'dot_general':
                 operands = self.shared.beside_weights(operands)

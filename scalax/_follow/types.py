@@ -84,12 +84,12 @@ class Followed:
         gathered: the bytes of weights that a device gets for all products, if the rows stay in place.
         sent: those of the rows, or of their products if these are smaller, if it gets these instead; and of
             the gradients that the compiler alone would add up: of tables, and in each round of a loop.
-        is_open: whether the weights are more, so that the compiler decides about all values.
         multiplied: the arguments without rows that are multiplied with rows, by number, and with how many of
             these each device does so at once, at most; `FEW_ROWS` or more if that is a part of it, so that a
             loop over layers does not gather all of them.
         passed: the results that are arguments without rows, or parts of them: number -> number.
         summed: the results that are sums over few rows, by number.
+        is_open: whether more weights than rows would move, so that the compiler decides about all values.
         failure: why nothing is followed, if the pass failed.
     """
 
@@ -100,8 +100,8 @@ class Followed:
     moved: Sequence[Noted] = ()
     gathered: float = 0
     sent: float = 0
-    is_open: bool = False
     multiplied: Mapping[int, int] = dataclasses.field(default_factory=dict)
     passed: Mapping[int, int] = dataclasses.field(default_factory=dict)
     summed: frozenset[int] = frozenset()
+    is_open: bool = False
     failure: str = ''

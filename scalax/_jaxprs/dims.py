@@ -289,11 +289,6 @@ def _window(equation: Any) -> Dims:
     return Dims(tuple(found))
 
 
-def _unknown(equation: Any) -> Dims:
-    """What runs inside has blocks; where its results are is said, and not where they come from."""
-    return _leading(equation, 0)
-
-
 # Operands and results have the same dimensions and sizes; an operand may be a scalar.
 _ELEMENTWISE = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
@@ -339,6 +334,7 @@ _TABLE: tuple[tuple[str, Rule], ...] = (
     ('gather', _gather),
     ('dynamic_update_slice', _update_slice),
     ('fft', _fft),
-    ('shard_map', _unknown),
+    # What runs inside has blocks; where its results are is said, and not where they come from.
+    ('shard_map', lambda equation: _leading(equation, 0)),
 )
 RULES = {name: rule for names, rule in _TABLE for name in names.split()}
