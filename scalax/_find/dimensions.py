@@ -19,7 +19,7 @@ from scalax._jaxprs.interpreter import Interpreter
 Place = tuple[int, int]
 """A dimension of an argument: the number of the argument, and that of the dimension."""
 
-T = TypeVar('T', int, str)
+T = TypeVar('T', int, Place)
 _SLICES = frozenset({'slice', 'dynamic_slice', 'split'})
 
 
@@ -68,41 +68,34 @@ def dimensions(jaxpr: Any, arguments: Iterable[int]) -> Dimensions:
         jaxpr: the jaxpr, open or closed.
         arguments: the numbers of the arguments, not those of batches.
     """
-    chosen = set(arguments)
     variables = opened(jaxpr).invars
-    follower = _Follower(Dependence(jaxpr, [i not in chosen for i in range(len(variables))]))
+    ranks = {i: len(shape_of(variables[i])) for i in sorted({*arguments})}
     values = [
-        _Value(tuple(_name(i, dim) for dim in range(len(shape_of(var)))), i)
-        if i in chosen and shape_of(var)
-        else _UNKNOWN
-        for i, var in enumerate(variables)
+        _Value(tuple([(i, dim) for dim in range(ranks[i])]), i) if ranks.get(i) else _UNKNOWN
+        for i, _ in enumerate(variables)
     ]
+    follower = _Follower(Dependence(jaxpr, [i not in ranks for i, _ in enumerate(variables)]))
     follower.results(jaxpr, values)
-    ranks = {i: len(shape_of(variables[i])) for i in sorted(chosen)}
     places = [(i, dim) for i, rank in ranks.items() for dim in range(rank)]
-    roots = [follower.classes.root(_name(*place)) for place in places]
-    numbers = {root: number for number, root in enumerate(dict.fromkeys(roots))}
+    roots = {place: follower.classes.root(place) for place in places}
+    numbers = {root: number for number, root in enumerate(dict.fromkeys(roots.values()))}
     return Dimensions(
-        {place: numbers[root] for place, root in zip(places, roots, strict=True)},
-        frozenset(place for place in places if _name(*place) in follower.stacked),
+        {place: numbers[root] for place, root in roots.items()},
+        frozenset(follower.stacked),
         frozenset(follower.multiplied),
-        frozenset(place for place in places if _name(*place) in follower.experts),
+        frozenset(follower.experts),
         ranks,
     )
 
 
-def _name(argument: int, dim: int) -> str:
-    return f'{argument}:{dim}'
-
-
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """A value: for each dimension that of the argument that it comes from, and the argument that it is.
+    """A value: for each dimension the place that it comes from, and the argument that it is.
 
     It is also one that is computed of an argument without the batch, such as a scaled one.
     """
 
-    dims: tuple[str, ...] = ()
+    places: tuple[Place | None, ...] = ()
     argument: int | None = None
 
 
@@ -119,70 +112,71 @@ class _Follower(Interpreter[_Value]):
         stacked: the dimensions that loops run over.
         multiplied: the arguments in products.
         experts: the dimensions of arguments that products have in common with rows.
-        classes: dimensions by their names, those that meet being one.
+        classes: dimensions, those that meet being one.
     """
 
     def __init__(self, from_batch: Dependence) -> None:
         super().__init__(nothing=_UNKNOWN)
         self._from_batch = from_batch
-        self.stacked: set[str] = set()
+        self.stacked: set[Place] = set()
         self.multiplied: set[int] = set()
-        self.experts: set[str] = set()
-        self.classes = Classes[str]()
+        self.experts: set[Place] = set()
+        self.classes = Classes[Place]()
+
+    def note(self, facts: dict[int, _Value]) -> None:
+        """What a function is given in one place is not what it is given in another one."""
 
     def primitive(self, name: str, equation: Any, operands: Sequence[_Value]) -> Sequence[_Value]:
         dims = dims_of(equation)
-        known = [each.dims for each in operands]
+        known = [each.places for each in operands]
         if name in PRODUCTS or name == 'gather':
             self.multiplied.update(each.argument for each in operands if each.argument is not None)
         if name in PRODUCTS:
             self._unite(dims.summed, known)
         if name == 'dot_general':
-            shared = [place for sources in dims.results[0] if len(sources) > 1 for place in sources]
-            self.experts.update(
-                known[place][dim] for place, dim in shared if operands[place].argument is not None
-            )
+            shared = [source for sources in dims.results[0] if len(sources) > 1 for source in sources]
+            found = [known[i][dim] for i, dim in shared if operands[i].argument is not None]
+            self.experts.update(filter(None, found))
         if name in ELEMENTWISE or name in ('concatenate', 'dot_general'):
             for result in dims.results:
                 self._unite(result, known)
-        results = dims.through(known, '')
+        results = dims.through(known, None)
         if name in _SLICES:
             results = [self._sliced(equation, known[0], out) for out in equation.outvars]
         argument = operands[0].argument if name in VIEWS else None
         if name in ELEMENTWISE and equation.outvars[0] not in self._from_batch:
             argument = next((each.argument for each in operands if each.argument is not None), None)
-        return [_Value(each, argument) if each else _UNKNOWN for each in results]
+        return [_value(each, argument) for each in results]
 
-    def _sliced(self, equation: Any, known: Sequence[str], out: Any) -> tuple[str, ...]:
+    def _sliced(self, equation: Any, known: Sequence[Place | None], out: Any) -> tuple[Place | None, ...]:
         """A part along some dimensions; one of which a single element is taken is that of a stack."""
-        old, new = shape_of(equation.invars[0]), shape_of(out)
-        if not known:
-            return ()
-        self.stacked.update(
-            name for name, before, after in zip(known, old, new, strict=True) if name and before > after == 1
-        )
-        kept = tuple([name if a == b else '' for name, a, b in zip(known, old, new, strict=True)])
-        return kept if any(kept) else ()
+        sizes = [*zip(known, shape_of(equation.invars[0]), shape_of(out), strict=False)]
+        self.stacked.update(place for place, before, after in sizes if place and before > after == 1)
+        return tuple([place if before == after else None for place, before, after in sizes])
 
     def element_of(self, stack: _Value) -> _Value:
-        self.stacked.update(filter(None, stack.dims[:1]))
-        return _Value(stack.dims[1:], stack.argument) if any(stack.dims[1:]) else _UNKNOWN
+        self.stacked.update(filter(None, stack.places[:1]))
+        return _value(stack.places[1:], stack.argument)
 
     def stack_of(self, element: _Value) -> _Value:
-        return _Value(('', *element.dims)) if element.dims else _UNKNOWN
+        return _value((None, *element.places))
 
     def joined(self, facts: Sequence[_Value]) -> _Value:
         """One value in place of several of one shape: their dimensions are the same ones."""
-        known = [each.dims for each in facts if each.dims]
+        known = [each.places for each in facts if each.places]
         if not known:
             return _UNKNOWN
-        same = [[(place, i) for place, _ in enumerate(known)] for i, _ in enumerate(known[0])]
+        same = [[(i, dim) for i, _ in enumerate(known)] for dim, _ in enumerate(known[0])]
         self._unite(same, known)
-        return _Value(tuple([next(filter(None, dims), '') for dims in zip(*known, strict=True)]))
+        return _value([next(filter(None, places), None) for places in zip(*known, strict=True)])
 
-    def _unite(self, same: Iterable[Sequence[Place]], known: Sequence[Sequence[str]]) -> None:
-        """Makes one class of the dimensions of each of these groups of places."""
-        for places in same:
-            names = [known[place][dim] for place, dim in places if known[place] and known[place][dim]]
-            for one, other in itertools.pairwise(names):
+    def _unite(self, same: Iterable[Sequence[Place]], known: Sequence[Sequence[Place | None]]) -> None:
+        """Makes one class of the dimensions of each of these groups of operands' dimensions."""
+        for sources in same:
+            found = [place for i, dim in sources if known[i] and (place := known[i][dim])]
+            for one, other in itertools.pairwise(found):
                 self.classes.unite(one, other)
+
+
+def _value(places: Sequence[Place | None], argument: int | None = None) -> _Value:
+    return _Value(tuple(places), argument) if any(places) else _UNKNOWN

@@ -55,10 +55,8 @@ class Columns:
             self.note_use(equation.invars)
         else:
             ids = [*map(id, equation.invars)]
-            if not self._of.keys().isdisjoint(ids):
+            if not (self._of.keys().isdisjoint(ids) and self._whole.isdisjoint(ids)):
                 self._note_other(equation, ids, result)
-            elif not self._whole.isdisjoint(ids):
-                self._whole.update(map(id, equation.outvars))
 
     def note_use(self, atoms: Sequence[Any]) -> None:
         """Takes note of values that products take, whose columns may be summed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from scalax._follow.said import placed_by_user
 from scalax._follow.shared import Shared
 from scalax._follow.trail import LOST, Trail
-from scalax._follow.types import ONCE, Followed, Kept, Lost, Use
+from scalax._follow.types import ONCE, Followed, Noted, Use
 from scalax._follow.weights import Weights
-from scalax._jax.equations import PLACES, DropVar, Literal, is_on_device, opened, shape_of
+from scalax._jax.equations import PLACES, DropVar, is_on_device, opened, shape_of
 from scalax._jax.primitives import primitive_name
 
 
@@ -25,9 +25,8 @@ class Edit:
 
     Args:
         shared: what is known of all jaxprs.
-        follow: follows a jaxpr inside it.
         jaxpr: the jaxpr.
-        on_trail: the trails of its arguments.
+        trails: those of its arguments.
         use: how the jaxpr is used.
 
     Attributes:
@@ -48,33 +47,22 @@ class Edit:
         users_own: these, and what is computed only to be placed so.
     """
 
-    def __init__(
-        self,
-        shared: Shared,
-        follow: Callable[..., Followed],
-        jaxpr: Any,
-        on_trail: dict[int, Trail],
-        use: Use,
-    ) -> None:
-        self.shared, self.follow, self.jaxpr, self.on_trail = shared, follow, jaxpr, on_trail
-        self.use = use
+    def __init__(self, shared: Shared, jaxpr: Any, trails: Sequence[Trail], use: Use) -> None:
+        self.shared, self.follow, self.jaxpr, self.use = shared, shared.follow, jaxpr, use
+        inner = opened(jaxpr)
+        self.on_trail = {id(var): trail for var, trail in zip(inner.invars, trails, strict=True) if trail}
         self.equations: list[Any] = []
         self.constrained: dict[int, Any] = {}
-        self.kept: list[Kept] = []
-        self.lost: list[Lost] = []
-        self.moves: list[Lost] = []
+        self.kept: list[Noted] = []
+        self.lost: list[Noted] = []
+        self.moves: list[Noted] = []
         self.gathered = self.sent = 0.0
-        arguments = {
-            var: i
-            for i, var in enumerate(opened(jaxpr).invars)
-            if not shared.has_rows(on_trail.get(id(var), LOST))
-        }
+        arguments = {var: i for i, var in enumerate(inner.invars) if not shared.has_rows(trails[i])}
         self.weights = Weights(arguments, use.rounds, shared.trails)
         self.replaced: dict[int, Any] = {}
         self.summed: list[Any] = []
         self.moved: dict[tuple[int, Trail], Any] = {}
         self.parts: dict[int, tuple[Any, Trail]] = {}
-        inner = opened(jaxpr)
         self.users_given = {id(inner.invars[i]) for i in use.taken}
         self.users_own = {id(inner.outvars[i]) for i in use.given}
         for equation in [each for each in inner.eqns if primitive_name(each) in PLACES]:
@@ -91,15 +79,11 @@ class Edit:
         """What stands for an operand of the equation at hand."""
         return self.replaced.get(id(atom), self.constrained.get(id(atom), atom))
 
-    def may_keep(self, var: Any) -> bool:
-        """Whether a variable has rows, is not in the memory of the host, and no constraint of the user's."""
-        if id(var) in self.users_own or isinstance(var, DropVar):
-            return False
-        return is_on_device(var) and self.shared.has_rows(self.trail(var))
-
     def has_open_rows(self, atom: Any) -> bool:
-        """Whether a value has rows that no constraint of a user places."""
-        return not isinstance(atom, Literal) and self.may_keep(atom)
+        """Whether a value has rows, is not in the memory of the host, and no user places it."""
+        if id(atom) in self.users_own or isinstance(atom, DropVar):
+            return False
+        return self.shared.has_rows(self.trail(atom)) and is_on_device(atom)
 
     def constrain(self, var: Any, spec: PartitionSpec, equation: Any) -> None:
         """Constrains a variable, once more if it is, for all equations behind this one."""
@@ -125,20 +109,20 @@ class Edit:
         """Takes note of an equation that lost the rows of these of its operands or results."""
         largest = max(values, key=lambda var: math.prod(shape_of(var)), default=None)
         if largest is not None and shape_of(largest):
-            self.lost.append(Lost(equation, largest.aval, rows=self.trail(largest)))
+            self.lost.append(Noted(equation, largest.aval, rows=self.trail(largest)))
 
     def note_move(self, equation: Any, value: Any) -> None:
         """Takes note of an equation whose rows move to this value."""
-        self.moves.append(Lost(equation, value.aval))
+        self.moves.append(Noted(equation, value.aval))
 
     def inside(
         self, equation: Any, jaxpr: Any, trails: Sequence[Trail], use: Use = ONCE, times: int = 1
     ) -> Followed:
         """A jaxpr of an equation, which runs so many times; what is kept and lost in it counts."""
         found = self.follow(jaxpr, trails, use)
-        self.kept += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.kept]
-        self.lost += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.lost]
-        self.moves += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in found.moved]
+        pairs = (self.kept, found.kept), (self.lost, found.lost), (self.moves, found.moved)
+        for mine, theirs in pairs:
+            mine += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in theirs]
         self.gathered += times * found.gathered
         self.sent += times * found.sent
         return found

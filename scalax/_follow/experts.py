@@ -33,13 +33,8 @@ class Stored(Interpreter[Trail]):
     ) -> None:
         super().__init__(nothing=LOST)
         self._trails, self._from_batch = trails, from_batch
-        self._stored: dict[int, Trail] = {}
         if any(stored):
             self.results(jaxpr, stored)
-
-    def of(self, atom: Any) -> Trail:
-        """Where a value is, wherever its jaxpr is used; nothing if it is no weight or a part of one."""
-        return self._stored.get(id(atom), LOST)
 
     def primitive(self, name: str, equation: Any, operands: Sequence[Trail]) -> Sequence[Trail]:
         if name in VIEWS or (name in ELEMENTWISE and equation.outvars[0] not in self._from_batch):
@@ -56,12 +51,6 @@ class Stored(Interpreter[Trail]):
 
     def stack_of(self, element: Trail) -> Trail:
         return stack_of(element)
-
-    def note(self, facts: dict[int, Trail]) -> None:
-        for var, trail in facts.items():
-            before = self._stored.setdefault(var, trail)
-            if before is not trail:
-                self._stored[var] = common(before, trail)
 
 
 def move_to_experts(

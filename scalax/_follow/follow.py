@@ -16,26 +16,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from scalax._follow import kernels
 from scalax._follow.columns import Columns
 from scalax._follow.dealt import DEALT, dealt
 from scalax._follow.edit import Edit
 from scalax._follow.experts import scattered
-from scalax._follow.kernels import split_of
 from scalax._follow.loops import follow_loop
 from scalax._follow.moves import Move, move_to_weight
 from scalax._follow.operands import place_operands
 from scalax._follow.ragged import on_own_rows
-from scalax._follow.said import SAID, placed_at, placed_by_user, said_trails
+from scalax._follow.said import SAID, placed_by_user
 from scalax._follow.shared import Shared
 from scalax._follow.trail import LOST, LOSTS, Trail, along, axes_of, closed_spec_of, merged, spec_of
-from scalax._follow.types import ONCE, Arguments, Followed, Kept, Use
-from scalax._jax.equations import CALLS, LOOPS, WITH_JAXPRS, Literal, branches, called, opened, shape_of
-from scalax._jax.kernels import is_interpreted
+from scalax._follow.types import ONCE, Arguments, Followed, Noted, Use
+from scalax._jax.equations import CALLS, LOOPS, WITH_JAXPRS, branches, called, opened, shape_of
 from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jax.rewriting import replaced, with_jaxprs, with_operands
 from scalax._jaxprs.dims import ELEMENTWISE, PRODUCTS, UNKNOWN
@@ -45,6 +45,10 @@ CHOICES = PRODUCTS | {
     *('gather', 'sort', 'scatter', 'scatter-add', 'select_and_scatter_add'),
     *('reduce_window_max', 'reduce_window_sum'),
 }
+# Results of these that have rows are kept, also if all of their operands have rows.
+_KEPT = LOOPS | {KERNEL}
+# Rows that these lose are noted elsewhere, or are where users say.
+_TOLD = SAID | WITH_JAXPRS
 
 
 def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Followed:
@@ -55,55 +59,33 @@ def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Follo
         arguments: what is known of its arguments.
         mesh: a mesh of Auto axes. It is in force.
     """
-    shared = Shared(mesh, arguments, jaxpr)
-    found = _Follower(shared).jaxpr(jaxpr, arguments.trails)
+    follower = _Follower(mesh, arguments, jaxpr)
+    found = follower.follow(jaxpr, arguments.trails)
     # The compiler moves no rows to kernels.
-    return dataclasses.replace(found, is_open=found.gathered > found.sent and not shared.has_kernels)
+    return dataclasses.replace(found, is_open=found.gathered > found.sent and not follower.has_kernels)
 
 
-class _Follower:
-    """Follows the jaxprs of a function; one that is used in several places with the same trails stays one.
+class _Follower(Shared):
+    """Follows the jaxprs of a function; one that is used in several places with the same trails stays one."""
 
-    Args:
-        shared: what is known of all of them.
-    """
+    def __init__(self, mesh: Mesh | AbstractMesh, arguments: Arguments, whole: Any) -> None:
+        super().__init__(mesh, arguments, whole)
+        self._known: dict[Any, Followed] = {}
 
-    def __init__(self, shared: Shared) -> None:
-        self._shared = shared
-        # The jaxprs are kept as well, so that no other object gets their ids.
-        self._known: dict[Any, tuple[Any, Followed]] = {}
-
-    def jaxpr(self, jaxpr: Any, trails: Sequence[Trail], use: Use = ONCE) -> Followed:
-        """The jaxpr with constraints.
-
-        Args:
-            jaxpr: the jaxpr.
-            trails: those of its arguments.
-            use: how it is used.
-        """
-        key = id(jaxpr), tuple(trails), use
+    def follow(self, jaxpr: Any, trails: Sequence[Trail], use: Use = ONCE) -> Followed:
+        key = jaxpr, tuple(trails), use
         if key not in self._known:
-            arguments = opened(jaxpr).invars
-            on_trail = {id(var): trail for var, trail in zip(arguments, trails, strict=True) if trail}
-            if (on_trail or self._shared.resumes) and opened(jaxpr).eqns:
-                edit = self._pass(jaxpr, on_trail, use)
-                found = edit.made()
-                if edit.columns.better_whole:
-                    found = self._pass(jaxpr, on_trail, use, edit.columns.better_whole).made()
-            else:
-                found = self._pass(jaxpr, on_trail, use).unchanged()
-            self._known[key] = jaxpr, found
-        return self._known[key][1]
-
-    def _pass(self, jaxpr: Any, on_trail: dict[int, Trail], use: Use, whole: Container[int] = ()) -> _Pass:
-        return _Pass(self._shared, self.jaxpr, jaxpr, dict(on_trail), use, whole=whole)
+            first = _Pass(self, *key)
+            found, whole = first.made(), first.columns.better_whole
+            self._known[key] = _Pass(self, *key, whole=whole).made() if whole else found
+        return self._known[key]
 
 
 class _Pass(Edit):
     """The pass over one jaxpr.
 
     Args:
-        shared, follow, jaxpr, on_trail, use: as for `Edit`.
+        shared, jaxpr, trails, use: as for `Edit`.
         whole: the results of products whose columns are whole, as `Columns` found before.
 
     Attributes:
@@ -114,39 +96,30 @@ class _Pass(Edit):
         super().__init__(*args)
         self._whole, self.columns = whole, Columns(self.shared.trails)
 
-    def unchanged(self) -> Followed:
-        """The jaxpr as it is: there is nothing to constrain."""
-        jaxpr = opened(self.jaxpr)
-        for equation in jaxpr.eqns:
-            self.weights.note(equation, [LOST] * len(equation.invars))
-        passed = self.weights.passed(jaxpr.outvars)
-        return Followed(self.jaxpr, tuple(map(self.trail, jaxpr.outvars)), passed=passed)
-
     def made(self) -> Followed:
-        """The jaxpr with constraints."""
-        jaxpr, before = opened(self.jaxpr), self.use.before
-        first, last = jaxpr.eqns[0], jaxpr.eqns[-1]
+        """The jaxpr with constraints; the same one if it needs none."""
+        jaxpr, before = opened(self.jaxpr), self.use.before if opened(self.jaxpr).eqns else None
         if before is not None:
             # Stacks are constrained before the loop. A constraint of their elements as well can cost a copy
             # of all that rounds have saved: the compiler then reads it in another order than it is stored in.
-            for var in filter(self.may_keep, jaxpr.invars[:before]):
-                self.constrain(var, spec_of(self.trail(var)), first)
+            for var in filter(self.has_open_rows, jaxpr.invars[:before]):
+                self.constrain(var, spec_of(self.trail(var)), jaxpr.eqns[0])
         for equation in jaxpr.eqns:
             self._equation(equation)
         if before is not None:
             for atom in jaxpr.outvars:
-                if id(atom) not in self.constrained and self.may_keep(atom):
-                    self.constrain(atom, spec_of(self.trail(atom)), last)
+                if id(atom) not in self.constrained and self.has_open_rows(atom):
+                    self.constrain(atom, spec_of(self.trail(atom)), jaxpr.eqns[-1])
         results = [self.constrained.get(id(atom), atom) for atom in jaxpr.outvars]
+        same = len(self.equations) == len(jaxpr.eqns) and all(map(operator.is_, self.equations, jaxpr.eqns))
         return Followed(
-            replaced(self.jaxpr, eqns=self.equations, outvars=results),
+            self.jaxpr if same else replaced(self.jaxpr, eqns=self.equations, outvars=results),
             tuple(map(self.trail, jaxpr.outvars)),
-            tuple(self.kept),
-            tuple(self.lost),
-            tuple(self.moves),
+            self.kept,
+            self.lost,
+            self.moves,
             self.gathered,
             self.sent,
-            False,
             self.weights.multiplied,
             self.weights.passed(jaxpr.outvars),
             frozenset(i for i, atom in enumerate(jaxpr.outvars) if self.weights.is_sum(atom)),
@@ -161,10 +134,7 @@ class _Pass(Edit):
             return
         self.replaced, self.summed = {}, []
         experts = place_operands(self, equation, operands)
-        if name == KERNEL:
-            placed, results = self._kernel(equation, operands)
-        else:
-            placed, results = self._results(equation, operands)
+        placed, results = self._results(equation, operands)
         for place in experts:
             results = [scattered(trails.dims(equation), place, operands, results[0])]
         is_dealt = name in DEALT and self._loses_rows(equation, operands, results)
@@ -172,9 +142,7 @@ class _Pass(Edit):
             results = dealt(equation, operands, results, trails)
             if any(map(trails.has_rows, results)):
                 self.note_move(equation, equation.outvars[0])
-        move = None
-        if name in PRODUCTS and not experts:
-            move = move_to_weight(self, equation, operands, results)
+        move = move_to_weight(self, equation, operands, results) if name in PRODUCTS and not experts else None
         if name == 'ragged_dot_general':
             placed = on_own_rows(equation, operands, trails, self.shared.mesh)
         if move is not None:
@@ -182,30 +150,23 @@ class _Pass(Edit):
         self.weights.note(equation, operands, results, self._staying(equation, operands, experts, move))
         self._append(placed, ids)
         # What is computed of rows alone stays with them. Of other results the compiler decides.
-        is_choice = (
-            name in LOOPS
-            or name == KERNEL
-            or is_dealt
-            or (name in CHOICES and not all(map(trails.has_rows, operands)))
-        )
+        is_mixed = name in CHOICES and not all(map(trails.has_rows, operands))
+        is_choice = is_dealt or is_mixed or name in _KEPT
         for var, whole in zip(equation.outvars, results, strict=False):
             trail = self._noted(var, whole)
-            if trail and is_choice and self.may_keep(var):
-                spec = spec_of(trail, self._whole_dims(equation, operands))
+            if trail and is_choice and self.has_open_rows(var):
+                spec = spec_of(trail, self._whole_dims(equation))
                 if move is not None:  # at both ends: else the compiler might gather the weight
                     self.constrain(var, move.result, equation)
                 self.constrain(var, spec, equation)
-                self.kept.append(Kept(var.aval, spec, equation))
-        if (
-            name not in SAID
-            and name not in WITH_JAXPRS
-            and self._loses_rows(equation, operands, [*map(self.trail, equation.outvars)])
-        ):
+                self.kept.append(Noted(equation, var.aval, spec=spec))
+        found = [*map(self.trail, equation.outvars)]
+        if name not in _TOLD and self._loses_rows(equation, operands, found):
             self.note_loss(equation, equation.outvars)
         if name == 'device_put':
             self.hold(equation)
-        if self.shared.has_columns and equation.outvars:
-            self.columns.note(equation, operands, self.trail(equation.outvars[0]))
+        if self.shared.has_columns and found:
+            self.columns.note(equation, operands, found[0])
         for var in self.summed:
             self.constrain(var, closed_spec_of(self.trail(var), len(shape_of(var))), equation)
 
@@ -227,8 +188,10 @@ class _Pass(Edit):
         """An equation whose results are where its operands are; nothing is constrained for it."""
         self.replaced = {}
         self._append(equation, ids)
-        whole = self.shared.trails.merged(tuple(operands), len(shape_of(equation.outvars[0])))
         self.weights.note(equation, operands)
+        if not any(operands):  # as in an optimizer
+            return
+        whole = self.shared.trails.merged(tuple(operands), len(shape_of(equation.outvars[0])))
         for var in equation.outvars:
             self._noted(var, whole)
         if self.shared.has_columns:
@@ -242,10 +205,8 @@ class _Pass(Edit):
 
     def _noted(self, var: Any, whole: Trail) -> Trail:
         """The part of a trail that a result can have, which is noted."""
-        if not whole:
-            return LOST
         trails = self.shared.trails
-        trail = trails.possible(whole, shape_of(var))
+        trail = trails.possible(whole, shape_of(var)) if whole else LOST
         if id(var) in self._whole:
             trail = along(trail, trails.batch_axes)
         if trail:
@@ -254,17 +215,14 @@ class _Pass(Edit):
 
     def _loses_rows(self, equation: Any, operands: Sequence[Trail], results: Sequence[Trail]) -> bool:
         """Whether operands have rows, no result has, and these were not just summed over."""
-        shared = self.shared
-        rows = [place for place, trail in enumerate(operands) if shared.has_rows(trail)]
-        if not rows or any(map(shared.has_rows, results)):
+        has_rows, trails = self.shared.has_rows, self.shared.trails
+        if any(map(has_rows, results)) or not any(map(has_rows, operands)):
             return False
         if primitive_name(equation) in ('scatter-add', 'scatter-sub'):
             return not self._is_small_sum(equation, operands)
-        dims = shared.trails.dims(equation)
-        kept = [along(operands[place], shared.trails.batch_axes) for place in rows]
         return any(
-            axes and i not in dims.summed_of(place)
-            for place, trail in zip(rows, kept, strict=True)
+            not trails.batch_axes.isdisjoint(axes) and i not in trails.dims(equation).summed_of(place)
+            for place, trail in enumerate(operands)
             for i, axes in enumerate(trail)
         )
 
@@ -275,42 +233,29 @@ class _Pass(Edit):
         devices = math.prod(sizes[axis] for axis in axes_of(operands[2]) | axes_of(operands[1]))
         return table in self.shared.tables or math.prod(table) * devices <= math.prod(updates)
 
-    def _kernel(self, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
-        """A kernel that runs on each device with its rows, if it may, and the trails of its results."""
-        has_rows = self.shared.has_rows
-        split = split_of(equation, operands, self.shared.mesh, has_rows)
-        if split is None or not any(map(has_rows, split.results)):
-            return equation, ()
-        if is_interpreted(equation):
-            return equation, split.results
-        self.shared.has_kernels = True
-        return split.equation_on_rows(), split.results
-
-    def _whole_dims(self, equation: Any, operands: Sequence[Trail]) -> set[int]:
+    def _whole_dims(self, equation: Any) -> Container[int]:
         """The dimensions of a result that are those of weights: if these do not shard them, nothing does."""
         name = primitive_name(equation)
         if name == KERNEL:
-            return set(range(max(len(shape_of(var)) for var in equation.outvars)))
-        if name != 'gather' and name not in PRODUCTS:
-            return set()
-        dims = self.shared.trails.dims(equation)
-        weights = [
-            place
-            for place, atom in enumerate(equation.invars)
-            if self.shared.placed
-            and not self.shared.has_rows(operands[place])
-            and not isinstance(atom, Literal)
-            and atom not in self.shared.from_batch
-        ]
-        return {dim for place in weights for dim in dims.own(place)}
+            return range(max(len(shape_of(var)) for var in equation.outvars))
+        if not self.shared.placed or (name != 'gather' and name not in PRODUCTS):
+            return ()
+        own = self.shared.trails.dims(equation).own
+        weights = [i for i, atom in enumerate(equation.invars) if atom not in self.shared.from_batch]
+        return {dim for weight in weights for dim in own(weight)}
 
     def _results(self, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
         """An equation with constraints in its jaxprs, and the trails of its results."""
         name = primitive_name(equation)
         if name in SAID:
-            return equation, [*map(self.shared.said, said_trails(equation, operands), equation.outvars)]
-        if not any(operands) and not (name in WITH_JAXPRS and self._may_matter(equation)):
+            before = operands if name != 'shard_map' else [LOST] * len(equation.outvars)
+            return equation, self._placed(placed_by_user(equation)[1], before, equation.outvars)
+        if not any(operands) and name not in WITH_JAXPRS:
             return equation, ()
+        if name == KERNEL:
+            placed, results = kernels.on_own_rows(equation, operands, self.shared.mesh, self.shared.has_rows)
+            self.shared.has_kernels |= placed is not equation
+            return placed, results
         if self.shared.trails.dims(equation) is not UNKNOWN:
             if name == 'dot_general':
                 operands = self.shared.beside_weights(operands)
@@ -318,40 +263,33 @@ class _Pass(Edit):
             if name == 'reshape':
                 self.parts[id(equation.outvars[0])] = equation, operands[0]
             return equation, results
-        if name in CALLS:
-            taken, given = placed_by_user(equation)
-            operands = self._placed(taken, operands, equation.invars)
-            use = Use(taken=tuple(taken), given=tuple(given))
-            inside = self.inside(equation, called(equation), operands, use)
-            self.weights.note_call(equation.invars, inside.multiplied)
-            if inside.multiplied:
-                self.columns.note_use(equation.invars)
-            self.weights.note_results(equation.invars, equation.outvars, inside.passed, inside.summed)
-            results = self._placed(given, inside.trails, equation.outvars)
-            return with_jaxprs(equation, inside.jaxpr), results
         if name in ('scan', 'while'):
             return follow_loop(self, equation, operands)
-        if name == 'cond':
-            found = [self.inside(equation, branch, operands[1:]) for branch in branches(equation)]
-            for branch in found:
-                self.weights.note_call(equation.invars[1:], branch.multiplied)
-            trails = zip(*(branch.trails for branch in found), strict=True)
-            return with_jaxprs(equation, *[branch.jaxpr for branch in found]), [
-                merged(each, len(shape_of(var))) for each, var in zip(trails, equation.outvars, strict=True)
-            ]
-        return equation, ()
+        if name not in WITH_JAXPRS:
+            return equation, ()
+        taken, given = placed_by_user(equation)
+        operands = self._placed(taken, operands, equation.invars)
+        use = Use(taken=tuple(taken), given=tuple(given))
+        # A call is a `cond` of one branch.
+        jaxprs, first = ([called(equation)], 0) if name in CALLS else (branches(equation), 1)
+        found = [self.inside(equation, each, operands[first:], use) for each in jaxprs]
+        for each in found:
+            self.weights.note_call(equation.invars[first:], each.multiplied)
+            if each.multiplied:
+                self.columns.note_use(equation.invars)
+        if name in CALLS:
+            self.weights.note_results(equation.invars, equation.outvars, found[0].passed, found[0].summed)
+        trails = zip(equation.outvars, *[each.trails for each in found], strict=True)
+        results = [merged(each, len(shape_of(var))) for var, *each in trails]
+        placed = self._placed(given, results, equation.outvars)
+        return with_jaxprs(equation, *[each.jaxpr for each in found]), placed
 
     def _placed(
         self, places: Mapping[int, Any], trails: Sequence[Trail], atoms: Sequence[Any]
     ) -> list[Trail]:
-        """The trails of operands or results of a `jit` whose user places these."""
-        found = list(trails)
-        for i, sharding in places.items():
-            found[i] = self.shared.said(placed_at(sharding, found[i], atoms[i]), atoms[i])
-        return found
-
-    def _may_matter(self, equation: Any) -> bool:
-        """Whether an equation with jaxprs has rows inside, or gives weights that others multiply."""
-        if self.shared.resumes or any(placed_by_user(equation)):
-            return True
-        return primitive_name(equation) in CALLS and any(map(self.weights.is_weight, equation.invars))
+        """The trails of operands or results of which the user places these."""
+        pairs = enumerate(zip(trails, atoms, strict=True))
+        return [
+            self.shared.placed_at(places[i], trail, atom) if i in places else trail
+            for i, (trail, atom) in pairs
+        ]

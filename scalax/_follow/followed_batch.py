@@ -7,13 +7,13 @@ import math
 import os
 import traceback
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
 
-from scalax._follow.types import Arguments, Followed, Kept, Lost
+from scalax._follow.types import Arguments, Followed, Noted
 from scalax._jax.equations import name_stack, traceback_of
 from scalax._report.tables import array_text, human_bytes, table, terminal_width
 from scalax._tree.paths import bits_of
@@ -65,6 +65,9 @@ class LostRows:
     array: str
     bytes: int
     count: int = 1
+
+
+T = TypeVar('T', KeptValue, LostRows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,56 +145,55 @@ def followed_batch(
     """
     if arguments is None or followed is None:
         return FollowedBatch(name, reason=why_not)
-    if followed.failure:
-        return FollowedBatch(name, reason=followed.failure)
-    if followed.is_open:
-        return FollowedBatch(name, reason=_few(followed.gathered, followed.sent))
-    kept = Counter(
-        KeptValue(_array(each.aval), each.spec, each.equation.primitive.name, line_of(each))
-        for each in followed.kept
-    )
+    if followed.failure or followed.is_open:
+        return FollowedBatch(name, reason=followed.failure or _few(followed))
     return FollowedBatch(
         name,
         tuple(sorted(arguments.batch_axes)),
-        tuple(dataclasses.replace(value, count=count) for value, count in kept.items()),
+        tuple(_counted(KeptValue(spec=each.spec, **_place(each)) for each in followed.kept)),
         _largest_first(followed.lost),
         _largest_first(followed.moved),
     )
 
 
-def _few(gathered: float, sent: float) -> str:
-    weights, rows = map(human_bytes, map(round, (gathered, sent)))
+def _few(followed: Followed) -> str:
+    weights, rows = map(human_bytes, map(round, (followed.gathered, followed.sent)))
     return (
         f'rows are few. To keep them a device would gather {weights} of weights; the compiler can move '
         f'{rows} of rows instead'
     )
 
 
-def _largest_first(places: Sequence[Lost]) -> tuple[LostRows, ...]:
-    found = Counter(
-        LostRows(each.equation.primitive.name, line_of(each), _array(each.aval), _bytes(each.aval))
-        for each in places
-    )
-    ordered = sorted(found.items(), key=lambda item: (-item[0].bytes, item[0].line, item[0].primitive))
-    return tuple(dataclasses.replace(each, count=count) for each, count in ordered)
+def _largest_first(places: Iterable[Noted]) -> tuple[LostRows, ...]:
+    found = _counted(LostRows(bytes=_bytes(each.aval), **_place(each)) for each in places)
+    return tuple(sorted(found, key=lambda each: (-each.bytes, each.line, each.primitive)))
 
 
-def _array(aval: Any) -> str:
-    return array_text(str(aval.dtype), aval.shape)
+def _counted(values: Iterable[T]) -> list[T]:
+    return [dataclasses.replace(value, count=count) for value, count in Counter(values).items()]
+
+
+def _place(noted: Noted) -> dict[str, Any]:
+    line, aval = line_of(noted.equation, noted.calls), noted.aval
+    array = array_text(str(aval.dtype), aval.shape)
+    return {'primitive': noted.equation.primitive.name, 'line': line, 'array': array}
 
 
 def _bytes(aval: Any) -> int:
     return -(-math.prod(aval.shape) * bits_of(aval.dtype) // 8)
 
 
-def line_of(found: Kept | Lost) -> str:
-    """The line of the user's code; of what JAX derived, that of the call around it."""
-    for equation in (found.equation, *found.calls):
-        stack = traceback_of(equation)
-        if stack is not None:
-            frames = traceback.extract_tb(stack)
-            written = [each for each in reversed(frames) if not each.filename.startswith(_JAX)]
-            frame = users_own(written, lambda each: each.filename)
-            if frame is not None:
-                return f'{file_text(frame.filename)}:{frame.lineno} {frame.name}'
-    return name_stack(found.equation)
+def line_of(equation: Any, calls: Sequence[Any] = ()) -> str:
+    """The line of the user's code; of what JAX derived, that of the innermost call around it that has one.
+
+    Args:
+        equation: the equation.
+        calls: those in whose jaxprs it is, from the innermost one outwards.
+    """
+    for stack in filter(None, map(traceback_of, (equation, *calls))):
+        frames = traceback.extract_tb(stack)
+        written = [each for each in reversed(frames) if not each.filename.startswith(_JAX)]
+        frame = users_own(written, lambda each: each.filename)
+        if frame is not None:
+            return f'{file_text(frame.filename)}:{frame.lineno} {frame.name}'
+    return name_stack(equation)

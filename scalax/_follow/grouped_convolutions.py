@@ -8,7 +8,6 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from scalax._follow.types import Lost
 from scalax._jax.equations import conv_dims, conv_groups, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, bound, equation_of
@@ -59,7 +58,7 @@ def with_right_gradients(
 def _refusal(name: str, equation: Any) -> str:
     from scalax._follow.followed_batch import line_of  # here, because hardly any program is refused
 
-    line = line_of(Lost(equation, None))
+    line = line_of(equation)
     return (
         f'{name} takes the gradient of a grouped convolution ({line}), which XLA adds up over too many '
         'devices. scalax mends that on meshes of Auto axes, in functions that close over no value of an '

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from scalax._follow.trail import LOST, Trail, closed_spec_of, of_dims
+from scalax._follow.trail import LOST, Trail, axes_of, closed_spec_of, of_dims
 from scalax._jax import kernels
 from scalax._jax.equations import shape_of
 from scalax._jax.rewriting import equation_of
@@ -45,9 +45,7 @@ class Split:
         """The equation of a `shard_map` in which each device takes its steps."""
         count, trails = len(self.equation.invars), self._trails()
         atoms = (*self.equation.invars, *self.equation.outvars)
-        specs = [
-            closed_spec_of(trail, len(shape_of(atom))) for trail, atom in zip(trails, atoms, strict=True)
-        ]
+        specs = [*map(closed_spec_of, trails, map(len, map(shape_of, atoms)))]
         mapped = jax.shard_map(
             self.on_device,
             mesh=self.mesh,
@@ -77,10 +75,10 @@ class Split:
         ]
 
 
-def split_of(
+def on_own_rows(
     equation: Any, trails: Sequence[Trail], mesh: Mesh | AbstractMesh, has_rows: Callable[[Trail], bool]
-) -> Split | None:
-    """How the steps of a kernel are dealt to the devices that have its operands; None if they may not be.
+) -> tuple[Any, Sequence[Trail]]:
+    """A kernel that runs on each device with its rows, if it may, and the trails of its results.
 
     Args:
         equation: the kernel.
@@ -88,30 +86,31 @@ def split_of(
         mesh: a mesh of Auto axes.
         has_rows: tells whether some dimension of a trail holds rows of the batch.
     """
-    blocks, whole = kernels.blocks(equation), kernels.count_whole(equation)
-    if whole + len(blocks) != len(equation.invars) + len(equation.outvars) or any(
-        map(has_rows, trails[:whole])
-    ):
-        return None
-    operands = zip(blocks, trails[whole:], strict=False)
-    axes = _axes_of_steps(sorted(operands, key=lambda operand: not has_rows(operand[1])))
-    shards = Split(equation, axes, mesh).shards
-    over = {step: axes[step] for step in axes if kernels.deals_rows(equation, step, shards[step])}
-    return Split(equation, over, mesh) if over else None
+    split = split_of(equation, trails, mesh, has_rows)
+    if split is None or not any(map(has_rows, split.results)):
+        return equation, ()
+    return equation if kernels.is_interpreted(equation) else split.equation_on_rows(), split.results
 
 
-def _axes_of_steps(operands: Sequence[tuple[Any, Trail]]) -> dict[int, tuple[str, ...]]:
-    """Dimension of the grid -> the mesh axes over the dimensions of operands that it walks over.
+def split_of(
+    equation: Any, trails: Sequence[Trail], mesh: Mesh | AbstractMesh, has_rows: Callable[[Trail], bool]
+) -> Split | None:
+    """How the steps of a kernel are dealt to the devices that have its operands; None if they may not be.
 
-    The first operand that has some decides.
+    Where operands are over different mesh axes, the first one that has some decides, those with rows before
+    others. The arguments are those of `on_own_rows`.
     """
-    found: dict[int, tuple[str, ...]] = {}
-    used: set[str] = set()
-    for block, trail in operands:
-        walked = kernels.walked(block)
-        for dim, axes in enumerate(trail):
-            step = walked.get(dim)
-            if axes and step is not None and step not in found and used.isdisjoint(axes):
-                found[step] = axes
-                used.update(axes)
-    return found
+    blocks, whole = kernels.blocks(equation), kernels.count_whole(equation)
+    count = len(equation.invars) + len(equation.outvars)
+    if whole + len(blocks) != count or any(map(has_rows, trails[:whole])):
+        return None
+    over: dict[int, tuple[str, ...]] = {}
+    operands = zip(blocks, trails[whole:], strict=False)
+    for block, trail in sorted(operands, key=lambda operand: not has_rows(operand[1])):
+        for dim, step in kernels.walked(block).items():
+            axes = trail[dim] if trail else ()
+            if axes and step not in over and axes_of(over.values()).isdisjoint(axes):
+                over[step] = axes
+    shards = Split(equation, over, mesh).shards
+    over = {step: over[step] for step in over if kernels.deals_rows(equation, step, shards[step])}
+    return Split(equation, over, mesh) if over else None

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from scalax._follow.accumulations import added_by_round
-from scalax._follow.types import Lost
+from scalax._follow.types import Noted
 from scalax._jax.equations import (
     Loop,
     branches,
@@ -34,7 +34,7 @@ from scalax._jax.rewriting import Rewriter, equation_if_mapped, equation_of, run
 from scalax._jaxprs.dependence import Dependence
 
 
-def with_own_rows(jaxpr: Any, lost: Iterable[Lost], sizes: Mapping[str, int]) -> Any:
+def with_own_rows(jaxpr: Any, lost: Iterable[Noted], sizes: Mapping[str, int]) -> Any:
     """The jaxpr whose loops over rows run on each device's own ones; the same one if there is none.
 
     Args:

@@ -47,7 +47,7 @@ def _experts(edit: Edit, equation: Any, operands: list[Trail]) -> Sequence[int]:
     if move is not None:
         place, var = move[0], equation.invars[move[0]]
         trail = edit.shared.possible(move[1], var)
-        if trail and edit.may_keep(var):
+        if trail and edit.has_open_rows(var):
             stops, dim = way(equation, place, operands, trail, edit.shared.trails.sizes)
             trail = stops[-1]
             if (id(var), trail) not in edit.moved:

@@ -11,10 +11,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from scalax._follow.accumulations import with_sums_behind_loops
-from scalax._follow.choices import follow_choices
+from scalax._follow.follow import follow
 from scalax._follow.loops_over_rows import with_own_rows
 from scalax._follow.matrices import spread_matrices
-from scalax._follow.types import Arguments, Followed, Lost
+from scalax._follow.types import Arguments, Followed
 from scalax._jax.equations import JaxprEqn
 from scalax._jax.rewriting import run_as_one, with_inputs
 from scalax.errors import FollowingWarning, warn
@@ -65,15 +65,13 @@ def follow_rows(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> 
         arguments: what is known of its arguments.
         mesh: a mesh of Auto axes. It is in force.
     """
-    as_written, jaxpr = jaxpr, with_sums_behind_loops(jaxpr)
-    while True:
-        found = follow_choices(jaxpr, arguments, mesh)
+    as_written, before, jaxpr = jaxpr, None, with_sums_behind_loops(jaxpr)
+    while jaxpr is not before:  # what one loop gives another one may run over
+        found = follow(jaxpr, arguments, mesh)
         before, jaxpr = jaxpr, with_own_rows(jaxpr, found.lost, mesh.shape)
-        if jaxpr is before:  # what one loop gives another one may run over
-            break
     if found.is_open and jaxpr is as_written:
         # Where all weights stay, the compiler may keep columns from product to product.
-        return dataclasses.replace(found, jaxpr=jaxpr, kept=())
+        return dataclasses.replace(found, jaxpr=jaxpr)
     return dataclasses.replace(found, is_open=False)
 
 
@@ -83,6 +81,5 @@ def _failure(error: Exception) -> str:
 
     at_hand = [frame.f_locals.get('equation') for frame, _ in traceback.walk_tb(error.__traceback__)]
     equations = [each for each in reversed(at_hand) if isinstance(each, JaxprEqn)]
-    place = [Lost(each, None, tuple(equations[1:])) for each in equations[:1]]
-    where = ''.join(f' at {each.equation.primitive.name} ({line_of(each)})' for each in place)
-    return f'following failed{where} with {type(error).__name__}: {error}'
+    at = f' at {equations[0].primitive.name} ({line_of(equations[0], equations[1:])})' if equations else ''
+    return f'following failed{at} with {type(error).__name__}: {error}'

@@ -5,46 +5,45 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from scalax._follow.trail import Trail, of_dims
 from scalax._jax import equations
-from scalax._jax.equations import PLACES, shape_of
+from scalax._jax.equations import PLACES, is_jaxpr, opened
 from scalax._jax.primitives import primitive_name
-from scalax._tree.specs import entry_axes
+from scalax._tree.specs import entries
 
 # The user says where their results are, whatever is known of their operands.
 SAID = frozenset({'sharding_constraint', 'device_put', 'shard_map'})
 
 
-def said_trails(equation: Any, operands: Sequence[Trail]) -> list[Trail]:
-    """The trails of the results of an equation of `SAID`."""
-    if primitive_name(equation) == 'shard_map':
-        return [
-            of_dims(dict(enumerate(map(entry_axes, spec))), len(shape_of(out)))
-            for spec, out in zip(equations.mapped_outputs(equation), equation.outvars, strict=True)
-        ]
-    _, results = placed_by_user(equation)
-    return [placed_at(results.get(i), operands[i], var) for i, var in enumerate(equation.outvars)]
-
-
 def placed_by_user(equation: Any) -> Sequence[Mapping[int, Any]]:
-    """The operands and the results of an equation that the user places, by number, with their shardings."""
+    """The operands and the results that the user places, by number, with their shardings or specs."""
+    if primitive_name(equation) == 'shard_map':
+        return {}, dict(enumerate(equations.mapped_outputs(equation)))
     return equations.shardings_said(equation) if primitive_name(equation) in PLACES else ({}, {})
 
 
-def placed_at(sharding: Any, trail: Trail, var: Any) -> Trail:
-    """The trail of a value that has this sharding. Dimensions that are left open stay as they were.
+def is_on_mesh(jaxpr: Any, mesh: Mesh | AbstractMesh) -> bool:
+    """Whether an equation, also in a jaxpr inside, says something of such a mesh without its devices.
 
-    Args:
-        sharding: where the user places it; None if nothing is said.
-        trail: its trail, without what is said.
-        var: the value.
+    Bare specs do. Constants that a transformation makes have the mesh in force too, without a word on it.
+    A function of a mesh of another shape has seen to its devices itself.
     """
-    if sharding is None:
-        return trail
-    dims = {
-        i: (trail[i] if trail else ()) if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry)
-        for i, entry in enumerate(getattr(sharding, 'spec', ()))
-    }
-    return of_dims(dims, len(shape_of(var)))
+    found = [opened(jaxpr)]
+    seen = {*found}
+    for inner in found:  # which grows meanwhile
+        parts = [part for equation in inner.eqns for part in equations.values_in(equation)]
+        if any(_says(part, mesh) for part in parts):
+            return True
+        new = {opened(part) for part in parts if is_jaxpr(part)} - seen
+        seen |= new
+        found += new
+    return False
+
+
+def _says(part: Any, mesh: Mesh | AbstractMesh) -> bool:
+    """Whether a parameter says something of such a mesh without its devices."""
+    if isinstance(part, NamedSharding):
+        is_said = any(entries(part.spec)) or AxisType.Explicit in part.mesh.axis_types
+        part = part.mesh if is_said else None
+    return isinstance(part, AbstractMesh) and part.shape == mesh.shape

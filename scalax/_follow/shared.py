@@ -8,13 +8,13 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._follow.experts import Stored
-from scalax._follow.said import SAID
-from scalax._follow.trail import Trail, Trails, axes_of, without
-from scalax._follow.types import Arguments
+from scalax._follow.trail import Trail, Trails, axes_of, of_dims, without
+from scalax._follow.types import ONCE, Arguments, Followed, Use
 from scalax._jax.equations import shape_of
 from scalax._jax.rewriting import constraint
 from scalax._jax.tracing import trace_context
 from scalax._jaxprs.dependence import Dependence
+from scalax._tree.specs import entry_axes
 
 
 class Shared:
@@ -35,7 +35,6 @@ class Shared:
         stored: where weights are over the axes of the batch.
         tables: the shapes of weights that rows are looked up in, and where these are over the batch's axes.
         has_kernels: whether there were kernels that run on each device with its rows.
-        resumes: whether users say where some of these are, so that rows may be found again.
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh, arguments: Arguments, whole: Any) -> None:
@@ -50,7 +49,16 @@ class Shared:
         self.from_batch = Dependence(whole, list(map(self.has_rows, arguments.trails)))
         self.stored = Stored(whole, arguments.stored, self.trails, self.from_batch)
         self.has_kernels = False
-        self.resumes = not SAID.isdisjoint(self.from_batch.primitives)
+
+    def follow(self, jaxpr: Any, trails: Sequence[Trail], use: Use = ONCE) -> Followed:
+        """A jaxpr with constraints.
+
+        Args:
+            jaxpr: the jaxpr, open or closed.
+            trails: those of its arguments.
+            use: how it is used.
+        """
+        raise NotImplementedError
 
     def possible(self, trail: Trail, var: Any) -> Trail:
         """The part of a trail that a variable can have."""
@@ -72,10 +80,23 @@ class Shared:
         """A trail along the mesh axes that shard no rows."""
         return without(trail, self.trails.batch_axes)
 
-    def said(self, trail: Trail, var: Any) -> Trail:
-        """What users say of a variable: of one that does not depend on the batch, nothing about rows."""
-        unknown = {axis for axes in trail for axis in axes if self.trails.sizes.get(axis, 1) == 1}
-        return without(trail, unknown if var in self.from_batch else unknown | self.trails.batch_axes)
+    def placed_at(self, place: Any, trail: Trail, var: Any) -> Trail:
+        """The trail of a value that the user places. Dimensions that are left open stay as they were.
+
+        Of one that does not depend on the batch, nothing is said about rows.
+
+        Args:
+            place: its sharding or spec.
+            trail: its trail, without what is said.
+            var: the value.
+        """
+        spec = place if isinstance(place, PartitionSpec) else getattr(place, 'spec', ())
+        before = trail or ((),) * len(spec)
+        pairs = zip(spec, before, strict=False)
+        said = [each if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry) for entry, each in pairs]
+        found = of_dims(dict(enumerate(said)), len(shape_of(var)))
+        unknown = {axis for axis in axes_of(found) if self.trails.sizes.get(axis, 1) == 1}
+        return without(found, unknown if var in self.from_batch else unknown | self.trails.batch_axes)
 
     def constraint(self, var: Any, spec: PartitionSpec, like: Any) -> Any:
         """An equation that constrains a variable, with the line of another one."""

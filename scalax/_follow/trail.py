@@ -34,24 +34,17 @@ class Trails:
         has_rows: tells whether some dimension of a trail holds rows of the batch.
         possible: the function of this name, of a trail and a shape.
         merged: the function of this name, of a tuple of trails and a number of dimensions.
+        dims: `dims_of`.
     """
 
     def __init__(self, sizes: Mapping[str, int], batch_axes: frozenset[str]) -> None:
         self.sizes, self.batch_axes = sizes, batch_axes
         self.has_rows: Callable[[Trail], bool] = functools.cache(lambda trail: bool(along(trail, batch_axes)))
-        self.possible: Callable[[Trail, tuple[int, ...]], Trail] = functools.cache(
-            functools.partial(possible, sizes=sizes)
-        )
+        within = functools.partial(possible, sizes=sizes)
+        self.possible: Callable[[Trail, tuple[int, ...]], Trail] = functools.cache(within)
         self.merged: Callable[[tuple[Trail, ...], int], Trail] = functools.cache(merged)
-        # The equations are kept as well, so that no other object gets their ids.
-        self._dims: dict[int, tuple[Any, Dims]] = {}
+        self.dims: Callable[[Any], Dims] = functools.cache(dims_of)
         self._through = functools.cache(lambda dims, operands: dims.through(operands, ()))
-
-    def dims(self, equation: Any) -> Dims:
-        """What an equation does with dimensions."""
-        if id(equation) not in self._dims:
-            self._dims[id(equation)] = equation, dims_of(equation)
-        return self._dims[id(equation)][1]
 
     def bytes_of(self, atom: Any, axes: Iterable[str]) -> float:
         """The bytes that a device has of a value that these mesh axes shard."""
@@ -63,20 +56,20 @@ class Trails:
         return self._through(self.dims(equation), tuple(operands))
 
 
+def _or_lost(dims: Iterable[tuple[str, ...]]) -> Trail:
+    trail = tuple(dims)
+    return trail if any(trail) else LOST
+
+
 def of_dims(dims: Mapping[int, tuple[str, ...]], ndim: int) -> Trail:
     """The trail with these dimensions."""
-    return tuple([dims.get(i, ()) for i in range(ndim)]) if any(dims.values()) else LOST
+    return _or_lost(dims.get(i, ()) for i in range(ndim))
 
 
 def merged(trails: Iterable[Trail], ndim: int) -> Trail:
     """The trail of a value of *ndim* dimensions that lies as each of several does: the first one decides."""
-    found: list[tuple[str, ...]] = [()] * ndim
-    any_found = False
-    for trail in trails:
-        if trail and len(trail) == ndim:
-            any_found = True
-            found = [mine or theirs for mine, theirs in zip(found, trail, strict=True)]
-    return tuple(found) if any_found else LOST
+    fitting = [trail for trail in trails if len(trail) == ndim]
+    return _or_lost(next(filter(None, each), ()) for each in zip(*fitting, strict=True))
 
 
 def possible(trail: Trail, shape: Sequence[int], sizes: Mapping[str, int]) -> Trail:
@@ -84,22 +77,19 @@ def possible(trail: Trail, shape: Sequence[int], sizes: Mapping[str, int]) -> Tr
 
     A mesh axis shards one dimension, the first one; and dimensions are sharded evenly.
     """
-    if not trail:
-        return LOST
     used: set[str] = set()
     found = []
-    for axes, size in zip(trail, shape, strict=True):
+    for axes, size in zip(trail, shape, strict=bool(trail)):
         if used.intersection(axes) or size % math.prod(sizes[axis] for axis in axes):
             axes = ()
         used.update(axes)
         found.append(axes)
-    return tuple(found) if used else LOST
+    return _or_lost(found)
 
 
 def common(mine: Trail, theirs: Trail) -> Trail:
     """The dimensions that have the same axes in two trails."""
-    kept = tuple(a if a == b else () for a, b in zip(mine, theirs, strict=True)) if mine and theirs else LOST
-    return kept if any(kept) else LOST
+    return _or_lost(a if a == b else () for a, b in zip(mine, theirs, strict=bool(mine and theirs)))
 
 
 def of_sharding(sharding: NamedSharding | None, ndim: int) -> Trail:
@@ -118,8 +108,7 @@ def axes_of(trail: Iterable[tuple[str, ...]]) -> set[str]:
 
 def without(trail: Trail, axes: Container[str]) -> Trail:
     """A trail along other mesh axes than these."""
-    kept = tuple([tuple([axis for axis in each if axis not in axes]) for each in trail])
-    return kept if any(kept) else LOST
+    return _or_lost(tuple([axis for axis in each if axis not in axes]) for each in trail)
 
 
 def put(trail: Trail, dim: int, axes: tuple[str, ...]) -> Trail:
@@ -129,7 +118,7 @@ def put(trail: Trail, dim: int, axes: tuple[str, ...]) -> Trail:
 
 def element_of(stack: Trail) -> Trail:
     """The trail of one element of a stack."""
-    return stack[1:] if any(stack[1:]) else LOST
+    return _or_lost(stack[1:])
 
 
 def stack_of(element: Trail) -> Trail:
@@ -139,8 +128,7 @@ def stack_of(element: Trail) -> Trail:
 
 def along(trail: Trail, axes: frozenset[str]) -> Trail:
     """The dimensions of a trail that some of these mesh axes shard, also with others."""
-    kept = tuple([each if axes.intersection(each) else () for each in trail])
-    return kept if any(kept) else LOST
+    return _or_lost(each if axes.intersection(each) else () for each in trail)
 
 
 def spec_of(trail: Trail, whole: Container[int] = ()) -> PartitionSpec:

@@ -29,6 +29,7 @@ class Use(NamedTuple):
 
 
 ONCE = Use()
+_ANYWHERE = PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,36 +50,24 @@ class Arguments:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
-    """A value that is kept where it is.
+class Noted:
+    """An equation of which users are told: it keeps rows where they are, moves them, or loses them.
 
-    Attributes:
-        aval: its shape and dtype.
-        spec: its sharding.
-        equation: what computes it.
-        calls: the equations in whose jaxprs that is, from the innermost one outwards.
-    """
-
-    aval: Any
-    spec: PartitionSpec
-    equation: Any
-    calls: tuple[Any, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Lost:
-    """An equation that lost rows: it has operands with rows, and no result, and does not sum over them.
+    An equation loses rows that has operands with rows, and no result, and does not sum over them.
 
     Attributes:
         equation: the equation.
-        aval: its largest result; of a loop over rows, what it runs over.
-        calls: as for `Kept`.
-        rows: where the rows were.
+        aval: the shape and dtype of what is kept, or of its largest result; of a loop over rows, of what it
+            runs over.
+        calls: the equations in whose jaxprs it is, from the innermost one outwards.
+        spec: where what is kept is.
+        rows: where rows were that are lost.
     """
 
     equation: Any
     aval: Any
     calls: tuple[Any, ...] = ()
+    spec: PartitionSpec = _ANYWHERE
     rows: Trail = LOST
 
 
@@ -95,24 +84,24 @@ class Followed:
         gathered: the bytes of weights that a device gets for all products, if the rows stay in place.
         sent: those of the rows, or of their products if these are smaller, if it gets these instead; and of
             the gradients that the compiler alone would add up: of tables, and in each round of a loop.
-        is_open: whether the weights are more, so that the compiler decides about all values.
         multiplied: the arguments without rows that are multiplied with rows, by number, and with how many of
             these each device does so at once, at most; `FEW_ROWS` or more if that is a part of it, so that a
             loop over layers does not gather all of them.
         passed: the results that are arguments without rows, or parts of them: number -> number.
         summed: the results that are sums over few rows, by number.
+        is_open: whether more weights than rows would move, so that the compiler decides about all values.
         failure: why nothing is followed, if the pass failed.
     """
 
     jaxpr: Any
     trails: tuple[Trail, ...]
-    kept: tuple[Kept, ...] = ()
-    lost: tuple[Lost, ...] = ()
-    moved: tuple[Lost, ...] = ()
+    kept: Sequence[Noted] = ()
+    lost: Sequence[Noted] = ()
+    moved: Sequence[Noted] = ()
     gathered: float = 0
     sent: float = 0
-    is_open: bool = False
     multiplied: Mapping[int, int] = dataclasses.field(default_factory=dict)
     passed: Mapping[int, int] = dataclasses.field(default_factory=dict)
     summed: frozenset[int] = frozenset()
+    is_open: bool = False
     failure: str = ''

@@ -33,7 +33,11 @@ DimPairs = tuple[Sequence[int], Sequence[int]]
 
 
 def opened(jaxpr: Any) -> Any:
-    """The jaxpr without its constants. Relies on JAX before 0.11 wrapping it, and on one class since."""
+    """The jaxpr without its constants. Relies on JAX before 0.11 wrapping it, and on one class since.
+
+    What is known of jaxprs and equations is kept in dictionaries with them as keys, which relies on each
+    being equal to itself alone.
+    """
     return getattr(jaxpr, 'jaxpr', jaxpr)
 
 

@@ -16,11 +16,11 @@ import jax
 from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 from jax.sharding import NamedSharding
 
-from scalax._jax.equations import CALLS, WITH_JAXPRS, branches, called, loop_of, opened, shape_of
+from scalax._jax.equations import CALLS, WITH_JAXPRS, opened, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.tracing import trace_context
 
-_BODIES = {**CALLS, 'scan': 'jaxpr', 'while': 'body_jaxpr'}
+_HELD = {**CALLS, 'scan': 'jaxpr', 'while': 'body_jaxpr', 'cond': 'branches'}
 # The parameters of `jit` that have an entry for each operand, and for each result.
 _OF_OPERANDS = ('in_shardings', 'in_layouts', 'donated_invars')
 _OF_RESULTS = ('out_shardings', 'out_layouts')
@@ -62,11 +62,19 @@ def with_operands(equation: Any, operands: Sequence[Any]) -> Any:
 def with_jaxprs(equation: Any, *jaxprs: Any) -> Any:
     """A call, a loop or a `cond` with another jaxpr, or other branches, of the same types.
 
+    The equation itself if it has these.
+
     Relies on the parameters that `equations` reads, and on no other one depending on these jaxprs.
     """
-    name = equation.primitive.name
-    changed = {'branches': jaxprs} if name == 'cond' else dict(zip([_BODIES[name]], jaxprs, strict=True))
-    return equation.replace(params={**equation.params, **changed})
+    if all(map(operator.is_, jaxprs, _held(equation))):
+        return equation
+    name = _HELD[equation.primitive.name]
+    return equation.replace(params={**equation.params, name: jaxprs if name == 'branches' else jaxprs[0]})
+
+
+def _held(equation: Any) -> Sequence[Any]:
+    held = equation.params[_HELD[equation.primitive.name]]
+    return held if isinstance(held, tuple) else [held]
 
 
 class Rewriter:
@@ -78,30 +86,21 @@ class Rewriter:
 
     def __init__(self, change: Callable[[Any], Any]) -> None:
         self._change = change
-        # The jaxprs are kept as well, so that no other object gets their ids.
-        self._known: dict[int, tuple[Any, Any]] = {}
+        self._known: dict[Any, Any] = {}
 
     def jaxpr(self, jaxpr: Any) -> Any:
         """The jaxpr, open or closed, with other equations; the same one if none changes."""
-        if id(jaxpr) not in self._known:
+        if jaxpr not in self._known:
             before = opened(jaxpr).eqns
             after = [*map(self._equation, before)]
             same = all(map(operator.is_, after, before))
-            self._known[id(jaxpr)] = jaxpr, jaxpr if same else replaced(jaxpr, eqns=after)
-        return self._known[id(jaxpr)][1]
+            self._known[jaxpr] = jaxpr if same else replaced(jaxpr, eqns=after)
+        return self._known[jaxpr]
 
     def _equation(self, equation: Any) -> Any:
-        name = primitive_name(equation)
-        if name in WITH_JAXPRS:
-            held = branches(equation) if name == 'cond' else [_body(equation, name)]
-            inside = [*map(self.jaxpr, held)]
-            if not all(map(operator.is_, inside, held)):
-                equation = with_jaxprs(equation, *inside)
+        if primitive_name(equation) in WITH_JAXPRS:
+            equation = with_jaxprs(equation, *map(self.jaxpr, _held(equation)))
         return self._change(equation)
-
-
-def _body(equation: Any, name: str) -> Any:
-    return called(equation) if name in CALLS else loop_of(equation).body
 
 
 def constraint(var: Any, sharding: NamedSharding, like: Any, context: Any) -> Any:

@@ -19,31 +19,24 @@ class Dependence(Interpreter[bool]):
             such as ``shard_map``, may give results that do not depend on all of its operands.
 
     Attributes:
-        primitives: the names of those that take one of them.
         of_results: whether each result of the jaxpr does.
     """
 
     def __init__(self, jaxpr: Any, arguments: Sequence[bool], *, certain: bool = False) -> None:
         super().__init__(nothing=False)
         self._certain = certain
-        self.primitives: set[str] = set()
-        self._variables: set[int] = set()
         self.of_results = self.results(jaxpr, arguments)
 
     def __contains__(self, variable: Any) -> bool:
         """Whether a variable depends on the batch, anywhere that its jaxpr is used."""
-        return id(variable) in self._variables
+        return self.of(variable)
 
     def primitive(self, name: str, equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
-        self.primitives.add(name)
         unread = self._certain and any(map(is_jaxpr, values_in(equation)))
         return [not unread] * len(equation.outvars)
 
     def joined(self, facts: Sequence[bool]) -> bool:
         return any(facts)
-
-    def note(self, facts: dict[int, bool]) -> None:
-        self._variables.update(var for var, depends in facts.items() if depends)
 
     def branches(self, equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
         results = super().branches(equation, operands)

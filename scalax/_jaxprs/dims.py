@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Container, Iterable, Sequence
+import math
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from scalax._jax import equations
@@ -104,13 +105,15 @@ def _each(equation: Any) -> Dims:
     return Dims(tuple([_of(i, range(len(shape_of(out)))) for i, out in enumerate(equation.outvars)]))
 
 
+def _placed(equation: Any, sources: Mapping[int, Sources], summed: tuple[Sources, ...] = ()) -> Dims:
+    """The sources of these dimensions of the only result."""
+    return Dims((tuple([sources.get(i, ()) for i in range(len(shape_of(equation.outvars[0])))]),), summed)
+
+
 def _broadcast(equation: Any) -> Dims:
     operand, out = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
-    found: list[Sources] = [()] * len(out)
-    for i, place in enumerate(equations.broadcast_dims(equation)):
-        if out[place] == operand[i]:
-            found[place] = ((0, i),)
-    return Dims((tuple(found),))
+    places = enumerate(equations.broadcast_dims(equation))
+    return _placed(equation, {place: ((0, i),) for i, place in places if out[place] == operand[i]})
 
 
 def _reshape(equation: Any) -> Dims:
@@ -119,33 +122,23 @@ def _reshape(equation: Any) -> Dims:
     What is known of merged dimensions is known of the first one of which anything is. Of the dimensions that
     one is split into, each may come from it.
     """
-    found: list[Sources] = [()] * len(shape_of(equation.outvars[0]))
-    for merged, split in reshaped(equation):
-        for i in split:
-            found[i] = tuple([(0, each) for each in merged])
-    return Dims((tuple(found),))
+    groups = reshaped(equation)
+    return _placed(equation, {i: tuple([(0, each) for each in old]) for old, new in groups for i in new})
 
 
 def reshaped(equation: Any) -> list[tuple[list[int], list[int]]]:
     """The groups of dimensions, of more than one element, that a `reshape` makes of groups of others."""
     groups: list[tuple[list[int], list[int]]] = []
-    if equations.is_reordered(equation):
-        return groups
     old, new = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
-    left = [i for i, size in enumerate(old) if size != 1]
+    left = [] if equations.is_reordered(equation) else [i for i, size in enumerate(old) if size != 1]
     right = [i for i, size in enumerate(new) if size != 1]
     while left and right:
         mine, theirs = [left.pop(0)], [right.pop(0)]
-        a, b = old[mine[0]], new[theirs[0]]
-        while a != b:
-            if a < b and left:
-                a *= old[left[0]]
-                mine.append(left.pop(0))
-            elif b < a and right:
-                b *= new[right[0]]
-                theirs.append(right.pop(0))
-            else:
+        while (more := math.prod(old[i] for i in mine) - math.prod(new[i] for i in theirs)) != 0:
+            group, rest = (theirs, right) if more > 0 else (mine, left)
+            if not rest:
                 return groups
+            group.append(rest.pop(0))
         groups.append((mine, theirs))
     return groups
 
@@ -236,14 +229,12 @@ def _ranks(product: Any) -> tuple[int, ...]:
 def _conv(equation: Any) -> Dims:
     """The examples of the images, and the features of the kernel (rows in the gradient of a kernel)."""
     numbers, (features, rows) = equations.conv_dims(equation), equations.conv_groups(equation)
-    found: list[Sources] = [()] * len(shape_of(equation.outvars[0]))
-    if rows == 1:
-        found[numbers.out_spec[0]] = ((0, numbers.lhs_spec[0]),)
-        found[numbers.out_spec[1]] = ((1, numbers.rhs_spec[0]),)
-    summed = (0, numbers.lhs_spec[1]), (1, numbers.rhs_spec[1])
+    image, kernel, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    found = {out[0]: ((0, image[0]),), out[1]: ((1, kernel[0]),)} if rows == 1 else {}
+    summed = (0, image[1]), (1, kernel[1])
     # Each group has channels of its own: then these of the images are not those of the kernel.
-    return Dims(
-        (tuple(found),), (summed,) if features == rows == 1 else tuple([(place,) for place in summed])
+    return _placed(
+        equation, found, (summed,) if features == rows == 1 else tuple([(place,) for place in summed])
     )
 
 
@@ -252,29 +243,26 @@ def _gather(equation: Any) -> Dims:
     numbers, sizes = equations.gather_dims(equation), equations.slice_sizes(equation)
     shape, rank = shape_of(equation.invars[0]), len(shape_of(equation.outvars[0]))
     batch = [i for i in range(rank) if i not in numbers.offset_dims]
-    found: list[Sources] = [()] * rank
-    for j, i in enumerate(batch):
-        found[i] = ((1, j),)
+    found: dict[int, Sources] = {i: ((1, j),) for j, i in enumerate(batch)}
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     whole = [i for i in range(len(shape)) if i not in gone]
-    for place, i in zip(numbers.offset_dims, whole, strict=True):
-        if sizes[i] == shape[i]:
-            found[place] = ((0, i),)
+    pairs = zip(numbers.offset_dims, whole, strict=True)
+    found |= {place: ((0, i),) for place, i in pairs if sizes[i] == shape[i]}
     for i, j in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         found[batch[j]] += ((0, i),)
-    return Dims((tuple(found),))
+    return _placed(equation, found)
 
 
 def _scatter(equation: Any) -> Dims:
     """Dimensions stay those of the operand; where they are updated whole, they are also the updates'."""
     numbers, update = equations.scatter_dims(equation), shape_of(equation.invars[2])
-    found = [*_of(0, range(_rank(equation)))]
+    found: dict[int, Sources] = {i: ((0, i),) for i in range(_rank(equation))}
     for place, i in updated_dims(equation):
         found[i] += ((2, place),)
     rows = [i for i in range(len(update)) if i not in numbers.update_window_dims]
     for i, j in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
         found[i] += ((2, rows[j]), (1, j))
-    return Dims((tuple(found),))
+    return _placed(equation, found)
 
 
 def updated_dims(equation: Any) -> list[Place]:
@@ -299,11 +287,6 @@ def _window(equation: Any) -> Dims:
         changed = [i for i, size in enumerate(out) if any(x[i : i + 1] not in ((), (size,)) for x in shapes)]
         found.append(_alike(equation, len(out), changed))
     return Dims(tuple(found))
-
-
-def _unknown(equation: Any) -> Dims:
-    """What runs inside has blocks; where its results are is said, and not where they come from."""
-    return _leading(equation, 0)
 
 
 # Operands and results have the same dimensions and sizes; an operand may be a scalar.
@@ -351,6 +334,7 @@ _TABLE: tuple[tuple[str, Rule], ...] = (
     ('gather', _gather),
     ('dynamic_update_slice', _update_slice),
     ('fft', _fft),
-    ('shard_map', _unknown),
+    # What runs inside has blocks; where its results are is said, and not where they come from.
+    ('shard_map', lambda equation: _leading(equation, 0)),
 )
 RULES = {name: rule for names, rule in _TABLE for name in names.split()}

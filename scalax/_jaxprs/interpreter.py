@@ -24,8 +24,8 @@ class Interpreter(Generic[Fact]):
 
     def __init__(self, nothing: Fact) -> None:
         self._nothing = nothing
-        # The jaxprs are kept as well, so that no other object gets their ids.
-        self._known: dict[Any, tuple[Any, list[Fact]]] = {}
+        self._known: dict[Any, list[Fact]] = {}
+        self._facts: dict[int, Fact] = {}  # by the ids of variables: literals are not hashable
 
     def primitive(self, name: str, equation: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
         """The facts about the results of an equation without a jaxpr that is run here."""
@@ -43,15 +43,23 @@ class Interpreter(Generic[Fact]):
         """The fact about a stack of results of the rounds of a loop."""
         return element
 
+    def of(self, atom: Any) -> Fact:
+        """The fact about a value, wherever its jaxpr is used."""
+        return self._facts.get(id(atom), self._nothing)
+
     def note(self, facts: dict[int, Fact]) -> None:
-        """Takes note of the values of a jaxpr, by the ids of their variables: literals are not hashable."""
+        """Takes note of the values of a jaxpr, where it is used once more or for the first time."""
+        for var, fact in facts.items():
+            before = self._facts.setdefault(var, fact)
+            if before is not fact:
+                self._facts[var] = self.joined([before, fact])
 
     def results(self, jaxpr: Any, arguments: Sequence[Fact]) -> list[Fact]:
         """The facts about the results of a jaxpr, open or closed."""
-        jaxpr, key = opened(jaxpr), (id(opened(jaxpr)), tuple(arguments))
+        key = opened(jaxpr), tuple(arguments)
         if key not in self._known:
-            self._known[key] = jaxpr, self._run(jaxpr, arguments)
-        return self._known[key][1]
+            self._known[key] = self._run(*key)
+        return self._known[key]
 
     def _run(self, jaxpr: Any, arguments: Sequence[Fact]) -> list[Fact]:
         nothing = self._nothing

@@ -12,18 +12,19 @@ on other units, and the peak of hardware is that of its matrix units.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
 from scalax._jax import equations, kernels
-from scalax._jax.equations import RUN_ONCE, ClosedJaxpr, Jaxpr, loop_of, opened
+from scalax._jax.equations import RUN_ONCE, ClosedJaxpr, Jaxpr, loop_of, opened, shape_of
 from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jaxprs.dims import dims_of
 from scalax._plan.formulas import (
-    PARTS,
     Counted,
     Part,
     fft_flops,
@@ -70,23 +71,22 @@ class Flops:
     def __add__(self, other: Flops) -> Flops:
         # Zero is exact, even if the number of executions is not known.
         mine, theirs = (Counted.EXACTLY if part._is_none else part.counted for part in (self, other))
-        parts = {part: self.by_part.get(part, 0) + other.by_part.get(part, 0) for part in PARTS}
-        return Flops(self.count + other.count, mine.along(theirs), _without_zeros(parts))
+        parts = Counter(self.by_part) + Counter(other.by_part)
+        return Flops(self.count + other.count, mine.along(theirs), parts)
 
     def times(self, count: int, counted: Counted = Counted.EXACTLY) -> Flops:
         """The operations of *count* executions."""
-        if self._is_none:
-            return self
+        if not count or self._is_none:
+            return _NONE
         parts = {part: many * count for part, many in self.by_part.items()}
-        counted = self.counted.along(counted) if count else Counted.EXACTLY
-        return Flops(self.count * count, counted, _without_zeros(parts))
+        return Flops(self.count * count, self.counted.along(counted), parts)
 
     def within(self, scope: Part) -> Flops:
         """The same operations in a scope that belongs to a part of a step."""
-        parts = dict.fromkeys(PARTS, 0)
+        parts = Counter[Part]()
         for part, many in self.by_part.items():
             parts[inner_part(scope, part)] += many
-        return dataclasses.replace(self, by_part=_without_zeros(parts))
+        return dataclasses.replace(self, by_part=parts)
 
     @property
     def _is_none(self) -> bool:
@@ -94,10 +94,6 @@ class Flops:
 
 
 _NONE = Flops(0)
-
-
-def _without_zeros(parts: Mapping[Part, int]) -> dict[Part, int]:
-    return {part: count for part, count in parts.items() if count}
 
 
 def count_flops(jaxpr: ClosedJaxpr) -> Flops:
@@ -156,22 +152,17 @@ class _Counter:
 
     Args:
         keep_all: count unused results too.
+
+    Attributes:
+        jaxpr: counts a jaxpr for some of its results, and tells which arguments these need.
     """
 
     def __init__(self, keep_all: bool = False) -> None:
         self._keep_all = keep_all
-        # The jaxprs are kept as well, so that no other object gets their ids.
-        self._known: dict[tuple[int, Live], tuple[Jaxpr, Flops, Live]] = {}
-
-    def jaxpr(self, jaxpr: Jaxpr, live: Live) -> tuple[Flops, Live]:
-        """The operations for the *live* results, and which arguments these need."""
-        known = self._known.get((id(jaxpr), live))
-        if known is None:
-            known = jaxpr, *self._count(jaxpr, live)
-            self._known[id(jaxpr), live] = known
-        return known[1], known[2]
+        self.jaxpr: Callable[[Jaxpr, Live], tuple[Flops, Live]] = functools.cache(self._count)
 
     def _count(self, jaxpr: Jaxpr, live: Live) -> tuple[Flops, Live]:
+        """The operations for the *live* results, and which arguments these need."""
         used = {id(var) for var, is_live in zip(jaxpr.outvars, live, strict=True) if is_live}
         total = _NONE
         for equation in reversed(jaxpr.eqns):
@@ -188,7 +179,7 @@ class _Counter:
         if name in _UNCOUNTED:
             return Flops(0, Counted.AT_LEAST), every
         if not inner:
-            count = flops_of_primitive(equation)
+            count = _FLOPS_OF[name](equation) if name in _FLOPS_OF else 0
             return Flops(count, by_part={'other': count} if count else {}), every
         if name == 'scan':
             return self._scan(equation, live)
@@ -247,33 +238,19 @@ class _Counter:
         return largest.times(1, Counted.EXACTLY if same else Counted.AT_MOST), needed
 
 
-def flops_of_primitive(equation: Any) -> int:
-    """The floating-point operations of one equation of a jaxpr, without those of jaxprs inside it.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> jaxpr = jax.jit(jnp.matmul).trace(jnp.ones((3, 5)), jnp.ones((5, 7))).jaxpr
-        >>> [flops_of_primitive(equation) for equation in jaxpr.eqns]
-        [210]
-    """
-    count = _FLOPS_OF.get(primitive_name(equation))
-    return 0 if count is None else count(equation)
-
-
 def _dot(equation: Any) -> int:
     """Each element of the left side meets the columns of the right one; of groups, those of its own."""
     dims = dims_of(equation)
     if not dims.summed:
         return 0  # an elementwise product
-    left, (result,) = equation.invars[0].aval, _shapes(equation.outvars)
-    return _product(left.size * math.prod(result[i] for i in dims.own(1)), equation)
+    [result] = map(shape_of, equation.outvars)
+    return _product(equation.invars[0].aval.size * math.prod(result[i] for i in dims.own(1)), equation)
 
 
 def _convolution(equation: Any) -> int:
     """Counts products with elements of the input, not with padding or the holes of a dilated input."""
     numbers = equations.conv_dims(equation)
-    left, right = _shapes(equation.invars[:2])
-    (result,) = _shapes(equation.outvars)
+    left, right, result = map(shape_of, (*equation.invars, *equation.outvars))
     taken = math.prod(
         window_overlaps(left[i], right[j], result[k], stride, padding[0], dilated_input, dilated_kernel)
         for i, j, k, (stride, padding, dilated_input, dilated_kernel) in zip(
@@ -296,10 +273,6 @@ def _product(count: int, equation: Any) -> int:
     return product_flops(
         count, all(jnp.issubdtype(var.aval.dtype, jnp.complexfloating) for var in equation.invars[:2])
     )
-
-
-def _shapes(variables: Sequence[Any]) -> list[tuple[int, ...]]:
-    return [tuple(variable.aval.shape) for variable in variables]
 
 
 _FLOPS_OF: dict[str, Callable[[Any], int]] = {

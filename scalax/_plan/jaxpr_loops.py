@@ -9,14 +9,11 @@ import numpy as np
 
 from scalax._jax.equations import CALLS, Literal, called, loop_of, opened
 from scalax._jax.primitives import primitive_name
-from scalax._jaxprs.dims import ELEMENTWISE
+from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS
 from scalax._plan.formulas import Counted
 from scalax._plan.loop_rounds import OPERATIONS, State, Values, computed, solved_rounds
 
-_FORWARDING = (
-    *('broadcast_in_dim', 'convert_element_type', 'copy', 'optimization_barrier', 'reshape'),
-    *('sharding_constraint', 'squeeze'),
-)
+_FORWARDING = FORWARDS | {'optimization_barrier', 'sharding_constraint'}
 _DEEP = 30  # operations from the test of a loop to its state
 
 

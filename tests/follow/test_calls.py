@@ -297,7 +297,7 @@ def test_a_mistake_of_following_ends_no_program(monkeypatch, where):
         monkeypatch.setitem(dims.RULES, where, wrong)
         where = r' at dot_general \(test_calls.py:\d+ layer\)'
     else:
-        monkeypatch.setattr('scalax._follow.follow.Shared', wrong)
+        monkeypatch.setattr('scalax._follow.follow.Shared.__init__', wrong)
     reason = f"following failed{where} with KeyError: 'axis'"
     step = HELPER.sjit(step, in_shardings=RULES, out_shardings=ROWS)
     with pytest.warns(FollowingWarning, match=f'^step runs without following its batch: {reason}') as told:

@@ -218,6 +218,13 @@ def test_jaxprs_are_found_in_parameters() -> None:
         assert [*of.jaxprs_in(outer)] == [*map(of.opened, filter(of.is_jaxpr, of.values_in(outer)))]
 
 
+def test_jaxprs_and_equations_are_equal_to_themselves_alone() -> None:
+    with contract('compares jaxprs and equations by identity', 'to keep what it knows of each'):
+        one, other = (jax.make_jaxpr(jax.jit(jnp.sin))(X) for _ in range(2))
+        parts = [part for each in (one, other) for part in (each, of.opened(each), *of.opened(each).eqns)]
+        assert len({*parts}) == len({*map(id, parts)})
+
+
 def test_names_of_arguments() -> None:
     with contract('names the arguments of a traced function', 'to say which argument is meant'):
         jaxpr = jax.jit(lambda tree, x: tree['w'] + x).trace({'w': X}, X).jaxpr

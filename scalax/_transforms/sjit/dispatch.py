@@ -29,7 +29,7 @@ import jax
 from jax.sharding import AxisType
 
 from scalax._follow.grouped_convolutions import with_right_gradients
-from scalax._follow.jaxprs import is_on_mesh
+from scalax._follow.said import is_on_mesh
 from scalax._jax.tracing import is_compiled
 from scalax._jaxprs.dependence import Dependence
 from scalax._mesh import meshes
