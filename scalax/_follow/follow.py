@@ -58,7 +58,8 @@ def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Follo
     shared = Shared(mesh, arguments, jaxpr)
     found = _Follower(shared).jaxpr(jaxpr, arguments.trails)
     # The compiler moves no rows to kernels.
-    return dataclasses.replace(found, is_open=found.gathered > found.sent and not shared.has_kernels)
+    is_open = found.gathered > found.sent and not shared.has_kernels
+    return dataclasses.replace(found, is_open=is_open, ordered=shared.ordered)
 
 
 class _Follower:
@@ -175,6 +176,8 @@ class _Pass(Edit):
         move = None
         if name in PRODUCTS and not experts:
             move = move_to_weight(self, equation, operands, results)
+        if name in self.shared.ordered:
+            self.shared.ordered[name][id(equation)] = operands
         if name == 'ragged_dot_general':
             placed = on_own_rows(equation, operands, trails, self.shared.mesh)
         if move is not None:

@@ -101,6 +101,8 @@ class Followed:
             loop over layers does not gather all of them.
         passed: the results that are arguments without rows, or parts of them: number -> number.
         summed: the results that are sums over few rows, by number.
+        ordered: of each `sort` and each product of rows in groups the trails of its operands: by the name of
+            the primitive, and the id of the equation.
         failure: why nothing is followed, if the pass failed.
     """
 
@@ -115,4 +117,5 @@ class Followed:
     multiplied: Mapping[int, int] = dataclasses.field(default_factory=dict)
     passed: Mapping[int, int] = dataclasses.field(default_factory=dict)
     summed: frozenset[int] = frozenset()
+    ordered: Mapping[str, Mapping[int, Sequence[Trail]]] = dataclasses.field(default_factory=dict)
     failure: str = ''
