@@ -62,7 +62,8 @@ def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Follo
     follower = _Follower(mesh, arguments, jaxpr)
     found = follower.follow(jaxpr, arguments.trails)
     # The compiler moves no rows to kernels.
-    return dataclasses.replace(found, is_open=found.gathered > found.sent and not follower.has_kernels)
+    is_open = found.gathered > found.sent and not follower.has_kernels
+    return dataclasses.replace(found, is_open=is_open, ordered=follower.ordered)
 
 
 class _Follower(Shared):
@@ -143,6 +144,8 @@ class _Pass(Edit):
             if any(map(trails.has_rows, results)):
                 self.note_move(equation, equation.outvars[0])
         move = move_to_weight(self, equation, operands, results) if name in PRODUCTS and not experts else None
+        if name in self.shared.ordered:
+            self.shared.ordered[name][equation] = operands
         if name == 'ragged_dot_general':
             placed = on_own_rows(equation, operands, trails, self.shared.mesh)
         if move is not None:

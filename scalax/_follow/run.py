@@ -14,6 +14,7 @@ from scalax._follow.accumulations import with_sums_behind_loops
 from scalax._follow.follow import follow
 from scalax._follow.loops_over_rows import with_own_rows
 from scalax._follow.matrices import spread_matrices
+from scalax._follow.own_order import with_own_order
 from scalax._follow.types import Arguments, Followed
 from scalax._jax.equations import JaxprEqn
 from scalax._jax.rewriting import run_as_one, with_inputs
@@ -69,6 +70,8 @@ def follow_rows(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> 
     while jaxpr is not before:  # what one loop gives another one may run over
         found = follow(jaxpr, arguments, mesh)
         before, jaxpr = jaxpr, with_own_rows(jaxpr, found.lost, mesh.shape)
+        if all(found.ordered.values()):
+            jaxpr = with_own_order(jaxpr, arguments, mesh)
     if found.is_open and jaxpr is as_written:
         # Where all weights stay, the compiler may keep columns from product to product.
         return dataclasses.replace(found, jaxpr=jaxpr)

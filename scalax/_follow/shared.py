@@ -34,6 +34,7 @@ class Shared:
         from_batch: the variables that depend on the batch.
         stored: where weights are over the axes of the batch.
         tables: the shapes of weights that rows are looked up in, and where these are over the batch's axes.
+        ordered: as for `Followed`.
         has_kernels: whether there were kernels that run on each device with its rows.
     """
 
@@ -48,6 +49,7 @@ class Shared:
         self.has_columns = arguments.placed and any(mesh.shape[axis] > 1 for axis in others)
         self.from_batch = Dependence(whole, list(map(self.has_rows, arguments.trails)))
         self.stored = Stored(whole, arguments.stored, self.trails, self.from_batch)
+        self.ordered: dict[str, dict[Any, Sequence[Trail]]] = {'sort': {}, 'ragged_dot_general': {}}
         self.has_kernels = False
 
     def follow(self, jaxpr: Any, trails: Sequence[Trail], use: Use = ONCE) -> Followed:

@@ -90,6 +90,8 @@ class Followed:
         passed: the results that are arguments without rows, or parts of them: number -> number.
         summed: the results that are sums over few rows, by number.
         is_open: whether more weights than rows would move, so that the compiler decides about all values.
+        ordered: of each `sort` and each product of rows in groups the trails of its operands: by the name of
+            the primitive, and the equation.
         failure: why nothing is followed, if the pass failed.
     """
 
@@ -104,4 +106,5 @@ class Followed:
     passed: Mapping[int, int] = dataclasses.field(default_factory=dict)
     summed: frozenset[int] = frozenset()
     is_open: bool = False
+    ordered: Mapping[str, Mapping[Any, Sequence[Trail]]] = dataclasses.field(default_factory=dict)
     failure: str = ''

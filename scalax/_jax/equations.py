@@ -224,12 +224,27 @@ def draws_alike(jaxpr: Any) -> bool:
 
 
 def dim_of(equation: Any) -> int:
-    """The one dimension along which `sort`, `top_k`, `approx_top_k`, `stack` or `unstack` works.
+    """The one dimension along which `sort`, `top_k`, `approx_top_k`, `stack`, `unstack` or `iota` works.
 
     It may count from the last one. Relies on *dimension*, *axis* or *reduction_dimension*.
     """
     params = equation.params
     return params[next(name for name in ('dimension', 'axis', 'reduction_dimension') if name in params)]
+
+
+def count_keys(equation: Any) -> int:
+    """By how many of its operands, the first ones, a `sort` sorts. Relies on *num_keys*."""
+    return equation.params['num_keys']
+
+
+def is_from_zero(equation: Any) -> bool:
+    """Whether a `ragged_dot_general` takes all groups. Relies on *group_offset* being None then."""
+    return equation.params['group_offset'] is None
+
+
+def paddings(equation: Any) -> Sequence[tuple[int, int, int]]:
+    """How much `pad` adds before, behind and between, along each dimension. Relies on *padding_config*."""
+    return equation.params['padding_config']
 
 
 def removed_dims(equation: Any) -> Sequence[int]:
@@ -304,6 +319,11 @@ def gather_dims(equation: Any) -> Any:
 def slice_sizes(equation: Any) -> Sequence[int]:
     """How much `gather` takes along each dimension of its operand."""
     return equation.params['slice_sizes']
+
+
+def says_sorted(equation: Any) -> bool:
+    """Whether a `gather` or a scatter relies on its indices being sorted. Relies on *indices_are_sorted*."""
+    return equation.params.get('indices_are_sorted', False)
 
 
 def scatter_dims(equation: Any) -> Any:

@@ -9,14 +9,24 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 from jax.sharding import NamedSharding
 
-from scalax._jax.equations import CALLS, WITH_JAXPRS, opened, shape_of
+from scalax._jax.equations import (
+    CALLS,
+    WITH_JAXPRS,
+    DropVar,
+    Literal,
+    called,
+    loop_of,
+    opened,
+    shape_of,
+    shardings_said,
+)
 from scalax._jax.primitives import primitive_name
 from scalax._jax.tracing import trace_context
 
@@ -52,6 +62,62 @@ def part_of(jaxpr: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Clo
     names = inner.debug_info._replace(arg_names=None, result_paths=None)
     new = inner.replace(eqns=equations[::-1], invars=[*arguments], outvars=[*results], debug_info=names)
     return ClosedJaxpr(new, jaxpr.consts)
+
+
+def flattened(jaxpr: Any, computing: Container[str]) -> Any:
+    """The jaxpr, with what `jit` calls and what is computed before loops where it is used.
+
+    The equations of a function stand in place of its call, but for calls that say where operands or results
+    are. Of the values that loops and other calls take, they compute themselves what is computed of nothing.
+    Relies on `replace` of equations, on ``Var(aval)``, and on `CALLS`.
+
+    Args:
+        jaxpr: the jaxpr, open or closed.
+        computing: the names of the primitives that may compute something of nothing.
+    """
+    return _flattened(jaxpr, computing, {}, {})
+
+
+def _flattened(
+    jaxpr: Any, computing: Container[str], taken: Mapping[int, Any], outside: Mapping[int, Any]
+) -> Any:
+    equations: list[Any] = []
+    constants: dict[int, Any] = {}
+
+    def append(equation: Any, operands: Sequence[Any], known: dict[int, Any]) -> None:
+        results = [var if isinstance(var, DropVar) else Var(var.aval) for var in equation.outvars]
+        known.update(zip(map(id, equation.outvars), results, strict=True))
+        equations.append(equation.replace(invars=[*operands], outvars=results))
+        is_constant = all(isinstance(x, Literal) or id(x) in constants for x in operands)
+        if is_constant and equation.primitive.name in computing:
+            constants.update(dict.fromkeys(map(id, results), equations[-1]))
+
+    def compute(atom: Any, known: dict[int, Any]) -> Any:
+        if id(atom) in outside and id(atom) not in known:
+            equation = outside[id(atom)]
+            append(equation, [compute(x, known) for x in equation.invars], known)
+        return known.get(id(atom), atom)
+
+    def run(jaxpr: Any, known: dict[int, Any]) -> list[Any]:
+        for equation in opened(jaxpr).eqns:
+            name, operands = primitive_name(equation), [known.get(id(x), x) for x in equation.invars]
+            if name == 'jit' and not any(shardings_said(equation)) and not constants_of(called(equation)):
+                inside = called(equation)
+                results = run(inside, dict(zip(map(id, opened(inside).invars), operands, strict=True)))
+                known.update(zip(map(id, equation.outvars), results, strict=True))
+                continue
+            if name == 'scan' or name in CALLS:
+                [body] = _held(equation)
+                given = operands[: loop_of(equation).constants] if name == 'scan' else operands
+                pairs = zip(given, opened(body).invars, strict=False)
+                inner = {id(var): x for x, var in pairs if id(x) in constants}
+                equation = with_jaxprs(equation, _flattened(body, computing, inner, constants))
+            append(equation, operands, known)
+        return [known.get(id(x), x) for x in opened(jaxpr).outvars]
+
+    computed: dict[int, Any] = {}
+    results = run(jaxpr, {var: compute(x, computed) for var, x in taken.items()})
+    return replaced(jaxpr, eqns=equations, outvars=results)
 
 
 def with_operands(equation: Any, operands: Sequence[Any]) -> Any:
@@ -142,7 +208,7 @@ def equation_of(
 ) -> Any:
     """The equation that a function of one operation makes of the operands of another equation, or of others.
 
-    Relies on ``jax.make_jaxpr`` giving one equation for it.
+    Relies on what `added_equation` relies on.
 
     Args:
         function: the function; its results have the types of those of the other equation.
@@ -152,9 +218,22 @@ def equation_of(
     """
     given = like.invars if operands is None else [*operands]
     outputs = like.outvars if results is None else [*results]
-    shapes = [jax.ShapeDtypeStruct(shape_of(atom), atom.aval.dtype) for atom in given]
+    return added_equation(function, like, given).replace(outvars=outputs)
+
+
+def added_equation(function: Callable[..., Any], like: Any, operands: Sequence[Any]) -> Any:
+    """The equation that a function of one operation makes of these operands, with results of its own.
+
+    Relies on ``jax.make_jaxpr`` giving one equation for it.
+
+    Args:
+        function: the function.
+        like: the equation whose line it gets.
+        operands: the operands.
+    """
+    shapes = [jax.ShapeDtypeStruct(shape_of(atom), atom.aval.dtype) for atom in operands]
     [found] = opened(jax.make_jaxpr(function)(*shapes)).eqns
-    return found.replace(invars=given, outvars=outputs, source_info=like.source_info)
+    return found.replace(invars=[*operands], source_info=like.source_info)
 
 
 def equation_if_mapped(function: Callable[..., Any], like: Any) -> Any:

@@ -220,6 +220,34 @@ def test_a_part_of_a_jaxpr_is_one() -> None:
         np.testing.assert_allclose(rewriting.run(part, [X])[0], np.sin(X), rtol=1e-6)
 
 
+def test_a_jaxpr_is_flattened() -> None:
+    def fun(x: Any) -> Any:
+        numbers = jnp.arange(4.0)
+
+        def step(c: Any, _: None) -> Any:
+            return jax.jit(lambda c: jnp.sin(c) * numbers)(c), None
+
+        return lax.scan(step, jax.jit(jnp.cos)(x), None, length=2)[0]
+
+    jaxpr = jax.make_jaxpr(fun)(np.ones(4, np.float32))
+    with contract('lets equations be copied, with other variables', 'to see what is sorted and put back'):
+        flat = rewriting.flattened(jaxpr, {'iota', 'convert_element_type', 'mul', 'add'})
+        names = [each.primitive.name for each in opened(flat).eqns]
+        [loop] = [each for each in opened(flat).eqns if each.primitive.name == 'scan']
+        inside = [each.primitive.name for each in opened(loop_of(loop).body).eqns]
+        assert 'jit' not in names and inside[0] == 'iota' and 'jit' not in inside
+        x = np.linspace(0, 1, 4, dtype=np.float32)
+        np.testing.assert_allclose(rewriting.run(flat, [x])[0], fun(x), rtol=1e-6)
+
+
+def test_an_equation_is_added() -> None:
+    like = equation_in('sin', jnp.sin, X)
+    with contract('makes one equation of a function of one operation', 'to add it to a jaxpr'):
+        added = rewriting.added_equation(jnp.cos, like, like.outvars)
+        assert added.primitive.name == 'cos' and added.invars == like.outvars
+        assert added.outvars[0].aval.shape == X.shape
+
+
 def test_equations_inside_are_rewritten() -> None:
     def fun(x: Any) -> Any:
         inner = jax.jit(lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x))

@@ -1,0 +1,440 @@
+"""Rows in the order of a sort, until they are in their own again: whether any other order does the same.
+
+Tokens are sorted by the numbers of their experts, multiplied in groups, and put back. In between, a value has
+for each row what is computed of this row, wherever it is; but for products in groups, which need the sizes of
+the groups. So a device may as well sort its own rows alone, if it takes the sizes of its own groups.
+
+Each equation that takes such a value must be known to treat rows alike. Else the order of the sort stays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from scalax._jax import equations
+from scalax._jax.equations import Literal, opened, ragged_dim, removed_dims, shape_of
+from scalax._jax.primitives import primitive_name
+from scalax._jax.rewriting import bound, constants_of
+from scalax._jaxprs.dims import ELEMENTWISE, VIEWS, dims_of, reshaped, updated_dims
+
+# These treat elements alike. Others of this kind see their neighbours, or draw random numbers.
+_EACH = (ELEMENTWISE | {'sharding_constraint'}) - {
+    *('cumlogsumexp', 'cummax', 'cummin', 'cumprod', 'cumsum', 'rev', 'random_fold_in', 'random_gamma'),
+}
+_TOTALS = frozenset({'reduce_sum', 'reduce_max', 'reduce_min', 'reduce_and', 'reduce_or'})
+# The dimension of rows is where the table of dimensions says.
+_BY_TABLE = _TOTALS | {'argmax', 'argmin', 'broadcast_in_dim', 'reduce_prod', 'squeeze', 'top_k', 'transpose'}
+# Along a dimension of the same size everywhere these do nothing.
+_ALONG_OTHERS = frozenset({'concatenate', 'dynamic_slice', 'dynamic_update_slice', 'slice', 'split'})
+_SAME_NUMBERS = frozenset(
+    ('broadcast_in_dim', 'convert_element_type', 'copy', 'name', 'reshape', 'sharding_constraint', 'squeeze')
+)
+_COMPUTED_NUMBERS = (_EACH | _SAME_NUMBERS) - {'threefry2x32'}
+# Loops are given what these compute of nothing; to see what it is, it is computed inside.
+CONSTANTS = _COMPUTED_NUMBERS | {'iota'}
+
+
+class _OrderMattersError(Exception):
+    """An equation is not known to do the same for another order."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Block:
+    """The equations from a sort on until the rows are in their own order.
+
+    Attributes:
+        keys: what is sorted by: of each row the number of its group.
+        groups: how many groups there are.
+        products: the products of rows in these groups.
+        own: other equations that each device runs on its own rows, and which operand has the numbers
+            of rows; None of a sort.
+        in_order: the variables in the order of the sort, by id.
+    """
+
+    keys: Any
+    groups: int
+    products: Sequence[Any]
+    own: Mapping[Any, int | None]
+    in_order: Container[int]
+
+
+def block_of(jaxpr: Any, sort: Any, devices: int) -> Block | None:
+    """The block of a sort, if each device may sort its own rows; None if that is not certain.
+
+    Args:
+        jaxpr: the jaxpr, open or closed.
+        sort: one of its equations.
+        devices: how many devices have rows, each the same number of them.
+    """
+    try:
+        return _Order(jaxpr, sort, devices).block()
+    except _OrderMattersError:
+        return None
+
+
+class _Order:
+    """The values that depend on the order of a sort."""
+
+    def __init__(self, jaxpr: Any, sort: Any, devices: int) -> None:
+        self._jaxpr, self._sort, self._devices = jaxpr, sort, devices
+        self._made = {id(var): each for each in opened(jaxpr).eqns for var in each.outvars}
+        self._size = math.prod(shape_of(sort.invars[0]))
+        self._in_order = np.arange(self._size)
+        # Variables in the order of the sort, by id, and their dimension of rows; and those that hold of each
+        # row, in the rows' own order, its place in the order of the sort.
+        self._rows: dict[int, int] = {}
+        self._places: set[int] = set()
+        # The variables that hold in the order of the sort the number of each row; and of each row its place.
+        self._orders: list[Any] = []
+        self._inverses: list[Any] = []
+        self._uniform: dict[tuple[int, int], bool] = {}
+        self._groups: set[int] = set()
+        self._products: list[Any] = []
+        self._own: dict[Any, int | None] = {}
+
+    def block(self) -> Block:
+        """The block.
+
+        Raises:
+            _OrderMattersError: it is not certain that the order does not matter.
+        """
+        sort, every = self._sort, opened(self._jaxpr).eqns
+        numbered = [var for x, var in zip(sort.invars, sort.outvars, strict=True) if self._is_iota(x)]
+        _require(len(shape_of(sort.invars[0])) == 1 and equations.count_keys(sort) == 1)
+        _require(len(numbered) == 1 and not self._is_iota(sort.invars[0]))
+        _require(self._size % self._devices == 0)
+        self._orders, self._own[sort] = numbered, None
+        self._rows.update((id(var), 0) for var in sort.outvars)
+        begun = False
+        for equation in every:
+            if begun and any(map(self._depends, equation.invars)):
+                self._equation(equation)
+            begun |= equation is sort
+        _require(not any(map(self._depends, opened(self._jaxpr).outvars)) and len(self._groups) == 1)
+        [groups] = self._groups
+        return Block(sort.invars[0], groups, self._products, self._own, self._rows)
+
+    def _maker(self, atom: Any) -> tuple[str, Any]:
+        """The equation that computes a value, and the name of its primitive; no name where none does."""
+        made = self._made.get(id(atom))
+        return ('', None) if made is None else (primitive_name(made), made)
+
+    def _depends(self, atom: Any) -> bool:
+        return id(atom) in self._rows or id(atom) in self._places
+
+    def _equation(self, equation: Any) -> None:
+        name, results = primitive_name(equation), equation.outvars
+        rows = {i: self._rows[id(x)] for i, x in enumerate(equation.invars) if id(x) in self._rows}
+        places = [i for i, x in enumerate(equation.invars) if id(x) in self._places]
+        _require(not equation.effects and not equations.says_sorted(equation))
+        if name == 'sort':
+            self._invert(equation)
+        elif name == 'gather':
+            self._gather(equation, rows, places)
+        elif name in ('scatter', 'scatter-add'):
+            self._scatter(name, equation, rows, places)
+        elif places:
+            _require(not rows and name in _COMPUTED_NUMBERS)  # what is computed is looked at where it is used
+            self._places.update(map(id, results))
+        elif name in ('dot_general', 'ragged_dot_general'):
+            self._product(name, equation, rows)
+        elif name in _TOTALS and rows[0] in removed_dims(equation):
+            pass  # of all rows, in whatever order
+        elif name in _BY_TABLE:
+            self._by_table(equation, rows)
+        elif name == 'reshape':
+            found = [new for old, new in reshaped(equation) if old == [rows[0]] and len(new) == 1]
+            _require(len(found) == 1)
+            self._rows[id(results[0])] = found[0][0]
+        else:
+            self._alike(name, equation, rows)
+
+    def _alike(self, name: str, equation: Any, rows: Mapping[int, int]) -> None:
+        """Rows meet rows of the same number, and what is one for all rows."""
+        [dim, *more] = set(rows.values())
+        is_whole = name in _ALONG_OTHERS or (name == 'pad' and equations.paddings(equation)[dim] == (0, 0, 0))
+        _require(not more and (is_whole or _is_each(equation)))
+        others = [x for i, x in enumerate(equation.invars) if i not in rows and shape_of(x)]
+        _require(all(self._is_uniform(x, dim) for x in others))
+        alike = [*equation.outvars, *(others if is_whole else ())]
+        _require(all(shape_of(x)[dim : dim + 1] == (self._size,) for x in alike))
+        self._rows.update((id(var), dim) for var in equation.outvars)
+
+    def _by_table(self, equation: Any, rows: Mapping[int, int]) -> None:
+        """Each result has one dimension that is that of the rows of these operands, and of no other one."""
+        for var, result in zip(equation.outvars, dims_of(equation).results, strict=True):
+            found = [dim for dim, sources in enumerate(result) if {*sources} == {*rows.items()}]
+            _require(len(found) == 1 and shape_of(var)[found[0]] == self._size)
+            self._rows[id(var)] = found[0]
+
+    def _product(self, name: str, equation: Any, rows: Mapping[int, int]) -> None:
+        if name == 'ragged_dot_general':
+            _require(rows.get(0) == ragged_dim(equation) and equations.is_from_zero(equation))
+            self._groups.add(self._count_groups(equation.invars[2]))
+            self._products.append(equation)
+        if tuple(rows.items()) not in dims_of(equation).summed:
+            self._by_table(equation, rows)
+
+    def _invert(self, equation: Any) -> None:
+        """The order of an order is its inverse."""
+        [numbers, *others], results = equation.invars, equation.outvars
+        _require(len(others) == 1 and self._is_iota(others[0]) and equations.count_keys(equation) == 1)
+        if id(numbers) in self._rows:
+            _require(self._are(numbers, self._orders))
+            self._add_inverse(results[1])
+        else:
+            _require(self._are(numbers, self._inverses))
+            self._orders.append(results[1])
+            self._rows[id(results[1])] = 0
+        self._own[equation] = None
+
+    def _add_inverse(self, var: Any) -> None:
+        self._inverses.append(var)
+        self._places.add(id(var))
+
+    def _gather(self, equation: Any, rows: Mapping[int, int], places: Sequence[int]) -> None:
+        x, numbers = equation.invars
+        if places:
+            _require(places == [1] and rows == {0: 0} and self._takes_rows(equation))
+            _require(self._are(numbers, self._inverses))
+            self._note_own(equation)  # and the rows are in their own order again
+            return
+        self._by_table(equation, rows)
+        if rows == {1: 0} and self._takes_rows(equation) and self._is_local(numbers, shape_of(x)[0]):
+            self._note_own(equation)
+
+    def _scatter(self, name: str, equation: Any, rows: Mapping[int, int], places: Sequence[int]) -> None:
+        x, numbers, updates = equation.invars
+        _require(_puts_rows(equation))
+        count = shape_of(x)[0]
+        if places:
+            _require(places == [1] and not rows and count == self._size and self._is_uniform(x, 0))
+            _require(self._are(numbers, self._inverses))
+            self._rows[id(equation.outvars[0])] = 0
+            self._note_own(equation)
+            return
+        _require(0 not in rows and rows.get(1) == 0)
+        each = name == 'scatter' and count == self._size and self._are(numbers, self._orders)
+        if rows == {1: 0}:
+            _require(each and self._is_iota(updates))
+            self._add_inverse(equation.outvars[0])
+        else:
+            _require(rows == {1: 0, 2: 0} and (each or name == 'scatter-add'))
+        if each or self._is_local(numbers, count):
+            self._note_own(equation)
+
+    def _note_own(self, equation: Any) -> None:
+        if shape_of(equation.invars[1])[0] % self._devices == 0:
+            self._own[equation] = 1
+
+    def _takes_rows(self, equation: Any) -> bool:
+        """Whether a gather takes rows of its operand, each by its number."""
+        dims, sizes = equations.gather_dims(equation), equations.slice_sizes(equation)
+        shape, leading = shape_of(equation.invars[0]), len(shape_of(equation.invars[1])) - 1
+        rank = len(shape_of(equation.outvars[0]))
+        return (
+            (*dims.start_index_map,) == (*dims.collapsed_slice_dims,) == (0,)
+            and not dims.operand_batching_dims
+            and (*dims.offset_dims,) == (*range(leading, rank),)
+            and (*sizes,) == (1, *shape[1:])
+        )
+
+    def _is_local(self, numbers: Any, count: int) -> bool:
+        """Whether these numbers of rows, of so many, are those of the device that has the row at hand."""
+        if count % self._devices:
+            return False
+        for order in self._orders:
+            found = self._computed(numbers, order, self._in_order)
+            if found is not None:
+                own = self._in_order // (self._size // self._devices)
+                return bool(np.all(found >= 0) and np.all(found // (count // self._devices) == own))
+        return False
+
+    def _are(self, numbers: Any, known: Sequence[Any]) -> bool:
+        """Whether numbers are those that one of these variables holds."""
+        every = [self._computed(numbers, each, self._in_order) for each in known]
+        return any(found is not None and np.array_equal(found, self._in_order) for found in every)
+
+    def _computed(self, atom: Any, base: Any, values: np.ndarray) -> np.ndarray | None:
+        """What an array of whole numbers is, flat, if another one, of as many, has these values.
+
+        None if it takes more than that one, or something else for each place: then this shows nothing.
+        """
+        known: dict[int, Any] = {id(base): values.reshape(shape_of(base)).astype(base.aval.dtype)}
+
+        def value(var: Any) -> Any:
+            if isinstance(var, Literal):
+                return var.val
+            if id(var) not in known:
+                (name, made), fits = self._maker(var), math.prod(shape_of(var)) in (1, self._size)
+                if (
+                    name not in _COMPUTED_NUMBERS
+                    or not fits
+                    or not _is_whole(var)
+                    or _is_reordered(name, made)
+                ):
+                    return None
+                operands = [*map(value, made.invars)]
+                known[id(var)] = None if any(x is None for x in operands) else bound(made, *operands)
+            return known[id(var)]
+
+        if math.prod(shape_of(atom)) != self._size:
+            return None
+        with jax.ensure_compile_time_eval(), jax.transfer_guard('allow'):
+            found = value(atom)
+            return None if found is None else np.asarray(found).reshape(-1)
+
+    def _is_uniform(self, atom: Any, dim: int) -> bool:
+        """Whether a value is the same at each place along a dimension."""
+        shape, key = shape_of(atom), (id(atom), dim)
+        if not shape or shape[dim : dim + 1] == (1,):
+            return True
+        if key not in self._uniform:
+            known = dim < len(shape) and not self._depends(atom)
+            self._uniform[key] = known and self._is_made_uniform(atom, dim)
+        return self._uniform[key]
+
+    def _is_made_uniform(self, atom: Any, dim: int) -> bool:
+        name, made = self._maker(atom)
+        if name == 'broadcast_in_dim':
+            kept = [*equations.broadcast_dims(made)]
+            return dim not in kept or self._is_uniform(made.invars[0], kept.index(dim))
+        return bool(name) and _is_each(made) and all(self._is_uniform(x, dim) for x in made.invars)
+
+    def _is_iota(self, atom: Any) -> bool:
+        """Whether a value is 0, 1, 2 and so on."""
+        return self._maker(atom)[0] == 'iota' and len(shape_of(atom)) == 1 and _holds(atom, self._size)
+
+    def _count_groups(self, sizes: Any) -> int:
+        """How many groups there are, if these are their sizes: how many rows have each number as key."""
+        _require(len(shape_of(sizes)) == 1)
+        [count] = shape_of(sizes)
+        root = self._seen_through(self._sort.invars[0], count)
+        _require(count <= self._size and self._is_below(root, count) and _counts_to(sizes, self._size))
+        name, made = self._maker(sizes)
+        while name in ('convert_element_type', 'copy'):
+            _require(_counts_to(made.invars[0], self._size))
+            name, made = self._maker(made.invars[0])
+        is_sum = name == 'reduce_sum' and self._is_sum(made, root, count)
+        _require(is_sum or (name == 'scatter-add' and self._is_histogram(made, root, count)))
+        return count
+
+    def _is_histogram(self, made: Any, root: Any, count: int) -> bool:
+        """Whether ones are added to zeros at the numbers of the rows' groups."""
+        zeros, numbers, ones = made.invars
+        values = self._in_order % count
+        if not _puts_rows(made) or self._number(zeros) != 0 or self._number(ones) != 1:
+            return False
+        found = self._computed(numbers, root, values)
+        is_whole = math.prod(shape_of(ones)) == self._size
+        return is_whole and found is not None and np.array_equal(found, values)
+
+    def _is_sum(self, made: Any, root: Any, count: int) -> bool:
+        """Whether rows are added up that have a one at the number of their group, and else zeros."""
+        [hot], last = made.invars, len(shape_of(made.invars[0])) - 1
+        if sorted(removed_dims(made)) != [*range(last)] or math.prod(shape_of(hot)) != count * self._size:
+            return False
+        name, made = self._maker(hot)
+        while name == 'convert_element_type':
+            name, made = self._maker(made.invars[0])
+        if name != 'eq':
+            return False
+        for mine, theirs in (made.invars, made.invars[::-1]):
+            is_uniform, (name, made) = self._is_uniform(mine, last), self._maker(mine)
+            if name == 'broadcast_in_dim' and math.prod(shape_of(mine)) != self._size:
+                [mine] = made.invars
+            if is_uniform and self._is_last_number(theirs) and self._seen_through(mine, count) is root:
+                return True
+        return False
+
+    def _is_last_number(self, atom: Any) -> bool:
+        """Whether a value is the place along its last dimension."""
+        (name, made), last = self._maker(atom), len(shape_of(atom)) - 1
+        if name == 'iota':
+            return equations.dim_of(made) == last
+        if name != 'broadcast_in_dim' or (*equations.broadcast_dims(made)[-1:],) != (last,):
+            return False
+        [x] = made.invars
+        return shape_of(x)[-1:] == shape_of(atom)[-1:] and self._is_last_number(x)
+
+    def _seen_through(self, atom: Any, count: int) -> Any:
+        """The value that another one is in another form, if it holds a number less than this for each row."""
+        while _holds(atom, count) and math.prod(shape_of(atom)) == self._size:
+            name, made = self._maker(atom)
+            if name not in _SAME_NUMBERS or _is_reordered(name, made) or not _holds(made.invars[0], count):
+                return atom
+            if math.prod(shape_of(made.invars[0])) != self._size:
+                return atom
+            [atom] = made.invars
+        return None
+
+    def _is_below(self, atom: Any, count: int) -> bool:
+        """Whether whole numbers, from zero on, are less than this: they are places among so many."""
+        while atom is not None and _holds(atom, count):
+            name, made = self._maker(atom)
+            if name == 'top_k':
+                return atom is made.outvars[1] and shape_of(made.invars[0])[equations.dim_of(made)] <= count
+            if name == 'argmax':
+                return all(shape_of(made.invars[0])[i] <= count for i in removed_dims(made))
+            atom = made.invars[0] if name in VIEWS | _SAME_NUMBERS else None
+        return False
+
+    def _number(self, atom: Any) -> float:
+        """The number that a value is everywhere; not a number if that is not known."""
+        while not isinstance(atom, Literal):
+            name, made = self._maker(atom)
+            if name not in _SAME_NUMBERS:
+                return math.nan
+            [atom] = made.invars
+        return float(atom.val)
+
+
+def _require(is_certain: bool) -> None:
+    if not is_certain:
+        raise _OrderMattersError
+
+
+def _is_each(equation: Any) -> bool:
+    """Whether an equation does the same with each element of its operands."""
+    if primitive_name(equation) in ('custom_jvp_call', 'custom_vjp_call', 'jit'):
+        inside = equations.called(equation)
+        return not constants_of(inside) and all(map(_is_each, opened(inside).eqns))
+    return primitive_name(equation) in _EACH
+
+
+def _puts_rows(equation: Any) -> bool:
+    """Whether a scatter puts whole rows of its updates in its operand, each by its number."""
+    dims, rank = equations.scatter_dims(equation), len(shape_of(equation.invars[2]))
+    leading = len(shape_of(equation.invars[1])) - 1
+    return (
+        (*dims.scatter_dims_to_operand_dims,) == (*dims.inserted_window_dims,) == (0,)
+        and not dims.operand_batching_dims
+        and (*dims.update_window_dims,) == (*range(leading, rank),)
+        and len(updated_dims(equation)) == rank - leading
+    )
+
+
+def _is_reordered(name: str, equation: Any) -> bool:
+    return name == 'reshape' and equations.is_reordered(equation)
+
+
+def _is_whole(atom: Any) -> bool:
+    return np.issubdtype(atom.aval.dtype, np.integer) or atom.aval.dtype == bool
+
+
+def _holds(atom: Any, count: int) -> bool:
+    """Whether a value holds whole numbers, and can hold all that are less than this."""
+    dtype = getattr(atom.aval, 'dtype', None)
+    return jax.dtypes.issubdtype(dtype, np.integer) and np.iinfo(dtype).max >= count - 1
+
+
+def _counts_to(atom: Any, count: int) -> bool:
+    """Whether numbers of this dtype count so far, one by one."""
+    dtype = atom.aval.dtype
+    return _holds(atom, count + 1) or (dtype.kind == 'f' and 2 ** (np.finfo(dtype).nmant + 1) >= count)
