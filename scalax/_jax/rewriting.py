@@ -9,14 +9,23 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 from jax.sharding import NamedSharding
 
-from scalax._jax.equations import CALLS, WITH_JAXPRS, branches, called, loop_of, opened, shape_of
+from scalax._jax.equations import (
+    CALLS,
+    WITH_JAXPRS,
+    DropVar,
+    branches,
+    called,
+    loop_of,
+    opened,
+    shape_of,
+)
 from scalax._jax.primitives import primitive_name
 from scalax._jax.tracing import trace_context
 
@@ -67,6 +76,35 @@ def with_jaxprs(equation: Any, *jaxprs: Any) -> Any:
     name = equation.primitive.name
     changed = {'branches': jaxprs} if name == 'cond' else dict(zip([_BODIES[name]], jaxprs, strict=True))
     return equation.replace(params={**equation.params, **changed})
+
+
+def with_inlined(jaxpr: Any, is_inlined: Callable[[Any], bool]) -> Any:
+    """The jaxpr with their equations in place of some calls, also inside of these.
+
+    Relies on ``Var(aval)``, and on `replace` of equations and of jaxprs.
+    """
+    names: dict[int, Any] = {}
+
+    def current(atoms: Sequence[Any]) -> list[Any]:
+        return [names.get(id(x), x) for x in atoms]
+
+    def expanded(equations: Sequence[Any], is_inside: bool = False) -> Iterator[Any]:
+        for equation in equations:
+            equation = equation.replace(invars=current(equation.invars))
+            inner = opened(called(equation)) if primitive_name(equation) in CALLS else None
+            if inner is not None and not inner.constvars and is_inlined(equation):
+                names.update(zip(map(id, inner.invars), equation.invars, strict=True))
+                yield from expanded(inner.eqns, is_inside=True)
+                names.update(zip(map(id, equation.outvars), current(inner.outvars), strict=True))
+                continue
+            if is_inside:  # of a jaxpr that may be called again
+                new = [var if isinstance(var, DropVar) else Var(var.aval) for var in equation.outvars]
+                names.update(zip(map(id, equation.outvars), new, strict=True))
+                equation = equation.replace(outvars=new)
+            yield equation
+
+    equations = [*expanded(opened(jaxpr).eqns)]
+    return replaced(jaxpr, eqns=equations, outvars=current(opened(jaxpr).outvars))
 
 
 class Rewriter:
