@@ -21,8 +21,10 @@ from scalax._follow.accumulations import added_by_round, makers_of
 from scalax._follow.rows_by_number import with_rows_by_number
 from scalax._follow.types import Lost
 from scalax._jax.equations import (
+    CALLS,
     Loop,
     branches,
+    called,
     draws_alike,
     equations,
     jaxprs_in,
@@ -111,11 +113,18 @@ def _on_own_rows(equation: Any, devices: int) -> Any:
 
 
 def _is_same(var: Any, out: Any, makers: Mapping[int, Any]) -> bool:
-    """Whether a round carries on what it got, or that as of its own dtype."""
+    """Whether a value is another one, handed on by calls."""
     made = None if out is var else makers.get(id(out))
-    if made is not None and primitive_name(made) == 'convert_element_type':
-        return made.invars[0] is var and out.aval.dtype == var.aval.dtype
-    return out is var
+    if made is None:
+        return out is var
+    if primitive_name(made) == 'convert_element_type' and out.aval.dtype == var.aval.dtype:
+        return _is_same(var, made.invars[0], makers)
+    if primitive_name(made) not in CALLS:
+        return False
+    inner = opened(called(made))
+    [handed] = [x for x, result in zip(inner.outvars, made.outvars, strict=True) if result is out]
+    own = [x for x, operand in zip(inner.invars, made.invars, strict=True) if operand is var]
+    return any(_is_same(x, handed, makers_of(inner)) for x in own)
 
 
 def _with_choices(loop: Loop) -> Any:
