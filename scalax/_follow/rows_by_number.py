@@ -99,13 +99,14 @@ def _scan(equation: Any, operands: Sequence[Numbers]) -> tuple[Any, Sequence[Num
     assert loop.length is not None
     rounds = np.arange(min(loop.length, _MOST))[:: -1 if options['reverse'] else 1]
     body = with_inlined(loop.body, functools.partial(_may_take_rows, length=loop.length))
-    (_, first, _), (_, _, stacks) = map(loop.parts, (equation.invars, operands))
+    (atoms, first, _), (constants, _, stacks) = map(loop.parts, (equation.invars, operands))
     steps = _steps(loop._replace(body=body), first)
     counted = [
         (x.val + steps[i] * rounds).astype(x.aval.dtype) if i in steps else None for i, x in enumerate(first)
     ]
     elements = [None if x is None or x.shape != rounds.shape else x for x in stacks]
-    inside, known = _followed(body, [*[None] * loop.constants, *counted, *elements])
+    same = [None if _size(atom) == 1 else x for atom, x in zip(atoms, constants, strict=True)]
+    inside, known = _followed(body, [*same, *counted, *elements])
     found = [known.get(id(x)) if _size(x) == 1 else None for x in opened(inside).outvars[loop.carried :]]
     results = [None] * loop.carried + [None if x is None else np.broadcast_to(x, rounds.shape) for x in found]
     own = {var for var, x in known.items() if x is not None and np.array_equal(x, np.arange(loop.length))}
