@@ -45,7 +45,8 @@ def test_numbers_are_kept_within_bounds(number, dtype):
 def test_small_integers_count_only_so_far(size):
     args = jnp.zeros((size, 2)), jnp.ones((1, 2)), jnp.int8(100)
     changed = rewriting.Rewriter(within_bounds).jaxpr(jax.make_jaxpr(written)(*args))
-    np.testing.assert_array_equal(rewriting.run(changed, args)[0], written(*args))
+    [found] = rewriting.run(changed, args)
+    assert [*np.flatnonzero(found.sum(1))] == [min(100, size - 1)]
 
 
 def test_gradients_of_rows_out_of_bounds_are_those_of_one_device():
