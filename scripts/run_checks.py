@@ -159,6 +159,7 @@ SECONDS = {
     'tests/checkpoint/test_writer.py': 8,
     'tests/docs/test_site.py': 8,
     'tests/follow/test_kernels.py': 8,
+    'tests/follow/test_rows_by_number.py': 12,
     'tests/plan/test_recorded.py': 8,
     'tests/rules/test_optimizer_state.py': 8,
     'tests/transforms/sjit/test_modes.py': 8,

@@ -96,6 +96,24 @@ def loss(params: Tree, batch: Tree, s: Sizes, at: Any = at, summed: Any = summed
     return jnp.sum(errors * batch['real']) / jnp.sum(batch['real'])
 
 
+def mapped_loss(params: Tree, batch: Tree, s: Sizes) -> jax.Array:
+    """Each graph looks up and sums its own nodes, in a `jax.vmap` over graphs of one size."""
+
+    def own(values: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
+        graphs = len(batch['nodes']) // s.nodes
+        numbers = indices.reshape(graphs, -1) - s.nodes * jnp.arange(graphs)[:, None]
+        return values.reshape(graphs, -1, s.width), numbers
+
+    def at_own(values: jax.Array, indices: jax.Array) -> jax.Array:
+        return jax.vmap(at)(*own(values, indices)).reshape(-1, s.width)
+
+    def sum_own(values: jax.Array, indices: jax.Array, count: int) -> jax.Array:
+        each = jax.vmap(lambda values, indices: summed(values, indices, s.nodes))
+        return each(*own(values, indices)).reshape(count, s.width)
+
+    return loss(params, batch, s, at_own, sum_own)
+
+
 def hand_loss(params: Tree, batch: Tree, s: Sizes, axes: tuple[str, ...]) -> jax.Array:
     """No edge leaves the rows of a device: each gathers and sums among its own nodes."""
 
@@ -146,16 +164,18 @@ def models(size: Size) -> list[Model]:
             'receivers': (first + rng.integers(0, s.nodes, edges)).astype('int32'),
         }
 
-    return [
-        Model(
-            'graph network',
-            init=lambda key: init(key, s),
-            batch=batch,
-            loss=lambda params, batch, key: loss(params, batch, s),
-            columns_and_rows=RULE,
-            hand=HAND,
-            hand_loss=lambda params, batch, key, axes: hand_loss(params, batch, s, axes),
-            rows=2,
-            example=example,
-        )
-    ]
+    network = Model(
+        'graph network',
+        init=lambda key: init(key, s),
+        batch=batch,
+        loss=lambda params, batch, key: loss(params, batch, s),
+        columns_and_rows=RULE,
+        hand=HAND,
+        hand_loss=lambda params, batch, key, axes: hand_loss(params, batch, s, axes),
+        rows=2,
+        example=example,
+    )
+    mapped = dataclasses.replace(
+        network, name='graphs, mapped', loss=lambda params, batch, key: mapped_loss(params, batch, s)
+    )
+    return [network, mapped]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import optax
 
-from scalax.sharding import FSDPShardingRule, MeshShardingHelper, ShardingRule, TreePathShardingRule
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper, ShardingRule
 from scalax.sharding import PartitionSpec as P
 
 Tree = Any
@@ -48,7 +48,7 @@ class Model:
     init: Callable[[jax.Array], Tree]
     batch: Callable[[int], Tree]
     loss: Loss
-    columns_and_rows: TreePathShardingRule
+    columns_and_rows: ShardingRule
     hand: Mapping[str, P]
     hand_loss: Callable[[Tree, Tree, jax.Array, tuple[str, ...]], Any] | None = None
     rows: int = 1

@@ -1,7 +1,7 @@
-"""LLaMA-3 with Muon, an optimizer that multiplies matrices.
+"""LLaMA-3 with Muon, which multiplies matrices, and with Adafactor, which sums their rows and columns.
 
-By hand each device has whole ones: weights of one shape are one stack, which moves by an all-to-all for each
-mesh axis, and back.
+By hand each device has whole matrices for Muon: weights of one shape are one stack, which moves by an
+all-to-all for each mesh axis, and back. What Adafactor computes is where the weights are.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from optax.contrib import MuonDimensionNumbers, muon, scale_by_muon
 from benchmarks.unchanged.llama import LLAMA_8B, SEQUENCE, llama
 from benchmarks.unchanged.model import Model, Size, Tree
 from examples.llama.model import ModelConfig
+from scalax.sharding import OptimizerStateShardingRule, with_sharding_constraint
 from scalax.sharding import PartitionSpec as P
-from scalax.sharding import with_sharding_constraint
 
 COLUMNS, ROWS = (None, 'fsdp', 'tp'), (None, 'tp', 'fsdp')
 SPECS = {
@@ -97,9 +97,18 @@ def _whole(stack: jax.Array, mesh: Mapping[str, int]) -> jax.Array:
 
 
 def models(size: Size) -> list[Model]:
-    """8B with Muon."""
+    """8B with Muon, and with Adafactor, whose state has rows and columns of weights."""
     small = ModelConfig(width=32, layers=2, heads=4, kv_heads=2)
     found = llama('', small, 16, dtype='float32') if size == 'small' else llama('', LLAMA_8B, SEQUENCE)
     optimizer = muon(RATE, muon_weight_dimension_numbers=numbers)
-    name = 'LLaMA-3 8B, Muon'
-    return [dataclasses.replace(found, name=name, optimizer=optimizer, hand_optimizer=muon_by_hand)]
+    params = jax.eval_shape(found.init, jax.random.key(0))
+    return [
+        dataclasses.replace(found, name='LLaMA-3 8B, Muon', optimizer=optimizer, hand_optimizer=muon_by_hand),
+        dataclasses.replace(
+            found,
+            name='LLaMA-3 8B, Adafactor',
+            optimizer=optax.adafactor(RATE),
+            columns_and_rows=OptimizerStateShardingRule(found.columns_and_rows, params),
+            fsdp_rule=OptimizerStateShardingRule(found.fsdp_rule, params),
+        ),
+    ]

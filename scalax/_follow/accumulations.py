@@ -39,7 +39,7 @@ def _behind(equation: Any) -> Any:
     if body.effects:
         return equation
     _, state, elements = loop.parts(body.invars)
-    makers = _makers(body)
+    makers = makers_of(body)
     changing = _changing(body, [*state, *elements])
     found: dict[int, Any] = {}  # number of a carried value -> what a round adds to it
     sums: dict[int, Any] = {}
@@ -66,14 +66,14 @@ def _changing(body: Any, given: Sequence[Any]) -> set[int]:
     return found
 
 
-def _makers(jaxpr: Any) -> dict[int, Any]:
+def makers_of(jaxpr: Any) -> dict[int, Any]:
     """The equations of an open jaxpr, by the ids of their results."""
     return {id(var): each for each in jaxpr.eqns for var in each.outvars}
 
 
 def added_by_round(body: Any, var: Any, out: Any) -> list[Any] | None:
     """What a round adds to a carried value that it uses for nothing else; None if it does otherwise."""
-    makers = _makers(body)
+    makers = makers_of(body)
     uses = Counter(map(id, [*[atom for each in body.eqns for atom in each.invars], *body.outvars]))
 
     def added(atom: Any) -> list[Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,18 +40,28 @@ def follow_loop(edit: Edit, equation: Any, operands: Sequence[Trail]) -> tuple[A
     def arguments(state: Sequence[Trail]) -> list[Trail]:
         return [*constants, *state, *rows]
 
-    state = _settled(edit, loop.body, first, arguments)
-    for atom, begun, kept in zip(loop.parts(equation.invars)[1], first, state, strict=True):
-        if edit.shared.has_rows(begun) and not edit.shared.has_rows(kept):  # what a round returns has none
-            edit.note_loss(equation, [atom])
+    grown, state = _settled(edit, loop.body, first, arguments)
     same = [rounds * edit.weights.rounds(atom) for atom in loop.parts(equation.invars)[0]]
     use = Use(loop.constants + loop.carried, tuple(same))
     inside = edit.inside(equation, loop.body, arguments(state), use, rounds)
+    carried = zip(loop.parts(equation.invars)[1], first, state, strict=True)
+    has_rows = edit.shared.has_rows
+    if gone := [atom for atom, begun, kept in carried if has_rows(begun) and not has_rows(kept)]:
+        _note_losses(edit, equation, gone, edit.follow(loop.body, arguments(grown)), inside)
     _gather_before(edit, equation, range(loop.tested, loop.tested + loop.constants), inside)
     _sum_behind(edit, equation, loop.carried, rounds, inside)
     edit.weights.note_loop(equation.invars[loop.tested :], inside.multiplied, loop.constants, rounds)
     stacked = map(stack_of, inside.trails[loop.carried :])
     return with_jaxprs(equation, inside.jaxpr), [*inside.trails[: loop.carried], *stacked]
+
+
+def _note_losses(edit: Edit, equation: Any, gone: Sequence[Any], first: Followed, inside: Followed) -> None:
+    """Takes note of carried values that a round returns without rows: of where it loses them."""
+    known = {id(each.equation) for each in inside.lost}
+    causes = [each for each in first.lost if id(each.equation) not in known]
+    edit.lost += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in causes]
+    for atom in [] if causes else gone:
+        edit.note_loss(equation, [atom])
 
 
 def _of_stack(edit: Edit, atom: Any, trail: Trail, equation: Any) -> Trail:
@@ -104,10 +115,10 @@ def _sum_behind(edit: Edit, equation: Any, carried: int, rounds: int, inside: Fo
 
 def _settled(
     edit: Edit, body: Any, first: Sequence[Trail], arguments: Callable[[Sequence[Trail]], list[Trail]]
-) -> list[Trail]:
-    """The trails of what a loop carries: those of the first round or of what a round returns.
+) -> tuple[list[Trail], list[Trail]]:
+    """The trails of what a loop carries: those of the first round or of what a round returns; and what stays.
 
-    State that begins as zeros has rows from the first round on. Rows that a round loses are not kept.
+    State that begins as zeros has rows from the first round on. Rows that a round loses do not stay.
     """
     state = list(first)
     variables = opened(body).outvars[: len(state)]
@@ -123,12 +134,13 @@ def _settled(
         if grown == state:
             break
         state = grown
+    most = state
     for _ in range(_ROUNDS):
         kept = [common(*pair) for pair in zip(state, returned(), strict=True)]
         if kept == state:
             break
         state = kept
-    return state
+    return most, state
 
 
 def _dealt_again(reshape: Any, trail: Trail) -> Trail:

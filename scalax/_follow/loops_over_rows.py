@@ -17,11 +17,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from scalax._follow.accumulations import added_by_round
+from scalax._follow.accumulations import added_by_round, makers_of
+from scalax._follow.rows_by_number import with_rows_by_number
 from scalax._follow.types import Noted
 from scalax._jax.equations import (
+    CALLS,
     Loop,
     branches,
+    called,
     draws_alike,
     equations,
     jaxprs_in,
@@ -42,6 +45,11 @@ def with_own_rows(jaxpr: Any, lost: Iterable[Noted], sizes: Mapping[str, int]) -
         lost: where it loses rows.
         sizes: the sizes of the mesh axes.
     """
+    lost = [*lost]
+    if any(primitive_name(equation) == 'scan' for each in lost for equation in (each.equation, *each.calls)):
+        before, jaxpr = jaxpr, with_rows_by_number(jaxpr)
+        if jaxpr is not before:
+            return jaxpr
     loops = {}
     for each in lost:
         if primitive_name(each.equation) == 'scan' and each.rows and each.rows[0]:
@@ -61,7 +69,8 @@ def _on_own_rows(equation: Any, devices: int) -> Any:
     if body.effects or not length or length % devices or not draws_alike(body) or not _ends(body):
         return equation
     _, state, _ = loop.parts(body.invars)
-    kept = [out is var for var, out in zip(state, body.outvars, strict=False)]
+    makers = makers_of(body)
+    kept = [_is_same(var, out, makers) for var, out in zip(state, body.outvars, strict=False)]
     for var, out, same in zip(state, body.outvars, kept, strict=False):
         if not same and added_by_round(body, var, out) is None:
             return equation
@@ -101,6 +110,21 @@ def _on_own_rows(equation: Any, devices: int) -> Any:
     found = equation_if_mapped(jax.jit(on_own_rows), equation)
     # Of what can only be run one after the other, jax.vmap makes a loop over devices.
     return found if _count_loops(found) == _count_loops(equation) else equation
+
+
+def _is_same(var: Any, out: Any, makers: Mapping[int, Any]) -> bool:
+    """Whether a value is another one, handed on by calls."""
+    made = None if out is var else makers.get(id(out))
+    if made is None:
+        return out is var
+    if primitive_name(made) == 'convert_element_type' and out.aval.dtype == var.aval.dtype:
+        return _is_same(var, made.invars[0], makers)
+    if primitive_name(made) not in CALLS:
+        return False
+    inner = opened(called(made))
+    [handed] = [x for x, result in zip(inner.outvars, made.outvars, strict=True) if result is out]
+    own = [x for x, operand in zip(inner.invars, made.invars, strict=True) if operand is var]
+    return any(_is_same(x, handed, makers_of(inner)) for x in own)
 
 
 def _with_choices(loop: Loop) -> Any:

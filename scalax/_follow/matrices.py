@@ -24,6 +24,7 @@ from scalax._follow.functions import Function, functions_of_matrices, is_late
 from scalax._follow.stacks import NoStackError, run_stacked
 from scalax._follow.trail import LOST, Trail, Trails, closed_spec_of, merged
 from scalax._follow.types import Arguments
+from scalax._follow.updates import within_bounds
 from scalax._jax.equations import CALLS, branches, called, dot_dims, loop_of, opened, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, equation_of, replaced, run
@@ -47,7 +48,7 @@ class _Spreader(Rewriter):
     """Spreads the functions of matrices of a jaxpr, and of those inside it."""
 
     def __init__(self, whole: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> None:
-        super().__init__(lambda equation: equation)
+        super().__init__(within_bounds)  # here, since it sees all equations as they stay
         self._whole, self._arguments, self._mesh = whole, arguments, mesh
         self._trails = Trails(dict(mesh.shape), arguments.batch_axes)
         pairs = zip(opened(whole).invars, arguments.trails, strict=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -141,6 +141,35 @@ def with_jaxprs(equation: Any, *jaxprs: Any) -> Any:
 def _held(equation: Any) -> Sequence[Any]:
     held = equation.params[_HELD[equation.primitive.name]]
     return held if isinstance(held, tuple) else [held]
+
+
+def with_inlined(jaxpr: Any, is_inlined: Callable[[Any], bool]) -> Any:
+    """The jaxpr with their equations in place of some calls, also inside of these.
+
+    Relies on ``Var(aval)``, and on `replace` of equations and of jaxprs.
+    """
+    names: dict[int, Any] = {}
+
+    def current(atoms: Sequence[Any]) -> list[Any]:
+        return [names.get(id(x), x) for x in atoms]
+
+    def expanded(equations: Sequence[Any], is_inside: bool = False) -> Iterator[Any]:
+        for equation in equations:
+            equation = equation.replace(invars=current(equation.invars))
+            inner = opened(called(equation)) if primitive_name(equation) in CALLS else None
+            if inner is not None and not inner.constvars and is_inlined(equation):
+                names.update(zip(map(id, inner.invars), equation.invars, strict=True))
+                yield from expanded(inner.eqns, is_inside=True)
+                names.update(zip(map(id, equation.outvars), current(inner.outvars), strict=True))
+                continue
+            if is_inside:  # of a jaxpr that may be called again
+                new = [var if isinstance(var, DropVar) else Var(var.aval) for var in equation.outvars]
+                names.update(zip(map(id, equation.outvars), new, strict=True))
+                equation = equation.replace(outvars=new)
+            yield equation
+
+    equations = [*expanded(opened(jaxpr).eqns)]
+    return replaced(jaxpr, eqns=equations, outvars=current(opened(jaxpr).outvars))
 
 
 class Rewriter:

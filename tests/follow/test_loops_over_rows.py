@@ -57,6 +57,15 @@ LOOPS = {
         lambda row: row @ w, lax.map(lambda row: layers(w, row), x)
     ),
     'a gradient': jax.grad(lambda w, x: jnp.sum(lax.map(lambda row: layers(w, row).sum(), x))),
+    'in a loop that carries rows': jax.grad(
+        lambda w, x: jnp.sum(
+            lax.fori_loop(0, 3, lambda _, x: lax.map(lambda row: layers(w, row), x), x)
+            + lax.fori_loop(0, 3, lambda _, x: lax.map(lambda i: x[i] @ w, jnp.arange(32)), x)
+        )
+    ),
+    'a gradient of checkpoints': jax.grad(
+        lambda w, x: lax.scan(jax.checkpoint(lambda c, row: (c + layers(w, row).sum(), None)), 0.0, x)[0]
+    ),
     'gradients of rows, clipped': lambda w, x: lax.scan(
         lambda c, row: (
             c + (g := jax.grad(lambda w: layers(w, row).sum())(w)) / (1 + jnp.linalg.norm(g)),

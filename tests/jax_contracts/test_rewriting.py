@@ -263,3 +263,20 @@ def test_equations_inside_are_rewritten() -> None:
         changed = rewriting.Rewriter(cosine).jaxpr(jaxpr)
         np.testing.assert_allclose(rewriting.run(changed, [X + 1])[0], np.cos(np.cos(X + 1)), rtol=1e-6)
         assert rewriting.Rewriter(lambda each: each).jaxpr(jaxpr) is jaxpr
+
+
+def test_calls_are_inlined() -> None:
+    @jax.jit
+    def twice(x: Any) -> Any:
+        return jnp.sin(jax.jit(jnp.cos)(x)), x, 1.0
+
+    def fun(x: Any) -> Any:
+        return twice(x), twice(x + 1)
+
+    jaxpr = jax.make_jaxpr(fun)(X)
+    with contract('lets equations have other operands and results', 'to inline calls'):
+        inlined = rewriting.with_inlined(jaxpr, lambda each: True)
+        assert [each.primitive.name for each in opened(inlined).eqns] == ['cos', 'sin', 'add', 'cos', 'sin']
+        expected = jax.tree.leaves(fun(X))
+        for one, other in zip(rewriting.run(inlined, [X]), expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)

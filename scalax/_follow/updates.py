@@ -1,0 +1,36 @@
+"""Rows that are written to an array by number, of which XLA's partitioner makes wrong ones out of bounds.
+
+A `dynamic_update_slice` out of bounds writes the last row, or the first one. Where devices have rows of the
+array, XLA writes none. To follow rows may be what puts them there; so the number is kept within bounds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scalax._jax.equations import Literal, shape_of
+from scalax._jax.primitives import primitive_name
+from scalax._jax.rewriting import equation_of
+
+
+def within_bounds(equation: Any) -> Any:
+    """The equation; a `dynamic_update_slice` of one row, or column, by a number within bounds."""
+    if primitive_name(equation) != 'dynamic_update_slice':
+        return equation
+    array, update, *numbers = equation.invars
+    sizes = [*zip(numbers, shape_of(array), shape_of(update), strict=True)]
+    if all(isinstance(number, Literal) or rows != 1 or size == 1 for number, size, rows in sizes):
+        return equation
+
+    def updated(array: Any, update: Any, *numbers: Any) -> Any:
+        last = [size - rows for size, rows in zip(array.shape, update.shape, strict=True)]
+        kept = [
+            jax.lax.clamp(jnp.zeros_like(x), x, jnp.asarray(min(most, jnp.iinfo(x.dtype).max), x.dtype))
+            for x, most in zip(numbers, last, strict=True)
+        ]
+        return jax.lax.dynamic_update_slice(array, update, kept)
+
+    return equation_of(jax.jit(updated), equation)

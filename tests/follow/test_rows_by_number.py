@@ -1,0 +1,134 @@
+"""Rows that loops take by the number of the round are stacks, with the same values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from scalax._follow.rows_by_number import with_rows_by_number
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+from tests.support.following import equations
+
+N = 16
+W = np.random.default_rng(0).normal(size=(8, 8)).astype('float32') / 4
+X = np.random.default_rng(1).normal(size=(N, 8)).astype('float32')
+INDEXING = {'dynamic_slice', 'dynamic_update_slice', 'gather', 'scatter', 'scatter-add'}
+
+
+def counted(w, x, start=0, stop=N):
+    return lax.fori_loop(start, stop, lambda i, c: c + jnp.tanh(x[i] @ w), jnp.zeros(8))
+
+
+def pair(w, x):
+    def swapped(i, c):
+        return c[0].at[i].set(c[1][i] @ w), c[1].at[i].add(c[0][i])
+
+    return lax.fori_loop(0, N, swapped, (x, x * 2))
+
+
+# Each takes the row of its round.
+TAKEN = {
+    'counted': counted,
+    'numbers': lambda w, x: lax.map(lambda i: jnp.tanh(x[i] @ w), jnp.arange(N)),
+    'small numbers': lambda w, x: lax.map(lambda i: x[i] @ w, jnp.arange(N, dtype='uint8')),
+    'backwards': lambda w, x: lax.scan(
+        lambda c, i: (c + x[i], x[i] @ w + c), X[0], jnp.arange(N), reverse=True
+    ),
+    'other functions': lambda w, x: lax.map(
+        lambda i: (jnp.take(x, i, 0) + lax.dynamic_index_in_dim(x, i, 0, False)) @ w, jnp.arange(N)
+    ),
+    'with checkpoint': lambda w, x: lax.scan(
+        jax.checkpoint(lambda c, i: (c + jnp.tanh(x[i] @ w), None)), jnp.zeros(8), jnp.arange(N)
+    )[0],
+    'in a jit': jax.jit(counted),
+    'a number that is computed with': lambda w, x: lax.fori_loop(
+        0, N, lambda i, c: c + i * (x[i] @ w), jnp.zeros(8)
+    ),
+    'rows that are carried along': lambda w, x: lax.fori_loop(
+        0, N, lambda i, c: (c[0], c[1] + c[0][i] @ w), (x @ w, jnp.zeros(8))
+    ),
+    'rows that are written': lambda w, x: lax.fori_loop(
+        0, N, lambda i, c: c.at[i].set(jnp.tanh(x[i] @ w)), jnp.zeros_like(x)
+    ),
+    'in place': lambda w, x: lax.fori_loop(0, N, lambda i, c: c.at[i].set(jnp.tanh(c[i] @ w)), x),
+    'added': lambda w, x: lax.fori_loop(0, N, lambda i, c: c.at[i].add(x[i] @ w), x),
+    'a slice': lambda w, x: lax.fori_loop(
+        0, N, lambda i, c: lax.dynamic_update_slice(c, (x[i] @ w)[None], (i, 0)), x
+    ),
+    'two arrays': pair,
+    'numbers of rows': lambda w, x: lax.fori_loop(
+        0, N, lambda i, c: c.at[i].set((x[i] @ w).sum()), jnp.zeros(N)
+    ),
+}
+# Each takes other rows, or more of them.
+OTHERS = {
+    'the last row first': lambda w, x: lax.map(lambda i: x[N - 1 - i] @ w, jnp.arange(N)),
+    'the next row': lambda w, x: lax.map(lambda i: x[i + 1] @ w, jnp.arange(N)),
+    'every second row': lambda w, x: lax.scan(
+        lambda c, _: ((c[0] + 2, c[1] + x[c[0]] @ w), None), (0, jnp.zeros(8)), None, length=N
+    )[0],
+    'counted the other way': lambda w, x: lax.scan(
+        lambda c, _: ((c[0] + 1, c[1] + x[c[0]] @ w), c[0]), (0, X[0]), None, length=N, reverse=True
+    ),
+    'but one': lambda w, x: counted(w, x, 1),
+    'half of them': lambda w, x: counted(w, x, 0, N // 2),
+    'the row before': lambda w, x: lax.fori_loop(0, N, lambda i, c: c.at[i].set(c[i - 1] @ w + x[i]), x),
+    'another row': lambda w, x: lax.fori_loop(0, N, lambda i, c: c.at[i].set(c[(i + 1) % N] @ w), x),
+    'all rows': lambda w, x: lax.fori_loop(
+        0, N, lambda i, c: (c[0].at[i].set(x[i] @ w), c[1] + c[0].sum()), (x, 0.0)
+    ),
+    'a row that is written': lambda w, x: lax.fori_loop(
+        0, N, lambda i, c: ((y := c[0].at[i].set(x[i] @ w)), c[1] + y[i].sum()), (x, 0.0)
+    ),
+    'a part of a row': lambda w, x: lax.fori_loop(
+        0, N, lambda i, c: lax.dynamic_update_slice(c, x[i, :4][None], (i, 2)), x
+    ),
+    'a column': lambda w, x: lax.map(lambda i: x[:, i] @ X, jnp.arange(8)),
+    'numbers of the batch': lambda w, x: lax.map(lambda i: x[i], jnp.argsort(x[:, 0])),
+}
+
+
+def gradient(fun):
+    def total(w, x):
+        return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(fun(w, jnp.tanh(x @ w))))
+
+    return jax.grad(total, (0, 1))
+
+
+def rewritten(fun):
+    """A function with rows by number, and the indexing that is left in it."""
+    jaxpr = with_rows_by_number(jax.make_jaxpr(fun)(W, X))
+    return jaxpr_as_fun(jaxpr), INDEXING.intersection(each.primitive.name for each in equations(jaxpr))
+
+
+@pytest.mark.parametrize('is_gradient', [False, True], ids=['values', 'gradients'])
+@pytest.mark.parametrize('name', [*TAKEN, *OTHERS])
+def test_values_stay(name, is_gradient):
+    fun = (TAKEN | OTHERS)[name]
+    fun = gradient(fun) if is_gradient else fun
+    found, left = rewritten(fun)
+    assert bool(left) == (name in OTHERS)
+    with jax.default_matmul_precision('highest'):
+        expected, got = jax.tree.leaves(jax.jit(fun)(W, X)), jax.jit(found)(W, X)
+    assert [x.dtype for x in got] == [x.dtype for x in expected]
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('name', ['counted', 'with checkpoint', 'in place'])
+def test_each_device_runs_over_its_own_rows(name):
+    fun = gradient(TAKEN[name])
+    helper, rule = MeshShardingHelper([8], ['fsdp']), FSDPShardingRule('fsdp', min_fsdp_size=1)
+    with jax.default_matmul_precision('highest'):
+        step = helper.sjit(fun, in_shardings=(rule, P('fsdp')))
+        found, expected = step(W, X), jax.jit(fun)(W, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+    assert not step.followed(W, X).lost
+
+
+def test_a_program_without_such_loops_is_the_same():
+    jaxpr = jax.make_jaxpr(lambda w, x: lax.scan(lambda c, row: (c, row @ w), 0.0, x))(W, X)
+    assert with_rows_by_number(jaxpr) is jaxpr
