@@ -169,8 +169,10 @@ class Tests:
             self.lines.add((code.co_filename, line))
         return sys.monitoring.DISABLE
 
-    def pytest_collection_modifyitems(self, items: list) -> None:
+    def pytest_collection_modifyitems(self, config, items: list) -> None:
         if self.order:
+            # Snapshots of tests that do not run are not stale.
+            config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in self.order])
             kept = [item for item in items if item.nodeid in self.order]
             items[:] = sorted(kept, key=lambda item: self.order[item.nodeid])
 

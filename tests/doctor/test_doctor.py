@@ -6,11 +6,12 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from examples.launch.ports import held_port
-from scalax._doctor import Diagnosis, diagnose, environment
+from scalax._doctor import Diagnosis, diagnose, environment, opening
 from scalax._doctor.devices import _disagreements, _known_cure, open_devices
 from scalax._doctor.finding import Finding
 from tests.support import ROOT
@@ -102,6 +103,11 @@ def test_files_that_fail(file, text, what, cure):
         assert found.what.endswith("\n     ModuleNotFoundError: No module named 'no_such_module'")
 
 
+def test_scalax_is_found_where_it_is_not_installed(file):
+    [found] = open_devices({}, LONG, file('import sys\nraise SystemExit(sys.path[-1])')).findings
+    assert found.what.endswith(f'\n     {ROOT}')
+
+
 @pytest.mark.long
 def test_a_variable_that_is_set_too_late_before_the_file_fails(file):
     late, failed = open_devices({}, LONG, file(LATE + 'raise SystemExit(1)')).findings[2:]
@@ -182,6 +188,19 @@ def test_variables_with_which_nothing_opens(monkeypatch, name, value, what):
     monkeypatch.setenv(name, value)
     [found] = open_devices({}, LONG).findings
     assert what in found.what and found.cure == _known_cure(found.what)
+
+
+def no_driver():
+    raise RuntimeError('no driver')
+
+
+@pytest.mark.parametrize(
+    ('memory_stats', 'expected'),
+    [(lambda: {'bytes_limit': 5}, 5), (dict, None), (lambda: None, None), (no_driver, None)],
+    ids=['known', 'not said', 'nothing said', 'an error'],
+)
+def test_memory_of_a_device(memory_stats, expected):
+    assert opening.memory(SimpleNamespace(memory_stats=memory_stats)) == expected
 
 
 @pytest.fixture

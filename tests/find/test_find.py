@@ -343,6 +343,19 @@ def test_a_lambda_gets_a_name_in_the_code():
     assert 'your_step' in result.to_code()
 
 
+def test_larger_sizes_are_tried_as_long_as_they_pay():
+    result = find(product, simple(rows=8), **options(sizes={'tp': [1, 2, 4, 8]}))
+    assert result.mesh == {'fsdp': 1, 'tp': 8}
+
+
+def test_a_part_of_the_memory_is_left_free():
+    best = find(product, simple(), **options())
+    whole = find(product, simple(), **options(memory=best.memory, headroom=0))
+    assert whole.fits and whole.memory == best.memory
+    less = find(product, simple(), **options(memory=best.memory, headroom=0.1))
+    assert not less.fits or less.memory <= 0.9 * best.memory
+
+
 def test_settings_of_jax_hold_in_trials():
     params, x = ({'w': jax.ShapeDtypeStruct((64, 256), 'float64')}, jax.ShapeDtypeStruct((64, 64), 'float64'))
     with jax.enable_x64(True):

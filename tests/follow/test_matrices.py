@@ -228,20 +228,21 @@ def test_small_ones_stay(monkeypatch):
     assert not spread(sharded(step), (halved, optimizer().init(halved)), x[:, :32])
 
 
-def test_weights_that_are_whole_everywhere():
-    """With data parallelism alone, each device computes some matrices, too."""
+@pytest.mark.parametrize(('times', 'count'), [(64, 2), (16, 0)])
+def test_weights_that_are_whole_everywhere(times, count):
+    """With data parallelism alone, each device computes some matrices, too, where moving them pays."""
     helper, step = MeshShardingHelper([-1], ['data']), step_of(optimizer())
     rule = TreePathShardingRule(('.*', P()))
     params, x = arguments(False)
 
     def enlarged(a):
-        return jnp.tile(a, (64,) * a.ndim)
+        return jnp.tile(a, (times,) * a.ndim)
 
     def init():
         return jax.tree.map(enlarged, params), optimizer().init(jax.tree.map(enlarged, params))
 
     on_devices = helper.sjit(step, in_shardings=(rule, P('data')), out_shardings=(rule, P()))
-    assert len(spread(on_devices, jax.eval_shape(init), jax.eval_shape(enlarged, x))) == 2
+    assert len(spread(on_devices, jax.eval_shape(init), jax.eval_shape(enlarged, x))) == count
 
 
 def test_stacks_of_another_size():

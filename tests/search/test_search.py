@@ -299,6 +299,15 @@ def test_far_from_the_limit_a_quick_plan_decides(monkeypatch):
 
 
 @tpu_compiler.needed
+@pytest.mark.parametrize(('full', 'made'), [(None, 1), (1, 1), (2, 2)])
+def test_no_more_full_plans_are_made_than_are_asked_for(monkeypatch, full, made):
+    asked = _with_memory(monkeypatch, quick=1.05, full=0.9)
+    found = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], full=full)
+    assert [quick for *_, quick in asked] == [True] * 3 + [False] * made
+    assert found.fits and found.compiled_in_full == made
+
+
+@tpu_compiler.needed
 def test_full_plans_are_made_until_one_fits(monkeypatch):
     asked = _with_memory(monkeypatch, quick=0.95, full=1.05)
     found = search(make_step, 'v5e:2x2', ['fsdp', 'tp'])

@@ -41,6 +41,10 @@ def without_arguments():
     return with_sharding_constraint(jnp.ones((8, 4)), P(None, 'mp'))
 
 
+def without_arguments_inside_a_jit():
+    return jax.jit(without_arguments)() + 1
+
+
 def gradient(x):
     return jax.grad(lambda x: jnp.sum(constrained(x)))(x)
 
@@ -88,6 +92,7 @@ ON_AUTO = [
     (integers, X),
     (init, KEY),
     (without_arguments,),
+    (without_arguments_inside_a_jit,),
     (gradient, X),
     (inside_a_scan, X),
     (inside_a_checkpoint, X),
