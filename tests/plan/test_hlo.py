@@ -289,6 +289,15 @@ REFUSED = {
         program('ROOT %r = token[] send(%p, %p), channel_id=1'),
         "the program holds 'send': devices send something to one another in an unknown way",
     ),
+    'a new kind between slices': (
+        program(
+            '%t = token[] after-all()',
+            'ROOT %r = (f32[8]{0}, u32[], token[]) recv(%t), channel_id=2, is_host_transfer=true, '
+            'frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
+            '_xla_megascale_transfer_type="ALL_SCATTER"}',
+        ),
+        "the program sends something between slices in an unknown way: 'ALL_SCATTER'",
+    ),
     'a new notation': (
         program('ROOT %r = f32[8]{0} all-reduce(%p), replica_groups=rings(2), to_apply=%add'),
         'the groups of a collective are written in an unknown notation: rings(2),',
