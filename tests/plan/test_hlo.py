@@ -153,6 +153,14 @@ def found(*lines):
     return [(row.kind, row.axes, row.group, row.bytes) for row in collectives(parse(program(*lines)), MESH)]
 
 
+def test_what_the_partitioned_program_lacks_is_added_by_the_compiler():
+    reduce = 'ROOT %r = f32[8]{0} all-reduce(%p), replica_groups=[4,2]<=[8], to_apply=%add'
+    optimized = parse(program(reduce))
+    for partitioned, cause in ((reduce, 'sharding'), ('ROOT %c = f32[8]{0} copy(%p)', 'compiler')):
+        [row] = collectives(optimized, MESH, (), parse(program(partitioned)))
+        assert row.cause == cause
+
+
 # (instruction, kind, axes, members of a group, bytes of the whole array)
 KINDS = {
     'all-reduce': (
