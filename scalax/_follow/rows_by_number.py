@@ -118,6 +118,9 @@ def _scan(equation: Any, operands: Sequence[Numbers]) -> tuple[Any, Sequence[Num
 
 def _may_take_rows(call: Any, length: int) -> bool:
     """Whether a call may take rows of an array of so many, or write to one."""
+    # In place of these the gradient would be that of their equations, if it is taken of the whole function.
+    if primitive_name(call) in ('custom_jvp_call', 'custom_vjp_call'):
+        return False
     inside = [each for each in equations(called(call)) if primitive_name(each) in _INDEXED]
     has_rows = any(shape_of(each.invars[0])[:1] == (length,) for each in inside)
     return has_rows and not any(placed_by_user(call))
@@ -208,7 +211,7 @@ def _by_number(
 def _reads(equation: Any, own: Container[int]) -> bool:
     """Whether an equation takes the row of the round, as a whole."""
     name = primitive_name(equation)
-    if name not in ('dynamic_slice', 'gather') or id(equation.invars[1]) not in own:
+    if name not in ('dynamic_slice', 'gather') or not any(id(x) in own for x in equation.invars[1:2]):
         return False
     row, found = shape_of(equation.invars[0])[1:], shape_of(equation.outvars[0])
     if name == 'dynamic_slice':
@@ -240,7 +243,7 @@ def _written(
             added = _written(makers, None, more, own)
             if added and len(added) == 1 and (links := _written(makers, var, before, own)) is not None:
                 return [*links, (added[0][0], True)]
-    if name == 'dynamic_update_slice':
+    if name == 'dynamic_update_slice' and shape_of(out):  # a scalar is written by no number
         into, row, number = made.invars[:3]
         is_row = shape_of(row) == (1, *shape_of(out)[1:])
     elif name in ('scatter', 'scatter-add'):
