@@ -170,6 +170,23 @@ def test_a_row_that_is_taken_with_a_gradient_of_its_own_keeps_it(take):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
 
 
+@pytest.mark.parametrize('dtype', ['int8', 'uint8', 'int32', 'uint32'])
+def test_small_integers_count_from_the_start_again(dtype):
+    x = np.random.default_rng(1).normal(size=(320, 8)).astype('float32')
+
+    def fun(x):
+        def step(c, i):
+            return (c[0] + jnp.asarray(3, dtype), c[1] + x[i] * c[0].astype('float32')), c[0]
+
+        return lax.scan(step, (jnp.asarray(5, dtype), jnp.zeros(8)), jnp.arange(len(x)))
+
+    jaxpr = with_rows_by_number(jax.make_jaxpr(fun)(x))
+    assert INDEXING.isdisjoint(each.primitive.name for each in equations(jaxpr))
+    for a, b in zip(jaxpr_as_fun(jaxpr)(x), jax.tree.leaves(fun(jnp.asarray(x))), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
 def test_scalars_have_no_rows():
     def fun(x):
         def added(i, c):
