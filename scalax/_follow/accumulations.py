@@ -8,7 +8,6 @@ is linear, so the loop adds the sums up, and they are taken apart once.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from scalax._jax.equations import Literal, Loop, loop_of, opened, scan_options, shape_of
+from scalax._jax.equations import Literal, Loop, loop_of, makers_of, opened, scan_options, shape_of, size_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, equation_of, part_of, run
 from scalax._jaxprs.dims import FORWARDS
@@ -51,24 +50,22 @@ def _behind(equation: Any) -> Any:
         if _is_taken_apart(added[0], makers, own):
             found[i] = added[0]
             sums.update(own)
-    most = sum(math.prod(shape_of(state[i])) for i in found)
-    if not found or sum(math.prod(shape_of(var)) for var in sums.values()) > most:
+    most = sum(size_of(state[i]) for i in found)
+    if not found or sum(size_of(var) for var in sums.values()) > most:
         return equation
     return equation_of(jax.jit(_function(equation, loop, found, [*sums.values()])), equation)
 
 
 def _changing(body: Any, given: Sequence[Any]) -> set[int]:
-    """The ids of variables that differ from round to round, as these arguments do."""
+    """The ids of variables that differ from round to round, as these arguments do.
+
+    And of those that an equation computes beside one: behind the loop it runs as a whole, or not at all.
+    """
     found = {*map(id, given)}
     for each in body.eqns:
         if not found.isdisjoint(map(id, each.invars)):
             found.update(map(id, each.outvars))
     return found
-
-
-def makers_of(jaxpr: Any) -> dict[int, Any]:
-    """The equations of an open jaxpr, by the ids of their results."""
-    return {id(var): each for each in jaxpr.eqns for var in each.outvars}
 
 
 def added_by_round(body: Any, var: Any, out: Any) -> list[Any] | None:
@@ -131,29 +128,24 @@ def _is_taken_apart(var: Any, makers: dict[int, Any], bases: dict[int, Any]) -> 
 def _function(equation: Any, loop: Loop, found: dict[int, Any], sums: Sequence[Any]) -> Any:
     body = opened(loop.body)
     kept = [i for i in range(loop.carried) if i not in found]
-    constants, _, _ = loop.parts(body.invars)
+    constants, state, elements = loop.parts(body.invars)
     outputs = [*[body.outvars[i] for i in kept], *sums, *body.outvars[loop.carried :]]
-    rounds, apart = (
-        part_of(loop.body, body.invars, outputs),
-        part_of(loop.body, [*constants, *sums], [*found.values()]),
-    )
+    rounds = part_of(loop.body, [*constants, *[state[i] for i in kept], *elements], outputs)
+    apart = part_of(loop.body, [*constants, *sums], [*found.values()])
+    count, end = len(kept), len(kept) + len(sums)
 
     def taken_apart(*operands: Any) -> list[Any]:
         given, first, stacks = loop.parts(operands)
-        unused = {i: jnp.zeros_like(first[i]) for i in found}
 
         def step(state: Sequence[Any], elements: Sequence[Any]) -> tuple[Any, Any]:
-            carried = dict(zip(kept, state, strict=False)) | unused
-            results = run(rounds, [*given, *[carried[i] for i in range(loop.carried)], *elements])
-            added, stacked = results[len(kept) :][: len(sums)], results[len(kept) + len(sums) :]
-            totals = [total + each for total, each in zip(state[len(kept) :], added, strict=True)]
-            return (*results[: len(kept)], *totals), stacked
+            results = run(rounds, [*given, *state[:count], *elements])
+            totals = [total + each for total, each in zip(state[count:], results[count:end], strict=True)]
+            return (*results[:count], *totals), results[end:]
 
-        zeros = [jnp.zeros(shape_of(var), var.aval.dtype) for var in sums]
-        start = (*[first[i] for i in kept], *zeros)
+        start = (*[first[i] for i in kept], *[jnp.zeros(shape_of(var), var.aval.dtype) for var in sums])
         state, stacked = jax.lax.scan(step, start, [*stacks], loop.length, **scan_options(equation))
+        parts = run(apart, [*given, *state[count:]])
         carried = dict(zip(kept, state, strict=False))
-        parts = run(apart, [*given, *state[len(kept) :]])
         carried |= {i: first[i] + part for i, part in zip(found, parts, strict=True)}
         return [*[carried[i] for i in range(loop.carried)], *stacked]
 

@@ -13,7 +13,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from scalax._follow.trail import LOST, Trail, Trails, axes_of, common, element_of, put, stack_of
-from scalax._jax.equations import dot_dims, shape_of
+from scalax._jax.equations import dot_dims, shape_of, size_of
 from scalax._jaxprs.dims import ELEMENTWISE, VIEWS, Dims
 from scalax._jaxprs.interpreter import Interpreter
 
@@ -137,5 +137,5 @@ def _takes_less(equation: Any, weight: int, devices: int) -> bool:
 
     Rows move once for each product: there for the first one at the experts, and back behind the last one.
     """
-    weights, rows = (math.prod(shape_of(equation.invars[i])) for i in (weight, 1 - weight))
+    weights, rows = (size_of(equation.invars[i]) for i in (weight, 1 - weight))
     return rows < weights * devices

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from scalax._follow.said import SAID, placed_by_user
 from scalax._jax import equations
-from scalax._jax.equations import CALLS, Literal, jaxprs_in, opened, shape_of, values_in
+from scalax._jax.equations import CALLS, Literal, opened, shape_of, size_of, values_in
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import part_of, replaced
 from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS
@@ -67,7 +66,7 @@ def functions_of_matrices(jaxpr: Any, shapes: Container[tuple[int, ...]]) -> Ite
     found: dict[Any, list[Any]] = {}
 
     def begin(variables: Sequence[Any]) -> None:
-        large = [var for var in variables if _size(var) > _FEW]
+        large = [var for var in variables if size_of(var) > _FEW]
         roots.update({id(var): var for var in large})
         found.update({var: [] for var in large if shape_of(var) in shapes})
 
@@ -114,11 +113,9 @@ def _multiplies(own: Sequence[Any]) -> bool:
     """Whether some of these equations are products, also inside others, and the user places none of them."""
     if _MULTIPLYING.isdisjoint([equation.primitive.name for equation in own]):
         return False
-    inside = [
-        each for equation in own for jaxpr in jaxprs_in(equation) for each in equations.equations(jaxpr)
-    ]
-    names = {*map(primitive_name, [*own, *inside])}
-    placed = any(each.effects or any(placed_by_user(each)) for each in [*own, *inside])
+    every = [*equations.with_inside(own)]
+    names = {*map(primitive_name, every)}
+    placed = any(each.effects or any(placed_by_user(each)) for each in every)
     return 'dot_general' in names and _LEFT.isdisjoint(names) and not placed
 
 
@@ -133,7 +130,9 @@ def _function(
     """The function, without what only writes its matrix in another way in front and behind."""
     kept = {id(each): each for each in own}
     for equation in reversed(own):
-        taken = {id(x) for x in equation.invars if roots.get(id(x)) is root and _size(x) > _FEW} - {id(root)}
+        taken = {id(x) for x in equation.invars if roots.get(id(x)) is root and size_of(x) > _FEW} - {
+            id(root)
+        }
         read = set().union(*[readers.get(id(var), ()) for var in equation.outvars])
         if len(taken) <= 1 and primitive_name(equation) in _PLAIN and read.isdisjoint(kept):
             del kept[id(equation)]
@@ -141,7 +140,7 @@ def _function(
         equation = kept[first.pop()]
         [after] = equation.outvars[:1]
         is_narrower = after.aval.dtype.itemsize <= root.aval.dtype.itemsize
-        if primitive_name(equation) not in _PLAIN or _size(after) != _size(root) or not is_narrower:
+        if primitive_name(equation) not in _PLAIN or size_of(after) != size_of(root) or not is_narrower:
             break
         del kept[id(equation)]
         root = after
@@ -161,7 +160,3 @@ def _function(
     small = replaced(jaxpr, eqns=[*dict.fromkeys(ordered), *kept.values()])
     part = part_of(small, [root, *free.values()], results)
     return Function(root, [*free.values()], [*kept.values()], results, part)
-
-
-def _size(atom: Any) -> int:
-    return math.prod(shape_of(atom))

@@ -34,19 +34,17 @@ def follow_loop(edit: Edit, equation: Any, operands: Sequence[Trail]) -> tuple[A
     loop = loop_of(equation)
     rounds = 1 if loop.length is None else loop.length
     constants, first, trails = loop.parts(operands)
-    *_, stacks = loop.parts(equation.invars)
+    same, begun, stacks = loop.parts(equation.invars)
     rows = [_of_stack(edit, *stack, equation) for stack in zip(stacks, trails, strict=True)]
 
     def arguments(state: Sequence[Trail]) -> list[Trail]:
         return [*constants, *state, *rows]
 
     grown, state = _settled(edit, loop.body, first, arguments)
-    same = [rounds * edit.weights.rounds(atom) for atom in loop.parts(equation.invars)[0]]
-    use = Use(loop.constants + loop.carried, tuple(same))
+    use = Use(loop.constants + loop.carried, tuple([rounds * edit.weights.rounds(atom) for atom in same]))
     inside = edit.inside(equation, loop.body, arguments(state), use, rounds)
-    carried = zip(loop.parts(equation.invars)[1], first, state, strict=True)
-    has_rows = edit.shared.has_rows
-    if gone := [atom for atom, begun, kept in carried if has_rows(begun) and not has_rows(kept)]:
+    carried, has_rows = zip(begun, first, state, strict=True), edit.shared.has_rows
+    if gone := [atom for atom, before, kept in carried if has_rows(before) and not has_rows(kept)]:
         _note_losses(edit, equation, gone, edit.follow(loop.body, arguments(grown)), inside)
     _gather_before(edit, equation, range(loop.tested, loop.tested + loop.constants), inside)
     _sum_behind(edit, equation, loop.carried, rounds, inside)

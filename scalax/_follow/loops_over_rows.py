@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from scalax._follow.accumulations import added_by_round, makers_of
+from scalax._follow.accumulations import added_by_round
 from scalax._follow.rows_by_number import with_rows_by_number
 from scalax._follow.types import Noted
 from scalax._jax.equations import (
@@ -26,11 +26,12 @@ from scalax._jax.equations import (
     branches,
     called,
     draws_alike,
-    equations,
     jaxprs_in,
     loop_of,
+    makers_of,
     opened,
     scan_options,
+    with_inside,
 )
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, bound, equation_if_mapped, equation_of, run
@@ -70,10 +71,9 @@ def _on_own_rows(equation: Any, devices: int) -> Any:
         return equation
     _, state, _ = loop.parts(body.invars)
     makers = makers_of(body)
-    kept = [_is_same(var, out, makers) for var, out in zip(state, body.outvars, strict=False)]
-    for var, out, same in zip(state, body.outvars, kept, strict=False):
-        if not same and added_by_round(body, var, out) is None:
-            return equation
+    summed = [i for i, var in enumerate(state) if not _is_same(var, body.outvars[i], makers)]
+    if any(added_by_round(body, state[i], body.outvars[i]) is None for i in summed):
+        return equation
 
     each_round = _with_choices(loop)
 
@@ -88,24 +88,16 @@ def _on_own_rows(equation: Any, devices: int) -> Any:
 
         def step(sums: Sequence[Any], rows: Sequence[Any]) -> tuple[Any, Any]:
             def round_of(own: Sequence[Any], row: Sequence[Any]) -> tuple[Any, Any]:
-                left = iter(own)
-                carried = [x if same else next(left) for x, same in zip(first, kept, strict=True)]
-                results = run(each_round, [*given, *carried, *row])
-                added = [x for x, same in zip(results, kept, strict=False) if not same]
-                return added, results[loop.carried :]
+                carried = dict(enumerate(first)) | dict(zip(summed, own, strict=True))
+                results = run(each_round, [*given, *carried.values(), *row])
+                return [results[i] for i in summed], results[loop.carried :]
 
             return jax.vmap(round_of)(sums, rows)
 
-        summed = [x for x, same in zip(first, kept, strict=True) if not same]
-        zeros = [jnp.zeros((devices, *x.shape), x.dtype) for x in summed]
+        zeros = [jnp.zeros((devices, *first[i].shape), first[i].dtype) for i in summed]
         own, rows = jax.lax.scan(step, zeros, [*map(dealt, stacks)], **scan_options(equation))
-        totals = iter(
-            [start + sums.sum(0, dtype=start.dtype) for start, sums in zip(summed, own, strict=True)]
-        )
-        return [
-            *[x if same else next(totals) for x, same in zip(first, kept, strict=True)],
-            *map(together, rows),
-        ]
+        totals = {i: first[i] + each.sum(0, dtype=each.dtype) for i, each in zip(summed, own, strict=True)}
+        return [*(dict(enumerate(first)) | totals).values(), *map(together, rows)]
 
     own_loop = on_own_rows if each_round is loop.body else _with_gradient_of(equation, on_own_rows)
     found = equation_if_mapped(jax.jit(own_loop), equation)
@@ -200,5 +192,4 @@ def _ends(jaxpr: Any, is_skipped: bool = False) -> bool:
 
 
 def _count_loops(equation: Any) -> int:
-    inside = [each for jaxpr in jaxprs_in(equation) for each in equations(jaxpr)]
-    return [*map(primitive_name, [equation, *inside])].count('scan')
+    return [*map(primitive_name, with_inside([equation]))].count('scan')

@@ -25,9 +25,10 @@ from scalax._follow.stacks import NoStackError, run_stacked
 from scalax._follow.trail import LOST, Trail, Trails, closed_spec_of, merged
 from scalax._follow.types import Arguments
 from scalax._follow.updates import within_bounds
-from scalax._jax.equations import CALLS, branches, called, dot_dims, loop_of, opened, shape_of
+from scalax._jax.equations import CALLS, branches, called, loop_of, opened, shape_of, size_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, equation_of, replaced, run
+from scalax._jaxprs.dims import multiplications
 
 # Of a chip of 400 Tflop/s with links of 100 GB/s; and what it takes to begin two all-to-alls.
 _SECONDS_PER_OPERATION, _SECONDS_PER_BYTE, _BEGIN = 1 / 4e14, 1 / 1e11, 2e-5
@@ -165,9 +166,7 @@ def _pays(function: Function, count: int, size: int, devices: int, *, is_stored:
     product to all devices. A matrix that is whole everywhere is computed everywhere.
     """
     operations, moved = _work(function.part)
-    own = sum(
-        math.prod(shape_of(var)) * var.aval.dtype.itemsize for var in (function.root, *function.results)
-    )
+    own = sum(size_of(var) * var.aval.dtype.itemsize for var in (function.root, *function.results))
     each = -(-count // devices) * operations / size * _SECONDS_PER_OPERATION
     there_and_back = own * count / size * (1 / devices if is_stored else 1) * _SECONDS_PER_BYTE
     divided = operations / (devices if is_stored else 1) * _SECONDS_PER_OPERATION
@@ -181,10 +180,9 @@ def _work(jaxpr: Any) -> tuple[int, int]:
     for equation in opened(jaxpr).eqns:
         name, inside, times = primitive_name(equation), (0, 0), 1
         if name == 'dot_general':
-            [result], ((contracted, _), _) = equation.outvars, dot_dims(equation)
-            sizes = [math.prod(shape_of(var)) for var in (*equation.invars, result)]
-            summed = math.prod(shape_of(equation.invars[0])[i] for i in contracted)
-            inside = 2 * sizes[2] * summed, 2 * min(sizes) * result.aval.dtype.itemsize
+            [result] = equation.outvars
+            sizes = [*map(size_of, (*equation.invars, result))]
+            inside = 2 * multiplications(equation), 2 * min(sizes) * result.aval.dtype.itemsize
         elif name in CALLS:
             inside = _work(called(equation))
         elif name == 'cond':

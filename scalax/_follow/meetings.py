@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from scalax._follow.trail import Trail, Trails, axes_of, merged, without
-from scalax._jax.equations import dot_dims, shape_of
+from scalax._jax.equations import dot_dims, shape_of, size_of
 
 SIDE_BY_SIDE = frozenset({'stack', 'concatenate'})
 
@@ -27,7 +27,7 @@ def whole_factors(equation: Any, operands: Sequence[Trail], trails: Trails) -> S
     whole = [without(trail, summed) for trail in operands]
 
     def elements(atom: Any, trail: Trail) -> int:
-        return math.prod(shape_of(atom)) // math.prod([trails.sizes[axis] for axis in axes_of(trail)])
+        return size_of(atom) // math.prod([trails.sizes[axis] for axis in axes_of(trail)])
 
     moved = sum(
         elements(atom, after)

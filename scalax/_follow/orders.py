@@ -18,15 +18,14 @@ import jax
 import numpy as np
 
 from scalax._jax import equations
-from scalax._jax.equations import Literal, opened, ragged_dim, removed_dims, shape_of
+from scalax._jax.equations import Literal, makers_of, opened, ragged_dim, removed_dims, shape_of, size_of
 from scalax._jax.primitives import primitive_name
-from scalax._jax.rewriting import bound, constants_of
-from scalax._jaxprs.dims import ELEMENTWISE, VIEWS, dims_of, reshaped, updated_dims
+from scalax._jax.rewriting import constants_of
+from scalax._jaxprs.dims import ALONG, ELEMENTWISE, VIEWS, dims_of, puts_rows, reshaped, takes_rows
+from scalax._jaxprs.integers import Integers
 
 # These treat elements alike. Others of this kind see their neighbours, or draw random numbers.
-_EACH = (ELEMENTWISE | {'sharding_constraint'}) - {
-    *('cumlogsumexp', 'cummax', 'cummin', 'cumprod', 'cumsum', 'rev', 'random_fold_in', 'random_gamma'),
-}
+_EACH = (ELEMENTWISE | {'sharding_constraint'}) - ALONG - {'random_fold_in', 'random_gamma'}
 _TOTALS = frozenset({'reduce_sum', 'reduce_max', 'reduce_min', 'reduce_and', 'reduce_or'})
 # The dimension of rows is where the table of dimensions says.
 _BY_TABLE = _TOTALS | {'argmax', 'argmin', 'broadcast_in_dim', 'reduce_prod', 'squeeze', 'top_k', 'transpose'}
@@ -83,8 +82,8 @@ class _Order:
 
     def __init__(self, jaxpr: Any, sort: Any, devices: int) -> None:
         self._jaxpr, self._sort, self._devices = jaxpr, sort, devices
-        self._made = {id(var): each for each in opened(jaxpr).eqns for var in each.outvars}
-        self._size = math.prod(shape_of(sort.invars[0]))
+        self._made, self._integers = makers_of(opened(jaxpr)), Integers(opened(jaxpr))
+        self._size = size_of(sort.invars[0])
         self._in_order = np.arange(self._size)
         # Variables in the order of the sort, by id, and their dimension of rows; and those that hold of each
         # row, in the rows' own order, its place in the order of the sort.
@@ -201,17 +200,17 @@ class _Order:
     def _gather(self, equation: Any, rows: Mapping[int, int], places: Sequence[int]) -> None:
         x, numbers = equation.invars
         if places:
-            _require(places == [1] and rows == {0: 0} and self._takes_rows(equation))
+            _require(places == [1] and rows == {0: 0} and takes_rows(equation))
             _require(self._are(numbers, self._inverses))
             self._note_own(equation)  # and the rows are in their own order again
             return
         self._by_table(equation, rows)
-        if rows == {1: 0} and self._takes_rows(equation) and self._is_local(numbers, shape_of(x)[0]):
+        if rows == {1: 0} and takes_rows(equation) and self._is_local(numbers, shape_of(x)[0]):
             self._note_own(equation)
 
     def _scatter(self, name: str, equation: Any, rows: Mapping[int, int], places: Sequence[int]) -> None:
         x, numbers, updates = equation.invars
-        _require(_puts_rows(equation))
+        _require(puts_rows(equation))
         count = shape_of(x)[0]
         if places:
             _require(places == [1] and not rows and count == self._size and self._is_uniform(x, 0))
@@ -232,18 +231,6 @@ class _Order:
     def _note_own(self, equation: Any) -> None:
         if shape_of(equation.invars[1])[0] % self._devices == 0:
             self._own[equation] = 1
-
-    def _takes_rows(self, equation: Any) -> bool:
-        """Whether a gather takes rows of its operand, each by its number."""
-        dims, sizes = equations.gather_dims(equation), equations.slice_sizes(equation)
-        shape, leading = shape_of(equation.invars[0]), len(shape_of(equation.invars[1])) - 1
-        rank = len(shape_of(equation.outvars[0]))
-        return (
-            (*dims.start_index_map,) == (*dims.collapsed_slice_dims,) == (0,)
-            and not dims.operand_batching_dims
-            and (*dims.offset_dims,) == (*range(leading, rank),)
-            and (*sizes,) == (1, *shape[1:])
-        )
 
     def _is_local(self, numbers: Any, count: int) -> bool:
         """Whether these numbers of rows, of so many, are those of the device that has the row at hand."""
@@ -266,29 +253,11 @@ class _Order:
 
         None if it takes more than that one, or something else for each place: then this shows nothing.
         """
-        known: dict[int, Any] = {id(base): values.reshape(shape_of(base)).astype(base.aval.dtype)}
-
-        def value(var: Any) -> Any:
-            if isinstance(var, Literal):
-                return var.val
-            if id(var) not in known:
-                (name, made), fits = self._maker(var), math.prod(shape_of(var)) in (1, self._size)
-                if (
-                    name not in _COMPUTED_NUMBERS
-                    or not fits
-                    or not _is_whole(var)
-                    or _is_reordered(name, made)
-                ):
-                    return None
-                operands = [*map(value, made.invars)]
-                known[id(var)] = None if any(x is None for x in operands) else bound(made, *operands)
-            return known[id(var)]
-
-        if math.prod(shape_of(atom)) != self._size:
+        if size_of(atom) != self._size:
             return None
-        with jax.ensure_compile_time_eval(), jax.transfer_guard('allow'):
-            found = value(atom)
-            return None if found is None else np.asarray(found).reshape(-1)
+        self._integers.give([base], [values.astype(base.aval.dtype)])
+        found = self._integers.of(atom)
+        return None if found is None else np.broadcast_to(found, self._size)
 
     def _is_uniform(self, atom: Any, dim: int) -> bool:
         """Whether a value is the same at each place along a dimension."""
@@ -329,16 +298,16 @@ class _Order:
         """Whether ones are added to zeros at the numbers of the rows' groups."""
         zeros, numbers, ones = made.invars
         values = self._in_order % count
-        if not _puts_rows(made) or self._number(zeros) != 0 or self._number(ones) != 1:
+        if not puts_rows(made) or self._number(zeros) != 0 or self._number(ones) != 1:
             return False
         found = self._computed(numbers, root, values)
-        is_whole = math.prod(shape_of(ones)) == self._size
+        is_whole = size_of(ones) == self._size
         return is_whole and found is not None and np.array_equal(found, values)
 
     def _is_sum(self, made: Any, root: Any, count: int) -> bool:
         """Whether rows are added up that have a one at the number of their group, and else zeros."""
         [hot], last = made.invars, len(shape_of(made.invars[0])) - 1
-        if sorted(removed_dims(made)) != [*range(last)] or math.prod(shape_of(hot)) != count * self._size:
+        if sorted(removed_dims(made)) != [*range(last)] or size_of(hot) != count * self._size:
             return False
         name, made = self._maker(hot)
         while name == 'convert_element_type':
@@ -347,7 +316,7 @@ class _Order:
             return False
         for mine, theirs in (made.invars, made.invars[::-1]):
             is_uniform, (name, made) = self._is_uniform(mine, last), self._maker(mine)
-            if name == 'broadcast_in_dim' and math.prod(shape_of(mine)) != self._size:
+            if name == 'broadcast_in_dim' and size_of(mine) != self._size:
                 [mine] = made.invars
             if is_uniform and self._is_last_number(theirs) and self._seen_through(mine, count) is root:
                 return True
@@ -365,11 +334,11 @@ class _Order:
 
     def _seen_through(self, atom: Any, count: int) -> Any:
         """The value that another one is in another form, if it holds a number less than this for each row."""
-        while _holds(atom, count) and math.prod(shape_of(atom)) == self._size:
+        while _holds(atom, count) and size_of(atom) == self._size:
             name, made = self._maker(atom)
-            if name not in _SAME_NUMBERS or _is_reordered(name, made) or not _holds(made.invars[0], count):
+            if name not in _SAME_NUMBERS or (name == 'reshape' and equations.is_reordered(made)):
                 return atom
-            if math.prod(shape_of(made.invars[0])) != self._size:
+            if size_of(made.invars[0]) != self._size or not _holds(made.invars[0], count):
                 return atom
             [atom] = made.invars
         return None
@@ -406,26 +375,6 @@ def _is_each(equation: Any) -> bool:
         inside = equations.called(equation)
         return not constants_of(inside) and all(map(_is_each, opened(inside).eqns))
     return primitive_name(equation) in _EACH
-
-
-def _puts_rows(equation: Any) -> bool:
-    """Whether a scatter puts whole rows of its updates in its operand, each by its number."""
-    dims, rank = equations.scatter_dims(equation), len(shape_of(equation.invars[2]))
-    leading = len(shape_of(equation.invars[1])) - 1
-    return (
-        (*dims.scatter_dims_to_operand_dims,) == (*dims.inserted_window_dims,) == (0,)
-        and not dims.operand_batching_dims
-        and (*dims.update_window_dims,) == (*range(leading, rank),)
-        and len(updated_dims(equation)) == rank - leading
-    )
-
-
-def _is_reordered(name: str, equation: Any) -> bool:
-    return name == 'reshape' and equations.is_reordered(equation)
-
-
-def _is_whole(atom: Any) -> bool:
-    return np.issubdtype(atom.aval.dtype, np.integer) or atom.aval.dtype == bool
 
 
 def _holds(atom: Any, count: int) -> bool:

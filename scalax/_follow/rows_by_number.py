@@ -8,16 +8,14 @@ it is known before the program runs: so a row is taken by the number if the inte
 from __future__ import annotations
 
 import functools
-import math
 import operator
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalax._follow.accumulations import makers_of
 from scalax._follow.said import placed_by_user
 from scalax._jax.equations import (
     CALLS,
@@ -25,27 +23,20 @@ from scalax._jax.equations import (
     Loop,
     called,
     equations,
-    gather_dims,
     loop_of,
+    makers_of,
     opened,
     scan_options,
-    scatter_dims,
     shape_of,
+    size_of,
 )
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import equation_of, part_of, replaced, run, with_inlined, with_jaxprs
-from scalax._jaxprs.dims import FORWARDS
+from scalax._jaxprs.dims import puts_rows, takes_rows
+from scalax._jaxprs.integers import Integers, Values
 
-Numbers = np.ndarray[Any, Any] | None
-"""The integers in a value with one dimension; of a value of one element, in a round, those of all rounds."""
-
-# More integers are not computed.
+# Of more rounds the numbers are not computed.
 _MOST = 2**20
-_COMPUTED: Mapping[str, Callable[..., Any]] = {
-    'add': np.add,
-    'lt': np.less,
-    'select_n': lambda which, *cases: np.choose(which, cases, mode='clip'),
-}
 _INDEXED = frozenset(('dynamic_slice', 'dynamic_update_slice', 'gather', 'scatter', 'scatter-add'))
 
 
@@ -54,51 +45,32 @@ def with_rows_by_number(jaxpr: Any) -> Any:
     return _followed(jaxpr, [None] * len(opened(jaxpr).invars))[0]
 
 
-def _followed(jaxpr: Any, given: Sequence[Numbers]) -> tuple[Any, dict[int, Numbers]]:
-    """The jaxpr, and the integers of its variables, by their ids, if these are those of its arguments."""
+def _followed(jaxpr: Any, given: Sequence[Values | None]) -> tuple[Any, Integers]:
+    """The jaxpr, and its integers, if these are those of its arguments."""
     inner, changed = opened(jaxpr), []
-    known: dict[int, Numbers] = dict(zip(map(id, inner.invars), given, strict=True))
+    numbers = Integers(inner, iotas=True)
+    numbers.note(inner.invars, given)
     for equation in inner.eqns:
-        name, operands = primitive_name(equation), [*map(known.get, map(id, equation.invars))]
-        found: Sequence[Numbers] = ()
+        name = primitive_name(equation)
         if name in CALLS:
-            body, inside = _followed(called(equation), operands)
-            found = [inside.get(id(x)) for x in opened(body).outvars]
-            equation = equation if body is called(equation) else with_jaxprs(equation, body)
+            body, inside = _followed(called(equation), [*map(numbers.of, equation.invars)])
+            numbers.note(equation.outvars, [*map(inside.of, opened(body).outvars)])
+            equation = with_jaxprs(equation, body)
         elif name == 'scan':
-            equation, found = _scan(equation, operands)
-        elif len(equation.outvars) == 1:
-            found = [_computed(name, equation, operands)]
-        known.update(zip(map(id, equation.outvars), found, strict=False))
+            equation, found = _scan(equation, [*map(numbers.of, equation.invars)])
+            numbers.note(equation.outvars, found)
         changed.append(equation)
     same = all(map(operator.is_, changed, inner.eqns))
-    return jaxpr if same else replaced(jaxpr, eqns=changed), known
+    return jaxpr if same else replaced(jaxpr, eqns=changed), numbers
 
 
-def _computed(name: str, equation: Any, operands: Sequence[Numbers]) -> Numbers:
-    """The integers of the result of an equation; None if they are not known."""
-    [out], shape = equation.outvars, shape_of(equation.outvars[0])
-    dtype = getattr(out.aval, 'dtype', float)
-    is_whole = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)
-    if max(shape, default=1) != math.prod(shape) or not is_whole:
-        return None
-    if name == 'iota' and shape[0] <= _MOST:
-        return np.arange(shape[0]).astype(dtype) if len(shape) == 1 else None
-    if name in FORWARDS and operands[0] is not None:
-        return operands[0].astype(dtype) if _size(equation.invars[0]) == _size(out) else None
-    pairs = [*zip(equation.invars, operands, strict=True)]
-    if name not in _COMPUTED or not all(isinstance(x, Literal) or shape_of(x) == shape for x, _ in pairs):
-        return None
-    values = [x.val if isinstance(x, Literal) else numbers for x, numbers in pairs]
-    return None if any(x is None for x in values) else np.asarray(_COMPUTED[name](*values)).astype(dtype)
-
-
-def _scan(equation: Any, operands: Sequence[Numbers]) -> tuple[Any, Sequence[Numbers]]:
+def _scan(equation: Any, operands: Sequence[Values | None]) -> tuple[Any, Sequence[Values | None]]:
     """A loop with stacks in place of rows, and the integers of its results."""
     loop, options = loop_of(equation), scan_options(equation)
-    assert loop.length is not None
-    rounds = np.arange(min(loop.length, _MOST))[:: -1 if options['reverse'] else 1]
-    body = with_inlined(loop.body, functools.partial(_may_take_rows, length=loop.length))
+    length = loop.length
+    assert length is not None
+    rounds = np.arange(min(length, _MOST))[:: -1 if options['reverse'] else 1]
+    body = with_inlined(loop.body, functools.partial(_may_take_rows, length=length))
     (atoms, first, _), (constants, _, stacks) = map(loop.parts, (equation.invars, operands))
     steps = _steps(loop._replace(body=body), first)
     counted = [
@@ -106,12 +78,17 @@ def _scan(equation: Any, operands: Sequence[Numbers]) -> tuple[Any, Sequence[Num
         for i, x in enumerate(first)
     ]
     elements = [None if x is None or x.shape != rounds.shape else x for x in stacks]
-    same = [None if _size(atom) == 1 else x for atom, x in zip(atoms, constants, strict=True)]
-    inside, known = _followed(body, [*same, *counted, *elements])
-    found = [known.get(id(x)) if _size(x) == 1 else None for x in opened(inside).outvars[loop.carried :]]
+    same = [None if size_of(atom) == 1 else x for atom, x in zip(atoms, constants, strict=True)]
+    inside, numbers = _followed(body, [*same, *counted, *elements])
+    found = [numbers.of(x) if size_of(x) == 1 else None for x in opened(inside).outvars[loop.carried :]]
     results = [None] * loop.carried + [None if x is None else np.broadcast_to(x, rounds.shape) for x in found]
-    own = {var for var, x in known.items() if x is not None and np.array_equal(x, np.arange(loop.length))}
-    changed = None if opened(inside).effects else _by_number(loop._replace(body=inside), own, steps, options)
+
+    def is_own(atom: Any) -> bool:
+        values = numbers.of(atom)
+        return values is not None and np.array_equal(values, np.arange(length))
+
+    whole = loop._replace(body=inside)
+    changed = None if opened(inside).effects else _by_number(whole, is_own, steps, options)
     if changed is not None:
         return equation_of(jax.jit(changed), equation), results
     return equation if inside is body else with_jaxprs(equation, inside), results
@@ -142,20 +119,20 @@ def _steps(loop: Loop, first: Sequence[Any]) -> dict[int, Any]:
 
 
 def _by_number(
-    loop: Loop, own: Container[int], steps: Mapping[int, Any], options: Mapping[str, Any]
+    loop: Loop, is_own: Callable[[Any], bool], steps: Mapping[int, Any], options: Mapping[str, Any]
 ) -> Callable[..., Any] | None:
     """A loop with stacks in place of rows, as a function of its operands; None if it has no such rows.
 
     Args:
         loop: the loop.
-        own: the ids of the values that are the number of the round.
+        is_own: whether a value is the number of the round.
         steps: the carried values that the loop counts, and what each round adds to them.
         options: those of `jax.lax.scan`.
     """
     body, length = opened(loop.body), loop.length or 0
     constants, state, elements = loop.parts(body.invars)
     outputs, makers = body.outvars[: loop.carried], makers_of(body)
-    rows = [_written(makers, *pair, own) for pair in zip(state, outputs, strict=True)]
+    rows = [_written(makers, *pair, is_own) for pair in zip(state, outputs, strict=True)]
     written = {i: each for i, each in enumerate(rows) if each and shape_of(state[i])[0] == length}
     kept: list[int] = []
     while True:
@@ -167,7 +144,7 @@ def _by_number(
         read = [
             (sources[id(each.invars[0])], each.outvars[0])
             for each in body.eqns
-            if _reads(each, own) and id(each.invars[0]) in sources
+            if _reads(each, is_own) and id(each.invars[0]) in sources
             if shape_of(each.invars[0])[0] == length
         ]
         kept = [i for i in range(loop.carried) if i not in written and i not in steps]
@@ -210,20 +187,19 @@ def _by_number(
     return by_number
 
 
-def _reads(equation: Any, own: Container[int]) -> bool:
+def _reads(equation: Any, is_own: Callable[[Any], bool]) -> bool:
     """Whether an equation takes the row of the round, as a whole."""
     name = primitive_name(equation)
-    if name not in ('dynamic_slice', 'gather') or not any(id(x) in own for x in equation.invars[1:2]):
+    if name not in ('dynamic_slice', 'gather') or not any(map(is_own, equation.invars[1:2])):
         return False
     row, found = shape_of(equation.invars[0])[1:], shape_of(equation.outvars[0])
     if name == 'dynamic_slice':
         return found == (1, *row)
-    dims = gather_dims(equation)
-    return found == row and (*dims.collapsed_slice_dims,) == (0,) == (*dims.start_index_map,)
+    return found == row and takes_rows(equation)
 
 
 def _written(
-    makers: Mapping[int, Any], var: Any, out: Any, own: Container[int]
+    makers: Mapping[int, Any], var: Any, out: Any, is_own: Callable[[Any], bool]
 ) -> Sequence[tuple[Any, bool]] | None:
     """The rows that a round writes to an array one after the other, each with whether it is added.
 
@@ -231,7 +207,7 @@ def _written(
         makers: the equations of the values.
         var: the array; None for zeros.
         out: what becomes of it.
-        own: the ids of the values that are the number of the round.
+        is_own: whether a value is the number of the round.
 
     Returns:
         None if more than the row of the round may differ.
@@ -242,20 +218,18 @@ def _written(
     name = '' if made is None else primitive_name(made)
     if name in ('add', 'add_any') and var is not None:
         for before, more in (made.invars, made.invars[::-1]):
-            added = _written(makers, None, more, own)
-            if added and len(added) == 1 and (links := _written(makers, var, before, own)) is not None:
+            added = _written(makers, None, more, is_own)
+            if added and len(added) == 1 and (links := _written(makers, var, before, is_own)) is not None:
                 return [*links, (added[0][0], True)]
     if name == 'dynamic_update_slice' and shape_of(out):  # a scalar is written by no number
         into, row, number = made.invars[:3]
         is_row = shape_of(row) == (1, *shape_of(out)[1:])
     elif name in ('scatter', 'scatter-add'):
         into, number, row = made.invars
-        dims = scatter_dims(made)
-        is_row = shape_of(row) == shape_of(out)[1:] and (*dims.inserted_window_dims,) == (0,)
-        is_row = is_row and (*dims.scatter_dims_to_operand_dims,) == (0,)
+        is_row = shape_of(row) == shape_of(out)[1:] and puts_rows(made)
     else:
         return None
-    links = _written(makers, var, into, own) if is_row and id(number) in own else None
+    links = _written(makers, var, into, is_own) if is_row and is_own(number) else None
     return None if links is None else [*links, (row, name == 'scatter-add')]
 
 
@@ -263,7 +237,3 @@ def _is_zero(made: Any) -> bool:
     """Whether an equation fills an array with zeros."""
     filled = made.invars[0] if made is not None and primitive_name(made) == 'broadcast_in_dim' else None
     return isinstance(filled, Literal) and not filled.val
-
-
-def _size(atom: Any) -> int:
-    return math.prod(shape_of(atom))

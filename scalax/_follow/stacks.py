@@ -14,10 +14,10 @@ from scalax._jax import equations
 from scalax._jax.equations import CALLS, Literal, called, loop_of, opened, scan_options, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import bound, constants_of
-from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS, dims_of
+from scalax._jaxprs.dims import ALONG, ELEMENTWISE, FORWARDS, dims_of
 
 # Of a stack these compute the same as of each of its elements alone, however many there are.
-_EACH = (ELEMENTWISE | FORWARDS) - {'cumlogsumexp', 'cummax', 'cummin', 'cumprod', 'cumsum', 'rev'} | {
+_EACH = (ELEMENTWISE | FORWARDS) - ALONG | {
     *('dot_general', 'cholesky', 'eigh', 'qr', 'svd', 'triangular_solve'),
     *('reduce_sum', 'reduce_max', 'reduce_min', 'reduce_prod', 'reduce_and', 'reduce_or'),
 }

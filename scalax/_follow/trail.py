@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scalax._jax.equations import shape_of
+from scalax._jax.equations import size_of
 from scalax._jaxprs.dims import Dims, dims_of
 from scalax._tree.paths import bits_of
 from scalax._tree.specs import entries, entry_axes
@@ -49,7 +49,7 @@ class Trails:
     def bytes_of(self, atom: Any, axes: Iterable[str]) -> float:
         """The bytes that a device has of a value that these mesh axes shard."""
         shards = math.prod(self.sizes[axis] for axis in axes)
-        return math.prod(shape_of(atom)) * bits_of(atom.aval.dtype) / 8 / shards
+        return size_of(atom) * bits_of(atom.aval.dtype) / 8 / shards
 
     def through(self, equation: Any, operands: Sequence[Trail]) -> Sequence[Trail]:
         """The trails of the results of an equation whose `dims` are known."""

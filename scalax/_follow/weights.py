@@ -12,7 +12,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from scalax._follow.trail import Trail, Trails
-from scalax._jax.equations import shape_of
+from scalax._jax.equations import shape_of, size_of
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS, PARTS, PRODUCTS, VIEWS
 
@@ -75,7 +75,7 @@ class Weights:
                 self._note_sum(equation, operands)
         elif name in VIEWS:
             operand, result = equation.invars[0], equation.outvars[0]
-            if self.is_weight(operand) and (name in PARTS or _size(operand) == _size(result)):
+            if self.is_weight(operand) and (name in PARTS or size_of(operand) == size_of(result)):
                 self._note_same(operand, equation.outvars, part=name in PARTS)
         elif name in ELEMENTWISE and not any(map(self._trails.has_rows, operands)):
             self._note_computed(equation)
@@ -171,7 +171,7 @@ class Weights:
         for atom in equation.invars:
             if id(atom) not in self._numbers or atom.aval.dtype != result.aval.dtype:  # such as a mask
                 continue
-            if atom.aval.shape == result.aval.shape or _size(atom) == _size(result):
+            if atom.aval.shape == result.aval.shape or size_of(atom) == size_of(result):
                 self._note_same(atom, equation.outvars, part=False)
                 return
 
@@ -180,7 +180,3 @@ class Weights:
         if number is not None:
             rows = max(rows, FEW_ROWS) if id(atom) in self._parts else rows
             self.multiplied[number] = max(self.multiplied.get(number, 0), rows)
-
-
-def _size(atom: Any) -> int:
-    return math.prod(shape_of(atom))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -52,6 +52,16 @@ def argument_names(jaxpr: Any) -> Sequence[str]:
 def shape_of(atom: Any) -> tuple[int, ...]:
     """The shape of a variable or literal; that of what has none, such as a token, is empty."""
     return tuple(getattr(atom.aval, 'shape', ()))
+
+
+def size_of(atom: Any) -> int:
+    """How many elements a variable or literal has."""
+    return math.prod(shape_of(atom))
+
+
+def makers_of(jaxpr: Any) -> dict[int, Any]:
+    """The equations of an open jaxpr, by the ids of their results: literals are not hashable."""
+    return {id(var): equation for equation in jaxpr.eqns for var in equation.outvars}
 
 
 def is_on_device(atom: Any) -> bool:
@@ -198,10 +208,15 @@ def run_once(equation: Any) -> Any:
 
 def equations(jaxpr: Any) -> Iterator[Any]:
     """The equations of a jaxpr and of those inside it."""
-    for equation in opened(jaxpr).eqns:
+    return with_inside(opened(jaxpr).eqns)
+
+
+def with_inside(equations: Iterable[Any]) -> Iterator[Any]:
+    """Equations, each with those of the jaxprs inside it."""
+    for equation in equations:
         yield equation
         for inside in jaxprs_in(equation):
-            yield from equations(inside)
+            yield from with_inside(inside.eqns)
 
 
 def draws_alike(jaxpr: Any) -> bool:

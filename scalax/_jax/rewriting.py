@@ -81,43 +81,74 @@ def flattened(jaxpr: Any, computing: Container[str]) -> Any:
 def _flattened(
     jaxpr: Any, computing: Container[str], taken: Mapping[int, Any], outside: Mapping[int, Any]
 ) -> Any:
+    """The same of a jaxpr whose arguments *taken* are values that these equations *outside* compute."""
     equations: list[Any] = []
+    copies: dict[int, Any] = {}
     constants: dict[int, Any] = {}
 
-    def append(equation: Any, operands: Sequence[Any], known: dict[int, Any]) -> None:
-        results = [var if isinstance(var, DropVar) else Var(var.aval) for var in equation.outvars]
-        known.update(zip(map(id, equation.outvars), results, strict=True))
-        equations.append(equation.replace(invars=[*operands], outvars=results))
-        is_constant = all(isinstance(x, Literal) or id(x) in constants for x in operands)
-        if is_constant and equation.primitive.name in computing:
-            constants.update(dict.fromkeys(map(id, results), equations[-1]))
-
-    def compute(atom: Any, known: dict[int, Any]) -> Any:
-        if id(atom) in outside and id(atom) not in known:
+    def compute(atom: Any) -> Any:
+        if id(atom) in outside and id(atom) not in copies:
             equation = outside[id(atom)]
-            append(equation, [compute(x, known) for x in equation.invars], known)
-        return known.get(id(atom), atom)
+            equation = equation.replace(invars=[*map(compute, equation.invars)])
+            equations.append(_with_new_results(equation, copies))
+        return copies.get(id(atom), atom)
 
-    def run(jaxpr: Any, known: dict[int, Any]) -> list[Any]:
-        for equation in opened(jaxpr).eqns:
-            name, operands = primitive_name(equation), [known.get(id(x), x) for x in equation.invars]
-            if name == 'jit' and not any(shardings_said(equation)) and not constants_of(called(equation)):
-                inside = called(equation)
-                results = run(inside, dict(zip(map(id, opened(inside).invars), operands, strict=True)))
-                known.update(zip(map(id, equation.outvars), results, strict=True))
-                continue
-            if name == 'scan' or name in CALLS:
-                [body] = _held(equation)
-                given = operands[: loop_of(equation).constants] if name == 'scan' else operands
-                pairs = zip(given, opened(body).invars, strict=False)
-                inner = {id(var): x for x, var in pairs if id(x) in constants}
-                equation = with_jaxprs(equation, _flattened(body, computing, inner, constants))
-            append(equation, operands, known)
-        return [known.get(id(x), x) for x in opened(jaxpr).outvars]
+    names = {var: compute(atom) for var, atom in taken.items()}
+    equations += _inlined(opened(jaxpr).eqns, _says_nothing, names)
+    for i, equation in enumerate(equations):
+        name, operands = primitive_name(equation), equation.invars
+        if name in computing and all(isinstance(x, Literal) or id(x) in constants for x in operands):
+            constants.update(dict.fromkeys(map(id, equation.outvars), equation))
+        if name == 'scan' or name in CALLS:
+            [body] = _held(equation)
+            given = operands[: loop_of(equation).constants] if name == 'scan' else operands
+            pairs = zip(given, opened(body).invars, strict=False)
+            inner = {id(var): x for x, var in pairs if id(x) in constants}
+            equations[i] = with_jaxprs(equation, _flattened(body, computing, inner, constants))
+    return replaced(jaxpr, eqns=equations, outvars=_current(opened(jaxpr).outvars, names))
 
-    computed: dict[int, Any] = {}
-    results = run(jaxpr, {var: compute(x, computed) for var, x in taken.items()})
-    return replaced(jaxpr, eqns=equations, outvars=results)
+
+def with_inlined(jaxpr: Any, is_inlined: Callable[[Any], bool]) -> Any:
+    """The jaxpr with their equations in place of some calls, also inside of these.
+
+    Relies on ``Var(aval)``, and on `replace` of equations and of jaxprs.
+    """
+    names: dict[int, Any] = {}
+    equations = [*_inlined(opened(jaxpr).eqns, is_inlined, names)]
+    return replaced(jaxpr, eqns=equations, outvars=_current(opened(jaxpr).outvars, names))
+
+
+def _inlined(
+    equations: Sequence[Any],
+    is_inlined: Callable[[Any], bool],
+    names: dict[int, Any],
+    is_inside: bool = False,
+) -> Iterator[Any]:
+    """Equations, those of calls in their place. *names* gets what stands for variables, by their ids."""
+    for equation in equations:
+        equation = equation.replace(invars=_current(equation.invars, names))
+        inner = opened(called(equation)) if primitive_name(equation) in CALLS else None
+        if inner is not None and not inner.constvars and is_inlined(equation):
+            names.update(zip(map(id, inner.invars), equation.invars, strict=True))
+            yield from _inlined(inner.eqns, is_inlined, names, is_inside=True)
+            names.update(zip(map(id, equation.outvars), _current(inner.outvars, names), strict=True))
+        else:  # what is inside may be called again
+            yield _with_new_results(equation, names) if is_inside else equation
+
+
+def _current(atoms: Sequence[Any], names: Mapping[int, Any]) -> list[Any]:
+    return [names.get(id(x), x) for x in atoms]
+
+
+def _with_new_results(equation: Any, names: dict[int, Any]) -> Any:
+    results = [var if isinstance(var, DropVar) else Var(var.aval) for var in equation.outvars]
+    names.update(zip(map(id, equation.outvars), results, strict=True))
+    return equation.replace(outvars=results)
+
+
+def _says_nothing(call: Any) -> bool:
+    """Whether a call is a `jit` that says of no operand and no result where it is."""
+    return primitive_name(call) == 'jit' and not any(shardings_said(call))
 
 
 def with_operands(equation: Any, operands: Sequence[Any]) -> Any:
@@ -141,35 +172,6 @@ def with_jaxprs(equation: Any, *jaxprs: Any) -> Any:
 def _held(equation: Any) -> Sequence[Any]:
     held = equation.params[_HELD[equation.primitive.name]]
     return held if isinstance(held, tuple) else [held]
-
-
-def with_inlined(jaxpr: Any, is_inlined: Callable[[Any], bool]) -> Any:
-    """The jaxpr with their equations in place of some calls, also inside of these.
-
-    Relies on ``Var(aval)``, and on `replace` of equations and of jaxprs.
-    """
-    names: dict[int, Any] = {}
-
-    def current(atoms: Sequence[Any]) -> list[Any]:
-        return [names.get(id(x), x) for x in atoms]
-
-    def expanded(equations: Sequence[Any], is_inside: bool = False) -> Iterator[Any]:
-        for equation in equations:
-            equation = equation.replace(invars=current(equation.invars))
-            inner = opened(called(equation)) if primitive_name(equation) in CALLS else None
-            if inner is not None and not inner.constvars and is_inlined(equation):
-                names.update(zip(map(id, inner.invars), equation.invars, strict=True))
-                yield from expanded(inner.eqns, is_inside=True)
-                names.update(zip(map(id, equation.outvars), current(inner.outvars), strict=True))
-                continue
-            if is_inside:  # of a jaxpr that may be called again
-                new = [var if isinstance(var, DropVar) else Var(var.aval) for var in equation.outvars]
-                names.update(zip(map(id, equation.outvars), new, strict=True))
-                equation = equation.replace(outvars=new)
-            yield equation
-
-    equations = [*expanded(opened(jaxpr).eqns)]
-    return replaced(jaxpr, eqns=equations, outvars=current(opened(jaxpr).outvars))
 
 
 class Rewriter:

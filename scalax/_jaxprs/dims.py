@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from scalax._jax import equations
-from scalax._jax.equations import shape_of
+from scalax._jax.equations import shape_of, size_of
 from scalax._jax.primitives import primitive_name
 
 Place = tuple[int, int]
@@ -226,6 +226,12 @@ def _ranks(product: Any) -> tuple[int, ...]:
     return tuple([len(shape_of(atom)) for atom in (*product.invars[:2], *product.outvars)])
 
 
+def multiplications(equation: Any) -> int:
+    """How often a product of matrices multiplies two elements; of groups, each row those of its own."""
+    dims, [result] = dims_of(equation), [*map(shape_of, equation.outvars)]
+    return size_of(equation.invars[0]) * math.prod(result[i] for i in dims.own(1))
+
+
 def _conv(equation: Any) -> Dims:
     """The examples of the images, and the features of the kernel (rows in the gradient of a kernel)."""
     numbers, (features, rows) = equations.conv_dims(equation), equations.conv_groups(equation)
@@ -275,6 +281,30 @@ def updated_dims(equation: Any) -> list[Place]:
     return [(place, i) for place, i in pairs if update[place] == shape[i]]
 
 
+def takes_rows(equation: Any) -> bool:
+    """Whether a `gather` takes whole rows of its operand, each by its number."""
+    dims, sizes = equations.gather_dims(equation), equations.slice_sizes(equation)
+    rank, leading = len(shape_of(equation.outvars[0])), len(shape_of(equation.invars[1])) - 1
+    return (
+        (*dims.start_index_map,) == (*dims.collapsed_slice_dims,) == (0,)
+        and not dims.operand_batching_dims
+        and (*dims.offset_dims,) == (*range(leading, rank),)
+        and (*sizes,) == (1, *shape_of(equation.invars[0])[1:])
+    )
+
+
+def puts_rows(equation: Any) -> bool:
+    """Whether a scatter puts whole rows of its updates in its operand, each by its number."""
+    dims, rank = equations.scatter_dims(equation), len(shape_of(equation.invars[2]))
+    leading = len(shape_of(equation.invars[1])) - 1
+    return (
+        (*dims.scatter_dims_to_operand_dims,) == (*dims.inserted_window_dims,) == (0,)
+        and not dims.operand_batching_dims
+        and (*dims.update_window_dims,) == (*range(leading, rank),)
+        and len(updated_dims(equation)) == rank - leading
+    )
+
+
 def _update_slice(equation: Any) -> Dims:
     shapes = zip(shape_of(equation.invars[0]), shape_of(equation.invars[1]), strict=True)
     return Dims((tuple([((0, i), (1, i)) if a == b else ((0, i),) for i, (a, b) in enumerate(shapes)]),))
@@ -301,6 +331,8 @@ _ELEMENTWISE = """
     tan tanh threefry2x32 xor zeta
 """
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
+# Of these, elements see others along a dimension, or change places.
+ALONG = frozenset(('cumlogsumexp', 'cummax', 'cummin', 'cumprod', 'cumsum', 'rev'))
 # The result is the first operand in another form, or a part of it.
 FORWARDS = frozenset(('broadcast_in_dim', 'convert_element_type', 'copy', 'reshape', 'squeeze', 'transpose'))
 PARTS = frozenset(('dynamic_slice', 'slice', 'split', 'unstack'))

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from scalax._jax import equations, kernels
 from scalax._jax.equations import RUN_ONCE, ClosedJaxpr, Jaxpr, loop_of, opened, shape_of
 from scalax._jax.primitives import KERNEL, primitive_name
-from scalax._jaxprs.dims import dims_of
+from scalax._jaxprs.dims import dims_of, multiplications
 from scalax._plan.formulas import (
     Counted,
     Part,
@@ -240,12 +240,8 @@ class _Counter:
 
 
 def _dot(equation: Any) -> int:
-    """Each element of the left side meets the columns of the right one; of groups, those of its own."""
-    dims = dims_of(equation)
-    if not dims.summed:
-        return 0  # an elementwise product
-    [result] = map(shape_of, equation.outvars)
-    return _product(equation.invars[0].aval.size * math.prod(result[i] for i in dims.own(1)), equation)
+    # Without a sum it is an elementwise product.
+    return _product(multiplications(equation), equation) if dims_of(equation).summed else 0
 
 
 def _convolution(equation: Any) -> int:
@@ -265,15 +261,16 @@ def _convolution(equation: Any) -> int:
 
 
 def _fft(equation: Any) -> int:
-    variables = equation.invars[0], equation.outvars[0]
-    complex_ = all(jnp.issubdtype(var.aval.dtype, jnp.complexfloating) for var in variables)
-    return fft_flops(variables[0].aval.shape, equations.fft_lengths(equation), complex_)
+    operand, lengths = equation.invars[0], equations.fft_lengths(equation)
+    return fft_flops(shape_of(operand), lengths, _are_complex([operand, equation.outvars[0]]))
 
 
 def _product(count: int, equation: Any) -> int:
-    return product_flops(
-        count, all(jnp.issubdtype(var.aval.dtype, jnp.complexfloating) for var in equation.invars[:2])
-    )
+    return product_flops(count, _are_complex(equation.invars[:2]))
+
+
+def _are_complex(variables: Sequence[Any]) -> bool:
+    return all(jnp.issubdtype(var.aval.dtype, jnp.complexfloating) for var in variables)
 
 
 _FLOPS_OF: dict[str, Callable[[Any], int]] = {

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from scalax._jaxprs.integers import OPERATIONS, Values, computed
 from scalax._plan.formulas import Counted, Part, part_of
 from scalax._plan.hlo import Computation, Instruction, Module
-from scalax._plan.loop_rounds import OPERATIONS, State, Values, computed, solved_rounds
+from scalax._plan.loop_rounds import State, solved_rounds
 
 _TYPES = {f'{sign}{bits}': f'{sign}int{bits}'.lstrip('s') for sign in 'su' for bits in (8, 16, 32, 64)}
 _TYPES['pred'] = 'bool'

@@ -165,3 +165,16 @@ def test_what_is_divided_so_that_its_sum_does_not_overflow():
 
     x = np.full((16, 4, 4), 50, 'float16')  # 10,000 in each round
     np.testing.assert_array_equal(run(with_sums_behind_loops(jax.make_jaxpr(fun)(x)), [x])[0], fun(x))
+
+
+def test_a_call_that_gives_both_what_changes_and_what_does_not():
+    """It cannot run behind the loop, where there is no row of a round."""
+    w, x = jnp.ones((8, 8)), jnp.arange(96.0).reshape(3, 4, 8)
+
+    def fun(c, y):
+        row, scale = jax.jit(lambda y: (y * 2, jnp.cos(w[0, 0])))(y)
+        both = row @ w
+        return (c[0] + both[:, :4] * scale, c[1] + both[:, 4:] * scale), None
+
+    start = jnp.zeros((4, 4))
+    kept(lambda: lax.scan(fun, (start, start), x)[0])
