@@ -1,4 +1,4 @@
-"""The table of docs/unchanged.md on a fixed list of models: followed, a step costs what one by hand costs.
+"""The table of docs/followed_models.md, of some models: followed, a step costs what one by hand costs.
 
 By quick plans of the TPU compiler, which needs no TPU.
 """
@@ -40,7 +40,7 @@ def figures(name: str, variant: str) -> dict[str, float]:
 
 def by_hand(name: str) -> dict[str, float]:
     """What the page says of the program by hand."""
-    page = (ROOT / 'docs' / 'unchanged.md').read_text(encoding='utf-8')
+    page = (ROOT / 'docs' / 'followed_models.md').read_text(encoding='utf-8')
     [row] = re.findall(rf'^\| {re.escape(name)} +\| FSDP +\|(.*)$', page, re.MULTILINE)
     cells = [float(cell.split()[0]) for cell in row.split('|')[:-1]]
     return dict(zip(FIGURES, cells[::3], strict=True))

@@ -1,4 +1,4 @@
-"""The tables of docs/unchanged.md name what is there: primitives, options, models."""
+"""The tables of docs/unchanged.md and docs/followed_models.md name what is there: primitives, models."""
 
 import re
 
@@ -11,13 +11,15 @@ from scalax._jax.equations import CALLS
 from scalax._jaxprs.dims import RULES
 from tests.support import ROOT
 
-PAGE = (ROOT / 'docs' / 'unchanged.md').read_text(encoding='utf-8')
+PAGE, MODELS = (
+    (ROOT / 'docs' / name).read_text(encoding='utf-8') for name in ('unchanged.md', 'followed_models.md')
+)
 LOOPS = ('scan', 'while', 'cond')
 
 
 def rows_of(name: str) -> list[list[str]]:
     """The cells of the rows of a table between two comments, without its head."""
-    found = re.search(rf'<!-- {name} -->\n(.*?)<!-- /{name} -->', PAGE, re.DOTALL)
+    found = re.search(rf'<!-- {name} -->\n(.*?)<!-- /{name} -->', PAGE + MODELS, re.DOTALL)
     assert found is not None
     return [[cell.strip() for cell in line.split('|')[1:-1]] for line in found[1].splitlines()[2:]]
 

@@ -287,3 +287,17 @@ def test_what_is_drawn_under_vmap(generator: str, same: bool) -> None:
     with contract('draws the same of many keys with some generators', 'to run rounds of a loop at once'):
         assert np.array_equal(jax.vmap(fun)(data), one_by_one) == same
         assert of.draws_alike(jax.make_jaxpr(fun)(data[0])) == same
+
+
+def test_which_equation_makes_a_value_and_what_is_inside() -> None:
+    def fun(x: Any) -> Any:
+        return jax.jit(jnp.sin)(x) + 1
+
+    jaxpr = of.opened(jax.make_jaxpr(fun)(X))
+    with contract('has the equations of a call inside it', 'to read those of a whole function'):
+        assert [each.primitive.name for each in of.with_inside(jaxpr.eqns)] == ['jit', 'sin', 'add']
+    with contract('uses one variable where a value is made and where it is taken', 'to find what makes it'):
+        [result] = jaxpr.outvars
+        added = of.makers_of(jaxpr)[id(result)]
+        assert of.makers_of(jaxpr)[id(added.invars[0])].primitive.name == 'jit'
+    assert of.size_of(result) == X.size
