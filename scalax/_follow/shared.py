@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from scalax._jaxprs.dependence import Dependence
 from scalax._tree.specs import entry_axes
 
 
-class Shared:
+class Shared(abc.ABC):
     """What is known of a jaxpr and those inside it.
 
     Args:
@@ -52,6 +53,7 @@ class Shared:
         self.ordered: dict[str, dict[Any, Sequence[Trail]]] = {'sort': {}, 'ragged_dot_general': {}}
         self.has_kernels = False
 
+    @abc.abstractmethod
     def follow(self, jaxpr: Any, trails: Sequence[Trail], use: Use = ONCE) -> Followed:
         """A jaxpr with constraints.
 
@@ -60,7 +62,6 @@ class Shared:
             trails: those of its arguments.
             use: how it is used.
         """
-        raise NotImplementedError
 
     def possible(self, trail: Trail, var: Any) -> Trail:
         """The part of a trail that a variable can have."""
