@@ -59,7 +59,7 @@ def test_small_integers_count_only_so_far(size):
     changed = rewriting.Rewriter(within_bounds).jaxpr(jax.make_jaxpr(written)(*args))
     [found] = jax.jit(lambda *args: rewriting.run(changed, args))(*args)
     # Compiled: of an array of 300 rows XLA of JAX 0.10.0, for one operation alone, takes the last for row 43.
-    np.testing.assert_array_equal(found, jax.jit(written)(*args))
+    assert [*np.flatnonzero(found.sum(1))] == [min(100, size - 1)]
 
 
 def test_gradients_of_rows_out_of_bounds_are_those_of_one_device():
