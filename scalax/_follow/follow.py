@@ -150,7 +150,7 @@ class _Pass(Edit):
             placed = on_own_rows(equation, operands, trails, self.shared.mesh)
         if move is not None:
             self.note_move(equation, equation.invars[move.weight])
-        self.weights.note(equation, operands, results, self._staying(equation, operands, experts, move))
+        self.weights.note(equation, operands, self._staying(equation, operands, experts, move))
         self._append(placed, ids)
         # What is computed of rows alone stays with them. Of other results the compiler decides.
         is_mixed = name in CHOICES and not all(map(trails.has_rows, operands))
@@ -277,7 +277,7 @@ class _Pass(Edit):
         jaxprs, first = ([called(equation)], 0) if name in CALLS else (branches(equation), 1)
         found = [self.inside(equation, each, operands[first:], use) for each in jaxprs]
         for each in found:
-            self.weights.note_call(equation.invars[first:], each.multiplied)
+            self.weights.note_loop(equation.invars[first:], each.multiplied)
             if each.multiplied:
                 self.columns.note_use(equation.invars)
         if name in CALLS:

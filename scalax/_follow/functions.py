@@ -8,7 +8,7 @@ from typing import Any
 
 from scalax._follow.said import SAID, placed_by_user
 from scalax._jax import equations
-from scalax._jax.equations import CALLS, Literal, opened, shape_of, size_of, values_in
+from scalax._jax.equations import Literal, opened, shape_of, size_of, values_in
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import part_of, replaced
 from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS
@@ -16,7 +16,6 @@ from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS
 # Values of so many elements are scalars, or coefficients.
 _FEW = 64
 _PLAIN = FORWARDS | ELEMENTWISE | {'reduce_sum', 'reduce_max'}
-_MULTIPLYING = frozenset({'dot_general', 'scan', 'while', *CALLS})
 # Of several matrices both branches of a `cond` run: a loop in the wrong one may not end, its gradient be nan.
 _LEFT = SAID | {'cond'}
 
@@ -111,8 +110,6 @@ def is_late(equation: Any, late: set[int]) -> bool:
 
 def _multiplies(own: Sequence[Any]) -> bool:
     """Whether some of these equations are products, also inside others, and the user places none of them."""
-    if _MULTIPLYING.isdisjoint([equation.primitive.name for equation in own]):
-        return False
     every = [*equations.with_inside(own)]
     names = {*map(primitive_name, every)}
     placed = any(each.effects or any(placed_by_user(each)) for each in every)
@@ -148,15 +145,12 @@ def _function(
     results = [var for var in made if not readers.get(id(var), set()) <= kept.keys()]
     inside = {id(root), *map(id, made)}
     free: dict[int, Any] = {}
-    computed: dict[int, Any] = {}
     taken_in = [x for each in kept.values() for x in each.invars if id(x) not in inside]
     for x in taken_in:  # which grows meanwhile
         if id(x) in scalars:
             taken_in += scalars[id(x)].invars
-            computed[id(scalars[id(x)])] = scalars[id(x)]
         elif not isinstance(x, Literal):
             free[id(x)] = x
-    ordered = [each for each in scalars.values() if id(each) in computed]
-    small = replaced(jaxpr, eqns=[*dict.fromkeys(ordered), *kept.values()])
-    part = part_of(small, [root, *free.values()], results)
+    every = replaced(jaxpr, eqns=[*dict.fromkeys(scalars.values()), *kept.values()])
+    part = part_of(every, [root, *free.values()], results)
     return Function(root, [*free.values()], [*kept.values()], results, part)

@@ -283,26 +283,20 @@ def updated_dims(equation: Any) -> list[Place]:
 
 def takes_rows(equation: Any) -> bool:
     """Whether a `gather` takes whole rows of its operand, each by its number."""
-    dims, sizes = equations.gather_dims(equation), equations.slice_sizes(equation)
-    rank, leading = len(shape_of(equation.outvars[0])), len(shape_of(equation.invars[1])) - 1
-    return (
-        (*dims.start_index_map,) == (*dims.collapsed_slice_dims,) == (0,)
-        and not dims.operand_batching_dims
-        and (*dims.offset_dims,) == (*range(leading, rank),)
-        and (*sizes,) == (1, *shape_of(equation.invars[0])[1:])
+    leading = len(shape_of(equation.invars[1])) - 1
+    rows = _of(1, range(leading)) + _of(0, range(1, _rank(equation)))
+    return (*equations.gather_dims(equation).start_index_map,) == (0,) and dims_of(equation).results == (
+        rows,
     )
 
 
 def puts_rows(equation: Any) -> bool:
     """Whether a scatter puts whole rows of its updates in its operand, each by its number."""
-    dims, rank = equations.scatter_dims(equation), len(shape_of(equation.invars[2]))
-    leading = len(shape_of(equation.invars[1])) - 1
-    return (
-        (*dims.scatter_dims_to_operand_dims,) == (*dims.inserted_window_dims,) == (0,)
-        and not dims.operand_batching_dims
-        and (*dims.update_window_dims,) == (*range(leading, rank),)
-        and len(updated_dims(equation)) == rank - leading
-    )
+    numbers, leading = equations.scatter_dims(equation), len(shape_of(equation.invars[1])) - 1
+    if not (*numbers.scatter_dims_to_operand_dims,) == (*numbers.inserted_window_dims,) == (0,):
+        return False
+    rows = [((0, i), (2, leading + i - 1)) for i in range(1, _rank(equation))]
+    return dims_of(equation).results == ((((0, 0),), *rows),)
 
 
 def _update_slice(equation: Any) -> Dims:

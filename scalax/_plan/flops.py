@@ -241,32 +241,24 @@ class _Counter:
 
 def _dot(equation: Any) -> int:
     # Without a sum it is an elementwise product.
-    return _product(multiplications(equation), equation) if dims_of(equation).summed else 0
+    count = multiplications(equation) if dims_of(equation).summed else 0
+    return product_flops(count, _are_complex(equation.invars[:2]))
 
 
 def _convolution(equation: Any) -> int:
     """Counts products with elements of the input, not with padding or the holes of a dilated input."""
     numbers = equations.conv_dims(equation)
     left, right, result = map(shape_of, (*equation.invars, *equation.outvars))
-    taken = math.prod(
-        window_overlaps(left[i], right[j], result[k], stride, padding[0], dilated_input, dilated_kernel)
-        for i, j, k, (stride, padding, dilated_input, dilated_kernel) in zip(
-            *(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:]),
-            equations.conv_windows(equation),
-            strict=True,
-        )
-    )
-    outputs = result[numbers.out_spec[0]] * result[numbers.out_spec[1]]
-    return _product(outputs * right[numbers.rhs_spec[1]] * taken, equation)
+    count = result[numbers.out_spec[0]] * result[numbers.out_spec[1]] * right[numbers.rhs_spec[1]]
+    windows = (numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:])
+    for i, j, k, (stride, (low, _), *dilated) in zip(*windows, equations.conv_windows(equation), strict=True):
+        count *= window_overlaps(left[i], right[j], result[k], stride, low, *dilated)
+    return product_flops(count, _are_complex(equation.invars))
 
 
 def _fft(equation: Any) -> int:
-    operand, lengths = equation.invars[0], equations.fft_lengths(equation)
-    return fft_flops(shape_of(operand), lengths, _are_complex([operand, equation.outvars[0]]))
-
-
-def _product(count: int, equation: Any) -> int:
-    return product_flops(count, _are_complex(equation.invars[:2]))
+    atoms = (*equation.invars, *equation.outvars)
+    return fft_flops(shape_of(atoms[0]), equations.fft_lengths(equation), _are_complex(atoms))
 
 
 def _are_complex(variables: Sequence[Any]) -> bool:
