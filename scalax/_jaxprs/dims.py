@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -190,15 +189,11 @@ def _fft(equation: Any) -> Dims:
 
 
 def _matrices(equation: Any) -> Dims:
-    """Stacks of matrices, or of vectors: leading dimensions of the same sizes are the stack."""
-    found = []
-    for out in map(shape_of, equation.outvars):
-        sources: list[Sources] = [()] * len(out)
-        for place, atom in enumerate(equation.invars):
-            pairs = zip(shape_of(atom)[:-2], out, strict=False)
-            for i, _ in enumerate(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)):
-                sources[i] += ((place, i),)
-        found.append(tuple(sources))
+    """Stacks of matrices, or of vectors: the stack is what is before the last two dimensions of operands."""
+    counts, found = [len(shape_of(atom)) - 2 for atom in equation.invars], []
+    for out in equation.outvars:
+        dims = range(len(shape_of(out)))
+        found.append(tuple([tuple([(place, i) for place, n in enumerate(counts) if i < n]) for i in dims]))
     return Dims(tuple(found))
 
 
