@@ -62,12 +62,10 @@ def functions_of_matrices(jaxpr: Any, shapes: Container[tuple[int, ...]]) -> Ite
     inner = opened(jaxpr)
     roots: dict[int, Any] = {}  # of each value that is computed of one alone
     scalars: dict[int, Any] = {}  # what is computed of scalars alone -> its equation
-    found: dict[Any, list[Any]] = {}
+    computed: dict[Any, list[Any]] = {}  # root -> the equations of its values
 
     def begin(variables: Sequence[Any]) -> None:
-        large = [var for var in variables if size_of(var) > _FEW]
-        roots.update({id(var): var for var in large})
-        found.update({var: [] for var in large if shape_of(var) in shapes})
+        roots.update({id(var): var for var in variables if size_of(var) > _FEW})
 
     begin(inner.invars)
     for equation in inner.eqns:
@@ -75,13 +73,12 @@ def functions_of_matrices(jaxpr: Any, shapes: Container[tuple[int, ...]]) -> Ite
         if len(own) == 1:
             [root] = own
             roots.update(dict.fromkeys(map(id, equation.outvars), root))
-            if root in found:
-                found[root].append(equation)
+            computed.setdefault(root, []).append(equation)
         elif own:
             begin(equation.outvars)
         elif not equation.effects:
             scalars.update(dict.fromkeys(map(id, equation.outvars), equation))
-    found = {root: own for root, own in found.items() if _multiplies(own)}
+    found = {root: own for root, own in computed.items() if shape_of(root) in shapes and _multiplies(own)}
     if not found:
         return
     readers: dict[int, set[int]] = {id(var): {0} for var in inner.outvars}
@@ -127,11 +124,9 @@ def _function(
     """The function, without what only writes its matrix in another way in front and behind."""
     kept = {id(each): each for each in own}
     for equation in reversed(own):
-        taken = {id(x) for x in equation.invars if roots.get(id(x)) is root and size_of(x) > _FEW} - {
-            id(root)
-        }
+        large = {id(x) for x in equation.invars if roots.get(id(x)) is root and size_of(x) > _FEW}
         read = set().union(*[readers.get(id(var), ()) for var in equation.outvars])
-        if len(taken) <= 1 and primitive_name(equation) in _PLAIN and read.isdisjoint(kept):
+        if len(large - {id(root)}) <= 1 and primitive_name(equation) in _PLAIN and read.isdisjoint(kept):
             del kept[id(equation)]
     while len(first := readers[id(root)] & kept.keys()) == 1:
         equation = kept[first.pop()]
