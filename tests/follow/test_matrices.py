@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers, muon
+from scalax._follow.stacks import run_stacked
 
 from scalax._follow import matrices
-from scalax._follow.stacks import run_stacked
 from scalax.sharding import (
     MeshShardingHelper,
     TreePathShardingRule,
