@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers, muon
-from scalax._follow.stacks import run_stacked
 
 from scalax._follow import matrices
+from scalax._follow.stacks import run_stacked
 from scalax.sharding import (
     MeshShardingHelper,
     TreePathShardingRule,
@@ -308,6 +308,21 @@ def test_what_is_not_the_same_under_vmap(transform):
 def test_a_loop_over_the_matrices_of_a_stack():
     found = by_hand(lambda x: jax.lax.map(newton_schulz, x) @ jnp.ones((x.shape[2],) * 2), 3)
     assert_same(step_of(found), found, True, 1, 0)
+
+
+def test_one_value_for_all_matrices_besides():
+    """The loop also gives a scalar: it stays, and each of its rounds is spread."""
+
+    def scaled(x):
+        def again(_, pair):
+            y, scale = pair
+            return 1.5 * y - 0.5 * y @ y.swapaxes(1, 2) @ y, scale * 2
+
+        y, scale = jax.lax.fori_loop(0, 4, again, (x / 100, jnp.float32(1)))
+        return y * scale
+
+    found = by_hand(scaled, 3)
+    assert_same(step_of(found), found, True, 1, 4)
 
 
 def until_it_stays(x):
