@@ -122,7 +122,6 @@ class _Pass(Edit):
             self.gathered,
             self.sent,
             self.weights.multiplied,
-            self.weights.passed(jaxpr.outvars),
             frozenset(i for i, atom in enumerate(jaxpr.outvars) if self.weights.is_sum(atom)),
         )
 
@@ -281,7 +280,7 @@ class _Pass(Edit):
             if each.multiplied:
                 self.columns.note_use(equation.invars)
         if name in CALLS:
-            self.weights.note_results(equation.invars, equation.outvars, found[0].passed, found[0].summed)
+            self.weights.note_sums(equation.outvars, found[0].summed)
         trails = zip(equation.outvars, *[each.trails for each in found], strict=True)
         results = [merged(each, len(shape_of(var))) for var, *each in trails]
         placed = self._placed(given, results, equation.outvars)

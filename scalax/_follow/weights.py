@@ -14,7 +14,7 @@ from typing import Any
 from scalax._follow.trail import Trail, Trails, axes_of
 from scalax._jax.equations import shape_of, size_of
 from scalax._jax.primitives import primitive_name
-from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS, PARTS, PRODUCTS, VIEWS
+from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS, PRODUCTS
 
 # To gather two bytes of a weight takes 2 / 1e11 s over links of 100 GB/s, to multiply them with rows
 # 2 x rows / 4e14 s: as long with 4,000 rows. A quarter of that, since what is gathered stays in memory for
@@ -40,7 +40,6 @@ class Weights:
         self.multiplied: dict[int, int] = {}
         # By the ids of variables: literals are not hashable.
         self._numbers = {id(var): i for var, i in arguments.items()}
-        self._parts: set[int] = set()
         self._sums: set[int] = set()
 
     def is_sum(self, atom: Any) -> bool:
@@ -62,25 +61,13 @@ class Weights:
                     self._note_rows(equation.invars[weight], self._rows(equation, operands, rows))
             if self._is_sum_over_few(equation, operands):
                 self._sums.add(id(equation.outvars[0]))
-        elif name in VIEWS or (name in ELEMENTWISE and not any(map(has_rows, operands))):
-            self._note_derived(equation, name)
+        elif name in FORWARDS or (name in ELEMENTWISE and not any(map(has_rows, operands))):
+            self._note_derived(equation, is_view=name in FORWARDS)
         if name in _OF_SUMS and not self._sums.isdisjoint(map(id, equation.invars)):
             self._sums.add(id(equation.outvars[0]))
 
-    def passed(self, results: Sequence[Any]) -> dict[int, int]:
-        """The results of the jaxpr that are arguments, or parts of them: number -> number of the argument."""
-        return {i: self._numbers[id(atom)] for i, atom in enumerate(results) if id(atom) in self._numbers}
-
-    def note_results(
-        self,
-        operands: Sequence[Any],
-        results: Sequence[Any],
-        passed: Mapping[int, int],
-        summed: Container[int],
-    ) -> None:
-        """Takes note of the results of a jaxpr that runs once."""
-        for i, number in passed.items():
-            self._note_same(operands[number], results[i : i + 1], part=True)
+    def note_sums(self, results: Sequence[Any], summed: Container[int]) -> None:
+        """Takes note of the sums among the results of a jaxpr that runs once, of which these are some."""
         self._sums.update(id(var) for i, var in enumerate(results) if i in summed)
 
     def note_loop(
@@ -101,7 +88,7 @@ class Weights:
     def rounds(self, atom: Any) -> int:
         """For how many rounds of loops a value is the same weight."""
         number = self._numbers.get(id(atom), len(self._rounds))
-        return self._rounds[number] if number < len(self._rounds) and id(atom) not in self._parts else 1
+        return self._rounds[number] if number < len(self._rounds) else 1
 
     def rounds_of(self, equation: Any, operands: Sequence[Trail], weight: int, other: int) -> int:
         """For how many rounds of loops the weight of a product is gathered once."""
@@ -124,25 +111,19 @@ class Weights:
         shards = math.prod([self._trails.sizes[axis] for i in dims for axis in operands[place][i]])
         return math.prod([shape[i] for i in dims]) // shards
 
-    def _note_same(self, atom: Any, results: Sequence[Any], *, part: bool) -> None:
-        """Results that are a weight, or parts of one."""
-        number = self._numbers.get(id(atom))
-        if number is not None:
-            self._numbers.update(dict.fromkeys(map(id, results), number))
-            if part or id(atom) in self._parts:
-                self._parts.update(map(id, results))
+    def _note_derived(self, equation: Any, *, is_view: bool) -> None:
+        """A whole view of a weight, or what is computed of one in its size: scaled, with an adapter added.
 
-    def _note_derived(self, equation: Any, name: str) -> None:
-        """A view of a weight, or what is computed of one, of its size: scaled, or with an adapter added."""
-        result, is_view, is_part = equation.outvars[0], name in VIEWS, name in PARTS
-        for atom in equation.invars[:1] if is_view else equation.invars:
+        A part of one is none: then a loop over layers would gather all of them.
+        """
+        result = equation.outvars[0]
+        for atom in equation.invars:
             is_same = is_view or atom.aval.dtype == result.aval.dtype  # unlike a mask
-            if id(atom) in self._numbers and is_same and (is_part or size_of(atom) == size_of(result)):
-                self._note_same(atom, equation.outvars, part=is_part)
+            if id(atom) in self._numbers and is_same and size_of(atom) == size_of(result):
+                self._numbers.update(dict.fromkeys(map(id, equation.outvars), self._numbers[id(atom)]))
                 return
 
     def _note_rows(self, atom: Any, rows: int) -> None:
         number = self._numbers.get(id(atom))
         if number is not None:
-            rows = max(rows, FEW_ROWS) if id(atom) in self._parts else rows
             self.multiplied[number] = max(self.multiplied.get(number, 0), rows)

@@ -324,8 +324,7 @@ ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 ALONG = frozenset(('cumlogsumexp', 'cummax', 'cummin', 'cumprod', 'cumsum', 'rev'))
 # The result is the first operand in another form, or a part of it.
 FORWARDS = frozenset(('broadcast_in_dim', 'convert_element_type', 'copy', 'reshape', 'squeeze', 'transpose'))
-PARTS = frozenset(('dynamic_slice', 'slice', 'split', 'unstack'))
-VIEWS = FORWARDS | PARTS
+VIEWS = FORWARDS | {'dynamic_slice', 'slice', 'split', 'unstack'}
 # Operands are multiplied, and summed over dimensions that they have in common.
 PRODUCTS = frozenset(('dot_general', 'ragged_dot_general', 'conv_general_dilated'))
 
