@@ -8,7 +8,6 @@ from typing import Any
 
 from scalax._follow.edit import Edit
 from scalax._follow.trail import (
-    LOST,
     Trail,
     axes_of,
     closed_spec_of,
@@ -129,8 +128,5 @@ def _dealt_again(reshape: Any, trail: Trail) -> Trail:
 
     Parts of a batch are rows that a loop takes one part after the other: ``x.reshape(parts, rows, ...)``.
     """
-    split = [
-        (old[0], new[1]) for old, new in reshaped(reshape) if len(old) == 1 and len(new) > 1 and new[0] == 0
-    ]
-    rank = len(shape_of(reshape.outvars[0]))
-    return of_dims({place: trail[i] for i, place in split}, rank) if trail else LOST
+    groups = [(old, new) for old, new in reshaped(reshape) if len(old) == 1 and len(new) > 1 and new[0] == 0]
+    return of_dims({new[1]: trail[old[0]] for old, new in groups}, len(shape_of(reshape.outvars[0])))

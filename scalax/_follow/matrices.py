@@ -179,11 +179,11 @@ def _pays(function: Function, count: int, size: int, devices: int, *, is_stored:
         operations += times * 2 * multiplications(product)
         moved += times * 2 * min(map(size_of, values)) * product.outvars[0].aval.dtype.itemsize
     own = sum(size_of(var) * var.aval.dtype.itemsize for var in (function.root, *function.results))
-    each = -(-count // devices) * operations / size * _SECONDS_PER_OPERATION
-    there_and_back = own * count / size * (1 / devices if is_stored else 1) * _SECONDS_PER_BYTE
-    divided = operations / (devices if is_stored else 1) * _SECONDS_PER_OPERATION
-    alone = count / size * (divided + is_stored * moved * _SECONDS_PER_BYTE)
-    return devices > 1 and each + there_and_back + _BEGIN < alone
+    parts = devices if is_stored else 1
+    spread = -(-count // devices) * operations / size * _SECONDS_PER_OPERATION
+    spread += _BEGIN + own * count / size / parts * _SECONDS_PER_BYTE
+    alone = operations / parts * _SECONDS_PER_OPERATION + is_stored * moved * _SECONDS_PER_BYTE
+    return devices > 1 and spread < count / size * alone
 
 
 def _products(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
