@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from scalax._jax.equations import Literal, Loop, loop_of, makers_of, opened, scan_options, shape_of, size_of
+from scalax._jax.equations import Loop, loop_of, makers_of, opened, scan_options, shape_of, size_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, equation_of, part_of, run
 from scalax._jaxprs.dims import FORWARDS
@@ -41,19 +41,18 @@ def _behind(equation: Any) -> Any:
     makers = makers_of(body)
     changing = _changing(body, [*state, *elements])
     found: dict[int, Any] = {}  # number of a carried value -> what a round adds to it
-    sums: dict[int, Any] = {}
+    sums: dict[Any, str] = {}
     for i, (var, out) in enumerate(zip(state, body.outvars, strict=False)):
-        added = added_by_round(body, var, out)
-        own: dict[int, Any] = {}
-        if added is None or len(added) != 1 or not _is_linear(added[0], makers, changing, own):
+        added, used = added_by_round(body, var, out), dict[Any, str]()
+        if added is None or len(added) != 1 or not _is_linear(added[0], makers, changing, used):
             continue
-        if _is_taken_apart(added[0], makers, own):
+        if not {*used.values()} <= _BASES | FORWARDS:  # the compiler sees through these
             found[i] = added[0]
-            sums.update(own)
+            sums.update({var: name for var, name in used.items() if name in _BASES})
     most = sum(size_of(state[i]) for i in found)
-    if not found or sum(size_of(var) for var in sums.values()) > most:
+    if not found or sum(map(size_of, sums)) > most:
         return equation
-    return equation_of(jax.jit(_function(equation, loop, found, [*sums.values()])), equation)
+    return equation_of(jax.jit(_function(equation, loop, found, [*sums])), equation)
 
 
 def _changing(body: Any, given: Sequence[Any]) -> set[int]:
@@ -70,39 +69,25 @@ def _changing(body: Any, given: Sequence[Any]) -> set[int]:
 
 def added_by_round(body: Any, var: Any, out: Any) -> list[Any] | None:
     """What a round adds to a carried value that it uses for nothing else; None if it does otherwise."""
-    makers = makers_of(body)
-    uses = Counter(map(id, [*[atom for each in body.eqns for atom in each.invars], *body.outvars]))
-
-    def added(atom: Any) -> list[Any] | None:
-        if isinstance(atom, Literal) or uses[id(atom)] != 1:
+    readers = {id(x): each for each in body.eqns for x in each.invars}
+    uses = Counter(map(id, [*[x for each in body.eqns for x in each.invars], *body.outvars]))
+    found: list[Any] = []
+    while uses[id(var)] == 1 and var is not out:
+        reader = readers.get(id(var))
+        if reader is None or primitive_name(reader) not in ('add', 'add_any'):
             return None
-        if atom is var:
-            return []
-        made = makers.get(id(atom))
-        if made is None:
-            return None
-        name = primitive_name(made)
-        if name == 'convert_element_type' and made.invars[0].aval.dtype == atom.aval.dtype:
-            return added(made.invars[0])
-        if name not in ('add', 'add_any'):
-            return None
-        for before, more in (made.invars, made.invars[::-1]):
-            found = added(before)
-            if found is not None:
-                return [*found, more]
-        return None
-
-    return added(out)
+        found += [x for x in reader.invars if x is not var]
+        [var] = reader.outvars
+    return found if uses[id(var)] == 1 else None
 
 
-def _is_linear(var: Any, makers: dict[int, Any], changing: set[int], bases: dict[int, Any]) -> bool:
-    """Whether a value is computed linearly of products; *bases* gets these."""
+def _is_linear(var: Any, makers: dict[int, Any], changing: set[int], used: dict[Any, str]) -> bool:
+    """Whether a value is computed linearly of products. *used* gets all values, and their primitives."""
     made = makers.get(id(var))
     if made is None or id(var) not in changing:
         return False
-    name = primitive_name(made)
+    used[var] = name = primitive_name(made)
     if name in _BASES:
-        bases[id(var)] = var
         return True
     parts = [x for x in made.invars if id(x) in changing]
     if name == 'div' and (parts[0] is not made.invars[0] or jnp.issubdtype(var.aval.dtype, jnp.integer)):
@@ -111,18 +96,8 @@ def _is_linear(var: Any, makers: dict[int, Any], changing: set[int], bases: dict
         return False  # what is scaled down so that its sum does not overflow
     both = name in _SUMS and len(parts) == 2
     return (both or (name in _LINEAR and len(parts) == 1)) and all(
-        _is_linear(x, makers, changing, bases) for x in parts
+        _is_linear(x, makers, changing, used) for x in parts
     )
-
-
-def _is_taken_apart(var: Any, makers: dict[int, Any], bases: dict[int, Any]) -> bool:
-    """Whether more is done to the sums than the compiler sees through."""
-    while id(var) not in bases:
-        made = makers[id(var)]
-        if primitive_name(made) not in FORWARDS:
-            return True
-        var = made.invars[0]
-    return False
 
 
 def _function(equation: Any, loop: Loop, found: dict[int, Any], sums: Sequence[Any]) -> Any:

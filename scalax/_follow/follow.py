@@ -122,7 +122,6 @@ class _Pass(Edit):
             self.gathered,
             self.sent,
             self.weights.multiplied,
-            self.weights.passed(jaxpr.outvars),
             frozenset(i for i, atom in enumerate(jaxpr.outvars) if self.weights.is_sum(atom)),
         )
 
@@ -150,7 +149,7 @@ class _Pass(Edit):
             placed = on_own_rows(equation, operands, trails, self.shared.mesh)
         if move is not None:
             self.note_move(equation, equation.invars[move.weight])
-        self.weights.note(equation, operands, results, self._staying(equation, operands, experts, move))
+        self.weights.note(equation, operands, self._staying(equation, operands, experts, move))
         self._append(placed, ids)
         # What is computed of rows alone stays with them. Of other results the compiler decides.
         is_mixed = name in CHOICES and not all(map(trails.has_rows, operands))
@@ -277,11 +276,11 @@ class _Pass(Edit):
         jaxprs, first = ([called(equation)], 0) if name in CALLS else (branches(equation), 1)
         found = [self.inside(equation, each, operands[first:], use) for each in jaxprs]
         for each in found:
-            self.weights.note_call(equation.invars[first:], each.multiplied)
+            self.weights.note_loop(equation.invars[first:], each.multiplied)
             if each.multiplied:
                 self.columns.note_use(equation.invars)
         if name in CALLS:
-            self.weights.note_results(equation.invars, equation.outvars, found[0].passed, found[0].summed)
+            self.weights.note_sums(equation.outvars, found[0].summed)
         trails = zip(equation.outvars, *[each.trails for each in found], strict=True)
         results = [merged(each, len(shape_of(var))) for var, *each in trails]
         placed = self._placed(given, results, equation.outvars)

@@ -102,34 +102,26 @@ class FollowedBatch:
         width = terminal_width(None)
         lines = [f'{self.name} keeps {self.count} values with the rows of the batch ({", ".join(self.axes)})']
         if self.kept:
-            lines += ['', *table(kept_cells(self), width, 0, (2,))]
-        if self.lost:
-            lines += ['', 'Rows are lost at:', '', *table(lost_cells(self.lost), width, 0, (2, 3))]
-        if self.moved:
-            lines += ['', 'Rows move to other devices at:', '']
-            lines += table(lost_cells(self.moved), width, 0, (2, 3))
+            head = ['line', 'operation', 'count', 'value', 'spec']
+            rows = [
+                [each.line, each.primitive, str(each.count), each.array, text(each.spec)]
+                for each in self.kept
+            ]
+            lines += ['', *table([head, *rows], width, 0, (2,))]
+        for what, places in (('are lost', self.lost), ('move to other devices', self.moved)):
+            if places:
+                head = ['line', 'operation', 'count', 'size', 'value']
+                rows = [
+                    [each.line, each.primitive, str(each.count), human_bytes(each.bytes), each.array]
+                    for each in places
+                ]
+                lines += ['', f'Rows {what} at:', '', *table([head, *rows], width, 0, (2, 3))]
         return '\n'.join(lines)
 
 
 def nothing_followed(batch: FollowedBatch) -> str:
     """Why no batch is followed."""
     return f'no batch is followed: {batch.reason or _SAY_WHICH}'
-
-
-def kept_cells(batch: FollowedBatch) -> list[list[str]]:
-    """The heads and the rows of a table of the values that are kept."""
-    rows = [
-        [value.line, value.primitive, str(value.count), value.array, text(value.spec)] for value in batch.kept
-    ]
-    return [['line', 'operation', 'count', 'value', 'spec'], *rows]
-
-
-def lost_cells(places: Sequence[LostRows]) -> list[list[str]]:
-    """The heads and the rows of a table of places where rows are lost, or may move."""
-    rows = [
-        [each.line, each.primitive, str(each.count), human_bytes(each.bytes), each.array] for each in places
-    ]
-    return [['line', 'operation', 'count', 'size', 'value'], *rows]
 
 
 def followed_batch(
@@ -150,7 +142,7 @@ def followed_batch(
     return FollowedBatch(
         name,
         tuple(sorted(arguments.batch_axes)),
-        tuple(_counted(KeptValue(spec=each.spec, **_place(each)) for each in followed.kept)),
+        _counted(KeptValue(spec=each.spec, **_place(each)) for each in followed.kept),
         _largest_first(followed.lost),
         _largest_first(followed.moved),
     )
@@ -169,13 +161,12 @@ def _largest_first(places: Iterable[Noted]) -> tuple[LostRows, ...]:
     return tuple(sorted(found, key=lambda each: (-each.bytes, each.line, each.primitive)))
 
 
-def _counted(values: Iterable[T]) -> list[T]:
-    return [dataclasses.replace(value, count=count) for value, count in Counter(values).items()]
+def _counted(values: Iterable[T]) -> tuple[T, ...]:
+    return tuple([dataclasses.replace(value, count=count) for value, count in Counter(values).items()])
 
 
 def _place(noted: Noted) -> dict[str, Any]:
-    line, aval = line_of(noted.equation, noted.calls), noted.aval
-    array = array_text(str(aval.dtype), aval.shape)
+    line, array = line_of(noted.equation, noted.calls), array_text(str(noted.aval.dtype), noted.aval.shape)
     return {'primitive': noted.equation.primitive.name, 'line': line, 'array': array}
 
 
@@ -191,8 +182,8 @@ def line_of(equation: Any, calls: Sequence[Any] = ()) -> str:
         calls: those in whose jaxprs it is, from the innermost one outwards.
     """
     for stack in filter(None, map(traceback_of, (equation, *calls))):
-        frames = traceback.extract_tb(stack)
-        written = [each for each in reversed(frames) if not each.filename.startswith(_JAX)]
+        frames = reversed(traceback.extract_tb(stack))
+        written = [each for each in frames if not each.filename.startswith(_JAX)]
         frame = users_own(written, lambda each: each.filename)
         if frame is not None:
             return f'{file_text(frame.filename)}:{frame.lineno} {frame.name}'

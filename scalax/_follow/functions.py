@@ -8,7 +8,7 @@ from typing import Any
 
 from scalax._follow.said import SAID, placed_by_user
 from scalax._jax import equations
-from scalax._jax.equations import CALLS, Literal, opened, shape_of, size_of, values_in
+from scalax._jax.equations import Literal, opened, shape_of, size_of, values_in
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import part_of, replaced
 from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS
@@ -16,7 +16,6 @@ from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS
 # Values of so many elements are scalars, or coefficients.
 _FEW = 64
 _PLAIN = FORWARDS | ELEMENTWISE | {'reduce_sum', 'reduce_max'}
-_MULTIPLYING = frozenset({'dot_general', 'scan', 'while', *CALLS})
 # Of several matrices both branches of a `cond` run: a loop in the wrong one may not end, its gradient be nan.
 _LEFT = SAID | {'cond'}
 
@@ -63,12 +62,10 @@ def functions_of_matrices(jaxpr: Any, shapes: Container[tuple[int, ...]]) -> Ite
     inner = opened(jaxpr)
     roots: dict[int, Any] = {}  # of each value that is computed of one alone
     scalars: dict[int, Any] = {}  # what is computed of scalars alone -> its equation
-    found: dict[Any, list[Any]] = {}
+    computed: dict[Any, list[Any]] = {}  # root -> the equations of its values
 
     def begin(variables: Sequence[Any]) -> None:
-        large = [var for var in variables if size_of(var) > _FEW]
-        roots.update({id(var): var for var in large})
-        found.update({var: [] for var in large if shape_of(var) in shapes})
+        roots.update({id(var): var for var in variables if size_of(var) > _FEW})
 
     begin(inner.invars)
     for equation in inner.eqns:
@@ -76,13 +73,12 @@ def functions_of_matrices(jaxpr: Any, shapes: Container[tuple[int, ...]]) -> Ite
         if len(own) == 1:
             [root] = own
             roots.update(dict.fromkeys(map(id, equation.outvars), root))
-            if root in found:
-                found[root].append(equation)
+            computed.setdefault(root, []).append(equation)
         elif own:
             begin(equation.outvars)
         elif not equation.effects:
             scalars.update(dict.fromkeys(map(id, equation.outvars), equation))
-    found = {root: own for root, own in found.items() if _multiplies(own)}
+    found = {root: own for root, own in computed.items() if shape_of(root) in shapes and _multiplies(own)}
     if not found:
         return
     readers: dict[int, set[int]] = {id(var): {0} for var in inner.outvars}
@@ -111,8 +107,6 @@ def is_late(equation: Any, late: set[int]) -> bool:
 
 def _multiplies(own: Sequence[Any]) -> bool:
     """Whether some of these equations are products, also inside others, and the user places none of them."""
-    if _MULTIPLYING.isdisjoint([equation.primitive.name for equation in own]):
-        return False
     every = [*equations.with_inside(own)]
     names = {*map(primitive_name, every)}
     placed = any(each.effects or any(placed_by_user(each)) for each in every)
@@ -130,11 +124,9 @@ def _function(
     """The function, without what only writes its matrix in another way in front and behind."""
     kept = {id(each): each for each in own}
     for equation in reversed(own):
-        taken = {id(x) for x in equation.invars if roots.get(id(x)) is root and size_of(x) > _FEW} - {
-            id(root)
-        }
+        large = {id(x) for x in equation.invars if roots.get(id(x)) is root and size_of(x) > _FEW}
         read = set().union(*[readers.get(id(var), ()) for var in equation.outvars])
-        if len(taken) <= 1 and primitive_name(equation) in _PLAIN and read.isdisjoint(kept):
+        if len(large - {id(root)}) <= 1 and primitive_name(equation) in _PLAIN and read.isdisjoint(kept):
             del kept[id(equation)]
     while len(first := readers[id(root)] & kept.keys()) == 1:
         equation = kept[first.pop()]
@@ -148,15 +140,12 @@ def _function(
     results = [var for var in made if not readers.get(id(var), set()) <= kept.keys()]
     inside = {id(root), *map(id, made)}
     free: dict[int, Any] = {}
-    computed: dict[int, Any] = {}
     taken_in = [x for each in kept.values() for x in each.invars if id(x) not in inside]
     for x in taken_in:  # which grows meanwhile
         if id(x) in scalars:
             taken_in += scalars[id(x)].invars
-            computed[id(scalars[id(x)])] = scalars[id(x)]
         elif not isinstance(x, Literal):
             free[id(x)] = x
-    ordered = [each for each in scalars.values() if id(each) in computed]
-    small = replaced(jaxpr, eqns=[*dict.fromkeys(ordered), *kept.values()])
-    part = part_of(small, [root, *free.values()], results)
+    every = replaced(jaxpr, eqns=[*dict.fromkeys(scalars.values()), *kept.values()])
+    part = part_of(every, [root, *free.values()], results)
     return Function(root, [*free.values()], [*kept.values()], results, part)

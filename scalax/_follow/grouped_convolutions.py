@@ -49,22 +49,18 @@ def with_right_gradients(
         if primitive_name(equation) != 'conv_general_dilated' or conv_groups(equation)[1] == 1:
             return equation
         if not can_change or AxisType.Explicit in mesh.axis_types:
-            raise ArgumentError(_refusal(name, equation))
+            from scalax._follow.followed_batch import line_of  # here, because hardly any program is refused
+
+            raise ArgumentError(
+                f'{name} takes the gradient of a grouped convolution ({line_of(equation)}), which XLA adds '
+                'up over too many devices. scalax mends that on meshes of Auto axes, in functions that close '
+                'over no value of an outer trace.\n'
+                'What to do: make the helper with AxisType.Auto, and pass the arrays that it closes over as '
+                'arguments'
+            )
         return _on_own_rows(equation, mesh, order)
 
     return Rewriter(right).jaxpr(jaxpr)
-
-
-def _refusal(name: str, equation: Any) -> str:
-    from scalax._follow.followed_batch import line_of  # here, because hardly any program is refused
-
-    line = line_of(equation)
-    return (
-        f'{name} takes the gradient of a grouped convolution ({line}), which XLA adds up over too many '
-        'devices. scalax mends that on meshes of Auto axes, in functions that close over no value of an '
-        'outer trace.\n'
-        'What to do: make the helper with AxisType.Auto, and pass the arrays that it closes over as arguments'
-    )
 
 
 def _on_own_rows(equation: Any, mesh: Mesh | AbstractMesh, order: Sequence[str]) -> Any:

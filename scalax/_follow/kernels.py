@@ -36,16 +36,10 @@ class Split:
     over: Mapping[int, tuple[str, ...]]
     mesh: Mesh | AbstractMesh
 
-    @property
-    def results(self) -> list[Trail]:
-        """The trails of the results; what is not in them is whole."""
-        return self._trails()[len(self.equation.invars) :]
-
     def equation_on_rows(self) -> Any:
         """The equation of a `shard_map` in which each device takes its steps."""
-        count, trails = len(self.equation.invars), self._trails()
-        atoms = (*self.equation.invars, *self.equation.outvars)
-        specs = [*map(closed_spec_of, trails, map(len, map(shape_of, atoms)))]
+        count, atoms = len(self.equation.invars), (*self.equation.invars, *self.equation.outvars)
+        specs = [*map(closed_spec_of, self.trails, map(len, map(shape_of, atoms)))]
         mapped = jax.shard_map(
             self.on_device,
             mesh=self.mesh,
@@ -64,7 +58,9 @@ class Split:
         """Dimension of the grid -> over how many devices its steps are."""
         return {step: math.prod(self.mesh.shape[axis] for axis in axes) for step, axes in self.over.items()}
 
-    def _trails(self) -> list[Trail]:
+    @property
+    def trails(self) -> list[Trail]:
+        """Those of the operands and the results; what is not in them is whole."""
         whole = [LOST] * kernels.count_whole(self.equation)
         return whole + [
             of_dims(
@@ -87,9 +83,10 @@ def on_own_rows(
         has_rows: tells whether some dimension of a trail holds rows of the batch.
     """
     split = split_of(equation, trails, mesh, has_rows)
-    if split is None or not any(map(has_rows, split.results)):
+    results = [] if split is None else split.trails[len(equation.invars) :]
+    if split is None or not any(map(has_rows, results)):
         return equation, ()
-    return equation if kernels.is_interpreted(equation) else split.equation_on_rows(), split.results
+    return equation if kernels.is_interpreted(equation) else split.equation_on_rows(), results
 
 
 def split_of(

@@ -8,7 +8,6 @@ from typing import Any
 
 from scalax._follow.edit import Edit
 from scalax._follow.trail import (
-    LOST,
     Trail,
     axes_of,
     closed_spec_of,
@@ -46,7 +45,7 @@ def follow_loop(edit: Edit, equation: Any, operands: Sequence[Trail]) -> tuple[A
     carried, has_rows = zip(begun, first, state, strict=True), edit.shared.has_rows
     if gone := [atom for atom, before, kept in carried if has_rows(before) and not has_rows(kept)]:
         _note_losses(edit, equation, gone, edit.follow(loop.body, arguments(grown)), inside)
-    _gather_before(edit, equation, range(loop.tested, loop.tested + loop.constants), inside)
+    _gather_before(edit, equation, same, inside)
     _sum_behind(edit, equation, loop.carried, rounds, inside)
     edit.weights.note_loop(equation.invars[loop.tested :], inside.multiplied, loop.constants, rounds)
     stacked = map(stack_of, inside.trails[loop.carried :])
@@ -64,51 +63,40 @@ def _note_losses(edit: Edit, equation: Any, gone: Sequence[Any], first: Followed
 
 def _of_stack(edit: Edit, atom: Any, trail: Trail, equation: Any) -> Trail:
     """The trail of the elements that a loop takes of a stack."""
-    row = element_of(trail)
-    if row or not trail or id(atom) not in edit.parts:
-        if row and id(atom) not in edit.constrained and edit.has_open_rows(atom):
-            edit.place_before(atom, spec_of(trail), equation)
-        if edit.shared.has_rows(trail) and not edit.shared.has_rows(row):  # a round has one row of them
-            edit.note_loss(equation, [atom])
-        return row
-    parts = edit.shared.possible(_dealt_again(*edit.parts[id(atom)]), atom)
-    if not parts:
+    row, had_rows = element_of(trail), edit.shared.has_rows(trail)
+    is_in_parts = not row and had_rows and id(atom) in edit.parts
+    if is_in_parts:  # the rows of each part are dealt to all devices; else a device would have whole parts
+        trail = edit.shared.possible(_dealt_again(*edit.parts[id(atom)]), atom)
+        row = element_of(trail)
+    if row and (is_in_parts or (id(atom) not in edit.constrained and edit.has_open_rows(atom))):
+        edit.place_before(atom, spec_of(trail), equation)
+    if had_rows and not edit.shared.has_rows(row):  # a round has one row of them
         edit.note_loss(equation, [atom])
-        return LOST
-    # The rows of each part are dealt to all devices; else a device would have whole parts.
-    edit.place_before(atom, spec_of(parts), equation)
-    return element_of(parts)
+    return row
 
 
-def _gather_before(edit: Edit, equation: Any, places: range, inside: Followed) -> None:
-    """Gathers the weights at these operands of a loop, if each round multiplies few rows with them.
+def _gather_before(edit: Edit, equation: Any, constants: Sequence[Any], inside: Followed) -> None:
+    """Gathers the weights among the constants of a loop with which each round multiplies few rows.
 
     What depends on the batch is no weight: it may be large, and its rows were lost.
     """
-    for i, place in enumerate(places):
-        var = equation.invars[place]
-        given = id(var) in edit.users_given
-        if isinstance(var, Literal) or given or var in edit.shared.from_batch:
-            continue
-        if i in inside.multiplied and inside.multiplied[i] < FEW_ROWS:
-            spec = closed_spec_of(edit.trail(var), len(shape_of(var)))
-            edit.place_before(var, spec, equation)
+    for i, var in enumerate(constants):
+        few = inside.multiplied.get(i, FEW_ROWS) < FEW_ROWS
+        if few and not (
+            isinstance(var, Literal) or id(var) in edit.users_given or var in edit.shared.from_batch
+        ):
+            edit.place_before(var, closed_spec_of(edit.trail(var), len(shape_of(var))), equation)
 
 
 def _sum_behind(edit: Edit, equation: Any, carried: int, rounds: int, inside: Followed) -> None:
     """Leaves sums over few rows of a round whole: devices add them up once, behind the loop."""
-    summed = [
-        (var, inside.trails[i])
-        for i, var in enumerate(equation.outvars[:carried])
-        if i in inside.summed
-        and not edit.shared.has_rows(inside.trails[i])
-        and shape_of(var)
-        and not isinstance(var, DropVar)
-        and id(var) not in edit.users_own
-    ]
-    # The compiler alone adds them up in each round.
-    edit.sent += rounds * sum(edit.shared.trails.bytes_of(var, axes_of(trail)) for var, trail in summed)
-    edit.summed = [var for var, _ in summed]
+    edit.summed = []
+    for i, (var, trail) in enumerate(zip(equation.outvars[:carried], inside.trails, strict=False)):
+        is_open = not isinstance(var, DropVar) and id(var) not in edit.users_own
+        if i in inside.summed and is_open and shape_of(var) and not edit.shared.has_rows(trail):
+            edit.summed.append(var)
+            # The compiler alone adds it up in each round.
+            edit.sent += rounds * edit.shared.trails.bytes_of(var, axes_of(trail))
 
 
 def _settled(
@@ -118,27 +106,21 @@ def _settled(
 
     State that begins as zeros has rows from the first round on. Rows that a round loses do not stay.
     """
-    state = list(first)
-    variables = opened(body).outvars[: len(state)]
+    shapes = [*map(shape_of, opened(body).outvars)]
 
-    def returned() -> Sequence[Trail]:
-        return edit.follow(body, arguments(state)).trails[: len(state)]
+    def grown(mine: Trail, theirs: Trail, shape: tuple[int, ...]) -> Trail:
+        return edit.shared.trails.possible(merged((mine, theirs), len(shape)), shape)
 
-    for _ in range(_ROUNDS):
-        grown = [
-            edit.shared.possible(merged(pair, len(shape_of(var))), var)
-            for *pair, var in zip(state, returned(), variables, strict=True)
-        ]
-        if grown == state:
-            break
-        state = grown
-    most = state
-    for _ in range(_ROUNDS):
-        kept = [common(*pair) for pair in zip(state, returned(), strict=True)]
-        if kept == state:
-            break
-        state = kept
-    return most, state
+    def settled(state: list[Trail], joined: Callable[[Trail, Trail, tuple[int, ...]], Trail]) -> list[Trail]:
+        for _ in range(_ROUNDS):
+            before, returned = state, edit.follow(body, arguments(state)).trails
+            state = [*map(joined, before, returned, shapes)]
+            if state == before:
+                break
+        return state
+
+    most = settled([*first], grown)
+    return most, settled(most, lambda mine, theirs, _: common(mine, theirs))
 
 
 def _dealt_again(reshape: Any, trail: Trail) -> Trail:
@@ -146,8 +128,5 @@ def _dealt_again(reshape: Any, trail: Trail) -> Trail:
 
     Parts of a batch are rows that a loop takes one part after the other: ``x.reshape(parts, rows, ...)``.
     """
-    split = [
-        (old[0], new[1]) for old, new in reshaped(reshape) if len(old) == 1 and len(new) > 1 and new[0] == 0
-    ]
-    rank = len(shape_of(reshape.outvars[0]))
-    return of_dims({place: trail[i] for i, place in split}, rank) if trail else LOST
+    groups = [(old, new) for old, new in reshaped(reshape) if len(old) == 1 and len(new) > 1 and new[0] == 0]
+    return of_dims({new[1]: trail[old[0]] for old, new in groups}, len(shape_of(reshape.outvars[0])))

@@ -11,6 +11,7 @@ matrices at most, and not one of each weight.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,11 +22,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from scalax._follow.experts import Stored
 from scalax._follow.functions import Function, functions_of_matrices, is_late
-from scalax._follow.stacks import NoStackError, run_stacked
+from scalax._follow.stacks import run_stacked
 from scalax._follow.trail import LOST, Trail, Trails, closed_spec_of, merged
 from scalax._follow.types import Arguments
 from scalax._follow.updates import within_bounds
-from scalax._jax.equations import CALLS, branches, called, loop_of, opened, shape_of, size_of
+from scalax._jax.equations import jaxprs_in, loop_of, opened, shape_of, size_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, equation_of, replaced, run
 from scalax._jaxprs.dims import multiplications
@@ -54,7 +55,6 @@ class _Spreader(Rewriter):
         self._trails = Trails(dict(mesh.shape), arguments.batch_axes)
         pairs = zip(opened(whole).invars, arguments.trails, strict=False)
         self._shapes = {shape_of(var) for var, trail in pairs if not self._trails.has_rows(trail)}
-        self._stored: Stored | None = None
 
     def jaxpr(self, jaxpr: Any) -> Any:
         """The jaxpr, open or closed, with functions of matrices spread."""
@@ -64,17 +64,18 @@ class _Spreader(Rewriter):
         merged = [(equation, group) for group in groups.values() if (equation := self._one_of(group))]
         return super().jaxpr(_replaced(jaxpr, merged) if merged else jaxpr)
 
+    @functools.cached_property
+    def _stored(self) -> Stored:
+        """Where weights are, and what is computed of them."""
+        layouts = [
+            LOST if self._trails.has_rows(mine) else merged((mine, stored), len(mine or stored))
+            for mine, stored in zip(self._arguments.trails, self._arguments.stored, strict=True)
+        ]
+        return Stored(self._whole, layouts, self._trails, ())
+
     def _layout(self, function: Function) -> Trail:
         """Where the root of a function is: as its weight. A matrix gets a dimension in front."""
-        if self._stored is None:
-            given = zip(self._arguments.trails, self._arguments.stored, strict=True)
-            layouts = [
-                LOST if self._trails.has_rows(mine) else merged((mine, stored), len(mine or stored))
-                for mine, stored in given
-            ]
-            self._stored = Stored(self._whole, layouts, self._trails, ())
-        shape = shape_of(function.root)
-        layout = self._stored.of(function.root) or ((),) * len(shape)
+        layout = self._stored.of(function.root) or ((),) * len(shape_of(function.root))
         return layout if function.is_stack else ((), *layout)
 
     def _placed(self, x: Any, layout: Trail) -> Any:
@@ -108,11 +109,7 @@ class _Spreader(Rewriter):
             stack = jnp.concatenate(parts)
             for each in way:
                 stack = self._placed(stack, each)
-            if first.is_stack:
-                pairs = run_stacked(first.part, [(stack, 0), *[(x, None) for x in free]])
-                results = [jnp.moveaxis(x, dim, 0) for x, dim in pairs if dim is not None]
-            else:
-                results = jax.vmap(lambda x: run(first.part, [x, *free]))(stack)
+            results = _of_stack(first, stack, free)
             for each in way[::-1]:
                 results = [self._placed(x, each) for x in results]
             own = [
@@ -124,10 +121,9 @@ class _Spreader(Rewriter):
 
         operands = [*[each.root for each in group], *first.free]
         outputs = [var for each in group for var in each.results]
-        call = jax.jit(spread)
         try:
-            return equation_of(call, first.equations[-1], operands, outputs)
-        except (NoStackError, NotImplementedError):  # or a primitive that JAX does not map
+            return equation_of(jax.jit(spread), first.equations[-1], operands, outputs)
+        except NotImplementedError:  # it mixes matrices, or has a primitive that JAX does not map
             return None
 
     def _way(self, layout: Trail) -> Iterator[Trail]:
@@ -139,6 +135,18 @@ class _Spreader(Rewriter):
         for axes in sorted(filter(None, layout), key=lambda axes: order.index(axes[0])):
             layout = ((*layout[0], *axes), *[() if each == axes else each for each in layout[1:]])
             yield layout
+
+
+def _of_stack(function: Function, stack: Any, free: Sequence[Any]) -> Sequence[Any]:
+    """The results of a function, for a stack of any size: stacks."""
+    if not function.is_stack:
+        results: Sequence[Any] = jax.vmap(lambda x: run(function.part, [x, *free]))(stack)
+        return results
+    pairs = run_stacked(function.part, [(stack, 0), *[(x, None) for x in free]])
+    found = [jnp.moveaxis(x, dim, 0) for x, dim in pairs if dim is not None]
+    if len(found) < len(pairs):
+        raise NotImplementedError('a result is one value for all matrices')
+    return found
 
 
 def _replaced(jaxpr: Any, merged: Sequence[tuple[Any, Sequence[Function]]]) -> Any:
@@ -165,30 +173,25 @@ def _pays(function: Function, count: int, size: int, devices: int, *, is_stored:
     Left alone, the compiler divides the operations of a matrix in parts, and moves the smallest value of each
     product to all devices. A matrix that is whole everywhere is computed everywhere.
     """
-    operations, moved = _work(function.part)
-    own = sum(size_of(var) * var.aval.dtype.itemsize for var in (function.root, *function.results))
-    each = -(-count // devices) * operations / size * _SECONDS_PER_OPERATION
-    there_and_back = own * count / size * (1 / devices if is_stored else 1) * _SECONDS_PER_BYTE
-    divided = operations / (devices if is_stored else 1) * _SECONDS_PER_OPERATION
-    alone = count / size * (divided + is_stored * moved * _SECONDS_PER_BYTE)
-    return devices > 1 and each + there_and_back + _BEGIN < alone
-
-
-def _work(jaxpr: Any) -> tuple[int, int]:
-    """The operations of all products of a jaxpr, and the bytes of the smallest value of each."""
     operations = moved = 0
+    for product, times in _products(function.part):
+        values = (*product.invars, *product.outvars)
+        operations += times * 2 * multiplications(product)
+        moved += times * 2 * min(map(size_of, values)) * product.outvars[0].aval.dtype.itemsize
+    own = sum(size_of(var) * var.aval.dtype.itemsize for var in (function.root, *function.results))
+    parts = devices if is_stored else 1
+    spread = -(-count // devices) * operations / size * _SECONDS_PER_OPERATION
+    spread += _BEGIN + own * count / size / parts * _SECONDS_PER_BYTE
+    alone = operations / parts * _SECONDS_PER_OPERATION + is_stored * moved * _SECONDS_PER_BYTE
+    return devices > 1 and spread < count / size * alone
+
+
+def _products(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
+    """The products of a jaxpr and of those inside it, and how often each is computed."""
     for equation in opened(jaxpr).eqns:
-        name, inside, times = primitive_name(equation), (0, 0), 1
+        name = primitive_name(equation)
         if name == 'dot_general':
-            [result] = equation.outvars
-            sizes = [*map(size_of, (*equation.invars, result))]
-            inside = 2 * multiplications(equation), 2 * min(sizes) * result.aval.dtype.itemsize
-        elif name in CALLS:
-            inside = _work(called(equation))
-        elif name == 'cond':
-            inside = max(map(_work, branches(equation)))
-        elif name in ('scan', 'while'):
-            loop = loop_of(equation)
-            inside, times = _work(loop.body), loop.length or 1
-        operations, moved = operations + times * inside[0], moved + times * inside[1]
-    return operations, moved
+            yield equation, times
+        rounds = loop_of(equation).length or 1 if name == 'scan' else 1
+        for inside in jaxprs_in(equation):
+            yield from _products(inside, times * rounds)

@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from scalax._jax import equations
-from scalax._jax.equations import PLACES, is_jaxpr, opened
+from scalax._jax.equations import PLACES
 from scalax._jax.primitives import primitive_name
 from scalax._tree.specs import entries
 
@@ -29,16 +29,8 @@ def is_on_mesh(jaxpr: Any, mesh: Mesh | AbstractMesh) -> bool:
     Bare specs do. Constants that a transformation makes have the mesh in force too, without a word on it.
     A function of a mesh of another shape has seen to its devices itself.
     """
-    found = [opened(jaxpr)]
-    seen = {*found}
-    for inner in found:  # which grows meanwhile
-        parts = [part for equation in inner.eqns for part in equations.values_in(equation)]
-        if any(_says(part, mesh) for part in parts):
-            return True
-        new = {opened(part) for part in parts if is_jaxpr(part)} - seen
-        seen |= new
-        found += new
-    return False
+    values = (part for equation in equations.equations(jaxpr) for part in equations.values_in(equation))
+    return any(_says(part, mesh) for part in values)
 
 
 def _says(part: Any, mesh: Mesh | AbstractMesh) -> bool:

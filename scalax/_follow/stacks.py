@@ -14,7 +14,7 @@ from scalax._jax import equations
 from scalax._jax.equations import CALLS, Literal, called, loop_of, opened, scan_options, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import bound, constants_of
-from scalax._jaxprs.dims import ALONG, ELEMENTWISE, FORWARDS, dims_of
+from scalax._jaxprs.dims import ALONG, ELEMENTWISE, FORWARDS, Sources, dims_of
 
 # Of a stack these compute the same as of each of its elements alone, however many there are.
 _EACH = (ELEMENTWISE | FORWARDS) - ALONG | {
@@ -25,10 +25,6 @@ _EACH = (ELEMENTWISE | FORWARDS) - ALONG | {
 _OWN_GRADIENTS = frozenset({'custom_jvp_call', 'custom_vjp_call'})
 
 
-class NoStackError(Exception):
-    """A function mixes the matrices of a stack."""
-
-
 Stacked = tuple[Any, int | None]
 """A value, and which of its dimensions is the stack; None of what is one value for all matrices."""
 
@@ -37,7 +33,7 @@ def run_stacked(jaxpr: Any, operands: Sequence[Stacked]) -> list[Stacked]:
     """The results of a closed jaxpr of stacks, for stacks of another size.
 
     Raises:
-        NoStackError: it does not treat each matrix alone, or that is not known.
+        NotImplementedError: it does not treat each matrix alone, or that is not known.
     """
     inner = opened(jaxpr)
     known: dict[int, Stacked] = {id(var): (value, None) for var, value in constants_of(jaxpr)}
@@ -57,7 +53,7 @@ def _results(equation: Any, operands: Sequence[Stacked]) -> Sequence[Stacked]:
     values, dims = [value for value, _ in operands], [dim for _, dim in operands]
     stacks = {(place, dim) for place, dim in enumerate(dims) if dim is not None}
     if name in _OWN_GRADIENTS:
-        raise NoStackError(f'{name} has a gradient of its own')
+        raise NotImplementedError(f'{name} has a gradient of its own')
     if name in CALLS:
         return run_stacked(called(equation), operands)
     if name == 'scan' and stacks:
@@ -79,13 +75,13 @@ def _scan(equation: Any, values: Sequence[Any], dims: Sequence[int | None]) -> S
     (given, first, elements), (of_given, of_state, of_elements) = map(loop.parts, (values, dims))
 
     if any(dim is not None for dim in of_elements):
-        raise NoStackError('a loop runs over matrices')
+        raise NotImplementedError('a loop runs over matrices')
 
     def step(state: Sequence[Any], elements: Sequence[Any]) -> tuple[Any, None]:
         pairs = zip([*given, *state, *elements], [*of_given, *of_state, *of_elements], strict=True)
         results = run_stacked(loop.body, [*pairs])
         if [dim for _, dim in results] != [*of_state]:
-            raise NoStackError('a loop moves the stack, or gives one of each round')
+            raise NotImplementedError('a loop moves the stack, or gives one of each round')
         return [value for value, _ in results], None
 
     state, _ = jax.lax.scan(step, [*first], [*elements], loop.length, **scan_options(equation))
@@ -95,13 +91,15 @@ def _scan(equation: Any, values: Sequence[Any], dims: Sequence[int | None]) -> S
 def _dim_of_results(equation: Any, name: str, stacks: set[tuple[int, int]]) -> int:
     """Which dimension of the results is the stack, of operands with these."""
     rules = dims_of(equation)
-    found = {
-        tuple(i for i, sources in enumerate(result) if not stacks.isdisjoint(sources))
-        for result in rules.results
-    }
-    read = [sources for result in (*rules.results, rules.summed) for sources in result]
-    mixed = any(not stacks.isdisjoint(sources) and not stacks.issuperset(sources) for sources in read)
-    summed = any(not stacks.isdisjoint(sources) for sources in rules.summed)
-    if name not in _EACH or mixed or summed or len(found) != 1 or len(min(found)) != 1:
-        raise NoStackError(f'{name} may mix matrices')
+
+    def is_stack(sources: Sources) -> bool:
+        return not stacks.isdisjoint(sources)
+
+    found = {tuple(i for i, sources in enumerate(result) if is_stack(sources)) for result in rules.results}
+    mixed = [
+        each for result in rules.results for each in result if is_stack(each) and not stacks.issuperset(each)
+    ]
+    mixed += filter(is_stack, rules.summed)
+    if name not in _EACH or mixed or len(found) != 1 or len(min(found)) != 1:
+        raise NotImplementedError(f'{name} may mix matrices')
     return min(found)[0]

@@ -85,9 +85,7 @@ class Followed:
         sent: those of the rows, or of their products if these are smaller, if it gets these instead; and of
             the gradients that the compiler alone would add up: of tables, and in each round of a loop.
         multiplied: the arguments without rows that are multiplied with rows, by number, and with how many of
-            these each device does so at once, at most; `FEW_ROWS` or more if that is a part of it, so that a
-            loop over layers does not gather all of them.
-        passed: the results that are arguments without rows, or parts of them: number -> number.
+            these each device does so at once, at most.
         summed: the results that are sums over few rows, by number.
         is_open: whether more weights than rows would move, so that the compiler decides about all values.
         ordered: of each `sort` and each product of rows in groups the trails of its operands: by the name of
@@ -103,7 +101,6 @@ class Followed:
     gathered: float = 0
     sent: float = 0
     multiplied: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    passed: Mapping[int, int] = dataclasses.field(default_factory=dict)
     summed: frozenset[int] = frozenset()
     is_open: bool = False
     ordered: Mapping[str, Mapping[Any, Sequence[Trail]]] = dataclasses.field(default_factory=dict)

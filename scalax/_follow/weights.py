@@ -11,10 +11,10 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from scalax._follow.trail import Trail, Trails
+from scalax._follow.trail import Trail, Trails, axes_of
 from scalax._jax.equations import shape_of, size_of
 from scalax._jax.primitives import primitive_name
-from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS, PARTS, PRODUCTS, VIEWS
+from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS, PRODUCTS
 
 # To gather two bytes of a weight takes 2 / 1e11 s over links of 100 GB/s, to multiply them with rows
 # 2 x rows / 4e14 s: as long with 4,000 rows. A quarter of that, since what is gathered stays in memory for
@@ -40,73 +40,40 @@ class Weights:
         self.multiplied: dict[int, int] = {}
         # By the ids of variables: literals are not hashable.
         self._numbers = {id(var): i for var, i in arguments.items()}
-        self._parts: set[int] = set()
         self._sums: set[int] = set()
 
     def is_sum(self, atom: Any) -> bool:
         """Whether a value is a sum over few rows."""
         return id(atom) in self._sums
 
-    def is_weight(self, atom: Any) -> bool:
-        """Whether a value is an argument without rows, a part of one, or computed of one."""
-        return id(atom) in self._numbers
-
-    def note(
-        self,
-        equation: Any,
-        operands: Sequence[Trail],
-        results: Sequence[Trail] = (),
-        staying: Container[int] = (),
-    ) -> None:
+    def note(self, equation: Any, operands: Sequence[Trail], staying: Container[int] = ()) -> None:
         """Takes note of an equation without jaxprs.
 
         Args:
             equation: the equation.
             operands: the trails of its operands.
-            results: those of its results.
             staying: which operands are weights that are not gathered for it.
         """
-        name = primitive_name(equation)
+        name, has_rows = primitive_name(equation), self._trails.has_rows
         if name in PRODUCTS:
-            for weight, other in ((0, 1), (1, 0)):
-                if weight not in staying:
-                    self._note_product(equation, operands, weight, other)
-            if all(map(self._trails.has_rows, operands[:2])):
-                self._note_sum(equation, operands)
-        elif name in VIEWS:
-            operand, result = equation.invars[0], equation.outvars[0]
-            if self.is_weight(operand) and (name in PARTS or size_of(operand) == size_of(result)):
-                self._note_same(operand, equation.outvars, part=name in PARTS)
-        elif name in ELEMENTWISE and not any(map(self._trails.has_rows, operands)):
-            self._note_computed(equation)
+            for weight, rows in ((0, 1), (1, 0)):
+                if weight not in staying and has_rows(operands[rows]):
+                    self._note_rows(equation.invars[weight], self._rows(equation, operands, rows))
+            if self._is_sum_over_few(equation, operands):
+                self._sums.add(id(equation.outvars[0]))
+        elif name in FORWARDS or (name in ELEMENTWISE and not any(map(has_rows, operands))):
+            self._note_derived(equation, is_view=name in FORWARDS)
         if name in _OF_SUMS and not self._sums.isdisjoint(map(id, equation.invars)):
             self._sums.add(id(equation.outvars[0]))
 
-    def passed(self, results: Sequence[Any]) -> dict[int, int]:
-        """The results of the jaxpr that are arguments, or parts of them: number -> number of the argument."""
-        return {i: self._numbers[id(atom)] for i, atom in enumerate(results) if id(atom) in self._numbers}
-
-    def note_call(self, operands: Sequence[Any], multiplied: Mapping[int, int]) -> None:
-        """Takes note of the products in a jaxpr that runs once."""
-        for i, rows in multiplied.items():
-            self._note_rows(operands[i], rows)
-
-    def note_results(
-        self,
-        operands: Sequence[Any],
-        results: Sequence[Any],
-        passed: Mapping[int, int],
-        summed: Container[int],
-    ) -> None:
-        """Takes note of the results of a jaxpr that runs once."""
-        for i, number in passed.items():
-            self._note_same(operands[number], results[i : i + 1], part=True)
+    def note_sums(self, results: Sequence[Any], summed: Container[int]) -> None:
+        """Takes note of the sums among the results of a jaxpr that runs once, of which these are some."""
         self._sums.update(id(var) for i, var in enumerate(results) if i in summed)
 
     def note_loop(
-        self, operands: Sequence[Any], multiplied: Mapping[int, int], constants: int, rounds: int
+        self, operands: Sequence[Any], multiplied: Mapping[int, int], constants: int = 0, rounds: int = 1
     ) -> None:
-        """Takes note of a loop, of the weights of whose rounds this is known.
+        """Takes note of the products in the jaxpr of a loop, or of a call, which is a loop of one round.
 
         Args:
             operands: those of a round, in order: constants, what is carried, then stacks.
@@ -121,62 +88,42 @@ class Weights:
     def rounds(self, atom: Any) -> int:
         """For how many rounds of loops a value is the same weight."""
         number = self._numbers.get(id(atom), len(self._rounds))
-        return self._rounds[number] if number < len(self._rounds) and id(atom) not in self._parts else 1
+        return self._rounds[number] if number < len(self._rounds) else 1
 
     def rounds_of(self, equation: Any, operands: Sequence[Trail], weight: int, other: int) -> int:
         """For how many rounds of loops the weight of a product is gathered once."""
         few = self._rows(equation, operands, other) < FEW_ROWS
         return self.rounds(equation.invars[weight]) if few else 1
 
-    def _note_product(self, equation: Any, operands: Sequence[Trail], weight: int, other: int) -> None:
-        """A product of a weight and rows, if these operands are such."""
-        if self.is_weight(equation.invars[weight]) and self._trails.has_rows(operands[other]):
-            self._note_rows(equation.invars[weight], self._rows(equation, operands, other))
-
-    def _note_sum(self, equation: Any, operands: Sequence[Trail]) -> None:
-        """A sum over few rows, if a product of rows is one."""
-        contracted = [self._trails.dims(equation).summed_of(place) for place in (0, 1)]
+    def _is_sum_over_few(self, equation: Any, operands: Sequence[Trail]) -> bool:
+        """Whether a product of rows sums over them, and these are few."""
+        dims, batch_axes = self._trails.dims(equation), self._trails.batch_axes
         summed = [
-            tuple([axes if i in dims else () for i, axes in enumerate(trail)])
-            for trail, dims in zip(operands, contracted, strict=False)
+            [trail[i] for i in dims.summed_of(place)] for place, trail in enumerate(operands[:2]) if trail
         ]
-        if all(map(self._trails.has_rows, summed)):
-            rows = self._count(equation.invars[0], operands[0], contracted[0], inside=True)
-            if rows < FEW_ROWS:
-                self._sums.add(id(equation.outvars[0]))
+        over_rows = len(summed) == 2 and not any(batch_axes.isdisjoint(axes_of(each)) for each in summed)
+        return over_rows and self._rows(equation, operands, 0, are_summed=True) < FEW_ROWS
 
-    def _rows(self, equation: Any, operands: Sequence[Trail], place: int) -> int:
-        """How many rows of an operand of a product each device has."""
-        summed = self._trails.dims(equation).summed_of(place)
-        return self._count(equation.invars[place], operands[place], summed, inside=False)
-
-    def _count(self, atom: Any, trail: Trail, contracted: Container[int], *, inside: bool) -> int:
-        """The rows of a matrix that each device has: the dimensions that are contracted, or the others."""
-        shape, sizes = shape_of(atom), self._trails.sizes
-        dims = [i for i in range(len(shape)) if (i in contracted) is inside]
-        shards = math.prod([sizes[axis] for i in dims for axis in trail[i]])
+    def _rows(self, equation: Any, operands: Sequence[Trail], place: int, *, are_summed: bool = False) -> int:
+        """How many rows of an operand of a product each device has: what is summed over, or all else."""
+        shape, summed = shape_of(equation.invars[place]), self._trails.dims(equation).summed_of(place)
+        dims = [i for i in range(len(shape)) if (i in summed) is are_summed]
+        shards = math.prod([self._trails.sizes[axis] for i in dims for axis in operands[place][i]])
         return math.prod([shape[i] for i in dims]) // shards
 
-    def _note_same(self, atom: Any, results: Sequence[Any], *, part: bool) -> None:
-        """Results that are a weight, or parts of one."""
-        number = self._numbers.get(id(atom))
-        if number is not None:
-            self._numbers.update(dict.fromkeys(map(id, results), number))
-            if part or id(atom) in self._parts:
-                self._parts.update(map(id, results))
+    def _note_derived(self, equation: Any, *, is_view: bool) -> None:
+        """A whole view of a weight, or what is computed of one in its size: scaled, with an adapter added.
 
-    def _note_computed(self, equation: Any) -> None:
-        """A weight that is computed of another one of its size: scaled, masked, with an adapter added."""
-        [result] = equation.outvars
+        A part of one is none: then a loop over layers would gather all of them.
+        """
+        result = equation.outvars[0]
         for atom in equation.invars:
-            if id(atom) not in self._numbers or atom.aval.dtype != result.aval.dtype:  # such as a mask
-                continue
-            if atom.aval.shape == result.aval.shape or size_of(atom) == size_of(result):
-                self._note_same(atom, equation.outvars, part=False)
+            is_same = is_view or atom.aval.dtype == result.aval.dtype  # unlike a mask
+            if id(atom) in self._numbers and is_same and size_of(atom) == size_of(result):
+                self._numbers.update(dict.fromkeys(map(id, equation.outvars), self._numbers[id(atom)]))
                 return
 
     def _note_rows(self, atom: Any, rows: int) -> None:
         number = self._numbers.get(id(atom))
         if number is not None:
-            rows = max(rows, FEW_ROWS) if id(atom) in self._parts else rows
             self.multiplied[number] = max(self.multiplied.get(number, 0), rows)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -190,15 +189,11 @@ def _fft(equation: Any) -> Dims:
 
 
 def _matrices(equation: Any) -> Dims:
-    """Stacks of matrices, or of vectors: leading dimensions of the same sizes are the stack."""
-    found = []
-    for out in map(shape_of, equation.outvars):
-        sources: list[Sources] = [()] * len(out)
-        for place, atom in enumerate(equation.invars):
-            pairs = zip(shape_of(atom)[:-2], out, strict=False)
-            for i, _ in enumerate(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)):
-                sources[i] += ((place, i),)
-        found.append(tuple(sources))
+    """Stacks of matrices, or of vectors: the stack is what is before the last two dimensions of operands."""
+    counts, found = [len(shape_of(atom)) - 2 for atom in equation.invars], []
+    for out in equation.outvars:
+        dims = range(len(shape_of(out)))
+        found.append(tuple([tuple([(place, i) for place, n in enumerate(counts) if i < n]) for i in dims]))
     return Dims(tuple(found))
 
 
@@ -283,26 +278,20 @@ def updated_dims(equation: Any) -> list[Place]:
 
 def takes_rows(equation: Any) -> bool:
     """Whether a `gather` takes whole rows of its operand, each by its number."""
-    dims, sizes = equations.gather_dims(equation), equations.slice_sizes(equation)
-    rank, leading = len(shape_of(equation.outvars[0])), len(shape_of(equation.invars[1])) - 1
-    return (
-        (*dims.start_index_map,) == (*dims.collapsed_slice_dims,) == (0,)
-        and not dims.operand_batching_dims
-        and (*dims.offset_dims,) == (*range(leading, rank),)
-        and (*sizes,) == (1, *shape_of(equation.invars[0])[1:])
+    leading = len(shape_of(equation.invars[1])) - 1
+    rows = _of(1, range(leading)) + _of(0, range(1, _rank(equation)))
+    return (*equations.gather_dims(equation).start_index_map,) == (0,) and dims_of(equation).results == (
+        rows,
     )
 
 
 def puts_rows(equation: Any) -> bool:
     """Whether a scatter puts whole rows of its updates in its operand, each by its number."""
-    dims, rank = equations.scatter_dims(equation), len(shape_of(equation.invars[2]))
-    leading = len(shape_of(equation.invars[1])) - 1
-    return (
-        (*dims.scatter_dims_to_operand_dims,) == (*dims.inserted_window_dims,) == (0,)
-        and not dims.operand_batching_dims
-        and (*dims.update_window_dims,) == (*range(leading, rank),)
-        and len(updated_dims(equation)) == rank - leading
-    )
+    numbers, leading = equations.scatter_dims(equation), len(shape_of(equation.invars[1])) - 1
+    if not (*numbers.scatter_dims_to_operand_dims,) == (*numbers.inserted_window_dims,) == (0,):
+        return False
+    rows = [((0, i), (2, leading + i - 1)) for i in range(1, _rank(equation))]
+    return dims_of(equation).results == ((((0, 0),), *rows),)
 
 
 def _update_slice(equation: Any) -> Dims:
@@ -335,8 +324,7 @@ ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 ALONG = frozenset(('cumlogsumexp', 'cummax', 'cummin', 'cumprod', 'cumsum', 'rev'))
 # The result is the first operand in another form, or a part of it.
 FORWARDS = frozenset(('broadcast_in_dim', 'convert_element_type', 'copy', 'reshape', 'squeeze', 'transpose'))
-PARTS = frozenset(('dynamic_slice', 'slice', 'split', 'unstack'))
-VIEWS = FORWARDS | PARTS
+VIEWS = FORWARDS | {'dynamic_slice', 'slice', 'split', 'unstack'}
 # Operands are multiplied, and summed over dimensions that they have in common.
 PRODUCTS = frozenset(('dot_general', 'ragged_dot_general', 'conv_general_dilated'))
 

@@ -136,8 +136,9 @@ class Integers:
             inside.give(inner.invars, [self.of(operand, depth) for operand in operands])
             return inside.of(inner.outvars[place], depth)
         if name in _SAME:
-            values, is_row = self.of(operands[place], depth), max(shape, default=1) == size_of(var)
-            is_same = size_of(operands[place]) == size_of(var) and (is_row or not _is_reordered(equation))
+            values, size = self.of(operands[place], depth), size_of(var)
+            is_moved = name == 'transpose' or (name == 'reshape' and is_reordered(equation))
+            is_same = size_of(operands[place]) == size and (not is_moved or size == max(shape, default=1))
             return values if is_same or values is None or values.size == 1 else None
         if name not in ELEMENTWISE or name not in OPERATIONS:
             return None
@@ -145,9 +146,3 @@ class Integers:
         pairs = zip(every, map(shape_of, operands), strict=True)
         fit = all(values is None or values.size == 1 or own == shape for values, own in pairs)
         return computed(name, every) if fit else None
-
-
-def _is_reordered(equation: Any) -> bool:
-    """Whether the elements of a result may be in another order than those of the operand."""
-    name = primitive_name(equation)
-    return name == 'transpose' or (name == 'reshape' and is_reordered(equation))

@@ -24,6 +24,7 @@ from scalax._jax import equations, kernels
 from scalax._jax.equations import RUN_ONCE, ClosedJaxpr, Jaxpr, loop_of, opened, shape_of
 from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jaxprs.dims import dims_of, multiplications
+from scalax._jaxprs.integers import Integers, Values
 from scalax._plan.formulas import (
     Counted,
     Part,
@@ -33,7 +34,7 @@ from scalax._plan.formulas import (
     product_flops,
     window_overlaps,
 )
-from scalax._plan.jaxpr_loops import rounds_of_while
+from scalax._plan.loop_rounds import State, solved_rounds
 
 Live = tuple[bool, ...]
 
@@ -239,34 +240,58 @@ class _Counter:
         return largest.times(1, Counted.EXACTLY if same else Counted.AT_MOST), needed
 
 
+def rounds_of_while(equation: Any, outside: Any = None) -> tuple[int, Counted]:
+    """How often the body of a ``while`` equation runs, and how well that is known.
+
+    (``jax.lax.fori_loop`` over Python integers is a scan, whose length is known.)
+
+    Args:
+        equation: the equation.
+        outside: the jaxpr that it is in, where the loop's state may begin as a constant.
+
+    Example:
+        >>> import jax
+        >>> loop = lambda x: jax.lax.while_loop(lambda c: c[0] < 9, lambda c: (c[0] + 2, c[1]), (1, x))
+        >>> [rounds_of_while(equation) for equation in jax.jit(loop).trace(0.0).jaxpr.eqns]
+        [(4, <Counted.EXACTLY: 'exactly'>)]
+    """
+    loop, around = loop_of(equation), Integers(outside)
+    asked, body = opened(loop.test), opened(loop.body)
+    given = [*map(around.of, equation.invars)]
+    constants, start, _ = loop.parts(given)
+    in_test, in_body = Integers(asked), Integers(body)
+
+    def test(state: State) -> Values | None:
+        in_test.give(asked.invars, [*given[: loop.tested], *state.values()])
+        return in_test.of(asked.outvars[0])
+
+    def following(state: State) -> State:
+        in_body.give(body.invars, [*constants, *state.values()])
+        return {i: in_body.of(body.outvars[i]) for i in state}
+
+    return solved_rounds(dict(enumerate(start)), test, following)
+
+
 def _dot(equation: Any) -> int:
     # Without a sum it is an elementwise product.
-    return _product(multiplications(equation), equation) if dims_of(equation).summed else 0
+    count = multiplications(equation) if dims_of(equation).summed else 0
+    return product_flops(count, _are_complex(equation.invars[:2]))
 
 
 def _convolution(equation: Any) -> int:
     """Counts products with elements of the input, not with padding or the holes of a dilated input."""
     numbers = equations.conv_dims(equation)
     left, right, result = map(shape_of, (*equation.invars, *equation.outvars))
-    taken = math.prod(
-        window_overlaps(left[i], right[j], result[k], stride, padding[0], dilated_input, dilated_kernel)
-        for i, j, k, (stride, padding, dilated_input, dilated_kernel) in zip(
-            *(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:]),
-            equations.conv_windows(equation),
-            strict=True,
-        )
-    )
-    outputs = result[numbers.out_spec[0]] * result[numbers.out_spec[1]]
-    return _product(outputs * right[numbers.rhs_spec[1]] * taken, equation)
+    count = result[numbers.out_spec[0]] * result[numbers.out_spec[1]] * right[numbers.rhs_spec[1]]
+    windows = (numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:])
+    for i, j, k, (stride, (low, _), *dilated) in zip(*windows, equations.conv_windows(equation), strict=True):
+        count *= window_overlaps(left[i], right[j], result[k], stride, low, *dilated)
+    return product_flops(count, _are_complex(equation.invars))
 
 
 def _fft(equation: Any) -> int:
-    operand, lengths = equation.invars[0], equations.fft_lengths(equation)
-    return fft_flops(shape_of(operand), lengths, _are_complex([operand, equation.outvars[0]]))
-
-
-def _product(count: int, equation: Any) -> int:
-    return product_flops(count, _are_complex(equation.invars[:2]))
+    atoms = (*equation.invars, *equation.outvars)
+    return fft_flops(shape_of(atoms[0]), equations.fft_lengths(equation), _are_complex(atoms))
 
 
 def _are_complex(variables: Sequence[Any]) -> bool:

@@ -310,6 +310,21 @@ def test_a_loop_over_the_matrices_of_a_stack():
     assert_same(step_of(found), found, True, 1, 0)
 
 
+def test_one_value_for_all_matrices_besides():
+    """The loop also gives a scalar: it stays, and each of its rounds is spread."""
+
+    def scaled(x):
+        def again(_, pair):
+            y, scale = pair
+            return 1.5 * y - 0.5 * y @ y.swapaxes(1, 2) @ y, scale * 2
+
+        y, scale = jax.lax.fori_loop(0, 4, again, (x / 100, jnp.float32(1)))
+        return y * scale
+
+    found = by_hand(scaled, 3)
+    assert_same(step_of(found), found, True, 1, 4)
+
+
 def until_it_stays(x):
     def stays_not(pair):
         return ~(jnp.max(jnp.abs(pair[0] - pair[1])) < 0.1)  # always of nan

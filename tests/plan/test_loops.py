@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from scalax._plan.collective_runs import runs
-from scalax._plan.flops import count_flops
+from scalax._plan.flops import count_flops, rounds_of_while
 from scalax._plan.hlo import parse
 from scalax._plan.hlo_cost import Work, flops_of, work_of
 from scalax._plan.hlo_loops import visits
-from scalax._plan.jaxpr_loops import rounds_of_while
 from scalax.plan import Counted, Flops, ScopeWork
 from tests.support.leaves import leaf
 
