@@ -10,7 +10,6 @@ Each equation that takes such a value must be known to treat rows alike. Else th
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ import jax
 import numpy as np
 
 from scalax._jax import equations
-from scalax._jax.equations import Literal, makers_of, opened, ragged_dim, removed_dims, shape_of, size_of
+from scalax._jax.equations import makers_of, opened, ragged_dim, removed_dims, shape_of, size_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import constants_of
 from scalax._jaxprs.dims import ALONG, ELEMENTWISE, VIEWS, dims_of, puts_rows, reshaped, takes_rows
@@ -285,52 +284,25 @@ class _Order:
         _require(len(shape_of(sizes)) == 1)
         [count] = shape_of(sizes)
         root = self._seen_through(self._sort.invars[0], count)
-        _require(count <= self._size and self._is_below(root, count) and _counts_to(sizes, self._size))
+        _require(count <= self._size and self._is_below(root, count))
         name, made = self._maker(sizes)
-        while name in ('convert_element_type', 'copy'):
-            _require(_counts_to(made.invars[0], self._size))
-            name, made = self._maker(made.invars[0])
-        is_sum = name == 'reduce_sum' and self._is_sum(made, root, count)
-        _require(is_sum or (name == 'scatter-add' and self._is_histogram(made, root, count)))
+        while name in ('convert_element_type', 'copy') and _holds(sizes, self._size + 1):
+            [sizes] = made.invars
+            name, made = self._maker(sizes)
+        _require(name == 'scatter-add' and _holds(sizes, self._size + 1))
+        _require(self._is_histogram(made, root, count))
         return count
 
     def _is_histogram(self, made: Any, root: Any, count: int) -> bool:
         """Whether ones are added to zeros at the numbers of the rows' groups."""
         zeros, numbers, ones = made.invars
         values = self._in_order % count
-        if not puts_rows(made) or self._number(zeros) != 0 or self._number(ones) != 1:
-            return False
+        self._integers.give([], [])
+        begun, added = map(self._integers.of, (zeros, ones))
         found = self._computed(numbers, root, values)
-        is_whole = size_of(ones) == self._size
-        return is_whole and found is not None and np.array_equal(found, values)
-
-    def _is_sum(self, made: Any, root: Any, count: int) -> bool:
-        """Whether rows are added up that have a one at the number of their group, and else zeros."""
-        [hot], last = made.invars, len(shape_of(made.invars[0])) - 1
-        if sorted(removed_dims(made)) != [*range(last)] or size_of(hot) != count * self._size:
-            return False
-        name, made = self._maker(hot)
-        while name == 'convert_element_type':
-            name, made = self._maker(made.invars[0])
-        if name != 'eq':
-            return False
-        for mine, theirs in (made.invars, made.invars[::-1]):
-            is_uniform, (name, made) = self._is_uniform(mine, last), self._maker(mine)
-            if name == 'broadcast_in_dim' and size_of(mine) != self._size:
-                [mine] = made.invars
-            if is_uniform and self._is_last_number(theirs) and self._seen_through(mine, count) is root:
-                return True
-        return False
-
-    def _is_last_number(self, atom: Any) -> bool:
-        """Whether a value is the place along its last dimension."""
-        (name, made), last = self._maker(atom), len(shape_of(atom)) - 1
-        if name == 'iota':
-            return equations.dim_of(made) == last
-        if name != 'broadcast_in_dim' or (*equations.broadcast_dims(made)[-1:],) != (last,):
-            return False
-        [x] = made.invars
-        return shape_of(x)[-1:] == shape_of(atom)[-1:] and self._is_last_number(x)
+        is_count = begun is not None and not begun.any() and added is not None and (added == 1).all()
+        is_whole = puts_rows(made) and size_of(ones) == self._size
+        return is_count and is_whole and found is not None and np.array_equal(found, values)
 
     def _seen_through(self, atom: Any, count: int) -> Any:
         """The value that another one is in another form, if it holds a number less than this for each row."""
@@ -354,15 +326,6 @@ class _Order:
             atom = made.invars[0] if name in VIEWS | _SAME_NUMBERS else None
         return False
 
-    def _number(self, atom: Any) -> float:
-        """The number that a value is everywhere; not a number if that is not known."""
-        while not isinstance(atom, Literal):
-            name, made = self._maker(atom)
-            if name not in _SAME_NUMBERS:
-                return math.nan
-            [atom] = made.invars
-        return float(atom.val)
-
 
 def _require(is_certain: bool) -> None:
     if not is_certain:
@@ -381,9 +344,3 @@ def _holds(atom: Any, count: int) -> bool:
     """Whether a value holds whole numbers, and can hold all that are less than this."""
     dtype = getattr(atom.aval, 'dtype', None)
     return jax.dtypes.issubdtype(dtype, np.integer) and np.iinfo(dtype).max >= count - 1
-
-
-def _counts_to(atom: Any, count: int) -> bool:
-    """Whether numbers of this dtype count so far, one by one."""
-    dtype = atom.aval.dtype
-    return _holds(atom, count + 1) or (dtype.kind == 'f' and 2 ** (np.finfo(dtype).nmant + 1) >= count)
