@@ -82,6 +82,7 @@ class _Order:
     def __init__(self, jaxpr: Any, sort: Any, devices: int) -> None:
         self._jaxpr, self._sort, self._devices = jaxpr, sort, devices
         self._made, self._integers = makers_of(opened(jaxpr)), Integers(opened(jaxpr))
+        self._before = Integers(opened(jaxpr), iotas=True)
         self._size = size_of(sort.invars[0])
         self._in_order = np.arange(self._size)
         # Variables in the order of the sort, by id, and their dimension of rows; and those that hold of each
@@ -91,6 +92,8 @@ class _Order:
         # The variables that hold in the order of the sort the number of each row; and of each row its place.
         self._orders: list[Any] = []
         self._inverses: list[Any] = []
+        # Numbers that are known of each row, in the order of the sort, and what they are in the rows' own.
+        self._numbers: list[tuple[Any, np.ndarray]] = []
         self._uniform: dict[tuple[int, int], bool] = {}
         self._groups: set[int] = set()
         self._products: list[Any] = []
@@ -204,8 +207,12 @@ class _Order:
             self._note_own(equation)  # and the rows are in their own order again
             return
         self._by_table(equation, rows)
-        if rows == {1: 0} and takes_rows(equation) and self._is_local(numbers, shape_of(x)[0]):
-            self._note_own(equation)
+        if rows == {1: 0} and takes_rows(equation):
+            known = self._before.of(x) if shape_of(x) == (self._size,) else None
+            if known is not None and self._are(numbers, self._orders):
+                self._numbers.append((equation.outvars[0], known))
+            if self._is_local(numbers, shape_of(x)[0]):
+                self._note_own(equation)
 
     def _scatter(self, name: str, equation: Any, rows: Mapping[int, int], places: Sequence[int]) -> None:
         x, numbers, updates = equation.invars
@@ -254,7 +261,8 @@ class _Order:
         """
         if size_of(atom) != self._size:
             return None
-        self._integers.give([base], [values.astype(base.aval.dtype)])
+        known = [(base, values.astype(base.aval.dtype)), *self._numbers]
+        self._integers.give(*zip(*known, strict=True))
         found = self._integers.of(atom)
         return None if found is None else np.broadcast_to(found, self._size)
 

@@ -172,6 +172,18 @@ def summed(w, x, chosen=2):
     return jnp.zeros_like(x).at[order // chosen].add(out * gates.reshape(-1)[order][:, None])
 
 
+def numbered_tokens(w, x, chosen=2):
+    """The number of the token is looked up, and that of the place."""
+    gates, expert = lax.top_k(jax.nn.softmax(x @ w['router']), chosen)
+    order = jnp.argsort(expert.reshape(-1))
+    numbers = jnp.arange(order.size, dtype='int32')
+    token = (numbers // chosen)[order]
+    place = jnp.zeros_like(numbers).at[order].set(numbers).reshape(-1, chosen)
+    out = plain(w, x[token], bincount(expert.reshape(-1)), None)
+    added = jnp.zeros_like(x).at[token].add(out * gates.reshape(-1)[order][:, None])
+    return added + jnp.einsum('rkd,rk->rd', out[place], gates)
+
+
 def one_expert(w, x):
     expert = jnp.argmax(x @ w['router'], axis=-1)
     order = jnp.argsort(expert)
@@ -211,6 +223,7 @@ FORMS = {
     'dense too': functools.partial(experts, layer=dense_too),
     'all experts': functools.partial(experts, chosen=4),
     'summed': summed,
+    'numbered tokens': numbered_tokens,
     'one expert': one_expert,
     'layers': layers,
     'written out': written_out,
@@ -378,6 +391,14 @@ ORDER_MATTERS = {
 def test_where_the_order_may_matter_it_stays(name):
     followed = compare(with_gradients(ORDER_MATTERS[name]))
     assert any(each.primitive == 'sort' for each in followed.moved)
+
+
+def test_tokens_of_other_devices_are_gathered():
+    def rows(x, order, count):
+        return x[(jnp.arange(order.size) * count // TOKENS * 3 % TOKENS)[order]]
+
+    found = {each.primitive for each in compare(with_gradients(functools.partial(experts, rows=rows))).moved}
+    assert 'gather' in found and 'sort' not in found
 
 
 def test_a_loop_that_saves_sorted_rows_keeps_their_order():
