@@ -10,15 +10,18 @@ are added up behind it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 
 from scalax._follow.accumulations import added_by_round
+from scalax._follow.ragged import if_mapped
 from scalax._follow.rows_by_number import with_rows_by_number
-from scalax._follow.types import Noted
+from scalax._follow.trail import Trails
+from scalax._follow.types import Followed
 from scalax._jax.equations import (
     CALLS,
     Loop,
@@ -36,34 +39,50 @@ from scalax._jax.rewriting import Rewriter, equation_if_mapped, run
 from scalax._jaxprs.dependence import Dependence
 
 
-def with_own_rows(jaxpr: Any, lost: Iterable[Noted], sizes: Mapping[str, int]) -> Any:
+def with_own_rows(jaxpr: Any, found: Followed, trails: Trails, mesh: Mesh | AbstractMesh) -> Any:
     """The jaxpr whose loops over rows run on each device's own ones; the same one if there is none.
 
     Args:
         jaxpr: the jaxpr.
-        lost: where it loses rows.
-        sizes: the sizes of the mesh axes.
+        found: the same one, followed.
+        trails: answers about trails.
+        mesh: a mesh of Auto axes. It is in force.
     """
-    lost = [*lost]
-    if any(primitive_name(equation) == 'scan' for each in lost for equation in (each.equation, *each.calls)):
+    if any(
+        primitive_name(equation) == 'scan' for each in found.lost for equation in (each.equation, *each.calls)
+    ):
         before, jaxpr = jaxpr, with_rows_by_number(jaxpr)
         if jaxpr is not before:
             return jaxpr
     loops = {}
-    for each in lost:
+    for each in found.lost:
         if primitive_name(each.equation) == 'scan' and each.rows and each.rows[0]:
-            loops[id(each.equation)] = math.prod(sizes[axis] for axis in each.rows[0])
+            loops[each.equation] = each.rows[0]
     if not loops:
         return jaxpr
 
     def change(equation: Any) -> Any:
-        return _on_own_rows(equation, loops[id(equation)]) if id(equation) in loops else equation
+        if equation not in loops:
+            return equation
+        axes, products = loops[equation], found.ordered['ragged_dot_general']
+
+        def mappable(inner: Any) -> Any:
+            return if_mapped(inner, products[inner], axes, trails, mesh) if inner in products else inner
+
+        devices = math.prod(mesh.shape[axis] for axis in axes)
+        return _on_own_rows(equation, devices, Rewriter(mappable).jaxpr(loop_of(equation).body))
 
     return Rewriter(change).jaxpr(jaxpr)
 
 
-def _on_own_rows(equation: Any, devices: int) -> Any:
-    """A `scan` that takes a row of each device in a round; the same one if rounds depend on each other."""
+def _on_own_rows(equation: Any, devices: int, each_round: Any) -> Any:
+    """A `scan` that takes a row of each device in a round; the same one if rounds depend on each other.
+
+    Args:
+        equation: the `scan`.
+        devices: how many devices have rows.
+        each_round: its body, as it is mapped.
+    """
     loop = loop_of(equation)
     body = opened(loop.body)
     length = loop.length
@@ -87,7 +106,7 @@ def _on_own_rows(equation: Any, devices: int) -> Any:
         def step(sums: Sequence[Any], rows: Sequence[Any]) -> tuple[Any, Any]:
             def round_of(own: Sequence[Any], row: Sequence[Any]) -> tuple[Any, Any]:
                 carried = dict(enumerate(first)) | dict(zip(summed, own, strict=True))
-                results = run(loop.body, [*given, *carried.values(), *row])
+                results = run(each_round, [*given, *carried.values(), *row])
                 return [results[i] for i in summed], results[loop.carried :]
 
             return jax.vmap(round_of)(sums, rows)
