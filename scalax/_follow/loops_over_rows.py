@@ -23,9 +23,7 @@ from scalax._follow.rows_by_number import with_rows_by_number
 from scalax._follow.trail import Trails
 from scalax._follow.types import Followed
 from scalax._jax.equations import (
-    CALLS,
     Loop,
-    called,
     draws_alike,
     equations,
     loop_of,
@@ -35,7 +33,7 @@ from scalax._jax.equations import (
     with_inside,
 )
 from scalax._jax.primitives import primitive_name
-from scalax._jax.rewriting import Rewriter, equation_if_mapped, run
+from scalax._jax.rewriting import Rewriter, equation_if_mapped, run, with_inlined
 from scalax._jaxprs.dependence import Dependence
 
 
@@ -84,7 +82,7 @@ def _on_own_rows(equation: Any, devices: int, each_round: Any) -> Any:
         each_round: its body, as it is mapped.
     """
     loop = loop_of(equation)
-    body = opened(loop.body)
+    body = opened(with_inlined(loop.body, lambda _: True))  # sums are seen through calls; the calls stay
     length = loop.length
     if body.effects or not length or length % devices or not draws_alike(body) or _rows_choose(loop):
         return equation
@@ -122,18 +120,11 @@ def _on_own_rows(equation: Any, devices: int, each_round: Any) -> Any:
 
 
 def _is_same(var: Any, out: Any, makers: Mapping[int, Any]) -> bool:
-    """Whether a value is another one, handed on by calls."""
-    made = None if out is var else makers.get(id(out))
-    if made is None:
+    """Whether a value is another one, handed on."""
+    made = makers.get(id(out))
+    if made is None or primitive_name(made) != 'convert_element_type' or out.aval.dtype != var.aval.dtype:
         return out is var
-    if primitive_name(made) == 'convert_element_type' and out.aval.dtype == var.aval.dtype:
-        return _is_same(var, made.invars[0], makers)
-    if primitive_name(made) not in CALLS:
-        return False
-    inner = opened(called(made))
-    [handed] = [x for x, result in zip(inner.outvars, made.outvars, strict=True) if result is out]
-    own = [x for x, operand in zip(inner.invars, made.invars, strict=True) if operand is var]
-    return any(_is_same(x, handed, makers_of(inner)) for x in own)
+    return _is_same(var, made.invars[0], makers)
 
 
 def _rows_choose(loop: Loop) -> bool:

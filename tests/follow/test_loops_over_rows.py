@@ -65,6 +65,9 @@ LOOPS = {
             + lax.fori_loop(0, 3, lambda _, x: lax.map(lambda i: x[i] @ w, jnp.arange(32)), x)
         )
     ),
+    'sums in checkpoints': lambda w, x: lax.scan(
+        jax.checkpoint(lambda c, row: (c + jax.jit(layers)(w, row), row)), NONE, x
+    ),
     'a gradient of checkpoints': jax.grad(
         lambda w, x: lax.scan(jax.checkpoint(lambda c, row: (c + layers(w, row).sum(), None)), 0.0, x)[0]
     ),
