@@ -89,11 +89,10 @@ class _Order:
         # row, in the rows' own order, its place in the order of the sort.
         self._rows: dict[int, int] = {}
         self._places: set[int] = set()
-        # The variables that hold in the order of the sort the number of each row; and of each row its place.
-        self._orders: list[Any] = []
-        self._inverses: list[Any] = []
-        # Numbers that are known of each row, in the order of the sort, and what they are in the rows' own.
+        # Variables with what they hold if the order is that of the rows: the number of each row, or what is
+        # computed of it, in the order of the sort; and of each row its place.
         self._numbers: list[tuple[Any, np.ndarray]] = []
+        self._inverses: list[tuple[Any, np.ndarray]] = []
         self._uniform: dict[tuple[int, int], bool] = {}
         self._groups: set[int] = set()
         self._products: list[Any] = []
@@ -110,7 +109,7 @@ class _Order:
         _require(len(shape_of(sort.invars[0])) == 1 and equations.count_keys(sort) == 1)
         _require(len(numbered) == 1 and not self._is_iota(sort.invars[0]))
         _require(self._size % self._devices == 0)
-        self._orders, self._own[sort] = numbered, None
+        self._numbers, self._own[sort] = [(numbered[0], self._in_order)], None
         self._rows.update((id(var), 0) for var in sort.outvars)
         begun = False
         for equation in every:
@@ -187,16 +186,16 @@ class _Order:
         [numbers, *others], results = equation.invars, equation.outvars
         _require(len(others) == 1 and self._is_iota(others[0]) and equations.count_keys(equation) == 1)
         if id(numbers) in self._rows:
-            _require(self._are(numbers, self._orders))
+            _require(self._are(numbers, self._numbers))
             self._add_inverse(results[1])
         else:
             _require(self._are(numbers, self._inverses))
-            self._orders.append(results[1])
+            self._numbers.append((results[1], self._in_order))
             self._rows[id(results[1])] = 0
         self._own[equation] = None
 
     def _add_inverse(self, var: Any) -> None:
-        self._inverses.append(var)
+        self._inverses.append((var, self._in_order))
         self._places.add(id(var))
 
     def _gather(self, equation: Any, rows: Mapping[int, int], places: Sequence[int]) -> None:
@@ -209,7 +208,7 @@ class _Order:
         self._by_table(equation, rows)
         if rows == {1: 0} and takes_rows(equation):
             known = self._before.of(x) if shape_of(x) == (self._size,) else None
-            if known is not None and self._are(numbers, self._orders):
+            if known is not None and self._are(numbers, self._numbers):
                 self._numbers.append((equation.outvars[0], known))
             if self._is_local(numbers, shape_of(x)[0]):
                 self._note_own(equation)
@@ -225,7 +224,7 @@ class _Order:
             self._note_own(equation)
             return
         _require(0 not in rows and rows.get(1) == 0)
-        each = name == 'scatter' and count == self._size and self._are(numbers, self._orders)
+        each = name == 'scatter' and count == self._size and self._are(numbers, self._numbers)
         if rows == {1: 0}:
             _require(each and self._is_iota(updates))
             self._add_inverse(equation.outvars[0])
@@ -240,29 +239,25 @@ class _Order:
 
     def _is_local(self, numbers: Any, count: int) -> bool:
         """Whether these numbers of rows, of so many, are those of the device that has the row at hand."""
-        if count % self._devices:
+        found = self._computed(numbers, self._numbers)
+        if found is None or count % self._devices:
             return False
-        for order in self._orders:
-            found = self._computed(numbers, order, self._in_order)
-            if found is not None:
-                own = self._in_order // (self._size // self._devices)
-                return bool(np.all(found >= 0) and np.all(found // (count // self._devices) == own))
-        return False
+        own = self._in_order // (self._size // self._devices)
+        return bool(np.all(found >= 0) and np.all(found // (count // self._devices) == own))
 
-    def _are(self, numbers: Any, known: Sequence[Any]) -> bool:
-        """Whether numbers are those that one of these variables holds."""
-        every = [self._computed(numbers, each, self._in_order) for each in known]
-        return any(found is not None and np.array_equal(found, self._in_order) for found in every)
+    def _are(self, numbers: Any, known: Sequence[tuple[Any, np.ndarray]]) -> bool:
+        """Whether numbers are those of the rows, or their places, as far as these are known."""
+        found = self._computed(numbers, known)
+        return found is not None and np.array_equal(found, self._in_order)
 
-    def _computed(self, atom: Any, base: Any, values: np.ndarray) -> np.ndarray | None:
-        """What an array of whole numbers is, flat, if another one, of as many, has these values.
+    def _computed(self, atom: Any, known: Sequence[tuple[Any, np.ndarray]]) -> np.ndarray | None:
+        """What an array of whole numbers is, flat, if others, of as many, have these values.
 
-        None if it takes more than that one, or something else for each place: then this shows nothing.
+        None if it takes more than these, or something else for each place: then this shows nothing.
         """
-        if size_of(atom) != self._size:
+        if size_of(atom) != self._size or not known:
             return None
-        known = [(base, values.astype(base.aval.dtype)), *self._numbers]
-        self._integers.give(*zip(*known, strict=True))
+        self._integers.give([x for x, _ in known], [values.astype(x.aval.dtype) for x, values in known])
         found = self._integers.of(atom)
         return None if found is None else np.broadcast_to(found, self._size)
 
@@ -307,7 +302,7 @@ class _Order:
         values = self._in_order % count
         self._integers.give([], [])
         begun, added = map(self._integers.of, (zeros, ones))
-        found = self._computed(numbers, root, values)
+        found = self._computed(numbers, [(root, values)])
         is_count = begun is not None and not begun.any() and added is not None and (added == 1).all()
         is_whole = puts_rows(made) and size_of(ones) == self._size
         return is_count and is_whole and found is not None and np.array_equal(found, values)
