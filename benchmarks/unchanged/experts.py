@@ -1,4 +1,4 @@
-"""Decoders with experts: one-hot dispatch, sorted tokens, and experts that lie over the axis of the batch."""
+"""Decoders with experts: one-hot dispatch, sorted tokens, all tokens, and experts over the batch axis."""
 
 from __future__ import annotations
 
@@ -70,6 +70,7 @@ DENSE = {
     'heads': P('batch', None, 'tp', None),
     'logits': P('batch', None, 'tp'),
 }
+ALL_TOKENS = {'all_hidden': P('batch', None, 'tp')}
 HAND = DENSE | {
     'routing': P('batch', None, 'tp', None),
     'taken': P('tp', 'batch', None, None),
@@ -180,6 +181,29 @@ def dropless(x: jax.Array, w: Tree, s: Sizes) -> tuple[jax.Array, jax.Array]:
     return sorted_tokens(x, w, chosen, weights), uneven
 
 
+def dropless_by_row(x: jax.Array, w: Tree, s: Sizes) -> tuple[jax.Array, jax.Array]:
+    """Each row sorts its own tokens, one after the other."""
+    weights, chosen, uneven = route(x, w, s)
+
+    def of_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        x, chosen, weights = (each[None] for each in row)
+        return sorted_tokens(x, w, chosen, weights)[0]
+
+    return jax.lax.map(of_row, (x, chosen, weights)), uneven
+
+
+def dense(x: jax.Array, w: Tree, s: Sizes) -> tuple[jax.Array, jax.Array]:
+    """Each expert takes all tokens. What it makes of those that did not choose it has no weight."""
+    weights, chosen, uneven = route(x, w, s)
+    total = jnp.zeros_like(x)
+    for expert in range(s.experts):
+        hidden = jax.nn.silu(x @ w['gate'][expert]) * (x @ w['up'][expert])
+        out = with_sharding_annotation(hidden, 'all_hidden') @ w['down'][expert]
+        own = jnp.sum(jnp.where(chosen == expert, weights, 0), -1, keepdims=True)
+        total += own.astype(x.dtype) * out
+    return total, uneven
+
+
 def dropless_by_hand(x: jax.Array, w: Tree, s: Sizes, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
     """Each device sorts its own tokens; over tp it has a part of the hidden dimension."""
     weights, chosen, uneven = route(x, w, s)
@@ -238,7 +262,7 @@ def with_experts(
 
 
 def models(size: Size) -> list[Model]:
-    """Three ways to bring tokens to experts."""
+    """Several ways to bring tokens to experts."""
 
     def dropless_loss(params: Tree, batch: Tree, key: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         return loss(params, batch, key, FEW[size], functools.partial(dropless_by_hand, axes=axes))
@@ -249,6 +273,10 @@ def models(size: Size) -> list[Model]:
         with_experts(
             'experts, sorted tokens', few, dropless, DENSE, COLUMNS_AND_ROWS, hand_loss=dropless_loss
         ),
+        with_experts(
+            'experts, sorted by row', few, dropless_by_row, DENSE, COLUMNS_AND_ROWS, hand_loss=dropless_loss
+        ),
+        with_experts('experts, all tokens', few, dense, DENSE | ALL_TOKENS, COLUMNS_AND_ROWS),
         with_experts(
             'experts, over the batch axis',
             many,

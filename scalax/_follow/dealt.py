@@ -11,13 +11,26 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from scalax._follow.edit import Edit
 from scalax._follow.trail import Trail, Trails, axes_of, put
-from scalax._jax.equations import dim_of, gather_dims, scatter_dims, shape_of, slice_sizes
+from scalax._jax.equations import (
+    dim_of,
+    gather_dims,
+    makers_of,
+    opened,
+    scatter_dims,
+    shape_of,
+    slice_sizes,
+)
 from scalax._jax.primitives import primitive_name
+from scalax._jaxprs.integers import Integers
 
 DEALT = frozenset(
     ('gather', 'scatter', 'scatter-add', 'scatter-max', 'scatter-min', 'scatter-mul', 'scatter-sub', 'sort')
 )
+TAKEN = frozenset(('dynamic_slice', 'gather'))
 
 
 def dealt(equation: Any, operands: Sequence[Trail], results: Sequence[Trail], trails: Trails) -> list[Trail]:
@@ -41,7 +54,9 @@ def dealt(equation: Any, operands: Sequence[Trail], results: Sequence[Trail], tr
         numbers, moved = scatter_dims(equation), operands[2]
         rows = [i for i in range(len(moved)) if i not in numbers.update_window_dims]
         places = [*numbers.scatter_dims_to_operand_dims]
-    axes = next((moved[i] for i in rows if moved and trails.batch_axes.intersection(moved[i])), ())
+    # A constant that is scattered, as the gradient of a mean is, has no rows, but its numbers have.
+    given = [*(moved[i] for i in rows if moved), *(operands[1][:-1] if name.startswith('scatter') else ())]
+    axes = next((axes for axes in given if trails.batch_axes.intersection(axes)), ())
     shards = math.prod(trails.sizes[axis] for axis in axes)
 
     def with_rows(trail: Trail, shape: Sequence[int]) -> Trail:
@@ -53,3 +68,40 @@ def dealt(equation: Any, operands: Sequence[Trail], results: Sequence[Trail], tr
 
     pairs = zip(results, map(shape_of, equation.outvars), strict=True)
     return [with_rows(*pair) for pair in pairs] if axes else [*results]
+
+
+def may_move(equation: Any, operands: Sequence[Trail], edit: Edit) -> bool:
+    """Whether rows that are dealt, or that one of `TAKEN` gives, may have been those of other devices.
+
+    They were not if they are taken, or put, by the numbers 0, 1, 2 and so on, as in
+    `x[jnp.arange(len(x)), columns]`.
+
+    Args:
+        equation: the equation.
+        operands: the trails of its operands.
+        edit: the jaxpr that it is in.
+    """
+    name, shape = primitive_name(equation), shape_of(equation.invars[0])
+    rows = [i for i, axes in enumerate(operands[0]) if not edit.shared.trails.batch_axes.isdisjoint(axes)]
+    if name == 'sort':
+        return True
+    if name == 'dynamic_slice':
+        return any(shape_of(equation.outvars[0])[i] < shape[i] for i in rows)
+    if name == 'gather':
+        dims = gather_dims(equation).start_index_map
+        taken = [i for i in rows if i in dims and slice_sizes(equation)[i] < shape[i]]
+        return bool(taken) and not _in_order(equation, dims, edit).issuperset(taken)
+    return not _in_order(equation, scatter_dims(equation).scatter_dims_to_operand_dims, edit)
+
+
+def _in_order(equation: Any, dims: Sequence[int], edit: Edit) -> set[int]:
+    """The dimensions of these in which a `gather` or a scatter takes the numbers 0, 1, 2 and so on."""
+    array, numbers = equation.invars[:2]
+    made, parts = makers_of(opened(edit.jaxpr)).get(id(numbers)), [numbers]
+    if made is not None and primitive_name(made) == 'concatenate':
+        parts = made.invars
+    if len(parts) != len(dims):
+        return set()
+    known = Integers(opened(edit.jaxpr), iotas=True)
+    pairs = zip(dims, map(known.of, parts), strict=True)
+    return {i for i, x in pairs if x is not None and np.array_equal(x, np.arange(shape_of(array)[i]))}

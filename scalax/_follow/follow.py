@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from scalax._follow import kernels
 from scalax._follow.columns import Columns
-from scalax._follow.dealt import DEALT, dealt
+from scalax._follow.dealt import DEALT, TAKEN, dealt, may_move
 from scalax._follow.edit import Edit
 from scalax._follow.experts import scattered
 from scalax._follow.loops import follow_loop
@@ -140,7 +140,7 @@ class _Pass(Edit):
         is_dealt = name in DEALT and self._loses_rows(equation, operands, results)
         if is_dealt:
             results = dealt(equation, operands, results, trails)
-            if any(map(trails.has_rows, results)):
+            if any(map(trails.has_rows, results)) and may_move(equation, operands, self):
                 self.note_move(equation, equation.outvars[0])
         move = move_to_weight(self, equation, operands, results) if name in PRODUCTS and not experts else None
         if name in self.shared.ordered:
@@ -165,6 +165,8 @@ class _Pass(Edit):
         found = [*map(self.trail, equation.outvars)]
         if name not in _TOLD and self._loses_rows(equation, operands, found):
             self.note_loss(equation, equation.outvars)
+        elif name in TAKEN and not is_dealt and may_move(equation, operands, self):
+            self.note_move(equation, equation.outvars[0])
         if name == 'device_put':
             self.hold(equation)
         if self.shared.has_columns and found:

@@ -9,24 +9,23 @@ are added up behind it.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 
 from scalax._follow.accumulations import added_by_round
+from scalax._follow.ragged import if_mapped
 from scalax._follow.rows_by_number import with_rows_by_number
-from scalax._follow.types import Noted
+from scalax._follow.trail import Trails
+from scalax._follow.types import Followed
 from scalax._jax.equations import (
-    CALLS,
     Loop,
-    branches,
-    called,
     draws_alike,
-    jaxprs_in,
+    equations,
     loop_of,
     makers_of,
     opened,
@@ -34,48 +33,64 @@ from scalax._jax.equations import (
     with_inside,
 )
 from scalax._jax.primitives import primitive_name
-from scalax._jax.rewriting import Rewriter, bound, equation_if_mapped, equation_of, run
+from scalax._jax.rewriting import Rewriter, equation_if_mapped, run, with_inlined
 from scalax._jaxprs.dependence import Dependence
 
 
-def with_own_rows(jaxpr: Any, lost: Iterable[Noted], sizes: Mapping[str, int]) -> Any:
+def with_own_rows(jaxpr: Any, found: Followed, trails: Trails, mesh: Mesh | AbstractMesh) -> Any:
     """The jaxpr whose loops over rows run on each device's own ones; the same one if there is none.
 
     Args:
         jaxpr: the jaxpr.
-        lost: where it loses rows.
-        sizes: the sizes of the mesh axes.
+        found: the same one, followed.
+        trails: answers about trails.
+        mesh: a mesh of Auto axes. It is in force.
     """
-    lost = [*lost]
-    if any(primitive_name(equation) == 'scan' for each in lost for equation in (each.equation, *each.calls)):
+    if any(
+        primitive_name(equation) == 'scan' for each in found.lost for equation in (each.equation, *each.calls)
+    ):
         before, jaxpr = jaxpr, with_rows_by_number(jaxpr)
         if jaxpr is not before:
             return jaxpr
     loops = {}
-    for each in lost:
+    for each in found.lost:
         if primitive_name(each.equation) == 'scan' and each.rows and each.rows[0]:
-            loops[id(each.equation)] = math.prod(sizes[axis] for axis in each.rows[0])
+            loops[each.equation] = each.rows[0]
     if not loops:
         return jaxpr
-    return Rewriter(lambda each: _on_own_rows(each, loops[id(each)]) if id(each) in loops else each).jaxpr(
-        jaxpr
-    )
+
+    def change(equation: Any) -> Any:
+        if equation not in loops:
+            return equation
+        axes, products = loops[equation], found.ordered['ragged_dot_general']
+
+        def mappable(inner: Any) -> Any:
+            return if_mapped(inner, products[inner], axes, trails, mesh) if inner in products else inner
+
+        devices = math.prod(mesh.shape[axis] for axis in axes)
+        return _on_own_rows(equation, devices, Rewriter(mappable).jaxpr(loop_of(equation).body))
+
+    return Rewriter(change).jaxpr(jaxpr)
 
 
-def _on_own_rows(equation: Any, devices: int) -> Any:
-    """A `scan` that takes a row of each device in a round; the same one if rounds depend on each other."""
+def _on_own_rows(equation: Any, devices: int, each_round: Any) -> Any:
+    """A `scan` that takes a row of each device in a round; the same one if rounds depend on each other.
+
+    Args:
+        equation: the `scan`.
+        devices: how many devices have rows.
+        each_round: its body, as it is mapped.
+    """
     loop = loop_of(equation)
-    body = opened(loop.body)
+    body = opened(with_inlined(loop.body, lambda _: True))  # sums are seen through calls; the calls stay
     length = loop.length
-    if body.effects or not length or length % devices or not draws_alike(body) or not _ends(body):
+    if body.effects or not length or length % devices or not draws_alike(body) or _rows_choose(loop):
         return equation
     _, state, _ = loop.parts(body.invars)
     makers = makers_of(body)
     summed = [i for i, var in enumerate(state) if not _is_same(var, body.outvars[i], makers)]
     if any(added_by_round(body, state[i], body.outvars[i]) is None for i in summed):
         return equation
-
-    each_round = _with_choices(loop)
 
     def dealt(stack: Any) -> Any:
         return jnp.moveaxis(stack.reshape(devices, length // devices, *stack.shape[1:]), 0, 1)
@@ -99,97 +114,36 @@ def _on_own_rows(equation: Any, devices: int) -> Any:
         totals = {i: first[i] + each.sum(0, dtype=each.dtype) for i, each in zip(summed, own, strict=True)}
         return [*(dict(enumerate(first)) | totals).values(), *map(together, rows)]
 
-    own_loop = on_own_rows if each_round is loop.body else _with_gradient_of(equation, on_own_rows)
-    found = equation_if_mapped(jax.jit(own_loop), equation)
+    found = equation_if_mapped(jax.jit(on_own_rows), equation)
     # Of what can only be run one after the other, jax.vmap makes a loop over devices.
-    return found if _count_loops(found) == _count_loops(equation) else equation
-
-
-def _with_gradient_of(equation: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with the gradient of an equation, if one is taken behind all of this.
-
-    In `chosen` also branches that a row did not choose have a gradient, times zero. It may be infinite, as
-    that of a square root at zero.
-    """
-    own = jax.custom_jvp(function)
-    own.defjvp(functools.partial(jax.jvp, lambda *operands: bound(equation, *operands)))
-    return own
+    return found if _count('scan', found) == _count('scan', equation) else equation
 
 
 def _is_same(var: Any, out: Any, makers: Mapping[int, Any]) -> bool:
-    """Whether a value is another one, handed on by calls."""
-    made = None if out is var else makers.get(id(out))
-    if made is None:
+    """Whether a value is another one, handed on."""
+    made = makers.get(id(out))
+    if made is None or primitive_name(made) != 'convert_element_type' or out.aval.dtype != var.aval.dtype:
         return out is var
-    if primitive_name(made) == 'convert_element_type' and out.aval.dtype == var.aval.dtype:
-        return _is_same(var, made.invars[0], makers)
-    if primitive_name(made) not in CALLS:
-        return False
-    inner = opened(called(made))
-    [handed] = [x for x, result in zip(inner.outvars, made.outvars, strict=True) if result is out]
-    own = [x for x, operand in zip(inner.invars, made.invars, strict=True) if operand is var]
-    return any(_is_same(x, handed, makers_of(inner)) for x in own)
+    return _is_same(var, made.invars[0], makers)
 
 
-def _with_choices(loop: Loop) -> Any:
-    """The body of a loop whose branches keep what is the same for all rows, such as weights, as one.
+def _rows_choose(loop: Loop) -> bool:
+    """Whether some rows may skip what others run: the branches of a `cond`, or a `while` in a `while`.
 
-    `jax.vmap` computes all branches where rows choose one, and copies all of their operands for each row.
+    `jax.vmap` computes these for all rows. What guards a loop that would not end then guards it no longer;
+    and the gradient of a branch that a row did not choose is times zero, but it may be infinite.
     """
     count = len(opened(loop.body).invars)
     state = loop.constants + loop.carried
     rows = Dependence(loop.body, [i >= state for i in range(count)])
-
-    def change(equation: Any) -> Any:
-        if primitive_name(equation) != 'cond' or equation.invars[0] not in rows:
-            return equation
-        return equation_of(_choice(equation), equation)
-
-    return Rewriter(change).jaxpr(loop.body)
-
-
-def _choice(equation: Any) -> Any:
-    """A function of the operands of a `cond` that maps them as they are."""
-    ways = [functools.partial(run, branch) for branch in branches(equation)]
-
-    def of_one(index: Any, operands: Sequence[Any]) -> list[Any]:
-        found: list[Any] = jax.lax.switch(index, ways, operands)
-        return found
-
-    choice = jax.custom_batching.custom_vmap(of_one)
-
-    @choice.def_vmap
-    def mapped(_: int, is_mapped: Any, index: Any, operands: Sequence[Any]) -> tuple[Any, Any]:
-        def chosen(index: Any, operands: Sequence[Any]) -> list[Any]:
-            results = zip(*[way(operands) for way in ways], strict=True)
-            return [jax.lax.select_n(index, *each) for each in results]
-
-        axes = jax.tree.map(lambda each: 0 if each else None, is_mapped)
-        found = jax.vmap(chosen if is_mapped[0] else of_one, in_axes=tuple(axes))(index, operands)
-        return found, [True] * len(found)
-
-    return lambda index, *operands: choice(index, [*operands])
+    for equation in equations(loop.body):
+        if primitive_name(equation) == 'cond' and equation.invars[0] in rows:
+            return True
+        if primitive_name(equation) == 'while' and _count('while', equation) > 1:
+            return True
+    return False
 
 
-def _ends(jaxpr: Any, is_skipped: bool = False) -> bool:
-    """Whether rounds end together if each of them does: no row skips a `while` that others run.
-
-    `jax.vmap` computes branches, and rounds of a `while`, for all rows, also for those that never get there.
-    What guards a loop that would not end then guards it no longer.
-
-    Args:
-        jaxpr: the jaxpr.
-        is_skipped: whether some rows do not get there.
-    """
-    for equation in opened(jaxpr).eqns:
-        name = primitive_name(equation)
-        if name == 'while' and is_skipped:
-            return False
-        inside = is_skipped or name in ('cond', 'while')
-        if not all(_ends(each, inside) for each in jaxprs_in(equation)):
-            return False
-    return True
-
-
-def _count_loops(equation: Any) -> int:
-    return [*map(primitive_name, with_inside([equation]))].count('scan')
+def _count(name: str, equation: Any) -> int:
+    """How many equations of this name there are in one, itself among them."""
+    return [*map(primitive_name, with_inside([equation]))].count(name)

@@ -10,7 +10,6 @@ Each equation that takes such a value must be known to treat rows alike. Else th
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ import jax
 import numpy as np
 
 from scalax._jax import equations
-from scalax._jax.equations import Literal, makers_of, opened, ragged_dim, removed_dims, shape_of, size_of
+from scalax._jax.equations import makers_of, opened, ragged_dim, removed_dims, shape_of, size_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import constants_of
 from scalax._jaxprs.dims import ALONG, ELEMENTWISE, VIEWS, dims_of, puts_rows, reshaped, takes_rows
@@ -83,15 +82,17 @@ class _Order:
     def __init__(self, jaxpr: Any, sort: Any, devices: int) -> None:
         self._jaxpr, self._sort, self._devices = jaxpr, sort, devices
         self._made, self._integers = makers_of(opened(jaxpr)), Integers(opened(jaxpr))
+        self._before = Integers(opened(jaxpr), iotas=True)
         self._size = size_of(sort.invars[0])
         self._in_order = np.arange(self._size)
         # Variables in the order of the sort, by id, and their dimension of rows; and those that hold of each
         # row, in the rows' own order, its place in the order of the sort.
         self._rows: dict[int, int] = {}
         self._places: set[int] = set()
-        # The variables that hold in the order of the sort the number of each row; and of each row its place.
-        self._orders: list[Any] = []
-        self._inverses: list[Any] = []
+        # Variables with what they hold if the order is that of the rows: the number of each row, or what is
+        # computed of it, in the order of the sort; and of each row its place.
+        self._numbers: list[tuple[Any, np.ndarray]] = []
+        self._inverses: list[tuple[Any, np.ndarray]] = []
         self._uniform: dict[tuple[int, int], bool] = {}
         self._groups: set[int] = set()
         self._products: list[Any] = []
@@ -108,7 +109,7 @@ class _Order:
         _require(len(shape_of(sort.invars[0])) == 1 and equations.count_keys(sort) == 1)
         _require(len(numbered) == 1 and not self._is_iota(sort.invars[0]))
         _require(self._size % self._devices == 0)
-        self._orders, self._own[sort] = numbered, None
+        self._numbers, self._own[sort] = [(numbered[0], self._in_order)], None
         self._rows.update((id(var), 0) for var in sort.outvars)
         begun = False
         for equation in every:
@@ -185,16 +186,16 @@ class _Order:
         [numbers, *others], results = equation.invars, equation.outvars
         _require(len(others) == 1 and self._is_iota(others[0]) and equations.count_keys(equation) == 1)
         if id(numbers) in self._rows:
-            _require(self._are(numbers, self._orders))
+            _require(self._are(numbers, self._numbers))
             self._add_inverse(results[1])
         else:
             _require(self._are(numbers, self._inverses))
-            self._orders.append(results[1])
+            self._numbers.append((results[1], self._in_order))
             self._rows[id(results[1])] = 0
         self._own[equation] = None
 
     def _add_inverse(self, var: Any) -> None:
-        self._inverses.append(var)
+        self._inverses.append((var, self._in_order))
         self._places.add(id(var))
 
     def _gather(self, equation: Any, rows: Mapping[int, int], places: Sequence[int]) -> None:
@@ -205,8 +206,12 @@ class _Order:
             self._note_own(equation)  # and the rows are in their own order again
             return
         self._by_table(equation, rows)
-        if rows == {1: 0} and takes_rows(equation) and self._is_local(numbers, shape_of(x)[0]):
-            self._note_own(equation)
+        if rows == {1: 0} and takes_rows(equation):
+            known = self._before.of(x) if shape_of(x) == (self._size,) else None
+            if known is not None and self._are(numbers, self._numbers):
+                self._numbers.append((equation.outvars[0], known))
+            if self._is_local(numbers, shape_of(x)[0]):
+                self._note_own(equation)
 
     def _scatter(self, name: str, equation: Any, rows: Mapping[int, int], places: Sequence[int]) -> None:
         x, numbers, updates = equation.invars
@@ -219,7 +224,7 @@ class _Order:
             self._note_own(equation)
             return
         _require(0 not in rows and rows.get(1) == 0)
-        each = name == 'scatter' and count == self._size and self._are(numbers, self._orders)
+        each = name == 'scatter' and count == self._size and self._are(numbers, self._numbers)
         if rows == {1: 0}:
             _require(each and self._is_iota(updates))
             self._add_inverse(equation.outvars[0])
@@ -234,28 +239,25 @@ class _Order:
 
     def _is_local(self, numbers: Any, count: int) -> bool:
         """Whether these numbers of rows, of so many, are those of the device that has the row at hand."""
-        if count % self._devices:
+        found = self._computed(numbers, self._numbers)
+        if found is None or count % self._devices:
             return False
-        for order in self._orders:
-            found = self._computed(numbers, order, self._in_order)
-            if found is not None:
-                own = self._in_order // (self._size // self._devices)
-                return bool(np.all(found >= 0) and np.all(found // (count // self._devices) == own))
-        return False
+        own = self._in_order // (self._size // self._devices)
+        return bool(np.all(found >= 0) and np.all(found // (count // self._devices) == own))
 
-    def _are(self, numbers: Any, known: Sequence[Any]) -> bool:
-        """Whether numbers are those that one of these variables holds."""
-        every = [self._computed(numbers, each, self._in_order) for each in known]
-        return any(found is not None and np.array_equal(found, self._in_order) for found in every)
+    def _are(self, numbers: Any, known: Sequence[tuple[Any, np.ndarray]]) -> bool:
+        """Whether numbers are those of the rows, or their places, as far as these are known."""
+        found = self._computed(numbers, known)
+        return found is not None and np.array_equal(found, self._in_order)
 
-    def _computed(self, atom: Any, base: Any, values: np.ndarray) -> np.ndarray | None:
-        """What an array of whole numbers is, flat, if another one, of as many, has these values.
+    def _computed(self, atom: Any, known: Sequence[tuple[Any, np.ndarray]]) -> np.ndarray | None:
+        """What an array of whole numbers is, flat, if others, of as many, have these values.
 
-        None if it takes more than that one, or something else for each place: then this shows nothing.
+        None if it takes more than these, or something else for each place: then this shows nothing.
         """
-        if size_of(atom) != self._size:
+        if size_of(atom) != self._size or not known:
             return None
-        self._integers.give([base], [values.astype(base.aval.dtype)])
+        self._integers.give([x for x, _ in known], [values.astype(x.aval.dtype) for x, values in known])
         found = self._integers.of(atom)
         return None if found is None else np.broadcast_to(found, self._size)
 
@@ -285,52 +287,25 @@ class _Order:
         _require(len(shape_of(sizes)) == 1)
         [count] = shape_of(sizes)
         root = self._seen_through(self._sort.invars[0], count)
-        _require(count <= self._size and self._is_below(root, count) and _counts_to(sizes, self._size))
+        _require(count <= self._size and self._is_below(root, count))
         name, made = self._maker(sizes)
-        while name in ('convert_element_type', 'copy'):
-            _require(_counts_to(made.invars[0], self._size))
-            name, made = self._maker(made.invars[0])
-        is_sum = name == 'reduce_sum' and self._is_sum(made, root, count)
-        _require(is_sum or (name == 'scatter-add' and self._is_histogram(made, root, count)))
+        while name in ('convert_element_type', 'copy') and _holds(sizes, self._size + 1):
+            [sizes] = made.invars
+            name, made = self._maker(sizes)
+        _require(name == 'scatter-add' and _holds(sizes, self._size + 1))
+        _require(self._is_histogram(made, root, count))
         return count
 
     def _is_histogram(self, made: Any, root: Any, count: int) -> bool:
         """Whether ones are added to zeros at the numbers of the rows' groups."""
         zeros, numbers, ones = made.invars
         values = self._in_order % count
-        if not puts_rows(made) or self._number(zeros) != 0 or self._number(ones) != 1:
-            return False
-        found = self._computed(numbers, root, values)
-        is_whole = size_of(ones) == self._size
-        return is_whole and found is not None and np.array_equal(found, values)
-
-    def _is_sum(self, made: Any, root: Any, count: int) -> bool:
-        """Whether rows are added up that have a one at the number of their group, and else zeros."""
-        [hot], last = made.invars, len(shape_of(made.invars[0])) - 1
-        if sorted(removed_dims(made)) != [*range(last)] or size_of(hot) != count * self._size:
-            return False
-        name, made = self._maker(hot)
-        while name == 'convert_element_type':
-            name, made = self._maker(made.invars[0])
-        if name != 'eq':
-            return False
-        for mine, theirs in (made.invars, made.invars[::-1]):
-            is_uniform, (name, made) = self._is_uniform(mine, last), self._maker(mine)
-            if name == 'broadcast_in_dim' and size_of(mine) != self._size:
-                [mine] = made.invars
-            if is_uniform and self._is_last_number(theirs) and self._seen_through(mine, count) is root:
-                return True
-        return False
-
-    def _is_last_number(self, atom: Any) -> bool:
-        """Whether a value is the place along its last dimension."""
-        (name, made), last = self._maker(atom), len(shape_of(atom)) - 1
-        if name == 'iota':
-            return equations.dim_of(made) == last
-        if name != 'broadcast_in_dim' or (*equations.broadcast_dims(made)[-1:],) != (last,):
-            return False
-        [x] = made.invars
-        return shape_of(x)[-1:] == shape_of(atom)[-1:] and self._is_last_number(x)
+        self._integers.give([], [])
+        begun, added = map(self._integers.of, (zeros, ones))
+        found = self._computed(numbers, [(root, values)])
+        is_count = begun is not None and not begun.any() and added is not None and (added == 1).all()
+        is_whole = puts_rows(made) and size_of(ones) == self._size
+        return is_count and is_whole and found is not None and np.array_equal(found, values)
 
     def _seen_through(self, atom: Any, count: int) -> Any:
         """The value that another one is in another form, if it holds a number less than this for each row."""
@@ -354,15 +329,6 @@ class _Order:
             atom = made.invars[0] if name in VIEWS | _SAME_NUMBERS else None
         return False
 
-    def _number(self, atom: Any) -> float:
-        """The number that a value is everywhere; not a number if that is not known."""
-        while not isinstance(atom, Literal):
-            name, made = self._maker(atom)
-            if name not in _SAME_NUMBERS:
-                return math.nan
-            [atom] = made.invars
-        return float(atom.val)
-
 
 def _require(is_certain: bool) -> None:
     if not is_certain:
@@ -381,9 +347,3 @@ def _holds(atom: Any, count: int) -> bool:
     """Whether a value holds whole numbers, and can hold all that are less than this."""
     dtype = getattr(atom.aval, 'dtype', None)
     return jax.dtypes.issubdtype(dtype, np.integer) and np.iinfo(dtype).max >= count - 1
-
-
-def _counts_to(atom: Any, count: int) -> bool:
-    """Whether numbers of this dtype count so far, one by one."""
-    dtype = atom.aval.dtype
-    return _holds(atom, count + 1) or (dtype.kind == 'f' and 2 ** (np.finfo(dtype).nmant + 1) >= count)

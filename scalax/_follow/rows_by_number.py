@@ -2,7 +2,8 @@
 
 So do rows that each round writes, ``c.at[i].set(row)``, or adds, as the gradient of `x[i]` does: they become
 results of the rounds. The number is counted by the loop, or an element of ``jnp.arange``. What is computed of
-it is known before the program runs: so a row is taken by the number if the integers say so.
+it is known before the program runs: so a row is taken by the number, or from the last one on, if the integers
+say so.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ _INDEXED = frozenset(('dynamic_slice', 'dynamic_update_slice', 'gather', 'scatte
 
 
 def with_rows_by_number(jaxpr: Any) -> Any:
-    """The jaxpr with stacks in place of rows that loops take by number; the same one if there are none."""
+    """The jaxpr with stacks in place of rows that loops take by number; the same one if there are none.
+
+    A loop may have more of them, in the other order: to find these, ask once more.
+    """
     return _followed(jaxpr, [None] * len(opened(jaxpr).invars))[0]
 
 
@@ -67,9 +71,11 @@ def _followed(jaxpr: Any, given: Sequence[Values | None]) -> tuple[Any, Integers
 def _scan(equation: Any, operands: Sequence[Values | None]) -> tuple[Any, Sequence[Values | None]]:
     """A loop with stacks in place of rows, and the integers of its results."""
     loop, options = loop_of(equation), scan_options(equation)
-    length = loop.length
-    assert length is not None
-    rounds = np.arange(min(length, _MOST))[:: -1 if options['reverse'] else 1]
+    length, results = loop.length or 0, list[Values | None]([None] * len(equation.outvars))
+    if not 0 < length <= _MOST:
+        return equation, results
+    rows = np.arange(length)  # those of the rounds too, in the order of stacks, but for loops in reverse
+    rounds = rows[:: -1 if options['reverse'] else 1]
     body = with_inlined(loop.body, functools.partial(_may_take_rows, length=length))
     (atoms, first, _), (constants, _, stacks) = map(loop.parts, (equation.invars, operands))
     steps = _steps(loop._replace(body=body), first)
@@ -77,21 +83,24 @@ def _scan(equation: Any, operands: Sequence[Values | None]) -> tuple[Any, Sequen
         (np.asarray(x.val).astype('int64') + steps[i] * rounds).astype(x.aval.dtype) if i in steps else None
         for i, x in enumerate(first)
     ]
-    elements = [None if x is None or x.shape != rounds.shape else x for x in stacks]
+    elements = [None if x is None or x.shape != rows.shape else x for x in stacks]
     same = [None if size_of(atom) == 1 else x for atom, x in zip(atoms, constants, strict=True)]
     inside, numbers = _followed(body, [*same, *counted, *elements])
     found = [numbers.of(x) if size_of(x) == 1 else None for x in opened(inside).outvars[loop.carried :]]
-    results = [None] * loop.carried + [None if x is None else np.broadcast_to(x, rounds.shape) for x in found]
-
-    def is_own(atom: Any) -> bool:
-        values = numbers.of(atom)
-        return values is not None and np.array_equal(values, np.arange(length))
-
-    whole = loop._replace(body=inside)
-    changed = None if opened(inside).effects else _by_number(whole, is_own, steps, options)
-    if changed is not None:
-        return equation_of(jax.jit(changed), equation), results
+    results[loop.carried :] = [None if x is None else np.broadcast_to(x, rows.shape) for x in found]
+    if not opened(inside).effects:
+        for order in (1, -1):  # from the first row on, and from the last one
+            numbered = functools.partial(_is_number, numbers, rows[::order])
+            changed = _by_number(loop._replace(body=inside), numbered, order, steps, options)
+            if changed is not None:
+                return equation_of(jax.jit(changed), equation), results
     return equation if inside is body else with_jaxprs(equation, inside), results
+
+
+def _is_number(numbers: Integers, rows: Values, atom: Any) -> bool:
+    """Whether a value of a round is the number of its row, if the rounds take these."""
+    values = numbers.of(atom)
+    return values is not None and np.array_equal(values, rows)
 
 
 def _may_take_rows(call: Any, length: int) -> bool:
@@ -119,13 +128,18 @@ def _steps(loop: Loop, first: Sequence[Any]) -> dict[int, Any]:
 
 
 def _by_number(
-    loop: Loop, is_own: Callable[[Any], bool], steps: Mapping[int, Any], options: Mapping[str, Any]
+    loop: Loop,
+    is_own: Callable[[Any], bool],
+    order: int,
+    steps: Mapping[int, Any],
+    options: Mapping[str, Any],
 ) -> Callable[..., Any] | None:
     """A loop with stacks in place of rows, as a function of its operands; None if it has no such rows.
 
     Args:
         loop: the loop.
-        is_own: whether a value is the number of the round.
+        is_own: whether a value is the number of the row of the round.
+        order: -1 if the last element of stacks is that of the first row, else 1.
         steps: the carried values that the loop counts, and what each round adds to them.
         options: those of `jax.lax.scan`.
     """
@@ -134,38 +148,33 @@ def _by_number(
     outputs, makers = body.outvars[: loop.carried], makers_of(body)
     rows = [_written(makers, *pair, is_own) for pair in zip(state, outputs, strict=True)]
     written = {i: each for i, each in enumerate(rows) if each and shape_of(state[i])[0] == length}
-    kept: list[int] = []
-    while True:
-        # Of these each row is what it was before the loop, until the round that takes it.
-        sources = {id(var): i for i, var in enumerate(constants)}
-        for i, var in enumerate(state):
-            if i in written or outputs[i] is var:
-                sources[id(var)] = loop.constants + i
-        read = [
-            (sources[id(each.invars[0])], each.outvars[0])
-            for each in body.eqns
-            if _reads(each, is_own) and id(each.invars[0]) in sources
-            if shape_of(each.invars[0])[0] == length
-        ]
-        kept = [i for i in range(loop.carried) if i not in written and i not in steps]
-        carried, taken = [state[i] for i in (*kept, *steps)], [var for _, var in read]
-        results = [*[outputs[i] for i in kept], *[row for each in written.values() for row, _ in each]]
-        results += body.outvars[loop.carried :]
-        rounds = part_of(loop.body, [*constants, *carried, *elements, *taken], results)
-        used = {id(x) for each in opened(rounds).eqns for x in each.invars} | {*map(id, results)}
-        still = {i: each for i, each in written.items() if id(state[i]) not in used}
-        if len(still) == len(written):
-            break
-        written = still
-    if not (read or written or steps):
+    # Of these each row is what it was before the loop, until the round that takes it.
+    sources = {id(var): i for i, var in enumerate(constants)}
+    for i, var in enumerate(state):
+        if i in written or outputs[i] is var:
+            sources[id(var)] = loop.constants + i
+    read = [
+        (sources[id(each.invars[0])], each.outvars[0])
+        for each in body.eqns
+        if _reads(each, is_own) and id(each.invars[0]) in sources
+        if shape_of(each.invars[0])[0] == length
+    ]
+    kept = [i for i in range(loop.carried) if i not in written and i not in steps]
+    carried, taken = [state[i] for i in (*kept, *steps)], [var for _, var in read]
+    results = [*[outputs[i] for i in kept], *[row for each in written.values() for row, _ in each]]
+    results += body.outvars[loop.carried :]
+    rounds = part_of(loop.body, [*constants, *carried, *elements, *taken], results)
+    used = {id(x) for each in opened(rounds).eqns for x in each.invars} | {*map(id, results)}
+    if not (read or written or steps) or any(id(state[i]) in used for i in written):
         return None
     links = [(i, is_added) for i, each in written.items() for _, is_added in each]
 
     def by_number(*operands: Any) -> list[Any]:
         given, first, stacks = loop.parts(operands)
-        places = jax.lax.iota('int32', length)[:: -1 if options['reverse'] else 1]
+        numbers = jnp.arange(length)
+        rounds_of = length - 1 - numbers if options['reverse'] else numbers
         each_step = {i: step.astype(first[i].dtype) for i, step in steps.items()}
-        counted = [first[i] + step * places.astype(step.dtype) for i, step in each_step.items()]
+        counted = [first[i] + step * rounds_of.astype(step.dtype) for i, step in each_step.items()]
 
         def step(state: Sequence[Any], elements: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
             counted, own, taken = elements
@@ -175,13 +184,13 @@ def _by_number(
             own_rows = [x.reshape(first[i].shape[1:]) for (i, _), x in rows]
             return results[: len(kept)], [*own_rows, *results[len(kept) + len(own_rows) :]]
 
-        elements = counted, [*stacks], [operands[place] for place, _ in read]
+        elements = counted, [*stacks], [operands[place][::order] for place, _ in read]
         state, stacked = jax.lax.scan(step, [first[i] for i in kept], elements, length, **options)
         found = dict(zip(kept, state, strict=True))
         found |= {i: first[i] + (step * length).astype(first[i].dtype) for i, step in steps.items()}
         found |= {i: first[i] for i in written}
         for (i, is_added), x in zip(links, stacked, strict=False):
-            found[i] = found[i] + x if is_added else x
+            found[i] = found[i] + x[::order] if is_added else x[::order]
         return [*[found[i] for i in range(loop.carried)], *stacked[len(links) :]]
 
     return by_number

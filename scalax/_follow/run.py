@@ -15,6 +15,7 @@ from scalax._follow.follow import follow
 from scalax._follow.loops_over_rows import with_own_rows
 from scalax._follow.matrices import spread_matrices
 from scalax._follow.own_order import with_own_order
+from scalax._follow.trail import Trails
 from scalax._follow.types import Arguments, Followed
 from scalax._jax.equations import JaxprEqn
 from scalax._jax.rewriting import run_as_one, with_inputs
@@ -67,9 +68,10 @@ def follow_rows(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> 
         mesh: a mesh of Auto axes. It is in force.
     """
     as_written, before, jaxpr = jaxpr, None, with_sums_behind_loops(jaxpr)
+    trails = Trails(dict(mesh.shape), arguments.batch_axes)
     while jaxpr is not before:  # what one loop gives another one may run over
         found = follow(jaxpr, arguments, mesh)
-        before, jaxpr = jaxpr, with_own_rows(jaxpr, found.lost, mesh.shape)
+        before, jaxpr = jaxpr, with_own_rows(jaxpr, found, trails, mesh)
         if all(found.ordered.values()):
             jaxpr = with_own_order(jaxpr, arguments, mesh)
     if found.is_open and jaxpr is as_written:

@@ -14,7 +14,7 @@ ALL = jnp.arange(64)
 def scattered(w, x):
     """Rows go to places of experts."""
     expert = jnp.argmax(x[:, :8], 1)
-    place = jnp.cumsum(jax.nn.one_hot(expert, 8, dtype='int32'), 0)[ALL, expert]
+    place = jnp.cumsum(jax.nn.one_hot(expert, 8, dtype='int32'), 0)[jnp.arange(64), expert]
     return jnp.zeros((8, 16, 24)).at[expert, place].set(x) @ w
 
 
@@ -47,12 +47,17 @@ def test_where_rows_are_lost_is_told(fun, expected):
 
 
 MOVES = {
+    'looked up by numbers of rows': (lambda w, x: x[jnp.argmax(x, 1)] @ w, {'gather': (64, 24)}),
+    'windows': (
+        lambda w, x: lax.map(lambda i: lax.dynamic_slice_in_dim(x, i * 16, 16) @ w, jnp.arange(4)),
+        {'dynamic_slice': (16, 24)},
+    ),
     'permuted': (lambda w, x: jax.random.permutation(jax.random.key(0), x) @ w, {'gather': (64, 24)}),
     'taken': (lambda w, x: x[w[0].astype(int)] @ w, {'gather': (24, 24)}),
     'sorted': (lambda w, x: jnp.sort(x, 0) @ w, {'sort': (64, 24)}),
     'sums of segments': (lambda w, x: jax.ops.segment_sum(x @ w, ALL // 4, 16), {'scatter-add': (16, 24)}),
     'experts by scatter': (scattered, {'scatter': (8, 16, 24)}),
-    'experts by sorting': (sorted_to_experts, {'sort': (64,)}),
+    'experts by sorting': (sorted_to_experts, {'sort': (64,), 'gather': (64, 24)}),
     'one for each of a stack': (lambda w, x: x[jnp.zeros((3, 16), int)] @ w, {'gather': (3, 16, 24)}),
 }
 
@@ -77,10 +82,12 @@ SUMS = {
     'a histogram': lambda w, x: jnp.bincount(jnp.argmax(x, 1), length=8),
     'the largest': lambda w, x: (x.max(0), x.argmax(0)),
     'parts of a batch': lambda w, x: lax.map(lambda rows: rows @ w, x.reshape(4, 16, 24)),
+    'a column of each row': jax.grad(lambda w, x: jnp.mean((x @ w)[jnp.arange(64), jnp.argmax(x, 1)])),
     'special functions': lambda w, x: (jax.scipy.special.erfinv(x), jax.random.gamma(jax.random.key(0), x)),
 }
 
 
 @pytest.mark.parametrize('fun', SUMS.values(), ids=SUMS)
 def test_sums_over_rows_lose_none(fun):
-    assert not following(fun, (W, X), [None, 0]).lost
+    found = following(fun, (W, X), [None, 0])
+    assert not found.lost and not found.moved

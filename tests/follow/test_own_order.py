@@ -64,10 +64,6 @@ def segments(keys):
     return jax.ops.segment_sum(jnp.ones_like(keys), keys, EXPERTS)
 
 
-def transposed(keys):
-    return jnp.sum(jax.nn.one_hot(keys, EXPERTS, dtype='int32', axis=0), 1)
-
-
 def added(keys):
     return jnp.zeros(EXPERTS, 'int32').at[keys].add(1)
 
@@ -176,6 +172,18 @@ def summed(w, x, chosen=2):
     return jnp.zeros_like(x).at[order // chosen].add(out * gates.reshape(-1)[order][:, None])
 
 
+def numbered_tokens(w, x, chosen=2):
+    """The number of the token is looked up, and that of the place."""
+    gates, expert = lax.top_k(jax.nn.softmax(x @ w['router']), chosen)
+    order = jnp.argsort(expert.reshape(-1))
+    numbers = jnp.arange(order.size, dtype='int32')
+    token = (numbers // chosen)[order]
+    place = jnp.zeros_like(numbers).at[order].set(numbers).reshape(-1, chosen)
+    out = plain(w, x[token], bincount(expert.reshape(-1)), None)
+    added = jnp.zeros_like(x).at[token].add(out * gates.reshape(-1)[order][:, None])
+    return added + jnp.einsum('rkd,rk->rd', out[place], gates)
+
+
 def one_expert(w, x):
     expert = jnp.argmax(x @ w['router'], axis=-1)
     order = jnp.argsort(expert)
@@ -202,8 +210,6 @@ def jitted(w, x):
 FORMS = {
     'plain': experts,
     'sorted with numbers': functools.partial(experts, sort=sorted_with),
-    'one-hot': functools.partial(experts, count_of=one_hot),
-    'compared': functools.partial(experts, count_of=compared),
     'segments': functools.partial(experts, count_of=segments),
     'added': functools.partial(experts, count_of=added),
     'taken': functools.partial(experts, back=taken),
@@ -217,6 +223,7 @@ FORMS = {
     'dense too': functools.partial(experts, layer=dense_too),
     'all experts': functools.partial(experts, chosen=4),
     'summed': summed,
+    'numbered tokens': numbered_tokens,
     'one expert': one_expert,
     'layers': layers,
     'written out': written_out,
@@ -351,6 +358,9 @@ ORDER_MATTERS = {
     ),
     'sorted still': functools.partial(experts, back=lambda out, order, count: out),
     'back to other places': functools.partial(experts, back=lambda out, order, count: out[order]),
+    'back to places that are looked up': functools.partial(
+        experts, back=lambda out, order, count: out[jnp.arange(order.size)[order]]
+    ),
     'one further': functools.partial(
         experts, back=lambda out, order, count: out[(jnp.argsort(order) + 1) % order.size]
     ),
@@ -363,7 +373,8 @@ ORDER_MATTERS = {
             w, rows + w['bias'].at[keys, :WIDTH].get(indices_are_sorted=True), sizes, keys
         )
     ),
-    'counted in columns': of_sizes(transposed),
+    'one-hot': of_sizes(one_hot),
+    'compared': of_sizes(compared),
     'as many as fit': of_sizes(lambda keys: jnp.minimum(bincount(keys), 20)),
     'of the others': of_sizes(lambda keys: bincount(keys)[::-1]),
     'shifted sizes': of_sizes(lambda keys: bincount((keys + 1) % EXPERTS)),
@@ -385,6 +396,14 @@ def test_where_the_order_may_matter_it_stays(name):
     assert any(each.primitive == 'sort' for each in followed.moved)
 
 
+def test_tokens_of_other_devices_move():
+    def rows(x, order, _):
+        return x[(jnp.arange(order.size) * 3 % TOKENS)[order]]
+
+    followed = compare(with_gradients(functools.partial(experts, rows=rows)))
+    assert {each.primitive for each in followed.moved} == {'gather', 'scatter-add'}
+
+
 def test_a_loop_that_saves_sorted_rows_keeps_their_order():
     """They would be in another order in the loop of the gradient."""
     fun = functools.partial(layers, checkpoint=lambda layer: layer)
@@ -402,7 +421,7 @@ def test_random_layers(seed):
             rows = STEPS[step](w, rows, sizes, keys)
         return plain(w, rows, sizes, keys)
 
-    compare(with_gradients(functools.partial([*FORMS.values()][seed % 11], layer=layer)), tolerance=1e-3)
+    compare(with_gradients(functools.partial([*FORMS.values()][seed % 9], layer=layer)), tolerance=1e-3)
 
 
 STEPS = [

@@ -146,3 +146,57 @@ def test_sizes_of_other_dtypes(dtype):
     with jax.default_matmul_precision('highest'), jax.numpy_dtype_promotion('strict'):
         found = helper.sjit(fun, in_shardings=(rule, batch))(weights(), x)
         np.testing.assert_allclose(found, jax.jit(fun)(weights(), x), rtol=1e-5, atol=1e-5)
+
+
+MAPPED = {
+    'values': lambda w, x: lax.map(lambda row: experts(w, row), x),
+    'gradients': jax.grad(
+        lambda w, x: jnp.sum(jnp.sin(lax.map(jax.checkpoint(lambda row: experts(w, row)), x))), (0, 1)
+    ),
+    'a sum': jax.grad(
+        lambda w, x: lax.scan(lambda total, row: (total + jnp.sum(experts(w, row) ** 2), None), 0.0, x)[0]
+    ),
+}
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+@pytest.mark.parametrize('name', MAPPED)
+def test_rows_in_a_loop_have_groups_of_their_own(name, strategy):
+    helper, rule, batch = STRATEGIES[strategy]
+    x = rows().reshape(16, 4, WIDTH)
+    step = helper.sjit(MAPPED[name], in_shardings=(rule, batch))
+    with jax.default_matmul_precision('highest'):
+        found, expected = step(weights(), x), jax.jit(MAPPED[name])(weights(), x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+    assert not step.followed(weights(), x).lost and not step.followed(weights(), x).moved
+
+
+def test_the_gradient_of_a_loop_over_rows_that_is_taken_outside():
+    helper, rule, batch = STRATEGIES['fsdp and tp']
+    x = rows().reshape(16, 4, WIDTH)
+    step = helper.sjit(MAPPED['values'], in_shardings=(rule, batch))
+    with jax.default_matmul_precision('highest'):
+        found, expected = (
+            jax.grad(lambda w, x, fun=fun: jnp.sum(jnp.sin(fun(w, x))), (0, 1))(weights(), x)
+            for fun in (step, MAPPED['values'])
+        )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+    assert not step.followed(weights(), x).lost
+
+
+def test_rows_that_have_weights_of_their_own_stay_in_their_loop():
+    """No TPU multiplies these at once."""
+
+    def fun(w, x):
+        def of_row(row):
+            own = w['up'] * row[0, 0]
+            return lax.ragged_dot(row, own, jnp.array([1, 0, 2, 1]))
+
+        return lax.map(of_row, x)
+
+    helper, rule, batch = STRATEGIES['fsdp']
+    x = rows().reshape(16, 4, WIDTH)
+    step = helper.sjit(fun, in_shardings=(rule, batch))
+    with jax.default_matmul_precision('highest'):
+        np.testing.assert_allclose(step(weights(), x), jax.jit(fun)(weights(), x), rtol=1e-5, atol=1e-5)
+    assert [each.primitive for each in step.followed(weights(), x).lost] == ['scan']

@@ -37,6 +37,16 @@ TAKEN = {
     'backwards': lambda w, x: lax.scan(
         lambda c, i: (c + x[i], x[i] @ w + c), X[0], jnp.arange(N), reverse=True
     ),
+    'the last row first': lambda w, x: lax.map(lambda i: x[N - 1 - i] @ w, jnp.arange(N)),
+    'counted the other way': lambda w, x: lax.scan(
+        lambda c, _: ((c[0] + 1, c[1] + x[c[0]] @ w), c[0]), (0, X[0]), None, length=N, reverse=True
+    ),
+    'numbers downwards': lambda w, x: lax.scan(
+        lambda c, i: (c.at[i].set(x[i] @ w), c[i]), x, jnp.arange(N - 1, -1, -1)
+    ),
+    'from both ends': lambda w, x: lax.fori_loop(
+        0, N, lambda i, c: (c[0] + x[i] @ w, c[1].at[N - 1 - i].add(x[i])), (jnp.zeros(8), x * 2)
+    ),
     'other functions': lambda w, x: lax.map(
         lambda i: (jnp.take(x, i, 0) + lax.dynamic_index_in_dim(x, i, 0, False)) @ w, jnp.arange(N)
     ),
@@ -65,17 +75,14 @@ TAKEN = {
 }
 # Each takes other rows, or more of them.
 OTHERS = {
-    'the last row first': lambda w, x: lax.map(lambda i: x[N - 1 - i] @ w, jnp.arange(N)),
     'the next row': lambda w, x: lax.map(lambda i: x[i + 1] @ w, jnp.arange(N)),
     'every second row': lambda w, x: lax.scan(
         lambda c, _: ((c[0] + 2, c[1] + x[c[0]] @ w), None), (0, jnp.zeros(8)), None, length=N
     )[0],
-    'counted the other way': lambda w, x: lax.scan(
-        lambda c, _: ((c[0] + 1, c[1] + x[c[0]] @ w), c[0]), (0, X[0]), None, length=N, reverse=True
-    ),
     'but one': lambda w, x: counted(w, x, 1),
     'half of them': lambda w, x: counted(w, x, 0, N // 2),
     'the row before': lambda w, x: lax.fori_loop(0, N, lambda i, c: c.at[i].set(c[i - 1] @ w + x[i]), x),
+    'the last row in place': lambda w, x: lax.fori_loop(0, N, lambda i, c: c.at[i].set(c[N - 1 - i] @ w), x),
     'another row': lambda w, x: lax.fori_loop(0, N, lambda i, c: c.at[i].set(c[(i + 1) % N] @ w), x),
     'all rows': lambda w, x: lax.fori_loop(
         0, N, lambda i, c: (c[0].at[i].set(x[i] @ w), c[1] + c[0].sum()), (x, 0.0)
@@ -127,7 +134,9 @@ def gradient(fun):
 
 def rewritten(fun):
     """A function with rows by number, and the indexing that is left in it."""
-    jaxpr = with_rows_by_number(jax.make_jaxpr(fun)(W, X))
+    before, jaxpr = None, jax.make_jaxpr(fun)(W, X)
+    while jaxpr is not before:
+        before, jaxpr = jaxpr, with_rows_by_number(jaxpr)
     return jaxpr_as_fun(jaxpr), INDEXING.intersection(each.primitive.name for each in equations(jaxpr))
 
 
@@ -145,7 +154,7 @@ def test_values_stay(name, is_gradient):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize('name', ['counted', 'with checkpoint', 'in place'])
+@pytest.mark.parametrize('name', ['counted', 'with checkpoint', 'in place', 'the last row first'])
 def test_each_device_runs_over_its_own_rows(name):
     fun = gradient(TAKEN[name])
     helper, rule = MeshShardingHelper([8], ['fsdp']), FSDPShardingRule('fsdp', min_fsdp_size=1)
