@@ -207,9 +207,12 @@ def _continues(run: Run, module: Module, begun: Container[str]) -> bool:
     outside, holder = run.holder
     if holder is run.instruction or not run.channel or _begins(run.computation):
         return False
-    todo = outside.makers_of(holder)
+    todo, seen = outside.makers_of(holder), set()  # what many tuples forward is reached in many ways
     while todo:
         maker = todo.pop()
+        if maker.name in seen:
+            continue
+        seen.add(maker.name)
         if maker.opcode in _FORWARDS:
             todo += outside.makers_of(maker)
         elif maker.opcode == 'fusion':
