@@ -87,6 +87,7 @@ class Edit:
 
     def constrain(self, var: Any, spec: PartitionSpec, equation: Any) -> None:
         """Constrains a variable, once more if it is, for all equations behind this one."""
+        spec = self.shared.splits.spec(var, spec)
         added = self.shared.constraint(self.constrained.get(id(var), var), spec, equation)
         self.equations.append(added)
         self.constrained[id(var)] = added.outvars[0]
@@ -101,7 +102,7 @@ class Edit:
 
     def place_before(self, var: Any, spec: PartitionSpec, equation: Any) -> None:
         """Constrains an operand of the equation at hand, and of no other."""
-        added = self.shared.constraint(self.input(var), spec, equation)
+        added = self.shared.constraint(self.input(var), self.shared.splits.spec(var, spec), equation)
         self.equations.append(added)
         self.replaced[id(var)] = added.outvars[0]
 

@@ -27,6 +27,7 @@ def place_operands(edit: Edit, equation: Any, operands: list[Trail]) -> Sequence
         experts = _experts(edit, equation, operands)
         if all(map(shared.has_rows, operands)):
             _gather_factors(edit, equation, operands)
+        _gather_beside_columns(edit, equation)
         return experts
     if name in SIDE_BY_SIDE and len({*operands}) > 1:
         _keep_beside(edit, equation, operands)
@@ -61,6 +62,31 @@ def _experts(edit: Edit, equation: Any, operands: list[Trail]) -> Sequence[int]:
     for place in staying:  # the result is where the rows are
         operands[place] = without(operands[place], axes_of(operands[1 - place]))
     return staying
+
+
+def _gather_beside_columns(edit: Edit, equation: Any) -> None:
+    """Gathers the rows of a product with columns that stay split, once for all such products."""
+    splits = edit.shared.splits
+    for atom in equation.invars:
+        if splits.dim(atom) is None:
+            continue
+        if atom not in edit.shared.from_batch:
+            edit.note_move(equation, atom)
+        elif edit.has_open_rows(atom) and id(atom) not in edit.constrained:
+            # Of rows that nothing is said about the compiler might gather the weight.
+            edit.place_before(atom, spec_of(edit.trail(atom)), equation)
+    for place, axes in splits.entering(equation):
+        var = equation.invars[place]
+        if not edit.has_open_rows(var):
+            continue
+        here = edit.trail(var)
+        there, rows = without(here, axes), {i for i, each in enumerate(here) if {*axes}.intersection(each)}
+        if (id(var), there) not in edit.moved:
+            # At both ends: else the compiler might compute it where it moves to.
+            edit.place_before(var, spec_of(here), equation)
+            edit.place_before(var, spec_of(there or ((),) * len(here), rows), equation)
+            edit.moved[id(var), there] = edit.replaced[id(var)]
+        edit.replaced[id(var)] = edit.moved[id(var), there]
 
 
 def _gather_factors(edit: Edit, equation: Any, operands: list[Trail]) -> None:
