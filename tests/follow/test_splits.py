@@ -203,7 +203,7 @@ def test_which_dimensions_are_one():
 
     jaxpr = jax.make_jaxpr(fun)(jnp.ones((4, 16)), jnp.ones((6, 4)), jnp.ones((3, 5)))
     dims = Dimensions(jaxpr, 2)
-    w, x, table = map(dims.of, jaxpr.jaxpr.invars)
+    w, x, table = map(dims.classes, jaxpr.jaxpr.invars)
     assert w[0] == x[1] != w[1]
-    assert table[0] != table[1] == dims.of(jaxpr.jaxpr.outvars[1])[1]
+    assert table[0] != table[1] == dims.classes(jaxpr.jaxpr.outvars[1])[1]
     assert not {*w} & {*table}
