@@ -15,11 +15,8 @@ from scalax._jaxprs.interpreter import Interpreter
 
 Numbers = tuple[int, ...]
 """A number for each dimension of a value; those of one class are one dimension."""
-WHOLE = 0
-"""The number of dimensions of which something needs all places at once, or reads some of them alone.
-
-Slices and sorts do, loops over stacks, what is not known, and the user who places a value.
-"""
+_STACK = 0
+"""The number of dimensions that loops stack what rounds give in."""
 # What they give in one place depends on the places before.
 _IN_ORDER = frozenset(('cumsum', 'cumprod', 'cummax', 'cummin', 'cumlogsumexp', 'rev'))
 # The results of convolutions have windows, and those of ragged products groups.
@@ -29,19 +26,27 @@ _NOT_SPLIT = _IN_ORDER | {'conv_general_dilated', 'ragged_dot_general'}
 class Dimensions(Interpreter[Numbers]):
     """The dimensions of all values of a jaxpr, and of those inside it, in classes.
 
+    Some are *whole*: an equation needs all places of one at once, or reads some of them alone. Slices and
+    sorts do, loops over stacks, what is not known, and the user who places a value.
+
     Args:
         jaxpr: the jaxpr, open or closed.
         shards: in how many parts a dimension would be; what a reshape merges or splits is one with the first
             dimension, if that divides.
+
+    Attributes:
+        whole: the classes that are whole.
     """
 
     def __init__(self, jaxpr: Any, shards: int) -> None:
         super().__init__(nothing=())
         self._shards = shards
         self._classes = Classes[int]()
-        self._count = itertools.count(WHOLE + 1)
+        self._count = itertools.count(_STACK + 1)
         self._own = functools.cache(lambda key, rank: tuple(itertools.islice(self._count, rank)))
+        self._whole = [_STACK]
         self.results(jaxpr, [*map(self.numbers, opened(jaxpr).invars)])
+        self.whole = {*map(self._classes.root, self._whole)}
 
     def numbers(self, atom: Any) -> Numbers:
         """The numbers of the dimensions of a value, wherever its jaxpr is used."""
@@ -54,7 +59,7 @@ class Dimensions(Interpreter[Numbers]):
     def equation(self, equation: Any, operands: Sequence[Numbers]) -> Sequence[Numbers]:
         results = super().equation(equation, operands)
         for found, places in zip((operands, results), placed_by_user(equation), strict=True):
-            self._keep_whole(number for i in places for number in found[i])
+            self._whole += [number for i in places for number in found[i]]
         return results
 
     def primitive(self, name: str, equation: Any, operands: Sequence[Numbers]) -> Sequence[Numbers]:
@@ -62,8 +67,8 @@ class Dimensions(Interpreter[Numbers]):
         known = [found or self.numbers(atom) for found, atom in zip(operands, atoms, strict=True)]
         dims = UNKNOWN if name in _NOT_SPLIT else dims_of(equation)
         if dims is UNKNOWN:
-            self._keep_whole(itertools.chain(*known))
-            return [(WHOLE,) * len(shape_of(out)) for out in outs]
+            self._whole += itertools.chain(*known, *map(self.numbers, outs))
+            return [*map(self.numbers, outs)]
         if name == 'reshape':
             return [self._reshaped(equation, known[0])]
         if name == 'dot_general':
@@ -76,22 +81,24 @@ class Dimensions(Interpreter[Numbers]):
             mine = list(self.numbers(out))
             for i, places in enumerate(sources):
                 same = [place for place in places if _size(atoms, place) == shape_of(out)[i]]
-                if places:
+                if same:
                     mine[i] = self._joined(known, same)
+                elif places:
+                    self._whole.append(mine[i])
                 used.update(same)
             results.append(tuple(mine))
         if name not in ('gather', 'broadcast_in_dim'):
             every = [(place, dim) for place, found in enumerate(known) for dim in range(len(found))]
             left = [place for place in every if place not in used and _size(atoms, place) > 1]
-            self._keep_whole(known[place][dim] for place, dim in left)
+            self._whole += [known[place][dim] for place, dim in left]
         return results
 
     def element_of(self, stack: Numbers) -> Numbers:
-        self._keep_whole(stack[:1])
+        self._whole += stack[:1]
         return stack[1:]
 
     def stack_of(self, element: Numbers) -> Numbers:
-        return (WHOLE, *element)
+        return (_STACK, *element)
 
     def joined(self, facts: Sequence[Numbers]) -> Numbers:
         """Values that are one: so are their dimensions."""
@@ -102,15 +109,11 @@ class Dimensions(Interpreter[Numbers]):
         return first
 
     def _joined(self, known: Sequence[Numbers], places: Iterable[tuple[int, int]]) -> int:
-        """The number of dimensions of operands that are one; of none it is that of whole ones."""
-        numbers = [known[place][dim] for place, dim in places] or [WHOLE]
+        """The number of dimensions of operands that are one."""
+        numbers = [known[place][dim] for place, dim in places]
         for number in numbers[1:]:
             self._classes.unite(numbers[0], number)
         return numbers[0]
-
-    def _keep_whole(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            self._classes.unite(WHOLE, number)
 
     def _reshaped(self, equation: Any, known: Numbers) -> Numbers:
         """The dimensions of a reshape: of those that it merges or splits the first ones are one."""
@@ -120,7 +123,7 @@ class Dimensions(Interpreter[Numbers]):
             if shape_of(operand)[merged] % self._shards == shape_of(out)[split] % self._shards == 0:
                 found[split] = known[merged]
                 left.discard(merged)
-        self._keep_whole(known[dim] for dim in left)
+        self._whole += [known[dim] for dim in left]
         return tuple(found)
 
 

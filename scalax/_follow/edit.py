@@ -106,6 +106,14 @@ class Edit:
         self.equations.append(added)
         self.replaced[id(var)] = added.outvars[0]
 
+    def move_before(self, var: Any, there: Trail, specs: Sequence[PartitionSpec], equation: Any) -> None:
+        """Moves an operand of the equation at hand, by several specs; once for all that have it there."""
+        if (id(var), there) not in self.moved:
+            for spec in specs:
+                self.place_before(var, spec, equation)
+            self.moved[id(var), there] = self.replaced[id(var)]
+        self.replaced[id(var)] = self.moved[id(var), there]
+
     def note_loss(self, equation: Any, values: Sequence[Any]) -> None:
         """Takes note of an equation that lost the rows of these of its operands or results."""
         largest = max(values, key=lambda var: math.prod(shape_of(var)), default=None)

@@ -51,12 +51,8 @@ def _experts(edit: Edit, equation: Any, operands: list[Trail]) -> Sequence[int]:
         if trail and edit.has_open_rows(var):
             stops, dim = way(equation, place, operands, trail, edit.shared.trails.sizes)
             trail = stops[-1]
-            if (id(var), trail) not in edit.moved:
-                # At both ends: else the compiler might compute it where it moves to.
-                for stop in stops:
-                    edit.place_before(var, spec_of(stop, dim), equation)
-                edit.moved[id(var), trail] = edit.replaced[id(var)]
-            edit.replaced[id(var)] = edit.moved[id(var), trail]
+            # At both ends: else the compiler might compute it where it moves to.
+            edit.move_before(var, trail, [spec_of(stop, dim) for stop in stops], equation)
             operands[place] = trail
     staying = stay(equation, operands, stored)
     for place in staying:  # the result is where the rows are
@@ -67,26 +63,23 @@ def _experts(edit: Edit, equation: Any, operands: list[Trail]) -> Sequence[int]:
 def _gather_beside_columns(edit: Edit, equation: Any) -> None:
     """Gathers the rows of a product with columns that stay split, once for all such products."""
     splits = edit.shared.splits
-    for atom in equation.invars:
-        if splits.dim(atom) is None:
-            continue
-        if atom not in edit.shared.from_batch:
-            edit.note_move(equation, atom)
-        elif edit.has_open_rows(atom) and id(atom) not in edit.constrained:
-            # Of rows that nothing is said about the compiler might gather the weight.
-            edit.place_before(atom, spec_of(edit.trail(atom)), equation)
-    for place, axes in splits.entering(equation):
-        var = equation.invars[place]
-        if not edit.has_open_rows(var):
-            continue
+    dims = [splits.dim(atom) for atom in equation.invars]
+    if dims == [None, None]:
+        return
+    for var, dim in zip(equation.invars, dims, strict=True):
         here = edit.trail(var)
-        there, rows = without(here, axes), {i for i, each in enumerate(here) if {*axes}.intersection(each)}
-        if (id(var), there) not in edit.moved:
+        if dim is not None and var not in edit.shared.from_batch:
+            edit.note_move(equation, var)
+        elif not edit.has_open_rows(var):
+            continue
+        elif dim is None:
+            there = without(here, splits.axes) or ((),) * len(here)
+            rows = {i for i, each in enumerate(here) if not {*splits.axes}.isdisjoint(each)}
             # At both ends: else the compiler might compute it where it moves to.
+            edit.move_before(var, there, [spec_of(here), spec_of(there, rows)], equation)
+        elif id(var) not in edit.constrained:
+            # Of rows that nothing is said about the compiler might gather the weight.
             edit.place_before(var, spec_of(here), equation)
-            edit.place_before(var, spec_of(there or ((),) * len(here), rows), equation)
-            edit.moved[id(var), there] = edit.replaced[id(var)]
-        edit.replaced[id(var)] = edit.moved[id(var), there]
 
 
 def _gather_factors(edit: Edit, equation: Any, operands: list[Trail]) -> None:

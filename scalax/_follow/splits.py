@@ -10,23 +10,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from scalax._follow.dimensions import WHOLE, Dimensions
+from scalax._follow.dimensions import Dimensions
 from scalax._follow.experts import Stored
 from scalax._follow.trail import Trail, Trails
-from scalax._jax.equations import WITH_JAXPRS, branches, called, dot_dims, loop_of, opened
+from scalax._jax.equations import WITH_JAXPRS, dot_dims, jaxprs_in, loop_of, opened
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dependence import Dependence
+from scalax._tree.specs import canonical_entry, entry_axes
 
 # It has to take this much less: XLA may send the same bytes in a ring beside a product, which takes longer.
 _MARGIN = 0.85
-# A weight is gathered for the forward and for the backward pass, and its gradient is scattered; rows move
-# into a block and out of it at least once.
-_MOST_SENT = 3
 
 
 @dataclasses.dataclass
@@ -73,6 +71,9 @@ class Splits:
         stored: where weights are over the axes of the batch.
         from_batch: the variables that depend on the batch.
         trails: answers about trails.
+
+    Attributes:
+        axes: the mesh axes that shard weights, if these are the same for all.
     """
 
     def __init__(
@@ -81,17 +82,16 @@ class Splits:
         self._stored, self._from_batch, self._trails = stored, from_batch, trails
         self._split: set[int] = set()
         arguments = opened(jaxpr).invars
-        weights = [(var, stored.of(var)) for var in arguments]
-        sharded = {axes for _, trail in weights for axes in trail if axes}
-        if len(sharded) != 1 or not any(map(self._may_pay, stored.products)):
+        sharded = {axes for var in arguments for axes in stored.of(var) if axes}
+        if len(sharded) != 1:
             return
-        [self._axes] = sharded
-        self._dims = Dimensions(jaxpr, math.prod(trails.sizes[axis] for axis in self._axes))
-        self._others = trails.batch_axes.difference(self._axes)
-        self._rows = {
-            dim for var, trail in zip(arguments, rows, strict=True) for dim in self._along(var, trail)
-        }
-        found = {dim for var, trail in weights for dim in self._along(var, trail)} - {WHOLE} - self._rows
+        [self.axes] = sharded
+        self._others = trails.batch_axes.difference(self.axes)
+        if not any(map(self._may_pay, stored.products)):
+            return
+        self._dims = Dimensions(jaxpr, math.prod(trails.sizes[axis] for axis in self.axes))
+        self._rows = self._dims_along(arguments, rows)
+        found = self._dims_along(arguments, map(stored.of, arguments)) - self._rows - self._dims.whole
         self._costs = {dim: Cost() for dim in found}
         self._seen: set[Any] = set()
         for step in _steps(opened(jaxpr)):
@@ -109,29 +109,28 @@ class Splits:
         dim = self.dim(atom)
         if dim is None:
             return spec
-        return PartitionSpec(
-            *[
-                _joined(self._axes) if i == dim else _without(entry, self._axes)
-                for i, entry in enumerate(spec)
-            ]
-        )
-
-    def entering(self, equation: Any) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """The operands of a product that meet split columns, and the axes along which they are whole."""
-        found = [self.dim(atom) for atom in equation.invars]
-        for place in (0, 1):
-            if found[place] is None and found[1 - place] is not None:
-                yield place, self._axes
+        left = [
+            entry
+            if entry is PartitionSpec.UNCONSTRAINED
+            else canonical_entry(tuple([axis for axis in entry_axes(entry) if axis not in self.axes]))
+            for entry in spec
+        ]
+        return PartitionSpec(*left[:dim], canonical_entry(self.axes), *left[dim + 1 :])
 
     def _may_pay(self, product: Any) -> bool:
-        """Whether the weight of a product may be more than its rows, on their way in or out."""
+        """Whether a weight that is gathered twice, as for a gradient, is more than its rows, in or out."""
         rows = [atom for atom in (*product.invars, *product.outvars) if atom in self._from_batch]
-        weight = [atom for atom in product.invars if atom not in self._from_batch]
-        return bool(rows) and _MOST_SENT * max(map(self._bytes, weight)) > min(map(self._bytes, rows))
+        weights = [atom for atom in product.invars if atom not in self._from_batch]
+        return bool(rows) and 2 * max(map(self._bytes, weights), default=0) > min(map(self._rows_of, rows))
 
-    def _along(self, atom: Any, trail: Trail) -> list[int]:
+    def _dims_along(self, atoms: Iterable[Any], trails: Iterable[Trail]) -> set[int]:
         """The classes of the dimensions that mesh axes shard."""
-        return [dim for dim, axes in zip(self._dims.classes(atom), trail, strict=False) if axes]
+        return {
+            dim
+            for atom, trail in zip(atoms, trails, strict=True)
+            for dim, axes in zip(self._dims.classes(atom), trail, strict=False)
+            if axes
+        }
 
     def _count(self, step: Step) -> None:
         """Adds what an equation sends to the costs of the dimensions that it has."""
@@ -153,8 +152,9 @@ class Splits:
             seen = (value, dim) in self._seen
             self._seen.add((value, dim))
             if not rows:
-                is_split = dims[place].count(dim) == 1 and dim in self._along(atom, self._stored.of(atom))
-                if not is_split or any(dims[0][i] == dim for i in batch):  # experts
+                along = self._dims_along([atom], [self._stored.of(atom)])
+                # It has to lie along the dimension, once; and experts are another matter.
+                if dim not in along or dims[place].count(dim) > 1 or any(dims[0][i] == dim for i in batch):
                     del self._costs[dim]
                     return
                 cost.changes = max(cost.changes, changes)
@@ -199,30 +199,10 @@ def _steps(
                 total = sums[total]
             yield Step(equation, times, values, (total, call))
             continue
-        rounds, same = 1, values
+        rounds, same = 1, values[1:] if name == 'cond' else values
         if name in ('scan', 'while'):
             loop = loop_of(equation)
             rounds, same = loop.length or 1, [*loop.parts(values)[0]]
-        elif name == 'cond':
-            same = values[1:]
-        for inside in _inside(name, equation):
+        for inside in jaxprs_in(equation):
             known = {id(var): each for var, each in zip(inside.invars, same, strict=False)}
             yield from _steps(inside, times * rounds, known)
-
-
-def _inside(name: str, equation: Any) -> list[Any]:
-    """The jaxprs that an equation runs."""
-    if name == 'cond':
-        return [*map(opened, branches(equation))]
-    return [opened(loop_of(equation).body if name in ('scan', 'while') else called(equation))]
-
-
-def _joined(axes: tuple[str, ...]) -> Any:
-    return axes[0] if len(axes) == 1 else axes
-
-
-def _without(entry: Any, axes: tuple[str, ...]) -> Any:
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-        return entry
-    kept = tuple(axis for axis in ((entry,) if isinstance(entry, str) else entry) if axis not in axes)
-    return _joined(kept) if kept else None
