@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,7 +33,7 @@ from scalax._jax.equations import (
     scan_options,
 )
 from scalax._jax.primitives import primitive_name
-from scalax._jax.rewriting import Rewriter, equation_if_mapped, equation_of, run
+from scalax._jax.rewriting import Rewriter, bound, equation_if_mapped, equation_of, run
 from scalax._jaxprs.dependence import Dependence
 
 
@@ -107,9 +107,21 @@ def _on_own_rows(equation: Any, devices: int) -> Any:
             *map(together, rows),
         ]
 
-    found = equation_if_mapped(jax.jit(on_own_rows), equation)
+    own_loop = on_own_rows if each_round is loop.body else _with_gradient_of(equation, on_own_rows)
+    found = equation_if_mapped(jax.jit(own_loop), equation)
     # Of what can only be run one after the other, jax.vmap makes a loop over devices.
     return found if _count_loops(found) == _count_loops(equation) else equation
+
+
+def _with_gradient_of(equation: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with the gradient of an equation, if one is taken behind all of this.
+
+    In `chosen` also branches that a row did not choose have a gradient, times zero. It may be infinite, as
+    that of a square root at zero.
+    """
+    own = jax.custom_jvp(function)
+    own.defjvp(functools.partial(jax.jvp, lambda *operands: bound(equation, *operands)))
+    return own
 
 
 def _is_same(var: Any, out: Any, makers: Mapping[int, Any]) -> bool:

@@ -401,8 +401,8 @@ def _require(is_certain: bool) -> None:
 
 
 def _is_each(equation: Any) -> bool:
-    """Whether an equation does the same with each element of its operands."""
-    if primitive_name(equation) in ('custom_jvp_call', 'custom_vjp_call', 'jit'):
+    """Whether an equation does the same with each element of its operands; so does its gradient."""
+    if primitive_name(equation) in ('custom_jvp_call', 'jit'):  # any function may be a `custom_vjp`
         inside = equations.called(equation)
         return not constants_of(inside) and all(map(_is_each, opened(inside).eqns))
     return primitive_name(equation) in _EACH

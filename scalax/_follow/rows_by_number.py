@@ -102,7 +102,8 @@ def _scan(equation: Any, operands: Sequence[Numbers]) -> tuple[Any, Sequence[Num
     (atoms, first, _), (constants, _, stacks) = map(loop.parts, (equation.invars, operands))
     steps = _steps(loop._replace(body=body), first)
     counted = [
-        (x.val + steps[i] * rounds).astype(x.aval.dtype) if i in steps else None for i, x in enumerate(first)
+        (np.asarray(x.val).astype('int64') + steps[i] * rounds).astype(x.aval.dtype) if i in steps else None
+        for i, x in enumerate(first)
     ]
     elements = [None if x is None or x.shape != rounds.shape else x for x in stacks]
     same = [None if _size(atom) == 1 else x for atom, x in zip(atoms, constants, strict=True)]
@@ -118,14 +119,17 @@ def _scan(equation: Any, operands: Sequence[Numbers]) -> tuple[Any, Sequence[Num
 
 def _may_take_rows(call: Any, length: int) -> bool:
     """Whether a call may take rows of an array of so many, or write to one."""
+    # In place of these the gradient would be that of their equations, if it is taken of the whole function.
+    if primitive_name(call) in ('custom_jvp_call', 'custom_vjp_call'):
+        return False
     inside = [each for each in equations(called(call)) if primitive_name(each) in _INDEXED]
     has_rows = any(shape_of(each.invars[0])[:1] == (length,) for each in inside)
     return has_rows and not any(placed_by_user(call))
 
 
-def _steps(loop: Loop, first: Sequence[Any]) -> dict[int, int]:
+def _steps(loop: Loop, first: Sequence[Any]) -> dict[int, Any]:
     """The integers that a loop counts: number of a carried value -> what each round adds to it."""
-    body, steps = opened(loop.body), {}
+    body, steps = opened(loop.body), dict[int, Any]()
     makers = makers_of(body)
     for i, (start, var, out) in enumerate(zip(first, loop.parts(body.invars)[1], body.outvars, strict=False)):
         made = makers.get(id(out))
@@ -133,12 +137,12 @@ def _steps(loop: Loop, first: Sequence[Any]) -> dict[int, int]:
             continue
         added = [x for x in made.invars if x is not var]
         if len(added) == 1 and isinstance(added[0], Literal) and jnp.issubdtype(var.aval.dtype, jnp.integer):
-            steps[i] = added[0].val
+            steps[i] = np.asarray(added[0].val).astype('int64')
     return steps
 
 
 def _by_number(
-    loop: Loop, own: Container[int], steps: Mapping[int, int], options: Mapping[str, Any]
+    loop: Loop, own: Container[int], steps: Mapping[int, Any], options: Mapping[str, Any]
 ) -> Callable[..., Any] | None:
     """A loop with stacks in place of rows, as a function of its operands; None if it has no such rows.
 
@@ -183,7 +187,8 @@ def _by_number(
     def by_number(*operands: Any) -> list[Any]:
         given, first, stacks = loop.parts(operands)
         places = jax.lax.iota('int32', length)[:: -1 if options['reverse'] else 1]
-        counted = [first[i] + step * places.astype(first[i].dtype) for i, step in steps.items()]
+        each_step = {i: step.astype(first[i].dtype) for i, step in steps.items()}
+        counted = [first[i] + step * places.astype(step.dtype) for i, step in each_step.items()]
 
         def step(state: Sequence[Any], elements: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
             counted, own, taken = elements
@@ -196,7 +201,7 @@ def _by_number(
         elements = counted, [*stacks], [operands[place] for place, _ in read]
         state, stacked = jax.lax.scan(step, [first[i] for i in kept], elements, length, **options)
         found = dict(zip(kept, state, strict=True))
-        found |= {i: first[i] + jnp.asarray(step * length, first[i].dtype) for i, step in steps.items()}
+        found |= {i: first[i] + (step * length).astype(first[i].dtype) for i, step in steps.items()}
         found |= {i: first[i] for i in written}
         for (i, is_added), x in zip(links, stacked, strict=False):
             found[i] = found[i] + x if is_added else x
@@ -208,7 +213,7 @@ def _by_number(
 def _reads(equation: Any, own: Container[int]) -> bool:
     """Whether an equation takes the row of the round, as a whole."""
     name = primitive_name(equation)
-    if name not in ('dynamic_slice', 'gather') or id(equation.invars[1]) not in own:
+    if name not in ('dynamic_slice', 'gather') or not any(id(x) in own for x in equation.invars[1:2]):
         return False
     row, found = shape_of(equation.invars[0])[1:], shape_of(equation.outvars[0])
     if name == 'dynamic_slice':
@@ -240,7 +245,7 @@ def _written(
             added = _written(makers, None, more, own)
             if added and len(added) == 1 and (links := _written(makers, var, before, own)) is not None:
                 return [*links, (added[0][0], True)]
-    if name == 'dynamic_update_slice':
+    if name == 'dynamic_update_slice' and shape_of(out):  # a scalar is written by no number
         into, row, number = made.invars[:3]
         is_row = shape_of(row) == (1, *shape_of(out)[1:])
     elif name in ('scatter', 'scatter-add'):

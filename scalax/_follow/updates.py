@@ -1,6 +1,6 @@
 """Rows that are written to an array by number, of which XLA's partitioner makes wrong ones out of bounds.
 
-A `dynamic_update_slice` out of bounds writes the last row, or the first one. Where devices have rows of the
+A `dynamic_update_slice` out of bounds writes the last rows, or the first ones. Where devices have rows of the
 array, XLA writes none. To follow rows may be what puts them there; so the number is kept within bounds.
 """
 
@@ -17,12 +17,11 @@ from scalax._jax.rewriting import equation_of
 
 
 def within_bounds(equation: Any) -> Any:
-    """The equation; a `dynamic_update_slice` of one row, or column, by a number within bounds."""
+    """The equation; a `dynamic_update_slice` by numbers within bounds, where XLA minds."""
     if primitive_name(equation) != 'dynamic_update_slice':
         return equation
     array, update, *numbers = equation.invars
-    sizes = [*zip(numbers, shape_of(array), shape_of(update), strict=True)]
-    if all(isinstance(number, Literal) or rows != 1 or size == 1 for number, size, rows in sizes):
+    if not any(map(_may_be_lost, numbers, shape_of(array), shape_of(update))):
         return equation
 
     def updated(array: Any, update: Any, *numbers: Any) -> Any:
@@ -34,3 +33,10 @@ def within_bounds(equation: Any) -> Any:
         return jax.lax.dynamic_update_slice(array, update, kept)
 
     return equation_of(jax.jit(updated), equation)
+
+
+def _may_be_lost(number: Any, size: int, rows: int) -> bool:
+    """Whether XLA may write nothing: one row, or by a constant any number of rows, out of bounds."""
+    if isinstance(number, Literal):
+        return not 0 <= number.val <= size - rows
+    return rows == 1 < size

@@ -44,7 +44,8 @@ _UNCOUNTED = frozenset(
     {
         *('cholesky', 'cholesky_update', 'eig', 'eigh', 'hessenberg', 'householder_product', 'lu', 'qr'),
         *('geqrf', 'geqp3', 'ormqr', 'schur', 'svd', 'symmetric_product', 'triangular_solve', 'tridiagonal'),
-        *('ffi_call', 'tpu_custom_call', 'triton_kernel_call', 'scaled_matmul', 'scaled_dot'),
+        *('ffi_call', 'tpu_custom_call', 'triton_kernel_call'),
+        *('scaled_dot', 'scaled_matmul', 'scaled_matmul_wrapper'),
         *('dot_product_attention_fwd', 'dot_product_attention_fwd_wrapper'),
         *('dot_product_attention_bwd', 'dot_product_attention_bwd_wrapper'),
     }

@@ -111,6 +111,13 @@ def test_a_function_is_looked_at_and_not_run(tmp_path: Path, helper: MeshShardin
     assert_equal(checkpointer.restore(helper, RULE, init), like)
 
 
+def test_what_processes_tell_one_another_is_gone_once_a_step_is_there(
+    tmp_path: Path, helper: MeshShardingHelper
+) -> None:
+    save(tmp_path, small(helper))
+    assert [path.name for path in tmp_path.rglob('files.*')] == ['files.json']
+
+
 def test_arrays_may_be_donated_as_soon_as_save_returns(tmp_path: Path, helper: MeshShardingHelper) -> None:
     state = helper.shard({f'w{i}': np.full((512, 512), i, np.float32) for i in range(8)}, P('fsdp', 'tp'))
     wanted = helper.gather(state)

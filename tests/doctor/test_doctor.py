@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from examples.launch.ports import held_port
-from scalax._doctor import Diagnosis, diagnose, environment, opening
+from scalax._doctor import Diagnosis, device_process, diagnose, environment
 from scalax._doctor.devices import _disagreements, _known_cure, open_devices
 from scalax._doctor.finding import Finding
 from tests.support import ROOT
@@ -200,7 +200,7 @@ def no_driver():
     ids=['known', 'not said', 'nothing said', 'an error'],
 )
 def test_memory_of_a_device(memory_stats, expected):
-    assert opening.memory(SimpleNamespace(memory_stats=memory_stats)) == expected
+    assert device_process.memory(SimpleNamespace(memory_stats=memory_stats)) == expected
 
 
 @pytest.fixture

@@ -192,3 +192,22 @@ def test_weights_are_gathered_once_before_the_loop(name):
     step = helper.sjit(LOOPS[name], in_shardings=(RULE, P('fsdp')), out_shardings=RULE)
     plan = helper.plan(step, w, x, quick=True)
     assert sum(row.count * row.bytes for row in plan.collectives) < 4 * 256 * 256 * 4
+
+
+def test_branches_that_rows_do_not_choose_have_no_gradient():
+    """It would be not a number, also where it is taken of the whole function, from outside."""
+
+    def fun(w, x):
+        def rooted(row):
+            return jnp.sqrt(row[0]) * (row @ w)
+
+        return lax.map(lambda row: lax.cond(row[0] > 0, rooted, jnp.sin, row), x)
+
+    def total(fun):
+        return lambda *args: jnp.sum(jnp.sin(fun(*args)))
+
+    step = MeshShardingHelper([8], ['fsdp']).sjit(fun, in_shardings=(RULE, P('fsdp')))
+    with jax.default_matmul_precision('highest'):
+        found, expected = (jax.grad(total(each), (0, 1))(W, X) for each in (step, fun))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+    assert not step.followed(W, X).lost

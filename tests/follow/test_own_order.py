@@ -283,6 +283,23 @@ def test_rows_that_are_put_back_by_a_gradient_of_their_own():
     assert compare(fun).moved and not compare(with_gradients(fun)).moved
 
 
+@jax.custom_vjp
+def doubled(x):
+    return x * 2
+
+
+doubled.defvjp(lambda x: (x * 2, None), lambda _, gradient: (jnp.cumsum(gradient, 0),))
+
+
+def test_a_gradient_of_its_own_may_take_order():
+    fun = of_sorted(lambda w, rows, *more: plain(w, doubled(rows), *more))
+    helper, rule, batch = STRATEGIES['fsdp']
+    step = helper.sjit(fun, in_shardings=(rule, batch))
+    with jax.default_matmul_precision('highest'):
+        found, expected = (with_gradients(each)(weights(), tokens()) for each in (step, fun))
+    jax.tree.map(alike, found, expected)
+
+
 def of_sorted(layer):
     return functools.partial(experts, layer=layer)
 

@@ -91,6 +91,33 @@ OTHERS = {
 }
 
 
+@jax.custom_vjp
+def taken(x, i):
+    return jnp.tanh(x[i])
+
+
+def taken_forward(x, i):
+    return taken(x, i), (x, i)
+
+
+def taken_backward(saved, gradient):
+    x, i = saved
+    return jnp.zeros_like(x).at[i].set(3 * gradient), None
+
+
+taken.defvjp(taken_forward, taken_backward)
+
+
+@jax.custom_jvp
+def looked_up(x, i):
+    return jnp.tanh(x[i])
+
+
+@looked_up.defjvp
+def looked_up_forward(values, tangents):
+    return looked_up(*values), 5 * tangents[0][values[1]]
+
+
 def gradient(fun):
     def total(w, x):
         return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(fun(w, jnp.tanh(x @ w))))
@@ -127,6 +154,48 @@ def test_each_device_runs_over_its_own_rows(name):
         found, expected = step(W, X), jax.jit(fun)(W, X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
     assert not step.followed(W, X).lost
+
+
+@pytest.mark.parametrize('take', [taken, looked_up])
+def test_a_row_that_is_taken_with_a_gradient_of_its_own_keeps_it(take):
+    """Also where the gradient is taken of the whole function, from outside."""
+
+    def fun(w, x):
+        return lax.map(jax.checkpoint(lambda i: take(x, i) @ w), jnp.arange(N))
+
+    helper, rule = MeshShardingHelper([8], ['fsdp']), FSDPShardingRule('fsdp', min_fsdp_size=1)
+    with jax.default_matmul_precision('highest'):
+        step = helper.sjit(fun, in_shardings=(rule, P('fsdp')))
+        found, expected = (jax.grad(lambda *args: each(*args).sum(), (0, 1))(W, X) for each in (step, fun))  # noqa: B023
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize('dtype', ['int8', 'uint8', 'int32', 'uint32'])
+def test_small_integers_count_from_the_start_again(dtype):
+    x = np.random.default_rng(1).normal(size=(320, 8)).astype('float32')
+
+    def fun(x):
+        def step(c, i):
+            return (c[0] + jnp.asarray(3, dtype), c[1] + x[i] * c[0].astype('float32')), c[0]
+
+        return lax.scan(step, (jnp.asarray(5, dtype), jnp.zeros(8)), jnp.arange(len(x)))
+
+    jaxpr = with_rows_by_number(jax.make_jaxpr(fun)(x))
+    assert INDEXING.isdisjoint(each.primitive.name for each in equations(jaxpr))
+    for a, b in zip(jaxpr_as_fun(jaxpr)(x), jax.tree.leaves(fun(jnp.asarray(x))), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_scalars_have_no_rows():
+    def fun(x):
+        def added(i, c):
+            return c[0] + lax.dynamic_slice(x[i, 0], (), ()), lax.dynamic_update_slice(c[1], c[0], ())
+
+        return lax.fori_loop(0, N, added, (0.0, 0.0))
+
+    found = jaxpr_as_fun(with_rows_by_number(jax.make_jaxpr(fun)(X)))(X)
+    np.testing.assert_allclose(found, fun(jnp.asarray(X)), rtol=1e-5)
 
 
 def test_a_program_without_such_loops_is_the_same():

@@ -41,6 +41,18 @@ def test_numbers_are_kept_within_bounds(number, dtype):
     np.testing.assert_array_equal(found, written(*args))
 
 
+@pytest.mark.parametrize('rows', [1, 2])
+@pytest.mark.parametrize('number', [N, 100, -100])
+def test_constants_out_of_bounds(number, rows):
+    def fun(w, x):
+        return lax.dynamic_update_slice(x @ w, jnp.ones((rows, 8)), (number, 0))
+
+    helper, rule = MeshShardingHelper([8], ['fsdp']), FSDPShardingRule('fsdp', min_fsdp_size=1)
+    with jax.default_matmul_precision('highest'):
+        step = helper.sjit(fun, in_shardings=(rule, P('fsdp')))
+        np.testing.assert_allclose(step(W, X), jax.jit(fun)(W, X), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize('size', [300, N])
 def test_small_integers_count_only_so_far(size):
     args = jnp.zeros((size, 2)), jnp.ones((1, 2)), jnp.int8(100)

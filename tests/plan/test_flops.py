@@ -299,6 +299,21 @@ def test_bounds(fun, products, known):
     assert counted(fun, X) == Flops(products * ONE, known)
 
 
+@pytest.mark.parametrize(
+    'multiply',
+    [
+        jax.nn.scaled_matmul,
+        lambda a, b, of_a, of_b: jax.lax.scaled_dot(
+            a, b, lhs_scale=of_a, rhs_scale=of_b, dimension_numbers=(((2,), (2,)), ((0,), (0,)))
+        ),
+    ],
+    ids=['scaled_matmul', 'scaled_dot'],
+)
+def test_products_of_scaled_blocks_are_not_counted(multiply):
+    matrix, scales = leaf(1, 128, 128, dtype='float8_e4m3fn'), leaf(1, 128, 4, dtype='float8_e8m0fnu')
+    assert counted(multiply, matrix, matrix, scales, scales) == Flops(0, Counted.AT_LEAST)
+
+
 def test_a_solver_is_counted_as_it_runs():
     """Conjugate gradients, in three rounds at most.
 

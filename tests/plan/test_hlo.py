@@ -153,6 +153,14 @@ def found(*lines):
     return [(row.kind, row.axes, row.group, row.bytes) for row in collectives(parse(program(*lines)), MESH)]
 
 
+def test_what_the_partitioned_program_lacks_is_added_by_the_compiler():
+    reduce = 'ROOT %r = f32[8]{0} all-reduce(%p), replica_groups=[4,2]<=[8], to_apply=%add'
+    optimized = parse(program(reduce))
+    for partitioned, cause in ((reduce, 'sharding'), ('ROOT %c = f32[8]{0} copy(%p)', 'compiler')):
+        [row] = collectives(optimized, MESH, (), parse(program(partitioned)))
+        assert row.cause == cause
+
+
 # (instruction, kind, axes, members of a group, bytes of the whole array)
 KINDS = {
     'all-reduce': (
@@ -288,6 +296,15 @@ REFUSED = {
     'from one to another': (
         program('ROOT %r = token[] send(%p, %p), channel_id=1'),
         "the program holds 'send': devices send something to one another in an unknown way",
+    ),
+    'a new kind between slices': (
+        program(
+            '%t = token[] after-all()',
+            'ROOT %r = (f32[8]{0}, u32[], token[]) recv(%t), channel_id=2, is_host_transfer=true, '
+            'frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
+            '_xla_megascale_transfer_type="ALL_SCATTER"}',
+        ),
+        "the program sends something between slices in an unknown way: 'ALL_SCATTER'",
     ),
     'a new notation': (
         program('ROOT %r = f32[8]{0} all-reduce(%p), replica_groups=rings(2), to_apply=%add'),

@@ -213,6 +213,15 @@ def test_many_operations_between_state_and_test():
     assert count_flops(jax.jit(fun).trace(X).jaxpr) == Flops(32 * ONE)
 
 
+def test_what_takes_too_many_operations_is_not_known():
+    def test(i):
+        for _ in range(2000):
+            i = i + 1
+        return i < 2003
+
+    assert count_flops(jax.jit(while_(test, lambda i: i + 1, 0)).trace(X).jaxpr) == Flops(ONE, AT_LEAST)
+
+
 # --- Branches -------------------------------------------------------------------------------------
 
 

@@ -215,6 +215,22 @@ def test_what_is_not_explained_is_said():
     assert any(line.endswith(f'added by the compiler: {first.source}') for line in lines)
 
 
+@pytest.mark.parametrize(
+    ('changes', 'why'),
+    [
+        ({'kind': 'all-to-all', 'partitioned_as': 'all-reduce'}, 'for an all-reduce: '),
+        ({'kind': 'reduce-scatter', 'partitioned_as': 'all-reduce'}, ''),  # is written so
+        ({'kind': 'all-to-all', 'partitioned_as': 'all-reduce', 'cause': 'halo'}, 'halo exchange: '),
+    ],
+)
+def test_the_kind_that_a_collective_was_is_said_where_nothing_else_is(changes, why):
+    plan = HELPER.plan(STEP, *ARGUMENTS)
+    first, *rest = plan.collectives
+    changed = dataclasses.replace(plan, collectives=(dataclasses.replace(first, **changes), *rest))
+    [line] = [line for line in changed.to_text(160).splitlines() if line.startswith(changes['kind'])]
+    assert line.endswith(f'  {why}{first.source}')
+
+
 def test_text_of_memory_and_of_quick_plans():
     plan = HELPER.plan(STEP, *ARGUMENTS)
     memory = Memory(2**20, outputs=0, temporaries=5 * 2**20, estimated=False, limit=2**34, peak=2**22)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from scalax._plan.collective_seconds import collective_seconds
+from scalax._plan.collective_seconds import collective_seconds, part_of_links
 from scalax._plan.torus import Place, Route, Torus, places_of, places_on_torus, route_of, torus_of
 from scalax.errors import PlanError
 from scalax.plan import HARDWARE, Hardware, Line
@@ -307,6 +307,18 @@ def test_times(call, expected):
 )
 def test_the_least_time(kind, lines, hops):
     assert seconds(kind, *lines, whole=8) == pytest.approx(hops * 1e-6)
+
+
+@pytest.mark.parametrize(
+    ('kind', 'lines', 'part'),
+    [
+        ('collective-permute', (ring(0, 4),), 1 / 2),
+        ('collective-permute', (), 1),
+        ('all-gather', (ring(0, 4),), 1),
+    ],
+)
+def test_a_permute_uses_a_part_of_the_links(kind, lines, part):
+    assert part_of_links(kind, Route(1, 16, 16, lines)) == part
 
 
 def test_times_inside_a_chip():

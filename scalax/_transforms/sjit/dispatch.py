@@ -5,9 +5,10 @@ A call takes these stages. The next call of the same kind takes the first alone.
 1. The generated caller (`caller`) tries `Dispatcher.fast_call`, and dispatches where there is none.
 2. `Dispatcher.dispatch` decides where the call runs, and goes through the other stages.
 3. `Dispatcher._read` computes the `CallKey` of the leaves (`Call`), and asks the rules for their shardings.
-4. `Dispatcher._completed` finds the program of the key; if the key is new, 5 and 6 come first.
+4. `Dispatcher._program_of` checks where the arguments are, and finds the program of the key
+   (`_program_of_key`); if the key is new, 5 and 6 come first.
 5. `Dispatcher._trace` traces the user's function, which gives the jaxpr and the shardings of the outputs.
-6. `Dispatcher._program` gives the program of these shardings; if they are new, it makes the ``jax.jit``.
+6. `Dispatcher._program_with` gives the program of these shardings; if they are new, it makes the ``jax.jit``.
 7. `ReadCall.placed` moves arguments to the shardings of the rules.
 8. `Dispatcher._run` calls the program, and explains what it refuses.
 
@@ -164,7 +165,7 @@ class Dispatcher:
             # What is new is compiled, which takes long.
             doing = f'compiling {self.signature.name}'
             with contextlib.nullcontext() if entry.outputs_checked else progress(doing, _log):
-                program = self._completed(read, entry)
+                program = self._program_of(read, entry)
                 placed_args = flat_args if read.typed is call else read.placed(placement.moved)
                 if read.typed is not call and (read.moves.unplaced or read.moves.foreign):
                     self._place_host_data(read, program)
@@ -223,7 +224,7 @@ class Dispatcher:
         """
         with _users_code:
             read, entry = self._read(Call(self.signature, flat_args))
-            return self._completed(read, entry), entry, read.placed(placement.as_moved)
+            return self._program_of(read, entry), entry, read.placed(placement.as_moved)
 
     def followed(self, flat_args: Sequence[Any]) -> FollowedBatch:
         """What is followed in a call that is not run; raises as `prepare` does."""
@@ -283,15 +284,15 @@ class Dispatcher:
         """The program of a call, if it is known."""
         return self._read(Call(self.signature, flat_args))[1].program
 
-    def _completed(self, read: ReadCall, entry: Entry) -> Program:
+    def _program_of(self, read: ReadCall, entry: Entry) -> Program:
         """The program of a call, after the check that its arguments are where they belong."""
         if any(map(self.rules.is_wrong, read.call.leaves, read.shardings)):
             errors.reject_mismatched(read)
         # Traced with the types of the moved arguments: nothing moves before all rules are known to fit.
         with self.args_placed:
-            return self._trace_and_build(read.typed, entry)
+            return self._program_of_key(read.typed, entry)
 
-    def _trace_and_build(self, call: Call, entry: Entry) -> Program:
+    def _program_of_key(self, call: Call, entry: Entry) -> Program:
         """The program of a key; makes it if it is new, or waits for the thread that does."""
         with entry.lock:
             if entry.program is not None:
@@ -305,7 +306,7 @@ class Dispatcher:
                 flat_function = self._trace(call, entry)
             finally:
                 entry.tracing = False
-            program = self._program(call, entry, flat_function)
+            program = self._program_with(call, entry, flat_function)
             if self.options.annotation_shardings:
                 self._function.warn_unused(any_static=bool(call.layout.static))
             self._compares_paths |= entry.key.paths is not None
@@ -346,7 +347,7 @@ class Dispatcher:
         dependent = Dependence(jaxpr, [*[False] * others, *sharded], certain=True)
         return any(sharded) and any(dependent.of_results)
 
-    def _program(self, call: Call, entry: Entry, flat_function: Callable[..., Any]) -> Program:
+    def _program_with(self, call: Call, entry: Entry, flat_function: Callable[..., Any]) -> Program:
         """The program that has the shardings of a trace: one that is there, or one of *flat_function*.
 
         Programs are known by their slots, the shardings of arguments and outputs, and what else they do.
@@ -451,7 +452,7 @@ class Dispatcher:
                 and not all(to is None or has_type(x, to) for x, to in pairs)
             ):
                 raise self._wrong_program()  # types are not right yet
-        if self._trace_and_build(call, entry).flat_function.__dict__['token'] is not token:
+        if self._program_of_key(call, entry).flat_function.__dict__['token'] is not token:
             raise self._wrong_program()
         return entry
 

@@ -99,10 +99,11 @@ def test_omitted_defaults_are_not_traced():
 
 
 def test_default_omitted_before_a_keyword():
-    def g(x, a=1.0, b=2.0):
-        return x * a + b
+    def g(x, a=1.0, b=2.0, c=3.0):
+        return x * a + b * c
 
-    np.testing.assert_array_equal(HELPER.sjit(g)(X, b=5.0), X + 5)
+    np.testing.assert_array_equal(HELPER.sjit(g)(X, b=5.0), X + 15)
+    np.testing.assert_array_equal(HELPER.sjit(g)(X, c=5.0), X + 10)
 
 
 @pytest.mark.parametrize('static', [1, -2, (1,), (1, -1), (2, 1), [-1, 1]])
