@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from scalax._jax.equations import opened, shape_of
+from scalax._jaxprs.classes import Classes
 from scalax._jaxprs.dependence import Dependence
 from scalax._jaxprs.dims import ELEMENTWISE, PRODUCTS, VIEWS, dims_of
 from scalax._jaxprs.interpreter import Interpreter
@@ -19,26 +20,7 @@ from scalax._jaxprs.interpreter import Interpreter
 Place = tuple[int, int]
 """A dimension of an argument: the number of the argument, and that of the dimension."""
 
-T = TypeVar('T', int, Place)
 _SLICES = frozenset({'slice', 'dynamic_slice', 'split'})
-
-
-class Classes(Generic[T]):
-    """Things of which some are one; of each class the least stands for all."""
-
-    def __init__(self) -> None:
-        self._parents: dict[T, T] = {}
-
-    def root(self, thing: T) -> T:
-        """What stands for the class of a thing."""
-        while (parent := self._parents.get(thing, thing)) != thing:
-            thing = parent
-        return thing
-
-    def unite(self, one: T, other: T) -> None:
-        """Makes one class of two."""
-        a, b = self.root(one), self.root(other)
-        self._parents[max(a, b)] = min(a, b)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,8 +6,9 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from scalax._find.dimensions import Classes, Dimensions
+from scalax._find.dimensions import Dimensions
 from scalax._find.step import Leaf
+from scalax._jaxprs.classes import Classes
 from scalax._util.folding import fold
 
 # Groups with less than this part of all bytes are replicated: biases, counters; norms, which nothing is

@@ -87,6 +87,7 @@ class Edit:
 
     def constrain(self, var: Any, spec: PartitionSpec, equation: Any) -> None:
         """Constrains a variable, once more if it is, for all equations behind this one."""
+        spec = self.shared.splits.spec(var, spec)
         added = self.shared.constraint(self.constrained.get(id(var), var), spec, equation)
         self.equations.append(added)
         self.constrained[id(var)] = added.outvars[0]
@@ -101,9 +102,17 @@ class Edit:
 
     def place_before(self, var: Any, spec: PartitionSpec, equation: Any) -> None:
         """Constrains an operand of the equation at hand, and of no other."""
-        added = self.shared.constraint(self.input(var), spec, equation)
+        added = self.shared.constraint(self.input(var), self.shared.splits.spec(var, spec), equation)
         self.equations.append(added)
         self.replaced[id(var)] = added.outvars[0]
+
+    def move_before(self, var: Any, there: Trail, specs: Sequence[PartitionSpec], equation: Any) -> None:
+        """Moves an operand of the equation at hand, by several specs; once for all that have it there."""
+        if (id(var), there) not in self.moved:
+            for spec in specs:
+                self.place_before(var, spec, equation)
+            self.moved[id(var), there] = self.replaced[id(var)]
+        self.replaced[id(var)] = self.moved[id(var), there]
 
     def note_loss(self, equation: Any, values: Sequence[Any]) -> None:
         """Takes note of an equation that lost the rows of these of its operands or results."""

@@ -162,7 +162,7 @@ class _Pass(Edit):
                 if move is not None:  # at both ends: else the compiler might gather the weight
                     self.constrain(var, move.result, equation)
                 self.constrain(var, spec, equation)
-                self.kept.append(Noted(equation, var.aval, spec=spec))
+                self.kept.append(Noted(equation, var.aval, spec=self.shared.splits.spec(var, spec)))
         found = [*map(self.trail, equation.outvars)]
         if name not in _TOLD and self._loses_rows(equation, operands, found):
             self.note_loss(equation, equation.outvars)
@@ -183,7 +183,8 @@ class _Pass(Edit):
         for weight, rows in ((0, 1), (1, 0)):
             stored, summed = axes_of(self.shared.stored.of(equation.invars[weight])), dims.summed_of(rows)
             own = [each for i, each in enumerate(operands[rows]) if i not in summed]
-            if stored and stored.isdisjoint(axes_of(own)):
+            is_split = self.shared.splits.dim(equation.invars[weight]) is not None
+            if stored and (is_split or stored.isdisjoint(axes_of(own))):
                 found.append(weight)
         return found
 

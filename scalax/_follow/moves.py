@@ -54,6 +54,8 @@ def move_to_weight(
             break
     else:
         return None
+    if shared.splits.dim(equation.invars[weight]) is not None:
+        return None
     [out], kept = equation.outvars, results[0] if results else LOST
     axes, others = axes_of(stored), axes_of(operands[weight])
     left, right = axes_of(operands[rows]) - axes, axes_of(kept) - axes

@@ -27,6 +27,7 @@ def place_operands(edit: Edit, equation: Any, operands: list[Trail]) -> Sequence
         experts = _experts(edit, equation, operands)
         if all(map(shared.has_rows, operands)):
             _gather_factors(edit, equation, operands)
+        _gather_beside_columns(edit, equation)
         return experts
     if name in SIDE_BY_SIDE and len({*operands}) > 1:
         _keep_beside(edit, equation, operands)
@@ -50,17 +51,35 @@ def _experts(edit: Edit, equation: Any, operands: list[Trail]) -> Sequence[int]:
         if trail and edit.has_open_rows(var):
             stops, dim = way(equation, place, operands, trail, edit.shared.trails.sizes)
             trail = stops[-1]
-            if (id(var), trail) not in edit.moved:
-                # At both ends: else the compiler might compute it where it moves to.
-                for stop in stops:
-                    edit.place_before(var, spec_of(stop, dim), equation)
-                edit.moved[id(var), trail] = edit.replaced[id(var)]
-            edit.replaced[id(var)] = edit.moved[id(var), trail]
+            # At both ends: else the compiler might compute it where it moves to.
+            edit.move_before(var, trail, [spec_of(stop, dim) for stop in stops], equation)
             operands[place] = trail
     staying = stay(equation, operands, stored)
     for place in staying:  # the result is where the rows are
         operands[place] = without(operands[place], axes_of(operands[1 - place]))
     return staying
+
+
+def _gather_beside_columns(edit: Edit, equation: Any) -> None:
+    """Gathers the rows of a product with columns that stay split, once for all such products."""
+    splits = edit.shared.splits
+    dims = [splits.dim(atom) for atom in equation.invars]
+    if dims == [None, None]:
+        return
+    for var, dim in zip(equation.invars, dims, strict=True):
+        here = edit.trail(var)
+        if dim is not None and var not in edit.shared.from_batch:
+            edit.note_move(equation, var)
+        elif not edit.has_open_rows(var):
+            continue
+        elif dim is None:
+            there = without(here, splits.axes) or ((),) * len(here)
+            rows = {i for i, each in enumerate(here) if not {*splits.axes}.isdisjoint(each)}
+            # At both ends: else the compiler might compute it where it moves to.
+            edit.move_before(var, there, [spec_of(here), spec_of(there, rows)], equation)
+        elif id(var) not in edit.constrained:
+            # Of rows that nothing is said about the compiler might gather the weight.
+            edit.place_before(var, spec_of(here), equation)
 
 
 def _gather_factors(edit: Edit, equation: Any, operands: list[Trail]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._follow.experts import Stored
+from scalax._follow.splits import Splits
 from scalax._follow.trail import Trail, Trails, axes_of, of_dims, without
 from scalax._follow.types import ONCE, Arguments, Followed, Use
 from scalax._jax.equations import shape_of
@@ -34,6 +35,7 @@ class Shared(abc.ABC):
         has_columns: whether mesh axes that shard no rows may shard columns, and it is known where.
         from_batch: the variables that depend on the batch.
         stored: where weights are over the axes of the batch.
+        splits: the dimensions of weights that stay split over the axes of the batch.
         tables: the shapes of weights that rows are looked up in, and where these are over the batch's axes.
         ordered: as for `Followed`.
         has_kernels: whether there were kernels that run on each device with its rows.
@@ -51,6 +53,7 @@ class Shared(abc.ABC):
         self.from_batch = Dependence(whole, list(map(self.has_rows, arguments.trails)))
         self.stored = Stored(whole, arguments.stored, self.trails, self.from_batch)
         self.ordered: dict[str, dict[Any, Sequence[Trail]]] = {'sort': {}, 'ragged_dot_general': {}}
+        self.splits = Splits(whole, arguments.trails, self.stored, self.from_batch, self.trails)
         self.has_kernels = False
 
     @abc.abstractmethod
