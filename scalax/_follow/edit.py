@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._follow.said import placed_by_user
 from scalax._follow.shared import Shared
+from scalax._follow.splits import Costs
 from scalax._follow.trail import LOST, Trail
 from scalax._follow.types import ONCE, Followed, Noted, Use
 from scalax._follow.weights import Weights
@@ -36,7 +37,7 @@ class Edit:
         kept: the values that are constrained, those of jaxprs inside it too.
         lost: where rows were lost, likewise.
         moves: the equations whose rows move to other devices, likewise.
-        gathered, sent: as for `Followed`, likewise.
+        costs: what dimensions send that may stay split, likewise.
         weights: its arguments without rows, and what is multiplied with them.
         replaced: operand of the equation at hand -> what stands in its place, for this equation.
         summed: the results of the loop at hand that are summed behind it.
@@ -56,7 +57,7 @@ class Edit:
         self.kept: list[Noted] = []
         self.lost: list[Noted] = []
         self.moves: list[Noted] = []
-        self.gathered = self.sent = 0.0
+        self.costs = Costs(shared.splits, inner)
         arguments = {var: i for i, var in enumerate(inner.invars) if not shared.has_rows(trails[i])}
         self.weights = Weights(arguments, use.rounds, shared.trails)
         self.replaced: dict[int, Any] = {}
@@ -132,6 +133,5 @@ class Edit:
         pairs = (self.kept, found.kept), (self.lost, found.lost), (self.moves, found.moved)
         for mine, theirs in pairs:
             mine += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in theirs]
-        self.gathered += times * found.gathered
-        self.sent += times * found.sent
+        self.costs.note_inside(found.gathered, found.sent, times)
         return found

@@ -26,9 +26,6 @@ class Stored(Interpreter[Trail]):
         stored: of its arguments that are weights, the axes of the batch that shard each dimension.
         trails: answers about trails.
         from_batch: the variables that depend on the batch; these are no weights.
-
-    Attributes:
-        products: the products with weights.
     """
 
     def __init__(
@@ -36,7 +33,6 @@ class Stored(Interpreter[Trail]):
     ) -> None:
         super().__init__(nothing=LOST)
         self._trails, self._from_batch = trails, from_batch
-        self.products: list[Any] = []
         if any(stored):
             self.results(jaxpr, stored)
 
@@ -45,8 +41,6 @@ class Stored(Interpreter[Trail]):
             found = self._trails.through(equation, operands)
             pairs = zip(found, equation.outvars, strict=True)
             return [self._trails.possible(trail, shape_of(var)) for trail, var in pairs]
-        if name == 'dot_general':
-            self.products.append(equation)
         return ()
 
     def joined(self, facts: Sequence[Trail]) -> Trail:

@@ -61,9 +61,9 @@ def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Follo
     """
     follower = _Follower(mesh, arguments, jaxpr)
     found = follower.follow(jaxpr, arguments.trails)
-    # The compiler moves no rows to kernels.
-    is_open = found.gathered > found.sent and not follower.has_kernels
-    return dataclasses.replace(found, is_open=is_open, ordered=follower.ordered)
+    if follower.splits.choose(found.gathered, found.sent):
+        found = follower.begun_again().follow(jaxpr, arguments.trails)
+    return dataclasses.replace(found, ordered=follower.ordered)
 
 
 class _Follower(Shared):
@@ -72,6 +72,11 @@ class _Follower(Shared):
     def __init__(self, mesh: Mesh | AbstractMesh, arguments: Arguments, whole: Any) -> None:
         super().__init__(mesh, arguments, whole)
         self._known: dict[Any, Followed] = {}
+
+    def begun_again(self) -> _Follower:
+        """This one, with nothing followed yet: which dimensions stay split is known now."""
+        self._known.clear()
+        return self
 
     def follow(self, jaxpr: Any, trails: Sequence[Trail], use: Use = ONCE) -> Followed:
         key = jaxpr, tuple(trails), use
@@ -119,8 +124,8 @@ class _Pass(Edit):
             self.kept,
             self.lost,
             self.moves,
-            self.gathered,
-            self.sent,
+            self.costs.gathered,
+            self.costs.sent,
             self.weights.multiplied,
             self.weights.passed(jaxpr.outvars),
             frozenset(i for i, atom in enumerate(jaxpr.outvars) if self.weights.is_sum(atom)),
@@ -134,6 +139,8 @@ class _Pass(Edit):
             self._elementwise(equation, ids, operands)
             return
         self.replaced, self.summed = {}, []
+        if self.shared.splits.possible and name not in WITH_JAXPRS:
+            self.costs.note(equation, operands, self.weights)
         experts = place_operands(self, equation, operands)
         placed, results = self._results(equation, operands)
         for place in experts:
@@ -258,7 +265,6 @@ class _Pass(Edit):
             return equation, ()
         if name == KERNEL:
             placed, results = kernels.on_own_rows(equation, operands, self.shared.mesh, self.shared.has_rows)
-            self.shared.has_kernels |= placed is not equation
             return placed, results
         if self.shared.trails.dims(equation) is not UNKNOWN:
             if name == 'dot_general':

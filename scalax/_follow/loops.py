@@ -10,7 +10,6 @@ from scalax._follow.edit import Edit
 from scalax._follow.trail import (
     LOST,
     Trail,
-    axes_of,
     closed_spec_of,
     common,
     element_of,
@@ -47,7 +46,7 @@ def follow_loop(edit: Edit, equation: Any, operands: Sequence[Trail]) -> tuple[A
     if gone := [atom for atom, before, kept in carried if has_rows(before) and not has_rows(kept)]:
         _note_losses(edit, equation, gone, edit.follow(loop.body, arguments(grown)), inside)
     _gather_before(edit, equation, range(loop.tested, loop.tested + loop.constants), inside)
-    _sum_behind(edit, equation, loop.carried, rounds, inside)
+    _sum_behind(edit, equation, loop.carried, inside)
     edit.weights.note_loop(equation.invars[loop.tested :], inside.multiplied, loop.constants, rounds)
     stacked = map(stack_of, inside.trails[loop.carried :])
     return with_jaxprs(equation, inside.jaxpr), [*inside.trails[: loop.carried], *stacked]
@@ -95,10 +94,10 @@ def _gather_before(edit: Edit, equation: Any, places: range, inside: Followed) -
             edit.place_before(var, spec, equation)
 
 
-def _sum_behind(edit: Edit, equation: Any, carried: int, rounds: int, inside: Followed) -> None:
+def _sum_behind(edit: Edit, equation: Any, carried: int, inside: Followed) -> None:
     """Leaves sums over few rows of a round whole: devices add them up once, behind the loop."""
-    summed = [
-        (var, inside.trails[i])
+    edit.summed = [
+        var
         for i, var in enumerate(equation.outvars[:carried])
         if i in inside.summed
         and not edit.shared.has_rows(inside.trails[i])
@@ -106,9 +105,6 @@ def _sum_behind(edit: Edit, equation: Any, carried: int, rounds: int, inside: Fo
         and not isinstance(var, DropVar)
         and id(var) not in edit.users_own
     ]
-    # The compiler alone adds them up in each round.
-    edit.sent += rounds * sum(edit.shared.trails.bytes_of(var, axes_of(trail)) for var, trail in summed)
-    edit.summed = [var for var, _ in summed]
 
 
 def _settled(

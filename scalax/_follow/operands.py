@@ -137,10 +137,6 @@ def _move_to_table(edit: Edit, equation: Any, operands: list[Trail]) -> None:
     dims = {place: stored[i] for place, i in updated_dims(equation)} if stored else {}
     columns = of_dims(dims, len(shape_of(updates)))
     if not shared.has_rows(shared.trails.through(equation, operands)[0]):
-        axes = axes_of(stored)
-        # Where the axes of the rows shard the table too, the compiler moves rows to it by itself.
-        if not axes.issuperset(shared.trails.batch_axes.intersection(axes_of(operands[2]))):
-            edit.sent += shared.trails.bytes_of(table, axes)
         for place in (1, 2):
             if edit.has_open_rows(equation.invars[place]):
                 if axes_of(columns):  # as for experts: at both ends

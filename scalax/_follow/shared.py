@@ -38,7 +38,6 @@ class Shared(abc.ABC):
         splits: the dimensions of weights that stay split over the axes of the batch.
         tables: the shapes of weights that rows are looked up in, and where these are over the batch's axes.
         ordered: as for `Followed`.
-        has_kernels: whether there were kernels that run on each device with its rows.
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh, arguments: Arguments, whole: Any) -> None:
@@ -54,7 +53,6 @@ class Shared(abc.ABC):
         self.stored = Stored(whole, arguments.stored, self.trails, self.from_batch)
         self.ordered: dict[str, dict[Any, Sequence[Trail]]] = {'sort': {}, 'ragged_dot_general': {}}
         self.splits = Splits(whole, arguments.trails, self.stored, self.from_batch, self.trails)
-        self.has_kernels = False
 
     @abc.abstractmethod
     def follow(self, jaxpr: Any, trails: Sequence[Trail], use: Use = ONCE) -> Followed:

@@ -8,58 +8,25 @@ is such a block, with the loss behind it; so are two feed-forward matrices of ma
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from scalax._follow.dimensions import Dimensions
 from scalax._follow.experts import Stored
 from scalax._follow.trail import Trail, Trails
-from scalax._jax.equations import WITH_JAXPRS, dot_dims, jaxprs_in, loop_of, opened
+from scalax._follow.weights import Weights
+from scalax._jax.equations import dot_dims, equations, opened
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dependence import Dependence
-from scalax._tree.specs import canonical_entry, entry_axes
+from scalax._tree.specs import canonical_entry, only_axes
 
 # It has to take this much less: XLA may send the same bytes in a ring beside a product, which takes longer.
 _MARGIN = 0.85
-
-
-@dataclasses.dataclass
-class Cost:
-    """What the dimensions of one class send either way, in bytes that each device gets.
-
-    Attributes:
-        kept: with rows in place: weights that are gathered, and gradients that are scattered.
-        split: with columns in place: rows that are gathered, and sums that are scattered.
-        changes: how often the weights are others.
-    """
-
-    kept: float = 0.0
-    split: float = 0.0
-    changes: int = 1
-
-
-Value = tuple[int, object]
-"""A value of one call of a jaxpr: the id of the variable, and the call."""
-
-
-class Step(NamedTuple):
-    """An equation of a jaxpr or of one inside it, in one call.
-
-    Attributes:
-        equation: the equation.
-        times: how often it runs.
-        values: of each operand the value, and how often it is another one: a constant of a loop is one.
-        total: its first result, or the sum that this is added to.
-    """
-
-    equation: Any
-    times: int
-    values: Sequence[tuple[Value, int]]
-    total: Value
 
 
 class Splits:
@@ -74,135 +41,143 @@ class Splits:
 
     Attributes:
         axes: the mesh axes that shard weights, if these are the same for all.
+        others: further ones that shard rows.
+        possible: the dimensions that may stay split.
+        rows: the dimensions that have rows.
     """
 
     def __init__(
         self, jaxpr: Any, rows: Sequence[Trail], stored: Stored, from_batch: Dependence, trails: Trails
     ) -> None:
-        self._stored, self._from_batch, self._trails = stored, from_batch, trails
+        self.stored, self.from_batch, self.bytes_of = stored, from_batch, trails.bytes_of
+        self.possible: set[int] = set()
         self._split: set[int] = set()
         arguments = opened(jaxpr).invars
         sharded = {axes for var in arguments for axes in stored.of(var) if axes}
         if len(sharded) != 1:
             return
         [self.axes] = sharded
-        self._others = trails.batch_axes.difference(self.axes)
-        if not any(map(self._may_pay, stored.products)):
-            return
-        self._dims = Dimensions(jaxpr, math.prod(trails.sizes[axis] for axis in self.axes))
-        self._rows = self._dims_along(arguments, rows)
-        found = self._dims_along(arguments, map(stored.of, arguments)) - self._rows - self._dims.whole
-        self._costs = {dim: Cost() for dim in found}
-        self._seen: set[Any] = set()
-        for step in _steps(opened(jaxpr)):
-            self._count(step)
-        self._split = {dim for dim, cost in self._costs.items() if cost.split < _MARGIN * cost.kept}
+        self.others = trails.batch_axes.difference(self.axes)
+        self._left = trails.sizes.keys() - self.axes
+        if any(map(self._may_pay, equations(jaxpr))):
+            self._dims = Dimensions(jaxpr, math.prod(trails.sizes[axis] for axis in self.axes))
+            self.rows = self.along(arguments, rows)
+            self.possible = self.along(arguments, map(stored.of, arguments)) - self.rows - self._dims.whole
+
+    def choose(self, gathered: Mapping[int, float], sent: Mapping[int, float]) -> bool:
+        """Leaves the dimensions split for which that sends less; whether there are any."""
+        self._split = {dim for dim in self.possible if sent.get(dim, 0) < _MARGIN * gathered.get(dim, 0)}
+        return bool(self._split)
 
     def dim(self, atom: Any) -> int | None:
         """The dimension of a value that stays split; None if none does."""
         if not self._split:
             return None
-        return next((i for i, each in enumerate(self._dims.classes(atom)) if each in self._split), None)
+        return next((i for i, each in enumerate(self.classes(atom)) if each in self._split), None)
 
     def spec(self, atom: Any, spec: PartitionSpec) -> PartitionSpec:
         """The spec of a value with rows: it lies in columns, if a dimension of it stays split."""
         dim = self.dim(atom)
         if dim is None:
             return spec
-        left = [
-            entry
-            if entry is PartitionSpec.UNCONSTRAINED
-            else canonical_entry(tuple([axis for axis in entry_axes(entry) if axis not in self.axes]))
-            for entry in spec
-        ]
-        return PartitionSpec(*left[:dim], canonical_entry(self.axes), *left[dim + 1 :])
+        left = [*only_axes(spec, self._left), *[None] * len(spec)]
+        return PartitionSpec(*left[:dim], canonical_entry(self.axes), *left[dim + 1 : len(spec)])
 
-    def _may_pay(self, product: Any) -> bool:
-        """Whether a weight that is gathered twice, as for a gradient, is more than its rows, in or out."""
-        rows = [atom for atom in (*product.invars, *product.outvars) if atom in self._from_batch]
-        weights = [atom for atom in product.invars if atom not in self._from_batch]
-        return bool(rows) and 2 * max(map(self._bytes, weights), default=0) > min(map(self._rows_of, rows))
+    def classes(self, atom: Any) -> list[int]:
+        """The class of each dimension of a value."""
+        return self._dims.classes(atom)
 
-    def _dims_along(self, atoms: Iterable[Any], trails: Iterable[Trail]) -> set[int]:
+    def along(self, atoms: Iterable[Any], trails: Iterable[Trail]) -> set[int]:
         """The classes of the dimensions that mesh axes shard."""
         return {
             dim
             for atom, trail in zip(atoms, trails, strict=True)
-            for dim, axes in zip(self._dims.classes(atom), trail, strict=False)
+            for dim, axes in zip(self.classes(atom), trail, strict=False)
             if axes
         }
 
-    def _count(self, step: Step) -> None:
-        """Adds what an equation sends to the costs of the dimensions that it has."""
-        equation, out = step.equation, step.equation.outvars[0]
-        dims = [self._dims.classes(atom) for atom in (*equation.invars, out)]
-        for dim in self._costs.keys() & {dim for each in dims for dim in each}:
-            if primitive_name(equation) == 'dot_general':
-                self._count_product(step, dim, dims)
-            elif dim in dims[0] and dim not in dims[-1] and equation.invars[0] in self._from_batch:
-                self._costs[dim].split += 2 * step.times * self._rows_of(out)  # a sum, on all devices
-
-    def _count_product(self, step: Step, dim: int, dims: Sequence[list[int]]) -> None:
-        equation, times, [out] = step.equation, step.times, step.equation.outvars
-        contracted, (batch, _) = dot_dims(equation)
-        cost, own = self._costs[dim], dims[-1]
-        is_rows = [atom in self._from_batch for atom in equation.invars]
-        for place, (atom, rows) in enumerate(zip(equation.invars, is_rows, strict=True)):
-            value, changes = step.values[place]
-            seen = (value, dim) in self._seen
-            self._seen.add((value, dim))
-            if not rows:
-                along = self._dims_along([atom], [self._stored.of(atom)])
-                # It has to lie along the dimension, once; and experts are another matter.
-                if dim not in along or dims[place].count(dim) > 1 or any(dims[0][i] == dim for i in batch):
-                    del self._costs[dim]
-                    return
-                cost.changes = max(cost.changes, changes)
-                cost.kept += 0 if seen else changes * self._bytes(atom)
-            elif dim not in dims[place] and not seen:
-                cost.split += times * self._rows_of(atom)
-        if all(is_rows) and dim in own and self._rows.intersection(dims[0][i] for i in contracted[0]):
-            cost.kept += cost.changes * self._bytes(out)
-        elif dim not in own and (step.total, dim) not in self._seen:
-            self._seen.add((step.total, dim))
-            # XLA scatters no sums in a dimension that further axes shard: it adds them up everywhere.
-            cost.split += (2 if self._others else 1) * times * self._rows_of(out)
-
-    def _bytes(self, atom: Any) -> float:
-        return self._trails.bytes_of(atom, ())
-
-    def _rows_of(self, atom: Any) -> float:
+    def rows_of(self, atom: Any) -> float:
         """The bytes of all rows along the axes that shard weights."""
-        return self._trails.bytes_of(atom, self._others)
+        return self.bytes_of(atom, self.others)
+
+    def _may_pay(self, equation: Any) -> bool:
+        """Whether a weight that is gathered twice, as for a gradient, is more than its rows, in or out."""
+        if primitive_name(equation) != 'dot_general':
+            return False
+        rows = [self.rows_of(x) for x in (*equation.invars, *equation.outvars) if x in self.from_batch]
+        weights = [self.bytes_of(atom, ()) for atom in equation.invars if any(self.stored.of(atom))]
+        return bool(rows and weights) and 2 * max(weights) > min(rows)
 
 
-def _steps(
-    jaxpr: Any, times: int = 1, given: Mapping[int, tuple[Value, int]] | None = None
-) -> Iterator[Step]:
-    """The equations of a jaxpr and of those inside it, once for each call."""
-    call, given = object(), given or {}
+class Costs:
+    """What the dimensions that may stay split send either way, in a jaxpr: bytes that each device gets.
 
-    def value(atom: Any) -> tuple[Value, int]:
-        return given.get(id(atom), ((id(atom), call), times))
+    Args:
+        splits: the dimensions.
+        jaxpr: the jaxpr, an open one.
 
-    sums = {
-        id(atom): id(each.outvars[0])
-        for each in jaxpr.eqns
-        if primitive_name(each) in ('add', 'add_any')
-        for atom in each.invars
-    }
-    for equation in jaxpr.eqns:
-        name, values = primitive_name(equation), [*map(value, equation.invars)]
-        if name not in WITH_JAXPRS:
-            total = id(equation.outvars[0])
-            while total in sums:
-                total = sums[total]
-            yield Step(equation, times, values, (total, call))
-            continue
-        rounds, same = 1, values[1:] if name == 'cond' else values
-        if name in ('scan', 'while'):
-            loop = loop_of(equation)
-            rounds, same = loop.length or 1, [*loop.parts(values)[0]]
-        for inside in jaxprs_in(equation):
-            known = {id(var): each for var, each in zip(inside.invars, same, strict=False)}
-            yield from _steps(inside, times * rounds, known)
+    Attributes:
+        gathered: dimension -> with rows in place: weights that are gathered, gradients that are scattered.
+        sent: dimension -> with columns in place: rows that are gathered, sums that are scattered.
+    """
+
+    def __init__(self, splits: Splits, jaxpr: Any) -> None:
+        self.gathered, self.sent = defaultdict[int, float](float), defaultdict[int, float](float)
+        self._splits = splits
+        self._seen = set[tuple[int, int]]()
+        self._rounds = dict[int, int]()  # for how many rounds of loops the weights are the same
+        joins = [each for each in jaxpr.eqns if primitive_name(each) in ('add', 'add_any')]
+        self._sums = {id(atom): id(each.outvars[0]) for each in joins for atom in each.invars}
+
+    def note_inside(self, gathered: Mapping[int, float], sent: Mapping[int, float], times: int) -> None:
+        """Takes note of what a jaxpr inside sends, so many times."""
+        for mine, theirs in ((self.gathered, gathered), (self.sent, sent)):
+            for dim, amount in theirs.items():
+                mine[dim] += times * amount
+
+    def note(self, equation: Any, operands: Sequence[Trail], weights: Weights) -> None:
+        """Takes note of what an equation without jaxprs sends."""
+        splits, out = self._splits, equation.outvars[0]
+        dims = [splits.classes(atom) for atom in (*equation.invars, out)]
+        for dim in splits.possible.intersection(itertools.chain(*dims)):
+            if primitive_name(equation) == 'dot_general':
+                self._note_product(equation, operands, weights, dim, dims)
+            elif dim in dims[0] and dim not in dims[-1] and equation.invars[0] in splits.from_batch:
+                self.sent[dim] += 2 * splits.rows_of(out)  # a sum, on all devices
+
+    def _note_product(
+        self, equation: Any, operands: Sequence[Trail], weights: Weights, dim: int, dims: Sequence[list[int]]
+    ) -> None:
+        splits, [out] = self._splits, equation.outvars
+        contracted, (batch, _) = dot_dims(equation)
+        is_rows = [atom in splits.from_batch for atom in equation.invars]
+        for place, atom in enumerate(equation.invars):
+            is_new = self._is_new(id(atom), dim)
+            if is_rows[place]:
+                self.sent[dim] += splits.rows_of(atom) if is_new and dim not in dims[place] else 0
+                continue
+            # It has to lie along the dimension, once; and experts are another matter.
+            once = dim in splits.along([atom], [splits.stored.of(atom)]) and dims[place].count(dim) == 1
+            if not once or any(dims[0][i] == dim for i in batch):
+                self.sent[dim] = math.inf
+            elif is_new:
+                self._rounds[dim] = weights.rounds_of(equation, operands, place, 1 - place)
+                self.gathered[dim] += splits.bytes_of(atom, ()) / self._rounds[dim]
+        if all(is_rows) and dim in dims[-1] and splits.rows.intersection(dims[0][i] for i in contracted[0]):
+            self.gathered[dim] += splits.bytes_of(out, ()) / self._rounds.get(dim, 1)
+        elif dim not in dims[-1] and self._is_new(self._total(out), dim):
+            # XLA scatters no sums in a dimension that further axes shard: it adds them up everywhere.
+            self.sent[dim] += (2 if splits.others else 1) * splits.rows_of(out)
+
+    def _is_new(self, value: int, dim: int) -> bool:
+        """Whether a value is met for the first time."""
+        is_new = (value, dim) not in self._seen
+        self._seen.add((value, dim))
+        return is_new
+
+    def _total(self, product: Any) -> int:
+        """A product, or the sum that it is added to."""
+        total = id(product)
+        while total in self._sums:
+            total = self._sums[total]
+        return total
