@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from scalax._follow.said import placed_by_user
 from scalax._follow.shared import Shared
 from scalax._follow.splits import Costs
-from scalax._follow.trail import LOST, Trail
+from scalax._follow.trail import LOST, Trail, spec_of
 from scalax._follow.types import ONCE, Followed, Noted, Use
 from scalax._follow.weights import Weights
 from scalax._jax.equations import PLACES, DropVar, is_on_device, opened, shape_of
@@ -114,6 +114,13 @@ class Edit:
                 self.place_before(var, spec, equation)
             self.moved[id(var), there] = self.replaced[id(var)]
         self.replaced[id(var)] = self.moved[id(var), there]
+
+    def gather_before(self, var: Any, there: Trail, equation: Any) -> None:
+        """Gathers an operand of the equation at hand along the axes that are not in this trail."""
+        here, there = self.trail(var), there or ((),) * len(shape_of(var))
+        whole = {i for i, pair in enumerate(zip(here, there, strict=True)) if pair[0] != pair[1]}
+        # At both ends: else the compiler might compute it where it moves to.
+        self.move_before(var, there, [spec_of(here), spec_of(there, whole)], equation)
 
     def note_loss(self, equation: Any, values: Sequence[Any]) -> None:
         """Takes note of an equation that lost the rows of these of its operands or results."""

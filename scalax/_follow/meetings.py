@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from scalax._follow.trail import Trail, Trails, axes_of, merged, without
-from scalax._jax.equations import dot_dims, shape_of, size_of
+from scalax._jax.equations import dot_dims, shape_of
 
 SIDE_BY_SIDE = frozenset({'stack', 'concatenate'})
 
 
-def whole_factors(equation: Any, operands: Sequence[Trail], trails: Trails) -> Sequence[Trail]:
+def whole_factors(
+    equation: Any, operands: Sequence[Trail], trails: Trails, stored: Set[str]
+) -> Sequence[Trail]:
     """The trails of the operands of a product of rows with rows.
 
     A product that sums over a mesh axis leaves each device a part of the sums, which all add up: that sends
-    them twice. If the operands have fewer elements than that, they are gathered, and nothing is added up.
+    them twice. If the operands have fewer bytes than that, they are gathered, and nothing is added up. Over
+    axes that shard weights, gradients are scattered.
+
+    Args:
+        equation: the product.
+        operands: the trails of its operands.
+        trails: answers about trails.
+        stored: the axes that shard weights, and so the gradient that a sum over rows is.
     """
     contracted, _ = dot_dims(equation)
     pairs = [*zip(operands, contracted, strict=True)]
     others = {axis for trail, dims in pairs for i, each in enumerate(trail) if i not in dims for axis in each}
-    summed = {axis for trail in operands for axis in axes_of(trail)} - others - trails.batch_axes
+    summed = {axis for trail in operands for axis in axes_of(trail)} - others - stored
     if not summed:
         return operands
     whole = [without(trail, summed) for trail in operands]
-
-    def elements(atom: Any, trail: Trail) -> int:
-        return size_of(atom) // math.prod([trails.sizes[axis] for axis in axes_of(trail)])
-
     moved = sum(
-        elements(atom, after)
+        trails.bytes_of(atom, axes_of(after))
         for atom, before, after in zip(equation.invars, operands, whole, strict=True)
         if before != after
     )
     [result] = trails.through(equation, whole)
-    return whole if moved < 2 * elements(equation.outvars[0], result) else operands
+    sums = trails.bytes_of(equation.outvars[0], axes_of(result) if trails.has_rows(result) else stored)
+    return whole if moved < 2 * sums else operands
 
 
 def whole_beside(equation: Any, operands: Sequence[Trail], trails: Trails) -> list[set[int]]:

@@ -73,10 +73,7 @@ def _gather_beside_columns(edit: Edit, equation: Any) -> None:
         elif not edit.has_open_rows(var):
             continue
         elif dim is None:
-            there = without(here, splits.axes) or ((),) * len(here)
-            rows = {i for i, each in enumerate(here) if not {*splits.axes}.isdisjoint(each)}
-            # At both ends: else the compiler might compute it where it moves to.
-            edit.move_before(var, there, [spec_of(here), spec_of(there, rows)], equation)
+            edit.gather_before(var, without(here, splits.axes), equation)
         elif id(var) not in edit.constrained:
             # Of rows that nothing is said about the compiler might gather the weight.
             edit.place_before(var, spec_of(here), equation)
@@ -84,11 +81,15 @@ def _gather_beside_columns(edit: Edit, equation: Any) -> None:
 
 def _gather_factors(edit: Edit, equation: Any, operands: list[Trail]) -> None:
     """Gathers the operands of a product of rows with rows, if that takes less than to add up its sums."""
-    contracted, _ = dot_dims(equation)
-    for place, trail in enumerate(whole_factors(equation, operands, edit.shared.trails)):
-        if trail != operands[place] and edit.has_open_rows(equation.invars[place]):
-            edit.place_before(equation.invars[place], spec_of(trail, contracted[place]), equation)
-            operands[place] = trail
+    shared = edit.shared
+    # Of what is added up further, as in the rounds of a loop, the sum alone is sent.
+    stored = shared.trails.batch_axes if edit.costs.is_part(equation) else shared.stored_axes
+    whole = whole_factors(equation, operands, shared.trails, stored)
+    if all(map(edit.has_open_rows, equation.invars)):
+        for place, trail in enumerate(whole):
+            if trail != operands[place]:
+                edit.gather_before(equation.invars[place], trail, equation)
+                operands[place] = trail
 
 
 def _keep_beside(edit: Edit, equation: Any, operands: Sequence[Trail]) -> None:

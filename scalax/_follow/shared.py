@@ -49,6 +49,7 @@ class Shared(abc.ABC):
         self.has_rows = self.trails.has_rows
         others = mesh.shape.keys() - arguments.batch_axes
         self.has_columns = arguments.placed and any(mesh.shape[axis] > 1 for axis in others)
+        self.stored_axes = {axis for trail in arguments.stored for axis in axes_of(trail)}
         self.from_batch = Dependence(whole, list(map(self.has_rows, arguments.trails)))
         self.stored = Stored(whole, arguments.stored, self.trails, self.from_batch)
         self.ordered: dict[str, dict[Any, Sequence[Trail]]] = {'sort': {}, 'ragged_dot_general': {}}

@@ -169,6 +169,10 @@ class Costs:
             # XLA scatters no sums in a dimension that further axes shard: it adds them up everywhere.
             self.sent[dim] += (2 if splits.others else 1) * splits.rows_of(out)
 
+    def is_part(self, product: Any) -> bool:
+        """Whether the result of a product is added to others."""
+        return id(product.outvars[0]) in self._sums
+
     def _is_new(self, value: int, dim: int) -> bool:
         """Whether a value is met for the first time."""
         is_new = (value, dim) not in self._seen
