@@ -57,7 +57,9 @@ class Dimensions(Interpreter[Numbers]):
         return [*map(self._classes.root, self.numbers(atom))]
 
     def equation(self, equation: Any, operands: Sequence[Numbers]) -> Sequence[Numbers]:
-        results = super().equation(equation, operands)
+        pairs = zip(super().equation(equation, operands), equation.outvars, strict=False)
+        # A stack of results of rounds of which nothing is known has no number for each dimension.
+        results = [each if len(each) == len(shape_of(var)) else self.numbers(var) for each, var in pairs]
         for found, places in zip((operands, results), placed_by_user(equation), strict=True):
             self._whole += [number for i in places for number in found[i]]
         return results

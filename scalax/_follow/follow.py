@@ -160,7 +160,9 @@ class _Pass(Edit):
         self.weights.note(equation, operands, results, self._staying(equation, operands, experts, move))
         self._append(placed, ids)
         # What is computed of rows alone stays with them. Of other results the compiler decides.
-        is_mixed = name in CHOICES and not all(map(trails.has_rows, operands))
+        # XLA fails at some convolutions whose rows move to the kernel by our word, so it decides about few.
+        is_open = name == 'conv_general_dilated' and self.shared.splits.has_few_rows(equation)
+        is_mixed = name in CHOICES and not is_open and not all(map(trails.has_rows, operands))
         is_choice = is_dealt or is_mixed or name in _KEPT
         for var, whole in zip(equation.outvars, results, strict=False):
             trail = self._noted(var, whole)

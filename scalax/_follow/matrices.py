@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from scalax._follow.experts import Stored
 from scalax._follow.functions import Function, functions_of_matrices, is_late
+from scalax._follow.seconds import PER_BYTE, PER_OPERATION
 from scalax._follow.stacks import NoStackError, run_stacked
 from scalax._follow.trail import LOST, Trail, Trails, closed_spec_of, merged
 from scalax._follow.types import Arguments
@@ -30,8 +31,7 @@ from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, equation_of, replaced, run
 from scalax._jaxprs.dims import multiplications
 
-# Of a chip of 400 Tflop/s with links of 100 GB/s; and what it takes to begin two all-to-alls.
-_SECONDS_PER_OPERATION, _SECONDS_PER_BYTE, _BEGIN = 1 / 4e14, 1 / 1e11, 2e-5
+_BEGIN = 2e-5  # two all-to-alls
 
 
 def spread_matrices(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Any:
@@ -167,10 +167,10 @@ def _pays(function: Function, count: int, size: int, devices: int, *, is_stored:
     """
     operations, moved = _work(function.part)
     own = sum(size_of(var) * var.aval.dtype.itemsize for var in (function.root, *function.results))
-    each = -(-count // devices) * operations / size * _SECONDS_PER_OPERATION
-    there_and_back = own * count / size * (1 / devices if is_stored else 1) * _SECONDS_PER_BYTE
-    divided = operations / (devices if is_stored else 1) * _SECONDS_PER_OPERATION
-    alone = count / size * (divided + is_stored * moved * _SECONDS_PER_BYTE)
+    each = -(-count // devices) * operations / size * PER_OPERATION
+    there_and_back = own * count / size * (1 / devices if is_stored else 1) * PER_BYTE
+    divided = operations / (devices if is_stored else 1) * PER_OPERATION
+    alone = count / size * (divided + is_stored * moved * PER_BYTE)
     return devices > 1 and each + there_and_back + _BEGIN < alone
 
 

@@ -83,8 +83,9 @@ def _gather_factors(edit: Edit, equation: Any, operands: list[Trail]) -> None:
     """Gathers the operands of a product of rows with rows, if that takes less than to add up its sums."""
     shared = edit.shared
     # Of what is added up further, as in the rounds of a loop, the sum alone is sent.
-    stored = shared.trails.batch_axes if edit.costs.is_part(equation) else shared.stored_axes
-    whole = whole_factors(equation, operands, shared.trails, stored)
+    if edit.costs.is_part(equation) or shared.splits.dim(equation.outvars[0]) is not None:
+        return
+    whole = whole_factors(equation, operands, shared.trails, shared.stored_axes)
     if all(map(edit.has_open_rows, equation.invars)):
         for place, trail in enumerate(whole):
             if trail != operands[place]:

@@ -41,7 +41,7 @@ class Splits:
 
     Attributes:
         axes: the mesh axes that shard weights, if these are the same for all.
-        others: further ones that shard rows.
+        others: the ones that shard rows alone.
         possible: the dimensions that may stay split.
         rows: the dimensions that have rows.
     """
@@ -54,12 +54,10 @@ class Splits:
         self._split: set[int] = set()
         arguments = opened(jaxpr).invars
         sharded = {axes for var in arguments for axes in stored.of(var) if axes}
-        if len(sharded) != 1:
-            return
-        [self.axes] = sharded
-        self.others = trails.batch_axes.difference(self.axes)
+        self.axes, self.others = next(iter(sharded), ()), trails.batch_axes.difference(*sharded)
         self._left = trails.sizes.keys() - self.axes
-        if any(map(self._may_pay, equations(jaxpr))):
+        products = (each for each in equations(jaxpr) if primitive_name(each) == 'dot_general')
+        if len(sharded) == 1 and any(map(self.has_few_rows, products)):
             self._dims = Dimensions(jaxpr, math.prod(trails.sizes[axis] for axis in self.axes))
             self.rows = self.along(arguments, rows)
             self.possible = self.along(arguments, map(stored.of, arguments)) - self.rows - self._dims.whole
@@ -100,10 +98,8 @@ class Splits:
         """The bytes of all rows along the axes that shard weights."""
         return self.bytes_of(atom, self.others)
 
-    def _may_pay(self, equation: Any) -> bool:
-        """Whether a weight that is gathered twice, as for a gradient, is more than its rows, in or out."""
-        if primitive_name(equation) != 'dot_general':
-            return False
+    def has_few_rows(self, equation: Any) -> bool:
+        """Whether the weight of a product, gathered twice as for a gradient, is more than its rows, in or out."""
         rows = [self.rows_of(x) for x in (*equation.invars, *equation.outvars) if x in self.from_batch]
         weights = [self.bytes_of(atom, ()) for atom in equation.invars if any(self.stored.of(atom))]
         return bool(rows and weights) and 2 * max(weights) > min(rows)
@@ -161,8 +157,9 @@ class Costs:
             if not once or any(dims[0][i] == dim for i in batch):
                 self.sent[dim] = math.inf
             elif is_new:
-                self._rounds[dim] = weights.rounds_of(equation, operands, place, 1 - place)
-                self.gathered[dim] += splits.bytes_of(atom, ()) / self._rounds[dim]
+                if operands[1 - place]:
+                    self._rounds[dim] = weights.rounds_of(equation, operands, place, 1 - place)
+                self.gathered[dim] += splits.bytes_of(atom, ()) / self._rounds.get(dim, 1)
         if all(is_rows) and dim in dims[-1] and splits.rows.intersection(dims[0][i] for i in contracted[0]):
             self.gathered[dim] += splits.bytes_of(out, ()) / self._rounds.get(dim, 1)
         elif dim not in dims[-1] and self._is_new(self._total(out), dim):

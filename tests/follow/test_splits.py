@@ -189,7 +189,7 @@ def test_a_weight_that_has_the_dimension_twice_is_gathered():
         return x + jnp.tanh(x @ w['square'])
 
     step = step_of(gradient(fun), {'square': P('fsdp')})
-    args = {'square': np.ones((HIDDEN, HIDDEN), 'float32')}, np.ones((8, HIDDEN), 'float32')
+    args = {'square': np.ones((HIDDEN, HIDDEN), 'float32')}, np.ones((128, HIDDEN), 'float32')
     assert not any(spec == P(None, 'fsdp') for _, spec in specs(step, *args))
 
 
