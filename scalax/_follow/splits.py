@@ -99,7 +99,7 @@ class Splits:
         return self.bytes_of(atom, self.others)
 
     def has_few_rows(self, equation: Any) -> bool:
-        """Whether the weight of a product, gathered twice as for a gradient, is more than its rows, in or out."""
+        """Whether a product's weight, gathered twice as for a gradient, is more than its rows, in or out."""
         rows = [self.rows_of(x) for x in (*equation.invars, *equation.outvars) if x in self.from_batch]
         weights = [self.bytes_of(atom, ()) for atom in equation.invars if any(self.stored.of(atom))]
         return bool(rows and weights) and 2 * max(weights) > min(rows)

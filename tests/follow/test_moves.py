@@ -61,6 +61,18 @@ def test_what_moves(name):
     assert not many.moved
 
 
+@pytest.mark.parametrize(('rows', 'kept'), [(64, 0), (512, 2)], ids=['few', 'many'])
+def test_the_compiler_decides_about_convolutions_of_few_rows(rows, kept):
+    """A kernel of 64 x 64 is twice gathered as many elements as 128 rows."""
+
+    def fun(w, x):
+        y = lax.conv(x[:, :, None], w[0][:, :, None], (1,), 'SAME')
+        return lax.conv(jnp.tanh(y), w[1][:, :, None], (1,), 'SAME')
+
+    step = HELPER.sjit(fun, in_shardings=(RULE, P('fsdp')))
+    assert len(step.followed(STACK, like(rows, SIZE)).kept) == kept
+
+
 @pytest.mark.parametrize('name', PRODUCTS)
 @pytest.mark.parametrize('rule', [P(None, 'fsdp'), P(None, None, 'fsdp')], ids=['summed', 'columns'])
 def test_the_same_values(name, rule):

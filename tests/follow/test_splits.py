@@ -207,3 +207,14 @@ def test_which_dimensions_are_one():
     assert w[0] == x[1] != w[1]
     assert table[0] != table[1] == dims.classes(jaxpr.jaxpr.outvars[1])[1]
     assert not {*w} & {*table}
+
+
+def test_a_stack_that_a_loop_makes_of_constants():
+    """Nothing is known of what its rounds give, and each dimension of the stack has a number all the same."""
+
+    def fun(w, x):
+        zeros = lax.scan(lambda c, _: (c, jnp.zeros(HIDDEN)), 0, None, length=64)[1]
+        return jnp.tanh(x @ w['up'] + zeros) @ w['down']
+
+    step = step_of(gradient(fun), BLOCK)
+    assert ((64, HIDDEN), P(None, 'fsdp')) in specs(step, *block_arguments(64))
