@@ -16,7 +16,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from scalax._follow.dimensions import Dimensions
+from scalax._follow.dimensions import Whole
 from scalax._follow.experts import Stored
 from scalax._follow.trail import Trail, Trails
 from scalax._follow.weights import Weights
@@ -58,7 +58,7 @@ class Splits:
         self._left = trails.sizes.keys() - self.axes
         products = (each for each in equations(jaxpr) if primitive_name(each) == 'dot_general')
         if len(sharded) == 1 and any(map(self.has_few_rows, products)):
-            self._dims = Dimensions(jaxpr, math.prod(trails.sizes[axis] for axis in self.axes))
+            self._dims = Whole(jaxpr, math.prod(trails.sizes[axis] for axis in self.axes))
             self.rows = self.along(arguments, rows)
             self.possible = self.along(arguments, map(stored.of, arguments)) - self.rows - self._dims.whole
 
@@ -83,7 +83,7 @@ class Splits:
 
     def classes(self, atom: Any) -> list[int]:
         """The class of each dimension of a value."""
-        return self._dims.classes(atom)
+        return self._dims.classes_of(atom)
 
     def along(self, atoms: Iterable[Any], trails: Iterable[Trail]) -> set[int]:
         """The classes of the dimensions that mesh axes shard."""
