@@ -139,8 +139,6 @@ class _Pass(Edit):
             self._elementwise(equation, ids, operands)
             return
         self.replaced, self.summed = {}, []
-        if self.shared.splits.possible and name not in WITH_JAXPRS:
-            self.costs.note(equation, operands, self.weights)
         experts = place_operands(self, equation, operands)
         placed, results = self._results(equation, operands)
         for place in experts:
@@ -157,7 +155,14 @@ class _Pass(Edit):
             placed = on_own_rows(equation, operands, trails, self.shared.mesh)
         if move is not None:
             self.note_move(equation, equation.invars[move.weight])
-        self.weights.note(equation, operands, results, self._staying(equation, operands, experts, move))
+        staying = self._staying(equation, operands, experts, move)
+        if self.shared.splits.possible and name not in WITH_JAXPRS:
+            pairs = ((0, 1), (1, 0)) if name == 'dot_general' and any(map(trails.has_rows, operands)) else ()
+            gathered = [pair for pair in pairs if pair[0] not in staying and operands[pair[1]]]
+            self.costs.note(
+                equation, {pair[0]: self.weights.rounds_of(equation, operands, *pair) for pair in gathered}
+            )
+        self.weights.note(equation, operands, results, staying)
         self._append(placed, ids)
         # What is computed of rows alone stays with them. Of other results the compiler decides.
         # XLA fails at some convolutions whose rows move to the kernel by our word, so it decides about few.

@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec
 from scalax._follow.dimensions import Whole
 from scalax._follow.experts import Stored
 from scalax._follow.trail import Trail, Trails
-from scalax._follow.weights import Weights
 from scalax._jax.equations import dot_dims, equations, opened
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dependence import Dependence
@@ -131,18 +130,24 @@ class Costs:
             for dim, amount in theirs.items():
                 mine[dim] += times * amount
 
-    def note(self, equation: Any, operands: Sequence[Trail], weights: Weights) -> None:
-        """Takes note of what an equation without jaxprs sends."""
+    def note(self, equation: Any, rounds: Mapping[int, int]) -> None:
+        """Takes note of what an equation without jaxprs sends.
+
+        Args:
+            equation: the equation.
+            rounds: of a product the operands that are gathered for it, by number, and for how many rounds of
+                loops each is the same. Rows may move to a weight instead.
+        """
         splits, out = self._splits, equation.outvars[0]
         dims = [splits.classes(atom) for atom in (*equation.invars, out)]
         for dim in splits.possible.intersection(itertools.chain(*dims)):
             if primitive_name(equation) == 'dot_general':
-                self._note_product(equation, operands, weights, dim, dims)
+                self._note_product(equation, rounds, dim, dims)
             elif dim in dims[0] and dim not in dims[-1] and equation.invars[0] in splits.from_batch:
                 self.sent[dim] += 2 * splits.rows_of(out)  # a sum, on all devices
 
     def _note_product(
-        self, equation: Any, operands: Sequence[Trail], weights: Weights, dim: int, dims: Sequence[list[int]]
+        self, equation: Any, rounds: Mapping[int, int], dim: int, dims: Sequence[list[int]]
     ) -> None:
         splits, [out] = self._splits, equation.outvars
         contracted, (batch, _) = dot_dims(equation)
@@ -156,12 +161,12 @@ class Costs:
             once = dim in splits.along([atom], [splits.stored.of(atom)]) and dims[place].count(dim) == 1
             if not once or any(dims[0][i] == dim for i in batch):
                 self.sent[dim] = math.inf
-            elif is_new:
-                if operands[1 - place]:
-                    self._rounds[dim] = weights.rounds_of(equation, operands, place, 1 - place)
-                self.gathered[dim] += splits.bytes_of(atom, ()) / self._rounds.get(dim, 1)
+            elif is_new and place in rounds:
+                self._rounds[dim] = rounds[place]
+                self.gathered[dim] += splits.bytes_of(atom, ()) / rounds[place]
         if all(is_rows) and dim in dims[-1] and splits.rows.intersection(dims[0][i] for i in contracted[0]):
-            self.gathered[dim] += splits.bytes_of(out, ()) / self._rounds.get(dim, 1)
+            # The gradient of a weight that is gathered.
+            self.gathered[dim] += splits.bytes_of(out, ()) / self._rounds[dim] if dim in self._rounds else 0
         elif dim not in dims[-1] and self._is_new(self._total(out), dim):
             # XLA scatters no sums in a dimension that further axes shard: it adds them up everywhere.
             self.sent[dim] += (2 if splits.others else 1) * splits.rows_of(out)
