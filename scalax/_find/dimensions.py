@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scalax._jax.equations import opened, shape_of
@@ -34,25 +34,28 @@ class ArgumentDimensions:
     ranks: Mapping[int, int]
 
 
-def dimensions(jaxpr: Any, arguments: Iterable[int]) -> ArgumentDimensions:
+def dimensions(jaxpr: Any, arguments: Mapping[int, int]) -> ArgumentDimensions:
     """Follows the dimensions of some arguments through a jaxpr.
 
     Args:
         jaxpr: the jaxpr, open or closed.
-        arguments: the numbers of the arguments, not those of batches.
+        arguments: the arguments that are no batches, by number: each with the number that it is to have. Of
+            equal numbers the first decides.
     """
     variables = opened(jaxpr).invars
-    ranks = {i: len(shape_of(variables[i])) for i in sorted({*arguments})}
-    found = _Uses(jaxpr, Dependence(jaxpr, [i not in ranks for i, _ in enumerate(variables)]))
-    places = {found.arguments[i][dim]: (i, dim) for i, rank in ranks.items() for dim in range(rank)}
-    roots = {place: found.classes.root(number) for number, place in places.items()}
-    numbers = {root: number for number, root in enumerate(dict.fromkeys(roots.values()))}
+    found = _Uses(jaxpr, Dependence(jaxpr, [i not in arguments for i, _ in enumerate(variables)]))
+    own = [(place, found.arguments[i]) for i, place in sorted(arguments.items())]
+    places = {number: (i, dim) for i, numbers in own for dim, number in enumerate(numbers)}
+    roots: dict[Place, int] = {}
+    for number, place in places.items():
+        roots.setdefault(place, found.classes.root(number))
+    names = {root: name for name, root in enumerate(dict.fromkeys(roots.values()))}
     return ArgumentDimensions(
-        {place: numbers[root] for place, root in roots.items()},
+        {place: names[root] for place, root in roots.items()},
         frozenset(places[each] for each in found.stacked & places.keys()),
         frozenset(places[each][0] for each in found.multiplied & places.keys()),
         frozenset(places[each] for each in found.experts & places.keys()),
-        ranks,
+        {i: len(numbers) for i, numbers in own},
     )
 
 

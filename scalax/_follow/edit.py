@@ -57,9 +57,9 @@ class Edit:
         self.kept: list[Noted] = []
         self.lost: list[Noted] = []
         self.moves: list[Noted] = []
-        self.costs = Costs(shared.splits, inner)
         arguments = {var: i for i, var in enumerate(inner.invars) if not shared.has_rows(trails[i])}
         self.weights = Weights(arguments, use.rounds, shared.trails)
+        self.costs = Costs(shared.splits, inner, self.weights)
         self.replaced: dict[int, Any] = {}
         self.summed: list[Any] = []
         self.moved: dict[tuple[int, Trail], Any] = {}

@@ -62,7 +62,8 @@ def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Follo
     follower = _Follower(mesh, arguments, jaxpr)
     found = follower.follow(jaxpr, arguments.trails)
     if follower.splits.choose(found.gathered, found.sent):
-        found = follower.begun_again().follow(jaxpr, arguments.trails)
+        follower.known.clear()
+        found = follower.follow(jaxpr, arguments.trails)
     return dataclasses.replace(found, ordered=follower.ordered)
 
 
@@ -71,20 +72,15 @@ class _Follower(Shared):
 
     def __init__(self, mesh: Mesh | AbstractMesh, arguments: Arguments, whole: Any) -> None:
         super().__init__(mesh, arguments, whole)
-        self._known: dict[Any, Followed] = {}
-
-    def begun_again(self) -> _Follower:
-        """This one, with nothing followed yet: which dimensions stay split is known now."""
-        self._known.clear()
-        return self
+        self.known: dict[Any, Followed] = {}
 
     def follow(self, jaxpr: Any, trails: Sequence[Trail], use: Use = ONCE) -> Followed:
         key = jaxpr, tuple(trails), use
-        if key not in self._known:
+        if key not in self.known:
             first = _Pass(self, *key)
             found, whole = first.made(), first.columns.better_whole
-            self._known[key] = _Pass(self, *key, whole=whole).made() if whole else found
-        return self._known[key]
+            self.known[key] = _Pass(self, *key, whole=whole).made() if whole else found
+        return self.known[key]
 
 
 class _Pass(Edit):
@@ -157,12 +153,7 @@ class _Pass(Edit):
             self.note_move(equation, equation.invars[move.weight])
         staying = self._staying(equation, operands, experts, move)
         if self.shared.splits.possible and name not in WITH_JAXPRS:
-            pairs = ((0, 1), (1, 0)) if name == 'dot_general' and any(map(trails.has_rows, operands)) else ()
-            gathered = [pair for pair in pairs if pair[0] not in staying and operands[pair[1]]]
-            self.costs.note(
-                equation, {pair[0]: self.weights.rounds_of(equation, operands, *pair) for pair in gathered}
-            )
-        self.weights.note(equation, operands, results, staying)
+            self.costs.note(equation, operands, staying)
         self._append(placed, ids)
         # What is computed of rows alone stays with them. Of other results the compiler decides.
         # XLA fails at some convolutions whose rows move to the kernel by our word, so it decides about few.

@@ -87,6 +87,8 @@ def _gather_factors(edit: Edit, equation: Any, operands: list[Trail]) -> None:
         return
     whole = whole_factors(equation, operands, shared.trails, shared.stored_axes)
     if all(map(edit.has_open_rows, equation.invars)):
+        if not shared.trails.batch_axes.isdisjoint(axes_of(operands[0]) - axes_of(whole[0])):
+            edit.note_move(equation, equation.outvars[0])
         for place, trail in enumerate(whole):
             if trail != operands[place]:
                 edit.gather_before(equation.invars[place], trail, equation)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from scalax._follow.dimensions import Whole
 from scalax._follow.experts import Stored
 from scalax._follow.trail import Trail, Trails
+from scalax._follow.weights import Weights
 from scalax._jax.equations import dot_dims, equations, opened
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dependence import Dependence
@@ -53,7 +54,7 @@ class Splits:
         self._split: set[int] = set()
         arguments = opened(jaxpr).invars
         sharded = {axes for var in arguments for axes in stored.of(var) if axes}
-        self.axes, self.others = next(iter(sharded), ()), trails.batch_axes.difference(*sharded)
+        self.axes, self.others = min(sharded, default=()), trails.batch_axes.difference(*sharded)
         self._left = trails.sizes.keys() - self.axes
         products = (each for each in equations(jaxpr) if primitive_name(each) == 'dot_general')
         if len(sharded) == 1 and any(map(self.has_few_rows, products)):
@@ -110,15 +111,16 @@ class Costs:
     Args:
         splits: the dimensions.
         jaxpr: the jaxpr, an open one.
+        weights: the weights in it.
 
     Attributes:
         gathered: dimension -> with rows in place: weights that are gathered, gradients that are scattered.
         sent: dimension -> with columns in place: rows that are gathered, sums that are scattered.
     """
 
-    def __init__(self, splits: Splits, jaxpr: Any) -> None:
+    def __init__(self, splits: Splits, jaxpr: Any, weights: Weights) -> None:
         self.gathered, self.sent = defaultdict[int, float](float), defaultdict[int, float](float)
-        self._splits = splits
+        self._splits, self._weights = splits, weights
         self._seen = set[tuple[int, int]]()
         self._rounds = dict[int, int]()  # for how many rounds of loops the weights are the same
         joins = [each for each in jaxpr.eqns if primitive_name(each) in ('add', 'add_any')]
@@ -130,24 +132,29 @@ class Costs:
             for dim, amount in theirs.items():
                 mine[dim] += times * amount
 
-    def note(self, equation: Any, rounds: Mapping[int, int]) -> None:
+    def note(self, equation: Any, operands: Sequence[Trail], staying: Container[int]) -> None:
         """Takes note of what an equation without jaxprs sends.
 
         Args:
             equation: the equation.
-            rounds: of a product the operands that are gathered for it, by number, and for how many rounds of
-                loops each is the same. Rows may move to a weight instead.
+            operands: the trails of its operands.
+            staying: the operands that are weights and are not gathered, since rows move to them, by number.
         """
         splits, out = self._splits, equation.outvars[0]
         dims = [splits.classes(atom) for atom in (*equation.invars, out)]
         for dim in splits.possible.intersection(itertools.chain(*dims)):
             if primitive_name(equation) == 'dot_general':
-                self._note_product(equation, rounds, dim, dims)
+                self._note_product(equation, operands, staying, dim, dims)
             elif dim in dims[0] and dim not in dims[-1] and equation.invars[0] in splits.from_batch:
                 self.sent[dim] += 2 * splits.rows_of(out)  # a sum, on all devices
 
     def _note_product(
-        self, equation: Any, rounds: Mapping[int, int], dim: int, dims: Sequence[list[int]]
+        self,
+        equation: Any,
+        operands: Sequence[Trail],
+        staying: Container[int],
+        dim: int,
+        dims: Sequence[list[int]],
     ) -> None:
         splits, [out] = self._splits, equation.outvars
         contracted, (batch, _) = dot_dims(equation)
@@ -161,9 +168,9 @@ class Costs:
             once = dim in splits.along([atom], [splits.stored.of(atom)]) and dims[place].count(dim) == 1
             if not once or any(dims[0][i] == dim for i in batch):
                 self.sent[dim] = math.inf
-            elif is_new and place in rounds:
-                self._rounds[dim] = rounds[place]
-                self.gathered[dim] += splits.bytes_of(atom, ()) / rounds[place]
+            elif is_new and place not in staying and operands[1 - place]:
+                self._rounds[dim] = self._weights.rounds_of(equation, operands, place, 1 - place)
+                self.gathered[dim] += splits.bytes_of(atom, ()) / self._rounds[dim]
         if all(is_rows) and dim in dims[-1] and splits.rows.intersection(dims[0][i] for i in contracted[0]):
             # The gradient of a weight that is gathered.
             self.gathered[dim] += splits.bytes_of(out, ()) / self._rounds[dim] if dim in self._rounds else 0

@@ -12,7 +12,7 @@ from scalax._tree.paths import path_string
 def found(function, weights, x):
     """The classes as sets of places such as ``'up.1'``, and the rest of what is found, with names."""
     names = [path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(weights)[0]]
-    result = dimensions(jax.make_jaxpr(function)(weights, x), range(len(names)))
+    result = dimensions(jax.make_jaxpr(function)(weights, x), {i: i for i, _ in enumerate(names)})
 
     def place(of):
         return f'{names[of[0]]}.{of[1]}'

@@ -61,6 +61,7 @@ def test_few_rows_of_a_gradient_are_gathered_in_place_of_its_sums(rows, gathered
     assert [spec for _, spec in constraints(step.trace(*args).jaxpr)] == [P(axes, FREE), there] * 2 * bool(
         gathered
     )
+    assert [each.array for each in step.followed(*args).moved] == ['float32[64,64]'] * bool(gathered)
     random = np.random.default_rng(0)
     weight, x, y = (random.normal(size=each.shape).astype('float32') for each in args)
     np.testing.assert_allclose(step(weight, x, y), np.tanh(x).T @ y * weight, rtol=1e-4, atol=1e-4)
