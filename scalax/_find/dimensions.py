@@ -1,48 +1,21 @@
-"""Which dimensions of a function's arguments are one: those that meet in products, sums and loops.
-
-The columns of one matrix that are multiplied with the rows of the next one are a dimension of the model, such
-as its width or its heads. To split one of them over a mesh axis pays if all are split.
-"""
+"""What a step does with the dimensions of its arguments: which are one, and what is multiplied with them."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from scalax._jax.equations import opened, shape_of
 from scalax._jaxprs.dependence import Dependence
-from scalax._jaxprs.dims import ELEMENTWISE, PRODUCTS, VIEWS, dims_of
-from scalax._jaxprs.interpreter import Interpreter
+from scalax._jaxprs.dimensions import Dimensions, Numbers
+from scalax._jaxprs.dims import PRODUCTS, Place, dims_of
 
-Place = tuple[int, int]
-"""A dimension of an argument: the number of the argument, and that of the dimension."""
-
-T = TypeVar('T', int, Place)
 _SLICES = frozenset({'slice', 'dynamic_slice', 'split'})
 
 
-class Classes(Generic[T]):
-    """Things of which some are one; of each class the least stands for all."""
-
-    def __init__(self) -> None:
-        self._parents: dict[T, T] = {}
-
-    def root(self, thing: T) -> T:
-        """What stands for the class of a thing."""
-        while (parent := self._parents.get(thing, thing)) != thing:
-            thing = parent
-        return thing
-
-    def unite(self, one: T, other: T) -> None:
-        """Makes one class of two."""
-        a, b = self.root(one), self.root(other)
-        self._parents[max(a, b)] = min(a, b)
-
-
 @dataclasses.dataclass(frozen=True)
-class Dimensions:
+class ArgumentDimensions:
     """What a jaxpr does with the dimensions of its arguments.
 
     Attributes:
@@ -61,122 +34,72 @@ class Dimensions:
     ranks: Mapping[int, int]
 
 
-def dimensions(jaxpr: Any, arguments: Iterable[int]) -> Dimensions:
+def dimensions(jaxpr: Any, arguments: Mapping[int, int]) -> ArgumentDimensions:
     """Follows the dimensions of some arguments through a jaxpr.
 
     Args:
         jaxpr: the jaxpr, open or closed.
-        arguments: the numbers of the arguments, not those of batches.
+        arguments: the arguments that are no batches, by number: each with the number that it is to have. Of
+            equal numbers the first decides.
     """
     variables = opened(jaxpr).invars
-    ranks = {i: len(shape_of(variables[i])) for i in sorted({*arguments})}
-    values = [
-        _Value(tuple([(i, dim) for dim in range(ranks[i])]), i) if ranks.get(i) else _UNKNOWN
-        for i, _ in enumerate(variables)
-    ]
-    follower = _Follower(Dependence(jaxpr, [i not in ranks for i, _ in enumerate(variables)]))
-    follower.results(jaxpr, values)
-    places = [(i, dim) for i, rank in ranks.items() for dim in range(rank)]
-    roots = {place: follower.classes.root(place) for place in places}
-    numbers = {root: number for number, root in enumerate(dict.fromkeys(roots.values()))}
-    return Dimensions(
-        {place: numbers[root] for place, root in roots.items()},
-        frozenset(follower.stacked),
-        frozenset(follower.multiplied),
-        frozenset(follower.experts),
-        ranks,
+    found = _Uses(jaxpr, Dependence(jaxpr, [i not in arguments for i, _ in enumerate(variables)]))
+    own = [(place, found.arguments[i]) for i, place in sorted(arguments.items())]
+    places = {number: (i, dim) for i, numbers in own for dim, number in enumerate(numbers)}
+    roots: dict[Place, int] = {}
+    for number, place in places.items():
+        roots.setdefault(place, found.classes.root(number))
+    names = {root: name for name, root in enumerate(dict.fromkeys(roots.values()))}
+    return ArgumentDimensions(
+        {place: names[root] for place, root in roots.items()},
+        frozenset(places[each] for each in found.stacked & places.keys()),
+        frozenset(places[each][0] for each in found.multiplied & places.keys()),
+        frozenset(places[each] for each in found.experts & places.keys()),
+        {i: len(numbers) for i, numbers in own},
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Value:
-    """A value: for each dimension the place that it comes from, and the argument that it is.
-
-    It is also one that is computed of an argument without the batch, such as a scaled one.
-    """
-
-    places: tuple[Place | None, ...] = ()
-    argument: int | None = None
-
-
-_UNKNOWN = _Value()
-
-
-class _Follower(Interpreter[_Value]):
-    """Follows values, and unites dimensions that meet.
+class _Uses(Dimensions):
+    """The dimensions of values, and what is done with those that weights have.
 
     Args:
-        from_batch: the variables that depend on the batch.
+        jaxpr: as for `Dimensions`.
+        from_batch: the variables that depend on the batch; others are weights.
 
     Attributes:
         stacked: the dimensions that loops run over.
-        multiplied: the arguments in products.
-        experts: the dimensions of arguments that products have in common with rows.
-        classes: dimensions, those that meet being one.
+        multiplied: those of weights in products.
+        experts: those of weights that products have in common with rows.
     """
 
-    def __init__(self, from_batch: Dependence) -> None:
-        super().__init__(nothing=_UNKNOWN)
+    def __init__(self, jaxpr: Any, from_batch: Dependence) -> None:
         self._from_batch = from_batch
-        self.stacked: set[Place] = set()
+        self.stacked: set[int] = set()
         self.multiplied: set[int] = set()
-        self.experts: set[Place] = set()
-        self.classes = Classes[Place]()
+        self.experts: set[int] = set()
+        super().__init__(jaxpr)
 
-    def note(self, facts: dict[int, _Value]) -> None:
+    def note(self, facts: dict[int, Numbers]) -> None:
         """What a function is given in one place is not what it is given in another one."""
 
-    def primitive(self, name: str, equation: Any, operands: Sequence[_Value]) -> Sequence[_Value]:
-        dims = dims_of(equation)
-        known = [each.places for each in operands]
+    def primitive(self, name: str, equation: Any, operands: Sequence[Numbers]) -> Sequence[Numbers]:
+        weights = [
+            found if atom not in self._from_batch else ()
+            for found, atom in zip(operands, equation.invars, strict=True)
+        ]
         if name in PRODUCTS or name == 'gather':
-            self.multiplied.update(each.argument for each in operands if each.argument is not None)
-        if name in PRODUCTS:
-            self._unite(dims.summed, known)
+            self.multiplied.update(*weights)
         if name == 'dot_general':
-            shared = [source for sources in dims.results[0] if len(sources) > 1 for source in sources]
-            found = [known[i][dim] for i, dim in shared if operands[i].argument is not None]
-            self.experts.update(filter(None, found))
-        if name in ELEMENTWISE or name in ('concatenate', 'dot_general'):
-            for result in dims.results:
-                self._unite(result, known)
-        results = dims.through(known, None)
+            shared = [
+                source for sources in dims_of(equation).results[0] if len(sources) > 1 for source in sources
+            ]
+            self.experts.update(weights[place][dim] for place, dim in shared if weights[place])
         if name in _SLICES:
-            results = [self._sliced(equation, known[0], out) for out in equation.outvars]
-        argument = operands[0].argument if name in VIEWS else None
-        if name in ELEMENTWISE and equation.outvars[0] not in self._from_batch:
-            argument = next((each.argument for each in operands if each.argument is not None), None)
-        return [_value(each, argument) for each in results]
+            for out in equation.outvars:
+                sizes = zip(operands[0], shape_of(equation.invars[0]), shape_of(out), strict=True)
+                self.stacked.update(number for number, before, after in sizes if before > after == 1)
+        return super().primitive(name, equation, operands)
 
-    def _sliced(self, equation: Any, known: Sequence[Place | None], out: Any) -> tuple[Place | None, ...]:
-        """A part along some dimensions; one of which a single element is taken is that of a stack."""
-        sizes = [*zip(known, shape_of(equation.invars[0]), shape_of(out), strict=False)]
-        self.stacked.update(place for place, before, after in sizes if place and before > after == 1)
-        return tuple([place if before == after else None for place, before, after in sizes])
-
-    def element_of(self, stack: _Value) -> _Value:
-        self.stacked.update(filter(None, stack.places[:1]))
-        return _value(stack.places[1:], stack.argument)
-
-    def stack_of(self, element: _Value) -> _Value:
-        return _value((None, *element.places))
-
-    def joined(self, facts: Sequence[_Value]) -> _Value:
-        """One value in place of several of one shape: their dimensions are the same ones."""
-        known = [each.places for each in facts if each.places]
-        if not known:
-            return _UNKNOWN
-        same = [[(i, dim) for i, _ in enumerate(known)] for dim, _ in enumerate(known[0])]
-        self._unite(same, known)
-        return _value([next(filter(None, places), None) for places in zip(*known, strict=True)])
-
-    def _unite(self, same: Iterable[Sequence[Place]], known: Sequence[Sequence[Place | None]]) -> None:
-        """Makes one class of the dimensions of each of these groups of operands' dimensions."""
-        for sources in same:
-            found = [place for i, dim in sources if known[i] and (place := known[i][dim])]
-            for one, other in itertools.pairwise(found):
-                self.classes.unite(one, other)
-
-
-def _value(places: Sequence[Place | None], argument: int | None = None) -> _Value:
-    return _Value(tuple(places), argument) if any(places) else _UNKNOWN
+    def element_of(self, stack: Numbers) -> Numbers:
+        self.stacked.update(stack[:1])
+        return super().element_of(stack)

@@ -6,8 +6,9 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from scalax._find.dimensions import Classes, Dimensions
+from scalax._find.dimensions import ArgumentDimensions
 from scalax._find.step import Leaf
+from scalax._jaxprs.dimensions import Classes
 from scalax._util.folding import fold
 
 # Groups with less than this part of all bytes are replicated: biases, counters; norms, which nothing is
@@ -43,7 +44,7 @@ class Group:
         return [dim for dim, (number, size) in enumerate(pairs) if number is not None and size % parts == 0]
 
 
-def make_groups(leaves: Sequence[Leaf], found: Dimensions, fixed: Iterable[int] = ()) -> list[Group]:
+def make_groups(leaves: Sequence[Leaf], found: ArgumentDimensions, fixed: Iterable[int] = ()) -> list[Group]:
     """The groups whose sharding is to be found, the largest first; all other leaves are replicated.
 
     Args:
@@ -98,7 +99,7 @@ def _owners(leaves: Sequence[Leaf], multiplied: frozenset[int]) -> dict[int, int
     return owners
 
 
-def _folded(owners: Sequence[int], leaves: Sequence[Leaf], found: Dimensions) -> dict[str, list[int]]:
+def _folded(owners: Sequence[int], leaves: Sequence[Leaf], found: ArgumentDimensions) -> dict[str, list[int]]:
     """Parameters whose paths differ in numbers only, under one name.
 
     A stack of layers in which the columns of one are the rows of the next is left as it is: these dimensions
@@ -117,7 +118,7 @@ def _folded(owners: Sequence[int], leaves: Sequence[Leaf], found: Dimensions) ->
     return folds
 
 
-def _joins_dimensions(members: Sequence[int], found: Dimensions) -> bool:
+def _joins_dimensions(members: Sequence[int], found: ArgumentDimensions) -> bool:
     roots = _united([members], found)
     for i in members:
         own = {found.classes[i, dim] for dim in range(found.ranks[i]) if (i, dim) not in found.stacked}
@@ -139,7 +140,7 @@ def _fewer(folds: dict[str, list[int]], leaves: Sequence[Leaf]) -> dict[str, lis
     return folds
 
 
-def _united(groups: Iterable[Sequence[int]], found: Dimensions) -> Mapping[int, int]:
+def _united(groups: Iterable[Sequence[int]], found: ArgumentDimensions) -> Mapping[int, int]:
     """Class -> that which stands for it, if those that dimensions of one group have are one."""
     known = Classes[int]()
     for members in groups:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from scalax._find.dimensions import Dimensions, Place, dimensions
+from scalax._find.dimensions import ArgumentDimensions, dimensions
 from scalax._find.groups import Group, make_groups
 from scalax._find.layout import Axes, Layout
 from scalax._find.step import Leaf, Step, leaves_of
@@ -144,18 +144,9 @@ def _fixed(keep: Any, leaves: Sequence[Leaf], names: Sequence[str]) -> dict[int,
     return fixed
 
 
-def dimensions_of(step: Step, leaves: Sequence[Leaf]) -> Dimensions:
-    """What a step does with the dimensions of its leaves; of equal ones the first decides."""
+def dimensions_of(step: Step, leaves: Sequence[Leaf]) -> ArgumentDimensions:
+    """What a step does with the dimensions of its leaves."""
     numbers = {leaf: i for i, leaf in enumerate(leaves)}
-    own = {i: numbers[leaf] for i, leaf in enumerate(step.leaves) if leaf is not None}
-    found = dimensions(step.jaxpr, own)
-    classes: dict[Place, int] = {}
-    for (i, dim), number in found.classes.items():
-        classes.setdefault((own[i], dim), number)
-    return Dimensions(
-        classes,
-        frozenset((own[i], dim) for i, dim in found.stacked),
-        frozenset(own[i] for i in found.multiplied),
-        frozenset((own[i], dim) for i, dim in found.experts),
-        {i: len(leaf.shape) for i, leaf in enumerate(leaves)},
+    return dimensions(
+        step.jaxpr, {i: numbers[leaf] for i, leaf in enumerate(step.leaves) if leaf is not None}
     )

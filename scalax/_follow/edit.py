@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._follow.said import placed_by_user
 from scalax._follow.shared import Shared
-from scalax._follow.trail import LOST, Trail
+from scalax._follow.splits import Costs
+from scalax._follow.trail import LOST, Trail, spec_of
 from scalax._follow.types import ONCE, Followed, Noted, Use
 from scalax._follow.weights import Weights
 from scalax._jax.equations import PLACES, DropVar, is_on_device, opened, shape_of
@@ -36,7 +37,7 @@ class Edit:
         kept: the values that are constrained, those of jaxprs inside it too.
         lost: where rows were lost, likewise.
         moves: the equations whose rows move to other devices, likewise.
-        gathered, sent: as for `Followed`, likewise.
+        costs: what dimensions send that may stay split, likewise.
         weights: its arguments without rows, and what is multiplied with them.
         replaced: operand of the equation at hand -> what stands in its place, for this equation.
         summed: the results of the loop at hand that are summed behind it.
@@ -56,9 +57,9 @@ class Edit:
         self.kept: list[Noted] = []
         self.lost: list[Noted] = []
         self.moves: list[Noted] = []
-        self.gathered = self.sent = 0.0
         arguments = {var: i for i, var in enumerate(inner.invars) if not shared.has_rows(trails[i])}
         self.weights = Weights(arguments, use.rounds, shared.trails)
+        self.costs = Costs(shared.splits, inner, self.weights)
         self.replaced: dict[int, Any] = {}
         self.summed: list[Any] = []
         self.moved: dict[tuple[int, Trail], Any] = {}
@@ -87,6 +88,7 @@ class Edit:
 
     def constrain(self, var: Any, spec: PartitionSpec, equation: Any) -> None:
         """Constrains a variable, once more if it is, for all equations behind this one."""
+        spec = self.shared.splits.spec(var, spec)
         added = self.shared.constraint(self.constrained.get(id(var), var), spec, equation)
         self.equations.append(added)
         self.constrained[id(var)] = added.outvars[0]
@@ -101,9 +103,24 @@ class Edit:
 
     def place_before(self, var: Any, spec: PartitionSpec, equation: Any) -> None:
         """Constrains an operand of the equation at hand, and of no other."""
-        added = self.shared.constraint(self.input(var), spec, equation)
+        added = self.shared.constraint(self.input(var), self.shared.splits.spec(var, spec), equation)
         self.equations.append(added)
         self.replaced[id(var)] = added.outvars[0]
+
+    def move_before(self, var: Any, there: Trail, specs: Sequence[PartitionSpec], equation: Any) -> None:
+        """Moves an operand of the equation at hand, by several specs; once for all that have it there."""
+        if (id(var), there) not in self.moved:
+            for spec in specs:
+                self.place_before(var, spec, equation)
+            self.moved[id(var), there] = self.replaced[id(var)]
+        self.replaced[id(var)] = self.moved[id(var), there]
+
+    def gather_before(self, var: Any, there: Trail, equation: Any) -> None:
+        """Gathers an operand of the equation at hand along the axes that are not in this trail."""
+        here, there = self.trail(var), there or ((),) * len(shape_of(var))
+        whole = {i for i, pair in enumerate(zip(here, there, strict=True)) if pair[0] != pair[1]}
+        # At both ends: else the compiler might compute it where it moves to.
+        self.move_before(var, there, [spec_of(here), spec_of(there, whole)], equation)
 
     def note_loss(self, equation: Any, values: Sequence[Any]) -> None:
         """Takes note of an equation that lost the rows of these of its operands or results."""
@@ -123,6 +140,5 @@ class Edit:
         pairs = (self.kept, found.kept), (self.lost, found.lost), (self.moves, found.moved)
         for mine, theirs in pairs:
             mine += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in theirs]
-        self.gathered += times * found.gathered
-        self.sent += times * found.sent
+        self.costs.note_inside(found.gathered, found.sent, times)
         return found

@@ -61,9 +61,10 @@ def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Follo
     """
     follower = _Follower(mesh, arguments, jaxpr)
     found = follower.follow(jaxpr, arguments.trails)
-    # The compiler moves no rows to kernels.
-    is_open = found.gathered > found.sent and not follower.has_kernels
-    return dataclasses.replace(found, is_open=is_open, ordered=follower.ordered)
+    if follower.splits.choose(found.gathered, found.sent):
+        follower.known.clear()
+        found = follower.follow(jaxpr, arguments.trails)
+    return dataclasses.replace(found, ordered=follower.ordered)
 
 
 class _Follower(Shared):
@@ -71,15 +72,15 @@ class _Follower(Shared):
 
     def __init__(self, mesh: Mesh | AbstractMesh, arguments: Arguments, whole: Any) -> None:
         super().__init__(mesh, arguments, whole)
-        self._known: dict[Any, Followed] = {}
+        self.known: dict[Any, Followed] = {}
 
     def follow(self, jaxpr: Any, trails: Sequence[Trail], use: Use = ONCE) -> Followed:
         key = jaxpr, tuple(trails), use
-        if key not in self._known:
+        if key not in self.known:
             first = _Pass(self, *key)
             found, whole = first.made(), first.columns.better_whole
-            self._known[key] = _Pass(self, *key, whole=whole).made() if whole else found
-        return self._known[key]
+            self.known[key] = _Pass(self, *key, whole=whole).made() if whole else found
+        return self.known[key]
 
 
 class _Pass(Edit):
@@ -119,8 +120,8 @@ class _Pass(Edit):
             self.kept,
             self.lost,
             self.moves,
-            self.gathered,
-            self.sent,
+            self.costs.gathered,
+            self.costs.sent,
             self.weights.multiplied,
             frozenset(i for i, atom in enumerate(jaxpr.outvars) if self.weights.is_sum(atom)),
         )
@@ -149,10 +150,14 @@ class _Pass(Edit):
             placed = on_own_rows(equation, operands, trails, self.shared.mesh)
         if move is not None:
             self.note_move(equation, equation.invars[move.weight])
-        self.weights.note(equation, operands, self._staying(equation, operands, experts, move))
+        staying = self._staying(equation, operands, experts, move)
+        if self.shared.splits.possible and name not in WITH_JAXPRS:
+            self.costs.note(equation, operands, staying)
         self._append(placed, ids)
         # What is computed of rows alone stays with them. Of other results the compiler decides.
-        is_mixed = name in CHOICES and not all(map(trails.has_rows, operands))
+        # XLA fails at some convolutions whose rows move to the kernel by our word, so it decides about few.
+        is_open = name == 'conv_general_dilated' and self.shared.splits.has_few_rows(equation)
+        is_mixed = name in CHOICES and not is_open and not all(map(trails.has_rows, operands))
         is_choice = is_dealt or is_mixed or name in _KEPT
         for var, whole in zip(equation.outvars, results, strict=False):
             trail = self._noted(var, whole)
@@ -161,7 +166,7 @@ class _Pass(Edit):
                 if move is not None:  # at both ends: else the compiler might gather the weight
                     self.constrain(var, move.result, equation)
                 self.constrain(var, spec, equation)
-                self.kept.append(Noted(equation, var.aval, spec=spec))
+                self.kept.append(Noted(equation, var.aval, spec=self.shared.splits.spec(var, spec)))
         found = [*map(self.trail, equation.outvars)]
         if name not in _TOLD and self._loses_rows(equation, operands, found):
             self.note_loss(equation, equation.outvars)
@@ -184,7 +189,8 @@ class _Pass(Edit):
         for weight, rows in ((0, 1), (1, 0)):
             stored, summed = axes_of(self.shared.stored.of(equation.invars[weight])), dims.summed_of(rows)
             own = [each for i, each in enumerate(operands[rows]) if i not in summed]
-            if stored and stored.isdisjoint(axes_of(own)):
+            is_split = self.shared.splits.dim(equation.invars[weight]) is not None
+            if stored and (is_split or stored.isdisjoint(axes_of(own))):
                 found.append(weight)
         return found
 
@@ -258,7 +264,6 @@ class _Pass(Edit):
             return equation, ()
         if name == KERNEL:
             placed, results = kernels.on_own_rows(equation, operands, self.shared.mesh, self.shared.has_rows)
-            self.shared.has_kernels |= placed is not equation
             return placed, results
         if self.shared.trails.dims(equation) is not UNKNOWN:
             if name == 'dot_general':

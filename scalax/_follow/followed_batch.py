@@ -137,22 +137,14 @@ def followed_batch(
     """
     if arguments is None or followed is None:
         return FollowedBatch(name, reason=why_not)
-    if followed.failure or followed.is_open:
-        return FollowedBatch(name, reason=followed.failure or _few(followed))
+    if followed.failure:
+        return FollowedBatch(name, reason=followed.failure)
     return FollowedBatch(
         name,
         tuple(sorted(arguments.batch_axes)),
         _counted(KeptValue(spec=each.spec, **_place(each)) for each in followed.kept),
         _largest_first(followed.lost),
         _largest_first(followed.moved),
-    )
-
-
-def _few(followed: Followed) -> str:
-    weights, rows = map(human_bytes, map(round, (followed.gathered, followed.sent)))
-    return (
-        f'rows are few. To keep them a device would gather {weights} of weights; the compiler can move '
-        f'{rows} of rows instead'
     )
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from scalax._follow.edit import Edit
 from scalax._follow.trail import (
     Trail,
-    axes_of,
     closed_spec_of,
     common,
     element_of,
@@ -46,7 +45,7 @@ def follow_loop(edit: Edit, equation: Any, operands: Sequence[Trail]) -> tuple[A
     if gone := [atom for atom, before, kept in carried if has_rows(before) and not has_rows(kept)]:
         _note_losses(edit, equation, gone, edit.follow(loop.body, arguments(grown)), inside)
     _gather_before(edit, equation, same, inside)
-    _sum_behind(edit, equation, loop.carried, rounds, inside)
+    _sum_behind(edit, equation, loop.carried, inside)
     edit.weights.note_loop(equation.invars[loop.tested :], inside.multiplied, loop.constants, rounds)
     stacked = map(stack_of, inside.trails[loop.carried :])
     return with_jaxprs(equation, inside.jaxpr), [*inside.trails[: loop.carried], *stacked]
@@ -88,15 +87,17 @@ def _gather_before(edit: Edit, equation: Any, constants: Sequence[Any], inside: 
             edit.place_before(var, closed_spec_of(edit.trail(var), len(shape_of(var))), equation)
 
 
-def _sum_behind(edit: Edit, equation: Any, carried: int, rounds: int, inside: Followed) -> None:
+def _sum_behind(edit: Edit, equation: Any, carried: int, inside: Followed) -> None:
     """Leaves sums over few rows of a round whole: devices add them up once, behind the loop."""
-    edit.summed = []
-    for i, (var, trail) in enumerate(zip(equation.outvars[:carried], inside.trails, strict=False)):
-        is_open = not isinstance(var, DropVar) and id(var) not in edit.users_own
-        if i in inside.summed and is_open and shape_of(var) and not edit.shared.has_rows(trail):
-            edit.summed.append(var)
-            # The compiler alone adds it up in each round.
-            edit.sent += rounds * edit.shared.trails.bytes_of(var, axes_of(trail))
+    edit.summed = [
+        var
+        for i, var in enumerate(equation.outvars[:carried])
+        if i in inside.summed
+        and not edit.shared.has_rows(inside.trails[i])
+        and shape_of(var)
+        and not isinstance(var, DropVar)
+        and id(var) not in edit.users_own
+    ]
 
 
 def _settled(

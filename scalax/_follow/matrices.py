@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from scalax._follow.experts import Stored
 from scalax._follow.functions import Function, functions_of_matrices, is_late
+from scalax._follow.seconds import PER_BYTE, PER_OPERATION
 from scalax._follow.stacks import run_stacked
 from scalax._follow.trail import LOST, Trail, Trails, closed_spec_of, merged
 from scalax._follow.types import Arguments
@@ -31,8 +32,7 @@ from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, equation_of, replaced, run
 from scalax._jaxprs.dims import multiplications
 
-# Of a chip of 400 Tflop/s with links of 100 GB/s; and what it takes to begin two all-to-alls.
-_SECONDS_PER_OPERATION, _SECONDS_PER_BYTE, _BEGIN = 1 / 4e14, 1 / 1e11, 2e-5
+_BEGIN = 2e-5  # two all-to-alls
 
 
 def spread_matrices(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Any:
@@ -180,9 +180,9 @@ def _pays(function: Function, count: int, size: int, devices: int, *, is_stored:
         moved += times * 2 * min(map(size_of, values)) * product.outvars[0].aval.dtype.itemsize
     own = sum(size_of(var) * var.aval.dtype.itemsize for var in (function.root, *function.results))
     parts = devices if is_stored else 1
-    spread = -(-count // devices) * operations / size * _SECONDS_PER_OPERATION
-    spread += _BEGIN + own * count / size / parts * _SECONDS_PER_BYTE
-    alone = operations / parts * _SECONDS_PER_OPERATION + is_stored * moved * _SECONDS_PER_BYTE
+    spread = -(-count // devices) * operations / size * PER_OPERATION
+    spread += _BEGIN + own * count / size / parts * PER_BYTE
+    alone = operations / parts * PER_OPERATION + is_stored * moved * PER_BYTE
     return devices > 1 and spread < count / size * alone
 
 

@@ -38,8 +38,7 @@ def move_to_weight(
     """Places the rows of a product where the parts of its weight are, if that takes less than to gather it.
 
     Both ways take the same links, those along the mesh axes that shard the weight, so bytes tell which one is
-    faster. An all-gather and a reduce-scatter send all of an array, an all-to-all the part of a device. The
-    bytes are noted: where the weights of a function are more in all, the compiler decides.
+    faster. An all-gather and a reduce-scatter send all of an array, an all-to-all the part of a device.
 
     Args:
         edit: the jaxpr at hand.
@@ -54,13 +53,13 @@ def move_to_weight(
             break
     else:
         return None
+    if shared.splits.dim(equation.invars[weight]) is not None:
+        return None
     [out], kept = equation.outvars, results[0] if results else LOST
     axes, others = axes_of(stored), axes_of(operands[weight])
     left, right = axes_of(operands[rows]) - axes, axes_of(kept) - axes
     rounds = edit.weights.rounds_of(equation, operands, weight, rows)
     gathered = trails.bytes_of(equation.invars[weight], others - axes) / rounds
-    edit.gathered += gathered
-    edit.sent += min(trails.bytes_of(var, left), trails.bytes_of(out, right))
     if primitive_name(equation) != 'dot_general' or not shared.has_rows(kept) or not axes.isdisjoint(others):
         return None
     dims = trails.dims(equation)

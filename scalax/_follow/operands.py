@@ -27,6 +27,7 @@ def place_operands(edit: Edit, equation: Any, operands: list[Trail]) -> Sequence
         experts = _experts(edit, equation, operands)
         if all(map(shared.has_rows, operands)):
             _gather_factors(edit, equation, operands)
+        _gather_beside_columns(edit, equation)
         return experts
     if name in SIDE_BY_SIDE and len({*operands}) > 1:
         _keep_beside(edit, equation, operands)
@@ -50,12 +51,8 @@ def _experts(edit: Edit, equation: Any, operands: list[Trail]) -> Sequence[int]:
         if trail and edit.has_open_rows(var):
             stops, dim = way(equation, place, operands, trail, edit.shared.trails.sizes)
             trail = stops[-1]
-            if (id(var), trail) not in edit.moved:
-                # At both ends: else the compiler might compute it where it moves to.
-                for stop in stops:
-                    edit.place_before(var, spec_of(stop, dim), equation)
-                edit.moved[id(var), trail] = edit.replaced[id(var)]
-            edit.replaced[id(var)] = edit.moved[id(var), trail]
+            # At both ends: else the compiler might compute it where it moves to.
+            edit.move_before(var, trail, [spec_of(stop, dim) for stop in stops], equation)
             operands[place] = trail
     staying = stay(equation, operands, stored)
     for place in staying:  # the result is where the rows are
@@ -63,13 +60,39 @@ def _experts(edit: Edit, equation: Any, operands: list[Trail]) -> Sequence[int]:
     return staying
 
 
+def _gather_beside_columns(edit: Edit, equation: Any) -> None:
+    """Gathers the rows of a product with columns that stay split, once for all such products."""
+    splits = edit.shared.splits
+    dims = [splits.dim(atom) for atom in equation.invars]
+    if dims == [None, None]:
+        return
+    for var, dim in zip(equation.invars, dims, strict=True):
+        here = edit.trail(var)
+        if dim is not None and var not in edit.shared.from_batch:
+            edit.note_move(equation, var)
+        elif not edit.has_open_rows(var):
+            continue
+        elif dim is None:
+            edit.gather_before(var, without(here, splits.axes), equation)
+        elif id(var) not in edit.constrained:
+            # Of rows that nothing is said about the compiler might gather the weight.
+            edit.place_before(var, spec_of(here), equation)
+
+
 def _gather_factors(edit: Edit, equation: Any, operands: list[Trail]) -> None:
     """Gathers the operands of a product of rows with rows, if that takes less than to add up its sums."""
-    contracted, _ = dot_dims(equation)
-    for place, trail in enumerate(whole_factors(equation, operands, edit.shared.trails)):
-        if trail != operands[place] and edit.has_open_rows(equation.invars[place]):
-            edit.place_before(equation.invars[place], spec_of(trail, contracted[place]), equation)
-            operands[place] = trail
+    shared = edit.shared
+    # Of what is added up further, as in the rounds of a loop, the sum alone is sent.
+    if edit.costs.is_part(equation) or shared.splits.dim(equation.outvars[0]) is not None:
+        return
+    whole = whole_factors(equation, operands, shared.trails, shared.stored_axes)
+    if all(map(edit.has_open_rows, equation.invars)):
+        if not shared.trails.batch_axes.isdisjoint(axes_of(operands[0]) - axes_of(whole[0])):
+            edit.note_move(equation, equation.outvars[0])
+        for place, trail in enumerate(whole):
+            if trail != operands[place]:
+                edit.gather_before(equation.invars[place], trail, equation)
+                operands[place] = trail
 
 
 def _keep_beside(edit: Edit, equation: Any, operands: Sequence[Trail]) -> None:
@@ -118,10 +141,6 @@ def _move_to_table(edit: Edit, equation: Any, operands: list[Trail]) -> None:
     dims = {place: stored[i] for place, i in updated_dims(equation)} if stored else {}
     columns = of_dims(dims, len(shape_of(updates)))
     if not shared.has_rows(shared.trails.through(equation, operands)[0]):
-        axes = axes_of(stored)
-        # Where the axes of the rows shard the table too, the compiler moves rows to it by itself.
-        if not axes.issuperset(shared.trails.batch_axes.intersection(axes_of(operands[2]))):
-            edit.sent += shared.trails.bytes_of(table, axes)
         for place in (1, 2):
             if edit.has_open_rows(equation.invars[place]):
                 if axes_of(columns):  # as for experts: at both ends

@@ -67,17 +67,14 @@ def follow_rows(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> 
         arguments: what is known of its arguments.
         mesh: a mesh of Auto axes. It is in force.
     """
-    as_written, before, jaxpr = jaxpr, None, with_sums_behind_loops(jaxpr)
+    before, jaxpr = None, with_sums_behind_loops(jaxpr)
     trails = Trails(dict(mesh.shape), arguments.batch_axes)
     while jaxpr is not before:  # what one loop gives another one may run over
         found = follow(jaxpr, arguments, mesh)
         before, jaxpr = jaxpr, with_own_rows(jaxpr, found, trails, mesh)
         if all(found.ordered.values()):
             jaxpr = with_own_order(jaxpr, arguments, mesh)
-    if found.is_open and jaxpr is as_written:
-        # Where all weights stay, the compiler may keep columns from product to product.
-        return dataclasses.replace(found, jaxpr=jaxpr)
-    return dataclasses.replace(found, is_open=False)
+    return found
 
 
 def _failure(error: Exception) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._follow.experts import Stored
+from scalax._follow.splits import Splits
 from scalax._follow.trail import Trail, Trails, axes_of, of_dims, without
 from scalax._follow.types import ONCE, Arguments, Followed, Use
 from scalax._jax.equations import shape_of
@@ -34,9 +35,9 @@ class Shared(abc.ABC):
         has_columns: whether mesh axes that shard no rows may shard columns, and it is known where.
         from_batch: the variables that depend on the batch.
         stored: where weights are over the axes of the batch.
+        splits: the dimensions of weights that stay split over the axes of the batch.
         tables: the shapes of weights that rows are looked up in, and where these are over the batch's axes.
         ordered: as for `Followed`.
-        has_kernels: whether there were kernels that run on each device with its rows.
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh, arguments: Arguments, whole: Any) -> None:
@@ -48,10 +49,11 @@ class Shared(abc.ABC):
         self.has_rows = self.trails.has_rows
         others = mesh.shape.keys() - arguments.batch_axes
         self.has_columns = arguments.placed and any(mesh.shape[axis] > 1 for axis in others)
+        self.stored_axes = {axis for trail in arguments.stored for axis in axes_of(trail)}
         self.from_batch = Dependence(whole, list(map(self.has_rows, arguments.trails)))
         self.stored = Stored(whole, arguments.stored, self.trails, self.from_batch)
         self.ordered: dict[str, dict[Any, Sequence[Trail]]] = {'sort': {}, 'ragged_dot_general': {}}
-        self.has_kernels = False
+        self.splits = Splits(whole, arguments.trails, self.stored, self.from_batch, self.trails)
 
     @abc.abstractmethod
     def follow(self, jaxpr: Any, trails: Sequence[Trail], use: Use = ONCE) -> Followed:

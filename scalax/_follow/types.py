@@ -81,13 +81,10 @@ class Followed:
         kept: the values that are constrained, those of jaxprs inside it too.
         lost: where rows were lost, likewise.
         moved: the equations whose rows move: to a larger weight, or dealt to the devices in another order.
-        gathered: the bytes of weights that a device gets for all products, if the rows stay in place.
-        sent: those of the rows, or of their products if these are smaller, if it gets these instead; and of
-            the gradients that the compiler alone would add up: of tables, and in each round of a loop.
+        gathered, sent: of dimensions that may stay split, as for `Costs`.
         multiplied: the arguments without rows that are multiplied with rows, by number, and with how many of
             these each device does so at once, at most.
         summed: the results that are sums over few rows, by number.
-        is_open: whether more weights than rows would move, so that the compiler decides about all values.
         ordered: of each `sort` and each product of rows in groups the trails of its operands: by the name of
             the primitive, and the equation.
         failure: why nothing is followed, if the pass failed.
@@ -98,10 +95,9 @@ class Followed:
     kept: Sequence[Noted] = ()
     lost: Sequence[Noted] = ()
     moved: Sequence[Noted] = ()
-    gathered: float = 0
-    sent: float = 0
+    gathered: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    sent: Mapping[int, float] = dataclasses.field(default_factory=dict)
     multiplied: Mapping[int, int] = dataclasses.field(default_factory=dict)
     summed: frozenset[int] = frozenset()
-    is_open: bool = False
     ordered: Mapping[str, Mapping[Any, Sequence[Trail]]] = dataclasses.field(default_factory=dict)
     failure: str = ''

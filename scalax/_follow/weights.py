@@ -16,9 +16,8 @@ from scalax._jax.equations import shape_of, size_of
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS, PRODUCTS
 
-# To gather two bytes of a weight takes 2 / 1e11 s over links of 100 GB/s, to multiply them with rows
-# 2 x rows / 4e14 s: as long with 4,000 rows. A quarter of that, since what is gathered stays in memory for
-# the whole loop.
+# To gather two bytes of a weight takes as long as to multiply them with 4,000 rows (`seconds`). A quarter of
+# that, since what is gathered stays in memory for the whole loop.
 FEW_ROWS = 1024
 _OF_SUMS = FORWARDS | {'add', 'add_any'}
 

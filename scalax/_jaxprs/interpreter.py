@@ -69,14 +69,15 @@ class Interpreter(Generic[Fact]):
             ids = [*map(id, equation.invars)]
             if known.isdisjoint(ids):
                 continue
-            results = self._equation(equation, [found.get(each, nothing) for each in ids])
+            results = self.equation(equation, [found.get(each, nothing) for each in ids])
             for var, fact in zip(equation.outvars, results, strict=False):
                 if fact != nothing:
                     found[id(var)] = fact
         self.note(found)
         return [found.get(id(atom), nothing) for atom in jaxpr.outvars]
 
-    def _equation(self, equation: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
+    def equation(self, equation: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
+        """The facts about the results of an equation."""
         name = primitive_name(equation)
         if name not in WITH_JAXPRS:
             return self.primitive(name, equation, operands)

@@ -1,5 +1,6 @@
 """Values that lie differently over mesh axes without rows, in products and side by side."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ def products(weight, x):
 
 def test_factors_are_gathered_if_their_product_has_more_elements():
     found = specs(products, like(16, 256), like(8, 2048, 16))
-    assert found == [P('fsdp', FREE, 'tp'), *[P('fsdp', FREE, None)] * 2]
+    assert found == [P('fsdp', FREE, 'tp'), *[P('fsdp', FREE, 'tp'), P('fsdp', FREE, None)] * 2]
 
 
 def test_a_small_product_is_added_up():
@@ -39,6 +40,43 @@ def test_sums_over_rows_are_added_up():
         return jnp.einsum('bsd,bse->de', x @ weight, x)
 
     assert specs(gradient, like(16, 256), like(8, 2048, 16)) == [P('fsdp', FREE, 'tp')]
+
+
+@pytest.mark.parametrize(
+    ('rows', 'gathered'), [(16, ('data', 'fsdp')), (48, ('data',)), (1024, ())], ids=lambda value: str(value)
+)
+def test_few_rows_of_a_gradient_are_gathered_in_place_of_its_sums(rows, gathered):
+    """The gradient of 64 x 64 is scattered over fsdp, and a quarter of it added up over data."""
+    helper = MeshShardingHelper([2, 4], ['data', 'fsdp'])
+
+    def gradient(weight, x, y):
+        return jnp.einsum('bd,be->de', jnp.tanh(x), y) * weight
+
+    axes = ('data', 'fsdp')
+    shardings = {'in_shardings': (P('fsdp'), P(axes), P(axes)), 'out_shardings': P('fsdp')}
+    step = helper.sjit(gradient, **shardings, batch_argnums=(1, 2))
+    args = like(64, 64), like(rows, 64), like(rows, 64)
+    left = tuple(axis for axis in axes if axis not in gathered)
+    there = P(left if len(left) > 1 else left[0] if left else None, FREE)
+    assert [spec for _, spec in constraints(step.trace(*args).jaxpr)] == [P(axes, FREE), there] * 2 * bool(
+        gathered
+    )
+    assert [each.array for each in step.followed(*args).moved] == ['float32[64,64]'] * bool(gathered)
+    random = np.random.default_rng(0)
+    weight, x, y = (random.normal(size=each.shape).astype('float32') for each in args)
+    np.testing.assert_allclose(step(weight, x, y), np.tanh(x).T @ y * weight, rtol=1e-4, atol=1e-4)
+
+
+def test_the_gradient_of_each_round_of_a_loop_is_not():
+    """It is added to those before, and all of them are added up over the devices at once."""
+    helper = MeshShardingHelper([8], ['data'])
+
+    def gradient(weight, x):
+        return jax.lax.scan(lambda sums, x: (sums + x.T @ x, None), weight, x)[0]
+
+    step = helper.sjit(gradient, in_shardings=(P(), P(None, 'data')), batch_argnums=1)
+    found = constraints(step.trace(like(64, 64), like(4, 8, 64)).jaxpr)
+    assert not any(shape == (8, 64) and spec[0] is None for shape, spec in found)
 
 
 @pytest.mark.parametrize('together', [jnp.stack, jnp.concatenate])

@@ -51,7 +51,7 @@ def fsdp_forward():
     rule = FSDPShardingRule('fsdp', min_fsdp_size=1)
     fun = HELPER.sjit(forward, in_shardings=(rule, P('fsdp')), out_shardings=P('fsdp'))
     expected = {('all-gather', ('fsdp',)): (2, (64 * 32 + 32 * 128) * F32)}
-    return HELPER, fun, ({'a': leaf(64, 32), 'b': leaf(32, 128)}, leaf(16, 64)), expected
+    return HELPER, fun, ({'a': leaf(64, 32), 'b': leaf(32, 128)}, leaf(512, 64)), expected
 
 
 def tensor_parallel():

@@ -1,0 +1,196 @@
+"""Dimensions of weights that stay split over axes of the batch, as tensor parallelism splits them.
+
+FSDP gathers a weight for each product, and leaves rows in place. Where rows are fewer than the weights of a
+block are large, it takes less to gather the rows in front of the block, leave each device its columns of all
+that is computed in between, and add up and scatter what comes out. The last product with a large vocabulary
+is such a block, with the loss behind it; so are two feed-forward matrices of many hidden columns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from scalax._follow.dimensions import Whole
+from scalax._follow.experts import Stored
+from scalax._follow.trail import Trail, Trails
+from scalax._follow.weights import Weights
+from scalax._jax.equations import dot_dims, equations, opened
+from scalax._jax.primitives import primitive_name
+from scalax._jaxprs.dependence import Dependence
+from scalax._tree.specs import canonical_entry, only_axes
+
+# It has to take this much less: XLA may send the same bytes in a ring beside a product, which takes longer.
+_MARGIN = 0.85
+
+
+class Splits:
+    """The dimensions that stay split.
+
+    Args:
+        jaxpr: the jaxpr that has all others in it.
+        rows: the trails of its arguments.
+        stored: where weights are over the axes of the batch.
+        from_batch: the variables that depend on the batch.
+        trails: answers about trails.
+
+    Attributes:
+        axes: the mesh axes that shard weights, if these are the same for all.
+        others: the ones that shard rows alone.
+        possible: the dimensions that may stay split.
+        rows: the dimensions that have rows.
+    """
+
+    def __init__(
+        self, jaxpr: Any, rows: Sequence[Trail], stored: Stored, from_batch: Dependence, trails: Trails
+    ) -> None:
+        self.stored, self.from_batch, self.bytes_of = stored, from_batch, trails.bytes_of
+        self.possible: set[int] = set()
+        self._split: set[int] = set()
+        arguments = opened(jaxpr).invars
+        sharded = {axes for var in arguments for axes in stored.of(var) if axes}
+        self.axes, self.others = min(sharded, default=()), trails.batch_axes.difference(*sharded)
+        self._left = trails.sizes.keys() - self.axes
+        products = (each for each in equations(jaxpr) if primitive_name(each) == 'dot_general')
+        if len(sharded) == 1 and any(map(self.has_few_rows, products)):
+            self._dims = Whole(jaxpr, math.prod(trails.sizes[axis] for axis in self.axes))
+            self.rows = self.along(arguments, rows)
+            self.possible = self.along(arguments, map(stored.of, arguments)) - self.rows - self._dims.whole
+
+    def choose(self, gathered: Mapping[int, float], sent: Mapping[int, float]) -> bool:
+        """Leaves the dimensions split for which that sends less; whether there are any."""
+        self._split = {dim for dim in self.possible if sent.get(dim, 0) < _MARGIN * gathered.get(dim, 0)}
+        return bool(self._split)
+
+    def dim(self, atom: Any) -> int | None:
+        """The dimension of a value that stays split; None if none does."""
+        if not self._split:
+            return None
+        return next((i for i, each in enumerate(self.classes(atom)) if each in self._split), None)
+
+    def spec(self, atom: Any, spec: PartitionSpec) -> PartitionSpec:
+        """The spec of a value with rows: it lies in columns, if a dimension of it stays split."""
+        dim = self.dim(atom)
+        if dim is None:
+            return spec
+        left = [*only_axes(spec, self._left), *[None] * len(spec)]
+        return PartitionSpec(*left[:dim], canonical_entry(self.axes), *left[dim + 1 : len(spec)])
+
+    def classes(self, atom: Any) -> list[int]:
+        """The class of each dimension of a value."""
+        return self._dims.classes_of(atom)
+
+    def along(self, atoms: Iterable[Any], trails: Iterable[Trail]) -> set[int]:
+        """The classes of the dimensions that mesh axes shard."""
+        return {
+            dim
+            for atom, trail in zip(atoms, trails, strict=True)
+            for dim, axes in zip(self.classes(atom), trail, strict=False)
+            if axes
+        }
+
+    def rows_of(self, atom: Any) -> float:
+        """The bytes of all rows along the axes that shard weights."""
+        return self.bytes_of(atom, self.others)
+
+    def has_few_rows(self, equation: Any) -> bool:
+        """Whether a product's weight, gathered twice as for a gradient, is more than its rows, in or out."""
+        rows = [self.rows_of(x) for x in (*equation.invars, *equation.outvars) if x in self.from_batch]
+        weights = [self.bytes_of(atom, ()) for atom in equation.invars if any(self.stored.of(atom))]
+        return bool(rows and weights) and 2 * max(weights) > min(rows)
+
+
+class Costs:
+    """What the dimensions that may stay split send either way, in a jaxpr: bytes that each device gets.
+
+    Args:
+        splits: the dimensions.
+        jaxpr: the jaxpr, an open one.
+        weights: the weights in it.
+
+    Attributes:
+        gathered: dimension -> with rows in place: weights that are gathered, gradients that are scattered.
+        sent: dimension -> with columns in place: rows that are gathered, sums that are scattered.
+    """
+
+    def __init__(self, splits: Splits, jaxpr: Any, weights: Weights) -> None:
+        self.gathered, self.sent = defaultdict[int, float](float), defaultdict[int, float](float)
+        self._splits, self._weights = splits, weights
+        self._seen = set[tuple[int, int]]()
+        self._rounds = dict[int, int]()  # for how many rounds of loops the weights are the same
+        joins = [each for each in jaxpr.eqns if primitive_name(each) in ('add', 'add_any')]
+        self._sums = {id(atom): id(each.outvars[0]) for each in joins for atom in each.invars}
+
+    def note_inside(self, gathered: Mapping[int, float], sent: Mapping[int, float], times: int) -> None:
+        """Takes note of what a jaxpr inside sends, so many times."""
+        for mine, theirs in ((self.gathered, gathered), (self.sent, sent)):
+            for dim, amount in theirs.items():
+                mine[dim] += times * amount
+
+    def note(self, equation: Any, operands: Sequence[Trail], staying: Container[int]) -> None:
+        """Takes note of what an equation without jaxprs sends.
+
+        Args:
+            equation: the equation.
+            operands: the trails of its operands.
+            staying: the operands that are weights and are not gathered, since rows move to them, by number.
+        """
+        splits, out = self._splits, equation.outvars[0]
+        dims = [splits.classes(atom) for atom in (*equation.invars, out)]
+        for dim in splits.possible.intersection(itertools.chain(*dims)):
+            if primitive_name(equation) == 'dot_general':
+                self._note_product(equation, operands, staying, dim, dims)
+            elif dim in dims[0] and dim not in dims[-1] and equation.invars[0] in splits.from_batch:
+                self.sent[dim] += 2 * splits.rows_of(out)  # a sum, on all devices
+
+    def _note_product(
+        self,
+        equation: Any,
+        operands: Sequence[Trail],
+        staying: Container[int],
+        dim: int,
+        dims: Sequence[list[int]],
+    ) -> None:
+        splits, [out] = self._splits, equation.outvars
+        contracted, (batch, _) = dot_dims(equation)
+        is_rows = [atom in splits.from_batch for atom in equation.invars]
+        for place, atom in enumerate(equation.invars):
+            is_new = self._is_new(id(atom), dim)
+            if is_rows[place]:
+                self.sent[dim] += splits.rows_of(atom) if is_new and dim not in dims[place] else 0
+                continue
+            # It has to lie along the dimension, once; and experts are another matter.
+            once = dim in splits.along([atom], [splits.stored.of(atom)]) and dims[place].count(dim) == 1
+            if not once or any(dims[0][i] == dim for i in batch):
+                self.sent[dim] = math.inf
+            elif is_new and place not in staying and operands[1 - place]:
+                self._rounds[dim] = self._weights.rounds_of(equation, operands, place, 1 - place)
+                self.gathered[dim] += splits.bytes_of(atom, ()) / self._rounds[dim]
+        if all(is_rows) and dim in dims[-1] and splits.rows.intersection(dims[0][i] for i in contracted[0]):
+            # The gradient of a weight that is gathered.
+            self.gathered[dim] += splits.bytes_of(out, ()) / self._rounds[dim] if dim in self._rounds else 0
+        elif dim not in dims[-1] and self._is_new(self._total(out), dim):
+            # XLA scatters no sums in a dimension that further axes shard: it adds them up everywhere.
+            self.sent[dim] += (2 if splits.others else 1) * splits.rows_of(out)
+
+    def is_part(self, product: Any) -> bool:
+        """Whether the result of a product is added to others."""
+        return id(product.outvars[0]) in self._sums
+
+    def _is_new(self, value: int, dim: int) -> bool:
+        """Whether a value is met for the first time."""
+        is_new = (value, dim) not in self._seen
+        self._seen.add((value, dim))
+        return is_new
+
+    def _total(self, product: Any) -> int:
+        """A product, or the sum that it is added to."""
+        total = id(product)
+        while total in self._sums:
+            total = self._sums[total]
+        return total
