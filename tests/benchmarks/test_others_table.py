@@ -48,7 +48,7 @@ def test_a_step_that_is_not_followed_shows_nothing():
     )
     with (
         jax.disable_jit(),
-        pytest.raises(ValueError, match='would show nothing: jax.disable_jit is in force'),
+        pytest.raises(ValueError, match=r'would show nothing: jax\.disable_jit is in force'),
     ):
         values.difference(product)
 
