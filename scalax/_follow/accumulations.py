@@ -74,7 +74,9 @@ def added_by_round(body: Any, var: Any, out: Any) -> list[Any] | None:
     found: list[Any] = []
     while uses[id(var)] == 1 and var is not out:
         reader = readers.get(id(var))
-        name, after = (primitive_name(reader), reader.outvars[0]) if reader else ('', out)
+        if reader is None:
+            return None
+        name, after = primitive_name(reader), reader.outvars[0]
         is_same = name == 'convert_element_type' and after.aval.dtype == var.aval.dtype
         if name not in ('add', 'add_any') and not is_same:
             return None
