@@ -74,10 +74,14 @@ def added_by_round(body: Any, var: Any, out: Any) -> list[Any] | None:
     found: list[Any] = []
     while uses[id(var)] == 1 and var is not out:
         reader = readers.get(id(var))
-        if reader is None or primitive_name(reader) not in ('add', 'add_any'):
+        if reader is None:
+            return None
+        name, after = primitive_name(reader), reader.outvars[0]
+        is_same = name == 'convert_element_type' and after.aval.dtype == var.aval.dtype
+        if name not in ('add', 'add_any') and not is_same:
             return None
         found += [x for x in reader.invars if x is not var]
-        [var] = reader.outvars
+        var = after
     return found if uses[id(var)] == 1 else None
 
 
