@@ -144,6 +144,8 @@ def _arguments(
     """The shardings of the arguments, leaf by leaf; where the rules leave one open, that of its type."""
     where = f'the arguments of {call.signature.name!r} (in_specs)'
     rest = 'PartitionSpec() for what every device has whole'
+    if axes.manual.issuperset(axes.mesh.axis_names):
+        on_indivisible = 'replicate'  # `_reject_uneven` raises about all of them, and says what helps
     resolutions = resolve_arguments(in_specs, call, axes.mesh, 'in_specs', on_indivisible, rest=rest)
     _reject_uneven(resolutions, axes, where)
     types = MeshAxes.of(axes.mesh).types

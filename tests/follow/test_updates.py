@@ -58,7 +58,7 @@ def test_small_integers_count_only_so_far(size):
     args = jnp.zeros((size, 2)), jnp.ones((1, 2)), jnp.int8(100)
     changed = rewriting.Rewriter(within_bounds).jaxpr(jax.make_jaxpr(written)(*args))
     [found] = jax.jit(lambda *args: rewriting.run(changed, args))(*args)
-    # What JAX itself writes: XLA of JAX 0.10 may take the last of 300 rows for row 43, as a byte has it.
+    # As JAX itself does: XLA of JAX 0.10 may take the last of 300 rows for row 43, as a small integer has it.
     np.testing.assert_array_equal(found, jax.jit(written)(*args))
     assert found.sum() == 2
 
