@@ -169,7 +169,7 @@ class _Pass(Edit):
                 self.kept.append(Noted(equation, var.aval, spec=self.shared.splits.spec(var, spec)))
         found = [*map(self.trail, equation.outvars)]
         if name not in _TOLD and self._loses_rows(equation, operands, found):
-            self.note_loss(equation, equation.outvars)
+            self.note_loss(equation, equation.invars[:1] if name == 'dynamic_slice' else equation.outvars)
         elif name in TAKEN and not is_dealt and may_move(equation, operands, self):
             self.note_move(equation, equation.outvars[0])
         if name == 'device_put':

@@ -55,7 +55,7 @@ class LostRows:
     Attributes:
         primitive: the operation of JAX.
         line: the line of the user's code.
-        array: the dtype and the shape of its largest result.
+        array: the dtype and the shape of its largest result; of what takes rows one by one, of all rows.
         bytes: the size of that, of all devices together.
         count: how many there are on the line; one in a loop counts once.
     """

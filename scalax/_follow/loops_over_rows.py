@@ -82,7 +82,7 @@ def _on_own_rows(equation: Any, devices: int, each_round: Any) -> Any:
         each_round: its body, as it is mapped.
     """
     loop = loop_of(equation)
-    body = opened(with_inlined(loop.body, lambda _: True))  # sums are seen through calls; the calls stay
+    body = opened(with_inlined(loop.body, _is_seen_through))
     length = loop.length
     if body.effects or not length or length % devices or not draws_alike(body) or _rows_choose(loop):
         return equation
@@ -117,6 +117,11 @@ def _on_own_rows(equation: Any, devices: int, each_round: Any) -> Any:
     found = equation_if_mapped(jax.jit(on_own_rows), equation)
     # Of what can only be run one after the other, jax.vmap makes a loop over devices.
     return found if _count('scan', found) == _count('scan', equation) else equation
+
+
+def _is_seen_through(call: Any) -> bool:
+    """Whether what a call adds up is seen, and so is the gradient of that."""
+    return primitive_name(call) not in ('custom_jvp_call', 'custom_vjp_call')
 
 
 def _is_same(var: Any, out: Any, makers: Mapping[int, Any]) -> bool:

@@ -57,8 +57,8 @@ class Noted:
 
     Attributes:
         equation: the equation.
-        aval: the shape and dtype of what is kept, or of its largest result; of a loop over rows, of what it
-            runs over.
+        aval: the shape and dtype of what is kept, or of its largest result; of a loop over rows, or of what
+            takes them by number, of all rows.
         calls: the equations in whose jaxprs it is, from the innermost one outwards.
         spec: where what is kept is.
         rows: where rows were that are lost.

@@ -199,3 +199,23 @@ def test_weights_are_gathered_once_before_the_loop():
     step = helper.sjit(LOOPS['a gradient'], in_shardings=(RULE, P('fsdp')), out_shardings=RULE)
     plan = helper.plan(step, w, x, quick=True)
     assert sum(row.count * row.bytes for row in plan.collectives) < 4 * 256 * 256 * 4
+
+
+@jax.custom_vjp
+def added(total, row):
+    return total + row
+
+
+added.defvjp(lambda total, row: (total + row, None), lambda _, gradient: (1.1 * gradient, 3 * gradient))
+
+
+def test_sums_with_a_gradient_of_their_own_keep_it():
+    """Also where it is taken of the whole function, from outside: it grows in each round."""
+
+    def fun(w, x):
+        return lax.scan(lambda c, row: (added(c, row @ w), None), NONE, x)[0]
+
+    step = on_devices(fun)
+    with jax.default_matmul_precision('highest'):
+        found, expected = (jax.grad(lambda *args: each(*args).sum(), (0, 1))(W, X) for each in (step, fun))  # noqa: B023
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
