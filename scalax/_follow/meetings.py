@@ -15,7 +15,7 @@ SIDE_BY_SIDE = frozenset({'stack', 'concatenate'})
 
 
 def whole_factors(
-    equation: Any, operands: Sequence[Trail], trails: Trails, stored: Set[str]
+    equation: Any, operands: Sequence[Trail], trails: Trails, stored: Set[str] | None
 ) -> Sequence[Trail]:
     """The trails of the operands of a product of rows with rows.
 
@@ -27,13 +27,14 @@ def whole_factors(
         equation: the product.
         operands: the trails of its operands.
         trails: answers about trails.
-        stored: the axes that shard weights, and so the gradient that a sum over rows is.
+        stored: the axes that shard weights, and so the gradient that a sum over rows is; None if that is left
+            as it is.
     """
     contracted, _ = dot_dims(equation)
     pairs = [*zip(operands, contracted, strict=True)]
     others = {axis for trail, dims in pairs for i, each in enumerate(trail) if i not in dims for axis in each}
     summed = {axis for trail in operands for axis in axes_of(trail)} - others
-    for gone in (summed, summed - stored):
+    for gone in (summed - trails.batch_axes,) if stored is None else (summed, summed - stored):
         whole = [without(trail, gone) for trail in operands]
         moved = sum(
             trails.bytes_of(atom, axes_of(after))
@@ -42,8 +43,8 @@ def whole_factors(
         )
         [result] = trails.through(equation, whole)
         there, [out] = axes_of(result), equation.outvars
-        split = there if trails.has_rows(result) else there | stored
-        sums = trails.bytes_of(out, there) if gone & stored else 2 * trails.bytes_of(out, split)
+        split = there if trails.has_rows(result) else there.union(stored or ())
+        sums = trails.bytes_of(out, there) if gone & split else 2 * trails.bytes_of(out, split)
         computed = 2 * multiplications(equation) / math.prod(trails.sizes[axis] for axis in split)
         if gone and moved * PER_BYTE + computed * PER_OPERATION < sums * PER_BYTE:
             return whole

@@ -82,10 +82,10 @@ def _gather_beside_columns(edit: Edit, equation: Any) -> None:
 def _gather_factors(edit: Edit, equation: Any, operands: list[Trail]) -> None:
     """Gathers the operands of a product of rows with rows, if that takes less than to add up its sums."""
     shared = edit.shared
-    # Of what is added up further, as in the rounds of a loop, the sum alone is sent.
-    if edit.costs.is_part(equation) or shared.splits.dim(equation.outvars[0]) is not None:
-        return
-    whole = whole_factors(equation, operands, shared.trails, shared.stored_axes)
+    # Of what is added up further, as in the rounds of a loop, the sum alone is sent; and rows beside columns
+    # that stay split are gathered anyway.
+    left = edit.costs.is_part(equation) or shared.splits.dim(equation.outvars[0]) is not None
+    whole = whole_factors(equation, operands, shared.trails, None if left else shared.stored_axes)
     if all(map(edit.has_open_rows, equation.invars)):
         if not shared.trails.batch_axes.isdisjoint(axes_of(operands[0]) - axes_of(whole[0])):
             edit.note_move(equation, equation.outvars[0])

@@ -31,6 +31,11 @@ def test_factors_are_gathered_if_their_product_has_more_elements():
     assert found == [P('fsdp', FREE, 'tp'), *[P('fsdp', FREE, 'tp'), P('fsdp', FREE, None)] * 2]
 
 
+def test_factors_are_gathered_also_if_something_is_added_to_their_product():
+    found = specs(lambda weight, x: products(weight, x) + 1, like(16, 256), like(8, 2048, 16))
+    assert P('fsdp', FREE, None) in found
+
+
 def test_a_small_product_is_added_up():
     assert specs(products, like(16, 256), like(8, 16, 16)) == [P('fsdp', FREE, 'tp')]
 
