@@ -71,7 +71,8 @@ def _followed(jaxpr: Any, given: Sequence[Values | None]) -> tuple[Any, Integers
 def _scan(equation: Any, operands: Sequence[Values | None]) -> tuple[Any, Sequence[Values | None]]:
     """A loop with stacks in place of rows, and the integers of its results."""
     loop, options = loop_of(equation), scan_options(equation)
-    length, results = loop.length or 0, list[Values | None]([None] * len(equation.outvars))
+    length = loop.length or 0
+    results: list[Values | None] = [None] * len(equation.outvars)
     if not 0 < length <= _MOST:
         return equation, results
     rows = np.arange(length)  # those of the rounds too, in the order of stacks, but for loops in reverse
