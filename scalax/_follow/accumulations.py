@@ -46,7 +46,7 @@ def _behind(equation: Any) -> Any:
         added, used = added_by_round(body, var, out), dict[Any, str]()
         if added is None or len(added) != 1 or not _is_linear(added[0], makers, changing, used):
             continue
-        if not {*used.values()} <= _BASES | FORWARDS:  # the compiler sees through these
+        if not {*used.values()} <= _BASES | FORWARDS:  # else the compiler adds up behind the loop by itself
             found[i] = added[0]
             sums.update({var: name for var, name in used.items() if name in _BASES})
     most = sum(size_of(state[i]) for i in found)
@@ -58,7 +58,7 @@ def _behind(equation: Any) -> Any:
 def _changing(body: Any, given: Sequence[Any]) -> set[int]:
     """The ids of variables that differ from round to round, as these arguments do.
 
-    And of those that an equation computes beside one: behind the loop it runs as a whole, or not at all.
+    All results of an equation do that reads one: behind the loop it runs as a whole, or not at all.
     """
     found = {*map(id, given)}
     for each in body.eqns:

@@ -7,7 +7,6 @@ them, and by all devices if each has all.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,9 +26,11 @@ from scalax._jax.equations import (
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.integers import Integers
 
+# These give rows another order.
 DEALT = frozenset(
     ('gather', 'scatter', 'scatter-add', 'scatter-max', 'scatter-min', 'scatter-mul', 'scatter-sub', 'sort')
 )
+# These take rows by number.
 TAKEN = frozenset(('dynamic_slice', 'gather'))
 
 
@@ -57,7 +58,7 @@ def dealt(equation: Any, operands: Sequence[Trail], results: Sequence[Trail], tr
     # A constant that is scattered, as the gradient of a mean is, has no rows, but its numbers have.
     given = [*(moved[i] for i in rows if moved), *(operands[1][:-1] if name.startswith('scatter') else ())]
     axes = next((axes for axes in given if trails.batch_axes.intersection(axes)), ())
-    shards = math.prod(trails.sizes[axis] for axis in axes)
+    shards = trails.shards(axes)
 
     def with_rows(trail: Trail, shape: Sequence[int]) -> Trail:
         found = trail or ((),) * len(shape)

@@ -41,7 +41,7 @@ class Edit:
         weights: its arguments without rows, and what is multiplied with them.
         replaced: operand of the equation at hand -> what stands in its place, for this equation.
         summed: the results of the loop at hand that are summed behind it.
-        moved: a variable and where it moves to -> what moved.
+        moved: a variable and where it moves to -> the variable that is there.
         parts: a batch in parts -> the reshape that made it, and the trail of its operand.
         users_given: the values that the user places: the results of constraints, of `jax.device_put` with a
             sharding, of a `jit` with `out_shardings`, and the arguments of one with `in_shardings`.

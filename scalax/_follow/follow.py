@@ -242,8 +242,7 @@ class _Pass(Edit):
     def _is_small_sum(self, equation: Any, operands: Sequence[Trail]) -> bool:
         """Whether a sum of scattered rows is the gradient of a table, or smaller than a device's own rows."""
         table, _, updates = map(shape_of, equation.invars)
-        sizes = self.shared.trails.sizes
-        devices = math.prod(sizes[axis] for axis in axes_of(operands[2]) | axes_of(operands[1]))
+        devices = self.shared.trails.shards(axes_of(operands[2]) | axes_of(operands[1]))
         return table in self.shared.tables or math.prod(table) * devices <= math.prod(updates)
 
     def _whole_dims(self, equation: Any) -> Container[int]:

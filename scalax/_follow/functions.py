@@ -16,7 +16,8 @@ from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS
 # Values of so many elements are scalars, or coefficients.
 _FEW = 64
 _PLAIN = FORWARDS | ELEMENTWISE | {'reduce_sum', 'reduce_max'}
-# Of several matrices both branches of a `cond` run: a loop in the wrong one may not end, its gradient be nan.
+# For a stack of matrices both branches of a `cond` would run: a loop in the wrong one may not end, and its
+# gradient may be nan.
 _LEFT = SAID | {'cond'}
 
 

@@ -9,7 +9,6 @@ are added up behind it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from scalax._follow.rows_by_number import with_rows_by_number
 from scalax._follow.trail import Trails
 from scalax._follow.types import Followed
 from scalax._jax.equations import (
+    OWN_GRADIENTS,
     Loop,
     draws_alike,
     equations,
@@ -67,8 +67,7 @@ def with_own_rows(jaxpr: Any, found: Followed, trails: Trails, mesh: Mesh | Abst
         def mappable(inner: Any) -> Any:
             return if_mapped(inner, products[inner], axes, trails, mesh) if inner in products else inner
 
-        devices = math.prod(mesh.shape[axis] for axis in axes)
-        return _on_own_rows(equation, devices, Rewriter(mappable).jaxpr(loop_of(equation).body))
+        return _on_own_rows(equation, trails.shards(axes), Rewriter(mappable).jaxpr(loop_of(equation).body))
 
     return Rewriter(change).jaxpr(jaxpr)
 
@@ -121,7 +120,7 @@ def _on_own_rows(equation: Any, devices: int, each_round: Any) -> Any:
 
 def _is_seen_through(call: Any) -> bool:
     """Whether what a call adds up is seen, and so is the gradient of that."""
-    return primitive_name(call) not in ('custom_jvp_call', 'custom_vjp_call')
+    return primitive_name(call) not in OWN_GRADIENTS
 
 
 def _is_same(var: Any, out: Any, makers: Mapping[int, Any]) -> bool:

@@ -12,7 +12,6 @@ matrices at most, and not one of each weight.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from scalax._follow.experts import Stored
 from scalax._follow.functions import Function, functions_of_matrices, is_late
 from scalax._follow.seconds import PER_BYTE, PER_OPERATION
 from scalax._follow.stacks import run_stacked
-from scalax._follow.trail import LOST, Trail, Trails, closed_spec_of, merged
+from scalax._follow.trail import LOST, Trail, Trails, axes_of, closed_spec_of, merged
 from scalax._follow.types import Arguments
 from scalax._follow.updates import within_bounds
 from scalax._jax.equations import jaxprs_in, loop_of, opened, shape_of, size_of
@@ -89,9 +88,9 @@ class _Spreader(Rewriter):
         """One equation that computes a group of functions on whole matrices; None if that does not pay."""
         first, layouts = group[0], [*map(self._layout, group)]
         layout = max(layouts, key=lambda each: len(list(filter(None, each))))
-        sharding = {axis for dim in layout for axis in dim}
+        sharding = axes_of(layout)
         axes = [axis for axis in self._mesh.axis_names if axis in (sharding or self._arguments.batch_axes)]
-        devices = math.prod(self._mesh.shape[axis] for axis in axes)
+        devices = self._trails.shards(axes)
         size = shape_of(first.root)[0] if first.is_stack else 1
         already = any(each[0] for each in layouts)
         if already or not _pays(first, size * len(group), size, devices, is_stored=bool(sharding)):

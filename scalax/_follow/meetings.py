@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence, Set
 from typing import Any
 
@@ -45,7 +44,7 @@ def whole_factors(
         there, [out] = axes_of(result), equation.outvars
         split = there if trails.has_rows(result) else there.union(stored or ())
         sums = trails.bytes_of(out, there) if gone & split else 2 * trails.bytes_of(out, split)
-        computed = 2 * multiplications(equation) / math.prod(trails.sizes[axis] for axis in split)
+        computed = 2 * multiplications(equation) / trails.shards(split)
         if gone and moved * PER_BYTE + computed * PER_OPERATION < sums * PER_BYTE:
             return whole
     return operands

@@ -16,8 +16,8 @@ from scalax._follow.edit import Edit
 from scalax._follow.trail import LOST, Trail, axes_of, spec_of, without
 from scalax._jax.primitives import primitive_name
 
-# A weight that is gathered for a product is often kept for its gradient, which moves rows once more.
-_SHARED = 2
+# A weight that is gathered for a product is often kept for the gradient; rows would move for both.
+_USES = 2
 
 
 class Move(NamedTuple):
@@ -69,7 +69,7 @@ def move_to_weight(
     sent = trails.bytes_of(var, left | taken) + trails.bytes_of(out, right | split)
     is_open = edit.has_open_rows(var) and id(out) not in edit.users_own
     # A stack of weights may have its axes in another dimension: each device has some of them.
-    if axes != taken | split or not is_open or gathered <= _SHARED * sent:
+    if axes != taken | split or not is_open or gathered <= _USES * sent:
         return None
     # At both ends: else the compiler might compute the rows where they move to.
     for spec in (spec_of(operands[rows]), _there(operands[rows], axes, summed)):

@@ -75,15 +75,15 @@ def _gather_beside_columns(edit: Edit, equation: Any) -> None:
         elif dim is None:
             edit.gather_before(var, without(here, splits.axes), equation)
         elif id(var) not in edit.constrained:
-            # Of rows that nothing is said about the compiler might gather the weight.
+            # If nothing is said about the rows, the compiler might gather the weight.
             edit.place_before(var, spec_of(here), equation)
 
 
 def _gather_factors(edit: Edit, equation: Any, operands: list[Trail]) -> None:
     """Gathers the operands of a product of rows with rows, if that takes less than to add up its sums."""
     shared = edit.shared
-    # Of what is added up further, as in the rounds of a loop, the sum alone is sent; and rows beside columns
-    # that stay split are gathered anyway.
+    # Of products that are added up, as in the rounds of a loop, their sum alone is sent; and rows beside
+    # columns that stay split are gathered anyway.
     left = edit.costs.is_part(equation) or shared.splits.dim(equation.outvars[0]) is not None
     whole = whole_factors(equation, operands, shared.trails, None if left else shared.stored_axes)
     if all(map(edit.has_open_rows, equation.invars)):

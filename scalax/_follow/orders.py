@@ -82,7 +82,7 @@ class _Order:
     def __init__(self, jaxpr: Any, sort: Any, devices: int) -> None:
         self._jaxpr, self._sort, self._devices = jaxpr, sort, devices
         self._made, self._integers = makers_of(opened(jaxpr)), Integers(opened(jaxpr))
-        self._before = Integers(opened(jaxpr), iotas=True)
+        self._constants = Integers(opened(jaxpr), iotas=True)
         self._size = size_of(sort.invars[0])
         self._in_order = np.arange(self._size)
         # Variables in the order of the sort, by id, and their dimension of rows; and those that hold of each
@@ -207,7 +207,7 @@ class _Order:
             return
         self._by_table(equation, rows)
         if rows == {1: 0} and takes_rows(equation):
-            known = self._before.of(x) if shape_of(x) == (self._size,) else None
+            known = self._constants.of(x) if shape_of(x) == (self._size,) else None
             if known is not None and self._are(numbers, self._numbers):
                 self._numbers.append((equation.outvars[0], known))
             if self._is_local(numbers, shape_of(x)[0]):

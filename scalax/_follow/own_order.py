@@ -8,7 +8,6 @@ runs there, each equation in a `shard_map`. `orders` shows where the results are
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,7 +72,7 @@ class _OwnOrder(Rewriter):
         axes = next((axes for trail in self._sorts.get(sort, ())[:1] for axes in trail), ())
         if not self._trails.batch_axes.intersection(axes):
             return {}
-        block = block_of(jaxpr, sort, math.prod(self._mesh.shape[axis] for axis in axes))
+        block = block_of(jaxpr, sort, self._trails.shards(axes))
         if block is None:
             return {}
         sizes = added_equation(self._sizes(block, axes), sort, [block.keys])

@@ -7,7 +7,6 @@ in a `shard_map`: of each group it has as many rows as lie in its part.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -101,9 +100,8 @@ def _product(
     added = () if is_sum else tuple(axis for _, j in pairs for axis in y[j])
     [result] = dims.through((x, y, ()), ())
     # In an order of their own the rows are put back before they are whole again: in parts of their columns.
-    devices = math.prod(mesh.shape[axis] for axis in added)
     width = shape_of(equation.outvars[0])[-1]
-    is_split = has_own and added and not result[-1] and width % devices == 0
+    is_split = has_own and added and not result[-1] and width % trails.shards(added) == 0
     if is_split:
         result = put(result, len(result) - 1, added)
 

@@ -20,6 +20,7 @@ import numpy as np
 from scalax._follow.said import placed_by_user
 from scalax._jax.equations import (
     CALLS,
+    OWN_GRADIENTS,
     Literal,
     Loop,
     called,
@@ -75,8 +76,8 @@ def _scan(equation: Any, operands: Sequence[Values | None]) -> tuple[Any, Sequen
     results: list[Values | None] = [None] * len(equation.outvars)
     if not 0 < length <= _MOST:
         return equation, results
-    rows = np.arange(length)  # those of the rounds too, in the order of stacks, but for loops in reverse
-    rounds = rows[:: -1 if options['reverse'] else 1]
+    rows = np.arange(length)  # in the order of stacks
+    rounds = rows[:: -1 if options['reverse'] else 1]  # that take these
     body = with_inlined(loop.body, functools.partial(_may_take_rows, length=length))
     (atoms, first, _), (constants, _, stacks) = map(loop.parts, (equation.invars, operands))
     steps = _steps(loop._replace(body=body), first)
@@ -106,8 +107,8 @@ def _is_number(numbers: Integers, rows: Values, atom: Any) -> bool:
 
 def _may_take_rows(call: Any, length: int) -> bool:
     """Whether a call may take rows of an array of so many, or write to one."""
-    # In place of these the gradient would be that of their equations, if it is taken of the whole function.
-    if primitive_name(call) in ('custom_jvp_call', 'custom_vjp_call'):
+    # Inlined, these would have the gradient of their equations in place of their own, if one is taken later.
+    if primitive_name(call) in OWN_GRADIENTS:
         return False
     inside = [each for each in equations(called(call)) if primitive_name(each) in _INDEXED]
     has_rows = any(shape_of(each.invars[0])[:1] == (length,) for each in inside)

@@ -72,7 +72,7 @@ def follow_rows(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> 
     while jaxpr is not before:  # what one loop gives another one may run over
         found = follow(jaxpr, arguments, mesh)
         before, jaxpr = jaxpr, with_own_rows(jaxpr, found, trails, mesh)
-        if all(found.ordered.values()):
+        if all(found.ordered.values()):  # rows are sorted, and multiplied in groups
             jaxpr = with_own_order(jaxpr, arguments, mesh)
     return found
 

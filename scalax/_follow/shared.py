@@ -35,6 +35,7 @@ class Shared(abc.ABC):
         has_columns: whether mesh axes that shard no rows may shard columns, and it is known where.
         from_batch: the variables that depend on the batch.
         stored: where weights are over the axes of the batch.
+        stored_axes: the axes of the batch that shard weights.
         splits: the dimensions of weights that stay split over the axes of the batch.
         tables: the shapes of weights that rows are looked up in, and where these are over the batch's axes.
         ordered: as for `Followed`.

@@ -58,7 +58,7 @@ class Splits:
         self._left = trails.sizes.keys() - self.axes
         products = (each for each in equations(jaxpr) if primitive_name(each) == 'dot_general')
         if len(sharded) == 1 and any(map(self.has_few_rows, products)):
-            self._dims = WholeDimensions(jaxpr, math.prod(trails.sizes[axis] for axis in self.axes))
+            self._dims = WholeDimensions(jaxpr, trails.shards(self.axes))
             self.rows = self.along(arguments, given)
             self.possible = self.along(arguments, map(stored.of, arguments)) - self.rows - self._dims.whole
 
@@ -146,7 +146,7 @@ class Costs:
             if primitive_name(equation) == 'dot_general':
                 self._note_product(equation, operands, staying, dim, dims)
             elif dim in dims[0] and dim not in dims[-1] and equation.invars[0] in splits.from_batch:
-                self.sent[dim] += 2 * splits.rows_of(out)  # a sum, on all devices
+                self.sent[dim] += 2 * splits.rows_of(out)  # a sum that all devices get
 
     def _note_product(
         self,
@@ -164,7 +164,7 @@ class Costs:
             if is_rows[place]:
                 self.sent[dim] += splits.rows_of(atom) if is_new and dim not in dims[place] else 0
                 continue
-            # It has to lie along the dimension, once; and experts are another matter.
+            # A weight has to lie along the dimension, once; and products over experts are left to `experts`.
             once = dim in splits.along([atom], [splits.stored.of(atom)]) and dims[place].count(dim) == 1
             if not once or any(dims[0][i] == dim for i in batch):
                 self.sent[dim] = math.inf

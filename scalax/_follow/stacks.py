@@ -11,7 +11,16 @@ from typing import Any
 import jax
 
 from scalax._jax import equations
-from scalax._jax.equations import CALLS, Literal, called, loop_of, opened, scan_options, shape_of
+from scalax._jax.equations import (
+    CALLS,
+    OWN_GRADIENTS,
+    Literal,
+    called,
+    loop_of,
+    opened,
+    scan_options,
+    shape_of,
+)
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import bound, constants_of
 from scalax._jaxprs.dims import ALONG, ELEMENTWISE, FORWARDS, Sources, dims_of
@@ -21,7 +30,6 @@ _EACH = (ELEMENTWISE | FORWARDS) - ALONG | {
     *('dot_general', 'cholesky', 'eigh', 'qr', 'svd', 'triangular_solve'),
     *('reduce_sum', 'reduce_max', 'reduce_min', 'reduce_prod', 'reduce_and', 'reduce_or'),
 }
-_OWN_GRADIENTS = frozenset({'custom_jvp_call', 'custom_vjp_call'})
 
 Stacked = tuple[Any, int | None]
 """A value, and which of its dimensions is the stack; None of what is one value for all matrices."""
@@ -50,7 +58,7 @@ def _results(equation: Any, operands: Sequence[Stacked]) -> Sequence[Stacked]:
     name = primitive_name(equation)
     values, dims = [value for value, _ in operands], [dim for _, dim in operands]
     stacks = {(place, dim) for place, dim in enumerate(dims) if dim is not None}
-    if name in _OWN_GRADIENTS:
+    if name in OWN_GRADIENTS:
         raise NotImplementedError(f'{name} has a gradient of its own')
     if name in CALLS:
         return run_stacked(called(equation), operands)

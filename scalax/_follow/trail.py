@@ -46,10 +46,13 @@ class Trails:
         self.dims: Callable[[Any], Dims] = functools.cache(dims_of)
         self._through = functools.cache(lambda dims, operands: dims.through(operands, ()))
 
+    def shards(self, axes: Iterable[str]) -> int:
+        """In how many parts these mesh axes shard something."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
     def bytes_of(self, atom: Any, axes: Iterable[str]) -> float:
         """The bytes that a device has of a value that these mesh axes shard."""
-        shards = math.prod(self.sizes[axis] for axis in axes)
-        return size_of(atom) * bits_of(atom.aval.dtype) / 8 / shards
+        return size_of(atom) * bits_of(atom.aval.dtype) / 8 / self.shards(axes)
 
     def through(self, equation: Any, operands: Sequence[Trail]) -> Sequence[Trail]:
         """The trails of the results of an equation whose `dims` are known."""

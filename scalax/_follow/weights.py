@@ -107,8 +107,8 @@ class Weights:
         """How many rows of an operand of a product each device has: what is summed over, or all else."""
         shape, summed = shape_of(equation.invars[place]), self._trails.dims(equation).summed_of(place)
         dims = [i for i in range(len(shape)) if (i in summed) is are_summed]
-        shards = math.prod([self._trails.sizes[axis] for i in dims for axis in operands[place][i]])
-        return math.prod([shape[i] for i in dims]) // shards
+        axes = [axis for i in dims for axis in operands[place][i]]
+        return math.prod([shape[i] for i in dims]) // self._trails.shards(axes)
 
     def _note_derived(self, equation: Any, *, is_view: bool) -> None:
         """A whole view of a weight, or what is computed of one in its size: scaled, with an adapter added.

@@ -93,6 +93,8 @@ CALLS = {
 }
 LOOPS = frozenset({'scan', 'while', 'cond'})
 WITH_JAXPRS = LOOPS | CALLS.keys()
+# Calls of functions whose gradients users have written.
+OWN_GRADIENTS = frozenset({'custom_jvp_call', 'custom_vjp_call'})
 # Others that run one jaxpr once, whose operands or results may be fewer: name -> what holds it.
 RUN_ONCE = {
     **dict.fromkeys(CALLS, ''),

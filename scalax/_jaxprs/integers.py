@@ -63,7 +63,7 @@ OPERATIONS = {name: function for names, function in _OPERATIONS for name in name
 """Operations on integers, by the names of JAX and of XLA (https://openxla.org/xla/operation_semantics)."""
 _SAME = FORWARDS | {'name', 'optimization_barrier', 'sharding_constraint'}
 _DIVISIONS = ('div', 'divide', 'rem', 'remainder')
-_DEEP = 50  # operations that an integer may be computed in, one after the other
+_DEEP = 50  # operations, one after the other, that an integer may be computed in: they are read recursively
 # More elements are not numbered.
 _MOST = 2**20
 
@@ -95,8 +95,8 @@ class Integers:
 
     Args:
         jaxpr: the jaxpr, without its constants. Without one, only literals are known.
-        iotas: whether results of `iota` are known. If not, each element is computed of the one at its place
-            in what is given, wherever that is.
+        iotas: whether results of `iota` are known. If not, each element depends on what is given at its place
+            alone, and not on where that is.
     """
 
     def __init__(self, jaxpr: Any, *, iotas: bool = False) -> None:
