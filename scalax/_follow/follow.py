@@ -152,6 +152,7 @@ class _Pass(Edit):
         if move is not None:
             self.note_move(equation, equation.invars[move.weight])
         staying = self._staying(equation, operands, experts, move)
+        self.weights.note(equation, operands, results, staying)
         if self.shared.splits.possible and name not in WITH_JAXPRS:
             self.costs.note(equation, operands, staying)
         self._append(placed, ids)
