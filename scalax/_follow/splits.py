@@ -8,6 +8,7 @@ is such a block, with the loss behind it; so are two feed-forward matrices of ma
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import defaultdict
@@ -20,7 +21,7 @@ from scalax._follow.dimensions import Whole
 from scalax._follow.experts import Stored
 from scalax._follow.trail import Trail, Trails
 from scalax._follow.weights import Weights
-from scalax._jax.equations import dot_dims, equations, opened
+from scalax._jax.equations import dot_dims, opened
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dependence import Dependence
 from scalax._tree.specs import canonical_entry, only_axes
@@ -56,8 +57,7 @@ class Splits:
         sharded = {axes for var in arguments for axes in stored.of(var) if axes}
         self.axes, self.others = min(sharded, default=()), trails.batch_axes.difference(*sharded)
         self._left = trails.sizes.keys() - self.axes
-        products = (each for each in equations(jaxpr) if primitive_name(each) == 'dot_general')
-        if len(sharded) == 1 and any(map(self.has_few_rows, products)):
+        if len(sharded) == 1 and any(map(self.has_few_rows, stored.products)):
             self._dims = Whole(jaxpr, math.prod(trails.sizes[axis] for axis in self.axes))
             self.rows = self.along(arguments, rows)
             self.possible = self.along(arguments, map(stored.of, arguments)) - self.rows - self._dims.whole
@@ -123,8 +123,13 @@ class Costs:
         self._splits, self._weights = splits, weights
         self._seen = set[tuple[int, int]]()
         self._rounds = dict[int, int]()  # for how many rounds of loops the weights are the same
-        joins = [each for each in jaxpr.eqns if primitive_name(each) in ('add', 'add_any')]
-        self._sums = {id(atom): id(each.outvars[0]) for each in joins for atom in each.invars}
+        self._jaxpr = jaxpr
+
+    @functools.cached_property
+    def _sums(self) -> dict[int, int]:
+        """Value -> the sum that it is added to, by ids."""
+        joins = [each for each in self._jaxpr.eqns if primitive_name(each) in ('add', 'add_any')]
+        return {id(atom): id(each.outvars[0]) for each in joins for atom in each.invars}
 
     def note_inside(self, gathered: Mapping[int, float], sent: Mapping[int, float], times: int) -> None:
         """Takes note of what a jaxpr inside sends, so many times."""
