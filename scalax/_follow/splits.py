@@ -24,6 +24,7 @@ from scalax._follow.weights import Weights
 from scalax._jax.equations import dot_dims, opened
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dependence import Dependence
+from scalax._jaxprs.dims import FORWARDS
 from scalax._tree.specs import canonical_entry, only_axes
 
 # It has to take this much less: XLA may send the same bytes in a ring beside a product, which takes longer.
@@ -128,8 +129,12 @@ class Costs:
     @functools.cached_property
     def _sums(self) -> dict[int, int]:
         """Value -> the sum that it is added to, by ids."""
-        joins = [each for each in self._jaxpr.eqns if primitive_name(each) in ('add', 'add_any')]
-        return {id(atom): id(each.outvars[0]) for each in joins for atom in each.invars}
+        sums: dict[int, int] = {}
+        for each in reversed(self._jaxpr.eqns):
+            name, result = primitive_name(each), id(each.outvars[0]) if each.outvars else 0
+            if name in ('add', 'add_any') or (name in FORWARDS and result in sums):
+                sums.update(dict.fromkeys(map(id, each.invars), result))
+        return sums
 
     def note_inside(self, gathered: Mapping[int, float], sent: Mapping[int, float], times: int) -> None:
         """Takes note of what a jaxpr inside sends, so many times."""
