@@ -24,6 +24,7 @@ from scalax._follow.weights import Weights
 from scalax._jax.equations import dot_dims, opened
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dependence import Dependence
+from scalax._jaxprs.dims import FORWARDS
 from scalax._tree.specs import canonical_entry, only_axes
 
 # It has to take this much less: XLA may send the same bytes in a ring beside a product, which takes longer.
@@ -184,8 +185,13 @@ class Costs:
             self.sent[dim] += (2 if splits.others else 1) * splits.rows_of(out)
 
     def is_part(self, product: Any) -> bool:
-        """Whether the result of a product is added to others."""
-        return id(product.outvars[0]) in self._sums
+        """Whether the result of a product is added to others, also in another form."""
+        forms = [each for each in self._jaxpr.eqns if primitive_name(each) in FORWARDS]
+        after = {id(each.invars[0]): id(each.outvars[0]) for each in forms}
+        value = id(product.outvars[0])
+        while value in after:
+            value = after[value]
+        return value in self._sums
 
     def _is_new(self, value: int, dim: int) -> bool:
         """Whether a value is met for the first time."""
