@@ -132,6 +132,12 @@ class Costs:
         joins = [each for each in self._jaxpr.eqns if primitive_name(each) in ('add', 'add_any')]
         return {id(atom): id(each.outvars[0]) for each in joins for atom in each.invars}
 
+    @functools.cached_property
+    def _forms(self) -> dict[int, int]:
+        """Value -> what has it in another form, by ids."""
+        forms = [each for each in self._jaxpr.eqns if primitive_name(each) in FORWARDS]
+        return {id(each.invars[0]): id(each.outvars[0]) for each in forms}
+
     def note_inside(self, gathered: Mapping[int, float], sent: Mapping[int, float], times: int) -> None:
         """Takes note of what a jaxpr inside sends, so many times."""
         for mine, theirs in ((self.gathered, gathered), (self.sent, sent)):
@@ -186,11 +192,9 @@ class Costs:
 
     def is_part(self, product: Any) -> bool:
         """Whether the result of a product is added to others, also in another form."""
-        forms = [each for each in self._jaxpr.eqns if primitive_name(each) in FORWARDS]
-        after = {id(each.invars[0]): id(each.outvars[0]) for each in forms}
         value = id(product.outvars[0])
-        while value in after:
-            value = after[value]
+        while value in self._forms:
+            value = self._forms[value]
         return value in self._sums
 
     def _is_new(self, value: int, dim: int) -> bool:
