@@ -136,6 +136,12 @@ class Costs:
                 sums.update(dict.fromkeys(map(id, each.invars), result))
         return sums
 
+    @functools.cached_property
+    def _forms(self) -> dict[int, int]:
+        """Value -> what has it in another form, by ids."""
+        forms = [each for each in self._jaxpr.eqns if primitive_name(each) in FORWARDS]
+        return {id(each.invars[0]): id(each.outvars[0]) for each in forms}
+
     def note_inside(self, gathered: Mapping[int, float], sent: Mapping[int, float], times: int) -> None:
         """Takes note of what a jaxpr inside sends, so many times."""
         for mine, theirs in ((self.gathered, gathered), (self.sent, sent)):
@@ -189,8 +195,11 @@ class Costs:
             self.sent[dim] += (2 if splits.others else 1) * splits.rows_of(out)
 
     def is_part(self, product: Any) -> bool:
-        """Whether the result of a product is added to others."""
-        return id(product.outvars[0]) in self._sums
+        """Whether the result of a product is added to others, also in another form."""
+        value = id(product.outvars[0])
+        while value in self._forms:
+            value = self._forms[value]
+        return value in self._sums
 
     def _is_new(self, value: int, dim: int) -> bool:
         """Whether a value is met for the first time."""
