@@ -129,12 +129,8 @@ class Costs:
     @functools.cached_property
     def _sums(self) -> dict[int, int]:
         """Value -> the sum that it is added to, by ids."""
-        sums: dict[int, int] = {}
-        for each in reversed(self._jaxpr.eqns):
-            name, result = primitive_name(each), id(each.outvars[0]) if each.outvars else 0
-            if name in ('add', 'add_any') or (name in FORWARDS and result in sums):
-                sums.update(dict.fromkeys(map(id, each.invars), result))
-        return sums
+        joins = [each for each in self._jaxpr.eqns if primitive_name(each) in ('add', 'add_any')]
+        return {id(atom): id(each.outvars[0]) for each in joins for atom in each.invars}
 
     @functools.cached_property
     def _forms(self) -> dict[int, int]:
