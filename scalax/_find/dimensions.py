@@ -39,23 +39,23 @@ def dimensions(jaxpr: Any, arguments: Mapping[int, int]) -> ArgumentDimensions:
 
     Args:
         jaxpr: the jaxpr, open or closed.
-        arguments: the arguments that are no batches, by number: each with the number that it is to have. Of
-            equal numbers the first decides.
+        arguments: number of an argument that is no batch -> the number that stands for it in the result. Of
+            several for which the same stands, the first decides.
     """
     variables = opened(jaxpr).invars
     found = _Uses(jaxpr, Dependence(jaxpr, [i not in arguments for i, _ in enumerate(variables)]))
-    own = [(place, found.arguments[i]) for i, place in sorted(arguments.items())]
-    places = {number: (i, dim) for i, numbers in own for dim, number in enumerate(numbers)}
+    own = [(name, found.arguments[i]) for i, name in sorted(arguments.items())]
+    places = {number: (name, dim) for name, numbers in own for dim, number in enumerate(numbers)}
     roots: dict[Place, int] = {}
     for number, place in places.items():
         roots.setdefault(place, found.classes.root(number))
-    names = {root: name for name, root in enumerate(dict.fromkeys(roots.values()))}
+    classes = {root: i for i, root in enumerate(dict.fromkeys(roots.values()))}
     return ArgumentDimensions(
-        {place: names[root] for place, root in roots.items()},
+        {place: classes[root] for place, root in roots.items()},
         frozenset(places[each] for each in found.stacked & places.keys()),
         frozenset(places[each][0] for each in found.multiplied & places.keys()),
         frozenset(places[each] for each in found.experts & places.keys()),
-        {i: len(numbers) for i, numbers in own},
+        {name: len(numbers) for name, numbers in own},
     )
 
 

@@ -142,7 +142,7 @@ def _fewer(folds: dict[str, list[int]], leaves: Sequence[Leaf]) -> dict[str, lis
 
 def _united(groups: Iterable[Sequence[int]], found: ArgumentDimensions) -> Mapping[int, int]:
     """Class -> that which stands for it, if those that dimensions of one group have are one."""
-    known = Classes[int]()
+    known = Classes()
     for members in groups:
         firsts: dict[int, int] = {}
         for i in members:

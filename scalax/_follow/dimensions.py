@@ -1,4 +1,4 @@
-"""Which dimensions of values may be split: those of which no equation needs all places at once."""
+"""Which dimensions of values may not be split: those of which something needs all places at once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from scalax._jaxprs.dims import ALONG
 _NOT_SPLIT = ALONG | {'conv_general_dilated', 'ragged_dot_general'}
 
 
-class Whole(Dimensions):
+class WholeDimensions(Dimensions):
     """The dimensions of values, and which classes of them are *whole*.
 
-    Slices and sorts need whole dimensions, loops over stacks, what is not known, and the user who places a
-    value.
+    Slices and sorts need whole dimensions; so do loops that run over them, primitives of which nothing is
+    known, and users who place a value.
 
     Args:
         jaxpr, shards: as for `Dimensions`.

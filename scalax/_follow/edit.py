@@ -37,7 +37,7 @@ class Edit:
         kept: the values that are constrained, those of jaxprs inside it too.
         lost: where rows were lost, likewise.
         moves: the equations whose rows move to other devices, likewise.
-        costs: what dimensions send that may stay split, likewise.
+        costs: what the dimensions that may stay split send either way, likewise.
         weights: its arguments without rows, and what is multiplied with them.
         replaced: operand of the equation at hand -> what stands in its place, for this equation.
         summed: the results of the loop at hand that are summed behind it.

@@ -9,7 +9,8 @@ looked up or scattered, and at both ends of the body of a loop. Dimensions witho
 user's constraint takes is not constrained before it.
 
 Weights are not constrained. So each use gathers them, and their gradients, sums over rows, go where the
-shardings of the results say. Loops that multiply few rows in a round are an exception (`weights`).
+shardings of the results say. There are exceptions: loops that multiply few rows in a round (`weights`), few
+rows that move to a weight (`moves`), and columns of weights that stay split (`splits`).
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ class _Pass(Edit):
 
     def made(self) -> Followed:
         """The jaxpr with constraints; the same one if it needs none."""
-        jaxpr, before = opened(self.jaxpr), self.use.before if opened(self.jaxpr).eqns else None
+        jaxpr = opened(self.jaxpr)
+        before = self.use.before if jaxpr.eqns else None
         if before is not None:
             # Stacks are constrained before the loop. A constraint of their elements as well can cost a copy
             # of all that rounds have saved: the compiler then reads it in another order than it is stored in.
@@ -155,8 +157,8 @@ class _Pass(Edit):
         if self.shared.splits.possible and name not in WITH_JAXPRS:
             self.costs.note(equation, operands, staying)
         self._append(placed, ids)
-        # What is computed of rows alone stays with them. Of other results the compiler decides.
-        # XLA fails at some convolutions whose rows move to the kernel by our word, so it decides about few.
+        # What is computed of rows alone stays with them. Elsewhere the compiler has a choice, which is made
+        # here, but for convolutions of few rows: XLA fails at some whose rows we move to the kernel.
         is_open = name == 'conv_general_dilated' and self.shared.splits.has_few_rows(equation)
         is_mixed = name in CHOICES and not is_open and not all(map(trails.has_rows, operands))
         is_choice = is_dealt or is_mixed or name in _KEPT

@@ -23,7 +23,7 @@ from scalax._jax.rewriting import equation_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Split:
+class DealtSteps:
     """How the steps of a kernel are dealt to devices.
 
     Attributes:
@@ -82,16 +82,16 @@ def on_own_rows(
         mesh: a mesh of Auto axes.
         has_rows: tells whether some dimension of a trail holds rows of the batch.
     """
-    split = split_of(equation, trails, mesh, has_rows)
-    results = [] if split is None else split.trails[len(equation.invars) :]
-    if split is None or not any(map(has_rows, results)):
+    steps = dealt_steps(equation, trails, mesh, has_rows)
+    results = [] if steps is None else steps.trails[len(equation.invars) :]
+    if steps is None or not any(map(has_rows, results)):
         return equation, ()
-    return equation if kernels.is_interpreted(equation) else split.equation_on_rows(), results
+    return equation if kernels.is_interpreted(equation) else steps.equation_on_rows(), results
 
 
-def split_of(
+def dealt_steps(
     equation: Any, trails: Sequence[Trail], mesh: Mesh | AbstractMesh, has_rows: Callable[[Trail], bool]
-) -> Split | None:
+) -> DealtSteps | None:
     """How the steps of a kernel are dealt to the devices that have its operands; None if they may not be.
 
     Where operands are over different mesh axes, the first one that has some decides, those with rows before
@@ -108,6 +108,6 @@ def split_of(
             axes = trail[dim] if trail else ()
             if axes and step not in over and axes_of(over.values()).isdisjoint(axes):
                 over[step] = axes
-    shards = Split(equation, over, mesh).shards
+    shards = DealtSteps(equation, over, mesh).shards
     over = {step: over[step] for step in over if kernels.deals_rows(equation, step, shards[step])}
-    return Split(equation, over, mesh) if over else None
+    return DealtSteps(equation, over, mesh) if over else None

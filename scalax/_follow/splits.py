@@ -1,8 +1,8 @@
 """Dimensions of weights that stay split over axes of the batch, as tensor parallelism splits them.
 
-FSDP gathers a weight for each product, and leaves rows in place. Where rows are fewer than the weights of a
-block are large, it takes less to gather the rows in front of the block, leave each device its columns of all
-that is computed in between, and add up and scatter what comes out. The last product with a large vocabulary
+FSDP gathers a weight for each product, and leaves rows in place. Where the rows of a block are smaller than
+its weights, it takes less to gather the rows in front of the block, leave each device its columns of all that
+is computed in between, and add up and scatter what comes out. The last product with a large vocabulary
 is such a block, with the loss behind it; so are two feed-forward matrices of many hidden columns.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from scalax._follow.dimensions import Whole
+from scalax._follow.dimensions import WholeDimensions
 from scalax._follow.experts import Stored
 from scalax._follow.trail import Trail, Trails
 from scalax._follow.weights import Weights
@@ -27,7 +27,7 @@ from scalax._jaxprs.dependence import Dependence
 from scalax._jaxprs.dims import FORWARDS
 from scalax._tree.specs import canonical_entry, only_axes
 
-# It has to take this much less: XLA may send the same bytes in a ring beside a product, which takes longer.
+# So much less has to be sent: XLA may send it in a ring beside a product, where the same bytes take longer.
 _MARGIN = 0.85
 
 
@@ -36,7 +36,7 @@ class Splits:
 
     Args:
         jaxpr: the jaxpr that has all others in it.
-        rows: the trails of its arguments.
+        given: the trails of its arguments.
         stored: where weights are over the axes of the batch.
         from_batch: the variables that depend on the batch.
         trails: answers about trails.
@@ -49,7 +49,7 @@ class Splits:
     """
 
     def __init__(
-        self, jaxpr: Any, rows: Sequence[Trail], stored: Stored, from_batch: Dependence, trails: Trails
+        self, jaxpr: Any, given: Sequence[Trail], stored: Stored, from_batch: Dependence, trails: Trails
     ) -> None:
         self.stored, self.from_batch, self.bytes_of = stored, from_batch, trails.bytes_of
         self.possible: set[int] = set()
@@ -59,8 +59,8 @@ class Splits:
         self.axes, self.others = min(sharded, default=()), trails.batch_axes.difference(*sharded)
         self._left = trails.sizes.keys() - self.axes
         if len(sharded) == 1 and any(map(self.has_few_rows, stored.products)):
-            self._dims = Whole(jaxpr, math.prod(trails.sizes[axis] for axis in self.axes))
-            self.rows = self.along(arguments, rows)
+            self._dims = WholeDimensions(jaxpr, math.prod(trails.sizes[axis] for axis in self.axes))
+            self.rows = self.along(arguments, given)
             self.possible = self.along(arguments, map(stored.of, arguments)) - self.rows - self._dims.whole
 
     def choose(self, gathered: Mapping[int, float], sent: Mapping[int, float]) -> bool:

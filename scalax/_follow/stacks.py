@@ -21,9 +21,7 @@ _EACH = (ELEMENTWISE | FORWARDS) - ALONG | {
     *('dot_general', 'cholesky', 'eigh', 'qr', 'svd', 'triangular_solve'),
     *('reduce_sum', 'reduce_max', 'reduce_min', 'reduce_prod', 'reduce_and', 'reduce_or'),
 }
-
 _OWN_GRADIENTS = frozenset({'custom_jvp_call', 'custom_vjp_call'})
-
 
 Stacked = tuple[Any, int | None]
 """A value, and which of its dimensions is the stack; None of what is one value for all matrices."""
@@ -73,7 +71,6 @@ def _scan(equation: Any, values: Sequence[Any], dims: Sequence[int | None]) -> S
     """A loop that carries stacks; what it runs over is the same for all matrices."""
     loop = loop_of(equation)
     (given, first, elements), (of_given, of_state, of_elements) = map(loop.parts, (values, dims))
-
     if any(dim is not None for dim in of_elements):
         raise NotImplementedError('a loop runs over matrices')
 

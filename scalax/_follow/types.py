@@ -53,7 +53,7 @@ class Arguments:
 class Noted:
     """An equation of which users are told: it keeps rows where they are, moves them, or loses them.
 
-    An equation loses rows that has operands with rows, and no result, and does not sum over them.
+    An equation loses rows if operands have rows, no result has, and these are not just summed over.
 
     Attributes:
         equation: the equation.

@@ -8,31 +8,30 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from scalax._jax.equations import opened, shape_of
-from scalax._jaxprs.dims import UNKNOWN, Place, dims_of, reshaped
+from scalax._jaxprs.dims import UNKNOWN, dims_of, reshaped
 from scalax._jaxprs.interpreter import Interpreter
 
-T = TypeVar('T', int, Place)
 Numbers = tuple[int, ...]
 """A number for each dimension of a value."""
 
 
-class Classes(Generic[T]):
-    """Things of which some are one; of each class the least stands for all."""
+class Classes:
+    """Numbers of which some are one; of each class the least stands for all."""
 
     def __init__(self) -> None:
-        self._parents: dict[T, T] = {}
+        self._parents: dict[int, int] = {}
 
-    def root(self, thing: T) -> T:
-        """What stands for the class of a thing."""
+    def root(self, number: int) -> int:
+        """What stands for the class of a number."""
         parents = self._parents
-        while (parent := parents.get(thing, thing)) != thing:
-            parents[thing] = thing = parents.get(parent, parent)  # the next way is half as long
-        return thing
+        while (parent := parents.get(number, number)) != number:
+            parents[number] = number = parents.get(parent, parent)  # the next way is half as long
+        return number
 
-    def unite(self, one: T, other: T) -> None:
+    def unite(self, one: int, other: int) -> None:
         """Makes one class of two."""
         a, b = self.root(one), self.root(other)
         self._parents[max(a, b)] = min(a, b)
@@ -43,8 +42,8 @@ class Dimensions(Interpreter[Numbers]):
 
     Args:
         jaxpr: the jaxpr, open or closed.
-        shards: in how many parts a dimension would be: what a reshape merges or splits is one with the first
-            dimension, if that divides.
+        shards: in how many parts a dimension would be split. Of the dimensions that a reshape merges or
+            splits, the first one is one with the result, if it divides by that.
 
     Attributes:
         arguments: the numbers of the arguments of the jaxpr.
@@ -54,7 +53,7 @@ class Dimensions(Interpreter[Numbers]):
     def __init__(self, jaxpr: Any, shards: int = 1) -> None:
         super().__init__(nothing=())
         self._shards, self._count = shards, itertools.count()
-        self.classes = Classes[int]()
+        self.classes = Classes()
         self.arguments = [*map(self.new, opened(jaxpr).invars)]
         self.results(jaxpr, self.arguments)
 
@@ -63,7 +62,10 @@ class Dimensions(Interpreter[Numbers]):
         return tuple(itertools.islice(self._count, len(shape_of(atom))))
 
     def need(self, numbers: Iterable[int]) -> None:
-        """Takes note of dimensions of which all places are needed at once, or some alone are read."""
+        """Takes note of dimensions of which all places are needed at once, or some alone are read.
+
+        Nothing here depends on it; who inherits may.
+        """
 
     def equation(self, equation: Any, operands: Sequence[Numbers]) -> Sequence[Numbers]:
         known = [found or self.new(atom) for found, atom in zip(operands, equation.invars, strict=True)]

@@ -1,7 +1,7 @@
 """Where the dimensions of the results of each primitive come from: the table that all who read jaxprs share.
 
-Following a batch, finding which dimensions of weights are one, and counting read it. Of a primitive that is
-not in the table nothing is known.
+It is read to follow a batch, to find which dimensions of weights are one, and to count operations. Of a
+primitive that is not in the table nothing is known.
 """
 
 from __future__ import annotations
@@ -280,9 +280,8 @@ def takes_rows(equation: Any) -> bool:
     """Whether a `gather` takes whole rows of its operand, each by its number."""
     leading = len(shape_of(equation.invars[1])) - 1
     rows = _of(1, range(leading)) + _of(0, range(1, _rank(equation)))
-    return (*equations.gather_dims(equation).start_index_map,) == (0,) and dims_of(equation).results == (
-        rows,
-    )
+    by_number = (*equations.gather_dims(equation).start_index_map,) == (0,)
+    return by_number and dims_of(equation).results == (rows,)
 
 
 def puts_rows(equation: Any) -> bool:

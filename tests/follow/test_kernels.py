@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh, AxisType
 
-from scalax._follow.kernels import split_of
+from scalax._follow.kernels import dealt_steps
 from scalax._jax.equations import opened
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
@@ -95,7 +95,7 @@ def split_in(fun, trails, *args, mesh=MESH):
     [equation] = [
         each for each in equations(jax.make_jaxpr(fun)(*args)) if each.primitive.name == 'pallas_call'
     ]
-    return split_of(equation, trails, mesh, lambda trail: ('fsdp',) in trail)
+    return dealt_steps(equation, trails, mesh, lambda trail: ('fsdp',) in trail)
 
 
 def mesh_specs(equation):

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 
-from scalax._follow.dimensions import Whole
+from scalax._follow.dimensions import WholeDimensions
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support.following import constraints
@@ -202,7 +202,7 @@ def test_which_dimensions_are_one():
         return jax.jit(lambda y: y.reshape(2, -1, 4))(c).sum(0), rows
 
     jaxpr = jax.make_jaxpr(fun)(jnp.ones((4, 16)), jnp.ones((6, 4)), jnp.ones((3, 5)))
-    dims = Whole(jaxpr, 2)
+    dims = WholeDimensions(jaxpr, 2)
     w, x, table = map(dims.classes_of, jaxpr.jaxpr.invars)
     assert w[0] == x[1] != w[1]
     assert table[0] != table[1] == dims.classes_of(jaxpr.jaxpr.outvars[1])[1]
