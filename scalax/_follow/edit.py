@@ -115,9 +115,9 @@ class Edit:
             self.moved[id(var), there] = self.replaced[id(var)]
         self.replaced[id(var)] = self.moved[id(var), there]
 
-    def gather_before(self, var: Any, there: Trail, equation: Any) -> None:
-        """Gathers an operand of the equation at hand along the axes that are not in this trail."""
-        here, there = self.trail(var), there or ((),) * len(shape_of(var))
+    def gather_before(self, var: Any, here: Trail, there: Trail, equation: Any) -> None:
+        """Gathers an operand of the equation at hand along the axes that are in the first trail alone."""
+        there = there or ((),) * len(shape_of(var))
         whole = {i for i, pair in enumerate(zip(here, there, strict=True)) if pair[0] != pair[1]}
         # At both ends: else the compiler might compute it where it moves to.
         self.move_before(var, there, [spec_of(here), spec_of(there, whole)], equation)

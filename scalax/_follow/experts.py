@@ -26,6 +26,9 @@ class Stored(Interpreter[Trail]):
         stored: of its arguments that are weights, the axes of the batch that shard each dimension.
         trails: answers about trails.
         from_batch: the variables that depend on the batch; these are no weights.
+
+    Attributes:
+        products: the products of matrices with weights.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class Stored(Interpreter[Trail]):
     ) -> None:
         super().__init__(nothing=LOST)
         self._trails, self._from_batch = trails, from_batch
+        self.products: list[Any] = []
         if any(stored):
             self.results(jaxpr, stored)
 
@@ -41,6 +45,8 @@ class Stored(Interpreter[Trail]):
             found = self._trails.through(equation, operands)
             pairs = zip(found, equation.outvars, strict=True)
             return [self._trails.possible(trail, shape_of(var)) for trail, var in pairs]
+        if name == 'dot_general':
+            self.products.append(equation)
         return ()
 
     def joined(self, facts: Sequence[Trail]) -> Trail:

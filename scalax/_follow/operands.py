@@ -73,7 +73,7 @@ def _gather_beside_columns(edit: Edit, equation: Any) -> None:
         elif not edit.has_open_rows(var):
             continue
         elif dim is None:
-            edit.gather_before(var, without(here, splits.axes), equation)
+            edit.gather_before(var, here, without(here, splits.axes), equation)
         elif id(var) not in edit.constrained:
             # If nothing is said about the rows, the compiler might gather the weight.
             edit.place_before(var, spec_of(here), equation)
@@ -91,7 +91,7 @@ def _gather_factors(edit: Edit, equation: Any, operands: list[Trail]) -> None:
             edit.note_move(equation, equation.outvars[0])
         for place, trail in enumerate(whole):
             if trail != operands[place]:
-                edit.gather_before(equation.invars[place], trail, equation)
+                edit.gather_before(equation.invars[place], operands[place], trail, equation)
                 operands[place] = trail
 
 

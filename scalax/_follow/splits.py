@@ -8,6 +8,7 @@ is such a block, with the loss behind it; so are two feed-forward matrices of ma
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import defaultdict
@@ -20,9 +21,10 @@ from scalax._follow.dimensions import WholeDimensions
 from scalax._follow.experts import Stored
 from scalax._follow.trail import Trail, Trails
 from scalax._follow.weights import Weights
-from scalax._jax.equations import dot_dims, equations, opened
+from scalax._jax.equations import dot_dims, opened
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dependence import Dependence
+from scalax._jaxprs.dims import FORWARDS
 from scalax._tree.specs import canonical_entry, only_axes
 
 # So much less has to be sent: XLA may send it in a ring beside a product, where the same bytes take longer.
@@ -56,8 +58,7 @@ class Splits:
         sharded = {axes for var in arguments for axes in stored.of(var) if axes}
         self.axes, self.others = min(sharded, default=()), trails.batch_axes.difference(*sharded)
         self._left = trails.sizes.keys() - self.axes
-        products = (each for each in equations(jaxpr) if primitive_name(each) == 'dot_general')
-        if len(sharded) == 1 and any(map(self.has_few_rows, products)):
+        if len(sharded) == 1 and any(map(self.has_few_rows, stored.products)):
             self._dims = WholeDimensions(jaxpr, trails.shards(self.axes))
             self.rows = self.along(arguments, given)
             self.possible = self.along(arguments, map(stored.of, arguments)) - self.rows - self._dims.whole
@@ -123,8 +124,19 @@ class Costs:
         self._splits, self._weights = splits, weights
         self._seen = set[tuple[int, int]]()
         self._rounds = dict[int, int]()  # for how many rounds of loops the weights are the same
-        joins = [each for each in jaxpr.eqns if primitive_name(each) in ('add', 'add_any')]
-        self._sums = {id(atom): id(each.outvars[0]) for each in joins for atom in each.invars}
+        self._jaxpr = jaxpr
+
+    @functools.cached_property
+    def _sums(self) -> dict[int, int]:
+        """Value -> the sum that it is added to, by ids."""
+        joins = [each for each in self._jaxpr.eqns if primitive_name(each) in ('add', 'add_any')]
+        return {id(atom): id(each.outvars[0]) for each in joins for atom in each.invars}
+
+    @functools.cached_property
+    def _forms(self) -> dict[int, int]:
+        """Value -> what has it in another form, by ids."""
+        forms = [each for each in self._jaxpr.eqns if primitive_name(each) in FORWARDS]
+        return {id(each.invars[0]): id(each.outvars[0]) for each in forms}
 
     def note_inside(self, gathered: Mapping[int, float], sent: Mapping[int, float], times: int) -> None:
         """Takes note of what a jaxpr inside sends, so many times."""
@@ -179,8 +191,11 @@ class Costs:
             self.sent[dim] += (2 if splits.others else 1) * splits.rows_of(out)
 
     def is_part(self, product: Any) -> bool:
-        """Whether the result of a product is added to others."""
-        return id(product.outvars[0]) in self._sums
+        """Whether the result of a product is added to others, also in another form."""
+        value = id(product.outvars[0])
+        while value in self._forms:
+            value = self._forms[value]
+        return value in self._sums
 
     def _is_new(self, value: int, dim: int) -> bool:
         """Whether a value is met for the first time."""

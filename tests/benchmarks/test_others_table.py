@@ -46,10 +46,7 @@ def test_a_step_that_is_not_followed_shows_nothing():
         loss=lambda params, batch, key: jnp.mean(batch @ params),
         example=None,
     )
-    with (
-        jax.disable_jit(),
-        pytest.raises(ValueError, match=r'would show nothing: jax\.disable_jit is in force'),
-    ):
+    with jax.disable_jit(), pytest.raises(ValueError, match=r'would show nothing: jax\.disable_jit is in'):
         values.difference(product)
 
 
