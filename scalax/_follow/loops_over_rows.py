@@ -115,7 +115,8 @@ def _on_own_rows(equation: Any, devices: int, each_round: Any) -> Any:
 
     found = equation_if_mapped(jax.jit(on_own_rows), equation)
     # Of what can only be run one after the other, jax.vmap makes a loop over devices.
-    return found if _count('scan', found) == _count('scan', equation) else equation
+    is_one_loop = found is not None and _count('scan', found) == _count('scan', equation)
+    return found if is_one_loop else equation
 
 
 def _is_seen_through(call: Any) -> bool:

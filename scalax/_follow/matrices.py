@@ -28,7 +28,7 @@ from scalax._follow.types import Arguments
 from scalax._follow.updates import within_bounds
 from scalax._jax.equations import jaxprs_in, loop_of, opened, shape_of, size_of
 from scalax._jax.primitives import primitive_name
-from scalax._jax.rewriting import Rewriter, equation_of, replaced, run
+from scalax._jax.rewriting import Rewriter, equation_if_mapped, replaced, run
 from scalax._jaxprs.dims import multiplications
 
 _BEGIN = 2e-5  # the latency of two all-to-alls, in seconds
@@ -85,7 +85,10 @@ class _Spreader(Rewriter):
         return jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh, spec))
 
     def _one_of(self, group: Sequence[Function]) -> Any:
-        """One equation that computes a group of functions on whole matrices; None if that does not pay."""
+        """One equation that computes a group of functions on whole matrices.
+
+        None if that does not pay, or if one of them mixes matrices, or has a primitive that JAX does not map.
+        """
         first, layouts = group[0], [*map(self._layout, group)]
         layout = max(layouts, key=lambda each: len(list(filter(None, each))))
         sharding = axes_of(layout)
@@ -120,10 +123,7 @@ class _Spreader(Rewriter):
 
         operands = [*[each.root for each in group], *first.free]
         outputs = [var for each in group for var in each.results]
-        try:
-            return equation_of(jax.jit(spread), first.equations[-1], operands, outputs)
-        except NotImplementedError:  # it mixes matrices, or has a primitive that JAX does not map
-            return None
+        return equation_if_mapped(jax.jit(spread), first.equations[-1], operands, outputs)
 
     def _way(self, layout: Trail) -> Iterator[Trail]:
         """Where a stack is on its way to whole matrices: one dimension after the other, in the mesh's order.

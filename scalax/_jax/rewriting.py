@@ -267,15 +267,20 @@ def added_equation(function: Callable[..., Any], like: Any, operands: Sequence[A
     return found.replace(invars=[*operands], source_info=like.source_info)
 
 
-def equation_if_mapped(function: Callable[..., Any], like: Any) -> Any:
-    """As `equation_of`; the other equation itself if the function maps a primitive without a rule.
+def equation_if_mapped(
+    function: Callable[..., Any],
+    like: Any,
+    operands: Sequence[Any] | None = None,
+    results: Sequence[Any] | None = None,
+) -> Any:
+    """As `equation_of`; None if the function maps a primitive without a rule, or refuses by the same error.
 
     Relies on ``jax.vmap`` raising a NotImplementedError then.
     """
     try:
-        return equation_of(function, like)
+        return equation_of(function, like, operands, results)
     except NotImplementedError:
-        return like
+        return None
 
 
 def bound(equation: Any, *operands: Any) -> Any:
