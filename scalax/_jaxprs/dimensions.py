@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from scalax._jax.equations import opened, shape_of
-from scalax._jaxprs.dims import UNKNOWN, dims_of, reshaped
+from scalax._jaxprs.dims import ELEMENTWISE, UNKNOWN, dims_of, reshaped
 from scalax._jaxprs.interpreter import Interpreter
 
 Numbers = tuple[int, ...]
@@ -74,6 +74,9 @@ class Dimensions(Interpreter[Numbers]):
         return [each if len(each) == len(shape_of(out)) else self.new(out) for each, out in found]
 
     def primitive(self, name: str, equation: Any, operands: Sequence[Numbers]) -> Sequence[Numbers]:
+        if name in ELEMENTWISE and len(equation.outvars) == 1:  # most equations, and no rule has to be asked
+            alike = [found for found in operands if len(found) == len(shape_of(equation.outvars[0]))]
+            return [tuple(map(self._united, zip(*alike, strict=True)))] if len(alike) > 1 else alike
         dims, results = dims_of(equation), [*map(self.new, equation.outvars)]
         if dims is UNKNOWN:
             self.need(itertools.chain(*operands, *results))
