@@ -158,8 +158,13 @@ class _Pass(Edit):
             self.costs.note(equation, operands, staying)
         self._append(placed, ids)
         # What is computed of rows alone stays with them. Elsewhere the compiler has a choice, which is made
-        # here, but for convolutions of few rows: XLA fails at some whose rows we move to the kernel.
-        is_open = name == 'conv_general_dilated' and self.shared.splits.has_few_rows(equation)
+        # here, but for convolutions of few rows: XLA fails at some whose rows we move to the kernel. Images
+        # beside columns of kernels are placed for all convolutions.
+        is_open = (
+            name == 'conv_general_dilated'
+            and not self.shared.has_columns
+            and self.shared.splits.has_few_rows(equation)
+        )
         is_mixed = name in CHOICES and not is_open and not all(map(trails.has_rows, operands))
         is_choice = is_dealt or is_mixed or name in _KEPT
         for var, whole in zip(equation.outvars, results, strict=False):
