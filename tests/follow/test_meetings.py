@@ -108,7 +108,7 @@ def test_values_stay_what_they_are():
 
 
 def test_beside_what_is_empty_nothing_is_kept_whole():
-    """A scan of 8 columns ends with one beside none; if that is constrained, the compiler gets others wrong."""
+    """A scan of 8 columns ends with one beside none: if that is constrained, XLA gets the others wrong."""
 
     def largest(weight, x):
         return jax.lax.associative_scan(jnp.maximum, x @ weight, axis=1)
