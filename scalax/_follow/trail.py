@@ -78,12 +78,12 @@ def merged(trails: Iterable[Trail], ndim: int) -> Trail:
 def possible(trail: Trail, shape: Sequence[int], sizes: Mapping[str, int]) -> Trail:
     """The part of a trail that a value of this shape can have.
 
-    A mesh axis shards one dimension, the first one; and dimensions are sharded evenly.
+    A mesh axis shards one dimension, the first one; dimensions are sharded evenly, and empty ones are not.
     """
     used: set[str] = set()
     found = []
     for axes, size in zip(trail, shape, strict=bool(trail)):
-        if used.intersection(axes) or size % math.prod(sizes[axis] for axis in axes):
+        if not size or used.intersection(axes) or size % math.prod(sizes[axis] for axis in axes):
             axes = ()
         used.update(axes)
         found.append(axes)

@@ -105,3 +105,16 @@ def test_values_stay_what_they_are():
     weight, x, y = (random.integers(-3, 4, shape).astype('float32') for shape in shapes)
     step = GRID.sjit(fun, in_shardings=(P(None, 'tp'), P('fsdp'), P('fsdp')), batch_argnums=(1, 2))
     np.testing.assert_array_equal(step(weight, x, y), fun(weight, x, y))
+
+
+def test_beside_what_is_empty_nothing_is_kept_whole():
+    """A scan of 8 columns ends with one beside none: if that is constrained, XLA gets the others wrong."""
+
+    def largest(weight, x):
+        return jax.lax.associative_scan(jnp.maximum, x @ weight, axis=1)
+
+    random = np.random.default_rng(0)
+    weight, x = (random.normal(size=shape).astype('float32') for shape in ((16, 8), (16, 16)))
+    assert specs(largest, weight, x) == [P('fsdp', 'tp')]
+    step = GRID.sjit(largest, in_shardings=(P(None, 'tp'), P('fsdp')), batch_argnums=1)
+    np.testing.assert_allclose(step(weight, x), jax.jit(largest)(weight, x), rtol=1e-5, atol=1e-6)
