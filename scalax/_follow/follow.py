@@ -29,13 +29,13 @@ from scalax._follow.dealt import DEALT, TAKEN, dealt, may_move
 from scalax._follow.edit import Edit
 from scalax._follow.experts import scattered
 from scalax._follow.loops import follow_loop
-from scalax._follow.moves import Move, move_to_weight
+from scalax._follow.moves import move_to_weight
 from scalax._follow.operands import place_operands
 from scalax._follow.ragged import on_own_rows
 from scalax._follow.said import SAID, placed_by_user
 from scalax._follow.shared import Shared
 from scalax._follow.trail import LOST, LOSTS, Trail, along, axes_of, closed_spec_of, merged, spec_of
-from scalax._follow.types import ONCE, Arguments, Followed, Noted, Use
+from scalax._follow.types import ONCE, Arguments, Followed, Move, Noted, Use
 from scalax._jax.equations import CALLS, LOOPS, WITH_JAXPRS, branches, called, opened, shape_of
 from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jax.rewriting import replaced, with_jaxprs, with_operands
@@ -155,7 +155,7 @@ class _Pass(Edit):
         staying = self._staying(equation, operands, experts, move)
         self.weights.note(equation, operands, staying)
         if self.shared.splits.possible and name not in WITH_JAXPRS:
-            self.costs.note(equation, operands, staying)
+            self.costs.note(equation, operands, staying, move)
         self._append(placed, ids)
         # What is computed of rows alone stays with them. Elsewhere the compiler has a choice, which is made
         # here, but for convolutions of few rows: XLA fails at some whose rows we move to the kernel. Images

@@ -8,28 +8,17 @@ part of the weight is multiplied with, and the result moves back to the rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from scalax._follow.edit import Edit
 from scalax._follow.trail import LOST, Trail, axes_of, spec_of, without
+from scalax._follow.types import Move
 from scalax._jax.primitives import primitive_name
 
 # A weight that is gathered for a product is often kept for the gradient; rows would move for both.
 _USES = 2
-
-
-class Move(NamedTuple):
-    """Rows that move to the weight of a product.
-
-    Attributes:
-        weight: which operand it is.
-        result: where the result is before it moves back.
-    """
-
-    weight: int
-    result: PartitionSpec
 
 
 def move_to_weight(
@@ -74,7 +63,7 @@ def move_to_weight(
     # At both ends: else the compiler might compute the rows where they move to.
     for spec in (spec_of(operands[rows]), _there(operands[rows], axes, summed)):
         edit.place_before(var, spec, equation)
-    return Move(weight, _there(kept, axes, columns))
+    return Move(weight, _there(kept, axes, columns), sent)
 
 
 def _there(trail: Trail, axes: set[str], parts: Mapping[int, tuple[str, ...]]) -> PartitionSpec:

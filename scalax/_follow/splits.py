@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from scalax._follow.dimensions import WholeDimensions
 from scalax._follow.experts import Stored
 from scalax._follow.trail import Trail, Trails
+from scalax._follow.types import Move
 from scalax._follow.weights import Weights
 from scalax._jax.equations import dot_dims, opened
 from scalax._jax.primitives import primitive_name
@@ -29,6 +30,8 @@ from scalax._tree.specs import canonical_entry, only_axes
 
 # So much less has to be sent: XLA may send it in a ring beside a product, where the same bytes take longer.
 _MARGIN = 0.85
+# And this part of all that is sent: another layout may cost as much elsewhere, such as in memory traffic.
+_LEAST = 0.005
 
 
 class Splits:
@@ -65,7 +68,11 @@ class Splits:
 
     def choose(self, gathered: Mapping[int, float], sent: Mapping[int, float]) -> bool:
         """Leaves the dimensions split for which that sends less; whether there are any."""
-        self._split = {dim for dim in self.possible if sent.get(dim, 0) < _MARGIN * gathered.get(dim, 0)}
+        least = _LEAST * sum(gathered.values())
+        for dim in self.possible:
+            kept, split = gathered.get(dim, 0), sent.get(dim, 0)
+            if split < _MARGIN * kept and kept - split > least:
+                self._split.add(dim)
         return bool(self._split)
 
     def dim(self, atom: Any) -> int | None:
@@ -144,19 +151,22 @@ class Costs:
             for dim, amount in theirs.items():
                 mine[dim] += times * amount
 
-    def note(self, equation: Any, operands: Sequence[Trail], staying: Container[int]) -> None:
+    def note(
+        self, equation: Any, operands: Sequence[Trail], staying: Container[int], move: Move | None
+    ) -> None:
         """Takes note of what an equation without jaxprs sends.
 
         Args:
             equation: the equation.
             operands: the trails of its operands.
             staying: the operands that are weights and are not gathered, since rows move to them, by number.
+            move: how rows of a product move to its weight, if they do.
         """
         splits, out = self._splits, equation.outvars[0]
         dims = [splits.classes(atom) for atom in (*equation.invars, out)]
         for dim in splits.possible.intersection(itertools.chain(*dims)):
             if primitive_name(equation) == 'dot_general':
-                self._note_product(equation, operands, staying, dim, dims)
+                self._note_product(equation, operands, staying, move, dim, dims)
             elif dim in dims[0] and dim not in dims[-1] and equation.invars[0] in splits.from_batch:
                 self.sent[dim] += 2 * splits.rows_of(out)  # a sum that all devices get
 
@@ -165,6 +175,7 @@ class Costs:
         equation: Any,
         operands: Sequence[Trail],
         staying: Container[int],
+        move: Move | None,
         dim: int,
         dims: Sequence[list[int]],
     ) -> None:
@@ -180,6 +191,8 @@ class Costs:
             once = dim in splits.along([atom], [splits.stored.of(atom)]) and dims[place].count(dim) == 1
             if not once or any(dims[0][i] == dim for i in batch):
                 self.sent[dim] = math.inf
+            elif move is not None and place == move.weight:
+                self.gathered[dim] += move.sent
             elif is_new and place not in staying and operands[1 - place]:
                 self._rounds[dim] = self._weights.rounds_of(equation, operands, place, 1 - place)
                 self.gathered[dim] += splits.bytes_of(atom, ()) / self._rounds[dim]

@@ -101,3 +101,17 @@ class Followed:
     summed: frozenset[int] = frozenset()
     ordered: Mapping[str, Mapping[Any, Sequence[Trail]]] = dataclasses.field(default_factory=dict)
     failure: str = ''
+
+
+class Move(NamedTuple):
+    """Rows that move to the weight of a product.
+
+    Attributes:
+        weight: which operand it is.
+        result: where the result is before it moves back.
+        sent: the bytes that each device gets for it, there and back.
+    """
+
+    weight: int
+    result: PartitionSpec
+    sent: float
