@@ -411,8 +411,8 @@ def test_equal_layouts_with_less_memory_are_better():
 
 
 @tpu_compiler.needed
-def test_a_vocabulary_that_does_not_divide_is_whole():
-    """Its width would be over the axis of the rows: the compiler then adds up the scores of all words."""
+def test_a_vocabulary_that_does_not_divide_is_sharded_by_its_width():
+    """It is gathered for its rows, and its gradient is scattered; scores of all words are not added up."""
 
     def step(params, tokens):
         def loss(params):
@@ -425,7 +425,13 @@ def test_a_vocabulary_that_does_not_divide_is_whole():
     args = {'head': args['up'], 'embed': args['down']}, jax.ShapeDtypeStruct((16, 256), 'int32')
     kept = {'keep': [('embed', P())], 'sizes': {'tp': [1, 8]}}
     result = find(step, args, 'v5e:2x4', **options(**kept))
-    assert (result.mesh, result.batch, result.groups[0].spec) == ({'fsdp': 8}, P('fsdp'), P())
+    assert (result.mesh, result.batch, result.groups[0].spec) == ({'fsdp': 8}, P('fsdp'), P('fsdp'))
+    [sums] = [
+        row
+        for row in result.plan.collectives
+        if row.kind in ('all-reduce', 'reduce-scatter') and row.bytes > 1e5
+    ]
+    assert (sums.kind, sums.bytes) == ('reduce-scatter', 256 * 50257 * 2)
 
 
 @tpu_compiler.needed
