@@ -64,7 +64,7 @@ def if_mapped(
     @product.def_vmap
     def mapped(devices: int, is_mapped: Sequence[bool], *operands: Any) -> tuple[Any, bool]:
         if ragged_dim(equation) != 0 or operands[2].ndim != 1 + is_mapped[2] or is_mapped[1] > is_sum:
-            raise NotImplementedError
+            raise NotImplementedError('a device has other groups, or weights of its own')
         left, right, sizes = (
             x if own or (i == 1 and not is_sum) else jnp.broadcast_to(x, (devices, *x.shape))
             for i, (x, own) in enumerate(zip(operands, is_mapped, strict=True))
