@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,8 @@ def is_on_mesh(jaxpr: Any, mesh: Mesh | AbstractMesh) -> bool:
     A function of a mesh of another shape has seen to its devices itself.
     """
     values = (part for equation in equations.equations(jaxpr) for part in equations.values_in(equation))
-    return any(_says(part, mesh) for part in values)
+    with contextlib.closing(values):  # here, and not wherever it is found to be unused
+        return any(_says(part, mesh) for part in values)
 
 
 def _says(part: Any, mesh: Mesh | AbstractMesh) -> bool:

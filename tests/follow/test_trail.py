@@ -33,7 +33,7 @@ def test_the_first_trail_decides_each_dimension():
         ((D + F, F), (8, 8), (D + F, ())),
         ((D, D + F), (8, 8), (D, ())),
         ((F,), (6,), ()),
-        ((F, D), (0, 2), (F, D)),
+        ((F, D), (0, 2), ((), D)),  # empty
         ((), (8,), ()),
         ((), (), ()),
     ],
