@@ -63,9 +63,11 @@ def follow(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Follo
     follower = _Follower(mesh, arguments, jaxpr)
     found = follower.follow(jaxpr, arguments.trails)
     if follower.splits.choose(found.gathered, found.sent):
-        follower.known.clear()
+        follower.known = {
+            key: each for key, each in follower.known.items() if not follower.splits.are_in(key[0])
+        }
         found = follower.follow(jaxpr, arguments.trails)
-    return dataclasses.replace(found, ordered=follower.ordered)
+    return dataclasses.replace(found, ordered=follower.ordered, has_matrices=follower.has_matrices)
 
 
 class _Follower(Shared):
@@ -146,6 +148,8 @@ class _Pass(Edit):
             if any(map(trails.has_rows, results)) and may_move(equation, operands, self):
                 self.note_move(equation, equation.outvars[0])
         move = move_to_weight(self, equation, operands, results) if name in PRODUCTS and not experts else None
+        if name == 'dot_general' and not any(map(self.shared.has_rows, operands)):
+            self.shared.has_matrices = True
         if name in self.shared.ordered:
             self.shared.ordered[name][equation] = operands
         if name == 'ragged_dot_general':

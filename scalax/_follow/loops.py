@@ -38,12 +38,16 @@ def follow_loop(edit: Edit, equation: Any, operands: Sequence[Trail]) -> tuple[A
     def arguments(state: Sequence[Trail]) -> list[Trail]:
         return [*constants, *state, *rows]
 
-    grown, state = _settled(edit, loop.body, first, arguments)
     use = Use(loop.constants + loop.carried, tuple([rounds * edit.weights.rounds(atom) for atom in same]))
+
+    def after(state: Sequence[Trail]) -> Followed:
+        return edit.follow(loop.body, arguments(state), use)
+
+    grown, state = _settled(edit, loop.body, first, after)
     inside = edit.inside(equation, loop.body, arguments(state), use, rounds)
     carried, has_rows = zip(begun, first, state, strict=True), edit.shared.has_rows
     if gone := [atom for atom, before, kept in carried if has_rows(before) and not has_rows(kept)]:
-        _note_losses(edit, equation, gone, edit.follow(loop.body, arguments(grown)), inside)
+        _note_losses(edit, equation, gone, after(grown), inside)
     _gather_before(edit, equation, same, inside)
     _sum_behind(edit, equation, loop.carried, inside)
     edit.weights.note_loop(equation.invars[loop.tested :], inside.multiplied, loop.constants, rounds)
@@ -101,7 +105,7 @@ def _sum_behind(edit: Edit, equation: Any, carried: int, inside: Followed) -> No
 
 
 def _settled(
-    edit: Edit, body: Any, first: Sequence[Trail], arguments: Callable[[Sequence[Trail]], list[Trail]]
+    edit: Edit, body: Any, first: Sequence[Trail], after: Callable[[Sequence[Trail]], Followed]
 ) -> tuple[list[Trail], list[Trail]]:
     """The trails of what a loop carries: those of the first round or of what a round returns; and what stays.
 
@@ -114,7 +118,7 @@ def _settled(
 
     def settled(state: list[Trail], joined: Callable[[Trail, Trail, tuple[int, ...]], Trail]) -> list[Trail]:
         for _ in range(_ROUNDS):
-            before, returned = state, edit.follow(body, arguments(state)).trails
+            before, returned = state, after(state).trails
             state = [*map(joined, before, returned, shapes)]
             if state == before:
                 break

@@ -25,7 +25,6 @@ from scalax._follow.seconds import PER_BYTE, PER_OPERATION
 from scalax._follow.stacks import run_stacked
 from scalax._follow.trail import LOST, Trail, Trails, axes_of, closed_spec_of, merged
 from scalax._follow.types import Arguments
-from scalax._follow.updates import within_bounds
 from scalax._jax.equations import jaxprs_in, loop_of, opened, shape_of, size_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, equation_if_mapped, replaced, run
@@ -49,7 +48,7 @@ class _Spreader(Rewriter):
     """Spreads the functions of matrices of a jaxpr, and of those inside it."""
 
     def __init__(self, whole: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> None:
-        super().__init__(within_bounds)  # here, since it sees all equations as they stay
+        super().__init__(lambda equation: equation)
         self._whole, self._arguments, self._mesh = whole, arguments, mesh
         self._trails = Trails(dict(mesh.shape), arguments.batch_axes)
         pairs = zip(opened(whole).invars, arguments.trails, strict=False)

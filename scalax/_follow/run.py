@@ -17,8 +17,9 @@ from scalax._follow.matrices import spread_matrices
 from scalax._follow.own_order import with_own_order
 from scalax._follow.trail import Trails
 from scalax._follow.types import Arguments, Followed
+from scalax._follow.updates import within_bounds
 from scalax._jax.equations import JaxprEqn
-from scalax._jax.rewriting import run_as_one, with_inputs
+from scalax._jax.rewriting import Rewriter, run_as_one, with_inputs
 from scalax.errors import FollowingWarning, warn
 
 
@@ -44,7 +45,9 @@ def run_followed(
     jaxpr = jax.make_jaxpr(fun, static_argnums=static)(*args)
     try:
         found = follow_rows(jaxpr, arguments, mesh)
-        found = dataclasses.replace(found, jaxpr=spread_matrices(found.jaxpr, arguments, mesh))
+        if found.has_matrices:
+            found = dataclasses.replace(found, jaxpr=spread_matrices(found.jaxpr, arguments, mesh))
+        found = dataclasses.replace(found, jaxpr=Rewriter(within_bounds).jaxpr(found.jaxpr))
     except Exception as error:  # noqa: BLE001 - a mistake of scalax, not of the user: it ends no program
         found = Followed(jaxpr, (), failure=_failure(error))
         warn(

@@ -38,7 +38,7 @@ class Shared(abc.ABC):
         stored_axes: the axes of the batch that shard weights.
         splits: the dimensions of weights that stay split over the axes of the batch.
         tables: the shapes of weights that rows are looked up in, and where these are over the batch's axes.
-        ordered: as for `Followed`.
+        ordered, has_matrices: as for `Followed`.
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh, arguments: Arguments, whole: Any) -> None:
@@ -54,6 +54,7 @@ class Shared(abc.ABC):
         self.from_batch = Dependence(whole, list(map(self.has_rows, arguments.trails)))
         self.stored = Stored(whole, arguments.stored, self.trails, self.from_batch)
         self.ordered: dict[str, dict[Any, Sequence[Trail]]] = {'sort': {}, 'ragged_dot_general': {}}
+        self.has_matrices = False
         self.splits = Splits(whole, arguments.trails, self.stored, self.from_batch, self.trails)
 
     @abc.abstractmethod

@@ -61,10 +61,25 @@ class Splits:
         sharded = {axes for var in arguments for axes in stored.of(var) if axes}
         self.axes, self.others = min(sharded, default=()), trails.batch_axes.difference(*sharded)
         self._left = trails.sizes.keys() - self.axes
-        if len(sharded) == 1 and any(map(self.has_few_rows, stored.products)):
+        if len(sharded) == 1 and self._may_pay(stored.products):
             self._dims = WholeDimensions(jaxpr, trails.shards(self.axes))
             self.rows = self.along(arguments, given)
             self.possible = self.along(arguments, map(stored.of, arguments)) - self.rows - self._dims.whole
+
+    def _may_pay(self, products: Iterable[Any]) -> bool:
+        """Whether rows are smaller than the weights that one value of them is multiplied with.
+
+        It is asked first, since numbering the dimensions of all values takes long.
+        """
+        weights = defaultdict[int, float](float)
+        least = dict[int, float]()
+        for product in products:
+            for mine, other in (product.invars, product.invars[::-1]):
+                if mine in self.from_batch and any(self.stored.of(other)):
+                    weights[id(mine)] += self.bytes_of(other, ())
+                    rows = min(map(self.rows_of, (mine, *product.outvars)))
+                    least[id(mine)] = min(rows, least.get(id(mine), rows))
+        return any(weights[rows] > least[rows] for rows in least)
 
     def choose(self, gathered: Mapping[int, float], sent: Mapping[int, float]) -> bool:
         """Leaves the dimensions split for which that sends less; whether there are any."""
@@ -80,6 +95,11 @@ class Splits:
         if not self._split:
             return None
         return next((i for i, each in enumerate(self.classes(atom)) if each in self._split), None)
+
+    def are_in(self, jaxpr: Any) -> bool:
+        """Whether a jaxpr has a dimension that stays split: it comes in or goes out with a value."""
+        inner = opened(jaxpr)
+        return any(self.dim(atom) is not None for atom in (*inner.invars, *inner.outvars))
 
     def spec(self, atom: Any, spec: PartitionSpec) -> PartitionSpec:
         """The spec of a value with rows: it lies in columns, if a dimension of it stays split."""

@@ -87,6 +87,7 @@ class Followed:
         summed: the results that are sums over few rows, by number.
         ordered: of each `sort` and each product of rows in groups the trails of its operands: by the name of
             the primitive, and the equation.
+        has_matrices: whether there are products of values without rows.
         failure: why nothing is followed, if the pass failed.
     """
 
@@ -100,6 +101,7 @@ class Followed:
     multiplied: Mapping[int, int] = dataclasses.field(default_factory=dict)
     summed: frozenset[int] = frozenset()
     ordered: Mapping[str, Mapping[Any, Sequence[Trail]]] = dataclasses.field(default_factory=dict)
+    has_matrices: bool = False
     failure: str = ''
 
 

@@ -62,6 +62,7 @@ from scalax._transforms.sjit.trace import TracedFunction, record, runs_inline
 from scalax._transforms.tracebacks import HidingOurs
 from scalax._util import lru_cache
 from scalax._util.progress import progress
+from scalax._util.stack import with_room
 from scalax.errors import MeshError
 
 if TYPE_CHECKING:
@@ -313,6 +314,7 @@ class Dispatcher:
             entry.program = program
             return program
 
+    @with_room
     def _trace(self, call: Call, entry: Entry) -> Callable[..., Any]:
         """Traces the user's function, and notes what comes out; returns what a program jits."""
         entry.outputs, entry.jaxpr, entry.on_devices = None, None, False  # of a trace that failed
