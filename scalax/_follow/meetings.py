@@ -33,7 +33,7 @@ def whole_factors(
     pairs = [*zip(operands, contracted, strict=True)]
     others = {axis for trail, dims in pairs for i, each in enumerate(trail) if i not in dims for axis in each}
     summed = {axis for trail in operands for axis in axes_of(trail)} - others
-    for gone in (summed - trails.batch_axes,) if stored is None else (summed, summed - stored):
+    for gone in filter(None, [summed - trails.batch_axes] if stored is None else [summed, summed - stored]):
         whole = [without(trail, gone) for trail in operands]
         moved = sum(
             trails.bytes_of(atom, axes_of(after))
@@ -45,7 +45,7 @@ def whole_factors(
         split = there if trails.has_rows(result) else there.union(stored or ())
         sums = trails.bytes_of(out, there) if gone & split else 2 * trails.bytes_of(out, split)
         computed = 2 * multiplications(equation) / trails.shards(split)
-        if gone and moved * PER_BYTE + computed * PER_OPERATION < sums * PER_BYTE:
+        if moved * PER_BYTE + computed * PER_OPERATION < sums * PER_BYTE:
             return whole
     return operands
 

@@ -138,6 +138,7 @@ def dtype_on_devices(leaf: Any) -> Any:
     return canonical_dtype(leaf.dtype) if hasattr(leaf, 'dtype') else jax.typeof(leaf).dtype
 
 
+@functools.lru_cache(maxsize=64)
 def bits_of(dtype: Any) -> int:
     """The bits of one element on a device, where two int4 share a byte."""
     # Of PRNG keys, and of gradients of integers, which take nothing.
