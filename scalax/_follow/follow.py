@@ -159,7 +159,7 @@ class _Pass(Edit):
         staying = self._staying(equation, operands, experts, move)
         self.weights.note(equation, operands, staying)
         if self.shared.splits.possible and name not in WITH_JAXPRS:
-            self.costs.note(equation, operands, staying, move)
+            self.costs.note(equation, operands, results, staying, move)
         self._append(placed, ids)
         # What is computed of rows alone stays with them. Elsewhere the compiler has a choice, which is made
         # here, but for convolutions of few rows: XLA fails at some whose rows we move to the kernel. Images
@@ -175,8 +175,9 @@ class _Pass(Edit):
             trail = self._noted(var, whole)
             if trail and is_choice and self.has_open_rows(var):
                 spec = spec_of(trail, self._whole_dims(equation))
-                if move is not None:  # at both ends: else the compiler might gather the weight
-                    self.constrain(var, move.result, equation)
+                before = self.shared.splits.sums(equation, spec) if move is None else move.result
+                if before is not None:  # at both ends: else the compiler might gather the weight
+                    self.constrain(var, before, equation)
                 self.constrain(var, spec, equation)
                 self.kept.append(Noted(equation, var.aval, spec=self.shared.splits.spec(var, spec)))
         found = [*map(self.trail, equation.outvars)]

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from scalax._follow.dimensions import WholeDimensions
 from scalax._follow.experts import Stored
-from scalax._follow.trail import Trail, Trails
+from scalax._follow.trail import Trail, Trails, axes_of
 from scalax._follow.types import Move
 from scalax._follow.weights import Weights
 from scalax._jax.equations import dot_dims, opened
@@ -28,9 +28,7 @@ from scalax._jaxprs.dependence import Dependence
 from scalax._jaxprs.dims import FORWARDS
 from scalax._tree.specs import canonical_entry, only_axes
 
-# So much less has to be sent: XLA may send it in a ring beside a product, where the same bytes take longer.
-_MARGIN = 0.85
-# And this part of all that is sent: another layout may cost as much elsewhere, such as in memory traffic.
+# This part of all that is sent has to be saved: another layout may cost as much elsewhere, as in memory traffic.
 _LEAST = 0.005
 
 
@@ -85,8 +83,7 @@ class Splits:
         """Leaves the dimensions split for which that sends less; whether there are any."""
         least = _LEAST * sum(gathered.values())
         for dim in self.possible:
-            kept, split = gathered.get(dim, 0), sent.get(dim, 0)
-            if split < _MARGIN * kept and kept - split > least:
+            if gathered.get(dim, 0) - sent.get(dim, 0) > least:
                 self._split.add(dim)
         return bool(self._split)
 
@@ -108,6 +105,18 @@ class Splits:
             return spec
         left = [*only_axes(spec, self._left), *[None] * len(spec)]
         return PartitionSpec(*left[:dim], canonical_entry(self.axes), *left[dim + 1 : len(spec)])
+
+    def sums(self, equation: Any, spec: PartitionSpec) -> PartitionSpec | None:
+        """Where sums over columns that stay split are before they are scattered; None of other results.
+
+        Else the compiler may scatter them in a ring beside the product. That sends more, over fewer links.
+        """
+        if not self._split or primitive_name(equation) != 'dot_general':
+            return None
+        *operands, out = map(self.dim, (*equation.invars, *equation.outvars))
+        if out is not None or None in operands:
+            return None
+        return PartitionSpec(*only_axes(spec, self._left))
 
     def classes(self, atom: Any) -> list[int]:
         """The class of each dimension of a value."""
@@ -147,11 +156,20 @@ class Costs:
     """
 
     def __init__(self, splits: Splits, jaxpr: Any, weights: Weights) -> None:
-        self.gathered, self.sent = defaultdict[int, float](float), defaultdict[int, float](float)
+        self._gathered, self.sent = defaultdict[int, float](float), defaultdict[int, float](float)
+        self._gradients = defaultdict[int, float](float)
         self._splits, self._weights = splits, weights
         self._seen = set[tuple[int, int]]()
         self._rounds = dict[int, int]()  # for how many rounds of loops the weights are the same
         self._jaxpr = jaxpr
+
+    @property
+    def gathered(self) -> Mapping[int, float]:
+        """As said above, with the gradients of weights that are gathered, which may stand before their weights."""
+        found = self._gathered.copy()
+        for dim, rounds in self._rounds.items():
+            found[dim] += self._gradients[dim] / rounds
+        return found
 
     @functools.cached_property
     def _sums(self) -> dict[int, int]:
@@ -167,18 +185,24 @@ class Costs:
 
     def note_inside(self, gathered: Mapping[int, float], sent: Mapping[int, float], times: int) -> None:
         """Takes note of what a jaxpr inside sends, so many times."""
-        for mine, theirs in ((self.gathered, gathered), (self.sent, sent)):
+        for mine, theirs in ((self._gathered, gathered), (self.sent, sent)):
             for dim, amount in theirs.items():
                 mine[dim] += times * amount
 
     def note(
-        self, equation: Any, operands: Sequence[Trail], staying: Container[int], move: Move | None
+        self,
+        equation: Any,
+        operands: Sequence[Trail],
+        results: Sequence[Trail],
+        staying: Container[int],
+        move: Move | None,
     ) -> None:
         """Takes note of what an equation without jaxprs sends.
 
         Args:
             equation: the equation.
             operands: the trails of its operands.
+            results: those of its results.
             staying: the operands that are weights and are not gathered, since rows move to them, by number.
             move: how rows of a product move to its weight, if they do.
         """
@@ -186,7 +210,7 @@ class Costs:
         dims = [splits.classes(atom) for atom in (*equation.invars, out)]
         for dim in splits.possible.intersection(itertools.chain(*dims)):
             if primitive_name(equation) == 'dot_general':
-                self._note_product(equation, operands, staying, move, dim, dims)
+                self._note_product(equation, operands, results, staying, move, dim, dims)
             elif dim in dims[0] and dim not in dims[-1] and equation.invars[0] in splits.from_batch:
                 self.sent[dim] += 2 * splits.rows_of(out)  # a sum that all devices get
 
@@ -194,6 +218,7 @@ class Costs:
         self,
         equation: Any,
         operands: Sequence[Trail],
+        results: Sequence[Trail],
         staying: Container[int],
         move: Move | None,
         dim: int,
@@ -212,16 +237,19 @@ class Costs:
             if not once or any(dims[0][i] == dim for i in batch):
                 self.sent[dim] = math.inf
             elif move is not None and place == move.weight:
-                self.gathered[dim] += move.sent
+                self._gathered[dim] += move.sent
             elif is_new and place not in staying and operands[1 - place]:
                 self._rounds[dim] = self._weights.rounds_of(equation, operands, place, 1 - place)
-                self.gathered[dim] += splits.bytes_of(atom, ()) / self._rounds[dim]
-        if all(is_rows) and dim in dims[-1] and splits.rows.intersection(dims[0][i] for i in contracted[0]):
-            # The gradient of a weight that is gathered.
-            self.gathered[dim] += splits.bytes_of(out, ()) / self._rounds[dim] if dim in self._rounds else 0
+                self._gathered[dim] += splits.bytes_of(atom, ()) / self._rounds[dim]
+        summed = axes_of(operands[0][i] for i in contracted[0] if operands[0])
+        if all(is_rows) and dim in dims[-1] and not summed.isdisjoint(splits.axes):
+            self._gradients[dim] += splits.bytes_of(out, ())
         elif dim not in dims[-1] and self._is_new(self._total(out), dim):
-            # XLA scatters no sums in a dimension that further axes shard: it adds them up everywhere.
-            self.sent[dim] += (2 if splits.others else 1) * splits.rows_of(out)
+            # XLA may add up sums everywhere in place of scattering them in a dimension behind the first one, if
+            # further axes shard it too.
+            first = axes_of(trail[0] for trail in results if trail)
+            scatters = not splits.others or not first.isdisjoint(splits.axes)
+            self.sent[dim] += (1 if scatters else 2) * splits.rows_of(out)
 
     def is_part(self, product: Any) -> bool:
         """Whether the result of a product is added to others, also in another form."""

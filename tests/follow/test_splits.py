@@ -108,15 +108,40 @@ def test_it_is_told():
     assert {each.array for each in followed.moved} == {'float32[16,256]', 'float32[256,16]'}
 
 
-def test_sums_over_further_axes_cost_twice():
-    """XLA adds them up on all devices, and scatters none."""
-    rows = 384  # on eight devices, and on those of a slice
-    wide, slices = MeshShardingHelper([8], ['fsdp']), MeshShardingHelper([2, 4], ['data', 'fsdp'])
-    alone = specs(step_of(gradient(feed_forward), BLOCK, wide), *block_arguments(rows))
-    args = block_arguments(2 * rows)
-    sliced = specs(step_of(gradient(feed_forward), BLOCK, slices, ('data', 'fsdp')), *args)
-    assert ((rows, HIDDEN), P(None, 'fsdp')) in alone
-    assert ((2 * rows, HIDDEN), P(('data', 'fsdp'), None)) in sliced
+SLICES = MeshShardingHelper([2, 4], ['data', 'fsdp'])
+
+
+@pytest.mark.parametrize(('first', 'is_split'), [(True, True), (False, False)], ids=['first', 'second'])
+def test_further_axes_in_the_dimension_of_rows(first, is_split):
+    """XLA scatters sums over it if it is the first one; else it may add them up on all devices."""
+    rows = P(('data', 'fsdp'), None) if first else P(None, ('data', 'fsdp'))
+    w, x = block_arguments(768)
+    args = w, x[:, None] if first else x[None]
+    shardings = {'in_shardings': (BLOCK, rows), 'out_shardings': (P(), BLOCK)}
+    step = SLICES.sjit(gradient(feed_forward), **shardings, batch_argnums=1)
+    assert any('fsdp' in spec[2:] for _, spec in specs(step, *args)) is is_split
+    with jax.default_matmul_precision('highest'):
+        found, expected = step(*args), jax.jit(gradient(feed_forward))(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
+def test_gradients_count_where_rows_and_time_are_one_dimension():
+    """The weights alone would be less than what rows send."""
+
+    def fun(w, x):
+        return feed_forward(w, x.reshape(-1, WIDTH)).reshape(x.shape)
+
+    w, x = block_arguments(384)
+    shardings = {'in_shardings': (BLOCK, P(None, 'fsdp')), 'out_shardings': (P(), BLOCK)}
+    step = HELPER.sjit(gradient(fun), **shardings, batch_argnums=1)
+    assert ((384, HIDDEN), P(None, 'fsdp')) in specs(step, w, x.reshape(4, -1, WIDTH))
+
+
+def test_sums_are_whole_before_they_are_scattered():
+    """Else XLA for TPUs scatters them in a ring beside the product, which sends nine parts in place of seven."""
+    step = HELPER.sjit(feed_forward, in_shardings=(BLOCK, P('fsdp')), batch_argnums=1)
+    found = specs(step, *block_arguments(64))
+    assert found[-2:] == [((64, WIDTH), P()), ((64, WIDTH), P('fsdp', None))]
 
 
 WHOLE = {
