@@ -28,7 +28,7 @@ from scalax._jaxprs.dependence import Dependence
 from scalax._jaxprs.dims import FORWARDS
 from scalax._tree.specs import canonical_entry, only_axes
 
-# This part of all that is sent has to be saved: another layout may cost as much elsewhere, as in memory traffic.
+# This part of all that is sent has to be saved: another layout may cost as much elsewhere, as in memory.
 _LEAST = 0.005
 
 
@@ -165,7 +165,7 @@ class Costs:
 
     @property
     def gathered(self) -> Mapping[int, float]:
-        """As said above, with the gradients of weights that are gathered, which may stand before their weights."""
+        """As said above. The gradient of a weight that is gathered may stand before the weight."""
         found = self._gathered.copy()
         for dim, rounds in self._rounds.items():
             found[dim] += self._gradients[dim] / rounds
@@ -245,8 +245,8 @@ class Costs:
         if all(is_rows) and dim in dims[-1] and not summed.isdisjoint(splits.axes):
             self._gradients[dim] += splits.bytes_of(out, ())
         elif dim not in dims[-1] and self._is_new(self._total(out), dim):
-            # XLA may add up sums everywhere in place of scattering them in a dimension behind the first one, if
-            # further axes shard it too.
+            # XLA may add up sums everywhere in place of scattering them, in a dimension behind the first one
+            # that further axes shard too.
             first = axes_of(trail[0] for trail in results if trail)
             scatters = not splits.others or not first.isdisjoint(splits.axes)
             self.sent[dim] += (1 if scatters else 2) * splits.rows_of(out)

@@ -138,7 +138,7 @@ def test_gradients_count_where_rows_and_time_are_one_dimension():
 
 
 def test_sums_are_whole_before_they_are_scattered():
-    """Else XLA for TPUs scatters them in a ring beside the product, which sends nine parts in place of seven."""
+    """Else XLA for TPUs scatters them in a ring beside the product: nine parts in place of seven."""
     step = HELPER.sjit(feed_forward, in_shardings=(BLOCK, P('fsdp')), batch_argnums=1)
     found = specs(step, *block_arguments(64))
     assert found[-2:] == [((64, WIDTH), P()), ((64, WIDTH), P('fsdp', None))]
