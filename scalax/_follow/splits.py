@@ -19,13 +19,14 @@ from jax.sharding import PartitionSpec
 
 from scalax._follow.dimensions import WholeDimensions
 from scalax._follow.experts import Stored
+from scalax._follow.seconds import PER_BYTE, PER_OPERATION
 from scalax._follow.trail import Trail, Trails, axes_of
 from scalax._follow.types import Move
 from scalax._follow.weights import Weights
 from scalax._jax.equations import dot_dims, opened
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dependence import Dependence
-from scalax._jaxprs.dims import FORWARDS
+from scalax._jaxprs.dims import FORWARDS, multiplications
 from scalax._tree.specs import canonical_entry, only_axes
 
 # This part of all that is sent has to be saved: another layout may cost as much elsewhere, as in memory.
@@ -52,7 +53,8 @@ class Splits:
     def __init__(
         self, jaxpr: Any, given: Sequence[Trail], stored: Stored, from_batch: Dependence, trails: Trails
     ) -> None:
-        self.stored, self.from_batch, self.bytes_of = stored, from_batch, trails.bytes_of
+        self.stored, self.from_batch = stored, from_batch
+        self.bytes_of, self._shards = trails.bytes_of, trails.shards
         self.possible: set[int] = set()
         self._split: set[int] = set()
         arguments = opened(jaxpr).invars
@@ -107,14 +109,17 @@ class Splits:
         return PartitionSpec(*left[:dim], canonical_entry(self.axes), *left[dim + 1 : len(spec)])
 
     def sums(self, equation: Any, spec: PartitionSpec) -> PartitionSpec | None:
-        """Where sums over columns that stay split are before they are scattered; None of other results.
+        """Where sums over columns that stay split are before they are scattered; None if that is left open.
 
-        Else the compiler may scatter them in a ring beside the product. That sends more, over fewer links.
+        The compiler may scatter sums in a ring beside the product, which sends more, over fewer links. That
+        pays where the product takes longer, as with a large vocabulary.
         """
         if not self._split or primitive_name(equation) != 'dot_general':
             return None
-        *operands, out = map(self.dim, (*equation.invars, *equation.outvars))
-        if out is not None or None in operands:
+        [out], [*operands, result] = equation.outvars, map(self.dim, (*equation.invars, *equation.outvars))
+        computed = 2 * multiplications(equation) / self._shards(self.axes)
+        is_longer = computed * PER_OPERATION > self.bytes_of(out, ()) * PER_BYTE
+        if is_longer or result is not None or None in operands:
             return None
         return PartitionSpec(*only_axes(spec, self._left))
 
