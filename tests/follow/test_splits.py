@@ -137,11 +137,18 @@ def test_gradients_count_where_rows_and_time_are_one_dimension():
     assert ((384, HIDDEN), P(None, 'fsdp')) in specs(step, w, x.reshape(4, -1, WIDTH))
 
 
-def test_sums_are_whole_before_they_are_scattered():
-    """Else XLA for TPUs scatters them in a ring beside the product: nine parts in place of seven."""
-    step = HELPER.sjit(feed_forward, in_shardings=(BLOCK, P('fsdp')), batch_argnums=1)
-    found = specs(step, *block_arguments(64))
-    assert found[-2:] == [((64, WIDTH), P()), ((64, WIDTH), P('fsdp', None))]
+@pytest.mark.parametrize('hidden', [256, 2**17], ids=['few columns', 'many'])
+def test_sums_are_whole_before_they_are_scattered(hidden):
+    """Else XLA for TPUs scatters them in a ring, nine parts in place of seven. It may beside a long product."""
+    rule = {'up': P(None, 'fsdp'), 'down': P('fsdp')}
+    shapes = {'up': (WIDTH, hidden), 'down': (hidden, WIDTH)}
+    w = {name: jax.ShapeDtypeStruct(shape, 'float32') for name, shape in shapes.items()}
+    step = HELPER.sjit(
+        lambda w, x: jnp.tanh(x @ w['up']) @ w['down'], in_shardings=(rule, P('fsdp')), batch_argnums=1
+    )
+    found = specs(step, w, jax.ShapeDtypeStruct((64, WIDTH), 'float32'))
+    assert found[-1] == ((64, WIDTH), P('fsdp', None))
+    assert (((64, WIDTH), P()) in found) is (hidden == 256)
 
 
 WHOLE = {
