@@ -45,18 +45,18 @@ def dealt(equation: Any, operands: Sequence[Trail], results: Sequence[Trail], tr
     """
     name = primitive_name(equation)
     if name == 'sort':
-        places = rows = [dim_of(equation)]
-        moved = operands[0]
+        places = [dim_of(equation)]
+        given = [operands[0][i] for i in places if operands[0]]
     elif name == 'gather':
-        numbers, moved = gather_dims(equation), operands[0]
-        rows = [i for i in numbers.start_index_map if slice_sizes(equation)[i] == 1]
+        numbers, rows = gather_dims(equation), operands[0]
+        given = [rows[i] for i in numbers.start_index_map if rows and slice_sizes(equation)[i] == 1]
         places = [i for i in range(len(shape_of(equation.outvars[0]))) if i not in numbers.offset_dims]
     else:
-        numbers, moved = scatter_dims(equation), operands[2]
-        rows = [i for i in range(len(moved)) if i not in numbers.update_window_dims]
+        numbers = scatter_dims(equation)
+        given = [axes for i, axes in enumerate(operands[2]) if i not in numbers.update_window_dims]
+        # A constant that is scattered, as the gradient of a mean is, has no rows, but its numbers have.
+        given += operands[1][:-1]
         places = [*numbers.scatter_dims_to_operand_dims]
-    # A constant that is scattered, as the gradient of a mean is, has no rows, but its numbers have.
-    given = [*(moved[i] for i in rows if moved), *(operands[1][:-1] if name.startswith('scatter') else ())]
     axes = next((axes for axes in given if trails.batch_axes.intersection(axes)), ())
     shards = trails.shards(axes)
 

@@ -102,21 +102,21 @@ class FollowedBatch:
         width = terminal_width(None)
         lines = [f'{self.name} keeps {self.count} values with the rows of the batch ({", ".join(self.axes)})']
         if self.kept:
-            head = ['line', 'operation', 'count', 'value', 'spec']
-            rows = [
-                [each.line, each.primitive, str(each.count), each.array, text(each.spec)]
-                for each in self.kept
-            ]
-            lines += ['', *table([head, *rows], width, 0, (2,))]
+            rows = [[*_cells(each), each.array, text(each.spec)] for each in self.kept]
+            lines += ['', *table([[*_HEAD, 'value', 'spec'], *rows], width, 0, (2,))]
         for what, places in (('are lost', self.lost), ('move to other devices', self.moved)):
             if places:
-                head = ['line', 'operation', 'count', 'size', 'value']
-                rows = [
-                    [each.line, each.primitive, str(each.count), human_bytes(each.bytes), each.array]
-                    for each in places
-                ]
-                lines += ['', f'Rows {what} at:', '', *table([head, *rows], width, 0, (2, 3))]
+                rows = [[*_cells(each), human_bytes(each.bytes), each.array] for each in places]
+                found = table([[*_HEAD, 'size', 'value'], *rows], width, 0, (2, 3))
+                lines += ['', f'Rows {what} at:', '', *found]
         return '\n'.join(lines)
+
+
+_HEAD = ('line', 'operation', 'count')
+
+
+def _cells(each: KeptValue | LostRows) -> list[str]:
+    return [each.line, each.primitive, str(each.count)]
 
 
 def nothing_followed(batch: FollowedBatch) -> str:

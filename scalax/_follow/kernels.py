@@ -38,16 +38,14 @@ class DealtSteps:
 
     def equation_on_rows(self) -> Any:
         """The equation of a `shard_map` in which each device takes its steps."""
-        count, atoms = len(self.equation.invars), (*self.equation.invars, *self.equation.outvars)
-        specs = [*map(closed_spec_of, self.trails, map(len, map(shape_of, atoms)))]
+        equation, count = self.equation, len(self.equation.invars)
+        ranks = [len(shape_of(atom)) for atom in (*equation.invars, *equation.outvars)]
+        specs = [*map(closed_spec_of, self.trails, ranks)]
+        given, found = tuple(specs[:count]), specs[count:]
         mapped = jax.shard_map(
-            self.on_device,
-            mesh=self.mesh,
-            in_specs=tuple(specs[:count]),
-            out_specs=specs[count:],
-            check_vma=False,
+            self.on_device, mesh=self.mesh, in_specs=given, out_specs=found, check_vma=False
         )
-        return equation_of(mapped, self.equation)
+        return equation_of(mapped, equation)
 
     def on_device(self, *operands: Any) -> Any:
         """The results of one device, of its parts of the operands."""
@@ -61,14 +59,11 @@ class DealtSteps:
     @property
     def trails(self) -> list[Trail]:
         """Those of the operands and the results; what is not in them is whole."""
-        whole = [LOST] * kernels.count_whole(self.equation)
-        return whole + [
-            of_dims(
-                {dim: self.over[step] for dim, step in kernels.walked(block).items() if step in self.over},
-                len(kernels.array_shape(block)),
-            )
-            for block in kernels.blocks(self.equation)
-        ]
+        found = [LOST] * kernels.count_whole(self.equation)
+        for block in kernels.blocks(self.equation):
+            dims = {dim: self.over[step] for dim, step in kernels.walked(block).items() if step in self.over}
+            found.append(of_dims(dims, len(kernels.array_shape(block))))
+        return found
 
 
 def on_own_rows(

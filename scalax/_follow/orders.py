@@ -50,15 +50,15 @@ class Block:
         keys: what is sorted by: of each row the number of its group.
         groups: how many groups there are.
         products: the products of rows in these groups.
-        own: other equations that each device runs on its own rows, and which operand has the numbers
-            of rows; None of a sort.
+        own: other equations that each device runs on its own rows: sorts, and what takes or puts these by
+            number.
         in_order: the variables in the order of the sort, by id.
     """
 
     keys: Any
     groups: int
     products: Sequence[Any]
-    own: Mapping[Any, int | None]
+    own: Container[Any]
     in_order: Container[int]
 
 
@@ -96,7 +96,7 @@ class _Order:
         self._uniform: dict[tuple[int, int], bool] = {}
         self._groups: set[int] = set()
         self._products: list[Any] = []
-        self._own: dict[Any, int | None] = {}
+        self._own = {sort}
 
     def block(self) -> Block:
         """The block.
@@ -109,7 +109,7 @@ class _Order:
         _require(len(shape_of(sort.invars[0])) == 1 and equations.count_keys(sort) == 1)
         _require(len(numbered) == 1 and not self._is_iota(sort.invars[0]))
         _require(self._size % self._devices == 0)
-        self._numbers, self._own[sort] = [(numbered[0], self._in_order)], None
+        self._numbers = [(numbered[0], self._in_order)]
         self._rows.update((id(var), 0) for var in sort.outvars)
         begun = False
         for equation in every:
@@ -167,11 +167,11 @@ class _Order:
         self._rows.update((id(var), dim) for var in equation.outvars)
 
     def _by_table(self, equation: Any, rows: Mapping[int, int]) -> None:
-        """Each result has one dimension that is that of the rows of these operands, and of no other one."""
-        for var, result in zip(equation.outvars, dims_of(equation).results, strict=True):
-            found = [dim for dim, sources in enumerate(result) if {*sources} == {*rows.items()}]
-            _require(len(found) == 1 and shape_of(var)[found[0]] == self._size)
-            self._rows[id(var)] = found[0]
+        """The results have one dimension that is that of the rows of these operands, and of no other one."""
+        dim = dims_of(equation).of_alone(rows.items())
+        if dim is None or any(shape_of(var)[dim] != self._size for var in equation.outvars):
+            raise _OrderMattersError
+        self._rows.update((id(var), dim) for var in equation.outvars)
 
     def _product(self, name: str, equation: Any, rows: Mapping[int, int]) -> None:
         if name == 'ragged_dot_general':
@@ -192,7 +192,7 @@ class _Order:
             _require(self._are(numbers, self._inverses))
             self._numbers.append((results[1], self._in_order))
             self._rows[id(results[1])] = 0
-        self._own[equation] = None
+        self._own.add(equation)
 
     def _add_inverse(self, var: Any) -> None:
         self._inverses.append((var, self._in_order))
@@ -235,7 +235,7 @@ class _Order:
 
     def _note_own(self, equation: Any) -> None:
         if shape_of(equation.invars[1])[0] % self._devices == 0:
-            self._own[equation] = 1
+            self._own.add(equation)
 
     def _is_local(self, numbers: Any, count: int) -> bool:
         """Whether these numbers of rows, of so many, are those of the device that has the row at hand."""

@@ -98,19 +98,18 @@ class _OwnOrder(Rewriter):
         return self._mapped(here, axes, self._mesh.axis_names)
 
     def _on_own_rows(self, equation: Any, block: Block, axes: tuple[str, ...]) -> Any:
-        """An equation that each device runs on its own rows, the numbers of which are among its operands.
+        """An equation that each device runs on its own rows; but of a sort, the second operand numbers these.
 
         Where rows are put back, other axes may shard their columns, which are then gathered behind it: rows
         are fewer there. In front of products in groups they are whole.
         """
-        numbers = block.own[equation]
 
         def here(*operands: Any) -> Any:
-            own = [*operands]
-            if numbers is not None:
-                dtype = own[numbers].dtype
-                own[numbers] -= (jax.lax.axis_index(axes) * own[0].shape[0]).astype(dtype)
-            return bound(equation, *own)
+            if primitive_name(equation) == 'sort':
+                return bound(equation, *operands)
+            x, numbers, *updates = operands
+            first = jax.lax.axis_index(axes) * len(x)
+            return bound(equation, x, numbers - first.astype(numbers.dtype), *updates)
 
         is_back = id(equation.outvars[0]) not in block.in_order
         return equation_of(self._mapped(here, axes, axes if is_back else self._mesh.axis_names), equation)

@@ -79,15 +79,14 @@ def _scan(equation: Any, operands: Sequence[Values | None]) -> tuple[Any, Sequen
     rows = np.arange(length)  # in the order of stacks
     rounds = rows[:: -1 if options['reverse'] else 1]  # that take these
     body = with_inlined(loop.body, functools.partial(_may_take_rows, length=length))
-    (atoms, first, _), (constants, _, stacks) = map(loop.parts, (equation.invars, operands))
+    first, stacks = loop.parts(equation.invars)[1], loop.parts(operands)[2]
     steps = _steps(loop._replace(body=body), first)
     counted = [
         (np.asarray(x.val).astype('int64') + steps[i] * rounds).astype(x.aval.dtype) if i in steps else None
         for i, x in enumerate(first)
     ]
     elements = [None if x is None or x.shape != rows.shape else x for x in stacks]
-    same = [None if size_of(atom) == 1 else x for atom, x in zip(atoms, constants, strict=True)]
-    inside, numbers = _followed(body, [*same, *counted, *elements])
+    inside, numbers = _followed(body, [*[None] * loop.constants, *counted, *elements])
     found = [numbers.of(x) if size_of(x) == 1 else None for x in opened(inside).outvars[loop.carried :]]
     results[loop.carried :] = [None if x is None else np.broadcast_to(x, rows.shape) for x in found]
     if not opened(inside).effects:

@@ -23,7 +23,7 @@ from scalax._jax.equations import (
 )
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import bound, constants_of
-from scalax._jaxprs.dims import ALONG, ELEMENTWISE, FORWARDS, Sources, dims_of
+from scalax._jaxprs.dims import ALONG, ELEMENTWISE, FORWARDS, dims_of
 
 # Of a stack these compute the same as of each of its elements alone, however many there are.
 _EACH = (ELEMENTWISE | FORWARDS) - ALONG | {
@@ -64,7 +64,9 @@ def _results(equation: Any, operands: Sequence[Stacked]) -> Sequence[Stacked]:
         return run_stacked(called(equation), operands)
     if name == 'scan' and stacks:
         return _scan(equation, values, dims)
-    dim = _dim_of_results(equation, name, stacks) if stacks else None
+    dim = dims_of(equation).of_alone(stacks) if stacks and name in _EACH else None
+    if stacks and dim is None:
+        raise NotImplementedError(f'{name} may mix matrices')
     if name in ('broadcast_in_dim', 'reshape') and dim is not None:
         shape, [(_, own)] = [*shape_of(equation.outvars[0])], stacks
         shape[dim] = values[0].shape[own]
@@ -91,20 +93,3 @@ def _scan(equation: Any, values: Sequence[Any], dims: Sequence[int | None]) -> S
 
     state, _ = jax.lax.scan(step, [*first], [*elements], loop.length, **scan_options(equation))
     return [*zip(state, of_state, strict=True)]
-
-
-def _dim_of_results(equation: Any, name: str, stacks: set[tuple[int, int]]) -> int:
-    """Which dimension of the results is the stack, of operands with these."""
-    rules = dims_of(equation)
-
-    def is_stack(sources: Sources) -> bool:
-        return not stacks.isdisjoint(sources)
-
-    found = {tuple(i for i, sources in enumerate(result) if is_stack(sources)) for result in rules.results}
-    mixed = [
-        each for result in rules.results for each in result if is_stack(each) and not stacks.issuperset(each)
-    ]
-    mixed += filter(is_stack, rules.summed)
-    if name not in _EACH or mixed or len(found) != 1 or len(min(found)) != 1:
-        raise NotImplementedError(f'{name} may mix matrices')
-    return min(found)[0]

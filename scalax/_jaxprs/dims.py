@@ -63,6 +63,13 @@ class Dims:
         """The dimensions of an operand that no result has."""
         return [dim for sources in self.summed for place, dim in sources if place == operand]
 
+    def of_alone(self, places: Iterable[Place]) -> int | None:
+        """The one dimension of all results that is these of operands, and of no other one; else None."""
+        wanted = {*places}
+        found = {tuple([i for i, each in enumerate(result) if {*each} == wanted]) for result in self.results}
+        [dims] = found if len(found) == 1 else [()]
+        return dims[0] if len(dims) == 1 else None
+
 
 def _first(operands: Sequence[Sequence[T]], sources: Sources, nothing: T) -> T:
     for operand, dim in sources:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import AxisType
 
-from scalax._follow.grouped_convolutions import with_right_gradients
+from scalax._follow.mended import with_right_gradients
 from scalax._follow.said import is_on_mesh
 from scalax._jax.tracing import is_compiled
 from scalax._jaxprs.dependence import Dependence
