@@ -46,16 +46,11 @@ def with_own_rows(jaxpr: Any, found: Followed, trails: Trails, mesh: Mesh | Abst
         trails: answers about trails.
         mesh: a mesh of Auto axes. It is in force.
     """
-    if any(
-        primitive_name(equation) == 'scan' for each in found.lost for equation in (each.equation, *each.calls)
-    ):
-        before, jaxpr = jaxpr, with_rows_by_number(jaxpr)
-        if jaxpr is not before:
-            return jaxpr
-    loops = {}
-    for each in found.lost:
-        if primitive_name(each.equation) == 'scan' and each.rows and each.rows[0]:
-            loops[each.equation] = each.rows[0]
+    around = [equation for each in found.lost for equation in (each.equation, *each.calls)]
+    if 'scan' in map(primitive_name, around) and (changed := with_rows_by_number(jaxpr)) is not jaxpr:
+        return changed
+    stacks = [each for each in found.lost if any(each.rows[:1]) and primitive_name(each.equation) == 'scan']
+    loops = {each.equation: each.rows[0] for each in stacks}
     if not loops:
         return jaxpr
 
