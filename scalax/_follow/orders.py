@@ -20,14 +20,16 @@ from scalax._jax import equations
 from scalax._jax.equations import makers_of, opened, ragged_dim, removed_dims, shape_of, size_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import constants_of
-from scalax._jaxprs.dims import ALONG, ELEMENTWISE, VIEWS, dims_of, puts_rows, reshaped, takes_rows
+from scalax._jaxprs.dims import ALONG, ELEMENTWISE, VIEWS, dims_of, puts_rows, takes_rows
 from scalax._jaxprs.integers import Integers
 
 # These treat elements alike. Others of this kind see their neighbours, or draw random numbers.
 _EACH = (ELEMENTWISE | {'sharding_constraint'}) - ALONG - {'random_fold_in', 'random_gamma'}
 _TOTALS = frozenset({'reduce_sum', 'reduce_max', 'reduce_min', 'reduce_and', 'reduce_or'})
 # The dimension of rows is where the table of dimensions says.
-_BY_TABLE = _TOTALS | {'argmax', 'argmin', 'broadcast_in_dim', 'reduce_prod', 'squeeze', 'top_k', 'transpose'}
+_BY_TABLE = _TOTALS | {
+    *('argmax', 'argmin', 'broadcast_in_dim', 'reduce_prod', 'reshape', 'squeeze', 'top_k', 'transpose'),
+}
 # Along a dimension of the same size everywhere these do nothing.
 _ALONG_OTHERS = frozenset({'concatenate', 'dynamic_slice', 'dynamic_update_slice', 'slice', 'split'})
 _SAME_NUMBERS = frozenset(
@@ -148,10 +150,6 @@ class _Order:
             pass  # of all rows, in whatever order
         elif name in _BY_TABLE:
             self._by_table(equation, rows)
-        elif name == 'reshape':
-            found = [new for old, new in reshaped(equation) if old == [rows[0]] and len(new) == 1]
-            _require(len(found) == 1)
-            self._rows[id(results[0])] = found[0][0]
         else:
             self._alike(name, equation, rows)
 

@@ -25,14 +25,6 @@ def _selected(which: Values, *cases: Values) -> Values:
     return np.select([which == i for i in range(len(cases))], cases, cases[-1])
 
 
-def _shifted_right(values: Values, count: Values) -> Values:
-    """With zeros in front, which are all that is left behind too many places."""
-    unsigned = np.dtype(f'u{values.itemsize}')
-    bits, places = values.view(unsigned), count.view(unsigned)
-    most = 8 * values.itemsize - 1
-    return np.where(places > most, 0, bits >> np.minimum(places, most)).astype(unsigned).view(values.dtype)
-
-
 _OPERATIONS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ('abs', np.abs),
     ('add', np.add),
@@ -54,7 +46,6 @@ _OPERATIONS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ('rem remainder', np.fmod),
     ('select', np.where),
     ('select_n', _selected),
-    ('shift_right_logical', _shifted_right),
     ('sign', np.sign),
     ('sub subtract', np.subtract),
     ('xor', np.bitwise_xor),

@@ -96,11 +96,6 @@ def repeated_rows(x, order, count):
     return jnp.repeat(x, count, axis=0)[order]
 
 
-def shifted_rows(x, order, count):
-    assert count == 2
-    return jnp.take(x, lax.shift_right_logical(order, 1), axis=0)
-
-
 @jax.custom_vjp
 def permuted(x, order):
     return x[order]
@@ -216,7 +211,6 @@ FORMS = {
     'scattered': functools.partial(experts, back=scattered),
     'by scattered numbers': functools.partial(experts, back=by_scattered_numbers),
     'repeated rows': functools.partial(experts, rows=repeated_rows),
-    'shifted rows': functools.partial(experts, rows=shifted_rows),
     'bias': functools.partial(experts, layer=with_bias),
     'gated': functools.partial(experts, layer=gated),
     'sliced': functools.partial(experts, layer=sliced),
