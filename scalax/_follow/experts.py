@@ -64,7 +64,9 @@ def move_to_experts(
 ) -> tuple[int, Trail] | None:
     """Which operand of a product moves, and where to: batch dimensions of a product are sharded alike.
 
-    Rows move to weights if that takes less than to gather the weights; and back, where they meet others.
+    Rows move to weights if those on a device are less than the weights of all devices; and back, where they
+    meet others. They move once for each product: there for the first one at the experts, and back behind the
+    last one.
 
     Args:
         equation: the product.
@@ -79,9 +81,8 @@ def move_to_experts(
             axes = trail[mine] if trail else ()
             elsewhere = {axis for i, each in enumerate(trails[other]) if i != theirs for axis in each}
             shared = elsewhere.intersection(axes)
-            if not shared:
-                continue
-            if stored[place] and not _takes_less(equation, place, math.prod(sizes[axis] for axis in shared)):
+            whole = size_of(equation.invars[place]) * math.prod(sizes[axis] for axis in shared)
+            if not shared or (stored[place] and size_of(equation.invars[other]) >= whole):
                 continue
             left = [tuple(axis for axis in each if axis not in axes) for each in trails[other]]
             return other, tuple(axes if i == theirs else each for i, each in enumerate(left))
@@ -136,12 +137,3 @@ def scattered(dims: Dims, weight: int, trails: Sequence[Trail], result: Trail) -
     summed = tuple(dict.fromkeys(axis for place, i in places for axis in trails[place][i]))
     dim = next((i for i in dims.own(weight) if not result[i]), None)
     return result if dim is None else put(result, dim, summed)
-
-
-def _takes_less(equation: Any, weight: int, devices: int) -> bool:
-    """Whether the rows on a device are less than the weights of all devices.
-
-    Rows move once for each product: there for the first one at the experts, and back behind the last one.
-    """
-    weights, rows = (size_of(equation.invars[i]) for i in (weight, 1 - weight))
-    return rows < weights * devices
