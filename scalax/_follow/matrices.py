@@ -21,7 +21,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from scalax._follow.experts import Stored
 from scalax._follow.functions import Function, functions_of_matrices, is_late
-from scalax._follow.mended import within_bounds
 from scalax._follow.seconds import PER_BYTE, PER_OPERATION
 from scalax._follow.stacks import run_stacked
 from scalax._follow.trail import LOST, Trail, Trails, axes_of, closed_spec_of, merged

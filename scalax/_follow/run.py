@@ -14,10 +14,10 @@ from scalax._follow.accumulations import with_sums_behind_loops
 from scalax._follow.follow import follow
 from scalax._follow.loops_over_rows import with_own_rows
 from scalax._follow.matrices import spread_matrices
+from scalax._follow.mended import within_bounds
 from scalax._follow.own_order import with_own_order
 from scalax._follow.trail import Trails
 from scalax._follow.types import Arguments, Followed
-from scalax._follow.updates import within_bounds
 from scalax._jax.equations import JaxprEqn
 from scalax._jax.rewriting import Rewriter, run_as_one, with_inputs
 from scalax.errors import FollowingWarning, warn

@@ -139,7 +139,7 @@ def test_gradients_count_where_rows_and_time_are_one_dimension():
 
 @pytest.mark.parametrize('hidden', [256, 2**17], ids=['few columns', 'many'])
 def test_sums_are_whole_before_they_are_scattered(hidden):
-    """Else XLA for TPUs scatters them in a ring, nine parts in place of seven. It may beside a long product."""
+    """Else XLA for TPUs scatters them in a ring, nine parts for seven. It may beside a long product."""
     rule = {'up': P(None, 'fsdp'), 'down': P('fsdp')}
     shapes = {'up': (WIDTH, hidden), 'down': (hidden, WIDTH)}
     w = {name: jax.ShapeDtypeStruct(shape, 'float32') for name, shape in shapes.items()}
