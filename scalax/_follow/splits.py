@@ -47,7 +47,6 @@ class Splits:
         axes: the mesh axes that shard weights, if these are the same for all.
         others: the ones that shard rows alone.
         possible: the dimensions that may stay split.
-        rows: the dimensions that have rows.
     """
 
     def __init__(
@@ -63,8 +62,8 @@ class Splits:
         self._left = trails.sizes.keys() - self.axes
         if len(sharded) == 1 and self._may_pay(stored.products):
             self._dims = WholeDimensions(jaxpr, trails.shards(self.axes))
-            self.rows = self.along(arguments, given)
-            self.possible = self.along(arguments, map(stored.of, arguments)) - self.rows - self._dims.whole
+            weights = self.along(arguments, map(stored.of, arguments))
+            self.possible = weights - self.along(arguments, given) - self._dims.whole
 
     def _may_pay(self, products: Iterable[Any]) -> bool:
         """Whether rows are smaller than the weights that one value of them is multiplied with.
