@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -66,19 +66,24 @@ class Splits:
             self.possible = weights - self.along(arguments, given) - self._dims.whole
 
     def _may_pay(self, products: Iterable[Any]) -> bool:
-        """Whether rows are smaller than the weights that one value of them is multiplied with.
+        """Whether rows are smaller than what it takes to gather the weights that they are multiplied with.
 
-        It is asked first, since numbering the dimensions of all values takes long.
+        It is asked first, since numbering the dimensions of all values takes long. A weight is gathered once
+        for all of its products, and once more for its gradient; rows are gathered for each product.
         """
-        weights = defaultdict[int, float](float)
-        least = dict[int, float]()
-        for product in products:
-            for mine, other in (product.invars, product.invars[::-1]):
-                if mine in self.from_batch and any(self.stored.of(other)):
-                    weights[id(mine)] += self.bytes_of(other, ())
-                    rows = min(map(self.rows_of, (mine, *product.outvars)))
-                    least[id(mine)] = min(rows, least.get(id(mine), rows))
-        return any(weights[rows] > least[rows] for rows in least)
+        pairs = [
+            (product, rows, weight)
+            for product in products
+            for rows, weight in (product.invars, product.invars[::-1])
+            if rows in self.from_batch and any(self.stored.of(weight))
+        ]
+        uses = Counter(id(weight) for _, _, weight in pairs)
+        gathered, least = defaultdict[int, float](float), dict[int, float]()
+        for product, rows, weight in pairs:
+            gathered[id(rows)] += 2 * self.bytes_of(weight, ()) / uses[id(weight)]
+            sizes = map(self.rows_of, (rows, *product.outvars))
+            least[id(rows)] = min(least.get(id(rows), math.inf), *sizes)
+        return any(gathered[rows] > least[rows] for rows in least)
 
     def choose(self, gathered: Mapping[int, float], sent: Mapping[int, float]) -> bool:
         """Leaves the dimensions split for which that sends less; whether there are any."""
