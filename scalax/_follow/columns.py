@@ -28,12 +28,12 @@ class Columns:
 
     def __init__(self, trails: Trails) -> None:
         self._trails = trails
-        # The ids of variables: of products, of what is computed of their columns, and of whole ones.
-        self._of: dict[int, frozenset[int]] = {}
-        self._whole: set[int] = set()
+        # All by the ids of variables.
+        self._of: dict[int, frozenset[int]] = {}  # a value -> the products whose columns it has
+        self._whole: set[int] = set()  # products without columns, and what is computed of them
         self._joined: set[int] = set()  # what is computed of both columns and whole products
-        self._met: set[int] = set()
-        self._summed: set[int] = set()
+        self._met: set[int] = set()  # the products whose columns are joined with whole values
+        self._summed: set[int] = set()  # the products whose columns a later one may sum
 
     @property
     def better_whole(self) -> frozenset[int]:

@@ -13,7 +13,7 @@ from scalax._follow.said import placed_by_user
 from scalax._follow.shared import Shared
 from scalax._follow.splits import Costs
 from scalax._follow.trail import LOST, Trail, spec_of
-from scalax._follow.types import ONCE, Followed, Noted, Use
+from scalax._follow.types import Followed, Noted, Use
 from scalax._follow.weights import Weights
 from scalax._jax.equations import PLACES, DropVar, is_on_device, opened, shape_of
 from scalax._jax.primitives import primitive_name
@@ -36,16 +36,16 @@ class Edit:
         constrained: variable -> the variable behind its constraint.
         kept: the values that are constrained, those of jaxprs inside it too.
         lost: where rows were lost, likewise.
-        moves: the equations whose rows move to other devices, likewise.
+        moved: the equations whose rows move to other devices, likewise.
         costs: what the dimensions that may stay split send either way, likewise.
         weights: its arguments without rows, and what is multiplied with them.
         replaced: operand of the equation at hand -> what stands in its place, for this equation.
         summed: the results of the loop at hand that are summed behind it.
-        moved: a variable and where it moves to -> the variable that is there.
-        parts: a batch in parts -> the reshape that made it, and the trail of its operand.
+        parts: the result of a reshape, such as a batch in parts -> the reshape, and the trail of its operand.
         users_given: the values that the user places: the results of constraints, of `jax.device_put` with a
             sharding, of a `jit` with `out_shardings`, and the arguments of one with `in_shardings`.
-        users_own: these, and what is computed only to be placed so.
+        users_own: these, the values that a constraint, such a move or such a `jit` takes, and the results of
+            this jaxpr that `out_shardings` place.
     """
 
     def __init__(self, shared: Shared, jaxpr: Any, trails: Sequence[Trail], use: Use) -> None:
@@ -56,13 +56,13 @@ class Edit:
         self.constrained: dict[int, Any] = {}
         self.kept: list[Noted] = []
         self.lost: list[Noted] = []
-        self.moves: list[Noted] = []
+        self.moved: list[Noted] = []
         arguments = {var: i for i, var in enumerate(inner.invars) if not shared.has_rows(trails[i])}
         self.weights = Weights(arguments, use.rounds, shared.trails)
         self.costs = Costs(shared.splits, inner, self.weights)
         self.replaced: dict[int, Any] = {}
         self.summed: list[Any] = []
-        self.moved: dict[tuple[int, Trail], Any] = {}
+        self._there: dict[tuple[int, Trail], Any] = {}  # a variable and where it moves to -> the one there
         self.parts: dict[int, tuple[Any, Trail]] = {}
         self.users_given = {id(inner.invars[i]) for i in use.taken}
         self.users_own = {id(inner.outvars[i]) for i in use.given}
@@ -109,11 +109,11 @@ class Edit:
 
     def move_before(self, var: Any, there: Trail, specs: Sequence[PartitionSpec], equation: Any) -> None:
         """Moves an operand of the equation at hand, by several specs; once for all that have it there."""
-        if (id(var), there) not in self.moved:
+        if (id(var), there) not in self._there:
             for spec in specs:
                 self.place_before(var, spec, equation)
-            self.moved[id(var), there] = self.replaced[id(var)]
-        self.replaced[id(var)] = self.moved[id(var), there]
+            self._there[id(var), there] = self.replaced[id(var)]
+        self.replaced[id(var)] = self._there[id(var), there]
 
     def gather_before(self, var: Any, here: Trail, there: Trail, equation: Any) -> None:
         """Gathers an operand of the equation at hand along the axes that are in the first trail alone."""
@@ -130,14 +130,22 @@ class Edit:
 
     def note_move(self, equation: Any, value: Any) -> None:
         """Takes note of an equation whose rows move to this value."""
-        self.moves.append(Noted(equation, value.aval))
+        self.moved.append(Noted(equation, value.aval))
 
     def inside(
-        self, equation: Any, jaxpr: Any, trails: Sequence[Trail], use: Use = ONCE, times: int = 1
+        self, equation: Any, jaxpr: Any, trails: Sequence[Trail], use: Use, times: int = 1
     ) -> Followed:
-        """A jaxpr of an equation, which runs so many times; what is kept and lost in it counts."""
+        """A jaxpr of an equation, followed; what is kept, lost and moved in it is noted here as well.
+
+        Args:
+            equation: the equation.
+            jaxpr: the jaxpr.
+            trails: those of its arguments.
+            use: how the equation uses it.
+            times: how often it runs.
+        """
         found = self.follow(jaxpr, trails, use)
-        pairs = (self.kept, found.kept), (self.lost, found.lost), (self.moves, found.moved)
+        pairs = (self.kept, found.kept), (self.lost, found.lost), (self.moved, found.moved)
         for mine, theirs in pairs:
             mine += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in theirs]
         self.costs.note_inside(found.gathered, found.sent, times)

@@ -9,8 +9,9 @@ looked up or scattered, and at both ends of the body of a loop. Dimensions witho
 user's constraint takes is not constrained before it.
 
 Weights are not constrained. So each use gathers them, and their gradients, sums over rows, go where the
-shardings of the results say. There are exceptions: loops that multiply few rows in a round (`weights`), few
-rows that move to a weight (`moves`), and columns of weights that stay split (`splits`).
+shardings of the results say. There are exceptions: loops that multiply few rows in a round (`weights`), rows
+that move to experts (`experts`), few rows that move to a weight (`moves`), and columns of weights that stay
+split (`splits`).
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class _Pass(Edit):
             tuple(map(self.trail, jaxpr.outvars)),
             self.kept,
             self.lost,
-            self.moves,
+            self.moved,
             self.costs.gathered,
             self.costs.sent,
             self.weights.multiplied,
@@ -162,8 +163,8 @@ class _Pass(Edit):
             self.costs.note(equation, operands, results, staying, move)
         self._append(placed, ids)
         # What is computed of rows alone stays with them. Elsewhere the compiler has a choice, which is made
-        # here, but for convolutions of few rows: XLA fails at some whose rows we move to the kernel. Images
-        # beside columns of kernels are placed for all convolutions.
+        # here, but for convolutions of few rows: XLA fails at some whose rows we move to the kernel. Where
+        # other mesh axes shard columns of kernels, it is made for all convolutions.
         is_open = (
             name == 'conv_general_dilated'
             and not self.shared.has_columns

@@ -40,6 +40,8 @@ from scalax._jaxprs.dependence import Dependence
 def with_own_rows(jaxpr: Any, found: Followed, trails: Trails, mesh: Mesh | AbstractMesh) -> Any:
     """The jaxpr whose loops over rows run on each device's own ones; the same one if there is none.
 
+    If a loop takes rows by number, only these are changed, to stacks: the jaxpr has to be followed again.
+
     Args:
         jaxpr: the jaxpr.
         found: the same one, followed.

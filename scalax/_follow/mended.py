@@ -1,4 +1,4 @@
-"""Equations of which XLA's partitioner makes wrong values: gradients of grouped convolutions, and updates."""
+"""What XLA's partitioner makes wrong: gradients of grouped convolutions, and rows written out of bounds."""
 
 from __future__ import annotations
 

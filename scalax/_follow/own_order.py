@@ -98,7 +98,9 @@ class _OwnOrder(Rewriter):
         return self._mapped(here, axes, self._mesh.axis_names)
 
     def _on_own_rows(self, equation: Any, block: Block, axes: tuple[str, ...]) -> Any:
-        """An equation that each device runs on its own rows; but of a sort, the second operand numbers these.
+        """A sort, or an equation that takes or puts rows by number, which each device runs on its own rows.
+
+        Rows are numbered over all devices; less the number of its first row, these are the device's own.
 
         Where rows are put back, other axes may shard their columns, which are then gathered behind it: rows
         are fewer there. In front of products in groups they are whole.

@@ -1,8 +1,9 @@
 """Loops that take a row by the number of the round, `x[i]`: the rows become a stack that the loop runs over.
 
 So do rows that each round writes, ``c.at[i].set(row)``, or adds, as the gradient of `x[i]` does: they become
-results of the rounds. The number is counted by the loop, or an element of ``jnp.arange``. What is computed of
-it is known before the program runs. Rows that are taken in another order, as the last one first, are lost.
+results of the rounds. The number is counted by the loop, or an element of ``jnp.arange``. JAX computes others
+of it, such as ``i + n`` where `i` is negative; these integers are computed here, for all rounds. Loops that
+take the rows in another order, as the last one first, stay as they are.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _scan(equation: Any, operands: Sequence[Values | None]) -> tuple[Any, Sequen
 
 
 def _is_number(numbers: Integers, rows: Values, atom: Any) -> bool:
-    """Whether a value of a round is the number of its row."""
+    """Whether a value of a round is the number of the row at the same place of a stack."""
     values = numbers.of(atom)
     return values is not None and np.array_equal(values, rows)
 
@@ -107,7 +108,7 @@ def _may_take_rows(call: Any, length: int) -> bool:
 
 
 def _counters(loop: Loop, first: Sequence[Any], rows: Values) -> Sequence[int]:
-    """The carried values that are the numbers of the rounds, by their own number."""
+    """Which carried values count the rounds, from zero on."""
     body, found = opened(loop.body), []
     known = Integers(body)
     for i, var in enumerate(loop.parts(body.invars)[1]):
@@ -128,7 +129,7 @@ def _by_number(
     Args:
         loop: the loop.
         is_own: whether a value is the number of the row of the round.
-        counters: the carried values that are the numbers of the rounds, by their own number.
+        counters: which carried values count the rounds, from zero on.
         options: those of `jax.lax.scan`.
     """
     body, length = opened(loop.body), loop.length or 0

@@ -44,7 +44,7 @@ def run_followed(
     """
     jaxpr = jax.make_jaxpr(fun, static_argnums=static)(*args)
     try:
-        found = follow_rows(jaxpr, arguments, mesh)
+        found = _follow_rows(jaxpr, arguments, mesh)
         if found.has_matrices:
             found = dataclasses.replace(found, jaxpr=spread_matrices(found.jaxpr, arguments, mesh))
         found = dataclasses.replace(found, jaxpr=Rewriter(within_bounds).jaxpr(found.jaxpr))
@@ -62,8 +62,8 @@ def run_followed(
     return run_as_one(closed, leaves + captured, fun.__name__), found
 
 
-def follow_rows(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Followed:
-    """Follows the rows of a batch through a jaxpr whose loops are rewritten so that they lose fewer.
+def _follow_rows(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Followed:
+    """Follows the rows of a batch through a jaxpr, and rewrites loops and sorts so that fewer rows are lost.
 
     Args:
         jaxpr: the jaxpr.

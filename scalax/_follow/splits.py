@@ -45,8 +45,8 @@ class Splits:
 
     Attributes:
         axes: the mesh axes that shard weights, if these are the same for all.
-        others: the ones that shard rows alone.
-        possible: the dimensions that may stay split.
+        others: the axes of the batch that shard no weight.
+        possible: the dimensions that may stay split: none if the axes differ between weights.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Splits:
         return any(gathered[rows] > least[rows] for rows in least)
 
     def choose(self, gathered: Mapping[int, float], sent: Mapping[int, float]) -> bool:
-        """Leaves the dimensions split for which that sends less; whether there are any."""
+        """Leaves those dimensions split for which that sends less. Returns whether there are any."""
         least = _LEAST * sum(gathered.values())
         for dim in self.possible:
             if gathered.get(dim, 0) - sent.get(dim, 0) > least:
@@ -100,12 +100,12 @@ class Splits:
         return next((i for i, each in enumerate(self.classes(atom)) if each in self._split), None)
 
     def are_in(self, jaxpr: Any) -> bool:
-        """Whether a jaxpr has a dimension that stays split: it comes in or goes out with a value."""
+        """Whether a jaxpr has a dimension that stays split: some argument or result of it then has it."""
         inner = opened(jaxpr)
         return any(self.dim(atom) is not None for atom in (*inner.invars, *inner.outvars))
 
     def spec(self, atom: Any, spec: PartitionSpec) -> PartitionSpec:
-        """The spec of a value with rows: it lies in columns, if a dimension of it stays split."""
+        """The spec of a value. If a dimension of it stays split, that one alone has the axes."""
         dim = self.dim(atom)
         if dim is None:
             return spec
@@ -141,7 +141,7 @@ class Splits:
         }
 
     def rows_of(self, atom: Any) -> float:
-        """The bytes of all rows along the axes that shard weights."""
+        """The bytes of a value with rows that is whole along the axes that shard weights."""
         return self.bytes_of(atom, self.others)
 
     def has_few_rows(self, equation: Any) -> bool:
@@ -174,7 +174,11 @@ class Costs:
 
     @property
     def gathered(self) -> Mapping[int, float]:
-        """As said above. The gradient of a weight that is gathered may stand before the weight."""
+        """The attribute above.
+
+        Of gradients those of weights that are gathered count. They are added here, since a jaxpr may compute
+        the gradient before it uses the weight.
+        """
         found = self._gathered.copy()
         for dim, rounds in self._rounds.items():
             found[dim] += self._gradients[dim] / rounds
@@ -274,7 +278,7 @@ class Costs:
         return is_new
 
     def _total(self, product: Any) -> int:
-        """A product, or the sum that it is added to."""
+        """The id of a product, or of the sum that it is added to."""
         total = id(product)
         while total in self._sums:
             total = self._sums[total]

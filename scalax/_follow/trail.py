@@ -1,4 +1,4 @@
-"""The trail of a value: which of its dimensions hold rows of the batch, and over which mesh axes they are."""
+"""The trail of a value: the mesh axes that shard each of its dimensions, those of the batch and others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scalax._tree.paths import bits_of
 from scalax._tree.specs import entries, entry_axes
 
 Trail = tuple[tuple[str, ...], ...]
-"""For each dimension the mesh axes that shard it; an empty tuple altogether if no dimension is followed."""
+"""For each dimension the mesh axes that shard it; one empty tuple if no dimension is followed."""
 
 LOST: Trail = ()
 LOSTS = itertools.repeat(LOST)

@@ -37,7 +37,7 @@ class Arguments:
     """What is known of the arguments of a jaxpr.
 
     Attributes:
-        trails: their trails: of batches the rows; of others the mesh axes that shard no rows.
+        trails: their trails; of those that are no batches, along the mesh axes that shard no rows.
         stored: of arguments that are not batches, the dimensions that axes of the batch shard, as FSDP does.
         batch_axes: the mesh axes that shard rows.
         placed: whether it is known where each of them is; else the compiler decides about some.

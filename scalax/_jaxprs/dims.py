@@ -64,7 +64,7 @@ class Dims:
         return [dim for sources in self.summed for place, dim in sources if place == operand]
 
     def of_alone(self, places: Iterable[Place]) -> int | None:
-        """The one dimension of all results that is these of operands, and of no other one; else None."""
+        """The dimension, the same of all results, whose sources are these; None if it is not exactly one."""
         wanted = {*places}
         found = {tuple([i for i, each in enumerate(result) if {*each} == wanted]) for result in self.results}
         [dims] = found if len(found) == 1 else [()]
