@@ -104,10 +104,10 @@ def stay(equation: Any, trails: Sequence[Trail], stored: Sequence[Trail]) -> lis
 def way(
     equation: Any, place: int, trails: Sequence[Trail], moved: Trail, sizes: Mapping[str, int]
 ) -> tuple[list[Trail], tuple[int, ...]]:
-    """The trails of an operand on its way to the other one, and the dimension in parts of which it moves.
+    """The trails of an operand, one after the other, on its way to the other one; and what is split on it.
 
     If further mesh axes shard the columns of the other one, all devices along these would get the same. So
-    each gets a part, and they exchange these behind the move. Else it moves whole, in parts of no dimension.
+    each gets a part of a dimension, and they exchange these behind the move. Else the operand moves whole.
 
     Args:
         equation: the product.
@@ -132,7 +132,7 @@ def way(
 
 
 def scattered(dims: Dims, weight: int, trails: Sequence[Trail], result: Trail) -> Trail:
-    """The trail of a product at experts. A sum over mesh axes is split over them: in parts it moves back."""
+    """The trail of a product at experts. Sums over mesh axes are scattered over these; so they move back."""
     places = [(place, i) for place in (0, 1) for i in dims.summed_of(place) if trails[place]]
     summed = tuple(dict.fromkeys(axis for place, i in places for axis in trails[place][i]))
     dim = next((i for i in dims.own(weight) if not result[i]), None)

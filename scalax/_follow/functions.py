@@ -47,7 +47,7 @@ class Function:
 
     @property
     def kind(self) -> Any:
-        """What functions have in common that compute the same."""
+        """A key that functions have in common if they compute the same."""
         inside = [part for each in equations.equations(self.part) for part in values_in(each)]
         constants = [id(value) for part in inside for value in getattr(part, 'consts', ())]
         return shape_of(self.root), (*map(id, self.free),), (*constants,), str(self.part)

@@ -107,9 +107,9 @@ def _sum_behind(edit: Edit, equation: Any, carried: int, inside: Followed) -> No
 def _settled(
     edit: Edit, body: Any, first: Sequence[Trail], after: Callable[[Sequence[Trail]], Followed]
 ) -> tuple[list[Trail], list[Trail]]:
-    """The trails of what a loop carries: those of the first round or of what a round returns; and what stays.
+    """The trails of what a loop carries, before or behind any round; and what every round keeps of them.
 
-    State that begins as zeros has rows from the first round on. Rows that a round loses do not stay.
+    State that begins as zeros gets the rows that a round returns. Rows that a round loses are not kept.
     """
     shapes = [*map(shape_of, opened(body).outvars)]
 

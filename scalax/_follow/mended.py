@@ -18,7 +18,7 @@ from scalax.errors import ArgumentError
 def with_right_gradients(
     jaxpr: Any,
     mesh: Mesh | AbstractMesh,
-    batch_axes: Sequence[str] = (),
+    batch_axes: Sequence[str],
     *,
     name: str,
     can_change: bool = True,

@@ -34,7 +34,7 @@ def with_own_order(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) 
         mesh: a mesh of Auto axes. It is in force.
     """
     flat = flattened(jaxpr, CONSTANTS)
-    # Where rows are tells what pays. It changes no values.
+    # Trails tell which sorts mix the rows of devices. Whether another order will do, `orders` tells.
     ordered = follow(flat, arguments, mesh).ordered
     trails = Trails(dict(mesh.shape), arguments.batch_axes)
     found = _OwnOrder(ordered, trails, mesh).jaxpr(flat)

@@ -44,18 +44,18 @@ _INDEXED = frozenset(('dynamic_slice', 'dynamic_update_slice', 'gather', 'scatte
 
 def with_rows_by_number(jaxpr: Any) -> Any:
     """The jaxpr with stacks in place of rows that loops take by number; the same one if there are none."""
-    return _followed(jaxpr, [None] * len(opened(jaxpr).invars))[0]
+    return _with_stacks(jaxpr, [None] * len(opened(jaxpr).invars))[0]
 
 
-def _followed(jaxpr: Any, given: Sequence[Values | None]) -> tuple[Any, Integers]:
-    """The jaxpr, and its integers, if these are those of its arguments."""
+def _with_stacks(jaxpr: Any, given: Sequence[Values | None]) -> tuple[Any, Integers]:
+    """The jaxpr with stacks in place of rows, and its integers, given those of its arguments."""
     inner, changed = opened(jaxpr), []
     numbers = Integers(inner, iotas=True)
     numbers.note(inner.invars, given)
     for equation in inner.eqns:
         name = primitive_name(equation)
         if name in CALLS:
-            body, inside = _followed(called(equation), [*map(numbers.of, equation.invars)])
+            body, inside = _with_stacks(called(equation), [*map(numbers.of, equation.invars)])
             numbers.note(equation.outvars, [*map(inside.of, opened(body).outvars)])
             equation = with_jaxprs(equation, body)
         elif name == 'scan':
@@ -80,7 +80,7 @@ def _scan(equation: Any, operands: Sequence[Values | None]) -> tuple[Any, Sequen
     counted = [rows.astype(x.aval.dtype) if i in counters else None for i, x in enumerate(first)]
     elements = [None if x is None or x.shape != rows.shape else x for x in stacks]
     same = [None if size_of(atom) == 1 else x for atom, x in zip(atoms, constants, strict=True)]
-    inside, numbers = _followed(body, [*same, *counted, *elements])
+    inside, numbers = _with_stacks(body, [*same, *counted, *elements])
     found = [numbers.of(x) if size_of(x) == 1 else None for x in opened(inside).outvars[loop.carried :]]
     results[loop.carried :] = [None if x is None else np.broadcast_to(x, rows.shape) for x in found]
     if not opened(inside).effects:

@@ -111,9 +111,9 @@ class Weights:
         return math.prod([shape[i] for i in dims]) // self._trails.shards(axes)
 
     def _note_derived(self, equation: Any, *, is_view: bool) -> None:
-        """A whole view of a weight, or what is computed of one in its size: scaled, with an adapter added.
+        """Counts as weights views of whole ones, and what is computed in their size: with an adapter added.
 
-        A part of one is none: then a loop over layers would gather all of them.
+        Parts of weights do not count: else a loop over layers would gather all layers.
         """
         result = equation.outvars[0]
         for atom in equation.invars:

@@ -1,4 +1,4 @@
-"""Which values of a jaxpr depend on the batch, also without its rows. Others are weights and constants."""
+"""Which values of a jaxpr depend on the batch, with its rows or without. Others are weights and constants."""
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@ Numbers = tuple[int, ...]
 
 
 class Classes:
-    """Numbers of which some are one; of each class the least stands for all."""
+    """Classes of numbers (union-find): the least number of a class stands for it."""
 
     def __init__(self) -> None:
         self._parents: dict[int, int] = {}
 
     def root(self, number: int) -> int:
-        """What stands for the class of a number."""
+        """The number that stands for the class of this one."""
         parents = self._parents
         while (parent := parents.get(number, number)) != number:
             parents[number] = number = parents.get(parent, parent)  # the next way is half as long
@@ -47,7 +47,7 @@ class Dimensions(Interpreter[Numbers]):
 
     Attributes:
         arguments: the numbers of the arguments of the jaxpr.
-        classes: numbers, those that meet being one.
+        classes: which of the numbers are one, since their dimensions meet.
     """
 
     def __init__(self, jaxpr: Any, shards: int = 1) -> None:
@@ -64,7 +64,7 @@ class Dimensions(Interpreter[Numbers]):
     def need(self, numbers: Iterable[int]) -> None:
         """Takes note of dimensions of which all places are needed at once, or some alone are read.
 
-        Nothing here depends on it; who inherits may.
+        For subclasses; here it does nothing.
         """
 
     def equation(self, equation: Any, operands: Sequence[Numbers]) -> Sequence[Numbers]:

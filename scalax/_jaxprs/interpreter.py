@@ -15,8 +15,8 @@ Fact = TypeVar('Fact')
 class Interpreter(Generic[Fact]):
     """Facts about the values of a jaxpr, from those about its arguments.
 
-    Who inherits says what equations without jaxprs do (`primitive`), and what two facts have in common
-    (`joined`). Facts are compared, hashed, and finite in number: loops are run until nothing changes.
+    Subclasses say what equations without jaxprs do (`primitive`), and what several facts have in common
+    (`joined`). Facts are compared and hashed, and finite in number: loops are run until nothing changes.
 
     Args:
         nothing: the fact about a value of which nothing is known, as of literals and constants.
@@ -48,7 +48,7 @@ class Interpreter(Generic[Fact]):
         return self._facts.get(id(atom), self._nothing)
 
     def note(self, facts: dict[int, Fact]) -> None:
-        """Takes note of the values of a jaxpr, where it is used once more or for the first time."""
+        """Takes note of the values of a jaxpr, by their ids, for one of the places where it is used."""
         for var, fact in facts.items():
             before = self._facts.setdefault(var, fact)
             if before is not fact:
