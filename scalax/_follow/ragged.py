@@ -98,7 +98,7 @@ def _product(
     if is_sum:
         y = [each if each == axes else tuple(set(each) - axes_of(x)) for each in y]
     added = () if is_sum else tuple(axis for _, j in pairs for axis in y[j])
-    [result] = dims.through((x, y, ()), ())
+    [result] = dims.through((x, y, ()))
     # In an order of their own the rows are put back before they are whole again: in parts of their columns.
     width = shape_of(equation.outvars[0])[-1]
     is_split = has_own and added and not result[-1] and width % trails.shards(added) == 0

@@ -44,7 +44,7 @@ class Trails:
         self.possible: Callable[[Trail, tuple[int, ...]], Trail] = functools.cache(within)
         self.merged: Callable[[tuple[Trail, ...], int], Trail] = functools.cache(merged)
         self.dims: Callable[[Any], Dims] = functools.cache(dims_of)
-        self._through = functools.cache(lambda dims, operands: dims.through(operands, ()))
+        self._through = functools.cache(Dims.through)
 
     def shards(self, axes: Iterable[str]) -> int:
         """In how many parts these mesh axes shard something."""

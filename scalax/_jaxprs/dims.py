@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from scalax._jax import equations
 from scalax._jax.equations import shape_of, size_of
@@ -21,7 +21,8 @@ Place = tuple[int, int]
 Sources = tuple[Place, ...]
 """The dimensions of operands that one of a result may come from; the first one that is known decides."""
 
-T = TypeVar('T')
+Axes = tuple[str, ...]
+"""The mesh axes that shard a dimension."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,17 +38,15 @@ class Dims:
     results: tuple[tuple[Sources, ...], ...]
     summed: tuple[Sources, ...] = ()
 
-    def through(self, operands: Sequence[Sequence[T]], nothing: T) -> list[tuple[T, ...]]:
-        """What is known of each dimension of the results.
+    def through(self, operands: Sequence[Sequence[Axes]]) -> list[tuple[Axes, ...]]:
+        """The axes of each dimension of the results; of a result without any, an empty tuple.
 
         Args:
-            operands: what is known of each dimension of the operands; empty if nothing is known of any.
-            nothing: what stands for nothing; it is false, all else is true. A result of which nothing is
-                known is empty.
+            operands: those of each dimension of the operands; empty if an operand has none.
         """
         found = []
         for result in self.results:
-            known = tuple([_first(operands, sources, nothing) for sources in result])
+            known = tuple([_first(operands, sources) for sources in result])
             found.append(known if any(known) else ())
         return found
 
@@ -71,11 +70,11 @@ class Dims:
         return dims[0] if len(dims) == 1 else None
 
 
-def _first(operands: Sequence[Sequence[T]], sources: Sources, nothing: T) -> T:
+def _first(operands: Sequence[Sequence[Axes]], sources: Sources) -> Axes:
     for operand, dim in sources:
         if operands[operand] and (known := operands[operand][dim]):
             return known
-    return nothing
+    return ()
 
 
 UNKNOWN = Dims(())
