@@ -30,7 +30,7 @@ _ROUNDS = 8
 def follow_loop(edit: Edit, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
     """A `scan` or a `while` whose rounds are followed, and the trails of its results."""
     loop = loop_of(equation)
-    rounds = 1 if loop.length is None else loop.length
+    rounds = loop.length or 1  # one also of a loop that runs none: what it sends is divided by them
     constants, first, trails = loop.parts(operands)
     same, begun, stacks = loop.parts(equation.invars)
     rows = [_of_stack(edit, *stack, equation) for stack in zip(stacks, trails, strict=True)]

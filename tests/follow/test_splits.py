@@ -214,6 +214,15 @@ def test_layers_in_a_loop(checkpoint):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
 
 
+def test_a_loop_without_rounds():
+    """As of layers that are left behind the groups that another loop takes: what it sends is no matter."""
+
+    def fun(w, x):
+        return feed_forward(w, lax.scan(lambda c, _: (feed_forward(w, c), None), x, None, length=0)[0])
+
+    assert ((64, HIDDEN), P(None, 'fsdp')) in specs(step_of(gradient(fun), BLOCK), *block_arguments(64))
+
+
 def test_a_weight_that_has_the_dimension_twice_is_gathered():
     """A residual as wide as the matrix: its rows and its columns are one dimension."""
 
