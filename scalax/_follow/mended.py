@@ -1,4 +1,4 @@
-"""What XLA's partitioner makes wrong: gradients of grouped convolutions, and rows written out of bounds."""
+"""What XLA's partitioner makes wrong: grouped convolutions, and rows written out of bounds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def with_right_gradients(
     name: str,
     can_change: bool = True,
 ) -> Any:
-    """The jaxpr, whose sums over the rows of grouped convolutions are right; the same one if it has none.
+    """The jaxpr, whose grouped convolutions and sums over their rows are right; the same one if it has none.
 
     The gradient of the kernel of a grouped or depthwise convolution is a convolution with groups of rows. XLA
     adds it up over all devices, also those that have the same rows: where rows are over some mesh axes, or
@@ -47,9 +47,13 @@ def with_right_gradients(
     order = [*dict.fromkeys([*batch_axes, *mesh.axis_names])]
 
     def right(equation: Any) -> Any:
-        if primitive_name(equation) != 'conv_general_dilated' or conv_groups(equation)[1] == 1:
+        if primitive_name(equation) != 'conv_general_dilated':
             return equation
-        if not can_change or AxisType.Explicit in mesh.axis_types:
+        is_changed = can_change and AxisType.Explicit not in mesh.axis_types
+        features, groups_of_rows = conv_groups(equation)
+        if groups_of_rows == 1:
+            return _laid_out_as_images(equation) if features > 1 and is_changed else equation
+        if not is_changed:
             from scalax._follow.followed_batch import line_of  # here, because hardly any program is refused
 
             raise ArgumentError(
@@ -83,6 +87,24 @@ def _on_own_rows(equation: Any, mesh: Mesh | AbstractMesh, order: Sequence[str])
             summed, mesh=mesh, in_specs=tuple(given), out_specs=PartitionSpec(), check_vma=False
         )
         return equation_of(mapped, equation)
+
+
+def _laid_out_as_images(equation: Any) -> Any:
+    """A convolution with groups of channels, whose result XLA takes apart as its images are laid out.
+
+    Where it is laid out in another way, as in the gradient of a gradient, it is transposed behind it.
+    """
+    numbers = conv_dims(equation)
+    if numbers.out_spec == numbers.lhs_spec:
+        return equation
+    alike = numbers._replace(out_spec=numbers.lhs_spec)
+    pairs = sorted(zip(numbers.out_spec, numbers.lhs_spec, strict=True))
+
+    def convolved(images: Any, kernel: Any) -> Any:
+        found = bound(equation, images, kernel, dimension_numbers=alike)
+        return jnp.transpose(found, [dim for _, dim in pairs])
+
+    return equation_of(jax.jit(convolved), equation)
 
 
 def within_bounds(equation: Any) -> Any:

@@ -283,13 +283,15 @@ def equation_if_mapped(
         return None
 
 
-def bound(equation: Any, *operands: Any) -> Any:
+def bound(equation: Any, *operands: Any, **changed: Any) -> Any:
     """What an equation gives for other operands, in a trace, wherever its results were said to be.
+
+    Some of its parameters may be changed.
 
     Relies on `bind` taking its parameters, and on *out_sharding* being None where nothing is said.
     """
     free = {'out_sharding': None} if 'out_sharding' in equation.params else {}
-    return equation.primitive.bind(*operands, **equation.params | free)
+    return equation.primitive.bind(*operands, **equation.params | free | changed)
 
 
 def constants_of(jaxpr: Any) -> list[tuple[Any, Any]]:

@@ -54,6 +54,22 @@ def test_rows_that_not_all_axes_divide():
     assert_right(gradients, w, x, 4, in_shardings=(P(), P()))
 
 
+@pytest.mark.parametrize('batch', [P(), P('fsdp'), P(None, None, None, 'fsdp')])
+def test_results_that_are_laid_out_unlike_images(batch):
+    """XLA mixes up their channels, or fails. In the gradient of a gradient they are laid out in this way."""
+
+    def fun(w, x):
+        numbers = 'NHWC', 'HWIO', 'NCHW'
+        return lax.conv_general_dilated(
+            x, w, (1, 1), 'SAME', dimension_numbers=numbers, feature_group_count=16
+        )
+
+    w, x = arrays(16)
+    for options in ({}, {'batch_argnums': ()}):
+        found = LINE.sjit(fun, in_shardings=(P(None, None, None, 'fsdp'), batch), **options)(w, x)
+        np.testing.assert_allclose(found, fun(w, x), rtol=1e-4, atol=1e-4)
+
+
 def inside(w, x, groups):
     """A gradient in a scan, under remat, in a branch."""
 
