@@ -37,3 +37,26 @@ def test_xla_adds_up_the_gradient_of_a_grouped_convolution_over_devices_that_hav
         np.testing.assert_allclose(jax.jit(gradient)(w, rows), 2 * expected, rtol=1e-4, atol=1e-4)
     with contract('adds it up rightly inside of shard_map', 'to mend it', library='jaxlib'):
         np.testing.assert_allclose(jax.jit(mended)(w, rows), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_xla_mixes_up_the_channels_of_a_grouped_convolution_laid_out_unlike_its_images() -> None:
+    """Where this fails, XLA has mended it, and `_laid_out_as_images` can go."""
+    mesh = jax.make_mesh((8,), ('x',), axis_types=(AxisType.Auto,))
+    w = jax.random.normal(jax.random.key(0), (3, 3, 1, 16))
+    x = jax.random.normal(jax.random.key(1), (16, 8, 8, 16))
+
+    def depthwise(w: jax.Array, x: jax.Array) -> jax.Array:
+        options = {'dimension_numbers': ('NHWC', 'HWIO', 'NCHW'), 'feature_group_count': 16}
+        return lax.conv_general_dilated(x, w, (1, 1), 'SAME', **options)
+
+    def mended(w: jax.Array, x: jax.Array) -> jax.Array:
+        jaxpr = with_right_gradients(jax.make_jaxpr(depthwise)(w, x), mesh, ['x'], name='f')
+        [result] = rewriting.run(jaxpr, [w, x])
+        return result
+
+    expected = depthwise(w, x)
+    split = jax.device_put(w, NamedSharding(mesh, P(None, None, None, 'x')))
+    with contract('mixes up their channels', 'to mend it', library='jaxlib'):
+        assert not np.allclose(jax.jit(depthwise)(split, x), expected, rtol=1e-2, atol=1e-2)
+    with contract('keeps them where the result is transposed', 'to mend it', library='jaxlib'):
+        np.testing.assert_allclose(jax.jit(mended)(split, x), expected, rtol=1e-4, atol=1e-4)
