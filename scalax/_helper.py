@@ -31,7 +31,6 @@ from scalax.rules._resolve import Resolution, ResolveMode, resolve
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from scalax._mesh.gpu_nodes import SimulatedGPUs
     from scalax._plan.plan import Plan
     from scalax._transforms.calls.shardings import OnMismatch
     from scalax._transforms.sjit.function import SjitFunction, SjitOptions
@@ -122,19 +121,12 @@ class MeshShardingHelper:
             devices=devices,
             axis_types=axis_types,
         )
-        self._set_up(mesh, on_indivisible, follow_batch, meshes.gpus_of(mesh, devices))
+        self._set_up(mesh, on_indivisible, follow_batch)
 
-    def _set_up(
-        self,
-        mesh: Mesh | AbstractMesh,
-        on_indivisible: str,
-        follow_batch: bool,
-        simulates: SimulatedGPUs | None = None,
-    ) -> None:
+    def _set_up(self, mesh: Mesh | AbstractMesh, on_indivisible: str, follow_batch: bool) -> None:
         self._mesh = mesh
         self._on_indivisible = checked_policy(on_indivisible)
         self._follow_batch = checked_flag('follow_batch', follow_batch)
-        self._simulates = simulates
         self._contexts: LRUCache[contexts.Context, contexts.Context] = LRUCache()
 
     @classmethod
@@ -173,29 +165,29 @@ class MeshShardingHelper:
         on_indivisible: OnIndivisible = 'error',
         follow_batch: bool = True,
     ) -> Self:
-        """A helper over hardware that is not attached: TPUs to compile for, or GPUs to plan for.
+        """A helper over TPUs or GPUs that are not attached, to compile and to plan for.
 
-        For GPUs (``'h100:8'``: a node of eight; ``'h100:4x8'``: four of them) CPU devices of this process
-        stand: programs are compiled for these and not for the GPUs, and plans use the numbers of the GPUs
-        (`scalax.plan.HARDWARE`). The devices of a node follow one another: the last mesh axes are inside.
+        GPUs are named by the number of their hosts and of the GPUs of each: ``'h100:8'``, ``'h100:4x8'``; or,
+        where NVLink joins several hosts, by domains, hosts and GPUs: ``'gb200:4x18x4'``. What NVLink joins is
+        a slice. GPUs of a host, and of a domain, follow one another: the last mesh axes are inside.
 
         Args:
-            topology: the slice, such as ``'v5p:4x4x4'``, or the nodes, such as ``'h100:4x8'``.
-            num_slices: the number of slices, joined by the data-center network; of GPUs that of nodes, if
-                *topology* does not have it.
+            topology: the slice, such as ``'v5p:4x4x4'``, or the GPUs, such as ``'h100:4x8'``; with a target
+                config of your own ``'gpu.txtpb:4x1x8'``.
+            num_slices: the number of slices, joined by the data-center network; of GPUs that of NVLink
+                domains, if *topology* does not have it.
             axis_dims: over all slices together; this and the others as in the constructor.
             axis_names: as in the constructor.
             mesh_axis_splitting: as in the constructor.
-            dcn_axis_dims: as in the constructor; needed with several slices of TPUs. Of nodes, mesh axes are
-                over them in the order of the mesh by default.
+            dcn_axis_dims: as in the constructor; needed with several slices of TPUs. Of GPUs, mesh axes are
+                over domains in the order of the mesh by default.
             axis_types: as in the constructor.
             on_indivisible: as in the constructor.
             follow_batch: as in the constructor.
 
         Raises:
-            MissingDependencyError: libtpu, the TPU compiler, is not installed, or does not fit this JAX.
-            MeshError: the topology is unknown, or cannot hold the mesh; or there are too few CPU devices to
-                stand for GPUs: JAX makes as many as ``jax_num_cpu_devices`` says when it is first used.
+            MissingDependencyError: the compiler for TPUs or for GPUs is not installed, or does not fit JAX.
+            MeshError: the topology is unknown, or cannot hold the mesh.
         """
         return cls(
             axis_dims,
@@ -238,18 +230,9 @@ class MeshShardingHelper:
         """Whether compiled functions find out which arguments are batches."""
         return self._follow_batch
 
-    @property
-    def simulates(self) -> SimulatedGPUs | None:
-        """The GPUs that its devices stand for (``.kind``, and the number of the node of each, ``.nodes``).
-
-        None, unless `from_topology` has made it of a topology of GPUs.
-        """
-        return self._simulates
-
     def __reduce__(self) -> Any:
         options = {'on_indivisible': self._on_indivisible, 'follow_batch': self._follow_batch}
-        state = {'_simulates': self._simulates}
-        return _unpickled, (type(self), meshes.pickled(self._mesh), options), state
+        return _unpickled, (type(self), meshes.pickled(self._mesh), options)
 
     def __repr__(self) -> str:
         auto = set(self.axis_types) <= {AxisType.Auto}

@@ -1,4 +1,4 @@
-"""Compiles the programs of tests/support/tpu_programs.py for TPUs that are not here, and records them.
+"""Compiles the programs of tests/support for TPUs and GPUs that are not here, and records them.
 
 Usage: python -m scripts.record_programs [--dumps FOLDER] [NAME ...]
        python -m scripts.record_programs --check [NAME ...]
@@ -6,15 +6,15 @@ Usage: python -m scripts.record_programs [--dumps FOLDER] [NAME ...]
 A recording is a file in tests/recorded, which tests/support/recorded.py reads: the program as the partitioner
 leaves it, the program after all optimizations, the compiler's tables of memory and its figures. The tests of
 plans read these and need no compiler. Record anew with a new release of JAX, or after a change of
-tests/support/tpu_programs.py, whose lines the programs name.
+tests/support/tpu_programs.py or gpu_programs.py, whose lines the programs name.
 
 --check compiles the programs anew and counts what their executables send and compute, by a reader that shares
 no code with scalax (tests/support/executable_reader.py): the counts must be those of the recordings, and of
 quick plans.
 --dumps keeps what the compiler writes in a folder, and does not compile again what is there.
 
-Needs the TPU compiler: pip install "jax[tpu]". All default compilations take about 1,100 CPU seconds and
-up to 3 GiB of memory.
+Needs the compilers: pip install "jax[tpu]" and "scalax[gpu-plan]". All default compilations take about 1,100
+CPU seconds and up to 3 GiB of memory.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 
 import jax
 
+from scalax._mesh.gpu_topologies import installed_plugins
+from scalax._plan.compilation import LIBRARIES
 from scalax.plan import make_plan
-from tests.support import executable_reader
+from tests.support import executable_reader, gpu_programs
 from tests.support.executable_reader import Counts
 from tests.support.recorded import TABLES, Recorded, recorded, write
-from tests.support.tpu_programs import PROGRAMS
+from tests.support.tpu_programs import PROGRAMS as TPU_PROGRAMS
 
+PROGRAMS = TPU_PROGRAMS | gpu_programs.PROGRAMS
 DUMP = {'xla_dump_hlo_as_text': True, 'xla_dump_hlo_pass_re': '.*spmd-partitioning'}
 
 
@@ -69,7 +72,8 @@ def compile_fully(name: str, folder: Path) -> None:
     folder.mkdir(parents=True)
     lowered = _lowered(name)
     before = time.process_time()
-    executable = lowered.compile(compiler_options={'xla_dump_to': str(folder), **DUMP})
+    options = LIBRARIES if name in gpu_programs.PROGRAMS else {}
+    executable = lowered.compile(compiler_options={'xla_dump_to': str(folder), **DUMP, **options})
     stats = executable.memory_analysis()
     figures = {field: getattr(stats, field) for field in dir(stats) if field.endswith('bytes')}
     (folder / 'executable.txt').write_text(executable.as_text(), encoding='utf-8')
@@ -121,17 +125,18 @@ def _lowered(name: str) -> Any:
 
 def _program(name: str) -> dict[str, Any]:
     program = PROGRAMS[name]
+    compiler = next(iter(installed_plugins())) if name in gpu_programs.PROGRAMS else 'libtpu'
     return {
         'name': name,
         'topology': program.topology,
         'mesh': program.mesh,
         'slices': program.slices,
-        'versions': {what: importlib.metadata.version(what) for what in ('jax', 'libtpu')},
+        'versions': {what: importlib.metadata.version(what) for what in ('jax', compiler)},
     }
 
 
 def _dump(folder: Path, what: str) -> str:
-    [file] = folder.glob(f'*{what}.txt')
+    *_, file = sorted(folder.glob(f'*{what}.txt'))  # of a pass: what it left, after what it was given
     return file.read_text(encoding='utf-8')
 
 

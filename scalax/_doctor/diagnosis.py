@@ -69,6 +69,7 @@ def diagnose(timeout: float = 120, file: str = '') -> Diagnosis:
     variables = environment.variables(os.environ)
     findings = [
         *environment.missing_plugins(present, versions),
+        *environment.wrong_compilers(versions),
         *environment.wrong_variables(os.environ, jax.config.values, present),
     ]
     own = {

@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 
 from scalax._doctor.finding import Finding
+from scalax._mesh.gpu_topologies import PLUGINS, wrong_plugins
 from scalax.errors import near_names
 
 _PACKAGES = (
@@ -67,6 +68,13 @@ def missing_plugins(present: Collection[str], versions: Collection[str]) -> Iter
                 'it computes on the CPU',
                 _INSTALL[maker],
             )
+
+
+def wrong_compilers(versions: Mapping[str, str]) -> Iterator[Finding]:
+    """Compilers for GPUs that JAX does not load; *versions* are those of the installed packages."""
+    found = {package: versions[package] for package in PLUGINS if package in versions}
+    if wrong := wrong_plugins(found, versions.get('jaxlib', '')):
+        yield Finding(*wrong)
 
 
 def wrong_variables(

@@ -19,7 +19,7 @@ from scalax._find.problem import make_problem
 from scalax._find.step import make_step
 from scalax._find.trial import OutOfTime, Trials
 from scalax._mesh import topologies
-from scalax._plan.hardware import hardware_of_devices
+from scalax._plan.hardware import hardware_of
 from scalax._search.meshes import Constraints, possible_meshes
 from scalax._util.progress import progress
 from scalax.errors import ArgumentError, IndivisibleWarning, PlanError, checked_flag
@@ -110,7 +110,7 @@ def find(
     devices = jax.devices() if topology is None else topologies.topology_devices(topology, num_slices)
     axes = Axes(*names)
     problem = make_problem(traced, devices, axes, num_slices, keep, optimizer_state == 'zero1')
-    hardware = hardware_of_devices(devices)
+    hardware = hardware_of(devices[0].device_kind)
     limit = memory if memory is not None else hardware.hbm_bytes if hardware else None
     usable = None if limit is None else int(limit * (1 - headroom))
     meshes = [*_mesh_sizes(len(devices), num_slices, axes, sizes)]

@@ -157,7 +157,6 @@ def _head(found: Found) -> list[str]:
         f'({peak} a device), at least {milliseconds(found.bound)}, '
         f'{milliseconds(found.estimate)} if nothing overlaps'
     ]
-    lines += filter(None, [found.plan.not_compiled_for])
     if found.lower_bound is not None:
         lines.append(
             f'all operations take {milliseconds(found.lower_bound)} if they are divided evenly: no layout '

@@ -22,14 +22,24 @@ def devices_of(platform: str, *, local: bool = False) -> tuple[Sequence[Any], st
 
 
 def slice_of(device: Any) -> int | None:
-    """The slice of a TPU device; None if it does not say. CPU devices say 0. Relies on *slice_index*."""
+    """The slice of a TPU, or the NVLink domain of a GPU; None if a device does not say. CPU devices say 0.
+
+    Relies on *slice_index*, and on the first of the *coords* of GPUs: those that are not here are all in
+    slice 0.
+    """
+    if _is_gpu(device) and (coords := getattr(device, 'coords', None)):
+        return int(coords[0])
     index = getattr(device, 'slice_index', None)
     return None if index is None else int(index)
 
 
 def coords_of(device: Any) -> tuple[int, ...]:
-    """Where the chip of a TPU device is in the torus; empty of others. Relies on *coords*."""
-    return tuple(getattr(device, 'coords', None) or ())
+    """Where the chip of a TPU is in the torus; empty of others. Relies on *coords*, which GPUs have, too."""
+    return () if _is_gpu(device) else tuple(getattr(device, 'coords', None) or ())
+
+
+def _is_gpu(device: Any) -> bool:
+    return getattr(device, 'platform', '') == 'gpu'
 
 
 def core_of(device: Any) -> int:

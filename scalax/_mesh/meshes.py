@@ -16,7 +16,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from scalax._jax.devices import devices_of, mesh_order, slice_of
-from scalax._mesh.gpu_nodes import SimulatedGPUs, StandIns
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import MeshError, plural
 
@@ -47,14 +46,8 @@ def build_mesh(
         _reject_several_slices(at_hand, names, split_physical_axes)
         array = _one_slice(sizes, at_hand, split_physical_axes)
     else:
-        nodes = devices.of(at_hand).nodes if isinstance(devices, StandIns) else None
-        array = _many_slices(sizes, names, dcn_axis_dims, at_hand, split_physical_axes, nodes)
+        array = _many_slices(sizes, names, dcn_axis_dims, at_hand, split_physical_axes)
     return Mesh(array, names, axis_types=types)
-
-
-def gpus_of(mesh: Mesh, devices: Any) -> SimulatedGPUs | None:
-    """What the devices of a mesh stand for, if it was made of devices that stand for GPUs."""
-    return devices.of(mesh.devices.flat) if isinstance(devices, StandIns) else None
 
 
 def checked_axes(
@@ -168,7 +161,6 @@ def _many_slices(
     dcn_axis_dims: Sequence[int],
     devices: list[Any],
     split: bool,
-    nodes: Sequence[int] | None,
 ) -> np.ndarray:
     given = tuple(dcn_axis_dims) if isinstance(dcn_axis_dims, Iterable) else dcn_axis_dims
     if not isinstance(given, tuple) or len(given) != len(names):
@@ -177,10 +169,8 @@ def _many_slices(
     # All CPU devices report slice 0, also those of several hosts.
     slices = {*map(slice_of, devices)}
     by_process = slices == {None} or (slices == {0} and devices[0].platform == 'cpu')
-    what = 'processes' if by_process else 'slices'
+    what = 'processes' if by_process else 'NVLink domains' if devices[0].platform == 'gpu' else 'slices'
     numbers: list[Any] = [device.process_index if by_process else slice_of(device) for device in devices]
-    if nodes is not None:
-        numbers, what = [*nodes], 'nodes'
     granules: dict[int, list[Any]] = {}
     for number, device in zip(numbers, devices, strict=True):
         granules.setdefault(number, []).append(device)

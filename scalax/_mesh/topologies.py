@@ -1,4 +1,4 @@
-"""Topologies: known TPU slices, and devices of those that are not attached, or that stand for GPUs."""
+"""Topologies: known TPU slices, and the devices of slices and of GPUs that are not attached."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from scalax._jax.messages import is_wrong_libtpu
-from scalax._mesh.gpu_nodes import GPUS_OF_NODE, gpu_nodes, stand_ins
+from scalax._mesh.gpu_topologies import GPUS, gpu_devices, is_of_gpus
 from scalax.errors import MeshError, MissingDependencyError, did_you_mean
 
 _FLAT = '1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16'
@@ -55,13 +55,12 @@ def topology_devices(topology: str, num_slices: int) -> Sequence[Any]:
     """The devices of a topology, for compiling only.
 
     Args:
-        topology: a TPU slice that is not attached, such as ``'v5p:4x4x4'``, or nodes of GPUs, such as
-            ``'h100:4x8'``, for which CPU devices stand (`StandIns`).
+        topology: a TPU slice, such as ``'v5p:4x4x4'``, or GPUs, such as ``'h100:4x8'``.
         num_slices: the number of slices.
 
     Raises:
-        MissingDependencyError: libtpu is not installed.
-        MeshError: the topology is unknown, or there are too few CPU devices.
+        MissingDependencyError: the compiler for them is not installed.
+        MeshError: the topology is unknown.
     """
     if not topology or not isinstance(topology, str):
         # Given none, the compiler would choose one.
@@ -71,13 +70,12 @@ def topology_devices(topology: str, num_slices: int) -> Sequence[Any]:
         )
     if isinstance(num_slices, bool) or not isinstance(num_slices, int) or num_slices < 1:
         raise MeshError(f'num_slices is a positive integer, got {num_slices!r}')
-    if (nodes := gpu_nodes(topology, num_slices)) is not None:
-        return stand_ins(nodes, topology)
+    if is_of_gpus(topology):
+        return gpu_devices(topology, num_slices)
     if not _LIKE_A_TPU.match(topology):
-        kinds = ', '.join([*SIZES, *GPUS_OF_NODE])
+        near = did_you_mean(topology.partition(':')[0].lower(), [*SIZES, *GPUS])
         raise MeshError(
-            f'no topology {topology!r} is known, only those of {kinds}: `python -m scalax topologies` lists '
-            'them'
+            f'no topology {topology!r} is known ({near}): `python -m scalax topologies` lists them'
         )
     if importlib.util.find_spec('libtpu') is None:
         raise MissingDependencyError(

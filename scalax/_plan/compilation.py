@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
 import tempfile
 import time
@@ -32,6 +33,10 @@ _SIZE = 'xla_tpu_max_hbm_size_mib'
 OPTIONS = (_SIZE, *_SHARES)
 """Options for quick plans, which only the compiler for TPUs knows."""
 _OPTIMIZATION = 'xla_backend_optimization_level'
+LIBRARIES = {'xla_gpu_enable_triton_gemm': False, 'xla_gpu_autotune_level': 0}
+"""Options with which products of GPUs are those of cuBLAS. XLA chooses between these and its own kernels by
+measuring, for which it needs a GPU; without one it takes its own, with tiles that no measurement chose, and
+compiles three times as long."""
 _MIB = 2**20
 _PLENTY = 2**40
 _TABLES = ('memory-usage-report', 'buffer-assignment', 'live-range')
@@ -80,7 +85,12 @@ class _Dump(NamedTuple):
 
 
 def compile_lowered(
-    lowered: Any, platform: str, *, limit: int | None = None, layout_for: int | None = None
+    lowered: Any,
+    platform: str,
+    *,
+    limit: int | None = None,
+    layout_for: int | None = None,
+    attached: bool = True,
 ) -> Compiled:
     """Compiles a lowered function, and keeps what the compiler wrote about its program.
 
@@ -90,6 +100,8 @@ def compile_lowered(
         limit: the bytes that a program can use of a device, if known.
         layout_for: the bytes of the arguments on a device, for a quick plan: the compiler for TPUs only lays
             the program out, and makes no code; that for CPUs does not optimize the code.
+        attached: whether the devices are here. For GPUs that are not, products are those of cuBLAS, unless
+            XLA_FLAGS says otherwise.
 
     Raises:
         PlanError: the compiler did not write the partitioned program.
@@ -99,6 +111,9 @@ def compile_lowered(
     small: dict[str, Any] = _small_device(layout_for or 0, limit or _PLENTY) if quick else {}
     if platform == 'cpu' and layout_for is not None:
         small = {_OPTIMIZATION: 0}
+    if platform == 'gpu' and not attached:
+        said = os.environ.get('XLA_FLAGS', '')
+        small = {name: value for name, value in LIBRARIES.items() if name not in said}
     dump = _compile(lowered, small)
     runs = dump.executable is not None  # else it is too large, or this is a quick plan
     devices = devices_of(dump.partitioned or dump.optimized or dump.executable.as_text())
@@ -113,7 +128,7 @@ def compile_lowered(
             f'are read (pass {_PASS!r})'
         )
     layout: MemoryLayout | None = None
-    if platform == 'tpu' or not runs:
+    if platform in ('tpu', 'gpu') or not runs:
         # Without a layout less is known of one that runs: the vector memory of a chip counts too.
         with contextlib.suppress(*([PlanError] if runs else [])):
             layout = read_layout(dump.tables)

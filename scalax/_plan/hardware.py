@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from scalax._mesh.gpu_nodes import StandIns
+from scalax._mesh.gpu_targets import TARGETS
+from scalax._mesh.gpu_topologies import GPUS
 from scalax.errors import PlanError, did_you_mean
 
 HOP_SECONDS = 1e-6
@@ -28,17 +29,18 @@ class Hardware:
         hbm_bytes_per_second: between the memory of one chip and its cores.
         hbm_bytes: the memory of one device that a program can use.
         ici_bytes_per_second: one way, over one link between neighbouring chips.
-        torus_axes: the dimensions of the torus of chips; 0 if a switch joins all chips of a slice (or of a
-            node of GPUs), with `ici_bytes_per_second` into and out of each.
+        torus_axes: the dimensions of the torus of chips; 0 if a switch joins all chips of a slice (of GPUs:
+            all that NVLink joins), with `ici_bytes_per_second` into and out of each.
         ring_multiple: an axis of the torus closes to a ring if its length is a multiple of this; 0: never.
         ring_needs_all: whether an axis closes only if all axes of the slice have such lengths.
         devices_per_chip: the number of devices that JAX makes of a chip, if devices do not say so.
         dcn_bytes_per_second: one way, between one host and others.
-        chips_per_host: the number of chips that share that; of GPUs also the most that a node joins.
+        chips_per_host: the number of chips that share that.
         host_bytes_per_second: one way, between the memory of a host and one of its chips.
         hop_seconds: the least time from one chip to the next, however few the bytes.
         device_kinds: what JAX calls such devices (``device.device_kind``).
         chip_bytes_per_second: one way, between two devices of a chip; that of its memory if it is None.
+        chips_per_slice: the most chips that a switch joins; if it is None, those of a host.
 
     Raises:
         PlanError: a number is invalid.
@@ -59,6 +61,7 @@ class Hardware:
     hop_seconds: float = HOP_SECONDS
     device_kinds: tuple[str, ...] = ()
     chip_bytes_per_second: float | None = None
+    chips_per_slice: int | None = None
 
     def __post_init__(self) -> None:
         may_be_zero = ('torus_axes', 'ring_multiple', 'hop_seconds')
@@ -112,8 +115,11 @@ _V6E: dict[str, Any] = {**_SQUARE, 'host_bytes_per_second': 3.2e10}
 _7X: dict[str, Any] = {**_CUBE, 'devices_per_chip': 2, 'chip_bytes_per_second': 5.4e11}
 
 
-def _gpu(name: str, flops: float, hbm: float, size: float, nvlink: float, kind: str) -> Hardware:
-    """A GPU in a node of eight, with a network card of 400 Gb/s for each."""
+def _gpu(
+    name: str, flops: float, hbm: float, size: float, nvlink: float, card: float | None, host: float | None
+) -> Hardware:
+    """A GPU; *card* is the bandwidth of the network card that each has."""
+    joined = GPUS[name]
     return Hardware(
         name,
         flops,
@@ -122,10 +128,11 @@ def _gpu(name: str, flops: float, hbm: float, size: float, nvlink: float, kind: 
         nvlink,
         torus_axes=0,
         devices_per_chip=1,
-        dcn_bytes_per_second=8 * 5e10,
-        chips_per_host=8,
-        host_bytes_per_second=6.4e10,
-        device_kinds=(kind,),
+        dcn_bytes_per_second=None if card is None else joined.host * card,
+        chips_per_host=joined.host,
+        chips_per_slice=None if joined.host == joined.domain else joined.domain,
+        host_bytes_per_second=host,
+        device_kinds=(TARGETS[name].device_kind,),
     )
 
 
@@ -135,9 +142,15 @@ _CHIPS = (
     _tpu('v5p', 4.59e14, 2.8e12, 95.74, 9e10, 2.5e10, 'TPU v5', 'TPU v5p', **_V5P),
     _tpu('v6e', 9.2e14, 1.6e12, 31.25, 9e10, 1e11, 'TPU v6 lite', 'TPU v6e', **_V6E),
     _tpu('tpu7x', 2.307e15, 7.38e12, 94.74, 9e10, 5e10, 'TPU7x', **_7X),
-    _gpu('h100', 9.895e14, 3.35e12, 80e9, 4.5e11, 'NVIDIA H100 80GB HBM3'),
-    _gpu('h200', 9.895e14, 4.8e12, 141e9, 4.5e11, 'NVIDIA H200'),
-    _gpu('b200', 2.25e15, 8e12, 180e9, 9e11, 'NVIDIA B200'),
+    _gpu('a100', 3.12e14, 2.039e12, 80e9, 3e11, 2.5e10, 3.2e10),
+    _gpu('h100', 9.895e14, 3.35e12, 80e9, 4.5e11, 5e10, 6.4e10),
+    _gpu('h100-pcie', 7.565e14, 2e12, 80e9, 3e11, None, 6.4e10),
+    _gpu('h100-nvl', 8.355e14, 3.9e12, 94e9, 3e11, None, 6.4e10),
+    _gpu('h200', 9.895e14, 4.8e12, 141e9, 4.5e11, 5e10, 6.4e10),
+    _gpu('gh200', 9.895e14, 4e12, 96e9, 4.5e11, None, 4.5e11),
+    _gpu('b200', 2.25e15, 8e12, 180e9, 9e11, 5e10, 6.4e10),
+    _gpu('gb200', 2.5e15, 8e12, 186e9, 9e11, 5e10, None),
+    _gpu('gb300', 2.5e15, 8e12, 277.7e9, 9e11, 1e11, None),
 )
 HARDWARE: Mapping[str, Hardware] = {chip.name: chip for chip in _CHIPS}
 """The chips whose numbers are known, by name."""
@@ -176,13 +189,6 @@ def find_hardware(wanted: Hardware | str | None, device_kind: str) -> Hardware:
     )
 
 
-def hardware_of(device_kind: str, simulates: str = '') -> Hardware | None:
-    """The hardware with this kind of device, or that they stand for; None if its numbers are not known."""
-    if simulates:
-        return HARDWARE[simulates]
+def hardware_of(device_kind: str) -> Hardware | None:
+    """The hardware with this kind of device; None if its numbers are not known."""
     return next((entry for entry in HARDWARE.values() if device_kind in entry.device_kinds), None)
-
-
-def hardware_of_devices(devices: Sequence[Any]) -> Hardware | None:
-    """The hardware that devices are, or stand for; None if its numbers are not known."""
-    return hardware_of(devices[0].device_kind, devices.nodes.kind if isinstance(devices, StandIns) else '')

@@ -130,7 +130,9 @@ class Traffic:
             return self._left(inside, inside.root, some)
         if some is not None and (made.opcode in _LOOPS or (computation.name, name) not in some):
             return nothing
-        if made.opcode == 'fusion':
+        while made.opcode in ('async-done', 'async-update'):
+            made = computation.maker(made.operands[0])
+        if made.opcode in ('async-start', 'fusion'):
             [inside] = self._module.calls(made)
             return self._left(inside, inside.root)
         if made.opcode == 'custom-call' and (

@@ -31,7 +31,8 @@ _OPCODE = re.compile(r'\s*([a-z][a-z0-9\-]*)\(')
 _SEPARATOR = re.compile(r'[(){}\[\],]')
 _BRACKET_OR_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\]]')
 _DEPTH = {**dict.fromkeys('({[', 1), **dict.fromkeys(')}]', -1)}
-
+# How XLA for GPUs prints asynchronous fusions.
+_PLAIN = {f'fusion-{step}': f'async-{step}' for step in ('start', 'update', 'done')}
 
 CALLS = {
     'async-start': ('calls',),
@@ -303,7 +304,8 @@ def _instruction(name: str, text: str) -> Instruction:
     )
     inside = text[found.end() : close]
     operands = (inside,) if found[1] == 'constant' else tuple(_operand(part) for part in _split(inside))
-    return Instruction(name, found[1], arrays, operands, text[close + 1 :].lstrip(', '))
+    opcode = _PLAIN.get(found[1], found[1])
+    return Instruction(name, opcode, arrays, operands, text[close + 1 :].lstrip(', '))
 
 
 def _operand(text: str) -> str:

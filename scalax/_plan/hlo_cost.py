@@ -26,8 +26,14 @@ from scalax._plan.hlo_loops import Visit, executed, visits
 from scalax._plan.scopes import Scopes, ScopeWork
 from scalax._plan.step_parts import StepParts
 
-# What the compilers for TPUs and GPUs call for kernels. Most products of GPUs are those of cuBLAS and cuDNN.
-_KERNELS = re.compile(r'custom_call_target="(?:tpu_custom_call"|__gpu\$xla\.gpu\.triton"|__cu(?:blas|dnn)\$)')
+# What the compilers for TPUs and GPUs call for kernels; of those of cuDNN the ones that are not convolutions.
+_KERNELS = re.compile(
+    r'custom_call_target="(?:tpu_custom_call"|__gpu\$xla\.gpu\.triton"|__cudnn\$(?!conv))|"kind":"__cudnn\$'
+)
+# Products of cuBLAS, and convolutions of cuDNN.
+_LIBRARY = re.compile(r'custom_call_target="__(?:cublas\$(?:lt\$matmul|gemm)|cudnn\$conv(\w+))')
+# Where the input, the kernel and the output of a convolution are among its operands and its result (2).
+_OF_CONVOLUTION = {'BackwardInput': (2, 1, 0), 'BackwardFilter': (0, 2, 1)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +50,8 @@ class Work:
         by_scope: the flops and bytes of each module or named scope, in the order of the program; forward,
             backward and recomputed ones apart.
         bytes_by_part: the bytes of each part that has any.
-        kernels: how many kernels run, whose flops are not among these: those of Pallas, and products for
-            which the compiler has kernels of its own, such as ragged ones on TPUs, and most on GPUs.
+        kernels: how many kernels run, whose flops are not among these: those of Pallas, of attention in
+            cuDNN, and products for which the compiler has kernels of its own, such as ragged ones on TPUs.
     """
 
     flops: int = 0
@@ -68,7 +74,8 @@ def work_of(module: Module) -> Work:
     rows: dict[tuple[str, Part], list[int]] = collections.defaultdict(lambda: [0, 0])
     for place, measure in enumerate((flops_of, traffic.bytes_of)):
         for visit, instruction, amount in executed(module, measure):
-            scope = scopes.of(visit.op_name(instruction) or visit.scope, instruction.frame)
+            named = _named(module, instruction)
+            scope = scopes.of(visit.op_name(named) or visit.scope, named.frame)
             rows[scope, parts.of(visit, instruction)][place] += amount
             counted = counted.along(visit.counted)
     if not module.scheduled:
@@ -81,6 +88,14 @@ def work_of(module: Module) -> Work:
     kernels = sum(count for _, _, count in executed(module, lambda _, instruction: _is_kernel(instruction)))
     flops, moved = sum(by_part.values()), sum(bytes_by_part.values())
     return Work(flops, moved, counted, by_part, kernels, by_scope, bytes_by_part)
+
+
+def _named(module: Module, instruction: Instruction) -> Instruction:
+    """What gives an instruction its name: itself, or of a fusion without one the last inside that has one."""
+    if instruction.opcode != 'fusion' or instruction.op_name:
+        return instruction
+    inside = (each for called in module.calls(instruction) for each in called.instructions.values())
+    return next((each for each in reversed([*inside]) if each.op_name), instruction)
 
 
 def _add_boundary(
@@ -101,7 +116,7 @@ def _add_boundary(
 
 
 def _is_kernel(instruction: Instruction) -> bool:
-    return instruction.opcode == 'custom-call' and bool(_KERNELS.search(instruction.attributes))
+    return instruction.opcode in ('custom-call', 'fusion') and bool(_KERNELS.search(instruction.attributes))
 
 
 def flops_of(visit: Visit, instruction: Instruction) -> int:
@@ -111,11 +126,27 @@ def flops_of(visit: Visit, instruction: Instruction) -> int:
 
 
 def _dot(instruction: Instruction, operands: list[Array]) -> int:
-    contracted = integers(instruction.attribute('lhs_contracting_dims') or '')
+    return _product_over(integers(instruction.attribute('lhs_contracting_dims') or ''), instruction, operands)
+
+
+def _product_over(contracted: list[int], instruction: Instruction, operands: list[Array]) -> int:
     if not contracted:
         return 0  # an elementwise product
     inner = math.prod(operands[0].dims[i] for i in contracted)
     return _product(math.prod(instruction.arrays[0].dims) * inner, operands)
+
+
+def _of_library(instruction: Instruction, operands: list[Array]) -> int:
+    """The operations of a product or a convolution of a library, whose result is the first of its arrays."""
+    called = _LIBRARY.search(instruction.attributes)
+    if called is None:
+        return 0
+    if called[1] is None:
+        found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.attributes)
+        return _product_over(integers(found[1]) if found else [], instruction, operands)
+    arrays = *operands[:2], instruction.arrays[0]
+    given, kernel, result = (arrays[place] for place in _OF_CONVOLUTION.get(called[1], (0, 1, 2)))
+    return _convolution(dataclasses.replace(instruction, arrays=(result,)), [given, kernel])
 
 
 def _convolution(instruction: Instruction, operands: list[Array]) -> int:
@@ -152,5 +183,6 @@ def _product(count: int, operands: list[Array]) -> int:
 _COUNTS: dict[str, Callable[[Instruction, list[Array]], int]] = {
     'dot': _dot,
     'convolution': _convolution,
+    'custom-call': _of_library,
     'fft': _fft,
 }

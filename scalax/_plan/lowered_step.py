@@ -14,7 +14,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._jax.equations import argument_names
 from scalax._jax.lowered import LoweredArray, arguments_of, results_of
-from scalax._mesh.gpu_nodes import SimulatedGPUs
 from scalax._mesh.meshes import require_devices
 from scalax._plan.hardware import Hardware, hardware_of
 from scalax._plan.torus import Place, places_of
@@ -36,7 +35,6 @@ class LoweredStep:
         kwargs: its keyword arguments.
         traced: the ``jax.stages.Traced``.
         lowered: the ``jax.stages.Lowered``.
-        simulates: what the devices stand for; None if they are what they are.
         made_by_user: whether the user's function was jitted already.
     """
 
@@ -47,22 +45,17 @@ class LoweredStep:
     kwargs: Mapping[str, Any]
     traced: Any
     lowered: Any
-    simulates: SimulatedGPUs | None
     made_by_user: bool
 
     @property
     def hardware(self) -> Hardware | None:
         """The hardware that it is planned for, if it is known."""
-        return hardware_of(
-            self.mesh.devices.flat[0].device_kind, self.simulates.kind if self.simulates else ''
-        )
+        return hardware_of(self.mesh.devices.flat[0].device_kind)
 
     @property
     def places(self) -> tuple[Place, ...]:
         """The positions of the devices, in the order of the mesh."""
-        return (
-            tuple(map(Place, self.simulates.nodes)) if self.simulates else places_of(self.mesh.devices.flat)
-        )
+        return places_of(self.mesh.devices.flat)
 
     @functools.cached_property
     def shardings(self) -> tuple[list[NamedSharding | None], list[NamedSharding | None]]:
@@ -119,9 +112,7 @@ def lower_step(
         fun, args = bound.__func__, (bound.__self__, *args)
     function: Any = fun if _is_jitted(fun) else sjit(helper, fun, jit_kwargs={})
     traced = _trace(function, name, args, kwargs)
-    return LoweredStep(
-        name, mesh, function, args, kwargs, traced, traced.lower(), helper.simulates, function is fun
-    )
+    return LoweredStep(name, mesh, function, args, kwargs, traced, traced.lower(), function is fun)
 
 
 def _without_changes(

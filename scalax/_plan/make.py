@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalax._jax import messages
+from scalax._mesh.meshes import has_devices
 from scalax._plan.buffers import largest_buffers
 from scalax._plan.collectives import collectives
 from scalax._plan.compilation import OPTIONS, Compiled, compile_lowered
@@ -67,7 +68,7 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
     """Makes the plan of a step that is lowered; raises as `make_plan` does."""
     mesh, lowered, traced = step.mesh, step.lowered, step.traced
     device = mesh.devices.flat[0]
-    simulates, hardware = step.simulates, step.hardware
+    hardware = step.hardware
     limit = hardware.hbm_bytes if hardware else None
     compiled = _compile(lowered, mesh, step.name, limit, step.argument_bytes if quick else None)
     if not {*mesh.devices.flat}.issuperset(compiled.runs_on):
@@ -103,7 +104,6 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
         work=work_of(program),
         model_flops=count_model_flops(traced.jaxpr),
         device_kind=device.device_kind,
-        simulates=simulates.kind if simulates else '',
         places=places,
         quick=quick and device.platform == 'tpu',
         refusal=compiled.refusal,
@@ -117,7 +117,9 @@ def _compile(lowered: Any, mesh: Mesh, name: str, limit: int | None, layout_for:
     """Compiles for the devices of a mesh; *name* is that of the function, for messages."""
     device = mesh.devices.flat[0]
     try:
-        return compile_lowered(lowered, device.platform, limit=limit, layout_for=layout_for)
+        return compile_lowered(
+            lowered, device.platform, limit=limit, layout_for=layout_for, attached=has_devices(mesh)
+        )
     except jax.errors.JaxRuntimeError as error:
         if messages.unknown_option(error) in OPTIONS:
             # JAX asked the compiler of the local devices, which does not know the options of the other one.

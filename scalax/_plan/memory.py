@@ -1,4 +1,4 @@
-"""Memory of a program: its sums, and its layout from the tables that the compiler for TPUs writes.
+"""Memory of a program: its sums, and its layout from the tables that the compilers for TPUs and GPUs write.
 
 Arrays that live for the whole program have an allocation each: arguments, outputs, constants. All others
 share one, each at an offset while it is live, so that between them are gaps.
@@ -218,7 +218,7 @@ def _allocations(assignment: str) -> list[Allocation]:
 
 
 def assigned_memory(layout: MemoryLayout) -> Memory:
-    """The memory of a program that a compiler for TPUs has laid out."""
+    """The memory of a program that a compiler for TPUs or GPUs has laid out."""
     arguments = donated = outputs = 0
     for allocation in layout.allocations:
         arguments += allocation.bytes if allocation.parameter else 0

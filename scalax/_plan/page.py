@@ -54,7 +54,6 @@ def plan_blocks(plan: PlanData, title: str, level: int = 1) -> list[Block]:
         Heading(title, plan.mesh, runs_on(plan), level),
         InText([Lines([f'{plan.name} on {runs_on(plan)} ({axis_sizes_text(plan.mesh)})'])]),
         Figures([*headline(plan, roofline)]),
-        Lines([plan.not_compiled_for], 'warn'),
         OnPage([Lines([plan.refusal], 'bad')]),
         InText([Lines([_flops(plan)])]),
         Lines([_excess(plan)]),
@@ -71,9 +70,8 @@ def runs_on(plan: PlanData) -> str:
     """The devices: ``'64 devices of v5p'``."""
     size = math.prod(plan.mesh.values())
     many = f'{size}' if plan.devices == size else f'{plan.devices} of {size}'
-    if plan.hardware is None or plan.simulates:
-        kind = f'{plan.platform} devices'
-        return f'{many} {kind} for {plan.simulates}' if plan.simulates else f'{many} {kind}'
+    if plan.hardware is None:
+        return f'{many} {plan.platform} devices'
     return f'{many} devices of {plan.hardware.name}'
 
 
@@ -192,8 +190,7 @@ def _held(plan: PlanData) -> Block:
 def _seconds(plan: PlanData, roofline: Roofline | None) -> list[Block]:
     """The roofline, or why there is none and what to do."""
     if roofline is not None:
-        # What it was not compiled for is said above.
-        lines = [line for line in str(roofline).splitlines() if line != plan.not_compiled_for]
+        lines = str(roofline).splitlines()
         return [InText([Lines(lines)]), OnPage([Code('\n'.join(lines))])]
     if plan.hardware is None:
         line = (

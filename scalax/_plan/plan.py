@@ -48,16 +48,14 @@ class Plan(PlanData, Shown):
             pass (`count_model_flops`), without what is computed again, unless `with_model_flops` has given
             others. None if not all of them can be counted.
         device_kind: what JAX calls the devices.
-        simulates: the hardware that they stand for, such as ``'h100'``, a name in `HARDWARE`; empty if they
-            stand for none.
         places: the positions of the devices of the mesh, in the order of the mesh.
         quick: whether the compiler only laid the program out, without making code. Memory is then that of the
             layout, which is close to the final one, and shardings are the requested ones.
         refusal: the error of the compiler for a program that does not fit into the memory of a device; empty
             if it fits, and for quick plans.
         buffers: the arrays that are held at the peak of memory, the largest first: at least 99 % of it; for
-            TPUs only.
-        host_moves: what each device exchanges with its host; for TPUs only.
+            TPUs and GPUs only.
+        host_moves: what each device exchanges with its host; for TPUs and GPUs only.
         followed: the values that stay with the rows of the batch, as `SjitFunction.followed` says; None for
             functions that ``sjit`` did not make.
     """
@@ -242,7 +240,7 @@ def _sizes(plan: PlanData) -> Iterator[tuple[str, int]]:
 
 
 def _facts(plan: PlanData) -> Iterator[tuple[str, str]]:
-    yield 'devices', f'{plan.devices} {plan.simulates or plan.device_kind}'
+    yield 'devices', f'{plan.devices} {plan.device_kind}'
     yield 'fits', {True: 'yes', False: 'no', None: 'not known'}[plan.fits]
     roofline = plan.known_roofline
     step = None if roofline is None else ' .. '.join(map(milliseconds, roofline.step_seconds))

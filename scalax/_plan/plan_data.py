@@ -14,7 +14,6 @@ from scalax._plan.collective_runs import KINDS
 from scalax._plan.collectives import Collective
 from scalax._plan.formulas import Counted
 from scalax._plan.hardware import (
-    HARDWARE,
     Hardware,
     find_hardware,
     hardware_of,
@@ -23,7 +22,7 @@ from scalax._plan.hardware import (
 from scalax._plan.hlo_cost import Work
 from scalax._plan.host_moves import HostMoves
 from scalax._plan.memory import Memory
-from scalax._plan.roofline import Roofline, not_compiled_for, phases_of, time_collectives
+from scalax._plan.roofline import Roofline, phases_of, time_collectives
 from scalax._plan.torus import NETWORKS, Network, Place, devices_per_chip, places_in_nodes, places_on_torus
 from scalax.errors import ArgumentError, PlanError, did_you_mean
 from scalax.explain import ShardingReport
@@ -58,7 +57,6 @@ class PlanData:
     buffers: tuple[Buffer, ...] = ()
     host_moves: HostMoves = _NOTHING_MOVED
     followed: FollowedBatch | None = None
-    simulates: str = ''
 
     @property
     def fits(self) -> bool | None:
@@ -75,16 +73,8 @@ class PlanData:
 
     @property
     def hardware(self) -> Hardware | None:
-        """The hardware that the devices are, or stand for; None if its numbers are not known."""
-        return hardware_of(self.device_kind, self.simulates)
-
-    @property
-    def not_compiled_for(self) -> str:
-        """A sentence: the program was compiled for simulated devices, and not for what they stand for.
-
-        Empty if the devices stand for no other hardware. Of other hardware see `Roofline.not_compiled_for`.
-        """
-        return not_compiled_for(HARDWARE[self.simulates], self.device_kind) if self.simulates else ''
+        """The hardware that the devices are; None if its numbers are not known."""
+        return hardware_of(self.device_kind)
 
     @property
     def known_roofline(self) -> Roofline | None:
@@ -174,7 +164,7 @@ class PlanData:
 
         Args:
             hardware: a `Hardware`, or the name of one in `HARDWARE`; by default that of the devices that the
-                plan is for, or that they stand for.
+                plan is for.
             torus: for devices that are not in a torus, such as simulated ones: the lengths of the axes of the
                 torus that each mesh axis runs along, ``{'fsdp': (4, 4), 'tp': 4}``. Each device then stands
                 for a chip. Mesh axes that are not named run across slices. Of hardware without a torus,
@@ -195,9 +185,9 @@ class PlanData:
             >>> plan.roofline('v5p', torus={'fsdp': 4, 'tp': 2}).bound
             'ici:fsdp'
         """
-        hardware = find_hardware(hardware or self.simulates or None, self.device_kind)
+        hardware = find_hardware(hardware, self.device_kind)
         places = self.places if torus is None else places_on_torus(torus, self.mesh, hardware)
-        if torus is None and self.platform == 'cpu' and not self.simulates:
+        if torus is None and self.platform == 'cpu':
             places = places_in_nodes(places, hardware)
         flops_rate, hbm_rate = numbers_of(
             hardware, 'flops_per_second', 'hbm_bytes_per_second', for_='a roofline'

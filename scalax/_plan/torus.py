@@ -139,7 +139,7 @@ def places_in_nodes(places: Sequence[Place], hardware: Hardware) -> tuple[Place,
         >>> [place.slice for place in places_in_nodes([Place(0)] * 10, HARDWARE['h100'])]
         [0, 0, 0, 0, 0, 0, 0, 0, 1, 1]
     """
-    each = hardware.chips_per_host
+    each = hardware.chips_per_slice or hardware.chips_per_host
     if hardware.torus_axes != 0 or each is None or any(place != Place(0) for place in places):
         return tuple(places)
     return tuple(Place(i // each) for i in range(len(places)))

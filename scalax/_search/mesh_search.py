@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from scalax._mesh import gpu_nodes, meshes, topologies
+from scalax._mesh import meshes, topologies
 from scalax._search.attempts import Attempts
 from scalax._search.candidate import Candidate
 from scalax._search.meshes import Constraints, possible_meshes
@@ -51,10 +51,10 @@ def search(
             meshes.
         constraints: mesh axis -> its size, or the sizes that it may have (``{'tp': [1, 2, 4, 8]}``); or a
             function of the sizes (mesh axis -> size) that says whether they are wanted.
-        num_slices: the number of slices; of GPUs that of nodes, if *topology* does not have it.
+        num_slices: the number of slices; of GPUs that of NVLink domains, if *topology* does not have it.
         dcn_axis: the mesh axis that runs from slice to slice; needed for several slices.
-        full: how many of the best to compile in full, in any case: minutes for each. None on simulated
-            devices, of which such a plan says no more.
+        full: how many of the best to compile in full, in any case: minutes for each. Of GPUs all
+            plans are such.
         show_progress: whether a line on stderr shows where the search is; by default on a terminal and in a
             notebook. Elsewhere it is logged (``scalax.search``, level INFO).
 
@@ -88,7 +88,7 @@ def search(
             f'{num_slices} slices need dcn_axis=..., the mesh axis that runs from slice to slice'
         )
     devices = topologies.topology_devices(topology, num_slices)
-    if isinstance(devices, gpu_nodes.StandIns):
+    if devices[0].platform != 'tpu':  # plans of others are full ones
         full = 0
     every = possible_meshes(len(devices), names, constraints)
     todo = [Candidate(sizes, name) for sizes in every for name in (rules or {'': None})]

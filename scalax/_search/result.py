@@ -92,17 +92,13 @@ class Search(Shown):
         return first.plan
 
     @property
-    def not_compiled_for(self) -> str:
-        """`Plan.not_compiled_for` of the plans: empty if they were compiled for the topology."""
-        return next((each.plan.not_compiled_for for each in self.candidates if each.plan), '')
-
-    @property
     def head(self) -> str:
         """How many meshes there are, and how they were planned."""
         meshes = plural(len(self.candidates), 'mesh', 'meshes')
         ruled_out = sum(candidate.ruled_out for candidate in self.candidates)
+        quickly = any(candidate.plan and candidate.plan.quick for candidate in self.candidates)
         how = {
-            'planned quickly': self.compiled,
+            'planned quickly' if quickly else 'planned': self.compiled,
             'in full': self.compiled_in_full,
             'ruled out by a bound': ruled_out,
         }
@@ -127,7 +123,7 @@ def search_blocks(search: Search, title: str) -> list[Block]:
         Heading(title, best.mesh if best else {}, of),
         Figures([*_figures(search, best)]),
         OnPage([Lines([took])]),
-        Section('', [InText([Lines([search.head])]), Lines([search.not_compiled_for], 'warn')]),
+        Section('', [InText([Lines([search.head])])]),
         OnPage([Lines([said], tone) for said, tone in _warnings(search, best)]),
         Section('Meshes', [OnPage([Lines([about])]), table]),
     ]
@@ -165,7 +161,7 @@ def _row(place: int, candidate: Candidate) -> Row:
         return [place, candidate.name, None, None, None, memory, outcome]
     seconds, roofline, peak = mean(seconds_of(plan)), plan.known_roofline, plan.memory.peak
     least = roofline.step_seconds.bound if roofline else None
-    in_full = '' if plan.quick or plan.simulates else ' (in full)'
+    in_full = '' if plan.quick or plan.platform != 'tpu' else ' (in full)'
     return [
         place,
         candidate.name,

@@ -21,7 +21,6 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh
 
-from scalax._mesh.gpu_nodes import SimulatedGPUs
 from scalax._util import lru_cache
 from scalax._util.lru_cache import LRUCache
 from scalax.errors import MeshError, StructureError
@@ -45,10 +44,6 @@ class MeshOwner(Protocol):
     @property
     def follow_batch(self) -> bool:
         """Whether compiled functions find out which arguments are batches."""
-
-    @property
-    def simulates(self) -> SimulatedGPUs | None:
-        """The GPUs that its devices stand for; None if they stand for none."""
 
 
 # Created at import, because creating a user context is not thread-safe.

@@ -16,7 +16,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from scalax._doctor import diagnose
-from scalax._mesh.gpu_nodes import GPUS_OF_NODE, gpu_nodes
+from scalax._mesh.gpu_topologies import GPUS, Joined
 from scalax._mesh.topologies import SIZES
 from scalax._plan.hardware import numbers_of
 from scalax._report import saved
@@ -96,7 +96,6 @@ def search(
     FILE.py:make_step as in `plan`.
     """
     _require_dcn(options['num_slices'], options['dcn_axis'])
-    _simulate_gpus(topology, options['num_slices'])
     make_step = _load_function(function)
     found = search_meshes(
         lambda helper: _step(make_step, helper, function),
@@ -129,7 +128,6 @@ def find(
     FILE.py:make_step names a function in a file. It is called without arguments, and returns the step,
     a function of one device, and the tuple of its arguments, which may be jax.ShapeDtypeStruct.
     """
-    _simulate_gpus(topology, num_slices)
     step, arguments = _pair(_load_function(function)(), function, _STEP)
     found = find_rule(
         step,
@@ -192,16 +190,18 @@ def doctor(timeout: int, file: str, as_json: bool) -> ExitCode:
 
 
 def topologies(as_json: bool) -> ExitCode:
-    """TPU slices and nodes of GPUs."""
+    """TPU slices and GPUs."""
     if as_json:
         chips = {
             name: {**dataclasses.asdict(HARDWARE[name]), 'slices': SIZES[name].split()} for name in SIZES
         }
+        for name, joined in GPUS.items():
+            chips[name] = {**dataclasses.asdict(HARDWARE[name]), **joined._asdict()}
         print(json.dumps(chips))
     else:
         kinds = [_kind(name, sizes) for name, sizes in SIZES.items()]
-        nodes = [_kind(name, f'{name}:{most}  {name}:4x{most}') for name, most in GPUS_OF_NODE.items()]
-        print(_TOPOLOGIES.format(slices='\n'.join(kinds), nodes='\n'.join(nodes)))
+        gpus = [_kind(name, _sizes(joined)) for name, joined in GPUS.items()]
+        print(_TOPOLOGIES.format(slices='\n'.join(kinds), gpus='\n'.join(gpus)))
     return ExitCode.DONE
 
 
@@ -212,10 +212,16 @@ TPU slices, as --topology NAME:SIZE takes them:
 
 The chips of a slice are the product of its size; of several slices, times --slices.
 
-Nodes of GPUs, as --topology NAME:NODESxGPUS or NAME:GPUS. Programs are compiled for CPU devices
-and not for GPUs; memory and seconds are those of the CPU program with the numbers of the GPU:
+GPUs, as --topology NAME:GPUS, NAME:HOSTSxGPUS or, where NVLink joins hosts, NAME:DOMAINSxHOSTSxGPUS;
+a target config of your own is named by its file, FILE.txtpb:DOMAINSxHOSTSxGPUS:
 
-{nodes}"""
+{gpus}"""
+
+
+def _sizes(joined: Joined) -> str:
+    """The largest host, and the largest domain or four of such hosts."""
+    hosts = joined.domain // joined.host
+    return f'{joined.host} {4 if hosts == 1 else hosts}x{joined.host}'
 
 
 def _kind(name: str, sizes: str) -> str:
@@ -225,7 +231,7 @@ def _kind(name: str, sizes: str) -> str:
     memory = 'not known' if chip.hbm_bytes is None else human_bytes(chip.hbm_bytes)
     of_chip = '' if devices == 1 else f', {devices} of them a chip'
     said = f'a device{of_chip}: {memory} of usable HBM, {flops / devices:.4g} flops/s (bfloat16)'
-    return f'{name:<6} {said}\n       {"  ".join(sizes.split())}'
+    return f'{name:<9} {said}\n          {"  ".join(sizes.split())}'
 
 
 def _helper(
@@ -249,7 +255,6 @@ def _helper(
             )
     sizes = {**outer, **mesh}
     num_slices = slices or math.prod(dcn.values())
-    _simulate_gpus(topology, num_slices)
     return MeshShardingHelper.from_topology(
         topology,
         list(sizes.values()),
@@ -271,21 +276,12 @@ def _helper_without_topology(sizes: dict[str, int], slices: object, compiles: bo
     if not compiles:
         return MeshShardingHelper.from_mesh(AbstractMesh(tuple(sizes.values()), tuple(sizes)))
     count = math.prod(sizes.values())
-    _simulate(count, f'--mesh has {count:,} devices')
-    return MeshShardingHelper(list(sizes.values()), list(sizes))
-
-
-def _simulate_gpus(topology: str, num_slices: int) -> None:
-    """Makes the CPU devices that stand for GPUs, if a topology is of GPUs; before anything uses JAX."""
-    nodes = gpu_nodes(topology, num_slices)
-    if nodes is not None:
-        _simulate(nodes.size, f'--topology {topology} has {nodes.size:,} GPUs')
-
-
-def _simulate(count: int, what: str) -> None:
     if count > _MOST_SIMULATED:
-        raise ArgumentError(f'{what}, and at most {_MOST_SIMULATED:,} devices are simulated')
+        raise ArgumentError(
+            f'--mesh has {count:,} devices, and at most {_MOST_SIMULATED:,} devices are simulated'
+        )
     jax.config.update('jax_num_cpu_devices', count)
+    return MeshShardingHelper(list(sizes.values()), list(sizes))
 
 
 def _require_dcn(slices: int | None, dcn: object) -> None:

@@ -311,6 +311,15 @@ def test_devices_without_a_package():
     assert 'NVIDIA' in found.what and 'jax[cuda13]' in found.cure
 
 
+def test_compilers_that_jax_does_not_load():
+    assert not [*environment.wrong_compilers({'jaxlib': '1.2', 'jax-cuda12-pjrt': '1.2'})]
+    [found] = environment.wrong_compilers({'jaxlib': '1.2', 'jax-cuda12-pjrt': '1.1'})
+    assert found == (
+        'jax-cuda12-pjrt 1.1 is not that of jaxlib 1.2',
+        'pip install jax-cuda12-plugin==1.2',
+    )
+
+
 def test_a_diagnosis(monkeypatch):
     monkeypatch.setenv('JAX_ENABLE_X46', '\x1b[31m1')
     found = diagnose(LONG)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from scalax.errors import ArgumentError, ShardingError, StructureError
 from scalax.interop import nnx
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
+from tests.support import gpu_compiler
 
 FSDP = FSDPShardingRule(min_fsdp_size=1)
 TP = TreePathShardingRule(('up/kernel', P('fsdp', 'tp')), ('down/kernel', P('tp', 'fsdp')), ('.*', P()))
@@ -85,6 +86,7 @@ def test_the_batch_is_followed_and_the_step_is_planned():
     assert 'model/up/kernel/value' in [row.path for row in plan.inputs.rows]
 
 
+@gpu_compiler.needed
 def test_a_step_is_planned_from_shapes_for_devices_that_are_not_here():
     node = MeshShardingHelper.from_topology('h100:8', [4, 2], ['fsdp', 'tp'])
     step = nnx.sjit(node, train_step, in_shardings=(TP, TP, P('fsdp')), donate_argnums=(0, 1))

@@ -1,4 +1,7 @@
-"""Plans of simulated devices that stand for GPUs: their numbers, their networks, and what is said of them."""
+"""Plans for GPUs: the compiler's programs, their memory, their networks and their seconds.
+
+The programs are recorded, and compiled anew where the compiler is installed.
+"""
 
 import dataclasses
 import re
@@ -9,12 +12,17 @@ import numpy as np
 import pytest
 
 from scalax._plan.collective_seconds import collective_seconds
+from scalax._plan.hlo import parse
+from scalax._plan.hlo_cost import work_of
 from scalax._plan.page import plan_blocks
 from scalax._plan.torus import Place, networks_of, route_of, torus_of
 from scalax._report import blocks
-from scalax.plan import HARDWARE, Plan, find, search
+from scalax.plan import HARDWARE, Plan, Source, find, search
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
+from tests.support import executable_reader, gpu_compiler
+from tests.support.gpu_programs import PROGRAMS, made_plan, recorded_plan
+from tests.support.recorded import gpu_names, recorded
 
 H100 = HARDWARE['h100']
 NOT_COMPILED = 'not compiled for h100: the program is that of cpu devices, with the numbers of h100'
@@ -24,49 +32,147 @@ def array(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
-def plan_of(topology, dims, names, given, wanted, **options):
-    helper = MeshShardingHelper.from_topology(topology, dims, names, **options)
-    step = helper.sjit(lambda w, x: x @ w, in_shardings=given, out_shardings=wanted)
-    return helper.plan(step, array(4096, 4096), array(4096, 4096))
-
-
-GATHERED = plan_of('h100:2x4', [4, 2], ['fsdp', 'tp'], (P('fsdp', 'tp'), P('fsdp')), P('fsdp', 'tp'))
-"""Each group of fsdp has two GPUs of each of two nodes, and gathers half of the weights: 16 MiB."""
-
-
 def busy(kind, hardware, places, whole=1e9):
     """Seconds of a collective, by network."""
     route = route_of(places, torus_of(places, hardware), 'x')
     return collective_seconds(kind, whole, route, hardware, 1)
 
 
+@pytest.fixture
+def gathered():
+    return recorded_plan('product h100')
+
+
+# --- Programs ---------------------------------------------------------------------------------------
+
+
+def test_all_programs_are_recorded():
+    assert gpu_names() == sorted(PROGRAMS)
+    for name, program in PROGRAMS.items():
+        one = recorded(name)
+        assert (one.topology, one.mesh, one.slices) == (program.topology, program.mesh, program.slices)
+
+
+@pytest.mark.parametrize('name', PROGRAMS)
+def test_both_readers_count_the_same(name):
+    """Collectives, flops and what goes to the host; and no more bytes than all arrays have."""
+    made, plan = recorded(name), recorded_plan(name)
+    second = executable_reader.read(made.executable, made.mesh, made.slices)
+    found = {}
+    for row in plan.collectives:
+        count, size = found.get((row.kind, row.axes), (0, 0))
+        found[row.kind, row.axes] = count + row.count, size + row.count * row.bytes
+    assert found == second.collectives
+    moves = plan.host_moves.to_host, plan.host_moves.from_host
+    assert (plan.work.flops, *moves) == (second.flops, second.to_host, second.from_host)
+    assert 0 < plan.work.bytes <= second.hbm
+
+
+# What several devices compute, by the parts of a mesh that repeat it, or what is left out.
+REPEATED = {
+    **dict.fromkeys(('zero_1 h100', 'nested_loops h100', 'branches h100', 'accumulated h100'), 2),
+}
+# Edges that neighbours both compute; products that no result needs.
+ABOUT = {'stencil h100': 2.0052, 'experts h100': 0.9998, 'rings h100': 0.9821, 'by_hand h100': 0}
+
+
+@pytest.mark.parametrize('name', PROGRAMS)
+def test_flops_are_those_of_the_function(name):
+    plan = recorded_plan(name)
+    assert plan.work.kernels == 0
+    if name in ABOUT:
+        assert plan.work.flops * plan.devices == pytest.approx(ABOUT[name] * plan.flops, rel=1e-4)
+    else:
+        assert plan.work.flops * plan.devices == REPEATED.get(name, 1) * plan.flops
+
+
+@pytest.mark.parametrize('name', PROGRAMS)
+def test_memory_is_the_compilers_own(name):
+    stats, memory = recorded(name).memory, recorded_plan(name).memory
+    assert memory.arguments == stats['argument_size_in_bytes']
+    assert memory.donated == stats['alias_size_in_bytes']
+    total = sum(stats[f'{part}_size_in_bytes'] for part in ('argument', 'output', 'temp')) - memory.donated
+    assert memory.total == pytest.approx(total, abs=4096)
+    assert memory.host == stats['host_temp_size_in_bytes']
+    assert memory.peak == pytest.approx(stats['peak_memory_in_bytes'], rel=0.01)
+
+
+@pytest.mark.parametrize('name', PROGRAMS)
+def test_what_is_held_at_the_peak_has_a_name(name):
+    plan = recorded_plan(name)
+    assert 0.99 * plan.memory.peak <= sum(row.bytes for row in plan.buffers) <= plan.memory.peak
+    named = sum(row.bytes for row in plan.buffers if row.source._replace(annotation='') != Source())
+    # A copy of a gathered weight has no name.
+    assert named >= (0.7 if name == 'gathered h100' else 0.9) * plan.memory.peak
+
+
+@gpu_compiler.needed
+@pytest.mark.parametrize('name', ['product h100', 'fsdp h100', 'stencil h100', 'offloaded h100'])
+def test_the_recordings_are_what_the_compiler_makes(name):
+    made, before = made_plan(name), recorded_plan(name)
+    for field in ('memory', 'places', 'device_kind', 'platform', 'host_moves', 'flops'):
+        assert getattr(made, field) == getattr(before, field), field
+    assert made.collectives == before.collectives
+    assert made.work == before.work
+    assert made.buffers == before.buffers
+
+
+@gpu_compiler.needed
+def test_what_does_not_fit_says_so():
+    """The compiler makes a program of it all the same."""
+    helper = MeshShardingHelper.from_topology('h100:8', [8], ['x'])
+    step = helper.sjit(lambda x: x * 2, in_shardings=P(None), out_shardings=P(None))
+    plan = helper.plan(step, array(2**18, 2**17))
+    assert (plan.fits, plan.refusal, plan.memory.arguments) == (False, '', 2**36)
+
+
+@gpu_compiler.needed
+def test_a_product_of_other_types():
+    helper = MeshShardingHelper.from_topology('h100:1', [1], ['x'])
+    for dtype in ('float32', 'float8_e4m3fn', 'int8', 'complex64'):
+        given = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((512, 256), (256, 1024))]
+        step = helper.sjit(jnp.matmul, in_shardings=P(), out_shardings=P())
+        plan = helper.plan(step, *given)
+        assert plan.work.flops == plan.flops == (8 if dtype == 'complex64' else 2) * 512 * 256 * 1024, dtype
+
+
+GRADIENT = """HloModule made, is_scheduled=true
+
+ENTRY %main (x: bf16[8,64,64,128], g: bf16[8,64,64,256]) -> bf16[256,3,3,128] {
+  %x = bf16[8,64,64,128] parameter(0)
+  %g = bf16[8,64,64,256] parameter(1)
+  %w = (bf16[256,3,3,128], u8[0]) custom-call(%x, %g), window={size=3x3 pad=1_1x1_1}, \
+dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardFilter"
+  ROOT %r = bf16[256,3,3,128] get-tuple-element(%w), index=0
+}
+"""
+
+
+def test_the_gradient_of_a_convolution():
+    """The places of the window that lie in the image: 3 x 64 - 2 along each side."""
+    assert work_of(parse(GRADIENT)).flops == 2 * 8 * 256 * 128 * (3 * 64 - 2) ** 2
+
+
 # --- Seconds --------------------------------------------------------------------------------------
 
 
-def test_a_gather_over_nodes():
-    """Two GPUs of each node share what comes from the other, and exchange it over NVLink."""
-    roofline = GATHERED.roofline()
+def test_a_gather_over_hosts(gathered):
+    """Two GPUs of each host share what comes from the other, and exchange it over NVLink."""
+    roofline = gathered.roofline()
     assert roofline.hardware is H100
     assert roofline.parts['dcn:fsdp'] == pytest.approx(2**24 / 2 * (1 / 2) / 50e9)
     assert roofline.parts['ici:fsdp'] == pytest.approx(2**24 * (1 / 2) / 450e9)
     assert roofline.compute == pytest.approx(2 * 4096**3 / 8 / 989.5e12)
     assert roofline.bound == 'dcn:fsdp'
-    [row] = GATHERED.collectives
+    [row] = gathered.collectives
     assert (row.kind, row.networks) == ('all-gather', ('ici', 'dcn'))
 
 
-def test_a_gather_inside_of_nodes():
-    plan = plan_of('h100:2x4', [2, 4], ['data', 'tp'], (P(None, 'tp'), P('data', 'tp')), P('data', 'tp'))
-    assert {row.networks for row in plan.collectives} == {('ici',)}
-    assert not any(name.startswith('dcn') for name in plan.roofline().parts)
-
-
-def test_mesh_axes_over_nodes_are_as_asked():
-    options = {'dcn_axis_dims': [1, 2]}
-    given = P('fsdp', 'tp'), P('fsdp')
-    plan = plan_of('h100:2x4', [4, 2], ['fsdp', 'tp'], given, P('fsdp', 'tp'), **options)
-    [row] = plan.collectives
-    assert row.networks == ('ici',)
+def test_networks_of_mesh_axes():
+    assert recorded_plan('fsdp_tp h100').networks == {('fsdp',): ('ici', 'dcn'), ('tp',): ('ici',)}
+    inside = recorded_plan('decoder gb200')
+    assert {row.networks for row in inside.collectives} == {('ici',)}  # eight GPUs in two hosts of one rack
+    assert not any(name.startswith('dcn') for name in inside.roofline().parts)
 
 
 def bus_bandwidth(kind, hardware, devices=8):
@@ -101,44 +207,7 @@ def test_measured_bandwidth_of_network_cards_is_below_that_of_the_roofline():
     assert 0.9 < 46e9 / share < 48e9 / share < 1
 
 
-# --- Hardware for any plan of simulated devices ---------------------------------------------------
-
-
-def test_simulated_devices_fill_nodes_in_order():
-    plan = MeshShardingHelper([8], ['x']).plan(
-        MeshShardingHelper([8], ['x']).sjit(lambda w: w * 1, in_shardings=P('x'), out_shardings=P()),
-        array(8, 1024, 1024),
-    )
-    of_one = plan.roofline('h100')
-    of_two = plan.roofline(dataclasses.replace(H100, chips_per_host=4, dcn_bytes_per_second=2e11))
-    of_any = plan.roofline(dataclasses.replace(H100, chips_per_host=None))
-    assert of_one.parts == of_any.parts
-    assert {*of_two.parts} - {*of_one.parts} == {'dcn:x'}
-    assert not plan.simulates and not plan.not_compiled_for and plan.known_roofline is None
-    assert of_one.not_compiled_for == NOT_COMPILED
-    assert NOT_COMPILED in str(of_one)
-
-
-def test_what_was_compiled_for():
-    mine = dataclasses.replace(H100, name='mine', device_kinds=())
-    assert 'not compiled for mine' in GATHERED.roofline(mine).not_compiled_for
-    for_it = dataclasses.replace(GATHERED, device_kind='NVIDIA H100 80GB HBM3', platform='gpu', simulates='')
-    assert for_it.roofline().not_compiled_for == ''
-    assert for_it.known_roofline.parts == GATHERED.roofline().parts
-    assert for_it.roofline(mine).not_compiled_for
-
-
-def test_compilers_for_gpus_refuse_nothing():
-    """So that memory is compared with that of the GPU also where it is no estimate."""
-    memory = dataclasses.replace(GATHERED.memory, estimated=False)
-    compiled = dataclasses.replace(GATHERED, platform='gpu', simulates='', memory=memory)
-    assert compiled.fits is True
-    memory = dataclasses.replace(memory, temporaries=10**11)
-    assert dataclasses.replace(compiled, memory=memory).fits is False
-    assert dataclasses.replace(compiled, memory=dataclasses.replace(memory, limit=None)).fits is None
-
-
-def test_networks_of_nodes():
+def test_networks_of_hosts():
     places = [Place(i // 2) for i in range(4)]
     rows = [[0, 1]], [[0, 2]], [[0, 1, 2, 3]]
     found = [networks_of(np.array(row), places, switched=True) for row in rows]
@@ -146,46 +215,61 @@ def test_networks_of_nodes():
     assert networks_of(np.array([[0, 2]]), places) == ()
 
 
+# --- The numbers of GPUs for programs of simulated devices ------------------------------------------
+
+
+def test_simulated_devices_fill_hosts_in_order():
+    plan = MeshShardingHelper([8], ['x']).plan(
+        MeshShardingHelper([8], ['x']).sjit(lambda w: w * 1, in_shardings=P('x'), out_shardings=P()),
+        array(8, 1024, 1024),
+    )
+    of_one = plan.roofline('h100')
+    of_two = plan.roofline(dataclasses.replace(H100, chips_per_host=4, dcn_bytes_per_second=2e11))
+    of_any = plan.roofline(dataclasses.replace(H100, chips_per_host=None))
+    of_rack = plan.roofline('gb200')
+    assert of_one.parts == of_any.parts
+    assert {*of_two.parts} - {*of_one.parts} == {'dcn:x'}
+    assert {*of_rack.parts} == {*of_one.parts}
+    assert plan.known_roofline is None
+    assert of_one.not_compiled_for == NOT_COMPILED
+    assert NOT_COMPILED in str(of_one)
+
+
+def test_what_was_compiled_for(gathered):
+    mine = dataclasses.replace(H100, name='mine', device_kinds=())
+    assert gathered.roofline().not_compiled_for == ''
+    assert gathered.known_roofline == gathered.roofline()
+    assert 'not compiled for mine' in gathered.roofline(mine).not_compiled_for
+
+
+def test_compilers_for_gpus_refuse_nothing(gathered):
+    """So that memory is compared with that of the GPU."""
+    assert gathered.memory.limit == 80e9
+    assert gathered.fits is True
+    memory = dataclasses.replace(gathered.memory, temporaries=10**11)
+    assert dataclasses.replace(gathered, memory=memory).fits is False
+    assert dataclasses.replace(gathered, memory=dataclasses.replace(memory, limit=None)).fits is None
+
+
 # --- Texts and files ------------------------------------------------------------------------------
 
 
-def test_the_text(snapshot):
-    # Each XLA for CPUs has its own.
-    memory = dataclasses.replace(GATHERED.memory, temporaries=3 * 2**24, peak=2**26)
-    text = dataclasses.replace(GATHERED, memory=memory).to_text(100)
-    snapshot(re.sub(r'test_gpus.py:\d+', 'test_gpus.py:N', text))
+def test_the_text(gathered, snapshot):
+    snapshot(re.sub(r'(\w+).py:\d+', r'\1.py:N', gathered.to_text(100)))
 
 
-def test_memory_is_that_of_the_gpu():
-    assert GATHERED.memory.limit == 80e9
-    assert GATHERED.fits
-    assert 'an estimate' in str(GATHERED)
-    large = dataclasses.replace(GATHERED, memory=dataclasses.replace(GATHERED.memory, temporaries=10**11))
-    assert large.fits is False
+def test_a_page(gathered):
+    page = blocks.html(plan_blocks(gathered, 'A plan'))
+    assert 'the memory of a device' in page and 'No seconds' not in page and 'by an estimate' not in page
 
 
-def test_the_property():
-    assert (GATHERED.simulates, GATHERED.not_compiled_for) == ('h100', NOT_COMPILED)
-    assert GATHERED.hardware is H100
-    assert dataclasses.replace(GATHERED, simulates='').hardware is None
-    assert GATHERED.known_roofline.not_compiled_for == NOT_COMPILED
+def test_json_keeps_it(gathered):
+    assert Plan.load(gathered.to_json()) == gathered
 
 
-def test_a_page_says_it():
-    page = blocks.html(plan_blocks(GATHERED, 'A plan'))
-    assert page.count(NOT_COMPILED) == 1
-    assert 'the memory of a device, by an estimate' in page and 'No seconds' not in page
-
-
-def test_json_keeps_it():
-    again = Plan.load(GATHERED.to_json())
-    assert again == GATHERED
-    assert again.not_compiled_for == NOT_COMPILED
-
-
-def test_a_diff_names_it():
-    other = dataclasses.replace(GATHERED, simulates='')
-    assert '8 h100' in str(GATHERED.diff(other))
+def test_a_diff_names_the_devices(gathered):
+    other = dataclasses.replace(gathered, device_kind='NVIDIA H200')
+    assert '8 NVIDIA H200' in str(gathered.diff(other))
 
 
 # --- Searches -------------------------------------------------------------------------------------
@@ -196,15 +280,16 @@ def make_step(helper):
     return step, (array(1024, 1024),) * 2
 
 
+@gpu_compiler.needed
 def test_a_search():
     found = search(make_step, 'h100:2x4', ['fsdp', 'tp'], constraints={'tp': [1, 2, 4]}, show_progress=False)
-    assert found.fits and all(each.plan.simulates == 'h100' for each in found.candidates)
-    assert found.not_compiled_for == NOT_COMPILED
-    assert NOT_COMPILED in str(found) and NOT_COMPILED in found._repr_html_()
+    assert found.fits and all(each.plan.platform == 'gpu' for each in found.candidates)
+    assert found.compiled_in_full == 0
     assert 'in full' not in str(found)
 
 
-def test_a_search_with_an_axis_over_nodes():
+@gpu_compiler.needed
+def test_a_search_with_an_axis_over_hosts():
     found = search(
         make_step,
         'h100:4',
@@ -217,6 +302,7 @@ def test_a_search_with_an_axis_over_nodes():
     assert {place.slice for place in found.best.places} == {0, 1}
 
 
+@gpu_compiler.needed
 def test_find():
     found = find(
         lambda w, x: x @ w,
@@ -225,7 +311,6 @@ def test_find():
         batch_argnums=1,
         show_progress=False,
     )
-    assert found.plan.simulates == 'h200'
-    assert found.fits is True  # the memory of the GPU is known
-    assert found.plan.not_compiled_for in str(found)
+    assert found.plan.hardware is HARDWARE['h200']
+    assert found.fits is True
     assert "'h200:8'" in found.to_code()

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from scalax._mesh.gpu_nodes import GPUS_OF_NODE
+from scalax._mesh.gpu_targets import TARGETS
+from scalax._mesh.gpu_topologies import GPUS
 from scalax._plan.hardware import find_hardware, numbers_of
 from scalax.errors import PlanError
 from scalax.plan import HARDWARE, Hardware
@@ -20,7 +21,9 @@ NUMBERS = [
 # name -> what no source has
 MISSING = {
     'tpu7x': ['host_bytes_per_second'],
-    **{name: ['ring_multiple'] for name in GPUS_OF_NODE},  # they are in no torus
+    **{name: ['ring_multiple'] for name in GPUS},  # they are in no torus
+    **{name: ['ring_multiple', 'dcn_bytes_per_second'] for name in ('h100-pcie', 'h100-nvl', 'gh200')},
+    **{name: ['ring_multiple', 'host_bytes_per_second'] for name in ('gb200', 'gb300')},
 }
 
 
@@ -39,11 +42,13 @@ def test_bytes_between_slices(name, share):
     assert entry.dcn_bytes_per_second / entry.chips_per_host == share
 
 
-@pytest.mark.parametrize('name', GPUS_OF_NODE)
-def test_bytes_between_nodes(name):
-    """A card of 400 Gb/s for each GPU."""
+@pytest.mark.parametrize(
+    ('name', 'card'), [('a100', 200e9), ('h100', 400e9), ('b200', 400e9), ('gb200', 400e9), ('gb300', 800e9)]
+)
+def test_bits_between_hosts(name, card):
+    """Each GPU has a card."""
     entry = HARDWARE[name]
-    assert 8 * entry.dcn_bytes_per_second / entry.chips_per_host == 400e9
+    assert 8 * entry.dcn_bytes_per_second / entry.chips_per_host == card
 
 
 @pytest.mark.parametrize(
@@ -92,7 +97,8 @@ def test_unknown_names():
         find_hardware(None, 'NVIDIA L4')
     assert str(error.value) == (
         "the numbers of 'NVIDIA L4' devices are not known: give hardware=..., a scalax.plan.Hardware of "
-        "your own or one of 'v4', 'v5e', 'v5p', 'v6e', 'tpu7x', 'h100', 'h200', 'b200'"
+        "your own or one of 'v4', 'v5e', 'v5p', 'v6e', 'tpu7x', 'a100', 'h100', 'h100-pcie', 'h100-nvl', "
+        "'h200', 'gh200', 'b200', 'gb200', 'gb300'"
     )
 
 
@@ -128,8 +134,8 @@ OF_A_TORUS = {'ring_multiple', 'ring_needs_all'}
 @pytest.mark.parametrize(
     ('first', 'kinds', 'fields'),
     [
-        ('v4', set(HARDWARE) - set(GPUS_OF_NODE), {*NUMBERS, 'ring_needs_all', 'chip_bytes_per_second'}),
-        ('h100', set(GPUS_OF_NODE), {*NUMBERS} - OF_A_TORUS),
+        ('v4', set(HARDWARE) - set(GPUS), {*NUMBERS, 'ring_needs_all', 'chip_bytes_per_second'}),
+        ('h100', set(GPUS), {*NUMBERS, 'chips_per_slice'} - OF_A_TORUS),
     ],
     ids=['TPUs', 'GPUs'],
 )
@@ -153,6 +159,14 @@ def test_the_tables_of_the_documentation(first, kinds, fields):
             assert known == value, (field, name)
 
 
-@pytest.mark.parametrize(('kind', 'most'), GPUS_OF_NODE.items())
-def test_nodes_of_topologies_are_those_of_the_hardware(kind, most):
-    assert (HARDWARE[kind].torus_axes, HARDWARE[kind].chips_per_host) == (0, most)
+@pytest.mark.parametrize(('kind', 'joined'), GPUS.items())
+def test_hosts_of_topologies_are_those_of_the_hardware(kind, joined):
+    entry = HARDWARE[kind]
+    assert (entry.torus_axes, entry.chips_per_host) == (0, joined.host)
+    assert (entry.chips_per_slice or entry.chips_per_host) == joined.domain
+
+
+@pytest.mark.parametrize('kind', GPUS)
+def test_the_memory_of_data_sheets_is_less_than_that_of_the_target(kind):
+    assert 0.9 < HARDWARE[kind].hbm_bytes / TARGETS[kind].memory_bytes <= 1
+    assert HARDWARE[kind].hbm_bytes_per_second == pytest.approx(TARGETS[kind].memory_rate, rel=0.05)

@@ -298,6 +298,48 @@ CASES = {
 PARAMETER = '%p = f32[256,256] parameter(0)\n'
 
 
+STARTED = {
+    'an asynchronous slice, as GPUs write it': (
+        """
+        %z = s32[] constant(0)
+        %s = ((f32[256,256], s32[]), f32[2,256], u32[]) fusion-start(%p, %z), kind=kLoop, calls=%sliced
+        ROOT %d = f32[2,256] fusion-done(%s)
+        """,
+        2 * 2,
+        """
+        %sliced (i: f32[256,256], n: s32[]) -> f32[2,256] {
+          %i = f32[256,256] parameter(0)
+          %n = s32[] parameter(1)
+          %c = s32[] constant(0)
+          ROOT %r = f32[2,256] dynamic-slice(%i, %n, %c), dynamic_slice_sizes={2,256}
+        }
+        """,
+    ),
+    'an asynchronous update in place': (
+        """
+        %u = f32[2,256] slice(%p), slice={[0:2], [0:256]}
+        %z = s32[] constant(0)
+        %s = ((f32[256,256], f32[2,256], s32[]), f32[256,256], u32[]) async-start(%p, %u, %z), calls=%updated
+        ROOT %d = f32[256,256] async-done(%s)
+        """,
+        2 * 2 + 2 * 2,
+        """
+        %updated (i: f32[256,256], j: f32[2,256], n: s32[]) -> f32[256,256] {
+          %i = f32[256,256] parameter(0)
+          %j = f32[2,256] parameter(1)
+          %n = s32[] parameter(2)
+          ROOT %r = f32[256,256] dynamic-update-slice(%i, %j, %n, %n)
+        }
+        """,
+    ),
+}
+
+
+@pytest.mark.parametrize(('entry', 'moved', 'called'), STARTED.values(), ids=STARTED)
+def test_what_is_started_moves_what_it_touches(entry, moved, called):
+    assert counted(PARAMETER + textwrap.dedent(entry).strip('\n'), called) == moved * KIB + I32
+
+
 @pytest.mark.parametrize(('entry', 'moved'), CASES.values(), ids=CASES)
 def test_instructions(entry, moved):
     assert counted(PARAMETER + textwrap.dedent(entry).strip('\n')) == moved * KIB

@@ -189,7 +189,7 @@ class _Reader:
             return tuple(operands)
         if opcode == 'get-tuple-element':
             return _element(operands[0], (int(line.attributes['index']),))
-        if opcode == 'fusion':
+        if opcode in ('fusion', 'fusion-start'):
             called = line.attributes['calls']
             return self.run(called, operands) if self.matters(called) else None
         if opcode == 'while':
@@ -212,7 +212,7 @@ class _Reader:
             return self.between_slices(line)
         if opcode.endswith(('-done', '-update')):
             started = opcode.rpartition('-')[0]
-            assert started in (*KINDS, *LOCAL, *SAME, 'async', 'call', 'send', 'recv'), opcode
+            assert started in (*KINDS, *LOCAL, *SAME, 'async', 'call', 'fusion', 'send', 'recv'), opcode
             return None
         self.transfer(line, kind)
         if kind in SAME:
@@ -268,6 +268,9 @@ class _Reader:
 
     def custom(self, line: _Line, operands: list[Any]) -> Any:
         target = line.attributes['custom_call_target'].strip('"')
+        if target.startswith(('__cublas$', '__cudnn$conv')):
+            self.counts.flops += self.flops_of_library(line, target)
+            return None
         assert target in CUSTOM, target
         if target == 'AsyncCollectiveStart':
             [underway] = operands
@@ -349,6 +352,21 @@ class _Reader:
             return 2 * math.prod(line.shape.dims) * math.prod(left.dims[place] for place in over)
         return 2 * _multiplications(line, left, right)
 
+    @functools.cache  # noqa: B019 - a reader lives for one test
+    def flops_of_library(self, line: _Line, target: str) -> int:
+        """Those of a product of cuBLAS or a convolution of cuDNN; the rest of the result is scratch."""
+        left, right, result = (*(self.module.shape(line, place) for place in (0, 1)), line.shape[0])
+        if target.startswith('__cublas$'):
+            numbers = json.loads(line.attributes['backend_config'])['gemm_backend_config']
+            over = map(int, numbers['dot_dimension_numbers']['lhs_contracting_dimensions'])
+            return 2 * math.prod(result.dims) * math.prod(left.dims[place] for place in over)
+        # Gradients are written with the window of the convolution that they are of.
+        if target == '__cudnn$convBackwardInput':
+            left, result = result, left
+        elif target == '__cudnn$convBackwardFilter':
+            right, result = result, right
+        return 2 * _multiplications(dataclasses.replace(line, shape=result), left, right)
+
     def transfer(self, line: _Line, kind: str) -> None:
         """Counts what a copy or a slice moves between the device and the host."""
         shape = line.shape
@@ -410,8 +428,12 @@ def _constant(line: _Line) -> int | None:
 
 def _result(line: _Line) -> Any:
     """The shape of the result of a collective; that of an asynchronous one also holds its operands."""
-    if line.opcode in ('all-gather-start', 'collective-permute-start', 'all-to-all-start'):
+    started = ('all-gather-start', 'collective-permute-start', 'all-to-all-start', 'reduce-scatter-start')
+    if line.opcode in started:
         return line.shape[1]
+    if line.opcode == 'all-reduce-start' and not isinstance(line.shape, _Array):
+        operands, result = line.shape if len(line.shape) == 2 else ((), line.shape)
+        return line.shape if isinstance(operands, _Array) else result
     assert not line.opcode.endswith('-start') or line.opcode == 'all-reduce-start', line.opcode
     return line.shape
 
@@ -601,7 +623,8 @@ def _module(text: str) -> _Module:
         pieces = re.split(r'^ +(?=(?:ROOT )?%?[\w.\-]+ = )', body, flags=re.M)
         bodies[name] = [_instruction(piece) for piece in pieces if piece.strip()]
         entry = name if start else entry
-        fused |= {line.attributes['calls'] for line in bodies[name] if line.opcode == 'fusion'}
+        fusions = (line for line in bodies[name] if line.opcode in ('fusion', 'fusion-start'))
+        fused |= {line.attributes['calls'] for line in fusions}
     assert entry, 'no program'
     return _Module(bodies, entry, fused)
 

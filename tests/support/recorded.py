@@ -1,4 +1,4 @@
-"""Compilations for TPUs that `scripts/record_programs.py` has recorded, for tests without a compiler."""
+"""Compilations for TPUs and GPUs that `scripts/record_programs.py` has recorded, for tests."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+
+from scalax._mesh.gpu_topologies import GPUS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / 'tests' / 'recorded'
@@ -24,11 +26,11 @@ class Recorded:
     """One compilation of one program.
 
     Attributes:
-        name: the name of the program in `tests.support.tpu_programs.PROGRAMS`.
+        name: the name of the program in `tests.support.tpu_programs.PROGRAMS`, or in that of GPUs.
         topology: the hardware, such as ``'v5e:2x4'``; of each slice.
         mesh: mesh axis name -> size. Slices are parts of the first axis.
         slices: how many there are.
-        versions: of ``jax`` and ``libtpu``.
+        versions: of ``jax`` and the compiler.
         partitioned: the program as the partitioner leaves it.
         optimized: the program after all optimizations.
         tables: the texts of `TABLES`.
@@ -52,12 +54,22 @@ class Recorded:
 
 
 def names() -> list[str]:
-    """The programs that are recorded."""
-    return sorted(path.name.partition('.')[0].replace('-', ' ') for path in FOLDER.glob('*.json.xz'))
+    """The programs for TPUs that are recorded."""
+    return _names(FOLDER)
+
+
+def gpu_names() -> list[str]:
+    """The programs for GPUs that are recorded."""
+    return _names(FOLDER / 'gpus')
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name.partition('.')[0].replace('-', ' ') for path in folder.glob('*.json.xz'))
 
 
 def file_of(name: str) -> Path:
-    return FOLDER / f'{name.replace(" ", "-")}.json.xz'
+    folder = FOLDER / 'gpus' if name.split()[-1] in GPUS else FOLDER
+    return folder / f'{name.replace(" ", "-")}.json.xz'
 
 
 @functools.lru_cache(maxsize=4)
@@ -75,7 +87,7 @@ def write(recording: Recorded) -> int:
     if content['executable'] == content['optimized']:
         content['executable'] = ''
     packed = lzma.compress(json.dumps(content).encode(), preset=9 | lzma.PRESET_EXTREME)
-    FOLDER.mkdir(exist_ok=True)
+    file_of(recording.name).parent.mkdir(exist_ok=True)
     file_of(recording.name).write_bytes(packed)
     return len(packed)
 

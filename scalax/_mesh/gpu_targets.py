@@ -1,0 +1,102 @@
+"""What the compiler for NVIDIA GPUs is told of one that is not here: XLA's ``GpuTargetConfigProto``, as text.
+
+The numbers of a kind are those that its driver reports, as XLA's own descriptions of GPUs have them
+(https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs); H100 NVL and GH200, which are
+not there, are from their data sheets (https://www.nvidia.com/en-us/data-center/h100 and
+https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip). What all GPUs of an architecture have in
+common is in table "Technical Specifications per Compute Capability" of the CUDA C++ programming guide.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Target(NamedTuple):
+    """A GPU, as its driver describes it.
+
+    Attributes:
+        device_kind: its name, which JAX reports as ``device.device_kind``.
+        capability: its compute capability.
+        cores: the number of its streaming multiprocessors.
+        ghz: the most that they are clocked with.
+        memory_bytes: the size of its memory.
+        memory_rate: bytes a second between its memory and its cores.
+        l2_bytes: the size of its cache.
+    """
+
+    device_kind: str
+    capability: tuple[int, int]
+    cores: int
+    ghz: float
+    memory_bytes: int
+    memory_rate: int
+    l2_bytes: int
+
+
+_MB = 10**6
+_MIB = 2**20
+TARGETS = {
+    'a100': Target('NVIDIA A100-SXM4-80GB', (8, 0), 108, 1.41, 85_100_068_864, 2_039_040 * _MB, 40 * _MIB),
+    'h100': Target('NVIDIA H100 80GB HBM3', (9, 0), 132, 1.98, 84_942_979_072, 3_352_320 * _MB, 50 * _MIB),
+    'h100-pcie': Target('NVIDIA H100 PCIe', (9, 0), 114, 1.755, 84_942_979_072, 2_039_040 * _MB, 50 * _MIB),
+    'h100-nvl': Target('NVIDIA H100 NVL', (9, 0), 132, 1.785, 94 * 10**9, 3_938_000 * _MB, 50 * _MIB),
+    'h200': Target('NVIDIA H200', (9, 0), 132, 1.98, 151_397_597_184, 4_800_000 * _MB, 50 * _MIB),
+    'gh200': Target('NVIDIA GH200 480GB', (9, 0), 132, 1.98, 96 * 10**9, 4_000_000 * _MB, 50 * _MIB),
+    'b200': Target('NVIDIA B200', (10, 0), 148, 1.965, 191_514_411_008, 7_672_320 * _MB, 132_644_864),
+    'gb200': Target('NVIDIA GB200', (10, 0), 152, 2.062, 197_897_748_480, 7_928_064 * _MB, 135_528_448),
+    'gb300': Target('NVIDIA GB300', (10, 3), 152, 2.07, 297_021_079_552, 7_928_064 * _MB, 135_528_448),
+}
+"""Kind of GPU -> what the compiler is told of it."""
+
+# Compute capability -> floating-point units and bytes of shared memory of a core, and the most of a block.
+_CORES = {8: (64, 167_936, 166_912), 9: (128, 233_472, 232_448), 10: (128, 233_472, 232_448)}
+
+_TEXT = """\
+gpu_device_info {{
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}
+  core_count: {target.cores}
+  fpus_per_core: {units}
+  clock_rate_ghz: {target.ghz}
+  device_memory_size: {target.memory_bytes}
+  memory_bandwidth: {target.memory_rate}
+  l2_cache_size: {target.l2_bytes}
+  shared_memory_per_core: {shared}
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {most_shared}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  threads_per_core_limit: 2048
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 12 minor: 8 }}
+device_description_str: "{target.device_kind}"
+"""
+
+
+def target_config(kind: str) -> str:
+    """The ``GpuTargetConfigProto`` of a kind of GPU, as text.
+
+    Example:
+        >>> 'core_count: 132' in target_config('h100')
+        True
+    """
+    target = TARGETS[kind]
+    major, minor = target.capability
+    units, shared, most_shared = _CORES[major]
+    extension = 'ACCELERATED_FEATURES' if major >= 9 else 'NONE'  # sm_90a: with the units of its own
+    return _TEXT.format(
+        target=target,
+        major=major,
+        minor=minor,
+        extension=extension,
+        units=units,
+        shared=shared,
+        most_shared=most_shared,
+    )

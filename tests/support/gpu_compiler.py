@@ -1,0 +1,13 @@
+"""The compiler for NVIDIA GPUs in tests: whether it is here, in the version that JAX loads."""
+
+import importlib.metadata
+
+import pytest
+
+from scalax._mesh.gpu_topologies import installed_plugins, wrong_plugins
+
+_FOUND = installed_plugins()
+HERE = bool(_FOUND) and wrong_plugins(_FOUND, importlib.metadata.version('jaxlib')) is None
+needed = pytest.mark.skipif(
+    not HERE, reason='the compiler for GPUs is not installed: pip install "scalax[gpu-plan]"'
+)

@@ -1,0 +1,90 @@
+"""Programs for GPUs that are not here, and their plans as `scripts/record_programs.py` has recorded them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+from scalax._plan.buffers import largest_buffers
+from scalax._plan.collectives import collectives
+from scalax._plan.hardware import HARDWARE
+from scalax._plan.hlo import parse
+from scalax._plan.hlo_cost import work_of
+from scalax._plan.host_moves import host_moves
+from scalax._plan.memory import MemoryTables, assigned_memory, read_layout
+from scalax._plan.torus import Place
+from scalax.plan import Plan
+from scalax.sharding import MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+from tests.support import tpu_programs as programs
+from tests.support.recorded import recorded
+from tests.support.tpu_programs import Program
+
+TWO = {'fsdp': 4, 'tp': 2}
+
+
+def product(helper: MeshShardingHelper) -> programs.Step:
+    """Each group of fsdp has two GPUs of each of two hosts, and gathers half of the weights: 16 MiB."""
+    step = helper.sjit(
+        lambda w, x: x @ w, in_shardings=(P('fsdp', 'tp'), P('fsdp')), out_shardings=P('fsdp', 'tp')
+    )
+    return step, (programs.array(4096, 4096),) * 2
+
+
+NODES = {'data': 2, 'fsdp': 4}
+PROGRAMS: dict[str, Program] = {
+    **{
+        f'{make.__name__} h100': Program(make, 'h100:2x4', TWO)
+        for make in (programs.block, programs.fsdp_tp, programs.sequence_parallel, programs.zero_1)
+    },
+    **{
+        f'{make.__name__} h100': Program(make, 'h100:2x4', TWO)
+        for make in (programs.nested_loops, programs.branches, programs.accumulated, programs.stencil)
+    },
+    'product h100': Program(product, 'h100:2x4', TWO),
+    'fsdp h100': Program(programs.fsdp, 'h100:2x4', NODES),
+    'gathered h100': Program(programs.gathered, 'h100:2x4', {'fsdp': 8, 'tp': 1}),
+    'experts h100': Program(programs.experts, 'h100:2x4', {'dp': 2, 'expert': 4}),
+    'by_hand h100': Program(programs.by_hand, 'h100:2x4', {'a': 2, 'b': 2, 'c': 2}),
+    'decoder h100': Program(programs.decoder, 'h100:2x4', TWO),
+    'decoder gb200': Program(programs.decoder, 'gb200:2x4', TWO),
+    'offloaded h100': Program(programs.offloaded, 'h100:2x4', TWO),
+    'rings h100': Program(programs.rings, 'h100:2x4', {'sp': 8}),
+}
+
+
+@functools.cache
+def recorded_plan(name: str) -> Plan:
+    """The plan of a recorded program. The compiler's part is recorded, the rest of simulated devices."""
+    program, found = PROGRAMS[name], recorded(name)
+    kind, _, size = program.topology.partition(':')
+    hosts, each = map(int, size.split('x'))
+    hardware = HARDWARE[kind]
+    slices = [i // each if hardware.chips_per_slice is None else 0 for i in range(hosts * each)]
+    places = tuple(map(Place, slices))
+    helper = MeshShardingHelper(list(program.mesh.values()), list(program.mesh), devices=jax.devices()[:8])
+    step, arguments = program.make(helper)
+    module, before = parse(found.optimized), parse(found.partitioned)
+    layout = read_layout(MemoryTables(*found.tables))
+    return dataclasses.replace(
+        helper.plan(step, *arguments, quick=True),
+        platform='gpu',
+        device_kind=hardware.device_kinds[0],
+        places=places,
+        memory=dataclasses.replace(assigned_memory(layout), limit=hardware.hbm_bytes),
+        collectives=collectives(module, program.mesh, places, before, range(8), True),
+        work=work_of(module),
+        buffers=largest_buffers(layout, module),
+        host_moves=host_moves(module),
+    )
+
+
+def made_plan(name: str) -> Plan:
+    """The plan of a program that is compiled now."""
+    helper = PROGRAMS[name].helper()
+    step, arguments = PROGRAMS[name].make(helper)
+    made: Any = helper.plan(step, *arguments)
+    return made
