@@ -24,6 +24,7 @@ from tests.support import executable_reader, gpu_compiler
 from tests.support.gpu_programs import PROGRAMS, made_plan, recorded_plan
 from tests.support.recorded import gpu_names, recorded
 
+pytestmark = pytest.mark.one_jax
 H100 = HARDWARE['h100']
 NOT_COMPILED = 'not compiled for h100: the program is that of cpu devices, with the numbers of h100'
 
@@ -109,6 +110,8 @@ def test_what_is_held_at_the_peak_has_a_name(name):
 @gpu_compiler.needed
 @pytest.mark.parametrize('name', ['product h100', 'fsdp h100', 'stencil h100', 'offloaded h100'])
 def test_the_recordings_are_what_the_compiler_makes(name):
+    if recorded(name).versions['jax'] != jax.__version__:
+        pytest.skip('each compiler has its own memory')
     made, before = made_plan(name), recorded_plan(name)
     for field in ('memory', 'places', 'device_kind', 'platform', 'host_moves', 'flops'):
         assert getattr(made, field) == getattr(before, field), field

@@ -11,6 +11,7 @@ import jax
 from scalax._plan.buffers import largest_buffers
 from scalax._plan.collectives import collectives
 from scalax._plan.hardware import HARDWARE
+from scalax._plan.flops import count_flops, count_model_flops
 from scalax._plan.hlo import parse
 from scalax._plan.hlo_cost import work_of
 from scalax._plan.host_moves import host_moves
@@ -57,8 +58,15 @@ PROGRAMS: dict[str, Program] = {
 
 
 @functools.cache
+def _any_plan() -> Plan:
+    helper = MeshShardingHelper([8], ['x'], devices=jax.devices()[:8])
+    step = helper.sjit(lambda x: x, in_shardings=P('x'))
+    return helper.plan(step, jax.ShapeDtypeStruct((8,), 'float32'), quick=True)
+
+
+@functools.cache
 def recorded_plan(name: str) -> Plan:
-    """The plan of a recorded program. The compiler's part is recorded, the rest of simulated devices."""
+    """The plan of a recorded program; its name, arguments and batch are of no program."""
     program, found = PROGRAMS[name], recorded(name)
     kind, _, size = program.topology.partition(':')
     hosts, each = map(int, size.split('x'))
@@ -67,10 +75,16 @@ def recorded_plan(name: str) -> Plan:
     places = tuple(map(Place, slices))
     helper = MeshShardingHelper(list(program.mesh.values()), list(program.mesh), devices=jax.devices()[:8])
     step, arguments = program.make(helper)
+    jaxpr = step.trace(*arguments).jaxpr
+    flops = count_flops(jaxpr)
     module, before = parse(found.optimized), parse(found.partitioned)
     layout = read_layout(MemoryTables(*found.tables))
     return dataclasses.replace(
-        helper.plan(step, *arguments, quick=True),
+        _any_plan(),
+        mesh=program.mesh,
+        flops=flops.count,
+        flops_counted=flops.counted,
+        model_flops=count_model_flops(jaxpr),
         platform='gpu',
         device_kind=hardware.device_kinds[0],
         places=places,
