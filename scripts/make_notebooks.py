@@ -2,7 +2,8 @@
 
 Usage: ``make tutorial``, or ``make tutorial ARGS=--check``, which writes nothing and shows in what the
 notebooks differ; ``ARGS=docs/tutorial.py`` makes one. A cell begins at a line ``# %%``, one of text at
-``# %% [markdown]``. ``# %% tags=["tpu"]`` marks what the TPU compiler shows: without it, its output is kept.
+``# %% [markdown]``. ``# %% tags=["tpu"]`` and ``["gpu"]`` mark what a compiler shows: without it, the output
+is kept.
 """
 
 from __future__ import annotations
@@ -125,12 +126,13 @@ def differences(made: dict[str, Any], kept: dict[str, Any]) -> str:
 def with_kept(
     cells: list[Cell], outputs: list[list[dict[str, Any]]], kept: dict[str, Any]
 ) -> list[list[dict[str, Any]]]:
-    """The outputs, with those that a notebook has already where the TPU compiler would be needed."""
-    if importlib.util.find_spec('libtpu'):
-        return outputs
+    """The outputs, with those that a notebook has already where a compiler would be needed."""
+    missing = set() if importlib.util.find_spec('libtpu') else {'tpu'}
+    cuda = any(map(importlib.util.find_spec, ('jax_cuda12_plugin', 'jax_cuda13_plugin')))
+    missing |= set() if cuda else {'gpu'}
     before = [cell.get('outputs', []) for cell in kept['cells']]
     both = zip(cells, outputs, before, strict=False)
-    return [old if 'tpu' in cell.tags else new for cell, new, old in both] + outputs[len(before) :]
+    return [old if missing & {*cell.tags} else new for cell, new, old in both] + outputs[len(before) :]
 
 
 def make(script: Path, check: bool) -> bool:

@@ -4,8 +4,8 @@
 # How much memory does a step need, what does it send, and how long does it take at least? A plan compiles the
 # step and reads the compiler's program. Nothing runs: shapes are enough, and so is a laptop.
 #
-# The first two parts work anywhere. The third compiles for TPUs with the TPU compiler (`pip install
-# "scalax[plan]"`, on Linux, needs no TPU); without it, that part says so.
+# The first part works anywhere. The others compile for GPUs and TPUs, with compilers that need none of them (on
+# Linux, `pip install "scalax[gpu-plan]"` and `"scalax[plan]"`); without these, they say so.
 
 # %%
 import importlib.util
@@ -13,6 +13,7 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 
+from scalax.errors import MissingDependencyError
 from scalax.plan import search
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
@@ -73,13 +74,21 @@ print(f'bound by {roofline.bound}; at most {roofline.mfu:.0%} of the peak')
 # %% [markdown]
 # ## On GPUs that are not here
 #
-# `h100:8` is a node of eight H100, for which simulated devices stand: the program is the partitioner's, the
-# times are computed with the numbers of the hardware. A search tries every mesh with every rule, and ranks
-# them. (Takes a few seconds.)
+# `h100:8` is a host of eight H100. A search compiles every mesh with every rule, and ranks them. (Takes a few
+# seconds. Needs the compiler for GPUs.)
 
-# %%
+# %% tags=["gpu"]
 rules = {'fsdp': fsdp, 'fsdp x tp': tensor_parallel & FSDPShardingRule('fsdp', min_fsdp_size=1).stacked()}
-print(search(make_step, 'h100:8', ['fsdp', 'tp'], rules))
+
+
+def search_on_gpus():
+    try:
+        return search(make_step, 'h100:8', ['fsdp', 'tp'], rules)
+    except MissingDependencyError as error:
+        return error
+
+
+print(search_on_gpus())
 
 # %% [markdown]
 # ## On TPUs that are not here

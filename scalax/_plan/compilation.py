@@ -131,7 +131,7 @@ def compile_lowered(
     if platform in ('tpu', 'gpu') or not runs:
         # Without a layout less is known of one that runs: the vector memory of a chip counts too.
         with contextlib.suppress(*([PlanError] if runs else [])):
-            layout = read_layout(dump.tables)
+            layout = read_layout(dump.tables, platform == 'gpu')
     return Compiled(
         dump.partitioned,
         '' if platform == 'cpu' else dump.optimized,

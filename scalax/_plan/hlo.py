@@ -46,6 +46,7 @@ CALLS = {
 
 MAIN, HOST = 0, 5
 """The memory of a device, and that of its host."""
+_OTHER_SPACE = re.compile(rf':S\((?!{HOST}\))\d+\)\}}')
 
 
 class Array(NamedTuple):
@@ -230,12 +231,19 @@ class Module:
             yield frame
 
 
-def parse(text: str) -> Module:
+def parse(text: str, one_memory: bool = False) -> Module:
     """Reads an HLO module.
+
+    Args:
+        text: the module, as XLA prints it.
+        one_memory: whether all spaces but that of the host are in the main memory, as on GPUs, where XLA has
+            one of its own for what collectives use.
 
     Raises:
         PlanError: the text is not an HLO module.
     """
+    if one_memory:
+        text = _OTHER_SPACE.sub('}', text)
     lines = iter(text.splitlines())
     head = next(lines, '')
     if not head.startswith('HloModule '):

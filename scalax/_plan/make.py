@@ -78,7 +78,8 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
     # If nothing is partitioned, the lowered program is that of the device. (``lowered.as_text`` would print
     # every constant.)
     partitioned = parse(compiled.partitioned or lowered.compiler_ir(dialect='hlo').as_hlo_text())
-    program = parse(compiled.optimized) if compiled.optimized else partitioned
+    is_gpu = device.platform == 'gpu'
+    program = parse(compiled.optimized, is_gpu) if compiled.optimized else partitioned
     flops = count_flops(traced.jaxpr)
     places = step.places
     switched = hardware is not None and hardware.torus_axes == 0

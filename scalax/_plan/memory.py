@@ -128,14 +128,21 @@ class MemoryLayout(NamedTuple):
     held: Sequence[tuple[int, Value | None]]
 
 
-def read_layout(tables: MemoryTables) -> MemoryLayout:
+def read_layout(tables: MemoryTables, one_memory: bool = False) -> MemoryLayout:
     """Reads the tables of one program.
+
+    Args:
+        tables: the tables.
+        one_memory: as for `parse`.
 
     Raises:
         PlanError: they are written in an unknown form.
     """
-    totals = {int(space): int(size) for space, size in _TOTAL.findall(tables.report)}
-    allocations = [each for each in _allocations(tables.assignment) if each.space == MAIN]
+    main = (lambda space: space != HOST) if one_memory else (lambda space: space == MAIN)
+    totals = collections.Counter[int]()
+    for space, size in _TOTAL.findall(tables.report):
+        totals[MAIN if main(int(space)) else int(space)] += int(size)
+    allocations = [each for each in _allocations(tables.assignment) if main(each.space)]
     live = {
         (found[1], found[2]): (int(found[3]), int(found[4]))
         for found in map(_LIVE.match, tables.live.splitlines())

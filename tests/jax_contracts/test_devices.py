@@ -9,6 +9,7 @@ import pytest
 
 from scalax._jax import devices as of
 from scalax._mesh.topologies import topology_devices
+from tests.support import gpu_compiler
 from tests.support.contracts import contract
 
 
@@ -42,6 +43,13 @@ def test_tpu_devices_have_places(slices: Any) -> None:
         assert {of.slice_of(device) for device in slices} == {0, 1}
         assert {of.coords_of(device) for device in slices} == {(x, y, 0) for x in range(2) for y in range(4)}
         assert {of.core_of(device) for device in slices} == {0}
+
+
+@gpu_compiler.needed
+def test_gpus_have_domains() -> None:
+    with contract('says of GPUs in which NVLink domain they are, first of their coords', 'to lay meshes out'):
+        found = [(of.slice_of(each), of.coords_of(each)) for each in topology_devices('gb200:2x3x4', 1)]
+        assert found == [(i // 12, ()) for i in range(24)]
 
 
 @pytest.mark.one_jax

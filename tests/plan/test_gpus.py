@@ -139,6 +139,18 @@ def test_a_product_of_other_types():
         assert plan.work.flops == plan.flops == (8 if dtype == 'complex64' else 2) * 512 * 256 * 1024, dtype
 
 
+@pytest.mark.parametrize(('space', 'moved'), [(0, 2), (1, 2), (2, 2), (5, 1)])
+def test_all_memory_but_that_of_the_host_is_that_of_the_device(space, moved):
+    text = f"""HloModule made, is_scheduled=true
+
+ENTRY %main (x: f32[256]) -> f32[256] {{
+  %x = f32[256]{{0:S({space})}} parameter(0)
+  ROOT %r = f32[256]{{0}} negate(%x)
+}}
+"""
+    assert work_of(parse(text, one_memory=True)).bytes == moved * 4 * 256
+
+
 GRADIENT = """HloModule made, is_scheduled=true
 
 ENTRY %main (x: bf16[8,64,64,128], g: bf16[8,64,64,256]) -> bf16[256,3,3,128] {

@@ -131,6 +131,15 @@ def test_memory_is_that_of_the_layout():
     assert (memory.total, memory.total - memory.peak) == (26112, 1536)  # two gaps
 
 
+def test_on_gpus_all_but_the_memory_of_the_host_is_one():
+    """What collectives use has a space of its own there: here 4 KiB, for as long as the loop runs."""
+    live = LIVE.replace('    one{}:0-9\n', '    one{}:0-9\n    fast{}:3-8\n')
+    apart, together = (read_layout(MemoryTables(REPORT, ASSIGNMENT, live), one) for one in (False, True))
+    memory, more = assigned_memory(apart), assigned_memory(together)
+    assert (more.total - memory.total, more.peak - memory.peak) == (4 * KIB, 4 * KIB)
+    assert (more.arguments, more.outputs, more.host) == (memory.arguments, memory.outputs, memory.host)
+
+
 def test_rows_are_all_that_is_held_with_lines_and_arguments():
     layout = read_layout(TABLES)
     rows = largest_buffers(layout, parse(PROGRAM))

@@ -10,8 +10,8 @@ import jax
 
 from scalax._plan.buffers import largest_buffers
 from scalax._plan.collectives import collectives
-from scalax._plan.hardware import HARDWARE
 from scalax._plan.flops import count_flops, count_model_flops
+from scalax._plan.hardware import HARDWARE
 from scalax._plan.hlo import parse
 from scalax._plan.hlo_cost import work_of
 from scalax._plan.host_moves import host_moves
@@ -77,8 +77,8 @@ def recorded_plan(name: str) -> Plan:
     step, arguments = program.make(helper)
     jaxpr = step.trace(*arguments).jaxpr
     flops = count_flops(jaxpr)
-    module, before = parse(found.optimized), parse(found.partitioned)
-    layout = read_layout(MemoryTables(*found.tables))
+    module, before = parse(found.optimized, True), parse(found.partitioned)
+    layout = read_layout(MemoryTables(*found.tables), True)
     return dataclasses.replace(
         _any_plan(),
         mesh=program.mesh,
