@@ -4,7 +4,7 @@
 # How much memory does a step need, what does it send, and how long does it take at least? A plan compiles the
 # step and reads the compiler's program. Nothing runs: shapes are enough, and so is a laptop.
 #
-# The first part works anywhere. The others compile for GPUs and TPUs, with compilers that need none of them (on
+# The first part works anywhere. The others compile for GPUs and TPUs, by compilers that need none of them (on
 # Linux, `pip install "scalax[gpu-plan]"` and `"scalax[plan]"`); without these, they say so.
 
 # %%
