@@ -55,6 +55,7 @@ class Compiled:
         executable: the ``jax.stages.Compiled``; None for programs that do not fit, and for quick plans.
         refusal: the error of the compiler for a program that does not fit into memory.
         layout: where arrays are in memory; None if the compiler does not say so.
+        flags: as `Plan.flags`.
     """
 
     partitioned: str
@@ -64,6 +65,7 @@ class Compiled:
     executable: Any
     refusal: str = ''
     layout: MemoryLayout | None = None
+    flags: tuple[str, ...] = ()
 
     @property
     def runs_on(self) -> set[Any]:
@@ -111,9 +113,12 @@ def compile_lowered(
     small: dict[str, Any] = _small_device(layout_for or 0, limit or _PLENTY) if quick else {}
     if platform == 'cpu' and layout_for is not None:
         small = {_OPTIMIZATION: 0}
-    if platform == 'gpu' and not attached:
-        said = os.environ.get('XLA_FLAGS', '')
-        small = {name: value for name, value in LIBRARIES.items() if name not in said}
+    flags: list[str] = []
+    if platform == 'gpu':
+        flags = [flag for flag in os.environ.get('XLA_FLAGS', '').split() if flag.startswith('--xla_gpu_')]
+        said = {flag[2:].partition('=')[0] for flag in flags}
+        small = {} if attached else {name: on for name, on in LIBRARIES.items() if name not in said}
+        flags += [f'--{name}={str(on).lower()}' for name, on in small.items()]
     dump = _compile(lowered, small)
     runs = dump.executable is not None  # else it is too large, or this is a quick plan
     devices = devices_of(dump.partitioned or dump.optimized or dump.executable.as_text())
@@ -140,6 +145,7 @@ def compile_lowered(
         dump.executable,
         refusal='' if quick else dump.refusal,
         layout=layout,
+        flags=tuple(flags),
     )
 
 

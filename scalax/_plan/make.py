@@ -108,6 +108,7 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
         places=places,
         quick=quick and device.platform == 'tpu',
         refusal=compiled.refusal,
+        flags=compiled.flags,
         buffers=() if compiled.layout is None else largest_buffers(compiled.layout, program),
         host_moves=host_moves(program) if compiled.optimized else HostMoves(),
         followed=step.function.followed(*step.args, **step.kwargs) if is_followed else None,

@@ -57,6 +57,7 @@ def plan_blocks(plan: PlanData, title: str, level: int = 1) -> list[Block]:
         OnPage([Lines([plan.refusal], 'bad')]),
         InText([Lines([_flops(plan)])]),
         Lines([_excess(plan)]),
+        Lines([f'compiled with {" ".join(plan.flags)}'] if plan.flags else []),
         Section('Memory of each device', memory_blocks(plan)),
         Section('Seconds of one call', _seconds(plan, roofline)),
         Section('Forward, backward, update', _parts(plan, roofline), 'on each device'),

@@ -57,6 +57,7 @@ class PlanData:
     buffers: tuple[Buffer, ...] = ()
     host_moves: HostMoves = _NOTHING_MOVED
     followed: FollowedBatch | None = None
+    flags: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool | None:

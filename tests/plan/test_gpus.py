@@ -113,11 +113,28 @@ def test_the_recordings_are_what_the_compiler_makes(name):
     if recorded(name).versions['jax'] != jax.__version__:
         pytest.skip('each compiler has its own memory')
     made, before = made_plan(name), recorded_plan(name)
-    for field in ('memory', 'places', 'device_kind', 'platform', 'host_moves', 'flops'):
+    for field in ('memory', 'flags', 'places', 'device_kind', 'platform', 'host_moves', 'flops'):
         assert getattr(made, field) == getattr(before, field), field
     assert made.collectives == before.collectives
     assert made.work == before.work
     assert made.buffers == before.buffers
+
+
+def flags_of_a_plan(monkeypatch, said):
+    """What the compiler is asked, and what the plan says, if XLA_FLAGS are these."""
+    monkeypatch.setenv('XLA_FLAGS', said)
+    helper = MeshShardingHelper.from_topology('h100:1', [1], ['x'])
+    step = helper.sjit(lambda x: x @ x, in_shardings=P())
+    return helper.plan(step, array(256, 256)).flags
+
+
+@gpu_compiler.needed
+def test_options_of_the_compiler_are_said(monkeypatch):
+    """XLA has read the variable when it started, so this is about what is asked and said."""
+    libraries = '--xla_gpu_enable_triton_gemm=false', '--xla_gpu_autotune_level=0'
+    assert flags_of_a_plan(monkeypatch, '') == libraries
+    own = '--xla_gpu_enable_triton_gemm=true'
+    assert flags_of_a_plan(monkeypatch, f'--xla_cpu_foo {own}') == (own, libraries[1])
 
 
 @gpu_compiler.needed

@@ -10,6 +10,7 @@ import jax
 
 from scalax._plan.buffers import largest_buffers
 from scalax._plan.collectives import collectives
+from scalax._plan.compilation import LIBRARIES
 from scalax._plan.flops import count_flops, count_model_flops
 from scalax._plan.hardware import HARDWARE
 from scalax._plan.hlo import parse
@@ -27,14 +28,6 @@ from tests.support.tpu_programs import Program
 TWO = {'fsdp': 4, 'tp': 2}
 
 
-def product(helper: MeshShardingHelper) -> programs.Step:
-    """Each group of fsdp has two GPUs of each of two hosts, and gathers half of the weights: 16 MiB."""
-    step = helper.sjit(
-        lambda w, x: x @ w, in_shardings=(P('fsdp', 'tp'), P('fsdp')), out_shardings=P('fsdp', 'tp')
-    )
-    return step, (programs.array(4096, 4096),) * 2
-
-
 NODES = {'data': 2, 'fsdp': 4}
 PROGRAMS: dict[str, Program] = {
     **{
@@ -45,7 +38,7 @@ PROGRAMS: dict[str, Program] = {
         f'{make.__name__} h100': Program(make, 'h100:2x4', TWO)
         for make in (programs.nested_loops, programs.branches, programs.accumulated, programs.stencil)
     },
-    'product h100': Program(product, 'h100:2x4', TWO),
+    'product h100': Program(programs.product, 'h100:2x4', TWO),
     'fsdp h100': Program(programs.fsdp, 'h100:2x4', NODES),
     'gathered h100': Program(programs.gathered, 'h100:2x4', {'fsdp': 8, 'tp': 1}),
     'experts h100': Program(programs.experts, 'h100:2x4', {'dp': 2, 'expert': 4}),
@@ -93,6 +86,7 @@ def recorded_plan(name: str) -> Plan:
         work=work_of(module),
         buffers=largest_buffers(layout, module),
         host_moves=host_moves(module),
+        flags=tuple(f'--{name}={str(value).lower()}' for name, value in LIBRARIES.items()),
     )
 
 

@@ -413,6 +413,17 @@ def parked(helper: MeshShardingHelper) -> Step:
     return fun, (array(4096, 8192), array(4096, 8192), _rows(helper, ('fsdp',), 4096, 2048))
 
 
+# --- For GPUs -----------------------------------------------------------------------------------------
+
+
+def product(helper: MeshShardingHelper) -> Step:
+    """Each group of fsdp has two GPUs of each of two hosts, and gathers half of the weights: 16 MiB."""
+    step = helper.sjit(
+        lambda w, x: x @ w, in_shardings=(P('fsdp', 'tp'), P('fsdp')), out_shardings=P('fsdp', 'tp')
+    )
+    return step, (array(4096, 4096),) * 2
+
+
 TWO = {'fsdp': 4, 'tp': 2}
 FOUR = {'fsdp': 4, 'tp': 4}
 CUBE = {'fsdp': 16, 'tp': 4}
