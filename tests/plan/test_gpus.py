@@ -69,12 +69,16 @@ def test_both_readers_count_the_same(name):
     assert 0 < plan.work.bytes <= second.hbm
 
 
-# What several devices compute, by the parts of a mesh that repeat it, or what is left out.
-REPEATED = {
-    **dict.fromkeys(('zero_1 h100', 'nested_loops h100', 'branches h100', 'accumulated h100'), 2),
+# How often devices along a mesh axis compute the same.
+REPEATED = dict.fromkeys(('zero_1 h100', 'nested_loops h100', 'branches h100', 'accumulated h100'), 2)
+ABOUT = {
+    'stencil h100': 2.0052,  # edges that neighbours both compute
+    'convolutions h100': 1.0177,  # zeros beyond the edges, where those are uneven
+    'vision h100': 1.0020,  # 196 patches are padded to 200, for the tensor cores
+    'experts h100': 0.9998,  # products that no result needs
+    'rings h100': 0.9821,
+    **dict.fromkeys(('by_hand h100', 'resharded h100', 'rolled h100'), 0),
 }
-# Edges that neighbours both compute; products that no result needs.
-ABOUT = {'stencil h100': 2.0052, 'experts h100': 0.9998, 'rings h100': 0.9821, 'by_hand h100': 0}
 
 
 @pytest.mark.parametrize('name', PROGRAMS)
@@ -94,8 +98,12 @@ def test_memory_is_the_compilers_own(name):
     assert memory.donated == stats['alias_size_in_bytes']
     total = sum(stats[f'{part}_size_in_bytes'] for part in ('argument', 'output', 'temp')) - memory.donated
     assert memory.total == pytest.approx(total, abs=4096)
-    assert memory.host == stats['host_temp_size_in_bytes']
-    assert memory.peak == pytest.approx(stats['peak_memory_in_bytes'], rel=0.01)
+    host = ('host_argument', 'host_output', 'host_temp')
+    held = sum(stats[f'{part}_size_in_bytes'] for part in host) - stats['host_alias_size_in_bytes']
+    assert memory.host == held
+    # XLA counts arguments on the host, too.
+    peak = stats['peak_memory_in_bytes'] - stats['host_argument_size_in_bytes']
+    assert memory.peak == pytest.approx(peak, rel=0.01)
 
 
 @pytest.mark.parametrize('name', PROGRAMS)

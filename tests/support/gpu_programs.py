@@ -38,6 +38,22 @@ PROGRAMS: dict[str, Program] = {
         f'{make.__name__} h100': Program(make, 'h100:2x4', TWO)
         for make in (programs.nested_loops, programs.branches, programs.accumulated, programs.stencil)
     },
+    **{
+        f'{make.__name__} h100': Program(make, 'h100:2x4', TWO)
+        for make in (
+            programs.fsdp_saved,
+            programs.switch,
+            programs.up_to,
+            programs.resharded,
+            programs.rolled,
+        )
+    },
+    'parked h100': Program(programs.parked, 'h100:2x4', TWO),
+    'two_products h100': Program(programs.two_products, 'h100:2x4', {'fsdp': 2, 'tp': 4}),
+    'convolutions h100': Program(programs.convolutions, 'h100:2x4', {'fsdp': 8}),
+    'vision h100': Program(programs.vision, 'h100:2x4', {'fsdp': 8}),
+    'fsdp a100': Program(programs.fsdp, 'a100:2x4', NODES),
+    'fsdp_tp gb200': Program(programs.fsdp_tp, 'gb200:2x4', TWO),
     'product h100': Program(programs.product, 'h100:2x4', TWO),
     'fsdp h100': Program(programs.fsdp, 'h100:2x4', NODES),
     'gathered h100': Program(programs.gathered, 'h100:2x4', {'fsdp': 8, 'tp': 1}),

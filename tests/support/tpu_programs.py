@@ -424,6 +424,53 @@ def product(helper: MeshShardingHelper) -> Step:
     return step, (array(4096, 4096),) * 2
 
 
+def convolutions(helper: MeshShardingHelper) -> Step:
+    """A step of a small convolutional network with strides, whose batch is sharded."""
+
+    def loss(params: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w in params:
+            x = jax.lax.conv_general_dilated(x, w, (2, 2), 'SAME', dimension_numbers=('NHWC', 'HWIO', 'NHWC'))
+            x = jax.nn.relu(x)
+        return jnp.square(x.astype('float32')).mean()
+
+    def step(params: list[jax.Array], x: jax.Array) -> list[jax.Array]:
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
+
+    fun = helper.sjit(step, in_shardings=(P(), P('fsdp')), out_shardings=P(), donate_argnums=0)
+    params = [array(7, 7, 3, 64), array(3, 3, 64, 128), array(3, 3, 128, 256)]
+    return fun, (params, array(helper.mesh.shape['fsdp'] * 16, 224, 224, 3))
+
+
+def vision(helper: MeshShardingHelper) -> Step:
+    """A step of a vision transformer: patches by a convolution, then attention and feed-forward blocks."""
+
+    def block(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+        q, k, v = jnp.moveaxis((x @ w['qkv']).reshape(*x.shape[:2], 3, 8, 64), 2, 0)
+        x = x + jax.nn.dot_product_attention(q, k, v).reshape(x.shape) @ w['out']
+        return x + jax.nn.gelu(x @ w['up']) @ w['down'], None
+
+    def loss(params: dict[str, Any], images: jax.Array) -> jax.Array:
+        x = jax.lax.conv_general_dilated(
+            images, params['patch'], (16, 16), 'VALID', dimension_numbers=('NHWC', 'HWIO', 'NHWC')
+        )
+        x, _ = jax.lax.scan(jax.checkpoint(block), x.reshape(len(images), -1, 512), params['blocks'])
+        return jnp.square((x.mean(1) @ params['head']).astype('float32')).mean()
+
+    def step(params: dict[str, Any], images: jax.Array) -> dict[str, Any]:
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, images))
+
+    weights = FSDPShardingRule('fsdp', min_fsdp_size=1)
+    rule = {'patch': P(), 'head': weights, 'blocks': weights.stacked()}
+    fun = helper.sjit(step, in_shardings=(rule, P('fsdp')), out_shardings=rule, donate_argnums=0)
+    blocks = {'qkv': array(6, 512, 1536), 'out': array(6, 512, 512), 'up': array(6, 512, 2048)}
+    params = {
+        'patch': array(16, 16, 3, 512),
+        'head': array(512, 1024),
+        'blocks': {**blocks, 'down': array(6, 2048, 512)},
+    }
+    return fun, (params, array(helper.mesh.shape['fsdp'] * 16, 224, 224, 3))
+
+
 TWO = {'fsdp': 4, 'tp': 2}
 FOUR = {'fsdp': 4, 'tp': 4}
 CUBE = {'fsdp': 16, 'tp': 4}
