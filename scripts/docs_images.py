@@ -2,8 +2,8 @@
 
 Usage, in the development environment: ``python scripts/docs_images.py``. It runs the Python blocks of the
 page on reports in a scratch folder, and takes pictures of the report that they write there, light and dark;
-and of the pages of a plan, a search and a found rule, where the TPU compiler is installed. It needs Chromium.
-The pictures depend on its version and on the fonts at hand, so no test compares them.
+and of the pages of plans, a search and a found rule, where the compilers for TPUs and GPUs are installed. It
+needs Chromium. The pictures depend on its version and on the fonts at hand, so no test compares them.
 """
 
 import contextlib
@@ -27,6 +27,10 @@ PLAN = (
     *(sys.executable, '-m', 'scalax', 'plan', 'examples/plan_llama.py:make_8b', '--quick'),
     *('--topology', 'v5p:4x4x4', '--mesh', 'fsdp=-1,tp=4'),
 )
+ON_GPUS = (
+    *(sys.executable, '-m', 'scalax', 'plan', 'examples/plan_llama.py:make_70b'),
+    *('--topology', 'h100:64x8', '--mesh', 'fsdp=-1,tp=8'),
+)
 FOUND = (
     *(sys.executable, '-m', 'scalax', 'find', 'examples/mixer.py:make_step', '--topology', 'v5e:2x4'),
     *('--batch', '1', '--donate', '0', '--memory', '8GiB'),
@@ -36,7 +40,12 @@ SEARCH = (
     *('--axes', 'data,fsdp,tp', '--sizes', 'data=1,2,4', '--sizes', 'tp=1,2,4,8'),
 )
 # name of the picture -> what writes the page, and how much of that is shown
-PAGES = {'plan-llama-8b': (PLAN, 1480), 'found-mixer': (FOUND, 1100), 'search-llama-8b': (SEARCH, 1060)}
+PAGES = {
+    'plan-llama-8b': (PLAN, 1480),
+    'plan-llama-70b-h100': (ON_GPUS, 1480),
+    'found-mixer': (FOUND, 1100),
+    'search-llama-8b': (SEARCH, 1060),
+}
 SIZE = (1280, 710)
 SCALE = 1.5  # sharp enough for screens of high density
 COLORS = 256
