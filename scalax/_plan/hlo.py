@@ -21,6 +21,7 @@ _BITS |= {'f16': 16, 'bf16': 16, 'f32': 32, 'f64': 64, 'c64': 64, 'c128': 128}
 _BITS |= {'pred': 8, 'token': 0, 'opaque': 0}
 _SHAPE = re.compile(r'([a-z][a-z0-9]*)\[([^\]]*)\](?:\{(?:[^{}]*S\((\d+)\))?[^{}]*\})?')
 _CALLED = re.compile(r'[\w.\-]+')
+_COMBINED = re.compile(r'/\(([^:]+):.*\)$')
 _DIGITS = re.compile(r'\d+')
 _COMMENT = re.compile(r'/\*.*?\*/')
 _NAME = re.compile(r'%?([\w.\-]+(?:#\d+)?)$')
@@ -104,9 +105,12 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Its place in the traced program: ``jit(step)/jvp()/dot_general``; of an argument, its name."""
+        """Its place in the traced program: ``jit(step)/jvp()/dot_general``; of an argument, its name.
+
+        Of several that were combined, which compilers write as ``jit(step)/(a/dot_general:b/add)``, the first.
+        """
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return _unescaped(found[1]) if found else ''
+        return _COMBINED.sub(r'/\1', _unescaped(found[1])) if found else ''
 
     @property
     def frame(self) -> int:

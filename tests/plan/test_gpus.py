@@ -69,6 +69,14 @@ def test_both_readers_count_the_same(name):
     assert 0 < plan.work.bytes <= second.hbm
 
 
+@pytest.mark.parametrize('name', PROGRAMS)
+def test_what_runs_is_explained(name):
+    """All but single numbers have an origin in the partitioner's program, also where several are combined."""
+    plan = recorded_plan(name)
+    assert not [row for row in plan.collectives if row.cause == 'compiler' and row.bytes > 4]
+    assert all(row.source.file or row.source.operand for row in plan.collectives if row.bytes > 4)
+
+
 # How often devices along a mesh axis compute the same.
 REPEATED = dict.fromkeys(('zero_1 h100', 'nested_loops h100', 'branches h100', 'accumulated h100'), 2)
 ABOUT = {

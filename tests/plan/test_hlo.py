@@ -6,7 +6,7 @@ import pytest
 
 from scalax._plan.collectives import collectives
 from scalax._plan.formulas import Counted
-from scalax._plan.hlo import Array, parse
+from scalax._plan.hlo import Array, Instruction, parse
 from scalax._plan.hlo_loops import visits
 from scalax._plan.replica_groups import (
     axes_of_groups,
@@ -141,6 +141,18 @@ def test_axes(groups, axes):
 )
 def test_bytes(dtype, dims, size):
     assert Array(dtype, dims).bytes == size
+
+
+@pytest.mark.parametrize(
+    ('written', 'read'),
+    [
+        ('jit(f)/jvp(Model:x)/dot_general', 'jit(f)/jvp(Model:x)/dot_general'),
+        ('jit(f)/transpose(jvp())/(scatter-add:transpose)', 'jit(f)/transpose(jvp())/scatter-add'),
+        ('jit(f)/(a,b->c/psum:while/body/reduce_sum:add)', 'jit(f)/a,b->c/psum'),
+    ],
+)
+def test_names_of_operations(written, read):
+    assert Instruction('i', 'add', (), (), f'metadata={{op_name="{written}"}}').op_name == read
 
 
 def test_an_unknown_type():
