@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scalax._mesh.gpu_targets import target_config
+from scalax._mesh.gpu_targets import FIELDS, target_config
 from scalax.errors import MeshError, MissingDependencyError, plural
 
 
@@ -165,17 +165,17 @@ def gpu_devices(topology: str, num_slices: int) -> Sequence[Any]:
 
 
 def _read(file: str) -> str:
-    """The text of a target config, which the compiler reads even if it is empty, and then crashes."""
+    """The text of a target config. Numbers that are missing would end the process: they are divided by."""
     try:
         text = Path(file).read_text(encoding='utf-8')
     except OSError as error:
         raise MeshError(f'the target config {file!r} is not read: {error}') from error
-    for field in ('gpu_device_info', 'core_count', 'device_memory_size', 'device_description_str'):
-        if field not in text:
-            raise MeshError(
-                f'{file!r} is no target config of a GPU: it has no {field}. XLA has examples: '
-                'https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs'
-            )
+    missing = [name for name in FIELDS if not re.search(rf'\b{name}\s*(?:\{{|:\s*(?!0\s)\S)', text)]
+    if missing:
+        raise MeshError(
+            f'{file!r} is no target config of a GPU: it has no {", ".join(missing)}. XLA has examples: '
+            'https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs'
+        )
     return text
 
 

@@ -107,7 +107,7 @@ class Instruction:
     def op_name(self) -> str:
         """Its place in the traced program: ``jit(step)/jvp()/dot_general``; of an argument, its name.
 
-        Of several that were combined, which compilers write as ``jit(step)/(a/dot_general:b/add)``, the first.
+        Of several that were combined, written as ``jit(step)/(a/dot_general:b/add)``, the first.
         """
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return _COMBINED.sub(r'/\1', _unescaped(found[1])) if found else ''

@@ -159,7 +159,16 @@ def test_compilers_that_are_right():
 # --- A target config of one's own -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('text', ['', 'nonsense', target_config('h100').replace('core_count', 'cores')])
+@pytest.mark.parametrize(
+    'text',
+    [
+        '',
+        'nonsense',
+        target_config('h100').replace('core_count', 'cores'),
+        target_config('h100').replace('threads_per_warp: 32', 'threads_per_warp: 0'),
+    ],
+    ids=['empty', 'nonsense', 'no cores', 'warps of no threads'],
+)
 def test_no_target_config(described, tmp_path, text, snapshot):
     described(lambda **_: pytest.fail('the compiler would crash'))
     path = tmp_path / 'mine.txtpb'
