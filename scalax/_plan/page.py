@@ -43,6 +43,7 @@ _WHY = {
 }
 _SHOWN = 15  # rows of text
 _MOST_BUFFERS = 20
+_OF_GPU = 0.75  # https://docs.jax.dev/en/latest/gpu_memory_allocation.html
 _LITTLE_LEFT = 0.1  # of the peak
 _LITTLE = 2**31  # bytes: quick plans of smaller programs, such as a product of 1.5 GiB, are over 8 % off
 
@@ -127,7 +128,7 @@ def _excess(plan: PlanData) -> str:
 def memory_blocks(plan: PlanData) -> list[Block]:
     """The memory of each device: its parts, and the largest arrays at the peak if they are known."""
     memory, moves = plan.memory, plan.host_moves
-    fits = '' if plan.fits is None else ': it fits' if plan.fits else ': it does NOT fit'
+    fits = '' if plan.fits is None else f': it fits{_more_of_gpu(plan)}' if plan.fits else ': it does NOT fit'
     donated = f', of which {human_bytes(memory.donated)} are reused for outputs' if memory.donated else ''
     gaps = memory.total - memory.peak
     of_which = f', of which {human_bytes(gaps)} are gaps when most is held'
@@ -146,6 +147,15 @@ def memory_blocks(plan: PlanData) -> list[Block]:
             f'there and {sign}{human_bytes(moves.from_host)} read in one call'
         )
     return [Lines(lines), *([_held(plan)] if plan.buffers else [])]
+
+
+def _more_of_gpu(plan: PlanData) -> str:
+    """What to set for a program that takes more of a GPU than JAX does by default."""
+    part = plan.memory.total / plan.memory.limit if plan.platform == 'gpu' and plan.memory.limit else 0.0
+    if part <= _OF_GPU:
+        return ''
+    needed = math.ceil(100 * part) / 100
+    return f' with XLA_PYTHON_CLIENT_MEM_FRACTION={needed} (without it JAX takes {_OF_GPU} of a GPU)'
 
 
 def memory_taken(plan: PlanData) -> str:

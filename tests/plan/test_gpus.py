@@ -299,6 +299,13 @@ def test_compilers_for_gpus_refuse_nothing(gathered):
     assert dataclasses.replace(gathered, memory=dataclasses.replace(memory, limit=None)).fits is None
 
 
+def test_more_than_jax_takes_of_a_gpu(gathered):
+    for taken, said in ((59e9, ''), (73.9e9, 'XLA_PYTHON_CLIENT_MEM_FRACTION=0.93'), (81e9, 'does NOT fit')):
+        memory = dataclasses.replace(gathered.memory, temporaries=int(taken), peak=0)
+        text = str(dataclasses.replace(gathered, memory=memory))
+        assert said in text and ('MEM_FRACTION' in text) == ('MEM_FRACTION' in said)
+
+
 # --- Texts and files ------------------------------------------------------------------------------
 
 
