@@ -24,6 +24,7 @@ class Target(NamedTuple):
         memory_bytes: the size of its memory.
         memory_rate: bytes a second between its memory and its cores.
         l2_bytes: the size of its cache.
+        links: the number of its links of NVLink. They decide which all-reduces are kernels of XLA's own.
     """
 
     device_kind: str
@@ -33,15 +34,20 @@ class Target(NamedTuple):
     memory_bytes: int
     memory_rate: int
     l2_bytes: int
+    links: int = 18
 
 
 _MB = 10**6
 _MIB = 2**20
 TARGETS = {
-    'a100': Target('NVIDIA A100-SXM4-80GB', (8, 0), 108, 1.41, 85_100_068_864, 2_039_040 * _MB, 40 * _MIB),
+    'a100': Target(
+        'NVIDIA A100-SXM4-80GB', (8, 0), 108, 1.41, 85_100_068_864, 2_039_040 * _MB, 40 * _MIB, 12
+    ),
     'h100': Target('NVIDIA H100 80GB HBM3', (9, 0), 132, 1.98, 84_942_979_072, 3_352_320 * _MB, 50 * _MIB),
-    'h100-pcie': Target('NVIDIA H100 PCIe', (9, 0), 114, 1.755, 84_942_979_072, 2_039_040 * _MB, 50 * _MIB),
-    'h100-nvl': Target('NVIDIA H100 NVL', (9, 0), 132, 1.785, 94 * 10**9, 3_938_000 * _MB, 50 * _MIB),
+    'h100-pcie': Target(
+        'NVIDIA H100 PCIe', (9, 0), 114, 1.755, 84_942_979_072, 2_039_040 * _MB, 50 * _MIB, 12
+    ),
+    'h100-nvl': Target('NVIDIA H100 NVL', (9, 0), 132, 1.785, 94 * 10**9, 3_938_000 * _MB, 50 * _MIB, 12),
     'h200': Target('NVIDIA H200', (9, 0), 132, 1.98, 151_397_597_184, 4_800_000 * _MB, 50 * _MIB),
     'gh200': Target('NVIDIA GH200 480GB', (9, 0), 132, 1.98, 96 * 10**9, 4_000_000 * _MB, 50 * _MIB),
     'b200': Target('NVIDIA B200', (10, 0), 148, 1.965, 191_514_411_008, 7_672_320 * _MB, 132_644_864),
@@ -73,6 +79,7 @@ gpu_device_info {{
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
+  device_interconnect_info {{ active_links: {target.links} }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
