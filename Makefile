@@ -112,13 +112,13 @@ $(EXAMPLES_STAMP): setup.py
 	  'found here, JAX', m.version('jax'), 'is used.')" > $@.new
 	@mv $@.new $@
 
-# The TPU compiler, which needs no TPU; only that of the newest JAX is tested.
+# The compilers for TPUs and GPUs, which need none; only those of the newest JAX are tested.
 $(PLAN_STAMP): $(EXAMPLES_STAMP) setup.py
 	@scripts/setup_venv.sh $(VENV) newest -e '.[plan]'
 	@touch $@
 
 $(DEV_STAMP): $(EXAMPLES_STAMP) setup.py
-	@scripts/setup_venv.sh $(VENV) newest -e '.[dev,plan]'
+	@scripts/setup_venv.sh $(VENV) newest -e '.[dev,plan,gpu-plan]'
 	@touch $@
 
 $(OLDEST_STAMP): setup.py
