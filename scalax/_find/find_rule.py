@@ -65,9 +65,8 @@ def find(
     Args:
         step: a function of one device, of positional arguments.
         args: its arguments: trees of arrays, or of ShapeDtypeStructs.
-        topology: the slice, such as ``'v5p:4x4x4'``, or nodes of GPUs, such as ``'h100:4x8'``, for which
-            simulated devices stand (`MeshShardingHelper.from_topology`); the devices of this process by
-            default.
+        topology: the slice, such as ``'v5p:4x4x4'``, or the GPUs, such as ``'h100:4x8'``, as for
+            `MeshShardingHelper.from_topology`; the devices of this process by default.
         batch_argnums: the arguments that hold rows of a batch. All others are what a rule is found for.
         donate_argnums: the arguments that the step may overwrite, as for ``jax.jit``.
         keep: pairs of a regex and a PartitionSpec, for leaves that are not to be searched.
@@ -94,7 +93,7 @@ def find(
             invalid.
         PlanError: the compiler makes no program of any layout.
         Exception: another error of the step or of scalax, with a note that names the layout.
-        MissingDependencyError: libtpu, the TPU compiler, is not installed.
+        MissingDependencyError: the compiler for TPUs or for GPUs is not installed.
         MeshError: the topology is unknown.
 
     Example:

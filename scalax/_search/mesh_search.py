@@ -44,8 +44,8 @@ def search(
     Args:
         make_step: called with a helper, and one of the *rules* if there are any; returns the step, such as
             one made by `sjit`, and the tuple of its arguments.
-        topology: the slice, such as ``'v5p:4x4x4'``, or nodes of GPUs, such as ``'h100:4x8'``, for which
-            simulated devices stand (`MeshShardingHelper.from_topology`).
+        topology: the slice, such as ``'v5p:4x4x4'``, or the GPUs, such as ``'h100:4x8'``, as for
+            `MeshShardingHelper.from_topology`.
         axis_names: the mesh axes; every product of sizes that uses all devices is a candidate.
         rules: name -> the argument for *make_step*, such as rules for its parameters; each is tried on all
             meshes.
@@ -65,7 +65,7 @@ def search(
         ArgumentError: there is no candidate, constraints or dcn_axis name no mesh axis, or an argument is
             invalid.
         Exception: an error of *make_step*, of the step, or of scalax, with a note that names the mesh.
-        MissingDependencyError: libtpu, the TPU compiler, is not installed.
+        MissingDependencyError: the compiler for TPUs or for GPUs is not installed.
         MeshError: the topology is unknown, or names of axes are invalid.
 
     Example:

@@ -20,7 +20,7 @@ from scalax.cli import _commands
 from scalax.cli._exit_codes import ExitCode
 from scalax.errors import MissingDependencyError, PlanError, ScalaxError
 
-_TOPOLOGY = 'the TPU slice, such as v5p:4x4x4, or nodes of GPUs, such as h100:4x8'
+_TOPOLOGY = 'the TPU slice, such as v5p:4x4x4, or the GPUs, such as h100:4x8'
 _UNITS = {'': 1, 'B': 1, **{f'{unit}iB': 1 << 10 * power for power, unit in enumerate('KMGT', 1)}}
 _UNITS |= {f'{unit}B': 10 ** (3 * power) for power, unit in enumerate('KMGT', 1)}
 _ENTRY = re.compile(r'-|\w+(\+\w+)*')
@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_mesh(explain)
     _add_page(explain)
 
-    command(_commands.topologies, 'the known slices and nodes')
+    command(_commands.topologies, 'the known slices and GPUs')
 
     doctor = command(_commands.doctor, 'what is wrong here, and its cure')
     first = 'a file to import first, as a program begins'
