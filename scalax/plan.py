@@ -14,6 +14,7 @@ from scalax._plan.memory import Memory
 from scalax._plan.plan import Plan, PlanDiff
 from scalax._plan.provenance import Source
 from scalax._plan.roofline import Communication, Phase, Roofline, Seconds
+from scalax._plan.schedule import Kernel, Schedule
 from scalax._plan.scopes import ScopeRuns, ScopeWork
 from scalax._plan.torus import Line, Place
 from scalax._search import Candidate, Search, search
@@ -32,6 +33,7 @@ __all__ = [
     'Hardware',
     'HostMoves',
     'KINDS',
+    'Kernel',
     'Line',
     'Memory',
     'Phase',
@@ -39,6 +41,7 @@ __all__ = [
     'Plan',
     'PlanDiff',
     'Roofline',
+    'Schedule',
     'ScopeRuns',
     'ScopeWork',
     'Search',

@@ -37,6 +37,7 @@ import jax
 
 from scalax._mesh.gpu_topologies import installed_plugins
 from scalax._plan.compilation import LIBRARIES
+from scalax._plan.schedule import MODELLED
 from scalax.plan import make_plan
 from tests.support import executable_reader, gpu_programs
 from tests.support.executable_reader import Counts
@@ -72,8 +73,12 @@ def compile_fully(name: str, folder: Path) -> None:
     folder.mkdir(parents=True)
     lowered = _lowered(name)
     before = time.process_time()
-    options = LIBRARIES if name in gpu_programs.PROGRAMS else {}
-    executable = lowered.compile(compiler_options={'xla_dump_to': str(folder), **DUMP, **options})
+    options = {'xla_dump_to': str(folder), **DUMP}
+    if name in gpu_programs.PROGRAMS:
+        options |= LIBRARIES
+        if PROGRAMS[name].topology.partition(':')[0] not in gpu_programs.NOT_MODELLED:
+            options[MODELLED] = True
+    executable = lowered.compile(compiler_options=options)
     stats = executable.memory_analysis()
     figures = {field: getattr(stats, field) for field in dir(stats) if field.endswith('bytes')}
     (folder / 'executable.txt').write_text(executable.as_text(), encoding='utf-8')

@@ -6,6 +6,9 @@ refuses, in some of them only.
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +25,7 @@ THREAD_SETTINGS = tuple(
 )
 
 _nothing = jax.jit(lambda: ())
+_OPTIONS = re.compile(r'Got compiler_options=(\{.*?\}) specified on', re.DOTALL)
 
 
 def trace_context() -> Any:
@@ -68,6 +72,29 @@ def is_mapped(mesh: Any, axis: str) -> bool:
     except ValueError:
         return True
     return False
+
+
+def compiler_options(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The *compiler_options* that a jitted function has, which is traced for these arguments.
+
+    Relies on such a function raising a ValueError in another trace, which has them: "Got
+    compiler_options={'xla_gpu_autotune_level': 0} specified on a nested jit".
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    traced = [hasattr(leaf, 'shape') and hasattr(leaf, 'dtype') for leaf in leaves]
+
+    def call(values: list[Any]) -> Any:
+        rest = iter(values)
+        given = [next(rest) if each else leaf for leaf, each in zip(leaves, traced, strict=True)]
+        own_args, own_kwargs = jax.tree.unflatten(tree, given)
+        return jitted(*own_args, **own_kwargs)
+
+    try:
+        jax.eval_shape(call, [leaf for leaf, each in zip(leaves, traced, strict=True) if each])
+    except ValueError as error:
+        found = _OPTIONS.search(str(error))
+        return dict(ast.literal_eval(found[1])) if found else {}
+    return {}
 
 
 def type_of(leaf: Any) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import starmap
 from typing import Literal
 
@@ -163,6 +163,35 @@ def collectives(
         for row, times in _whole_permutes(counts).items()
     )
     return tuple(sorted(rows, key=lambda row: (-row.bytes * row.count, row.kind, row.axes, row.source)))
+
+
+def seconds_of_runs(
+    timed: Iterable[tuple[Collective, float]],
+    module: Module,
+    mesh: Mapping[str, int],
+    places: Sequence[Place],
+    device_ids: Sequence[int],
+) -> dict[tuple[str, str], tuple[Kind, float]]:
+    """What each collective of a program takes, whose devices switches join.
+
+    Args:
+        timed: the collectives with the seconds of all their executions.
+        module: the program, and the others as for `collectives`.
+        mesh: as for `collectives`.
+        places: as for `collectives`.
+        device_ids: as for `collectives`.
+
+    Returns:
+        The names of a computation and of the instruction that is a collective, or starts it -> its kind, and
+        the seconds of one execution.
+    """
+    known = {(row.kind, row.axes, row.part, row.bytes): time / row.count for row, time in timed}
+    found = {}
+    for each in _Devices(mesh, places, device_ids, True).runs(module):
+        computation, instruction = each.run.holder
+        key = each.run.kind, each.axes, each.part, each.run.whole_bytes(each.group)
+        found[computation.name, instruction.name] = each.run.kind, known.get(key, 0.0)
+    return found
 
 
 def _whole_permutes(

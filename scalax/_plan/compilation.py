@@ -8,6 +8,7 @@ import os
 import re
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import jax
 from scalax._jax.messages import is_out_of_memory
 from scalax._plan.hlo import devices_of
 from scalax._plan.memory import Memory, MemoryLayout, MemoryTables, assigned_memory, read_layout
+from scalax._plan.schedule import MODELLED
 from scalax._trace.threads import in_a_thread
 from scalax.errors import PlanError
 
@@ -33,10 +35,11 @@ _SIZE = 'xla_tpu_max_hbm_size_mib'
 OPTIONS = (_SIZE, *_SHARES)
 """Options for quick plans, which only the compiler for TPUs knows."""
 _OPTIMIZATION = 'xla_backend_optimization_level'
-LIBRARIES = {'xla_gpu_enable_triton_gemm': False, 'xla_gpu_autotune_level': 0}
+LIBRARIES = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
 """Options with which products of GPUs are those of cuBLAS. XLA chooses between these and its own kernels by
 measuring, for which it needs a GPU; without one it takes its own, with tiles that no measurement chose, and
 compiles three times as long."""
+_OPTION = re.compile(rf'(?m)^(xla_gpu_(?!{MODELLED[8:]}:)\w+): "?(.*?)"?$')
 _MIB = 2**20
 _PLENTY = 2**40
 _TABLES = ('memory-usage-report', 'buffer-assignment', 'live-range')
@@ -84,6 +87,7 @@ class _Dump(NamedTuple):
     partitioned: str
     optimized: str
     tables: MemoryTables
+    options: str
 
 
 def compile_lowered(
@@ -93,6 +97,7 @@ def compile_lowered(
     limit: int | None = None,
     layout_for: int | None = None,
     attached: bool = True,
+    given: Iterable[str] = (),
 ) -> Compiled:
     """Compiles a lowered function, and keeps what the compiler wrote about its program.
 
@@ -103,7 +108,8 @@ def compile_lowered(
         layout_for: the bytes of the arguments on a device, for a quick plan: the compiler for TPUs only lays
             the program out, and makes no code; that for CPUs does not optimize the code.
         attached: whether the devices are here. For GPUs that are not, products are those of cuBLAS, unless
-            XLA_FLAGS says otherwise.
+            XLA_FLAGS or the function say otherwise.
+        given: the compiler options that the function has. Those that are added here would be in their place.
 
     Raises:
         PlanError: the compiler did not write the partitioned program.
@@ -113,13 +119,16 @@ def compile_lowered(
     small: dict[str, Any] = _small_device(layout_for or 0, limit or _PLENTY) if quick else {}
     if platform == 'cpu' and layout_for is not None:
         small = {_OPTIMIZATION: 0}
-    flags: list[str] = []
     if platform == 'gpu':
-        flags = [flag for flag in os.environ.get('XLA_FLAGS', '').split() if flag.startswith('--xla_gpu_')]
-        said = {flag[2:].partition('=')[0] for flag in flags}
-        small = {} if attached else {name: on for name, on in LIBRARIES.items() if name not in said}
-        flags += [f'--{name}={str(on).lower()}' for name, on in small.items()]
-    dump = _compile(lowered, small)
+        said = {flag[2:].partition('=')[0] for flag in os.environ.get('XLA_FLAGS', '').split()}
+        own = {} if attached else {name: on for name, on in LIBRARIES.items() if name not in {*said, *given}}
+        small = {MODELLED: True, **own}
+    try:
+        dump = _compile(lowered, small)
+    except jax.errors.JaxRuntimeError:
+        if not small.pop(MODELLED, False):
+            raise
+        dump = _compile(lowered, small)  # XLA has no models of this GPU, or the error comes again
     runs = dump.executable is not None  # else it is too large, or this is a quick plan
     devices = devices_of(dump.partitioned or dump.optimized or dump.executable.as_text())
     if runs and not (dump.partitioned if devices > 1 else dump.optimized or platform == 'cpu'):
@@ -145,8 +154,21 @@ def compile_lowered(
         dump.executable,
         refusal='' if quick else dump.refusal,
         layout=layout,
-        flags=tuple(flags),
+        flags=_flags(dump.options) if platform == 'gpu' else (),
     )
+
+
+def _flags(options: str) -> tuple[str, ...]:
+    r"""The options for GPUs that are not the compiler's defaults, of those that it was called with.
+
+    Example:
+        >>> _flags('xla_gpu_autotune_level: 0\nxla_dump_to: "/tmp"\nxla_gpu_foo: A\nxla_gpu_foo: B')
+        ('--xla_gpu_autotune_level=0', '--xla_gpu_foo=A,B')
+    """
+    values: dict[str, list[str]] = {}
+    for name, value in _OPTION.findall(options):
+        values.setdefault(name, []).append(value)
+    return tuple(f'--{name}={",".join(each)}' for name, each in values.items())
 
 
 def _reported_memory(executable: Any, platform: str) -> Memory:
@@ -191,17 +213,22 @@ def _compile(lowered: Any, options: dict[str, Any]) -> _Dump:
             executable = in_a_thread('scalax-plan', lambda: lowered.compile(compiler_options=options))
         except jax.errors.JaxRuntimeError as error:
             refusal = str(error)
-            if not is_out_of_memory(error) or not _last_file(folder, _TABLES[0]):
+            if not is_out_of_memory(error) or not _last_file(folder, f'{_TABLES[0]}.txt'):
                 raise
         files = sorted(path for path in folder.iterdir() if _AFTER_PASS.search(path.name))
         text = files[-1].read_text(encoding='utf-8') if files else ''
-        tables = MemoryTables(*(_last_file(folder, table) for table in _TABLES))
+        tables = MemoryTables(*(_last_file(folder, f'{table}.txt') for table in _TABLES))
         return _Dump(
-            executable, refusal.partition('\n')[0], text, _last_file(folder, 'after_optimizations'), tables
+            executable,
+            refusal.partition('\n')[0],
+            text,
+            _last_file(folder, 'after_optimizations.txt'),
+            tables,
+            _last_file(folder, 'debug_options'),
         )
 
 
 def _last_file(folder: Path, what: str) -> str:
     """The file with this ending, of the last module that was compiled; empty if there is none."""
-    files = sorted(folder.glob(f'*{what}.txt'))
+    files = sorted(folder.glob(f'*{what}'))
     return files[-1].read_text(encoding='utf-8') if files else ''

@@ -26,9 +26,10 @@ from scalax._plan.hlo_loops import Visit, executed, visits
 from scalax._plan.scopes import Scopes, ScopeWork
 from scalax._plan.step_parts import StepParts
 
-# What the compilers for TPUs and GPUs call for kernels; of those of cuDNN the ones that are not convolutions.
+# What the compilers for TPUs and GPUs call for kernels; of libraries all but products and convolutions.
 _KERNELS = re.compile(
-    r'custom_call_target="(?:tpu_custom_call"|__gpu\$xla\.gpu\.triton"|__cudnn\$(?!conv))|"kind":"__cudnn\$'
+    r'custom_call_target="(?:tpu_custom_call"|__gpu\$xla\.gpu\.triton"|__cu(?:dnn|blas)\$(?!conv|gemm|lt\$matmul))'
+    r'|"kind":"__cudnn\$'
 )
 # Products of cuBLAS, and convolutions of cuDNN.
 _LIBRARY = re.compile(r'custom_call_target="__(?:cublas\$(?:lt\$matmul|gemm)|cudnn\$conv(\w+))')
@@ -74,7 +75,7 @@ def work_of(module: Module) -> Work:
     rows: dict[tuple[str, Part], list[int]] = collections.defaultdict(lambda: [0, 0])
     for place, measure in enumerate((flops_of, traffic.bytes_of)):
         for visit, instruction, amount in executed(module, measure):
-            named = _named(module, instruction)
+            named = named_in(module, instruction)
             scope = scopes.of(visit.op_name(named) or visit.scope, named.frame)
             rows[scope, parts.of(visit, instruction)][place] += amount
             counted = counted.along(visit.counted)
@@ -90,7 +91,7 @@ def work_of(module: Module) -> Work:
     return Work(flops, moved, counted, by_part, kernels, by_scope, bytes_by_part)
 
 
-def _named(module: Module, instruction: Instruction) -> Instruction:
+def named_in(module: Module, instruction: Instruction) -> Instruction:
     """What gives an instruction its name: itself, or of a fusion without one the last inside that has one."""
     if instruction.opcode != 'fusion' or instruction.op_name:
         return instruction

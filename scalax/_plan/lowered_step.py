@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._jax.equations import argument_names
 from scalax._jax.lowered import LoweredArray, arguments_of, results_of
+from scalax._jax.tracing import compiler_options
 from scalax._mesh.meshes import require_devices
 from scalax._plan.hardware import Hardware, hardware_of
 from scalax._plan.torus import Place, places_of
@@ -56,6 +57,11 @@ class LoweredStep:
     def places(self) -> tuple[Place, ...]:
         """The positions of the devices, in the order of the mesh."""
         return places_of(self.mesh.devices.flat)
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """Those that the user gave to ``jax.jit`` or ``sjit``."""
+        return compiler_options(self.function, self.args, self.kwargs) if self.made_by_user else {}
 
     @functools.cached_property
     def shardings(self) -> tuple[list[NamedSharding | None], list[NamedSharding | None]]:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scalax._jax import messages
 from scalax._mesh.meshes import has_devices
 from scalax._plan.buffers import largest_buffers
-from scalax._plan.collectives import collectives
+from scalax._plan.collectives import collectives, seconds_of_runs
 from scalax._plan.compilation import OPTIONS, Compiled, compile_lowered
 from scalax._plan.flops import count_flops, count_model_flops
 from scalax._plan.hlo import Module, parse
@@ -23,6 +23,7 @@ from scalax._plan.host_moves import HostMoves, host_moves
 from scalax._plan.lowered_step import LoweredStep, lower_step
 from scalax._plan.memory import Memory, constant_bytes
 from scalax._plan.plan import Plan
+from scalax._plan.schedule import Schedule, schedule_of
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.sjit import SjitFunction, name_of, names_of_arguments
 from scalax._tree.paths import join
@@ -70,7 +71,7 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
     device = mesh.devices.flat[0]
     hardware = step.hardware
     limit = hardware.hbm_bytes if hardware else None
-    compiled = _compile(lowered, mesh, step.name, limit, step.argument_bytes if quick else None)
+    compiled = _compile(step, limit, step.argument_bytes if quick else None)
     if not {*mesh.devices.flat}.issuperset(compiled.runs_on):
         raise _not_on_mesh(step.name)
     if f'custom_call_target="{messages.CUSTOM_PARTITIONING}"' in compiled.partitioned:
@@ -91,7 +92,7 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
     inputs = _report([*positional, *by_name.values()], given, mesh, names)
     rows = collectives(program, sizes, places, before, ids, switched) if compiled.partitioned else ()
     is_followed = step.made_by_user and isinstance(step.function, SjitFunction)
-    return Plan(
+    plan = Plan(
         name=step.name,
         mesh=sizes,
         devices=compiled.devices,
@@ -113,14 +114,37 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
         host_moves=host_moves(program) if compiled.optimized else HostMoves(),
         followed=step.function.followed(*step.args, **step.kwargs) if is_followed else None,
     )
+    return dataclasses.replace(plan, schedule=scheduled(plan, program, ids)) if is_gpu else plan
 
 
-def _compile(lowered: Any, mesh: Mesh, name: str, limit: int | None, layout_for: int | None) -> Compiled:
-    """Compiles for the devices of a mesh; *name* is that of the function, for messages."""
+def scheduled(plan: Plan, program: Module, ids: Sequence[int]) -> Schedule | None:
+    """The seconds along the schedule of a program for GPUs; None if numbers are missing for it.
+
+    Args:
+        plan: the plan of the program.
+        program: the optimized program.
+        ids: the ids of the devices of the mesh.
+    """
+    roofline = plan.known_roofline
+    if roofline is None:
+        return None
+    flops_rate, hbm_rate = roofline.peak / plan.devices, roofline.hardware.hbm_bytes_per_second or 1.0
+    times = seconds_of_runs(roofline.collectives, program, plan.mesh, plan.places, ids)
+    return schedule_of(program, flops_rate, hbm_rate, times)
+
+
+def _compile(step: LoweredStep, limit: int | None, layout_for: int | None) -> Compiled:
+    """Compiles a step for the devices of its mesh."""
+    mesh, name = step.mesh, step.name
     device = mesh.devices.flat[0]
     try:
         return compile_lowered(
-            lowered, device.platform, limit=limit, layout_for=layout_for, attached=has_devices(mesh)
+            step.lowered,
+            device.platform,
+            limit=limit,
+            layout_for=layout_for,
+            attached=has_devices(mesh),
+            given=step.compiler_options if device.platform == 'gpu' else (),
         )
     except jax.errors.JaxRuntimeError as error:
         if messages.unknown_option(error) in OPTIONS:

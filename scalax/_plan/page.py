@@ -42,6 +42,8 @@ _WHY = {
     'compiler': 'added by the compiler',
 }
 _SHOWN = 15  # rows of text
+_ALIKE = 0.2  # of the bound
+_LITTLE_MORE = 0.01  # of what the schedule takes more than the bound
 _MOST_BUFFERS = 20
 _OF_GPU = 0.75  # https://docs.jax.dev/en/latest/gpu_memory_allocation.html
 _LITTLE_LEFT = 0.1  # of the peak
@@ -61,6 +63,7 @@ def plan_blocks(plan: PlanData, title: str, level: int = 1) -> list[Block]:
         Lines([f'compiled with {" ".join(plan.flags)}'] if plan.flags else []),
         Section('Memory of each device', memory_blocks(plan)),
         Section('Seconds of one call', _seconds(plan, roofline)),
+        Section("The compiler's schedule", _schedule(plan, roofline)),
         Section('Forward, backward, update', _parts(plan, roofline), 'on each device'),
         _scopes(plan, roofline),
         *_collectives(plan, roofline),
@@ -93,6 +96,8 @@ def headline(plan: PlanData, roofline: Roofline | None) -> Iterator[Figure]:
         label = f'one call at least; {milliseconds(step.estimate)} if nothing overlaps'
         yield Figure(f'{known}{milliseconds(step.bound)}', label)
         yield Figure(roofline.bound, 'bounds it')
+        if plan.schedule:
+            yield Figure(milliseconds(plan.schedule.seconds), "by the compiler's schedule")
         if roofline.mfu is not None:
             yield Figure(f'{roofline.mfu:.1%}', 'MFU at most')
     if plan.flops:
@@ -217,13 +222,40 @@ def _seconds(plan: PlanData, roofline: Roofline | None) -> list[Block]:
     return []
 
 
+def _schedule(plan: PlanData, roofline: Roofline | None) -> list[Block]:
+    """The time along the compiler's schedule, and what makes it so if it is not about the bound."""
+    schedule = plan.schedule
+    if schedule is None or roofline is None:
+        return []
+    bound = roofline.step_seconds.bound
+    waits = f', {milliseconds(schedule.waiting)} of them waiting' if schedule.waiting else ''
+    lines = Lines([f"by the compiler's schedule: {milliseconds(schedule.seconds)}{waits}"])
+    if not bound or abs(schedule.seconds / bound - 1) <= _ALIKE:
+        return [lines]
+    columns = [
+        Column('kernel', 'lead'),
+        Column('times', 'number'),
+        *(Column(head, 'number', milliseconds) for head in ('schedule', 'at least')),
+        Column('phase'),
+        Column('because of', 'wide'),
+    ]
+    little = _LITTLE_MORE * abs(schedule.seconds - bound)
+    differ = [row for row in schedule.kernels if abs(row.seconds - row.bound) >= little]
+    rows: list[Row] = [
+        (row.name, row.count, row.seconds, row.bound or None, row.part, str(row.source))
+        for row in sorted(differ, key=lambda row: -abs(row.seconds - row.bound))
+    ]
+    times = f'{schedule.seconds / bound:.3g} times the bound'
+    return [lines, Fold(f'{times}: the kernels that differ most', [Table(columns, rows, most_lines=_SHOWN)])]
+
+
 # --- Parts of the step and modules ----------------------------------------------------------------
 
 
 _AMOUNTS = (
     Column('FLOPs', 'number', human_flops),
     *(Column(head, 'number', human_bytes) for head in ('HBM bytes', 'collectives')),
-    *(Column(head, 'number', milliseconds) for head in ('compute', 'hbm', 'network')),
+    *(Column(head, 'number', milliseconds) for head in ('compute', 'hbm', 'network', 'schedule')),
 )  # of Sums
 
 
@@ -235,6 +267,7 @@ def _columns(name: str, plan: PlanData) -> list[Column]:
 def _known(plan: PlanData) -> list[int]:
     """The places of the sums that a plan has: those of collectives if there are any, seconds if known."""
     places = [0, 1, 2] if plan.known_roofline is None else [0, 1, 2, 3, 4, 5]
+    places += [6] if plan.schedule else []
     return places if plan.collectives else [place for place in places if place % 3 != 2]
 
 

@@ -58,8 +58,10 @@ class Plan(PlanData, Shown):
         host_moves: what each device exchanges with its host; for TPUs and GPUs only.
         followed: the values that stay with the rows of the batch, as `SjitFunction.followed` says; None for
             functions that ``sjit`` did not make.
-        flags: for GPUs, the options of their compiler that change its program: those in ``XLA_FLAGS``, and
-            those with which products are cuBLAS's, unless ``XLA_FLAGS`` has them or the GPUs are here.
+        flags: for GPUs, the options of their compiler that are not its defaults: those in ``XLA_FLAGS``,
+            those of the function (``compiler_options``), and, unless one of these has them or the GPUs are
+            here, those with which products are cuBLAS's.
+        schedule: for GPUs whose numbers are known, the seconds along the compiler's schedule.
     """
 
     def _title(self) -> str:

@@ -23,6 +23,7 @@ from scalax._plan.hlo_cost import Work
 from scalax._plan.host_moves import HostMoves
 from scalax._plan.memory import Memory
 from scalax._plan.roofline import Roofline, phases_of, time_collectives
+from scalax._plan.schedule import Schedule
 from scalax._plan.torus import NETWORKS, Network, Place, devices_per_chip, places_in_nodes, places_on_torus
 from scalax.errors import ArgumentError, PlanError, did_you_mean
 from scalax.explain import ShardingReport
@@ -58,6 +59,7 @@ class PlanData:
     host_moves: HostMoves = _NOTHING_MOVED
     followed: FollowedBatch | None = None
     flags: tuple[str, ...] = ()
+    schedule: Schedule | None = None
 
     @property
     def fits(self) -> bool | None:

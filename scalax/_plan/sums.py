@@ -35,6 +35,7 @@ class Sums(NamedTuple):
         compute: the seconds of the operations.
         hbm: the seconds of the bytes.
         network: the seconds of the collectives, one after the other.
+        scheduled: the seconds along the compiler's schedule.
     """
 
     flops: int = 0
@@ -43,6 +44,7 @@ class Sums(NamedTuple):
     compute: float = 0.0
     hbm: float = 0.0
     network: float = 0.0
+    scheduled: float = 0.0
 
     def plus(self, other: Sums) -> Sums:
         """Both together."""
@@ -60,6 +62,8 @@ def _sums(plan: PlanData, roofline: Roofline | None) -> Iterator[tuple[str, Part
         once = times.get(id(each), 0.0) / max(1, each.count)
         for runs in each.scopes:
             yield runs.scope, each.phase, Sums(moved=runs.count * each.bytes, network=runs.count * once)
+    for kernel in plan.schedule.kernels if plan.schedule else ():
+        yield kernel.scope, kernel.part, Sums(scheduled=kernel.seconds)
 
 
 def sums_by_part(plan: PlanData, roofline: Roofline | None) -> dict[Part, Sums]:

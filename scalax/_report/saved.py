@@ -149,9 +149,9 @@ def _value(kind: Any, value: Any) -> Any:
         return {key: _value(arguments[1], item) for key, item in value.items()}
     if issubclass(kind, enum.Enum):
         return kind(value)
-    if kind not in (str, int, bool):
+    if kind not in (str, int, bool, float):
         return _built(kind, value)
-    if kind is int and _of(int, value) < 0:
+    if kind in (int, float) and not _of(kind, value) >= 0:
         raise ValueError(f'a number is below 0: {value}')
     return _of(kind, value)
 

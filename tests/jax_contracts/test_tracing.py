@@ -140,3 +140,12 @@ def test_values_that_vary_along_manual_axes(mesh: Mesh) -> None:
     jax.eval_shape(jax.shard_map(varying, mesh=mesh, in_specs=P('x'), out_specs=P('x')), X)
     with contract('follows which values vary along manual axes', 'to find sums that were forgotten'):
         assert [set(each) for each in found[0]] == [{'x'}, {'x'}, set()]
+
+
+def test_compiler_options_are_named_in_another_trace() -> None:
+    options = {'xla_gpu_autotune_level': 0, 'xla_dump_to': "a'}", 'xla_gpu_enable_triton_gemm': False}
+    with contract('names the compiler_options of a jit in another trace', 'to plan with them'):
+        for given in (None, {}, options):
+            jitted = jax.jit(lambda x, n, *, k: k * x[0] * n, static_argnums=1, compiler_options=given)
+            jitted.trace([X], 2, k=X)
+            assert tracing.compiler_options(jitted, ([X], 2), {'k': X}) == (given or {})

@@ -4,7 +4,10 @@ The programs are recorded, and compiled anew where the compiler is installed.
 """
 
 import dataclasses
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -136,21 +139,54 @@ def test_the_recordings_are_what_the_compiler_makes(name):
     assert made.buffers == before.buffers
 
 
-def flags_of_a_plan(monkeypatch, said):
-    """What the compiler is asked, and what the plan says, if XLA_FLAGS are these."""
-    monkeypatch.setenv('XLA_FLAGS', said)
-    helper = MeshShardingHelper.from_topology('h100:1', [1], ['x'])
-    step = helper.sjit(lambda x: x @ x, in_shardings=P())
-    return helper.plan(step, array(256, 256)).flags
+MINE = {'xla_gpu_enable_triton_gemm': True, 'xla_gpu_all_gather_combine_threshold_bytes': 123}
+AUTOTUNE, COMBINE = '--xla_gpu_autotune_level=0', '--xla_gpu_all_gather_combine_threshold_bytes=123'
+CUBLAS = AUTOTUNE, '--xla_gpu_enable_triton_gemm=false'
 
 
 @gpu_compiler.needed
-def test_options_of_the_compiler_are_said(monkeypatch):
-    """XLA has read the variable when it started, so this is about what is asked and said."""
-    libraries = '--xla_gpu_enable_triton_gemm=false', '--xla_gpu_autotune_level=0'
-    assert flags_of_a_plan(monkeypatch, '') == libraries
-    own = '--xla_gpu_enable_triton_gemm=true'
-    assert flags_of_a_plan(monkeypatch, f'--xla_cpu_foo {own}') == (own, libraries[1])
+@pytest.mark.parametrize(
+    ('made_by', 'options', 'flags'),
+    [
+        ('plan', None, CUBLAS),
+        ('jit', None, CUBLAS),
+        ('jit', MINE, (COMBINE, AUTOTUNE)),
+        ('sjit', MINE, (COMBINE, AUTOTUNE)),
+        ('sjit', {'xla_gpu_autotune_level': 2}, ('--xla_gpu_autotune_level=2', CUBLAS[1])),
+    ],
+)
+def test_options_of_a_function_are_in_force(made_by, options, flags):
+    helper = MeshShardingHelper.from_topology('h100:1', [1], ['x'])
+    where = jax.sharding.NamedSharding(helper.mesh, P())
+
+    def product(x):
+        return jax.lax.with_sharding_constraint(x @ x, where)
+
+    step = {
+        'plan': lambda: product,
+        'jit': lambda: jax.jit(product, compiler_options=options),
+        'sjit': lambda: helper.sjit(product, compiler_options=options),
+    }[made_by]()
+    plan = helper.plan(step, array(1024, 1024))
+    assert plan.flags == flags
+    assert bool(plan.memory.temporaries) == (CUBLAS[1] in flags)  # the scratch of cuBLAS
+
+
+@gpu_compiler.needed
+def test_xla_flags_are_in_force(tmp_path):
+    """XLA reads the variable once, when it starts."""
+    program = """
+import jax
+from scalax.sharding import MeshShardingHelper, PartitionSpec
+helper = MeshShardingHelper.from_topology('h100:1', [1], ['x'])
+step = helper.sjit(lambda x: x @ x, in_shardings=PartitionSpec())
+print(helper.plan(step, jax.ShapeDtypeStruct((256, 256), 'bfloat16')).flags)
+"""
+    commands = '--xla_gpu_enable_command_buffer=CUBLAS,FUSION'
+    env = {**os.environ, 'XLA_FLAGS': f'--xla_gpu_enable_triton_gemm=true {commands}'}
+    command = [sys.executable, '-c', program]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == str((AUTOTUNE, commands))
 
 
 @gpu_compiler.needed

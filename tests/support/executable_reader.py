@@ -121,6 +121,7 @@ class Counts:
         hbm: the bytes that are read from the memory of the device and written to it at most: all of the
             operands and all of the results of each instruction that moves anything, however little of them
             it touches.
+        modelled: microseconds of kernels, where the compiler for GPUs has a model of them.
     """
 
     collectives: dict[Key, tuple[int, int]] = dataclasses.field(default_factory=dict)
@@ -128,6 +129,7 @@ class Counts:
     to_host: int = 0
     from_host: int = 0
     hbm: int = 0
+    modelled: float = 0.0
 
     def add(self, other: Counts) -> None:
         for key, (count, moved) in other.collectives.items():
@@ -137,6 +139,7 @@ class Counts:
         self.to_host += other.to_host
         self.from_host += other.from_host
         self.hbm += other.hbm
+        self.modelled += other.modelled
 
 
 def read(text: str, mesh: dict[str, int], slices: int = 1) -> Counts:
@@ -177,6 +180,7 @@ class _Reader:
                 operands = [_element(values[word], path) for word, path in line.operands]
                 if name not in self.module.fused:
                     self.counts.hbm += self.hbm(line)
+                self.counts.modelled += self.modelled(line)
                 value = self.value(line, operands)
             values[line.name] = value
             if line.root:
@@ -263,6 +267,7 @@ class _Reader:
                 max(one.to_host for one in counts),
                 max(one.from_host for one in counts),
                 max(one.hbm for one in counts),
+                max(one.modelled for one in counts),
             )
         )
 
@@ -395,6 +400,18 @@ class _Reader:
         begins = line.opcode.endswith('-start') or line.opcode in ('send', 'recv')
         shapes += [] if begins else [line.shape]
         return sum(_bytes(one) for one in _arrays(tuple(shapes)) if one.space == 0 and one.dtype != 'token')
+
+    @functools.cache  # noqa: B019 - a reader lives for one test
+    def modelled(self, line: _Line) -> float:
+        """Microseconds of a kernel, as XLA for GPUs has written them beside it."""
+        if line.opcode not in ('fusion', 'custom-call'):
+            return 0.0
+        costs = {cost['name']: cost['exec_time_us'] for cost in line.config().get('reification_cost', ())}
+        if line.attributes.get('kind') == 'kCustom' and costs.get('sol') == 0.01:  # it does not know
+            inside = self.module.bodies[line.attributes['calls']]
+            library = any(one.opcode == 'custom-call' for one in inside)
+            return 0.0 if library else costs.get('indexing-cost-model', 0.0)
+        return costs.get('sol', 0.0)
 
     @functools.cache  # noqa: B019 - a reader lives for one test
     def matters(self, name: str) -> bool:
@@ -588,7 +605,8 @@ class _Line:
 
     def config(self) -> dict[str, Any]:
         text = self.attributes.get('backend_config', '')
-        return json.loads(text) if 'async_collective' in text or 'known_trip' in text else {}
+        read = ('async_collective', 'known_trip', 'reification_cost')
+        return json.loads(text) if any(word in text for word in read) else {}
 
 
 @dataclasses.dataclass

@@ -1,0 +1,205 @@
+"""The seconds of a step along the compiler's schedule: a second opinion beside the roofline.
+
+XLA for GPUs writes into a program what its own models say of the time of each kernel (``exec_time_us``, with
+the option `MODELLED`): tables of measured products, and models of how fusions read and write memory. Kernels
+run one after the other, in the order of the schedule. Collectives, and copies and fusions that are
+asynchronous, run beside them from where they start; collectives wait for one another, and where one ends the
+device waits for it. XLA has no times for collectives, which take what the roofline says. Kernels without a
+model take what they do at least.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+
+from scalax._plan.collective_runs import Kind
+from scalax._plan.formulas import Part
+from scalax._plan.hbm_traffic import Traffic
+from scalax._plan.hlo import Instruction, Module
+from scalax._plan.hlo_cost import flops_of, named_in
+from scalax._plan.hlo_loops import Visit, visits
+from scalax._plan.provenance import Source, source_of
+from scalax._plan.scopes import Scopes
+from scalax._plan.step_parts import StepParts
+
+MODELLED = 'xla_gpu_collect_cost_model_stats'
+"""The option with which XLA writes times into programs, which it does not change otherwise."""
+_TIME = re.compile(r'"exec_time_us":([\d.e+-]+)[^{}]*?"name":"([^"]*)"')
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_NOT_KNOWN = 0.01  # what the model of products says of other custom fusions
+_CALLS = ('call', 'conditional', 'while')
+_LINK = 'link'
+
+Collectives = Mapping[tuple[str, str], tuple[Kind, float]]
+"""The names of a computation and of an instruction that is a collective, or starts it -> its kind, and the
+seconds of one execution."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel, or the wait for what is asynchronous, in one call.
+
+    Attributes:
+        name: as the compiler calls it, such as ``'loop_add_fusion.1'``; the name of a library's function; or
+            ``'wait: all-gather'``.
+        part: the part of the step that it belongs to.
+        scope: the module or named scope.
+        source: the place in the user's program.
+        count: how often it runs.
+        seconds: the time of all its executions, by the compiler's model.
+        bound: the least that it takes: of its operations, or of the bytes that it moves. None of a wait.
+    """
+
+    name: str
+    part: Part
+    scope: str
+    source: Source
+    count: int
+    seconds: float
+    bound: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The time of a step along the compiler's schedule.
+
+    Attributes:
+        seconds: the time of one call.
+        kernels: what the device does in it, the longest first.
+    """
+
+    seconds: float
+    kernels: tuple[Kernel, ...]
+
+    @property
+    def waiting(self) -> float:
+        """The seconds for which a device waits for collectives and copies."""
+        return sum(each.seconds for each in self.kernels if each.name.startswith('wait'))
+
+
+def schedule_of(
+    module: Module, flops_rate: float, hbm_rate: float, collectives: Collectives
+) -> Schedule | None:
+    """The time of one call of a program; None if the compiler has not written its times.
+
+    Args:
+        module: the optimized program.
+        flops_rate: the operations of a device in a second, at most.
+        hbm_rate: the bytes that it moves in a second, at most.
+        collectives: those of the program.
+    """
+    if not any(_TIME.search(each.attributes) for _, each in module.instructions()):
+        return None
+    clock = _Clock(module, flops_rate, hbm_rate, collectives)
+    seconds, rows = clock.run(clock.entry)
+    sums: dict[Kernel, list[float]] = collections.defaultdict(lambda: [0, 0.0, 0.0])
+    for row in rows:
+        alike = dataclasses.replace(row, count=0, seconds=0.0, bound=0.0)
+        sums[alike] = [a + b for a, b in zip(sums[alike], (row.count, row.seconds, row.bound), strict=True)]
+    kernels = [
+        dataclasses.replace(alike, count=int(count), seconds=of_all, bound=bound)
+        for alike, (count, of_all, bound) in sums.items()
+    ]
+    return Schedule(seconds, tuple(sorted(kernels, key=lambda row: -row.seconds)))
+
+
+class _Clock:
+    """The time of a device while it runs a program."""
+
+    def __init__(
+        self,
+        module: Module,
+        flops_rate: float,
+        hbm_rate: float,
+        collectives: Collectives,
+    ) -> None:
+        self._module, self._collectives = module, collectives
+        self._flops_rate, self._hbm_rate = flops_rate, hbm_rate
+        self._traffic, self._parts, self._scopes = Traffic(module), StepParts(module), Scopes(module)
+        self._inside: dict[tuple[int, str], list[Visit]] = collections.defaultdict(list)
+        self.entry, *self._visits = visits(module)  # keeps all of them alive, whose ids are used
+        for visit in self._visits:
+            assert visit.caller is not None
+            self._inside[id(visit.parent), visit.caller.name].append(visit)
+
+    def run(self, visit: Visit) -> tuple[float, list[Kernel]]:
+        """The seconds of one execution of a computation, and what all executions in a step consist of."""
+        now, rows = 0.0, list[Kernel]()
+        busy: dict[str, float] = collections.defaultdict(float)  # what is used beside kernels -> until when
+        begun: dict[str, tuple[Instruction, str, float]] = {}  # what it is, and when it ends
+        for each in visit.computation.instructions.values():
+            name, opcode = each.name, each.opcode
+            kind, link = self._collectives.get((visit.computation.name, name), ('', 0.0))
+            if opcode in _CALLS:
+                spent, inside = self._called(visit, each)
+                now += spent
+                rows += inside
+            elif opcode.endswith('-start'):
+                unit, spent = (_LINK, link) if kind else (name, self._least(visit, each))
+                busy[unit] = max(now, busy[unit]) + spent
+                begun[name] = each, kind or ('copy' if opcode == 'copy-start' else 'fusion'), busy[unit]
+            elif opcode.endswith(('-update', '-done')):
+                start, what, end = begun.get(each.operands[0].partition('#')[0], (each, '', now))
+                begun[name] = start, what, end
+                if opcode.endswith('-done') and end > now:
+                    rows.append(self._row(visit, start, f'wait: {what}', end - now))
+                    now = end
+            elif kind:
+                end = max(now, busy[_LINK]) + link
+                rows.append(self._row(visit, each, f'wait: {kind}', end - now))
+                now = busy[_LINK] = end
+            elif spent := self._seconds(each, least := self._least(visit, each)):
+                called = _TARGET.search(each.attributes)
+                rows.append(self._row(visit, each, called[1] if called else name, spent, least))
+                now += spent
+        return now, rows
+
+    def _called(self, visit: Visit, each: Instruction) -> tuple[float, list[Kernel]]:
+        """A loop, a call, or the longest of some branches."""
+        runs = [(inside.count / visit.count, *self.run(inside)) for inside in self._visited(visit, each)]
+        if each.opcode == 'conditional':
+            runs = [max(runs, key=lambda run: run[1])] if runs else []
+        return sum(times * spent for times, spent, _ in runs), [row for *_, rows in runs for row in rows]
+
+    def _visited(self, visit: Visit, each: Instruction) -> list[Visit]:
+        return self._inside.get((id(visit), each.name), [])
+
+    def _row(self, visit: Visit, each: Instruction, name: str, seconds: float, bound: float = 0.0) -> Kernel:
+        part, source = self._parts.of(visit, each), source_of(self._module, visit.computation, each)
+        named = named_in(self._module, each)
+        scope = self._scopes.of(visit.op_name(named) or visit.scope, named.frame)
+        return Kernel(name, part, scope, source, visit.count, visit.count * seconds, visit.count * bound)
+
+    def _least(self, visit: Visit, each: Instruction) -> float:
+        """The seconds that an instruction takes at least."""
+        moved = self._traffic.bytes_of(visit, each)
+        return max(sum(self._flops(visit, each)) / self._flops_rate, moved / self._hbm_rate)
+
+    def _flops(self, visit: Visit, each: Instruction) -> Iterator[int]:
+        yield flops_of(visit, each)
+        for inside in self._visited(visit, each):
+            for one in inside.computation.instructions.values():
+                yield from self._flops(inside, one)
+
+    def _seconds(self, each: Instruction, least: float) -> float:
+        """The seconds of a kernel by XLA's models, or the least if it has none."""
+        time = self._modelled(each)
+        return least if time is None else time
+
+    def _modelled(self, each: Instruction) -> float | None:
+        found = {name: float(time) for time, name in _TIME.findall(each.attributes)}
+        if 'kind=kCustom' in each.attributes and found.get('sol') == _NOT_KNOWN:
+            of_library = [
+                self._modelled(one)
+                for called in self._module.calls(each)
+                for one in called.instructions.values()
+                if one.opcode == 'custom-call'
+            ]
+            if of_library:
+                return None if None in of_library else sum(filter(None, of_library))
+            found.pop('sol')
+        time = found.get('sol', found.get('indexing-cost-model'))
+        return None if time is None else 1e-6 * time

@@ -1,0 +1,228 @@
+"""The seconds along the compiler's schedule: what waits for what, and which times count."""
+
+import dataclasses
+
+import pytest
+
+from scalax._plan.hlo import parse
+from scalax._plan.page import plan_blocks
+from scalax._plan.schedule import schedule_of
+from scalax._report import blocks
+from scalax.plan import Plan
+from tests.support import executable_reader
+from tests.support.gpu_programs import NOT_MODELLED, PROGRAMS, recorded_plan
+from tests.support.recorded import recorded
+
+pytestmark = pytest.mark.one_jax
+MODELLED = [name for name in PROGRAMS if name.split()[-1] not in NOT_MODELLED]
+US = 1e-6
+FLOPS_RATE, HBM_RATE = 1e12, 1e9
+
+
+def cost(**times):
+    """What XLA writes beside a kernel, in microseconds."""
+    written = ','.join(
+        f'{{"exec_time_us":{time},"compute_time_us":0,"name":"{name.replace("_", "-")}"}}'
+        for name, time in times.items()
+    )
+    return f'backend_config={{"operation_queue_id":"0","reification_cost":[{written}]}}'
+
+
+def of(text, collectives=()):
+    """The schedule of a program, whose collectives take so many microseconds."""
+    links = {('main', name): (kind, time * US) for name, (kind, time) in dict(collectives).items()}
+    return schedule_of(parse(f'HloModule made, is_scheduled=true\n{text}', True), FLOPS_RATE, HBM_RATE, links)
+
+
+def rows(schedule):
+    return {row.name: (row.count, pytest.approx(row.seconds / US)) for row in schedule.kernels}
+
+
+FUSED = """
+%fused (p: f32[250]) -> f32[250] {
+  %p = f32[250] parameter(0)
+  ROOT %n = f32[250] negate(%p)
+}
+"""
+GATHER = 'replica_groups={{0,1}}, dimensions={0}'
+
+
+def fusion(name, operand, time):
+    return f'%{name} = f32[250] fusion(%{operand}), kind=kLoop, calls=%fused, {cost(sol=time)}'
+
+
+OVERLAPPED = f"""
+{FUSED}
+ENTRY %main (x: f32[250]) -> f32[250] {{
+  %x = f32[250] parameter(0)
+  {fusion('first', 'x', 3)}
+  %one = (f32[250], f32[500]) all-gather-start(%first), {GATHER}
+  %two = (f32[250], f32[500]) all-gather-start(%x), {GATHER}
+  {fusion('beside', 'x', 5)}
+  %end = f32[500] all-gather-done(%one)
+  %last = f32[500] all-gather-done(%two)
+  ROOT {fusion('after', 'x', 2)}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ('one', 'two', 'waits'),
+    [(4, 1, 0), (4, 1.5, 0.5), (7, 1, 3), (7, 4, 6), (0, 9, 4)],
+    ids=['beside', 'second', 'first', 'both', 'one after the other'],
+)
+def test_collectives_run_beside_kernels_and_wait_for_one_another(one, two, waits):
+    schedule = of(OVERLAPPED, {'one': ('all-gather', one), 'two': ('all-gather', two)})
+    assert schedule.seconds == pytest.approx((10 + waits) * US)
+    assert schedule.waiting == pytest.approx(waits * US)
+
+
+def test_a_collective_that_is_not_asynchronous():
+    text = OVERLAPPED.replace('(f32[250], f32[500]) all-gather-start(%x)', 'f32[500] all-gather(%x)')
+    text = text.replace('  %last = f32[500] all-gather-done(%two)\n', '')
+    schedule = of(text, {'one': ('all-gather', 4), 'two': ('all-gather', 6)})
+    assert schedule.seconds == pytest.approx(20 * US)
+    assert rows(schedule)['wait: all-gather'] == (1, 10)
+
+
+@pytest.mark.parametrize(
+    ('kind', 'costs', 'time'),
+    [
+        ('kLoop', {'': 4, 'sol': 5}, 5),
+        ('kLoop', {'': 4, 'sol': 0.01}, 0.01),
+        ('kCustom', {'': 4, 'sol': 5, 'indexing_cost_model': 6}, 5),
+        ('kCustom', {'': 4, 'indexing_cost_model': 6, 'sol': 0.01}, 6),
+        ('kCustom', {'': 4, 'sol': 0.01}, 2),
+        ('kLoop', {}, 2),
+    ],
+)
+def test_which_time_counts(kind, costs, time):
+    """Without a model it is the least: two arrays of 1,000 bytes by a memory of 1 GB/s."""
+    text = f"""
+{FUSED}
+ENTRY %main (x: f32[250]) -> f32[250] {{
+  %x = f32[250] parameter(0)
+  {fusion('first', 'x', 3)}
+  ROOT %r = f32[250] fusion(%first), kind={kind}, calls=%fused, {cost(**costs)}
+}}
+"""
+    assert rows(of(text)) == {'first': (1, 3), 'r': (1, time)}
+    assert [row.bound for row in of(text).kernels] == pytest.approx([2 * US] * 2)
+
+
+def test_a_library_in_a_fusion_has_the_time():
+    """XLA has models of products, and none of the fusions that put their results into a part of an array."""
+    product = 'custom-call(%p, %p), custom_call_target="__cublas$lt$matmul"'
+    numbers = '"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}'
+    inside = cost(sol=7).replace('{"operation', f'{{{numbers},"operation')
+    text = f"""
+%fused (p: f32[10,10]) -> f32[10,10] {{
+  %p = f32[10,10] parameter(0)
+  ROOT %n = f32[10,10] {product}, {inside}
+}}
+
+ENTRY %main (x: f32[10,10]) -> f32[10,10] {{
+  %x = f32[10,10] parameter(0)
+  ROOT %r = f32[10,10] fusion(%x), kind=kCustom, calls=%fused, {cost(sol=0.01, none=500)}
+}}
+"""
+    [row] = of(text).kernels
+    assert (row.name, row.seconds) == ('r', pytest.approx(7 * US))
+    assert row.bound == pytest.approx(0.8 * US)  # 800 bytes; 2,000 operations take 0.002
+
+
+LOOP = f"""
+{FUSED}
+%body (s: (s32[], f32[250])) -> (s32[], f32[250]) {{
+  %s = (s32[], f32[250]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %y = f32[250] get-tuple-element(%s), index=1
+  {fusion('inside', 'y', 3)}
+  ROOT %t = (s32[], f32[250]) tuple(%next, %inside)
+}}
+
+%test (s: (s32[], f32[250])) -> pred[] {{
+  %s = (s32[], f32[250]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %n = s32[] constant(10)
+  ROOT %c = pred[] compare(%i, %n), direction=LT
+}}
+
+%long (x: f32[250]) -> f32[250] {{
+  %x = f32[250] parameter(0)
+  {fusion('once', 'x', 4)}
+  ROOT {fusion('more', 'once', 5)}
+}}
+
+%short (x: f32[250]) -> f32[250] {{
+  %x = f32[250] parameter(0)
+  ROOT {fusion('never', 'x', 6)}
+}}
+
+ENTRY %main (x: f32[250], b: pred[]) -> f32[250] {{
+  %x = f32[250] parameter(0)
+  %b = pred[] parameter(1)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[250]) tuple(%zero, %x)
+  %loop = (s32[], f32[250]) while(%start), condition=%test, body=%body
+  %y = f32[250] get-tuple-element(%loop), index=1
+  ROOT %z = f32[250] conditional(%b, %y, %y), true_computation=%short, false_computation=%long
+}}
+"""
+
+
+def test_loops_and_branches():
+    found = rows(of(LOOP))
+    kernels = {name: row for name, row in found.items() if name not in ('next', 'c')}  # of single numbers
+    assert kernels == {'inside': (10, 30), 'once': (1, 4), 'more': (1, 5)}
+
+
+def test_a_compiler_that_writes_no_times():
+    assert of(FUSED.replace('%fused', 'ENTRY %main')) is None
+    assert recorded_plan('fsdp a100').schedule is recorded_plan('fsdp_tp gb200').schedule is None
+
+
+@pytest.mark.parametrize('name', MODELLED)
+def test_kernels_take_what_the_compiler_says(name):
+    """As a second reader adds it up; what has no model takes what it does at least."""
+    made, schedule = recorded(name), recorded_plan(name).schedule
+    second = executable_reader.read(made.executable, made.mesh, made.slices)
+    kernels = [row for row in schedule.kernels if not row.name.startswith('wait')]
+    modelled = sum(row.seconds for row in kernels if row.seconds != pytest.approx(row.bound, rel=1e-9))
+    assert modelled == pytest.approx(second.modelled * US, rel=1e-6)
+
+
+@pytest.mark.parametrize('name', MODELLED)
+def test_a_step_takes_its_kernels_and_its_waits(name):
+    plan = recorded_plan(name)
+    schedule, parts = plan.schedule, plan.roofline().parts
+    assert schedule.seconds == pytest.approx(sum(row.seconds for row in schedule.kernels))
+    assert schedule.waiting <= sum(parts.values()) - parts['compute']
+
+
+def test_the_page_shows_the_kernels_where_the_schedule_is_far_from_the_bound():
+    plan = recorded_plan('decoder h100')
+    least = plan.roofline().step_seconds.bound
+    for times, shown in ((1.21, True), (1.19, False), (0.79, True), (0.81, False)):
+        schedule = dataclasses.replace(plan.schedule, seconds=times * least)
+        other = dataclasses.replace(plan, schedule=schedule)
+        for text in (str(other), blocks.html(plan_blocks(other, 'A plan'))):
+            assert 'the compiler' in text
+            assert ('times the bound: the kernels that differ most' in text) is shown
+
+
+def test_the_parts_of_a_step_have_it_in_a_column(snapshot):
+    plan = recorded_plan('fsdp h100')
+    found = {row.part: 0.0 for row in plan.schedule.kernels}
+    for row in plan.schedule.kernels:
+        found[row.part] += row.seconds
+    assert sum(found.values()) == pytest.approx(plan.schedule.seconds)
+    text = plan.to_text(120)
+    snapshot(text[text.index("by the compiler's schedule") : text.index('function  ')])
+
+
+def test_json_keeps_it():
+    plan = recorded_plan('decoder h100')
+    assert Plan.load(plan.to_json()).schedule == plan.schedule
