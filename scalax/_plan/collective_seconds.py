@@ -21,8 +21,9 @@ only those devices send whose neighbour is in another slice; they share the band
 
 Devices joined by a switch (``torus_axes=0``) receive what they lack, V (N - 1) / N, over w
 (https://jax-ml.github.io/scaling-book/gpus, "At the node level"); that is the bus bandwidth of
-https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. Switches that add (NVLink SHARP) are not
-counted on.
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. Switches that add (NVLink SHARP,
+``switches_add``) get V of each device for an all-reduce, and return to each its part, V / N; then each sends
+its part once, and the switches give it to all: V (N + 1) / N go each way.
 """
 
 from __future__ import annotations
@@ -76,6 +77,9 @@ def collective_seconds(
     if route.chips > 1:
         join = _on_torus if route.lines else _on_switch
         ici = times * join(kind, inside, route, hardware)
+        if kind == 'all-reduce' and not route.lines and hardware.switches_add:
+            both_ways = inside * (route.devices + 1) / route.devices
+            ici = min(ici, max(hardware.hop_seconds, both_ways / (hardware.ici_bytes_per_second or 1.0)))
     elif route.devices > 1:
         [hbm_rate] = numbers_of(hardware, 'hbm_bytes_per_second', for_=COMMUNICATION)
         if hardware.chip_bytes_per_second is None:

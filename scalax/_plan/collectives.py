@@ -175,7 +175,7 @@ def seconds_of_runs(
     """What each collective of a program takes, whose devices switches join.
 
     Args:
-        timed: the collectives with the seconds of all their executions.
+        timed: the collectives with the seconds of one execution of each.
         module: the program, and the others as for `collectives`.
         mesh: as for `collectives`.
         places: as for `collectives`.
@@ -185,7 +185,7 @@ def seconds_of_runs(
         The names of a computation and of the instruction that is a collective, or starts it -> its kind, and
         the seconds of one execution.
     """
-    known = {(row.kind, row.axes, row.part, row.bytes): time / row.count for row, time in timed}
+    known = {(row.kind, row.axes, row.part, row.bytes): seconds for row, seconds in timed}
     found = {}
     for each in _Devices(mesh, places, device_ids, True).runs(module):
         computation, instruction = each.run.holder

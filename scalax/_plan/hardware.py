@@ -41,6 +41,7 @@ class Hardware:
         device_kinds: what JAX calls such devices (``device.device_kind``).
         chip_bytes_per_second: one way, between two devices of a chip; that of its memory if it is None.
         chips_per_slice: the most chips that a switch joins; if it is None, those of a host.
+        switches_add: whether switches add up what they carry, for all-reduces (NVLink SHARP).
 
     Raises:
         PlanError: a number is invalid.
@@ -62,6 +63,7 @@ class Hardware:
     device_kinds: tuple[str, ...] = ()
     chip_bytes_per_second: float | None = None
     chips_per_slice: int | None = None
+    switches_add: bool = False
 
     def __post_init__(self) -> None:
         may_be_zero = ('torus_axes', 'ring_multiple', 'hop_seconds')
@@ -133,6 +135,8 @@ def _gpu(
         chips_per_slice=None if joined.host == joined.domain else joined.domain,
         host_bytes_per_second=host,
         device_kinds=(TARGETS[name].device_kind,),
+        # Those of NVLink 4 and later do; a bridge joins two cards.
+        switches_add=TARGETS[name].capability >= (9, 0) and joined.host > 2,
     )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalax._jax import messages
+from scalax._mesh.gpu_targets import TARGETS
 from scalax._mesh.meshes import has_devices
 from scalax._plan.buffers import largest_buffers
 from scalax._plan.collectives import collectives, seconds_of_runs
@@ -22,7 +23,9 @@ from scalax._plan.hlo_cost import work_of
 from scalax._plan.host_moves import HostMoves, host_moves
 from scalax._plan.lowered_step import LoweredStep, lower_step
 from scalax._plan.memory import Memory, constant_bytes
+from scalax._plan.nccl import nccl_seconds
 from scalax._plan.plan import Plan
+from scalax._plan.roofline import Roofline, routes_of
 from scalax._plan.schedule import Schedule, schedule_of
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.sjit import SjitFunction, name_of, names_of_arguments
@@ -129,8 +132,20 @@ def scheduled(plan: Plan, program: Module, ids: Sequence[int]) -> Schedule | Non
     if roofline is None:
         return None
     flops_rate, hbm_rate = roofline.peak / plan.devices, roofline.hardware.hbm_bytes_per_second or 1.0
-    times = seconds_of_runs(roofline.collectives, program, plan.mesh, plan.places, ids)
+    timed = list(zip(plan.collectives, nccl_times(plan, roofline), strict=True))
+    times = seconds_of_runs(timed, program, plan.mesh, plan.places, ids)
     return schedule_of(program, flops_rate, hbm_rate, times)
+
+
+def nccl_times(plan: Plan, roofline: Roofline) -> Iterator[float]:
+    """The seconds of one execution of each collective: as NCCL expects, or else those of the roofline."""
+    hardware = roofline.hardware
+    target, of_host = TARGETS[hardware.name], hardware.chips_per_host or 1
+    card = None if hardware.dcn_bytes_per_second is None else hardware.dcn_bytes_per_second / of_host
+    routes = routes_of(plan.collectives, plan.mesh, plan.places, hardware) if plan.collectives else []
+    for (row, seconds), ways in zip(roofline.collectives, routes, strict=True):
+        found = [nccl_seconds(row.kind, row.bytes, way, target, card, hardware.switches_add) for way in ways]
+        yield max((time for time in found if time is not None), default=seconds / max(1, row.count))
 
 
 def _compile(step: LoweredStep, limit: int | None, layout_for: int | None) -> Compiled:

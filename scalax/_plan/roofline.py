@@ -21,7 +21,18 @@ from scalax._plan.formulas import Counted, Part
 from scalax._plan.hardware import Hardware, numbers_of
 from scalax._plan.hlo_cost import Work
 from scalax._plan.replica_groups import devices_along
-from scalax._plan.torus import NETWORKS, Line, Network, Place, Route, Torus, line_text, route_of, torus_of
+from scalax._plan.torus import (
+    NETWORKS,
+    Line,
+    Network,
+    Place,
+    Route,
+    Torus,
+    devices_per_chip,
+    line_text,
+    route_of,
+    torus_of,
+)
 from scalax._report.tables import human_flops, milliseconds
 from scalax.errors import PlanError
 
@@ -273,20 +284,15 @@ def time_collectives(
     if not collectives:
         return Timed()
     _require_torus(hardware, places, device_kind)
-    torus = torus_of(places, hardware)
-    routes: dict[tuple[tuple[str, ...], tuple[int, ...]], set[Route]] = {}
+    per_chip = devices_per_chip(places, hardware)
     alone: dict[tuple[Network, tuple[str, ...], tuple[Line, ...]], float] = collections.defaultdict(float)
     busy = alone.copy()
     timed, counted = [], Counted.EXACTLY
-    for row in collectives:
+    for row, routes in zip(collectives, routes_of(collectives, mesh, places, hardware), strict=True):
         counted = counted.along(row.counted)
-        if (row.axes, row.part) not in routes:
-            routes[row.axes, row.part] = set(_routes(row, mesh, places, torus))
         spent = 0.0
-        senders = _senders(row, places, hardware, torus.devices_per_chip)
-        for network, route, seconds in _slowest(
-            row, routes[row.axes, row.part], hardware, torus.devices_per_chip, senders
-        ):
+        senders = _senders(row, places, hardware, per_chip)
+        for network, route, seconds in _slowest(row, routes, hardware, per_chip, senders):
             lines, part = (route.lines, part_of_links(row.kind, route)) if network == 'ici' else ((), 1.0)
             alone[network, row.axes, lines] += row.count * seconds
             busy[network, row.axes, lines] += row.count * seconds * part
@@ -312,6 +318,18 @@ def _require_torus(hardware: Hardware, places: Sequence[Place], device_kind: str
             f'{device_kind!r} devices are not in a torus, as chips of {hardware.name!r} are: say along '
             "which of its axes each mesh axis runs: roofline(..., torus={'fsdp': (4, 4), 'tp': 4})"
         )
+
+
+def routes_of(
+    rows: Sequence[Collective], mesh: Mapping[str, int], places: Sequence[Place], hardware: Hardware
+) -> list[set[Route]]:
+    """The routes of the groups of each collective."""
+    torus = torus_of(places, hardware)
+    known: dict[tuple[tuple[str, ...], tuple[int, ...]], set[Route]] = {}
+    for row in rows:
+        if (row.axes, row.part) not in known:
+            known[row.axes, row.part] = set(_routes(row, mesh, places, torus))
+    return [known[row.axes, row.part] for row in rows]
 
 
 def _routes(

@@ -4,8 +4,8 @@ XLA for GPUs writes into a program what its own models say of the time of each k
 the option `MODELLED`): tables of measured products, and models of how fusions read and write memory. Kernels
 run one after the other, in the order of the schedule. Collectives, and copies and fusions that are
 asynchronous, run beside them from where they start; collectives wait for one another, and where one ends the
-device waits for it. XLA has no times for collectives, which take what the roofline says. Kernels without a
-model take what they do at least.
+device waits for it. XLA has no times for collectives, which take what NCCL expects (`nccl`). Kernels without
+a model take what they do at least.
 """
 
 from __future__ import annotations
