@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from scalax.plan import HARDWARE, Hardware, Plan, Roofline, count_model_flops
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
+from tests.support import gpu_compiler
 from tests.support.torus_seconds import seconds
 
 V5P, V6E = HARDWARE['v5p'], HARDWARE['v6e']
@@ -72,14 +73,14 @@ class Decoder:
         """The least that causal attention takes, forward and backward: a half of all pairs."""
         return 6 * self.layers * self.width * sequence * tokens
 
-    def step(self, saved: tuple[str, ...]) -> Any:
+    def step(self, saved: tuple[str, ...], helper: MeshShardingHelper = HELPER) -> Any:
         """A training step that saves the results of some products, and computes the others again.
 
         Attention is a kernel that reads queries, keys and values: q * k + v stands for it, without flops.
         """
 
         def rows(x: jax.Array) -> jax.Array:
-            return HELPER.with_sharding_constraint(x, P('fsdp'))
+            return helper.with_sharding_constraint(x, P('fsdp'))
 
         def loss(weights: dict[str, Any], tokens: jax.Array) -> jax.Array:
             def layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
@@ -106,14 +107,16 @@ class Decoder:
 ALL = ('query_proj', 'key_proj', 'value_proj', 'out_proj', 'gate', 'up', 'down')
 
 
-def plan_fsdp(model: Decoder, tokens: int, saved: tuple[str, ...] = ALL) -> Plan:
+def plan_fsdp(
+    model: Decoder, tokens: int, saved: tuple[str, ...] = ALL, helper: MeshShardingHelper = HELPER
+) -> Plan:
     """The plan of a step under FSDP with so many tokens on each device."""
     weights = FSDPShardingRule('fsdp', min_fsdp_size=1)
     rule = {'layers': weights.stacked(), 'embed': weights, 'last': weights}
-    step = HELPER.sjit(
-        model.step(saved), in_shardings=(rule, P('fsdp')), out_shardings=rule, donate_argnums=0
+    step = helper.sjit(
+        model.step(saved, helper), in_shardings=(rule, P('fsdp')), out_shardings=rule, donate_argnums=0
     )
-    return HELPER.plan(step, model.weights, array(8 * tokens, dtype='int32'))
+    return helper.plan(step, model.weights, array(helper.mesh.size * tokens, dtype='int32'))
 
 
 # --- Problems of "How to Parallelize a Transformer for Training" (training.md) ---------------------
@@ -300,6 +303,17 @@ def test_a_published_step_of_gpus() -> None:
     counted = plan.model_flops / plan.devices + 2 * attention
     assert counted / published == pytest.approx(506.597e12, rel=0.01)
     assert {*roofline.parts} == {'compute', 'hbm', 'ici:fsdp', 'dcn:fsdp'}
+
+
+@gpu_compiler.needed
+def test_a_published_step_by_the_schedule_of_the_compiler_for_gpus() -> None:
+    """The same on its 16 hosts. Attention is not in this program; here it runs at the peak."""
+    helper = MeshShardingHelper.from_topology('h100:16x8', [128], ['fsdp'])
+    plan = plan_fsdp(LLAMA3_70B, 2 * 8192, helper=helper)
+    attention = LLAMA3_70B.attention_flops(2 * 8192, 8192) / 9.895e14
+    assert plan.schedule is not None
+    assert plan.roofline().step_seconds.bound + attention < plan.schedule.seconds + attention < 15.570
+    assert 1.4 * (plan.schedule.seconds + attention) > 15.570
 
 
 @pytest.mark.parametrize('found', PUBLISHED.values(), ids=PUBLISHED)
