@@ -119,11 +119,11 @@ class _Clock:
         self._module, self._collectives = module, collectives
         self._flops_rate, self._hbm_rate = flops_rate, hbm_rate
         self._traffic, self._parts, self._scopes = Traffic(module), StepParts(module), Scopes(module)
-        self._inside: dict[tuple[int, str], list[Visit]] = collections.defaultdict(list)
-        self.entry, *self._visits = visits(module)  # keeps all of them alive, whose ids are used
-        for visit in self._visits:
-            assert visit.caller is not None
-            self._inside[id(visit.parent), visit.caller.name].append(visit)
+        self._inside: dict[tuple[str, ...], list[Visit]] = collections.defaultdict(list)
+        self.entry, *inside = visits(module)
+        for visit in inside:
+            assert visit.parent is not None and visit.caller is not None
+            self._inside[*_path(visit.parent), visit.caller.name].append(visit)
 
     def run(self, visit: Visit) -> tuple[float, list[Kernel]]:
         """The seconds of one execution of a computation, and what all executions in a step consist of."""
@@ -165,7 +165,7 @@ class _Clock:
         return sum(times * spent for times, spent, _ in runs), [row for *_, rows in runs for row in rows]
 
     def _visited(self, visit: Visit, each: Instruction) -> list[Visit]:
-        return self._inside.get((id(visit), each.name), [])
+        return self._inside.get((*_path(visit), each.name), [])
 
     def _row(self, visit: Visit, each: Instruction, name: str, seconds: float, bound: float = 0.0) -> Kernel:
         part, source = self._parts.of(visit, each), source_of(self._module, visit.computation, each)
@@ -203,3 +203,10 @@ class _Clock:
             found.pop('sol')
         time = found.get('sol', found.get('indexing-cost-model'))
         return None if time is None else 1e-6 * time
+
+
+def _path(visit: Visit) -> tuple[str, ...]:
+    """The names of the computations and the calls that lead to one at its place of the call tree."""
+    if visit.parent is None or visit.caller is None:
+        return (visit.computation.name,)
+    return *_path(visit.parent), visit.caller.name, visit.computation.name

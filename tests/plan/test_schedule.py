@@ -153,7 +153,11 @@ LOOP = f"""
 
 %long (x: f32[250]) -> f32[250] {{
   %x = f32[250] parameter(0)
-  {fusion('once', 'x', 4)}
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[250]) tuple(%zero, %x)
+  %rounds = (s32[], f32[250]) while(%start), condition=%test, body=%body
+  %y = f32[250] get-tuple-element(%rounds), index=1
+  {fusion('once', 'y', 4)}
   ROOT {fusion('more', 'once', 5)}
 }}
 
@@ -175,9 +179,12 @@ ENTRY %main (x: f32[250], b: pred[]) -> f32[250] {{
 
 
 def test_loops_and_branches():
+    """Of branches the longest counts: with a loop of its own, after the one outside."""
     found = rows(of(LOOP))
     kernels = {name: row for name, row in found.items() if name not in ('next', 'c')}  # of single numbers
-    assert kernels == {'inside': (10, 30), 'once': (1, 4), 'more': (1, 5)}
+    assert kernels == {'inside': (20, 60), 'once': (1, 4), 'more': (1, 5)}
+    assert of(LOOP).seconds == pytest.approx(sum(row.seconds for row in of(LOOP).kernels))
+    assert [row.bound for row in of(LOOP).kernels if row.name == 'once'] == pytest.approx([2 * US])
 
 
 def test_a_compiler_that_writes_no_times():
