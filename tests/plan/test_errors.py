@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from scalax._plan.compilation import compile_lowered
+from scalax._plan.schedule import MODELLED
 from scalax.errors import ArgumentError, MeshError, PlanError
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
@@ -64,6 +65,22 @@ def test_a_compiler_sees_the_settings_of_its_caller():
     ):
         compile_lowered(Records(), 'cpu')
     assert seen == [(True, 'float32'), ('raise', False)]
+
+
+@pytest.mark.parametrize('platform', ['gpu', 'cpu'])
+def test_a_compiler_for_gpus_without_models_of_kernels_is_asked_without_them(platform):
+    """Once more, and what it says then is the error."""
+    asked = []
+
+    class HasNoModels:
+        def compile(self, compiler_options):
+            asked.append(MODELLED in compiler_options)
+            raise jax.errors.JaxRuntimeError(f'asked {len(asked)} times')
+
+    times = 2 if platform == 'gpu' else 1
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f'asked {times} times'):
+        compile_lowered(HasNoModels(), platform)
+    assert asked == [True, False][-times:]
 
 
 def test_a_function_that_needs_values():

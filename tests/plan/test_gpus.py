@@ -192,6 +192,17 @@ print(helper.plan(step, jax.ShapeDtypeStruct((256, 256), 'bfloat16')).flags)
 
 
 @gpu_compiler.needed
+@pytest.mark.parametrize(('kind', 'modelled'), [('a100', False), ('h100', True), ('b200', True)])
+def test_gpus_whose_kernels_xla_has_no_models_of_are_planned_without_a_schedule(kind, modelled):
+    helper = MeshShardingHelper.from_topology(f'{kind}:2', [2], ['x'])
+    step = helper.sjit(lambda x: jnp.tanh(x @ x), in_shardings=P('x'), out_shardings=P('x'))
+    plan = helper.plan(step, array(4096, 4096))
+    assert (plan.schedule is not None) is modelled
+    assert plan.flags == CUBLAS
+    assert plan.work.flops == 4096**3
+
+
+@gpu_compiler.needed
 def test_what_does_not_fit_says_so():
     """The compiler makes a program of it all the same."""
     helper = MeshShardingHelper.from_topology('h100:8', [8], ['x'])
