@@ -185,12 +185,14 @@ def seconds_of_runs(
         The names of a computation and of the instruction that is a collective, or starts it -> its kind, and
         the seconds of one execution.
     """
-    known = {(row.kind, row.axes, row.part, row.bytes): seconds for row, seconds in timed}
+    known = {(row.kind, row.axes, row.part, row.bytes, row.crossing): seconds for row, seconds in timed}
     found = {}
     for each in _Devices(mesh, places, device_ids, True).runs(module):
         computation, instruction = each.run.holder
-        key = each.run.kind, each.axes, each.part, each.run.whole_bytes(each.group)
-        found[computation.name, instruction.name] = each.run.kind, known.get(key, 0.0)
+        kind, size = each.run.kind, each.run.whole_bytes(each.group)
+        # One of a single device sends nothing, and is no row.
+        seconds = known[kind, each.axes, each.part, size, each.crossing] if each.group > 1 else 0.0
+        found[computation.name, instruction.name] = kind, seconds
     return found
 
 
