@@ -305,15 +305,28 @@ def test_a_published_step_of_gpus() -> None:
     assert {*roofline.parts} == {'compute', 'hbm', 'ici:fsdp', 'dcn:fsdp'}
 
 
+# The step above; and torchtitan's under FSDP, two sequences of 8,192 tokens on each device (train_configs/
+# llama3_8b.toml), compiled, in bfloat16: 6,667 and 6,514 tokens a second on each device, which draws at most
+# 500 W: https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md.
+ON_GPUS = {
+    'Llama 3 70B, 128 H100': (LLAMA3_70B, 'h100:16x8', 15.570, 1.4),
+    'Llama 3.1 8B, 8 H100': (LLAMA3_8B, 'h100:8', 2 * 8192 / 6667, 2.1),
+    'Llama 3.1 8B, 128 H100': (LLAMA3_8B, 'h100:16x8', 2 * 8192 / 6514, 2.1),
+}
+
+
 @gpu_compiler.needed
-def test_a_published_step_by_the_schedule_of_the_compiler_for_gpus() -> None:
-    """The same on its 16 hosts. Attention is not in this program; here it runs at the peak."""
-    helper = MeshShardingHelper.from_topology('h100:16x8', [128], ['fsdp'])
-    plan = plan_fsdp(LLAMA3_70B, 2 * 8192, helper=helper)
-    attention = LLAMA3_70B.attention_flops(2 * 8192, 8192) / 9.895e14
+@pytest.mark.parametrize(('model', 'topology', 'published', 'most'), ON_GPUS.values(), ids=ON_GPUS)
+def test_published_steps_take_longer_than_the_schedule_of_the_compiler(
+    model: Decoder, topology: str, published: float, most: float
+) -> None:
+    """Attention is not in these programs; here it runs at the peak. Nothing is computed again here."""
+    helper = MeshShardingHelper.from_topology(topology, [-1], ['fsdp'])
+    plan = plan_fsdp(model, 2 * 8192, helper=helper)
+    attention = model.attention_flops(2 * 8192, 8192) / 9.895e14
     assert plan.schedule is not None
-    assert plan.roofline().step_seconds.bound + attention < plan.schedule.seconds + attention < 15.570
-    assert 1.4 * (plan.schedule.seconds + attention) > 15.570
+    seconds = plan.schedule.seconds + attention
+    assert plan.roofline().step_seconds.bound + attention < seconds < published < most * seconds
 
 
 @pytest.mark.parametrize('found', PUBLISHED.values(), ids=PUBLISHED)
