@@ -3,6 +3,7 @@
 ``--only unchanged [--model NAME] [--topology v5e:2x4]``: the table of docs/followed_models.md.
 ``--only others [--model NAME] [--topology v5e:2x4]``: models that others wrote, of the same page.
 ``--only found [--model NAME] [--topology v5e:2x4] [--slices 2] [--budget SECONDS]``: found rules, known ones.
+``--only published [--model NAME]``: steps on GPUs that others published, of docs/planning.md.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from benchmarks.timing import render
 from scalax.utils import quiet_libtpu
 
 # Tables of their own, which take minutes: they are printed only if their whole name is given.
-UNCHANGED, OTHERS, FOUND = 'unchanged', 'others', 'found'
+UNCHANGED, OTHERS, FOUND, PUBLISHED = 'unchanged', 'others', 'found', 'published'
 
 
 def main() -> None:
@@ -55,6 +56,11 @@ def main() -> None:
 
         quiet_libtpu()
         found.show(options.topology, options.model, options.slices, options.budget)
+        return
+    if options.only == PUBLISHED:
+        from benchmarks import published
+
+        published.show(options.model)
         return
     if not any(flag in os.environ for flag in ('XLA_FLAGS', 'JAX_NUM_CPU_DEVICES')):
         jax.config.update('jax_num_cpu_devices', 8)
