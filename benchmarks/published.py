@@ -15,8 +15,9 @@ import ctypes
 import dataclasses
 import functools
 import math
+import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -36,6 +37,7 @@ Recomputed = Literal['nothing', 'elementwise', 'layers']
 # The axes of rows, and those over which weights are split: experts lie on devices that share the rows out.
 ROWS = ('data', 'fsdp', 'expert')
 SPLIT = ('fsdp', 'expert')
+AXES = [*ROWS, 'tp']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Decoder:
     def weights(self) -> Weights:
         """Their shapes; those of the layers are stacked."""
         inner = self.heads * self.head
-        shapes = {
+        shapes: dict[str, tuple[int, ...]] = {
             'query': (self.width, inner),
             'key': (self.width, self.groups * self.head),
             'value': (self.width, self.groups * self.head),
@@ -141,7 +143,7 @@ class Step:
     microbatches: int
     recomputed: Recomputed
     seconds: float
-    hardware: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    hardware: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def devices(self) -> int:
@@ -153,19 +155,28 @@ class Step:
         rows = math.prod(size for name, size in self.mesh.items() if name in ROWS)
         return rows * self.sequences * self.length * self.microbatches
 
+    @property
+    def attention(self) -> int:
+        """The operations of the attention of one device."""
+        of_all = self.model.attention_flops(self.tokens, self.length, self.recomputed == 'layers')
+        return of_all // self.devices
+
     def plan(self) -> Plan:
-        """The plan of the step, compiled for its GPUs."""
-        sizes = [self.mesh.get(name, 1) for name in (*ROWS, 'tp')]
-        helper = MeshShardingHelper.from_topology(self.topology, sizes, [*ROWS, 'tp'])
+        """The plan of the step, compiled for its GPUs, with the operations of its attention."""
+        sizes = [self.mesh.get(name, 1) for name in AXES]
+        helper = MeshShardingHelper.from_topology(self.topology, sizes, AXES)
         step, arguments = training_step(self, helper)
         plan: Plan = helper.plan(step, *arguments)
-        attention = self.model.attention_flops(self.tokens, self.length, self.recomputed == 'layers')
-        work = dataclasses.replace(plan.work, flops=plan.work.flops + attention // self.devices)
+        work = dataclasses.replace(plan.work, flops=plan.work.flops + self.attention)
         return dataclasses.replace(plan, work=work)
 
-    def bound(self, plan: Plan) -> float:
-        """Its least seconds."""
-        return plan.roofline(self.numbers).step_seconds.bound
+    def scheduled(self, plan: Plan) -> float | None:
+        """Its seconds by the compiler's schedule, with the least that the operations of attention take."""
+        if plan.schedule is None:
+            return None
+        known = sum(row.seconds for row in plan.schedule.kernels if '__cudnn' in row.name)
+        attention = self.attention * self.devices / plan.roofline(self.numbers).peak
+        return plan.schedule.seconds + max(0.0, attention - known)
 
     @property
     def numbers(self) -> Hardware:
@@ -190,7 +201,7 @@ def training_step(step: Step, helper: MeshShardingHelper) -> tuple[Any, tuple[An
     def loss(weights: Weights, tokens: jax.Array) -> jax.Array:
         x = weights['embed'].astype(jnp.bfloat16)[tokens[:, :-1]]
         x = constrain(x, P(ROWS, 'tp'))
-        body = functools.partial(layer, model, helper)
+        body: Callable[..., jax.Array] = functools.partial(layer, model, helper)
         if step.recomputed != 'nothing':
             policy = jax.checkpoint_policies.dots_saveable if step.recomputed == 'elementwise' else None
             body = jax.checkpoint(body, policy=policy)
@@ -318,7 +329,7 @@ NANOTRON = 'https://huggingface.co/nanotron/old_bench (llama-1B; sizes: huggingf
 GB200 = 'https://github.com/daddyofadoggy/blog/blob/db07f84/posts/torchtitan/3d.md'
 MARIN = 'https://github.com/marin-community/marin/pull/7981 (sizes: issues 7706 and 8053)'
 # "96GB HBM2e with 2.4 TB/sec"; its lower power limit only makes steps longer.
-HBM2E = {'hbm_bytes_per_second': 2.4e12}
+HBM2E: dict[str, Any] = {'hbm_bytes_per_second': 2.4e12}
 
 PUBLISHED = {
     # What is saved was not found: no product is computed again.
@@ -495,38 +506,53 @@ class Judged:
         step: the step.
         bound: seconds if everything overlaps.
         estimate: seconds if nothing does.
+        scheduled: seconds along the compiler's schedule, if it has one.
     """
 
     step: Step
     bound: float
     estimate: float
+    scheduled: float | None
 
     @classmethod
     def of(cls, step: Step) -> Judged:
         """That of a step, which is compiled."""
-        return cls(step, *step.plan().roofline(step.numbers).step_seconds)
+        plan = step.plan()
+        return cls(step, *plan.roofline(step.numbers).step_seconds, step.scheduled(plan))
 
     @property
-    def per_token(self) -> float:
-        """What searches make small, for each token."""
-        return (self.bound + self.estimate) / 2 / self.step.tokens
+    def objective(self) -> float:
+        """What searches make small."""
+        return (self.bound + self.estimate) / 2
 
 
 def lines(judged: Mapping[str, Judged]) -> Iterator[str]:
     """Both tables in Markdown: steps, and pairs of layouts of which both are judged."""
-    yield '| step | at least | published | if nothing overlaps |'
-    yield '|---|---|---|---|'
+    yield "| step | at least | by the compiler's schedule | published | if nothing overlaps |"
+    yield '|---|---|---|---|---|'
     for name, each in judged.items():
-        yield f'| {name} | {each.bound:.3g} | {each.step.seconds:.3g} | {each.estimate:.3g} |'
-    yield ''
-    yield '| faster | slower | published | planned |'
-    yield '|---|---|---|---|'
-    for first, second in WINNERS:
-        if first not in judged or second not in judged:
-            continue
-        one, other = judged[first], judged[second]
-        published = other.step.seconds / other.step.tokens / (one.step.seconds / one.step.tokens)
-        yield f'| {first} | {second} | {published:.2f} | {other.per_token / one.per_token:.2f} |'
+        seconds = (each.bound, each.scheduled, each.step.seconds, each.estimate)
+        yield f'| {name} | {" | ".join(map(_number, seconds))} |'
+    errors = [abs(each.scheduled / each.step.seconds - 1) for each in judged.values() if each.scheduled]
+    if errors:
+        yield f'\nmedian error of {len(errors)} schedules: {statistics.median(errors):.0%}'
+    yield '\n| faster | slower | published | planned | scheduled |'
+    yield '|---|---|---|---|---|'
+    for names in WINNERS:
+        if all(name in judged for name in names):
+            one, other = (judged[name] for name in names)
+            tokens = one.step.tokens / other.step.tokens
+            ratios = [
+                other.step.seconds / one.step.seconds * tokens,
+                other.objective / one.objective * tokens,
+            ]
+            if one.scheduled and other.scheduled:
+                ratios.append(other.scheduled / one.scheduled * tokens)
+            yield f'| {" | ".join(names)} | {" | ".join(map(_number, ratios))} |'
+
+
+def _number(value: float | None) -> str:
+    return '-' if value is None else f'{value:.3g}'
 
 
 def show(model: str) -> None:
