@@ -34,7 +34,9 @@ def main() -> None:
         '--topology', default='v5p:4x4x4', help='of absent TPUs (--only unchanged, others, found)'
     )
     parser.add_argument(
-        '--model', default='', help='models whose name holds this (--only unchanged, others, found)'
+        '--model',
+        default='',
+        help='models whose name holds this (--only unchanged, others, found, published)',
     )
     parser.add_argument('--strategy', default='', help='one of FSDP, FSDP x TP ... (--only unchanged)')
     parser.add_argument('--slices', type=int, default=1, help='slices of the topology (--only found)')
@@ -58,9 +60,9 @@ def main() -> None:
         found.show(options.topology, options.model, options.slices, options.budget)
         return
     if options.only == PUBLISHED:
-        from benchmarks import published
+        from benchmarks.published import table
 
-        published.show(options.model)
+        table.show(options.model)
         return
     if not any(flag in os.environ for flag in ('XLA_FLAGS', 'JAX_NUM_CPU_DEVICES')):
         jax.config.update('jax_num_cpu_devices', 8)

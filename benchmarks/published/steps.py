@@ -1,120 +1,20 @@
-"""``--only published``: steps on GPUs that others published, beside plans of steps with the same sizes.
+"""Steps whose time was published, and pairs of layouts of which one was faster.
 
-Each is compiled for its GPUs, none of which is here: a decoder with the sizes, the layout, the microbatches
-and the recomputation that were published, weights and moments of AdamW in float32, products in bfloat16.
-Nothing of a plan is fitted to what was published.
-
-Attention is that of cuDNN where ``nvidia-cudnn-cu12`` is installed and the loader finds it. Elsewhere
-q * k + v, which reads and writes the same arrays, stands for the kernel. The compiler does not say what
-kernels compute, so a half of all pairs is added to the products.
+Each is compiled for its GPUs, none of which is here, with the sizes, the layout, the microbatches and the
+recomputation that were published. Nothing of a plan is fitted to what was published. The compiler does not
+say what kernels compute, so a half of all pairs of attention is added to the products.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import functools
 import math
-import statistics
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-import optax
-
-import scalax
+from benchmarks.published.decoder import AXES, ROWS, Decoder, Recomputed, training_step
 from scalax.plan import HARDWARE, Hardware, Plan
-from scalax.sharding import (
-    MeshShardingHelper,
-    TreePathShardingRule,
-)
-from scalax.sharding import PartitionSpec as P
-
-Weights = dict[str, Any]
-Recomputed = Literal['nothing', 'elementwise', 'layers']
-# The axes of rows, and those over which weights are split: experts lie on devices that share the rows out.
-ROWS = ('data', 'fsdp', 'expert')
-SPLIT = ('fsdp', 'expert')
-AXES = [*ROWS, 'tp']
-
-
-@dataclasses.dataclass(frozen=True)
-class Decoder:
-    """The sizes of a decoder; all its matrices are without biases.
-
-    Attributes:
-        layers: how many there are.
-        width: of the residual.
-        heads: of queries.
-        groups: heads of keys and values.
-        hidden: units of the feed-forward block.
-        vocabulary: words.
-        gated: whether the feed-forward block has a third matrix (SwiGLU).
-        tied: whether the table of embeddings also makes the logits.
-        head: the size of a head.
-        experts: how many the feed-forward block has; 0: it is dense. Each has *expert_hidden* units, *chosen*
-            of them take a token, and a block of *hidden* units takes all.
-    """
-
-    layers: int
-    width: int
-    heads: int
-    groups: int
-    hidden: int
-    vocabulary: int
-    gated: bool = True
-    tied: bool = False
-    head: int = 128
-    experts: int = 0
-    chosen: int = 0
-    expert_hidden: int = 0
-
-    @property
-    def weights(self) -> Weights:
-        """Their shapes; those of the layers are stacked."""
-        inner = self.heads * self.head
-        shapes: dict[str, tuple[int, ...]] = {
-            'query': (self.width, inner),
-            'key': (self.width, self.groups * self.head),
-            'value': (self.width, self.groups * self.head),
-            'output': (inner, self.width),
-            **({'gate': (self.width, self.hidden)} if self.gated else {}),
-            'up': (self.width, self.hidden),
-            'down': (self.hidden, self.width),
-        }
-        if self.experts:
-            into = (self.experts, self.width, self.expert_hidden)
-            outof = (self.experts, self.expert_hidden, self.width)
-            shapes |= {'router': (self.width, self.experts)}
-            shapes |= {'expert_gate': into, 'expert_up': into, 'expert_down': outof}
-        stacked = {name: (self.layers, *shape) for name, shape in shapes.items()}
-        found: Weights = {'layers': stacked, 'embed': (self.vocabulary, self.width)}
-        if not self.tied:
-            found['last'] = (self.vocabulary, self.width)
-        return jax.tree.map(
-            lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-            found,
-            is_leaf=lambda node: isinstance(node, tuple),
-        )
-
-    @property
-    def parameters(self) -> int:
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.weights))
-
-    def attention_flops(self, tokens: int, length: int, recomputed: bool) -> int:
-        """Those of a half of all pairs; the backward pass takes twice the forward pass."""
-        return (8 if recomputed else 6) * self.layers * self.heads * self.head * length * tokens
-
-
-WEIGHTS = TreePathShardingRule(
-    ('expert_', P(None, 'expert', 'fsdp')),
-    ('router', P()),
-    ('query|key|value|gate|up', P(None, SPLIT, 'tp')),
-    ('output|down', P(None, 'tp', SPLIT)),
-    ('embed|last', P('tp', SPLIT)),
-)
+from scalax.sharding import MeshShardingHelper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,10 +50,15 @@ class Step:
         return math.prod(self.mesh.values())
 
     @property
+    def rows(self) -> int:
+        """The sequences of a step."""
+        shares = math.prod(size for name, size in self.mesh.items() if name in ROWS)
+        return shares * self.sequences * self.microbatches
+
+    @property
     def tokens(self) -> int:
-        """Of one step, on all devices."""
-        rows = math.prod(size for name, size in self.mesh.items() if name in ROWS)
-        return rows * self.sequences * self.length * self.microbatches
+        """Those of a step."""
+        return self.rows * self.length
 
     @property
     def attention(self) -> int:
@@ -165,7 +70,9 @@ class Step:
         """The plan of the step, compiled for its GPUs, with the operations of its attention."""
         sizes = [self.mesh.get(name, 1) for name in AXES]
         helper = MeshShardingHelper.from_topology(self.topology, sizes, AXES)
-        step, arguments = training_step(self, helper)
+        step, arguments = training_step(
+            self.model, helper, self.rows, self.length, self.microbatches, self.recomputed
+        )
         plan: Plan = helper.plan(step, *arguments)
         work = dataclasses.replace(plan.work, flops=plan.work.flops + self.attention)
         return dataclasses.replace(plan, work=work)
@@ -191,112 +98,6 @@ def mfu_seconds(model: Decoder, tokens: int, length: int, mfu: float) -> float:
     multiplied = model.parameters - model.vocabulary * model.width
     return tokens * (6 * multiplied + 12 * model.layers * model.width * length) / (989e12 * mfu)
 
-
-def training_step(step: Step, helper: MeshShardingHelper) -> tuple[Any, tuple[Any, ...]]:
-    """A compiled function of weights, moments and tokens, and its arguments."""
-    model, optimizer = step.model, optax.adamw(1e-4)
-    constrain = helper.with_sharding_constraint
-    rows = math.prod(helper.mesh.shape[name] for name in ROWS) * step.sequences * step.microbatches
-
-    def loss(weights: Weights, tokens: jax.Array) -> jax.Array:
-        x = weights['embed'].astype(jnp.bfloat16)[tokens[:, :-1]]
-        x = constrain(x, P(ROWS, 'tp'))
-        body: Callable[..., jax.Array] = functools.partial(layer, model, helper)
-        if step.recomputed != 'nothing':
-            policy = jax.checkpoint_policies.dots_saveable if step.recomputed == 'elementwise' else None
-            body = jax.checkpoint(body, policy=policy)
-        x, _ = jax.lax.scan(lambda x, w: (body(x, w), None), x, weights['layers'])
-        last = weights['embed' if model.tied else 'last'].astype(jnp.bfloat16)
-        logits = constrain(constrain(_normed(x), P(ROWS)) @ last.T, P(ROWS, None, 'tp')).astype('float32')
-        at_label = jnp.arange(model.vocabulary) == tokens[:, 1:, None]
-        label = jnp.sum(jnp.where(at_label, logits, 0), axis=-1)
-        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - label)
-
-    def train(weights: Weights, moments: Any, tokens: jax.Array) -> tuple[Weights, Any]:
-        gradients = scalax.microbatch(jax.grad(loss), step.microbatches)(weights, tokens)
-        updates, moments = optimizer.update(gradients, moments, weights)
-        return optax.apply_updates(weights, updates), moments
-
-    state = (WEIGHTS, WEIGHTS)
-    compiled = helper.sjit(train, in_shardings=(*state, P(ROWS)), out_shardings=state, donate_argnums=(0, 1))
-    moments = jax.eval_shape(optimizer.init, model.weights)
-    return compiled, (model.weights, moments, jax.ShapeDtypeStruct((rows, step.length + 1), 'int32'))
-
-
-def layer(model: Decoder, helper: MeshShardingHelper, x: jax.Array, weights: Weights) -> jax.Array:
-    """A block of attention and a feed-forward block; between blocks tp shares out the positions."""
-    w = {name: leaf.astype(jnp.bfloat16) for name, leaf in weights.items()}
-    constrain = helper.with_sharding_constraint
-
-    def heads(name: str) -> jax.Array:
-        found = constrain(normed @ w[name], P(ROWS, None, 'tp'))
-        return found.reshape(*found.shape[:2], -1, model.head)
-
-    normed = constrain(_normed(x), P(ROWS))
-    mixed = attention(helper, heads('query'), heads('key'), heads('value'))
-    x = x + constrain(mixed.reshape(*x.shape[:2], -1) @ w['output'], P(ROWS, 'tp'))
-    normed = constrain(_normed(x), P(ROWS))
-    up = constrain(normed @ w['up'], P(ROWS, None, 'tp'))
-    gate = constrain(normed @ w['gate'], P(ROWS, None, 'tp')) if model.gated else up
-    hidden = jax.nn.silu(gate) * up if model.gated else jax.nn.gelu(up)
-    x = x + constrain(hidden @ w['down'], P(ROWS, 'tp'))
-    return x + routed(model, helper, normed, w) if model.experts else x
-
-
-def routed(model: Decoder, helper: MeshShardingHelper, x: jax.Array, w: Weights) -> jax.Array:
-    """The experts: tokens travel along the axis 'expert' to those that they chose, and none is left out.
-
-    All experts get equally many, as a router in balance has it.
-    """
-
-    def on_device(
-        x: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
-    ) -> jax.Array:
-        tokens = x.reshape(-1, model.width)
-        likes, chosen = jax.lax.top_k(jax.nn.softmax(tokens @ router), model.chosen)
-        order = jnp.argsort(chosen.reshape(-1))
-        swap = functools.partial(jax.lax.all_to_all, axis_name='expert', tiled=True)
-        sent = tokens[order // model.chosen].reshape(model.experts, -1, model.width)
-        here = swap(sent, split_axis=0, concat_axis=1)
-        hidden = jax.nn.silu(jnp.einsum('etd,edf->etf', here, gate)) * jnp.einsum('etd,edf->etf', here, up)
-        found = swap(jnp.einsum('etf,efd->etd', hidden, down), split_axis=1, concat_axis=0)
-        found = found.reshape(-1, model.width) * likes.reshape(-1)[order, None]
-        return jnp.zeros_like(tokens).at[order // model.chosen].add(found).reshape(x.shape)
-
-    names = ('router', 'expert_gate', 'expert_up', 'expert_down')
-    specs = (P(ROWS), P(), *(P('expert'),) * 3)
-    on_all = helper.shard_map(on_device, specs, P(ROWS), check_vma=False)
-    return on_all(x, *(w[name] for name in names))
-
-
-def attention(helper: MeshShardingHelper, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """A kernel on the rows and heads of each device."""
-
-    def kernel(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        if has_cudnn():
-            return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation='cudnn')
-        shared = query.shape[2] // key.shape[2]
-        return query * jnp.repeat(key, shared, 2) + jnp.repeat(value, shared, 2)
-
-    spec = P(ROWS, None, 'tp')
-    return helper.shard_map(kernel, (spec,) * 3, spec, check_vma=False)(query, key, value)
-
-
-@functools.cache
-def has_cudnn() -> bool:
-    """Whether the compiler finds cuDNN."""
-    try:
-        ctypes.CDLL('libcudnn.so.9')
-    except OSError:
-        return False
-    return True
-
-
-def _normed(x: jax.Array) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6)
-
-
-# --- What was published -------------------------------------------------------------------------------
 
 LLAMA2_7B = Decoder(32, 4096, 32, 32, 11_008, 32_000)
 LLAMA2_13B = Decoder(40, 5120, 40, 40, 13_824, 32_000)
@@ -493,73 +294,3 @@ WINNERS = (
     ('marin, Grug 360B, 64 GB200, experts', 'marin, Grug 360B, 64 GB200, FSDP'),
 )
 """Pairs of layouts on the same GPUs, the faster one first: tokens a second, as published."""
-
-
-# --- Tables ---------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Judged:
-    """A step beside its plan.
-
-    Attributes:
-        step: the step.
-        bound: seconds if everything overlaps.
-        estimate: seconds if nothing does.
-        scheduled: seconds along the compiler's schedule, if it has one.
-    """
-
-    step: Step
-    bound: float
-    estimate: float
-    scheduled: float | None
-
-    @classmethod
-    def of(cls, step: Step) -> Judged:
-        """That of a step, which is compiled."""
-        plan = step.plan()
-        return cls(step, *plan.roofline(step.numbers).step_seconds, step.scheduled(plan))
-
-    @property
-    def objective(self) -> float:
-        """What searches make small."""
-        return (self.bound + self.estimate) / 2
-
-
-def lines(judged: Mapping[str, Judged]) -> Iterator[str]:
-    """Both tables in Markdown: steps, and pairs of layouts of which both are judged."""
-    yield "| step | at least | by the compiler's schedule | published | if nothing overlaps |"
-    yield '|---|---|---|---|---|'
-    for name, each in judged.items():
-        seconds = (each.bound, each.scheduled, each.step.seconds, each.estimate)
-        yield f'| {name} | {" | ".join(map(_number, seconds))} |'
-    errors = [abs(each.scheduled / each.step.seconds - 1) for each in judged.values() if each.scheduled]
-    if errors:
-        yield f'\nmedian error of {len(errors)} schedules: {statistics.median(errors):.0%}'
-    yield '\n| faster | slower | published | planned | scheduled |'
-    yield '|---|---|---|---|---|'
-    for names in WINNERS:
-        if all(name in judged for name in names):
-            one, other = (judged[name] for name in names)
-            tokens = one.step.tokens / other.step.tokens
-            ratios = [
-                other.step.seconds / one.step.seconds * tokens,
-                other.objective / one.objective * tokens,
-            ]
-            if one.scheduled and other.scheduled:
-                ratios.append(other.scheduled / one.scheduled * tokens)
-            yield f'| {" | ".join(names)} | {" | ".join(map(_number, ratios))} |'
-
-
-def _number(value: float | None) -> str:
-    return '-' if value is None else f'{value:.3g}'
-
-
-def show(model: str) -> None:
-    """Prints the tables of the steps whose names hold *model*."""
-    judged = {}
-    for name, step in PUBLISHED.items():
-        if model in name:
-            judged[name] = Judged.of(step)
-            print(f'{name}: {judged[name].bound:.3g} s at least', file=sys.stderr, flush=True)
-    print('\n'.join(lines(judged)))

@@ -1,0 +1,1 @@
+"""Training steps on GPUs that others published, beside their plans."""

@@ -1,0 +1,77 @@
+"""``--only published``: steps on GPUs that others published, beside their plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+from collections.abc import Iterator, Mapping
+
+from benchmarks.published.steps import PUBLISHED, WINNERS, Step
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """A step beside its plan.
+
+    Attributes:
+        step: the step.
+        bound: seconds if everything overlaps.
+        estimate: seconds if nothing does.
+        scheduled: seconds along the compiler's schedule, if it has one.
+    """
+
+    step: Step
+    bound: float
+    estimate: float
+    scheduled: float | None
+
+    @classmethod
+    def of(cls, step: Step) -> Judged:
+        """That of a step, which is compiled."""
+        plan = step.plan()
+        return cls(step, *plan.roofline(step.numbers).step_seconds, step.scheduled(plan))
+
+    @property
+    def objective(self) -> float:
+        """What searches make small."""
+        return (self.bound + self.estimate) / 2
+
+
+def lines(judged: Mapping[str, Judged]) -> Iterator[str]:
+    """Both tables in Markdown: steps, and pairs of layouts of which both are judged."""
+    yield "| step | at least | by the compiler's schedule | published | if nothing overlaps |"
+    yield '|---|---|---|---|---|'
+    for name, each in judged.items():
+        seconds = (each.bound, each.scheduled, each.step.seconds, each.estimate)
+        yield f'| {name} | {" | ".join(map(_number, seconds))} |'
+    errors = [abs(each.scheduled / each.step.seconds - 1) for each in judged.values() if each.scheduled]
+    if errors:
+        yield f'\nmedian error of {len(errors)} schedules: {statistics.median(errors):.0%}'
+    yield '\n| faster | slower | published | planned | scheduled |'
+    yield '|---|---|---|---|---|'
+    for names in WINNERS:
+        if all(name in judged for name in names):
+            one, other = (judged[name] for name in names)
+            tokens = one.step.tokens / other.step.tokens
+            ratios = [
+                other.step.seconds / one.step.seconds * tokens,
+                other.objective / one.objective * tokens,
+            ]
+            if one.scheduled and other.scheduled:
+                ratios.append(other.scheduled / one.scheduled * tokens)
+            yield f'| {" | ".join(names)} | {" | ".join(map(_number, ratios))} |'
+
+
+def _number(value: float | None) -> str:
+    return '-' if value is None else f'{value:.3g}'
+
+
+def show(model: str) -> None:
+    """Prints the tables of the steps whose names hold *model*."""
+    judged = {}
+    for name, step in PUBLISHED.items():
+        if model in name:
+            judged[name] = Judged.of(step)
+            print(f'{name}: {judged[name].bound:.3g} s at least', file=sys.stderr, flush=True)
+    print('\n'.join(lines(judged)))
