@@ -111,11 +111,15 @@ MPT_30B = Decoder(48, 7168, 56, 56, 28_672, 50_368, gated=False, tied=True)
 MPT_70B = Decoder(80, 8192, 64, 64, 32_768, 50_368, gated=False, tied=True)
 # Its 50,257 words are as many more as divide over tp.
 LLAMA_1B = Decoder(24, 2048, 32, 32, 4096, 50_264, tied=True, head=64)
-# Attention of most layers looks back 2,048 of 4,096 positions; here as of all. The shared experts are what is
-# left of 11.7e9 parameters outside of the experts.
+# Their attention looks back less than all positions in most layers; here as far in all.
+GRUG_129B = Decoder(48, 5120, 40, 10, 5120, 128_256, experts=64, chosen=4, expert_hidden=2560)
 GRUG_360B = Decoder(48, 6144, 48, 12, 6144, 128_256, experts=128, chosen=4, expert_hidden=3072)
 
 NGC = 'https://catalog.ngc.nvidia.com/orgs/nvidia/teams/dgxc-benchmarking/resources/'
+LLAMA2_RECIPE, LLAMA3_RECIPE = (
+    f'{NGC}maxtext-llama2-70b-dgxc-benchmarking-c',
+    f'{NGC}maxtext-llama3-70b-dgxc-benchmarking-d',
+)
 TITAN = 'https://github.com/pytorch/torchtitan/blob/31a17bf/benchmarks/llama3_h100_202412_torchtitan.md'
 TITAN_A100 = 'https://github.com/pytorch/torchtitan/blob/0413364/docs/performance.md'
 DTENSOR = 'https://github.com/pytorch/pytorch/issues/88838 (2024-05-20)'
@@ -126,35 +130,20 @@ KEMPNER_160 = (
 )
 FOUNDRY = 'https://github.com/mosaicml/llm-foundry/blob/061f2c7/scripts/train/benchmarking/README.md'
 FMS = 'https://github.com/foundation-model-stack/fms-fsdp/blob/0d31998/README.md'
-NANOTRON = 'https://huggingface.co/nanotron/old_bench (llama-1B; sizes: huggingface/bench_cluster)'
+NANOTRON = 'https://huggingface.co/nanotron/old_bench'  # sizes: github.com/huggingface/bench_cluster
 GB200 = 'https://github.com/daddyofadoggy/blog/blob/db07f84/posts/torchtitan/3d.md'
-MARIN = 'https://github.com/marin-community/marin/pull/7981 (sizes: issues 7706 and 8053)'
+MARIN = 'https://github.com/marin-community/marin/pull/7981'  # sizes: issue 7201
+MARIN_RACKS = 'https://github.com/marin-community/marin/issues/7201'
 # "96GB HBM2e with 2.4 TB/sec"; its lower power limit only makes steps longer.
 HBM2E: dict[str, Any] = {'hbm_bytes_per_second': 2.4e12}
 
 PUBLISHED = {
     # What is saved was not found: no product is computed again.
     'MaxText, Llama 2 70B, 64 H100, FSDP': Step(
-        f'{NGC}maxtext-llama2-70b-dgxc-benchmarking-c',
-        LLAMA2_70B,
-        'h100:8x8',
-        {'fsdp': 64},
-        2,
-        4096,
-        1,
-        'elementwise',
-        7.908,
+        LLAMA2_RECIPE, LLAMA2_70B, 'h100:8x8', {'fsdp': 64}, 2, 4096, 1, 'elementwise', 7.908
     ),
     'MaxText, Llama 3 70B, 128 H100, FSDP': Step(
-        f'{NGC}maxtext-llama3-70b-dgxc-benchmarking-d',
-        LLAMA3_70B,
-        'h100:16x8',
-        {'fsdp': 128},
-        2,
-        8192,
-        1,
-        'elementwise',
-        15.570,
+        LLAMA3_RECIPE, LLAMA3_70B, 'h100:16x8', {'fsdp': 128}, 2, 8192, 1, 'elementwise', 15.570
     ),
     # "Selective" recomputes some products: here none.
     'torchtitan, Llama 3.1 8B, 8 H100, FSDP': Step(
@@ -242,6 +231,18 @@ PUBLISHED = {
     'marin, Grug 360B, 64 GB200, experts': Step(
         MARIN, GRUG_360B, 'gb200:16x4', {'expert': 64}, 16, 4096, 1, 'layers', 1024 * 4096 / 316_473
     ),
+    # "FSDP + intra-rack sharding" of eight racks; what is computed again was not found.
+    'marin, Grug 129B, 512 GB200, HSDP': Step(
+        MARIN_RACKS,
+        GRUG_129B,
+        'gb200:8x16x4',
+        {'data': 8, 'fsdp': 64},
+        16,
+        4096,
+        1,
+        'elementwise',
+        8192 * 4096 / 2.77e6,
+    ),
     'torchtitan, Llama 3.1 8B, 8 GB200, FSDP': Step(
         GB200, LLAMA3_8B, 'gb200:2x4', {'fsdp': 8}, 16, 2048, 1, 'elementwise', 16 * 2048 / 20_849
     ),
@@ -252,7 +253,7 @@ PUBLISHED = {
         GB200, LLAMA3_8B, 'gb200:2x4', {'fsdp': 4, 'tp': 2}, 32, 2048, 1, 'elementwise', 16 * 2048 / 18_258
     ),
     # Of these MFU is published, of 989e12: 26.9 % and 22.4 %.
-    'torchtitan, Llama 3 8B, 8 H100, FSDP, one sequence': Step(
+    'torchtitan, Llama 3 8B, 8 H100, FSDP (1 sequence)': Step(
         DTENSOR,
         LLAMA3_8B,
         'h100:8',
@@ -263,7 +264,7 @@ PUBLISHED = {
         'layers',
         mfu_seconds(LLAMA3_8B, 8192, 8192, 0.269),
     ),
-    'torchtitan, Llama 3 8B, 8 H100, FSDP x TP 4, four sequences': Step(
+    'torchtitan, Llama 3 8B, 8 H100, FSDP x TP 4 (4 sequences)': Step(
         DTENSOR,
         LLAMA3_8B,
         'h100:8',
@@ -284,8 +285,8 @@ WINNERS = (
     ('KempnerForge, Llama 3 13B, 8 H200, FSDP', 'KempnerForge, Llama 3 13B, 8 H200, FSDP x TP 4'),
     ('KempnerForge, Llama 3 7B, 32 H200, FSDP', 'KempnerForge, Llama 3 7B, 32 H200, FSDP x TP 4'),
     (
-        'torchtitan, Llama 3 8B, 8 H100, FSDP, one sequence',
-        'torchtitan, Llama 3 8B, 8 H100, FSDP x TP 4, four sequences',
+        'torchtitan, Llama 3 8B, 8 H100, FSDP (1 sequence)',
+        'torchtitan, Llama 3 8B, 8 H100, FSDP x TP 4 (4 sequences)',
     ),
     ('nanotron, Llama 1B, 8 H100, DP x TP 2', 'nanotron, Llama 1B, 8 H100, DP x TP 4'),
     ('nanotron, Llama 1B, 8 H100, DP x TP 4', 'nanotron, Llama 1B, 8 H100, TP 8'),

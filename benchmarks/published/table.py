@@ -48,8 +48,8 @@ def lines(judged: Mapping[str, Judged]) -> Iterator[str]:
     errors = [abs(each.scheduled / each.step.seconds - 1) for each in judged.values() if each.scheduled]
     if errors:
         yield f'\nmedian error of {len(errors)} schedules: {statistics.median(errors):.0%}'
-    yield '\n| faster | slower | published | planned | scheduled |'
-    yield '|---|---|---|---|---|'
+    yield '\n| steps | faster | slower | published | planned | by the schedule |'
+    yield '|---|---|---|---|---|---|'
     for names in WINNERS:
         if all(name in judged for name in names):
             one, other = (judged[name] for name in names)
@@ -60,11 +60,13 @@ def lines(judged: Mapping[str, Judged]) -> Iterator[str]:
             ]
             if one.scheduled and other.scheduled:
                 ratios.append(other.scheduled / one.scheduled * tokens)
-            yield f'| {" | ".join(names)} | {" | ".join(map(_number, ratios))} |'
+            layouts = [name.rpartition(', ')[2] for name in names]
+            cells = [names[0].rpartition(', ')[0], *layouts, *map(_number, ratios)]
+            yield f'| {" | ".join(cells)} |'
 
 
 def _number(value: float | None) -> str:
-    return '-' if value is None else f'{value:.3g}'
+    return '-' if value is None else f'{value:#.3g}'
 
 
 def show(model: str) -> None:

@@ -1,0 +1,104 @@
+"""Steps on GPUs that others published: their sizes, and plans of some, which take less than was published."""
+
+import math
+
+import pytest
+
+from benchmarks.published import steps, table
+from benchmarks.published.decoder import Decoder
+from benchmarks.published.steps import PUBLISHED, WINNERS
+from benchmarks.published.table import Judged
+from tests.support import ROOT, gpu_compiler
+
+# These stand for the rest: FSDP in a host and between hosts, tensor parallelism, experts.
+QUICK = (
+    'KempnerForge, Llama 3 7B, 4 H200, FSDP',
+    'KempnerForge, Llama 3 7B, 4 H200, FSDP x TP 2',
+    'LLM Foundry, MPT 13B, 64 H100, FSDP',
+    'marin, Grug 360B, 64 GB200, experts',
+)
+
+
+def on_the_page() -> dict[str, list[str]]:
+    """The cells of the rows of docs/planning.md, by the name of the step."""
+    page = (ROOT / 'docs' / 'planning.md').read_text(encoding='utf-8')
+    rows = [[cell.strip() for cell in line.split('|')[1:-1]] for line in page.splitlines() if '|' in line]
+    return {row[0]: row[1:] for row in rows if row and row[0] in PUBLISHED}
+
+
+@pytest.mark.parametrize(
+    ('model', 'parameters', 'within'),
+    [
+        # KempnerForge's "Parameters", LLM Foundry's "NumParams" (which has positions too), marin's "total".
+        (steps.LLAMA3_8B, 8.03e9, 1e-3),
+        (steps.LLAMA3_13B, 14.84e9, 1e-3),
+        (steps.LLAMA3_70B, 70.55e9, 1e-3),
+        (steps.MPT_7B, 6_658_859_008, 2e-3),
+        (steps.MPT_13B, 12_853_954_560, 2e-3),
+        (steps.MPT_30B, 29_975_214_080, 2e-3),
+        (steps.MPT_70B, 64_862_437_376, 2e-3),
+        (steps.GRUG_360B, 359.6e9, 2e-3),
+    ],
+)
+def test_models_have_the_published_parameters(model: Decoder, parameters: float, within: float) -> None:
+    assert model.parameters == pytest.approx(parameters, rel=within)
+
+
+def test_all_is_on_the_page() -> None:
+    """Each step in the order of the table, with what was published: more than is planned at least."""
+    rows = on_the_page()
+    assert list(rows) == list(PUBLISHED)
+    for name, step in PUBLISHED.items():
+        assert float(rows[name][2]) == pytest.approx(step.seconds, rel=0.006)
+        assert float(rows[name][0]) < step.seconds
+
+
+def test_what_is_compared_runs_on_the_same_gpus() -> None:
+    for names in WINNERS:
+        fast, slow = (PUBLISHED[name] for name in names)
+        assert (fast.model, fast.topology, fast.devices) == (slow.model, slow.topology, slow.devices)
+        assert fast.seconds / fast.tokens < slow.seconds / slow.tokens
+
+
+def test_lines() -> None:
+    """Ratios are of tokens a second; where the compiler has no times there is no schedule."""
+    names = WINNERS[1]
+    assert [PUBLISHED[name].tokens for name in names] == [131_072, 32_768]
+    judged = {
+        names[0]: Judged(PUBLISHED[names[0]], 2.0, 2.5, 3.0),
+        names[1]: Judged(PUBLISHED[names[1]], 0.5, 0.85, None),
+    }
+    found = list(table.lines(judged))
+    assert found[2:4] == [
+        f'| {names[0]} | 2.00 | 3.00 | 3.36 | 2.50 |',
+        f'| {names[1]} | 0.500 | - | 1.30 | 0.850 |',
+    ]
+    assert found[4] == '\nmedian error of 1 schedules: 11%'
+    assert found[7:] == ['| KempnerForge, Llama 3 7B, 4 H200 | FSDP | TP 4 | 1.55 | 1.20 | - |']
+
+
+def planned(name: str) -> Judged:
+    """A step beside its plan, which takes at least what the page says, and less than was published."""
+    judged = Judged.of(PUBLISHED[name])
+    assert judged.bound < judged.step.seconds
+    assert judged.bound == pytest.approx(float(on_the_page()[name][0]), rel=0.02)
+    return judged
+
+
+@gpu_compiler.needed
+@pytest.mark.one_jax
+@pytest.mark.parametrize('name', QUICK)
+def test_a_published_step_takes_longer_than_its_bound(name: str) -> None:
+    judged = planned(name)
+    assert judged.bound < judged.estimate < math.inf
+
+
+@gpu_compiler.needed
+@pytest.mark.one_jax
+@pytest.mark.slow
+def test_published_steps_take_longer_than_their_bounds_and_winners_are_planned() -> None:
+    """Of the layouts, at least 9 of 10 pairs are planned as they were measured."""
+    judged = {name: planned(name) for name in PUBLISHED}
+    pairs = [(judged[fast], judged[slow]) for fast, slow in WINNERS]
+    right = [fast.objective / fast.step.tokens < slow.objective / slow.step.tokens for fast, slow in pairs]
+    assert sum(right) >= 0.9 * len(right)
