@@ -29,7 +29,7 @@ class Step:
         sequences: in one microbatch, on the devices of tp together.
         length: the tokens of one.
         microbatches: of a step.
-        recomputed: what the backward pass computes again: no product, or all of each layer.
+        recomputed: what the backward pass computes again: nothing, all but products, or all of each layer.
         seconds: of a step, as published or from the published tokens a second.
         hardware: changes to the numbers of the GPU, where others were published.
     """

@@ -54,14 +54,11 @@ def lines(judged: Mapping[str, Judged]) -> Iterator[str]:
         if all(name in judged for name in names):
             one, other = (judged[name] for name in names)
             tokens = one.step.tokens / other.step.tokens
-            ratios = [
-                other.step.seconds / one.step.seconds * tokens,
-                other.objective / one.objective * tokens,
-            ]
-            if one.scheduled and other.scheduled:
-                ratios.append(other.scheduled / one.scheduled * tokens)
+            scheduled = other.scheduled / one.scheduled if one.scheduled and other.scheduled else None
+            ratios = (other.step.seconds / one.step.seconds, other.objective / one.objective, scheduled)
+            of_tokens = [None if ratio is None else ratio * tokens for ratio in ratios]
             layouts = [name.rpartition(', ')[2] for name in names]
-            cells = [names[0].rpartition(', ')[0], *layouts, *map(_number, ratios)]
+            cells = [names[0].rpartition(', ')[0], *layouts, *map(_number, of_tokens)]
             yield f'| {" | ".join(cells)} |'
 
 

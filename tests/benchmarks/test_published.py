@@ -5,14 +5,13 @@ import math
 import pytest
 
 from benchmarks.published import steps, table
-from benchmarks.published.decoder import Decoder
+from benchmarks.published.decoder import Decoder, has_cudnn
 from benchmarks.published.steps import PUBLISHED, WINNERS
 from benchmarks.published.table import Judged
 from tests.support import ROOT, gpu_compiler
 
-# These stand for the rest: FSDP in a host and between hosts, tensor parallelism, experts.
+# These stand for the rest: tensor parallelism, FSDP between hosts, experts.
 QUICK = (
-    'KempnerForge, Llama 3 7B, 4 H200, FSDP',
     'KempnerForge, Llama 3 7B, 4 H200, FSDP x TP 2',
     'LLM Foundry, MPT 13B, 64 H100, FSDP',
     'marin, Grug 360B, 64 GB200, experts',
@@ -81,7 +80,8 @@ def planned(name: str) -> Judged:
     """A step beside its plan, which takes at least what the page says, and less than was published."""
     judged = Judged.of(PUBLISHED[name])
     assert judged.bound < judged.step.seconds
-    assert judged.bound == pytest.approx(float(on_the_page()[name][0]), rel=0.02)
+    within = 0.01 if has_cudnn() else 0.05  # what stands for attention moves a little less
+    assert judged.bound == pytest.approx(float(on_the_page()[name][0]), rel=within)
     return judged
 
 
