@@ -6,6 +6,12 @@ run one after the other, in the order of the schedule. Collectives, and copies a
 asynchronous, run beside them from where they start; collectives wait for one another, and where one ends the
 device waits for it. XLA has no times for collectives, which take what NCCL expects (`nccl`). Kernels without
 a model take what they do at least.
+
+XLA has measured products of some types alone (`_MEASURED`). Others take the rate that it has measured of
+bfloat16, but for too many operations: XLA counts the rows, the columns and what is summed in bytes of the
+result (xla/service/gpu/model/matmul_interpolator.cc, ``ExtractDotSpec``). A product of bfloat16 that is added
+up in float32 would take 64 times as long as one with results in bfloat16. Here such products take XLA's time
+without those bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from scalax._plan.collective_runs import Kind
 from scalax._plan.formulas import Part
 from scalax._plan.hbm_traffic import Traffic
-from scalax._plan.hlo import Instruction, Module
+from scalax._plan.hlo import Array, Computation, Instruction, Module
 from scalax._plan.hlo_cost import flops_of, named_in
 from scalax._plan.hlo_loops import Visit, visits
 from scalax._plan.provenance import Source, source_of
@@ -29,6 +35,13 @@ MODELLED = 'xla_gpu_collect_cost_model_stats'
 """The option with which XLA writes times into programs, which it does not change otherwise."""
 _TIME = re.compile(r'"exec_time_us":([\d.e+-]+)[^{}]*?"name":"([^"]*)"')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_F8 = ('f8e4m3fn', 'f8e5m2')
+# Operands and results of products that XLA has measured: the keys of its default_matmul_perf_table.txtpb.
+_MEASURED = {
+    ('bf16', 'bf16', 'bf16'),
+    ('f32', 'f32', 'f32'),
+    *((one, two, 'bf16') for one in _F8 for two in _F8),
+}
 _NOT_KNOWN = 0.01  # what the model of products says of other custom fusions
 _CALLS = ('call', 'conditional', 'while')
 _LINK = 'link'
@@ -151,7 +164,7 @@ class _Clock:
                 end = max(now, busy[_LINK]) + link
                 rows.append(self._row(visit, each, f'wait: {kind}', end - now))
                 now = busy[_LINK] = end
-            elif spent := self._seconds(each, least := self._least(visit, each)):
+            elif spent := self._seconds(visit.computation, each, least := self._least(visit, each)):
                 called = _TARGET.search(each.attributes)
                 rows.append(self._row(visit, each, called[1] if called else name, spent, least))
                 now += spent
@@ -184,25 +197,37 @@ class _Clock:
             for one in inside.computation.instructions.values():
                 yield from self._flops(inside, one)
 
-    def _seconds(self, each: Instruction, least: float) -> float:
+    def _seconds(self, computation: Computation, each: Instruction, least: float) -> float:
         """The seconds of a kernel by XLA's models, or the least if it has none."""
-        time = self._modelled(each)
-        return least if time is None else time
-
-    def _modelled(self, each: Instruction) -> float | None:
-        found = {name: float(time) for time, name in _TIME.findall(each.attributes)}
-        if 'kind=kCustom' in each.attributes and found.get('sol') == _NOT_KNOWN:
+        found = {name: 1e-6 * float(time) for time, name in _TIME.findall(each.attributes)}
+        is_custom = 'kind=kCustom' in each.attributes
+        if is_custom and found.get('sol') == 1e-6 * _NOT_KNOWN:
             of_library = [
-                self._modelled(one)
+                self._seconds(called, one, least)
                 for called in self._module.calls(each)
                 for one in called.instructions.values()
                 if one.opcode == 'custom-call'
             ]
             if of_library:
-                return None if None in of_library else sum(filter(None, of_library))
+                return sum(of_library)
             found.pop('sol')
-        time = found.get('sol', found.get('indexing-cost-model'))
-        return None if time is None else 1e-6 * time
+        if 'sol' not in found:
+            return found.get('indexing-cost-model', least)
+        product = self._product(computation, each) if is_custom or each.opcode == 'custom-call' else None
+        if product is None or tuple(array.dtype for array in product) in _MEASURED:
+            return found['sol']
+        size = product[-1]._replace(dims=()).bytes
+        return max(least, found['sol'] / size**3)
+
+    def _product(self, computation: Computation, each: Instruction) -> tuple[Array, ...] | None:
+        """The operands and the result of a product that is all of a kernel."""
+        if each.opcode == 'custom-call':
+            return (*computation.operands_of(each)[:2], each.arrays[0])
+        for called in self._module.calls(each):
+            for one in called.instructions.values():
+                if one.opcode == 'dot':
+                    return (*called.operands_of(one), each.arrays[0])
+        return None
 
 
 def _path(visit: Visit) -> tuple[str, ...]:
