@@ -1,6 +1,7 @@
 """Compiles the programs of tests/support for TPUs and GPUs that are not here, and records them.
 
-Usage: python -m scripts.record_programs [--dumps FOLDER] [NAME ...]
+Usage: python -m scripts.record_programs [--dumps FOLDER] NAME ...
+       python -m scripts.record_programs [--dumps FOLDER] --all
        python -m scripts.record_programs --check [NAME ...]
 
 A recording is a file in tests/recorded, which tests/support/recorded.py reads: the program as the partitioner
@@ -13,8 +14,9 @@ no code with scalax (tests/support/executable_reader.py): the counts must be tho
 quick plans.
 --dumps keeps what the compiler writes in a folder, and does not compile again what is there.
 
-Needs the compilers: pip install "jax[tpu]" and "scalax[gpu-plan]". All default compilations take about 1,100
-CPU seconds and up to 3 GiB of memory.
+Needs the compilers: pip install "jax[tpu]" and "scalax[gpu-plan]"; for attention of cuDNN nvidia-cudnn-cu12,
+with its library where the loader finds it: --check leaves this out where it is not. All default compilations
+take about 1,100 CPU seconds and up to 3 GiB of memory.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 
 import jax
 
+from benchmarks.published.decoder import has_cudnn
 from scalax._mesh.gpu_topologies import installed_plugins
 from scalax._plan.compilation import LIBRARIES
 from scalax._plan.schedule import MODELLED
@@ -53,6 +56,9 @@ def main() -> int:
     wrong = []
     with tempfile.TemporaryDirectory() as temporary:
         for name in arguments.names or list(PROGRAMS):
+            if arguments.check and name in gpu_programs.OF_CUDNN and not has_cudnn():
+                print(f'{name}: not checked, because cuDNN is not here', flush=True)
+                continue
             folder = Path(arguments.dumps or temporary) / name.replace(' ', '_') / 'full'
             if arguments.check:
                 message = compared(name, folder)
@@ -147,12 +153,15 @@ def _dump(folder: Path, what: str) -> str:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or '').partition('\n')[0])
-    parser.add_argument('names', nargs='*', metavar='NAME', help='programs; all, without any')
+    parser.add_argument('names', nargs='*', metavar='NAME', help='programs')
+    parser.add_argument('--all', action='store_true', help='record all programs')
     parser.add_argument('--check', action='store_true', help='compare with the recordings')
     parser.add_argument('--dumps', metavar='FOLDER', help='keep what the compiler writes')
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(PROGRAMS):
         parser.error(f'no such program: {", ".join(sorted(unknown))}; there are {", ".join(PROGRAMS)}')
+    if not (arguments.names or arguments.all or arguments.check):
+        parser.error(f'say which recordings to replace, or --all; there are {", ".join(PROGRAMS)}')
     return arguments
 
 

@@ -15,7 +15,7 @@ class Counted(enum.Enum):
     """How well a number of executions is known.
 
     AT_LEAST: inside a loop whose length depends on data, counted as one round. AT_MOST: inside the largest of
-    several branches, or in a loop that may end early. UNKNOWN: both.
+    several branches, in a loop that may end early, or for rows whose lengths are data. UNKNOWN: both.
     """
 
     EXACTLY = 'exactly'

@@ -19,6 +19,8 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
 from scalax._plan.formulas import PARTS, Counted, Part, fft_flops, product_flops, window_overlaps
 from scalax._plan.hbm_traffic import Traffic
 from scalax._plan.hlo import Array, Instruction, Module, integers
@@ -26,13 +28,19 @@ from scalax._plan.hlo_loops import Visit, executed, visits
 from scalax._plan.scopes import Scopes, ScopeWork
 from scalax._plan.step_parts import StepParts
 
-# What the compilers for TPUs and GPUs call for kernels; of libraries all but products and convolutions.
+# What the compilers for TPUs and GPUs call for kernels; of libraries all but what is counted below.
 _KERNELS = re.compile(
-    r'custom_call_target="(?:tpu_custom_call"|__gpu\$xla\.gpu\.triton"|__cu(?:dnn|blas)\$(?!conv|gemm|lt\$matmul))'
-    r'|"kind":"__cudnn\$'
+    r'custom_call_target="(?:tpu_custom_call"|__gpu\$xla\.gpu\.triton"'
+    r'|__cu(?:dnn|blas)\$(?!conv|fmha|gemm|lt\$matmul))|"kind":"__cudnn\$'
 )
 # Products of cuBLAS, and convolutions of cuDNN.
 _LIBRARY = re.compile(r'custom_call_target="__(?:cublas\$(?:lt\$matmul|gemm)|cudnn\$conv(\w+))')
+# Attention of cuDNN, forward and backward, as JAX describes it to XLA.
+_ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha(\w*)"')
+_PAIRS = re.compile(r'"intermediate_tensor_shape":\s*{[^{}]*?"dimensions":\s*\[([^\]]*)\]')
+_MASK = re.compile(r'"mask_type":\s*"(\w+)"')
+_WINDOW = re.compile(r'"sliding_window_length":\s*(\d+)')
+_PACKED = re.compile(r'"max_seg_per_batch":\s*(?!1\b)\d|"is_paged_attention":\s*true')
 # Where the input, the kernel and the output of a convolution are among its operands and its result (2).
 _OF_CONVOLUTION = {'BackwardInput': (2, 1, 0), 'BackwardFilter': (0, 2, 1)}
 
@@ -51,8 +59,8 @@ class Work:
         by_scope: the flops and bytes of each module or named scope, in the order of the program; forward,
             backward and recomputed ones apart.
         bytes_by_part: the bytes of each part that has any.
-        kernels: how many kernels run, whose flops are not among these: those of Pallas, of attention in
-            cuDNN, and products for which the compiler has kernels of its own, such as ragged ones on TPUs.
+        kernels: how many kernels run, whose flops are not among these: those of Pallas, and products for
+            which the compiler has kernels of its own, such as ragged ones on TPUs.
     """
 
     flops: int = 0
@@ -78,7 +86,7 @@ def work_of(module: Module) -> Work:
             named = named_in(module, instruction)
             scope = scopes.of(visit.op_name(named) or visit.scope, named.frame)
             rows[scope, parts.of(visit, instruction)][place] += amount
-            counted = counted.along(visit.counted)
+            counted = counted.along(visit.counted).along(_known(instruction))
     if not module.scheduled:
         _add_boundary(rows, module, traffic, parts)
     by_scope = tuple(ScopeWork(*key, *amounts) for key, amounts in rows.items())
@@ -138,7 +146,9 @@ def _product_over(contracted: list[int], instruction: Instruction, operands: lis
 
 
 def _of_library(instruction: Instruction, operands: list[Array]) -> int:
-    """The operations of a product or a convolution of a library, whose result is the first of its arrays."""
+    """The operations of what a library computes, whose result is the first of its arrays."""
+    if attention := _ATTENTION.search(instruction.attributes):
+        return _attention(instruction, operands, 'Backward' in attention[1])
     called = _LIBRARY.search(instruction.attributes)
     if called is None:
         return 0
@@ -148,6 +158,35 @@ def _of_library(instruction: Instruction, operands: list[Array]) -> int:
     arrays = *operands[:2], instruction.arrays[0]
     given, kernel, result = (arrays[place] for place in _OF_CONVOLUTION.get(called[1], (0, 1, 2)))
     return _convolution(dataclasses.replace(instruction, arrays=(result,)), [given, kernel])
+
+
+def _attention(instruction: Instruction, operands: list[Array], backward: bool) -> int:
+    """Two products, or five: the scores anew, and gradients of queries, keys, values and weights.
+
+    Of a causal mask, and of one of a window, what it leaves counts, as cuDNN skips the blocks that it leaves
+    nothing of. Other masks are arrays, of which cuDNN skips nothing.
+    """
+    shape = _PAIRS.search(instruction.attributes)
+    assert shape is not None  # XLA makes no call of cuDNN without it
+    *heads, queries, keys = integers(shape[1])
+    mask, window = _MASK.search(instruction.attributes), _WINDOW.search(instruction.attributes)
+    ends = np.full(queries, keys)
+    if mask and 'CAUSAL' in mask[1]:
+        ends = np.minimum(np.arange(queries) + 1, keys)
+    width = int(window[1]) if window else 0
+    starts = np.maximum(np.arange(queries) + 1 - width, 0) if width else 0
+    pairs = math.prod(heads) * int(np.maximum(ends - starts, 0).sum())
+    queried, returned = operands[0].dims[-1], operands[2].dims[-1]
+    return 2 * pairs * ((3 * queried + 2 * returned) if backward else queried + returned)
+
+
+def _known(instruction: Instruction) -> Counted:
+    """How well the operations of an instruction are known: of attention to rows of other lengths, at most."""
+    if instruction.opcode != 'custom-call' or not _ATTENTION.search(instruction.attributes):
+        return Counted.EXACTLY
+    mask = _MASK.search(instruction.attributes)
+    known = mask is not None and mask[1] in ('NO_MASK', 'CAUSAL')
+    return Counted.EXACTLY if known and not _PACKED.search(instruction.attributes) else Counted.AT_MOST
 
 
 def _convolution(instruction: Instruction, operands: list[Array]) -> int:

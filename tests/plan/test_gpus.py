@@ -22,7 +22,7 @@ from scalax._plan.nccl import nccl_seconds
 from scalax._plan.page import plan_blocks
 from scalax._plan.torus import Place, Route, networks_of, route_of, torus_of
 from scalax._report import blocks
-from scalax.plan import HARDWARE, Plan, Source, find, search
+from scalax.plan import HARDWARE, Counted, Plan, Source, find, search
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support import executable_reader, gpu_compiler
@@ -248,6 +248,53 @@ dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardFilter"
 def test_the_gradient_of_a_convolution():
     """The places of the window that lie in the image: 3 x 64 - 2 along each side."""
     assert work_of(parse(GRADIENT)).flops == 2 * 8 * 256 * 128 * (3 * 64 - 2) ** 2
+
+
+def attention(name='Softmax', mask='NO_MASK', window=0, packed=1, queries=6, keys=8):
+    """A call of cuDNN as JAX writes it: three heads of 16 numbers, of values 32."""
+    shape = f'{{"element_type": "BF16", "dimensions": ["2", "3", "{queries}", "{keys}"], "tuple_shapes": []}}'
+    config = (
+        f'{{"cudnn_fmha_backend_config": {{"intermediate_tensor_shape": {shape}, "mask_type": "{mask}", '
+        f'"sliding_window_length": {window}, "max_seg_per_batch": {packed}, "is_paged_attention": false}}}}'
+    )
+    return f"""HloModule made, is_scheduled=true
+
+ENTRY %main (q: bf16[2,{queries},3,16], k: bf16[2,{keys},3,16], v: bf16[2,{keys},3,32]) -> bf16[2] {{
+  %q = bf16[2,{queries},3,16] parameter(0)
+  %k = bf16[2,{keys},3,16] parameter(1)
+  %v = bf16[2,{keys},3,32] parameter(2)
+  %a = (bf16[2], u8[0]) custom-call(%q, %k, %v), custom_call_target="__cudnn$fmha{name}", \
+backend_config={config}
+  ROOT %r = bf16[2] get-tuple-element(%a), index=0
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ('asked', 'pairs'),
+    [
+        ({}, np.ones((6, 8))),
+        ({'name': 'ScaleBiasSoftmax'}, np.ones((6, 8))),
+        ({'mask': 'CAUSAL'}, np.tri(6, 8)),
+        ({'mask': 'CAUSAL', 'queries': 8, 'keys': 6}, np.tri(8, 6)),
+        ({'mask': 'CAUSAL', 'window': 3}, np.tri(6, 8) - np.tri(6, 8, -3)),
+        ({'mask': 'CAUSAL', 'window': 1}, np.eye(6, 8)),
+    ],
+)
+def test_attention_of_cudnn(asked, pairs):
+    """Two products forward, of scores and values; five backward, of the scores, and of four gradients."""
+    forward = work_of(parse(attention(**asked)))
+    backward = work_of(parse(attention(**{**asked, 'name': f'{asked.get("name", "Softmax")}Backward'})))
+    each = 2 * 2 * 3 * int(pairs.sum())
+    assert (forward.flops, backward.flops) == (each * (16 + 32), each * (3 * 16 + 2 * 32))
+    assert {(work.counted, work.kernels) for work in (forward, backward)} == {(Counted.EXACTLY, 0)}
+
+
+@pytest.mark.parametrize('asked', [{'mask': 'PADDING'}, {'mask': 'PADDING_CAUSAL'}, {'packed': 2}])
+def test_attention_to_rows_whose_lengths_are_data_is_at_most_that_of_full_rows(asked):
+    work = work_of(parse(attention(**asked)))
+    pairs = np.tri(6, 8) if 'CAUSAL' in asked.get('mask', '') else np.ones((6, 8))
+    assert (work.flops, work.counted) == (2 * 2 * 3 * int(pairs.sum()) * (16 + 32), Counted.AT_MOST)
 
 
 # --- Seconds --------------------------------------------------------------------------------------

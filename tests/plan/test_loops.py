@@ -361,9 +361,7 @@ def test_products_of_an_optimized_program():
     assert whole == Work(two + heads, total, EXACTLY, parts, kernels=1, bytes_by_part=moved)
 
 
-@pytest.mark.parametrize(
-    'target', ['__cublas$lt$groupedMatmul', '__cudnn$fmhaSoftmax', '__gpu$xla.gpu.triton']
-)
+@pytest.mark.parametrize('target', ['__cublas$lt$groupedMatmul', '__cudnn$norm', '__gpu$xla.gpu.triton'])
 def test_what_a_library_runs_is_a_kernel(target):
     program = OPTIMIZED.replace('tpu_custom_call', target)
     assert work_of(parse(program)) == work_of(parse(OPTIMIZED))

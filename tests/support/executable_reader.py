@@ -276,6 +276,9 @@ class _Reader:
         if target.startswith(('__cublas$', '__cudnn$conv')):
             self.counts.flops += self.flops_of_library(line, target)
             return None
+        if target.startswith('__cudnn$fmha'):
+            self.counts.flops += self.flops_of_attention(line, target)
+            return None
         assert target in CUSTOM, target
         if target == 'AsyncCollectiveStart':
             [underway] = operands
@@ -371,6 +374,18 @@ class _Reader:
         elif target == '__cudnn$convBackwardFilter':
             right, result = result, right
         return 2 * _multiplications(dataclasses.replace(line, shape=result), left, right)
+
+    @functools.cache  # noqa: B019 - a reader lives for one test
+    def flops_of_attention(self, line: _Line, target: str) -> int:
+        """Those of attention without a mask: each product has as many as the scores have, times a head."""
+        config = line.config()['cudnn_fmha_backend_config']
+        assert config['mask_type'] == 'NO_MASK' and config['sliding_window_length'] == 0
+        scores = math.prod(map(int, config['intermediate_tensor_shape']['dimensions']))
+        products = sum(key.endswith('dot_dimension_numbers') for key in config)
+        query = self.module.shape(line, 0)
+        assert query.dims[-1] == self.module.shape(line, 2).dims[-1]
+        # The scores are a product of the way back too, which the call does not name.
+        return 2 * scores * query.dims[-1] * (products + target.endswith('Backward'))
 
     def transfer(self, line: _Line, kind: str) -> None:
         """Counts what a copy or a slice moves between the device and the host."""
@@ -611,7 +626,7 @@ class _Line:
 
     def config(self) -> dict[str, Any]:
         text = self.attributes.get('backend_config', '')
-        read = ('async_collective', 'known_trip', 'reification_cost')
+        read = ('async_collective', 'fmha', 'known_trip', 'reification_cost')
         return json.loads(text) if any(word in text for word in read) else {}
 
 

@@ -65,7 +65,10 @@ PROGRAMS: dict[str, Program] = {
     'decoder gb200': Program(programs.decoder, 'gb200:2x4', TWO),
     'offloaded h100': Program(programs.offloaded, 'h100:2x4', TWO),
     'rings h100': Program(programs.rings, 'h100:2x4', {'sp': 8}),
+    'attention h100': Program(programs.attention, 'h100:2x4', TWO),
 }
+OF_CUDNN = ('attention h100',)
+"""Programs that compile only where nvidia-cudnn-cu12 is installed and the loader finds it."""
 
 
 @functools.cache
