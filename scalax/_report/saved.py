@@ -101,6 +101,12 @@ def read(kind: type[T], text_or_path: str | os.PathLike[str], what: str) -> T:
             f'{name} is a {what} of version {reprlib.repr(version)}, this scalax reads version '
             f'{_VERSION}: write it anew with {what}.to_json()'
         )
+    own: Any = kind
+    if missing := [repr(field) for field in _fields(own) if field not in values]:
+        raise DataError(
+            f'{name} is not a whole {what}: it has no {", ".join(missing)}, as if another release of scalax '
+            f'wrote it: write it anew with {what}.to_json()'
+        )
     try:
         return built(kind, values)
     except ValueError as error:

@@ -10,13 +10,6 @@ from benchmarks.published.steps import PUBLISHED, WINNERS
 from benchmarks.published.table import Judged
 from tests.support import ROOT, gpu_compiler
 
-# These stand for the rest: tensor parallelism, FSDP between hosts, experts.
-QUICK = (
-    'KempnerForge, Llama 3 7B, 4 H200, FSDP x TP 2',
-    'LLM Foundry, MPT 13B, 64 H100, FSDP',
-    'marin, Grug 360B, 64 GB200, experts',
-)
-
 
 def on_the_page() -> dict[str, list[str]]:
     """The cells of the rows of docs/planning.md, by the name of the step."""
@@ -77,26 +70,28 @@ def test_lines() -> None:
 
 
 def planned(name: str) -> Judged:
-    """A step beside its plan, which takes at least what the page says, and less than was published."""
+    """A step beside its plan: as on the page, and at least < by the schedule < published."""
     judged = Judged.of(PUBLISHED[name])
-    assert judged.bound < judged.step.seconds
     within = 0.01 if has_cudnn() else 0.05  # what stands for attention moves a little less
     assert judged.bound == pytest.approx(float(on_the_page()[name][0]), rel=within)
+    assert judged.bound < judged.step.seconds
+    if judged.scheduled is not None:
+        assert judged.bound < judged.scheduled < judged.step.seconds
     return judged
 
 
 @gpu_compiler.needed
 @pytest.mark.one_jax
-@pytest.mark.parametrize('name', QUICK)
-def test_a_published_step_takes_longer_than_its_bound(name: str) -> None:
-    judged = planned(name)
+def test_a_published_step_takes_longer_than_its_schedule() -> None:
+    judged = planned('KempnerForge, Llama 3 7B, 4 H200, FSDP x TP 2')
+    assert judged.scheduled is not None
     assert judged.bound < judged.estimate < math.inf
 
 
 @gpu_compiler.needed
 @pytest.mark.one_jax
 @pytest.mark.slow
-def test_published_steps_take_longer_than_their_bounds_and_winners_are_planned() -> None:
+def test_published_steps_take_longer_than_their_schedules_and_winners_are_planned() -> None:
     """Of the layouts, at least 9 of 10 pairs are planned as they were measured."""
     judged = {name: planned(name) for name in PUBLISHED}
     pairs = [(judged[fast], judged[slow]) for fast, slow in WINNERS]

@@ -80,6 +80,17 @@ def test_what_is_not_a_whole_plan(changes, message):
     assert str(wrong.value).startswith(f'the text is not a whole plan: {message}')
 
 
+def test_a_plan_of_a_release_that_did_not_write_all():
+    values = written()
+    del values['flags'], values['schedule']
+    with pytest.raises(DataError) as wrong:
+        Plan.load(json.dumps(values))
+    assert str(wrong.value) == (
+        "the text is not a whole plan: it has no 'flags', 'schedule', as if another release of scalax wrote "
+        'it: write it anew with plan.to_json()'
+    )
+
+
 def test_nothing_changed():
     diff = plan_on([4, 2], RULE).diff(plan_on([4, 2], RULE))
     assert not diff
