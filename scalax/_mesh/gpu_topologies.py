@@ -105,9 +105,11 @@ def gpu_topology(topology: str, num_slices: int = 1) -> GPUTopology:
     most = GPUS.get(kind)
     read = _SIZE.fullmatch(size)
     if not kind or read is None:
+        one = GPUS.get(name := kind or size, Joined(8, 8))
+        hosts_too = f'{name}:{one.domain // one.host if one.domain > one.host else 4}x{one.host}'
         raise MeshError(
-            f'a topology of GPUs says how many a host has, {kind or size}:8, how many hosts of how many, '
-            f'{kind or size}:4x8, or how many NVLink domains of these; got {topology!r}'
+            f'a topology of GPUs says how many a host has, {name}:{one.host}, how many hosts of how many, '
+            f'{hosts_too}, or how many NVLink domains of these; got {topology!r}'
         )
     domains, hosts, each = (int(number) if number else None for number in read.groups())
     if most is not None and most.host == most.domain and domains is None:
