@@ -170,7 +170,7 @@ def _read(file: str) -> str:
     """The text of a target config. Numbers that are missing would end the process: they are divided by."""
     try:
         text = Path(file).read_text(encoding='utf-8')
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise MeshError(f'the target config {file!r} is not read: {error}') from error
     missing = [name for name in FIELDS if not re.search(rf'\b{name}\s*(?:\{{|:\s*(?!0\s)\S)', text)]
     if missing:

@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ LIBRARIES = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
 """Options with which products of GPUs are those of cuBLAS. XLA chooses between these and its own kernels by
 measuring, for which it needs a GPU; without one it takes its own, with tiles that no measurement chose, and
 compiles three times as long."""
-_OPTION = re.compile(rf'(?m)^(xla_gpu_(?!{MODELLED[8:]}:)\w+): "?(.*?)"?$')
+_OPTION = re.compile(r'(?m)^(xla_(?!cpu_|dump_|force_host_)\w+): "?(.*?)"?$')
 _MIB = 2**20
 _PLENTY = 2**40
 _TABLES = ('memory-usage-report', 'buffer-assignment', 'live-range')
@@ -119,9 +119,9 @@ def compile_lowered(
     small: dict[str, Any] = _small_device(layout_for or 0, limit or _PLENTY) if quick else {}
     if platform == 'cpu' and layout_for is not None:
         small = {_OPTIMIZATION: 0}
+    said = {*_in_xla_flags(), *given}
     if platform == 'gpu':
-        said = {flag[2:].partition('=')[0] for flag in os.environ.get('XLA_FLAGS', '').split()}
-        own = {} if attached else {name: on for name, on in LIBRARIES.items() if name not in {*said, *given}}
+        own = {} if attached else {name: on for name, on in LIBRARIES.items() if name not in said}
         small = {MODELLED: True, **own}
     try:
         dump = _compile(lowered, small)
@@ -154,20 +154,30 @@ def compile_lowered(
         dump.executable,
         refusal='' if quick else dump.refusal,
         layout=layout,
-        flags=_flags(dump.options) if platform == 'gpu' else (),
+        flags=_flags(dump.options, said) if platform == 'gpu' else (),
     )
 
 
-def _flags(options: str) -> tuple[str, ...]:
-    r"""The options for GPUs that are not the compiler's defaults, of those that it was called with.
+def _in_xla_flags() -> list[str]:
+    """The names of the options in XLA_FLAGS, or in the file that it names."""
+    text = os.environ.get('XLA_FLAGS', '').strip()
+    if text and not text.startswith('-'):
+        with contextlib.suppress(OSError):  # XLA reads none, either
+            text = Path(text).read_text(encoding='utf-8', errors='replace')
+    return [flag[2:].partition('=')[0] for flag in text.split()]
+
+
+def _flags(options: str, said: Container[str]) -> tuple[str, ...]:
+    r"""The options that are not the compiler's defaults: all of those for GPUs, and others that users *said*.
 
     Example:
-        >>> _flags('xla_gpu_autotune_level: 0\nxla_dump_to: "/tmp"\nxla_gpu_foo: A\nxla_gpu_foo: B')
-        ('--xla_gpu_autotune_level=0', '--xla_gpu_foo=A,B')
+        >>> _flags('xla_gpu_autotune_level: 0\nxla_foo: A\nxla_foo: B\nxla_bar: 1', {'xla_foo'})
+        ('--xla_gpu_autotune_level=0', '--xla_foo=A,B')
     """
     values: dict[str, list[str]] = {}
     for name, value in _OPTION.findall(options):
-        values.setdefault(name, []).append(value)
+        if name in said or (name.startswith('xla_gpu_') and name != MODELLED):
+            values.setdefault(name, []).append(value)
     return tuple(f'--{name}={",".join(each)}' for name, each in values.items())
 
 

@@ -37,7 +37,7 @@ def host_moves(module: Module) -> HostMoves:
     """
     sent = read = 0
     counted = Counted.EXACTLY
-    for visit, instruction, moved in executed(module, _moved):
+    for visit, instruction, moved in executed(module, host_bytes):
         if instruction.arrays[0].space == HOST:
             sent += moved
         else:
@@ -75,8 +75,8 @@ def _is_unknown(computation: Computation, instruction: Instruction) -> bool:
     return len({array.space == HOST for array in arrays}) > 1
 
 
-def _moved(visit: Visit, instruction: Instruction) -> int:
-    """The bytes that one execution moves to the host, or from it."""
+def host_bytes(visit: Visit, instruction: Instruction) -> int:
+    """The bytes that one execution moves to the host, if that has its result, or from there."""
     if instruction.opcode not in _MOVED_OPERAND:
         return 0
     operand = visit.computation.operands_of(instruction)[_MOVED_OPERAND[instruction.opcode]]

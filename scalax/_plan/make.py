@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from scalax._plan.buffers import largest_buffers
 from scalax._plan.collectives import collectives, seconds_of_runs
 from scalax._plan.compilation import OPTIONS, Compiled, compile_lowered
 from scalax._plan.flops import count_flops, count_model_flops
+from scalax._plan.hardware import numbers_of
 from scalax._plan.hlo import Module, parse
 from scalax._plan.hlo_cost import work_of
 from scalax._plan.host_moves import HostMoves, host_moves
@@ -131,10 +133,11 @@ def scheduled(plan: Plan, program: Module, ids: Sequence[int]) -> Schedule | Non
     roofline = plan.known_roofline
     if roofline is None:
         return None
-    flops_rate, hbm_rate = roofline.peak / plan.devices, roofline.hardware.hbm_bytes_per_second or 1.0
+    [hbm_rate] = numbers_of(roofline.hardware, 'hbm_bytes_per_second', for_='a schedule')
+    host_rate = roofline.hardware.host_bytes_per_second or math.inf  # known if anything goes there
     timed = list(zip(plan.collectives, nccl_times(plan, roofline), strict=True))
     times = seconds_of_runs(timed, program, plan.mesh, plan.places, ids)
-    return schedule_of(program, flops_rate, hbm_rate, times)
+    return schedule_of(program, roofline.peak / plan.devices, hbm_rate, host_rate, times)
 
 
 def nccl_times(plan: Plan, roofline: Roofline) -> Iterator[float]:

@@ -3,9 +3,10 @@
 XLA for GPUs writes into a program what its own models say of the time of each kernel (``exec_time_us``, with
 the option `MODELLED`): tables of measured products, and models of how fusions read and write memory. Kernels
 run one after the other, in the order of the schedule. Collectives, and copies and fusions that are
-asynchronous, run beside them from where they start; collectives wait for one another, and where one ends the
-device waits for it. XLA has no times for collectives, which take what NCCL expects (`nccl`). Kernels without
-a model take what they do at least.
+asynchronous, run beside them from where they start; collectives wait for one another, and so do copies over
+the link to the host, one way; where one ends the device waits for it. XLA has no times for collectives, which
+take what NCCL expects (`nccl`), and none for that link, whose bandwidth counts. Kernels without a model take
+what they do at least.
 
 XLA has measured products of some types alone (`_MEASURED`). Others take the rate that it has measured of
 bfloat16, but for too many operations: XLA counts the rows, the columns and what is summed in bytes of the
@@ -18,15 +19,17 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 
 from scalax._plan.collective_runs import Kind
 from scalax._plan.formulas import Part
 from scalax._plan.hbm_traffic import Traffic
-from scalax._plan.hlo import Array, Computation, Instruction, Module
+from scalax._plan.hlo import HOST, Array, Computation, Instruction, Module
 from scalax._plan.hlo_cost import flops_of, named_in
 from scalax._plan.hlo_loops import Visit, visits
+from scalax._plan.host_moves import host_bytes
 from scalax._plan.provenance import Source, source_of
 from scalax._plan.scopes import Scopes
 from scalax._plan.step_parts import StepParts
@@ -94,7 +97,7 @@ class Schedule:
 
 
 def schedule_of(
-    module: Module, flops_rate: float, hbm_rate: float, collectives: Collectives
+    module: Module, flops_rate: float, hbm_rate: float, host_rate: float, collectives: Collectives
 ) -> Schedule | None:
     """The time of one call of a program; None if the compiler has not written its times.
 
@@ -102,11 +105,12 @@ def schedule_of(
         module: the optimized program.
         flops_rate: the operations of a device in a second, at most.
         hbm_rate: the bytes that it moves in a second, at most.
+        host_rate: the bytes that it sends to its host in a second, and gets from there, at most.
         collectives: those of the program.
     """
     if not any(_TIME.search(each.attributes) for _, each in module.instructions()):
         return None
-    clock = _Clock(module, flops_rate, hbm_rate, collectives)
+    clock = _Clock(module, flops_rate, hbm_rate, host_rate, collectives)
     seconds, rows = clock.run(clock.entry)
     sums: dict[Kernel, list[float]] = collections.defaultdict(lambda: [0, 0.0, 0.0])
     for row in rows:
@@ -127,10 +131,11 @@ class _Clock:
         module: Module,
         flops_rate: float,
         hbm_rate: float,
+        host_rate: float,
         collectives: Collectives,
     ) -> None:
         self._module, self._collectives = module, collectives
-        self._flops_rate, self._hbm_rate = flops_rate, hbm_rate
+        self._flops_rate, self._hbm_rate, self._host_rate = flops_rate, hbm_rate, host_rate
         self._traffic, self._parts, self._scopes = Traffic(module), StepParts(module), Scopes(module)
         self._inside: dict[tuple[str, ...], list[Visit]] = collections.defaultdict(list)
         self.entry, *inside = visits(module)
@@ -151,7 +156,7 @@ class _Clock:
                 now += spent
                 rows += inside
             elif opcode.endswith('-start'):
-                unit, spent = (_LINK, link) if kind else (name, self._least(visit, each))
+                unit, spent = (_LINK, link) if kind else self._beside(visit, each)
                 busy[unit] = max(now, busy[unit]) + spent
                 begun[name] = each, kind or ('copy' if opcode == 'copy-start' else 'fusion'), busy[unit]
             elif opcode.endswith(('-update', '-done')):
@@ -186,16 +191,27 @@ class _Clock:
         scope = self._scopes.of(visit.op_name(named) or visit.scope, named.frame)
         return Kernel(name, part, scope, source, visit.count, visit.count * seconds, visit.count * bound)
 
+    def _beside(self, visit: Visit, each: Instruction) -> tuple[str, float]:
+        """What an asynchronous copy or fusion uses, and for how long: the link to the host, or none."""
+        for inside, one in self._of(visit, each):
+            if host_bytes(inside, one):
+                return 'to host' if one.arrays[0].space == HOST else 'from host', self._least(visit, each)
+        return each.name, self._least(visit, each)
+
     def _least(self, visit: Visit, each: Instruction) -> float:
         """The seconds that an instruction takes at least."""
+        flops, to_host = (
+            sum(itertools.starmap(measure, self._of(visit, each))) for measure in (flops_of, host_bytes)
+        )
         moved = self._traffic.bytes_of(visit, each)
-        return max(sum(self._flops(visit, each)) / self._flops_rate, moved / self._hbm_rate)
+        return max(flops / self._flops_rate, moved / self._hbm_rate, to_host / self._host_rate)
 
-    def _flops(self, visit: Visit, each: Instruction) -> Iterator[int]:
-        yield flops_of(visit, each)
+    def _of(self, visit: Visit, each: Instruction) -> Iterator[tuple[Visit, Instruction]]:
+        """An instruction, and all that is inside of what it calls."""
+        yield visit, each
         for inside in self._visited(visit, each):
             for one in inside.computation.instructions.values():
-                yield from self._flops(inside, one)
+                yield from self._of(inside, one)
 
     def _seconds(self, computation: Computation, each: Instruction, least: float) -> float:
         """The seconds of a kernel by XLA's models, or the least if it has none."""

@@ -175,8 +175,9 @@ def test_options_of_a_function_are_in_force(made_by, options, flags):
 
 
 @gpu_compiler.needed
-def test_xla_flags_are_in_force(tmp_path):
-    """XLA reads the variable once, when it starts."""
+@pytest.mark.parametrize('in_a_file', [False, True])
+def test_xla_flags_are_in_force(tmp_path, in_a_file):
+    """XLA reads the variable once, when it starts: options, or the name of a file with them."""
     program = """
 import jax
 from scalax.sharding import MeshShardingHelper, PartitionSpec
@@ -184,11 +185,13 @@ helper = MeshShardingHelper.from_topology('h100:1', [1], ['x'])
 step = helper.sjit(lambda x: x @ x, in_shardings=PartitionSpec())
 print(helper.plan(step, jax.ShapeDtypeStruct((256, 256), 'bfloat16')).flags)
 """
-    commands = '--xla_gpu_enable_command_buffer=CUBLAS,FUSION'
-    env = {**os.environ, 'XLA_FLAGS': f'--xla_gpu_enable_triton_gemm=true {commands}'}
+    others = '--xla_gpu_enable_command_buffer=CUBLAS,FUSION', '--xla_allow_excess_precision=false'
+    given = ' '.join(['--xla_gpu_enable_triton_gemm=true', *others])
+    (tmp_path / 'flags').write_text(given, encoding='utf-8')
+    env = {**os.environ, 'XLA_FLAGS': str(tmp_path / 'flags') if in_a_file else given}
     command = [sys.executable, '-c', program]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == str((AUTOTUNE, commands))
+    assert done.stdout.strip() == str((AUTOTUNE, *others))
 
 
 @gpu_compiler.needed
