@@ -135,8 +135,8 @@ def _gpu(
         chips_per_slice=None if joined.host == joined.domain else joined.domain,
         host_bytes_per_second=host,
         device_kinds=(TARGETS[name].device_kind,),
-        # Those of NVLink 4 and later do; a bridge joins two cards.
-        switches_add=TARGETS[name].capability >= (9, 0) and joined.host > 2,
+        # Those of NVLink 4 and later do; up to four GPUs are joined without any.
+        switches_add=TARGETS[name].capability >= (9, 0) and joined.domain > 4,
     )
 
 
@@ -151,7 +151,7 @@ _CHIPS = (
     _gpu('h100-pcie', 7.565e14, 2e12, 80e9, 3e11, None, 6.4e10),
     _gpu('h100-nvl', 8.355e14, 3.9e12, 94e9, 3e11, None, 6.4e10),
     _gpu('h200', 9.895e14, 4.8e12, 141e9, 4.5e11, 5e10, 6.4e10),
-    _gpu('gh200', 9.895e14, 4e12, 96e9, 4.5e11, None, 4.5e11),
+    _gpu('gh200', 9.895e14, 4e12, 96e9, 4.5e11, 2.5e10, 4.5e11),
     _gpu('b200', 2.25e15, 8e12, 180e9, 9e11, 5e10, 6.4e10),
     _gpu('gb200', 2.5e15, 8e12, 186e9, 9e11, 5e10, None),
     _gpu('gb300', 2.5e15, 8e12, 277.7e9, 9e11, 1e11, None),

@@ -34,6 +34,7 @@ def helper_of(topology, dims=(-1,), names=('x',), **options):
         ('h200:4x8', 4, GPUTopology('h200', 4, 1, 8)),
         ('h200:4x1x8', 1, GPUTopology('h200', 4, 1, 8)),
         ('h100-nvl:4x2', 1, GPUTopology('h100-nvl', 4, 1, 2)),
+        ('gh200:8x4', 1, GPUTopology('gh200', 8, 1, 4)),
         ('gb200:4', 1, GPUTopology('gb200', 1, 1, 4)),
         ('gb200:18x4', 1, GPUTopology('gb200', 1, 18, 4)),
         ('gb200:18x4', 8, GPUTopology('gb200', 8, 18, 4)),

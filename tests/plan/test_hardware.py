@@ -22,7 +22,7 @@ NUMBERS = [
 MISSING = {
     'tpu7x': ['host_bytes_per_second'],
     **{name: ['ring_multiple'] for name in GPUS},  # they are in no torus
-    **{name: ['ring_multiple', 'dcn_bytes_per_second'] for name in ('h100-pcie', 'h100-nvl', 'gh200')},
+    **{name: ['ring_multiple', 'dcn_bytes_per_second'] for name in ('h100-pcie', 'h100-nvl')},
     **{name: ['ring_multiple', 'host_bytes_per_second'] for name in ('gb200', 'gb300')},
 }
 
@@ -43,7 +43,11 @@ def test_bytes_between_slices(name, share):
 
 
 @pytest.mark.parametrize(
-    ('name', 'card'), [('a100', 200e9), ('h100', 400e9), ('b200', 400e9), ('gb200', 400e9), ('gb300', 800e9)]
+    ('name', 'card'),
+    [
+        *(('a100', 200e9), ('h100', 400e9), ('gh200', 200e9), ('b200', 400e9)),
+        *(('gb200', 400e9), ('gb300', 800e9)),
+    ],
 )
 def test_bits_between_hosts(name, card):
     """Each GPU has a card."""
