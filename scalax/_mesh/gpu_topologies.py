@@ -40,11 +40,11 @@ GPUS = {
     'gb200': Joined(4, 72),
     'gb300': Joined(4, 72),
 }
-"""Kind of GPU -> how many are joined. A bridge of NVLink joins two cards of PCIe: they count as a host. GH200 are
-those with four in a host, where links join each with each; switches join none of them.
+"""Kind of GPU -> how many are joined. A bridge of NVLink joins two cards of PCIe: they count as a host. Four
+GH200 in a host are joined each with each.
 
-Sources: NVIDIA's pages of HGX A100, H100, H200 and B200, of H100 NVL and PCIe, of GB200 NVL72 and GB300 NVL72; of
-GH200 that of JUPITER (https://apps.fz-juelich.de/jsc/hps/jupiter/configuration.html)."""
+Sources: NVIDIA's pages of HGX A100, H100, H200 and B200, of H100 NVL and PCIe, of GB200 NVL72 and GB300
+NVL72; of GH200 https://apps.fz-juelich.de/jsc/hps/jupiter/configuration.html."""
 
 PLUGINS = ('jax-cuda12-pjrt', 'jax-cuda13-pjrt')
 """The packages with the compiler, for two versions of CUDA."""
