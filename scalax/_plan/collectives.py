@@ -160,7 +160,7 @@ def collectives(
         counts[row][scope] += run.visit.count
     rows = (
         dataclasses.replace(row, count=times.total(), scopes=tuple(starmap(ScopeRuns, times.items())))
-        for row, times in _whole_permutes(counts).items()
+        for row, times in (counts if switched else _whole_permutes(counts)).items()
     )
     return tuple(sorted(rows, key=lambda row: (-row.bytes * row.count, row.kind, row.axes, row.source)))
 

@@ -16,6 +16,7 @@ import pytest
 
 from scalax._mesh.gpu_targets import TARGETS
 from scalax._plan.collective_seconds import collective_seconds
+from scalax._plan.collectives import collectives, seconds_of_runs
 from scalax._plan.hlo import parse
 from scalax._plan.hlo_cost import work_of
 from scalax._plan.nccl import nccl_seconds
@@ -343,6 +344,24 @@ def by_nccl(kind, whole, name, devices=8, domains=1, card=None):
     seconds = nccl_seconds(kind, whole, route, TARGETS[name], card, HARDWARE[name].switches_add)
     times = 2 if kind == 'all-reduce' else 1
     return times * whole * (route.size - 1) / route.size / seconds
+
+
+def test_a_permute_between_hosts_is_not_a_part_of_one_inside_them():
+    """As it is in programs for TPUs, which have the two parts of one permute apart."""
+    program = parse("""HloModule made, is_scheduled=true, num_partitions=8
+
+ENTRY %main (x: f32[250]) -> f32[250] {
+  %x = f32[250] parameter(0)
+  %in = f32[250] collective-permute(%x), source_target_pairs={{0,1},{2,3},{4,5},{6,7}}
+  ROOT %out = f32[250] collective-permute(%in), source_target_pairs={{0,4},{1,5},{2,6},{3,7}}
+}
+""")
+    mesh, places, ids = {'x': 8}, [Place(i // 4) for i in range(8)], range(8)
+    rows = collectives(program, mesh, places, None, ids, switched=True)
+    assert {(row.networks, row.crossing, row.count) for row in rows} == {(('ici',), 0, 1), (('dcn',), 4, 1)}
+    timed = [(row, 1.0 + row.crossing) for row in rows]
+    found = seconds_of_runs(timed, program, mesh, places, ids)
+    assert {name: seconds for (_, name), (_, seconds) in found.items()} == {'in': 1.0, 'out': 5.0}
 
 
 def test_switches_that_add():
