@@ -185,14 +185,17 @@ def seconds_of_runs(
         The names of a computation and of the instruction that is a collective, or starts it -> its kind, and
         the seconds of one execution.
     """
-    known = {(row.kind, row.axes, row.part, row.bytes, row.crossing): seconds for row, seconds in timed}
+    known = {
+        (row.kind, row.axes, row.part, row.bytes, row.networks, row.crossing): seconds
+        for row, seconds in timed
+    }
     found = {}
     for each in _Devices(mesh, places, device_ids, True).runs(module):
         computation, instruction = each.run.holder
         kind, size = each.run.kind, each.run.whole_bytes(each.group)
         # One of a single device sends nothing, and is no row.
-        seconds = known[kind, each.axes, each.part, size, each.crossing] if each.group > 1 else 0.0
-        found[computation.name, instruction.name] = kind, seconds
+        key = kind, each.axes, each.part, size, each.networks, each.crossing
+        found[computation.name, instruction.name] = kind, known[key] if each.group > 1 else 0.0
     return found
 
 
