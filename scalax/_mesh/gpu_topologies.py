@@ -51,6 +51,7 @@ PLUGINS = ('jax-cuda12-pjrt', 'jax-cuda13-pjrt')
 
 _AMD = re.compile(r'mi\d{3}')
 _FILE = '.txtpb'
+_EXAMPLES = 'XLA has examples: https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs'
 _SIZE = re.compile(r'(?:(?:([1-9]\d{0,5})x)?([1-9]\d{0,5})x)?([1-9]\d{0,3})')
 
 
@@ -163,7 +164,12 @@ def gpu_devices(topology: str, num_slices: int) -> Sequence[Any]:
             'JAX_PLATFORMS=cpu before anything uses JAX'
         ) from error
     except RuntimeError as error:
-        raise MeshError(f'the compiler for GPUs describes no topology {topology!r}: {error}') from error
+        where = (
+            f'. It wrote to stderr what it does not read. {_EXAMPLES}' if found.kind.endswith(_FILE) else ''
+        )
+        raise MeshError(
+            f'the compiler for GPUs describes no topology {topology!r}: {error}{where}'
+        ) from error
     return list(described.devices)
 
 
@@ -175,10 +181,7 @@ def _read(file: str) -> str:
         raise MeshError(f'the target config {file!r} is not read: {error}') from error
     missing = [name for name in FIELDS if not re.search(rf'\b{name}\s*(?:\{{|:\s*(?!0\s)\S)', text)]
     if missing:
-        raise MeshError(
-            f'{file!r} is no target config of a GPU: it has no {", ".join(missing)}. XLA has examples: '
-            'https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs'
-        )
+        raise MeshError(f'{file!r} is no target config of a GPU: it has no {", ".join(missing)}. {_EXAMPLES}')
     return text
 
 
