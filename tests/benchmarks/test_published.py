@@ -72,7 +72,7 @@ def test_lines() -> None:
 def planned(name: str) -> Judged:
     """A step beside its plan: as on the page, and at least < by the schedule < published."""
     judged = Judged.of(PUBLISHED[name])
-    within = 0.01 if has_cudnn() else 0.05  # what stands for attention moves a little less
+    within = 0.01 if has_cudnn() else 0.07  # what stands for attention moves a little less
     assert judged.bound == pytest.approx(float(on_the_page()[name][0]), rel=within)
     assert judged.bound < judged.step.seconds
     if judged.scheduled is not None:

@@ -260,7 +260,7 @@ def test_what_stays_on_the_host():
 
 
 def test_tables_in_an_unknown_form_leave_the_compilers_figures(monkeypatch):
-    def unknown(tables):
+    def unknown(*_):
         raise PlanError('the compiler wrote the memory of the program in an unknown form')
 
     monkeypatch.setattr(compilation, 'read_layout', unknown)
