@@ -31,7 +31,7 @@ def main() -> None:
     )
     parser.add_argument('--repeats', type=int, default=3, help='processes of each library (--against)')
     parser.add_argument(
-        '--topology', default='v5p:4x4x4', help='of absent TPUs (--only unchanged, others, found)'
+        '--topology', default='v5p:4x4x4', help='of absent TPUs or GPUs (--only unchanged, others, found)'
     )
     parser.add_argument(
         '--model',

@@ -70,7 +70,7 @@ class Strategy:
     slices: int = 1
 
     def helper(self, topology: str) -> MeshShardingHelper:
-        """Over TPUs that are not here."""
+        """Over devices that are not here."""
         dims, names = list(self.mesh.values()), list(self.mesh)
         dcn = [self.slices if name == 'data' else 1 for name in names] if self.slices > 1 else None
         return MeshShardingHelper.from_topology(
@@ -98,3 +98,14 @@ STRATEGIES = (
     Strategy('FSDP x TP', {'fsdp': -1, 'tp': 4}, ('fsdp',)),
     Strategy('HSDP, 2 slices', {'data': 2, 'fsdp': -1}, ('data', 'fsdp'), slices=2),
 )
+
+
+def strategies(topology: str) -> tuple[Strategy, ...]:
+    """Those of the table. A topology of GPUs names its hosts, and HSDP replicates from one to another."""
+    first, *others, _ = STRATEGIES
+    devices = list(first.helper(topology).mesh.devices.flat)
+    hosts = len({device.process_index for device in devices})
+    if devices[0].platform != 'gpu':
+        return STRATEGIES
+    over_hosts = Strategy(f'HSDP, {hosts} hosts', {'data': hosts, 'fsdp': -1}, ('data', 'fsdp'))
+    return (first, *others, over_hosts) if hosts > 1 else (first, *others)

@@ -49,7 +49,7 @@ def _cells(model: Model, topology: str) -> Iterator[str]:
     found = [measured(model, FSDP, topology, variant) for variant in ('followed', 'plain')]
     yield f'{least:.3g} GiB'
     yield from (REFUSED if each is None else f'{each["moved"] / least:.2f}' for each in found)
-    for figure, unit in (('peak', 'GiB'), ('estimate', 's')):
+    for figure, unit in (('peak', 'GiB'), ('seconds', 's')):
         yield from (REFUSED if each is None else f'{each[figure]:.3g} {unit}' for each in found)
 
 

@@ -1,6 +1,6 @@
 """``--only unchanged``: what a step of each model moves, needs and takes: followed and plain, beside hand.
 
-The steps are planned for TPUs that are not here, and not run. A cell takes some seconds of a core.
+The steps are planned for TPUs or GPUs that are not here, and not run. A cell takes some seconds of a core.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from benchmarks.unchanged.measure import VARIANTS, figures, plan
-from benchmarks.unchanged.model import STRATEGIES, Model, Strategy
+from benchmarks.unchanged.model import Model, Strategy, strategies
 from scalax.errors import MeshError, MissingDependencyError, PlanError
 
 Figures = Mapping[str, float]
 Measure = Callable[[Model, Strategy, str, str], Figures]
 
 # The figures of the table, their names and units: the bytes that are moved, those held at the peak, and the
-# roofline's seconds if nothing overlaps. By hand first, then the others as multiples of it.
-FIGURES = (('moved', 'bytes', 'GiB'), ('peak', 'peak', 'GiB'), ('estimate', 'seconds', 's'))
+# seconds: by the compiler's schedule, or the roofline's if nothing overlaps where there is none. By hand
+# first, then the others as multiples of it.
+FIGURES = (('moved', 'bytes', 'GiB'), ('peak', 'peak', 'GiB'), ('seconds', 'seconds', 's'))
 RATIOS = ('followed', 'plain')
 # What the compiler refuses has no figures: a Pallas kernel that nothing divides.
 REFUSED = '-'
@@ -26,7 +27,9 @@ REFUSED = '-'
 
 def measure(model: Model, strategy: Strategy, topology: str, variant: str) -> Figures:
     """The figures of one cell, by a quick plan."""
-    return figures(plan(model, strategy, topology, variant))
+    found = plan(model, strategy, topology, variant)
+    its = figures(found)
+    return {**its, 'seconds': its['estimate'] if found.schedule is None else found.schedule.seconds}
 
 
 def lines(
@@ -81,18 +84,19 @@ def show(topology: str, model: str, strategy: str) -> None:
     Raises:
         SystemExit: something is not installed, or nothing has such a name.
     """
-    strategies = [each for each in STRATEGIES if strategy in (each.name, '')]
-    if not strategies:
-        names = '; '.join(each.name for each in STRATEGIES)
-        raise SystemExit(f'no strategy is called {strategy!r}: {names}')
     with user_errors('unchanged'):
+        known = strategies(topology)
+        chosen = [each for each in known if strategy in (each.name, '')]
+        if not chosen:
+            names = '; '.join(each.name for each in known)
+            raise SystemExit(f'no strategy is called {strategy!r}: {names}')
         from benchmarks.unchanged.catalogue import all_models  # imports the libraries of some models
 
         models = [each for each in all_models('large') if model in each.name]
         if not models:
             names = '; '.join(each.name for each in all_models('large'))
             raise SystemExit(f'no model holds {model!r} in its name: {names}')
-        for line in lines(models, strategies, topology):
+        for line in lines(models, chosen, topology):
             print(line, flush=True)
 
 

@@ -7,10 +7,10 @@ import types
 import pytest
 
 import benchmarks.__main__
-from benchmarks.unchanged import decoders, measure, table
-from benchmarks.unchanged.model import STRATEGIES
+from benchmarks.unchanged import actor_critic, decoders, measure, table
+from benchmarks.unchanged.model import STRATEGIES, strategies
 from scalax.errors import MissingDependencyError, PlanError
-from tests.support import tpu_compiler
+from tests.support import gpu_compiler, tpu_compiler
 from tests.support.benchmark_program import ended
 
 MODELS = decoders.models('large')
@@ -20,7 +20,7 @@ def measured(model, strategy, topology, variant):
     if model is MODELS[1] and variant == 'plain':
         raise PlanError('too large')
     size = {'hand': 1.0, 'followed': 1.0, 'plain': 4.0}[variant]
-    return {'moved': 6.5 * size, 'peak': 1.25 * size, 'estimate': 0.125 * size, 'bound': 0.1}
+    return {'moved': 6.5 * size, 'peak': 1.25 * size, 'seconds': 0.125 * size, 'estimate': 0.1}
 
 
 def test_lines(capsys):
@@ -55,6 +55,7 @@ def test_bytes_that_a_device_sends(kind, sent):
 
 
 def test_names_that_nothing_has(monkeypatch):
+    monkeypatch.setattr(table, 'strategies', lambda topology: STRATEGIES)
     assert 'decoder, many heads; ' in ended(monkeypatch, '--only', 'unchanged', '--model', 'nothing')
     assert ended(monkeypatch, '--only', 'unchanged', '--strategy', 'DP').endswith(
         ': FSDP; FSDP x TP; HSDP, 2 slices'
@@ -62,10 +63,10 @@ def test_names_that_nothing_has(monkeypatch):
 
 
 def test_without_the_tpu_compiler(monkeypatch):
-    def lines(*_):
+    def strategies(topology):
         raise MissingDependencyError('TPU topologies need the TPU compiler')
 
-    monkeypatch.setattr(table, 'lines', lines)
+    monkeypatch.setattr(table, 'strategies', strategies)
     assert ended(monkeypatch, '--only', 'unchanged') == (
         'TPU topologies need the TPU compiler\n'
         '`make bench ARGS="--only unchanged"` installs all that the table needs'
@@ -80,6 +81,7 @@ def test_without_a_library_of_a_model(monkeypatch):
             raise ModuleNotFoundError("No module named 'equinox'")
         return import_(name, *rest)
 
+    monkeypatch.setattr(table, 'strategies', lambda topology: STRATEGIES)
     monkeypatch.setattr(builtins, '__import__', without)
     assert ended(monkeypatch, '--only', 'unchanged').startswith("No module named 'equinox'\n`make bench")
 
@@ -87,6 +89,28 @@ def test_without_a_library_of_a_model(monkeypatch):
 @tpu_compiler.needed
 def test_an_unknown_topology(monkeypatch):
     assert "'v5p:0x0x0'" in ended(monkeypatch, '--only', 'unchanged', '--topology', 'v5p:0x0x0')
+
+
+@pytest.mark.skipif(gpu_compiler.HERE, reason='the compiler for GPUs is installed')
+def test_without_the_gpu_compiler(monkeypatch):
+    told = ended(monkeypatch, '--only', 'unchanged', '--topology', 'h100:8x8')
+    assert 'pip install "scalax[gpu-plan]"' in told.splitlines()[0]
+
+
+@gpu_compiler.needed
+def test_a_cell_of_gpus():
+    """Seconds are those of the compiler's schedule; HSDP replicates between hosts."""
+    *_, over_hosts = strategies('h100:2x4')
+    assert [(each.name, dict(each.mesh)) for each in strategies('h100:8')] == [
+        ('FSDP', {'fsdp': -1}),
+        ('FSDP x TP', {'fsdp': -1, 'tp': 4}),
+    ]
+    assert (over_hosts.name, dict(over_hosts.mesh)) == ('HSDP, 2 hosts', {'data': 2, 'fsdp': -1})
+    model = actor_critic.models('large')[0]
+    found = measure.plan(model, over_hosts, 'h100:2x4', 'followed')
+    its = table.measure(model, over_hosts, 'h100:2x4', 'followed')
+    assert its['seconds'] == found.schedule.seconds > its['bound']
+    assert any(row.networks == ('dcn',) for row in found.collectives)
 
 
 @pytest.mark.slow
