@@ -44,7 +44,12 @@ def on_own_rows(
     given = [*equation.invars[:2], equation.invars[2] if own_sizes is None else own_sizes]
     if not is_sum:
         return equation_of(product, equation, given)
-    return equation_of(jax.jit(lambda *operands: product(*operands).sum(0)), equation, given)
+
+    def summed(*operands: Any) -> Any:
+        parts = product(*operands)
+        return parts.sum(0, dtype=parts.dtype)  # else devices exchange those of bfloat16 as float32
+
+    return equation_of(jax.jit(summed), equation, given)
 
 
 def if_mapped(

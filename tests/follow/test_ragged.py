@@ -1,6 +1,7 @@
 """Products of rows in groups are made of each device's own rows, with the same values."""
 
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +84,17 @@ def test_the_same_values(name, strategy):
         found, expected = step(*args), jax.jit(PROGRAMS[name])(*args)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
     assert not step.followed(*args).lost
+
+
+def test_a_sum_over_devices_is_of_the_dtype_that_it_has():
+    """XLA for GPUs exchanges what is summed as it is written: float32 would be twice the bytes."""
+    helper, rule, batch = STRATEGIES['fsdp']
+    gradient = jax.grad(lambda w, x: jnp.float32(0) + lax.ragged_dot(x, w, jnp.array([40, 24]))[0, 0])
+    step = helper.sjit(gradient, in_shardings=(rule, batch))
+    args = jnp.ones((2, WIDTH, HIDDEN), 'bfloat16'), jnp.ones((ROWS, WIDTH), 'bfloat16')
+    text = step.lower(*args).as_text()
+    [dtype] = re.findall(r'stablehlo.add across dimensions = \[0\] : \(tensor<8x2x16x24x(\w+)>', text)
+    assert dtype == 'bf16'
 
 
 @pytest.mark.long
