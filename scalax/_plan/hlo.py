@@ -24,7 +24,7 @@ _CALLED = re.compile(r'[\w.\-]+')
 _COMBINED = re.compile(r'/\(([^:]+):.*\)$')
 _DIGITS = re.compile(r'\d+')
 _COMMENT = re.compile(r'/\*.*?\*/')
-_NAME = re.compile(r'%?([\w.\-]+(?:#\d+)?)$')
+_NAME = re.compile(r'%?([\w.\-]+(?:#\d+)*)$')
 # A program before any pass is printed without the types of computations.
 _COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+)\s+(?:\(.*\)\s*->\s.*)?\{\s*$')
 _INSTRUCTION = re.compile(r'^\s+(ROOT )?%?([\w.\-]+) = ')
@@ -286,6 +286,7 @@ def devices_of(text: str) -> int:
 
 def _computation(name: str, lines: Iterator[str]) -> Computation:
     instructions: dict[str, Instruction] = {}
+    nested: dict[str, str] = {}  # the types of results that are tuples in a tuple
     root = ''
     for line in lines:
         if line.startswith('}'):
@@ -296,14 +297,15 @@ def _computation(name: str, lines: Iterator[str]) -> Computation:
         # The metadata of a Pallas kernel is printed over several lines.
         while line.count('{') != line.count('}') and _is_open(line):
             line += next(lines, '}')
-        instruction = _instruction(found[2], _COMMENT.sub('', line[found.end() :]))
+        text = _COMMENT.sub('', line[found.end() :])
+        instruction = _instruction(found[2], text, nested)
         instructions[instruction.name] = instruction
         root = instruction.name if found[1] else root
     raise PlanError(f'the HLO module ends inside computation {name!r}')
 
 
-def _instruction(name: str, text: str) -> Instruction:
-    """An instruction of the form ``TYPE opcode(operands), attributes``."""
+def _instruction(name: str, text: str, nested: dict[str, str]) -> Instruction:
+    """An instruction of the form ``TYPE opcode(operands), attributes``; *nested* has the types of others."""
     # A type ends with the closing bracket of a tuple, else at the first blank.
     end = _closing(text, 0) + 1 if text.startswith('(') else text.index(' ')
     found = _OPCODE.match(text, end)
@@ -314,8 +316,11 @@ def _instruction(name: str, text: str) -> Instruction:
         Array(dtype, tuple(int(n.lstrip('<=')) for n in dims.split(',') if n.strip()), int(space or MAIN))
         for dtype, dims, space in _SHAPE.findall(text[:end])
     )
+    if text.startswith('((') or ', (' in text[:end]:
+        nested[name] = text[:end]
     inside = text[found.end() : close]
-    operands = (inside,) if found[1] == 'constant' else tuple(_operand(part) for part in _split(inside))
+    parts = (inside,) if found[1] == 'constant' else tuple(_operand(part) for part in _split(inside))
+    operands = tuple(_by_array(part, nested) for part in parts) if nested else parts
     opcode = _PLAIN.get(found[1], found[1])
     return Instruction(name, opcode, arrays, operands, text[close + 1 :].lstrip(', '))
 
@@ -324,6 +329,18 @@ def _operand(text: str) -> str:
     """The name of an operand, possibly after its type."""
     found = _NAME.search(text.strip())
     return found[1] if found else text.strip()
+
+
+def _by_array(operand: str, nested: Mapping[str, str]) -> str:
+    """An element of a tuple, by its place among all arrays; of a tuple in a tuple it is printed as a path."""
+    name, *path = operand.split('#')
+    if not path or name not in nested:
+        return operand
+    place, type_ = 0, nested[name]
+    for step in path:
+        *before, type_ = [*_split(type_.strip()[1:-1])][: int(step) + 1]
+        place += sum(len(_SHAPE.findall(each)) for each in before)
+    return f'{name}#{place}'
 
 
 def _closing(text: str, start: int) -> int:

@@ -155,6 +155,20 @@ def test_names_of_operations(written, read):
     assert Instruction('i', 'add', (), (), f'metadata={{op_name="{written}"}}').op_name == read
 
 
+@pytest.mark.parametrize(
+    ('path', 'dtype'), [('0#0', 'f32'), ('0#1', 's32'), ('1', 'bf16'), ('2#0', 'pred'), ('2#1#1', 'u8')]
+)
+def test_elements_of_tuples_in_a_tuple(path, dtype):
+    """XLA for GPUs prints which element of which element a kernel takes."""
+    of = '((f32[8]{0}, s32[8]{0}), bf16[8]{0}, (pred[8]{0}, (u4[8]{0}, u8[8]{0})))'
+    made = f'%made = {of} custom-call(%p), custom_call_target="many"'
+    module = parse(program(made, f'ROOT %out = {dtype}[8]{{0}} negate(%made#{path})'))
+    computation = module.computations[module.entry]
+    [operand] = computation.instructions['out'].operands
+    assert computation.array(operand).dtype == dtype
+    assert computation.users['made'] == [computation.instructions['out']]
+
+
 def test_an_unknown_type():
     with pytest.raises(PlanError) as error:
         _ = Array('q7', (2,)).bytes
