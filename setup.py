@@ -25,7 +25,8 @@ def read_long_description() -> str:
 EXAMPLES = ['absl-py', 'grain', 'matplotlib', 'optax', 'orbax-checkpoint', 'scikit-learn', 'tqdm']
 # libtpu is published for Linux only; elsewhere plans work without the TPU compiler. JAX knows which fits.
 PLAN = ['jax[tpu]; sys_platform == "linux"']
-# The compiler for NVIDIA GPUs that fits JAX, without the libraries that programs need to run.
+# The compiler for NVIDIA GPUs of JAX's own version, without the libraries that programs need to run: it plans
+# where no GPU is.
 GPU_PLAN = ['jax[cuda12-local]; sys_platform == "linux"']
 CHECKPOINT = ['orbax-checkpoint', 'safetensors']
 # The Markdown of the pages is read by Material's extensions, and signatures are formatted by ruff.
