@@ -39,6 +39,8 @@ def choose_devices(count: int | None = None) -> list[jax.Device]:
         with contextlib.suppress(RuntimeError):
             jax.config.update('jax_num_cpu_devices', count or SIMULATED_DEVICES)
     quiet_libtpu()
+    if not os.path.exists('/dev/nvidiactl'):  # JAX's plugin for GPUs may be here to plan alone
+        os.environ.setdefault('JAX_SKIP_CUDA_CONSTRAINTS_CHECK', '1')
     logging.getLogger('jax').setLevel(logging.WARNING)  # spare the user each device kind not found
     devices = jax.devices()
     if count is not None and count > len(devices):

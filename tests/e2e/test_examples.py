@@ -233,7 +233,7 @@ def test_the_users_choice_of_devices_wins(environment: dict, count: int | None, 
     assert ended.stdout == f'{expected}\n', ended.stderr
 
 
-def test_the_tpu_compiler_says_nothing_where_no_tpu_is() -> None:
+def test_compilers_say_nothing_where_their_devices_are_not() -> None:
     code = 'from examples.devices import choose_devices; choose_devices()'
     # Without the lock it would be quiet while another process has it.
     ended = run('', code=code, JAX_PLATFORMS='', ALLOW_MULTIPLE_LIBTPU_LOAD='1')
