@@ -18,7 +18,7 @@ Kind = Literal[
     'key', 'mask', 'index', 'sorted', 'length', 'count', 'integer', 'fraction', 'positive', 'number'
 ]
 # So few that some are equal: numbers of segments and kinds of tokens are compared with each other.
-_INTEGERS = 8
+_FEW = 8
 # At step 0 schedules are zero, and so are the averages that corrections for the first steps divide by.
 _STEPS = 3, 100
 
@@ -54,17 +54,24 @@ def _role(aval: Any, uses: dict[Need, Use]) -> Role:
         return Role('key')
     if is_of(aval, np.bool_):
         return Role('mask')
-    kinds: tuple[Need, ...] = ('fraction', 'positive')
-    other = Role('number')
     if is_of(aval, np.integer):
-        kinds = ('key', 'index', 'length', 'positive') if aval.shape else ('key', 'index', 'length')
-        other = Role('integer', _INTEGERS) if aval.shape else Role('count', _STEPS[1])
-    use = next((uses[kind] for kind in kinds if kind in uses), None)
+        return _role_of_integers(uses, alone=not aval.shape)
+    use = uses.get('fraction') or uses.get('positive')
+    return Role('number') if use is None else Role(use.need, why=str(use))
+
+
+def _role_of_integers(uses: dict[Need, Use], *, alone: bool) -> Role:
+    use = uses.get('key') or uses.get('index') or uses.get('length')
+    if use is None and alone:
+        return Role('count', _STEPS[1])
     if use is None:
-        return other
-    if use.need == 'positive' and is_of(aval, np.integer):
-        return Role('length', other.bound, str(use))
-    kind = 'sorted' if use.need == 'index' and 'sorted' in uses else use.need
+        divisor = uses.get('positive')
+        return Role('integer', _FEW) if divisor is None else Role('length', _FEW, str(divisor))
+    kind: Kind = use.need
+    if kind == 'index' and not alone:
+        # The last element of a row, for one, is looked up by the length of the row.
+        is_length = use.bound > 1 and ('length' in uses or 'positive' in uses)
+        kind = 'length' if is_length else 'sorted' if 'sorted' in uses else kind
     return Role(kind, use.bound or None, str(use), use.blocks)
 
 
@@ -76,10 +83,13 @@ def drawn(avals: Sequence[Any], roles: Sequence[Role], seed: int) -> list[Any]:
     so that sums that are missing or doubled do not cancel out.
 
     Returns:
-        Arrays of numpy; keys with a dtype of their own are arrays of JAX.
+        Arrays of numpy; numbers of Python where the type is that of one; keys with a dtype of their own are
+        arrays of JAX.
     """
     pairs = enumerate(zip(avals, roles, strict=True))
-    return [_drawn(aval, role, np.random.default_rng([seed, i])) for i, (aval, role) in pairs]
+    found = [_drawn(aval, role, np.random.default_rng([seed, i])) for i, (aval, role) in pairs]
+    weak = [getattr(aval, 'weak_type', False) and not aval.shape for aval in avals]
+    return [value.item() if is_weak else value for value, is_weak in zip(found, weak, strict=True)]
 
 
 def _drawn(aval: Any, role: Role, rng: np.random.Generator) -> Any:
@@ -90,7 +100,7 @@ def _drawn(aval: Any, role: Role, rng: np.random.Generator) -> Any:
         return _mask(shape, rng)
     if is_of(aval, np.integer):
         return np.asarray(_integers(shape, role, int(jnp.iinfo(dtype).max), rng)).astype(dtype)
-    found: Any = _floats(shape, role.kind, rng)
+    found = _floats(shape, role.kind, rng)
     if is_of(aval, np.complexfloating):
         found = found + 1j * _floats(shape, role.kind, rng)
     return np.asarray(found).astype(dtype)
@@ -113,7 +123,7 @@ def _mask(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
 
 
 def _integers(shape: tuple[int, ...], role: Role, most: int, rng: np.random.Generator) -> Any:
-    bound = min(role.bound or _INTEGERS, most + 1)
+    bound = min(role.bound or _FEW, most + 1)
     least = {'length': 1, 'count': _STEPS[0]}.get(role.kind, 0)
     found = rng.integers(min(least, bound - 1), bound, shape)
     if role.blocks > 1:
@@ -143,6 +153,8 @@ def varied(leaves: Sequence[Any], roles: Sequence[Role], seed: int) -> list[Any]
 
 
 def _varied(leaf: Any, role: Role, rng: np.random.Generator) -> Any:
+    if isinstance(leaf, bool | int | float | complex):
+        return leaf  # of no dtype: an array would change those of results
     if role.kind == 'key':
         return _keys(leaf.shape, leaf.dtype, rng)
     values = np.asarray(leaf)

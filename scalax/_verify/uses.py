@@ -86,12 +86,13 @@ _ANY = 2.0**40
 
 # The result has elements of the first operand, in their places or in others, or sums of them.
 _NAMES = """
-    broadcast_in_dim convert_element_type copy cumlogsumexp cummax cummin cumsum device_put dynamic_slice
-    gather name reduce_max reduce_min reduce_precision reduce_sum reduce_window_max reduce_window_sum reshape
-    reshard rev sharding_constraint slice split squeeze stop_gradient transpose unstack
+    broadcast_in_dim convert_element_type copy cumlogsumexp cummax cummin cumprod cumsum device_put
+    dynamic_slice gather name reduce_max reduce_min reduce_precision reduce_prod reduce_sum reduce_window_max
+    reduce_window_sum reshape reshard rev sharding_constraint slice split squeeze stop_gradient transpose
+    unstack
 """
 _OF_FIRST = frozenset(_NAMES.split())
-_SUMS = frozenset({'cumlogsumexp', 'cumsum', 'reduce_sum', 'reduce_window_sum'})
+_SUMS = frozenset({'cumlogsumexp', 'cumprod', 'cumsum', 'reduce_prod', 'reduce_sum', 'reduce_window_sum'})
 _IN_PLACE = frozenset({'convert_element_type', 'copy', 'name', 'sharding_constraint', 'stop_gradient'})
 # Each result has elements of one operand.
 _EACH = frozenset({'optimization_barrier', 'pvary', 'sort'})
@@ -251,7 +252,7 @@ class _Uses(Interpreter[_Fact]):
             what = f'sizes of {groups} groups of {rows} rows'
             self._use('index', operands[2], equation, what, rows // groups + 1)
         elif name in ('random_wrap', 'threefry2x32'):
-            self._use('key', frozenset().union(*operands), equation, 'bits of a key')
+            self._use('key', frozenset().union(*operands[:2]), equation, 'bits of a key')
         elif name in _COMPARISONS:
             for fact, other in (operands, operands[::-1]):
                 self._compared(name, equation, fact, _limits(other))
@@ -262,9 +263,9 @@ class _Uses(Interpreter[_Fact]):
 
     def _index(self, equation: Any, fact: _Fact, columns: Sequence[tuple[int, int]]) -> None:
         """Numbers of rows: of each column, along which dimension, and how many are taken at once."""
-        shape, name = shape_of(equation.invars[0]), primitive_name(equation)
+        shape = shape_of(equation.invars[0])
         needs: list[Need] = ['index']
-        if name.startswith(('gather', 'scatter')) and equations.says_sorted(equation):
+        if equations.says_sorted(equation):
             needs.append('sorted')
         for column, (dim, size) in enumerate(columns):
             own = [each for each in fact if each.column in (None, column)]
@@ -369,10 +370,14 @@ def _sum(first: _Fact, second: _Fact, whole: bool) -> _Fact:
 
 
 def _difference(first: _Fact, second: _Fact, whole: bool) -> _Fact:
+    """The sources of a difference. Of floats, what is subtracted from an argument is taken to be small."""
     if (limits := _limits(second)) is not None:
         return _sum(first, _between(-limits[1], -limits[0]), whole)
-    is_below = not whole and _limits(first) is not None
-    return frozenset([each._replace(form='below') for each in second]) if is_below else _NOTHING
+    if whole:
+        return _NOTHING
+    if _limits(first) is not None:
+        return frozenset([each._replace(form='below') for each in second])
+    return first
 
 
 def _moved(fact: _Fact, low: float, high: float) -> _Fact:

@@ -99,6 +99,11 @@ INDICES = {
         whole(),
         ('index', 4),
     ),
+    'last of a length': (
+        lambda table, x: jnp.where(jnp.arange(10) < x[:, None], 1, 0) + table[x - 1, 0, None],
+        ROWS,
+        ('length', 10),
+    ),
     'divisor': (lambda table, x: table[:3] / x[:, None].astype('float32'), ROWS, ('length', 8)),
     'steps': (lambda table, x: table * 0.9**x, whole(), ('count', 100)),
     'segments': (lambda table, x: x[:, None] == x, ROWS, ('integer', 8)),
@@ -122,6 +127,8 @@ FLOATS = {
     'whole power': (lambda x: x**3.0, 'number'),
     'the rest': (lambda x: jnp.sqrt(x) + jnp.sqrt(1 - x), 'fraction'),
     'the rest of a square': (lambda x: jnp.sqrt(1 - x**2), 'fraction'),
+    'the rest of products': (lambda x: jnp.sqrt(jnp.cumprod(1 - x, 0)), 'fraction'),
+    'a difference': (lambda x: jnp.sqrt(x - 0.1 * jnp.sin(x)), 'positive'),
     'norm': (lambda x: x / jnp.sqrt(jnp.square(x).sum()), 'number'),
     'layer norm': (lambda x: (x - x.mean()) / jnp.sqrt(x.var() + 1e-6), 'number'),
     'product': (lambda x: jnp.log(jnp.exp(x @ x.T)), 'number'),
@@ -273,6 +280,13 @@ def test_arrays_of_users_as_they_are_and_varied(rng: np.random.Generator) -> Non
     assert count == 17
     assert (raw.dtype, raw.shape) == ('uint32', (2,))
     assert (raw != leaves[8]).any()
+
+
+def test_numbers_of_python_stay_such() -> None:
+    avals = jax.make_jaxpr(lambda rate, count, x: rate * count * x)(1.0, 2, TABLE).in_avals
+    rate, count, x = drawn(avals, [Role('number'), Role('count', 100), Role('number')], 0)
+    assert [type(value) for value in (rate, count, x)] == [float, int, np.ndarray]
+    assert varied([rate, count], [Role('number'), Role('count')], 1) == [rate, count]
 
 
 # --- Models ----------------------------------------------------------------------------------------
