@@ -81,24 +81,23 @@ class _Source(NamedTuple):
 
 _Fact = frozenset[_Source]
 _NOTHING: _Fact = frozenset()
-# An offset or a factor that grows from round to round of a loop.
+# An offset or a factor that is not known, or grows from round to round of a loop.
 _ANY = 2.0**40
 
 # The result has elements of the first operand, in their places or in others, or sums of them.
 _NAMES = """
-    broadcast_in_dim convert_element_type copy cumlogsumexp cummax cummin cumprod cumsum device_put
+    broadcast_in_dim convert_element_type copy cumlogsumexp cummax cummin cumprod cumsum
     dynamic_slice gather name reduce_max reduce_min reduce_precision reduce_prod reduce_sum reduce_window_max
-    reduce_window_sum reshape reshard rev sharding_constraint slice split squeeze stop_gradient transpose
-    unstack
+    reduce_window_sum reshape reshard rev sharding_constraint slice split squeeze tile transpose unstack
 """
 _OF_FIRST = frozenset(_NAMES.split())
 _SUMS = frozenset({'cumlogsumexp', 'cumprod', 'cumsum', 'reduce_prod', 'reduce_sum', 'reduce_window_sum'})
-_IN_PLACE = frozenset({'convert_element_type', 'copy', 'name', 'sharding_constraint', 'stop_gradient'})
+_IN_PLACE = frozenset({'convert_element_type', 'copy', 'name', 'sharding_constraint'})
 # Each result has elements of one operand.
-_EACH = frozenset({'optimization_barrier', 'pvary', 'sort'})
+_EACH = frozenset({'device_put', 'optimization_barrier', 'pvary', 'sort'})
 # The result has elements of several operands: of which.
 _MIXED = {
-    **dict.fromkeys(('concatenate', 'max', 'min', 'pad', 'stack', 'tile'), slice(None)),
+    **dict.fromkeys(('concatenate', 'max', 'min', 'pad', 'stack'), slice(None)),
     **dict.fromkeys(('scatter', 'scatter-add', 'scatter-max', 'scatter-min'), slice(0, 3, 2)),
     'clamp': slice(1, 2),
     'dynamic_update_slice': slice(0, 2),
@@ -132,14 +131,14 @@ class _Uses(Interpreter[_Fact]):
 
     def _fold(self, equation: Any) -> None:
         """Takes note of a result that does not depend on the arguments, such as numbers of rows."""
-        name = primitive_name(equation)
-        if name == 'iota':
+        if primitive_name(equation) == 'iota':
             [var] = equation.outvars
             self._constants[id(var)] = _between(0, shape_of(var)[equations.dim_of(equation)] - 1)
-        elif name not in WITH_JAXPRS and len(equation.outvars) == 1:
-            operands = [*map(self._constant_of, equation.invars)]
-            if operands and all(operands):
-                self._constants[id(equation.outvars[0])] = self._result(name, equation, operands)
+            return
+        operands = [*map(self._constant_of, equation.invars)]
+        if operands and all(operands):
+            found = self.equation(equation, operands)
+            self._constants.update(zip(map(id, equation.outvars), found, strict=False))
 
     def _constant_of(self, atom: Any) -> _Fact:
         if isinstance(atom, equations.Literal):
@@ -185,7 +184,8 @@ class _Uses(Interpreter[_Fact]):
         if name in _MIXED:
             return self._mixed(name, equation, operands)
         if name in _POWERS or (name == 'mul' and equation.invars[0] is equation.invars[1]):
-            return frozenset([each._replace(form='square') for each in first if each.form == 'same'])
+            squared = [each for each in first if each.form == 'same' and each.argument is not None]
+            return frozenset([each._replace(form='square', factor=_ANY) for each in squared])
         if name in ('add', 'add_any'):
             return _sum(first, operands[1], whole)
         if name == 'sub':
@@ -195,8 +195,8 @@ class _Uses(Interpreter[_Fact]):
         if name == 'div':
             limits = _limits(operands[1])
             if limits is None:
-                return _NOTHING if whole else first
-            return _NOTHING if limits[0] <= 0 else _scaled(first, 1 / limits[1])
+                return first
+            return _scaled(first, 1 / limits[0]) if limits[0] > 0 else _NOTHING
         if name == 'lt' and not is_of(equation.invars[0].aval, np.inexact):
             # Integers that count from the end are not drawn.
             is_never = first and _limits(first) is None and _limits(operands[1]) == (0, 0)
@@ -211,6 +211,8 @@ class _Uses(Interpreter[_Fact]):
             columns = enumerate(chosen)  # each operand is one, if that is where they are put together
             if {shape_of(atom)[-1] for atom in equation.invars} == {1}:
                 return frozenset([each._replace(column=i) for i, fact in columns for each in fact])
+        if name in ('clamp', 'min'):
+            chosen = [frozenset([each for each in fact if each.factor < _ANY]) for fact in chosen]
         return _hull(chosen)
 
     def _product(self, equation: Any, operands: Sequence[_Fact], whole: bool) -> _Fact:
@@ -222,7 +224,7 @@ class _Uses(Interpreter[_Fact]):
             if limits is not None:
                 return _scaled(fact, limits[1]) if limits[0] >= 0 < limits[1] else _NOTHING
         if whole:
-            return _NOTHING
+            return _unknown(_hull(operands))
         # Single numbers, such as those of schedules, are positive.
         alone = [size_of(atom) == 1 for atom in equation.invars]
         return _hull(operands) if all(operands) or any(alone) else _NOTHING
@@ -276,6 +278,7 @@ class _Uses(Interpreter[_Fact]):
     def _compared(self, name: str, equation: Any, fact: _Fact, limits: tuple[float, float] | None) -> None:
         if limits is None or not 0 < limits[1] < _ANY or is_of(equation.invars[0].aval, np.inexact):
             return
+        fact = frozenset([each for each in fact if each.factor < _ANY])
         most = int(limits[1]) + 1
         if limits[0] < limits[1]:
             need: Need = 'index' if name in ('eq', 'ne') else 'length'
@@ -292,7 +295,7 @@ class _Uses(Interpreter[_Fact]):
         self, need: Need, fact: Iterable[_Source], equation: Any, what: str, limit: int | None = None
     ) -> None:
         for source in fact:
-            if source.argument is None or source.form == 'square':
+            if source.argument is None:
                 continue
             bound, blocks = 0, 1
             if limit is not None:
@@ -357,7 +360,7 @@ def _hull(facts: Iterable[_Fact], *, widened: bool = False) -> _Fact:
 def _sum(first: _Fact, second: _Fact, whole: bool) -> _Fact:
     """The sources of a sum. Floats may have anything added, as moving averages have squares."""
     if whole and not (first and second):
-        return _NOTHING
+        return _unknown(first or second)
     one, other = _limits(first), _limits(second)
     if one is not None and other is not None:
         return _between(one[0] + other[0], one[1] + other[1])
@@ -374,10 +377,15 @@ def _difference(first: _Fact, second: _Fact, whole: bool) -> _Fact:
     if (limits := _limits(second)) is not None:
         return _sum(first, _between(-limits[1], -limits[0]), whole)
     if whole:
-        return _NOTHING
+        return _unknown(_hull([first, second]))
     if _limits(first) is not None:
         return frozenset([each._replace(form='below') for each in second])
     return first
+
+
+def _unknown(fact: _Fact) -> _Fact:
+    """The sources of an integer that may be anything, but where they are zero."""
+    return frozenset([each._replace(factor=_ANY) for each in fact if each.argument is not None])
 
 
 def _moved(fact: _Fact, low: float, high: float) -> _Fact:
