@@ -384,7 +384,7 @@ def _difference(first: _Fact, second: _Fact, whole: bool) -> _Fact:
 
 
 def _unknown(fact: _Fact) -> _Fact:
-    """The sources of an integer that may be anything, but where they are zero."""
+    """The sources of integers that are not known, but taken to be within bounds if the argument is zero."""
     return frozenset([each._replace(factor=_ANY) for each in fact if each.argument is not None])
 
 
