@@ -1,0 +1,549 @@
+"""A step for a large mesh, made small enough for the devices at hand, so that it stands for the large one.
+
+There are numbers: those of a configuration, or sizes of dimensions of the arguments. Smaller ones are tried, and
+the step is traced with them. They count if the program is the same but for its sizes (`alike`), and takes less.
+Which relations hold between numbers does not have to be known: programs with others cannot be traced, or differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from scalax._jaxprs.dimensions import Dimensions
+from scalax._trace.contexts import MeshOwner
+from scalax._transforms.sjit import SjitFunction
+from scalax._tree.paths import dtype_on_devices, leaf_shape, path_string
+from scalax._tree.specs import axis_sizes_text
+from scalax._util.user_frames import file_text, users_own
+from scalax._verify.alike import Axes, Program, Reader, division, stem
+from scalax.errors import ArgumentError, MeshError
+
+Values = dict[str, int]
+Made = tuple[Any, tuple[Any, ...]]
+"""A step, and its arguments."""
+
+_SECONDS = 40.0
+_ENOUGH = 2**24  # elements of all results: less runs in no time
+_JAX = jax.__file__.removesuffix('__init__.py')
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reduced:
+    """A small step that stands for a large one.
+
+    Attributes:
+        mesh: mesh axis -> size.
+        sizes: what is smaller: name -> size before and after.
+        config: the configuration of the small step; None if there is none.
+        step: the step over the helper of the small mesh.
+        args: its arguments, ShapeDtypeStructs.
+        helper: that helper.
+        said: what is not smaller or not alike, and why, with lines of the user's code.
+    """
+
+    mesh: Mapping[str, int]
+    sizes: Mapping[str, tuple[int, int]]
+    config: Any
+    step: Any
+    args: tuple[Any, ...]
+    helper: Any
+    said: tuple[str, ...]
+
+
+# --- The mesh --------------------------------------------------------------------------------------------
+
+
+def small_mesh(shape: Mapping[str, int], devices: int) -> dict[str, int]:
+    """The sizes of mesh axes on a few devices: at least 2 where they were, and more for larger ones.
+
+    Args:
+        shape: mesh axis -> size.
+        devices: how many devices there are.
+
+    Raises:
+        MeshError: there are too few.
+
+    Example:
+        >>> small_mesh({'data': 1, 'fsdp': 64, 'tp': 8}, 8)
+        {'data': 1, 'fsdp': 4, 'tp': 2}
+    """
+    small = {name: _least_part(size) for name, size in shape.items()}
+    if math.prod(small.values()) > devices:  # what is odd may be even rather than not be there
+        small = {name: min(size, 2) for name, size in shape.items()}
+    needed = math.prod(small.values())
+    if needed > devices:
+        long = [name for name, size in shape.items() if size > 1]
+        raise MeshError(
+            f'a mesh with the axes of ({axis_sizes_text(shape)}) takes {needed} devices at least, 2 along each of '
+            f'{", ".join(long)}, and there are {devices}: simulate them with '
+            f"jax.config.update('jax_num_cpu_devices', {needed}) before JAX is used"
+        )
+    while True:
+        room = devices // math.prod(small.values())
+        growing = [
+            (shape[name] // size, shape[name], name)
+            for name, size in small.items()
+            if shape[name] % size == 0 and 1 < _least_part(shape[name] // size) <= room
+        ]
+        if not growing:
+            return small
+        _, _, name = max(growing, key=lambda each: each[:2])
+        small[name] *= _least_part(shape[name] // small[name])
+
+
+def _least_part(size: int) -> int:
+    """The least number of parts that is even or odd as *size* is: 1, 2, or 3."""
+    return size if size < 2 else 2 + size % 2
+
+
+def _helper_over(helper: Any, mesh: Mesh | AbstractMesh) -> Any:
+    return type(helper).from_mesh(
+        mesh, on_indivisible=helper.on_indivisible, follow_batch=helper.follow_batch
+    )
+
+
+# --- What is reduced -------------------------------------------------------------------------------------
+
+
+def reduced(
+    make_step: Callable[[Any, Any], Made],
+    config: Any,
+    helper: MeshOwner,
+    devices: Sequence[Any],
+    seconds: float = _SECONDS,
+) -> Reduced:
+    """Reduces the numbers of a configuration, and then the dimensions of arguments that do not come from it.
+
+    Args:
+        make_step: from a helper and a configuration to a step over its mesh, and the arguments.
+        config: the configuration: a dataclass, a dict, a list or a tuple of numbers, or of more of these.
+        helper: the helper of the large mesh; an AbstractMesh will do.
+        devices: the devices for the small one.
+        seconds: how long better ones are looked for.
+
+    Raises:
+        MeshError: there are too few devices.
+        ArgumentError: the step cannot be traced, neither as it is nor over the small mesh.
+    """
+    work = _Work(helper, devices, seconds)
+    wanted = work.large(lambda own: make_step(own, config))
+    numbers = dict(_numbers(config, ''))
+    by_config = _Search(work, wanted, numbers, lambda own, values: make_step(own, _changed(config, '', values)))
+    by_config.run()
+    small = _changed(config, '', by_config.best)
+
+    def make(own: Any) -> Made:
+        return make_step(own, small)
+
+    by_args = _of_arguments(work, wanted, make)
+    by_args.run()
+    return work.result(wanted, [by_config, by_args], small)
+
+
+def reduced_args(
+    step_over: Callable[[Any], Any],
+    args: Sequence[Any],
+    helper: MeshOwner,
+    devices: Sequence[Any],
+    seconds: float = _SECONDS,
+) -> Reduced:
+    """Reduces the dimensions of the arguments of a step, whose code has no sizes of its own.
+
+    Args:
+        step_over: from a helper to the step over its mesh; `over` makes one of what `sjit` made.
+        args: the arguments, with the shapes of the large step; arrays or ShapeDtypeStructs.
+        helper: as for `reduced`; this and the others.
+        devices: the devices for the small mesh.
+        seconds: how long better ones are looked for.
+
+    Raises:
+        MeshError: there are too few devices.
+        ArgumentError: as for `reduced`.
+    """
+    work = _Work(helper, devices, seconds)
+
+    def make(own: Any) -> Made:
+        return step_over(own), tuple(args)
+
+    wanted = work.large(make)
+    search = _of_arguments(work, wanted, make)
+    search.run()
+    return work.result(wanted, [search], None)
+
+
+def over(step: SjitFunction[Any, Any]) -> Callable[[Any], Any]:
+    """From a helper to the same step over its mesh."""
+    make, (_, function) = step.__reduce__()
+    return lambda helper: make(helper, function)
+
+
+def _numbers(config: Any, name: str) -> Iterator[tuple[str, int]]:
+    """The numbers of a configuration, from 2 on, with their names."""
+    if isinstance(config, int) and not isinstance(config, bool) and config > 1:
+        yield name, config
+    for key, part in _parts(config):
+        yield from _numbers(part, f'{name}.{key}' if name else str(key))
+
+
+def _parts(config: Any) -> Iterator[tuple[Any, Any]]:
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        yield from ((each.name, getattr(config, each.name)) for each in dataclasses.fields(config) if each.init)
+    elif isinstance(config, Mapping):
+        yield from config.items()
+    elif isinstance(config, tuple | list):
+        yield from enumerate(config)
+
+
+def _changed(config: Any, name: str, values: Mapping[str, int]) -> Any:
+    """The configuration with other numbers."""
+    parts = {
+        key: _changed(part, f'{name}.{key}' if name else str(key), values) for key, part in _parts(config)
+    }
+    if not any(parts[key] is not part for key, part in _parts(config)):
+        return values.get(name, config) if isinstance(config, int) else config
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return dataclasses.replace(config, **parts)
+    if isinstance(config, Mapping):
+        return type(config)(parts)  # type: ignore[call-arg]
+    made = type(config)
+    return made(*parts.values()) if hasattr(config, '_fields') else made(parts.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dimension:
+    """Dimensions of arguments that are one: (leaf, dimension) -> size, in units of what is reduced."""
+
+    places: Mapping[tuple[int, int], int]
+
+
+def _of_arguments(work: _Work, wanted: _Wanted, make: Callable[[Any], Made]) -> _Search:
+    """The search for smaller arguments."""
+    step, args = make(work.small)
+    jaxpr, names = _traced(work.small, step, args)
+    leaves, structure = jax.tree.flatten(args)
+    arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+    found = Dimensions(jaxpr)
+    classes: dict[int, dict[tuple[int, int], int]] = {}
+    for i, numbers in zip(arrays, found.arguments, strict=True):
+        for dim, (number, size) in enumerate(zip(numbers, leaf_shape(leaves[i]) or (), strict=True)):
+            if size > 1:
+                classes.setdefault(found.classes.root(number), {})[i, dim] = size
+    units: dict[str, dict[tuple[int, int], int]] = {}
+    values: Values = {}
+    paths = [path_string(path) for path, _ in jax.tree.leaves_with_path(args)]
+    for places in classes.values():
+        i, dim = next(iter(places))
+        name = f'dimension {dim} of {paths[i]}'
+        values[name] = unit = math.gcd(*places.values())
+        units[name] = {place: size // unit for place, size in places.items()}
+
+    def smaller(own: Any, sizes: Mapping[str, int]) -> Made:
+        again, _ = (step, args) if own is work.small else make(own)
+        shapes = {i: [*(leaf_shape(leaves[i]) or ())] for i in arrays}
+        for name, places in units.items():
+            for (i, dim), unit in places.items():
+                shapes[i][dim] = unit * sizes[name]
+        structs = [
+            _struct(leaf, tuple(shapes[i]), own.mesh) if i in shapes else leaf for i, leaf in enumerate(leaves)
+        ]
+        return again, jax.tree.unflatten(structure, structs)
+
+    return _Search(work, wanted, {name: value for name, value in values.items() if value > 1}, smaller)
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, 'shape') and hasattr(leaf, 'dtype')
+
+
+def _struct(leaf: Any, shape: tuple[int, ...], mesh: Any) -> jax.ShapeDtypeStruct:
+    own = getattr(leaf, 'sharding', None)
+    moved = NamedSharding(mesh, own.spec) if isinstance(own, NamedSharding) else None
+    return jax.ShapeDtypeStruct(shape, dtype_on_devices(leaf), sharding=moved)
+
+
+def _traced(helper: Any, step: Any, args: Sequence[Any]) -> tuple[Any, list[str]]:
+    """What a step computes, and what its arguments are called."""
+    if hasattr(step, 'pure') and hasattr(step, 'arguments'):  # changes nnx modules
+        step, args = step.pure, step.arguments(*args)
+    leaves, structure = jax.tree.flatten(tuple(args))
+    arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+    names = [path_string(path) for path, _ in jax.tree.leaves_with_path(tuple(args))]
+
+    def call(values: Sequence[Any]) -> Any:
+        given = {**dict(enumerate(leaves)), **dict(zip(arrays, values, strict=True))}
+        return step(*jax.tree.unflatten(structure, given.values()))
+
+    with helper.get_context():
+        jaxpr = jax.make_jaxpr(call)([leaves[i] for i in arrays])
+    return jaxpr, [names[i] for i in arrays]
+
+
+# --- The search ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Wanted:
+    """What the large step is like.
+
+    Attributes:
+        program: its program.
+        inputs: the specs of its arguments, if rules give them.
+        outputs: the specs of its results.
+    """
+
+    program: Program
+    inputs: tuple[Any, ...] | None
+    outputs: Any
+
+
+class _Work:
+    """What the searches for one step have in common."""
+
+    def __init__(self, helper: Any, devices: Sequence[Any], seconds: float) -> None:
+        large = helper.mesh
+        self.sizes = small_mesh(large.shape, len(devices))
+        types, names = large.axis_types, tuple(self.sizes)
+        self._helper = helper
+        self._big = _helper_over(helper, AbstractMesh(tuple(large.shape.values()), names, axis_types=types))
+        self.small = _helper_over(helper, AbstractMesh(tuple(self.sizes.values()), names, axis_types=types))
+        grid = np.array(devices[: math.prod(self.sizes.values())]).reshape(tuple(self.sizes.values()))
+        self._on_devices = _helper_over(helper, Mesh(grid, names, axis_types=types))
+        self.reader = Reader()
+        self._until = time.monotonic() + seconds
+        self.traces = 0
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self._until
+
+    def parts(self, axes: Axes) -> tuple[int, int]:
+        """In how many parts axes divide a dimension: in the large mesh and in the small one."""
+        return tuple(math.prod(mesh[axis] for axis in axes) for mesh in (self._helper.mesh.shape, self.sizes))  # type: ignore[return-value]
+
+    def large(self, make: Callable[[Any], Made]) -> _Wanted:
+        """The large step."""
+        step, args = make(self._big)
+        inputs = outputs = None
+        if isinstance(step, SjitFunction):
+            shardings = step.shardings_for(*args)
+            inputs, outputs = jax.tree.map(lambda each: each.spec, shardings)
+        return _Wanted(self.program(self._big, step, args), inputs, outputs)
+
+    def program(self, helper: Any, step: Any, args: Sequence[Any], axes: Iterable[Axes] = ()) -> Program:
+        """The program of a step."""
+        self.traces += 1
+        jaxpr, paths = _traced(helper, step, args)
+        return self.reader.program(jaxpr, [*map(stem, paths)], helper.mesh.shape, axes)
+
+    def result(self, wanted: _Wanted, searches: Sequence[_Search], config: Any) -> Reduced:
+        """The result of searches, the last of which has the step."""
+        last = searches[-1]
+        step, args = last.made(self._on_devices, last.best)
+        sizes = {
+            name: (before, search.best[name])
+            for search in searches
+            for name, before in search.first.items()
+            if before != search.best[name]
+        }
+        said = tuple(text for search in searches for text in search.said())
+        return Reduced(self.sizes, sizes, config, step, args, self._on_devices, (*said, *last.differences()))
+
+
+class _Search:
+    """Looks for smaller numbers.
+
+    Args:
+        work: what all searches have in common.
+        wanted: the large step.
+        numbers: name -> number.
+        make: from a helper, and other numbers, to a step and its arguments.
+
+    Attributes:
+        first: the numbers at first.
+        best: the best ones so far.
+    """
+
+    def __init__(
+        self,
+        work: _Work,
+        wanted: _Wanted,
+        numbers: Values,
+        make: Callable[[Any, Mapping[str, int]], Made],
+    ) -> None:
+        self._work, self._wanted, self._make = work, wanted, make
+        self.first, self.best = numbers, dict(numbers)
+        self._known: dict[tuple[int, ...], Program | str] = {}
+        self._refused: dict[str, str] = {}
+        found = self._program(self.best)
+        if isinstance(found, str):
+            raise ArgumentError(
+                f'the step cannot be traced over a mesh of ({axis_sizes_text(work.sizes)}): {found}'
+            )
+        self._now = found
+
+    def made(self, helper: Any, values: Mapping[str, int]) -> Made:
+        """The step and its arguments over the mesh of a helper, placed as those of the large one."""
+        step, args = self._make(helper, values)
+        return _placed(step, helper, args, self._wanted), args
+
+    def _program(self, values: Values) -> Program | str:
+        """The program of other numbers, or why there is none."""
+        key = tuple(values.values())
+        if key not in self._known:
+            helper = self._work.small
+            try:
+                step, args = self.made(helper, values)
+                self._known[key] = self._work.program(helper, step, args, self._wanted.program.axes)
+            except Exception as error:  # noqa: BLE001 - of the user's code, whatever it is
+                self._known[key] = _failure(error)
+        return self._known[key]
+
+    def _differences(self, program: Program) -> frozenset[int]:
+        return program.operations ^ self._wanted.program.operations
+
+    def _score(self, program: Program, sizes_too: bool) -> tuple[int, ...]:
+        sizes = len(program.sizes ^ self._wanted.program.sizes) if sizes_too else 0
+        return len(self._differences(program)), sizes, program.elements
+
+    def _offer(self, changes: Mapping[str, int], sizes_too: bool = False, most: float = math.inf) -> bool:
+        """Takes other numbers if they are better."""
+        values = {**self.best, **changes}
+        if values == self.best or self._work.is_over:
+            return False
+        found = self._program(values)
+        if isinstance(found, Program):
+            score, now = self._score(found, sizes_too), self._score(self._now, sizes_too)
+            if score < now and found.elements <= most:
+                self.best, self._now = values, found
+                return True
+            text = '' if score[:2] <= now[:2] else self._text_of(found)
+        else:
+            text = found
+        if len(changes) == 1 and text:
+            self._refused[next(iter(changes))] = text
+        return False
+
+    def _text_of(self, program: Program) -> str:
+        wanted = self._wanted.program.operations
+        lost = self._work.reader.where(wanted - program.operations)
+        new = self._work.reader.where(program.operations - wanted)
+        return f'another program: {(lost or new or ["another one"])[0]}'
+
+    def run(self) -> None:
+        """Looks for the smallest numbers, then for those whose dimensions divide as they did."""
+        for factor in (512, 128, 64, 32, 16, 8, 4, 3, 2):
+            self._offer({name: value // factor for name, value in self.best.items() if value % factor == 0 < value // factor - 1})
+        while self._each() or self._together():
+            pass
+        most = max(_ENOUGH, 4 * self._now.elements)
+        while self._mended(most):
+            pass
+        for name, value in self.first.items():  # those that make nothing smaller
+            self._offer({name: value}, True, self._now.elements)
+
+    def _each(self) -> bool:
+        found = False
+        for name in sorted(self.best, key=lambda each: -self.best[each]):
+            found |= any(self._offer({name: value}) for value in self._candidates(name))
+        return found
+
+    def _together(self) -> bool:
+        """Numbers that are close to one another, or have a factor in common."""
+        names = sorted(self.best, key=lambda each: -self.best[each])
+        for one, other in itertools.combinations(names, 2):
+            a, b = self.best[one], self.best[other]
+            if a - b <= 2 and any(
+                self._offer({one: value, other: value - a + b}) for value in self._candidates(one) if value - a + b > 1
+            ):
+                return True
+            factor = next((each for each in (2, 3, 5, 7) if a % each == b % each == 0), 0)
+            if factor and min(a, b) > factor and self._offer({one: a // factor, other: b // factor}):
+                return True
+        return False
+
+    def _mended(self, most: int) -> bool:
+        for name, now in sorted(self.best.items(), key=lambda each: each[1]):
+            others = (value for value in range(2, min(self.first[name], 4 * now + 8)) if value != now)
+            if any(self._offer({name: value}, True, most) for value in itertools.islice(others, 12)):
+                return True
+        return False
+
+    def _candidates(self, name: str) -> list[int]:
+        """Smaller numbers, from the smallest one: those that divide as the first one did, and parts of it."""
+        first, now = self.first[name], self.best[name]
+        parts = [self._work.parts(axes) for axes in self._wanted.program.axes]
+        alike = (
+            value
+            for value in range(2, min(now, 256))
+            if all(division(first, big) == division(value, small) for big, small in parts)
+        )
+        factors = [now // each for each in range(2, now // 2 + 1) if now % each == 0]
+        return sorted({*itertools.islice(alike, 3), *factors[:2], *factors[-3:]})
+
+    def said(self) -> Iterator[str]:
+        """What is no smaller than it was, and why."""
+        for name, value in self.best.items():
+            if value == self.first[name] and name in self._refused and value > 3:
+                yield f'{name} stays {value}: {self._refused[name]}'
+
+    def differences(self) -> Iterator[str]:
+        """How the small program differs from the large one."""
+        for text in self._work.reader.where(self._differences(self._now)):
+            yield f'differs from the large program: {text}'
+        for text in self._work.reader.where(self._now.sizes - self._wanted.program.sizes):
+            yield f'divides in another way than in the large program: {text}'
+
+
+def _placed(step: Any, helper: Any, args: Sequence[Any], wanted: _Wanted) -> Any:
+    """The step with arguments and results placed as those of the large one.
+
+    A rule may leave small arrays whole.
+    """
+    if not isinstance(step, SjitFunction) or wanted.inputs is None or len(wanted.inputs) != len(args):
+        return step
+    known: dict[str, Any] = {}
+    for path, spec in jax.tree.leaves_with_path(wanted.inputs, is_leaf=_is_spec):
+        known.setdefault(stem(path_string(path)), spec)
+    inputs = jax.tree.map_with_path(lambda path, _: known.get(stem(path_string(path))), tuple(args))
+    make, (_, function) = step.__reduce__()
+    outputs = wanted.outputs
+    own = make.keywords.get('out_shardings')
+    return make.func(helper, function, **{**make.keywords, 'in_shardings': inputs, 'out_shardings': _returned(outputs, wanted.inputs, inputs, own)})
+
+
+def _returned(outputs: Any, before: Any, after: Any, own: Any) -> Any:
+    """The specs of results: of those that are placed like an argument, as that is now."""
+
+    def given(result: Any) -> Any:
+        for one, other in zip(before, after, strict=True):
+            if jax.tree.structure(one, is_leaf=_is_spec) == jax.tree.structure(result, is_leaf=_is_spec):
+                if jax.tree.leaves(one, is_leaf=_is_spec) == jax.tree.leaves(result, is_leaf=_is_spec):
+                    return other
+        return result
+
+    if own is None:
+        return None
+    return tuple(map(given, outputs)) if type(outputs) is tuple else given(outputs)
+
+
+def _is_spec(tree: Any) -> bool:
+    return tree is None or isinstance(tree, PartitionSpec)
+
+
+def _failure(error: Exception) -> str:
+    """Why a step could not be traced, with the line of the user's code."""
+    frames = [each for each in reversed(traceback.extract_tb(error.__traceback__))]
+    frame = users_own([each for each in frames if not each.filename.startswith(_JAX)], lambda each: each.filename)
+    where = f'{file_text(frame.filename)}:{frame.lineno} {frame.name}: ' if frame else ''
+    lines = str(error).splitlines() or ['']
+    return f'{where}{type(error).__name__}: {lines[0]}'
