@@ -52,6 +52,7 @@ class Llama3(ModelConfig):
     vocabulary: int = 128_256
     rotary_base: float = 500_000.0
     units: int = 14_336
+    sequence: int = SEQUENCE
 
     @property
     def hidden(self) -> int:
@@ -96,7 +97,7 @@ def make_70b(helper: MeshShardingHelper) -> tuple[Any, tuple[Any, ...]]:
 
 
 def make_step(
-    helper: MeshShardingHelper, model: ModelConfig, layout: catalogue.ActivationSpecs | None = None
+    helper: MeshShardingHelper, model: Llama3, layout: catalogue.ActivationSpecs | None = None
 ) -> tuple[Any, tuple[Any, ...]]:
     """The step of examples/llama over a mesh with axes fsdp and tp, and perhaps data; its arguments.
 
@@ -106,7 +107,7 @@ def make_step(
     state = jax.eval_shape(make_init(model, optimizer), jax.random.key(0))
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), state.params)
     state = state._replace(params=params, opt_state=jax.eval_shape(optimizer.init, params))
-    tokens = jax.ShapeDtypeStruct((helper.mesh.size, SEQUENCE + 1), 'int32')
+    tokens = jax.ShapeDtypeStruct((helper.mesh.size, model.sequence + 1), 'int32')
     batch_axes = tuple(name for name in ('data', 'fsdp') if name in helper.axis_names)
     step = helper.sjit(
         make_train_step(model, optimizer),

@@ -27,12 +27,13 @@ from scalax._follow.said import placed_by_user
 from scalax._jax.equations import PLACES, jaxprs_in, loop_of, name_stack, opened, shape_of, traceback_of
 from scalax._report.tables import array_text
 from scalax._tree.specs import entries, entry_axes
+from scalax._util.user_frames import is_cell
 
 Axes = tuple[str, ...]
 Path = tuple[tuple[str, int], ...]
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_LIBRARY = tuple(folder + os.sep for folder in (os.path.dirname(jax.__file__), _PACKAGE))
+_LIBRARY = ('<', *[folder + os.sep for folder in (os.path.dirname(jax.__file__), _PACKAGE)])
 _DIGITS = re.compile(r'\d+')
 # What takes or gives as many values as there are layers, or arrays in a tree.
 _VARIADIC = frozenset({'concatenate', 'optimization_barrier', 'split', 'stack', 'unstack'})
@@ -196,7 +197,7 @@ class _Reading:
         for shape in map(shape_of, equation.outvars):
             self.elements += rounds * math.prod(shape)
             alike = tuple([shape.index(size) for size in shape])
-            parts = tuple([division(size, each) for size in shape for each in self._parts.values()])
+            parts = tuple([size % each == 0 for size in shape for each in self._parts.values()])
             self.sizes.add(note((number, 'has', alike, parts)))
         return number
 
@@ -257,6 +258,6 @@ def _lines(equation: Any) -> Iterator[tuple[str, int]]:
     stack = traceback_of(equation)
     while stack is not None:
         file = stack.tb_frame.f_code.co_filename
-        if not file.startswith(_LIBRARY):
+        if not file.startswith(_LIBRARY) or is_cell(file):
             yield file, stack.tb_lineno
         stack = stack.tb_next

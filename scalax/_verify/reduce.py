@@ -1,8 +1,8 @@
 """A step for a large mesh, made small enough for the devices at hand, so that it stands for the large one.
 
-There are numbers: those of a configuration, or sizes of dimensions of the arguments. Smaller ones are tried, and
-the step is traced with them. They count if the program is the same but for its sizes (`alike`), and takes less.
-Which relations hold between numbers does not have to be known: programs with others cannot be traced, or differ.
+There are numbers: those of a configuration, or the sizes of dimensions of the arguments. Smaller ones are tried:
+the step is traced with them, and they are taken if the program is the same but for its sizes (`alike`), and
+computes less. Relations between numbers need not be known: without them a step cannot be traced, or differs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from scalax._jaxprs.dimensions import Dimensions
+from scalax._jax.equations import loop_of
+from scalax._jaxprs.dimensions import Dimensions, Numbers
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.sjit import SjitFunction
 from scalax._tree.paths import dtype_on_devices, leaf_shape, path_string
@@ -33,7 +34,9 @@ Made = tuple[Any, tuple[Any, ...]]
 """A step, and its arguments."""
 
 _SECONDS = 40.0
-_ENOUGH = 2**24  # elements of all results: less runs in no time
+# Elements of all results. Fewer run in no time; more are worth it where dimensions then divide as before.
+_FEW, _MANY = 2**22, 2**24
+_LONG = 32  # a dimension that is worth a word
 _JAX = jax.__file__.removesuffix('__init__.py')
 
 
@@ -84,8 +87,8 @@ def small_mesh(shape: Mapping[str, int], devices: int) -> dict[str, int]:
     if needed > devices:
         long = [name for name, size in shape.items() if size > 1]
         raise MeshError(
-            f'a mesh with the axes of ({axis_sizes_text(shape)}) takes {needed} devices at least, 2 along each of '
-            f'{", ".join(long)}, and there are {devices}: simulate them with '
+            f'a mesh with the axes of ({axis_sizes_text(shape)}) takes {needed} devices at least, 2 along '
+            f'each of {", ".join(long)}, and there are {devices}: simulate them with '
             f"jax.config.update('jax_num_cpu_devices', {needed}) before JAX is used"
         )
     while True:
@@ -138,16 +141,17 @@ def reduced(
     work = _Work(helper, devices, seconds)
     wanted = work.large(lambda own: make_step(own, config))
     numbers = dict(_numbers(config, ''))
-    by_config = _Search(work, wanted, numbers, lambda own, values: make_step(own, _changed(config, '', values)))
+    by_config = _Search(
+        work, wanted, numbers, lambda own, values: make_step(own, _changed(config, '', values))
+    )
     by_config.run()
     small = _changed(config, '', by_config.best)
 
-    def make(own: Any) -> Made:
-        return make_step(own, small)
-
-    by_args = _of_arguments(work, wanted, make)
-    by_args.run()
-    return work.result(wanted, [by_config, by_args], small)
+    searches = [by_config]
+    if not by_config.is_done:  # the code has sizes of its own, such as how long the rows of the batch are
+        searches.append(_of_arguments(work, wanted, lambda own: make_step(own, small)))
+        searches[-1].run()
+    return work.result(wanted, searches, small)
 
 
 def reduced_args(
@@ -197,7 +201,9 @@ def _numbers(config: Any, name: str) -> Iterator[tuple[str, int]]:
 
 def _parts(config: Any) -> Iterator[tuple[Any, Any]]:
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        yield from ((each.name, getattr(config, each.name)) for each in dataclasses.fields(config) if each.init)
+        yield from (
+            (each.name, getattr(config, each.name)) for each in dataclasses.fields(config) if each.init
+        )
     elif isinstance(config, Mapping):
         yield from config.items()
     elif isinstance(config, tuple | list):
@@ -219,20 +225,27 @@ def _changed(config: Any, name: str, values: Mapping[str, int]) -> Any:
     return made(*parts.values()) if hasattr(config, '_fields') else made(parts.values())
 
 
-@dataclasses.dataclass(frozen=True)
-class _Dimension:
-    """Dimensions of arguments that are one: (leaf, dimension) -> size, in units of what is reduced."""
+class _Dimensions(Dimensions):
+    """Those of all stacks that a loop runs over are one."""
 
-    places: Mapping[tuple[int, int], int]
+    def loop(self, equation: Any, operands: Sequence[Numbers]) -> Sequence[Numbers]:
+        results = super().loop(equation, operands)
+        loop = loop_of(equation)
+        first, *others = [
+            each[0] for each in (*loop.parts(operands)[2], *results[loop.carried :]) if each
+        ] or [0]
+        for other in others:
+            self.classes.unite(first, other)
+        return results
 
 
 def _of_arguments(work: _Work, wanted: _Wanted, make: Callable[[Any], Made]) -> _Search:
     """The search for smaller arguments."""
     step, args = make(work.small)
-    jaxpr, names = _traced(work.small, step, args)
+    jaxpr, _ = _traced(work.small, step, args)
     leaves, structure = jax.tree.flatten(args)
     arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
-    found = Dimensions(jaxpr)
+    found = _Dimensions(jaxpr)
     classes: dict[int, dict[tuple[int, int], int]] = {}
     for i, numbers in zip(arrays, found.arguments, strict=True):
         for dim, (number, size) in enumerate(zip(numbers, leaf_shape(leaves[i]) or (), strict=True)):
@@ -254,7 +267,8 @@ def _of_arguments(work: _Work, wanted: _Wanted, make: Callable[[Any], Made]) -> 
             for (i, dim), unit in places.items():
                 shapes[i][dim] = unit * sizes[name]
         structs = [
-            _struct(leaf, tuple(shapes[i]), own.mesh) if i in shapes else leaf for i, leaf in enumerate(leaves)
+            _struct(leaf, tuple(shapes[i]), own.mesh) if i in shapes else leaf
+            for i, leaf in enumerate(leaves)
         ]
         return again, jax.tree.unflatten(structure, structs)
 
@@ -384,12 +398,18 @@ class _Search:
         self.first, self.best = numbers, dict(numbers)
         self._known: dict[tuple[int, ...], Program | str] = {}
         self._refused: dict[str, str] = {}
+        self._smaller: set[str] = set()  # those that make the step smaller by themselves
         found = self._program(self.best)
         if isinstance(found, str):
             raise ArgumentError(
                 f'the step cannot be traced over a mesh of ({axis_sizes_text(work.sizes)}): {found}'
             )
         self._now = found
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the best numbers make a small step, and no other program."""
+        return self._now.elements <= _MANY and not self._differences(self._now)
 
     def made(self, helper: Any, values: Mapping[str, int]) -> Made:
         """The step and its arguments over the mesh of a helper, placed as those of the large one."""
@@ -418,12 +438,15 @@ class _Search:
     def _offer(self, changes: Mapping[str, int], sizes_too: bool = False, most: float = math.inf) -> bool:
         """Takes other numbers if they are better."""
         values = {**self.best, **changes}
-        if values == self.best or self._work.is_over:
+        is_small = not sizes_too and self._now.elements < _FEW and not self._differences(self._now)
+        if values == self.best or is_small or self._work.is_over:
             return False
         found = self._program(values)
         if isinstance(found, Program):
             score, now = self._score(found, sizes_too), self._score(self._now, sizes_too)
             if score < now and found.elements <= most:
+                if len(changes) == 1:
+                    self._smaller.update(changes)
                 self.best, self._now = values, found
                 return True
             text = '' if score[:2] <= now[:2] else self._text_of(found)
@@ -442,14 +465,20 @@ class _Search:
     def run(self) -> None:
         """Looks for the smallest numbers, then for those whose dimensions divide as they did."""
         for factor in (512, 128, 64, 32, 16, 8, 4, 3, 2):
-            self._offer({name: value // factor for name, value in self.best.items() if value % factor == 0 < value // factor - 1})
+            self._offer(
+                {
+                    name: value // factor
+                    for name, value in self.best.items()
+                    if value % factor == 0 < value // factor - 1
+                }
+            )
         while self._each() or self._together():
             pass
-        most = max(_ENOUGH, 4 * self._now.elements)
+        most = max(_MANY, 4 * self._now.elements)
         while self._mended(most):
             pass
-        for name, value in self.first.items():  # those that make nothing smaller
-            self._offer({name: value}, True, self._now.elements)
+        for name in self.first.keys() - self._smaller:  # divided with others, and may make nothing smaller
+            self._offer({name: self.first[name]}, True, self._now.elements)
 
     def _each(self) -> bool:
         found = False
@@ -460,40 +489,55 @@ class _Search:
     def _together(self) -> bool:
         """Numbers that are close to one another, or have a factor in common."""
         names = sorted(self.best, key=lambda each: -self.best[each])
-        for one, other in itertools.combinations(names, 2):
-            a, b = self.best[one], self.best[other]
-            if a - b <= 2 and any(
-                self._offer({one: value, other: value - a + b}) for value in self._candidates(one) if value - a + b > 1
+        for name, reach in itertools.product(names, (0, 2)):
+            off = {other: value - self.best[name] for other, value in self.best.items()}
+            close = {other: by for other, by in off.items() if abs(by) <= reach}
+            if len(close) > 1 and any(
+                self._offer({other: value + by for other, by in close.items()})
+                for value in self._candidates(name)
+                if value + min(close.values()) > 1
             ):
                 return True
+        for one, other in itertools.combinations(names, 2):
+            a, b = self.best[one], self.best[other]
             factor = next((each for each in (2, 3, 5, 7) if a % each == b % each == 0), 0)
             if factor and min(a, b) > factor and self._offer({one: a // factor, other: b // factor}):
                 return True
         return False
 
     def _mended(self, most: int) -> bool:
-        for name, now in sorted(self.best.items(), key=lambda each: each[1]):
-            others = (value for value in range(2, min(self.first[name], 4 * now + 8)) if value != now)
-            if any(self._offer({name: value}, True, most) for value in itertools.islice(others, 12)):
-                return True
-        return False
+        found = False
+        for name in sorted(self.best, key=self.best.__getitem__):
+            found |= any(self._offer({name: value}, True, most) for value in self._near(name))
+        return found
 
     def _candidates(self, name: str) -> list[int]:
-        """Smaller numbers, from the smallest one: those that divide as the first one did, and parts of it."""
-        first, now = self.first[name], self.best[name]
-        parts = [self._work.parts(axes) for axes in self._wanted.program.axes]
-        alike = (
-            value
-            for value in range(2, min(now, 256))
-            if all(division(first, big) == division(value, small) for big, small in parts)
-        )
+        """Smaller numbers: those that divide as the first one did, and parts of it, from the smallest one."""
+        now = self.best[name]
         factors = [now // each for each in range(2, now // 2 + 1) if now % each == 0]
-        return sorted({*itertools.islice(alike, 3), *factors[:2], *factors[-3:]})
+        return [*itertools.islice(self._alike(name, 2, now), 3), *factors[-3:][::-1], *factors[:2][::-1]]
+
+    def _near(self, name: str) -> list[int]:
+        """Numbers of about the size of the best one that divide as the first one did, and its double."""
+        now, first = self.best[name], self.first[name]
+        near = [*itertools.islice(self._alike(name, now + 1, first), 1), 2 * now]
+        near += itertools.islice(self._alike(name, now // 2, now), 1)
+        return [value for value in dict.fromkeys(near) if value < first]
+
+    def _alike(self, name: str, least: int, end: int) -> Iterator[int]:
+        """Numbers in a range that divide as the first one did, and are not what other numbers are by now."""
+        first = self.first[name]
+        others = {self.best[other] for other, number in self.first.items() if number != first}
+        parts = [self._work.parts(axes) for axes in self._wanted.program.axes]
+        wanted = [division(first, big) for big, _ in parts]
+        for value in range(max(2, least), end):
+            if value not in others and wanted == [division(value, small) for _, small in parts]:
+                yield value
 
     def said(self) -> Iterator[str]:
         """What is no smaller than it was, and why."""
         for name, value in self.best.items():
-            if value == self.first[name] and name in self._refused and value > 3:
+            if value == self.first[name] and name in self._refused and value >= _LONG:
                 yield f'{name} stays {value}: {self._refused[name]}'
 
     def differences(self) -> Iterator[str]:
@@ -518,18 +562,24 @@ def _placed(step: Any, helper: Any, args: Sequence[Any], wanted: _Wanted) -> Any
     make, (_, function) = step.__reduce__()
     outputs = wanted.outputs
     own = make.keywords.get('out_shardings')
-    return make.func(helper, function, **{**make.keywords, 'in_shardings': inputs, 'out_shardings': _returned(outputs, wanted.inputs, inputs, own)})
+    return make.func(
+        helper,
+        function,
+        **{
+            **make.keywords,
+            'in_shardings': inputs,
+            'out_shardings': _returned(outputs, wanted.inputs, inputs, own),
+        },
+    )
 
 
 def _returned(outputs: Any, before: Any, after: Any, own: Any) -> Any:
     """The specs of results: of those that are placed like an argument, as that is now."""
 
     def given(result: Any) -> Any:
-        for one, other in zip(before, after, strict=True):
-            if jax.tree.structure(one, is_leaf=_is_spec) == jax.tree.structure(result, is_leaf=_is_spec):
-                if jax.tree.leaves(one, is_leaf=_is_spec) == jax.tree.leaves(result, is_leaf=_is_spec):
-                    return other
-        return result
+        flat = jax.tree.flatten(result, is_leaf=_is_spec)
+        placed = [jax.tree.flatten(each, is_leaf=_is_spec) for each in before]
+        return after[placed.index(flat)] if flat in placed else result
 
     if own is None:
         return None
@@ -542,8 +592,10 @@ def _is_spec(tree: Any) -> bool:
 
 def _failure(error: Exception) -> str:
     """Why a step could not be traced, with the line of the user's code."""
-    frames = [each for each in reversed(traceback.extract_tb(error.__traceback__))]
-    frame = users_own([each for each in frames if not each.filename.startswith(_JAX)], lambda each: each.filename)
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    frame = users_own(
+        [each for each in frames if not each.filename.startswith(_JAX)], lambda each: each.filename
+    )
     where = f'{file_text(frame.filename)}:{frame.lineno} {frame.name}: ' if frame else ''
-    lines = str(error).splitlines() or ['']
-    return f'{where}{type(error).__name__}: {lines[0]}'
+    text = ' '.join(str(error).split())
+    return f'{where}{type(error).__name__}: {text[:200]}{"..." if len(text) > 200 else ""}'
