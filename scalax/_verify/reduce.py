@@ -1,6 +1,6 @@
 """A step for a large mesh, made small enough for the devices at hand, so that it stands for the large one.
 
-There are numbers: those of a configuration, or the sizes of dimensions of the arguments. Smaller ones are tried:
+There are numbers: those of a configuration, or sizes of dimensions of the arguments. Smaller ones are tried:
 the step is traced with them, and they are taken if the program is the same but for its sizes (`alike`), and
 computes less. Relations between numbers need not be known: without them a step cannot be traced, or differs.
 """
@@ -139,19 +139,18 @@ def reduced(
         ArgumentError: the step cannot be traced, neither as it is nor over the small mesh.
     """
     work = _Work(helper, devices, seconds)
-    wanted = work.large(lambda own: make_step(own, config))
-    numbers = dict(_numbers(config, ''))
-    by_config = _Search(
-        work, wanted, numbers, lambda own, values: make_step(own, _changed(config, '', values))
-    )
-    by_config.run()
-    small = _changed(config, '', by_config.best)
 
-    searches = [by_config]
+    def make(own: Any, values: Mapping[str, int]) -> Made:
+        return _pure(lambda given: make_step(given, _changed(config, '', values)))(own)
+
+    numbers = dict(_numbers(config, ''))
+    wanted = work.large(lambda own: make(own, numbers))
+    searches = [by_config := _Search(work, wanted, numbers, make)]
+    by_config.run()
     if not by_config.is_done:  # the code has sizes of its own, such as how long the rows of the batch are
-        searches.append(_of_arguments(work, wanted, lambda own: make_step(own, small)))
+        searches.append(_of_arguments(work, wanted, lambda own: make(own, by_config.best)))
         searches[-1].run()
-    return work.result(wanted, searches, small)
+    return work.result(wanted, searches, _changed(config, '', by_config.best))
 
 
 def reduced_args(
@@ -176,9 +175,7 @@ def reduced_args(
     """
     work = _Work(helper, devices, seconds)
 
-    def make(own: Any) -> Made:
-        return step_over(own), tuple(args)
-
+    make = _pure(lambda own: (step_over(own), tuple(args)))
     wanted = work.large(make)
     search = _of_arguments(work, wanted, make)
     search.run()
@@ -189,6 +186,18 @@ def over(step: SjitFunction[Any, Any]) -> Callable[[Any], Any]:
     """From a helper to the same step over its mesh."""
     make, (_, function) = step.__reduce__()
     return lambda helper: make(helper, function)
+
+
+def _pure(make: Callable[[Any], Made]) -> Callable[[Any], Made]:
+    """The pure function behind a step that changes nnx modules, and what it takes; any other as it is."""
+
+    def made(helper: Any) -> Made:
+        step, args = make(helper)
+        if hasattr(step, 'pure') and hasattr(step, 'arguments'):
+            return step.pure, step.arguments(*args)
+        return step, args
+
+    return made
 
 
 def _numbers(config: Any, name: str) -> Iterator[tuple[str, int]]:
@@ -287,8 +296,6 @@ def _struct(leaf: Any, shape: tuple[int, ...], mesh: Any) -> jax.ShapeDtypeStruc
 
 def _traced(helper: Any, step: Any, args: Sequence[Any]) -> tuple[Any, list[str]]:
     """What a step computes, and what its arguments are called."""
-    if hasattr(step, 'pure') and hasattr(step, 'arguments'):  # changes nnx modules
-        step, args = step.pure, step.arguments(*args)
     leaves, structure = jax.tree.flatten(tuple(args))
     arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
     names = [path_string(path) for path, _ in jax.tree.leaves_with_path(tuple(args))]
@@ -400,16 +407,12 @@ class _Search:
         self._refused: dict[str, str] = {}
         self._smaller: set[str] = set()  # those that make the step smaller by themselves
         found = self._program(self.best)
-        if isinstance(found, str):
-            raise ArgumentError(
-                f'the step cannot be traced over a mesh of ({axis_sizes_text(work.sizes)}): {found}'
-            )
-        self._now = found
+        self._now = found if isinstance(found, Program) else None
 
     @property
     def is_done(self) -> bool:
         """Whether the best numbers make a small step, and no other program."""
-        return self._now.elements <= _MANY and not self._differences(self._now)
+        return self._now is not None and self._now.elements <= _MANY and not self._differences(self._now)
 
     def made(self, helper: Any, values: Mapping[str, int]) -> Made:
         """The step and its arguments over the mesh of a helper, placed as those of the large one."""
@@ -431,14 +434,16 @@ class _Search:
     def _differences(self, program: Program) -> frozenset[int]:
         return program.operations ^ self._wanted.program.operations
 
-    def _score(self, program: Program, sizes_too: bool) -> tuple[int, ...]:
+    def _score(self, program: Program | None, sizes_too: bool) -> tuple[float, ...]:
+        if program is None:
+            return (math.inf,)
         sizes = len(program.sizes ^ self._wanted.program.sizes) if sizes_too else 0
         return len(self._differences(program)), sizes, program.elements
 
     def _offer(self, changes: Mapping[str, int], sizes_too: bool = False, most: float = math.inf) -> bool:
         """Takes other numbers if they are better."""
         values = {**self.best, **changes}
-        is_small = not sizes_too and self._now.elements < _FEW and not self._differences(self._now)
+        is_small = self.is_done and self._elements < _FEW and not sizes_too
         if values == self.best or is_small or self._work.is_over:
             return False
         found = self._program(values)
@@ -463,22 +468,46 @@ class _Search:
         return f'another program: {(lost or new or ["another one"])[0]}'
 
     def run(self) -> None:
-        """Looks for the smallest numbers, then for those whose dimensions divide as they did."""
+        """Looks for the smallest numbers, then for those whose dimensions divide as they did.
+
+        Raises:
+            ArgumentError: no numbers were found with which the step can be traced.
+        """
+        self._offer(self._all_small())
         for factor in (512, 128, 64, 32, 16, 8, 4, 3, 2):
             self._offer(
                 {
                     name: value // factor
                     for name, value in self.best.items()
-                    if value % factor == 0 < value // factor - 1
+                    if value % factor == 0 and value > factor
                 }
             )
         while self._each() or self._together():
             pass
-        most = max(_MANY, 4 * self._now.elements)
-        while self._mended(most):
+        if self._now is None:
+            sizes = axis_sizes_text(self._work.sizes)
+            raise ArgumentError(
+                f'the step cannot be traced for a mesh of ({sizes}): {self._program(self.first)}'
+            )
+        most = max(_MANY, 4 * self._elements)
+        while self._now.sizes != self._wanted.program.sizes and self._mended(most):
             pass
-        for name in self.first.keys() - self._smaller:  # divided with others, and may make nothing smaller
-            self._offer({name: self.first[name]}, True, self._now.elements)
+        for name, value in self.first.items():  # divided with others, one may make nothing smaller
+            if name not in self._smaller:
+                self._offer({name: value}, True, self._elements)
+
+    @property
+    def _elements(self) -> int:
+        return 0 if self._now is None else self._now.elements
+
+    def _all_small(self) -> Values:
+        """The least numbers that divide as the first ones did; those that are different stay so."""
+        small: dict[int, int] = {}
+        for first in sorted({*self.first.values()}):
+            beside = [value + first - other for other, value in small.items() if first - other <= 2]
+            some = itertools.chain(beside, self._alike(first, 2, first)) if first >= _LONG else ()
+            small[first] = next((value for value in some if value not in small.values()), first)
+        return {name: small[first] for name, first in self.first.items()}
 
     def _each(self) -> bool:
         found = False
@@ -515,23 +544,28 @@ class _Search:
         """Smaller numbers: those that divide as the first one did, and parts of it, from the smallest one."""
         now = self.best[name]
         factors = [now // each for each in range(2, now // 2 + 1) if now % each == 0]
-        return [*itertools.islice(self._alike(name, 2, now), 3), *factors[-3:][::-1], *factors[:2][::-1]]
+        alike = itertools.islice(self._others(name, 2, now), 3)
+        return [*alike, *factors[-3:][::-1], *factors[:2][::-1]]
 
     def _near(self, name: str) -> list[int]:
         """Numbers of about the size of the best one that divide as the first one did, and its double."""
         now, first = self.best[name], self.first[name]
-        near = [*itertools.islice(self._alike(name, now + 1, first), 1), 2 * now]
-        near += itertools.islice(self._alike(name, now // 2, now), 1)
-        return [value for value in dict.fromkeys(near) if value < first]
+        more = itertools.islice(self._others(name, now + 1, first), 1)
+        less = itertools.islice(self._others(name, now // 2, now), 1)
+        return [value for value in dict.fromkeys([*more, 2 * now, *less]) if value < first]
 
-    def _alike(self, name: str, least: int, end: int) -> Iterator[int]:
-        """Numbers in a range that divide as the first one did, and are not what other numbers are by now."""
+    def _others(self, name: str, least: int, end: int) -> Iterator[int]:
+        """Numbers that divide as the first one did, and are not what other numbers are by now."""
         first = self.first[name]
-        others = {self.best[other] for other, number in self.first.items() if number != first}
+        taken = {self.best[other] for other, number in self.first.items() if number != first}
+        return (value for value in self._alike(first, least, end) if value not in taken)
+
+    def _alike(self, first: int, least: int, end: int) -> Iterator[int]:
+        """Numbers in a range that the small mesh divides as the large one divides the first one."""
         parts = [self._work.parts(axes) for axes in self._wanted.program.axes]
         wanted = [division(first, big) for big, _ in parts]
         for value in range(max(2, least), end):
-            if value not in others and wanted == [division(value, small) for _, small in parts]:
+            if wanted == [division(value, small) for _, small in parts]:
                 yield value
 
     def said(self) -> Iterator[str]:
@@ -542,6 +576,8 @@ class _Search:
 
     def differences(self) -> Iterator[str]:
         """How the small program differs from the large one."""
+        if self._now is None:
+            return
         for text in self._work.reader.where(self._differences(self._now)):
             yield f'differs from the large program: {text}'
         for text in self._work.reader.where(self._now.sizes - self._wanted.program.sizes):
