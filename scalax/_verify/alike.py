@@ -34,6 +34,7 @@ Path = tuple[tuple[str, int], ...]
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _LIBRARY = ('<', *[folder + os.sep for folder in (os.path.dirname(jax.__file__), _PACKAGE)])
+_AGAIN = 20_000
 _DIGITS = re.compile(r'\d+')
 # What takes or gives as many values as there are layers, or arrays in a tree.
 _VARIADIC = frozenset({'concatenate', 'optimization_barrier', 'split', 'stack', 'unstack'})
@@ -47,7 +48,8 @@ class Program:
         operations: its operations and their meetings.
         sizes: what is known of the sizes of their results.
         axes: the mesh axes that shard a dimension together, for all dimensions that are said to be sharded.
-        elements: how many elements all results have, each in every round of its loop.
+        elements: how many elements all results have, each in every round of its loop; an operation that
+            is written out again counts as `_AGAIN` of them.
     """
 
     operations: frozenset[int]
@@ -70,14 +72,14 @@ class Reader:
 
         Args:
             jaxpr: the jaxpr.
-            names: what its arguments are called; those of all layers alike.
+            names: what its arguments are called. Those of layers differ in numbers.
             mesh: mesh axis -> size.
             axes: further mesh axes that shard a dimension together.
         """
         every = frozenset(axes) | _axes_of(opened(jaxpr))
         parts = {each: math.prod(mesh.get(axis, 1) for axis in each) for each in sorted(every)}
         found = _Reading(self, parts)
-        found.read(opened(jaxpr), (), (), [self.number(name) for name in names], 1, ())
+        found.read(opened(jaxpr), (), (), [self.number(stem(name)) for name in names], 1, ())
         return Program(frozenset(found.operations), frozenset(found.sizes), every, found.elements)
 
     def number(self, thing: Hashable, equation: Any = None, calls: Sequence[Any] = ()) -> int:
@@ -182,6 +184,7 @@ class _Reading:
         whole = not held and name not in _VARIADIC
         known: Hashable = (tuple(taken), tuple(made)) if whole else ()
         number = note((inside, path, name, stem(name_stack(equation)), known))
+        self.elements += _AGAIN if number in self.operations else 0
         self.operations.add(number)
         for place, source in enumerate(sources):
             # Of what takes whole trees, each array with what it is; of others, in which place it is.

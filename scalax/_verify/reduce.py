@@ -17,17 +17,18 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from scalax._jax.equations import loop_of
 from scalax._jaxprs.dimensions import Dimensions, Numbers
 from scalax._trace.contexts import MeshOwner
-from scalax._transforms.sjit import SjitFunction
-from scalax._tree.paths import dtype_on_devices, leaf_shape, path_string
+from scalax._transforms.sjit import SjitFunction, names_of_arguments
+from scalax._tree.paths import dtype_on_devices, join, leaf_shape, optional_path
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.user_frames import file_text, users_own
-from scalax._verify.alike import Axes, Program, Reader, division, stem
-from scalax.errors import ArgumentError, MeshError
+from scalax._verify.alike import Axes, Program, Reader, division
+from scalax._verify.kept_rules import KeptRules
+from scalax.errors import ArgumentError, MeshError, plural
 
 Values = dict[str, int]
 Made = tuple[Any, tuple[Any, ...]]
@@ -147,10 +148,11 @@ def reduced(
     wanted = work.large(lambda own: make(own, numbers))
     searches = [by_config := _Search(work, wanted, numbers, make)]
     by_config.run()
+    by_config.restore()
     if not by_config.is_done:  # the code has sizes of its own, such as how long the rows of the batch are
         searches.append(_of_arguments(work, wanted, lambda own: make(own, by_config.best)))
         searches[-1].run()
-    return work.result(wanted, searches, _changed(config, '', by_config.best))
+    return work.result(searches, _changed(config, '', by_config.best))
 
 
 def reduced_args(
@@ -179,7 +181,7 @@ def reduced_args(
     wanted = work.large(make)
     search = _of_arguments(work, wanted, make)
     search.run()
-    return work.result(wanted, [search], None)
+    return work.result([search], None)
 
 
 def over(step: SjitFunction[Any, Any]) -> Callable[[Any], Any]:
@@ -248,7 +250,7 @@ class _Dimensions(Dimensions):
         return results
 
 
-def _of_arguments(work: _Work, wanted: _Wanted, make: Callable[[Any], Made]) -> _Search:
+def _of_arguments(work: _Work, wanted: Program, make: Callable[[Any], Made]) -> _Search:
     """The search for smaller arguments."""
     step, args = make(work.small)
     jaxpr, _ = _traced(work.small, step, args)
@@ -262,7 +264,7 @@ def _of_arguments(work: _Work, wanted: _Wanted, make: Callable[[Any], Made]) -> 
                 classes.setdefault(found.classes.root(number), {})[i, dim] = size
     units: dict[str, dict[tuple[int, int], int]] = {}
     values: Values = {}
-    paths = [path_string(path) for path, _ in jax.tree.leaves_with_path(args)]
+    paths = _names(step, args)
     for places in classes.values():
         i, dim = next(iter(places))
         name = f'dimension {dim} of {paths[i]}'
@@ -284,6 +286,17 @@ def _of_arguments(work: _Work, wanted: _Wanted, make: Callable[[Any], Made]) -> 
     return _Search(work, wanted, {name: value for name, value in values.items() if value > 1}, smaller)
 
 
+def _names(step: Any, args: Sequence[Any]) -> list[str]:
+    """What the leaves of arguments are called."""
+    own = names_of_arguments(step, args) or []
+    names = own if len(own) == len(args) else [f'argument {i}' for i, _ in enumerate(args)]
+    return [
+        join(name, optional_path(path)) or name
+        for name, argument in zip(names, args, strict=True)
+        for path, _ in jax.tree.leaves_with_path(argument)
+    ]
+
+
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, 'shape') and hasattr(leaf, 'dtype')
 
@@ -298,7 +311,7 @@ def _traced(helper: Any, step: Any, args: Sequence[Any]) -> tuple[Any, list[str]
     """What a step computes, and what its arguments are called."""
     leaves, structure = jax.tree.flatten(tuple(args))
     arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
-    names = [path_string(path) for path, _ in jax.tree.leaves_with_path(tuple(args))]
+    names = _names(step, args)
 
     def call(values: Sequence[Any]) -> Any:
         given = {**dict(enumerate(leaves)), **dict(zip(arrays, values, strict=True))}
@@ -310,21 +323,6 @@ def _traced(helper: Any, step: Any, args: Sequence[Any]) -> tuple[Any, list[str]
 
 
 # --- The search ------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Wanted:
-    """What the large step is like.
-
-    Attributes:
-        program: its program.
-        inputs: the specs of its arguments, if rules give them.
-        outputs: the specs of its results.
-    """
-
-    program: Program
-    inputs: tuple[Any, ...] | None
-    outputs: Any
 
 
 class _Work:
@@ -340,8 +338,8 @@ class _Work:
         grid = np.array(devices[: math.prod(self.sizes.values())]).reshape(tuple(self.sizes.values()))
         self._on_devices = _helper_over(helper, Mesh(grid, names, axis_types=types))
         self.reader = Reader()
+        self.rules = KeptRules(large.shape)
         self._until = time.monotonic() + seconds
-        self.traces = 0
 
     @property
     def is_over(self) -> bool:
@@ -351,22 +349,17 @@ class _Work:
         """In how many parts axes divide a dimension: in the large mesh and in the small one."""
         return tuple(math.prod(mesh[axis] for axis in axes) for mesh in (self._helper.mesh.shape, self.sizes))  # type: ignore[return-value]
 
-    def large(self, make: Callable[[Any], Made]) -> _Wanted:
-        """The large step."""
+    def large(self, make: Callable[[Any], Made]) -> Program:
+        """The program of the large step."""
         step, args = make(self._big)
-        inputs = outputs = None
-        if isinstance(step, SjitFunction):
-            shardings = step.shardings_for(*args)
-            inputs, outputs = jax.tree.map(lambda each: each.spec, shardings)
-        return _Wanted(self.program(self._big, step, args), inputs, outputs)
+        return self.program(self._big, self.rules.in_step(step), args)
 
     def program(self, helper: Any, step: Any, args: Sequence[Any], axes: Iterable[Axes] = ()) -> Program:
         """The program of a step."""
-        self.traces += 1
-        jaxpr, paths = _traced(helper, step, args)
-        return self.reader.program(jaxpr, [*map(stem, paths)], helper.mesh.shape, axes)
+        jaxpr, names = _traced(helper, step, args)
+        return self.reader.program(jaxpr, names, helper.mesh.shape, axes)
 
-    def result(self, wanted: _Wanted, searches: Sequence[_Search], config: Any) -> Reduced:
+    def result(self, searches: Sequence[_Search], config: Any) -> Reduced:
         """The result of searches, the last of which has the step."""
         last = searches[-1]
         step, args = last.made(self._on_devices, last.best)
@@ -376,8 +369,16 @@ class _Work:
             for name, before in search.first.items()
             if before != search.best[name]
         }
-        said = tuple(text for search in searches for text in search.said())
-        return Reduced(self.sizes, sizes, config, step, args, self._on_devices, (*said, *last.differences()))
+        said = [text for search in searches for text in search.said()]
+        self.rules.otherwise.clear()
+        if isinstance(step, SjitFunction) and (step.shardings_for(*args), self.rules.otherwise)[1]:
+            paths = [*self.rules.otherwise]
+            said.append(
+                f'placed as in the large step, and otherwise by rules at small sizes: '
+                f'{plural(len(paths), "array")}, such as {paths[0]}'
+            )
+        said += last.differences()
+        return Reduced(self.sizes, sizes, config, step, args, self._on_devices, tuple(said))
 
 
 class _Search:
@@ -397,7 +398,7 @@ class _Search:
     def __init__(
         self,
         work: _Work,
-        wanted: _Wanted,
+        wanted: Program,
         numbers: Values,
         make: Callable[[Any, Mapping[str, int]], Made],
     ) -> None:
@@ -406,6 +407,7 @@ class _Search:
         self._known: dict[tuple[int, ...], Program | str] = {}
         self._refused: dict[str, str] = {}
         self._smaller: set[str] = set()  # those that make the step smaller by themselves
+        self._idle: set[str] = set()  # those that do not
         found = self._program(self.best)
         self._now = found if isinstance(found, Program) else None
 
@@ -417,7 +419,7 @@ class _Search:
     def made(self, helper: Any, values: Mapping[str, int]) -> Made:
         """The step and its arguments over the mesh of a helper, placed as those of the large one."""
         step, args = self._make(helper, values)
-        return _placed(step, helper, args, self._wanted), args
+        return self._work.rules.in_step(step), args
 
     def _program(self, values: Values) -> Program | str:
         """The program of other numbers, or why there is none."""
@@ -426,21 +428,28 @@ class _Search:
             helper = self._work.small
             try:
                 step, args = self.made(helper, values)
-                self._known[key] = self._work.program(helper, step, args, self._wanted.program.axes)
+                self._known[key] = self._work.program(helper, step, args, self._wanted.axes)
             except Exception as error:  # noqa: BLE001 - of the user's code, whatever it is
                 self._known[key] = _failure(error)
         return self._known[key]
 
     def _differences(self, program: Program) -> frozenset[int]:
-        return program.operations ^ self._wanted.program.operations
+        return program.operations ^ self._wanted.operations
 
     def _score(self, program: Program | None, sizes_too: bool) -> tuple[float, ...]:
         if program is None:
             return (math.inf,)
-        sizes = len(program.sizes ^ self._wanted.program.sizes) if sizes_too else 0
+        sizes = len(program.sizes ^ self._wanted.sizes) if sizes_too else 0
         return len(self._differences(program)), sizes, program.elements
 
-    def _offer(self, changes: Mapping[str, int], sizes_too: bool = False, most: float = math.inf) -> bool:
+    def _offer(
+        self,
+        changes: Mapping[str, int],
+        sizes_too: bool = False,
+        most: float = math.inf,
+        *,
+        or_equal: bool = False,
+    ) -> bool:
         """Takes other numbers if they are better."""
         values = {**self.best, **changes}
         is_small = self.is_done and self._elements < _FEW and not sizes_too
@@ -448,8 +457,10 @@ class _Search:
             return False
         found = self._program(values)
         if isinstance(found, Program):
+            if len(changes) == 1 and found.elements == self._elements:
+                self._idle.update(changes)
             score, now = self._score(found, sizes_too), self._score(self._now, sizes_too)
-            if score < now and found.elements <= most:
+            if (score < now or (or_equal and score == now)) and found.elements <= most:
                 if len(changes) == 1:
                     self._smaller.update(changes)
                 self.best, self._now = values, found
@@ -458,11 +469,11 @@ class _Search:
         else:
             text = found
         if len(changes) == 1 and text:
-            self._refused[next(iter(changes))] = text
+            self._refused.setdefault(next(iter(changes)), text)
         return False
 
     def _text_of(self, program: Program) -> str:
-        wanted = self._wanted.program.operations
+        wanted = self._wanted.operations
         lost = self._work.reader.where(wanted - program.operations)
         new = self._work.reader.where(program.operations - wanted)
         return f'another program: {(lost or new or ["another one"])[0]}'
@@ -490,11 +501,14 @@ class _Search:
                 f'the step cannot be traced for a mesh of ({sizes}): {self._program(self.first)}'
             )
         most = max(_MANY, 4 * self._elements)
-        while self._now.sizes != self._wanted.program.sizes and self._mended(most):
+        while self._now.sizes != self._wanted.sizes and self._mended(most):
             pass
-        for name, value in self.first.items():  # divided with others, one may make nothing smaller
+
+    def restore(self) -> None:
+        """Gives numbers that make nothing smaller, and were divided with others, what they were at first."""
+        for name, value in self.first.items():
             if name not in self._smaller:
-                self._offer({name: value}, True, self._elements)
+                self._offer({name: value}, True, self._elements, or_equal=True)
 
     @property
     def _elements(self) -> int:
@@ -511,15 +525,15 @@ class _Search:
 
     def _each(self) -> bool:
         found = False
-        for name in sorted(self.best, key=lambda each: -self.best[each]):
+        for name in self._names()[::-1]:
             found |= any(self._offer({name: value}) for value in self._candidates(name))
         return found
 
     def _together(self) -> bool:
         """Numbers that are close to one another, or have a factor in common."""
-        names = sorted(self.best, key=lambda each: -self.best[each])
+        names = self._names()[::-1]
         for name, reach in itertools.product(names, (0, 2)):
-            off = {other: value - self.best[name] for other, value in self.best.items()}
+            off = {other: self.best[other] - self.best[name] for other in names}
             close = {other: by for other, by in off.items() if abs(by) <= reach}
             if len(close) > 1 and any(
                 self._offer({other: value + by for other, by in close.items()})
@@ -536,9 +550,13 @@ class _Search:
 
     def _mended(self, most: int) -> bool:
         found = False
-        for name in sorted(self.best, key=self.best.__getitem__):
+        for name in self._names():
             found |= any(self._offer({name: value}, True, most) for value in self._near(name))
         return found
+
+    def _names(self) -> list[str]:
+        """The numbers that may be sizes, the least ones first."""
+        return sorted((name for name in self.best if name not in self._idle), key=self.best.__getitem__)
 
     def _candidates(self, name: str) -> list[int]:
         """Smaller numbers: those that divide as the first one did, and parts of it, from the smallest one."""
@@ -562,7 +580,7 @@ class _Search:
 
     def _alike(self, first: int, least: int, end: int) -> Iterator[int]:
         """Numbers in a range that the small mesh divides as the large one divides the first one."""
-        parts = [self._work.parts(axes) for axes in self._wanted.program.axes]
+        parts = [self._work.parts(axes) for axes in self._wanted.axes]
         wanted = [division(first, big) for big, _ in parts]
         for value in range(max(2, least), end):
             if wanted == [division(value, small) for _, small in parts]:
@@ -580,50 +598,8 @@ class _Search:
             return
         for text in self._work.reader.where(self._differences(self._now)):
             yield f'differs from the large program: {text}'
-        for text in self._work.reader.where(self._now.sizes - self._wanted.program.sizes):
+        for text in self._work.reader.where(self._now.sizes - self._wanted.sizes):
             yield f'divides in another way than in the large program: {text}'
-
-
-def _placed(step: Any, helper: Any, args: Sequence[Any], wanted: _Wanted) -> Any:
-    """The step with arguments and results placed as those of the large one.
-
-    A rule may leave small arrays whole.
-    """
-    if not isinstance(step, SjitFunction) or wanted.inputs is None or len(wanted.inputs) != len(args):
-        return step
-    known: dict[str, Any] = {}
-    for path, spec in jax.tree.leaves_with_path(wanted.inputs, is_leaf=_is_spec):
-        known.setdefault(stem(path_string(path)), spec)
-    inputs = jax.tree.map_with_path(lambda path, _: known.get(stem(path_string(path))), tuple(args))
-    make, (_, function) = step.__reduce__()
-    outputs = wanted.outputs
-    own = make.keywords.get('out_shardings')
-    return make.func(
-        helper,
-        function,
-        **{
-            **make.keywords,
-            'in_shardings': inputs,
-            'out_shardings': _returned(outputs, wanted.inputs, inputs, own),
-        },
-    )
-
-
-def _returned(outputs: Any, before: Any, after: Any, own: Any) -> Any:
-    """The specs of results: of those that are placed like an argument, as that is now."""
-
-    def given(result: Any) -> Any:
-        flat = jax.tree.flatten(result, is_leaf=_is_spec)
-        placed = [jax.tree.flatten(each, is_leaf=_is_spec) for each in before]
-        return after[placed.index(flat)] if flat in placed else result
-
-    if own is None:
-        return None
-    return tuple(map(given, outputs)) if type(outputs) is tuple else given(outputs)
-
-
-def _is_spec(tree: Any) -> bool:
-    return tree is None or isinstance(tree, PartitionSpec)
 
 
 def _failure(error: Exception) -> str:
