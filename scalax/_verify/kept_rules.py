@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,15 +23,12 @@ class KeptRules:
 
     Args:
         large: the sizes of the axes of its mesh.
-
-    Attributes:
-        otherwise: the paths of the arrays about which rules decide otherwise in a small step.
     """
 
     def __init__(self, large: Mapping[str, int]) -> None:
         self._large = dict(large)
         self._decisions: dict[Hashable, Decision | None] = {}
-        self.otherwise: dict[str, None] = {}
+        self._otherwise: dict[str, None] = {}
 
     def in_step(self, step: Any) -> Any:
         """The step with rules that answer by what was decided first, if `sjit` made it."""
@@ -40,6 +37,13 @@ class KeptRules:
         make, (helper, function) = step.__reduce__()
         options = {name: self._kept(name, make.keywords[name]) for name in _OPTIONS if name in make.keywords}
         return make(helper, function, **options)
+
+    def decided_otherwise(self, step: Any, args: Sequence[Any]) -> list[str]:
+        """The paths of the arrays of a small step about which rules, by their sizes, decide otherwise."""
+        self._otherwise.clear()
+        if isinstance(step, SjitFunction):
+            step.shardings_for(*args)
+        return [*self._otherwise]
 
     def _kept(self, option: str, rules: Any) -> Any:
         return jax.tree.map_with_path(
@@ -73,7 +77,7 @@ class KeptRules:
         before = self._decisions.get(place)
         if before is None or before.spec == decided.spec:
             return now
-        self.otherwise[path] = None
+        self._otherwise[path] = None
         return before
 
 

@@ -139,13 +139,8 @@ def test_a_decoder():
     assert small.layers > 1 and small.sequence > 1 and small.rows % 4 == 0
     assert result.sizes['sizes.width'] == (4096, sizes.width) and 'seed' not in result.sizes
     assert sum(leaf.size for leaf in jax.tree.leaves(result.args)) < 100_000
-    assert result.step.shardings_for(*result.args)[0][0]['layers']['up'].spec == P(None, 'fsdp', 'tp')
-
-
-def test_a_small_step_runs():
-    result = reduced(make_decoder, Config(), helper_of(fsdp=64, tp=8), jax.devices())
     loss, grads = result.step(*jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), result.args))
-    assert jnp.isfinite(loss) and grads['embed'].sharding.spec == P(None, 'fsdp')
+    assert jnp.isfinite(loss) and grads['layers']['up'].sharding.spec == P(None, 'fsdp', 'tp')
 
 
 @dataclasses.dataclass(frozen=True)
