@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from scalax._util.user_frames import file_text, users_own
 from scalax._verify.alike import Axes, Program, Reader, division
 from scalax._verify.kept_rules import KeptRules
 from scalax._verify.numbers import Values, is_array
-from scalax.errors import ArgumentError
+from scalax.errors import ArgumentError, plural
 
 Made = tuple[Any, tuple[Any, ...]]
 """A step, and its arguments."""
@@ -26,6 +26,7 @@ Made = tuple[Any, tuple[Any, ...]]
 # Elements of all results. Fewer run in no time; more are worth it where dimensions then divide as before.
 _FEW, _MANY = 2**22, 2**24
 _LONG = 32  # a dimension that is worth a word
+_SHOWN = 5  # lines of differences
 _JAX = jax.__file__.removesuffix('__init__.py')
 
 
@@ -151,18 +152,12 @@ class Search:
                     self._smaller.update(changes)
                 self.best, self._now = values, found
                 return True
-            text = '' if score[:2] <= now[:2] else self._text_of(found)
+            text = f'another program without {self._lost(found)[0]}' if score[0] > now[0] else ''
         else:
             text = found
         if len(changes) == 1 and text:
             self._refused.setdefault(next(iter(changes)), text)
         return False
-
-    def _text_of(self, program: Program) -> str:
-        wanted = self._wanted.operations
-        lost = self.work.reader.where(wanted - program.operations)
-        new = self.work.reader.where(program.operations - wanted)
-        return f'another program: {(lost or new or ["another one"])[0]}'
 
     def run(self) -> None:
         """Looks for the smallest numbers, then for those whose dimensions divide as they did.
@@ -282,10 +277,22 @@ class Search:
         """How the small program differs from the large one."""
         if self._now is None:
             return
-        for text in self.work.reader.where(self._differences(self._now)):
-            yield f'differs from the large program: {text}'
-        for text in self.work.reader.where(self._now.sizes - self._wanted.sizes):
-            yield f'divides in another way than in the large program: {text}'
+        yield from _first(map('the large step alone has {}'.format, self._lost(self._now)))
+        sizes = self.work.reader.where(self._wanted.sizes - self._now.sizes)
+        yield from _first(map('dimensions divide otherwise than in the large step: {}'.format, sizes))
+
+    def _lost(self, program: Program) -> list[str]:
+        """What the large step has and a small one does not, or what that has instead."""
+        wanted, where = self._wanted.operations, self.work.reader.where
+        return where(wanted - program.operations) or where(program.operations - wanted)
+
+
+def _first(texts: Iterable[str]) -> Iterator[str]:
+    """The first of some lines, and how many others there are."""
+    every = [*texts]
+    yield from every[:_SHOWN]
+    if (others := len(every) - _SHOWN) > 0:
+        yield f'... and {plural(others, "line")} more'
 
 
 def traced(helper: Any, step: Any, args: Sequence[Any]) -> tuple[Any, list[str]]:
