@@ -22,7 +22,7 @@ from scalax._verify.numbers import Sizes, Values, numbers_of, with_numbers
 from scalax._verify.search import Made, Search, Work, traced
 from scalax.errors import MeshError, plural
 
-_SECONDS = 40.0
+_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

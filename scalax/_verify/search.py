@@ -24,7 +24,7 @@ Made = tuple[Any, tuple[Any, ...]]
 """A step, and its arguments."""
 
 # Elements of all results. Fewer run in no time; more are worth it where dimensions then divide as before.
-_FEW, _MANY = 2**22, 2**24
+_FEW, _MANY = 2**24, 2**26
 _LONG = 32  # a dimension that is worth a word
 _SHOWN = 5  # lines of differences
 _JAX = jax.__file__.removesuffix('__init__.py')
@@ -182,8 +182,9 @@ class Search:
                 f'the step cannot be traced for a mesh of ({sizes}): {self._program(self.first)}'
             )
         most = max(_MANY, 4 * self._elements)
-        while self._now.sizes != self._wanted.sizes and self._mended(most):
-            pass
+        names = self._names()
+        while names and self._now.sizes != self._wanted.sizes:
+            names = [name for name in names if self._mended(name, most)]
 
     def restore(self) -> None:
         """Gives numbers that make nothing smaller, and were divided with others, what they were at first."""
@@ -229,11 +230,10 @@ class Search:
                 return True
         return False
 
-    def _mended(self, most: int) -> bool:
-        found = False
-        for name in self._names():
-            found |= any(self._offer({name: value}, True, most) for value in self._near(name))
-        return found
+    def _mended(self, name: str, most: int) -> bool:
+        """Whether dimensions divide more as they did with another number."""
+        offers = [self._offer({name: value}, True, most) for value in self._near(name)]
+        return any(offers)
 
     def _names(self) -> list[str]:
         """The numbers that may be sizes, the least ones first."""

@@ -1,6 +1,7 @@
 """`scalax._verify.reduce`: a step for a large mesh as a small one, and what is said about it."""
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -10,11 +11,16 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from scalax._verify.reduce import over, reduced, reduced_args, small_mesh
+from scalax._verify.reduce import over, small_mesh
+from scalax._verify.reduce import reduced as reduced_within
+from scalax._verify.reduce import reduced_args as reduced_args_within
 from scalax.errors import ArgumentError, MeshError
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PartitionSpec, TreePathShardingRule
 
 P = PartitionSpec
+# However slow the machine is.
+reduced = functools.partial(reduced_within, seconds=1e4)
+reduced_args = functools.partial(reduced_args_within, seconds=1e4)
 
 
 def helper_of(**sizes):
@@ -210,9 +216,7 @@ def test_relations_of_a_configuration_that_are_checked():
         )
         return step, (w, array(4096, config['width']))
 
-    result = reduced(
-        make, {'width': 8192, 'heads': 64, 'size': 128}, helper_of(fsdp=64, tp=8), jax.devices(), seconds=20
-    )
+    result = reduced(make, {'width': 8192, 'heads': 64, 'size': 128}, helper_of(fsdp=64, tp=8), jax.devices())
     assert result.config['width'] == result.config['heads'] * result.config['size'] <= 256
 
 
