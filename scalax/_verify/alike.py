@@ -24,7 +24,16 @@ import jax
 
 from scalax._follow.followed_batch import line_of
 from scalax._follow.said import placed_by_user
-from scalax._jax.equations import PLACES, jaxprs_in, loop_of, name_stack, opened, shape_of, traceback_of
+from scalax._jax.equations import (
+    PLACES,
+    jaxprs_in,
+    loop_of,
+    name_stack,
+    opened,
+    shape_of,
+    size_of,
+    traceback_of,
+)
 from scalax._report.tables import array_text
 from scalax._tree.specs import entries, entry_axes
 from scalax._util.user_frames import is_cell
@@ -34,7 +43,7 @@ Path = tuple[tuple[str, int], ...]
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _LIBRARY = ('<', *[folder + os.sep for folder in (os.path.dirname(jax.__file__), _PACKAGE)])
-_AGAIN = 20_000
+_AGAIN = 40_000
 _DIGITS = re.compile(r'\d+')
 # What takes or gives as many values as there are layers, or arrays in a tree.
 _VARIADIC = frozenset({'concatenate', 'optimization_barrier', 'split', 'stack', 'unstack'})
@@ -48,7 +57,7 @@ class Program:
         operations: its operations and their meetings.
         sizes: what is known of the sizes of their results.
         axes: the mesh axes that shard a dimension together, for all dimensions that are said to be sharded.
-        elements: how many elements all results have, each in every round of its loop; an operation that
+        elements: how many all arguments and results have, these in every round of a loop; an operation that
             is written out again counts as `_AGAIN` of them.
     """
 
@@ -79,6 +88,7 @@ class Reader:
         every = frozenset(axes) | _axes_of(opened(jaxpr))
         parts = {each: math.prod(mesh.get(axis, 1) for axis in each) for each in sorted(every)}
         found = _Reading(self, parts)
+        found.elements = sum(map(size_of, opened(jaxpr).invars))
         found.read(opened(jaxpr), (), (), [self.number(stem(name)) for name in names], 1, ())
         return Program(frozenset(found.operations), frozenset(found.sizes), every, found.elements)
 

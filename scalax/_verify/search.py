@@ -23,8 +23,8 @@ from scalax.errors import ArgumentError, plural
 Made = tuple[Any, tuple[Any, ...]]
 """A step, and its arguments."""
 
-# Elements of all results. Fewer run in no time; more are worth it where dimensions then divide as before.
-_FEW, _MANY = 2**24, 2**26
+# Elements. Fewer run in no time; more are worth it where dimensions then divide as before.
+_FEW, _MANY = 2**25, 2**26
 _LONG = 32  # a dimension that is worth a word
 _SHOWN = 5  # lines of differences
 _JAX = jax.__file__.removesuffix('__init__.py')
