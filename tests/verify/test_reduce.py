@@ -140,6 +140,7 @@ def make_decoder(helper, config):
     return step, (params, array(config.rows, config.sequence, dtype='int32'))
 
 
+@pytest.mark.long
 def test_a_decoder():
     result = reduced(make_decoder, Config(), helper_of(fsdp=64, tp=8), jax.devices())
     small, sizes = result.config, result.config.sizes
@@ -179,6 +180,7 @@ def make_written(helper, config):
     return step, (params, array(256, config.width))
 
 
+@pytest.mark.long
 def test_layers_that_are_written_out(smallest):
     result = reduced(make_written, Written(), helper_of(fsdp=64), jax.devices())
     kinds = [next(iter(layer)) for layer in result.args[0]['layers']]
@@ -224,6 +226,57 @@ def test_relations_of_a_configuration_that_are_checked():
 
     result = reduced(make, {'width': 8192, 'heads': 64, 'size': 128}, helper_of(fsdp=64, tp=8), jax.devices())
     assert result.config['width'] == result.config['heads'] * result.config['size'] <= 256
+
+
+def test_code_that_looks_at_sizes_keeps_them():
+    def make(helper, config):
+        def loss(w, x):
+            y = x @ w
+            return jnp.mean(jnp.tanh(y) if config['hidden'] > 100 else y)
+
+        step = helper.sjit(jax.grad(loss), in_shardings=(P(None, 'tp'), P('fsdp')))
+        return step, (array(4096, config['hidden']), array(config['rows'], 4096))
+
+    result = reduced(make, {'hidden': 4096, 'rows': 512}, helper_of(fsdp=64, tp=8), jax.devices())
+    assert is_same_program(result) and 100 < result.config['hidden'] < 4096 and result.config['rows'] < 64
+
+
+def test_a_device_with_one_head_each():
+    def make(helper, config):
+        heads, size = config['heads'], config['size']
+
+        def scores(q, x):
+            return jnp.sum(jnp.einsum('bd,dhk->bhk', x, q), 0)
+
+        step = helper.sjit(scores, in_shardings=(P(None, 'tp'), P('fsdp')), out_shardings=P('tp'))
+        return step, (array(2048, heads, size), array(2**16, 2048))
+
+    config = {'heads': 8, 'size': 4096}
+    result = reduced(make, config, helper_of(fsdp=64, tp=8), jax.devices())
+    assert result.config['heads'] == result.mesh['tp'] == 2
+
+
+def make_module(helper, config):
+    flax_nnx = pytest.importorskip('flax.nnx')
+    from scalax.interop import nnx
+
+    def make():
+        return flax_nnx.Linear(config['width'], config['hidden'], rngs=flax_nnx.Rngs(0))
+
+    def step(model, x):
+        model.kernel[...] = model.kernel[...] * 2
+        return model(x)
+
+    step = nnx.sjit(helper, step, in_shardings=(FSDPShardingRule(), P('fsdp')))
+    return step, (flax_nnx.eval_shape(make), array(config['rows'], config['width']))
+
+
+def test_a_module_of_nnx():
+    config = {'width': 4096, 'hidden': 8192, 'rows': 1024}
+    result = reduced(make_module, config, helper_of(fsdp=64), jax.devices())
+    assert is_same_program(result) and max(result.config.values()) <= 256
+    kernels = [leaf.spec for leaf in jax.tree.leaves(result.step.shardings_for(*result.args)[0]) if leaf.spec]
+    assert kernels == [P(None, 'fsdp'), P('fsdp')]
 
 
 # --- Arguments ---------------------------------------------------------------------------------------
