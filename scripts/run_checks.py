@@ -135,6 +135,7 @@ SECONDS = {
     'tests/search/test_search.py': 20,
     'tests/transforms/test_axis_modes.py': 20,
     'tests/find/test_found_page.py': 17,
+    'tests/verify/test_reduce.py': 15,
     'tests/e2e/test_expert_parallel.py': 15,
     'tests/e2e/test_frameworks.py': 15,
     'tests/e2e/test_ring_attention.py': 15,

@@ -3,9 +3,9 @@
 Of two programs of the same code for meshes of the same axes, these are compared:
 
 - *operations*: for each equation the lines of the user's code that led to it, the primitive, and of each
-  operand and result the dtype and which dimensions have one element; where something is said to be sharded,
-  the axes, and whether the dimension divides by them. Layers that are written out are the same operations
-  again;
+  operand and result the dtype and which dimensions have one element; which dimensions of operands those of
+  results come from; where something is said to be sharded, the axes, and whether the dimension divides by
+  them. Layers that are written out are the same operations again;
 - *meetings*: which operation takes what another one, or an argument, gives;
 - *sizes*: which dimensions of each result divide by the sizes of mesh axes, and which of them are equal.
 """
@@ -34,6 +34,7 @@ from scalax._jax.equations import (
     size_of,
     traceback_of,
 )
+from scalax._jaxprs.dims import dims_of
 from scalax._report.tables import array_text
 from scalax._tree.specs import entries, entry_axes
 from scalax._util.user_frames import is_cell
@@ -192,7 +193,8 @@ class _Reading:
         taken, made = self._values(equation)
         held = [*jaxprs_in(equation)]
         whole = not held and name not in _VARIADIC
-        known: Hashable = (tuple(taken), tuple(made)) if whole else ()
+        dims = dims_of(equation)
+        known: Hashable = (tuple(taken), tuple(made), dims.results, dims.summed) if whole else ()
         number = note((inside, path, name, stem(name_stack(equation)), known))
         self.elements += _AGAIN if number in self.operations else 0
         self.operations.add(number)
