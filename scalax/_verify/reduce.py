@@ -37,6 +37,7 @@ class Reduced:
         args: its arguments, ShapeDtypeStructs.
         helper: that helper.
         said: what is not smaller or not alike, and why, with lines of the user's code.
+        is_alike: whether its program is that of the large step, but for sizes.
     """
 
     mesh: Mapping[str, int]
@@ -46,14 +47,16 @@ class Reduced:
     args: tuple[Any, ...]
     helper: Any
     said: tuple[str, ...]
+    is_alike: bool
 
 
-def small_mesh(shape: Mapping[str, int], devices: int) -> dict[str, int]:
+def small_mesh(shape: Mapping[str, int], devices: int, longest: str = '') -> dict[str, int]:
     """The sizes of mesh axes on a few devices: at least 2 where they were, and more for larger ones.
 
     Args:
         shape: mesh axis -> size.
         devices: how many devices there are.
+        longest: a mesh axis that grows before others.
 
     Raises:
         MeshError: there are too few.
@@ -76,13 +79,13 @@ def small_mesh(shape: Mapping[str, int], devices: int) -> dict[str, int]:
     while True:
         room = devices // math.prod(small.values())
         growing = [
-            (shape[name] // size, shape[name], name)
+            (name == longest, shape[name] // size, shape[name], name)
             for name, size in small.items()
             if shape[name] % size == 0 and 1 < _least_part(shape[name] // size) <= room
         ]
         if not growing:
             return small
-        _, _, name = max(growing, key=lambda each: each[:2])
+        *_, name = max(growing, key=lambda each: each[:3])
         small[name] *= _least_part(shape[name] // small[name])
 
 
@@ -111,7 +114,7 @@ def reduced(
         config: the configuration: a dataclass, a dict, a list or a tuple of numbers, or of more of these.
         helper: the helper of the large mesh; an AbstractMesh will do.
         devices: the devices for the small one.
-        seconds: how long better ones are looked for.
+        seconds: how long better ones are looked for, over each of a few small meshes.
 
     Raises:
         MeshError: there are too few devices.
@@ -121,16 +124,18 @@ def reduced(
     def make(own: Any, values: Values) -> Made:
         return _pure(*make_step(own, with_numbers(config, values)))
 
-    numbers = dict(numbers_of(config))
-    large, small = _helpers(helper, devices)
-    work = Work(large, small, seconds, make(large, numbers))
-    search = Search(work, numbers, make)
-    search.run()
-    search.restore()
-    best, searches = search.best, [search]
-    if not search.is_done:  # the code has sizes of its own, such as how long the rows of the batch are
-        searches.append(_of_arguments(work, small, lambda own: make(own, best)))
-    return _result(searches, helper, devices, with_numbers(config, best))
+    def over_mesh(large: Any, small: Any) -> Reduced:
+        numbers = dict(numbers_of(config))
+        work = Work(large, small, seconds, make(large, numbers))
+        search = Search(work, numbers, make)
+        search.run()
+        search.restore()
+        best, searches = search.best, [search]
+        if not search.is_done:  # the code has sizes of its own, such as how long the rows of the batch are
+            searches.append(_of_arguments(work, small, lambda own: make(own, best)))
+        return _result(searches, devices, with_numbers(config, best))
+
+    return _over_meshes(helper, devices, over_mesh)
 
 
 def reduced_args(
@@ -147,7 +152,7 @@ def reduced_args(
         args: the arguments, with the shapes of the large step; arrays or ShapeDtypeStructs.
         helper: as for `reduced`; this and the others.
         devices: the devices for the small mesh.
-        seconds: how long better ones are looked for.
+        seconds: how long better ones are looked for, over each of a few small meshes.
 
     Raises:
         MeshError: there are too few devices.
@@ -157,9 +162,11 @@ def reduced_args(
     def make(own: Any) -> Made:
         return _pure(step_over(own), tuple(args))
 
-    large, small = _helpers(helper, devices)
-    work = Work(large, small, seconds, make(large))
-    return _result([_of_arguments(work, large, make)], helper, devices, None)
+    def over_mesh(large: Any, small: Any) -> Reduced:
+        work = Work(large, small, seconds, make(large))
+        return _result([_of_arguments(work, large, make)], devices, None)
+
+    return _over_meshes(helper, devices, over_mesh)
 
 
 def over(step: SjitFunction[Any, Any]) -> Callable[[Any], Any]:
@@ -184,12 +191,34 @@ def _of_arguments(work: Work, helper: Any, make: Callable[[Any], Made]) -> Searc
     return search
 
 
-def _result(searches: Sequence[Search], helper: Any, devices: Sequence[Any], config: Any) -> Reduced:
+def _over_meshes(helper: Any, devices: Sequence[Any], reduce: Callable[[Any, Any], Reduced]) -> Reduced:
+    """The small step over the first of several small meshes where it is like the large one, or the first one.
+
+    Where a dimension is as long as a mesh axis, and half of it does not divide, 2 devices are too few.
+    """
+    shape, types = helper.mesh.shape, helper.mesh.axis_types
+
+    def abstract(sizes: Mapping[str, int]) -> Any:
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+        return _helper_over(helper, mesh)
+
+    meshes = [small_mesh(shape, len(devices), longest) for longest in ('', *shape)]
+    found = []
+    for i, sizes in enumerate(meshes):
+        if sizes not in meshes[:i]:
+            found.append(reduce(abstract(shape), abstract(sizes)))
+            if found[-1].is_alike:
+                return found[-1]
+    return found[0]
+
+
+def _result(searches: Sequence[Search], devices: Sequence[Any], config: Any) -> Reduced:
     """The result of searches, the last of which has the step."""
     last = searches[-1]
-    shape = last.work.small.mesh.shape
+    small = last.work.small
+    shape = small.mesh.shape
     grid = np.array(devices[: math.prod(shape.values())]).reshape(tuple(shape.values()))
-    own = _helper_over(helper, Mesh(grid, tuple(shape), axis_types=helper.mesh.axis_types))
+    own = _helper_over(small, Mesh(grid, tuple(shape), axis_types=small.mesh.axis_types))
     step, args = last.made(own, last.best)
     sizes = {
         name: (before, search.best[name])
@@ -203,14 +232,5 @@ def _result(searches: Sequence[Search], helper: Any, devices: Sequence[Any], con
             'placed as in the large step, and otherwise by rules at small sizes: '
             f'{plural(len(paths), "array")}, such as {paths[0]}'
         )
-    return Reduced(dict(shape), sizes, config, step, args, own, (*said, *last.differences()))
-
-
-def _helpers(helper: Any, devices: Sequence[Any]) -> tuple[Any, Any]:
-    """Helpers of the large mesh and of the small one, without devices."""
-    shape, types = helper.mesh.shape, helper.mesh.axis_types
-    large, small = (
-        _helper_over(helper, AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types))
-        for sizes in (shape, small_mesh(shape, len(devices)))
-    )
-    return large, small
+    said += last.differences()
+    return Reduced(dict(shape), sizes, config, step, args, own, tuple(said), last.is_alike)

@@ -99,7 +99,12 @@ class Search:
     @property
     def is_done(self) -> bool:
         """Whether the best numbers make a small step, and no other program."""
-        return self._now is not None and self._now.elements <= _MANY and not self._differences(self._now)
+        return self.is_alike and self._elements <= _MANY
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether they make no other program."""
+        return self._now is not None and not self._differences(self._now)
 
     def made(self, helper: Any, values: Values) -> Made:
         """The step and its arguments over the mesh of a helper, placed as those of the large one."""
