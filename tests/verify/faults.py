@@ -1,0 +1,496 @@
+"""Steps that compute another value on a mesh than on one device, each with why, and steps that do not.
+
+Each is what a user has: a step and its arguments, made for a helper. A helper whose mesh axes all have size 1
+makes the side that is right. The faults come from three places: XLA's partitioner, scalax's own pass (seeded:
+`Fault.seeded` puts them in), and the code of users.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalax.custom_op import sharded_op
+from scalax.sharding import MeshShardingHelper
+
+Step = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A step and its arguments."""
+Kind = Literal['partitioner', 'pass', 'user']
+
+FSDP_TP: Mapping[str, int] = {'fsdp': 4, 'tp': 2}
+FSDP: Mapping[str, int] = {'fsdp': 8}
+WHOLE = P()
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A step that is wrong on a mesh.
+
+    Attributes:
+        name: its name.
+        make: makes the step and its arguments for a helper.
+        kind: whose fault it is.
+        expects: what a report must name: paths of results, and operations.
+        source: where it was published; empty for what nobody has.
+        mesh: the axes of the mesh, and their sizes.
+        explicit: whether the axes are Explicit.
+        mended_in: the first jaxlib that does not have it any more; empty if all have it.
+        seeded: puts the fault in, for those of the pass.
+        size: the largest error, in units of the largest value that is right, as measured.
+    """
+
+    name: str
+    make: Callable[[MeshShardingHelper], Step]
+    kind: Kind
+    expects: tuple[str, ...]
+    source: str = ''
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=lambda: FSDP_TP)
+    explicit: bool = False
+    mended_in: str = ''
+    seeded: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    size: float = 1.0
+
+    @property
+    def shows(self) -> bool:
+        """Whether the jaxlib that is installed has it."""
+        return not self.mended_in or _numbers(jaxlib.__version__) < _numbers(self.mended_in)
+
+    def helper(self) -> MeshShardingHelper:
+        """The helper of its mesh."""
+        return self._helper([*self.mesh.values()])
+
+    def one_device(self) -> MeshShardingHelper:
+        """A helper of the same axes, all of size 1."""
+        return self._helper([1] * len(self.mesh))
+
+    def _helper(self, sizes: list[int]) -> MeshShardingHelper:
+        axis_type = AxisType.Explicit if self.explicit else AxisType.Auto
+        devices = jax.devices()[: math.prod(sizes)]
+        return MeshShardingHelper(sizes, [*self.mesh], devices=devices, axis_types=axis_type)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple([int(each) for each in version.split('.') if each.isdigit()])
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(kind: Kind, expects: tuple[str, ...], **options: Any) -> Callable[[Any], Any]:
+    """Adds a fault that is named as the function that makes its step."""
+
+    def added(make: Callable[[MeshShardingHelper], Step]) -> Callable[[MeshShardingHelper], Step]:
+        name = make.__name__
+        assert name not in FAULTS, name
+        FAULTS[name] = Fault(name, make, kind, expects, **options)
+        return make
+
+    return added
+
+
+partitioner = functools.partial(fault, 'partitioner')
+user = functools.partial(fault, 'user')
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    """Normal random numbers, the same for a shape and a seed."""
+    return np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)
+
+
+def integers(most: int, *shape: int, seed: int = 0) -> np.ndarray:
+    """Random integers below a number, the same for a shape and a seed."""
+    return np.random.default_rng([seed, most, *shape]).integers(0, most, size=shape).astype(np.int32)
+
+
+def jitted(helper: MeshShardingHelper, fun: Callable[..., Any], *specs: P, **options: Any) -> Any:
+    """`jax.jit` with shardings on the helper's mesh."""
+    given = tuple([NamedSharding(helper.mesh, spec) for spec in specs])
+    return jax.jit(fun, in_shardings=given, **options)
+
+
+# XLA's partitioner
+
+
+def _grouped(images: Any, kernel: Any, groups: int, out: str = 'NHWC') -> Any:
+    numbers = ('NHWC', 'HWIO', out)
+    return lax.conv_general_dilated(
+        images, kernel, (1, 1), 'SAME', dimension_numbers=numbers, feature_group_count=groups
+    )
+
+
+def _conv_gradient(helper: MeshShardingHelper, groups: int) -> Step:
+    def step(params: Any, images: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return jnp.sum(jnp.sin(_grouped(images, params['kernel'], groups)))
+
+        return jax.grad(loss)(params)
+
+    args = {'kernel': normal(3, 3, 16 // groups, 16)}, normal(16, 8, 8, 16)
+    return jitted(helper, step, P(), P('fsdp')), args
+
+
+@partitioner(('kernel', 'conv_general_dilated'))
+def gradient_of_a_depthwise_convolution(helper: MeshShardingHelper) -> Step:
+    """As many times too large as devices have the same rows."""
+    return _conv_gradient(helper, 16)
+
+
+@partitioner(('kernel', 'conv_general_dilated'))
+def gradient_of_a_grouped_convolution(helper: MeshShardingHelper) -> Step:
+    """The same of four groups of four channels."""
+    return _conv_gradient(helper, 4)
+
+
+@partitioner(('conv_general_dilated',), mesh=FSDP)
+def depthwise_convolution_laid_out_unlike_its_images(helper: MeshShardingHelper) -> Step:
+    """Its channels are mixed up where its kernel is split over them."""
+
+    def step(kernel: Any, images: Any) -> Any:
+        return _grouped(images, kernel, 16, 'NCHW')
+
+    return jitted(helper, step, P(None, None, None, 'fsdp'), P()), (normal(3, 3, 1, 16), normal(16, 8, 8, 16))
+
+
+@partitioner(('dynamic_update_slice',), source='https://github.com/openxla/xla/issues/49118', mesh=FSDP)
+def row_written_out_of_bounds(helper: MeshShardingHelper) -> Step:
+    """One device writes the last row, and no device of a mesh any."""
+
+    def step(cache: Any, row: Any, number: Any) -> Any:
+        return lax.dynamic_update_slice(cache, row, (number, 0))
+
+    rows = NamedSharding(helper.mesh, P('fsdp'))
+    step = jitted(helper, step, P('fsdp'), P(), P(), out_shardings=rows)
+    return step, (normal(16, 4), 3 * normal(1, 4), np.int32(17))
+
+
+@partitioner(
+    ('dynamic_slice',), source='https://github.com/openxla/xla/issues/49122', mesh=FSDP, mended_in='0.12.0'
+)
+def rows_read_out_of_bounds(helper: MeshShardingHelper) -> Step:
+    """Each device reads the last rows that there are, and not its own part of them."""
+
+    def step(x: Any, number: Any) -> Any:
+        return lax.dynamic_slice(x, (number, 0), (16, 4))
+
+    rows = NamedSharding(helper.mesh, P('fsdp'))
+    return jitted(helper, step, P(), P(), out_shardings=rows), (normal(24, 4), np.int32(11))
+
+
+@partitioner(('scatter',), source='https://github.com/jax-ml/jax/issues/18434', mended_in='0.12.0')
+def rows_moved_up_by_one(helper: MeshShardingHelper) -> Step:
+    """The last but one row is the last one's new value."""
+
+    def step(x: Any, row: Any) -> Any:
+        return x.at[:-1].set(x[1:]).at[-1].set(row)
+
+    return jitted(helper, step, P('fsdp', 'tp'), P()), (normal(16, 16), normal(16))
+
+
+@partitioner(('table', 'scatter-add'), source='https://github.com/openxla/xla/issues/42481', explicit=True)
+def gradient_of_a_lookup_in_a_reduced_table(helper: MeshShardingHelper) -> Step:
+    """Devices slice their part of the vocabulary before they add up what others have of it."""
+
+    def step(params: Any, tokens: Any, wanted: Any) -> Any:
+        def loss(params: Any) -> Any:
+            table = jax.sharding.reshard(params['table'], P('tp', None, reduced={'fsdp'}))
+            found = table.at[tokens].get(out_sharding=P('fsdp', 'tp', None))
+            return jnp.sum(found * wanted)
+
+        return jax.grad(loss)(params)
+
+    args = {'table': normal(16, 4)}, integers(8, 8, 8), normal(8, 8, 4)
+    return helper.sjit(step, in_shardings=(P(), P('fsdp', 'tp'), P('fsdp', 'tp'))), args
+
+
+# Users
+
+
+def mapped(helper: MeshShardingHelper, fun: Any, given: tuple[P, ...], out: Any, **options: Any) -> Any:
+    """`jax.shard_map` without the check of what is the same on all devices, as users switch it off."""
+    return jax.shard_map(
+        fun, mesh=helper.mesh, in_specs=given, out_specs=out, **{'check_vma': False, **options}
+    )
+
+
+def _rows(helper: MeshShardingHelper, fun: Any, *args: Any, out: Any = WHOLE) -> Step:
+    """A function on the rows of each device: all arguments but the first have rows."""
+    given = (P(), *[P('fsdp')] * (len(args) - 1))
+    return helper.sjit(mapped(helper, fun, given, out), in_shardings=given), args
+
+
+def _loss(params: Any, x: Any) -> Any:
+    return jnp.mean(jnp.tanh(x @ params['w']) ** 2)
+
+
+PARAMS = {'w': normal(8, 4)}
+
+
+@user(('psum', 'loss'))
+def missing_psum(helper: MeshShardingHelper) -> Step:
+    """Each device has its own loss, and says that all have the same."""
+
+    def step(params: Any, x: Any) -> Any:
+        return {'loss': _loss(params, x), 'rows': lax.psum(x.shape[0], 'fsdp')}
+
+    return _rows(helper, step, PARAMS, normal(16, 8))
+
+
+@user(('w', 'psum'))
+def gradient_of_own_rows(helper: MeshShardingHelper) -> Step:
+    """The loss is averaged over devices, and its gradient is not."""
+
+    def step(params: Any, x: Any) -> Any:
+        loss, gradient = jax.value_and_grad(_loss)(params, x)
+        return {'loss': lax.pmean(loss, 'fsdp'), 'gradient': gradient}
+
+    return _rows(helper, step, PARAMS, normal(16, 8))
+
+
+@user(('loss', 'psum'))
+def mean_over_own_rows_summed_up(helper: MeshShardingHelper) -> Step:
+    """Means of parts are added up: as many times too large as there are parts."""
+
+    def step(params: Any, x: Any) -> Any:
+        return {'loss': lax.psum(_loss(params, x), 'fsdp')}
+
+    return _rows(helper, step, PARAMS, normal(16, 8))
+
+
+@user(('loss',))
+def mean_of_means_of_unequal_counts(helper: MeshShardingHelper) -> Step:
+    """Parts count alike, however many tokens they have."""
+
+    def step(params: Any, x: Any, mask: Any) -> Any:
+        each = jnp.mean(jnp.tanh(x @ params['w']) ** 2, axis=-1)
+        return {'loss': lax.pmean(jnp.sum(each * mask) / jnp.maximum(mask.sum(), 1), 'fsdp')}
+
+    mask = (np.arange(16) % 7 < np.arange(16) / 3).astype(np.float32)
+    return _rows(helper, step, PARAMS, normal(16, 8), mask)
+
+
+@user(('w',))
+def gradient_through_a_psum(helper: MeshShardingHelper) -> Step:
+    """Without the check, the transpose of a `psum` is one more `psum`."""
+
+    def step(params: Any, x: Any) -> Any:
+        gradient = jax.grad(lambda params: lax.pmean(_loss(params, x), 'fsdp'))(params)
+        return lax.psum(gradient, 'fsdp')
+
+    return _rows(helper, step, PARAMS, normal(16, 8))
+
+
+@user((), source='https://github.com/jax-ml/jax/issues/36886')
+def gradient_of_each_row_by_what_all_devices_have(helper: MeshShardingHelper) -> Step:
+    """The gradient by a value that devices have in common is summed over them."""
+
+    def step(params: Any, x: Any) -> Any:
+        return jax.vmap(lambda row: jax.grad(lambda w: jnp.sum(jnp.sin(row @ w)))(params['w']))(x)
+
+    given = P(), P('fsdp')
+    fun = mapped(helper, step, given, P('fsdp'), check_vma=True)
+    return helper.sjit(fun, in_shardings=given), (PARAMS, normal(16, 8))
+
+
+@user(('norm',))
+def norm_counts_what_devices_have_in_common(helper: MeshShardingHelper) -> Step:
+    """The squares of a bias, which each device has whole, are counted once for each of them."""
+
+    def step(params: Any) -> Any:
+        squares = jax.tree.map(lambda x: jnp.sum(x * x), params)
+        norm = jnp.sqrt(lax.psum(squares['w'] + squares['bias'], 'tp'))
+        return {'norm': norm, **jax.tree.map(lambda x: x / norm, params)}
+
+    given = ({'w': P(None, 'tp'), 'bias': P()},)
+    fun = mapped(helper, step, given, {'norm': P(), **given[0]})
+    return helper.sjit(fun, in_shardings=given), ({'w': normal(8, 4), 'bias': 3 * normal(16)},)
+
+
+@user(('axis_index',))
+def position_by_another_axis(helper: MeshShardingHelper) -> Step:
+    """Rows are over one axis, and their numbers are taken of another one."""
+
+    def step(scale: Any, x: Any) -> Any:
+        first = lax.axis_index('tp') * x.shape[0]
+        return x * scale * (first + jnp.arange(x.shape[0]))[:, None]
+
+    return _rows(helper, step, np.float32(0.5), normal(16, 8), out=P('fsdp'))
+
+
+@user(('w', 'axis_index'))
+def first_device_alone_decays(helper: MeshShardingHelper) -> Step:
+    """What only the first device does, which on one device is all there is."""
+
+    def step(params: Any, x: Any) -> Any:
+        gradient = lax.pmean(jax.grad(_loss)(params, x), 'fsdp')
+        is_first = lax.axis_index('fsdp') == 0
+        return jax.tree.map(lambda w, g: w - 0.1 * g - jnp.where(is_first, 0.1 * w, 0), params, gradient)
+
+    return _rows(helper, step, PARAMS, normal(16, 8))
+
+
+@user(('dot_general',), mesh=FSDP)
+def causal_mask_of_own_tokens(helper: MeshShardingHelper) -> Step:
+    """Queries are split by tokens, and each device takes its first one for the first of all."""
+
+    def step(key: Any, query: Any) -> Any:
+        scores = query @ key.T
+        is_before = jnp.arange(query.shape[0])[:, None] >= jnp.arange(key.shape[0])
+        return jax.nn.softmax(jnp.where(is_before, scores, -jnp.inf)) @ key
+
+    return _rows(helper, step, normal(16, 8), normal(16, 8, seed=1), out=P('fsdp'))
+
+
+@user(('loss',))
+def softmax_over_own_vocabulary(helper: MeshShardingHelper) -> Step:
+    """The logarithm of the sum of exponentials is that of a part of the vocabulary."""
+
+    def step(table: Any, x: Any, labels: Any) -> Any:
+        logits = x @ table.T
+        first = lax.axis_index('tp') * table.shape[0]
+        is_label = jnp.arange(table.shape[0]) + first == labels[:, None]
+        target = lax.psum(jnp.sum(jnp.where(is_label, logits, 0), -1), 'tp')
+        return {'loss': lax.pmean(jnp.mean(jax.nn.logsumexp(logits, -1) - target), ('fsdp', 'tp'))}
+
+    given = P('tp'), P('fsdp'), P('fsdp')
+    fun = mapped(helper, step, given, P())
+    return helper.sjit(fun, in_shardings=given), (normal(16, 8), normal(8, 8), integers(16, 8))
+
+
+@user(('all_gather',))
+def gathered_in_another_order(helper: MeshShardingHelper) -> Step:
+    """Rows over two axes are gathered with the axes the other way around."""
+
+    def step(x: Any) -> Any:
+        return lax.all_gather(x, ('tp', 'fsdp'), tiled=True)
+
+    given = (P(('fsdp', 'tp')),)
+    return helper.sjit(mapped(helper, step, given, P()), in_shardings=given), (normal(16, 4),)
+
+
+@user(('mean',))
+def batch_statistics_of_own_rows(helper: MeshShardingHelper) -> Step:
+    """Batch normalization by the mean and variance of the rows of a device."""
+
+    def step(scale: Any, x: Any) -> Any:
+        return {'normed': scale * (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-5), 'mean': x.mean(0)}
+
+    return _rows(helper, step, normal(8), normal(16, 8), out={'normed': P('fsdp'), 'mean': P()})
+
+
+@user(('random',))
+def dropout_keyed_by_device(helper: MeshShardingHelper) -> Step:
+    """The mask of a row depends on the device that has it."""
+
+    def step(key: Any, x: Any) -> Any:
+        key = jax.random.fold_in(key, lax.axis_index('fsdp'))
+        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), 2 * x, 0)
+
+    return _rows(helper, step, jax.random.key(0), normal(16, 8), out=P('fsdp'))
+
+
+@user(('random',))
+def dropout_alike_on_all_devices(helper: MeshShardingHelper) -> Step:
+    """Devices draw the same mask for different rows."""
+
+    def step(key: Any, x: Any) -> Any:
+        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), 2 * x, 0)
+
+    return _rows(helper, step, jax.random.key(0), normal(16, 8), out=P('fsdp'))
+
+
+@user(('custom_vjp', 'w'))
+def custom_gradient_forgets_an_axis(helper: MeshShardingHelper) -> Step:
+    """A product by columns sends back the gradient of a device's own columns."""
+
+    @jax.custom_vjp
+    def product(x: Any, w: Any) -> Any:
+        return x @ w
+
+    def backward(kept: Any, g: Any) -> Any:
+        x, w = kept
+        return g @ w.T, x.T @ g  # the first one lacks a psum over tp
+
+    product.defvjp(lambda x, w: (x @ w, (x, w)), backward)
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            hidden = jnp.tanh(x @ params['first'])
+            return jnp.sum(jnp.sin(product(hidden, params['w'])))
+
+        return jax.tree.map(lambda g: lax.psum(g, 'fsdp'), jax.grad(loss)(params))
+
+    specs = {'first': P(), 'w': P(None, 'tp')}
+    fun = mapped(helper, step, (specs, P('fsdp')), specs)
+    args = {'first': normal(8, 6), 'w': normal(6, 4)}, normal(16, 8)
+    return helper.sjit(fun, in_shardings=(specs, P('fsdp'))), args
+
+
+@user(('callback',))
+def callback_on_own_rows(helper: MeshShardingHelper) -> Step:
+    """A function of numpy that normalizes what it gets, and gets the rows of a device."""
+
+    def standardized(x: Any) -> Any:
+        x = np.asarray(x)
+        return ((x - x.mean(0)) / (x.std(0) + 1e-3)).astype(np.float32)
+
+    def step(scale: Any, x: Any) -> Any:
+        return scale * jax.pure_callback(standardized, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    return _rows(helper, step, np.float32(2), normal(16, 8), out=P('fsdp'))
+
+
+@user(('custom_partitioning',))
+def custom_partitioning_by_a_wrong_rule(helper: MeshShardingHelper) -> Step:
+    """The rule says that columns are independent, and a softmax over them is not."""
+
+    def columns(x: Any) -> Any:
+        return jax.nn.softmax(x)
+
+    def partition(mesh: Any, args: Any, result: Any) -> Any:
+        return mesh, columns, args[0].sharding, (args[0].sharding,)
+
+    softmax = custom_partitioning(columns)
+    softmax.def_partition(partition=partition, sharding_rule='b c -> b c')
+
+    def step(w: Any, x: Any) -> Any:
+        return softmax(x @ w)
+
+    return helper.sjit(step, in_shardings=(P(None, 'tp'), P('fsdp'))), (normal(8, 6), normal(16, 8))
+
+
+@user(('normed',))
+def sharded_op_by_a_wrong_rule(helper: MeshShardingHelper) -> Step:
+    """The same of `scalax.custom_op`: the columns of a norm are said to be independent."""
+
+    @sharded_op('b c -> b c')
+    def normed(ctx: Any, x: Any) -> Any:
+        return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True))
+
+    def step(w: Any, x: Any) -> Any:
+        return {'normed': normed(x @ w)}
+
+    return helper.sjit(step, in_shardings=(P(None, 'tp'), P('fsdp'))), (normal(8, 6), normal(16, 8))
+
+
+@user(('psum',))
+def sharded_op_sums_twice(helper: MeshShardingHelper) -> Step:
+    """Partial products are added up, and added up once more."""
+
+    @sharded_op('b c, c d -> b d', reduction_factors=('c',), check_vma=False)
+    def product(ctx: Any, x: Any, w: Any) -> Any:
+        return ctx.psum(ctx.psum(x @ w, 'c'), 'c')
+
+    return helper.sjit(product, in_shardings=(P(None, 'tp'), P('tp'))), (normal(16, 8), normal(8, 6))
