@@ -215,6 +215,87 @@ def gradient_of_a_lookup_in_a_reduced_table(helper: MeshShardingHelper) -> Step:
     return helper.sjit(step, in_shardings=(P(), P('fsdp', 'tp'), P('fsdp', 'tp'))), args
 
 
+@partitioner(('embedding', 'scatter-add'), mesh={'fsdp': 2, 'sp': 2, 'tp': 2})
+def gradient_of_the_next_token_loss(helper: MeshShardingHelper) -> Step:
+    """Tokens are split by sequence, and all but the last one are looked up: an odd number of them.
+
+    XLA pads them, and adds up what is in the padding where some axis has no part of the tokens.
+    """
+
+    def step(params: Any, tokens: Any) -> Any:
+        def loss(params: Any) -> Any:
+            logits = params['embedding'][tokens[:, :-1]] @ params['embedding'].T
+            right = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)
+            return -jnp.mean(right)
+
+        return jax.grad(loss)(params)
+
+    args = {'embedding': normal(16, 8)}, integers(16, 8, 8)
+    return helper.sjit(step, in_shardings=(P(), P('fsdp', 'sp'))), args
+
+
+@partitioner(('scatter-add',))
+def counts_of_all_but_the_last(helper: MeshShardingHelper) -> Step:
+    """The same of counts, which are integers: what is in the padding is counted."""
+
+    def step(groups: Any) -> Any:
+        return jnp.bincount(groups[:-1], length=8)
+
+    return jitted(helper, step, P('fsdp')), (integers(8, 16),)
+
+
+@partitioner(('scatter-max',))
+def largest_of_each_group_but_the_first(helper: MeshShardingHelper) -> Step:
+    """The same of maxima."""
+
+    def step(x: Any, groups: Any) -> Any:
+        return jax.ops.segment_max(x[1:], groups[1:], 4)
+
+    return jitted(helper, step, P('tp'), P('tp')), (normal(16, 4) - 3, integers(4, 16))
+
+
+def _conv(images: Any, kernel: Any) -> Any:
+    numbers = ('NHWC', 'HWIO', 'NHWC')
+    return lax.conv_general_dilated(images, kernel, (1, 1), 'SAME', dimension_numbers=numbers)
+
+
+@partitioner(('kernel', 'conv_general_dilated'))
+def gradient_of_a_convolution_split_by_height(helper: MeshShardingHelper) -> Step:
+    """As many times too large as devices have the same part of the images; without any groups."""
+
+    def step(params: Any, images: Any) -> Any:
+        return jax.grad(lambda params: jnp.sum(jnp.sin(_conv(images, params['kernel']))))(params)
+
+    args = {'kernel': normal(3, 3, 4, 8)}, normal(4, 8, 8, 4)
+    return helper.sjit(step, in_shardings=(P(), P(None, 'tp'))), args
+
+
+@partitioner(('conv_general_dilated',))
+def convolution_split_by_height_and_channels(helper: MeshShardingHelper) -> Step:
+    """The result itself: as many times too large as the kernel's channels have parts."""
+
+    def step(kernel: Any, images: Any) -> Any:
+        return _conv(images, kernel)
+
+    args = normal(3, 3, 4, 8), normal(4, 8, 8, 4)
+    return helper.sjit(step, in_shardings=(P(None, None, None, 'fsdp'), P(None, 'tp'))), args
+
+
+@partitioner(('images', 'select_and_scatter_add'))
+def gradient_of_a_max_pool_split_by_height(helper: MeshShardingHelper) -> Step:
+    """Windows that overlap, over rows that other devices have."""
+
+    def step(images: Any) -> Any:
+        def loss(images: Any) -> Any:
+            window = (1, 3, 3, 1)
+            pooled = lax.reduce_window(images['images'], -jnp.inf, lax.max, window, (1, 1, 1, 1), 'SAME')
+            return jnp.sum(jnp.sin(pooled))
+
+        return jax.grad(loss)(images)
+
+    return helper.sjit(step, in_shardings=(P('fsdp', 'tp'),)), ({'images': normal(4, 8, 8, 4)},)
+
+
 # Users
 
 
