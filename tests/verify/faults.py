@@ -11,20 +11,26 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
 from jax import lax
+from jax.experimental import pallas
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from scalax._follow import accumulations, loops_over_rows, matrices, orders, rows_by_number, run
+from scalax._jax import kernels
+from scalax._jaxprs import dims
+from scalax._transforms.sjit import dispatch
 from scalax.custom_op import sharded_op
-from scalax.sharding import MeshShardingHelper
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
 """A step and its arguments."""
@@ -575,3 +581,370 @@ def sharded_op_sums_twice(helper: MeshShardingHelper) -> Step:
         return ctx.psum(ctx.psum(x @ w, 'c'), 'c')
 
     return helper.sjit(product, in_shardings=(P(None, 'tp'), P('tp'))), (normal(16, 8), normal(8, 6))
+
+
+# scalax's own pass, with a mistake in it
+
+
+def seeded(expects: tuple[str, ...], *changes: tuple[Any, str, Any], **options: Any) -> Callable[[Any], Any]:
+    """Adds a fault of the pass: while the step is traced, these attributes of these modules are others."""
+
+    @contextlib.contextmanager
+    def put_in() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for where, name, value in changes:
+                stack.enter_context(mock.patch.object(where, name, value))
+            yield
+
+    return fault('pass', expects, seeded=put_in, **options)
+
+
+def always(answer: Any) -> Callable[..., Any]:
+    """A function that answers always the same."""
+    return lambda *args, **kwargs: answer
+
+
+def alone(value: Any, *args: Any, **kwargs: Any) -> Any:
+    """The value of a device, of which a collective would make that of all."""
+    return value
+
+
+def twice(value: Any, axes: Any) -> Any:
+    """What is added up over devices, and then once more."""
+    return parallel_sum(parallel_sum(value, axes), axes)
+
+
+parallel_sum = lax.psum
+
+
+class Module:
+    """A module with other functions."""
+
+    def __init__(self, module: Any, **functions: Any) -> None:
+        self._module = module
+        self.__dict__.update(functions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _kernel(body: Any, blocks: int, **options: Any) -> Callable[[Any], Any]:
+    """A kernel of Pallas that walks over the rows of an array in blocks."""
+
+    def call(x: Any) -> Any:
+        rows = pallas.BlockSpec((len(x) // blocks, x.shape[1]), lambda i: (i, 0))
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        given = {'grid': (blocks,), 'in_specs': [rows], 'out_specs': rows, 'interpret': True, **options}
+        return pallas.pallas_call(body, **{'out_shape': like, **given})(x)
+
+    return call
+
+
+ON_DEVICES = (kernels, 'is_interpreted', always(False))
+"""Kernels that are interpreted are dealt to devices, as those of hardware are."""
+
+
+def _followed(helper: MeshShardingHelper, fun: Any, *args: Any, rule: Any = None) -> Step:
+    """A function of weights that are sharded and of a batch, whose rows are followed."""
+    rule = rule or FSDPShardingRule('fsdp', min_fsdp_size=1)
+    return helper.sjit(fun, in_shardings=(rule, P('fsdp'))), args
+
+
+@seeded(('pallas_call',), ON_DEVICES, (kernels, '_steps_are_apart', always(True)), mesh=FSDP)
+def kernel_that_asks_for_its_step(helper: MeshShardingHelper) -> Step:
+    """Dealt to devices, it gets the number of a device's own step."""
+
+    def body(x: Any, out: Any) -> None:
+        out[...] = x[...] * (1 + pallas.program_id(0)).astype(jnp.float32)
+
+    kernel = _kernel(body, 8)
+    return _followed(helper, lambda w, x: kernel(x @ w), normal(8, 8), normal(16, 8))
+
+
+@seeded(
+    ('total', 'pallas_call'),
+    ON_DEVICES,
+    (kernels, '_walks_apart', always(True)),
+    (kernels, '_steps_are_apart', always(True)),
+    mesh=FSDP,
+)
+def kernel_that_adds_up_over_its_steps(helper: MeshShardingHelper) -> Step:
+    """A missing sum: each device adds up its own rows."""
+
+    def body(x: Any, doubled: Any, total: Any) -> None:
+        doubled[...] = 2 * x[...]
+
+        @pallas.when(pallas.program_id(0) == 0)
+        def _() -> None:
+            total[...] = jnp.zeros_like(total)
+
+        total[...] += x[...].sum(0, keepdims=True)
+
+    rows = pallas.BlockSpec((2, 8), lambda i: (i, 0))
+    whole = pallas.BlockSpec((1, 8), lambda i: (0, 0))
+    like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 8), (1, 8))]
+    kernel = _kernel(body, 8, out_specs=[rows, whole], out_shape=like)
+
+    def step(w: Any, x: Any) -> Any:
+        doubled, total = kernel(x @ w)
+        return {'doubled': doubled, 'total': total}
+
+    return _followed(helper, step, normal(8, 8), normal(16, 8))
+
+
+def _by_experts(w: Any, x: Any, *, back: Any = None) -> Any:
+    """Tokens that are sorted by expert, multiplied in groups, and put back."""
+    expert = jnp.argmax(x @ w['router'], -1)
+    order = jnp.argsort(expert)
+    sizes = jnp.bincount(expert, length=4)
+    hidden = jnp.tanh(lax.ragged_dot(x[order], w['up'], sizes))
+    out = lax.ragged_dot(hidden, w['down'], sizes)
+    return out[jnp.argsort(order)] if back is None else back(out, order)
+
+
+EXPERTS = {'router': normal(8, 4), 'up': normal(4, 8, 12) / 3, 'down': normal(4, 12, 8) / 3}
+COLUMNS = {'router': P(), 'up': P(None, 'fsdp', 'tp'), 'down': P(None, 'tp', 'fsdp')}
+
+
+@seeded(('ragged_dot_general',), (lax, 'psum', alone))
+def experts_without_a_sum(helper: MeshShardingHelper) -> Step:
+    """A missing sum: hidden columns are split, and their products are not added up."""
+
+    def step(w: Any, x: Any) -> Any:
+        sizes = jnp.asarray([10, 20, 0, 34])
+        return lax.ragged_dot(jnp.tanh(lax.ragged_dot(x, w['up'], sizes)), w['down'], sizes)
+
+    return _followed(helper, step, EXPERTS, normal(64, 8), rule=COLUMNS)
+
+
+@seeded(('ragged_dot_general',), (lax, 'axis_index', always(np.int32(0))))
+def experts_of_the_first_device(helper: MeshShardingHelper) -> Step:
+    """Each device takes its rows for the first ones, and multiplies them with the first experts."""
+
+    def step(w: Any, x: Any) -> Any:
+        return lax.ragged_dot(x, w['up'], jnp.asarray([10, 20, 0, 34]))
+
+    return _followed(helper, step, EXPERTS, normal(64, 8))
+
+
+@seeded(('sort',), (orders, '_require', always(None)), mesh=FSDP)
+def order_of_the_sort_is_seen(helper: MeshShardingHelper) -> Step:
+    """Devices sort their own rows, and what comes out shows in which order all are."""
+
+    def step(w: Any, x: Any) -> Any:
+        def back(out: Any, order: Any) -> Any:
+            return jnp.cumsum(out, axis=0)[jnp.argsort(order)]
+
+        return _by_experts(w, x, back=back)
+
+    return _followed(helper, step, EXPERTS, normal(64, 8))
+
+
+def _wrong_argmax(equation: Any) -> dims.Dims:
+    """The rule of `argmax` as if it kept rows that it looks through."""
+    return dims.Dims(((((0, 0),),),))
+
+
+@seeded(
+    ('sort',),
+    (dims, 'RULES', {**dims.RULES, 'reduce_max': _wrong_argmax}),
+    (orders, '_TOTALS', frozenset()),
+    (orders, '_is_each', always(True)),
+    (orders._Order, '_is_uniform', always(True)),
+    mesh=FSDP,
+)
+def wrong_trail_of_rows_that_are_looked_through(helper: MeshShardingHelper) -> Step:
+    """The trail of a running maximum says that each row has one of its own."""
+
+    def step(w: Any, x: Any) -> Any:
+        def back(out: Any, order: Any) -> Any:
+            return (out * jnp.arange(len(out), dtype=out.dtype)[:, None])[jnp.argsort(order)]
+
+        return _by_experts(w, x, back=back)
+
+    return _followed(helper, step, EXPERTS, normal(64, 8))
+
+
+def _over_rows(helper: MeshShardingHelper, each: Any, first: Any) -> Step:
+    """A loop over the rows of a batch."""
+
+    def step(w: Any, x: Any) -> Any:
+        last, rows = lax.scan(lambda state, row: each(w, state, row), first, x)
+        return {'last': last, 'rows': rows}
+
+    return _followed(helper, step, normal(8, 8) / 3, normal(64, 8))
+
+
+@seeded(('last', 'scan'), (loops_over_rows, 'added_by_round', always([])), mesh=FSDP)
+def running_average_taken_for_a_sum(helper: MeshShardingHelper) -> Step:
+    """Devices run over their own rows, and the order of all rows counts."""
+
+    def each(w: Any, state: Any, row: Any) -> Any:
+        out = jnp.tanh(row @ w)
+        return 0.9 * state + out, out
+
+    return _over_rows(helper, each, jnp.zeros(8))
+
+
+@seeded(
+    ('last', 'scan'),
+    (loops_over_rows, 'jnp', Module(jnp, zeros=lambda shape, dtype: jnp.full(shape, 0.5, dtype))),
+    mesh=FSDP,
+)
+def each_device_begins_its_sum_with_something(helper: MeshShardingHelper) -> Step:
+    """A doubled sum: what the loop begins with is added up over devices."""
+
+    def each(w: Any, state: Any, row: Any) -> Any:
+        out = jnp.tanh(row @ w)
+        return state + out, out
+
+    return _over_rows(helper, each, jnp.full(8, 0.5))
+
+
+@seeded(
+    ('rows', 'scan'),
+    (
+        loops_over_rows,
+        'jnp',
+        Module(jnp, moveaxis=lambda x, a, b: x if x.shape[0] == 4 else jnp.moveaxis(x, a, b)),
+    ),
+    mesh={'fsdp': 8},
+)
+def rows_put_together_in_a_transposed_order(helper: MeshShardingHelper) -> Step:
+    """A transposed dimension: the first row of each device comes first."""
+
+    def each(w: Any, state: Any, row: Any) -> Any:
+        out = jnp.tanh(row @ w)
+        return state + out, out
+
+    def step(w: Any, x: Any) -> Any:
+        last, rows = lax.scan(lambda state, row: each(w, state, row), jnp.zeros(8), x)
+        return {'last': last, 'rows': rows}
+
+    return _followed(helper, step, normal(8, 8) / 3, normal(32, 8))
+
+
+def _is_handed_on(var: Any, out: Any, makers: Any) -> bool:
+    """As if keys were handed on from round to round."""
+    return out is var or jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.prng_key)
+
+
+@seeded(('rows', 'random_bits'), (loops_over_rows, '_is_same', _is_handed_on), mesh=FSDP)
+def random_key_used_again_in_each_round(helper: MeshShardingHelper) -> Step:
+    """A loop that splits its key in each round draws with the first one in all."""
+
+    def each(w: Any, key: Any, row: Any) -> Any:
+        key, used = jax.random.split(key)
+        return key, jnp.where(jax.random.bernoulli(used, 0.5, (8,)), row @ w, 0)
+
+    return _over_rows(helper, each, jax.random.key(0))
+
+
+@seeded(('rng_bit_generator',), (loops_over_rows, 'draws_alike', always(True)), mesh=FSDP)
+def random_key_of_one_device_used_by_all(helper: MeshShardingHelper) -> Step:
+    """Mapped over devices, keys of this kind draw with the first one alone."""
+
+    def step(w: Any, x: Any) -> Any:
+        key = jax.random.key(0, impl='rbg')
+
+        def noisy(given: Any) -> Any:
+            row, number = given
+            return row @ w + jax.random.normal(jax.random.fold_in(key, number), (8,))
+
+        return lax.map(noisy, (x, jnp.arange(len(x))))
+
+    return _followed(helper, step, normal(8, 8) / 3, normal(64, 8))
+
+
+@seeded(('scan',), (rows_by_number, '_is_number', always(True)), mesh=FSDP)
+def row_of_another_number(helper: MeshShardingHelper) -> Step:
+    """A loop that takes the last row first gets the first one."""
+
+    def step(w: Any, x: Any) -> Any:
+        return lax.map(lambda i: jnp.tanh(x[len(x) - 1 - i] @ w), jnp.arange(len(x)))
+
+    return _followed(helper, step, normal(8, 8) / 3, normal(64, 8))
+
+
+@seeded(
+    ('w', 'scan'),
+    (accumulations, '_LINEAR', accumulations._LINEAR | {'tanh'}),
+    mesh=FSDP,
+)
+def sum_taken_through_what_is_not_linear(helper: MeshShardingHelper) -> Step:
+    """A rewritten loop: the tanh of a sum in place of the sum of tanhs."""
+
+    def step(w: Any, x: Any) -> Any:
+        def each(total: Any, rows: Any) -> Any:
+            return total + jnp.tanh(rows.T @ (rows @ w)).reshape(2, 4, 8), None
+
+        total, _ = lax.scan(each, jnp.zeros((2, 4, 8)), x.swapaxes(0, 1))
+        return {'w': total}
+
+    return _followed(helper, step, normal(8, 8) / 3, normal(16, 6, 8))
+
+
+@seeded(('kernel', 'conv_general_dilated'), (lax, 'psum', alone))
+def mended_convolution_without_its_sum(helper: MeshShardingHelper) -> Step:
+    """A missing sum: the gradient of a depthwise convolution is that of a device's own rows."""
+    _, args = _conv_gradient(helper, 16)
+    return helper.sjit(_depthwise_gradient, in_shardings=(P(), P('fsdp'))), args
+
+
+@seeded(('kernel', 'conv_general_dilated'), (lax, 'psum', twice))
+def mended_convolution_summed_up_twice(helper: MeshShardingHelper) -> Step:
+    """A doubled sum: the same gradient, added up over devices that have it already."""
+    _, args = _conv_gradient(helper, 16)
+    return helper.sjit(_depthwise_gradient, in_shardings=(P(), P('fsdp'))), args
+
+
+def _depthwise_gradient(params: Any, images: Any) -> Any:
+    return jax.grad(lambda params: jnp.sum(jnp.sin(_grouped(images, params['kernel'], 16))))(params)
+
+
+@seeded(('kernel', 'conv_general_dilated'), (dispatch, 'with_right_gradients', lambda jaxpr, *_, **__: jaxpr))
+def convolution_that_is_not_mended(helper: MeshShardingHelper) -> Step:
+    """The gradient of a depthwise convolution as XLA has it."""
+    _, args = _conv_gradient(helper, 16)
+    return helper.sjit(_depthwise_gradient, in_shardings=(P(), P('fsdp'))), args
+
+
+@seeded(('dynamic_update_slice',), (run, 'within_bounds', lambda equation: equation), mesh=FSDP)
+def row_out_of_bounds_that_is_not_mended(helper: MeshShardingHelper) -> Step:
+    """A row written out of bounds, as XLA has it where devices have rows."""
+
+    def step(w: Any, x: Any, number: Any) -> Any:
+        return lax.dynamic_update_slice(x @ w, 3 * jnp.ones((1, 8)), (number, 0))
+
+    args = normal(8, 8), normal(16, 8), np.int32(17)
+    return helper.sjit(step, in_shardings=(P(), P('fsdp'), P())), args
+
+
+def _next_ones(function: Any, stack: Any, free: Any) -> Any:
+    return [jnp.roll(x, 1, 0) for x in matrices_of_stack(function, stack, free)]
+
+
+matrices_of_stack = matrices._of_stack
+
+
+@seeded(
+    ('q', 'dot_general'),
+    (matrices, '_BEGIN', 0),
+    (matrices, '_pays', always(True)),
+    (matrices, '_of_stack', _next_ones),
+)
+def matrices_given_back_to_others(helper: MeshShardingHelper) -> Step:
+    """Devices compute whole matrices of an optimizer, and each matrix gets that of its neighbour."""
+
+    def orthogonal(x: Any) -> Any:
+        x = x / jnp.linalg.norm(x)
+        for _ in range(3):
+            x = 1.5 * x - 0.5 * x @ (x.T @ x)
+        return x
+
+    def step(params: Any, x: Any) -> Any:
+        gradient = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w['q']) @ w['o']))(params)
+        return jax.tree.map(lambda w, g: w - 0.1 * orthogonal(g), params, gradient)
+
+    params = {'q': normal(16, 16) / 4, 'o': normal(16, 16, seed=1) / 4}
+    return _followed(helper, step, params, normal(64, 16), rule=P('fsdp', 'tp'))
