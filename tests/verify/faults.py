@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 from unittest import mock
 
@@ -30,7 +30,7 @@ from scalax._jax import kernels
 from scalax._jaxprs import dims
 from scalax._transforms.sjit import dispatch
 from scalax.custom_op import sharded_op
-from scalax.sharding import FSDPShardingRule, MeshShardingHelper
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
 """A step and its arguments."""
@@ -628,20 +628,48 @@ class Module:
         return getattr(self._module, name)
 
 
-def _kernel(body: Any, blocks: int, **options: Any) -> Callable[[Any], Any]:
-    """A kernel of Pallas that walks over the rows of an array in blocks."""
-
-    def call(x: Any) -> Any:
-        rows = pallas.BlockSpec((len(x) // blocks, x.shape[1]), lambda i: (i, 0))
-        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        given = {'grid': (blocks,), 'in_specs': [rows], 'out_specs': rows, 'interpret': True, **options}
-        return pallas.pallas_call(body, **{'out_shape': like, **given})(x)
-
-    return call
+def _numbered(x: Any, out: Any) -> None:
+    out[...] = x[...] * (1 + pallas.program_id(0)).astype(jnp.float32)
 
 
-ON_DEVICES = (kernels, 'is_interpreted', always(False))
-"""Kernels that are interpreted are dealt to devices, as those of hardware are."""
+def _added_up(x: Any, doubled: Any, total: Any) -> None:
+    doubled[...] = 2 * x[...]
+
+    @pallas.when(pallas.program_id(0) == 0)
+    def _() -> None:
+        total[...] = jnp.zeros_like(total)
+
+    total[...] += x[...].sum(0, keepdims=True)
+
+
+def _of_rows(body: Any, with_total: bool, x: Any) -> Any:
+    """A kernel of Pallas that walks over the rows of an array, two at a time; of all it may have a total."""
+    rows = pallas.BlockSpec((2, x.shape[1]), lambda i: (i, 0))
+    whole = pallas.BlockSpec((1, x.shape[1]), lambda i: (0, 0))
+    like = [jax.ShapeDtypeStruct((count, x.shape[1]), x.dtype) for count in (len(x), 1)]
+    count = 1 + with_total
+    return pallas.pallas_call(
+        body,
+        like[:count],
+        grid=(len(x) // 2,),
+        in_specs=[rows],
+        out_specs=[rows, whole][:count],
+        interpret=True,
+    )(x)
+
+
+def _dealt(kernel: Callable[[Any], Any]) -> Sequence[tuple[Any, str, Any]]:
+    """A kernel that is interpreted is dealt to devices, as those of hardware are, whatever it does."""
+
+    def run_part(equation: Any, operands: Any, shards: Any) -> Any:
+        return [*kernel(*operands)]
+
+    changes = {'is_interpreted': always(False), '_steps_are_apart': always(True), 'run_part': run_part}
+    return [(kernels, name, value) for name, value in changes.items()]
+
+
+numbered = functools.partial(_of_rows, _numbered, False)
+added_up = functools.partial(_of_rows, _added_up, True)
 
 
 def _followed(helper: MeshShardingHelper, fun: Any, *args: Any, rule: Any = None) -> Step:
@@ -650,43 +678,18 @@ def _followed(helper: MeshShardingHelper, fun: Any, *args: Any, rule: Any = None
     return helper.sjit(fun, in_shardings=(rule, P('fsdp'))), args
 
 
-@seeded(('pallas_call',), ON_DEVICES, (kernels, '_steps_are_apart', always(True)), mesh=FSDP)
+@seeded(('pallas_call',), *_dealt(numbered), mesh=FSDP)
 def kernel_that_asks_for_its_step(helper: MeshShardingHelper) -> Step:
     """Dealt to devices, it gets the number of a device's own step."""
-
-    def body(x: Any, out: Any) -> None:
-        out[...] = x[...] * (1 + pallas.program_id(0)).astype(jnp.float32)
-
-    kernel = _kernel(body, 8)
-    return _followed(helper, lambda w, x: kernel(x @ w), normal(8, 8), normal(16, 8))
+    return _followed(helper, lambda w, x: numbered(x @ w)[0], normal(8, 8), normal(16, 8))
 
 
-@seeded(
-    ('total', 'pallas_call'),
-    ON_DEVICES,
-    (kernels, '_walks_apart', always(True)),
-    (kernels, '_steps_are_apart', always(True)),
-    mesh=FSDP,
-)
+@seeded(('total', 'pallas_call'), *_dealt(added_up), (kernels, '_walks_apart', always(True)), mesh=FSDP)
 def kernel_that_adds_up_over_its_steps(helper: MeshShardingHelper) -> Step:
     """A missing sum: each device adds up its own rows."""
 
-    def body(x: Any, doubled: Any, total: Any) -> None:
-        doubled[...] = 2 * x[...]
-
-        @pallas.when(pallas.program_id(0) == 0)
-        def _() -> None:
-            total[...] = jnp.zeros_like(total)
-
-        total[...] += x[...].sum(0, keepdims=True)
-
-    rows = pallas.BlockSpec((2, 8), lambda i: (i, 0))
-    whole = pallas.BlockSpec((1, 8), lambda i: (0, 0))
-    like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 8), (1, 8))]
-    kernel = _kernel(body, 8, out_specs=[rows, whole], out_shape=like)
-
     def step(w: Any, x: Any) -> Any:
-        doubled, total = kernel(x @ w)
+        doubled, total = added_up(x @ w)
         return {'doubled': doubled, 'total': total}
 
     return _followed(helper, step, normal(8, 8), normal(16, 8))
@@ -703,7 +706,9 @@ def _by_experts(w: Any, x: Any, *, back: Any = None) -> Any:
 
 
 EXPERTS = {'router': normal(8, 4), 'up': normal(4, 8, 12) / 3, 'down': normal(4, 12, 8) / 3}
-COLUMNS = {'router': P(), 'up': P(None, 'fsdp', 'tp'), 'down': P(None, 'tp', 'fsdp')}
+COLUMNS = TreePathShardingRule(
+    ('router', P()), ('up', P(None, 'fsdp', 'tp')), ('down', P(None, 'tp', 'fsdp')), strict=True
+)
 
 
 @seeded(('ragged_dot_general',), (lax, 'psum', alone))
@@ -937,14 +942,17 @@ def matrices_given_back_to_others(helper: MeshShardingHelper) -> Step:
     """Devices compute whole matrices of an optimizer, and each matrix gets that of its neighbour."""
 
     def orthogonal(x: Any) -> Any:
-        x = x / jnp.linalg.norm(x)
+        x = x / jnp.linalg.norm(x, axis=(1, 2), keepdims=True)
         for _ in range(3):
-            x = 1.5 * x - 0.5 * x @ (x.T @ x)
+            x = 1.5 * x - 0.5 * x @ (x.swapaxes(1, 2) @ x)
         return x
 
     def step(params: Any, x: Any) -> Any:
-        gradient = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w['q']) @ w['o']))(params)
-        return jax.tree.map(lambda w, g: w - 0.1 * orthogonal(g), params, gradient)
+        def loss(params: Any) -> Any:
+            out, _ = lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params['q'])
+            return jnp.mean(out**2)
 
-    params = {'q': normal(16, 16) / 4, 'o': normal(16, 16, seed=1) / 4}
-    return _followed(helper, step, params, normal(64, 16), rule=P('fsdp', 'tp'))
+        return jax.tree.map(lambda w, g: w - 0.1 * orthogonal(g), params, jax.grad(loss)(params))
+
+    rule = TreePathShardingRule(('.*', P(None, 'fsdp', 'tp')))
+    return _followed(helper, step, {'q': normal(4, 16, 16) / 4}, normal(64, 16), rule=rule)
