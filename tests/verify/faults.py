@@ -745,29 +745,73 @@ def order_of_the_sort_is_seen(helper: MeshShardingHelper) -> Step:
     return _followed(helper, step, EXPERTS, normal(64, 8))
 
 
-def _wrong_argmax(equation: Any) -> dims.Dims:
-    """The rule of `argmax` as if it kept rows that it looks through."""
-    return dims.Dims(((((0, 0),),),))
+def _turned(rule: dims.Rule) -> dims.Rule:
+    """The rule with the dimensions of results the other way around, where their sizes do not show it."""
+
+    def wrong(equation: Any) -> dims.Dims:
+        right, shapes = rule(equation), [var.aval.shape for var in equation.outvars]
+        pairs = zip(right.results, shapes, strict=True)
+        results = [each[::-1] if len({*shape}) == 1 else each for each, shape in pairs]
+        return dataclasses.replace(right, results=tuple(results))
+
+    return wrong
 
 
-@seeded(
-    ('sort',),
-    (dims, 'RULES', {**dims.RULES, 'reduce_max': _wrong_argmax}),
-    (orders, '_TOTALS', frozenset()),
-    (orders, '_is_each', always(True)),
-    (orders._Order, '_is_uniform', always(True)),
-    mesh=FSDP,
-)
-def wrong_trail_of_rows_that_are_looked_through(helper: MeshShardingHelper) -> Step:
-    """The trail of a running maximum says that each row has one of its own."""
+def _swapped(rule: dims.Rule) -> dims.Rule:
+    """The rule with the first two dimensions of its operand swapped."""
 
-    def step(w: Any, x: Any) -> Any:
-        def back(out: Any, order: Any) -> Any:
-            return (out * jnp.arange(len(out), dtype=out.dtype)[:, None])[jnp.argsort(order)]
+    def wrong(equation: Any) -> dims.Dims:
+        def other(sources: Any) -> Any:
+            return tuple([(operand, 1 - dim) for operand, dim in sources])
 
-        return _by_experts(w, x, back=back)
+        right = rule(equation)
+        results = tuple([tuple(map(other, result)) for result in right.results])
+        return dims.Dims(results, tuple(map(other, right.summed)))
 
-    return _followed(helper, step, EXPERTS, normal(64, 8))
+    return wrong
+
+
+SQUARE = 64  # rows, and columns: else shapes show that a trail is wrong
+
+WRONG_TRAILS: Mapping[str, tuple[Callable[[dims.Rule], dims.Rule], Callable[[Any], Any]]] = {
+    'transpose': (_turned, lambda out: out.T),
+    'broadcast_in_dim': (_turned, lambda out: lax.broadcast_in_dim(out.sum(1), out.shape, (1,))),
+    'dot_general': (_turned, lambda out: (out @ (normal(SQUARE, SQUARE) / 8)).T),
+    'reshape': (_turned, lambda out: lax.reshape(lax.expand_dims(out, [1]), (SQUARE, SQUARE)).T),
+    'squeeze': (_turned, lambda out: lax.squeeze(lax.expand_dims(out, [1]) * 2, [1]).T),
+    'top_k': (_turned, lambda out: lax.top_k(out, SQUARE)[0].T),
+    'argmax': (_swapped, lambda out: jnp.argmax(out, 0)),
+    'argmin': (_swapped, lambda out: jnp.argmin(out, 0)),
+    'reduce_prod': (_swapped, lambda out: jnp.prod(1 + out / 4, 0)),
+}
+"""Primitive -> its rule made wrong, and what is computed of sorted rows, which has others where they were."""
+
+
+def _wrong_trail(name: str) -> None:
+    """Adds a fault: a wrong trail in what is sorted by expert.
+
+    A trail says where constraints are put, which change no value. It also says what has rows between a sort
+    and where these are put back, and there a wrong one does: devices sort their own rows, where the order of
+    all is seen.
+    """
+    wrong, computed = WRONG_TRAILS[name]
+
+    def make(helper: MeshShardingHelper) -> Step:
+        def step(w: Any, x: Any) -> Any:
+            expert = jnp.argmax(x[:, :4], -1) if name != 'argmax' else lax.top_k(x[:, :4], 1)[1][:, 0]
+            order = jnp.argsort(expert)
+            out = jnp.tanh(lax.ragged_dot(x[order], w['up'], jnp.bincount(expert, length=4)))
+            return computed(out)[jnp.argsort(order)]
+
+        return _followed(helper, step, {'up': normal(4, 8, SQUARE) / 3}, normal(SQUARE, 8))
+
+    make.__name__ = f'wrong_trail_of_{name}'
+    rules = {**dims.RULES, name: wrong(dims.RULES[name])}
+    seeded(('sort',), (dims, 'RULES', rules), mesh=FSDP)(make)
+
+
+for _name in WRONG_TRAILS:
+    _wrong_trail(_name)
 
 
 def _over_rows(helper: MeshShardingHelper, each: Any, first: Any) -> Step:
@@ -925,27 +969,8 @@ def row_out_of_bounds_that_is_not_mended(helper: MeshShardingHelper) -> Step:
     return helper.sjit(step, in_shardings=(P(), P('fsdp'), P())), args
 
 
-def _next_ones(function: Any, stack: Any, free: Any) -> Any:
-    return [jnp.roll(x, 1, 0) for x in matrices_of_stack(function, stack, free)]
-
-
-matrices_of_stack = matrices._of_stack
-
-
-@seeded(
-    ('q', 'dot_general'),
-    (matrices, '_BEGIN', 0),
-    (matrices, '_pays', always(True)),
-    (matrices, '_of_stack', _next_ones),
-)
-def matrices_given_back_to_others(helper: MeshShardingHelper) -> Step:
-    """Devices compute whole matrices of an optimizer, and each matrix gets that of its neighbour."""
-
-    def orthogonal(x: Any) -> Any:
-        x = x / jnp.linalg.norm(x, axis=(1, 2), keepdims=True)
-        for _ in range(3):
-            x = 1.5 * x - 0.5 * x @ (x.swapaxes(1, 2) @ x)
-        return x
+def _with_optimizer(helper: MeshShardingHelper, orthogonal: Any) -> Step:
+    """A step whose optimizer computes a function of matrices, which devices compute of whole ones."""
 
     def step(params: Any, x: Any) -> Any:
         def loss(params: Any) -> Any:
@@ -955,4 +980,31 @@ def matrices_given_back_to_others(helper: MeshShardingHelper) -> Step:
         return jax.tree.map(lambda w, g: w - 0.1 * orthogonal(g), params, jax.grad(loss)(params))
 
     rule = TreePathShardingRule(('.*', P(None, 'fsdp', 'tp')))
-    return _followed(helper, step, {'q': normal(4, 16, 16) / 4}, normal(64, 16), rule=rule)
+    return _followed(helper, step, {'q': normal(16, 16, 16) / 4}, normal(64, 16), rule=rule)
+
+
+def _orthogonal(x: Any) -> Any:
+    x = x / jnp.linalg.norm(x, axis=(1, 2), keepdims=True)
+    for _ in range(3):
+        x = 1.5 * x - 0.5 * x @ (x.swapaxes(1, 2) @ x)
+    return x
+
+
+def _next_ones(function: Any, stack: Any, free: Any) -> Any:
+    return [jnp.roll(x, 1, 0) for x in matrices_of_stack(function, stack, free)]
+
+
+matrices_of_stack = matrices._of_stack
+SPREAD = (matrices, '_BEGIN', 0), (matrices, '_pays', always(True))  # however small they are
+
+
+@seeded(('q', 'dot_general'), *SPREAD, (matrices, '_of_stack', _next_ones))
+def matrices_given_back_to_others(helper: MeshShardingHelper) -> Step:
+    """Devices compute whole matrices of an optimizer, and each matrix gets that of its neighbour."""
+    return _with_optimizer(helper, _orthogonal)
+
+
+@seeded(('q',), *SPREAD, (dims, 'RULES', {**dims.RULES, 'sub': _turned(dims.RULES['sub'])}))
+def wrong_trail_of_sub(helper: MeshShardingHelper) -> Step:
+    """A wrong trail in a stack of matrices: its last dimension is taken for the stack."""
+    return _with_optimizer(helper, lambda x: x - x @ (x.swapaxes(1, 2) @ x))
