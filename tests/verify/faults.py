@@ -1007,4 +1007,9 @@ def matrices_given_back_to_others(helper: MeshShardingHelper) -> Step:
 @seeded(('q',), *SPREAD, (dims, 'RULES', {**dims.RULES, 'sub': _turned(dims.RULES['sub'])}))
 def wrong_trail_of_sub(helper: MeshShardingHelper) -> Step:
     """A wrong trail in a stack of matrices: its last dimension is taken for the stack."""
-    return _with_optimizer(helper, lambda x: x - x @ (x.swapaxes(1, 2) @ x))
+
+    def cubed(x: Any) -> Any:
+        squared = x.swapaxes(1, 2) @ x
+        return x @ squared - x @ squared @ squared
+
+    return _with_optimizer(helper, lambda x: cubed(30 * x))
