@@ -25,7 +25,17 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalax._follow import accumulations, loops_over_rows, matrices, orders, rows_by_number, run
+from scalax._follow import (
+    accumulations,
+    follow,
+    loops_over_rows,
+    matrices,
+    operands,
+    orders,
+    rows_by_number,
+    run,
+)
+from scalax._follow.trail import spec_of
 from scalax._jax import kernels
 from scalax._jaxprs import dims
 from scalax._transforms.sjit import dispatch
@@ -73,6 +83,11 @@ class Fault:
     def shows(self) -> bool:
         """Whether the jaxlib that is installed has it."""
         return not self.mended_in or _numbers(jaxlib.__version__) < _numbers(self.mended_in)
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether it is there only while `seeded` puts it in."""
+        return self.seeded is not contextlib.nullcontext
 
     def helper(self) -> MeshShardingHelper:
         """The helper of its mesh."""
@@ -602,7 +617,9 @@ def donated_buffer_read_later(helper: MeshShardingHelper) -> Step:
 # scalax's own pass, with a mistake in it
 
 
-def seeded(expects: tuple[str, ...], *changes: tuple[Any, str, Any], **options: Any) -> Callable[[Any], Any]:
+def seeded(
+    expects: tuple[str, ...], *changes: tuple[Any, str, Any], kind: Kind = 'pass', **options: Any
+) -> Callable[[Any], Any]:
     """Adds a fault of the pass: while the step is traced, these attributes of these modules are others."""
 
     @contextlib.contextmanager
@@ -612,7 +629,7 @@ def seeded(expects: tuple[str, ...], *changes: tuple[Any, str, Any], **options: 
                 stack.enter_context(mock.patch.object(where, name, value))
             yield
 
-    return fault('pass', expects, seeded=put_in, **options)
+    return fault(kind, expects, seeded=put_in, **options)
 
 
 def always(answer: Any) -> Callable[..., Any]:
@@ -1046,7 +1063,7 @@ MATRIX = {'w': normal(8, 8, seed=3)}
 
 @sound()
 def adam_of_gradients_that_are_zero_but_for_rounding(helper: MeshShardingHelper) -> Step:
-    """A bias in front of a softmax changes nothing. Adam makes whole steps of what rounding leaves of that."""
+    """A bias in front of a softmax changes nothing, but Adam makes whole steps of what rounding leaves."""
 
     def step(state: Any, x: Any) -> Any:
         def loss(w: Any) -> Any:
@@ -1081,7 +1098,7 @@ def largest_of_nearly_equal_logits(helper: MeshShardingHelper) -> Step:
     """Columns of the weight come in pairs that differ by less than rounding does."""
 
     def step(w: Any, x: Any) -> Any:
-        logits = x @ jnp.repeat(w['w'], 2, axis=1)
+        logits = x @ jnp.concatenate([w['w'], w['w'] * (1 + 1e-7)], 1)
         return {'chosen': jnp.argmax(logits, -1), 'order': jnp.argsort(logits, -1)}
 
     return _batch(helper, step, MATRIX, TOKENS)
@@ -1143,7 +1160,7 @@ def chaos_of_two_hundred_rounds(helper: MeshShardingHelper) -> Step:
     """A logistic map that begins with a mean: its last digit is all that is seen in the end."""
 
     def step(w: Any, x: Any) -> Any:
-        first = jax.nn.sigmoid(jnp.mean(x @ w['w'], 0))
+        first = jax.nn.sigmoid(jnp.sum(jnp.tanh(x @ w['w']), 0) / 8)
         last, _ = lax.scan(lambda y, _: (3.9 * y * (1 - y), None), first, None, length=200)
         return {'first': first, 'last': last}
 
@@ -1218,7 +1235,7 @@ def numbers_rounded_to_eight_bits(helper: MeshShardingHelper) -> Step:
     """A product rounded to integers: some are one more, or one less."""
 
     def step(w: Any, x: Any) -> Any:
-        y = x @ w['w']
+        y = (x.T @ x) @ w['w'] @ (x.T @ x)
         scale = jnp.max(jnp.abs(y)) / 127
         return {'int8': jnp.round(y / scale).astype(jnp.int8), 'scale': scale}
 
@@ -1275,7 +1292,59 @@ def overflow_of_half_precision(helper: MeshShardingHelper) -> Step:
     """A sum in float16 near its largest number: infinite, or just not, by the order of summands."""
 
     def step(w: Any, x: Any) -> Any:
-        total = jnp.sum(jnp.abs(x @ w['w']).astype(jnp.float16) * 20)
+        total = jnp.sum(jnp.abs(x @ w['w']).astype(jnp.float16) * 56)
         return {'total': total, 'is_finite': jnp.isfinite(total)}
 
     return _batch(helper, step, MATRIX, TOKENS)
+
+
+# Mistakes of the pass that change where values are, and no value: what it puts in are constraints
+
+
+harmless = functools.partial(seeded, (), kind='sound')
+
+
+def _model(helper: MeshShardingHelper) -> Step:
+    """A loss with a look-up, attention, a loop over layers, experts, and its gradient; all sizes are 8."""
+
+    def layer(x: Any, w: Any) -> Any:
+        scores = jax.nn.softmax(jnp.einsum('bqd,bkd->bqk', x @ w['q'], x @ w['k']))
+        x = x + scores @ (x @ w['v'])
+        gates = jax.nn.softmax(x @ w['router'])
+        hidden = jnp.tanh(jnp.einsum('btd,edh->betd', x, w['up']))
+        return x + jnp.einsum('betd,bte->btd', hidden, gates), None
+
+    def step(params: Any, tokens: Any) -> Any:
+        def loss(params: Any) -> Any:
+            x, _ = lax.scan(layer, params['table'][tokens], params['layers'])
+            logits = jax.nn.log_softmax(x @ params['table'].T)
+            return -jnp.mean(jnp.take_along_axis(logits, tokens[..., None], -1))
+
+        return jax.value_and_grad(loss)(params)
+
+    shapes = {'q': (), 'k': (), 'v': (), 'router': (), 'up': (8,)}
+    layers = {name: normal(2, *shape, 8, 8, seed=ord(name[0])) / 3 for name, shape in shapes.items()}
+    params = {'table': normal(8, 8), 'layers': layers}
+    return _followed(helper, step, params, integers(8, 8, 8))
+
+
+@harmless((dims, 'RULES', {name: _turned(rule) for name, rule in dims.RULES.items()}), mesh=FSDP)
+def all_trails_are_wrong(helper: MeshShardingHelper) -> Step:
+    """Every primitive has the dimensions of its results the other way around."""
+    return _model(helper)
+
+
+def _reversed(trail: Any, *args: Any) -> P:
+    return P(*reversed(spec_of(trail, *args)))
+
+
+@harmless((follow, 'spec_of', _reversed), mesh=FSDP)
+def constraints_of_transposed_dimensions(helper: MeshShardingHelper) -> Step:
+    """Values are constrained in the last dimension in place of the first one."""
+    return _model(helper)
+
+
+@harmless((operands, 'move_to_experts', lambda equation, trails, *_: (0, trails[0][::-1])), mesh=FSDP)
+def rows_moved_to_where_no_expert_is(helper: MeshShardingHelper) -> Step:
+    """All rows are moved in front of products with experts, and to other places than these are."""
+    return _model(helper)
