@@ -1,0 +1,146 @@
+"""A fault: a step that computes another value on a mesh than on one device. And where all of them are.
+
+Each is what a user has: a step and its arguments, made for a helper. A helper whose mesh axes all have size 1
+makes the side that is right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+from unittest import mock
+
+import jax
+import jaxlib
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalax.sharding import MeshShardingHelper
+
+Step = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A step and its arguments."""
+Kind = Literal['partitioner', 'pass', 'user', 'sound']
+
+FSDP_TP: Mapping[str, int] = {'fsdp': 4, 'tp': 2}
+FSDP: Mapping[str, int] = {'fsdp': 8}
+WHOLE = P()
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A step that is wrong on a mesh, or one of `SOUND`, which is right.
+
+    Attributes:
+        name: its name.
+        make: makes the step and its arguments for a helper.
+        kind: whose fault it is.
+        expects: what a report must name: paths of results, and operations.
+        source: where it was published; empty for what nobody has.
+        mesh: the axes of the mesh, and their sizes.
+        explicit: whether the axes are Explicit.
+        mended_in: the first jaxlib that does not have it any more; empty if all have it.
+        seeded: puts the fault in, for those of the pass.
+        raises: what the error says that it ends with, on one device as well; empty if it ends with none.
+    """
+
+    name: str
+    make: Callable[[MeshShardingHelper], Step]
+    kind: Kind
+    expects: tuple[str, ...]
+    source: str = ''
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=lambda: FSDP_TP)
+    explicit: bool = False
+    mended_in: str = ''
+    seeded: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    raises: str = ''
+
+    @property
+    def shows(self) -> bool:
+        """Whether the jaxlib that is installed has it."""
+        return not self.mended_in or _numbers(jaxlib.__version__) < _numbers(self.mended_in)
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether it is there only while `seeded` puts it in."""
+        return self.seeded is not contextlib.nullcontext
+
+    def helper(self) -> MeshShardingHelper:
+        """The helper of its mesh."""
+        return self._helper([*self.mesh.values()])
+
+    def one_device(self) -> MeshShardingHelper:
+        """A helper of the same axes, all of size 1."""
+        return self._helper([1] * len(self.mesh))
+
+    def _helper(self, sizes: list[int]) -> MeshShardingHelper:
+        axis_type = AxisType.Explicit if self.explicit else AxisType.Auto
+        devices = jax.devices()[: math.prod(sizes)]
+        return MeshShardingHelper(sizes, [*self.mesh], devices=devices, axis_types=axis_type)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple([int(each) for each in version.split('.') if each.isdigit()])
+
+
+FAULTS: dict[str, Fault] = {}
+SOUND: dict[str, Fault] = {}
+"""Steps that are right: their results differ by rounding, which may be all there is of them."""
+
+
+def fault(kind: Kind, expects: tuple[str, ...], **options: Any) -> Callable[[Any], Any]:
+    """Adds a fault that is named as the function that makes its step."""
+
+    def added(make: Callable[[MeshShardingHelper], Step]) -> Callable[[MeshShardingHelper], Step]:
+        name = make.__name__
+        found = SOUND if kind == 'sound' else FAULTS
+        assert name not in found, name
+        found[name] = Fault(name, make, kind, expects, **options)
+        return make
+
+    return added
+
+
+partitioner = functools.partial(fault, 'partitioner')
+user = functools.partial(fault, 'user')
+sound = functools.partial(fault, 'sound', ())
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    """Normal random numbers, the same for a shape and a seed."""
+    return np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)
+
+
+def integers(most: int, *shape: int, seed: int = 0) -> np.ndarray:
+    """Random integers below a number, the same for a shape and a seed."""
+    return np.random.default_rng([seed, most, *shape]).integers(0, most, size=shape).astype(np.int32)
+
+
+def jitted(helper: MeshShardingHelper, fun: Callable[..., Any], *specs: P, **options: Any) -> Any:
+    """`jax.jit` with shardings on the helper's mesh."""
+    given = tuple([NamedSharding(helper.mesh, spec) for spec in specs])
+    return jax.jit(fun, in_shardings=given, **options)
+
+
+def seeded(
+    expects: tuple[str, ...], *changes: tuple[Any, str, Any], kind: Kind = 'pass', **options: Any
+) -> Callable[[Any], Any]:
+    """Adds a fault of the pass: while the step is traced, these attributes of these modules are others."""
+
+    @contextlib.contextmanager
+    def put_in() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for where, name, value in changes:
+                stack.enter_context(mock.patch.object(where, name, value))
+            yield
+
+    return fault(kind, expects, seeded=put_in, **options)
+
+
+def always(answer: Any) -> Callable[..., Any]:
+    """A function that answers always the same."""
+    return lambda *args, **kwargs: answer
