@@ -76,6 +76,7 @@ verify: $(DEV_STAMP) $(VERIFY_STAMPS) ## everything, before a release: all tests
 	for jax in $(VERIFY); do .venv-$$jax/bin/python -m scripts.run_checks release || failed="$$failed tests-$$jax"; done; \
 	JAX_PLATFORMS=cpu $(PY) scripts/make_notebooks.py --check || failed="$$failed notebooks"; \
 	$(PY) -m scripts.record_programs --check || failed="$$failed recordings"; \
+	$(PY) -m scripts.verify_table --check || failed="$$failed verify"; \
 	$(PY) scripts/fuzz.py || failed="$$failed fuzz"; \
 	$(PY) scripts/faults.py || failed="$$failed faults"; \
 	test -z "$$failed" || { echo "FAILED:$$failed" && exit 1; }

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from scalax._plan.plan import Plan
     from scalax._transforms.calls.shardings import OnMismatch
     from scalax._transforms.sjit.function import SjitFunction, SjitOptions
+    from scalax._verify.verified import Verified
     from scalax.explain import ShardingReport
     from scalax.visualize import Visualization
 
@@ -69,6 +70,7 @@ class MeshShardingHelper:
     constrain values inside it    `with_sharding_constraint`, `with_sharding_annotation`
     look at shardings             `explain`, `visualize`, `match_sharding_rule`, `abstract`
     know the cost beforehand      `plan`
+    check the values              `verify`
     load batches                  `local_data_to_global_array`, `prefetch`, `process_rows`
     bring host data back          `global_array_to_local_data`, `broadcast_from`
     be active outside of `sjit`   `get_context`; `get_global_mesh_helper` and others find it
@@ -715,9 +717,73 @@ class MeshShardingHelper:
         from scalax._plan.make import make_plan, reject_own_argument
 
         if quick is not None:
-            reject_own_argument(fun, 'quick')
+            otherwise = 'call scalax.plan.make_plan(helper, fun, args, kwargs, quick=...)'
+            reject_own_argument(fun, 'quick', 'plan', otherwise)
             checked_flag('quick', quick)
         return make_plan(self, fun, args, kwargs, quick=bool(quick))
+
+    def verify(
+        self,
+        fun: Callable[..., Any],
+        /,
+        *args: Any,
+        seeds: int | None = None,
+        steps: int | None = None,
+        config: Any = None,
+        inside: bool | None = None,
+        **kwargs: Any,
+    ) -> Verified:
+        """Whether a step computes on this mesh what it computes on one device.
+
+        The step runs on both, with several arguments and several steps in a row: each takes what the one
+        before returned. All results are compared, on all devices. What rounding explains is found by running
+        it on one device with errors of rounding; integers, truth values and keys that follow no sum have to
+        be equal (docs/verify.md).
+
+        Args:
+            fun: a function that `sjit` or ``jax.jit`` made. Without arguments: what makes one and the tuple
+                of its arguments for a helper, as ``scalax plan`` takes it; needed where the code of the step
+                holds the mesh, as with `shard_map`.
+            *args: its arguments. Values of a ``jax.ShapeDtypeStruct`` are drawn by what the step does with
+                them. Arrays are taken as they are once, and then with other values like them.
+            seeds: with how many arguments it runs (3).
+            steps: how many steps run in a row (2).
+            config: the sizes of the step, a dataclass or a dict, that what makes it takes beside the helper:
+                they are made smaller where the devices of this mesh are not here, as of `from_topology`.
+                Without it, the shapes of the arguments are.
+            inside: compare the values inside as well, each of them, also where the results are equal (False).
+            **kwargs: its keyword arguments.
+
+        Returns:
+            A `scalax.testing.Verified`: ``.ok``, ``.differences`` with paths, errors and what rounding
+            explains, and the line of the first operation that differs. It prints as a page of text.
+
+        Raises:
+            ArgumentError: *fun* is not a function, or one that cannot run on one device; or an option is
+                also an argument of its own.
+            MeshError: there are too few devices for a small mesh with all axes.
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+            >>> helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+            >>> @helper.sjit(in_shardings=PartitionSpec('fsdp'))
+            ... def mean(x):
+            ...     return jax.shard_map(
+            ...         jnp.mean, in_specs=PartitionSpec('fsdp'), out_specs=PartitionSpec(), check_vma=False
+            ...     )(x)
+            >>> verified = helper.verify(mean, jax.ShapeDtypeStruct((32, 8), 'float32'))
+            >>> verified.ok, verified.first.primitive
+            (False, 'shard_map')
+        """
+        from scalax._plan.make import reject_own_argument
+        from scalax._verify.verify import verify
+
+        given = {'seeds': seeds, 'steps': steps, 'config': config, 'inside': inside}
+        options = {name: value for name, value in given.items() if value is not None}
+        for name in options if args or kwargs else ():
+            reject_own_argument(fun, name, 'verify', 'bind it with functools.partial')
+        return verify(self, fun, args, kwargs, **options)
 
     # --- Batches and other host data -------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Assertions for tests of sharded programs: collectives, compilations and shardings."""
+"""Assertions for tests of sharded programs: values, collectives, compilations and shardings."""
 
 from __future__ import annotations
 
@@ -15,9 +15,23 @@ from scalax._plan.make import make_plan
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.sjit import describe_difference, name_of, owner_of
 from scalax._tree.paths import NamedTree
+from scalax._verify.verified import Argument, Difference, FirstDifference, Retry, Verified
+from scalax._verify.verify import verify
 from scalax.errors import ArgumentError, did_you_mean, plural, shown, shown_leaves
 from scalax.rules import RuleLike
 from scalax.rules._resolve import resolve
+
+__all__ = [
+    'Argument',
+    'Difference',
+    'FirstDifference',
+    'Retry',
+    'Verified',
+    'assert_collectives',
+    'assert_equal_to_one_device',
+    'assert_no_recompile',
+    'assert_sharded_like',
+]
 
 Expected = int | Mapping[str | tuple[str, ...], int]
 
@@ -100,6 +114,50 @@ def assert_collectives(
             f'{plan.name} runs other collectives than expected:\n{shown(wrong)}\nAll of its collectives:\n'
             f'{listed}'
         )
+
+
+def assert_equal_to_one_device(
+    fun: Callable[..., Any],
+    /,
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    helper: MeshOwner | None = None,
+    seeds: int = 3,
+    steps: int = 2,
+) -> None:
+    """Asserts that a step computes on its mesh what it computes on one device.
+
+    Args:
+        fun: a function that `sjit` made; with *helper* also one of ``jax.jit``, or, without arguments, what
+            makes a step and its arguments for a helper.
+        *args: its arguments, as for `MeshShardingHelper.verify`.
+        kwargs: its keyword arguments, as a dict.
+        helper: the helper of its mesh, if `sjit` did not make it.
+        seeds: with how many arguments it runs.
+        steps: how many steps run in a row.
+
+    Raises:
+        AssertionError: results differ, or had no finite value to compare; the message is the report.
+        ArgumentError: no helper; or as for `MeshShardingHelper.verify`.
+
+    Example:
+        >>> import jax
+        >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+        >>> helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+        >>> @helper.sjit(in_shardings=(PartitionSpec(None, 'tp'), PartitionSpec('fsdp')))
+        ... def layer(w, x):
+        ...     return jax.nn.relu(x @ w)
+        >>> w, x = jax.ShapeDtypeStruct((16, 32), 'float32'), jax.ShapeDtypeStruct((8, 16), 'float32')
+        >>> assert_equal_to_one_device(layer, w, x)
+    """
+    helper = helper or owner_of(fun)
+    if helper is None:
+        raise ArgumentError(
+            'assert_equal_to_one_device: give helper=..., because sjit did not make the function'
+        )
+    found = verify(helper, fun, args, kwargs or {}, seeds=seeds, steps=steps)
+    if not found.ok:
+        raise AssertionError(str(found))
 
 
 @contextlib.contextmanager

@@ -373,6 +373,15 @@ def mapped_outputs(equation: Any) -> Sequence[Any]:
     return equation.params['out_specs']
 
 
+def axes_named(equation: Any) -> tuple[str, ...]:
+    """The mesh axes that an operation names along which devices exchange something, or differ.
+
+    Relies on *axes*, or *axis_name*, holding them: names, or dimensions of the operand of other operations.
+    """
+    named = equation.params.get('axes', equation.params.get('axis_name', ()))
+    return tuple(axis for axis in (named if isinstance(named, tuple) else (named,)) if isinstance(axis, str))
+
+
 def count_blocks(equation: Any) -> int:
     """How many blocks a `shard_map` runs on. Relies on *mesh* and *newly_manual_axes* or *manual_axes*."""
     params = equation.params

@@ -330,6 +330,25 @@ def run(jaxpr: Any, operands: Sequence[Any], consts: Sequence[Any] | None = None
     return jaxpr_as_fun(jaxpr if consts is None else jaxpr.replace(consts=consts))(*operands)
 
 
+def run_equation(equation: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results of an equation, as it is, for other operands of the same types.
+
+    Relies on ``Var(aval)``, on `replace` of equations and of jaxprs, and on `jaxpr_as_fun`.
+    """
+    given = [Var(atom.aval) for atom in equation.invars]
+    results = [Var(atom.aval) for atom in equation.outvars]
+    one = equation.replace(invars=given, outvars=results)
+    jaxpr = _nothing().replace(eqns=[one], invars=given, outvars=results)
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*operands)
+
+
+@functools.cache
+def _nothing() -> Any:
+    """A jaxpr that computes nothing, whose arguments have no names."""
+    jaxpr = opened(jax.make_jaxpr(lambda: ())())
+    return jaxpr.replace(debug_info=jaxpr.debug_info._replace(arg_names=None, result_paths=None))
+
+
 def run_as_one(jaxpr: Any, operands: Sequence[Any], name: str) -> Sequence[Any]:
     """The results of a closed jaxpr, bound in a trace as one equation of `jit`.
 

@@ -203,12 +203,19 @@ def _memory(compiled: Compiled, partitioned: Module, limit: int | None) -> Memor
     return dataclasses.replace(memory, temporaries=memory.temporaries + baked, peak=memory.peak + baked)
 
 
-def reject_own_argument(fun: Any, name: str) -> None:
-    """Raises ArgumentError for an option that is also an argument of the user's function."""
+def reject_own_argument(fun: Any, name: str, of: str, otherwise: str) -> None:
+    """Raises ArgumentError for an option that is also an argument of the user's function.
+
+    Args:
+        fun: the function.
+        name: the option.
+        of: the method that has it.
+        otherwise: what to do, if the argument cannot be given by position.
+    """
     if any(name == own for own, _ in _parameters(fun)):
         raise ArgumentError(
-            f'{name!r} is an option of plan, and an argument of {name_of(fun)!r}: '
-            f'give that by position, or call scalax.plan.make_plan(helper, fun, args, kwargs, {name}=...)'
+            f'{name!r} is an option of {of}, and an argument of {name_of(fun)!r}: give that by position, or '
+            f'{otherwise}'
         )
 
 

@@ -168,6 +168,8 @@ class _Uses(Interpreter[_Fact]):
 
     def primitive(self, name: str, equation: Any, operands: Sequence[_Fact]) -> Sequence[_Fact]:
         self._look(name, equation, operands)
+        if not equation.outvars:
+            return ()
         if name in _EACH:
             return operands[: len(equation.outvars)]
         if name == 'top_k':

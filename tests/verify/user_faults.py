@@ -216,7 +216,7 @@ def dropout_alike_on_all_devices(helper: MeshShardingHelper) -> Step:
     return _rows(helper, step, jax.random.key(0), normal(16, 8), out=P('fsdp'))
 
 
-@user(('custom_vjp', 'w'))
+@user('w')
 def custom_gradient_forgets_an_axis(helper: MeshShardingHelper) -> Step:
     """A product by columns sends back the gradient of a device's own columns."""
 

@@ -7,16 +7,22 @@ from scalax._transforms.calls.errors import describe_difference
 from scalax._transforms.calls.signature import name_of
 from scalax._transforms.sjit.function import (
     SjitFunction,
+    call_of,
+    made_anew,
     names_of_arguments,
     owner_of,
+    shardings_of,
     sjit,
 )
 
 __all__ = [
     'SjitFunction',
+    'call_of',
+    'made_anew',
     'name_of',
     'names_of_arguments',
     'owner_of',
+    'shardings_of',
     'sjit',
     'describe_difference',
 ]

@@ -225,6 +225,42 @@ def owner_of(function: Any) -> MeshOwner | None:
     return function._dispatcher.helper if isinstance(function, SjitFunction) else None
 
 
+def call_of(function: SjitFunction[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """A call of a function, with its leaves."""
+    return Call(function._dispatcher.signature, function._flatten(args, kwargs))
+
+
+def shardings_of(
+    function: SjitFunction[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Shardings:
+    """The shardings that rules give the leaves of a call."""
+    _, entry, _ = function._dispatcher.prepare(function._flatten(args, kwargs))
+    return entry.arguments
+
+
+def made_anew(
+    function: SjitFunction[..., Any],
+    helper: MeshOwner,
+    change: Callable[..., Any] | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> SjitFunction[..., Any]:
+    """The user's function of an `SjitFunction`, or a function in its place, with some other options.
+
+    Args:
+        function: the function.
+        helper: the helper.
+        change: from the user's function to one with the same parameters.
+        compiler_options: further ones of ``jax.jit``.
+        options: options of `sjit` in place of those that *function* was made with.
+    """
+    _, fun, given = function._given
+    jit = {**given.get('jit_kwargs', {})}
+    if compiler_options:
+        jit['compiler_options'] = {**(jit.get('compiler_options') or {}), **compiler_options}
+    return sjit(helper, fun if change is None else change(fun), **{**given, **options, 'jit_kwargs': jit})
+
+
 def names_of_arguments(function: Any, args: Sequence[Any]) -> list[str] | None:
     """The names of the positional arguments that are not static; None for anything but an `SjitFunction`."""
     if not isinstance(function, SjitFunction):

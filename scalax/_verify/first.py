@@ -1,0 +1,169 @@
+"""Which operation of a step is the first whose result differs: found by looking at values inside."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from scalax._follow.followed_batch import line_of
+from scalax._jax.equations import axes_named, equations, jaxprs_in
+from scalax._jax.primitives import primitive_name
+from scalax._verify.differences import Error, error_of, explained, worst_copies
+from scalax._verify.rounding import Evaluation, Place, places
+from scalax._verify.run import Comparison, difference
+from scalax._verify.sides import blocks_of
+from scalax._verify.verified import Difference, FirstDifference, first_line
+
+_AT_ONCE = 16  # operations whose results are looked at in one program
+_ALL = 512  # the same where all are looked at
+
+
+def first_difference(found: Comparison, seed: int) -> FirstDifference | str:
+    """The first operation whose result differs in the first step with some arguments; or why none is known.
+
+    Args:
+        found: a comparison with differences.
+        seed: the arguments that showed them.
+    """
+    here = [*places(found.one.jaxpr)]
+    last: FirstDifference | None = None
+    low, high = 0, len(here)
+    while low < high:
+        # The last of each part: if it is right, so is what it was computed of.
+        part = -(-(high - low) // _AT_ONCE)
+        chosen = [min(start + part, high) - 1 for start in range(low, high, part)]
+        try:
+            differs = _differing(found, here, chosen, seed)
+        except Exception as error:  # noqa: BLE001 - a report is made without it
+            return first_line(error)
+        if differs is None:
+            break
+        number, _ = differs
+        last = _first(here, *differs)
+        low, high = max([low, *[i + 1 for i in chosen if i < number]]), number
+    return last or 'the values inside are right where they are looked at'
+
+
+def inner_difference(found: Comparison, seed: int) -> FirstDifference | str | None:
+    """The first of all operations whose result differs, also where the results of the step are equal."""
+    here = [*places(found.one.jaxpr)]
+    try:
+        for start in range(0, len(here), _ALL):
+            differs = _differing(found, here, range(start, min(start + _ALL, len(here))), seed)
+            if differs is not None:
+                return _first(here, *differs)
+    except Exception as error:  # noqa: BLE001 - a report is made without it
+        return first_line(error)
+    return None
+
+
+def _first(here: Sequence[Any], number: int, difference: Difference) -> FirstDifference:
+    _, equation, calls = here[number]
+    inside = _between_devices(equation)
+    return FirstDifference(equation.primitive.name, line_of(equation, calls), difference, inside)
+
+
+def _differing(
+    found: Comparison, here: Sequence[Any], chosen: Sequence[int], seed: int
+) -> tuple[int, Difference] | None:
+    """The operation among some whose result is the first to differ, by its number."""
+    one, leaves = found.one, found.arguments(seed)
+    watched = tuple(here[i][0] for i in chosen)
+    values, *samples = [one.kept(watched, leaves, scale, i) for i, scale in enumerate((0.0, 1.0, 1.0))]
+    names = [primitive_name(equation) for _, equation, _ in here]
+    watching = found.step.variant(functools.partial(_watching, names, chosen), **_UNSAID)
+    differing: list[tuple[Any, int, Difference]] = []
+    for i, results, known, *drawn in zip(
+        chosen, found.called(leaves, watching), values, *samples, strict=True
+    ):
+        place, equation, calls = here[i]
+        loops = [depth for depth, call in enumerate(reversed(calls)) if primitive_name(call) == 'scan']
+        for k, value in enumerate(known if results else ()):
+            whole = worst_copies(blocks_of(results[k]), value)
+            for rounds in np.ndindex(value.shape[: len(loops)]):
+                error = error_of(whole[rounds], value[rounds])
+                scale = functools.reduce(
+                    Error.__or__, [error_of(each[k][rounds], value[rounds]) for each in drawn]
+                )
+                limit = explained(scale, value[rounds], one.is_rounded(equation))
+                if not limit.covers(error):
+                    when = _when(
+                        place, dict(zip(loops, rounds, strict=True)), primitive_name(equation) == 'scan'
+                    )
+                    differing.append((when, i, difference('', results[k], error, limit, seed, 1)))
+                    break
+    return min(differing, key=lambda each: each[:2])[1:] if differing else None
+
+
+def _when(place: Place, rounds: Mapping[int, int], ends: bool) -> Any:
+    """When an operation runs: its number in its jaxpr and the round, from the outside to the inside.
+
+    The results of a loop are there when all of its rounds have run.
+    """
+    last = len(place) - 1
+    return [(number, math.inf if ends and i == last else rounds.get(i, 0)) for i, number in enumerate(place)]
+
+
+def _is_whole(equation: Any) -> bool:
+    """Whether no result is a sum that devices hold parts of, which no program may return."""
+    shardings = [getattr(var.aval, 'sharding', None) for var in equation.outvars]
+    return not any(each is not None and each.spec.unreduced for each in shardings)
+
+
+def _between_devices(equation: Any) -> tuple[str, ...]:
+    """What the operations inside of one do that depends on the device, each once."""
+    found: dict[str, None] = {}
+    for each in itertools.chain.from_iterable(map(equations, jaxprs_in(equation))):
+        name, axes = each.primitive.name, axes_named(each)
+        if axes or name == 'random_bits' or name.endswith('callback'):
+            found[name + (f' along {", ".join(axes)}' if axes else '')] = None
+    return tuple(found)
+
+
+# The results are others than those of the step.
+_UNSAID = dict.fromkeys(('out_shardings', 'donate_argnums', 'donate_argnames'))
+
+
+def _watching(
+    names: Sequence[str], chosen: Sequence[int], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A function that returns the results of some operations of another one.
+
+    Args:
+        names: the operations that the other one has on one device; on the mesh there may be further ones.
+        chosen: the numbers of some; there is nothing for those that are not on the mesh.
+        function: the other one.
+    """
+
+    @functools.wraps(function)
+    def watching(*args: Any, **kwargs: Any) -> Any:
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
+
+        def flat(*given: Any) -> Any:
+            for i, leaf in zip(traced, given, strict=True):
+                leaves[i] = leaf
+            args, kwargs = jax.tree.unflatten(structure, leaves)
+            return function(*args, **kwargs)
+
+        operands = [leaves[i] for i in traced]
+        jaxpr = jax.make_jaxpr(flat)(*operands)
+        there = [*places(jaxpr)]
+        matcher = difflib.SequenceMatcher(None, names, [primitive_name(each[1]) for each in there], False)
+        blocks = matcher.get_matching_blocks()
+        numbers = {block.a + i: block.b + i for block in blocks for i in range(block.size)}
+        watched = {
+            i: there[numbers[i]][0] for i in chosen if i in numbers and _is_whole(there[numbers[i]][1])
+        }
+        evaluation = Evaluation({*watched.values()})
+        evaluation.run(jaxpr, operands)
+        return [evaluation.kept[watched[i]] if i in watched else [] for i in chosen]
+
+    return watching

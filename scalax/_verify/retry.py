@@ -1,0 +1,59 @@
+"""What makes differences go away: the step is compiled in other ways, and compared again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from scalax._transforms.sjit import SjitFunction
+from scalax._tree.specs import only_axes
+from scalax._util.progress import Note
+from scalax._verify.run import Comparison
+from scalax._verify.verified import Retry, first_line
+
+# What XLA may do beside dividing the work: each is an option of the compiler that switches it off.
+_SWITCHES = {
+    'without the algebraic simplifier of XLA': {'xla_disable_hlo_passes': 'algsimp'},
+    'without more precision between operations than they have': {'xla_allow_excess_precision': False},
+}
+
+
+def retries(found: Comparison, seed: int, steps: int, note: Note) -> Iterator[Retry]:
+    """Compares a step with differences again, in other ways, with the arguments that showed them."""
+    for change, options in _variants(found):
+        note(change)
+        try:
+            function = found.step.variant(**options, donate_argnums=None, donate_argnames=None)
+            again = Comparison(found.step, found.one, function)
+            again.run(seed, steps, lambda _: None)
+        except Exception as error:  # noqa: BLE001 - a program that XLA refuses is no verdict
+            yield Retry(change, None, first_line(error))
+        else:
+            yield Retry(change, bool(again.differences))
+
+
+def _variants(found: Comparison) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What is done in another way, and the options of `sjit` that say so."""
+    step = found.step
+    if not isinstance(step.function, SjitFunction):
+        return
+    args, kwargs = step.abstract()
+    if step.function.followed(*args, **kwargs).axes:
+        yield 'without following the batch', {'batch_argnums': (), 'batch_argnames': None}
+    for axis, size in step.helper.mesh.shape.items():
+        if size > 1 and not kwargs:
+            inputs, _ = step.function.shardings_for(*args)
+            others = set(step.helper.mesh.axis_names) - {axis}
+            inputs = inputs[: len(args)]  # the last may be of keywords, of which there are none
+            whole = jax.tree.map(lambda each, others=others: _over(each, others), inputs)
+            if whole != inputs:
+                yield f'with all arguments whole along {axis}', {'in_shardings': whole}
+    for change, options in _SWITCHES.items():
+        yield change, {'compiler_options': options}
+
+
+def _over(sharding: NamedSharding, axes: set[str]) -> NamedSharding:
+    return NamedSharding(sharding.mesh, only_axes(sharding.spec, axes))

@@ -1,0 +1,230 @@
+"""A step on one device, and what rounding explains of its results: Monte Carlo arithmetic.
+
+The order of the terms of a sum is the compiler's, and another one on each mesh. How much that may change a
+result is drawn, as in D. S. Parker, "Monte Carlo Arithmetic" (1997): the step is evaluated with errors of
+random signs behind each operation that rounds. The error of an operation is one unit of its dtype relative
+to the result; of a sum it is one unit relative to the root of the sum of the squares of its terms, which is
+what another order of the terms may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scalax._jax import equations, rewriting
+from scalax._jax.equations import CALLS, Literal, loop_of, opened, scan_options
+from scalax._jax.primitives import primitive_name
+from scalax._jaxprs.dims import ELEMENTWISE, PRODUCTS, VIEWS
+from scalax._jaxprs.interpreter import Interpreter
+
+_SUMS = PRODUCTS | {'cumsum', 'reduce_sum', 'reduce_window_sum', 'scatter-add', 'scatter-sub'}
+_ADDS = frozenset(('add', 'add_any', 'convert_element_type', 'sub'))
+_ARITHMETIC = _ADDS | {'integer_pow', 'mul', 'square'}
+_MOVES = """
+    abs argmax argmin bitcast_convert_type ceil clamp concatenate cummax cummin device_put
+    dynamic_update_slice eq floor gather ge gt imag iota is_finite le lt max min name ne neg
+    optimization_barrier pad pvary real reduce_max reduce_min reduce_precision reduce_window_max
+    reduce_window_min reshard rev round scatter scatter-max scatter-min select_n sharding_constraint sign
+    sort stack stop_gradient tile top_k
+"""
+_EXACT = (VIEWS | {*_MOVES.split()}) - _ARITHMETIC
+PLACES = frozenset(('device_put', 'reshard', 'sharding_constraint'))
+
+_CONSTANT, _GIVEN, _ROUNDED = range(3)
+
+
+class Rounded(Interpreter[int]):
+    """Which values descend from an operation whose result depends on how it is compiled.
+
+    Of others, such as bits that are drawn of keys, comparisons of arguments, sums of integers, the value is
+    one and the same wherever the step runs.
+    """
+
+    def __init__(self, jaxpr: Any) -> None:
+        super().__init__(nothing=_CONSTANT)
+        results = self.results(jaxpr, [_GIVEN] * len(opened(jaxpr).invars))
+        self.of_results = [fact == _ROUNDED for fact in results]
+
+    def primitive(self, name: str, equation: Any, operands: Sequence[int]) -> Sequence[int]:
+        begins = name not in _EXACT and name not in _ARITHMETIC
+        return [_ROUNDED if begins and _is_inexact(var.aval) else max(operands) for var in equation.outvars]
+
+    def joined(self, facts: Sequence[int]) -> int:
+        return max(facts)
+
+    def branches(self, equation: Any, operands: Sequence[int]) -> Sequence[int]:
+        results = super().branches(equation, operands)
+        return [_ROUNDED] * len(results) if operands[0] == _ROUNDED else results
+
+    def loop(self, equation: Any, operands: Sequence[int]) -> Sequence[int]:
+        loop, results = loop_of(equation), super().loop(equation, operands)
+        # A test of what is rounded decides about the number of rounds.
+        if loop.test is not None and _ROUNDED in self.results(
+            loop.test, [*operands[: loop.tested], *results]
+        ):
+            return [_ROUNDED] * len(results)
+        return results
+
+    def __contains__(self, atom: Any) -> bool:
+        return self.of(atom) == _ROUNDED
+
+
+Place = tuple[int, ...]
+"""Where an equation is: its number in its jaxpr, after those of the equations around it."""
+
+
+def places(jaxpr: Any, around: Place = (), calls: Sequence[Any] = ()) -> Iterator[tuple[Place, Any, Any]]:
+    """The equations of a jaxpr in order, with their places and the calls around them.
+
+    Those that `Evaluation` does not run one by one are left out, and so are constraints.
+    """
+    for number, equation in enumerate(opened(jaxpr).eqns):
+        name, place = primitive_name(equation), (*around, number)
+        if name in CALLS:
+            yield from places(equations.called(equation), place, (equation, *calls))
+            continue
+        if name == 'scan':
+            yield from places(loop_of(equation).body, place, (equation, *calls))
+        if name not in PLACES:
+            yield place, equation, calls
+
+
+class Evaluation:
+    """Evaluates a jaxpr in a trace, equation by equation.
+
+    Args:
+        watched: the places of equations whose results are kept; those of the rounds of a `scan` are stacked.
+
+    Attributes:
+        kept: the results of these.
+    """
+
+    def __init__(self, watched: Container[Place] = ()) -> None:
+        self._watched = watched
+        self._around: Place = ()
+        self.kept: dict[Place, Sequence[Any]] = {}
+
+    def run(self, jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
+        """The results of a jaxpr, open or closed."""
+        values = {id(var): value for var, value in rewriting.constants_of(jaxpr)}
+        values |= {id(var): value for var, value in zip(opened(jaxpr).invars, operands, strict=True)}
+
+        def of(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else values[id(atom)]
+
+        around = self._around
+        for number, equation in enumerate(opened(jaxpr).eqns):
+            self._around = place = (*around, number)
+            results = self._equation(equation, [*map(of, equation.invars)])
+            values.update(zip(map(id, equation.outvars), results, strict=True))
+            if place in self._watched:
+                self.kept[place] = [*results]
+        self._around = around
+        return [*map(of, opened(jaxpr).outvars)]
+
+    def _equation(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+        name = primitive_name(equation)
+        if name in CALLS:
+            return self.run(equations.called(equation), operands)
+        if name == 'cond':
+            return self._branches(equation, operands)
+        if name in ('scan', 'while'):
+            return self._loop(equation, operands)
+        return self.primitive(name, equation, operands)
+
+    def primitive(self, name: str, equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        """The results of an equation without a jaxpr that is run here."""
+        return rewriting.run_equation(equation, operands)
+
+    def _branches(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+        def run(branch: Any) -> Any:
+            return lambda *given: self.run(branch, given)
+
+        index, *given = operands
+        return jax.lax.switch(index, [*map(run, equations.branches(equation))], *given)
+
+    def _loop(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
+        loop = loop_of(equation)
+        constants, first, stacks = loop.parts(operands)
+        if loop.length is None:
+            tested = operands[: loop.tested]
+            return jax.lax.while_loop(
+                lambda state: self.run(loop.test, [*tested, *state])[0],
+                lambda state: self.run(loop.body, [*constants, *state]),
+                [*first],
+            )
+
+        def body(state: Any, elements: Any) -> Any:
+            outside, self.kept = self.kept, {}
+            results = self.run(loop.body, [*constants, *state, *elements])
+            inside, self.kept = self.kept, outside
+            return results[: loop.carried], (results[loop.carried :], inside)
+
+        options = scan_options(equation)
+        last, (stacked, inside) = jax.lax.scan(body, [*first], [*stacks], loop.length, **options)
+        self.kept |= inside
+        return [*last, *stacked]
+
+
+class OnOneDevice(Evaluation):
+    """The same for one device, with errors of rounding; shardings that are said inside mean nothing there.
+
+    Args:
+        rounded: which values may have errors.
+        scale: how large errors are, in units of rounding; 0 for none.
+        seed: an unsigned integer of 32 bits that decides about their signs.
+        watched: as in `Evaluation`.
+    """
+
+    def __init__(self, rounded: Rounded, scale: Any, seed: Any, watched: Container[Place] = ()) -> None:
+        super().__init__(watched)
+        self._rounded, self._scale, self._seed = rounded, scale, seed
+
+    def primitive(self, name: str, equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        if name in ('device_put', 'sharding_constraint'):  # perhaps on devices of the user's mesh
+            return operands
+        if not equation.outvars:  # prints and the like, which happen on the mesh
+            return ()
+        results = super().primitive(name, equation, operands)
+        if equation.outvars[0] not in self._rounded or name in _EXACT:
+            return results
+        # The types that mesh axes have here may be others than outside.
+        with jax.sharding.use_abstract_mesh(jax.typeof(results[0]).sharding.mesh):
+            return [self._moved(name, equation, operands, result) for result in results]
+
+    def _moved(self, name: str, equation: Any, operands: Sequence[Any], result: Any) -> Any:
+        """A result with an error."""
+        if not _is_inexact(result):
+            return result
+        kind = jnp.finfo(result.dtype)
+        if name in _ADDS and kind.bits >= 32:  # products before them may be rounded or not
+            return result
+        unit = kind.eps if kind.bits >= 32 else kind.eps / 2  # narrow ones are rounded once, from wider sums
+        if name in _SUMS and not jnp.iscomplexobj(result):
+            squares = [jnp.square(x) if _is_inexact(x) else x for x in operands]
+            [size] = rewriting.run_equation(equation, squares)
+            size = jnp.sqrt(jnp.abs(size))
+        elif name in ELEMENTWISE:
+            size = jnp.abs(result)
+        else:  # what is inside is not known
+            size = jnp.max(jnp.abs(result), initial=0)
+        error = self._signed(self._scale * unit * size.astype(jnp.float32), result)
+        return result + jnp.where(jnp.isfinite(error), error, 0).astype(result.dtype)
+
+    def _signed(self, size: Any, value: Any) -> Any:
+        """Sizes with signs that look random: the upper bit of a hash of the values."""
+        hashed = _bits(value.real.astype(jnp.float32)) * jnp.uint32(0x9E3779B1) + self._seed
+        signed = (_bits(size) & jnp.uint32(0x7FFFFFFF)) | (hashed & jnp.uint32(0x80000000))
+        return jax.lax.bitcast_convert_type(signed, jnp.float32)
+
+
+def _bits(value: Any) -> Any:
+    return jax.lax.bitcast_convert_type(value, jnp.uint32)
+
+
+def _is_inexact(value: Any) -> bool:
+    return jax.dtypes.issubdtype(getattr(value, 'dtype', None), jnp.inexact)

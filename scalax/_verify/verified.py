@@ -1,0 +1,280 @@
+"""What a comparison found, and how that shows itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from jax.sharding import PartitionSpec
+
+from scalax._report import saved
+from scalax._report.blocks import (
+    Block,
+    Cell,
+    Column,
+    Figure,
+    Figures,
+    Fold,
+    Heading,
+    Lines,
+    Row,
+    Section,
+    Table,
+)
+from scalax._report.shown import Shown
+from scalax._tree.specs import axis_sizes_text, text
+from scalax.errors import plural
+
+Ended = Literal['', 'stopped']
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A result that is not what one device computes.
+
+    Attributes:
+        path: its path in what the step returns.
+        array: its dtype and shape, of all devices together.
+        spec: where it is on the mesh; None if that is not known.
+        error: the largest error of an element; of integers, truth values and keys how many elements differ.
+        explained: how large rounding may make that: 8 times what was drawn, and 4 units of the dtype.
+        index: the element with the largest error.
+        found: its value on the mesh.
+        expected: its value on one device.
+        seed: the arguments that showed it first.
+        step: in which of the steps in a row, from 1.
+        seeds: with how many of the arguments it shows.
+        raised: what the step raised on the mesh, and not on one device; the other fields say nothing then.
+    """
+
+    path: str
+    array: str = ''
+    spec: PartitionSpec | None = None
+    error: float = 0.0
+    explained: float = 0.0
+    index: tuple[int, ...] = ()
+    found: Any = None
+    expected: Any = None
+    seed: int = 0
+    step: int = 1
+    seeds: int = 1
+    raised: str = ''
+
+    @property
+    def place(self) -> str:
+        """The element with the largest error."""
+        return f'{self.path}{list(self.index)}' if self.index else self.path
+
+    def __str__(self) -> str:
+        if self.raised:
+            return f'step {self.step} raises on the mesh, and not on one device: {self.raised}'
+        return (
+            f'{self.place or "the result"} is {_short(self.found, 6)}, and {_short(self.expected, 6)} on '
+            'one device'
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstDifference:
+    """The first operation whose result differs.
+
+    Attributes:
+        primitive: the operation of JAX.
+        line: the line of the user's code.
+        difference: its result on both sides.
+        inside: of a `shard_map`, what in it depends on the device: operations between devices, with mesh
+            axes, random bits, and callbacks.
+    """
+
+    primitive: str
+    line: str
+    difference: Difference
+    inside: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        at = f' at {self.line}' if self.line else ''
+        between = ', '.join(self.inside) or 'nothing between devices, such as psum'
+        holds = f' (in it: {between})' if self.primitive == 'shard_map' else ''
+        return (
+            f'{self.primitive}{at}{holds} is the first operation that differs: {self.difference.array}, '
+            f'{self.difference}'
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Retry:
+    """Whether the differences are still there when something is done in another way.
+
+    Attributes:
+        change: what is done in another way.
+        stays: whether they are still there; None if that could not be tried.
+        why_not: why not.
+    """
+
+    change: str
+    stays: bool | None
+    why_not: str = ''
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """What values a leaf of the arguments had.
+
+    Attributes:
+        path: its path.
+        array: its dtype and shape.
+        values: what they were.
+        why: what the step does with it.
+    """
+
+    path: str
+    array: str
+    values: str
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Verified(Shown):
+    """What `MeshShardingHelper.verify` returns; ``str()`` of it is a page of text.
+
+    Attributes:
+        name: the name of the step.
+        mesh: mesh axis -> size, of the mesh that it ran on.
+        differences: the results that differ; those of the first step in a row that has any.
+        results: how many results a step has.
+        seeds: with how many arguments it was run.
+        steps: how many steps in a row.
+        first: the operation that differs first, if that was found.
+        why_no_first: why that was not found.
+        retries: what makes the differences go away.
+        unsettled: results that differed, and no more when arguments were moved by a rounding: they hang by
+            one, as which expert takes a row does.
+        not_deterministic: results that one device computes otherwise each time, or each time that the step
+            is traced: nothing can be said of them.
+        not_compared: results that had no finite value on one device.
+        arguments: what values the arguments had.
+        reduced: what was made smaller than in the user's step, and what could not be.
+        jax: the version of JAX.
+        ended: ``'stopped'`` by Ctrl-C; empty if all was compared.
+        seconds: how long it took.
+    """
+
+    name: str
+    mesh: Mapping[str, int]
+    differences: tuple[Difference, ...] = ()
+    results: int = 0
+    seeds: int = 0
+    steps: int = 0
+    first: FirstDifference | None = None
+    why_no_first: str = ''
+    retries: tuple[Retry, ...] = ()
+    unsettled: tuple[str, ...] = ()
+    not_deterministic: tuple[str, ...] = ()
+    not_compared: tuple[str, ...] = ()
+    arguments: tuple[Argument, ...] = ()
+    reduced: tuple[str, ...] = ()
+    jax: str = ''
+    ended: Ended = ''
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether all results were compared, and are what one device computes."""
+        unknown = self.not_compared or self.not_deterministic
+        return not self.differences and self.first is None and not unknown and self.seeds > 0
+
+    def _title(self) -> str:
+        return f'{self.name} on a mesh and on one device'
+
+    def _blocks(self, title: str) -> list[Block]:
+        verdict = Figure(
+            'equal' if self.ok else 'differs', 'to one device', 'good' if self.ok else 'bad', True
+        )
+        return [
+            Heading(title, self.mesh),
+            Figures([verdict, Figure(f'{self.results}', 'results'), Figure(f'{self.seeds}', 'seeds')]),
+            Section('', [Lines([*self._head()])]),
+            Section('Results that differ', [_differences(self)] if self.differences else []),
+            Section('Where', [Lines([*self._where()])]),
+            Section('', [Lines([*self.reduced])] if self.reduced else [], 'What was made smaller'),
+            Section('', [Fold('What the arguments were', [_arguments(self)])] if self.arguments else []),
+        ]
+
+    def _head(self) -> Iterator[str]:
+        runs = f'{plural(self.steps, "step")} in a row, {plural(self.seeds, "seed")}'
+        wrong = sum(not each.raised for each in self.differences)
+        if self.ok:
+            said = f'computes what one device computes: {plural(self.results, "result")}, {runs}'
+        elif self.differences or self.first:
+            count = f'{wrong} of {plural(self.results, "result")}, ' if wrong else ''
+            said = f'does not compute what one device computes: {count}{runs}'
+        else:
+            said = f'was not compared with one device: {runs}'
+        yield f'{self.name} on {axis_sizes_text(self.mesh)} {said}'
+        yield from (str(each) for each in self.differences if each.raised)
+        for what, paths in (
+            ('one device computes something else each time', self.not_deterministic),
+            ('not finite on one device', self.not_compared),
+            ('hang by a rounding, and were not counted', self.unsettled),
+        ):
+            if paths:
+                yield f'{what}: {", ".join(path or "the result" for path in paths)}'
+        if self.ended:
+            yield 'stopped before the end'
+
+    def _where(self) -> Iterator[str]:
+        if self.first is not None:
+            within = '' if self.differences else 'the results are equal, and values inside are not: '
+            yield f'{within}{self.first}'
+        elif self.why_no_first:
+            yield f'which operation differs first is not known: {self.why_no_first}'
+        for stays, said in ((False, 'it is gone'), (True, 'it is still there')):
+            changes = [retry.change for retry in self.retries if retry.stays is stays]
+            if changes:
+                yield f'{said} {"; ".join(changes)}'
+        for retry in self.retries:
+            if retry.stays is None:
+                yield f'not compared {retry.change}: {retry.why_not}'
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result in plain Python values, ready for ``json.dumps``."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**saved.plain(own), 'ok': self.ok}
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error, which may be long."""
+    return textwrap.shorten(f'{type(error).__name__}: {error}'.splitlines()[0], 200, placeholder=' ...')
+
+
+def _differences(verified: Verified) -> Table:
+    columns = (
+        *(Column('result', 'lead'), Column('array', 'code'), Column('spec', 'code')),
+        *(Column('mesh', 'number'), Column('one device', 'number')),
+        *(Column('error', 'number'), Column('rounding', 'number'), Column('seeds', 'number')),
+    )
+    rows: list[Row] = []
+    for each in verified.differences:
+        if not each.raised:
+            spec = '' if each.spec is None else text(each.spec)
+            values = Cell(_short(each.found)), Cell(_short(each.expected))
+            sizes = Cell(_short(each.error), each.error), Cell(_short(each.explained), each.explained)
+            rows.append(
+                [each.place, each.array, spec, *values, *sizes, Cell(f'{each.seeds} of {verified.seeds}')]
+            )
+    return Table(columns, rows, most_lines=12)
+
+
+def _short(value: Any, digits: int = 3) -> str:
+    return f'{value:.{digits}g}' if isinstance(value, float | complex) else str(value)
+
+
+def _arguments(verified: Verified) -> Table:
+    columns = Column('argument', 'lead'), Column('array', 'code'), Column('values'), Column('because', 'wide')
+    return Table(
+        columns,
+        [[each.path, each.array, each.values, each.why] for each in verified.arguments],
+        most_lines=12,
+    )

@@ -1,0 +1,181 @@
+"""Verifies a step: makes it small if its mesh is not here, compares it, and looks for what is wrong."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from scalax._mesh.meshes import has_devices
+from scalax._report.tables import array_text
+from scalax._transforms.sjit import SjitFunction, name_of
+from scalax._util.progress import Note, progress
+from scalax._verify.first import first_difference, inner_difference
+from scalax._verify.reduce import Reduced, over, reduced, reduced_args
+from scalax._verify.retry import retries
+from scalax._verify.run import Comparison
+from scalax._verify.sides import OneDevice, Step, on_one_device
+from scalax._verify.verified import Argument, Ended, FirstDifference, Retry, Verified
+from scalax.errors import ArgumentError
+
+_log = logging.getLogger('scalax.verify')
+
+
+def verify(
+    helper: Any,
+    function: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    seeds: int = 3,
+    steps: int = 2,
+    config: Any = None,
+    inside: bool = False,
+) -> Verified:
+    """Verifies a step, as `MeshShardingHelper.verify` does; options cannot clash with arguments of the step.
+
+    Args:
+        helper: the helper of the mesh.
+        function: the step; or, without arguments, what makes a step and its arguments for a helper.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        seeds: with how many arguments it runs.
+        steps: how many steps run in a row.
+        config: what *function* takes beside the helper.
+        inside: whether the values inside are compared as well.
+    """
+    start = time.monotonic()
+    if not callable(function):
+        raise ArgumentError(
+            f'verify takes a function first, got {type(function).__name__}: helper.verify(step, *arguments)'
+        )
+    for name, value in (('seeds', seeds), ('steps', steps)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ArgumentError(f'{name} is a number from 1 on, got {value!r}')
+    with progress(f'verifying {name_of(function)}', _log) as note:
+        step, alone, small = _sides(helper, function, args, kwargs, config, note)
+        found = Comparison(step, OneDevice(step, alone))
+        done, tried, uncertain = 0, list[Retry](), frozenset[int]()
+        first: FirstDifference | str | None = None
+        ended: Ended = ''
+        try:
+            for seed in range(seeds):
+                found.run(seed, steps, note)
+                done += 1
+            if inside and not found.differences:
+                note('comparing the values inside')
+                first = inner_difference(found, 0)
+            if found.differences:
+                shown = min(found.differences.values(), key=lambda each: each.step)
+                uncertain = found.differing_on_one_device(OneDevice(step, alone), shown.seed)
+            if found.differences.keys() - uncertain:
+                note('looking for the operation that differs first')
+                later = f'the results of the first step are right, those of step {shown.step} are not'
+                first = later if shown.step > 1 else first_difference(found, shown.seed)
+                for retry in retries(found, shown.seed, shown.step, note):
+                    tried.append(retry)
+        except KeyboardInterrupt:
+            ended = 'stopped'
+    differences = sorted(found.differences.items(), key=lambda each: each[1].step)
+    return Verified(
+        name=step.name,
+        mesh=dict(step.helper.mesh.shape),
+        differences=tuple(each for leaf, each in differences if leaf not in uncertain),
+        not_deterministic=tuple(found.paths[leaf] for leaf in sorted(uncertain)),
+        results=len(found.paths),
+        seeds=done,
+        steps=steps if found.repeats else 1,
+        first=first if isinstance(first, FirstDifference) else None,
+        why_no_first=first if isinstance(first, str) else '',
+        retries=tuple(tried),
+        unsettled=tuple(found.paths[leaf] for leaf in sorted(found.unsettled)),
+        not_compared=tuple(
+            path for leaf, path in enumerate(found.paths) if done and leaf not in found.finite
+        ),
+        arguments=tuple(_arguments(found)),
+        reduced=() if small is None else _said(small),
+        jax=jax.__version__,
+        ended=ended,
+        seconds=time.monotonic() - start,
+    )
+
+
+def _sides(
+    helper: Any, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], config: Any, note: Note
+) -> tuple[Step, Step | None, Reduced | None]:
+    """The step on its mesh, the same on one device if it is made for any helper, and what was reduced."""
+    makes = not args and not kwargs
+    if makes and hasattr(function, 'trace'):
+        raise ArgumentError(
+            f'verify got no arguments for {name_of(function)}: give them, arrays or ShapeDtypeStructs'
+        )
+    given = () if config is None else (config,)
+    if config is not None and not makes:
+        raise ArgumentError(
+            'config is for a function that makes the step: give that alone, without arguments'
+        )
+    if helper.mesh.size == 1:
+        raise ArgumentError(
+            f'the mesh has one device, and {name_of(function)} would be compared with itself: simulate '
+            "several with jax.config.update('jax_num_cpu_devices', 8) before JAX is used"
+        )
+    small = None
+    if not has_devices(helper.mesh):
+        note('making it small')
+        small = _reduced(helper, function, args, kwargs, config)
+        helper, given = small.helper, () if config is None else (small.config,)
+        if not makes:
+            function, args = small.step, small.args
+    if not makes:
+        return Step(helper, function, args, kwargs), None, small
+    step, args = (small.step, small.args) if small else _made(function, helper, given)
+    one = on_one_device(helper)
+    alone, _ = _made(function, one, given)
+    return Step(helper, step, args, {}), Step(one, alone, args, {}), small
+
+
+def _made(function: Any, helper: Any, given: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    """What the user's function makes for a helper."""
+    made = function(helper, *given)
+    if not isinstance(made, tuple | list) or len(made) != 2 or not isinstance(made[1], tuple | list):
+        raise ArgumentError(
+            f'{name_of(function)} is called with a helper, because verify got no arguments for it: it has to '
+            f'return the step and the tuple of its arguments, got {type(made).__name__}'
+        )
+    return made[0], tuple(made[1])
+
+
+def _reduced(
+    helper: Any, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], config: Any
+) -> Reduced:
+    """The step, made small enough for the devices that are here."""
+    devices = jax.devices()
+    if config is not None:
+        return reduced(function, config, helper, devices)
+    if not args and not kwargs:
+        args = _made(function, helper, ())[1]
+        return reduced_args(lambda own: _made(function, own, ())[0], args, helper, devices)
+    if kwargs or not isinstance(function, SjitFunction):
+        raise ArgumentError(
+            f'the devices of this mesh are not here, and {name_of(function)} has to be made small: for that '
+            'it is a function of sjit, called with arguments by position, or what makes the step for any '
+            'helper'
+        )
+    return reduced_args(over(function), args, helper, devices)
+
+
+def _said(small: Reduced) -> tuple[str, ...]:
+    """What was made smaller, and what could not be."""
+    sizes = ', '.join(f'{name} {before} -> {after}' for name, (before, after) in small.sizes.items())
+    return (sizes or 'nothing', *small.said)
+
+
+def _arguments(found: Comparison) -> Iterator[Argument]:
+    pairs = zip(found.step.paths, found.step.leaves, found.roles, strict=True)
+    for path, leaf, role in pairs:
+        below = '' if role.bound is None else f' below {role.bound}'
+        own = '' if isinstance(leaf, jax.ShapeDtypeStruct) else 'yours, and like them: '
+        yield Argument(path, array_text(str(leaf.dtype), leaf.shape), f'{own}{role.kind}{below}', role.why)
