@@ -44,9 +44,9 @@ def placed(x: Any) -> Any:
     return jax.jit(jnp.sin, out_shardings=NamedSharding(MESH, P('a')))(x)
 
 
-def mapped(*, manual: set[str]) -> Any:
+def mapped(fun: Any = jnp.sin, *, manual: set[str]) -> Any:
     return jax.shard_map(
-        *(jnp.sin,),
+        fun,
         mesh=MESH,
         in_specs=P('a' if 'a' in manual else None),
         out_specs=P('a' if 'a' in manual else None),
@@ -114,6 +114,19 @@ CASES: dict[tuple[Any, str], tuple[tuple[Any, ...], Any]] = {
     (of.mapped_outputs, 'shard_map'): ((mapped(manual={'a', 'b'}), X), (P('a'),)),
     (of.count_blocks, 'shard_map'): ((mapped(manual={'a', 'b'}), X), 8),
     (lambda eqn: of.count_blocks(eqn), 'shard_map'): ((mapped(manual={'b'}), X), 4),
+    (of.axes_named, 'all_gather'): (
+        (mapped(lambda x: lax.all_gather(x, 'a', tiled=True), manual={'a', 'b'}), X),
+        ('a',),
+    ),
+    (of.axes_named, 'axis_index'): (
+        (mapped(lambda x: x * lax.axis_index('a'), manual={'a', 'b'}), X),
+        ('a',),
+    ),
+    (of.axes_named, 'ppermute'): (
+        (mapped(lambda x: lax.ppermute(x, 'a', [(0, 1)]), manual={'a', 'b'}), X),
+        ('a',),
+    ),
+    (of.axes_named, 'reduce_sum'): ((jnp.sum, X), ()),
     (lambda eqn: of.shape_of(eqn.invars[0]), 'sin'): ((jnp.sin, X), (2, 3, 4)),
     (lambda eqn: of.is_on_device(eqn.invars[0]), 'sin'): ((jnp.sin, X), True),
 }

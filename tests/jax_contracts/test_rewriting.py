@@ -240,6 +240,15 @@ def test_a_jaxpr_is_flattened() -> None:
         np.testing.assert_allclose(rewriting.run(flat, [x])[0], fun(x), rtol=1e-6)
 
 
+@pytest.mark.parametrize('fun', [jnp.sin, lambda x: x + x, lambda x: jnp.sort(x), lambda x: jnp.split(x, 2)])
+def test_an_equation_is_run(fun: Any) -> None:
+    x = np.linspace(0, 1, 4, dtype=np.float32)
+    [equation] = opened(rewriting.with_inlined(jax.make_jaxpr(fun)(x), lambda call: True)).eqns
+    with contract('makes a jaxpr of one equation', 'to run steps equation by equation'):
+        found = rewriting.run_equation(equation, [x] * len(equation.invars))
+        np.testing.assert_array_equal(found, jax.tree.leaves(fun(x)))
+
+
 def test_an_equation_is_added() -> None:
     like = equation_in('sin', jnp.sin, X)
     with contract('makes one equation of a function of one operation', 'to add it to a jaxpr'):
