@@ -113,6 +113,7 @@ class RunOnMesh(NamedTuple):
     Attributes:
         run: the collective.
         axes: as `Collective.axes`, and so are the others.
+        staying: of a permute, how many devices of one slice send inside of it, at most.
     """
 
     run: Run
@@ -121,6 +122,7 @@ class RunOnMesh(NamedTuple):
     part: tuple[int, ...]
     networks: tuple[Network, ...]
     crossing: int
+    staying: int
 
 
 def channel_of(instruction: Instruction) -> str:
@@ -129,10 +131,10 @@ def channel_of(instruction: Instruction) -> str:
     return found[1] if found else ''
 
 
-def runs(module: Module) -> Iterator[Run]:
+def runs(module: Module, every_branch: bool = False) -> Iterator[Run]:
     """The collectives of a program, as often as they stand at different places of the call tree.
 
-    Of branches, those of the one that sends most.
+    Of branches, those of the one that sends most; or of all.
 
     Raises:
         PlanError: devices send something to one another in an unknown way.
@@ -151,7 +153,7 @@ def runs(module: Module) -> Iterator[Run]:
         run = run_of(visit, instruction)
         return run.whole_bytes(1) if run else 0
 
-    for visit in visits(module, sent):
+    for visit in visits(module, None if every_branch else sent):
         gathers = set()
         for instruction in visit.computation.instructions.values():
             run = run_of(visit, instruction)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import starmap
 from typing import Literal
 
@@ -121,6 +121,7 @@ def collectives(
         PlanError: a collective is written in an unknown form.
     """
     devices = _Devices(mesh, places, device_ids, switched)
+    staying: dict[Collective, int] = {}
     explaining = module if partitioned is None else partitioned
     before = None if partitioned is None else Partitioned(devices.runs(partitioned))
     parts, scopes, scopes_before = StepParts(module), Scopes(module), Scopes(explaining)
@@ -158,24 +159,26 @@ def collectives(
             crossing=each.crossing,
         )
         counts[row][scope] += run.visit.count
+        staying[row] = max(each.staying, staying.get(row, 0))
+    of_slice = len(places) // len({place.slice for place in places} or [0])
     rows = (
         dataclasses.replace(row, count=times.total(), scopes=tuple(starmap(ScopeRuns, times.items())))
-        for row, times in (counts if switched else _whole_permutes(counts)).items()
+        for row, times in (counts if switched else _whole_permutes(counts, staying, of_slice)).items()
     )
     return tuple(sorted(rows, key=lambda row: (-row.bytes * row.count, row.kind, row.axes, row.source)))
 
 
 def seconds_of_runs(
-    timed: Iterable[tuple[Collective, float]],
+    time: Callable[[Sequence[Collective]], Iterable[float]],
     module: Module,
     mesh: Mapping[str, int],
     places: Sequence[Place],
     device_ids: Sequence[int],
 ) -> dict[tuple[str, str], tuple[Kind, float]]:
-    """What each collective of a program takes, whose devices switches join.
+    """What each collective of a program takes, of all its branches, whose devices switches join.
 
     Args:
-        timed: the collectives with the seconds of one execution of each.
+        time: the seconds of one execution of each of some collectives.
         module: the program, and the others as for `collectives`.
         mesh: as for `collectives`.
         places: as for `collectives`.
@@ -185,26 +188,38 @@ def seconds_of_runs(
         The names of a computation and of the instruction that is a collective, or starts it -> its kind, and
         the seconds of one execution.
     """
-    known = {
-        (row.kind, row.axes, row.part, row.bytes, row.networks, row.crossing): seconds
-        for row, seconds in timed
-    }
     found = {}
-    for each in _Devices(mesh, places, device_ids, True).runs(module):
+    for each in _Devices(mesh, places, device_ids, True).runs(module, every_branch=True):
         computation, instruction = each.run.holder
-        kind, size = each.run.kind, each.run.whole_bytes(each.group)
-        # One of a single device sends nothing, and is no row.
-        key = kind, each.axes, each.part, size, each.networks, each.crossing
-        found[computation.name, instruction.name] = kind, known[key] if each.group > 1 else 0.0
-    return found
+        found[computation.name, instruction.name] = Collective(
+            kind=each.run.kind,
+            axes=each.axes,
+            group=each.group,
+            count=1,
+            counted=Counted.EXACTLY,
+            bytes=each.run.whole_bytes(each.group),
+            source=Source(),
+            part=each.part,
+            networks=each.networks,
+            crossing=each.crossing,
+        )
+    rows = [row for row in dict.fromkeys(found.values()) if row.group > 1]  # one device sends nothing
+    seconds = dict(zip(rows, time(rows), strict=True))
+    return {place: (row.kind, seconds.get(row, 0.0)) for place, row in found.items()}
 
 
 def _whole_permutes(
-    counts: Mapping[Collective, collections.Counter[str]],
+    counts: Mapping[Collective, collections.Counter[str]], staying: Mapping[Collective, int], of_slice: int
 ) -> dict[Collective, collections.Counter[str]]:
     """The rows, where the two parts of a permute inside slices and between them are one.
 
-    The compiler for TPUs writes them apart. They run at the same time, on two networks.
+    The compiler for TPUs writes them apart. They run at the same time, on two networks. In one permute a
+    device sends once: where more devices of a slice send than it has, these are two.
+
+    Args:
+        counts: the rows, and how often each runs in each scope.
+        staying: how many devices of a slice send inside of it in each row.
+        of_slice: the devices of a slice.
     """
     inside: dict[Collective, Collective] = {}
     for row in counts:
@@ -213,7 +228,9 @@ def _whole_permutes(
     joined = dict(counts)
     for row, times in counts.items():
         own = inside.get(_without_networks(row)) if row.networks == ('dcn',) else None
-        if own is not None and counts[own].total() == times.total():
+        if own is None or staying[own] + row.crossing > of_slice:
+            continue
+        if counts[own].total() == times.total():
             joined.pop(own)
             joined.pop(row)
             joined[dataclasses.replace(row, networks=(*own.networks, 'dcn'))] = times
@@ -286,13 +303,13 @@ class _Devices:
         # Hundreds of collectives of a program have the same groups, of thousands of devices.
         self._known: dict[tuple[object, ...], RunOnMesh] = {}
 
-    def runs(self, module: Module) -> Iterator[RunOnMesh]:
-        """The collectives of a program.
+    def runs(self, module: Module, every_branch: bool = False) -> Iterator[RunOnMesh]:
+        """The collectives of a program; of branches those of the one that sends most, or of all.
 
         Raises:
             PlanError: their groups do not fit the devices.
         """
-        for run in runs(module):
+        for run in runs(module, every_branch):
             own = run.instruction
             named = map(own.attribute, ('source_target_pairs', '_xla_megascale_target'))
             key = run.kind, own.opcode, module.partitions, written_groups(own.attributes), *named
@@ -304,20 +321,22 @@ class _Devices:
         axes = axes_of_groups(groups, self._mesh)
         group = along = devices_along(axes, self._mesh)
         part: tuple[int, ...] = ()
-        crossing = 0
+        staying = crossing = 0
         if run.kind == 'collective-permute':
-            crossing = self._crossing(groups)
+            staying, crossing = self._senders(groups)
         elif groups.shape[1] != along:
             group, part = groups.shape[1], tuple(map(int, groups[0]))
         networks = networks_of(groups, self._places, switched=self._switched)
-        return RunOnMesh(run, axes, group, part, networks, crossing)
+        return RunOnMesh(run, axes, group, part, networks, crossing, staying)
 
-    def _crossing(self, pairs: Groups) -> int:
-        """How many devices of one slice send to another, at most."""
+    def _senders(self, pairs: Groups) -> tuple[int, int]:
+        """How many devices of one slice send inside of it, and to another, at most."""
         if not self._places:
-            return 0
+            return 0, 0
         slices = [[self._places[device].slice for device in pair] for pair in pairs.tolist()]
-        return max(collections.Counter(start for start, end in slices if start != end).values(), default=0)
+        inside = collections.Counter(start for start, end in slices if start == end)
+        outside = collections.Counter(start for start, end in slices if start != end)
+        return max(inside.values(), default=0), max(outside.values(), default=0)
 
     def _groups(self, run: Run, partitions: int) -> Groups:
         instruction = run.instruction

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import logging
 import math
@@ -16,10 +17,10 @@ from scalax._jax import messages
 from scalax._mesh.gpu_targets import TARGETS
 from scalax._mesh.meshes import has_devices
 from scalax._plan.buffers import largest_buffers
-from scalax._plan.collectives import collectives, seconds_of_runs
+from scalax._plan.collectives import Collective, collectives, seconds_of_runs
 from scalax._plan.compilation import OPTIONS, Compiled, compile_lowered
 from scalax._plan.flops import count_flops, count_model_flops
-from scalax._plan.hardware import numbers_of
+from scalax._plan.hardware import Hardware, numbers_of
 from scalax._plan.hlo import Module, parse
 from scalax._plan.hlo_cost import work_of
 from scalax._plan.host_moves import HostMoves, host_moves
@@ -27,7 +28,7 @@ from scalax._plan.lowered_step import LoweredStep, lower_step
 from scalax._plan.memory import Memory, constant_bytes
 from scalax._plan.nccl import nccl_seconds
 from scalax._plan.plan import Plan
-from scalax._plan.roofline import Roofline, routes_of
+from scalax._plan.roofline import routes_of, time_collectives
 from scalax._plan.schedule import Schedule, schedule_of
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.sjit import SjitFunction, name_of, names_of_arguments
@@ -135,18 +136,25 @@ def scheduled(plan: Plan, program: Module, ids: Sequence[int]) -> Schedule | Non
         return None
     [hbm_rate] = numbers_of(roofline.hardware, 'hbm_bytes_per_second', for_='a schedule')
     host_rate = roofline.hardware.host_bytes_per_second or math.inf  # known if anything goes there
-    timed = list(zip(plan.collectives, nccl_times(plan, roofline), strict=True))
-    times = seconds_of_runs(timed, program, plan.mesh, plan.places, ids)
+    times = seconds_of_runs(
+        functools.partial(nccl_times, plan, roofline.hardware), program, plan.mesh, plan.places, ids
+    )
     return schedule_of(program, roofline.peak / plan.devices, hbm_rate, host_rate, times)
 
 
-def nccl_times(plan: Plan, roofline: Roofline) -> Iterator[float]:
-    """The seconds of one execution of each collective: as NCCL expects, or else those of the roofline."""
-    hardware = roofline.hardware
+def nccl_times(plan: Plan, hardware: Hardware, rows: Sequence[Collective]) -> Iterator[float]:
+    """The seconds of one execution of some collectives: as NCCL expects, or else those of the roofline.
+
+    Args:
+        plan: the plan whose devices run them.
+        hardware: their numbers.
+        rows: the collectives.
+    """
     target, of_host = TARGETS[hardware.name], hardware.chips_per_host or 1
     card = None if hardware.dcn_bytes_per_second is None else hardware.dcn_bytes_per_second / of_host
-    routes = routes_of(plan.collectives, plan.mesh, plan.places, hardware) if plan.collectives else []
-    for (row, seconds), ways in zip(roofline.collectives, routes, strict=True):
+    routes = routes_of(rows, plan.mesh, plan.places, hardware) if rows else []
+    timed = time_collectives(rows, plan.mesh, plan.places, plan.device_kind, hardware).collectives
+    for (row, seconds), ways in zip(timed, routes, strict=True):
         found = [nccl_seconds(row.kind, row.bytes, way, target, card, hardware.switches_add) for way in ways]
         yield max((time for time in found if time is not None), default=seconds / max(1, row.count))
 

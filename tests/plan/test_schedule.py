@@ -299,7 +299,7 @@ def test_a_step_takes_its_kernels_and_its_waits(name):
     """No less than any of what runs beside the others, and no more than all."""
     plan = recorded_plan(name)
     schedule, roofline = plan.schedule, plan.roofline()
-    times = zip(plan.collectives, nccl_times(plan, roofline), strict=True)
+    times = zip(plan.collectives, nccl_times(plan, roofline.hardware, plan.collectives), strict=True)
     links = sum(row.count * seconds for row, seconds in times)
     beside = sum(row.seconds for row in schedule.kernels if row.name in ('wait: copy', 'wait: fusion'))
     assert schedule.seconds == pytest.approx(sum(row.seconds for row in schedule.kernels))
