@@ -6,7 +6,7 @@ run one after the other, in the order of the schedule. Collectives, and copies a
 asynchronous, run beside them from where they start; collectives wait for one another, and so do copies over
 the link to the host, one way; where one ends the device waits for it. XLA has no times for collectives, which
 take what NCCL expects (`nccl`), and none for that link, whose bandwidth counts. Kernels without a model take
-what they do at least.
+what they do at least, and so do those to which it gives less, such as products in batches.
 
 XLA has measured products of some types alone (`_MEASURED`). Others take the rate that it has measured of
 bfloat16, but for too many operations: XLA counts the rows, the columns and what is summed in bytes of the
@@ -170,6 +170,7 @@ class _Clock:
                 rows.append(self._row(visit, each, f'wait: {kind}', end - now))
                 now = busy[_LINK] = end
             elif spent := self._seconds(visit.computation, each, least := self._least(visit, each)):
+                spent = max(spent, least)
                 called = _TARGET.search(each.attributes)
                 rows.append(self._row(visit, each, called[1] if called else name, spent, least))
                 now += spent
@@ -233,7 +234,7 @@ class _Clock:
         if product is None or tuple(array.dtype for array in product) in _MEASURED:
             return found['sol']
         size = product[-1]._replace(dims=()).bytes
-        return max(least, found['sol'] / size**3)
+        return found['sol'] / size**3
 
     def _product(self, computation: Computation, each: Instruction) -> tuple[Array, ...] | None:
         """The operands and the result of a product that is all of a kernel."""

@@ -1,6 +1,7 @@
 """The seconds along the compiler's schedule: what waits for what, and which times count."""
 
 import dataclasses
+import math
 import re
 
 import jax
@@ -105,7 +106,7 @@ ENTRY %main (x: {array}, h: {host}) -> {array} {{
   %two = ({host}, {array}, u32[]) copy-start(%x)
   %back = ({array}, {host}, u32[]) copy-start(%h)
   %inside = ({array}, {array}, u32[]) copy-start(%x)
-  {fusion('beside', 'x', 1)}
+  {fusion('beside', 'x', 2)}
   %inside_is = {array} copy-done(%inside)
   %back_is = {array} copy-done(%back)
   %one_is = {host} copy-done(%one)
@@ -116,14 +117,14 @@ ENTRY %main (x: {array}, h: {host}) -> {array} {{
     schedule = of(moved)
     assert schedule.seconds == pytest.approx((20 + 3) * US)
     # For that from the host, and then for the second one there: the first has gone beside it.
-    assert rows(schedule)['wait: copy'] == (2, 19)
+    assert rows(schedule)['wait: copy'] == (2, 18)
 
 
 @pytest.mark.parametrize(
     ('kind', 'costs', 'time'),
     [
         ('kLoop', {'': 4, 'sol': 5}, 5),
-        ('kLoop', {'': 4, 'sol': 0.01}, 0.01),
+        ('kLoop', {'': 4, 'sol': 0.01}, 2),
         ('kCustom', {'': 4, 'sol': 5, 'indexing_cost_model': 6}, 5),
         ('kCustom', {'': 4, 'indexing_cost_model': 6, 'sol': 0.01}, 6),
         ('kCustom', {'': 4, 'sol': 0.01}, 2),
@@ -131,7 +132,7 @@ ENTRY %main (x: {array}, h: {host}) -> {array} {{
     ],
 )
 def test_which_time_counts(kind, costs, time):
-    """Without a model it is the least: two arrays of 1,000 bytes by a memory of 1 GB/s."""
+    """Without a model, and where that says less, it is the least: two arrays of 1,000 bytes by a memory of 1 GB/s."""
     text = f"""
 {FUSED}
 ENTRY %main (x: f32[250]) -> f32[250] {{
@@ -286,12 +287,17 @@ def test_a_compiler_that_writes_no_times():
 
 @pytest.mark.parametrize('name', MODELLED)
 def test_kernels_take_what_the_compiler_says(name):
-    """As a second reader adds it up; what has no model takes what it does at least."""
-    made, schedule = recorded(name), recorded_plan(name).schedule
+    """As a second reader adds it up, on a device to which operations and bytes are nothing."""
+    made = recorded(name)
+    schedule = schedule_of(parse(made.optimized, True), math.inf, math.inf, math.inf, {})
     second = executable_reader.read(made.executable, made.mesh, made.slices)
-    kernels = [row for row in schedule.kernels if not row.name.startswith('wait')]
-    modelled = sum(row.seconds for row in kernels if row.seconds != pytest.approx(row.bound, rel=1e-9))
-    assert modelled == pytest.approx(second.modelled * US, rel=1e-6)
+    assert schedule.seconds == pytest.approx(second.modelled * US, rel=1e-6)
+
+
+@pytest.mark.parametrize('name', MODELLED)
+def test_kernels_take_no_less_than_what_they_do_at_least(name):
+    kernels = [row for row in recorded_plan(name).schedule.kernels if not row.name.startswith('wait')]
+    assert all(row.seconds >= row.bound * (1 - 1e-9) for row in kernels)
 
 
 @pytest.mark.parametrize('name', MODELLED)
