@@ -52,6 +52,10 @@ PLUGINS = ('jax-cuda12-pjrt', 'jax-cuda13-pjrt')
 _AMD = re.compile(r'mi\d{3}')
 _FILE = '.txtpb'
 _EXAMPLES = 'XLA has examples: https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs'
+# The value of a field; of a compute capability its major number.
+_FIELD = r'\b{}\s*:?\s*(?:{{[^}}]*?\bmajor\s*:)?\s*({{[^}}]*}}|[^\s}}]+)'
+_SAYS = re.compile(r'["\']|[0.]*[1-9]|0[xX]0*[1-9a-fA-F]')  # a text, or a number above 0
+_NUMBERS = re.compile(r'\d+(?:\.\d+)*')  # those that a version begins with, all that JAX compares
 _SIZE = re.compile(r'(?:(?:([1-9]\d{0,5})x)?([1-9]\d{0,5})x)?([1-9]\d{0,3})')
 
 
@@ -174,14 +178,18 @@ def gpu_devices(topology: str, num_slices: int) -> Sequence[Any]:
 
 
 def _read(file: str) -> str:
-    """The text of a target config. Numbers that are missing would end the process: they are divided by."""
+    """The text of a target config. A number that is missing, or 0, may end the process: XLA divides by it."""
     try:
         text = Path(file).read_text(encoding='utf-8')
     except (OSError, UnicodeDecodeError) as error:
         raise MeshError(f'the target config {file!r} is not read: {error}') from error
-    missing = [name for name in FIELDS if not re.search(rf'\b{name}\s*(?:\{{|:\s*(?!0\s)\S)', text)]
-    if missing:
-        raise MeshError(f'{file!r} is no target config of a GPU: it has no {", ".join(missing)}. {_EXAMPLES}')
+    without_comments = re.sub('#.*', '', text)
+    found = {name: re.search(_FIELD.format(name), without_comments) for name in FIELDS}
+    missing = ', '.join(name for name, field in found.items() if field is None)
+    wrong = [f'{name} is {field[1]}' for name, field in found.items() if field and not _SAYS.match(field[1])]
+    if missing or wrong:
+        all_wrong = '; '.join([*([f'it has no {missing}'] if missing else []), *wrong])
+        raise MeshError(f'{file!r} is no target config of a GPU: {all_wrong}. {_EXAMPLES}')
     return text
 
 
@@ -223,7 +231,7 @@ def wrong_plugins(found: Mapping[str, str], jaxlib: str) -> tuple[str, str] | No
         one, other = found
         return f'{one} and {other} are installed, and JAX loads only one of them', f'pip uninstall {one}'
     for package, version in found.items():
-        if version != jaxlib:
+        if _NUMBERS.findall(version)[:1] != _NUMBERS.findall(jaxlib)[:1]:
             cure = f'pip install {package.replace("pjrt", "plugin")}=={jaxlib}'
             return f'{package} {version} is not that of jaxlib {jaxlib}', cure
     return None

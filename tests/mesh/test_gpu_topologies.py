@@ -158,6 +158,20 @@ def test_compilers_that_are_right():
     assert wrong_plugins({'jax-cuda12-pjrt': '1'}, '1') is None
 
 
+@pytest.mark.parametrize(
+    ('plugin', 'jaxlib', 'right'),
+    [
+        ('0.12.0', '0.12.0+cuda12.local', True),
+        ('0.12.1.dev20261101', '0.12.1.dev20261102', True),
+        ('0.12.0.1', '0.12.0', False),
+        ('0.12.0', '0.12.1', False),
+    ],
+)
+def test_versions_are_compared_as_jax_does(plugin, jaxlib, right):
+    """By the numbers that they begin with: ``check_plugin_version`` in jaxlib/plugin_support.py."""
+    assert (wrong_plugins({'jax-cuda12-pjrt': plugin}, jaxlib) is None) is right
+
+
 # --- A target config of one's own -------------------------------------------------------------------
 
 
@@ -168,8 +182,16 @@ def test_compilers_that_are_right():
         'nonsense',
         target_config('h100').replace('core_count', 'cores'),
         target_config('h100').replace('threads_per_warp: 32', 'threads_per_warp: 0'),
+        target_config('h100').replace('clock_rate_ghz: 1.98', 'clock_rate_ghz:0.0'),
+        target_config('h100').replace('core_count: 132', 'core_count: -3'),
+        target_config('h100').replace('core_count: 132', '# core_count: 132'),
+        re.sub('cuda_compute_capability .*', 'cuda_compute_capability {}', target_config('h100')),
+        target_config('h100').replace('core_count', 'cores').replace('ghz: 1.98', 'ghz: nan'),
     ],
-    ids=['empty', 'nonsense', 'no cores', 'warps of no threads'],
+    ids=[
+        *('empty', 'nonsense', 'no cores', 'warps of no threads', 'no clock', 'negative', 'comment'),
+        *('no compute capability', 'two faults'),
+    ],
 )
 def test_no_target_config(described, tmp_path, text, snapshot):
     described(lambda **_: pytest.fail('the compiler would crash'))
@@ -230,7 +252,8 @@ def test_mesh_axes_over_domains():
 @gpu_compiler.needed
 def test_a_target_config_of_ones_own(tmp_path):
     path = tmp_path / 'mine.txtpb'
-    path.write_text(target_config('h100').replace('NVIDIA H100 80GB HBM3', 'Mine'), encoding='utf-8')
+    text = target_config('h100').replace('NVIDIA H100 80GB HBM3', 'Mine')
+    path.write_text(text.replace('{ major: 9 minor: 0', '{\n minor: 0\n major: 9'), encoding='utf-8')
     helper = helper_of(f'{path}:2x1x16')
     assert {device.device_kind for device in helper.mesh.devices.flat} == {'Mine'}
     path.write_text(target_config('h100') + '\nnonsense: 1', encoding='utf-8')

@@ -132,7 +132,10 @@ ENTRY %main (x: {array}, h: {host}) -> {array} {{
     ],
 )
 def test_which_time_counts(kind, costs, time):
-    """Without a model, and where that says less, it is the least: two arrays of 1,000 bytes by a memory of 1 GB/s."""
+    """Without a model, and where that says less, it is the least.
+
+    That is what two arrays of 1,000 bytes take by a memory of 1 GB/s.
+    """
     text = f"""
 {FUSED}
 ENTRY %main (x: f32[250]) -> f32[250] {{
