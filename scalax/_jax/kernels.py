@@ -1,6 +1,7 @@
-"""What equations of Pallas kernels hold: their grid, the blocks that each step reads and writes, and effects.
+"""What equations of kernels hold: those of Pallas, and the sizes of cuDNN's attention.
 
-All of it relies on the parameters of `pallas_call`, in all supported versions: *grid_mapping* (with *grid*,
+Of Pallas' kernels these are their grid, the blocks that each step reads and writes, and effects. All of that
+relies on the parameters of `pallas_call`, in all supported versions: *grid_mapping* (with *grid*,
 *block_mappings*, *vmapped_dims*, *num_index_operands* and *scratch_avals*), *jaxpr*, *input_output_aliases*,
 *compiler_params*, *out_avals*, *cost_estimate* and *interpret*.
 """
@@ -19,6 +20,23 @@ from scalax._jax.equations import equations, opened
 # What tells a kernel its step, or how many there are.
 _NUMBERS = frozenset({'program_id', 'num_programs', 'axis_index'})
 _PARALLEL = ('parallel', 'core_parallel')
+
+ATTENTION = frozenset(
+    f'dot_product_attention_{name}{wrapper}'
+    for name in ('fwd', 'bwd', 'fp8_fwd', 'fp8_bwd')
+    for wrapper in ('', '_wrapper')
+)
+"""The names of primitives that are attention by cuDNN; those with ``bwd`` are its gradient."""
+
+
+def attention_sizes(equation: Any) -> tuple[int, int, int]:
+    """Of attention by cuDNN: the pairs of a query and a key, and the sizes of a head of keys and of values.
+
+    Relies on queries, keys and values being the first operands, and on the parameter *layout*, which is 0
+    where heads come behind positions.
+    """
+    query, key, value = (var.aval.shape for var in equation.invars[:3])
+    return math.prod(query[:3]) * key[2 if equation.params['layout'] else 1], query[3], value[3]
 
 
 def kernel_jaxpr(equation: Any) -> Any:

@@ -47,8 +47,6 @@ _UNCOUNTED = frozenset(
         *('geqrf', 'geqp3', 'ormqr', 'schur', 'svd', 'symmetric_product', 'triangular_solve', 'tridiagonal'),
         *('ffi_call', 'tpu_custom_call', 'triton_kernel_call'),
         *('scaled_dot', 'scaled_matmul', 'scaled_matmul_wrapper'),
-        *('dot_product_attention_fwd', 'dot_product_attention_fwd_wrapper'),
-        *('dot_product_attention_bwd', 'dot_product_attention_bwd_wrapper'),
     }
 )
 
@@ -180,6 +178,8 @@ class _Counter:
         inner = list(equations.jaxprs_in(equation))
         if name in _UNCOUNTED:
             return Flops(0, Counted.AT_LEAST), every
+        if name in kernels.ATTENTION:
+            return _attention(equation, 'bwd' in name), every
         if not inner:
             count = _FLOPS_OF[name](equation) if name in _FLOPS_OF else 0
             return Flops(count, by_part={'other': count} if count else {}), every
@@ -270,6 +270,19 @@ def rounds_of_while(equation: Any, outside: Any = None) -> tuple[int, Counted]:
         return {i: in_body.of(body.outvars[i]) for i in state}
 
     return solved_rounds(dict(enumerate(start)), test, following)
+
+
+def _attention(equation: Any, backward: bool) -> Flops:
+    """All pairs, as of attention that is written in JAX, whatever a mask hides of them.
+
+    On the way back each of the two products has two, and the first one is computed again.
+    """
+    pairs, of_keys, of_values = kernels.attention_sizes(equation)
+    scores, mixed = product_flops(pairs * of_keys, False), product_flops(pairs * of_values, False)
+    parts: dict[Part, int] = {'other': scores + mixed}
+    if backward:
+        parts = {'other': 2 * (scores + mixed), 'recomputed': scores}
+    return Flops(sum(parts.values()), by_part=parts)
 
 
 def _dot(equation: Any) -> int:

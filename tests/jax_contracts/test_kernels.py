@@ -9,6 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from benchmarks.published.decoder import has_cudnn
 from scalax._jax import kernels
 from tests.support.contracts import contract, equation_in
 
@@ -143,3 +144,17 @@ def test_a_part_of_a_kernel_runs() -> None:
         part = equation_in('pallas_call', lambda x: kernels.run_part(equation, [x], {0: 2}), X[:8])
         assert part.params['cost_estimate'].flops == 32
         assert kernels.grid(part) == (2,)
+
+
+@pytest.mark.skipif(not has_cudnn(), reason='JAX traces attention of cuDNN where that is')
+def test_the_sizes_of_attention_by_cudnn() -> None:
+    query, key = np.zeros((2, 128, 8, 64), 'bfloat16'), np.zeros((2, 256, 4, 64), 'bfloat16')
+
+    def loss(query: Any, key: Any) -> Any:
+        return jax.nn.dot_product_attention(query, key, key, implementation='cudnn').sum()
+
+    with contract('calls attention of cuDNN as it did', 'to count its operations'):
+        for name in ('dot_product_attention_fwd_wrapper', 'dot_product_attention_bwd_wrapper'):
+            assert name in kernels.ATTENTION
+            equation = equation_in(name, jax.grad(loss), query, key)
+            assert kernels.attention_sizes(equation) == (2 * 8 * 128 * 256, 64, 64)

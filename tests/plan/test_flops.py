@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 
 from examples.llama import model
-from scalax.plan import Counted, Flops, count_flops
+from scalax.plan import Counted, Flops, count_flops, count_model_flops
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support.leaves import leaf
@@ -519,6 +519,47 @@ def test_a_plan_has_the_operations_of_all_devices():
     assert (twice.flops, twice.work.flops) == (whole, whole // 4)
     alone = HELPER.plan(step, leaf(64, 32), leaf(16, 64))
     assert (alone.flops, alone.work.flops, alone.devices) == (whole, whole, 1)
+
+
+def attention_primitive(name, results):
+    """What JAX traces attention of cuDNN to, where cuDNN is not here."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *operands, layout: [operands[i] for i in results])
+    return primitive
+
+
+@pytest.mark.parametrize('layout', [0, 1])
+@pytest.mark.parametrize('which', ['', 'fp8_'])
+def test_attention_of_cudnn_counts_as_attention_in_jax(layout, which):
+    """All pairs; the gradient has two products of each, and computes the scores once more."""
+    forward = attention_primitive(f'dot_product_attention_{which}fwd_wrapper', [0])
+    backward = attention_primitive(f'dot_product_attention_{which}bwd_wrapper', [0, 1, 2])
+
+    @jax.custom_vjp
+    def by_cudnn(*qkv):
+        return forward.bind(*qkv, layout=layout)[0]
+
+    by_cudnn.defvjp(
+        lambda *qkv: (by_cudnn(*qkv), qkv), lambda qkv, grad: backward.bind(*qkv, grad, layout=layout)
+    )
+
+    def in_jax(*qkv):
+        swapped = [jnp.moveaxis(each, 1, 2) if layout else each for each in qkv]
+        found = jax.nn.dot_product_attention(*swapped)
+        return jnp.moveaxis(found, 1, 2) if layout else found
+
+    query, key = ((2, 8, 128, 64), (2, 4, 256, 64)) if layout else ((2, 128, 8, 64), (2, 256, 4, 64))
+    found, written = (
+        jax.jit(jax.value_and_grad(lambda *qkv, f=f: jnp.square(f(*qkv)).sum(), argnums=(0, 1, 2)))
+        .trace(*(leaf(*shape) for shape in (query, key, key)))
+        .jaxpr
+        for f in (by_cudnn, in_jax)
+    )
+    one = 2 * 2 * 8 * 128 * 256 * 64
+    assert count_flops(found).by_part == {'forward': 2 * one, 'backward': 4 * one, 'recomputed': one}
+    assert count_flops(found) == Flops(7 * one)
+    assert count_model_flops(found) == count_model_flops(written) == 6 * one
 
 
 @pytest.mark.parametrize('name', OPERATIONS)
