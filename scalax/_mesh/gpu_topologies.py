@@ -49,7 +49,7 @@ NVL72; of GH200 https://apps.fz-juelich.de/jsc/hps/jupiter/configuration.html.""
 PLUGINS = ('jax-cuda12-pjrt', 'jax-cuda13-pjrt')
 """The packages with the compiler, for two versions of CUDA."""
 
-_AMD = re.compile(r'mi\d{3}')
+_AMD = re.compile(r'mi\d{3}', re.IGNORECASE)
 _FILE = '.txtpb'
 _EXAMPLES = 'XLA has examples: https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs'
 # The value of a field; of a compute capability its major number.
@@ -122,8 +122,8 @@ def gpu_topology(topology: str, num_slices: int = 1) -> GPUTopology:
         domains, hosts = hosts, 1
     if num_slices not in (1, domains or num_slices):
         raise MeshError(
-            f'{topology!r} has {plural(domains or 1, "NVLink domain")}, and num_slices={num_slices}: '
-            'leave one of them out'
+            f'{topology!r} has {plural(domains or 1, "NVLink domain")}, and num_slices (--slices, --dcn) '
+            f'says {num_slices}: leave one of them out, or give both the same number'
         )
     found = GPUTopology(kind, domains or num_slices, hosts or 1, each or 1)
     if most is not None:
@@ -225,7 +225,7 @@ def wrong_plugins(found: Mapping[str, str], jaxlib: str) -> tuple[str, str] | No
 
     Example:
         >>> wrong_plugins({'jax-cuda12-pjrt': '0.10.0'}, '0.10.2')
-        ('jax-cuda12-pjrt 0.10.0 is not that of jaxlib 0.10.2', 'pip install jax-cuda12-plugin==0.10.2')
+        ('jax-cuda12-pjrt 0.10.0 does not fit jaxlib 0.10.2', 'pip install jax-cuda12-plugin==0.10.2')
     """
     if len(found) > 1:
         one, other = found
@@ -233,5 +233,5 @@ def wrong_plugins(found: Mapping[str, str], jaxlib: str) -> tuple[str, str] | No
     for package, version in found.items():
         if _NUMBERS.findall(version)[:1] != _NUMBERS.findall(jaxlib)[:1]:
             cure = f'pip install {package.replace("pjrt", "plugin")}=={jaxlib}'
-            return f'{package} {version} is not that of jaxlib {jaxlib}', cure
+            return f'{package} {version} does not fit jaxlib {jaxlib}', cure
     return None

@@ -315,7 +315,7 @@ def test_compilers_that_jax_does_not_load():
     assert not [*environment.wrong_compilers({'jaxlib': '1.2', 'jax-cuda12-pjrt': '1.2'})]
     [found] = environment.wrong_compilers({'jaxlib': '1.2', 'jax-cuda12-pjrt': '1.1'})
     assert found == (
-        'jax-cuda12-pjrt 1.1 is not that of jaxlib 1.2',
+        'jax-cuda12-pjrt 1.1 does not fit jaxlib 1.2',
         'pip install jax-cuda12-plugin==1.2',
     )
 

@@ -60,7 +60,15 @@ def test_other_names(topology):
         *(('h100:16', 1), ('h100:2x12', 1), ('h100:99999999999999999999', 1), ('h100:2x4x8', 1)),
         *(('h100:4x8', 2), ('gb200:4x18x4', 2), ('gb200:72', 1), ('gb200:36x4', 1), ('h100-pcie:8', 1)),
         ('gb200:0x4', 1),
-        *(('v100:8', 1), ('H100:8', 1), ('h10:8', 1), ('mi300x:8', 1), ('mi355:2x8', 1), ('mi300x', 1)),
+        *(
+            ('v100:8', 1),
+            ('H100:8', 1),
+            ('h10:8', 1),
+            ('mi300x:8', 1),
+            ('mi355:2x8', 1),
+            ('mi300x', 1),
+            ('MI300X:8', 1),
+        ),
     ],
 )
 def test_wrong_names(topology, slices, snapshot):
@@ -124,7 +132,7 @@ def test_with_the_compiler_of_another_jax(monkeypatch):
         helper_of('h100:8')
     jaxlib = importlib.metadata.version('jaxlib')
     assert str(raised.value) == (
-        f'jax-cuda13-pjrt 0.1 is not that of jaxlib {jaxlib}: pip install jax-cuda13-plugin=={jaxlib}'
+        f'jax-cuda13-pjrt 0.1 does not fit jaxlib {jaxlib}: pip install jax-cuda13-plugin=={jaxlib}'
     )
 
 
