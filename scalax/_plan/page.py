@@ -208,7 +208,7 @@ def _seconds(plan: PlanData, roofline: Roofline | None) -> list[Block]:
     if roofline is not None:
         lines = str(roofline).splitlines()
         return [InText([Lines(lines)]), OnPage([Code('\n'.join(lines))])]
-    if plan.hardware is None:
+    if plan.hardware is None and plan.platform != 'gpu':
         line = (
             f'No seconds for {plan.device_kind or plan.platform!r} devices. Make the mesh with '
             'MeshShardingHelper.from_topology, or time this program on chips that you name:'

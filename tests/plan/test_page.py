@@ -217,6 +217,15 @@ def test_simulated_devices_say_how_to_get_seconds():
     assert 'no limit known' in said and 'bounds it' not in said
 
 
+def test_a_gpu_of_ones_own_says_that_its_numbers_have_to_be_given():
+    made = dataclasses.replace(simulated(), platform='gpu', device_kind='Mine')
+    [line] = [text for text in words(made) if text.startswith('No seconds')]
+    assert line.startswith(
+        "No seconds: the numbers of 'Mine' devices are not known: give hardware=..., a scalax."
+    )
+    assert "v5p', torus" not in str(made)
+
+
 def test_a_page_leaves_out_nothing_that_text_says():
     [row, *_] = plan().collectives
     rows = (row, dataclasses.replace(row, cause='compiler'))
