@@ -5,7 +5,7 @@ import math
 import pytest
 
 from benchmarks.published import steps, table
-from benchmarks.published.decoder import Decoder, has_cudnn
+from benchmarks.published.decoder import Decoder
 from benchmarks.published.steps import PUBLISHED, WINNERS
 from benchmarks.published.table import Judged
 from tests.support import ROOT, gpu_compiler
@@ -72,8 +72,7 @@ def test_lines() -> None:
 def planned(name: str) -> Judged:
     """A step beside its plan: as on the page, and at least < by the schedule < published."""
     judged = Judged.of(PUBLISHED[name])
-    within = 0.01 if has_cudnn() else 0.07  # what stands for attention moves a little less
-    assert judged.bound == pytest.approx(float(on_the_page()[name][0]), rel=within)
+    assert judged.bound == pytest.approx(float(on_the_page()[name][0]), rel=0.01)
     assert judged.bound < judged.step.seconds
     if judged.scheduled is not None:
         assert judged.bound < judged.scheduled < judged.step.seconds
