@@ -315,6 +315,7 @@ def test_a_step_takes_its_kernels_and_its_waits(name):
     assert schedule.waiting <= (links + beside) * (1 + 1e-9)
     units = links, roofline.to_host, roofline.from_host, schedule.seconds - schedule.waiting
     assert max(units) <= schedule.seconds * (1 + 1e-9)
+    assert roofline.step_seconds.bound <= schedule.seconds * (1 + 1e-9)
 
 
 def test_the_page_shows_the_kernels_where_the_schedule_is_far_from_the_bound():
