@@ -200,6 +200,8 @@ class Roofline:
         used = ''
         if self.mfu is not None and self.model_flops is not None:
             used = f'; MFU at most {self.mfu:.1%}: the model needs {human_flops(self.model_flops)}'
+            if self.mfu > 1:
+                used += ', more than the program computes: attention may skip what a mask hides'
         return '\n'.join(
             [
                 f'one call on {self.devices} devices of {self.hardware.name}{known}: '

@@ -342,6 +342,15 @@ def test_text():
     ]
 
 
+def test_more_than_the_peak():
+    """Of attention all pairs are the model's, and half of them are no work of a kernel with a causal mask."""
+    roofline = Roofline(V5P, 8, 1e15, 1.0, 0.5, (), model_flops=11 * 10**14)
+    assert str(roofline).splitlines()[1] == (
+        'bound by compute; MFU at most 110.0%: the model needs 1.10 PFLOPs, more than the program computes: '
+        'attention may skip what a mask hides'
+    )
+
+
 def test_model_flops():
     plan = fsdp(8)
     assert plan.model_flops == plan.flops  # no gradient, and nothing again
