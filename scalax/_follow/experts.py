@@ -79,10 +79,13 @@ def move_to_experts(
         for mine, theirs in zip(batch[place], batch[other], strict=True):
             trail = stored[place] or trails[place]
             axes = trail[mine] if trail else ()
-            elsewhere = {axis for i, each in enumerate(trails[other]) if i != theirs for axis in each}
-            shared = elsewhere.intersection(axes)
-            whole = size_of(equation.invars[place]) * math.prod(sizes[axis] for axis in shared)
-            if not shared or (stored[place] and size_of(equation.invars[other]) >= whole):
+            groups = [
+                each for i, each in enumerate(trails[other]) if i != theirs and {*axes}.intersection(each)
+            ]
+            # Each device gets all weights, also those between which rows do not move: slices.
+            devices = math.prod(sizes[axis] for axis in axes_of(groups))
+            whole = size_of(equation.invars[place]) * devices
+            if not groups or (stored[place] and size_of(equation.invars[other]) >= whole):
                 continue
             left = [tuple(axis for axis in each if axis not in axes) for each in trails[other]]
             return other, tuple(axes if i == theirs else each for i, each in enumerate(left))

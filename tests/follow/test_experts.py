@@ -109,6 +109,14 @@ def test_few_weights_are_gathered_instead():
     assert first_axes(experts, weights(), like(*many)) == [1, 1]
 
 
+def test_slices_gather_all_weights_too():
+    """Rows move between the four devices of a slice, half of all rows in each; weights would go to eight."""
+    helper, rows = MeshShardingHelper([2, 4], ['data', 'fsdp']), P(('data', 'fsdp'))
+    fun = helper.sjit(experts, in_shardings=(P('fsdp'), rows), batch_argnums=1)
+    kept = fun.followed(weights(), like(8, 8, 16, 16)).kept
+    assert [value.spec[:2] for value in kept] == [('fsdp', 'data'), ('fsdp', 'data')]
+
+
 def test_a_constraint_of_the_user_stands():
     def fun(w, x):
         return experts(w, with_sharding_constraint(x * 2, P('fsdp')))
