@@ -13,7 +13,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from scalax._follow.trail import LOST, Trail, Trails, axes_of, common, element_of, put, stack_of
-from scalax._jax.equations import dot_dims, shape_of, size_of
+from scalax._jax.equations import dot_dims, shape_of
 from scalax._jaxprs.dims import ELEMENTWISE, VIEWS, Dims
 from scalax._jaxprs.interpreter import Interpreter
 
@@ -60,19 +60,19 @@ class Stored(Interpreter[Trail]):
 
 
 def move_to_experts(
-    equation: Any, trails: Sequence[Trail], stored: Sequence[Trail], sizes: Mapping[str, int]
+    equation: Any, trails: Sequence[Trail], stored: Sequence[Trail], among: Trails
 ) -> tuple[int, Trail] | None:
     """Which operand of a product moves, and where to: batch dimensions of a product are sharded alike.
 
-    Rows move to weights if those on a device are less than the weights of all devices; and back, where they
-    meet others. They move once for each product: there for the first one at the experts, and back behind the
-    last one.
+    Rows move to weights if those on a device are fewer bytes than the weights of all devices; and back, where
+    they meet others. They move once for each product: there for the first one at the experts, and back behind
+    the last one.
 
     Args:
         equation: the product.
         trails: those of its operands.
         stored: where these are over the axes of the batch, if they are weights.
-        sizes: the sizes of the mesh axes.
+        among: answers about trails.
     """
     _, batch = dot_dims(equation)
     for place, other in ((0, 1), (1, 0)):
@@ -82,10 +82,10 @@ def move_to_experts(
             groups = [
                 each for i, each in enumerate(trails[other]) if i != theirs and {*axes}.intersection(each)
             ]
-            # Each device gets all weights, also those between which rows do not move: slices.
-            devices = math.prod(sizes[axis] for axis in axes_of(groups))
-            whole = size_of(equation.invars[place]) * devices
-            if not groups or (stored[place] and size_of(equation.invars[other]) >= whole):
+            # Each device would get all weights, and moves the rows that it has, few where slices divide them.
+            gathered = among.bytes_of(equation.invars[place], ())
+            moved = among.bytes_of(equation.invars[other], axes_of(groups))
+            if not groups or (stored[place] and moved >= gathered):
                 continue
             left = [tuple(axis for axis in each if axis not in axes) for each in trails[other]]
             return other, tuple(axes if i == theirs else each for i, each in enumerate(left))

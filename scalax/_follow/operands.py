@@ -44,7 +44,7 @@ def _experts(edit: Edit, equation: Any, operands: list[Trail]) -> Sequence[int]:
     if not batch or not any(operands):
         return ()
     stored = [edit.shared.stored.of(atom) for atom in equation.invars]
-    move = move_to_experts(equation, operands, stored, edit.shared.trails.sizes)
+    move = move_to_experts(equation, operands, stored, edit.shared.trails)
     if move is not None:
         place, var = move[0], equation.invars[move[0]]
         trail = edit.shared.possible(move[1], var)

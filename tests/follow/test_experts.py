@@ -109,6 +109,17 @@ def test_few_weights_are_gathered_instead():
     assert first_axes(experts, weights(), like(*many)) == [1, 1]
 
 
+@pytest.mark.parametrize(('dtype', 'axes'), [('float32', [0, 1, 0]), ('bfloat16', [1])])
+def test_bytes_are_compared(dtype, axes):
+    """3,072 numbers of each device's rows in float32, and all 4,096 weights in one or the other dtype."""
+
+    def fun(w, x):
+        dims = (((3,), (1,)), ((1,), (0,)))
+        return lax.dot_general(x, w['up'], dims, preferred_element_type='float32')
+
+    assert first_axes(fun, {'up': like(*UP, dtype=dtype)}, like(8, 8, 24, 16)) == axes
+
+
 def test_slices_gather_all_weights_too():
     """Rows move between the four devices of a slice, half of all rows in each; weights would go to eight."""
     helper, rows = MeshShardingHelper([2, 4], ['data', 'fsdp']), P(('data', 'fsdp'))
