@@ -2,7 +2,7 @@
 
 The known ones are those of the table of docs/followed_models.md, and of `updates`, by hand and followed, with
 several sizes of tp; the best of them has the least mean of the roofline's seconds with overlap and without
-it. None of the steps is run: they are planned for TPUs that are not here.
+it. None of the steps is run: they are planned for TPUs or GPUs that are not here.
 """
 
 from __future__ import annotations
@@ -33,19 +33,24 @@ NAMES = (
     *('flax.nnx modules', 'LLaMA-3 70B', 'wide and deep', 'Gemma-like 2.6B, float32'),
 )
 TITLES = (
-    *('model', 'best known', 'its seconds', 'bound', 'estimate', 'peak'),
-    *('found mesh', 'seconds', 'bound', 'estimate', 'peak', 'tried', 'search'),
+    *('model', 'best known', 'its seconds', 'bound', 'estimate', 'scheduled', 'peak'),
+    *('found mesh', 'seconds', 'bound', 'estimate', 'scheduled', 'peak', 'tried', 'search'),
 )
-WIDTHS = (28, 50, 11, 9, 9, 9, 24, 8, 8, 8, 9, 5, 6)
+FIGURES = ('seconds', 'bound', 'estimate', 'scheduled')
+WIDTHS = (28, 50, 11, 9, 9, 9, 9, 24, 8, 8, 8, 9, 9, 5, 6)
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a rule takes: seconds with overlap and without it, GiB at the peak; and whether it fits."""
+    """What a rule takes: seconds with overlap and without it, GiB at the peak; and whether it fits.
+
+    On GPUs also the seconds by the compiler's schedule; elsewhere these are None.
+    """
 
     name: str
     bound: float
     estimate: float
+    scheduled: float | None
     peak: float
     fits: bool
 
@@ -59,7 +64,8 @@ class Result:
         """That of a plan."""
         its, limit = figures(plan), plan.memory.limit
         fits = limit is None or plan.memory.total <= limit * (1 - HEADROOM)
-        return cls(name, its['bound'], its['estimate'], its['peak'], fits)
+        scheduled = None if plan.schedule is None else plan.schedule.seconds
+        return cls(name, its['bound'], its['estimate'], scheduled, its['peak'], fits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,15 +154,18 @@ def _cells(best: Result | None, found: Found) -> Iterator[str]:
     mesh = ' x '.join(f'{name} {size}' for name, size in found.mesh.items())
     own = Result.of(mesh, found.plan)
     if best is None:
-        yield from ['none fits', '', '', '', '']
+        yield from ['none fits', '', '', '', '', '']
     else:
         yield best.name
-        yield from (f'{value:.4g}' for value in (best.seconds, best.bound, best.estimate))
+        yield from ('-' if (value := getattr(best, each)) is None else f'{value:.4g}' for each in FIGURES)
         yield f'{best.peak:.3g} GiB'
     yield own.name if own.fits else f'{own.name}: too large'
-    for figure in ('seconds', 'bound', 'estimate'):
-        value = getattr(own, figure)
-        yield f'{value:.3g} s' if best is None else f'{value / getattr(best, figure):.3f}'
+    for figure in FIGURES:
+        value, known = getattr(own, figure), getattr(best, figure, None)
+        if value is None:
+            yield '-'
+        else:
+            yield f'{value:.3g} s' if known is None else f'{value / known:.3f}'
     yield f'{own.peak:.3g} GiB'
     yield str(found.tried)
     yield f'{found.seconds:.0f} s'

@@ -18,11 +18,15 @@ MODELS = [[model] for model in decoders.models('large')[:2]]
 GIB = 2**30
 
 
-def plan_of(bound, estimate, gib):
+def plan_of(bound, estimate, gib, scheduled=None):
+    schedule = None if scheduled is None else types.SimpleNamespace(seconds=scheduled)
     seconds = types.SimpleNamespace(bound=bound, estimate=estimate)
     memory = types.SimpleNamespace(peak=gib * GIB, total=gib * GIB, limit=16 * GIB)
     return types.SimpleNamespace(
-        memory=memory, collectives=[], roofline=lambda: types.SimpleNamespace(step_seconds=seconds)
+        memory=memory,
+        collectives=[],
+        schedule=schedule,
+        roofline=lambda: types.SimpleNamespace(step_seconds=seconds),
     )
 
 
@@ -51,13 +55,24 @@ def test_lines():
     assert {len(line) for line in (head, rule, *rows)} == {len(head)}
     assert cells(head) == list(found.TITLES)
     assert cells(rows[0]) == [
-        *(MODELS[0][0].name, 'FSDP x TP 2', '0.4', '0.2', '0.6', '4 GiB'),
-        *('fsdp 4 x tp 2', '0.875', '1.250', '0.750', '2 GiB', '9', '89 s'),
+        *(MODELS[0][0].name, 'FSDP x TP 2', '0.4', '0.2', '0.6', '-', '4 GiB'),
+        *('fsdp 4 x tp 2', '0.875', '1.250', '0.750', '-', '2 GiB', '9', '89 s'),
     ]
     assert cells(rows[1]) == [
-        *(MODELS[1][0].name, 'none fits', '', '', '', ''),
-        *('fsdp 4 x tp 2: too large', '0.35 s', '0.25 s', '0.45 s', '15 GiB', '9', '89 s'),
+        *(MODELS[1][0].name, 'none fits', '', '', '', '', ''),
+        *('fsdp 4 x tp 2: too large', '0.35 s', '0.25 s', '0.45 s', '-', '15 GiB', '9', '89 s'),
     ]
+
+
+def test_on_gpus_the_schedule_is_a_third_time():
+    def of(seconds):
+        return plan_of(0.1, 0.2, 4, scheduled=seconds)
+
+    def search(model, task):
+        return types.SimpleNamespace(mesh={'fsdp': 8}, plan=of(0.12), tried=1, seconds=1)
+
+    *_, row = found.lines(MODELS[:1], Task('h100:8'), lambda *_: [Result.of('FSDP', of(0.15))], search)
+    assert cells(row)[5] == '0.15' and cells(row)[11] == '0.800'
 
 
 def test_known_rules_are_named_and_those_that_are_refused_left_out(monkeypatch, capsys):
