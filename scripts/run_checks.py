@@ -141,6 +141,7 @@ SECONDS = {
     'tests/e2e/test_ring_attention.py': 15,
     'tests/plan/test_published.py': 15,
     'tests/plan/test_tpu.py': 15,
+    'tests/cli/test_verify.py': 15,
     'tests/test_distributed.py': 15,
     'tests/trace/test_constraints.py': 15,
     'tests/transforms/sjit/test_caches.py': 15,

@@ -19,13 +19,14 @@ WATCHED = ('XLA_', 'LIBTPU_INIT_ARGS', 'TPU_', 'NCCL_', 'CUDA_VISIBLE_DEVICES')
 LATER = ('JAX_COORDINATOR', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')  # read when processes join
 
 
-def main(descriptor: int, root: str, file: str, timeout: int, facts: dict[str, str]) -> None:
+def main(descriptor: int, root: str, file: str, verify: bool, timeout: int, facts: dict[str, str]) -> None:
     """Enters one stage after another.
 
     Args:
         descriptor: the file descriptor to write to.
         root: the folder of the package scalax.
         file: a file of the user to import first; empty for none.
+        verify: whether to compare a step on all devices with the same on one.
         timeout: the seconds that joining other processes may take.
         facts: what all processes have to have in common: name -> text.
     """
@@ -68,6 +69,17 @@ def main(descriptor: int, root: str, file: str, timeout: int, facts: dict[str, s
         add = jax.jit(lambda x: x + 1)
         for device in local:
             add(jax.device_put(np.int32(1), device)).block_until_ready()
+        if verify:
+            say(stage='verifying a step of training')
+            from scalax._doctor.training_step import verified
+
+            found = verified()
+            if found is None:
+                say(verified='not a step: there is one device')
+            else:
+                gone = [f'it is gone {each.change}' for each in found.retries if each.stays is False]
+                wrong = [*([str(found.first)] if found.first else []), *gone, *map(str, found.differences)]
+                say(verified=str(found).partition('\n')[0], wrong=[] if found.ok else wrong)
         if jax.process_count() > 1:
             say(stage='comparing the processes')
             from scalax._hostdata.collectives import gather_bytes

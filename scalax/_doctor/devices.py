@@ -68,11 +68,20 @@ _HANGS = {
     'running a program on each device': (
         'the device takes programs and does not answer: restart the machine, or give it back'
     ),
+    'verifying a step of training': (
+        'the devices do not answer one another: NCCL_DEBUG=INFO shows what NCCL does; on a slice of several '
+        'hosts, start it on all of them at the same time. Compiling may take longer than --timeout, too'
+    ),
     'comparing the processes': (
         'devices of different hosts do not reach one another, or their programs differ: compare what is '
         'above on each of them; check the network between them (NCCL_DEBUG=INFO shows what NCCL does)'
     ),
 }
+_WRONG = (
+    'do not train on this. Is it gone without XLA_FLAGS and LIBTPU_INIT_ARGS, or with another version of '
+    'JAX? Then report it to XLA. Is it gone on another machine? Then a device or a link is broken: give this '
+    'one back'
+)
 _ENDLESS = 'the file does not end: put what it runs under if __name__ == "__main__"'
 
 
@@ -104,7 +113,7 @@ class Opened:
         return f'{each}{more}, opened in {self.values["opened"]:.1f} s'
 
 
-def open_devices(facts: Mapping[str, str], timeout: float, file: str = '') -> Opened:
+def open_devices(facts: Mapping[str, str], timeout: float, file: str = '', verify: bool = False) -> Opened:
     """Opens the devices of this machine in another process, runs a program on each, and ends it.
 
     Where the environment says that there are several processes, it joins these, and compares what each says.
@@ -113,9 +122,10 @@ def open_devices(facts: Mapping[str, str], timeout: float, file: str = '') -> Op
         facts: what all processes have to have in common: name -> text.
         timeout: the seconds that this may take.
         file: a file of the user to import first.
+        verify: whether to compare a step of training on all devices with the same on one.
     """
     reading, writing = os.pipe()
-    asked = json.dumps([writing, str(_ROOT), file, max(1, int(timeout)), dict(facts)])
+    asked = json.dumps([writing, str(_ROOT), file, verify, max(1, int(timeout)), dict(facts)])
     # Else it would take most of the memory of a GPU, which a program that runs needs.
     variables = {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false', **os.environ}
     with tempfile.TemporaryFile() as log:
@@ -194,6 +204,10 @@ def _findings(
         cure = 'what it printed says why, or where: it comes from JAX and its plugins'
         cure = 'mend the file' if own else _HANGS[_JOINING] if stage == _JOINING else cure
         yield Finding(f'{stage} failed ({how}){_last_lines(text)}', _known_cure(text) or cure)
+    if wrong := values.get('wrong'):
+        yield Finding(
+            ''.join([values['verified'], *(f'\n     {each}' for each in wrong[:_LAST_LINES])]), _WRONG
+        )
     yield from _disagreements(values.get('rows', ()))
 
 

@@ -53,7 +53,7 @@ class Diagnosis:
         return '\n'.join(map(visible, lines))
 
 
-def diagnose(timeout: float = 120, file: str = '') -> Diagnosis:
+def diagnose(timeout: float = 120, file: str = '', verify: bool = False) -> Diagnosis:
     """Looks at the installation, the environment and the devices of this machine.
 
     Nothing is opened in this process. Another one opens the devices, runs a program on each, and is ended
@@ -63,6 +63,7 @@ def diagnose(timeout: float = 120, file: str = '') -> Diagnosis:
         timeout: the seconds that opening the devices may take.
         file: a Python file to import before, as a program would begin: variables that it sets too late are
             findings.
+        verify: whether to run a small step of training on all devices of this process, and on one of them.
     """
     versions = environment.installed()
     present = environment.accelerators()
@@ -77,7 +78,7 @@ def diagnose(timeout: float = 120, file: str = '') -> Diagnosis:
         **{name: versions.get(name, 'not installed') for name in _SAME_PACKAGES},
         **{name: variables.get(name, 'not set') for name in _SAME},
     }
-    opened = open_devices(own, timeout, file)
+    opened = open_devices(own, timeout, file, verify)
     values = opened.values
     only_cpu = values.get('devices', [['']])[0][0] == 'cpu'
     if present and only_cpu and not findings and not opened.findings:
@@ -94,5 +95,6 @@ def diagnose(timeout: float = 120, file: str = '') -> Diagnosis:
         or 'none that JAX reads',
         'processes': str(values.get('processes', 'not known')),
         'devices': opened.summary or 'not opened',
+        'verified': values.get('verified', 'not a step: it did not come to that') if verify else '',
     }
     return Diagnosis(facts, (*findings, *opened.findings), values.get('process', 0))

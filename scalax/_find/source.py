@@ -77,6 +77,8 @@ def program_code(problem: Problem, layout: Layout, topology: str | None, rule: T
         f'    donate_argnums={tuple(sorted(step.donated))},\n'
         f'    batch_argnums={problem.batch_argnums(layout)},\n'
         ')\n'
+        '# Does it compute what one device computes?\n'
+        '# print(helper.verify(step, *arguments))\n'
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -189,16 +191,21 @@ class Verified(Shown):
         return f'{self.name} on a mesh and on one device'
 
     def _blocks(self, title: str) -> list[Block]:
-        verdict = Figure(
-            'equal' if self.ok else 'differs', 'to one device', 'good' if self.ok else 'bad', True
-        )
+        known = self.ok or self.differences or self.first is not None
+        said = ('equal', 'to one device') if self.ok else ('differs', 'from one device')
+        value, label = said if known else ('not compared', 'with one device')
+        verdict = Figure(value, label, 'good' if self.ok else 'bad', True)
         return [
             Heading(title, self.mesh),
             Figures([verdict, Figure(f'{self.results}', 'results'), Figure(f'{self.seeds}', 'seeds')]),
             Section('', [Lines([*self._head()])]),
             Section('Results that differ', [_differences(self)] if self.differences else []),
             Section('Where', [Lines([*self._where()])]),
-            Section('', [Lines([*self.reduced])] if self.reduced else [], 'What was made smaller'),
+            Section(
+                'Sizes',
+                [Lines([*self.reduced])] if self.reduced else [],
+                'What was made smaller, or could not be',
+            ),
             Section('', [Fold('What the arguments were', [_arguments(self)])] if self.arguments else []),
         ]
 
@@ -211,13 +218,16 @@ class Verified(Shown):
             count = f'{wrong} of {plural(self.results, "result")}, ' if wrong else ''
             said = f'does not compute what one device computes: {count}{runs}'
         else:
-            said = f'was not compared with one device: {runs}'
+            known = self.results - len(self.not_compared) - len(self.not_deterministic)
+            part = f' in {known} of {plural(self.results, "result")}; the others were not compared'
+            said = f'computes what one device computes{part}' if known and self.seeds else 'was not compared'
+            said = f'{said}: {runs}'
         yield f'{self.name} on {axis_sizes_text(self.mesh)} {said}'
         yield from (str(each) for each in self.differences if each.raised)
         for what, paths in (
             ('one device computes something else each time', self.not_deterministic),
             ('not finite on one device', self.not_compared),
-            ('hang by a rounding, and were not counted', self.unsettled),
+            ('hinge on a rounding, and were not counted', self.unsettled),
         ):
             if paths:
                 yield f'{what}: {", ".join(path or "the result" for path in paths)}'
@@ -228,6 +238,8 @@ class Verified(Shown):
         if self.first is not None:
             within = '' if self.differences else 'the results are equal, and values inside are not: '
             yield f'{within}{self.first}'
+            if times := _times(self.first.difference, self.mesh):
+                yield times
         elif self.why_no_first:
             yield f'which operation differs first is not known: {self.why_no_first}'
         for stays, said in ((False, 'it is gone'), (True, 'it is still there')):
@@ -241,7 +253,17 @@ class Verified(Shown):
     def to_dict(self) -> dict[str, Any]:
         """The result in plain Python values, ready for ``json.dumps``."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**saved.plain(own), 'ok': self.ok}
+        return {**_jsonable(saved.plain(own)), 'ok': self.ok}
+
+
+def _jsonable(value: Any) -> Any:
+    """A plain value without numbers that JSON does not have: those are text."""
+    if isinstance(value, dict):
+        return {name: _jsonable(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [*map(_jsonable, value)]
+    finite = isinstance(value, float) and math.isfinite(value)
+    return value if finite or value is None or isinstance(value, bool | int | str) else str(value)
 
 
 def first_line(error: Exception) -> str:
@@ -259,7 +281,7 @@ def _differences(verified: Verified) -> Table:
     for each in verified.differences:
         if not each.raised:
             spec = '' if each.spec is None else text(each.spec)
-            values = Cell(_short(each.found)), Cell(_short(each.expected))
+            values = map(Cell, _apart(each.found, each.expected))
             sizes = Cell(_short(each.error), each.error), Cell(_short(each.explained), each.explained)
             rows.append(
                 [each.place, each.array, spec, *values, *sizes, Cell(f'{each.seeds} of {verified.seeds}')]
@@ -269,6 +291,34 @@ def _differences(verified: Verified) -> Table:
 
 def _short(value: Any, digits: int = 3) -> str:
     return f'{value:.{digits}g}' if isinstance(value, float | complex) else str(value)
+
+
+def _times(difference: Difference, mesh: Mapping[str, int]) -> str:
+    """Where one value is a multiple of the other: the mesh axes that have so many devices."""
+    values = difference.found, difference.expected
+    if not all(isinstance(each, float) and each and math.isfinite(each) for each in values):
+        return ''
+    ratio = difference.found / difference.expected
+    count = round(max(ratio, 1 / ratio))
+    if count < 2 or not math.isclose(max(ratio, 1 / ratio), count, rel_tol=1e-3):
+        return ''
+    long = [axis for axis, size in mesh.items() if size > 1]
+    parts = itertools.chain.from_iterable(
+        itertools.combinations(long, number) for number in range(1, len(long) + 1)
+    )
+    fitting = [{axis: mesh[axis] for axis in axes} for axes in parts]
+    found = [axis_sizes_text(each) for each in fitting if math.prod(each.values()) == count]
+    of = 'much' if ratio > 1 else 'little'
+    return f'that is {count} times too {of}, as many as devices along {" or ".join(found)}' if found else ''
+
+
+def _apart(found: Any, expected: Any) -> tuple[str, str]:
+    """Two values with as many digits as tell them apart."""
+    for digits in range(3, 17):
+        texts = _short(found, digits), _short(expected, digits)
+        if texts[0] != texts[1]:
+            break
+    return texts
 
 
 def _arguments(verified: Verified) -> Table:

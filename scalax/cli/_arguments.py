@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 import re
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -121,6 +122,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     find.add_argument('--code', action='store_true', help='print a program that uses what was found')
 
+    verify = command(_commands.verify, 'whether a step computes on a mesh what one device computes')
+    _add_step(verify)
+    _add_mesh(verify)
+    _add_page(verify)
+    config = (
+        'the name of the configuration in FILE.py, which make_step takes beside the helper and whose numbers '
+        'may be made smaller; by default the default of its second parameter'
+    )
+    verify.add_argument('--config', default='', metavar='NAME', help=config)
+    seeds = 'with how many arguments it runs (3)'
+    verify.add_argument('--seeds', type=_positive, default=3, metavar='N', help=seeds)
+    steps = 'how many steps run in a row (2)'
+    verify.add_argument('--steps', type=_positive, default=2, metavar='N', help=steps)
+    inside = 'also compare the values inside, where no result differs'
+    verify.add_argument('--inside', action='store_true', help=inside)
+    devices = 'how many CPU devices to simulate: a step for more is made small (8)'
+    verify.add_argument('--devices', type=_positive, default=8, metavar='N', help=devices)
+    python = 'another interpreter, with scalax and another JAX: does it differ there too?'
+    verify.add_argument('--python', type=_program, metavar='PATH', help=python)
+
     explain = command(_commands.explain, 'the sharding of each leaf, and why')
     makes = 'the function that makes the tree and its rules'
     explain.add_argument('function', metavar='FILE.py:make_state', help=makes)
@@ -132,6 +153,8 @@ def _parser() -> argparse.ArgumentParser:
     doctor = command(_commands.doctor, 'what is wrong here, and its cure')
     first = 'a file to import first, as a program begins'
     doctor.add_argument('file', metavar='FILE.py', nargs='?', default='', help=first)
+    steps = 'also run a small step of training on all devices and on one, and compare'
+    doctor.add_argument('--verify', action='store_true', help=steps)
     timeout = 'how long opening the devices may take (120)'
     doctor.add_argument('--timeout', type=_positive, default=120, metavar='SECONDS', help=timeout)
     return parser
@@ -226,6 +249,14 @@ def _kept(text: str) -> tuple[str, PartitionSpec]:
         )
     axes = [None if entry == '-' else tuple(entry.split('+')) for entry in entries]
     return pattern, PartitionSpec(*axes)
+
+
+def _program(text: str) -> str:
+    """The path of a program; checked here, before minutes of comparing."""
+    found = shutil.which(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f'{text!r} is no program that can be run')
+    return found
 
 
 def _page(text: str) -> Path:

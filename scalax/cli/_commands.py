@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from scalax._doctor import diagnose
 from scalax._mesh.gpu_topologies import GPUS, Joined
@@ -21,7 +23,9 @@ from scalax._mesh.topologies import SIZES
 from scalax._plan.hardware import numbers_of
 from scalax._report import saved
 from scalax._report.tables import human_bytes
+from scalax._verify.verify import verify as verify_step
 from scalax.cli._exit_codes import ExitCode
+from scalax.cli._other_python import with_other_python
 from scalax.errors import ArgumentError, PlanError, did_you_mean, near_names
 from scalax.plan import HARDWARE, Plan, make_plan
 from scalax.plan import find as find_rule
@@ -29,6 +33,7 @@ from scalax.plan import search as search_meshes
 from scalax.sharding import MeshShardingHelper
 
 _MOST_SIMULATED = 4096  # devices: XLA for CPUs starts threads for each
+_MOST_DRAWN = 2**24  # elements of arguments: a step with more of them is made small
 _MODULE_NAME = '__file_of_the_command__'
 _STEP = 'the step and the tuple of its arguments'
 
@@ -150,14 +155,101 @@ def _each_once(sizes: list[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[int,
     return dict(sizes)
 
 
-def _step(make_step: Callable[..., Any], helper: MeshShardingHelper, named: str) -> tuple[Any, Sequence[Any]]:
+def _config(make_step: Callable[..., Any], name: str, named: str) -> Any:
+    """What *make_step* takes beside the helper; None if it takes nothing.
+
+    Args:
+        make_step: the user's function.
+        name: the name of the value in its file; empty for the default of its second parameter.
+        named: the function as the user named it.
+
+    Raises:
+        ArgumentError: there is no such value, or *make_step* takes none, or needs one.
+    """
+    parameters = [
+        each
+        for each in inspect.signature(make_step).parameters.values()
+        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
+    second = parameters[1] if len(parameters) > 1 else None
+    if name:
+        values = vars(sys.modules[_MODULE_NAME])
+        if second is None:
+            raise ArgumentError(f'--config {name}: {named!r} takes a helper, and no configuration beside it')
+        if name not in values:
+            own = [key for key in values if not key.startswith('_')]
+            raise ArgumentError(
+                f'--config {name}: there is no such value in the file ({did_you_mean(name, own)})'
+            )
+        return values[name]
+    if second is None:
+        return None
+    if second.default is second.empty:
+        raise ArgumentError(
+            f'{named!r} takes {second.name!r} beside the helper: name it, a value in its file, by --config'
+        )
+    return second.default
+
+
+def _elements(arguments: Sequence[Any]) -> int:
+    """How many elements have to be drawn."""
+    leaves = jax.tree.leaves(tuple(arguments))
+    return sum(math.prod(leaf.shape) for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct))
+
+
+def _step(
+    make_step: Callable[..., Any], helper: MeshShardingHelper, named: str, *given: Any
+) -> tuple[Any, Sequence[Any]]:
     """The step and its arguments, which the user's function returns."""
-    step, arguments = _pair(make_step(helper), named, _STEP)
+    step, arguments = _pair(make_step(helper, *given), named, _STEP)
     if not isinstance(arguments, tuple | list):
         raise ArgumentError(
             f'{named!r} has to return {_STEP}; the arguments are a {type(arguments).__name__}'
         )
     return step, arguments
+
+
+def verify(
+    function: str,
+    config: str,
+    devices: int,
+    python: str | None,
+    html: Path | None,
+    as_json: bool,
+    seeds: int,
+    steps: int,
+    inside: bool,
+    **where: Any,
+) -> ExitCode:
+    """Runs a step on a mesh of simulated devices and on one device, with random arguments, and compares all
+    results: does it compute the same, but for rounding? Says which results differ, by how much, and which
+    operation is the first that does.
+
+    FILE.py:make_step as in `plan`; it may take a configuration beside the helper. A step for more devices
+    than --devices, for a topology, or with large arguments is made small: its mesh, and the numbers of
+    its configuration or else the dimensions of its arguments. Ctrl-C leaves what was compared.
+    """
+    is_here = not where['topology'] and math.prod(where['mesh'].values()) <= devices
+    if not is_here:
+        jax.config.update('jax_num_cpu_devices', devices)
+    helper = _helper(**where, compiles=is_here)
+    options: dict[str, Any] = {'seeds': seeds, 'steps': steps, 'inside': inside}
+    # What the user's file prints is no result, nor what JAX prints about sizes that are tried.
+    with contextlib.redirect_stdout(sys.stderr):
+        make_step = _load_function(function)
+        value = _config(make_step, config, function)
+        if is_here:
+            _, arguments = _step(make_step, helper, function, *([] if value is None else [value]))
+            if _elements(arguments) > _MOST_DRAWN:
+                helper = MeshShardingHelper.from_mesh(helper.mesh.abstract_mesh)
+        found = verify_step(helper, make_step, (), {}, config=value, **options)
+    if python and (found.differences or found.first) and not found.ended:
+        given = {'config': config, 'devices': devices, **options, **where}
+        found = with_other_python(found, python, function, given)
+    _show(found, html, json.dumps(found.to_dict()) if as_json else str(found))
+    if found.ended:
+        return ExitCode.INTERRUPTED
+    return ExitCode.DONE if found.ok else ExitCode.FOUND
 
 
 def explain(function: str, html: Path | None, as_json: bool, **where: Any) -> ExitCode:
@@ -173,17 +265,18 @@ def explain(function: str, html: Path | None, as_json: bool, **where: Any) -> Ex
     return ExitCode.DONE
 
 
-def doctor(timeout: int, file: str, as_json: bool) -> ExitCode:
+def doctor(timeout: int, file: str, verify: bool, as_json: bool) -> ExitCode:
     """Looks for what is wrong with the installation, its variables and its devices, and says what to do about
     each. Another process opens the devices and runs a program on each; it is ended if it hangs.
 
     Start it as the program is started (srun, mpirun, on all hosts of a slice): then it also compares the
     processes. With FILE.py, that file is imported before JAX is used, as a program would begin: it may set
-    variables too late.
+    variables too late. With --verify, a small step of training runs on all devices and on one of them: do
+    they compute the same?
     """
     if file and not Path(file).is_file():
         raise ArgumentError(f'there is no file {file!r}')
-    found = diagnose(timeout, file)
+    found = diagnose(timeout, file, verify)
     if found.process == 0 or found.findings:  # of several processes only the first, and those with findings
         print(json.dumps(found.to_dict()) if as_json else found)
     return ExitCode.FOUND if found.findings else ExitCode.DONE
@@ -274,7 +367,8 @@ def _helper_without_topology(sizes: dict[str, int], slices: object, compiles: bo
             'without --topology the number of devices is not known: give every axis of --mesh a size'
         )
     if not compiles:
-        return MeshShardingHelper.from_mesh(AbstractMesh(tuple(sizes.values()), tuple(sizes)))
+        types = (AxisType.Auto,) * len(sizes)  # as of a mesh of devices
+        return MeshShardingHelper.from_mesh(AbstractMesh(tuple(sizes.values()), tuple(sizes), types))
     count = math.prod(sizes.values())
     if count > _MOST_SIMULATED:
         raise ArgumentError(

@@ -346,10 +346,11 @@ def test_doctor(capsys, monkeypatch, process, findings):
 
     monkeypatch.setattr(_commands, 'diagnose', diagnose)
     done = here(capsys, 'doctor', '--timeout', 7)
-    assert done.returncode == (4 if findings else 0) and asked == [(7, '')]
+    assert done.returncode == (4 if findings else 0) and asked == [(7, '', False)]
     silent = process and not findings
     assert done.stdout == ('' if silent else f'{Diagnosis({"versions": "Python"}, findings)}\n')
-    done = here(capsys, 'doctor', '--json')
+    done = here(capsys, 'doctor', '--json', '--verify')
+    assert asked[1:] == [(120, '', True)]
     assert silent or json.loads(done.stdout)['findings'] == [each._asdict() for each in findings]
 
 

@@ -47,6 +47,51 @@ def test_a_healthy_process_runs_a_program_on_each_device(monkeypatch):
     assert dict(os.environ) == before
 
 
+@pytest.mark.long
+def test_a_step_of_training_on_all_devices(monkeypatch):
+    monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '4')
+    opened = open_devices({}, LONG, verify=True)
+    assert opened.findings == []
+    assert opened.values['verified'] == (
+        'train_step on fsdp=2, tp=2 computes what one device computes: 10 results, 2 steps in a row, 3 seeds'
+    )
+    monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '1')
+    opened = open_devices({}, LONG, verify=True)
+    assert (opened.findings, opened.values['verified']) == ([], 'not a step: there is one device')
+
+
+# Stands for devices of which each has another part of the sum.
+WRONG_DEVICES = """
+import os
+os.environ['JAX_NUM_CPU_DEVICES'] = '2'
+import jax
+import jax.numpy as jnp
+from scalax._doctor import training_step
+
+def of_one_device(params, batch):
+    def loss(x, y, up, bias, down):
+        return jnp.mean((jax.nn.gelu(x @ up + bias) @ down - y) ** 2)
+    rows, all = jax.P('fsdp'), jax.P()
+    mapped = jax.shard_map(loss, in_specs=(rows, rows, all, all, all), out_specs=all, check_vma=False)
+    return mapped(batch['x'], batch['y'], params['up'], params['bias'], params['down'])
+
+training_step._loss = of_one_device
+"""
+
+
+@pytest.mark.long
+def test_devices_that_compute_something_else(file):
+    [found] = open_devices({}, LONG, file(WRONG_DEVICES), verify=True).findings
+    first, *more = found.what.splitlines()
+    assert first.startswith('train_step on fsdp=2, tp=1 does not compute what one device computes: ')
+    assert (
+        more[0].startswith('     shard_map at train.py:')
+        and ' is the first operation that differs' in more[0]
+    )
+    assert any(line.startswith('     loss is ') and line.endswith(' on one device') for line in more)
+    assert found.cure.startswith('do not train on this. ')
+
+
 LATE = """
 import os
 os.environ['JAX_ENABLE_X64'] = '1'  # in time

@@ -112,10 +112,20 @@ def test_its_code_makes_the_program_of_the_plan(found):
 
 
 @pytest.mark.long
+def test_its_code_offers_to_verify_the_step(found, capsys):
+    code, offer = found.to_code(), 'print(helper.verify(step, *arguments))'
+    assert code.endswith(f'\n# {offer}\n')
+    exec(code.replace(f'# {offer}', offer), {'train_step': train_step, 'arguments': arguments()})
+    said = 'train_step on fsdp=8 computes what one device computes: 9 results, 2 steps in a row, 3 seeds\n'
+    assert capsys.readouterr().out.startswith(said)
+
+
+@pytest.mark.long
 def test_what_it_says(found):
     text = found.to_text(120)
     assert ' on 8 cpu devices, batch ' in text and ': fits (' in text
     assert 'until nothing got better' in text and found.ended == ''
+    assert 'whether it computes what one device computes: helper.verify(step, *arguments)' in text
     assert found.fits is True and found.lower_bound is None
     assert {group.name for group in found.groups} == {'0/layers/down', '0/layers/up', '0/embed'}
     assert any(len(group.spec) for group in found.groups)

@@ -1,0 +1,280 @@
+"""`python -m scalax verify`: what it prints, what it makes small, and how it ends."""
+
+import inspect
+import json
+import os
+import signal
+import sys
+
+import jax
+import pytest
+
+from scalax._verify.run import Comparison
+from scalax._verify.verify import verify as verify_step
+from scalax.cli import _commands, _other_python, main
+from scalax.errors import ArgumentError
+from tests.support import tpu_compiler
+
+JOB = """
+import dataclasses
+import jax
+import jax.numpy as jnp
+from scalax.sharding import PartitionSpec as P
+
+print('a line of the file')
+
+@dataclasses.dataclass
+class Config:
+    width: int = 16
+    rows: int = 32
+
+SMALL, LARGE = Config(), Config(4096, 8192)
+
+def make(helper, config, last):
+    def step(w, x):
+        y = jnp.sin(x @ w)
+        return {'w': w - 0.1 * y.T @ x, 'loss': last(helper, y)}
+    step = helper.sjit(step, in_shardings=(P('fsdp', 'tp'), P('fsdp')))
+    w = jax.ShapeDtypeStruct((config.width, config.width), 'float32')
+    return step, (w, jax.ShapeDtypeStruct((config.rows, config.width), 'float32'))
+
+def local_mean(helper, y):
+    return jax.shard_map(jnp.mean, mesh=helper.mesh, in_specs=P('fsdp'), out_specs=P(), check_vma=False)(y)
+
+def make_step(helper, config=SMALL):
+    return make(helper, config, lambda helper, y: jnp.sum(y * y))
+
+def make_wrong(helper, config=SMALL):
+    return make(helper, config, local_mean)
+
+def make_infinite(helper):
+    return make(helper, SMALL, lambda helper, y: 1 / (0 * jnp.sum(y)))
+
+def make_any(helper, config):
+    return make(helper, config, lambda helper, y: jnp.sum(y * y))
+"""
+ON = ('--mesh', 'fsdp=4,tp=2', '--seeds', '1')
+
+
+@pytest.fixture
+def job(tmp_path):
+    path = tmp_path / 'job.py'
+    path.write_text(JOB)
+    return path
+
+
+def here(capsys, *arguments):
+    """Verifies in this process; what its file prints, and JAX, is not of the result."""
+    code = main(['verify', *map(str, arguments)])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_a_step_that_is_right(job, capsys, tmp_path):
+    page = tmp_path / 'page.html'
+    code, out, err = here(capsys, f'{job}:make_step', *ON, '--html', page)
+    assert code == 0 and 'a line of the file\n' in err
+    said = 'step on fsdp=4, tp=2 computes what one device computes: 2 results, 1 step in a row, 1 seed'
+    assert out.splitlines()[0] == said
+    assert '<title>step on a mesh and on one device</title>' in page.read_text()
+
+
+def test_a_step_that_is_wrong(job, capsys):
+    code, out, _ = here(capsys, f'{job}:make_wrong', *ON, '--json')
+    found = json.loads(out)
+    assert (code, found['ok'], found['reduced']) == (4, False, [])
+    assert [each['path'] for each in found['differences']] == ['loss']
+    line = JOB[: JOB.index('jax.shard_map')].count('\n') + 1
+    assert (found['first']['primitive'], found['first']['line']) == ('shard_map', f'job.py:{line} local_mean')
+    assert found['jax'] == jax.__version__
+
+
+def test_results_that_could_not_be_compared_are_not_equal(job, capsys):
+    code, out, _ = here(capsys, f'{job}:make_infinite', *ON)
+    assert code == 4
+    assert 'not finite on one device: loss' in out
+
+
+@pytest.mark.parametrize(
+    ('asked', 'mesh'),
+    [
+        (('make_step', '--config', 'LARGE', '--mesh', 'fsdp=64,tp=8'), {'fsdp': 4, 'tp': 2}),
+        (('make_step', '--config', 'LARGE', '--mesh', 'fsdp=4,tp=2'), {'fsdp': 4, 'tp': 2}),
+        pytest.param(
+            ('make_any', '--config', 'LARGE', '--topology', 'v5e:4x4', '--mesh', 'fsdp=-1,tp=4'),
+            {'fsdp': 4, 'tp': 2},
+            marks=tpu_compiler.needed,
+        ),
+    ],
+    ids=['a mesh that is not here', 'arguments that are large', 'a topology'],
+)
+def test_what_is_made_small(job, capsys, asked, mesh):
+    function, *options = asked
+    code, out, _ = here(capsys, f'{job}:{function}', *options, '--seeds', 1, '--json')
+    found = json.loads(out)
+    assert (code, found['ok'], found['mesh']) == (0, True, mesh)
+    assert 'width 4096 -> ' in found['reduced'][0] and 'rows 8192 -> ' in found['reduced'][0]
+
+
+def test_a_small_step_is_taken_as_it_is(job, capsys):
+    code, out, _ = here(capsys, f'{job}:make_any', '--config', 'SMALL', *ON, '--json')
+    found = json.loads(out)
+    assert code == 0 and [each['array'] for each in found['arguments']] == [
+        'float32[16,16]',
+        'float32[32,16]',
+    ]
+
+
+@pytest.mark.parametrize(
+    ('asked', 'said'),
+    [
+        (
+            ('make_any',),
+            "'FILE:make_any' takes 'config' beside the helper: name it, a value in its file, by --config",
+        ),
+        (
+            ('make_any', '--config', 'SMAL'),
+            "--config SMAL: there is no such value in the file (did you mean 'SMALL'?)",
+        ),
+        (
+            ('make_infinite', '--config', 'SMALL'),
+            "--config SMALL: 'FILE:make_infinite' takes a helper, and no configuration beside it",
+        ),
+        (
+            ('make_step', '--devices', '2'),
+            'a mesh with the axes of (fsdp=4, tp=2) takes 4 devices at least, 2 along each of fsdp, tp, and '
+            "there are 2: simulate them with jax.config.update('jax_num_cpu_devices', 4) before JAX is used",
+        ),
+    ],
+)
+def test_what_cannot_be_asked(job, capsys, monkeypatch, asked, said):
+    function, *options = asked
+    if '--devices' in options:  # those of the tests are there already
+        monkeypatch.setattr(jax.config, 'update', lambda name, value: None)
+        monkeypatch.setattr(jax, 'devices', lambda *args: jax.local_devices()[:2])
+    code, out, err = here(capsys, f'{job}:{function}', *options, *ON)
+    assert (code, out) == (2, '')
+    assert err.splitlines()[-1].replace(str(job), 'FILE') == f'error: {said}'
+
+
+def test_options_are_those_of_the_function(job, monkeypatch):
+    given = {}
+
+    def verify(*args, **options):
+        given.update(options)
+        raise ArgumentError('enough')
+
+    monkeypatch.setattr(_commands, 'verify_step', verify)
+    command = ['verify', f'{job}:make_infinite', '--mesh', 'fsdp=4,tp=2']
+    assert main([*command, '--seeds', '7', '--steps', '5']) == 2
+    assert given == {'seeds': 7, 'steps': 5, 'inside': False, 'config': None}
+    assert main([*command, '--inside']) == 2
+    assert given == {'seeds': 3, 'steps': 2, 'inside': True, 'config': None}
+    parameters = inspect.signature(verify_step).parameters
+    assert [parameters[name].default for name in ('seeds', 'steps', 'inside')] == [3, 2, False]
+
+
+def test_an_interpreter_that_is_none(job, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(['verify', f'{job}:make_step', *ON, '--python', 'no/such/python'])
+    assert ended.value.code == 2
+    assert "argument --python: 'no/such/python' is no program that can be run" in capsys.readouterr().err
+
+
+def test_ctrl_c_leaves_what_was_compared(job, capsys, monkeypatch):
+    run = Comparison.run
+
+    def impatient(self, seed, *rest):
+        if seed == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        run(self, seed, *rest)
+
+    monkeypatch.setattr(Comparison, 'run', impatient)
+    code, out, _ = here(capsys, f'{job}:make_wrong', '--mesh', 'fsdp=4,tp=2', '--seeds', 5)
+    assert code == 130
+    lines = out.splitlines()
+    assert lines[0].endswith(
+        'does not compute what one device computes: 1 of 2 results, 1 step in a row, 2 seeds'
+    )
+    assert lines[1] == 'stopped before the end'
+
+
+# --- Another interpreter ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Makes a program that stands for an interpreter: it keeps its arguments, and does something."""
+
+    def make(does):
+        path = tmp_path / 'other'
+        path.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/asked\n{does}\n')
+        path.chmod(0o755)
+        return path
+
+    return make
+
+
+def result(**values):
+    return json.dumps({'jax': '9.8.7', 'ok': False, 'differences': [], 'first': None, **values}).replace(
+        '"', '\\"'
+    )
+
+
+@pytest.mark.parametrize(
+    ('does', 'said'),
+    [
+        (f'echo "{result(differences=[1])}"; exit 4', ('with JAX 9.8.7', True, '')),
+        (f'echo "{result(ok=True)}"', ('with JAX 9.8.7', False, '')),
+        (f'echo "{result()}"; exit 4', ('with JAX 9.8.7', None, 'not all results were compared')),
+        ('echo a; echo "No module named scalax" >&2; exit 1', ('with OTHER', None, 'No module named scalax')),
+        ('exit 7', ('with OTHER', None, 'exit code 7')),
+    ],
+    ids=['differs', 'is right', 'is not finite', 'has no scalax', 'fails'],
+)
+def test_another_interpreter(job, capsys, other, tmp_path, does, said):
+    python = other(does)
+    code, out, _ = here(capsys, f'{job}:make_wrong', *ON, '--inside', '--python', python, '--json')
+    retry = json.loads(out)['retries'][-1]
+    change, stays, why = said
+    assert code == 4 and retry == {
+        'change': change.replace('OTHER', str(python)),
+        'stays': stays,
+        'why_not': why,
+    }
+    assert (tmp_path / 'asked').read_text().splitlines() == [
+        *('-m', 'scalax', 'verify', f'{job}:make_wrong', '--json'),
+        *('--devices=8', '--seeds=1', '--steps=2', '--inside', '--mesh=fsdp=4,tp=2'),
+    ]
+
+
+def test_it_is_not_asked_about_what_is_right(job, capsys, other, tmp_path):
+    code, _, _ = here(capsys, f'{job}:make_step', *ON, '--python', other('exit 1'))
+    assert code == 0 and not (tmp_path / 'asked').exists()
+
+
+def test_it_is_not_waited_for_without_end(job, capsys, other, monkeypatch):
+    monkeypatch.setattr(_other_python, '_SECONDS', 0.5)
+    python = other('exec sleep 300')
+    _, out, _ = here(capsys, f'{job}:make_wrong', *ON, '--python', python, '--json')
+    assert json.loads(out)['retries'][-1]['why_not'] == 'it has not ended after 0.5 s'
+
+
+def test_ctrl_c_ends_it(job, capsys, other, tmp_path):
+    python = other(f'echo $$ > {tmp_path}/pid; sleep 1; kill -INT {os.getpid()}; exec sleep 300')
+    code, out, _ = here(capsys, f'{job}:make_wrong', *ON, '--python', python)
+    assert code == 130 and 'stopped before the end' in out
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / 'pid').read_text()), 0)
+
+
+@pytest.mark.long
+def test_the_same_interpreter_finds_the_same(job, capsys, monkeypatch):
+    monkeypatch.delenv('JAX_NUM_CPU_DEVICES', raising=False)
+    options = ('--config', 'SMALL', '--steps', 1, '--python', sys.executable, '--json')
+    _, out, _ = here(capsys, f'{job}:make_wrong', *ON, *options)
+    assert json.loads(out)['retries'][-1] == {
+        'change': f'with JAX {jax.__version__}',
+        'stays': True,
+        'why_not': '',
+    }

@@ -1,0 +1,214 @@
+"""What `helper.verify` and the assertion say about what they cannot do, whole; and their results as JSON."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalax.errors import ArgumentError, MeshError, ScalaxError
+from scalax.sharding import MeshShardingHelper
+from scalax.testing import Difference, FirstDifference, Verified, assert_equal_to_one_device
+
+S = jax.ShapeDtypeStruct
+X = S((32, 8), 'float32')
+
+
+@pytest.fixture
+def helper():
+    return MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+
+
+def elsewhere(*sizes):
+    """A helper of devices that are not here."""
+    names = ('data', 'fsdp', 'tp', 'sp')[: len(sizes)]
+    return MeshShardingHelper.from_mesh(AbstractMesh(sizes, names, (AxisType.Auto,) * len(sizes)))
+
+
+def double(x):
+    return 2 * x
+
+
+def jitted_elsewhere(kwargs=False):
+    helper = elsewhere(64, 8)
+    if kwargs:
+        return helper.verify(helper.sjit(double, in_shardings=P('data')), x=X)
+    return helper.verify(jax.jit(double), X)
+
+
+NOT_REDUCED = (
+    'the devices of this mesh are not here, and double has to be made small: for that it is a function of '
+    'sjit, called with arguments by position, or what makes the step for any helper'
+)
+
+
+@pytest.mark.parametrize(
+    ('given', 'error', 'said'),
+    [
+        (lambda: jitted_elsewhere(), ArgumentError, NOT_REDUCED),
+        (lambda: jitted_elsewhere(kwargs=True), ArgumentError, NOT_REDUCED),
+        (
+            lambda: elsewhere(4, 4, 4, 4).verify(lambda helper: (helper.sjit(double), (X,))),
+            MeshError,
+            'a mesh with the axes of (data=4, fsdp=4, tp=4, sp=4) takes 16 devices at least, 2 along each of '
+            'data, fsdp, tp, sp, and there are 8: simulate them with '
+            "jax.config.update('jax_num_cpu_devices', 16) before JAX is used",
+        ),
+        (
+            lambda: elsewhere(64, 8).verify(lambda helper: None),
+            ArgumentError,
+            '<lambda> is called with a helper, because verify got no arguments for it: it has to return the '
+            'step and the tuple of its arguments, got NoneType',
+        ),
+        (
+            lambda: elsewhere(64, 8).verify(lambda helper: (double, X)),
+            ArgumentError,
+            '<lambda> is called with a helper, because verify got no arguments for it: it has to return the '
+            'step and the tuple of its arguments, got tuple',
+        ),
+        (
+            lambda: assert_equal_to_one_device(double, X),
+            ArgumentError,
+            'assert_equal_to_one_device: give helper=..., because sjit did not make the function',
+        ),
+    ],
+)
+def test_what_cannot_be_verified(given, error, said):
+    with pytest.raises(ScalaxError) as caught:
+        given()
+    assert (type(caught.value), str(caught.value)) == (error, said)
+
+
+def test_a_step_that_cannot_be_traced_for_a_small_mesh():
+    def make_step(helper):
+        def step(x):
+            assert helper.mesh.shape['data'] == 64, 'made for 64'
+            return x.sum()
+
+        return helper.sjit(step, in_shardings=P('data')), (S((128, 8), 'float32'),)
+
+    with pytest.raises((ArgumentError, AssertionError)) as caught:
+        elsewhere(64, 8).verify(make_step)
+    assert 'made for 64' in str(caught.value)
+
+
+def test_code_that_holds_the_mesh(helper):
+    def local(x):
+        return jax.shard_map(lambda x: x * 2, mesh=helper.mesh, in_specs=P('fsdp'), out_specs=P('fsdp'))(x)
+
+    rows = NamedSharding(helper.mesh, P('fsdp'))
+    with pytest.raises(Exception) as caught:
+        helper.verify(jax.jit(local, in_shardings=rows), X)
+    assert 'helper.verify(make_step)' in '\n'.join(
+        [str(caught.value), *getattr(caught.value, '__notes__', ())]
+    )
+    assert helper.verify(lambda own: (own.sjit(shard_mapped(own), in_shardings=P('fsdp')), (X,))).ok
+
+
+def shard_mapped(helper):
+    return lambda x: jax.shard_map(
+        lambda x: x * 2, mesh=helper.mesh, in_specs=P('fsdp'), out_specs=P('fsdp')
+    )(x)
+
+
+def test_a_step_for_a_mesh_that_is_not_here_passes_the_assertion():
+    def make_step(helper):
+        return helper.sjit(lambda x: jnp.sin(x).sum(0), in_shardings=P('data')), (S((4096, 64), 'float32'),)
+
+    assert_equal_to_one_device(make_step, helper=elsewhere(64, 8), seeds=1)
+
+
+def test_the_assertion_is_the_report(helper):
+    step = helper.sjit(
+        lambda x: jax.shard_map(jnp.sum, in_specs=P('fsdp'), out_specs=P(), check_vma=False)(x),
+        in_shardings=P('fsdp'),
+    )
+    with pytest.raises(AssertionError) as caught:
+        assert_equal_to_one_device(step, X, seeds=1, steps=1)
+    lines = str(caught.value).splitlines()
+    assert lines[0].endswith(
+        'does not compute what one device computes: 1 of 1 result, 1 step in a row, 1 seed'
+    )
+    assert any(line.startswith('shard_map at test_helper_verify.py:') for line in lines)
+
+
+# --- The result ------------------------------------------------------------------------------------------
+
+DIFFERENCE = Difference('loss', 'float32[]', P(), math.inf, 1e-7, (), math.nan, 1.25)
+
+
+def test_json_has_no_numbers_of_its_own():
+    def refused(text):
+        raise AssertionError(f'{text} is not JSON')
+
+    first = FirstDifference('fft', 'train.py:3', Difference('', 'complex64[]', P(), 1.0, 0.0, (), 1 + 2j, 2j))
+    found = Verified('step', {'fsdp': 8}, differences=(DIFFERENCE,), results=1, seeds=1, first=first)
+    plain = json.loads(json.dumps(found.to_dict()), parse_constant=refused)
+    [difference] = plain['differences']
+    assert (difference['error'], difference['found'], difference['expected']) == ('inf', 'nan', 1.25)
+    assert plain['first']['difference']['found'] == '(1+2j)' and plain['ok'] is False
+
+
+@pytest.mark.parametrize(
+    ('found', 'said'),
+    [
+        ({'seeds': 1}, '>equal<'),
+        ({'seeds': 1, 'differences': (DIFFERENCE,)}, '>differs<'),
+        ({'seeds': 1, 'not_compared': ('loss',)}, '>not compared<'),
+        ({'seeds': 0, 'ended': 'stopped'}, '>not compared<'),
+    ],
+)
+def test_the_verdict_of_a_page(found, said, tmp_path):
+    page = tmp_path / 'page.html'
+    Verified('step', {'fsdp': 8}, results=1, **found).to_html(page)
+    shown = [each for each in ('>equal<', '>differs<', '>not compared<') if each in page.read_text()]
+    assert shown == [said]
+
+
+def test_values_are_shown_with_the_digits_that_differ():
+    near = Difference('loss', 'float32[]', P(), 1e-5, 1e-8, (), 1.80001, 1.80002)
+    text = str(Verified('step', {'fsdp': 8}, differences=(near,), results=1, seeds=1))
+    assert '1.80001' in text and '1.80002' in text
+
+
+@pytest.mark.parametrize(
+    ('found', 'said'),
+    [
+        (2.5, 'that is 2 times too much, as many as devices along tp=2'),
+        (10.0, 'that is 8 times too much, as many as devices along fsdp=4, tp=2'),
+        (1.25 / 4, 'that is 4 times too little, as many as devices along fsdp=4'),
+        (3.75, ''),  # no axes have three devices
+        (2.6, ''),
+        (-2.5, ''),
+        (0.0, ''),
+        (math.inf, ''),
+        (3, ''),
+    ],
+)
+def test_a_multiple_is_said_with_the_axes_that_have_as_many_devices(found, said):
+    first = FirstDifference('dot_general', 'train.py:3', Difference('', found=found, expected=1.25))
+    text = Verified('step', {'data': 1, 'fsdp': 4, 'tp': 2}, results=1, seeds=1, first=first).to_text(200)
+    assert [line for line in text.splitlines() if line.startswith('that is')] == ([said] if said else [])
+
+
+@pytest.mark.parametrize(
+    ('found', 'said'),
+    [
+        (
+            {'not_compared': ('loss',), 'not_deterministic': ('time',), 'seeds': 2},
+            'computes what one device computes in 1 of 3 results; the others were not compared: 0 steps in a '
+            'row, 2 seeds',
+        ),
+        (
+            {'not_compared': ('a', 'b', 'c'), 'seeds': 1},
+            'was not compared: 0 steps in a row, 1 seed',
+        ),
+        ({'ended': 'stopped'}, 'was not compared: 0 steps in a row, 0 seeds'),
+    ],
+)
+def test_what_was_not_compared_is_not_said_to_be_equal(found, said):
+    found = Verified('step', {'fsdp': 8}, results=3, **found)
+    assert not found.ok and found.to_text(200).splitlines()[0] == f'step on fsdp=8 {said}'
