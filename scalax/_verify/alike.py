@@ -114,7 +114,7 @@ class Reader:
             found.setdefault(
                 line_of(equation, calls), f'{equation.primitive.name} {_array(equation)}'.strip()
             )
-        return [f'{line}: {what}' for line, what in found.items()]
+        return [f'{line}: {what}' if line else what for line, what in found.items()]
 
 
 def stem(path: str) -> str:

@@ -44,7 +44,8 @@ class Use(NamedTuple):
     blocks: int = 1
 
     def __str__(self) -> str:
-        return f'{self.what} in {line_of(self.equation, self.calls)}'.rstrip()
+        line = line_of(self.equation, self.calls)
+        return f'{self.what} in {line}' if line else self.what
 
 
 def uses_of(jaxpr: Any) -> list[dict[Need, Use]]:

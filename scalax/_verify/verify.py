@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from scalax._verify.sides import OneDevice, Step, on_one_device
 from scalax._verify.verified import Argument, Ended, FirstDifference, Retry, Verified
 from scalax.errors import ArgumentError
 
+_MOST_DRAWN = 2**24  # elements of arguments: a step with more of them is made small
 _log = logging.getLogger('scalax.verify')
 
 
@@ -56,7 +58,7 @@ def verify(
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ArgumentError(f'{name} is a number from 1 on, got {value!r}')
     with progress(f'verifying {name_of(function)}', _log) as note:
-        step, alone, small = _sides(helper, function, args, kwargs, config, note)
+        step, alone, said = _sides(helper, function, args, kwargs, config, note)
         found = Comparison(step, OneDevice(step, alone))
         done, tried, uncertain = 0, list[Retry](), frozenset[int]()
         first: FirstDifference | str | None = None
@@ -96,7 +98,7 @@ def verify(
             path for leaf, path in enumerate(found.paths) if done and leaf not in found.finite
         ),
         arguments=tuple(_arguments(found)),
-        reduced=() if small is None else _said(small),
+        reduced=said,
         jax=jax.__version__,
         ended=ended,
         seconds=time.monotonic() - start,
@@ -105,8 +107,8 @@ def verify(
 
 def _sides(
     helper: Any, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], config: Any, note: Note
-) -> tuple[Step, Step | None, Reduced | None]:
-    """The step on its mesh, the same on one device if it is made for any helper, and what was reduced."""
+) -> tuple[Step, Step | None, tuple[str, ...]]:
+    """The step on its mesh, the same on one device if it is made for any helper, and what is smaller."""
     makes = not args and not kwargs
     if makes and hasattr(function, 'trace'):
         raise ArgumentError(
@@ -122,19 +124,25 @@ def _sides(
             f'the mesh has one device, and {name_of(function)} would be compared with itself: simulate '
             "several with jax.config.update('jax_num_cpu_devices', 8) before JAX is used"
         )
-    small = None
-    if not has_devices(helper.mesh):
+    step, own = _made(function, helper, given) if makes else (function, args)
+    small, wanted = None, dict(helper.mesh.shape)
+    if not has_devices(helper.mesh) or _drawn((own, kwargs)) > _MOST_DRAWN:
         note('making it small')
-        small = _reduced(helper, function, args, kwargs, config)
-        helper, given = small.helper, () if config is None else (small.config,)
-        if not makes:
-            function, args = small.step, small.args
+        small = _reduced(helper, function, own, kwargs, config, makes)
+        helper, step, own = small.helper, small.step, small.args
+        given = () if config is None else (small.config,)
+    said = () if small is None else tuple(_said(small, wanted))
     if not makes:
-        return Step(helper, function, args, kwargs), None, small
-    step, args = (small.step, small.args) if small else _made(function, helper, given)
+        return Step(helper, step, own, kwargs), None, said
     one = on_one_device(helper)
     alone, _ = _made(function, one, given)
-    return Step(helper, step, args, {}), Step(one, alone, args, {}), small
+    return Step(helper, step, own, {}), Step(one, alone, own, {}), said
+
+
+def _drawn(tree: Any) -> int:
+    """How many elements have to be drawn."""
+    structs = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    return sum(math.prod(leaf.shape) for leaf in structs)
 
 
 def _made(function: Any, helper: Any, given: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
@@ -143,34 +151,40 @@ def _made(function: Any, helper: Any, given: Sequence[Any]) -> tuple[Any, Sequen
     if not isinstance(made, tuple | list) or len(made) != 2 or not isinstance(made[1], tuple | list):
         raise ArgumentError(
             f'{name_of(function)} is called with a helper, because verify got no arguments for it: it has to '
-            f'return the step and the tuple of its arguments, got {type(made).__name__}'
+            f'return the step and the tuple of its arguments, got {_kind(made)}'
         )
     return made[0], tuple(made[1])
 
 
+def _kind(made: Any) -> str:
+    kind = type(made).__name__
+    return f'a {kind} of {", ".join(type(each).__name__ for each in made)}' if kind == 'tuple' else kind
+
+
 def _reduced(
-    helper: Any, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], config: Any
+    helper: Any, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], config: Any, makes: bool
 ) -> Reduced:
     """The step, made small enough for the devices that are here."""
     devices = jax.devices()
     if config is not None:
         return reduced(function, config, helper, devices)
-    if not args and not kwargs:
-        args = _made(function, helper, ())[1]
+    if makes:
         return reduced_args(lambda own: _made(function, own, ())[0], args, helper, devices)
     if kwargs or not isinstance(function, SjitFunction):
         raise ArgumentError(
-            f'the devices of this mesh are not here, and {name_of(function)} has to be made small: for that '
-            'it is a function of sjit, called with arguments by position, or what makes the step for any '
-            'helper'
+            f'{name_of(function)} has to be made small, because the devices of its mesh are not here, or its '
+            'arguments are large: for that it is a function of sjit, called with arguments by position, or '
+            'what makes the step for any helper'
         )
     return reduced_args(over(function), args, helper, devices)
 
 
-def _said(small: Reduced) -> tuple[str, ...]:
+def _said(small: Reduced, wanted: Mapping[str, int]) -> Iterator[str]:
     """What was made smaller, and what could not be."""
-    sizes = ', '.join(f'{name} {before} -> {after}' for name, (before, after) in small.sizes.items())
-    return (sizes or 'nothing', *small.said)
+    pairs = {axis: (size, small.mesh[axis]) for axis, size in wanted.items()} | dict(small.sizes)
+    changed = [f'{name or "config"} {before} -> {after}' for name, (before, after) in pairs.items() if before != after]
+    yield ', '.join(changed) or 'nothing'
+    yield from small.said
 
 
 def _arguments(found: Comparison) -> Iterator[Argument]:

@@ -33,7 +33,6 @@ from scalax.plan import search as search_meshes
 from scalax.sharding import MeshShardingHelper
 
 _MOST_SIMULATED = 4096  # devices: XLA for CPUs starts threads for each
-_MOST_DRAWN = 2**24  # elements of arguments: a step with more of them is made small
 _MODULE_NAME = '__file_of_the_command__'
 _STEP = 'the step and the tuple of its arguments'
 
@@ -191,12 +190,6 @@ def _config(make_step: Callable[..., Any], name: str, named: str) -> Any:
     return second.default
 
 
-def _elements(arguments: Sequence[Any]) -> int:
-    """How many elements have to be drawn."""
-    leaves = jax.tree.leaves(tuple(arguments))
-    return sum(math.prod(leaf.shape) for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct))
-
-
 def _step(
     make_step: Callable[..., Any], helper: MeshShardingHelper, named: str, *given: Any
 ) -> tuple[Any, Sequence[Any]]:
@@ -238,10 +231,6 @@ def verify(
     with contextlib.redirect_stdout(sys.stderr):
         make_step = _load_function(function)
         value = _config(make_step, config, function)
-        if is_here:
-            _, arguments = _step(make_step, helper, function, *([] if value is None else [value]))
-            if _elements(arguments) > _MOST_DRAWN:
-                helper = MeshShardingHelper.from_mesh(helper.mesh.abstract_mesh)
         found = verify_step(helper, make_step, (), {}, config=value, **options)
     if python and (found.differences or found.first) and not found.ended:
         given = {'config': config, 'devices': devices, **options, **where}

@@ -40,8 +40,9 @@ def jitted_elsewhere(kwargs=False):
 
 
 NOT_REDUCED = (
-    'the devices of this mesh are not here, and double has to be made small: for that it is a function of '
-    'sjit, called with arguments by position, or what makes the step for any helper'
+    'double has to be made small, because the devices of its mesh are not here, or its arguments are large: '
+    'for that it is a function of sjit, called with arguments by position, or what makes the step for any '
+    'helper'
 )
 
 
@@ -67,7 +68,7 @@ NOT_REDUCED = (
             lambda: elsewhere(64, 8).verify(lambda helper: (double, X)),
             ArgumentError,
             '<lambda> is called with a helper, because verify got no arguments for it: it has to return the '
-            'step and the tuple of its arguments, got tuple',
+            'step and the tuple of its arguments, got a tuple of function, ShapeDtypeStruct',
         ),
         (
             lambda: assert_equal_to_one_device(double, X),
