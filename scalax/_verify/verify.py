@@ -182,7 +182,7 @@ def _reduced(
 def _said(small: Reduced, wanted: Mapping[str, int]) -> Iterator[str]:
     """What was made smaller, and what could not be."""
     pairs = {axis: (size, small.mesh[axis]) for axis, size in wanted.items()} | dict(small.sizes)
-    changed = [f'{name or "config"} {before} -> {after}' for name, (before, after) in pairs.items() if before != after]
+    changed = [f'{name or "config"} {size} -> {new}' for name, (size, new) in pairs.items() if size != new]
     yield ', '.join(changed) or 'nothing'
     yield from small.said
 
