@@ -41,7 +41,8 @@ class Difference:
         array: its dtype and shape, of all devices together.
         spec: where it is on the mesh; None if that is not known.
         error: the largest error of an element; of integers, truth values and keys how many elements differ.
-        explained: how large rounding may make that: 8 times what was drawn, and 4 units of the dtype.
+        explained: how large rounding may make that: 8 times what was drawn, or 64 times where that is below a
+            ten-thousandth of the largest value; and 4 units of the dtype.
         index: the element with the largest error.
         found: its value on the mesh.
         expected: its value on one device.
