@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from scalax._follow.uneven import SCATTERS, with_even_updates
 from scalax._jax.equations import Literal, conv_dims, conv_groups, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, bound, equation_of
@@ -45,11 +46,15 @@ def with_right_gradients(
     if mesh.size == 1:
         return jaxpr
     order = [*dict.fromkeys([*batch_axes, *mesh.axis_names])]
+    is_changed = can_change and AxisType.Explicit not in mesh.axis_types
+    evened = with_even_updates(jaxpr, mesh)
 
     def right(equation: Any) -> Any:
-        if primitive_name(equation) != 'conv_general_dilated':
+        name = primitive_name(equation)
+        if name in SCATTERS and is_changed:
+            return evened(equation)
+        if name != 'conv_general_dilated':
             return equation
-        is_changed = can_change and AxisType.Explicit not in mesh.axis_types
         features, groups_of_rows = conv_groups(equation)
         if groups_of_rows == 1:
             return _laid_out_as_images(equation) if features > 1 and is_changed else equation

@@ -117,43 +117,49 @@ def gradient_of_a_lookup_in_a_reduced_table(helper: MeshShardingHelper) -> Step:
     return helper.sjit(step, in_shardings=(P(), P('fsdp', 'tp'), P('fsdp', 'tp'))), args
 
 
-@partitioner(('embedding', 'scatter-add'), mesh={'fsdp': 2, 'sp': 2, 'tp': 2})
+def next_token_gradient(params: Any, tokens: Any) -> Any:
+    def loss(params: Any) -> Any:
+        logits = params['embedding'][tokens[:, :-1]] @ params['embedding'].T
+        right = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)
+        return -jnp.mean(right)
+
+    return jax.grad(loss)(params)
+
+
+NEXT_TOKEN = {'embedding': normal(16, 8)}, integers(16, 8, 8)
+SEQUENCE: dict[str, int] = {'fsdp': 2, 'sp': 2, 'tp': 2}
+
+
+@partitioner(('embedding', 'scatter-add'), mesh=SEQUENCE)
 def gradient_of_the_next_token_loss(helper: MeshShardingHelper) -> Step:
     """Tokens are split by sequence, and all but the last one are looked up: an odd number of them.
 
     XLA pads them, and adds up what is in the padding where some axis has no part of the tokens.
     """
+    return jitted(helper, next_token_gradient, P(), P('fsdp', 'sp')), NEXT_TOKEN
 
-    def step(params: Any, tokens: Any) -> Any:
-        def loss(params: Any) -> Any:
-            logits = params['embedding'][tokens[:, :-1]] @ params['embedding'].T
-            right = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)
-            return -jnp.mean(right)
 
-        return jax.grad(loss)(params)
-
-    args = {'embedding': normal(16, 8)}, integers(16, 8, 8)
-    return helper.sjit(step, in_shardings=(P(), P('fsdp', 'sp'))), args
+def counts_but_the_last(groups: Any) -> Any:
+    return jnp.bincount(groups[:-1], length=8)
 
 
 @partitioner(('scatter-add',))
 def counts_of_all_but_the_last(helper: MeshShardingHelper) -> Step:
     """The same of counts, which are integers: what is in the padding is counted."""
+    return jitted(helper, counts_but_the_last, P('fsdp')), (integers(8, 16),)
 
-    def step(groups: Any) -> Any:
-        return jnp.bincount(groups[:-1], length=8)
 
-    return jitted(helper, step, P('fsdp')), (integers(8, 16),)
+def largest_but_the_first(x: Any, groups: Any) -> Any:
+    return jax.ops.segment_max(x[1:], groups[1:], 4)
+
+
+GROUPS = normal(16, 4) - 3, integers(4, 16)
 
 
 @partitioner(('scatter-max',))
 def largest_of_each_group_but_the_first(helper: MeshShardingHelper) -> Step:
     """The same of maxima."""
-
-    def step(x: Any, groups: Any) -> Any:
-        return jax.ops.segment_max(x[1:], groups[1:], 4)
-
-    return jitted(helper, step, P('tp'), P('tp')), (normal(16, 4) - 3, integers(4, 16))
+    return jitted(helper, largest_but_the_first, P('tp'), P('tp')), GROUPS
 
 
 def _conv(images: Any, kernel: Any) -> Any:

@@ -26,7 +26,16 @@ from tests.verify.fault import (
     seeded,
     sound,
 )
-from tests.verify.partitioner_faults import conv_gradient, depthwise_gradient
+from tests.verify.partitioner_faults import (
+    GROUPS,
+    NEXT_TOKEN,
+    SEQUENCE,
+    conv_gradient,
+    counts_but_the_last,
+    depthwise_gradient,
+    largest_but_the_first,
+    next_token_gradient,
+)
 from tests.verify.pass_faults import followed, turned
 from tests.verify.user_faults import PARAMS, loss_of_rows, mapped
 
@@ -253,6 +262,24 @@ def convolution_that_is_mended(helper: MeshShardingHelper) -> Step:
     """The gradient of a depthwise convolution, as `sjit` mends it."""
     _, args = conv_gradient(helper, 16)
     return helper.sjit(depthwise_gradient, in_shardings=(P(), P('fsdp'))), args
+
+
+@sound(mesh=SEQUENCE)
+def next_token_loss_that_is_mended(helper: MeshShardingHelper) -> Step:
+    """The gradient of a lookup of all tokens but the last, as `sjit` mends it."""
+    return helper.sjit(next_token_gradient, in_shardings=(P(), P('fsdp', 'sp'))), NEXT_TOKEN
+
+
+@sound()
+def counts_that_are_mended(helper: MeshShardingHelper) -> Step:
+    """Counts of all groups but the last, likewise."""
+    return helper.sjit(counts_but_the_last, in_shardings=(P('fsdp'),)), (integers(8, 16),)
+
+
+@sound()
+def maxima_that_are_mended(helper: MeshShardingHelper) -> Step:
+    """The largest of each group, likewise."""
+    return helper.sjit(largest_but_the_first, in_shardings=(P('tp'), P('tp'))), GROUPS
 
 
 @sound()

@@ -1,0 +1,32 @@
+"""Scatters of updates that are split unevenly, as `scalax/_follow/uneven` mends them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalax._follow.mended import with_right_gradients
+from scalax._jax import rewriting
+from tests.support.contracts import contract
+
+
+def test_xla_takes_what_is_in_the_padding_of_updates_for_updates() -> None:
+    """Where this fails, XLA has mended it, and `with_even_updates` can go."""
+    mesh = jax.make_mesh((4, 2), ('x', 'y'), axis_types=(AxisType.Auto,) * 2)
+    groups = jnp.arange(16) % 8
+    split = jax.device_put(groups, NamedSharding(mesh, P('x')))
+
+    def counts(groups: jax.Array) -> jax.Array:
+        return jnp.bincount(groups[:-1], length=8)
+
+    def mended(groups: jax.Array) -> jax.Array:
+        jaxpr = with_right_gradients(jax.make_jaxpr(counts)(groups), mesh, [], name='f')
+        [result] = rewriting.run(jaxpr, [groups])
+        return result
+
+    expected = counts(groups)
+    with contract('counts what is in the padding', 'to mend it', library='jaxlib'):
+        assert jax.jit(counts)(split).sum() > 15
+    with contract('splits them evenly behind a pad', 'to mend it', library='jaxlib'):
+        np.testing.assert_array_equal(jax.jit(mended)(split), expected)
