@@ -1,4 +1,4 @@
-"""What XLA's partitioner makes wrong: grouped convolutions, and rows written out of bounds."""
+"""What XLA's partitioner makes wrong: grouped convolutions, rows out of bounds, and scatters (`uneven`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def with_right_gradients(
     adds it up over all devices, also those that have the same rows: where rows are over some mesh axes, or
     over a part of one, it is as many times too large. Here each device convolves its own rows, in a
     `shard_map` over all axes (XLA makes the same mistake over those that are left to it), and the results are
-    added up over those of the rows.
+    added up over those of the rows. Sums over rows are those of scatters (`uneven`).
 
     Args:
         jaxpr: the jaxpr, open or closed.

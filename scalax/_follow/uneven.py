@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -64,7 +63,9 @@ class _Unevenly(Dimensions):
             for atom, before in zip(equation.invars, operands, strict=True):
                 if len(before) == len(behind):
                     sizes = zip(shape_of(atom), shape_of(out), before, behind, strict=True)
-                    self.numbers.update(*[(i, j) for mine, theirs, i, j in sizes if mine != theirs])
+                    # What has one element is not split.
+                    resized = [(i, j) for a, b, i, j in sizes if a != b and min(a, b) > 1]
+                    self.numbers.update(*resized)
 
     def has(self, scatter: Any, index: int, update: int) -> bool:
         """Whether one is this dimension of the indices of a scatter, or this one of its updates."""
@@ -88,7 +89,7 @@ def with_even_updates(jaxpr: Any, mesh: Mesh | AbstractMesh) -> Callable[[Any], 
         jaxpr: the jaxpr.
         mesh: the mesh, of Auto axes.
     """
-    found = functools.cache(lambda: _Unevenly(jaxpr))  # most programs have nothing to be asked
+    found: list[_Unevenly] = []  # once something is asked, as in few programs
     has_idle_axes = sum(size > 1 for size in mesh.shape.values()) > 1
 
     def right(scatter: Any) -> Any:
@@ -96,7 +97,9 @@ def with_even_updates(jaxpr: Any, mesh: Mesh | AbstractMesh) -> Callable[[Any], 
         open_dims = [(i, j) for i, j in _dims_of_places(scatter) if sizes[j] > 1 and sizes[j] % mesh.size]
         if not (open_dims and has_idle_axes):
             return scatter
-        dims = [(i, j) for i, j in open_dims if found().has(scatter, i, j)]
+        if not found:
+            found.append(_Unevenly(jaxpr))
+        dims = [(i, j) for i, j in open_dims if found[0].has(scatter, i, j)]
         return _with_even(scatter, dims, mesh) if dims else scatter
 
     return right

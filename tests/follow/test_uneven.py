@@ -129,7 +129,7 @@ def test_a_step_of_rules_takes_the_right_gradient():
     ('program', 'sizes'),
     [
         (lambda rows, places: ZEROS.at[places[:, :8]].add(rows[:, 8:]), (2, 2, 2)),  # 8 divides
-        (lambda rows, places: ZEROS.at[places[0, :12]].add(rows[0, :12]), (8, 1, 1)),  # each device has a part
+        (lambda rows, places: ZEROS.at[places[0, :12]].add(rows[0, :12]), (8, 1, 1)),  # all have parts
         (lambda rows, places: ZEROS.at[places[0, :12]].set(rows[0, :12]), (2, 2, 2)),  # nothing is summed
         (lambda rows, places: ZEROS[:, :5].at[places].add(rows[..., :5]), (2, 2, 2)),  # of whole rows
     ],
