@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import itertools
@@ -101,6 +102,7 @@ def _differing(
                     when = _when(
                         place, dict(zip(loops, rounds, strict=True)), primitive_name(equation) == 'scan'
                     )
+                    error = dataclasses.replace(error, index=(*rounds, *error.index))
                     differing.append((when, i, difference('', results[k], error, limit, seed, 1)))
                     break
     return min(differing, key=lambda each: each[:2])[1:] if differing else None

@@ -203,7 +203,8 @@ class OnOneDevice(Evaluation):
         kind = jnp.finfo(result.dtype)
         if name in _ADDS and kind.bits >= 32:  # products before them may be rounded or not
             return result
-        unit = kind.eps if kind.bits >= 32 else kind.eps / 2  # narrow ones are rounded once, from wider sums
+        eps = float(kind.eps)  # of 8 bits it is of a type that nothing is multiplied with
+        unit = eps if kind.bits >= 32 else eps / 2  # narrow ones are rounded once, from wider sums
         if name in _SUMS and not jnp.iscomplexobj(result):
             squares = [jnp.square(x) if _is_inexact(x) else x for x in operands]
             [size] = rewriting.run_equation(equation, squares)

@@ -186,7 +186,7 @@ def difference(path: str, result: Any, error: Error, limit: Explained, seed: int
 
 def _moved(leaf: Any, seed: int) -> Any:
     """An argument moved by a rounding: each element up or down."""
-    if is_key(leaf) or not is_number(leaf):
+    if not hasattr(leaf, 'dtype') or is_key(leaf) or not is_number(leaf):
         return leaf
     signs = np.random.default_rng((seed, leaf.size)).choice([-1.0, 1.0], leaf.shape)
     unit = float(jax.numpy.finfo(leaf.dtype).eps)

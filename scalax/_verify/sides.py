@@ -58,7 +58,9 @@ class Step:
         self.function: Any = function
         if isinstance(self.function, SjitFunction):
             call = call_of(self.function, args, kwargs)
-            self.leaves, self.paths = call.leaves, [call.path(i) for i in range(len(call.leaves))]
+            # Numbers of Python as arrays of JAX, which know that their type is a weak one.
+            self.leaves = [leaf if _is_array(leaf) else jax.numpy.asarray(leaf) for leaf in call.leaves]
+            self.paths = [call.path(i) for i in range(len(call.leaves))]
             self._arguments: Callable[[Sequence[Any]], Any] = lambda leaves: call.signature.restore(
                 call.replaced(leaves)
             )
@@ -163,7 +165,9 @@ def _is_array(leaf: Any) -> bool:
 
 def _kind(tree: Any, leaves: Sequence[Any]) -> Any:
     """What two trees of the same structure, shapes and dtypes have in common."""
-    return jax.tree.structure(tree), tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
+    return jax.tree.structure(tree), tuple(
+        (tuple(leaf.shape), str(dtype_on_devices(leaf))) for leaf in leaves
+    )
 
 
 def _named(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -202,7 +206,10 @@ class OneDevice:
 
     def __init__(self, step: Step, alone: Step | None = None) -> None:
         self._mesh = on_one_device(step.helper).mesh
-        self.jaxpr, self.out = _traced(step, alone)
+        # Where axes are Explicit, types of values inside follow from these.
+        specs = [PartitionSpec() if each is None else each.spec for each in step.shardings()]
+        self._shardings = [NamedSharding(self._mesh, spec) for spec in specs]
+        self.jaxpr, self.out = _traced(step, alone, self._shardings)
         _refuse(step, self.jaxpr)
         self._facts = Rounded(self.jaxpr)
         self.rounded = self._facts.of_results
@@ -229,11 +236,11 @@ class OneDevice:
         return equation.outvars[0] in self._facts
 
     def _run(self, watched: tuple[Place, ...], leaves: Sequence[Any], scale: float, seed: int) -> Any:
-        placed = jax.device_put([*leaves], NamedSharding(self._mesh, PartitionSpec()))
+        placed = jax.device_put([*leaves], self._shardings)
         return self._evaluate(watched, placed, np.float32(scale), np.uint32(seed))
 
 
-def _traced(step: Step, alone: Step | None) -> tuple[Any, Any]:
+def _traced(step: Step, alone: Step | None, shardings: Sequence[NamedSharding]) -> tuple[Any, Any]:
     """The jaxpr of a step on one device, and its results."""
     helper = on_one_device(step.helper)
     nothing = dict.fromkeys(('donate_argnums', 'donate_argnames', 'batch_argnames'))
@@ -249,7 +256,11 @@ def _traced(step: Step, alone: Step | None) -> tuple[Any, Any]:
 
     try:
         with jax.sharding.use_abstract_mesh(helper.mesh.abstract_mesh):
-            return jax.make_jaxpr(flat, return_shape=True)(*map(shape_of, step.leaves))
+            given = [
+                shape_of(leaf).update(sharding=sharding)
+                for leaf, sharding in zip(step.leaves, shardings, strict=True)
+            ]
+            return jax.make_jaxpr(flat, return_shape=True)(*given)
     except Exception as error:
         if alone is None:
             error.add_note(
@@ -298,7 +309,9 @@ def with_keys(value: np.ndarray, like: Any) -> Any:
 
 
 def unplaced(value: Any) -> Any:
-    """An array that is committed to no device."""
+    """An array that is committed to no device; of a weak type a number of Python, as only these have one."""
+    if getattr(value, 'weak_type', False) and not value.shape:
+        return value.item()
     return with_keys(on_host(value), value)
 
 

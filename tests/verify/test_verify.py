@@ -182,6 +182,41 @@ def test_what_divides_unevenly(helper):
     assert helper.verify(helper.sjit(jnp.cumsum, in_shardings=P('fsdp')), S((7, 3), 'float32')).ok
 
 
+def test_numbers_of_python_in_a_state(helper):
+    def step(state, x):
+        return {'w': state['w'] * state['rate'], 'rate': state['rate'] * 0.9, 'count': state['count'] + 1}, x
+
+    made = helper.sjit(step, in_shardings=(RULE, P('fsdp')))
+    for count in (0, np.int64(0)):
+        state = {'w': np.ones((8, 4), 'float32'), 'rate': 0.5, 'count': count}
+        found = helper.verify(made, state, np.ones((8,), 'float32'), seeds=2, steps=3)
+        assert found.ok, str(found)
+        assert found.steps == 3
+
+
+def test_numbers_of_8_bits(helper):
+    def step(w, x):
+        return (x.astype(w.dtype).astype('float32') @ w.astype('float32')).astype(w.dtype) + w[0]
+
+    made = helper.sjit(step, in_shardings=(P(), P('fsdp')))
+    found = helper.verify(made, S((8, 4), jnp.float8_e4m3fn), S((16, 8), 'float32'), seeds=2)
+    assert found.ok, str(found)
+
+
+def test_types_that_follow_from_shardings_of_arguments():
+    helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=AxisType.Explicit)
+
+    @helper.sjit(in_shardings=(P(), P('fsdp')))
+    def step(w, x):
+        def body(h, w):
+            return jnp.tanh(jnp.einsum('bd,df->bf', h, w, out_sharding=P('fsdp', None))), None
+
+        return jax.lax.scan(body, x, w)[0]
+
+    found = helper.verify(step, S((3, 8, 8), 'float32'), S((16, 8), 'float32'), seeds=1)
+    assert found.ok, str(found)
+
+
 # --- What is not -------------------------------------------------------------------------------------
 
 
@@ -301,6 +336,7 @@ def test_a_value_of_a_scan(helper):
     found = helper.verify(made, S((3, 8, 8), 'float32'), S((16, 8), 'float32'))
     assert found.first.primitive == 'shard_map'
     assert found.first.difference.array == 'float32[3,16,8]'
+    assert len(found.first.difference.index) == 3
 
 
 # --- What cannot be compared ------------------------------------------------------------------------
