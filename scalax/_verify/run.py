@@ -129,7 +129,7 @@ class Comparison:
     ) -> dict[int, Difference]:
         found = {}
         for leaf, (result, value) in enumerate(zip(results, expected, strict=True)):
-            if not is_number(value) or np.isfinite(value).any():
+            if not value.size or not is_number(value) or np.isfinite(value).any():
                 self.finite.add(leaf)
             error = error_of_blocks(blocks_of(result), value)
             limit = explained(self._drawn[number, leaf], value, self.one.rounded[leaf])

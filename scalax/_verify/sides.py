@@ -17,8 +17,9 @@ from scalax._follow.followed_batch import line_of
 from scalax._jax import equations
 from scalax._plan.lowered_step import without_changes
 from scalax._trace.contexts import MeshOwner
-from scalax._transforms.sjit import SjitFunction, call_of, made_anew, name_of, shardings_of
+from scalax._transforms.sjit import SjitFunction, call_of, made_anew, name_of, owner_of, shardings_of
 from scalax._tree.paths import NamedTree, dtype_on_devices, is_key
+from scalax._tree.specs import axis_sizes_text
 from scalax._verify.rounding import OnOneDevice, Place, Rounded
 from scalax.errors import ArgumentError, shown
 
@@ -56,6 +57,12 @@ class Step:
         self.helper, self.name = helper, name_of(function)
         function, args, kwargs = without_changes(function, args, kwargs)
         self.function: Any = function
+        owner = owner_of(function)
+        if owner is not None and owner.mesh != helper.mesh:
+            raise ArgumentError(
+                f'{self.name} is compiled for the mesh ({axis_sizes_text(owner.mesh.shape)}) of another '
+                f'helper than that of verify, ({axis_sizes_text(helper.mesh.shape)}): call verify of that one'
+            )
         if isinstance(self.function, SjitFunction):
             call = call_of(self.function, args, kwargs)
             # Numbers of Python as arrays of JAX, which know that their type is a weak one.
@@ -207,8 +214,12 @@ class OneDevice:
     def __init__(self, step: Step, alone: Step | None = None) -> None:
         self._mesh = on_one_device(step.helper).mesh
         # Where axes are Explicit, types of values inside follow from these.
-        specs = [PartitionSpec() if each is None else each.spec for each in step.shardings()]
-        self._shardings = [NamedSharding(self._mesh, spec) for spec in specs]
+        self._shardings = [
+            NamedSharding(
+                self._mesh, each.spec if each and _has_axes_of(each.mesh, self._mesh) else PartitionSpec()
+            )
+            for each in step.shardings()
+        ]
         self.jaxpr, self.out = _traced(step, alone, self._shardings)
         _refuse(step, self.jaxpr)
         self._facts = Rounded(self.jaxpr)
@@ -238,6 +249,11 @@ class OneDevice:
     def _run(self, watched: tuple[Place, ...], leaves: Sequence[Any], scale: float, seed: int) -> Any:
         placed = jax.device_put([*leaves], self._shardings)
         return self._evaluate(watched, placed, np.float32(scale), np.uint32(seed))
+
+
+def _has_axes_of(mesh: Any, other: Mesh) -> bool:
+    """Whether the mesh of an argument has the axes of another one; those of other meshes are moved."""
+    return bool(mesh.axis_names == other.axis_names)
 
 
 def _traced(step: Step, alone: Step | None, shardings: Sequence[NamedSharding]) -> tuple[Any, Any]:

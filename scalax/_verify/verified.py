@@ -186,7 +186,8 @@ class Verified(Shown):
     def ok(self) -> bool:
         """Whether all results were compared, and are what one device computes."""
         unknown = self.not_compared or self.not_deterministic
-        return not self.differences and self.first is None and not unknown and self.seeds > 0
+        compared = self.results > 0 and self.seeds > 0
+        return compared and not self.differences and self.first is None and not unknown
 
     def _title(self) -> str:
         return f'{self.name} on a mesh and on one device'
@@ -225,6 +226,8 @@ class Verified(Shown):
             said = f'{said}: {runs}'
         yield f'{self.name} on {axis_sizes_text(self.mesh)} {said}'
         yield from (str(each) for each in self.differences if each.raised)
+        if not self.results:
+            yield 'it returns no arrays, and nothing else of it can be compared'
         for what, paths in (
             ('one device computes something else each time', self.not_deterministic),
             ('not finite on one device', self.not_compared),

@@ -13,6 +13,7 @@ import jax
 from scalax._mesh.meshes import has_devices
 from scalax._report.tables import array_text
 from scalax._transforms.sjit import SjitFunction, name_of
+from scalax._tree.specs import axis_sizes_text
 from scalax._util.progress import Note, progress
 from scalax._verify.first import first_difference, inner_difference
 from scalax._verify.reduce import Reduced, over, reduced, reduced_args
@@ -181,9 +182,10 @@ def _reduced(
 
 def _said(small: Reduced, wanted: Mapping[str, int]) -> Iterator[str]:
     """What was made smaller, and what could not be."""
-    pairs = {axis: (size, small.mesh[axis]) for axis, size in wanted.items()} | dict(small.sizes)
-    changed = [f'{name or "config"} {size} -> {new}' for name, (size, new) in pairs.items() if size != new]
-    yield ', '.join(changed) or 'nothing'
+    yield f'mesh ({axis_sizes_text(wanted)}) -> ({axis_sizes_text(small.mesh)})'
+    if small.sizes:
+        pairs = small.sizes.items()
+        yield ', '.join(f'{name or "config"} {before} -> {after}' for name, (before, after) in pairs)
     yield from small.said
 
 

@@ -217,6 +217,12 @@ def test_types_that_follow_from_shardings_of_arguments():
     assert found.ok, str(found)
 
 
+def test_results_without_elements(helper):
+    step = helper.sjit(lambda x: (x[:0], x), in_shardings=P('fsdp'))
+    found = helper.verify(step, S((8, 4), 'float32'), seeds=1)
+    assert found.ok, str(found)
+
+
 # --- What is not -------------------------------------------------------------------------------------
 
 
@@ -486,3 +492,19 @@ def test_keywords_cannot_be_made_small():
     step, (w, x) = make_large(helper)
     with pytest.raises(ArgumentError, match='has to be made small'):
         helper.verify(step, w, x=x)
+
+
+def test_a_step_without_results_is_not_equal(helper):
+    found = helper.verify(helper.sjit(lambda x: None, in_shardings=P('fsdp')), S((8, 4), 'float32'))
+    assert not found.ok
+    assert 'was not compared with one device' in str(found)
+    assert 'it returns no arrays' in str(found)
+
+
+def test_steps_and_arguments_of_other_meshes(helper):
+    other = MeshShardingHelper([2, 4], ['a', 'b'])
+    with pytest.raises(ArgumentError, match=r'the mesh \(a=2, b=4\) of another helper'):
+        helper.verify(other.sjit(jnp.sort, in_shardings=P('a')), S((8, 4), 'float32'))
+    placed = other.shard(np.ones((8, 4), 'float32'), P('b'))
+    assert helper.verify(helper.sjit(jnp.cumsum, in_shardings=P('fsdp')), placed, seeds=1).ok
+    assert helper.verify(helper.sjit(jnp.cumsum), placed, seeds=1).ok
