@@ -25,6 +25,7 @@ Made = tuple[Any, tuple[Any, ...]]
 
 # Elements. Fewer run in no time; more are worth it where dimensions then divide as before.
 _FEW, _MANY = 2**25, 2**26
+_PERIOD = 2**16  # Which numbers divide alike repeats after fewer than these.
 _LONG = 32  # a dimension that is worth a word
 _SHOWN = 5  # lines of differences
 _JAX = jax.__file__.removesuffix('__init__.py')
@@ -247,7 +248,8 @@ class Search:
     def _candidates(self, name: str) -> list[int]:
         """Smaller numbers: those that divide as the first one did, and parts of it, from the smallest one."""
         now = self.best[name]
-        factors = [now // each for each in range(2, now // 2 + 1) if now % each == 0]
+        small = [each for each in range(2, math.isqrt(now) + 1) if now % each == 0]
+        factors = [*dict.fromkeys([*[now // each for each in small], *small[::-1]])]
         alike = itertools.islice(self._others(name, 2, now), 3)
         return [*alike, *factors[-3:][::-1], *factors[:2][::-1]]
 
@@ -268,7 +270,8 @@ class Search:
         """Numbers in a range that the small mesh divides as the large one divides the first one."""
         parts = [self.work.parts(axes) for axes in self._wanted.axes]
         wanted = [division(first, big) for big, _ in parts]
-        for value in range(max(2, least), end):
+        least = max(2, least)
+        for value in range(least, min(end, least + _PERIOD)):
             if wanted == [division(value, small) for _, small in parts]:
                 yield value
 

@@ -1,6 +1,7 @@
 """`scalax._verify.reduce`: a step for a large mesh as a small one, and what is said about it."""
 
 import dataclasses
+import enum
 import functools
 import itertools
 import math
@@ -203,6 +204,20 @@ def test_what_a_rule_shards_stays_sharded_when_it_is_small():
     assert result.config['width'] <= 64 and result.config['rows'][1] == 3
     given, returned = result.step.shardings_for(*result.args)
     assert given[0]['w'].spec == returned['w'].spec == P('fsdp') and given[0]['b'].spec == P()
+
+
+def test_numbers_that_are_no_sizes(smallest):
+    class Kind(enum.IntEnum):
+        GATED = 5
+
+    def make(helper, config):
+        assert config['kind'] is Kind.GATED
+        return make_dict(helper, config)
+
+    config = {'kind': Kind.GATED, 'tokens': 15 * 10**12, 'seed': 2**31 - 1, 'width': 512, 'rows': [512]}
+    result = reduced(make, config, helper_of(fsdp=64), jax.devices())
+    assert {**result.config, 'width': 0, 'rows': 0} == {**config, 'width': 0, 'rows': 0}
+    assert result.config['width'] < 512
 
 
 def test_a_mesh_of_another_divisor():
