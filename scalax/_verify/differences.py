@@ -24,8 +24,8 @@ class Error:
 
     Attributes:
         largest: the largest error of an element; infinite where one is finite and the other one is not. Of
-            what is no number, such as integers and keys, how many elements differ.
-        mean: the root of the mean of the squares; of the others the part of the elements that differ.
+            signed integers the sum of the errors; of keys and truth values how many elements differ.
+        mean: the root of the mean of the squares; of the others the mean of what is summed there.
         index: where the largest one is.
         found: the value of that element.
         expected: what it should be.
@@ -48,7 +48,9 @@ def error_of(value: np.ndarray, expected: np.ndarray) -> Error:
     if not value.size:
         return Error()
     if not is_number(expected):
-        differ = value != expected
+        differ = (value != expected).astype(np.float64)
+        if jax.dtypes.issubdtype(expected.dtype, np.signedinteger):  # counts of what is rounded are a few off
+            differ *= np.maximum(np.abs(value.astype(np.float64) - expected.astype(np.float64)), 1)
         largest, mean = float(differ.sum()), float(differ.mean())
     else:
         wide = np.complex128 if np.iscomplexobj(expected) else np.float64
@@ -95,7 +97,7 @@ class Explained:
     """How large the errors of an array may be.
 
     Attributes:
-        largest: of an element; of what is no number, of so many elements.
+        largest: of an element; of what is no number, of all together.
         mean: the root of the mean of the squares.
     """
 

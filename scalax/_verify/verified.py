@@ -40,7 +40,8 @@ class Difference:
         path: its path in what the step returns.
         array: its dtype and shape, of all devices together.
         spec: where it is on the mesh; None if that is not known.
-        error: the largest error of an element; of integers, truth values and keys how many elements differ.
+        error: the largest error of an element; of signed integers the sum of the errors, of keys and truth
+            values how many elements differ.
         explained: how large rounding may make that: 8 times what was drawn, or 64 times where that is below a
             ten-thousandth of the largest value; and 4 units of the dtype.
         index: the element with the largest error.

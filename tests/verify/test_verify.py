@@ -268,6 +268,21 @@ def test_exact_values_have_to_be_equal(helper):
     assert difference.index == (12, 0)
 
 
+def test_a_count_behind_a_sum_is_off_by_no_more_than_a_few(helper):
+    def step(w, x):
+        def own(y):
+            return jax.lax.psum((y > 0).sum(), 'tp')
+
+        y = x @ w
+        return y, jax.shard_map(own, in_specs=P('fsdp'), out_specs=P(), check_vma=False)(y)
+
+    made = helper.sjit(step, in_shardings=(P(), P('fsdp')))
+    found = helper.verify(made, S((8, 8), 'float32'), S((64, 8), 'float32'), seeds=1)
+    [difference] = found.differences
+    assert difference.path == '1'
+    assert difference.error == abs(difference.found - difference.expected)
+
+
 def test_a_difference_of_later_steps(helper):
     def step(state, x):
         count, total = state
