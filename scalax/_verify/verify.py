@@ -182,7 +182,8 @@ def _reduced(
 
 def _said(small: Reduced, wanted: Mapping[str, int]) -> Iterator[str]:
     """What was made smaller, and what could not be."""
-    yield f'mesh ({axis_sizes_text(wanted)}) -> ({axis_sizes_text(small.mesh)})'
+    if small.mesh != wanted:
+        yield f'mesh ({axis_sizes_text(wanted)}) -> ({axis_sizes_text(small.mesh)})'
     if small.sizes:
         pairs = small.sizes.items()
         yield ', '.join(f'{name or "config"} {before} -> {after}' for name, (before, after) in pairs)

@@ -499,7 +499,7 @@ def test_a_step_for_many_devices(by):
     assert isinstance(found, Verified)
     assert found.ok, str(found)
     assert found.mesh == {'fsdp': 4, 'tp': 2}
-    assert '16384 -> ' in found.reduced[0]
+    assert '16384 -> ' in found.reduced[1]
 
 
 def test_keywords_cannot_be_made_small():
@@ -512,7 +512,7 @@ def test_keywords_cannot_be_made_small():
 def test_a_step_without_results_is_not_equal(helper):
     found = helper.verify(helper.sjit(lambda x: None, in_shardings=P('fsdp')), S((8, 4), 'float32'))
     assert not found.ok
-    assert 'was not compared with one device' in str(found)
+    assert 'was not compared: ' in str(found)
     assert 'it returns no arrays' in str(found)
 
 
