@@ -30,8 +30,7 @@ _UNSAID = dict.fromkeys(('in_shardings', 'out_shardings', 'args_sharding_constra
 def on_one_device(helper: Any) -> Any:
     """The helper of a mesh with one device: all of its axes have one element."""
     mesh = helper.mesh
-    device = mesh.local_devices[0]  # each process compares what it has
-    one = Mesh(np.full((1,) * mesh.devices.ndim, device), mesh.axis_names, mesh.axis_types)
+    one = Mesh(mesh.devices.flat[:1].reshape((1,) * mesh.devices.ndim), mesh.axis_names, mesh.axis_types)
     return type(helper).from_mesh(one, on_indivisible=helper.on_indivisible, follow_batch=False)
 
 

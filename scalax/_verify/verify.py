@@ -125,6 +125,11 @@ def _sides(
             f'the mesh has one device, and {name_of(function)} would be compared with itself: simulate '
             "several with jax.config.update('jax_num_cpu_devices', 8) before JAX is used"
         )
+    if has_devices(helper.mesh) and len(helper.mesh.local_devices) < helper.mesh.size:
+        raise ArgumentError(
+            f'the mesh has devices of several processes, and verify runs in one: run {name_of(function)} on '
+            'the devices of one host, or on simulated ones'
+        )
     step, own = _made(function, helper, given) if makes else (function, args)
     small, wanted = None, dict(helper.mesh.shape)
     if not has_devices(helper.mesh) or _drawn((own, kwargs)) > _MOST_DRAWN:
@@ -166,7 +171,7 @@ def _reduced(
     helper: Any, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], config: Any, makes: bool
 ) -> Reduced:
     """The step, made small enough for the devices that are here."""
-    devices = jax.devices()
+    devices = jax.local_devices()
     if config is not None:
         return reduced(function, config, helper, devices)
     if makes:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalax._hostdata import collectives
 from scalax._trace import resharding
-from scalax.errors import DataError
+from scalax.errors import ArgumentError, DataError
 from scalax.sharding import MeshShardingHelper
 
 ADVICE = (
@@ -644,3 +644,14 @@ def check_loader_that_fails() -> None:
         with raises('the file is gone' if last() else told, type(error) if last() else DataError):
             next(batches)
         assert next(batches, None) is None
+
+
+def check_verify_is_refused() -> None:
+    helper = MeshShardingHelper([-1], ['data'])
+    step = helper.sjit(jnp.sin, in_shardings=P('data'))
+    try:
+        helper.verify(step, jax.ShapeDtypeStruct((8,), 'float32'))
+    except ArgumentError as error:
+        assert 'the mesh has devices of several processes, and verify runs in one' in str(error)
+    else:
+        raise AssertionError('it was verified')
