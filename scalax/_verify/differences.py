@@ -131,6 +131,8 @@ def explained(drawn: Error, expected: np.ndarray, rounded: bool) -> Explained:
 
 
 def _times(count: float, drawn: float, size: float) -> float:
+    if count * drawn >= size:  # nothing but rounding; squares of that are off by squares
+        return _OF_LONG_SUMS * drawn
     return max(count * drawn, min(_OF_LONG_SUMS * drawn, _NO_FAULT * size))
 
 

@@ -19,10 +19,11 @@ from scalax._jax.primitives import primitive_name
 from scalax._tree.paths import is_key
 from scalax._verify.differences import Error, error_of, explained, worst_copies
 from scalax._verify.rounding import Evaluation, Place, places
-from scalax._verify.run import Comparison, difference
+from scalax._verify.run import Comparison, difference, seed_of
 from scalax._verify.sides import blocks_of
 from scalax._verify.verified import Difference, FirstDifference, first_line
 
+_DRAWS = 4
 _AT_ONCE = 16  # operations whose results are looked at in one program
 _ALL = 512  # the same where all are looked at
 
@@ -79,7 +80,8 @@ def _differing(
     """The operation among some whose result is the first to differ, by its number."""
     one, leaves = found.one, found.arguments(seed)
     watched = tuple(here[i][0] for i in chosen)
-    values, *samples = [one.kept(watched, leaves, scale, i) for i, scale in enumerate((0.0, 1.0, 1.0))]
+    values = one.kept(watched, leaves)
+    samples = [one.kept(watched, leaves, 1.0, seed_of(seed, i)) for i in range(_DRAWS)]
     names = [primitive_name(equation) for _, equation, _ in here]
     watching = found.step.variant(functools.partial(_watching, names, chosen), **_UNSAID)
     differing: list[tuple[Any, int, Difference]] = []

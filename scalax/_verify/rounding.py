@@ -4,7 +4,8 @@ The order of the terms of a sum is the compiler's, and another one on each mesh.
 result is drawn, as in D. S. Parker, "Monte Carlo Arithmetic" (1997): the step is evaluated with errors of
 random signs behind each operation that rounds. The error of an operation is one unit of its dtype relative
 to the result; of a sum it is one unit relative to the root of the sum of the squares of its terms, which is
-what another order of the terms may change.
+what another order of the terms may change, or to a part of the sum of their sizes, which is what adding them
+one after the other may.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from scalax._jaxprs.dims import ELEMENTWISE, PRODUCTS, VIEWS
 from scalax._jaxprs.interpreter import Interpreter
 
 _SUMS = PRODUCTS | {'cumsum', 'reduce_sum', 'reduce_window_sum', 'scatter-add', 'scatter-sub'}
+_IN_A_ROW = 0.25
 _ADDS = frozenset(('add', 'add_any', 'convert_element_type', 'sub'))
 _ARITHMETIC = _ADDS | {'integer_pow', 'mul', 'square'}
 _MOVES = """
@@ -209,6 +211,10 @@ class OnOneDevice(Evaluation):
             squares = [jnp.square(x) if _is_inexact(x) else x for x in operands]
             [size] = rewriting.run_equation(equation, squares)
             size = jnp.sqrt(jnp.abs(size))
+            if kind.bits >= 32:  # in which terms are added one after the other: that rounds what grows
+                sizes = [jnp.abs(x) if _is_inexact(x) else x for x in operands]
+                [total] = rewriting.run_equation(equation, sizes)
+                size = jnp.maximum(size, _IN_A_ROW * jnp.abs(total))
         elif name in ELEMENTWISE:
             size = jnp.abs(result)
         else:  # what is inside is not known

@@ -93,7 +93,7 @@ class Comparison:
         for number in range(1, (steps if self._next else 1) + 1):
             note(f'step {number} with seed {seed}')
             expected = self.one.run(plain)
-            samples = [self.one.run(leaves, 1.0, _seed(seed, moved, i)) for i, leaves in enumerate(errors)]
+            samples = [self.one.run(leaves, 1.0, seed_of(seed, moved, i)) for i, leaves in enumerate(errors)]
             for leaf, value in enumerate(expected):
                 for sample in samples:
                     known = self._drawn.get((number, leaf), Error())
@@ -163,7 +163,7 @@ def _placed(value: Any, sharding: NamedSharding | None) -> Any:
     return value if sharding is None else jax.device_put(value, sharding)
 
 
-def _seed(*numbers: int) -> int:
+def seed_of(*numbers: int) -> int:
     """A number of 32 bits, of which all are different for other numbers."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 

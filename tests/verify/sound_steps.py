@@ -71,6 +71,24 @@ def adam_of_gradients_that_are_zero_but_for_rounding(helper: MeshShardingHelper)
 
 
 @sound()
+def squares_of_gradients_that_are_zero_but_for_rounding(helper: MeshShardingHelper) -> Step:
+    """A bias in front of a norm over the batch: its gradient is what adding up many terms leaves."""
+
+    def step(state: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            h = x @ w['w'] + w['shift']
+            h = (h - h.mean(0)) * lax.rsqrt(h.var(0) + 1e-5)
+            return -jnp.mean(jax.nn.log_softmax(jax.nn.relu(h) @ w['w'])[:, 0])
+
+        gradient = jax.grad(loss)(state['w'])
+        square = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g * g, state['square'], gradient)
+        return {'w': state['w'], 'square': square}
+
+    w = {**MATRIX, 'shift': np.zeros(8, np.float32)}
+    return _batch(helper, step, {'w': w, 'square': jax.tree.map(np.zeros_like, w)}, normal(1024, 8))
+
+
+@sound()
 def routing_by_top_k_in_bfloat16(helper: MeshShardingHelper) -> Step:
     """Logits that are equal in bfloat16: which expert comes first, rounding decides."""
 

@@ -56,6 +56,13 @@ def test_many_small_errors_are_seen_beside_a_large_one_that_was_drawn(rng):
     assert not limit.covers(error_of(value * 1.3, value))
 
 
+def test_squares_of_what_is_nothing_but_rounding(rng):
+    noise, other = rng.normal(size=(2, 8)) * 1e-8
+    limit = explained(error_of(other**2, noise**2), noise**2, rounded=True)
+    assert limit.covers(error_of((4 * other) ** 2, noise**2))
+    assert not limit.covers(error_of(noise**2 + 1, noise**2))
+
+
 def test_each_copy_of_a_block_counts():
     value = np.arange(8.0)
     low, high = (slice(0, 4),), (slice(4, 8),)

@@ -240,6 +240,22 @@ def test_a_difference_is_named(helper):
     assert {retry.change: retry.stays for retry in found.retries}['with all arguments whole along fsdp']
 
 
+def test_the_first_operation_is_not_one_that_rounds_otherwise(helper):
+    def step(params, x):
+        value, grads = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(x @ p['w']) @ p['v']) ** 2))(params)
+        grads['w'] = jax.shard_map(
+            lambda g: jax.lax.psum(g, 'tp'), in_specs=P(), out_specs=P(), check_vma=False
+        )(grads['w'])
+        return grads, value
+
+    made = helper.sjit(step, in_shardings=(RULE, P('fsdp')), out_shardings=(RULE, P()))
+    params = {'w': S((16, 32), 'float32'), 'v': S((32, 8), 'float32')}
+    for seeds in (1, 2, 3):
+        found = helper.verify(made, params, S((32, 16), 'float32'), seeds=seeds)
+        assert [each.path for each in found.differences] == ['0/w']
+        assert found.first.primitive == 'shard_map'
+
+
 def test_copies_that_differ(helper):
     """Devices disagree on a replicated result, and the first one happens to be right."""
 
