@@ -76,7 +76,7 @@ def squares_of_gradients_that_are_zero_but_for_rounding(helper: MeshShardingHelp
 
     def step(state: Any, x: Any) -> Any:
         def loss(w: Any) -> Any:
-            h = x @ w['w'] + w['shift']
+            h = x @ w['w'] + w['shift'].sum(1)
             h = (h - h.mean(0)) * lax.rsqrt(h.var(0) + 1e-5)
             return -jnp.mean(jax.nn.log_softmax(jax.nn.relu(h) @ w['w'])[:, 0])
 
@@ -84,7 +84,7 @@ def squares_of_gradients_that_are_zero_but_for_rounding(helper: MeshShardingHelp
         square = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g * g, state['square'], gradient)
         return {'w': state['w'], 'square': square}
 
-    w = {**MATRIX, 'shift': np.zeros(8, np.float32)}
+    w = {**MATRIX, 'shift': np.zeros((8, 2), np.float32)}
     return _batch(helper, step, {'w': w, 'square': jax.tree.map(np.zeros_like, w)}, normal(1024, 8))
 
 
