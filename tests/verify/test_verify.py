@@ -478,6 +478,8 @@ def test_what_ctrl_c_leaves(helper, monkeypatch):
     assert (found.ended, found.seeds) == ('stopped', 1)
     assert 'stopped before the end' in str(found)
     assert calls == [0, 1]
+    with pytest.raises(KeyboardInterrupt):
+        assert_equal_to_one_device(compiled(helper), *arguments())
 
 
 # --- Steps that are too large ------------------------------------------------------------------------
