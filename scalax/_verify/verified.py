@@ -185,7 +185,12 @@ class Verified(Shown):
 
     @property
     def ok(self) -> bool:
-        """Whether all results were compared, and are what one device computes."""
+        """Whether all results were compared, to the end, and are what one device computes."""
+        return self._is_equal and not self.ended
+
+    @property
+    def _is_equal(self) -> bool:
+        """The same of what was compared until Ctrl-C."""
         unknown = self.not_compared or self.not_deterministic
         compared = self.results > 0 and self.seeds > 0
         return compared and not self.differences and self.first is None and not unknown
@@ -194,8 +199,8 @@ class Verified(Shown):
         return f'{self.name} on a mesh and on one device'
 
     def _blocks(self, title: str) -> list[Block]:
-        known = self.ok or self.differences or self.first is not None
-        said = ('equal', 'to one device') if self.ok else ('differs', 'from one device')
+        known = self._is_equal or self.differences or self.first is not None
+        said = ('equal', 'to one device') if self._is_equal else ('differs', 'from one device')
         value, label = said if known else ('not compared', 'with one device')
         verdict = Figure(value, label, 'good' if self.ok else 'bad', True)
         return [
@@ -215,7 +220,7 @@ class Verified(Shown):
     def _head(self) -> Iterator[str]:
         runs = f'{plural(self.steps, "step")} in a row, {plural(self.seeds, "seed")}'
         wrong = sum(not each.raised for each in self.differences)
-        if self.ok:
+        if self._is_equal:
             said = f'computes what one device computes: {plural(self.results, "result")}, {runs}'
         elif self.differences or self.first:
             count = f'{wrong} of {plural(self.results, "result")}, ' if wrong else ''

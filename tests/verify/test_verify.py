@@ -475,7 +475,8 @@ def test_what_ctrl_c_leaves(helper, monkeypatch):
 
     monkeypatch.setattr(run.Comparison, 'run', interrupted)
     found = helper.verify(compiled(helper), *arguments())
-    assert (found.ended, found.seeds) == ('stopped', 1)
+    assert (found.ok, found.ended, found.seeds) == (False, 'stopped', 1)
+    assert 'computes what one device computes: 8 results' in str(found)
     assert 'stopped before the end' in str(found)
     assert calls == [0, 1]
     with pytest.raises(KeyboardInterrupt):
