@@ -152,7 +152,7 @@ def test_what_cannot_be_asked(job, capsys, monkeypatch, asked, said):
     function, *options = asked
     if '--devices' in options:  # those of the tests are there already
         monkeypatch.setattr(jax.config, 'update', lambda name, value: None)
-        monkeypatch.setattr(jax, 'devices', lambda *args: jax.local_devices()[:2])
+        monkeypatch.setattr(jax, 'local_devices', lambda *args: jax.devices()[:2])
     code, out, err = here(capsys, f'{job}:{function}', *options, *ON)
     assert (code, out) == (2, '')
     assert err.splitlines()[-1].replace(str(job), 'FILE') == f'error: {said}'
