@@ -56,6 +56,7 @@ class Step:
         self.helper, self.name = helper, name_of(function)
         function, args, kwargs = without_changes(function, args, kwargs)
         self.function: Any = function
+        self._donated: set[int] = set()
         owner = owner_of(function)
         if owner is not None and owner.mesh != helper.mesh:
             raise ArgumentError(
@@ -67,6 +68,8 @@ class Step:
             # Numbers of Python as arrays of JAX, which know that their type is a weak one.
             self.leaves = [leaf if _is_array(leaf) else jax.numpy.asarray(leaf) for leaf in call.leaves]
             self.paths = [call.path(i) for i in range(len(call.leaves))]
+            slots = call.by_slot(range(len(call.leaves)))
+            self._donated = {i for slot in call.layout.donated for i in slots.get(slot, ())}
             self._arguments: Callable[[Sequence[Any]], Any] = lambda leaves: call.signature.restore(
                 call.replaced(leaves)
             )
@@ -104,13 +107,13 @@ class Step:
         """Which results are arguments of the next step: the numbers of both leaves.
 
         A result, or one of several, that is a tree of the structure, the shapes and the dtypes of an argument
-        takes its place, but for single arrays, which may look alike by chance.
+        takes its place; a single array, which may look alike by chance, only that of a donated argument.
         """
         args, kwargs = self.arguments([_Number(i) for i in range(len(self.leaves))])
         given: dict[Any, list[int]] = {}
         for tree in (*args, *kwargs.values()):
             numbers = [each.number for each in jax.tree.leaves(tree) if isinstance(each, _Number)]
-            if len(numbers) > 1:
+            if len(numbers) > 1 or not self._donated.isdisjoint(numbers):
                 given.setdefault(_kind(tree, [self.leaves[i] for i in numbers]), numbers)
         found: dict[int, int] = {}
 

@@ -319,6 +319,16 @@ def test_a_difference_of_later_steps(helper):
     assert 'the results of the first step are right' in found.why_no_first
 
 
+def test_a_donated_array_is_the_state_of_the_next_step(helper):
+    def step(state, x):
+        own = jax.shard_map(lambda x: x.sum(), in_specs=P('fsdp'), out_specs=P(), check_vma=False)(x)
+        return jnp.where(state > 100, own, 200.0)
+
+    made = helper.sjit(step, in_shardings=P('fsdp'), out_shardings=P('fsdp'), donate_argnums=0)
+    [difference] = helper.verify(made, np.ones(8, 'float32'), S((8,), 'float32'), seeds=1).differences
+    assert difference.step == 2
+
+
 def test_what_raises_on_the_mesh_alone(helper):
     calls = []
 
