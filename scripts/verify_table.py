@@ -27,12 +27,12 @@ _KINDS = {'partitioner': 'XLA', 'user': 'user', 'pass': 'seeded in scalax'}
 _HEAD = """\
 # Faults that verify finds
 
-Steps that compute on a mesh something else than on one device, without a word: what is wrong, whose fault it
-is, the seed of the arguments that showed it first, and what the report of [`helper.verify`](verify.md) says.
-Faults "seeded in scalax" are not there: they are put into its pass, to see that they would be found.
-`make verify` runs all of them, and {sound} steps that are right and look as if they were not, such as
-routing by the largest of nearly equal numbers. This list is of JAX {jax}; earlier ones have more of the
-first kind.
+Steps that compute something else on a mesh than on one device, without an error: what is wrong, whose fault
+it is, the seed of the arguments that showed it first, and what the report of [`helper.verify`](verify.md)
+says. Faults "seeded in scalax" are not in scalax: the tests put them there, to show that they would be
+found. `make verify` runs all of them, and {sound} steps that are right although they look wrong, such as
+routing by the largest of nearly equal numbers. This list is of JAX {jax}; earlier versions have more faults
+of XLA.
 
 | fault | whose | seed | what the report says |
 |---|---|---|---|

@@ -70,14 +70,16 @@ def main(descriptor: int, root: str, file: str, verify: bool, timeout: int, fact
         for device in local:
             add(jax.device_put(np.int32(1), device)).block_until_ready()
         if verify:
-            say(stage='verifying a step of training')
+            say(stage='verifying a training step')
             from scalax._doctor.training_step import verified
 
             found = verified()
             if found is None:
                 say(verified='not a step: there is one device')
             else:
-                gone = [f'it is gone {each.change}' for each in found.retries if each.stays is False]
+                gone = [
+                    f'the difference is gone {each.change}' for each in found.retries if each.stays is False
+                ]
                 wrong = [*([str(found.first)] if found.first else []), *gone, *map(str, found.differences)]
                 say(verified=str(found).partition('\n')[0], wrong=[] if found.ok else wrong)
         if jax.process_count() > 1:

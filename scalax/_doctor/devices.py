@@ -68,7 +68,7 @@ _HANGS = {
     'running a program on each device': (
         'the device takes programs and does not answer: restart the machine, or give it back'
     ),
-    'verifying a step of training': (
+    'verifying a training step': (
         'the devices do not answer one another: NCCL_DEBUG=INFO shows what NCCL does; on a slice of several '
         'hosts, start it on all of them at the same time. Compiling may take longer than --timeout, too'
     ),
@@ -122,7 +122,7 @@ def open_devices(facts: Mapping[str, str], timeout: float, file: str = '', verif
         facts: what all processes have to have in common: name -> text.
         timeout: the seconds that this may take.
         file: a file of the user to import first.
-        verify: whether to compare a step of training on all devices with the same on one.
+        verify: whether to compare a training step on all devices with the same on one.
     """
     reading, writing = os.pipe()
     asked = json.dumps([writing, str(_ROOT), file, verify, max(1, int(timeout)), dict(facts)])

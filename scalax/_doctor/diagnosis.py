@@ -63,7 +63,7 @@ def diagnose(timeout: float = 120, file: str = '', verify: bool = False) -> Diag
         timeout: the seconds that opening the devices may take.
         file: a Python file to import before, as a program would begin: variables that it sets too late are
             findings.
-        verify: whether to run a small step of training on all devices of this process, and on one of them.
+        verify: whether to run a small training step on all devices of this process, and on one of them.
     """
     versions = environment.installed()
     present = environment.accelerators()

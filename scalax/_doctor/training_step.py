@@ -1,4 +1,4 @@
-"""A small step of training on all devices of a process, beside the same step on one of them."""
+"""A small training step on all devices of a process, beside the same step on one of them."""
 
 from __future__ import annotations
 

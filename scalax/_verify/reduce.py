@@ -229,7 +229,7 @@ def _result(searches: Sequence[Search], devices: Sequence[Any], config: Any) -> 
     said = [text for search in searches for text in search.said()]
     if paths := last.work.rules.decided_otherwise(step, args):
         said.append(
-            'placed as in the large step, and otherwise by rules at small sizes: '
+            'sharded as in the large step, although the rules decide differently at small sizes: '
             f'{plural(len(paths), "array")}, such as {paths[0]}'
         )
     said += last.differences()

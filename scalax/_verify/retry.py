@@ -14,10 +14,10 @@ from scalax._util.progress import Note
 from scalax._verify.run import Comparison
 from scalax._verify.verified import Retry, first_line
 
-# What XLA may do beside dividing the work: each is an option of the compiler that switches it off.
+# What XLA may do besides partitioning: each is an option of the compiler that switches it off.
 _SWITCHES = {
     'without the algebraic simplifier of XLA': {'xla_disable_hlo_passes': 'algsimp'},
-    'without more precision between operations than they have': {'xla_allow_excess_precision': False},
+    'without excess precision': {'xla_allow_excess_precision': False},
 }
 
 
@@ -50,7 +50,7 @@ def _variants(found: Comparison) -> Iterator[tuple[str, dict[str, Any]]]:
             inputs = inputs[: len(args)]  # the last may be of keywords, of which there are none
             whole = jax.tree.map(lambda each, others=others: _over(each, others), inputs)
             if whole != inputs:
-                yield f'with all arguments whole along {axis}', {'in_shardings': whole}
+                yield f'with no argument sharded along {axis}', {'in_shardings': whole}
     for change, options in _SWITCHES.items():
         yield change, {'compiler_options': options}
 

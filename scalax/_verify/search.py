@@ -158,7 +158,7 @@ class Search:
                     self._smaller.update(changes)
                 self.best, self._now = values, found
                 return True
-            text = f'another program without {self._lost(found)[0]}' if score[0] > now[0] else ''
+            text = f'the program would change at {self._lost(found)[0]}' if score[0] > now[0] else ''
         else:
             text = found
         if len(changes) == 1 and text:
@@ -285,9 +285,9 @@ class Search:
         """How the small program differs from the large one."""
         if self._now is None:
             return
-        yield from _first(map('the large step alone has {}'.format, self._lost(self._now)))
+        yield from _first(map('only the large step has {}'.format, self._lost(self._now)))
         sizes = self.work.reader.where(self._wanted.sizes - self._now.sizes)
-        yield from _first(map('dimensions divide otherwise than in the large step: {}'.format, sizes))
+        yield from _first(map('dimensions divide differently than in the large step: {}'.format, sizes))
 
     def _lost(self, program: Program) -> list[str]:
         """What the large step has and a small one does not, or what that has instead."""

@@ -99,7 +99,7 @@ class FirstDifference:
 
     def __str__(self) -> str:
         at = f' at {self.line}' if self.line else ''
-        between = ', '.join(self.inside) or 'nothing between devices, such as psum'
+        between = ', '.join(self.inside) or 'no collective, such as psum'
         holds = f' (in it: {between})' if self.primitive == 'shard_map' else ''
         return (
             f'{self.primitive}{at}{holds} is the first operation that differs: {self.difference.array}, '
@@ -235,7 +235,7 @@ class Verified(Shown):
         if not self.results:
             yield 'it returns no arrays, and nothing else of it can be compared'
         for what, paths in (
-            ('one device computes something else each time', self.not_deterministic),
+            ('not deterministic on one device', self.not_deterministic),
             ('not finite on one device', self.not_compared),
             ('hinge on a rounding, and were not counted', self.unsettled),
         ):
@@ -252,7 +252,7 @@ class Verified(Shown):
                 yield times
         elif self.why_no_first:
             yield f'which operation differs first is not known: {self.why_no_first}'
-        for stays, said in ((False, 'it is gone'), (True, 'it is still there')):
+        for stays, said in ((False, 'the difference is gone'), (True, 'the difference is still there')):
             changes = [retry.change for retry in self.retries if retry.stays is stays]
             if changes:
                 yield f'{said} {"; ".join(changes)}'
@@ -318,8 +318,10 @@ def _times(difference: Difference, mesh: Mapping[str, int]) -> str:
     )
     fitting = [{axis: mesh[axis] for axis in axes} for axes in parts]
     found = [axis_sizes_text(each) for each in fitting if math.prod(each.values()) == count]
-    of = 'much' if ratio > 1 else 'little'
-    return f'that is {count} times too {of}, as many as devices along {" or ".join(found)}' if found else ''
+    off = 'large' if ratio > 1 else 'small'
+    return (
+        f'that is {count} times too {off}, the number of devices along {" or ".join(found)}' if found else ''
+    )
 
 
 def _apart(found: Any, expected: Any) -> tuple[str, str]:

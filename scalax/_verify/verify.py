@@ -199,5 +199,5 @@ def _arguments(found: Comparison) -> Iterator[Argument]:
     pairs = zip(found.step.paths, found.step.leaves, found.roles, strict=True)
     for path, leaf, role in pairs:
         below = '' if role.bound is None else f' below {role.bound}'
-        own = '' if isinstance(leaf, jax.ShapeDtypeStruct) else 'yours, and like them: '
+        own = '' if isinstance(leaf, jax.ShapeDtypeStruct) else 'yours, then others like them: '
         yield Argument(path, array_text(str(leaf.dtype), leaf.shape), f'{own}{role.kind}{below}', role.why)

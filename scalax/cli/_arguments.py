@@ -153,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = command(_commands.doctor, 'what is wrong here, and its cure')
     first = 'a file to import first, as a program begins'
     doctor.add_argument('file', metavar='FILE.py', nargs='?', default='', help=first)
-    steps = 'also run a small step of training on all devices and on one, and compare'
+    steps = 'also run a small training step on all devices and on one, and compare'
     doctor.add_argument('--verify', action='store_true', help=steps)
     timeout = 'how long opening the devices may take (120)'
     doctor.add_argument('--timeout', type=_positive, default=120, metavar='SECONDS', help=timeout)

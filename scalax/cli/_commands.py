@@ -260,8 +260,8 @@ def doctor(timeout: int, file: str, verify: bool, as_json: bool) -> ExitCode:
 
     Start it as the program is started (srun, mpirun, on all hosts of a slice): then it also compares the
     processes. With FILE.py, that file is imported before JAX is used, as a program would begin: it may set
-    variables too late. With --verify, a small step of training runs on all devices and on one of them: do
-    they compute the same?
+    variables too late. With --verify, a small training step runs on all devices and on one of them: do they
+    compute the same?
     """
     if file and not Path(file).is_file():
         raise ArgumentError(f'there is no file {file!r}')

@@ -8,11 +8,11 @@ import enum
 class ExitCode(enum.IntEnum):
     """What the exit code of a command means; `docs/command_line.md` has the same table."""
 
-    DONE = 0, 'done: the step fits, or its memory is not known; doctor finds nothing; verify, no difference'
+    DONE = 0, 'done: the step fits, or its memory is not known; doctor and verify find nothing'
     FAILED = 1, 'it failed: the compiler, the file, a missing package'
     INVALID = 2, 'the command is invalid'
     TOO_LARGE = 3, 'the step does not fit into memory'
-    FOUND = 4, 'doctor has findings; verify, results that differ or could not be compared'
+    FOUND = 4, 'doctor has findings; verify has results that differ or could not be compared'
     INTERRUPTED = 130, 'Ctrl-C has ended it; verify has printed what it had compared'
 
     meaning: str

@@ -178,9 +178,9 @@ def test_values_are_shown_with_the_digits_that_differ():
 @pytest.mark.parametrize(
     ('found', 'said'),
     [
-        (2.5, 'that is 2 times too much, as many as devices along tp=2'),
-        (10.0, 'that is 8 times too much, as many as devices along fsdp=4, tp=2'),
-        (1.25 / 4, 'that is 4 times too little, as many as devices along fsdp=4'),
+        (2.5, 'that is 2 times too large, the number of devices along tp=2'),
+        (10.0, 'that is 8 times too large, the number of devices along fsdp=4, tp=2'),
+        (1.25 / 4, 'that is 4 times too small, the number of devices along fsdp=4'),
         (3.75, ''),  # no axes have three devices
         (2.6, ''),
         (-2.5, ''),

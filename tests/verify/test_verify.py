@@ -237,7 +237,7 @@ def test_a_difference_is_named(helper):
     assert difference.found != difference.expected
     assert (found.first.primitive, found.first.inside) == ('shard_map', ())
     assert found.first.line.startswith('test_verify.py:')
-    assert {retry.change: retry.stays for retry in found.retries}['with all arguments whole along fsdp']
+    assert {retry.change: retry.stays for retry in found.retries}['with no argument sharded along fsdp']
 
 
 def test_the_first_operation_is_not_one_that_rounds_otherwise(helper):
