@@ -735,23 +735,23 @@ class MeshShardingHelper:
     ) -> Verified:
         """Whether a step computes on this mesh what it computes on one device.
 
-        The step runs on both, with several arguments and several steps in a row: each takes what the one
-        before returned. All results are compared, on all devices. What rounding explains is found by running
-        it on one device with errors of rounding; integers, truth values and keys that follow no sum have to
-        be equal (docs/verify.md).
+        The step runs on both, with several sets of arguments and several steps in a row, each of which takes
+        what the one before returned. All results are compared, on all devices. What rounding explains is
+        sampled by running it on one device with random rounding errors; integers, booleans and keys that do
+        not depend on rounded values have to be equal (docs/verify.md).
 
         Args:
-            fun: a function that `sjit` or ``jax.jit`` made. Without arguments: what makes one and the tuple
-                of its arguments for a helper, as ``scalax plan`` takes it; needed where the code of the step
-                holds the mesh, as with `shard_map`.
+            fun: a function that `sjit` or ``jax.jit`` made. Without arguments: a function that takes a helper
+                and returns one with the tuple of its arguments, as for ``scalax plan``; needed where the code
+                of the step holds the mesh, as a `shard_map` may.
             *args: its arguments. Values of a ``jax.ShapeDtypeStruct`` are drawn by what the step does with
                 them. Arrays are taken as they are once, and then with other values like them.
-            seeds: with how many arguments it runs (3).
+            seeds: with how many sets of arguments it runs (3).
             steps: how many steps run in a row (2).
-            config: the sizes of the step, a dataclass or a dict, that what makes it takes beside the helper:
-                they are made smaller where the devices of this mesh are not here, as of `from_topology`.
-                Without it, the shapes of the arguments are.
-            inside: compare the values inside as well, each of them, also where the results are equal (False).
+            config: what the function that makes the step takes besides the helper, such as a dataclass or a
+                dict: its numbers are made smaller if the devices of this mesh are not here, as of
+                `from_topology`, or the arguments are large. Without it, the shapes of the arguments are.
+            inside: compare all intermediate values as well, if the results are equal (False).
             **kwargs: its keyword arguments.
 
         Returns:
@@ -759,8 +759,8 @@ class MeshShardingHelper:
             explains, and the line of the first operation that differs. It prints as a page of text.
 
         Raises:
-            ArgumentError: *fun* is not a function, or one that cannot run on one device; or an option is
-                also an argument of its own.
+            ArgumentError: *fun* is not a function, or one that cannot run on one device; or an option has the
+                name of one of its arguments.
             MeshError: there are too few devices for a small mesh with all axes.
 
         Example:

@@ -133,7 +133,7 @@ def assert_equal_to_one_device(
         *args: its arguments, as for `MeshShardingHelper.verify`.
         kwargs: its keyword arguments, as a dict.
         helper: the helper of its mesh, if `sjit` did not make it.
-        seeds: with how many arguments it runs.
+        seeds: with how many sets of arguments it runs.
         steps: how many steps run in a row.
 
     Raises:

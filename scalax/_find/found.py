@@ -172,9 +172,7 @@ def _head(found: Found) -> list[str]:
         'stopped': 'until it was stopped',
     }
     lines.append(f'{plural(found.tried, "layout")} in {found.seconds:.0f} s, {ends[found.ended]}')
-    lines.append(
-        'whether it computes what one device computes: helper.verify(step, *arguments), as in to_code()'
-    )
+    lines.append('does it compute what one device computes? helper.verify(step, *arguments), as in to_code()')
     return lines
 
 

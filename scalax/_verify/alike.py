@@ -1,10 +1,10 @@
-"""What two programs are compared by that should differ in the sizes of their dimensions only.
+"""What is compared of two programs that should differ in the sizes of their dimensions only.
 
 Of two programs of the same code for meshes of the same axes, these are compared:
 
 - *operations*: for each equation the lines of the user's code that led to it, the primitive, and of each
   operand and result the dtype and which dimensions have one element; which dimensions of operands those of
-  results come from; where something is said to be sharded, the axes, and whether the dimension divides by
+  results come from; where a sharding is given, its axes, and whether the dimension divides by
   them. Layers that are written out are the same operations again;
 - *meetings*: which operation takes what another one, or an argument, gives;
 - *sizes*: which dimensions of each result divide by the sizes of mesh axes, and which of them are equal.
@@ -99,7 +99,7 @@ class Reader:
         Args:
             thing: the operation, or what is known.
             equation: an equation of it.
-            calls: those around that, from the innermost one.
+            calls: the equations around it, from the innermost one.
         """
         number = self._numbers.setdefault(thing, len(self._numbers))
         if equation is not None:

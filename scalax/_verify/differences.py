@@ -24,7 +24,7 @@ class Error:
 
     Attributes:
         largest: the largest error of an element; infinite where one is finite and the other one is not. Of
-            signed integers the sum of the errors; of keys and truth values how many elements differ.
+            signed integers the sum of the errors; of keys and booleans how many elements differ.
         mean: the root of the mean of the squares; of the others the mean of what is summed there.
         index: where the largest one is.
         found: the value of that element.

@@ -28,7 +28,7 @@ class Role:
     """What values a leaf of the arguments may have.
 
     Attributes:
-        kind: a `key`; a `mask` of truth values; an `index` in [0, bound), or these in order (`sorted`); a
+        kind: a `key`; a `mask` of booleans; an `index` in [0, bound), or these in order (`sorted`); a
             `length` in [1, bound); a `count` of steps; any `integer`; a `fraction` of 1; `positive`; any
             `number`.
         bound: integers are below it.

@@ -22,7 +22,7 @@ _NO_SIZE = 2**31  # as many tokens as a model is trained with
 
 def numbers_of(config: Any, name: str = '') -> Iterator[tuple[str, int]]:
     """The numbers of a configuration that may be sizes, with their names."""
-    if type(config) is int and 1 < config < _NO_SIZE:  # neither truth values nor members of enumerations
+    if type(config) is int and 1 < config < _NO_SIZE:  # neither booleans nor members of enumerations
         yield name, config
     for key, part in _parts(config):
         yield from numbers_of(part, f'{name}.{key}' if name else str(key))

@@ -42,8 +42,8 @@ _CONSTANT, _GIVEN, _ROUNDED = range(3)
 class Rounded(Interpreter[int]):
     """Which values descend from an operation whose result depends on how it is compiled.
 
-    Of others, such as bits that are drawn of keys, comparisons of arguments, sums of integers, the value is
-    one and the same wherever the step runs.
+    Others, such as random bits, comparisons of arguments and sums of integers, have the same value wherever
+    the step runs.
     """
 
     def __init__(self, jaxpr: Any) -> None:
@@ -173,7 +173,7 @@ class Evaluation:
 
 
 class OnOneDevice(Evaluation):
-    """The same for one device, with errors of rounding; shardings that are said inside mean nothing there.
+    """The same for one device, with rounding errors; shardings that are given inside mean nothing there.
 
     Args:
         rounded: which values may have errors.

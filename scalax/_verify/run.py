@@ -19,7 +19,7 @@ from scalax._verify.sides import OneDevice, Step, blocks_of, shape_of, unplaced,
 from scalax._verify.verified import Difference
 from scalax.errors import ArgumentError, PlacementError
 
-_DRAWS = 2  # of errors of rounding, for each step
+_DRAWS = 2  # of rounding errors, for each step
 _APART = 1000  # between the seeds of the arguments of steps in a row
 
 
@@ -55,8 +55,8 @@ class Comparison:
         """Compares some steps in a row, of which each takes what the one before returned."""
         found = self._differing(seed, steps, 0, note)
         for moved in (1, 2):
-            # A result that hangs by a rounding, such as which expert takes a row, is another one elsewhere if
-            # the arguments are moved by a rounding. A fault stays.
+            # A result that hinges on a rounding, such as which expert takes a row, hinges elsewhere if the
+            # arguments are moved by a rounding. A fault stays.
             if all(map(self._is_certain, found)):
                 break
             again = self._differing(seed, max(each.step for each in found.values()), moved, note)
@@ -138,7 +138,7 @@ class Comparison:
         return found
 
     def differing_on_one_device(self, anew: OneDevice, seed: int) -> frozenset[int]:
-        """The numbers of results that one device computes otherwise each time, or when it is traced anew."""
+        """The numbers of results that differ on one device each time, or when it is traced anew."""
         leaves = self.arguments(seed)
         first, *others = [one.run(leaves) for one in (self.one, self.one, anew)]
         pairs = [(leaf, value, first[leaf]) for other in others for leaf, value in enumerate(other)]

@@ -1,4 +1,4 @@
-"""Where a step uses its arguments as not all values allow: as numbers of rows, under roots, as keys.
+"""Where a step uses its arguments in ways that not all values allow: as indices, under roots, as keys.
 
 Nobody says which values an argument may have; the jaxpr does.
 """
@@ -161,7 +161,7 @@ class _Uses(Interpreter[_Fact]):
 
     def branches(self, equation: Any, operands: Sequence[_Fact]) -> Sequence[_Fact]:
         count = len(equations.branches(equation))
-        self._use('index', operands[0], equation, f'number of {count} branches', count)
+        self._use('index', operands[0], equation, f'index of {count} branches', count)
         return super().branches(equation, operands)
 
     def joined(self, facts: Sequence[_Fact]) -> _Fact:
@@ -274,7 +274,7 @@ class _Uses(Interpreter[_Fact]):
             needs.append('sorted')
         for column, (dim, size) in enumerate(columns):
             own = [each for each in fact if each.column in (None, column)]
-            what = f'number of {shape[dim]} in dimension {dim} of {shape}'
+            what = f'index in dimension {dim} of {shape}'
             for need in needs:
                 self._use(need, own, equation, what, shape[dim] - size + 1)
 

@@ -40,8 +40,8 @@ class Difference:
         path: its path in what the step returns.
         array: its dtype and shape, of all devices together.
         spec: where it is on the mesh; None if that is not known.
-        error: the largest error of an element; of signed integers the sum of the errors, of keys and truth
-            values how many elements differ.
+        error: the largest error of an element; of signed integers the sum of the errors, of keys and
+            booleans how many elements differ.
         explained: how large rounding may make that: 8 times what was drawn, or 64 times where that is below a
             ten-thousandth of the largest value; and 4 units of the dtype.
         index: the element with the largest error.
@@ -49,7 +49,7 @@ class Difference:
         expected: its value on one device.
         seed: the arguments that showed it first.
         step: in which of the steps in a row, from 1.
-        seeds: with how many of the arguments it shows.
+        seeds: with how many sets of arguments it shows.
         raised: what the step raised on the mesh, and not on one device; the other fields say nothing then.
     """
 
@@ -88,7 +88,7 @@ class FirstDifference:
         primitive: the operation of JAX.
         line: the line of the user's code.
         difference: its result on both sides.
-        inside: of a `shard_map`, what in it depends on the device: operations between devices, with mesh
+        inside: of a `shard_map`, what in it depends on the device: collectives and the like with their mesh
             axes, random bits, and callbacks.
     """
 
@@ -148,15 +148,15 @@ class Verified(Shown):
         mesh: mesh axis -> size, of the mesh that it ran on.
         differences: the results that differ; those of the first step in a row that has any.
         results: how many results a step has.
-        seeds: with how many arguments it was run.
+        seeds: with how many sets of arguments it ran.
         steps: how many steps in a row.
         first: the operation that differs first, if that was found.
         why_no_first: why that was not found.
         retries: what makes the differences go away.
-        unsettled: results that differed, and no more when arguments were moved by a rounding: they hang by
-            one, as which expert takes a row does.
-        not_deterministic: results that one device computes otherwise each time, or each time that the step
-            is traced: nothing can be said of them.
+        unsettled: results that differed, and no longer did when arguments were moved by a rounding: they
+            hinge on one, as which expert takes a row may.
+        not_deterministic: results that differ on one device each time the step runs, or each time it is
+            traced: nothing can be said of them.
         not_compared: results that had no finite value on one device.
         arguments: what values the arguments had.
         reduced: what was made smaller than in the user's step, and what could not be.

@@ -45,10 +45,10 @@ def verify(
         function: the step; or, without arguments, what makes a step and its arguments for a helper.
         args: its arguments.
         kwargs: its keyword arguments.
-        seeds: with how many arguments it runs.
+        seeds: with how many sets of arguments it runs.
         steps: how many steps run in a row.
-        config: what *function* takes beside the helper.
-        inside: whether the values inside are compared as well.
+        config: what *function* takes besides the helper.
+        inside: whether intermediate values are compared as well, if the results are equal.
     """
     start = time.monotonic()
     if not callable(function):

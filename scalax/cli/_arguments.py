@@ -127,15 +127,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_mesh(verify)
     _add_page(verify)
     config = (
-        'the name of the configuration in FILE.py, which make_step takes beside the helper and whose numbers '
-        'may be made smaller; by default the default of its second parameter'
+        'the name of the configuration in FILE.py, which make_step takes besides the helper, and whose '
+        'numbers may be made smaller; by default the default of its second parameter'
     )
     verify.add_argument('--config', default='', metavar='NAME', help=config)
-    seeds = 'with how many arguments it runs (3)'
+    seeds = 'with how many sets of arguments it runs (3)'
     verify.add_argument('--seeds', type=_positive, default=3, metavar='N', help=seeds)
     steps = 'how many steps run in a row (2)'
     verify.add_argument('--steps', type=_positive, default=2, metavar='N', help=steps)
-    inside = 'also compare the values inside, where no result differs'
+    inside = 'also compare intermediate values, if no result differs'
     verify.add_argument('--inside', action='store_true', help=inside)
     devices = 'how many CPU devices to simulate: a step for more is made small (8)'
     verify.add_argument('--devices', type=_positive, default=8, metavar='N', help=devices)

@@ -155,7 +155,7 @@ def _each_once(sizes: list[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[int,
 
 
 def _config(make_step: Callable[..., Any], name: str, named: str) -> Any:
-    """What *make_step* takes beside the helper; None if it takes nothing.
+    """What *make_step* takes besides the helper; None if it takes nothing.
 
     Args:
         make_step: the user's function.
@@ -185,7 +185,7 @@ def _config(make_step: Callable[..., Any], name: str, named: str) -> Any:
         return None
     if second.default is second.empty:
         raise ArgumentError(
-            f'{named!r} takes {second.name!r} beside the helper: name it, a value in its file, by --config'
+            f'{named!r} takes {second.name!r} besides the helper: name it, a value in its file, by --config'
         )
     return second.default
 
@@ -218,9 +218,9 @@ def verify(
     results: does it compute the same, but for rounding? Says which results differ, by how much, and which
     operation is the first that does.
 
-    FILE.py:make_step as in `plan`; it may take a configuration beside the helper. A step for more devices
+    FILE.py:make_step as in `plan`; it may take a configuration besides the helper. A step for more devices
     than --devices, for a topology, or with large arguments is made small: its mesh, and the numbers of
-    its configuration or else the dimensions of its arguments. Ctrl-C leaves what was compared.
+    its configuration or else the dimensions of its arguments. Ctrl-C ends it, and shows what was compared.
     """
     is_here = not where['topology'] and math.prod(where['mesh'].values()) <= devices
     if not is_here:

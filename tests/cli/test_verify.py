@@ -131,7 +131,7 @@ def test_a_small_step_is_taken_as_it_is(job, capsys):
     [
         (
             ('make_any',),
-            "'FILE:make_any' takes 'config' beside the helper: name it, a value in its file, by --config",
+            "'FILE:make_any' takes 'config' besides the helper: name it, a value in its file, by --config",
         ),
         (
             ('make_any', '--config', 'SMAL'),

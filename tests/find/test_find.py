@@ -125,7 +125,7 @@ def test_what_it_says(found):
     text = found.to_text(120)
     assert ' on 8 cpu devices, batch ' in text and ': fits (' in text
     assert 'until nothing got better' in text and found.ended == ''
-    assert 'whether it computes what one device computes: helper.verify(step, *arguments)' in text
+    assert 'does it compute what one device computes? helper.verify(step, *arguments)' in text
     assert found.fits is True and found.lower_bound is None
     assert {group.name for group in found.groups} == {'0/layers/down', '0/layers/up', '0/embed'}
     assert any(len(group.spec) for group in found.groups)

@@ -175,7 +175,7 @@ def test_a_role_says_why() -> None:
         return table[tokens]
 
     [_, role] = roles(jax.jit(embed), TABLE, ROWS)
-    assert role.why.startswith('number of 10 in dimension 0 of (10, 4) in test_inputs.py:')
+    assert role.why.startswith('index in dimension 0 of (10, 4) in test_inputs.py:')
     assert role.why.endswith(' embed')
 
 
