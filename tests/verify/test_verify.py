@@ -403,6 +403,17 @@ def test_what_is_not_deterministic(helper):
     assert (found.ok, found.not_deterministic, found.differences) == (False, ('0',), ())
 
 
+def test_a_callback_that_is_not_deterministic(helper):
+    rng = np.random.default_rng(0)
+
+    def noise(x):
+        return rng.normal(size=x.shape).astype(x.dtype)
+
+    step = helper.sjit(lambda x: (jax.pure_callback(noise, x, x), 2 * x), in_shardings=P('fsdp'))
+    found = helper.verify(step, S((8, 4), 'float32'))
+    assert (found.ok, found.not_deterministic, found.differences) == (False, ('0',), ())
+
+
 def test_callbacks_with_results_are_refused(helper):
     def step(x):
         return jax.experimental.io_callback(lambda x: x, S((8, 4), 'float32'), x)
