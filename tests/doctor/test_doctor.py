@@ -57,7 +57,7 @@ def test_a_step_of_training_on_all_devices(monkeypatch):
     )
     monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '1')
     opened = open_devices({}, LONG, verify=True)
-    assert (opened.findings, opened.values['verified']) == ([], 'not a step: there is one device')
+    assert (opened.findings, opened.values['verified']) == ([], 'nothing: there is only one device')
 
 
 # Stands for devices of which each has another part of the sum.
