@@ -193,7 +193,8 @@ class Verified(Shown):
         """The same of what was compared until Ctrl-C."""
         unknown = self.not_compared or self.not_deterministic
         compared = self.results > 0 and self.seeds > 0
-        return compared and not self.differences and self.first is None and not unknown
+        sought = self.first is None and not self.why_no_first
+        return compared and not self.differences and sought and not unknown
 
     def _title(self) -> str:
         return f'{self.name} on a mesh and on one device'
@@ -227,7 +228,8 @@ class Verified(Shown):
             said = f'does not compute what one device computes: {count}{runs}'
         else:
             known = self.results - len(self.not_compared) - len(self.not_deterministic)
-            part = f' in {known} of {plural(self.results, "result")}; the others were not compared'
+            others = 'the others' if known < self.results else 'values inside'
+            part = f' in {known} of {plural(self.results, "result")}; {others} were not compared'
             said = f'computes what one device computes{part}' if known and self.seeds else 'was not compared'
             said = f'{said}: {runs}'
         yield f'{self.name} on {axis_sizes_text(self.mesh)} {said}'
@@ -250,6 +252,8 @@ class Verified(Shown):
             yield f'{within}{self.first}'
             if times := _times(self.first.difference, self.mesh):
                 yield times
+        elif self.why_no_first and not self.differences:
+            yield f'values inside were not compared: {self.why_no_first}'
         elif self.why_no_first:
             yield f'which operation differs first is not known: {self.why_no_first}'
         for stays, said in ((False, 'the difference is gone'), (True, 'the difference is still there')):

@@ -368,6 +368,19 @@ def test_values_inside_are_compared_if_asked_for(helper):
     assert 'the results are equal, and values inside are not' in str(found)
 
 
+def test_values_inside_that_cannot_be_compared(helper):
+    placed = helper.shard(np.arange(32.0).reshape(8, 4), P('fsdp'))
+
+    def step(x):
+        return jnp.cumsum(x)
+
+    assert helper.verify(step, placed, seeds=1).ok
+    found = helper.verify(step, placed, seeds=1, inside=True)
+    assert not found.ok
+    assert 'in 1 of 1 result; values inside were not compared' in str(found)
+    assert 'values inside were not compared: ArgumentError: step is not compiled' in str(found)
+
+
 def test_a_value_of_a_scan(helper):
     def step(w, x):
         def body(h, w):
