@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from scalax._transforms.sjit import SjitFunction
-from scalax._tree.paths import bits_of, dtype_on_devices, leaf_shape, path_string
+from scalax._tree.paths import bits_of, dtype_on_devices, kind_of, leaf_shape, path_string
 from scalax.errors import ArgumentError, plural
 
 
@@ -95,25 +95,19 @@ class Step:
 
         A result that is a tree like an argument is where that one is; the compiler decides about others.
         """
-        kinds = [_kind(argument) for argument in self.args]
+        kinds = [kind_of(argument) for argument in self.args]
 
         def given(result: Any) -> Any:
-            kind = _kind(result)
+            kind = kind_of(result)
             return arguments[kinds.index(kind)] if kind in kinds else None
 
-        if not isinstance(self.out, tuple | dict) or _kind(self.out) in kinds:
+        if not isinstance(self.out, tuple | dict) or kind_of(self.out) in kinds:
             return given(self.out)
         return jax.tree.map(given, self.out, is_leaf=lambda each: each is not self.out)
 
 
 def _leaf(path: Any, leaf: Any) -> Leaf:
     return Leaf(path_string(path), leaf_shape(leaf) or (), bits_of(dtype_on_devices(leaf)))
-
-
-def _kind(tree: Any) -> Any:
-    """What two trees of the same structure, shapes and dtypes have in common."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, [(leaf_shape(leaf), str(dtype_on_devices(leaf))) for leaf in leaves]
 
 
 def make_step(

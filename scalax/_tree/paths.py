@@ -138,6 +138,12 @@ def dtype_on_devices(leaf: Any) -> Any:
     return canonical_dtype(leaf.dtype) if hasattr(leaf, 'dtype') else jax.typeof(leaf).dtype
 
 
+def kind_of(tree: Any) -> Any:
+    """What two trees of the same structure, shapes and dtypes have in common."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((leaf_shape(leaf), str(dtype_on_devices(leaf))) for leaf in leaves)
+
+
 @functools.lru_cache(maxsize=64)
 def bits_of(dtype: Any) -> int:
     """The bits of one element on a device, where two int4 share a byte."""

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from scalax._trace.contexts import MeshOwner
-from scalax._transforms.sjit import SjitFunction
+from scalax._transforms.sjit import SjitFunction, made_anew
 from scalax._tree.specs import axis_sizes_text
 from scalax._verify.numbers import Sizes, Values, numbers_of, with_numbers
 from scalax._verify.search import Made, Search, Work, traced
@@ -171,8 +171,7 @@ def reduced_args(
 
 def over(step: SjitFunction[Any, Any]) -> Callable[[Any], Any]:
     """From a helper to the same step over its mesh."""
-    make, (_, function) = step.__reduce__()
-    return lambda helper: make(helper, function)
+    return lambda helper: made_anew(step, helper)
 
 
 def _pure(step: Any, args: tuple[Any, ...]) -> Made:

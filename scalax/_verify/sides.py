@@ -18,7 +18,7 @@ from scalax._jax import equations
 from scalax._plan.lowered_step import without_changes
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.sjit import SjitFunction, call_of, made_anew, name_of, owner_of, shardings_of
-from scalax._tree.paths import NamedTree, dtype_on_devices, is_key
+from scalax._tree.paths import NamedTree, dtype_on_devices, is_key, kind_of
 from scalax._tree.specs import axis_sizes_text
 from scalax._verify.rounding import OnOneDevice, Place, Rounded
 from scalax.errors import ArgumentError, shown
@@ -109,16 +109,16 @@ class Step:
         A result, or one of several, that is a tree of the structure, the shapes and the dtypes of an argument
         takes its place; a single array, which may look alike by chance, only that of a donated argument.
         """
-        args, kwargs = self.arguments([_Number(i) for i in range(len(self.leaves))])
+        numbered = self.arguments([_Number(i) for i in range(len(self.leaves))])
         given: dict[Any, list[int]] = {}
-        for tree in (*args, *kwargs.values()):
+        for tree, own in zip(*map(_each, (numbered, self.arguments(self.leaves))), strict=True):
             numbers = [each.number for each in jax.tree.leaves(tree) if isinstance(each, _Number)]
             if len(numbers) > 1 or not self._donated.isdisjoint(numbers):
-                given.setdefault(_kind(tree, [self.leaves[i] for i in numbers]), numbers)
+                given.setdefault(kind_of(own), numbers)
         found: dict[int, int] = {}
 
         def match(tree: Any, first: int) -> bool:
-            numbers = given.pop(_kind(tree, jax.tree.leaves(tree)), None)
+            numbers = given.pop(kind_of(tree), None)
             found.update((to, first + i) for i, to in enumerate(numbers or ()))
             return numbers is not None
 
@@ -168,15 +168,14 @@ class _Number:
     number: int
 
 
+def _each(call: tuple[Sequence[Any], Mapping[str, Any]]) -> list[Any]:
+    """The arguments of a call, those by name behind the others."""
+    args, kwargs = call
+    return [*args, *kwargs.values()]
+
+
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, 'dtype')
-
-
-def _kind(tree: Any, leaves: Sequence[Any]) -> Any:
-    """What two trees of the same structure, shapes and dtypes have in common."""
-    return jax.tree.structure(tree), tuple(
-        (tuple(leaf.shape), str(dtype_on_devices(leaf))) for leaf in leaves
-    )
 
 
 def _named(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
