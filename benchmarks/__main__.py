@@ -4,6 +4,7 @@
 ``--only others [--model NAME] [--topology v5e:2x4]``: models that others wrote, of the same page.
 ``--only found [--model NAME] [--topology v5e:2x4] [--slices 2] [--budget SECONDS]``: found rules, known ones.
 ``--only published [--model NAME]``: steps on GPUs that others published, of docs/planning.md.
+``--only gpu [--model NAME]``: steps on the GPU that is here, beside their plans, of docs/planning.md.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from benchmarks.timing import render
 from scalax.utils import quiet_libtpu
 
 # Tables of their own, which take minutes: they are printed only if their whole name is given.
-UNCHANGED, OTHERS, FOUND, PUBLISHED = 'unchanged', 'others', 'found', 'published'
+UNCHANGED, OTHERS, FOUND, PUBLISHED, GPU = 'unchanged', 'others', 'found', 'published', 'gpu'
 
 
 def main() -> None:
@@ -36,7 +37,7 @@ def main() -> None:
     parser.add_argument(
         '--model',
         default='',
-        help='models whose name holds this (--only unchanged, others, found, published)',
+        help='models whose name holds this (--only unchanged, others, found, published, gpu)',
     )
     parser.add_argument('--strategy', default='', help='one of FSDP, FSDP x TP ... (--only unchanged)')
     parser.add_argument('--slices', type=int, default=1, help='slices of the topology (--only found)')
@@ -63,6 +64,11 @@ def main() -> None:
         from benchmarks.published import table
 
         table.show(options.model)
+        return
+    if options.only == GPU:
+        from benchmarks import on_gpu
+
+        on_gpu.show(options.model)
         return
     if not any(flag in os.environ for flag in ('XLA_FLAGS', 'JAX_NUM_CPU_DEVICES')):
         jax.config.update('jax_num_cpu_devices', 8)
