@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.published.decoder import AXES, ROWS, Decoder, Recomputed, has_cudnn, training_step
+from scalax._plan.schedule import CUDNN
 from scalax.plan import HARDWARE, Hardware, Plan
 from scalax.sharding import MeshShardingHelper
 
@@ -79,10 +80,11 @@ class Step:
         return dataclasses.replace(plan, work=work)
 
     def scheduled(self, plan: Plan) -> float | None:
-        """Its seconds by the compiler's schedule; attention takes the least that its operations do."""
+        """Its seconds by the compiler's schedule, with its attention."""
         if plan.schedule is None:
             return None
-        return plan.schedule.seconds + self.missing * self.devices / plan.roofline(self.numbers).peak
+        least = self.missing * self.devices / plan.roofline(self.numbers).peak
+        return plan.schedule.seconds + CUDNN['__cudnn$fmha'] * least
 
     @property
     def numbers(self) -> Hardware:

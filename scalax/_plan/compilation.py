@@ -39,6 +39,7 @@ LIBRARIES = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
 """Options with which products of GPUs are those of cuBLAS. XLA chooses between these and its own kernels by
 measuring, for which it needs a GPU; without one it takes its own, with tiles that no measurement chose, and
 compiles three times as long."""
+_OF_NO_ONE = (MODELLED, 'xla_gpu_cuda_data_dir')  # options that plans, and JAX, always give
 _OPTION = re.compile(r'(?m)^(xla_(?!cpu_|dump_|force_host_)\w+): "?(.*?)"?$')
 _MIB = 2**20
 _PLENTY = 2**40
@@ -173,10 +174,12 @@ def _flags(options: str, said: Container[str]) -> tuple[str, ...]:
     Example:
         >>> _flags('xla_gpu_autotune_level: 0\nxla_foo: A\nxla_foo: B\nxla_bar: 1', {'xla_foo'})
         ('--xla_gpu_autotune_level=0', '--xla_foo=A,B')
+        >>> _flags('xla_gpu_cuda_data_dir: None', ())
+        ()
     """
     values: dict[str, list[str]] = {}
     for name, value in _OPTION.findall(options):
-        if name in said or (name.startswith('xla_gpu_') and name != MODELLED):
+        if name in said or (name.startswith('xla_gpu_') and name not in _OF_NO_ONE):
             values.setdefault(name, []).append(value)
     return tuple(f'--{name}={",".join(each)}' for name, each in values.items())
 

@@ -2,11 +2,12 @@
 
 XLA for GPUs writes into a program what its own models say of the time of each kernel (``exec_time_us``, with
 the option `MODELLED`): tables of measured products, and models of how fusions read and write memory. Kernels
-run one after the other, in the order of the schedule. Collectives, and copies and fusions that are
-asynchronous, run beside them from where they start; collectives wait for one another, and so do copies over
-the link to the host, one way; where one ends the device waits for it. XLA has no times for collectives, which
-take what NCCL expects (`nccl`), and none for that link, whose bandwidth counts. Kernels without a model take
-what they do at least, and so do those to which it gives less, such as products in batches.
+run one after the other, in the order of the schedule, and so do copies inside of the memory of a device: both
+need that memory. Collectives and copies over the link to the host run beside them from where they start;
+collectives wait for one another, and so do such copies, one way; where one ends the device waits for it. XLA
+has no times for collectives, which take what NCCL expects (`nccl`), and none for that link, whose bandwidth
+counts. Kernels without a model take what they do at least, and so do those to which it gives less, such as
+products in batches; how much of that a GPU reaches was measured (`_REACHED`, `CUDNN`).
 
 XLA has measured products of some types alone (`_MEASURED`). Others take the rate that it has measured of
 bfloat16, but for too many operations: XLA counts the rows, the columns and what is summed in bytes of the
@@ -46,6 +47,14 @@ _MEASURED = {
     *((one, two, 'bf16') for one in _F8 for two in _F8),
 }
 _NOT_KNOWN = 0.01  # what the model of products says of other custom fusions
+# Measured on an H100 (docs/planning.md, "Steps that ran"): the most that copies, sums and large products
+# reach of the bytes of its memory, or of its operations, in a second.
+_REACHED = 0.87
+CUDNN = {'__cudnn$fmha': 3.0, '__cudnn$conv': 1.5}
+"""Kernels of cuDNN, which XLA has no model of: how many times the least attention and convolutions took."""
+# Where numbers are read apart from their neighbours, XLA counts a sector of 32 bytes for each. Caches keep
+# sectors: transposes of attention, for which it has 16 times the least, took 1.3 to 3.9 times.
+_APART = 3.0
 _CALLS = ('call', 'conditional', 'while')
 _LINK = 'link'
 
@@ -150,18 +159,17 @@ class _Clock:
         begun: dict[str, tuple[Instruction, str, float]] = {}  # what it is, and when it ends
         for each in visit.computation.instructions.values():
             name, opcode = each.name, each.opcode
+            first = each.operands[0].partition('#')[0] if each.operands else ''
             kind, link = self._collectives.get((visit.computation.name, name), ('', 0.0))
             if opcode in _CALLS:
                 spent, inside = self._called(visit, each)
                 now += spent
                 rows += inside
-            elif opcode.endswith('-start'):
-                unit, spent = (_LINK, link) if kind else self._beside(visit, each)
-                busy[unit] = max(now, busy[unit]) + spent
-                begun[name] = each, kind or ('copy' if opcode == 'copy-start' else 'fusion'), busy[unit]
-            elif opcode.endswith(('-update', '-done')):
-                start, what, end = begun.get(each.operands[0].partition('#')[0], (each, '', now))
-                begun[name] = start, what, end
+            elif opcode.endswith('-start') and (unit := _LINK if kind else self._to_or_from(visit, each)):
+                busy[unit] = max(now, busy[unit]) + (link if kind else self._least(visit, each))
+                begun[name] = each, kind or 'copy', busy[unit]
+            elif opcode.endswith(('-update', '-done')) and first in begun:
+                start, what, end = begun[name] = begun[first]
                 if opcode.endswith('-done') and end > now:
                     rows.append(self._row(visit, start, f'wait: {what}', end - now))
                     now = end
@@ -170,7 +178,7 @@ class _Clock:
                 rows.append(self._row(visit, each, f'wait: {kind}', end - now))
                 now = busy[_LINK] = end
             elif spent := self._seconds(visit.computation, each, least := self._least(visit, each)):
-                spent = max(spent, least)
+                spent = max(spent, least / _REACHED)
                 called = _TARGET.search(each.attributes)
                 rows.append(self._row(visit, each, called[1] if called else name, spent, least))
                 now += spent
@@ -192,12 +200,10 @@ class _Clock:
         scope = self._scopes.of(visit.op_name(named) or visit.scope, named.frame)
         return Kernel(name, part, scope, source, visit.count, visit.count * seconds, visit.count * bound)
 
-    def _beside(self, visit: Visit, each: Instruction) -> tuple[str, float]:
-        """What an asynchronous copy or fusion uses, and for how long: the link to the host, or none."""
-        for inside, one in self._of(visit, each):
-            if host_bytes(inside, one):
-                return 'to host' if one.arrays[0].space == HOST else 'from host', self._least(visit, each)
-        return each.name, self._least(visit, each)
+    def _to_or_from(self, visit: Visit, each: Instruction) -> str:
+        """The way over the link to the host that something asynchronous goes; empty if it goes none."""
+        moved = [one for inside, one in self._of(visit, each) if host_bytes(inside, one)]
+        return ('to host' if moved[0].arrays[0].space == HOST else 'from host') if moved else ''
 
     def _least(self, visit: Visit, each: Instruction) -> float:
         """The seconds that an instruction takes at least."""
@@ -229,9 +235,12 @@ class _Clock:
                 return sum(of_library)
             found.pop('sol')
         if 'sol' not in found:
-            return found.get('indexing-cost-model', least)
+            times = next((times for name, times in CUDNN.items() if name in each.attributes), 1.0)
+            return found.get('indexing-cost-model', times * least)
         product = self._product(computation, each) if is_custom or each.opcode == 'custom-call' else None
-        if product is None or tuple(array.dtype for array in product) in _MEASURED:
+        if product is None:
+            return min(found['sol'], _APART * least)
+        if tuple(array.dtype for array in product) in _MEASURED:
             return found['sol']
         size = product[-1]._replace(dims=()).bytes
         return found['sol'] / size**3
