@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from benchmarks.published.decoder import AXES, Decoder, Recomputed
 from benchmarks.published.decoder import training_step as decoder_step
-from benchmarks.unchanged import bert, experts, measure, resnet, unet, vision
+from benchmarks.unchanged import bert, experts, measure, resnet, vision
 from benchmarks.unchanged.model import Strategy
 from examples import plan_llama
 from scalax.sharding import MeshShardingHelper
@@ -33,7 +33,7 @@ Make = Callable[[str], tuple[MeshShardingHelper, Step]]
 
 _SECONDS = 600  # the most that one step may take, compilation and all
 _ROUNDS, _CALLS = 5, 5
-_FILES = (bert, experts, resnet, unet, vision)
+_FILES = (bert, experts, resnet, vision)
 _MOMENTS = re.compile(r'\.(mu|nu|count)\b')
 
 
@@ -94,7 +94,6 @@ STEPS: dict[str, Make] = {
     'experts, one-hot dispatch': _unchanged('experts, one-hot dispatch', 8),
     'experts, sorted tokens': _unchanged('experts, sorted tokens', 8),
     'ResNet': _unchanged('ResNet with BatchNorm', 128),
-    'UNet': _unchanged('UNet with attention', 64),
 }
 
 
