@@ -39,7 +39,6 @@ LIBRARIES = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
 """Options with which products of GPUs are those of cuBLAS. XLA chooses between these and its own kernels by
 measuring, for which it needs a GPU; without one it takes its own, with tiles that no measurement chose, and
 compiles three times as long."""
-_OF_NO_ONE = (MODELLED, 'xla_gpu_cuda_data_dir')  # options that plans, and JAX, always give
 _OPTION = re.compile(r'(?m)^(xla_(?!cpu_|dump_|force_host_)\w+): "?(.*?)"?$')
 _MIB = 2**20
 _PLENTY = 2**40
@@ -171,6 +170,8 @@ def _in_xla_flags() -> list[str]:
 def _flags(options: str, said: Container[str]) -> tuple[str, ...]:
     r"""The options that are not the compiler's defaults: all of those for GPUs, and others that users *said*.
 
+    Not those that a plan itself needs, and where CUDA is, which JAX always says.
+
     Example:
         >>> _flags('xla_gpu_autotune_level: 0\nxla_foo: A\nxla_foo: B\nxla_bar: 1', {'xla_foo'})
         ('--xla_gpu_autotune_level=0', '--xla_foo=A,B')
@@ -179,7 +180,7 @@ def _flags(options: str, said: Container[str]) -> tuple[str, ...]:
     """
     values: dict[str, list[str]] = {}
     for name, value in _OPTION.findall(options):
-        if name in said or (name.startswith('xla_gpu_') and name not in _OF_NO_ONE):
+        if name in said or (name.startswith('xla_gpu_') and name not in (MODELLED, 'xla_gpu_cuda_data_dir')):
             values.setdefault(name, []).append(value)
     return tuple(f'--{name}={",".join(each)}' for name, each in values.items())
 

@@ -221,7 +221,7 @@ class _Clock:
                 yield from self._of(inside, one)
 
     def _seconds(self, computation: Computation, each: Instruction, least: float) -> float:
-        """The seconds of a kernel by XLA's models, or the least if it has none."""
+        """The seconds of a kernel by XLA's models; without one the least, or several times that."""
         found = {name: 1e-6 * float(time) for time, name in _TIME.findall(each.attributes)}
         is_custom = 'kind=kCustom' in each.attributes
         if is_custom and found.get('sol') == 1e-6 * _NOT_KNOWN:
@@ -240,10 +240,8 @@ class _Clock:
         product = self._product(computation, each) if is_custom or each.opcode == 'custom-call' else None
         if product is None:
             return min(found['sol'], _APART * least)
-        if tuple(array.dtype for array in product) in _MEASURED:
-            return found['sol']
-        size = product[-1]._replace(dims=()).bytes
-        return found['sol'] / size**3
+        is_measured = tuple(array.dtype for array in product) in _MEASURED
+        return found['sol'] / (1 if is_measured else product[-1]._replace(dims=()).bytes ** 3)
 
     def _product(self, computation: Computation, each: Instruction) -> tuple[Array, ...] | None:
         """The operands and the result of a product that is all of a kernel."""
