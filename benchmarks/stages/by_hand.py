@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 from examples.llama.model import ModelConfig, Params, attention, block_input, init_params, mlp, rotary_angles
 
 Weights = dict[str, jax.Array]
+Layer = Callable[[P, jax.Array, Weights], jax.Array]
 # Of a layer, over fsdp and tp: Megatron's columns and rows.
 LAYER = {
     'attention_norm': P(),
@@ -58,6 +59,8 @@ class Pipeline:
     parts: int
     rounds: int = 1
     gathered: Literal['tick', 'step'] = 'tick'
+    hop: int = 1
+    unroll: bool = False
 
     @property
     def stages(self) -> int:
@@ -65,7 +68,7 @@ class Pipeline:
 
     @property
     def ticks(self) -> int:
-        return self.rounds * self.parts + self.stages - 1
+        return self.rounds * self.parts + self.hop * (self.stages - 1)
 
     def stacked(self, params: Params) -> Params:
         """The parameters of the example with their layers in groups."""
@@ -93,69 +96,82 @@ class Pipeline:
     def placed(self, x: jax.Array, *spec: Any) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*spec)))
 
-    def __call__(self, layer: Callable[..., jax.Array], layers: Weights, x: jax.Array) -> jax.Array:
+    def __call__(self, layer: Layer, layers: Weights, x: jax.Array) -> jax.Array:
         """Applies all layers to parts [M, B/M, ...], which lie over stage and fsdp, as the results do."""
-        specs = P(None, 'stage'), P('stage')
-        wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), layers)
-        dtypes = jax.tree.map(lambda leaf: leaf.dtype, layers)
+        dtypes = {name: leaf.dtype for name, leaf in layers.items()}
+        wide = {name: leaf.astype(jnp.float32) for name, leaf in layers.items()}  # so are sums of gradients
         run = functools.partial(self._stage, layer, dtypes)
-        mapped = jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=P('stage'), axis_names={'stage'})
-        return mapped(wide, x)
+        specs = P(None, 'stage'), P('stage')
+        return jax.shard_map(
+            run, mesh=self.mesh, in_specs=specs, out_specs=P('stage'), axis_names={'stage'}
+        )(wide, x)
 
-    def _stage(self, layer: Callable[..., jax.Array], dtypes: Any, layers: Weights, x: jax.Array) -> jax.Array:
+    def _stage(self, layer: Layer, dtypes: Mapping[str, Any], layers: Weights, x: jax.Array) -> jax.Array:
         """What a stage does, with its groups [rounds, 1, L/(T rounds), ...] and its parts [M/T, B/M, ...]."""
-        stages, rounds, parts = self.stages, self.rounds, self.parts
+        stages, rounds, last = self.stages, self.rounds, self.stages - 1
         stage = jax.lax.axis_index('stage')
-        groups = jax.tree.map(lambda leaf: leaf[:, 0], layers)
+        turn = self.hop * stages  # parts go around together: what the last stage sends is what the first needs
+        groups = {name: leaf[:, 0] for name, leaf in layers.items()}
         if self.gathered == 'step':
-            groups = {
-                name: jax.lax.with_sharding_constraint(
-                    leaf.astype(dtypes[name]), P(None, None, *(a if a == 'tp' else None for a in LAYER[name]))
-                )
-                for name, leaf in groups.items()
-            }
-
-        def tick(carry: tuple[jax.Array, jax.Array], now: jax.Array) -> tuple[Any, None]:
-            io, arrived = carry
-            # Parts go around in groups of as many as there are stages: what the last stage sends is what the
-            # first one needs next.
-            done = jnp.clip(now - stage, 0, rounds * parts - 1)
-            turn, place = jnp.divmod(done, rounds * stages)
-            turn_round, place = jnp.divmod(place, stages)
-            part = turn * stages + place
-            fresh = jax.lax.dynamic_index_in_dim(io, part, keepdims=False)
-            x = jnp.where((stage == 0) & (turn_round == 0), fresh, arrived)
-            x = group(groups, turn_round, jax.lax.with_sharding_constraint(x, P('fsdp')))
-            # What idle ticks write is overwritten by what is right.
-            io = jax.lax.dynamic_update_index_in_dim(io, x, part, 0)
-            return (io, jax.lax.ppermute(x, 'stage', ring)), None
+            # A replica of the weights for each device along fsdp, which sums its own gradients in all ticks.
+            replicas = self.mesh.shape['fsdp']
+            groups = {name: self._replicated(name, leaf, dtypes[name]) for name, leaf in groups.items()}
+            one = functools.partial(layer, P())
+            apply = lambda x, weights: jax.vmap(one)(
+                x.reshape(replicas, -1, *x.shape[1:]), weights
+            ).reshape(x.shape)
+        else:
+            apply = functools.partial(layer, P('fsdp'))
 
         # What layers take in is saved, and nothing else: not the weights of the group of each tick.
         @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names('layer'))
         def group(groups: Weights, index: jax.Array, x: jax.Array) -> jax.Array:
-            weights = jax.tree.map(
-                lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), groups
-            )
+            axis = 1 if self.gathered == 'step' else 0
+            weights = {
+                name: jnp.moveaxis(jax.lax.dynamic_index_in_dim(leaf, index, axis, keepdims=False), axis, 0)
+                for name, leaf in groups.items()
+            }
             return jax.lax.scan(body, x, weights)[0]
 
         @jax.checkpoint
         def cast(x: jax.Array, weights: Weights) -> jax.Array:
-            return layer(x, {name: leaf.astype(dtypes[name]) for name, leaf in weights.items()})
+            return apply(x, {name: leaf.astype(dtypes[name]) for name, leaf in weights.items()})
 
         def body(x: jax.Array, weights: Weights) -> tuple[jax.Array, None]:
             return cast(checkpoint_name(x, 'layer'), weights), None
 
-        ring = [(i, (i + 1) % stages) for i in range(stages if rounds > 1 else stages - 1)]
+        def tick(carry: tuple[jax.Array, ...], now: jax.Array) -> tuple[Any, None]:
+            parts, arrived, made = carry
+            sent = jax.lax.ppermute(made, 'stage', ring)
+            arrived = sent if self.hop == 1 else arrived
+            done = jnp.clip(now - self.hop * stage, 0, rounds * self.parts - 1)
+            part = done // (rounds * turn) * turn + done % turn
+            at = done // turn % rounds
+            fresh = jax.lax.dynamic_index_in_dim(parts, part, keepdims=False)
+            x = jnp.where((stage == 0) & (at == 0), fresh, arrived)
+            made = group(groups, at, jax.lax.with_sharding_constraint(x, P('fsdp')))
+            # What idle ticks and earlier rounds write is overwritten by what is right.
+            parts = jax.lax.dynamic_update_index_in_dim(parts, made, part, 0)
+            return (parts, sent, made), None
+
+        ring = [(i, (i + 1) % stages) for i in range(stages if rounds > 1 else last)]
         here = x.shape[0]
         # The first stage gets all parts, point to point; others hold zeros.
-        io = jnp.concatenate([x, *(jax.lax.ppermute(x, 'stage', [(k, 0)]) for k in range(1, stages))])
-        io = jax.lax.with_sharding_constraint(io, P(None, 'fsdp'))
-        (io, _), _ = jax.lax.scan(tick, (io, jnp.zeros_like(io[0])), jnp.arange(self.ticks))
+        parts = jnp.concatenate([x, *(jax.lax.ppermute(x, 'stage', [(k, 0)]) for k in range(1, stages))])
+        parts = jax.lax.with_sharding_constraint(parts, P(None, 'fsdp'))
+        nothing = jnp.zeros_like(parts[0])
+        (parts, _, _), _ = jax.lax.scan(tick, (parts, nothing, nothing), jnp.arange(self.ticks), unroll=self.unroll)
         # The last one has all results, and sends each stage its own.
-        last = stages - 1
-        results = [io[k * here : (k + 1) * here] for k in range(stages)]
+        results = [parts[k * here : (k + 1) * here] for k in range(stages)]
         sent = [jax.lax.ppermute(results[k], 'stage', [(last, k)]) for k in range(last)]
         return jnp.where(stage == last, results[last], sum(sent))
+
+    def _replicated(self, name: str, leaf: jax.Array, dtype: Any) -> jax.Array:
+        """Weights [rounds, L/(T rounds), ...] of each device along fsdp: gathered as they are, summed in float32."""
+        whole = [axis if axis == 'tp' else None for axis in LAYER[name]]
+        leaf = jnp.broadcast_to(leaf.astype(dtype), (self.mesh.shape['fsdp'], *leaf.shape))
+        leaf = jax.lax.with_sharding_constraint(leaf, P('fsdp', None, None, *whole))
+        return leaf.astype(jnp.float32)
 
 
 def loss(pipeline: Pipeline, config: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
@@ -166,12 +182,12 @@ def loss(pipeline: Pipeline, config: ModelConfig, params: Params, tokens: jax.Ar
     x = pipeline.placed(params['embed'][looked_up], 'stage', None, None, ('fsdp', 'tp'))
     x = pipeline.placed(x, 'stage', 'fsdp')
 
-    def layer(x: jax.Array, weights: Weights) -> jax.Array:
+    def layer(rows: P, x: jax.Array, weights: Weights) -> jax.Array:
         rotation = rotary_angles(x.shape[1], config)
         x = x + attention(block_input(x, weights['attention_norm'], config), weights, rotation, config)
-        x = jax.lax.with_sharding_constraint(x, P('fsdp'))
+        x = jax.lax.with_sharding_constraint(x, rows)
         x = x + mlp(block_input(x, weights['mlp_norm'], config), weights)
-        return jax.lax.with_sharding_constraint(x, P('fsdp'))
+        return jax.lax.with_sharding_constraint(x, rows)
 
     x = pipeline(layer, params['layers'], x)
     x = pipeline.placed(block_input(x, params['final_norm'], config), 'stage', 'fsdp')
