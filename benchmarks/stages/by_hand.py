@@ -102,43 +102,42 @@ class Pipeline:
         wide = {name: leaf.astype(jnp.float32) for name, leaf in layers.items()}  # so are sums of gradients
         run = functools.partial(self._stage, layer, dtypes)
         specs = P(None, 'stage'), P('stage')
-        return jax.shard_map(
-            run, mesh=self.mesh, in_specs=specs, out_specs=P('stage'), axis_names={'stage'}
-        )(wide, x)
+        return jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=P('stage'), axis_names={'stage'})(
+            wide, x
+        )
 
     def _stage(self, layer: Layer, dtypes: Mapping[str, Any], layers: Weights, x: jax.Array) -> jax.Array:
         """What a stage does, with its groups [rounds, 1, L/(T rounds), ...] and its parts [M/T, B/M, ...]."""
         stages, rounds, last = self.stages, self.rounds, self.stages - 1
         stage = jax.lax.axis_index('stage')
-        turn = self.hop * stages  # parts go around together: what the last stage sends is what the first needs
+        turn = (
+            self.hop * stages
+        )  # parts go around together: what the last stage sends is what the first needs
         groups = {name: leaf[:, 0] for name, leaf in layers.items()}
         if self.gathered == 'step':
             # A replica of the weights for each device along fsdp, which sums its own gradients in all ticks.
             replicas = self.mesh.shape['fsdp']
             groups = {name: self._replicated(name, leaf, dtypes[name]) for name, leaf in groups.items()}
             one = functools.partial(layer, P())
-            apply = lambda x, weights: jax.vmap(one)(
-                x.reshape(replicas, -1, *x.shape[1:]), weights
-            ).reshape(x.shape)
+            apply = lambda x, weights: jax.vmap(one)(x.reshape(replicas, -1, *x.shape[1:]), weights).reshape(
+                x.shape
+            )
         else:
             apply = functools.partial(layer, P('fsdp'))
 
         # What layers take in is saved, and nothing else: not the weights of the group of each tick.
         @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names('layer'))
         def group(groups: Weights, index: jax.Array, x: jax.Array) -> jax.Array:
-            axis = 1 if self.gathered == 'step' else 0
-            weights = {
+            axis = self.gathered == 'step'
+            chosen = {
                 name: jnp.moveaxis(jax.lax.dynamic_index_in_dim(leaf, index, axis, keepdims=False), axis, 0)
                 for name, leaf in groups.items()
             }
-            return jax.lax.scan(body, x, weights)[0]
-
-        @jax.checkpoint
-        def cast(x: jax.Array, weights: Weights) -> jax.Array:
-            return apply(x, {name: leaf.astype(dtypes[name]) for name, leaf in weights.items()})
+            narrow = {name: leaf.astype(dtypes[name]) for name, leaf in chosen.items()}
+            return jax.lax.scan(body, x, narrow, unroll=self.unroll)[0]
 
         def body(x: jax.Array, weights: Weights) -> tuple[jax.Array, None]:
-            return cast(checkpoint_name(x, 'layer'), weights), None
+            return jax.checkpoint(apply)(checkpoint_name(x, 'layer'), weights), None
 
         def tick(carry: tuple[jax.Array, ...], now: jax.Array) -> tuple[Any, None]:
             parts, arrived, made = carry
@@ -160,7 +159,7 @@ class Pipeline:
         parts = jnp.concatenate([x, *(jax.lax.ppermute(x, 'stage', [(k, 0)]) for k in range(1, stages))])
         parts = jax.lax.with_sharding_constraint(parts, P(None, 'fsdp'))
         nothing = jnp.zeros_like(parts[0])
-        (parts, _, _), _ = jax.lax.scan(tick, (parts, nothing, nothing), jnp.arange(self.ticks), unroll=self.unroll)
+        (parts, _, _), _ = jax.lax.scan(tick, (parts, nothing, nothing), jnp.arange(self.ticks))
         # The last one has all results, and sends each stage its own.
         results = [parts[k * here : (k + 1) * here] for k in range(stages)]
         sent = [jax.lax.ppermute(results[k], 'stage', [(last, k)]) for k in range(last)]

@@ -1,0 +1,82 @@
+"""LLaMA with pipeline stages by hand computes on eight devices what the example computes on one."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+from benchmarks.stages.by_hand import Pipeline, train_step
+from examples.llama.model import ModelConfig, init_params
+from examples.llama.training import sequence_losses
+
+CONFIG = ModelConfig(width=32, layers=8, heads=4, kv_heads=2)
+# Of gradients near zero AdamW makes whole steps: with its own epsilon it would show their rounding errors.
+OPTIMIZER = optax.adamw(1e-3, b2=0.95, eps=1e-6)
+STEPS, ROWS = 3, 32
+
+
+@pytest.fixture(scope='module')
+def batches() -> Any:
+    return jax.random.randint(jax.random.key(1), (STEPS, ROWS, 9), 0, CONFIG.vocabulary)
+
+
+@pytest.fixture(scope='module')
+def on_one_device(batches: Any) -> tuple[Any, list[float]]:
+    """The parameters after the steps, and the loss of each."""
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        return jnp.mean(sequence_losses(params, tokens, CONFIG))
+
+    @jax.jit
+    def step(params: Any, moments: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        updates, moments = OPTIMIZER.update(grads, moments, params)
+        return optax.apply_updates(params, updates), moments, value
+
+    params = init_params(jax.random.key(0), CONFIG)
+    moments, losses = OPTIMIZER.init(params), []
+    for tokens in batches:
+        params, moments, value = step(params, moments, tokens)
+        losses.append(float(value))
+    return params, losses
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ('mesh', 'options'),
+    [
+        pytest.param((2, 2, 2), {'parts': 4}, id='GPipe, with FSDP and TP'),
+        pytest.param((4, 2, 1), {'parts': 8, 'rounds': 2}, id='circular'),
+        pytest.param((2, 4, 1), {'parts': 4, 'gathered': 'step'}, id='weights gathered once'),
+        pytest.param((2, 2, 2), {'parts': 8, 'rounds': 2, 'hop': 2}, id='hops beside computing'),
+    ],
+)
+def test_by_hand_equals_one_device(
+    mesh: tuple[int, ...], options: dict[str, Any], batches: Any, on_one_device: tuple[Any, list[float]]
+) -> None:
+    devices = np.array(jax.devices()).reshape(mesh)
+    pipeline = Pipeline(Mesh(devices, ('stage', 'fsdp', 'tp')), **options)
+    step, (_, shardings) = train_step(pipeline, CONFIG, OPTIMIZER, 'float32')
+    params = pipeline.stacked(init_params(jax.random.key(0), CONFIG))
+    state, losses = jax.device_put((params, OPTIMIZER.init(params)), shardings), []
+    for tokens in batches:
+        state, value = step(state, tokens)
+        losses.append(float(value))
+    expected, expected_losses = on_one_device
+    np.testing.assert_allclose(losses, expected_losses, rtol=0, atol=1e-5)
+    jax.tree.map(
+        lambda found, wanted: np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5),
+        jax.device_get(state[0]),
+        jax.device_get(pipeline.stacked(expected)),
+    )
+
+
+def test_the_ticks_of_a_schedule() -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2, 1), ('stage', 'fsdp', 'tp'))
+    assert Pipeline(mesh, parts=8).ticks == 8 + 3
+    assert Pipeline(mesh, parts=8, rounds=2).ticks == 16 + 3
+    assert Pipeline(mesh, parts=8, hop=2).ticks == 8 + 6
