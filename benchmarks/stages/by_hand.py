@@ -6,7 +6,7 @@ stage and fsdp.
 
 The layers are stacked as (rounds, stages, layers of a group): of each round a stage has one group, and rows
 go around all stages once a round. One round is GPipe (arXiv:1811.06965); more are a circular schedule
-(arXiv:2104.04473, section 2.2), with a shorter bubble: (S - 1) / (rounds * M + S - 1) for M parts and S stages.
+(arXiv:2104.04473, section 2.2), with a shorter bubble: (T - 1) / (rounds * M + T - 1) of the time.
 
 Letters in shapes as in the model; M parts, T stages.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -49,18 +49,19 @@ class Pipeline:
 
     Attributes:
         mesh: with the axes stage, fsdp and tp.
-        parts: that the rows are dealt in.
+        parts: how many the rows are dealt in; divided by the stages (and by two for hops of two ticks).
         rounds: how many groups of layers a stage has.
         gathered: when weights are gathered along fsdp: in each tick, layer by layer, or once a step, with as
             many sums of gradients.
+        hop: the ticks that it takes to the next stage: 2, so that what is sent is not waited for. With twice
+            the parts the bubble is the same.
     """
 
     mesh: jax.sharding.Mesh
     parts: int
     rounds: int = 1
     gathered: Literal['tick', 'step'] = 'tick'
-    hop: int = 1
-    unroll: bool = False
+    hop: Literal[1, 2] = 1
 
     @property
     def stages(self) -> int:
@@ -77,7 +78,7 @@ class Pipeline:
     def _groups(self, leaf: jax.Array) -> jax.Array:
         return leaf.reshape(self.rounds, self.stages, -1, *leaf.shape[1:])
 
-    def shardings(self, params: Params) -> Any:
+    def shardings(self, params: Any) -> Any:
         """Those of the parameters, and of an optimizer's state with their names."""
         layers = {f'{name}': P(None, 'stage', None, *spec) for name, spec in LAYER.items()}
         table = {**layers, 'embed': P(None, ('fsdp', 'tp')), 'unembed': P('fsdp', 'tp')}
@@ -88,7 +89,7 @@ class Pipeline:
         return jax.tree_util.tree_map_with_path(placed, params)
 
     def dealt(self, rows: jax.Array) -> jax.Array:
-        """Rows [B, ...] over (stage, fsdp) as parts [M, B/M, ...]: a stage has M/T of them, and moves none."""
+        """Rows [B, ...] over (stage, fsdp) as parts [M, B/M, ...]: M/T of each stage, and none moves."""
         parts, stages = self.parts, self.stages
         dealt = rows.reshape(stages, len(rows) // parts, parts // stages, *rows.shape[1:])
         return self.placed(jnp.swapaxes(dealt, 1, 2).reshape(parts, -1, *rows.shape[1:]), 'stage', 'fsdp')
@@ -98,57 +99,50 @@ class Pipeline:
 
     def __call__(self, layer: Layer, layers: Weights, x: jax.Array) -> jax.Array:
         """Applies all layers to parts [M, B/M, ...], which lie over stage and fsdp, as the results do."""
-        dtypes = {name: leaf.dtype for name, leaf in layers.items()}
-        wide = {name: leaf.astype(jnp.float32) for name, leaf in layers.items()}  # so are sums of gradients
-        run = functools.partial(self._stage, layer, dtypes)
-        specs = P(None, 'stage'), P('stage')
-        return jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=P('stage'), axis_names={'stage'})(
-            wide, x
+        run = functools.partial(self._stage, layer)
+        specs = (P(None, 'stage'), P(None, 'stage'), P('stage'))
+        mapped = jax.shard_map(
+            run, mesh=self.mesh, in_specs=specs, out_specs=P('stage'), axis_names={'stage'}
         )
+        return mapped(jax.lax.stop_gradient(layers), sums_of(layers), x)
 
-    def _stage(self, layer: Layer, dtypes: Mapping[str, Any], layers: Weights, x: jax.Array) -> jax.Array:
+    def _stage(self, layer: Layer, layers: Weights, sums: Weights, x: jax.Array) -> jax.Array:
         """What a stage does, with its groups [rounds, 1, L/(T rounds), ...] and its parts [M/T, B/M, ...]."""
         stages, rounds, last = self.stages, self.rounds, self.stages - 1
         stage = jax.lax.axis_index('stage')
-        turn = (
-            self.hop * stages
-        )  # parts go around together: what the last stage sends is what the first needs
-        groups = {name: leaf[:, 0] for name, leaf in layers.items()}
-        if self.gathered == 'step':
-            # A replica of the weights for each device along fsdp, which sums its own gradients in all ticks.
-            replicas = self.mesh.shape['fsdp']
-            groups = {name: self._replicated(name, leaf, dtypes[name]) for name, leaf in groups.items()}
-            one = functools.partial(layer, P())
-            apply = lambda x, weights: jax.vmap(one)(x.reshape(replicas, -1, *x.shape[1:]), weights).reshape(
-                x.shape
-            )
-        else:
-            apply = functools.partial(layer, P('fsdp'))
+        groups = tuple(
+            {name: self._used(name, leaf[:, 0]) for name, leaf in each.items()} for each in (layers, sums)
+        )
 
         # What layers take in is saved, and nothing else: not the weights of the group of each tick.
         @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names('layer'))
-        def group(groups: Weights, index: jax.Array, x: jax.Array) -> jax.Array:
-            axis = self.gathered == 'step'
-            chosen = {
-                name: jnp.moveaxis(jax.lax.dynamic_index_in_dim(leaf, index, axis, keepdims=False), axis, 0)
-                for name, leaf in groups.items()
-            }
-            narrow = {name: leaf.astype(dtypes[name]) for name, leaf in chosen.items()}
-            return jax.lax.scan(body, x, narrow, unroll=self.unroll)[0]
+        def group(groups: tuple[Weights, Weights], index: jax.Array, x: jax.Array) -> jax.Array:
+            pick = functools.partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
+            return jax.lax.scan(body, x, summed_into(*jax.tree.map(pick, groups)))[0]
+
+        @jax.checkpoint
+        def apply(x: jax.Array, weights: Weights) -> jax.Array:
+            if self.gathered == 'tick':
+                return layer(P('fsdp'), x, weights)
+            mine = x.reshape(self.mesh.shape['fsdp'], -1, *x.shape[1:])
+            return jax.vmap(functools.partial(layer, P()))(mine, weights).reshape(x.shape)
 
         def body(x: jax.Array, weights: Weights) -> tuple[jax.Array, None]:
-            return jax.checkpoint(apply)(checkpoint_name(x, 'layer'), weights), None
+            return apply(checkpoint_name(x, 'layer'), weights), None
 
         def tick(carry: tuple[jax.Array, ...], now: jax.Array) -> tuple[Any, None]:
             parts, arrived, made = carry
             sent = jax.lax.ppermute(made, 'stage', ring)
             arrived = sent if self.hop == 1 else arrived
+            # As many parts go around together as can be under way: what the last stage sends is then what
+            # the first one needs.
+            together = self.hop * stages
             done = jnp.clip(now - self.hop * stage, 0, rounds * self.parts - 1)
-            part = done // (rounds * turn) * turn + done % turn
-            at = done // turn % rounds
-            fresh = jax.lax.dynamic_index_in_dim(parts, part, keepdims=False)
-            x = jnp.where((stage == 0) & (at == 0), fresh, arrived)
-            made = group(groups, at, jax.lax.with_sharding_constraint(x, P('fsdp')))
+            index = done // together % rounds
+            part = done // (rounds * together) * together + done % together
+            first = (stage == 0) & (index == 0)
+            x = jnp.where(first, jax.lax.dynamic_index_in_dim(parts, part, keepdims=False), arrived)
+            made = group(groups, index, jax.lax.with_sharding_constraint(x, P('fsdp')))
             # What idle ticks and earlier rounds write is overwritten by what is right.
             parts = jax.lax.dynamic_update_index_in_dim(parts, made, part, 0)
             return (parts, sent, made), None
@@ -165,12 +159,41 @@ class Pipeline:
         sent = [jax.lax.ppermute(results[k], 'stage', [(last, k)]) for k in range(last)]
         return jnp.where(stage == last, results[last], sum(sent))
 
-    def _replicated(self, name: str, leaf: jax.Array, dtype: Any) -> jax.Array:
-        """Weights [rounds, L/(T rounds), ...] of each device along fsdp: gathered as they are, summed in float32."""
+    def _used(self, name: str, leaf: jax.Array) -> jax.Array:
+        """Weights [rounds, L/(T rounds), ...] as the ticks use them.
+
+        Gathered once, there is a replica for each device along fsdp, whose gradients wait for all ticks.
+        """
+        if self.gathered == 'tick':
+            return leaf
+        replicas = jnp.broadcast_to(
+            leaf[:, :, None], (*leaf.shape[:2], self.mesh.shape['fsdp'], *leaf.shape[2:])
+        )
         whole = [axis if axis == 'tp' else None for axis in LAYER[name]]
-        leaf = jnp.broadcast_to(leaf.astype(dtype), (self.mesh.shape['fsdp'], *leaf.shape))
-        leaf = jax.lax.with_sharding_constraint(leaf, P('fsdp', None, None, *whole))
-        return leaf.astype(jnp.float32)
+        return jax.lax.with_sharding_constraint(replicas, P(None, None, 'fsdp', *whole))
+
+
+@jax.custom_vjp
+def sums_of(weights: Weights) -> Weights:
+    """Zeros in float32, to which the gradients of *weights* are added (`summed_into`)."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), weights)
+
+
+@jax.custom_vjp
+def summed_into(weights: Weights, sums: Weights) -> Weights:
+    """The weights; what their gradients are is added to those of *sums*."""
+    return weights
+
+
+def _narrowed(like: Weights, sums: Weights) -> tuple[Weights]:
+    return (jax.tree.map(lambda leaf, total: total.astype(leaf.dtype), like, sums),)
+
+
+sums_of.defvjp(lambda weights: (sums_of(weights), weights), _narrowed)
+summed_into.defvjp(
+    lambda weights, sums: (weights, None),
+    lambda _, grads: (None, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grads)),
+)
 
 
 def loss(pipeline: Pipeline, config: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
@@ -197,7 +220,7 @@ def loss(pipeline: Pipeline, config: ModelConfig, params: Params, tokens: jax.Ar
 def train_step(
     pipeline: Pipeline, config: ModelConfig, optimizer: optax.GradientTransformation, dtype: Any = 'bfloat16'
 ) -> tuple[Any, tuple[Any, Any]]:
-    """A compiled step of (parameters, optimizer state) and tokens, and the shapes and shardings of the first."""
+    """A compiled step of (parameters, optimizer state) and tokens; shapes and shardings of the first."""
 
     def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
         params, opt_state = state
