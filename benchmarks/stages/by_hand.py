@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -25,10 +26,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from examples.llama.model import ModelConfig, Params, attention, block_input, init_params, mlp, rotary_angles
+from examples.llama.model import ModelConfig, Params, block_input, init_params, rotary_angles, rotate
 
 Weights = dict[str, jax.Array]
-Layer = Callable[[P, jax.Array, Weights], jax.Array]
+Layer = Callable[[str | None, jax.Array, Weights], jax.Array]
+# Between blocks tp shares out the positions (arXiv:2205.05198): of what is saved and sent a device has its own.
+RESIDUAL = P('fsdp', 'tp')
+constrain = jax.lax.with_sharding_constraint
 # Of a layer, over fsdp and tp: Megatron's columns and rows.
 LAYER = {
     'attention_norm': P(),
@@ -81,7 +85,7 @@ class Pipeline:
     def shardings(self, params: Any) -> Any:
         """Those of the parameters, and of an optimizer's state with their names."""
         layers = {f'{name}': P(None, 'stage', None, *spec) for name, spec in LAYER.items()}
-        table = {**layers, 'embed': P(None, ('fsdp', 'tp')), 'unembed': P('fsdp', 'tp')}
+        table = {**layers, 'embed': P(None, ('tp', 'fsdp')), 'unembed': P('fsdp', 'tp')}
 
         def placed(path: Any, leaf: Any) -> NamedSharding:
             return NamedSharding(self.mesh, table.get(getattr(path[-1], 'key', ''), P()))
@@ -95,7 +99,7 @@ class Pipeline:
         return self.placed(jnp.swapaxes(dealt, 1, 2).reshape(parts, -1, *rows.shape[1:]), 'stage', 'fsdp')
 
     def placed(self, x: jax.Array, *spec: Any) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*spec)))
+        return constrain(x, NamedSharding(self.mesh, P(*spec)))
 
     def __call__(self, layer: Layer, layers: Weights, x: jax.Array) -> jax.Array:
         """Applies all layers to parts [M, B/M, ...], which lie over stage and fsdp, as the results do."""
@@ -123,9 +127,9 @@ class Pipeline:
         @jax.checkpoint
         def apply(x: jax.Array, weights: Weights) -> jax.Array:
             if self.gathered == 'tick':
-                return layer(P('fsdp'), x, weights)
+                return layer('fsdp', x, weights)
             mine = x.reshape(self.mesh.shape['fsdp'], -1, *x.shape[1:])
-            return jax.vmap(functools.partial(layer, P()))(mine, weights).reshape(x.shape)
+            return jax.vmap(functools.partial(layer, None))(mine, weights).reshape(x.shape)
 
         def body(x: jax.Array, weights: Weights) -> tuple[jax.Array, None]:
             return apply(checkpoint_name(x, 'layer'), weights), None
@@ -142,7 +146,7 @@ class Pipeline:
             part = done // (rounds * together) * together + done % together
             first = (stage == 0) & (index == 0)
             x = jnp.where(first, jax.lax.dynamic_index_in_dim(parts, part, keepdims=False), arrived)
-            made = group(groups, index, jax.lax.with_sharding_constraint(x, P('fsdp')))
+            made = group(groups, index, constrain(x, RESIDUAL))
             # What idle ticks and earlier rounds write is overwritten by what is right.
             parts = jax.lax.dynamic_update_index_in_dim(parts, made, part, 0)
             return (parts, sent, made), None
@@ -151,7 +155,7 @@ class Pipeline:
         here = x.shape[0]
         # The first stage gets all parts, point to point; others hold zeros.
         parts = jnp.concatenate([x, *(jax.lax.ppermute(x, 'stage', [(k, 0)]) for k in range(1, stages))])
-        parts = jax.lax.with_sharding_constraint(parts, P(None, 'fsdp'))
+        parts = constrain(parts, P(None, *RESIDUAL))
         nothing = jnp.zeros_like(parts[0])
         (parts, _, _), _ = jax.lax.scan(tick, (parts, nothing, nothing), jnp.arange(self.ticks))
         # The last one has all results, and sends each stage its own.
@@ -170,7 +174,7 @@ class Pipeline:
             leaf[:, :, None], (*leaf.shape[:2], self.mesh.shape['fsdp'], *leaf.shape[2:])
         )
         whole = [axis if axis == 'tp' else None for axis in LAYER[name]]
-        return jax.lax.with_sharding_constraint(replicas, P(None, None, 'fsdp', *whole))
+        return constrain(replicas, P(None, None, 'fsdp', *whole))
 
 
 @jax.custom_vjp
@@ -196,20 +200,47 @@ summed_into.defvjp(
 )
 
 
+def attention(rows: str | None, x: jax.Array, weights: Weights, config: ModelConfig) -> jax.Array:
+    """That of the example, of the heads of a device."""
+    x, heads = constrain(x, P(rows)), P(rows, None, 'tp')
+    rotation = rotary_angles(x.shape[1], config)
+    q, k, v = (
+        constrain((x @ weights[name]).reshape(*x.shape[:2], -1, config.head_size), heads)
+        for name in ('query', 'key', 'value')
+    )
+    q, k = constrain(rotate(q, rotation), heads), constrain(rotate(k, rotation), heads)
+    q = q.reshape(*x.shape[:2], config.kv_heads, -1, config.head_size)
+    scores = jnp.einsum('bqghk,btgk->bghqt', q, k) / math.sqrt(config.head_size)
+    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    scores = constrain(jnp.where(causal, scores, -jnp.inf), P(rows, 'tp'))
+    mixed = jnp.einsum('bghqt,btgk->bqghk', jax.nn.softmax(scores), v)
+    mixed = constrain(mixed.reshape(*x.shape[:2], -1), heads)
+    return mixed @ weights['output']
+
+
+def mlp(rows: str | None, x: jax.Array, weights: Weights) -> jax.Array:
+    """That of the example, of the units of a device."""
+    x = constrain(x, P(rows))
+    hidden = jax.nn.silu(x @ weights['gate']) * (x @ weights['up'])
+    return constrain(hidden, P(rows, None, 'tp')) @ weights['down']
+
+
 def loss(pipeline: Pipeline, config: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
     """The mean loss of `tokens` [B, S + 1]."""
     tokens = pipeline.dealt(tokens)
-    # Each device looks up its part of the width for the rows of its stage: rows travel, and not the table.
-    looked_up = pipeline.placed(tokens[..., :-1], 'stage')
-    x = pipeline.placed(params['embed'][looked_up], 'stage', None, None, ('fsdp', 'tp'))
-    x = pipeline.placed(x, 'stage', 'fsdp')
+    # Each device looks up its part of the width for the rows of its stage: rows travel, and not the table,
+    # along one axis at a time.
+    ids = pipeline.placed(tokens[..., :-1], 'stage')
+    x = pipeline.placed(params['embed'][ids], 'stage', None, None, ('tp', 'fsdp'))
+    x = pipeline.placed(x, 'stage', 'fsdp', None, 'tp')
+    x = pipeline.placed(x, 'stage', *RESIDUAL)
 
-    def layer(rows: P, x: jax.Array, weights: Weights) -> jax.Array:
-        rotation = rotary_angles(x.shape[1], config)
-        x = x + attention(block_input(x, weights['attention_norm'], config), weights, rotation, config)
-        x = jax.lax.with_sharding_constraint(x, rows)
-        x = x + mlp(block_input(x, weights['mlp_norm'], config), weights)
-        return jax.lax.with_sharding_constraint(x, rows)
+    def layer(rows: str | None, x: jax.Array, weights: Weights) -> jax.Array:
+        x = constrain(
+            x + attention(rows, block_input(x, weights['attention_norm'], config), weights, config),
+            P(rows, 'tp'),
+        )
+        return constrain(x + mlp(rows, block_input(x, weights['mlp_norm'], config), weights), P(rows, 'tp'))
 
     x = pipeline(layer, params['layers'], x)
     x = pipeline.placed(block_input(x, params['final_norm'], config), 'stage', 'fsdp')
