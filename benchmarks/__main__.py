@@ -5,6 +5,7 @@
 ``--only found [--model NAME] [--topology v5e:2x4] [--slices 2] [--budget SECONDS]``: found rules, known ones.
 ``--only published [--model NAME]``: steps on GPUs that others published, of docs/planning.md.
 ``--only gpu [--model NAME]``: steps on the GPU that is here, beside their plans, of docs/planning.md.
+``--only stages [--model 70B] [--topology h100]``: pipeline stages by hand, beside FSDP and HSDP.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from benchmarks.timing import render
 from scalax.utils import quiet_libtpu
 
 # Tables of their own, which take minutes: they are printed only if their whole name is given.
-UNCHANGED, OTHERS, FOUND, PUBLISHED, GPU = 'unchanged', 'others', 'found', 'published', 'gpu'
+UNCHANGED, OTHERS, FOUND, PUBLISHED = 'unchanged', 'others', 'found', 'published'
+GPU, STAGES = 'gpu', 'stages'
 
 
 def main() -> None:
@@ -32,7 +34,9 @@ def main() -> None:
     )
     parser.add_argument('--repeats', type=int, default=3, help='processes of each library (--against)')
     parser.add_argument(
-        '--topology', default='v5p:4x4x4', help='of absent TPUs or GPUs (--only unchanged, others, found)'
+        '--topology',
+        default='v5p:4x4x4',
+        help='of absent TPUs or GPUs (--only unchanged, others, found, stages)',
     )
     parser.add_argument(
         '--model',
@@ -69,6 +73,12 @@ def main() -> None:
         from benchmarks import on_gpu
 
         on_gpu.show(options.model)
+        return
+    if options.only == STAGES:
+        from benchmarks.stages import table as stages
+
+        quiet_libtpu()
+        stages.show(options.model, options.topology)
         return
     if not any(flag in os.environ for flag in ('XLA_FLAGS', 'JAX_NUM_CPU_DEVICES')):
         jax.config.update('jax_num_cpu_devices', 8)

@@ -30,7 +30,7 @@ from examples.llama.model import ModelConfig, Params, block_input, init_params, 
 
 Weights = dict[str, jax.Array]
 Layer = Callable[[str | None, jax.Array, Weights], jax.Array]
-# Between blocks tp shares out the positions (arXiv:2205.05198): of what is saved and sent a device has its own.
+# Between blocks tp shares out positions (arXiv:2205.05198): a device saves and sends its own.
 RESIDUAL = P('fsdp', 'tp')
 constrain = jax.lax.with_sharding_constraint
 # Of a layer, over fsdp and tp: Megatron's columns and rows.

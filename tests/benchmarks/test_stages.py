@@ -9,9 +9,11 @@ import optax
 import pytest
 from jax.sharding import Mesh
 
+from benchmarks.stages import table
 from benchmarks.stages.by_hand import Pipeline, train_step
 from examples.llama.model import ModelConfig, init_params
 from examples.llama.training import sequence_losses
+from tests.support import gpu_compiler
 
 CONFIG = ModelConfig(width=32, layers=8, heads=4, kv_heads=2)
 # Of gradients near zero AdamW makes whole steps: with its own epsilon it would show their rounding errors.
@@ -80,3 +82,30 @@ def test_the_ticks_of_a_schedule() -> None:
     assert Pipeline(mesh, parts=8).ticks == 8 + 3
     assert Pipeline(mesh, parts=8, rounds=2).ticks == 16 + 3
     assert Pipeline(mesh, parts=8, hop=2).ticks == 8 + 6
+
+
+@gpu_compiler.needed
+@pytest.mark.long
+def test_what_crosses_the_slow_network(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Hops and doors, point to point, and the gradients of what all stages share; nothing else."""
+    monkeypatch.setitem(table.MODELS, '8B', CONFIG)
+    monkeypatch.setattr(table, 'SEQUENCE', 8)
+    case = table.Case('8B', 'h100:2x4', 1, (table.gpipe(2, 2, 2, 4), table.Layout({'fsdp': -1})))
+    plan = case.plan(case.layouts[0])
+    crossing = [row for row in plan.collectives if 'dcn' in row.networks]
+    permutes = sum(row.count for row in crossing if row.kind == 'collective-permute')
+    ticks, doors = 4 + 1, 2 * (2 - 1)
+    assert permutes == 2 * (ticks + doors)
+    shared = 2 * CONFIG.vocabulary * CONFIG.width * 2 / 4  # bytes of embed and unembed along stage
+    others = [row for row in crossing if row.kind != 'collective-permute']
+    assert {row.kind for row in others} == {'all-reduce'}
+    assert shared <= sum(row.bytes * row.count for row in others) < 1.5 * shared
+    monkeypatch.setattr(table, 'cases', lambda: [case])
+    monkeypatch.setattr(table.Case, 'plan', lambda *_: plan)
+    table.show('8B', 'h100')
+    lines = [line.split('|')[1:-1] for line in capsys.readouterr().out.splitlines()]
+    assert [cell.strip() for cell in lines[0]] == list(table.HEAD)
+    assert [len(line) for line in lines] == [len(table.HEAD)] * 4
+    assert [line[9].strip() for line in lines[2:]] == ['1.25', '1']

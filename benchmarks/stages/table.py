@@ -1,0 +1,160 @@
+"""``--only stages``: LLaMA-3 with pipeline stages by hand, beside FSDP and HSDP over the same devices.
+
+The steps are planned for TPUs and GPUs that are not here, and not run. A line takes some seconds of a core.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from benchmarks.stages.by_hand import Pipeline, train_step
+from benchmarks.unchanged.llama import llama
+from benchmarks.unchanged.measure import make_step, sent
+from benchmarks.unchanged.model import ADAMW, Strategy
+from examples.plan_llama import LLAMA_8B, LLAMA_70B, SEQUENCE, model_flops
+from scalax.errors import PlanError
+from scalax.plan import HARDWARE, Plan, make_plan
+from scalax.sharding import MeshShardingHelper
+
+MODELS = {'8B': LLAMA_8B, '70B': LLAMA_70B}
+HEAD = (
+    *('model', 'devices', 'rows', 'mesh', 'schedule', 'peak GiB', 'slow GiB', 'fast GiB', 'FLOPs', 'ticks'),
+    *('at least s', 'no overlap s', 'scheduled s'),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A mesh, whose first axis runs from slice to slice or from host to host, and a schedule.
+
+    Attributes:
+        mesh: the sizes of its axes: stage, fsdp and tp, or those of a strategy without stages.
+        schedule: the options of `Pipeline`; None: there are no stages.
+    """
+
+    mesh: Mapping[str, int]
+    schedule: Mapping[str, Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Layouts of the same step over the same devices.
+
+    Attributes:
+        model: the name of its sizes.
+        topology: a slice, or GPUs.
+        rows: sequences of a batch, for each device.
+        layouts: what is compared.
+        slices: of TPUs.
+        node: bytes a second of the network cards of a node of GPUs together; None: those of the hardware.
+    """
+
+    model: str
+    topology: str
+    rows: float
+    layouts: tuple[Layout, ...]
+    slices: int = 1
+    node: float | None = None
+
+    def helper(self, layout: Layout) -> MeshShardingHelper:
+        """Over devices that are not here."""
+        names, sizes = list(layout.mesh), list(layout.mesh.values())
+        slow = [self.slices, *[1] * (len(names) - 1)] if self.slices > 1 else None
+        return MeshShardingHelper.from_topology(
+            self.topology, sizes, names, mesh_axis_splitting=True, num_slices=self.slices, dcn_axis_dims=slow
+        )
+
+    def plan(self, layout: Layout, quick: bool = True) -> Plan:
+        """The plan of a line."""
+        config, helper = MODELS[self.model], self.helper(layout)
+        rows = round(self.rows * helper.mesh.size)
+        if layout.schedule is None:
+            names = tuple(name for name in layout.mesh if name != 'tp')
+            strategy = Strategy('by hand', layout.mesh, names, self.slices)
+            step, args = make_step(llama(self.model, config, SEQUENCE), strategy, helper, 'hand', rows)
+            params = args[0][0]
+        else:
+            step, (state, _) = train_step(Pipeline(helper.mesh, **layout.schedule), config, ADAMW)
+            args = (state, jax.ShapeDtypeStruct((rows, SEQUENCE + 1), 'int32'))
+            params = state[0]
+        plan = make_plan(helper, step, args, {}, quick=quick)
+        return plan.with_model_flops(model_flops(config, params, rows))
+
+    def cells(self, layout: Layout, plan: Plan) -> list[str]:
+        """Those of a line."""
+        hardware = HARDWARE[self.topology.partition(':')[0]]
+        if self.node:
+            hardware = dataclasses.replace(hardware, dcn_bytes_per_second=self.node)
+        slow = sum(sent(row) for row in plan.collectives if 'dcn' in row.networks)
+        fast = sum(sent(row) for row in plan.collectives if 'dcn' not in row.networks)
+        schedule = dict(layout.schedule or {})
+        stages, hop, rounds = layout.mesh.get('stage', 1), schedule.get('hop', 1), schedule.get('rounds', 1)
+        work = rounds * schedule.get('parts', 1)
+        numbers = [plan.memory.peak / 2**30, slow / 2**30, fast / 2**30, plan.flops / (plan.model_flops or 1)]
+        numbers += [1 + hop * (stages - 1) / work, *plan.roofline(hardware).step_seconds]
+        numbers += [plan.schedule.seconds] if plan.schedule and not self.node else []
+        devices = self.topology + (f' x {self.slices}' if self.slices > 1 else '')
+        mesh = ' '.join(f'{name}={size}' for name, size in plan.mesh.items() if size > 1)
+        named = ' '.join(f'{name}={value}' for name, value in schedule.items())
+        cells = [self.model, devices, f'{self.rows:g}', mesh, named, *(f'{number:.3g}' for number in numbers)]
+        return [*cells, *['-'] * (len(HEAD) - len(cells))]
+
+
+def gpipe(stages: int, fsdp: int, tp: int, parts: int, **options: Any) -> Layout:
+    """A pipeline over these axes."""
+    return Layout({'stage': stages, 'fsdp': fsdp, 'tp': tp}, {'parts': parts, **options})
+
+
+def cases() -> Iterator[Case]:
+    """The table: inside a slice, over slices, over nodes."""
+    fsdp = Layout({'fsdp': -1})
+    for model in MODELS:
+        pipelines: tuple[Layout, ...] = (
+            *(gpipe(4, 16, 1, 8), gpipe(4, 16, 1, 8, gathered='step')),
+            *(gpipe(4, 16, 1, 8, rounds=2), gpipe(4, 4, 4, 8), gpipe(4, 4, 4, 16)),
+        )
+        yield Case(model, 'v5p:4x4x4', 2, (fsdp, *pipelines))
+    for model, topology, slices, inside in (
+        *(('8B', 'v5p:2x2x4', 4, 16), ('8B', 'v5e:4x4', 4, 16), ('8B', 'v5e:4x4', 8, 16)),
+        *(('70B', 'v5p:4x4x4', 4, 64), ('70B', 'v5p:4x4x4', 8, 64), ('70B', 'v5e:8x8', 8, 64)),
+    ):
+        hsdp = Layout({'data': slices, 'fsdp': -1})
+        many, few = 2 * slices, slices
+        pipelines = (
+            *(gpipe(slices, inside, 1, many), gpipe(slices, inside, 1, many, gathered='step')),
+            *(gpipe(slices, inside // 4, 4, many), gpipe(slices, inside // 4, 4, many, rounds=2)),
+        )
+        yield Case(model, topology, 2, (fsdp, hsdp, *pipelines), slices)
+        yield Case(model, topology, 0.25, (gpipe(slices, inside // 4, 4, few),), slices)
+        yield Case(model, topology, 0.5, (gpipe(slices, inside // 4, 4, many),), slices)
+    for model in MODELS:
+        for node in (None, 2.5e10):  # a card for each GPU, or one of 200 Gb/s for all of a node
+            hsdp = Layout({'data': 8, 'fsdp': -1})
+            pipelines = (
+                *(gpipe(8, 8, 1, 16), gpipe(8, 8, 1, 16, gathered='step')),
+                *(gpipe(8, 2, 4, 16), gpipe(8, 1, 8, 16), gpipe(8, 1, 8, 16, rounds=2)),
+                gpipe(8, 1, 8, 32, hop=2),
+            )
+            yield Case(model, 'h100:8x8', 2, (fsdp, hsdp, *pipelines), node=node)
+            yield Case(model, 'h100:8x8', 0.25, (gpipe(8, 1, 8, 16),), node=node)
+
+
+def show(model: str = '', topology: str = '') -> None:
+    """Prints the table of the models of this name and the devices whose name begins so, line by line."""
+    print(f'| {" | ".join(HEAD)} |')
+    print('|' + '---|' * len(HEAD), flush=True)
+    for case in cases():
+        if model not in case.model or not case.topology.startswith(topology):
+            continue
+        for layout in case.layouts:
+            try:
+                cells = case.cells(layout, case.plan(layout))
+            except PlanError as error:  # the compiler refuses it
+                print(f'{case.model} {case.topology} {layout}: {error}', file=sys.stderr)
+                continue
+            print(f'| {" | ".join(cells)} |', flush=True)
