@@ -130,18 +130,22 @@ def cases() -> Iterator[Case]:
             *(gpipe(slices, inside // 4, 4, many), gpipe(slices, inside // 4, 4, many, rounds=2)),
         )
         yield Case(model, topology, 2, (fsdp, hsdp, *pipelines), slices)
-        yield Case(model, topology, 0.25, (gpipe(slices, inside // 4, 4, few),), slices)
-        yield Case(model, topology, 0.5, (gpipe(slices, inside // 4, 4, many),), slices)
+        with_tp = (
+            Layout({'fsdp': slices * inside // 4, 'tp': 4}),
+            Layout({'data': slices, 'fsdp': inside // 4, 'tp': 4}),
+        )
+        yield Case(model, topology, 0.25, (*with_tp, gpipe(slices, inside // 4, 4, few)), slices)
+        yield Case(model, topology, 0.5, (*with_tp, gpipe(slices, inside // 4, 4, many)), slices)
     for model in MODELS:
         for node in (None, 2.5e10):  # a card for each GPU, or one of 200 Gb/s for all of a node
-            hsdp = Layout({'data': 8, 'fsdp': -1})
+            hsdp, fsdp_tp = Layout({'data': 8, 'fsdp': -1}), Layout({'fsdp': 8, 'tp': 8})
             pipelines = (
                 *(gpipe(8, 8, 1, 16), gpipe(8, 8, 1, 16, gathered='step')),
                 *(gpipe(8, 2, 4, 16), gpipe(8, 1, 8, 16), gpipe(8, 1, 8, 16, rounds=2)),
                 gpipe(8, 1, 8, 32, hop=2),
             )
-            yield Case(model, 'h100:8x8', 2, (fsdp, hsdp, *pipelines), node=node)
-            yield Case(model, 'h100:8x8', 0.25, (gpipe(8, 1, 8, 16),), node=node)
+            yield Case(model, 'h100:8x8', 2, (fsdp, hsdp, fsdp_tp, *pipelines), node=node)
+            yield Case(model, 'h100:8x8', 0.25, (fsdp_tp, gpipe(8, 1, 8, 16)), node=node)
 
 
 def show(model: str = '', topology: str = '') -> None:
