@@ -22,9 +22,10 @@ from scalax.plan import HARDWARE, Plan, make_plan
 from scalax.sharding import MeshShardingHelper
 
 MODELS = {'8B': LLAMA_8B, '70B': LLAMA_70B}
+ROUNDS = {'8B': 4, '70B': 5}  # where bubbles are to be short: groups of one to four layers
 HEAD = (
     *('model', 'devices', 'rows', 'mesh', 'schedule', 'peak GiB', 'slow GiB', 'fast GiB', 'FLOPs', 'ticks'),
-    *('at least s', 'no overlap s', 'scheduled s'),
+    *('cards GB/s', 'at least s', 'no overlap s', 'scheduled s'),
 )
 
 
@@ -51,7 +52,7 @@ class Case:
         rows: sequences of a batch, for each device.
         layouts: what is compared.
         slices: of TPUs.
-        node: bytes a second of the network cards of a node of GPUs together; None: those of the hardware.
+        cards: bytes a second of the network cards of a host together, a line for each; None: the hardware's.
     """
 
     model: str
@@ -59,7 +60,7 @@ class Case:
     rows: float
     layouts: tuple[Layout, ...]
     slices: int = 1
-    node: float | None = None
+    cards: tuple[float | None, ...] = (None,)
 
     def helper(self, layout: Layout) -> MeshShardingHelper:
         """Over devices that are not here."""
@@ -85,19 +86,20 @@ class Case:
         plan = make_plan(helper, step, args, {}, quick=quick)
         return plan.with_model_flops(model_flops(config, params, rows))
 
-    def cells(self, layout: Layout, plan: Plan) -> list[str]:
+    def cells(self, layout: Layout, plan: Plan, cards: float | None) -> list[str]:
         """Those of a line."""
         hardware = HARDWARE[self.topology.partition(':')[0]]
-        if self.node:
-            hardware = dataclasses.replace(hardware, dcn_bytes_per_second=self.node)
+        if cards is not None:
+            hardware = dataclasses.replace(hardware, dcn_bytes_per_second=cards)
         slow = sum(sent(row) for row in plan.collectives if 'dcn' in row.networks)
         fast = sum(sent(row) for row in plan.collectives if 'dcn' not in row.networks)
         schedule = dict(layout.schedule or {})
         stages, hop, rounds = layout.mesh.get('stage', 1), schedule.get('hop', 1), schedule.get('rounds', 1)
         work = rounds * schedule.get('parts', 1)
         numbers = [plan.memory.peak / 2**30, slow / 2**30, fast / 2**30, plan.flops / (plan.model_flops or 1)]
-        numbers += [1 + hop * (stages - 1) / work, *plan.roofline(hardware).step_seconds]
-        numbers += [plan.schedule.seconds] if plan.schedule and not self.node else []
+        numbers += [1 + hop * (stages - 1) / work, (hardware.dcn_bytes_per_second or 0) / 1e9]
+        numbers += [*plan.roofline(hardware).step_seconds]
+        numbers += [plan.schedule.seconds] if plan.schedule and cards is None else []
         devices = self.topology + (f' x {self.slices}' if self.slices > 1 else '')
         mesh = ' '.join(f'{name}={size}' for name, size in plan.mesh.items() if size > 1)
         named = ' '.join(f'{name}={value}' for name, value in schedule.items())
@@ -134,18 +136,24 @@ def cases() -> Iterator[Case]:
             Layout({'fsdp': slices * inside // 4, 'tp': 4}),
             Layout({'data': slices, 'fsdp': inside // 4, 'tp': 4}),
         )
-        yield Case(model, topology, 0.25, (*with_tp, gpipe(slices, inside // 4, 4, few)), slices)
-        yield Case(model, topology, 0.5, (*with_tp, gpipe(slices, inside // 4, 4, many)), slices)
-    for model in MODELS:
-        for node in (None, 2.5e10):  # a card for each GPU, or one of 200 Gb/s for all of a node
-            hsdp, fsdp_tp = Layout({'data': 8, 'fsdp': -1}), Layout({'fsdp': 8, 'tp': 8})
+        for rows, parts in ((0.25, few), (0.5, many)):
             pipelines = (
-                *(gpipe(8, 8, 1, 16), gpipe(8, 8, 1, 16, gathered='step')),
-                *(gpipe(8, 2, 4, 16), gpipe(8, 1, 8, 16), gpipe(8, 1, 8, 16, rounds=2)),
-                gpipe(8, 1, 8, 32, hop=2),
+                gpipe(slices, inside // 4, 4, parts),
+                gpipe(slices, inside // 4, 4, parts, rounds=ROUNDS[model]),
+                gpipe(slices, inside // 4, 4, parts, rounds=ROUNDS[model], gathered='step'),
             )
-            yield Case(model, 'h100:8x8', 2, (fsdp, hsdp, fsdp_tp, *pipelines), node=node)
-            yield Case(model, 'h100:8x8', 0.25, (fsdp_tp, gpipe(8, 1, 8, 16)), node=node)
+            yield Case(model, topology, rows, (*with_tp, *pipelines), slices)
+    for model in MODELS:
+        hsdp, fsdp_tp = Layout({'data': 8, 'fsdp': -1}), Layout({'fsdp': 8, 'tp': 8})
+        pipelines = (
+            *(gpipe(8, 8, 1, 16), gpipe(8, 8, 1, 16, gathered='step')),
+            *(gpipe(8, 2, 4, 16), gpipe(8, 1, 8, 16), gpipe(8, 1, 8, 16, rounds=2)),
+            *(gpipe(8, 1, 8, 32, hop=2), gpipe(8, 1, 8, 32, rounds=ROUNDS[model])),
+        )
+        few_tokens = gpipe(8, 1, 8, 16), gpipe(8, 1, 8, 16, rounds=ROUNDS[model])
+        cards = (None, 2.5e10)  # one for each GPU, or one of 200 Gb/s for all of a host
+        yield Case(model, 'h100:8x8', 2, (fsdp, hsdp, fsdp_tp, *pipelines), cards=cards)
+        yield Case(model, 'h100:8x8', 0.25, (fsdp_tp, *few_tokens), cards=cards)
 
 
 def show(model: str = '', topology: str = '') -> None:
@@ -157,8 +165,9 @@ def show(model: str = '', topology: str = '') -> None:
             continue
         for layout in case.layouts:
             try:
-                cells = case.cells(layout, case.plan(layout))
+                plan = case.plan(layout)
             except PlanError as error:  # the compiler refuses it
                 print(f'{case.model} {case.topology} {layout}: {error}', file=sys.stderr)
                 continue
-            print(f'| {" | ".join(cells)} |', flush=True)
+            for cards in case.cards:
+                print(f'| {" | ".join(case.cells(layout, plan, cards))} |', flush=True)
