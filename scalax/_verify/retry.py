@@ -14,12 +14,6 @@ from scalax._util.progress import Note
 from scalax._verify.run import Comparison
 from scalax._verify.verified import Retry, first_line
 
-# What XLA may do besides partitioning: each is an option of the compiler that switches it off.
-_SWITCHES = {
-    'without the algebraic simplifier of XLA': {'xla_disable_hlo_passes': 'algsimp'},
-    'without excess precision': {'xla_allow_excess_precision': False},
-}
-
 
 def retries(found: Comparison, seed: int, steps: int, note: Note) -> Iterator[Retry]:
     """Compares a step with differences again, in other ways, with the arguments that showed them."""
@@ -51,8 +45,6 @@ def _variants(found: Comparison) -> Iterator[tuple[str, dict[str, Any]]]:
             whole = jax.tree.map(lambda each, others=others: _over(each, others), inputs)
             if whole != inputs:
                 yield f'with no argument sharded along {axis}', {'in_shardings': whole}
-    for change, options in _SWITCHES.items():
-        yield change, {'compiler_options': options}
 
 
 def _over(sharding: NamedSharding, axes: set[str]) -> NamedSharding:

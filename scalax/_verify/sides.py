@@ -129,12 +129,7 @@ class Step:
                 first += len(jax.tree.leaves(part))
         return found
 
-    def variant(
-        self,
-        change: Callable[..., Any] | None = None,
-        compiler_options: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> Any:
+    def variant(self, change: Callable[..., Any] | None = None, **options: Any) -> Any:
         """The compiled function made anew, of another function or with some other options of `sjit`.
 
         Of a function of ``jax.jit`` nobody knows the options: another one in its place has its arguments
@@ -144,7 +139,7 @@ class Step:
             ArgumentError: there are options for a function of ``jax.jit``.
         """
         if isinstance(self.function, SjitFunction):
-            return made_anew(self.function, self.helper, change, compiler_options, **options)
+            return made_anew(self.function, self.helper, change, **options)
         if change is None:
             raise ArgumentError(f'jax.jit made {self.name}, and nobody knows its options')
         args, kwargs = self.abstract()
