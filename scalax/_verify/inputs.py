@@ -33,14 +33,11 @@ class Role:
             `number`.
         bound: integers are below it.
         why: what the step does with the leaf, and in which line; empty if it may be anything of its dtype.
-        blocks: of an index: elements are in so many blocks, one after the other, and begin in each where the
-            block before ends, as the edges of many graphs do.
     """
 
     kind: Kind
     bound: int | None = None
     why: str = ''
-    blocks: int = 1
 
 
 def roles_of(jaxpr: Any) -> list[Role]:
@@ -57,22 +54,18 @@ def _role(aval: Any, uses: dict[Need, Use]) -> Role:
     if is_of(aval, np.integer):
         return _role_of_integers(uses, alone=not aval.shape)
     use = uses.get('fraction') or uses.get('positive')
-    return Role('number') if use is None else Role(use.need, why=str(use))
+    return Role('number') if use is None else Role(use.need, why=use.why)
 
 
 def _role_of_integers(uses: dict[Need, Use], *, alone: bool) -> Role:
-    use = uses.get('key') or uses.get('index') or uses.get('length')
-    if use is None and alone:
-        return Role('count', _STEPS[1])
-    if use is None:
-        divisor = uses.get('positive')
-        return Role('integer', _FEW) if divisor is None else Role('length', _FEW, str(divisor))
-    kind: Kind = use.need
-    if kind == 'index' and not alone:
-        # The last element of a row, for one, is looked up by the length of the row.
-        is_length = use.bound > 1 and ('length' in uses or 'positive' in uses)
-        kind = 'length' if is_length else 'sorted' if 'sorted' in uses else kind
-    return Role(kind, use.bound or None, str(use), use.blocks)
+    # The last element of a row, for one, is looked up by the length of the row.
+    above = next((uses[need] for need in ('length', 'positive') if need in uses), None)
+    use = uses.get('key') or uses.get('index') or above
+    if use is None or (alone and use.need == 'positive'):
+        return Role('count', _STEPS[1]) if alone else Role('integer', _FEW)
+    is_length = above is not None and not alone and use.bound != 1
+    kind: Kind = 'sorted' if 'sorted' in uses and not alone else 'length' if is_length else use.need
+    return Role(kind, use.bound or (_FEW if is_length else None), use.why)
 
 
 def drawn(avals: Sequence[Any], roles: Sequence[Role], seed: int) -> list[Any]:
@@ -126,8 +119,6 @@ def _integers(shape: tuple[int, ...], role: Role, most: int, rng: np.random.Gene
     bound = min(role.bound or _FEW, most + 1)
     least = {'length': 1, 'count': _STEPS[0]}.get(role.kind, 0)
     found = rng.integers(min(least, bound - 1), bound, shape)
-    if role.blocks > 1:
-        found += bound * (np.arange(found.size) * role.blocks // found.size).reshape(shape)
     return np.sort(found) if role.kind == 'sorted' and shape else found
 
 
@@ -142,9 +133,8 @@ def _floats(shape: tuple[int, ...], kind: Kind, rng: np.random.Generator) -> Any
 def varied(leaves: Sequence[Any], roles: Sequence[Role], seed: int) -> list[Any]:
     """A user's own arrays for seed 0; for other seeds other values, which are in the same roles if these are.
 
-    Floats keep their signs. Integers and masks change places along the first dimension. Other keys are drawn,
-    and small numbers for floats that are all zero, as in a state that has just been initialized: of a product
-    with zero no error is seen.
+    Integers and masks stay, and floats keep their signs. Other keys are drawn, and small numbers for floats
+    that are all zero, as in a state that has just been initialized: of a product with zero no error is seen.
     """
     if seed == 0:
         return list(leaves)
@@ -159,9 +149,7 @@ def _varied(leaf: Any, role: Role, rng: np.random.Generator) -> Any:
         return _keys(leaf.shape, leaf.dtype, rng)
     values = np.asarray(leaf)
     if not is_of(values, np.inexact):
-        if values.ndim == 0 or role.kind == 'sorted' or role.blocks > 1:
-            return values
-        return rng.permutation(values)
+        return values
     if not values.any():
         return np.asarray(1e-2 * rng.uniform(0.5, 1.5, values.shape)).astype(values.dtype)
     wide = values.astype(np.complex128 if is_of(values, np.complexfloating) else np.float64)

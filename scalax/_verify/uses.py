@@ -5,8 +5,9 @@ Nobody says which values an argument may have; the jaxpr does.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -29,23 +30,13 @@ class Use(NamedTuple):
     Attributes:
         need: what they must be: bits of a `key`; in [0, bound) as an `index`, or in order, too (`sorted`); in
             [1, bound) as a `length`; a `fraction` of 1; `positive`.
-        what: what is done with them.
-        equation: the equation that does it.
-        calls: those in whose jaxprs it is, from the innermost one outwards.
-        bound: integers are below it.
-        blocks: elements are in so many blocks, one after the other; each begins where the one before ends.
+        why: what is done with them, and in which line.
+        bound: integers are below it; 0 if they may be any.
     """
 
     need: Need
-    what: str
-    equation: Any
-    calls: tuple[Any, ...]
+    why: str
     bound: int = 0
-    blocks: int = 1
-
-    def __str__(self) -> str:
-        line = line_of(self.equation, self.calls)
-        return f'{self.what} in {line}' if line else self.what
 
 
 def uses_of(jaxpr: Any) -> list[dict[Need, Use]]:
@@ -60,40 +51,35 @@ def is_of(value: Any, kind: Any) -> bool:
 
 
 class _Source(NamedTuple):
-    """What a value has elements of: ``factor * x + offset``, of elements x of an argument.
+    """What a value has elements of: ``x + offset``, of elements x of an argument, or less.
 
     Attributes:
         argument: its number; None for a value that is what its offset is, whatever the arguments are.
         form: of floats, whether they are positive where x is (`same`), always (`square`), or where x is less
             than a constant (`below`).
-        factor: the factor, of integers.
         low: the least offset.
         high: the largest one.
-        column: where these elements are along the last dimension; None if everywhere.
     """
 
     argument: int | None
     form: Literal['same', 'square', 'below'] = 'same'
-    factor: float = 1
     low: float = 0
     high: float = 0
-    column: int | None = None
 
 
 _Fact = frozenset[_Source]
 _NOTHING: _Fact = frozenset()
-# An offset or a factor that is not known, or grows from round to round of a loop.
+# An offset that is not known.
 _ANY = 2.0**40
 
 # The result has elements of the first operand, in their places or in others, or sums of them.
 _NAMES = """
     broadcast_in_dim convert_element_type copy cumlogsumexp cummax cummin cumprod cumsum
     dynamic_slice gather name reduce_max reduce_min reduce_precision reduce_prod reduce_sum reduce_window_max
-    reduce_window_sum reshape reshard rev sharding_constraint slice split squeeze tile transpose unstack
+    reduce_window_sum reshape reshard rev sharding_constraint slice split squeeze tile top_k transpose unstack
 """
 _OF_FIRST = frozenset(_NAMES.split())
 _SUMS = frozenset({'cumlogsumexp', 'cumprod', 'cumsum', 'reduce_prod', 'reduce_sum', 'reduce_window_sum'})
-_IN_PLACE = frozenset({'convert_element_type', 'copy', 'name', 'sharding_constraint'})
 # Each result has elements of one operand.
 _EACH = frozenset({'device_put', 'optimization_barrier', 'pvary', 'sort'})
 # The result has elements of several operands: of which.
@@ -119,15 +105,12 @@ class _Uses(Interpreter[_Fact]):
             for var, value in constants_of(jaxpr)
             if isinstance(value, np.ndarray | jax.Array)
         }
-        self._folded: set[Any] = set()
         self._calls: list[Any] = []
         self.results(jaxpr, [frozenset({_Source(i)}) for i in range(count)])
 
     def results(self, jaxpr: Any, arguments: Sequence[_Fact]) -> list[_Fact]:
-        if (inner := opened(jaxpr)) not in self._folded:
-            self._folded.add(inner)
-            for equation in inner.eqns:
-                self._fold(equation)
+        for equation in opened(jaxpr).eqns:
+            self._fold(equation)
         return super().results(jaxpr, arguments)
 
     def _fold(self, equation: Any) -> None:
@@ -159,103 +142,76 @@ class _Uses(Interpreter[_Fact]):
         self._calls.pop()
         return found
 
-    def branches(self, equation: Any, operands: Sequence[_Fact]) -> Sequence[_Fact]:
-        count = len(equations.branches(equation))
-        self._use('index', operands[0], equation, f'index of {count} branches', count)
-        return super().branches(equation, operands)
-
     def joined(self, facts: Sequence[_Fact]) -> _Fact:
-        return _hull(facts, widened=True)
+        """Those of all; offsets that grow may be any, so that loops come to an end."""
+        first = {(each.argument, each.form): each for each in facts[0]}
+        return frozenset(
+            each
+            if first.get((each.argument, each.form), each) == each
+            else each._replace(low=-_ANY, high=_ANY)
+            for each in _hull(facts)
+        )
 
     def primitive(self, name: str, equation: Any, operands: Sequence[_Fact]) -> Sequence[_Fact]:
         self._look(name, equation, operands)
-        if not equation.outvars:
-            return ()
         if name in _EACH:
             return operands[: len(equation.outvars)]
-        if name == 'top_k':
-            return [_placed(operands[0])]
-        return [self._result(name, equation, operands)] * len(equation.outvars)
+        return [
+            self._result(name, equation, operands, not is_of(var.aval, np.inexact))
+            for var in equation.outvars
+        ]
 
     # What comes of them
 
-    def _result(self, name: str, equation: Any, operands: Sequence[_Fact]) -> _Fact:
-        whole, first = not is_of(equation.outvars[0].aval, np.inexact), operands[0]
+    def _result(self, name: str, equation: Any, operands: Sequence[_Fact], whole: bool) -> _Fact:
+        first = operands[0]
         if name in _OF_FIRST:
             is_other = whole and (name in _SUMS or is_of(equation.invars[0].aval, np.inexact))
-            return _NOTHING if is_other else first if name in _IN_PLACE else _placed(first)
+            return _NOTHING if is_other else first
+        if name == 'select_n' and _limits(first) == (0, 0):
+            return operands[1]
         if name in _MIXED:
-            return self._mixed(name, equation, operands)
+            is_clipped = name in ('clamp', 'min')
+            mixed = operands[_MIXED[name]]
+            return _hull(map(_bounded, mixed) if is_clipped else mixed)
         if name in _POWERS or (name == 'mul' and equation.invars[0] is equation.invars[1]):
             squared = [each for each in first if each.form == 'same' and each.argument is not None]
-            return frozenset([each._replace(form='square', factor=_ANY) for each in squared])
+            return frozenset([each._replace(form='square', high=_ANY) for each in squared])
         if name in ('add', 'add_any'):
             return _sum(first, operands[1], whole)
         if name == 'sub':
             return _difference(first, operands[1], whole)
         if name == 'mul':
-            return self._product(equation, operands, whole)
+            return _product(equation, operands, whole)
         if name == 'div':
             limits = _limits(operands[1])
-            if limits is None:
-                return first
-            return _scaled(first, 1 / limits[0]) if limits[0] > 0 else _NOTHING
+            return first if limits is None or limits[0] > 0 else _NOTHING
         if name == 'lt' and not is_of(equation.invars[0].aval, np.inexact):
             # Integers that count from the end are not drawn.
             is_never = first and _limits(first) is None and _limits(operands[1]) == (0, 0)
             return _between(0, 0) if is_never else _NOTHING
         return _NOTHING
 
-    def _mixed(self, name: str, equation: Any, operands: Sequence[_Fact]) -> _Fact:
-        if name == 'select_n' and _limits(operands[0]) == (0, 0):
-            return operands[1]
-        chosen = operands[_MIXED[name]]
-        if name == 'concatenate' and shape_of(equation.outvars[0])[-1] == len(chosen) > 1:
-            columns = enumerate(chosen)  # each operand is one, if that is where they are put together
-            if {shape_of(atom)[-1] for atom in equation.invars} == {1}:
-                return frozenset([each._replace(column=i) for i, fact in columns for each in fact])
-        if name in ('clamp', 'min'):
-            chosen = [frozenset([each for each in fact if each.factor < _ANY]) for fact in chosen]
-        return _hull(chosen)
-
-    def _product(self, equation: Any, operands: Sequence[_Fact], whole: bool) -> _Fact:
-        one, other = map(_limits, operands)
-        if one is not None and other is not None:
-            corners = [a * b for a in one for b in other]
-            return _between(min(corners), max(corners))
-        for fact, limits in ((operands[0], other), (operands[1], one)):
-            if limits is not None:
-                return _scaled(fact, limits[1]) if limits[0] >= 0 < limits[1] else _NOTHING
-        if whole:
-            return _unknown(_hull(operands))
-        # Single numbers, such as those of schedules, are positive.
-        alone = [size_of(atom) == 1 for atom in equation.invars]
-        return _hull(operands) if all(operands) or any(alone) else _NOTHING
-
     # What they are used for
 
     def _look(self, name: str, equation: Any, operands: Sequence[_Fact]) -> None:
         shapes = [*map(shape_of, equation.invars)]
         if name == 'gather':
-            sizes = equations.slice_sizes(equation)
-            dims = equations.gather_dims(equation).start_index_map
-            self._index(equation, operands[1], [(dim, sizes[dim]) for dim in dims])
+            dims, sizes = equations.gather_dims(equation).start_index_map, equations.slice_sizes(equation)
+            self._index(equation, operands[1], {dim: sizes[dim] for dim in dims})
         elif name.startswith('scatter'):
             numbers = equations.scatter_dims(equation)
             gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-            windows = [dim for dim in range(len(shapes[0])) if dim not in gone]
+            windows = [dim for dim, _ in enumerate(shapes[0]) if dim not in gone]
             taken = dict(zip(windows, numbers.update_window_dims, strict=True))
             dims = numbers.scatter_dims_to_operand_dims
-            columns = [(dim, shapes[2][taken[dim]] if dim in taken else 1) for dim in dims]
-            self._index(equation, operands[1], columns)
+            self._index(
+                equation, operands[1], {dim: shapes[2][taken[dim]] if dim in taken else 1 for dim in dims}
+            )
         elif name in ('dynamic_slice', 'dynamic_update_slice'):
             part = shape_of(equation.outvars[0]) if name == 'dynamic_slice' else shapes[1]
             for dim, fact in enumerate(operands[len(operands) - len(part) :]):
-                self._index(equation, fact, [(dim, part[dim])])
-        elif name == 'ragged_dot_general':
-            rows, groups = shapes[0][equations.ragged_dim(equation)], size_of(equation.invars[2])
-            what = f'sizes of {groups} groups of {rows} rows'
-            self._use('index', operands[2], equation, what, rows // groups + 1)
+                self._index(equation, fact, {dim: part[dim]})
         elif name in ('random_wrap', 'threefry2x32'):
             self._use('key', frozenset().union(*operands[:2]), equation, 'bits of a key')
         elif name in _COMPARISONS:
@@ -266,29 +222,28 @@ class _Uses(Interpreter[_Fact]):
         elif name in ('div', 'rem'):
             self._positive(equation, operands[1], 'divisor')
 
-    def _index(self, equation: Any, fact: _Fact, columns: Sequence[tuple[int, int]]) -> None:
-        """Numbers of rows: of each column, along which dimension, and how many are taken at once."""
+    def _index(self, equation: Any, fact: _Fact, sizes: Mapping[int, int]) -> None:
+        """Numbers of rows: along which dimensions, and how many are taken at once."""
         shape = shape_of(equation.invars[0])
-        needs: list[Need] = ['index']
-        if equations.says_sorted(equation):
-            needs.append('sorted')
-        for column, (dim, size) in enumerate(columns):
-            own = [each for each in fact if each.column in (None, column)]
-            what = f'index in dimension {dim} of {shape}'
-            for need in needs:
-                self._use(need, own, equation, what, shape[dim] - size + 1)
+        limits = {dim: shape[dim] - size + 1 for dim, size in sizes.items()}
+        for dim, limit in limits.items():
+            if limit > 1 or max(limits.values()) == 1:  # where all is taken, the number is 0
+                what = f'index in dimension {dim} of {shape}'
+                self._use('index', fact, equation, what, limit)
+                if equations.says_sorted(equation):
+                    self._use('sorted', fact, equation, what, limit)
 
     def _compared(self, name: str, equation: Any, fact: _Fact, limits: tuple[float, float] | None) -> None:
         if limits is None or not 0 < limits[1] < _ANY or is_of(equation.invars[0].aval, np.inexact):
             return
-        fact = frozenset([each for each in fact if each.factor < _ANY])
-        most = int(limits[1]) + 1
+        is_equality, most = name in ('eq', 'ne'), int(limits[1]) + 1
         if limits[0] < limits[1]:
-            need: Need = 'index' if name in ('eq', 'ne') else 'length'
-            self._use(need, fact, equation, f'compared with each of {most}', most + (need == 'length'))
-        elif name in ('eq', 'ne') and not shape_of(equation.outvars[0]):
+            need: Need = 'index' if is_equality else 'length'
+            what = f'compared with each of {most}'
+            self._use(need, _bounded(fact), equation, what, most + (not is_equality))
+        elif is_equality and not shape_of(equation.outvars[0]):
             # One of rounds, as where gradients are accumulated.
-            self._use('index', fact, equation, f'compared with {most - 1}', most)
+            self._use('index', _bounded(fact), equation, f'compared with {most - 1}', most)
 
     def _positive(self, equation: Any, fact: _Fact, what: str) -> None:
         self._use('positive', [each for each in fact if each.form == 'same'], equation, what)
@@ -298,23 +253,17 @@ class _Uses(Interpreter[_Fact]):
         self, need: Need, fact: Iterable[_Source], equation: Any, what: str, limit: int | None = None
     ) -> None:
         for source in fact:
-            if source.argument is None:
-                continue
-            bound, blocks = 0, 1
-            if limit is not None:
-                most = (limit - 1 - max(source.high, 0)) // max(source.factor, 1 / _ANY)
-                bound = int(max(1, most + 1))
-                if -_ANY < source.low < source.high == 0 and source.low % bound == 0:
-                    blocks = int(-source.low // bound) + 1
-            uses = self.of_arguments[source.argument]
-            if need not in uses or bound < uses[need].bound:
-                calls = (*reversed(self._calls),)
-                uses[need] = Use(need, what, equation, calls, bound, blocks)
+            if source.argument is not None:
+                bound = 0 if limit is None else int(max(1, limit - max(source.high, 0)))
+                uses = self.of_arguments[source.argument]
+                if need not in uses or bound < uses[need].bound:
+                    line = line_of(equation, self._calls[::-1])
+                    uses[need] = Use(need, f'{what} in {line}' if line else what, bound)
 
 
 def _between(low: float, high: float) -> _Fact:
     """A value that does not depend on the arguments."""
-    return frozenset({_Source(None, 'same', 0, low, high)})
+    return frozenset({_Source(None, 'same', low, high)})
 
 
 def _constant(value: Any) -> _Fact:
@@ -336,47 +285,28 @@ def _is_whole(fact: _Fact) -> bool:
     return limits is not None and limits[0] == limits[1] and limits[0].is_integer()
 
 
-def _placed(fact: _Fact) -> _Fact:
-    return frozenset([each._replace(column=None) for each in fact])
-
-
-def _hull(facts: Iterable[_Fact], *, widened: bool = False) -> _Fact:
-    """The sources of several values: of each argument all that any has.
-
-    Args:
-        facts: the sources of each.
-        widened: what the first one does not have is everything, so that loops come to an end.
-    """
+def _hull(facts: Iterable[_Fact]) -> _Fact:
+    """The sources of several values: of each argument all that any has."""
     found: dict[Any, _Source] = {}
-    for source in (each for fact in facts for each in fact):
-        key = source.argument, source.form, source.column
-        before = found.setdefault(key, source)
-        factor, low = max(before.factor, source.factor), min(before.low, source.low)
-        high = max(before.high, source.high)
-        if widened:
-            factor = factor if factor == before.factor else _ANY
-            low, high = low if low == before.low else -_ANY, high if high == before.high else _ANY
-        found[key] = before._replace(factor=factor, low=low, high=high)
+    for source in itertools.chain.from_iterable(facts):
+        before = found.setdefault((source.argument, source.form), source)
+        low, high = min(before.low, source.low), max(before.high, source.high)
+        found[source.argument, source.form] = before._replace(low=low, high=high)
     return frozenset(found.values())
 
 
 def _sum(first: _Fact, second: _Fact, whole: bool) -> _Fact:
     """The sources of a sum. Floats may have anything added, as moving averages have squares."""
-    if whole and not (first and second):
-        return _unknown(first or second)
-    one, other = _limits(first), _limits(second)
-    if one is not None and other is not None:
-        return _between(one[0] + other[0], one[1] + other[1])
-    if other is not None:
-        return _moved(first, *other)
-    if one is not None:
-        return _moved(second, *one)
-    # Each is at most half of what both are together.
-    return _hull([_scaled(fact, 2 if whole else 1) for fact in (first, second)])
+    for fact, limits in ((first, _limits(second)), (second, _limits(first))):
+        if limits is not None and fact:
+            low, high = limits
+            return frozenset([each._replace(low=each.low + low, high=each.high + high) for each in fact])
+    both = _hull([first, second])
+    return _unknown(both) if whole else both
 
 
 def _difference(first: _Fact, second: _Fact, whole: bool) -> _Fact:
-    """The sources of a difference. Of floats, what is subtracted from an argument is taken to be small."""
+    """The sources of a difference. Of floats, what is subtracted of an argument is taken to be small."""
     if (limits := _limits(second)) is not None:
         return _sum(first, _between(-limits[1], -limits[0]), whole)
     if whole:
@@ -386,16 +316,25 @@ def _difference(first: _Fact, second: _Fact, whole: bool) -> _Fact:
     return first
 
 
+def _product(equation: Any, operands: Sequence[_Fact], whole: bool) -> _Fact:
+    one, other = map(_limits, operands)
+    if one is not None and other is not None:
+        corners = [a * b for a in one for b in other]
+        return _between(min(corners), max(corners))
+    if whole:
+        return _unknown(_hull(operands))
+    for fact, limits in ((operands[0], other), (operands[1], one)):
+        if limits is not None:
+            return fact if limits[0] >= 0 < limits[1] else _NOTHING
+    # Single numbers, such as those of schedules, are positive.
+    alone = [size_of(atom) == 1 for atom in equation.invars]
+    return _hull(operands) if all(operands) or any(alone) else _NOTHING
+
+
 def _unknown(fact: _Fact) -> _Fact:
     """The sources of integers that are not known, but taken to be within bounds if the argument is zero."""
-    return frozenset([each._replace(factor=_ANY) for each in fact if each.argument is not None])
+    return frozenset([each._replace(high=_ANY) for each in fact if each.argument is not None])
 
 
-def _moved(fact: _Fact, low: float, high: float) -> _Fact:
-    return frozenset([each._replace(low=each.low + low, high=each.high + high) for each in fact])
-
-
-def _scaled(fact: _Fact, by: float) -> _Fact:
-    return frozenset(
-        [each._replace(factor=by * each.factor, low=by * each.low, high=by * each.high) for each in fact]
-    )
+def _bounded(fact: _Fact) -> _Fact:
+    return frozenset([each for each in fact if each.high < _ANY])

@@ -59,15 +59,15 @@ INDICES = {
     'take': (lambda table, x: jnp.take(table, x, axis=1), ROWS, ('index', 4)),
     'take_along_axis': (lambda table, x: jnp.take_along_axis(table, x[:, None], 1), whole(10), ('index', 4)),
     'with numbers of rows': (lambda table, x: table[jnp.arange(10), x], whole(10), ('index', 4)),
-    'of other integers': (lambda table, x: table[2 * x + 1], ROWS, ('index', 5)),
-    'of a quotient': (lambda table, x: table[x // 3], ROWS, ('index', 28)),
+    'of other integers': (lambda table, x: table[2 * x + 1], ROWS, ('index', 1)),
+    'of a quotient': (lambda table, x: table[x // 3], ROWS, ('index', 10)),
     'of places': (lambda table, x: table[x + jnp.arange(4)], whole(), ('index', 7)),
     'of squares of places': (
         lambda table, x: table[x + jnp.arange(3) * jnp.arange(3)],
         whole(),
         ('index', 6),
     ),
-    'of parts of places': (lambda table, x: table[x + jnp.arange(7) // 3], whole(), ('index', 8)),
+    'of parts of places': (lambda table, x: table[x + jnp.arange(7) // 3], whole(), ('index', 4)),
     'of its square': (lambda table, x: table[x * x], ROWS, ('index', 1)),
     'of what is not known': (lambda table, x: table[x + jnp.argmax(table[:5, 0])], ROWS, ('index', 1)),
     'of a difference, clipped': (
@@ -89,11 +89,6 @@ INDICES = {
         ('sorted', 6),
     ),
     'one_hot': (lambda table, x: jax.nn.one_hot(x, 7), ROWS, ('index', 7)),
-    'branches': (
-        lambda table, x: jax.lax.switch(x, [jnp.sin, jnp.cos, jnp.tan], table),
-        whole(),
-        ('index', 3),
-    ),
     'in a loop': (
         lambda table, x: jax.lax.scan(lambda i, y: (i, table[y]), 0, x)[1],
         whole(5, 3),
@@ -115,7 +110,7 @@ INDICES = {
     'last of a length': (
         lambda table, x: jnp.where(jnp.arange(10) < x[:, None], 1, 0) + table[x - 1, 0, None],
         ROWS,
-        ('length', 10),
+        ('length', 4),
     ),
     'divisor': (lambda table, x: table[:3] / x[:, None].astype('float32'), ROWS, ('length', 8)),
     'steps': (lambda table, x: table * 0.9**x, whole(), ('count', 100)),
@@ -156,9 +151,14 @@ def test_floats_by_what_is_computed_of_them(name: str) -> None:
     assert role.kind == expected
 
 
-def test_of_each_column_the_bound_is_its_own() -> None:
+def test_numbers_of_several_dimensions_are_within_each() -> None:
     found = roles(lambda table, x, y: table[x, y], TABLE, ROWS, ROWS)
-    assert [role.bound for role in found[1:]] == [10, 4]
+    assert [role.bound for role in found[1:]] == [4, 4]
+
+
+def test_where_all_is_taken_nothing_is_looked_up() -> None:
+    [_, role] = roles(jax.vmap(lambda table, x: table[x], (None, 0)), TABLE, ROWS)
+    assert said(role) == ('index', 10)
 
 
 def test_keys_and_masks() -> None:
@@ -233,15 +233,14 @@ def test_leaves_differ() -> None:
 def test_values_are_in_their_roles() -> None:
     shape = (50, 40)
 
-    def values(kind: Any, bound: int | None = None, dtype: str = 'int32', blocks: int = 1) -> np.ndarray:
-        [found] = drawn([array(*shape, dtype=dtype)], [Role(kind, bound, '', blocks)], 0)
+    def values(kind: Any, bound: int | None = None, dtype: str = 'int32') -> np.ndarray:
+        [found] = drawn([array(*shape, dtype=dtype)], [Role(kind, bound)], 0)
         return found
 
     assert {*values('index', 3).flat} == {0, 1, 2}
     assert {*values('length', 4).flat} == {1, 2, 3}
     assert values('index', 2**31, 'int8').max() <= 127
     assert (np.diff(values('sorted', 100), axis=-1) >= 0).all()
-    assert {*values('index', 2, blocks=50)[7]} == {14, 15}
     fractions = values('fraction', None, 'float32')
     assert fractions.min() > 0
     assert fractions.max() < 1
@@ -281,9 +280,8 @@ def test_arrays_of_users_as_they_are_and_varied(rng: np.random.Generator) -> Non
     assert (np.sign(numbers) == np.sign(leaves[0])).all()
     assert (numbers != leaves[0]).all()
     np.testing.assert_allclose(numbers / leaves[0], 1, atol=0.2501)
-    assert (index != leaves[1]).any()
-    assert sorted(index) == [*range(12)]
-    assert mask.sum() == leaves[2].sum()
+    np.testing.assert_array_equal(index, leaves[1])
+    np.testing.assert_array_equal(mask, leaves[2])
     assert (zeros > 0).all()
     assert zeros.max() < 0.1
     assert (jax.random.key_data(key) != jax.random.key_data(leaves[4])).any()
