@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 import jax
 
 from scalax._transforms.sjit import SjitFunction
 from scalax._tree.paths import NamedTree, path_string
-from scalax._verify.alike import stem
-from scalax.rules._answer import Answer, AxisSizes, Decision, settled
+from scalax.rules._answer import Answer, AxisSizes
 from scalax.rules._prefix import is_rule
 from scalax.rules._rule import BuiltinRule, ShardingRule, answers_of
 
@@ -19,66 +18,37 @@ _OPTIONS = 'in_shardings', 'out_shardings', 'args_sharding_constraint', 'annotat
 
 
 class KeptRules:
-    """The decisions of rules about the arrays of a large step.
+    """What rules answered about the arrays of a large step, by their paths.
 
-    Args:
-        large: the sizes of the axes of its mesh.
+    Attributes:
+        are_known: whether the large step was traced; from then on the rules answer by that.
     """
 
-    def __init__(self, large: Mapping[str, int]) -> None:
-        self._large = dict(large)
-        self._decisions: dict[Hashable, Decision | None] = {}
-        self._otherwise: dict[str, None] = {}
+    def __init__(self) -> None:
+        self.are_known = False
+        self._answers: dict[Hashable, Answer] = {}
 
     def in_step(self, step: Any) -> Any:
-        """The step with rules that answer by what was decided first, if `sjit` made it."""
+        """The step with rules that take note of their answers, or repeat them, if `sjit` made it."""
         if not isinstance(step, SjitFunction):
             return step
         make, (helper, function) = step.__reduce__()
         options = {name: self._kept(name, make.keywords[name]) for name in _OPTIONS if name in make.keywords}
         return make(helper, function, **options)
 
-    def decided_otherwise(self, step: Any, args: Sequence[Any]) -> list[str]:
-        """The paths of the arrays of a small step about which rules, by their sizes, decide otherwise."""
-        self._otherwise.clear()
-        if isinstance(step, SjitFunction):
-            step.shardings_for(*args)
-        return [*self._otherwise]
-
     def _kept(self, option: str, rules: Any) -> Any:
-        return jax.tree.map_with_path(
-            lambda path, rule: (
-                _Kept(rule, self, (option, stem(path_string(path))))
-                if isinstance(rule, ShardingRule)
-                else rule
-            ),
-            rules,
-            is_leaf=is_rule,
-        )
+        def kept(path: Any, rule: Any) -> Any:
+            key = option, path_string(path)
+            return _Kept(rule, self, key) if isinstance(rule, ShardingRule) else rule
 
-    def answer(self, key: Hashable, path: str, now: Answer, axis_sizes: AxisSizes | None) -> Answer:
-        """The answer about an array.
+        return jax.tree.map_with_path(kept, rules, is_leaf=is_rule)
 
-        Args:
-            key: the rule.
-            path: the path of the array; those of all layers are alike.
-            now: what the rule says.
-            axis_sizes: the mesh for which it says so.
-        """
-        [decided] = settled([now])
-        if not isinstance(decided, Decision):
-            return now
-        place = key, stem(path)
-        if axis_sizes is not None and dict(axis_sizes) == self._large:
-            before = self._decisions.setdefault(place, decided)
-            if before is not None and before.spec != decided.spec:  # no one answer for all layers
-                self._decisions[place] = None
-            return now
-        before = self._decisions.get(place)
-        if before is None or before.spec == decided.spec:
-            return now
-        self._otherwise[path] = None
-        return before
+    def answer(self, key: Hashable, now: Answer) -> Answer:
+        """The answer about an array: what the rule says now, or what it said about the large step."""
+        if self.are_known:
+            return self._answers.get(key, now)
+        self._answers[key] = now
+        return now
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -92,8 +62,7 @@ class _Kept(BuiltinRule):
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         found = answers_of(self.rule, tree, axis_sizes)
-        pairs = zip(tree.paths, found, strict=True)
-        return [self.rules.answer(self.key, path, now, axis_sizes) for path, now in pairs]
+        return [self.rules.answer((self.key, path), now) for path, now in zip(tree.paths, found, strict=True)]
 
     @property
     def is_pure(self) -> bool:

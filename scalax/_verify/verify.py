@@ -13,11 +13,11 @@ import jax
 from scalax._jax.equations import equations
 from scalax._mesh.meshes import has_devices
 from scalax._report.tables import array_text
-from scalax._transforms.sjit import SjitFunction, name_of
+from scalax._transforms.sjit import SjitFunction, made_anew, name_of
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.progress import Note, progress
 from scalax._verify.first import first_difference, inner_difference
-from scalax._verify.reduce import Reduced, over, reduced, reduced_args
+from scalax._verify.reduce import Reduced, reduced
 from scalax._verify.retry import retries
 from scalax._verify.run import Comparison
 from scalax._verify.sides import OneDevice, Step, on_one_device
@@ -155,7 +155,7 @@ def _drawn(tree: Any) -> int:
     return sum(math.prod(leaf.shape) for leaf in structs)
 
 
-def _made(function: Any, helper: Any, given: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+def _made(function: Any, helper: Any, given: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
     """What the user's function makes for a helper."""
     made = function(helper, *given)
     if not isinstance(made, tuple | list) or len(made) != 2 or not isinstance(made[1], tuple | list):
@@ -176,23 +176,26 @@ def _reduced(
 ) -> Reduced:
     """The step, made small enough for the devices that are here."""
     devices = jax.local_devices()
-    if config is not None:
-        return reduced(function, config, helper, devices)
     if makes:
-        return reduced_args(lambda own: _made(function, own, ())[0], args, helper, devices)
+        return reduced(
+            lambda own, given: _made(function, own, () if config is None else (given,)),
+            config,
+            helper,
+            devices,
+        )
     if kwargs or not isinstance(function, SjitFunction):
         raise ArgumentError(
             f'{name_of(function)} has to be made small, because the devices of its mesh are not here, or its '
             'arguments are large: for that it is a function of sjit, called with arguments by position, or '
             'what makes the step for any helper'
         )
-    return reduced_args(over(function), args, helper, devices)
+    return reduced(lambda own, _: (made_anew(function, own), tuple(args)), None, helper, devices)
 
 
 def _said(small: Reduced, wanted: Mapping[str, int]) -> Iterator[str]:
     """What was made smaller, and what could not be."""
-    if small.mesh != wanted:
-        yield f'mesh ({axis_sizes_text(wanted)}) -> ({axis_sizes_text(small.mesh)})'
+    if (shape := small.helper.mesh.shape) != wanted:
+        yield f'mesh ({axis_sizes_text(wanted)}) -> ({axis_sizes_text(shape)})'
     if small.sizes:
         pairs = small.sizes.items()
         yield ', '.join(f'{name or "config"} {before} -> {after}' for name, (before, after) in pairs)
