@@ -24,54 +24,31 @@ from scalax._verify.sides import blocks_of
 from scalax._verify.verified import Difference, FirstDifference, first_line
 
 _DRAWS = 4
-_AT_ONCE = 16  # operations whose results are looked at in one program
-_ALL = 512  # the same where all are looked at
+_AT_ONCE = 512  # operations whose results are looked at in one program
 
 
-def first_difference(found: Comparison, seed: int) -> FirstDifference | str:
-    """The first operation whose result differs in the first step with some arguments; or why none is known.
+def first_difference(found: Comparison, seed: int) -> FirstDifference | str | None:
+    """The first operation whose result differs in the first step, also where those of the step are equal.
 
     Args:
-        found: a comparison with differences.
-        seed: the arguments that showed them.
+        found: a comparison.
+        seed: the arguments.
+
+    Returns:
+        The operation; why it is not known; or None, if what is seen of the values inside is right.
     """
     here = [*places(found.one.jaxpr)]
-    last: FirstDifference | None = None
-    low, high = 0, len(here)
-    while low < high:
-        # The last of each part: if it is right, so is what it was computed of.
-        part = -(-(high - low) // _AT_ONCE)
-        chosen = [min(start + part, high) - 1 for start in range(low, high, part)]
-        try:
-            differs = _differing(found, here, chosen, seed)
-        except Exception as error:  # noqa: BLE001 - a report is made without it
-            return first_line(error)
-        if differs is None:
-            break
-        number, _ = differs
-        last = _first(here, *differs)
-        low, high = max([low, *[i + 1 for i in chosen if i < number]]), number
-    # A wrong value that nothing is computed of is only seen where all are looked at.
-    return last or inner_difference(found, seed) or 'the values inside are right where they are looked at'
-
-
-def inner_difference(found: Comparison, seed: int) -> FirstDifference | str | None:
-    """The first of all operations whose result differs, also where the results of the step are equal."""
-    here = [*places(found.one.jaxpr)]
     try:
-        for start in range(0, len(here), _ALL):
-            differs = _differing(found, here, range(start, min(start + _ALL, len(here))), seed)
+        for start in range(0, len(here), _AT_ONCE):
+            differs = _differing(found, here, range(start, min(start + _AT_ONCE, len(here))), seed)
             if differs is not None:
-                return _first(here, *differs)
+                number, difference = differs
+                _, equation, calls = here[number]
+                line, inside = line_of(equation, calls), _between_devices(equation)
+                return FirstDifference(equation.primitive.name, line, difference, inside)
     except Exception as error:  # noqa: BLE001 - a report is made without it
         return first_line(error)
     return None
-
-
-def _first(here: Sequence[Any], number: int, difference: Difference) -> FirstDifference:
-    _, equation, calls = here[number]
-    inside = _between_devices(equation)
-    return FirstDifference(equation.primitive.name, line_of(equation, calls), difference, inside)
 
 
 def _differing(

@@ -83,13 +83,17 @@ def small_meshes(shape: Mapping[str, int], devices: int) -> list[dict[str, int]]
         )
 
     def cost(sizes: Sequence[int]) -> Any:
-        """First what does not divide the large mesh, then devices that are left over, then what is long."""
+        """What does not divide the large mesh, devices that are left over, what stays long, and where."""
         pairs = [*zip(shape.values(), sizes, strict=True)]
         uneven = sum(size % small > 0 for size, small in pairs)
-        return uneven, -math.prod(sizes), max(size / small for size, small in pairs)
+        return (
+            uneven,
+            -math.prod(sizes),
+            max(size / small for size, small in pairs),
+            [-small for small in sizes],
+        )
 
-    best = sorted(fitting[::-1], key=cost)  # of equal ones the one that is longest along the first axes
-    return [dict(zip(shape, sizes, strict=True)) for sizes in best]
+    return [dict(zip(shape, sizes, strict=True)) for sizes in sorted(fitting, key=cost)]
 
 
 def reduced(

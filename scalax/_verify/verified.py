@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -267,17 +268,9 @@ class Verified(Shown):
     def to_dict(self) -> dict[str, Any]:
         """The result in plain Python values, ready for ``json.dumps``."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**_jsonable(saved.plain(own)), 'ok': self.ok}
-
-
-def _jsonable(value: Any) -> Any:
-    """A plain value without numbers that JSON does not have: those are text."""
-    if isinstance(value, dict):
-        return {name: _jsonable(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [*map(_jsonable, value)]
-    finite = isinstance(value, float) and math.isfinite(value)
-    return value if finite or value is None or isinstance(value, bool | int | str) else str(value)
+        text = json.dumps(saved.plain(own), default=str)
+        # Numbers that JSON does not have are text.
+        return {**json.loads(text, parse_constant=lambda name: str(float(name))), 'ok': self.ok}
 
 
 def first_line(error: Exception) -> str:

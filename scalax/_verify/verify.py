@@ -16,7 +16,7 @@ from scalax._report.tables import array_text
 from scalax._transforms.sjit import SjitFunction, made_anew, name_of
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.progress import Note, progress
-from scalax._verify.first import first_difference, inner_difference
+from scalax._verify.first import first_difference
 from scalax._verify.reduce import Reduced, reduced
 from scalax._verify.retry import retries
 from scalax._verify.run import Comparison
@@ -71,7 +71,7 @@ def verify(
                 done += 1
             if inside and not found.differences:
                 note('comparing the values inside')
-                first = inner_difference(found, 0)
+                first = first_difference(found, 0)
             if found.differences:
                 shown = min(found.differences.values(), key=lambda each: each.step)
                 uncertain = found.differing_on_one_device(OneDevice(step, alone), shown.seed)
@@ -80,8 +80,10 @@ def verify(
                 uncertain = found.differing_on_one_device(found.one, 0)
             if found.differences.keys() - uncertain:
                 note('looking for the operation that differs first')
-                later = f'the results of the first step are right, those of step {shown.step} are not'
-                first = later if shown.step > 1 else first_difference(found, shown.seed)
+                first = f'the results of the first step are right, those of step {shown.step} are not'
+                if shown.step == 1:
+                    nothing = 'the values inside are right where they are looked at'
+                    first = first_difference(found, shown.seed) or nothing
                 for retry in retries(found, shown.seed, shown.step, note):
                     tried.append(retry)
         except KeyboardInterrupt:
