@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
 
+from scalax._plan.lowered_step import without_changes
 from scalax._trace.contexts import MeshOwner
 from scalax._tree.specs import axis_sizes_text
-from scalax._verify.search import Large, Made, Search, array_names
-from scalax._verify.sizes import Sizes, dimensions_of, numbers_of, resized, with_sizes
+from scalax._verify.search import Large, Made, Search
+from scalax._verify.sides import Step, helper_over
+from scalax._verify.sizes import Sizes, numbers_of, resized, with_sizes
 from scalax.errors import MeshError
 
 _SECONDS = 60.0
@@ -121,36 +122,20 @@ def reduced(
         ArgumentError: the step cannot be traced, neither as it is nor over the small mesh.
     """
     shape = helper.mesh.shape
-    large = Large(_over(helper, shape), _pure(*make(_over(helper, shape), config)))
+    own = helper_over(helper, shape)
+    large = Large(own, *_made(make, own, config))
     found = []
     for sizes in small_meshes(shape, len(devices))[:_MESHES]:
-        grid = np.array(devices[: math.prod(sizes.values())])
-        found.append(
-            _over_mesh(make, config, large, _over(helper, sizes), _over(helper, sizes, grid), seconds)
-        )
+        here = helper_over(helper, sizes, np.array(devices[: math.prod(sizes.values())]))
+        found.append(_over_mesh(make, config, large, helper_over(helper, sizes), here, seconds))
         if found[-1].is_alike:
             return found[-1]
     return found[0]
 
 
-def _over(helper: Any, sizes: Mapping[str, int], devices: Any = None) -> Any:
-    """The helper over a mesh of the same axes, of other sizes; without devices one that only traces."""
-    types, shape = helper.mesh.axis_types, tuple(sizes.values())
-    mesh = (
-        AbstractMesh(shape, tuple(sizes), axis_types=types)
-        if devices is None
-        else Mesh(devices.reshape(shape), tuple(sizes), axis_types=types)
-    )
-    return type(helper).from_mesh(
-        mesh, on_indivisible=helper.on_indivisible, follow_batch=helper.follow_batch
-    )
-
-
-def _pure(step: Any, args: tuple[Any, ...]) -> Made:
-    """The pure function behind a step that changes nnx modules, and what it takes; any other as it is."""
-    if hasattr(step, 'pure') and hasattr(step, 'arguments'):
-        return step.pure, step.arguments(*args)
-    return step, args
+def _made(make: Callable[[Any, Any], Made], helper: Any, config: Any) -> Made:
+    step, args, _ = without_changes(*make(helper, config), {})
+    return step, tuple(args)
 
 
 def _over_mesh(
@@ -160,22 +145,26 @@ def _over_mesh(
     until = time.monotonic() + seconds
 
     def configured(own: Any, sizes: Sizes) -> Made:
-        return _pure(*make(own, with_sizes(config, sizes)))
+        return _made(make, own, with_sizes(config, sizes))
 
     search = Search(large, small, dict(numbers_of(config)), configured, until)
-    searches, best = [search], search.sizes
+    searches = [search]
     if config is not None:
         search.run()
-        best = search.sizes
+    best = search.sizes
     if not search.is_small:  # the code has sizes of its own, such as how long the rows of the batch are
         step, args = configured(small, best)
-        first = {size: name for name, size in reversed([*dimensions_of(array_names(step, args), args)])}
+        given = Step(small, step, args, {})
+        first: dict[int, str] = {}
+        for path, leaf in zip(given.paths, given.leaves, strict=True):
+            for dim, size in enumerate(leaf.shape):
+                first.setdefault(size, f'dimension {dim} of {path}')
+        numbers = {name: size for size, name in first.items() if size > 1}
 
         def with_dimensions(own: Any, sizes: Sizes) -> Made:
             return configured(own, best)[0], resized(args, sizes, own.mesh)
 
-        names = {name: size for size, name in reversed(first.items())}
-        searches.append(Search(large, small, names, with_dimensions, until))
+        searches.append(Search(large, small, numbers, with_dimensions, until))
         searches[-1].run()
     last = searches[-1]
     step, args = last.made(here)

@@ -11,13 +11,12 @@ from typing import Any
 
 import jax
 
-from scalax._transforms.sjit import names_of_arguments
-from scalax._tree.paths import join, optional_path
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.user_frames import file_text, users_own
 from scalax._verify.alike import Program, division, lines, lost
 from scalax._verify.kept_rules import KeptRules
-from scalax._verify.sizes import Sizes, is_array
+from scalax._verify.sides import Step
+from scalax._verify.sizes import Sizes
 from scalax.errors import ArgumentError, plural
 
 Made = tuple[Any, tuple[Any, ...]]
@@ -41,11 +40,9 @@ class Large:
         program: its program.
     """
 
-    def __init__(self, helper: Any, made: Made) -> None:
-        step, args = made
+    def __init__(self, helper: Any, step: Any, args: Sequence[Any]) -> None:
         self.mesh, self.rules = helper.mesh, KeptRules()
-        jaxpr = traced(helper, self.rules.in_step(step), args)
-        self.program = Program(jaxpr, array_names(step, args), self.mesh.shape)
+        self.program = _program(helper, self.rules.in_step(step), args)
         self.rules.are_known = True
 
 
@@ -107,9 +104,8 @@ class Search:
         if key not in self._known:
             try:
                 step, args = self._make(self._helper, sizes)
-                jaxpr = traced(self._helper, self._large.rules.in_step(step), args)
-                names, mesh = array_names(step, args), self._helper.mesh.shape
-                self._known[key] = Program(jaxpr, names, mesh, self._wanted)
+                own = self._large.rules.in_step(step)
+                self._known[key] = _program(self._helper, own, args, self._wanted)
             except Exception as error:  # noqa: BLE001 - of the user's code, whatever it is
                 self._known[key] = _failure(error)
         return self._known[key]
@@ -219,29 +215,12 @@ class Search:
                 yield f'... and {plural(len(every) - _SHOWN, "line")} more'
 
 
-def traced(helper: Any, step: Any, args: Sequence[Any]) -> Any:
+def _program(helper: Any, step: Any, args: Sequence[Any], like: Program | None = None) -> Program:
     """What a step computes."""
-    leaves, structure = jax.tree.flatten(tuple(args))
-    arrays = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-
-    def call(values: Sequence[Any]) -> Any:
-        given = {**dict(enumerate(leaves)), **dict(zip(arrays, values, strict=True))}
-        return step(*jax.tree.unflatten(structure, given.values()))
-
+    own = Step(helper, step, args, {})
     with helper.get_context():
-        return jax.make_jaxpr(call)([leaves[i] for i in arrays])
-
-
-def array_names(step: Any, args: Sequence[Any]) -> list[str]:
-    """What the arrays among the arguments of a step are called."""
-    own = names_of_arguments(step, args) or []
-    names = own if len(own) == len(args) else [f'argument {i}' for i, _ in enumerate(args)]
-    return [
-        join(name, optional_path(path)) or name
-        for name, argument in zip(names, args, strict=True)
-        for path, leaf in jax.tree.leaves_with_path(argument)
-        if is_array(leaf)
-    ]
+        jaxpr = jax.make_jaxpr(lambda *leaves: own.call(leaves))(*own.leaves)
+    return Program(jaxpr, own.paths, helper.mesh.shape, like)
 
 
 def _failure(error: Exception) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._follow.followed_batch import line_of
 from scalax._jax import equations
@@ -27,11 +26,27 @@ from scalax.errors import ArgumentError, shown
 _UNSAID = dict.fromkeys(('in_shardings', 'out_shardings', 'args_sharding_constraint', 'annotation_shardings'))
 
 
+def helper_over(helper: Any, sizes: Mapping[str, int], devices: Any = None, **options: Any) -> Any:
+    """A helper with the options of another one, over a mesh of its axes; without devices it only traces.
+
+    Args:
+        helper: the other one.
+        sizes: mesh axis -> size.
+        devices: an array of so many devices.
+        options: other options.
+    """
+    shape, names, types = tuple(sizes.values()), tuple(sizes), helper.mesh.axis_types
+    mesh = (
+        AbstractMesh(shape, names, types) if devices is None else Mesh(devices.reshape(shape), names, types)
+    )
+    own = {'on_indivisible': helper.on_indivisible, 'follow_batch': helper.follow_batch}
+    return type(helper).from_mesh(mesh, **{**own, **options})
+
+
 def on_one_device(helper: Any) -> Any:
     """The helper of a mesh with one device: all of its axes have one element."""
-    mesh = helper.mesh
-    one = Mesh(mesh.devices.flat[:1].reshape((1,) * mesh.devices.ndim), mesh.axis_names, mesh.axis_types)
-    return type(helper).from_mesh(one, on_indivisible=helper.on_indivisible, follow_batch=False)
+    sizes = dict.fromkeys(helper.mesh.axis_names, 1)
+    return helper_over(helper, sizes, helper.mesh.devices.flat[:1], follow_batch=False)
 
 
 class Step:
@@ -66,7 +81,7 @@ class Step:
         if isinstance(self.function, SjitFunction):
             call = call_of(self.function, args, kwargs)
             # Numbers of Python as arrays of JAX, which know that their type is a weak one.
-            self.leaves = [leaf if _is_array(leaf) else jax.numpy.asarray(leaf) for leaf in call.leaves]
+            self.leaves = [leaf if is_array(leaf) else jax.numpy.asarray(leaf) for leaf in call.leaves]
             self.paths = [call.path(i) for i in range(len(call.leaves))]
             slots = call.by_slot(range(len(call.leaves)))
             self._donated = {i for slot in call.layout.donated for i in slots.get(slot, ())}
@@ -76,7 +91,7 @@ class Step:
         else:
             tree = NamedTree.of(_named(self.function, args, kwargs))
             # Of a function of jax.jit nobody knows which arguments are static: what is no array.
-            arrays = [i for i, leaf in enumerate(tree.leaves) if _is_array(leaf)]
+            arrays = [i for i, leaf in enumerate(tree.leaves) if is_array(leaf)]
             self.leaves, self.paths = [tree.leaves[i] for i in arrays], [tree.paths[i] for i in arrays]
             self._arguments = functools.partial(_with_leaves, (tuple(args), dict(kwargs)), arrays)
 
@@ -109,12 +124,13 @@ class Step:
         A result, or one of several, that is a tree of the structure, the shapes and the dtypes of an argument
         takes its place; a single array, which may look alike by chance, only that of a donated argument.
         """
-        numbered = self.arguments([_Number(i) for i in range(len(self.leaves))])
+        shapes = [*map(shape_of, self.leaves)]
+        known, (args, kwargs) = {id(shape): i for i, shape in enumerate(shapes)}, self.arguments(shapes)
         given: dict[Any, list[int]] = {}
-        for tree, own in zip(*map(_each, (numbered, self.arguments(self.leaves))), strict=True):
-            numbers = [each.number for each in jax.tree.leaves(tree) if isinstance(each, _Number)]
+        for tree in (*args, *kwargs.values()):
+            numbers = [known[id(leaf)] for leaf in jax.tree.leaves(tree) if id(leaf) in known]
             if len(numbers) > 1 or not self._donated.isdisjoint(numbers):
-                given.setdefault(kind_of(own), numbers)
+                given.setdefault(kind_of(tree), numbers)
         found: dict[int, int] = {}
 
         def match(tree: Any, first: int) -> bool:
@@ -153,23 +169,11 @@ class Step:
             return changed(*args, **kwargs)
 
         jitted = jax.jit(flat, in_shardings=tuple(jax.tree.leaves(compiled.input_shardings)))
-        return lambda *args, **kwargs: jitted(*filter(_is_array, jax.tree.leaves((args, kwargs))))
+        return lambda *args, **kwargs: jitted(*filter(is_array, jax.tree.leaves((args, kwargs))))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Number:
-    """Stands for a leaf."""
-
-    number: int
-
-
-def _each(call: tuple[Sequence[Any], Mapping[str, Any]]) -> list[Any]:
-    """The arguments of a call, those by name behind the others."""
-    args, kwargs = call
-    return [*args, *kwargs.values()]
-
-
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf of arguments is an array; others are static."""
     return hasattr(leaf, 'dtype')
 
 

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from scalax._tree.paths import dtype_on_devices
+from scalax._verify.sides import is_array
 
 Sizes = Mapping[int, int]
 """Of each number the one in its place."""
@@ -46,13 +47,6 @@ def with_sizes(config: Any, sizes: Sizes) -> Any:
     return type(config)(*parts.values()) if hasattr(config, '_fields') else type(config)(parts.values())
 
 
-def dimensions_of(names: Sequence[str], args: Sequence[Any]) -> Iterator[tuple[str, int]]:
-    """The dimensions of the arrays among arguments, with their names."""
-    arrays = filter(is_array, jax.tree.leaves(args))
-    for name, leaf in zip(names, arrays, strict=True):
-        yield from ((f'dimension {dim} of {name}', size) for dim, size in enumerate(leaf.shape) if size > 1)
-
-
 def resized(args: Sequence[Any], sizes: Sizes, mesh: Any) -> tuple[Any, ...]:
     """Arguments as ShapeDtypeStructs with other dimensions in the place of some, over another mesh."""
 
@@ -65,8 +59,3 @@ def resized(args: Sequence[Any], sizes: Sizes, mesh: Any) -> tuple[Any, ...]:
         return jax.ShapeDtypeStruct(shape, dtype_on_devices(leaf), sharding=placed)
 
     return jax.tree.map(smaller, tuple(args))
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether a leaf of arguments has a shape; others are static."""
-    return hasattr(leaf, 'shape') and hasattr(leaf, 'dtype')

@@ -288,7 +288,7 @@ def _differences(verified: Verified) -> Table:
     for each in verified.differences:
         if not each.raised:
             spec = '' if each.spec is None else text(each.spec)
-            values = map(Cell, _apart(each.found, each.expected))
+            values = Cell(_short(each.found, 6)), Cell(_short(each.expected, 6))
             sizes = Cell(_short(each.error), each.error), Cell(_short(each.explained), each.explained)
             rows.append(
                 [each.place, each.array, spec, *values, *sizes, Cell(f'{each.seeds} of {verified.seeds}')]
@@ -319,15 +319,6 @@ def _times(difference: Difference, mesh: Mapping[str, int]) -> str:
     return (
         f'that is {count} times too {off}, the number of devices along {" or ".join(found)}' if found else ''
     )
-
-
-def _apart(found: Any, expected: Any) -> tuple[str, str]:
-    """Two values with as many digits as tell them apart."""
-    for digits in range(3, 17):
-        texts = _short(found, digits), _short(expected, digits)
-        if texts[0] != texts[1]:
-            break
-    return texts
 
 
 def _arguments(verified: Verified) -> Table:

@@ -121,7 +121,6 @@ def _sides(
         raise ArgumentError(
             f'verify got no arguments for {name_of(function)}: give them, arrays or ShapeDtypeStructs'
         )
-    given = () if config is None else (config,)
     if config is not None and not makes:
         raise ArgumentError(
             'config is for a function that makes the step: give that alone, without arguments'
@@ -136,19 +135,28 @@ def _sides(
             f'the mesh has devices of several processes, and verify runs in one: run {name_of(function)} on '
             'the devices of one host, or on simulated ones'
         )
-    step, own = _made(function, helper, given) if makes else (function, args)
-    small, wanted = None, dict(helper.mesh.shape)
+
+    def make(own: Any, given: Any) -> tuple[Any, tuple[Any, ...]]:
+        if makes:
+            return _made(function, own, given)
+        return function if own is helper else made_anew(function, own), tuple(args)
+
+    said: tuple[str, ...] = ()
+    (step, own), over = make(helper, config), helper
     if not has_devices(helper.mesh) or _drawn((own, kwargs)) > _MOST_DRAWN:
+        if kwargs or not (makes or isinstance(function, SjitFunction)):
+            raise ArgumentError(
+                f'{name_of(function)} has to be made small, because the devices of its mesh are not here, or '
+                'its arguments are large: for that it is a function of sjit, called with arguments by '
+                'position, or what makes the step for any helper'
+            )
         note('making it small')
-        small = _reduced(helper, function, own, kwargs, config, makes)
-        helper, step, own = small.helper, small.step, small.args
-        given = () if config is None else (small.config,)
-    said = () if small is None else tuple(_said(small, wanted))
-    if not makes:
-        return Step(helper, step, own, kwargs), None, said
-    one = on_one_device(helper)
-    alone, _ = _made(function, one, given)
-    return Step(helper, step, own, {}), Step(one, alone, own, {}), said
+        small = reduced(make, config, helper, jax.local_devices())
+        over, step, own, config = small.helper, small.step, small.args, small.config
+        said = tuple(_said(small, dict(helper.mesh.shape)))
+    one = on_one_device(over)
+    alone = Step(one, make(one, config)[0], own, {}) if makes else None
+    return Step(over, step, own, kwargs), alone, said
 
 
 def _drawn(tree: Any) -> int:
@@ -157,9 +165,9 @@ def _drawn(tree: Any) -> int:
     return sum(math.prod(leaf.shape) for leaf in structs)
 
 
-def _made(function: Any, helper: Any, given: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+def _made(function: Any, helper: Any, config: Any) -> tuple[Any, tuple[Any, ...]]:
     """What the user's function makes for a helper."""
-    made = function(helper, *given)
+    made = function(helper) if config is None else function(helper, config)
     if not isinstance(made, tuple | list) or len(made) != 2 or not isinstance(made[1], tuple | list):
         raise ArgumentError(
             f'{name_of(function)} is called with a helper, because verify got no arguments for it: it has to '
@@ -171,27 +179,6 @@ def _made(function: Any, helper: Any, given: Sequence[Any]) -> tuple[Any, tuple[
 def _kind(made: Any) -> str:
     kind = type(made).__name__
     return f'a {kind} of {", ".join(type(each).__name__ for each in made)}' if kind == 'tuple' else kind
-
-
-def _reduced(
-    helper: Any, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], config: Any, makes: bool
-) -> Reduced:
-    """The step, made small enough for the devices that are here."""
-    devices = jax.local_devices()
-    if makes:
-        return reduced(
-            lambda own, given: _made(function, own, () if config is None else (given,)),
-            config,
-            helper,
-            devices,
-        )
-    if kwargs or not isinstance(function, SjitFunction):
-        raise ArgumentError(
-            f'{name_of(function)} has to be made small, because the devices of its mesh are not here, or its '
-            'arguments are large: for that it is a function of sjit, called with arguments by position, or '
-            'what makes the step for any helper'
-        )
-    return reduced(lambda own, _: (made_anew(function, own), tuple(args)), None, helper, devices)
 
 
 def _said(small: Reduced, wanted: Mapping[str, int]) -> Iterator[str]:
