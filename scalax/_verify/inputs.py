@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from scalax._jax.equations import opened
-from scalax._verify.uses import Need, Use, is_of, uses_of
+from scalax._verify.uses import Kind, Role, is_of, uses_of
 
-Kind = Literal[
-    'key', 'mask', 'index', 'sorted', 'length', 'count', 'integer', 'fraction', 'positive', 'number'
-]
 # So few that some are equal: numbers of segments and kinds of tokens are compared with each other.
 _FEW = 8
 # At step 0 schedules are zero, and so are the averages that corrections for the first steps divide by.
 _STEPS = 3, 100
-
-
-@dataclasses.dataclass(frozen=True)
-class Role:
-    """What values a leaf of the arguments may have.
-
-    Attributes:
-        kind: a `key`; a `mask` of booleans; an `index` in [0, bound), or these in order (`sorted`); a
-            `length` in [1, bound); a `count` of steps; any `integer`; a `fraction` of 1; `positive`; any
-            `number`.
-        bound: integers are below it.
-        why: what the step does with the leaf, and in which line; empty if it may be anything of its dtype.
-    """
-
-    kind: Kind
-    bound: int | None = None
-    why: str = ''
 
 
 def roles_of(jaxpr: Any) -> list[Role]:
@@ -46,26 +25,27 @@ def roles_of(jaxpr: Any) -> list[Role]:
     return [_role(var.aval, uses) for var, uses in pairs]
 
 
-def _role(aval: Any, uses: dict[Need, Use]) -> Role:
+def _role(aval: Any, uses: dict[Kind, Role]) -> Role:
     if is_of(aval, jax.dtypes.prng_key):
         return Role('key')
     if is_of(aval, np.bool_):
         return Role('mask')
     if is_of(aval, np.integer):
         return _role_of_integers(uses, alone=not aval.shape)
-    use = uses.get('fraction') or uses.get('positive')
-    return Role('number') if use is None else Role(use.need, why=use.why)
+    return uses.get('fraction') or uses.get('positive') or Role('number')
 
 
-def _role_of_integers(uses: dict[Need, Use], *, alone: bool) -> Role:
+def _role_of_integers(uses: dict[Kind, Role], *, alone: bool) -> Role:
     # The last element of a row, for one, is looked up by the length of the row.
-    above = next((uses[need] for need in ('length', 'positive') if need in uses), None)
+    above = uses.get('length') or uses.get('positive')
     use = uses.get('key') or uses.get('index') or above
-    if use is None or (alone and use.need == 'positive'):
+    if use is None or (alone and use.kind == 'positive'):
         return Role('count', _STEPS[1]) if alone else Role('integer', _FEW)
-    is_length = above is not None and not alone and use.bound != 1
-    kind: Kind = 'sorted' if 'sorted' in uses and not alone else 'length' if is_length else use.need
-    return Role(kind, use.bound or (_FEW if is_length else None), use.why)
+    if alone or use.kind == 'key':
+        return use
+    is_length = above is not None and use.bound != 1
+    kind: Kind = 'sorted' if 'sorted' in uses else 'length' if is_length else use.kind
+    return Role(kind, use.bound or _FEW, use.why)
 
 
 def drawn(avals: Sequence[Any], roles: Sequence[Role], seed: int) -> list[Any]:

@@ -170,18 +170,9 @@ def seed_of(*numbers: int) -> int:
 
 def difference(path: str, result: Any, error: Error, limit: Explained, seed: int, step: int) -> Difference:
     """A difference, as users see it."""
-    return Difference(
-        path,
-        array_text(str(result.dtype), result.shape),
-        getattr(result.sharding, 'spec', None),
-        error.largest,
-        limit.largest,
-        error.index,
-        error.found,
-        error.expected,
-        seed,
-        step,
-    )
+    array, spec = array_text(str(result.dtype), result.shape), getattr(result.sharding, 'spec', None)
+    values = error.index, error.found, error.expected
+    return Difference(path, array, spec, error.largest, limit.largest, *values, seed, step)
 
 
 def _moved(leaf: Any, seed: int) -> Any:

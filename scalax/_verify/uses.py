@@ -5,6 +5,7 @@ Nobody says which values an argument may have; the jaxpr does.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,25 +22,29 @@ from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import constants_of
 from scalax._jaxprs.interpreter import Interpreter
 
-Need = Literal['key', 'index', 'sorted', 'length', 'fraction', 'positive']
+Kind = Literal[
+    'key', 'mask', 'index', 'sorted', 'length', 'count', 'integer', 'fraction', 'positive', 'number'
+]
 
 
-class Use(NamedTuple):
-    """A use that not all values allow.
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """What values a leaf of the arguments may have.
 
     Attributes:
-        need: what they must be: bits of a `key`; in [0, bound) as an `index`, or in order, too (`sorted`); in
-            [1, bound) as a `length`; a `fraction` of 1; `positive`.
-        why: what is done with them, and in which line.
-        bound: integers are below it; 0 if they may be any.
+        kind: a `key`; a `mask` of booleans; an `index` in [0, bound), or these in order (`sorted`); a
+            `length` in [1, bound); a `count` of steps; any `integer`; a `fraction` of 1; `positive`; any
+            `number`.
+        bound: integers are below it.
+        why: what the step does with the leaf, and in which line; empty if it may be anything of its dtype.
     """
 
-    need: Need
-    why: str
-    bound: int = 0
+    kind: Kind
+    bound: int | None = None
+    why: str = ''
 
 
-def uses_of(jaxpr: Any) -> list[dict[Need, Use]]:
+def uses_of(jaxpr: Any) -> list[dict[Kind, Role]]:
     """The uses of each argument of a closed jaxpr: of each kind the one that allows least."""
     return _Uses(jaxpr).of_arguments
 
@@ -99,7 +104,7 @@ class _Uses(Interpreter[_Fact]):
     def __init__(self, jaxpr: Any) -> None:
         super().__init__(_NOTHING)
         count = len(opened(jaxpr).invars)
-        self.of_arguments: list[dict[Need, Use]] = [{} for _ in range(count)]
+        self.of_arguments: list[dict[Kind, Role]] = [{} for _ in range(count)]
         self._constants: dict[int, _Fact] = {
             id(var): _constant(value)
             for var, value in constants_of(jaxpr)
@@ -238,7 +243,7 @@ class _Uses(Interpreter[_Fact]):
             return
         is_equality, most = name in ('eq', 'ne'), int(limits[1]) + 1
         if limits[0] < limits[1]:
-            need: Need = 'index' if is_equality else 'length'
+            need: Kind = 'index' if is_equality else 'length'
             what = f'compared with each of {most}'
             self._use(need, _bounded(fact), equation, what, most + (not is_equality))
         elif is_equality and not shape_of(equation.outvars[0]):
@@ -250,15 +255,15 @@ class _Uses(Interpreter[_Fact]):
         self._use('fraction', [each for each in fact if each.form == 'below'], equation, what)
 
     def _use(
-        self, need: Need, fact: Iterable[_Source], equation: Any, what: str, limit: int | None = None
+        self, kind: Kind, fact: Iterable[_Source], equation: Any, what: str, limit: int | None = None
     ) -> None:
         for source in fact:
             if source.argument is not None:
-                bound = 0 if limit is None else int(max(1, limit - max(source.high, 0)))
+                bound = None if limit is None else int(max(1, limit - max(source.high, 0)))
                 uses = self.of_arguments[source.argument]
-                if need not in uses or bound < uses[need].bound:
+                if kind not in uses or (bound or 0) < (uses[kind].bound or 0):
                     line = line_of(equation, self._calls[::-1])
-                    uses[need] = Use(need, f'{what} in {line}' if line else what, bound)
+                    uses[kind] = Role(kind, bound, f'{what} in {line}' if line else what)
 
 
 def _between(low: float, high: float) -> _Fact:

@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks.unchanged.catalogue import all_models
 from benchmarks.unchanged.measure import arguments, training_step
-from scalax._verify.inputs import Role, drawn, roles_of, varied
+from scalax._verify.inputs import drawn, roles_of, varied
+from scalax._verify.uses import Role
 
 MODELS = {model.name: model for model in all_models('small')}
 # Half the time of compiling.
