@@ -27,7 +27,6 @@ from scalax._jax.equations import (
     PLACES,
     equations,
     jaxprs_in,
-    loop_of,
     name_stack,
     opened,
     shape_of,
@@ -65,8 +64,8 @@ class Program:
         operations: its operations and their meetings, by numbers that programs to be compared share; for each
             the equation, and those around it, from the innermost one.
         divisions: the same for the divisions.
-        elements: how many all arguments and results have, these in every round of a loop; an operation that
-            is written out again counts as `_AGAIN` of them.
+        elements: how many all arguments and results have; an operation that is written out again counts as
+            `_AGAIN` of them.
     """
 
     def __init__(
@@ -78,13 +77,13 @@ class Program:
         self.operations: Facts = {}
         self.divisions: Facts = {}
         self.elements = sum(map(size_of, opened(jaxpr).invars))
-        self._read(opened(jaxpr), [self._number(stem(name)) for name in names], (), 1, ())
+        self._read(opened(jaxpr), [self._number(stem(name)) for name in names], (), ())
 
     def _number(self, thing: Hashable) -> int:
         return self._numbers.setdefault(thing, len(self._numbers))
 
     def _read(
-        self, jaxpr: Any, given: Sequence[int | None], path: Path, rounds: int, calls: Sequence[Any]
+        self, jaxpr: Any, given: Sequence[int | None], path: Path, calls: Sequence[Any]
     ) -> list[int | None]:
         """Reads a jaxpr; the numbers of the operations that give its results.
 
@@ -92,7 +91,6 @@ class Program:
             jaxpr: the open jaxpr.
             given: the numbers of what gives it its arguments.
             path: the lines of the equations around it.
-            rounds: how often it runs.
             calls: those equations, from the innermost one.
         """
         makers: dict[int, int | None] = dict(zip(map(id, jaxpr.invars), given, strict=False))
@@ -106,12 +104,12 @@ class Program:
         same = itertools.takewhile(lambda each: len({*each}) == 1, zip(*own, strict=False))
         shared = sum(1 for _ in same)
         for equation, lines in zip(jaxpr.eqns, paths, strict=True):
-            number = self._equation(equation, makers, (*path, *lines[shared:]), rounds, calls)
+            number = self._equation(equation, makers, (*path, *lines[shared:]), calls)
             makers.update(dict.fromkeys(map(id, equation.outvars), number))
         return [makers.get(id(atom)) for atom in jaxpr.outvars]
 
     def _equation(
-        self, equation: Any, makers: Mapping[int, int | None], path: Path, rounds: int, calls: Sequence[Any]
+        self, equation: Any, makers: Mapping[int, int | None], path: Path, calls: Sequence[Any]
     ) -> int:
         """Reads an equation; its number."""
 
@@ -133,16 +131,15 @@ class Program:
         for place, source in enumerate(sources):
             # Of what takes whole trees, each array with what it is; of others, in which place it is.
             note(self.operations, number, 'takes', source, place if whole else taken[place])
-        again = rounds * (loop_of(equation).length or 1) if name == 'scan' else rounds
         results: Sequence[int | None] = [None] * len(made)
         for inner in held:
             given = sources[max(0, len(sources) - len(inner.invars)) :]
-            found = self._read(inner, given, path, again, (equation, *calls))
+            found = self._read(inner, given, path, (equation, *calls))
             results = found if len(found) == len(made) else results
         for shape, *result in zip(map(shape_of, equation.outvars), results, made, strict=True):
             if not whole:
                 note(self.operations, number, 'gives', *result)
-            self.elements += rounds * math.prod(shape)
+            self.elements += math.prod(shape)
             divides = [size % each == 0 for size in shape for each in self._parts.values()]
             note(self.divisions, number, *divides)
         return number

@@ -44,8 +44,7 @@ def _role_of_integers(uses: dict[Kind, Role], *, alone: bool) -> Role:
     if alone or use.kind == 'key':
         return use
     is_length = above is not None and use.bound != 1
-    kind: Kind = 'sorted' if 'sorted' in uses else 'length' if is_length else use.kind
-    return Role(kind, use.bound or _FEW, use.why)
+    return Role('length' if is_length else use.kind, use.bound or _FEW, use.why)
 
 
 def drawn(avals: Sequence[Any], roles: Sequence[Role], seed: int) -> list[Any]:
@@ -98,8 +97,7 @@ def _mask(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
 def _integers(shape: tuple[int, ...], role: Role, most: int, rng: np.random.Generator) -> Any:
     bound = min(role.bound or _FEW, most + 1)
     least = {'length': 1, 'count': _STEPS[0]}.get(role.kind, 0)
-    found = rng.integers(min(least, bound - 1), bound, shape)
-    return np.sort(found) if role.kind == 'sorted' and shape else found
+    return rng.integers(min(least, bound - 1), bound, shape)
 
 
 def _floats(shape: tuple[int, ...], kind: Kind, rng: np.random.Generator) -> Any:

@@ -38,7 +38,7 @@ class Reduced:
         args: its arguments, ShapeDtypeStructs.
         config: its configuration; None if there is none.
         sizes: what is smaller: name -> size before and after.
-        said: what is not smaller or not alike, and why, with lines of the user's code.
+        said: what is not alike, with lines of the user's code.
         is_alike: whether its program is that of the large step, but for sizes.
     """
 
@@ -168,13 +168,12 @@ def _over_mesh(
         searches[-1].run()
     last = searches[-1]
     step, args = last.made(here)
-    said = [text for each in searches for text in each.said()]
     return Reduced(
         here,
         step,
         args,
         with_sizes(config, best),
         {name: sizes for each in searches for name, sizes in each.smaller().items()},
-        (*said, *last.differences()),
+        tuple(last.differences()),
         last.is_alike,
     )

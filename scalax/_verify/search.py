@@ -25,7 +25,7 @@ Made = tuple[Any, tuple[Any, ...]]
 # Elements. Fewer run in no time; more are worth it where dimensions then divide as before.
 _FEW, _MANY = 2**24, 2**27
 _PERIOD = 2**12  # which numbers divide alike repeats after fewer than these
-_LONG = 32  # a dimension that is worth a word
+_LONG = 32  # numbers from here on may be one and another plus one or two
 _MOST = 8  # numbers of a kind that are tried in the place of one
 _SHOWN = 5  # lines of differences
 _JAX = jax.__file__.removesuffix('__init__.py')
@@ -78,7 +78,6 @@ class Search:
                 self._units.append([number])
         self.sizes: Sizes = {number: number for number in numbers.values()}
         self._known: dict[tuple[int, ...], Program | str] = {}
-        self._refused: dict[int, str] = {}
         self._idle: set[int] = set()
         found = self._program(self.sizes)
         self._now = found if isinstance(found, Program) else None
@@ -155,19 +154,16 @@ class Search:
         is_done = self._score(self._now) <= (0, _MANY, 0, _FEW)
         if is_done or min(sizes.values()) < 2 or time.monotonic() > self._until:
             return False
-        found, first = self._program(sizes), changes[0][0][0]
-        if isinstance(found, str):
-            self._refused.setdefault(first, found)
-            return False
+        found = self._program(sizes)
         right = self._wanted.operations.keys() & (self._now.operations.keys() if self._now else ())
-        if wrong := {each: self._wanted.operations[each] for each in right - found.operations.keys()}:
-            self._refused.setdefault(first, f'the program would change at {lines(wrong)[0]}')
-        elif self._score(found) < self._score(self._now):
-            self.sizes, self._now = sizes, found
-            return True
-        elif self._score(found) == self._score(self._now):
-            self._idle.add(first)
-        return False
+        if isinstance(found, str) or not right <= found.operations.keys():
+            return False
+        if self._score(found) == self._score(self._now):
+            self._idle.add(changes[0][0][0])
+        if self._score(found) >= self._score(self._now):
+            return False
+        self.sizes, self._now = sizes, found
+        return True
 
     def _candidates(self, unit: Sequence[int]) -> list[int]:
         """Smaller numbers: the least ones and divisors that divide as the first one did, then others."""
@@ -195,12 +191,6 @@ class Search:
         """What became smaller: name -> number before and after."""
         pairs = {name: (number, self.sizes[number]) for name, number in self._numbers.items()}
         return {name: (before, now) for name, (before, now) in pairs.items() if before != now}
-
-    def said(self) -> Iterator[str]:
-        """What is no smaller than it was, and why."""
-        for name, number in self._numbers.items():
-            if self.sizes[number] == number >= _LONG and number in self._refused:
-                yield f'{name} stays {number}: {self._refused[number]}'
 
     def differences(self) -> Iterator[str]:
         """How the small program differs from the large one."""

@@ -22,9 +22,7 @@ from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import constants_of
 from scalax._jaxprs.interpreter import Interpreter
 
-Kind = Literal[
-    'key', 'mask', 'index', 'sorted', 'length', 'count', 'integer', 'fraction', 'positive', 'number'
-]
+Kind = Literal['key', 'mask', 'index', 'length', 'count', 'integer', 'fraction', 'positive', 'number']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +30,8 @@ class Role:
     """What values a leaf of the arguments may have.
 
     Attributes:
-        kind: a `key`; a `mask` of booleans; an `index` in [0, bound), or these in order (`sorted`); a
-            `length` in [1, bound); a `count` of steps; any `integer`; a `fraction` of 1; `positive`; any
-            `number`.
+        kind: a `key`; a `mask` of booleans; an `index` in [0, bound); a `length` in [1, bound); a
+            `count` of steps; any `integer`; a `fraction` of 1; `positive`; any `number`.
         bound: integers are below it.
         why: what the step does with the leaf, and in which line; empty if it may be anything of its dtype.
     """
@@ -233,10 +230,7 @@ class _Uses(Interpreter[_Fact]):
         limits = {dim: shape[dim] - size + 1 for dim, size in sizes.items()}
         for dim, limit in limits.items():
             if limit > 1 or max(limits.values()) == 1:  # where all is taken, the number is 0
-                what = f'index in dimension {dim} of {shape}'
-                self._use('index', fact, equation, what, limit)
-                if equations.says_sorted(equation):
-                    self._use('sorted', fact, equation, what, limit)
+                self._use('index', fact, equation, f'index in dimension {dim} of {shape}', limit)
 
     def _compared(self, name: str, equation: Any, fact: _Fact, limits: tuple[float, float] | None) -> None:
         if limits is None or not 0 < limits[1] < _ANY or is_of(equation.invars[0].aval, np.inexact):

@@ -84,11 +84,6 @@ INDICES = {
     'dynamic_update_slice': (update, whole(), ('index', 7)),
     'scatter': (lambda table, x: table.at[x].add(1), ROWS, ('index', 10)),
     'segment_sum': (lambda table, x: jax.ops.segment_sum(table, x, 6), whole(10), ('index', 6)),
-    'in order': (
-        lambda table, x: jax.ops.segment_sum(table, x, 6, indices_are_sorted=True),
-        whole(10),
-        ('sorted', 6),
-    ),
     'one_hot': (lambda table, x: jax.nn.one_hot(x, 7), ROWS, ('index', 7)),
     'in a loop': (
         lambda table, x: jax.lax.scan(lambda i, y: (i, table[y]), 0, x)[1],
@@ -241,7 +236,6 @@ def test_values_are_in_their_roles() -> None:
     assert {*values('index', 3).flat} == {0, 1, 2}
     assert {*values('length', 4).flat} == {1, 2, 3}
     assert values('index', 2**31, 'int8').max() <= 127
-    assert (np.diff(values('sorted', 100), axis=-1) >= 0).all()
     fractions = values('fraction', None, 'float32')
     assert fractions.min() > 0
     assert fractions.max() < 1
@@ -274,7 +268,7 @@ def test_arrays_of_users_as_they_are_and_varied(rng: np.random.Generator) -> Non
         np.int32(17),
         np.array([1, 2], 'uint32'),
     ]
-    kinds = 'number', 'index', 'mask', 'positive', 'key', 'sorted', 'fraction', 'count', 'key'
+    kinds = 'number', 'index', 'mask', 'positive', 'key', 'index', 'fraction', 'count', 'key'
     given = [*map(Role, kinds)]
     assert all(one is other for one, other in zip(varied(leaves, given, 0), leaves, strict=True))
     numbers, index, mask, zeros, key, in_order, fractions, count, raw = varied(leaves, given, 1)
