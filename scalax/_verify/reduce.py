@@ -21,7 +21,7 @@ from scalax._trace.contexts import MeshOwner
 from scalax._tree.specs import axis_sizes_text
 from scalax._verify.search import Large, Made, Search
 from scalax._verify.sides import Step, helper_over
-from scalax._verify.sizes import Sizes, numbers_of, resized, with_sizes
+from scalax._verify.sizes import numbers_of, resized, with_sizes
 from scalax.errors import MeshError
 
 _SECONDS = 60.0
@@ -121,59 +121,37 @@ def reduced(
         MeshError: there are too few devices.
         ArgumentError: the step cannot be traced, neither as it is nor over the small mesh.
     """
-    shape = helper.mesh.shape
-    own = helper_over(helper, shape)
+    own = helper_over(helper, helper.mesh.shape)
     large = Large(own, *_made(make, own, config))
     found = []
-    for sizes in small_meshes(shape, len(devices))[:_MESHES]:
-        here = helper_over(helper, sizes, np.array(devices[: math.prod(sizes.values())]))
-        found.append(_over_mesh(make, config, large, helper_over(helper, sizes), here, seconds))
+    for sizes in small_meshes(helper.mesh.shape, len(devices))[:_MESHES]:
+        small = helper_over(helper, sizes, np.array(devices[: math.prod(sizes.values())]))
+        found.append(_over(small, make, config, large, time.monotonic() + seconds))
         if found[-1].is_alike:
             return found[-1]
     return found[0]
 
 
+def _over(small: Any, make: Callable[[Any, Any], Made], config: Any, large: Large, until: float) -> Reduced:
+    """The step over a small mesh."""
+    numbers = dict(numbers_of(config))
+    search = Search(large, small, numbers, lambda sizes: _made(make, small, with_sizes(config, sizes)), until)
+    search.run()
+    config, smaller = with_sizes(config, search.sizes), search.smaller()
+    if not search.is_small:  # the code has sizes of its own, such as how long the rows of the batch are
+        step, args = _made(make, small, config)
+        given, names = Step(small, step, args, {}), dict[int, str]()
+        for path, leaf in zip(given.paths, given.leaves, strict=True):
+            for dim, size in enumerate(leaf.shape):
+                names.setdefault(size, f'dimension {dim} of {path}')
+        numbers = {name: size for size, name in names.items() if size > 1}
+        search = Search(large, small, numbers, lambda sizes: (step, resized(args, sizes, small.mesh)), until)
+        search.run()
+    step, args = search.made()
+    smaller |= search.smaller()
+    return Reduced(small, step, args, config, smaller, (*search.differences(),), search.is_alike)
+
+
 def _made(make: Callable[[Any, Any], Made], helper: Any, config: Any) -> Made:
     step, args, _ = without_changes(*make(helper, config), {})
     return step, tuple(args)
-
-
-def _over_mesh(
-    make: Callable[[Any, Any], Made], config: Any, large: Large, small: Any, here: Any, seconds: float
-) -> Reduced:
-    """The step over a small mesh: without devices to look for it, and with devices to run it."""
-    until = time.monotonic() + seconds
-
-    def configured(own: Any, sizes: Sizes) -> Made:
-        return _made(make, own, with_sizes(config, sizes))
-
-    search = Search(large, small, dict(numbers_of(config)), configured, until)
-    searches = [search]
-    if config is not None:
-        search.run()
-    best = search.sizes
-    if not search.is_small:  # the code has sizes of its own, such as how long the rows of the batch are
-        step, args = configured(small, best)
-        given = Step(small, step, args, {})
-        first: dict[int, str] = {}
-        for path, leaf in zip(given.paths, given.leaves, strict=True):
-            for dim, size in enumerate(leaf.shape):
-                first.setdefault(size, f'dimension {dim} of {path}')
-        numbers = {name: size for size, name in first.items() if size > 1}
-
-        def with_dimensions(own: Any, sizes: Sizes) -> Made:
-            return configured(own, best)[0], resized(args, sizes, own.mesh)
-
-        searches.append(Search(large, small, numbers, with_dimensions, until))
-        searches[-1].run()
-    last = searches[-1]
-    step, args = last.made(here)
-    return Reduced(
-        here,
-        step,
-        args,
-        with_sizes(config, best),
-        {name: sizes for each in searches for name, sizes in each.smaller().items()},
-        tuple(last.differences()),
-        last.is_alike,
-    )

@@ -53,7 +53,7 @@ class Search:
         large: the step for the large mesh.
         helper: the helper of the small mesh.
         numbers: name -> number.
-        make: from a helper, and other numbers in the place of these, to a step and its arguments.
+        make: from other numbers in the place of these to a step over the small mesh, and its arguments.
         until: when to end, by `time.monotonic`.
 
     Attributes:
@@ -65,7 +65,7 @@ class Search:
         large: Large,
         helper: Any,
         numbers: Mapping[str, int],
-        make: Callable[[Any, Sizes], Made],
+        make: Callable[[Sizes], Made],
         until: float,
     ) -> None:
         self._large, self._helper, self._make, self._until = large, helper, make, until
@@ -92,9 +92,9 @@ class Search:
         """Whether it is small enough, too."""
         return self._score(self._now) <= (0, _MANY)
 
-    def made(self, helper: Any) -> Made:
-        """The step and its arguments over the mesh of a helper, placed as those of the large one."""
-        step, args = self._make(helper, self.sizes)
+    def made(self, sizes: Sizes | None = None) -> Made:
+        """The step and its arguments with the best numbers, or others, placed as those of the large one."""
+        step, args = self._make(self.sizes if sizes is None else sizes)
         return self._large.rules.in_step(step), args
 
     def _program(self, sizes: Sizes) -> Program | str:
@@ -102,9 +102,7 @@ class Search:
         key = tuple(sizes.values())
         if key not in self._known:
             try:
-                step, args = self._make(self._helper, sizes)
-                own = self._large.rules.in_step(step)
-                self._known[key] = _program(self._helper, own, args, self._wanted)
+                self._known[key] = _program(self._helper, *self.made(sizes), self._wanted)
             except Exception as error:  # noqa: BLE001 - of the user's code, whatever it is
                 self._known[key] = _failure(error)
         return self._known[key]
