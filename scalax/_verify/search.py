@@ -14,7 +14,7 @@ import jax
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.user_frames import file_text, users_own
 from scalax._verify.alike import Program, division, lines, lost
-from scalax._verify.kept_rules import KeptRules
+from scalax._verify.kept_rules import Answers, with_kept_rules
 from scalax._verify.sides import Step
 from scalax._verify.sizes import Sizes
 from scalax.errors import ArgumentError, plural
@@ -36,14 +36,13 @@ class Large:
 
     Attributes:
         mesh: its mesh.
-        rules: what rules answered about it.
+        answers: what rules answered about it.
         program: its program.
     """
 
     def __init__(self, helper: Any, step: Any, args: Sequence[Any]) -> None:
-        self.mesh, self.rules = helper.mesh, KeptRules()
-        self.program = _program(helper, self.rules.in_step(step), args)
-        self.rules.are_known = True
+        self.mesh, self.answers = helper.mesh, Answers()
+        self.program = _program(helper, with_kept_rules(step, self.answers, False), args)
 
 
 class Search:
@@ -95,7 +94,7 @@ class Search:
     def made(self, sizes: Sizes | None = None) -> Made:
         """The step and its arguments with the best numbers, or others, placed as those of the large one."""
         step, args = self._make(self.sizes if sizes is None else sizes)
-        return self._large.rules.in_step(step), args
+        return with_kept_rules(step, self._large.answers, True), args
 
     def _program(self, sizes: Sizes) -> Program | str:
         """The program of other numbers, or why there is none."""
