@@ -66,11 +66,7 @@ def small_meshes(shape: Mapping[str, int], devices: int) -> list[dict[str, int]]
         {'data': 1, 'fsdp': 4, 'tp': 2}
     """
     parts = [
-        [
-            part
-            for part in range(1, min(size, devices) + 1)
-            if part == min(size, 2) or (part > 2 and size % part == 0)
-        ]
+        [part for part in range(min(size, 2), min(size, devices) + 1) if part <= 2 or size % part == 0]
         for size in shape.values()
     ]
     fitting = [sizes for sizes in itertools.product(*parts) if math.prod(sizes) <= devices]
@@ -87,12 +83,8 @@ def small_meshes(shape: Mapping[str, int], devices: int) -> list[dict[str, int]]
         """What does not divide the large mesh, devices that are left over, what stays long, and where."""
         pairs = [*zip(shape.values(), sizes, strict=True)]
         uneven = sum(size % small > 0 for size, small in pairs)
-        return (
-            uneven,
-            -math.prod(sizes),
-            max(size / small for size, small in pairs),
-            [-small for small in sizes],
-        )
+        longest = max(size / small for size, small in pairs)
+        return uneven, -math.prod(sizes), longest, [-small for small in sizes]
 
     return [dict(zip(shape, sizes, strict=True)) for sizes in sorted(fitting, key=cost)]
 

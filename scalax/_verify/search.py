@@ -166,9 +166,8 @@ class Search:
         """Smaller numbers: the least ones and divisors that divide as the first one did, then others."""
         now = self.sizes[unit[0]]
         taken = {value for number, value in self.sizes.items() if number not in unit}
-        divisors = {each for i in range(1, math.isqrt(now) + 1) if now % i == 0 for each in (i, now // i)} - {
-            now
-        }
+        factors = [factor for factor in range(2, math.isqrt(now) + 1) if now % factor == 0]
+        divisors = {*factors, *[now // factor for factor in factors]}
         least = (value for value in range(2, min(now, _PERIOD)) if self._divides_alike(unit, value))
         alike = {*itertools.islice((value for value in least if value not in taken), 3)}
         alike |= {value for value in divisors if self._divides_alike(unit, value)}
@@ -178,7 +177,7 @@ class Search:
         """Whether the small mesh divides numbers as the large one divides the first ones."""
         meshes = self._large.mesh.shape, self._helper.mesh.shape
         for axes in self._wanted.axes:
-            large, small = (math.prod(mesh[axis] for axis in axes) for mesh in meshes)
+            large, small = (math.prod(mesh.get(axis, 1) for axis in axes) for mesh in meshes)
             for number in unit:
                 if division(number, large) != division(value + number - unit[0], small):
                     return False
