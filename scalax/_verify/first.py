@@ -129,17 +129,7 @@ def _watching(
 
     @functools.wraps(function)
     def watching(*args: Any, **kwargs: Any) -> Any:
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
-
-        def flat(*given: Any) -> Any:
-            for i, leaf in zip(traced, given, strict=True):
-                leaves[i] = leaf
-            args, kwargs = jax.tree.unflatten(structure, leaves)
-            return function(*args, **kwargs)
-
-        operands = [leaves[i] for i in traced]
-        jaxpr = jax.make_jaxpr(flat)(*operands)
+        jaxpr = jax.make_jaxpr(lambda: function(*args, **kwargs))()  # of constants, some of which are traced
         there = [*places(jaxpr)]
         matcher = difflib.SequenceMatcher(None, names, [primitive_name(each[1]) for each in there], False)
         blocks = matcher.get_matching_blocks()
@@ -148,7 +138,7 @@ def _watching(
             i: there[numbers[i]][0] for i in chosen if i in numbers and _is_whole(there[numbers[i]][1])
         }
         evaluation = Evaluation({*watched.values()})
-        evaluation.run(jaxpr, operands)
+        evaluation.run(jaxpr, [])
         return [evaluation.kept[watched[i]] if i in watched else [] for i in chosen]
 
     return watching
