@@ -310,15 +310,11 @@ def _times(difference: Difference, mesh: Mapping[str, int]) -> str:
     if count < 2 or not math.isclose(max(ratio, 1 / ratio), count, rel_tol=1e-3):
         return ''
     long = [axis for axis, size in mesh.items() if size > 1]
-    parts = itertools.chain.from_iterable(
-        itertools.combinations(long, number) for number in range(1, len(long) + 1)
-    )
-    fitting = [{axis: mesh[axis] for axis in axes} for axes in parts]
-    found = [axis_sizes_text(each) for each in fitting if math.prod(each.values()) == count]
+    parts = [axes for number in range(len(long)) for axes in itertools.combinations(long, number + 1)]
+    fitting = [axes for axes in parts if math.prod(mesh[axis] for axis in axes) == count]
+    along = ' or '.join(axis_sizes_text({axis: mesh[axis] for axis in axes}) for axes in fitting)
     off = 'large' if ratio > 1 else 'small'
-    return (
-        f'that is {count} times too {off}, the number of devices along {" or ".join(found)}' if found else ''
-    )
+    return f'that is {count} times too {off}, the number of devices along {along}' if along else ''
 
 
 def _arguments(verified: Verified) -> Table:
