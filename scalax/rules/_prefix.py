@@ -7,6 +7,7 @@ subtree below. One rule is a ShardingRule, a PartitionSpec, a NamedSharding, or 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -17,6 +18,8 @@ from scalax._tree.structures import shown_differences
 from scalax.errors import ScalaxError, StructureError
 from scalax.rules._answer import short
 from scalax.rules._rule import Rule, ShardingRule, is_pure, is_rule
+
+_FIRST_OF_A_PAIR = re.compile(r'\d+/0')  # the path of a regex, where pairs stand in place of rules
 
 
 class SequenceNode(Protocol):
@@ -124,26 +127,18 @@ def _flattened(rules: RuleLike, where: str, error: type[ScalaxError]) -> tuple[l
     flat, treedef = jax.tree_util.tree_flatten_with_path(rules, is_leaf=is_rule)
     for path, rule in flat:
         if not is_rule(rule):
-            raise error(_not_a_rule(rule, optional_path(path), where, in_pairs=_are_pairs(rules)))
+            raise error(_not_a_rule(rule, optional_path(path), where))
     return flat, treedef
-
-
-def _are_pairs(rules: Any) -> bool:
-    """Whether pairs of a regex and a rule stand where rules should."""
-    return isinstance(rules, list | tuple) and all(
-        isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str) and is_rule(pair[1])
-        for pair in rules
-    )
 
 
 def _of(where: str) -> str:
     return f' of {where}' if where else ''
 
 
-def _not_a_rule(value: Any, path: str | None, where: str, in_pairs: bool) -> str:
+def _not_a_rule(value: Any, path: str | None, where: str) -> str:
     """The message about a value that is not a rule, with a hint about what was meant."""
     hint, got = '', short(value)
-    if in_pairs:
+    if isinstance(value, str) and path is not None and _FIRST_OF_A_PAIR.fullmatch(path):
         hint = '; pairs of a regex and a rule are for TreePathShardingRule((regex, rule), ...)'
     elif isinstance(value, type) and issubclass(value, ShardingRule):
         hint = f'; this is the class: write {value.__name__}(...)'
