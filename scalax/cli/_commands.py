@@ -21,13 +21,12 @@ from scalax._doctor import diagnose
 from scalax._mesh.gpu_topologies import GPUS, Joined
 from scalax._mesh.topologies import SIZES
 from scalax._plan.hardware import numbers_of
-from scalax._report import saved
 from scalax._report.tables import human_bytes
 from scalax._verify.verify import verify as verify_step
 from scalax.cli._exit_codes import ExitCode
 from scalax.cli._other_python import with_other_python
 from scalax.errors import ArgumentError, PlanError, did_you_mean, near_names
-from scalax.plan import HARDWARE, Plan, make_plan
+from scalax.plan import HARDWARE, make_plan
 from scalax.plan import find as find_rule
 from scalax.plan import search as search_meshes
 from scalax.sharding import MeshShardingHelper
@@ -48,7 +47,7 @@ def plan(function: str, quick: bool, html: Path | None, as_json: bool, **where: 
     helper = _helper(**where)
     step, arguments = _step(_load_function(function), helper, function)
     made = make_plan(helper, step, arguments, {}, quick=quick)
-    _show(made, html, _plan_as_json(made) if as_json else str(made))
+    _show(made, html, made.to_json() if as_json else str(made))
     return _fitting(made.fits)
 
 
@@ -70,17 +69,6 @@ def _show(made: Any, html: Path | None, text: str) -> None:
         raise PlanError(f'{str(html)!r} cannot be written: {error.strerror or error}') from error
     finally:
         print(text)
-
-
-def _plan_as_json(made: Plan) -> str:
-    """The JSON of a plan with what it computes of the seconds, which `Plan.load` does not read."""
-    values = made.to_dict()
-    roofline = made.known_roofline
-    if roofline is not None:
-        phases = [phase._asdict() for phase in roofline.phases]
-        seconds = {**roofline.step_seconds._asdict(), 'phases': phases}
-        values |= {'step_seconds': seconds, 'bound': roofline.bound, 'mfu': roofline.mfu}
-    return saved.write(values)
 
 
 def search(
