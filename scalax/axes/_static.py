@@ -82,26 +82,24 @@ def require_hashable(static: StaticPart, tree: Any, what: str, remedy: str) -> N
         what: the beginning of the message.
         remedy: what to do, for the message.
     """
-    try:
-        hash(static)
+    if _is_hashable(static):
         return
-    except TypeError as error:
-        why = f' a structure that cannot be hashed ({error}).'
     bad = [
         describe_leaf(path_string(path), leaf)
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
         if not is_array(leaf) and not _is_hashable(leaf)
     ]
-    said = f' leaves that are no arrays and cannot be hashed:\n{shown_leaves(bad)}' if bad else why
+    leaves = f' leaves that are no arrays and cannot be hashed:\n{shown_leaves(bad)}'
+    said = leaves if bad else ' a structure that cannot be hashed.'
     raise ArgumentError(
         f'{what}{said}\n'
         f'What to do: everything but arrays is part of the compiled program: {remedy}, or a pytree of arrays.'
     )
 
 
-def _is_hashable(leaf: Any) -> bool:
+def _is_hashable(value: Any) -> bool:
     try:
-        hash(leaf)
+        hash(value)
     except TypeError:
         return False
     return True

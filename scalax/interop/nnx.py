@@ -5,7 +5,6 @@ flax is imported when this module is: ``from scalax.interop import nnx``.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import math
@@ -199,7 +198,12 @@ class NnxFunction:
         try:
             result = self._fun(*(modules.get(i, each) for i, each in enumerate(given)))
         except TraceContextError as error:
-            raise ArgumentError(self._closes_over(error)) from error
+            said = str(error).partition(' (http')[0]
+            raise ArgumentError(
+                f'{self._name} changes a module that is not one of its arguments: a compiled function can '
+                f'change these only ({said}).\n'
+                'What to do: make the module an argument, also of functions inside (nnx.grad, nnx.scan).'
+            ) from error
         if nnx.graphdef(modules) != graph:
             raise ArgumentError(self._changes(_values(nnx.merge(graph, state)), _values(modules)))
         if _has_modules(result) and own & {*_references(result)}:
@@ -213,35 +217,13 @@ class NnxFunction:
         count = max(len(given), self._returned)
         return tuple(after.get(i, empty) if i in modules else None for i in range(count)), returned
 
-    def _closes_over(self, error: Exception) -> str:
-        """What to do about a change of a module that is no argument."""
-        own: dict[str, Any] = {}
-        with contextlib.suppress(TypeError):  # of what is no function of Python
-            known = inspect.getclosurevars(self._fun)
-            own = {**known.globals, **known.nonlocals}
-        names = [name for name, value in own.items() if _has_modules(value)]
-        said = str(error).partition(' (http')[0]
-        return (
-            f'{self._name} changes {" or ".join(names) or "a module"}, which is not one of its arguments: a '
-            f'compiled function can change these only ({said}).\n'
-            'What to do: make the module an argument, also of functions inside (nnx.grad, nnx.scan).'
-        )
-
     def _changes(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
         """What a function has changed in modules, other than arrays."""
-        variables = [{name for name, value in each.items() if value is _VARIABLE} for each in (before, after)]
-        if changed := sorted(variables[0] ^ variables[1]):
-            return (
-                f'{self._name} adds or removes variables of its arguments: {", ".join(changed)}. Make them '
-                'before, as in the constructor of the module'
-            )
-        names = sorted({*before, *after})
-        others = [name for name in names if before.get(name, _VARIABLE) != after.get(name, _VARIABLE)]
-        listed = f'what is no array in its arguments: {", ".join(others)}'
-        what = listed if others else 'which modules it is given'
+        names = sorted(name for name in {*before, *after} if before.get(name, ...) != after.get(name, ...))
+        listed = f': {", ".join(names)}' if names else ''
         return (
-            f'{self._name} changes {what}. Do that before the call, as with model.eval(), or keep the value '
-            'in a Variable'
+            f'{self._name} changes more of its arguments than their arrays{listed}. Do that before the call, '
+            'as with model.eval() or in the constructor of a module, or keep the value in a Variable'
         )
 
 
