@@ -24,8 +24,7 @@ class Dimension:
     Attributes:
         size: of the whole array.
         ranges: the (start, stop) of each part, in order.
-        axes: the mesh axes that cut it, as ``fsdp=4 x tp=2``; empty if there are none, or the sharding has
-            no spec.
+        axes: the mesh axes that cut it, as ``fsdp=4 x tp=2``; empty if there are none.
     """
 
     size: int
@@ -69,8 +68,8 @@ class Blocks:
         return tuple(number for number, dimension in enumerate(self.dimensions) if dimension.is_cut)
 
     def at(self, index: Index) -> tuple[int, ...]:
-        """The devices that hold a block; may be empty for shardings without a spec."""
-        return self.holders.get(index, ())
+        """The devices that hold a block."""
+        return self.holders[index]
 
     def slices(self, index: Index) -> str:
         """The part of the array in a block, as an index: ``[0:2, 8:16]``."""
@@ -87,11 +86,8 @@ def blocks_of(sharding: Sharding, shape: Sequence[int]) -> Blocks:
     """The blocks that a sharding makes of an array.
 
     Args:
-        sharding: a NamedSharding of a ``Mesh`` or an ``AbstractMesh``, or any sharding of devices.
+        sharding: a NamedSharding of a ``Mesh`` or an ``AbstractMesh``, or a sharding of one device.
         shape: the global shape.
-
-    Raises:
-        ValueError: the sharding has no spec, and JAX says that it does not fit the shape.
 
     Example:
         >>> from jax.sharding import PartitionSpec
@@ -102,7 +98,10 @@ def blocks_of(sharding: Sharding, shape: Sequence[int]) -> Blocks:
     """
     if isinstance(sharding, NamedSharding):
         return _of_spec(sharding, tuple(shape))
-    return blocks_of_indices(sharding, tuple(shape))
+    device: Any = next(iter(sharding.device_set))
+    whole = tuple(Dimension(size, ((0, size),)) for size in shape)
+    placement = f'{type(sharding).__name__}{_memory(sharding)}'
+    return Blocks(whole, {(0,) * len(shape): (device.id,)}, (device.id,), _ids([device]), placement)
 
 
 def _of_spec(sharding: NamedSharding, shape: tuple[int, ...]) -> Blocks:
@@ -129,26 +128,6 @@ def _of_spec(sharding: NamedSharding, shape: tuple[int, ...]) -> Blocks:
     notes = tuple(_notes(spec, dimensions))
     devices = tuple(_numbers(mesh).ravel().tolist())
     return Blocks(dimensions, holders, devices, _numbering(mesh, axes), placement, notes)
-
-
-def blocks_of_indices(sharding: Sharding, shape: tuple[int, ...]) -> Blocks:
-    """The blocks of a sharding without a spec, from the indices of each device."""
-    held: dict[Any, tuple[tuple[int, int], ...]] = {
-        device: tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-        for device, index in sharding.devices_indices_map(shape).items()
-    }
-    ranges = [tuple(sorted({bounds[number] for bounds in held.values()})) for number in range(len(shape))]
-    holders: dict[Index, tuple[int, ...]] = {}
-    for device, bounds in held.items():
-        index = tuple(ranges[number].index(pair) for number, pair in enumerate(bounds))
-        holders[index] = (*holders.get(index, ()), device.id)
-    return Blocks(
-        tuple(map(Dimension, shape, ranges)),
-        holders,
-        tuple(device.id for device in held),
-        _ids(held),
-        f'{type(sharding).__name__}{_memory(sharding)}',
-    )
 
 
 def _even(size: int, count: int) -> tuple[tuple[int, int], ...]:

@@ -69,8 +69,7 @@ def _dimensions(blocks: Blocks, across: Sequence[int]) -> str:
     texts = []
     for number, dimension in enumerate(blocks.dimensions):
         arrow = '→' if number in across else '↓'
-        over = f'over {dimension.axes}' if dimension.axes else f'in {len(dimension.ranges)} parts'
-        cut = f'dim {number} {arrow} {dimension.size} {over}'
+        cut = f'dim {number} {arrow} {dimension.size} over {dimension.axes}'
         texts.append(cut if dimension.is_cut else f'dim {number}: {dimension.size}, whole')
     return '; '.join(texts)
 
@@ -82,18 +81,10 @@ def blocks_text(blocks: Blocks) -> str:
         for dimension in blocks.dimensions
     )
     uneven = any(dimension.size % len(dimension.ranges) for dimension in blocks.dimensions)
-    copies = sorted({len(devices) for devices in blocks.holders.values()})
-    on = plural(copies[-1], 'device')
-    if len(copies) > 1:
-        on = f'{copies[0]} to {on}'
-    each = (
-        'each on '
-        if len(blocks.holders) > 1
-        else 'on all '
-        if copies[0] == len(blocks.devices) > 1
-        else 'on '
-    )
-    return f'{plural(len(blocks.holders), "block")} of [{largest}]{" at most" if uneven else ""}, {each}{on}'
+    count = len(blocks.holders)
+    each = 'each on' if count > 1 else 'on all' if len(blocks.devices) > 1 else 'on'
+    on = plural(len(blocks.devices) // count, 'device')
+    return f'{plural(count, "block")} of [{largest}]{" at most" if uneven else ""}, {each} {on}'
 
 
 def devices_text(devices: Sequence[int]) -> str:

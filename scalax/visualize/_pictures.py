@@ -119,12 +119,14 @@ def _sharding(leaf: Any) -> Sharding | specs.Fault:
         )
     if not isinstance(sharding, Sharding):
         return specs.Fault('no-sharding', 'this has no sharding: it is on no device yet', _RULES)
-    if isinstance(sharding, NamedSharding):
-        return _shown(sharding)
-    try:
-        sharding.devices_indices_map(leaf.shape)
-    except ValueError as error:
-        return specs.Fault('indivisible', f'JAX says: {error}', _RULES)
+    if not isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
+        return specs.Fault('no-spec', f'its {type(sharding).__name__} has no spec', _RULES)
+    if isinstance(sharding, NamedSharding) and specs.UNCONSTRAINED in specs.entries(sharding.spec):
+        return specs.Fault(
+            'unconstrained',
+            f'{specs.text(sharding.spec)} leaves a dimension to the compiler',
+            'show the array that the compiler returns, or name mesh axes or None for that dimension.',
+        )
     return sharding
 
 
@@ -133,16 +135,6 @@ def _is_typed(sharding: Any) -> bool:
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return False
     return set(MeshAxes.of(sharding.mesh).types.values()) == {AxisType.Explicit}
-
-
-def _shown(sharding: NamedSharding) -> NamedSharding | specs.Fault:
-    if specs.UNCONSTRAINED in specs.entries(sharding.spec):
-        return specs.Fault(
-            'unconstrained',
-            f'{specs.text(sharding.spec)} leaves a dimension to the compiler',
-            'show the array that the compiler returns, or name mesh axes or None for that dimension.',
-        )
-    return sharding
 
 
 def _error(problems: Sequence[Problem]) -> ShardingError:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax.visualize import visualize
-from scalax.visualize._blocks import Blocks, blocks_of, blocks_of_indices
+from scalax.visualize._blocks import Blocks, blocks_of
 from tests.support.random_examples import examples
 
 AXES = ('a', 'b', 'c', 'd')
@@ -65,7 +65,6 @@ def test_blocks_are_those_of_jax(case: tuple[NamedSharding, tuple[int, ...]]) ->
     sharding, shape = case
     blocks = blocks_of(sharding, shape)
     assert by_range(blocks) == expected(sharding, shape)
-    assert by_range(blocks_of_indices(sharding, shape)) == expected(sharding, shape)
     # Every device turns up once, and within a block in mesh order.
     order = [device.id for device in sharding.mesh.devices.flat]
     assert blocks.devices == tuple(order)
