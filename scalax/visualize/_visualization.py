@@ -16,7 +16,6 @@ from scalax.visualize._html import table
 from scalax.visualize._pictures import Picture, member_text, pictures_of
 from scalax.visualize._text import drawing
 
-_MOST_PICTURES = 50
 _MOST_MEMBERS = 8
 
 
@@ -87,16 +86,10 @@ def _blocks(pictures: Sequence[Picture]) -> list[Block]:
                 Lines([picture.blocks.numbering] if len(numberings) > 1 else []),
             ],
         )
-        for picture in pictures[:_MOST_PICTURES]
+        for picture in pictures
     ]
-    rest = pictures[_MOST_PICTURES:]
-    arrays = plural(sum(picture.count for picture in rest), 'array')
-    left_out = (
-        f'Not drawn: {arrays} with {plural(len(rest), "other sharding")}. Visualize a part of the tree.'
-    )
     return [
         *shown,
-        Lines([left_out] if rest else []),
         Lines(numberings if len(numberings) == 1 else []),
         Lines([] if pictures else ['There are no arrays in the tree.']),
     ]

@@ -157,10 +157,7 @@ def test_meshes_of_several_kinds_say_what_their_numbers_are():
     ]
 
 
-def test_many_kinds_of_leaves_are_counted():
-    drawn = visualize({f'{size:02}': leaf((size,), P()) for size in range(60)}).to_text(100)
-    assert drawn.count('│ 0..7 │') == 50
-    assert '\n\nNot drawn: 10 arrays with 10 other shardings. Visualize a part of the tree.\n' in drawn
+def test_many_leaves_of_one_sharding_are_counted():
     drawn = visualize({f'leaf {"x" * size}': leaf((1,), P()) for size in range(20)}).to_text(80)
     assert '\n... and 12 more arrays with this sharding\n' in drawn
 
