@@ -120,7 +120,7 @@ def _sharding(leaf: Any) -> Sharding | specs.Fault:
     if not isinstance(sharding, Sharding):
         return specs.Fault('no-sharding', 'this has no sharding: it is on no device yet', _RULES)
     if not isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
-        return specs.Fault('no-spec', f'its {type(sharding).__name__} has no spec', _RULES)
+        return specs.Fault('no-sharding', f'its {type(sharding).__name__} has no spec', _RULES)
     if isinstance(sharding, NamedSharding) and specs.UNCONSTRAINED in specs.entries(sharding.spec):
         return specs.Fault(
             'unconstrained',
