@@ -1,5 +1,7 @@
 """Which arrays and shardings have a picture, and what is said about those that have none."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -87,6 +89,15 @@ def test_leaves_without_a_sharding(snapshot):
     snapshot(caught.value)
     kinds = [problem.kind for problem in caught.value.problems]
     assert kinds == ['no-sharding', 'not-an-array', 'unconstrained', 'no-sharding', 'no-sharding']
+
+
+def test_several_devices_without_a_spec():
+    class Private(jax.sharding.Sharding):
+        device_set = frozenset(jax.devices())
+
+    array = SimpleNamespace(shape=(8,), dtype=np.dtype('float32'), sharding=Private())
+    with pytest.raises(ShardingError, match=r': its Private has no spec\nWhat to do: give rules as well'):
+        visualize(array)
 
 
 def test_traced_values_whose_type_does_not_say(snapshot):
