@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from scalax._version import __version__
 from scalax.cli import _commands
@@ -24,7 +23,6 @@ from scalax.errors import MissingDependencyError, PlanError, ScalaxError
 _TOPOLOGY = 'the TPU slice, such as v5p:4x4x4, or the GPUs, such as h100:4x8'
 _UNITS = {'': 1, 'B': 1, **{f'{unit}iB': 1 << 10 * power for power, unit in enumerate('KMGT', 1)}}
 _UNITS |= {f'{unit}B': 10 ** (3 * power) for power, unit in enumerate('KMGT', 1)}
-_ENTRY = re.compile(r'-|\w+(\+\w+)*')
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,11 +109,6 @@ def _parser() -> argparse.ArgumentParser:
     find.add_argument('--headroom', type=float, default=0.1, metavar='PART', help=headroom)
     zero1 = 'parameters are whole over the axes of the batch; only statistics of the optimizer are split'
     find.add_argument('--zero1', action='store_true', help=zero1)
-    keep = (
-        'where leaves are that are not searched, dimension by dimension: embed=fsdp,- or norm= (on all '
-        'devices) or head=-,fsdp+tp; once for each regex'
-    )
-    find.add_argument('--keep', action='append', default=[], type=_kept, metavar='REGEX=SPEC', help=keep)
     budget = 'when to stop trying more (600)'
     find.add_argument(
         '--budget', type=_positive, default=600, dest='budget_s', metavar='SECONDS', help=budget
@@ -233,22 +226,6 @@ def _bytes(text: str) -> int:
     if size < 1:
         raise argparse.ArgumentTypeError(f'{text!r} is no size of memory (as in 16GiB, 80GB, or bytes)')
     return size
-
-
-def _kept(text: str) -> tuple[str, PartitionSpec]:
-    """``'embed=fsdp,-'`` as a regex and a spec."""
-    pattern, equals, spec = text.rpartition('=')
-    entries = [entry.strip() for entry in spec.split(',')] if spec.strip() else []
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise argparse.ArgumentTypeError(f'{pattern!r} is not a regex: {error}') from None
-    if not equals or not pattern or not all(map(_ENTRY.fullmatch, entries)):
-        raise argparse.ArgumentTypeError(
-            f'{text!r} is not of the form REGEX=SPEC (as in embed=fsdp,- or head=-,fsdp+tp)'
-        )
-    axes = [None if entry == '-' else tuple(entry.split('+')) for entry in entries]
-    return pattern, PartitionSpec(*axes)
 
 
 def _program(text: str) -> str:

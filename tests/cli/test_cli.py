@@ -8,7 +8,6 @@ import sys
 
 import jax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import scalax
 from scalax._doctor import Diagnosis
@@ -240,7 +239,6 @@ def test_find(job, tmp_path, capsys):
 @pytest.mark.parametrize(
     ('arguments', 'said'),
     [
-        (('--batch', 1, '--keep', 'nobody=fsdp'), "keep has 'nobody', which is found in no path"),
         (('--batch', 1, '--batch-dim', 7), 'divides the rows of the batch: dimension 7'),
         (('--batch', 5), 'batch_argnums=(5,): the step has 2 arguments'),
         (('--batch', 1, '--sizes', 'tq=1'), "sizes: 'tq' is no mesh axis"),
@@ -273,11 +271,9 @@ def test_options_of_find_are_those_of_the_function(job, monkeypatch):
         '--headroom',
         '0.05',
     ]
-    kept = ['--keep', 'embed=fsdp,-', '--keep', 'a=b=', '--keep', 'head=-,fsdp+tp', '--zero1']
-    assert main(['find', f'{job}:make_one_device', *on, *kept]) == 2
+    assert main(['find', f'{job}:make_one_device', *on, '--zero1']) == 2
     assert (given['batch_dim'], given['memory'], given['headroom']) == (1, 3 * 2**29, 0.05)
     assert given['optimizer_state'] == 'zero1'
-    assert given['keep'] == [('embed', P('fsdp', None)), ('a=b', P()), ('head', P(None, ('fsdp', 'tp')))]
     main(['find', f'{job}:make_one_device', '--topology', 'v5e:2x2', '--batch', '1'])
     left = inspect.signature(find_rule).parameters
     for name in ('batch_dim', 'memory', 'headroom', 'optimizer_state', 'budget_s', 'num_slices'):
@@ -287,10 +283,6 @@ def test_options_of_find_are_those_of_the_function(job, monkeypatch):
 @pytest.mark.parametrize(
     ('arguments', 'said'),
     [
-        (['--keep', 'a(=fsdp'], "'a(' is not a regex: missing )"),
-        (['--keep', 'a=fs dp'], "'a=fs dp' is not of the form REGEX=SPEC (as in embed=fsdp,- or"),
-        (['--keep', 'a'], "'a' is not of the form REGEX=SPEC"),
-        (['--keep', '=fsdp'], "'=fsdp' is not of the form REGEX=SPEC"),
         (['--memory', '16XB'], "'16XB' is no size of memory (as in 16GiB, 80GB, or bytes)"),
         (['--memory', '0'], "'0' is no size of memory"),
         (['--memory', '9' * 5000], 'is no size of memory'),
