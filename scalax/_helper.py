@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from scalax._hostdata import batch_layout, broadcast, to_global, to_local, transfer
 from scalax._hostdata.prefetch import Prefetch
 from scalax._mesh import meshes, topologies
+from scalax._stages.stages import Stages
 from scalax._trace import constraints, contexts
 from scalax._transforms import axis_modes, shard_map, sjit
 from scalax._tree.paths import dtype_on_devices
@@ -336,6 +337,7 @@ class MeshShardingHelper:
         batch_argnums: int | Iterable[int] | None = None,
         batch_argnames: str | Iterable[str] | None = None,
         on_mismatch: OnMismatch = 'error',
+        stages: Stages | None = None,
         **jit_kwargs: Any,
     ) -> Any:
         """Compiles a function like ``jax.jit``, with shardings given by rules.
@@ -363,6 +365,8 @@ class MeshShardingHelper:
             batch_argnames: names of arguments that hold rows of the batch.
             on_mismatch: an argument that is committed to another sharding is an ``'error'``, or is
                 moved at every such call (``'reshard'``).
+            stages: which mesh axis holds layers in stages, and in how many parts rows pass through them:
+                loops over layers that lie over the axis run as pipelines (docs/stages.md).
             **jit_kwargs: further options of ``jax.jit``, such as ``compiler_options``.
 
         Returns:
@@ -377,6 +381,7 @@ class MeshShardingHelper:
             StructureError: rules whose structure does not fit the arguments or the output.
             ShardingError: leaves that cannot be sharded as asked; all of them are named.
             PlacementError: arguments that are committed to another sharding.
+            StagesError: a step that cannot run as a pipeline.
 
         Example:
             >>> import jax.numpy as jnp
@@ -400,6 +405,7 @@ class MeshShardingHelper:
             'batch_argnums': batch_argnums,
             'batch_argnames': batch_argnames,
             'on_mismatch': on_mismatch,
+            'stages': stages,
         }
         if fun is None:
             return functools.partial(self.sjit, **options, **jit_kwargs)

@@ -66,6 +66,10 @@ class PlacementError(ScalaxError, ValueError):
     """Arguments are committed to devices with another sharding than the one asked for."""
 
 
+class StagesError(ScalaxError, ValueError):
+    """A step cannot run as a pipeline; the message says what to change."""
+
+
 class PlanError(ScalaxError, ValueError):
     """A compiled program cannot be read, or a plan cannot be made of these numbers."""
 
@@ -104,6 +108,10 @@ class LostUpdateWarning(ScalaxWarning):
 
 class FollowingWarning(ScalaxWarning):
     """A compiled function runs without following its batch, because of a mistake in scalax; please report."""
+
+
+class StagesWarning(ScalaxWarning):
+    """A pipeline runs, and a large part of its time is idle."""
 
 
 class UnshardedWarning(ScalaxWarning):

@@ -6,6 +6,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax._helper import MeshShardingHelper
 from scalax._hostdata.prefetch import Prefetch
+from scalax._stages.stages import Stages
 from scalax._trace.constraints import with_sharding_annotation, with_sharding_constraint
 from scalax._transforms.sjit import SjitFunction
 from scalax.rules import (
@@ -35,6 +36,7 @@ __all__ = [
     'LostRows',
     'Mesh',
     'MeshShardingHelper',
+    'Stages',
     'NamedSharding',
     'OptimizerStateShardingRule',
     'PartitionSpec',

@@ -145,8 +145,12 @@ class Edit:
             times: how often it runs.
         """
         found = self.follow(jaxpr, trails, use)
+        self.note_inside(equation, found, times)
+        return found
+
+    def note_inside(self, equation: Any, found: Followed, times: int = 1) -> None:
+        """Takes note of what is kept, lost and moved in a jaxpr of an equation, which runs so often."""
         pairs = (self.kept, found.kept), (self.lost, found.lost), (self.moved, found.moved)
         for mine, theirs in pairs:
             mine += [dataclasses.replace(each, calls=(*each.calls, equation)) for each in theirs]
         self.costs.note_inside(found.gathered, found.sent, times)
-        return found

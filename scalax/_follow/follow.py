@@ -22,6 +22,7 @@ import operator
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from scalax._follow import kernels
@@ -35,9 +36,9 @@ from scalax._follow.operands import place_operands
 from scalax._follow.ragged import on_own_rows
 from scalax._follow.said import SAID, placed_by_user
 from scalax._follow.shared import Shared
-from scalax._follow.trail import LOST, LOSTS, Trail, along, axes_of, closed_spec_of, merged, spec_of
+from scalax._follow.trail import LOST, LOSTS, Trail, along, axes_of, closed_spec_of, merged, spec_of, without
 from scalax._follow.types import ONCE, Arguments, Followed, Move, Noted, Use
-from scalax._jax.equations import CALLS, LOOPS, WITH_JAXPRS, branches, called, opened, shape_of
+from scalax._jax.equations import CALLS, LOOPS, WITH_JAXPRS, branches, called, mapped, opened, shape_of
 from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jax.rewriting import replaced, with_jaxprs, with_operands
 from scalax._jaxprs.dims import ELEMENTWISE, PRODUCTS, UNKNOWN
@@ -270,6 +271,8 @@ class _Pass(Edit):
     def _results(self, equation: Any, operands: Sequence[Trail]) -> tuple[Any, Sequence[Trail]]:
         """An equation with constraints in its jaxprs, and the trails of its results."""
         name = primitive_name(equation)
+        if name == 'shard_map':
+            equation = self._mapped(equation, operands)
         if name in SAID:
             before = operands if name != 'shard_map' else [LOST] * len(equation.outvars)
             return equation, self._placed(placed_by_user(equation)[1], before, equation.outvars)
@@ -305,6 +308,21 @@ class _Pass(Edit):
         results = [merged(each, len(shape_of(var))) for var, *each in trails]
         placed = self._placed(given, results, equation.outvars)
         return with_jaxprs(equation, *[each.jaxpr for each in found]), placed
+
+    def _mapped(self, equation: Any, operands: Sequence[Trail]) -> Any:
+        """A `shard_map`, followed inside along the mesh axes of rows that are not manual there."""
+        jaxpr, mesh = mapped(equation)
+        manual = {*mesh.manual_axes}
+        axes = self.shared.trails.batch_axes - manual
+        trails = [without(trail, manual) for trail in operands]
+        if not axes or not any(along(trail, axes) for trail in trails):
+            return equation
+        stored = [without(self.shared.stored.of(atom), manual) for atom in equation.invars]
+        arguments = Arguments(trails, stored, axes, self.shared.placed)
+        with jax.sharding.use_abstract_mesh(mesh):
+            found = follow(jaxpr, arguments, mesh)
+        self.note_inside(equation, found)
+        return with_jaxprs(equation, found.jaxpr)
 
     def _placed(
         self, places: Mapping[int, Any], trails: Sequence[Trail], atoms: Sequence[Any]

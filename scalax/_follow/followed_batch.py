@@ -8,6 +8,7 @@ import os
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from types import TracebackType
 from typing import Any, TypeVar
 
 import jax
@@ -24,6 +25,7 @@ _SAY_WHICH = (
     'it is an argument that specs alone shard, and that is not donated, beside one that a rule places; '
     'batch_argnums and batch_argnames say which it is elsewhere'
 )
+_DEAL = os.path.join('scalax', '_stages', 'deal.py')
 _JAX = os.path.dirname(jax.__file__) + os.sep
 
 
@@ -143,13 +145,18 @@ def followed_batch(
         name,
         tuple(sorted(arguments.batch_axes)),
         _counted(KeptValue(spec=each.spec, **_place(each)) for each in followed.kept),
-        _largest_first(followed.lost),
+        _largest_first(each for each in followed.lost if not _is_dealt(each.equation)),
         _largest_first(followed.moved),
     )
 
 
+def _is_dealt(equation: Any) -> bool:
+    """Whether an equation deals rows to pipelines, which say where these are behind it."""
+    return any(frame.filename.endswith(_DEAL) for frame in _written(traceback_of(equation))[:1])
+
+
 def _largest_first(places: Iterable[Noted]) -> tuple[LostRows, ...]:
-    found = _counted(LostRows(bytes=_bytes(each.aval), **_place(each)) for each in places)
+    found = _counted(LostRows(bytes=bytes_of(each.aval), **_place(each)) for each in places)
     return tuple(sorted(found, key=lambda each: (-each.bytes, each.line, each.primitive)))
 
 
@@ -162,7 +169,8 @@ def _place(noted: Noted) -> dict[str, Any]:
     return {'primitive': noted.equation.primitive.name, 'line': line, 'array': array}
 
 
-def _bytes(aval: Any) -> int:
+def bytes_of(aval: Any) -> int:
+    """The bytes of an array of all devices together."""
     return -(-math.prod(aval.shape) * bits_of(aval.dtype) // 8)
 
 
@@ -173,10 +181,14 @@ def line_of(equation: Any, calls: Sequence[Any] = ()) -> str:
         equation: the equation.
         calls: those in whose jaxprs it is, from the innermost one outwards.
     """
-    for stack in filter(None, map(traceback_of, (equation, *calls))):
-        frames = reversed(traceback.extract_tb(stack))
-        written = [each for each in frames if not each.filename.startswith(_JAX)]
-        frame = users_own(written, lambda each: each.filename)
+    for stack in map(traceback_of, (equation, *calls)):
+        frame = users_own(_written(stack), lambda each: each.filename)
         if frame is not None:
             return f'{file_text(frame.filename)}:{frame.lineno} {frame.name}'
     return name_stack(equation)
+
+
+def _written(stack: TracebackType | None) -> list[traceback.FrameSummary]:
+    """The frames of a stack that are not JAX's own, the innermost first."""
+    frames = [] if stack is None else reversed(traceback.extract_tb(stack))
+    return [each for each in frames if not each.filename.startswith(_JAX)]

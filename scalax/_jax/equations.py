@@ -22,6 +22,7 @@ from jax.extend.core import DropVar as DropVar
 from jax.extend.core import Jaxpr as Jaxpr
 from jax.extend.core import JaxprEqn as JaxprEqn
 from jax.extend.core import Literal as Literal
+from jax.sharding import AxisType
 
 from scalax._jax.tracing import memory_space
 
@@ -221,6 +222,11 @@ def with_inside(equations: Iterable[Any]) -> Iterator[Any]:
             yield from with_inside(inside.eqns)
 
 
+def draws_of_each_key(equation: Any) -> bool:
+    """Whether a `random_bits` draws of each of several keys alone. Relies on what `draws_alike` relies on."""
+    return str(equation.invars[0].aval.dtype) == 'key<fry>'
+
+
 def draws_alike(jaxpr: Any) -> bool:
     """Whether what a jaxpr draws of keys is the same under `jax.vmap`.
 
@@ -247,6 +253,19 @@ def dim_of(equation: Any) -> int:
     """
     params = equation.params
     return params[next(name for name in ('dimension', 'axis', 'reduction_dimension') if name in params)]
+
+
+def works_along(equation: Any, dim: int) -> bool:
+    """Whether `rev`, `pad`, a cumulative operation, or one on windows works along a dimension.
+
+    Relies on *axis*, *dimensions*, *padding_config*, or *window_dimensions* and *padding*.
+    """
+    params = equation.params
+    if 'window_dimensions' in params:
+        return params['window_dimensions'][dim] != 1 or any(params['padding'][dim])
+    if 'padding_config' in params:
+        return any(params['padding_config'][dim])
+    return dim == params['axis'] if 'axis' in params else dim in params['dimensions']
 
 
 def count_keys(equation: Any) -> int:
@@ -371,6 +390,25 @@ def shardings_said(equation: Any) -> list[dict[int, jax.sharding.Sharding]]:
 def mapped_outputs(equation: Any) -> Sequence[Any]:
     """The specs of the results of a `shard_map`. Relies on *out_specs*."""
     return equation.params['out_specs']
+
+
+def mapped(equation: Any) -> tuple[Any, jax.sharding.AbstractMesh]:
+    """The jaxpr of a `shard_map`, and the mesh that is in force in it.
+
+    Relies on *jaxpr*, *mesh*, and *newly_manual_axes* or *manual_axes*; and on `update` of meshes, which
+    keeps what they say of devices: JAX compares that where it differentiates.
+    """
+    params = equation.params
+    mesh = getattr(params['mesh'], 'abstract_mesh', params['mesh'])
+    manual = {
+        *mesh.manual_axes,
+        *(params.get('newly_manual_axes') or params.get('manual_axes') or mesh.axis_names),
+    }
+    types = [
+        AxisType.Manual if name in manual else each
+        for name, each in zip(mesh.axis_names, mesh.axis_types, strict=True)
+    ]
+    return params['jaxpr'], mesh.update(axis_types=(*types,))
 
 
 def axes_named(equation: Any) -> tuple[str, ...]:

@@ -26,11 +26,12 @@ from scalax._jax.equations import (
     opened,
     shape_of,
     shardings_said,
+    with_inside,
 )
 from scalax._jax.primitives import primitive_name
 from scalax._jax.tracing import trace_context
 
-_HELD = {**CALLS, 'scan': 'jaxpr', 'while': 'body_jaxpr', 'cond': 'branches'}
+_HELD = {**CALLS, 'scan': 'jaxpr', 'while': 'body_jaxpr', 'cond': 'branches', 'shard_map': 'jaxpr'}
 # The parameters of `jit` that have an entry for each operand, and for each result.
 _OF_OPERANDS = ('in_shardings', 'in_layouts', 'donated_invars')
 _OF_RESULTS = ('out_shardings', 'out_layouts')
@@ -61,10 +62,10 @@ def part_of(jaxpr: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Clo
             needed.update(map(id, equation.invars))
     names = inner.debug_info._replace(arg_names=None, result_paths=None)
     new = inner.replace(eqns=equations[::-1], invars=[*arguments], outvars=[*results], debug_info=names)
-    return ClosedJaxpr(new, jaxpr.consts)
+    return ClosedJaxpr(new, getattr(jaxpr, 'consts', ()))
 
 
-def flattened(jaxpr: Any, computing: Container[str]) -> Any:
+def flattened(jaxpr: Any, computing: Container[str], around: str | None = None) -> Any:
     """The jaxpr, with what `jit` calls and what is computed before loops where it is used.
 
     The equations of a function stand in place of its call, but for calls that say where operands or results
@@ -74,12 +75,18 @@ def flattened(jaxpr: Any, computing: Container[str]) -> Any:
     Args:
         jaxpr: the jaxpr, open or closed.
         computing: the names of the primitives that may compute something of nothing.
+        around: only jaxprs inside that hold an equation of this primitive are flattened. Others keep their
+            calls, by which the lines of equations are known.
     """
-    return _flattened(jaxpr, computing, {}, {})
+    return _flattened(jaxpr, computing, around, {}, {})
 
 
 def _flattened(
-    jaxpr: Any, computing: Container[str], taken: Mapping[int, Any], outside: Mapping[int, Any]
+    jaxpr: Any,
+    computing: Container[str],
+    around: str | None,
+    taken: Mapping[int, Any],
+    outside: Mapping[int, Any],
 ) -> Any:
     """The same of a jaxpr whose arguments *taken* are values that these equations *outside* compute."""
     equations: list[Any] = []
@@ -101,11 +108,17 @@ def _flattened(
             constants.update(dict.fromkeys(map(id, equation.outvars), equation))
         if name == 'scan' or name in CALLS:
             [body] = _held(equation)
+            if around is not None and not _holds(body, around):
+                continue
             given = operands[: loop_of(equation).constants] if name == 'scan' else operands
             pairs = zip(given, opened(body).invars, strict=False)
             inner = {id(var): x for x, var in pairs if id(x) in constants}
-            equations[i] = with_jaxprs(equation, _flattened(body, computing, inner, constants))
+            equations[i] = with_jaxprs(equation, _flattened(body, computing, around, inner, constants))
     return replaced(jaxpr, eqns=equations, outvars=_current(opened(jaxpr).outvars, names))
+
+
+def _holds(jaxpr: Any, primitive: str) -> bool:
+    return any(primitive_name(each) == primitive for each in with_inside(opened(jaxpr).eqns))
 
 
 def with_inlined(jaxpr: Any, is_inlined: Callable[[Any], bool]) -> Any:
@@ -154,6 +167,38 @@ def _says_nothing(call: Any) -> bool:
 def with_operands(equation: Any, operands: Sequence[Any]) -> Any:
     """The equation with other operands. Relies on `replace` of equations."""
     return equation.replace(invars=[*operands])
+
+
+def with_results(equation: Any, results: Sequence[Any]) -> Any:
+    """The equation with other variables for its results. Relies on `replace` of equations."""
+    return equation.replace(outvars=[*results])
+
+
+# The parameters that hold sizes: those of the result, or of the first operand.
+_SIZES_OF_RESULT = {'reshape': 'new_sizes', 'broadcast_in_dim': 'shape'}
+_SIZES_OF_OPERAND = {'slice': 'limit_indices', 'dynamic_slice': 'slice_sizes', 'gather': 'slice_sizes'}
+
+
+def resized(equation: Any, operand: int | None, result: int, size: int) -> dict[str, Any]:
+    """The parameters of an equation that change where a dimension has another size.
+
+    Relies on `_SIZES_OF_RESULT` and `_SIZES_OF_OPERAND` being all of those of primitives of arrays. A
+    `gather` takes elements one by one along dimensions that its indices have too.
+
+    Args:
+        equation: the equation.
+        operand: the dimension of the first operand; None if that operand does not have it.
+        result: the dimension of the result.
+        size: the other size.
+    """
+    for names, dim in ((_SIZES_OF_RESULT, result), (_SIZES_OF_OPERAND, operand)):
+        name = names.get(equation.primitive.name)
+        if name is None or dim is None:
+            continue
+        sizes = equation.params[name]
+        if name != 'slice_sizes' or sizes[dim] == shape_of(equation.invars[0])[dim]:
+            return {name: (*sizes[:dim], size, *sizes[dim + 1 :])}
+    return {}
 
 
 def with_jaxprs(equation: Any, *jaxprs: Any) -> Any:
@@ -255,7 +300,8 @@ def equation_of(
 def added_equation(function: Callable[..., Any], like: Any, operands: Sequence[Any]) -> Any:
     """The equation that a function of one operation makes of these operands, with results of its own.
 
-    Relies on ``jax.make_jaxpr`` giving one equation for it.
+    Relies on ``jax.make_jaxpr`` giving one equation for it. Its operands may be in another order: a loop
+    takes what it closes over in the order in which a round does.
 
     Args:
         function: the function.
@@ -263,8 +309,9 @@ def added_equation(function: Callable[..., Any], like: Any, operands: Sequence[A
         operands: the operands.
     """
     shapes = [jax.ShapeDtypeStruct(shape_of(atom), atom.aval.dtype) for atom in operands]
-    [found] = opened(jax.make_jaxpr(function)(*shapes)).eqns
-    return found.replace(invars=[*operands], source_info=like.source_info)
+    jaxpr = opened(jax.make_jaxpr(function)(*shapes))
+    [found], names = jaxpr.eqns, dict(zip(map(id, jaxpr.invars), operands, strict=True))
+    return found.replace(invars=[names.get(id(x), x) for x in found.invars], source_info=like.source_info)
 
 
 def equation_if_mapped(
@@ -340,6 +387,24 @@ def run_equation(equation: Any, operands: Sequence[Any]) -> list[Any]:
     one = equation.replace(invars=given, outvars=results)
     jaxpr = _nothing().replace(eqns=[one], invars=given, outvars=results)
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*operands)
+
+
+def run_here(equation: Any, operands: Sequence[Any], **changed: Any) -> list[Any]:
+    """The results of an equation for operands of other types, on the mesh in force, with its line.
+
+    Some of its parameters may be changed. Relies on what `run_equation` relies on, on no types being checked,
+    on *ctx* being what JAX's trace context was, and on *sharding* and *out_sharding* being None where nothing
+    is said.
+    """
+    unsaid = dict.fromkeys({'sharding', 'out_sharding'} & equation.params.keys())
+    params = {**equation.params, **unsaid, **changed}
+    return run_equation(equation.replace(params=params, ctx=_context(trace_context())), operands)
+
+
+@functools.lru_cache(maxsize=64)
+def _context(context: Any) -> Any:
+    """The context of equations that are traced now."""
+    return opened(jax.make_jaxpr(jax.lax.neg)(0.0)).eqns[0].ctx
 
 
 @functools.cache

@@ -239,10 +239,8 @@ def _conv(equation: Any) -> Dims:
     image, kernel, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     found = {out[0]: ((0, image[0]),), out[1]: ((1, kernel[0]),)} if rows == 1 else {}
     summed = (0, image[1]), (1, kernel[1])
-    # Each group has channels of its own: then these of the images are not those of the kernel.
-    return _placed(
-        equation, found, (summed,) if features == rows == 1 else tuple([(place,) for place in summed])
-    )
+    # Each group of features has channels of its own: then these of the images are not those of the kernel.
+    return _placed(equation, found, (summed,) if features == 1 else tuple([(place,) for place in summed]))
 
 
 def _gather(equation: Any) -> Dims:
@@ -327,6 +325,9 @@ _ELEMENTWISE = """
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 # Of these, elements see others along a dimension, or change places.
 ALONG = frozenset(('cumlogsumexp', 'cummax', 'cummin', 'cumprod', 'cumsum', 'rev'))
+# These cost no more than to read their operands, and a part of them is that of parts of their operands.
+_CHEAP = 'add and convert_element_type eq ge gt le lt max min mul ne neg not or select_n sub xor'
+CHEAP = frozenset(_CHEAP.split())
 # The result is the first operand in another form, or a part of it.
 FORWARDS = frozenset(('broadcast_in_dim', 'convert_element_type', 'copy', 'reshape', 'squeeze', 'transpose'))
 VIEWS = FORWARDS | {'dynamic_slice', 'slice', 'split', 'unstack'}
@@ -336,8 +337,7 @@ PRODUCTS = frozenset(('dot_general', 'ragged_dot_general', 'conv_general_dilated
 _TABLE: tuple[tuple[str, Rule], ...] = (
     (_ELEMENTWISE, _elementwise),
     ('concatenate pad slice dynamic_slice split', _elementwise),
-    ('sharding_constraint device_put reshard', _elementwise),
-    ('optimization_barrier pvary', _each),
+    ('sharding_constraint device_put reshard optimization_barrier ppermute pvary', _each),
     ('reduce reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor', _reduce),
     ('argmax argmin squeeze', _reduce),
     ('scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max', _scatter),

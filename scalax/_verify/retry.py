@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from scalax._transforms.sjit import SjitFunction
+from scalax._transforms.sjit import SjitFunction, staged_of
 from scalax._tree.specs import only_axes
 from scalax._util.progress import Note
 from scalax._verify.run import Comparison
@@ -35,10 +35,18 @@ def _variants(found: Comparison) -> Iterator[tuple[str, dict[str, Any]]]:
     if not isinstance(step.function, SjitFunction):
         return
     args, kwargs = step.abstract()
-    if step.function.followed(*args, **kwargs).axes:
-        yield 'without following the batch', {'batch_argnums': (), 'batch_argnames': None}
+    staged, unfollowed = staged_of(step.function, args, kwargs), {'batch_argnums': (), 'batch_argnames': None}
+    if staged is not None:  # its pipelines need the batch, and layers along their axis
+        yield 'without stages', {'stages': None}
+        yield 'without stages, without following the batch', {**unfollowed, 'stages': None}
+    elif step.function.followed(*args, **kwargs).axes:
+        yield 'without following the batch', unfollowed
     for axis, size in step.helper.mesh.shape.items():
-        if size > 1 and not kwargs:
+        if (
+            size > 1
+            and not kwargs
+            and (staged is None or axis not in [loop.axis for loop, _ in staged.loops])
+        ):
             inputs, _ = step.function.shardings_for(*args)
             others = set(step.helper.mesh.axis_names) - {axis}
             inputs = inputs[: len(args)]  # the last may be of keywords, of which there are none

@@ -265,7 +265,7 @@ def _traced(step: Step, alone: Step | None, shardings: Sequence[NamedSharding]) 
         own = step if alone is None else alone
         function = own.function
         if isinstance(function, SjitFunction):
-            function = made_anew(function, helper, **_UNSAID, **nothing, batch_argnums=())
+            function = made_anew(function, helper, **_UNSAID, **nothing, batch_argnums=(), stages=None)
         elif alone is None:
             function = getattr(function, '__wrapped__', function)
         return own.call(leaves, function)

@@ -114,6 +114,32 @@ CASES: dict[tuple[Any, str], tuple[tuple[Any, ...], Any]] = {
     (of.mapped_outputs, 'shard_map'): ((mapped(manual={'a', 'b'}), X), (P('a'),)),
     (of.count_blocks, 'shard_map'): ((mapped(manual={'a', 'b'}), X), 8),
     (lambda eqn: of.count_blocks(eqn), 'shard_map'): ((mapped(manual={'b'}), X), 4),
+    (lambda eqn: of.mapped(eqn)[1].manual_axes, 'shard_map'): ((mapped(manual={'b'}), X), ('b',)),
+    (lambda eqn: [each.primitive.name for each in of.opened(of.mapped(eqn)[0]).eqns], 'shard_map'): (
+        (mapped(manual={'a'}), X),
+        ['sin'],
+    ),
+    (lambda eqn: [of.works_along(eqn, dim) for dim in range(3)], 'cumsum'): (
+        (lambda x: lax.cumsum(x, axis=1), X),
+        [False, True, False],
+    ),
+    (lambda eqn: [of.works_along(eqn, dim) for dim in range(3)], 'rev'): (
+        (lambda x: lax.rev(x, (0, 2)), X),
+        [True, False, True],
+    ),
+    (lambda eqn: [of.works_along(eqn, dim) for dim in range(3)], 'pad'): (
+        (lambda x: lax.pad(x, np.float32(0), ((0, 0, 0), (1, -1, 0), (0, 0, 1))), X),
+        [False, True, True],
+    ),
+    (lambda eqn: [of.works_along(eqn, dim) for dim in range(3)], 'reduce_window_max'): (
+        (lambda x: lax.reduce_window(x, -np.inf, lax.max, (1, 2, 1), (1, 1, 1), 'SAME'), X),
+        [False, True, False],
+    ),
+    (of.draws_of_each_key, 'random_bits'): ((jax.random.bits, jax.random.key(0, impl='threefry2x32')), True),
+    (lambda eqn: of.draws_of_each_key(eqn), 'random_bits'): (
+        (jax.random.bits, jax.random.key(0, impl='rbg')),
+        False,
+    ),
     (of.axes_named, 'all_gather'): (
         (mapped(lambda x: lax.all_gather(x, 'a', tiled=True), manual={'a', 'b'}), X),
         ('a',),

@@ -249,12 +249,76 @@ def test_an_equation_is_run(fun: Any) -> None:
         np.testing.assert_array_equal(found, jax.tree.leaves(fun(x)))
 
 
+MANY, ROWS, PLACES = np.ones((6, 4), np.float32), np.ones((3, 4), np.float32), np.array([[1], [2]])
+LOOKED_UP = lax.GatherDimensionNumbers((0,), (1,), (1,))
+# Primitives with sizes: a function and its operands, the dimension of rows in its result, and its shape then.
+RESIZED: dict[str, tuple[Any, tuple[Any, ...], int, tuple[int, ...]]] = {
+    'reshape': (lambda x: x.reshape(6, 2, 2), (), 0, (3, 2, 2)),
+    'broadcast_in_dim': (lambda x: lax.broadcast_in_dim(x, (2, 6, 4), (1, 2)), (), 1, (2, 3, 4)),
+    'slice': (lambda x: lax.slice(x, (0, 1), (6, 3)), (), 0, (3, 2)),
+    'dynamic_slice': (
+        lambda x, i, j: lax.dynamic_slice(x, (i, j), (6, 2)),
+        (np.int32(0), np.int32(1)),
+        0,
+        (3, 2),
+    ),
+    'gather': (lambda x, i: lax.gather(x, i, LOOKED_UP, (6, 1), mode='clip'), (PLACES,), 0, (3, 2)),
+    'sin': (jnp.sin, (), 0, (3, 4)),
+}
+
+
+@pytest.mark.parametrize('name', RESIZED)
+def test_an_equation_runs_with_other_sizes(name: str, mesh: Mesh) -> None:
+    fun, others, dim, shape = RESIZED[name]
+    equation = equation_in(name, fun, MANY, *others)
+
+    def run(x: Any) -> Any:
+        return rewriting.run_here(equation, [x, *others], **rewriting.resized(equation, 0, dim, 3))
+
+    with contract('lets equations run with other sizes in their parameters', 'to run them on fewer rows'):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            mapped = jax.shard_map(run, in_specs=P(), out_specs=P(), check_vma=False)
+            [found] = jax.eval_shape(mapped, ROWS)
+        assert found.shape == shape
+
+
+def test_an_equation_has_other_results() -> None:
+    like, other = equation_in('sin', jnp.sin, X), equation_in('cos', jnp.cos, X)
+    with contract('lets the results of an equation be replaced', 'to put another one in its place'):
+        assert rewriting.with_results(like, other.outvars).outvars == other.outvars
+
+
 def test_an_equation_is_added() -> None:
     like = equation_in('sin', jnp.sin, X)
     with contract('makes one equation of a function of one operation', 'to add it to a jaxpr'):
         added = rewriting.added_equation(jnp.cos, like, like.outvars)
         assert added.primitive.name == 'cos' and added.invars == like.outvars
         assert added.outvars[0].aval.shape == X.shape
+
+
+def test_an_added_loop_takes_what_it_closes_over_in_its_own_order() -> None:
+    given = equation_in('select_n', lambda x: jnp.where(x > 0, x, 2 * x), X).invars[1:]
+    like = equation_in('sin', jnp.sin, X)
+
+    def looped(x: Any, y: Any, first: Any) -> Any:
+        return jax.lax.scan(lambda carried, _: (carried * y + x, None), first, length=2)[0]
+
+    with contract('makes one equation of a loop', 'to add it to a jaxpr'):
+        added = rewriting.added_equation(looped, like, [*given, like.invars[0]])
+        assert added.primitive.name == 'scan'
+        # The body multiplies first.
+        assert [*map(id, added.invars)] == [id(given[1]), id(given[0]), id(like.invars[0])]
+
+
+def test_rows_that_are_looked_up_one_by_one_keep_their_sizes() -> None:
+    def looked_up(x: Any, i: Any) -> Any:
+        return jnp.take_along_axis(x, i, 1, mode='clip')
+
+    equation = equation_in('gather', looked_up, MANY, np.zeros((6, 1), np.int32))
+    with contract(
+        'has slices of one element along dimensions that indices have too', 'to look up fewer rows'
+    ):
+        assert rewriting.resized(equation, 0, 0, 3) == {}
 
 
 def test_equations_inside_are_rewritten() -> None:

@@ -13,6 +13,7 @@ from scalax._transforms.sjit.function import (
     owner_of,
     shardings_of,
     sjit,
+    staged_of,
 )
 
 __all__ = [
@@ -24,5 +25,6 @@ __all__ = [
     'owner_of',
     'shardings_of',
     'sjit',
+    'staged_of',
     'describe_difference',
 ]

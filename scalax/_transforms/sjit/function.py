@@ -20,6 +20,7 @@ from typing import (
 
 import jax
 
+from scalax._stages.stages import Stages
 from scalax._trace.contexts import MeshOwner, checked_bindings, hashable
 from scalax._transforms.calls.call import Call, Shardings
 from scalax._transforms.calls.placement import as_moved
@@ -27,7 +28,7 @@ from scalax._transforms.calls.shardings import OnMismatch, Options
 from scalax._transforms.calls.signature import OMITTED, CallSignature
 from scalax._transforms.sjit.caller import generate_caller
 from scalax._transforms.sjit.dispatch import Dispatcher
-from scalax._transforms.sjit.program import Program
+from scalax._transforms.sjit.program import Program, Staged
 from scalax._util.lru_cache import LRUCache
 from scalax.errors import ArgumentError
 from scalax.rules._prefix import are_pure, checked, key_of
@@ -58,6 +59,7 @@ class SjitOptions(JitOptions, total=False):
     batch_argnums: int | Iterable[int] | None
     batch_argnames: str | Iterable[str] | None
     on_mismatch: OnMismatch
+    stages: Stages | None
 
 
 class SjitFunction(functools.partial[Result], Generic[Given, Result]):
@@ -195,6 +197,8 @@ def sjit(helper: MeshOwner, fun: Callable[Given, Result], **given: Any) -> SjitF
                 signature.check_names(rules, what)
     if options.on_mismatch not in ('error', 'reshard'):
         raise ArgumentError(f"on_mismatch is 'error' or 'reshard', got {options.on_mismatch!r}")
+    if options.stages is not None and not isinstance(options.stages, Stages):
+        raise ArgumentError(f"stages is Stages('stage', microbatches=8) or None, got {options.stages!r}")
     jax.jit(lambda: None, **options.jit_kwargs)  # raises about wrong options here, and not at a call
     own['annotation_shardings'] = checked_bindings(options.annotation_shardings)
     # The caller may change lists and dicts of rules later, and others may share this state.
@@ -270,6 +274,13 @@ def names_of_arguments(function: Any, args: Sequence[Any]) -> list[str] | None:
     return [layout.names[slot] for slot in layout.dynamic if slot < len(args)]
 
 
+def staged_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Staged | None:
+    """The pipelines of a call; None without, and for anything but an `SjitFunction`."""
+    if not isinstance(function, SjitFunction):
+        return None
+    return function._dispatcher.prepare(function._flatten(args, kwargs))[1].staged
+
+
 _Dispatchers = LRUCache[Any, Dispatcher]
 _dispatchers: weakref.WeakKeyDictionary[
     MeshOwner, weakref.WeakKeyDictionary[Callable[..., Any], _Dispatchers]
@@ -301,6 +312,7 @@ def _key(fun: Callable[..., Any], signature: CallSignature, options: Options) ->
         signature.key,
         hashable(key_of(rules)),
         options.on_mismatch,
+        options.stages,
         tuple(sorted(options.jit_kwargs.items())),
     )
     try:

@@ -16,12 +16,13 @@ import dataclasses
 import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from scalax._follow.types import Arguments, Followed
 from scalax._jax.shardings import DELETED_ARGUMENTS_CRASH
+from scalax._stages.pipelined import Loops
 from scalax._transforms.calls.call import Call, CallKey, Shardings
 from scalax._transforms.calls.errors import reject_deleted, reject_donated_twice
 from scalax._transforms.calls.placement import Moves, moved, targets
@@ -141,6 +142,18 @@ class Program:
         return call
 
 
+class Staged(NamedTuple):
+    """A function with pipelines.
+
+    Attributes:
+        loops: its loops over layers.
+        before: its jaxpr before they became pipelines.
+    """
+
+    loops: Loops
+    before: Any
+
+
 @dataclasses.dataclass(eq=False)
 class Entry:
     """What is known of the calls of one key, filled in in this order.
@@ -156,6 +169,7 @@ class Entry:
             shardings are the target.
         batch: what is followed from the arguments; None if nothing is.
         followed: the values that are kept where they are; None if nothing is followed.
+        staged: its pipelines; None without stages.
         outputs: the shardings of the outputs; None until the function was traced.
         out_tree: the structure of the outputs.
         jaxpr: the jaxpr of the function, which later traces replay; None if it cannot be kept.
@@ -172,6 +186,7 @@ class Entry:
     arguments: Any = None
     batch: Arguments | None = None
     followed: Followed | None = None
+    staged: Staged | None = None
     outputs: Shardings | None = None
     out_tree: Any = None
     jaxpr: Any = None

@@ -20,6 +20,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from scalax._follow.run import run_followed
+from scalax._follow.types import Arguments
 from scalax._jax import rewriting
 from scalax._jax.tracing import is_compiled, is_opaque, memory_space, type_of
 from scalax._trace import contexts
@@ -33,9 +34,9 @@ from scalax._transforms.calls.errors import reject_foreign_types
 from scalax._transforms.calls.shardings import FunctionRules
 from scalax._transforms.calls.signature import CallLayout
 from scalax._transforms.sjit.batch import batch_to_follow
-from scalax._transforms.sjit.program import Entry
+from scalax._transforms.sjit.program import Entry, Staged
 from scalax._util import lru_cache
-from scalax.errors import MeshError, UnusedAnnotationWarning, did_you_mean, near_names, warn
+from scalax.errors import MeshError, StagesError, UnusedAnnotationWarning, did_you_mean, near_names, warn
 from scalax.interop._module_updates import ModuleUpdates
 
 
@@ -118,13 +119,14 @@ class TracedFunction:
             with contexts.entered(self._context()):
                 return jax.tree.unflatten(entry.out_tree, rewriting.run(entry.jaxpr, call.leaves))
         constraints, flat_args = self._rules.constraints(call), call.flat_args
-        inside, entry.batch, entry.followed = entry.arguments, None, None
+        inside, entry.batch, entry.followed, entry.staged = entry.arguments, None, None, None
         if constraints is not None:
             flat_args = call.replaced(apply_shardings(call.leaves, constraints))
             pairs = zip(constraints, entry.arguments, strict=True)
             inside = [then if now is None else now for now, then in pairs]
         if self._rules.follow_batch or self._rules.signature.says_batch:
             entry.batch = batch_to_follow(self._rules, call, inside)
+        prepared = None if self._rules.options.stages is None else self._prepared(entry)
         # Where jax.disable_jit is traced all the same (`lower`, jax.grad around it), a `jit` is no equation.
         if entry.batch is None or not traced or jax.config.jax_disable_jit:
             return self.run_users(flat_args)
@@ -139,9 +141,35 @@ class TracedFunction:
 
         users = self.as_users(flat_function, call.layout)
         results, entry.followed = run_followed(
-            users, flat_args, call.layout.static, entry.batch, self._rules.mesh
+            users, flat_args, call.layout.static, entry.batch, self._rules.mesh, prepared
         )
         return jax.tree.unflatten(structure, results)
+
+    def _prepared(self, entry: Entry) -> Callable[[Any, Arguments], tuple[Any, Arguments]]:
+        """What makes pipelines of loops over layers."""
+        stages, name = self._rules.options.stages, self._rules.signature.name
+        assert stages is not None
+        if self._rules.any_explicit:
+            raise StagesError(
+                f'{name} has {stages}, and the mesh has Explicit axes, on which types say where values are\n'
+                'What to do: make a mesh of Auto axes.'
+            )
+        if entry.batch is None:
+            raise StagesError(
+                f'{name} has {stages}, and nothing says which of its arguments is the batch, whose rows pass '
+                'through the stages\n'
+                'What to do: shard it over mesh axes of several devices, such as '
+                f'PartitionSpec({stages.axis!r}), and name it (batch_argnums, batch_argnames).'
+            )
+
+        def prepared(jaxpr: Any, arguments: Arguments) -> tuple[Any, Arguments]:
+            from scalax._stages.staged import with_stages  # here, because few functions have stages
+
+            staged, arguments, loops = with_stages(jaxpr, arguments, self._rules.mesh, stages)
+            entry.staged = Staged(loops, jaxpr)
+            return staged, arguments
+
+        return prepared
 
     def run_inline(self, call: Call) -> Any:
         """Runs the user's function where it is called, by the types that mesh axes have there."""

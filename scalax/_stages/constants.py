@@ -1,0 +1,75 @@
+"""Constants of a loop that its rounds compute themselves, of something smaller.
+
+JAX computes what does not change from layer to layer once, before the loop: a mask as large as all scores of
+attention. Rows of a part need a part of it only, and a stage should neither hold nor get more than it was
+computed of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from scalax._jax.equations import Literal, loop_of, scan_options, size_of
+from scalax._jax.primitives import primitive_name
+from scalax._jax.rewriting import added_equation, part_of, run, with_results
+from scalax._jaxprs.dims import CHEAP, FORWARDS
+from scalax._tree.paths import bits_of
+
+_CHEAP = CHEAP | FORWARDS | {'iota'}
+
+
+def with_own_constants(jaxpr: Any, makers: Mapping[int, Any], equation: Any) -> Any:
+    """A `scan` whose rounds compute its constants of smaller values; the same one if there are none.
+
+    Args:
+        jaxpr: the jaxpr that it is in.
+        makers: the equations of this jaxpr by the ids of their results.
+        equation: the `scan`.
+    """
+    loop = loop_of(equation)
+    constants, first, stacks = loop.parts(equation.invars)
+    roots: dict[int, Any] = {}
+    known: dict[int, tuple[float, Sequence[Any]]] = {}
+    for atom in constants:
+        roots.update((id(root), root) for root in _smallest(atom, makers, known)[1])
+    if all(isinstance(atom, Literal) or id(atom) in roots for atom in constants):
+        return equation
+    given = part_of(jaxpr, [*roots.values()], constants)
+    ends = len(roots), len(roots) + loop.carried
+
+    def looped(*operands: Any) -> list[Any]:
+        def layer(carried: list[Any], elements: list[Any]) -> tuple[list[Any], list[Any]]:
+            results = run(loop.body, [*run(given, operands[: ends[0]]), *carried, *elements])
+            return results[: loop.carried], results[loop.carried :]
+
+        begun, xs = [*operands[slice(*ends)]], [*operands[ends[1] :]]
+        carried, stacked = jax.lax.scan(layer, begun, xs, loop.length, **scan_options(equation))
+        return [*carried, *stacked]
+
+    made = added_equation(looped, equation, [*roots.values(), *first, *stacks])
+    # JAX leaves out of a loop what it carries unchanged.
+    is_same = len(made.outvars) == len(equation.outvars)
+    return with_results(made, equation.outvars) if is_same else equation
+
+
+def _smallest(
+    atom: Any, makers: Mapping[int, Any], known: dict[int, tuple[float, Sequence[Any]]]
+) -> tuple[float, Sequence[Any]]:
+    """The bytes of the smallest values of which a value is cheap to compute, and these: itself, or others."""
+    if isinstance(atom, Literal):
+        return 0, ()
+    if id(atom) not in known:
+        own: tuple[float, Sequence[Any]] = size_of(atom) * bits_of(atom.aval.dtype) / 8, (atom,)
+        made = makers.get(id(atom))
+        if made is not None and primitive_name(made) in _CHEAP:
+            parts = [_smallest(each, makers, known) for each in made.invars]
+            own = min(
+                own,
+                (sum(size for size, _ in parts), [x for _, each in parts for x in each]),
+                key=lambda each: each[0],
+            )
+        known[id(atom)] = own
+    return known[id(atom)]

@@ -1,0 +1,105 @@
+"""Stacks of layers as a pipeline takes and gives them.
+
+Where elements have rows, these are in parts, ``[parts, layers, ...]``. Where a stage holds several groups of
+layers, its first one is among the first groups of the model, and so on: of group g stage ``g % S`` holds it.
+A spec lays them out one stage after the other, so groups move between stages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from scalax._stages.deal import Deal, Rows, placed
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """How a pipeline takes or gives a stack of layers.
+
+    Attributes:
+        deal: how rows are dealt.
+        rows: where rows are in the stack; None without any.
+        rounds: how many groups of layers a stage holds.
+    """
+
+    deal: Deal
+    rows: Rows | None
+    rounds: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the stack is taken as it is."""
+        return self.rows is None and self.rounds == 1
+
+    def of(self, x: Any) -> Any:
+        """The stack as a pipeline takes it."""
+        deal, rows = self.deal, self.rows
+        if rows is None:
+            return self._moved(x, 0)
+        dealt = deal.of(x, rows).reshape(deal.parts, *x.shape[: rows.dim], -1, *x.shape[rows.dim + 1 :])
+        return self._moved(placed(dealt, {1: deal.axis, rows.dim + 1: deal.inside}), 1)
+
+    def back(self, x: Any) -> Any:
+        """The stack that a pipeline gives in this form."""
+        if self.rows is None:
+            return self._moved(x, 0, back=True)
+        owners = self.deal.owners
+        whole = self._moved(x, 1, back=True).reshape(self.deal.parts // owners, owners, *x.shape[1:])
+        return self.deal.back(whole, self.rows)
+
+    def _moved(self, x: Any, dim: int, *, back: bool = False) -> Any:
+        """The stack with each group where it runs, or back; point to point, in as many steps as rounds."""
+        axis, rounds = self.deal.axis, self.rounds
+        if rounds == 1:
+            return x
+
+        def on_stage(local: Any) -> Any:
+            stage = jax.lax.axis_index(axis)
+            groups = local.reshape(*local.shape[:dim], rounds, -1, *local.shape[dim + 1 :])
+            found = jnp.zeros_like(groups)
+            for moves in _steps(self.deal.stages, rounds):
+                way = [(each.end, each.start) if back else (each.start, each.end) for each in moves]
+                stored = jnp.asarray([each.stored for each in moves])[stage]
+                run = jnp.asarray([each.run for each in sorted(moves, key=lambda each: each.end)])[stage]
+                sent, kept = (run, stored) if back else (stored, run)
+                group = jax.lax.dynamic_index_in_dim(groups, sent, dim, keepdims=False)
+                group = jax.lax.ppermute(group, axis, way)
+                found = jax.lax.dynamic_update_index_in_dim(found, group, kept, dim)
+            return found.reshape(local.shape)
+
+        spec = PartitionSpec(*[None] * dim, axis)
+        moved = jax.shard_map(on_stage, in_specs=spec, out_specs=spec, axis_names={axis}, check_vma=False)
+        return moved(x)
+
+
+class _Move(NamedTuple):
+    """A group of layers: stage *start* stores it as group *stored*, stage *end* runs it in round *run*."""
+
+    start: int
+    stored: int
+    end: int
+    run: int
+
+
+def _steps(stages: int, rounds: int) -> Iterator[list[_Move]]:
+    """All groups, in steps in each of which every stage sends one and gets one, by the stage that sends.
+
+    Stage s stores the groups from ``s * rounds`` on, and group g runs on stage ``g % stages``. With q the
+    greatest common divisor of both, the first groups of q stages run on one stage: ``stages / q`` apart, each
+    of these stages begins with another one of its groups.
+    """
+    common = math.gcd(stages, rounds)
+    for step in range(rounds):
+        moves = []
+        for start in range(stages):
+            first, own = step // common * common, (step + start * common // stages) % common
+            run, end = divmod(start * rounds + first + own, stages)
+            moves.append(_Move(start, first + own, end, run))
+        yield moves

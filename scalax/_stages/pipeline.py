@@ -1,0 +1,351 @@
+"""A loop over layers as a pipeline: each stage runs the layers that it holds on a part of the rows at a time.
+
+In a tick a stage runs a group of its layers on a part, and sends what they give to the next stage. What is
+carried with rows travels so, and what is carried without; constants with rows travel along. Sums over rows
+stay: each stage adds up what its layers add, and the stages are added up behind the last tick.
+
+A stage holds one group of layers, or several: then parts pass through all stages in as many rounds, as many
+parts at a time as there are stages, so that the first stage takes up what the last one sent in the tick
+before. Before its first part a stage computes with rows that it has, and behind its last one with the same
+once more: so what it writes in these ticks is written over, or is right. (Of zeros some layers give nan.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from scalax._jax.equations import Loop, loop_of, opened, scan_options
+from scalax._stages.deal import Deal, Rows, placed
+from scalax._stages.part import Known, PartOf
+from scalax._stages.rows import SUM, Fact, RowsOf
+from scalax.errors import StagesError
+
+
+class Kinds(NamedTuple):
+    """What is known of the values of a loop over layers.
+
+    Attributes:
+        constants, carried, elements, results: the facts about the constants of a round, what is carried, the
+            elements of stacks that a round takes, and those that it gives.
+    """
+
+    constants: Sequence[Fact]
+    carried: Sequence[Fact]
+    elements: Sequence[Fact]
+    results: Sequence[Fact]
+
+    @property
+    def travelling(self) -> list[Fact]:
+        """Those of what goes from stage to stage: constants with rows, and what is carried but for sums."""
+        return [*filter(has_rows, self.constants), *[fact for fact in self.carried if fact != SUM]]
+
+
+def kinds_of(loop: Loop, rows: RowsOf, operands: Sequence[Fact]) -> Kinds:
+    """What is known of a loop, from what is known of its operands.
+
+    Raises:
+        Refused: a round does not treat each row alone.
+    """
+    constants, carried, stacks = loop.parts(operands)
+    elements = [*map(rows.element_of, stacks)]
+    while True:
+        results = rows.results(loop.body, [*constants, *carried, *elements])
+        joined = [*map(rows.joined, zip(carried, results, strict=False))]
+        if joined == [*carried]:
+            return Kinds(constants, carried, elements, results[loop.carried :])
+        carried = joined
+
+
+class _Turn(NamedTuple):
+    """What a stage does in a tick: a part, which round of it, and whether that is before or behind all."""
+
+    part: Any
+    round: Any
+    is_before: Any
+    is_behind: Any
+
+
+class Pipeline:
+    """A loop over layers as a function of its operands.
+
+    Stacks whose elements have rows are in parts, those that it takes and those that it gives.
+
+    Args:
+        equation: the `scan`.
+        kinds: what is known of its values.
+        rows: where rows are.
+        deal: how rows are dealt.
+        rounds: how many groups of layers a stage holds.
+    """
+
+    def __init__(self, equation: Any, kinds: Kinds, rows: RowsOf, deal: Deal, rounds: int) -> None:
+        self._loop, self._options = loop_of(equation), scan_options(equation)
+        self._kinds, self._rows, self._deal, self._rounds = kinds, rows, deal, rounds
+        self._types = [var.aval for var in opened(self._loop.body).outvars]
+        self._layers = (self._loop.length or 0) // (deal.stages * rounds)
+        self._options['unroll'] = max(1, min(int(self._options['unroll']), self._layers))
+        self._way = -1 if self._options['reverse'] else 1
+        self._first, self._last = (0, deal.stages - 1)[:: self._way]
+
+    @property
+    def ticks(self) -> int:
+        """How many ticks there are."""
+        return self._rounds * self._deal.parts + self._deal.stages - 1
+
+    def __call__(self, *operands: Any) -> list[Any]:
+        kinds, deal, count = self._kinds, self._deal, self._loop.carried
+        constants, begun, stacks = self._loop.parts(operands)
+        pairs = [*zip(constants, kinds.constants, strict=True)]
+        same = [x for x, fact in pairs if not has_rows(fact)]
+        travelling = [x for x, fact in pairs if has_rows(fact)]
+        travelling += [x for x, fact in zip(begun, kinds.carried, strict=True) if fact != SUM]
+        owner = deal.axis if deal.owners > 1 else None
+        doors = [
+            placed(deal.of(x, fact), {1: owner, fact.dim + 2: deal.inside}) if isinstance(fact, Rows) else x
+            for x, fact in zip(travelling, kinds.travelling, strict=True)
+        ]
+        enter = [
+            self._spec(fact, None, owner) if has_rows(fact) else PartitionSpec() for fact in kinds.travelling
+        ]
+        leave: dict[Fact, PartitionSpec] = {SUM: PartitionSpec(), None: PartitionSpec(deal.axis)}
+        run = jax.shard_map(
+            self._on_stage,
+            in_specs=(enter, [PartitionSpec()] * len(same), [*map(self._spec_of_stack, kinds.elements)]),
+            out_specs=[
+                *[
+                    leave[fact] if fact in leave else self._spec(fact, None, deal.axis)
+                    for fact in kinds.carried
+                ],
+                *[self._spec_of_stack(fact, sums=self._replicas) for fact in kinds.results],
+            ],
+            axis_names={deal.axis, *(deal.inside if deal.is_apart else ())},
+            check_vma=False,
+        )
+        # Rules of gradients that users write, and jax.checkpoint, are for the gradient of the user's step.
+        run = jax.custom_jvp(run)
+        run.defjvp(_no_gradient)
+        found = run(doors, same, [*stacks])
+        carried = [self._whole(*each) for each in zip(found, kinds.carried, begun, strict=False)]
+        given = zip(found[count:], kinds.results, self._types[count:], strict=True)
+        return [
+            *carried,
+            *[
+                (x.sum(0) if self._replicas and fact == SUM else x).astype(kind.dtype)
+                for x, fact, kind in given
+            ],
+        ]
+
+    @property
+    def _replicas(self) -> tuple[str, ...]:
+        """The mesh axes along which devices sum over rows of their own."""
+        return self._deal.inside if self._deal.is_apart else ()
+
+    def _spec(self, fact: Fact, *leading: Any) -> PartitionSpec:
+        """How devices hold a value with rows: what comes before, and the rows, if each device has its own."""
+        if not isinstance(fact, Rows) or not self._replicas:
+            return PartitionSpec(*leading)
+        return PartitionSpec(*leading, *[None] * fact.dim, self._replicas)
+
+    def _spec_of_stack(self, fact: Fact, sums: tuple[str, ...] = ()) -> PartitionSpec:
+        if fact == SUM and sums:
+            return PartitionSpec(sums, self._deal.axis)
+        return self._spec(
+            fact, *((None, self._deal.axis, None)[:2] if has_rows(fact) else (self._deal.axis,))
+        )
+
+    def _whole(self, found: Any, fact: Fact, begun: Any) -> Any:
+        """What the loop carries behind its last round."""
+        deal = self._deal
+        if isinstance(fact, Rows):
+            owned = found if deal.owners > 1 else found[:, self._last : self._last + 1]
+            return placed(deal.back(owned, fact), {fact.dim: deal.outside})
+        return (found + begun.astype(found.dtype)).astype(begun.dtype) if fact == SUM else found[self._last]
+
+    def _on_stage(self, doors: Sequence[Any], same: Sequence[Any], stacks: Sequence[Any]) -> list[Any]:
+        """All ticks of one stage."""
+        kinds, deal, count = self._kinds, self._deal, self._loop.carried
+        stage = jax.lax.axis_index(deal.axis)
+        place = self._way * (stage - self._first)
+        along = sum(map(has_rows, kinds.constants))
+        pairs = [*zip(doors, kinds.travelling, strict=True)]
+
+        def taken(t: Any, arrived: Sequence[Any], before: Sequence[Any]) -> list[Any]:
+            """What a stage takes in a tick."""
+            turn, first = self._turn(t - place), self._turn(t)
+            enters = (place == 0) & (turn.round == 0)
+            entering = [self._entering(x, first.part) if has_rows(fact) else x for x, fact in pairs]
+            found = [jnp.where(enters, *each) for each in zip(entering, arrived, strict=True)]
+            return [jnp.where(turn.is_behind, *each) for each in zip(before, found, strict=True)]
+
+        def tick(state: tuple[list[Any], list[Any]], t: Any) -> tuple[tuple[list[Any], list[Any]], None]:
+            here, kept = state
+            turn, last = self._turn(t - place), self._turn(t - deal.stages + 1)
+            carried, given = self._run_layers(here, same, stacks, turn)
+            kept = [
+                *[
+                    self._left(before, x, last.part, stage)
+                    if has_rows(fact)
+                    else _kept(before, x, fact, turn)
+                    for before, x, fact in zip(kept, carried, kinds.carried, strict=False)
+                ],
+                *[
+                    self._kept_in_stack(before, x, fact, turn)
+                    for before, x, fact in zip(kept[count:], given, kinds.results, strict=True)
+                ],
+            ]
+            sent = [
+                *here[:along],
+                *[x for x, fact in zip(carried, kinds.carried, strict=True) if fact != SUM],
+            ]
+            return (taken(t + 1, [*map(self._sent, sent)], here), kept), None
+
+        nothing = [x[0, 0] if has_rows(fact) else x for x, fact in pairs]
+        start = taken(jnp.int32(0), nothing, nothing), self._nothing_kept(nothing[along:])
+        (_, kept), _ = jax.lax.scan(tick, start, jnp.arange(self.ticks))
+        carried = [
+            x if has_rows(fact) else jax.lax.psum(x, (deal.axis, *self._replicas)) if fact == SUM else x[None]
+            for x, fact in zip(kept, kinds.carried, strict=False)
+        ]
+        pairs = [*zip(kept[count:], kinds.results, strict=True)]
+        return [*carried, *[x[None] if self._replicas and fact == SUM else x for x, fact in pairs]]
+
+    def _turn(self, done: Any) -> _Turn:
+        """What a stage does that has run so many groups before."""
+        deal, rounds = self._deal, self._rounds
+        count = rounds * deal.parts
+        i = jnp.clip(done, 0, count - 1)
+        at_once = deal.stages if rounds > 1 else deal.parts
+        part = i // (rounds * at_once) * at_once + i % at_once
+        return _Turn(part, i // at_once % rounds, done < 0, done >= count)
+
+    def _run_layers(
+        self, here: Sequence[Any], same: Sequence[Any], stacks: Sequence[Any], turn: _Turn
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """What a group of layers gives for a part: what it carries, and stacks."""
+        kinds, body, travelling, others = self._kinds, self._loop.body, iter(here), iter(same)
+        constants = [next(travelling if has_rows(fact) else others) for fact in kinds.constants]
+        begun = [
+            jnp.zeros(kind.shape, kind.dtype) if fact == SUM else next(travelling)
+            for kind, fact in zip(self._types, kinds.carried, strict=False)
+        ]
+        elements = [
+            self._group(
+                jax.lax.dynamic_index_in_dim(x, turn.part, keepdims=False) if has_rows(fact) else x, turn
+            )
+            for x, fact in zip(stacks, kinds.elements, strict=True)
+        ]
+        part_of, facts = (
+            PartOf(self._rows, self._deal, turn.part),
+            [*kinds.constants, *kinds.carried, *kinds.elements],
+        )
+
+        def layer(carried: Sequence[Any], elements: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            operands = [*map(Known, [*constants, *carried, *elements], facts)]
+            values = part_of.values(body, operands, [*kinds.carried, *kinds.results])
+            return values[: self._loop.carried], values[self._loop.carried :]
+
+        return jax.lax.scan(layer, begun, elements, self._layers, **self._options)
+
+    def _group(self, stack: Any, turn: _Turn) -> Any:
+        """The layers of a stack that a stage runs at once."""
+        if self._rounds == 1:
+            return stack
+        return jax.lax.dynamic_slice_in_dim(stack, self._start(turn), self._layers)
+
+    def _start(self, turn: _Turn) -> Any:
+        """The first layer of the group, among those of the stage."""
+        group = turn.round if self._way > 0 else self._rounds - 1 - turn.round
+        return group * self._layers
+
+    def _nothing_kept(self, begun: Sequence[Any]) -> list[Any]:
+        """What is kept before the first tick; *begun* is what is carried first, without sums."""
+        kinds, deal, first, kept = self._kinds, self._deal, iter(begun), []
+        for i, (kind, fact) in enumerate(zip(self._types, [*kinds.carried, *kinds.results], strict=True)):
+            is_carried = i < self._loop.carried
+            before = next(first) if is_carried and fact != SUM else None
+            if is_carried and fact is None:
+                kept.append(before)
+                continue
+            leading, shape, dtype = (
+                () if is_carried else (self._layers * self._rounds,),
+                kind.shape,
+                kind.dtype,
+            )
+            if isinstance(fact, Rows):
+                shape = (*shape[: fact.dim], deal.size(fact), *shape[fact.dim + 1 :])
+                leading = (deal.parts // deal.owners, 1) if is_carried else (deal.parts, *leading)
+            kept.append(jnp.zeros((*leading, *shape), _wide(dtype) if fact == SUM else dtype))
+        return kept
+
+    def _kept_in_stack(self, before: Any, x: Any, fact: Fact, turn: _Turn) -> Any:
+        """A stack, with what a stage gave in a tick."""
+        start = self._start(turn)
+        if isinstance(fact, Rows):
+            place = (turn.part, start, *[0] * (x.ndim - 1))
+            return jax.lax.dynamic_update_slice(before, x[None], place)
+        if self._rounds == 1:
+            return _kept(before, x, fact, turn)
+        group = _kept(self._group(before, turn), x, fact, turn)
+        return jax.lax.dynamic_update_slice_in_dim(before, group, start, 0)
+
+    def _entering(self, door: Any, part: Any) -> Any:
+        """A part that enters the first stage, sent by its owner."""
+        own = jax.lax.dynamic_index_in_dim(door, part // self._deal.owners, keepdims=False)[0]
+        return self._between(own, part, lambda owner: (owner, self._first))
+
+    def _left(self, kept: Any, x: Any, part: Any, stage: Any) -> Any:
+        """All parts that left the last stage, where their owners have them."""
+        owners = self._deal.owners
+        x = self._between(x, part, lambda owner: (self._last, owner))[None]
+        slot = part // owners
+        if owners > 1:
+            before = jax.lax.dynamic_index_in_dim(kept, slot, keepdims=False)
+            x = jnp.where(stage == part % owners, x, before)
+        return jax.lax.dynamic_update_index_in_dim(kept, x, slot, 0)
+
+    def _between(self, x: Any, part: Any, way: Callable[[int], tuple[int, int]]) -> Any:
+        """A part that goes between a stage and its owner."""
+        owners = self._deal.owners
+        if owners == 1:
+            return x
+        ways = [[way(owner)] for owner in range(owners)]
+        send = [lambda x, way=way: jax.lax.ppermute(x, self._deal.axis, way) for way in ways]
+        return jax.lax.switch(part % owners, send, x)
+
+    def _sent(self, x: Any) -> Any:
+        """What arrives from the stage before; a ring, if parts pass more than once."""
+        stages = self._deal.stages
+        way = [(stage, (stage + self._way) % stages) for stage in range(stages)]
+        return jax.lax.ppermute(
+            x, self._deal.axis, way if self._rounds > 1 else [pair for pair in way if pair[0] != self._last]
+        )
+
+
+def _no_gradient(primals: Any, tangents: Any) -> Any:
+    raise StagesError(
+        'the gradient of a function with stages is taken outside of it, which would keep all that its ticks '
+        'compute\nWhat to do: take it inside: helper.sjit(jax.value_and_grad(loss), stages=...).'
+    )
+
+
+def has_rows(fact: Fact) -> bool:
+    """Whether a value has rows."""
+    return isinstance(fact, Rows)
+
+
+def _kept(before: Any, x: Any, fact: Fact, turn: _Turn) -> Any:
+    """Sums over rows with those of a tick; or what is the same for all rows."""
+    if fact != SUM:
+        return x
+    return before + jnp.where(turn.is_before | turn.is_behind, 0, x).astype(before.dtype)
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype of sums over parts: that of sums over rows on one device."""
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if is_narrow else dtype

@@ -1,0 +1,74 @@
+"""Where the rows of a batch are in the values of a step, and layers that lie over an axis of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from scalax._follow.trail import LOST, Trail, merged, of_dims
+from scalax._jax.equations import loop_of, shape_of
+from scalax._jaxprs.dims import dims_of
+from scalax._jaxprs.interpreter import Interpreter
+
+ROWS, LAYERS, _SECOND = 'rows', 'layers', 'second'
+
+
+class Places(Interpreter[Trail]):
+    """Which dimensions have rows, and which have layers; in place of mesh axes, a trail has these marks.
+
+    They are hints: what a pipeline computes does not depend on them.
+
+    Args:
+        jaxpr: the jaxpr.
+        arguments: the marks of its arguments. Others than `ROWS` and `LAYERS` tell where a stack is from.
+
+    Attributes:
+        loops: the loops over layers, by the ids of their equations.
+    """
+
+    def __init__(self, jaxpr: Any, arguments: Sequence[Trail]) -> None:
+        super().__init__(nothing=LOST)
+        self.loops: dict[int, Any] = {}
+        self.results(jaxpr, arguments)
+
+    def primitive(self, name: str, equation: Any, operands: Sequence[Trail]) -> Sequence[Trail]:
+        results = dims_of(equation).through(operands) or [LOST] * len(equation.outvars)
+        return [*map(_once, results)]
+
+    def joined(self, facts: Sequence[Trail]) -> Trail:
+        return merged(facts, max(map(len, facts)))
+
+    def element_of(self, stack: Trail) -> Trail:
+        return _once(stack[1:])
+
+    def stack_of(self, element: Trail) -> Trail:
+        return ((), *element) if element else LOST
+
+    def loop(self, equation: Any, operands: Sequence[Trail]) -> Sequence[Trail]:
+        results, loop = super().loop(equation, operands), loop_of(equation)
+        if not any(LAYERS in stack[0] for stack in loop.parts(operands)[2] if stack):
+            return results
+        self.loops[id(equation)] = equation
+        stacks = zip(results[loop.carried :], equation.outvars[loop.carried :], strict=True)
+        of_layers = [
+            merged([of_dims({0: (LAYERS,)}, len(shape_of(var))), each], len(shape_of(var)))
+            for each, var in stacks
+        ]
+        return [*results[: loop.carried], *of_layers]
+
+
+def _once(trail: Trail) -> Trail:
+    """A trail whose marks are in one dimension each, the first one.
+
+    Where a reshape splits rows, those of the first dimension may be parts of the batch that a loop takes one
+    after the other: the second one is noted.
+    """
+    used: set[str] = set()
+    found = []
+    for marks in trail:
+        known = [mark for mark in marks if mark not in used]
+        found.append((_SECOND,) if ROWS in marks and ROWS in used and _SECOND not in used else tuple(known))
+        used.update(marks, found[-1])
+    if ROWS not in used:
+        found = [tuple([ROWS if mark == _SECOND else mark for mark in marks]) for marks in found]
+    return tuple(found) if any(found) else LOST

@@ -1,0 +1,101 @@
+"""Steps with stages as they are called: donated, with static arguments, verified."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scalax.errors import StagesError
+from scalax.sharding import PartitionSpec as P
+from scalax.sharding import Stages
+from scalax.testing import assert_equal_to_one_device
+from tests.stages.programs import RULE, Program, arguments, block, entered, error, of_layers, plain
+from tests.stages.test_programs import QUICKLY, assert_close
+
+STAGES = Stages('stage', 2)
+HELPER = Program(plain).helper
+staged = functools.partial(dict, batch_argnums=1, stages=STAGES)
+
+
+def dropping(params, batch, key):
+    keys = jax.random.split(key, len(params['layers']['bias']))
+
+    def layer(x, given):
+        w, key = given
+        return block(x, w) * jax.random.bernoulli(key, 0.8, x.shape), None
+
+    x, _ = jax.lax.scan(jax.checkpoint(layer), entered(params, batch), (params['layers'], keys))
+    return error(params, x, batch)
+
+
+def step(params, batch, key, rate=0.01):
+    value, grads = jax.value_and_grad(dropping)(params, batch, key)
+    return jax.tree.map(lambda p, g: p - rate * g, params, grads), value
+
+
+@pytest.mark.long
+def test_donated_parameters_and_static_arguments_over_steps():
+    fun = HELPER().sjit(
+        step,
+        in_shardings=(RULE, P('fsdp'), P()),
+        out_shardings=(RULE, P()),
+        donate_argnums=0,
+        static_argnames='rate',
+        compiler_options=QUICKLY,
+        **staged(),
+    )
+    params, batch, key = arguments()
+    mine, theirs = HELPER().shard(params, RULE), params
+    for i in range(3):
+        mine, value = fun(mine, batch, jax.random.fold_in(key, i), rate=0.05)
+        theirs, wanted = jax.jit(step)(theirs, batch, jax.random.fold_in(key, i), 0.05)
+        assert_close((mine, value), (theirs, wanted), 1e-5)
+
+
+def test_a_gradient_is_taken_inside_of_the_function():
+    fun = HELPER().sjit(
+        lambda *args: of_layers(block, *args[:2]), in_shardings=(RULE, P('fsdp'), P()), **staged()
+    )
+    with pytest.raises(StagesError, match=r'is taken outside of it.*\n.*take it inside'):
+        jax.grad(fun)(*arguments())
+
+
+@pytest.mark.long
+def test_two_models_in_one_step():
+    def both(params, batch, key):
+        one, other = params
+        teacher = jax.lax.stop_gradient(of_layers(block, one, batch))
+        return (of_layers(jax.checkpoint(block), other, batch) - 0.5 * teacher) ** 2
+
+    params, batch, key = arguments()
+    params = params, jax.tree.map(lambda x: 1.1 * x, params)
+    fun = HELPER().sjit(
+        jax.value_and_grad(both), in_shardings=(RULE, P('fsdp'), P()), compiler_options=QUICKLY, **staged()
+    )
+    assert_close(fun(params, batch, key), jax.jit(jax.value_and_grad(both))(params, batch, key), 1e-5)
+
+
+@pytest.mark.long
+def test_verify_takes_steps_with_stages():
+    fun = HELPER().sjit(
+        step,
+        in_shardings=(RULE, P('fsdp'), P()),
+        out_shardings=(RULE, P()),
+        **staged(),
+    )
+    assert_equal_to_one_device(fun, *arguments(), seeds=1)
+
+
+def test_errors_are_raised_by_each_call_and_before_arguments_are_donated():
+    def mixed(params, batch):
+        return jax.tree.map(jnp.sin, params), of_layers(lambda x, w: x / jnp.max(x), params, batch)
+
+    fun = HELPER().sjit(mixed, in_shardings=(RULE, P('fsdp')), donate_argnums=0, **staged())
+    params, batch, _ = arguments()
+    mine = HELPER().shard(params, RULE)
+    for _ in range(2):
+        with pytest.raises(ValueError, match='reduce_max computes with several rows at once'):
+            fun(mine, batch)
+    assert np.asarray(mine['layers']['up']).shape == params['layers']['up'].shape

@@ -1,0 +1,144 @@
+"""The models of the table "unchanged code" with their layers in stages: losses and updates of one device."""
+
+import contextlib
+import dataclasses
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.unchanged import catalogue, experts, llama, optimizers
+from benchmarks.unchanged.measure import training_step
+from benchmarks.unchanged.values import SGD, example, largest_difference, weights
+from scalax.errors import StagesError
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper, Stages, TreePathShardingRule
+from scalax.sharding import PartitionSpec as P
+
+LAYERS, STEPS = 4, 2
+STACKS = TreePathShardingRule(('(^|/)(layers|encoder|decoder|blocks|adapters)/', P('stage')))
+MESHES = {
+    'four stages': {'stage': 4, 'fsdp': 2},
+    'two stages, tensor parallel': {'stage': 2, 'fsdp': 2, 'tp': 2},
+}
+QUICKLY = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
+# Two loops, constants with rows, and dropout; `make verify` runs all.
+OFTEN = {('encoder-decoder', 'two stages, tensor parallel')}
+# Layers in a Python loop, or none.
+WITHOUT_STACKS = {
+    *('flax.nnx modules', 'UNet with attention', 'ResNet with BatchNorm', 'recurrent cell'),
+    *('recommender', 'graph network', 'graphs, mapped'),
+}
+# The loss that keeps experts even multiplies two means over all rows; what a kernel does is not known.
+_UNEVEN = (
+    'dot_general takes a sum over all rows, of which a microbatch has a part only, at experts.py:137 route'
+)
+_KINDS = ('one-hot dispatch', 'all tokens', 'over the batch axis', 'sorted tokens', 'sorted by row')
+REFUSED = {
+    **{f'experts, {kind}': _UNEVEN for kind in _KINDS},
+    'flash attention, Pallas': (
+        'pallas_call takes rows, and what it does with them is not known, at flash.py:182 layer'
+    ),
+}
+
+
+def with_layers(sizes):
+    """The sizes of a model, or of parts of it, with so many layers."""
+    changed = {}
+    for field in dataclasses.fields(sizes):
+        value = getattr(sizes, field.name)
+        if field.name == 'layers':
+            changed['layers'] = LAYERS
+        elif dataclasses.is_dataclass(value):
+            changed[field.name] = with_layers(value)
+    return dataclasses.replace(sizes, **changed)
+
+
+@contextlib.contextmanager
+def deeper():
+    """All small models have as many layers as there are stages."""
+    with contextlib.ExitStack() as stack:
+        config = llama.ModelConfig
+        for file in (llama, optimizers):
+            deep = lambda **given: config(**{**given, 'layers': LAYERS})  # noqa: E731
+            stack.enter_context(mock.patch.object(file, 'ModelConfig', deep))
+        for file in catalogue.FILES:
+            for table in vars(file).values():
+                if isinstance(table, dict) and dataclasses.is_dataclass(table.get('small')):
+                    stack.enter_context(mock.patch.dict(table, small=with_layers(table['small'])))
+        yield
+
+
+def of_tokens(mlp):
+    """Experts without the loss that keeps them even, which multiplies two means over the batch."""
+    return lambda x, w, s: (mlp(x, w, s)[0], jnp.zeros(()))
+
+
+with deeper():
+    MODELS = {model.name: model for model in catalogue.all_models('small')}
+    for name, mlp in (('one-hot dispatch', experts.one_hot), ('all tokens', experts.dense)):
+        MODELS[f'experts, {name}, uneven'] = experts.with_experts(
+            name, experts.FEW['small'], of_tokens(mlp), {}, MODELS[f'experts, {name}'].columns_and_rows
+        )
+
+
+def staged(model, mesh, microbatches=4):
+    """A step of a model, its layers in stages, and its arguments."""
+    sizes = MESHES[mesh]
+    helper = MeshShardingHelper([*sizes.values()], [*sizes])
+    model = dataclasses.replace(model, optimizer=SGD, rows=2 * model.rows)
+    fsdp = model.fsdp_rule or FSDPShardingRule('fsdp', min_fsdp_size=1)
+    rule = (STACKS | P()) & (model.columns_and_rows if 'tp' in sizes else fsdp)
+    step = training_step(model, model.loss)
+    fun = helper.sjit(
+        step,
+        in_shardings=(rule, P(*[None] * model.batch_dim, 'fsdp'), P()),
+        out_shardings=(rule, P()),
+        batch_argnums=1,
+        stages=Stages('stage', microbatches),
+        compiler_options=QUICKLY,
+    )
+    params = weights(model)
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(SGD.init, params))
+    return fun, step, ((params, zeros), example(model), jax.random.key(2))
+
+
+def marked(name, mesh):
+    return pytest.param(name, mesh, marks=pytest.mark.long if (name, mesh) in OFTEN else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    'name, mesh',
+    [marked(name, mesh) for name in MODELS if name not in {*REFUSED, *WITHOUT_STACKS} for mesh in MESHES],
+)
+def test_steps_are_those_of_one_device(name, mesh):
+    fun, step, (mine, batch, key) = staged(MODELS[name], mesh)
+    one, theirs = jax.jit(step, compiler_options=QUICKLY), mine
+    for i in range(STEPS):
+        mine, value = fun(mine, batch, jax.random.fold_in(key, i))
+        theirs, wanted = one(theirs, batch, jax.random.fold_in(key, i))
+        assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((mine, value)))
+        assert largest_difference((mine, value), (theirs, wanted)) < 1e-5
+
+
+@pytest.mark.parametrize('name', [*REFUSED])
+def test_layers_that_mix_rows_are_refused(name):
+    fun, _, args = staged(MODELS[name], 'four stages')
+    with pytest.raises(StagesError) as caught:
+        fun.trace(*args)
+    assert REFUSED[name] in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['flax.nnx modules', 'recurrent cell', 'recommender'])
+def test_models_without_stacks_are_refused(name):
+    fun, _, args = staged(MODELS[name], 'four stages')
+    with pytest.raises(StagesError, match='no loop runs over layers'):
+        fun.trace(*args)
+
+
+def test_the_models_are_there():
+    named = functools.reduce(set.union, [{name for name, _ in OFTEN}, REFUSED, WITHOUT_STACKS])
+    assert named <= {*MODELS}

@@ -1,0 +1,203 @@
+"""Odd programs compute as pipelines what one device computes; what mixes rows is refused, by its line."""
+
+import inspect
+import re
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+from scalax.errors import StagesError, StagesWarning
+from scalax.sharding import PartitionSpec as P
+from scalax.sharding import Stages
+from tests.stages.programs import LAYERS, PROGRAMS, REFUSED, RULE, arguments
+
+# Half the time of compiling.
+QUICKLY = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
+# Of each kind; `make verify` runs all.
+OFTEN = (
+    'several_values_carried',
+    'tokens_in_one_dimension',
+    'constants_with_rows',
+    'draws_of_gamma',
+    'outputs_of_layers',
+    'fewer_microbatches_than_stages',
+    'evaluation',
+    'loops_in_layers',
+    'branches_in_layers',
+    'numbers_of_rows',
+    'windows_and_convolutions',
+    'checkpoints_by_name',
+    'groups_of_layers',
+    'two_loops',
+)
+
+
+def named(table):
+    marks = {name: [pytest.mark.long] if name in OFTEN else [pytest.mark.slow] for name in table}
+    return [pytest.param(name, marks=marks[name]) for name in table]
+
+
+def staged(program, **how):
+    return program.helper().sjit(
+        program.compiled,
+        in_shardings=(RULE, program.spec, P()),
+        batch_argnums=1,
+        stages=Stages('stage', program.parts, **how),
+        compiler_options=QUICKLY,
+    )
+
+
+def assert_close(found, wanted, tolerance):
+    """Differences are parts of the largest value of an array; integers and booleans are equal."""
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        mine, theirs = np.asarray(mine), np.asarray(theirs)
+        if np.issubdtype(theirs.dtype, np.inexact):
+            assert np.all(np.isfinite(theirs))
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=tolerance * np.max(np.abs(theirs)))
+        else:
+            np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize('name', named(PROGRAMS))
+def test_programs_compute_what_one_device_computes(name):
+    program, args = PROGRAMS[name], arguments()
+    wanted = jax.jit(program.compiled, compiler_options=QUICKLY)(*args)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore', StagesWarning)
+        step = staged(program)
+        assert_close(step(*args), wanted, program.tolerance)
+        assert 'collective_permute' in step.lower(*args).as_text()
+
+
+def has_rounds(name):
+    """Whether layers and microbatches divide by stages and two rounds."""
+    program, layers = PROGRAMS[name], 2 if name == 'groups_of_layers' else LAYERS
+    return program.parts % program.mesh['stage'] == 0 and layers % (2 * program.mesh['stage']) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('gather', ['tick', 'step'])
+@pytest.mark.parametrize('name', [name for name in PROGRAMS if has_rounds(name)])
+def test_programs_in_rounds(name, gather):
+    program, args = PROGRAMS[name], arguments()
+    wanted = jax.jit(program.compiled, compiler_options=QUICKLY)(*args)
+    assert_close(staged(program, rounds=2, gather=gather)(*args), wanted, program.tolerance)
+
+
+def test_what_runs_often_is_there():
+    assert set(OFTEN) <= {*PROGRAMS}
+
+
+REFUSALS = {
+    'norm_of_the_batch': (
+        'sub takes a sum over all rows, of which a microbatch has a part only',
+        'y = y - jnp.mean(y, (0, 1))',
+        'sum over each row alone, or add up outside of the loop',
+    ),
+    'largest_of_the_batch': (
+        'reduce_max computes with several rows at once',
+        'jnp.max(jnp.abs(x))',
+        'compute it of each row alone, or outside of the loop',
+    ),
+    'sorted_rows': (
+        'sort computes with several rows at once',
+        'jnp.argsort',
+        'compute it of each row alone, or outside of the loop',
+    ),
+    'capacity_of_the_batch': (
+        'cumsum computes with several rows at once',
+        'jnp.cumsum(chosen, 0)',
+        'compute it of each row alone, or outside of the loop',
+    ),
+    'product_of_two_means': (
+        'dot_general takes a sum over all rows, of which a microbatch has a part only',
+        '@ used',
+        'sum over each row alone, or add up outside of the loop',
+    ),
+    'mean_that_layers_read': (
+        'layers read a sum over all rows that they carry',
+        'jax.lax.scan(layer',
+        'carry a sum over each row alone, and add up rows behind the loop',
+    ),
+    'one_row_after_the_other': (
+        'a loop runs over rows',
+        'jax.lax.map',
+        'run it on all rows at once (jax.vmap)',
+    ),
+    'until_all_rows_are_small': (
+        'gt takes a sum over all rows, of which a microbatch has a part only',
+        'jnp.sum(x * x) > 1',
+        'sum over each row alone, or add up outside of the loop',
+    ),
+    'branch_by_the_batch': (
+        'gt takes a sum over all rows, of which a microbatch has a part only',
+        'jnp.mean(x) > 0',
+        'sum over each row alone, or add up outside of the loop',
+    ),
+    'rows_by_number': (
+        'gather computes with several rows at once',
+        'x[jnp.arange(ROWS)',
+        'look up in each row alone (jax.vmap, or jnp.take_along_axis), or outside of the loop',
+    ),
+    'rows_in_another_order': (
+        'reshape puts rows in another order, or in several dimensions',
+        'reshape(-1, WIDTH)',
+        'keep rows in one dimension, in front of what is merged with it',
+    ),
+    'keys_of_rows_of_another_generator': (
+        'keys of rows are of a generator that draws for all of them at once',
+        'jax.random.fold_in(key, number)',
+        "use keys of jax.random.key(seed, impl='threefry2x32')",
+    ),
+    'gamma_of_rows': (
+        'random_gamma draws for all rows of one key',
+        'jax.random.gamma(key',
+        'use a key for each row',
+    ),
+    'offloaded': (
+        'layers keep values in the memory of the host',
+        'jax.lax.scan(',
+        'compute them again (jax.checkpoint) in place of offloading them',
+    ),
+    'kernel': (
+        'pallas_call takes rows, and what it does with them is not known',
+        'call(jax.lax.stop_gradient(x))',
+        'write it in other operations, or compute it outside of the loop',
+    ),
+    'callback': (
+        'pure_callback takes rows, and what it does with them is not known',
+        'jax.pure_callback',
+        'write it in other operations, or compute it outside of the loop',
+    ),
+}
+
+
+@pytest.mark.parametrize('name', [*REFUSALS])
+def test_what_mixes_rows_is_refused_by_its_line(name):
+    why, code, instead = REFUSALS[name]
+    with pytest.raises(StagesError) as caught:
+        staged(REFUSED[name]).trace(*arguments())
+    at = r'programs\.py:(\d+) \S+'
+    found = re.fullmatch(
+        f'the loop over layers at {at} cannot run on microbatches: {re.escape(why)}, at {at}\n'
+        f'What to do: {re.escape(instead)}; or run without stages.',
+        str(caught.value),
+    )
+    assert found, str(caught.value)
+    lines = inspect.getsource(inspect.getmodule(REFUSED[name].loss)).splitlines()
+    assert code in lines[int(found[2]) - 1]
+
+
+def test_effects_are_refused():
+    name = 'debug_print|debug_callback'
+    with pytest.raises(
+        StagesError, match=f'({name}) has an effect, which would happen more often, at programs.py'
+    ):
+        staged(REFUSED['print_of_weights']).trace(*arguments())
+
+
+def test_layers_without_a_loop_are_refused():
+    with pytest.raises(StagesError, match="no loop runs over layers that are sharded over 'stage'"):
+        staged(REFUSED['layers_in_a_python_loop']).trace(*arguments())

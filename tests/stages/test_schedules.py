@@ -1,0 +1,144 @@
+"""GPipe and circular schedules, weights gathered each tick or once: equal values, and what devices send."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scalax.plan import make_plan
+from scalax.sharding import MeshShardingHelper, Stages, TreePathShardingRule
+from scalax.sharding import PartitionSpec as P
+
+LAYERS, ROWS, WIDTH, CLASSES = 8, 32, 16, 10
+RULE = TreePathShardingRule(('layers/bias', P('stage')), ('layers', P('stage', 'fsdp')), ('.*', P('fsdp')))
+OVER_ALL = P(('stage', 'fsdp'))
+SCHEDULES = [
+    Stages('stage', 8),
+    Stages('stage', 4, rounds=2),
+    Stages('stage', 8, rounds=2, gather='step'),
+    Stages('stage', 8, gather='step'),
+]
+
+
+def parameters(dtype=np.float32):
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return (rng.normal(size=shape) / np.sqrt(WIDTH)).astype(dtype)
+
+    return {
+        'embed': normal(64, WIDTH),
+        'layers': {'weight': normal(LAYERS, WIDTH, WIDTH), 'bias': normal(LAYERS, WIDTH)},
+        'head': normal(WIDTH, CLASSES),
+    }
+
+
+def loss(params, tokens, *, reverse=False):
+    def layer(x, given):
+        weights, key = given
+        added = jnp.tanh(x @ weights['weight'] + weights['bias'])
+        return x + jnp.where(jax.random.bernoulli(key, 0.8, x.shape), added, 0), None
+
+    keys = jax.random.split(jax.random.key(3), LAYERS)
+    x = params['embed'][tokens]
+    x, _ = jax.lax.scan(jax.checkpoint(layer), x, (params['layers'], keys), reverse=reverse)
+    return jnp.mean(jax.nn.log_softmax(x @ params['head']) ** 2)
+
+
+def step(params, tokens):
+    value, grads = jax.value_and_grad(loss)(params, tokens)
+    return value, grads, jax.tree.map(lambda w, g: (w - 0.5 * g).astype(w.dtype), params, grads)
+
+
+def backwards(params, tokens):
+    return jax.value_and_grad(lambda params, tokens: loss(params, tokens, reverse=True))(params, tokens)
+
+
+def staged(fun, stages, spec=OVER_ALL):
+    helper = MeshShardingHelper([4, 2], ['stage', 'fsdp'])
+    return helper, helper.sjit(fun, in_shardings=(RULE, spec), batch_argnums=1, stages=stages)
+
+
+TOKENS = np.random.default_rng(1).integers(0, 64, ROWS)
+
+
+def assert_close(mine, theirs):
+    def close(a, b):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+
+    jax.tree.map(close, mine, theirs)
+
+
+@pytest.mark.parametrize(
+    'stages, spec',
+    [
+        (SCHEDULES[0], OVER_ALL),
+        *zip(SCHEDULES, [P('fsdp'), OVER_ALL, P(('fsdp', 'stage')), P('fsdp')], strict=True),
+    ],
+    ids=str,
+)
+def test_values_are_those_of_one_device(stages, spec):
+    _, fun = staged(step, stages, spec)
+    params, expected = parameters(), parameters()
+    for _ in range(2):
+        value, grads, params = fun(params, TOKENS)
+        wanted, of_one, expected = jax.jit(step)(expected, TOKENS)
+        assert_close((value, grads, params), (wanted, of_one, expected))
+
+
+@pytest.mark.parametrize('stages', SCHEDULES[::2], ids=str)
+def test_loops_from_the_last_layer_to_the_first(stages):
+    _, fun = staged(backwards, stages)
+    assert_close(fun(parameters(), TOKENS), jax.jit(backwards)(parameters(), TOKENS))
+
+
+@pytest.mark.parametrize('stages', SCHEDULES[::2], ids=str)
+def test_layers_are_sent_nowhere_but_to_the_stage_that_runs_them(stages):
+    helper, fun = staged(step, stages)
+    plan = make_plan(helper, fun, (parameters(), TOKENS), {})
+    along = [row for row in plan.collectives if 'stage' in row.axes]
+    # Outside of the pipeline rows and gradients go over stages too, as over all devices: less than of layers.
+    others = [row.bytes for row in along if row.kind != 'collective-permute']
+    assert max(others) <= 64 * WIDTH * 4 < LAYERS * WIDTH * WIDTH * 4
+    hops = 2 * (stages.rounds * stages.microbatches + 3)
+    assert sum(row.count for row in along if row.kind == 'collective-permute') >= hops
+
+
+def test_weights_are_gathered_once_a_step():
+    gathered = {}
+    for gather in ('tick', 'step'):
+        helper, fun = staged(step, Stages('stage', 8, gather=gather))
+        plan = make_plan(helper, fun, (parameters(), TOKENS), {})
+        gathered[gather] = sum(row.count for row in plan.collectives if row.kind == 'all-gather')
+    assert gathered['step'] * 4 < gathered['tick']
+
+
+def test_gradients_are_summed_over_parts_in_float32():
+    """In bfloat16 a sum of many parts would stop to grow: 256 + 1 is 256."""
+
+    def fun(weights, x):
+        def total(weights):
+            return jax.lax.scan(lambda c, w: (c * w, None), x, weights)[0].sum(dtype=jnp.float32)
+
+        return jax.grad(total)(weights)
+
+    helper = MeshShardingHelper([2, 4], ['stage', 'fsdp'])
+    count = 512
+    placed = P('stage'), P(('fsdp', 'stage'))
+    staged = helper.sjit(fun, in_shardings=placed, batch_argnums=1, stages=Stages('stage', 128))
+    grads = staged(jnp.ones(2, 'bfloat16'), jnp.ones(count, 'bfloat16'))
+    np.testing.assert_array_equal(np.asarray(grads, np.float32), count)
+
+
+def test_one_trace_for_each_signature_and_no_cost_of_a_call():
+    traced = []
+
+    def counted(params, tokens):
+        traced.append(1)
+        return loss(params, tokens)
+
+    _, fun = staged(counted, Stages('stage', 8))
+    params = parameters()
+    for _ in range(3):
+        fun(params, TOKENS)
+    assert len(traced) == 1
