@@ -31,11 +31,11 @@ import jax.numpy as jnp
 import optax
 
 from examples.llama.model import ModelConfig, Params
-from examples.llama.strategies import FSDP_TP
+from examples.llama.strategies import FSDP_TP, in_stages
 from examples.llama.training import make_init, make_train_step
 from scalax.plan import Plan, make_plan
 from scalax.rules import catalogue
-from scalax.sharding import MeshShardingHelper, PartitionSpec
+from scalax.sharding import MeshShardingHelper, PartitionSpec, Stages
 
 P = PartitionSpec
 SEQUENCE = 4096
@@ -86,36 +86,45 @@ CASES = (
 )
 
 
-def make_8b(helper: MeshShardingHelper) -> tuple[Any, tuple[Any, ...]]:
+def make_8b(helper: MeshShardingHelper, stages: Stages | None = None) -> tuple[Any, tuple[Any, ...]]:
     """For ``python -m scalax plan``: the step and its arguments."""
-    return make_step(helper, LLAMA_8B)
+    return make_step(helper, LLAMA_8B, stages=stages)
 
 
-def make_70b(helper: MeshShardingHelper) -> tuple[Any, tuple[Any, ...]]:
+def make_70b(helper: MeshShardingHelper, stages: Stages | None = None) -> tuple[Any, tuple[Any, ...]]:
     """For ``python -m scalax plan``: the step and its arguments."""
-    return make_step(helper, LLAMA_70B)
+    return make_step(helper, LLAMA_70B, stages=stages)
 
 
 def make_step(
-    helper: MeshShardingHelper, model: Llama3, layout: catalogue.ActivationSpecs | None = None
+    helper: MeshShardingHelper,
+    model: Llama3,
+    layout: catalogue.ActivationSpecs | None = None,
+    stages: Stages | None = None,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """The step of examples/llama over a mesh with axes fsdp and tp, and perhaps data; its arguments.
+    """The step of examples/llama over a mesh with fsdp and tp, and perhaps stage and data; its arguments.
 
-    The rows of the batch are followed, or all activations are placed by a layout.
+    The rows of the batch are followed, or all activations are placed by a layout. In pipeline stages there
+    are as many microbatches as can be, unless *stages* says how many.
     """
+    strategy = FSDP_TP
+    sizes = helper.mesh.shape
+    if sizes.get('stage', 1) > 1:
+        strategy = in_stages(FSDP_TP, sizes['stage'], helper.mesh.size // sizes['fsdp'])
     optimizer = optax.adamw(1e-4, b2=0.95)
     state = jax.eval_shape(make_init(model, optimizer), jax.random.key(0))
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), state.params)
     state = state._replace(params=params, opt_state=jax.eval_shape(optimizer.init, params))
     tokens = jax.ShapeDtypeStruct((helper.mesh.size, model.sequence + 1), 'int32')
-    batch_axes = tuple(name for name in ('data', 'fsdp') if name in helper.axis_names)
+    batch_axes = tuple(name for name in ('stage', 'data', 'fsdp') if name in helper.axis_names)
     step = helper.sjit(
         make_train_step(model, optimizer),
-        in_shardings=(FSDP_TP.state, P(batch_axes)),
-        out_shardings=(FSDP_TP.state, P()),
+        in_shardings=(strategy.state, P(batch_axes)),
+        out_shardings=(strategy.state, P()),
         annotation_shardings=None if layout is None else catalogue.activations(layout, batch=batch_axes),
         batch_argnums=1 if layout is None else (),
         donate_argnums=0,
+        stages=stages or strategy.stages,
     )
     return step, (state, tokens)
 

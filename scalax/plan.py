@@ -18,6 +18,7 @@ from scalax._plan.schedule import Kernel, Schedule
 from scalax._plan.scopes import ScopeRuns, ScopeWork
 from scalax._plan.torus import Line, Place
 from scalax._search import Candidate, Search, search
+from scalax._stages.pipelined import PipelinedLoop
 
 __all__ = [
     'Buffer',
@@ -37,6 +38,7 @@ __all__ = [
     'Line',
     'Memory',
     'Phase',
+    'PipelinedLoop',
     'Place',
     'Plan',
     'PlanDiff',

@@ -27,6 +27,10 @@ PLAN = (
     *(sys.executable, '-m', 'scalax', 'plan', 'examples/plan_llama.py:make_8b', '--quick'),
     *('--topology', 'v5p:4x4x4', '--mesh', 'fsdp=-1,tp=4'),
 )
+IN_STAGES = (
+    *(sys.executable, '-m', 'scalax', 'plan', 'examples/plan_llama.py:make_8b', '--quick'),
+    *('--topology', 'v5p:4x4x4', '--mesh', 'stage=4,fsdp=4,tp=4'),
+)
 ON_GPUS = (
     *(sys.executable, '-m', 'scalax', 'plan', 'examples/plan_llama.py:make_70b'),
     *('--topology', 'h100:64x8', '--mesh', 'fsdp=-1,tp=8'),
@@ -42,6 +46,7 @@ SEARCH = (
 # name of the picture -> what writes the page, and how much of that is shown
 PAGES = {
     'plan-llama-8b': (PLAN, 1480),
+    'plan-llama-8b-stages': (IN_STAGES, 1000),
     'plan-llama-70b-h100': (ON_GPUS, 1480),
     'found-mixer': (FOUND, 1100),
     'search-llama-8b': (SEARCH, 1060),

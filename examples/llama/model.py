@@ -38,7 +38,7 @@ class ModelConfig:
     """The sizes of a decoder. The defaults suit a laptop."""
 
     width: int = 128
-    layers: int = 3
+    layers: int = 4
     heads: int = 4
     kv_heads: int = 2
     vocabulary: int = 256

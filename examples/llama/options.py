@@ -16,7 +16,7 @@ _STEPS = flags.DEFINE_integer('steps', 600, 'Training steps.', lower_bound=0)
 _BATCH_SIZE = flags.DEFINE_integer('batch_size', 16, 'Sequences in a batch, over all devices.', lower_bound=1)
 _SEQUENCE_LENGTH = flags.DEFINE_integer('sequence_length', 128, 'Bytes in a sequence.', lower_bound=1)
 _WIDTH = flags.DEFINE_integer('width', 128, 'Width of the residual stream.', lower_bound=1)
-_LAYERS = flags.DEFINE_integer('layers', 3, 'Decoder layers.', lower_bound=1)
+_LAYERS = flags.DEFINE_integer('layers', 4, 'Decoder layers.', lower_bound=1)
 _HEADS = flags.DEFINE_integer('heads', 4, 'Query heads.', lower_bound=1)
 _KV_HEADS = flags.DEFINE_integer('kv_heads', 2, 'Key/value heads, shared by the query heads.', lower_bound=1)
 _DROPOUT = flags.DEFINE_float('dropout', 0.0, 'Part dropped of what each block adds.', lower_bound=0)
@@ -34,6 +34,15 @@ _MESH = flags.DEFINE_string(
     None,
     'Devices along each mesh axis of the strategy, as in fsdp=-1,tp=2; -1 takes the devices that '
     "are left. Default: the strategy's own mesh.",
+)
+_STAGES = flags.DEFINE_integer(
+    'stages', 1, 'Run the layers as a pipeline of this many stages, under any strategy.', lower_bound=1
+)
+_MICROBATCHES = flags.DEFINE_integer(
+    'microbatches',
+    None,
+    'Parts of the batch that pass through the stages one after the other. Default: twice the stages.',
+    lower_bound=1,
 )
 _DEVICES = flags.DEFINE_integer(
     'devices',
@@ -69,6 +78,8 @@ class Options:
     checkpoints: str | None
     save_every: int
     pause: float
+    stages: int = 1
+    microbatches: int | None = None
 
     @property
     def run(self) -> dict[str, Any]:
@@ -115,4 +126,6 @@ def read_options(arguments: Sequence[str]) -> Options:
         checkpoints=_CHECKPOINTS.value,
         save_every=_SAVE_EVERY.value,
         pause=_PAUSE.value,
+        stages=_STAGES.value,
+        microbatches=_MICROBATCHES.value,
     )

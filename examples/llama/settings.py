@@ -16,7 +16,7 @@ from examples.llama.model import ACTIVATIONS
 from examples.llama.options import Options
 from examples.llama.strategies import STRATEGIES, Strategy
 from scalax.errors import MeshError
-from scalax.sharding import MeshShardingHelper
+from scalax.sharding import MeshShardingHelper, Stages
 
 # The flag that sets each dimension of an activation.
 FLAGS = {
@@ -35,17 +35,25 @@ def make_helper(strategy: Strategy, mesh: str | None, devices: Sequence[jax.Devi
     Args:
       strategy: names the axes, and the default for a `mesh` of None. That default shrinks where
         there are too few devices for it; what the user asks for never does.
-      mesh: as in 'fsdp=-1,tp=2', in any order; axes left out have one device.
+      mesh: as in 'fsdp=-1,tp=2', in any order; axes left out have one device,
+        but there are as many stages as the strategy has.
       devices: all of them are used.
 
     Raises:
       app.UsageError: `mesh` cannot be read or does not fit the devices.
     """
     count = len(devices)
+    stages = {
+        name: size for name, size in strategy.mesh.items() if name == 'stage'
+    }  # asked for, with --stages
     if mesh is None:
-        axes = {name: size if size == -1 else math.gcd(size, count) for name, size in strategy.mesh.items()}
+        of_stage = count // stages.get('stage', 1)
+        axes = {
+            name: size if size == -1 else math.gcd(size, of_stage) for name, size in strategy.mesh.items()
+        }
+        axes |= stages
     else:
-        axes = dict.fromkeys(strategy.mesh, 1) | parse_mesh(mesh, strategy)
+        axes = dict.fromkeys(strategy.mesh, 1) | stages | parse_mesh(mesh, strategy)
     try:
         return MeshShardingHelper(list(axes.values()), list(axes), devices=devices)
     except MeshError as error:  # it says which sizes would fit
@@ -126,6 +134,23 @@ def sharding_problems(options: Options, strategy: Strategy, axes: Mapping[str, i
                 f'{", ".join(mesh_axes)} of {parts} devices: make it a multiple of {parts}, '
                 'or change --mesh or --devices'
             )
+    if strategy.stages is not None:
+        yield from stage_problems(options, strategy, strategy.stages, axes)
+
+
+def stage_problems(
+    options: Options, strategy: Strategy, stages: Stages, axes: Mapping[str, int]
+) -> Iterator[str]:
+    """Yields what does not divide into pipeline stages: layers, and the rows of the batch."""
+    count, layers, parts = axes[stages.axis], options.model.layers, stages.microbatches
+    if layers % count:
+        yield f'--layers {layers} do not divide into {count} stages: make it a multiple of {count}'
+    rows = parts * math.prod(axes[axis] for axis in strategy.data_axes if axis != stages.axis)
+    if options.batch_size % rows:
+        yield (
+            f'--batch_size {options.batch_size} does not divide into {parts} microbatches, which are split '
+            f'over the devices of a stage: make it a multiple of {rows}, or change --microbatches'
+        )
 
 
 def splits(strategy: Strategy) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -11,6 +11,8 @@ A strategy answers four questions, and nothing else in this example changes with
   is to lie otherwise is said. `activations`: specs for names that `model.py` gives to values (it also lists
   their dimensions), and `gradients`: a rule for the gradients before the update.
 
+Each of them runs in pipeline stages too (`in_stages`): one more mesh axis, over which the layers lie.
+
 In a spec, `None` leaves a dimension whole; dimensions after the last one mentioned are whole too.
 """
 
@@ -19,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from scalax.sharding import FSDPShardingRule, PartitionSpec, ShardingRule, TreePathShardingRule
+from scalax.sharding import FSDPShardingRule, PartitionSpec, ShardingRule, Stages, TreePathShardingRule
 
 P = PartitionSpec
 
@@ -35,6 +37,7 @@ class Strategy:
     state: ShardingRule | PartitionSpec
     activations: Mapping[str, PartitionSpec] = dataclasses.field(default_factory=dict)
     gradients: ShardingRule | None = None
+    stages: Stages | None = None
 
     @property
     def batch(self) -> PartitionSpec:
@@ -123,3 +126,23 @@ FSDP_TP_SP = dataclasses.replace(
 STRATEGIES = {
     strategy.name: strategy for strategy in (DATA_PARALLEL, ZERO1, ZERO2, FSDP, FSDP_TP, FSDP_TP_SP)
 }
+
+
+def in_stages(strategy: Strategy, stages: int, microbatches: int) -> Strategy:
+    """A strategy as a pipeline: each stage has its part of the layers, and runs the strategy on it.
+
+    The first dimension of everything under layers/ is the stack of layers; the strategy places the others.
+    Outside of the layers the devices of all stages see rows of their own.
+    """
+    layers = TreePathShardingRule((r'\blayers/', P('stage')), (r'.*', P()))
+    data_axes = ('stage', *strategy.data_axes)
+    return dataclasses.replace(
+        strategy,
+        doc=f'{strategy.doc}; in {stages} pipeline stages',
+        mesh={'stage': stages, **strategy.mesh},
+        data_axes=data_axes,
+        state=layers & strategy.state,
+        activations={name: P(data_axes, *spec[1:]) for name, spec in strategy.activations.items()},
+        gradients=None if strategy.gradients is None else layers & strategy.gradients,
+        stages=Stages('stage', microbatches),
+    )

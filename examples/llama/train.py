@@ -3,6 +3,7 @@
     python -m examples.llama.train
     python -m examples.llama.train --strategy fsdp --devices 4
     python -m examples.llama.train --strategy fsdp_tp --mesh fsdp=2,tp=4 --text book.txt
+    python -m examples.llama.train --stages 2
     python -m examples.llama.train --checkpoints runs/saved
 
 It leaves a loss curve, a sample, the sharding of its state and its numbers in a folder. Ctrl-C ends
@@ -38,7 +39,7 @@ from examples.llama.options import Options, read_options
 from examples.llama.progress import Checkpoints, Progress
 from examples.llama.report import Results, format_sample, write_report
 from examples.llama.settings import check_settings, make_helper
-from examples.llama.strategies import STRATEGIES
+from examples.llama.strategies import STRATEGIES, in_stages
 from examples.llama.trainer import Trainer
 from examples.llama.training import Params, TrainState
 from scalax import distributed
@@ -99,6 +100,8 @@ def ending_all() -> Iterator[None]:
 def prepare(options: Options) -> tuple[Trainer, Corpus, Path]:
     """Checks all that can be checked before any work, and returns what the work needs."""
     strategy = STRATEGIES[options.strategy]
+    if options.stages > 1:
+        strategy = in_stages(strategy, options.stages, options.microbatches or 2 * options.stages)
     corpus = load_corpus(options.text, options.sequence_length)
     devices = choose_devices(options.devices)
     helper = make_helper(strategy, options.mesh, devices)

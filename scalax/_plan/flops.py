@@ -147,6 +147,11 @@ def count_model_flops(jaxpr: ClosedJaxpr) -> int | None:
     return backward + _Counter(keep_all=True).all_of(jaxpr.jaxpr).by_part.get('forward', 0)
 
 
+def count_flops_of(equation: Any) -> int:
+    """The floating-point operations of one equation, for all of its results."""
+    return _Counter().of(equation).count
+
+
 class _Counter:
     """Counts jaxprs; one that is used in several places is counted once.
 
@@ -173,7 +178,7 @@ class _Counter:
                 used |= {id(var) for var, need in zip(equation.invars, needed, strict=True) if need}
         return total, tuple(id(var) in used for var in jaxpr.invars)
 
-    def _equation(self, equation: Any, live: Live, outside: Jaxpr) -> tuple[Flops, Live]:
+    def _equation(self, equation: Any, live: Live, outside: Jaxpr | None) -> tuple[Flops, Live]:
         name, every = primitive_name(equation), (True,) * len(equation.invars)
         inner = list(equations.jaxprs_in(equation))
         if name in _UNCOUNTED:
@@ -207,6 +212,10 @@ class _Counter:
         """The operations for all results."""
         return self.jaxpr(jaxpr, (True,) * len(jaxpr.outvars))[0]
 
+    def of(self, equation: Any) -> Flops:
+        """The operations of an equation for all results."""
+        return self._equation(equation, (True,) * len(equation.outvars), None)[0]
+
     def _call(self, equation: Any, live: Live) -> tuple[Flops, Live]:
         inner = equations.run_once(equation)
         fits = len(inner.outvars) == len(live) and len(inner.invars) == len(equation.invars)
@@ -226,7 +235,7 @@ class _Counter:
                 return flops.times(loop.length or 0), needed
             live = grown
 
-    def _while(self, equation: Any, outside: Jaxpr) -> Flops:
+    def _while(self, equation: Any, outside: Jaxpr | None) -> Flops:
         loop, (rounds, known) = loop_of(equation), rounds_of_while(equation, outside)
         # The condition runs once more than the body.
         body, test = map(self.all_of, map(opened, (loop.body, loop.test)))

@@ -37,6 +37,7 @@ class LoweredStep:
         traced: the ``jax.stages.Traced``.
         lowered: the ``jax.stages.Lowered``.
         made_by_user: whether the user's function was jitted already.
+        given_hardware: the numbers of the devices, if they are not those that are known of them.
     """
 
     name: str
@@ -47,11 +48,12 @@ class LoweredStep:
     traced: Any
     lowered: Any
     made_by_user: bool
+    given_hardware: Hardware | None = None
 
     @property
     def hardware(self) -> Hardware | None:
         """The hardware that it is planned for, if it is known."""
-        return hardware_of(self.mesh.devices.flat[0].device_kind)
+        return self.given_hardware or hardware_of(self.mesh.devices.flat[0].device_kind)
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -89,7 +91,11 @@ class LoweredStep:
 
 
 def lower_step(
-    helper: MeshOwner, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    helper: MeshOwner,
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    hardware: Hardware | None = None,
 ) -> LoweredStep:
     """Traces and lowers a function.
 
@@ -98,6 +104,7 @@ def lower_step(
         fun: the function.
         args: its arguments.
         kwargs: its keyword arguments.
+        hardware: the numbers of the devices, if they are not those that are known of them.
 
     Raises:
         MeshError: the helper was made from an AbstractMesh.
@@ -118,7 +125,8 @@ def lower_step(
         fun, args = bound.__func__, (bound.__self__, *args)
     function: Any = fun if _is_jitted(fun) else sjit(helper, fun, jit_kwargs={})
     traced = _trace(function, name, args, kwargs)
-    return LoweredStep(name, mesh, function, args, kwargs, traced, traced.lower(), function is fun)
+    is_jitted = function is fun
+    return LoweredStep(name, mesh, function, args, kwargs, traced, traced.lower(), is_jitted, hardware)
 
 
 def without_changes(

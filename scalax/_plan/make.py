@@ -20,18 +20,19 @@ from scalax._plan.buffers import largest_buffers
 from scalax._plan.collectives import Collective, collectives, seconds_of_runs
 from scalax._plan.compilation import OPTIONS, Compiled, compile_lowered
 from scalax._plan.flops import count_flops, count_model_flops
-from scalax._plan.hardware import Hardware, numbers_of
+from scalax._plan.hardware import Hardware, hardware_of, numbers_of
 from scalax._plan.hlo import Module, parse
 from scalax._plan.hlo_cost import work_of
 from scalax._plan.host_moves import HostMoves, host_moves
 from scalax._plan.lowered_step import LoweredStep, lower_step
 from scalax._plan.memory import Memory, constant_bytes
 from scalax._plan.nccl import nccl_seconds
+from scalax._plan.pipelines import with_flops
 from scalax._plan.plan import Plan
 from scalax._plan.roofline import routes_of, time_collectives
 from scalax._plan.schedule import Schedule, schedule_of
 from scalax._trace.contexts import MeshOwner
-from scalax._transforms.sjit import SjitFunction, name_of, names_of_arguments
+from scalax._transforms.sjit import SjitFunction, name_of, names_of_arguments, staged_of
 from scalax._tree.paths import join
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.progress import progress
@@ -51,6 +52,7 @@ def make_plan(
     kwargs: Mapping[str, Any],
     *,
     quick: bool = False,
+    hardware: Hardware | None = None,
 ) -> Plan:
     """Makes a plan, as `MeshShardingHelper.plan` does; options cannot clash with arguments of the function.
 
@@ -60,13 +62,15 @@ def make_plan(
         args: its arguments.
         kwargs: its keyword arguments.
         quick: as for `MeshShardingHelper.plan`.
+        hardware: the numbers of the devices, such as those of a slower network; by default what is known of
+            them.
 
     Raises:
         PlanError: the compiler failed, or the compiled program is written in an unknown form.
         MeshError: the helper was made from an AbstractMesh.
         ArgumentError: *fun* is not a function, or nothing says that it runs on devices that are not here.
     """
-    step = lower_step(helper, fun, args, kwargs)
+    step = lower_step(helper, fun, args, kwargs, hardware)
     with progress(f'planning {step.name}', _log):
         return plan_lowered(step, quick=quick)
 
@@ -87,7 +91,9 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
     partitioned = parse(compiled.partitioned or lowered.compiler_ir(dialect='hlo').as_hlo_text())
     is_gpu = device.platform == 'gpu'
     program = parse(compiled.optimized, is_gpu) if compiled.optimized else partitioned
-    flops = count_flops(traced.jaxpr)
+    staged = staged_of(step.function, step.args, step.kwargs)
+    written = traced.jaxpr if staged is None else staged.before
+    flops = count_flops(written)
     places = step.places
     switched = hardware is not None and hardware.torus_axes == 0
     sizes = dict(mesh.shape)
@@ -110,7 +116,7 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
         flops=flops.count,
         flops_counted=flops.counted,
         work=work_of(program),
-        model_flops=count_model_flops(traced.jaxpr),
+        model_flops=count_model_flops(written),
         device_kind=device.device_kind,
         places=places,
         quick=quick and device.platform == 'tpu',
@@ -119,6 +125,8 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
         buffers=() if compiled.layout is None else largest_buffers(compiled.layout, program),
         host_moves=host_moves(program) if compiled.optimized else HostMoves(),
         followed=step.function.followed(*step.args, **step.kwargs) if is_followed else None,
+        pipelines=() if staged is None else with_flops(staged.loops),
+        given_hardware=step.given_hardware,
     )
     return dataclasses.replace(plan, schedule=scheduled(plan, program, ids)) if is_gpu else plan
 
@@ -132,7 +140,7 @@ def scheduled(plan: Plan, program: Module, ids: Sequence[int]) -> Schedule | Non
         ids: the ids of the devices of the mesh.
     """
     roofline = plan.known_roofline
-    if roofline is None:
+    if roofline is None or hardware_of(plan.device_kind) is None:
         return None
     [hbm_rate] = numbers_of(roofline.hardware, 'hbm_bytes_per_second', for_='a schedule')
     host_rate = roofline.hardware.host_bytes_per_second or math.inf  # known if anything goes there
@@ -150,7 +158,9 @@ def nccl_times(plan: Plan, hardware: Hardware, rows: Sequence[Collective]) -> It
         hardware: their numbers.
         rows: the collectives.
     """
-    target, of_host = TARGETS[hardware.name], hardware.chips_per_host or 1
+    compiled_for = hardware_of(plan.device_kind)
+    assert compiled_for is not None
+    target, of_host = TARGETS[compiled_for.name], hardware.chips_per_host or 1
     card = None if hardware.dcn_bytes_per_second is None else hardware.dcn_bytes_per_second / of_host
     routes = routes_of(rows, plan.mesh, plan.places, hardware) if rows else []
     timed = time_collectives(rows, plan.mesh, plan.places, plan.device_kind, hardware).collectives

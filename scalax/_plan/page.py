@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from scalax._plan.batch import kept, lost_lines
 from scalax._plan.collectives import Collective
 from scalax._plan.formulas import Counted
+from scalax._plan.pipelines import bubble_figure, pipeline_blocks, pipelines_lead
 from scalax._plan.plan_data import PlanData
 from scalax._plan.provenance import Source
 from scalax._plan.roofline import Roofline
@@ -64,6 +65,7 @@ def plan_blocks(plan: PlanData, title: str, level: int = 1) -> list[Block]:
         Section('Memory of each device', memory_blocks(plan)),
         Section('Seconds of one call', _seconds(plan, roofline)),
         Section("The compiler's schedule", _schedule(plan, roofline)),
+        Section('Pipelines', pipeline_blocks(plan, roofline), pipelines_lead(plan)),
         Section('Forward, backward, update', _parts(plan, roofline), 'on each device'),
         _scopes(plan, roofline),
         *_collectives(plan, roofline),
@@ -100,6 +102,7 @@ def headline(plan: PlanData, roofline: Roofline | None) -> Iterator[Figure]:
             yield Figure(milliseconds(plan.schedule.seconds), "by the compiler's schedule")
         if roofline.mfu is not None:
             yield Figure(f'{roofline.mfu:.1%}', 'MFU at most')
+    yield from bubble_figure(plan, roofline)
     if plan.flops:
         needs = f'the model needs {human_flops(plan.model_flops)}' if plan.model_flops else 'on all devices'
         yield Figure(f'{_SIGNS[plan.flops_counted]}{human_flops(plan.flops)}', needs)
@@ -121,7 +124,8 @@ def _flops(plan: PlanData) -> str:
 def _excess(plan: PlanData) -> str:
     """How much more the devices compute than the function needs; empty if it is nothing, or not known."""
     exact = plan.flops_counted is plan.work.counted is Counted.EXACTLY and not plan.work.kernels
-    times = plan.devices * plan.work.flops / plan.flops if exact and plan.flops else 0.0
+    written = plan.flops + plan.idle_flops
+    times = plan.devices * plan.work.flops / written if exact and written else 0.0
     return (
         f'the devices compute {times:.3g} times that: halos, or what is not divided' if times >= 1.01 else ''
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 from scalax._plan.batch import followed_text
 from scalax._plan.page import memory_taken, plan_blocks
+from scalax._plan.pipelines import bubble_text
 from scalax._plan.plan_data import PlanData
 from scalax._report import saved
 from scalax._report.blocks import Block
@@ -40,7 +41,8 @@ class Plan(PlanData, Shown):
         outputs: the outputs with theirs.
         collectives: the collectives of one call, the largest first.
         flops: the floating-point operations of one call, on all devices together, as the function is written:
-            those of its matrix products, convolutions and FFTs; forward, backward, and recomputed.
+            those of its matrix products, convolutions and FFTs; forward, backward, and recomputed. What idle
+            stages of pipelines compute is not among them (`idle_flops`).
         flops_counted: how well that is known.
         work: what each device computes and moves, as the compiler has partitioned it; work that several
             devices repeat counts for each.
@@ -62,6 +64,8 @@ class Plan(PlanData, Shown):
             those of the function (``compiler_options``), and, unless one of these has them or the GPUs are
             here, those with which products are cuBLAS's.
         schedule: for GPUs whose numbers are known, the seconds along the compiler's schedule.
+        pipelines: the loops over layers that run as pipelines, as *stages* of ``sjit`` says.
+        given_hardware: the numbers of the devices, if the plan was made with others than are known of them.
     """
 
     def _title(self) -> str:
@@ -250,4 +254,5 @@ def _facts(plan: PlanData) -> Iterator[tuple[str, str]]:
     step = None if roofline is None else ' .. '.join(map(milliseconds, roofline.step_seconds))
     yield 'step', step or 'not known'
     yield 'bound by', 'not known' if roofline is None else roofline.bound
+    yield 'bubble', bubble_text(plan) or 'none'
     yield 'batch', followed_text(plan.followed)

@@ -25,6 +25,7 @@ from scalax._plan.memory import Memory
 from scalax._plan.roofline import Roofline, phases_of, time_collectives
 from scalax._plan.schedule import Schedule
 from scalax._plan.torus import NETWORKS, Network, Place, devices_per_chip, places_in_nodes, places_on_torus
+from scalax._stages.pipelined import PipelinedLoop
 from scalax.errors import ArgumentError, PlanError, did_you_mean
 from scalax.explain import ShardingReport
 
@@ -60,6 +61,13 @@ class PlanData:
     followed: FollowedBatch | None = None
     flags: tuple[str, ...] = ()
     schedule: Schedule | None = None
+    pipelines: tuple[PipelinedLoop, ...] = ()
+    given_hardware: Hardware | None = None
+
+    @property
+    def idle_flops(self) -> int:
+        """The operations of idle stages of pipelines: devices compute them, and nothing of it is used."""
+        return sum(loop.idle_flops for loop in self.pipelines)
 
     @property
     def fits(self) -> bool | None:
@@ -77,7 +85,7 @@ class PlanData:
     @property
     def hardware(self) -> Hardware | None:
         """The hardware that the devices are; None if its numbers are not known."""
-        return hardware_of(self.device_kind)
+        return self.given_hardware or hardware_of(self.device_kind)
 
     @property
     def known_roofline(self) -> Roofline | None:
@@ -188,7 +196,7 @@ class PlanData:
             >>> plan.roofline('v5p', torus={'fsdp': 4, 'tp': 2}).bound
             'ici:fsdp'
         """
-        hardware = find_hardware(hardware, self.device_kind)
+        hardware = find_hardware(hardware or self.given_hardware, self.device_kind)
         places = self.places if torus is None else places_on_torus(torus, self.mesh, hardware)
         if torus is None and self.platform == 'cpu':
             places = places_in_nodes(places, hardware)
@@ -198,7 +206,8 @@ class PlanData:
         per_chip = devices_per_chip(places, hardware)
         known = self.work.flops
         # The operations of kernels are known only from the function.
-        flops = max(known, self.flops / self.devices) if self.work.kernels or not known else known
+        written = (self.flops + self.idle_flops) / self.devices
+        flops = max(known, written) if self.work.kernels or not known else known
         compute, hbm = flops * per_chip / flops_rate, self.work.bytes * per_chip / hbm_rate
         timed = time_collectives(self.collectives, self.mesh, places, self.device_kind, hardware)
         to_host, from_host = self._host_seconds(hardware, per_chip)

@@ -22,7 +22,7 @@ from absl import app
 from examples.llama import data, settings
 from examples.llama.model import ModelConfig
 from examples.llama.options import Options
-from examples.llama.strategies import STRATEGIES
+from examples.llama.strategies import STRATEGIES, in_stages
 from examples.llama.training import OptimizerConfig
 from tests.support import ROOT
 from tests.support.processes import compiled
@@ -85,6 +85,21 @@ def test_train_on_the_users_own_files_and_mesh(tmp_path: Path) -> None:
     numbers = assert_results(tmp_path, steps=3)
     assert numbers['mesh'] == {'dp': 4}
     assert numbers['text'] == ', '.join(files)
+
+
+def test_train_in_pipeline_stages_has_the_same_losses(tmp_path: Path) -> None:
+    reached = []
+    for flags in ([], ['--stages=2']):
+        ended = run('examples.llama.train', *SMALL, '--steps=3', *flags, f'--output={tmp_path}')
+        assert ended.returncode == 0, ended.stderr
+        assert 'Warning' not in ended.stderr, ended.stderr
+        reached.append(assert_results(tmp_path, steps=3))
+    assert [numbers['mesh'] for numbers in reached] == [
+        {'fsdp': 4, 'tp': 2},
+        {'stage': 2, 'fsdp': 2, 'tp': 2},
+    ]
+    for name in ('train_losses', 'validation_loss'):
+        np.testing.assert_allclose(*[numbers[name] for numbers in reached], rtol=1e-5)
 
 
 TRAIN = ['-m', 'examples.llama.train']
@@ -370,9 +385,22 @@ def test_settings_that_do_not_fit_are_refused_all_at_once() -> None:
     ]
 
 
+def test_what_does_not_divide_into_stages_is_refused() -> None:
+    options = dataclasses.replace(OPTIONS, model=dataclasses.replace(OPTIONS.model, layers=3))
+    strategy = in_stages(STRATEGIES['fsdp_tp'], 2, microbatches=5)
+    with pytest.raises(app.UsageError) as error:
+        settings.check_settings(options, strategy, {'stage': 2, 'fsdp': 2, 'tp': 2})
+    assert str(error.value).splitlines()[1:] == [
+        '  --layers 3 do not divide into 2 stages: make it a multiple of 2',
+        '  --batch_size 16 does not divide into 5 microbatches, which are split over the devices of a stage: '
+        'make it a multiple of 10, or change --microbatches',
+    ]
+
+
 def test_the_default_settings_fit_every_strategy() -> None:
-    for strategy in STRATEGIES.values():
-        for devices in (1, 2, 4, 8):
+    strategies = [*STRATEGIES.values(), *[in_stages(each, 2, 4) for each in STRATEGIES.values()]]
+    for strategy in strategies:
+        for devices in (1, 2, 4, 8) if strategy.stages is None else (2, 4, 8):
             helper = settings.make_helper(strategy, None, jax.devices()[:devices])
             settings.check_settings(OPTIONS, strategy, helper.mesh.shape)
 

@@ -14,7 +14,7 @@ import pytest
 from examples.llama.data import load_corpus
 from examples.llama.model import ACTIVATIONS, ModelConfig
 from examples.llama.settings import make_helper
-from examples.llama.strategies import STRATEGIES, Strategy
+from examples.llama.strategies import STRATEGIES, Strategy, in_stages
 from examples.llama.trainer import Trainer
 from examples.llama.training import (
     OptimizerConfig,
@@ -69,8 +69,10 @@ def unsharded_evaluation() -> np.ndarray:
 
 
 @functools.cache
-def make_trainer(name: str, devices: int, model: ModelConfig = MODEL) -> Trainer:
+def make_trainer(name: str, devices: int, model: ModelConfig = MODEL, stages: int = 1) -> Trainer:
     strategy = STRATEGIES[name]
+    if stages > 1:
+        strategy = in_stages(strategy, stages, microbatches=2)
     helper = make_helper(strategy, None, jax.devices()[:devices])
     return Trainer(helper, strategy, model, OPTIMIZER)
 
@@ -136,6 +138,28 @@ def test_what_is_drawn_at_random_does_not_depend_on_the_sharding() -> None:
     _, losses = train(trainer, trainer.init(jax.random.key(SEED)))
     np.testing.assert_allclose(losses, unsharded(DROPOUT)[0], rtol=1e-5)
     assert losses != unsharded()[0]
+
+
+@pytest.mark.parametrize(
+    'name',
+    [pytest.param(name, marks=[] if name == 'fsdp_tp' else pytest.mark.slow) for name in STRATEGIES],
+)
+def test_pipeline_stages_repeat_the_unsharded_run(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    trainer = make_trainer(name, 8, DROPOUT, stages=2)
+    state = trainer.init(jax.random.key(SEED))
+    layers = state.params['layers']['up']
+    assert layers.sharding.shard_shape(layers.shape)[0] == MODEL.layers // 2
+    state, losses = train(trainer, state)
+    assert_placed(trainer, state)
+    expected_losses, expected_state = unsharded(DROPOUT)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    expected_leaves = path_to_leaf(expected_state._replace(rng=None))
+    for path, leaf in path_to_leaf(state._replace(rng=None)).items():
+        np.testing.assert_allclose(leaf, expected_leaves[path], rtol=1e-3, atol=1e-5, err_msg=path)
+    evaluation = trainer.sequence_losses(state.params, trainer.to_devices(batches()[0]))
+    whole = jax.jit(functools.partial(sequence_losses, model=MODEL))
+    np.testing.assert_allclose(evaluation, whole(jax.device_get(state.params), batches()[0]), rtol=1e-5)
+    assert 'Involuntary full rematerialization' not in capfd.readouterr().err
 
 
 MU, NU = 'opt_state/1/0/mu', 'opt_state/1/0/nu'
