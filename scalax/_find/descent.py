@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
@@ -15,12 +15,17 @@ from scalax._find.layout import Layout, elsewhere, usual
 from scalax._find.problem import Problem
 from scalax._find.trial import Trial, Trials
 from scalax._search.objective import EQUAL
+from scalax._stages.stages import Stages
+from scalax._tree import specs
 from scalax._tree.specs import canonical, spec_axes
 
 # After so many larger sizes of the other axis without a gain no larger one is tried.
 _WITHOUT_GAIN = 2
 # Meshes that cost at most this many times the best one are searched group by group, too.
 _NEAR = 1.1
+# The parts of a pipeline are first as many times its stages as the rows allow, but no more than these.
+_MOST_PARTS = 8
+_GATHERS: tuple[Literal['tick', 'step'], ...] = 'tick', 'step'
 # Groups of less than this part of the bytes of all groups are tried whole together.
 _TOGETHER = 0.01
 
@@ -50,7 +55,7 @@ class Descent:
             OutOfTime: there was no time for that.
         """
         found = self._starts()
-        for better in (self._class_by_class, self._group_by_group):
+        for better in (self._pipeline_by_pipeline, self._class_by_class, self._group_by_group):
             found.sort(key=lambda trial: trial.rank)
             found = [better(trial) for trial in found if trial.cost <= _NEAR * found[0].cost]
 
@@ -66,7 +71,9 @@ class Descent:
             layouts = [*self._first_layouts(sizes)]
             cost = math.inf
             if layouts:
-                found.append(self._best_of(layouts))
+                best_here = self._best_of(layouts)
+                pipelines = self._pipelines(best_here.layout, layouts[0])
+                found.append(self._best_of(pipelines, best_here))
                 cost = found[-1].cost
             without = 0 if cost < best * (1 - EQUAL) or best == math.inf else without + 1
             best = min(best, cost)
@@ -93,6 +100,38 @@ class Descent:
                 yield self._layout(sizes, batch, split, together=True)
                 if experts:
                     yield self._layout(sizes, batch, split, experts)
+
+    def _pipelines(self, *layouts: Layout) -> Iterator[Layout]:
+        """Layouts with the layers that a loop runs over as stages over the slices."""
+        problem = self._problem
+        for layout in layouts if problem.slices > 1 and problem.stacked else ():
+            parts = problem.slices
+            while parts < _MOST_PARTS * problem.slices and self._into(2 * parts, layout):
+                parts *= 2
+            for gather in _GATHERS if self._inside(layout) > 1 else _GATHERS[:1]:
+                stages = Stages(problem.axes.slices, parts, gather=gather)
+                yield dataclasses.replace(layout, stages=stages)
+
+    def _into(self, parts: int, layout: Layout) -> bool:
+        """Whether rows divide into parts, and those of a part over the devices of a stage."""
+        return self._divide(self.batch_dim, parts * self._inside(layout))
+
+    def _inside(self, layout: Layout) -> int:
+        """The devices of a stage over which rows are."""
+        rows = specs.entry_axes(specs.entries(layout.batch)[self.batch_dim])
+        return math.prod(layout.sizes[axis] for axis in rows if axis != self._problem.axes.slices)
+
+    def _pipeline_by_pipeline(self, best: Trial) -> Trial:
+        """Changes the parts and rounds of a pipeline, until that does not pay."""
+        before = None
+        while best is not before and (stages := best.layout.stages):
+            before, parts, least = best, stages.microbatches, self._problem.slices
+            fewer = [parts // 2] if parts > least else []
+            moves = [dataclasses.replace(stages, microbatches=each) for each in [*fewer, 2 * parts]]
+            moves.append(dataclasses.replace(stages, rounds=2 * stages.rounds))
+            moves = [each for each in moves if self._into(each.microbatches, best.layout)]
+            best = self._best_of([dataclasses.replace(best.layout, stages=each) for each in moves], best)
+        return best
 
     def _class_by_class(self, best: Trial) -> Trial:
         """Splits one class more, or one less, over the other axis, until that does not pay."""

@@ -19,10 +19,10 @@ from scalax._find.problem import make_problem
 from scalax._find.step import make_step
 from scalax._find.trial import OutOfTime, Trials
 from scalax._mesh import topologies
-from scalax._plan.hardware import hardware_of
+from scalax._plan.hardware import Hardware, hardware_of
 from scalax._search.meshes import Constraints, possible_meshes
 from scalax._util.progress import progress
-from scalax.errors import ArgumentError, IndivisibleWarning, PlanError, checked_flag
+from scalax.errors import ArgumentError, IndivisibleWarning, PlanError, StagesWarning, checked_flag
 from scalax.rules import TreePathShardingRule
 
 _log = logging.getLogger('scalax.find')
@@ -44,6 +44,7 @@ def find(
     axis_names: Sequence[str] | None = None,
     sizes: Constraints = None,
     num_slices: int = 1,
+    hardware: Hardware | None = None,
     memory: int | None = None,
     headroom: float = 0.1,
     budget_s: float = 600.0,
@@ -55,8 +56,9 @@ def find(
     size of the mesh axes, whole dimensions of the model, such as its heads, are split over the second axis:
     which dimensions of which arrays are one follows from what the step multiplies. Then, on the best meshes,
     each group of parameters is moved by itself, until that makes nothing better. Rows of the batch are
-    followed in each (`sjit`). There is no chance in it: the same arguments give the same result, unless the
-    time ends first.
+    followed in each (`sjit`). Over several slices, where the step loops over stacked layers, these are also
+    tried as the stages of a pipeline (`Stages`). There is no chance in it: the same arguments give the same
+    result, unless the time ends first.
 
     What is made small is the mean of the seconds of the roofline with and without overlap; of equal layouts
     the one with less memory is better. On devices of unknown speed, such as simulated ones, operations and
@@ -78,6 +80,8 @@ def find(
         sizes: mesh axis -> its size, or the sizes that it may have; or a function of the sizes that says
             whether they are wanted.
         num_slices: the number of slices; of GPUs that of nodes, where the first mesh axis is over nodes.
+        hardware: the numbers of the devices, such as those of a slower network: `HARDWARE` with
+            `dataclasses.replace`. By default what is known of the topology.
         memory: the bytes of memory of a device; by default those of the hardware, and no limit where that is
             not known, as for simulated devices.
         headroom: the part of it that is to stay free.
@@ -108,8 +112,8 @@ def find(
         raise ArgumentError('several slices need a topology, such as v5p:4x4x4')
     devices = jax.devices() if topology is None else topologies.topology_devices(topology, num_slices)
     axes = Axes(*names)
-    problem = make_problem(traced, devices, axes, num_slices, keep, optimizer_state == 'zero1')
-    hardware = hardware_of(devices[0].device_kind)
+    problem = make_problem(traced, devices, axes, num_slices, keep, optimizer_state == 'zero1', hardware)
+    hardware = hardware or hardware_of(devices[0].device_kind)
     limit = memory if memory is not None else hardware.hbm_bytes if hardware else None
     usable = None if limit is None else int(limit * (1 - headroom))
     meshes = [*_mesh_sizes(len(devices), num_slices, axes, sizes)]
@@ -118,6 +122,7 @@ def find(
     # Not in the threads of the trials: filters are those of the process, and would not be restored.
     with warnings.catch_warnings(), progress('finding a rule:', _log, show_progress) as note:
         warnings.simplefilter('error', IndivisibleWarning)
+        warnings.simplefilter('ignore', StagesWarning)
         warnings.filterwarnings('ignore', 'Some donated buffers were not usable')  # once, of the result
         trials = Trials(problem, usable, note, started + budget_s)
         try:

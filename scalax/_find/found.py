@@ -17,6 +17,7 @@ from scalax._report.blocks import Block, Cell, Code, Column, Figures, Heading, L
 from scalax._report.shown import Shown
 from scalax._report.tables import human_bytes, milliseconds, more_bytes
 from scalax._search.objective import EQUAL, mean
+from scalax._stages.stages import Stages, options_text
 from scalax._tree.specs import axis_sizes_text
 from scalax.errors import plural
 from scalax.rules import TreePathShardingRule
@@ -54,6 +55,7 @@ class FoundMesh:
     Attributes:
         mesh: mesh axis -> size.
         batch: where the rows of the batch are.
+        stages: the pipeline over slices; None without one.
         bound: the seconds that the step takes at least; None if there is no program.
         estimate: the seconds if nothing overlaps; None likewise.
         memory: the bytes on a device.
@@ -62,6 +64,7 @@ class FoundMesh:
 
     mesh: Mapping[str, int]
     batch: PartitionSpec
+    stages: Stages | None
     bound: float | None
     estimate: float | None
     memory: int
@@ -83,6 +86,7 @@ class Found(Shown):
         mesh: mesh axis -> size.
         rule: the rule of all arguments that are not batches.
         batch: where the rows of the batch are.
+        stages: the pipeline over slices; None without one.
         plan: the quick plan of the step.
         groups: the groups of leaves, and what their places save.
         meshes: the meshes that were tried, the best first.
@@ -101,6 +105,7 @@ class Found(Shown):
     mesh: Mapping[str, int]
     rule: TreePathShardingRule
     batch: PartitionSpec
+    stages: Stages | None
     plan: Plan
     groups: tuple[FoundGroup, ...]
     meshes: tuple[FoundMesh, ...]
@@ -153,7 +158,7 @@ def _head(found: Found) -> list[str]:
     fits = {True: 'fits', False: 'does not fit', None: 'memory limit unknown'}[found.fits]
     peak = human_bytes(found.memory)
     lines = [
-        f'{axis_sizes_text(found.mesh)} on {where}, batch {spec_code(found.batch)}: {fits} '
+        f'{_mesh_text(found)} on {where}, batch {spec_code(found.batch)}: {fits} '
         f'({peak} a device), at least {milliseconds(found.bound)}, '
         f'{milliseconds(found.estimate)} if nothing overlaps'
     ]
@@ -174,6 +179,12 @@ def _head(found: Found) -> list[str]:
     lines.append(f'{plural(found.tried, "layout")} in {found.seconds:.0f} s, {ends[found.ended]}')
     lines.append('does it compute what one device computes? helper.verify(step, *arguments), as in to_code()')
     return lines
+
+
+def _mesh_text(found: Found | FoundMesh) -> str:
+    """The sizes, and what is said of a pipeline."""
+    stages = f'; {options_text(found.stages)}' if found.stages else ''
+    return f'{axis_sizes_text(found.mesh)}{stages}'
 
 
 def _groups(found: Found) -> Table:
@@ -208,7 +219,7 @@ def _meshes(found: Found) -> Table:
     ]
     rows = [
         (
-            axis_sizes_text(row.mesh),
+            _mesh_text(row),
             spec_code(row.batch),
             *(row.mean, row.bound, row.estimate, row.memory),
             row.lost or 'best',

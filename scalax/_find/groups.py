@@ -99,6 +99,12 @@ def _owners(leaves: Sequence[Leaf], multiplied: frozenset[int]) -> dict[int, int
     return owners
 
 
+def stacked_dims(leaves: Sequence[Leaf], found: ArgumentDimensions) -> dict[int, int]:
+    """Leaf -> the dimension of its layers: of parameters that a loop runs over, and of their statistics."""
+    dims = dict(sorted(found.stacked, reverse=True))  # of several the first one
+    return {i: dims[owner] for i, owner in _owners(leaves, found.multiplied).items() if owner in dims}
+
+
 def _folded(owners: Sequence[int], leaves: Sequence[Leaf], found: ArgumentDimensions) -> dict[str, list[int]]:
     """Parameters whose paths differ in numbers only, under one name.
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from scalax._find.groups import Group
+from scalax._stages.stages import Stages
 from scalax._tree import specs
 
 
@@ -60,11 +61,13 @@ class Layout:
         mesh: the mesh axes with their sizes.
         batch: where the rows of the batch are.
         groups: where each group is.
+        stages: the pipeline over the axis from slice to slice; None without one.
     """
 
     mesh: tuple[tuple[str, int], ...]
     batch: PartitionSpec
     groups: tuple[Placement, ...]
+    stages: Stages | None = None
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from scalax._find.found import Ended, Found, FoundGroup, FoundMesh
 from scalax._find.regexes import readable_rule
@@ -29,6 +30,7 @@ def make_found(trials: Trials, best: Trial, topology: str | None, ended: Ended, 
         mesh=best.layout.sizes,
         rule=rule,
         batch=best.layout.batch,
+        stages=best.layout.stages,
         plan=plan,
         groups=tuple(_explained(trials, best, number) for number in range(len(problem.groups))),
         meshes=_best_of_each_mesh(trials, best),
@@ -46,23 +48,23 @@ def make_found(trials: Trials, best: Trial, topology: str | None, ended: Ended, 
 
 
 def _explained(trials: Trials, best: Trial, number: int) -> FoundGroup:
-    group, axes = trials.problem.groups[number], trials.problem.axes
-    spec = best.layout.groups[number].spec(axes)
+    problem = trials.problem
+    name, spec = problem.groups[number].name, problem.group_spec(number, best.layout)
     others = [
         trial
         for layout, trial in trials.known.items()
         if layout != best.layout and best.layout.moved({number: layout.groups[number]}) == layout
     ]
     if not others:
-        return FoundGroup(group.name, spec)
+        return FoundGroup(name, spec)
     other = min(others, key=lambda trial: trial.rank)
     moved = {
-        name: other.moved.get(name, 0) - best.moved.get(name, 0) for name in {**best.moved, **other.moved}
+        axes: other.moved.get(axes, 0) - best.moved.get(axes, 0) for axes in {**best.moved, **other.moved}
     }
     return FoundGroup(
-        group.name,
+        name,
         spec,
-        other.layout.groups[number].spec(axes),
+        problem.group_spec(number, other.layout),
         other.seconds - best.seconds,
         other.memory - best.memory,
         moved,
@@ -71,14 +73,16 @@ def _explained(trials: Trials, best: Trial, number: int) -> FoundGroup:
 
 
 def _best_of_each_mesh(trials: Trials, best: Trial) -> tuple[FoundMesh, ...]:
-    """The best trial of each mesh and placement of the batch."""
-    found = {(best.layout.mesh, best.layout.batch): best}
-    for trial in sorted(trials.known.values(), key=lambda trial: trial.rank):
-        found.setdefault((trial.layout.mesh, trial.layout.batch), trial)
+    """The best trial of each mesh and placement of the batch, with a pipeline and without one."""
+    found: dict[tuple[Any, ...], Trial] = {}
+    for trial in [best, *sorted(trials.known.values(), key=lambda trial: trial.rank)]:
+        layout = trial.layout
+        found.setdefault((layout.mesh, layout.batch, layout.stages is None), trial)
     return tuple(
         FoundMesh(
             trial.layout.sizes,
             trial.layout.batch,
+            trial.layout.stages,
             trial.bound if math.isfinite(trial.bound) else None,
             trial.estimate if math.isfinite(trial.estimate) else None,
             trial.memory,

@@ -13,13 +13,14 @@ import jax
 from jax.sharding import PartitionSpec
 
 from scalax._find.dimensions import ArgumentDimensions, dimensions
-from scalax._find.groups import Group, make_groups
+from scalax._find.groups import Group, make_groups, stacked_dims
 from scalax._find.layout import Axes, Layout
 from scalax._find.step import Leaf, Step, leaves_of
+from scalax._plan.hardware import Hardware
 from scalax._plan.make import make_plan
 from scalax._plan.plan import Plan
 from scalax._search.meshes import helper_of
-from scalax._tree.specs import only_axes, spec_axes
+from scalax._tree.specs import entries, only_axes, spec_axes
 from scalax.errors import ArgumentError, did_you_mean
 from scalax.rules import TreePathShardingRule
 
@@ -33,22 +34,26 @@ class Problem:
         leaves: the leaves of its arguments.
         groups: those of them that are searched.
         experts: the classes of dimensions of experts.
+        stacked: leaf number -> the dimension of its layers, if a loop runs over one.
         fixed: leaf number -> where the user has placed it.
         devices: the devices.
         axes: the names of the mesh axes.
         slices: how many slices the devices are.
         zero1: whether the axes of the rows shard no parameters, but the states of their optimizer.
+        hardware: the numbers of the devices, if they are not those that are known of them.
     """
 
     step: Step
     leaves: Sequence[Leaf]
     groups: Sequence[Group]
     experts: frozenset[int]
+    stacked: Mapping[int, int]
     fixed: Mapping[int, PartitionSpec]
     devices: Sequence[Any]
     axes: Axes
     slices: int = 1
     zero1: bool = False
+    hardware: Hardware | None = None
 
     def specs(self, layout: Layout) -> dict[Leaf, PartitionSpec]:
         """The spec of each leaf."""
@@ -59,7 +64,20 @@ class Problem:
             for i in group.leaves:
                 own = place._replace(batch=None) if self.zero1 and i in group.parameters else place
                 found[self.leaves[i]] = layout.fitted(own.spec(self.axes), self.leaves[i].shape)
-        return found
+        return {leaf: self._over_stages(found[leaf], i, layout) for i, leaf in enumerate(self.leaves)}
+
+    def group_spec(self, number: int, layout: Layout) -> PartitionSpec:
+        """Where a group is, whether or not its dimensions divide."""
+        spec = layout.groups[number].spec(self.axes)
+        return self._over_stages(spec, self.groups[number].leaves[0], layout)
+
+    def _over_stages(self, spec: PartitionSpec, i: int, layout: Layout) -> PartitionSpec:
+        """The spec of a leaf whose layers, if it has some, are the stages of a pipeline."""
+        dim = self.stacked.get(i)
+        if dim is None or layout.stages is None or math.prod(self.leaves[i].shape) == 1:
+            return spec
+        found = [*entries(spec), *[None] * (dim + 1 - len(entries(spec)))]
+        return PartitionSpec(*found[:dim], layout.stages.axis, *found[dim + 1 :])
 
     def of_batch(self, layout: Layout) -> Callable[[tuple[int, ...]], PartitionSpec]:
         """Gives the spec of an array of a batch, from its shape."""
@@ -82,8 +100,9 @@ class Problem:
             out_shardings=step.returned(given),
             donate_argnums=tuple(step.donated),
             batch_argnums=self.batch_argnums(layout),
+            stages=layout.stages,
         )
-        return make_plan(helper, function, step.args, {}, quick=True)
+        return make_plan(helper, function, step.args, {}, quick=True, hardware=self.hardware)
 
     def stored(self, layout: Layout) -> int:
         """The bytes of the leaves on each device."""
@@ -96,7 +115,13 @@ class Problem:
 
 
 def make_problem(
-    step: Step, devices: Sequence[Any], axes: Axes, slices: int, keep: Any, zero1: bool
+    step: Step,
+    devices: Sequence[Any],
+    axes: Axes,
+    slices: int,
+    keep: Any,
+    zero1: bool,
+    hardware: Hardware | None = None,
 ) -> Problem:
     """The problem of a step.
 
@@ -118,7 +143,8 @@ def make_problem(
         for i, dim in known.experts
         if i in group.leaves and (number := group.classes[dim]) is not None
     )
-    return Problem(step, leaves, groups, experts, fixed, devices, axes, slices, zero1)
+    stacked = {i: dim for i, dim in stacked_dims(leaves, known).items() if i not in fixed}
+    return Problem(step, leaves, groups, experts, stacked, fixed, devices, axes, slices, zero1, hardware)
 
 
 def _fixed(keep: Any, leaves: Sequence[Leaf], names: Sequence[str]) -> dict[int, PartitionSpec]:

@@ -10,12 +10,13 @@ from jax.sharding import PartitionSpec
 
 from scalax._find.layout import Layout
 from scalax._find.problem import Problem
+from scalax._stages.stages import options_text
 from scalax._tree import specs
 from scalax.rules import TreePathShardingRule
 
 _WIDTH = 88  # of black, and of ruff unless told otherwise
 _IMPORTS = """\
-from scalax.sharding import MeshShardingHelper, TreePathShardingRule
+from scalax.sharding import MeshShardingHelper, {}TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
 """
 
@@ -66,8 +67,10 @@ def program_code(problem: Problem, layout: Layout, topology: str | None, rule: T
 
     given = tuple(map(_one_or_tree, step.arguments(lambda leaf: _Source('rule'), batch_code)))
     named = hasattr(step.function, '__name__') and step.name.isidentifier()  # a partial has none
+    stages = layout.stages
+    pipeline = '' if stages is None else f'    stages=Stages({stages.axis!r}, {options_text(stages)}),\n'
     return (
-        f'{_IMPORTS}\n{rule_code(rule)}\n'
+        f'{_IMPORTS.format("Stages, " if pipeline else "")}\n{rule_code(rule)}\n'
         f'helper = {helper}\n'
         f'batch = {spec_code(layout.batch)}\n'
         'step = helper.sjit(\n'
@@ -76,6 +79,7 @@ def program_code(problem: Problem, layout: Layout, topology: str | None, rule: T
         f'    out_shardings={step.returned(given)},\n'
         f'    donate_argnums={tuple(sorted(step.donated))},\n'
         f'    batch_argnums={problem.batch_argnums(layout)},\n'
+        f'{pipeline}'
         ')\n'
         '# Does it compute what one device computes?\n'
         '# print(helper.verify(step, *arguments))\n'

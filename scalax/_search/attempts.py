@@ -7,14 +7,15 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from scalax._plan.hardware import Hardware
 from scalax._plan.lowered_step import LoweredStep, lower_step
 from scalax._plan.make import plan_lowered
 from scalax._plan.page import memory_taken
 from scalax._report.tables import human_bytes
 from scalax._search.candidate import Candidate
-from scalax._search.meshes import helper_of
+from scalax._search.meshes import helper_of, slices_along
 from scalax._search.objective import lost_by
-from scalax.errors import IndivisibleWarning
+from scalax.errors import IndivisibleWarning, StagesWarning
 
 
 @dataclasses.dataclass
@@ -25,7 +26,9 @@ class Attempts:
         make_step: makes the step and its arguments for a helper, and perhaps a set of rules.
         rules: the sets of rules by name; None if there are none.
         devices: the devices.
-        slices: the mesh axis from slice to slice -> how many there are; empty for one slice.
+        slices: how many slices there are, and along which mesh axes, the first ones first.
+        has_stages: whether *make_step* takes ``stages=``.
+        hardware: the numbers of the devices, if they are not those that are known of them.
         quick: how many quick plans were compiled.
         full: how many full plans were.
     """
@@ -33,7 +36,9 @@ class Attempts:
     make_step: Callable[..., tuple[Any, Sequence[Any]]]
     rules: Mapping[str, Any] | None
     devices: Sequence[Any]
-    slices: Mapping[str, int]
+    slices: tuple[int, Sequence[str]]
+    has_stages: bool
+    hardware: Hardware | None
     quick: int = 0
     full: int = 0
 
@@ -42,6 +47,7 @@ class Attempts:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter('error', IndivisibleWarning)
+                warnings.simplefilter('ignore', StagesWarning)
                 step = self._lowered(candidate)
                 candidate = dataclasses.replace(candidate, least_memory=step.argument_bytes)
                 limit = step.hardware.hbm_bytes if step.hardware else None
@@ -57,7 +63,10 @@ class Attempts:
         return dataclasses.replace(candidate, plan=plan, lost=lost)
 
     def _lowered(self, candidate: Candidate) -> LoweredStep:
-        helper = helper_of(dict(candidate.mesh), self.devices, self.slices)
+        sizes = dict(candidate.mesh)
+        helper = helper_of(sizes, self.devices, slices_along(sizes, *self.slices))
         rules = [self.rules[candidate.rules]] if self.rules else []
-        step, arguments = self.make_step(helper, *rules)
-        return lower_step(helper, step, arguments, {})
+        step, arguments = self.make_step(
+            helper, *rules, **({'stages': candidate.stages} if self.has_stages else {})
+        )
+        return lower_step(helper, step, arguments, {}, self.hardware)

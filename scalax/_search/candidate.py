@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from scalax._plan.plan import Plan
+from scalax._stages.stages import Stages, options_text
 from scalax._tree.specs import axis_sizes_text
 
 
@@ -20,6 +21,7 @@ class Candidate:
         lost: why it is not the best; empty for the best.
         ruled_out: whether it lost before it was compiled, as its arguments alone do not fit.
         least_memory: bytes of a device that any program needs: those of the arguments.
+        stages: the pipeline, if an axis of the mesh is one.
     """
 
     mesh: Mapping[str, int]
@@ -28,9 +30,10 @@ class Candidate:
     lost: str = ''
     ruled_out: bool = False
     least_memory: int = 0
+    stages: Stages | None = None
 
     @property
     def name(self) -> str:
-        """The sizes, such as ``'fsdp=16, tp=4'``, and the name of the rules."""
-        sizes = axis_sizes_text(self.mesh)
-        return f'{sizes}; {self.rules}' if self.rules else sizes
+        """The sizes, such as ``'fsdp=16, tp=4'``, the parts of a pipeline, and the name of the rules."""
+        stages = options_text(self.stages) if self.stages else ''
+        return '; '.join(filter(None, [axis_sizes_text(self.mesh), stages, self.rules]))

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from scalax._mesh import meshes, topologies
+from scalax._plan.hardware import Hardware
 from scalax._search.attempts import Attempts
 from scalax._search.candidate import Candidate
-from scalax._search.meshes import Constraints, possible_meshes
+from scalax._search.meshes import Constraints, Sizes, possible_meshes
 from scalax._search.ranking import may_fit, order, ranked, surely_fits
 from scalax._search.result import Search
+from scalax._stages.stages import Stages
 from scalax._util.progress import Note, progress
 from scalax.errors import ArgumentError, checked_flag, did_you_mean
 
@@ -28,7 +30,9 @@ def search(
     *,
     constraints: Constraints = None,
     num_slices: int = 1,
-    dcn_axis: str | None = None,
+    dcn_axis: str | Sequence[str] | None = None,
+    stages: Stages | Sequence[Stages] = (),
+    hardware: Hardware | None = None,
     full: int | None = None,
     show_progress: bool | None = None,
 ) -> Search:
@@ -42,8 +46,9 @@ def search(
     fits, it is compiled in full.
 
     Args:
-        make_step: called with a helper, and one of the *rules* if there are any; returns the step, such as
-            one made by `sjit`, and the tuple of its arguments.
+        make_step: called with a helper, and one of the *rules* if there are any; with *stages* also with
+            ``stages=``, for `sjit`. Returns the step, such as one made by `sjit`, and the tuple of its
+            arguments.
         topology: the slice, such as ``'v5p:4x4x4'``, or the GPUs, such as ``'h100:4x8'``, as for
             `MeshShardingHelper.from_topology`.
         axis_names: the mesh axes; every product of sizes that uses all devices is a candidate.
@@ -52,7 +57,14 @@ def search(
         constraints: mesh axis -> its size, or the sizes that it may have (``{'tp': [1, 2, 4, 8]}``); or a
             function of the sizes (mesh axis -> size) that says whether they are wanted.
         num_slices: the number of slices; of GPUs that of NVLink domains, if *topology* does not have it.
-        dcn_axis: the mesh axis that runs from slice to slice; needed for several slices.
+        dcn_axis: the mesh axis that runs from slice to slice; needed for several slices. Of several axes the
+            first ones run from slice to slice as far as their sizes divide: in front of pipelines and of
+            data parallelism alike, ``['stage', 'data']``.
+        stages: the pipelines that are tried wherever their axis has several devices, such as
+            ``[Stages('stage', microbatches=m) for m in (8, 16, 32)]``. Elsewhere *make_step* is called with
+            ``stages=None``.
+        hardware: the numbers of the devices, such as those of a slower network: `HARDWARE` with
+            `dataclasses.replace`. By default what is known of the topology.
         full: how many of the best to compile in full, in any case: minutes for each. Of GPUs all
             plans are such.
         show_progress: whether a line on stderr shows where the search is; by default on a terminal and in a
@@ -81,23 +93,25 @@ def search(
     _check(make_step, names, rules)
     if show_progress is not None:
         checked_flag('show_progress', show_progress)
-    if dcn_axis is not None and dcn_axis not in names:
-        raise ArgumentError(f'dcn_axis={dcn_axis!r} is no mesh axis ({did_you_mean(dcn_axis, names)})')
-    if num_slices > 1 and dcn_axis is None:
+    outer = [] if dcn_axis is None else [dcn_axis] if isinstance(dcn_axis, str) else [*dcn_axis]
+    for axis in outer:
+        if axis not in names:
+            raise ArgumentError(f'dcn_axis={axis!r} is no mesh axis ({did_you_mean(axis, names)})')
+    pipelines = _pipelines(stages, names)
+    if num_slices > 1 and not outer:
         raise ArgumentError(
             f'{num_slices} slices need dcn_axis=..., the mesh axis that runs from slice to slice'
         )
     devices = topologies.topology_devices(topology, num_slices)
     if devices[0].platform != 'tpu':  # plans of others are full ones
         full = 0
-    every = possible_meshes(len(devices), names, constraints)
-    todo = [Candidate(sizes, name) for sizes in every for name in (rules or {'': None})]
+    meshes_of_all = possible_meshes(len(devices), names, constraints)
+    todo = [each for sizes in meshes_of_all for each in _candidates(sizes, rules or {'': None}, pipelines)]
     if not todo:
         raise ArgumentError(
             f'no mesh over {", ".join(names)} with {len(devices)} devices satisfies the constraints'
         )
-    slices = {dcn_axis: num_slices} if dcn_axis is not None and num_slices > 1 else {}
-    attempt = Attempts(make_step, rules, devices, slices)
+    attempt = Attempts(make_step, rules, devices, (num_slices, outer), bool(pipelines), hardware)
     done: dict[int, Candidate] = {}
     interrupted = False
     started = time.monotonic()
@@ -133,6 +147,26 @@ def _check(make_step: Any, names: Sequence[str], rules: Any) -> None:
             "rules have names, each of which is tried on each mesh, such as {'fsdp': rule}, "
             f'got {type(rules).__name__}'
         )
+
+
+def _candidates(sizes: Sizes, rules: Iterable[str], pipelines: Iterable[Stages]) -> Iterator[Candidate]:
+    """The candidates of a mesh: with each set of rules, each pipeline that it has an axis for."""
+    stages: list[Stages | None] = [each for each in pipelines if sizes[each.axis] > 1]
+    for name in rules:
+        yield from [Candidate(sizes, name, stages=each) for each in stages or [None]]
+
+
+def _pipelines(stages: Any, names: Sequence[str]) -> list[Stages]:
+    """The pipelines that are tried."""
+    found = [stages] if isinstance(stages, Stages) else [*stages]
+    for each in found:
+        if not isinstance(each, Stages):
+            raise ArgumentError(
+                f"stages are pipelines, such as Stages('stage', microbatches=8), got {each!r}"
+            )
+        if each.axis not in names:
+            raise ArgumentError(f'{each} names no mesh axis ({did_you_mean(each.axis, names)})')
+    return found
 
 
 def _in_full(attempt: Attempts, done: dict[int, Candidate], most: int | None, note: Note) -> None:

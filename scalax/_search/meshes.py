@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -63,6 +64,24 @@ def helper_of(sizes: Sizes, devices: Sequence[Any], slices: Mapping[str, int]) -
     """The helper of a mesh of these sizes; *slices* are how many there are along mesh axes, if several."""
     dcn = [slices.get(name, 1) for name in sizes] if slices else None
     return MeshShardingHelper(list(sizes.values()), list(sizes), True, dcn_axis_dims=dcn, devices=devices)
+
+
+def slices_along(sizes: Sizes, count: int, axes: Sequence[str]) -> Sizes:
+    """How many of *count* slices there are along each of these axes: as many as divide, the first ones first.
+
+    Example:
+        >>> slices_along({'stage': 4, 'data': 2, 'fsdp': 8}, 8, ['stage', 'data'])
+        {'stage': 4, 'data': 2}
+        >>> slices_along({'stage': 1, 'data': 8, 'fsdp': 8}, 4, ['stage', 'data'])
+        {'stage': 1, 'data': 4}
+    """
+    found = {}
+    for axis in axes if count > 1 else ():
+        found[axis] = math.gcd(sizes[axis], count)
+        count //= found[axis]
+    if count > 1 and axes:  # there is no room for them, as the mesh says
+        found[axes[-1]] *= count
+    return found
 
 
 def _products(number: int, factors: int) -> Iterator[tuple[int, ...]]:

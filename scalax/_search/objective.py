@@ -14,7 +14,7 @@ import jax
 from scalax._jax.messages import is_indivisible, is_unpartitioned
 from scalax._plan.plan_data import PlanData
 from scalax._plan.roofline import Seconds
-from scalax.errors import IndivisibleWarning, MeshError, PlanError, ScalaxError, ShardingError
+from scalax.errors import IndivisibleWarning, MeshError, PlanError, ScalaxError, ShardingError, StagesError
 
 EQUAL = 0.002
 """Seconds within this part of one another are equal."""
@@ -74,8 +74,9 @@ def slower(seconds: float, best: float) -> str:
 def lost_by(error: Exception, candidate: str) -> str:
     """Why a candidate has no plan, in a line.
 
-    Only these are outcomes: the compiler, or JAX for it, refuses; its dimensions or its mesh do not divide.
-    All else is a mistake of the step or of scalax, which would look as if the candidate had lost.
+    Only these are outcomes: the compiler, or JAX for it, refuses; its dimensions or its mesh do not divide;
+    its pipeline is refused. All else is a mistake of the step or of scalax, which would look as if the
+    candidate had lost.
 
     Args:
         error: what the candidate raised.
@@ -86,14 +87,17 @@ def lost_by(error: Exception, candidate: str) -> str:
     """
     refused = isinstance(error, PlanError) and isinstance(error.__cause__, jax.errors.JaxRuntimeError)
     refused = refused or is_unpartitioned(error)
-    if not (refused or isinstance(error, MeshError | IndivisibleWarning) or _does_not_divide(error)):
+    if not (
+        refused or isinstance(error, MeshError | IndivisibleWarning | StagesError) or _does_not_divide(error)
+    ):
         error.add_note(f'This was raised by the candidate {candidate}.')
         raise error
     if isinstance(error, ShardingError):
         first, *others = error.problems
         return f'{first.leaf}: {first.detail}' + (f' (and {len(others)} more)' if others else '')
+    lines = str(error).splitlines()[: 1 if isinstance(error, StagesError) else 2]  # then what to do
     kind = '' if isinstance(error, ScalaxError | IndivisibleWarning) else f'{type(error).__name__}: '
-    return kind + ' '.join(line.strip() for line in str(error).splitlines()[:2])
+    return kind + ' '.join(line.strip() for line in lines)
 
 
 def _does_not_divide(error: Exception) -> bool:

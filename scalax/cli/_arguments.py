@@ -81,8 +81,17 @@ def _parser() -> argparse.ArgumentParser:
     _add_search(search)
     _add_page(search)
     search.add_argument(
-        '--dcn', dest='dcn_axis', metavar='NAME', help='the mesh axis that runs from slice to slice'
+        '--dcn',
+        dest='dcn_axis',
+        type=_names,
+        metavar='NAME,...',
+        help='the mesh axis that runs from slice to slice; of several the first ones, as far as they divide',
     )
+    stages = (
+        'the mesh axis that is a pipeline, and numbers of microbatches: stage=8,16,32; make_step then takes '
+        'stages= besides the helper'
+    )
+    search.add_argument('--stages', type=_choice, metavar='NAME=N,N,...', help=stages)
     quick = 'no full plans, not even where one would decide'
     how = search.add_mutually_exclusive_group()
     how.add_argument('--quick', action='store_true', help=quick)
@@ -194,6 +203,10 @@ def _sizes(text: str) -> dict[str, int]:
             raise argparse.ArgumentTypeError(f'{text!r} names {name!r} twice')
         sizes[name] = -1 if size == '-1' else _number(size)
     return sizes
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(',')]
 
 
 def _choice(text: str) -> tuple[str, tuple[int, ...]]:

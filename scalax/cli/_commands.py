@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import json
@@ -29,7 +30,7 @@ from scalax.errors import ArgumentError, PlanError, did_you_mean, near_names
 from scalax.plan import HARDWARE, make_plan
 from scalax.plan import find as find_rule
 from scalax.plan import search as search_meshes
-from scalax.sharding import MeshShardingHelper
+from scalax.sharding import MeshShardingHelper, Stages
 
 _MOST_SIMULATED = 4096  # devices: XLA for CPUs starts threads for each
 _MODULE_NAME = '__file_of_the_command__'
@@ -76,6 +77,7 @@ def search(
     topology: str,
     axes: str,
     sizes: list[tuple[str, tuple[int, ...]]],
+    stages: tuple[str, tuple[int, ...]] | None,
     quick: bool,
     full: int | None,
     html: Path | None,
@@ -85,15 +87,17 @@ def search(
     """Plans a step on every mesh of a slice, quickly; in full where only that says whether the best fits.
     Ranks the meshes, and says why each of the others lost. Ctrl-C ranks those that were planned so far.
 
-    FILE.py:make_step as in `plan`.
+    FILE.py:make_step as in `plan`; with --stages it takes ``stages=`` as well.
     """
     _require_dcn(options['num_slices'], options['dcn_axis'])
     make_step = _load_function(function)
+    axis, parts = stages or ('', ())
     found = search_meshes(
-        lambda helper: _step(make_step, helper, function),
+        lambda helper, **given: _step(functools.partial(make_step, **given), helper, function),
         topology,
         [name.strip() for name in axes.split(',')],
         constraints=_each_once(sizes),
+        stages=[Stages(axis, each) for each in parts],
         full=0 if quick else full,
         **options,
     )

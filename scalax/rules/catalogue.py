@@ -130,6 +130,7 @@ def rule(
     tp: Axis = 'tp',
     expert: Axis = 'expert',
     stacked: str = '',
+    stage: Axis = None,
     on_indivisible: OnIndivisible = 'error',
 ) -> TreePathShardingRule:
     """The rule of a table. It is strict: a leaf that no row matches is an error.
@@ -140,7 +141,9 @@ def rule(
         tp: the same for ``'tp'``.
         expert: the same for ``'expert'``, which only `MIXTRAL` has; None where the mesh has no such axis.
         stacked: a regex for the paths of layers that are stacked in the first dimension, such as
-            ``'layers/'``; by default none are. That dimension is never sharded.
+            ``'layers/'``; by default none are.
+        stage: the mesh axis over which the layers of these stacks lie, as in a pipeline
+            (`scalax.sharding.Stages`); None if each device has all layers.
         on_indivisible: what to do where a dimension does not divide, as in `TreePathShardingRule`.
 
     Raises:
@@ -158,13 +161,22 @@ def rule(
         >>> stack = {'layers': {'up_proj': {'kernel': np.zeros((80, 8, 32))}}}
         >>> rule(LLAMA, stacked='layers/').apply(stack)
         {'layers': {'up_proj': {'kernel': P(None, 'fsdp', 'tp')}}}
+        >>> rule(LLAMA, stacked='layers/', stage='stage').apply(stack)
+        {'layers': {'up_proj': {'kernel': P('stage', 'fsdp', 'tp')}}}
     """
     axes = _checked('catalogue.rule', fsdp=fsdp, tp=tp, expert=expert)
     one = ExactRankRule(*_rows(table, axes), on_indivisible=on_indivisible)
+    _checked('catalogue.rule', stage=stage)
+    if stage is not None and not stacked:
+        raise RuleError(
+            f'catalogue.rule: the layers over stage={stage!r} are stacked, and stacked= is to find them: '
+            "stacked='layers/'"
+        )
     if not stacked:
         return one
     checked_regex('catalogue.rule, stacked', stacked)
-    return TreePathShardingRule((stacked, one.stacked(1)), (_REST, one))
+    layers = one.stacked(1) if stage is None else PartitionSpec(stage) & one.stacked(1)
+    return TreePathShardingRule((stacked, layers), (_REST, one))
 
 
 def activations(

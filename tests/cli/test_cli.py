@@ -211,6 +211,19 @@ def test_search(job, tmp_path, capsys):
 
 
 @tpu_compiler.needed
+def test_a_search_with_stages(capsys):
+    staged = os.path.join(os.path.dirname(__file__), '..', 'search', 'test_stages.py')
+    on = ('--topology', 'v5e:2x2', '--slices', 2, '--axes', 'stage,data,fsdp', '--sizes', 'fsdp=4')
+    done = here(capsys, 'search', f'{staged}:make_step', *on, '--dcn', 'stage,data', '--stages', 'stage=2,4')
+    assert (done.returncode, done.stderr) == (0, '')
+    names = {' '.join(line.split()[1:5]) for line in done.stdout.splitlines()[4:]}
+    assert {name for name in names if 'microbatches' in name} == {
+        'stage=2, data=1, fsdp=4; microbatches=2',
+        'stage=2, data=1, fsdp=4; microbatches=4',
+    }
+
+
+@tpu_compiler.needed
 def test_a_search_in_which_nothing_fits(job, capsys, tmp_path):
     on = ('--topology', 'v5e:2x2', '--axes', 'fsdp,tp', '--sizes', 'tp=1,2', '--html', tmp_path / 'page.html')
     done = here(capsys, 'search', f'{job}:make_large', *on, '--json')

@@ -319,6 +319,12 @@ STAR = '; several pairs are given with a star: *pairs'
         ),
         (
             LLAMA,
+            {'stage': 'stage'},
+            "catalogue.rule: the layers over stage='stage' are stacked, and stacked= is to find them: "
+            "stacked='layers/'",
+        ),
+        (
+            LLAMA,
             {'stacked': True},
             'catalogue.rule, stacked: the regex is a string, got True',
         ),
@@ -371,6 +377,26 @@ def test_a_rank_that_is_not_the_row_s(snapshot):
     assert problem.detail == 'the spec is for an array of rank 2, and this one is of rank 3'
     assert problem.rule.startswith("regex '(^|/)([qkv]_proj|")
     snapshot(problem.hint)
+
+
+def test_stacks_over_stages():
+    staged = rule(LLAMA, stacked='layers/', stage='stage')
+    shapes = {
+        'layers/up_proj/kernel': (8, 64, 256),
+        'layers/norm/scale': (8, 64),
+        'lm_head/kernel': (64, 512),
+    }
+    helper = MeshShardingHelper.from_mesh(AbstractMesh((2, 4, 2), ('stage', 'fsdp', 'tp')))
+    found = helper.match_sharding_rule(staged, tree(shapes))
+    assert {path: sharding.spec for path, sharding in found.items()} == {
+        'layers/up_proj/kernel': P('stage', *COLUMN),
+        'layers/norm/scale': P('stage'),
+        'lm_head/kernel': COLUMN,
+    }
+    with pytest.raises(ShardingError, match=r'dimension 0 of size 7 does not divide by 2 \(stage=2\)'):
+        helper.match_sharding_rule(staged, tree({'layers/up_proj/kernel': (7, 64, 256)}))
+    with pytest.raises(ShardingError, match='of rank 1 without its stack of layers'):
+        helper.match_sharding_rule(staged, tree({'layers/up_proj/kernel': (64, 256)}))
 
 
 @pytest.mark.parametrize('stacks', [rule(LLAMA, stacked='layers/'), rule(LLAMA).stacked(1)])
