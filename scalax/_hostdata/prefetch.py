@@ -8,6 +8,7 @@ different orders on different processes, which would wait for one another for ev
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import dataclasses
 import queue
@@ -15,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from scalax._hostdata import collectives, to_global
 from scalax._trace.threads import ThreadState
@@ -67,7 +68,7 @@ def _stop_all() -> None:
         thread.join(_PATIENCE)
 
 
-class Prefetch(Iterator[Any]):
+class Prefetch(Iterator[Any], contextlib.AbstractContextManager['Prefetch']):
     """An iterator of global arrays that are loaded ahead: what `MeshShardingHelper.prefetch` returns.
 
     Its thread ends with the iterable, with `close`, at the end of a ``with`` block, or when the iterator is
@@ -107,9 +108,6 @@ class Prefetch(Iterator[Any]):
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._shared.stop)
         self._finalizer.atexit = False
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> Any:
         with self._turn:
@@ -182,9 +180,6 @@ class Prefetch(Iterator[Any]):
         self._finalizer()
         if self._thread is not threading.current_thread():
             self._thread.join(_PATIENCE)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -75,11 +75,11 @@ class StepDirectory:
             # Else before it looks again: what the one before has saved since would be refused each time.
             self._take()
         unfinished = [path for path in self.path.iterdir() if self._is_unfinished(path)]
-        self._require()
+        self.require_writer(self._token)
         for path in unfinished:
             self._remove(path)
         damaged = self.damaged.intersection(complete_steps(self.path))
-        self._require()
+        self.require_writer(self._token)
         self._refuse_later(step)
         for one in damaged:
             self._remove(self.path / str(one))
@@ -108,7 +108,7 @@ class StepDirectory:
             CheckpointError: another writer has taken the directory.
             OSError: the folder cannot be renamed.
         """
-        self._require()
+        self.require_writer(self._token)
         final = self.path / str(step)
         if self._renames:
             self.staging(step, name).rename(final)
@@ -130,7 +130,7 @@ class StepDirectory:
         old = complete_steps(self.path)[:-keep] if keep else []
         with contextlib.suppress(CheckpointError):
             if old:
-                self._require()
+                self.require_writer(self._token)
             for step in old:
                 self._remove(self.path / str(step))
 
@@ -138,19 +138,8 @@ class StepDirectory:
         """Deletes the folder of a save that has failed; only this writer commits it."""
         with contextlib.suppress(OSError, CheckpointError):
             if not self._renames:  # the folder is the step itself, which another writer may be writing
-                self._require()
+                self.require_writer(self._token)
             self.staging(step, name).rmtree()
-
-    def reason(self, error: BaseException, name: str) -> BaseException:
-        """Why a save failed: *error*, unless another writer has taken the directory and deleted its files.
-
-        Args:
-            error: the error of the save.
-            name: the name of the save. It holds the token of process 0, which may differ from this one's.
-        """
-        with contextlib.suppress(OSError, ValueError, LookupError):  # the token cannot be read either
-            return self._taken_over(name[:_TOKEN_LENGTH]) or error
-        return error
 
     def _take(self) -> None:
         """Takes the directory from whoever has it."""
@@ -168,21 +157,19 @@ class StepDirectory:
             raise
         self.taken = True
 
-    def _require(self) -> None:
-        """Raises CheckpointError if this is not the writer of the directory any more."""
-        error = self._taken_over(self._token)
-        if error is not None:
-            raise error
+    def require_writer(self, name: str) -> None:
+        """Raises CheckpointError if another writer than that of a save has the directory.
 
-    def _taken_over(self, token: str) -> CheckpointError | None:
-        """The error that says which writer other than that of a token has the directory; None if none has."""
+        Args:
+            name: the name of the save. It holds the token of process 0, which may differ from this one's.
+        """
         try:
             owner = json.loads((self.path / _WRITER).read_text())
         except FileNotFoundError:
-            return None
-        if owner['token'] == token:
-            return None
-        return CheckpointError(
+            return
+        if owner['token'] == name[:_TOKEN_LENGTH]:
+            return
+        raise CheckpointError(
             f'{self.path} has another writer now: process {owner["pid"]} on host {owner["host"]!r}, since '
             f'{owner["since"]}. A directory has one writer, the one that came last, and this one writes '
             'and deletes nothing there any more. To keep the other one, end this job; to keep this one, end '

@@ -9,8 +9,8 @@ import operator
 import os
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, cast
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -32,22 +32,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger('scalax.checkpoint')
 
-Given = ParamSpec('Given')
-Result = TypeVar('Result')
 
-
-def _synchronized(method: Callable[Given, Result]) -> Callable[Given, Result]:
-    """A method during which no other thread runs such a method of the same checkpointer."""
-
-    @functools.wraps(method)
-    def called(*args: Given.args, **kwargs: Given.kwargs) -> Result:
-        with cast(Checkpointer, args[0])._lock:
-            return method(*args, **kwargs)
-
-    return called
-
-
-class Checkpointer:
+class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     """Saves and restores the state of a training run; every process has one, for the same directory.
 
     A save copies the arrays to the host and returns. They are written to the disk in the background, and
@@ -112,7 +98,6 @@ class Checkpointer:
         """The step of the last `restore`; None before the first."""
         return self._restored
 
-    @_synchronized
     def save(self, step: int, state: Any, *, data: Any = None, force: bool = False) -> bool:
         """Saves a tree in the background; its arrays may be donated as soon as this returns.
 
@@ -134,52 +119,53 @@ class Checkpointer:
             CheckpointError: the last save failed; some leaves cannot be saved; the directory holds later
                 steps of another run; another writer has taken it; processes save different things.
         """
-        # Here, because they import Orbax, which `import scalax.checkpoint` does without.
-        from scalax.checkpoint._savable import validate_state
-        from scalax.checkpoint._save import SaveThread
+        with self._lock:
+            # Here, because they import Orbax, which `import scalax.checkpoint` does without.
+            from scalax.checkpoint._savable import validate_state
+            from scalax.checkpoint._save import SaveThread
 
-        error: Exception | None = None
-        tree, encoded = None, None
-        step = _checked_step(step)
-        checked_flag('save: force', force)
-        if (step % self._save_every and not force) or step == self._reached:
-            return False
-        _agreement.barrier('call', self._timeout)  # of all methods: a different one shows in the agreement
-        begun, first, name = False, jax.process_index() == 0, self._steps.name_of_save()
-        try:
-            tree = validate_state(NamedTree.of(state))
-            encoded = None if data is None else encode_data(data)
-            self.wait()
-            if first:
-                with self._saving(step, name):
-                    self._steps.prepare(step, name)
-                begun = True
-        except Exception as fault:  # noqa: BLE001 - raised once all processes know
-            error = fault
-        try:
-            call = f'{step=}, keep={self._keep}, checksums={self._checksums}'
-            everyone, texts = _agreement.all_processes(), _agreement.saved_texts(tree)
-            name = _agreement.agree('save', everyone, call, texts, error, name)
-        except BaseException:
-            if begun:
-                self._steps.discard(step, name)
-            raise
-        assert tree is not None
-        self._running = SaveThread(
-            self._steps,
-            step,
-            name,
-            encoded,
-            checksums=self._checksums,
-            keep=self._keep,
-            timeout=self._timeout,
-        )
-        with self._saving(step, name):
-            self._running.copy(dict(zip(tree.paths, tree.leaves, strict=True)))
-        self._reached = step
-        return True
+            error: Exception | None = None
+            tree, encoded = None, None
+            step = _checked_step(step)
+            checked_flag('save: force', force)
+            if (step % self._save_every and not force) or step == self._reached:
+                return False
+            # One name for all methods: a different one shows in the agreement.
+            _agreement.barrier('call', self._timeout)
+            begun, first, name = False, jax.process_index() == 0, self._steps.name_of_save()
+            try:
+                tree = validate_state(NamedTree.of(state))
+                encoded = None if data is None else encode_data(data)
+                self.wait()
+                if first:
+                    with self._saving(step, name):
+                        self._steps.prepare(step, name)
+                    begun = True
+            except Exception as fault:  # noqa: BLE001 - raised once all processes know
+                error = fault
+            try:
+                call = f'{step=}, keep={self._keep}, checksums={self._checksums}'
+                everyone, texts = _agreement.all_processes(), _agreement.saved_texts(tree)
+                name = _agreement.agree('save', everyone, call, texts, error, name)
+            except BaseException:
+                if begun:
+                    self._steps.discard(step, name)
+                raise
+            assert tree is not None
+            self._running = SaveThread(
+                self._steps,
+                step,
+                name,
+                encoded,
+                checksums=self._checksums,
+                keep=self._keep,
+                timeout=self._timeout,
+            )
+            with self._saving(step, name):
+                self._running.copy(dict(zip(tree.paths, tree.leaves, strict=True)))
+            self._reached = step
+            return True
 
-    @_synchronized
     def restore(
         self,
         helper: MeshShardingHelper,
@@ -221,43 +207,45 @@ class Checkpointer:
                 another shape or dtype (all are named); processes ask for different steps or trees.
             ShardingError: the rules do not fit *like*.
         """
-        meshes.require_devices(helper.mesh, 'restore')
-        _agreement.barrier('call', self._timeout, helper.mesh)
-        error: Exception | None = None
-        target, here = None, []
-        try:
-            step = None if step is None else _checked_step(step)
-            checked_flag('restore: cast', cast)
-            checked_flag('restore: verify', verify)
-            rename = checked_pairs('rename', rename)
-            if data is not None and not hasattr(data, 'set_state'):
-                raise ArgumentError(
-                    'restore: data is the iterator to set to what was saved, with set_state(), got '
-                    f'{data!r}. What was saved as bytes or as a value, Checkpointer.data() returns'
-                )
-            self.wait()
-            target = target_of(helper, rules, like, only)
-            here = complete_steps(self._directory)
-        except Exception as fault:  # noqa: BLE001 - including errors of `like`; raised once all processes know
-            error = fault
-        with_data = '' if data is None else ', with data'
-        call = f'{step=}, {only=}, {rename=}, {cast=}, {verify=}{with_data}'
-        _agreement.agree('restore', helper.mesh, call, target.texts() if target else (), error)
-        assert target is not None
-        saved = self._choose(helper, here, step, verify)
-        with _agreement.all_or_none(helper.mesh, call):  # its data state may be missing on this process only
-            paths = renamed_paths(saved.leaves, rename, saved.where)
-            leaves = {name: saved.leaves[path] for name, path in paths.items()}
-            require_fit(target.wanted, leaves, cast, bool(only), saved.where)
-            state = None if data is None else saved.data()
-        loading = progress(f'restoring step {saved.step}', _log)
-        with loading, _agreement.all_or_none(helper.mesh, call):
-            values = saved.arrays({paths[name]: wanted for name, wanted in target.wanted.items()})
-        if data is not None:
+        with self._lock:
+            meshes.require_devices(helper.mesh, 'restore')
+            _agreement.barrier('call', self._timeout, helper.mesh)
+            error: Exception | None = None
+            target, here = None, []
+            try:
+                step = None if step is None else _checked_step(step)
+                checked_flag('restore: cast', cast)
+                checked_flag('restore: verify', verify)
+                rename = checked_pairs('rename', rename)
+                if data is not None and not hasattr(data, 'set_state'):
+                    raise ArgumentError(
+                        'restore: data is the iterator to set to what was saved, with set_state(), got '
+                        f'{data!r}. What was saved as bytes or as a value, Checkpointer.data() returns'
+                    )
+                self.wait()
+                target = target_of(helper, rules, like, only)
+                here = complete_steps(self._directory)
+            except Exception as fault:  # noqa: BLE001 - including errors of `like`; raised once all processes know
+                error = fault
+            with_data = '' if data is None else ', with data'
+            call = f'{step=}, {only=}, {rename=}, {cast=}, {verify=}{with_data}'
+            _agreement.agree('restore', helper.mesh, call, target.texts() if target else (), error)
+            assert target is not None
+            saved = self._choose(helper, here, step, verify)
+            # The data state may be missing on this process only.
             with _agreement.all_or_none(helper.mesh, call):
-                data.set_state(state)
-        self._restored = self._reached = saved.step
-        return target.fill({name: values[paths[name]] for name in target.wanted})
+                paths = renamed_paths(saved.leaves, rename, saved.where)
+                leaves = {name: saved.leaves[path] for name, path in paths.items()}
+                require_fit(target.wanted, leaves, cast, bool(only), saved.where)
+                state = None if data is None else saved.data()
+            loading = progress(f'restoring step {saved.step}', _log)
+            with loading, _agreement.all_or_none(helper.mesh, call):
+                values = saved.arrays({paths[name]: wanted for name, wanted in target.wanted.items()})
+            if data is not None:
+                with _agreement.all_or_none(helper.mesh, call):
+                    data.set_state(state)
+            self._restored = self._reached = saved.step
+            return target.fill({name: values[paths[name]] for name in target.wanted})
 
     def latest_step(self) -> int | None:
         """The latest complete step whose files have the sizes they were written with; None without one.
@@ -287,31 +275,27 @@ class Checkpointer:
         """
         return self._saved(self._restored if step is None else step).data()
 
-    @_synchronized
     def wait(self) -> None:
         """Waits until the last `save` is on the disk.
 
         Raises:
             CheckpointError: it could not be written.
         """
-        save = self._running
-        if save is None:
-            return
-        with progress(f'saving step {save.step}', _log):
-            save.join()  # if Ctrl-C ends this, the save goes on, and the next call waits for it
-        self._running = None
-        if save.error is not None:
-            self._reached = None
-            with self._saving(save.step, save.save):
-                raise save.error
+        with self._lock:
+            save = self._running
+            if save is None:
+                return
+            with progress(f'saving step {save.step}', _log):
+                save.join()  # if Ctrl-C ends this, the save goes on, and the next call waits for it
+            self._running = None
+            if save.error is not None:
+                self._reached = None
+                with self._saving(save.step, save.save):
+                    raise save.error
 
-    @_synchronized
     def close(self) -> None:
         """Waits as `wait` does, and ends the threads."""
         self.wait()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
@@ -363,17 +347,16 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
-            reason: BaseException = error
             if self._steps.taken or jax.process_index():  # process 0 takes it for all
-                reason = self._steps.reason(error, name)
-            if not isinstance(reason, CheckpointError):
-                reason = CheckpointError(
-                    f'step {step} could not be saved in {self._directory}, and what was there before is '
-                    f'untouched: {type(error).__name__}: {error}'
-                )
-            if reason is error:
+                # Another writer that has deleted its files explains the error; its token may be unreadable.
+                with contextlib.suppress(OSError):
+                    self._steps.require_writer(name)
+            if isinstance(error, CheckpointError):
                 raise
-            raise reason from error
+            raise CheckpointError(
+                f'step {step} could not be saved in {self._directory}, and what was there before is '
+                f'untouched: {type(error).__name__}: {error}'
+            ) from error
 
 
 def _checked_step(step: Any) -> int:

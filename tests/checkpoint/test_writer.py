@@ -138,16 +138,16 @@ def test_another_takes_the_directory_behind_each_look(
         assert old.save(step, state(1, step))
     old.wait()
     new.restore(helper, P('fsdp'), state(0, 0))
-    count, require = [0], old._steps._require
+    count, require = [0], old._steps.require_writer
 
-    def looked() -> None:
-        require()
+    def looked(name: str) -> None:
+        require(name)
         count[0] += 1
         if count[0] == looks:
             assert new.save(3, state(2, 3))
             new.wait()
 
-    monkeypatch.setattr(old._steps, '_require', looked)
+    monkeypatch.setattr(old._steps, 'require_writer', looked)
     assert_taken(message(lambda: old.save(3, state(1, 3)) and old.wait()), tmp_path)
     assert_taken(message(old.save, 4, state(1, 4)), tmp_path)
     monkeypatch.undo()
