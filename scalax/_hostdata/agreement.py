@@ -58,8 +58,7 @@ def agree(
     *,
     state: str = '',
     kind: type[ScalaxError] = DataError,
-    share: bytes = b'',
-) -> list[bytes]:
+) -> None:
     """Returns on every process if all make the same statement, and raises on every process if not.
 
     One all-gather of 20 bytes for each process. It waits for what the devices have been given to do. One
@@ -74,10 +73,6 @@ def agree(
         error: why this process cannot take part; raised here, and told to the others.
         state: the progress of this process, as in `Statement`.
         kind: the class of the error.
-        share: bytes that are gathered as well and may differ; as many on every process, a multiple of 4.
-
-    Returns:
-        What each process shares, in their order.
 
     Raises:
         ScalaxError: names the processes and leaves that differ.
@@ -86,7 +81,7 @@ def agree(
     if not processes.several:
         if error is not None:
             raise error
-        return [share]
+        return
     if error is None:
         try:
             statement = Statement(call, [*leaves], state, order=processes.order)
@@ -96,16 +91,13 @@ def agree(
         statement = Statement(call, trouble=f'{type(error).__name__}: {error}', order=processes.order)
     encoded = json.dumps(vars(statement)).encode()
     digest = hashlib.blake2b(encoded, digest_size=16).digest()
-    header = [*np.frombuffer(digest, np.uint32), bool(statement.trouble)]
-    mine = np.asarray([*header, *np.frombuffer(share, np.uint32)], np.uint32)
-    gathered = collectives.gather(mesh, mine)
-    rows = [tuple(row) for row in gathered[:, : len(header)].tolist()]
+    mine = np.asarray([*np.frombuffer(digest, np.uint32), bool(statement.trouble)], np.uint32)
+    rows = [tuple(row) for row in collectives.gather(mesh, mine).tolist()]
     found = _disagreement(mesh, statement, encoded, rows) if len(set(rows)) > 1 else []
     if error is not None:
         raise error
     if found:
         raise kind(f'{what}: the processes disagree ({call}):\n{shown(found)}\n{advice}')
-    return [row.tobytes() for row in gathered[:, len(header) :]]
 
 
 def together(

@@ -92,11 +92,8 @@ def gather(mesh: Mesh, row: np.ndarray) -> np.ndarray:
     """
     grid = _grid(mesh)
     whole = _by_process(grid, row, PartitionSpec('process'))
-    return np.asarray(
-        jax.device_get(
-            without_context(identity(NamedSharding(grid, PartitionSpec())), whole).addressable_data(0)
-        )
-    )
+    gathered = without_context(identity(NamedSharding(grid, PartitionSpec())), whole)
+    return np.asarray(gathered.addressable_data(0))
 
 
 def gather_bytes(mesh: Mesh, data: bytes) -> list[bytes]:
@@ -207,10 +204,8 @@ def without_context(function: Callable[..., Any], *args: Any) -> Any:
 @functools.lru_cache(maxsize=64)
 def _grid(mesh: Mesh) -> Mesh:
     """As many devices of each process as the one with the fewest has, as processes x devices."""
-    processes = processes_of(mesh)
-    each: list[list[Any]] = [[] for _ in processes.indices]
-    for device, owner in zip(processes.devices, processes.owners, strict=True):
-        each[owner].append(device)
+    by_process = itertools.groupby(processes_of(mesh).devices, lambda device: device.process_index)
+    each = [[*devices] for _, devices in by_process]
     count = min(map(len, each))
     return Mesh(np.asarray([row[:count] for row in each], dtype=object), ('process', 'device'))
 

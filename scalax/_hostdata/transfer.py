@@ -134,7 +134,9 @@ def to_host(pytree: Any) -> Any:
     elsewhere: list[int] = []
     if jax.process_count() > 1:
         elsewhere = [i for i in here if not leaves[i].is_fully_addressable]
-        if fetched := [i for i in elsewhere if is_fetched(leaves[i])]:
+        if fetched := [
+            i for i in elsewhere if not leaves[i].is_fully_replicated or resharding.unreduced_axes(leaves[i])
+        ]:
             agree_to_fetch('gather', NamedTree.of(pytree), fetched)
         here = [i for i in here if leaves[i].is_fully_addressable]
     if any(isinstance(one, NamedSharding) and one.spec.unreduced for one in shardings):
@@ -159,13 +161,6 @@ def _numeric_arrays(leaves: Sequence[Any]) -> Sequence[int]:
     if not all(isinstance(dtype, np.dtype) for dtype in {leaves[i].dtype for i in found}):
         found = [i for i in found if isinstance(leaves[i].dtype, np.dtype)]
     return found
-
-
-def is_fetched(leaf: jax.Array) -> bool:
-    """Whether parts of a leaf are on other processes only."""
-    return not leaf.is_fully_addressable and bool(
-        not leaf.is_fully_replicated or resharding.unreduced_axes(leaf)
-    )
 
 
 def fetch(leaf: jax.Array) -> np.ndarray:

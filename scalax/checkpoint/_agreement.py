@@ -21,7 +21,6 @@ from scalax._jax.orbax import wait_for_processes
 from scalax._tree.paths import NamedTree
 from scalax.errors import CheckpointError
 
-_NO_NAME = bytes(12).hex()  # as long as the name of a save: one process may save where another restores
 _ADVICE = {
     'save': 'What to do: save the same step of the same tree on every process; a leaf that every process has '
     'for itself belongs in data=.',
@@ -60,8 +59,7 @@ def agree(
     call: str,
     leaves: Iterable[tuple[str, str]],
     error: BaseException | None,
-    name: str = _NO_NAME,
-) -> str:
+) -> None:
     """Returns if all processes ask for the same; raises on every process if not.
 
     Args:
@@ -70,16 +68,16 @@ def agree(
         call: the arguments, as text.
         leaves: by path, what has to be the same about each leaf.
         error: why this process cannot go on; raised here, and told to the others.
-        name: this process's name for the save: 24 hexadecimal digits.
-
-    Returns:
-        The name that process 0 has given.
 
     Raises:
         CheckpointError: names the processes and leaves that differ.
     """
-    advice, mine = _ADVICE[what], bytes.fromhex(name)
-    return agreement.agree(mesh, what, call, leaves, advice, error, kind=CheckpointError, share=mine)[0].hex()
+    agreement.agree(mesh, what, call, leaves, _ADVICE[what], error, kind=CheckpointError)
+
+
+def name_of_first(mesh: Mesh, name: str) -> str:
+    """The name that process 0 has for a save; each process gives its own."""
+    return str(collectives.gather_json(mesh, name)[0])
 
 
 def all_processes() -> Mesh:

@@ -146,7 +146,8 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
             try:
                 call = f'{step=}, keep={self._keep}, checksums={self._checksums}'
                 everyone, texts = _agreement.all_processes(), _agreement.saved_texts(tree)
-                name = _agreement.agree('save', everyone, call, texts, error, name)
+                _agreement.agree('save', everyone, call, texts, error)
+                name = _agreement.name_of_first(everyone, name)
             except BaseException:
                 if begun:
                     self._steps.discard(step, name)

@@ -65,12 +65,9 @@ def read_manifest(path: Path) -> dict[str, File]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not a list of files.
+        ValueError, AttributeError, TypeError: it is not a list of files.
     """
-    try:
-        return {name: File(*entry) for name, entry in json.loads(path.read_text()).items()}
-    except (AttributeError, TypeError) as error:
-        raise ValueError(f'it is not a list of files: {error}') from None
+    return {name: File(*entry) for name, entry in json.loads(path.read_text()).items()}
 
 
 def differences(root: Path, files: Mapping[str, File], checksums: bool) -> list[str]:

@@ -194,7 +194,7 @@ def _arranged(tensors: Mapping[str, np.ndarray], mapping: NameMapping) -> dict[s
     """
     destination_of = _as_function(mapping)
     tree: dict[str, Any] = {}
-    problems, changed = [], []
+    problems = []
     for name, tensor in tensors.items():
         try:
             destination = destination_of(name)
@@ -211,16 +211,11 @@ def _arranged(tensors: Mapping[str, np.ndarray], mapping: NameMapping) -> dict[s
         elif not _put(tree, path, tensor if axes is None else tensor.transpose(axes)):
             problems.append(f'{name}: goes to {path}, where another tensor goes, or into one, or around one')
         elif canonical_dtype(tensor.dtype) != tensor.dtype:
-            changed.append(f'{name}: {leaf_text(tensor)} would become {canonical_dtype(tensor.dtype)}')
+            problems.append(f'{name}: JAX has {leaf_text(tensor)} with jax_enable_x64 only')
     if problems:
         raise CheckpointError(
             f'the mapping does not fit the tensors of the files:\n{shown_leaves(problems, ".")}\n'
             'What to do: give every tensor one path of its own, or None to leave it out.'
-        )
-    if changed:
-        raise CheckpointError(
-            f'JAX has no 64-bit numbers as it is set up:\n{shown_leaves(changed, ".")}\n'
-            'What to do: set jax_enable_x64, or leave these tensors out of the mapping.'
         )
     return tree
 

@@ -64,7 +64,7 @@ class SavedStep:
         try:
             is_own = (self.root / FOLDER).exists()  # or Orbax has saved it without scalax
             files = _manifest.read_manifest(self.root / MANIFEST) if is_own else {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, AttributeError, TypeError) as error:
             return [f'{MANIFEST} cannot be read: {error}']
         if checksums and (not files or any(file.crc32 is None for file in files.values())):
             raise CheckpointError(

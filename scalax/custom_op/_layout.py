@@ -160,13 +160,7 @@ class FactorContext:
         return jax.lax.all_gather(x, axes, axis=axis, tiled=tiled, to=to)
 
     def all_to_all(
-        self,
-        x: Any,
-        factor: str | tuple[str, ...],
-        split_axis: int,
-        concat_axis: int,
-        *,
-        tiled: bool = False,
+        self, x: Any, factor: str | tuple[str, ...], split_axis: int, concat_axis: int, *, tiled: bool = False
     ) -> Any:
         """Sends a part of *x* to each block of a factor, as ``jax.lax.all_to_all``."""
         axes = self._communicates(factor)

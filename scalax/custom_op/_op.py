@@ -84,11 +84,7 @@ class ShardedOp(Generic[Given, Result]):
     """
 
     def __init__(
-        self,
-        fun: Callable[Concatenate[Any, Given], Result],
-        rule: Rule,
-        *,
-        check_vma: bool,
+        self, fun: Callable[Concatenate[Any, Given], Result], rule: Rule, *, check_vma: bool
     ) -> None:
         """Made by `sharded_op`."""
         functools.update_wrapper(self, fun)
@@ -141,11 +137,7 @@ class ShardedOp(Generic[Given, Result]):
         self._reset()
 
     def check(
-        self,
-        *operands: Any,
-        mesh: jax.sharding.Mesh | MeshOwner,
-        gradients: bool = True,
-        **static: Any,
+        self, *operands: Any, mesh: jax.sharding.Mesh | MeshOwner, gradients: bool = True, **static: Any
     ) -> int:
         """Runs the operation on one device, and under every way of sharding the operands, and compares.
 
@@ -165,18 +157,15 @@ class ShardedOp(Generic[Given, Result]):
         checked_flag('gradients', gradients)
         operands = tuple(jnp.asarray(operand) for operand in operands)
         self._check_operands(operands)
+        one_block: Any = FactorContext(self._rule.factors, {}, {})
         return _check.check(
             self._name,
             functools.partial(self, **static),
-            functools.partial(self._plain, **static),
+            functools.partial(self._fun, one_block, **static),
             dict(zip(self._labels, operands, strict=True)),
             mesh if isinstance(mesh, jax.sharding.Mesh) else mesh.mesh,
             gradients and self._gradient is not None,
         )
-
-    def _plain(self, *operands: Any, **static: Any) -> Any:
-        """The function on whole arrays, without any partitioning."""
-        return self._fun(FactorContext(self._rule.factors, {}, {}), *operands, **static)
 
     def _reset(self) -> None:
         """Drops what was compiled."""

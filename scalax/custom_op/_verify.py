@@ -31,10 +31,9 @@ def verified(operation: Operation, operands: Sequence[Any]) -> Operation:
     Raises:
         RuleError: the results contradict the rule, whole or in blocks, or a factor is forgotten.
     """
-    types = [jax.typeof(operand) for operand in operands]
     blank = [
-        jax.ShapeDtypeStruct(each.shape, each.dtype, weak_type=getattr(each, 'weak_type', False))
-        for each in types
+        jax.ShapeDtypeStruct(each.shape, each.dtype, weak_type=each.weak_type)
+        for each in map(jax.typeof, operands)
     ]
     name, rule, named = operation.name, operation.rule, dict(zip(operation.labels, blank, strict=True))
     # The trial is independent of the caller's mesh.
