@@ -69,13 +69,6 @@ class FactorLayout:
         """The spec of an array with these factors."""
         return canonical(PartitionSpec(*[self.axes.get(factor, ()) if factor else () for factor in factors]))
 
-    def block(self, factors: Factors, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a block of an array."""
-        return tuple(
-            size // math.prod(self.sizes[axis] for axis in self.axes.get(factor or '', ()))
-            for factor, size in zip(factors, shape, strict=True)
-        )
-
 
 def _elements(factor_map: FactorMap, factors: Factors) -> int:
     return math.prod(factor_map.sizes[factor] for factor in factors if factor is not None)

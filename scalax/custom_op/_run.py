@@ -125,9 +125,8 @@ def explicit_layout(operation: Operation, mesh: Any, operands: Sequence[Any]) ->
     """The layout along the Explicit axes of a mesh, from the types of the operands."""
     explicit = MeshAxes.of(mesh).of_type(AxisType.Explicit)
     sizes = {axis: mesh.shape[axis] for axis in explicit if not is_mapped(mesh, axis)}
-    return FactorLayout.of_specs(
-        operation.factor_map, [jax.typeof(operand).sharding.spec for operand in operands], sizes
-    )
+    specs = [jax.typeof(operand).sharding.spec for operand in operands]
+    return FactorLayout.of_specs(operation.factor_map, specs, sizes)
 
 
 def as_laid_out(layout: FactorLayout, mesh: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
@@ -154,20 +153,14 @@ def _over_auto_axes(operation: Operation, operands: Sequence[Any]) -> Results:
     factor_map = dataclasses.replace(operation.factor_map, operands=(*factors, *whole))
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
-        arrays = [*operands, *results]
-        layout = FactorLayout.of_specs(
-            factor_map, [array.sharding.spec for array in arrays], dict(mesh.shape)
-        )
+        specs = [array.sharding.spec for array in (*operands, *results)]
+        layout = FactorLayout.of_specs(factor_map, specs, dict(mesh.shape))
         result_shardings, operand_shardings = (
             tuple(NamedSharding(mesh, layout.spec(factors)) for factors in arrays)
             for arrays in (factor_map.results, factor_map.operands)
         )
-        return (
-            mesh,
-            _with_operands(constants, operation.on_blocks(layout)),
-            result_shardings,
-            operand_shardings,
-        )
+        local = _with_operands(constants, operation.on_blocks(layout))
+        return mesh, local, result_shardings, operand_shardings
 
     call = custom_partitioning(_with_operands(constants, operation.plain))
     rule, special = factor_map.shardy_rule()
@@ -194,17 +187,13 @@ def _with_operands(constants: Sequence[Any], fun: Callable[..., Any]) -> Callabl
 
 def _index(value: Any, constants: Sequence[Any]) -> int:
     for i, known in enumerate(constants):
-        if value is known or _equal(value, known):
+        if value is known:
+            return i
+        traced = any(isinstance(each, jax.core.Tracer) for each in (value, known))
+        if not traced and value.dtype == known.dtype and np.array_equal(value, known):
             return i
     raise RuleError(
         f'an array ({leaf_text(value)}) that the function of a sharded_op makes outside of '
         'JAX depends on the blocks that it is given: compute it with jax.numpy from ctx.index and '
         'ctx.size, or make it an operand'
     )
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, jax.core.Tracer) or isinstance(other, jax.core.Tracer):
-        return False
-    same = (one.shape, one.dtype) == (other.shape, other.dtype)
-    return same and bool(np.array_equal(np.asarray(one), np.asarray(other)))

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from scalax._jax.tracing import varying_axes
 from scalax._tree.paths import describe_leaf
@@ -74,7 +74,7 @@ def _try_on_blocks(operation: Operation, operands: Sequence[Any], whole: Sequenc
             + ('; check_vma=False stops JAX from following which values differ.' if check_vma else '.')
         )
         raise
-    _check_blocks(name, rule, layout, seen[-1], whole)
+    _check_blocks(name, rule, layout, mesh, seen[-1], whole)
     for i, (factors, block) in enumerate(zip(fitted.results, seen[-1], strict=True)):
         # As far as JAX followed it.
         varying = varying_axes(block)
@@ -88,10 +88,10 @@ def _try_on_blocks(operation: Operation, operands: Sequence[Any], whole: Sequenc
 
 
 def _check_blocks(
-    name: str, rule: Rule, layout: FactorLayout, blocks: Sequence[Any], whole: Sequence[Any]
+    name: str, rule: Rule, layout: FactorLayout, mesh: Any, blocks: Sequence[Any], whole: Sequence[Any]
 ) -> None:
     expected = [
-        layout.block(factors, result.shape)
+        NamedSharding(mesh, layout.spec(factors)).shard_shape(result.shape)
         for factors, result in zip(layout.factor_map.results, whole, strict=True)
     ]
     wrong = [

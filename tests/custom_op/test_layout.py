@@ -50,7 +50,6 @@ def test_factors_that_are_whole() -> None:
     layout = FactorLayout.of_specs(fit, [P('x', 'y', 'z'), P('z')], {'x': 2, 'y': 2, 'z': 2})
     assert layout.axes == {'b': ('x',)}
     assert [layout.spec(factors) for factors in (*fit.operands, *fit.results)] == [P('x'), P(None, 'x')]
-    assert layout.block(fit.results[0], (4, 8)) == (4, 4)
 
 
 def test_the_rule_for_the_compiler() -> None:
