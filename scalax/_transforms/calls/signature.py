@@ -395,10 +395,7 @@ def _parameters(fun: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(fun, follow_wrapped=False).parameters.values())
     except (ValueError, TypeError):  # some built-ins have no signature
-        return [
-            inspect.Parameter('args', inspect.Parameter.VAR_POSITIONAL),
-            inspect.Parameter('kwargs', inspect.Parameter.VAR_KEYWORD),
-        ]
+        return list(inspect.signature(lambda *args, **kwargs: None).parameters.values())
 
 
 def _parameters_behind(fun: Callable[..., Any]) -> list[inspect.Parameter]:
