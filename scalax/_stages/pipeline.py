@@ -12,7 +12,7 @@ once more: so what it writes in these ticks is written over, or is right. (Of ze
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -173,12 +173,13 @@ class Pipeline:
         place = self._way * (stage - self._first)
         along = sum(map(has_rows, kinds.constants))
         pairs = [*zip(doors, kinds.travelling, strict=True)]
+        pairs = [(self._entering(x) if has_rows(fact) else x, fact) for x, fact in pairs]
 
         def taken(t: Any, arrived: Sequence[Any], before: Sequence[Any]) -> list[Any]:
             """What a stage takes in a tick."""
             turn, first = self._turn(t - place), self._turn(t)
             enters = (place == 0) & (turn.round == 0)
-            entering = [self._entering(x, first.part) if has_rows(fact) else x for x, fact in pairs]
+            entering = [x[first.part] if has_rows(fact) else x for x, fact in pairs]
             found = [jnp.where(enters, *each) for each in zip(entering, arrived, strict=True)]
             return [jnp.where(turn.is_behind, *each) for each in zip(before, found, strict=True)]
 
@@ -188,7 +189,7 @@ class Pipeline:
             carried, given = self._run_layers(here, same, stacks, turn)
             kept = [
                 *[
-                    self._left(before, x, last.part, stage)
+                    jax.lax.dynamic_update_index_in_dim(before, x, last.part, 0)
                     if has_rows(fact)
                     else _kept(before, x, fact, turn)
                     for before, x, fact in zip(kept, carried, kinds.carried, strict=False)
@@ -204,11 +205,12 @@ class Pipeline:
             ]
             return (taken(t + 1, [*map(self._sent, sent)], here), kept), None
 
-        nothing = [x[0, 0] if has_rows(fact) else x for x, fact in pairs]
+        nothing = [x[0] if has_rows(fact) else x for x, fact in pairs]
         start = taken(jnp.int32(0), nothing, nothing), self._nothing_kept(nothing[along:])
         (_, kept), _ = jax.lax.scan(tick, start, jnp.arange(self.ticks))
+        axes = deal.axis, *self._replicas
         carried = [
-            x if has_rows(fact) else jax.lax.psum(x, (deal.axis, *self._replicas)) if fact == SUM else x[None]
+            self._leaving(x, stage) if has_rows(fact) else jax.lax.psum(x, axes) if fact == SUM else x[None]
             for x, fact in zip(kept, kinds.carried, strict=False)
         ]
         pairs = [*zip(kept[count:], kinds.results, strict=True)]
@@ -239,10 +241,8 @@ class Pipeline:
             )
             for x, fact in zip(stacks, kinds.elements, strict=True)
         ]
-        part_of, facts = (
-            PartOf(self._rows, self._deal, turn.part),
-            [*kinds.constants, *kinds.carried, *kinds.elements],
-        )
+        part_of = PartOf(self._rows, self._deal, turn.part)
+        facts = [*kinds.constants, *kinds.carried, *kinds.elements]
 
         def layer(carried: Sequence[Any], elements: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             operands = [*map(Known, [*constants, *carried, *elements], facts)]
@@ -271,14 +271,11 @@ class Pipeline:
             if is_carried and fact is None:
                 kept.append(before)
                 continue
-            leading, shape, dtype = (
-                () if is_carried else (self._layers * self._rounds,),
-                kind.shape,
-                kind.dtype,
-            )
+            shape, dtype = kind.shape, kind.dtype
+            leading = () if is_carried else (self._layers * self._rounds,)
             if isinstance(fact, Rows):
                 shape = (*shape[: fact.dim], deal.size(fact), *shape[fact.dim + 1 :])
-                leading = (deal.parts // deal.owners, 1) if is_carried else (deal.parts, *leading)
+                leading = (deal.parts, *leading)
             kept.append(jnp.zeros((*leading, *shape), _wide(dtype) if fact == SUM else dtype))
         return kept
 
@@ -293,37 +290,32 @@ class Pipeline:
         group = _kept(self._group(before, turn), x, fact, turn)
         return jax.lax.dynamic_update_slice_in_dim(before, group, start, 0)
 
-    def _entering(self, door: Any, part: Any) -> Any:
-        """A part that enters the first stage, sent by its owner."""
-        own = jax.lax.dynamic_index_in_dim(door, part // self._deal.owners, keepdims=False)[0]
-        return self._between(own, part, lambda owner: (owner, self._first))
+    def _entering(self, door: Any) -> Any:
+        """All parts that enter, at the first stage: each owner sends its own."""
+        own, owners = door[:, 0], self._deal.owners
+        if owners == 1:
+            return own
+        sent = [jax.lax.ppermute(own, self._deal.axis, [(owner, self._first)]) for owner in range(owners)]
+        return jnp.stack(sent, 1).reshape(self._deal.parts, *door.shape[2:])
 
-    def _left(self, kept: Any, x: Any, part: Any, stage: Any) -> Any:
-        """All parts that left the last stage, where their owners have them."""
-        owners = self._deal.owners
-        x = self._between(x, part, lambda owner: (self._last, owner))[None]
-        slot = part // owners
-        if owners > 1:
-            before = jax.lax.dynamic_index_in_dim(kept, slot, keepdims=False)
-            x = jnp.where(stage == part % owners, x, before)
-        return jax.lax.dynamic_update_index_in_dim(kept, x, slot, 0)
-
-    def _between(self, x: Any, part: Any, way: Callable[[int], tuple[int, int]]) -> Any:
-        """A part that goes between a stage and its owner."""
+    def _leaving(self, parts: Any, stage: Any) -> Any:
+        """The parts that left the last stage, where their owners have them."""
         owners = self._deal.owners
         if owners == 1:
-            return x
-        ways = [[way(owner)] for owner in range(owners)]
-        send = [lambda x, way=way: jax.lax.ppermute(x, self._deal.axis, way) for way in ways]
-        return jax.lax.switch(part % owners, send, x)
+            return parts[:, None]
+        apart, own = parts.reshape(-1, owners, *parts.shape[1:]), parts[::owners]
+        for owner in range(owners):
+            sent = jax.lax.ppermute(apart[:, owner], self._deal.axis, [(self._last, owner)])
+            own = jnp.where(stage == owner, sent, own)
+        return own[:, None]
 
     def _sent(self, x: Any) -> Any:
         """What arrives from the stage before; a ring, if parts pass more than once."""
         stages = self._deal.stages
         way = [(stage, (stage + self._way) % stages) for stage in range(stages)]
-        return jax.lax.ppermute(
-            x, self._deal.axis, way if self._rounds > 1 else [pair for pair in way if pair[0] != self._last]
-        )
+        if self._rounds == 1:
+            way.remove((self._last, self._first))
+        return jax.lax.ppermute(x, self._deal.axis, way)
 
 
 def _no_gradient(primals: Any, tangents: Any) -> Any:

@@ -28,26 +28,16 @@ _SUMS = frozenset({'reduce_sum', 'dot_general', 'conv_general_dilated', 'scatter
 # Rows in groups depend on all of them; what runs on each device is not looked into.
 _NOT_ALONE = frozenset({'ragged_dot_general', 'shard_map'})
 # Windows, and what sees other elements along a dimension.
-_WINDOWS = frozenset(
-    {
-        *('reduce_window', 'reduce_window_sum', 'reduce_window_max', 'reduce_window_min'),
-        *('select_and_scatter_add', 'select_and_gather_add'),
-    }
-)
+_WINDOWS = frozenset(f'reduce_window{kind}' for kind in ('', '_sum', '_max', '_min')) | {
+    'select_and_scatter_add',
+    'select_and_gather_add',
+}
 _DRAW = frozenset({'random_bits', 'random_split', 'random_fold_in', 'random_gamma'})
 _WORKS_ALONG = ALONG | _WINDOWS | {'pad'}
 # These put their updates in some places of the first operand.
-_PUTS = frozenset(
-    {
-        'dynamic_update_slice',
-        'scatter',
-        'scatter-add',
-        'scatter-sub',
-        'scatter-mul',
-        'scatter-min',
-        'scatter-max',
-    }
-)
+_PUTS = frozenset(f'scatter{kind}' for kind in ('', '-add', '-sub', '-mul', '-min', '-max')) | {
+    'dynamic_update_slice'
+}
 # Linear in several operands at once: in all of them, or in these.
 _ADD = frozenset({'add', 'add_any', 'sub', 'complex', 'concatenate', 'pad', 'stack'})
 _ADDED = {
