@@ -84,6 +84,10 @@ with deeper():
         )
 
 
+# Its sines are of up to 1,000 radians, of which one rounding is 6e-5: programs that fuse angles differ so.
+TOLERANCES = {'diffusion transformer': 1e-4}
+
+
 def staged(model, mesh, microbatches=4):
     """A step of a model, its layers in stages, and its arguments."""
     sizes = MESHES[mesh]
@@ -120,7 +124,7 @@ def test_steps_are_those_of_one_device(name, mesh):
         mine, value = fun(mine, batch, jax.random.fold_in(key, i))
         theirs, wanted = one(theirs, batch, jax.random.fold_in(key, i))
         assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((mine, value)))
-        assert largest_difference((mine, value), (theirs, wanted)) < 1e-5
+        assert largest_difference((mine, value), (theirs, wanted)) < TOLERANCES.get(name, 1e-5)
 
 
 @pytest.mark.parametrize('name', [*REFUSED])
