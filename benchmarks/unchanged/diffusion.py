@@ -38,6 +38,7 @@ RULE = TreePathShardingRule(
     ('query|key|value|up', blocks.COLUMNS),
     ('shifts', P(None, 'fsdp', None)),
 )
+RADIANS = 1000  # the angle of the latest time
 HAND = {
     **{name: blocks.HAND[name] for name in ('residual', 'heads', 'hidden')},
     'image': P('batch', None, None, None),
@@ -73,7 +74,7 @@ def predict(params: Tree, images: jax.Array, times: jax.Array, labels: jax.Array
     rows, side = images.shape[0], s.image // s.patch
     x = images.reshape(rows, side, s.patch, side, s.patch, 4).transpose(0, 1, 3, 2, 4, 5)
     x = with_sharding_annotation(x.reshape(rows, side * side, -1) @ params['inward'], 'residual')
-    waves = 1000 * times[:, None] * jnp.exp(-jnp.linspace(0, 9, 128))
+    waves = RADIANS * times[:, None] * jnp.exp(-jnp.linspace(0, 9, 128))
     waves = jnp.concatenate([jnp.sin(waves), jnp.cos(waves)], -1).astype(s.dtype)
     time = with_sharding_annotation(jax.nn.silu(waves @ params['time1']), 'row') @ params['time2']
     said = jax.nn.silu(with_sharding_annotation(time + params['classes'][labels], 'row'))
