@@ -22,13 +22,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from scalax._follow.experts import Stored
 from scalax._follow.functions import Function, functions_of_matrices, is_late
 from scalax._follow.seconds import PER_BYTE, PER_OPERATION
-from scalax._follow.stacks import run_stacked
 from scalax._follow.trail import LOST, Trail, Trails, axes_of, closed_spec_of, merged
 from scalax._follow.types import Arguments
-from scalax._jax.equations import jaxprs_in, loop_of, opened, shape_of, size_of
+from scalax._jax.equations import OWN_GRADIENTS, equations, jaxprs_in, loop_of, opened, shape_of, size_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, equation_if_mapped, replaced, run
 from scalax._jaxprs.dims import multiplications
+from scalax._jaxprs.other_rows import Known, OnOtherRows
+from scalax._jaxprs.rows import Rows, RowsOf
 
 _BEGIN = 2e-5  # the latency of two all-to-alls, in seconds
 
@@ -140,11 +141,20 @@ def _of_stack(function: Function, stack: Any, free: Sequence[Any]) -> Sequence[A
     if not function.is_stack:
         results: Sequence[Any] = jax.vmap(lambda x: run(function.part, [x, *free]))(stack)
         return results
-    pairs = run_stacked(function.part, [(stack, 0), *[(x, None) for x in free]])
-    found = [jnp.moveaxis(x, dim, 0) for x, dim in pairs if dim is not None]
-    if len(found) < len(pairs):
+    part, rows = function.part, RowsOf(shape_of(function.root)[0])
+    if not OWN_GRADIENTS.isdisjoint(map(primitive_name, equations(part))):
+        raise NotImplementedError('a part has a gradient of its own')
+    facts = rows.results(part, [Rows(0), *[None] * len(free)])
+    dims = [fact.dim for fact in facts if isinstance(fact, Rows) and fact.each == 1]
+    if len(dims) < len(facts):
         raise NotImplementedError('a result is one value for all matrices')
-    return found
+    operands = [Known(stack, Rows(0)), *[Known(x, None) for x in free]]
+    found = OnOtherRows(rows, len(stack), _share).values(part, operands, facts)
+    return [jnp.moveaxis(x, dim, 0) for x, dim in zip(found, dims, strict=True)]
+
+
+def _share(x: Any, fact: Any) -> Any:
+    raise NotImplementedError('a value has elements for each matrix')
 
 
 def _replaced(jaxpr: Any, merged: Sequence[tuple[Any, Sequence[Function]]]) -> Any:

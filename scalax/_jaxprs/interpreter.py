@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from scalax._jax import equations
 from scalax._jax.equations import CALLS, WITH_JAXPRS, loop_of, opened
 from scalax._jax.primitives import primitive_name
 
 Fact = TypeVar('Fact')
+
+
+class LoopFacts(NamedTuple, Generic[Fact]):
+    """What is known of the values of each round of a loop.
+
+    Attributes:
+        constants: of its constants.
+        carried: of what is carried.
+        elements: of the elements of stacks that it takes.
+        results: of the elements of stacks that it gives.
+    """
+
+    constants: Sequence[Fact]
+    carried: Sequence[Fact]
+    elements: Sequence[Fact]
+    results: Sequence[Fact]
 
 
 class Interpreter(Generic[Fact]):
@@ -91,7 +107,12 @@ class Interpreter(Generic[Fact]):
         return [*map(self.joined, zip(*found, strict=True))]
 
     def loop(self, equation: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
-        """The facts about the results of a loop: a round begins as the loop does, or as one ends."""
+        """The facts about the results of a loop."""
+        rounds = self.rounds(equation, operands)
+        return [*rounds.carried, *map(self.stack_of, rounds.results)]
+
+    def rounds(self, equation: Any, operands: Sequence[Fact]) -> LoopFacts[Fact]:
+        """The facts about every round of a loop, which begins as the loop does, or as a round ends."""
         loop = loop_of(equation)
         constants, first, stacks = loop.parts(operands)
         carried, elements = list(first), [*map(self.element_of, stacks)]
@@ -99,5 +120,5 @@ class Interpreter(Generic[Fact]):
             results = self.results(loop.body, [*constants, *carried, *elements])
             joined = [*map(self.joined, zip(carried, results, strict=False))]
             if joined == carried:
-                return [*carried, *map(self.stack_of, results[len(carried) :])]
+                return LoopFacts(constants, carried, elements, results[len(carried) :])
             carried = joined

@@ -9,23 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-
-class Rows(NamedTuple):
-    """Where rows are in an array.
-
-    Attributes:
-        dim: the dimension.
-        each: how many elements of it a row has: more than one where it holds rows and their tokens.
-    """
-
-    dim: int
-    each: int = 1
+from scalax._jaxprs.rows import SUM, Fact, Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +95,12 @@ class Deal:
         for i, index in sorted(taken.items(), reverse=True):
             own = jax.lax.dynamic_index_in_dim(own, index, rows.dim + i, keepdims=False)
         return own.reshape(*x.shape[: rows.dim], self.size(rows), *x.shape[rows.dim + 1 :])
+
+    def share(self, x: Any, fact: Fact, part: Any) -> Any:
+        """What one part gets of a value that is the same for all rows: its rows, or a term of a sum."""
+        if isinstance(fact, Rows):
+            return self.part(x, fact, part)
+        return jnp.where(self.is_first(part), x, jnp.zeros_like(x)) if fact == SUM else x
 
     def is_first(self, part: Any) -> Any:
         """Whether what a device computes of a part is the first of all that there is to compute."""

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from scalax._stages.deal import Deal, Rows, placed
+from scalax._jaxprs.rows import Rows
+from scalax._stages.deal import Deal, placed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ once more: so what it writes in these ticks is written over, or is right. (Of ze
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,46 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from scalax._jax.equations import Loop, loop_of, opened, scan_options
-from scalax._stages.deal import Deal, Rows, placed
-from scalax._stages.part import Known, PartOf
-from scalax._stages.rows import SUM, Fact, RowsOf
+from scalax._jax.equations import loop_of, opened, scan_options
+from scalax._jaxprs.interpreter import LoopFacts
+from scalax._jaxprs.other_rows import Known, OnOtherRows
+from scalax._jaxprs.rows import SUM, Fact, Rows, RowsOf
+from scalax._stages.deal import Deal, placed
 from scalax.errors import StagesError
-
-
-class Kinds(NamedTuple):
-    """What is known of the values of a loop over layers.
-
-    Attributes:
-        constants, carried, elements, results: the facts about the constants of a round, what is carried, the
-            elements of stacks that a round takes, and those that it gives.
-    """
-
-    constants: Sequence[Fact]
-    carried: Sequence[Fact]
-    elements: Sequence[Fact]
-    results: Sequence[Fact]
-
-    @property
-    def travelling(self) -> list[Fact]:
-        """Those of what goes from stage to stage: constants with rows, and what is carried but for sums."""
-        return [*filter(has_rows, self.constants), *[fact for fact in self.carried if fact != SUM]]
-
-
-def kinds_of(loop: Loop, rows: RowsOf, operands: Sequence[Fact]) -> Kinds:
-    """What is known of a loop, from what is known of its operands.
-
-    Raises:
-        Refused: a round does not treat each row alone.
-    """
-    constants, carried, stacks = loop.parts(operands)
-    elements = [*map(rows.element_of, stacks)]
-    while True:
-        results = rows.results(loop.body, [*constants, *carried, *elements])
-        joined = [*map(rows.joined, zip(carried, results, strict=False))]
-        if joined == [*carried]:
-            return Kinds(constants, carried, elements, results[loop.carried :])
-        carried = joined
 
 
 class _Turn(NamedTuple):
@@ -77,15 +44,20 @@ class Pipeline:
 
     Args:
         equation: the `scan`.
-        kinds: what is known of its values.
+        facts: what is known of its values.
         rows: where rows are.
         deal: how rows are dealt.
         rounds: how many groups of layers a stage holds.
     """
 
-    def __init__(self, equation: Any, kinds: Kinds, rows: RowsOf, deal: Deal, rounds: int) -> None:
+    def __init__(self, equation: Any, facts: LoopFacts[Fact], rows: RowsOf, deal: Deal, rounds: int) -> None:
         self._loop, self._options = loop_of(equation), scan_options(equation)
-        self._kinds, self._rows, self._deal, self._rounds = kinds, rows, deal, rounds
+        self._facts, self._rows, self._deal, self._rounds = facts, rows, deal, rounds
+        # What goes from stage to stage: constants with rows, and what is carried but for sums.
+        self._travelling = [
+            *filter(has_rows, facts.constants),
+            *[fact for fact in facts.carried if fact != SUM],
+        ]
         self._types = [var.aval for var in opened(self._loop.body).outvars]
         self._layers = (self._loop.length or 0) // (deal.stages * rounds)
         self._options['unroll'] = max(1, min(int(self._options['unroll']), self._layers))
@@ -98,30 +70,30 @@ class Pipeline:
         return self._rounds * self._deal.parts + self._deal.stages - 1
 
     def __call__(self, *operands: Any) -> list[Any]:
-        kinds, deal, count = self._kinds, self._deal, self._loop.carried
+        facts, deal, count = self._facts, self._deal, self._loop.carried
         constants, begun, stacks = self._loop.parts(operands)
-        pairs = [*zip(constants, kinds.constants, strict=True)]
+        pairs = [*zip(constants, facts.constants, strict=True)]
         same = [x for x, fact in pairs if not has_rows(fact)]
         travelling = [x for x, fact in pairs if has_rows(fact)]
-        travelling += [x for x, fact in zip(begun, kinds.carried, strict=True) if fact != SUM]
+        travelling += [x for x, fact in zip(begun, facts.carried, strict=True) if fact != SUM]
         owner = deal.axis if deal.owners > 1 else None
         doors = [
             placed(deal.of(x, fact), {1: owner, fact.dim + 2: deal.inside}) if isinstance(fact, Rows) else x
-            for x, fact in zip(travelling, kinds.travelling, strict=True)
+            for x, fact in zip(travelling, self._travelling, strict=True)
         ]
         enter = [
-            self._spec(fact, None, owner) if has_rows(fact) else PartitionSpec() for fact in kinds.travelling
+            self._spec(fact, None, owner) if has_rows(fact) else PartitionSpec() for fact in self._travelling
         ]
         leave: dict[Fact, PartitionSpec] = {SUM: PartitionSpec(), None: PartitionSpec(deal.axis)}
         run = jax.shard_map(
             self._on_stage,
-            in_specs=(enter, [PartitionSpec()] * len(same), [*map(self._spec_of_stack, kinds.elements)]),
+            in_specs=(enter, [PartitionSpec()] * len(same), [*map(self._spec_of_stack, facts.elements)]),
             out_specs=[
                 *[
                     leave[fact] if fact in leave else self._spec(fact, None, deal.axis)
-                    for fact in kinds.carried
+                    for fact in facts.carried
                 ],
-                *[self._spec_of_stack(fact, sums=self._replicas) for fact in kinds.results],
+                *[self._spec_of_stack(fact, sums=self._replicas) for fact in facts.results],
             ],
             axis_names={deal.axis, *(deal.inside if deal.is_apart else ())},
             check_vma=False,
@@ -130,8 +102,8 @@ class Pipeline:
         run = jax.custom_jvp(run)
         run.defjvp(_no_gradient)
         found = run(doors, same, [*stacks])
-        carried = [self._whole(*each) for each in zip(found, kinds.carried, begun, strict=False)]
-        given = zip(found[count:], kinds.results, self._types[count:], strict=True)
+        carried = [self._whole(*each) for each in zip(found, facts.carried, begun, strict=False)]
+        given = zip(found[count:], facts.results, self._types[count:], strict=True)
         return [
             *carried,
             *[
@@ -168,11 +140,11 @@ class Pipeline:
 
     def _on_stage(self, doors: Sequence[Any], same: Sequence[Any], stacks: Sequence[Any]) -> list[Any]:
         """All ticks of one stage."""
-        kinds, deal, count = self._kinds, self._deal, self._loop.carried
+        facts, deal, count = self._facts, self._deal, self._loop.carried
         stage = jax.lax.axis_index(deal.axis)
         place = self._way * (stage - self._first)
-        along = sum(map(has_rows, kinds.constants))
-        pairs = [*zip(doors, kinds.travelling, strict=True)]
+        along = sum(map(has_rows, facts.constants))
+        pairs = [*zip(doors, self._travelling, strict=True)]
         pairs = [(self._entering(x) if has_rows(fact) else x, fact) for x, fact in pairs]
 
         def taken(t: Any, arrived: Sequence[Any], before: Sequence[Any]) -> list[Any]:
@@ -192,16 +164,16 @@ class Pipeline:
                     jax.lax.dynamic_update_index_in_dim(before, x, last.part, 0)
                     if has_rows(fact)
                     else _kept(before, x, fact, turn)
-                    for before, x, fact in zip(kept, carried, kinds.carried, strict=False)
+                    for before, x, fact in zip(kept, carried, facts.carried, strict=False)
                 ],
                 *[
                     self._kept_in_stack(before, x, fact, turn)
-                    for before, x, fact in zip(kept[count:], given, kinds.results, strict=True)
+                    for before, x, fact in zip(kept[count:], given, facts.results, strict=True)
                 ],
             ]
             sent = [
                 *here[:along],
-                *[x for x, fact in zip(carried, kinds.carried, strict=True) if fact != SUM],
+                *[x for x, fact in zip(carried, facts.carried, strict=True) if fact != SUM],
             ]
             return (taken(t + 1, [*map(self._sent, sent)], here), kept), None
 
@@ -211,9 +183,9 @@ class Pipeline:
         axes = deal.axis, *self._replicas
         carried = [
             self._leaving(x, stage) if has_rows(fact) else jax.lax.psum(x, axes) if fact == SUM else x[None]
-            for x, fact in zip(kept, kinds.carried, strict=False)
+            for x, fact in zip(kept, facts.carried, strict=False)
         ]
-        pairs = [*zip(kept[count:], kinds.results, strict=True)]
+        pairs = [*zip(kept[count:], facts.results, strict=True)]
         return [*carried, *[x[None] if self._replicas and fact == SUM else x for x, fact in pairs]]
 
     def _turn(self, done: Any) -> _Turn:
@@ -229,24 +201,25 @@ class Pipeline:
         self, here: Sequence[Any], same: Sequence[Any], stacks: Sequence[Any], turn: _Turn
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         """What a group of layers gives for a part: what it carries, and stacks."""
-        kinds, body, travelling, others = self._kinds, self._loop.body, iter(here), iter(same)
-        constants = [next(travelling if has_rows(fact) else others) for fact in kinds.constants]
+        facts, body, travelling, others = self._facts, self._loop.body, iter(here), iter(same)
+        constants = [next(travelling if has_rows(fact) else others) for fact in facts.constants]
         begun = [
             jnp.zeros(kind.shape, kind.dtype) if fact == SUM else next(travelling)
-            for kind, fact in zip(self._types, kinds.carried, strict=False)
+            for kind, fact in zip(self._types, facts.carried, strict=False)
         ]
         elements = [
             self._group(
                 jax.lax.dynamic_index_in_dim(x, turn.part, keepdims=False) if has_rows(fact) else x, turn
             )
-            for x, fact in zip(stacks, kinds.elements, strict=True)
+            for x, fact in zip(stacks, facts.elements, strict=True)
         ]
-        part_of = PartOf(self._rows, self._deal, turn.part)
-        facts = [*kinds.constants, *kinds.carried, *kinds.elements]
+        share = functools.partial(self._deal.share, part=turn.part)
+        on_part = OnOtherRows(self._rows, self._deal.size(Rows(0)), share)
+        known = [*facts.constants, *facts.carried, *facts.elements]
 
         def layer(carried: Sequence[Any], elements: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            operands = [*map(Known, [*constants, *carried, *elements], facts)]
-            values = part_of.values(body, operands, [*kinds.carried, *kinds.results])
+            operands = [*map(Known, [*constants, *carried, *elements], known)]
+            values = on_part.values(body, operands, [*facts.carried, *facts.results])
             return values[: self._loop.carried], values[self._loop.carried :]
 
         return jax.lax.scan(layer, begun, elements, self._layers, **self._options)
@@ -264,8 +237,8 @@ class Pipeline:
 
     def _nothing_kept(self, begun: Sequence[Any]) -> list[Any]:
         """What is kept before the first tick; *begun* is what is carried first, without sums."""
-        kinds, deal, first, kept = self._kinds, self._deal, iter(begun), []
-        for i, (kind, fact) in enumerate(zip(self._types, [*kinds.carried, *kinds.results], strict=True)):
+        facts, deal, first, kept = self._facts, self._deal, iter(begun), []
+        for i, (kind, fact) in enumerate(zip(self._types, [*facts.carried, *facts.results], strict=True)):
             is_carried = i < self._loop.carried
             before = next(first) if is_carried and fact != SUM else None
             if is_carried and fact is None:

@@ -37,13 +37,14 @@ from scalax._jax.rewriting import (
     with_results,
 )
 from scalax._jax.tracing import trace_context
+from scalax._jaxprs.interpreter import LoopFacts
+from scalax._jaxprs.rows import SUM, Fact, Refused, Rows, RowsOf
 from scalax._stages.constants import with_own_constants
-from scalax._stages.deal import Deal, Rows
+from scalax._stages.deal import Deal
 from scalax._stages.layers import Stack
-from scalax._stages.pipeline import Kinds, Pipeline, kinds_of
+from scalax._stages.pipeline import Pipeline
 from scalax._stages.pipelined import Loops, PipelinedLoop
 from scalax._stages.places import LAYERS, ROWS, Places
-from scalax._stages.rows import SUM, Fact, Refused, RowsOf
 from scalax._stages.stages import Stages
 from scalax.errors import StagesError, StagesWarning, did_you_mean, plural, warn
 
@@ -311,7 +312,7 @@ class _Staged(Rewriter):
                 f'What to do: choose a batch of a multiple of {deal.parts * deal.devices} rows, or fewer '
                 'microbatches.'
             )
-        facts = [
+        operands = [
             None if dim is None else Rows(dim, shape_of(x)[dim] // count)
             for x, dim in zip(equation.invars, dims, strict=True)
         ]
@@ -323,22 +324,22 @@ class _Staged(Rewriter):
                 raise Refused(
                     equation, why, 'compute them again (jax.checkpoint) in place of offloading them'
                 )
-            kinds = kinds_of(loop, rows, facts)
-            _check_sums(equation, kinds.carried)
+            facts = rows.rounds(equation, operands)
+            _check_sums(equation, facts.carried)
         except Refused as refused:
             raise StagesError(
                 f'the loop over layers at {line} cannot run on microbatches: {refused.why}, at '
                 f'{line_of(refused.equation, [*refused.calls, equation])}\n'
                 f'What to do: {refused.instead}; or run without stages.'
             ) from None
-        self.loops.append((_told(equation, kinds, deal, self._stages.rounds), before))
-        return _Loop(Pipeline(equation, kinds, rows, deal, self._stages.rounds), *self._stacks(kinds, deal))
+        self.loops.append((_told(equation, facts, deal, self._stages.rounds), before))
+        return _Loop(Pipeline(equation, facts, rows, deal, self._stages.rounds), *self._stacks(facts, deal))
 
-    def _stacks(self, kinds: Kinds, deal: Deal) -> Iterator[list[Stack | None]]:
+    def _stacks(self, facts: LoopFacts[Fact], deal: Deal) -> Iterator[list[Stack | None]]:
         """How a pipeline takes its operands, and gives its results."""
         for others, elements in (
-            ([*kinds.constants, *kinds.carried], kinds.elements),
-            (kinds.carried, kinds.results),
+            ([*facts.constants, *facts.carried], facts.elements),
+            (facts.carried, facts.results),
         ):
             rows = [Rows(fact.dim + 1, fact.each) if isinstance(fact, Rows) else None for fact in elements]
             forms = [Stack(deal, each, self._stages.rounds) for each in rows]
@@ -363,17 +364,17 @@ class _Staged(Rewriter):
                     yield with_results(added_equation(jax.jit(form.back), equation, [own]), [var])
 
 
-def _told(equation: Any, kinds: Kinds, deal: Deal, rounds: int) -> PipelinedLoop:
+def _told(equation: Any, facts: LoopFacts[Fact], deal: Deal, rounds: int) -> PipelinedLoop:
     """What is told of a loop over layers."""
     loop = loop_of(equation)
     constants, carried, stacks = loop.parts(equation.invars)
 
-    def size(variables: Sequence[Any], facts: Sequence[Fact], kind: Any) -> int:
-        pairs = zip(variables, facts, strict=False)
+    def size(variables: Sequence[Any], known: Sequence[Fact], kind: Any) -> int:
+        pairs = zip(variables, known, strict=False)
         return sum(bytes_of(var.aval) for var, fact in pairs if isinstance(fact, kind))
 
-    along, moving = size(constants, kinds.constants, Rows), size(carried, kinds.carried, Rows)
-    same = size(carried, kinds.carried, type(None))
+    along, moving = size(constants, facts.constants, Rows), size(carried, facts.carried, Rows)
+    same = size(carried, facts.carried, type(None))
     return PipelinedLoop(
         line=line_of(equation),
         axis=deal.axis,
@@ -383,8 +384,8 @@ def _told(equation: Any, kinds: Kinds, deal: Deal, rounds: int) -> PipelinedLoop
         layers=loop.length or 0,
         is_backward=bool(scan_options(equation)['reverse']),
         times=1,
-        weights=size(stacks, kinds.elements, type(None)),
-        kept=size(equation.outvars[loop.carried :], kinds.results, Rows),
+        weights=size(stacks, facts.elements, type(None)),
+        kept=size(equation.outvars[loop.carried :], facts.results, Rows),
         hop=(along + moving) // deal.parts + same,
         door=(along + 2 * moving) // deal.parts,
     )

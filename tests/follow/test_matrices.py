@@ -8,7 +8,8 @@ import pytest
 from optax.contrib import MuonDimensionNumbers, muon
 
 from scalax._follow import matrices
-from scalax._follow.stacks import run_stacked
+from scalax._jaxprs.other_rows import Known, OnOtherRows
+from scalax._jaxprs.rows import Rows, RowsOf
 from scalax.sharding import (
     MeshShardingHelper,
     TreePathShardingRule,
@@ -251,8 +252,9 @@ def test_stacks_of_another_size():
 
     jaxpr = jax.make_jaxpr(normalized)(jnp.ones((3, 4, 5)))
     x = np.random.default_rng(0).standard_normal((7, 4, 5)).astype('float32')
-    [(found, dim)] = run_stacked(jaxpr, [(jnp.asarray(x), 0)])
-    assert dim == 0
+    rows, many = RowsOf(3), Known(jnp.asarray(x), Rows(0))
+    assert rows.results(jaxpr, [many.fact]) == [many.fact]
+    [found] = OnOtherRows(rows, 7, share=None).values(jaxpr, [many], [many.fact])
     np.testing.assert_allclose(found, normalized(x), rtol=1e-6)
 
 

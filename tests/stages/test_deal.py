@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from scalax._jax.equations import loop_of, makers_of, opened, shape_of
 from scalax._jax.rewriting import replaced, run
+from scalax._jaxprs.rows import Rows
 from scalax._stages.constants import with_own_constants
-from scalax._stages.deal import Deal, Rows
+from scalax._stages.deal import Deal
 from scalax._stages.layers import Stack, _steps
 
 DEALS = [

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from scalax._stages import pipeline, rows
+from scalax._jaxprs import rows
+from scalax._stages import pipeline
 from scalax._stages.deal import Deal
 from scalax._stages.pipeline import Pipeline
 from scalax.sharding import MeshShardingHelper, Stages, TreePathShardingRule

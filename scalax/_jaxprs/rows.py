@@ -9,7 +9,7 @@ such as a maximum over them, is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
@@ -17,8 +17,20 @@ from scalax._jax import equations
 from scalax._jax.equations import loop_of, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dims import ALONG, FORWARDS, UNKNOWN, Place, Sources, dims_of, reshaped
-from scalax._jaxprs.interpreter import Interpreter
-from scalax._stages.deal import Rows
+from scalax._jaxprs.interpreter import Interpreter, LoopFacts
+
+
+class Rows(NamedTuple):
+    """Where rows are in an array.
+
+    Attributes:
+        dim: the dimension.
+        each: how many elements of it a row has: more than one where it holds rows and their tokens.
+    """
+
+    dim: int
+    each: int = 1
+
 
 SUM: Literal['sum'] = 'sum'
 Fact = Rows | Literal['sum'] | None
@@ -61,7 +73,7 @@ _ALONE = 'compute it of each row alone, or outside of the loop'
 _EACH_ROW = 'look up in each row alone (jax.vmap, or jnp.take_along_axis), or outside of the loop'
 
 
-class Refused(Exception):
+class Refused(NotImplementedError):
     """An equation does not treat each row alone, or that is not known.
 
     Args:
@@ -103,11 +115,14 @@ class RowsOf(Interpreter[Fact]):
 
     Args:
         count: how many rows there are.
+
+    Attributes:
+        count: the same.
     """
 
     def __init__(self, count: int) -> None:
         super().__init__(nothing=None)
-        self._count, self._at = count, None
+        self.count, self._at = count, None
 
     def note(self, facts: dict[int, Fact]) -> None:
         """Nothing: a jaxpr may be used for rows and for other values."""
@@ -176,8 +191,8 @@ class RowsOf(Interpreter[Fact]):
         """Rows whose dimension is split, or merged with others behind it."""
         shape = shape_of(equation.outvars[0])
         for old, new in reshaped(equation):
-            if old[0] == rows.dim and shape[new[0]] % self._count == 0:
-                return Rows(new[0], shape[new[0]] // self._count)
+            if old[0] == rows.dim and shape[new[0]] % self.count == 0:
+                return Rows(new[0], shape[new[0]] // self.count)
         raise Refused(
             equation,
             'reshape puts rows in another order, or in several dimensions',
@@ -225,9 +240,9 @@ class RowsOf(Interpreter[Fact]):
             raise Refused(equation, 'a sum over all rows chooses a branch', 'choose outside of the loop')
         return super().branches(equation, operands)
 
-    def loop(self, equation: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
+    def rounds(self, equation: Any, operands: Sequence[Fact]) -> LoopFacts[Fact]:
         self._at = equation
-        results, loop = super().loop(equation, operands), loop_of(equation)
-        if loop.test is not None and any(self.results(loop.test, [*operands[: loop.tested], *results])):
+        facts, loop = super().rounds(equation, operands), loop_of(equation)
+        if loop.test is not None and any(self.results(loop.test, [*operands[: loop.tested], *facts.carried])):
             raise Refused(equation, 'rows decide how often a loop runs', 'run it a fixed number of times')
-        return results
+        return facts

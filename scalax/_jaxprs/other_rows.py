@@ -1,8 +1,8 @@
-"""Runs a jaxpr that treats each row alone on a part of its rows.
+"""Runs a jaxpr that treats each row alone on other rows than it was traced for: fewer of them, or more.
 
-The jaxpr has the number of all rows in it, in shapes. What has rows is computed with fewer of them. What is
-the same for all rows is computed as it is, and the rows of the part are taken where it meets rows: so a part
-gets its own part of what is drawn of a key in the shape of all rows.
+The jaxpr has the number of all rows in it, in shapes. What has rows is computed with as many as there are.
+What is the same for all rows is computed as it is, and its rows are taken where it meets others: so a
+microbatch gets its own part of what is drawn of a key in the shape of all rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._jax import equations
@@ -20,18 +19,18 @@ from scalax._jax.equations import CALLS, WITH_JAXPRS, Literal, called, loop_of, 
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import constants_of, resized, run_here
 from scalax._jaxprs.dims import CHEAP, Place, dims_of
-from scalax._stages.deal import Deal, Rows
-from scalax._stages.rows import SUM, Fact, RowsOf, added_up, summed_dims
+from scalax._jaxprs.rows import SUM, Fact, Rows, RowsOf, added_up, summed_dims
 from scalax._tree.specs import UNCONSTRAINED, MeshAxes, drop_indivisible, entries, entry_axes
 
 
 class Known(NamedTuple):
-    """A value, of a part if it has rows.
+    """A value, of other rows if it has any.
 
     Attributes:
         value: the value.
         fact: what is known of it.
-        cut: of what is the same for all rows, what gives those of the part; without, they are sliced out.
+        cut: of what is the same for all rows, what computes its share of these rows alone; None if it is
+            taken of all of it.
     """
 
     value: Any
@@ -39,29 +38,27 @@ class Known(NamedTuple):
     cut: Callable[[Rows], Any] | None = None
 
 
-class PartOf:
-    """One part of the rows of a jaxpr.
+class OnOtherRows:
+    """Runs jaxprs on other rows.
 
     Args:
         rows: where rows are.
-        deal: which rows a part has.
-        part: the number of the part.
+        count: how many rows there are instead.
+        share: what these rows get of a value that is the same for all: where it has rows, or is a sum.
     """
 
-    def __init__(self, rows: RowsOf, deal: Deal, part: Any) -> None:
-        self._rows, self._deal, self._part = rows, deal, part
+    def __init__(self, rows: RowsOf, count: int, share: Callable[[Any, Any], Any]) -> None:
+        self._rows, self._count, self._share = rows, count, share
 
     def values(self, jaxpr: Any, operands: Sequence[Known], facts: Sequence[Fact]) -> list[Any]:
         """The results of a closed jaxpr, in a trace of their own, with rows where these facts say so."""
         return [*map(self.taken, self._results(jaxpr, operands), facts)]
 
     def taken(self, known: Known, fact: Fact) -> Any:
-        """A value, or the part's share of what is the same for all rows, where it has rows or is a sum."""
+        """A value, or the share of what is the same for all rows, where it has rows or is a sum."""
         if known.fact is not None or fact is None:
             return known.value
-        if fact == SUM:
-            return jnp.where(self._deal.is_first(self._part), known.value, jnp.zeros_like(known.value))
-        return known.cut(fact) if known.cut else self._deal.part(known.value, fact, self._part)
+        return known.cut(fact) if known.cut and fact != SUM else self._share(known.value, fact)
 
     def _results(self, jaxpr: Any, operands: Sequence[Known]) -> list[Known]:
         inner = opened(jaxpr)
@@ -94,17 +91,17 @@ class PartOf:
         if rows and name != 'optimization_barrier':
             out, each = found[0], next(iter(rows.values())).each
             for place, dim in _meeting(equation, rows, out):
-                if shape_of(equation.invars[place])[dim] == self._deal.rows * each:
+                if shape_of(equation.invars[place])[dim] == self._rows.count * each:
                     values[place] = self.taken(given[place], Rows(dim, each))
             if isinstance(out, Rows):
-                changed = resized(equation, dims.get(0), out.dim, self._deal.size(out))
+                changed = self._resized(equation, dims.get(0), out)
         cut = None if any(facts) else self._cut(equation, given)
         return [
             Known(x, fact, cut) for x, fact in zip(run_here(equation, values, **changed), found, strict=True)
         ]
 
     def _cut(self, equation: Any, given: Sequence[Known]) -> Callable[[Rows], Any] | None:
-        """Computes the rows of a part of what is the same for all rows, where that needs not all of them.
+        """Computes the share of what is the same for all rows, where that needs not all of them.
 
         What is broadcast along rows needs none, and elements of others need those of their operands.
         """
@@ -119,9 +116,12 @@ class PartOf:
             for place, dim in dims[rows.dim]:
                 if shape_of(equation.invars[place])[dim] == shape[rows.dim]:
                     values[place] = self.taken(given[place], Rows(dim, rows.each))
-            return run_here(equation, values, **resized(equation, None, rows.dim, self._deal.size(rows)))[0]
+            return run_here(equation, values, **self._resized(equation, None, rows))[0]
 
         return cut
+
+    def _resized(self, equation: Any, operand: int | None, rows: Rows) -> dict[str, Any]:
+        return resized(equation, operand, rows.dim, self._count * rows.each)
 
     def _scan(self, equation: Any, given: Sequence[Known], found: Sequence[Fact]) -> list[Any]:
         loop = loop_of(equation)
@@ -130,7 +130,7 @@ class PartOf:
         rows = [self._rows.element_of(each.fact) for each in stacks]
 
         def step(values: Any, elements: Any) -> tuple[Any, Any]:
-            operands = [*self._again(constants), *map(Known, values, state), *map(Known, elements, rows)]
+            operands = [*_of_outer_trace(constants), *map(Known, values, state), *map(Known, elements, rows)]
             results = self.values(loop.body, operands, [*state, *[None] * (len(found) - loop.carried)])
             return results[: loop.carried], results[loop.carried :]
 
@@ -143,11 +143,11 @@ class PartOf:
         constants, begun, _ = loop.parts(given)
 
         def test(values: Any) -> Any:
-            tested = self._again(given[: loop.tested])
+            tested = _of_outer_trace(given[: loop.tested])
             return self.values(loop.test, [*tested, *map(Known, values, found)], [None])[0]
 
         def step(values: Any) -> Any:
-            return self.values(loop.body, [*self._again(constants), *map(Known, values, found)], found)
+            return self.values(loop.body, [*_of_outer_trace(constants), *map(Known, values, found)], found)
 
         return jax.lax.while_loop(test, step, [*map(self.taken, begun, found)])
 
@@ -163,9 +163,10 @@ class PartOf:
         index, *operands = [each.value for each in given]
         return jax.lax.switch(index, run, *operands)
 
-    def _again(self, given: Sequence[Known]) -> list[Known]:
-        """What a trace inside takes of the one around it, without what was cut there."""
-        return [Known(each.value, each.fact) for each in given]
+
+def _of_outer_trace(given: Sequence[Known]) -> list[Known]:
+    """What a trace inside takes of the one around it, without what was cut there."""
+    return [Known(each.value, each.fact) for each in given]
 
 
 def _meeting(equation: Any, rows: Mapping[int, Rows], out: Fact) -> Sequence[Place]:
