@@ -25,16 +25,17 @@ from scalax._jaxprs.interpreter import LoopFacts
 from scalax._jaxprs.other_rows import Known, OnOtherRows
 from scalax._jaxprs.rows import SUM, Fact, Rows, RowsOf
 from scalax._stages.deal import Deal, placed
+from scalax._stages.pipelined import at_turn
 from scalax.errors import StagesError
 
 
 class _Turn(NamedTuple):
-    """What a stage does in a tick: a part, which round of it, and whether that is before or behind all."""
+    """What a stage does in a tick: a microbatch, which round of it, and whether it is idle, as it is done."""
 
-    part: Any
+    microbatch: Any
     round: Any
-    is_before: Any
-    is_behind: Any
+    is_idle: Any
+    is_done: Any
 
 
 class Pipeline:
@@ -151,9 +152,9 @@ class Pipeline:
             """What a stage takes in a tick."""
             turn, first = self._turn(t - place), self._turn(t)
             enters = (place == 0) & (turn.round == 0)
-            entering = [x[first.part] if has_rows(fact) else x for x, fact in pairs]
+            entering = [x[first.microbatch] if has_rows(fact) else x for x, fact in pairs]
             found = [jnp.where(enters, *each) for each in zip(entering, arrived, strict=True)]
-            return [jnp.where(turn.is_behind, *each) for each in zip(before, found, strict=True)]
+            return [jnp.where(turn.is_done, *each) for each in zip(before, found, strict=True)]
 
         def tick(state: tuple[list[Any], list[Any]], t: Any) -> tuple[tuple[list[Any], list[Any]], None]:
             here, kept = state
@@ -161,7 +162,7 @@ class Pipeline:
             carried, given = self._run_layers(here, same, stacks, turn)
             kept = [
                 *[
-                    jax.lax.dynamic_update_index_in_dim(before, x, last.part, 0)
+                    jax.lax.dynamic_update_index_in_dim(before, x, last.microbatch, 0)
                     if has_rows(fact)
                     else _kept(before, x, fact, turn)
                     for before, x, fact in zip(kept, carried, facts.carried, strict=False)
@@ -190,12 +191,9 @@ class Pipeline:
 
     def _turn(self, done: Any) -> _Turn:
         """What a stage does that has run so many groups before."""
-        deal, rounds = self._deal, self._rounds
-        count = rounds * deal.parts
-        i = jnp.clip(done, 0, count - 1)
-        at_once = deal.stages if rounds > 1 else deal.parts
-        part = i // (rounds * at_once) * at_once + i % at_once
-        return _Turn(part, i // at_once % rounds, done < 0, done >= count)
+        count = self._rounds * self._deal.parts
+        at = at_turn(jnp.clip(done, 0, count - 1), self._deal.stages, self._rounds)
+        return _Turn(*at, (done < 0) | (done >= count), done >= count)
 
     def _run_layers(
         self, here: Sequence[Any], same: Sequence[Any], stacks: Sequence[Any], turn: _Turn
@@ -209,11 +207,12 @@ class Pipeline:
         ]
         elements = [
             self._group(
-                jax.lax.dynamic_index_in_dim(x, turn.part, keepdims=False) if has_rows(fact) else x, turn
+                jax.lax.dynamic_index_in_dim(x, turn.microbatch, keepdims=False) if has_rows(fact) else x,
+                turn,
             )
             for x, fact in zip(stacks, facts.elements, strict=True)
         ]
-        share = functools.partial(self._deal.share, part=turn.part)
+        share = functools.partial(self._deal.share, part=turn.microbatch)
         on_part = OnOtherRows(self._rows, self._deal.size(Rows(0)), share)
         known = [*facts.constants, *facts.carried, *facts.elements]
 
@@ -256,7 +255,7 @@ class Pipeline:
         """A stack, with what a stage gave in a tick."""
         start = self._start(turn)
         if isinstance(fact, Rows):
-            place = (turn.part, start, *[0] * (x.ndim - 1))
+            place = (turn.microbatch, start, *[0] * (x.ndim - 1))
             return jax.lax.dynamic_update_slice(before, x[None], place)
         if self._rounds == 1:
             return _kept(before, x, fact, turn)
@@ -307,7 +306,7 @@ def _kept(before: Any, x: Any, fact: Fact, turn: _Turn) -> Any:
     """Sums over rows with those of a tick; or what is the same for all rows."""
     if fact != SUM:
         return x
-    return before + jnp.where(turn.is_before | turn.is_behind, 0, x).astype(before.dtype)
+    return before + jnp.where(turn.is_idle, 0, x).astype(before.dtype)
 
 
 def _wide(dtype: Any) -> Any:

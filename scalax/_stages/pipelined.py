@@ -7,6 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 
+def at_turn(turn: Any, stages: int, rounds: int) -> tuple[Any, Any]:
+    """The microbatch that a stage computes when it has computed so many, and in which round.
+
+    With several rounds, microbatches go in groups of as many as there are stages: each group through all
+    rounds, before the next one enters.
+    """
+    return turn // (rounds * stages) * stages + turn % stages, turn // stages % rounds
+
+
 @dataclasses.dataclass(frozen=True)
 class PipelinedLoop:
     """A loop over layers that runs as a pipeline. Bytes are of all devices of a stage together.
@@ -60,20 +69,14 @@ class PipelinedLoop:
     def at(self, stage: int, tick: int) -> tuple[int, int] | None:
         """The part that a stage computes in a tick, and in which round; None if it is idle.
 
-        With several rounds, parts go in groups of as many as there are stages: each group through all rounds,
-        before the next one enters.
-
         Example:
             >>> loop = PipelinedLoop('model.py:12 forward', 'stage', 2, 4, 2, 8, False, 1, 0, 0, 0, 0)
             >>> [loop.at(1, tick) for tick in range(5)]
             [None, (0, 0), (1, 0), (0, 1), (1, 1)]
         """
-        place = self.stages - 1 - stage if self.is_backward else stage
-        turn = tick - place
-        if not 0 <= turn < self.rounds * self.microbatches:
-            return None
-        group = turn // (self.rounds * self.stages)
-        return group * self.stages + turn % self.stages, turn // self.stages % self.rounds
+        turn = tick - (self.stages - 1 - stage if self.is_backward else stage)
+        is_idle = not 0 <= turn < self.rounds * self.microbatches
+        return None if is_idle else at_turn(turn, self.stages, self.rounds)
 
     @property
     def idle_flops(self) -> int:

@@ -246,7 +246,6 @@ def made_anew(
     function: SjitFunction[..., Any],
     helper: MeshOwner,
     change: Callable[..., Any] | None = None,
-    compiler_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> SjitFunction[..., Any]:
     """The user's function of an `SjitFunction`, or a function in its place, with some other options.
@@ -255,14 +254,10 @@ def made_anew(
         function: the function.
         helper: the helper.
         change: from the user's function to one with the same parameters.
-        compiler_options: further ones of ``jax.jit``.
         options: options of `sjit` in place of those that *function* was made with.
     """
     _, fun, given = function._given
-    jit = {**given.get('jit_kwargs', {})}
-    if compiler_options:
-        jit['compiler_options'] = {**(jit.get('compiler_options') or {}), **compiler_options}
-    return sjit(helper, fun if change is None else change(fun), **{**given, **options, 'jit_kwargs': jit})
+    return sjit(helper, fun if change is None else change(fun), **{**given, **options})
 
 
 def names_of_arguments(function: Any, args: Sequence[Any]) -> list[str] | None:
