@@ -29,7 +29,7 @@ def run_followed(
     static: Sequence[int],
     arguments: Arguments,
     mesh: Mesh | AbstractMesh,
-    prepared: Callable[[Any, Arguments], tuple[Any, Arguments]] | None = None,
+    rewrite: Callable[[Any, Arguments], tuple[Any, Arguments]] | None = None,
 ) -> tuple[Sequence[Any], Followed]:
     """The leaves of the outputs of a function, computed by its jaxpr with constraints.
 
@@ -42,11 +42,11 @@ def run_followed(
         static: which of them are static.
         arguments: what is known of the leaves of the others.
         mesh: a mesh of Auto axes, in force.
-        prepared: what is done to the jaxpr before; it gives another one, and what is known of its arguments.
+        rewrite: gives another jaxpr before the batch is followed, and what is known of its arguments.
     """
     jaxpr = jax.make_jaxpr(fun, static_argnums=static)(*args)
-    if prepared is not None:
-        jaxpr, arguments = prepared(jaxpr, arguments)
+    if rewrite is not None:
+        jaxpr, arguments = rewrite(jaxpr, arguments)
     try:
         found = _follow_rows(jaxpr, arguments, mesh)
         if found.has_matrices:

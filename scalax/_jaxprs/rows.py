@@ -1,9 +1,9 @@
-"""Whether a jaxpr treats each row of its arguments alone, so that it can run on a part of them.
+"""Whether a jaxpr treats each row of its arguments alone, so that it can run on fewer of them, or more.
 
 Of each value it is known whether it has rows, and where; or that it is a sum over rows, which is added up
-over parts, so that only what is linear may follow; or that it is the same for all rows. Added to a sum over
-rows, what is the same for all of them is a sum to which one part adds it. What else depends on several rows,
-such as a maximum over them, is refused.
+over microbatches, so that only what is linear may follow; or that it is the same for all rows. Added to a sum
+over rows, what is the same for all of them is a sum to which one microbatch adds it. What else depends on
+several rows, such as a maximum over them, is refused.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ _LINEAR = (
 )
 
 
-_ALONE = 'compute it of each row alone, or outside of the loop'
-_EACH_ROW = 'look up in each row alone (jax.vmap, or jnp.take_along_axis), or outside of the loop'
+_ALONE = 'compute it for each example alone, or outside of the loop'
+_EACH_ROW = 'look up in each example alone (jax.vmap, or jnp.take_along_axis), or outside of the loop'
 
 
 class Refused(NotImplementedError):
@@ -146,15 +146,17 @@ class RowsOf(Interpreter[Fact]):
         if dims is UNKNOWN or name in _NOT_ALONE:
             raise Refused(
                 equation,
-                f'{name} takes rows, and what it does with them is not known',
+                f'{name} takes examples of the batch, and what it does with them is not known',
                 'write it in other operations, or compute it outside of the loop',
             )
         if len(each) > 1:
-            raise Refused(equation, 'rows meet elements of rows in one dimension')
+            raise Refused(equation, 'examples meet elements of examples in one dimension')
         if name == 'random_gamma' and 0 not in rows:
-            raise Refused(equation, 'random_gamma draws for all rows of one key', 'use a key for each row')
+            raise Refused(
+                equation, 'random_gamma draws for all examples of one key', 'use a key for each example'
+            )
         if name in _DRAW and not equations.draws_of_each_key(equation):
-            why = 'keys of rows are of a generator that draws for all of them at once'
+            why = 'keys of examples are of a generator that draws for all of them at once'
             raise Refused(equation, why, "use keys of jax.random.key(seed, impl='threefry2x32')")
         if name == 'reshape':
             return [self._reshaped(equation, rows[0])]
@@ -162,7 +164,7 @@ class RowsOf(Interpreter[Fact]):
         summed = summed_dims(equation)
         if name in _SUMS and places <= {place for sources in summed for place in sources}:
             if sum(not places.isdisjoint(sources) for sources in summed) > 1:
-                raise Refused(equation, 'it sums over rows twice')
+                raise Refused(equation, 'it sums over the batch twice')
             return [SUM] * len(equation.outvars)
         return [
             self._alone(equation, places, each, *pair)
@@ -184,19 +186,19 @@ class RowsOf(Interpreter[Fact]):
             or (name in _WORKS_ALONG and equations.works_along(equation, found[0]))
         ):
             instead = _EACH_ROW if name in ('gather', *_PUTS) else _ALONE
-            raise Refused(equation, f'{name} computes with several rows at once', instead)
+            raise Refused(equation, f'{name} mixes examples of the batch', instead)
         return Rows(found[0], *each)
 
     def _reshaped(self, equation: Any, rows: Rows) -> Rows:
-        """Rows whose dimension is split, or merged with others behind it."""
+        """Rows whose dimension is split, or merged with others after it."""
         shape = shape_of(equation.outvars[0])
         for old, new in reshaped(equation):
             if old[0] == rows.dim and shape[new[0]] % self.count == 0:
                 return Rows(new[0], shape[new[0]] // self.count)
         raise Refused(
             equation,
-            'reshape puts rows in another order, or in several dimensions',
-            'keep rows in one dimension, in front of what is merged with it',
+            'reshape reorders the batch dimension, or splits it',
+            'keep the batch in one dimension, in front of what is merged with it',
         )
 
     def _check_linear(self, name: str, equation: Any, operands: Sequence[Fact]) -> None:
@@ -207,28 +209,30 @@ class RowsOf(Interpreter[Fact]):
         )
         if name in ('convert_element_type', 'div'):
             before, after = [atom.aval.dtype for atom in (equation.invars[0], equation.outvars[0])]
-            is_whole = jnp.issubdtype(before, jnp.integer)
+            is_integer = jnp.issubdtype(before, jnp.integer)
             # Integers are rounded, where sums of them were not; and small ones may have begun anew at zero.
-            ok &= jnp.issubdtype(after, jnp.inexact) and not (is_whole and jnp.iinfo(before).bits < 32)
+            ok &= jnp.issubdtype(after, jnp.inexact) and not (is_integer and jnp.iinfo(before).bits < 32)
         if not ok or any(isinstance(fact, Rows) for fact in operands):
             raise Refused(
                 equation,
-                f'{name} takes a sum over all rows, of which a microbatch has a part only',
-                'sum over each row alone, or add up outside of the loop',
+                f'{name} takes a sum over the batch, of which a microbatch has a part only',
+                'sum within each example, or add up outside of the loop',
             )
 
     def joined(self, facts: Sequence[Fact]) -> Fact:
         found = {*facts} - {None}
         if len(found) > 1:
-            why = 'one value has rows in a dimension, and has them elsewhere or is a sum over them'
-            raise Refused(self._at, why, 'keep rows in one dimension, and sums apart from them')
+            why = 'one value has the batch in a dimension, and has it in another one or is a sum over it'
+            raise Refused(self._at, why, 'keep the batch in one dimension, and sums over it apart')
         return found.pop() if found else None
 
     def element_of(self, stack: Fact) -> Fact:
         if not isinstance(stack, Rows):
             return stack
         if stack.dim == 0:
-            raise Refused(self._at, 'a loop runs over rows', 'run it on all rows at once (jax.vmap)')
+            raise Refused(
+                self._at, 'a loop runs over the batch dimension', 'run it on all examples at once (jax.vmap)'
+            )
         return stack._replace(dim=stack.dim - 1)
 
     def stack_of(self, element: Fact) -> Fact:
@@ -237,12 +241,14 @@ class RowsOf(Interpreter[Fact]):
     def branches(self, equation: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
         self._at = equation
         if operands[0] is not None:
-            raise Refused(equation, 'a sum over all rows chooses a branch', 'choose outside of the loop')
+            raise Refused(equation, 'a sum over the batch chooses a branch', 'choose outside of the loop')
         return super().branches(equation, operands)
 
     def rounds(self, equation: Any, operands: Sequence[Fact]) -> LoopFacts[Fact]:
         self._at = equation
         facts, loop = super().rounds(equation, operands), loop_of(equation)
         if loop.test is not None and any(self.results(loop.test, [*operands[: loop.tested], *facts.carried])):
-            raise Refused(equation, 'rows decide how often a loop runs', 'run it a fixed number of times')
+            raise Refused(
+                equation, 'the batch decides how often a loop runs', 'run it a fixed number of times'
+            )
         return facts

@@ -29,7 +29,9 @@ def bubble_figure(plan: PlanData, roofline: Roofline | None) -> Iterator[Figure]
     """The bubble, as a headline figure; nothing without pipelines."""
     if plan.pipelines:
         seconds = f', {milliseconds(plan.idle_flops / roofline.peak)}' if roofline is not None else ''
-        yield Figure(bubble_text(plan), f'bubble: the part of its ticks in which a stage is idle{seconds}')
+        yield Figure(
+            bubble_text(plan), f'bubble: the fraction of its ticks in which a stage is idle{seconds}'
+        )
 
 
 def bubble_text(plan: PlanData) -> str:
@@ -93,7 +95,7 @@ def _notes(plan: PlanData, roofline: Roofline | None) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Ticks(Block):
-    """The schedule of pipelines, on pages: which part each stage computes in each tick."""
+    """The schedule of pipelines, on pages: which microbatch each stage computes in each tick."""
 
     loops: Sequence[PipelinedLoop]
 
@@ -116,7 +118,7 @@ def _way(loop: PipelinedLoop) -> str:
 
 
 def _cells(loop: PipelinedLoop, stage: int) -> str:
-    """The cells of a stage: the number of the part that it computes in each tick, or a point."""
+    """The cells of a stage: the number of the microbatch that it computes in each tick, or a point."""
     cells = ''
     for tick in range(loop.ticks):
         at = loop.at(stage, tick)

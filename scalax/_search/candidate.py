@@ -34,6 +34,6 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The sizes, such as ``'fsdp=16, tp=4'``, the parts of a pipeline, and the name of the rules."""
+        """The sizes, such as ``'fsdp=16, tp=4'``, how a pipeline runs, and the name of the rules."""
         stages = options_text(self.stages) if self.stages else ''
         return '; '.join(filter(None, [axis_sizes_text(self.mesh), stages, self.rules]))

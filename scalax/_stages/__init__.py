@@ -1,1 +1,1 @@
-"""Pipelines: loops over layers that lie over a mesh axis run where the layers are."""
+"""Pipelines: loops over layers that are sharded over a mesh axis run where the layers are."""

@@ -1,7 +1,7 @@
 """Constants of a loop that its rounds compute themselves, of something smaller.
 
 JAX computes what does not change from layer to layer once, before the loop: a mask as large as all scores of
-attention. Rows of a part need a part of it only, and a stage should neither hold nor get more than it was
+attention. A microbatch needs a part of it only, and a stage should neither hold nor get more than it was
 computed of.
 """
 

@@ -1,8 +1,8 @@
 """Stacks of layers as a pipeline takes and gives them.
 
-Where elements have rows, these are in parts, ``[parts, layers, ...]``. Where a stage holds several groups of
-layers, its first one is among the first groups of the model, and so on: of group g stage ``g % S`` holds it.
-A spec lays them out one stage after the other, so groups move between stages.
+Where elements have rows, these are in microbatches, ``[microbatches, layers, ...]``. Where a stage runs
+several groups of layers, its first one is among the first groups of the model, and so on: stage ``g % S``
+runs group g. A spec lays them out one stage after the other, so groups move between stages.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Stack:
         deal, rows = self.deal, self.rows
         if rows is None:
             return self._moved(x, 0)
-        dealt = deal.of(x, rows).reshape(deal.parts, *x.shape[: rows.dim], -1, *x.shape[rows.dim + 1 :])
+        dealt = deal.of(x, rows).reshape(
+            deal.microbatches, *x.shape[: rows.dim], -1, *x.shape[rows.dim + 1 :]
+        )
         return self._moved(placed(dealt, {1: deal.axis, rows.dim + 1: deal.inside}), 1)
 
     def back(self, x: Any) -> Any:
@@ -52,8 +54,8 @@ class Stack:
         if self.rows is None:
             return self._moved(x, 0, back=True)
         owners = self.deal.owners
-        whole = self._moved(x, 1, back=True).reshape(self.deal.parts // owners, owners, *x.shape[1:])
-        return self.deal.back(whole, self.rows)
+        dealt = self._moved(x, 1, back=True).reshape(-1, owners, *x.shape[1:])
+        return self.deal.back(dealt, self.rows)
 
     def _moved(self, x: Any, dim: int, *, back: bool = False) -> Any:
         """The stack with each group where it runs, or back; point to point, in as many steps as rounds."""

@@ -1,13 +1,13 @@
-"""A loop over layers as a pipeline: each stage runs the layers that it holds on a part of the rows at a time.
+"""A loop over layers as a pipeline: each stage runs the layers that it holds on one microbatch at a time.
 
-In a tick a stage runs a group of its layers on a part, and sends what they give to the next stage. What is
+In a tick a stage runs a group of its layers on a microbatch, and sends the result to the next stage. What is
 carried with rows travels so, and what is carried without; constants with rows travel along. Sums over rows
-stay: each stage adds up what its layers add, and the stages are added up behind the last tick.
+stay: each stage adds up what its layers add, and the stages are added up after the last tick.
 
-A stage holds one group of layers, or several: then parts pass through all stages in as many rounds, as many
-parts at a time as there are stages, so that the first stage takes up what the last one sent in the tick
-before. Before its first part a stage computes with rows that it has, and behind its last one with the same
-once more: so what it writes in these ticks is written over, or is right. (Of zeros some layers give nan.)
+A stage holds one group of layers, or several: then microbatches pass through all stages in as many rounds, as
+many at a time as there are stages, so that the first stage takes up what the last one sent in the tick
+before. Before its first microbatch a stage computes with rows that it has, and after its last one with the
+same once more: so what it writes in these ticks is written over, or is right. (Of zeros layers may give nan.)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Turn(NamedTuple):
 class Pipeline:
     """A loop over layers as a function of its operands.
 
-    Stacks whose elements have rows are in parts, those that it takes and those that it gives.
+    Stacks whose elements have rows are in microbatches, those that it takes and those that it gives.
 
     Args:
         equation: the `scan`.
@@ -68,7 +68,7 @@ class Pipeline:
     @property
     def ticks(self) -> int:
         """How many ticks there are."""
-        return self._rounds * self._deal.parts + self._deal.stages - 1
+        return self._rounds * self._deal.microbatches + self._deal.stages - 1
 
     def __call__(self, *operands: Any) -> list[Any]:
         facts, deal, count = self._facts, self._deal, self._loop.carried
@@ -94,35 +94,35 @@ class Pipeline:
                     leave[fact] if fact in leave else self._spec(fact, None, deal.axis)
                     for fact in facts.carried
                 ],
-                *[self._spec_of_stack(fact, sums=self._replicas) for fact in facts.results],
+                *[self._spec_of_stack(fact, sums=self._batch_axes) for fact in facts.results],
             ],
-            axis_names={deal.axis, *(deal.inside if deal.is_apart else ())},
+            axis_names={deal.axis, *(deal.inside if deal.is_manual else ())},
             check_vma=False,
         )
         # Rules of gradients that users write, and jax.checkpoint, are for the gradient of the user's step.
         run = jax.custom_jvp(run)
         run.defjvp(_no_gradient)
         found = run(doors, same, [*stacks])
-        carried = [self._whole(*each) for each in zip(found, facts.carried, begun, strict=False)]
+        carried = [self._carried(*each) for each in zip(found, facts.carried, begun, strict=False)]
         given = zip(found[count:], facts.results, self._types[count:], strict=True)
         return [
             *carried,
             *[
-                (x.sum(0) if self._replicas and fact == SUM else x).astype(kind.dtype)
+                (x.sum(0) if self._batch_axes and fact == SUM else x).astype(kind.dtype)
                 for x, fact, kind in given
             ],
         ]
 
     @property
-    def _replicas(self) -> tuple[str, ...]:
+    def _batch_axes(self) -> tuple[str, ...]:
         """The mesh axes along which devices sum over rows of their own."""
-        return self._deal.inside if self._deal.is_apart else ()
+        return self._deal.inside if self._deal.is_manual else ()
 
     def _spec(self, fact: Fact, *leading: Any) -> PartitionSpec:
         """How devices hold a value with rows: what comes before, and the rows, if each device has its own."""
-        if not isinstance(fact, Rows) or not self._replicas:
+        if not isinstance(fact, Rows) or not self._batch_axes:
             return PartitionSpec(*leading)
-        return PartitionSpec(*leading, *[None] * fact.dim, self._replicas)
+        return PartitionSpec(*leading, *[None] * fact.dim, self._batch_axes)
 
     def _spec_of_stack(self, fact: Fact, sums: tuple[str, ...] = ()) -> PartitionSpec:
         if fact == SUM and sums:
@@ -131,8 +131,8 @@ class Pipeline:
             fact, *((None, self._deal.axis, None)[:2] if has_rows(fact) else (self._deal.axis,))
         )
 
-    def _whole(self, found: Any, fact: Fact, begun: Any) -> Any:
-        """What the loop carries behind its last round."""
+    def _carried(self, found: Any, fact: Fact, begun: Any) -> Any:
+        """What the loop carries after its last layer."""
         deal = self._deal
         if isinstance(fact, Rows):
             owned = found if deal.owners > 1 else found[:, self._last : self._last + 1]
@@ -181,24 +181,24 @@ class Pipeline:
         nothing = [x[0] if has_rows(fact) else x for x, fact in pairs]
         start = taken(jnp.int32(0), nothing, nothing), self._nothing_kept(nothing[along:])
         (_, kept), _ = jax.lax.scan(tick, start, jnp.arange(self.ticks))
-        axes = deal.axis, *self._replicas
+        axes = deal.axis, *self._batch_axes
         carried = [
             self._leaving(x, stage) if has_rows(fact) else jax.lax.psum(x, axes) if fact == SUM else x[None]
             for x, fact in zip(kept, facts.carried, strict=False)
         ]
         pairs = [*zip(kept[count:], facts.results, strict=True)]
-        return [*carried, *[x[None] if self._replicas and fact == SUM else x for x, fact in pairs]]
+        return [*carried, *[x[None] if self._batch_axes and fact == SUM else x for x, fact in pairs]]
 
     def _turn(self, done: Any) -> _Turn:
         """What a stage does that has run so many groups before."""
-        count = self._rounds * self._deal.parts
+        count = self._rounds * self._deal.microbatches
         at = at_turn(jnp.clip(done, 0, count - 1), self._deal.stages, self._rounds)
         return _Turn(*at, (done < 0) | (done >= count), done >= count)
 
     def _run_layers(
         self, here: Sequence[Any], same: Sequence[Any], stacks: Sequence[Any], turn: _Turn
     ) -> tuple[Sequence[Any], Sequence[Any]]:
-        """What a group of layers gives for a part: what it carries, and stacks."""
+        """What a group of layers gives for a microbatch: what it carries, and stacks."""
         facts, body, travelling, others = self._facts, self._loop.body, iter(here), iter(same)
         constants = [next(travelling if has_rows(fact) else others) for fact in facts.constants]
         begun = [
@@ -212,13 +212,13 @@ class Pipeline:
             )
             for x, fact in zip(stacks, facts.elements, strict=True)
         ]
-        share = functools.partial(self._deal.share, part=turn.microbatch)
-        on_part = OnOtherRows(self._rows, self._deal.size(Rows(0)), share)
+        share = functools.partial(self._deal.share, number=turn.microbatch)
+        on_microbatch = OnOtherRows(self._rows, self._deal.size(Rows(0)), share)
         known = [*facts.constants, *facts.carried, *facts.elements]
 
         def layer(carried: Sequence[Any], elements: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             operands = [*map(Known, [*constants, *carried, *elements], known)]
-            values = on_part.values(body, operands, [*facts.carried, *facts.results])
+            values = on_microbatch.values(body, operands, [*facts.carried, *facts.results])
             return values[: self._loop.carried], values[self._loop.carried :]
 
         return jax.lax.scan(layer, begun, elements, self._layers, **self._options)
@@ -247,7 +247,7 @@ class Pipeline:
             leading = () if is_carried else (self._layers * self._rounds,)
             if isinstance(fact, Rows):
                 shape = (*shape[: fact.dim], deal.size(fact), *shape[fact.dim + 1 :])
-                leading = (deal.parts, *leading)
+                leading = (deal.microbatches, *leading)
             kept.append(jnp.zeros((*leading, *shape), _wide(dtype) if fact == SUM else dtype))
         return kept
 
@@ -263,26 +263,26 @@ class Pipeline:
         return jax.lax.dynamic_update_slice_in_dim(before, group, start, 0)
 
     def _entering(self, door: Any) -> Any:
-        """All parts that enter, at the first stage: each owner sends its own."""
+        """All microbatches that enter, at the first stage: each owner sends its own."""
         own, owners = door[:, 0], self._deal.owners
         if owners == 1:
             return own
         sent = [jax.lax.ppermute(own, self._deal.axis, [(owner, self._first)]) for owner in range(owners)]
-        return jnp.stack(sent, 1).reshape(self._deal.parts, *door.shape[2:])
+        return jnp.stack(sent, 1).reshape(self._deal.microbatches, *door.shape[2:])
 
-    def _leaving(self, parts: Any, stage: Any) -> Any:
-        """The parts that left the last stage, where their owners have them."""
+    def _leaving(self, left: Any, stage: Any) -> Any:
+        """The microbatches that left the last stage, where their owners have them."""
         owners = self._deal.owners
         if owners == 1:
-            return parts[:, None]
-        apart, own = parts.reshape(-1, owners, *parts.shape[1:]), parts[::owners]
+            return left[:, None]
+        apart, own = left.reshape(-1, owners, *left.shape[1:]), left[::owners]
         for owner in range(owners):
             sent = jax.lax.ppermute(apart[:, owner], self._deal.axis, [(self._last, owner)])
             own = jnp.where(stage == owner, sent, own)
         return own[:, None]
 
     def _sent(self, x: Any) -> Any:
-        """What arrives from the stage before; a ring, if parts pass more than once."""
+        """What arrives from the stage before; a ring, if microbatches pass more than once."""
         stages = self._deal.stages
         way = [(stage, (stage + self._way) % stages) for stage in range(stages)]
         if self._rounds == 1:
@@ -310,6 +310,6 @@ def _kept(before: Any, x: Any, fact: Fact, turn: _Turn) -> Any:
 
 
 def _wide(dtype: Any) -> Any:
-    """The dtype of sums over parts: that of sums over rows on one device."""
+    """The dtype of sums over microbatches: that of sums over rows on one device."""
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.dtype(jnp.float32) if is_narrow else dtype

@@ -1,4 +1,4 @@
-"""What is told of the pipelines in a step."""
+"""What plans say of the pipelines in a step."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class PipelinedLoop:
         line: the line of the user's code, such as ``'model.py:12 forward'``.
         axis: the mesh axis of the stages.
         stages: how many there are.
-        microbatches: in how many parts the rows of the batch pass through them.
-        rounds: how often each part passes through them.
+        microbatches: in how many microbatches the batch passes through them.
+        rounds: how often each microbatch passes through them.
         layers: the rounds of the loop.
         is_backward: whether it runs from the last layer to the first.
         times: how often it runs in one call.
         weights: the bytes of what its layers take that has no rows, of all layers: their parameters.
         kept: the bytes of what its layers give that has rows, of all layers: it waits for the backward pass.
-        hop: the bytes of one part on its way from a stage to the next one.
-        door: the bytes of one part that enters the first stage, and leaves the last one.
+        hop: the bytes of one microbatch on its way from a stage to the next one.
+        door: the bytes of one microbatch that enters the first stage, and leaves the last one.
         flops: the operations of its layers in one call, those of idle stages left out; 0 if not counted.
     """
 
@@ -52,12 +52,12 @@ class PipelinedLoop:
 
     @property
     def ticks(self) -> int:
-        """How many ticks it takes: in each, every stage computes one part with one group of its layers."""
+        """How many ticks it takes: in each, a stage computes one microbatch with one group of its layers."""
         return self.rounds * self.microbatches + self.stages - 1
 
     @property
     def bubble(self) -> float:
-        """The part of the ticks in which a stage is idle.
+        """The fraction of the ticks in which a stage is idle.
 
         Example:
             >>> loop = PipelinedLoop('model.py:12 forward', 'stage', 4, 8, 1, 32, False, 1, 0, 0, 0, 0)
@@ -67,7 +67,7 @@ class PipelinedLoop:
         return (self.stages - 1) / self.ticks
 
     def at(self, stage: int, tick: int) -> tuple[int, int] | None:
-        """The part that a stage computes in a tick, and in which round; None if it is idle.
+        """The microbatch that a stage computes in a tick, and in which round; None if it is idle.
 
         Example:
             >>> loop = PipelinedLoop('model.py:12 forward', 'stage', 2, 4, 2, 8, False, 1, 0, 0, 0, 0)
@@ -85,4 +85,4 @@ class PipelinedLoop:
 
 
 Loops = Sequence[tuple[PipelinedLoop, Any]]
-"""What is told of loops over layers, and the equations that they were."""
+"""Pipelines, and the equations of the loops that they were."""

@@ -1,4 +1,4 @@
-"""Where the rows of a batch are in the values of a step, and layers that lie over an axis of stages."""
+"""Where the batch is in the values of a step, and layers that are sharded over an axis of stages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scalax._jax.equations import loop_of, shape_of
 from scalax._jaxprs.dims import dims_of
 from scalax._jaxprs.interpreter import Interpreter
 
-ROWS, LAYERS, _SECOND = 'rows', 'layers', 'second'
+ROWS, LAYERS, _MINOR = 'rows', 'layers', 'minor'
 
 
 class Places(Interpreter[Trail]):
@@ -33,13 +33,13 @@ class Places(Interpreter[Trail]):
 
     def primitive(self, name: str, equation: Any, operands: Sequence[Trail]) -> Sequence[Trail]:
         results = dims_of(equation).through(operands) or [LOST] * len(equation.outvars)
-        return [*map(_once, results)]
+        return [*map(_first_of_each, results)]
 
     def joined(self, facts: Sequence[Trail]) -> Trail:
         return merged(facts, max(map(len, facts)))
 
     def element_of(self, stack: Trail) -> Trail:
-        return _once(stack[1:])
+        return _first_of_each(stack[1:])
 
     def stack_of(self, element: Trail) -> Trail:
         return ((), *element) if element else LOST
@@ -57,18 +57,18 @@ class Places(Interpreter[Trail]):
         return [*results[: loop.carried], *of_layers]
 
 
-def _once(trail: Trail) -> Trail:
+def _first_of_each(trail: Trail) -> Trail:
     """A trail whose marks are in one dimension each, the first one.
 
-    Where a reshape splits rows, those of the first dimension may be parts of the batch that a loop takes one
-    after the other: the second one is noted.
+    Where a reshape splits the batch dimension, a loop may take the first of the new ones apart, as
+    microbatches: the minor one is noted, and has the rows of what the loop takes.
     """
     used: set[str] = set()
     found = []
     for marks in trail:
         known = [mark for mark in marks if mark not in used]
-        found.append((_SECOND,) if ROWS in marks and ROWS in used and _SECOND not in used else tuple(known))
+        found.append((_MINOR,) if ROWS in marks and ROWS in used and _MINOR not in used else tuple(known))
         used.update(marks, found[-1])
     if ROWS not in used:
-        found = [tuple([ROWS if mark == _SECOND else mark for mark in marks]) for marks in found]
+        found = [tuple([ROWS if mark == _MINOR else mark for mark in marks]) for marks in found]
     return tuple(found) if any(found) else LOST

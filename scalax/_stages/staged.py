@@ -1,4 +1,4 @@
-"""Finds the loops over layers that lie over an axis of stages, and makes pipelines of them."""
+"""Finds the loops over layers that are sharded over an axis of stages, and makes pipelines of them."""
 
 from __future__ import annotations
 
@@ -93,12 +93,14 @@ def with_stages(
     pipelined = staged.jaxpr(jaxpr)
     if not staged.loops:
         raise StagesError(
-            'no loop over layers takes rows of the batch, as far as is known: '
+            'no loop over layers takes the batch, as far as is known: '
             f'{", ".join(sorted({*map(line_of, places.loops.values())}))}\n'
-            'What to do: see step.followed(...) of the function without stages for where rows are lost.'
+            'What to do: see step.followed(...) of the function without stages for where the batch is lost.'
         )
     jaxpr, arguments = _over_stages(pipelined, arguments, mesh, deal, rows)
-    loops = [(dataclasses.replace(told, times=times[id(loop)]), loop) for told, loop in staged.loops]
+    loops = [
+        (dataclasses.replace(described, times=times[id(loop)]), loop) for described, loop in staged.loops
+    ]
     return jaxpr, arguments, loops
 
 
@@ -133,12 +135,13 @@ def _deal_of(
     found = {i: (shape_of(invars[i])[dim], arguments.trails[i][dim]) for i, dim in rows.items()}
     if len({*found.values()}) > 1:
         listed = '\n'.join(
-            f'  {names[i] if names else i}: {count} rows over {", ".join(axes)}'
+            f'  {names[i] if names else i}: {count} examples over {", ".join(axes)}'
             for i, (count, axes) in found.items()
         )
         raise StagesError(
-            f'{stages}: arrays of the batch have different rows, or shard them over different mesh axes:\n'
-            f'{listed}\nWhat to do: give all of them the same number of rows and the same axes.'
+            f'{stages}: arrays of the batch have different numbers of examples, or are sharded over '
+            f'different mesh axes:\n{listed}\n'
+            'What to do: give all of them the same number of examples and the same axes.'
         )
     [(count, axes)] = {*found.values()}
     over = axes if stages.axis in axes else (*axes, stages.axis)
@@ -166,7 +169,7 @@ def _marks(jaxpr: Any, arguments: Arguments, rows: Mapping[int, int], axis: str)
 def _over_stages(
     jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh, deal: Deal, rows: Mapping[int, int]
 ) -> tuple[Any, Arguments]:
-    """Lays the rows of the batch over the axis of stages too: outside of pipelines it serves rows."""
+    """Shards the batch over the axis of stages too, outside of pipelines."""
     if deal.axis in arguments.batch_axes or deal.owners == 1:
         return jaxpr, arguments
     inner, context = opened(jaxpr), trace_context()
@@ -189,7 +192,7 @@ def _over_stages(
 
 
 def _check_layers(equation: Any, places: Places, names: Sequence[str], deal: Deal, stages: Stages) -> None:
-    """Raises StagesError about stacks that lie elsewhere, or layers that do not divide."""
+    """Raises StagesError about stacks that are sharded otherwise, or layers that do not divide."""
     loop, line = loop_of(equation), line_of(equation)
     _, _, stacks = loop.parts(equation.invars)
     elsewhere = {int(mark) for stack in stacks for mark in (places.of(stack) or ((),))[0] if mark.isdigit()}
@@ -221,7 +224,7 @@ def _check_rounds(stages: Stages, count: int) -> None:
 
 def _warn_idle(deal: Deal, stages: Stages) -> None:
     """Warns about a pipeline that is idle most of the time, or that leaves its axis idle outside of it."""
-    ticks, idle = stages.rounds * deal.parts + deal.stages - 1, deal.stages - 1
+    ticks, idle = stages.rounds * deal.microbatches + deal.stages - 1, deal.stages - 1
     faults = [f'each stage is idle in {idle} of {ticks} ticks'] if idle >= _IDLE * ticks else []
     if deal.owners == 1:
         faults.append(
@@ -305,12 +308,12 @@ class _Staged(Rewriter):
         # In a microbatch there are fewer rows; rows and tokens in one dimension are more.
         count = self._deal.rows if all(size % self._deal.rows == 0 for size in held) else min(held)
         deal = dataclasses.replace(self._deal, rows=count)
-        if count % (deal.parts * deal.devices) or any(size % count for size in held):
+        if count % (deal.microbatches * deal.devices) or any(size % count for size in held):
+            each = deal.microbatches * deal.devices
             raise StagesError(
-                f'{plural(count, "row")} of the batch at the loop over layers at {line} do not divide by '
-                f'{deal.parts} microbatches x {deal.devices} devices of a stage over which rows are sharded\n'
-                f'What to do: choose a batch of a multiple of {deal.parts * deal.devices} rows, or fewer '
-                'microbatches.'
+                f'{plural(count, "example")} of the batch at the loop over layers at {line} do not divide by '
+                f'{deal.microbatches} microbatches x {deal.devices} devices of a stage over which it is sharded\n'
+                f'What to do: choose a batch of a multiple of {each} examples, or fewer microbatches.'
             )
         operands = [
             None if dim is None else Rows(dim, shape_of(x)[dim] // count)
@@ -332,7 +335,7 @@ class _Staged(Rewriter):
                 f'{line_of(refused.equation, [*refused.calls, equation])}\n'
                 f'What to do: {refused.instead}; or run without stages.'
             ) from None
-        self.loops.append((_told(equation, facts, deal, self._stages.rounds), before))
+        self.loops.append((_described(equation, facts, deal, self._stages.rounds), before))
         return _Loop(Pipeline(equation, facts, rows, deal, self._stages.rounds), *self._stacks(facts, deal))
 
     def _stacks(self, facts: LoopFacts[Fact], deal: Deal) -> Iterator[list[Stack | None]]:
@@ -346,7 +349,7 @@ class _Staged(Rewriter):
             yield [*[None] * len(others), *[None if form.is_plain else form for form in forms]]
 
     def _pipeline(self, equation: Any, loop: _Loop, forms: dict[Any, Any], needed: set[int]) -> Iterator[Any]:
-        """The equation of a pipeline, and those of stacks that change their form before it or behind it."""
+        """The equation of a pipeline, and those of stacks that change their form before it or after it."""
         operands = []
         for x, form in zip(equation.invars, loop.taken, strict=True):
             if form is not None and (id(x), form) not in forms:
@@ -364,8 +367,8 @@ class _Staged(Rewriter):
                     yield with_results(added_equation(jax.jit(form.back), equation, [own]), [var])
 
 
-def _told(equation: Any, facts: LoopFacts[Fact], deal: Deal, rounds: int) -> PipelinedLoop:
-    """What is told of a loop over layers."""
+def _described(equation: Any, facts: LoopFacts[Fact], deal: Deal, rounds: int) -> PipelinedLoop:
+    """What plans say of a loop over layers."""
     loop = loop_of(equation)
     constants, carried, stacks = loop.parts(equation.invars)
 
@@ -379,15 +382,15 @@ def _told(equation: Any, facts: LoopFacts[Fact], deal: Deal, rounds: int) -> Pip
         line=line_of(equation),
         axis=deal.axis,
         stages=deal.stages,
-        microbatches=deal.parts,
+        microbatches=deal.microbatches,
         rounds=rounds,
         layers=loop.length or 0,
         is_backward=bool(scan_options(equation)['reverse']),
         times=1,
         weights=size(stacks, facts.elements, type(None)),
         kept=size(equation.outvars[loop.carried :], facts.results, Rows),
-        hop=(along + moving) // deal.parts + same,
-        door=(along + 2 * moving) // deal.parts,
+        hop=(along + moving) // deal.microbatches + same,
+        door=(along + 2 * moving) // deal.microbatches,
     )
 
 
@@ -409,5 +412,7 @@ def _check_sums(equation: Any, carried: Sequence[Fact]) -> None:
     _, state, _ = loop.parts(body.invars)
     for var, out, fact in zip(state, body.outvars, carried, strict=False):
         if fact == SUM and added_by_round(body, var, out) is None:
-            why = 'layers read a sum over all rows that they carry'
-            raise Refused(equation, why, 'carry a sum over each row alone, and add up rows behind the loop')
+            why = 'layers read a sum over the batch that they carry'
+            raise Refused(
+                equation, why, 'carry a sum for each example, and add up over the batch after the loop'
+            )

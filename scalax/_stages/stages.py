@@ -14,19 +14,19 @@ class Stages:
     """Runs loops over layers as pipelines over a mesh axis: ``helper.sjit(step, stages=Stages('stage', 8))``.
 
     A rule shards the scanned dimension of the layers' parameters over the axis. Each stage then computes with
-    the layers that it holds, and the rows of a batch pass from stage to stage in parts. For S stages, M parts
-    and r rounds there are ``r M + S - 1`` ticks, in ``S - 1`` of which a stage is idle: the bubble is
-    ``(S - 1) / (r M + S - 1)`` (GPipe, arXiv:1811.06965; circular, arXiv:2104.04473, section 2.2).
+    the layers that it holds, and the batch passes from stage to stage in microbatches. For S stages, M
+    microbatches and r rounds there are ``r M + S - 1`` ticks, in ``S - 1`` of which a stage is idle: the
+    bubble is ``(S - 1) / (r M + S - 1)`` (GPipe, arXiv:1811.06965; circular, arXiv:2104.04473, section 2.2).
 
     Args:
         axis: the mesh axis over which the layers are sharded.
-        microbatches: the number of parts. A multiple of the stages leaves rows over the axis outside of the
-            pipeline; otherwise the axis computes the same rows there.
-        rounds: how many groups of layers a stage runs, through which rows pass in as many rounds. More than
-            one moves weights and gradients between stages, once a step each.
-        gather: when weights are gathered that are sharded over the mesh axes of rows: in each ``'tick'``,
-            layer by layer, or once a ``'step'``, for which a device needs room for all layers of its stage
-            and their gradients.
+        microbatches: the number of microbatches. With a multiple of the stages, the batch is sharded over the
+            axis outside of the pipeline; otherwise all stages compute the same there.
+        rounds: how many groups of layers a stage runs, through which microbatches pass in as many rounds.
+            More than one moves weights and gradients between stages, once a step each.
+        gather: when weights are gathered that are sharded over the mesh axes of the batch: in each
+            ``'tick'``, layer by layer, or once a ``'step'``, for which a device needs room for all layers of
+            its stage and their gradients.
 
     Raises:
         ArgumentError: no name of an axis, no positive numbers, or no such time.

@@ -96,6 +96,6 @@ def test_errors_are_raised_by_each_call_and_before_arguments_are_donated():
     params, batch, _ = arguments()
     mine = HELPER().shard(params, RULE)
     for _ in range(2):
-        with pytest.raises(ValueError, match='reduce_max computes with several rows at once'):
+        with pytest.raises(ValueError, match='reduce_max mixes examples of the batch'):
             fun(mine, batch)
     assert np.asarray(mine['layers']['up']).shape == params['layers']['up'].shape

@@ -1,4 +1,4 @@
-"""How rows are dealt in parts, where stacks of layers move, and what loops compute themselves."""
+"""How rows are dealt in microbatches, where stacks of layers move, and what loops compute themselves."""
 
 import itertools
 
@@ -34,21 +34,21 @@ PLACES = [(Rows(0), (24, 5)), (Rows(1), (5, 24)), (Rows(1, 3), (2, 72, 2))]
 
 @pytest.mark.parametrize('rows, shape', PLACES)
 @pytest.mark.parametrize('deal', DEALS, ids=str)
-def test_each_row_is_in_one_part(deal, rows, shape):
+def test_each_row_is_in_one_microbatch(deal, rows, shape):
     x = np.arange(np.prod(shape)).reshape(shape)
     dealt = np.asarray(deal.of(jnp.asarray(x), rows))
-    assert dealt.shape[:2] == (deal.parts // deal.owners, deal.owners)
+    assert dealt.shape[:2] == (deal.microbatches // deal.owners, deal.owners)
     np.testing.assert_array_equal(deal.back(jnp.asarray(dealt), rows), x)
-    for part in range(deal.parts):
-        mine = np.asarray(deal.part(jnp.asarray(x), rows, part))
-        np.testing.assert_array_equal(mine, dealt[part // deal.owners, part % deal.owners])
+    for i in range(deal.microbatches):
+        mine = np.asarray(deal.microbatch(jnp.asarray(x), rows, i))
+        np.testing.assert_array_equal(mine, dealt[i // deal.owners, i % deal.owners])
         assert mine.shape[rows.dim] == deal.size(rows)
 
 
 def test_the_elements_of_a_row_stay_together():
     tokens = np.repeat(np.arange(24), 3)
-    part = np.asarray(DEALS[0].part(jnp.asarray(tokens), Rows(0, 3), 1)).reshape(-1, 3)
-    assert (part == part[:, :1]).all()
+    tokens = np.asarray(DEALS[0].microbatch(jnp.asarray(tokens), Rows(0, 3), 1)).reshape(-1, 3)
+    assert (tokens == tokens[:, :1]).all()
 
 
 def test_dealing_moves_nothing():

@@ -33,13 +33,14 @@ WITHOUT_STACKS = {
 }
 # The loss that keeps experts even multiplies two means over all rows; what a kernel does is not known.
 _UNEVEN = (
-    'dot_general takes a sum over all rows, of which a microbatch has a part only, at experts.py:137 route'
+    'dot_general takes a sum over the batch, of which a microbatch has a part only, at experts.py:137 route'
 )
 _KINDS = ('one-hot dispatch', 'all tokens', 'over the batch axis', 'sorted tokens', 'sorted by row')
 REFUSED = {
     **{f'experts, {kind}': _UNEVEN for kind in _KINDS},
     'flash attention, Pallas': (
-        'pallas_call takes rows, and what it does with them is not known, at flash.py:182 layer'
+        'pallas_call takes examples of the batch, and what it does with them is not known, '
+        'at flash.py:182 layer'
     ),
 }
 

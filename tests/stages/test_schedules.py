@@ -113,8 +113,8 @@ def test_weights_are_gathered_once_a_step():
     assert gathered['step'] * 4 < gathered['tick']
 
 
-def test_gradients_are_summed_over_parts_in_float32():
-    """In bfloat16 a sum of many parts would stop to grow: 256 + 1 is 256."""
+def test_gradients_are_summed_over_microbatches_in_float32():
+    """In bfloat16 a sum of many microbatches would stop to grow: 256 + 1 is 256."""
 
     def fun(weights, x):
         def total(weights):

@@ -19,7 +19,7 @@ from tests.verify.fault import Step, always, normal, seeded
 STAGES = {'stage': 2, 'fsdp': 2}
 WIDTH, LAYERS, ROWS = 4, 2, 8
 RULE = TreePathShardingRule(('layers', P('stage')), ('.*', P()))
-part, back = Deal.part, Deal.back
+microbatch, back = Deal.microbatch, Deal.back
 
 Layer = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -48,7 +48,9 @@ def block(x: Any, w: Any) -> Any:
 
 
 @seeded(
-    ('grad',), (Deal, 'part', lambda self, x, rows, i: part(self, x, rows, (i + 1) % self.parts)), mesh=STAGES
+    ('grad',),
+    (Deal, 'microbatch', lambda self, x, rows, i: microbatch(self, x, rows, (i + 1) % self.microbatches)),
+    mesh=STAGES,
 )
 def microbatch_with_numbers_of_another(helper: MeshShardingHelper) -> Step:
     """What is drawn for all rows is that of other ones."""

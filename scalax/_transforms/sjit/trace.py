@@ -126,7 +126,7 @@ class TracedFunction:
             inside = [then if now is None else now for now, then in pairs]
         if self._rules.follow_batch or self._rules.signature.says_batch:
             entry.batch = batch_to_follow(self._rules, call, inside)
-        prepared = None if self._rules.options.stages is None else self._prepared(entry)
+        with_pipelines = None if self._rules.options.stages is None else self._pipelines(entry)
         # Where jax.disable_jit is traced all the same (`lower`, jax.grad around it), a `jit` is no equation.
         if entry.batch is None or not traced or jax.config.jax_disable_jit:
             return self.run_users(flat_args)
@@ -141,11 +141,11 @@ class TracedFunction:
 
         users = self.as_users(flat_function, call.layout)
         results, entry.followed = run_followed(
-            users, flat_args, call.layout.static, entry.batch, self._rules.mesh, prepared
+            users, flat_args, call.layout.static, entry.batch, self._rules.mesh, with_pipelines
         )
         return jax.tree.unflatten(structure, results)
 
-    def _prepared(self, entry: Entry) -> Callable[[Any, Arguments], tuple[Any, Arguments]]:
+    def _pipelines(self, entry: Entry) -> Callable[[Any, Arguments], tuple[Any, Arguments]]:
         """What makes pipelines of loops over layers."""
         stages, name = self._rules.options.stages, self._rules.signature.name
         assert stages is not None
@@ -156,20 +156,20 @@ class TracedFunction:
             )
         if entry.batch is None:
             raise StagesError(
-                f'{name} has {stages}, and nothing says which of its arguments is the batch, whose rows pass '
+                f'{name} has {stages}, and nothing says which of its arguments is the batch, which passes '
                 'through the stages\n'
                 'What to do: shard it over mesh axes of several devices, such as '
                 f'PartitionSpec({stages.axis!r}), and name it (batch_argnums, batch_argnames).'
             )
 
-        def prepared(jaxpr: Any, arguments: Arguments) -> tuple[Any, Arguments]:
+        def with_pipelines(jaxpr: Any, arguments: Arguments) -> tuple[Any, Arguments]:
             from scalax._stages.staged import with_stages  # here, because few functions have stages
 
             staged, arguments, loops = with_stages(jaxpr, arguments, self._rules.mesh, stages)
             entry.staged = Staged(loops, jaxpr)
             return staged, arguments
 
-        return prepared
+        return with_pipelines
 
     def run_inline(self, call: Call) -> Any:
         """Runs the user's function where it is called, by the types that mesh axes have there."""
