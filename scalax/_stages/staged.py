@@ -312,7 +312,7 @@ class _Staged(Rewriter):
             each = deal.microbatches * deal.devices
             raise StagesError(
                 f'{plural(count, "example")} of the batch at the loop over layers at {line} do not divide by '
-                f'{deal.microbatches} microbatches x {deal.devices} devices of a stage over which it is sharded\n'
+                f'{deal.microbatches} microbatches x {deal.devices} devices of a stage that share it\n'
                 f'What to do: choose a batch of a multiple of {each} examples, or fewer microbatches.'
             )
         operands = [
