@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from scalax._plan.hlo import Computation, Frame, Instruction, Module
+from scalax._stages.pipelined import SENDING
 from scalax._util.user_frames import file_text, is_cell, users_own
 
 _ANNOTATION = re.compile(r'annotation\(([^()]*)\)')
@@ -55,8 +56,12 @@ def source_of(module: Module, computation: Computation, instruction: Instruction
 
     The partitioner puts a collective where a value is made or where it is used, so an annotation may be at
     either. The line is that of the instruction itself, or of the first user if the partitioner moves a value
-    for its users; otherwise that of the nearest instruction with a line.
+    for its users; otherwise that of the nearest instruction with a line. What a pipeline sends has that of
+    the loop.
     """
+    if sent := SENDING.search(instruction.op_name):
+        what, file, line, function = sent.groups()
+        return Source(file=file, line=int(line), function=f'{function}, {what}')
     near = [*neighbourhood(computation, instruction)]
     annotation = next((found[1] for item in near for found in _ANNOTATION.finditer(item.op_name)), '')
     for item in near:

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from scalax._jaxprs.rows import Rows
 from scalax._stages.deal import Deal, placed
+from scalax._stages.pipelined import sending
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +29,13 @@ class Stack:
         deal: how rows are dealt.
         rows: where rows are in the stack; None without any.
         rounds: how many groups of layers a stage holds.
+        line: the line of the loop.
     """
 
     deal: Deal
     rows: Rows | None
     rounds: int
+    line: str = dataclasses.field(default='', compare=False)
 
     @property
     def is_plain(self) -> bool:
@@ -73,7 +76,8 @@ class Stack:
                 run = jnp.asarray([each.run for each in sorted(moves, key=lambda each: each.end)])[stage]
                 sent, kept = (run, stored) if back else (stored, run)
                 group = jax.lax.dynamic_index_in_dim(groups, sent, dim, keepdims=False)
-                group = jax.lax.ppermute(group, axis, way)
+                with sending('layers change stages', self.line):
+                    group = jax.lax.ppermute(group, axis, way)
                 found = jax.lax.dynamic_update_index_in_dim(found, group, kept, dim)
             return found.reshape(local.shape)
 

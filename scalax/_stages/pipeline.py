@@ -20,12 +20,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from scalax._follow.followed_batch import line_of
 from scalax._jax.equations import loop_of, opened, scan_options
 from scalax._jaxprs.interpreter import LoopFacts
 from scalax._jaxprs.other_rows import Known, OnOtherRows
 from scalax._jaxprs.rows import SUM, Fact, Rows, RowsOf
 from scalax._stages.deal import Deal, placed
-from scalax._stages.pipelined import at_turn
+from scalax._stages.pipelined import at_turn, sending
 from scalax.errors import StagesError
 
 
@@ -53,6 +54,7 @@ class Pipeline:
 
     def __init__(self, equation: Any, facts: LoopFacts[Fact], rows: RowsOf, deal: Deal, rounds: int) -> None:
         self._loop, self._options = loop_of(equation), scan_options(equation)
+        self._line = line_of(equation)
         self._facts, self._rows, self._deal, self._rounds = facts, rows, deal, rounds
         # What goes from stage to stage: constants with rows, and what is carried but for sums.
         self._travelling = [
@@ -267,7 +269,8 @@ class Pipeline:
         own, owners = door[:, 0], self._deal.owners
         if owners == 1:
             return own
-        sent = [jax.lax.ppermute(own, self._deal.axis, [(owner, self._first)]) for owner in range(owners)]
+        with sending('microbatches enter the pipeline', self._line):
+            sent = [jax.lax.ppermute(own, self._deal.axis, [(owner, self._first)]) for owner in range(owners)]
         return jnp.stack(sent, 1).reshape(self._deal.microbatches, *door.shape[2:])
 
     def _leaving(self, left: Any, stage: Any) -> Any:
@@ -277,7 +280,8 @@ class Pipeline:
             return left[:, None]
         apart, own = left.reshape(-1, owners, *left.shape[1:]), left[::owners]
         for owner in range(owners):
-            sent = jax.lax.ppermute(apart[:, owner], self._deal.axis, [(self._last, owner)])
+            with sending('microbatches leave the pipeline', self._line):
+                sent = jax.lax.ppermute(apart[:, owner], self._deal.axis, [(self._last, owner)])
             own = jnp.where(stage == owner, sent, own)
         return own[:, None]
 
@@ -287,7 +291,8 @@ class Pipeline:
         way = [(stage, (stage + self._way) % stages) for stage in range(stages)]
         if self._rounds == 1:
             way.remove((self._last, self._first))
-        return jax.lax.ppermute(x, self._deal.axis, way)
+        with sending('to the next stage', self._line):
+            return jax.lax.ppermute(x, self._deal.axis, way)
 
 
 def _no_gradient(primals: Any, tangents: Any) -> Any:

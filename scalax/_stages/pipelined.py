@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
+
+import jax
+
+SENDING = re.compile(r'pipeline\(([^,()]*), ([^:()]*):(\d+) ([^()]*)\)/?')
+"""What is sent, and the file, line and function of the loop, in the names of operations."""
+
+
+def sending(what: str, line: str) -> Any:
+    """The scope of operations that a pipeline adds: plans read in their names what they send."""
+    return jax.named_scope(f'pipeline({what}, {line})')
 
 
 def at_turn(turn: Any, stages: int, rounds: int) -> tuple[Any, Any]:

@@ -336,16 +336,18 @@ class _Staged(Rewriter):
                 f'What to do: {refused.instead}; or run without stages.'
             ) from None
         self.loops.append((_described(equation, facts, deal, self._stages.rounds), before))
-        return _Loop(Pipeline(equation, facts, rows, deal, self._stages.rounds), *self._stacks(facts, deal))
+        return _Loop(
+            Pipeline(equation, facts, rows, deal, self._stages.rounds), *self._stacks(facts, deal, line)
+        )
 
-    def _stacks(self, facts: LoopFacts[Fact], deal: Deal) -> Iterator[list[Stack | None]]:
+    def _stacks(self, facts: LoopFacts[Fact], deal: Deal, line: str) -> Iterator[list[Stack | None]]:
         """How a pipeline takes its operands, and gives its results."""
         for others, elements in (
             ([*facts.constants, *facts.carried], facts.elements),
             (facts.carried, facts.results),
         ):
             rows = [Rows(fact.dim + 1, fact.each) if isinstance(fact, Rows) else None for fact in elements]
-            forms = [Stack(deal, each, self._stages.rounds) for each in rows]
+            forms = [Stack(deal, each, self._stages.rounds, line) for each in rows]
             yield [*[None] * len(others), *[None if form.is_plain else form for form in forms]]
 
     def _pipeline(self, equation: Any, loop: _Loop, forms: dict[Any, Any], needed: set[int]) -> Iterator[Any]:

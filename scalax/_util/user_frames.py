@@ -12,6 +12,7 @@ Frame = TypeVar('Frame')
 
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # of the package
 _LIBRARIES = ('site-packages', 'dist-packages')
+_STANDARD = os.path.dirname(os.__file__) + os.sep  # Python's own library
 # Cells of IPython, of Jupyter and of Colab: each is a file of its own, which is gone when it has run.
 _CELL = re.compile(r'<ipython-input-\d+-|.*\bipykernel_\d+[/\\]\d+\.py$|.*\bipython-input-[\d-]+\.py$')
 
@@ -57,8 +58,12 @@ def _users(frames: Iterable[Frame], file_of: Callable[[Frame], str]) -> list[Fra
     written = [
         frame for frame in frames if not file_of(frame).startswith(('<', _OWN)) or is_cell(file_of(frame))
     ]
-    own = [frame for frame in written if not any(part in _LIBRARIES for part in file_of(frame).split(os.sep))]
+    own = [frame for frame in written if not _is_of_library(file_of(frame))]
     return own or written
+
+
+def _is_of_library(file: str) -> bool:
+    return file.startswith(_STANDARD) or any(part in _LIBRARIES for part in file.split(os.sep))
 
 
 def is_cell(file: str) -> bool:

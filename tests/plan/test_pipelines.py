@@ -54,6 +54,17 @@ def test_ticks_and_bytes():
     assert backward.kept == 0
 
 
+def test_what_is_sent_along_the_axis_has_the_line_of_the_loop():
+    permutes = [row for row in plan().collectives if row.kind == 'collective-permute']
+    line = plan().pipelines[0].line
+    assert {str(row.source) for row in permutes} == {
+        f'{line}, to the next stage',
+        f'{line}, microbatches enter the pipeline',
+        f'{line}, microbatches leave the pipeline',
+    }
+    assert not any('pipeline' in runs.scope for row in permutes for runs in row.scopes)
+
+
 def test_idle_computing_is_not_the_models():
     forward, backward = plan().pipelines
     assert (forward.flops, backward.flops) == (LAYERS * PRODUCT, 2 * LAYERS * PRODUCT)
