@@ -114,7 +114,7 @@ def test_inside_a_slice_it_loses():
     ('options', 'said'),
     [
         ({'layers': 3}, 'dimension 0 of size 3 does not divide by 2 (stage=2)'),
-        ({'mixed': True}, 'cannot run on microbatches: sub takes a sum over all rows'),
+        ({'mixed': True}, 'cannot run on microbatches: sub takes a sum over the batch'),
     ],
 )
 def test_what_cannot_be_a_pipeline_says_why(options, said):
