@@ -24,12 +24,11 @@ from scalax._jax.equations import (
     slice_sizes,
 )
 from scalax._jax.primitives import primitive_name
+from scalax._jaxprs.dims import SCATTERS
 from scalax._jaxprs.integers import Integers
 
 # These give rows another order.
-DEALT = frozenset(
-    ('gather', 'scatter', 'scatter-add', 'scatter-max', 'scatter-min', 'scatter-mul', 'scatter-sub', 'sort')
-)
+DEALT = SCATTERS | {'gather', 'sort'}
 # These take rows by number.
 TAKEN = frozenset(('dynamic_slice', 'gather'))
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from scalax._follow.uneven import SCATTERS, with_even_updates
+from scalax._follow.uneven import REDUCING, with_even_updates
 from scalax._jax.equations import Literal, conv_dims, conv_groups, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, bound, equation_of
@@ -51,7 +51,7 @@ def with_right_gradients(
 
     def right(equation: Any) -> Any:
         name = primitive_name(equation)
-        if name in SCATTERS and is_changed:
+        if name in REDUCING and is_changed:
             return evened(equation)
         if name != 'conv_general_dilated':
             return equation

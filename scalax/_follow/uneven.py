@@ -15,16 +15,12 @@ from scalax._jax.equations import scatter_dims, shape_of, shardings_said
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import bound, equation_of
 from scalax._jaxprs.dimensions import Dimensions, Numbers
+from scalax._jaxprs.dims import SCATTERS, WINDOWS
 
 _SUMS = frozenset(('scatter-add', 'scatter-sub'))
-SCATTERS = _SUMS | {'scatter-mul', 'scatter-min', 'scatter-max'}
+REDUCING = SCATTERS - {'scatter'}
 # Their results have more or fewer elements along a dimension than an operand of the same rank.
-_RESIZING = frozenset(('concatenate', 'dynamic_slice', 'dynamic_update_slice', 'pad', 'slice', 'split')) | {
-    'reduce_window',
-    'reduce_window_max',
-    'reduce_window_min',
-    'reduce_window_sum',
-}
+_RESIZING = WINDOWS | {'concatenate', 'dynamic_slice', 'dynamic_update_slice', 'pad', 'slice', 'split'}
 
 
 class _Unevenly(Dimensions):
@@ -43,7 +39,7 @@ class _Unevenly(Dimensions):
 
     def primitive(self, name: str, equation: Any, operands: Sequence[Numbers]) -> Sequence[Numbers]:
         results = super().primitive(name, equation, operands)
-        if name in SCATTERS:
+        if name in REDUCING:
             self.scattered.setdefault(id(equation), []).append(operands[1:])
         elif name == 'sharding_constraint':
             self._constrained(equation, results[0])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from scalax._jax.equations import is_jaxpr, loop_of, values_in
+from scalax._jax.equations import is_jaxpr, values_in
 from scalax._jaxprs.interpreter import Interpreter
 
 
@@ -38,13 +38,5 @@ class Dependence(Interpreter[bool]):
     def joined(self, facts: Sequence[bool]) -> bool:
         return any(facts)
 
-    def branches(self, equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
-        results = super().branches(equation, operands)
-        return [True] * len(results) if operands[0] else results
-
-    def loop(self, equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
-        loop, results = loop_of(equation), super().loop(equation, operands)
-        # A test that does depend on it decides about the number of rounds.
-        if loop.test is not None and any(self.results(loop.test, [*operands[: loop.tested], *results])):
-            return [True] * len(results)
-        return results
+    def chosen(self, equation: Any, by: Callable[[], bool], results: Sequence[bool]) -> Sequence[bool]:
+        return [True] * len(results) if by() else results

@@ -331,6 +331,8 @@ CHEAP = frozenset(_CHEAP.split())
 # The result is the first operand in another form, or a part of it.
 FORWARDS = frozenset(('broadcast_in_dim', 'convert_element_type', 'copy', 'reshape', 'squeeze', 'transpose'))
 VIEWS = FORWARDS | {'dynamic_slice', 'slice', 'split', 'unstack'}
+SCATTERS = frozenset(f'scatter{kind}' for kind in ('', '-add', '-sub', '-mul', '-min', '-max'))
+WINDOWS = frozenset(f'reduce_window{kind}' for kind in ('', '_sum', '_max', '_min'))
 # Operands are multiplied, and summed over dimensions that they have in common.
 PRODUCTS = frozenset(('dot_general', 'ragged_dot_general', 'conv_general_dilated'))
 

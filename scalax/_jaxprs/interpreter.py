@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from scalax._jax import equations
@@ -104,12 +104,23 @@ class Interpreter(Generic[Fact]):
     def branches(self, equation: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
         """The facts about the results of a `cond`."""
         found = [self.results(branch, operands[1:]) for branch in equations.branches(equation)]
-        return [*map(self.joined, zip(*found, strict=True))]
+        results = [*map(self.joined, zip(*found, strict=True))]
+        return self.chosen(equation, lambda: operands[0], results)
 
     def loop(self, equation: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
         """The facts about the results of a loop."""
-        rounds = self.rounds(equation, operands)
-        return [*rounds.carried, *map(self.stack_of, rounds.results)]
+        rounds, loop = self.rounds(equation, operands), loop_of(equation)
+        if loop.test is None:
+            return [*rounds.carried, *map(self.stack_of, rounds.results)]
+        tested = [*operands[: loop.tested], *rounds.carried]
+        return self.chosen(equation, lambda: self.results(loop.test, tested)[0], rounds.carried)
+
+    def chosen(self, equation: Any, by: Callable[[], Fact], results: Sequence[Fact]) -> Sequence[Fact]:
+        """The facts about the results of a `cond` or a `while`; *by* gives the fact about what decides.
+
+        For subclasses; here it does not matter.
+        """
+        return results
 
     def rounds(self, equation: Any, operands: Sequence[Fact]) -> LoopFacts[Fact]:
         """The facts about every round of a loop, which begins as the loop does, or as a round ends."""

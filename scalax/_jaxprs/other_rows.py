@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from scalax._jax import equations
 from scalax._jax.equations import CALLS, WITH_JAXPRS, Literal, called, loop_of, opened, scan_options, shape_of
@@ -20,7 +20,7 @@ from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import constants_of, resized, run_here
 from scalax._jaxprs.dims import CHEAP, Place, dims_of
 from scalax._jaxprs.rows import SUM, Fact, Rows, RowsOf, added_up, summed_dims
-from scalax._tree.specs import UNCONSTRAINED, MeshAxes, drop_indivisible, entries, entry_axes
+from scalax._tree.specs import MeshAxes, drop_indivisible, only_axes
 
 
 class Known(NamedTuple):
@@ -188,12 +188,6 @@ def _placed(equation: Any, values: Sequence[Any]) -> list[Any]:
 
 def _at(value: Any, said: PartitionSpec) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
-    sizes = {axis: size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes}
-    spec = [
-        UNCONSTRAINED
-        if entry is UNCONSTRAINED
-        else tuple([axis for axis in entry_axes(entry) if axis in sizes])
-        for entry in entries(said)
-    ]
-    there = drop_indivisible(PartitionSpec(*spec), value.shape, MeshAxes.of(mesh))
+    axes = MeshAxes.of(mesh)
+    there = drop_indivisible(only_axes(said, axes.of_type(AxisType.Auto)), value.shape, axes)
     return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, there))

@@ -8,15 +8,15 @@ several rows, such as a maximum over them, is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
 from scalax._jax import equations
-from scalax._jax.equations import loop_of, shape_of
+from scalax._jax.equations import shape_of
 from scalax._jax.primitives import primitive_name
-from scalax._jaxprs.dims import ALONG, FORWARDS, UNKNOWN, Place, Sources, dims_of, reshaped
+from scalax._jaxprs.dims import ALONG, FORWARDS, SCATTERS, UNKNOWN, WINDOWS, Place, Sources, dims_of, reshaped
 from scalax._jaxprs.interpreter import Interpreter, LoopFacts
 
 
@@ -39,17 +39,11 @@ Fact = Rows | Literal['sum'] | None
 _SUMS = frozenset({'reduce_sum', 'dot_general', 'conv_general_dilated', 'scatter-add', 'scatter-sub'})
 # Rows in groups depend on all of them; what runs on each device is not looked into.
 _NOT_ALONE = frozenset({'ragged_dot_general', 'shard_map'})
-# Windows, and what sees other elements along a dimension.
-_WINDOWS = frozenset(f'reduce_window{kind}' for kind in ('', '_sum', '_max', '_min')) | {
-    'select_and_scatter_add',
-    'select_and_gather_add',
-}
 _DRAW = frozenset({'random_bits', 'random_split', 'random_fold_in', 'random_gamma'})
-_WORKS_ALONG = ALONG | _WINDOWS | {'pad'}
+# Windows, and what sees other elements along a dimension.
+_WORKS_ALONG = ALONG | WINDOWS | {'pad', 'select_and_scatter_add', 'select_and_gather_add'}
 # These put their updates in some places of the first operand.
-_PUTS = frozenset(f'scatter{kind}' for kind in ('', '-add', '-sub', '-mul', '-min', '-max')) | {
-    'dynamic_update_slice'
-}
+_PUTS = SCATTERS | {'dynamic_update_slice'}
 # Linear in several operands at once: in all of them, or in these.
 _ADD = frozenset({'add', 'add_any', 'sub', 'complex', 'concatenate', 'pad', 'stack'})
 _ADDED = {
@@ -240,15 +234,15 @@ class RowsOf(Interpreter[Fact]):
 
     def branches(self, equation: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
         self._at = equation
-        if operands[0] is not None:
-            raise Refused(equation, 'a sum over the batch chooses a branch', 'choose outside of the loop')
         return super().branches(equation, operands)
 
     def rounds(self, equation: Any, operands: Sequence[Fact]) -> LoopFacts[Fact]:
         self._at = equation
-        facts, loop = super().rounds(equation, operands), loop_of(equation)
-        if loop.test is not None and any(self.results(loop.test, [*operands[: loop.tested], *facts.carried])):
-            raise Refused(
-                equation, 'the batch decides how often a loop runs', 'run it a fixed number of times'
-            )
-        return facts
+        return super().rounds(equation, operands)
+
+    def chosen(self, equation: Any, by: Callable[[], Fact], results: Sequence[Fact]) -> Sequence[Fact]:
+        if by() is None:
+            return results
+        if primitive_name(equation) == 'cond':
+            raise Refused(equation, 'a sum over the batch chooses a branch', 'choose outside of the loop')
+        raise Refused(equation, 'the batch decides how often a loop runs', 'run it a fixed number of times')

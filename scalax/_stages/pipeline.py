@@ -76,7 +76,7 @@ class Pipeline:
         facts, deal, count = self._facts, self._deal, self._loop.carried
         constants, begun, stacks = self._loop.parts(operands)
         pairs = [*zip(constants, facts.constants, strict=True)]
-        same = [x for x, fact in pairs if not has_rows(fact)]
+        replicated = [x for x, fact in pairs if not has_rows(fact)]
         travelling = [x for x, fact in pairs if has_rows(fact)]
         travelling += [x for x, fact in zip(begun, facts.carried, strict=True) if fact != SUM]
         owner = deal.axis if deal.owners > 1 else None
@@ -90,7 +90,11 @@ class Pipeline:
         leave: dict[Fact, PartitionSpec] = {SUM: PartitionSpec(), None: PartitionSpec(deal.axis)}
         run = jax.shard_map(
             self._on_stage,
-            in_specs=(enter, [PartitionSpec()] * len(same), [*map(self._spec_of_stack, facts.elements)]),
+            in_specs=(
+                enter,
+                [PartitionSpec()] * len(replicated),
+                [*map(self._spec_of_stack, facts.elements)],
+            ),
             out_specs=[
                 *[
                     leave[fact] if fact in leave else self._spec(fact, None, deal.axis)
@@ -104,7 +108,7 @@ class Pipeline:
         # Rules of gradients that users write, and jax.checkpoint, are for the gradient of the user's step.
         run = jax.custom_jvp(run)
         run.defjvp(_no_gradient)
-        found = run(doors, same, [*stacks])
+        found = run(doors, replicated, [*stacks])
         carried = [self._carried(*each) for each in zip(found, facts.carried, begun, strict=False)]
         given = zip(found[count:], facts.results, self._types[count:], strict=True)
         return [
@@ -127,11 +131,10 @@ class Pipeline:
         return PartitionSpec(*leading, *[None] * fact.dim, self._batch_axes)
 
     def _spec_of_stack(self, fact: Fact, sums: tuple[str, ...] = ()) -> PartitionSpec:
-        if fact == SUM and sums:
-            return PartitionSpec(sums, self._deal.axis)
-        return self._spec(
-            fact, *((None, self._deal.axis, None)[:2] if has_rows(fact) else (self._deal.axis,))
-        )
+        if has_rows(fact):
+            return self._spec(fact, None, self._deal.axis)
+        axis = self._deal.axis
+        return PartitionSpec(sums, axis) if fact == SUM and sums else PartitionSpec(axis)
 
     def _carried(self, found: Any, fact: Fact, begun: Any) -> Any:
         """What the loop carries after its last layer."""
@@ -141,7 +144,7 @@ class Pipeline:
             return placed(deal.back(owned, fact), {fact.dim: deal.outside})
         return (found + begun.astype(found.dtype)).astype(begun.dtype) if fact == SUM else found[self._last]
 
-    def _on_stage(self, doors: Sequence[Any], same: Sequence[Any], stacks: Sequence[Any]) -> list[Any]:
+    def _on_stage(self, doors: Sequence[Any], replicated: Sequence[Any], stacks: Sequence[Any]) -> list[Any]:
         """All ticks of one stage."""
         facts, deal, count = self._facts, self._deal, self._loop.carried
         stage = jax.lax.axis_index(deal.axis)
@@ -159,9 +162,9 @@ class Pipeline:
             return [jnp.where(turn.is_done, *each) for each in zip(before, found, strict=True)]
 
         def tick(state: tuple[list[Any], list[Any]], t: Any) -> tuple[tuple[list[Any], list[Any]], None]:
-            here, kept = state
+            current, kept = state
             turn, last = self._turn(t - place), self._turn(t - deal.stages + 1)
-            carried, given = self._run_layers(here, same, stacks, turn)
+            carried, given = self._run_layers(current, replicated, stacks, turn)
             kept = [
                 *[
                     jax.lax.dynamic_update_index_in_dim(before, x, last.microbatch, 0)
@@ -175,10 +178,10 @@ class Pipeline:
                 ],
             ]
             sent = [
-                *here[:along],
+                *current[:along],
                 *[x for x, fact in zip(carried, facts.carried, strict=True) if fact != SUM],
             ]
-            return (taken(t + 1, [*map(self._sent, sent)], here), kept), None
+            return (taken(t + 1, [*map(self._sent, sent)], current), kept), None
 
         nothing = [x[0] if has_rows(fact) else x for x, fact in pairs]
         start = taken(jnp.int32(0), nothing, nothing), self._nothing_kept(nothing[along:])
@@ -198,10 +201,10 @@ class Pipeline:
         return _Turn(*at, (done < 0) | (done >= count), done >= count)
 
     def _run_layers(
-        self, here: Sequence[Any], same: Sequence[Any], stacks: Sequence[Any], turn: _Turn
+        self, current: Sequence[Any], replicated: Sequence[Any], stacks: Sequence[Any], turn: _Turn
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         """What a group of layers gives for a microbatch: what it carries, and stacks."""
-        facts, body, travelling, others = self._facts, self._loop.body, iter(here), iter(same)
+        facts, body, travelling, others = self._facts, self._loop.body, iter(current), iter(replicated)
         constants = [next(travelling if has_rows(fact) else others) for fact in facts.constants]
         begun = [
             jnp.zeros(kind.shape, kind.dtype) if fact == SUM else next(travelling)

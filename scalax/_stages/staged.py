@@ -46,7 +46,8 @@ from scalax._stages.pipeline import Pipeline
 from scalax._stages.pipelined import Loops, PipelinedLoop
 from scalax._stages.places import LAYERS, ROWS, Places
 from scalax._stages.stages import Stages
-from scalax.errors import StagesError, StagesWarning, did_you_mean, plural, warn
+from scalax._tree.specs import no_axis
+from scalax.errors import StagesError, StagesWarning, plural, warn
 
 # More of the ticks idle than this are worth a warning.
 _IDLE = 0.5
@@ -68,8 +69,7 @@ def with_stages(
     """
     sizes = dict(mesh.shape)
     if stages.axis not in sizes:
-        near = did_you_mean(stages.axis, sizes)
-        raise StagesError(f'{stages} names a mesh axis that there is not ({near})')
+        raise StagesError(f'{stages}: {no_axis(stages.axis, sizes)}')
     if sizes[stages.axis] == 1:
         warn(
             f'{stages}: {stages.axis!r} has one device, so loops over layers run as they are\nWhat to do: '
@@ -398,13 +398,10 @@ def _described(equation: Any, facts: LoopFacts[Fact], deal: Deal, rounds: int) -
 
 def _check_effects(jaxpr: Any) -> None:
     """Raises `Refused` about a print, or another effect: it would happen in each tick, on each stage."""
-    for each in opened(jaxpr).eqns:
-        if not each.effects:
-            continue
-        for inside in equations.jaxprs_in(each):
-            _check_effects(inside)
-        why = f'{primitive_name(each)} has an effect, which would happen more often'
-        raise Refused(each, why, 'leave it out, or give its values to the loop as outputs of the layers')
+    for each in equations.equations(jaxpr):
+        if each.effects and not any(inside.effects for inside in equations.jaxprs_in(each)):
+            why = f'{primitive_name(each)} has an effect, which would happen more often'
+            raise Refused(each, why, 'leave it out, or give its values to the loop as outputs of the layers')
 
 
 def _check_sums(equation: Any, carried: Sequence[Fact]) -> None:

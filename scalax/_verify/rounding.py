@@ -10,7 +10,7 @@ one after the other may.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -58,18 +58,8 @@ class Rounded(Interpreter[int]):
     def joined(self, facts: Sequence[int]) -> int:
         return max(facts)
 
-    def branches(self, equation: Any, operands: Sequence[int]) -> Sequence[int]:
-        results = super().branches(equation, operands)
-        return [_ROUNDED] * len(results) if operands[0] == _ROUNDED else results
-
-    def loop(self, equation: Any, operands: Sequence[int]) -> Sequence[int]:
-        loop, results = loop_of(equation), super().loop(equation, operands)
-        # A test of what is rounded decides about the number of rounds.
-        if loop.test is not None and _ROUNDED in self.results(
-            loop.test, [*operands[: loop.tested], *results]
-        ):
-            return [_ROUNDED] * len(results)
-        return results
+    def chosen(self, equation: Any, by: Callable[[], int], results: Sequence[int]) -> Sequence[int]:
+        return [_ROUNDED] * len(results) if by() == _ROUNDED else results
 
     def __contains__(self, atom: Any) -> bool:
         return self.of(atom) == _ROUNDED
