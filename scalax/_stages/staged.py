@@ -398,10 +398,13 @@ def _described(equation: Any, facts: LoopFacts[Fact], deal: Deal, rounds: int) -
 
 def _check_effects(jaxpr: Any) -> None:
     """Raises `Refused` about a print, or another effect: it would happen in each tick, on each stage."""
-    for each in equations.equations(jaxpr):
-        if each.effects and not any(inside.effects for inside in equations.jaxprs_in(each)):
-            why = f'{primitive_name(each)} has an effect, which would happen more often'
-            raise Refused(each, why, 'leave it out, or give its values to the loop as outputs of the layers')
+    for each in opened(jaxpr).eqns:
+        if not each.effects:  # those inside of a kernel stay there
+            continue
+        for inside in equations.jaxprs_in(each):
+            _check_effects(inside)
+        why = f'{primitive_name(each)} has an effect, which would happen more often'
+        raise Refused(each, why, 'leave it out, or give its values to the loop as outputs of the layers')
 
 
 def _check_sums(equation: Any, carried: Sequence[Fact]) -> None:
