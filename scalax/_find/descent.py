@@ -23,8 +23,8 @@ from scalax._tree.specs import canonical, spec_axes
 _WITHOUT_GAIN = 2
 # Meshes that cost at most this many times the best one are searched group by group, too.
 _NEAR = 1.1
-# The parts of a pipeline are first as many times its stages as the rows allow, but no more than these.
-_MOST_PARTS = 8
+# Microbatches are first as many times the stages of a pipeline as the batch allows, but no more than these.
+_MOST_MICROBATCHES = 8
 _GATHERS: tuple[Literal['tick', 'step'], ...] = 'tick', 'step'
 # Groups of less than this part of the bytes of all groups are tried whole together.
 _TOGETHER = 0.01
@@ -105,16 +105,16 @@ class Descent:
         """Layouts with the layers that a loop runs over as stages over the slices."""
         problem = self._problem
         for layout in layouts if problem.slices > 1 and problem.stacked else ():
-            parts = problem.slices
-            while parts < _MOST_PARTS * problem.slices and self._into(2 * parts, layout):
-                parts *= 2
+            count = problem.slices
+            while count < _MOST_MICROBATCHES * problem.slices and self._into(2 * count, layout):
+                count *= 2
             for gather in _GATHERS if self._inside(layout) > 1 else _GATHERS[:1]:
-                stages = Stages(problem.axes.slices, parts, gather=gather)
+                stages = Stages(problem.axes.slices, count, gather=gather)
                 yield dataclasses.replace(layout, stages=stages)
 
-    def _into(self, parts: int, layout: Layout) -> bool:
-        """Whether rows divide into parts, and those of a part over the devices of a stage."""
-        return self._divide(self.batch_dim, parts * self._inside(layout))
+    def _into(self, microbatches: int, layout: Layout) -> bool:
+        """Whether the batch divides into microbatches, and each of them over the devices of a stage."""
+        return self._divide(self.batch_dim, microbatches * self._inside(layout))
 
     def _inside(self, layout: Layout) -> int:
         """The devices of a stage over which rows are."""
@@ -122,12 +122,12 @@ class Descent:
         return math.prod(layout.sizes[axis] for axis in rows if axis != self._problem.axes.slices)
 
     def _pipeline_by_pipeline(self, best: Trial) -> Trial:
-        """Changes the parts and rounds of a pipeline, until that does not pay."""
+        """Changes the microbatches and rounds of a pipeline, until that does not pay."""
         before = None
         while best is not before and (stages := best.layout.stages):
-            before, parts, least = best, stages.microbatches, self._problem.slices
-            fewer = [parts // 2] if parts > least else []
-            moves = [dataclasses.replace(stages, microbatches=each) for each in [*fewer, 2 * parts]]
+            before, count, least = best, stages.microbatches, self._problem.slices
+            fewer = [count // 2] if count > least else []
+            moves = [dataclasses.replace(stages, microbatches=each) for each in [*fewer, 2 * count]]
             moves.append(dataclasses.replace(stages, rounds=2 * stages.rounds))
             moves = [each for each in moves if self._into(each.microbatches, best.layout)]
             best = self._best_of([dataclasses.replace(best.layout, stages=each) for each in moves], best)

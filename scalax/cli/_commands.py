@@ -91,13 +91,13 @@ def search(
     """
     _require_dcn(options['num_slices'], options['dcn_axis'])
     make_step = _load_function(function)
-    axis, parts = stages or ('', ())
+    axis, counts = stages or ('', ())
     found = search_meshes(
         lambda helper, **given: _step(functools.partial(make_step, **given), helper, function),
         topology,
         [name.strip() for name in axes.split(',')],
         constraints=_each_once(sizes),
-        stages=[Stages(axis, each) for each in parts],
+        stages=[Stages(axis, each) for each in counts],
         full=0 if quick else full,
         **options,
     )

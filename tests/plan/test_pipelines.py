@@ -15,7 +15,7 @@ from scalax.plan import HARDWARE, PipelinedLoop, Place, Plan
 from scalax.sharding import MeshShardingHelper, Stages
 from scalax.sharding import PartitionSpec as P
 
-STAGES, LAYERS, PARTS, ROWS, WIDTH = 2, 6, 4, 16, 8
+STAGES, LAYERS, MICROBATCHES, ROWS, WIDTH = 2, 6, 4, 16, 8
 HELPER = MeshShardingHelper([STAGES, 4], ['stage', 'fsdp'])
 PRODUCT = 2 * ROWS * WIDTH * WIDTH
 ROW_BYTES = WIDTH * 4
@@ -32,9 +32,12 @@ def step(stack, x):
 
 
 @functools.cache
-def plan(parts=PARTS):
-    """The plan of the step with so many parts; with None without stages."""
-    rules, stages = (P('stage', 'fsdp'), P('fsdp')), None if parts is None else Stages('stage', parts)
+def plan(microbatches=MICROBATCHES):
+    """The plan of the step with so many microbatches; with None without stages."""
+    rules, stages = (
+        (P('stage', 'fsdp'), P('fsdp')),
+        None if microbatches is None else Stages('stage', microbatches),
+    )
     made = HELPER.sjit(step, in_shardings=rules, batch_argnums=1, stages=stages)
     return HELPER.plan(made, jnp.ones((LAYERS, WIDTH, WIDTH)), jnp.ones((ROWS, WIDTH)))
 
@@ -43,10 +46,10 @@ def test_ticks_and_bytes():
     forward, backward = plan().pipelines
     assert [forward.is_backward, backward.is_backward] == [False, True]
     for loop in (forward, backward):
-        assert (loop.axis, loop.stages, loop.microbatches, loop.rounds) == ('stage', STAGES, PARTS, 1)
-        assert (loop.layers, loop.times, loop.ticks) == (LAYERS, 1, PARTS + STAGES - 1)
-        assert loop.bubble == (STAGES - 1) / (PARTS + STAGES - 1)
-        assert loop.hop == ROWS // PARTS * ROW_BYTES
+        assert (loop.axis, loop.stages, loop.microbatches, loop.rounds) == ('stage', STAGES, MICROBATCHES, 1)
+        assert (loop.layers, loop.times, loop.ticks) == (LAYERS, 1, MICROBATCHES + STAGES - 1)
+        assert loop.bubble == (STAGES - 1) / (MICROBATCHES + STAGES - 1)
+        assert loop.hop == ROWS // MICROBATCHES * ROW_BYTES
         assert loop.door == 2 * loop.hop
         assert loop.line.startswith('test_pipelines.py:')
     assert forward.weights == LAYERS * WIDTH * ROW_BYTES
@@ -72,7 +75,7 @@ def test_idle_computing_is_not_the_models():
     assert not without.pipelines and not without.idle_flops
     assert (plan().flops, plan().model_flops) == (without.flops, without.model_flops)
     idle = plan().idle_flops
-    assert idle == 3 * LAYERS * PRODUCT * (STAGES - 1) // PARTS
+    assert idle == 3 * LAYERS * PRODUCT * (STAGES - 1) // MICROBATCHES
     # The devices do compute it.
     assert plan().work.flops * plan().devices == plan().flops + idle
 
@@ -139,7 +142,7 @@ def test_seconds():
     row = next(line for line in of_v5e.to_text(140).splitlines() if ' backward ' in line and '20.0%' in line)
     assert row.split()[-4::2] == [
         f'{2e3 * LAYERS * PRODUCT / timed.peak:.3g}',
-        f'{2e3 * LAYERS * PRODUCT / PARTS / timed.peak:.3g}',
+        f'{2e3 * LAYERS * PRODUCT / MICROBATCHES / timed.peak:.3g}',
     ]
 
 
