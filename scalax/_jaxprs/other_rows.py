@@ -156,8 +156,8 @@ class OnOtherRows:
 
         def branch(jaxpr: Any, *values: Any) -> Any:
             results = self.values(jaxpr, [*map(Known, values, facts)], found)
-            # XLA refuses branches of which one ends in a constraint.
-            return jax.lax.optimization_barrier(results)
+            # XLA refuses branches of which one ends in a constraint. Those of a gradient may keep nothing.
+            return jax.lax.optimization_barrier(results) if results else results
 
         run = [functools.partial(branch, jaxpr) for jaxpr in equations.branches(equation)]
         index, *operands = [each.value for each in given]

@@ -328,6 +328,17 @@ def branches_in_layers(params: Any, batch: Any, key: Any) -> Any:
     return error(params, x, batch)
 
 
+@program()
+def branches_that_keep_nothing(params: Any, batch: Any, key: Any) -> Any:
+    def layer(x: Any, given: Any) -> tuple[Any, None]:
+        w, is_doubled = given
+        return jax.lax.cond(is_doubled, lambda x: 2 * x, lambda x: x, block(x, w)), None
+
+    flags = np.arange(LAYERS) % 2 == 0
+    x, _ = jax.lax.scan(jax.checkpoint(layer), entered(params, batch), (params['layers'], flags))
+    return error(params, x, batch)
+
+
 @program(has_gradient=False)
 def loops_that_layers_end(params: Any, batch: Any, key: Any) -> Any:
     def layer(x: Any, given: Any) -> tuple[Any, Any]:

@@ -26,6 +26,7 @@ OFTEN = (
     'evaluation',
     'loops_in_layers',
     'branches_in_layers',
+    'branches_that_keep_nothing',
     'numbers_of_rows',
     'windows_and_convolutions',
     'checkpoints_by_name',
