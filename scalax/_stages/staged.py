@@ -47,7 +47,7 @@ from scalax._stages.pipelined import Loops, PipelinedLoop
 from scalax._stages.places import LAYERS, ROWS, Places
 from scalax._stages.stages import Stages
 from scalax._tree.specs import no_axis
-from scalax.errors import StagesError, StagesWarning, plural, warn
+from scalax.errors import StagesError, StagesWarning, plural, shown, warn
 
 # More of the ticks idle than this are worth a warning.
 _IDLE = 0.5
@@ -81,12 +81,15 @@ def with_stages(
     jaxpr = flattened(jaxpr, (), around='scan')
     rows = _rows_of(jaxpr, arguments)
     deal = _deal_of(jaxpr, arguments, rows, sizes, stages)
-    places = Places(jaxpr, [*_marks(jaxpr, arguments, rows, stages.axis)])
+    marks = [*_marks(jaxpr, arguments, rows, stages.axis)]
+    places = Places(jaxpr, marks)
     if not places.loops:
         raise StagesError(
-            f'no loop runs over layers that are sharded over {stages.axis!r}, so nothing is a pipeline\n'
+            f'no loop runs over layers that are sharded over {stages.axis!r}, so nothing is a pipeline. '
+            f'{_sharded(marks, argument_names(jaxpr))}\n'
             'What to do: stack the parameters of layers (jax.tree.map(lambda *x: jnp.stack(x), *layers)), '
-            f'run them by jax.lax.scan, and shard the first dimension of the stacks over {stages.axis!r}.'
+            f'run them by jax.lax.scan, and shard the first dimension of the stacks over {stages.axis!r} '
+            'in in_shardings.'
         )
     _warn_idle(deal, stages)
     staged, times = _Staged(places, deal, stages, argument_names(jaxpr)), _times(opened(jaxpr), places.loops)
@@ -164,6 +167,19 @@ def _marks(jaxpr: Any, arguments: Arguments, rows: Mapping[int, int], axis: str)
         known = arguments.trails[i], arguments.stored[i]
         over = {dim: (LAYERS,) for trail in known for dim, axes in enumerate(trail) if axis in axes}
         yield of_dims({**({0: (str(i),)} if ndim else {}), **over}, ndim)
+
+
+def _sharded(marks: Sequence[Trail], names: Sequence[str]) -> str:
+    """Which arguments are sharded over the axis, for a message: of one rule, or of one loop, is the fault."""
+    found = [
+        f'{names[i] if names else f"argument {i}"} in dimension {dim}'
+        for i, known in enumerate(marks)
+        for dim, each in enumerate(known)
+        if LAYERS in each
+    ]
+    if not found:
+        return 'No argument but the batch is sharded over it by in_shardings.'
+    return f'Beside the batch, in_shardings shard over it:\n{shown(found)}'
 
 
 def _over_stages(

@@ -200,5 +200,25 @@ def test_effects_are_refused():
 
 
 def test_layers_without_a_loop_are_refused():
-    with pytest.raises(StagesError, match="no loop runs over layers that are sharded over 'stage'"):
+    with pytest.raises(StagesError) as caught:
         staged(REFUSED['layers_in_a_python_loop']).trace(*arguments())
+    assert str(caught.value).startswith(
+        "no loop runs over layers that are sharded over 'stage', so nothing is a pipeline. Beside the batch, "
+        "in_shardings shard over it:\n  params['layers']['bias'] in dimension 0\n  params['layers']['down'] "
+        "in dimension 0\n  params['layers']['up'] in dimension 0\nWhat to do: "
+    )
+
+
+def test_layers_that_no_rule_shards_are_refused():
+    step = (
+        PROGRAMS['evaluation']
+        .helper()
+        .sjit(
+            PROGRAMS['evaluation'].compiled,
+            in_shardings=(P(), P('fsdp'), P()),
+            batch_argnums=1,
+            stages=Stages('stage', 2),
+        )
+    )
+    with pytest.raises(StagesError, match='No argument but the batch is sharded over it by in_shardings'):
+        step.trace(*arguments())
