@@ -110,6 +110,17 @@ def called(equation: Any) -> Any:
     return equation.params[CALLS[equation.primitive.name]]
 
 
+def computed_again(equation: Any) -> Sequence[bool]:
+    """Which operands of a call the compiler must not see through.
+
+    They are those of what `jax.checkpoint` computes again, which would be merged with what was there before.
+    Relies on *differentiated*, and on *prevent_cse* being one for all operands, or one for each.
+    """
+    params, count = equation.params, len(equation.invars)
+    said = params.get('differentiated', False) and params['prevent_cse']
+    return [said] * count if isinstance(said, bool) else said
+
+
 def branches(equation: Any) -> Sequence[Any]:
     """The jaxprs of a `cond`, which take all operands but the first. Relies on *branches*."""
     return equation.params['branches']

@@ -60,7 +60,7 @@ class OnOtherRows:
             return known.value
         return known.cut(fact) if known.cut and fact != SUM else self._share(known.value, fact)
 
-    def _results(self, jaxpr: Any, operands: Sequence[Known]) -> list[Known]:
+    def _results(self, jaxpr: Any, operands: Sequence[Known], in_checkpoint: bool = False) -> list[Known]:
         inner = opened(jaxpr)
         known = {id(var): Known(value, None) for var, value in constants_of(jaxpr)}
         known.update(zip(map(id, inner.invars), operands, strict=True))
@@ -69,14 +69,16 @@ class OnOtherRows:
             return Known(atom.val, None) if isinstance(atom, Literal) else known[id(atom)]
 
         for equation in inner.eqns:
-            found = self._equation(equation, [*map(read, equation.invars)])
+            found = self._equation(equation, [*map(read, equation.invars)], in_checkpoint)
             known.update(zip(map(id, equation.outvars), found, strict=True))
         return [*map(read, inner.outvars)]
 
-    def _equation(self, equation: Any, given: Sequence[Known]) -> Sequence[Known]:
+    def _equation(self, equation: Any, given: Sequence[Known], in_checkpoint: bool) -> Sequence[Known]:
         name, facts = primitive_name(equation), [each.fact for each in given]
         if name in CALLS:
-            return self._results(called(equation), given)
+            # What an outermost checkpoint computes again was computed in another loop.
+            given = _kept_apart(equation, given) if in_checkpoint else given
+            return self._results(called(equation), given, in_checkpoint or name == 'remat2')
         values, count = [each.value for each in given], len(equation.outvars)
         found = self._rows.equation(equation, facts) if any(facts) else [None] * count
         if name in WITH_JAXPRS:
@@ -167,6 +169,19 @@ class OnOtherRows:
 def _of_outer_trace(given: Sequence[Known]) -> list[Known]:
     """What a trace inside takes of the one around it, without what was cut there."""
     return [Known(each.value, each.fact) for each in given]
+
+
+def _kept_apart(equation: Any, given: Sequence[Known]) -> Sequence[Known]:
+    """The operands of a call, behind a barrier where JAX puts them behind one.
+
+    But for what is cut where it meets rows, which is not to be there whole.
+    """
+    pairs = zip(given, equations.computed_again(equation), strict=True)
+    apart = {i: each.value for i, (each, again) in enumerate(pairs) if again and each.cut is None}
+    if not apart:
+        return given
+    values = dict(zip(apart, jax.lax.optimization_barrier([*apart.values()]), strict=True))
+    return [each._replace(value=values.get(i, each.value)) for i, each in enumerate(given)]
 
 
 def _meeting(equation: Any, rows: Mapping[int, Rows], out: Fact) -> Sequence[Place]:

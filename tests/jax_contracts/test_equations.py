@@ -215,6 +215,20 @@ def test_calls_have_their_jaxpr_with_their_operands(name: str) -> None:
         assert of.opened(of.run_once(equation)) is inner
 
 
+@pytest.mark.parametrize('prevents', [True, False])
+def test_operands_of_what_is_computed_again(prevents: bool) -> None:
+    def fun(x: Any) -> Any:
+        return jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)), prevent_cse=prevents)(x).sum()
+
+    with contract(
+        'tells of a checkpoint whether it prevents merging', 'to prevent it where it runs in parts'
+    ):
+        again = equation_in('remat2', jax.grad(fun), X)
+        assert [*of.computed_again(again)] == [prevents] * len(again.invars)
+        for name, first in (('remat2', fun), ('jit', jax.jit(jnp.sin))):
+            assert [*of.computed_again(equation_in(name, first, X))] == [False]
+
+
 def test_what_runs_a_jaxpr_once() -> None:
     def solve(x: Any) -> Any:
         return lax.custom_linear_solve(lambda y: 2 * y, x, lambda _, y: jnp.tanh(y), symmetric=True)

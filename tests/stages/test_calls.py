@@ -62,6 +62,19 @@ def test_a_gradient_is_taken_inside_of_the_function():
         jax.grad(fun)(*arguments())
 
 
+@pytest.mark.parametrize('prevents', [True, False])
+def test_what_a_checkpoint_computes_again_is_kept_apart_as_by_jax(prevents):
+    """In a checkpoint. What was computed in another loop needs no barrier, which would cost the compiler."""
+    inner = jax.checkpoint(block, prevent_cse=prevents)
+    outer = jax.checkpoint(lambda x, w: inner(jnp.sin(x), w), prevent_cse=not prevents)
+    fun = HELPER().sjit(
+        jax.value_and_grad(lambda *args: of_layers(outer, *args[:2])),
+        in_shardings=(RULE, P('fsdp'), P()),
+        **staged(),
+    )
+    assert ('optimization_barrier' in fun.lower(*arguments()).as_text()) == prevents
+
+
 @pytest.mark.long
 def test_two_models_in_one_step():
     def both(params, batch, key):
