@@ -3,8 +3,8 @@
 ``--only unchanged [--model NAME] [--topology v5e:2x4]``: the table of docs/followed_models.md.
 ``--only others [--model NAME] [--topology v5e:2x4]``: models that others wrote, of the same page.
 ``--only found [--model NAME] [--topology v5e:2x4] [--slices 2] [--budget SECONDS]``: found rules, known ones.
-``--only published [--model NAME]``: steps on GPUs that others published, of docs/planning.md.
-``--only gpu [--model NAME]``: steps on the GPU that is here, beside their plans, of docs/planning.md.
+``--only published [--model NAME]``: steps on GPUs that others published: benchmarks/published/table.md.
+``--only gpu [--model NAME]``: steps on the GPU that is here, beside their plans, of docs/estimates.md.
 ``--only stages [--model 70B] [--topology h100]``: pipeline stages by hand, beside FSDP and HSDP.
 """
 

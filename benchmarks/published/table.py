@@ -1,4 +1,4 @@
-"""``--only published``: steps on GPUs that others published, beside their plans."""
+"""``--only published``: steps on GPUs that others published, beside their plans (table.md)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Judged:
 
 def lines(judged: Mapping[str, Judged]) -> Iterator[str]:
     """Both tables in Markdown: steps, and pairs of layouts of which both are judged."""
-    yield "| step | at least | by the compiler's schedule | published | if nothing overlaps |"
+    yield '| step | overlapped | schedule | published | serial |'
     yield '|---|---|---|---|---|'
     for name, each in judged.items():
         seconds = (each.bound, each.scheduled, each.step.seconds, each.estimate)
@@ -48,7 +48,7 @@ def lines(judged: Mapping[str, Judged]) -> Iterator[str]:
     errors = [abs(each.scheduled / each.step.seconds - 1) for each in judged.values() if each.scheduled]
     if errors:
         yield f'\nmedian error of {len(errors)} schedules: {statistics.median(errors):.0%}'
-    yield '\n| steps | faster | slower | published | planned | by the schedule |'
+    yield '\n| steps | faster | slower | published | planned | schedule |'
     yield '|---|---|---|---|---|---|'
     for names in WINNERS:
         if all(name in judged for name in names):

@@ -1,6 +1,6 @@
 """Hardware: the numbers of chips and their networks that rooflines need.
 
-Every number was published or measured; docs/planning.md has the source of each ("Constants"). An unknown one
+Every number was published or measured; docs/estimates.md has the source of each ("Constants"). An unknown one
 is None, and a roofline that needs it names it. For other hardware, or with better numbers, make a `Hardware`
 of your own.
 """

@@ -47,7 +47,7 @@ _MEASURED = {
     *((one, two, 'bf16') for one in _F8 for two in _F8),
 }
 _NOT_KNOWN = 0.01  # what the model of products says of other custom fusions
-# Measured on an H100 (docs/planning.md, "Steps that ran"): the most that copies, sums and large products
+# Measured on an H100 (docs/estimates.md, "Steps that ran"): the most that copies, sums and large products
 # reach of the bytes of its memory, or of its operations, in a second.
 _REACHED = 0.87
 CUDNN = {'__cudnn$fmha': 3.0, '__cudnn$conv': 1.5}

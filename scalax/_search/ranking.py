@@ -10,7 +10,7 @@ from scalax._search.candidate import Candidate
 from scalax._search.objective import mean, rank, seconds_of, slower
 
 NEAR = 1.08
-"""How far the memory of a full plan may be from that of a quick one (docs/planning.md)."""
+"""How far the memory of a full plan may be from that of a quick one (docs/estimates.md, "Quick plans")."""
 
 
 def _seconds(candidate: Candidate) -> float:

@@ -12,8 +12,8 @@ from tests.support import ROOT, gpu_compiler
 
 
 def on_the_page() -> dict[str, list[str]]:
-    """The cells of the rows of docs/planning.md, by the name of the step."""
-    page = (ROOT / 'docs' / 'planning.md').read_text(encoding='utf-8')
+    """The cells of the rows of table.md, by the name of the step."""
+    page = (ROOT / 'benchmarks' / 'published' / 'table.md').read_text(encoding='utf-8')
     rows = [[cell.strip() for cell in line.split('|')[1:-1]] for line in page.splitlines() if '|' in line]
     return {row[0]: row[1:] for row in rows if row and row[0] in PUBLISHED}
 
@@ -43,6 +43,13 @@ def test_all_is_on_the_page() -> None:
     for name, step in PUBLISHED.items():
         assert float(rows[name][2]) == pytest.approx(step.seconds, rel=0.006)
         assert float(rows[name][0]) < step.seconds
+
+
+def test_the_documentation_has_some_of_the_rows() -> None:
+    page = (ROOT / 'docs' / 'estimates.md').read_text(encoding='utf-8').splitlines()
+    table = (ROOT / 'benchmarks' / 'published' / 'table.md').read_text(encoding='utf-8').splitlines()
+    rows = [line for line in page if line.split(' | ')[0].strip('| ') in PUBLISHED]
+    assert len(rows) >= 10 and {*rows} <= {*table}
 
 
 def test_what_is_compared_runs_on_the_same_gpus() -> None:

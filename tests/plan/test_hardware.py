@@ -133,18 +133,20 @@ def test_entries_are_values():
 
 
 OF_A_TORUS = {'ring_multiple', 'ring_needs_all'}
+ALIKE = {'torus_axes': 0, 'devices_per_chip': 1, 'hop_seconds': 1e-6}
+"""What is the same of all GPUs: the text above their table has it."""
 
 
 @pytest.mark.parametrize(
     ('first', 'kinds', 'fields'),
     [
         ('v4', set(HARDWARE) - set(GPUS), {*NUMBERS, 'ring_needs_all', 'chip_bytes_per_second'}),
-        ('h100', set(GPUS), {*NUMBERS, 'chips_per_slice', 'switches_add'} - OF_A_TORUS),
+        ('h100', set(GPUS), {*NUMBERS, 'chips_per_slice', 'switches_add'} - OF_A_TORUS - {*ALIKE}),
     ],
     ids=['TPUs', 'GPUs'],
 )
 def test_the_tables_of_the_documentation(first, kinds, fields):
-    lines = (ROOT / 'docs' / 'planning.md').read_text(encoding='utf-8').splitlines()
+    lines = (ROOT / 'docs' / 'estimates.md').read_text(encoding='utf-8').splitlines()
     rows = [[cell.strip() for cell in line.strip('|').split('|')] for line in lines if line.startswith('|')]
     [names] = [row[1:-1] for row in rows if first in row[1:]]
     assert names == [name for name in HARDWARE if name in kinds]
@@ -161,6 +163,11 @@ def test_the_tables_of_the_documentation(first, kinds, fields):
                 value = round(value / 2**30, 2)
             known = None if cell == '-' else cell == 'True' if isinstance(value, bool) else float(cell)
             assert known == value, (field, name)
+
+
+@pytest.mark.parametrize('kind', GPUS)
+def test_what_is_alike(kind):
+    assert {field: getattr(HARDWARE[kind], field) for field in ALIKE} == ALIKE
 
 
 @pytest.mark.parametrize(('kind', 'joined'), GPUS.items())
