@@ -1,6 +1,6 @@
 """``python -m benchmarks [--rounds N] [--only NAME] [--against 0.2.5]``: the tables of docs/benchmarks.md.
 
-``--only unchanged [--model NAME] [--topology v5e:2x4]``: the table of docs/followed_models.md.
+``--only unchanged [--model NAME] [--topology v5e:2x4]``: the tables of benchmarks/unchanged/tables.md.
 ``--only others [--model NAME] [--topology v5e:2x4]``: models that others wrote, of the same page.
 ``--only found [--model NAME] [--topology v5e:2x4] [--slices 2] [--budget SECONDS]``: found rules, known ones.
 ``--only published [--model NAME]``: steps on GPUs that others published: benchmarks/published/table.md.

@@ -1,4 +1,4 @@
-"""The table of docs/followed_models.md, of some models: followed, a step costs what one by hand costs.
+"""The table of benchmarks/unchanged/tables.md, of some models: followed, a step costs what one by hand costs.
 
 By quick plans of the TPU compiler, which needs no TPU.
 """
@@ -39,8 +39,8 @@ def figures(name: str, variant: str) -> dict[str, float]:
 
 
 def by_hand(name: str) -> dict[str, float]:
-    """What the page says of the program by hand."""
-    page = (ROOT / 'docs' / 'followed_models.md').read_text(encoding='utf-8')
+    """What the table has of the program by hand."""
+    page = (ROOT / 'benchmarks' / 'unchanged' / 'tables.md').read_text(encoding='utf-8')
     [row] = re.findall(rf'^\| {re.escape(name)} +\| FSDP +\|(.*)$', page, re.MULTILINE)
     cells = [float(cell.split()[0]) for cell in row.split('|')[:-1]]
     return dict(zip(FIGURES, cells[::3], strict=True))

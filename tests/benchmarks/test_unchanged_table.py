@@ -1,4 +1,4 @@
-"""The table of docs/followed_models.md: its lines, and what is said where it cannot be made."""
+"""The table of benchmarks/unchanged/tables.md: its lines, and what is said where it cannot be made."""
 
 import builtins
 import sys

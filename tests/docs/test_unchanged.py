@@ -1,4 +1,4 @@
-"""The tables of docs/unchanged.md and docs/followed_models.md name what is there: primitives, models."""
+"""The tables of docs/unchanged.md and benchmarks/unchanged name what is there: primitives, models."""
 
 import re
 
@@ -11,8 +11,9 @@ from scalax._jax.equations import CALLS
 from scalax._jaxprs.dims import RULES
 from tests.support import ROOT
 
-PAGE, MODELS = (
-    (ROOT / 'docs' / name).read_text(encoding='utf-8') for name in ('unchanged.md', 'followed_models.md')
+PAGE, MODELS, SOME_MODELS = (
+    (ROOT / name).read_text(encoding='utf-8')
+    for name in ('docs/unchanged.md', 'benchmarks/unchanged/tables.md', 'docs/followed_models.md')
 )
 LOOPS = ('scan', 'while', 'cond')
 
@@ -31,6 +32,13 @@ def test_every_primitive_is_in_the_table_once() -> None:
 
 def test_the_number_of_few_rows() -> None:
     assert f'{FEW_ROWS:,} rows on each device' in PAGE
+
+
+def test_the_documentation_has_rows_of_the_tables() -> None:
+    rows = [
+        line for line in SOME_MODELS.splitlines() if re.match(r'\| [\w-].* \| +(FSDP|HSDP|\de-0\d)', line)
+    ]
+    assert len(rows) > 30 and {*rows} <= {*MODELS.splitlines()}
 
 
 @pytest.mark.parametrize('size', ['small', 'large'])
