@@ -1,6 +1,6 @@
 """``--only found``: the rule that `scalax.plan.find` finds for each model, beside the best one that is known.
 
-The known ones are those of the table of benchmarks/unchanged/tables.md, and of `updates`, by hand and followed, with
+The known ones are those of benchmarks/unchanged/tables.md, and of `updates`, by hand and followed, with
 several sizes of tp; the best of them has the least mean of the roofline's seconds with overlap and without
 it. None of the steps is run: they are planned for TPUs or GPUs that are not here.
 """
