@@ -1,4 +1,4 @@
-"""The tables of docs/unchanged.md and benchmarks/unchanged name what is there: primitives, models."""
+"""The tables of docs/primitives.md and benchmarks/unchanged name what is there: primitives, models."""
 
 import re
 
@@ -11,16 +11,21 @@ from scalax._jax.equations import CALLS
 from scalax._jaxprs.dims import RULES
 from tests.support import ROOT
 
-PAGE, MODELS, SOME_MODELS = (
+PAGE, PRIMITIVES, MODELS, SOME_MODELS = (
     (ROOT / name).read_text(encoding='utf-8')
-    for name in ('docs/unchanged.md', 'benchmarks/unchanged/tables.md', 'docs/followed_models.md')
+    for name in (
+        'docs/unchanged.md',
+        'docs/primitives.md',
+        'benchmarks/unchanged/tables.md',
+        'docs/followed_models.md',
+    )
 )
 LOOPS = ('scan', 'while', 'cond')
 
 
 def rows_of(name: str) -> list[list[str]]:
     """The cells of the rows of a table between two comments, without its head."""
-    found = re.search(rf'<!-- {name} -->\n(.*?)<!-- /{name} -->', PAGE + MODELS, re.DOTALL)
+    found = re.search(rf'<!-- {name} -->\n(.*?)<!-- /{name} -->', PRIMITIVES + MODELS, re.DOTALL)
     assert found is not None
     return [[cell.strip() for cell in line.split('|')[1:-1]] for line in found[1].splitlines()[2:]]
 
