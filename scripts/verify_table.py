@@ -6,6 +6,7 @@ With --check it writes nothing, and fails where a fault is not found or the page
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import sys
@@ -23,20 +24,38 @@ from tests.verify.faults import FAULTS, SOUND, Fault
 
 _ROOT = Path(__file__).parents[1]
 _PAGE = _ROOT / 'docs' / 'faults.md'
-_KINDS = {'partitioner': 'XLA', 'user': 'user', 'pass': 'seeded in scalax'}
 _HEAD = """\
 # Faults that verify finds
 
-Steps that compute something else on a mesh than on one device, without an error: what is wrong, whose fault
-it is, the seed of the arguments that showed it first, and what the report of [`helper.verify`](verify.md)
-says. Faults "seeded in scalax" are not in scalax: the tests put them there, to show that they would be
-found. `make verify` runs all of them, and {sound} steps that are right although they look wrong, such as
-routing by the largest of nearly equal numbers. This list is of JAX {jax}; earlier versions have more faults
-of XLA.
+The faults that [`helper.verify`](verify.md) is tested with: steps that compute something else on a mesh
+than on one device, without an error. `make verify` runs all of them, and {sound} steps that are right
+although they look wrong. This list is of JAX {jax}; earlier versions have more faults of XLA.
 
-| fault | whose | seed | what the report says |
+- *Result*: the element with the largest error, its value on the mesh, and in brackets that on one device.
+- *First*: the first operation that differs, and its function; of a `shard_map`, the collectives in it.
+- *Gone without*: what removes the difference: switching off activation sharding propagation or pipeline
+  stages, or the sharding of arguments along a mesh axis.
+"""
+_SECTIONS = {
+    'partitioner': '## Faults of XLA\n',
+    'user': '## Faults of users\n',
+    'pass': '## Faults seeded in scalax\n\nscalax does not have these. The tests put them there.\n',
+}
+_COLUMNS = """
+| fault | result | first | gone without |
 |---|---|---|---|
 """
+# The names of the catalogue, in the words of the pages.
+_WORDS = {
+    'wrong trail of': 'wrong propagation through',
+    'each row': 'each example',
+    'of rows': 'of examples',
+    'own rows': 'own examples',
+    'over rows': 'over examples',
+    'rows put together': 'examples put together',
+    'mended': 'corrected',
+}
+_CHANGES = {'without stages': 'stages', 'without following the batch': 'propagation'}
 
 
 def verified(fault: Fault) -> Verified | str:
@@ -53,17 +72,22 @@ def verified(fault: Fault) -> Verified | str:
 
 def _row(name: str, fault: Fault, found: Verified | str) -> str:
     what = name.replace('_', ' ')
+    for word, better in _WORDS.items():
+        what = what.replace(word, better)
     linked = f'[{what}]({fault.source})' if fault.source.startswith('http') else what
     if isinstance(found, str):
-        return f'| {linked} | {_KINDS[fault.kind]} | 0 | {_short(found)} |\n'
-    first, said = found.differences[0], ''
+        return f'| {linked} | {_short(found)} | | |\n'
+    result = re.sub(r'^(.*) is (.*), and (.*) on one device$', r'\1: \2 (\3)', str(found.differences[0]))
+    first = ''
     if found.first is not None:
-        at = f' at {re.sub("^[^ ]* ", "", found.first.line)}' if found.first.line else ''
-        inside = f' (in it: {", ".join(found.first.inside)})' if found.first.inside else ''
-        said = f'; first {found.first.primitive}{at}{inside}'
+        function = found.first.line.partition(' ')[2]
+        inside = ', '.join(found.first.inside) or function
+        first = f'`{found.first.primitive}{f" ({inside})" if inside else ""}`'
     gone = [retry.change for retry in found.retries if retry.stays is False]
-    said += f'; gone {", ".join(gone)}' if gone else ''
-    return f'| {linked} | {_KINDS[fault.kind]} | {first.seed} | {_short(str(first) + said)} |\n'
+    # With one change less it is gone already.
+    least = [change for change in gone if not any(change.startswith(f'{other}, ') for other in gone)]
+    without = dict.fromkeys(_CHANGES.get(change, change.rpartition(' ')[2]) for change in least)
+    return f'| {linked} | {_short(result.replace(", ", ","))} | {_short(first)} | {", ".join(without)} |\n'
 
 
 def _short(text: str) -> str:
@@ -77,7 +101,8 @@ def main() -> int:
     parser.add_argument('--check', action='store_true', help='write nothing')
     options = parser.parse_args()
     warnings.simplefilter('ignore')
-    rows, missed = [], []
+    rows: dict[str, list[str]] = {kind: [] for kind in _SECTIONS}
+    missed: list[str] = []
     for table in (FAULTS, SOUND):
         for name, fault in table.items():
             if not fault.shows or (options.names and not any(each in name for each in options.names)):
@@ -88,19 +113,21 @@ def main() -> int:
             if is_found != (table is FAULTS):
                 missed.append(name)
             elif is_found:
-                rows.append(_row(name, fault, found))
+                rows[fault.kind].append(_row(name, fault, found))
     if missed:
         print(f'{len(missed)} with another outcome than expected: {", ".join(missed)}')
     if options.names:
-        print(''.join(rows))
+        print(''.join(itertools.chain(*rows.values())))
     elif options.check:
         listed = {line.split('|')[1] for line in _PAGE.read_text().splitlines() if line.startswith('| ')}
-        unlisted = {row.split('|')[1] for row in rows} - listed
+        unlisted = {row.split('|')[1] for row in itertools.chain(*rows.values())} - listed
         if unlisted:
             print(f'{_PAGE.name} does not have {", ".join(sorted(unlisted))}: run this without --check')
             missed.extend(unlisted)
     elif not missed:
-        _PAGE.write_text(_HEAD.format(jax=jax.__version__, sound=len(SOUND)) + ''.join(rows))
+        head = _HEAD.format(jax=jax.__version__, sound=len(SOUND))
+        sections = [f'\n{_SECTIONS[kind]}{_COLUMNS}{"".join(some)}' for kind, some in rows.items()]
+        _PAGE.write_text(head + ''.join(sections))
     return bool(missed)
 
 
