@@ -2,7 +2,7 @@
 
 The user says *where* (a mesh), *what* (sharding rules over any pytree) and *when* (a compiled function,
 a transfer, a batch), each once. Everything follows from one function, which decides the sharding of
-every leaf and records why. docs/design.md has the rooms of this package, in their order.
+every leaf and records why. docs/design.md lists its subpackages, in their order.
 
 Importing scalax touches no device and changes no global state of JAX.
 """

@@ -19,9 +19,9 @@ PACKAGE = ROOT / 'scalax'
 FILES = sorted(PACKAGE.rglob('*.py'))
 MAX_LINES = 400
 
-# From the bottom up: what is in a room imports what is in rooms before it, wherever the import stands.
+# From the bottom up: what is in a package imports what is in packages before it, wherever the import is.
 DESIGN = (ROOT / 'docs' / 'design.md').read_text(encoding='utf-8')
-SECTION = DESIGN.partition('## Rooms')[2].partition('\n## ')[0]
+SECTION = DESIGN.partition('## Packages')[2].partition('\n## ')[0]
 ROOMS = re.findall(r'^\| `(\w+)` \|', SECTION, re.MULTILINE)[::-1]
 
 OPTIONAL = [
