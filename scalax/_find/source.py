@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -54,11 +55,8 @@ def program_code(problem: Problem, layout: Layout, topology: str | None, rule: T
     names, dims = zip(*layout.mesh, strict=True)
     mesh = f'{[*dims]}, {[*names]}, mesh_axis_splitting=True'
     if problem.slices > 1:
-        dcn = [problem.slices if name == problem.axes.slices else 1 for name in names]
-        mesh += f', num_slices={problem.slices}, dcn_axis_dims={dcn}'
-    helper = f'MeshShardingHelper({mesh})'
-    if topology is not None:
-        helper = f'MeshShardingHelper.from_topology(\n    {topology!r}, {mesh}\n)'
+        mesh += f', dcn_axis_dims={[problem.slices if name == problem.axes.slices else 1 for name in names]}'
+    where = '' if topology is None else f'# Found for {topology!r}: it takes {math.prod(dims)} such devices.\n'
     of_batch = problem.of_batch(layout)
 
     def batch_code(shape: tuple[int, ...]) -> _Source:
@@ -71,7 +69,7 @@ def program_code(problem: Problem, layout: Layout, topology: str | None, rule: T
     pipeline = '' if stages is None else f'    stages=Stages({stages.axis!r}, {options_text(stages)}),\n'
     return (
         f'{_IMPORTS.format("Stages, " if pipeline else "")}\n{rule_code(rule)}\n'
-        f'helper = {helper}\n'
+        f'{where}helper = MeshShardingHelper({mesh})\n'
         f'batch = {spec_code(layout.batch)}\n'
         'step = helper.sjit(\n'
         f'    {step.name if named else "your_step"},\n'
