@@ -56,7 +56,9 @@ def program_code(problem: Problem, layout: Layout, topology: str | None, rule: T
     mesh = f'{[*dims]}, {[*names]}, mesh_axis_splitting=True'
     if problem.slices > 1:
         mesh += f', dcn_axis_dims={[problem.slices if name == problem.axes.slices else 1 for name in names]}'
-    where = '' if topology is None else f'# Found for {topology!r}: it takes {math.prod(dims)} such devices.\n'
+    where = (
+        '' if topology is None else f'# Found for {topology!r}: it takes {math.prod(dims)} such devices.\n'
+    )
     of_batch = problem.of_batch(layout)
 
     def batch_code(shape: tuple[int, ...]) -> _Source:

@@ -75,6 +75,21 @@ class Hardware:
                 raise PlanError(f'the hardware {self.name!r} is invalid: {field.name} is {value!r}')
 
 
+_OF_GPUS = {'ici': 'NVLink', 'dcn': 'network'}
+
+
+def network_text(name: str, hardware: Hardware | None) -> str:
+    """A network, or what goes over it along mesh axes, as people who use such hardware call it.
+
+    Example:
+        >>> network_text('ici:tp', HARDWARE['h100']), network_text('ici:tp', HARDWARE['v5p'])
+        ('NVLink:tp', 'ici:tp')
+    """
+    network, colon, axes = name.partition(':')
+    is_gpu = hardware is not None and hardware.torus_axes == 0
+    return f'{_OF_GPUS.get(network, network)}{colon}{axes}' if is_gpu else name
+
+
 def numbers_of(hardware: Hardware, *names: str, for_: str) -> list[Any]:
     """Numbers of some hardware.
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from scalax._plan.batch import kept, lost_lines
 from scalax._plan.collectives import Collective
 from scalax._plan.formulas import Counted
+from scalax._plan.hardware import network_text
 from scalax._plan.pipelines import bubble_figure, pipeline_blocks, pipelines_lead
 from scalax._plan.plan_data import PlanData
 from scalax._plan.provenance import Source
@@ -97,7 +98,7 @@ def headline(plan: PlanData, roofline: Roofline | None) -> Iterator[Figure]:
         known = '' if roofline.counted is Counted.EXACTLY else f'{roofline.counted.value} '
         label = f'one call at least; {milliseconds(step.estimate)} if nothing overlaps'
         yield Figure(f'{known}{milliseconds(step.bound)}', label)
-        yield Figure(roofline.bound, 'bounds it')
+        yield Figure(network_text(roofline.bound, roofline.hardware), 'bounds it')
         if plan.schedule:
             yield Figure(milliseconds(plan.schedule.seconds), "by the compiler's schedule")
         if roofline.mfu is not None:
@@ -314,9 +315,15 @@ def _collectives(plan: PlanData, roofline: Roofline | None) -> list[Block]:
     along = []
     for axes, kinds in plan.totals.items():
         each = ', '.join(f'{human_bytes(moved)} in {kind}s' for kind, moved in kinds.items())
-        over = f' ({" and ".join(plan.networks[axes])})' if plan.networks[axes] else ''
+        over = _over(plan, plan.networks[axes])
         along.append(f'along {" x ".join(axes)}{over}: {each}')
     return [Section(title, [collective_table(plan), Lines(notes)], lead), Section('', [Lines(along)])]
+
+
+def _over(plan: PlanData, networks: Iterable[str]) -> str:
+    """The networks, in brackets."""
+    names = ' and '.join(network_text(name, plan.hardware) for name in networks)
+    return f' ({names})' if names else ''
 
 
 def collective_table(plan: PlanData) -> Table:
@@ -329,11 +336,10 @@ def collective_table(plan: PlanData) -> Table:
     columns += [Column('phase')] if has_phases else []
     rows: list[Row] = []
     for place, row in enumerate(plan.collectives):
-        networks = f' ({" and ".join(row.networks)})' if row.networks else ''
         rows.append(
             [
                 f'{row.kind}, scattered' if row.scattered else row.kind,
-                f'{" x ".join(row.axes)}{networks}',
+                f'{" x ".join(row.axes)}{_over(plan, row.networks)}',
                 Cell(f'{_SIGNS[row.counted]}{row.count:,}', row.count),
                 row.bytes,
                 row.count * row.bytes,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from scalax._plan.batch import followed_text
+from scalax._plan.hardware import network_text
 from scalax._plan.page import memory_taken, plan_blocks
 from scalax._plan.pipelines import bubble_text
 from scalax._plan.plan_data import PlanData
@@ -253,6 +254,6 @@ def _facts(plan: PlanData) -> Iterator[tuple[str, str]]:
     roofline = plan.known_roofline
     step = None if roofline is None else ' .. '.join(map(milliseconds, roofline.step_seconds))
     yield 'step', step or 'not known'
-    yield 'bound by', 'not known' if roofline is None else roofline.bound
+    yield 'bound by', 'not known' if roofline is None else network_text(roofline.bound, roofline.hardware)
     yield 'bubble', bubble_text(plan) or 'none'
     yield 'batch', followed_text(plan.followed)

@@ -18,7 +18,7 @@ import numpy as np
 from scalax._plan.collective_seconds import COMMUNICATION, collective_seconds, part_of_links
 from scalax._plan.collectives import Collective
 from scalax._plan.formulas import Counted, Part
-from scalax._plan.hardware import Hardware, numbers_of
+from scalax._plan.hardware import Hardware, network_text, numbers_of
 from scalax._plan.hlo_cost import Work
 from scalax._plan.replica_groups import devices_along
 from scalax._plan.torus import (
@@ -192,7 +192,11 @@ class Roofline:
         step = self.step_seconds
         lines = {row.name: row.lines for row in reversed(self.communication)}  # the longest of each name
         cells = [
-            (name, milliseconds(seconds), ' and '.join(map(line_text, lines.get(name, ()))))
+            (
+                network_text(name, self.hardware),
+                milliseconds(seconds),
+                ' and '.join(map(line_text, lines.get(name, ()))),
+            )
             for name, seconds in self.parts.items()
         ]
         widths = [max(len(row[column]) for row in cells) for column in range(3)]
@@ -206,7 +210,7 @@ class Roofline:
             [
                 f'one call on {self.devices} devices of {self.hardware.name}{known}: '
                 f'at least {milliseconds(step.bound)}, {milliseconds(step.estimate)} if nothing overlaps',
-                f'bound by {self.bound}{used}',
+                f'bound by {network_text(self.bound, self.hardware)}{used}',
                 *filter(None, [self.not_compiled_for]),
                 *(
                     f'  {name:<{widths[0]}}  {time:>{widths[1]}}  {along}'.rstrip()

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from scalax._plan.hardware import network_text
 from scalax._plan.page import headline, plan_blocks
 from scalax._plan.plan import Plan
 from scalax._report import saved
@@ -167,7 +168,7 @@ def _row(place: int, candidate: Candidate) -> Row:
         candidate.name,
         Cell(milliseconds(seconds), seconds),
         None if least is None else Cell(milliseconds(least), least),
-        roofline.bound if roofline else None,
+        network_text(roofline.bound, roofline.hardware) if roofline else None,
         Cell(human_bytes(peak), peak),
         f'{outcome}{in_full}',
     ]
