@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, cast, 
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from scalax._hostdata import batch_layout, broadcast, to_global, to_local, transfer
 from scalax._hostdata.prefetch import Prefetch
@@ -26,6 +26,7 @@ from scalax._util.lru_cache import LRUCache
 from scalax._util.renamed_keywords import renamed
 from scalax.errors import ArgumentError, checked_flag
 from scalax.rules import RuleLike
+from scalax.rules._idle import warn_unsharded
 from scalax.rules._indivisible import OnIndivisible, checked_policy
 from scalax.rules._resolve import Resolution, ResolveMode, resolve
 
@@ -265,7 +266,13 @@ class MeshShardingHelper:
             DataError: the processes of the mesh place different trees; raised on all of them.
         """
         meshes.require_devices(self._mesh, 'shard')
-        return transfer.put_on(self.mesh, tree, lambda: self._resolved(rules, tree).shardings)
+
+        def shardings() -> list[NamedSharding | None]:
+            found = self._resolved(rules, tree)
+            warn_unsharded('shard', [found], self._mesh.shape)
+            return found.shardings
+
+        return transfer.put_on(self.mesh, tree, shardings)
 
     @overload
     def gather(self, tree: jax.Array) -> np.ndarray: ...

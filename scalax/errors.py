@@ -21,7 +21,7 @@ already catch for the same kind of mistake:
     ├── UnusedAnnotationWarning              a bound annotation name that the function never used
     ├── LostUpdateWarning                    a change of a module that a compiled function was given
     ├── FollowingWarning                     a batch is not followed, because scalax has a mistake
-    └── UnshardedWarning                     nothing to shard by: no mapping, mesh, names or out_shardings
+    └── UnshardedWarning                     nothing is sharded that should be, or a regex matches nothing
 
 This module imports nothing of JAX, and of scalax only what folds numbered names: every room can raise them.
 """
@@ -117,8 +117,9 @@ class StagesWarning(ScalaxWarning):
 class UnshardedWarning(ScalaxWarning):
     """Arrays are sharded by nothing.
 
-    `scalax.axes.shard` found no mapping, no mesh, or no array that names its dimensions; or the outputs of a
-    compiled function depend on no argument, and no `out_shardings` say where they go: they are on one device.
+    `scalax.axes.shard` found no mapping, no mesh, or no array that names its dimensions; the outputs of a
+    compiled function depend on no argument, and no `out_shardings` say where they go: they are on one device;
+    or, in `sjit` and `shard`, an FSDPShardingRule finds all arrays too small, or a regex matches no path.
     """
 
 

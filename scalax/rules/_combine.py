@@ -117,8 +117,12 @@ def _merged(first: Answer, second: Answer, shape: tuple[int, ...], axis_sizes: A
         return second
     if isinstance(second, NoAnswer):
         # Reports show the reason. A strict rule without an answer is no error here.
-        reason = second.default.reason if isinstance(second.default, Decision) else ''
-        return dataclasses.replace(first, notes=(*first.notes, reason)) if reason else first
+        found = second.default
+        if not isinstance(found, Decision) or not found.reason:
+            return first
+        return dataclasses.replace(
+            first, notes=(*first.notes, found.reason), clauses=first.clauses + found.clauses
+        )
     if second.spec is None:
         return first
     return _filled(first, second, shape, axis_sizes)

@@ -91,7 +91,7 @@ class FSDPShardingRule(BuiltinRule):
         )
 
     def _none(self, reason: str) -> NoAnswer:
-        return NoAnswer(Decision(REPLICATED, repr(self), reason))
+        return NoAnswer(Decision(REPLICATED, repr(self), reason, clauses=((self, 0),)))
 
     def _axis_size(self, axis_sizes: AxisSizes | None) -> int | None:
         if axis_sizes is None:

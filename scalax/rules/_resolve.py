@@ -54,13 +54,15 @@ class Resolution:
         shardings: the NamedShardings; None where the compiler decides.
         treedef: the structure of the tree.
         seen: the leaf paths as the rules saw them: from the root of the subtree each decides about.
+        rules: the rule of the subtree of each leaf.
     """
 
     tree: NamedTree
     decisions: list[Decision]
     shardings: list[NamedSharding | None]
     treedef: Any
-    seen: Sequence[str] = ()
+    seen: Sequence[str]
+    rules: Sequence[Rule]
 
 
 def named_sharding(
@@ -139,7 +141,8 @@ def resolve(
         task.report()
     whole = parts[0][1] if alone else NamedTree.of(pytree, at, as_leaf)
     seen = [path for _, tree in parts for path in tree.paths]
-    return Resolution(whole, decisions, shardings, whole.treedef, seen)
+    each = [rule for rule, tree in parts for _ in tree.paths]
+    return Resolution(whole, decisions, shardings, whole.treedef, seen, each)
 
 
 @dataclasses.dataclass

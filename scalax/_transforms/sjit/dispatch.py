@@ -310,6 +310,7 @@ class Dispatcher:
             program = self._program_with(call, entry, flat_function)
             if self.options.annotation_shardings:
                 self._function.warn_unused(any_static=bool(call.layout.static))
+            self.rules.warn_once()
             self._compares_paths |= entry.key.paths is not None
             entry.program = program
             return program
