@@ -269,7 +269,8 @@ class MeshShardingHelper:
 
         def shardings() -> list[NamedSharding | None]:
             found = self._resolved(rules, tree)
-            warn_unsharded('shard', [found], self._mesh.shape)
+            if found.any_whole:
+                warn_unsharded('shard', [found], self._mesh.shape)
             return found.shardings
 
         return transfer.put_on(self.mesh, tree, shardings)

@@ -55,6 +55,7 @@ class Resolution:
         treedef: the structure of the tree.
         seen: the leaf paths as the rules saw them: from the root of the subtree each decides about.
         rules: the rule of the subtree of each leaf.
+        any_whole: whether each device holds all of some leaf.
     """
 
     tree: NamedTree
@@ -63,6 +64,7 @@ class Resolution:
     treedef: Any
     seen: Sequence[str]
     rules: Sequence[Rule]
+    any_whole: bool
 
 
 def named_sharding(
@@ -142,7 +144,9 @@ def resolve(
     whole = parts[0][1] if alone else NamedTree.of(pytree, at, as_leaf)
     seen = [path for _, tree in parts for path in tree.paths]
     each = [rule for rule, tree in parts for _ in tree.paths]
-    return Resolution(whole, decisions, shardings, whole.treedef, seen, each)
+    any_whole = True in [placed is not None and placed.is_fully_replicated for placed in {*shardings}]
+    whole = dataclasses.replace(whole, shown=())  # the user's arrays, which this would keep alive
+    return Resolution(whole, decisions, shardings, whole.treedef, seen, each, any_whole)
 
 
 @dataclasses.dataclass

@@ -19,7 +19,6 @@ from scalax._transforms.calls.placement import Move, Moves, place
 from scalax._transforms.calls.signature import CallSignature
 from scalax._tree.specs import MeshAxes
 from scalax.errors import Problem, ShardingError, StructureError
-from scalax.rules._idle import warn_unsharded
 from scalax.rules._indivisible import OnIndivisible
 from scalax.rules._prefix import RuleLike, is_rule
 from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve
@@ -60,6 +59,7 @@ class FunctionRules:
         any_explicit: whether some mesh axis is Explicit, so that types hold shardings.
         any_rule: whether an argument has a rule; else JAX only has to know where to run.
         is_wrong: whether a leaf is committed to another sharding than it is asked to have.
+        resolutions: what the rules made of a call; None once a call has been looked at for warnings.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class FunctionRules:
         rules = jax.tree.leaves(options.in_shardings, is_leaf=is_rule)
         self.any_rule = rules.count(None) < len(rules)
         self.is_wrong = is_mismatched if self.any_rule else committed_elsewhere
-        self._resolutions: list[Resolution] | None = []  # of a call, until one has been warned about
+        self.resolutions: list[Resolution] | None = []
 
     def arguments(self, call: Call) -> Shardings:
         """The shardings of the arguments of a call.
@@ -85,8 +85,8 @@ class FunctionRules:
             ShardingError: some leaves cannot be sharded as asked; those of all arguments together.
             StructureError: the rules do not have the structure of the arguments.
         """
-        if self._resolutions:
-            self._resolutions = []  # of a call that was not traced
+        if self.resolutions is not None:
+            self.resolutions = []
         shardings = self._resolved('in_shardings', call, ResolveMode.BOUNDARY)
         if self.any_explicit and not any(shardings) and _no_leaf_has_sharding(call):
             # JAX cannot know on which devices to run: on all, with the arguments replicated.
@@ -105,7 +105,9 @@ class FunctionRules:
         if rules is None:
             return [None] * len(call.leaves)
         resolutions = resolve_arguments(rules, call, self.mesh, option, self._on_indivisible, mode, struct_of)
-        found = itertools.chain.from_iterable(map(self._noted, resolutions))
+        if self.resolutions is not None:
+            self.resolutions += resolutions
+        found = itertools.chain.from_iterable([resolution.shardings for resolution in resolutions])
         return [
             to if isinstance(leaf, _ARRAYS) or not is_opaque(type_of(leaf)) else None
             for leaf, to in zip(call.leaves, found, strict=True)
@@ -141,7 +143,9 @@ class FunctionRules:
                 on_indivisible=self._on_indivisible,
                 as_leaf=struct_of,
             )
-            pairs = zip(leaves, self._noted(resolution), strict=True)
+            if self.resolutions is not None:
+                self.resolutions.append(resolution)
+            pairs = zip(leaves, resolution.shardings, strict=True)
             shardings = [
                 to if isinstance(leaf, _ARRAYS) or not is_opaque(type_of(leaf)) else None
                 for leaf, to in pairs
@@ -161,20 +165,6 @@ class FunctionRules:
                 for given, leaf, struct in zip(shardings, leaves, structs, strict=True)
             ]
         return shardings
-
-    def _noted(self, resolution: Resolution) -> Shardings:
-        """The shardings that were resolved, which `warn_once` looks at."""
-        if self._resolutions is not None:
-            # Without the user's arrays, which a call that fails would keep alive.
-            tree = dataclasses.replace(resolution.tree, shown=())
-            self._resolutions.append(dataclasses.replace(resolution, tree=tree))
-        return resolution.shardings
-
-    def warn_once(self) -> None:
-        """Warns, after the first call that was traced, where the rules should shard more of it."""
-        resolutions, self._resolutions = self._resolutions, None
-        if resolutions:
-            warn_unsharded(self.signature.name, resolutions, self.mesh.shape)
 
     def _by_type(self, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()

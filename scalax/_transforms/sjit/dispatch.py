@@ -64,6 +64,7 @@ from scalax._util import lru_cache
 from scalax._util.progress import progress
 from scalax._util.stack import with_room
 from scalax.errors import MeshError
+from scalax.rules._idle import warn_unsharded
 
 if TYPE_CHECKING:
     from scalax._follow.followed_batch import FollowedBatch
@@ -310,7 +311,9 @@ class Dispatcher:
             program = self._program_with(call, entry, flat_function)
             if self.options.annotation_shardings:
                 self._function.warn_unused(any_static=bool(call.layout.static))
-            self.rules.warn_once()
+            resolutions, self.rules.resolutions = self.rules.resolutions, None  # of the first call
+            if resolutions and True in [each.any_whole for each in resolutions]:
+                warn_unsharded(self.signature.name, resolutions, self.mesh.shape)
             self._compares_paths |= entry.key.paths is not None
             entry.program = program
             return program
