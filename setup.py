@@ -63,6 +63,8 @@ EXTRAS = {
 }
 
 setup(
+    # With finders, the default, type checkers do not see what `pip install -e` installs.
+    options={'editable_wheel': {'mode': 'compat'}},
     name='scalax',
     version=read_version(),
     description='Runs JAX code written for one device, unchanged, on any mesh of devices.',

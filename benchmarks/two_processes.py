@@ -118,7 +118,7 @@ def loading_ahead(helper: MeshShardingHelper, rounds: int) -> list[Row]:
             now = jax.block_until_ready(step(now, batch))
         latest[0] = (time.perf_counter() - start) / STEPS
 
-    def load() -> Iterator[np.ndarray]:
+    def load() -> Iterator[Any]:
         for _ in range(STEPS):
             time.sleep(latest[0])  # as one that waits for a disk or a network
             yield host

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, cast, 
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from scalax._hostdata import batch_layout, broadcast, to_global, to_local, transfer
 from scalax._hostdata.prefetch import Prefetch
@@ -26,7 +26,7 @@ from scalax._util.lru_cache import LRUCache
 from scalax._util.renamed_keywords import renamed
 from scalax.errors import ArgumentError, checked_flag
 from scalax.rules import RuleLike
-from scalax.rules._idle import warn_unsharded
+from scalax.rules._idle import warned
 from scalax.rules._indivisible import OnIndivisible, checked_policy
 from scalax.rules._resolve import Resolution, ResolveMode, resolve
 
@@ -266,14 +266,7 @@ class MeshShardingHelper:
             DataError: the processes of the mesh place different trees; raised on all of them.
         """
         meshes.require_devices(self._mesh, 'shard')
-
-        def shardings() -> list[NamedSharding | None]:
-            found = self._resolved(rules, tree)
-            if found.any_whole:
-                warn_unsharded('shard', [found], self._mesh.shape)
-            return found.shardings
-
-        return transfer.put_on(self.mesh, tree, shardings)
+        return transfer.put_on(self.mesh, tree, lambda: warned(self._resolved(rules, tree), self._mesh))
 
     @overload
     def gather(self, tree: jax.Array) -> np.ndarray: ...
@@ -347,7 +340,7 @@ class MeshShardingHelper:
         on_mismatch: OnMismatch = 'error',
         stages: Stages | None = None,
         **jit_kwargs: Any,
-    ) -> Any:
+    ) -> SjitFunction[..., Any] | Callable[[Callable[..., Any]], SjitFunction[..., Any]]:
         """Compiles a function like ``jax.jit``, with shardings given by rules.
 
         ``helper.sjit(fun, ...)``, ``@helper.sjit`` and ``@helper.sjit(...)`` all work, on functions,
@@ -447,7 +440,7 @@ class MeshShardingHelper:
         *,
         axis_names: str | Iterable[str] | None = None,
         check_vma: bool = True,
-    ) -> Any:
+    ) -> Callable[..., Any]:
         """Maps a function over blocks of its arguments like ``jax.shard_map``, with rules in place of specs.
 
         Arguments with other shardings than `in_specs` says are resharded, also where JAX would refuse them
@@ -514,7 +507,7 @@ class MeshShardingHelper:
         *,
         axes: str | Iterable[str] | None = None,
         out_sharding: RuleLike,
-    ) -> Any:
+    ) -> Callable[..., Any]:
         """Runs a function with mesh axes of type Auto, like ``jax.sharding.auto_axes``, with rules for specs.
 
         Inside, the compiler propagates shardings along these axes, and types do not mention them; constraints
@@ -568,7 +561,7 @@ class MeshShardingHelper:
         *,
         axes: str | Iterable[str] | None = None,
         in_sharding: RuleLike,
-    ) -> Any:
+    ) -> Callable[..., Any]:
         """Runs a function with mesh axes of type Explicit, like ``jax.sharding.explicit_axes``, with rules.
 
         Inside, the sharding of an array along these axes is part of its type. Outside, the compiler chooses
@@ -851,14 +844,14 @@ class MeshShardingHelper:
 
     def prefetch(
         self,
-        iterable: Iterable[Any],
+        iterable: Iterable[Tree],
         batch_axis: int = 0,
         mesh_axis_subset: Sequence[str] | str | None = None,
         size: int = 2,
         *,
         check: bool = True,
         rows: Literal['all', 'needed'] = 'all',
-    ) -> Prefetch:
+    ) -> Prefetch[Tree]:
         """Iterates over global arrays that a background thread loads ahead.
 
         The thread asks the iterable for batches and copies them to this process's devices. Processes
@@ -875,7 +868,8 @@ class MeshShardingHelper:
             rows: as for `local_data_to_global_array`.
 
         Returns:
-            An iterator, also a context manager; it stops loading when it is closed or dropped.
+            An iterator, also a context manager; it stops loading when it is closed or dropped. Type checkers
+            take its batches for those of *iterable*.
 
         Example:
             >>> import numpy as np

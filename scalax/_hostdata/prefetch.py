@@ -16,12 +16,13 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from scalax._hostdata import collectives, to_global
 from scalax._trace.threads import ThreadState
 from scalax.errors import DataError
 
+Batch = TypeVar('Batch')
 _PATIENCE = 5.0  # seconds that closing waits for a loader that is in the middle of a batch
 
 
@@ -68,7 +69,7 @@ def _stop_all() -> None:
         thread.join(_PATIENCE)
 
 
-class Prefetch(Iterator[Any], contextlib.AbstractContextManager['Prefetch']):
+class Prefetch(Iterator[Batch], contextlib.AbstractContextManager['Prefetch[Batch]']):
     """An iterator of global arrays that are loaded ahead: what `MeshShardingHelper.prefetch` returns.
 
     Its thread ends with the iterable, with `close`, at the end of a ``with`` block, or when the iterator is
@@ -86,7 +87,7 @@ class Prefetch(Iterator[Any], contextlib.AbstractContextManager['Prefetch']):
     """
 
     def __init__(
-        self, iterable: Iterable[Any], options: to_global.BatchOptions, size: int, check: bool
+        self, iterable: Iterable[Batch], options: to_global.BatchOptions, size: int, check: bool
     ) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise DataError(f'size is how many batches are loaded ahead, at least 1, got {size!r}')
@@ -109,7 +110,7 @@ class Prefetch(Iterator[Any], contextlib.AbstractContextManager['Prefetch']):
         self._finalizer = weakref.finalize(self, self._shared.stop)
         self._finalizer.atexit = False
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         with self._turn:
             if self._done:
                 raise StopIteration
@@ -121,7 +122,7 @@ class Prefetch(Iterator[Any], contextlib.AbstractContextManager['Prefetch']):
                 self._finalizer()
                 raise
 
-    def _completed(self, item: _Item) -> Any:
+    def _completed(self, item: _Item) -> Batch:
         """The batch, once all processes have one."""
         if self._shared.stopped:
             raise StopIteration
@@ -135,7 +136,7 @@ class Prefetch(Iterator[Any], contextlib.AbstractContextManager['Prefetch']):
             raise error
         if item.finish is None:
             raise StopIteration
-        batch = item.finish()
+        batch: Batch = item.finish()
         self._iterator_state = item.iterator_state
         self._count += 1
         self._shared.free_slots.put(None)

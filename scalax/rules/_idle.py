@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree
@@ -86,6 +86,13 @@ def warn_unsharded(what: str, resolutions: Sequence[Resolution], mesh: Mapping[s
             'each leaf. To have such arrays replicated, give them a regex of their own with PartitionSpec().',
             UnshardedWarning,
         )
+
+
+def warned(found: Resolution, mesh: Mesh | AbstractMesh) -> list[NamedSharding | None]:
+    """The shardings of a tree that is placed, after `warn_unsharded`."""
+    if found.any_whole:
+        warn_unsharded('shard', [found], mesh.shape)
+    return found.shardings
 
 
 def _uses(resolutions: Iterable[Resolution]) -> dict[Any, tuple[ShardingRule, list[_Array]]]:

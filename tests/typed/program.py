@@ -124,7 +124,7 @@ def train(directory: str) -> float:
                 state, loss = step(state, batch)
                 state, loss = other_step(state, batch, rate=0.2)
                 checkpointer.save(number, state)
-    first: Prefetch = helper.prefetch(batches(), 0, 'fsdp')
+    first: Prefetch[Batch] = helper.prefetch(batches(), 0, 'fsdp')
     compiled: SjitFunction[[State, Batch], jax.Array] = evaluate
     lowered = compiled.lower(state, batch).compile()
     assert lowered is not None
@@ -134,6 +134,7 @@ def train(directory: str) -> float:
     loss += typed(normalized(batch.tokens)).sum() + named(batch.tokens, 3).sum() + sums(batch.tokens).sum()
     grads = microbatch(jax.grad(lambda w: (w**2).sum()), 2, batch=0)(batch.tokens)
     loss += grads.sum()
+    loss += microbatch(lambda state, batch: evaluate(state, batch), 2)(state, batch)
     return float(loss)
 
 

@@ -2,10 +2,16 @@
 
 import jax.numpy as jnp
 
-from tests.typed.program import Batch, State, helper, init, rules, step, train_step
+from scalax import microbatch
+from tests.typed.program import Batch, Model, State, Trainer, evaluate, helper, init, rules, step, train_step
 
 step(init(), jnp.zeros(3))  # type: ignore[arg-type]
 state: State = step(init(), Batch(jnp.ones(3), jnp.ones(3)))  # type: ignore[assignment]
 helper.sjit(train_step, in_sharding=rules)  # type: ignore[call-overload]
 helper.sjit(train_step, on_mismatch='move')  # type: ignore[call-overload]
+step(init(), next(helper.prefetch([init()])))  # type: ignore[arg-type]
+Model().apply(jnp.ones(3), scale='2')  # type: ignore[arg-type]
+Model().apply()  # type: ignore[call-arg]
+Trainer(evaluate).step(init())  # type: ignore[call-arg]
+microbatch(lambda state, batch: evaluate(state, batch), 2)(init())  # type: ignore[call-arg]
 helper.abstract(init(), 'fsdp')  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import (
     TYPE_CHECKING,
     Any,
+    Concatenate,
     Generic,
     ParamSpec,
     Self,
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from scalax._follow.followed_batch import FollowedBatch
 
 Given = ParamSpec('Given')
+Rest = ParamSpec('Rest')
+Instance = TypeVar('Instance')
 Result = TypeVar('Result')
 
 
@@ -87,9 +90,13 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> Self: ...
-    # Any: mypy takes an attribute that a class declares for a method, and would drop its first parameter.
+    # A method; else an attribute that a class declares, whose first parameter is no instance of it.
     @overload
-    def __get__(self, instance: object, owner: Any = None) -> Any: ...
+    def __get__(
+        self: SjitFunction[Concatenate[Instance, Rest], Result], instance: Instance, owner: Any = None
+    ) -> SjitFunction[Rest, Result]: ...
+    @overload
+    def __get__(self, instance: object, owner: Any = None) -> Self: ...
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
