@@ -57,7 +57,8 @@ UNMATCHED = (
 )
 A_SPEC = "What to do: return a jax.sharding.PartitionSpec, such as PartitionSpec('fsdp', None)."
 DIVIDE = (
-    "What to do: change the shape or the spec, or set on_indivisible='replicate' (or 'warn') on the rule, "
+    'What to do: change the shape (of a batch: pad it, or drop its last examples) or the spec, or set '
+    "on_indivisible='replicate' (or 'warn') on the rule, "
     'or on the helper for bare specs, to leave such dimensions unsharded.'
 )
 

@@ -164,7 +164,7 @@ def read(options: BatchOptions, pytree: Any) -> ProcessBatch:
         raise DataError(
             f'local data does not fit the mesh ({MeshAxes.of(options.mesh)}), with the batch on axis '
             f'{batch_axis} over mesh axes {layout.axes}:\n{shown_leaves(filter(None, faults))}\n'
-            'What to do: give arrays whose batch divides, or shard it over fewer axes with '
+            'What to do: pad the batch or drop its last examples, or shard it over fewer axes with '
             'mesh_axis_subset.'
         )
     axes = [batch_axis % len(shape) if shape else None for shape in tree.shapes]

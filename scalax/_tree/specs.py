@@ -202,7 +202,8 @@ def _entry_faults(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -
             f'{plural(len(shape), "dimension")}',
             'give a spec at most one entry a dimension (PartitionSpec() replicates).'
             if shape
-            else 'a scalar takes PartitionSpec(), which replicates it.',
+            else 'a scalar takes PartitionSpec(), which replicates it; or are two arguments, or their rules, '
+            'swapped?',
         )
     for dim, entry in enumerate(entries(spec)):
         kinds = sorted({axes.types[axis].name for axis in entry_axes(entry) if axis in axes.types})
@@ -250,8 +251,9 @@ def divisibility_fault(dim: int, names: tuple[str, ...], shape: tuple[int, ...],
     return Fault(
         'indivisible',
         f'dimension {dim} of size {shape[dim]} does not divide by {axes.size(names)} ({sizes})',
-        "change the shape or the spec, or set on_indivisible='replicate' (or 'warn') on the rule, or on "
-        'the helper for bare specs, to leave such dimensions unsharded.',
+        'change the shape (of a batch: pad it, or drop its last examples) or the spec, or set '
+        "on_indivisible='replicate' (or 'warn') on the rule, or on the helper for bare specs, to leave such "
+        'dimensions unsharded.',
     )
 
 

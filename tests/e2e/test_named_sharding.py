@@ -267,7 +267,7 @@ def test_a_scalar_takes_an_empty_spec_only() -> None:
     with pytest.raises(ShardingError) as caught:
         AUTO.shard({'step': 3}, P('a'))
     assert 'the spec has 1 entry, the array 0 dimensions' in str(caught.value)
-    assert str(caught.value).endswith('What to do: a scalar takes PartitionSpec(), which replicates it.')
+    assert str(caught.value).endswith('or are two arguments, or their rules, swapped?')
     assert AUTO.shard({'step': 3}, P())['step'].sharding.spec == P()
 
 

@@ -302,7 +302,8 @@ def test_a_contradiction_names_both_rules(helper):
         '  w: float32[6, 8]\n'
         '    dimension 0 of size 6 does not divide by 4 (fsdp=4)\n'
         f"    asked for: {p} from regex 'w' & regex '.*'\n"
-        "What to do: change the shape or the spec, or set on_indivisible='replicate' (or 'warn') on the "
+        'What to do: change the shape (of a batch: pad it, or drop its last examples) or the spec, or set '
+        "on_indivisible='replicate' (or 'warn') on the "
         'rule, or on the helper for bare specs, to leave such dimensions unsharded.'
     )
 

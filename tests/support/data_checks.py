@@ -330,7 +330,8 @@ def check_disagreement() -> None:
     own = (
         f'local data does not fit the mesh ({sizes}), with the batch on axis 0 over mesh axes '
         "('data', 'tp'):\n  x: str is not an array\n"
-        'What to do: give arrays whose batch divides, or shard it over fewer axes with mesh_axis_subset.'
+        'What to do: pad the batch or drop its last examples, or shard it over fewer axes with '
+        'mesh_axis_subset.'
     )
     told = f'  process {odd}: DataError: {own}'.replace('\n', '\n    ')
     with raises(own if last() else f'{head}\n{told}\n{ADVICE}'):
