@@ -145,7 +145,6 @@ def resolve(
     seen = [path for _, tree in parts for path in tree.paths]
     each = [rule for rule, tree in parts for _ in tree.paths]
     any_whole = True in [placed is not None and placed.is_fully_replicated for placed in {*shardings}]
-    whole = dataclasses.replace(whole, shown=())  # the user's arrays, which this would keep alive
     return Resolution(whole, decisions, shardings, whole.treedef, seen, each, any_whole)
 
 

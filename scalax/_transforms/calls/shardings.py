@@ -106,7 +106,10 @@ class FunctionRules:
             return [None] * len(call.leaves)
         resolutions = resolve_arguments(rules, call, self.mesh, option, self._on_indivisible, mode, struct_of)
         if self.resolutions is not None:
-            self.resolutions += resolutions
+            # Without the user's arrays, which would be kept alive if the call failed.
+            trees = [dataclasses.replace(each.tree, shown=()) for each in resolutions]
+            pairs = zip(resolutions, trees, strict=True)
+            self.resolutions += [dataclasses.replace(each, tree=tree) for each, tree in pairs]
         found = itertools.chain.from_iterable([resolution.shardings for resolution in resolutions])
         return [
             to if isinstance(leaf, _ARRAYS) or not is_opaque(type_of(leaf)) else None
@@ -144,7 +147,8 @@ class FunctionRules:
                 as_leaf=struct_of,
             )
             if self.resolutions is not None:
-                self.resolutions.append(resolution)
+                bare = dataclasses.replace(resolution.tree, shown=())
+                self.resolutions.append(dataclasses.replace(resolution, tree=bare))
             pairs = zip(leaves, resolution.shardings, strict=True)
             shardings = [
                 to if isinstance(leaf, _ARRAYS) or not is_opaque(type_of(leaf)) else None
