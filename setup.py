@@ -35,7 +35,7 @@ EXTRAS = {
     'plan': PLAN,
     'gpu-plan': GPU_PLAN,
     'checkpoint': CHECKPOINT,
-    'all': [*PLAN, *CHECKPOINT],
+    'all': CHECKPOINT,  # without the compilers of `plan` and `gpu-plan`, which are for other machines
     'examples': EXAMPLES,
     'docs': DOCS,
     'dev': [

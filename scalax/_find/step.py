@@ -130,6 +130,11 @@ def make_step(
         )
     if not isinstance(args, tuple | list):
         raise ArgumentError(f'the arguments of the step are a tuple, got {type(args).__name__}')
+    if not args:
+        raise ArgumentError(
+            f'{name} is given no arguments: if it returns a step and its arguments, call it: '
+            f'find(*{name}(), ...); a step that it compiles with a helper is for plan and search'
+        )
     batch = _numbers('batch_argnums', batch_argnums, len(args))
     donated = _numbers('donate_argnums', donate_argnums, len(args))
     if not batch:

@@ -124,7 +124,7 @@ def find(
     FILE.py:make_step names a function in a file. It is called without arguments, and returns the step,
     a function of one device, and the tuple of its arguments, which may be jax.ShapeDtypeStruct.
     """
-    step, arguments = _pair(_load_function(function)(), function, _STEP)
+    step, arguments = _pair(_called(_load_function(function), function), function, _STEP)
     found = find_rule(
         step,
         arguments,
@@ -186,7 +186,7 @@ def _step(
     make_step: Callable[..., Any], helper: MeshShardingHelper, named: str, *given: Any
 ) -> tuple[Any, Sequence[Any]]:
     """The step and its arguments, which the user's function returns."""
-    step, arguments = _pair(make_step(helper, *given), named, _STEP)
+    step, arguments = _pair(_called(make_step, named, helper, *given), named, _STEP)
     if not isinstance(arguments, tuple | list):
         raise ArgumentError(
             f'{named!r} has to return {_STEP}; the arguments are a {type(arguments).__name__}'
@@ -240,7 +240,9 @@ def explain(function: str, html: Path | None, as_json: bool, **where: Any) -> Ex
     a tree (its leaves may be jax.ShapeDtypeStruct) and the rules for it.
     """
     helper = _helper(**where, compiles=False)
-    tree, rules = _pair(_load_function(function)(helper), function, 'a tree and the rules for it')
+    tree, rules = _pair(
+        _called(_load_function(function), function, helper), function, 'a tree and the rules for it'
+    )
     report = helper.explain(tree, rules)
     _show(report, html, report.to_json() if as_json else str(report))
     return ExitCode.DONE
@@ -391,6 +393,24 @@ def _load_function(named: str) -> Callable[..., Any]:
         own = [key for key, value in vars(module).items() if callable(value) and not key.startswith('_')]
         raise ArgumentError(f'{file!r} has no function {name!r} ({did_you_mean(name, own)})')
     return function
+
+
+def _called(make: Callable[..., Any], named: str, *given: Any) -> Any:
+    """What the user's function returns.
+
+    Raises:
+        ArgumentError: it does not take what the command gives it: it was written for another one.
+    """
+    try:
+        inspect.signature(make).bind(*given)
+    except TypeError as error:
+        said = (
+            f'a MeshShardingHelper first ({error}); one without arguments is for find'
+            if given
+            else f'no arguments ({error}); one of a helper is for plan, search, verify and explain'
+        )
+        raise ArgumentError(f'{named!r} has to take {said}') from None
+    return make(*given)
 
 
 def _pair(returned: Any, named: str, second: str) -> tuple[Any, Any]:

@@ -531,6 +531,26 @@ def test_a_file_that_is_called_as_a_module_is_takes_nobodys_name(tmp_path, capsy
     assert sys.modules['json'] is json
 
 
+@pytest.mark.parametrize(
+    ('command', 'said'),
+    [
+        (
+            ('plan', 'make_too_much', '--mesh', 'fsdp=8'),
+            'a MeshShardingHelper first (too many positional arguments); one without arguments is for find',
+        ),
+        (
+            ('find', 'make_step', '--batch', '1', '--topology', 'v5e:2x2'),
+            "no arguments (missing a required argument: 'helper'); one of a helper is for plan, search, "
+            'verify and explain',
+        ),
+    ],
+)
+def test_a_function_for_another_command(job, capsys, command, said):
+    name, function, *options = command
+    assert main([name, f'{job}:{function}', *options]) == 2
+    assert capsys.readouterr().err == f"error: '{job}:{function}' has to take {said}\n"
+
+
 def test_arguments_that_are_none(job, capsys):
     done = here(capsys, 'plan', f'{job}:make_one', '--mesh', 'fsdp=8')
     assert done.returncode == 2

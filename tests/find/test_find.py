@@ -347,6 +347,19 @@ def test_results_in_a_named_tuple_or_a_dict(kind):
     assert spec == result.rule.apply(params)['w'] != P()
 
 
+def test_a_function_that_makes_a_step():
+    def make_step():
+        return (lambda params, x: x @ params['w']), simple()
+
+    with pytest.raises(ArgumentError) as raised:
+        find(make_step, (), batch_argnums=0)
+    assert str(raised.value) == (
+        'make_step is given no arguments: if it returns a step and its arguments, call it: '
+        'find(*make_step(), ...); a step that it compiles with a helper is for plan and search'
+    )
+    assert find(*make_step(), **options()).rule
+
+
 def test_a_lambda_gets_a_name_in_the_code():
     result = find(lambda params, x: x @ params['w'], simple(), **options())
     compile(result.to_code(), 'code', 'exec')
