@@ -24,7 +24,14 @@ from scalax._plan.collective_runs import Kind, Run, RunOnMesh, runs
 from scalax._plan.formulas import Counted, Part, part_of
 from scalax._plan.hlo import Module
 from scalax._plan.partitioned import Partitioned
-from scalax._plan.provenance import Source, frame_number, is_of_the_partitioner, neighbourhood, source_of
+from scalax._plan.provenance import (
+    Source,
+    frame_number,
+    is_of_the_partitioner,
+    neighbourhood,
+    reached,
+    source_of,
+)
 from scalax._plan.replica_groups import (
     Groups,
     axes_of_groups,
@@ -44,7 +51,7 @@ _ASKED_FOR = (
     *('all_gather', 'all_to_all', 'pbroadcast', 'pmax', 'pmin', 'ppermute', 'psum', 'ragged_all_to_all'),
     'reduce_scatter',
 )
-Cause = Literal['program', 'sharding', 'halo', 'ring', 'padding', 'compiler']
+Cause = Literal['program', 'sharding', 'resharding', 'halo', 'ring', 'padding', 'compiler']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +77,9 @@ class Collective:
             slices, ``'chip'`` between the devices of a chip; several if groups need several. Empty for
             devices that are not in a torus, such as CPUs.
         cause: why it is there. ``'program'``: the user's program asks for it, as `jax.lax.psum` does.
-            ``'sharding'``: the shardings of an operation's operands and result need it. ``'halo'``: devices
+            ``'sharding'``: the shardings of an operation's operands and result need it. ``'resharding'``:
+            XLA found no direct way between two shardings of a value, whose parts are gathered on every device
+            and sliced again (it warns of an involuntary full rematerialization). ``'halo'``: devices
             exchange the edges of their blocks. ``'ring'``: an all-gather or a reduce-scatter that runs piece
             by piece beside a product, as permutes in a loop. ``'padding'``: the compiler padded the parts
             of a collective, and moves what is then on the wrong device. ``'compiler'``: another optimization
@@ -279,11 +288,23 @@ def _cause(run: Run, origin: Run | None) -> Cause:
     if asked and not is_of_the_partitioner(instruction):
         return 'program'
     if origin.kind != 'collective-permute':
-        return 'sharding'
+        return 'resharding' if origin.kind == 'all-gather' and _is_sliced_again(origin) else 'sharding'
     if instruction.op_name.endswith('dot_general'):
         return 'ring'
     moved = origin.computation.instructions.get(instruction.operands[0])
     return 'halo' if moved is not None and moved.opcode in ('slice', 'dynamic-slice') else 'sharding'
+
+
+def _is_sliced_again(run: Run) -> bool:
+    """Whether each device keeps of the result no more than a block of its own."""
+    users, makers_of = run.computation.users.get(run.instruction.name, []), run.computation.makers_of
+    return bool(users) and all(
+        user.opcode == 'dynamic-slice'
+        and any(
+            maker.opcode == 'partition-id' for start in makers_of(user) for maker in reached(start, makers_of)
+        )
+        for user in users
+    )
 
 
 class _Devices:

@@ -38,10 +38,21 @@ from scalax.errors import PlanError
 
 _SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Counted.UNKNOWN: '~'}
 _WHY = {
+    'resharding': 'gathered whole and sliced again',
     'halo': 'halo exchange',
     'ring': 'ring beside a product',
     'padding': 'padding',
     'compiler': 'added by the compiler',
+}
+_TRY = {
+    'resharding': (
+        'gathered whole and sliced again: XLA found no direct way between two shardings of the value, as it '
+        'warns (involuntary full rematerialization). Constrain it to a sharding in between.'
+    ),
+    'halo': (
+        'halo exchange: a sharded dimension is sliced or shifted. Split a fused weight, as of query, key '
+        'and value, into an array for each, or give it a dimension for these.'
+    ),
 }
 _SHOWN = 15  # rows of text
 _ALIKE = 0.2  # of the bound
@@ -312,6 +323,7 @@ def _collectives(plan: PlanData, roofline: Roofline | None) -> list[Block]:
     lead = f'collectives in one call (bytes: the whole array of one group, each time{ms})'
     unknown = f'{1 - plan.explained:.1%} of the bytes have no origin in the program after partitioning'
     notes = [unknown] if plan.explained < 1 else []
+    notes += [said for cause, said in _TRY.items() if cause in {row.cause for row in plan.collectives}]
     along = []
     for axes, kinds in plan.totals.items():
         each = ', '.join(f'{human_bytes(moved)} in {kind}s' for kind, moved in kinds.items())

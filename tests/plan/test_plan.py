@@ -299,6 +299,38 @@ def test_the_link_to_the_host_is_timed_if_it_is_used():
         offloads.roofline('tpu7x', torus=torus)
 
 
+def resharded(x, *specs):
+    for spec in specs:
+        x = jnp.sin(with_sharding_constraint(x, spec))
+    return x
+
+
+@pytest.mark.parametrize(
+    ('function', 'cause', 'said'),
+    [
+        (  # "Involuntary full rematerialization", as XLA calls it
+            lambda x: resharded(x, P(('fsdp', 'tp')), P(None, 'fsdp')),
+            'resharding',
+            'gathered whole and sliced again: XLA found no direct way between two shardings',
+        ),
+        (lambda x: resharded(x, P('fsdp'), P(None, 'fsdp')), 'sharding', ''),
+        (lambda x: resharded(x, P('fsdp'), P())[3:5], 'sharding', ''),
+        (lambda x: jax.lax.dynamic_slice(resharded(x, P('fsdp'), P()), (3, 0, 0), (8, 8, 8)), 'sharding', ''),
+        (
+            lambda x: sum(jnp.split(resharded(x, P(None, 'fsdp')), 3, axis=1)),
+            'halo',
+            'halo exchange: a sharded dimension is sliced or shifted. Split a fused weight',
+        ),
+    ],
+    ids=['no direct way', 'a direct way', 'a slice', 'a dynamic slice', 'fused'],
+)
+def test_what_to_try_is_said_where_it_is_known(function, cause, said):
+    plan = HELPER.plan(HELPER.sjit(function), leaf(64, 96, 16))
+    assert {row.cause for row in plan.collectives} == {cause}
+    text = [line for line in str(plan).splitlines() if line.startswith(('gathered whole', 'halo exchange'))]
+    assert [line[: len(said)] for line in text] == ([said] if said else [])
+
+
 def test_what_devices_compute_more_than_the_function_needs_is_said():
     """A convolution along a sharded dimension multiplies the zeros beyond the edges, too."""
 
