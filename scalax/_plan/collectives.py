@@ -24,14 +24,7 @@ from scalax._plan.collective_runs import Kind, Run, RunOnMesh, runs
 from scalax._plan.formulas import Counted, Part, part_of
 from scalax._plan.hlo import Module
 from scalax._plan.partitioned import Partitioned
-from scalax._plan.provenance import (
-    Source,
-    frame_number,
-    is_of_the_partitioner,
-    neighbourhood,
-    reached,
-    source_of,
-)
+from scalax._plan.provenance import Source, frame_number, is_of_the_partitioner, neighbourhood, source_of
 from scalax._plan.replica_groups import (
     Groups,
     axes_of_groups,
@@ -297,14 +290,13 @@ def _cause(run: Run, origin: Run | None) -> Cause:
 
 def _is_sliced_again(run: Run) -> bool:
     """Whether each device keeps of the result no more than a block of its own."""
-    users, makers_of = run.computation.users.get(run.instruction.name, []), run.computation.makers_of
-    return bool(users) and all(
-        user.opcode == 'dynamic-slice'
-        and any(
-            maker.opcode == 'partition-id' for start in makers_of(user) for maker in reached(start, makers_of)
-        )
-        for user in users
+    computation = run.computation
+    users = computation.users.get(run.instruction.name, [])
+    places = [maker for user in users for maker in computation.makers_of(user)]
+    by_device = any(
+        near.opcode == 'partition-id' for each in places for near in neighbourhood(computation, each)
     )
+    return by_device and all(user.opcode == 'dynamic-slice' for user in users)
 
 
 class _Devices:

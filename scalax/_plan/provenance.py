@@ -89,15 +89,15 @@ def neighbourhood(computation: Computation, instruction: Instruction) -> Iterato
 
     Users come before an instruction that the partitioner added to move a value for them.
     """
-    users = [*reached(instruction, lambda item: computation.users.get(item.name, []))]
+    users = [*_reached(instruction, lambda item: computation.users.get(item.name, []))]
     if is_of_the_partitioner(instruction) and instruction.opcode not in _COMPUTES:
         yield from users
     yield instruction
     yield from users
-    yield from reached(instruction, computation.makers_of)
+    yield from _reached(instruction, computation.makers_of)
 
 
-def reached(
+def _reached(
     start: Instruction, step: Callable[[Instruction], Iterable[Instruction]]
 ) -> Iterator[Instruction]:
     """The instructions reached by a few steps through those that only forward a value, the nearest first."""

@@ -5,7 +5,6 @@ Reports list the first. Warnings say both, where a function is compiled and wher
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,47 +13,34 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._tree import specs
-from scalax._tree.paths import NamedTree
 from scalax.errors import UnshardedWarning, near_names, plural, warn
 from scalax.rules._answer import ONE_ELEMENT, REPLICATED, Clause, Decision
 from scalax.rules._fsdp import FSDPShardingRule
 from scalax.rules._logical_axis import LogicalAxisShardingRule
 from scalax.rules._optimizer_state import OptimizerStateShardingRule
 from scalax.rules._resolve import Resolution
-from scalax.rules._rule import Rule, ShardingRule, as_rule
+from scalax.rules._rule import Rule, ShardingRule
 from scalax.rules._tree_path import TreePathShardingRule
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Array:
+class _Array(NamedTuple):
     """A leaf of more than one element.
 
     Attributes:
-        tree: the tree that it is in.
-        index: its number there.
+        size: the number of its elements.
+        rank: the number of its dimensions.
         seen: its path as the rules saw it.
         decision: what was decided.
         is_whole: whether each device holds all of it; not where the compiler decides.
+        text: what messages call it.
     """
 
-    tree: NamedTree
-    index: int
+    size: int
+    rank: int
     seen: str
     decision: Decision
     is_whole: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return self.tree.shapes[self.index]
-
-    @property
-    def size(self) -> int:
-        """The number of its elements."""
-        return math.prod(self.shape)
-
-    def __str__(self) -> str:
-        return self.tree.describe(self.index)
+    text: str
 
 
 def warn_unsharded(what: str, resolutions: Sequence[Resolution], mesh: Mapping[str, int]) -> None:
@@ -102,21 +88,15 @@ def _uses(resolutions: Iterable[Resolution]) -> dict[Any, tuple[ShardingRule, li
         tree, by_rule = found.tree, dict[int, tuple[Rule, list[_Array]]]()
         columns = zip(found.rules, found.seen, found.decisions, found.shardings, strict=True)
         for index, (rule, seen, decision, sharding) in enumerate(columns):
-            if math.prod(tree.shapes[index]) > 1:
+            size, rank = math.prod(tree.shapes[index]), len(tree.shapes[index])
+            if size > 1:
                 is_whole = sharding is not None and sharding.spec == REPLICATED
-                array = _Array(tree, index, seen, decision, is_whole)
+                array = _Array(size, rank, seen, decision, is_whole, tree.describe(index))
                 by_rule.setdefault(id(rule), (rule, []))[1].append(array)
         for rule, arrays in by_rule.values():
-            for key, inner in {_key(inner): inner for inner in _within(as_rule(rule))}.items():
+            for key, inner in {_key(inner): inner for inner, _ in _nested([rule])}.items():
                 uses.setdefault(key, (inner, []))[1].extend(arrays)
     return uses
-
-
-def _within(rule: ShardingRule) -> Iterator[ShardingRule]:
-    """A rule, and the rules inside."""
-    yield rule
-    for part in rule.parts:
-        yield from _within(part)
 
 
 def _all_whole(rule: FSDPShardingRule, arrays: Sequence[_Array], mesh: Mapping[str, int]) -> str:
@@ -127,7 +107,7 @@ def _all_whole(rule: FSDPShardingRule, arrays: Sequence[_Array], mesh: Mapping[s
     if devices == 1 or not all(array.is_whole for array in arrays):
         return ''
     asked = [array for array in arrays if (rule, 0) in array.decision.clauses]
-    matrices = [array for array in asked if len(array.shape) > 1]
+    matrices = [array for array in asked if array.rank > 1]
     if not matrices:
         return ''
     largest = max(matrices, key=lambda array: array.size)
@@ -137,10 +117,10 @@ def _all_whole(rule: FSDPShardingRule, arrays: Sequence[_Array], mesh: Mapping[s
     else:
         why = f'no dimension that is free and divides by {devices}'
         cure = 'choose sizes that divide, or a mesh axis of another size'
-    count = len({(array.seen, array.shape) for array in asked})  # arguments come back as outputs
+    count = len({(array.seen, array.size) for array in asked})  # arguments come back as outputs
     return (
         f'{rule!r} shards nothing: all {plural(count, "array")} of its trees are replicated over the '
-        f'{devices} devices along {", ".join(axes)}. The largest, {largest}, has {why}.\n'
+        f'{devices} devices along {", ".join(axes)}. The largest, {largest.text}, has {why}.\n'
         f'What to do: {cure}. Where they are to be replicated, PartitionSpec() in place of the rule says so.'
     )
 
@@ -160,11 +140,13 @@ def _misspelt(clause: Clause, arrays: Sequence[_Array], seen: Sequence[str]) -> 
     for word in re.findall(r'[^\W\d]\w\w+', re.sub(r'\\.', ' ', text)):  # without \d and the like
         near = near_names(word, words)
         if near and not any(word in path for path in seen):
-            return f'  {text!r}: {word!r} is in no path, did you mean {near[0]!r}, as in {words[near[0]]}?'
+            return (
+                f'  {text!r}: {word!r} is in no path, did you mean {near[0]!r}, as in {words[near[0]].text}?'
+            )
     largest = max(arrays, key=lambda array: array.size)
     if len(arrays) == 1 or not largest.is_whole or largest not in unnamed:
         return ''
-    return f'  {text!r}, and the largest array is replicated, because no regex names it: {largest}'
+    return f'  {text!r}, and the largest array is replicated, because no regex names it: {largest.text}'
 
 
 def _shards(value: Rule) -> bool:
@@ -175,18 +157,21 @@ def _shards(value: Rule) -> bool:
 
 def _names(clause: Clause) -> bool:
     """Whether a regex is for some paths: others, such as '.*', are for what is left."""
-    return not isinstance(clause[0], FSDPShardingRule) and not re.search(_pattern(clause), '')
-
-
-def _pattern(clause: Clause) -> Any:
-    rule, number = clause
-    return (rule.rules if isinstance(rule, TreePathShardingRule) else rule.axis_names)[number][0]
+    patterns = _patterns(clause[0])
+    return bool(patterns) and not re.search(patterns[clause[1]], '')
 
 
 def clause_text(clause: Clause) -> str:
     """The regex of a clause."""
-    pattern = _pattern(clause)
+    pattern = _patterns(clause[0])[clause[1]]
     return str(getattr(pattern, 'pattern', pattern))
+
+
+def _patterns(rule: ShardingRule) -> list[Any]:
+    """The regexes of a rule with a table of them; none of another."""
+    if isinstance(rule, LogicalAxisShardingRule):
+        return [pattern for pattern, _ in rule.axis_names]
+    return [pattern for pattern, _ in rule.rules] if isinstance(rule, TreePathShardingRule) else []
 
 
 def idle_clauses(
@@ -205,13 +190,13 @@ def idle_clauses(
     used = {(_key(rule), number) for answer in distinct for rule, number in answer.clauses}
     unused: list[Clause] = []
     shadowed: list[Clause] = []
-    tables: dict[Any, list[_Table]] = {}
-    for table in _tables(rules):
-        tables.setdefault(_key(table.rule), []).append(table)
-    for key, uses in tables.items():
-        rule, patterns, _ = uses[0]
-        params = [path for use in uses for path in use.parameters or ()]
-        outside = any(use.parameters is None for use in uses)
+    asked: dict[Any, tuple[ShardingRule, list[list[str] | None]]] = {}
+    for rule, parameters in _nested(rules):
+        asked.setdefault(_key(rule), (rule, []))[1].append(parameters)
+    for key, (rule, uses) in asked.items():
+        patterns = _patterns(rule)
+        params = [path for use in uses for path in use or ()]
+        outside = None in uses
         rows = [
             (path, answer)
             for path, answer in zip(seen, decisions, strict=True)
@@ -254,32 +239,16 @@ def _key(rule: ShardingRule) -> Any:
     return rule
 
 
-class _Table(NamedTuple):
-    """A rule with a table of regexes.
-
-    Attributes:
-        rule: the rule.
-        patterns: its regexes.
-        parameters: the paths of those that it decides about; None outside of optimizer states.
-    """
-
-    rule: ShardingRule
-    patterns: tuple[Any, ...]
-    parameters: list[str] | None
-
-
-def _tables(rules: Iterable[Any], params: list[str] | None = None) -> Iterator[_Table]:
-    """Every rule with a table of regexes, including nested ones."""
+def _nested(
+    rules: Iterable[Rule], params: list[str] | None = None
+) -> Iterator[tuple[ShardingRule, list[str] | None]]:
+    """Every rule and the rules inside, with the paths of parameters; None outside of optimizer states."""
     for rule in rules:
         if isinstance(rule, OptimizerStateShardingRule):
             for section in rule.sections:
                 # No rule decides about arrays of one element.
                 leaves = zip(section.paths, section.shapes, strict=True)
-                yield from _tables([section.rule], [path for path, shape in leaves if math.prod(shape) != 1])
-            continue
-        if isinstance(rule, TreePathShardingRule):
-            yield _Table(rule, tuple(pattern for pattern, _ in rule.rules), params)
-        elif isinstance(rule, LogicalAxisShardingRule):
-            yield _Table(rule, tuple(pattern for pattern, _ in rule.axis_names or ()), params)
-        if isinstance(rule, ShardingRule):
-            yield from _tables(rule.parts, params)
+                yield from _nested([section.rule], [path for path, shape in leaves if math.prod(shape) != 1])
+        elif isinstance(rule, ShardingRule):
+            yield rule, params
+            yield from _nested(rule.parts, params)

@@ -85,8 +85,6 @@ class FunctionRules:
             ShardingError: some leaves cannot be sharded as asked; those of all arguments together.
             StructureError: the rules do not have the structure of the arguments.
         """
-        if self.resolutions is not None:
-            self.resolutions = []
         shardings = self._resolved('in_shardings', call, ResolveMode.BOUNDARY)
         if self.any_explicit and not any(shardings) and _no_leaf_has_sharding(call):
             # JAX cannot know on which devices to run: on all, with the arguments replicated.
@@ -106,10 +104,7 @@ class FunctionRules:
             return [None] * len(call.leaves)
         resolutions = resolve_arguments(rules, call, self.mesh, option, self._on_indivisible, mode, struct_of)
         if self.resolutions is not None:
-            # Without the user's arrays, which would be kept alive if the call failed.
-            trees = [dataclasses.replace(each.tree, shown=()) for each in resolutions]
-            pairs = zip(resolutions, trees, strict=True)
-            self.resolutions += [dataclasses.replace(each, tree=tree) for each, tree in pairs]
+            self.resolutions += resolutions
         found = itertools.chain.from_iterable([resolution.shardings for resolution in resolutions])
         return [
             to if isinstance(leaf, _ARRAYS) or not is_opaque(type_of(leaf)) else None
@@ -147,8 +142,7 @@ class FunctionRules:
                 as_leaf=struct_of,
             )
             if self.resolutions is not None:
-                bare = dataclasses.replace(resolution.tree, shown=())
-                self.resolutions.append(dataclasses.replace(resolution, tree=bare))
+                self.resolutions.append(resolution)
             pairs = zip(leaves, resolution.shardings, strict=True)
             shardings = [
                 to if isinstance(leaf, _ARRAYS) or not is_opaque(type_of(leaf)) else None

@@ -176,6 +176,7 @@ class Dispatcher:
                 self.fast_call = None if self._compares_paths else fast_call
                 return self._run(read, entry, placed_args)
         except Exception as error:
+            self.rules.resolutions = self.rules.resolutions and []  # which hold the arguments
             _users_code.hide(error)
             raise
 
