@@ -191,12 +191,9 @@ class Roofline:
     def __str__(self) -> str:
         step = self.step_seconds
         lines = {row.name: row.lines for row in reversed(self.communication)}  # the longest of each name
+        shown = {name: network_text(name, self.hardware) for name in (*self.parts, self.bound)}
         cells = [
-            (
-                network_text(name, self.hardware),
-                milliseconds(seconds),
-                ' and '.join(map(line_text, lines.get(name, ()))),
-            )
+            (shown[name], milliseconds(seconds), ' and '.join(map(line_text, lines.get(name, ()))))
             for name, seconds in self.parts.items()
         ]
         widths = [max(len(row[column]) for row in cells) for column in range(3)]
@@ -210,7 +207,7 @@ class Roofline:
             [
                 f'one call on {self.devices} devices of {self.hardware.name}{known}: '
                 f'at least {milliseconds(step.bound)}, {milliseconds(step.estimate)} if nothing overlaps',
-                f'bound by {network_text(self.bound, self.hardware)}{used}',
+                f'bound by {shown[self.bound]}{used}',
                 *filter(None, [self.not_compiled_for]),
                 *(
                     f'  {name:<{widths[0]}}  {time:>{widths[1]}}  {along}'.rstrip()

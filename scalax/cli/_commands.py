@@ -124,7 +124,7 @@ def find(
     FILE.py:make_step names a function in a file. It is called without arguments, and returns the step,
     a function of one device, and the tuple of its arguments, which may be jax.ShapeDtypeStruct.
     """
-    step, arguments = _pair(_called(_load_function(function), function), function, _STEP)
+    step, arguments = _pair(_load_function(function), function, _STEP)
     found = find_rule(
         step,
         arguments,
@@ -186,7 +186,7 @@ def _step(
     make_step: Callable[..., Any], helper: MeshShardingHelper, named: str, *given: Any
 ) -> tuple[Any, Sequence[Any]]:
     """The step and its arguments, which the user's function returns."""
-    step, arguments = _pair(_called(make_step, named, helper, *given), named, _STEP)
+    step, arguments = _pair(make_step, named, _STEP, helper, *given)
     if not isinstance(arguments, tuple | list):
         raise ArgumentError(
             f'{named!r} has to return {_STEP}; the arguments are a {type(arguments).__name__}'
@@ -240,9 +240,7 @@ def explain(function: str, html: Path | None, as_json: bool, **where: Any) -> Ex
     a tree (its leaves may be jax.ShapeDtypeStruct) and the rules for it.
     """
     helper = _helper(**where, compiles=False)
-    tree, rules = _pair(
-        _called(_load_function(function), function, helper), function, 'a tree and the rules for it'
-    )
+    tree, rules = _pair(_load_function(function), function, 'a tree and the rules for it', helper)
     report = helper.explain(tree, rules)
     _show(report, html, report.to_json() if as_json else str(report))
     return ExitCode.DONE
@@ -395,11 +393,17 @@ def _load_function(named: str) -> Callable[..., Any]:
     return function
 
 
-def _called(make: Callable[..., Any], named: str, *given: Any) -> Any:
-    """What the user's function returns.
+def _pair(make: Callable[..., Any], named: str, second: str, *given: Any) -> tuple[Any, Any]:
+    """The two values that a user's function returns.
+
+    Args:
+        make: the function.
+        named: how the user named it.
+        second: a description of the two values, for the message.
+        *given: its arguments.
 
     Raises:
-        ArgumentError: it does not take what the command gives it: it was written for another one.
+        ArgumentError: it takes others, as one that is for another command, or returned something else.
     """
     try:
         inspect.signature(make).bind(*given)
@@ -410,20 +414,7 @@ def _called(make: Callable[..., Any], named: str, *given: Any) -> Any:
             else f'no arguments ({error}); one of a helper is for plan, search, verify and explain'
         )
         raise ArgumentError(f'{named!r} has to take {said}') from None
-    return make(*given)
-
-
-def _pair(returned: Any, named: str, second: str) -> tuple[Any, Any]:
-    """Checks that a user's function returned two values.
-
-    Args:
-        returned: what it returned.
-        named: the function as the user named it.
-        second: a description of the two values, for the message.
-
-    Raises:
-        ArgumentError: it returned something else.
-    """
+    returned = make(*given)
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise ArgumentError(f'{named!r} has to return {second}; it returned {type(returned).__name__}')
     return returned
