@@ -2,6 +2,7 @@
 
 - The README, the changelog and the notes for contributors are pages of the site.
 - A link to a file is a link to its page, or to the file in the repository where it has none.
+- The link to the repository asks nothing of the network.
 - Pictures for light and dark follow the reader's choice on the site.
 - Docstrings: tables of reStructuredText become those of Markdown, examples blocks of code, and pages links.
 """
@@ -49,13 +50,22 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             name = os.path.relpath(pages[path], os.path.dirname(page.file.src_uri))
         else:
             kind = 'tree' if path.is_dir() else 'blob'
-            name = f'{config.extra["repository"]}/{kind}/main/{path.relative_to(ROOT)}'
+            name = f'{config.repo_url.rstrip("/")}/{kind}/main/{path.relative_to(ROOT)}'
         return f']({name}{anchor})'
 
     # A bar in code is escaped in the tables of GitHub, and not in those of Python-Markdown.
     markdown = CODE_IN_TABLE.sub(lambda found: found[0].replace('\\|', '|'), markdown)
     markdown = PICTURE.sub(r'<img src="\2#only-light"\3><img src="\1#only-dark"\3>', markdown)
     return LINK.sub(link, PRINTED.sub('``` { .text .prints }', markdown))
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """The link to the repository stays, without the script that asks GitHub for its stars."""
+    return output.replace(' data-md-component="source"', '')
+
+
+def on_post_template(output_content: str, **_: Any) -> str:  # of the page for what is not found
+    return on_post_page(output_content)
 
 
 class Docstrings(griffe.Extension):

@@ -73,6 +73,7 @@ def test_pages_load_nothing_from_the_network(site: Path) -> None:
     for page in [*site.rglob('*.html'), *site.rglob('*.css')]:
         text = page.read_text(encoding='utf-8')
         assert not loads.search(text) and not sheets.search(text), page
+        assert 'data-md-component="source"' not in text, page  # a script there asks GitHub for its stars
 
 
 def test_links_between_pages_lead_somewhere(site: Path) -> None:
