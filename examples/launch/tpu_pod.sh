@@ -1,7 +1,7 @@
 #!/bin/bash
 # Trains on all hosts of a Cloud TPU slice. Edit what stands above the line; run it anywhere that has gcloud.
 #
-# JAX asks the metadata server which host is which, so the same command starts every process. The code has to
+# JAX asks the metadata server which host is which, so the same command starts one process on each. The code has to
 # be on the hosts, with `pip install . "jax[tpu]" orbax-checkpoint ...` (setup.py, [examples]) done there.
 set -u
 

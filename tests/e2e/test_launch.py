@@ -11,9 +11,11 @@ import yaml
 
 from scalax.distributed import PREEMPTED
 from tests.support import ROOT
+from tests.support.docs_blocks import read_blocks
 from tests.support.processes import Running, started
 
 LAUNCH = ROOT / 'examples' / 'launch'
+PAGE = ROOT / 'docs' / 'multihost.md'
 IDS = re.compile(r'^launcher: process (\d) has id (\d+)$', re.MULTILINE)
 
 # Counts its starts in a file; says which process it is. The programs print one text at a time: what print()
@@ -143,9 +145,30 @@ def test_a_program_is_needed() -> None:
 # --- Schedulers that are not here ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize('name', ['slurm.sbatch', 'tpu_pod.sh'])
+def of_page(language: str, containing: str) -> str:
+    """The block of the page that a reader copies."""
+    blocks = read_blocks(PAGE.read_text(encoding='utf-8'))
+    [text] = [block.text for block in blocks if block.language == language and containing in block.text]
+    return text
+
+
+def script_of(name: str) -> str:
+    """A file, or the block of the page that contains *name*."""
+    path = LAUNCH / name
+    return path.read_text(encoding='utf-8') if path.exists() else of_page('bash', name)
+
+
+@pytest.mark.parametrize('name', ['slurm.sbatch', 'tpu_pod.sh', 'srun', 'gcloud'])
 def test_scripts_are_valid(name: str) -> None:
-    subprocess.run(['bash', '-n', LAUNCH / name], check=True, timeout=500)
+    subprocess.run(['bash', '-n'], input=script_of(name), text=True, check=True, timeout=500)
+
+
+@pytest.mark.parametrize('name', ['slurm.sbatch', 'srun'])
+def test_slurm_starts_a_task_for_each_gpu_which_sees_all(name: str) -> None:
+    asked = dict(re.findall(r'^#SBATCH --([\w-]+)=(\S+)', script_of(name), re.MULTILINE))
+    assert int(asked['ntasks-per-node']) == int(asked['gpus-per-node']) > 1  # JAX gives each task one
+    assert not {'gpus-per-task', 'gpu-bind'} & set(asked)
+    assert asked['signal'].startswith('TERM@')  # to the tasks, which save: B: would be to the script alone
 
 
 def fake(folder: Path, name: str, code: str) -> None:
@@ -164,6 +187,9 @@ def fake(folder: Path, name: str, code: str) -> None:
         ('slurm.sbatch', 'srun', [1] * 10, 1, ['srun'] * 10),
         ('tpu_pod.sh', 'gcloud', [255, 0], 0, ['gcloud', 'gcloud']),
         ('tpu_pod.sh', 'gcloud', [PREEMPTED], PREEMPTED, ['gcloud']),
+        ('srun', 'srun', [0], 0, ['srun --kill-on-bad-exit=1 python train.py']),
+        ('srun', 'srun', [PREEMPTED], PREEMPTED, ['srun', 'scontrol requeue 7']),
+        ('srun', 'srun', [1], 1, ['srun']),
     ],
 )
 def test_scripts_start_again_what_failed(
@@ -179,33 +205,37 @@ def test_scripts_start_again_what_failed(
     fake(tmp_path, 'scontrol', 'exit 0')
     env = {**os.environ, 'PATH': f'{tmp_path}:{os.environ["PATH"]}', 'CALLS': str(log), 'SLURM_JOB_ID': '7'}
     env['SLURM_SUBMIT_DIR'] = str(ROOT)
-    done = subprocess.run(['bash', LAUNCH / script], env=env, capture_output=True, text=True, timeout=500)
+    path = tmp_path / 'script'
+    path.write_text(script_of(script))
+    done = subprocess.run(['bash', path], env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == expected, done.stderr
     made = log.read_text().splitlines()
     assert len(made) == len(calls)
     for line, wanted in zip(made, calls, strict=True):
         assert line.startswith(wanted), line
-    assert all('examples.llama.train' in line for line in made if line.startswith(starter))
+    assert all(
+        re.search(r'examples\.llama\.train|train\.py', line) for line in made if line.startswith(starter)
+    )
 
 
-def test_the_jobset_says_which_process_is_which() -> None:
-    spec = yaml.safe_load((LAUNCH / 'jobset.yaml').read_text())
+@pytest.mark.parametrize('text', [(LAUNCH / 'jobset.yaml').read_text(), of_page('yaml', 'JobSet')])
+def test_the_jobset_says_which_process_is_which(text: str) -> None:
+    spec = yaml.safe_load(text)
     [job] = spec['spec']['replicatedJobs']
     pods = job['template']['spec']
     [container] = pods['template']['spec']['containers']
     env = {entry['name']: entry for entry in container['env']}
     assert list(env) == ['JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID']
     assert pods['parallelism'] == pods['completions'] == int(env['JAX_NUM_PROCESSES']['value'])
+    assert pods['completionMode'] == 'Indexed' and pods['backoffLimit'] == 0
     name = spec['metadata']['name']
     host, _, port = env['JAX_COORDINATOR_ADDRESS']['value'].rpartition(':')
     assert host == f'{name}-{job["name"]}-0-0.{name}' and port.isdecimal()  # as JAX's own detection names it
     assert 'job-completion-index' in env['JAX_PROCESS_ID']['valueFrom']['fieldRef']['fieldPath']
-    [rule] = pods['podFailurePolicy']['rules']
-    assert rule['onExitCodes'] == {
-        'containerName': container['name'],
-        'operator': 'In',
-        'values': [PREEMPTED],
-    }
+    if 'podFailurePolicy' in pods:
+        [rule] = pods['podFailurePolicy']['rules']
+        codes = {'containerName': container['name'], 'operator': 'In', 'values': [PREEMPTED]}
+        assert rule['onExitCodes'] == codes
 
 
 def test_every_launch_file_starts_the_example_with_flags_that_it_has() -> None:
