@@ -41,13 +41,20 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     pages = {Path(file.abs_src_path).resolve(): file.src_uri for file in files if file.abs_src_path}
     source = Path(page.file.abs_src_path)
 
+    def on_site(path: Path) -> str:
+        return os.path.relpath(pages[path.resolve()], os.path.dirname(page.file.src_uri))
+
+    def picture(found: re.Match[str]) -> str:
+        dark, light = (on_site(source.parent / name) for name in found.groups()[:2])
+        return f'<img src="{light}#only-light"{found[3]}><img src="{dark}#only-dark"{found[3]}>'
+
     def link(found: re.Match[str]) -> str:
         name, anchor = found.groups()
         path = (source.parent / name).resolve()
         if '://' in name or not path.exists():
             return found[0]
         if path in pages and path.suffix != '.ipynb':  # a notebook is rendered there, and not here
-            name = os.path.relpath(pages[path], os.path.dirname(page.file.src_uri))
+            name = on_site(path)
         else:
             kind = 'tree' if path.is_dir() else 'blob'
             name = f'{config.repo_url.rstrip("/")}/{kind}/main/{path.relative_to(ROOT)}'
@@ -55,7 +62,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
     # A bar in code is escaped in the tables of GitHub, and not in those of Python-Markdown.
     markdown = CODE_IN_TABLE.sub(lambda found: found[0].replace('\\|', '|'), markdown)
-    markdown = PICTURE.sub(r'<img src="\2#only-light"\3><img src="\1#only-dark"\3>', markdown)
+    markdown = PICTURE.sub(picture, markdown)
     return LINK.sub(link, PRINTED.sub('``` { .text .prints }', markdown))
 
 

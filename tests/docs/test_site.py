@@ -94,6 +94,16 @@ def test_links_between_pages_lead_somewhere(site: Path) -> None:
     assert len(texts) > 30 and wrong == []
 
 
+def test_pictures_are_there(site: Path) -> None:
+    pictures = [
+        (page, html.unescape(found).partition('#')[0])
+        for page in site.rglob('*.html')
+        for found in re.findall(r'<img\b[^>]*\bsrc="([^"]+)"', page.read_text(encoding='utf-8'))
+    ]
+    assert len(pictures) > 10
+    assert [picture for page, picture in pictures if not (page.parent / picture).exists()] == []
+
+
 def test_links_to_files_of_the_repository_lead_somewhere(site: Path) -> None:
     linked = set()
     for page in site.rglob('*.html'):
