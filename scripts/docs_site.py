@@ -2,6 +2,7 @@
 
 - The README, the changelog and the notes for contributors are pages of the site.
 - A link to a file is a link to its page, or to the file in the repository where it has none.
+- Recipes come first in what a search finds.
 - The link to the repository asks nothing of the network.
 - Pictures for light and dark follow the reader's choice on the site.
 - Docstrings: tables of reStructuredText become those of Markdown, examples blocks of code, and pages links.
@@ -19,6 +20,9 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOT_PAGES = {'index.md': 'README.md', 'changelog.md': 'CHANGELOG.md', 'contributing.md': 'CONTRIBUTING.md'}
+
+# Who searches for FSDP wants the recipe first, and then what each name takes.
+SEARCH_BOOSTS = {'cookbook.md': 4, 'training_loop.md': 2, 'api/': 0.5, 'design.md': 0.5, 'changelog.md': 0.5}
 
 LINK = re.compile(r'\]\(([^)\s#]+)((?:#[^)\s]*)?)\)')
 PICTURE = re.compile(
@@ -40,6 +44,9 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     pages = {Path(file.abs_src_path).resolve(): file.src_uri for file in files if file.abs_src_path}
     source = Path(page.file.abs_src_path)
+    for start, boost in SEARCH_BOOSTS.items():
+        if page.file.src_uri.startswith(start):
+            page.meta['search'] = {'boost': boost}
 
     def on_site(path: Path) -> str:
         return os.path.relpath(pages[path.resolve()], os.path.dirname(page.file.src_uri))

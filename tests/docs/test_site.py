@@ -1,15 +1,10 @@
 """The site: it builds without a warning, has every public name, loads nothing; its links lead somewhere."""
 
 import html
-import os
 import re
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 from urllib.parse import unquote
-
-import pytest
 
 from scripts.docs_site import with_tables
 from tests.support import ROOT
@@ -17,16 +12,6 @@ from tests.support import ROOT
 API = (ROOT / 'tests' / 'api.txt').read_text(encoding='utf-8')
 # Those that scalax.sharding has too, and what rules have for one another.
 ELSEWHERE = re.compile(r'scalax\.rules\.[A-Z]|.*\.(answers|parts|by_path|is_pure)$')
-
-
-@pytest.fixture(scope='module')
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp('site')
-    command = [sys.executable, '-m', 'mkdocs', 'build', '--site-dir', str(folder)]
-    environment = {**os.environ, 'NO_MKDOCS_2_WARNING': '1'}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr  # the settings say that a warning is an error
-    return folder
 
 
 def text_of(page: Path) -> str:

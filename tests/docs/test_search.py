@@ -1,0 +1,63 @@
+"""The search of the site finds the recipe for what a reader types, first."""
+
+import functools
+import http.server
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from tests.support.browser import Browser
+
+# What is typed -> where the first result leads, to a section or to its page.
+WANTED = {
+    'OOM': r'(troubleshooting|cookbook)\.html#out-of-memory|glossary\.html#plans-and-performance',
+    'DDP': r'training_loop\.html#setup-ddp-or-fsdp',
+    'FSDP': r'cookbook\.html#fsdp-with-optax',
+    'throughput': r'training_loop\.html#throughput-and-mfu',
+    'MFU': r'training_loop\.html#throughput-and-mfu',
+    'wandb': r'training_loop\.html#the-loop',
+    'profiler': r'training_loop\.html#the-loop',
+    'gradient clipping': r'training_loop\.html#learning-rate-schedule-gradient-clipping',
+    'bf16': r'training_loop\.html#learning-rate-schedule-gradient-clipping-mixed-precision-bf16',
+    'schedule': r'training_loop\.html#learning-rate-schedule',
+    'SLURM': r'multihost\.html#slurm',
+    'GradScaler': r'training_loop\.html',
+    'state_dict': r'training_loop\.html',
+    'torchrun': r'training_loop\.html',
+    'MeshShardingHelper': r'api/sharding\.html#scalax\.sharding\.MeshShardingHelper',
+}
+
+SHOWN = """
+const first = document.querySelector('.md-search-result__item');
+return first ? [...first.querySelectorAll('a.md-search-result__link')].map(link => link.href) : [];
+"""
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope='module')
+def address(site: Path) -> Iterator[str]:
+    """Pages that are files have no search: a browser lets their scripts read no other file."""
+    handler = functools.partial(Quiet, directory=str(site))
+    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f'http://127.0.0.1:{server.server_port}'
+        server.shutdown()
+
+
+@pytest.mark.parametrize('typed', WANTED)
+def test_the_recipe_is_found_first(typed: str, address: str, browser: Browser) -> None:
+    browser.driver.get(f'{address}/index.html?q={quote(typed)}')
+    links = browser.until(lambda: browser.run(SHOWN))
+    assert isinstance(links, list)
+    # A page comes with the best of its sections: the first of these, or the page where it has none that fits.
+    best = [re.sub(r'\?h=[^#]*', '', link.removeprefix(f'{address}/')) for link in links[:2]]
+    assert re.match(WANTED[typed], best[-1]) or re.match(WANTED[typed], best[0]), best
+    assert browser.complaints() == []
