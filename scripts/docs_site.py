@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOT_PAGES = {'index.md': 'README.md', 'changelog.md': 'CHANGELOG.md', 'contributing.md': 'CONTRIBUTING.md'}
 
 # Who searches for FSDP wants the recipe first, and then what each name takes.
-SEARCH_BOOSTS = {'cookbook.md': 4, 'training_loop.md': 2, 'api/': 0.5, 'design.md': 0.5, 'changelog.md': 0.5}
+SEARCH_BOOSTS: dict[str, float] = {'cookbook.md': 4, 'training_loop.md': 2, 'troubleshooting.md': 2}
+SEARCH_BOOSTS |= dict.fromkeys(('api/', 'changelog.md', 'design.md', 'glossary.md'), 0.5)
 
 LINK = re.compile(r'\]\(([^)\s#]+)((?:#[^)\s]*)?)\)')
 PICTURE = re.compile(
