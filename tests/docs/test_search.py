@@ -14,7 +14,7 @@ from tests.support.browser import Browser
 
 # What is typed -> where the first result leads, to a section or to its page.
 WANTED = {
-    'OOM': r'(troubleshooting|cookbook)\.html#out-of-memory|glossary\.html#plans-and-performance',
+    'OOM': r'(troubleshooting|cookbook)\.html#out-of-memory',
     'DDP': r'training_loop\.html#setup-ddp-or-fsdp',
     'FSDP': r'cookbook\.html#fsdp-with-optax',
     'throughput': r'training_loop\.html#throughput-and-mfu',
