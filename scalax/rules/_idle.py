@@ -5,9 +5,10 @@ Reports list the first. Warnings say both, where a function is compiled and wher
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -32,7 +33,7 @@ class _Array(NamedTuple):
         seen: its path as the rules saw it.
         decision: what was decided.
         is_whole: whether each device holds all of it; not where the compiler decides.
-        text: what messages call it.
+        text: makes what messages call it.
     """
 
     size: int
@@ -40,7 +41,7 @@ class _Array(NamedTuple):
     seen: str
     decision: Decision
     is_whole: bool
-    text: str
+    text: Callable[[], str]
 
 
 def warn_unsharded(what: str, resolutions: Sequence[Resolution], mesh: Mapping[str, int]) -> None:
@@ -54,13 +55,13 @@ def warn_unsharded(what: str, resolutions: Sequence[Resolution], mesh: Mapping[s
         resolutions: what rules made of the trees of one call.
         mesh: mesh axis name -> size.
     """
-    if math.prod(mesh.values()) == 1:
+    rules = {id(rule): rule for each in resolutions for rule in each.rules}.values()
+    if math.prod(mesh.values()) == 1 or not any(isinstance(rule, ShardingRule) for rule in rules):
         return
     uses = _uses(resolutions)
     for rule, arrays in uses.values():
         if isinstance(rule, FSDPShardingRule) and (message := _all_whole(rule, arrays, mesh)):
             warn(f'{what}: {message}', UnshardedWarning)
-    rules = {id(rule): rule for each in resolutions for rule in each.rules}.values()
     seen = [path for each in resolutions for path in each.seen]
     unused, _ = idle_clauses(rules, seen, [one for each in resolutions for one in each.decisions])
     named = [(clause, uses.get(_key(clause[0]))) for clause in unused]
@@ -91,7 +92,7 @@ def _uses(resolutions: Iterable[Resolution]) -> dict[Any, tuple[ShardingRule, li
             size, rank = math.prod(tree.shapes[index]), len(tree.shapes[index])
             if size > 1:
                 is_whole = sharding is not None and sharding.spec == REPLICATED
-                array = _Array(size, rank, seen, decision, is_whole, tree.describe(index))
+                array = _Array(size, rank, seen, decision, is_whole, functools.partial(tree.describe, index))
                 by_rule.setdefault(id(rule), (rule, []))[1].append(array)
         for rule, arrays in by_rule.values():
             for key, inner in {_key(inner): inner for inner, _ in _nested([rule])}.items():
@@ -120,7 +121,7 @@ def _all_whole(rule: FSDPShardingRule, arrays: Sequence[_Array], mesh: Mapping[s
     count = len({(array.seen, array.size) for array in asked})  # arguments come back as outputs
     return (
         f'{rule!r} shards nothing: all {plural(count, "array")} of its trees are replicated over the '
-        f'{devices} devices along {", ".join(axes)}. The largest, {largest.text}, has {why}.\n'
+        f'{devices} devices along {", ".join(axes)}. The largest, {largest.text()}, has {why}.\n'
         f'What to do: {cure}. Where they are to be replicated, PartitionSpec() in place of the rule says so.'
     )
 
@@ -140,13 +141,11 @@ def _misspelt(clause: Clause, arrays: Sequence[_Array], seen: Sequence[str]) -> 
     for word in re.findall(r'[^\W\d]\w\w+', re.sub(r'\\.', ' ', text)):  # without \d and the like
         near = near_names(word, words)
         if near and not any(word in path for path in seen):
-            return (
-                f'  {text!r}: {word!r} is in no path, did you mean {near[0]!r}, as in {words[near[0]].text}?'
-            )
+            return f'  {text!r}: {word!r} is in no path, did you mean {near[0]!r}, as in {words[near[0]].text()}?'
     largest = max(arrays, key=lambda array: array.size)
     if len(arrays) == 1 or not largest.is_whole or largest not in unnamed:
         return ''
-    return f'  {text!r}, and the largest array is replicated, because no regex names it: {largest.text}'
+    return f'  {text!r}, and the largest array is replicated, because no regex names it: {largest.text()}'
 
 
 def _shards(value: Rule) -> bool:
