@@ -141,7 +141,8 @@ def _misspelt(clause: Clause, arrays: Sequence[_Array], seen: Sequence[str]) -> 
     for word in re.findall(r'[^\W\d]\w\w+', re.sub(r'\\.', ' ', text)):  # without \d and the like
         near = near_names(word, words)
         if near and not any(word in path for path in seen):
-            return f'  {text!r}: {word!r} is in no path, did you mean {near[0]!r}, as in {words[near[0]].text()}?'
+            like = f'{near[0]!r}, as in {words[near[0]].text()}'
+            return f'  {text!r}: {word!r} is in no path, did you mean {like}?'
     largest = max(arrays, key=lambda array: array.size)
     if len(arrays) == 1 or not largest.is_whole or largest not in unnamed:
         return ''
