@@ -4,6 +4,7 @@
 - A link to a file is a link to its page, or to the file in the repository where it has none.
 - Recipes come first in what a search finds.
 - The link to the repository asks nothing of the network.
+- What blocks print wraps, and its tables scroll.
 - Pictures for light and dark follow the reader's choice on the site.
 - Docstrings: tables of reStructuredText become those of Markdown, examples blocks of code, and pages links.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,9 @@ PICTURE = re.compile(
     r'<img src="([^"]+)"([^>]*)>\s*</picture>'
 )
 CODE_IN_TABLE = re.compile(r'(?<=`)[^`\n]*\\\|[^`\n]*(?=`)')
-PRINTED = re.compile(r'^<!-- prints -->\n```text$', re.MULTILINE)
+TEXT = re.compile(r'^(<!-- prints -->\n)?```text$', re.MULTILINE)
+OUTPUT = re.compile(r'(<div class="output[^>]*><pre><span></span><code>)(.*?)(</code>)', re.DOTALL)
+COLUMNS = re.compile(r'\S {2,}\S|-{9,}|[─│┌]')
 NAMED_PAGE = re.compile(r'\bdocs/(\w+)\.md')
 RULE = re.compile(r' *=+(?: +=+)+')
 
@@ -71,7 +75,29 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     # A bar in code is escaped in the tables of GitHub, and not in those of Python-Markdown.
     markdown = CODE_IN_TABLE.sub(lambda found: found[0].replace('\\|', '|'), markdown)
     markdown = PICTURE.sub(picture, markdown)
-    return LINK.sub(link, PRINTED.sub('``` { .text .prints }', markdown))
+    text = '``` { .text .output .no-copy'
+    markdown = TEXT.sub(lambda found: f'{text} .prints }}' if found[1] else f'{text} }}', markdown)
+    return LINK.sub(link, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    return OUTPUT.sub(lambda found: f'{found[1]}{"".join(in_parts(found[2]))}{found[3]}', html)
+
+
+def in_parts(text: str) -> Iterator[str]:
+    """A text that wraps line by line, but for its tables and drawings, which scroll.
+
+    >>> [*in_parts('words\\na  b\\nc\\nd  e\\n')]
+    ['<span class="line">words\\n</span>', '<span class="columns">a  b\\nc\\nd  e\\n</span>']
+    """
+    for paragraph in re.split(r'(?<=\n)(?=\n)', text):
+        lines = paragraph.splitlines(keepends=True)
+        rows = [number for number, line in enumerate(lines) if COLUMNS.search(line)]
+        first, end = (rows[0], rows[-1] + 1) if rows else (len(lines), len(lines))
+        parts = [*lines[:first], ''.join(lines[first:end]), *lines[end:]]
+        for number, part in enumerate(parts):
+            if part:
+                yield f'<span class="{"columns" if rows and number == first else "line"}">{part}</span>'
 
 
 def on_post_page(output: str, **_: Any) -> str:

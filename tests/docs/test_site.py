@@ -1,4 +1,4 @@
-"""The site: it builds without a warning, has every public name, loads nothing; its links lead somewhere."""
+"""The site: no warning, every public name, nothing from the network, links that lead somewhere, boxes not cut."""
 
 import html
 import re
@@ -6,8 +6,11 @@ import zlib
 from pathlib import Path
 from urllib.parse import unquote
 
-from scripts.docs_site import with_tables
+import pytest
+
+from scripts.docs_site import in_parts, with_tables
 from tests.support import ROOT
+from tests.support.browser import Browser
 
 API = (ROOT / 'tests' / 'api.txt').read_text(encoding='utf-8')
 # Those that scalax.sharding has too, and what rules have for one another.
@@ -87,6 +90,38 @@ def test_pictures_are_there(site: Path) -> None:
     ]
     assert len(pictures) > 10
     assert [picture for page, picture in pictures if not (page.parent / picture).exists()] == []
+
+
+@pytest.mark.parametrize('width', [1280, 400])
+def test_boxes_wrap_or_scroll(site: Path, browser: Browser, width: int) -> None:
+    for name in ('errors', 'planning', 'training_loop', 'api/sharding'):
+        browser.open(site / f'{name}.html', width)
+        boxes, cut, covered = browser.run(BOXES)
+        assert boxes > 5 and cut == [] and covered == 0 and browser.overflow() == 0, name
+
+
+# The boxes of a page; the words of those that lose some at the right edge; how many have an icon above words.
+BOXES = """
+const boxes = [...document.querySelectorAll('.md-content pre > code')].filter((box) => box.offsetParent);
+const parts = boxes.flatMap((box) => [box, ...box.querySelectorAll('.line, .columns')]);
+const cut = parts.filter((part) => part.scrollWidth > part.clientWidth + 1
+  && (part.matches('.output code, .line') || getComputedStyle(part).overflowX !== 'auto'));
+const icons = boxes.filter((box) => {
+  const icon = box.parentElement.querySelector('.md-code__nav')?.getBoundingClientRect();
+  return icon && icon.left < box.getBoundingClientRect().right;
+});
+return [boxes.length, cut.map((part) => part.textContent), icons.length];
+"""
+
+
+def test_parts_of_printed_text() -> None:
+    assert [*in_parts('words\nmore\n\na  b\npath\n1  2\nend\n')] == [
+        '<span class="line">words\n</span>',
+        '<span class="line">more\n</span>',
+        '<span class="line">\n</span>',
+        '<span class="columns">a  b\npath\n1  2\n</span>',
+        '<span class="line">end\n</span>',
+    ]
 
 
 def test_links_to_files_of_the_repository_lead_somewhere(site: Path) -> None:
