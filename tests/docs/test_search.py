@@ -28,7 +28,7 @@ WANTED = {
     'GradScaler': r'training_loop\.html',
     'state_dict': r'training_loop\.html',
     'torchrun': r'training_loop\.html',
-    'MeshShardingHelper': r'api/sharding\.html#scalax\.sharding\.MeshShardingHelper',
+    'MeshShardingHelper': r'api/sharding_meshes\.html#scalax\.sharding\.MeshShardingHelper',
 }
 
 SHOWN = """
