@@ -36,9 +36,9 @@ from scalax.testing import assert_collectives
 jax.config.update('jax_num_cpu_devices', 8)  # before JAX looks for its devices
 
 # %% [markdown]
-# # Part 1: Placing arrays
+# ## Part 1: Placing arrays
 #
-# ## A mesh
+# ### A mesh
 #
 # A mesh names the axes of a grid of devices. Here `dp` is for data parallelism and `mp` for model
 # parallelism; `-1` is inferred from the eight devices. Each axis has a *type*:
@@ -56,7 +56,7 @@ print(helper)
 print(auto)
 
 # %% [markdown]
-# ## PartitionSpec: sharding dimensions
+# ### PartitionSpec: sharding dimensions
 #
 # A spec has one entry for each dimension of an array:
 #
@@ -79,7 +79,7 @@ for spec in (P('dp', 'dp'), P(None, 'dp', 'mp'), P('pd'), P(None, ('dp', 'mp')))
         print(str(error).splitlines()[2].strip())
 
 # %% [markdown]
-# ## NamedSharding: a spec on a mesh
+# ### NamedSharding: a spec on a mesh
 #
 # A `NamedSharding` is a spec and a mesh, and so determines the block of each device.
 # `helper.match_sharding_rule` makes NamedShardings from specs, and from scalax's rules for whole models.
@@ -97,7 +97,7 @@ print(P('dp') == P('dp', None))
 print(NamedSharding(helper.mesh, P('dp')).is_equivalent_to(NamedSharding(helper.mesh, P('dp', None)), ndim=2))
 
 # %% [markdown]
-# ## Sharded arrays, and their types
+# ### Sharded arrays, and their types
 #
 # `helper.shard(tree, rule)` places a tree of arrays in one transfer (`jax.device_put(x, sharding)` does it
 # for one sharding). Every array then has a `.sharding`, with its `.mesh` and `.spec`, `.devices()`, and
@@ -114,7 +114,7 @@ first = explicit_x.addressable_shards[0]
 print(f'device {first.device.id} has rows 0-1, columns 0-1:', first.data.tolist())
 
 # %% [markdown]
-# ## reshard
+# ### reshard
 #
 # `jax.reshard` gives an array another sharding along Explicit axes, eagerly or inside a program. If a mesh is
 # set (inside `sjit`, or under `jax.set_mesh`), a spec is enough. Otherwise it takes a NamedSharding. Both are
@@ -131,7 +131,7 @@ for target in (NamedSharding(helper.mesh, P('mp')), P(None, 'dp')):
     print(jax.typeof(moved(explicit_x, target)))
 
 # %% [markdown]
-# ## Pictures
+# ### Pictures
 #
 # `helper.visualize` draws which device holds which block, of one array or of a tree. With a rule it draws the
 # resolved shardings, without placing anything. (`jax.debug.visualize_array_sharding` draws one array of at
@@ -146,9 +146,9 @@ helper.visualize(
 )
 
 # %% [markdown]
-# # Part 2: Programs
+# ## Part 2: Programs
 #
-# ## Propagation, in the types
+# ### Propagation, in the types
 #
 # On Explicit axes, each operation computes the sharding of its result from the types of its arguments during
 # tracing. So you can print types in a program, and mistakes are errors with a line number. New arrays are
@@ -174,7 +174,7 @@ row = helper.shard(np.ones(4, np.float32), P())
 result = program(explicit_x, row)
 
 # %% [markdown]
-# ## out_sharding: resolving ambiguity
+# ### out_sharding: resolving ambiguity
 #
 # Some results have no unique sharding. A product that contracts a sharded dimension leaves a part of the sum
 # on each device; the result may be replicated or scattered. In `x + x.T` each dimension is sharded over `dp`
@@ -209,7 +209,7 @@ for y in products(explicit_x, w):
 
 
 # %% [markdown]
-# ## grad, vmap, scan, while_loop and cond
+# ### grad, vmap, scan, while_loop and cond
 #
 # A gradient has the type of its parameter. Under `vmap` the mapped dimension keeps its axis, though the
 # function does not see it. The carry of `scan` and `while_loop` must keep its type, and the branches of
@@ -261,7 +261,7 @@ kept = helper.sjit(functools.partial(until, lambda x: jax.reshard(x, P('dp', 'mp
 print('the branches agree:        ', jax.typeof(kept(explicit_x)))
 
 # %% [markdown]
-# ## Auto axes: the compiler's choice, and constraints
+# ### Auto axes: the compiler's choice, and constraints
 #
 # On Auto axes types contain no shardings, and the compiler propagates shardings through the whole program,
 # forwards and backwards. A *constraint* guides it. `jax.lax.with_sharding_constraint` is for Auto axes: on
@@ -285,7 +285,7 @@ except AssertionError as error:
     print('AssertionError:', str(error).split('.')[0])
 
 # %% [markdown]
-# ## The cost of a layout
+# ### The cost of a layout
 #
 # If data has another sharding than an operation needs, the compiler inserts collectives: the cost of a
 # layout. `helper.plan` compiles a program without running it and lists them; tests assert them with
@@ -317,9 +317,9 @@ for name, specs in layouts.items():
     collectives(auto.plan(product, *auto.shard((a, a), specs)))
 
 # %% [markdown]
-# # Part 3: Per-device code
+# ## Part 3: Per-device code
 #
-# ## shard_map
+# ### shard_map
 #
 # So far programs computed on whole arrays. `shard_map` takes a function of one device's blocks, with explicit
 # communication. `in_specs` define how arguments are cut, `out_specs` how the blocks of results are joined.
@@ -348,7 +348,7 @@ except ValueError as error:
     print('without psum:', type(error).__name__)
 
 # %% [markdown]
-# ## Collectives
+# ### Collectives
 #
 # | | every device gives | and gets |
 # |---|---|---|
@@ -388,7 +388,7 @@ show(
 )
 
 # %% [markdown]
-# ## shard_map composes with transformations
+# ### shard_map composes with transformations
 #
 # It can be differentiated, mapped with `vmap` and scanned, from outside or inside. The transpose of a
 # `psum_scatter` is an `all_gather`, and so on: the collectives of the backward pass follow from those of the
@@ -412,9 +412,9 @@ print(
 )
 
 # %% [markdown]
-# # Part 4: Mixing
+# ## Part 4: Mixing
 #
-# ## Axes of several types
+# ### Axes of several types
 #
 # Each axis of a mesh has its own type. An array's type then contains the Explicit axes, and the compiler
 # decides about the others. A dimension of an array may be sharded over axes of one type only.
@@ -425,7 +425,7 @@ mixed_x = mixed.shard(x, P('dp', 'mp'))
 print(mixed_x.sharding.spec, jax.typeof(mixed_x))
 
 # %% [markdown]
-# ## auto_axes: leaving part of a program to the compiler
+# ### auto_axes: leaving part of a program to the compiler
 #
 # Inside `helper.auto_axes` Explicit axes are Auto, so the compiler handles operations that JAX cannot
 # resolve. Results need types again, given by `out_sharding`: a spec, a tree of specs, or rules.
@@ -451,7 +451,7 @@ def half_auto(x):
 print('outside:', jax.typeof(half_auto(square)))
 
 # %% [markdown]
-# ## explicit_axes: types in part of a program
+# ### explicit_axes: types in part of a program
 #
 # The reverse, in a program over Auto axes. Arguments need types, given by `in_sharding`. Results lose theirs:
 # from there on the compiler decides.
@@ -468,7 +468,7 @@ y = auto.sjit(typed)(a)
 print('outside:', jax.typeof(y), y.sharding.spec)
 
 # %% [markdown]
-# ## The sharding of an array and of its type
+# ### The sharding of an array and of its type
 #
 # `.sharding` is the sharding of a concrete array over all axes; values that are being traced do not have it.
 # `jax.typeof(x).sharding` is known during tracing, and has only the Explicit axes. On Auto axes the two
@@ -479,7 +479,7 @@ for name, each in {'Explicit': explicit_x, 'Auto': auto_x, 'dp Explicit, mp Auto
     print(f'{name:21} is sharded as {each.sharding.spec!s:17} has the type {jax.typeof(each).sharding.spec}')
 
 # %% [markdown]
-# ## FSDP in practice
+# ### FSDP in practice
 #
 # *Fully sharded data parallelism*: each device has a part of every parameter and of the batch. This is the
 # network, for one device. It names a value, `hidden`, and no mesh axis.
@@ -551,7 +551,7 @@ collectives(fsdp.plan(step, params, batch))
 fsdp.visualize(stepped)
 
 # %% [markdown]
-# ## Tensor parallelism in practice
+# ### Tensor parallelism in practice
 #
 # Each device computes a part of each layer. `up` is sharded by columns, so the hidden values are sharded,
 # without communication: `gelu` works on each part by itself. `down` is sharded by rows, along the contracted
@@ -614,7 +614,7 @@ both = tensor_parallel & FSDPShardingRule('dp', min_fsdp_size=1024)
 print(jax.tree.map(lambda p: str(p.spec), auto.match_sharding_rule(both, params)))
 
 # %% [markdown]
-# ## Next steps
+# ### Next steps
 #
 # - [Rules](rules.md), [sjit](sjit.md), [data](data.md); the [cookbook](cookbook.md) has training layouts.
 # - `examples/ring_attention.py` and `examples/expert_parallel.py` use `helper.shard_map`: attention over

@@ -1,6 +1,6 @@
 """What `mkdocs.yml` adds to MkDocs, so that the pages can be read in the repository as well.
 
-- The README, the changelog and the notes for contributors are pages of the site.
+- The README, the changelog, the notes for contributors and the notebooks are pages of the site.
 - A link to a file is a link to its page, or to the file in the repository where it has none.
 - Recipes come first in what a search finds.
 - The link to the repository asks nothing of the network.
@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOT_PAGES = {'index.md': 'README.md', 'changelog.md': 'CHANGELOG.md', 'contributing.md': 'CONTRIBUTING.md'}
+NOTEBOOKS = [*(ROOT / 'docs').glob('*.ipynb'), *(ROOT / 'docs' / 'notebooks').glob('*.ipynb')]
 
 # Who searches for FSDP wants the recipe first, and then what each name takes.
 SEARCH_BOOSTS: dict[str, float] = {'cookbook.md': 4, 'training_loop.md': 2, 'troubleshooting.md': 2}
@@ -36,6 +38,7 @@ CODE_IN_TABLE = re.compile(r'(?<=`)[^`\n]*\\\|[^`\n]*(?=`)')
 TEXT = re.compile(r'^(<!-- prints -->\n)?```text$', re.MULTILINE)
 OUTPUT = re.compile(r'(<div class="output[^>]*><pre><span></span><code>)(.*?)(</code>)', re.DOTALL)
 COLUMNS = re.compile(r'\S {2,}\S|-{9,}|[─│┌]')
+SHOWN = re.compile(r'<!-- shown (\d+) (\d+) -->')
 NAMED_PAGE = re.compile(r'\bdocs/(\w+)\.md')
 RULE = re.compile(r' *=+(?: +=+)+')
 
@@ -43,12 +46,17 @@ RULE = re.compile(r' *=+(?: +=+)+')
 def on_files(files: Any, config: Any) -> Any:
     for name, source in ROOT_PAGES.items():
         files.append(File.generated(config, name, abs_src_path=str(ROOT / source)))
+    for notebook in NOTEBOOKS:
+        name = str(notebook.relative_to(ROOT / 'docs').with_suffix('.md'))
+        files.append(File.generated(config, name, abs_src_path=str(notebook)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     pages = {Path(file.abs_src_path).resolve(): file.src_uri for file in files if file.abs_src_path}
     source = Path(page.file.abs_src_path)
+    if source in NOTEBOOKS:
+        markdown = '\n\n'.join(cells_of(json.loads(markdown), source.name))
     for start, boost in SEARCH_BOOSTS.items():
         if page.file.src_uri.startswith(start):
             page.meta['search'] = {'boost': boost}
@@ -65,7 +73,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         path = (source.parent / name).resolve()
         if '://' in name or not path.exists():
             return found[0]
-        if path in pages and path.suffix != '.ipynb':  # a notebook is rendered there, and not here
+        if path in pages and name != source.name:  # the page of a notebook links to it
             name = on_site(path)
         else:
             kind = 'tree' if path.is_dir() else 'blob'
@@ -80,7 +88,32 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     return LINK.sub(link, markdown)
 
 
-def on_page_content(html: str, **_: Any) -> str:
+def cells_of(notebook: dict[str, Any], name: str) -> Iterator[str]:
+    """The cells of a notebook as Markdown, with a place for each output that is HTML."""
+    for number, cell in enumerate(notebook['cells']):
+        words = ''.join(cell['source'])
+        yield words if cell['cell_type'] == 'markdown' else f'```python\n{words}\n```'
+        if not number:
+            yield f'[This page as a notebook]({name})'
+        for place, output in enumerate(cell.get('outputs', ())):
+            data = output.get('data', {})
+            text = ''.join(output.get('text') or data['text/plain']).rstrip('\n')
+            yield (
+                f'<!-- shown {number} {place} -->'
+                if 'text/html' in data
+                else f'<!-- prints -->\n```text\n{text}\n```'
+            )
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    if Path(page.file.abs_src_path) in NOTEBOOKS:
+        cells = json.loads(Path(page.file.abs_src_path).read_text(encoding='utf-8'))['cells']
+
+        def shown(found: re.Match[str]) -> str:
+            output = cells[int(found[1])]['outputs'][int(found[2])]
+            return f'<div class="shown">{"".join(output["data"]["text/html"])}</div>'
+
+        html = SHOWN.sub(shown, html)
     return OUTPUT.sub(lambda found: f'{found[1]}{"".join(in_parts(found[2]))}{found[3]}', html)
 
 
