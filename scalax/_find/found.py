@@ -13,7 +13,20 @@ from scalax._plan.page import headline, plan_blocks
 from scalax._plan.plan import Plan
 from scalax._plan.roofline import Seconds
 from scalax._report import saved
-from scalax._report.blocks import Block, Cell, Code, Column, Figures, Heading, Lines, Row, Section, Table
+from scalax._report.blocks import (
+    Block,
+    Cell,
+    Code,
+    Column,
+    Figures,
+    Heading,
+    InText,
+    Lines,
+    OnPage,
+    Row,
+    Section,
+    Table,
+)
 from scalax._report.shown import Shown
 from scalax._report.tables import human_bytes, milliseconds, more_bytes
 from scalax._search.objective import EQUAL, mean
@@ -142,11 +155,12 @@ class Found(Shown):
 
 def found_blocks(found: Found, title: str) -> list[Block]:
     """What was found, as blocks, without the plan."""
+    rule = Section('The rule', [Code(rule_code(found.rule).rstrip('\n'))])
     return [
         Heading(title, found.mesh, f'on {found.topology}' if found.topology else ''),
-        Figures([*headline(found.plan, found.plan.known_roofline)]),
+        OnPage([rule, Figures([*headline(found.plan, found.plan.known_roofline)])]),
         Section('', [Lines(_head(found))]),
-        Section('The rule', [Code(rule_code(found.rule).rstrip('\n'))]),
+        InText([rule]),
         Section('Places', [_groups(found)], 'What moving one group to its next best place costs'),
         Section('Meshes', [_meshes(found)], 'The best layout of each mesh and placement of the batch'),
     ]

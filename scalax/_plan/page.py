@@ -155,19 +155,30 @@ def memory_blocks(plan: PlanData) -> list[Block]:
     of_which = f', of which {human_bytes(gaps)} are gaps when most is held'
     unused = '' if gaps <= 0 else of_which if plan.buffers else ', not all at a time'
     unused += '; a full plan may have more' if plan.quick else ''
-    lines = [
-        f'memory of each device{_how_known(plan)}: {memory_taken(plan)}{fits}',
-        f'  arguments    {human_bytes(memory.arguments):>10}{donated}',
-        f'  outputs      {human_bytes(memory.outputs):>10}',
-        f'  temporaries  {human_bytes(memory.temporaries):>10}{unused}',
+    parts = [
+        ('arguments', memory.arguments, donated),
+        ('outputs', memory.outputs, ''),
+        ('temporaries', memory.temporaries, unused),
     ]
     if memory.host or moves.to_host or moves.from_host:
         sign = _SIGNS[moves.counted]
-        lines.append(
-            f'  on the host  {human_bytes(memory.host):>10}, {sign}{human_bytes(moves.to_host)} are written '
-            f'there and {sign}{human_bytes(moves.from_host)} read in one call'
+        moved = (
+            f', {sign}{human_bytes(moves.to_host)} are written there and {sign}'
+            f'{human_bytes(moves.from_host)} read in one call'
         )
-    return [Lines(lines), *([_held(plan)] if plan.buffers else [])]
+        parts.append(('on the host', memory.host, moved))
+    columns = [Column('part', 'lead'), Column('bytes', 'number'), Column('', 'wide')]
+    of = max(memory.limit or 0, memory.peak, 1)
+    rows: list[Row] = [
+        (name, Cell(human_bytes(size), size, bar=min(size / of, 1)), said.removeprefix(', '))
+        for name, size, said in (('peak', memory.peak, ''), *parts)
+    ]
+    return [
+        Lines([f'memory of each device{_how_known(plan)}: {memory_taken(plan)}{fits}']),
+        InText([Lines([f'  {name:11}  {human_bytes(size):>10}{said}' for name, size, said in parts])]),
+        OnPage([Table(columns, rows)]),
+        *([_held(plan)] if plan.buffers else []),
+    ]
 
 
 def _more_of_gpu(plan: PlanData) -> str:

@@ -28,7 +28,7 @@ MOST_ROWS = 2000
 """The rows of a table or a tree that a page shows: it is read by people, and has to load."""
 _AXIS_COLORS = 6  # in palette.css
 _OPEN_AT_FIRST = 40  # rows of a tree
-_WIDTHS = {'code': 'minmax(100px, 1.7fr)', 'wide': 'minmax(150px, 2.2fr)'}
+_WIDTHS = {'code': 'minmax(100px, 1.7fr)', 'wide': 'var(--wide, minmax(150px, 2.2fr))'}
 
 
 class Block:
@@ -376,7 +376,7 @@ class Table(Block):
 def _content(column: Column, cell: Cell, mesh: MeshAxes) -> str:
     words = _colored(cell.text, mesh) if column.kind == 'code' else escape(cell.text)
     if cell.bar is not None:
-        part = f'<i{_class(cell.tone)} style="width: {100 * cell.bar:.2f}%"></i>'
+        part = f'<i{_class(cell.tone)} style="width: {100 * cell.bar:.2f}%"></i>' if cell.bar else ''
         return f'{words}<div class="bar">{part}</div>'
     return _badge(cell.text, cell.tone) if cell.tone else words
 

@@ -232,8 +232,9 @@ def test_a_page_leaves_out_nothing_that_text_says():
     memory = dataclasses.replace(plan().memory, host=GIB)
     made = dataclasses.replace(plan(), memory=memory, host_moves=HostMoves(2 * GIB, 0), collectives=rows)
     said = words(made)
-    on_host = 'on the host 1.0 GiB, 2.0 GiB are written there and 0 B read in one call'
-    assert on_host in [' '.join(line.split()) for line in said]
+    on_host = said.index('on the host')
+    moved = '2.0 GiB are written there and 0 B read in one call'
+    assert said[on_host : on_host + 3] == ['on the host', '1.0 GiB', moved]
     tight = dataclasses.replace(memory, peak=15 * GIB, temporaries=12 * GIB)
     whole = ' '.join(words(dataclasses.replace(made, memory=tight)))
     assert '15.0 GiB, and 17.0 GiB with gaps between arrays, of 15.8 GiB: it does NOT fit' in whole
