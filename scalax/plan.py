@@ -14,7 +14,7 @@ from scalax._plan.memory import Memory
 from scalax._plan.plan import Plan, PlanDiff
 from scalax._plan.provenance import Source
 from scalax._plan.roofline import Communication, Phase, Roofline, Seconds
-from scalax._plan.schedule import Kernel, Schedule
+from scalax._plan.schedule import Kernel, Schedule, Span
 from scalax._plan.scopes import ScopeRuns, ScopeWork
 from scalax._plan.torus import Line, Place
 from scalax._search import Candidate, Search, search
@@ -49,6 +49,7 @@ __all__ = [
     'Search',
     'Seconds',
     'Source',
+    'Span',
     'Work',
     'count_flops',
     'count_model_flops',

@@ -14,6 +14,7 @@ from scalax._plan.plan_data import PlanData
 from scalax._plan.provenance import Source
 from scalax._plan.roofline import Roofline
 from scalax._plan.sums import NO_SCOPE, Sums, sums_by_part, sums_by_scope
+from scalax._plan.timeline import Timeline
 from scalax._report.blocks import (
     Block,
     Cell,
@@ -257,8 +258,9 @@ def _schedule(plan: PlanData, roofline: Roofline | None) -> list[Block]:
     bound = roofline.step_seconds.bound
     waits = f', {milliseconds(schedule.waiting)} of them waiting' if schedule.waiting else ''
     lines = Lines([f"by the compiler's schedule: {milliseconds(schedule.seconds)}{waits}"])
+    shown = [lines, Timeline(schedule.spans, schedule.seconds)]
     if not bound or abs(schedule.seconds / bound - 1) <= _ALIKE:
-        return [lines]
+        return shown
     columns = [
         Column('kernel', 'lead'),
         Column('times', 'number'),
@@ -273,7 +275,7 @@ def _schedule(plan: PlanData, roofline: Roofline | None) -> list[Block]:
         for row in sorted(differ, key=lambda row: -abs(row.seconds - row.bound))
     ]
     times = f'{schedule.seconds / bound:.3g} times the bound'
-    return [lines, Fold(f'{times}: the kernels that differ most', [Table(columns, rows, most_lines=_SHOWN)])]
+    return [*shown, Fold(f'{times}: the kernels that differ most', [Table(columns, rows, most_lines=_SHOWN)])]
 
 
 # --- Parts of the step and modules ----------------------------------------------------------------

@@ -22,7 +22,7 @@ import collections
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from scalax._plan.collective_runs import Kind
 from scalax._plan.formulas import Part
@@ -56,6 +56,7 @@ CUDNN = {'__cudnn$fmha': 3.0, '__cudnn$conv': 1.5}
 # sectors: transposes of attention, for which it has 16 times the least, took 1.3 to 3.9 times.
 _APART = 3.0
 _CALLS = ('call', 'conditional', 'while')
+_DEVICE = 'device'
 _LINK = 'link'
 
 Collectives = Mapping[tuple[str, str], tuple[Kind, float]]
@@ -88,16 +89,47 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True)
+class Span:
+    """What a device, or a link beside it, is busy with for a while.
+
+    Attributes:
+        lane: ``'device'``, or what is busy beside it: ``'link'``, ``'to host'``, ``'from host'``.
+        name: a kernel or a wait, as of a `Kernel`; a collective or a copy; or a loop or another call.
+        part: the part of the step that it belongs to.
+        scope: the module or named scope.
+        source: the place in the user's program.
+        start: the seconds from the beginning of the call, or of the run of the loop that it is in.
+        seconds: how long it takes, all runs of a loop together.
+        bound: the least that it takes, as of a `Kernel`.
+        times: the runs of a loop, one after the other.
+        inside: what one of them consists of.
+    """
+
+    lane: str
+    name: str
+    part: Part
+    scope: str
+    source: Source
+    start: float
+    seconds: float
+    bound: float = 0.0
+    times: int = 1
+    inside: tuple[Span, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Schedule:
     """The time of a step along the compiler's schedule.
 
     Attributes:
         seconds: the time of one call.
         kernels: what the device does in it, the longest first.
+        spans: what runs when, in the order of the schedule.
     """
 
     seconds: float
     kernels: tuple[Kernel, ...]
+    spans: tuple[Span, ...] = ()
 
     @property
     def waiting(self) -> float:
@@ -120,28 +152,30 @@ def schedule_of(
     if not any(_TIME.search(each.attributes) for _, each in module.instructions()):
         return None
     clock = _Clock(module, flops_rate, hbm_rate, host_rate, collectives)
-    seconds, rows = clock.run(clock.entry)
-    sums: dict[Kernel, list[float]] = collections.defaultdict(lambda: [0, 0.0, 0.0])
-    for row in rows:
-        alike = dataclasses.replace(row, count=0, seconds=0.0, bound=0.0)
-        sums[alike] = [a + b for a, b in zip(sums[alike], (row.count, row.seconds, row.bound), strict=True)]
-    kernels = [
-        dataclasses.replace(alike, count=int(count), seconds=of_all, bound=bound)
-        for alike, (count, of_all, bound) in sums.items()
-    ]
-    return Schedule(seconds, tuple(sorted(kernels, key=lambda row: -row.seconds)))
+    seconds, spans = clock.run(clock.entry)
+    sums: dict[tuple[str, Part, str, Source], list[float]] = collections.defaultdict(lambda: [0, 0.0, 0.0])
+    for span, runs in _on_device(spans):
+        alike = span.name, span.part, span.scope, span.source
+        one = 1, span.seconds, span.bound
+        sums[alike] = [total + runs * each for total, each in zip(sums[alike], one, strict=True)]
+    kernels = [Kernel(*alike, int(count), of_all, bound) for alike, (count, of_all, bound) in sums.items()]
+    return Schedule(seconds, tuple(sorted(kernels, key=lambda row: -row.seconds)), spans)
+
+
+def _on_device(spans: Iterable[Span], runs: int = 1) -> Iterator[tuple[Span, int]]:
+    """The kernels and waits among some spans, inside of loops too, and how often each runs in a call."""
+    for each in spans:
+        if each.inside:
+            yield from _on_device(each.inside, runs * each.times)
+        elif each.lane == _DEVICE:
+            yield each, runs
 
 
 class _Clock:
     """The time of a device while it runs a program."""
 
     def __init__(
-        self,
-        module: Module,
-        flops_rate: float,
-        hbm_rate: float,
-        host_rate: float,
-        collectives: Collectives,
+        self, module: Module, flops_rate: float, hbm_rate: float, host_rate: float, collectives: Collectives
     ) -> None:
         self._module, self._collectives = module, collectives
         self._flops_rate, self._hbm_rate, self._host_rate = flops_rate, hbm_rate, host_rate
@@ -152,9 +186,9 @@ class _Clock:
             assert visit.parent is not None and visit.caller is not None
             self._inside[*_path(visit.parent), visit.caller.name].append(visit)
 
-    def run(self, visit: Visit) -> tuple[float, list[Kernel]]:
-        """The seconds of one execution of a computation, and what all executions in a step consist of."""
-        now, rows = 0.0, list[Kernel]()
+    def run(self, visit: Visit) -> tuple[float, tuple[Span, ...]]:
+        """The seconds of one execution of a computation, and what it consists of."""
+        now, spans = 0.0, list[Span]()
         busy: dict[str, float] = collections.defaultdict(float)  # what is used beside kernels -> until when
         begun: dict[str, tuple[Instruction, str, float]] = {}  # what it is, and when it ends
         for each in visit.computation.instructions.values():
@@ -162,43 +196,58 @@ class _Clock:
             first = each.operands[0].partition('#')[0] if each.operands else ''
             kind, link = self._collectives.get((visit.computation.name, name), ('', 0.0))
             if opcode in _CALLS:
-                spent, inside = self._called(visit, each)
-                now += spent
-                rows += inside
+                for times, (spent, inside) in self._called(visit, each):
+                    span = self._span(visit, each, _DEVICE, each.name, now, now + times * spent)
+                    spans += [dataclasses.replace(span, times=times, inside=inside)] if inside else []
+                    now += times * spent
             elif opcode.endswith('-start') and (unit := _LINK if kind else self._to_or_from(visit, each)):
-                busy[unit] = max(now, busy[unit]) + (link if kind else self._least(visit, each))
-                begun[name] = each, kind or 'copy', busy[unit]
+                start = max(now, busy[unit])
+                busy[unit] = end = start + (link if kind else self._least(visit, each))
+                begun[name] = each, kind or 'copy', end
+                spans.append(self._span(visit, each, unit, kind or 'copy', start, end))
             elif opcode.endswith(('-update', '-done')) and first in begun:
-                start, what, end = begun[name] = begun[first]
+                starting, what, end = begun[name] = begun[first]
                 if opcode.endswith('-done') and end > now:
-                    rows.append(self._row(visit, start, f'wait: {what}', end - now))
+                    spans.append(self._span(visit, starting, _DEVICE, f'wait: {what}', now, end))
                     now = end
             elif kind:
-                end = max(now, busy[_LINK]) + link
-                rows.append(self._row(visit, each, f'wait: {kind}', end - now))
+                start = max(now, busy[_LINK])
+                end = start + link
+                spans.append(self._span(visit, each, _LINK, kind, start, end))
+                spans.append(self._span(visit, each, _DEVICE, f'wait: {kind}', now, end))
                 now = busy[_LINK] = end
             elif spent := self._seconds(visit.computation, each, least := self._least(visit, each)):
                 spent = max(spent, least / _REACHED)
                 called = _TARGET.search(each.attributes)
-                rows.append(self._row(visit, each, called[1] if called else name, spent, least))
+                named = called[1] if called else name
+                spans.append(self._span(visit, each, _DEVICE, named, now, now + spent, least))
                 now += spent
-        return now, rows
+        return now, tuple(spans)
 
-    def _called(self, visit: Visit, each: Instruction) -> tuple[float, list[Kernel]]:
-        """A loop, a call, or the longest of some branches."""
-        runs = [(inside.count / visit.count, *self.run(inside)) for inside in self._visited(visit, each)]
+    def _called(self, visit: Visit, each: Instruction) -> list[tuple[int, tuple[float, tuple[Span, ...]]]]:
+        """How often a loop, a call, or the longest of some branches runs, and one such run."""
+        runs = [(inside.count // visit.count, self.run(inside)) for inside in self._visited(visit, each)]
         if each.opcode == 'conditional':
-            runs = [max(runs, key=lambda run: run[1])] if runs else []
-        return sum(times * spent for times, spent, _ in runs), [row for *_, rows in runs for row in rows]
+            runs = [max(runs, key=lambda run: run[1][0])] if runs else []
+        return runs
 
     def _visited(self, visit: Visit, each: Instruction) -> list[Visit]:
         return self._inside.get((*_path(visit), each.name), [])
 
-    def _row(self, visit: Visit, each: Instruction, name: str, seconds: float, bound: float = 0.0) -> Kernel:
+    def _span(
+        self,
+        visit: Visit,
+        each: Instruction,
+        lane: str,
+        name: str,
+        start: float,
+        end: float,
+        bound: float = 0.0,
+    ) -> Span:
         part, source = self._parts.of(visit, each), source_of(self._module, visit.computation, each)
         named = named_in(self._module, each)
         scope = self._scopes.of(visit.op_name(named) or visit.scope, named.frame)
-        return Kernel(name, part, scope, source, visit.count, visit.count * seconds, visit.count * bound)
+        return Span(lane, name, part, scope, source, start, end - start, bound)
 
     def _to_or_from(self, visit: Visit, each: Instruction) -> str:
         """The way over the link to the host that something asynchronous goes; empty if it goes none."""

@@ -13,6 +13,7 @@ from scalax._plan.make import nccl_times
 from scalax._plan.page import plan_blocks
 from scalax._plan.schedule import _APART, _REACHED, CUDNN, schedule_of
 from scalax._plan.schedule import MODELLED as OPTION
+from scalax._plan.timeline import Timeline
 from scalax._report import blocks
 from scalax.plan import Plan
 from scalax.sharding import MeshShardingHelper
@@ -303,6 +304,68 @@ def test_loops_and_branches():
     assert kernels == {'inside': (20, 60), 'once': (1, 4), 'more': (1, 5)}
     assert of(LOOP).seconds == pytest.approx(sum(row.seconds for row in of(LOOP).kernels))
     assert [row.bound for row in of(LOOP).kernels if row.name == 'once'] == pytest.approx([2 * US * _REACHED])
+
+
+def lane(spans, name):
+    """What is in a lane: name, start and end in microseconds."""
+    return [
+        (span.name, pytest.approx(span.start / US), pytest.approx((span.start + span.seconds) / US))
+        for span in spans
+        if span.lane == name
+    ]
+
+
+def test_what_runs_when():
+    spans = of(OVERLAPPED, {'one': ('all-gather', 7), 'two': ('all-gather', 4)}).spans
+    assert lane(spans, 'link') == [('all-gather', 3, 10), ('all-gather', 10, 14)]
+    waits = [('wait: all-gather', 8, 10), ('wait: all-gather', 10, 14)]
+    assert lane(spans, 'device') == [('first', 0, 3), ('beside', 3, 8), *waits, ('after', 14, 16)]
+
+
+def test_one_run_of_a_loop_is_inside_of_it():
+    loop, condition, branch = of(LOOP).spans
+    assert [(span.name, span.times) for span in (loop, condition)] == [('loop', 10), ('loop', 11)]
+    assert [span.name for span in loop.inside if span.name != 'next'] == ['inside']
+    assert loop.inside[-1].start + loop.inside[-1].seconds <= loop.seconds / 10 * (1 + 1e-9)
+    names = [(span.name, span.times) for span in branch.inside]
+    assert names == [('rounds', 10), ('rounds', 11), ('once', 1), ('more', 1)]
+    assert branch.start == pytest.approx(condition.start + condition.seconds)
+
+
+@pytest.mark.parametrize('name', MODELLED)
+def test_the_device_does_one_thing_after_another(name):
+    def check(spans, seconds):
+        now = 0.0
+        for span in spans:
+            if span.lane == 'device':
+                assert span.start == pytest.approx(now, abs=1e-12)
+                now = span.start + span.seconds
+                if span.inside:
+                    check(span.inside, span.seconds / span.times)
+        assert now == pytest.approx(seconds)
+
+    schedule = recorded_plan(name).schedule
+    check(schedule.spans, schedule.seconds)
+
+
+def test_a_page_draws_what_runs_when(browser, tmp_path):
+    plan = recorded_plan('decoder h100')
+    page = blocks.page('', [Timeline(plan.schedule.spans, plan.schedule.seconds)])
+    (tmp_path / 'page.html').write_text(page, encoding='utf-8')
+    browser.open(tmp_path / 'page.html')
+    assert browser.complaints() == [] and browser.overflow() == 0
+    first = 'const [first] = document.querySelectorAll(".timeline"); '
+    drawn = browser.run(first + 'return [...first.querySelectorAll("i")].map((bar) => bar.title)')
+    longest = max(plan.schedule.spans, key=lambda span: span.seconds)
+    assert any(longest.name in words for words in drawn)
+    ends = browser.run(
+        first + 'return [...first.querySelectorAll("i")].map((bar) => bar.getBoundingClientRect().right)'
+    )
+    assert max(ends) <= 1280
+    zoom = 'const zoom = document.querySelector("[type=range]"); zoom.value = 8; '
+    zoom += 'zoom.dispatchEvent(new Event("input")); return first.scrollWidth / first.clientWidth'
+    assert browser.run(first + zoom) == pytest.approx(8, rel=0.01)
+    assert browser.overflow() == 0
 
 
 def test_a_compiler_that_writes_no_times():

@@ -1,5 +1,5 @@
 // What scripts add to blocks, which are whole without them: tables and trees sort, trees are filtered, and open and
-// close as one.
+// close as one; timelines zoom.
 const COLLATOR = new Intl.Collator('en', { numeric: true });
 
 function keyOf(cell) {
@@ -111,7 +111,26 @@ function makeFilter(leaves, folds) {
   return [box, ' ', count, ' '];
 }
 
+// A slider that widens a timeline, around the middle of what is shown.
+function enlivenTimeline(timeline) {
+  const zoom = document.createElement('input');
+  Object.assign(zoom, { type: 'range', min: 1, max: 40, step: 0.5, value: 1 });
+  zoom.setAttribute('aria-label', 'Zoom');
+  zoom.addEventListener('input', () => {
+    const middle = (timeline.scrollLeft + timeline.clientWidth / 2) / timeline.scrollWidth;
+    timeline.style.setProperty('--zoom', zoom.value);
+    timeline.scrollLeft = middle * timeline.scrollWidth - timeline.clientWidth / 2;
+  });
+  const tools = document.createElement('p');
+  tools.className = 'tools';
+  const words = document.createElement('span');
+  words.textContent = 'Zoom';
+  tools.append(words, zoom);
+  timeline.before(tools);
+}
+
 function enliven(blocks) {
+  blocks.querySelectorAll('.timeline').forEach(enlivenTimeline);
   blocks.querySelectorAll('table.sortable').forEach(enlivenTable);
   blocks.querySelectorAll('.tree').forEach(enlivenTree);
 }
