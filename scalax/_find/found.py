@@ -13,20 +13,7 @@ from scalax._plan.page import headline, plan_blocks
 from scalax._plan.plan import Plan
 from scalax._plan.roofline import Seconds
 from scalax._report import saved
-from scalax._report.blocks import (
-    Block,
-    Cell,
-    Code,
-    Column,
-    Figures,
-    Heading,
-    InText,
-    Lines,
-    OnPage,
-    Row,
-    Section,
-    Table,
-)
+from scalax._report.blocks import Block, Cell, Code, Column, Figures, Heading, Lines, Row, Section, Table
 from scalax._report.shown import Shown
 from scalax._report.tables import human_bytes, milliseconds, more_bytes
 from scalax._search.objective import EQUAL, mean
@@ -140,7 +127,9 @@ class Found(Shown):
         return found_blocks(self, title)
 
     def _page(self, title: str) -> list[Block]:
-        return [*found_blocks(self, title), *plan_blocks(self.plan, 'The plan', level=2)]
+        heading, figures, head, rule, *others = found_blocks(self, title)
+        plan = plan_blocks(self.plan, 'The plan', level=2)
+        return [heading, rule, figures, head, *others, *plan]
 
     def to_code(self) -> str:
         """Python that makes the helper, the rule, and the function on the mesh."""
@@ -155,12 +144,11 @@ class Found(Shown):
 
 def found_blocks(found: Found, title: str) -> list[Block]:
     """What was found, as blocks, without the plan."""
-    rule = Section('The rule', [Code(rule_code(found.rule).rstrip('\n'))])
     return [
         Heading(title, found.mesh, f'on {found.topology}' if found.topology else ''),
-        OnPage([rule, Figures([*headline(found.plan, found.plan.known_roofline)])]),
+        Figures([*headline(found.plan, found.plan.known_roofline)]),
         Section('', [Lines(_head(found))]),
-        InText([rule]),
+        Section('The rule', [Code(rule_code(found.rule).rstrip('\n'))]),
         Section('Places', [_groups(found)], 'What moving one group to its next best place costs'),
         Section('Meshes', [_meshes(found)], 'The best layout of each mesh and placement of the batch'),
     ]

@@ -162,12 +162,10 @@ def memory_blocks(plan: PlanData) -> list[Block]:
         ('temporaries', memory.temporaries, unused),
     ]
     if memory.host or moves.to_host or moves.from_host:
-        sign = _SIGNS[moves.counted]
-        moved = (
-            f', {sign}{human_bytes(moves.to_host)} are written there and {sign}'
-            f'{human_bytes(moves.from_host)} read in one call'
-        )
-        parts.append(('on the host', memory.host, moved))
+        sign, each_way = _SIGNS[moves.counted], (moves.to_host, moves.from_host)
+        written, read = (f'{sign}{human_bytes(moved)}' for moved in each_way)
+        said = f', {written} are written there and {read} read in one call'
+        parts.append(('on the host', memory.host, said))
     columns = [Column('part', 'lead'), Column('bytes', 'number'), Column('', 'wide')]
     of = max(memory.limit or 0, memory.peak, 1)
     rows: list[Row] = [
@@ -257,8 +255,8 @@ def _schedule(plan: PlanData, roofline: Roofline | None) -> list[Block]:
         return []
     bound = roofline.step_seconds.bound
     waits = f', {milliseconds(schedule.waiting)} of them waiting' if schedule.waiting else ''
-    lines = Lines([f"by the compiler's schedule: {milliseconds(schedule.seconds)}{waits}"])
-    shown = [lines, Timeline(schedule.spans, schedule.seconds)]
+    line = f"by the compiler's schedule: {milliseconds(schedule.seconds)}{waits}"
+    shown = [Lines([line]), Timeline(schedule.spans, schedule.seconds)]
     if not bound or abs(schedule.seconds / bound - 1) <= _ALIKE:
         return shown
     columns = [

@@ -220,7 +220,8 @@ class _Clock:
                 spent = max(spent, least / _REACHED)
                 called = _TARGET.search(each.attributes)
                 named = called[1] if called else name
-                spans.append(self._span(visit, each, _DEVICE, named, now, now + spent, least))
+                kernel = self._span(visit, each, _DEVICE, named, now, now + spent)
+                spans.append(dataclasses.replace(kernel, bound=least))
                 now += spent
         return now, tuple(spans)
 
@@ -234,20 +235,11 @@ class _Clock:
     def _visited(self, visit: Visit, each: Instruction) -> list[Visit]:
         return self._inside.get((*_path(visit), each.name), [])
 
-    def _span(
-        self,
-        visit: Visit,
-        each: Instruction,
-        lane: str,
-        name: str,
-        start: float,
-        end: float,
-        bound: float = 0.0,
-    ) -> Span:
+    def _span(self, visit: Visit, each: Instruction, lane: str, name: str, start: float, end: float) -> Span:
         part, source = self._parts.of(visit, each), source_of(self._module, visit.computation, each)
         named = named_in(self._module, each)
         scope = self._scopes.of(visit.op_name(named) or visit.scope, named.frame)
-        return Span(lane, name, part, scope, source, start, end - start, bound)
+        return Span(lane, name, part, scope, source, start, end - start)
 
     def _to_or_from(self, visit: Visit, each: Instruction) -> str:
         """The way over the link to the host that something asynchronous goes; empty if it goes none."""

@@ -12,7 +12,6 @@ from scalax._report.tables import milliseconds
 
 _LEAST = 0.0002  # of the width: shorter spans are not drawn
 _OPENED = 0.05  # of the width: shorter loops are not opened
-_DIVISIONS = 10  # in blocks.css
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +39,8 @@ class Timeline(Block):
             for span in drawn
             if span.inside and span.seconds >= _OPENED * self.seconds
         )
-        division = (
-            f'A division is {milliseconds(self.seconds / _DIVISIONS)}; where it is orange, the device waits.'
-        )
-        return f'<div class="timeline">\n{lanes}</div>{Lines([division]).html(mesh)}{loops}' if drawn else ''
+        scale = f'A division is {milliseconds(self.seconds / 10)}; the device waits where it is orange.'
+        return f'<div class="timeline">\n{lanes}</div>{Lines([scale]).html(mesh)}{loops}' if drawn else ''
 
     def _bar(self, span: Span) -> str:
         kind = 'wait' if span.name.startswith('wait') else 'loop' if span.inside else span.part
