@@ -70,9 +70,7 @@ def assert_collectives(
         ...     return x.sum()
         >>> assert_collectives(total, np.ones(8), all_reduce={'fsdp': 1}, all_gather=0)
     """
-    helper = helper or owner_of(fun)
-    if helper is None:
-        raise ArgumentError('assert_collectives: give helper=..., because sjit did not make the function')
+    helper = helper or _owner(fun, 'assert_collectives')
     kinds = {kind.replace('-', '_'): kind for kind in KINDS}
     for name in expected:
         if name not in kinds:
@@ -85,8 +83,8 @@ def assert_collectives(
     plan = make_plan(helper, fun, args, kwargs or {})
     if plan.devices < helper.mesh.size:
         raise AssertionError(
-            f'{plan.name} runs on {plan.devices} of {helper.mesh.size} devices, where there is nothing to '
-            'send: neither arguments nor outputs have shardings (in_shardings=..., or placed arguments)'
+            f'{plan.name} runs on {plan.devices} of {helper.mesh.size} devices, so nothing is sent: '
+            'neither arguments nor outputs have shardings (in_shardings=..., or placed arguments)'
         )
     wrong = []
     for name, counts in expected.items():
@@ -133,8 +131,8 @@ def assert_equal_to_one_device(
         *args: its arguments, as for `MeshShardingHelper.verify`.
         kwargs: its keyword arguments, as a dict.
         helper: the helper of its mesh, if `sjit` did not make it.
-        seeds: with how many sets of arguments it runs.
-        steps: how many steps run in a row.
+        seeds: the number of sets of arguments that it runs with.
+        steps: the number of steps that run in a row.
 
     Raises:
         AssertionError: results differ, or had no finite value to compare; the message is the report.
@@ -150,16 +148,18 @@ def assert_equal_to_one_device(
         >>> w, x = jax.ShapeDtypeStruct((16, 32), 'float32'), jax.ShapeDtypeStruct((8, 16), 'float32')
         >>> assert_equal_to_one_device(layer, w, x)
     """
-    helper = helper or owner_of(fun)
-    if helper is None:
-        raise ArgumentError(
-            'assert_equal_to_one_device: give helper=..., because sjit did not make the function'
-        )
+    helper = helper or _owner(fun, 'assert_equal_to_one_device')
     found = verify(helper, fun, args, kwargs or {}, seeds=seeds, steps=steps)
     if found.ended:  # the report is of use to nobody here, and the other tests are to end, too
         raise KeyboardInterrupt
     if not found.ok:
         raise AssertionError(str(found))
+
+
+def _owner(fun: Callable[..., Any], caller: str) -> MeshOwner:
+    if (owner := owner_of(fun)) is None:
+        raise ArgumentError(f'{caller}: give helper=..., because sjit did not make the function')
+    return owner
 
 
 @contextlib.contextmanager
@@ -172,7 +172,7 @@ def assert_no_recompile(fun: Callable[..., Any]) -> Iterator[None]:
 
     Raises:
         ArgumentError: another function.
-        AssertionError: it was compiled; says how often.
+        AssertionError: it was compiled; the message gives how often.
 
     Example:
         >>> import jax
@@ -192,13 +192,13 @@ def assert_no_recompile(fun: Callable[..., Any]) -> Iterator[None]:
     if compiled:
         raise AssertionError(
             f'{name} was compiled {plural(len(compiled), "more time")}: a shape, dtype, weak '
-            'type, static value or sharding was new, or a value was not where the calls before had it '
-            "(jax.config.update('jax_explain_cache_misses', True) says what)"
+            'type, static value or sharding was new, or a value was on other devices than in earlier calls '
+            "(jax.config.update('jax_explain_cache_misses', True) logs which)"
         )
 
 
 def assert_sharded_like(tree: Any, rules: RuleLike, helper: MeshOwner | None = None) -> None:
-    """Asserts that arrays are sharded as rules say.
+    """Asserts that arrays are sharded as rules specify.
 
     Args:
         tree: jax.Arrays, or anything else with shardings.
@@ -232,7 +232,7 @@ def assert_sharded_like(tree: Any, rules: RuleLike, helper: MeshOwner | None = N
         if theirs is not None and (mine is None or not mine.is_equivalent_to(theirs, len(named.shapes[i])))
     ]
     if wrong:
-        raise AssertionError(f'arrays are not sharded as the rules say:\n{shown_leaves(wrong)}')
+        raise AssertionError(f'arrays are not sharded as the rules specify:\n{shown_leaves(wrong)}')
 
 
 def _difference(mine: Any, theirs: Any) -> str:

@@ -74,7 +74,7 @@ def test_collectives_of_a_call_by_keyword():
 def test_collectives_that_prove_nothing():
     with pytest.raises(ArgumentError, match='nothing is expected; name some of all_gather, all_reduce'):
         testing.assert_collectives(total, X)
-    with pytest.raises(AssertionError, match='runs on 1 of 8 devices, where there is nothing to send'):
+    with pytest.raises(AssertionError, match='runs on 1 of 8 devices, so nothing is sent'):
         testing.assert_collectives(HELPER.sjit(lambda x: x.sum()), X, all_reduce=0)
 
     def until(x):

@@ -1,4 +1,4 @@
-"""Following the batch: which values of a jaxpr hold its rows, and constraints that keep these where they are.
+"""Activation sharding propagation: where the batch is in a jaxpr, and constraints that keep it there.
 
 `follow` edits the jaxpr of a function.
 """

@@ -14,15 +14,7 @@ import numpy as np
 
 from scalax._follow.edit import Edit
 from scalax._follow.trail import Trail, Trails, axes_of, put
-from scalax._jax.equations import (
-    dim_of,
-    gather_dims,
-    makers_of,
-    opened,
-    scatter_dims,
-    shape_of,
-    slice_sizes,
-)
+from scalax._jax.equations import dim_of, gather_dims, makers_of, opened, scatter_dims, shape_of, slice_sizes
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dims import SCATTERS
 from scalax._jaxprs.integers import Integers

@@ -22,8 +22,8 @@ from scalax._tree.specs import text
 from scalax._util.user_frames import file_text, users_own
 
 _SAY_WHICH = (
-    'it is an argument that specs alone shard, and that is not donated, beside one that a rule places; '
-    'batch_argnums and batch_argnames say which it is elsewhere'
+    'no argument looks like a batch, which is sharded by specs alone, is not donated, and comes with an '
+    'argument that a rule shards; name the batch by batch_argnums or batch_argnames'
 )
 _DEAL = os.path.join('scalax', '_stages', 'deal.py')
 _JAX = os.path.dirname(jax.__file__) + os.sep
@@ -31,11 +31,11 @@ _JAX = os.path.dirname(jax.__file__) + os.sep
 
 @dataclasses.dataclass(frozen=True)
 class KeptValue:
-    """Values that stay where the rows of the batch are.
+    """Values that stay sharded along the batch dimension.
 
     Attributes:
         array: the dtype and the shape of each, of all devices together, such as ``'bfloat16[64,4096]'``.
-        spec: its sharding: the followed dimensions; UNCONSTRAINED ones are the compiler's.
+        spec: its sharding: that of the batch; UNCONSTRAINED dimensions are left to the compiler.
         primitive: the operation of JAX that computes it.
         line: the line of the user's code, such as ``'model.py:12 layer'``.
         count: how many there are on the line; one in a loop counts once.
@@ -50,14 +50,14 @@ class KeptValue:
 
 @dataclasses.dataclass(frozen=True)
 class LostRows:
-    """An operation whose results no longer hold the rows of the batch that its operands hold.
+    """An operation whose operands are sharded along the batch dimension, and whose results are not.
 
-    A sum over rows, such as a mean or a gradient, loses none.
+    Sums over the batch, such as a mean or a gradient, are not among these.
 
     Attributes:
         primitive: the operation of JAX.
         line: the line of the user's code.
-        array: the dtype and the shape of its largest result; of what takes rows one by one, of all rows.
+        array: the dtype and the shape of its largest result; of a loop over examples, of its operand.
         bytes: the size of that, of all devices together.
         count: how many there are on the line; one in a loop counts once.
     """
@@ -74,16 +74,16 @@ T = TypeVar('T', KeptValue, LostRows)
 
 @dataclasses.dataclass(frozen=True)
 class FollowedBatch:
-    """How the batch of a compiled function was followed; printed, a table.
+    """How batch sharding was propagated through a compiled function; printed, a table.
 
     Attributes:
         name: the name of the function.
-        axes: the mesh axes over which the rows are; empty if nothing was followed.
-        kept: the values that are kept in place, in the order of the program.
-        lost: where rows were lost, the largest first.
-        moved: where rows move to other devices: to the larger weight of a product (the value is the weight),
-            or in another order, sorted, looked up by an index or scattered (it is the result).
-        reason: why nothing was followed, if that is known.
+        axes: the mesh axes that shard the batch dimension; empty if nothing was propagated.
+        kept: the values that stay sharded along it, in the order of the program.
+        lost: where the batch sharding was lost, the largest first.
+        moved: where examples move to other devices: to the larger weight of a product (the value is the
+            weight), or because they are sorted, looked up by an index or scattered (it is the result).
+        reason: why nothing was propagated, if that is known.
     """
 
     name: str
@@ -100,17 +100,18 @@ class FollowedBatch:
 
     def __str__(self) -> str:
         if not self.axes:
-            return f'{self.name} follows no batch: {self.reason or _SAY_WHICH}'
+            return f'{self.name} propagates no batch sharding: {self.reason or _SAY_WHICH}'
         width = terminal_width(None)
-        lines = [f'{self.name} keeps {self.count} values with the rows of the batch ({", ".join(self.axes)})']
+        kept = f'{self.name} keeps {self.count} values sharded along the batch dimension'
+        lines = [f'{kept} ({", ".join(self.axes)})']
         if self.kept:
             rows = [[*_cells(each), each.array, text(each.spec)] for each in self.kept]
             lines += ['', *table([[*_HEAD, 'value', 'spec'], *rows], width, 0, (2,))]
-        for what, places in (('are lost', self.lost), ('move to other devices', self.moved)):
+        for what, places in (('The batch sharding is lost', self.lost), ('Examples move', self.moved)):
             if places:
                 rows = [[*_cells(each), human_bytes(each.bytes), each.array] for each in places]
                 found = table([[*_HEAD, 'size', 'value'], *rows], width, 0, (2, 3))
-                lines += ['', f'Rows {what} at:', '', *found]
+                lines += ['', f'{what} at:', '', *found]
         return '\n'.join(lines)
 
 
@@ -122,8 +123,8 @@ def _cells(each: KeptValue | LostRows) -> list[str]:
 
 
 def nothing_followed(batch: FollowedBatch) -> str:
-    """Why no batch is followed."""
-    return f'no batch is followed: {batch.reason or _SAY_WHICH}'
+    """Why no batch sharding is propagated."""
+    return f'no batch sharding is propagated: {batch.reason or _SAY_WHICH}'
 
 
 def followed_batch(

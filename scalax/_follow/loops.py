@@ -7,16 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from scalax._follow.edit import Edit
-from scalax._follow.trail import (
-    Trail,
-    closed_spec_of,
-    common,
-    element_of,
-    merged,
-    of_dims,
-    spec_of,
-    stack_of,
-)
+from scalax._follow.trail import Trail, closed_spec_of, common, element_of, merged, of_dims, spec_of, stack_of
 from scalax._follow.types import Followed, Use
 from scalax._follow.weights import FEW_ROWS
 from scalax._jax.equations import DropVar, Literal, loop_of, opened, shape_of

@@ -17,12 +17,7 @@ from scalax.errors import ArgumentError
 
 
 def with_right_gradients(
-    jaxpr: Any,
-    mesh: Mesh | AbstractMesh,
-    batch_axes: Sequence[str],
-    *,
-    name: str,
-    can_change: bool = True,
+    jaxpr: Any, mesh: Mesh | AbstractMesh, batch_axes: Sequence[str], *, name: str, can_change: bool = True
 ) -> Any:
     """The jaxpr, whose grouped convolutions and sums over their rows are right; the same one if it has none.
 
@@ -50,10 +45,10 @@ def with_right_gradients(
     evened = with_even_updates(jaxpr, mesh)
 
     def right(equation: Any) -> Any:
-        name = primitive_name(equation)
-        if name in REDUCING and is_changed:
+        primitive = primitive_name(equation)
+        if primitive in REDUCING and is_changed:
             return evened(equation)
-        if name != 'conv_general_dilated':
+        if primitive != 'conv_general_dilated':
             return equation
         features, groups_of_rows = conv_groups(equation)
         if groups_of_rows == 1:
@@ -62,8 +57,8 @@ def with_right_gradients(
             from scalax._follow.followed_batch import line_of  # here, because hardly any program is refused
 
             raise ArgumentError(
-                f'{name} takes the gradient of a grouped convolution ({line_of(equation)}), which XLA adds '
-                'up over too many devices. scalax mends that on meshes of Auto axes, in functions that close '
+                f'{name} takes the gradient of a grouped convolution ({line_of(equation)}), which XLA sums '
+                'over too many devices. scalax corrects this on meshes of Auto axes, in functions that close '
                 'over no value of an outer trace.\n'
                 'What to do: make the helper with AxisType.Auto, and pass the arrays that it closes over as '
                 'arguments'

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from scalax._follow.edit import Edit
 from scalax._follow.experts import move_to_experts, stay, way
-from scalax._follow.meetings import SIDE_BY_SIDE, whole_beside, whole_factors
-from scalax._follow.trail import Trail, axes_of, closed_spec_of, common, merged, of_dims, spec_of, without
+from scalax._follow.seconds import PER_BYTE, PER_OPERATION
+from scalax._follow.trail import (
+    Trail,
+    Trails,
+    axes_of,
+    closed_spec_of,
+    common,
+    merged,
+    of_dims,
+    spec_of,
+    without,
+)
 from scalax._jax.equations import conv_dims, dot_dims, shape_of
 from scalax._jax.primitives import primitive_name
-from scalax._jaxprs.dims import updated_dims
+from scalax._jaxprs.dims import multiplications, updated_dims
 
+_SIDE_BY_SIDE = frozenset({'stack', 'concatenate'})
 _WITH_TABLES = ('gather', 'scatter-add')
 
 
@@ -29,7 +40,7 @@ def place_operands(edit: Edit, equation: Any, operands: list[Trail]) -> Sequence
             _gather_factors(edit, equation, operands)
         _gather_beside_columns(edit, equation)
         return experts
-    if name in SIDE_BY_SIDE and len({*operands}) > 1:
+    if name in _SIDE_BY_SIDE and len({*operands}) > 1:
         _keep_beside(edit, equation, operands)
     elif name in _WITH_TABLES:
         _move_to_table(edit, equation, operands)
@@ -85,7 +96,7 @@ def _gather_factors(edit: Edit, equation: Any, operands: list[Trail]) -> None:
     # Of products that are added up, as in the rounds of a loop, their sum alone is sent; and rows beside
     # columns that stay split are gathered anyway.
     left = edit.costs.is_part(equation) or shared.splits.dim(equation.outvars[0]) is not None
-    whole = whole_factors(equation, operands, shared.trails, None if left else shared.stored_axes)
+    whole = _whole_factors(equation, operands, shared.trails, None if left else shared.stored_axes)
     if all(map(edit.has_open_rows, equation.invars)):
         if not shared.trails.batch_axes.isdisjoint(axes_of(operands[0]) - axes_of(whole[0])):
             edit.note_move(equation, equation.outvars[0])
@@ -95,12 +106,59 @@ def _gather_factors(edit: Edit, equation: Any, operands: list[Trail]) -> None:
                 operands[place] = trail
 
 
+def _whole_factors(
+    equation: Any, operands: Sequence[Trail], trails: Trails, stored: Set[str] | None
+) -> Sequence[Trail]:
+    """The trails of the operands of a product of rows with rows.
+
+    A product that sums over a mesh axis leaves each device a part of the sums, which all add up: that sends
+    them twice. If it takes less to gather the operands, such as the few rows that a gradient is a sum of, and
+    to compute more, nothing is added up. Over axes that shard weights, sums are scattered, and sent once.
+
+    Args:
+        equation: the product.
+        operands: the trails of its operands.
+        trails: answers about trails.
+        stored: the axes that shard weights, and so the gradient that a sum over rows is; None if that is left
+            as it is.
+    """
+    contracted, _ = dot_dims(equation)
+    pairs = [*zip(operands, contracted, strict=True)]
+    others = {axis for trail, dims in pairs for i, each in enumerate(trail) if i not in dims for axis in each}
+    summed = {axis for trail in operands for axis in axes_of(trail)} - others
+    for gone in filter(None, [summed - trails.batch_axes] if stored is None else [summed, summed - stored]):
+        whole = [without(trail, gone) for trail in operands]
+        moved = sum(
+            trails.bytes_of(atom, axes_of(after))
+            for atom, before, after in zip(equation.invars, operands, whole, strict=True)
+            if before != after
+        )
+        [result] = trails.through(equation, whole)
+        there, [out] = axes_of(result), equation.outvars
+        split = there if trails.has_rows(result) else there.union(stored or ())
+        sums = trails.bytes_of(out, there) if gone & split else 2 * trails.bytes_of(out, split)
+        computed = 2 * multiplications(equation) / trails.shards(split)
+        if moved * PER_BYTE + computed * PER_OPERATION < sums * PER_BYTE:
+            return whole
+    return operands
+
+
 def _keep_beside(edit: Edit, equation: Any, operands: Sequence[Trail]) -> None:
     """Keeps what is stacked with split values whole: else the compiler splits what computed it too."""
-    for place, dims in enumerate(whole_beside(equation, operands, edit.shared.trails)):
+    for place, dims in enumerate(_whole_beside(equation, operands, edit.shared.trails)):
         var = equation.invars[place]
         if dims and edit.shared.placed and edit.has_open_rows(var):
             edit.place_before(var, spec_of(operands[place], dims), equation)
+
+
+def _whole_beside(equation: Any, operands: Sequence[Trail], trails: Trails) -> list[set[int]]:
+    """Of each operand of a stack or a concatenation the dimensions that mesh axes split in others only."""
+    found = merged(operands, len(shape_of(equation.invars[0])))
+    return [
+        {i for i, (mine, all_) in enumerate(zip(each, found, strict=False)) if all_ and not mine}
+        - {i for i, all_ in enumerate(found) if not trails.batch_axes.isdisjoint(all_)}
+        for each in operands
+    ]
 
 
 def _place_images(edit: Edit, equation: Any, operands: list[Trail]) -> None:
@@ -145,7 +203,7 @@ def _move_to_table(edit: Edit, equation: Any, operands: list[Trail]) -> None:
             if edit.has_open_rows(equation.invars[place]):
                 if axes_of(columns):  # as for experts: at both ends
                     edit.place_before(equation.invars[place], spec_of(operands[place]), equation)
-                operands[place] = shared.without_rows(operands[place])
+                operands[place] = without(operands[place], shared.trails.batch_axes)
                 ndim = len(shape_of(equation.invars[place]))
                 there = merged((columns, operands[place]), ndim) if place == 2 else operands[place]
                 edit.place_before(equation.invars[place], closed_spec_of(there, ndim), equation)

@@ -28,7 +28,7 @@ _EACH = (ELEMENTWISE | {'sharding_constraint'}) - ALONG - {'random_fold_in', 'ra
 _TOTALS = frozenset({'reduce_sum', 'reduce_max', 'reduce_min', 'reduce_and', 'reduce_or'})
 # The dimension of rows is where the table of dimensions says.
 _BY_TABLE = _TOTALS | {
-    *('argmax', 'argmin', 'broadcast_in_dim', 'reduce_prod', 'reshape', 'squeeze', 'top_k', 'transpose'),
+    *('argmax', 'argmin', 'broadcast_in_dim', 'reduce_prod', 'reshape', 'squeeze', 'top_k', 'transpose')
 }
 # Along a dimension of the same size everywhere these do nothing.
 _ALONG_OTHERS = frozenset({'concatenate', 'dynamic_slice', 'dynamic_update_slice', 'slice', 'split'})
@@ -156,7 +156,7 @@ class _Order:
     def _alike(self, name: str, equation: Any, rows: Mapping[int, int]) -> None:
         """Rows meet rows of the same number, and what is one for all rows."""
         [dim, *more] = set(rows.values())
-        is_whole = name in _ALONG_OTHERS or (name == 'pad' and equations.paddings(equation)[dim] == (0, 0, 0))
+        is_whole = name in _ALONG_OTHERS or (name == 'pad' and not equations.works_along(equation, dim))
         _require(not more and (is_whole or _is_each(equation)))
         others = [x for i, x in enumerate(equation.invars) if i not in rows and shape_of(x)]
         _require(all(self._is_uniform(x, dim) for x in others))

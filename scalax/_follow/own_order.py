@@ -45,10 +45,7 @@ class _OwnOrder(Rewriter):
     """Rewrites the blocks of sorts."""
 
     def __init__(
-        self,
-        ordered: Mapping[str, Mapping[Any, Sequence[Trail]]],
-        trails: Trails,
-        mesh: Mesh | AbstractMesh,
+        self, ordered: Mapping[str, Mapping[Any, Sequence[Trail]]], trails: Trails, mesh: Mesh | AbstractMesh
     ) -> None:
         super().__init__(lambda equation: equation)
         self._sorts, self._products = ordered['sort'], ordered['ragged_dot_general']

@@ -20,11 +20,7 @@ from scalax._jax.rewriting import bound, equation_of
 
 
 def on_own_rows(
-    equation: Any,
-    operands: Sequence[Trail],
-    trails: Trails,
-    mesh: Mesh | AbstractMesh,
-    own_sizes: Any = None,
+    equation: Any, operands: Sequence[Trail], trails: Trails, mesh: Mesh | AbstractMesh, own_sizes: Any = None
 ) -> Any:
     """A product of rows in groups that each device makes of its own rows; the same one if no axis has these.
 

@@ -55,10 +55,11 @@ def run_followed(
     except Exception as error:  # noqa: BLE001 - a mistake of scalax, not of the user: it ends no program
         found = Followed(jaxpr, (), failure=_failure(error))
         warn(
-            f'{fun.__name__} runs without following its batch: {found.failure}. Its results are right; the '
-            'compiler decides alone where values are, which may take more memory and communication.\n'
+            f'{fun.__name__} runs without batch sharding propagation: {found.failure}. Its results are '
+            'right, but the compiler alone decides how activations are sharded, which may take more memory '
+            'and communication.\n'
             'What to do: please report this as a bug of scalax, with this message and the line that it '
-            'names. batch_argnums=() follows nothing, and does not warn.',
+            'names. batch_argnums=() switches propagation off, and this warning.',
             FollowingWarning,
         )
     leaves = jax.tree.leaves([value for i, value in enumerate(args) if i not in static])
@@ -91,4 +92,4 @@ def _failure(error: Exception) -> str:
     at_hand = [frame.f_locals.get('equation') for frame, _ in traceback.walk_tb(error.__traceback__)]
     equations = [each for each in reversed(at_hand) if isinstance(each, JaxprEqn)]
     at = f' at {equations[0].primitive.name} ({line_of(equations[0], equations[1:])})' if equations else ''
-    return f'following failed{at} with {type(error).__name__}: {error}'
+    return f'propagation failed{at} with {type(error).__name__}: {error}'

@@ -83,10 +83,6 @@ class Shared(abc.ABC):
         taken = axes_of(weights[0]) - self.trails.batch_axes
         return [without(trail, taken) if self.has_rows(trail) else trail for trail in operands]
 
-    def without_rows(self, trail: Trail) -> Trail:
-        """A trail along the mesh axes that shard no rows."""
-        return without(trail, self.trails.batch_axes)
-
     def placed_at(self, place: Any, trail: Trail, var: Any) -> Trail:
         """The trail of a value that the user places. Dimensions that are left open stay as they were.
 

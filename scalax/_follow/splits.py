@@ -47,6 +47,7 @@ class Splits:
         axes: the mesh axes that shard weights, if these are the same for all.
         others: the axes of the batch that shard no weight.
         possible: the dimensions that may stay split: none if the axes differ between weights.
+        classes: gives the class of each dimension of a value; only if some are possible.
     """
 
     def __init__(
@@ -61,9 +62,10 @@ class Splits:
         self.axes, self.others = min(sharded, default=()), trails.batch_axes.difference(*sharded)
         self._left = trails.sizes.keys() - self.axes
         if len(sharded) == 1 and self._may_pay(stored.products):
-            self._dims = WholeDimensions(jaxpr, trails.shards(self.axes))
+            dims = WholeDimensions(jaxpr, trails.shards(self.axes))
+            self.classes = dims.classes_of
             weights = self.along(arguments, map(stored.of, arguments))
-            self.possible = weights - self.along(arguments, given) - self._dims.whole
+            self.possible = weights - self.along(arguments, given) - dims.whole
 
     def _may_pay(self, products: Iterable[Any]) -> bool:
         """Whether rows are smaller than what it takes to gather the weights that they are multiplied with.
@@ -126,10 +128,6 @@ class Splits:
         if is_longer or result is not None or None in operands:
             return None
         return PartitionSpec(*only_axes(spec, self._left))
-
-    def classes(self, atom: Any) -> list[int]:
-        """The class of each dimension of a value."""
-        return self._dims.classes_of(atom)
 
     def along(self, atoms: Iterable[Any], trails: Iterable[Trail]) -> set[int]:
         """The classes of the dimensions that mesh axes shard."""

@@ -10,13 +10,13 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 
-def devices_of(platform: str, *, local: bool = False) -> tuple[Sequence[Any], str]:
-    """The devices of a platform, of this process only if *local*; with what JAX says where it has none.
+def devices_of(platform: str) -> tuple[Sequence[Any], str]:
+    """The devices of a platform, with what JAX says where it has none.
 
     Relies on a RuntimeError where JAX has no such platform, was told to use others, or cannot open it.
     """
     try:
-        return (jax.local_devices(backend=platform) if local else jax.devices(platform)), ''
+        return jax.devices(platform), ''
     except RuntimeError as error:
         return [], str(error)
 

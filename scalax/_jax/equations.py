@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -289,11 +289,6 @@ def is_from_zero(equation: Any) -> bool:
     return equation.params['group_offset'] is None
 
 
-def paddings(equation: Any) -> Sequence[tuple[int, int, int]]:
-    """How much `pad` adds before, behind and between, along each dimension. Relies on *padding_config*."""
-    return equation.params['padding_config']
-
-
 def removed_dims(equation: Any) -> Sequence[int]:
     """The dimensions that a reduction, `argmax`, `argmin` or `squeeze` removes.
 
@@ -411,10 +406,7 @@ def mapped(equation: Any) -> tuple[Any, jax.sharding.AbstractMesh]:
     """
     params = equation.params
     mesh = getattr(params['mesh'], 'abstract_mesh', params['mesh'])
-    manual = {
-        *mesh.manual_axes,
-        *(params.get('newly_manual_axes') or params.get('manual_axes') or mesh.axis_names),
-    }
+    manual = {*mesh.manual_axes, *_manual_axes(params)}
     types = [
         AxisType.Manual if name in manual else each
         for name, each in zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -433,7 +425,10 @@ def axes_named(equation: Any) -> tuple[str, ...]:
 
 def count_blocks(equation: Any) -> int:
     """How many blocks a `shard_map` runs on. Relies on *mesh* and *newly_manual_axes* or *manual_axes*."""
-    params = equation.params
-    sizes = params['mesh'].shape
-    manual = params.get('newly_manual_axes') or params.get('manual_axes')
-    return math.prod(sizes[axis] for axis in manual or sizes)
+    sizes = equation.params['mesh'].shape
+    return math.prod(sizes[axis] for axis in _manual_axes(equation.params))
+
+
+def _manual_axes(params: Mapping[str, Any]) -> Iterable[str]:
+    """The mesh axes that a `shard_map` makes manual: all of them, if it names none."""
+    return params.get('newly_manual_axes') or params.get('manual_axes') or params['mesh'].axis_names

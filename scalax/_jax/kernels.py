@@ -199,8 +199,6 @@ def run_part(equation: Any, operands: Sequence[Any], shards: Mapping[int, int]) 
     cost = params['cost_estimate']
     if cost is not None:
         devices = math.prod(shards.values())
-        fields = {field.name: getattr(cost, field.name) for field in dataclasses.fields(cost)}
-        changed['cost_estimate'] = dataclasses.replace(
-            cost, **{name: value // devices for name, value in fields.items() if isinstance(value, int)}
-        )
+        counts = {name: value // devices for name, value in vars(cost).items() if isinstance(value, int)}
+        changed['cost_estimate'] = dataclasses.replace(cost, **counts)
     return equation.primitive.bind(*operands, **changed)

@@ -314,18 +314,13 @@ def added_equation(function: Callable[..., Any], like: Any, operands: Sequence[A
     return found.replace(invars=[names.get(id(x), x) for x in found.invars], source_info=like.source_info)
 
 
-def equation_if_mapped(
-    function: Callable[..., Any],
-    like: Any,
-    operands: Sequence[Any] | None = None,
-    results: Sequence[Any] | None = None,
-) -> Any:
+def equation_if_mapped(*given: Any) -> Any:
     """As `equation_of`; None if the function maps a primitive without a rule, or refuses by the same error.
 
     Relies on ``jax.vmap`` raising a NotImplementedError then.
     """
     try:
-        return equation_of(function, like, operands, results)
+        return equation_of(*given)
     except NotImplementedError:
         return None
 
@@ -352,10 +347,9 @@ def constants_of(jaxpr: Any) -> list[tuple[Any, Any]]:
 def with_inputs(jaxpr: Any) -> tuple[Any, list[Any]]:
     """A closed jaxpr whose constants of an outer trace are its last inputs; and these constants.
 
-    Relies on *constvars* and *consts* being in one order, and on `debug_info` being a named tuple.
+    Relies on `debug_info` being a named tuple.
     """
-    inner = opened(jaxpr)
-    pairs = [*zip(inner.constvars, jaxpr.consts, strict=True)]
+    inner, pairs = opened(jaxpr), constants_of(jaxpr)
     captured = [pair for pair in pairs if isinstance(pair[1], jax.core.Tracer)]
     if not captured:
         return jaxpr, []

@@ -1,4 +1,4 @@
-"""What a plan says of the batch: what is followed of it, and where its rows are lost or move."""
+"""What a plan reports of batch sharding: what keeps it, where it is lost, and where examples move."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ _MOST = 5
 
 
 def kept(batch: FollowedBatch | None) -> str:
-    """What is followed; empty if nothing looks like a batch."""
+    """What stays sharded along the batch dimension; empty if nothing looks like a batch."""
     if batch is None or not batch.axes:
         return nothing_followed(batch) if batch and batch.reason else ''
     lines = plural(len({value.line for value in batch.kept if value.line}), 'line')
     values = f'{plural(batch.count, "value")} on {lines}' if batch.kept else 'no values'
-    return f'{values} stay with the rows of the batch ({", ".join(batch.axes)})'
+    return f'{values} stay sharded along the batch dimension ({", ".join(batch.axes)})'
 
 
 def lost_lines(batch: FollowedBatch | None) -> Iterable[str]:
-    """Where rows are lost, and where they move, the largest values first."""
+    """Where the sharding is lost, and where examples move, the largest values first."""
     if batch is None:
         return
-    for what, places in (('lost', batch.lost), ('moved', batch.moved)):
+    for what, places in (('sharding lost', batch.lost), ('examples moved', batch.moved)):
         for each in places[:_MOST]:
             yield f'  {what} {_place(each)}: {each.array}, {human_bytes(each.bytes)}'
         if more := places[_MOST:]:
             yield f'  ... and at {plural(len(more), "more place")}'
     if batch.lost:
-        yield f'  to find lost rows again, {_remedy(batch.lost[0])}'
+        yield f'  to restore it, {_remedy(batch.lost[0])}'
 
 
 def _remedy(lost: LostRows) -> str:
-    named = 'name the values behind it (with_sharding_annotation)'
-    return named if lost.primitive == 'shard_map' else f'{named}, or run it on blocks (helper.shard_map)'
+    named = 'annotate the values after it (with_sharding_annotation)'
+    return named if lost.primitive == 'shard_map' else f'{named}, or run it shard by shard (helper.shard_map)'
 
 
 def _place(lost: LostRows) -> str:
@@ -43,8 +43,8 @@ def _place(lost: LostRows) -> str:
 
 
 def followed_text(batch: FollowedBatch | None) -> str:
-    """What is followed, in a few words."""
+    """What stays sharded along the batch dimension, in a few words."""
     if batch is None or not batch.axes:
-        return 'not followed'
+        return 'not propagated'
     lost = f', lost at {plural(len(batch.lost), "place")}' if batch.lost else ''
-    return f'{plural(batch.count, "value")} kept over {", ".join(batch.axes)}{lost}'
+    return f'{plural(batch.count, "value")} sharded over {", ".join(batch.axes)}{lost}'

@@ -55,11 +55,11 @@ class Collective:
         kind: ``'all-gather'``, ``'all-reduce'``, ``'reduce-scatter'``, ``'all-to-all'``,
             ``'collective-permute'``, ``'collective-broadcast'`` or ``'ragged-all-to-all'``.
         axes: the mesh axes along which it runs.
-        group: the number of devices in each group; fewer than there are along `axes` if a group is a part of
-            them.
+        group: the number of devices in each group; fewer than there are along `axes` if a group holds only
+            some of them.
         count: how often it runs in a step.
         counted: how well that is known.
-        bytes: the bytes of the whole (gathered) array of one group, in one execution.
+        bytes: the bytes of the full (gathered) array of one group, in one execution.
         source: the place in the user's program that caused it.
         part: one of the groups, as positions in ``mesh.devices.flat``, if groups are a part of their axes.
             Empty for groups of all devices along the axes.
@@ -71,10 +71,10 @@ class Collective:
             devices that are not in a torus, such as CPUs.
         cause: why it is there. ``'program'``: the user's program asks for it, as `jax.lax.psum` does.
             ``'sharding'``: the shardings of an operation's operands and result need it. ``'resharding'``:
-            XLA found no direct way between two shardings of a value, whose parts are gathered on every device
-            and sliced again (it warns of an involuntary full rematerialization). ``'halo'``: devices
+            XLA found no direct way between two shardings of a value, whose shards are gathered on every
+            device and sliced again (it warns of an involuntary full rematerialization). ``'halo'``: devices
             exchange the edges of their blocks. ``'ring'``: an all-gather or a reduce-scatter that runs piece
-            by piece beside a product, as permutes in a loop. ``'padding'``: the compiler padded the parts
+            by piece beside a product, as permutes in a loop. ``'padding'``: the compiler padded the shards
             of a collective, and moves what is then on the wrong device. ``'compiler'``: another optimization
             added it, and the partitioner's program has none like it.
         partitioned_as: the kind that it has in the partitioner's program, if the compiler changed that.
@@ -144,21 +144,13 @@ def collectives(
             # The frames of a called computation are without those of its caller. The later program has both.
             place = source_of(module, *run.holder)
             source = place._replace(annotation=source.annotation or place.annotation)
-        row = Collective(
-            kind=run.kind,
-            axes=each.axes,
-            group=each.group,
-            count=0,
-            counted=run.visit.counted,
-            bytes=run.whole_bytes(each.group),
+        row = dataclasses.replace(
+            _uncounted(each),
             source=source,
-            part=each.part,
             scattered=before is None and _is_scattered(run, each.group),
-            networks=each.networks,
             cause=_cause(run, origin),
             partitioned_as='' if origin is None or origin.kind == run.kind else origin.kind,
             phase=phase,
-            crossing=each.crossing,
         )
         counts[row][scope] += run.visit.count
         staying[row] = max(each.staying, staying.get(row, 0))
@@ -193,21 +185,27 @@ def seconds_of_runs(
     found = {}
     for each in _Devices(mesh, places, device_ids, True).runs(module, every_branch=True):
         computation, instruction = each.run.holder
-        found[computation.name, instruction.name] = Collective(
-            kind=each.run.kind,
-            axes=each.axes,
-            group=each.group,
-            count=1,
-            counted=Counted.EXACTLY,
-            bytes=each.run.whole_bytes(each.group),
-            source=Source(),
-            part=each.part,
-            networks=each.networks,
-            crossing=each.crossing,
-        )
+        once = dataclasses.replace(_uncounted(each), count=1, counted=Counted.EXACTLY)
+        found[computation.name, instruction.name] = once
     rows = [row for row in dict.fromkeys(found.values()) if row.group > 1]  # one device sends nothing
     seconds = dict(zip(rows, time(rows), strict=True))
     return {place: (row.kind, seconds.get(row, 0.0)) for place, row in found.items()}
+
+
+def _uncounted(each: RunOnMesh) -> Collective:
+    """The row of a collective, before its executions are counted and its source is found."""
+    return Collective(
+        kind=each.run.kind,
+        axes=each.axes,
+        group=each.group,
+        count=0,
+        counted=each.run.visit.counted,
+        bytes=each.run.whole_bytes(each.group),
+        source=Source(),
+        part=each.part,
+        networks=each.networks,
+        crossing=each.crossing,
+    )
 
 
 def _whole_permutes(

@@ -208,10 +208,7 @@ def _small_device(size: int, limit: int) -> dict[str, str]:
     are close enough. A program that fits nevertheless is compiled as a whole.
     """
     size = max(_MIB, size - size % _MIB)
-    return {
-        _SIZE: str(size // _MIB),
-        **dict.fromkeys(_SHARES, str(-(-100 * limit // size))),
-    }
+    return {_SIZE: str(size // _MIB), **dict.fromkeys(_SHARES, str(-(-100 * limit // size)))}
 
 
 def _compile(lowered: Any, options: dict[str, Any]) -> _Dump:

@@ -115,10 +115,10 @@ def count_flops(jaxpr: ClosedJaxpr) -> Flops:
 def count_model_flops(jaxpr: ClosedJaxpr) -> int | None:
     """The operations that the model needs in one call: those of the forward and of the backward pass.
 
-    https://arxiv.org/abs/2204.02311, appendix B, defines model FLOPs utilization by them. What is computed
-    again, and an optimizer, are not the model's; of a function that takes no gradient everything is.
+    https://arxiv.org/abs/2204.02311, appendix B, defines model FLOPs utilization by them. What is
+    recomputed, and an optimizer, are not the model's; of a function that takes no gradient everything is.
     Attention counts in full, as it is written and as that paper counts it, also where a mask hides half of
-    it. What the backward pass of a ``custom_vjp`` computes again counts: it cannot be told apart.
+    it. What the backward pass of a ``custom_vjp`` recomputes counts: it cannot be told apart.
 
     Args:
         jaxpr: what ``jax.jit(...).trace(...).jaxpr`` gives.

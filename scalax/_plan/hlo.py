@@ -169,11 +169,8 @@ class Computation:
 
     def operands_of(self, instruction: Instruction) -> list[Array]:
         """The types of the operands of an instruction."""
-        arrays = []
-        for operand in instruction.operands:
-            name, _, element = operand.partition('#')
-            arrays.append(self.instructions[name].arrays[int(element or 0)])
-        return arrays
+        parts = (operand.partition('#') for operand in instruction.operands)
+        return [self.instructions[name].arrays[int(element or 0)] for name, _, element in parts]
 
 
 class Frame(NamedTuple):

@@ -68,7 +68,7 @@ def make_plan(
     Raises:
         PlanError: the compiler failed, or the compiled program is written in an unknown form.
         MeshError: the helper was made from an AbstractMesh.
-        ArgumentError: *fun* is not a function, or nothing says that it runs on devices that are not here.
+        ArgumentError: *fun* is not a function, or nothing ties it to a mesh of absent devices.
     """
     step = lower_step(helper, fun, args, kwargs, hardware)
     with progress(f'planning {step.name}', _log):
@@ -189,15 +189,15 @@ def _compile(step: LoweredStep, limit: int | None, layout_for: int | None) -> Co
         if messages.lacks_custom_partitioning(error):
             raise _not_told(name, device) from error
         raise PlanError(
-            f'{error}\nThis is why the compiler made no program of {name!r} for {mesh.size} '
+            f'{error}\nBecause of this error {name!r} was not compiled for {mesh.size} '
             f'{device.device_kind!r} devices ({axis_sizes_text(mesh.shape)}), and there is no plan'
         ) from error
 
 
 def _not_told(name: str, device: Any) -> PlanError:
     return PlanError(
-        f'{name!r} has an operation with custom_partitioning, of which JAX tells no compiler for devices '
-        f'that are not here, such as these {device.device_kind!r}: it reports "Custom emitter for '
+        f'{name!r} has an operation with custom_partitioning, which JAX does not register with compilers for '
+        f'absent devices, such as these {device.device_kind!r}: they report "Custom emitter for '
         f'{messages.CUSTOM_PARTITIONING} not found".\nWhat to do: with scalax.custom_op, plan with '
         'from_topology(..., axis_types=AxisType.Explicit); run the operation in helper.shard_map; or plan it '
         'on simulated devices, and time it with plan.roofline(hardware, torus=...)'
@@ -206,7 +206,7 @@ def _not_told(name: str, device: Any) -> PlanError:
 
 def _not_on_mesh(name: str) -> ArgumentError:
     return ArgumentError(
-        f'nothing says that {name!r} runs on this mesh, whose devices are not here: give its arguments or '
+        f'nothing ties {name!r} to this mesh, whose devices are absent: give its arguments or '
         'outputs shardings: helper.sjit(fun, in_shardings=...), or helper.abstract(tree, rules)'
     )
 

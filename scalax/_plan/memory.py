@@ -150,18 +150,14 @@ def read_layout(tables: MemoryTables, one_memory: bool = False) -> MemoryLayout:
     }
     if MAIN not in totals or not allocations or not live:
         raise PlanError('the compiler wrote the memory of the program in an unknown form')
-    shared = [[_Live(value, *_lifetime(value, live)) for value in a.values] for a in allocations if a.shared]
+    shared = [[(value, *_lifetime(value, live)) for value in a.values] for a in allocations if a.shared]
     # If an output takes over the buffer of an argument, the argument comes first.
     always = ((each.bytes, next(iter(each.values), None)) for each in allocations if not each.shared)
     return MemoryLayout(totals, allocations, [*((value.bytes, value) for value in _fullest(shared)), *always])
 
 
-class _Live(NamedTuple):
-    """A value, and the first and the last moment when it is needed."""
-
-    value: Value
-    first: int
-    last: int
+_Live = tuple[Value, int, int]
+"""A value, and the first and the last moment when it is needed."""
 
 
 def _lifetime(value: Value, live: Mapping[tuple[str, str], tuple[int, int]]) -> tuple[int, int]:

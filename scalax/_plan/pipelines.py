@@ -87,7 +87,7 @@ def _notes(plan: PlanData, roofline: Roofline | None) -> Iterator[str]:
         for row in plan.collectives
         if row.kind == 'collective-permute' and row.axes == (axis,)
     )
-    yield f'each device sends {human_bytes(round(sent))} along {axis} from stage to stage and at the doors'
+    yield f'each device sends {human_bytes(round(sent))} along {axis}: between stages, and in and out of them'
     if plan.idle_flops:
         share = '' if roofline is None else f', {milliseconds(plan.idle_flops / roofline.peak)} of computing'
         yield f"idle stages compute {human_flops(plan.idle_flops)}{share}, not counted as the model's"

@@ -48,7 +48,7 @@ class Plan(PlanData, Shown):
         work: what each device computes and moves, as the compiler has partitioned it; work that several
             devices repeat counts for each.
         model_flops: the operations that the model needs in one call: those of the forward and the backward
-            pass (`count_model_flops`), without what is computed again, unless `with_model_flops` has given
+            pass (`count_model_flops`), without what is recomputed, unless `with_model_flops` has given
             others. None if not all of them can be counted.
         device_kind: what JAX calls the devices.
         places: the positions of the devices of the mesh, in the order of the mesh.
@@ -59,13 +59,13 @@ class Plan(PlanData, Shown):
         buffers: the arrays that are held at the peak of memory, the largest first: at least 99 % of it; for
             TPUs and GPUs only.
         host_moves: what each device exchanges with its host; for TPUs and GPUs only.
-        followed: the values that stay with the rows of the batch, as `SjitFunction.followed` says; None for
-            functions that ``sjit`` did not make.
+        followed: the values that stay sharded along the batch dimension, as `SjitFunction.followed` reports;
+            None for functions that ``sjit`` did not make.
         flags: for GPUs, the options of their compiler that are not its defaults: those in ``XLA_FLAGS``,
             those of the function (``compiler_options``), and, unless one of these has them or the GPUs are
             here, those with which products are cuBLAS's.
         schedule: for GPUs whose numbers are known, the seconds along the compiler's schedule.
-        pipelines: the loops over layers that run as pipelines, as *stages* of ``sjit`` says.
+        pipelines: the loops over layers that run as pipelines, as *stages* of ``sjit`` requests.
         given_hardware: the numbers of the devices, if the plan was made with others than are known of them.
     """
 
@@ -120,17 +120,17 @@ class Plan(PlanData, Shown):
         bytes: Mapping[str | tuple[str, ...], float] | None = None,
         seconds: float | None = None,
     ) -> None:
-        """Asserts that the plan keeps within limits: for tests of a training step.
+        """Asserts that the plan is within limits: for tests of a training step.
 
         Args:
             fits: whether it has to fit (or not to fit) into the memory of a device.
             peak: the most bytes of memory that a device may need.
-            bytes: mesh axes (or one axis) -> the most bytes that may move along exactly these, as in
+            bytes: mesh axes (or one axis) -> the most bytes that may be sent along exactly these, as in
                 `totals`, of all kinds together.
-            seconds: the longest that a step may take at least (`Roofline.step_seconds`, the bound).
+            seconds: the longest fully overlapped step time (`Roofline.step_seconds`, the bound).
 
         Raises:
-            AssertionError: a limit is exceeded; the message gives all that are.
+            AssertionError: a limit is exceeded; the message lists all that are.
             ArgumentError: the mesh has no such axis.
             PlanError: *seconds* are given, and the time of a step is not known.
 
@@ -161,7 +161,7 @@ class Plan(PlanData, Shown):
         if seconds is not None:
             limit('a step at least', seconds, self.roofline().step_seconds.bound, milliseconds, ' s')
         if problems:
-            lines = [f'{self.name} does not keep its limits:', *(f'  {problem}' for problem in problems)]
+            lines = [f'{self.name} violates its limits:', *(f'  {problem}' for problem in problems)]
             raise AssertionError('\n'.join([*map(visible, lines), '', self.to_text(_WIDTH)]))
 
 

@@ -13,12 +13,7 @@ from scalax._plan.buffers import Buffer
 from scalax._plan.collective_runs import KINDS
 from scalax._plan.collectives import Collective
 from scalax._plan.formulas import Counted
-from scalax._plan.hardware import (
-    Hardware,
-    find_hardware,
-    hardware_of,
-    numbers_of,
-)
+from scalax._plan.hardware import Hardware, find_hardware, hardware_of, numbers_of
 from scalax._plan.hlo_cost import Work
 from scalax._plan.host_moves import HostMoves
 from scalax._plan.memory import Memory
@@ -97,7 +92,7 @@ class PlanData:
 
     @property
     def totals(self) -> dict[tuple[str, ...], dict[str, int]]:
-        """The bytes moved along mesh axes: axes -> kind of collective -> bytes of all executions.
+        """The bytes sent along mesh axes: axes -> kind of collective -> bytes of all executions.
 
         Bytes are counted as in `Collective.bytes`.
         """
@@ -116,7 +111,7 @@ class PlanData:
 
     @property
     def explained(self) -> float:
-        """The part of the bytes of `collectives` whose origin in the user's program was found.
+        """The fraction of the bytes of `collectives` whose origin in the user's program was found.
 
         The other rows have the cause ``'compiler'``.
         """
@@ -171,7 +166,7 @@ class PlanData:
         *,
         torus: Mapping[str, int | Sequence[int]] | None = None,
     ) -> Roofline:
-        """The least time of one call, and what bounds it.
+        """The fully overlapped and the serial time of one call, and the bottleneck.
 
         Args:
             hardware: a `Hardware`, or the name of one in `HARDWARE`; by default that of the devices that the

@@ -25,7 +25,7 @@ class Source(NamedTuple):
     """A place in the user's program; fields that are not known are empty.
 
     Attributes:
-        annotation: the name of the `with_sharding_annotation` behind it.
+        annotation: the name of the `with_sharding_annotation` that it comes from.
         file: the path of the file; of the cell of a notebook, its number, such as ``'In[5]'``.
         line: the line, from 1.
         function: the function.

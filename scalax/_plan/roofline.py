@@ -1,6 +1,6 @@
 """The roofline of a step: seconds of computing, of memory, of the host and of each network, on some hardware.
 
-Every time has a *bound*, the least time if all overlaps that can, and an *estimate*, the time if nothing
+Every time has a *bound*, the time if all overlaps that can, and an *estimate*, the time if nothing
 overlaps: https://jax-ml.github.io/scaling-book/roofline, "Where Does the Time Go?". The forward pass, the
 backward pass and the update follow one another, as each needs what the one before it has made. Within each,
 computing and moving bytes overlap; communication overlaps with all of them.
@@ -41,9 +41,9 @@ class Seconds(NamedTuple):
     """The time of a step.
 
     Attributes:
-        bound: the longest of each network, the link to the host, and the phases one after the other, each of
-            which takes as long as its computing or its memory.
-        estimate: the sum of all parts, if nothing overlaps.
+        bound: the fully overlapped time: the longest of each network, the link to the host, and the phases
+            one after the other, each of which takes as long as its computing or its memory.
+        estimate: the serial time, without any overlap: the sum of all parts.
     """
 
     bound: float
@@ -91,7 +91,7 @@ class Communication:
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """The least time of a step on some hardware, and what bounds it; ``str()`` of it is a table.
+    """The time of a step on some hardware, and its bottleneck; ``str()`` of it is a table.
 
     Attributes:
         hardware: the hardware whose numbers are used.
@@ -134,7 +134,12 @@ class Roofline:
             >>> of_cpus.not_compiled_for
             'not compiled for h100: the program is that of cpu devices, with the numbers of h100'
         """
-        return not_compiled_for(self.hardware, self.compiled_for)
+        if not self.compiled_for or self.compiled_for in self.hardware.device_kinds:
+            return ''
+        return (
+            f'not compiled for {self.hardware.name}: the program is that of {self.compiled_for} devices, '
+            f'with the numbers of {self.hardware.name}'
+        )
 
     @property
     def parts(self) -> dict[str, float]:
@@ -151,7 +156,7 @@ class Roofline:
 
     @property
     def bound(self) -> str:
-        """What takes longest: ``'compute'``, ``'hbm'``, ``'host:in'``, ``'ici:tp'``, ``'dcn:data'`` ...
+        """The bottleneck: ``'compute'``, ``'hbm'``, ``'host:in'``, ``'ici:tp'``, ``'dcn:data'`` ...
 
         If mesh axes share the busiest links, it is the one that uses them most. If it is the phases, it is
         what bounds most of their time.
@@ -160,7 +165,7 @@ class Roofline:
 
     @property
     def mfu(self) -> float | None:
-        """The model's own operations as a part of the peak, if the step takes no longer than its bound.
+        """The model's own operations as a fraction of the peak, if the step takes no longer than its bound.
 
         None if the model's operations are unknown (see `Plan.with_model_flops`), or the step takes no time.
         """
@@ -215,16 +220,6 @@ class Roofline:
                 ),
             ]
         )
-
-
-def not_compiled_for(hardware: Hardware, device_kind: str) -> str:
-    """Says that a program for such devices was not compiled for some hardware; empty if it was."""
-    if not device_kind or device_kind in hardware.device_kinds:
-        return ''
-    return (
-        f'not compiled for {hardware.name}: the program is that of {device_kind} devices, with the numbers '
-        f'of {hardware.name}'
-    )
 
 
 _PHASES: dict[str, tuple[Part, ...]] = {
@@ -318,8 +313,8 @@ def _require_torus(hardware: Hardware, places: Sequence[Place], device_kind: str
     [torus_axes] = numbers_of(hardware, 'torus_axes', for_=COMMUNICATION)
     if not places or (torus_axes and not all(place.coords for place in places)):
         raise PlanError(
-            f'{device_kind!r} devices are not in a torus, as chips of {hardware.name!r} are: say along '
-            "which of its axes each mesh axis runs: roofline(..., torus={'fsdp': (4, 4), 'tp': 4})"
+            f'{device_kind!r} devices are not in a torus, as chips of {hardware.name!r} are: give '
+            "the axes of it that each mesh axis runs along: roofline(..., torus={'fsdp': (4, 4), 'tp': 4})"
         )
 
 

@@ -5,19 +5,24 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from scalax._mesh import meshes, topologies
 from scalax._plan.hardware import Hardware
-from scalax._search.attempts import Attempts
+from scalax._plan.lowered_step import LoweredStep, lower_step
+from scalax._plan.make import plan_lowered
+from scalax._plan.page import memory_taken
+from scalax._report.tables import human_bytes
 from scalax._search.candidate import Candidate
-from scalax._search.meshes import Constraints, Sizes, possible_meshes
+from scalax._search.meshes import Constraints, Sizes, helper_of, possible_meshes, slices_along
+from scalax._search.objective import lost_by
 from scalax._search.ranking import may_fit, order, ranked, surely_fits
 from scalax._search.result import Search
 from scalax._stages.stages import Stages
 from scalax._util.progress import Note, progress
-from scalax.errors import ArgumentError, checked_flag, did_you_mean
+from scalax.errors import ArgumentError, IndivisibleWarning, StagesWarning, checked_flag, did_you_mean
 
 _log = logging.getLogger('scalax.search')
 
@@ -40,10 +45,10 @@ def search(
 
     The memory of the arguments is known before the step is compiled: a mesh on which they alone do not fit is
     ruled out. The others are planned quickly (`MeshShardingHelper.plan`), which takes seconds. Meshes on
-    which the step does not fit, or some dimension does not divide, have lost. The others are ranked as `find`
-    ranks layouts: by the mean of the seconds of the roofline with and without overlap, and equal ones by
-    their memory. If the best is so near to the limit of memory that its quick plan does not say whether it
-    fits, it is compiled in full.
+    which the step does not fit, or some dimension does not divide, come last. The others are ranked as `find`
+    ranks layouts: by the average of the fully overlapped and the serial step time, and equal ones by their
+    memory. If the best is so close to the memory limit that its quick plan does not tell whether it fits, it
+    is compiled in full.
 
     Args:
         make_step: called with a helper, and one of the *rules* if there are any; with *stages* also with
@@ -55,7 +60,7 @@ def search(
         rules: name -> the argument for *make_step*, such as rules for its parameters; each is tried on all
             meshes.
         constraints: mesh axis -> its size, or the sizes that it may have (``{'tp': [1, 2, 4, 8]}``); or a
-            function of the sizes (mesh axis -> size) that says whether they are wanted.
+            function of the sizes (mesh axis -> size) that returns whether to try them.
         num_slices: the number of slices; of GPUs that of NVLink domains, if *topology* does not have it.
         dcn_axis: the mesh axis that runs from slice to slice; needed for several slices. Of several axes the
             first ones run from slice to slice as far as their sizes divide: in front of pipelines and of
@@ -65,8 +70,8 @@ def search(
             ``stages=None``.
         hardware: the numbers of the devices, such as those of a slower network: `HARDWARE` with
             `dataclasses.replace`. By default what is known of the topology.
-        full: how many of the best to compile in full, in any case: minutes for each. Of GPUs all
-            plans are such.
+        full: how many of the best to compile in full in any case, which takes minutes for each. For GPUs
+            all plans are full ones.
         show_progress: whether a line on stderr shows where the search is; by default on a terminal and in a
             notebook. Elsewhere it is logged (``scalax.search``, level INFO).
 
@@ -111,7 +116,7 @@ def search(
         raise ArgumentError(
             f'no mesh over {", ".join(names)} with {len(devices)} devices satisfies the constraints'
         )
-    attempt = Attempts(make_step, rules, devices, (num_slices, outer), bool(pipelines), hardware)
+    attempt = _Attempts(make_step, rules, devices, (num_slices, outer), bool(pipelines), hardware)
     done: dict[int, Candidate] = {}
     interrupted = False
     started = time.monotonic()
@@ -134,6 +139,60 @@ def search(
     )
 
 
+@dataclasses.dataclass
+class _Attempts:
+    """What a search tries its candidates with, and how often it has compiled.
+
+    Attributes:
+        make_step: makes the step and its arguments for a helper, and perhaps a set of rules.
+        rules: the sets of rules by name; None if there are none.
+        devices: the devices.
+        slices: how many slices there are, and along which mesh axes, the first ones first.
+        has_stages: whether *make_step* takes ``stages=``.
+        hardware: the numbers of the devices, if they are not those that are known of them.
+        quick: how many quick plans were compiled.
+        full: how many full plans were.
+    """
+
+    make_step: Callable[..., tuple[Any, Sequence[Any]]]
+    rules: Mapping[str, Any] | None
+    devices: Sequence[Any]
+    slices: tuple[int, Sequence[str]]
+    has_stages: bool
+    hardware: Hardware | None
+    quick: int = 0
+    full: int = 0
+
+    def __call__(self, candidate: Candidate, *, quick: bool) -> Candidate:
+        """The candidate with its plan, or with the reason why there is none; raises as `lost_by` does."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter('error', IndivisibleWarning)
+                warnings.simplefilter('ignore', StagesWarning)
+                step = self._lowered(candidate)
+                candidate = dataclasses.replace(candidate, least_memory=step.argument_bytes)
+                limit = step.hardware.hbm_bytes if step.hardware else None
+                if quick and limit is not None and candidate.least_memory > limit:
+                    least, most = human_bytes(candidate.least_memory), human_bytes(limit)
+                    lost = f'cannot fit: its arguments alone take {least} of {most}'
+                    return dataclasses.replace(candidate, lost=lost, ruled_out=True)
+                plan = plan_lowered(step, quick=quick)
+                self.quick, self.full = self.quick + quick, self.full + (not quick)
+        except Exception as error:  # noqa: BLE001 - lost_by raises what is no result of the compiler
+            return dataclasses.replace(candidate, lost=lost_by(error, candidate.name))
+        lost = f'does not fit: {memory_taken(plan)}' if plan.fits is False else ''
+        return dataclasses.replace(candidate, plan=plan, lost=lost)
+
+    def _lowered(self, candidate: Candidate) -> LoweredStep:
+        sizes = dict(candidate.mesh)
+        helper = helper_of(sizes, self.devices, slices_along(sizes, *self.slices))
+        rules = [self.rules[candidate.rules]] if self.rules else []
+        step, arguments = self.make_step(
+            helper, *rules, **({'stages': candidate.stages} if self.has_stages else {})
+        )
+        return lower_step(helper, step, arguments, {}, self.hardware)
+
+
 def _check(make_step: Any, names: Sequence[str], rules: Any) -> None:
     if not callable(make_step):
         raise ArgumentError(
@@ -144,7 +203,7 @@ def _check(make_step: Any, names: Sequence[str], rules: Any) -> None:
         raise ArgumentError("a search needs the names of mesh axes, such as ['fsdp', 'tp']")
     if rules is not None and not isinstance(rules, Mapping):
         raise ArgumentError(
-            "rules have names, each of which is tried on each mesh, such as {'fsdp': rule}, "
+            "rules are given by name, such as {'fsdp': rule}, and each is tried on every mesh; "
             f'got {type(rules).__name__}'
         )
 
@@ -169,7 +228,7 @@ def _pipelines(stages: Any, names: Sequence[str]) -> list[Stages]:
     return found
 
 
-def _in_full(attempt: Attempts, done: dict[int, Candidate], most: int | None, note: Note) -> None:
+def _in_full(attempt: _Attempts, done: dict[int, Candidate], most: int | None, note: Note) -> None:
     """Compiles the best in full until *most* of them fit; by default until the best fits for sure."""
     fitting = 0
     near = [place for place, candidate in done.items() if may_fit(candidate)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -46,7 +47,10 @@ def possible_meshes(
             f"{option} are given by mesh axis, such as {{'tp': [1, 2, 4]}}, or as a function of the sizes, "
             f'got {constraints!r}'
         )
-    for dims in _products(devices, len(names)):
+    divisors = [size for size in range(devices, 0, -1) if devices % size == 0]
+    for dims in itertools.product(divisors, repeat=len(names)):
+        if math.prod(dims) != devices:
+            continue
         sizes = dict(zip(names, dims, strict=True))
         wanted = constraints(dict(sizes)) if callable(constraints) else True
         if wanted and all(sizes[name] in few for name, few in allowed.items()):
@@ -82,13 +86,3 @@ def slices_along(sizes: Sizes, count: int, axes: Sequence[str]) -> Sizes:
     if count > 1 and axes:  # there is no room for them, as the mesh says
         found[axes[-1]] *= count
     return found
-
-
-def _products(number: int, factors: int) -> Iterator[tuple[int, ...]]:
-    if factors == 1:
-        yield (number,)
-        return
-    for first in range(number, 0, -1):
-        if number % first == 0:
-            for rest in _products(number // first, factors - 1):
-                yield first, *rest

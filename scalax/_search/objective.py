@@ -1,8 +1,8 @@
 """The objective of `find` and `search`: which of several plans is best, and which errors are an outcome.
 
-The mean of the least seconds of a step and of those if nothing overlaps is made small, because a part of it
-overlaps. Seconds count in steps of 0.2 per cent. Of plans in the same step the one with less memory is
-better, in steps of one per cent; of those that are equal in both, the one that was there first.
+The objective averages the fully overlapped and the serial step time, because a part of the step overlaps.
+Seconds count in steps of 0.2 per cent. Of plans in the same step the one with less memory is better, in steps
+of one per cent; of those that are equal in both, the one that was there first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def seconds_of(plan: PlanData) -> Seconds:
 
 
 def mean(seconds: Seconds) -> float:
-    """What is made small: half of what the bound and the estimate are together.
+    """The objective: the average of the bound and the estimate.
 
     Example:
         >>> mean(Seconds(bound=2.0, estimate=4.0))

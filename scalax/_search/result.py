@@ -82,14 +82,14 @@ class Search(Shown):
         """The plan of the best candidate.
 
         Raises:
-            PlanError: none fits; says why of each.
+            PlanError: none fits; gives the reason for each.
         """
         first = self.candidates[0] if self.fits else None
         if first is None or first.plan is None:
             reasons = ''.join(f'\n- {candidate.name}: {candidate.lost}' for candidate in self.candidates)
             if not self.candidates:
                 raise PlanError(f'the search on {self.topology} was stopped before any mesh was planned')
-            raise PlanError(f'no mesh was found on {self.topology} that the step fits on{reasons}')
+            raise PlanError(f'the step fits on no mesh of {self.topology}:{reasons}')
         return first.plan
 
     @property
@@ -101,7 +101,7 @@ class Search(Shown):
         how = {
             'planned quickly' if quickly else 'planned': self.compiled,
             'in full': self.compiled_in_full,
-            'ruled out by a bound': ruled_out,
+            'ruled out before compiling': ruled_out,
         }
         counts = ', '.join(f'{count} {what}' for what, count in how.items() if count)
         stopped = f'; stopped before its end, {self.not_tried} not reached' if self.interrupted else ''
@@ -119,7 +119,7 @@ def search_blocks(search: Search, title: str) -> list[Block]:
     took = f'{search.head}; it took {three_figures(search.seconds)} s'
     rows = [_row(place, candidate) for place, candidate in enumerate(search.candidates, 1)]
     table = Table(_COLUMNS, rows, best=0 if best else None) if rows else Lines(['There are none.'], 'warn')
-    about = 'Seconds: the mean of the least ones (at least) and of those if nothing overlaps.'
+    about = 'Seconds: the mean of the fully overlapped step time (at least) and of the serial one.'
     return [
         Heading(title, best.mesh if best else {}, of),
         Figures([*_figures(search, best)]),
@@ -145,12 +145,12 @@ def _warnings(search: Search, best: Candidate | None) -> Iterator[tuple[str, Ton
         yield f'Stopped before the end: {left} not reached.', 'warn'
     if best and not surely_fits(best):
         yield (
-            'The quick plan of the best mesh is so near to the limit of memory that only a full plan says '
+            'The quick plan of the best mesh is so close to the memory limit that only a full plan can tell '
             'whether it fits: search(..., full=1).',
             'warn',
         )
     if search.candidates and best is None:
-        yield 'The step fits on none of these meshes. The table says why of each.', 'bad'
+        yield 'The step fits on none of these meshes; the table gives the reason for each.', 'bad'
 
 
 def _row(place: int, candidate: Candidate) -> Row:

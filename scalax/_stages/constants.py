@@ -66,10 +66,8 @@ def _smallest(
         made = makers.get(id(atom))
         if made is not None and primitive_name(made) in _CHEAP:
             parts = [_smallest(each, makers, known) for each in made.invars]
-            own = min(
-                own,
-                (sum(size for size, _ in parts), [x for _, each in parts for x in each]),
-                key=lambda each: each[0],
-            )
+            size = sum(each for each, _ in parts)
+            if size < own[0]:
+                own = size, [x for _, each in parts for x in each]
         known[id(atom)] = own
     return known[id(atom)]

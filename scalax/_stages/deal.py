@@ -105,10 +105,9 @@ class Deal:
 
     def is_first(self, number: Any) -> Any:
         """Whether what a device computes of a microbatch is the first of all that there is to compute."""
-        is_first = number == 0
-        return (
-            is_first & (jax.lax.axis_index(self.inside) == 0) if self.is_manual and self.inside else is_first
-        )
+        if self.is_manual and self.inside:
+            return (number == 0) & (jax.lax.axis_index(self.inside) == 0)
+        return number == 0
 
     def _factors(self, rows: Rows) -> tuple[int, ...]:
         """The sizes of a dimension of rows: by mesh axes, with the owner, by microbatch, and of a row."""

@@ -15,7 +15,7 @@ from scalax._follow.accumulations import added_by_round
 from scalax._follow.followed_batch import bytes_of, line_of
 from scalax._follow.trail import Trail, along, merged, of_dims, put, spec_of, without
 from scalax._follow.types import Arguments
-from scalax._jax import equations
+from scalax._jax import equations, rewriting
 from scalax._jax.equations import (
     DropVar,
     argument_names,
@@ -27,15 +27,6 @@ from scalax._jax.equations import (
     shape_of,
 )
 from scalax._jax.primitives import primitive_name
-from scalax._jax.rewriting import (
-    Rewriter,
-    added_equation,
-    constraint,
-    flattened,
-    replaced,
-    with_operands,
-    with_results,
-)
 from scalax._jax.tracing import trace_context
 from scalax._jaxprs.interpreter import LoopFacts
 from scalax._jaxprs.rows import SUM, Fact, Refused, Rows, RowsOf
@@ -78,8 +69,8 @@ def with_stages(
         )
         return jaxpr, arguments, ()
     _check_rounds(stages, sizes[stages.axis])
-    jaxpr = flattened(jaxpr, (), around='scan')
-    rows = _rows_of(jaxpr, arguments)
+    jaxpr = rewriting.flattened(jaxpr, (), around='scan')
+    rows = _rows_of(arguments)
     deal = _deal_of(jaxpr, arguments, rows, sizes, stages)
     marks = [*_marks(jaxpr, arguments, rows, stages.axis)]
     places = Places(jaxpr, marks)
@@ -92,7 +83,7 @@ def with_stages(
             'in in_shardings.'
         )
     _warn_idle(deal, stages)
-    staged, times = _Staged(places, deal, stages, argument_names(jaxpr)), _times(opened(jaxpr), places.loops)
+    staged = _Staged(places, deal, stages, argument_names(jaxpr), _times(opened(jaxpr), places.loops))
     pipelined = staged.jaxpr(jaxpr)
     if not staged.loops:
         raise StagesError(
@@ -101,10 +92,7 @@ def with_stages(
             'What to do: see step.followed(...) of the function without stages for where the batch is lost.'
         )
     jaxpr, arguments = _over_stages(pipelined, arguments, mesh, deal, rows)
-    loops = [
-        (dataclasses.replace(described, times=times[id(loop)]), loop) for described, loop in staged.loops
-    ]
-    return jaxpr, arguments, loops
+    return jaxpr, arguments, staged.loops
 
 
 def _times(jaxpr: Any, loops: Container[int], times: int = 1) -> Counter[int]:
@@ -120,14 +108,13 @@ def _times(jaxpr: Any, loops: Container[int], times: int = 1) -> Counter[int]:
     return found
 
 
-def _rows_of(jaxpr: Any, arguments: Arguments) -> dict[int, int]:
+def _rows_of(arguments: Arguments) -> dict[int, int]:
     """Which dimension has the rows, of each argument that is a batch: the first one that is sharded."""
-    found: dict[int, int] = {}
-    for i, trail in enumerate(arguments.trails):
-        over = [dim for dim, axes in enumerate(trail) if not arguments.batch_axes.isdisjoint(axes)]
-        if over:
-            found[i] = over[0]
-    return found
+    over = [
+        [dim for dim, axes in enumerate(trail) if not arguments.batch_axes.isdisjoint(axes)]
+        for trail in arguments.trails
+    ]
+    return {i: dims[0] for i, dims in enumerate(over) if dims}
 
 
 def _deal_of(
@@ -195,16 +182,20 @@ def _over_stages(
     for i, var in enumerate(inner.invars):
         if i in rows:
             trails[i] = put(trails[i], rows[i], deal.outside)
-            added.append(constraint(var, NamedSharding(mesh, spec_of(trails[i])), inner.eqns[0], context))
+            added.append(
+                rewriting.constraint(var, NamedSharding(mesh, spec_of(trails[i])), inner.eqns[0], context)
+            )
             names[id(var)] = added[-1].outvars[0]
         else:
             over = along(trails[i], frozenset({deal.axis}))
             stored[i] = merged([over, stored[i]], len(shape_of(var)))
             trails[i] = without(trails[i], {deal.axis})
-    others = [with_operands(each, [names.get(id(x), x) for x in each.invars]) for each in inner.eqns]
+    others = [
+        rewriting.with_operands(each, [names.get(id(x), x) for x in each.invars]) for each in inner.eqns
+    ]
     axes = arguments.batch_axes | {deal.axis}
     known = dataclasses.replace(arguments, trails=trails, stored=stored, batch_axes=axes)
-    return replaced(jaxpr, eqns=[*added, *others]), known
+    return rewriting.replaced(jaxpr, eqns=[*added, *others]), known
 
 
 def _check_layers(equation: Any, places: Places, names: Sequence[str], deal: Deal, stages: Stages) -> None:
@@ -268,17 +259,19 @@ class _Loop(NamedTuple):
     given: Sequence[Stack | None]
 
 
-class _Staged(Rewriter):
+class _Staged(rewriting.Rewriter):
     """Jaxprs with pipelines in place of loops over layers.
 
     Attributes:
         loops: the loops so far.
     """
 
-    def __init__(self, places: Places, deal: Deal, stages: Stages, names: Sequence[str]) -> None:
+    def __init__(
+        self, places: Places, deal: Deal, stages: Stages, names: Sequence[str], times: Mapping[int, int]
+    ) -> None:
         super().__init__(lambda equation: equation)
         self.loops: list[tuple[PipelinedLoop, Any]] = []
-        self._places, self._deal, self._stages, self._names = places, deal, stages, names
+        self._places, self._deal, self._stages, self._names, self._times = places, deal, stages, names, times
 
     def jaxpr(self, jaxpr: Any) -> Any:
         inner, makers = opened(jaxpr), makers_of(opened(jaxpr))
@@ -305,7 +298,7 @@ class _Staged(Rewriter):
             self._pipeline(each, loops[id(each)], forms, needed) if id(each) in loops else [each]
             for each in found
         ]
-        return replaced(jaxpr, eqns=[*itertools.chain.from_iterable(runs)])
+        return rewriting.replaced(jaxpr, eqns=[*itertools.chain.from_iterable(runs)])
 
     def _loop(self, equation: Any, before: Any) -> _Loop | None:
         """A loop over layers, and how its rows are dealt; None of one without rows, such as norms of weights.
@@ -351,7 +344,8 @@ class _Staged(Rewriter):
                 f'{line_of(refused.equation, [*refused.calls, equation])}\n'
                 f'What to do: {refused.instead}; or run without stages.'
             ) from None
-        self.loops.append((_described(equation, facts, deal, self._stages.rounds), before))
+        described = _described(equation, facts, deal, self._stages.rounds, self._times[id(before)])
+        self.loops.append((described, before))
         return _Loop(
             Pipeline(equation, facts, rows, deal, self._stages.rounds), *self._stacks(facts, deal, line)
         )
@@ -371,21 +365,23 @@ class _Staged(Rewriter):
         operands = []
         for x, form in zip(equation.invars, loop.taken, strict=True):
             if form is not None and (id(x), form) not in forms:
-                changed = added_equation(jax.jit(form.of), equation, [x])
+                changed = rewriting.added_equation(jax.jit(form.of), equation, [x])
                 forms[id(x), form] = changed.outvars[0]
                 yield changed
             operands.append(x if form is None else forms[id(x), form])
-        made = added_equation(jax.jit(loop.function.__call__), equation, operands)
+        made = rewriting.added_equation(jax.jit(loop.function.__call__), equation, operands)
         pairs = [*zip(equation.outvars, made.outvars, loop.given, strict=True)]
-        yield with_results(made, [var if form is None else own for var, own, form in pairs])
+        yield rewriting.with_results(made, [var if form is None else own for var, own, form in pairs])
         for var, own, form in pairs:
             if form is not None and not isinstance(var, DropVar):
                 forms[id(var), form] = own
                 if id(var) in needed:
-                    yield with_results(added_equation(jax.jit(form.back), equation, [own]), [var])
+                    yield rewriting.with_results(
+                        rewriting.added_equation(jax.jit(form.back), equation, [own]), [var]
+                    )
 
 
-def _described(equation: Any, facts: LoopFacts[Fact], deal: Deal, rounds: int) -> PipelinedLoop:
+def _described(equation: Any, facts: LoopFacts[Fact], deal: Deal, rounds: int, times: int) -> PipelinedLoop:
     """What plans say of a loop over layers."""
     loop = loop_of(equation)
     constants, carried, stacks = loop.parts(equation.invars)
@@ -404,7 +400,7 @@ def _described(equation: Any, facts: LoopFacts[Fact], deal: Deal, rounds: int) -
         rounds=rounds,
         layers=loop.length or 0,
         is_backward=bool(scan_options(equation)['reverse']),
-        times=1,
+        times=times,
         weights=size(stacks, facts.elements, type(None)),
         kept=size(equation.outvars[loop.carried :], facts.results, Rows),
         hop=(along + moving) // deal.microbatches + same,

@@ -102,6 +102,6 @@ def test_no_device_holds_the_logits_of_its_rows() -> None:
 @pytest.mark.parametrize('quick', [True, False])
 def test_over_auto_axes_the_compiler_of_tpus_is_not_told(quick: bool) -> None:
     """A quick plan does not reach the compiler's error: it would count gathers of whole arrays."""
-    with pytest.raises(PlanError, match='has an operation with custom_partitioning, of which') as raised:
+    with pytest.raises(PlanError, match='has an operation with custom_partitioning, which') as raised:
         plan_on_tpus(AxisType.Auto, quick=quick)
     assert 'axis_types=AxisType.Explicit' in str(raised.value)

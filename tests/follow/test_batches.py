@@ -82,8 +82,8 @@ def test_what_cannot_be_one(options, message):
 
 
 IT_IS = (
-    'it is an argument that specs alone shard, and that is not donated, beside one that a rule places; '
-    'batch_argnums and batch_argnames say which it is elsewhere'
+    'no argument looks like a batch, which is sharded by specs alone, is not donated, and comes with an '
+    'argument that a rule shards; name the batch by batch_argnums or batch_argnames'
 )
 
 
@@ -112,7 +112,7 @@ IT_IS = (
 )
 def test_why_nothing_is_followed(helper, options, reason):
     followed = helper.sjit(layer, **{'in_shardings': (RULE, ROWS), **options}).followed(W, X)
-    assert str(followed) == f'layer follows no batch: {reason}'
+    assert str(followed) == f'layer propagates no batch sharding: {reason}'
     assert not (followed.axes or followed.kept or followed.lost)
 
 

@@ -244,7 +244,7 @@ def test_without_jit():
         np.testing.assert_allclose(step(W, X), EXPECTED, rtol=1e-5, atol=1e-5)
         found = jax.grad(lambda w: step(w, X).sum())(W)
         # These trace all the same.
-        assert str(step.followed(W, X)) == 'layer follows no batch: jax.disable_jit is in force'
+        assert str(step.followed(W, X)) == 'layer propagates no batch sharding: jax.disable_jit is in force'
         assert step.eval_shape(W, X).shape == X.shape
         assert HELPER.plan(step, W, X).totals
     np.testing.assert_allclose(found, by_hand, rtol=1e-5, atol=1e-5)
@@ -298,13 +298,14 @@ def test_a_mistake_of_following_ends_no_program(monkeypatch, where):
         where = r' at dot_general \(test_calls.py:\d+ layer\)'
     else:
         monkeypatch.setattr('scalax._follow.follow.Shared.__init__', wrong)
-    reason = f"following failed{where} with KeyError: 'axis'"
+    reason = f"propagation failed{where} with KeyError: 'axis'"
     step = HELPER.sjit(step, in_shardings=RULES, out_shardings=ROWS)
-    with pytest.warns(FollowingWarning, match=f'^step runs without following its batch: {reason}') as told:
+    message = f'^step runs without batch sharding propagation: {reason}'
+    with pytest.warns(FollowingWarning, match=message) as told:
         found = step(W, X)
     assert [(each.filename, len(told)) for each in told] == [(__file__, 1)]
     np.testing.assert_allclose(found, EXPECTED, rtol=1e-5, atol=1e-5)
-    assert re.fullmatch(f'step follows no batch: {reason}', str(step.followed(W, X)))
+    assert re.fullmatch(f'step propagates no batch sharding: {reason}', str(step.followed(W, X)))
     assert not constraints(step.trace(W, X).jaxpr)
     np.testing.assert_allclose(step(W, X), EXPECTED, rtol=1e-5, atol=1e-5)  # and says it once
 

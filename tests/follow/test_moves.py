@@ -103,7 +103,7 @@ def test_it_is_told():
     assert [(each.primitive, each.array, each.bytes) for each in followed.moved] == [
         ('dot_general', 'float32[256,256]', 256 * 256 * 4)
     ]
-    assert 'Rows move to other devices at:' in str(followed)
+    assert 'Examples move at:' in str(followed)
 
 
 def test_each_product_decides_for_itself():

@@ -20,7 +20,6 @@ def test_platforms_that_are_not_here() -> None:
         found, said = of.devices_of('tpu')
         assert not found and 'tpu' in said
         assert of.devices_of('cpu') == (jax.devices(), '')
-        assert of.devices_of('cpu', local=True) == (jax.local_devices(), '')
 
 
 def test_cpu_devices_have_no_place() -> None:

@@ -61,10 +61,6 @@ CASES: dict[tuple[Any, str], tuple[tuple[Any, ...], Any]] = {
     (of.dim_of, 'approx_top_k'): ((lambda x: lax.approx_max_k(x, 2, reduction_dimension=1), X), 1),
     (of.dim_of, 'iota'): ((lambda x: x + lax.broadcasted_iota('float32', x.shape, 1), X), 1),
     (of.count_keys, 'sort'): ((lambda x: lax.sort((x, x + 1, x), num_keys=2)[1], X), 2),
-    (of.paddings, 'pad'): (
-        (lambda x: lax.pad(x, np.float32(0), ((0, 0, 0), (-1, 1, 0), (0, 2, 1))), X),
-        ((0, 0, 0), (-1, 1, 0), (0, 2, 1)),
-    ),
     (of.removed_dims, 'reduce_sum'): ((lambda x: x.sum((0, 2)), X), (0, 2)),
     (of.removed_dims, 'argmax'): ((lambda x: x.argmax(1), X), (1,)),
     (of.removed_dims, 'squeeze'): ((lambda x: lax.squeeze(x, (1,)), np.ones((2, 1))), (1,)),

@@ -154,14 +154,14 @@ def test_why_nothing_is_followed():
         assert plan.followed == fun.followed(leaf(64, 64), leaf(64, 64))
         return said(plan)[0] if plan.followed.reason else None
 
-    start = 'no batch is followed: '
+    start = 'no batch sharding is propagated: '
     assert on(HELPER, RULE, P('fsdp'), batch_argnums=()) == f'{start}batch_argnums=() switches it off'
     assert on(HELPER, P('fsdp'), P('fsdp')) == (
         f'{start}specs place all arguments, and batch_argnums does not say which of them is the batch'
     )
     explicit = MeshShardingHelper([-1], ['fsdp'], axis_types=AxisType.Explicit)
     shown = explicit.sjit(jnp.sin, in_shardings=P('fsdp')).followed(X)
-    assert str(shown) == 'sin follows no batch: on Explicit mesh axes, types say where values are'
+    assert str(shown) == 'sin propagates no batch sharding: on Explicit mesh axes, types say where values are'
     # Nothing looks like a batch.
     assert on(HELPER, P(), P('fsdp')) is None
     assert on(HELPER, RULE, None) is None
@@ -197,8 +197,8 @@ def test_json_and_differences():
         return found[0].split('  ')[-1].strip() if found else None
 
     count = followed.followed.count  # of each version of JAX its own
-    assert line(followed, alone) == f'{count} values kept over fsdp -> not followed'
-    assert line(alone, lost) == 'not followed -> 0 values kept over fsdp, lost at 1 place'
+    assert line(followed, alone) == f'{count} values sharded over fsdp -> not propagated'
+    assert line(alone, lost) == 'not propagated -> 0 values sharded over fsdp, lost at 1 place'
     assert line(followed, followed) is None
 
 

@@ -117,7 +117,7 @@ def test_words_of_the_page(tmp_path):
     roofline = best.roofline()
     for words in (
         'best of 6 meshes',
-        '6 meshes on v5e:2x4: 3 planned quickly, 2 ruled out by a bound; it took 12.3 s',
+        '6 meshes on v5e:2x4: 3 planned quickly, 2 ruled out before compiling; it took 12.3 s',
         f'{best.memory.peak // GIB}.0 GiB',
         roofline.bound,
         f'{roofline.mfu:.1%}',
@@ -144,7 +144,7 @@ def test_the_table(tmp_path):
         ),
         (
             Search((candidate(8, 1, 20, lost='does not fit'),), 'v5e:2x4'),
-            ['no mesh fits', 'The step fits on none of these meshes. The table says why of each.'],
+            ['no mesh fits', 'The step fits on none of these meshes; the table gives the reason for each.'],
         ),
         (
             Search((candidate(8, 1),), 'v5e:2x4', True, not_tried=3),
