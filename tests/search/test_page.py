@@ -150,7 +150,7 @@ def test_the_table(tmp_path):
             Search((candidate(8, 1),), 'v5e:2x4', True, not_tried=3),
             ['Stopped before the end: 3 meshes were not reached.', '1 mesh on v5e:2x4; stopped'],
         ),
-        (Search((candidate(8, 1, 15),), 'v5e:2x4'), ['only a full plan says whether it fits']),
+        (Search((candidate(8, 1, 15),), 'v5e:2x4'), ['only a full plan can tell whether it fits']),
     ],
 )
 def test_what_a_reader_should_not_miss(found, said, tmp_path):
