@@ -22,10 +22,10 @@ from scalax._tree.paths import NamedTree
 from scalax.errors import CheckpointError
 
 _ADVICE = {
-    'save': 'What to do: save the same step of the same tree on every process; a leaf that every process has '
-    'for itself belongs in data=.',
-    'restore': 'What to do: ask for the same tree on every process, and for the same step; without a step it '
-    'is the latest that all of them see.',
+    'save': 'What to do: save the same step of the same tree on every process; pass what differs between '
+    'processes as data=.',
+    'restore': 'What to do: restore the same tree and the same step on every process; without step it is '
+    'the latest that all of them see.',
 }
 
 
@@ -48,8 +48,8 @@ def barrier(name: str, timeout: float, mesh: Mesh | None = None) -> None:
         wait_for_processes(f'scalax.checkpoint {name}', some, timeout)
     except Exception as error:
         raise CheckpointError(
-            f'some processes did not make this call within {timeout:.0f} seconds, and all have to make it. '
-            f'They are no longer in step: start the job again. {error}'
+            f'some processes did not make this call within {timeout:.0f} seconds; all processes have to make '
+            f'it. They are out of step: restart the job. {error}'
         ) from error
 
 

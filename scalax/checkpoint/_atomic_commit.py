@@ -170,10 +170,10 @@ class StepDirectory:
         if owner['token'] == name[:_TOKEN_LENGTH]:
             return
         raise CheckpointError(
-            f'{self.path} has another writer now: process {owner["pid"]} on host {owner["host"]!r}, since '
-            f'{owner["since"]}. A directory has one writer, the one that came last, and this one writes '
-            'and deletes nothing there any more. To keep the other one, end this job; to keep this one, end '
-            'the other and make a new Checkpointer here, which takes the directory with its first save'
+            f'{self.path} now has another writer: process {owner["pid"]} on host {owner["host"]!r}, since '
+            f'{owner["since"]}. A directory has one writer, the most recent one; this one no longer writes '
+            'or deletes anything there. To keep the other one, end this job; to keep this one, end the other '
+            'and create a new Checkpointer here, which takes over the directory with its first save'
         )
 
     def _refuse_later(self, step: int) -> None:
@@ -181,8 +181,8 @@ class StepDirectory:
         if later:
             listed = f'step {later[0]}' if len(later) == 1 else f'steps {later[0]} to {later[-1]}'
             raise CheckpointError(
-                f'step {step} cannot be saved: {self.path} holds {listed} already, from another run '
-                'or from later in this one. Restore the latest step and go on from there, or save into '
+                f'step {step} cannot be saved: {self.path} already holds {listed}, from another run '
+                'or from later in this one. Restore the latest step and continue from there, or save to '
                 'another directory'
             )
 

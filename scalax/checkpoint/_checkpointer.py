@@ -36,9 +36,8 @@ _log = logging.getLogger('scalax.checkpoint')
 class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     """Saves and restores the state of a training run; every process has one, for the same directory.
 
-    A save copies the arrays to the host and returns. They are written to the disk in the background, and
-    errors of the write are raised by the next `save`, `wait` or `close`. Threads may share a checkpointer;
-    they take turns.
+    A save copies the arrays to the host and returns. They are written to disk in the background; the next
+    `save`, `wait` or `close` raises errors of that write. Threads may share a checkpointer; they take turns.
 
     A directory has one writer: a checkpointer takes it over with its first save, and the next write of the
     previous writer, in this process or another, is an error. Any number of readers may read.
@@ -52,7 +51,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
             for another process to make the same call.
 
     Raises:
-        ArgumentError: *directory* is not a path, or another argument is not a positive number.
+        ArgumentError: *directory* is not a path, or another argument is not a positive integer.
         MissingDependencyError: Orbax is not installed.
 
     Example:
@@ -78,11 +77,10 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
         checksums: bool = True,
         timeout: int = 1200,
     ) -> None:
-        for name, number in (('keep', keep), ('save_every', save_every), ('timeout', timeout)):
-            if name == 'keep' and number is None:
-                continue
+        numbers = {'save_every': save_every, 'timeout': timeout, **({} if keep is None else {'keep': keep})}
+        for name, number in numbers.items():
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ArgumentError(f'Checkpointer: {name} has to be a positive number, got {number!r}')
+                raise ArgumentError(f'Checkpointer: {name} has to be a positive integer, got {number!r}')
         checked_flag('Checkpointer: checksums', checksums)
         self._directory = as_path(directory)
         self._keep, self._save_every = keep, save_every
@@ -220,8 +218,8 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
                 rename = checked_pairs('rename', rename)
                 if data is not None and not hasattr(data, 'set_state'):
                     raise ArgumentError(
-                        'restore: data is the iterator to set to what was saved, with set_state(), got '
-                        f'{data!r}. What was saved as bytes or as a value, Checkpointer.data() returns'
+                        f'restore: data has to be an iterator with set_state(), got {data!r}. To read a data '
+                        'state that was saved as bytes or as a value, use Checkpointer.data()'
                     )
                 self.wait()
                 target = target_of(helper, rules, like, only)
@@ -336,8 +334,8 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
         if passed:
             self._steps.damaged |= set(passed)
             warn(
-                f'damaged checkpoints in {self._directory} are passed over, and step {saved.step} is '
-                f'restored; the next save deletes them:\n{shown(listed)}',
+                f'restoring step {saved.step}: later checkpoints in {self._directory} are damaged, and the '
+                f'next save deletes them:\n{shown(listed)}',
                 CheckpointWarning,
             )
         return saved
@@ -355,8 +353,8 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(
-                f'step {step} could not be saved in {self._directory}, and what was there before is '
-                f'untouched: {type(error).__name__}: {error}'
+                f'step {step} could not be saved in {self._directory}; what was there before is untouched: '
+                f'{type(error).__name__}: {error}'
             ) from error
 
 
@@ -366,4 +364,4 @@ def _checked_step(step: Any) -> int:
         number = operator.index(step)
         if number >= 0 and not isinstance(step, bool):
             return number
-    raise ArgumentError(f'step has to be a whole number, at least 0, got {step!r}')
+    raise ArgumentError(f'step has to be an integer of at least 0, got {step!r}')

@@ -1,4 +1,4 @@
-"""Paths as Orbax takes them, also in object stores, and durable writes.
+"""Orbax, imported where it is used; paths as it takes them, also in object stores; and durable writes.
 
 Orbax syncs the files of the arrays, and neither folders nor JSON, so that a step may be gone after a power
 failure though it was complete.
@@ -8,10 +8,25 @@ from __future__ import annotations
 
 import errno
 import os
+from typing import Any
 
 from scalax._jax.orbax import Path
-from scalax.checkpoint._orbax import orbax
-from scalax.errors import ArgumentError
+from scalax.errors import ArgumentError, MissingDependencyError
+
+
+def orbax() -> Any:
+    """The module ``orbax.checkpoint``, imported where it is used.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    try:
+        import orbax.checkpoint
+    except ModuleNotFoundError as error:
+        if error.name not in ('orbax', 'orbax.checkpoint'):  # of what Orbax needs itself
+            raise
+        raise MissingDependencyError('checkpoints need Orbax: pip install orbax-checkpoint') from error
+    return orbax.checkpoint
 
 
 def as_path(directory: str | os.PathLike[str]) -> Path:

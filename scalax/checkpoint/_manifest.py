@@ -83,14 +83,13 @@ def differences(root: Path, files: Mapping[str, File], checksums: bool) -> list[
         try:
             size, written = (root / name).stat().length, files[name]
             if size != written.size:
-                return f'{name} has {size} bytes, and {written.size} were written'
+                return f'{name} has {size} bytes, but {written.size} were written'
             crc32 = _crc32(root / name) if checksums else written.crc32
         except OSError as error:
             return f'{name} cannot be read: {error.strerror or error}'
         if crc32 != written.crc32:
             return (
-                f'{name} has other bytes than were written: its CRC-32 is {crc32:08x}, not '
-                f'{written.crc32:08x}'
+                f'{name} has changed since it was written: its CRC-32 is {crc32:08x}, not {written.crc32:08x}'
             )
         return ''
 

@@ -68,7 +68,7 @@ def load_safetensors(
 ) -> Any:
     r"""Loads safetensors files, as on the Hugging Face Hub, straight into the shards of a mesh.
 
-    Each process reads what its devices need, and its host holds that of one tensor at a time.
+    Each process reads the shards of its own devices; its host holds those of one tensor at a time.
 
     Args:
         helper: the mesh.
@@ -87,7 +87,7 @@ def load_safetensors(
 
     Raises:
         CheckpointError: missing, damaged or truncated files; names that the mapping does not cover; two
-            tensors that go to one path; dtypes that JAX would change.
+            tensors that go to the same path; dtypes that JAX would change.
         ArgumentError: the mapping is none of these, or a regex in it is invalid.
         ShardingError: the rules do not fit the tree.
 
@@ -131,10 +131,10 @@ def _tensors(files: Files) -> dict[str, np.ndarray]:
     for file in listed:
         tensors = _tensors_of(file)
         if twice := [*filter(found.__contains__, tensors)]:
-            raise CheckpointError(f'tensors of {file} are in another file, too:\n{shown(twice)}')
+            raise CheckpointError(f'tensors of {file} are also in another file:\n{shown(twice)}')
         found |= tensors
     if missing := [name for name in indexed if name not in found]:
-        raise CheckpointError(f'tensors that the index names are in none of its files:\n{shown(missing)}')
+        raise CheckpointError(f'tensors named in the index are in none of its files:\n{shown(missing)}')
     return found
 
 
@@ -157,7 +157,7 @@ def _listed(files: Files) -> tuple[list[Path], Iterable[str]]:
         places = json.loads(path.read_bytes())['weight_map']
         return [path.parent / file for file in sorted({*places.values()})], places
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f'{path} is no index of {_SUFFIX} files: {error!r}') from error
+        raise CheckpointError(f'{path} is not an index of {_SUFFIX} files: {error!r}') from error
 
 
 def _tensors_of(file: Path) -> dict[str, np.ndarray]:
@@ -165,13 +165,13 @@ def _tensors_of(file: Path) -> dict[str, np.ndarray]:
         mapped = np.memmap(file, np.uint8, 'r')
         length = int.from_bytes(mapped[:_LENGTH].tobytes(), 'little')
         if length > mapped.size:
-            raise ValueError(f'its header would have {length:,} bytes, and the file has {mapped.size:,}')
+            raise ValueError(f'its header would have {length:,} bytes, but the file has {mapped.size:,}')
         header, data = mapped[_LENGTH : _LENGTH + length], mapped[_LENGTH + length :]
         entries = json.loads(header.tobytes())
         entries.pop('__metadata__', None)
         return {name: _tensor(data, name, **entry) for name, entry in entries.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f'{file} is no safetensors file, or is damaged: {error}') from error
+        raise CheckpointError(f'{file} is not a safetensors file, or is damaged: {error}') from error
 
 
 def _tensor(data: np.ndarray, name: str, dtype: str, shape: list[int], data_offsets: list[int]) -> np.ndarray:
@@ -180,9 +180,7 @@ def _tensor(data: np.ndarray, name: str, dtype: str, shape: list[int], data_offs
     begin, end = data_offsets
     kind = np.dtype(DTYPES[dtype])
     if begin < 0 or end > data.size or end - begin != kind.itemsize * np.prod(shape, dtype=object):
-        raise ValueError(
-            f'{name!r} is {kind}{shape}, and has the bytes {begin} to {end} of the {data.size} that are there'
-        )
+        raise ValueError(f'{name!r} is {kind}{shape}, but its data is bytes {begin} to {end} of {data.size}')
     return data[begin:end].view(kind).reshape(shape)
 
 
@@ -209,13 +207,13 @@ def _arranged(tensors: Mapping[str, np.ndarray], mapping: NameMapping) -> dict[s
         if axes is not None and sorted(axes) != [*range(tensor.ndim)]:
             problems.append(f'{name}: {leaf_text(tensor)} does not have the axes {axes!r}')
         elif not _put(tree, path, tensor if axes is None else tensor.transpose(axes)):
-            problems.append(f'{name}: goes to {path}, where another tensor goes, or into one, or around one')
+            problems.append(f'{name}: goes to {path}, which overlaps the path of another tensor')
         elif canonical_dtype(tensor.dtype) != tensor.dtype:
-            problems.append(f'{name}: JAX has {leaf_text(tensor)} with jax_enable_x64 only')
+            problems.append(f'{name}: JAX supports {leaf_text(tensor)} only with jax_enable_x64')
     if problems:
         raise CheckpointError(
             f'the mapping does not fit the tensors of the files:\n{shown_leaves(problems, ".")}\n'
-            'What to do: give every tensor one path of its own, or None to leave it out.'
+            'What to do: give every tensor its own path, or None to leave it out.'
         )
     return tree
 

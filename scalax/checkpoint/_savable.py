@@ -76,11 +76,13 @@ def _reason_against(leaf: Any, held: Any) -> str:
         return 'its mask would be lost'
     if isinstance(leaf, jax.Array | np.ndarray | np.generic):
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            return 'it was donated to a compiled function, and is gone; save what that returned'
+            return 'it was donated to a compiled function; save what that function returned'
         if 0 in leaf.shape:
             return 'Orbax does not write arrays without elements; leave it out'
         if isinstance(leaf, jax.Array) and jax.process_count() > 1 and leaf.is_fully_addressable:
-            return 'it is on this process alone; shard it over the mesh of all, or make it a numpy array'
+            return (
+                'it is on this process only; shard it over a mesh of all processes, or make it a numpy array'
+            )
         if not isinstance(leaf, jax.Array) and has_foreign_dtype(leaf):
             return f'JAX has no arrays of dtype {leaf.dtype}'
         if not _is_stored(held.dtype):
@@ -88,7 +90,7 @@ def _reason_against(leaf: Any, held: Any) -> str:
         if held is leaf or _fits(leaf, held):
             return ''
         return (
-            f'it holds values that do not fit in {held.dtype}, which JAX makes of {leaf.dtype}; set '
+            f'it holds values that do not fit in {held.dtype}, to which JAX converts {leaf.dtype}; set '
             'jax_enable_x64, or save a Python number'
         )
     if isinstance(leaf, int) and not -(2**63) <= leaf < 2**64:

@@ -68,8 +68,8 @@ class SaveThread(threading.Thread):
         try:
             if not self._steps.is_prepared(self.step, self.save):
                 raise FileNotFoundError(
-                    f'{self._root.parent}, which process 0 has made, is not seen by process '
-                    f'{self._process}: all have to see the same files'
+                    f'process {self._process} does not see {self._root.parent}, which process 0 created: all '
+                    'processes have to see the same files'
                 )
             # In a thread, because the caller may run in an event loop itself, as in notebooks.
             self._futures = in_a_thread('scalax-copy', lambda: self._copy(state)) or ()
@@ -143,8 +143,8 @@ class SaveThread(threading.Thread):
         for process in range(jax.process_count()):
             part, failed = self._part('files', process), self._part('failed', process)
             if failed.exists() or not part.exists():
-                why = failed.read_text() if failed.exists() else 'its files are not there'
-                raise CheckpointError(f'process {process} could not write its part: {why}')
+                why = failed.read_text() if failed.exists() else 'they are missing'
+                raise CheckpointError(f'process {process} could not write its files: {why}')
             files |= _manifest.read_manifest(part)
             part.unlink()
         self._handler.finalize(self._root)
@@ -158,11 +158,9 @@ class SaveThread(threading.Thread):
             try:
                 self._steps.prune(self._keep)
             except OSError as error:
-                _log.warning('older steps cannot be deleted; the next save tries it again: %s', _text(error))
+                _log.warning('older steps cannot be deleted; the next save tries again: %s', _text(error))
         elif not self._steps.is_committed(self.step, self.save):
-            raise CheckpointError(
-                f'step {self.step} could not be saved: process 0 has not completed it, and says why'
-            )
+            raise CheckpointError(f'step {self.step} could not be saved: see the error on process 0')
 
     def _part(self, what: str, process: int) -> orbax.Path:
         """A file that each process writes for itself."""

@@ -15,7 +15,7 @@ import numpy as np
 from scalax._jax.orbax import Path, is_complete
 from scalax._tree.paths import path_string
 from scalax.checkpoint import _manifest
-from scalax.checkpoint._orbax import orbax
+from scalax.checkpoint._files import orbax
 from scalax.errors import CheckpointError
 
 ITEM = 'state'
@@ -122,7 +122,7 @@ class SavedStep:
             # Orbax restores keys as what they were, whatever is asked for.
             if not isinstance(wanted, type) and found[name].dtype != wanted.dtype:
                 raise CheckpointError(
-                    f'{self.where}: {name} is of dtype {found[name].dtype}, and {wanted.dtype} is asked for'
+                    f'{self.where}: {name} has dtype {found[name].dtype}, but {wanted.dtype} was requested'
                 )
         return found
 
@@ -135,9 +135,9 @@ class SavedStep:
         except (OverflowError, ValueError):
             kind = getattr(wanted, 'dtype', 'int')
             raise CheckpointError(
-                f'{self.where}: {name} is {number}, which does not fit in {kind}. Ask for a Python '
-                f'{type(number).__name__}: give like as a tree with one there (a function makes arrays of '
-                'Python numbers)'
+                f'{self.where}: {name} is {number}, which does not fit in {kind}. To restore a Python '
+                f'{type(number).__name__}, give like as a tree that has one there (a function turns Python '
+                'numbers into arrays)'
             ) from None
         return jax.make_array_from_callback((), wanted.sharding, lambda _: value)
 
@@ -165,8 +165,8 @@ class SavedStep:
             others = sorted(path.name for path in file.parent.glob('data.*'))
             raise CheckpointError(
                 f'{self.where} has no {file.name}, the data state of this process, which save(..., '
-                f'data=iterator) writes: it has {", ".join(others) or "none"}. Another number of processes '
-                'reads other data: restore without data=, and set the iterator yourself'
+                f'data=iterator) writes: it has {", ".join(others) or "none"}. If another number of '
+                'processes saved it, restore without data=, and set the iterator yourself'
             )
         with self._reading():
             return _decode_data(file.read_bytes())

@@ -60,7 +60,7 @@ def target_of(helper: MeshShardingHelper, rules: RuleLike, like: Any, only: str 
         checked_regex('only', only, ArgumentError)
         if tree.paths and not any(re.search(only, path) for path in tree.paths):
             raise CheckpointError(
-                f'only={only!r} is found in no leaf path of like, so that nothing would be restored:\n'
+                f'only={only!r} matches no leaf path of like, so nothing would be restored:\n'
                 f'{shown_leaves(tree.paths)}'
             )
     structs = [
@@ -89,8 +89,8 @@ def require_distinct(paths: Sequence[str], what: str) -> None:
     twice = [path for path, count in Counter(paths).items() if count > 1]
     if twice:
         raise CheckpointError(
-            f'{what} has several leaves with one path: {", ".join(map(repr, twice[:10]))}. Rename some of '
-            'their keys: a checkpoint finds leaves by their paths'
+            f'{what} has several leaves with the same path: {", ".join(map(repr, twice[:10]))}. Rename some '
+            'of their keys: a checkpoint finds leaves by their paths'
         )
 
 
@@ -109,7 +109,7 @@ def renamed_paths(paths: Iterable[str], rename: Sequence[tuple[Any, ...]], where
         new = next((regex.sub(to, path) for regex, to in rename if regex.search(path)), path)
         if new in old:
             raise CheckpointError(
-                f'rename gives two leaves of {where} one path: {old[new]!r} and {path!r} are both {new!r}'
+                f'rename gives two leaves of {where} the same path: {old[new]!r} and {path!r} become {new!r}'
             )
         old[new] = path
     return old
@@ -155,17 +155,17 @@ def require_fit(
             continue
         (shape, dtype), (saved_shape, saved_dtype) = _as_saved(target), _as_saved(saved[path])
         if shape != saved_shape or (dtype != saved_dtype and not cast):
-            found.append(f'{path}: {_text(target)} is asked for, and {_text(saved[path])} was saved')
+            found.append(f'{path}: {_text(target)} was requested, but {_text(saved[path])} was saved')
     if not partial:
         found += [
-            f'{path}: {_text(saved[path])} is in the checkpoint only' for path in saved if path not in wanted
+            f'{path}: {_text(saved[path])} is only in the checkpoint' for path in saved if path not in wanted
         ]
     if found:
         raise CheckpointError(
-            f'{where} does not hold what is asked for:\n{shown_leaves(found)}\n'
-            'What to do: make like as it was when the checkpoint was saved (describe(step) lists the '
-            'leaves), or give rename=[(regex, replacement)] for other paths, only=regex for a part, '
-            'cast=True to convert dtypes.'
+            f'{where} does not match the requested tree:\n{shown_leaves(found)}\n'
+            'What to do: give like as it was when the checkpoint was saved (describe(step) lists the '
+            'leaves), or rename=[(regex, replacement)] for other paths, only=regex to restore '
+            'some leaves, cast=True to convert dtypes.'
         )
 
 

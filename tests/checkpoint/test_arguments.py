@@ -42,7 +42,7 @@ def test_options(tmp_path: Path, options: dict[str, Any]) -> None:
     [(name, value)] = options.items()
     with pytest.raises(ArgumentError) as caught:
         Checkpointer(tmp_path, **options)
-    assert str(caught.value) == f'Checkpointer: {name} has to be a positive number, got {value!r}'
+    assert str(caught.value) == f'Checkpointer: {name} has to be a positive integer, got {value!r}'
 
 
 @pytest.mark.parametrize('directory', ['', 3, None, b'run'], ids=repr)
@@ -53,15 +53,15 @@ def test_what_is_no_directory(directory: Any) -> None:
 @pytest.mark.parametrize('data', [3, [1], 'position'], ids=repr)
 def test_what_cannot_be_given_a_state(saved: Path, data: Any) -> None:
     assert message(Checkpointer(saved).restore, HELPER, P(), STATE, data=data) == (
-        f'restore: data is the iterator to set to what was saved, with set_state(), got {data!r}. What was '
-        'saved as bytes or as a value, Checkpointer.data() returns'
+        f'restore: data has to be an iterator with set_state(), got {data!r}. To read a data state that '
+        'was saved as bytes or as a value, use Checkpointer.data()'
     )
 
 
 @pytest.mark.parametrize('step', [7.0, 6.5, -1, True, '7', np.float32(7), None], ids=repr)
 def test_what_is_no_step(saved: Path, step: Any) -> None:
     with Checkpointer(saved) as checkpointer:
-        wanted = f'step has to be a whole number, at least 0, got {step!r}'
+        wanted = f'step has to be an integer of at least 0, got {step!r}'
         assert message(checkpointer.save, step, STATE) == wanted
         if step is not None:  # the latest, for those who read
             assert message(checkpointer.restore, HELPER, P(), STATE, step=step) == wanted
@@ -205,8 +205,8 @@ def test_values_that_jax_has_no_room_for_cannot_be_saved(tmp_path: Path) -> None
     do = 'set jax_enable_x64, or save a Python number'
     assert str(caught.value) == (
         'some leaves of the state cannot be saved:\n'
-        f'  a: int64[2]: it holds values that do not fit in int32, which JAX makes of int64; {do}\n'
-        f'  b: float64[]: it holds values that do not fit in float32, which JAX makes of float64; {do}\n'
+        f'  a: int64[2]: it holds values that do not fit in int32, to which JAX converts int64; {do}\n'
+        f'  b: float64[]: it holds values that do not fit in float32, to which JAX converts float64; {do}\n'
         '  c: >f4[2]: JAX has no arrays of dtype >f4\n'
         f'  d: {np.dtype(np.longdouble)}[]: JAX has no arrays of dtype {np.dtype(np.longdouble)}\n'
         '  e: Python int: it has more than 64 bits'
@@ -224,7 +224,7 @@ def test_paths_that_are_the_same_are_found_in_one_pass() -> None:
 
     names = [f'layers/{i}' for i in range(100)]
     require_distinct(Paths(names), 'like')
-    two = r"like has several leaves with one path: 'layers/3', 'layers/50'\. "
+    two = r"like has several leaves with the same path: 'layers/3', 'layers/50'\. "
     with pytest.raises(CheckpointError, match=two):
         require_distinct(Paths([*names, 'layers/50', 'layers/3']), 'like')
     assert len(passes) <= 4

@@ -24,8 +24,9 @@ from tests.support import checkpoint_checks
 from tests.support.snapshots import Snapshot
 
 DO = (
-    'What to do: make like as it was when the checkpoint was saved (describe(step) lists the leaves), or '
-    'give rename=[(regex, replacement)] for other paths, only=regex for a part, cast=True to convert dtypes.'
+    'What to do: give like as it was when the checkpoint was saved (describe(step) lists the leaves), '
+    'or rename=[(regex, replacement)] for other paths, only=regex to restore some leaves, cast=True '
+    'to convert dtypes.'
 )
 RULE = PolicyShardingRule(lambda path, leaf: P('fsdp') if leaf.shape else P())
 
@@ -137,9 +138,9 @@ def test_dtypes_change_only_where_asked(tmp_path: Path, helper: MeshShardingHelp
         lambda: {**small(helper), 'params': jax.tree.map(jnp.bfloat16, small(helper)['params'])}
     )
     assert message(checkpointer.restore, helper, RULE, like) == (
-        f'the checkpoint of step 1 in {tmp_path} does not hold what is asked for:\n'
-        '  params/b: bfloat16[8] is asked for, and float32[8] was saved\n'
-        f'  params/w: bfloat16[8, 4] is asked for, and float32[8, 4] was saved\n{DO}'
+        f'the checkpoint of step 1 in {tmp_path} does not match the requested tree:\n'
+        '  params/b: bfloat16[8] was requested, but float32[8] was saved\n'
+        f'  params/w: bfloat16[8, 4] was requested, but float32[8, 4] was saved\n{DO}'
     )
     found = checkpointer.restore(helper, RULE, like, cast=True)
     assert found['params']['w'].dtype == jnp.bfloat16
@@ -154,8 +155,8 @@ def test_python_numbers(tmp_path: Path, helper: MeshShardingHelper) -> None:
     assert type(found['array']) is int
     like = {**state, 'flag': np.bool_(0), 'large': 0.0}
     assert message(checkpointer.restore, helper, P(), like) == (
-        f'the checkpoint of step 1 in {tmp_path} does not hold what is asked for:\n'
-        f'  large: Python float is asked for, and Python int was saved\n{DO}'
+        f'the checkpoint of step 1 in {tmp_path} does not match the requested tree:\n'
+        f'  large: Python float was requested, but Python int was saved\n{DO}'
     )
     assert checkpointer.restore(helper, P(), like, cast=True)['large'] == 2.0**40
 
@@ -174,11 +175,11 @@ def test_large_python_numbers(tmp_path: Path, helper: MeshShardingHelper) -> Non
     for like in (lambda: {'tokens': 0}), {'tokens': np.int32(0)}:
         assert message(checkpointer.restore, helper, P(), like, only='tokens') == (
             f'the checkpoint of step 1 in {tmp_path}: tokens is 1099511627776, which does not fit in int32. '
-            'Ask for a Python int: give like as a tree with one there (a function makes arrays of Python '
-            'numbers)'
+            'To restore a Python int, give like as a tree that has one there (a function turns Python '
+            'numbers into arrays)'
         )
     said = message(checkpointer.restore, helper, P(), {'best': 0}, only='best', cast=True)
-    assert 'best is inf, which does not fit in int. Ask for a Python float' in said
+    assert 'best is inf, which does not fit in int. To restore a Python float' in said
 
 
 def test_other_memory_and_explicit_axes(tmp_path: Path, helper: MeshShardingHelper) -> None:
@@ -222,8 +223,8 @@ def test_other_paths(tmp_path: Path, helper: MeshShardingHelper) -> None:
     assert_equal(found['model']['dense']['kernel'], state['params']['w'])
     assert_equal(found['model']['dense']['bias'], state['params']['b'])
     assert message(checkpointer.restore, helper, RULE, like, rename=[('^params/.', 'model/x')]) == (
-        f"rename gives two leaves of the checkpoint of step 1 in {tmp_path} one path: 'params/b' and "
-        "'params/w' are both 'model/x'"
+        f"rename gives two leaves of the checkpoint of step 1 in {tmp_path} the same path: 'params/b' "
+        "and 'params/w' become 'model/x'"
     )
 
 
@@ -236,11 +237,11 @@ def test_what_does_not_fit_is_named(tmp_path: Path, helper: MeshShardingHelper) 
         'key': jax.random.key(0),
     }
     assert message(checkpointer.restore, helper, RULE, like) == (
-        f'the checkpoint of step 1 in {tmp_path} does not hold what is asked for:\n'
+        f'the checkpoint of step 1 in {tmp_path} does not match the requested tree:\n'
         '  key: key<fry>[] is missing\n'
-        '  params/b: float32[8, 2] is asked for, and float32[8] was saved\n'
+        '  params/b: float32[8, 2] was requested, but float32[8] was saved\n'
         '  params/v: float32[8, 4] is missing\n'
-        f'  params/w: float32[8, 4] is in the checkpoint only\n{DO}'
+        f'  params/w: float32[8, 4] is only in the checkpoint\n{DO}'
     )
 
 
@@ -266,15 +267,15 @@ def test_keys_are_of_the_kind_that_is_asked_for(
         found = checkpointer.restore(helper, P(), like)
         assert_equal(jax.random.key_data(found['a/b']), jax.random.key_data(state['a/b']))
     else:
-        assert 'a/b is of dtype key<rbg>, and key<urbg> is asked for' in message(
+        assert 'a/b has dtype key<rbg>, but key<urbg> was requested' in message(
             checkpointer.restore, helper, P(), like
         )
     like['a/b'] = jax.random.key(1)
-    assert 'a/b: key<fry>[] is asked for, and uint32[4] was saved' in message(
+    assert 'a/b: key<fry>[] was requested, but uint32[4] was saved' in message(
         checkpointer.restore, helper, P(), like
     )
     like['a/b'] = np.zeros(4, np.uint32)
-    assert 'a/b is of dtype key<rbg>, and uint32 is asked for' in message(
+    assert 'a/b has dtype key<rbg>, but uint32 was requested' in message(
         checkpointer.restore, helper, P(), like
     )
 
@@ -299,8 +300,8 @@ def test_which_steps_are_saved_and_kept(tmp_path: Path, helper: MeshShardingHelp
         assert again.restored_step == 43
         assert not again.save(43, state)
         assert message(again.save, 41, state) == (
-            f'step 41 cannot be saved: {tmp_path} holds step 43 already, from another run or from '
-            'later in this one. Restore the latest step and go on from there, or save into another directory'
+            f'step 41 cannot be saved: {tmp_path} already holds step 43, from another run or from '
+            'later in this one. Restore the latest step and continue from there, or save to another directory'
         )
         assert again.save(44, state)
     assert message(again.restore, helper, RULE, state, step=5) == (
@@ -357,7 +358,7 @@ def test_data_state(tmp_path: Path, helper: MeshShardingHelper) -> None:
     ]
     assert message(checkpointer.restore, helper, RULE, state, data=numbers) == (
         f'the checkpoint of step 5 in {tmp_path} has no data.0-of-1, the data state of this process, which '
-        'save(..., data=iterator) writes: it has none. Another number of processes reads other data: restore '
+        'save(..., data=iterator) writes: it has none. If another number of processes saved it, restore '
         'without data=, and set the iterator yourself'
     )
     assert numbers.position == 10
@@ -392,8 +393,8 @@ def test_a_run_that_has_not_looked_for_steps_does_not_save_before_them(
         assert first.save(5, small(helper))
         first.wait()
         assert message(second.save, 2, small(helper)) == (
-            f'step 2 cannot be saved: {tmp_path} holds step 5 already, from another run or from '
-            'later in this one. Restore the latest step and go on from there, or save into another directory'
+            f'step 2 cannot be saved: {tmp_path} already holds step 5, from another run or from '
+            'later in this one. Restore the latest step and continue from there, or save to another directory'
         )
         assert first.save(6, small(helper))
 
@@ -466,7 +467,7 @@ def test_without_orbax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, 'orbax.checkpoint', None)
     with pytest.raises(MissingDependencyError) as caught:
         Checkpointer(tmp_path)
-    assert str(caught.value) == ('checkpoints are written and read by Orbax: pip install orbax-checkpoint')
+    assert str(caught.value) == ('checkpoints need Orbax: pip install orbax-checkpoint')
 
 
 def test_an_orbax_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -535,8 +536,8 @@ def test_what_differs_is_said_once_and_whole() -> None:
     with pytest.raises(CheckpointError) as caught:
         require_fit(wanted, saved, cast=False, partial=False, where='it')
     assert str(caught.value).splitlines()[:4] == [
-        'it does not hold what is asked for:',
-        '  a: b: float32[4] is asked for, and float32[3] was saved',
-        '  layers/{0..79}/w: 80 x bfloat16[2] is asked for, and float32[2] was saved',
+        'it does not match the requested tree:',
+        '  a: b: float32[4] was requested, but float32[3] was saved',
+        '  layers/{0..79}/w: 80 x bfloat16[2] was requested, but float32[2] was saved',
         '  b: int32[] is missing',
     ]

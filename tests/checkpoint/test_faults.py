@@ -95,8 +95,8 @@ def test_no_flipped_byte_is_restored_if_asked(three: Path, helper: MeshShardingH
         text = message(Checkpointer(three).restore, helper, P('fsdp'), state(0), step=3, verify=True)
         name = path.relative_to(where)
         head = f'the checkpoint of step 3 in {three} is damaged:\n'
-        assert text.startswith(f'{head}  step 3: {name} has other bytes than were written: its CRC-32 is ')
-        with pytest.warns(CheckpointWarning, match='has other bytes than were written'):
+        assert text.startswith(f'{head}  step 3: {name} has changed since it was written: its CRC-32 is ')
+        with pytest.warns(CheckpointWarning, match='has changed since it was written'):
             assert_restores(three, helper, 2, verify=True)
         path.write_bytes(whole)
     assert_restores(three, helper, 3, verify=True)
@@ -143,8 +143,7 @@ def test_damaged_steps_make_way(three: Path, helper: MeshShardingHelper) -> None
             checkpointer.restore(helper, P('fsdp'), state(0))
         [text] = [str(one.message) for one in caught if one.category is CheckpointWarning]
         assert text == (
-            f'damaged checkpoints in {three} are passed over, and step 1 is restored; the next save deletes '
-            'them:\n'
+            f'restoring step 1: later checkpoints in {three} are damaged, and the next save deletes them:\n'
             '  step 3: manifest.ocdbt cannot be read: No such file or directory\n'
             '  step 2: manifest.ocdbt cannot be read: No such file or directory'
         )
@@ -176,7 +175,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, helper: MeshShardingHel
     checkpointer = Checkpointer(file / 'below')
     text = message(checkpointer.save, 1, helper.shard(state(1), P('fsdp')))
     below = file / 'below'
-    start = f'step 1 could not be saved in {below}, and what was there before is untouched: NotADirectory'
+    start = f'step 1 could not be saved in {below}; what was there before is untouched: NotADirectory'
     assert text.startswith(start)
     assert checkpointer.latest_step() is None
     checkpointer.close()
@@ -250,7 +249,7 @@ def test_a_full_disk(child: Any, tmp_path: Path, helper: MeshShardingHelper) -> 
     lines = done.stdout.splitlines()
     assert len(lines) == 3
     for line in lines:
-        start = f'step 2 could not be saved in {tmp_path / "run"}, and what was there before is untouched: '
+        start = f'step 2 could not be saved in {tmp_path / "run"}; what was there before is untouched: '
         assert line.startswith(start)
     assert_restores(tmp_path / 'run', helper, 2, verify=True)
 

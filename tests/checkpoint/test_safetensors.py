@@ -143,9 +143,9 @@ def error_of(helper: MeshShardingHelper, *args: Any) -> str:
 def test_errors_about_names(tmp_path: Path, helper: MeshShardingHelper) -> None:
     names = ('a.b', 'a.c', 'd', 'd.e')
     file = write(tmp_path / 'x.safetensors', {name: bits((2,), 'int8') for name in names})
-    do = '\nWhat to do: give every tensor one path of its own, or None to leave it out.'
+    do = '\nWhat to do: give every tensor its own path, or None to leave it out.'
     head = 'the mapping does not fit the tensors of the files:\n'
-    taken = 'where another tensor goes, or into one, or around one'
+    taken = 'which overlaps the path of another tensor'
     assert error_of(helper, file, P()) == f'{head}  d.e: goes to d/e, {taken}{do}'
     mapping: Any = {'a.b': 'x', 'd': 'x', 'd.e': None}
     assert error_of(helper, file, P(), mapping) == (
@@ -190,9 +190,9 @@ def test_errors_about_files(tmp_path: Path, helper: MeshShardingHelper) -> None:
     first, second = (tmp_path / f'model-0000{number}-of-00002.safetensors' for number in (1, 2))
     index = tmp_path / 'model.safetensors.index.json'
     whole = second.read_bytes()
-    damaged = f'{second} is no safetensors file, or is damaged: '
+    damaged = f'{second} is not a safetensors file, or is damaged: '
     for content, why in [
-        (whole[:-1], "'model.layers.2.mlp.up_proj.weight' is float16[8, 4], and has the bytes "),
+        (whole[:-1], "'model.layers.2.mlp.up_proj.weight' is float16[8, 4], but its data is bytes "),
         (whole[:20], 'its header would have '),
         (b'', 'cannot mmap an empty file'),
         (bytes([9, 9, 9, 9, 9, 9, 9, 9, 0]), 'its header would have '),
@@ -206,18 +206,18 @@ def test_errors_about_files(tmp_path: Path, helper: MeshShardingHelper) -> None:
     write(second, {'lm_head.weight': bits((4,), 'int8')})
     missing = ('model.layers.2.mlp.up_proj.weight', 'model.norm.weight')
     said = error_of(helper, index, P())
-    assert said.startswith('tensors that the index names are in none of its files:\n')
+    assert said.startswith('tensors named in the index are in none of its files:\n')
     assert all(f'\n  {name}' in said for name in missing)
     second.unlink()
     for files in (index, second, [second]):
         assert f'{second}' in error_of(helper, files, P())
     write(second, {'model.layers.0.mlp.up_proj.weight': bits((4,), 'int8')})
     assert error_of(helper, [first, second], P()) == (
-        f'tensors of {second} are in another file, too:\n  model.layers.0.mlp.up_proj.weight'
+        f'tensors of {second} are also in another file:\n  model.layers.0.mlp.up_proj.weight'
     )
     for text in ('', '[]', '{}', '{"weight_map": [1]}', '{"weight_map": {"a": 1}}'):
         index.write_text(text)
-        assert error_of(helper, index, P()).startswith(f'{index} is no index of .safetensors files: ')
+        assert error_of(helper, index, P()).startswith(f'{index} is not an index of .safetensors files: ')
     (tmp_path / 'empty').mkdir()
     assert error_of(helper, tmp_path / 'empty', P()) == (
         f'{tmp_path / "empty"} has no .safetensors files; name the file, the files or the index'
@@ -245,4 +245,4 @@ def test_headers_that_do_not_fit_the_data(
     entry = {'dtype': 'F32', 'shape': [4], 'data_offsets': [0, 16], **changes}
     text = json.dumps({'x': entry}).encode()
     file.write_bytes(len(text).to_bytes(8, 'little') + text + bytes(16))
-    assert error_of(helper, file, P()).startswith(f'{file} is no safetensors file, or is damaged: ')
+    assert error_of(helper, file, P()).startswith(f'{file} is not a safetensors file, or is damaged: ')

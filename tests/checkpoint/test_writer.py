@@ -62,10 +62,10 @@ def assert_taken(text: str, folder: Path) -> None:
     assert (owner['pid'], owner['host']) == (os.getpid(), socket.gethostname())
     assert re.fullmatch(r'\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\+00:00', owner['since'])
     assert text == (
-        f'{folder} has another writer now: process {os.getpid()} on host {socket.gethostname()!r}, since '
-        f'{owner["since"]}. A directory has one writer, the one that came last, and this one writes and '
-        'deletes nothing there any more. To keep the other one, end this job; to keep this one, end the '
-        'other and make a new Checkpointer here, which takes the directory with its first save'
+        f'{folder} now has another writer: process {os.getpid()} on host {socket.gethostname()!r}, since '
+        f'{owner["since"]}. A directory has one writer, the most recent one; this one no longer writes '
+        'or deletes anything there. To keep the other one, end this job; to keep this one, end the other '
+        'and create a new Checkpointer here, which takes over the directory with its first save'
     )
 
 
@@ -197,7 +197,7 @@ def test_steps_that_the_old_writer_saves_meanwhile(tmp_path: Path, helper: MeshS
     new.restore(helper, P('fsdp'), state(0, 0))
     assert old.save(2, state(1, 2))
     old.wait()
-    assert f'{tmp_path} holds step 2 already' in message(new.save, 2, state(2, 2))
+    assert f'{tmp_path} already holds step 2' in message(new.save, 2, state(2, 2))
     assert_taken(message(old.save, 3, state(1, 3)), tmp_path)
     new.restore(helper, P('fsdp'), state(0, 0))
     assert new.save(3, state(2, 3))
@@ -211,9 +211,9 @@ def test_no_step_makes_way_later_on(tmp_path: Path) -> None:
         assert checkpointer.latest_step() is None
         assert checkpointer.save(3, state(1, 3))
         checkpointer.wait()
-        assert 'holds step 3 already' in message(checkpointer.save, 2, state(1, 2))
+        assert 'already holds step 3' in message(checkpointer.save, 2, state(1, 2))
         (tmp_path / '3').rename(tmp_path / '5')
-        assert 'holds step 5 already' in message(checkpointer.save, 4, state(1, 4))
+        assert 'already holds step 5' in message(checkpointer.save, 4, state(1, 4))
     assert names(tmp_path) == ['5', 'writer.json']
 
 
@@ -236,7 +236,7 @@ def test_steps_that_cannot_be_deleted(
         assert checkpointer.save(2, state(1, 2))
         checkpointer.wait()
     assert [record.getMessage() for record in caplog.records if record.name == 'scalax.checkpoint'] == [
-        'older steps cannot be deleted; the next save tries it again: PermissionError: [Errno 13] Permission '
+        'older steps cannot be deleted; the next save tries again: PermissionError: [Errno 13] Permission '
         'denied'
     ]
     assert run_and_step(helper, tmp_path) == (1, 2)
@@ -316,7 +316,7 @@ def test_two_runs_in_threads_mix_no_step(tmp_path: Path, helper: MeshShardingHel
     assert [step for _, step in found] == steps
     assert len({run for run, _ in found}) <= 1
     for text in errors.values():
-        assert 'already, from another run' in text or 'has another writer now' in text
+        assert ', from another run' in text or 'now has another writer' in text
 
 
 def test_where_folders_cannot_be_renamed(
@@ -346,7 +346,7 @@ def test_where_folders_cannot_be_renamed(
         newest.restore(helper, P('fsdp'), state(0, 0))
         assert new.save(5, state(2, 5))
         new.wait()
-        assert f'step 5 cannot be saved: {tmp_path} holds step 5 already' in message(
+        assert f'step 5 cannot be saved: {tmp_path} already holds step 5' in message(
             newest.save, 5, state(3, 5)
         )
 

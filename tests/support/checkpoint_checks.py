@@ -169,7 +169,7 @@ def check_all_ask_for_the_same() -> None:
         ({'rules': P('x') if me == last else P()}, "w is int32[8] as P('x',), and int32[8] as P()"),
         (
             {'step': 1.5 if me == last else None},
-            'ArgumentError: step has to be a whole number, at least 0, got 1.5',
+            'ArgumentError: step has to be an integer of at least 0, got 1.5',
         ),
     ]:
         error = caught(checkpointer.restore, **{'helper': helper, 'rules': P('x'), 'like': like, **mine})

@@ -150,13 +150,13 @@ def check_a_process_that_cannot_copy_or_write() -> None:
                         continue
                     text = error_of(checkpointer.wait)
             assert text.startswith('CheckpointError: '), text
-            said = f'process {who} could not write its part: OSError: [Errno 5] Input/output error'
+            said = f'process {who} could not write its files: OSError: [Errno 5] Input/output error'
             if here:
                 assert 'OSError: [Errno 5] Input/output error' in text, text
             elif jax.process_index() == 0:
                 assert said in text, text
             else:
-                assert 'process 0 has not completed it' in text, text
+                assert 'see the error on process 0' in text, text
             if who == 0:
                 assert checkpointer.latest_step() is None
     # What one process has not waited for, all are told of by the next save.
@@ -236,7 +236,7 @@ def check_all_processes_of_a_job_are_one_writer() -> None:
     assert new.save(2, state(2))
     text = error_of(old.save, 3, state(3))
     assert ('' if jax.process_index() == 0 else 'process 0: CheckpointError: ') in text
-    assert 'has another writer now: process ' in text, text
+    assert 'now has another writer: process ' in text, text
     assert_saves(new, 3)
 
 
@@ -253,7 +253,7 @@ def check_a_step_that_comes_while_they_look() -> None:
         new.restore(helper(), P(), LIKE)
     assert new.restored_step == 1
     text = error_of(new.save, 2, state(5))
-    assert f'{where} holds step 2 already' in text, text
+    assert f'{where} already holds step 2' in text, text
     new.restore(helper(), P(), LIKE)
     assert new.restored_step == 2
     assert_saves(new, 3)
@@ -282,8 +282,8 @@ def check_a_process_that_does_not_come() -> None:
         if not last():
             text = error_of(call)
             assert text.startswith(
-                'CheckpointError: some processes did not make this call within 2 seconds, and all have to '
-                'make it. They are no longer in step: start the job again. '
+                'CheckpointError: some processes did not make this call within 2 seconds; all processes '
+                'have to make it. They are out of step: restart the job. '
             ), text
         float(jax.jit(lambda w: w.sum())(more['w']))  # the last waits here until the others have the error
     if last():
