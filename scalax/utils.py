@@ -39,8 +39,8 @@ _drawing = threading.RLock()
 class JaxRNG:
     """A stateful source of PRNG keys, for use inside a pure function.
 
-    Threads may share one: no two calls return the same key. Which thread gets which key is then a matter of
-    chance; where a program must be repeatable, give each thread a source of its own.
+    Threads may share one: no two calls return the same key. Which thread gets which key is then not
+    deterministic; for reproducible programs, give each thread its own source.
 
     Args:
         rng: the key to split from; old-style or typed.
@@ -191,7 +191,7 @@ def flatten_tree(
 
     Raises:
         RuleError: two leaves have the same path, as in ``{'a/b': 1, 'a': {'b': 2}}``; nothing is lost
-            in silence.
+            silently.
 
     Example:
         >>> flatten_tree({'a': {'b': 1, 'c': [2, 3]}}, sep='/')

@@ -54,13 +54,11 @@ def _for_operands(operation: Operation, operands: Sequence[Any], grads: Results)
     if len(grads) != len(real):
         names = ', '.join(operation.labels[i] for i in real)
         raise ArgumentError(
-            f'{operation.name}.defvjp: backward returns one cotangent for each floating-point operand '
+            f'{operation.name}.defvjp: backward has to return one cotangent for each floating-point operand '
             f'({names}), got {len(grads)}'
         )
-    found: list[Any] = [None] * len(operands)
-    for i, grad in zip(real, grads, strict=True):
-        found[i] = _typed_like(grad, operands[i])
-    return tuple(found)
+    typed = {i: _typed_like(grad, operands[i]) for i, grad in zip(real, grads, strict=True)}
+    return tuple(typed.get(i) for i in range(len(operands)))
 
 
 def as_tuple(returned: Any) -> tuple[Any, ...]:

@@ -94,7 +94,7 @@ class FactorContext:
             factors: all names.
             axes: the mesh axes of the factors that are sharded.
             sizes: the sizes of mesh axes.
-            typed: whether JAX follows which values differ between devices.
+            typed: whether JAX tracks which values differ between devices.
         """
         self._factors, self._axes, self._sizes, self._typed = factors, axes, sizes, typed
         self._combined: set[str] = set()
@@ -105,7 +105,7 @@ class FactorContext:
         return frozenset(self._combined)
 
     def axis_names(self, factor: str | tuple[str, ...]) -> tuple[str, ...]:
-        """The mesh axes that a factor is sharded over, the outermost first; none if it is whole."""
+        """The mesh axes that a factor is sharded over, the outermost first; none if it is unsharded."""
         names = (factor,) if isinstance(factor, str) else tuple(factor)
         for name in names:
             if name not in self._factors:

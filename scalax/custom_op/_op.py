@@ -43,10 +43,10 @@ def sharded_op(
             results; each dimension the name of a *factor*. Nothing stands for a scalar, ``_`` for a dimension
             that is never sharded, a number for one of that size. A factor of results only is never sharded.
         reduction_factors: factors whose blocks the function combines (``ctx.psum``); they are in no result.
-        need_replication_factors: factors that the function wants whole.
-        check_vma: whether JAX follows, while it traces, which values differ between devices, so that a
+        need_replication_factors: factors that the function needs unsharded.
+        check_vma: whether JAX tracks, while it traces, which values differ between devices, so that a
             forgotten ``ctx.psum`` is an error; as in ``jax.shard_map``. ``pallas_call`` and some loops need
-            False: then it is only asked that the blocks of every reduction factor are combined somehow.
+            False: then the only check is that the blocks of every reduction factor are combined somehow.
 
     Returns:
         A decorator that makes a `ShardedOp`.
@@ -72,11 +72,11 @@ def sharded_op(
 
 
 class ShardedOp(Generic[Given, Result]):
-    """What `sharded_op` makes: called with whole arrays, it runs on each device's blocks.
+    """What `sharded_op` makes: called with global arrays, it runs on the blocks of each device.
 
     Works inside and outside of ``jax.jit`` and `sjit`, under ``jax.grad``, ``jax.vmap`` and
     ``jax.lax.scan``, over Auto and Explicit mesh axes. Inside ``shard_map`` its operands are the blocks
-    there. The gradient is that of the function on whole arrays, which the compiler partitions, unless
+    there. The gradient is that of the function on global arrays, which the compiler partitions, unless
     `defvjp` gives another.
 
     Attributes:
@@ -102,7 +102,7 @@ class ShardedOp(Generic[Given, Result]):
         """Runs the operation.
 
         Args:
-            *operands: whole arrays.
+            *operands: global arrays.
             **static: hashable; the operation is traced and compiled for each value.
 
         Raises:
@@ -113,11 +113,11 @@ class ShardedOp(Generic[Given, Result]):
         return returned
 
     def defvjp(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
-        """Gives the operation its gradient, by two more operations (or functions of whole arrays).
+        """Gives the operation its gradient, by two more operations (or functions of global arrays).
 
         Args:
-            forward: takes the operands; returns the results and, behind them, what else *backward* is to have
-                (its residuals). The operation itself where there is nothing.
+            forward: takes the operands; returns the results and, after them, what else *backward* needs (its
+                residuals). The operation itself if there are none.
             backward: takes the operands, the residuals, and one cotangent for each floating-point result;
                 returns one for each floating-point operand. Both are given the static arguments too.
 
@@ -142,10 +142,10 @@ class ShardedOp(Generic[Given, Result]):
         """Runs the operation on one device, and under every way of sharding the operands, and compares.
 
         Args:
-            *operands: whole arrays, small ones: every way is compiled.
+            *operands: global arrays, small ones: every way is compiled.
             mesh: a mesh or a helper.
-            gradients: whether what `defvjp` was given is compared too, its results and its gradient, with the
-                function on whole arrays on one device. False where JAX cannot differentiate that one.
+            gradients: whether the functions of `defvjp` are compared too, their results and gradients, with
+                the function on one device. False if JAX cannot differentiate that one.
             **static: static arguments.
 
         Returns:
@@ -205,7 +205,7 @@ class ShardedOp(Generic[Given, Result]):
         for label, operand in zip(self._labels, operands, strict=True):
             if not hasattr(operand, 'dtype'):
                 raise ArgumentError(
-                    f'{self._name}: operand {label!r} is an array, got {type(operand).__name__}'
+                    f'{self._name}: operand {label!r} has to be an array, got {type(operand).__name__}'
                 )
             if is_key(operand):
                 raise ArgumentError(

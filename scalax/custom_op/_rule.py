@@ -20,7 +20,7 @@ class Rule:
         operands: the dimensions of each operand.
         results: the dimensions of each result.
         reduction_factors: factors whose blocks the function combines.
-        need_replication_factors: factors that the function wants whole on every device.
+        need_replication_factors: factors that the function needs unsharded.
     """
 
     text: str
@@ -99,14 +99,14 @@ def _check_factors(rule: Rule, arrow: int) -> None:
     for name, at in names_in(text):
         if name in reduced and name in kept:
             raise pattern_error(
-                text, kept[name], f'{name!r} is in reduction_factors, and yet a dimension of a result'
+                text, kept[name], f'{name!r} is in reduction_factors, but is also a dimension of a result'
             )
         if name not in kept and name not in (*reduced, *whole):
             raise pattern_error(
                 text,
                 at,
                 f'{name!r} is in no result: reduction_factors=({name!r},) if the function combines its '
-                f'blocks (ctx.psum), need_replication_factors=({name!r},) if it wants all of it',
+                f'blocks (ctx.psum), need_replication_factors=({name!r},) if it needs the entire factor',
             )
 
 
@@ -195,7 +195,7 @@ def match_rule(
     of_operands = set(sizes)
     result_factors: list[Factors] = []
     if results is not None:
-        wrong = [f'the rule has {len(rule.results)}, the function returned {len(results)}']
+        wrong = [f'the rule has {plural(len(rule.results), "result")}, the function returned {len(results)}']
         if len(results) == len(rule.results):
             result_factors, wrong = _all_factors(rule.results, results, sizes)
         if wrong:
@@ -221,7 +221,7 @@ def _all_factors(
     for pattern, (label, array) in zip(patterns, arrays.items(), strict=True):
         rank, wanted = len(array.shape), len(pattern.dimensions)
         if rank != wanted:
-            wrong.append(f'{label} has {plural(rank, "dimension")}, and {wanted} in the rule')
+            wrong.append(f'{label} has {plural(rank, "dimension")}, but {wanted} in the rule')
             continue
         factors: list[str | None] = []
         for dim, (parts, size) in enumerate(zip(pattern.dimensions, array.shape, strict=True)):
@@ -231,9 +231,9 @@ def _all_factors(
             if factor is not None:
                 known, who = sizes.setdefault(factor, (size, label))
                 if known != size:
-                    wrong.append(f'factor {factor!r} is {known} in {who} and {size} in {label}')
+                    wrong.append(f'factor {factor!r} has size {known} in {who}, but {size} in {label}')
             elif isinstance(part, int) and part != size:
-                wrong.append(f'dimension {dim} of {label} is {size}, and {part} in the rule')
+                wrong.append(f'dimension {dim} of {label} has size {size}, but {part} in the rule')
         found.append(tuple(factors))
     return found, wrong
 

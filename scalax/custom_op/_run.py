@@ -194,6 +194,6 @@ def _index(value: Any, constants: Sequence[Any]) -> int:
             return i
     raise RuleError(
         f'an array ({leaf_text(value)}) that the function of a sharded_op makes outside of '
-        'JAX depends on the blocks that it is given: compute it with jax.numpy from ctx.index and '
+        'JAX depends on its blocks: compute it with jax.numpy from ctx.index and '
         'ctx.size, or make it an operand'
     )

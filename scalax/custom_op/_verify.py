@@ -70,8 +70,8 @@ def _try_on_blocks(operation: Operation, operands: Sequence[Any], whole: Sequenc
     except Exception as error:
         error.add_note(
             f'{name} ({rule.text!r}) was tried on blocks: {_counts_text(sizes)}. A factor that the function '
-            'wants whole belongs into need_replication_factors'
-            + ('; check_vma=False stops JAX from following which values differ.' if check_vma else '.')
+            'needs unsharded belongs in need_replication_factors'
+            + ('; check_vma=False stops JAX from tracking which values differ.' if check_vma else '.')
         )
         raise
     _check_blocks(name, rule, layout, mesh, seen[-1], whole)
@@ -105,7 +105,7 @@ def _check_blocks(
         head = f'{name}: on blocks the results contradict the rule {rule.text!r} ({counts})'
         remedy = (
             'What to do: return blocks of the results, computed from the shapes of the blocks given; a '
-            'factor that the function wants whole belongs into need_replication_factors.'
+            'factor that the function needs unsharded belongs in need_replication_factors.'
         )
         raise RuleError(message(head, wrong, [remedy]))
 
@@ -113,7 +113,7 @@ def _check_blocks(
 def _forgotten(name: str, rule: Rule, factor: str, fact: str) -> RuleError:
     remedy = (
         f'combine the blocks before returning, with ctx.psum(x, {factor!r}), ctx.pmax, ctx.pmin or '
-        f'ctx.all_gather; or have the factor whole, with need_replication_factors=({factor!r},).'
+        f'ctx.all_gather; or keep the factor unsharded, with need_replication_factors=({factor!r},).'
     )
     return RuleError(
         f'{name}: factor {factor!r} is neither reduced nor kept: {fact} (rule {rule.text!r})\n'

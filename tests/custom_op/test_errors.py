@@ -197,11 +197,11 @@ def test_an_array_that_depends_on_blocks() -> None:
 
     mesh = Mesh(np.array(jax.devices()[:2]), ('x',))
     x = jax.device_put(NUMBERS, NamedSharding(mesh, PartitionSpec(None, 'x')))
-    with pytest.raises(Exception, match='outside of JAX depends on the blocks') as caught:
+    with pytest.raises(Exception, match='outside of JAX depends on its blocks') as caught:
         op('b c -> b c', total)(x)
     assert (
-        'an array (float32[3]) that the function of a sharded_op makes outside of JAX depends on the blocks '
-        'that it is given: compute it with jax.numpy from ctx.index and ctx.size, or make it an operand'
+        'an array (float32[3]) that the function of a sharded_op makes outside of JAX depends on its '
+        'blocks: compute it with jax.numpy from ctx.index and ctx.size, or make it an operand'
     ) in str(caught.value)
 
 
@@ -213,7 +213,7 @@ def test_defvjp() -> None:
     labels = np.arange(4)
     double.defvjp(double, lambda x, n, g: (2 * g, g))
     assert message(ArgumentError, lambda: jax.grad(lambda x: double(x, labels).sum())(NUMBERS)) == (
-        'total.defvjp: backward returns one cotangent for each floating-point operand (x), got 2'
+        'total.defvjp: backward has to return one cotangent for each floating-point operand (x), got 2'
     )
 
 
