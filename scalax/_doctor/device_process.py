@@ -75,7 +75,7 @@ def main(descriptor: int, root: str, file: str, verify: bool, timeout: int, fact
 
             found = verified()
             if found is None:
-                say(verified='nothing: there is only one device')
+                say(verified='not run: there is only one device')
             else:
                 gone = [
                     f'the difference is gone {each.change}' for each in found.retries if each.stays is False

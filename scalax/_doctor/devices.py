@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from scalax._doctor import device_process
-from scalax._doctor.finding import Finding
+from scalax._doctor.environment import Finding
 
 _ROOT = Path(__file__).resolve().parents[2]
 _LAST_LINES = 6
@@ -29,20 +29,20 @@ _GRACE = 5  # seconds for a process to end: one that waits in a driver may not
 # What JAX, XLA and the libraries of makers say where the cure is not plain from that.
 _CURES = {
     r'must be called before any JAX|before backends|jax_num_cpu_devices config should be': (
-        'move that to where the program starts: something above it uses devices, such as jax.devices(), '
+        'move that to the start of the program: something above it uses devices, such as jax.devices(), '
         'jax.random.key(...) or an array in the body of a module that is imported'
     ),
     r'TPU.{0,40}in use|libtpu\S* (?:is )?already in use': (
         'end the process that has the TPU: sudo lsof -w /dev/accel* /dev/vfio/* names it; if there is none, '
-        'one that crashed has left /tmp/libtpu_lockfile'
+        'a process that crashed has left /tmp/libtpu_lockfile'
     ),
     r'Unknown (?:command line )?flag|Could not open file ".*" to read flags': (
         'write XLA_FLAGS and LIBTPU_INIT_ARGS as --name=value, with spaces between them; flags come and go '
         'with versions of jaxlib and libtpu'
     ),
-    r'PJRT API version|libtpu version': 'pip install "jax[tpu]" or "jax[cuda13]" brings a plugin that fits',
+    r'PJRT API version|libtpu version': 'pip install "jax[tpu]" or "jax[cuda13]" installs a plugin that fits',
     r'CuDNN library|cuBLAS version|Found cu\w+ version': (
-        'unset LD_LIBRARY_PATH, so that the CUDA libraries are used that pip installed with JAX'
+        'unset LD_LIBRARY_PATH, so that JAX uses the CUDA libraries that pip installed with it'
     ),
     r'driver version is insufficient|CUDA_ERROR_SYSTEM_DRIVER_MISMATCH|no CUDA-capable device': (
         'nvidia-smi shows the driver: update it, or install the plugin for an older CUDA: jax[cuda12]'
@@ -51,26 +51,26 @@ _CURES = {
         'nvidia-smi names the processes that hold the memory: end them, or set XLA_PYTHON_CLIENT_MEM_FRACTION'
     ),
     r'Unable to initialize backend|[Uu]nknown backend|assert _default_backend is not None': (
-        'install the plugin of the platform, or take it out of JAX_PLATFORMS (empty: JAX takes the best that '
-        'works)'
+        'install the plugin of the platform, or remove it from JAX_PLATFORMS (if that is empty, JAX '
+        'takes the best that works)'
     ),
 }
 _JOINING = 'joining the other processes'
 _HANGS = {
     _JOINING: (
-        'start it on all of them at the same time, as the program is (srun, mpirun, gcloud --worker=all); '
-        'the port of the coordinator must be reachable from each, and no http_proxy in between (no_proxy)'
+        'start it for all processes at the same time, as the program is (srun, mpirun, gcloud --worker=all); '
+        'each must reach the port of the coordinator, without an http_proxy in between (no_proxy)'
     ),
     'opening the devices': (
         'on a slice of several hosts, start it on all of them at the same time; else another process may '
         'hold the devices (lsof /dev/accel* /dev/vfio/*, nvidia-smi), or they need a restart'
     ),
     'running a program on each device': (
-        'the device takes programs and does not answer: restart the machine, or give it back'
+        'the device accepts programs and does not respond: restart the machine, or return it'
     ),
     'verifying a training step': (
-        'the devices do not answer one another: NCCL_DEBUG=INFO shows what NCCL does; on a slice of several '
-        'hosts, start it on all of them at the same time. Compiling may take longer than --timeout, too'
+        'the devices do not reach one another: NCCL_DEBUG=INFO shows what NCCL does; on a slice of several '
+        'hosts, start it on all of them at the same time. Compiling may also take longer than --timeout'
     ),
     'comparing the processes': (
         'devices of different hosts do not reach one another, or their programs differ: compare what is '
@@ -78,9 +78,9 @@ _HANGS = {
     ),
 }
 _WRONG = (
-    'do not train on this. Is it gone without XLA_FLAGS and LIBTPU_INIT_ARGS, or with another version of '
-    'JAX? Then report it to XLA. Is it gone on another machine? Then a device or a link is broken: give this '
-    'one back'
+    'do not train on this machine. If it goes away without XLA_FLAGS and LIBTPU_INIT_ARGS, or with another '
+    'version of JAX, report it to XLA. If it goes away on another machine, a device or a link is broken: '
+    'return this one'
 )
 _ENDLESS = 'the file does not end: put what it runs under if __name__ == "__main__"'
 
@@ -191,7 +191,7 @@ def _findings(
     for name, where, read in values.get('late', ()):
         yield Finding(
             f'{where} sets {name} after {read}: it has no effect',
-            'set it where the program starts, before it imports JAX'
+            'set it at the start of the program, before it imports JAX'
             + ('' if 'imported' in read else ' or anything that uses it'),
         )
     stage = values.get('stage', 'starting Python')
@@ -201,8 +201,8 @@ def _findings(
         yield Finding(f'{stage} has not ended after {seconds:.0f} s{_last_lines(text)}', cure)
     elif code or stage:
         how = f'signal {signal.Signals(-code).name}' if code < 0 else f'exit code {code}'
-        cure = 'what it printed says why, or where: it comes from JAX and its plugins'
-        cure = 'mend the file' if own else _HANGS[_JOINING] if stage == _JOINING else cure
+        cure = 'see its output above, which comes from JAX and its plugins'
+        cure = 'fix the file' if own else _HANGS[_JOINING] if stage == _JOINING else cure
         yield Finding(f'{stage} failed ({how}){_last_lines(text)}', _known_cure(text) or cure)
     if wrong := values.get('wrong'):
         yield Finding(
@@ -233,8 +233,8 @@ def _disagreements(rows: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
             said = '; '.join(f'{text} on {_processes(those)}' for text, those in values.items())
             yield Finding(
                 f'the processes disagree about {name}: {said}',
-                'start all of them with the same installation and variables: else they compile different '
-                'programs, and wait for one another',
+                'start all of them with the same installation and variables: otherwise they compile '
+                'different programs, and wait for one another',
             )
 
 

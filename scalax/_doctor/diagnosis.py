@@ -12,7 +12,7 @@ import jax
 
 from scalax._doctor import environment
 from scalax._doctor.devices import open_devices
-from scalax._doctor.finding import Finding
+from scalax._doctor.environment import Finding
 from scalax._report.pages import visible
 from scalax._report.tables import terminal_width, wrapped
 from scalax.errors import plural
@@ -24,10 +24,10 @@ _SAME = ('XLA_FLAGS', 'LIBTPU_INIT_ARGS', 'JAX_ENABLE_X64', 'JAX_DEFAULT_MATMUL_
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """What is there, and what is wrong; ``str()`` of it is a page of text.
+    """Facts about an installation, and what is wrong with it; ``str()`` of it is a page of text.
 
     Attributes:
-        facts: what is there: name -> text.
+        facts: the facts: name -> text.
         findings: what is wrong, each with its cure.
         process: which process of the program this is.
     """
@@ -82,8 +82,8 @@ def diagnose(timeout: float = 120, file: str = '', verify: bool = False) -> Diag
     values = opened.values
     only_cpu = values.get('devices', [['']])[0][0] == 'cpu'
     if present and only_cpu and not findings and not opened.findings:
-        what = f'this machine has {" and ".join(present)} devices, and JAX opens only the CPU'
-        cure = 'run with JAX_PLATFORMS=tpu (or cuda, rocm): the error then says why'
+        what = f'this machine has {" and ".join(present)} devices, but JAX opens only the CPU'
+        cure = 'run with JAX_PLATFORMS=tpu (or cuda, rocm): its error then gives the reason'
         findings.append(Finding(what + opened.last_lines, cure))
     facts = {
         'versions': ', '.join(
@@ -93,9 +93,9 @@ def diagnose(timeout: float = 120, file: str = '', verify: bool = False) -> Diag
         'accelerators': ', '.join(f'{count} of {maker}' for maker, count in present.items()) or 'none',
         'variables': ' '.join(f'{name}={value}' for name, value in variables.items())
         or 'none that JAX reads',
-        'processes': str(values.get('processes', 'not known')),
+        'processes': str(values.get('processes', 'unknown')),
         'devices': opened.summary or 'not opened',
         'harmless': environment.harmless_message(os.environ, versions, present),
-        'verified': values.get('verified', 'nothing: it did not come to that') if verify else '',
+        'verified': values.get('verified', 'not run') if verify else '',
     }
     return Diagnosis(facts, (*findings, *opened.findings), values.get('process', 0))

@@ -6,8 +6,8 @@ import glob
 import importlib.metadata
 import re
 from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
 
-from scalax._doctor.finding import Finding
 from scalax._mesh.gpu_topologies import PLUGINS, wrong_plugins
 from scalax.errors import near_names
 
@@ -30,6 +30,18 @@ _INSTALL = {
     'NVIDIA': 'pip install "jax[cuda13]", or "jax[cuda12]" for an older driver (nvidia-smi shows it)',
     'AMD': 'install the plugin for ROCm: https://docs.jax.dev/en/latest/installation.html',
 }
+
+
+class Finding(NamedTuple):
+    """One thing that is wrong.
+
+    Attributes:
+        what: what was found.
+        cure: what to do about it.
+    """
+
+    what: str
+    cure: str
 
 
 def installed() -> dict[str, str]:
@@ -64,8 +76,8 @@ def missing_plugins(present: Collection[str], versions: Collection[str]) -> Iter
     for maker in present:
         if not any(_PACKAGE_OF[maker] in name for name in versions):
             yield Finding(
-                f'this machine has {maker} devices, and no package is installed with which JAX opens them: '
-                'it computes on the CPU',
+                f'this machine has {maker} devices, but no package with which JAX opens them is '
+                'installed: it computes on the CPU',
                 _INSTALL[maker],
             )
 
@@ -108,9 +120,9 @@ def wrong_variables(
     for name in environ:
         near = near_names(name, known) if name.startswith('JAX_') and name not in known else []
         if near:
-            yield Finding(f'{name} is set, and JAX has no such setting', f'did you mean {" or ".join(near)}?')
+            yield Finding(f'{name} is set, but JAX has no such setting', f'did you mean {" or ".join(near)}?')
     if present and environ.get('JAX_PLATFORMS', '').strip() == 'cpu':
         yield Finding(
             f'JAX_PLATFORMS=cpu hides the {" and ".join(present)} devices of this machine',
-            'unset JAX_PLATFORMS, unless that is meant',
+            'unset JAX_PLATFORMS, unless that is intended',
         )

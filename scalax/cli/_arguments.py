@@ -65,64 +65,45 @@ def _parser() -> argparse.ArgumentParser:
             run.__name__, help=summary, description=inspect.getdoc(run), **look
         )
         added.set_defaults(run=run)
-        added.add_argument('--json', action='store_true', dest='as_json', help='print the result as JSON')
+        _flag(added, 'json', 'print the result as JSON', dest='as_json')
         return added
 
     plan = command(_commands.plan, 'memory, communication and time of a step')
     _add_step(plan)
     _add_mesh(plan)
     _add_page(plan)
-    quick = 'seconds instead of minutes: makes no code; memory is that of the layout'
-    plan.add_argument('--quick', action='store_true', help=quick)
+    _flag(plan, 'quick', 'seconds instead of minutes: makes no code; memory is that of the layout')
 
     search = command(_commands.search, 'the best mesh for a step')
     _add_step(search)
-    search.add_argument('--axes', required=True, metavar='NAME,NAME,...', help='the mesh axes: fsdp,tp')
+    _option(search, 'axes', 'NAME,NAME,...', 'the mesh axes: fsdp,tp', required=True)
     _add_search(search)
     _add_page(search)
-    search.add_argument(
-        '--dcn',
-        dest='dcn_axis',
-        type=_names,
-        metavar='NAME,...',
-        help='the mesh axis that runs from slice to slice; of several the first ones, as far as they divide',
-    )
+    dcn = 'the mesh axis across slices; of several, the first ones as far as they divide'
+    _option(search, 'dcn', 'NAME,...', dcn, _names, dest='dcn_axis')
     stages = (
         'the mesh axis that is a pipeline, and numbers of microbatches: stage=8,16,32; make_step then takes '
         'stages= besides the helper'
     )
-    search.add_argument('--stages', type=_choice, metavar='NAME=N,N,...', help=stages)
-    quick = 'no full plans, not even where one would decide'
+    _option(search, 'stages', 'NAME=N,N,...', stages, _choice)
     how = search.add_mutually_exclusive_group()
-    how.add_argument('--quick', action='store_true', help=quick)
-    how.add_argument('--full', type=_number, metavar='N', help='how many of the best to compile in full')
+    _flag(how, 'quick', 'no full plans, not even where one would decide')
+    _option(how, 'full', 'N', 'how many of the best to compile in full', _number)
 
     find = command(_commands.find, 'a mesh and a rule for a step of one device')
     _add_step(find)
-    batch = 'the arguments that hold rows of a batch, by position from 0'
-    find.add_argument(
-        '--batch', required=True, type=_positions, dest='batch_argnums', metavar='N,...', help=batch
-    )
+    batch = 'the arguments that hold a batch, by position from 0'
+    _option(find, 'batch', 'N,...', batch, _positions, dest='batch_argnums', required=True)
     donate = 'the arguments that may be overwritten'
-    find.add_argument(
-        '--donate', type=_positions, default=(), dest='donate_argnums', metavar='N,...', help=donate
-    )
-    find.add_argument(
-        '--batch-dim', type=_number, default=0, metavar='N', help='the dimension of the rows, from 0 (0)'
-    )
+    _option(find, 'donate', 'N,...', donate, _positions, (), dest='donate_argnums')
+    _option(find, 'batch-dim', 'N', 'the batch dimension, from 0 (0)', _number, 0)
     _add_search(find)
     _add_page(find)
-    memory = 'the memory of a device, in place of its own: 16GiB, 80GB'
-    find.add_argument('--memory', type=_bytes, metavar='SIZE', help=memory)
-    headroom = 'the part of it that stays free (0.1)'
-    find.add_argument('--headroom', type=float, default=0.1, metavar='PART', help=headroom)
-    zero1 = 'parameters are whole over the axes of the batch; only statistics of the optimizer are split'
-    find.add_argument('--zero1', action='store_true', help=zero1)
-    budget = 'when to stop trying more (600)'
-    find.add_argument(
-        '--budget', type=_positive, default=600, dest='budget_s', metavar='SECONDS', help=budget
-    )
-    find.add_argument('--code', action='store_true', help='print a program that uses what was found')
+    _option(find, 'memory', 'SIZE', 'the memory of a device, in place of its own: 16GiB, 80GB', _bytes)
+    _option(find, 'headroom', 'PART', 'the fraction of it that stays free (0.1)', float, 0.1)
+    _flag(find, 'zero1', 'shard only statistics of the optimizer over the axes of the batch, not parameters')
+    _option(find, 'budget', 'SECONDS', 'when to stop trying layouts (600)', _positive, 600, dest='budget_s')
+    _flag(find, 'code', 'print a program that uses what was found')
 
     verify = command(_commands.verify, 'whether a step computes on a mesh what one device computes')
     _add_step(verify)
@@ -130,19 +111,16 @@ def _parser() -> argparse.ArgumentParser:
     _add_page(verify)
     config = (
         'the name of the configuration in FILE.py, which make_step takes besides the helper, and whose '
-        'numbers may be made smaller; by default the default of its second parameter'
+        'numbers may be reduced; by default the default of its second parameter'
     )
-    verify.add_argument('--config', default='', metavar='NAME', help=config)
-    seeds = 'with how many sets of arguments it runs (3)'
-    verify.add_argument('--seeds', type=_positive, default=3, metavar='N', help=seeds)
-    steps = 'how many steps run in a row (2)'
-    verify.add_argument('--steps', type=_positive, default=2, metavar='N', help=steps)
-    inside = 'also compare intermediate values, if no result differs'
-    verify.add_argument('--inside', action='store_true', help=inside)
-    devices = 'how many CPU devices to simulate: a step for more is made small (8)'
-    verify.add_argument('--devices', type=_positive, default=8, metavar='N', help=devices)
+    _option(verify, 'config', 'NAME', config, default='')
+    _option(verify, 'seeds', 'N', 'with how many sets of arguments it runs (3)', _positive, 3)
+    _option(verify, 'steps', 'N', 'how many steps run in a row (2)', _positive, 2)
+    _flag(verify, 'inside', 'also compare intermediate values, if no result differs')
+    devices = 'how many CPU devices to simulate: a step for more is reduced (8)'
+    _option(verify, 'devices', 'N', devices, _positive, 8)
     python = 'another interpreter, with scalax and another JAX: does it differ there too?'
-    verify.add_argument('--python', type=_program, metavar='PATH', help=python)
+    _option(verify, 'python', 'PATH', python, _program)
 
     explain = command(_commands.explain, 'the sharding of each leaf, and why')
     makes = 'the function that makes the tree and its rules'
@@ -152,14 +130,23 @@ def _parser() -> argparse.ArgumentParser:
 
     command(_commands.topologies, 'the known slices and GPUs')
 
-    doctor = command(_commands.doctor, 'what is wrong here, and its cure')
+    doctor = command(_commands.doctor, 'what is wrong with this installation, and how to fix it')
     first = 'a file to import first, as a program begins'
     doctor.add_argument('file', metavar='FILE.py', nargs='?', default='', help=first)
-    steps = 'also run a small training step on all devices and on one, and compare'
-    doctor.add_argument('--verify', action='store_true', help=steps)
-    timeout = 'how long opening the devices may take (120)'
-    doctor.add_argument('--timeout', type=_positive, default=120, metavar='SECONDS', help=timeout)
+    _flag(doctor, 'verify', 'also run a small training step on all devices and on one, and compare')
+    _option(doctor, 'timeout', 'SECONDS', 'how long opening the devices may take (120)', _positive, 120)
     return parser
+
+
+def _option(
+    parser: Any, name: str, value: str, about: str, read: Any = str, default: Any = None, **more: Any
+) -> None:
+    """Adds an option, with a placeholder for its value, and how to read that."""
+    parser.add_argument(f'--{name}', metavar=value, help=about, type=read, default=default, **more)
+
+
+def _flag(parser: Any, name: str, about: str, **more: Any) -> None:
+    parser.add_argument(f'--{name}', action='store_true', help=about, **more)
 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:
@@ -167,27 +154,22 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_page(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('--html', type=_page, metavar='OUT.html', help='also write the result as a page')
+    _option(parser, 'html', 'OUT.html', 'also write the result as a page', _page)
 
 
 def _add_search(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--topology', required=True, help=_TOPOLOGY)
     sizes = 'the sizes that an axis may have: tp=1,2,4; once for each axis'
-    parser.add_argument(
-        '--sizes', action='append', default=[], type=_choice, metavar='NAME=N,N,...', help=sizes
-    )
-    parser.add_argument(
-        '--slices', type=_positive, default=1, dest='num_slices', metavar='N', help='how many slices'
-    )
+    _option(parser, 'sizes', 'NAME=N,N,...', sizes, _choice, [], action='append')
+    _option(parser, 'slices', 'N', 'how many slices', _positive, 1, dest='num_slices')
 
 
 def _add_mesh(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--topology', help=f'{_TOPOLOGY}; without it: simulated CPU devices')
-    mesh = 'mesh axes; one may be -1: fsdp=-1,tp=4'
-    parser.add_argument('--mesh', required=True, type=_sizes, metavar='NAME=N,...', help=mesh)
-    parser.add_argument('--slices', type=_positive, metavar='N', help='how many slices')
+    _option(parser, 'mesh', 'NAME=N,...', 'mesh axes; one may be -1: fsdp=-1,tp=4', _sizes, required=True)
+    _option(parser, 'slices', 'N', 'how many slices', _positive)
     dcn = 'the number of slices along mesh axes: data=4; an axis that --mesh does not name has that size'
-    parser.add_argument('--dcn', type=_sizes, default={}, metavar='NAME=N,...', help=dcn)
+    _option(parser, 'dcn', 'NAME=N,...', dcn, _sizes, {})
 
 
 def _sizes(text: str) -> dict[str, int]:
@@ -220,7 +202,7 @@ def _choice(text: str) -> tuple[str, tuple[int, ...]]:
 def _number(text: str, least: int = 0) -> int:
     """A whole number of at least *least*."""
     if not text.strip().isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f'{text!r} is not a number of at least {least}')
+        raise argparse.ArgumentTypeError(f'{text!r} is not an integer of at least {least}')
     return int(text)
 
 
@@ -237,7 +219,7 @@ def _bytes(text: str) -> int:
     found = re.fullmatch(r'(\d{1,15}(?:\.\d{1,9})?) ?([KMGT]?i?B|)', text.strip())
     size = int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
     if size < 1:
-        raise argparse.ArgumentTypeError(f'{text!r} is no size of memory (as in 16GiB, 80GB, or bytes)')
+        raise argparse.ArgumentTypeError(f'{text!r} is not a memory size (as in 16GiB, 80GB, or bytes)')
     return size
 
 
@@ -245,7 +227,7 @@ def _program(text: str) -> str:
     """The path of a program; checked here, before minutes of comparing."""
     found = shutil.which(text)
     if found is None:
-        raise argparse.ArgumentTypeError(f'{text!r} is no program that can be run')
+        raise argparse.ArgumentTypeError(f'{text!r} is not a program that can be run')
     return found
 
 

@@ -38,8 +38,8 @@ _STEP = 'the step and the tuple of its arguments'
 
 
 def plan(function: str, quick: bool, html: Path | None, as_json: bool, **where: Any) -> ExitCode:
-    """Compiles a step for a mesh, without running it, and shows what each device holds, what the devices
-    send to one another, and what bounds the step.
+    """Compiles a step for a mesh, without running it, and shows the memory of a device, the communication
+    between devices, and the bottleneck of the step.
 
     FILE.py:make_step names a function in a file. It is called with a MeshShardingHelper, and returns
     the step (such as helper.sjit makes) and the tuple of its arguments, which may be
@@ -84,8 +84,8 @@ def search(
     as_json: bool,
     **options: Any,
 ) -> ExitCode:
-    """Plans a step on every mesh of a slice, quickly; in full where only that says whether the best fits.
-    Ranks the meshes, and says why each of the others lost. Ctrl-C ranks those that were planned so far.
+    """Plans a step on every mesh of a slice, quickly; in full where only that shows whether the best fits.
+    Ranks the meshes, and reports why each of the others lost. Ctrl-C ranks those that were planned so far.
 
     FILE.py:make_step as in `plan`; with --stages it takes ``stages=`` as well.
     """
@@ -103,7 +103,7 @@ def search(
     )
     _show(found, html, json.dumps(found.to_dict()) if as_json else str(found))
     if not any(candidate.plan or candidate.ruled_out for candidate in found.candidates):
-        raise PlanError('no mesh was planned: whether the step fits is not known')
+        raise PlanError('no mesh was planned: whether the step fits is unknown')
     return _fitting(found.fits)
 
 
@@ -166,7 +166,7 @@ def _config(make_step: Callable[..., Any], name: str, named: str) -> Any:
     if name:
         values = vars(sys.modules[_MODULE_NAME])
         if second is None:
-            raise ArgumentError(f'--config {name}: {named!r} takes a helper, and no configuration beside it')
+            raise ArgumentError(f'--config {name}: {named!r} takes no configuration besides the helper')
         if name not in values:
             own = [key for key in values if not key.startswith('_')]
             raise ArgumentError(
@@ -177,7 +177,8 @@ def _config(make_step: Callable[..., Any], name: str, named: str) -> Any:
         return None
     if second.default is second.empty:
         raise ArgumentError(
-            f'{named!r} takes {second.name!r} besides the helper: name it, a value in its file, by --config'
+            f'{named!r} takes {second.name!r} besides the helper: give --config the name of a value in '
+            'its file'
         )
     return second.default
 
@@ -207,12 +208,12 @@ def verify(
     **where: Any,
 ) -> ExitCode:
     """Runs a step on a mesh of simulated devices and on one device, with random arguments, and compares all
-    results: does it compute the same, but for rounding? Says which results differ, by how much, and which
-    operation is the first that does.
+    results, up to rounding. Reports which results differ, by how much, and which operation is the first that
+    does.
 
     FILE.py:make_step as in `plan`; it may take a configuration besides the helper. A step for more devices
-    than --devices, for a topology, or with large arguments is made small: its mesh, and the numbers of
-    its configuration or else the dimensions of its arguments. Ctrl-C ends it, and shows what was compared.
+    than --devices, for a topology, or with large arguments is reduced: its mesh, and the numbers of its
+    configuration or else the dimensions of its arguments. Ctrl-C ends it, and shows what was compared.
     """
     is_here = not where['topology'] and math.prod(where['mesh'].values()) <= devices
     if not is_here:
@@ -247,13 +248,13 @@ def explain(function: str, html: Path | None, as_json: bool, **where: Any) -> Ex
 
 
 def doctor(timeout: int, file: str, verify: bool, as_json: bool) -> ExitCode:
-    """Looks for what is wrong with the installation, its variables and its devices, and says what to do about
-    each. Another process opens the devices and runs a program on each; it is ended if it hangs.
+    """Looks for what is wrong with the installation, its variables and its devices, and reports how to fix
+    it. Another process opens the devices and runs a program on each; it is ended if it hangs.
 
     Start it as the program is started (srun, mpirun, on all hosts of a slice): then it also compares the
     processes. With FILE.py, that file is imported before JAX is used, as a program would begin: it may set
-    variables too late. With --verify, a small training step runs on all devices and on one of them: do they
-    compute the same?
+    variables too late. With --verify, a small training step runs on all devices and on one of them, and the
+    results are compared.
     """
     if file and not Path(file).is_file():
         raise ArgumentError(f'there is no file {file!r}')
@@ -324,7 +325,7 @@ def _helper(
     for name in outer:
         if near_names(name, mesh):
             raise ArgumentError(
-                f'--dcn names {name!r}, which is no axis of --mesh ({did_you_mean(name, mesh)}); '
+                f'--dcn names {name!r}, which is not an axis of --mesh ({did_you_mean(name, mesh)}); '
                 f'if it is another axis, give it there too: {name}={dcn[name]}'
             )
     sizes = {**outer, **mesh}
@@ -345,7 +346,7 @@ def _helper_without_topology(sizes: dict[str, int], slices: object, compiles: bo
         raise ArgumentError('--slices and --dcn are for TPUs and GPUs: give --topology')
     if -1 in sizes.values():
         raise ArgumentError(
-            'without --topology the number of devices is not known: give every axis of --mesh a size'
+            'without --topology the number of devices is unknown: give every axis of --mesh a size'
         )
     if not compiles:
         types = (AxisType.Auto,) * len(sizes)  # as of a mesh of devices
@@ -361,7 +362,7 @@ def _helper_without_topology(sizes: dict[str, int], slices: object, compiles: bo
 
 def _require_dcn(slices: int | None, dcn: object) -> None:
     if (slices or 1) > 1 and not dcn:
-        raise ArgumentError(f'--slices {slices} needs --dcn, which says along which mesh axes slices are')
+        raise ArgumentError(f'--slices {slices} needs --dcn, the mesh axes across slices')
 
 
 def _load_function(named: str) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ import enum
 class ExitCode(enum.IntEnum):
     """What the exit code of a command means; `docs/command_line.md` has the same table."""
 
-    DONE = 0, 'done: the step fits, or its memory is not known; doctor and verify find nothing'
+    DONE = 0, 'done: the step fits, or its memory is unknown; doctor and verify find nothing'
     FAILED = 1, 'it failed: the compiler, the file, a missing package'
     INVALID = 2, 'the command is invalid'
     TOO_LARGE = 3, 'the step does not fit into memory'

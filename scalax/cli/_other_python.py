@@ -57,7 +57,7 @@ def _retried(change: str, command: list[str]) -> Retry:
     except OSError as error:
         return Retry(change, None, str(error.strerror or error))
     except subprocess.TimeoutExpired:
-        return Retry(change, None, f'it has not ended after {_SECONDS} s')
+        return Retry(change, None, f'it did not end within {_SECONDS} s')
     if process.returncode not in (ExitCode.DONE, ExitCode.FOUND):
         last = said.strip().splitlines() or [f'exit code {process.returncode}']
         return Retry(change, None, last[-1])

@@ -11,7 +11,7 @@ import pytest
 
 import scalax
 from scalax._doctor import Diagnosis
-from scalax._doctor.finding import Finding
+from scalax._doctor.environment import Finding
 from scalax._mesh.gpu_topologies import GPUS
 from scalax._mesh.topologies import KNOWN, chips
 from scalax.cli import ExitCode, _commands, main
@@ -194,7 +194,7 @@ def test_ctrl_c_leaves_the_compiler(job):
     done = run('plan', f'{job}:make_slow', *on, '--mesh', 'fsdp=-1,tp=2')
     assert (done.returncode, done.stdout, done.stderr) == (130, '', 'interrupted\n')
     done = run('search', f'{job}:make_slow', *on, '--axes', 'fsdp,tp', '--json')
-    assert done.stderr == 'error: no mesh was planned: whether the step fits is not known\n'
+    assert done.stderr == 'error: no mesh was planned: whether the step fits is unknown\n'
     assert done.returncode == 1 and json.loads(done.stdout)['candidates'] == []
 
 
@@ -252,7 +252,7 @@ def test_find(job, tmp_path, capsys):
 @pytest.mark.parametrize(
     ('arguments', 'said'),
     [
-        (('--batch', 1, '--batch-dim', 7), 'divides the rows of the batch: dimension 7'),
+        (('--batch', 1, '--batch-dim', 7), 'divides the batch dimension: dimension 7'),
         (('--batch', 5), 'batch_argnums=(5,): the step has 2 arguments'),
         (('--batch', 1, '--sizes', 'tq=1'), "sizes: 'tq' is no mesh axis"),
         (('--batch', 1, '--sizes', 'tp=1', '--sizes', 'tp=2'), '--sizes names an axis twice'),
@@ -296,11 +296,11 @@ def test_options_of_find_are_those_of_the_function(job, monkeypatch):
 @pytest.mark.parametrize(
     ('arguments', 'said'),
     [
-        (['--memory', '16XB'], "'16XB' is no size of memory (as in 16GiB, 80GB, or bytes)"),
-        (['--memory', '0'], "'0' is no size of memory"),
-        (['--memory', '9' * 5000], 'is no size of memory'),
+        (['--memory', '16XB'], "'16XB' is not a memory size (as in 16GiB, 80GB, or bytes)"),
+        (['--memory', '0'], "'0' is not a memory size"),
+        (['--memory', '9' * 5000], 'is not a memory size'),
         (['--headroom', 'little'], "invalid float value: 'little'"),
-        (['--batch-dim', '-1'], "'-1' is not a number of at least 0"),
+        (['--batch-dim', '-1'], "'-1' is not an integer of at least 0"),
     ],
 )
 def test_usage_of_find(job, capsys, arguments, said):
@@ -409,8 +409,8 @@ def test_explain_needs_no_devices(job, capsys):
     ('arguments', 'said'),
     [
         (['--sizes', 'tp=x'], "'tp=x' is not of the form NAME=N,N,... (as in tp=1,2,4)"),
-        (['--sizes', 'tp=0,2'], "'0' is not a number of at least 1"),
-        (['--full', '-1'], "'-1' is not a number of at least 0"),
+        (['--sizes', 'tp=0,2'], "'0' is not an integer of at least 1"),
+        (['--full', '-1'], "'-1' is not an integer of at least 0"),
         (['--full', '1', '--quick'], 'argument --quick: not allowed with argument --full'),
     ],
 )
@@ -436,7 +436,7 @@ def test_a_search_that_plans_nothing_does_not_say_that_nothing_fits(job, capsys)
     assert '1 fsdp=4, tp=1 w: ' in said and 'dimension 0 of size 66 does not divide by 4 (fsdp=4)' in said
     assert done.stdout.splitlines()[0] == '1 mesh on v5e:2x2'
     assert (done.returncode, done.stderr) == (
-        *(1, 'error: no mesh was planned: whether the step fits is not known\n'),
+        *(1, 'error: no mesh was planned: whether the step fits is unknown\n'),
     )
     # A mistake is none of the mesh.
     with pytest.raises(ValueError, match='no such model'):
@@ -567,7 +567,7 @@ def test_arguments_that_are_none(job, capsys):
         (['--mesh', 'a=2,a=3'], "'a=2,a=3' names 'a' twice"),
         (['--mesh', 'a=0'], "'a=0' is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)"),
         (['--mesh', 'a=-2'], "'a=-2' is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)"),
-        (['--mesh', 'a=2', '--slices', '0'], "'0' is not a number of at least 1"),
+        (['--mesh', 'a=2', '--slices', '0'], "'0' is not an integer of at least 1"),
         (
             ['--mesh', 'a=2', '--html', 'no/such/p.html'],
             "'no/such/p.html' cannot be written: it is a folder, or its parent directory does not exist",
@@ -587,13 +587,14 @@ def test_usage(job, capsys, arguments, said):
     [
         (
             ['--mesh', 'fsdp=4', '--dcn', 'fdsp=2', '--topology', 'v5e:2x2'],
-            "--dcn names 'fdsp', which is no axis of --mesh (did you mean 'fsdp'?); if it is another axis, "
+            "--dcn names 'fdsp', which is not an axis of --mesh (did you mean 'fsdp'?); if it is another "
+            'axis, '
             'give it there too: fdsp=2',
         ),
         (['--mesh', 'fsdp=4', '--slices', '2'], '--slices and --dcn are for TPUs and GPUs: give --topology'),
         (
             ['--mesh', 'fsdp=-1'],
-            'without --topology the number of devices is not known: give every axis of --mesh a size',
+            'without --topology the number of devices is unknown: give every axis of --mesh a size',
         ),
     ],
 )
@@ -606,5 +607,5 @@ def test_what_cannot_be_asked(job, capsys, arguments, said):
 def test_slices_that_lie_along_no_axis(job, capsys, command):
     name, *options = command
     assert main([name, f'{job}:make_step', *options, '--topology', 'v5e:2x2', '--slices', '2']) == 2
-    said = 'error: --slices 2 needs --dcn, which says along which mesh axes slices are\n'
+    said = 'error: --slices 2 needs --dcn, the mesh axes across slices\n'
     assert capsys.readouterr().err == said

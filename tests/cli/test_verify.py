@@ -131,7 +131,8 @@ def test_a_small_step_is_taken_as_it_is(job, capsys):
     [
         (
             ('make_any',),
-            "'FILE:make_any' takes 'config' besides the helper: name it, a value in its file, by --config",
+            "'FILE:make_any' takes 'config' besides the helper: give --config the name of a value in its "
+            'file',
         ),
         (
             ('make_any', '--config', 'SMAL'),
@@ -139,11 +140,11 @@ def test_a_small_step_is_taken_as_it_is(job, capsys):
         ),
         (
             ('make_infinite', '--config', 'SMALL'),
-            "--config SMALL: 'FILE:make_infinite' takes a helper, and no configuration beside it",
+            "--config SMALL: 'FILE:make_infinite' takes no configuration besides the helper",
         ),
         (
             ('make_step', '--devices', '2'),
-            'a mesh with the axes of (fsdp=4, tp=2) takes 4 devices at least, 2 along each of fsdp, tp, and '
+            'a mesh with the axes of (fsdp=4, tp=2) needs at least 4 devices, 2 along each of fsdp, tp, but '
             "there are 2: simulate them with jax.config.update('jax_num_cpu_devices', 4) before JAX is used",
         ),
     ],
@@ -179,7 +180,7 @@ def test_an_interpreter_that_is_none(job, capsys):
     with pytest.raises(SystemExit) as ended:
         main(['verify', f'{job}:make_step', *ON, '--python', 'no/such/python'])
     assert ended.value.code == 2
-    assert "argument --python: 'no/such/python' is no program that can be run" in capsys.readouterr().err
+    assert "argument --python: 'no/such/python' is not a program that can be run" in capsys.readouterr().err
 
 
 def test_ctrl_c_leaves_what_was_compared(job, capsys, monkeypatch):
@@ -197,7 +198,7 @@ def test_ctrl_c_leaves_what_was_compared(job, capsys, monkeypatch):
     assert lines[0].endswith(
         'does not compute what one device computes: 1 of 2 results, 1 step in a row, 2 seeds'
     )
-    assert lines[1] == 'stopped before the end'
+    assert lines[1] == 'stopped early'
 
 
 # --- Another interpreter ---------------------------------------------------------------------------------
@@ -258,13 +259,13 @@ def test_it_is_not_waited_for_without_end(job, capsys, other, monkeypatch):
     monkeypatch.setattr(_other_python, '_SECONDS', 0.5)
     python = other('exec sleep 300')
     _, out, _ = here(capsys, f'{job}:make_wrong', *ON, '--python', python, '--json')
-    assert json.loads(out)['retries'][-1]['why_not'] == 'it has not ended after 0.5 s'
+    assert json.loads(out)['retries'][-1]['why_not'] == 'it did not end within 0.5 s'
 
 
 def test_ctrl_c_ends_it(job, capsys, other, tmp_path):
     python = other(f'echo $$ > {tmp_path}/pid; sleep 1; kill -INT {os.getpid()}; exec sleep 300')
     code, out, _ = here(capsys, f'{job}:make_wrong', *ON, '--python', python)
-    assert code == 130 and 'stopped before the end' in out
+    assert code == 130 and 'stopped early' in out
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / 'pid').read_text()), 0)
 

@@ -13,7 +13,7 @@ import pytest
 from examples.launch.ports import held_port
 from scalax._doctor import Diagnosis, device_process, diagnose, environment
 from scalax._doctor.devices import _disagreements, _known_cure, open_devices
-from scalax._doctor.finding import Finding
+from scalax._doctor.environment import Finding
 from tests.support import ROOT
 
 LONG = 200  # seconds, on a busy machine
@@ -57,7 +57,7 @@ def test_a_step_of_training_on_all_devices(monkeypatch):
     )
     monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '1')
     opened = open_devices({}, LONG, verify=True)
-    assert (opened.findings, opened.values['verified']) == ([], 'nothing: there is only one device')
+    assert (opened.findings, opened.values['verified']) == ([], 'not run: there is only one device')
 
 
 # Stands for devices of which each has another part of the sum.
@@ -127,12 +127,12 @@ def test_variables_that_are_set_too_late(file):
         (
             "import jax\njax.devices()\n\njax.config.update('jax_num_cpu_devices', 8)",
             'importing train.py failed (exit code 1)\n',
-            'move that to where the program starts',
+            'move that to the start of the program',
         ),
         (
             'import no_such_module',
             'importing train.py failed (exit code 1)\n',
-            'mend the file',
+            'fix the file',
         ),
         ('import os\nprint("almost")\nos.abort()', 'importing train.py failed (signal SIGABRT)', 'mend the'),
         ('raise SystemExit(3)', 'importing train.py failed (exit code 3)', 'mend the'),
@@ -338,7 +338,7 @@ def test_this_installation():
 @pytest.mark.parametrize(
     ('environ', 'present', 'what'),
     [
-        ({'JAX_ENABLE_X46': '1'}, (), ['JAX_ENABLE_X46 is set, and JAX has no such setting']),
+        ({'JAX_ENABLE_X46': '1'}, (), ['JAX_ENABLE_X46 is set, but JAX has no such setting']),
         ({'JAX_ENABLE_X64': '1', 'JAX_PROCESS_ID': '0', 'JAX_ZZ': ''}, (), []),
         ({'JAX_PLATFORMS': 'cpu'}, (), []),
         ({'JAX_PLATFORMS': 'cpu'}, ('TPU',), ['JAX_PLATFORMS=cpu hides the TPU devices of this machine']),
@@ -387,10 +387,10 @@ def test_a_diagnosis(monkeypatch):
     assert isinstance(found, Diagnosis)
     text = str(found)
     assert '\x1b' not in text and 'JAX_ENABLE_X46=\\x1b[31m1' in text
-    assert '1. JAX_ENABLE_X46 is set, and JAX has no such setting' in text and '   cure: did you mean' in text
+    assert '1. JAX_ENABLE_X46 is set, but JAX has no such setting' in text and '   cure: did you mean' in text
     values = found.to_dict()
     assert values['process'] == 0
-    assert {'what': 'JAX_ENABLE_X46 is set, and JAX has no such setting'}.items() <= values['findings'][
+    assert {'what': 'JAX_ENABLE_X46 is set, but JAX has no such setting'}.items() <= values['findings'][
         0
     ].items()
 
