@@ -55,7 +55,7 @@ _WORDS = {
     'rows put together': 'examples put together',
     'mended': 'corrected',
 }
-_CHANGES = {'without stages': 'stages', 'without following the batch': 'propagation'}
+_CHANGES = {'without stages': 'stages', 'without activation sharding propagation': 'propagation'}
 
 
 def verified(fault: Fault) -> Verified | str:

@@ -121,7 +121,7 @@ def explained(drawn: Error, expected: np.ndarray, rounded: bool) -> Explained:
         # Behind a comparison of what is rounded, one may go the other way that none of the draws took.
         count = _LARGEST * drawn.largest + 1 if rounded else 0.0
         return Explained(count, count)
-    unit = _UNITS * float(_eps(expected.dtype))
+    unit = _UNITS * float(jax.numpy.finfo(expected.dtype).eps)
     sizes = np.abs(expected[np.isfinite(expected)].astype(np.complex128))
     largest, mean = (float(sizes.max()), math.sqrt(float(np.mean(sizes**2)))) if sizes.size else (0.0, 0.0)
     return Explained(
@@ -139,7 +139,3 @@ def _times(count: float, drawn: float, size: float) -> float:
 def is_number(value: np.ndarray) -> bool:
     """Whether an array has numbers that may be rounded."""
     return bool(jax.dtypes.issubdtype(value.dtype, np.inexact))
-
-
-def _eps(dtype: Any) -> Any:
-    return jax.numpy.finfo(dtype).eps

@@ -11,21 +11,24 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from scalax._plan.lowered_step import without_changes
 from scalax._trace.contexts import MeshOwner
+from scalax._tree.paths import dtype_on_devices
 from scalax._tree.specs import axis_sizes_text
-from scalax._verify.search import Large, Made, Search
-from scalax._verify.sides import Step, helper_over
-from scalax._verify.sizes import numbers_of, resized, with_sizes
+from scalax._verify.search import Large, Made, Search, Sizes
+from scalax._verify.sides import Step, helper_over, is_array
 from scalax.errors import MeshError
 
 _SECONDS = 60.0
 _MESHES = 3  # that are tried
+_NO_SIZE = 2**31  # as many tokens as a model is trained with
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,8 +77,8 @@ def small_meshes(shape: Mapping[str, int], devices: int) -> list[dict[str, int]]
         long = [name for name, size in shape.items() if size > 1]
         needed = 2 ** len(long)
         raise MeshError(
-            f'a mesh with the axes of ({axis_sizes_text(shape)}) takes {needed} devices at least, 2 along '
-            f'each of {", ".join(long)}, and there are {devices}: simulate them with '
+            f'a mesh with the axes of ({axis_sizes_text(shape)}) needs at least {needed} devices, 2 along '
+            f'each of {", ".join(long)}, but there are {devices}: simulate them with '
             f"jax.config.update('jax_num_cpu_devices', {needed}) before JAX is used"
         )
 
@@ -147,3 +150,46 @@ def _over(small: Any, make: Callable[[Any, Any], Made], config: Any, large: Larg
 def _made(make: Callable[[Any, Any], Made], helper: Any, config: Any) -> Made:
     step, args, _ = without_changes(*make(helper, config), {})
     return step, tuple(args)
+
+
+def numbers_of(config: Any, name: str = '') -> Iterator[tuple[str, int]]:
+    """The numbers of a configuration that may be sizes, with their names."""
+    if type(config) is int and 1 < config < _NO_SIZE:  # neither booleans nor members of enumerations
+        yield name, config
+    for key, part in _parts(config).items():
+        yield from numbers_of(part, f'{name}.{key}' if name else str(key))
+
+
+def _parts(config: Any) -> Mapping[Any, Any]:
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {each.name: getattr(config, each.name) for each in dataclasses.fields(config) if each.init}
+    if isinstance(config, tuple | list):
+        return dict(enumerate(config))
+    return config if isinstance(config, Mapping) else {}
+
+
+def with_sizes(config: Any, sizes: Sizes) -> Any:
+    """The configuration with other numbers in the place of some."""
+    before = _parts(config)
+    parts = {key: with_sizes(part, sizes) for key, part in before.items()}
+    if all(parts[key] is before[key] for key in parts):
+        return sizes.get(config, config) if type(config) is int else config
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return dataclasses.replace(config, **parts)
+    if isinstance(config, Mapping):
+        return type(config)(parts)  # type: ignore[call-arg]
+    return type(config)(*parts.values()) if hasattr(config, '_fields') else type(config)(parts.values())
+
+
+def resized(args: Sequence[Any], sizes: Sizes, mesh: Any) -> tuple[Any, ...]:
+    """Arguments as ShapeDtypeStructs with other dimensions in the place of some, over another mesh."""
+
+    def smaller(leaf: Any) -> Any:
+        if not is_array(leaf):
+            return leaf
+        own = getattr(leaf, 'sharding', None)
+        placed = NamedSharding(mesh, own.spec) if isinstance(own, NamedSharding) else None
+        shape = tuple([sizes.get(size, size) for size in leaf.shape])
+        return jax.ShapeDtypeStruct(shape, dtype_on_devices(leaf), sharding=placed)
+
+    return jax.tree.map(smaller, tuple(args))

@@ -38,9 +38,9 @@ def _variants(found: Comparison) -> Iterator[tuple[str, dict[str, Any]]]:
     staged, unfollowed = staged_of(step.function, args, kwargs), {'batch_argnums': (), 'batch_argnames': None}
     if staged is not None:  # its pipelines need the batch, and layers along their axis
         yield 'without stages', {'stages': None}
-        yield 'without stages, without following the batch', {**unfollowed, 'stages': None}
+        yield 'without stages and activation sharding propagation', {**unfollowed, 'stages': None}
     elif step.function.followed(*args, **kwargs).axes:
-        yield 'without following the batch', unfollowed
+        yield 'without activation sharding propagation', unfollowed
     for axis, size in step.helper.mesh.shape.items():
         if (
             size > 1

@@ -102,7 +102,7 @@ class Comparison:
                 results = jax.tree.leaves(self.called(on_mesh, self._function))
             except Exception as error:
                 if number == 1:
-                    error.add_note(f'{self.step.name} raises this on the mesh, and not on one device')
+                    error.add_note(f'{self.step.name} raises this on the mesh, but not on one device')
                     raise
                 return {-1: Difference('', seed=seed, step=number, raised=f'{type(error).__name__}: {error}')}
             self._require_mesh(results)
@@ -120,8 +120,8 @@ class Comparison:
         devices = {device for result in results for device in result.sharding.device_set}
         if len(devices) < 2 and results:
             raise ArgumentError(
-                f'{self.step.name} ran on one device, and was compared with itself: neither arguments nor '
-                'results have shardings: helper.sjit(fun, in_shardings=...), or placed arguments'
+                f'{self.step.name} ran on one device, so it was compared with itself: neither arguments nor '
+                'results have shardings. Use helper.sjit(fun, in_shardings=...), or pass sharded arguments'
             )
 
     def _compared(

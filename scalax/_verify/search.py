@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,11 +17,12 @@ from scalax._util.user_frames import file_text, users_own
 from scalax._verify.alike import Program, division, lines, lost
 from scalax._verify.kept_rules import Answers, with_kept_rules
 from scalax._verify.sides import Step
-from scalax._verify.sizes import Sizes
 from scalax.errors import ArgumentError, plural
 
 Made = tuple[Any, tuple[Any, ...]]
 """A step, and its arguments."""
+Sizes = Mapping[int, int]
+"""Of each number the one in its place."""
 
 # Elements. Fewer run in no time; more are worth it where dimensions then divide as before.
 _FEW, _MANY = 2**24, 2**27
@@ -216,5 +218,4 @@ def _failure(error: Exception) -> str:
         [each for each in frames if not each.filename.startswith(_JAX)], lambda each: each.filename
     )
     where = f'{file_text(frame.filename)}:{frame.lineno} {frame.name}: ' if frame else ''
-    text = ' '.join(str(error).split())
-    return f'{where}{type(error).__name__}: {text[:200]}{"..." if len(text) > 200 else ""}'
+    return where + textwrap.shorten(f'{type(error).__name__}: {error}', 200, placeholder=' ...')

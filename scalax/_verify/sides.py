@@ -76,7 +76,7 @@ class Step:
         if owner is not None and owner.mesh != helper.mesh:
             raise ArgumentError(
                 f'{self.name} is compiled for the mesh ({axis_sizes_text(owner.mesh.shape)}) of another '
-                f'helper than that of verify, ({axis_sizes_text(helper.mesh.shape)}): call verify of that one'
+                f'helper, not for ({axis_sizes_text(helper.mesh.shape)}): call verify on that helper'
             )
         if isinstance(self.function, SjitFunction):
             call = call_of(self.function, args, kwargs)
@@ -157,7 +157,7 @@ class Step:
         if isinstance(self.function, SjitFunction):
             return made_anew(self.function, self.helper, change, **options)
         if change is None:
-            raise ArgumentError(f'jax.jit made {self.name}, and nobody knows its options')
+            raise ArgumentError(f'{self.name} was made by jax.jit, whose options are unknown')
         args, kwargs = self.abstract()
         if not hasattr(self.function, 'lower'):
             raise ArgumentError(f'{self.name} is not compiled')
@@ -213,13 +213,10 @@ class OneDevice:
 
     def __init__(self, step: Step, alone: Step | None = None) -> None:
         self._mesh = on_one_device(step.helper).mesh
-        # Where axes are Explicit, types of values inside follow from these.
-        self._shardings = [
-            NamedSharding(
-                self._mesh, each.spec if each and _has_axes_of(each.mesh, self._mesh) else PartitionSpec()
-            )
-            for each in step.shardings()
-        ]
+        # Where axes are Explicit, types of values inside follow from these. Those on other meshes are moved.
+        names = self._mesh.axis_names
+        own = [each.spec if each and each.mesh.axis_names == names else None for each in step.shardings()]
+        self._shardings = [NamedSharding(self._mesh, spec or PartitionSpec()) for spec in own]
         self.jaxpr, self.out = _traced(step, alone, self._shardings)
         _refuse(step, self.jaxpr)
         self._facts = Rounded(self.jaxpr)
@@ -251,11 +248,6 @@ class OneDevice:
         return self._evaluate(watched, placed, np.float32(scale), np.uint32(seed))
 
 
-def _has_axes_of(mesh: Any, other: Mesh) -> bool:
-    """Whether the mesh of an argument has the axes of another one; those of other meshes are moved."""
-    return bool(mesh.axis_names == other.axis_names)
-
-
 def _traced(step: Step, alone: Step | None, shardings: Sequence[NamedSharding]) -> tuple[Any, Any]:
     """The jaxpr of a step on one device, and its results."""
     helper = on_one_device(step.helper)
@@ -280,9 +272,9 @@ def _traced(step: Step, alone: Step | None, shardings: Sequence[NamedSharding]) 
     except Exception as error:
         if alone is None:
             error.add_note(
-                f'This is {step.name} on one device, where all mesh axes have one element. If its code holds '
-                'the mesh of several devices, give a function that makes the step for any helper, as scalax '
-                'plan takes it: helper.verify(make_step)'
+                f'This is {step.name} on one device, where all mesh axes have size 1. If its code uses a '
+                'mesh of several devices, pass a function that makes the step for any helper, as for scalax '
+                'plan: helper.verify(make_step)'
             )
         raise
 
@@ -294,13 +286,13 @@ def _refuse(step: Step, jaxpr: Any) -> None:
         name = equation.primitive.name
         if name == 'shard_map' and equations.count_blocks(equation) > 1:
             wrong.append(
-                f'shard_map on a mesh of several devices that the code holds, at {line_of(equation)}: give '
-                'a function that makes the step for any helper: helper.verify(make_step)'
+                f'shard_map at {line_of(equation)} uses a mesh of several devices: pass a function that '
+                'makes the step for any helper: helper.verify(make_step)'
             )
         if name == 'io_callback':
             wrong.append(
-                f'io_callback at {line_of(equation)}: it would be called for each step that is compared. '
-                'Verify the step without it'
+                f'io_callback at {line_of(equation)} would be called for each step that is compared: '
+                'verify the step without it'
             )
     if wrong:
         raise ArgumentError(f'{step.name} cannot be verified as it is:\n{shown(dict.fromkeys(wrong))}')

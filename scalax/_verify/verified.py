@@ -39,8 +39,8 @@ class Difference:
 
     Attributes:
         path: its path in what the step returns.
-        array: its dtype and shape, of all devices together.
-        spec: where it is on the mesh; None if that is not known.
+        array: its dtype and global shape.
+        spec: its sharding on the mesh; None if that is unknown.
         error: the largest error of an element; of signed integers the sum of the errors, of keys and
             booleans how many elements differ.
         explained: how large rounding may make that: 8 times what was drawn, or 64 times where that is below a
@@ -49,9 +49,9 @@ class Difference:
         found: its value on the mesh.
         expected: its value on one device.
         seed: the arguments that showed it first.
-        step: in which of the steps in a row, from 1.
+        step: in which of the consecutive steps, from 1.
         seeds: with how many sets of arguments it shows.
-        raised: what the step raised on the mesh, and not on one device; the other fields say nothing then.
+        raised: what the step raised on the mesh, but not on one device; the other fields then mean nothing.
     """
 
     path: str
@@ -74,7 +74,7 @@ class Difference:
 
     def __str__(self) -> str:
         if self.raised:
-            return f'step {self.step} raises on the mesh, and not on one device: {self.raised}'
+            return f'step {self.step} raises on the mesh, but not on one device: {self.raised}'
         return (
             f'{self.place or "the result"} is {_short(self.found, 6)}, and {_short(self.expected, 6)} on '
             'one device'
@@ -86,10 +86,10 @@ class FirstDifference:
     """The first operation whose result differs.
 
     Attributes:
-        primitive: the operation of JAX.
+        primitive: the JAX primitive.
         line: the line of the user's code.
-        difference: its result on both sides.
-        inside: of a `shard_map`, what in it depends on the device: collectives and the like with their mesh
+        difference: its result on the mesh and on one device.
+        inside: of a `shard_map`, the operations in it that depend on the device: collectives with their mesh
             axes, random bits, and callbacks.
     """
 
@@ -110,12 +110,12 @@ class FirstDifference:
 
 @dataclasses.dataclass(frozen=True)
 class Retry:
-    """Whether the differences are still there when something is done in another way.
+    """Whether the differences remain when the step is compiled in another way.
 
     Attributes:
-        change: what is done in another way.
-        stays: whether they are still there; None if that could not be tried.
-        why_not: why not.
+        change: what is different.
+        stays: whether the differences remain; None if that could not be tried.
+        why_not: why it could not be tried.
     """
 
     change: str
@@ -125,12 +125,12 @@ class Retry:
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """What values a leaf of the arguments had.
+    """The values of a leaf of the arguments.
 
     Attributes:
         path: its path.
         array: its dtype and shape.
-        values: what they were.
+        values: which values it had.
         why: what the step does with it.
     """
 
@@ -147,22 +147,22 @@ class Verified(Shown):
     Attributes:
         name: the name of the step.
         mesh: mesh axis -> size, of the mesh that it ran on.
-        differences: the results that differ; those of the first step in a row that has any.
+        differences: the results that differ, in the first of the consecutive steps that has any.
         results: how many results a step has.
         seeds: with how many sets of arguments it ran.
-        steps: how many steps in a row.
-        first: the operation that differs first, if that was found.
-        why_no_first: why that was not found.
+        steps: how many consecutive steps.
+        first: the first operation that differs, if it was found.
+        why_no_first: why it was not found.
         retries: what makes the differences go away.
-        unsettled: results that differed, and no longer did when arguments were moved by a rounding: they
-            hinge on one, as which expert takes a row may.
+        unsettled: results that differed, but no longer when the arguments were changed by one rounding: they
+            depend on how a value is rounded, as the choice of an expert for a token may.
         not_deterministic: results that differ on one device each time the step runs, or each time it is
-            traced: nothing can be said of them.
+            traced: they cannot be compared.
         not_compared: results that had no finite value on one device.
-        arguments: what values the arguments had.
-        reduced: what was made smaller than in the user's step, and what could not be.
+        arguments: the values of the arguments.
+        reduced: what was reduced in the user's step, and what could not be.
         jax: the version of JAX.
-        ended: ``'stopped'`` by Ctrl-C; empty if all was compared.
+        ended: ``'stopped'`` by Ctrl-C; empty if everything was compared.
         seconds: how long it took.
     """
 
@@ -186,7 +186,7 @@ class Verified(Shown):
 
     @property
     def ok(self) -> bool:
-        """Whether all results were compared, to the end, and are what one device computes."""
+        """Whether all results were compared, and all are what one device computes."""
         return self._is_equal and not self.ended
 
     @property
@@ -214,9 +214,9 @@ class Verified(Shown):
             Section(
                 'Sizes',
                 [Lines([*self.reduced])] if self.reduced else [],
-                'What was made smaller, or could not be',
+                'What was reduced, or could not be',
             ),
-            Section('', [Fold('What the arguments were', [_arguments(self)])] if self.arguments else []),
+            Section('', [Fold('Values of the arguments', [_arguments(self)])] if self.arguments else []),
         ]
 
     def _head(self) -> Iterator[str]:
@@ -229,34 +229,34 @@ class Verified(Shown):
             said = f'does not compute what one device computes: {count}{runs}'
         else:
             known = self.results - len(self.not_compared) - len(self.not_deterministic)
-            others = 'the others' if known < self.results else 'values inside'
+            others = 'the others' if known < self.results else 'intermediate values'
             part = f' in {known} of {plural(self.results, "result")}; {others} were not compared'
             said = f'computes what one device computes{part}' if known and self.seeds else 'was not compared'
             said = f'{said}: {runs}'
         yield f'{self.name} on {axis_sizes_text(self.mesh)} {said}'
         yield from (str(each) for each in self.differences if each.raised)
         if not self.results:
-            yield 'it returns no arrays, and nothing else of it can be compared'
+            yield 'it returns no arrays: there is nothing to compare'
         for what, paths in (
             ('not deterministic on one device', self.not_deterministic),
             ('not finite on one device', self.not_compared),
-            ('hinge on a rounding, and were not counted', self.unsettled),
+            ('depend on how a value is rounded, and were not counted', self.unsettled),
         ):
             if paths:
                 yield f'{what}: {", ".join(path or "the result" for path in paths)}'
         if self.ended:
-            yield 'stopped before the end'
+            yield 'stopped early'
 
     def _where(self) -> Iterator[str]:
         if self.first is not None:
-            within = '' if self.differences else 'the results are equal, and values inside are not: '
+            within = '' if self.differences else 'the results are equal, but intermediate values are not: '
             yield f'{within}{self.first}'
             if times := _times(self.first.difference, self.mesh):
                 yield times
         elif self.why_no_first and not self.differences:
-            yield f'values inside were not compared: {self.why_no_first}'
+            yield f'intermediate values were not compared: {self.why_no_first}'
         elif self.why_no_first:
-            yield f'which operation differs first is not known: {self.why_no_first}'
+            yield f'the first operation that differs is unknown: {self.why_no_first}'
         for stays, said in ((False, 'the difference is gone'), (True, 'the difference is still there')):
             changes = [retry.change for retry in self.retries if retry.stays is stays]
             if changes:
@@ -267,8 +267,7 @@ class Verified(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """The result in plain Python values, ready for ``json.dumps``."""
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        text = json.dumps(saved.plain(own), default=str)
+        text = json.dumps(saved.plain(vars(self)), default=str)
         # Numbers that JSON does not have are text.
         return {**json.loads(text, parse_constant=lambda name: str(float(name))), 'ok': self.ok}
 

@@ -58,7 +58,7 @@ def verify(
         )
     for name, value in (('seeds', seeds), ('steps', steps)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ArgumentError(f'{name} is a number from 1 on, got {value!r}')
+            raise ArgumentError(f'verify: {name} has to be a positive integer, got {value!r}')
     with progress(f'verifying {name_of(function)}', _log) as note:
         step, alone, said = _sides(helper, function, args, kwargs, config, note)
         found = Comparison(step, OneDevice(step, alone))
@@ -70,7 +70,7 @@ def verify(
                 found.run(seed, steps, note)
                 done += 1
             if inside and not found.differences:
-                note('comparing the values inside')
+                note('comparing intermediate values')
                 first = first_difference(found, 0)
             if found.differences:
                 shown = min(found.differences.values(), key=lambda each: each.step)
@@ -79,10 +79,10 @@ def verify(
                 # What is another value each time is no error of rounding, and would explain all others.
                 uncertain = found.differing_on_one_device(found.one, 0)
             if found.differences.keys() - uncertain:
-                note('looking for the operation that differs first')
-                first = f'the results of the first step are right, those of step {shown.step} are not'
+                note('looking for the first operation that differs')
+                first = f'the results of the first step are equal, those of step {shown.step} are not'
                 if shown.step == 1:
-                    nothing = 'the values inside are right where they are looked at'
+                    nothing = 'the intermediate values that were compared are equal'
                     first = first_difference(found, shown.seed) or nothing
                 for retry in retries(found, shown.seed, shown.step, note):
                     tried.append(retry)
@@ -119,20 +119,20 @@ def _sides(
     makes = not args and not kwargs
     if makes and hasattr(function, 'trace'):
         raise ArgumentError(
-            f'verify got no arguments for {name_of(function)}: give them, arrays or ShapeDtypeStructs'
+            f'verify got no arguments for {name_of(function)}: pass arrays or ShapeDtypeStructs'
         )
     if config is not None and not makes:
         raise ArgumentError(
-            'config is for a function that makes the step: give that alone, without arguments'
+            'config is only for a function that makes the step: pass that function without arguments'
         )
     if helper.mesh.size == 1:
         raise ArgumentError(
-            f'the mesh has one device, and {name_of(function)} would be compared with itself: simulate '
+            f'the mesh has one device, so {name_of(function)} would be compared with itself: simulate '
             "several with jax.config.update('jax_num_cpu_devices', 8) before JAX is used"
         )
     if has_devices(helper.mesh) and len(helper.mesh.local_devices) < helper.mesh.size:
         raise ArgumentError(
-            f'the mesh has devices of several processes, and verify runs in one: run {name_of(function)} on '
+            f'the mesh has devices of several processes, but verify runs in one: run {name_of(function)} on '
             'the devices of one host, or on simulated ones'
         )
 
@@ -146,11 +146,11 @@ def _sides(
     if not has_devices(helper.mesh) or _drawn((own, kwargs)) > _MOST_DRAWN:
         if kwargs or not (makes or isinstance(function, SjitFunction)):
             raise ArgumentError(
-                f'{name_of(function)} has to be made small, because the devices of its mesh are not here, or '
-                'its arguments are large: for that it is a function of sjit, called with arguments by '
-                'position, or what makes the step for any helper'
+                f'{name_of(function)} has to be reduced, because the devices of its mesh are not here, or '
+                'its arguments are large. That needs a function made by sjit with positional arguments, or a '
+                'function that makes the step for any helper'
             )
-        note('making it small')
+        note('reducing its sizes')
         small = reduced(make, config, helper, jax.local_devices())
         over, step, own, config = small.helper, small.step, small.args, small.config
         said = tuple(_said(small, dict(helper.mesh.shape)))
@@ -195,5 +195,5 @@ def _arguments(found: Comparison) -> Iterator[Argument]:
     pairs = zip(found.step.paths, found.step.leaves, found.roles, strict=True)
     for path, leaf, role in pairs:
         below = '' if role.bound is None else f' below {role.bound}'
-        own = '' if isinstance(leaf, jax.ShapeDtypeStruct) else 'yours, then others like them: '
+        own = '' if isinstance(leaf, jax.ShapeDtypeStruct) else 'yours, then similar ones: '
         yield Argument(path, array_text(str(leaf.dtype), leaf.shape), f'{own}{role.kind}{below}', role.why)

@@ -40,9 +40,9 @@ def jitted_elsewhere(kwargs=False):
 
 
 NOT_REDUCED = (
-    'double has to be made small, because the devices of its mesh are not here, or its arguments are large: '
-    'for that it is a function of sjit, called with arguments by position, or what makes the step for any '
-    'helper'
+    'double has to be reduced, because the devices of its mesh are not here, or its arguments are large. '
+    'That needs a function made by sjit with positional arguments, or a function that makes the step for '
+    'any helper'
 )
 
 

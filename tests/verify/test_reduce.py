@@ -67,8 +67,8 @@ def test_too_few_devices_for_a_small_mesh():
     with pytest.raises(MeshError) as caught:
         small_meshes({'data': 4, 'fsdp': 8, 'one': 1, 'tp': 2}, 4)
     assert str(caught.value) == (
-        'a mesh with the axes of (data=4, fsdp=8, one=1, tp=2) takes 8 devices at least, 2 along each of '
-        "data, fsdp, tp, and there are 4: simulate them with jax.config.update('jax_num_cpu_devices', 8) "
+        'a mesh with the axes of (data=4, fsdp=8, one=1, tp=2) needs at least 8 devices, 2 along each of '
+        "data, fsdp, tp, but there are 4: simulate them with jax.config.update('jax_num_cpu_devices', 8) "
         'before JAX is used'
     )
 

@@ -316,7 +316,7 @@ def test_a_difference_of_later_steps(helper):
     [difference] = found.differences
     assert (difference.path, difference.step) == ('0/1', 2)
     assert found.first is None
-    assert 'the results of the first step are right' in found.why_no_first
+    assert 'the results of the first step are equal' in found.why_no_first
 
 
 def test_a_donated_array_is_the_state_of_the_next_step(helper):
@@ -350,7 +350,7 @@ def test_what_raises_on_the_mesh_alone(helper):
         once, {'a': S((8,), 'float32'), 'b': S((8,), 'float32')}, S((16, 4), 'float32'), seeds=1
     )
     assert not found.ok
-    assert 'step 2 raises on the mesh, and not on one device: RuntimeError: Array has been deleted' in str(
+    assert 'step 2 raises on the mesh, but not on one device: RuntimeError: Array has been deleted' in str(
         found
     )
 
@@ -365,7 +365,7 @@ def test_values_inside_are_compared_if_asked_for(helper):
     found = helper.verify(made, S((16, 4), 'float32'), inside=True)
     assert not found.ok
     assert found.first.primitive == 'shard_map'
-    assert 'the results are equal, and values inside are not' in str(found)
+    assert 'the results are equal, but intermediate values are not' in str(found)
 
 
 def test_values_inside_that_cannot_be_compared(helper):
@@ -377,8 +377,8 @@ def test_values_inside_that_cannot_be_compared(helper):
     assert helper.verify(step, placed, seeds=1).ok
     found = helper.verify(step, placed, seeds=1, inside=True)
     assert not found.ok
-    assert 'in 1 of 1 result; values inside were not compared' in str(found)
-    assert 'values inside were not compared: ArgumentError: step is not compiled' in str(found)
+    assert 'in 1 of 1 result; intermediate values were not compared' in str(found)
+    assert 'intermediate values were not compared: ArgumentError: step is not compiled' in str(found)
 
 
 def test_a_value_of_a_scan(helper):
@@ -431,7 +431,7 @@ def test_callbacks_with_results_are_refused(helper):
     def step(x):
         return jax.experimental.io_callback(lambda x: x, S((8, 4), 'float32'), x)
 
-    with pytest.raises(ArgumentError, match=r'io_callback at test_verify.py:\d+ step: it would be called'):
+    with pytest.raises(ArgumentError, match=r'io_callback at test_verify.py:\d+ step would be called'):
         helper.verify(helper.sjit(step, in_shardings=P('fsdp')), S((8, 4), 'float32'))
 
 
@@ -447,16 +447,22 @@ def test_pure_callbacks_are_compared(helper):
     [
         (lambda h: h.verify(3), 'verify takes a function first, got int'),
         (lambda h: h.verify(h.sjit(jnp.sin)), 'verify got no arguments for sin'),
-        (lambda h: h.verify(jnp.sin, S((8,), 'float32'), seeds=0), 'seeds is a number from 1 on, got 0'),
+        (
+            lambda h: h.verify(jnp.sin, S((8,), 'float32'), seeds=0),
+            'seeds has to be a positive integer, got 0',
+        ),
         (
             lambda h: h.verify(jnp.sin, S((8,), 'float32'), steps=True),
-            'steps is a number from 1 on, got True',
+            'steps has to be a positive integer, got True',
         ),
         (
             lambda h: h.verify(lambda helper: 3),
             'has to return the step and the tuple of its arguments, got int',
         ),
-        (lambda h: h.verify(jnp.sin, S((8,), 'float32'), config={}), 'config is for a function that makes'),
+        (
+            lambda h: h.verify(jnp.sin, S((8,), 'float32'), config={}),
+            'config is only for a function that makes',
+        ),
         (lambda h: h.verify(lambda x, seeds: x, S((8,), 'float32'), seeds=3), "'seeds' is an option of"),
         (lambda h: assert_equal_to_one_device(jnp.sin, 3), 'give helper=..., because sjit did not make'),
     ],
@@ -511,7 +517,7 @@ def test_what_ctrl_c_leaves(helper, monkeypatch):
     found = helper.verify(compiled(helper), *arguments())
     assert (found.ok, found.ended, found.seeds) == (False, 'stopped', 1)
     assert 'computes what one device computes: 8 results' in str(found)
-    assert 'stopped before the end' in str(found)
+    assert 'stopped early' in str(found)
     assert calls == [0, 1]
     with pytest.raises(KeyboardInterrupt):
         assert_equal_to_one_device(compiled(helper), *arguments())
@@ -558,7 +564,7 @@ def test_a_step_for_many_devices(by):
 def test_keywords_cannot_be_made_small():
     helper = large()
     step, (w, x) = make_large(helper)
-    with pytest.raises(ArgumentError, match='has to be made small'):
+    with pytest.raises(ArgumentError, match='has to be reduced'):
         helper.verify(step, w, x=x)
 
 
