@@ -1,4 +1,4 @@
-"""Finds a mesh and a sharding rule for a step of one device: it plans the step with one layout after another.
+"""Auto-sharding: finds a mesh and a rule for a step of one device, by planning one layout after another.
 
 `find` returns the best as a `Found`. Users import both from `scalax.plan`.
 """

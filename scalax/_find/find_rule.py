@@ -50,42 +50,42 @@ def find(
     budget_s: float = 600.0,
     show_progress: bool | None = None,
 ) -> Found:
-    """Finds a mesh and a sharding rule for a step that is written for one device.
+    """Finds a mesh and a sharding rule for a step that is written for one device (auto-sharding).
 
     The step is compiled (`MeshShardingHelper.plan`, quickly) with one layout after another. First, for each
-    size of the mesh axes, whole dimensions of the model, such as its heads, are split over the second axis:
-    which dimensions of which arrays are one follows from what the step multiplies. Then, on the best meshes,
-    each group of parameters is moved by itself, until that makes nothing better. Rows of the batch are
-    followed in each (`sjit`). Over several slices, where the step loops over stacked layers, these are also
-    tried as the stages of a pipeline (`Stages`). There is no chance in it: the same arguments give the same
-    result, unless the time ends first.
+    mesh shape, dimensions of the model, such as its heads, are sharded over the second mesh axis in all
+    arrays that have them; which dimensions are the same follows from what the step multiplies. Then, on the
+    best meshes, the sharding of each group of parameters is changed by itself, until nothing improves. Each
+    layout has activation sharding propagation (`sjit`). Over several slices, if the step loops over stacked
+    layers, pipelines are tried too (`Stages`). The search is deterministic: the same arguments give the same
+    result, unless the budget is used up first.
 
-    What is made small is the mean of the seconds of the roofline with and without overlap; of equal layouts
-    the one with less memory is better. On devices of unknown speed, such as simulated ones, operations and
-    bytes are counted, at 4e14 operations and 1e11 bytes a second.
+    The objective averages the fully overlapped and the serial step time; of equal layouts, the one with less
+    memory wins. On devices of unknown speed, such as simulated ones, 4e14 operations and 1e11 bytes a second
+    are assumed.
 
     Args:
-        step: a function of one device, of positional arguments.
+        step: a function for one device, with positional arguments.
         args: its arguments: trees of arrays, or of ShapeDtypeStructs.
         topology: the slice, such as ``'v5p:4x4x4'``, or the GPUs, such as ``'h100:4x8'``, as for
             `MeshShardingHelper.from_topology`; the devices of this process by default.
-        batch_argnums: the arguments that hold rows of a batch. All others are what a rule is found for.
+        batch_argnums: the arguments that hold a batch. A rule is found for all others.
         donate_argnums: the arguments that the step may overwrite, as for ``jax.jit``.
-        keep: pairs of a regex and a PartitionSpec, for leaves that are not to be searched.
-        optimizer_state: ``'as parameters'``: statistics are sharded as their parameter; ``'zero1'``: only
-            they are over the axes of the batch, and parameters are whole there.
-        batch_dim: the dimension of the rows in the arrays of the batch.
-        axis_names: the names of the mesh axes: that of the rows, another one; in front of them that from
-            slice to slice, if there are several. By default fsdp and tp, and data.
-        sizes: mesh axis -> its size, or the sizes that it may have; or a function of the sizes that says
-            whether they are wanted.
-        num_slices: the number of slices; of GPUs that of nodes, where the first mesh axis is over nodes.
+        keep: pairs of a regex and a PartitionSpec, for leaves whose sharding is fixed.
+        optimizer_state: ``'as parameters'``: statistics are sharded like their parameter; ``'zero1'``: only
+            statistics are sharded over the axes of the batch, and parameters are replicated along these.
+        batch_dim: the batch dimension of the arrays of the batch.
+        axis_names: the names of two mesh axes: the one of the batch, and another one; with several slices,
+            three: first the one across slices. By default fsdp and tp, and data.
+        sizes: mesh axis -> its size, or the sizes that it may have; or a function of the sizes that returns
+            whether they are allowed.
+        num_slices: the number of slices; for GPUs the number of nodes, which the first mesh axis is across.
         hardware: the numbers of the devices, such as those of a slower network: `HARDWARE` with
             `dataclasses.replace`. By default what is known of the topology.
         memory: the bytes of memory of a device; by default those of the hardware, and no limit where that is
-            not known, as for simulated devices.
-        headroom: the part of it that is to stay free.
-        budget_s: the seconds after which nothing new is tried.
+            unknown, as for simulated devices.
+        headroom: the fraction of it that is to stay free.
+        budget_s: the seconds after which no new layout is tried.
         show_progress: whether a line on stderr shows the best so far; by default on a terminal and in a
             notebook. Elsewhere it is logged (``scalax.find``, level INFO).
 
@@ -136,7 +136,7 @@ def find(
     best = trials.best
     if best is None:
         raise ArgumentError(
-            f'no mesh of {len(devices)} devices divides the rows of the batch: dimension {batch_dim} of '
+            f'no mesh of {len(devices)} devices divides the batch dimension: dimension {batch_dim} of '
             f'{", ".join(map(str, dict.fromkeys(traced.batch_shapes)))}'
         )
     if best.lost:
@@ -146,13 +146,15 @@ def find(
 
 def _names(names: Sequence[str] | None, num_slices: int) -> tuple[str, str, str]:
     if isinstance(num_slices, bool) or not isinstance(num_slices, int) or num_slices < 1:
-        raise ArgumentError(f'num_slices is a positive integer, got {num_slices!r}')
+        raise ArgumentError(f'num_slices has to be a positive integer, got {num_slices!r}')
     count = 2 if num_slices == 1 else 3
     if names is None:
         return ('' if num_slices == 1 else 'data', 'fsdp', 'tp')
     given = tuple(names) if isinstance(names, Sequence) else ()
     if isinstance(names, str) or len({*given}) != count or not all(isinstance(name, str) for name in given):
-        raise ArgumentError(f'axis_names are {count} names of mesh axes, such as fsdp and tp, got {names!r}')
+        raise ArgumentError(
+            f'axis_names has to be {count} names of mesh axes, such as fsdp and tp, got {names!r}'
+        )
     *slices, batch, other = given
     return (slices[0] if slices else ''), batch, other
 
@@ -160,12 +162,12 @@ def _names(names: Sequence[str] | None, num_slices: int) -> tuple[str, str, str]
 def _check(headroom: float, optimizer_state: str, batch_dim: int, show_progress: bool | None) -> None:
     if not isinstance(headroom, int | float) or not 0 <= headroom < 1:
         raise ArgumentError(
-            f'headroom is the part of the memory to leave free, from 0 to below 1: {headroom!r}'
+            f'headroom has to be a fraction of the memory, from 0 to below 1, got {headroom!r}'
         )
     if optimizer_state not in ('as parameters', 'zero1'):
-        raise ArgumentError(f"optimizer_state is 'as parameters' or 'zero1', got {optimizer_state!r}")
+        raise ArgumentError(f"optimizer_state has to be 'as parameters' or 'zero1', got {optimizer_state!r}")
     if isinstance(batch_dim, bool) or not isinstance(batch_dim, int) or batch_dim < 0:
-        raise ArgumentError(f'batch_dim is the number of a dimension, got {batch_dim!r}')
+        raise ArgumentError(f'batch_dim has to be the number of a dimension, got {batch_dim!r}')
     if show_progress is not None:
         checked_flag('show_progress', show_progress)
 

@@ -27,16 +27,16 @@ Ended = Literal['', 'time', 'stopped']
 
 @dataclasses.dataclass(frozen=True)
 class FoundGroup:
-    """A group of leaves, and what its place saves.
+    """A group of leaves, and what its sharding saves.
 
     Attributes:
         name: the paths of its leaves.
-        spec: where they are.
-        next_spec: the next best place, if all others stay; None if none was tried.
-        seconds: how much longer the step takes there.
-        memory: how many more bytes a device needs there.
-        moved: how many more bytes a device exchanges there, mesh axes -> bytes.
-        fits: whether the step fits there.
+        spec: their sharding.
+        next_spec: the next best sharding, if all other groups stay; None if none was tried.
+        seconds: how much longer the step takes with that one.
+        memory: how many more bytes of memory a device needs.
+        moved: how many more bytes a device sends: mesh axes -> bytes.
+        fits: whether the step fits into memory then.
     """
 
     name: str
@@ -50,14 +50,14 @@ class FoundGroup:
 
 @dataclasses.dataclass(frozen=True)
 class FoundMesh:
-    """The best layout of a mesh and a placement of the batch.
+    """The best layout for one mesh and one sharding of the batch.
 
     Attributes:
         mesh: mesh axis -> size.
-        batch: where the rows of the batch are.
+        batch: the sharding of the batch.
         stages: the pipeline over slices; None without one.
-        bound: the seconds that the step takes at least; None if there is no program.
-        estimate: the seconds if nothing overlaps; None likewise.
+        bound: the fully overlapped step time, in seconds; None if there is no program.
+        estimate: the serial step time, in seconds; None if there is no program.
         memory: the bytes on a device.
         lost: why it is not the best; empty for the best.
     """
@@ -72,7 +72,7 @@ class FoundMesh:
 
     @property
     def mean(self) -> float | None:
-        """The mean of both, which the search makes small."""
+        """The mean of both, the objective of the search."""
         return (
             None if self.bound is None or self.estimate is None else mean(Seconds(self.bound, self.estimate))
         )
@@ -85,20 +85,20 @@ class Found(Shown):
     Attributes:
         mesh: mesh axis -> size.
         rule: the rule of all arguments that are not batches.
-        batch: where the rows of the batch are.
+        batch: the sharding of the batch.
         stages: the pipeline over slices; None without one.
         plan: the quick plan of the step.
-        groups: the groups of leaves, and what their places save.
+        groups: the groups of leaves, and what their shardings save.
         meshes: the meshes that were tried, the best first.
-        fits: whether it fits in the memory that may be used; None if that is unknown.
-        lower_bound: seconds that no layout is faster than: all operations of the step, divided evenly, at
-            the peak for bfloat16; None if the speed of the devices is unknown.
-        bound: the seconds that the step takes at least.
-        estimate: the seconds if nothing overlaps.
+        fits: whether it fits into the usable memory; None if that is unknown.
+        lower_bound: the seconds that any layout takes at least: all operations of the step, divided evenly,
+            at the peak for bfloat16; None if the speed of the devices is unknown.
+        bound: the fully overlapped step time, in seconds.
+        estimate: the serial step time, in seconds.
         memory: the bytes on a device.
         tried: how many layouts were tried.
         seconds: how long the search took.
-        ended: why the search ended early: ``'time'``, ``'stopped'``; empty if nothing got better any more.
+        ended: why the search ended early: ``'time'``, ``'stopped'``; empty if nothing improved any more.
         topology: the hardware; None for the devices of this process.
     """
 
@@ -137,9 +137,8 @@ class Found(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """The result in plain Python values, ready for ``json.dumps``; the rule as its repr."""
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        plain = saved.plain({name: value for name, value in own.items() if name not in ('rule', '_code')})
-        return {**plain, 'rule': repr(self.rule), 'code': self._code}
+        own = {name: value for name, value in vars(self).items() if name not in ('rule', '_code')}
+        return {**saved.plain(own), 'rule': repr(self.rule), 'code': self._code}
 
 
 def found_blocks(found: Found, title: str) -> list[Block]:
@@ -149,8 +148,8 @@ def found_blocks(found: Found, title: str) -> list[Block]:
         Figures([*headline(found.plan, found.plan.known_roofline)]),
         Section('', [Lines(_head(found))]),
         Section('The rule', [Code(rule_code(found.rule).rstrip('\n'))]),
-        Section('Places', [_groups(found)], 'What moving one group to its next best place costs'),
-        Section('Meshes', [_meshes(found)], 'The best layout of each mesh and placement of the batch'),
+        Section('Shardings', [_groups(found)], 'What the next best sharding of each group costs'),
+        Section('Meshes', [_meshes(found)], 'The best layout for each mesh and sharding of the batch'),
     ]
 
 
@@ -166,20 +165,20 @@ def _head(found: Found) -> list[str]:
     ]
     if found.lower_bound is not None:
         lines.append(
-            f'all operations take {milliseconds(found.lower_bound)} if they are divided evenly: no layout '
-            f'is faster; this one takes at least {found.bound / found.lower_bound:.2f} times that, '
+            f'no layout takes less than {milliseconds(found.lower_bound)}, all operations divided '
+            f'evenly; this one takes at least {found.bound / found.lower_bound:.2f} times that, '
             f'{found.estimate / found.lower_bound:.2f} times if nothing overlaps'
         )
     if not found.fits and found.plan.buffers:
         first = found.plan.buffers[0]
         lines.append(f'nothing that was tried fits; the largest array at the peak is {first}')
     ends = {
-        '': 'until nothing got better',
-        'time': 'until the time was up; more may be found with a larger budget_s',
+        '': 'until nothing improved',
+        'time': 'until the budget was used up: a larger budget_s may find a better layout',
         'stopped': 'until it was stopped',
     }
     lines.append(f'{plural(found.tried, "layout")} in {found.seconds:.0f} s, {ends[found.ended]}')
-    lines.append('does it compute what one device computes? helper.verify(step, *arguments), as in to_code()')
+    lines.append('to compare its results with one device: helper.verify(step, *arguments), as in to_code()')
     return lines
 
 

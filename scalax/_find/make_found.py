@@ -99,5 +99,5 @@ def _why(trial: Trial, best: Trial) -> str:
         return trial.lost
     if not trial.fits:
         assert trial.limit is not None
-        return f'does not fit: {human_bytes(trial.memory)}, and {human_bytes(trial.limit)} may be used'
+        return f'does not fit: {human_bytes(trial.memory)}, {human_bytes(trial.limit)} usable'
     return slower(trial.seconds, best.seconds)

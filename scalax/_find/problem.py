@@ -135,7 +135,7 @@ def make_problem(
     if not groups:
         raise ArgumentError(
             f'{step.name} has nothing to find a rule for: its arguments are batches'
-            + (', scalars or what keep has placed' if fixed else ' or scalars')
+            + (', scalars or fixed by keep' if fixed else ' or scalars')
         )
     experts = frozenset(
         number
@@ -160,13 +160,13 @@ def _fixed(keep: Any, leaves: Sequence[Leaf], names: Sequence[str]) -> dict[int,
             if i not in fixed and math.prod(leaf.shape) > 1 and re.search(pattern, leaf.path)
         ]
         if not matched:
-            raise ArgumentError(
-                f'keep has {pattern!r}, which is found in no path that no pair before it matches'
-            )
+            raise ArgumentError(f'keep: {pattern!r} matches no leaf path that earlier pairs leave')
         fixed.update(dict.fromkeys(matched, spec))
     unknown = [axis for spec in fixed.values() for axis in spec_axes(spec) if axis not in names]
     if unknown:
-        raise ArgumentError(f'keep names the mesh axis {unknown[0]!r} ({did_you_mean(unknown[0], names)})')
+        raise ArgumentError(
+            f'keep names an unknown mesh axis {unknown[0]!r} ({did_you_mean(unknown[0], names)})'
+        )
     return fixed
 
 

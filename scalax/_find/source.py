@@ -81,7 +81,7 @@ def program_code(problem: Problem, layout: Layout, topology: str | None, rule: T
         f'    batch_argnums={problem.batch_argnums(layout)},\n'
         f'{pipeline}'
         ')\n'
-        '# Does it compute what one device computes?\n'
+        '# To compare its results with one device:\n'
         '# print(helper.verify(step, *arguments))\n'
     )
 

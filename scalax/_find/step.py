@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from scalax._transforms.sjit import SjitFunction
+from scalax._transforms.sjit import SjitFunction, name_of
 from scalax._tree.paths import bits_of, dtype_on_devices, kind_of, leaf_shape, path_string
 from scalax.errors import ArgumentError, plural
 
@@ -58,7 +58,7 @@ class Step:
     @property
     def name(self) -> str:
         """The name of the function."""
-        return str(getattr(self.function, '__name__', type(self.function).__name__))
+        return name_of(self.function)
 
     @functools.cached_property
     def leaves(self) -> list[Leaf | None]:
@@ -120,27 +120,27 @@ def make_step(
     """
     if not callable(function):
         raise ArgumentError(
-            f'find takes a function of one device first, and its arguments, got {type(function).__name__}'
+            f'find takes a function for one device and its arguments, got {type(function).__name__}'
         )
-    name = getattr(function, '__name__', type(function).__name__)
+    name = name_of(function)
     if isinstance(function, SjitFunction):
         raise ArgumentError(
-            f'{name} is compiled for the mesh of a helper already: give find the function itself, '
-            'which it compiles for one mesh after another'
+            f'{name} is already compiled for the mesh of a helper: pass the function itself, which find '
+            'compiles for one mesh after another'
         )
     if not isinstance(args, tuple | list):
-        raise ArgumentError(f'the arguments of the step are a tuple, got {type(args).__name__}')
+        raise ArgumentError(f'the arguments of the step have to be a tuple, got {type(args).__name__}')
     if not args:
         raise ArgumentError(
-            f'{name} is given no arguments: if it returns a step and its arguments, call it: '
-            f'find(*{name}(), ...); a step that it compiles with a helper is for plan and search'
+            f'{name} got no arguments: if it returns a step and its arguments, call it: find(*{name}(), '
+            '...); one that compiles the step with a helper is for plan and search'
         )
     batch = _numbers('batch_argnums', batch_argnums, len(args))
     donated = _numbers('donate_argnums', donate_argnums, len(args))
     if not batch:
         raise ArgumentError(
-            'batch_argnums says which arguments hold rows of a batch: find shards these over mesh axes, and '
-            'finds how to shard the others'
+            'batch_argnums has to name the arguments that hold a batch: find shards these along the batch '
+            'dimension, and finds a rule for the others'
         )
     try:
         jaxpr, out = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -154,7 +154,7 @@ def make_step(
 
 def _numbers(option: str, value: int | Sequence[int], count: int) -> frozenset[int]:
     if not isinstance(value, int | Sequence):
-        raise ArgumentError(f'{option} is the number of an argument, or several, got {value!r}')
+        raise ArgumentError(f'{option} has to be the number of an argument, or several, got {value!r}')
     numbers = (value,) if isinstance(value, int) else tuple(value)
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int) or not -count <= number < count:
@@ -174,7 +174,7 @@ def leaves_of(step: Step) -> list[Leaf]:
         other = shapes.setdefault(leaf.path, leaf.shape)
         if other != leaf.shape and 1 not in (math.prod(other), math.prod(leaf.shape)):
             raise ArgumentError(
-                f'two arguments have a leaf {leaf.path!r}, of the shapes {other} and {leaf.shape}: a '
-                'rule looks at paths, and cannot tell them apart. Put both into one tree'
+                f'two arguments have a leaf {leaf.path!r}, with the shapes {other} and {leaf.shape}: a rule '
+                'cannot tell them apart by their paths. Put both into one tree'
             )
     return leaves

@@ -90,7 +90,7 @@ def attempt(problem: Problem, layout: Layout, limit: int | None) -> Trial:
         return Trial(layout, limit=limit, lost=lost_by(error, name))
     bound, estimate = seconds_of(plan)
     if not math.isfinite(bound):
-        return Trial(layout, limit=limit, lost='the seconds of its collectives are not known')
+        return Trial(layout, limit=limit, lost='the time of its collectives is unknown')
     moved = {'+'.join(axes): sum(kinds.values()) for axes, kinds in plan.totals.items()}
     return Trial(layout, bound, estimate, plan.memory.total, limit, moved)
 

@@ -124,8 +124,8 @@ def test_its_code_offers_to_verify_the_step(found, capsys):
 def test_what_it_says(found):
     text = found.to_text(120)
     assert ' on 8 cpu devices, batch ' in text and ': fits (' in text
-    assert 'until nothing got better' in text and found.ended == ''
-    assert 'does it compute what one device computes? helper.verify(step, *arguments)' in text
+    assert 'until nothing improved' in text and found.ended == ''
+    assert 'to compare its results with one device: helper.verify(step, *arguments)' in text
     assert found.fits is True and found.lower_bound is None
     assert {group.name for group in found.groups} == {'0/layers/down', '0/layers/up', '0/embed'}
     assert any(len(group.spec) for group in found.groups)
@@ -257,36 +257,36 @@ def test_rows_that_do_not_divide_are_replicated_on_meshes_without_an_axis_for_th
     [
         (
             {'step': MeshShardingHelper([-1], ['fsdp']).sjit(product)},
-            'product is compiled for the mesh of a helper already: give find the function itself',
+            'product is already compiled for the mesh of a helper: give find the function itself',
         ),
-        ({'step': 3}, 'find takes a function of one device first, and its arguments, got int'),
-        ({'args': 3}, 'the arguments of the step are a tuple, got int'),
+        ({'step': 3}, 'find takes a function for one device and its arguments, got int'),
+        ({'args': 3}, 'the arguments of the step have to be a tuple, got int'),
         ({'args': (1, 2, 3)}, 'product cannot be traced for one device with these arguments: TypeError: '),
         ({'batch_argnums': 2}, 'batch_argnums=2: the step has 2 arguments'),
-        ({'batch_argnums': None}, 'batch_argnums is the number of an argument, or several, got None'),
-        ({'batch_argnums': ()}, 'batch_argnums says which arguments hold rows of a batch'),
+        ({'batch_argnums': None}, 'batch_argnums has to be the number of an argument, or several, got None'),
+        ({'batch_argnums': ()}, 'batch_argnums has to name the arguments that hold a batch'),
         ({'donate_argnums': 'a'}, "donate_argnums='a': the step has 2 arguments"),
         ({'batch_argnums': (0, 1)}, 'product has nothing to find a rule for: its arguments are batches'),
-        ({'keep': [('.*', P())]}, 'or what keep has placed'),
-        ({'keep': [('w', P('tq'))]}, "keep names the mesh axis 'tq' (known: 'fsdp', 'tp')"),
-        ({'keep': [('v', P('tp'))]}, "keep has 'v', which is found in no path"),
+        ({'keep': [('.*', P())]}, 'or fixed by keep'),
+        ({'keep': [('w', P('tq'))]}, "keep names an unknown mesh axis 'tq' (known: 'fsdp', 'tp')"),
+        ({'keep': [('v', P('tp'))]}, "keep: 'v' matches no leaf path"),
         (
             {'sizes': ['tp']},
             "sizes are given by mesh axis, such as {'tp': [1, 2, 4]}, or as a function of the sizes, got "
             "['tp']",
         ),
         ({'sizes': {'tp': None}}, "sizes of 'tp' are a size or several, such as [1, 2, 4], got None"),
-        ({'axis_names': 5}, 'axis_names are 2 names of mesh axes, such as fsdp and tp, got 5'),
+        ({'axis_names': 5}, 'axis_names has to be 2 names of mesh axes, such as fsdp and tp, got 5'),
         ({'keep': [('w', None)]}, 'keep takes pairs of a regex and a PartitionSpec, got None'),
-        ({'headroom': 1}, 'headroom is the part of the memory to leave free'),
-        ({'optimizer_state': 'zero'}, "optimizer_state is 'as parameters' or 'zero1', got 'zero'"),
-        ({'batch_dim': -1}, 'batch_dim is the number of a dimension, got -1'),
-        ({'batch_dim': 2}, 'divides the rows of the batch: dimension 2 of (64, 64)'),
-        ({'axis_names': ['a']}, 'axis_names are 2 names of mesh axes, such as fsdp and tp'),
-        ({'axis_names': 'ab'}, 'axis_names are 2 names of mesh axes, such as fsdp and tp'),
+        ({'headroom': 1}, 'headroom has to be a fraction of the memory'),
+        ({'optimizer_state': 'zero'}, "optimizer_state has to be 'as parameters' or 'zero1', got 'zero'"),
+        ({'batch_dim': -1}, 'batch_dim has to be the number of a dimension, got -1'),
+        ({'batch_dim': 2}, 'divides the batch dimension: dimension 2 of (64, 64)'),
+        ({'axis_names': ['a']}, 'axis_names has to be 2 names of mesh axes, such as fsdp and tp'),
+        ({'axis_names': 'ab'}, 'axis_names has to be 2 names of mesh axes, such as fsdp and tp'),
         ({'sizes': {'pt': 2}}, "sizes: 'pt' is no mesh axis (known: 'fsdp', 'tp')"),
         ({'sizes': {'tp': 3}}, "no mesh of 8 devices in a slice has the sizes {'tp': 3}"),
-        ({'num_slices': 0}, 'num_slices is a positive integer, got 0'),
+        ({'num_slices': 0}, 'num_slices has to be a positive integer, got 0'),
         ({'num_slices': 2}, 'several slices need a topology'),
     ],
 )
@@ -354,7 +354,7 @@ def test_a_function_that_makes_a_step():
     with pytest.raises(ArgumentError) as raised:
         find(make_step, (), batch_argnums=0)
     assert str(raised.value) == (
-        'make_step is given no arguments: if it returns a step and its arguments, call it: '
+        'make_step got no arguments: if it returns a step and its arguments, call it: '
         'find(*make_step(), ...); a step that it compiles with a helper is for plan and search'
     )
     assert find(*make_step(), **options()).rule
