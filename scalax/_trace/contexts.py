@@ -240,7 +240,7 @@ class ActiveHelper:
 
     def __enter__(self) -> ActiveHelper:
         context = context_of(self.mesh_helper, self._bindings)
-        self._kept.put(context, context)  # so that equal bindings find it later
+        self._kept.add(context, context)  # so that equal bindings find it later
         manager = entered(context)
         manager.__enter__()
         _entered.managers.append((self, manager))

@@ -1,4 +1,4 @@
-"""A thread-safe LRU cache, on which the caches of several rooms are built."""
+"""A thread-safe LRU cache, on which the caches of several packages are built."""
 
 from __future__ import annotations
 
@@ -38,21 +38,11 @@ class LRUCache(Generic[Key, Value]):
             self._kept.move_to_end(key)
             return self._kept[key]
 
-    def put(self, key: Key, value: Value) -> None:
-        """Sets the value of *key*."""
-        with self._lock:
-            self._kept[key] = value
-            self._kept.move_to_end(key)
-            while len(self._kept) > SIZE:
-                self._kept.popitem(last=False)
-
     def add(self, key: Key, value: Value) -> Value:
         """Sets the value of *key* unless it has one; returns the one it has then, so that threads agree."""
         with self._lock:
-            self.put(key, self._kept.get(key, value))
-            return self._kept[key]
-
-    def items(self) -> list[tuple[Key, Value]]:
-        """All entries, the least recently used first."""
-        with self._lock:
-            return list(self._kept.items())
+            found = self._kept.setdefault(key, value)
+            self._kept.move_to_end(key)
+            if len(self._kept) > SIZE:
+                self._kept.popitem(last=False)
+            return found
