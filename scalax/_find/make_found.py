@@ -25,7 +25,6 @@ def make_found(trials: Trials, best: Trial, topology: str | None, ended: Ended, 
         {leaf.path: (leaf.shape, spec) for leaf, spec in specs.items() if math.prod(leaf.shape) > 1}
     )
     roofline = plan.known_roofline
-    lower = None if roofline is None else plan.flops / roofline.peak
     return Found(
         mesh=best.layout.sizes,
         rule=rule,
@@ -35,7 +34,7 @@ def make_found(trials: Trials, best: Trial, topology: str | None, ended: Ended, 
         groups=tuple(_explained(trials, best, number) for number in range(len(problem.groups))),
         meshes=_best_of_each_mesh(trials, best),
         fits=None if limit is None else best.memory <= limit,
-        lower_bound=lower,
+        lower_bound=None if roofline is None else plan.flops / roofline.peak,
         bound=best.bound,
         estimate=best.estimate,
         memory=best.memory,

@@ -50,10 +50,8 @@ def _variants(found: Comparison) -> Iterator[tuple[str, dict[str, Any]]]:
             inputs, _ = step.function.shardings_for(*args)
             others = set(step.helper.mesh.axis_names) - {axis}
             inputs = inputs[: len(args)]  # the last may be of keywords, of which there are none
-            whole = jax.tree.map(lambda each, others=others: _over(each, others), inputs)
+            whole = jax.tree.map(
+                lambda each, others=others: NamedSharding(each.mesh, only_axes(each.spec, others)), inputs
+            )
             if whole != inputs:
                 yield f'with no argument sharded along {axis}', {'in_shardings': whole}
-
-
-def _over(sharding: NamedSharding, axes: set[str]) -> NamedSharding:
-    return NamedSharding(sharding.mesh, only_axes(sharding.spec, axes))

@@ -48,7 +48,7 @@ def check(
     call, plain = (_by_name(fun, real, gradients) for fun in (call, plain))
     expected = plain(*one)
     tried = 0
-    for specs in placements(mesh, [operand.shape for operand in one]):
+    for specs in itertools.product(*[_specs(mesh, operand.shape) for operand in one]):
         shardings = [NamedSharding(mesh, spec) for spec in specs]
         got = call(*map(jax.device_put, one, shardings))
         where = ', '.join(f'{label} as {spec}' for label, spec in zip(operands, specs, strict=True))
@@ -84,12 +84,8 @@ def _compare(got: jax.Array, expected: jax.Array, message: str) -> None:
     np.testing.assert_allclose(other, one, rtol=0, atol=tolerance * largest, err_msg=message)
 
 
-def placements(mesh: Mesh, shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[PartitionSpec, ...]]:
-    """Every way of sharding arrays on a mesh that divides evenly, the unsharded one first."""
-    return itertools.product(*[list(_specs(mesh, shape)) for shape in shapes])
-
-
 def _specs(mesh: Mesh, shape: tuple[int, ...]) -> Iterator[PartitionSpec]:
+    """Every way of sharding an array on a mesh that divides evenly, the unsharded one first."""
     axes = MeshAxes.of(mesh)
     names = [axis for axis in mesh.axis_names if axes.sizes[axis] > 1]
     for dims in itertools.product([None, *range(len(shape))], repeat=len(names)):

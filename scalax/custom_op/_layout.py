@@ -47,10 +47,12 @@ class FactorLayout:
         Where arrays disagree the largest operand counts, then the next; results come last.
         """
         arrays = [*factor_map.operands, *factor_map.results]
-        order = sorted(
-            range(len(factor_map.operands)), key=lambda i: -_elements(factor_map, factor_map.operands[i])
-        )
-        order += range(len(factor_map.operands), len(specs))
+        elements = [
+            math.prod(factor_map.sizes[factor] for factor in factors if factor is not None)
+            for factors in factor_map.operands
+        ]
+        order = sorted(range(len(elements)), key=lambda i: -elements[i])
+        order += range(len(elements), len(specs))
         axes: dict[str, tuple[str, ...]] = {}
         used: set[str] = set()
         for i in order:
@@ -68,10 +70,6 @@ class FactorLayout:
     def spec(self, factors: Factors) -> PartitionSpec:
         """The spec of an array with these factors."""
         return canonical(PartitionSpec(*[self.axes.get(factor, ()) if factor else () for factor in factors]))
-
-
-def _elements(factor_map: FactorMap, factors: Factors) -> int:
-    return math.prod(factor_map.sizes[factor] for factor in factors if factor is not None)
 
 
 class FactorContext:
