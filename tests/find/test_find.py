@@ -257,7 +257,7 @@ def test_rows_that_do_not_divide_are_replicated_on_meshes_without_an_axis_for_th
     [
         (
             {'step': MeshShardingHelper([-1], ['fsdp']).sjit(product)},
-            'product is already compiled for the mesh of a helper: give find the function itself',
+            'product is already compiled for the mesh of a helper: pass the function itself',
         ),
         ({'step': 3}, 'find takes a function for one device and its arguments, got int'),
         ({'args': 3}, 'the arguments of the step have to be a tuple, got int'),
@@ -355,7 +355,7 @@ def test_a_function_that_makes_a_step():
         find(make_step, (), batch_argnums=0)
     assert str(raised.value) == (
         'make_step got no arguments: if it returns a step and its arguments, call it: '
-        'find(*make_step(), ...); a step that it compiles with a helper is for plan and search'
+        'find(*make_step(), ...); one that compiles the step with a helper is for plan and search'
     )
     assert find(*make_step(), **options()).rule
 

@@ -54,8 +54,8 @@ NOT_REDUCED = (
         (
             lambda: elsewhere(4, 4, 4, 4).verify(lambda helper: (helper.sjit(double), (X,))),
             MeshError,
-            'a mesh with the axes of (data=4, fsdp=4, tp=4, sp=4) takes 16 devices at least, 2 along each of '
-            'data, fsdp, tp, sp, and there are 8: simulate them with '
+            'a mesh with the axes of (data=4, fsdp=4, tp=4, sp=4) needs at least 16 devices, 2 along each of '
+            'data, fsdp, tp, sp, but there are 8: simulate them with '
             "jax.config.update('jax_num_cpu_devices', 16) before JAX is used",
         ),
         (
