@@ -10,6 +10,7 @@ already catch for the same kind of mistake:
     ├── StructureError        (ValueError)   a tree of rules has another structure than the tree it is for
     ├── ArgumentError         (TypeError)    an argument that a compiled function cannot take
     ├── PlacementError        (ValueError)   an argument has another sharding than the one asked for
+    ├── StagesError           (ValueError)   a step cannot run as a pipeline
     ├── PlanError             (ValueError)   a compiled program cannot be read, or planned with these numbers
     ├── DataError             (ValueError)   a batch that does not fit the mesh, a file that is no report
     ├── CheckpointError       (ValueError)   a checkpoint cannot be written, is damaged, or is of another tree
@@ -20,10 +21,11 @@ already catch for the same kind of mistake:
     ├── CheckpointWarning                    a damaged checkpoint was passed over
     ├── UnusedAnnotationWarning              a bound annotation name that the function never used
     ├── LostUpdateWarning                    a change of a module that a compiled function was given
-    ├── FollowingWarning                     a batch is not followed, because scalax has a mistake
+    ├── FollowingWarning                     the batch sharding is not propagated, because of a mistake in scalax
+    ├── StagesWarning                        a large part of a pipeline's time is idle
     └── UnshardedWarning                     nothing is sharded that should be, or a regex matches nothing
 
-This module imports nothing of JAX, and of scalax only what folds numbered names: every room can raise them.
+This module imports nothing of JAX, and of scalax only what folds numbered names: every package can raise them.
 """
 
 from __future__ import annotations

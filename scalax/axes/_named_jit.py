@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from scalax._helper import MeshShardingHelper
 from scalax._trace import constraints, contexts
+from scalax._transforms.calls.shardings import Options
 from scalax._transforms.calls.signature import name_of
 from scalax._transforms.sjit.function import JitOptions
 from scalax._tree.specs import entry_axes
@@ -92,7 +93,8 @@ def named_jit(
         A function with the name and the documentation of *fn*, and ``lower``.
 
     Raises:
-        ArgumentError: leaves that are not arrays and cannot be hashed; all of them are named.
+        ArgumentError: leaves that are not arrays and cannot be hashed; all of them are named. Or an option of
+            `MeshShardingHelper.sjit` that names arguments, such as ``batch_argnums``.
         MeshError: there is something to shard by, and no mesh.
         RuleError: resources that are neither a mapping nor a rule.
         ShardingError: arrays that do not fit their names or the mesh; all of them are named.
@@ -114,6 +116,13 @@ def named_jit(
             raise ArgumentError(
                 f'named_jit takes a function first, got {type(fn).__name__}: '
                 'a mapping is axis_resources={...}'
+            )
+        # They are about the arguments of the function that is compiled, which are others.
+        if wrong := sorted(jit_kwargs.keys() & {field.name for field in dataclasses.fields(Options)}):
+            raise ArgumentError(
+                f'named_jit does not take {", ".join(wrong)}\n'
+                'What to do: compile with helper.sjit, which does. In named_jit, everything but arrays is '
+                'static, and donate_args and donate_kwargs choose what is donated.'
             )
         shared = _Shared(
             None if axis_resources is None else as_rule(axis_resources),

@@ -50,6 +50,15 @@ def exactly(message):
             'What to do: everything but arrays is part of the compiled program: return something immutable, '
             'or a pytree of arrays.',
         ),
+        *[
+            (
+                lambda option=option: named_jit(lambda x: x, PARAMS, **{option: 0}),
+                f'named_jit does not take {option}\nWhat to do: compile with helper.sjit, which does. In '
+                'named_jit, everything but arrays is static, and donate_args and donate_kwargs choose what is '
+                'donated.',
+            )
+            for option in ('batch_argnums', 'batch_argnames', 'static_argnums', 'donate_argnames')
+        ],
     ],
 )
 def test_calls_that_make_no_sense(bad, said):
