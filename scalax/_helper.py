@@ -1,7 +1,7 @@
 """`MeshShardingHelper`: a mesh, and everything that can be done with sharding rules on it.
 
-Each method is one call into a room below and holds the documentation for users. Reports, pictures and plans
-are imported by the methods that make them: most programs need none of them.
+Each method is one call into a package below and holds the documentation for users. Reports, pictures and
+plans are imported by the methods that make them: most programs need none of them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class MeshShardingHelper:
 
     Where a method takes *rules*, one rule is a `ShardingRule`, a ``PartitionSpec``, a ``NamedSharding`` of
     this mesh, or None, which leaves a leaf to the compiler (`sjit`, `explain`). A pytree prefix of the tree
-    may hold rules: a rule at a node is for the whole subtree below. `scalax.sharding` has the classes of
+    may hold rules: a rule at a node is for the entire subtree. `scalax.sharding` has the classes of
     rules; ``a | b`` and ``a & b`` combine them.
 
     ============================  =================================================================
@@ -89,8 +89,8 @@ class MeshShardingHelper:
         axis_types: one ``jax.sharding.AxisType`` for all axes or one for each; Auto by default.
         on_indivisible: the policy for bare PartitionSpecs where a dimension does not divide:
             ``'error'``, ``'replicate'`` or ``'warn'``. Rules carry their own.
-        follow_batch: whether compiled functions find out which arguments are batches, and keep values that
-            hold their rows in place; False leaves it to ``sjit(..., batch_argnums=...)``.
+        follow_batch: whether compiled functions find out which arguments are batches, and propagate
+            their sharding to the activations; False does so for ``sjit(..., batch_argnums=...)`` only.
 
     Raises:
         MeshError: dimensions, names, types and devices do not fit together.
@@ -173,7 +173,7 @@ class MeshShardingHelper:
 
         GPUs are named by the number of their hosts and of the GPUs of each: ``'h100:8'``, ``'h100:4x8'``; or,
         where NVLink joins several hosts, by domains, hosts and GPUs: ``'gb200:4x18x4'``. What NVLink joins is
-        a slice. GPUs of a host, and of a domain, follow one another: the last mesh axes are inside.
+        a slice. GPUs of a host, and of a domain, are adjacent: the last mesh axes are inside.
 
         Args:
             topology: the slice, such as ``'v5p:4x4x4'``, or the GPUs, such as ``'h100:4x8'``; with a target
@@ -258,7 +258,7 @@ class MeshShardingHelper:
             rules: a rule, a PartitionSpec, a NamedSharding of this mesh, or a pytree prefix of these.
 
         Returns:
-            The tree as jax.Arrays, sharded as the rules say.
+            The tree as jax.Arrays, sharded by the rules.
 
         Raises:
             ShardingError: some leaves cannot be sharded as asked; all are named, and nothing is moved.
@@ -274,7 +274,7 @@ class MeshShardingHelper:
     def gather(self, tree: Tree) -> Tree: ...
     @renamed(pytree='tree')
     def gather(self, tree: Any) -> Any:
-        """Fetches a tree of arrays to the host as numpy arrays, whole, on every process.
+        """Fetches a tree of arrays to the host, on every process: as numpy arrays of the global shapes.
 
         Leaves of other kinds are returned as they are.
 
@@ -287,7 +287,7 @@ class MeshShardingHelper:
     def make_shard_and_gather_fns(self, tree: Any, rules: RuleLike) -> tuple[Any, Any]:
         """Two trees of functions, for placing and for fetching each leaf.
 
-        `shard` and `gather` do the same for a whole tree at once, and need no such trees.
+        `shard` and `gather` do the same for an entire tree at once, and need no such trees.
         """
         meshes.require_devices(self._mesh, 'make_shard_and_gather_fns')
         shardings = self.match_sharding_rule(rules, tree)
@@ -360,20 +360,20 @@ class MeshShardingHelper:
             static_argnames: names of arguments that are part of the program.
             donate_argnums: positions of arguments whose buffers may be reused.
             donate_argnames: names of arguments whose buffers may be reused.
-            batch_argnums: positions of arguments that hold rows of the batch: values inside that hold them
-                stay where they are (docs/unchanged.md). By default those that are placed by specs
-                alone, and are not donated, beside arguments placed by rules. ``()`` follows nothing.
-            batch_argnames: names of arguments that hold rows of the batch.
+            batch_argnums: positions of arguments that are a batch: their sharding is propagated to the
+                activations (docs/unchanged.md). By default those that are placed by specs alone and are not
+                donated, if other arguments are placed by rules. ``()`` turns this off.
+            batch_argnames: names of arguments that are a batch.
             on_mismatch: an argument that is committed to another sharding is an ``'error'``, or is
                 moved at every such call (``'reshard'``).
-            stages: which mesh axis holds layers in stages, and in how many parts rows pass through them:
-                loops over layers that lie over the axis run as pipelines (docs/stages.md).
+            stages: the mesh axis that holds layers in stages, and the number of microbatches: loops over
+                layers that are sharded over this axis run as pipelines (docs/stages.md).
             **jit_kwargs: further options of ``jax.jit``, such as ``compiler_options``.
 
         Returns:
             An `SjitFunction`: called like *fun*, with ``lower``, ``trace``, ``eval_shape``,
             ``shardings_for``, ``get_jitted_function_by_args`` and ``clear_cache``. On a terminal and in a
-            notebook a line on stderr says how long a first call compiles (``compiling train_step ... 41 s``);
+            notebook a line on stderr shows how long a first call compiles (``compiling step ... 41 s``);
             the environment variable ``SCALAX_PROGRESS=0`` turns it off.
 
         Raises:
@@ -443,7 +443,7 @@ class MeshShardingHelper:
     ) -> Callable[..., Any]:
         """Maps a function over blocks of its arguments like ``jax.shard_map``, with rules in place of specs.
 
-        Arguments with other shardings than `in_specs` says are resharded, also where JAX would refuse them
+        Arguments with other shardings than `in_specs` gives are resharded, also where JAX would refuse them
         (Explicit axes; other devices, outside of a compiled function).
 
         Args:
@@ -452,14 +452,14 @@ class MeshShardingHelper:
             in_specs: how the arguments are cut: rules in all the forms that `sjit` takes for
                 ``in_shardings``. None takes the blocks that an argument has, on Explicit axes only. A size
                 that does not divide is an error whatever the policy. A rule with a choice, such as FSDP, may
-                leave small arrays whole: *fun* has to handle that.
+                replicate small arrays: *fun* has to handle that.
             out_specs: how the outputs are put together: a spec, or a pytree prefix of specs, or of rules
                 that look at paths only (the shape of an output depends on its spec).
             axis_names: the mesh axes along which *fun* sees blocks; all by default. Axes that are left
-                out stay with the compiler; specs may name them, behind manual ones in a dimension, and
-                shard the whole arguments and outputs with them.
+                out stay with the compiler; specs may name them, after the manual ones of a dimension, to
+                shard the arguments and outputs further.
             check_vma: as in ``jax.shard_map``: whether JAX checks that outputs are replicated where
-                `out_specs` says so.
+                `out_specs` claims it.
 
         Returns:
             A function with the parameters of *fun*. Inside, this helper is active.
@@ -807,19 +807,19 @@ class MeshShardingHelper:
         """Makes global arrays of the data that each process holds.
 
         Args:
-            tree: this process's part. Scalars are replicated, and must agree on all processes. NumPy
+            tree: this process's data. Scalars are replicated, and must agree on all processes. NumPy
                 arrays must not change while the result is in use: on CPU it may share their memory.
-            batch_axis: the axis along which the parts of all processes are joined, in process order;
-                may be negative.
+            batch_axis: the batch dimension, along which the data of all processes are joined, in process
+                order; may be negative.
             mesh_axis_subset: the mesh axes over which the batch is sharded; all of them by default, in
                 mesh order. Over the other axes it is replicated.
-            check: make sure that all processes bring parts of one structure, shape and dtype, and equal
-                scalars: one all-gather of 20 bytes a process, which waits for the programs that are queued on
-                the devices. Without it, processes that disagree may wait for one another for ever. On a
-                single process there is nothing to check.
-            rows: ``'all'``: every process brings an equal part of the batch; rows that another process's
+            check: make sure that the data of all processes have the same structure, shapes and dtypes, and
+                equal scalars: one all-gather of 20 bytes a process, which waits for the programs that are
+                queued on the devices. Without it, processes that disagree may wait for one another for ever.
+                On a single process there is nothing to check.
+            rows: ``'all'``: every process brings an equal share of the batch; examples that another process's
                 devices need are sent there, and nothing else is. ``'needed'``: every process brings the
-                rows that `process_rows` names, in that order, and nothing is sent.
+                examples that `process_rows` names, in that order, and nothing is sent.
 
         Returns:
             The tree as global jax.Arrays.
@@ -890,15 +890,15 @@ class MeshShardingHelper:
         batch_axis: int = 0,
         mesh_axis_subset: Sequence[str] | str | None = None,
     ) -> slice | np.ndarray:
-        """The rows of a batch that this process's devices need: what to load for ``rows='needed'``.
+        """The examples of a batch that this process's devices need: what to load for ``rows='needed'``.
 
         Args:
-            global_batch: the number of rows of the whole batch.
-            batch_axis: as for `local_data_to_global_array`; which rows are needed does not depend on it.
+            global_batch: the number of examples of the global batch.
+            batch_axis: as for `local_data_to_global_array`; which examples are needed does not depend on it.
             mesh_axis_subset: as for `local_data_to_global_array`.
 
         Returns:
-            A slice where the rows follow one another, else their numbers in ascending order. A NumPy array
+            A slice if the examples are consecutive, else their indices in ascending order. A NumPy array
             takes either: ``batch[helper.process_rows(len(batch))]``.
 
         Raises:
@@ -920,17 +920,17 @@ class MeshShardingHelper:
     def global_array_to_local_data(
         self, tree: Any, batch_axis: int = 0, *, rows: Literal['all', 'needed'] = 'all'
     ) -> Any:
-        """The inverse of `local_data_to_global_array`: this process's rows, as numpy arrays (keys: as keys).
+        """The inverse of `local_data_to_global_array`: this process's data, as numpy arrays (keys: as keys).
 
         Args:
-            tree: global jax.Arrays; what this process holds whole is returned whole.
-            batch_axis: the axis of the rows; may be negative.
-            rows: ``'all'``: this process's equal part, in process order; where it is on the devices of
+            tree: global jax.Arrays; what this process holds entirely is returned entirely.
+            batch_axis: the batch dimension; may be negative.
+            rows: ``'all'``: this process's equal share, in process order; where it is on the devices of
                 other processes, the leaf is fetched, which all processes do together. ``'needed'``: the
-                rows that this process's devices hold.
+                examples that this process's devices hold.
 
         Raises:
-            DataError: leaves that have no such part; all of them are named, on every process.
+            DataError: leaves without such a share; all of them are named, on every process.
         """
         return to_local.global_array_to_local_data(tree, batch_axis, rows)
 

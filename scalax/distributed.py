@@ -190,7 +190,7 @@ def should_stop(step: int) -> bool:
         step: the number of the last step, ascending.
 
     Raises:
-        ArgumentError: *step* is not a whole number.
+        ArgumentError: *step* is not an integer.
         RuntimeError: there are several processes, and JAX's ``jax_enable_preemption_service`` is off.
 
     Example:
@@ -257,7 +257,7 @@ def _number(name: str, value: object, variable: str, least: int) -> int | None:
 
 def _whole(name: str, value: object, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ArgumentError(f'{name} is a whole number, at least {least}, got {value!r}')
+        raise ArgumentError(f'{name} is an integer, at least {least}, got {value!r}')
     return value
 
 

@@ -21,11 +21,11 @@ already catch for the same kind of mistake:
     ├── CheckpointWarning                    a damaged checkpoint was passed over
     ├── UnusedAnnotationWarning              a bound annotation name that the function never used
     ├── LostUpdateWarning                    a change of a module that a compiled function was given
-    ├── FollowingWarning                     the batch sharding is not propagated, because of a mistake in scalax
+    ├── FollowingWarning                     a batch sharding is not propagated, because of a bug in scalax
     ├── StagesWarning                        a large part of a pipeline's time is idle
     └── UnshardedWarning                     nothing is sharded that should be, or a regex matches nothing
 
-This module imports nothing of JAX, and of scalax only what folds numbered names: every package can raise them.
+This module imports nothing of JAX, and of scalax only what folds numbered names: all packages can raise them.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class LostUpdateWarning(ScalaxWarning):
 
 
 class FollowingWarning(ScalaxWarning):
-    """A compiled function runs without following its batch, because of a mistake in scalax; please report."""
+    """A compiled function does not propagate its batch sharding: a bug in scalax; please report it."""
 
 
 class StagesWarning(ScalaxWarning):
@@ -120,8 +120,9 @@ class UnshardedWarning(ScalaxWarning):
     """Arrays are sharded by nothing.
 
     `scalax.axes.shard` found no mapping, no mesh, or no array that names its dimensions; the outputs of a
-    compiled function depend on no argument, and no `out_shardings` say where they go: they are on one device;
-    or, in `sjit` and `shard`, an FSDPShardingRule finds all arrays too small, or a regex matches no path.
+    compiled function depend on no argument, and no `out_shardings` give them a sharding: they are on one
+    device; or, in `sjit` and `shard`, an FSDPShardingRule finds all arrays too small, or a regex matches
+    no path.
     """
 
 
@@ -153,7 +154,7 @@ class ShardingError(ScalaxError, ValueError):
         problems: all of them; ten are shown and the rest are counted.
         mesh: the mesh axis sizes as text, for the first line.
         where: which tree this is about, such as ``"argument 'state'"``.
-        message: the whole message, if the problems are not about single leaves.
+        message: the entire message, if the problems are not about single leaves.
     """
 
     def __init__(

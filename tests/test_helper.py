@@ -437,7 +437,7 @@ def test_moving_a_traced_value_is_an_error(move):
         (
             lambda: HELPER.local_data_to_global_array(np.zeros(8), 'fsdp'),
             DataError,
-            "batch_axis is a whole number, got 'fsdp' (mesh axes go to mesh_axis_subset)",
+            "batch_axis is an integer, got 'fsdp' (mesh axes go to mesh_axis_subset)",
         ),
         (
             lambda: HELPER.local_data_to_global_array(np.zeros(8), mesh_axis_subset=3),
@@ -468,4 +468,4 @@ def test_an_unknown_memory_names_the_leaf_and_the_rule():
         HELPER.match_sharding_rule(rule, {'a': {'w': np.zeros((8, 8), np.float32)}})
     (problem,) = error.value.problems
     assert (problem.kind, problem.leaf, problem.rule) == ('memory-kind', 'a/w: float32[8, 8]', "regex 'w'")
-    assert problem.detail.startswith("the devices have no memory 'pined_host'; JAX says: ")
+    assert problem.detail.startswith("the devices have no memory 'pined_host'; JAX reports: ")

@@ -89,11 +89,11 @@ def _layout(mesh: Mesh, axes: tuple[str, ...]) -> BatchLayout:
 def process_rows(mesh: Mesh, global_batch: int, layout: BatchLayout) -> slice | np.ndarray:
     """The rows of a batch that the devices of this process need: a slice, or their numbers in order."""
     if isinstance(global_batch, bool) or not isinstance(global_batch, int | np.integer) or global_batch < 0:
-        raise DataError(f'global_batch is the number of rows of the whole batch, got {global_batch!r}')
+        raise DataError(f'global_batch is the number of examples of the global batch, got {global_batch!r}')
     if global_batch % layout.count:
         raise DataError(
-            f'the global batch of {global_batch} rows does not divide by {layout.count} shards, over mesh '
-            f'axes {layout.axes}: choose a batch that does, or fewer axes with mesh_axis_subset'
+            f'the global batch of {global_batch} examples does not divide by {layout.count} shards, over '
+            f'mesh axes {layout.axes}: choose a batch that does, or fewer axes with mesh_axis_subset'
         )
     size = int(global_batch) // layout.count
     tiles = layout.here
@@ -106,10 +106,8 @@ def checked_axis(batch_axis: Any) -> int:
     """The batch axis as an int.
 
     Raises:
-        DataError: it is no whole number.
+        DataError: it is not an integer.
     """
     if isinstance(batch_axis, bool) or not isinstance(batch_axis, int | np.integer):
-        raise DataError(
-            f'batch_axis is a whole number, got {batch_axis!r} (mesh axes go to mesh_axis_subset)'
-        )
+        raise DataError(f'batch_axis is an integer, got {batch_axis!r} (mesh axes go to mesh_axis_subset)')
     return int(batch_axis)

@@ -36,8 +36,8 @@ from scalax.rules._resolve import named_sharding
 
 Rows = Literal['all', 'needed']
 ADVICE = (
-    'What to do: bring parts of one structure, shape and dtype on every process, with scalars of one value; '
-    'drop or pad what is left over at the end of the data.'
+    'What to do: bring data of the same structure, shapes and dtypes on every process, with equal scalars; '
+    'drop the incomplete batch at the end of the data, or pad it.'
 )
 
 
@@ -197,7 +197,7 @@ def _fault(tree: NamedTree, index: int, batch_axis: int, layout: BatchLayout, ro
     if dtype := overflowed_dtype(leaf):
         return f'{tree.describe(index)}: {leaf} does not fit in {dtype}, which JAX makes of a Python int'
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        return f'{tree.describe(index)} is a global array already, with rows on other processes'
+        return f'{tree.describe(index)} is a global array already, with shards on other processes'
     if not shape:
         return None
     if not -len(shape) <= batch_axis < len(shape):
@@ -207,14 +207,14 @@ def _fault(tree: NamedTree, index: int, batch_axis: int, layout: BatchLayout, ro
         tiles = len(layout.here)
         if brought % tiles:
             return (
-                f'{tree.describe(index)}: {brought} rows do not divide by the {tiles} shards that this '
-                "process's devices need"
+                f'{tree.describe(index)}: {brought} examples do not divide by the {tiles} shards that '
+                "this process's devices need"
             )
         return None
     whole = _global_rows(brought, layout, rows)
     if whole % layout.count:
         return (
-            f'{tree.describe(index)}: the global batch of {whole} rows does not divide by '
+            f'{tree.describe(index)}: the global batch of {whole} examples does not divide by '
             f'{layout.count} shards'
         )
     return None

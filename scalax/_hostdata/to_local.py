@@ -28,8 +28,8 @@ def global_array_to_local_data(pytree: Any, batch_axis: int, rows: Literal['all'
     faults = [_fault(tree, i, axis, rows) for i in range(len(tree))]
     if any(faults):
         raise DataError(
-            f'global arrays have no local part along axis {axis}:\n{shown_leaves(filter(None, faults))}\n'
-            'What to do: choose another batch_axis, or fetch whole arrays with helper.gather.'
+            f'global arrays have no local share along axis {axis}:\n{shown_leaves(filter(None, faults))}\n'
+            'What to do: choose another batch_axis, or fetch entire arrays with helper.gather.'
         )
     if fetched := [
         i for i, leaf in enumerate(tree.leaves) if rows == 'all' and _has_rows_elsewhere(leaf, axis)

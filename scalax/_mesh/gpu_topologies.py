@@ -114,8 +114,8 @@ def gpu_topology(topology: str, num_slices: int = 1) -> GPUTopology:
         one = GPUS.get(name := kind or size, Joined(8, 8))
         hosts_too = f'{name}:{one.domain // one.host if one.domain > one.host else 4}x{one.host}'
         raise MeshError(
-            f'a topology of GPUs says how many a host has, {name}:{one.host}, how many hosts of how many, '
-            f'{hosts_too}, or how many NVLink domains of these; got {topology!r}'
+            f'a topology of GPUs is KIND:GPUS for one host ({name}:{one.host}), KIND:HOSTSxGPUS '
+            f'({hosts_too}), or KIND:DOMAINSxHOSTSxGPUS with domains of NVLink; got {topology!r}'
         )
     domains, hosts, each = (int(number) if number else None for number in read.groups())
     if most is not None and most.host == most.domain and domains is None:
@@ -123,7 +123,7 @@ def gpu_topology(topology: str, num_slices: int = 1) -> GPUTopology:
     if num_slices not in (1, domains or num_slices):
         raise MeshError(
             f'{topology!r} has {plural(domains or 1, "NVLink domain")}, and num_slices (--slices, --dcn) '
-            f'says {num_slices}: leave one of them out, or give both the same number'
+            f'is {num_slices}: leave one of them out, or give both the same number'
         )
     found = GPUTopology(kind, domains or num_slices, hosts or 1, each or 1)
     if most is not None:
@@ -182,14 +182,14 @@ def _read(file: str) -> str:
     try:
         text = Path(file).read_text(encoding='utf-8')
     except (OSError, UnicodeDecodeError) as error:
-        raise MeshError(f'the target config {file!r} is not read: {error}') from error
+        raise MeshError(f'the target config {file!r} cannot be read: {error}') from error
     without_comments = re.sub('#.*', '', text)
     found = {name: re.search(_FIELD.format(name), without_comments) for name in FIELDS}
     missing = ', '.join(name for name, field in found.items() if field is None)
     wrong = [f'{name} is {field[1]}' for name, field in found.items() if field and not _SAYS.match(field[1])]
     if missing or wrong:
         all_wrong = '; '.join([*([f'it has no {missing}'] if missing else []), *wrong])
-        raise MeshError(f'{file!r} is no target config of a GPU: {all_wrong}. {_EXAMPLES}')
+        raise MeshError(f'{file!r} is not the target config of a GPU: {all_wrong}. {_EXAMPLES}')
     return text
 
 

@@ -136,8 +136,8 @@ def _reject_several_slices(devices: list[Any], names: tuple[str, ...], split: bo
     slices = {*map(slice_of, devices)}
     if len(slices) > 1 and devices[0].platform == 'tpu' and not split:
         raise MeshError(
-            f'these devices are in {len(slices)} slices: say with dcn_axis_dims how many slices there '
-            f'are along each of the axes ({", ".join(names)}), so that only those axes communicate '
+            f'these devices are in {len(slices)} slices: give dcn_axis_dims, the number of slices '
+            f'along each of the axes ({", ".join(names)}), so that only those axes communicate '
             'between slices; or pass mesh_axis_splitting=True to use the devices in the order given'
         )
 
@@ -149,9 +149,9 @@ def _one_slice(
         return mesh_order(sizes, devices, split)
     except NotImplementedError as error:
         raise MeshError(
-            f'mesh {sizes} does not map onto whole physical axes {where}; '
+            f'mesh {sizes} does not map onto entire physical axes {where}; '
             f'pass mesh_axis_splitting=True to let one physical axis serve several mesh axes '
-            f'(it may cost bandwidth). JAX says: {error}'
+            f'(it may cost bandwidth). JAX reports: {error}'
         ) from error
 
 
@@ -234,7 +234,7 @@ def unpickled(parts: Any) -> Mesh | AbstractMesh:
         return parts
     platform, ids, names, types = parts
     devices, said = devices_of(platform)
-    why = f'. JAX says: {said}' if said else ''
+    why = f'. JAX reports: {said}' if said else ''
     here = {device.id: device for device in devices}
     missing = [number for number in ids.flat if number not in here]
     if missing:

@@ -265,6 +265,6 @@ class ActiveHelper:
             raise MeshError(
                 'a get_context() is left before one that was entered after it, or in another thread: the '
                 'code in it has run with another helper active. This happens where generators or asyncio '
-                'tasks take turns inside of it: enter it anew between two yields or awaits, or use one '
+                'tasks take turns inside of it: enter it again between two yields or awaits, or use one '
                 'helper for all'
             )

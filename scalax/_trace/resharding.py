@@ -52,7 +52,7 @@ def reject_parts(leaf: Any, spec: PartitionSpec) -> None:
     problem = Problem(
         'unreduced',
         describe_leaf('', leaf),
-        f'{what} cannot be placed as parts of a {kind}',
+        f'{what} cannot be placed as terms of a {kind}',
         spec=specs.text(spec),
         hint='place it without unreduced axes.',
     )

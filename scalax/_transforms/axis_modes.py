@@ -179,7 +179,7 @@ class _Switched:
             side = 'inside' if ruled is EXPLICIT else 'outside'
             return Fault(
                 'no-sharding',
-                f'None does not say how it is sharded along axes that are Explicit {side} ({axes})',
+                f'None gives no sharding along the axes that are Explicit {side} ({axes})',
                 'give PartitionSpec() for what is replicated: along Explicit axes every value has a '
                 'sharding.',
             )

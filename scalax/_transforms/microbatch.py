@@ -1,4 +1,4 @@
-"""Gradients of a batch in several parts, one after the other; each device keeps the rows it has."""
+"""Gradients of a batch in several microbatches, one after the other; no example leaves its device."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def microbatch(
     rng: Names = (),
     reduce: Literal['mean', 'sum'] = 'mean',
 ) -> Callable[Given, Result]:
-    """Makes a function of a batch one that takes it in *n* parts, one after the other.
+    """Makes a function process its batch in *n* microbatches, one after the other.
 
     Meant for functions that return gradients: ``jax.grad(loss)`` and ``jax.value_and_grad(loss)``, whatever
-    else they return. Part ``i`` holds the rows ``i``, ``i + n``, ``i + 2n`` and so on. So each device goes on
-    with rows of its own, and nothing is sent, as long as *n* divides the rows of each device.
+    else they return. Microbatch ``i`` holds the examples ``i``, ``i + n``, ``i + 2n`` and so on. So each
+    device keeps its own examples, and nothing is sent, as long as *n* divides their number on each device.
 
-    Sums of floats narrower than float32 are kept in float32; results have the dtypes of *fun*. Inside
+    Floats narrower than float32 are summed in float32; results have the dtypes of *fun*. Inside
     `shard_map` it needs ``check_vma=False``. Outside of compiled functions it is compiled as by ``jax.jit``.
 
-    Where the loss is a mean over equally weighted rows, the mean over the parts is the mean over all rows, up
-    to rounding. With weights (padding, say) it is not. The exact form then returns sums, and divides once::
+    Where the loss is a mean over equally weighted examples, the mean over the microbatches is the mean over
+    all examples, up to rounding. With weights (padding, say) it is not. Then return sums, and divide once::
 
-        def sums(params, batch):  # of one part
+        def sums(params, batch):  # of one microbatch
             losses = ...
             return (losses * batch['weight']).sum(), batch['weight'].sum()
 
@@ -55,11 +55,12 @@ def microbatch(
         grads = jax.tree.map(lambda g: g / weight, grads)
 
     Args:
-        fun: the function; it returns arrays of the same shapes whatever part it is given.
-        n: the number of parts.
+        fun: the function; it returns arrays of the same shapes for every microbatch.
+        n: the number of microbatches.
         batch: the arguments to divide, by position or name; those of ``*args`` only together, by its name.
-        batch_axis: the axis of their rows; may be negative.
-        rng: arguments that are PRNG keys, or trees of them; part ``i`` gets ``jax.random.fold_in(key, i)``.
+        batch_axis: their batch dimension; may be negative.
+        rng: arguments that are PRNG keys, or trees of them; microbatch ``i`` gets
+            ``jax.random.fold_in(key, i)``.
         reduce: what becomes of the *n* results: their ``'mean'`` or their ``'sum'``, leaf by leaf.
 
     Returns:
@@ -67,7 +68,7 @@ def microbatch(
 
     Raises:
         ArgumentError: an argument that *fun* does not have; integers in the result, which have no mean.
-        DataError: the rows do not divide by *n*; all such leaves are named. Or the batch holds no array.
+        DataError: the examples do not divide by *n*; all such leaves are named. Or the batch holds no array.
 
     Example:
         >>> import numpy as np
@@ -81,7 +82,7 @@ def microbatch(
     if not callable(fun):
         raise ArgumentError(f'microbatch takes a function first, got {type(fun).__name__}')
     if isinstance(n, bool) or not hasattr(n, '__index__') or operator.index(n) < 1:
-        raise ArgumentError(f'microbatch(fun, n): n is a positive number of parts, got {n!r}')
+        raise ArgumentError(f'microbatch(fun, n): n is the number of microbatches, at least 1, got {n!r}')
     n = operator.index(n)
     if reduce not in ('mean', 'sum'):
         raise ArgumentError(f"microbatch: reduce is 'mean' or 'sum', got {reduce!r}")
@@ -151,8 +152,8 @@ def _divided(whole: dict[str, Any], n: int, batch_axis: int, name: str) -> dict[
     tree = NamedTree.of(whole)
     if not len(tree):
         raise DataError(
-            f'the batch of {name} ({", ".join(whole)}) holds no arrays: all parts would be the same. Name '
-            'the arguments that are the batch (batch=...)'
+            f'the batch of {name} ({", ".join(whole)}) holds no arrays: all microbatches would be the same. '
+            'Name the arguments that are the batch (batch=...)'
         )
     wrong = [
         f'{tree.describe(i)}: {fault}'
@@ -161,10 +162,10 @@ def _divided(whole: dict[str, Any], n: int, batch_axis: int, name: str) -> dict[
     ]
     if wrong:
         raise DataError(
-            f'the batch of {name} cannot be taken in {n} parts along axis {batch_axis}:\n'
+            f'the batch of {name} cannot be split into {n} microbatches along axis {batch_axis}:\n'
             f'{shown_leaves(wrong)}\n'
-            'What to do: choose a number of parts that divides the rows (those of each device, so that none '
-            'have to move), or name the arguments that are the batch (batch=...).'
+            'What to do: choose a number of microbatches that divides the number of examples (on each '
+            'device, so that none have to move), or name the arguments that are the batch (batch=...).'
         )
 
     def part(leaf: Any) -> Any:
@@ -187,7 +188,7 @@ def _fault(leaf: Any, shape: tuple[int, ...], axis: int, n: int) -> str:
     sharding = jax.typeof(leaf).sharding
     rows_over = specs.entry_axes(specs.entries(sharding.spec)[axis])
     shards = math.prod(sharding.mesh.shape[name] for name in rows_over)
-    return '' if shape[axis] // shards % n == 0 else f'each device has {shape[axis] // shards} rows'
+    return '' if shape[axis] // shards % n == 0 else f'each device has {shape[axis] // shards} examples'
 
 
 def _zeros(kind: Any) -> jax.Array:

@@ -143,7 +143,7 @@ def _arguments(
 ) -> list[NamedSharding]:
     """The shardings of the arguments, leaf by leaf; where the rules leave one open, that of its type."""
     where = f'the arguments of {call.signature.name!r} (in_specs)'
-    rest = 'PartitionSpec() for what every device has whole'
+    rest = 'PartitionSpec() for what is replicated'
     if axes.manual.issuperset(axes.mesh.axis_names):
         on_indivisible = 'replicate'  # `_reject_uneven` raises about all of them, and says what helps
     resolutions = resolve_arguments(in_specs, call, axes.mesh, 'in_specs', on_indivisible, rest=rest)
@@ -196,9 +196,9 @@ def _fault(axes: _Axes, sharding: NamedSharding | None, *, may_be_none: bool) ->
 
 _NO_BLOCKS = Fault(
     'no-sharding',
-    'None leaves open into which blocks it is cut',
-    'give PartitionSpec() for what every device has whole; only arguments over axes of type Explicit may be '
-    'None, which takes their own blocks.',
+    'None does not determine the blocks',
+    'give PartitionSpec() for what is replicated; only arguments over axes of type Explicit may be None, '
+    'which takes their own blocks.',
 )
 
 
@@ -217,8 +217,8 @@ def _reject_uneven(resolutions: Sequence[Resolution], axes: _Axes, where: str) -
 
 
 _UNEVEN = (
-    'pad or change the array: whatever on_indivisible says, a dimension is not left whole along manual axes: '
-    'every device would compute with all of it.'
+    'pad or change the array. on_indivisible does not apply along manual axes: every device would compute '
+    'with the entire dimension.'
 )
 
 

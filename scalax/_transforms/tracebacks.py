@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-# This room, and the one that follows the batch through the function.
+# This package, and the one that propagates the batch sharding through the function.
 _OURS = tuple(f'{Path(__file__).parents[1] / room}{os.sep}' for room in ('_transforms', '_follow'))
 
 

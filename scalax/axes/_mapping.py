@@ -19,7 +19,7 @@ ResourceMapping = Mapping[str, Entry]
 """Logical axis name -> a mesh axis, several of them, or None, as a dict; haliax's name for it."""
 
 AxisMapping = ResourceMapping | Sequence[tuple[str, Entry]] | LogicalAxisShardingRule
-"""Logical axis name -> a mesh axis, several of them, or None: a dict, pairs, or a whole rule."""
+"""Logical axis name -> a mesh axis, several of them, or None: a dict, pairs, or a rule."""
 
 
 @contextlib.contextmanager

@@ -242,7 +242,7 @@ class NamedJitFunction(Generic[Given, Result]):
             try:
                 whose = jax.tree.leaves(jax.tree.broadcast(prefix, tree))
             except ValueError as error:
-                raise ArgumentError(f'{wrong}. JAX says: {error}') from None
+                raise ArgumentError(f'{wrong}. JAX reports: {error}') from None
             flags.extend(map(bool, whose))
         return flags
 

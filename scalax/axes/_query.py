@@ -80,7 +80,7 @@ def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None
     """
     pattern, text = dimensions_of(axes)
     if pattern.ellipsis is not None:
-        raise RuleError(f"{text!r} names any number of dimensions ('...'): say what each of them is called")
+        raise RuleError(f"{text!r} names any number of dimensions ('...'): name each of them")
     rule, found = mapping_in_force(mapping), mesh_in_force(mesh)
     if rule is None:
         return PartitionSpec(*[None] * len(pattern.dimensions))
@@ -126,7 +126,7 @@ def round_axis_for_partitioning(
     Args:
         axis: a haliax Axis; or the name of the dimension.
         mapping: by default the mapping that is active; see `axis_mapping`.
-        size: the size, beside a name.
+        size: the size, if *axis* is a name.
         mesh: by default the mesh that is active.
 
     Returns:

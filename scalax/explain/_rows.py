@@ -46,7 +46,7 @@ class ReportRow:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every device holds the whole array; False where the compiler decides."""
+        """Whether every device holds the entire array; False where the compiler decides."""
         return self.spec is not None and self.bytes == self.bytes_per_device and not self.is_unreduced
 
     @property

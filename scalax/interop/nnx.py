@@ -48,9 +48,9 @@ def sjit(
     """Compiles a function of nnx modules for a mesh, as ``nnx.jit`` does for one device.
 
     What the function changes in a module, an optimizer or an ``nnx.Rngs`` is changed in the caller's: their
-    variables get the new arrays, with the shardings of *in_shardings*. References that modules share are
-    kept. Variables that the function adds or removes are an error, and so are attributes without arrays that
-    it changes: call ``model.eval()`` before it. *fun* may be one that ``nnx.jit`` has compiled already, and
+    variables get the new arrays, with the shardings of *in_shardings*. References that modules share stay
+    shared. Variables that the function adds or removes are an error, and so are attributes without arrays
+    that it changes: call ``model.eval()`` before it. *fun* may be one that ``nnx.jit`` has compiled, and
     ``@sjit(helper, ...)`` takes the place of ``@nnx.jit``. `MeshShardingHelper.plan` takes the result, with
     modules of arrays or of ``nnx.eval_shape``.
 
@@ -63,7 +63,7 @@ def sjit(
             has several names has the first one: of the first argument, and there in alphabetical order.
         out_shardings: for the results.
         donate_argnums: the arguments whose arrays may be overwritten.
-        batch_argnums: the arguments that hold rows of a batch; as in `MeshShardingHelper.sjit`.
+        batch_argnums: the arguments that are a batch; as in `MeshShardingHelper.sjit`.
         options: further options of `MeshShardingHelper.sjit`.
 
     Raises:
@@ -98,7 +98,7 @@ class NnxFunction:
     """A compiled function of nnx modules; `sjit` makes it.
 
     Attributes:
-        pure: the function of `MeshShardingHelper.sjit` behind it, which changes nothing. It takes what
+        pure: the function of `MeshShardingHelper.sjit` that it calls, which changes nothing. It takes what
             `arguments` gives: ``step.pure.shardings_for(*step.arguments(model, batch))``.
     """
 
@@ -129,7 +129,7 @@ class NnxFunction:
             raise ArgumentError(f'{self._name}: args_sharding_constraint is a dict by the names of arguments')
         for option in ('donate_argnums', 'batch_argnums', 'static_argnums'):
             if options.get(option) is not None:
-                options[option] = _behind_the_graph(option, options[option], self._name, own)
+                options[option] = _after_the_graph(option, options[option], self._name, own)
 
         def pure(graph: Any, *given: Any) -> Any:
             return self._without_changes(graph, *given)
@@ -157,7 +157,7 @@ class NnxFunction:
         return self._arguments(_modules(args), args)
 
     def followed(self, *args: Any) -> Any:
-        """Which values of a call stay with the rows of its batch: `SjitFunction.followed`."""
+        """How the sharding of a call's batch was propagated: `SjitFunction.followed`."""
         return self.pure.followed(*self.arguments(*args))
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
@@ -227,7 +227,7 @@ class NnxFunction:
         )
 
 
-def _behind_the_graph(
+def _after_the_graph(
     option: str, positions: int | Sequence[int], name: str, own: Mapping[str, inspect.Parameter]
 ) -> tuple[int, ...]:
     """Positions of arguments of a function as those of its pure one, whose first argument is the graph."""

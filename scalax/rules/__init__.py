@@ -1,7 +1,7 @@
 """Rules, which turn the paths and shapes of a pytree into PartitionSpecs, and resolving them on a mesh.
 
-Rules are immutable values, one a file; they know axis sizes at most and never see a device. Rooms above call
-`_resolve.resolve` for the shardings of a tree, and `_prefix` for trees of rules.
+Rules are immutable values, one a file; they know axis sizes at most and never see a device. The packages
+above call `_resolve.resolve` for the shardings of a tree, and `_prefix` for trees of rules.
 """
 
 from scalax.rules._fsdp import FSDPShardingRule

@@ -107,8 +107,8 @@ ONE_ELEMENT = 'one element'
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct)
 _OF_LEAVES = 'shard trees of arrays, and take other leaves out (a function may close over them).'
 _OF_MODULES = (
-    ' Of a module of equinox eqx.filter(module, eqx.is_array) gives the arrays, and eqx.partition both '
-    'parts; scalax.axes.named_jit compiles with whole modules.'
+    ' For a module of equinox, eqx.filter(module, eqx.is_array) gives the arrays, and eqx.partition also the '
+    'rest; scalax.axes.named_jit takes entire modules.'
 )
 
 

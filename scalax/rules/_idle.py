@@ -1,6 +1,6 @@
-"""What rules do for nothing: regexes that decide about no leaf, and rules that shard and leave all whole.
+"""Idle rules: regexes that decide about no leaf, and rules for sharding that replicate everything.
 
-Reports list the first. Warnings say both, where a function is compiled and where a tree is placed.
+Reports list the first. Warnings list both, where a function is compiled and where a tree is placed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def warn_unsharded(what: str, resolutions: Sequence[Resolution], mesh: Mapping[s
     """Warns about rules that shard nothing of a call though they should, and about misspelt regexes.
 
     All trees of a call count together: parameters, the state of an optimizer, outputs. Nobody is warned on
-    one device, nor where arrays are whole because a regex of theirs, or the whole rule, says so.
+    one device, nor about arrays that a regex of theirs, or the entire rule, replicates.
 
     Args:
         what: what was called, for the message.
@@ -60,7 +60,7 @@ def warn_unsharded(what: str, resolutions: Sequence[Resolution], mesh: Mapping[s
         return
     uses = _uses(resolutions)
     for rule, arrays in uses.values():
-        if isinstance(rule, FSDPShardingRule) and (message := _all_whole(rule, arrays, mesh)):
+        if isinstance(rule, FSDPShardingRule) and (message := _all_replicated(rule, arrays, mesh)):
             warn(f'{what}: {message}', UnshardedWarning)
     seen = [path for each in resolutions for path in each.seen]
     unused, _ = idle_clauses(rules, seen, [one for each in resolutions for one in each.decisions])
@@ -69,8 +69,8 @@ def warn_unsharded(what: str, resolutions: Sequence[Resolution], mesh: Mapping[s
     if lines:
         warn(
             f'{what}: regexes that match no path:\n' + '\n'.join(lines) + '\n'
-            'What to do: mend them, or take them out; helper.explain(tree, rules) shows what decides about '
-            'each leaf. To have such arrays replicated, give them a regex of their own with PartitionSpec().',
+            'What to do: correct or remove them; helper.explain(tree, rules) shows what decides about each '
+            'leaf. To replicate such arrays on purpose, give them a regex of their own with PartitionSpec().',
             UnshardedWarning,
         )
 
@@ -100,11 +100,11 @@ def _uses(resolutions: Iterable[Resolution]) -> dict[Any, tuple[ShardingRule, li
     return uses
 
 
-def _all_whole(rule: FSDPShardingRule, arrays: Sequence[_Array], mesh: Mapping[str, int]) -> str:
-    """What to say where a rule for large arrays leaves all of its arrays whole; '' if that is right."""
+def _all_replicated(rule: FSDPShardingRule, arrays: Sequence[_Array], mesh: Mapping[str, int]) -> str:
+    """The warning about a rule for large arrays that replicates all of its arrays; '' if that is right."""
     axes = specs.entry_axes(rule.fsdp_axis_name)
     devices = math.prod(mesh[axis] for axis in axes)
-    # Vectors are rightly whole: the factored statistics of an optimizer, norms.
+    # Vectors are rightly replicated: the factored statistics of an optimizer, norms.
     if devices == 1 or not all(array.is_whole for array in arrays):
         return ''
     asked = [array for array in arrays if (rule, 0) in array.decision.clauses]
@@ -122,15 +122,15 @@ def _all_whole(rule: FSDPShardingRule, arrays: Sequence[_Array], mesh: Mapping[s
     return (
         f'{rule!r} shards nothing: all {plural(count, "array")} of its trees are replicated over the '
         f'{devices} devices along {", ".join(axes)}. The largest, {largest.text()}, has {why}.\n'
-        f'What to do: {cure}. Where they are to be replicated, PartitionSpec() in place of the rule says so.'
+        f'What to do: {cure}. To replicate them on purpose, give PartitionSpec() in place of the rule.'
     )
 
 
 def _misspelt(clause: Clause, arrays: Sequence[_Array], seen: Sequence[str]) -> str:
-    """What to say about a regex that matches no path; '' where it may be one for other trees.
+    """The warning about a regex that matches no path; '' where it may be one for other trees.
 
     It should have matched something where an array that no regex names has a path of similar words, or is
-    the largest one and whole.
+    the largest one and replicated.
     """
     rule, number = clause
     if not isinstance(rule, TreePathShardingRule) or not _shards(rule.rules[number][1]):
@@ -146,7 +146,7 @@ def _misspelt(clause: Clause, arrays: Sequence[_Array], seen: Sequence[str]) -> 
     largest = max(arrays, key=lambda array: array.size)
     if len(arrays) == 1 or not largest.is_whole or largest not in unnamed:
         return ''
-    return f'  {text!r}, and the largest array is replicated, because no regex names it: {largest.text()}'
+    return f'  {text!r}, and the largest array is replicated, because no regex matches it: {largest.text()}'
 
 
 def _shards(value: Rule) -> bool:

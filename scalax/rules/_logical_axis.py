@@ -52,7 +52,7 @@ class LogicalAxisShardingRule(BuiltinRule):
     ``batch embed mlp``    data, fsdp, tp           ``P(('data', 'fsdp'), 'tp', None)``: embed chose first
     ``mlp embed``          data, tp                 ``P('tp', None)``: both are in use or missing
     ``(mlp embed)``        fsdp, tp                 ``P(('tp', 'fsdp'))``: a fused dimension takes the
-                                                    axes of its parts, in their order
+                                                    axes of its names, in their order
     =====================  =======================  ==================================================
 
     Of several pairs for one name, the first wins of which the mesh has an axis and none is in use, or
@@ -60,9 +60,9 @@ class LogicalAxisShardingRule(BuiltinRule):
     others. (In flax, the pairs choose in their order instead of the dimensions.)
 
     Where `on_indivisible` leaves out axes by which a dimension does not divide, they are free for the
-    dimensions behind it. No other pair is tried for a name whose axes were left out.
+    dimensions after it. No other pair is tried for a name whose axes were left out.
 
-    A fused dimension is split into equal blocks of the whole: whether it divides is a matter of the
+    A fused dimension is split into equal blocks: whether it divides is a matter of the
     product, and blocks end between heads only if the number of heads divides.
 
     Arrays of one element are replicated whatever their names.
@@ -162,7 +162,7 @@ class LogicalAxisShardingRule(BuiltinRule):
             'the leaf does not name its dimensions, and no regex of axis_names matches the path '
             f'{tree.path_seen(index)}',
             rule=f'LogicalAxisShardingRule with {plural(len(self.axis_names), "regex", "regexes")}',
-            hint='add a pair for these leaves to axis_names, put a rule for them behind this one '
+            hint='add a pair for these leaves to axis_names, put a rule for them after this one '
             '(rule | FSDPShardingRule()), or pass strict=False to replicate them.',
         )
 
@@ -231,8 +231,8 @@ def _checked_names(
 
 
 _KNOW = (
-    'add the name to axis_mapping (None leaves its dimensions whole), or pass strict=False to leave '
-    'dimensions of unknown names whole.'
+    'add the name to axis_mapping (None leaves its dimensions unsharded), or pass strict=False to leave '
+    'dimensions of unknown names unsharded.'
 )
 _ONCE = "give each dimension of an array a name of its own, or none ('_' in a pattern, None in metadata)."
 _RANK = (

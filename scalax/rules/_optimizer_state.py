@@ -39,7 +39,7 @@ _HINT = (
 class OptimizerStateShardingRule(BuiltinRule):
     """Gives the leaves of an optimizer's state the specs of the parameters that they belong to.
 
-    A leaf belongs to the parameter whose whole path its own path ends with. Where several match, as
+    A leaf belongs to the parameter whose entire path its own path ends with. Where several match, as
     ``w`` and ``mu/w`` for the leaf ``0/mu/w``, it is the one beside which most other parameters are found;
     among equals one of the leaf's shape, else the longest. What it gets depends on its shape:
 
@@ -62,14 +62,14 @@ class OptimizerStateShardingRule(BuiltinRule):
 
     A parameter that *param_rule* does not answer counts with the default of that rule, so that what
     mirrors a parameter always has its sharding. In ``a & b``, a rule with a choice chooses for each copy
-    again, among the dimensions that *a* left free. The params may be part of the tree: a whole train state
-    takes this one rule.
+    again, among the dimensions that *a* left free. The params may be part of the tree: an entire train
+    state takes this one rule.
 
     Args:
         param_rule: what the parameters are sharded by: a rule, a PartitionSpec, or a pytree prefix of
             these.
         params: the parameters that the optimizer was initialised with; ``jax.ShapeDtypeStruct`` leaves
-            are enough, and only paths, shapes and dtypes are kept.
+            are enough, and only paths, shapes and dtypes are stored.
 
     Raises:
         RuleError: `param_rule` is not a rule, or `params` holds no arrays, or other leaves.
@@ -229,7 +229,7 @@ _BEFORE_A_KEY = re.compile('^|/')
 
 
 class _Place(NamedTuple):
-    """Where a leaf is: behind *before*, at the parameter number *param*."""
+    """Where a leaf is: after *before*, at the parameter number *param*."""
 
     before: str
     param: int

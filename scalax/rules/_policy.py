@@ -66,7 +66,7 @@ class PolicyShardingRule(BuiltinRule):
                 nested[index] = value
                 answers.append(None)  # filled below
             elif value is None or isinstance(value, PartitionSpec | NamedSharding):
-                answers.append(Decision.of(value, origin, 'said by the policy', self.on_indivisible))
+                answers.append(Decision.of(value, origin, 'returned by the policy', self.on_indivisible))
             else:
                 answers.append(not_a_spec(tree, index, origin, value))
         for index, answer in answers_of_each(nested, tree, axis_sizes).items():

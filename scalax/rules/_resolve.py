@@ -1,7 +1,7 @@
 """Resolving: the sharding of each leaf of a tree on a mesh. The one place where rules meet both.
 
 Everything in scalax that places an array comes through `resolve`: all validation is here, and every
-decision is recorded (`Resolution.decisions`), so that reports can say why.
+decision is recorded (`Resolution.decisions`), so that reports can show why.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ _NO_SHARDING = specs.Fault(
 )
 _NOT_CONSTRAINED = specs.Fault(
     'unconstrained',
-    'an UNCONSTRAINED dimension does not say where an array is placed',
+    'an UNCONSTRAINED dimension does not determine where an array is placed',
     'UNCONSTRAINED is for constraints and annotations inside a compiled function.',
 )
 
@@ -289,7 +289,7 @@ def _of_another_mesh(sharding: NamedSharding) -> specs.Fault:
 def _no_such_memory(kind: str, error: ValueError) -> specs.Fault:
     return specs.Fault(
         'memory-kind',
-        f'the devices have no memory {kind!r}; JAX says: {error}',
+        f'the devices have no memory {kind!r}; JAX reports: {error}',
         "name a memory kind of the devices, such as 'device' or 'pinned_host'.",
     )
 

@@ -86,7 +86,7 @@ class ShardingRule(abc.ABC):
                 answers.append(not_a_spec(whole, index, f'{name}.apply', value))
                 continue
             if value not in given:
-                given[value] = Decision.of(value, name, 'said by apply()', 'error')
+                given[value] = Decision.of(value, name, 'returned by apply()', 'error')
             answers.append(given[value])
         return answers
 
@@ -123,7 +123,7 @@ class ShardingRule(abc.ABC):
         """``a & b``: *b* fills the dimensions that *a* left free, with mesh axes *a* did not use.
 
         Example:
-            Of ``up`` the first dimension is free; ``down`` is free as a whole, and ``norm`` is too small:
+            Of ``up`` the first dimension is free; all of ``down`` is free, and ``norm`` is too small:
 
             >>> import numpy as np
             >>> from scalax.sharding import FSDPShardingRule, TreePathShardingRule
@@ -142,8 +142,8 @@ class ShardingRule(abc.ABC):
         """This rule for layers that are stacked, as for ``jax.lax.scan``.
 
         Args:
-            dims: how many first dimensions are stacks; they are never sharded, nor by what is behind
-                ``&``, and the rule sees the arrays without them.
+            dims: how many first dimensions are stacks; they are never sharded, not by a rule after
+                ``&`` either, and the rule sees the arrays without them.
         """
         return Stacked(self, dims)
 

@@ -21,13 +21,13 @@ table           the parameter names of
 
 **Where the layout comes from.** Tensor parallelism is Megatron-LM's (Shoeybi et al., arXiv:1909.08053,
 section 3): the first matrix of a pair (query, key, value; gate, up) is split along its output, with its
-bias, the second (attention output; down) along its input, and its bias is whole; embeddings and the
+bias, the second (attention output; down) along its input, and its bias is replicated; embeddings and the
 output layer are split along the vocabulary. Experts have an axis of their own, and routers are not
 split over experts, as in GShard (Lepikhin et al., arXiv:2006.16668, section 3) and Switch Transformers
 (Fedus et al., arXiv:2101.03961, section 5). FSDP takes the other dimension of each matrix (ZeRO, stage
 3, Rajbhandari et al., arXiv:1910.02054). Norms and single vectors are replicated.
 
-**The last key tells the order of the dimensions.** ``kernel`` is (in, out), as in flax, and so is
+**The last key determines the order of the dimensions.** ``kernel`` is (in, out), as in flax, and so is
 an array that is a matrix itself (``mlp/up``). ``weight`` is (out, in), as in equinox and PyTorch.
 Both get the same layout. A ``value`` after that is the box or variable of flax around an
 array, and changes nothing.
@@ -39,10 +39,10 @@ layers, and ``rule(...).stacked(1)`` is for trees that are stacked throughout. T
 
 **What may not divide**: vocabularies that are not padded (GPT-2's 50257; Megatron pads them), and heads
 that are a dimension, where there are fewer of them than tp has devices. Pad them, or pass ``on_indivisible``.
-Heads that are part of a dimension are then cut, and so are the parts of fused matrices (``c_attn``, ``qkv``,
+Heads that share a dimension are then cut, and so are the components of fused matrices (``c_attn``, ``qkv``,
 ``gate_up_proj``), which do not end where the shards do: XLA moves data to split them.
 
-**Activations.** Where a function follows its batch (`scalax.sharding.MeshShardingHelper.sjit`), a table is
+**Activations.** Where `scalax.sharding.MeshShardingHelper.sjit` propagates the batch sharding, a table is
 all that FSDP and tensor parallelism take. What is left needs names, `with_sharding_annotation(x, name)`, and
 a layout: a mapping from names to specs over the axes ``'batch'``, ``'tp'`` and ``'expert'``, of which
 `activations` makes ``annotation_shardings``. They fit all tables, and are joined as ``{**first, **second}``.
@@ -52,13 +52,13 @@ layout               what it is for
 ===================  ===============================================================================
 `SEQUENCE_PARALLEL`  the residual between the blocks, and what is saved of it, split by position over tp
 `EXPERT_PARALLEL`    the tokens travel to the experts of `MIXTRAL`, and not the experts to the tokens
-`TENSOR_PARALLEL`    every activation, for functions that do not follow their batch
+`TENSOR_PARALLEL`    every activation, for functions without this propagation
 ===================  ===============================================================================
 
 ==================  ======================================  ===============================================
 name                value                                   dimensions
 ==================  ======================================  ===============================================
-``'residual'``      before the first block, behind each     batch, sequence, width
+``'residual'``      before the first block, after each      batch, sequence, width
 ``'block_input'``   the normalized residual                 batch, sequence, width
 ``'query'``         queries, and what attention returns     batch, sequence, heads, head_dim
 ``'key_value'``     keys and values                         batch, sequence, heads, head_dim
@@ -142,7 +142,7 @@ def rule(
         expert: the same for ``'expert'``, which only `MIXTRAL` has; None where the mesh has no such axis.
         stacked: a regex for the paths of layers that are stacked in the first dimension, such as
             ``'layers/'``; by default none are.
-        stage: the mesh axis over which the layers of these stacks lie, as in a pipeline
+        stage: the mesh axis over which the layers of these stacks are sharded, as in a pipeline
             (`scalax.sharding.Stages`); None if each device has all layers.
         on_indivisible: what to do where a dimension does not divide, as in `TreePathShardingRule`.
 
@@ -169,7 +169,7 @@ def rule(
     _checked('catalogue.rule', stage=stage)
     if stage is not None and not stacked:
         raise RuleError(
-            f'catalogue.rule: the layers over stage={stage!r} are stacked, and stacked= is to find them: '
+            f'catalogue.rule: the layers over stage={stage!r} are stacked, and stacked= has to find them: '
             "stacked='layers/'"
         )
     if not stacked:
@@ -186,9 +186,9 @@ def activations(
 
     Args:
         layout: one of this module, or names and specs of your own over the axes batch, tp and expert.
-        batch: the mesh axis (or axes, or None) over which the rows of the batch are, without that of experts.
+        batch: the mesh axis (or axes, or None) that shards the batch dimension, without that of experts.
         tp: the same for ``'tp'``.
-        expert: the same for ``'expert'``, which only `EXPERT_PARALLEL` has; the rows are over it too.
+        expert: the same for ``'expert'``, which only `EXPERT_PARALLEL` has; it shards the batch, too.
 
     Raises:
         RuleError: an invalid argument, or a layout that is no dict of specs or that has another axis.
@@ -339,7 +339,7 @@ def _pairs(first: str, second: str) -> Table:
         *_matrices(first, _COLUMN),
         *_matrices(second, _ROW),
         (_named(f'({first})/bias'), PartitionSpec('tp')),
-        # Added after the sum over tp, hence whole.
+        # Added after the sum over tp, hence replicated.
         (_named(f'({second})/bias'), _VECTOR),
     )
 
@@ -490,9 +490,9 @@ TENSOR_PARALLEL: ActivationSpecs = MappingProxyType(
         'logits': PartitionSpec('batch', None, 'tp'),
     }
 )
-"""Megatron-LM's tensor parallelism: heads, hidden units and the vocabulary over tp, the residual whole.
+"""Megatron-LM's tensor parallelism: heads, hidden units and the vocabulary over tp; the residual is not.
 
-Functions that follow their batch need none of it.
+Functions whose batch sharding is propagated need none of it.
 """
 
 SEQUENCE_PARALLEL: ActivationSpecs = MappingProxyType(
@@ -500,8 +500,8 @@ SEQUENCE_PARALLEL: ActivationSpecs = MappingProxyType(
 )
 """Megatron-LM's sequence parallelism (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
 
-The sum over tp behind a block becomes a reduce-scatter, and an all-gather comes before the next block; both
-together move as much. The residual, of which each layer's is saved for the backward pass, takes a part of the
+The sum over tp after a block becomes a reduce-scatter, and an all-gather comes before the next block; both
+together move as much. The residual, which each layer saves for the backward pass, takes a fraction of the
 memory.
 """
 
@@ -515,8 +515,8 @@ EXPERT_PARALLEL: ActivationSpecs = MappingProxyType(
 )
 """GShard's layout of experts (Lepikhin et al., arXiv:2006.16668, section 3): two all-to-alls in each layer.
 
-The batch is over the axis of the experts too: ``PartitionSpec((*batch, expert))``. The tokens of each expert
-are named twice, before they travel and behind, and so are the results.
+The batch is sharded over the axis of the experts too: ``PartitionSpec((*batch, expert))``. The tokens of each
+expert are named twice, before and after they travel, and so are the results.
 """
 
 REGEXES = frozenset(

@@ -429,7 +429,7 @@ def test_questions_about_a_mesh_need_one(ask, said):
     [
         (
             lambda: pspec_for('batch ...', MAPPING),
-            "'batch ...' names any number of dimensions ('...'): say what each of them is called",
+            "'batch ...' names any number of dimensions ('...'): name each of them",
         ),
         (
             lambda: pspec_for([BATCH, '... embed'], MAPPING),

@@ -54,8 +54,8 @@ def exactly(message):
             (
                 lambda option=option: named_jit(lambda x: x, PARAMS, **{option: 0}),
                 f'named_jit does not take {option}\nWhat to do: compile with helper.sjit, which does. In '
-                'named_jit, everything but arrays is static, and donate_args and donate_kwargs choose what is '
-                'donated.',
+                'named_jit, everything but arrays is static, and donate_args and donate_kwargs choose what '
+                'is donated.',
             )
             for option in ('batch_argnums', 'batch_argnames', 'static_argnums', 'donate_argnames')
         ],

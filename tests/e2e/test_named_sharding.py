@@ -233,7 +233,7 @@ CHECKS: dict[str, tuple[MeshShardingHelper, PartitionSpec, str, str]] = {
     'unconstrained, as a place': (
         AUTO,
         P(U),
-        'an UNCONSTRAINED dimension does not say where an array is placed',
+        'an UNCONSTRAINED dimension does not determine where an array is placed',
         'UNCONSTRAINED is for constraints and annotations inside a compiled function.',
     ),
 }
@@ -392,14 +392,14 @@ def test_complex_numbers_are_not_made_unreduced() -> None:
     lines = str(caught.value).splitlines()
     assert lines[1:3] == [
         '  (the leaf itself): complex64[8, 8]',
-        '    complex numbers cannot be placed as parts of a sum',
+        '    complex numbers cannot be placed as terms of a sum',
     ]
     for given, what in (
         (1j * NUMBERS, 'complex numbers'),
         (jax.random.split(jax.random.key(0), 8), 'PRNG keys'),
     ):
         step = EXPLICIT.sjit(lambda x: with_sharding_constraint(x, P('a', unreduced={'b'})))
-        with pytest.raises(ShardingError, match=f'{what} cannot be placed as parts of a sum'):
+        with pytest.raises(ShardingError, match=f'{what} cannot be placed as terms of a sum'):
             step(given)
     # Sums of them are made as any others.
     parts = EXPLICIT.sjit(matmul, in_shardings=(P('a', 'b'), P('b')))(1j * NUMBERS, NUMBERS)
@@ -412,7 +412,7 @@ def test_complex_numbers_are_not_made_unreduced() -> None:
 def test_only_sums_are_made() -> None:
     spec = P('a', unreduced={'b'}, unreduced_kind=jax.sharding.UnreducedKind.max)
     for given in (NUMBERS, unreduced()):
-        with pytest.raises(ShardingError, match='arrays cannot be placed as parts of a max'):
+        with pytest.raises(ShardingError, match='arrays cannot be placed as terms of a max'):
             EXPLICIT.shard(given, spec)
 
 

@@ -61,7 +61,7 @@ def test_what_is_a_batch(options, expected):
         *(
             (
                 {'batch_argnums': 1, **shardings},
-                'x of layer is said to be a batch (batch_argnums, batch_argnames), and nothing shards it '
+                'x of layer is named as a batch (batch_argnums, batch_argnames), and nothing shards it '
                 "(in_shardings, args_sharding_constraint): give it a spec such as PartitionSpec('data'), or "
                 'leave it out',
             )
@@ -92,21 +92,21 @@ IT_IS = (
     [
         (HELPER, {'in_shardings': (P(), ROWS)}, IT_IS),
         (HELPER, {'in_shardings': (RULE, ROWS), 'donate_argnums': 1}, IT_IS),
-        (HELPER, {'batch_argnums': ()}, 'batch_argnums=() switches it off'),
+        (HELPER, {'batch_argnums': ()}, 'batch_argnums=() turns it off'),
         (
             MeshShardingHelper([8, 1], ['data', 'fsdp']),
             {'batch_argnums': 1},
-            'no array of what is said to be one is on several devices',
+            'no array of the arguments that batch_argnums or batch_argnames names is on several devices',
         ),
         (
             MeshShardingHelper([8], ['fsdp'], follow_batch=False),
             {},
-            'follow_batch=False of the helper switches it off',
+            'follow_batch=False of the helper turns it off',
         ),
         (
             MeshShardingHelper([8], ['fsdp'], axis_types=jax.sharding.AxisType.Explicit),
             {},
-            'on Explicit mesh axes, types say where values are',
+            'on Explicit mesh axes, shardings are part of types',
         ),
     ],
 )

@@ -230,7 +230,7 @@ def test_what_was_found_of_a_batch_serves_no_other_axis(axis: Any) -> None:
     data = np.zeros((8, 8))
     for equal in (0, 1):  # True is equal to 1, and 0.0 to 0
         HELPER.local_data_to_global_array(data, equal)
-    with pytest.raises(DataError, match='batch_axis is a whole number'):
+    with pytest.raises(DataError, match='batch_axis is an integer'):
         HELPER.local_data_to_global_array(data, axis)
 
 

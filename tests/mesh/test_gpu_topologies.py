@@ -220,7 +220,7 @@ def test_a_file_that_is_no_text(described, tmp_path):
     described(lambda **_: pytest.fail('there is nothing to compile for'))
     path = tmp_path / 'mine.txtpb'
     path.write_bytes(b'\xff\xfe\x00')
-    with pytest.raises(MeshError, match=r"mine\.txtpb' is not read: .* can't decode byte 0xff"):
+    with pytest.raises(MeshError, match=r"mine\.txtpb' cannot be read: .* can't decode byte 0xff"):
         helper_of(f'{path}:1x8')
 
 

@@ -147,7 +147,7 @@ def test_splitting_physical_axes_must_be_allowed(snapshot):
     devices = tpu_slice(4, 4, 4)
     with pytest.raises(MeshError) as error:
         meshes.build_mesh((8, 8), ('data', 'tp'), devices=devices)
-    message, _, reason = str(error.value).partition(' JAX says: ')
+    message, _, reason = str(error.value).partition(' JAX reports: ')
     snapshot(message)
     assert reason
     mesh = meshes.build_mesh((8, 8), ('data', 'tp'), devices=devices, split_physical_axes=True)
@@ -230,7 +230,7 @@ def test_slices_of_chips_with_two_cores():
 def test_slices_that_do_not_fit(dims, dcn, devices, snapshot):
     with pytest.raises(MeshError) as error:
         meshes.build_mesh(dims, ('a', 'b'), dcn_axis_dims=dcn, devices=devices)
-    snapshot(str(error.value).partition(' JAX says: ')[0])
+    snapshot(str(error.value).partition(' JAX reports: ')[0])
 
 
 # --- Dimensions and devices that do not fit ------------------------------------------------------
@@ -359,5 +359,5 @@ def test_devices_of_a_pickled_mesh_that_jax_cannot_open():
     assert str(raised.value) == (
         "a pickled helper is of 2 'gone' devices, and those with the ids 0, 1 are not here: load it where "
         "JAX has the same devices (on a CPU, jax.config.update('jax_num_cpu_devices', n)), or make a helper "
-        f'there. JAX says: {of_jax.value}'
+        f'there. JAX reports: {of_jax.value}'
     )

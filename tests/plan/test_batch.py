@@ -155,13 +155,13 @@ def test_why_nothing_is_followed():
         return said(plan)[0] if plan.followed.reason else None
 
     start = 'no batch sharding is propagated: '
-    assert on(HELPER, RULE, P('fsdp'), batch_argnums=()) == f'{start}batch_argnums=() switches it off'
+    assert on(HELPER, RULE, P('fsdp'), batch_argnums=()) == f'{start}batch_argnums=() turns it off'
     assert on(HELPER, P('fsdp'), P('fsdp')) == (
-        f'{start}specs place all arguments, and batch_argnums does not say which of them is the batch'
+        f'{start}specs place all arguments, and batch_argnums does not name the batch among them'
     )
     explicit = MeshShardingHelper([-1], ['fsdp'], axis_types=AxisType.Explicit)
     shown = explicit.sjit(jnp.sin, in_shardings=P('fsdp')).followed(X)
-    assert str(shown) == 'sin propagates no batch sharding: on Explicit mesh axes, types say where values are'
+    assert str(shown) == 'sin propagates no batch sharding: on Explicit mesh axes, shardings are part of types'
     # Nothing looks like a batch.
     assert on(HELPER, P(), P('fsdp')) is None
     assert on(HELPER, RULE, None) is None

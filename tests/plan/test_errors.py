@@ -127,6 +127,6 @@ def test_a_mesh_that_does_not_lie_on_whole_axes():
     with pytest.raises(MeshError) as raised:
         MeshShardingHelper.from_topology('v5p:4x4x4', [8, 8], ['fsdp', 'tp'])
     assert str(raised.value).startswith(
-        'mesh (8, 8) does not map onto whole physical axes of these devices; pass mesh_axis_splitting=True '
-        'to let one physical axis serve several mesh axes (it may cost bandwidth). JAX says: '
+        'mesh (8, 8) does not map onto entire physical axes of these devices; pass mesh_axis_splitting=True '
+        'to let one physical axis serve several mesh axes (it may cost bandwidth). JAX reports: '
     )

@@ -320,7 +320,7 @@ STAR = '; several pairs are given with a star: *pairs'
         (
             LLAMA,
             {'stage': 'stage'},
-            "catalogue.rule: the layers over stage='stage' are stacked, and stacked= is to find them: "
+            "catalogue.rule: the layers over stage='stage' are stacked, and stacked= has to find them: "
             "stacked='layers/'",
         ),
         (

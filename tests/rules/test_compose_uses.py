@@ -515,7 +515,7 @@ def test_unconstrained_entries(kind):
         return with_sharding_constraint(2 * x, rule)
 
     assert double(np.ones((8, 8), np.float32)).sharding.spec == P('tp', 'fsdp')
-    assert 'an UNCONSTRAINED dimension does not say where' in message_of(helper, rule, leaf(8, 8))
+    assert 'an UNCONSTRAINED dimension does not determine where' in message_of(helper, rule, leaf(8, 8))
 
 
 def test_a_regex_whose_rule_had_no_answer_is_not_shadowed(helper):

@@ -58,8 +58,8 @@ ALL_WHOLE = (
     "FSDPShardingRule('fsdp') shards nothing: all 7 arrays of its trees are replicated over the 4 devices "
     'along fsdp. The largest, {}embedding: float32[512, 64], has 32,768 elements, and min_fsdp_size is '
     '1,048,576.\n'
-    'What to do: pass min_fsdp_size=32768, or less to shard more of them. Where they are to be replicated, '
-    'PartitionSpec() in place of the rule says so.'
+    'What to do: pass min_fsdp_size=32768, or less to shard more of them. To replicate them on purpose, give '
+    'PartitionSpec() in place of the rule.'
 )
 
 
@@ -133,8 +133,8 @@ def test_one_of_the_trees_of_a_call_is_enough():
 
 HEAD = ' regexes that match no path:\n'
 CURE = (
-    '\nWhat to do: mend them, or take them out; helper.explain(tree, rules) shows what decides about each '
-    'leaf. To have such arrays replicated, give them a regex of their own with PartitionSpec().'
+    '\nWhat to do: correct or remove them; helper.explain(tree, rules) shows what decides about each '
+    'leaf. To replicate such arrays on purpose, give them a regex of their own with PartitionSpec().'
 )
 Q = 'layers/1/attention/q: float32[64, 64]'
 
@@ -152,7 +152,7 @@ Q = 'layers/1/attention/q: float32[64, 64]'
         ),
         (
             by_path(('feed_forward', P('fsdp')), ('mlp', P('tp'))),
-            "'feed_forward', and the largest array is replicated, because no regex names it: embedding: "
+            "'feed_forward', and the largest array is replicated, because no regex matches it: embedding: "
             'float32[512, 64]',
         ),
         (

@@ -57,7 +57,7 @@ def test_all_unmatched_leaves_are_named():
         '  scale: float32[4]\n'
         "    the leaf does not name its dimensions, and no regex of axis_names matches the path 'scale'\n"
         '    rule: LogicalAxisShardingRule with 1 regex\n'
-        'What to do: add a pair for these leaves to axis_names, put a rule for them behind this one '
+        'What to do: add a pair for these leaves to axis_names, put a rule for them after this one '
         '(rule | FSDPShardingRule()), or pass strict=False to replicate them.'
     )
 

@@ -22,8 +22,8 @@ from scalax.errors import ArgumentError, DataError
 from scalax.sharding import MeshShardingHelper
 
 ADVICE = (
-    'What to do: bring parts of one structure, shape and dtype on every process, with scalars of one value; '
-    'drop or pad what is left over at the end of the data.'
+    'What to do: bring data of the same structure, shapes and dtypes on every process, with equal scalars; '
+    'drop the incomplete batch at the end of the data, or pad it.'
 )
 
 
@@ -547,18 +547,18 @@ def check_rows_of_arrays_sharded_along_other_axes() -> None:
     assert_same(helper.global_array_to_local_data(both), whole[own_rows(len(whole))])
     assert_same(helper.global_array_to_local_data(other), whole[own_rows(len(whole))])  # fetched
     with raises(
-        'global arrays have no local part along axis 0:\n'
+        'global arrays have no local share along axis 0:\n'
         f'  x: int32{list(whole.shape)}: no process holds its rows whole, because another axis is sharded '
         f'over several processes ({other.sharding})\n'
-        'What to do: choose another batch_axis, or fetch whole arrays with helper.gather.'
+        'What to do: choose another batch_axis, or fetch entire arrays with helper.gather.'
     ):
         helper.global_array_to_local_data({'x': other}, rows='needed')
     odd = placed(P())[:3]
     with raises(
-        'global arrays have no local part along axis 0:\n'
+        'global arrays have no local share along axis 0:\n'
         f"  (the leaf itself): int32[3, 8]: 3 rows do not divide by {count()} processes; rows='needed' gives "
         'those that the devices of each hold\n'
-        'What to do: choose another batch_axis, or fetch whole arrays with helper.gather.'
+        'What to do: choose another batch_axis, or fetch entire arrays with helper.gather.'
     ):
         helper.global_array_to_local_data(odd)
 

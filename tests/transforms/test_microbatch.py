@@ -274,7 +274,7 @@ ERRORS = {
     'no number': (
         lambda: microbatch(loss, 0),
         ArgumentError,
-        'microbatch(fun, n): n is a positive number of parts, got 0',
+        'microbatch(fun, n): n is the number of microbatches, at least 1, got 0',
     ),
     'another reduction': (
         lambda: microbatch(loss, 2, reduce='max'),
@@ -299,18 +299,18 @@ ERRORS = {
     'rows that do not divide': (
         lambda: microbatch(loss, 4)({}, {'x': ROWS, 'y': ROWS, 'n': 3}),
         DataError,
-        'the batch of loss cannot be taken in 4 parts along axis 0:\n'
+        'the batch of loss cannot be split into 4 microbatches along axis 0:\n'
         '  batch/n: int32[]: no axis 0\n'
         '  batch/x: float32[6, 2]: does not divide\n'
         '  batch/y: float32[6, 2]: does not divide\n'
-        'What to do: choose a number of parts that divides the rows (those of each device, so that none have '
-        'to move), or name the arguments that are the batch (batch=...).',
+        'What to do: choose a number of microbatches that divides the number of examples (on each device, so '
+        'that none have to move), or name the arguments that are the batch (batch=...).',
     ),
     'nothing to divide': (
         lambda: microbatch(loss, 4)({}, {'x': None}),
         DataError,
-        'the batch of loss (batch) holds no arrays: all parts would be the same. Name the arguments that are '
-        'the batch (batch=...)',
+        'the batch of loss (batch) holds no arrays: all microbatches would be the same. Name the arguments '
+        'that are the batch (batch=...)',
     ),
     'a mean of counts': (
         lambda: microbatch(lambda x: (x > 0).sum(), 2, batch=0)(ROWS),

@@ -261,9 +261,9 @@ def test_the_name_of_the_function_shows_in_the_program():
 ARGUMENTS = "of the arguments of 'double' (in_specs) cannot be sharded as asked (mesh: a=4, b=2):"
 OUTPUTS = "of the outputs of 'double' (out_specs) cannot be sharded as asked (mesh: a=4, b=2):"
 OPEN = (
-    '    None leaves open into which blocks it is cut\n'
-    'What to do: give PartitionSpec() for what every device has whole; only arguments over axes of type '
-    'Explicit may be None, which takes their own blocks.'
+    '    None does not determine the blocks\n'
+    'What to do: give PartitionSpec() for what is replicated; only arguments over axes of type Explicit may '
+    'be None, which takes their own blocks.'
 )
 
 

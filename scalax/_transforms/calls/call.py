@@ -300,9 +300,9 @@ def _not_arrays(call: Call) -> ArgumentError:
     return ArgumentError(
         f'{message}'
         'What to do: pass arrays or numbers, or name such arguments in static_argnums or static_argnames.\n'
-        'What to do: what is in a tree that holds arrays too cannot be static: take it out, and close over '
-        'it. Of a module of equinox eqx.partition(module, eqx.is_array) gives both parts, for eqx.combine '
-        'inside; scalax.axes.named_jit compiles with whole modules.'
+        'What to do: leaves of a tree that also holds arrays cannot be static: take them out, and close over '
+        'them. For a module of equinox, eqx.partition(module, eqx.is_array) separates them, and eqx.combine '
+        'joins them inside; scalax.axes.named_jit takes entire modules.'
     )
 
 

@@ -105,7 +105,7 @@ def reject_mismatched(read: ReadCall) -> None:
     if read.moves.mismatched:
         return
     listed = shown_leaves(
-        '{} is sharded as {}, asked: {}'.format(
+        '{} is sharded as {}, asked for: {}'.format(
             read.call.describe(i), *describe_difference(leaf.sharding, sharding)
         )
         for i, (leaf, sharding) in enumerate(zip(read.call.leaves, read.shardings, strict=True))
@@ -115,14 +115,14 @@ def reject_mismatched(read: ReadCall) -> None:
         return
     if not read.rules.any_rule:
         raise PlacementError(
-            f'{read.call.signature.name} got arrays that are not on its mesh, and in_shardings does not say '
-            f'where they belong:\n{listed}\n'
+            f'{read.call.signature.name} got arrays that are not on its mesh, and in_shardings gives them no '
+            f'sharding:\n{listed}\n'
             'What to do: move them first (helper.shard), or name their shardings in in_shardings and pass '
             "on_mismatch='reshard' to sjit to have them moved at every such call."
         ) from None
     raise PlacementError(
         f'{read.call.signature.name} got arrays that are committed to another sharding than in_shardings '
-        f'says:\n{listed}\n'
+        f'gives them:\n{listed}\n'
         "What to do: move them first (helper.shard), pass on_mismatch='reshard' to sjit to have them "
         'moved at every such call, or use None in in_shardings to leave arguments where they are.'
     ) from None
@@ -140,7 +140,7 @@ def warn_left_alone(call: Call, shardings: Shardings, outputs: Any) -> None:
         )
         warn(
             f'outputs of {call.signature.name} are on one device, although arguments are on several: '
-            f'they depend on no value of those, and nothing says how they are sharded:\n{listed}\n'
+            f'they depend on no argument, and out_shardings gives them no sharding:\n{listed}\n'
             'What to do: give out_shardings, such as OptimizerStateShardingRule(rules, params) for the state '
             'of an optimizer, or PartitionSpec() for copies on all devices.',
             UnshardedWarning,

@@ -240,7 +240,7 @@ class CallSignature:
         if wrong:
             raise ArgumentError(
                 f'{self.name}: {what} names {", ".join(map(repr, sorted(wrong)))}, and the wrapper is called '
-                'with more positional arguments than the function behind it takes: say which by position'
+                'with more positional arguments than the function that it wraps takes: give positions'
             )
 
     def flatten(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[Any, ...]:

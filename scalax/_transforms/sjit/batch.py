@@ -46,19 +46,19 @@ def batch_to_follow(rules: FunctionRules, call: Call, shardings: Shardings) -> A
 def why_not_followed(rules: FunctionRules, call: Call) -> str:
     """Why there is no batch to follow; empty if nothing looks like one."""
     if rules.any_explicit:
-        return 'on Explicit mesh axes, types say where values are'
+        return 'on Explicit mesh axes, shardings are part of types'
     if jax.config.jax_disable_jit:
         return 'jax.disable_jit is in force'
     if rules.signature.says_no_batch:
-        return 'batch_argnums=() switches it off'
+        return 'batch_argnums=() turns it off'
     if rules.signature.says_batch:
-        return 'no array of what is said to be one is on several devices'
+        return 'no array of the arguments that batch_argnums or batch_argnames names is on several devices'
     if any(_found(rules, call)):
-        return '' if rules.follow_batch else 'follow_batch=False of the helper switches it off'
+        return '' if rules.follow_batch else 'follow_batch=False of the helper turns it off'
     given = [each for each in _given(rules, call).values() if each]
     sharding = [each for each in given if any(map(_axes, each))]
     if len(sharding) > 1 and all(map(_specs_alone, given)):
-        return 'specs place all arguments, and batch_argnums does not say which of them is the batch'
+        return 'specs place all arguments, and batch_argnums does not name the batch among them'
     return ''
 
 
@@ -132,7 +132,7 @@ def _reject_unsharded(rules: FunctionRules, call: Call, rows: Sequence[bool], sh
         axis = next((name for name, size in rules.mesh.shape.items() if size > 1), 'data')
         argument = call.layout.paths[slot] or 'the keywords'
         raise ArgumentError(
-            f'{argument} of {rules.signature.name} is said to be a batch '
+            f'{argument} of {rules.signature.name} is named as a batch '
             '(batch_argnums, batch_argnames), and nothing shards it (in_shardings, '
             f'args_sharding_constraint): give it a spec such as PartitionSpec({axis!r}), or leave it out'
         )

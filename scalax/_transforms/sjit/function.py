@@ -134,9 +134,9 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
             return program.jitted.eval_shape(*placed)
 
     def followed(self, /, *args: Any, **kwargs: Any) -> FollowedBatch:
-        """Which values of a call stay where the rows of its batch are, and where these were lost.
+        """The values of a call to which the sharding of its batch was propagated, and where it was lost.
 
-        docs/unchanged.md has what is followed.
+        docs/unchanged.md describes the propagation.
 
         Example:
             >>> import jax.numpy as jnp

@@ -151,12 +151,12 @@ class TracedFunction:
         assert stages is not None
         if self._rules.any_explicit:
             raise StagesError(
-                f'{name} has {stages}, and the mesh has Explicit axes, on which types say where values are\n'
+                f'{name} has {stages}, and the mesh has Explicit axes, on which shardings are part of types\n'
                 'What to do: make a mesh of Auto axes.'
             )
         if entry.batch is None:
             raise StagesError(
-                f'{name} has {stages}, and nothing says which of its arguments is the batch, which passes '
+                f'{name} has {stages}, and none of its arguments is known to be the batch that passes '
                 'through the stages\n'
                 'What to do: shard it over mesh axes of several devices, such as '
                 f'PartitionSpec({stages.axis!r}), and name it (batch_argnums, batch_argnames).'

@@ -631,16 +631,16 @@ def test_functions_in_modules_are_no_static_arguments():
     message = str(error.value)
     assert message.startswith('<lambda> got leaves that are not arrays:\n  model/activation: ')
     assert message.endswith(
-        'What to do: what is in a tree that holds arrays too cannot be static: take it out, and close over '
-        'it. Of a module of equinox eqx.partition(module, eqx.is_array) gives both parts, for eqx.combine '
-        'inside; scalax.axes.named_jit compiles with whole modules.'
+        'What to do: leaves of a tree that also holds arrays cannot be static: take them out, and close over '
+        'them. For a module of equinox, eqx.partition(module, eqx.is_array) separates them, and eqx.combine '
+        'joins them inside; scalax.axes.named_jit takes entire modules.'
     )
     with pytest.raises(ShardingError) as error:
         HELPER.shard(model, P())
     assert str(error.value).endswith(
-        'What to do: shard trees of arrays, and take other leaves out (a function may close over them). Of '
-        'a module of equinox eqx.filter(module, eqx.is_array) gives the arrays, and eqx.partition both '
-        'parts; scalax.axes.named_jit compiles with whole modules.'
+        'What to do: shard trees of arrays, and take other leaves out (a function may close over them). For '
+        'a module of equinox, eqx.filter(module, eqx.is_array) gives the arrays, and eqx.partition also the '
+        'rest; scalax.axes.named_jit takes entire modules.'
     )
     arrays, rest = eqx.partition(model, eqx.is_array)
     by_hand = HELPER.sjit(lambda arrays, x: eqx.combine(arrays, rest)(x))

@@ -271,9 +271,9 @@ def test_an_array_off_the_mesh_that_no_rule_places():
         with pytest.raises(PlacementError) as error:
             EXPLICIT.sjit(lambda k: k * 2)(elsewhere)
         assert str(error.value) == (
-            '<lambda> got arrays that are not on its mesh, and in_shardings does not say where they '
-            'belong:\n'
-            f'  k: float32[8] is sharded as {elsewhere.sharding}, asked: P() on (x=4, y=2)\n'
+            '<lambda> got arrays that are not on its mesh, and in_shardings gives them no '
+            'sharding:\n'
+            f'  k: float32[8] is sharded as {elsewhere.sharding}, asked for: P() on (x=4, y=2)\n'
             'What to do: move them first (helper.shard), or name their shardings in in_shardings and pass '
             "on_mismatch='reshard' to sjit to have them moved at every such call."
         )

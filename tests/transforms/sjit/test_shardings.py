@@ -247,8 +247,8 @@ def test_a_committed_argument_with_another_sharding_is_an_error():
         with pytest.raises(PlacementError) as error:
             step(placed, X)
         assert str(error.value).startswith(
-            'step got arrays that are committed to another sharding than in_shardings says:\n'
-            "  state/w: float32[8, 8] is sharded as P(None, 'model') on (data=4, model=2), asked: "
+            'step got arrays that are committed to another sharding than in_shardings gives them:\n'
+            "  state/w: float32[8, 8] is sharded as P(None, 'model') on (data=4, model=2), asked for: "
             "P('data',) on (data=4, model=2)\n"
             'What to do: move them first (helper.shard), pass '
             "on_mismatch='reshard' to sjit to have them moved at every such call, or use None in "
