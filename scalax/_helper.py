@@ -491,11 +491,7 @@ class MeshShardingHelper:
 
     @overload
     def auto_axes(
-        self,
-        fun: Callable[..., Result],
-        *,
-        axes: str | Iterable[str] | None = None,
-        out_sharding: RuleLike,
+        self, fun: Callable[..., Result], *, axes: str | Iterable[str] | None = None, out_sharding: RuleLike
     ) -> Callable[..., Result]: ...
     @overload
     def auto_axes(
@@ -545,11 +541,7 @@ class MeshShardingHelper:
 
     @overload
     def explicit_axes(
-        self,
-        fun: Callable[..., Result],
-        *,
-        axes: str | Iterable[str] | None = None,
-        in_sharding: RuleLike,
+        self, fun: Callable[..., Result], *, axes: str | Iterable[str] | None = None, in_sharding: RuleLike
     ) -> Callable[..., Result]: ...
     @overload
     def explicit_axes(

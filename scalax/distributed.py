@@ -35,29 +35,20 @@ _FIRST, _REPEAT = 1.0, 15.0  # seconds before the first message about waiting, a
 _log = logging.getLogger('scalax.distributed')
 
 
-@dataclasses.dataclass(frozen=True)
-class _Launcher:
-    """The environment variables that tell the processes of a launcher who they are.
-
-    JAX reads these itself (and asks the metadata server of a TPU, or Kubernetes). Here they are shown in
-    messages, and tell a program that is alone from one that JAX should have joined with others.
-    """
-
-    index: str
-    count: str
-
-
-_LAUNCHERS = (
-    _Launcher('SLURM_PROCID', 'SLURM_NTASKS'),
-    _Launcher('OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE'),
-    _Launcher('TPU_WORKER_ID', ''),
-    _Launcher('JOB_COMPLETION_INDEX', ''),
-)
+# The variables in which launchers give a process its index and the number of processes. JAX reads these
+# itself (and asks the metadata server of a TPU, or Kubernetes). Here they are shown in messages, and tell a
+# program that is alone from one that JAX should have joined with others.
+_LAUNCHERS = {
+    'SLURM_PROCID': 'SLURM_NTASKS',
+    'OMPI_COMM_WORLD_RANK': 'OMPI_COMM_WORLD_SIZE',
+    'TPU_WORKER_ID': '',
+    'JOB_COMPLETION_INDEX': '',
+}
 
 
-def _launcher() -> _Launcher | None:
-    """The launcher that this process was started by, if its variables are set."""
-    return next((launcher for launcher in _LAUNCHERS if launcher.index in os.environ), None)
+def _launcher() -> tuple[str, str] | None:
+    """The variables of the launcher that started this process, if they are set."""
+    return next((pair for pair in _LAUNCHERS.items() if pair[0] in os.environ), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +68,8 @@ class _Given:
         index: object = self.index
         count: object = self.count
         if launcher := _launcher():
-            index = os.environ[launcher.index] if index is None else index
-            count = os.environ.get(launcher.count) if count is None else count
+            index = os.environ[launcher[0]] if index is None else index
+            count = os.environ.get(launcher[1]) if count is None else count
         who = 'this process' if index is None else f'process {index}'
         many = '' if count is None else f' of {count}'
         where = 'the address that JAX detects' if self.address is None else self.address
@@ -161,8 +152,8 @@ def initialize(
             raise ArgumentError(_half(given)) from None
         if method is not None:
             raise ArgumentError(_alone(f'cluster_detection_method={method!r}')) from None
-        if (launcher := _launcher()) and (os.environ.get(launcher.count) or '1') != '1':
-            raise ArgumentError(_alone(f'{launcher.count}={os.environ[launcher.count]}')) from None
+        if (launcher := _launcher()) and (count := os.environ.get(launcher[1]) or '1') != '1':
+            raise ArgumentError(_alone(f'{launcher[1]}={count}')) from None
         _choose(local_device_ids)
     except KeyError as error:  # a variable that the method reads, and nothing has set
         if method is None:

@@ -203,12 +203,12 @@ def _origin(problem: Problem) -> str:
     return f'rule: {rule}' if rule else ''
 
 
-def shown(items: Iterable[str], limit: int = _SHOWN) -> str:
-    """Lists the first *limit* items, one a line, and counts the rest."""
+def shown(items: Iterable[str]) -> str:
+    """Lists the first ten items, one a line, and counts the rest."""
     lines = list(items)
-    text = [f'  {line}' for line in lines[:limit]]
-    if len(lines) > limit:
-        text.append(f'  ... and {len(lines) - limit} more')
+    text = [f'  {line}' for line in lines[:_SHOWN]]
+    if len(lines) > _SHOWN:
+        text.append(f'  ... and {len(lines) - _SHOWN} more')
     return '\n'.join(text)
 
 

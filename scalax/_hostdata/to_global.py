@@ -30,7 +30,7 @@ from scalax._tree.paths import (
     overflowed_dtype,
     type_text,
 )
-from scalax._tree.specs import MeshAxes
+from scalax._tree.specs import MeshAxes, canonical
 from scalax.errors import DataError, ScalaxError, shown_leaves
 from scalax.rules._resolve import named_sharding
 
@@ -174,15 +174,8 @@ def read(options: BatchOptions, pytree: Any) -> ProcessBatch:
         else (*shape[:axis], _global_rows(shape[axis], layout, options.rows), *shape[axis + 1 :])
         for shape, axis in zip(tree.shapes, axes, strict=True)
     ]
-    shardings = [
-        named_sharding(
-            options.mesh,
-            PartitionSpec()
-            if axis is None or not layout.axes
-            else PartitionSpec(*[None] * axis, layout.axes),
-        )
-        for axis in axes
-    ]
+    specs = [PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, layout.axes) for axis in axes]
+    shardings = [named_sharding(options.mesh, canonical(spec)) for spec in specs]
     return ProcessBatch(options, layout, tree, axes, shapes, shardings)
 
 

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from scalax._jax.devices import devices_of, mesh_order, slice_of
 from scalax._tree.specs import axis_sizes_text
+from scalax._tree.structures import first_ten
 from scalax.errors import MeshError, plural
 
 
@@ -127,10 +128,6 @@ def _filled(dims: tuple[int, ...], count: int) -> tuple[int, ...]:
     return dims if count % fixed else tuple(count // fixed if dim == -1 else dim for dim in dims)
 
 
-def _listed(numbers: list[int]) -> str:
-    return ', '.join(map(str, numbers[:16])) + (', ...' if len(numbers) > 16 else '')
-
-
 def _reject_several_slices(devices: list[Any], names: tuple[str, ...], split: bool) -> None:
     """Raises if TPU devices of several slices would be used as if they were of one."""
     slices = {*map(slice_of, devices)}
@@ -190,7 +187,7 @@ def _many_slices(
     if set(counts) != {math.prod(inside)}:
         raise MeshError(
             f'mesh {sizes} over {len(granules)} {what} ({dcn} across, {inside} inside each) takes '
-            f'{math.prod(inside)} devices of each, which have {_listed(counts)}'
+            f'{math.prod(inside)} devices of each, which have {first_ten(map(str, counts))}'
         )
     laid = [
         _one_slice(inside, granules[number], split, f'inside each of the {what}')

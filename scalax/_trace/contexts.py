@@ -61,15 +61,6 @@ def entered_mapping(mapping: LogicalAxisShardingRule) -> Any:
     return _active_mapping(mapping)
 
 
-class _Token:
-    """Stands for a context in JAX's caches, which would keep its helper and rules alive."""
-
-    __slots__ = ('context',)
-
-    def __init__(self, context: Context) -> None:
-        self.context = weakref.ref(context)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Context:
     """An active helper and the bindings in force; compared and hashed by identity.
@@ -79,17 +70,11 @@ class Context:
         bindings: annotation name -> the helper that bound it, weakly, and its rules.
         asked: the names that were ever asked for, in whichever function: under this context JAX may use the
             trace of an inner ``jax.jit`` again without running its code.
-        token: what stands for this context in JAX's caches.
     """
 
     owner: weakref.ref[MeshOwner]
     bindings: Mapping[str, tuple[weakref.ref[MeshOwner], RuleLike]]
     asked: set[str] = dataclasses.field(default_factory=set)
-    token: _Token = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        # Made here, once: threads in a race would make two tokens, and JAX would trace for each.
-        object.__setattr__(self, 'token', _Token(self))
 
     @property
     def helper(self) -> MeshOwner:
@@ -120,8 +105,8 @@ _entered = _Entered()
 
 def current() -> Context | None:
     """The context that is active in this thread, or None."""
-    token = _active.value
-    return token.context() if token else None
+    reference = _active.value
+    return reference() if reference else None
 
 
 @contextlib.contextmanager
@@ -129,7 +114,8 @@ def entered(context: Context) -> Iterator[None]:
     """A context manager in which *context* is the active one."""
     outer = current()
     try:
-        with _active(context.token):
+        # Weakly: JAX's caches would keep its helper and rules alive. References to one context are equal.
+        with _active(weakref.ref(context)):
             yield
     finally:
         if outer is not None:  # JAX may use traces of it again, without those inside

@@ -90,7 +90,7 @@ class TreePathShardingRule(BuiltinRule):
         paths = [tree.paths[i] for i in left]
         nested: dict[int, tuple[int, ShardingRule]] = {}
         for number, (pattern, value) in enumerate(self.rules):
-            found = _finds(pattern, paths)
+            found = list(map(re.compile(pattern).search, paths))
             mine = list(itertools.compress(left, found))
             if not mine:
                 continue
@@ -143,14 +143,6 @@ class TreePathShardingRule(BuiltinRule):
 
 
 _MISS = Decision(REPLICATED, 'TreePathShardingRule', 'no regex matches, strict=False')
-_SPECIAL = frozenset('\\.^$*+?{}[]|()')
-
-
-def _finds(pattern: str | re.Pattern[str], paths: list[str]) -> list[Any]:
-    """Whether ``re.search`` finds the pattern, path by path (as something true or false)."""
-    if isinstance(pattern, str) and _SPECIAL.isdisjoint(pattern):
-        return [pattern in path for path in paths]  # a regex without operators is a plain substring
-    return list(map(re.compile(pattern).search, paths))
 
 
 def _text(pattern: str | re.Pattern[str]) -> str:

@@ -203,7 +203,7 @@ def test_inside_shard_map(params, batch):
 
 def test_rows_that_do_not_divide_on_each_device(params, batch):
     parts = microbatch(jax.grad(loss), 32)
-    with pytest.raises(DataError, match=r'batch/x: float32\[64, 16\]: each device has 16 rows'):
+    with pytest.raises(DataError, match=r'batch/x: float32\[64, 16\]: each device has 16 examples'):
         HELPERS['explicit'].sjit(parts, in_shardings=(P(), P('data')))(params, batch)
     # On Auto axes a trace cannot know; XLA moves what it has to, and the gradient is right all the same.
     assert_close(

@@ -86,7 +86,7 @@ class FunctionRules:
             StructureError: the rules do not have the structure of the arguments.
         """
         shardings = self._resolved('in_shardings', call, ResolveMode.BOUNDARY)
-        if self.any_explicit and not any(shardings) and _no_leaf_has_sharding(call):
+        if self.any_explicit and not any(shardings) and not any(struct_of(x).sharding for x in call.leaves):
             # JAX cannot know on which devices to run: on all, with the arguments replicated.
             whole = named_sharding(self.mesh, PartitionSpec())
             return [None if _is_immovable(leaf) else whole for leaf in call.leaves]
@@ -277,11 +277,6 @@ def resolve_arguments(
     if problems:
         raise ShardingError(problems, str(MeshAxes.of(mesh)), where)
     return resolutions
-
-
-def _no_leaf_has_sharding(call: Call) -> bool:
-    """Whether no argument has a type that holds a sharding."""
-    return all(struct_of(leaf).sharding is None for leaf in call.leaves)
 
 
 def _is_immovable(leaf: Any) -> bool:

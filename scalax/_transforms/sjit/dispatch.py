@@ -206,13 +206,8 @@ class Dispatcher:
             return not isinstance(error, jax.errors.JaxRuntimeError)
         if isinstance(error, ValueError) and placement.targets(read.call.leaves, read.shardings, read.moves):
             return True  # of an argument that moves first
-        self._explain(error, read)
+        errors.reject_explained(error, read)
         return False
-
-    def _explain(self, error: Exception, read: ReadCall) -> None:
-        """Raises the error that says why a program refused a call, if the reason is known."""
-        if not _users_code.hide(error):
-            errors.reject_explained(error, read)
 
     # Questions about a call that is not run -----------------------------------------------------------
 
@@ -404,7 +399,8 @@ class Dispatcher:
             try:
                 outputs = entry.program.call(*placed_args)
             except (ValueError, jax.errors.JaxRuntimeError) as error:
-                self._explain(error, read)
+                if not _users_code.hide(error):
+                    errors.reject_explained(error, read)
                 raise
             finally:
                 self.args_placed.entry = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import weakref
 
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalax._trace.contexts import Context
 from scalax._util import lru_cache
 from scalax._util.lru_cache import LRUCache
 from scalax.sharding import MeshShardingHelper, PolicyShardingRule, ShardingRule, with_sharding_annotation
@@ -114,28 +112,6 @@ def test_calls_inside_shard_map_leave_nothing_behind():
     jax.clear_caches()
     gc.collect()
     assert sum(ref() is not None for ref in alive) == 0
-
-
-def test_a_context_has_one_token():
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for _ in range(300):
-            context, tokens, start = Context(HELPER, {}), [], threading.Barrier(4)
-
-            def work(context=context, tokens=tokens, start=start):
-                start.wait(timeout=300)
-                tokens.append(context.token)
-
-            threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(timeout=300)
-            assert len(set(map(id, tokens))) == 1
-            assert len(tokens) == 4
-    finally:
-        sys.setswitchinterval(usual)
 
 
 @pytest.mark.parametrize('deleted', [True, False])
