@@ -19,7 +19,8 @@ from scalax._hostdata.prefetch import Prefetch
 from scalax._mesh import meshes, topologies
 from scalax._stages.stages import Stages
 from scalax._trace import constraints, contexts
-from scalax._transforms import axis_modes, shard_map, sjit
+from scalax._transforms import axis_modes, shard_map
+from scalax._transforms.sjit.function import sjit
 from scalax._tree.paths import dtype_on_devices
 from scalax._tree.specs import MeshAxes
 from scalax._util.lru_cache import LRUCache
@@ -410,7 +411,7 @@ class MeshShardingHelper:
         }
         if fun is None:
             return functools.partial(self.sjit, **options, **jit_kwargs)
-        return sjit.sjit(self, fun, **options, jit_kwargs=jit_kwargs)
+        return sjit(self, fun, **options, jit_kwargs=jit_kwargs)
 
     @overload
     def shard_map(

@@ -8,7 +8,7 @@ from scalax._helper import MeshShardingHelper
 from scalax._hostdata.prefetch import Prefetch
 from scalax._stages.stages import Stages
 from scalax._trace.constraints import with_sharding_annotation, with_sharding_constraint
-from scalax._transforms.sjit import SjitFunction
+from scalax._transforms.sjit.function import SjitFunction
 from scalax.rules import (
     FSDPShardingRule,
     LogicalAxisShardingRule,

@@ -13,7 +13,9 @@ from scalax._plan.collective_runs import KINDS
 from scalax._plan.formulas import Counted
 from scalax._plan.make import make_plan
 from scalax._trace.contexts import MeshOwner
-from scalax._transforms.sjit import describe_difference, name_of, owner_of
+from scalax._transforms.calls.errors import describe_difference
+from scalax._transforms.calls.signature import name_of
+from scalax._transforms.sjit.function import owner_of
 from scalax._tree.paths import NamedTree
 from scalax._verify.verified import Argument, Difference, FirstDifference, Retry, Verified
 from scalax._verify.verify import verify

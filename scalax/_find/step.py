@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 
-from scalax._transforms.sjit import SjitFunction, name_of
+from scalax._transforms.calls.signature import name_of
+from scalax._transforms.sjit.function import SjitFunction
 from scalax._tree.paths import bits_of, dtype_on_devices, kind_of, leaf_shape, path_string
 from scalax.errors import ArgumentError, plural
 

@@ -50,14 +50,14 @@ def _fault(tree: NamedTree, index: int, axis: int, rows: str) -> str | None:
         size = leaf.shape[axis]
         if size % len(boxes):
             return (
-                f"{tree.describe(index)}: {size} rows do not divide by {len(boxes)} processes; rows='needed' "
-                'gives those that the devices of each hold'
+                f'{tree.describe(index)}: {size} examples do not divide by {len(boxes)} processes; '
+                "rows='needed' gives those that the devices of each hold"
             )
     elif not all(
         _holds(mine, leaf.shape, axis % leaf.ndim, *box[axis]) for mine in boxes.values() for box in mine
     ):
         return (
-            f'{tree.describe(index)}: no process holds its rows whole, because another axis is sharded '
+            f'{tree.describe(index)}: no process holds entire examples, because another axis is sharded '
             f'over several processes ({leaf.sharding})'
         )
     return None

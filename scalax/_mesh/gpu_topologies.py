@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scalax._mesh.gpu_targets import FIELDS, target_config
+from scalax._mesh.gpu_targets import FIELDS, TARGETS, target_config
 from scalax.errors import MeshError, MissingDependencyError, plural
 
 
@@ -29,14 +29,10 @@ class Joined(NamedTuple):
     domain: int
 
 
-GPUS = {
-    'a100': Joined(8, 8),
-    'h100': Joined(8, 8),
+GPUS = dict.fromkeys(TARGETS, Joined(8, 8)) | {
     'h100-pcie': Joined(2, 2),
     'h100-nvl': Joined(2, 2),
-    'h200': Joined(8, 8),
     'gh200': Joined(4, 4),
-    'b200': Joined(8, 8),
     'gb200': Joined(4, 72),
     'gb300': Joined(4, 72),
 }

@@ -19,7 +19,8 @@ from scalax._mesh.meshes import require_devices
 from scalax._plan.hardware import Hardware, hardware_of
 from scalax._plan.torus import Place, places_of
 from scalax._trace.contexts import MeshOwner
-from scalax._transforms.sjit import name_of, sjit
+from scalax._transforms.calls.signature import name_of
+from scalax._transforms.sjit.function import sjit
 from scalax._tree.specs import spec_axes
 from scalax.errors import ArgumentError
 

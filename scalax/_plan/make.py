@@ -32,7 +32,8 @@ from scalax._plan.plan import Plan
 from scalax._plan.roofline import routes_of, time_collectives
 from scalax._plan.schedule import Schedule, schedule_of
 from scalax._trace.contexts import MeshOwner
-from scalax._transforms.sjit import SjitFunction, name_of, names_of_arguments, staged_of
+from scalax._transforms.calls.signature import name_of
+from scalax._transforms.sjit.function import SjitFunction, names_of_arguments, staged_of
 from scalax._tree.paths import join
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.progress import progress

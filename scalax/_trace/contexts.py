@@ -31,7 +31,7 @@ from scalax.rules._rule import is_rule
 
 
 class MeshOwner(Protocol):
-    """The part of `MeshShardingHelper` that the rooms below it need."""
+    """The part of `MeshShardingHelper` that the packages below it need."""
 
     @property
     def mesh(self) -> Mesh:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from scalax._transforms.sjit import SjitFunction
+from scalax._transforms.sjit.function import SjitFunction
 from scalax._tree.paths import NamedTree, path_string
 from scalax.rules._answer import Answer, AxisSizes
 from scalax.rules._prefix import is_rule

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from scalax._transforms.sjit import SjitFunction, staged_of
+from scalax._transforms.sjit.function import SjitFunction, staged_of
 from scalax._tree.specs import only_axes
 from scalax._util.progress import Note
 from scalax._verify.run import Comparison

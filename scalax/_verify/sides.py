@@ -16,7 +16,8 @@ from scalax._follow.followed_batch import line_of
 from scalax._jax import equations
 from scalax._plan.lowered_step import without_changes
 from scalax._trace.contexts import MeshOwner
-from scalax._transforms.sjit import SjitFunction, call_of, made_anew, name_of, owner_of, shardings_of
+from scalax._transforms.calls.signature import name_of
+from scalax._transforms.sjit.function import SjitFunction, call_of, made_anew, owner_of, shardings_of
 from scalax._tree.paths import NamedTree, dtype_on_devices, is_key, kind_of
 from scalax._tree.specs import axis_sizes_text
 from scalax._verify.rounding import OnOneDevice, Place, Rounded

@@ -13,7 +13,8 @@ import jax
 from scalax._jax.equations import equations
 from scalax._mesh.meshes import has_devices
 from scalax._report.tables import array_text
-from scalax._transforms.sjit import SjitFunction, made_anew, name_of
+from scalax._transforms.calls.signature import name_of
+from scalax._transforms.sjit.function import SjitFunction, made_anew
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.progress import Note, progress
 from scalax._verify.first import first_difference

@@ -548,7 +548,7 @@ def check_rows_of_arrays_sharded_along_other_axes() -> None:
     assert_same(helper.global_array_to_local_data(other), whole[own_rows(len(whole))])  # fetched
     with raises(
         'global arrays have no local share along axis 0:\n'
-        f'  x: int32{list(whole.shape)}: no process holds its rows whole, because another axis is sharded '
+        f'  x: int32{list(whole.shape)}: no process holds entire examples, because another axis is sharded '
         f'over several processes ({other.sharding})\n'
         'What to do: choose another batch_axis, or fetch entire arrays with helper.gather.'
     ):
@@ -556,8 +556,8 @@ def check_rows_of_arrays_sharded_along_other_axes() -> None:
     odd = placed(P())[:3]
     with raises(
         'global arrays have no local share along axis 0:\n'
-        f"  (the leaf itself): int32[3, 8]: 3 rows do not divide by {count()} processes; rows='needed' gives "
-        'those that the devices of each hold\n'
+        f"  (the leaf itself): int32[3, 8]: 3 examples do not divide by {count()} processes; rows='needed' "
+        'gives those that the devices of each hold\n'
         'What to do: choose another batch_axis, or fetch entire arrays with helper.gather.'
     ):
         helper.global_array_to_local_data(odd)

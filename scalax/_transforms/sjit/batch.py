@@ -32,13 +32,13 @@ def batch_to_follow(rules: FunctionRules, call: Call, shardings: Shardings) -> A
         shardings: those of the arguments inside the function.
 
     Raises:
-        ArgumentError: an argument that is said to be a batch has no sharding.
+        ArgumentError: an argument that the user names as a batch has no sharding.
     """
     if rules.any_explicit:  # types say where values are
         return None
     if not rules.signature.says_batch:
         return _arguments(call, shardings, _found(rules, call))
-    rows = _said(rules, call)
+    rows = _named(rules, call)
     _reject_unsharded(rules, call, rows, shardings)
     return _arguments(call, shardings, rows)
 
@@ -79,7 +79,7 @@ def _arguments(call: Call, shardings: Shardings, rows: Sequence[bool]) -> Argume
     )
 
 
-def _said(rules: FunctionRules, call: Call) -> list[bool]:
+def _named(rules: FunctionRules, call: Call) -> list[bool]:
     """A column: the leaves that hold rows as the user says."""
     layout, keywords = call.layout, rules.signature.batch_keywords
     return [
@@ -121,7 +121,7 @@ def _axes(given: Any) -> Sequence[str]:
 
 
 def _reject_unsharded(rules: FunctionRules, call: Call, rows: Sequence[bool], shardings: Shardings) -> None:
-    """Raises ArgumentError about an argument that is said to be a batch, and that nothing shards."""
+    """Raises ArgumentError about an argument that the user names as a batch, and that nothing shards."""
     by_slot, rows_by_slot = call.by_slot(shardings), call.by_slot(rows)
     for slot, holds in rows_by_slot.items():
         given = [to for to, is_batch in zip(by_slot[slot], holds, strict=True) if is_batch]
