@@ -52,7 +52,7 @@ class Way(NamedTuple):
 
 
 LIMITS = {
-    'made': Way(76, 14, 28),
+    'made': Way(76, 14, 27),
     'first': Way(124, 17, 62) if GUARDED else Way(122, 17, 60),
     'another length': Way(126, 16, 65) if GUARDED else Way(125, 16, 64),
     'again': Way(2, 2, 1) if GUARDED else Way(1, 1, 0),
