@@ -696,6 +696,7 @@ def never_slow(compiled, calls, monkeypatch):
         jax.tree.map(np.testing.assert_array_equal, compiled(*call), out)
 
 
+@pytest.mark.filterwarnings('ignore::scalax.errors.UnshardedWarning')  # of the small ones
 def test_many_signatures_of_two_programs_are_told_apart(monkeypatch):
     compiled = HELPER.sjit(lambda x: x * 2, FSDPShardingRule('data', min_fsdp_size=64))
     calls = [(np.full((4 * n, 3), n, np.float32),) for n in range(1, 41)]
