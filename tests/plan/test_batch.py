@@ -161,7 +161,9 @@ def test_why_nothing_is_followed():
     )
     explicit = MeshShardingHelper([-1], ['fsdp'], axis_types=AxisType.Explicit)
     shown = explicit.sjit(jnp.sin, in_shardings=P('fsdp')).followed(X)
-    assert str(shown) == 'sin propagates no batch sharding: on Explicit mesh axes, shardings are part of types'
+    assert (
+        str(shown) == 'sin propagates no batch sharding: on Explicit mesh axes, shardings are part of types'
+    )
     # Nothing looks like a batch.
     assert on(HELPER, P(), P('fsdp')) is None
     assert on(HELPER, RULE, None) is None
