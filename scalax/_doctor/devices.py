@@ -203,13 +203,17 @@ def _findings(
         how = f'signal {signal.Signals(-code).name}' if code < 0 else f'exit code {code}'
         cure = 'see its output above, which comes from JAX and its plugins'
         cure = 'fix the file' if own else _HANGS[_JOINING] if stage == _JOINING else cure
-        known = (cure for pattern, cure in _CURES.items() if re.search(pattern, text))
-        yield Finding(f'{stage} failed ({how}){_last_lines(text)}', next(known, cure))
+        yield Finding(f'{stage} failed ({how}){_last_lines(text)}', _known_cure(text) or cure)
     if wrong := values.get('wrong'):
         yield Finding(
             ''.join([values['verified'], *(f'\n     {each}' for each in wrong[:_LAST_LINES])]), _WRONG
         )
     yield from _disagreements(values.get('rows', ()))
+
+
+def _known_cure(text: str) -> str:
+    """What to do about what a process has printed; empty where that is not known."""
+    return next((cure for pattern, cure in _CURES.items() if re.search(pattern, text)), '')
 
 
 def _last_lines(text: str) -> str:
