@@ -134,8 +134,8 @@ def test_variables_that_are_set_too_late(file):
             'importing train.py failed (exit code 1)\n',
             'fix the file',
         ),
-        ('import os\nprint("almost")\nos.abort()', 'importing train.py failed (signal SIGABRT)', 'mend the'),
-        ('raise SystemExit(3)', 'importing train.py failed (exit code 3)', 'mend the'),
+        ('import os\nprint("almost")\nos.abort()', 'importing train.py failed (signal SIGABRT)', 'fix the'),
+        ('raise SystemExit(3)', 'importing train.py failed (exit code 3)', 'fix the'),
     ],
     ids=['too late', 'an import', 'a crash', 'an exit'],
 )
