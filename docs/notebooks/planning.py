@@ -114,5 +114,5 @@ plan_on_tpus()
 # - `print(plan)` is the same as text, and `plan.diff(other)` compares two.
 # - From a terminal: `scalax plan`, `scalax search` and `scalax find`
 #   ([command_line.md](../command_line.md)).
-# - [planning.md](../planning.md): how to read a plan; [estimates.md](../estimates.md): what is counted, how, and how
-#   far to trust it.
+# - [planning.md](../planning.md): how to read a plan;
+#   [estimates.md](../estimates.md): what is counted, how, and how far to trust it.

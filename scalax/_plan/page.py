@@ -39,7 +39,7 @@ from scalax.errors import PlanError
 
 _SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Counted.UNKNOWN: '~'}
 _WHY = {
-    'resharding': 'gathered whole and sliced again',
+    'resharding': 'gathered in full and sliced again',
     'halo': 'halo exchange',
     'ring': 'ring beside a product',
     'padding': 'padding',
@@ -47,8 +47,8 @@ _WHY = {
 }
 _TRY = {
     'resharding': (
-        'gathered whole and sliced again: XLA found no direct way between two shardings of the value, as it '
-        'warns (involuntary full rematerialization). Constrain it to a sharding in between.'
+        'gathered in full and sliced again: XLA found no direct way between two shardings of the value '
+        '(it warns of involuntary full rematerialization). Constrain it to a sharding in between.'
     ),
     'halo': (
         'halo exchange: a sharded dimension is sliced or shifted. Split a fused weight, as of query, key '
@@ -82,7 +82,7 @@ def plan_blocks(plan: PlanData, title: str, level: int = 1) -> list[Block]:
         Section('Forward, backward, update', _parts(plan, roofline), 'on each device'),
         _scopes(plan, roofline),
         *_collectives(plan, roofline),
-        Section('Rows of the batch', _batch(plan)),
+        Section('Batch sharding', _batch(plan)),
     ]
 
 
@@ -331,7 +331,7 @@ def _collectives(plan: PlanData, roofline: Roofline | None) -> list[Block]:
     if not plan.collectives:
         return [Section(title, [Lines(['collectives in one call: none'])])]
     ms = '' if roofline is None else '; ms: all of them, one after the other'
-    lead = f'collectives in one call (bytes: the whole array of one group, each time{ms})'
+    lead = f'collectives in one call (bytes: the full array of one group, each time{ms})'
     unknown = f'{1 - plan.explained:.1%} of the bytes have no origin in the program after partitioning'
     notes = [unknown] if plan.explained < 1 else []
     notes += [said for cause, said in _TRY.items() if cause in {row.cause for row in plan.collectives}]

@@ -208,7 +208,7 @@ def test_page(tmp_path):
     plan = planned(mixed)
     plan.to_html(tmp_path / 'plan.html')
     page = (tmp_path / 'plan.html').read_text(encoding='utf-8')
-    section = page.partition('Rows of the batch</h2>')[2].partition('</section>')[0]
+    section = page.partition('Batch sharding</h2>')[2].partition('</section>')[0]
     for line in said(plan):
         assert html.escape(line.strip()) in section
-    assert 'Rows of the batch' not in dataclasses.replace(plan, followed=None)._repr_html_()
+    assert 'Batch sharding' not in dataclasses.replace(plan, followed=None)._repr_html_()

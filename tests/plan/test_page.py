@@ -201,8 +201,8 @@ def test_the_batch():
     lost = (LostRows('sort', 'model.py:9 route', 'f32[64]', 256),)
     made = dataclasses.replace(plan(), followed=FollowedBatch('step', ('fsdp',), kept, lost))
     said = words(made)
-    assert 'lost at model.py:9 route (sort): f32[64], 256 B' in said
-    assert 'Rows of the batch' not in words(dataclasses.replace(plan(), followed=None))
+    assert 'sharding lost at model.py:9 route (sort): f32[64], 256 B' in said
+    assert 'Batch sharding' not in words(dataclasses.replace(plan(), followed=None))
 
 
 def test_simulated_devices_say_how_to_get_seconds():

@@ -186,7 +186,7 @@ def test_text():
     # Along tp nothing is divided.
     assert lines[2] == 'the devices compute 2 times that: halos, or what is not divided'
     assert lines[3].startswith('memory of each device (as XLA for cpu counts: an estimate): ')
-    first = lines.index('collectives in one call (bytes: the whole array of one group, each time):')
+    first = lines.index('collectives in one call (bytes: the full array of one group, each time):')
     assert lines[first + 1 :] == [
         'collective  axes  times    bytes    total  phase     because of',
         '-' * len(lines[first + 2]),
@@ -311,7 +311,7 @@ def resharded(x, *specs):
         (  # "Involuntary full rematerialization", as XLA calls it
             lambda x: resharded(x, P(('fsdp', 'tp')), P(None, 'fsdp')),
             'resharding',
-            'gathered whole and sliced again: XLA found no direct way between two shardings',
+            'gathered in full and sliced again: XLA found no direct way between two shardings',
         ),
         (lambda x: resharded(x, P('fsdp'), P(None, 'fsdp')), 'sharding', ''),
         (lambda x: resharded(x, P('fsdp'), P())[3:5], 'sharding', ''),
@@ -327,7 +327,7 @@ def resharded(x, *specs):
 def test_what_to_try_is_said_where_it_is_known(function, cause, said):
     plan = HELPER.plan(HELPER.sjit(function), leaf(64, 96, 16))
     assert {row.cause for row in plan.collectives} == {cause}
-    text = [line for line in str(plan).splitlines() if line.startswith(('gathered whole', 'halo exchange'))]
+    text = [line for line in str(plan).splitlines() if line.startswith(('gathered in full', 'halo exchange'))]
     assert [line[: len(said)] for line in text] == ([said] if said else [])
 
 
