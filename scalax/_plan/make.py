@@ -72,7 +72,9 @@ def make_plan(
         ArgumentError: *fun* is not a function, or nothing ties it to a mesh of absent devices.
     """
     step = lower_step(helper, fun, args, kwargs, hardware)
-    with progress(f'planning {step.name}', _log):
+    is_slow = not quick and step.mesh.devices.flat[0].platform == 'tpu'
+    how = ' in full: minutes, or seconds with quick' if is_slow else ''
+    with progress(f'planning {step.name}{how}', _log):
         return plan_lowered(step, quick=quick)
 
 
