@@ -120,7 +120,7 @@ def _all_replicated(rule: FSDPShardingRule, arrays: Sequence[_Array], mesh: Mapp
         cure = 'choose sizes that divide, or a mesh axis of another size'
     count = len({(array.seen, array.size) for array in asked})  # arguments come back as outputs
     return (
-        f'{rule!r} shards nothing: all {plural(count, "array")} of its trees are replicated over the '
+        f'{rule!r} shards nothing: {plural(count, "array")} replicated over the '
         f'{devices} devices along {", ".join(axes)}. The largest, {largest.text()}, has {why}.\n'
         f'What to do: {cure}. To replicate them on purpose, give PartitionSpec() in place of the rule.'
     )

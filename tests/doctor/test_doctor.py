@@ -89,7 +89,7 @@ def test_devices_that_compute_something_else(file):
         and ' is the first operation that differs' in more[0]
     )
     assert any(line.startswith('     loss is ') and line.endswith(' on one device') for line in more)
-    assert found.cure.startswith('do not train on this. ')
+    assert found.cure.startswith('do not train on this machine. ')
 
 
 LATE = """

@@ -55,7 +55,7 @@ def in_sjit(in_shardings, *args, out_shardings=None, helper=HELPER):
 
 
 ALL_WHOLE = (
-    "FSDPShardingRule('fsdp') shards nothing: all 7 arrays of its trees are replicated over the 4 devices "
+    "FSDPShardingRule('fsdp') shards nothing: 7 arrays replicated over the 4 devices "
     'along fsdp. The largest, {}embedding: float32[512, 64], has 32,768 elements, and min_fsdp_size is '
     '1,048,576.\n'
     'What to do: pass min_fsdp_size=32768, or less to shard more of them. To replicate them on purpose, give '

@@ -653,6 +653,6 @@ def check_verify_is_refused() -> None:
     try:
         helper.verify(step, jax.ShapeDtypeStruct((8,), 'float32'))
     except ArgumentError as error:
-        assert 'the mesh has devices of several processes, and verify runs in one' in str(error)
+        assert 'the mesh has devices of several processes, but verify runs in one' in str(error)
     else:
         raise AssertionError('it was verified')
