@@ -90,7 +90,7 @@ def test_arguments_and_outputs_count_together():
 def test_no_dimension_divides():
     [message] = in_shard(SMALL, {'w': np.zeros((99, 101), 'f'), 'b': np.zeros(4, 'f')})
     assert (
-        'all 2 arrays' in message
+        '2 arrays replicated' in message
         and 'The largest, w: float32[99, 101], has no dimension that is free' in message
     )
     assert 'What to do: choose sizes that divide, or a mesh axis of another size.' in message
