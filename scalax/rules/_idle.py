@@ -129,8 +129,7 @@ def _all_replicated(rule: FSDPShardingRule, arrays: Sequence[_Array], mesh: Mapp
 def _misspelt(clause: Clause, arrays: Sequence[_Array], seen: Sequence[str]) -> str:
     """The warning about a regex that matches no path; '' where it may be one for other trees.
 
-    It should have matched something where an array that no regex names has a path of similar words, or is
-    the largest one and replicated.
+    It should have matched something where an array that no regex names has a path of similar words.
     """
     rule, number = clause
     if not isinstance(rule, TreePathShardingRule) or not _shards(rule.rules[number][1]):
@@ -143,10 +142,7 @@ def _misspelt(clause: Clause, arrays: Sequence[_Array], seen: Sequence[str]) -> 
         if near and not any(word in path for path in seen):
             like = f'{near[0]!r}, as in {words[near[0]].text()}'
             return f'  {text!r}: {word!r} is in no path, did you mean {like}?'
-    largest = max(arrays, key=lambda array: array.size)
-    if len(arrays) == 1 or not largest.is_whole or largest not in unnamed:
-        return ''
-    return f'  {text!r}, and the largest array is replicated, because no regex matches it: {largest.text()}'
+    return ''
 
 
 def _shards(value: Rule) -> bool:
