@@ -7,7 +7,7 @@ computed of.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,21 +38,48 @@ def with_own_constants(jaxpr: Any, makers: Mapping[int, Any], equation: Any) -> 
     if all(isinstance(atom, Literal) or id(atom) in roots for atom in constants):
         return equation
     given = part_of(jaxpr, [*roots.values()], constants)
-    ends = len(roots), len(roots) + loop.carried
+
+    def layer(values: Sequence[Any], carried: Sequence[Any], elements: Sequence[Any]) -> list[Any]:
+        return run(loop.body, [*run(given, values), *carried, *elements])
+
+    made = scan_like(equation, layer, [*roots.values()], first, stacks)
+    return equation if made is None else with_results(made, equation.outvars)
+
+
+def scan_like(
+    equation: Any,
+    layer: Callable[..., list[Any]],
+    constants: Sequence[Any],
+    first: Sequence[Any],
+    stacks: Sequence[Any],
+) -> Any:
+    """A `scan` that goes as another one, of other operands; None if JAX leaves out of it what it would give.
+
+    Args:
+        equation: the other one.
+        layer: a round, a function of constants, what is carried, and elements of stacks.
+        constants: the constants.
+        first: what is carried first.
+        stacks: the stacks.
+    """
+    count_of_results: list[int] = []
+    length, count, end = loop_of(equation).length, len(constants), len(constants) + len(first)
 
     def looped(*operands: Any) -> list[Any]:
-        def layer(carried: list[Any], elements: list[Any]) -> tuple[list[Any], list[Any]]:
-            results = run(loop.body, [*run(given, operands[: ends[0]]), *carried, *elements])
-            return results[: loop.carried], results[loop.carried :]
+        def step(carried: list[Any], elements: list[Any]) -> tuple[list[Any], list[Any]]:
+            results = layer(operands[:count], carried, elements)
+            count_of_results.append(len(results))
+            # JAX leaves out of a loop what it carries unchanged, and elements that it gives as they are.
+            pairs = zip(carried, results, strict=False)
+            after = [jax.lax.optimization_barrier(x) if x is before else x for before, x in pairs]
+            return after, results[len(first) :]
 
-        begun, xs = [*operands[slice(*ends)]], [*operands[ends[1] :]]
-        carried, stacked = jax.lax.scan(layer, begun, xs, loop.length, **scan_options(equation))
+        begun, elements = [*operands[count:end]], [*operands[end:]]
+        carried, stacked = jax.lax.scan(step, begun, elements, length, **scan_options(equation))
         return [*carried, *stacked]
 
-    made = added_equation(looped, equation, [*roots.values(), *first, *stacks])
-    # JAX leaves out of a loop what it carries unchanged.
-    is_same = len(made.outvars) == len(equation.outvars)
-    return with_results(made, equation.outvars) if is_same else equation
+    made = added_equation(looped, equation, [*constants, *first, *stacks])
+    return made if len(made.outvars) == count_of_results[0] else None
 
 
 def _smallest(

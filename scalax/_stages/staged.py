@@ -30,6 +30,7 @@ from scalax._jax.primitives import primitive_name
 from scalax._jax.tracing import trace_context
 from scalax._jaxprs.interpreter import LoopFacts
 from scalax._jaxprs.rows import SUM, Fact, Refused, Rows, RowsOf
+from scalax._stages.apart import apart
 from scalax._stages.constants import with_own_constants
 from scalax._stages.deal import Deal
 from scalax._stages.layers import Stack
@@ -267,7 +268,7 @@ class _Staged(rewriting.Rewriter):
     """
 
     def __init__(
-        self, places: Places, deal: Deal, stages: Stages, names: Sequence[str], times: Mapping[int, int]
+        self, places: Places, deal: Deal, stages: Stages, names: Sequence[str], times: Counter[int]
     ) -> None:
         super().__init__(lambda equation: equation)
         self.loops: list[tuple[PipelinedLoop, Any]] = []
@@ -277,17 +278,15 @@ class _Staged(rewriting.Rewriter):
         inner, makers = opened(jaxpr), makers_of(opened(jaxpr))
         if not any(id(each) in self._places.loops for each in inner.eqns):
             return super().jaxpr(jaxpr)
-        found = [
-            with_own_constants(jaxpr, makers, each)
-            if id(each) in self._places.loops
-            else self._equation(each)
-            for each in inner.eqns
-        ]
-        pairs = zip(inner.eqns, found, strict=True)
-        made = {
-            id(each): self._loop(each, before) for before, each in pairs if id(before) in self._places.loops
-        }
-        loops = {i: loop for i, loop in made.items() if loop is not None}
+        found: list[Any] = []
+        loops: dict[int, _Loop] = {}
+        for each in inner.eqns:
+            if id(each) in self._places.loops:
+                for made, loop in self._loops(with_own_constants(jaxpr, makers, each), each):
+                    found.append(made)
+                    loops.update({id(made): loop} if loop is not None else {})
+            else:
+                found.append(self._equation(each))
         # What only pipelines take, in their form, is not put back.
         needed = {*map(id, inner.outvars)}
         for each in found:
@@ -300,8 +299,8 @@ class _Staged(rewriting.Rewriter):
         ]
         return rewriting.replaced(jaxpr, eqns=[*itertools.chain.from_iterable(runs)])
 
-    def _loop(self, equation: Any, before: Any) -> _Loop | None:
-        """A loop over layers, and how its rows are dealt; None of one without rows, such as norms of weights.
+    def _loops(self, equation: Any, before: Any) -> list[tuple[Any, _Loop | None]]:
+        """The equations of a loop over layers: itself, or its parts; None of those without rows in layers.
 
         *before* is what it was in the user's step.
         """
@@ -312,7 +311,7 @@ class _Staged(rewriting.Rewriter):
         ]
         held = [shape_of(x)[dim] for x, dim in zip(equation.invars, dims, strict=True) if dim is not None]
         if not held:
-            return None
+            return [(equation, None)]
         _check_layers(equation, self._places, self._names, self._deal, self._stages)
         # In a microbatch there are fewer rows; rows and tokens in one dimension are more.
         count = self._deal.rows if all(size % self._deal.rows == 0 for size in held) else min(held)
@@ -336,7 +335,13 @@ class _Staged(rewriting.Rewriter):
                 raise Refused(
                     equation, why, 'compute them again (jax.checkpoint) in place of offloading them'
                 )
-            facts = rows.rounds(equation, operands)
+            try:
+                facts = rows.rounds(equation, operands)
+            except Refused:
+                parts = apart(equation, rows, operands)
+                if not parts:
+                    raise
+                return [*itertools.chain.from_iterable(self._part(each, before) for each in parts)]
             _check_sums(equation, facts.carried)
         except Refused as refused:
             raise StagesError(
@@ -346,9 +351,15 @@ class _Staged(rewriting.Rewriter):
             ) from None
         described = _described(equation, facts, deal, self._stages.rounds, self._times[id(before)])
         self.loops.append((described, before))
-        return _Loop(
-            Pipeline(equation, facts, rows, deal, self._stages.rounds), *self._stacks(facts, deal, line)
-        )
+        function = Pipeline(equation, facts, rows, deal, self._stages.rounds)
+        return [(equation, _Loop(function, *self._stacks(facts, deal, line)))]
+
+    def _part(self, equation: Any, before: Any) -> list[tuple[Any, _Loop | None]]:
+        """The same of a part of a loop, of whose operations plans know by itself."""
+        if primitive_name(equation) != 'scan':
+            return [(equation, None)]
+        self._times[id(equation)] = self._times[id(before)]
+        return self._loops(equation, equation)
 
     def _stacks(self, facts: LoopFacts[Fact], deal: Deal, line: str) -> Iterator[list[Stack | None]]:
         """How a pipeline takes its operands, and gives its results."""

@@ -531,6 +531,83 @@ PROGRAMS['parts_of_the_batch_by_microbatch'] = Program(
 PROGRAMS['many_microbatches'] = Program(plain, parts=4, mesh={'stage': 4, 'fsdp': 2})
 
 
+# What needs sums over the batch, and gives no rows -------------------------------------------------
+
+
+def unevenness(x: Any, w: Any) -> Any:
+    """The loss that keeps experts even: a product of two means over all tokens."""
+    probs = jax.nn.softmax(x @ w['up'])
+    return WIDTH * jnp.mean(probs, (0, 1)) @ jnp.mean(probs > 0.1, (0, 1))
+
+
+@program()
+def balance_losses(params: Any, batch: Any, key: Any) -> Any:
+    def layer(x: Any, w: Any) -> tuple[Any, Any]:
+        return block(x, w), unevenness(x, w)
+
+    x, uneven = jax.lax.scan(layer, entered(params, batch), params['layers'])
+    return error(params, x, batch) + jnp.mean(uneven)
+
+
+@program()
+def balance_losses_computed_again(params: Any, batch: Any, key: Any) -> Any:
+    """With dropout, and a checkpoint in another one."""
+
+    @jax.checkpoint
+    def layer(x: Any, each: Any) -> tuple[Any, Any]:
+        w, number = each
+        x = jax.checkpoint(block)(x, w)
+        kept = jax.random.bernoulli(jax.random.fold_in(key, number), 0.9, x.shape)
+        return jnp.where(kept, x / 0.9, 0), unevenness(x, w) ** 2
+
+    layers = params['layers'], jnp.arange(LAYERS)
+    x, uneven = jax.lax.scan(layer, entered(params, batch), layers)
+    return error(params, x, batch) + jnp.mean(uneven)
+
+
+def with_a_balance_that_is_carried(layer_of: Callable[[Any], Any], params: Any, batch: Any) -> Any:
+    def layer(carried: Any, w: Any) -> tuple[Any, None]:
+        x, total, number = carried
+        return (block(x, w), total + unevenness(x, w) / number, number + 1), None
+
+    begun = entered(params, batch), jnp.sum(params['layers']['up']), 1
+    (x, total, _), _ = jax.lax.scan(layer_of(layer), begun, params['layers'])
+    return error(params, x, batch) + total
+
+
+@program()
+def carried_balance_losses(params: Any, batch: Any, key: Any) -> Any:
+    return with_a_balance_that_is_carried(lambda layer: layer, params, batch)
+
+
+@program(mesh={'stage': 4, 'fsdp': 2}, parts=4)
+def carried_balance_losses_computed_again(params: Any, batch: Any, key: Any) -> Any:
+    return with_a_balance_that_is_carried(jax.checkpoint, params, batch)
+
+
+def of_masks(params: Any, batch: Any) -> Any:
+    """What does not change from layer to layer, and needs the entire batch."""
+    mask = jnp.abs(batch['x'][..., :1]) > 0.5
+    lengths = jnp.sum(mask, (1, 2))
+
+    @jax.checkpoint
+    def layer(x: Any, w: Any) -> Any:
+        x = x + block(x, w) * mask / jnp.sum(mask) * ROWS
+        return x * lengths[:, None, None] / lengths.max() + jnp.sort(lengths)[-2] / ROWS
+
+    return of_layers(layer, params, batch)
+
+
+@program()
+def masks_of_the_batch(params: Any, batch: Any, key: Any) -> Any:
+    return of_masks(params, batch)
+
+
+@program(has_gradient=False)
+def masks_of_the_batch_in_evaluation(params: Any, batch: Any, key: Any) -> Any:
+    return of_masks(params, batch)
+
+
 # What mixes rows ----------------------------------------------------------------------------------
 
 
@@ -571,13 +648,10 @@ def capacity_of_the_batch(params: Any, batch: Any, key: Any) -> Any:
 
 
 @refused()
-def product_of_two_means(params: Any, batch: Any, key: Any) -> Any:
-    """As in the loss that keeps experts even."""
-
+def balance_that_scales_rows(params: Any, batch: Any, key: Any) -> Any:
     def layer(x: Any, w: Any) -> tuple[Any, Any]:
-        probs = jax.nn.softmax(x @ w['up'])
-        used = jnp.mean(probs > 0.1, (0, 1))
-        return block(x, w), jnp.mean(probs, (0, 1)) @ used
+        uneven = unevenness(x, w)
+        return x + uneven * block(x, w), uneven
 
     x, uneven = jax.lax.scan(layer, entered(params, batch), params['layers'])
     return error(params, x, batch) + jnp.mean(uneven)

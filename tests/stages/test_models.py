@@ -6,11 +6,10 @@ import functools
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.unchanged import catalogue, diffusion, experts, llama, optimizers
+from benchmarks.unchanged import catalogue, diffusion, llama, optimizers
 from benchmarks.unchanged.measure import training_step
 from benchmarks.unchanged.values import SGD, example, largest_difference, weights
 from scalax.errors import StagesError
@@ -31,13 +30,13 @@ WITHOUT_STACKS = {
     *('flax.nnx modules', 'UNet with attention', 'ResNet with BatchNorm', 'recurrent cell'),
     *('recommender', 'graph network', 'graphs, mapped'),
 }
-# The loss that keeps experts even multiplies two means over all rows; what a kernel does is not known.
+# Their rows are sorted together, or one after the other, and a balance loss follows: it is told first. What a
+# kernel does is not known.
 _UNEVEN = (
     'dot_general takes a sum over the batch, of which a microbatch has a part only, at experts.py:137 route'
 )
-_KINDS = ('one-hot dispatch', 'all tokens', 'over the batch axis', 'sorted tokens', 'sorted by row')
 REFUSED = {
-    **{f'experts, {kind}': _UNEVEN for kind in _KINDS},
+    **dict.fromkeys(('experts, sorted tokens', 'experts, sorted by row'), _UNEVEN),
     'flash attention, Pallas': (
         'pallas_call takes examples of the batch, and what it does with them is not known, '
         'at flash.py:182 layer'
@@ -72,17 +71,8 @@ def deeper():
         yield
 
 
-def of_tokens(mlp):
-    """Experts without the loss that keeps them even, which multiplies two means over the batch."""
-    return lambda x, w, s: (mlp(x, w, s)[0], jnp.zeros(()))
-
-
 with deeper():
     MODELS = {model.name: model for model in catalogue.all_models('small')}
-    for name, mlp in (('one-hot dispatch', experts.one_hot), ('all tokens', experts.dense)):
-        MODELS[f'experts, {name}, uneven'] = experts.with_experts(
-            name, experts.FEW['small'], of_tokens(mlp), {}, MODELS[f'experts, {name}'].columns_and_rows
-        )
 
 
 @pytest.fixture(autouse=True)

@@ -32,6 +32,9 @@ OFTEN = (
     'checkpoints_by_name',
     'groups_of_layers',
     'two_loops',
+    'balance_losses',
+    'carried_balance_losses_computed_again',
+    'masks_of_the_batch',
 )
 
 
@@ -112,9 +115,9 @@ REFUSALS = {
         'jnp.cumsum(chosen, 0)',
         'compute it for each example alone, or outside of the loop',
     ),
-    'product_of_two_means': (
+    'balance_that_scales_rows': (
         'dot_general takes a sum over the batch, of which a microbatch has a part only',
-        '@ used',
+        '@ jnp.mean(probs > 0.1',
         'sum within each example, or add up outside of the loop',
     ),
     'mean_that_layers_read': (
