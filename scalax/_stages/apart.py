@@ -1,4 +1,4 @@
-"""Loops over layers in two, where layers need all of the batch: sums over it, of which a microbatch has a part.
+"""Loops over layers in two, where layers need sums over all of the batch: a microbatch has a part of them.
 
 The balance loss of experts is a product of two means, and a microbatch can only add up. So a first loop gives
 the sums of all layers, and a second one takes them whole and does the rest. Behind a forward pass it needs no
@@ -19,70 +19,6 @@ from scalax._jaxprs.rows import SUM, Fact, Refused, Rows, RowsOf
 from scalax._stages.constants import scan_like
 
 
-class _Round:
-    """What a round of a loop computes that needs all of the batch.
-
-    Attributes:
-        cut: the sums over rows that something else is computed of than sums, where rows are added up.
-        ahead: what depends on several rows of constants, and on nothing else.
-        late: the ids of what depends on *cut*, or what is refused for another reason.
-        carried: what is known of what is carried; of what is late, nothing.
-    """
-
-    def __init__(self, body: Any, loop: Loop, rows: RowsOf, operands: Sequence[Fact]) -> None:
-        constants, state, elements = loop.parts(body.invars)
-        fixed, first, stacks = loop.parts(operands)
-        self.carried, late_before = [*first], set[int]()
-        while True:
-            facts = [*fixed, *self.carried, *map(rows.element_of, stacks)]
-            self._known = dict(zip(map(id, body.invars), facts, strict=True))
-            self._constant = {*map(id, constants)}
-            self._parts: dict[int, dict[int, Any]] = {}  # a sum -> the sums over rows of which it is one
-            self.cut: dict[int, Any] = {}
-            self.ahead: dict[int, Any] = {}
-            self.late = {id(var) for i, var in enumerate(state) if i in late_before}
-            for each in body.eqns:
-                self._run(each, rows)
-            outs = body.outvars[: loop.carried]
-            late = {i for i, out in enumerate(outs) if id(out) in self.late}
-            found = [
-                None if i in late else rows.joined([before, self._known.get(id(out))])
-                for i, (before, out) in enumerate(zip(self.carried, outs, strict=True))
-            ]
-            if (late, found) == (late_before, self.carried):
-                return
-            late_before, self.carried = late_before | late, found
-
-    def _run(self, equation: Any, rows: RowsOf) -> None:
-        operands = [x for x in equation.invars if not isinstance(x, Literal)]
-        facts = [self._known.get(id(x)) for x in equation.invars]
-        is_late = any(id(x) in self.late for x in operands)
-        is_constant = all(id(x) in self._constant for x in operands)
-        results: Sequence[Fact] = [None] * len(equation.outvars)
-        try:
-            if not is_late and any(facts):
-                results = rows.equation(equation, facts)
-        except Refused:
-            is_late = True
-        is_sum = any(isinstance(fact, Rows) for fact in facts) and SUM in results
-        pairs = [(id(var), var) for var in equation.outvars]
-        if is_constant:
-            self._constant.update(i for i, _ in pairs)
-            if is_late or is_sum:
-                self.ahead.update(pairs)
-                return
-        parts: dict[int, Any] = {}
-        for x in operands:
-            parts |= self._parts.get(id(x), {})
-        if is_late:
-            self.late.update(i for i, _ in pairs)
-            self.cut |= parts
-        for (i, var), fact in zip(pairs, results, strict=True):
-            self._known[i] = fact
-            if fact == SUM:
-                self._parts[i] = {i: var} if is_sum else parts
-
-
 def apart(equation: Any, rows: RowsOf, operands: Sequence[Fact]) -> list[Any]:
     """Equations in place of a `scan` whose rounds need all of the batch; none where that is no help.
 
@@ -91,73 +27,138 @@ def apart(equation: Any, rows: RowsOf, operands: Sequence[Fact]) -> list[Any]:
         rows: where rows are.
         operands: what is known of its operands.
     """
-    body, loop = with_inlined(loop_of(equation).body, lambda call: True), loop_of(equation)
+    loop = loop_of(equation)
+    body = with_inlined(loop.body, lambda call: True)
     inner = opened(body)
-    found = _Round(inner, loop, rows, operands)
+    needs = _Needs(inner, loop, rows, operands)
     outer = dict(zip(map(id, inner.invars), equation.invars, strict=True))
     constants, _, elements = loop.parts(inner.invars)
-    everything = range(len(inner.outvars))
-    if found.ahead:
-        given = part_of(body, constants, [*found.ahead.values()])
-        values = added_equation(
-            jax.jit(lambda *x: run(given, x)), equation, [outer[id(x)] for x in constants]
-        )
-        outer |= zip(found.ahead, values.outvars, strict=True)
-        rest = _half(equation, body, outer, [*constants, *found.ahead.values()], elements, everything)
-        return [values, rest] if rest is not None else []
-    late = [i for i in everything if id(inner.outvars[i]) in found.late]
+    everything, ahead = range(len(inner.outvars)), [*needs.ahead.values()]
+    if ahead:
+        given = part_of(body, constants, ahead)
+        made = added_equation(jax.jit(lambda *x: run(given, x)), equation, [outer[id(x)] for x in constants])
+        outer |= zip(needs.ahead, made.outvars, strict=True)
+        rest = _Half(equation, body, [*constants, *ahead], elements, everything)
+        return [made, rest.scan(outer)] if rest.is_whole else []
+    late = [i for i in everything if id(inner.outvars[i]) in needs.late]
     early = [i for i in everything if i not in late]
-    sums = [*found.cut.values()]
-    if not sums or not late:
+    second = _Half(equation, body, constants, [*elements, *needs.sums.values()], late)
+    cut = [x for x in second.elements if id(x) in needs.sums]
+    first = _Half(equation, body, constants, elements, early, cut)
+    # To compute rows of each layer again that layers take of each other is to run the loop twice.
+    is_twice = any(isinstance(needs.carried[i], Rows) for i in second.kept if i in early)
+    if not cut or is_twice or not (first.is_whole and second.is_whole):
         return []
-    first = _half(equation, body, outer, constants, elements, early, sums)
-    if first is None:
-        return []
-    outer |= zip(found.cut, first.outvars[-len(sums) :], strict=True)
-    with_rows = {i for i in early if i < loop.carried and isinstance(found.carried[i], Rows)}
-    second = _half(equation, body, outer, constants, [*elements, *sums], late, unless=with_rows)
-    return [first, second] if second is not None else []
+    made = first.scan(outer)
+    outer |= zip(map(id, cut), made.outvars[-len(cut) :], strict=True)
+    return [made, second.scan(outer)]
 
 
-def _half(
-    equation: Any,
-    body: Any,
-    outer: dict[int, Any],
-    constants: Sequence[Any],
-    elements: Sequence[Any],
-    own: Sequence[int],
-    more: Sequence[Any] = (),
-    unless: Sequence[int] | set[int] = (),
-) -> Any:
-    """A `scan` that gives some results of another one, and *more* variables of its rounds in stacks.
+class _Needs:
+    """What a round of a loop computes that needs all of the batch, by the ids of variables.
 
-    None if it would carry what it is not to, or needs what it does not take.
+    Attributes:
+        sums: the sums over rows, where rows are added up.
+        ahead: what depends on several rows of constants, and on nothing else.
+        late: what is computed of sums otherwise than by adding them up, or is refused for another reason.
+        carried: what is known of what is carried; of what is late, nothing.
     """
-    inner, loop = opened(body), loop_of(equation)
-    _, state, _ = loop.parts(inner.invars)
-    kept, given = [[i for i in own if (i < loop.carried) == is_carried] for is_carried in (True, False)]
-    while True:
-        results = [*[inner.outvars[i] for i in [*kept, *given]], *more]
-        part = part_of(body, [*constants, *state, *elements], results)
-        read = {id(x) for each in opened(part).eqns for x in each.invars if not isinstance(x, Literal)}
-        read |= {id(x) for x in results if not isinstance(x, Literal)}
-        needed = sorted({*kept} | {i for i, var in enumerate(state) if id(var) in read})
-        if needed == kept:
-            break
-        kept = needed
-    there = [*constants, *elements, *state, *opened(part).constvars]
-    if not read <= {*map(id, there), *makers_of(opened(part))} or not {*kept}.isdisjoint(unless):
-        return None
-    parts = [[x for x in each if id(x) in read] for each in (constants, elements)]
-    operands = [parts[0], [state[i] for i in kept], parts[1]]
-    part = part_of(body, [x for each in operands for x in each], results)
-    made = scan_like(
-        equation,
-        lambda *x: run(part, [*x[0], *x[1], *x[2]]),
-        *[[outer[id(x)] for x in each] for each in operands],
-    )
-    if made is None:
-        return None
-    numbers = [*kept, *given]
-    bound = [equation.outvars[i] if i in own else var for i, var in zip(numbers, made.outvars, strict=False)]
-    return with_results(made, [*bound, *made.outvars[len(numbers) :]])
+
+    def __init__(self, body: Any, loop: Loop, rows: RowsOf, operands: Sequence[Fact]) -> None:
+        constants, state, _ = loop.parts(body.invars)
+        fixed, first, stacks = loop.parts(operands)
+        self.carried, late = [*first], set[int]()  # numbers of what is carried
+        while True:
+            facts = [*fixed, *self.carried, *map(rows.element_of, stacks)]
+            self._known = dict(zip(map(id, body.invars), facts, strict=True))
+            self._constant = {*map(id, constants)}
+            self.sums, self.ahead = dict[int, Any](), dict[int, Any]()
+            self.late = {id(state[i]) for i in late}
+            for each in body.eqns:
+                self._run(each, rows)
+            before, outs = (late, self.carried), body.outvars[: loop.carried]
+            late = late | {i for i, out in enumerate(outs) if id(out) in self.late}
+            self.carried = [
+                None if i in late else rows.joined([self.carried[i], self._known.get(id(out))])
+                for i, out in enumerate(outs)
+            ]
+            if (late, self.carried) == before:
+                return
+
+    def _run(self, equation: Any, rows: RowsOf) -> None:
+        ids = [id(x) for x in equation.invars if not isinstance(x, Literal)]
+        facts = [self._known.get(id(x)) for x in equation.invars]
+        is_late, is_constant = not self.late.isdisjoint(ids), self._constant.issuperset(ids)
+        results: Sequence[Fact] = [None] * len(equation.outvars)
+        try:
+            if not is_late and any(facts):
+                results = rows.equation(equation, facts)
+        except Refused:
+            is_late = True
+        own = {id(var): var for var in equation.outvars}
+        sums = {i: var for (i, var), fact in zip(own.items(), results, strict=True) if fact == SUM}
+        sums = sums if any(isinstance(fact, Rows) for fact in facts) else {}
+        self._constant.update(own if is_constant else ())
+        if is_constant and (is_late or sums):
+            self.ahead |= own
+            return
+        self.sums |= sums
+        self.late.update(own if is_late else ())
+        self._known.update(zip(own, results, strict=True))
+
+
+class _Half:
+    """A `scan` that gives some results of another one.
+
+    Args:
+        equation: the other one.
+        body: the jaxpr of its rounds.
+        constants: the variables of constants that it may take.
+        elements: those of elements of stacks.
+        own: the numbers of the results that it gives.
+        more: variables that it gives in stacks besides.
+
+    Attributes:
+        elements: the elements that it takes.
+        kept: the numbers of what it carries.
+        is_whole: whether it computes all that it needs.
+    """
+
+    def __init__(
+        self,
+        equation: Any,
+        body: Any,
+        constants: Sequence[Any],
+        elements: Sequence[Any],
+        own: Sequence[int],
+        more: Sequence[Any] = (),
+    ) -> None:
+        inner, loop = opened(body), loop_of(equation)
+        _, state, _ = loop.parts(inner.invars)
+        kept, stacked = [[i for i in own if (i < loop.carried) == is_it] for is_it in (True, False)]
+        while True:
+            results = [*[inner.outvars[i] for i in [*kept, *stacked]], *more]
+            part = opened(part_of(body, [*constants, *state, *elements], results))
+            atoms = [*results, *[x for each in part.eqns for x in each.invars]]
+            read = {id(x) for x in atoms if not isinstance(x, Literal)}
+            found = [i for i, var in enumerate(state) if i in kept or id(var) in read]
+            if found == kept:
+                break
+            kept = found
+        there = [*constants, *elements, *state, *part.constvars]
+        self.is_whole = read <= {*map(id, there), *makers_of(part)}
+        self.kept = kept
+        self.elements = [x for x in elements if id(x) in read]
+        self._taken = [x for x in constants if id(x) in read], [state[i] for i in kept], self.elements
+        self._part = part_of(body, [x for each in self._taken for x in each], results)
+        self._equation, self._numbers, self._own = equation, [*kept, *stacked], own
+
+    def scan(self, outer: dict[int, Any]) -> Any:
+        """Its equation; *outer* are the operands of the other one by the ids of variables of its rounds."""
+        operands = [[outer[id(x)] for x in each] for each in self._taken]
+        made = scan_like(self._equation, lambda *x: run(self._part, [*x[0], *x[1], *x[2]]), *operands)
+        results = [*made.outvars]
+        for place, i in enumerate(self._numbers):
+            if i in self._own:
+                results[place] = self._equation.outvars[i]
+        return with_results(made, results)

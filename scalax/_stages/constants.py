@@ -42,8 +42,7 @@ def with_own_constants(jaxpr: Any, makers: Mapping[int, Any], equation: Any) -> 
     def layer(values: Sequence[Any], carried: Sequence[Any], elements: Sequence[Any]) -> list[Any]:
         return run(loop.body, [*run(given, values), *carried, *elements])
 
-    made = scan_like(equation, layer, [*roots.values()], first, stacks)
-    return equation if made is None else with_results(made, equation.outvars)
+    return with_results(scan_like(equation, layer, [*roots.values()], first, stacks), equation.outvars)
 
 
 def scan_like(
@@ -53,7 +52,7 @@ def scan_like(
     first: Sequence[Any],
     stacks: Sequence[Any],
 ) -> Any:
-    """A `scan` that goes as another one, of other operands; None if JAX leaves out of it what it would give.
+    """A `scan` that goes as another one, of other operands.
 
     Args:
         equation: the other one.
@@ -62,24 +61,22 @@ def scan_like(
         first: what is carried first.
         stacks: the stacks.
     """
-    count_of_results: list[int] = []
     length, count, end = loop_of(equation).length, len(constants), len(constants) + len(first)
 
     def looped(*operands: Any) -> list[Any]:
         def step(carried: list[Any], elements: list[Any]) -> tuple[list[Any], list[Any]]:
             results = layer(operands[:count], carried, elements)
-            count_of_results.append(len(results))
             # JAX leaves out of a loop what it carries unchanged, and elements that it gives as they are.
-            pairs = zip(carried, results, strict=False)
-            after = [jax.lax.optimization_barrier(x) if x is before else x for before, x in pairs]
-            return after, results[len(first) :]
+            given = [*[[x] for x in carried], *[elements] * (len(results) - len(carried))]
+            for i, (x, taken) in enumerate(zip(results, given, strict=True)):
+                results[i] = jax.lax.optimization_barrier(x) if any(x is y for y in taken) else x
+            return results[: len(first)], results[len(first) :]
 
         begun, elements = [*operands[count:end]], [*operands[end:]]
         carried, stacked = jax.lax.scan(step, begun, elements, length, **scan_options(equation))
         return [*carried, *stacked]
 
-    made = added_equation(looped, equation, [*constants, *first, *stacks])
-    return made if len(made.outvars) == count_of_results[0] else None
+    return added_equation(looped, equation, [*constants, *first, *stacks])
 
 
 def _smallest(
