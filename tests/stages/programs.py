@@ -565,6 +565,18 @@ def balance_losses_computed_again(params: Any, batch: Any, key: Any) -> Any:
     return error(params, x, batch) + jnp.mean(uneven)
 
 
+@program()
+def balance_losses_saved_by_name(params: Any, batch: Any, key: Any) -> Any:
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names('used'))
+    def layer(x: Any, w: Any) -> tuple[Any, Any]:
+        probs = jax.nn.softmax(x @ w['up'])
+        used = checkpoint_name(jnp.mean(probs > 0.1, (0, 1)), 'used')
+        return block(x, w), jnp.mean(probs, (0, 1)) @ used
+
+    x, uneven = jax.lax.scan(layer, entered(params, batch), params['layers'])
+    return error(params, x, batch) + jnp.mean(uneven)
+
+
 def with_a_balance_that_is_carried(layer_of: Callable[[Any], Any], params: Any, batch: Any) -> Any:
     def layer(carried: Any, w: Any) -> tuple[Any, None]:
         x, total, number = carried

@@ -90,6 +90,16 @@ def test_programs_in_rounds(name, gather):
     assert_close(staged(program, rounds=2, gather=gather)(*args), wanted, program.tolerance)
 
 
+@pytest.mark.parametrize(
+    'name, loops',
+    [('balance_losses', 2), ('balance_losses_saved_by_name', 2), ('balance_losses_computed_again', 3)],
+)
+def test_layers_are_computed_once_more_where_sums_of_a_checkpoint_are_not_saved(name, loops):
+    program = PROGRAMS[name]
+    plan = program.helper().plan(staged(program), *arguments(), quick=True)
+    assert [loop.is_backward for loop in plan.pipelines] == [False, *[True] * (loops - 1)]
+
+
 def test_what_runs_often_is_there():
     assert set(OFTEN) <= {*PROGRAMS}
 
