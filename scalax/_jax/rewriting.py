@@ -169,6 +169,17 @@ def with_operands(equation: Any, operands: Sequence[Any]) -> Any:
     return equation.replace(invars=[*operands])
 
 
+def reading_others(jaxpr: Any, variables: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """The jaxpr with new variables wherever these are read, which it still computes; and the new ones.
+
+    Relies on ``Var(aval)``, and on `replace` of equations and of jaxprs.
+    """
+    new = [Var(each.aval) for each in variables]
+    names = dict(zip(map(id, variables), new, strict=True))
+    equations = [each.replace(invars=_current(each.invars, names)) for each in opened(jaxpr).eqns]
+    return replaced(jaxpr, eqns=equations, outvars=_current(opened(jaxpr).outvars, names)), new
+
+
 def with_results(equation: Any, results: Sequence[Any]) -> Any:
     """The equation with other variables for its results. Relies on `replace` of equations."""
     return equation.replace(outvars=[*results])

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from scalax._jax.equations import Literal, Loop, loop_of, makers_of, opened
-from scalax._jax.rewriting import added_equation, part_of, run, with_inlined, with_results
+from scalax._jax.equations import Literal, Loop, loop_of, opened
+from scalax._jax.rewriting import added_equation, part_of, reading_others, run, with_inlined, with_results
 from scalax._jaxprs.rows import SUM, Fact, Refused, Rows, RowsOf
 from scalax._stages.constants import scan_like
 
@@ -33,24 +33,23 @@ def apart(equation: Any, rows: RowsOf, operands: Sequence[Fact]) -> list[Any]:
     needs = _Needs(inner, loop, rows, operands)
     outer = dict(zip(map(id, inner.invars), equation.invars, strict=True))
     constants, _, elements = loop.parts(inner.invars)
-    everything, ahead = range(len(inner.outvars)), [*needs.ahead.values()]
+    everything, ahead, sums = range(len(inner.outvars)), [*needs.ahead.values()], [*needs.sums.values()]
     if ahead:
         given = part_of(body, constants, ahead)
         made = added_equation(jax.jit(lambda *x: run(given, x)), equation, [outer[id(x)] for x in constants])
-        outer |= zip(needs.ahead, made.outvars, strict=True)
-        rest = _Half(equation, body, [*constants, *ahead], elements, everything)
-        return [made, rest.scan(outer)] if rest.is_whole else []
+        body, whole = reading_others(body, ahead)
+        outer |= zip(map(id, whole), made.outvars, strict=True)
+        return [made, _Part(equation, body, [*constants, *whole], elements, everything).scan(outer)]
     late = [i for i in everything if id(inner.outvars[i]) in needs.late]
     early = [i for i in everything if i not in late]
-    second = _Half(equation, body, constants, [*elements, *needs.sums.values()], late)
-    cut = [x for x in second.elements if id(x) in needs.sums]
-    first = _Half(equation, body, constants, elements, early, cut)
-    # To compute rows of each layer again that layers take of each other is to run the loop twice.
-    is_twice = any(isinstance(needs.carried[i], Rows) for i in second.kept if i in early)
-    if not cut or is_twice or not (first.is_whole and second.is_whole):
+    rest, whole = reading_others(body, sums)
+    second = _Part(equation, rest, constants, [*elements, *whole], late)
+    cut = {id(new): x for x, new in zip(sums, whole, strict=True) if id(new) in second.read}
+    # To compute rows again that layers take of each other is to run the loop twice.
+    if not cut or any(isinstance(needs.carried[i], Rows) for i in second.kept if i in early):
         return []
-    made = first.scan(outer)
-    outer |= zip(map(id, cut), made.outvars[-len(cut) :], strict=True)
+    made = _Part(equation, body, constants, elements, early, [*cut.values()]).scan(outer)
+    outer |= zip(cut, made.outvars[-len(cut) :], strict=True)
     return [made, second.scan(outer)]
 
 
@@ -107,7 +106,7 @@ class _Needs:
         self._known.update(zip(own, results, strict=True))
 
 
-class _Half:
+class _Part:
     """A `scan` that gives some results of another one.
 
     Args:
@@ -119,9 +118,8 @@ class _Half:
         more: variables that it gives in stacks besides.
 
     Attributes:
-        elements: the elements that it takes.
+        read: the ids of the variables that it reads.
         kept: the numbers of what it carries.
-        is_whole: whether it computes all that it needs.
     """
 
     def __init__(
@@ -135,28 +133,23 @@ class _Half:
     ) -> None:
         inner, loop = opened(body), loop_of(equation)
         _, state, _ = loop.parts(inner.invars)
-        kept, stacked = [[i for i in own if (i < loop.carried) == is_it] for is_it in (True, False)]
-        while True:
-            results = [*[inner.outvars[i] for i in [*kept, *stacked]], *more]
-            part = opened(part_of(body, [*constants, *state, *elements], results))
-            atoms = [*results, *[x for each in part.eqns for x in each.invars]]
-            read = {id(x) for x in atoms if not isinstance(x, Literal)}
-            found = [i for i, var in enumerate(state) if i in kept or id(var) in read]
-            if found == kept:
-                break
-            kept = found
-        there = [*constants, *elements, *state, *part.constvars]
-        self.is_whole = read <= {*map(id, there), *makers_of(part)}
-        self.kept = kept
-        self.elements = [x for x in elements if id(x) in read]
-        self._taken = [x for x in constants if id(x) in read], [state[i] for i in kept], self.elements
-        self._part = part_of(body, [x for each in self._taken for x in each], results)
-        self._equation, self._numbers, self._own = equation, [*kept, *stacked], own
+        self.kept, stacked = [[i for i in own if (i < loop.carried) == is_it] for is_it in (True, False)]
+        before = None
+        while self.kept != before:
+            before, self._numbers = self.kept, [*self.kept, *stacked]
+            results = [*[inner.outvars[i] for i in self._numbers], *more]
+            atoms = [x for each in opened(part_of(body, [], results)).eqns for x in each.invars]
+            self.read = {id(x) for x in [*atoms, *results] if not isinstance(x, Literal)}
+            self.kept = [i for i, var in enumerate(state) if i in before or id(var) in self.read]
+        constants, elements = [[x for x in each if id(x) in self.read] for each in (constants, elements)]
+        self._taken = constants, [state[i] for i in self.kept], elements
+        self._jaxpr = part_of(body, [x for each in self._taken for x in each], results)
+        self._equation, self._own = equation, own
 
     def scan(self, outer: dict[int, Any]) -> Any:
-        """Its equation; *outer* are the operands of the other one by the ids of variables of its rounds."""
+        """Its equation; *outer* are operands by the ids of the variables of a round."""
         operands = [[outer[id(x)] for x in each] for each in self._taken]
-        made = scan_like(self._equation, lambda *x: run(self._part, [*x[0], *x[1], *x[2]]), *operands)
+        made = scan_like(self._equation, lambda *x: run(self._jaxpr, [*x[0], *x[1], *x[2]]), *operands)
         results = [*made.outvars]
         for place, i in enumerate(self._numbers):
             if i in self._own:

@@ -40,6 +40,16 @@ def test_equations_take_other_operands() -> None:
         assert equation.invars == jaxpr.invars
 
 
+def test_equations_read_other_variables() -> None:
+    with contract('lets the operands of equations be new variables', 'to take loops over layers apart'):
+        jaxpr = jax.make_jaxpr(lambda x: (jnp.sin(x) * 2, jnp.sin(x)))(X)
+        inner = opened(jaxpr)
+        changed, [new] = rewriting.reading_others(jaxpr, [inner.eqns[0].outvars[0]])
+        assert opened(changed).eqns[0].outvars == inner.eqns[0].outvars
+        rest = rewriting.part_of(changed, [new], opened(changed).outvars[:1])
+        np.testing.assert_array_equal(rewriting.run(rest, [X])[0], X * 2)
+
+
 HOLDERS = {
     'jit': lambda x: jax.jit(jnp.sin)(x),
     'remat2': jax.checkpoint(jnp.sin),

@@ -566,6 +566,23 @@ def balance_losses_computed_again(params: Any, batch: Any, key: Any) -> Any:
 
 
 @program()
+def balance_losses_of_a_loop(params: Any, batch: Any, key: Any) -> Any:
+    """One loop gives rows and a sum over them."""
+
+    @jax.checkpoint
+    def layer(x: Any, w: Any) -> tuple[Any, Any]:
+        def expert(total: Any, column: Any) -> tuple[Any, Any]:
+            score = jax.nn.sigmoid(x @ column)
+            return total + score[..., None] * x, jnp.mean(score)
+
+        y, used = jax.lax.scan(expert, jnp.zeros_like(x), w['up'].T)
+        return block(y, w), used @ used
+
+    x, uneven = jax.lax.scan(layer, entered(params, batch), params['layers'])
+    return error(params, x, batch) + jnp.mean(uneven)
+
+
+@program()
 def balance_losses_saved_by_name(params: Any, batch: Any, key: Any) -> Any:
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names('used'))
     def layer(x: Any, w: Any) -> tuple[Any, Any]:
