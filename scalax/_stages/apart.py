@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from scalax._jax.equations import Literal, Loop, loop_of, opened
+from scalax._jax.equations import DropVar, Literal, Loop, loop_of, opened
 from scalax._jax.rewriting import added_equation, part_of, reading_others, run, with_inlined, with_results
 from scalax._jaxprs.rows import SUM, Fact, Refused, Rows, RowsOf
 from scalax._stages.constants import scan_like
@@ -45,7 +45,7 @@ def apart(equation: Any, rows: RowsOf, operands: Sequence[Fact]) -> list[Any]:
     rest, whole = reading_others(body, sums)
     second = _Part(equation, rest, constants, [*elements, *whole], late)
     cut = {id(new): x for x, new in zip(sums, whole, strict=True) if id(new) in second.read}
-    # To compute rows again that layers take of each other is to run the loop twice.
+    # The second one would run all layers again, for rows that one layer gives to the next.
     if not cut or any(isinstance(needs.carried[i], Rows) for i in second.kept if i in early):
         return []
     made = _Part(equation, body, constants, elements, early, [*cut.values()]).scan(outer)
@@ -74,7 +74,7 @@ class _Needs:
             self.sums, self.ahead = dict[int, Any](), dict[int, Any]()
             self.late = {id(state[i]) for i in late}
             for each in body.eqns:
-                self._run(each, rows)
+                self._follow(each, rows)
             before, outs = (late, self.carried), body.outvars[: loop.carried]
             late = late | {i for i, out in enumerate(outs) if id(out) in self.late}
             self.carried = [
@@ -84,7 +84,7 @@ class _Needs:
             if (late, self.carried) == before:
                 return
 
-    def _run(self, equation: Any, rows: RowsOf) -> None:
+    def _follow(self, equation: Any, rows: RowsOf) -> None:
         ids = [id(x) for x in equation.invars if not isinstance(x, Literal)]
         facts = [self._known.get(id(x)) for x in equation.invars]
         is_late, is_constant = not self.late.isdisjoint(ids), self._constant.issuperset(ids)
@@ -99,7 +99,7 @@ class _Needs:
         sums = sums if any(isinstance(fact, Rows) for fact in facts) else {}
         self._constant.update(own if is_constant else ())
         if is_constant and (is_late or sums):
-            self.ahead |= own
+            self.ahead |= {i: var for i, var in own.items() if not isinstance(var, DropVar)}
             return
         self.sums |= sums
         self.late.update(own if is_late else ())

@@ -621,7 +621,7 @@ def of_masks(params: Any, batch: Any) -> Any:
 
     @jax.checkpoint
     def layer(x: Any, w: Any) -> Any:
-        x = x + block(x, w) * mask / jnp.sum(mask) * ROWS
+        x = x + block(x, w) * mask / jnp.sum(mask) * ROWS + x[:, :1] * jnp.argsort(lengths)[-1]
         return x * lengths[:, None, None] / lengths.max() + jnp.sort(lengths)[-2] / ROWS
 
     return of_layers(layer, params, batch)
