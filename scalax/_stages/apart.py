@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from scalax._follow.accumulations import added_by_round
 from scalax._jax.equations import DropVar, Literal, Loop, loop_of, opened
 from scalax._jax.rewriting import added_equation, part_of, reading_others, run, with_inlined, with_results
 from scalax._jaxprs.rows import SUM, Fact, Refused, Rows, RowsOf
@@ -59,7 +60,8 @@ class _Needs:
     Attributes:
         sums: the sums over rows, where rows are added up.
         ahead: what depends on several rows of constants, and on nothing else.
-        late: what is computed of sums otherwise than by adding them up, or is refused for another reason.
+        late: what is computed of sums otherwise than by adding them up, or is refused for another reason; a
+            carried sum that is read.
         carried: what is known of what is carried; of what is late, nothing.
     """
 
@@ -76,7 +78,12 @@ class _Needs:
             for each in body.eqns:
                 self._follow(each, rows)
             before, outs = (late, self.carried), body.outvars[: loop.carried]
-            late = late | {i for i, out in enumerate(outs) if id(out) in self.late}
+            read = {
+                i
+                for i, (var, out) in enumerate(zip(state, outs, strict=True))
+                if self._known.get(id(out)) == SUM and added_by_round(body, var, out) is None
+            }
+            late = late | read | {i for i, out in enumerate(outs) if id(out) in self.late}
             self.carried = [
                 None if i in late else rows.joined([self.carried[i], self._known.get(id(out))])
                 for i, out in enumerate(outs)

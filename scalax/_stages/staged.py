@@ -337,12 +337,12 @@ class _Staged(rewriting.Rewriter):
                 )
             try:
                 facts = rows.rounds(equation, operands)
+                _check_sums(equation, facts.carried)
             except Refused:
                 parts = apart(equation, rows, operands)
                 if not parts:
                     raise
                 return [*itertools.chain.from_iterable(self._part(each, before) for each in parts)]
-            _check_sums(equation, facts.carried)
         except Refused as refused:
             raise StagesError(
                 f'the loop over layers at {line} cannot run on microbatches: {refused.why}, at '
@@ -433,7 +433,7 @@ def _check_effects(jaxpr: Any) -> None:
 def _check_sums(equation: Any, carried: Sequence[Fact]) -> None:
     """Raises `Refused` about a sum over rows to which a layer does more than to add something."""
     loop = loop_of(equation)
-    body = opened(loop.body)
+    body = opened(rewriting.with_inlined(loop.body, lambda call: True))
     _, state, _ = loop.parts(body.invars)
     for var, out, fact in zip(state, body.outvars, carried, strict=False):
         if fact == SUM and added_by_round(body, var, out) is None:

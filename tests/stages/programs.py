@@ -614,6 +614,33 @@ def carried_balance_losses_computed_again(params: Any, batch: Any, key: Any) -> 
     return with_a_balance_that_is_carried(jax.checkpoint, params, batch)
 
 
+@program(has_gradient=False)
+def sums_of_layers_in_a_call(params: Any, batch: Any, key: Any) -> Any:
+    """In an evaluation a checkpoint is a call."""
+
+    @jax.checkpoint
+    def layer(carried: Any, w: Any) -> tuple[Any, None]:
+        x, total = carried
+        return (block(x, w), total + jnp.sum(x, (0, 1))), None
+
+    begun = entered(params, batch), jnp.ones(WIDTH)
+    (x, total), _ = jax.lax.scan(layer, begun, params['layers'])
+    return error(params, x, batch), total
+
+
+@program()
+def running_means(params: Any, batch: Any, key: Any) -> Any:
+    """A layer reads sums over the batch of the layers before."""
+
+    def layer(carried: Any, w: Any) -> tuple[Any, Any]:
+        x, mean = carried
+        x = block(x, w)
+        return (x, 0.9 * mean + 0.1 * jnp.mean(x, (0, 1))), mean
+
+    (x, mean), means = jax.lax.scan(layer, (entered(params, batch), jnp.zeros(WIDTH)), params['layers'])
+    return error(params, x, batch) + jnp.sum(mean**2) + jnp.mean(means)
+
+
 def of_masks(params: Any, batch: Any) -> Any:
     """What does not change from layer to layer, and needs the entire batch."""
     mask = jnp.abs(batch['x'][..., :1]) > 0.5
@@ -684,17 +711,6 @@ def balance_that_scales_rows(params: Any, batch: Any, key: Any) -> Any:
 
     x, uneven = jax.lax.scan(layer, entered(params, batch), params['layers'])
     return error(params, x, batch) + jnp.mean(uneven)
-
-
-@refused()
-def mean_that_layers_read(params: Any, batch: Any, key: Any) -> Any:
-    def layer(carried: Any, w: Any) -> tuple[Any, None]:
-        x, mean = carried
-        x = block(x, w)
-        return (x, 0.9 * mean + jnp.mean(x)), None
-
-    (x, mean), _ = jax.lax.scan(layer, (entered(params, batch), 0.0), params['layers'])
-    return error(params, x, batch) + mean
 
 
 @refused()

@@ -130,11 +130,6 @@ REFUSALS = {
         '@ jnp.mean(probs > 0.1',
         'sum within each example, or add up outside of the loop',
     ),
-    'mean_that_layers_read': (
-        'layers read a sum over the batch that they carry',
-        'jax.lax.scan(layer',
-        'carry a sum for each example, and add up over the batch after the loop',
-    ),
     'one_row_after_the_other': (
         'a loop runs over the batch dimension',
         'jax.lax.map',
