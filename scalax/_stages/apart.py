@@ -78,12 +78,10 @@ class _Needs:
             for each in body.eqns:
                 self._follow(each, rows)
             before, outs = (late, self.carried), body.outvars[: loop.carried]
-            read = {
-                i
-                for i, (var, out) in enumerate(zip(state, outs, strict=True))
-                if self._known.get(id(out)) == SUM and added_by_round(body, var, out) is None
-            }
-            late = late | read | {i for i, out in enumerate(outs) if id(out) in self.late}
+            for var, out in zip(state, outs, strict=True):
+                if self._known.get(id(out)) == SUM and added_by_round(body, var, out) is None:
+                    self.late.add(id(out))
+            late = late | {i for i, out in enumerate(outs) if id(out) in self.late}
             self.carried = [
                 None if i in late else rows.joined([self.carried[i], self._known.get(id(out))])
                 for i, out in enumerate(outs)

@@ -641,6 +641,16 @@ def running_means(params: Any, batch: Any, key: Any) -> Any:
     return error(params, x, batch) + jnp.sum(mean**2) + jnp.mean(means)
 
 
+@program()
+def means_of_the_layer_before(params: Any, batch: Any, key: Any) -> Any:
+    def layer(carried: Any, w: Any) -> tuple[Any, Any]:
+        x, mean = carried
+        return (block(x, w), jnp.mean(x, (0, 1))), 2 * mean
+
+    (x, mean), means = jax.lax.scan(layer, (entered(params, batch), jnp.ones(WIDTH)), params['layers'])
+    return error(params, x, batch) + jnp.sum(mean**2) + jnp.sum(means**2)
+
+
 def of_masks(params: Any, batch: Any) -> Any:
     """What does not change from layer to layer, and needs the entire batch."""
     mask = jnp.abs(batch['x'][..., :1]) > 0.5
