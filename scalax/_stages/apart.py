@@ -1,7 +1,7 @@
 """Loops over layers in two, where layers need sums over all of the batch: a microbatch has a part of them.
 
 The balance loss of experts is a product of two means, and a microbatch can only add up. So a first loop gives
-the sums of all layers, and a second one takes them whole and does the rest. Behind a forward pass it needs no
+the sums of all layers, and a second one takes them whole and does the rest. In a forward pass it needs no
 rows. In a backward pass under `jax.checkpoint` the first one computes as much of each layer as its sums need,
 which the second one does again. What depends on several rows of a loop's constants alone is computed before.
 """
