@@ -14,8 +14,6 @@ from scalax._util.folding import fold
 # Groups with less than this part of all bytes are replicated: biases, counters; norms, which nothing is
 # multiplied with, sooner.
 _REPLICATED, _REPLICATED_SCALE = 1e-4, 1e-2
-# With more groups than this, those whose last keys and ranks agree are one: a search tries each by itself.
-_MOST_GROUPS = 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +63,8 @@ def make_groups(leaves: Sequence[Leaf], found: ArgumentDimensions, fixed: Iterab
         part = _REPLICATED_SCALE if found.multiplied.isdisjoint(owners) else _REPLICATED
         return size(owners) < part * sum(leaf.bytes for leaf in leaves)
 
-    folds = _folded(list(members), leaves, found)
-    folds = _fewer({name: owners for name, owners in folds.items() if not is_small(owners)}, leaves)
+    folded = _folded(list(members), leaves, found)
+    folds = {name: owners for name, owners in folded.items() if not is_small(owners)}
     roots = _united(folds.values(), found)
     groups = []
     for name, owners in folds.items():
@@ -131,19 +129,6 @@ def _joins_dimensions(members: Sequence[int], found: ArgumentDimensions) -> bool
         if len({roots[number] for number in own}) < len(own):
             return True
     return False
-
-
-def _fewer(folds: dict[str, list[int]], leaves: Sequence[Leaf]) -> dict[str, list[int]]:
-    """The same if they are few; else those with the same last keys and rank are one."""
-    for keys in (3, 2, 1):
-        if len(folds) <= _MOST_GROUPS:
-            break
-        ends: dict[str, list[int]] = collections.defaultdict(list)
-        for members in folds.values():
-            last = [key for key in leaves[members[0]].path.split('/') if not key.isdecimal()][-keys:]
-            ends[f'.../{"/".join(last)} of rank {len(leaves[members[0]].shape)}'].extend(members)
-        folds = ends
-    return folds
 
 
 def _united(groups: Iterable[Sequence[int]], found: ArgumentDimensions) -> Mapping[int, int]:

@@ -131,11 +131,6 @@ def make_step(
         )
     if not isinstance(args, tuple | list):
         raise ArgumentError(f'the arguments of the step have to be a tuple, got {type(args).__name__}')
-    if not args:
-        raise ArgumentError(
-            f'{name} got no arguments: if it returns a step and its arguments, call it: find(*{name}(), '
-            '...); one that compiles the step with a helper is for plan and search'
-        )
     batch = _numbers('batch_argnums', batch_argnums, len(args))
     donated = _numbers('donate_argnums', donate_argnums, len(args))
     if not batch:

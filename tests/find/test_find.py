@@ -351,12 +351,8 @@ def test_a_function_that_makes_a_step():
     def make_step():
         return (lambda params, x: x @ params['w']), simple()
 
-    with pytest.raises(ArgumentError) as raised:
+    with pytest.raises(ArgumentError, match='batch_argnums=0: the step has 0 arguments'):
         find(make_step, (), batch_argnums=0)
-    assert str(raised.value) == (
-        'make_step got no arguments: if it returns a step and its arguments, call it: '
-        'find(*make_step(), ...); one that compiles the step with a helper is for plan and search'
-    )
     assert find(*make_step(), **options()).rule
 
 

@@ -86,12 +86,6 @@ def test_a_stack_in_which_columns_are_the_next_rows_is_not_folded():
     assert second.classes[0] == first.classes[1] != first.classes[0]
 
 
-def test_many_parameters_are_grouped_by_their_last_keys():
-    params = {f'block{letter}': layers(1)[0] for letter in 'abcdefghijklmnopqrst'}
-    groups, _ = groups_of(lambda p, x: forward([*p.values()], x), params, jnp.ones((8, 64)))
-    assert {group.name for group in groups} == {'.../down of rank 2', '.../up of rank 2'}
-
-
 def test_what_is_small_or_placed_is_in_no_group():
     params = {'bias': jnp.ones(8), 'v': jnp.ones((512, 512)), 'w': jnp.ones((512, 512))}
     x = jnp.ones((8, 512))
