@@ -10,7 +10,6 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from scalax._follow.accumulations import with_sums_behind_loops
 from scalax._follow.follow import follow
 from scalax._follow.loops_over_rows import with_own_rows
 from scalax._follow.matrices import spread_matrices
@@ -75,8 +74,7 @@ def _follow_rows(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) ->
         arguments: what is known of its arguments.
         mesh: a mesh of Auto axes. It is in force.
     """
-    before, jaxpr = None, with_sums_behind_loops(jaxpr)
-    trails = Trails(dict(mesh.shape), arguments.batch_axes)
+    before, trails = None, Trails(dict(mesh.shape), arguments.batch_axes)
     while jaxpr is not before:  # what one loop gives another one may run over
         found = follow(jaxpr, arguments, mesh)
         before, jaxpr = jaxpr, with_own_rows(jaxpr, found, trails, mesh)

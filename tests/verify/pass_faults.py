@@ -15,7 +15,6 @@ from jax.experimental import pallas
 from jax.sharding import PartitionSpec as P
 
 from scalax._follow import (
-    accumulations,
     loops_over_rows,
     matrices,
     orders,
@@ -345,24 +344,6 @@ def row_of_another_number(helper: MeshShardingHelper) -> Step:
         return lax.map(lambda i: jnp.tanh(x[len(x) - 1 - i] @ w), jnp.arange(len(x)))
 
     return followed(helper, step, normal(8, 8) / 3, normal(64, 8))
-
-
-@seeded(
-    ('w', 'scan'),
-    (accumulations, '_LINEAR', accumulations._LINEAR | {'tanh'}),
-    mesh=FSDP,
-)
-def sum_taken_through_what_is_not_linear(helper: MeshShardingHelper) -> Step:
-    """A rewritten loop: the tanh of a sum in place of the sum of tanhs."""
-
-    def step(w: Any, x: Any) -> Any:
-        def each(total: Any, rows: Any) -> Any:
-            return total + jnp.tanh(rows.T @ (rows @ w)).reshape(2, 4, 8), None
-
-        total, _ = lax.scan(each, jnp.zeros((2, 4, 8)), x.swapaxes(0, 1))
-        return {'w': total}
-
-    return followed(helper, step, normal(8, 8) / 3, normal(16, 6, 8))
 
 
 @seeded(('kernel', 'conv_general_dilated'), (lax, 'psum', alone))
