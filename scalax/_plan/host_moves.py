@@ -49,21 +49,11 @@ def host_moves(module: Module) -> HostMoves:
 
 
 # Operations that move nothing themselves: they hold arrays of both sides, or what moves is inside of them.
-_HOLDING = (
+_HOLDING = {
     *('after-all', 'async-done', 'async-start', 'async-update', 'call', 'conditional', 'constant'),
-    *(
-        'copy-done',
-        'custom-call',
-        'fusion',
-        'get-tuple-element',
-        'opt-barrier',
-        'parameter',
-        'recv',
-        'recv-done',
-        'send',
-    ),
-    *('send-done', 'tuple', 'while'),
-)
+    *('copy-done', 'custom-call', 'fusion', 'get-tuple-element', 'opt-barrier', 'parameter', 'recv'),
+    *('recv-done', 'send', 'send-done', 'tuple', 'while'),
+}
 # The operand that is moved; of a slice only the part that it takes.
 _MOVED_OPERAND = {'copy': 0, 'copy-start': 0, 'slice': 0, 'dynamic-slice': 0, 'dynamic-update-slice': 1}
 

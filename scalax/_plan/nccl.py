@@ -7,7 +7,7 @@ https://github.com/NVIDIA/nccl/tree/1fc949c/src/tuning (``cost_model.cc``, ``rin
 rings through several domains. Hosts are taken for those of Intel.
 
 - A ring passes each device once, through NVLink inside of domains and the network cards between these.
-- A tree, for all-reduces, is a chain inside of domains and a binary tree between them.
+- A tree, for all-reduces of several domains, is a chain inside of them and a binary tree between them.
 - Switches of NVLink 4 and later add up what they carry (NVLink SHARP), for all-reduces inside of a domain.
   Each device has a channel, of one of a few bandwidths, through which the sums of its part of the array go.
 """
@@ -47,10 +47,9 @@ _RINGS = (
 )
 _TREES = (
     _Protocol(6.8 * _US, 0.6 * _US, 5.0 * _US, 0.92 / 3.8),
-    _Protocol(14.0 * _US, 1.25 * _US, 8.5 * _US, 0.92 * 7 / 9),
+    _Protocol(14.0 * _US, 1.25 * _US, 8.5 * _US, 0.92 * 120 / 128),
     _Protocol(8.4 * _US, 4.0 * _US, 14.0 * _US, 0.92),
 )
-_TREES_BETWEEN = (_TREES[0], _TREES[1]._replace(share=0.92 * 120 / 128), _TREES[2])
 # The tenths of their bandwidth that trees reach for 64 bytes, for 128, and so on; all of it beyond.
 _TENTHS = (
     (10, 10, 10, 10, 9, 8, 7, 7, 7, 7, 6, 5, 4, 4, 5, 6, 7, 8, 9),
@@ -95,18 +94,17 @@ def nccl_seconds(
         + whole * steps / route.size / min(rate * way.share, limit)
         for way, limit in zip(_RINGS, most, strict=True)
     ]
-    if kind == 'all-reduce':
+    if kind == 'all-reduce' and domains > 1:
         doublings = max(1, int(whole) // 64).bit_length() - 1
-        trees = _TREES if domains == 1 else _TREES_BETWEEN
-        for way, limit, tenths in zip(trees, most, _TENTHS, strict=True):
+        for way, limit, tenths in zip(_TREES, most, _TENTHS, strict=True):
             reached = tenths[doublings] / 10 if doublings < len(tenths) else 1.0
             hops = (devices - 1) * way.inside + (domains.bit_length() - 1) * way.between
             seconds = 2 * whole / (min(rate * way.share, limit) * reached)
             found.append(way.begin + 2 * hops + seconds)
-        if domains == 1 and switches_add:
-            part, channels = _ADDING[major]
-            # Of its own channel a device sends and gets twice as much as of the others.
-            channel = next((each * _GB for each in channels if each * _GB <= nvlink / (devices + 1)), 0)
-            if channel:
-                found.append(_BEGINS_ADDING + whole / (devices * channel * part))
+    elif kind == 'all-reduce' and switches_add:
+        part, channels = _ADDING[major]
+        # Of its own channel a device sends and gets twice as much as of the others.
+        channel = next((each * _GB for each in channels if each * _GB <= nvlink / (devices + 1)), 0)
+        if channel:
+            found.append(_BEGINS_ADDING + whole / (devices * channel * part))
     return min(found)
