@@ -11,7 +11,7 @@ from scalax._plan.hlo_cost import Work
 from scalax._plan.host_moves import HostMoves
 from scalax._plan.make import make_plan
 from scalax._plan.memory import Memory
-from scalax._plan.plan import Plan, PlanDiff
+from scalax._plan.plan import Plan
 from scalax._plan.provenance import Source
 from scalax._plan.roofline import Communication, Phase, Roofline, Seconds
 from scalax._plan.schedule import Kernel, Schedule, Span
@@ -41,7 +41,6 @@ __all__ = [
     'PipelinedLoop',
     'Place',
     'Plan',
-    'PlanDiff',
     'Roofline',
     'Schedule',
     'ScopeRuns',

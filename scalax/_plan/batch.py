@@ -40,11 +40,3 @@ def _remedy(lost: LostRows) -> str:
 
 def _place(lost: LostRows) -> str:
     return f'at {lost.line} ({lost.primitive})' if lost.line else f'by {lost.primitive}'
-
-
-def followed_text(batch: FollowedBatch | None) -> str:
-    """What stays sharded along the batch dimension, in a few words."""
-    if batch is None or not batch.axes:
-        return 'not propagated'
-    lost = f', lost at {plural(len(batch.lost), "place")}' if batch.lost else ''
-    return f'{plural(batch.count, "value")} sharded over {", ".join(batch.axes)}{lost}'

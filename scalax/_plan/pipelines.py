@@ -29,14 +29,8 @@ def bubble_figure(plan: PlanData, roofline: Roofline | None) -> Iterator[Figure]
     """The bubble, as a headline figure; nothing without pipelines."""
     if plan.pipelines:
         seconds = f', {milliseconds(plan.idle_flops / roofline.peak)}' if roofline is not None else ''
-        yield Figure(
-            bubble_text(plan), f'bubble: the fraction of its ticks in which a stage is idle{seconds}'
-        )
-
-
-def bubble_text(plan: PlanData) -> str:
-    """The bubble of each kind of pipeline: ``'27.3%'``; empty if there are none."""
-    return ', '.join(dict.fromkeys(f'{loop.bubble:.1%}' for loop in plan.pipelines))
+        each = ', '.join(dict.fromkeys(f'{loop.bubble:.1%}' for loop in plan.pipelines))
+        yield Figure(each, f'bubble: the fraction of its ticks in which a stage is idle{seconds}')
 
 
 def pipelines_lead(plan: PlanData) -> str:

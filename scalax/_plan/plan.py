@@ -1,29 +1,20 @@
-"""Plans: memory, communication and time of a compiled step; and the difference of two."""
+"""Plans: memory, communication and time of a compiled step."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import difflib
 import os
-from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from scalax._plan.batch import followed_text
-from scalax._plan.hardware import network_text
-from scalax._plan.page import memory_taken, plan_blocks
-from scalax._plan.pipelines import bubble_text
+from scalax._plan.page import plan_blocks
 from scalax._plan.plan_data import PlanData
 from scalax._report import saved
 from scalax._report.blocks import Block
-from scalax._report.pages import visible
 from scalax._report.shown import Shown
-from scalax._report.tables import distinct_texts, human_bytes, milliseconds
-from scalax._tree.specs import axis_sizes_text
 from scalax.errors import ArgumentError
-from scalax.explain import ReportDiff
 
-_CollectiveKey = tuple[str, tuple[str, ...], int]
-_WIDTH = 110  # of messages
+_WIDTH = 110  # of the text that `diff` compares
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +90,10 @@ class Plan(PlanData, Shown):
         """
         return saved.read(cls, text_or_path, 'plan')
 
-    def diff(self, other: Plan) -> PlanDiff:
-        """The changes in *other*, a later plan; false when nothing changed.
+    def diff(self, other: Plan) -> str:
+        """The lines of text in which *other*, a later plan, differs: - before, + after; empty if none do.
+
+        The shardings of arguments are compared by ``plan.inputs.diff(other.inputs)``.
 
         Args:
             other: the plan to compare with.
@@ -110,150 +103,5 @@ class Plan(PlanData, Shown):
         """
         if not isinstance(other, Plan):
             raise ArgumentError(f'diff takes another plan, got {type(other).__name__}: Plan.load reads one')
-        return PlanDiff(self, other)
-
-    def check(
-        self,
-        *,
-        fits: bool | None = None,
-        peak: float | None = None,
-        bytes: Mapping[str | tuple[str, ...], float] | None = None,
-        seconds: float | None = None,
-    ) -> None:
-        """Asserts that the plan is within limits: for tests of a training step.
-
-        Args:
-            fits: whether it has to fit (or not to fit) into the memory of a device.
-            peak: the most bytes of memory that a device may need.
-            bytes: mesh axes (or one axis) -> the most bytes that may be sent along exactly these, as in
-                `totals`, of all kinds together.
-            seconds: the longest fully overlapped step time (`Roofline.step_seconds`, the bound).
-
-        Raises:
-            AssertionError: a limit is exceeded; the message lists all that are.
-            ArgumentError: the mesh has no such axis.
-            PlanError: *seconds* are given, and the time of a step is not known.
-
-        Example:
-            >>> import jax
-            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
-            >>> helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
-            >>> total = helper.sjit(lambda x: x.sum(), in_shardings=PartitionSpec('fsdp'))
-            >>> plan = helper.plan(total, jax.ShapeDtypeStruct((64,), 'float32'))
-            >>> plan.check(peak=1e6, bytes={'fsdp': 4, 'tp': 0})
-        """
-        problems = []
-        if fits is not None and self.fits is not fits:
-            verdict = {True: 'fits', False: 'does not fit', None: 'is not known to fit'}[self.fits]
-            problems.append(f'it {verdict}: {memory_taken(self)}')
-
-        def limit(what: str, most: float, found: float, shown: Callable[[Any], str], unit: str) -> None:
-            if not found <= most:
-                found_text, most_text = distinct_texts(found, most, shown, unit)
-                problems.append(f'{what}: {found_text}, at most {most_text}')
-
-        if peak is not None:
-            limit('peak of memory', peak, self.memory.peak, human_bytes, ' B')
-        for given, most in (bytes or {}).items():
-            axes = self._known_axes(given)
-            moved = sum(sum(kinds.values()) for own, kinds in self.totals.items() if {*own} == {*axes})
-            limit(f'along {" x ".join(axes)}', most, moved, human_bytes, ' B')
-        if seconds is not None:
-            limit('a step at least', seconds, self.roofline().step_seconds.bound, milliseconds, ' s')
-        if problems:
-            lines = [f'{self.name} violates its limits:', *(f'  {problem}' for problem in problems)]
-            raise AssertionError('\n'.join([*map(visible, lines), '', self.to_text(_WIDTH)]))
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanDiff:
-    """The difference of two plans: false when nothing changed; ``str()`` of it lists the changes.
-
-    Attributes:
-        before: the first plan.
-        after: the second one.
-    """
-
-    before: Plan
-    after: Plan
-
-    @property
-    def collectives(self) -> dict[_CollectiveKey, tuple[int, int]]:
-        """The collectives that changed: (kind, mesh axes, bytes) -> how often before, and after.
-
-        Their lines in the program are not compared, because lines move.
-        """
-        before, after = _counts(self.before), _counts(self.after)
-        return {
-            key: (before[key], after[key])
-            for key in sorted({*before, *after}, key=lambda key: (-key[2], key))
-            if before[key] != after[key]
-        }
-
-    @property
-    def inputs(self) -> ReportDiff:
-        """The arguments whose shardings changed."""
-        return self.before.inputs.diff(self.after.inputs)
-
-    @property
-    def outputs(self) -> ReportDiff:
-        """The outputs whose shardings changed."""
-        return self.before.outputs.diff(self.after.outputs)
-
-    def __bool__(self) -> bool:
-        return bool(self._changed_facts() or self.collectives or self.inputs or self.outputs)
-
-    def __str__(self) -> str:
-        if not self:
-            return visible(f'{self.after.name}: nothing changed')
-        meshes = [axis_sizes_text(plan.mesh) for plan in (self.before, self.after)]
-        lines = [f'{self.after.name}: ' + ' -> '.join(dict.fromkeys(f'({mesh})' for mesh in meshes))]
-        lines += [f'  {name:<12}  {old} -> {new}' for name, old, new in self._changed_facts()]
-        if self.collectives:
-            lines += ['', 'collectives (times before -> after):']
-            lines += [
-                f'  {kind}  {" x ".join(axes)}  {human_bytes(size)}  {old} -> {new}'
-                for (kind, axes, size), (old, new) in self.collectives.items()
-            ]
-        lines = [visible(line) for line in lines]
-        for name, report in (('arguments', self.inputs), ('outputs', self.outputs)):
-            lines += ['', f'{name}:', str(report)] if report else []
-        return '\n'.join(lines)
-
-    def _changed_facts(self) -> list[tuple[str, str, str]]:
-        """What changed, beside collectives and shardings, as text."""
-        sizes = zip(_sizes(self.before), _sizes(self.after), strict=True)
-        every = [(name, *distinct_texts(old, new, human_bytes, ' B')) for (name, old), (_, new) in sizes]
-        flops = distinct_texts(self.before.flops, self.after.flops, '{:.4g}'.format, '')
-        every.append(('flops', *flops))
-        facts = zip(_facts(self.before), _facts(self.after), strict=True)
-        every += [(name, old, new) for (name, old), (_, new) in facts]
-        return [(name, old, new) for name, old, new in every if old != new]
-
-
-def _counts(plan: PlanData) -> collections.Counter[_CollectiveKey]:
-    counts: collections.Counter[_CollectiveKey] = collections.Counter()
-    for row in plan.collectives:
-        counts[row.kind, row.axes, row.bytes] += row.count
-    return counts
-
-
-def _sizes(plan: PlanData) -> Iterator[tuple[str, int]]:
-    memory, moves = plan.memory, plan.host_moves
-    yield 'peak', memory.peak
-    for name in ('arguments', 'outputs', 'temporaries'):
-        yield name, getattr(memory, name)
-    yield 'on the host', memory.host
-    yield 'host:out', moves.to_host
-    yield 'host:in', moves.from_host
-
-
-def _facts(plan: PlanData) -> Iterator[tuple[str, str]]:
-    yield 'devices', f'{plan.devices} {plan.device_kind}'
-    yield 'fits', {True: 'yes', False: 'no', None: 'not known'}[plan.fits]
-    roofline = plan.known_roofline
-    step = None if roofline is None else ' .. '.join(map(milliseconds, roofline.step_seconds))
-    yield 'step', step or 'not known'
-    yield 'bound by', 'not known' if roofline is None else network_text(roofline.bound, roofline.hardware)
-    yield 'bubble', bubble_text(plan) or 'none'
-    yield 'batch', followed_text(plan.followed)
+        before, after = (plan.to_text(_WIDTH).splitlines() for plan in (self, other))
+        return '\n'.join(difflib.unified_diff(before, after, lineterm='', n=0))

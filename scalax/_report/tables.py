@@ -10,8 +10,7 @@ import math
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any
+from collections.abc import Container, Iterable, Sequence
 
 from scalax._report.pages import visible
 from scalax.errors import ArgumentError
@@ -88,17 +87,6 @@ def human_flops(count: float) -> str:
         if rounded >= size:
             return f'{three_figures(rounded / size)} {prefix}FLOPs'
     return f'{count:,.0f} FLOPs'
-
-
-def distinct_texts(one: float, other: float, text: Callable[[Any], str], unit: str) -> tuple[str, str]:
-    """Two numbers as text; with all their digits and the unit if they differ and would look the same.
-
-    Example:
-        >>> distinct_texts(1536, 2048, human_bytes, ' B'), distinct_texts(1536, 1537, human_bytes, ' B')
-        (('1.5 KiB', '2.0 KiB'), ('1,536 B', '1,537 B'))
-    """
-    short = text(one), text(other)
-    return short if short[0] != short[1] or one == other else (f'{one:,}{unit}', f'{other:,}{unit}')
 
 
 def array_text(dtype: str, shape: Sequence[int]) -> str:
