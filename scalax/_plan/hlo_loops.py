@@ -164,11 +164,46 @@ def _trip_count(module: Module, outside: Computation, loop: Instruction) -> tupl
     def elements(reader: Integers, operand: str) -> State:
         return {place: reader.values(f'{operand}#{place}') for place in scalars}
 
+    start = elements(Integers(module, outside), loop.operands[0])
+    rounds = _rounds_of_a_range(module, condition, body, start)
+    if rounds is not None:
+        return rounds, Counted.EXACTLY
     return solved_rounds(
-        elements(Integers(module, outside), loop.operands[0]),
+        start,
         lambda state: integers(condition, state).values(condition.root),
         lambda state: elements(integers(body, state), body.root),
     )
+
+
+def _rounds_of_a_range(module: Module, condition: Computation, body: Computation, start: State) -> int | None:
+    """The rounds of ``while i < n: i += k``, as JAX writes scans, which may be too many to run them."""
+    test, returned = condition.instructions[condition.root], body.instructions[body.root]
+    if test.attribute('direction') != 'LT' or returned.opcode != 'tuple':
+        return None
+    place = _element_of_the_state(condition, test.operands[0])
+    first = None if place is None else start.get(place)
+    if place is None or first is None:
+        return None
+    grown = body.instructions.get(returned.operands[place])
+    if grown is None or grown.opcode != 'add' or _element_of_the_state(body, grown.operands[0]) != place:
+        return None
+    end = Integers(module, condition).values(test.operands[1])
+    step = Integers(module, body).values(grown.operands[1])
+    # A number that leaves its type would begin again at the other end.
+    if end is None or step is None or step <= 0 or int(end) + int(step) > np.iinfo(first.dtype).max:
+        return None
+    return len(range(int(first), int(end), int(step)))
+
+
+def _element_of_the_state(computation: Computation, operand: str) -> int | None:
+    """Which element of a loop's state an operand is."""
+    name, _, element = operand.partition('#')
+    instruction = computation.instructions.get(name)
+    if instruction is not None and instruction.opcode == 'get-tuple-element':
+        element = instruction.attribute('index') or ''
+        instruction = computation.instructions.get(instruction.operands[0])
+    is_state = instruction is not None and instruction.opcode == 'parameter'
+    return int(element) if is_state and element.isdigit() else None
 
 
 class Integers:
