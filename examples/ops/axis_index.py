@@ -47,8 +47,10 @@ def main() -> None:
         added = add_block(helper.shard(x, spec))
         first = [int(np.asarray(shard.data)[0, 0]) for shard in added.addressable_shards]
         print(f'{spec!s:24} each device adds {first}')
-    tried = number_elements.check(x, mesh=helper)
-    print(f'number_elements gives the same in all {tried} placements: {number_elements(x)[1].tolist()}')
+    for spec in (P('rows', 'columns'), P(('rows', 'columns'))):
+        found = helper.verify(helper.sjit(number_elements, in_shardings=spec), x)
+        print(f'{spec!s:24} number_elements is the same as on one device: {found.ok}')
+    print(f'row 1: {number_elements(x)[1].tolist()}')
 
 
 if __name__ == '__main__':

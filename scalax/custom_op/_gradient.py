@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 from scalax._tree.specs import MeshAxes
@@ -74,19 +73,6 @@ def is_real(operand: Any) -> bool:
 def _floating(cotangents: Sequence[Any]) -> Results:
     """Cotangents without those of arrays that have no gradient."""
     return tuple(each for each in cotangents if each.dtype != jax.dtypes.float0)
-
-
-def gradients_of(fun: Callable[..., Results], operands: Sequence[Any]) -> tuple[Results, Results]:
-    """The results of a function, and its gradient for cotangents that are all different, to compare."""
-    results, back = jax.vjp(fun, *operands)
-    cotangents = []
-    for result in results:
-        numbers = jnp.cos(jnp.arange(result.size)).reshape(result.shape)
-        if is_real(result):
-            cotangents.append(_typed_like(numbers.astype(result.dtype), result))
-        else:
-            cotangents.append(np.zeros(result.shape, jax.dtypes.float0))
-    return results, _floating(back(tuple(cotangents)))
 
 
 def _plain_gradient(operation: Operation, operands: Sequence[Any], cotangents: Results) -> Results:

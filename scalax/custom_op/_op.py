@@ -8,13 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import jax
-import jax.numpy as jnp
 
-from scalax._trace.contexts import MeshOwner
 from scalax._tree.paths import is_key
-from scalax.custom_op import _check
 from scalax.custom_op._gradient import Gradient, as_tuple, differentiable
-from scalax.custom_op._layout import FactorContext
 from scalax.custom_op._rule import Rule, match_rule, read_rule
 from scalax.custom_op._run import Operation, Results
 from scalax.custom_op._verify import verified
@@ -135,37 +131,6 @@ class ShardedOp(Generic[Given, Result]):
         """
         self._gradient = forward, backward
         self._reset()
-
-    def check(
-        self, *operands: Any, mesh: jax.sharding.Mesh | MeshOwner, gradients: bool = True, **static: Any
-    ) -> int:
-        """Runs the operation on one device, and under every way of sharding the operands, and compares.
-
-        Args:
-            *operands: global arrays, small ones: every way is compiled.
-            mesh: a mesh or a helper.
-            gradients: whether the functions of `defvjp` are compared too, their results and gradients, with
-                the function on one device. False if JAX cannot differentiate that one.
-            **static: static arguments.
-
-        Returns:
-            How many placements were tried.
-
-        Raises:
-            AssertionError: a placement gives other values, by more than sums in another order may.
-        """
-        checked_flag('gradients', gradients)
-        operands = tuple(jnp.asarray(operand) for operand in operands)
-        self._check_operands(operands)
-        one_block: Any = FactorContext(self._rule.factors, {}, {})
-        return _check.check(
-            self._name,
-            functools.partial(self, **static),
-            functools.partial(self._fun, one_block, **static),
-            dict(zip(self._labels, operands, strict=True)),
-            mesh if isinstance(mesh, jax.sharding.Mesh) else mesh.mesh,
-            gradients and self._gradient is not None,
-        )
 
     def _reset(self) -> None:
         """Drops what was compiled."""

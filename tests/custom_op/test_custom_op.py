@@ -17,6 +17,7 @@ from scalax.custom_op import FactorContext, sharded_op
 from scalax.errors import ArgumentError
 from scalax.sharding import MeshShardingHelper
 from scalax.testing import assert_collectives, assert_no_recompile
+from tests.support.placements import count_equal_placements
 
 P = PartitionSpec
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -111,12 +112,14 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
 def test_every_placement_gives_the_same(name: str, types: tuple[AxisType, ...]) -> None:
     op, operands, static = CALLS[name]
     line = Mesh(np.array(jax.devices()[:2]), ('x',), axis_types=types)
-    assert op.check(*map(np.asarray, operands), mesh=line, **static) > 1
+    arrays = tuple(map(jnp.asarray, operands))
+    assert count_equal_placements(functools.partial(op, **static), arrays, line) > 1
 
 
 def test_every_placement_on_a_mesh_of_two_axes(mesh: Mesh) -> None:
     # Each axis along rows, columns or neither; without those that mix types of axes in one dimension.
-    assert norms.check(NUMBERS, mesh=mesh) == (9 if len(set(mesh.axis_types)) == 1 else 7)
+    count = 9 if len(set(mesh.axis_types)) == 1 else 7
+    assert count_equal_placements(norms, (NUMBERS,), mesh) == count
 
 
 # --- Where it runs ---------------------------------------------------------------------------------

@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalax.custom_op import FactorContext, sharded_op
 from scalax.errors import ArgumentError, RuleError, ScalaxError
-from scalax.sharding import MeshShardingHelper
 from tests.support.snapshots import Snapshot
 
 Array = jax.Array
@@ -215,47 +214,3 @@ def test_defvjp() -> None:
     assert message(ArgumentError, lambda: jax.grad(lambda x: double(x, labels).sum())(NUMBERS)) == (
         'total.defvjp: backward has to return one cotangent for each floating-point operand (x), got 2'
     )
-
-
-# --- check -----------------------------------------------------------------------------------------
-
-LINE = MeshShardingHelper([2], ['x'], devices=jax.devices()[:2])
-
-
-def test_check_says_which_placement_differs_first(snapshot: Snapshot) -> None:
-    # Wrong where columns are sharded, in a way that types do not show.
-    local = op('b c -> b c', lambda ctx, x: x - x.mean(axis=-1, keepdims=True))
-    x = np.arange(8, dtype=np.float32).reshape(2, 4)
-    snapshot(message(AssertionError, lambda: local.check(x, mesh=LINE)))
-
-
-def test_check_compares_gradients(snapshot: Snapshot) -> None:
-    square = op('b -> ', lambda ctx, x: ctx.psum((x * x).sum(), 'b'), reduction_factors=('b',))
-    square.defvjp(square, lambda x, g: 3 * g * x)
-    x = np.ones(2, np.float32)
-    snapshot(message(AssertionError, lambda: square.check(x, mesh=LINE.mesh)))
-    assert square.check(x, mesh=LINE, gradients=False) == 2
-    square.defvjp(square, lambda x, g: 2 * g * x)
-    assert square.check(x, mesh=LINE) == 2
-
-
-def test_check_compares_the_results_of_forward(snapshot: Snapshot) -> None:
-    square = op('b -> b', lambda ctx, x: x * x)
-    square.defvjp(lambda x: x * x + 1, lambda x, g: 2 * g * x)
-    x = np.ones(2, np.float32)
-    snapshot(message(AssertionError, lambda: square.check(x, mesh=LINE.mesh)))
-
-
-def test_check_finds_what_depends_on_placement() -> None:
-    def index(ctx: FactorContext, x: Array) -> Array:
-        return x + ctx.index('b')
-
-    x = np.ones(4, np.float32)
-    assert 'Mismatched elements: 2 / 4' in message(
-        AssertionError, lambda: op('b -> b', index).check(x, mesh=LINE)
-    )
-    same = op('b -> b', lambda ctx, x: x)
-    mixed = Mesh(
-        np.array(jax.devices()[:4]).reshape(2, 2), ('x', 'y'), axis_types=(AxisType.Auto, AxisType.Explicit)
-    )
-    assert same.check(np.ones(4), mesh=mixed) == 3

@@ -33,7 +33,9 @@ PRINTED = {
         P('rows', 'columns')     each device adds [0, 100, 100, 200]
         P(('rows', 'columns'),)  each device adds [0, 100, 200, 300]
         P()                      each device adds [0, 0, 0, 0]
-        number_elements gives the same in all 9 placements: [8, 9, 10, 11, 12, 13, 14, 15]
+        P('rows', 'columns')     number_elements is the same as on one device: True
+        P(('rows', 'columns'),)  number_elements is the same as on one device: True
+        row 1: [8, 9, 10, 11, 12, 13, 14, 15]
         """,
     'top_k': """
         the results lie as P('data',) and P('data',)
@@ -46,7 +48,7 @@ PRINTED = {
         the tokens lie as P('data',)
         tokens drawn: [0, 1, 2]
         as often as they should be: True
-        the same tokens in all 9 placements
+        the same tokens as on one device: True
         """,
     'cross_entropy': """
         loss: 9.594, gradients lie as P('data',) and P(None, 'tp')
@@ -58,8 +60,9 @@ PRINTED = {
     'pallas_kernel': """
         the result is sharded as P('data',), and is right: True
         rms_norm: sends 0 bytes, the result is sharded as P('data',)
+        rms_norm: the same as on one device: True
         by_kernel: sends 65,536 bytes, the result is sharded as P()
-        the same in all 6 placements
+        by_kernel: the same as on one device: True
         """,
 }
 
