@@ -95,7 +95,6 @@ def diagnose(timeout: float = 120, file: str = '', verify: bool = False) -> Diag
         or 'none that JAX reads',
         'processes': str(values.get('processes', 'unknown')),
         'devices': opened.summary or 'not opened',
-        'harmless': environment.harmless_message(os.environ, versions, present),
         'verified': values.get('verified', 'not run') if verify else '',
     }
     return Diagnosis(facts, (*findings, *opened.findings), values.get('process', 0))

@@ -82,23 +82,6 @@ def missing_plugins(present: Collection[str], versions: Collection[str]) -> Iter
             )
 
 
-def harmless_message(environ: Mapping[str, str], versions: Collection[str], present: Collection[str]) -> str:
-    """Explains what JAX prints where the compiler for TPUs is installed and no TPU is; empty elsewhere.
-
-    Args:
-        environ: the environment variables.
-        versions: the names of the installed packages.
-        present: the makers of devices, as in `accelerators`.
-    """
-    is_quiet = environ.get('JAX_PLATFORMS') or 'TPU_WORKER_HOSTNAMES' in environ
-    if 'libtpu' not in versions or 'TPU' in present or is_quiet:
-        return ''
-    return (
-        'the first operation prints INVALID_ARGUMENT and TPU_WORKER_HOSTNAMES, because libtpu (to plan for '
-        'TPUs) is installed and looks for a TPU; JAX_PLATFORMS=cpu or scalax.utils.quiet_libtpu() prevents it'
-    )
-
-
 def wrong_compilers(versions: Mapping[str, str]) -> Iterator[Finding]:
     """Compilers for GPUs that JAX does not load; *versions* are those of the installed packages."""
     found = {package: versions[package] for package in PLUGINS if package in versions}

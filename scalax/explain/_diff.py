@@ -1,4 +1,4 @@
-"""The difference of two reports, as a value and a table."""
+"""The difference of two reports, as a value and as text."""
 
 from __future__ import annotations
 
@@ -6,23 +6,16 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from scalax._report import blocks
-from scalax._report.blocks import Cell, Column, Lines, Row, Section, Table
-from scalax._report.tables import array_text, human_bytes, more_bytes
+from scalax._report.pages import visible
+from scalax._report.tables import array_text, human_bytes
 from scalax._tree.specs import axis_sizes_text
-from scalax._util.folding import fold
-from scalax.errors import plural
+from scalax._util.folding import fold, times
 from scalax.explain._rows import ReportRow, folded_path, spec_text
-
-_COLUMNS = (
-    *(Column('leaves'), Column('path', 'lead'), Column('before', 'code'), Column('after', 'code')),
-    Column('bytes/device', 'number'),
-)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReportDiff:
-    """What `ShardingReport.diff` returns: false when nothing changed; ``str()`` of it is a table.
+    """What `ShardingReport.diff` returns: false when nothing changed; ``str()`` of it has a line a change.
 
     Rules and reasons are not compared.
 
@@ -30,8 +23,6 @@ class ReportDiff:
         added: the rows of leaves that only the second report has.
         removed: the rows of leaves that only the first report has.
         changed: the rows of leaves whose shape, dtype, spec, memory or bytes differ, before and after.
-        bytes_per_device_before: the bytes of all leaves of the first report on one device.
-        bytes_per_device_after: the bytes of all leaves of the second report on one device.
         mesh_before: mesh axis name -> size of the first report.
         mesh_after: mesh axis name -> size of the second report.
     """
@@ -39,8 +30,6 @@ class ReportDiff:
     added: tuple[ReportRow, ...]
     removed: tuple[ReportRow, ...]
     changed: tuple[tuple[ReportRow, ReportRow], ...]
-    bytes_per_device_before: int
-    bytes_per_device_after: int
     mesh_before: Mapping[str, int] = dataclasses.field(hash=False)
     mesh_after: Mapping[str, int] = dataclasses.field(hash=False)
 
@@ -49,17 +38,24 @@ class ReportDiff:
         return bool(self.added or self.removed or self.changed or changed_mesh)
 
     def __str__(self) -> str:
-        return self.to_text()
+        leaves = [
+            *[(row.path, f'{_text(row)} -> {_text(new)}') for row, new in self.changed],
+            *[(row.path, f'{_text(row)}, added') for row in self.added],
+            *[(row.path, f'{_text(row)}, removed') for row in self.removed],
+        ]
+        lines = [
+            f'{folded_path(item)}: {times(item.count)}{visible(leaves[item.first][1])}'
+            for item in fold(leaves)
+        ]
+        old, new = axis_sizes_text(self.mesh_before), axis_sizes_text(self.mesh_after)
+        if old != new:
+            lines.append(f'mesh: ({old}) -> ({new})')
+        return '\n'.join(lines) or 'no array changed'
 
-    def to_text(self, width: int | None = None) -> str:
-        """The difference as a table.
 
-        Args:
-            width: the width in columns; that of the terminal by default.
-        """
-        rows = _rows(self)
-        table = [Section('', [Table(_COLUMNS, rows)])] if rows else []
-        return blocks.text([*table, Lines(_summary(self))], width)
+def _text(row: ReportRow) -> str:
+    size = human_bytes(row.bytes_per_device)
+    return f'{array_text(row.dtype, row.shape)} {spec_text(row)} ({size} on a device)'
 
 
 def diff_rows(
@@ -70,18 +66,13 @@ def diff_rows(
 ) -> ReportDiff:
     """Compares the rows of two reports by leaf path."""
     old, new = _by_path(before), _by_path(after)
+    pairs = [(row, new[path]) for path, row in old.items() if path in new]
     return ReportDiff(
-        tuple(row for path, row in new.items() if path not in old),
-        tuple(row for path, row in old.items() if path not in new),
-        tuple(
-            (row, new[path])
-            for path, row in old.items()
-            if path in new and _layout(row) != _layout(new[path])
-        ),
-        sum(row.bytes_per_device for row in before),
-        sum(row.bytes_per_device for row in after),
-        dict(mesh_before),
-        dict(mesh_after),
+        added=tuple(row for path, row in new.items() if path not in old),
+        removed=tuple(row for path, row in old.items() if path not in new),
+        changed=tuple((row, now) for row, now in pairs if _layout(row) != _layout(now)),
+        mesh_before=dict(mesh_before),
+        mesh_after=dict(mesh_after),
     )
 
 
@@ -97,49 +88,3 @@ def _by_path(rows: Sequence[ReportRow]) -> dict[tuple[str, int], ReportRow]:
 
 def _layout(row: ReportRow) -> ReportRow:
     return dataclasses.replace(row, rule='', reason='')
-
-
-def _summary(diff: ReportDiff) -> list[str]:
-    counts = [(len(diff.changed), 'changed'), (len(diff.added), 'added'), (len(diff.removed), 'removed')]
-    changes = ', '.join(f'{plural(count, "array")} {what}' for count, what in counts if count)
-    lines = [changes or 'no array changed']
-    old, new = axis_sizes_text(diff.mesh_before), axis_sizes_text(diff.mesh_after)
-    if old != new:
-        lines.append(f'mesh: ({old}) before, ({new}) after')
-    total = f'{human_bytes(diff.bytes_per_device_before)} before'
-    change = diff.bytes_per_device_after - diff.bytes_per_device_before
-    lines.append(
-        f'bytes/device of all arrays: {total}, {human_bytes(diff.bytes_per_device_after)} after '
-        f'({more_bytes(change)})'
-    )
-    return lines
-
-
-def _rows(diff: ReportDiff) -> list[Row]:
-    changes: list[tuple[str, ReportRow | None, ReportRow | None]] = [
-        *[('changed', *rows) for rows in diff.changed],
-        *[('added', None, row) for row in diff.added],
-        *[('removed', row, None) for row in diff.removed],
-    ]
-    leaves = []
-    for kind, *rows in changes:
-        layouts = [row and dataclasses.replace(_layout(row), path='') for row in rows]
-        path = next(row.path for row in rows if row)
-        leaves.append((path, (kind, *layouts)))
-    cells: list[Row] = []
-    for item in fold(leaves):
-        kind, before, after = changes[item.first]
-        sizes = [row.bytes_per_device * item.count for row in (before, after) if row]
-        size = Cell(' -> '.join(dict.fromkeys(map(human_bytes, sizes))), sizes[-1])
-        cells.append((f'{item.count} {kind}', folded_path(item), *_sides(before, after), size))
-    return cells
-
-
-def _sides(before: ReportRow | None, after: ReportRow | None) -> list[str]:
-    """A leaf before and after: its spec, with its array if that changed."""
-    changed = len({(row.dtype, row.shape) for row in (before, after) if row}) > 1
-    texts = []
-    for row in (before, after):
-        array = f'{array_text(row.dtype, row.shape)} ' if row and changed else ''
-        texts.append(f'{array}{spec_text(row)}' if row else '')
-    return texts

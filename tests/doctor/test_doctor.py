@@ -356,22 +356,6 @@ def test_devices_without_a_package():
     assert 'NVIDIA' in found.what and 'jax[cuda13]' in found.cure
 
 
-@pytest.mark.parametrize(
-    ('environ', 'versions', 'present', 'is_told'),
-    [
-        ({}, ['jax', 'libtpu'], [], True),
-        ({}, ['jax', 'libtpu'], ['NVIDIA'], True),
-        ({}, ['jax', 'libtpu'], ['TPU'], False),
-        ({}, ['jax'], [], False),
-        ({'JAX_PLATFORMS': 'cpu'}, ['jax', 'libtpu'], [], False),
-        ({'TPU_WORKER_HOSTNAMES': 'localhost'}, ['jax', 'libtpu'], [], False),
-    ],
-)
-def test_what_the_compiler_for_tpus_prints_elsewhere(environ, versions, present, is_told):
-    told = environment.harmless_message(environ, versions, present)
-    assert ('INVALID_ARGUMENT' in told and 'quiet_libtpu()' in told) is is_told
-
-
 def test_compilers_that_jax_does_not_load():
     assert not [*environment.wrong_compilers({'jaxlib': '1.2', 'jax-cuda12-pjrt': '1.2'})]
     [found] = environment.wrong_compilers({'jaxlib': '1.2', 'jax-cuda12-pjrt': '1.1'})
