@@ -4,7 +4,7 @@
 - A link to a file is a link to its page, or to the file in the repository where it has none.
 - Recipes come first in what a search finds.
 - The link to the repository asks nothing of the network.
-- What blocks print wraps, and its tables scroll.
+- What blocks print wraps, and its tables scroll. Names in tables break at their dots and underscores.
 - Pictures for light and dark follow the reader's choice on the site.
 - Docstrings: tables of reStructuredText become those of Markdown, examples blocks of code, and pages links.
 """
@@ -39,6 +39,9 @@ TEXT = re.compile(r'^(<!-- prints -->\n)?```text$', re.MULTILINE)
 OUTPUT = re.compile(r'(<div class="output[^>]*><pre><span></span><code>)(.*?)(</code>)', re.DOTALL)
 COLUMNS = re.compile(r'\S {2,}\S|-{9,}|[─│┌]')
 SHOWN = re.compile(r'<!-- shown (\d+) (\d+) -->')
+CELL = re.compile(r'<t[dh]\b.*?</t[dh]>', re.DOTALL)
+CODE = re.compile(r'<code\b.*?</code>', re.DOTALL)
+NAME_PART = re.compile(r'(?<=\w)[._/(=]+(?=[^\W\d])(?![^<]*>)')
 NAMED_PAGE = re.compile(r'\bdocs/(\w+)\.md')
 RULE = re.compile(r' *=+(?: +=+)+')
 
@@ -135,7 +138,18 @@ def in_parts(text: str) -> Iterator[str]:
 
 def on_post_page(output: str, **_: Any) -> str:
     """The link to the repository stays, without the script that asks GitHub for its stars."""
-    return output.replace(' data-md-component="source"', '')
+    output = output.replace(' data-md-component="source"', '')
+    # After the search has taken the words of the page, which these places would divide.
+    return CELL.sub(lambda cell: CODE.sub(lambda code: breakable(code[0]), cell[0]), output)
+
+
+def breakable(code: str) -> str:
+    """Code that a narrow table may break inside its names, where a reader sees that they go on.
+
+    >>> breakable('<code>plan.model_flops &gt; 0.5</code>')
+    '<code>plan.<wbr>model_<wbr>flops &gt; 0.5</code>'
+    """
+    return NAME_PART.sub(r'\g<0><wbr>', code)
 
 
 def on_post_template(output_content: str, **_: Any) -> str:  # of the page for what is not found

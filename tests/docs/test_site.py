@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from scripts.docs_site import in_parts, with_tables
+from scripts.docs_site import breakable, in_parts, with_tables
 from tests.support import ROOT
 from tests.support.browser import Browser
 
@@ -123,6 +123,16 @@ def test_parts_of_printed_text() -> None:
         '<span class="columns">a  b\npath\n1  2\n</span>',
         '<span class="line">end\n</span>',
     ]
+
+
+def test_names_in_tables_break_at_their_parts(site: Path) -> None:
+    assert (
+        breakable('<code>plan.work_done &gt; 0.5</code>') == '<code>plan.<wbr>work_<wbr>done &gt; 0.5</code>'
+    )
+    page = (site / 'estimates.html').read_text(encoding='utf-8')
+    assert '<code>flops_<wbr>per_<wbr>second</code>' in page and '<ol start="14">' in page
+    index = (site / 'search' / 'search_index.json').read_text(encoding='utf-8')
+    assert 'flops_per_second' in index
 
 
 def test_links_to_files_of_the_repository_lead_somewhere(site: Path) -> None:
