@@ -82,7 +82,7 @@ for spec in (P('dp', 'dp'), P(None, 'dp', 'mp'), P('pd'), P(None, ('dp', 'mp')))
 # ### NamedSharding: a spec on a mesh
 #
 # A `NamedSharding` is a spec and a mesh, and so determines the block of each device.
-# `helper.match_sharding_rule` makes NamedShardings from specs, and from scalax's rules for whole models.
+# `helper.match_sharding_rule` makes NamedShardings from specs, and from scalax's rules for entire models.
 # Arrays may have any number of dimensions: the kernels of a convolution have outputs, inputs, height, width.
 #
 # `P('dp')` and `P('dp', None)` mean the same, but are not equal. Compare shardings with `is_equivalent_to`.
@@ -102,7 +102,7 @@ print(NamedSharding(helper.mesh, P('dp')).is_equivalent_to(NamedSharding(helper.
 # `helper.shard(tree, rule)` places a tree of arrays in one transfer (`jax.device_put(x, sharding)` does it
 # for one sharding). Every array then has a `.sharding`, with its `.mesh` and `.spec`, `.devices()`, and
 # `.addressable_shards`, the blocks of this process. `.is_fully_replicated` says whether each device has the
-# whole array. On Explicit axes its type has the sharding too.
+# entire array. On Explicit axes its type has the sharding too.
 
 # %%
 explicit_x = helper.shard(x, P('dp', 'mp'))
@@ -263,7 +263,7 @@ print('the branches agree:        ', jax.typeof(kept(explicit_x)))
 # %% [markdown]
 # ### Auto axes: the compiler's choice, and constraints
 #
-# On Auto axes types contain no shardings, and the compiler propagates shardings through the whole program,
+# On Auto axes types contain no shardings, and the compiler propagates shardings through the entire program,
 # forwards and backwards. A *constraint* guides it. `jax.lax.with_sharding_constraint` is for Auto axes: on
 # Explicit axes it only asserts the type, and `jax.reshard` moves. scalax's `with_sharding_constraint` does
 # what each axis needs, so a model with constraints runs on any mesh.
@@ -321,9 +321,9 @@ for name, specs in layouts.items():
 #
 # ### shard_map
 #
-# So far programs computed on whole arrays. `shard_map` takes a function of one device's blocks, with explicit
-# communication. `in_specs` define how arguments are cut, `out_specs` how the blocks of results are joined.
-# `helper.shard_map` takes rules where `jax.shard_map` takes specs, and reshards arguments with other
+# So far programs computed on global arrays. `shard_map` takes a function of one device's blocks, with
+# explicit communication. `in_specs` define how arguments are cut, `out_specs` how the blocks of results are
+# joined. `helper.shard_map` takes rules where `jax.shard_map` takes specs, and reshards arguments with other
 # shardings.
 #
 # Inside, the type of a block contains the mesh axes along which it *varies*: `{V:dp}` differs from device to
@@ -520,25 +520,24 @@ on_one_device = jax.jit(train_step)(params, batch)
 # %% [markdown]
 # With a rule for the parameters and a spec for the batch, it runs on eight devices. The collectives show
 # whether this is FSDP, in which parameters are gathered before each layer. Each parameter has 65,536 bytes.
-# With 4,096 rows it is: `sjit` keeps the rows of the batch where they are. With 32 rows the gathered arrays
-# have 8,192 bytes, the size of the batch: to send all rows to all devices takes less than to send the
-# parameters, so `sjit` leaves the rows to the compiler. (A plan compiles but does not run: shapes are
-# enough.)
+# With 4,096 examples it is: `sjit` keeps activations sharded along the batch dimension. 32 examples have
+# 8,192 bytes: to send all of them to all devices takes less than to gather the parameters, so `sjit` leaves
+# their sharding to the compiler. (A plan compiles but does not run: shapes are enough.)
 
 # %%
 fsdp = MeshShardingHelper([-1], ['fsdp'])
 rule = FSDPShardingRule(min_fsdp_size=1024)
 layout = {'in_shardings': (rule, P('fsdp')), 'out_shardings': rule}
 step = fsdp.sjit(train_step, **layout)
-for rows in (4096, 32):
-    print(f'{rows} rows')
-    collectives(fsdp.plan(step, params, jax.ShapeDtypeStruct((rows, 64), np.float32)))
+for examples in (4096, 32):
+    print(f'{examples} examples')
+    collectives(fsdp.plan(step, params, jax.ShapeDtypeStruct((examples, 64), np.float32)))
 
 # %% [markdown]
 # To say yourself where a value is, bind its name: here the hidden values get the sharding of the batch. Then
-# parameters are gathered for 32 rows as well. Gradients are summed, with each device keeping its part. (The
-# plan shows an all-reduce for these; if only a part of an all-reduce is kept, the compilers for TPUs and GPUs
-# turn it into a reduce-scatter.)
+# parameters are gathered for 32 examples as well. Gradients are summed, with each device keeping its part.
+# (The plan shows an all-reduce for these; if only a part of an all-reduce is kept, the compilers for TPUs and
+# GPUs turn it into a reduce-scatter.)
 
 # %%
 step = fsdp.sjit(train_step, **layout, annotation_shardings={'hidden': P('fsdp')})
@@ -571,7 +570,7 @@ collectives(auto.plan(step, params, batch))
 
 # %% [markdown]
 # Biases are sharded like the results that they are added to: that of `up` by columns. That of `down` is added
-# to the sum, so every device along `mp` has it whole. It adds no communication.
+# to the sum, so it is replicated along `mp`. It adds no communication.
 
 
 # %%
@@ -618,5 +617,5 @@ print(jax.tree.map(lambda p: str(p.spec), auto.match_sharding_rule(both, params)
 #
 # - [Rules](rules.md), [sjit](sjit.md), [data](data.md); the [cookbook](cookbook.md) has training layouts.
 # - `examples/ring_attention.py` and `examples/expert_parallel.py` use `helper.shard_map`: attention over
-#   sequences that no device holds whole, and experts that receive tokens from other devices.
+#   sequences that are sharded over devices, and experts that receive tokens from other devices.
 # - [planning.md](planning.md): the same counts for hardware you do not have.

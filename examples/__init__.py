@@ -1,4 +1,4 @@
-"""Whole programs built on scalax: run them, read them, copy from them.
+"""Complete programs built on scalax: run them, read them, copy from them.
 
 - `python -m examples.llama.train`: a LLaMA-style decoder, sharded as a flag says
 - `python -m examples.digits`: data parallelism, the smallest complete example

@@ -1,4 +1,4 @@
-"""A layer of experts that lie on different devices: tokens travel to their experts and back.
+"""A layer of experts on different devices: tokens travel to their experts and back.
 
     python -m examples.expert_parallel
 

@@ -84,7 +84,7 @@ def main(
         else:
             state, done = helper.sjit(init, out_shardings=REPLICATED)(), 0
         started, loss = done, np.nan
-        # Ahead of the loop by some batches; `get_state` is the state behind the last that the loop was given.
+        # Ahead of the loop by some batches; `get_state` is the state after the batch that the loop has.
         batches = stack.enter_context(helper.prefetch(source, rows='needed'))
         for batch in batches:
             state, loss = step_fun(state, batch)

@@ -1,4 +1,4 @@
-"""Ring attention: causal attention over sequences that no device holds whole.
+"""Ring attention: causal attention over sequences that are sharded over devices.
 
     python -m examples.ring_attention
 

@@ -666,7 +666,7 @@ class MeshShardingHelper:
             >>> print(helper.visualize(jax.ShapeDtypeStruct((8, 4), 'float32'), PartitionSpec('tp')))
             float32[8,4]
             P('tp',): 2 blocks of [4,4], each on 4 devices
-            dim 0 → 8 over tp=2; dim 1: 4, whole
+            dim 0 → 8 over tp=2; dim 1: 4, unsharded
                 0:4       4:8
             ┌─────────┬─────────┐
             │ 0,2,4,6 │ 1,3,5,7 │

@@ -109,7 +109,10 @@ class LostUpdateWarning(ScalaxWarning):
 
 
 class FollowingWarning(ScalaxWarning):
-    """A compiled function does not propagate its batch sharding: a bug in scalax; please report it."""
+    """Activation sharding propagation failed, because of a bug in scalax: please report it.
+
+    The function runs as written, with the same results; the compiler alone chooses the shardings inside.
+    """
 
 
 class StagesWarning(ScalaxWarning):

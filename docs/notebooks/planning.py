@@ -5,7 +5,7 @@
 # step and reads the compiler's program. Nothing runs: shapes are enough, and so is a laptop.
 #
 # The first part works anywhere. The others compile for GPUs and TPUs, by compilers that need none of them (on
-# Linux, `pip install "scalax[gpu-plan]"` and `"scalax[plan]"`); without these, they say so.
+# Linux, `pip install "jax[cuda12-local]"` and `"jax[tpu]"`); without these, they say so.
 
 # %%
 import importlib.util
@@ -100,7 +100,7 @@ print(search_on_gpus())
 # %% tags=["tpu", "slow"]
 def plan_on_tpus():
     if importlib.util.find_spec('libtpu') is None:
-        return 'the TPU compiler is not installed: pip install "scalax[plan]"'
+        return 'the TPU compiler is not installed: pip install "jax[tpu]"'
     tpus = MeshShardingHelper.from_topology('v5e:2x4', [8], ['fsdp'])
     step, arguments = make_step(tpus, fsdp)
     return tpus.plan(step, *arguments, quick=True)

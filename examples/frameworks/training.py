@@ -27,7 +27,7 @@ def train(
     folder: str | Path | None = None,
 ) -> tuple[list[float], Any]:
     """Trains on a mesh; returns the losses of the steps that were done, and the state."""
-    init = helper.sjit(program.init, out_shardings=program.rule)  # made in shards, never whole
+    init = helper.sjit(program.init, out_shardings=program.rule)  # created in shards
     step = helper.sjit(
         program.train_step,
         in_shardings=(program.rule, BATCH),
@@ -53,7 +53,7 @@ def train(
 
 
 def write(program: Program, helper: MeshShardingHelper, state: Any, corpus: Corpus, length: int = 32) -> str:
-    """What the model writes behind a piece of text, the likeliest byte each time."""
+    """What the model writes after a piece of text, the likeliest byte each time."""
     logits = helper.sjit(program.logits, in_shardings=(program.rule, BATCH), batch_argnums=1)
     rows = helper.mesh.shape['fsdp']
     tokens = np.repeat(corpus.prompts(1, SEQUENCE), rows, 0)

@@ -2,7 +2,7 @@
 
     python -m examples.launch.local --processes=2 --devices=4 -- -m examples.llama.train --steps=100
 
-What stands behind `--` is what would stand behind `python`. Each process learns by environment variables
+After `--` comes what would come after `python`. Each process learns by environment variables
 which one it is, and `scalax.distributed.initialize()` reads them. The processes of a program depend on one
 another: where one is lost the others cannot go on, so all are started anew, and continue from what they
 have saved.
@@ -131,7 +131,7 @@ def describe(code: int) -> str:
 
 def main(argv: Sequence[str]) -> int:
     if len(argv) < 2:
-        print('error: which program? Write it behind --, as in -- -m examples.llama.train', file=sys.stderr)
+        print('error: which program? Write it after --, as in -- -m examples.llama.train', file=sys.stderr)
         return REFUSED
     return Launcher(argv[1:], _PROCESSES.value, _DEVICES.value, _GRACE.value).run(_RESTARTS.value)
 

@@ -2,18 +2,18 @@
 
 A strategy answers four questions, and nothing else in this example changes with the answers:
 
-- *Where?* `mesh`: the mesh axes and how many devices lie along each; -1 takes what is left.
+- *Where?* `mesh`: the mesh axes and how many devices are along each; -1 takes what is left.
 - *What does a device keep of the train state?* `state`: a rule from leaf paths and shapes to specs.
   It sees the whole state, and an optimizer moment's path ends like its parameter's
   (`params/layers/up`, `opt_state/1/0/mu/layers/up`), so one line of a table places all three.
-- *Which rows of a batch does a device see?* `data_axes`: the axes over which the batch is split.
-- *Where do the values in between lie?* Where the rows of the batch are: scalax follows them. Only what
-  is to lie otherwise is said. `activations`: specs for names that `model.py` gives to values (it also lists
+- *Which examples of a batch does a device get?* `data_axes`: the axes over which the batch is split.
+- *How are activations sharded?* Along the batch dimension: scalax propagates it. Only exceptions are
+  listed. `activations`: specs for names that `model.py` gives to values (it also lists
   their dimensions), and `gradients`: a rule for the gradients before the update.
 
-Each of them runs in pipeline stages too (`in_stages`): one more mesh axis, over which the layers lie.
+Each of them runs in pipeline stages too (`in_stages`): one more mesh axis, over which the layers are sharded.
 
-In a spec, `None` leaves a dimension whole; dimensions after the last one mentioned are whole too.
+In a spec, `None` leaves a dimension unsharded; so are dimensions after the last one mentioned.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Strategy:
 
 DATA_PARALLEL = Strategy(
     name='dp',
-    doc='data parallelism: every device keeps the whole state and sees its part of the batch',
+    doc='data parallelism: every device has the entire state and its part of the batch',
     mesh={'dp': -1},
     data_axes=('dp',),
     state=P(),
 )
 
-# The parameters stay whole, so the forward pass is that of data parallelism. Each device updates
+# The parameters stay replicated, so the forward pass is that of data parallelism. Each device updates
 # its part of them, with its part of Adam's two moments, and then all share what they updated.
 ZERO1 = Strategy(
     name='zero1',
@@ -114,7 +114,7 @@ FSDP_TP = Strategy(
 
 # The residual split by position instead (arXiv:2205.05198). That is not where following keeps it, so it takes
 # names: of the residual, and of what the blocks begin with, which is gathered. The embeddings are split by
-# words over tp, and what is looked up in them is whole.
+# words over tp, and the vectors looked up in it are replicated.
 FSDP_TP_SP = dataclasses.replace(
     FSDP_TP,
     name='fsdp_tp_sp',

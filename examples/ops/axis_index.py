@@ -2,9 +2,9 @@
 
     python -m examples.ops.axis_index
 
-The first operation adds 100 for each block before its own, so its results depend on how the operand lies.
-The second counts elements over the whole array by means of the
-same index, and gives the same however the operand lies.
+The first operation adds 100 for each block before its own, so its results depend on the operand's sharding.
+The second counts elements over the entire array by means of the
+same index, and gives the same for any sharding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def add_block(ctx: FactorContext, x: jax.Array) -> jax.Array:
 
 @sharded_op('b c -> b c')
 def number_elements(ctx: FactorContext, x: jax.Array) -> jax.Array:
-    """Adds the number of each element in the whole array."""
+    """Adds the number of each element in the entire array."""
     rows, columns = x.shape
     row = ctx.index('b') * rows + jnp.arange(rows)
     column = ctx.index('c') * columns + jnp.arange(columns)

@@ -1,4 +1,4 @@
-"""The loss of a language model, fused with its last layer: no device ever holds the logits of whole rows.
+"""The loss of a language model, fused with its last layer: no device ever holds all logits of an example.
 
     python -m examples.ops.cross_entropy
 
@@ -93,7 +93,7 @@ def main() -> None:
         for name, fun in (('cross_entropy', cross_entropy), ('by_the_compiler', by_the_compiler))
     }
     (loss, grads), (expected, wanted) = (step(hidden, weights, labels) for step in steps.values())
-    print(f'loss: {loss:.3f}, gradients lie as {spec_of(grads[0])} and {spec_of(grads[1])}')
+    print(f'loss: {loss:.3f}, gradients are sharded as {spec_of(grads[0])} and {spec_of(grads[1])}')
     pairs = zip((loss, *grads), (expected, *wanted), strict=True)
     same = all(np.allclose(mine, theirs, atol=1e-5) for mine, theirs in pairs)
     print(f'the same as by the compiler: {same}')

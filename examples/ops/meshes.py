@@ -1,4 +1,4 @@
-"""The meshes of these programs, and how they show where an array lies."""
+"""The meshes of these programs, and how they show the sharding of an array."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def helper_of(rows: int, columns: int, names: tuple[str, str]) -> MeshShardingHe
 
 
 def spec_of(x: jax.Array) -> str:
-    """How an array lies."""
+    """The sharding of an array."""
     assert isinstance(x.sharding, NamedSharding)
     return str(x.sharding.spec)

@@ -2,7 +2,7 @@
 
     python -m examples.ops.scalar_parameters
 
-In the rule ``'b c, -> b c'`` nothing stands behind the comma: an operand without dimensions.
+In the rule ``'b c, -> b c'`` nothing follows the comma: an operand without dimensions.
 """
 
 from __future__ import annotations

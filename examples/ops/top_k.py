@@ -40,7 +40,7 @@ def main() -> None:
     helper = helper_of(2, 4, ('data', 'tp'))
     logits = np.random.default_rng(0).permuted(np.tile(np.arange(4096.0, dtype=np.float32), (8, 1)), axis=1)
     values, tokens = top_k(helper.shard(logits, P('data', 'tp')), k=4)
-    print(f'the results lie as {spec_of(values)} and {spec_of(tokens)}')
+    print(f'the results are sharded as {spec_of(values)} and {spec_of(tokens)}')
     print(f'values of row 0: {values[0].tolist()}')
     expected = jax.lax.top_k(logits, 4)
     same = np.array_equal(values, expected[0]) and np.array_equal(tokens, expected[1])

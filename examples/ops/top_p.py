@@ -65,7 +65,7 @@ def main() -> None:
     logits = helper.shard(np.tile(np.log(probabilities), (rows, 1)), P('data', 'tp'))
     noise = jax.random.gumbel(jax.random.key(0), logits.shape)
     tokens = sample_top_p(logits, noise, 0.8)
-    print(f'the tokens lie as {spec_of(tokens)}')
+    print(f'the tokens are sharded as {spec_of(tokens)}')
     often = np.bincount(np.asarray(tokens), minlength=8) / rows
     kept = np.where(np.arange(8) < 3, probabilities, 0)
     print(f'tokens drawn: {np.flatnonzero(often).tolist()}')

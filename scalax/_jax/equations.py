@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-# Handed on, so that no other room imports jax.extend.
+# Handed on, so that no other package imports jax.extend.
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 from jax.extend.core import DropVar as DropVar
 from jax.extend.core import Jaxpr as Jaxpr

@@ -186,7 +186,7 @@ def _rank(equation: Any) -> int:
 
 
 def _resized(equation: Any) -> Dims:
-    """Further dimensions behind, or fewer: bits of other sizes, what is drawn of keys."""
+    """Further dimensions at the end, or fewer: bits of other sizes, what is drawn of keys."""
     return _leading(equation, _rank(equation))
 
 

@@ -174,7 +174,7 @@ def _of_outer_trace(given: Sequence[Known]) -> list[Known]:
 def _kept_apart(equation: Any, given: Sequence[Known]) -> Sequence[Known]:
     """The operands of a call, behind a barrier where JAX puts them behind one.
 
-    But for what is cut where it meets rows, which is not to be there whole.
+    But for what is cut where it meets rows, which must not be computed in full.
     """
     pairs = zip(given, equations.computed_again(equation), strict=True)
     apart = {i: each.value for i, (each, again) in enumerate(pairs) if again and each.cut is None}

@@ -206,7 +206,7 @@ def _require_plugin() -> None:
     if not found:
         raise MissingDependencyError(
             'topologies of GPUs need the compiler for GPUs, which is published for Linux: '
-            'pip install "scalax[gpu-plan]" (no GPU is needed)'
+            'pip install "jax[cuda12-local]" (no GPU is needed)'
         )
     if wrong := wrong_plugins(found, importlib.metadata.version('jaxlib')):
         raise MissingDependencyError(': '.join(wrong))

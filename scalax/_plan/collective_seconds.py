@@ -1,6 +1,6 @@
 """The seconds of one collective on some hardware.
 
-V is the bytes of the whole (gathered) array of one group, N its devices, w the
+V is the bytes of the full (gathered) array of one group, N its devices, w the
 one-way bandwidth of a link, and hop the least time from one chip to the next
 (https://jax-ml.github.io/scaling-book/sharding).
 
@@ -55,7 +55,7 @@ def collective_seconds(
 
     Args:
         kind: the kind of the collective.
-        whole: the bytes of the whole array of one group.
+        whole: the bytes of the full array of one group.
         route: the links that join the devices of the group.
         hardware: the hardware that has these links.
         per_chip: how many devices share a chip.

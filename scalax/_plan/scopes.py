@@ -32,7 +32,7 @@ _PARTS_OF = {'while': re.compile('body|cond'), 'cond': re.compile(r'branch_\d+_f
 _EINSUM = '->'
 # Scopes of equinox: its own layers have the name of their class, and modules of the user have none.
 _UNPLACED = 'eqx.nn.'
-# The rooms that trace users' functions.
+# The packages that trace users' functions.
 _TRACING = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (sjit.__file__, __file__))
 
 

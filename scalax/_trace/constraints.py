@@ -283,7 +283,7 @@ def has_type(leaf: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> bool:
 def _compiled_constraint(sharding: NamedSharding) -> Callable[[Any], Any]:
     """A constraint on the Auto axes of a mixed mesh, compiled wherever it is called.
 
-    Outside of ``jax.jit`` a constraint places the whole array, and would undo the reshard.
+    Outside of ``jax.jit`` a constraint places the entire array, and would undo the reshard.
     Not inlined: JAX 0.10 then gives cotangents a type without the Explicit axes.
     """
     return jax.jit(lambda leaf: _constrained(leaf, sharding))

@@ -148,7 +148,7 @@ def _names(fun: Callable[..., Any], signature: inspect.Signature, option: Names)
 
 
 def _divided(whole: dict[str, Any], n: int, batch_axis: int, name: str) -> dict[str, Any]:
-    """Each array as a stack of *n* parts; the rows of one part are *n* apart."""
+    """Each array as a stack of *n* microbatches; the examples of one are *n* apart."""
     tree = NamedTree.of(whole)
     if not len(tree):
         raise DataError(
@@ -170,24 +170,24 @@ def _divided(whole: dict[str, Any], n: int, batch_axis: int, name: str) -> dict[
 
     def part(leaf: Any) -> Any:
         axis = batch_axis % leaf.ndim
-        rows = leaf.shape[axis] // n
-        # Rows of one device are adjacent: the first of the two new axes gets the sharding.
-        apart = leaf.reshape(*leaf.shape[:axis], rows, n, *leaf.shape[axis + 1 :])
+        examples = leaf.shape[axis] // n
+        # Examples of one device are adjacent: the first of the two new axes gets the sharding.
+        apart = leaf.reshape(*leaf.shape[:axis], examples, n, *leaf.shape[axis + 1 :])
         return jnp.moveaxis(apart, axis + 1, 0)
 
     return jax.tree.map(lambda leaf: part(jnp.asarray(leaf)), whole)
 
 
 def _fault(leaf: Any, shape: tuple[int, ...], axis: int, n: int) -> str:
-    """Why the rows of an array cannot be divided; empty if they can."""
+    """Why the examples of an array cannot be divided; empty if they can."""
     if not -len(shape) <= axis < len(shape):
         return f'no axis {axis}'
     if shape[axis] % n:
         return 'does not divide'
-    # Over Explicit axes the type tells how many rows a device has; JAX would refuse to move some.
+    # Over Explicit axes the type tells how many examples a device has; JAX would refuse to move some.
     sharding = jax.typeof(leaf).sharding
-    rows_over = specs.entry_axes(specs.entries(sharding.spec)[axis])
-    shards = math.prod(sharding.mesh.shape[name] for name in rows_over)
+    sharded_over = specs.entry_axes(specs.entries(sharding.spec)[axis])
+    shards = math.prod(sharding.mesh.shape[name] for name in sharded_over)
     return '' if shape[axis] // shards % n == 0 else f'each device has {shape[axis] // shards} examples'
 
 

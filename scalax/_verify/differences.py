@@ -118,7 +118,7 @@ def explained(drawn: Error, expected: np.ndarray, rounded: bool) -> Explained:
         rounded: whether they descend from what may round differently.
     """
     if not is_number(expected):
-        # Behind a comparison of what is rounded, one may go the other way that none of the draws took.
+        # After a comparison of what is rounded, one may go the other way that none of the draws took.
         count = _LARGEST * drawn.largest + 1 if rounded else 0.0
         return Explained(count, count)
     unit = _UNITS * float(jax.numpy.finfo(expected.dtype).eps)

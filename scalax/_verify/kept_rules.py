@@ -1,4 +1,4 @@
-"""Rules for a small step that answer as they did about the large one: a rule may leave small arrays whole."""
+"""Rules for a small step that answer as they did about the large one: a rule may replicate small arrays."""
 
 from __future__ import annotations
 

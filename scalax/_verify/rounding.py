@@ -2,7 +2,7 @@
 
 The order of the terms of a sum is the compiler's, and another one on each mesh. How much that may change a
 result is drawn, as in D. S. Parker, "Monte Carlo Arithmetic" (1997): the step is evaluated with errors of
-random signs behind each operation that rounds. The error of an operation is one unit of its dtype relative
+random signs after each operation that rounds. The error of an operation is one unit of its dtype relative
 to the result; of a sum it is one unit relative to the root of the sum of the squares of its terms, which is
 what another order of the terms may change, or to a part of the sum of their sizes, which is what adding them
 one after the other may.

@@ -1,4 +1,4 @@
-"""Functions that change the modules that they are given, as users of flax nnx write them, on a mesh.
+"""Compiled functions of flax nnx modules that update them in place, on a mesh.
 
 flax is imported when this module is: ``from scalax.interop import nnx``.
 """
@@ -47,28 +47,28 @@ def sjit(
 ) -> Any:
     """Compiles a function of nnx modules for a mesh, as ``nnx.jit`` does for one device.
 
-    What the function changes in a module, an optimizer or an ``nnx.Rngs`` is changed in the caller's: their
-    variables get the new arrays, with the shardings of *in_shardings*. References that modules share stay
-    shared. Variables that the function adds or removes are an error, and so are attributes without arrays
-    that it changes: call ``model.eval()`` before it. *fun* may be one that ``nnx.jit`` has compiled, and
-    ``@sjit(helper, ...)`` takes the place of ``@nnx.jit``. `MeshShardingHelper.plan` takes the result, with
-    modules of arrays or of ``nnx.eval_shape``.
+    Updates of a module, an optimizer or an ``nnx.Rngs`` inside the function are applied to the caller's
+    object: its variables get the new arrays, with the shardings of *in_shardings*. Modules that share a
+    reference still share it. Variables that the function adds or removes are an error, and so are attributes
+    without arrays that it changes: call ``model.eval()`` before it. *fun* may be one that ``nnx.jit`` has
+    compiled, and ``@sjit(helper, ...)`` takes the place of ``@nnx.jit``. `MeshShardingHelper.plan` takes the
+    result, with modules of arrays or of ``nnx.eval_shape``.
 
     Args:
         helper: the `MeshShardingHelper`.
-        fun: a function of positional arguments. It may return anything but the modules and variables that it
-            is given.
+        fun: a function of positional arguments. It may return anything except modules and variables of its
+            arguments.
         in_shardings: for each argument a rule or a tree of specs, in a tuple or by name in a dict; or one for
-            all. For modules, paths are those of ``nnx.state(module)``, as in ``layers/0/kernel/value``. What
-            has several names has the first one: of the first argument, and there in alphabetical order.
+            all. For modules, paths are those of ``nnx.state(module)``, as in ``layers/0/kernel/value``. A
+            shared variable has its first path: that in the first argument, in alphabetical order.
         out_shardings: for the results.
         donate_argnums: the arguments whose arrays may be overwritten.
         batch_argnums: the arguments that are a batch; as in `MeshShardingHelper.sjit`.
         options: further options of `MeshShardingHelper.sjit`.
 
     Raises:
-        ArgumentError: *in_shardings* are not one for each argument; or *fun* returns what it is given, or
-            changes it in other ways than by new arrays, or changes a module that is no argument.
+        ArgumentError: *in_shardings* do not have one entry for each argument; or *fun* returns one of its
+            modules, changes more of it than arrays, or changes a module that is not an argument.
 
     Example:
         >>> import jax
@@ -144,7 +144,7 @@ class NnxFunction:
         functools.update_wrapper(self, fun)
 
     def arguments(self, *args: Any, **keywords: Any) -> tuple[Any, ...]:
-        """The arguments of `pure`: how modules are put together, and their states in place of them.
+        """The arguments of `pure`: the graph definition of all modules, and their states in place of them.
 
         Args:
             args: the arguments of the function.

@@ -65,12 +65,12 @@ def _parts(blocks: Blocks, dims: Sequence[int], most: int) -> list[tuple[str, In
 
 
 def _dimensions(blocks: Blocks, across: Sequence[int]) -> str:
-    """How each dimension is cut, and its direction: ``dim 0 ↓ 8 over fsdp=4; dim 1: 4, whole``."""
+    """How each dimension is cut, and its direction: ``dim 0 ↓ 8 over fsdp=4; dim 1: 4, unsharded``."""
     texts = []
     for number, dimension in enumerate(blocks.dimensions):
         arrow = '→' if number in across else '↓'
         cut = f'dim {number} {arrow} {dimension.size} over {dimension.axes}'
-        texts.append(cut if dimension.is_cut else f'dim {number}: {dimension.size}, whole')
+        texts.append(cut if dimension.is_cut else f'dim {number}: {dimension.size}, unsharded')
     return '; '.join(texts)
 
 

@@ -63,7 +63,7 @@ def visualize(pytree: Any) -> Visualization:
         >>> print(visualize(jax.ShapeDtypeStruct((4, 8), 'float32', sharding=sharding)).to_text(90))
         float32[4,8]
         P(None, 'model'): 2 blocks of [4,4], each on 2 devices
-        dim 0: 4, whole; dim 1 → 8 over model=2
+        dim 0: 4, unsharded; dim 1 → 8 over model=2
           0:4   4:8
         ┌─────┬─────┐
         │ 0,2 │ 1,3 │

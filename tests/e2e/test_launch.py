@@ -138,7 +138,7 @@ def test_a_second_interrupt_waits_for_nobody(tmp_path: Path) -> None:
 def test_a_program_is_needed() -> None:
     with started(['-m', 'examples.launch.local', '--devices=3']) as launcher:
         assert launcher.wait() == (2,)
-        said = 'error: which program? Write it behind --, as in -- -m examples.llama.train\n'
+        said = 'error: which program? Write it after --, as in -- -m examples.llama.train\n'
         assert launcher.output() == said
 
 

@@ -38,20 +38,20 @@ PRINTED = {
         row 1: [8, 9, 10, 11, 12, 13, 14, 15]
         """,
     'top_k': """
-        the results lie as P('data',) and P('data',)
+        the results are sharded as P('data',) and P('data',)
         values of row 0: [4095.0, 4094.0, 4093.0, 4092.0]
         the same as on one device: True
         top_k: 512 bytes gathered for a group of devices
         jax.lax.top_k: 196,608 bytes gathered for a group of devices
         """,
     'top_p': """
-        the tokens lie as P('data',)
+        the tokens are sharded as P('data',)
         tokens drawn: [0, 1, 2]
         as often as they should be: True
         the same tokens as on one device: True
         """,
     'cross_entropy': """
-        loss: 9.594, gradients lie as P('data',) and P(None, 'tp')
+        loss: 9.594, gradients are sharded as P('data',) and P(None, 'tp')
         the same as by the compiler: True
         logits of the rows of one device: 4.0 MiB
         cross_entropy: holds 0.50 of that while it runs, sends 546 KiB

@@ -110,7 +110,7 @@ def test_without_the_compiler(monkeypatch):
         helper_of('h100:8')
     assert str(raised.value) == (
         'topologies of GPUs need the compiler for GPUs, which is published for Linux: '
-        'pip install "scalax[gpu-plan]" (no GPU is needed)'
+        'pip install "jax[cuda12-local]" (no GPU is needed)'
     )
 
 

@@ -9,5 +9,5 @@ from scalax._mesh.gpu_topologies import installed_plugins, wrong_plugins
 _FOUND = installed_plugins()
 HERE = bool(_FOUND) and wrong_plugins(_FOUND, importlib.metadata.version('jaxlib')) is None
 needed = pytest.mark.skipif(
-    not HERE, reason='the compiler for GPUs is not installed: pip install "scalax[gpu-plan]"'
+    not HERE, reason='the compiler for GPUs is not installed: pip install "jax[cuda12-local]"'
 )

@@ -27,7 +27,7 @@ def test_two_axes_on_one_dimension_and_another_order_of_axes(snapshot):
 
 
 @pytest.mark.parametrize(
-    'shape, said', [((), ''), ((8, 0), '\ndim 0: 8, whole; dim 1: 0, whole')], ids=['scalar', 'empty']
+    'shape, said', [((), ''), ((8, 0), '\ndim 0: 8, unsharded; dim 1: 0, unsharded')], ids=['scalar', 'empty']
 )
 def test_replicated(shape, said):
     assert (

@@ -58,7 +58,7 @@ class CallLayout:
         dynamic: the numbers of the slots that hold data.
         static: those of the slots that are part of the program rather than data.
         donated: those of the slots whose buffers may be reused for outputs.
-        batch: those of the slots of which the user says that they hold rows of the batch.
+        batch: those of the slots that the user names as batches.
         flat_signature: the signature of a function of the slots: JAX names arguments by it.
     """
 
@@ -79,11 +79,11 @@ class CallSignature:
         fun: the function.
         static: positions (negative ones count from the end) and names of static arguments.
         donated: those of donated arguments.
-        batch: those of arguments that hold rows of the batch.
+        batch: those of arguments that are batches.
 
     Attributes:
-        says_batch: whether the user says which arguments hold rows of the batch; perhaps none.
-        says_no_batch: whether the user says that none does.
+        says_batch: whether the user says which arguments are batches; perhaps none.
+        says_no_batch: whether the user says that none is.
         batch_keywords: those of them among the extra keywords.
         uncertain_nodes: the nodes of a structure of arguments that do not determine the leaf paths.
 

@@ -38,9 +38,9 @@ def batch_to_follow(rules: FunctionRules, call: Call, shardings: Shardings) -> A
         return None
     if not rules.signature.says_batch:
         return _arguments(call, shardings, _found(rules, call))
-    rows = _named(rules, call)
-    _reject_unsharded(rules, call, rows, shardings)
-    return _arguments(call, shardings, rows)
+    batches = _named(rules, call)
+    _reject_unsharded(rules, call, batches, shardings)
+    return _arguments(call, shardings, batches)
 
 
 def why_not_followed(rules: FunctionRules, call: Call) -> str:
@@ -62,12 +62,12 @@ def why_not_followed(rules: FunctionRules, call: Call) -> str:
     return ''
 
 
-def _arguments(call: Call, shardings: Shardings, rows: Sequence[bool]) -> Arguments | None:
-    """What is known of the arguments if the leaves of this column hold rows; None if no axis shards them."""
-    if not any(rows):
+def _arguments(call: Call, shardings: Shardings, batches: Sequence[bool]) -> Arguments | None:
+    """What is known of the arguments if these leaves are batches; None if no axis shards them."""
+    if not any(batches):
         return None
     trails = [of_sharding(to, np.ndim(leaf)) for leaf, to in zip(call.leaves, shardings, strict=True)]
-    known = list(zip(trails, rows, strict=True))
+    known = list(zip(trails, batches, strict=True))
     axes = frozenset([axis for trail, holds in known if holds for axes in trail for axis in axes])
     if not axes:
         return None
@@ -80,7 +80,7 @@ def _arguments(call: Call, shardings: Shardings, rows: Sequence[bool]) -> Argume
 
 
 def _named(rules: FunctionRules, call: Call) -> list[bool]:
-    """A column: the leaves that hold rows as the user says."""
+    """A column: the leaves that are batches as the user says."""
     layout, keywords = call.layout, rules.signature.batch_keywords
     return [
         slot in layout.batch
@@ -90,7 +90,7 @@ def _named(rules: FunctionRules, call: Call) -> list[bool]:
 
 
 def _found(rules: FunctionRules, call: Call) -> list[bool]:
-    """A column: the leaves that hold rows as far as the rules tell."""
+    """A column: the leaves that are batches as far as the rules tell."""
     given = {slot: each for slot, each in _given(rules, call).items() if each}
     by_specs = [slot for slot, each in given.items() if _specs_alone(each)]
     if len(by_specs) == len(given):
@@ -120,15 +120,17 @@ def _axes(given: Any) -> Sequence[str]:
     return spec_axes(spec) if isinstance(spec, PartitionSpec) else ()
 
 
-def _reject_unsharded(rules: FunctionRules, call: Call, rows: Sequence[bool], shardings: Shardings) -> None:
+def _reject_unsharded(
+    rules: FunctionRules, call: Call, batches: Sequence[bool], shardings: Shardings
+) -> None:
     """Raises ArgumentError about an argument that the user names as a batch, and that nothing shards."""
-    by_slot, rows_by_slot = call.by_slot(shardings), call.by_slot(rows)
-    for slot, holds in rows_by_slot.items():
+    by_slot, batches_by_slot = call.by_slot(shardings), call.by_slot(batches)
+    for slot, holds in batches_by_slot.items():
         given = [to for to, is_batch in zip(by_slot[slot], holds, strict=True) if is_batch]
         if not given or any(to is not None and spec_axes(to.spec) for to in given):
             continue
         if any(map(_axes, _given(rules, call)[slot])):
-            continue  # the rows do not divide, and need not
+            continue  # the batch dimension does not divide, and need not
         axis = next((name for name, size in rules.mesh.shape.items() if size > 1), 'data')
         argument = call.layout.paths[slot] or 'the keywords'
         raise ArgumentError(
