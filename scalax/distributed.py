@@ -128,6 +128,8 @@ def initialize(
         _choose(local_device_ids)
         return
     method = None if cluster_detection_method == 'deactivate' else cluster_detection_method
+    if given.nothing and local_device_ids is None:
+        _warn_of_idle_gpus()
     unknown = given.nothing and method is None and local_device_ids is None and _launcher() is None
 
     def say(seconds: float) -> None:
@@ -268,6 +270,18 @@ def _choose(local_device_ids: int | Sequence[int] | None) -> None:
         ids = [local_device_ids] if isinstance(local_device_ids, int) else local_device_ids
         for kind in ('cuda', 'rocm'):
             jax.config.update(f'jax_{kind}_visible_devices', ','.join(map(str, ids)))
+
+
+def _warn_of_idle_gpus() -> None:
+    """Warns if SLURM started one task on each node, which gets one GPU of several."""
+    tasks, visible = os.environ.get('SLURM_STEP_TASKS_PER_NODE', ''), os.environ.get('CUDA_VISIBLE_DEVICES')
+    count = visible.count(',') + 1 if visible else int(os.environ.get('SLURM_GPUS_ON_NODE') or 1)
+    if count > 1 and re.fullmatch(r'1(\(x\d+\))?', tasks):
+        _log.warning(
+            'this process is the only task on its node, sees %d GPUs and uses one of them: use them all with '
+            'initialize(local_device_ids=range(%d)), or start a task for each (srun --ntasks-per-node=%d)',
+            *[count] * 3,
+        )
 
 
 def _alone(said: str) -> str:

@@ -182,6 +182,34 @@ def test_what_does_not_fit_is_an_error_before_anybody_waits(snapshot: Snapshot) 
         snapshot('\n'.join(said))
 
 
+@pytest.mark.parametrize(
+    ('tasks', 'gpus', 'option', 'count'),
+    [
+        ('1(x2)', {'SLURM_GPUS_ON_NODE': '4'}, None, 4),
+        ('1', {'SLURM_GPUS_ON_NODE': '8', 'CUDA_VISIBLE_DEVICES': '0,3'}, None, 2),
+        ('1', {'CUDA_VISIBLE_DEVICES': '0'}, None, 0),
+        ('1', {}, None, 0),
+        ('1', {'SLURM_GPUS_ON_NODE': '4'}, range(4), 0),
+        ('2(x2)', {'SLURM_GPUS_ON_NODE': '4'}, None, 0),
+        ('2,1', {'SLURM_GPUS_ON_NODE': '4'}, None, 0),
+    ],
+)
+def test_one_task_on_a_node_of_several_gpus(
+    tasks: str, gpus: dict[str, str], option: Any, count: int, monkeypatch: Any, caplog: Any
+) -> None:
+    for name in ('CUDA_VISIBLE_DEVICES', 'SLURM_GPUS_ON_NODE'):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**gpus, 'SLURM_PROCID': '0', 'SLURM_STEP_TASKS_PER_NODE': tasks}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr('jax.distributed.initialize', lambda *args, **options: None)
+    distributed.initialize(local_device_ids=option)
+    assert caplog.messages == [
+        f'this process is the only task on its node, sees {count} GPUs and uses one of them: use them all '
+        f'with initialize(local_device_ids=range({count})), or start a task for each (srun '
+        f'--ntasks-per-node={count})'
+    ] * bool(count)
+
+
 @pytest.mark.one_jax
 def test_one_process_of_a_launcher_may_be_alone() -> None:
     env = {'SLURM_PROCID': '0', 'SLURM_NTASKS': '4'}

@@ -15,6 +15,7 @@ from scalax._follow.loops_over_rows import with_own_rows
 from scalax._follow.matrices import spread_matrices
 from scalax._follow.mended import within_bounds
 from scalax._follow.own_order import with_own_order
+from scalax._follow.own_sums import with_own_sums
 from scalax._follow.trail import Trails
 from scalax._follow.types import Arguments, Followed
 from scalax._jax.equations import JaxprEqn
@@ -78,9 +79,10 @@ def _follow_rows(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) ->
     while jaxpr is not before:  # what one loop gives another one may run over
         found = follow(jaxpr, arguments, mesh)
         before, jaxpr = jaxpr, with_own_rows(jaxpr, found, trails, mesh)
-        if all(found.ordered.values()):  # rows are sorted, and multiplied in groups
+        if found.ordered['sort'] and found.ordered['ragged_dot_general']:  # and multiplied in groups
             jaxpr = with_own_order(jaxpr, arguments, mesh)
-    return found
+    own = with_own_sums(jaxpr, found.ordered['scan'], arguments, mesh)
+    return found if own is jaxpr else dataclasses.replace(follow(own, arguments, mesh), kept=found.kept)
 
 
 def _failure(error: Exception) -> str:

@@ -53,7 +53,7 @@ class Shared(abc.ABC):
         self.stored_axes = {axis for trail in arguments.stored for axis in axes_of(trail)}
         self.from_batch = Dependence(whole, list(map(self.has_rows, arguments.trails)))
         self.stored = Stored(whole, arguments.stored, self.trails, self.from_batch)
-        self.ordered: dict[str, dict[Any, Sequence[Trail]]] = {'sort': {}, 'ragged_dot_general': {}}
+        self.ordered: dict[str, dict[Any, Any]] = {'scan': {}, 'sort': {}, 'ragged_dot_general': {}}
         self.has_matrices = False
         self.splits = Splits(whole, arguments.trails, self.stored, self.from_batch, self.trails)
 

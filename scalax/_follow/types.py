@@ -85,8 +85,8 @@ class Followed:
         multiplied: the arguments without rows that are multiplied with rows, by number, and with how many of
             these each device does so at once, at most.
         summed: the results that are sums over few rows, by number.
-        ordered: of each `sort` and each product of rows in groups the trails of its operands: by the name of
-            the primitive, and the equation.
+        ordered: of each `scan`, each `sort` and each product of rows in groups the trails of its operands: by
+            the name of the primitive, and the equation.
         has_matrices: whether there are products of values without rows.
         failure: why nothing is followed, if the pass failed.
     """

@@ -54,6 +54,28 @@ class OnOtherRows:
         """The results of a closed jaxpr, in a trace of their own, with rows where these facts say so."""
         return [*map(self.taken, self._results(jaxpr, operands), facts)]
 
+    def scan(self, equation: Any, given: Sequence[Known], found: Sequence[Fact]) -> list[Any]:
+        """The results of a `scan`, in a trace of their own.
+
+        Args:
+            equation: the `scan`.
+            given: its operands.
+            found: what is known of its results.
+        """
+        loop = loop_of(equation)
+        constants, begun, stacks = loop.parts(given)
+        state = found[: loop.carried]
+        rows = [self._rows.element_of(each.fact) for each in stacks]
+
+        def step(values: Any, elements: Any) -> tuple[Any, Any]:
+            operands = [*_of_outer_trace(constants), *map(Known, values, state), *map(Known, elements, rows)]
+            results = self.values(loop.body, operands, [*state, *[None] * (len(found) - loop.carried)])
+            return results[: loop.carried], results[loop.carried :]
+
+        first, values = [*map(self.taken, begun, state)], [each.value for each in stacks]
+        carried, stacked = jax.lax.scan(step, first, values, loop.length, **scan_options(equation))
+        return [*carried, *stacked]
+
     def taken(self, known: Known, fact: Fact) -> Any:
         """A value, or the share of what is the same for all rows, where it has rows or is a sum."""
         if known.fact is not None or fact is None:
@@ -82,7 +104,7 @@ class OnOtherRows:
         values, count = [each.value for each in given], len(equation.outvars)
         found = self._rows.equation(equation, facts) if any(facts) else [None] * count
         if name in WITH_JAXPRS:
-            control = {'scan': self._scan, 'while': self._while, 'cond': self._cond}[name]
+            control = {'scan': self.scan, 'while': self._while, 'cond': self._cond}[name]
             return [*map(Known, control(equation, given, found), found)]
         if name in ('sharding_constraint', 'device_put'):
             return [*map(Known, _placed(equation, values), facts)]
@@ -124,21 +146,6 @@ class OnOtherRows:
 
     def _resized(self, equation: Any, operand: int | None, rows: Rows) -> dict[str, Any]:
         return resized(equation, operand, rows.dim, self._count * rows.each)
-
-    def _scan(self, equation: Any, given: Sequence[Known], found: Sequence[Fact]) -> list[Any]:
-        loop = loop_of(equation)
-        constants, begun, stacks = loop.parts(given)
-        state = found[: loop.carried]
-        rows = [self._rows.element_of(each.fact) for each in stacks]
-
-        def step(values: Any, elements: Any) -> tuple[Any, Any]:
-            operands = [*_of_outer_trace(constants), *map(Known, values, state), *map(Known, elements, rows)]
-            results = self.values(loop.body, operands, [*state, *[None] * (len(found) - loop.carried)])
-            return results[: loop.carried], results[loop.carried :]
-
-        first, values = [*map(self.taken, begun, state)], [each.value for each in stacks]
-        carried, stacked = jax.lax.scan(step, first, values, loop.length, **scan_options(equation))
-        return [*carried, *stacked]
 
     def _while(self, equation: Any, given: Sequence[Known], found: Sequence[Fact]) -> list[Any]:
         loop = loop_of(equation)

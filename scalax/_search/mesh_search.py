@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import time
 import warnings
@@ -21,6 +22,7 @@ from scalax._search.objective import lost_by
 from scalax._search.ranking import may_fit, order, ranked, surely_fits
 from scalax._search.result import Search
 from scalax._stages.stages import Stages
+from scalax._transforms.calls.signature import name_of
 from scalax._util.progress import Note, progress
 from scalax.errors import ArgumentError, IndivisibleWarning, StagesWarning, checked_flag, did_you_mean
 
@@ -103,6 +105,7 @@ def search(
         if axis not in names:
             raise ArgumentError(f'dcn_axis={axis!r} is no mesh axis ({did_you_mean(axis, names)})')
     pipelines = _pipelines(stages, names)
+    _check_parameters(make_step, bool(rules), bool(pipelines))
     if num_slices > 1 and not outer:
         raise ArgumentError(
             f'{num_slices} slices need dcn_axis=..., the mesh axis that runs from slice to slice'
@@ -206,6 +209,20 @@ def _check(make_step: Any, names: Sequence[str], rules: Any) -> None:
             "rules are given by name, such as {'fsdp': rule}, and each is tried on every mesh; "
             f'got {type(rules).__name__}'
         )
+
+
+def _check_parameters(make_step: Callable[..., Any], has_rules: bool, has_stages: bool) -> None:
+    stages = {'stages': None} if has_stages else {}
+    given = ['helper', *['rule'] * has_rules, *['stages=...'] * has_stages]
+    try:
+        inspect.signature(make_step).bind(*given[: 1 + has_rules], **stages)
+    except TypeError as error:
+        raise ArgumentError(
+            f'search calls {name_of(make_step)}({", ".join(given)}), which has the parameters '
+            f'{inspect.signature(make_step)}: {error}\n'
+            'What to do: give it a function that takes these, compiles the step with the helper, and returns '
+            'the step and its arguments. For a step of one device, use find(step, arguments).'
+        ) from None
 
 
 def _candidates(sizes: Sizes, rules: Iterable[str], pipelines: Iterable[Stages]) -> Iterator[Candidate]:

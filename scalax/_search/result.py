@@ -33,6 +33,7 @@ from scalax._search.objective import mean, seconds_of
 from scalax._search.ranking import surely_fits
 from scalax.errors import PlanError, plural
 
+_QUICK = 'Ranked by quick plans. search(..., full=3) compiles the best three in full.'
 _COLUMNS = (
     *(Column('rank', 'number'), Column('mesh', 'lead'), Column('seconds', 'number')),
     *(Column('at least', 'number'), Column('bound by', 'code'), Column('memory', 'number')),
@@ -119,6 +120,7 @@ def search_blocks(search: Search, title: str) -> list[Block]:
     took = f'{search.head}; it took {three_figures(search.seconds)} s'
     rows = [_row(place, candidate) for place, candidate in enumerate(search.candidates, 1)]
     table = Table(_COLUMNS, rows, best=0 if best else None) if rows else Lines(['There are none.'], 'warn')
+    quick = [Lines([_QUICK])] if any(each.plan and each.plan.quick for each in search.candidates) else []
     about = 'Seconds: the mean of the fully overlapped step time (at least) and of the serial one.'
     return [
         Heading(title, best.mesh if best else {}, of),
@@ -126,7 +128,7 @@ def search_blocks(search: Search, title: str) -> list[Block]:
         OnPage([Lines([took])]),
         Section('', [InText([Lines([search.head])])]),
         OnPage([Lines([said], tone) for said, tone in _warnings(search, best)]),
-        Section('Meshes', [OnPage([Lines([about])]), table]),
+        Section('Meshes', [OnPage([Lines([about])]), table, *quick]),
     ]
 
 

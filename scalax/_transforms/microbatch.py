@@ -38,6 +38,8 @@ def microbatch(
     Meant for functions that return gradients: ``jax.grad(loss)`` and ``jax.value_and_grad(loss)``, whatever
     else they return. Microbatch ``i`` holds the examples ``i``, ``i + n``, ``i + 2n`` and so on. So each
     device keeps its own examples, and nothing is sent, as long as *n* divides their number on each device.
+    In `MeshShardingHelper.sjit`, gradients of replicated parameters (DDP) are summed over devices once, after
+    the last microbatch, if *fun* treats each example alone but for sums and means, and draws nothing random.
 
     Floats narrower than float32 are summed in float32; results have the dtypes of *fun*. Inside
     `shard_map` it needs ``check_vma=False``. Outside of compiled functions it is compiled as by ``jax.jit``.
@@ -143,6 +145,11 @@ def _names(fun: Callable[..., Any], signature: inspect.Signature, option: Names)
             names.append(str(item))
         else:
             near = 'give its name' if isinstance(item, int) else did_you_mean(item, known)
+            if str(getattr(fun, '__module__', '')).startswith('flax.nnx'):
+                near = (
+                    'microbatch takes functions of arrays: nnx.split the model, and take jax.value_and_grad '
+                    'of a function that merges it, nnx.merge(graph, params, rest, copy=True)'
+                )
             raise ArgumentError(f'microbatch: {name_of(fun)}{signature} has no argument {item!r} ({near})')
     return names
 

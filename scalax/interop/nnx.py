@@ -202,7 +202,8 @@ class NnxFunction:
             raise ArgumentError(
                 f'{self._name} changes a module that is not one of its arguments: a compiled function can '
                 f'change these only ({said}).\n'
-                'What to do: make the module an argument, also of functions inside (nnx.grad, nnx.scan).'
+                'What to do: make the module an argument, also of functions inside (nnx.grad, nnx.scan). In '
+                'those of jax.grad, jax.lax.scan and microbatch, merge a copy: nnx.merge(..., copy=True).'
             ) from error
         if nnx.graphdef(modules) != graph:
             raise ArgumentError(self._changes(_values(nnx.merge(graph, state)), _values(modules)))

@@ -206,7 +206,7 @@ def test_search(job, tmp_path, capsys):
     assert (done.returncode, done.stderr) == (0, '')
     lines = done.stdout.splitlines()
     assert lines[0] == '2 meshes on v5e:2x2: 2 planned quickly'
-    assert {line.strip().split('  ')[1] for line in lines[4:]} == {'fsdp=4, tp=1', 'fsdp=2, tp=2'}
+    assert {line.strip().split('  ')[1] for line in lines[4:6]} == {'fsdp=4, tp=1', 'fsdp=2, tp=2'}
     assert '<title>Meshes for step on v5e:2x2</title>' in page.read_text()
 
 

@@ -31,7 +31,9 @@ def axes(*args, fun=layer, **options):
         ({'in_shardings': (RULE, P(('data', 'fsdp')))}, ('data', 'fsdp')),
         ({'in_shardings': (RULE, P('fsdp', 'data'))}, ('data', 'fsdp')),
         ({'in_shardings': (RULE, P())}, ()),
-        ({'in_shardings': (P(), ROWS)}, ()),  # all by specs
+        ({'in_shardings': (P(), ROWS)}, ('fsdp',)),  # DDP
+        ({'in_shardings': (P(), P(None, 'fsdp'))}, ()),  # columns of a weight
+        ({'in_shardings': (P('data'), ROWS)}, ()),  # all by specs, and both sharded
         ({'in_shardings': (RULE, ROWS), 'donate_argnums': 1}, ()),
         ({'args_sharding_constraint': (RULE, ROWS)}, ('fsdp',)),
         ({'in_shardings': (RULE, ROWS), 'args_sharding_constraint': (RULE, None)}, ('fsdp',)),
@@ -83,14 +85,14 @@ def test_what_cannot_be_one(options, message):
 
 IT_IS = (
     'no argument looks like a batch, which is sharded by specs alone, is not donated, and comes with an '
-    'argument that a rule shards; name the batch by batch_argnums or batch_argnames'
+    'argument that a rule shards or a spec replicates; name the batch by batch_argnums or batch_argnames'
 )
 
 
 @pytest.mark.parametrize(
     ('helper', 'options', 'reason'),
     [
-        (HELPER, {'in_shardings': (P(), ROWS)}, IT_IS),
+        (HELPER, {'in_shardings': (ROWS, P()), 'donate_argnums': 0}, IT_IS),
         (HELPER, {'in_shardings': (RULE, ROWS), 'donate_argnums': 1}, IT_IS),
         (HELPER, {'batch_argnums': ()}, 'batch_argnums=() turns it off'),
         (

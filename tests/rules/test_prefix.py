@@ -264,6 +264,20 @@ def test_a_tree_in_place_of_rules_is_an_error_also_after_a_good_call():
         HELPER.match_sharding_rule(tree, rules)
 
 
+@pytest.mark.parametrize('tree', [P('data'), {'w': P('data')}])
+def test_rules_in_place_of_a_tree(tree):
+    with pytest.raises(ShardingError) as raised:
+        HELPER.shard(tree, P())
+    leaf = 'w' if isinstance(tree, dict) else '(the leaf itself)'
+    assert str(raised.value) == (
+        f'One leaf cannot be sharded as asked (mesh: data=4, tp=2):\n'
+        f'  {leaf}: {type(P()).__module__.partition(".")[0]}.{type(P()).__name__}\n'
+        "    P('data',) is not an array\n"
+        'What to do: shard trees of arrays, and take other leaves out (a function may close over them). Or '
+        'are the tree and the rules the wrong way round?'
+    )
+
+
 def test_trees_of_rules_that_differ_alike_in_many_layers(snapshot):
     tree = {'layers': [{'q': 1.0, 'k': 1.0} for _ in range(100)], 'head': {'w': 1.0}}
     rules = jax.tree.map(lambda _: P(), tree)

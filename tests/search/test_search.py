@@ -14,7 +14,7 @@ from scalax._search.objective import lost_by
 from scalax.errors import ArgumentError, MeshError, PlanError, ShardingError
 from scalax.plan import Candidate, Search, search
 from scalax.sharding import PartitionSpec as P
-from scalax.sharding import TreePathShardingRule
+from scalax.sharding import Stages, TreePathShardingRule
 from tests.support import tpu_compiler
 
 UP = TreePathShardingRule(('up', P('fsdp', 'tp')), ('down', P('tp', 'fsdp')))
@@ -108,6 +108,35 @@ def test_arguments_of_another_kind(arguments, error, said):
     assert str(raised.value).startswith(said)
 
 
+@pytest.mark.parametrize(
+    ('function', 'options', 'called', 'why'),
+    [
+        (lambda params, x: None, {}, '<lambda>(helper)', "(params, x): missing a required argument: 'x'"),
+        (lambda: None, {}, '<lambda>(helper)', '(): too many positional arguments'),
+        (
+            lambda helper: None,
+            {'rules': {'up': UP}},
+            '<lambda>(helper, rule)',
+            '(helper): too many positional arguments',
+        ),
+        (
+            lambda helper: None,
+            {'stages': Stages('a', microbatches=8)},
+            '<lambda>(helper, stages=...)',
+            "(helper): got an unexpected keyword argument 'stages'",
+        ),
+    ],
+)
+def test_a_function_with_other_parameters(function, options, called, why):
+    with pytest.raises(ArgumentError) as raised:
+        search(function, 'v5e:2x2', ['a'], **options)
+    assert str(raised.value) == (
+        f'search calls {called}, which has the parameters {why}\n'
+        'What to do: give it a function that takes these, compiles the step with the helper, and returns the '
+        'step and its arguments. For a step of one device, use find(step, arguments).'
+    )
+
+
 # --- Searches, with the real compiler ------------------------------------------------------------
 
 
@@ -139,7 +168,7 @@ def test_the_table(found):
     assert lines[0] == '4 meshes on v5e:2x4: 4 planned quickly, 1 in full'
     assert lines[2].split() == ['rank', 'mesh', 'seconds', 'at', 'least', 'bound', 'by', 'memory', 'outcome']
     assert lines[4].startswith('   1  fsdp=2, tp=4  ') and lines[4].endswith('  best (in full)')
-    assert len(lines) == 8
+    assert lines[8:] == ['Ranked by quick plans. search(..., full=3) compiles the best three in full.']
     assert 'fsdp=2, tp=4' in found._repr_html_()
     first = found.to_dict()['candidates'][0]
     assert (first['mesh'], first['lost'], first['plan']) == ({'fsdp': 2, 'tp': 4}, '', found.best.to_dict())
