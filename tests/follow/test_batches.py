@@ -34,6 +34,7 @@ def axes(*args, fun=layer, **options):
         ({'in_shardings': (P(), ROWS)}, ('fsdp',)),  # DDP
         ({'in_shardings': (P(), P(None, 'fsdp'))}, ()),  # columns of a weight
         ({'in_shardings': (P('data'), ROWS)}, ()),  # all by specs, and both sharded
+        ({'in_shardings': (ROWS, P())}, ()),  # a sharded weight
         ({'in_shardings': (RULE, ROWS), 'donate_argnums': 1}, ()),
         ({'args_sharding_constraint': (RULE, ROWS)}, ('fsdp',)),
         ({'in_shardings': (RULE, ROWS), 'args_sharding_constraint': (RULE, None)}, ('fsdp',)),

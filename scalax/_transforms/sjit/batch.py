@@ -1,8 +1,8 @@
 """Which arguments of a call are a batch, what is followed of it, and why nothing is.
 
 Unless the user says which, a batch is what specs alone shard, and what is not donated: state is placed by
-rules, replicated, or donated. So another argument has a rule that looks at paths or shapes; or specs shard
-nothing but the first dimensions of some arguments, and replicate the others.
+rules, replicated, or donated. So another argument has a rule that looks at paths or shapes; or specs
+replicate the first argument, and shard nothing but the first dimensions of others.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def _found(rules: FunctionRules, call: Call) -> list[bool]:
     by_specs = [slot for slot, each in given.items() if _specs_alone(each)]
     if len(by_specs) == len(given):  # where all else is replicated (DDP), what is sharded is the batch
         by_specs = [slot for slot, each in given.items() if any(map(_axes, each))]
-        if len(by_specs) == len(given) or not all(_are_batches(given[slot]) for slot in by_specs):
+        first = next(iter(given), None)  # parameters, by convention: a sharded one is a weight
+        if first in by_specs or not all(_are_batches(given[slot]) for slot in by_specs):
             return [False] * len(call.leaves)
     holding = set(by_specs).difference(call.layout.donated)
     return [slot in holding for slot, tree in call.trees.items() for _ in range(tree.num_leaves)]
