@@ -7,21 +7,30 @@ that lets all processes stop together when one of them is told to end.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import dataclasses
+import functools
 import logging
 import operator
 import os
 import re
 import signal
+import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
+from scalax._hostdata import collectives
 from scalax._jax import messages
 from scalax._util.progress import repeated
+from scalax._watch.state import at_step, last
+from scalax._watch.watch import Watch
 from scalax.errors import ArgumentError
 
 __all__ = ['PREEMPTED', 'initialize', 'should_stop']
@@ -86,6 +95,7 @@ def initialize(
     initialization_timeout: int = 300,
     heartbeat_timeout: int = 20,
     shutdown_timeout: int = 60,
+    step_timeout: int | None = None,
 ) -> None:
     """Joins this process with the others of the program: `jax.distributed.initialize`, with other defaults.
 
@@ -105,6 +115,10 @@ def initialize(
             its own default is 100.
         shutdown_timeout: seconds that a process waits at its end for the others to end; JAX's own default is
             300.
+        step_timeout: seconds that a step may take, by the calls of `should_stop` or of
+            `scalax.checkpoint.Checkpointer.save`; every process then logs which one is behind. Default: ten
+            times the median of the last steps, twice the longest, and at least 30. The first steps, which
+            compile, may take 300. 0: nothing is watched, and process 0 opens no UDP port for it.
 
     Raises:
         ArgumentError: some of the three values are missing, or they do not fit together; or JAX detects no
@@ -124,6 +138,8 @@ def initialize(
         ('shutdown_timeout', shutdown_timeout),
     ):
         _whole(name, seconds, 1)
+    if step_timeout is not None:
+        _whole('step_timeout', step_timeout, 0)
     if given.count == 1:
         _choose(local_device_ids)
         return
@@ -166,6 +182,39 @@ def initialize(
         # tells.
         if not unknown or not messages.is_late(error) or jax.default_backend() == 'tpu':
             raise
+    if step_timeout != 0 and jax.distributed.is_initialized():
+        watch = functools.partial(_watch, step_timeout, heartbeat_timeout)
+        if given.address is None or given.index is None or given.count is None:
+            _unwatched.append(watch)
+        else:
+            watch(given.address, given.index, given.count)
+
+
+def _watch(
+    step_timeout: float | None, heartbeat_timeout: float, address: str = '', process: int = 0, count: int = 0
+) -> None:
+    """Starts the thread that names stuck processes.
+
+    Where JAX has detected the processes, it tells nobody their address: then this is called by the first
+    `should_stop`, which has devices for telling it to all.
+    """
+    if not address:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind(('', 0))
+            with contextlib.suppress(OSError):
+                probe.connect(('192.0.2.1', 9))  # some address elsewhere: nothing is sent
+            address = ':'.join(map(str, probe.getsockname()))
+        mesh = Mesh(np.asarray(jax.devices(), dtype=object), ('device',))
+        address = collectives.broadcast_bytes(mesh, 0, address.encode()).decode()
+        process, count = jax.process_index(), jax.process_count()
+    try:
+        watch = Watch(address, process, count, step_timeout, heartbeat_timeout)
+    except OSError as error:
+        _log.warning('processes that are stuck will not be named: UDP at %s: %s', address, error)
+        return
+    _log.info('`scalax doctor --run %s` shows what each process does', address)
+    threading.Thread(target=watch.run, name='scalax-watch', daemon=True).start()
+    atexit.register(setattr, last, 'exits', True)
 
 
 def should_stop(step: int) -> bool:
@@ -196,6 +245,9 @@ def should_stop(step: int) -> bool:
         step = operator.index(step)
     except TypeError:
         raise ArgumentError(f'should_stop: step is the number of the step, got {step!r}') from None
+    at_step(step)
+    while _unwatched:
+        _unwatched.pop()()
     if _stop.is_set():
         return True
     if jax.distributed.is_initialized():
@@ -210,6 +262,7 @@ def should_stop(step: int) -> bool:
 
 
 _stop = threading.Event()
+_unwatched: list[Callable[[], None]] = []
 
 
 def _on_first(signum: int, frame: FrameType | None) -> None:

@@ -17,6 +17,7 @@ import jax
 from scalax._mesh import meshes
 from scalax._tree.paths import NamedTree
 from scalax._util.progress import progress
+from scalax._watch.state import at_step
 from scalax.checkpoint import _agreement
 from scalax.checkpoint._atomic_commit import StepDirectory
 from scalax.checkpoint._files import as_path
@@ -125,6 +126,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
             error: Exception | None = None
             tree, encoded = None, None
             step = _checked_step(step)
+            at_step(step)
             checked_flag('save: force', force)
             if (step % self._save_every and not force) or step == self._reached:
                 return False

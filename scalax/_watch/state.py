@@ -1,0 +1,134 @@
+"""The state of a process: its step, what it does, and at which line, read from the stacks of its threads."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from types import FrameType
+from typing import NamedTuple
+
+import jax
+
+from scalax._util.user_frames import file_text, users_own
+
+LOADING, SAVING, RESTORING, ENDING = 'loading', 'saving', 'restoring', 'ending'
+WAITING, COMPUTING = 'waiting for the others', 'computing'
+PYTHON, CALLED = 'in Python', 'in Python that JAX calls'
+
+FUNCTIONS = {
+    'Prefetch.__next__': LOADING,
+    'local_data_to_global_array': LOADING,
+    'Checkpointer.save': SAVING,
+    'Checkpointer.wait': SAVING,
+    'Checkpointer.restore': RESTORING,
+    'gather': WAITING,
+    'barrier': WAITING,
+}
+"""What a thread does in functions of scalax; the innermost counts."""
+THREADS = {LOADING: '_load_all', SAVING: 'SaveThread.run'}
+"""The functions of the threads that do it, if this one waits for them."""
+
+_JAX = os.path.dirname(jax.__file__) + os.sep
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+class State(NamedTuple):
+    """The state of a process; times are in seconds before now, because clocks differ.
+
+    Attributes:
+        process: its index.
+        host: the name of its host.
+        pid: its id there.
+        step: the last step that has ended; -1 before the first.
+        ago: when that was.
+        phase: what it does.
+        since: how long.
+        line: the line of the user's code; may be empty.
+        before: what it did before; may be empty.
+        silent: how long nothing has been heard of it.
+    """
+
+    process: int
+    host: str
+    pid: int
+    step: int
+    ago: float
+    phase: str
+    since: float
+    line: str
+    before: str
+    silent: float = 0.0
+
+
+class last:  # a namespace
+    """What steps note.
+
+    Attributes:
+        step: the last one that has ended (-1: none yet), when that was, and how many have.
+        thread: in which thread.
+        exits: whether the program has ended, and JAX may wait for the other processes.
+    """
+
+    step = -1, time.monotonic(), 0
+    thread = threading.main_thread().ident
+    exits = False
+
+
+def at_step(step: int) -> None:
+    """Notes that a step has ended; may be called several times for one step."""
+    if step != last.step[0]:
+        last.step, last.thread = (step, time.monotonic(), last.step[2] + 1), threading.get_ident()
+
+
+def measured(process: int, then: State | None) -> State:
+    """The state of this process, given the one before."""
+    (step, begun, _), (phase, line), before, since = last.step, _phase_and_line(), '', 0.0
+    ago = time.monotonic() - begun
+    if then:
+        before = then.before if phase == then.phase else then.phase
+        if (step, phase, line) == (then.step, then.phase, then.line):
+            since = then.since + ago - then.ago
+    return State(process, socket.gethostname(), os.getpid(), step, ago, phase, since, line[-200:], before)
+
+
+def _phase_and_line() -> tuple[str, str]:
+    """What the training loop does, and at which line of the user's code.
+
+    Where JAX calls the user's code (a callback, or tracing), that is the answer, in any thread that JAX has
+    started: one whose outermost frame is not that of Python's own threads.
+    """
+    # A function that Python documents. The stack of a thread that runs may come out short.
+    stacks = {i: [at[0] for at in traceback.walk_stack(top)] for i, top in sys._current_frames().items()}
+    own = stacks.get(last.thread or 0, [])
+    phase, line = _phase(own), _line(own)
+    for ident, stack in stacks.items():
+        if THREADS.get(phase) in [_own_name(frame) for frame in stack[1:]]:
+            phase, line = _phase(stack) or phase, _line(stack) or line
+        inside = next((i for i, frame in enumerate(stack) if _file(frame).startswith(_JAX)), 0)
+        of_jax = ident != threading.main_thread().ident and _file(stack[-1]) != threading.__file__
+        if inside and (not phase if stack is own else of_jax):
+            return CALLED, _line(stack[:inside])
+    if last.exits:
+        return ENDING, ''
+    return phase or (COMPUTING if own and _file(own[0]).startswith(_JAX) else PYTHON), line
+
+
+def _phase(stack: list[FrameType]) -> str:
+    return next((FUNCTIONS[name] for name in map(_own_name, stack) if name in FUNCTIONS), '')
+
+
+def _own_name(frame: FrameType) -> str:
+    return frame.f_code.co_qualname if _file(frame).startswith(_OWN) else ''
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename
+
+
+def _line(stack: list[FrameType]) -> str:
+    frame = users_own(stack, _file)
+    return f'{file_text(_file(frame))}:{frame.f_lineno} in {frame.f_code.co_name}' if frame else ''

@@ -1,0 +1,131 @@
+"""Which process is stuck: of real ones that are stopped or hang; and what is said about it."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from examples.launch.ports import held_port
+from scalax._watch.state import State
+from scalax.cli import ExitCode, main
+from tests.support import ROOT
+from tests.support.processes import Running, started
+
+PROGRAM = ROOT / 'tests' / 'support' / 'watched_program.py'
+HEAD = re.compile(r'\d+ s have passed since step (\d+)( \(a step usually takes [\d.]+ s\))?')
+
+
+def line_of(text: str, place: int = 0) -> str:
+    """A line of the program, as it is named."""
+    lines = PROGRAM.read_text().splitlines()
+    numbers = [number for number, line in enumerate(lines, 1) if text in line]
+    return f'{PROGRAM.name}:{numbers[place]}'
+
+
+@contextlib.contextmanager
+def training(*arguments: str, slurm: bool = False) -> Iterator[tuple[Running, str]]:
+    """Two processes of it, and where the first listens."""
+    with held_port() as port:
+        address = f'localhost:{port}'
+        env = [
+            {'JAX_COORDINATOR_ADDRESS': address, 'JAX_NUM_PROCESSES': '2', 'JAX_PROCESS_ID': str(index)}
+            for index in range(2)
+        ]
+        if slurm:  # JAX detects the rest, and tells nobody
+            job = {'SLURM_JOB_ID': '7', 'SLURM_STEP_NODELIST': 'localhost', 'SLURM_NTASKS': '2'}
+            env = [
+                {**job, 'SLURM_PROCID': i, 'SLURM_LOCALID': i, 'JAX_COORDINATOR_PORT': str(port)}
+                for i in '01'
+            ]
+        program = [str(PROGRAM), *arguments]
+        with started(program, program, env=[{**one, 'JAX_NUM_CPU_DEVICES': '1'} for one in env]) as two:
+            try:
+                yield two, address
+            finally:
+                for process in two.processes:  # a stopped one ends by no other signal
+                    process.kill()
+
+
+def said(two: Running, index: int) -> str:
+    """The report of a process, once it has logged one; the numbers of seconds are left out."""
+    two.wait_for(re.compile(r'What to do: .*\n'), index)
+    text = two.output(index)
+    found = re.search(r'^\d+ s have passed.*?^What to do: [^\n]*$', text, re.MULTILINE | re.DOTALL)
+    assert found, text
+    return re.sub(r'\d+ s\b', 'N s', re.sub(r'takes [\d.]+ s', 'takes N s', found[0]))
+
+
+def expected(stuck: Running, index: int, how: str, what: str, address: str) -> str:
+    pid, host = stuck.processes[index].pid, os.uname().nodename
+    return (
+        f'N s have passed since step 12 (a step usually takes N s); 1 process waits:\n'
+        f'  process {index} (host {host}, pid {pid}){how}: {what}\n'
+        f'What to do: `py-spy dump --pid {pid}` on {host} shows the threads of that process; '
+        f'`scalax doctor --run {address}` shows all processes.'
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ('how', 'index', 'what'),
+    [
+        ('loading', 1, f'loading for N s, at {line_of("sleep(STUCK)")} in read_shard'),
+        ('callback', 0, f'in Python that JAX calls for N s, at {line_of("sleep(STUCK)", 1)} in look_up'),
+        ('python', 1, f'in Python for N s, at {line_of("sleep(STUCK)", 2)} in report'),
+        ('exit', 1, 'ending for N s'),
+    ],
+)
+def test_all_say_who_is_behind(how: str, index: int, what: str) -> None:
+    with training(how, '2') as (two, address):
+        for process in range(2):
+            text = re.sub(r'; [a-zA-Z ]+ before that', '', said(two, process))
+            assert text == expected(two, index, ' is behind', f'{what}, after step 12', address)
+        assert main(['doctor', '--run', address]) == ExitCode.FOUND
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(('index', 'slurm'), [(1, False), (0, False), (1, True)])
+def test_one_that_is_stopped(index: int, slurm: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    with training('nothing', '2', slurm=slurm) as (two, address):
+        two.wait_for('did 12\n', index)
+        two.processes[index].send_signal(signal.SIGSTOP)
+        text = said(two, 1 - index)
+        address = re.search(r'--run (\S+)`', text)[1]
+        pid = two.processes[index].pid
+        assert f'pid {pid}) is stopped, dead or out of reach: silent for N s; last: ' in text
+        assert ', after step 1' in text and text.count('process') == 4
+        code = main(['doctor', '--run', address])
+        told = capsys.readouterr()
+        if index:
+            assert code == ExitCode.FOUND
+            assert f'pid {pid}) is stopped, dead or out of reach' in told.out
+        else:
+            assert code == ExitCode.FAILED
+            assert told.err == (
+                f'error: process 0 does not answer at {address} (timed out). It is stopped, or no program '
+                'that has called scalax.distributed.initialize runs there. The logs of the other processes '
+                'may name the reason.\n'
+            )
+
+
+@pytest.mark.long
+def test_a_slow_step_is_no_alarm(capsys: pytest.CaptureFixture[str]) -> None:
+    with training('slow') as (two, address):
+        two.wait_for('did 12\n')
+        assert main(['doctor', '--run', address]) == ExitCode.DONE
+        head, _, *rows = capsys.readouterr().out.splitlines()
+        assert head.split() == [*State._fields]
+        assert [row.split()[:3] for row in rows[:2]] == [
+            [str(index), os.uname().nodename, str(process.pid)] for index, process in enumerate(two.processes)
+        ]
+        for index in range(2):
+            two.wait_for('did 14\n', index)
+            assert 'have passed' not in two.output(index)
+        assert main(['doctor', '--run', address, '--json']) == ExitCode.DONE
+        told = json.loads(capsys.readouterr().out)
+        assert told['report'] == ''
+        assert [one['pid'] for one in told['processes']] == [process.pid for process in two.processes]
