@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from benchmarks.timing import Row, compare
 from scalax import distributed
@@ -59,7 +62,8 @@ def in_processes(rounds: int) -> list[Row]:
 def rows(rounds: int) -> list[Row]:
     """What each of the processes measures."""
     helper = MeshShardingHelper([-1], ['data'])
-    return [*global_arrays(helper, rounds), *steps(helper, rounds), *loading_ahead(helper, rounds)]
+    transfers = [*global_arrays(helper, rounds), *steps(helper, rounds), *loading_ahead(helper, rounds)]
+    return [*transfers, *naming_the_stuck(rounds)]
 
 
 def global_arrays(helper: MeshShardingHelper, rounds: int) -> list[Row]:
@@ -143,6 +147,40 @@ def loading_ahead(helper: MeshShardingHelper, rounds: int) -> list[Row]:
         for said, check in ((', check=False', False), ('', True))
         if several != '1 process' or check
     ]
+
+
+CALLS, WATCHED_S, STEP_S = 1000, 5.0, 0.05
+
+
+def naming_the_stuck(rounds: int) -> list[Row]:
+    """What a step pays for being watched: its own call, and the processor time of the thread.
+
+    The sum is set against a step of 50 ms, whose own time would hide it.
+    """
+    numbers = itertools.count(1)
+
+    def ours() -> None:
+        for number in itertools.islice(numbers, CALLS):
+            distributed.should_stop(number)
+
+    def theirs() -> None:
+        for number in itertools.islice(numbers, CALLS):
+            multihost_utils.reached_preemption_sync_point(number)
+
+    call = compare(
+        f'{CALLS} x should_stop, against reached_preemption_sync_point, 2 processes',
+        ours,
+        theirs,
+        max(rounds // 40, 5),
+    )
+    thread = next(thread for thread in threading.enumerate() if thread.name == 'scalax-watch')
+    assert thread.ident is not None
+    clock = time.pthread_getcpuclockid(thread.ident)
+    begun = time.clock_gettime(clock)
+    time.sleep(WATCHED_S)
+    share = (time.clock_gettime(clock) - begun) / WATCHED_S
+    cost = (call.ours - call.theirs) / CALLS + share * STEP_S
+    return [call, Row('a step of 50 ms that is watched, 2 processes', STEP_S + cost, STEP_S, 1.002)]
 
 
 WIDTH = 1024

@@ -8,29 +8,24 @@ that lets all processes stop together when one of them is told to end.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
-import functools
 import logging
 import operator
 import os
 import re
 import signal
-import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 
 from scalax._hostdata import collectives
 from scalax._jax import messages
 from scalax._util.progress import repeated
 from scalax._watch.state import at_step, last
-from scalax._watch.watch import Watch
+from scalax._watch.watch import Watch, own_address
 from scalax.errors import ArgumentError
 
 __all__ = ['PREEMPTED', 'initialize', 'should_stop']
@@ -136,10 +131,9 @@ def initialize(
         ('initialization_timeout', initialization_timeout),
         ('heartbeat_timeout', heartbeat_timeout),
         ('shutdown_timeout', shutdown_timeout),
+        ('step_timeout', step_timeout or 1),
     ):
         _whole(name, seconds, 1)
-    if step_timeout is not None:
-        _whole('step_timeout', step_timeout, 0)
     if given.count == 1:
         _choose(local_device_ids)
         return
@@ -183,32 +177,15 @@ def initialize(
         if not unknown or not messages.is_late(error) or jax.default_backend() == 'tpu':
             raise
     if step_timeout != 0 and jax.distributed.is_initialized():
-        watch = functools.partial(_watch, step_timeout, heartbeat_timeout)
-        if given.address is None or given.index is None or given.count is None:
-            _unwatched.append(watch)
-        else:
-            watch(given.address, given.index, given.count)
+        _unwatched.append((step_timeout, heartbeat_timeout))
+        if given.address and given.count and given.index is not None:
+            _watch(given.address, given.index, given.count)
 
 
-def _watch(
-    step_timeout: float | None, heartbeat_timeout: float, address: str = '', process: int = 0, count: int = 0
-) -> None:
-    """Starts the thread that names stuck processes.
-
-    Where JAX has detected the processes, it tells nobody their address: then this is called by the first
-    `should_stop`, which has devices for telling it to all.
-    """
-    if not address:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.bind(('', 0))
-            with contextlib.suppress(OSError):
-                probe.connect(('192.0.2.1', 9))  # some address elsewhere: nothing is sent
-            address = ':'.join(map(str, probe.getsockname()))
-        mesh = Mesh(np.asarray(jax.devices(), dtype=object), ('device',))
-        address = collectives.broadcast_bytes(mesh, 0, address.encode()).decode()
-        process, count = jax.process_index(), jax.process_count()
+def _watch(address: str, process: int, count: int) -> None:
+    """Starts the thread that names stuck processes."""
     try:
-        watch = Watch(address, process, count, step_timeout, heartbeat_timeout)
+        watch = Watch(address, process, count, *_unwatched.pop())
     except OSError as error:
         _log.warning('processes that are stuck will not be named: UDP at %s: %s', address, error)
         return
@@ -222,8 +199,11 @@ def should_stop(step: int) -> bool:
 
     Schedulers send SIGTERM before they take a machine away. Call this once a step on every process, with the
     same numbers: it becomes true at the same step on all of them, a step or two later, and stays true. It
-    costs less than a microsecond and communicates nothing. End with the exit code `PREEMPTED` after saving,
-    so that launchers can tell this from a failure.
+    costs two microseconds, and communicates nothing but for the first call, and there only where JAX has
+    detected the processes. End with the exit code `PREEMPTED` after saving, so that launchers can tell this
+    from a failure.
+
+    The steps are watched, too: see *step_timeout* of `initialize`.
 
     On one process, the first call catches SIGTERM (in the main thread, unless the program has a handler of
     its own); the second SIGTERM ends the program.
@@ -246,8 +226,9 @@ def should_stop(step: int) -> bool:
     except TypeError:
         raise ArgumentError(f'should_stop: step is the number of the step, got {step!r}') from None
     at_step(step)
-    while _unwatched:
-        _unwatched.pop()()
+    if _unwatched:  # JAX has detected the address of process 0, and tells it nobody
+        address = collectives.broadcast_bytes(collectives.all_processes(), 0, own_address().encode())
+        _watch(address.decode(), jax.process_index(), jax.process_count())
     if _stop.is_set():
         return True
     if jax.distributed.is_initialized():
@@ -262,7 +243,7 @@ def should_stop(step: int) -> bool:
 
 
 _stop = threading.Event()
-_unwatched: list[Callable[[], None]] = []
+_unwatched: list[tuple[int | None, float]] = []
 
 
 def _on_first(signum: int, frame: FrameType | None) -> None:

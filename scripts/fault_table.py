@@ -3,7 +3,8 @@
     python -m scripts.fault_table [--only NAME]
 
 No launcher is involved: it would end the other at once. Two processes run steps with a collective in each, on
-simulated devices; seconds count from the fault to the end of the other process.
+simulated devices; seconds count from the fault to the end of the other process, and to its report about who
+is behind.
 """
 
 from __future__ import annotations
@@ -31,11 +32,23 @@ sys.path.insert(0, ROOT)
 from scalax import distributed
 distributed.initialize(initialization_timeout=15)
 import jax, numpy as np
+from scalax.checkpoint import Checkpointer
 from scalax.sharding import MeshShardingHelper, PartitionSpec
 helper = MeshShardingHelper([-1], ['data'])
 step_fun = helper.sjit(lambda x: x.sum(), in_shardings=PartitionSpec('data'), out_shardings=PartitionSpec())
 batch = helper.local_data_to_global_array(np.ones(2))
 me = jax.process_index()
+class Slow:  # in the middle of what it does when the fault comes
+    def get_state(self):
+        time.sleep(5 * me)
+        return {}
+    def load(self):
+        time.sleep(5 * me)
+        yield np.ones(2)
+    def like(self):
+        time.sleep(5 * me)
+        return {'x': batch}
+checkpoints = Checkpointer(FOLDER)
 for step in range(1, 10_000):
     float(step_fun(batch))
     if distributed.should_stop(step):
@@ -58,6 +71,13 @@ class Fault:
     starts: tuple[int, ...] = (0, 1)
 
 
+SAVING = "step == 5 and checkpoints.save(step, {'x': batch}, data=Slow())"
+RESTORING = (
+    "step == 4 and (checkpoints.save(step, {'x': batch}), checkpoints.wait()); "
+    "step == 5 and checkpoints.restore(helper, PartitionSpec('data'), Slow().like)"
+)
+LOADING = 'step == 5 and next(helper.prefetch(Slow().load()))'
+
 FAULTS = [
     Fault('kill -9 of a worker', 1, signal=signal.SIGKILL),
     Fault(
@@ -68,6 +88,11 @@ FAULTS = [
     ),
     Fault('kill -9 of the coordinator', 0, signal=signal.SIGKILL),
     Fault('a worker that hangs (SIGSTOP)', 1, signal=signal.SIGSTOP),
+    *(
+        Fault(f'{how} {name}', 1, at_step=where, signal=number)
+        for name, where in (('in a save', SAVING), ('at a restart', RESTORING), ('while loading', LOADING))
+        for how, number in (('kill -9', signal.SIGKILL), ('SIGSTOP', signal.SIGSTOP))
+    ),
     Fault('an exception in one process', 1, at_step="assert not (me == 1 and step == 50), 'wrong'"),
     Fault(
         'sys.exit(1) in one process',
@@ -80,10 +105,11 @@ FAULTS = [
 ]
 
 
-def measure(fault: Fault) -> tuple[float, str, str, str]:
-    """Returns how long the other lived on, how both ended, and what the other said last."""
-    code = f'ROOT = {str(ROOT)!r}\n' + TRAINING.replace('AT_STEP', fault.at_step)
+def measure(fault: Fault) -> tuple[float, str, str, str, str]:
+    """Returns how long the other lived on, when it named the one, how both ended, and what it said last."""
     with tempfile.TemporaryDirectory() as folder, held_port() as port:
+        code = f'ROOT, FOLDER = {str(ROOT)!r}, {folder + "/steps"!r}\n'
+        code += TRAINING.replace('AT_STEP', fault.at_step)
         logs = [Path(folder, str(index)) for index in range(2)]
         processes: dict[int, subprocess.Popen[bytes]] = {}
         try:
@@ -109,15 +135,18 @@ def measure(fault: Fault) -> tuple[float, str, str, str]:
                     await_(lambda: reached(logs[fault.whom], processes[fault.whom]))
                     begun = time.monotonic()
             other = processes[1 - fault.whom]
-            try:
-                other.wait(LONGEST_S)
-            except subprocess.TimeoutExpired:
-                return time.monotonic() - begun, 'runs on', '', ''
+            log, named = logs[1 - fault.whom], ''
+            while other.poll() is None and time.monotonic() < begun + LONGEST_S:
+                if not named and 'have passed since' in log.read_text(errors='replace'):
+                    named = f'{time.monotonic() - begun:.1f} s'
+                time.sleep(0.02)
             seconds = time.monotonic() - begun
+            if other.returncode is None:
+                return seconds, named, 'runs on', '', ''
             own = ''
             if fault.whom in processes and fault.signal != signal.SIGSTOP:
                 own = describe(processes[fault.whom].wait(LONGEST_S))
-            return seconds, describe(other.returncode), own, last_words(logs[1 - fault.whom])
+            return seconds, named, describe(other.returncode), own, last_words(log)
         finally:
             for process in processes.values():
                 if process.poll() is None:
@@ -153,12 +182,13 @@ def main() -> None:
     parser.add_argument('--only', default='', help='faults whose name holds this')
     only = parser.parse_args().only
     print(
-        '| fault | the other process ends after | with | the one itself | last words |\n|---|---|---|---|---|'
+        '| fault | the other process ends after | names it after | with | the one itself | last words |\n'
+        '|---|---|---|---|---|---|'
     )
     for fault in FAULTS:
         if only in fault.name:
-            seconds, other, own, words = measure(fault)
-            print(f'| {fault.name} | {seconds:.1f} s | {other} | {own} | {words} |', flush=True)
+            seconds, named, other, own, words = measure(fault)
+            print(f'| {fault.name} | {seconds:.1f} s | {named} | {other} | {own} | {words} |', flush=True)
 
 
 if __name__ == '__main__':

@@ -144,6 +144,7 @@ SECONDS = {
     'tests/plan/test_tpu.py': 15,
     'tests/cli/test_verify.py': 15,
     'tests/test_distributed.py': 15,
+    'tests/watch/test_watch.py': 60,
     'tests/trace/test_constraints.py': 15,
     'tests/transforms/sjit/test_caches.py': 15,
     'tests/transforms/sjit/test_matrix.py': 15,

@@ -29,8 +29,8 @@ OPTIONAL = [
     *('optax', 'orbax', 'rich', 'safetensors', 'sklearn', 'tqdm'),
 ]
 
-# Underscored, yet public: the methods of named tuples.
-PUBLIC_UNDERSCORED = {'_asdict', '_exit', '_fields', '_make', '_replace'}
+# Underscored, yet public: the methods of named tuples, and functions that Python documents.
+PUBLIC_UNDERSCORED = {'_asdict', '_current_frames', '_exit', '_fields', '_make', '_replace'}
 
 
 def relative(path: Path) -> str:

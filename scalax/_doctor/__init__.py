@@ -1,6 +1,5 @@
 """What is wrong with an installation, its devices or its processes, and what to do about each."""
 
 from scalax._doctor.diagnosis import Diagnosis, diagnose
-from scalax._doctor.running import ask
 
-__all__ = ['Diagnosis', 'ask', 'diagnose']
+__all__ = ['Diagnosis', 'diagnose']

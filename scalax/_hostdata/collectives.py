@@ -78,6 +78,11 @@ def processes_of(mesh: Mesh) -> Processes:
     return Processes(tuple(indices), tuple(devices), owners, order)
 
 
+def all_processes() -> Mesh:
+    """A mesh of all devices."""
+    return Mesh(np.asarray(jax.devices(), dtype=object), ('device',))
+
+
 def require_this_process(mesh: Mesh) -> None:
     """Raises DataError if this process holds no device of the mesh."""
     _ = processes_of(mesh).here

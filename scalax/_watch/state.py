@@ -8,74 +8,53 @@ import sys
 import threading
 import time
 import traceback
-from types import FrameType
-from typing import NamedTuple
+from collections import namedtuple
+from types import FrameType, SimpleNamespace
 
 import jax
 
 from scalax._util.user_frames import file_text, users_own
 
-LOADING, SAVING, RESTORING, ENDING = 'loading', 'saving', 'restoring', 'ending'
-WAITING, COMPUTING = 'waiting for the others', 'computing'
-PYTHON, CALLED = 'in Python', 'in Python that JAX calls'
-
+LOADING, SAVING, RESTORING, WAITING = 'loading', 'saving', 'restoring', 'waiting for the others'
+COMPUTING, PYTHON, CALLED, ENDING = 'computing', 'in Python', 'in Python that JAX calls', 'ending'
 FUNCTIONS = {
-    'Prefetch.__next__': LOADING,
-    'local_data_to_global_array': LOADING,
-    'Checkpointer.save': SAVING,
-    'Checkpointer.wait': SAVING,
-    'Checkpointer.restore': RESTORING,
-    'gather': WAITING,
-    'barrier': WAITING,
+    LOADING: ('Prefetch.__next__', 'local_data_to_global_array'),
+    SAVING: ('Checkpointer.save', 'Checkpointer.wait'),
+    RESTORING: ('Checkpointer.restore',),
+    WAITING: ('gather', 'barrier'),
 }
-"""What a thread does in functions of scalax; the innermost counts."""
+"""The functions of scalax in which a thread does this; the innermost counts."""
 THREADS = {LOADING: '_load_all', SAVING: 'SaveThread.run'}
-"""The functions of the threads that do it, if this one waits for them."""
+"""The functions of the threads that do it where the first one waits for them."""
 
 _JAX = os.path.dirname(jax.__file__) + os.sep
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
+State = namedtuple('State', 'process host pid step ago phase since line before silent')
+"""The state of a process; times are in seconds before now, because clocks differ.
 
-class State(NamedTuple):
-    """The state of a process; times are in seconds before now, because clocks differ.
-
-    Attributes:
-        process: its index.
-        host: the name of its host.
-        pid: its id there.
-        step: the last step that has ended; -1 before the first.
-        ago: when that was.
-        phase: what it does.
-        since: how long.
-        line: the line of the user's code; may be empty.
-        before: what it did before; may be empty.
-        silent: how long nothing has been heard of it.
-    """
-
-    process: int
-    host: str
-    pid: int
-    step: int
-    ago: float
-    phase: str
-    since: float
-    line: str
-    before: str
-    silent: float = 0.0
+Attributes:
+    process: its index.
+    host: the name of its host.
+    pid: its id there.
+    step: the last step that has ended; 0 before the first.
+    ago: when that was.
+    phase: what it does.
+    since: for how long.
+    line: the line of the user's code; may be empty.
+    before: what it did before; may be empty.
+    silent: how long nothing has been heard of it.
+"""
 
 
-class last:  # a namespace
-    """What steps note.
+last = SimpleNamespace(step=(0, time.monotonic(), 0), thread=threading.main_thread().ident, exits=False)
+"""What steps note.
 
-    Attributes:
-        step: the last one that has ended (-1: none yet), when that was, and how many have.
-        thread: in which thread.
-        exits: whether the program has ended, and JAX may wait for the other processes.
-    """
-
-    step = -1, time.monotonic(), 0
-    thread = threading.main_thread().ident
-    exits = False
+Attributes:
+    step: the last one that has ended (0: none yet), when that was, and how many have.
+    thread: in which thread.
+    exits: whether the program has ended; JAX may wait for the other processes.
+"""
 
 
 def at_step(step: int) -> None:
@@ -86,13 +65,14 @@ def at_step(step: int) -> None:
 
 def measured(process: int, then: State | None) -> State:
     """The state of this process, given the one before."""
-    (step, begun, _), (phase, line), before, since = last.step, _phase_and_line(), '', 0.0
-    ago = time.monotonic() - begun
-    if then:
-        before = then.before if phase == then.phase else then.phase
-        if (step, phase, line) == (then.step, then.phase, then.line):
-            since = then.since + ago - then.ago
-    return State(process, socket.gethostname(), os.getpid(), step, ago, phase, since, line[-200:], before)
+    (step, begun, _), (phase, line) = last.step, _phase_and_line()
+    then, ago = then or State(0, '', 0, 0, 0.0, '', 0.0, '', '', 0.0), time.monotonic() - begun
+    before = then.before if phase == then.phase else then.phase
+    same = (step, phase, line) == (then.step, then.phase, then.line)
+    since = then.since + ago - then.ago if same else 0.0
+    return State(
+        process, socket.gethostname(), os.getpid(), step, ago, phase, since, line[-200:], before, 0.0
+    )
 
 
 def _phase_and_line() -> tuple[str, str]:
@@ -106,19 +86,20 @@ def _phase_and_line() -> tuple[str, str]:
     own = stacks.get(last.thread or 0, [])
     phase, line = _phase(own), _line(own)
     for ident, stack in stacks.items():
-        if THREADS.get(phase) in [_own_name(frame) for frame in stack[1:]]:
+        if THREADS.get(phase, '?') in map(_own_name, stack[1:]):
             phase, line = _phase(stack) or phase, _line(stack) or line
         inside = next((i for i, frame in enumerate(stack) if _file(frame).startswith(_JAX)), 0)
         of_jax = ident != threading.main_thread().ident and _file(stack[-1]) != threading.__file__
         if inside and (not phase if stack is own else of_jax):
             return CALLED, _line(stack[:inside])
-    if last.exits:
-        return ENDING, ''
-    return phase or (COMPUTING if own and _file(own[0]).startswith(_JAX) else PYTHON), line
+    phase = phase or (COMPUTING if own and _file(own[0]).startswith(_JAX) else PYTHON)
+    return (ENDING, '') if last.exits else (phase, line)
 
 
 def _phase(stack: list[FrameType]) -> str:
-    return next((FUNCTIONS[name] for name in map(_own_name, stack) if name in FUNCTIONS), '')
+    return next(
+        (phase for name in map(_own_name, stack) for phase in FUNCTIONS if name in FUNCTIONS[phase]), ''
+    )
 
 
 def _own_name(frame: FrameType) -> str:

@@ -1,4 +1,4 @@
-"""The thread that tells process 0 where this process is, and logs what process 0 has found.
+"""The thread that tells process 0 where this process is; what process 0 finds, and all of them log.
 
 `jax.distributed` keeps keys and values for its own use: JAX documents `initialize`, `shutdown` and
 `is_initialized` of it, and nothing that sets a key. It would not do either: it is in process 0, so that all
@@ -13,7 +13,7 @@ SCALAX_RUN_TOKEN is set, to the same everywhere, messages that are not signed wi
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import hmac
 import json
 import logging
 import os
@@ -24,14 +24,12 @@ from collections import deque
 
 import jax
 
-from scalax._watch.report import report
-from scalax._watch.state import State, last, measured
+from scalax._watch.state import CALLED, ENDING, LOADING, PYTHON, RESTORING, SAVING, State, last, measured
+from scalax.errors import shown
 
-LONGEST, _SIGNED = 8192, 16  # bytes: of a message, and of its signature
-_PERIOD = 1.0  # seconds between two messages of a process; process 0 reads 100 a second
-_MISSED = 4  # messages of a process, which counts as stuck then if the step is late
+_LONGEST, _SIGNED = 60_000, 32  # bytes: of a message, and of its signature
+_PERIOD, _SILENT, _REPEAT = 1.0, 4, 60.0  # seconds between messages; how many are missing; between reports
 _LEAST, _TIMES, _UNKNOWN = 30.0, 10, 300.0  # the bound of a step: seconds; usual steps; seconds at first
-_REPEAT = 300.0  # seconds between two reports
 _KINDS = [int, str, int, int, float, str, float, str, str, float]  # of the fields of a state
 _log = logging.getLogger('scalax.distributed')
 
@@ -43,36 +41,32 @@ class Watch:
         address: ``'host:port'`` of process 0.
         process: the index of this process.
         count: how many there are.
-        step_timeout: the seconds that a step may take; None for ten times the usual ones, and at least 30.
-        heartbeat_timeout: the seconds after which JAX ends the others: a process that is silent for half of
-            them is named.
+        timeout: the seconds that a step may take; None for ten times the usual ones, and at least 30.
+        heartbeat: the seconds after the last heartbeat after which JAX ends the others; there are two in that
+            time. A process that is silent for a quarter of it is named, which is before.
 
     Raises:
         OSError: another program uses the port, or there is no such host.
     """
 
-    def __init__(
-        self, address: str, process: int, count: int, step_timeout: float | None, heartbeat_timeout: float
-    ) -> None:
+    def __init__(self, address: str, process: int, count: int, timeout: int | None, heartbeat: float) -> None:
         self._address, self._process, self._count = address, process, count
-        self._step_timeout, self._silence = step_timeout, heartbeat_timeout / 2
-        self._period = max(_PERIOD, min(count / 100, heartbeat_timeout / 8))
-        self._socket = socket_of(address, listens=process == 0)
-        self._heard: dict[int, tuple[State, int]] = {}  # and at which tick: one that is stopped counts none
+        self._timeout, self._silence, self._seconds = timeout, heartbeat / 4, deque[float](maxlen=1000)
+        self._period = max(_PERIOD, min(count / 100, heartbeat / 8))  # process 0 reads 100 a second at most
+        self._socket = _socket(address, listens=process == 0)
+        self._heard: dict[int, State] = {}  # `silent` is the tick then: one that is stopped counts none
         self._tick, self._last, self._text, self._next = 0, last.step, '', 0.0
-        self._seconds = deque[float](maxlen=1000)
 
     def run(self) -> None:
         """Tells and asks, until the program has left `jax.distributed`."""
         own = None
         while jax.distributed.is_initialized():
             own = measured(self._process, own)
-            if self._process:
-                with contextlib.suppress(OSError):  # nobody listens there
-                    self._socket.send(packed(0, '', own))
+            with contextlib.suppress(OSError):  # nobody listens there, or this is process 0
+                self._socket.send(_packed('', [own]))
             self._listen(time.monotonic() + self._period)
             self._tick += 1
-            self._heard[self._process] = own, self._tick
+            self._heard[self._process] = own._replace(silent=self._tick)
             self._judge()
         self._socket.close()
 
@@ -81,54 +75,105 @@ class Watch:
         for _ in range(100 * self._count):  # however much is sent here
             self._socket.settimeout(max(end - time.monotonic(), 0))
             try:
-                data, sender = self._socket.recvfrom(LONGEST)
-                number, text, state = unpacked(data)
-                if state and state.process in range(self._count):
-                    self._heard[state.process] = state, self._tick
+                data, sender = self._socket.recvfrom(_LONGEST)
+                text, states = _unpacked(data)
+                # Modulo: whoever sends, there are no more than so many.
+                self._heard |= {s.process % self._count: s._replace(silent=self._tick) for s in states}
                 if self._process:
                     self._text = text
                 else:
-                    answer = packed(self._count, self._text, self._states().get(number))
-                    self._socket.sendto(answer, sender)
+                    self._socket.sendto(_packed(self._text, self._states()[: 1 if states else 200]), sender)
             except (TimeoutError, BlockingIOError):
                 return
             except (OSError, ValueError, TypeError):  # nobody listens there; another program sends
                 continue
 
-    def _states(self) -> dict[int, State]:
-        """By process, of those that were heard."""
-        silent = {process: max(self._tick - tick - 1, 0) for process, (_, tick) in self._heard.items()}
-        return {i: self._heard[i][0]._replace(silent=silent[i] * self._period) for i in sorted(silent)}
+    def _states(self) -> list[State]:
+        """Of the processes that were heard, in their order."""
+        heard = sorted(self._heard.items())
+        return [s._replace(silent=self._period * max(self._tick - s.silent - 1, 0)) for _, s in heard]
 
     def _judge(self) -> None:
         """Process 0 finds out who is behind, the others whether process 0 is silent; all log it."""
         (_, before, counted), (_, begun, count) = self._last, last.step
         if count > counted > 0:  # the first step compiles
             self._seconds.append((begun - before) / (count - counted))
-        usual, bound = 0.0, _UNKNOWN
-        if len(self._seconds) > 2:
-            # Twice the longest: an evaluation was healthy, for it has come to an end.
-            usual = statistics.median(self._seconds)
-            bound = max(_LEAST, _TIMES * usual, 2 * max(self._seconds))
         self._last, states = last.step, self._states()
-        bound = self._step_timeout if self._step_timeout and count > 1 else bound
-        late = all(state.ago + state.silent > bound for state in states.values())
-        silence = min(self._silence, _MISSED * self._period) if late else self._silence
-        if self._process == 0 or (0 in states and states[0].silent > silence):
-            self._text = report([*states.values()], late, usual, silence, self._address)
+        usual = statistics.median(self._seconds) if len(self._seconds) > 2 else 0.0
+        bound = (self._timeout or max(_LEAST, _TIMES * usual, 2 * max(self._seconds))) if usual else _UNKNOWN
+        late = all(state.ago + state.silent > bound for state in states)
+        silence = min(self._silence, _SILENT * self._period) if late else self._silence
+        if states[0].silent > silence or self._process == 0:
+            self._text = report(states, late, usual, silence, self._address)
         if self._text and time.monotonic() > self._next:
-            _log.warning('%s', self._text)
-            self._next = time.monotonic() + _REPEAT
-        elif not self._text:
-            self._next = 0.0
+            self._next = time.monotonic() + max(_REPEAT, states[0].ago)
+            _log.warning('%s', ''.join(x for x in self._text if x.isprintable() or x == '\n'))
 
 
-def socket_of(address: str, *, listens: bool = False) -> socket.socket:
-    """A socket that sends to ``'host:port'`` and takes what comes from there only, or that listens there.
+def _signs(state: State) -> tuple[float, ...]:
+    """What tells a process that is behind from those that wait for it, the surest first."""
+    return state.phase in (LOADING, SAVING, RESTORING, ENDING, CALLED), -state.step, state.phase == PYTHON
+
+
+def report(states: list[State], late: bool, usual: float, silence: float, address: str) -> str:
+    """What is said if a process is silent, or a step takes longer than it may; else empty.
+
+    Args:
+        states: of the processes.
+        late: whether the step does.
+        usual: the seconds of a step, as far as they are known.
+        silence: after how many seconds a process that says nothing counts as stuck.
+        address: where `scalax doctor --run` finds the program.
+    """
+    stuck = [state for state in states if state.silent > silence and state.phase != ENDING]
+    how = ' is stopped, dead or out of reach; last' if stuck else ' is behind'
+    if late and not stuck:
+        # Those with the first sign that some have and others have not.
+        signs = max(zip(*map(_signs, states), strict=True), key=lambda values: len(set(values)) > 1)
+        stuck = [state for state, sign in zip(states, signs, strict=True) if sign == max(signs) != min(signs)]
+    if not stuck and not (late and usual):  # they compile, as far as anybody can tell
+        return ''
+    step, ago = max((state.step, state.ago + state.silent) for state in states)
+    usually = f' (a step usually takes {usual:.2g} s)' if usual else ''
+    dump = f'`py-spy dump --pid {stuck[0].pid}` on {stuck[0].host} shows its threads; ' if stuck else ''
+    lines = [
+        f'process {state.process} (host {state.host}, pid {state.pid}){how if stuck else ""}: '
+        f'{state.phase} for {state.since:.0f} s{state.line and f" at {state.line}"}, after step {state.step}'
+        f'{state.before and f", {state.before} before that"}'
+        f'{f"; silent for {state.silent:.0f} s" if state.silent > silence else ""}'
+        for state in stuck or states
+    ]
+    return (
+        f'{ago:.0f} s have passed since step {step}{usually}{"" if stuck else "; no process is behind"}:\n'
+        f'{shown(lines)}\nWhat to do: {dump}`scalax doctor --run {address}` shows all processes.'
+    )
+
+
+def ask(address: str) -> tuple[list[State], str]:
+    """Asks process 0 for the states of the processes that it has heard (the first 200), and its report.
 
     Raises:
-        OSError: there is no such host, or another program uses the port.
+        OSError: nobody answers.
+        ValueError: it is another program, or its SCALAX_RUN_TOKEN is another.
     """
+    with _socket(address, listens=False) as way:
+        way.settimeout(5)
+        way.send(_packed('', []))
+        text, states = _unpacked(way.recv(_LONGEST))
+    return states, text
+
+
+def own_address() -> str:
+    """The address of this host in its network, and a port that is free there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.bind(('', 0))
+        with contextlib.suppress(OSError):
+            probe.connect(('192.0.2.1', 9))  # some address elsewhere: nothing is sent
+        return ':'.join(map(str, probe.getsockname()))
+
+
+def _socket(address: str, listens: bool) -> socket.socket:
+    """A socket that sends to ``'host:port'`` and takes what comes from there only, or that listens there."""
     host, _, port = address.rpartition(':')
     if listens:
         host = '::' if socket.has_dualstack_ipv6() else '0.0.0.0'
@@ -138,27 +183,20 @@ def socket_of(address: str, *, listens: bool = False) -> socket.socket:
     return made
 
 
-def packed(number: int, text: str, state: State | None) -> bytes:
-    """A message: the process that is asked for, or in an answer how many there are; the report; a state."""
-    data = json.dumps([number, text, state]).encode()
+def _packed(text: str, states: list[State]) -> bytes:
+    """A message: the report, and states."""
+    data = json.dumps([text, states]).encode()
     return _signature(data) + data
 
 
-def unpacked(data: bytes) -> tuple[int, str, State | None]:
-    """What was packed.
-
-    Raises:
-        ValueError: it was not.
-        TypeError: it was not.
-    """
-    number, text, fields = json.loads(data[_SIGNED:])
-    if data[:_SIGNED] != _signature(data[_SIGNED:]) or [*map(type, fields or ())] not in ([], _KINDS):
+def _unpacked(data: bytes) -> tuple[str, list[State]]:
+    text, states = json.loads(data[_SIGNED:])
+    if data[:_SIGNED] != _signature(data[_SIGNED:]) or any(
+        [*map(type, fields)] != _KINDS for fields in states
+    ):
         raise ValueError('a message of another program')
-    if not ''.join(map(str, [number, str(text).replace('\n', ''), *(fields or ())])).isprintable():
-        raise ValueError('not text')
-    return number, text, State(*fields) if fields else None
+    return str(text), [State(*fields) for fields in states]
 
 
 def _signature(data: bytes) -> bytes:
-    key = os.environ.get('SCALAX_RUN_TOKEN', '').encode()[:64]
-    return hashlib.blake2b(data, digest_size=_SIGNED, key=key).digest()
+    return hmac.digest(os.environ.get('SCALAX_RUN_TOKEN', '').encode(), data, 'sha256')

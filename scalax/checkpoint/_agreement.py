@@ -80,11 +80,6 @@ def name_of_first(mesh: Mesh, name: str) -> str:
     return str(collectives.gather_json(mesh, name)[0])
 
 
-def all_processes() -> Mesh:
-    """A mesh of all devices: a save involves every process."""
-    return Mesh(np.asarray(jax.devices(), dtype=object), ('device',))
-
-
 def saved_texts(tree: NamedTree | None) -> Iterator[tuple[str, str]]:
     """What has to be the same on every process; for arrays on the host this includes the values."""
     for path, leaf in zip(tree.paths, tree.leaves, strict=True) if tree else ():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from scalax._hostdata import collectives
 from scalax._mesh import meshes
 from scalax._tree.paths import NamedTree
 from scalax._util.progress import progress
@@ -145,7 +146,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
                 error = fault
             try:
                 call = f'{step=}, keep={self._keep}, checksums={self._checksums}'
-                everyone, texts = _agreement.all_processes(), _agreement.saved_texts(tree)
+                everyone, texts = collectives.all_processes(), _agreement.saved_texts(tree)
                 _agreement.agree('save', everyone, call, texts, error)
                 name = _agreement.name_of_first(everyone, name)
             except BaseException:

@@ -134,8 +134,8 @@ def _parser() -> argparse.ArgumentParser:
     first = 'a file to import first, as a program begins'
     doctor.add_argument('file', metavar='FILE.py', nargs='?', default='', help=first)
     _flag(doctor, 'verify', 'also run a small training step on all devices and on one, and compare')
-    run = 'ask a running program what each process does: the address of its coordinator (process 0)'
-    _option(doctor, 'run', 'HOST:PORT', run, _address, '', dest='address')
+    run = 'ask a running program what each process does: the address of its coordinator, process 0'
+    _option(doctor, 'run', 'HOST:PORT', run, dest='address')
     _option(doctor, 'timeout', 'SECONDS', 'how long opening the devices may take (120)', _positive, 120)
     return parser
 
@@ -214,12 +214,6 @@ def _positions(text: str) -> tuple[int, ...]:
 
 
 _positive = functools.partial(_number, least=1)
-
-
-def _address(text: str) -> str:
-    if not re.fullmatch(r'[^/\s]+:\d{1,5}', text):
-        raise argparse.ArgumentTypeError(f'{text!r} is not of the form HOST:PORT (as in 10.0.0.1:1234)')
-    return text
 
 
 def _bytes(text: str) -> int:

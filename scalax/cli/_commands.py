@@ -18,13 +18,13 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from scalax._doctor import ask, diagnose
+from scalax._doctor import diagnose
 from scalax._mesh.gpu_topologies import GPUS, Joined
 from scalax._mesh.topologies import SIZES
 from scalax._plan.hardware import numbers_of
 from scalax._report.tables import human_bytes, table, terminal_width
 from scalax._verify.verify import verify as verify_step
-from scalax._watch.state import State
+from scalax._watch.watch import State, ask
 from scalax.cli._exit_codes import ExitCode
 from scalax.cli._other_python import with_other_python
 from scalax.errors import ArgumentError, PlanError, did_you_mean, near_names
@@ -248,7 +248,7 @@ def explain(function: str, html: Path | None, as_json: bool, **where: Any) -> Ex
     return ExitCode.DONE
 
 
-def doctor(timeout: int, file: str, verify: bool, address: str, as_json: bool) -> ExitCode:
+def doctor(timeout: int, file: str, verify: bool, address: str | None, as_json: bool) -> ExitCode:
     """Looks for what is wrong with the installation, its variables and its devices, and reports how to fix
     it. Another process opens the devices and runs a program on each; it is ended if it hangs.
 
@@ -261,34 +261,22 @@ def doctor(timeout: int, file: str, verify: bool, address: str, as_json: bool) -
     else is looked at.
     """
     if address:
-        return _running(address, as_json)
+        try:
+            states, report = ask(address)
+        except (OSError, ValueError) as error:
+            said = f'process 0 does not answer at {address} ({error}): see the logs of the others'
+            raise PlanError(said) from error
+        rows = [[f'{x:.0f} s' if isinstance(x, float) else f'{x}' for x in state] for state in states]
+        lines = table([State._fields, *rows], terminal_width(None), State._fields.index('line'), range(0))
+        told = {'processes': [state._asdict() for state in states], 'report': report}
+        print(json.dumps(told) if as_json else '\n'.join([*lines, '', report]).rstrip())
+        return ExitCode.FOUND if report else ExitCode.DONE
     if file and not Path(file).is_file():
         raise ArgumentError(f'there is no file {file!r}')
     found = diagnose(timeout, file, verify)
     if found.process == 0 or found.findings:  # of several processes only the first, and those with findings
         print(json.dumps(found.to_dict()) if as_json else found)
     return ExitCode.FOUND if found.findings else ExitCode.DONE
-
-
-def _running(address: str, as_json: bool) -> ExitCode:
-    """Prints what each process of a running program does."""
-    try:
-        states, report = ask(address)
-    except (OSError, ValueError) as error:
-        raise PlanError(
-            f'process 0 does not answer at {address} ({error}). It is stopped, or no program that has called '
-            'scalax.distributed.initialize runs there. The logs of the other processes may name the reason.'
-        ) from error
-    rows = [
-        [f'{value:.0f} s' if isinstance(value, float) else str(value) for value in state] for state in states
-    ]
-    lines = table([[*State._fields], *rows], terminal_width(None), State._fields.index('line'), range(0))
-    print(
-        json.dumps({'processes': [state._asdict() for state in states], 'report': report})
-        if as_json
-        else '\n'.join([*lines, '', report])
-    )
-    return ExitCode.FOUND if report else ExitCode.DONE
 
 
 def topologies(as_json: bool) -> ExitCode:

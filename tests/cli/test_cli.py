@@ -349,6 +349,15 @@ def test_doctor(capsys, monkeypatch, process, findings):
     assert silent or json.loads(done.stdout)['findings'] == [each._asdict() for each in findings]
 
 
+def test_doctor_asks_a_program_that_is_not_there(capsys):
+    done = here(capsys, 'doctor', '--run', 'localhost:1')
+    assert done.returncode == 1
+    assert done.stderr == (
+        'error: process 0 does not answer at localhost:1 ([Errno 111] Connection refused): see the logs of '
+        'the others\n'
+    )
+
+
 def test_doctor_for_real(tmp_path):
     path = tmp_path / 'train.py'
     path.write_text("import os\nimport jax\nos.environ['JAX_ENABLE_X64'] = '1'\n")

@@ -1,0 +1,140 @@
+"""What a report says, by the states of processes; messages of others; and names that stacks are read by."""
+
+import importlib
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from scalax._watch import state, watch
+from scalax._watch.state import State
+
+
+def at(process: int, phase: str = state.COMPUTING, step: int = 7, silent: float = 0.0, **more: Any) -> State:
+    given = {'line': 'train.py:30 in train', 'before': '', 'ago': 95.0, 'since': 94.0, **more}
+    return State(process, 'gpu-07', 40 + process, step, phase=phase, silent=silent, **given)
+
+
+def said(*states: State, late: bool = True, usual: float = 0.8) -> str:
+    return watch.report(list(states), late, usual, 5.0, 'gpu-00:1234')
+
+
+def test_the_entire_text() -> None:
+    text = said(at(0), at(1, state.LOADING, line='data.py:88 in read_shard', before=state.COMPUTING))
+    assert text == (
+        '95 s have passed since step 7 (a step usually takes 0.8 s):\n'
+        '  process 1 (host gpu-07, pid 41) is behind: loading for 94 s at data.py:88 in read_shard, after '
+        'step 7, computing before that\n'
+        'What to do: `py-spy dump --pid 41` on gpu-07 shows its threads; `scalax doctor --run gpu-00:1234` '
+        'shows all processes.'
+    )
+
+
+def test_the_entire_text_about_a_silent_one() -> None:
+    assert said(at(0), at(1, silent=12.0), late=False, usual=0.0) == (
+        '107 s have passed since step 7:\n'
+        '  process 1 (host gpu-07, pid 41) is stopped, dead or out of reach; last: computing for 94 s at '
+        'train.py:30 in train, after step 7; silent for 12 s\n'
+        'What to do: `py-spy dump --pid 41` on gpu-07 shows its threads; `scalax doctor --run gpu-00:1234` '
+        'shows all processes.'
+    )
+
+
+def test_the_entire_text_if_no_process_is_behind() -> None:
+    assert said(at(0), at(1, line='')) == (
+        '95 s have passed since step 7 (a step usually takes 0.8 s); no process is behind:\n'
+        '  process 0 (host gpu-07, pid 40): computing for 94 s at train.py:30 in train, after step 7\n'
+        '  process 1 (host gpu-07, pid 41): computing for 94 s, after step 7\n'
+        'What to do: `scalax doctor --run gpu-00:1234` shows all processes.'
+    )
+
+
+@pytest.mark.parametrize(
+    ('states', 'behind'),
+    [
+        ((at(0, state.WAITING), at(1, state.SAVING), at(2, state.PYTHON)), {1}),
+        ((at(0, state.CALLED, step=9), at(1), at(2, state.WAITING)), {0}),
+        ((at(0), at(1, step=6), at(2, state.PYTHON)), {1}),
+        ((at(0), at(1, state.PYTHON), at(2, state.PYTHON)), {1, 2}),
+        ((at(0, state.RESTORING), at(1, silent=6.0)), {1}),
+        ((at(0), at(1, state.ENDING, silent=6.0)), {1}),
+    ],
+)
+def test_who_is_behind(states: tuple[State, ...], behind: set[int]) -> None:
+    text = said(*states)
+    assert {one.process for one in states if f'process {one.process} (' in text} == behind
+
+
+def test_nothing_is_said_without_a_reason() -> None:
+    assert said(at(0), at(1, state.LOADING), late=False) == ''
+    assert said(at(0), at(1), usual=0.0) == ''  # the first step compiles
+    assert said(at(0), at(1, state.ENDING, silent=60.0), late=False) == ''
+
+
+def test_messages_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = watch._packed('a\nb', [at(3)])
+    assert watch._unpacked(sent) == ('a\nb', [at(3)])
+    monkeypatch.setenv('SCALAX_RUN_TOKEN', 'secret')
+    with pytest.raises(ValueError, match='a message of another program'):
+        watch._unpacked(sent)
+    assert watch._unpacked(watch._packed('', [])) == ('', [])
+
+
+@pytest.mark.parametrize(
+    'value', [3, [1, 2, 3], ['', 4], ['', [[1, 2]]], ['', [[*at(0)[:-1], 'soon']]], {}], ids=repr
+)
+def test_what_is_no_message(value: Any) -> None:
+    data = json.dumps(value).encode()
+    with pytest.raises((ValueError, TypeError)):
+        watch._unpacked(watch._signature(data) + data)
+    with pytest.raises(ValueError):
+        watch._unpacked(b'GET / HTTP/1.1')
+
+
+def test_the_functions_that_stacks_are_read_by_exist() -> None:
+    homes = {
+        'Prefetch.__next__': '_hostdata.prefetch',
+        '_load_all': '_hostdata.prefetch',
+        'local_data_to_global_array': '_hostdata.to_global',
+        'gather': '_hostdata.collectives',
+        'barrier': 'checkpoint._agreement',
+        'SaveThread.run': 'checkpoint._save',
+        **dict.fromkeys(
+            ('Checkpointer.save', 'Checkpointer.wait', 'Checkpointer.restore'), 'checkpoint._checkpointer'
+        ),
+    }
+    named = {name for names in state.FUNCTIONS.values() for name in names} | {*state.THREADS.values()}
+    assert named == {*homes}
+    for name, home in homes.items():
+        found: Any = importlib.import_module(f'scalax.{home}')
+        for part in name.split('.'):
+            found = getattr(found, part)
+        assert found.__code__.co_qualname == name
+
+
+def test_how_long_a_step_may_take(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Of one process that measures steps of a second, and then has one that ended 25, 35 seconds ago."""
+    clock = [0.0]
+    monkeypatch.setattr(state.time, 'monotonic', lambda: clock[0])
+    monkeypatch.setattr(state.last, 'step', (0, 0.0, 0))
+    monkeypatch.setattr(state.last, 'thread', threading.get_ident())
+    one = watch.Watch('localhost:0', 0, 1, None, 20)
+    with one._socket:
+        for step in range(1, 8):
+            clock[0] += 1.0
+            state.at_step(step)
+            state.at_step(step)  # by a checkpointer
+            one._heard[0] = state.measured(0, None)
+            one._judge()
+        assert list(one._seconds) == [1.0] * 6
+        for later, reports in ((25.0, 0), (35.0, 1), (40.0, 1), (100.0, 2)):
+            clock[0] = 7.0 + later
+            one._heard[0] = state.measured(0, None)
+            one._judge()
+            assert len(caplog.records) == reports
+        assert (
+            caplog.records[0]
+            .getMessage()
+            .startswith('35 s have passed since step 7 (a step usually takes 1 s)')
+        )
