@@ -1,11 +1,15 @@
 """Starts a program as several processes on this machine, and starts all of them again if one dies.
 
     python -m examples.launch.local --processes=2 --devices=4 -- -m examples.llama.train --steps=100
+    python -m examples.launch.local --processes=4 --devices=2 --on_loss=shrink -- -m examples.llama.train ...
 
 After `--` comes what would come after `python`. Each process learns by environment variables
 which one it is, and `scalax.distributed.initialize()` reads them. The processes of a program depend on one
 another: where one is lost the others cannot go on, so all are started anew, and continue from what they
-have saved.
+have saved. `LOST_AT` tells them since when they are wanted, in seconds since the epoch.
+
+With `--on_loss=shrink` each process stands for a host: one that was killed does not come back, nor one that
+is silent while most of the others have ended for want of it. The others start on as many as are left.
 
 SIGTERM and Ctrl-C ask all of them to end, and a second Ctrl-C ends them at once. Where the launcher itself is
 killed with SIGKILL they go on, and have to be ended by the ids that it has printed.
@@ -34,6 +38,12 @@ _PROCESSES = flags.DEFINE_integer('processes', 2, 'Processes to start.', lower_b
 _DEVICES = flags.DEFINE_integer(
     'devices', None, 'Devices that each process simulates, where there is only a CPU.', lower_bound=1
 )
+_ON_LOSS = flags.DEFINE_enum(
+    'on_loss',
+    'restart',
+    ['restart', 'shrink'],
+    'Start a lost process again, or go on with those that are left.',
+)
 _RESTARTS = flags.DEFINE_integer('restarts', 3, 'Times to start all again before giving up.', lower_bound=0)
 _GRACE = flags.DEFINE_float('grace', 60, 'Seconds to save in, after a signal, before the end.', lower_bound=0)
 
@@ -43,35 +53,53 @@ INTERRUPTED = 130
 # What another start would not change: success, bad flags, a wish to stop.
 FINAL = (0, REFUSED, PREEMPTED, INTERRUPTED)
 POLL_S = 0.05
+# Processes that end because another is silent do so at about the same time.
+SETTLE_S = 3.0
 
 
 class Launcher:
     """Runs a program until it succeeds, refuses, or is told to stop; or too many starts have failed."""
 
-    def __init__(self, command: Sequence[str], processes: int, devices: int | None, grace: float) -> None:
+    def __init__(
+        self, command: Sequence[str], processes: int, devices: int | None, grace: float, shrink: bool = False
+    ) -> None:
         self.command, self.processes, self.devices, self.grace = command, processes, devices, grace
+        self.shrink = shrink
         self.deadline: float | None = None  # set once a signal asks for the end
         self.interrupted = False  # by Ctrl-C
         self.running: list[subprocess.Popen[bytes]] = []
+        self.lost_at: float | None = None
 
     def run(self, restarts: int) -> int:
         """Returns the exit code: that of the first process which failed (128 + n after signal n), or 0."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.pass_on)
         for attempt in range(restarts + 1):
-            code = self.run_once()
+            code, gone = self.run_once()
             if code in FINAL or self.deadline is not None:
                 break
-            say(f'a process ended with {describe(code)}; {restarts - attempt} more starts')
+            self.processes -= len(gone)
+            which = f'; lost: process {", ".join(map(str, gone))}' if gone else ''
+            plural = '' if self.processes == 1 else 'es'
+            on = f' on {self.processes} process{plural}' if self.shrink else ''
+            say(f'a process ended with {describe(code)}{which}; {restarts - attempt} more starts{on}')
+            if not self.processes:
+                break
         return code if code >= 0 else 128 - code
 
-    def run_once(self) -> int:
-        """Starts all processes; returns once all have ended, or one has failed and the others are ended."""
+    def run_once(self) -> tuple[int, list[int]]:
+        """Starts all processes; returns once all have ended, or one has failed and the others are ended.
+
+        Returns:
+          The exit code, and the processes that are not to be started again.
+        """
         with held_port() as port:
             try:
                 for index in range(self.processes):
                     self.running.append(self.start(index, f'localhost:{port}'))
-                return self.wait()
+                code = self.wait()
+                self.lost_at = time.time()
+                return code, self.gone() if self.shrink and code not in FINAL else []
             finally:
                 for process in self.running:
                     if process.poll() is None:
@@ -87,6 +115,8 @@ class Launcher:
         }
         if self.devices is not None:
             own['JAX_NUM_CPU_DEVICES'] = str(self.devices)
+        if self.lost_at is not None:
+            own['LOST_AT'] = str(self.lost_at)
         # A session of its own: a terminal's Ctrl-C then comes here only, and is passed on once.
         process = subprocess.Popen(
             [sys.executable, *self.command], env={**os.environ, **own}, start_new_session=True
@@ -108,6 +138,20 @@ class Launcher:
             if self.deadline is not None and time.monotonic() > self.deadline:
                 say('still there after they were asked to end: ended now')
                 return failed[0] if failed else INTERRUPTED
+            time.sleep(POLL_S)
+
+    def gone(self) -> list[int]:
+        """After a failure, the processes that were killed; or else the one that the others have given up."""
+        end = time.monotonic() + SETTLE_S
+        while True:
+            codes = [process.poll() for process in self.running]
+            # By SIGABRT JAX ends those that wait for another in vain.
+            killed = [i for i, code in enumerate(codes) if code and code < 0 and code != -signal.SIGABRT]
+            silent = [i for i, code in enumerate(codes) if code is None]
+            if killed or not silent:
+                return killed
+            if time.monotonic() > end:
+                return silent if codes.count(-signal.SIGABRT) > len(silent) else []
             time.sleep(POLL_S)
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
@@ -133,7 +177,9 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) < 2:
         print('error: which program? Write it after --, as in -- -m examples.llama.train', file=sys.stderr)
         return REFUSED
-    return Launcher(argv[1:], _PROCESSES.value, _DEVICES.value, _GRACE.value).run(_RESTARTS.value)
+    shrink = _ON_LOSS.value == 'shrink'
+    launcher = Launcher(argv[1:], _PROCESSES.value, _DEVICES.value, _GRACE.value, shrink)
+    return launcher.run(_RESTARTS.value)
 
 
 if __name__ == '__main__':

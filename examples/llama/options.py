@@ -33,7 +33,8 @@ _MESH = flags.DEFINE_string(
     'mesh',
     None,
     'Devices along each mesh axis of the strategy, as in fsdp=-1,tp=2; -1 takes the devices that '
-    "are left. Default: the strategy's own mesh.",
+    'are left. Or a table by the number of devices, as in "8: fsdp=4,tp=2; 6: fsdp=6"; or search: the mesh '
+    "with the best plan. Default: the strategy's own mesh.",
 )
 _STAGES = flags.DEFINE_integer(
     'stages', 1, 'Run the layers as a pipeline of this many stages, under any strategy.', lower_bound=1

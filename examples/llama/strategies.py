@@ -107,7 +107,7 @@ FSDP_TP = Strategy(
     state=TreePathShardingRule(
         (r'layers/(query|key|value|gate|up)$', P(None, 'fsdp', 'tp')),
         (r'layers/(output|down)$', P(None, 'tp', 'fsdp')),
-        (r'embed$', P('fsdp', 'tp')),
+        (r'embed$', TreePathShardingRule(('.*', P('fsdp', 'tp')), on_indivisible='replicate')),
         (r'norm$', P()),
     ),
 )

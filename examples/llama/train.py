@@ -3,6 +3,7 @@
     python -m examples.llama.train
     python -m examples.llama.train --strategy fsdp --devices 4
     python -m examples.llama.train --strategy fsdp_tp --mesh fsdp=2,tp=4 --text book.txt
+    python -m examples.llama.train --mesh search --batch_size 24
     python -m examples.llama.train --stages 2
     python -m examples.llama.train --checkpoints runs/saved
 
@@ -10,7 +11,9 @@ It leaves a loss curve, a sample, the sharding of its state and its numbers in a
 it early, with all of these for the steps that were done. With `--checkpoints` it goes on from where it
 was ended, however that was; SIGTERM saves and ends it.
 
-The same program runs on several processes, which a launcher starts (`examples/launch/`).
+The same program runs on several processes, which a launcher starts (`examples/launch/`). Where a launcher
+starts it again on fewer, it goes on with the same batches; with a table of meshes, or `--mesh search`, on a
+mesh that suits the devices that are left.
 """
 
 from __future__ import annotations
@@ -35,9 +38,11 @@ from tqdm import tqdm
 from examples.devices import choose_devices, quiet_logs
 from examples.llama.data import Corpus, load_corpus
 from examples.llama.interrupt import Interrupt
+from examples.llama.mesh_choice import choose_mesh
 from examples.llama.options import Options, read_options
 from examples.llama.progress import Checkpoints, Progress
 from examples.llama.report import Results, format_sample, write_report
+from examples.llama.restart import Restart
 from examples.llama.settings import check_settings, make_helper
 from examples.llama.strategies import STRATEGIES, in_stages
 from examples.llama.trainer import Trainer
@@ -57,13 +62,16 @@ def main(argv: Sequence[str]) -> int:
         options = read_options(argv[1:])
         quiet_logs()
         distributed.initialize()
+        restart = Restart()
+        restart.done('start')
         trainer, corpus, output = prepare(options)
         saved = Checkpoints(options.checkpoints, trainer, options) if options.checkpoints else None
+        restart.done('mesh')
     except app.UsageError as error:
         print(f'error: {error}', file=sys.stderr)
         return REFUSED
     with Interrupt(jax.process_count() > 1) as interrupt, ending_all():
-        reached = run(trainer, corpus, saved, options, interrupt)
+        reached = run(trainer, corpus, saved, options, interrupt, restart)
         if reached is None:
             return distributed.PREEMPTED
         results, sample = reached
@@ -104,7 +112,7 @@ def prepare(options: Options) -> tuple[Trainer, Corpus, Path]:
         strategy = in_stages(strategy, options.stages, options.microbatches or 2 * options.stages)
     corpus = load_corpus(options.text, options.sequence_length)
     devices = choose_devices(options.devices)
-    helper = make_helper(strategy, options.mesh, devices)
+    helper = make_helper(strategy, choose_mesh(options, strategy, devices), devices)
     check_settings(options, strategy, helper.mesh.shape)
     trainer = Trainer(helper, strategy, options.model, options.optimizer)
     try:
@@ -120,7 +128,12 @@ def prepare(options: Options) -> tuple[Trainer, Corpus, Path]:
 
 
 def run(
-    trainer: Trainer, corpus: Corpus, saved: Checkpoints | None, options: Options, interrupt: Interrupt
+    trainer: Trainer,
+    corpus: Corpus,
+    saved: Checkpoints | None,
+    options: Options,
+    interrupt: Interrupt,
+    restart: Restart,
 ) -> tuple[Results, str] | None:
     """Trains and evaluates; returns what was reached, and a sample of what the model writes.
 
@@ -133,9 +146,10 @@ def run(
         progress = Progress(state, evaluate(trainer, state.params, corpus, options), [])
     else:
         say(f'resumed   after step {progress.step}')
+    restart.done('restore')
     parameters = sum(leaf.size for leaf in jax.tree.leaves(progress.state.params))
     say(f'model     {parameters:,} parameters, validation loss {progress.untrained:.3f} untrained')
-    rate, told_to_end = train(trainer, progress, corpus, saved, options, interrupt)
+    rate, told_to_end = train(trainer, progress, corpus, saved, options, interrupt, restart)
     if saved:
         saved.close()
     if told_to_end:
@@ -169,6 +183,7 @@ def train(
     saved: Checkpoints | None,
     options: Options,
     interrupt: Interrupt,
+    restart: Restart,
 ) -> tuple[float, bool]:
     """Does the steps that are left; returns the tokens a second, and whether it was told to end.
 
@@ -194,6 +209,8 @@ def train(
             shown = f'loss {float(progress.losses[max(first, progress.step - 2)]):.3f}'
             if progress.step == first + 1:
                 start = time.monotonic()
+                if (text := restart.report(progress.step)) and jax.process_index() == 0:
+                    bar.write(text)  # print() would write into the line of the bar
             else:
                 rate = (progress.step - first - 1) * size * sequence / (time.monotonic() - start)
                 shown += f', {rate:,.0f} tokens/s'

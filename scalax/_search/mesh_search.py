@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from scalax._mesh import meshes, topologies
 from scalax._plan.hardware import Hardware
 from scalax._plan.lowered_step import LoweredStep, lower_step
@@ -31,7 +33,7 @@ _log = logging.getLogger('scalax.search')
 
 def search(
     make_step: Callable[..., tuple[Any, Sequence[Any]]],
-    topology: str,
+    topology: str | Sequence[jax.Device],
     axis_names: Sequence[str],
     rules: Mapping[str, Any] | None = None,
     *,
@@ -57,7 +59,7 @@ def search(
             ``stages=``, for `sjit`. Returns the step, such as one made by `sjit`, and the tuple of its
             arguments.
         topology: the slice, such as ``'v5p:4x4x4'``, or the GPUs, such as ``'h100:4x8'``, as for
-            `MeshShardingHelper.from_topology`.
+            `MeshShardingHelper.from_topology`; or devices that are here, such as ``jax.devices()``.
         axis_names: the mesh axes; every product of sizes that uses all devices is a candidate.
         rules: name -> the argument for *make_step*, such as rules for its parameters; each is tried on all
             meshes.
@@ -95,6 +97,7 @@ def search(
         >>> print(found)  # doctest: +SKIP
         >>> found.best.mesh  # doctest: +SKIP
         {'fsdp': 16, 'tp': 4}
+        >>> search(make_step, jax.devices(), ['fsdp', 'tp']).best.mesh  # doctest: +SKIP
     """
     names, rules = list(meshes.checked_axes([1] * len(axis_names), axis_names)[1]), rules or None
     _check(make_step, names, rules)
@@ -110,7 +113,7 @@ def search(
         raise ArgumentError(
             f'{num_slices} slices need dcn_axis=..., the mesh axis that runs from slice to slice'
         )
-    devices = topologies.topology_devices(topology, num_slices)
+    devices, name = _devices(topology, num_slices)
     if devices[0].platform != 'tpu':  # plans of others are full ones
         full = 0
     meshes_of_all = possible_meshes(len(devices), names, constraints)
@@ -133,7 +136,7 @@ def search(
             interrupted = True
     return Search(
         ranked(done.values()),
-        topology,
+        name,
         interrupted,
         not_tried=len(todo) - len(done),
         compiled=attempt.quick,
@@ -194,6 +197,13 @@ class _Attempts:
             helper, *rules, **({'stages': candidate.stages} if self.has_stages else {})
         )
         return lower_step(helper, step, arguments, {}, self.hardware)
+
+
+def _devices(topology: Any, num_slices: int) -> tuple[Sequence[Any], str]:
+    """The devices, and what the result calls them."""
+    if topology and isinstance(topology, Sequence) and not isinstance(topology, str):
+        return topology, f'{len(topology)} x {topology[0].device_kind}'
+    return topologies.topology_devices(topology, num_slices), topology
 
 
 def _check(make_step: Any, names: Sequence[str], rules: Any) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from absl import app
 
-from examples.llama import data, settings
+from examples.llama import data, mesh_choice, settings
 from examples.llama.model import ModelConfig
 from examples.llama.options import Options
 from examples.llama.strategies import STRATEGIES, in_stages
@@ -366,6 +366,57 @@ OPTIONS = Options(
     save_every=100,
     pause=0.0,
 )
+
+
+TABLE = '8: fsdp=4,tp=2; 6: fsdp=6 ;4:tp=-1'
+
+
+@pytest.mark.parametrize(
+    ('mesh', 'devices', 'expected'),
+    [
+        (TABLE, 8, 'fsdp=4,tp=2'),
+        (TABLE, 6, 'fsdp=6'),
+        (TABLE, 4, 'tp=-1'),
+        ('fsdp=8', 8, 'fsdp=8'),
+        (None, 8, None),
+    ],
+)
+def test_a_table_of_meshes(mesh: str | None, devices: int, expected: str | None) -> None:
+    options = dataclasses.replace(OPTIONS, mesh=mesh)
+    assert mesh_choice.choose_mesh(options, STRATEGIES['fsdp_tp'], jax.devices()[:devices]) == expected
+
+
+@pytest.mark.parametrize(
+    ('mesh', 'message'),
+    [
+        (
+            '8: fsdp=8; 4: fsdp=4',
+            '--mesh 8: fsdp=8; 4: fsdp=4: 6 devices are here, and it has meshes for 8, 4. Add "6: ...", or '
+            'give search.',
+        ),
+        ('8: fsdp=8; 6', '--mesh 8: fsdp=8; 6: "6" is not of the form devices: mesh, as in 8: fsdp=4,tp=2'),
+        ('x: fsdp=8', '--mesh x: fsdp=8: "x: fsdp=8" is not of the form devices: mesh, as in 8: fsdp=4,tp=2'),
+        ('6: tp=6; 6: fsdp=6', '--mesh 6: tp=6; 6: fsdp=6: 6 devices are given twice.'),
+        (
+            'search',
+            '--mesh search, 6 devices: no mesh over fsdp, tp with 6 devices satisfies the constraints',
+        ),
+    ],
+)
+def test_a_table_without_the_mesh_is_refused(mesh: str, message: str) -> None:
+    options = dataclasses.replace(OPTIONS, mesh=mesh)  # a batch of 16 does not divide by 3
+    with pytest.raises(app.UsageError) as error:
+        mesh_choice.choose_mesh(options, STRATEGIES['fsdp_tp'], jax.devices()[:6])
+    assert str(error.value) == message
+
+
+@pytest.mark.long
+def test_a_search_finds_a_mesh_over_which_all_divides() -> None:
+    model = ModelConfig(width=48, layers=1, heads=4, kv_heads=2)
+    options = dataclasses.replace(OPTIONS, model=model, batch_size=12, sequence_length=32, mesh='search')
+    # Of fsdp=6, fsdp=3 with tp=2, and tp=3 or 6, the heads leave the first two.
+    found = mesh_choice.choose_mesh(options, STRATEGIES['fsdp_tp'], jax.devices()[:6])
+    assert found in ('fsdp=6,tp=1', 'fsdp=3,tp=2')
 
 
 def test_settings_that_do_not_fit_are_refused_all_at_once() -> None:

@@ -142,6 +142,91 @@ def test_a_program_is_needed() -> None:
         assert launcher.output() == said
 
 
+# --- A part is lost, and the others go on --------------------------------------------------------
+
+# Of three processes: each says how many there are, and since when they are wanted; all have said so before
+# anything happens.
+OF_THREE = """
+import os, signal, sys, time
+me, count = (int(os.environ[name]) for name in ('JAX_PROCESS_ID', 'JAX_NUM_PROCESSES'))
+folder = os.environ['SAID']
+print(f'{me} of {count}, port ' + os.environ['JAX_COORDINATOR_ADDRESS'].rpartition(':')[2], flush=True)
+if 'LOST_AT' in os.environ:
+    print('lost %.1f s ago' % (time.time() - float(os.environ['LOST_AT'])), flush=True)
+open(os.path.join(folder, f'{count}.{me}'), 'w').close()
+end = time.monotonic() + 500
+while sum(name.startswith(f'{count}.') for name in os.listdir(folder)) < count:
+    assert time.monotonic() < end
+    time.sleep(0.01)
+"""
+
+
+def shrinking(code: str, *flags: str) -> list[str]:
+    head = ['-m', 'examples.launch.local', '--processes=3', '--on_loss=shrink', *flags]
+    return [*head, '--', '-c', OF_THREE + code]
+
+
+@pytest.mark.parametrize(
+    ('code', 'flags', 'expected', 'said'),
+    [
+        (
+            'os.kill(os.getpid(), 9) if me == 1 and count == 3 else time.sleep(600 * (count == 3))',
+            [],
+            0,
+            ['a process ended with SIGKILL; lost: process 1; 3 more starts on 2 processes'],
+        ),
+        (  # the others notice before the launcher, each in its own way
+            'if count < 3: sys.exit()\n'
+            'if me == 2: os.kill(os.getpid(), 9)\n'
+            'time.sleep(0.3)\n'
+            'sys.exit(1) if me else os.abort()',
+            [],
+            0,
+            ['; lost: process 2; 3 more starts on 2 processes'],
+        ),
+        (  # one is silent
+            'if count < 3: sys.exit()\nos.kill(os.getpid(), signal.SIGSTOP) if me == 0 else os.abort()',
+            [],
+            0,
+            ['a process ended with SIGABRT; lost: process 0; 3 more starts on 2 processes'],
+        ),
+        (  # nobody is lost by an error, nor where one aborts and all others live
+            'os.abort() if me == 0 else time.sleep(600)',
+            ['--restarts=1'],
+            128 + signal.SIGABRT,
+            [f'a process ended with SIGABRT; {left} more starts on 3 processes' for left in (1, 0)],
+        ),
+        (
+            'if me == count - 1: os.kill(os.getpid(), 9)\ntime.sleep(600)',
+            [],
+            128 + 9,
+            [
+                'a process ended with SIGKILL; lost: process 2; 3 more starts on 2 processes',
+                'a process ended with SIGKILL; lost: process 1; 2 more starts on 1 process',
+                'a process ended with SIGKILL; lost: process 0; 1 more starts on 0 processes',
+            ],
+        ),
+        ('sys.exit(5 * (me == 1))', ['--restarts=0'], 5, ['exit code 5; 0 more starts on 3 processes']),
+    ],
+    ids=['killed', 'killed, and the others fail', 'silent', 'an error', 'all, one by one', 'too often'],
+)
+def test_a_lost_process_does_not_come_back(
+    code: str, flags: list, expected: int, said: list[str], tmp_path: Path
+) -> None:
+    with started(shrinking(code, *flags), env=[{'SAID': str(tmp_path)}]) as launcher:
+        assert launcher.wait() == (expected,), launcher.output()
+        output = launcher.output()
+        lines = [line for line in output.splitlines() if line.startswith('launcher: a process ended')]
+        assert len(lines) == len(said) and all(
+            line.endswith(text) for line, text in zip(lines, said, strict=True)
+        )
+        ports = set(re.findall(r'port (\d+)', output))
+        assert len(ports) == len(said) + (expected == 0)
+        # Every start after a loss knows of it.
+        assert len(re.findall(r'^lost \d\.\d s ago$', output, re.MULTILINE)) >= 2 * (len(ports) > 1)
+        assert_all_gone(launcher)
+
+
 # --- Schedulers that are not here ----------------------------------------------------------------
 
 

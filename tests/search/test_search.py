@@ -447,3 +447,16 @@ def test_nothing_found():
     assert not nothing.fits
     assert not Search((), 'v5e:2x2').fits
     assert str(nothing).splitlines()[-1].split() == ['1', 'x=4', 'no']
+
+
+def test_devices_that_are_here():
+    found = search(
+        lambda helper: make_step(helper, width=48, tokens=48),
+        jax.devices()[:6],
+        ['fsdp', 'tp'],
+        constraints={'tp': [1, 2]},
+    )
+    assert found.head == '2 meshes on 6 x cpu: 2 planned'
+    meshes = [(each.plan.mesh['fsdp'], each.plan.mesh['tp']) for each in found.candidates]
+    assert sorted(meshes) == [(3, 2), (6, 1)]
+    assert found.best.devices == 6

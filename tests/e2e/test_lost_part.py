@@ -1,0 +1,148 @@
+"""Runs that lose processes for good, at each stage of a start and of a save, and go on on what is left."""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.processes import Running, compiled, started
+
+# The training, held where HELD says: in 'save:0/3' is process 0 of 3, before it writes its part of a step.
+HELD = """
+import os, time
+from absl import app
+from examples.llama import train
+from scalax.checkpoint import _save
+me = os.environ['JAX_PROCESS_ID'] + '/' + os.environ['JAX_NUM_PROCESSES']
+
+def held(owner, name, where):
+    call = getattr(owner, name)
+
+    def wrapper(*args, **kwargs):
+        here = where(*args) + ':' + me
+        if here in os.environ['HELD'].split():
+            print('held in ' + here, flush=True)
+            time.sleep(600)
+        return call(*args, **kwargs)
+
+    setattr(owner, name, wrapper)
+
+held(train.distributed, 'initialize', lambda: 'start')
+held(train.Checkpoints, 'restore', lambda self: 'restore')
+held(train.distributed, 'should_stop', lambda step: f'step{step}')
+held(_save.SaveThread, '_write_own', lambda self: 'save')
+app.run(train.main)
+"""
+SMALL = [
+    '--width=48',
+    '--heads=4',
+    '--layers=1',
+    '--sequence_length=32',
+    '--batch_size=24',
+    '--steps=30',
+    '--save_every=9',
+]
+IDS = re.compile(r'^launcher: process (\d) has id (\d+)$', re.MULTILINE)
+SHRINK = ['-m', 'examples.launch.local', '--processes=4', '--devices=2', '--on_loss=shrink', '--']
+
+
+@pytest.fixture(scope='module', autouse=True)
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp('text') / 'fox.txt'
+    path.write_text('the quick brown fox jumps over the lazy dog; ' * 100)
+    return path
+
+
+def losses(output: Path) -> np.ndarray:
+    return np.asarray(json.loads((output / 'numbers.json').read_text())['train_losses'])
+
+
+@pytest.fixture(scope='module')
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, text: Path) -> np.ndarray:
+    """The losses of one process of eight devices."""
+    output = tmp_path_factory.mktemp('one')
+    flags = [*SMALL, '--strategy=fsdp', '--devices=8', f'--output={output}', '--text', str(text)]
+    with started(['-m', 'examples.llama.train', *flags], env=[compiled()]) as one:
+        assert one.wait() == (0,), one.output()
+    return losses(output)
+
+
+def strike(launcher: Running, where: str, number: signal.Signals) -> None:
+    """Sends a signal to the process that is held there."""
+    launcher.wait_for(f'held in {where}')
+    index, _, count = where.partition(':')[2].partition('/')
+    os.kill(int(dict(IDS.findall(launcher.output())[-int(count) :])[index]), number)
+
+
+def lose(tmp_path: Path, text: Path, wheres: list[str], number: signal.Signals, *flags: str) -> str:
+    """What is said by a run that loses the processes that are held where they are, one after the other."""
+    command = [
+        *SMALL,
+        *flags,
+        f'--output={tmp_path}',
+        f'--checkpoints={tmp_path / "saved"}',
+        '--text',
+        str(text),
+    ]
+    env = {**compiled(), 'HELD': ' '.join(wheres)}
+    with started([*SHRINK, '-c', HELD, *command], env=[env]) as launcher:
+        for where in wheres:
+            strike(launcher, where, number)
+        assert launcher.wait() == (0,), launcher.output()
+        for _, pid in IDS.findall(launcher.output()):
+            with pytest.raises(ProcessLookupError):
+                os.kill(int(pid), 0)
+        return launcher.output()
+
+
+def assert_goes_on(said: str, code: str, lost: list[int]) -> None:
+    """That each loss is said, and that starts on fewer devices reach a step."""
+    found = re.findall(
+        rf'a process ended with {code}; lost: process (\d); \d more starts on (\d) process', said
+    )
+    assert found == [(str(index), str(3 - place)) for place, index in enumerate(lost)]
+    restarted = re.findall(r'restarted (\d+\.\d) s from the loss to step (\d+): (.*)$', said, re.MULTILINE)
+    for seconds, _, stages in restarted:
+        parts = dict(part.rsplit(' ', 1) for part in stages.split(', '))
+        assert list(parts) == ['start', 'mesh', 'restore', 'first step']
+        assert sum(map(float, parts.values())) == pytest.approx(float(seconds), abs=0.25)
+    assert [step for _, step, _ in restarted] == [
+        str(int(step) + 1) for step in re.findall(r'resumed   after step (\d+)', said)
+    ]
+
+
+@pytest.mark.long
+def test_processes_are_killed_in_a_step_in_a_save_and_in_a_restore(
+    tmp_path: Path, text: Path, undisturbed: np.ndarray
+) -> None:
+    wheres = ['step12:2/4', 'save:0/3', 'restore:1/2']
+    said = lose(tmp_path, text, wheres, signal.SIGKILL, '--strategy=fsdp')
+    assert_goes_on(said, 'SIG[A-Z]+', [2, 0, 1])
+    assert re.findall(r'devices   (\d) x cpu', said) == ['8', '6', '4', '2']
+    assert re.findall(r'resumed   after step (\d+)', said) == ['9', '9']
+    np.testing.assert_allclose(losses(tmp_path), undisturbed, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_silent_processes_are_given_up(tmp_path: Path, text: Path, undisturbed: np.ndarray) -> None:
+    table = '8: fsdp=4,tp=2; 6: fsdp=3,tp=2; 4: fsdp=4'
+    said = lose(
+        tmp_path, text, ['step12:1/4', 'save:0/3'], signal.SIGSTOP, '--strategy=fsdp_tp', f'--mesh={table}'
+    )
+    assert_goes_on(said, 'SIGABRT', [1, 0])
+    assert re.findall(r'Helper\((.*?)\)', said)[:3] == ['fsdp=4, tp=2', 'fsdp=3, tp=2', 'fsdp=4, tp=1']
+    np.testing.assert_allclose(losses(tmp_path), undisturbed, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_mesh_is_searched_by_all_that_are_left(
+    tmp_path: Path, text: Path, undisturbed: np.ndarray
+) -> None:
+    said = lose(tmp_path, text, ['start:3/4'], signal.SIGKILL, '--strategy=fsdp_tp', '--mesh=search')
+    assert_goes_on(said, 'SIGKILL', [3])
+    assert len(re.findall(r'6 x cpu, MeshShardingHelper\(fsdp=\d, tp=\d\)', said)) == 1
+    np.testing.assert_allclose(losses(tmp_path), undisturbed, atol=1e-5)
