@@ -3,6 +3,8 @@
 #
 # JAX asks the metadata server which host is which, so the same command starts one process on each. The code has to
 # be on the hosts, with `pip install . "jax[tpu]" orbax-checkpoint ...` (setup.py, [examples]) done there.
+#
+# A slice is whole or it does not run: where a host is lost each start fails until Google Cloud has repaired it.
 set -u
 
 NAME=my-slice
@@ -12,15 +14,17 @@ SAVED=gs://my-bucket/llama    # where all hosts can write (pip install gcsfs)
 STARTS=10
 # ---------------------------------------------------------------------------------------------------------
 
-train="cd $FOLDER && python -m examples.llama.train --strategy=fsdp --checkpoints=$SAVED --output=runs/llama"
+lost_at=                      # the training says how long it took from here to its first step
 for ((start = 1; start <= STARTS; start++)); do
+  train="cd $FOLDER && LOST_AT=$lost_at python -m examples.llama.train --strategy=fsdp --checkpoints=$SAVED"
   # Returns when all hosts have ended. Where one is lost, the others end by themselves within 20 seconds.
-  gcloud compute tpus tpu-vm ssh "$NAME" --zone="$ZONE" --worker=all --command="$train"
+  gcloud compute tpus tpu-vm ssh "$NAME" --zone="$ZONE" --worker=all --command="$train --output=runs/llama"
   code=$?
   case $code in
     0 | 2) exit $code ;;                                     # done; wrong flags
     75) echo 'The slice is being taken away; the run is saved.' >&2; exit $code ;;
   esac
+  lost_at=$(date +%s)
   echo "start $start of $STARTS ended with exit code $code" >&2
 done
 exit "$code"

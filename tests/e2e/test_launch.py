@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from examples.llama.mesh_choice import read_table
 from scalax.distributed import PREEMPTED
 from tests.support import ROOT
 from tests.support.docs_blocks import read_blocks
@@ -262,6 +263,51 @@ def fake(folder: Path, name: str, code: str) -> None:
     path.chmod(0o755)
 
 
+def run_script(script: str, folder: Path) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Runs a script with the commands in a folder; returns also their calls, but for those that only ask."""
+    for name in ('scontrol', 'sleep', 'squeue', 'sinfo'):
+        if not (folder / name).exists():
+            fake(folder, name, '')
+    path, log = folder / 'script', folder / 'calls'
+    path.write_text(script_of(script))
+    env = {**os.environ, 'PATH': f'{folder}:{os.environ["PATH"]}', 'CALLS': str(log), 'SLURM_JOB_ID': '7'}
+    env |= {'SLURM_SUBMIT_DIR': str(ROOT), 'SLURM_NTASKS_PER_NODE': '8'}
+    done = subprocess.run(['bash', path], env=env, capture_output=True, text=True, timeout=500)
+    asked = ('squeue', 'sinfo', 'sleep')
+    return done, [line for line in log.read_text().splitlines() if not line.startswith(asked)]
+
+
+def test_slurm_goes_on_on_the_nodes_that_it_still_has(tmp_path: Path) -> None:
+    fake(tmp_path, 'squeue', 'echo "n[1-4]"')
+    # Each node once for each of its partitions; the third does not respond any more.
+    fake(
+        tmp_path, 'sinfo', 'echo "n1 n1 n2 n4 n3" | tr " " "\\n" | head -n $((5 - $(grep -c ^srun "$CALLS")))'
+    )
+    fake(tmp_path, 'srun', 'echo "LOST_AT=$LOST_AT" >> "$CALLS"; exit $((2 - $(grep -c ^srun "$CALLS")))')
+    (tmp_path / 'calls').touch()
+    done, made = run_script('slurm.sbatch', tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == 'start 1 of 10, on 4 nodes, ended with exit code 1\n'
+    first, undisturbed, second, lost = made
+    assert ' --nodes=4 --ntasks=32 --nodelist=n1,n2,n3,n4 python -m examples.llama.train ' in first
+    assert ' --nodes=3 --ntasks=24 --nodelist=n1,n2,n4 python -m examples.llama.train ' in second
+    assert undisturbed == 'LOST_AT='
+    assert re.fullmatch(r'LOST_AT=\d{10}', lost)
+    calls = (tmp_path / 'calls').read_text()
+    assert calls.count('squeue --noheader --jobs=7 --format=%N\n') == 2
+    assert calls.count('sinfo --noheader --Node --responding --nodes=n[1-4] --format=%N\n') == 2
+    assert calls.count('sleep 60\n') == 1
+
+
+def test_the_meshes_and_the_batch_of_slurm_suit_each_number_of_nodes() -> None:
+    text = script_of('slurm.sbatch')
+    [batch] = re.findall(r'^BATCH=(\d+)', text, re.MULTILINE)
+    [meshes] = re.findall(r"^MESHES='(.*?)'", text, re.MULTILINE)
+    assert list(read_table(meshes)) == [32, 24, 16, 8]
+    for count, mesh in read_table(meshes).items():
+        assert mesh == f'fsdp={count}' and int(batch) % count == 0
+
+
 @pytest.mark.parametrize(
     ('script', 'starter', 'codes', 'expected', 'calls'),
     [
@@ -281,20 +327,13 @@ def test_scripts_start_again_what_failed(
     script: str, starter: str, codes: list[int], expected: int, calls: list[str], tmp_path: Path
 ) -> None:
     """With stand-ins for the commands of the schedulers, which end with these exit codes in turn."""
-    log = tmp_path / 'calls'
     fake(
         tmp_path,
         starter,
         f'codes=({" ".join(map(str, codes))}); n=$(grep -c {starter} "$CALLS"); exit ${{codes[n-1]}}',
     )
-    fake(tmp_path, 'scontrol', 'exit 0')
-    env = {**os.environ, 'PATH': f'{tmp_path}:{os.environ["PATH"]}', 'CALLS': str(log), 'SLURM_JOB_ID': '7'}
-    env['SLURM_SUBMIT_DIR'] = str(ROOT)
-    path = tmp_path / 'script'
-    path.write_text(script_of(script))
-    done = subprocess.run(['bash', path], env=env, capture_output=True, text=True, timeout=500)
+    done, made = run_script(script, tmp_path)
     assert done.returncode == expected, done.stderr
-    made = log.read_text().splitlines()
     assert len(made) == len(calls)
     for line, wanted in zip(made, calls, strict=True):
         assert line.startswith(wanted), line
