@@ -12,7 +12,8 @@ trains, or is in the middle of a save. What has to hold:
 - every loss, whichever start computed it, and the parameters at the end have, to the last bit, the value
   that they have in a run that nobody disturbs.
 
-Then the same training is started again and again where nobody has ended the one before (`faults_orphans.py`).
+Then the same training is started again and again where nobody has ended the one before (`faults_orphans.py`),
+and loses processes for good, at each stage of a start and of a save (`faults_losses.py`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from pathlib import Path
 os.environ['JAX_PLATFORMS'] = 'cpu'  # before faults_orphans imports JAX
 
 from faults_jobs import ENDLESS, MORE, PROCESSES, START_S, Failed, Training, kill, losses
+from faults_losses import farthest, lose_processes, summary
 from faults_orphans import replace_jobs
 
 WHERE = ('starting', 'training', 'saving')
@@ -68,7 +70,7 @@ def strike(training: Training, start: int, chance: random.Random, last: bool) ->
     whom = chance.choice([(0,), (1,), (0, 1)])
     if last:
         training.aim_at(training.reached() + MORE)
-    ids = dict(training.started()[-PROCESSES:])
+    ids = training.latest()
     for index in whom:
         kill(ids[index])
     return Kill(where, whom, training.complete(), training.reached(), len(training.lines()))
@@ -149,15 +151,30 @@ def replaced(folder: Path, count: int, seed: int, end: float) -> int:
     return ends.total()
 
 
+def shrunk(folder: Path, count: int, seed: int, end: float) -> int:
+    """The run that loses processes for good; returns how many."""
+    jobs: list[Training] = []
+    lost = lose_processes(folder, count, random.Random(seed), end - 0.25 * (end - time.monotonic()), jobs)
+    steps = max(job.reached() for job in jobs)
+    far = farthest([*jobs, undisturbed(folder / 'undisturbed', steps, end)])
+    print(
+        f'{summary(lost)}\n'
+        f'{steps} losses are within {far:.1e}, relatively, of those of an undisturbed run. Every start went '
+        'on from the last complete checkpoint.'
+    )
+    return len(lost)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--kills', type=int, default=50, help='how many')
     parser.add_argument('--orphans', type=int, default=50, help='how many jobs are replaced and not ended')
+    parser.add_argument('--losses', type=int, default=50, help='how many processes are lost for good')
     parser.add_argument('--seed', type=int, default=0, help='of the moments and of who is killed')
-    parser.add_argument('--minutes', type=float, default=20, help='the longest that each of both may take')
+    parser.add_argument('--minutes', type=float, default=20, help='the longest that each of these may take')
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no training outlives this
-    for run, count in ((killed, options.kills), (replaced, options.orphans)):
+    for run, count in ((killed, options.kills), (replaced, options.orphans), (shrunk, options.losses)):
         if not count:
             continue
         begun = time.monotonic()

@@ -33,15 +33,22 @@ class Training:
         starts: how often it is started again.
         steps: where the checkpoints are; in *folder* by default.
         options: of ``faults_training.py``.
+        launch: options of the launcher, instead of ``--processes``.
     """
 
     def __init__(
-        self, folder: Path, goal: int, starts: int, steps: Path | None = None, options: Sequence[str] = ()
+        self,
+        folder: Path,
+        goal: int,
+        starts: int,
+        steps: Path | None = None,
+        options: Sequence[str] = (),
+        launch: Sequence[str] = (f'--processes={PROCESSES}',),
     ) -> None:
         self.folder, self.said, self.steps = folder, folder / 'said', steps or folder / 'steps'
         folder.mkdir()
         self.aim_at(goal)
-        command = [sys.executable, '-m', 'examples.launch.local', f'--processes={PROCESSES}', '--devices=2']
+        command = [sys.executable, '-m', 'examples.launch.local', *launch, '--devices=2']
         command += [f'--restarts={starts}', '--', 'scripts/faults_training.py', str(folder)]
         command += [f'--steps={self.steps}', *options]
         env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
@@ -54,7 +61,7 @@ class Training:
     def __exit__(self, *_: object) -> None:
         if self.launcher.poll() is None:
             self.launcher.terminate()  # so that it starts nothing again
-            for _, pid in self.started()[-PROCESSES:]:
+            for pid in self.latest().values():
                 kill(pid)
         self.launcher.wait(timeout=60)
 
@@ -66,6 +73,13 @@ class Training:
         """All processes so far: (index, id)."""
         found = STARTED.findall(self.said.read_text(errors='replace'))
         return [(int(index), int(pid)) for index, pid in found]
+
+    def latest(self) -> dict[int, int]:
+        """The ids of the processes that were started last, by index."""
+        ids: dict[int, int] = {}
+        for index, pid in self.started():
+            ids = {index: pid} if index == 0 else {**ids, index: pid}
+        return ids
 
     def lines(self) -> list[list[str]]:
         """What the training has written down: [step, loss] or [step, 'resumed'], as far as it is whole."""

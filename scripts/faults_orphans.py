@@ -26,7 +26,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from faults_jobs import ENDLESS, MORE, PROCESSES, START_S, Failed, Training
+from faults_jobs import ENDLESS, MORE, START_S, Failed, Training
 from faults_training import MARKS, SAVE_EVERY, WIDTH, job_of
 
 from scalax.checkpoint import Checkpointer
@@ -104,7 +104,7 @@ def wait_for_saves(job: Training, number: int) -> int:
 
 
 def send(job: Training, number: signal.Signals) -> None:
-    for _, pid in job.started()[-PROCESSES:]:
+    for pid in job.latest().values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 

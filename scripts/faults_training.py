@@ -1,6 +1,7 @@
 """The training that `faults.py` disturbs: tiny, and with all that a run has to take up again.
 
     python scripts/faults_training.py FOLDER [--steps=FOLDER] [--job=NUMBER] [--keep=STEPS] [--pause=SECONDS]
+                                      [--any-number]
 
 Parameters and Adam's moments are sharded over all devices of all processes, the state is donated, noise is
 drawn from a key in it, data come in shuffled epochs from an iterator with a state, loaded ahead. It goes on
@@ -29,7 +30,8 @@ from scalax.checkpoint import Checkpointer
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PartitionSpec
 
 SAVE_EVERY = 3
-ROWS, WIDTH, EXAMPLES = 16, 64, 80  # five batches an epoch
+ROWS, WIDTH, EXAMPLES = 24, 48, 120  # five batches an epoch; all divides by 8, 6, 4 and 2 devices
+JOIN_S = 60
 MARKS = ('mark', 'marks')  # the arrays with the number of the job
 
 optimizer = optax.adam(1e-2)
@@ -97,9 +99,13 @@ def main() -> int:
     parser.add_argument('--job', type=int, default=0)
     parser.add_argument('--keep', type=int, default=4, help='a checkpoint more than usual, to be found')
     parser.add_argument('--pause', type=float, default=0.01, help='how much longer each step takes')
+    parser.add_argument(
+        '--any-number', action='store_true', help='goes on from what another number of processes has saved'
+    )
     options = parser.parse_args()
     folder = options.folder
-    distributed.initialize()
+    distributed.initialize(initialization_timeout=JOIN_S)
+    print('joined', flush=True)
     goal = int((folder / 'goal').read_text())
     helper = MeshShardingHelper([-1], ['fsdp'])
     rule = FSDPShardingRule(min_fsdp_size=0)
@@ -117,11 +123,14 @@ def main() -> int:
     if checkpoints.latest_step() is None:
         state = helper.sjit(lambda: start(init()), out_shardings=rule)()
     else:
-        state = checkpoints.restore(helper, rule, lambda: start(init()), data=epochs, verify=True)
+        # The state of an iterator is for as many processes as have saved it.
+        data = None if options.any_number else epochs
+        state = checkpoints.restore(helper, rule, lambda: start(init()), data=data, verify=True)
         marks = helper.gather([state[name] for name in MARKS])
         print(f'step {int(state["step"])} is of job {job_of(marks)}', flush=True)
         state = helper.sjit(start, in_shardings=(rule,), out_shardings=rule)(state)
-    first = int(state['step'])
+    first = epochs.batch = int(state['step'])
+    print('restored', flush=True)
     with (folder / 'losses').open('a') as log, helper.prefetch(epochs, rows='needed', size=3) as batches:
         if jax.process_index() == 0:
             print(f'{first} resumed', file=log, flush=True)
@@ -131,6 +140,8 @@ def main() -> int:
             value = float(loss)
             if jax.process_index() == 0:
                 print(f'{step} {value.hex()}', file=log, flush=True)
+                if step == first + 1:
+                    print(f'step {step} on {jax.process_count()} processes', flush=True)
             time.sleep(options.pause)
     checkpoints.close()
     digest = float(jax.jit(optax.tree.norm)(state['params']))

@@ -96,6 +96,8 @@ class Launcher:
         with held_port() as port:
             try:
                 for index in range(self.processes):
+                    if self.deadline is not None:  # a signal came between two starts
+                        return INTERRUPTED, []
                     self.running.append(self.start(index, f'localhost:{port}'))
                 code = self.wait()
                 self.lost_at = time.time()

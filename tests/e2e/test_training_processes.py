@@ -219,12 +219,15 @@ def test_a_run_without_checkpoints_ends_at_sigterm(tmp_path: Path, text: Path) -
 
 @pytest.mark.slow
 def test_faults() -> None:
-    """The short form of `make faults`: processes are killed, in a save too, and a job is not ended."""
-    with started(['scripts/faults.py', '--kills=2', '--orphans=1', '--seed=5', '--minutes=8']) as faults:
+    """The short form of `make faults`: processes are killed, or lost, in a save too; a job is not ended."""
+    counts = ['--kills=2', '--orphans=1', '--losses=1']
+    with started(['scripts/faults.py', *counts, '--seed=5', '--minutes=8']) as faults:
         assert faults.wait() == (0,), faults.output()
         assert re.search(r'^2 kills: ', faults.output(), re.MULTILINE), faults.output()
         assert re.search(r'^1 jobs were replaced', faults.output(), re.MULTILINE), faults.output()
         assert faults.output().count('to the last bit, those of an undisturbed run') == 2
+        assert re.search(r'^1 processes lost: ', faults.output(), re.MULTILINE), faults.output()
+        assert re.search(r'^\d+ losses are within \d\.\de-\d\d, ', faults.output(), re.MULTILINE)
 
 
 # --- Input by Grain ------------------------------------------------------------------------------

@@ -1,0 +1,146 @@
+"""Jobs that lose processes for good: the third run of `faults.py`.
+
+A job of four processes loses one after the other, and goes on on three, two and one; the next job begins on
+four again, from the same checkpoints. A process is killed, or stopped, as on a host that cannot be reached:
+while it joins the others, restores, compiles, trains or saves. What has to hold:
+
+- the launcher notices who is lost, and each start is on one process less;
+- each start goes on from a step that is no earlier than the last checkpoint that was complete at the loss;
+- every loss is, up to rounding, that of an undisturbed run: other numbers of devices sum in other orders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+import re
+import signal
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from faults_jobs import ENDLESS, MORE, START_S, Failed, Training
+from faults_training import SAVE_EVERY
+
+HOSTS = 4
+STAGES = ('joining', 'restoring', 'compiling', 'training', 'saving')
+NEXT_S = 240  # the longest until the step after a loss: one that is stopped while it joins is waited for
+ROUNDING = 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """One loss: at which stage, of whom, and how long it was until the next step had ended."""
+
+    stage: str
+    stopped: bool
+    whom: int
+    left: int
+    complete: int  # the last complete checkpoint
+    seconds: float
+
+    def __str__(self) -> str:
+        how = 'stopped' if self.stopped else 'killed'
+        return (
+            f'process {self.whom} {how} while {self.stage}, with step {self.complete} saved: the next step '
+            f'on {self.left} after {self.seconds:.1f} s'
+        )
+
+
+def lose_processes(
+    folder: Path, count: int, chance: random.Random, end: float, jobs: list[Training]
+) -> list[Loss]:
+    """Loses so many processes, or as many as are possible before *end*; *jobs* gets the trainings."""
+    lost: list[Loss] = []
+    while len(lost) < count and (not lost or time.monotonic() < end):
+        with start(folder, jobs, ENDLESS) as job:
+            for left in range(HOSTS - 1, 0, -1):
+                if len(lost) < count:
+                    lost.append(lose(job, left, chance))
+                    print(f'{len(lost):3} {lost[-1]}', flush=True)
+    with start(folder, jobs, max(job.reached() for job in jobs) + MORE) as last:
+        last.launcher.wait(timeout=START_S)
+    return lost
+
+
+def start(folder: Path, jobs: list[Training], goal: int) -> Training:
+    number = len(jobs)
+    launch = (f'--processes={HOSTS}', '--on_loss=shrink')
+    options = (f'--job={number}', '--any-number')
+    jobs.append(
+        Training(folder / f'job-{number}', goal, HOSTS, folder / 'steps', options=options, launch=launch)
+    )
+    return jobs[-1]
+
+
+def lose(job: Training, left: int, chance: random.Random) -> Loss:
+    """Waits for a random moment of the latest start, which is of one process more than are to be left."""
+    stage = chance.choice(STAGES)
+    job.wait_for(lambda: len(job.latest()) == left + 1, START_S, f'a start on {left + 1}')
+    if stage == 'joining':
+        time.sleep(chance.uniform(0, 3))
+    elif stage in ('restoring', 'compiling'):
+        said = 'joined' if stage == 'restoring' else 'restored'
+        job.wait_for(lambda: said in since_start(job), START_S, said)
+        time.sleep(chance.uniform(0, 0.5))
+    else:
+        job.wait_for(lambda: has_done_a_step(job, left + 1), START_S, 'a step')
+        before = job.reached()
+        job.wait_for(lambda: job.reached() > before + SAVE_EVERY, START_S, 'more steps')
+        time.sleep(chance.uniform(0, 1))
+    if stage == 'saving':
+        job.wait_for(job.saving, START_S, 'a save')
+    whom, stopped = chance.randrange(left + 1), chance.random() < 0.2
+    complete, line = job.complete(), len(job.lines())
+    begun = time.monotonic()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(job.latest()[whom], signal.SIGSTOP if stopped else signal.SIGKILL)
+    job.wait_for(lambda: has_done_a_step(job, left), NEXT_S, f'a step on {left}')
+    seconds = time.monotonic() - begun
+    resumed = [int(step) for step, what in job.lines()[line:] if what == 'resumed'][-1]
+    if resumed < complete:
+        raise Failed(f'step {complete} was complete, and the start after went on from step {resumed}')
+    return Loss(stage, stopped, whom, left, complete, seconds)
+
+
+def has_done_a_step(job: Training, processes: int) -> bool:
+    return bool(re.search(rf'step \d+ on {processes} processes', since_start(job)))
+
+
+def since_start(job: Training) -> str:
+    """What was said since the latest start."""
+    return job.said.read_text(errors='replace').rpartition('launcher: process 0 has id')[2]
+
+
+def farthest(trainings: Sequence[Training]) -> float:
+    """The largest relative difference between two values for the loss of one step.
+
+    Raises:
+        Failed: it is no rounding.
+    """
+    found: dict[int, list[float]] = {}
+    for step, value in (line for training in trainings for line in training.lines()):
+        if value != 'resumed':
+            found.setdefault(int(step), []).append(float.fromhex(value))
+    spread = {step: (max(values) - min(values)) / abs(min(values)) for step, values in found.items()}
+    step, far = max(spread.items(), key=lambda item: item[1])
+    if far > ROUNDING:
+        raise Failed(f'step {step} has the losses {found[step]}')
+    return far
+
+
+def summary(lost: Sequence[Loss]) -> str:
+    """How many processes were lost when, and the seconds from there to the end of the next step."""
+    stages = Counter(one.stage for one in lost)
+    lines = [f'{len(lost)} processes lost: {", ".join(f"{stages[name]} while {name}" for name in STAGES)}.']
+    for name, stopped in (('killed', False), ('stopped', True)):
+        if seconds := [one.seconds for one in lost if one.stopped == stopped]:
+            lines.append(
+                f'Seconds until the next step had ended, of {len(seconds)} {name}: median '
+                f'{statistics.median(seconds):.1f}, at most {max(seconds):.1f}.'
+            )
+    return '\n'.join(lines)
