@@ -342,29 +342,89 @@ def test_scripts_start_again_what_failed(
     )
 
 
-@pytest.mark.parametrize('text', [(LAUNCH / 'jobset.yaml').read_text(), of_page('yaml', 'JobSet')])
-def test_the_jobset_says_which_process_is_which(text: str) -> None:
-    spec = yaml.safe_load(text)
-    [job] = spec['spec']['replicatedJobs']
-    pods = job['template']['spec']
-    [container] = pods['template']['spec']['containers']
+def test_the_jobset_of_the_page_says_which_process_is_which() -> None:
+    spec, job, pods, container = jobset(of_page('yaml', 'JobSet'))
     env = {entry['name']: entry for entry in container['env']}
     assert list(env) == ['JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID']
-    assert pods['parallelism'] == pods['completions'] == int(env['JAX_NUM_PROCESSES']['value'])
-    assert pods['completionMode'] == 'Indexed' and pods['backoffLimit'] == 0
+    assert pods['completions'] == int(env['JAX_NUM_PROCESSES']['value'])
     name = spec['metadata']['name']
     host, _, port = env['JAX_COORDINATOR_ADDRESS']['value'].rpartition(':')
     assert host == f'{name}-{job["name"]}-0-0.{name}' and port.isdecimal()  # as JAX's own detection names it
     assert 'job-completion-index' in env['JAX_PROCESS_ID']['valueFrom']['fieldRef']['fieldPath']
-    if 'podFailurePolicy' in pods:
-        [rule] = pods['podFailurePolicy']['rules']
-        codes = {'containerName': container['name'], 'operator': 'In', 'values': [PREEMPTED]}
-        assert rule['onExitCodes'] == codes
+
+
+def jobset(text: str) -> tuple[dict, dict, dict, dict]:
+    """A JobSet, its job, the spec of that and the container, each checked for what both of ours have."""
+    spec = yaml.safe_load(text)
+    [job] = spec['spec']['replicatedJobs']
+    pods = job['template']['spec']
+    [container] = pods['template']['spec']['containers']
+    assert pods['parallelism'] == pods['completions']
+    assert pods['completionMode'] == 'Indexed' and pods['backoffLimit'] == 0
+    return spec, job, pods, container
+
+
+def test_the_jobset_starts_the_pods_that_are_there() -> None:
+    spec, job, pods, container = jobset((LAUNCH / 'jobset.yaml').read_text())
+    [rule] = pods['podFailurePolicy']['rules']
+    codes = {'containerName': container['name'], 'operator': 'In', 'values': [PREEMPTED]}
+    assert rule['onExitCodes'] == codes
+    assert container['command'] == ['python', '-m', 'examples.launch.present']
+    args = dict(arg.removeprefix('--').split('=', 1) for arg in container['args'] if '=' in arg)
+    assert int(args['pods']) == pods['completions']
+    name = spec['metadata']['name']
+    assert args['address'].startswith(f'{name}-{job["name"]}-0-{{}}.{name}:')
+    # All pods of a start have one folder, which no other start has.
+    labels = {entry['name']: entry['valueFrom']['fieldRef']['fieldPath'] for entry in container['env']}
+    assert labels == {
+        'JOBSET': "metadata.labels['jobset.sigs.k8s.io/jobset-uid']",
+        'ATTEMPT': "metadata.labels['jobset.sigs.k8s.io/restart-attempt']",
+    }
+    assert args['folder'].endswith('$(JOBSET)-$(ATTEMPT)')
+    assert int(args['batch_size']) % 32 == int(args['batch_size']) % 24 == 0
+    assert list(read_table(args['mesh'])) == [32, 24, 16, 8]
+
+
+PRESENT = """
+import os
+print(*[os.environ['JAX_' + name] for name in ('PROCESS_ID', 'NUM_PROCESSES', 'COORDINATOR_ADDRESS')])
+"""
+
+
+@pytest.mark.parametrize(
+    ('pods', 'wait', 'first', 'late'),
+    [
+        (3, 500, [0, 1, 2], []),  # all: nobody waits
+        (4, 0, [1, 3], [0]),  # the first is pending, and comes later
+        (2, 0, [1], [0]),
+    ],
+)
+def test_pods_that_are_there_start_without_the_others(
+    pods: int, wait: int, first: list[int], late: list[int], tmp_path: Path
+) -> None:
+    folder = tmp_path / 'start'
+    folder.mkdir()
+    if not wait:  # they are there at the same time, however slow the machine is
+        for index in first:
+            (folder / str(index)).touch()
+    flags = [f'--folder={folder}', f'--pods={pods}', f'--wait={wait}', '--address=host-{}:1']
+    command = ['-m', 'examples.launch.present', *flags, '--', '-c', PRESENT]
+    env = [{'JOB_COMPLETION_INDEX': str(index)} for index in first]
+    with started(*[command] * len(first), env=env) as running:
+        assert running.wait() == (0,) * len(first), running.output()
+        for process, index in enumerate(first):
+            told = f'{process} {len(first)} host-{first[0]}:1'
+            assert running.output(process) == f'pod {index} is process {process} of {len(first)}\n{told}\n'
+    for index in late:
+        with started(command, env=[{'JOB_COMPLETION_INDEX': str(index)}]) as one:
+            assert one.wait() == (PREEMPTED,)
+            assert one.output() == f'pod {index} is late: the run has begun on {first}\n'
 
 
 def test_every_launch_file_starts_the_example_with_flags_that_it_has() -> None:
     known = set(re.findall(r"DEFINE_\w+\(\s*'(\w+)'", (ROOT / 'examples/llama/options.py').read_text()))
     for name in ('slurm.sbatch', 'tpu_pod.sh', 'jobset.yaml'):
         text = (LAUNCH / name).read_text()
-        used = re.findall(r'--(\w+)=', text[text.index('examples.llama.train') :].partition('done')[0])
+        text = text.partition('examples.llama.train')[2].partition('  env:')[0]
+        used = re.findall(r'--(\w+)=', text.partition('done')[0])
         assert {'checkpoints', 'output'} <= set(used) <= known | {'zone', 'worker', 'command'}, name
