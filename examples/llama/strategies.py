@@ -98,7 +98,8 @@ FSDP = Strategy(
 # residual is summed over tp. FSDP splits each weight's other dimension. The embeddings are split by width
 # over tp; so is what is looked up in them, and with it the residual between the blocks. The first dimension
 # of everything under layers/ is the stack of layers that the model scans over: never split. `embed$` also
-# matches `unembed`. Scalars (the step, the counts) are replicated without a line of their own.
+# matches `unembed`; where 256 words do not divide, as over 3 hosts, they are split by width alone. Scalars
+# (the step, the counts) are replicated without a line of their own.
 FSDP_TP = Strategy(
     name='fsdp_tp',
     doc='FSDP x tensor parallelism: heads and hidden units split over tp, everything else as FSDP',
