@@ -11,6 +11,7 @@ import itertools
 import math
 import operator
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,14 +44,14 @@ class Schedule:
     Attributes:
         source: the block of each device that has the array.
         target: the block of each device that shall have it.
-        kept: pieces that are on their device already.
+        kept: pieces that are on their device already, in rounds of at most one for each device.
         rounds: pieces to send, one round after another. In a round each device sends at most one piece, and
-            receives at most one.
+            receives at most one. The pieces of a round, here and above, have the same shape.
     """
 
     source: Mapping[Any, Box]
     target: Mapping[Any, Box]
-    kept: Sequence[Piece]
+    kept: Sequence[Sequence[Piece]]
     rounds: Sequence[Sequence[Piece]]
 
 
@@ -82,22 +83,26 @@ def make_schedule(
         >>> halves = {0: (slice(0, 2),), 1: (slice(2, 4),)}
         >>> schedule = make_schedule((4,), halves, {1: (slice(0, 4),)})
         >>> schedule.kept, schedule.rounds
-        ([Piece(source=1, target=1, box=((2, 4),), relayed=False)],
+        ([[Piece(source=1, target=1, box=((2, 4),), relayed=False)]],
          [[Piece(source=0, target=1, box=((0, 2),), relayed=False)]])
     """
     sources, targets = boxes_of(shape, source), boxes_of(shape, target)
     grid = _Grid(sources)
     order = {device: i for i, device in enumerate(sources)}
-    kept: list[Piece] = []
+    kept: dict[Any, list[Piece]] = {}
     wanted: dict[Any, list[Box]] = {}
     first: dict[Box, Sequence[Any]] = {}
     for turn, (device, block) in enumerate(targets.items()):
-        wanted[device], covered = [], 0
+        wanted[device], covered, there = [], 0, Counter()
         for having, part in grid.parts_of(block):
             covered += volume(part)
             for box in _split(part, most):
                 if device in having:
-                    kept.append(Piece(device, device, box))
+                    shape_of_piece = extent(box)
+                    kept.setdefault((shape_of_piece, there[shape_of_piece]), []).append(
+                        Piece(device, device, box)
+                    )
+                    there[shape_of_piece] += 1
                 else:
                     wanted[device].append(box)
                     first[box] = [*having]
@@ -108,16 +113,17 @@ def make_schedule(
         # Each device begins with another sender, so that they do not all wait for the first.
         wanted[device].sort(key=lambda box: (order[first[box][0]] - turn) % len(order))
     places = {device: near(device) for device in [*sources, *targets]}
-    holders = {box: _Holders(places, devices) for box, devices in first.items()}
-    return Schedule(sources, targets, kept, [*_rounds(wanted, holders, places, relay)])
+    holders = {box: _Holders(box, places, devices) for box, devices in first.items()}
+    return Schedule(sources, targets, [*kept.values()], [*_rounds(wanted, holders, places, relay)])
 
 
 class _Holders:
     """The devices that have a piece, by place."""
 
-    def __init__(self, places: Mapping[Any, Hashable], devices: Sequence[Any]) -> None:
+    def __init__(self, box: Box, places: Mapping[Any, Hashable], devices: Sequence[Any]) -> None:
         self._places = places
         self.originals = frozenset(devices)
+        self.extent = extent(box)
         self.everywhere: list[Any] = []
         self.close: dict[Hashable, list[Any]] = {}
         for device in devices:
@@ -138,12 +144,15 @@ def _rounds(
     sent = dict.fromkeys(places, 0)
     while any(wanted.values()):
         pieces: list[Piece] = []
+        shape: tuple[int, ...] = ()
         free = dict.fromkeys(places, True)
         coming: set[tuple[Box, Hashable]] = set()
         for device, boxes in wanted.items():
             here = places[device]
             for i, box in enumerate(boxes):
                 having = holders[box]
+                if pieces and having.extent != shape:
+                    continue
                 candidates = having.close.get(here)
                 if candidates is None:
                     if (box, here) in coming:
@@ -153,6 +162,7 @@ def _rounds(
                 if candidates:
                     source = min(candidates, key=sent.__getitem__)
                     pieces.append(Piece(source, device, box, source not in having.originals))
+                    shape = having.extent
                     free[source] = False
                     sent[source] += volume(box)
                     del boxes[i]
@@ -205,9 +215,14 @@ def boxes_of(shape: Sequence[int], indices: Mapping[Any, Index]) -> dict[Any, Bo
     }
 
 
+def extent(box: Box) -> tuple[int, ...]:
+    """The shape of what is in a box."""
+    return tuple(end - begin for begin, end in box)
+
+
 def volume(box: Box) -> int:
     """The number of elements of a box."""
-    return math.prod(end - begin for begin, end in box)
+    return math.prod(extent(box))
 
 
 def common(a: Box, b: Box) -> Box:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from scalax._reshard.blocks import Piece, make_schedule, slices_in, volume
+from scalax._reshard.blocks import Piece, extent, make_schedule, slices_in, volume
 
 
 @st.composite
@@ -46,7 +46,7 @@ def carried_out(shape, schedule, whole):
     have = {device: whole[slices_in(box, [(0, n) for n in shape])] for device, box in schedule.source.items()}
     made = {device: np.zeros([b - a for a, b in box], int) for device, box in schedule.target.items()}
     written = {device: np.zeros_like(block) for device, block in made.items()}
-    for pieces in [schedule.kept, *schedule.rounds]:
+    for pieces in [*schedule.kept, *schedule.rounds]:
         values = []
         for piece in pieces:
             held, block = (made, schedule.target) if piece.relayed else (have, schedule.source)
@@ -70,12 +70,14 @@ def test_any_layout_becomes_any_other(case):
     for device, index in target.items():
         np.testing.assert_array_equal(made[device], whole[index])
         assert (written[device] == 1).all()
-    for pieces in schedule.rounds:
+    for pieces in [*schedule.kept, *schedule.rounds]:
+        assert len({extent(piece.box) for piece in pieces}) == 1
         assert max(Counter(piece.source for piece in pieces).values()) == 1
         assert max(Counter(piece.target for piece in pieces).values()) == 1
-        assert all(piece.source != piece.target for piece in pieces)
-        assert relay or not any(piece.relayed for piece in pieces)
-    for piece in itertools.chain(schedule.kept, *schedule.rounds):
+    for piece in itertools.chain(*schedule.rounds):
+        assert piece.source != piece.target
+        assert relay or not piece.relayed
+    for piece in itertools.chain(*schedule.kept, *schedule.rounds):
         assert 1 <= volume(piece.box) <= (most or math.inf)
 
 
@@ -83,7 +85,7 @@ def test_nothing_is_sent_that_is_there():
     blocks = {device: (slice(device, device + 1),) for device in range(4)}
     schedule = make_schedule((4,), blocks, blocks)
     assert schedule.rounds == []
-    assert schedule.kept == [Piece(device, device, ((device, device + 1),)) for device in range(4)]
+    assert schedule.kept == [[Piece(device, device, ((device, device + 1),)) for device in range(4)]]
 
 
 def test_replicas_send_in_turn():
