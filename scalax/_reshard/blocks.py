@@ -93,7 +93,8 @@ def make_schedule(
     wanted: dict[Any, list[Box]] = {}
     first: dict[Box, Sequence[Any]] = {}
     for turn, (device, block) in enumerate(targets.items()):
-        wanted[device], covered, there = [], 0, Counter()
+        wanted[device], covered = [], 0
+        there: Counter[tuple[int, ...]] = Counter()
         for having, part in grid.parts_of(block):
             covered += volume(part)
             for box in _split(part, most):
