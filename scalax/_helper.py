@@ -20,12 +20,13 @@ from scalax._mesh import meshes, topologies
 from scalax._stages.stages import Stages
 from scalax._trace import constraints, contexts
 from scalax._transforms import axis_modes, shard_map
+from scalax._transforms.shard_map import REQUIRED
 from scalax._transforms.sjit.function import sjit
 from scalax._tree.paths import dtype_on_devices
 from scalax._tree.specs import MeshAxes
 from scalax._util.lru_cache import LRUCache
 from scalax._util.renamed_keywords import renamed
-from scalax.errors import ArgumentError, checked_flag
+from scalax.errors import checked_flag
 from scalax.rules import RuleLike
 from scalax.rules._idle import warned
 from scalax.rules._indivisible import OnIndivisible, checked_policy
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from scalax._plan.plan import Plan
+    from scalax._reshard.names import NameMapping
     from scalax._transforms.calls.shardings import OnMismatch
     from scalax._transforms.sjit.function import SjitFunction, SjitOptions
     from scalax._verify.verified import Verified
@@ -44,16 +46,6 @@ if TYPE_CHECKING:
 Given = ParamSpec('Given')
 Result = TypeVar('Result')
 Tree = TypeVar('Tree')
-
-
-class _Required:
-    """Stands for rules that have not been given: None is a rule."""
-
-    def __repr__(self) -> str:
-        return '<required>'
-
-
-_REQUIRED: Any = _Required()
 
 
 class MeshShardingHelper:
@@ -69,6 +61,7 @@ class MeshShardingHelper:
     ============================  =================================================================
     make a helper                 the constructor, `from_mesh`, `from_topology`
     place a tree, and fetch it    `shard`, `gather`; leaf by leaf `make_shard_and_gather_fns`
+    move a tree between meshes    `reshard`
     compile a function            `sjit`, `shard_map`, `auto_axes`, `explicit_axes`
     constrain values inside it    `with_sharding_constraint`, `with_sharding_annotation`
     look at shardings             `explain`, `visualize`, `match_sharding_rule`, `abstract`
@@ -269,6 +262,56 @@ class MeshShardingHelper:
         meshes.require_devices(self._mesh, 'shard')
         return transfer.put_on(self.mesh, tree, lambda: warned(self._resolved(rules, tree), self._mesh))
 
+    def reshard(
+        self,
+        tree: Any,
+        rules: RuleLike,
+        *,
+        mapping: NameMapping = None,
+        dtype: Any = None,
+        donate: bool = False,
+        memory: int | str | None = None,
+    ) -> Any:
+        """Moves a tree of arrays from any mesh to this one: to fewer devices, more, others, in another order.
+
+        Each device sends parts of its own blocks straight to the devices that need them; what is on its
+        device already stays. Values are equal bit by bit. Every process of the program calls it.
+
+        Args:
+            tree: leaves as for `shard`. Where a process holds nothing of an array, a
+                ``jax.ShapeDtypeStruct`` with its sharding stands for it.
+            rules: as for `shard`, for the tree that results.
+            mapping: the names of leaves in the result, in the forms of `load_safetensors`: from leaf paths to
+                leaf paths. ``'w[2]'`` is layer 2 of the array ``'w'``, which is stacked; ``'layers/*/w'``
+                are the layers of an array, each one leaf. The result is then a tree of nested dicts.
+            dtype: what floating-point leaves are cast to, on the way; float8 leaves are not.
+            donate: delete each leaf as soon as it has been moved. Without it, the result shares no memory
+                with *tree*.
+            memory: a bound, such as ``'2GiB'``, on what is alive on each device beside its blocks of *tree*
+                and of the result: arrays move in parts. By default each block moves in one piece.
+
+        Returns:
+            The tree as jax.Arrays on this mesh, sharded by the rules.
+
+        Raises:
+            ArgumentError: the mapping does not fit the tree; leaves were deleted; an option is invalid.
+            ShardingError: some leaves cannot be sharded as asked; all are named, and nothing is moved.
+            DataError: the processes of the program move different trees; raised on all of them.
+
+        Example:
+            >>> import jax, numpy as np
+            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+            >>> trainer = MeshShardingHelper([4], ['fsdp'], devices=jax.devices()[:4])
+            >>> sampler = MeshShardingHelper([2], ['tp'], devices=jax.devices()[4:6])
+            >>> state = trainer.shard({'w': np.ones((8, 8), np.float32)}, PartitionSpec('fsdp'))
+            >>> moved = sampler.reshard(state, PartitionSpec(None, 'tp'), dtype='bfloat16', memory='1MiB')
+            >>> moved['w'].dtype.name, moved['w'].sharding.spec
+            ('bfloat16', P(None, 'tp'))
+        """
+        from scalax._reshard.run import reshard
+
+        return reshard(self, tree, rules, mapping, dtype, donate, memory)
+
     @overload
     def gather(self, tree: jax.Array) -> np.ndarray: ...
     @overload
@@ -436,8 +479,8 @@ class MeshShardingHelper:
     def shard_map(
         self,
         fun: Callable[..., Any] | None = None,
-        in_specs: RuleLike = _REQUIRED,
-        out_specs: RuleLike = _REQUIRED,
+        in_specs: RuleLike = REQUIRED,
+        out_specs: RuleLike = REQUIRED,
         *,
         axis_names: str | Iterable[str] | None = None,
         check_vma: bool = True,
@@ -482,9 +525,7 @@ class MeshShardingHelper:
             1.0
         """
         checked_flag('check_vma', check_vma)
-        for name, given in (('in_specs', in_specs), ('out_specs', out_specs)):
-            if given is _REQUIRED:
-                raise ArgumentError(f'shard_map needs {name}: a PartitionSpec, a rule, or a tree of them')
+        shard_map.require_given(in_specs=in_specs, out_specs=out_specs)
         if fun is None:
             options: dict[str, Any] = {'axis_names': axis_names, 'check_vma': check_vma}
             return functools.partial(self.shard_map, in_specs=in_specs, out_specs=out_specs, **options)

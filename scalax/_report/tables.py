@@ -19,6 +19,8 @@ GAP = '  '
 _INDENT = 4
 _PREFIXES = (('E', 1e18), ('P', 1e15), ('T', 1e12), ('G', 1e9), ('M', 1e6), ('k', 1e3))
 _SMALLEST = -4  # the exponent of the smallest number that is written without one
+_UNITS = {'': 1, 'B': 1, **{f'{unit}iB': 1 << 10 * power for power, unit in enumerate('KMGT', 1)}}
+_UNITS |= {f'{unit}B': 10 ** (3 * power) for power, unit in enumerate('KMGT', 1)}
 _NO_BREAK = '\u00a0'
 _BEFORE_UNIT = re.compile(r'(?<=\d) (?=(?:[KMGT]iB|B|ms|%)(?!\w))')
 _LEAST = 20  # characters of a line for the parts of a path
@@ -39,6 +41,17 @@ def human_bytes(count: int) -> str:
             return f'{size:.1f} {unit}'
         size /= 1024
     return f'{size:.1f} TiB'
+
+
+def bytes_of(text: str) -> int:
+    """The number of bytes of a text such as ``'16GiB'`` or ``'80GB'``; 0 if it is none.
+
+    Example:
+        >>> bytes_of('2 KiB'), bytes_of('80GB'), bytes_of('17'), bytes_of('many')
+        (2048, 80000000000, 17, 0)
+    """
+    found = re.fullmatch(r'(\d{1,15}(?:\.\d{1,9})?) ?([KMGT]?i?B|)', text.strip())
+    return int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
 
 
 def more_bytes(change: int) -> str:

@@ -86,7 +86,17 @@ def make_schedule(
         ([[Piece(source=1, target=1, box=((2, 4),), relayed=False)]],
          [[Piece(source=0, target=1, box=((0, 2),), relayed=False)]])
     """
-    sources, targets = boxes_of(shape, source), boxes_of(shape, target)
+    return schedule_of(boxes_of(shape, source), boxes_of(shape, target), most, near, relay)
+
+
+def schedule_of(
+    sources: Mapping[Any, Box],
+    targets: Mapping[Any, Box],
+    most: int | None = None,
+    near: Callable[[Any], Hashable] = lambda device: None,
+    relay: bool = True,
+) -> Schedule:
+    """`make_schedule` of boxes."""
     grid = _Grid(sources)
     order = {device: i for i, device in enumerate(sources)}
     kept: dict[Any, list[Piece]] = {}
@@ -227,8 +237,10 @@ def volume(box: Box) -> int:
 
 
 def common(a: Box, b: Box) -> Box:
-    """What two boxes have in common."""
-    return tuple((max(c, e), min(d, f)) for (c, d), (e, f) in zip(a, b, strict=True))
+    """What two boxes have in common; a box without elements if that is nothing."""
+    starts = [max(first, second) for (first, _), (second, _) in zip(a, b, strict=True)]
+    ends = [min(first, second) for (_, first), (_, second) in zip(a, b, strict=True)]
+    return tuple((start, max(start, end)) for start, end in zip(starts, ends, strict=True))
 
 
 def slices_in(box: Box, block: Box) -> Index:

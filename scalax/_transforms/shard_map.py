@@ -24,11 +24,27 @@ from scalax._transforms.tracebacks import run_users
 from scalax._transforms.wrapped import called, compiled, memory_fault, placed, signature_of, sound_shardings
 from scalax._tree import specs
 from scalax._tree.specs import Fault, MeshAxes
-from scalax.errors import MeshError, Problem, RuleError, ShardingError
+from scalax.errors import ArgumentError, MeshError, Problem, RuleError, ShardingError
 from scalax.rules._indivisible import OnIndivisible
 from scalax.rules._prefix import RuleLike, is_rule
 from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve
 from scalax.rules._rule import ShardingRule, looks_at_paths_only
+
+
+class _Required:
+    """Stands for rules that have not been given: None is a rule."""
+
+    def __repr__(self) -> str:
+        return '<required>'
+
+
+REQUIRED: Any = _Required()
+
+
+def require_given(**given: RuleLike) -> None:
+    """Raises ArgumentError if one of these arguments is `REQUIRED`."""
+    for name in [name for name, value in given.items() if value is REQUIRED]:
+        raise ArgumentError(f'shard_map needs {name}: a PartitionSpec, a rule, or a tree of them')
 
 
 def shard_map(

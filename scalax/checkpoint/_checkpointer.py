@@ -16,6 +16,7 @@ import jax
 
 from scalax._hostdata import collectives
 from scalax._mesh import meshes
+from scalax._reshard.names import checked_pairs
 from scalax._tree.paths import NamedTree
 from scalax._util.progress import progress
 from scalax._watch.state import at_step
@@ -23,7 +24,7 @@ from scalax.checkpoint import _agreement
 from scalax.checkpoint._atomic_commit import StepDirectory
 from scalax.checkpoint._files import as_path
 from scalax.checkpoint._saved_step import SavedStep, complete_steps, encode_data, find_step, latest_undamaged
-from scalax.checkpoint._target import checked_pairs, renamed_paths, require_fit, target_of
+from scalax.checkpoint._target import renamed_paths, require_fit, target_of
 from scalax.errors import ArgumentError, CheckpointError, CheckpointWarning, checked_flag, shown, warn
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,9 @@ import numpy as np
 
 from scalax._mesh import meshes
 from scalax._report.tables import human_bytes
+from scalax._reshard.names import NameMapping, locate, put
 from scalax._tree.paths import canonical_dtype, leaf_text
 from scalax._util.progress import progress
-from scalax.checkpoint._target import checked_pairs
 from scalax.errors import CheckpointError, shown, shown_leaves
 
 if TYPE_CHECKING:
@@ -59,8 +59,6 @@ DTYPES: Mapping[str, Any] = {
 }
 
 Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
-Destination = str | tuple[str, Sequence[int]] | None
-NameMapping = Mapping[str, Destination] | Sequence[tuple[Any, ...]] | Callable[[str], Destination] | None
 
 
 def load_safetensors(
@@ -190,23 +188,11 @@ def _arranged(tensors: Mapping[str, np.ndarray], mapping: NameMapping) -> dict[s
     Raises:
         CheckpointError: it does not cover all of them, two go to one path, or JAX would change a dtype.
     """
-    destination_of = _as_function(mapping)
+    located, problems = locate(tensors, mapping, '.')
     tree: dict[str, Any] = {}
-    problems = []
-    for name, tensor in tensors.items():
-        try:
-            destination = destination_of(name)
-        except KeyError as error:
-            if error.args != (name,):  # a mistake in a function of the user
-                raise
-            problems.append(f'{name}: not in the mapping')
-            continue
-        if destination is None:
-            continue
-        path, axes = (destination, None) if isinstance(destination, str) else destination
-        if axes is not None and sorted(axes) != [*range(tensor.ndim)]:
-            problems.append(f'{name}: {leaf_text(tensor)} does not have the axes {axes!r}')
-        elif not _put(tree, path, tensor if axes is None else tensor.transpose(axes)):
+    for name, path, axes in located:
+        tensor = tensors[name]
+        if not put(tree, path, tensor if axes is None else tensor.transpose(axes)):
             problems.append(f'{name}: goes to {path}, which overlaps the path of another tensor')
         elif canonical_dtype(tensor.dtype) != tensor.dtype:
             problems.append(f'{name}: JAX supports {leaf_text(tensor)} only with jax_enable_x64')
@@ -216,34 +202,3 @@ def _arranged(tensors: Mapping[str, np.ndarray], mapping: NameMapping) -> dict[s
             'What to do: give every tensor its own path, or None to leave it out.'
         )
     return tree
-
-
-def _put(tree: dict[str, Any], path: str, leaf: np.ndarray) -> bool:
-    """Puts a leaf into nested dicts, if its place is free."""
-    *above, last = path.split('/')
-    for key in above:
-        tree = tree.setdefault(key, {})
-        if not isinstance(tree, dict):
-            return False
-    return tree.setdefault(last, leaf) is leaf
-
-
-def _as_function(mapping: NameMapping) -> Callable[[str], Destination]:
-    if mapping is None:
-        return lambda name: name.replace('.', '/')
-    if isinstance(mapping, Mapping):
-        return mapping.__getitem__
-    if callable(mapping):
-        return mapping
-    pairs = checked_pairs('mapping', mapping, most=3)
-
-    def by_regex(name: str) -> Destination:
-        for regex, replacement, *axes in pairs:
-            if regex.search(name):
-                if replacement is None:
-                    return None
-                path = regex.sub(replacement, name).replace('.', '/')
-                return (path, axes[0]) if axes else path
-        raise KeyError(name)
-
-    return by_regex

@@ -115,24 +115,6 @@ def renamed_paths(paths: Iterable[str], rename: Sequence[tuple[Any, ...]], where
     return old
 
 
-def checked_pairs(where: str, pairs: Iterable[Any], most: int = 2) -> list[tuple[Any, ...]]:
-    """Compiles the regexes of tuples (regex, replacement, ...); messages begin with *where*.
-
-    Raises:
-        ArgumentError: one is not a tuple of two to *most* values, or its regex or replacement is invalid.
-    """
-    compiled = []
-    if isinstance(pairs, str | Mapping) or not isinstance(pairs, Iterable):
-        raise ArgumentError(f'{where}: expected a list of pairs (regex, replacement), got {pairs!r}')
-    for pair in pairs:
-        is_pair = isinstance(pair, tuple | list) and 2 <= len(pair) <= most
-        if not is_pair or not (isinstance(pair[1], str | None) or callable(pair[1])):
-            raise ArgumentError(f'{where}: expected a list of pairs (regex, replacement), got {pair!r} in it')
-        checked_regex(where, pair[0], ArgumentError)
-        compiled.append((re.compile(pair[0]), *pair[1:]))
-    return compiled
-
-
 def require_fit(
     wanted: Mapping[str, Any], saved: Mapping[str, Any], cast: bool, partial: bool, where: str
 ) -> None:

@@ -15,14 +15,13 @@ from typing import Any
 
 import jax
 
+from scalax._report.tables import bytes_of
 from scalax._version import __version__
 from scalax.cli import _commands
 from scalax.cli._exit_codes import ExitCode
 from scalax.errors import MissingDependencyError, PlanError, ScalaxError
 
 _TOPOLOGY = 'the TPU slice, such as v5p:4x4x4, or the GPUs, such as h100:4x8'
-_UNITS = {'': 1, 'B': 1, **{f'{unit}iB': 1 << 10 * power for power, unit in enumerate('KMGT', 1)}}
-_UNITS |= {f'{unit}B': 10 ** (3 * power) for power, unit in enumerate('KMGT', 1)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -218,8 +217,7 @@ _positive = functools.partial(_number, least=1)
 
 def _bytes(text: str) -> int:
     """``'16GiB'`` as bytes."""
-    found = re.fullmatch(r'(\d{1,15}(?:\.\d{1,9})?) ?([KMGT]?i?B|)', text.strip())
-    size = int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
+    size = bytes_of(text)
     if size < 1:
         raise argparse.ArgumentTypeError(f'{text!r} is not a memory size (as in 16GiB, 80GB, or bytes)')
     return size

@@ -1,0 +1,180 @@
+"""Names of leaves in another tree: mappings of names, with layers that are stacked or split."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from scalax._tree.paths import NamedTree, dtype_on_devices, leaf_text, type_text
+from scalax.errors import ArgumentError, shown_leaves
+from scalax.rules._tree_path import checked_regex
+
+Destination = str | tuple[str, Sequence[int]] | None
+NameMapping = Mapping[str, Destination] | Sequence[tuple[Any, ...]] | Callable[[str], Destination] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """How a leaf becomes one of the target, or a part of one.
+
+    Attributes:
+        source: its number among the leaves of the source.
+        axes: how its dimensions are transposed first; None if they are not.
+        layer: if the leaf is one layer of a stack in the target, or the other way round: which; else None.
+        splits: whether the stack is the leaf of the source.
+    """
+
+    source: int
+    axes: tuple[int, ...] | None = None
+    layer: int | None = None
+    splits: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """A leaf of the target: its path, shape and dtype, and what it is made of."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    moves: tuple[Move, ...]
+
+
+def arrivals_of(tree: NamedTree, mapping: NameMapping) -> tuple[list[Arrival], Any]:
+    """The leaves that a mapping makes of a tree, and their structure: that of the tree, or nested dicts.
+
+    Raises:
+        ArgumentError: the mapping does not fit the tree; names all leaves that are not right.
+    """
+    dtypes = [dtype_on_devices(leaf) for leaf in tree.leaves]
+    if mapping is None:
+        rows = zip(tree.paths, tree.shapes, dtypes, strict=True)
+        return [Arrival(*row, (Move(i),)) for i, row in enumerate(rows)], tree.treedef
+    numbers = {path: i for i, path in enumerate(tree.paths)}
+    located, problems = locate(dict(zip(tree.paths, tree.leaves, strict=True)), mapping, '/')
+    parts: dict[str, list[tuple[Move, tuple[int, ...]]]] = {}
+    for name, path, axes in located:
+        i = numbers[name]
+        shape = tree.shapes[i] if axes is None else tuple(tree.shapes[i][axis] for axis in axes)
+        if '*' in (keys := path.split('/')):
+            if not shape:
+                problems.append(f'{name}: {leaf_text(tree.leaves[i])} has no first dimension to split')
+            for layer in range(*shape[:1] or [0]):
+                at = '/'.join(str(layer) if key == '*' else key for key in keys)
+                parts.setdefault(at, []).append((Move(i, axes, layer, splits=True), shape[1:]))
+        else:
+            found = re.fullmatch(r'(.*)\[(\d+)\]', path)
+            layer_here = int(found[2]) if found else None
+            parts.setdefault(found[1] if found else path, []).append((Move(i, axes, layer_here), shape))
+    nested: dict[str, Any] = {}
+    for path, made in parts.items():
+        made.sort(key=lambda part: -1 if part[0].layer is None else part[0].layer)
+        shapes, kinds = {shape for _, shape in made}, {dtypes[move.source] for move, _ in made}
+        stacked = [move.layer for move, _ in made if not move.splits and move.layer is not None]
+        names = ', '.join(tree.paths[move.source] for move, _ in made)
+        if stacked != [*range(len(made))] if stacked else len(made) > 1:
+            why = f'whose layers would be {stacked}' if stacked else 'which is one leaf'
+            problems.append(f'{names}: go to {path}, {why}')
+        elif len(shapes) > 1 or len(kinds) > 1:
+            types = ', '.join(type_text(dtypes[move.source], shape) for move, shape in made)
+            problems.append(f'{names}: go to {path}, one array, and are {types}')
+        else:
+            [shape], [dtype] = shapes, kinds
+            whole = (len(made), *shape) if stacked else shape
+            if not put(nested, path, Arrival(path, whole, dtype, tuple(move for move, _ in made))):
+                problems.append(f'{names}: goes to {path}, which overlaps the path of another leaf')
+    if problems:
+        raise ArgumentError(
+            f'the mapping does not fit the tree:\n{shown_leaves(problems)}\n'
+            'What to do: give every leaf its own path, or path[0], path[1], ... in a stack, or a path with * '
+            'for its layers, or None to leave it out.'
+        )
+    return jax.tree.flatten(nested)
+
+
+def locate(
+    leaves: Mapping[str, Any], mapping: NameMapping, separator: str
+) -> tuple[list[tuple[str, str, tuple[int, ...] | None]], list[str]]:
+    """Where a mapping puts leaves: name, path and axes of each; and what is wrong with it, by name.
+
+    Args:
+        leaves: by name.
+        mapping: as for `load_safetensors`.
+        separator: what is between the keys of a name.
+
+    Raises:
+        ArgumentError: the mapping is none.
+    """
+    destination_of = _as_function(mapping, separator)
+    located: list[tuple[str, str, tuple[int, ...] | None]] = []
+    problems = []
+    for name, leaf in leaves.items():
+        try:
+            destination = destination_of(name)
+        except KeyError as error:
+            if error.args != (name,):  # a mistake in a function of the user
+                raise
+            problems.append(f'{name}: not in the mapping')
+            continue
+        if destination is None:
+            continue
+        path, axes = (destination, None) if isinstance(destination, str) else destination
+        if axes is not None and sorted(axes) != [*range(np.ndim(leaf))]:
+            problems.append(f'{name}: {leaf_text(leaf)} does not have the axes {axes!r}')
+        else:
+            located.append((name, path, None if axes is None else tuple(axes)))
+    return located, problems
+
+
+def put(tree: dict[str, Any], path: str, leaf: Any) -> bool:
+    """Puts a leaf into nested dicts, if its place is free."""
+    *above, last = path.split('/')
+    for key in above:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            return False
+    return tree.setdefault(last, leaf) is leaf
+
+
+def _as_function(mapping: NameMapping, separator: str) -> Callable[[str], Destination]:
+    if mapping is None:
+        return lambda name: name.replace(separator, '/')
+    if isinstance(mapping, Mapping):
+        return mapping.__getitem__
+    if callable(mapping):
+        return mapping
+    pairs = checked_pairs('mapping', mapping, most=3)
+
+    def by_regex(name: str) -> Destination:
+        for regex, replacement, *axes in pairs:
+            if regex.search(name):
+                if replacement is None:
+                    return None
+                path = regex.sub(replacement, name).replace(separator, '/')
+                return (path, axes[0]) if axes else path
+        raise KeyError(name)
+
+    return by_regex
+
+
+def checked_pairs(where: str, pairs: Iterable[Any], most: int = 2) -> list[tuple[Any, ...]]:
+    """Compiles the regexes of tuples (regex, replacement, ...); messages begin with *where*.
+
+    Raises:
+        ArgumentError: one is not a tuple of two to *most* values, or its regex or replacement is invalid.
+    """
+    compiled = []
+    if isinstance(pairs, str | Mapping) or not isinstance(pairs, Iterable):
+        raise ArgumentError(f'{where}: expected a list of pairs (regex, replacement), got {pairs!r}')
+    for pair in pairs:
+        is_pair = isinstance(pair, tuple | list) and 2 <= len(pair) <= most
+        if not is_pair or not (isinstance(pair[1], str | None) or callable(pair[1])):
+            raise ArgumentError(f'{where}: expected a list of pairs (regex, replacement), got {pair!r} in it')
+        checked_regex(where, pair[0], ArgumentError)
+        compiled.append((re.compile(pair[0]), *pair[1:]))
+    return compiled

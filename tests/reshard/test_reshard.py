@@ -1,0 +1,218 @@
+"""Moving trees between meshes on the devices of one process."""
+
+import gc
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalax._reshard import steps
+from scalax.errors import ArgumentError
+from scalax.sharding import MeshShardingHelper
+
+ORDERS = [[*range(8)], [7, 6, 5, 4, 3, 2, 1, 0], [4, 5, 6, 7, 0, 1, 2, 3], [3, 0, 6, 1, 7, 4, 2, 5]]
+DTYPES = ['float32', 'bfloat16', 'int32', 'int4', 'bool', 'complex64', 'float8_e4m3fn']
+
+
+def helper_of(devices, *sizes):
+    """A mesh with axes a, b, ... of these sizes, over devices by number."""
+    chosen = [jax.devices()[i] for i in devices]
+    return MeshShardingHelper(sizes, [*'abc'][: len(sizes)], devices=chosen)
+
+
+def values(shape, dtype, seed=0):
+    numbers = np.random.default_rng(seed).integers(0, 2 if dtype == 'bool' else 7, shape)
+    return np.asarray(numbers).astype(jnp.dtype(dtype))
+
+
+def assert_equal(array, wanted):
+    """All blocks, on all devices, bit by bit."""
+    assert array.dtype == wanted.dtype
+    for shard in array.addressable_shards:
+        assert np.asarray(shard.data).tobytes() == wanted[shard.index].tobytes()
+
+
+@st.composite
+def meshes(draw):
+    sizes = draw(st.sampled_from([(1,), (2,), (3,), (4,), (8,), (2, 2), (3, 2), (2, 4), (4, 2)]))
+    devices = draw(st.sampled_from(ORDERS))[: int(np.prod(sizes))]
+    entries = draw(st.permutations([*'abc'[: len(sizes)], None]))
+    joined = [('a', 'b'), None] if len(sizes) == 2 and draw(st.booleans()) else entries[:2]
+    return helper_of(devices, *sizes), P(*joined)
+
+
+@hypothesis.given(meshes(), meshes(), st.sampled_from(DTYPES), st.sampled_from([None, 128]), st.booleans())
+def test_any_mesh_to_any_other(before, after, dtype, memory, donate):
+    x = values((24, 48), dtype)
+    source = before[0].shard(x, before[1])
+    moved = after[0].reshard({'x': source}, after[1], memory=memory, donate=donate)['x']
+    assert moved.sharding.is_equivalent_to(NamedSharding(after[0].mesh, after[1]), 2)
+    assert_equal(moved, x)
+    assert source.is_deleted() == donate
+    if not donate:
+        assert_equal(source, x)
+
+
+def test_leaves_of_all_kinds():
+    before, after = helper_of([0, 1, 2, 3], 4), helper_of([5, 2], 2)
+    keys = jax.random.split(jax.random.key(3, impl='rbg'), 8)
+    tree = {
+        'keys': before.shard(keys, P('a')),
+        'scalar': before.shard(jnp.float32(2.5), P()),
+        'number': 3,
+        'numpy': np.arange(8.0, dtype=np.float32),
+        'uncommitted': jnp.arange(8),
+        'empty': before.shard(np.zeros((0, 4), np.float32), P(None, 'a')),
+    }
+    for donate in (False, True):
+        rules = {**dict.fromkeys(tree, P('a')), 'scalar': P(), 'number': P(), 'empty': P(None, 'a')}
+        moved = after.reshard(tree, rules, donate=donate, memory='1KiB')
+        assert {name: leaf.sharding.spec for name, leaf in moved.items()} == rules
+        np.testing.assert_array_equal(jax.random.key_data(moved['keys']), jax.random.key_data(keys))
+        assert moved['keys'].dtype == keys.dtype
+        assert (moved['scalar'], moved['number'], moved['empty'].shape) == (2.5, 3, (0, 4))
+        np.testing.assert_array_equal(moved['numpy'], tree['numpy'])
+        np.testing.assert_array_equal(moved['uncommitted'], np.arange(8))
+
+
+def test_the_result_shares_no_memory_unless_donated():
+    helper = helper_of(range(4), 4)
+    source = helper.shard(values((8, 8), 'float32'), P('a'))
+    pointers = [shard.data.unsafe_buffer_pointer() for shard in source.addressable_shards]
+    moved = helper.reshard(source, P('a'))
+    assert not set(pointers) & {shard.data.unsafe_buffer_pointer() for shard in moved.addressable_shards}
+    moved = helper.reshard(source, P('a'), donate=True)
+    assert source.is_deleted()
+    assert pointers == [shard.data.unsafe_buffer_pointer() for shard in moved.addressable_shards]
+    assert_equal(moved, values((8, 8), 'float32'))
+
+
+def test_an_array_that_is_in_the_tree_several_times():
+    before, after = helper_of(range(4), 4), helper_of(range(2, 6), 4)
+    x = values((8, 8), 'float32')
+    source = before.shard(x, P('a'))
+    parts = [shard.data for shard in source.addressable_shards]
+    same = jax.make_array_from_single_device_arrays(source.shape, source.sharding, parts)
+    moved = after.reshard([source, source, same], P('a'), donate=True)
+    assert source.is_deleted()
+    assert same.is_deleted()
+    for array in moved:
+        assert_equal(array, x)
+    moved[0].delete()
+    assert_equal(moved[1], x)
+
+
+def test_dtypes_change_on_the_way():
+    before, after = helper_of(range(4), 4), helper_of(range(4, 8), 2, 2)
+    x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+    tree = before.shard({'w': x, 'n': np.arange(8), 's': x.astype('float8_e5m2')}, P('a'))
+    moved = after.reshard(tree, P('a'), dtype=jnp.bfloat16)
+    assert_equal(moved['w'], x.astype('bfloat16'))
+    assert (moved['n'].dtype, moved['s'].dtype) == (np.int32, jnp.float8_e5m2)
+    assert_equal(before.reshard(moved, P('a'), dtype='float32')['w'], x.astype('bfloat16').astype('float32'))
+    assert_equal(after.reshard(x, P('a', 'b'), dtype='float16'), x.astype('float16'))
+
+
+# --- Names ----------------------------------------------------------------------------------------
+
+
+def test_layers_are_stacked_renamed_and_transposed():
+    trainer, sampler = helper_of(range(4), 2, 2), helper_of(range(4, 7), 3)
+    layers = {str(i): {'w': values((4, 6), 'float32', i)} for i in range(6)}
+    tree = trainer.shard({'layers': layers, 'head': values((4, 6), 'float32', 9)}, P('a', 'b'))
+    mapping = [(r'^layers/(\d+)/w', r'blocks/kernel[\1]', (1, 0)), ('head', 'output', (1, 0)), ('', None)]
+    rules = {'blocks': P('a'), 'output': P('a')}
+    moved = sampler.reshard(tree, rules, mapping=mapping, memory=64)
+    assert_equal(moved['blocks']['kernel'], np.stack([layers[str(i)]['w'].T for i in range(6)]))
+    assert_equal(moved['output'], np.asarray(tree['head']).T)
+    back = trainer.reshard(
+        moved,
+        P('a', 'b'),
+        mapping={'blocks/kernel': 'layers/*/w', 'output': None},
+        donate=True,
+    )
+    assert moved['blocks']['kernel'].is_deleted()
+    assert [*back['layers']] == [str(i) for i in range(6)]
+    for i in range(6):
+        assert_equal(back['layers'][str(i)]['w'], layers[str(i)]['w'].T)
+
+
+def test_stacks_that_are_transposed_before_they_are_split():
+    x = values((4, 3, 6), 'float32')
+    source = helper_of(range(4), 2, 2).shard({'x': x}, P('a', None, 'b'))
+    moved = helper_of([6, 3], 2).reshard(source, P(None, 'a'), mapping={'x': ('y/*', (1, 0, 2))}, memory=64)
+    for i in range(3):
+        assert_equal(moved['y'][str(i)], x.transpose(1, 0, 2)[i])
+
+
+def test_mappings_that_do_not_fit():
+    helper = helper_of(range(4), 4)
+    tree = helper.shard(
+        {'a': np.zeros(4), 'b': np.zeros(8), 'c': np.zeros(4, 'int32'), 'd': np.zeros(4), 's': np.zeros(())},
+        P(),
+    )
+    mapping = {'a': 'x[0]', 'b': 'x[1]', 'c': 'y[1]', 'd': ('z', (1, 0)), 's': '*'}
+    with pytest.raises(ArgumentError) as error:
+        helper.reshard(tree, P(), mapping=mapping)
+    assert str(error.value) == (
+        'the mapping does not fit the tree:\n'
+        '  d: float32[4] does not have the axes (1, 0)\n'
+        '  s: float32[] has no first dimension to split\n'
+        '  a, b: go to x, one array, and are float32[4], float32[8]\n'
+        '  c: go to y, whose layers would be [1]\n'
+        'What to do: give every leaf its own path, or path[0], path[1], ... in a stack, or a path with * for '
+        'its layers, or None to leave it out.'
+    )
+    with pytest.raises(ArgumentError) as error:
+        helper.reshard(tree, P(), mapping={'a': 'x', 'b': 'x', 'c': 'y', 'd': 'y/z', 's': None})
+    assert str(error.value).splitlines()[1:3] == [
+        '  a, b: go to x, which is one leaf',
+        '  d: goes to y/z, which overlaps the path of another leaf',
+    ]
+
+
+# --- Memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('spec', [P('a'), P(None, 'a'), P()])
+def test_a_bound_on_memory(spec, monkeypatch):
+    before, after = helper_of(range(4), 4), helper_of(range(8), 8)
+    x = values((64, 256), 'float32')
+    source = before.shard(x, P('a'))
+    gc.collect()
+
+    def alive():
+        found = dict.fromkeys(jax.devices(), 0)
+        for _, device, size in {
+            (shard.data.unsafe_buffer_pointer(), shard.device, shard.data.nbytes)
+            for array in jax.live_arrays()
+            for shard in array.addressable_shards
+        }:
+            found[device] += size
+        return found
+
+    block = after.shard(np.zeros(x.shape, np.float32), spec).addressable_shards[0].data.nbytes
+    gc.collect()
+    first, most = alive(), dict.fromkeys(jax.devices(), 0)
+
+    def measured(function):
+        def call(*args, **kwargs):
+            result = function(*args, **kwargs)
+            for device, size in alive().items():
+                most[device] = max(most[device], size - first[device])
+            return result
+
+        return call
+
+    for name in ('cut', 'carry', 'paste'):
+        monkeypatch.setattr(steps, name, measured(getattr(steps, name)))
+    assert_equal(after.reshard(source, spec), x)
+    unbounded = max(most.values()) - block
+    most.update(dict.fromkeys(most, 0))
+    assert_equal(after.reshard(source, spec, memory='2KiB'), x)
+    assert 0 < max(most.values()) - block <= 2048 < unbounded
