@@ -17,6 +17,7 @@ from scalax._plan.roofline import Communication, Phase, Roofline, Seconds
 from scalax._plan.schedule import Kernel, Schedule, Span
 from scalax._plan.scopes import ScopeRuns, ScopeWork
 from scalax._plan.torus import Line, Place
+from scalax._reshard.plan import ReshardPlan, plan_reshard
 from scalax._search import Candidate, Search, search
 from scalax._stages.pipelined import PipelinedLoop
 
@@ -41,6 +42,7 @@ __all__ = [
     'PipelinedLoop',
     'Place',
     'Plan',
+    'ReshardPlan',
     'Roofline',
     'Schedule',
     'ScopeRuns',
@@ -54,5 +56,6 @@ __all__ = [
     'count_model_flops',
     'find',
     'make_plan',
+    'plan_reshard',
     'search',
 ]

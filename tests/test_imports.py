@@ -137,7 +137,7 @@ def test_reports_plans_and_searches_are_loaded_when_asked_for() -> None:
 import sys
 import scalax.sharding
 late = {'_find', '_plan', '_report', '_search', 'checkpoint', 'cli', 'custom_op', 'explain', 'plan'}
-late |= {'_verify', 'visualize'}
+late |= {'_reshard', '_verify', 'visualize'}
 print(*sorted(name for name in late if f'scalax.{name}' in sys.modules))
 from scalax.sharding import ShardingReport
 print(ShardingReport.__module__)

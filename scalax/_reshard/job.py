@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
@@ -16,7 +16,7 @@ from scalax._report.tables import bytes_of
 from scalax._reshard.names import Arrival, Move, NameMapping, arrivals_of
 from scalax._reshard.routes import Route, Side, route_of
 from scalax._tree import specs
-from scalax._tree.paths import NamedTree, dtype_on_devices, type_text
+from scalax._tree.paths import NamedTree, dtype_on_devices, has_foreign_dtype, leaf_shape, type_text
 from scalax._tree.specs import MeshAxes
 from scalax.errors import ArgumentError, checked_flag, shown_leaves
 
@@ -83,6 +83,7 @@ class Job:
             ShardingError: leaves cannot be sharded as asked.
         """
         tree = NamedTree.of(pytree)
+        _reject(tree, _fault)
         arrivals, treedef = arrivals_of(tree, options.mapping)
         arrivals = [dataclasses.replace(each, dtype=_cast(each.dtype, options.dtype)) for each in arrivals]
         structs = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arrivals]
@@ -97,7 +98,6 @@ class Job:
         for each, to in zip(arrivals, shardings, strict=True):
             if each.moves == (Move(i := each.moves[0].source),) and host[i]:
                 ours[i] = to
-        _require_shardings(tree, host)
         befores = [
             Side.of(shape, dtype_on_devices(leaf), ours[i] if host[i] else leaf.sharding)
             for i, (leaf, shape) in enumerate(zip(tree.leaves, tree.shapes, strict=True))
@@ -116,17 +116,7 @@ class Job:
 
     def require_values(self) -> None:
         """Raises ArgumentError if leaves were deleted, or are structs of what this process holds."""
-        found = []
-        for i, leaf in enumerate(self.tree.leaves):
-            if isinstance(leaf, jax.Array) and leaf.is_deleted():
-                found.append(f'{self.tree.describe(i)} was deleted, or donated to a function')
-            elif isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding.addressable_devices:
-                found.append(f'{self.tree.describe(i)} is a ShapeDtypeStruct, which has no value')
-        if found:
-            raise ArgumentError(
-                f'reshard: these leaves cannot be moved:\n{shown_leaves(found)}\n'
-                'What to do: pass the arrays themselves, before they are donated.'
-            )
+        _reject(self.tree, _fault_of_value)
 
     def texts(self) -> Iterator[tuple[str, str]]:
         """By path in the target, what has to be the same on every process."""
@@ -158,10 +148,29 @@ def _is_host(leaf: Any) -> bool:
     return not isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def _require_shardings(tree: NamedTree, host: Sequence[bool]) -> None:
-    found = [tree.describe(i) for i, leaf in enumerate(tree.leaves) if not host[i] and leaf.sharding is None]
-    if found:
+def _fault(leaf: Any) -> str | None:
+    if leaf_shape(leaf) is None or has_foreign_dtype(leaf):
+        return 'is not an array'
+    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
+        return 'has no sharding'
+    return None
+
+
+def _fault_of_value(leaf: Any) -> str | None:
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        return 'was deleted, or donated to a function'
+    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding.addressable_devices:
+        return 'has no value, and this process has a part of it'
+    return None
+
+
+def _reject(tree: NamedTree, fault_of: Callable[[Any], str | None]) -> None:
+    """Raises ArgumentError if leaves have a fault; names all of them."""
+    faults = [(i, fault) for i, leaf in enumerate(tree.leaves) if (fault := fault_of(leaf))]
+    if faults:
         raise ArgumentError(
-            f'reshard: these leaves do not say where they are:\n{shown_leaves(found)}\n'
-            'What to do: give structs a sharding, as helper.abstract(tree, rules) does.'
+            'reshard: these leaves cannot be moved:\n'
+            f'{shown_leaves(f"{tree.describe(i)} {fault}" for i, fault in faults)}\n'
+            'What to do: pass arrays, before they are donated; for a plan, structs with shardings, as '
+            'helper.abstract(tree, rules) makes them.'
         )

@@ -120,6 +120,7 @@ def _bring(
         _paste(route, after, pieces, values, blocks, shape)
         if bounded:
             jax.block_until_ready([*blocks.values()])
+    jax.block_until_ready([*blocks.values()])  # the pieces of one leaf at a time are alive
 
 
 def _cut(

@@ -1,0 +1,171 @@
+"""The plan of a move: bytes by network, seconds and memory, before anything moves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+from jax.sharding import AbstractMesh
+
+from scalax._jax.devices import slice_of
+from scalax._plan.hardware import HARDWARE, Hardware, find_hardware, hardware_of, network_text, numbers_of
+from scalax._report import blocks, saved
+from scalax._report.shown import Shown
+from scalax._report.tables import human_bytes, milliseconds
+from scalax._reshard.blocks import volume
+from scalax._reshard.job import Job, Options
+from scalax._reshard.names import NameMapping
+from scalax._tree.paths import bits_of
+from scalax.errors import MeshError, plural
+from scalax.rules import RuleLike
+
+_NETWORKS = ('ici', 'dcn')
+
+
+@dataclasses.dataclass(frozen=True)
+class ReshardPlan(Shown):
+    """What `MeshShardingHelper.reshard` will do; ``str()`` of it is a table.
+
+    Attributes:
+        bytes: the bytes of the result, each element counted once.
+        kept: the bytes of all devices that do not move.
+        moved: the bytes that move, by network: ``'ici'`` inside of a slice (of GPUs: of what NVLink joins),
+            ``'dcn'`` between them.
+        most_sent: the most bytes that one device sends.
+        most_received: the most bytes that one device receives.
+        rounds: how many rounds there are, in which each device sends one piece at most, and receives one.
+        peak: the most bytes of pieces that are alive on one device, beside source and result.
+        seconds: the sum over rounds of the longer of two: the largest piece over one link, and what one host
+            sends or receives over its share of the data-center network; and a hop for each round. None if
+            the numbers of the hardware are not known.
+        hardware: the hardware whose numbers count.
+    """
+
+    bytes: int
+    kept: int
+    moved: dict[str, int]
+    most_sent: int
+    most_received: int
+    rounds: int
+    peak: int
+    seconds: float | None
+    hardware: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan in plain Python values, ready for ``json.dumps``."""
+        return {field.name: saved.plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+    def to_json(self) -> str:
+        """The plan as JSON: `to_dict` and a version."""
+        return saved.write(self.to_dict())
+
+    def _title(self) -> str:
+        return f'Resharding {human_bytes(self.bytes)}'
+
+    def _blocks(self, title: str) -> list[blocks.Block]:
+        chip = HARDWARE.get(self.hardware)
+        named = {network_text(network, chip): size for network, size in self.moved.items()}
+        sizes = {
+            'stays on its device': self.kept,
+            **{f'moves by {name}': size for name, size in named.items()},
+            'sent by one device, at most': self.most_sent,
+            'received by one device, at most': self.most_received,
+            'on one device beside source and result': self.peak,
+        }
+        seconds = 'time not known' if self.seconds is None else f'{milliseconds(self.seconds)} at least'
+        columns = (blocks.Column('what', 'lead'), blocks.Column('bytes', 'number'))
+        rows: list[blocks.Row] = [
+            [what, blocks.Cell(human_bytes(size), size)] for what, size in sizes.items()
+        ]
+        lead = f'{human_bytes(self.bytes)} in {plural(self.rounds, "round")}, {seconds}'
+        return [blocks.Heading(title, {}), blocks.Lines([lead]), blocks.Table(columns, rows)]
+
+
+def plan_reshard(
+    helper: Any,
+    tree: Any,
+    rules: RuleLike,
+    *,
+    mapping: NameMapping = None,
+    dtype: Any = None,
+    memory: int | str | None = None,
+    hardware: Hardware | str | None = None,
+) -> ReshardPlan:
+    """What ``helper.reshard(tree, rules, ...)`` will move; nothing moves, and no device is needed.
+
+    Args:
+        helper: the mesh that the tree moves to, which may be of `from_topology`.
+        tree: arrays, or ``jax.ShapeDtypeStruct`` with shardings, as `MeshShardingHelper.abstract` makes them.
+        rules: as for `MeshShardingHelper.reshard`, as are the next three.
+        mapping: see there.
+        dtype: see there.
+        memory: see there.
+        hardware: whose numbers count: a `Hardware`, or the name of one; that of the devices by default.
+
+    Raises:
+        ArgumentError: leaves without shardings; an option is invalid.
+        MeshError: the helper was made from an AbstractMesh.
+        PlanError: there is no such hardware, or it lacks numbers.
+
+    Example:
+        >>> import jax
+        >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+        >>> trainer = MeshShardingHelper([4], ['fsdp'], devices=jax.devices()[:4])
+        >>> sampler = MeshShardingHelper([4], ['tp'], devices=jax.devices()[4:])
+        >>> w = trainer.abstract(jax.ShapeDtypeStruct((1024, 1024), 'float32'), PartitionSpec('fsdp'))
+        >>> plan = plan_reshard(sampler, w, PartitionSpec(None, 'tp'), dtype='bfloat16', hardware='h100')
+        >>> plan.moved, plan.rounds, plan.most_sent
+        ({'ici': 2097152, 'dcn': 0}, 4, 524288)
+    """
+    if isinstance(helper.mesh, AbstractMesh):
+        raise MeshError('plan_reshard needs a mesh of devices, which may be absent ones: from_topology')
+    job = Job.of(helper, tree, rules, Options.of(mapping, dtype, False, memory))
+    kind = helper.mesh.devices.flat[0].device_kind
+    chip = find_hardware(hardware, kind) if hardware is not None else hardware_of(kind)
+    moved: Counter[str] = Counter(dict.fromkeys(_NETWORKS, 0))
+    sent: Counter[Any] = Counter()
+    received: Counter[Any] = Counter()
+    kept, rounds, peak, seconds = 0, 0, 0, 0.0
+    for arrival, after in zip(job.arrivals, job.afters, strict=True):
+        for move in arrival.moves:
+            route = job.route(move, after)
+            bits = bits_of(route.dtype)
+            kept += sum(volume(piece.box) * bits // 8 for pieces in route.schedule.kept for piece in pieces)
+            alive: Counter[Any] = Counter()
+            for pieces in route.schedule.rounds:
+                size = volume(pieces[0].box) * bits // 8
+                hosts: Counter[Any] = Counter()
+                for piece in pieces:
+                    network = _NETWORKS[slice_of(piece.source) != slice_of(piece.target)]
+                    moved[network] += size
+                    sent[piece.source] += size
+                    received[piece.target] += size
+                    alive.update({piece.source: size})
+                    alive.update({piece.target: size})
+                    if network == 'dcn':
+                        hosts.update(
+                            [('from', piece.source.process_index), ('to', piece.target.process_index)]
+                        )
+                peak = max(peak, *alive.values())
+                if job.options.memory is not None:
+                    alive.clear()
+                rounds += 1
+                if chip is not None:
+                    link, dcn = numbers_of(
+                        chip, 'ici_bytes_per_second', 'dcn_bytes_per_second', for_='a move'
+                    )
+                    far = max(hosts.values(), default=0) * size / dcn
+                    near = size / link if sum(hosts.values()) < 2 * len(pieces) else 0.0
+                    seconds += max(far, near) + chip.hop_seconds
+    return ReshardPlan(
+        job.bytes,
+        kept,
+        dict(moved),
+        max(sent.values(), default=0),
+        max(received.values(), default=0),
+        rounds,
+        peak,
+        None if chip is None else seconds,
+        kind if chip is None else chip.name,
+    )
