@@ -109,11 +109,8 @@ def schedule_of(
             covered += volume(part)
             for box in _split(part, most):
                 if device in having:
-                    shape_of_piece = extent(box)
-                    kept.setdefault((shape_of_piece, there[shape_of_piece]), []).append(
-                        Piece(device, device, box)
-                    )
-                    there[shape_of_piece] += 1
+                    there[shape := extent(box)] += 1
+                    kept.setdefault((shape, there[shape]), []).append(Piece(device, device, box))
                 else:
                     wanted[device].append(box)
                     first[box] = [*having]
@@ -124,65 +121,47 @@ def schedule_of(
         # Each device begins with another sender, so that they do not all wait for the first.
         wanted[device].sort(key=lambda box: (order[first[box][0]] - turn) % len(order))
     places = {device: near(device) for device in [*sources, *targets]}
-    holders = {box: _Holders(box, places, devices) for box, devices in first.items()}
-    return Schedule(sources, targets, [*kept.values()], [*_rounds(wanted, holders, places, relay)])
-
-
-class _Holders:
-    """The devices that have a piece, by place."""
-
-    def __init__(self, box: Box, places: Mapping[Any, Hashable], devices: Sequence[Any]) -> None:
-        self._places = places
-        self.originals = frozenset(devices)
-        self.extent = extent(box)
-        self.everywhere: list[Any] = []
-        self.close: dict[Hashable, list[Any]] = {}
-        for device in devices:
-            self.add(device)
-
-    def add(self, device: Any) -> None:
-        self.everywhere.append(device)
-        self.close.setdefault(self._places[device], []).append(device)
+    return Schedule(sources, targets, [*kept.values()], [*_rounds(wanted, first, places, relay)])
 
 
 def _rounds(
     wanted: Mapping[Any, list[Box]],
-    holders: Mapping[Box, _Holders],
+    first: Mapping[Box, Sequence[Any]],
     places: Mapping[Any, Hashable],
     relay: bool,
 ) -> Iterator[list[Piece]]:
     """Pieces by rounds: greedily, each from the device that has sent least of those that are free."""
+    having: dict[Box, dict[Hashable, list[Any]]] = {box: {} for box in first}  # by place
+    for box, devices in first.items():
+        for device in devices:
+            having[box].setdefault(places[device], []).append(device)
     sent = dict.fromkeys(places, 0)
     while any(wanted.values()):
         pieces: list[Piece] = []
-        shape: tuple[int, ...] = ()
         free = dict.fromkeys(places, True)
         coming: set[tuple[Box, Hashable]] = set()
         for device, boxes in wanted.items():
             here = places[device]
             for i, box in enumerate(boxes):
-                having = holders[box]
-                if pieces and having.extent != shape:
+                if pieces and extent(box) != extent(pieces[0].box):
                     continue
-                candidates = having.close.get(here)
-                if candidates is None:
-                    if (box, here) in coming:
-                        continue  # from the next round on, a close device has it
-                    candidates = having.everywhere
-                candidates = [one for one in candidates if free[one]]
-                if candidates:
-                    source = min(candidates, key=sent.__getitem__)
-                    pieces.append(Piece(source, device, box, source not in having.originals))
-                    shape = having.extent
-                    free[source] = False
-                    sent[source] += volume(box)
-                    del boxes[i]
-                    if relay:
-                        coming.add((box, here))
-                    break
+                close = having[box].get(here)
+                if close is None and (box, here) in coming:
+                    continue  # from the next round on, a close device has it
+                candidates = close or itertools.chain(*having[box].values())
+                if not (candidates := [one for one in candidates if free[one]]):
+                    continue
+                source = min(candidates, key=sent.__getitem__)
+                pieces.append(Piece(source, device, box, source not in first[box]))
+                free[source] = False
+                sent[source] += volume(box)
+                del boxes[i]
+                if relay:
+                    coming.add((box, here))
+                break
         if relay:
             for piece in pieces:
-                holders[piece.box].add(piece.target)
+                having[piece.box].setdefault(places[piece.target], []).append(piece.target)
         yield pieces
 
 

@@ -32,9 +32,16 @@ class Options:
     dtype: Any
     donate: bool
     memory: int | None
+    relay: bool = True
 
     @classmethod
-    def of(cls, mapping: NameMapping, dtype: Any, donate: bool, memory: int | str | None) -> Options:
+    def of(
+        cls,
+        mapping: NameMapping = None,
+        dtype: Any = None,
+        donate: bool = False,
+        memory: int | str | None = None,
+    ) -> Options:
         """Checked options.
 
         Raises:
@@ -112,7 +119,8 @@ class Job:
     def route(self, move: Move, after: Side) -> Route:
         """The route of a move."""
         before = self.befores[move.source]
-        return route_of(before, after, move.axes, move.layer, move.splits, self.options.memory)
+        options = self.options
+        return route_of(before, after, move.axes, move.layer, move.splits, options.memory, options.relay)
 
     def require_values(self) -> None:
         """Raises ArgumentError if leaves were deleted, or are structs of what this process holds."""

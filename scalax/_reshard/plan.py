@@ -15,7 +15,6 @@ from scalax._report.shown import Shown
 from scalax._report.tables import human_bytes, milliseconds
 from scalax._reshard.blocks import volume
 from scalax._reshard.job import Job, Options
-from scalax._reshard.names import NameMapping
 from scalax._tree.paths import bits_of
 from scalax.errors import MeshError, plural
 from scalax.rules import RuleLike
@@ -83,25 +82,16 @@ class ReshardPlan(Shown):
 
 
 def plan_reshard(
-    helper: Any,
-    tree: Any,
-    rules: RuleLike,
-    *,
-    mapping: NameMapping = None,
-    dtype: Any = None,
-    memory: int | str | None = None,
-    hardware: Hardware | str | None = None,
+    helper: Any, tree: Any, rules: RuleLike, *, hardware: Hardware | str | None = None, **options: Any
 ) -> ReshardPlan:
     """What ``helper.reshard(tree, rules, ...)`` will move; nothing moves, and no device is needed.
 
     Args:
         helper: the mesh that the tree moves to, which may be of `from_topology`.
         tree: arrays, or ``jax.ShapeDtypeStruct`` with shardings, as `MeshShardingHelper.abstract` makes them.
-        rules: as for `MeshShardingHelper.reshard`, as are the next three.
-        mapping: see there.
-        dtype: see there.
-        memory: see there.
+        rules: as for `MeshShardingHelper.reshard`.
         hardware: whose numbers count: a `Hardware`, or the name of one; that of the devices by default.
+        **options: the other arguments of `MeshShardingHelper.reshard`: mapping, dtype, donate and memory.
 
     Raises:
         ArgumentError: leaves without shardings; an option is invalid.
@@ -120,7 +110,7 @@ def plan_reshard(
     """
     if isinstance(helper.mesh, AbstractMesh):
         raise MeshError('plan_reshard needs a mesh of devices, which may be absent ones: from_topology')
-    job = Job.of(helper, tree, rules, Options.of(mapping, dtype, False, memory))
+    job = Job.of(helper, tree, rules, Options.of(**options))
     kind = helper.mesh.devices.flat[0].device_kind
     chip = find_hardware(hardware, kind) if hardware is not None else hardware_of(kind)
     moved: Counter[str] = Counter(dict.fromkeys(_NETWORKS, 0))
@@ -141,8 +131,7 @@ def plan_reshard(
                     moved[network] += size
                     sent[piece.source] += size
                     received[piece.target] += size
-                    alive.update({piece.source: size})
-                    alive.update({piece.target: size})
+                    alive.update({piece.source: size, piece.target: size})
                     if network == 'dcn':
                         hosts.update(
                             [('from', piece.source.process_index), ('to', piece.target.process_index)]

@@ -97,6 +97,7 @@ def route_of(
     layer: int | None = None,
     splits: bool = False,
     memory: int | None = None,
+    relay: bool = True,
 ) -> Route:
     """The route of a move, computed once for shapes, dtypes and shardings.
 
@@ -108,6 +109,7 @@ def route_of(
         splits: see there.
         memory: the most bytes of pieces that are alive on a device, which holds two at a time: one that it
             sends, and one that it receives.
+        relay: whether devices send what they have received.
     """
     sources, targets = before.boxes, after.boxes
     if axes is not None:
@@ -120,7 +122,7 @@ def route_of(
     layers = {device: (*one, *box[len(one) :]) for device, box in targets.items()}
     wanted = {device: common(box, layers[device]) for device, box in targets.items()}
     most = None if memory is None else max(memory * 8 // (2 * max(before.bits, after.bits)), 1)
-    schedule = schedule_of(sources, wanted, most, slice_of)
+    schedule = schedule_of(sources, wanted, most, slice_of, relay)
     return Route(
         dataclasses.replace(schedule, target=targets),
         axes,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,7 +18,7 @@ from scalax._report.tables import human_bytes
 from scalax._reshard import steps
 from scalax._reshard.blocks import Piece, extent
 from scalax._reshard.job import Job, Options
-from scalax._reshard.names import Arrival, NameMapping
+from scalax._reshard.names import Arrival
 from scalax._reshard.routes import Route, Side
 from scalax._reshard.steps import Blocks, is_here
 from scalax._tree.paths import is_key
@@ -25,6 +26,11 @@ from scalax._util.progress import progress
 
 if TYPE_CHECKING:
     from scalax.rules import RuleLike
+
+Carry = Callable[[int, Route, Sequence[Piece], Blocks, tuple[int, ...]], Blocks]
+"""Brings the pieces of a round of a leaf to their targets: from the leaf's number, its route, the pieces, by
+source the values of those that are here, and the shape of each; by target, the values of those that are here
+then."""
 
 _log = logging.getLogger('scalax.reshard')
 
@@ -35,32 +41,31 @@ _ADVICE = (
 )
 
 
-def reshard(
-    helper: Any,
-    pytree: Any,
-    rules: RuleLike,
-    mapping: NameMapping,
-    dtype: Any,
-    donate: bool,
-    memory: int | str | None,
-) -> Any:
+def reshard(helper: Any, pytree: Any, rules: RuleLike, *options: Any) -> Any:
     """`MeshShardingHelper.reshard`."""
-    mesh, options = helper.mesh, Options.of(mapping, dtype, donate, memory)
+    mesh, checked = helper.mesh, Options.of(*options)
     meshes.require_devices(mesh, 'reshard')
     transfer.reject_tracers(jax.tree.leaves(pytree), 'reshard')
     every = Mesh(np.asarray(jax.devices(mesh.devices.flat[0].platform), dtype=object), ('device',))
 
     def prepare() -> tuple[Iterable[tuple[str, str]], Job]:
-        job = Job.of(helper, pytree, rules, options)
+        job = Job.of(helper, pytree, rules, checked)
         job.require_values()
         return job.texts(), job
 
-    job = agreement.together(every, 'reshard', options.text(mesh), _ADVICE, prepare)
+    job = agreement.together(every, 'reshard', checked.text(mesh), _ADVICE, prepare)
     with progress(f'resharding, {human_bytes(job.bytes)}', _log):
-        return _moved(job)
+        return moved(job)
 
 
-def _moved(job: Job) -> Any:
+def _between_devices(
+    _: int, route: Route, pieces: Sequence[Piece], values: Blocks, shape: tuple[int, ...]
+) -> Blocks:
+    return steps.carry(pieces, values, route.devices, shape, route.dtype)
+
+
+def moved(job: Job, carry: Carry = _between_devices) -> Any:
+    """The tree that a job makes."""
     leaves = list(job.tree.leaves)
     # An array, or its memory, may be in the tree several times.
     memory = [_address(leaf) for leaf in leaves]
@@ -70,14 +75,16 @@ def _moved(job: Job) -> Any:
         blocks: Blocks = {}
         for move in arrival.moves:
             i = move.source
-            source, before = leaves[i], job.befores[i]
+            source = leaves[i]
             if job.is_host[i]:
-                source = transfer.put([source], [before.sharding])[0]
+                source = transfer.put([source], [job.befores[i].sharding])[0]
             uses[memory[i]] -= 1
             ours = job.is_host[i] and not isinstance(leaves[i], jax.Array)
             last = (job.options.donate or ours) and not uses[memory[i]]
             route = job.route(move, after)
-            _bring(route, before, after, _parts(source), blocks, last, job.options.memory is not None)
+            bounded = job.options.memory is not None
+            by = functools.partial(carry, i, route)
+            _bring(route, by, after, _parts(source), blocks, last, bounded)
             if last and not ours:
                 for leaf, address in zip(leaves, memory, strict=True):
                     if address == memory[i] and isinstance(leaf, jax.Array) and not leaf.is_deleted():
@@ -103,7 +110,13 @@ def _parts(leaf: Any) -> Blocks:
 
 
 def _bring(
-    route: Route, before: Side, after: Side, parts: Blocks, blocks: Blocks, last: bool, bounded: bool
+    route: Route,
+    carry: Callable[[Sequence[Piece], Blocks, tuple[int, ...]], Blocks],
+    after: Side,
+    parts: Blocks,
+    blocks: Blocks,
+    last: bool,
+    bounded: bool,
 ) -> None:
     """Moves all pieces of a route; makes the blocks that are not there yet."""
     schedule = route.schedule
@@ -116,7 +129,7 @@ def _bring(
             if mine:
                 values |= _cut(route, mine, parts, blocks, shape, stays, last)
         if not stays:
-            values = steps.carry(pieces, values, route.devices, shape, route.dtype)
+            values = carry(pieces, values, shape)
         _paste(route, after, pieces, values, blocks, shape)
         if bounded:
             jax.block_until_ready([*blocks.values()])
@@ -139,7 +152,7 @@ def _cut(
     is_same = block.shape == sizes == shape and block.dtype == route.dtype and axes is None
     if is_same and not stays:
         return {piece.source: held[piece.source] for piece in pieces}
-    starts = {piece.source: side(_start(piece, boxes[piece.source])) for piece in pieces}
+    starts = {piece.source: side(start_in(piece, boxes[piece.source])) for piece in pieces}
     return steps.cut(held, starts, sizes, axes, shape, route.dtype, donate=is_same and last)
 
 
@@ -157,11 +170,11 @@ def _paste(
     if missing:
         blocks |= steps.zeros(missing, whole, after.dtype)
     boxes = route.schedule.target
-    starts = {piece.target: route.in_target(_start(piece, boxes[piece.target])) for piece in mine}
+    starts = {piece.target: route.in_target(start_in(piece, boxes[piece.target])) for piece in mine}
     blocks |= steps.paste(blocks, values, starts)
 
 
-def _start(piece: Piece, block: Any) -> tuple[int, ...]:
+def start_in(piece: Piece, block: Any) -> tuple[int, ...]:
     """Where a piece begins in a block."""
     return tuple(begin - first for (begin, _), (first, _) in zip(piece.box, block, strict=True))
 

@@ -19,6 +19,8 @@ from scalax._hostdata.collectives import without_context
 from scalax._reshard.blocks import Piece
 
 Blocks = dict[Any, jax.Array]
+Starts = Mapping[Any, Sequence[int]]
+Shape = tuple[int, ...]
 _AXIS = 'device'
 
 
@@ -28,13 +30,7 @@ def is_here(device: Any) -> bool:
 
 
 def cut(
-    blocks: Mapping[Any, jax.Array],
-    starts: Mapping[Any, Sequence[int]],
-    sizes: tuple[int, ...],
-    axes: tuple[int, ...] | None,
-    shape: tuple[int, ...],
-    dtype: Any,
-    donate: bool = False,
+    blocks: Blocks, starts: Starts, sizes: Shape, axes: Shape | None, shape: Shape, dtype: Any, donate: bool
 ) -> Blocks:
     """A part of each block: of so many elements from a position on, transposed, reshaped and cast."""
     program = _cutter(sizes, axes, shape, dtype)
@@ -50,7 +46,7 @@ def _cutter(sizes: Any, axes: Any, shape: Any, dtype: Any) -> Callable[..., jax.
     return cut
 
 
-def paste(blocks: Blocks, pieces: Mapping[Any, jax.Array], starts: Mapping[Any, Sequence[int]]) -> Blocks:
+def paste(blocks: Blocks, pieces: Blocks, starts: Starts) -> Blocks:
     """The blocks with a piece at a position of each; the memory of the blocks is used again."""
     columns = ([blocks[one] for one in starts], [pieces[one] for one in starts])
     return _on_each(_paste, starts, columns, columns[0][0].ndim, True)
@@ -60,24 +56,20 @@ def _paste(block: jax.Array, piece: jax.Array, start: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice(block, piece.astype(block.dtype), [*start[0]])
 
 
-def zeros(devices: Iterable[Any], shape: tuple[int, ...], dtype: Any) -> Blocks:
+def zeros(devices: Iterable[Any], shape: Shape, dtype: Any) -> Blocks:
     """A block of zeros on each device."""
     line = _line(tuple(devices))
     return _by_device(without_context(_zeros(line, shape, dtype)))
 
 
 @functools.lru_cache(maxsize=1024)
-def _zeros(line: Mesh, shape: tuple[int, ...], dtype: Any) -> Callable[[], jax.Array]:
-    whole = (line.size * shape[0], *shape[1:]) if shape else ()
-    return jax.jit(lambda: jnp.zeros(whole, dtype), out_shardings=NamedSharding(line, _spec(len(shape))))
+def _zeros(line: Mesh, shape: Shape, dtype: Any) -> Callable[[], jax.Array]:
+    whole, sharding = _whole(line, shape)
+    return jax.jit(lambda: jnp.zeros(whole, dtype), out_shardings=sharding)
 
 
 def carry(
-    pieces: Sequence[Piece],
-    values: Blocks,
-    devices: tuple[Any, ...],
-    shape: tuple[int, ...],
-    dtype: Any,
+    pieces: Sequence[Piece], values: Blocks, devices: tuple[Any, ...], shape: Shape, dtype: Any
 ) -> Blocks:
     """Brings pieces from their sources to their targets, of which each has one at most.
 
@@ -126,8 +118,8 @@ def _permutation(line: Mesh, ways: tuple[tuple[int, int], ...], rank: int) -> Ca
 
 def _on_each(
     function: Callable[..., jax.Array],
-    starts: Mapping[Any, Sequence[int]],
-    columns: Sequence[Sequence[jax.Array]],
+    starts: Starts,
+    columns: Sequence[Sequence[Any]],
     rank: int,
     donate: bool,
 ) -> Blocks:
@@ -149,11 +141,13 @@ def _program(
 
 
 def _joined(line: Mesh, blocks: Sequence[jax.Array]) -> jax.Array:
-    """Blocks of equal shape as one array, one after another; numbers are equal, and one for all."""
-    shape = blocks[0].shape
+    return jax.make_array_from_single_device_arrays(*_whole(line, blocks[0].shape), [*blocks])
+
+
+def _whole(line: Mesh, shape: Shape) -> tuple[Shape, NamedSharding]:
+    """Shape and sharding of blocks one after another; numbers have no dimension for that, and are equal."""
     whole = (line.size * shape[0], *shape[1:]) if shape else ()
-    sharding = NamedSharding(line, _spec(len(shape)))
-    return jax.make_array_from_single_device_arrays(whole, sharding, [*blocks])
+    return whole, NamedSharding(line, _spec(len(shape)))
 
 
 def _by_device(array: jax.Array) -> Blocks:
