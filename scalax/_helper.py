@@ -288,7 +288,8 @@ class MeshShardingHelper:
             donate: delete each leaf as soon as it has been moved. Without it, the result shares no memory
                 with *tree*.
             memory: a bound, such as ``'2GiB'``, on what is alive on each device beside its blocks of *tree*
-                and of the result: arrays move in parts. By default each block moves in one piece.
+                and of the result: arrays move in parts. By default each block moves in one piece. Blocks in
+                the memory of a host count as the device's while their leaf moves.
 
         Returns:
             The tree as jax.Arrays on this mesh, sharded by the rules.

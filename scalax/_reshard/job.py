@@ -96,6 +96,8 @@ class Job:
         structs = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arrivals]
         target = pytree if options.mapping is None else treedef.unflatten(structs)
         shardings = jax.tree.leaves(helper.match_sharding_rule(rules, target))
+        if sums := [each.path for each, to in zip(arrivals, shardings, strict=True) if to.spec.unreduced]:
+            raise ArgumentError(f'reshard makes no parts of sums (unreduced axes):\n{shown_leaves(sums)}')
         afters = [Side.of(each.shape, each.dtype, to) for each, to in zip(arrivals, shardings, strict=True)]
         host = [_is_host(leaf) for leaf in tree.leaves]
         # Host data comes to where it belongs; what is then cut or joined, to all devices.
@@ -161,6 +163,8 @@ def _fault(leaf: Any) -> str | None:
         return 'is not an array'
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
         return 'has no sharding'
+    if getattr(getattr(getattr(leaf, 'sharding', None), 'spec', None), 'unreduced', None):
+        return 'has parts of sums (unreduced axes)'
     return None
 
 

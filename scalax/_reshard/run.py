@@ -102,9 +102,12 @@ def _address(leaf: Any) -> Any:
 
 
 def _parts(leaf: Any) -> Blocks:
-    """The blocks of an array that are here."""
-    if not isinstance(leaf, jax.Array):
+    """The blocks of an array that are here; those in the memory of a host are copied to their devices."""
+    if not isinstance(leaf, jax.Array) or not leaf.addressable_shards:
         return {}
+    kind = leaf.addressable_shards[0].device.default_memory().kind
+    if leaf.sharding.memory_kind not in (None, kind):
+        leaf = jax.device_put(leaf, leaf.sharding.with_memory_kind(kind))
     parts = {shard.device: shard.data for shard in leaf.addressable_shards}
     return {device: jax.random.key_data(part) for device, part in parts.items()} if is_key(leaf) else parts
 

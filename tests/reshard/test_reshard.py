@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalax._reshard import routes, steps
@@ -80,6 +80,46 @@ def test_leaves_of_all_kinds():
         assert (moved['scalar'], moved['number'], moved['empty'].shape) == (2.5, 3, (0, 4))
         np.testing.assert_array_equal(moved['numpy'], tree['numpy'])
         np.testing.assert_array_equal(moved['uncommitted'], np.arange(8))
+
+
+@pytest.mark.parametrize(
+    'kinds', [('pinned_host', 'device'), ('device', 'pinned_host'), ('pinned_host',) * 2]
+)
+def test_memory_of_hosts(kinds):
+    before, after = helper_of(range(4), 4), helper_of([0, 5], 2)
+    x = values((8, 8), 'float32')
+    source = jax.device_put(x, NamedSharding(before.mesh, P('a'), memory_kind=kinds[0]))
+    for helper in (before, after):
+        moved = helper.reshard(source, NamedSharding(helper.mesh, P('a'), memory_kind=kinds[1]), memory=64)
+        assert moved.sharding.memory_kind == kinds[1]
+        assert_equal(moved, x)
+
+
+def test_axis_types_and_a_mesh_that_is_set():
+    before = helper_of(range(4), 4)
+    devices = jax.devices()[2:6]
+    after = MeshShardingHelper([2, 2], ['a', 'b'], devices=devices, axis_types=AxisType.Explicit)
+    tree = before.shard({'x': values((8, 8), 'float32'), 'k': jax.random.split(jax.random.key(0), 8)}, P('a'))
+    with jax.set_mesh(after.mesh):
+        moved = after.reshard(tree, P('b'), memory=64)
+        assert jax.typeof(moved['x']).sharding.spec == P('b', None)
+        parts = after.shard(values((8, 8), 'float32'), P(unreduced={'a'}))
+        for helper, array, spec, text in [
+            (
+                before,
+                parts,
+                P('a'),
+                'reshard: these leaves cannot be moved:\n'
+                '  (the leaf itself): float32[8, 8] has parts of sums (unreduced axes)\n'
+                'What to do: pass arrays, before they are donated; for a plan, structs with shardings, as '
+                'helper.abstract(tree, rules) makes them.',
+            ),
+            (after, tree, P(unreduced={'a'}), 'reshard makes no parts of sums (unreduced axes):\n  k\n  x'),
+        ]:
+            with pytest.raises(ArgumentError) as error:
+                helper.reshard(array, spec)
+            assert str(error.value) == text
+    assert_equal(moved['x'], values((8, 8), 'float32'))
 
 
 def test_the_result_shares_no_memory_unless_donated():
