@@ -14,6 +14,7 @@ already catch for the same kind of mistake:
     ├── PlanError             (ValueError)   a compiled program cannot be read, or planned with these numbers
     ├── DataError             (ValueError)   a batch that does not fit the mesh, a file that is no report
     ├── CheckpointError       (ValueError)   a checkpoint cannot be written, is damaged, or is of another tree
+    ├── TransferError         (RuntimeError) the other job is gone, silent, or has failed
     └── MissingDependencyError (ImportError) an optional package is needed; holds the install command
 
     ScalaxWarning             (UserWarning)
@@ -82,6 +83,10 @@ class DataError(ScalaxError, ValueError):
 
 class CheckpointError(ScalaxError, ValueError):
     """A checkpoint could not be written, is damaged, or does not hold the tree that is asked for."""
+
+
+class TransferError(ScalaxError, RuntimeError):
+    """Arrays did not get from one job to the other, because one is gone or silent, or has failed."""
 
 
 class MissingDependencyError(ScalaxError, ImportError):

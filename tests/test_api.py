@@ -31,6 +31,7 @@ MODULES = [
     'scalax.explain',
     'scalax.interop',
     'scalax.interop.nnx',
+    'scalax.jobs',
     'scalax.plan',
     'scalax.rules',
     'scalax.rules.catalogue',

@@ -1,0 +1,223 @@
+"""The job that has a state, and sends it to another one."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import SingleDeviceSharding
+
+from scalax._jax import transfer
+from scalax._reshard.blocks import boxes_of
+from scalax._trace import resharding
+from scalax._tree.paths import NamedTree, describe_leaf, is_key
+from scalax.errors import ArgumentError, TransferError, shown_leaves
+from scalax.jobs._lines import Server, host_and_port, own_address_towards
+
+_LONGEST = 256  # bytes of an address
+
+
+class Sender:
+    """The side of a connection between two jobs that has the state.
+
+    Every process of the job makes one, and all of them make each call of `send`.
+
+    Args:
+        address: ``'host:port'`` where the receiver finds process 0 of this job; the port is free. Other
+            processes listen at ports of their own, on the network on which they reach that host.
+        wait: seconds that `send` waits for a receiver to ask.
+        timeout: seconds that it then waits for each of its questions.
+
+    Raises:
+        ArgumentError: *address* is no address.
+        MissingDependencyError: this JAX cannot send to other jobs.
+        OSError: the port is taken.
+
+    Example:
+        >>> from scalax.jobs import Sender
+        >>> with Sender('localhost:0') as sender:  # port 0: one that is free
+        ...     sender.address.split(':')[0]
+        '127.0.0.1'
+    """
+
+    def __init__(self, address: str, *, wait: float = 600.0, timeout: float = 60.0) -> None:
+        host, port = host_and_port('Sender', address)
+        first = jax.process_index() == 0
+        here = socket.gethostbyname(host) if first else own_address_towards(host)
+        self._wait, self._timeout = wait, timeout
+        self._transfer = transfer.server(here)
+        self._sent = 0
+        self._changed = threading.Condition()
+        self._offer: _Offer | None = None
+        self._server = Server((here, port if first else 0), self._answer, self._left)
+        self._addresses = _of_all_processes(f'{here}:{self._server.server_address[1]}')
+        threading.Thread(target=self._server.serve_forever, name='scalax-sender', daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        """Where process 0 listens: what `receive` takes."""
+        return self._addresses[0]
+
+    def send(self, tree: Any) -> None:
+        """Sends arrays to the job that asks first, and returns when all of its processes have them.
+
+        Args:
+            tree: any pytree of jax.Arrays; its structure is not sent, and its leaf paths are.
+
+        Raises:
+            ArgumentError: some leaves are not jax.Arrays, or are deleted.
+            TransferError: no job asked in time, or the one that did is gone, has failed, or is silent.
+        """
+        named = NamedTree.of(tree)
+        wrong = [
+            describe_leaf(path, leaf)
+            for path, leaf in zip(named.paths, named.leaves, strict=True)
+            if not isinstance(leaf, jax.Array) or leaf.is_deleted()
+        ]
+        if wrong:
+            raise ArgumentError(
+                f'Sender.send: these leaves are not jax.Arrays, or are deleted:\n{shown_leaves(wrong)}\n'
+                'What to do: place them with helper.shard, and send them before they are donated.'
+            )
+        with self._changed:
+            self._sent += 1
+            offer = self._offer = _Offer(self._sent, named)
+            self._changed.notify_all()
+            try:
+                while offer.missing is None or offer.missing:
+                    patience = self._wait if offer.missing is None else self._timeout
+                    left = offer.heard + patience - time.monotonic()
+                    if offer.fault or left <= 0:
+                        raise TransferError(f'Sender.send: {offer.fault or offer.silence(patience)}')
+                    self._changed.wait(left)
+            finally:
+                self._offer = None
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def __enter__(self) -> Sender:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _answer(self, line: object, question: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What a process of a receiver is told. Threads of the server call this."""
+        with self._changed:
+            if question['asks'] == 'join':
+                job, seconds = question['job'], question['seconds']
+                self._changed.wait_for(lambda: self._offer is not None and self._offer.is_for(job), seconds)
+                if self._offer is None or not self._offer.is_for(job):
+                    return {'fault': f'nothing was sent to it within {seconds:.0f} s'}
+                self._offer.join(line, question)
+                self._changed.notify_all()
+                layout = self._offer.layout
+                return {**layout, 'others': self._addresses[1:], 'transfer': self._transfer.address()}
+            offer = self._offer
+            if offer is None or line not in offer.lines:
+                return {'fault': 'send has given up; its error says why'}
+            offer.heard = time.monotonic()
+            if question['asks'] == 'done':
+                offer.done(line)
+                self._changed.notify_all()
+                return {}
+            offer.begun = True
+        parts = [offer.part(question, *part) for part in question['parts']]
+        return {'number': transfer.offer(self._transfer, parts)}
+
+    def _left(self, line: object) -> None:
+        with self._changed:
+            if self._offer is not None:
+                self._offer.leave(line)
+                self._changed.notify_all()
+
+
+class _Offer:
+    """A tree that is being sent, and the job that receives it.
+
+    Attributes:
+        layout: what a receiver is told about the tree: its number, its leaves, and the sets of blocks of
+            which each leaf has one.
+        missing: the processes of the receiver that do not have everything; None before one has asked.
+        lines: by connection, the process of the receiver.
+        begun: whether any piece has been asked for.
+        heard: when the last question came.
+        fault: why nothing more will come.
+    """
+
+    def __init__(self, number: int, named: NamedTree) -> None:
+        self.missing: set[int] | None = None
+        self.lines: dict[object, int] = {}
+        self.begun, self.heard, self.fault = False, time.monotonic(), ''
+        self._job = ''
+        self._arrays: list[jax.Array] = []
+        blocks: dict[str, int] = {}
+        leaves = []
+        for path, leaf in zip(named.paths, named.leaves, strict=True):
+            array = jax.random.key_data(leaf) if is_key(leaf) else resharding.reduced(leaf)
+            self._arrays.append(array)
+            boxes = boxes_of(array.shape, array.sharding.devices_indices_map(array.shape))
+            text = json.dumps([[device.process_index, device.id, box] for device, box in boxes.items()])
+            place = blocks.setdefault(text, len(blocks))
+            impl = str(jax.random.key_impl(leaf)) if is_key(leaf) else ''
+            leaves.append([path, leaf.shape, str(leaf.dtype), impl, place])
+        self.layout = {'number': number, 'leaves': leaves, 'blocks': [*map(json.loads, blocks)]}
+
+    def is_for(self, job: str) -> bool:
+        """Whether a job may have it: the first that asks."""
+        return self._job in ('', job)
+
+    def join(self, line: object, question: Mapping[str, Any]) -> None:
+        """A process of the receiver has come."""
+        if self.missing is None:
+            self._job, self.missing = question['job'], set(range(question['receivers']))
+        self.lines[line] = question['receiver']
+        self.heard = time.monotonic()
+
+    def done(self, line: object) -> None:
+        """A process of the receiver has everything."""
+        assert self.missing is not None
+        self.missing.discard(self.lines[line])
+
+    def leave(self, line: object) -> None:
+        """A connection has ended. A job that has taken nothing yet leaves the tree to the next one."""
+        process = self.lines.pop(line, None)
+        if process is None or not self.missing or process not in self.missing:
+            return
+        if self.begun:
+            self.fault = f'process {process} of the receiver left before all processes had everything'
+        elif not self.lines:
+            self._job, self.missing = '', None
+
+    def silence(self, seconds: float) -> str:
+        """Who has kept it waiting."""
+        if self.missing is None:
+            return f'no job asked for the arrays within {seconds:.0f} s'
+        processes = ', '.join(map(str, sorted(self.missing)))
+        return f'nothing was heard from these processes of the receiver for {seconds:.0f} s: {processes}'
+
+    def part(self, question: Mapping[str, Any], device: int, start: Sequence[int]) -> jax.Array:
+        """A part of the block of an array that a device of this process has, in the dtype asked for."""
+        shards = self._arrays[question['leaf']].addressable_shards
+        data = next(shard.data for shard in shards if shard.device.id == device)
+        if data.shape != tuple(question['sizes']):
+            data = jax.lax.dynamic_slice(data, start, question['sizes'])
+        return jax.device_put(data.astype(question['dtype']), SingleDeviceSharding(*data.devices()))
+
+
+def _of_all_processes(text: str) -> Sequence[str]:
+    """The texts of all processes of this program."""
+    if jax.process_count() == 1:
+        return [text]
+    mine = np.frombuffer(text.encode().ljust(_LONGEST), np.uint8)
+    return [bytes(row).decode().strip() for row in multihost_utils.process_allgather(mine)]

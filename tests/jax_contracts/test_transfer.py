@@ -1,0 +1,39 @@
+"""What is relied on of `jax.experimental.transfer`, in one process that is both sides."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalax._jax import transfer
+from tests.support.contracts import contract
+
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int4, jnp.bool_, jnp.uint32, jnp.complex64]
+
+
+def test_arrays_are_fetched_from_a_program_that_offers_them() -> None:
+    server = transfer.server('127.0.0.1')
+    first, second, *_ = jax.local_devices()
+    with contract('sends arrays by jax.experimental.transfer', 'between two jobs'):
+        connection = server.connect(server.address())
+        sent = [jax.device_put(jnp.arange(12).reshape(3, 4).astype(dtype), first) for dtype in DTYPES]
+        sent.append(jax.device_put(jnp.float32(3), second))
+        structs = [(array.shape, array.dtype, second) for array in sent]
+        got = transfer.fetch(connection, transfer.offer(server, sent), structs)
+        assert transfer.come(got, 60)
+        for one, other in zip(got, sent, strict=True):
+            assert one.devices() == {second}
+            np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_what_nobody_has_offered_is_not_ready() -> None:
+    server = transfer.server('127.0.0.1')
+    device = jax.local_devices()[0]
+    sent = jax.device_put(jnp.arange(3.0), device)
+    with contract('says whether an array has come', 'to end a wait for a program that hangs'):
+        connection = server.connect(server.address())
+        number = transfer.offer(server, [sent])
+        coming = transfer.fetch(connection, number + 1, [(sent.shape, sent.dtype, device)])
+        assert not transfer.come(coming, 0.2)
+        assert transfer.offer(server, [sent]) == number + 1
+        assert transfer.come(coming, 60)
+        np.testing.assert_array_equal(np.asarray(coming[0]), [0, 1, 2])

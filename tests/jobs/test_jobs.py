@@ -1,0 +1,110 @@
+"""Two jobs of real processes, which JAX has not joined; one sends a state to the other."""
+
+import contextlib
+import re
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from examples.launch.ports import held_port
+from tests.support.processes import Running, started
+
+PROGRAM = ['-m', 'tests.support.jobs_program']
+MANY, FEW = '1GiB', '128'
+ADDRESS = re.compile(r'^at (\S+)\.$', re.MULTILINE)
+LONG, SHORT = 200, 5  # seconds to wait for what comes, and for what does not
+
+
+def job(port: int, processes: int, devices: int) -> list[dict[str, str]]:
+    """The variables of the processes of a job."""
+    common = {'JAX_COORDINATOR_ADDRESS': f'localhost:{port}', 'JAX_NUM_PROCESSES': str(processes)}
+    common['JAX_NUM_CPU_DEVICES'] = str(devices)
+    return [{**common, 'JAX_PROCESS_ID': str(index)} for index in range(processes)]
+
+
+@contextlib.contextmanager
+def two_jobs(
+    senders: tuple[int, int] = (1, 4),
+    receivers: tuple[int, int] = (1, 4),
+    *,
+    times: int = 1,
+    waits: tuple[int, int] = (LONG, LONG),
+    timeout: int = LONG,
+    memory: str = MANY,
+    faults: tuple[str, str] = ('', ''),
+) -> Iterator[tuple[Running, Running]]:
+    """(processes, devices of each) of a sender and of a receiver, which has the address of the first."""
+    common = [str(timeout), memory]
+    with held_port() as one, held_port() as other, contextlib.ExitStack() as stack:
+        sending = [*PROGRAM, 'send', str(times), str(waits[0]), *common, faults[0]]
+        first = stack.enter_context(started(*[sending] * senders[0], env=job(one, *senders)))
+        first.wait_for(ADDRESS)
+        found = ADDRESS.search(first.output())
+        assert found is not None
+        receiving = [*PROGRAM, 'receive', str(times), str(waits[1]), *common, faults[1], found[1]]
+        yield first, stack.enter_context(started(*[receiving] * receivers[0], env=job(other, *receivers)))
+
+
+def outputs(running: Running) -> list[str]:
+    return [running.output(index) for index in range(len(running.processes))]
+
+
+@pytest.mark.parametrize(
+    ('senders', 'receivers', 'memory'),
+    [
+        ((1, 4), (1, 2), MANY),
+        ((1, 4), (1, 4), FEW),
+        pytest.param((2, 2), (1, 4), '400', marks=pytest.mark.long),
+        pytest.param((1, 2), (2, 4), FEW, marks=pytest.mark.long),
+        pytest.param((2, 4), (2, 2), MANY, marks=pytest.mark.long),
+    ],
+)
+def test_a_state_arrives(senders: tuple[int, int], receivers: tuple[int, int], memory: str) -> None:
+    with two_jobs(senders, receivers, times=2, memory=memory) as (first, second):
+        assert set(second.wait() + first.wait()) == {0}, outputs(first) + outputs(second)
+        assert all('received 1' in text for text in outputs(second))
+        assert all('sent 1' in text for text in outputs(first))
+
+
+KILL, STOP = int(signal.SIGKILL), int(signal.SIGSTOP)
+GONE = 'receive: process 0 of the sender at ADDRESS is gone: it ended, or closed its Sender'
+SILENT = 'receive: process 0 of the sender at ADDRESS did not answer within {} s: it hangs, or is stopped'
+LEFT = 'Sender.send: process 0 of the receiver left before all processes had everything'
+UNHEARD = 'Sender.send: nothing was heard from these processes of the receiver for 5 s: 0'
+FAULTS_OF_THE_SENDER = {
+    f'0 {KILL} join 1': GONE,
+    f'0 {STOP} join 1': SILENT.format(10),
+    f'0 {KILL} parts 3': GONE,
+    f'0 {STOP} parts 3': SILENT.format(5),
+}
+FAULTS_OF_THE_RECEIVER = {
+    f'0 {KILL} parts 3': LEFT,
+    f'0 {STOP} parts 3': UNHEARD,
+    f'0 {KILL} done 1': LEFT,
+    f'0 {STOP} done 1': UNHEARD,
+}
+
+
+def fault_of(running: Running) -> str:
+    """What the only process of a job says when it gives up."""
+    assert running.wait() == (3,), outputs(running)
+    lines = [line for line in running.output().splitlines() if line.startswith('TransferError: ')]
+    assert len(lines) == 1, outputs(running)
+    return re.sub(r'at 127\.0\.0\.1:\d+', 'at ADDRESS', lines[0].removeprefix('TransferError: '))
+
+
+@pytest.mark.one_jax
+@pytest.mark.parametrize('fault', FAULTS_OF_THE_SENDER)
+def test_a_sender_fails(fault: str) -> None:
+    with two_jobs(waits=(LONG, SHORT), timeout=SHORT, memory=FEW, faults=(fault, '')) as (_, second):
+        assert fault_of(second) == FAULTS_OF_THE_SENDER[fault]
+        assert 'received' not in second.output()
+
+
+@pytest.mark.one_jax
+@pytest.mark.parametrize('fault', FAULTS_OF_THE_RECEIVER)
+def test_a_receiver_fails(fault: str) -> None:
+    with two_jobs(timeout=SHORT, memory=FEW, faults=('', fault)) as (first, _):
+        assert fault_of(first) == FAULTS_OF_THE_RECEIVER[fault]
+        assert 'sent' not in first.output()
