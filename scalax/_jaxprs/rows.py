@@ -204,8 +204,11 @@ class RowsOf(Interpreter[Fact]):
         if name in ('convert_element_type', 'div'):
             before, after = [atom.aval.dtype for atom in (equation.invars[0], equation.outvars[0])]
             is_integer = jnp.issubdtype(before, jnp.integer)
-            # Integers are rounded, where sums of them were not; and small ones may have begun anew at zero.
-            ok &= jnp.issubdtype(after, jnp.inexact) and not (is_integer and jnp.iinfo(before).bits < 32)
+            # Integers are rounded, where sums of them were not; and small ones may have begun anew at zero,
+            # as unsigned ones do below it.
+            signed = jnp.issubdtype(before, jnp.signedinteger)
+            wraps = is_integer and not (signed and jnp.iinfo(before).bits >= 32)
+            ok &= jnp.issubdtype(after, jnp.inexact) and not wraps
         if not ok or any(isinstance(fact, Rows) for fact in operands):
             raise Refused(
                 equation,

@@ -99,3 +99,13 @@ def test_what_needs_all_examples_stays_as_it_is(of_part, params, x):
     expected, found, sent = on_mesh(DDP, accumulated(of_part), P(), P('data'), params, x)
     assert_close(found, expected, 1e-4)
     assert sent['data',] > 4 * 4 * 16 * 16
+
+
+def test_unsigned_differences_of_counts_are_those_of_all_examples(params, x):
+    """Those of one device would begin anew at the largest number, and be sums of floats after that."""
+
+    def of_part(params, x):
+        return (jnp.uint32(256) - jnp.sum(x > 0, dtype=jnp.uint32)) * jnp.sum(params['w'] ** 2)
+
+    expected, found, _ = on_mesh(DDP, accumulated(of_part), P(), P('data'), params, x)
+    assert_close(found, expected, 1e-4)
