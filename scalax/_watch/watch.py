@@ -52,7 +52,8 @@ class Watch:
     def __init__(self, address: str, process: int, count: int, timeout: int | None, heartbeat: float) -> None:
         self._address, self._process, self._count = address, process, count
         self._timeout, self._silence, self._seconds = timeout, heartbeat / 4, deque[float](maxlen=1000)
-        self._period = max(_PERIOD, min(count / 100, heartbeat / 8))  # process 0 reads 100 a second at most
+        # Process 0 reads 100 a second, or more where silence has to be noticed before JAX does.
+        self._period = max(_PERIOD, min(count / 100, heartbeat / 8))
         self._socket = _socket(address, listens=process == 0)
         self._heard: dict[int, State] = {}  # `silent` is the tick then: one that is stopped counts none
         self._tick, self._last, self._text, self._next = 0, last.step, '', 0.0
@@ -60,18 +61,21 @@ class Watch:
     def run(self) -> None:
         """Tells and asks, until the program has left `jax.distributed`."""
         own = None
+        # All have joined at once: messages at once would not fit into what process 0 has not read yet.
+        time.sleep(self._period * self._process / self._count)
         while jax.distributed.is_initialized():
             own = measured(self._process, own)
+            self._heard[self._process] = own._replace(silent=self._tick)
             with contextlib.suppress(OSError):  # nobody listens there, or this is process 0
                 self._socket.send(_packed('', [own]))
             self._listen(time.monotonic() + self._period)
             self._tick += 1
-            self._heard[self._process] = own._replace(silent=self._tick)
             self._judge()
         self._socket.close()
 
     def _listen(self, end: float) -> None:
         """Takes what comes until then, and what has come before; process 0 answers."""
+        answer = _packed(self._text, [self._heard[self._process]._replace(silent=0.0)])
         for _ in range(100 * self._count):  # however much is sent here
             self._socket.settimeout(max(end - time.monotonic(), 0))
             try:
@@ -82,7 +86,7 @@ class Watch:
                 if self._process:
                     self._text = text
                 else:
-                    self._socket.sendto(_packed(self._text, self._states()[: 1 if states else 200]), sender)
+                    self._socket.sendto(answer if states else _packed(self._text, self._states()), sender)
             except (TimeoutError, BlockingIOError):
                 return
             except (OSError, ValueError, TypeError):  # nobody listens there; another program sends
@@ -131,6 +135,8 @@ def report(states: list[State], late: bool, usual: float, silence: float, addres
         # Those with the first sign that some have and others have not.
         signs = max(zip(*map(_signs, states), strict=True), key=lambda values: len(set(values)) > 1)
         stuck = [state for state, sign in zip(states, signs, strict=True) if sign == max(signs) != min(signs)]
+        # Who never notes a step may run well: what it does at this moment says nothing.
+        stuck = [state for state in stuck if usual or state.since > _LEAST]
     if not stuck and not (late and usual):  # they compile, as far as anybody can tell
         return ''
     step, ago = max((state.step, state.ago + state.silent) for state in states)
@@ -150,7 +156,7 @@ def report(states: list[State], late: bool, usual: float, silence: float, addres
 
 
 def ask(address: str) -> tuple[list[State], str]:
-    """Asks process 0 for the states of the processes that it has heard (the first 200), and its report.
+    """Asks process 0 for its report, and for the states that it has heard: as many as fit into a message.
 
     Raises:
         OSError: nobody answers.
@@ -179,21 +185,24 @@ def _socket(address: str, listens: bool) -> socket.socket:
         host = '::' if socket.has_dualstack_ipv6() else '0.0.0.0'
     family, kind, _, _, where = socket.getaddrinfo(host.strip('[]'), int(port), type=socket.SOCK_DGRAM)[0]
     made = socket.socket(family, kind)
+    if listens and family == socket.AF_INET6:  # not for IPv6 alone, which is the default of some systems
+        made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     (made.bind if listens else made.connect)(where)
     return made
 
 
 def _packed(text: str, states: list[State]) -> bytes:
-    """A message: the report, and states."""
+    """A message: the report, and states, of which the first ones if all are too long."""
     data = json.dumps([text, states]).encode()
+    if states and len(data) > _LONGEST - _SIGNED:
+        return _packed(text, states[: len(states) // 2])
     return _signature(data) + data
 
 
 def _unpacked(data: bytes) -> tuple[str, list[State]]:
-    text, states = json.loads(data[_SIGNED:])
-    if data[:_SIGNED] != _signature(data[_SIGNED:]) or any(
-        [*map(type, fields)] != _KINDS for fields in states
-    ):
+    ours = data[:_SIGNED] == _signature(data[_SIGNED:])  # before anything is parsed
+    text, states = json.loads(data[_SIGNED:]) if ours else ('', [()])
+    if any([*map(type, fields)] != _KINDS for fields in states):
         raise ValueError('a message of another program')
     return str(text), [State(*fields) for fields in states]
 

@@ -3,6 +3,7 @@
 import importlib
 import json
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -70,6 +71,9 @@ def test_nothing_is_said_without_a_reason() -> None:
     assert said(at(0), at(1, state.LOADING), late=False) == ''
     assert said(at(0), at(1), usual=0.0) == ''  # the first step compiles
     assert said(at(0), at(1, state.ENDING, silent=60.0), late=False) == ''
+    # A program that notes no steps runs well for all that is known: what it does changes.
+    assert said(at(0), at(1, state.PYTHON, since=1.0), usual=0.0) == ''
+    assert 'is behind' in said(at(0), at(1, state.PYTHON), usual=0.0)
 
 
 def test_messages_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +83,39 @@ def test_messages_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match='a message of another program'):
         watch._unpacked(sent)
     assert watch._unpacked(watch._packed('', [])) == ('', [])
+
+
+def test_what_nobody_of_the_program_has_sent_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('SCALAX_RUN_TOKEN', 'secret')
+    with pytest.raises(ValueError, match='a message of another program'):
+        watch._unpacked(bytes(32) + b'[' * 50_000)  # the parser would raise RecursionError
+
+
+def test_a_message_holds_as_many_states_as_fit() -> None:
+    text, states = watch._unpacked(watch._packed('a', [at(i, line='x' * 200) for i in range(4096)]))
+    assert text == 'a' and [one.process for one in states] == [*range(128)]
+
+
+def test_process_0_answers_with_its_own_state_alone() -> None:
+    """Also before it has heard itself: a state that comes once would look like that of a silent process."""
+    zero = watch.Watch('localhost:0', 0, 4096, None, 20)
+    with zero._socket:
+        port = zero._socket.getsockname()[1]
+        zero._heard = {i: at(i) for i in range(4096)}
+        with watch._socket(f'localhost:{port}', listens=False) as other:
+            other.settimeout(10)
+            other.send(watch._packed('', [at(3, step=9)]))
+            zero._listen(time.monotonic() + 0.2)
+            _, states = watch._unpacked(other.recv(60_000))
+    assert [one.process for one in states] == [0] and zero._heard[3].step == 9
+
+
+def test_messages_of_all_do_not_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(watch.time, 'sleep', slept.append)
+    for process in (0, 1024, 2048):
+        watch.Watch('localhost:9', process, 4096, None, 20).run()  # ends: nothing is joined here
+    assert slept == [0.0, 0.625, 1.25]
 
 
 @pytest.mark.parametrize(
