@@ -25,6 +25,8 @@ from scalax._jaxprs.rows import SUM, Fact, Refused, Rows, RowsOf
 
 # Each device would draw for the examples of all devices.
 _DRAW = frozenset({'random_bits', 'random_gamma', 'threefry2x32', 'rng_bit_generator'})
+# JAX cannot compile these where a device runs alone, even if they take parameters only.
+_OF_ALL_DEVICES = frozenset({'shard_map', 'custom_partitioning', 'pure_callback'})
 
 
 def with_own_sums(
@@ -55,8 +57,8 @@ def _summed_once(equation: Any, trails: Sequence[Trail], axes: set[str], mesh: M
     others = any(over[: loop.constants + loop.carried]) or any(
         each[0][0] == 0 or each[1:] for each in over if each
     )
-    draws = not _DRAW.isdisjoint(map(primitive_name, equations(loop.body)))
-    if len(counts) != 1 or others or draws or opened(loop.body).effects:
+    stays = not (_DRAW | _OF_ALL_DEVICES).isdisjoint(map(primitive_name, equations(loop.body)))
+    if len(counts) != 1 or others or stays or opened(loop.body).effects:
         return equation
     [(count, by)] = counts
     manual = tuple(axis for axis in by if axis in axes)

@@ -7,11 +7,13 @@ import pytest
 from jax import lax
 
 from scalax import microbatch
+from scalax.custom_op import sharded_op
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
 DDP = MeshShardingHelper([8], ['data'])
 HSDP = MeshShardingHelper([2, 4], ['replica', 'fsdp'])
+BOTH = MeshShardingHelper([4, 2], ['data', 'model'])
 FSDP_RULE = FSDPShardingRule('fsdp', min_fsdp_size=1)
 
 
@@ -109,3 +111,28 @@ def test_unsigned_differences_of_counts_are_those_of_all_examples(params, x):
 
     expected, found, _ = on_mesh(DDP, accumulated(of_part), P(), P('data'), params, x)
     assert_close(found, expected, 1e-4)
+
+
+@sharded_op('i -> i')
+def doubled(context, x):
+    return 2 * x
+
+
+def summed_on_devices(x):
+    return jax.shard_map(lambda x: lax.psum(x, 'data'), mesh=BOTH.mesh, in_specs=P('data'), out_specs=P())(x)
+
+
+def called_back(x):
+    return jax.pure_callback(np.cumsum, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+@pytest.mark.parametrize('of_parameters', [doubled, summed_on_devices, called_back])
+def test_what_is_written_for_all_devices_compiles(of_parameters, params, x):
+    def step(params, x):
+        def add(total, part):
+            return total + jnp.sum(part @ params['w'][0], 0) * jnp.sum(of_parameters(params['b'])), None
+
+        return lax.scan(add, jnp.zeros(16), jnp.moveaxis(x.reshape(-1, 4, 16), 1, 0))[0]
+
+    found = BOTH.sjit(step, in_shardings=(P(), P('data')))(params, x)
+    assert_close(found, jax.jit(step)(params, x), 1e-4)
