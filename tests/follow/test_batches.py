@@ -50,6 +50,19 @@ def test_what_is_a_batch(options, expected):
     assert axes(**options) == expected
 
 
+def test_weights_after_replicated_tokens_are_no_batch():
+    """One spec shards them all by their first dimensions, which differ."""
+
+    def generate(tokens, weights):
+        return jnp.tanh(weights['embedding'][tokens] @ weights['out'])
+
+    weights = {'embedding': np.ones((32, 16), np.float32), 'out': np.ones((16, 8), np.float32)}
+    tokens, specs = np.zeros((4, 8), np.int32), (P(), ROWS)
+    assert axes(tokens, weights, fun=generate, in_shardings=specs) == ()
+    helped = HELPER.sjit(lambda key, w, x: x @ w['out'], in_shardings=(P(), ROWS, ROWS), donate_argnums=1)
+    assert helped.followed(tokens, weights, np.ones((64, 16), np.float32)).axes == ('fsdp',)
+
+
 @pytest.mark.parametrize(
     ('options', 'message'),
     [

@@ -2,7 +2,7 @@
 
 Unless the user says which, a batch is what specs alone shard, and what is not donated: state is placed by
 rules, replicated, or donated. So another argument has a rule that looks at paths or shapes; or specs
-replicate the first argument, and shard nothing but the first dimensions of others.
+replicate the first argument, and shard nothing but the first dimensions of others, which have one size.
 """
 
 from __future__ import annotations
@@ -97,9 +97,12 @@ def _found(rules: FunctionRules, call: Call) -> list[bool]:
     if len(by_specs) == len(given):  # where all else is replicated (DDP), what is sharded is the batch
         by_specs = [slot for slot, each in given.items() if any(map(_axes, each))]
         first = next(iter(given), None)  # parameters, by convention: a sharded one is a weight
-        if first in by_specs or not all(_are_batches(given[slot]) for slot in by_specs):
+        shapes = call.by_slot([*map(np.shape, call.leaves)])
+        holding = {*by_specs}.difference(call.layout.donated)
+        sizes = {shape[0] for slot in holding for shape in shapes[slot] if shape}  # those of weights differ
+        if first in by_specs or len(sizes) > 1 or not all(_are_batches(given[slot]) for slot in by_specs):
             return [False] * len(call.leaves)
-    holding = set(by_specs).difference(call.layout.donated)
+    holding = {*by_specs}.difference(call.layout.donated)
     return [slot in holding for slot, tree in call.trees.items() for _ in range(tree.num_leaves)]
 
 
