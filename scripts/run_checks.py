@@ -125,7 +125,7 @@ SECONDS = {
     'tests/e2e/test_lost_part.py': 100,
     'tests/e2e/test_examples.py': 55,
     'tests/hostdata/test_processes.py': 35,
-    'tests/jobs/test_jobs.py': 40,
+    'tests/jobs/test_jobs.py': 30,
     'tests/checkpoint/test_processes.py': 30,
     'tests/reshard/test_processes.py': 30,
     'tests/e2e/test_strategies.py': 30,

@@ -3,7 +3,8 @@
 import contextlib
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 
@@ -55,9 +56,9 @@ def outputs(running: Running) -> list[str]:
     [
         ((1, 4), (1, 2), MANY),
         ((1, 4), (1, 4), FEW),
-        pytest.param((2, 2), (1, 4), '400', marks=pytest.mark.long),
-        pytest.param((1, 2), (2, 4), FEW, marks=pytest.mark.long),
-        pytest.param((2, 4), (2, 2), MANY, marks=pytest.mark.long),
+        pytest.param((2, 2), (1, 4), '400', marks=pytest.mark.slow),
+        pytest.param((1, 2), (2, 4), FEW, marks=pytest.mark.slow),
+        ((2, 4), (2, 2), MANY),
     ],
 )
 def test_a_state_arrives(senders: tuple[int, int], receivers: tuple[int, int], memory: str) -> None:
@@ -86,6 +87,11 @@ FAULTS_OF_THE_RECEIVER = {
 }
 
 
+def rare(faults: Iterable[str]) -> list[Any]:
+    """Faults before and after the parts are for `make verify`."""
+    return [each if 'parts' in each else pytest.param(each, marks=pytest.mark.slow) for each in faults]
+
+
 def fault_of(running: Running) -> str:
     """What the only process of a job says when it gives up."""
     assert running.wait() == (3,), outputs(running)
@@ -95,7 +101,7 @@ def fault_of(running: Running) -> str:
 
 
 @pytest.mark.one_jax
-@pytest.mark.parametrize('fault', FAULTS_OF_THE_SENDER)
+@pytest.mark.parametrize('fault', rare(FAULTS_OF_THE_SENDER))
 def test_a_sender_fails(fault: str) -> None:
     with two_jobs(waits=(LONG, SHORT), timeout=SHORT, memory=FEW, faults=(fault, '')) as (_, second):
         assert fault_of(second) == FAULTS_OF_THE_SENDER[fault]
@@ -103,7 +109,7 @@ def test_a_sender_fails(fault: str) -> None:
 
 
 @pytest.mark.one_jax
-@pytest.mark.parametrize('fault', FAULTS_OF_THE_RECEIVER)
+@pytest.mark.parametrize('fault', rare(FAULTS_OF_THE_RECEIVER))
 def test_a_receiver_fails(fault: str) -> None:
     with two_jobs(timeout=SHORT, memory=FEW, faults=('', fault)) as (first, _):
         assert fault_of(first) == FAULTS_OF_THE_RECEIVER[fault]
