@@ -278,7 +278,7 @@ class MeshShardingHelper:
         device already stays. Values are equal bit by bit. Every process of the program calls it.
 
         Args:
-            tree: leaves as for `shard`. Where a process holds nothing of an array, a
+            tree: arrays in the memory of devices. Where a process holds nothing of an array, a
                 ``jax.ShapeDtypeStruct`` with its sharding stands for it.
             rules: as for `shard`, for the tree that results.
             mapping: the names of leaves in the result, in the forms of `load_safetensors`: from leaf paths to
@@ -288,14 +288,14 @@ class MeshShardingHelper:
             donate: delete each leaf as soon as it has been moved. Without it, the result shares no memory
                 with *tree*.
             memory: a bound, such as ``'2GiB'``, on what is alive on each device beside its blocks of *tree*
-                and of the result: arrays move in parts. By default each block moves in one piece. Blocks in
-                the memory of a host count as the device's while their leaf moves.
+                and of the result: arrays move in parts. By default each block moves in one piece.
 
         Returns:
             The tree as jax.Arrays on this mesh, sharded by the rules.
 
         Raises:
-            ArgumentError: the mapping does not fit the tree; leaves were deleted; an option is invalid.
+            ArgumentError: the mapping does not fit the tree; leaves were deleted, or are host data; an option is
+                invalid.
             ShardingError: some leaves cannot be sharded as asked; all are named, and nothing is moved.
             DataError: the processes of the program move different trees; raised on all of them.
 

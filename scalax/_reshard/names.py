@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,10 +16,10 @@ from scalax.rules._tree_path import checked_regex
 
 Destination = str | tuple[str, Sequence[int]] | None
 NameMapping = Mapping[str, Destination] | Sequence[tuple[Any, ...]] | Callable[[str], Destination] | None
+Located = tuple[str, str, tuple[int, ...] | None]  # name, path and axes
 
 
-@dataclasses.dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """How a leaf becomes one of the target, or a part of one.
 
     Attributes:
@@ -37,12 +37,13 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """A leaf of the target: its path, shape and dtype, and what it is made of."""
+    """A leaf of the target: its path, shape and dtype, what it is made of, and its sharding, once chosen."""
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
     moves: tuple[Move, ...]
+    sharding: Any = None
 
 
 def arrivals_of(tree: NamedTree, mapping: NameMapping) -> tuple[list[Arrival], Any]:
@@ -69,8 +70,8 @@ def arrivals_of(tree: NamedTree, mapping: NameMapping) -> tuple[list[Arrival], A
                 parts.setdefault(at, []).append((Move(i, axes, layer, splits=True), shape[1:]))
         else:
             found = re.fullmatch(r'(.*)\[(\d+)\]', path)
-            layer_here = int(found[2]) if found else None
-            parts.setdefault(found[1] if found else path, []).append((Move(i, axes, layer_here), shape))
+            at, layer_here = (found[1], int(found[2])) if found else (path, None)
+            parts.setdefault(at, []).append((Move(i, axes, layer_here), shape))
     nested: dict[str, Any] = {}
     for path, made in parts.items():
         made.sort(key=lambda part: -1 if part[0].layer is None else part[0].layer)
@@ -99,7 +100,7 @@ def arrivals_of(tree: NamedTree, mapping: NameMapping) -> tuple[list[Arrival], A
 
 def locate(
     leaves: Mapping[str, Any], mapping: NameMapping, separator: str
-) -> tuple[list[tuple[str, str, tuple[int, ...] | None]], list[str]]:
+) -> tuple[list[Located], list[str]]:
     """Where a mapping puts leaves: name, path and axes of each; and what is wrong with it, by name.
 
     Args:
@@ -111,7 +112,7 @@ def locate(
         ArgumentError: the mapping is none.
     """
     destination_of = _as_function(mapping, separator)
-    located: list[tuple[str, str, tuple[int, ...] | None]] = []
+    located: list[Located] = []
     problems = []
     for name, leaf in leaves.items():
         try:

@@ -10,20 +10,17 @@ from jax.sharding import AbstractMesh
 
 from scalax._jax.devices import slice_of
 from scalax._plan.hardware import HARDWARE, Hardware, find_hardware, hardware_of, network_text, numbers_of
-from scalax._report import blocks, saved
-from scalax._report.shown import Shown
-from scalax._report.tables import human_bytes, milliseconds
+from scalax._report import saved
+from scalax._report.tables import human_bytes, milliseconds, table, terminal_width
 from scalax._reshard.blocks import volume
 from scalax._reshard.job import Job, Options
 from scalax._tree.paths import bits_of
 from scalax.errors import MeshError, plural
 from scalax.rules import RuleLike
 
-_NETWORKS = ('ici', 'dcn')
-
 
 @dataclasses.dataclass(frozen=True)
-class ReshardPlan(Shown):
+class ReshardPlan:
     """What `MeshShardingHelper.reshard` will do; ``str()`` of it is a table.
 
     Attributes:
@@ -53,32 +50,25 @@ class ReshardPlan(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain Python values, ready for ``json.dumps``."""
-        return {field.name: saved.plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return dataclasses.asdict(self)
 
     def to_json(self) -> str:
         """The plan as JSON: `to_dict` and a version."""
         return saved.write(self.to_dict())
 
-    def _title(self) -> str:
-        return f'Resharding {human_bytes(self.bytes)}'
-
-    def _blocks(self, title: str) -> list[blocks.Block]:
+    def __str__(self) -> str:
         chip = HARDWARE.get(self.hardware)
-        named = {network_text(network, chip): size for network, size in self.moved.items()}
         sizes = {
             'stays on its device': self.kept,
-            **{f'moves by {name}': size for name, size in named.items()},
+            **{f'moves by {network_text(name, chip)}': size for name, size in self.moved.items()},
             'sent by one device, at most': self.most_sent,
             'received by one device, at most': self.most_received,
             'on one device beside source and result': self.peak,
         }
         seconds = 'time not known' if self.seconds is None else f'{milliseconds(self.seconds)} at least'
-        columns = (blocks.Column('what', 'lead'), blocks.Column('bytes', 'number'))
-        rows: list[blocks.Row] = [
-            [what, blocks.Cell(human_bytes(size), size)] for what, size in sizes.items()
-        ]
         lead = f'{human_bytes(self.bytes)} in {plural(self.rounds, "round")}, {seconds}'
-        return [blocks.Heading(title, {}), blocks.Lines([lead]), blocks.Table(columns, rows)]
+        cells = [('what', 'bytes'), *((what, human_bytes(size)) for what, size in sizes.items())]
+        return '\n'.join([lead, *table(cells, terminal_width(None), 0, {1})])
 
 
 def plan_reshard(
@@ -110,51 +100,29 @@ def plan_reshard(
     """
     if isinstance(helper.mesh, AbstractMesh):
         raise MeshError('plan_reshard needs a mesh of devices, which may be absent ones: from_topology')
-    job = Job.of(helper, tree, rules, Options.of(**options))
+    job = Job.of(helper, tree, rules, Options.of(**options), planned=True)
     kind = helper.mesh.devices.flat[0].device_kind
     chip = find_hardware(hardware, kind) if hardware is not None else hardware_of(kind)
-    moved: Counter[str] = Counter(dict.fromkeys(_NETWORKS, 0))
-    sent: Counter[Any] = Counter()
-    received: Counter[Any] = Counter()
+    speeds = 'ici_bytes_per_second', 'dcn_bytes_per_second', 'hop_seconds'
+    link, dcn, hop = numbers_of(chip, *speeds, for_='a move') if chip else (1, 1, 0)
+    sent, received, moved = Counter[Any](), Counter[Any](), {'ici': 0, 'dcn': 0}
     kept, rounds, peak, seconds = 0, 0, 0, 0.0
-    for arrival, after in zip(job.arrivals, job.afters, strict=True):
-        for move in arrival.moves:
-            route = job.route(move, after)
-            bits = bits_of(route.dtype)
-            kept += sum(volume(piece.box) * bits // 8 for pieces in route.schedule.kept for piece in pieces)
-            alive: Counter[Any] = Counter()
-            for pieces in route.schedule.rounds:
-                size = volume(pieces[0].box) * bits // 8
-                hosts: Counter[Any] = Counter()
-                for piece in pieces:
-                    network = _NETWORKS[slice_of(piece.source) != slice_of(piece.target)]
-                    moved[network] += size
-                    sent[piece.source] += size
-                    received[piece.target] += size
-                    alive.update({piece.source: size, piece.target: size})
-                    if network == 'dcn':
-                        hosts.update(
-                            [('from', piece.source.process_index), ('to', piece.target.process_index)]
-                        )
-                peak = max(peak, *alive.values())
-                if job.options.memory is not None:
-                    alive.clear()
-                rounds += 1
-                if chip is not None:
-                    link, dcn = numbers_of(
-                        chip, 'ici_bytes_per_second', 'dcn_bytes_per_second', for_='a move'
-                    )
-                    far = max(hosts.values(), default=0) * size / dcn
-                    near = size / link if sum(hosts.values()) < 2 * len(pieces) else 0.0
-                    seconds += max(far, near) + chip.hop_seconds
-    return ReshardPlan(
-        job.bytes,
-        kept,
-        dict(moved),
-        max(sent.values(), default=0),
-        max(received.values(), default=0),
-        rounds,
-        peak,
-        None if chip is None else seconds,
-        kind if chip is None else chip.name,
-    )
+    for route in [job.route(move, arrival) for arrival in job.arrivals for move in arrival.moves]:
+        bits = bits_of(route.dtype)
+        kept += sum(volume(piece.box) * bits // 8 for pieces in route.schedule.kept for piece in pieces)
+        for pieces in route.schedule.rounds:
+            size = volume(pieces[0].box) * bits // 8
+            hosts, alive = Counter[Any](), Counter[Any]()
+            for source, target in [(piece.source, piece.target) for piece in pieces]:
+                far = slice_of(source) != slice_of(target)
+                moved['dcn' if far else 'ici'] += size
+                sent[source] += size
+                received[target] += size
+                alive.update([source, target])
+                hosts.update({('from', source.process_index): far, ('to', target.process_index): far})
+            rounds += 1
+            peak = max(peak, size * max(alive.values()))
+            seconds += size * max(1 / link, max(hosts.values()) / dcn) + hop
+    out, in_ = (max(each.values(), default=0) for each in (sent, received))
+    known, name = (seconds, chip.name) if chip else (None, kind)
+    return ReshardPlan(job.bytes, kept, moved, out, in_, rounds, peak, known, name)

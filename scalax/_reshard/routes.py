@@ -8,49 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Sharding
 
 from scalax._jax.devices import slice_of
-from scalax._reshard.blocks import Box, Schedule, boxes_of, common, schedule_of
+from scalax._reshard.blocks import Schedule, boxes_of, common, schedule_of
 from scalax._tree.paths import bits_of
 
-
-@dataclasses.dataclass(frozen=True)
-class Side:
-    """An array on devices, before or after; keys are their data.
-
-    Attributes:
-        shape: its shape.
-        dtype: its dtype.
-        sharding: its sharding.
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
-    sharding: Sharding
-
-    @classmethod
-    def of(cls, shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> Side:
-        """The side of an array, which may be of typed keys."""
-        struct = jax.ShapeDtypeStruct(shape, dtype)
-        if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-            struct = jax.eval_shape(jax.random.key_data, struct)
-        return cls(struct.shape, struct.dtype, sharding)
-
-    @property
-    def boxes(self) -> dict[Any, Box]:
-        """The block of each device."""
-        return boxes_of(self.shape, self.sharding.devices_indices_map(self.shape))
-
-    @functools.cached_property
-    def block(self) -> tuple[int, ...]:
-        """The shape of each block."""
-        return tuple(self.sharding.shard_shape(self.shape))
-
-    @property
-    def bits(self) -> int:
-        """The bits of an element."""
-        return bits_of(self.dtype)
+Side = tuple[tuple[int, ...], Any, Any]
+"""Shape, dtype and sharding of an array, before or after."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +30,7 @@ class Route:
         stacks: whether the array becomes a layer of the target.
         splits: whether a layer of the source becomes the array.
         dtype: in which pieces are sent: the smaller of both.
-        devices: all devices, the same on every process.
+        made: the dtype of the target; of keys, that of their data.
     """
 
     schedule: Schedule
@@ -74,10 +38,7 @@ class Route:
     stacks: bool
     splits: bool
     dtype: Any
-
-    @functools.cached_property
-    def devices(self) -> tuple[Any, ...]:
-        return tuple(dict.fromkeys([*self.schedule.source, *self.schedule.target]))
+    made: Any
 
     def in_source(self, row: Sequence[int]) -> tuple[int, ...]:
         """A number for each dimension, in the dimensions of the source."""
@@ -91,27 +52,20 @@ class Route:
 
 @functools.lru_cache(maxsize=4096)
 def route_of(
-    before: Side,
-    after: Side,
-    axes: tuple[int, ...] | None = None,
-    layer: int | None = None,
-    splits: bool = False,
-    memory: int | None = None,
-    relay: bool = True,
+    before: Side, after: Side, memory: int | None, axes: Any, layer: int | None, splits: bool
 ) -> Route:
     """The route of a move, computed once for shapes, dtypes and shardings.
 
     Args:
         before: the source.
         after: the target.
+        memory: the most bytes of pieces that are alive on a device, which holds two at a time: one that it
+            sends, and one that it receives.
         axes: as in `Move`, as are the next two.
         layer: see there.
         splits: see there.
-        memory: the most bytes of pieces that are alive on a device, which holds two at a time: one that it
-            sends, and one that it receives.
-        relay: whether devices send what they have received.
     """
-    sources, targets = before.boxes, after.boxes
+    (sources, has), (targets, made) = map(_blocks, (before, after))
     if axes is not None:
         sources = {device: tuple(box[axis] for axis in axes) for device, box in sources.items()}
     one = () if layer is None else ((layer, layer + 1),)
@@ -119,14 +73,17 @@ def route_of(
         targets = {device: (*one, *box) for device, box in targets.items()}
     else:
         sources = {device: (*one, *box) for device, box in sources.items()}
-    layers = {device: (*one, *box[len(one) :]) for device, box in targets.items()}
-    wanted = {device: common(box, layers[device]) for device, box in targets.items()}
-    most = None if memory is None else max(memory * 8 // (2 * max(before.bits, after.bits)), 1)
-    schedule = schedule_of(sources, wanted, most, slice_of, relay)
-    return Route(
-        dataclasses.replace(schedule, target=targets),
-        axes,
-        layer is not None and not splits,
-        splits,
-        after.dtype if after.bits <= before.bits else before.dtype,
-    )
+    wanted = {device: common(box, (*one, *box[len(one) :])) for device, box in targets.items()}
+    small, large = sorted((made, has), key=bits_of)
+    most = None if memory is None else max(memory * 8 // (2 * bits_of(large)), 1)
+    schedule = dataclasses.replace(schedule_of(sources, wanted, most, slice_of), target=targets)
+    return Route(schedule, axes, layer is not None and not splits, splits, small, made)
+
+
+def _blocks(side: Side) -> tuple[dict[Any, Any], Any]:
+    """By device, the block of an array, or of the data of keys; and its dtype."""
+    shape, dtype, sharding = side
+    struct = jax.ShapeDtypeStruct(shape, dtype)
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        struct = jax.eval_shape(jax.random.key_data, struct)
+    return boxes_of(struct.shape, sharding.devices_indices_map(struct.shape)), struct.dtype
