@@ -294,8 +294,8 @@ class MeshShardingHelper:
             The tree as jax.Arrays on this mesh, sharded by the rules.
 
         Raises:
-            ArgumentError: the mapping does not fit the tree; leaves were deleted, or are host data; an option is
-                invalid.
+            ArgumentError: the mapping does not fit the tree; leaves were deleted, or are host data; an
+                option is invalid.
             ShardingError: some leaves cannot be sharded as asked; all are named, and nothing is moved.
             DataError: the processes of the program move different trees; raised on all of them.
 

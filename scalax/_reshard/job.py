@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -69,16 +69,14 @@ class Job:
             ShardingError: leaves cannot be sharded as asked.
         """
         tree = NamedTree.of(pytree)
-        faults = ((i, _fault(leaf, planned)) for i, leaf in enumerate(tree.leaves))
-        _reject([f'{tree.describe(i)} {fault}' for i, fault in faults if fault])
+        _reject((tree.describe(i), _fault(leaf, planned)) for i, leaf in enumerate(tree.leaves))
         arrivals, treedef = arrivals_of(tree, options.mapping)
         arrivals = [dataclasses.replace(each, dtype=_cast(each.dtype, options.dtype)) for each in arrivals]
         structs = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arrivals]
         target = pytree if options.mapping is None else treedef.unflatten(structs)
         tos = jax.tree.leaves(helper.match_sharding_rule(rules, target))
         arrivals = [dataclasses.replace(each, sharding=to) for each, to in zip(arrivals, tos, strict=True)]
-        results = ((each.path, _fault_of(each.sharding)) for each in arrivals)
-        _reject([f'{path} of the result {fault}' for path, fault in results if fault])
+        _reject((f'{each.path} of the result', _fault_of(each.sharding)) for each in arrivals)
         return cls(tree, arrivals, treedef, options)
 
     @property
@@ -113,8 +111,8 @@ def _cast(dtype: Any, wanted: Any) -> Any:
     return wanted if wanted is not None and is_float else dtype
 
 
-def _reject(faults: list[str]) -> None:
-    if faults:
+def _reject(leaves: Iterable[tuple[str, str | None]]) -> None:
+    if faults := [f'{leaf} {fault}' for leaf, fault in leaves if fault]:
         raise ArgumentError(
             f'reshard: these leaves cannot be moved:\n{shown_leaves(faults)}\n'
             'What to do: pass arrays, before they are donated; for a plan, structs with shardings, as '

@@ -75,17 +75,16 @@ def arrivals_of(tree: NamedTree, mapping: NameMapping) -> tuple[list[Arrival], A
     nested: dict[str, Any] = {}
     for path, made in parts.items():
         made.sort(key=lambda part: -1 if part[0].layer is None else part[0].layer)
-        shapes, kinds = {shape for _, shape in made}, {dtypes[move.source] for move, _ in made}
+        types = [type_text(dtypes[move.source], shape) for move, shape in made]
         stacked = [move.layer for move, _ in made if not move.splits and move.layer is not None]
         names = ', '.join(tree.paths[move.source] for move, _ in made)
         if stacked != [*range(len(made))] if stacked else len(made) > 1:
             why = f'whose layers would be {stacked}' if stacked else 'which is one leaf'
             problems.append(f'{names}: go to {path}, {why}')
-        elif len(shapes) > 1 or len(kinds) > 1:
-            types = ', '.join(type_text(dtypes[move.source], shape) for move, shape in made)
-            problems.append(f'{names}: go to {path}, one array, and are {types}')
+        elif len({*types}) > 1:
+            problems.append(f'{names}: go to {path}, one array, and are {", ".join(types)}')
         else:
-            [shape], [dtype] = shapes, kinds
+            shape, dtype = made[0][1], dtypes[made[0][0].source]
             whole = (len(made), *shape) if stacked else shape
             if not put(nested, path, Arrival(path, whole, dtype, tuple(move for move, _ in made))):
                 problems.append(f'{names}: goes to {path}, which overlaps the path of another leaf')
@@ -154,10 +153,8 @@ def _as_function(mapping: NameMapping, separator: str) -> Callable[[str], Destin
     def by_regex(name: str) -> Destination:
         for regex, replacement, *axes in pairs:
             if regex.search(name):
-                if replacement is None:
-                    return None
-                path = regex.sub(replacement, name).replace(separator, '/')
-                return (path, axes[0]) if axes else path
+                path = None if replacement is None else regex.sub(replacement, name).replace(separator, '/')
+                return (path, axes[0]) if axes and path is not None else path
         raise KeyError(name)
 
     return by_regex

@@ -48,13 +48,9 @@ class ReshardPlan:
     seconds: float | None
     hardware: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """The plan in plain Python values, ready for ``json.dumps``."""
-        return dataclasses.asdict(self)
-
     def to_json(self) -> str:
-        """The plan as JSON: `to_dict` and a version."""
-        return saved.write(self.to_dict())
+        """The plan as JSON, with a version."""
+        return saved.write(dataclasses.asdict(self))
 
     def __str__(self) -> str:
         chip = HARDWARE.get(self.hardware)

@@ -51,9 +51,7 @@ class Route:
 
 
 @functools.lru_cache(maxsize=4096)
-def route_of(
-    before: Side, after: Side, memory: int | None, axes: Any, layer: int | None, splits: bool
-) -> Route:
+def route_of(before: Side, after: Side, memory: int | None, axes: Any, layer: Any, splits: bool) -> Route:
     """The route of a move, computed once for shapes, dtypes and shardings.
 
     Args:

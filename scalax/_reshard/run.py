@@ -73,14 +73,13 @@ def moved(job: Job, carry: Carry) -> Any:
             for leaf, address in zip(leaves, memory, strict=True):
                 if last and address == memory[i] and isinstance(leaf, jax.Array) and not leaf.is_deleted():
                     leaf.delete()
-        made.append(_array(arrival, [*blocks.values()]))
+        made.append(_array(arrival, blocks))
     return jax.tree.unflatten(job.treedef, made)
 
 
 def _address(leaf: Any) -> Any:
     """What leaves that share memory have in common."""
-    has_none = not isinstance(leaf, jax.Array) or is_key(leaf) or not leaf.size
-    shards = () if has_none else leaf.addressable_shards
+    shards = leaf.addressable_shards if isinstance(leaf, jax.Array) and leaf.size and not is_key(leaf) else ()
     return (shards[0].device, shards[0].data.unsafe_buffer_pointer()) if shards else id(leaf)
 
 
@@ -129,12 +128,12 @@ def start_in(piece: Piece, block: Any) -> tuple[int, ...]:
     return tuple(begin - first for (begin, _), (first, _) in zip(piece.box, block, strict=True))
 
 
-def _array(arrival: Arrival, parts: list[jax.Array]) -> jax.Array:
+def _array(arrival: Arrival, blocks: Blocks) -> jax.Array:
     """The array of the target, of its blocks that are here."""
-    if jax.dtypes.issubdtype(arrival.dtype, jax.dtypes.prng_key):
+    shape, dtype, sharding = arrival.shape, arrival.dtype, arrival.sharding
+    parts = [blocks[device] for device in sharding.devices_indices_map(shape) if device in blocks]
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         impls: list[Any] = []  # JAX tells the implementation of keys, also of traced ones, not of a dtype
-        struct = jax.ShapeDtypeStruct((), arrival.dtype)
-        jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), struct)
+        jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
         parts = [jax.random.wrap_key_data(part, impl=impls[0]) for part in parts]
-    shape, dtype = arrival.shape, arrival.dtype
-    return jax.make_array_from_single_device_arrays(shape, arrival.sharding, parts, dtype=dtype)
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=dtype)

@@ -81,13 +81,9 @@ def carry(_: int, route: Route, pieces: Sequence[Piece], values: Blocks, shape: 
     idle = tuple(device for device in here if device not in values)
     sent = values | (zeros(idle, shape, route.dtype) if idle else {})
     ways = tuple((devices.index(piece.source), devices.index(piece.target)) for piece in far)
-    moved = _run(_permute, devices, len(shape), [_of(sent, here)], (ways,))
+    moved = _run(lax.ppermute, devices, len(shape), [_of(sent, here)], (_AXIS, ways))
     jax.block_until_ready([*moved.values()])  # a process must not queue more programs than its client takes
     return arrived | {piece.target: moved[piece.target] for piece in far if is_here(piece.target)}
-
-
-def _permute(block: Any, ways: tuple[tuple[int, int], ...]) -> jax.Array:
-    return lax.ppermute(block, _AXIS, ways)
 
 
 def _run(
