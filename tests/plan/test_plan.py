@@ -193,6 +193,8 @@ def test_text():
         lines[first + 3],
         '',
         'along fsdp: 8.0 KiB in all-reduces',
+        '',
+        'no batch sharding is propagated: batch_argnums=() turns it off',
     ]
     row = 'all-reduce  fsdp      1  8.0 KiB  8.0 KiB  backward  collective_programs.py:'
     assert lines[first + 3].startswith(row)

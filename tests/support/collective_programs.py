@@ -38,7 +38,8 @@ def data_parallel():
     def step(w, x):
         return jax.grad(lambda w: ((x @ w) ** 2).sum())(w)
 
-    fun = HELPER.sjit(step, in_shardings=(P(), P('fsdp')), out_shardings=P())
+    # So few examples would be gathered.
+    fun = HELPER.sjit(step, in_shardings=(P(), P('fsdp')), out_shardings=P(), batch_argnums=())
     return HELPER, fun, (leaf(64, 32), leaf(16, 64)), {('all-reduce', ('fsdp',)): (1, 64 * 32 * F32)}
 
 
