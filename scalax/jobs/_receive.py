@@ -80,9 +80,7 @@ def receive(
         >>> got['w'].dtype.name, got['w'].sharding.spec
         ('bfloat16', P())
     """
-    mesh = helper.mesh
-    # From the sender alone: whoever waits for a process of this job that has failed would wait for ever.
-    options = dataclasses.replace(Options.of(mapping, dtype, False, memory), relay=False)
+    mesh, options = helper.mesh, Options.of(mapping, dtype, False, memory)
     meshes.require_devices(mesh, 'receive')
     processes = collectives.processes_of(mesh)
     name = secrets.token_hex(8)

@@ -202,7 +202,8 @@ def test_text():
     parts = next(i for i, line in enumerate(lines) if line.split()[:2] == ['part', 'FLOPs'])
     assert lines[parts + 2].split()[0] == 'forward' and lines[parts + 3].endswith('8.0 KiB')
     narrow = HELPER.plan(PROGRAMS['data_parallel']()[1], leaf(64, 32), leaf(16, 64)).to_text(70).splitlines()
-    assert [not line for line in narrow[-4:]] == [False, False, True, False]  # the row takes two lines
+    # The row takes two lines.
+    assert [not line for line in narrow[-6:]] == [False, False, True, False, True, False]
 
 
 def test_what_is_not_explained_is_said():
