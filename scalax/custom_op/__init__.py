@@ -1,12 +1,13 @@
 """Operations with a partitioning of their own: a function of blocks, and a rule about its dimensions.
 
-They run inside and outside of ``jax.jit`` on any mesh, can be differentiated, and can be checked under every
-sharding of their operands.
+They run inside and outside of ``jax.jit`` on any mesh, and can be differentiated. `MeshShardingHelper.verify`
+compares one under a sharding with one device.
 
->>> from scalax.custom_op import sharded_op
->>> @sharded_op('b c -> b', reduction_factors=('c',))
-... def sums(ctx, x):
-...     return ctx.psum(x.sum(axis=-1), 'c')
+Example:
+    >>> from scalax.custom_op import sharded_op
+    >>> @sharded_op('b c -> b', reduction_factors=('c',))
+    ... def sums(ctx, x):
+    ...     return ctx.psum(x.sum(axis=-1), 'c')
 """
 
 from scalax.custom_op._layout import FactorContext
