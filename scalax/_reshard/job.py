@@ -39,9 +39,13 @@ class Options:
         size = None if memory is None else bytes_of(str(memory))
         if size == 0:
             raise ArgumentError(f"memory is a size ('2GiB', '500MB', or bytes) or None, got {memory!r}")
-        if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        try:
+            wanted = None if dtype is None else jnp.dtype(dtype)
+        except TypeError:
+            wanted = jnp.dtype(int)  # no better
+        if wanted is not None and not jnp.issubdtype(wanted, jnp.floating):
             raise ArgumentError(f'dtype is that of floating-point leaves, or None, got {dtype!r}')
-        return cls(mapping, None if dtype is None else jnp.dtype(dtype), checked_flag('donate', donate), size)
+        return cls(mapping, wanted, checked_flag('donate', donate), size)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -79,8 +79,13 @@ def moved(job: Job, carry: Carry) -> Any:
 
 def _address(leaf: Any) -> Any:
     """What leaves that share memory have in common."""
-    shards = leaf.addressable_shards if isinstance(leaf, jax.Array) and leaf.size and not is_key(leaf) else ()
-    return (shards[0].device, shards[0].data.unsafe_buffer_pointer()) if shards else id(leaf)
+    shards = leaf.addressable_shards if isinstance(leaf, jax.Array) and leaf.size else ()
+    if not shards:
+        return id(leaf)
+    data = shards[0].data
+    if is_key(leaf):  # which shares the memory of its data
+        data = jax.random.key_data(data)
+    return shards[0].device, data.unsafe_buffer_pointer()
 
 
 def _parts(leaf: Any) -> Blocks:

@@ -100,7 +100,7 @@ class Line:
                 if time.monotonic() > deadline:
                     raise TransferError(
                         f'receive: nobody listens at {address} ({error}). What to do: start the job with the '
-                        'Sender, give its address, and a longer timeout if it starts later.'
+                        'Sender, give its address, and a longer wait if it starts later.'
                     ) from error
                 time.sleep(_RETRY)
         self._answers = self._socket.makefile('rb')

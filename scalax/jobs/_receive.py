@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import secrets
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from scalax.rules import RuleLike
 
 _GRACE = 5.0  # seconds after which the sender should have said that there is nothing to receive
+_OFTEN = 1.0  # seconds between two signs of life
 _ADVICE = 'What to do: call receive with the same arguments on every process of the job.'
 
 
@@ -119,7 +121,7 @@ class _Senders:
         wait: float,
         timeout: float,
     ) -> None:
-        self._timeout = timeout
+        self._timeout, self._told = timeout, time.monotonic()
         self._lines: list[Line] = []
         self._transfers: list[Any] = []
         addresses = [address]
@@ -130,6 +132,7 @@ class _Senders:
             answer = line.ask(question, wait + _GRACE)
             if not process:
                 first, server = answer, transfer.server(line.own_address)
+                question = {**question, 'number': first['number']}
                 addresses += answer['others']
             if answer['number'] != first['number']:
                 raise line.fault('sends another tree than process 0: all processes have to call send')
@@ -138,9 +141,11 @@ class _Senders:
         self.number = first['number']
         self.tree: dict[str, Any] = {}
         blocks = [_Elsewhere.of(one) for one in first['blocks']]
-        for path, shape, dtype, impl, block in first['leaves']:
+        for number, (path, shape, dtype, impl, block) in enumerate(first['leaves']):
             kind = jax.eval_shape(lambda impl=impl: jax.random.key(0, impl=impl)).dtype if impl else dtype
-            put(self.tree, path, _Sent(shape, kind, blocks[block]))
+            put(self.tree, path, _Sent(shape, kind, blocks[block], number))
+        # The sender's tree may have another order: nested dicts are flattened by their keys.
+        self._numbers = [leaf.number for leaf in jax.tree.leaves(self.tree)]
 
     def carry(
         self, leaf: int, route: Route, pieces: Sequence[Piece], _: Blocks, shape: tuple[int, ...]
@@ -159,18 +164,26 @@ class _Senders:
             ]
             wanted = {
                 'asks': 'parts',
-                'leaf': leaf,
+                'leaf': self._numbers[leaf],
                 'parts': parts,
                 'sizes': sizes,
                 'dtype': str(route.dtype),
             }
             answer = self._lines[process].ask(wanted, self._timeout)
+            self._tell_all()
             structs = [(sizes, route.dtype, piece.target) for piece in ours]
             arrays = transfer.fetch(self._transfers[process], answer['number'], structs)
             self._await(process, arrays)
             for piece, array in zip(ours, arrays, strict=True):
                 came[piece.target] = array.transpose(route.axes or range(array.ndim)).reshape(shape)
         return came
+
+    def _tell_all(self) -> None:
+        """Processes of the sender of which nothing is needed for long would take this one for dead."""
+        if time.monotonic() - self._told > _OFTEN:
+            for line in self._lines:
+                line.ask({'asks': 'alive'}, self._timeout)
+            self._told = time.monotonic()
 
     def _await(self, process: int, arrays: Sequence[jax.Array]) -> None:
         line = self._lines[process]
@@ -219,9 +232,9 @@ class _Elsewhere:
 class _Sent(jax.ShapeDtypeStruct):
     """An array of another job."""
 
-    def __init__(self, shape: Sequence[int], dtype: Any, where: _Elsewhere) -> None:
+    def __init__(self, shape: Sequence[int], dtype: Any, where: _Elsewhere, number: int) -> None:
         super().__init__(shape, dtype)
-        self._where = where
+        self._where, self.number = where, number
 
     @property
     def sharding(self) -> Any:

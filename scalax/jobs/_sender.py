@@ -16,6 +16,7 @@ from jax.sharding import SingleDeviceSharding
 
 from scalax._jax import transfer
 from scalax._reshard.blocks import boxes_of
+from scalax._reshard.names import put
 from scalax._trace import resharding
 from scalax._tree.paths import NamedTree, describe_leaf, is_key
 from scalax.errors import ArgumentError, TransferError, shown_leaves
@@ -38,7 +39,8 @@ class Sender:
     Raises:
         ArgumentError: *address* is no address.
         MissingDependencyError: this JAX cannot send to other jobs.
-        OSError: the port is taken.
+        OSError: the port is taken, or the host has no address.
+        TransferError: another process of this job has failed.
 
     Example:
         >>> from scalax.jobs import Sender
@@ -49,15 +51,26 @@ class Sender:
 
     def __init__(self, address: str, *, wait: float = 600.0, timeout: float = 60.0) -> None:
         host, port = host_and_port('Sender', address)
-        first = jax.process_index() == 0
-        here = socket.gethostbyname(host) if first else own_address_towards(host)
         self._wait, self._timeout = wait, timeout
-        self._transfer = transfer.server(here)
         self._sent = 0
         self._changed = threading.Condition()
         self._offer: _Offer | None = None
-        self._server = Server((here, port if first else 0), self._answer, self._left)
-        self._addresses = _of_all_processes(f'{here}:{self._server.server_address[1]}')
+        self._closed = False
+        mine, error = '', None
+        try:
+            first = jax.process_index() == 0
+            here = socket.gethostbyname(host) if first else own_address_towards(host)
+            self._transfer = transfer.server(here)
+            self._server = Server((here, port if first else 0), self._answer, self._left)
+            mine = f'{here}:{self._server.server_address[1]}'
+        except Exception as fault:  # noqa: BLE001 - raised once all processes know
+            error = fault
+        self._addresses = _of_all_processes(mine)
+        if error is not None:
+            raise error
+        if '' in self._addresses:
+            self._server.server_close()
+            raise TransferError(f'Sender: process {self._addresses.index("")} failed; its error says why')
         threading.Thread(target=self._server.serve_forever, name='scalax-sender', daemon=True).start()
 
     @property
@@ -75,6 +88,8 @@ class Sender:
             ArgumentError: some leaves are not jax.Arrays, or are deleted.
             TransferError: no job asked in time, or the one that did is gone, has failed, or is silent.
         """
+        with self._changed:
+            self._sent += 1  # also of a call that fails: the processes count alike
         named = NamedTree.of(tree)
         wrong = [
             describe_leaf(path, leaf)
@@ -86,8 +101,20 @@ class Sender:
                 f'Sender.send: these leaves are not jax.Arrays, or are deleted:\n{shown_leaves(wrong)}\n'
                 'What to do: place them with helper.shard, and send them before they are donated.'
             )
+        nested: dict[str, Any] = {}
+        if twice := [
+            path
+            for path, leaf in zip(named.paths, named.leaves, strict=True)
+            if not put(nested, path, object())
+        ]:
+            raise ArgumentError(
+                f'Sender.send: the paths of these leaves overlap those of others:\n{shown_leaves(twice)}\n'
+                'What to do: rename them; keys are sent as a path, separated by slashes.'
+            )
         with self._changed:
-            self._sent += 1
+            if self._closed or self._offer is not None:
+                why = 'the Sender is closed' if self._closed else 'another thread is sending'
+                raise ArgumentError(f'Sender.send: {why}')
             offer = self._offer = _Offer(self._sent, named)
             self._changed.notify_all()
             try:
@@ -101,7 +128,12 @@ class Sender:
                 self._offer = None
 
     def close(self) -> None:
-        """Stops listening."""
+        """Stops listening. Those who wait, here and in other jobs, are told."""
+        with self._changed:
+            self._closed = True
+            if self._offer is not None:
+                self._offer.fault = 'the Sender was closed'
+            self._changed.notify_all()
         self._server.shutdown()
         self._server.server_close()
 
@@ -116,8 +148,19 @@ class Sender:
         with self._changed:
             if question['asks'] == 'join':
                 job, seconds = question['job'], question['seconds']
-                self._changed.wait_for(lambda: self._offer is not None and self._offer.is_for(job), seconds)
-                if self._offer is None or not self._offer.is_for(job):
+                number = question.get('number', 0)
+
+                def ready() -> bool:
+                    if self._offer is not None and self._offer.number < number and not self._offer.fault:
+                        self._offer.fault = f'process 0 of this job has gone on to its call {number} of send'
+                        self._changed.notify_all()
+                        return False
+                    return self._offer is not None and not self._offer.fault and self._offer.is_for(job)
+
+                self._changed.wait_for(lambda: self._closed or ready(), seconds)
+                if self._closed:
+                    return {'fault': 'its Sender was closed'}
+                if self._offer is None or not ready():
                     return {'fault': f'nothing was sent to it within {seconds:.0f} s'}
                 self._offer.join(line, question)
                 self._changed.notify_all()
@@ -127,6 +170,8 @@ class Sender:
             if offer is None or line not in offer.lines:
                 return {'fault': 'send has given up; its error says why'}
             offer.heard = time.monotonic()
+            if question['asks'] == 'alive':
+                return {}
             if question['asks'] == 'done':
                 offer.done(line)
                 self._changed.notify_all()
@@ -159,7 +204,7 @@ class _Offer:
         self.missing: set[int] | None = None
         self.lines: dict[object, int] = {}
         self.begun, self.heard, self.fault = False, time.monotonic(), ''
-        self._job = ''
+        self._job, self._made, self.number = '', self.heard, number
         self._arrays: list[jax.Array] = []
         blocks: dict[str, int] = {}
         leaves = []
@@ -197,7 +242,7 @@ class _Offer:
         if self.begun:
             self.fault = f'process {process} of the receiver left before all processes had everything'
         elif not self.lines:
-            self._job, self.missing = '', None
+            self._job, self.missing, self.heard = '', None, self._made
 
     def silence(self, seconds: float) -> str:
         """Who has kept it waiting."""

@@ -3,12 +3,19 @@
 import contextlib
 import re
 import signal
+import threading
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 import pytest
 
 from examples.launch.ports import held_port
+from scalax.errors import ArgumentError, TransferError
+from scalax.jobs import Sender, receive
+from scalax.sharding import MeshShardingHelper, PartitionSpec
+from scalax.utils import flatten_tree
 from tests.support.processes import Running, started
 
 PROGRAM = ['-m', 'tests.support.jobs_program']
@@ -90,6 +97,72 @@ FAULTS_OF_THE_RECEIVER = {
 def rare(faults: Iterable[str]) -> list[Any]:
     """Faults before and after the parts are for `make verify`."""
     return [each if 'parts' in each else pytest.param(each, marks=pytest.mark.slow) for each in faults]
+
+
+def sent_to_itself(tree: Any, **options: Any) -> Any:
+    """What this process receives of itself."""
+    helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+    with Sender('localhost:0') as sender:
+        sending = threading.Thread(target=sender.send, args=[helper.shard(tree, PartitionSpec())])
+        sending.start()
+        got = receive(helper, sender.address, PartitionSpec(), timeout=SHORT, **options)
+        sending.join(LONG)
+    return got
+
+
+class Step(NamedTuple):
+    step: Any
+    params: Any
+    opt: Any
+
+
+@pytest.mark.parametrize(
+    'tree', [[np.full(4, i) for i in range(12)], Step(0.0, np.ones(3), {'b': 2.0, 'a': 3})]
+)
+def test_leaves_come_by_their_paths(tree: Any) -> None:
+    got = flatten_tree(sent_to_itself(tree))
+    assert set(got) == set(flatten_tree(tree))
+    for path, value in flatten_tree(tree).items():
+        np.testing.assert_array_equal(got[path], value)
+
+
+def test_leaves_that_cannot_be_sent() -> None:
+    one = jax.device_put(np.ones(2))
+    deleted = jax.device_put(np.ones(2))
+    deleted.delete()
+    with Sender('localhost:0', wait=SHORT) as sender:
+        with pytest.raises(ArgumentError) as error:
+            sender.send({'a/b': one, 'a': {'b': one, 'c': one}})
+        assert str(error.value) == (
+            'Sender.send: the paths of these leaves overlap those of others:\n  a/b\n'
+            'What to do: rename them; keys are sent as a path, separated by slashes.'
+        )
+        with pytest.raises(ArgumentError) as error:
+            sender.send({'w': deleted, 'n': 3.0, 'fine': one})
+        assert str(error.value) == (
+            'Sender.send: these leaves are not jax.Arrays, or are deleted:\n  n: Python float\n  '
+            'w: float32[2]\nWhat to do: place them with helper.shard, and send them before they are donated.'
+        )
+    with pytest.raises(ArgumentError, match=r'^Sender\.send: the Sender is closed$'):
+        sender.send({'w': one})
+
+
+@pytest.mark.parametrize('address', ['', 'host', 'http://host:1', 7])
+def test_what_is_no_address(address: Any) -> None:
+    with pytest.raises(ArgumentError) as error:
+        Sender(address)
+    assert str(error.value) == f"Sender: address has to be 'host:port', got {address!r}"
+
+
+def test_nobody_is_there() -> None:
+    helper = MeshShardingHelper([8], ['fsdp'])
+    with held_port() as port, pytest.raises(TransferError) as error:
+        receive(helper, f'127.0.0.1:{port}', PartitionSpec(), wait=1)
+    text = re.sub(r'\(.*?\)', '(...)', str(error.value), flags=re.DOTALL)
+    assert text == (
+        f'receive: nobody listens at 127.0.0.1:{port} (...). What to do: start the job with the Sender, give '
+        'its address, and a longer wait if it starts later.'
+    )
 
 
 def fault_of(running: Running) -> str:
