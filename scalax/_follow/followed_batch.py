@@ -23,7 +23,7 @@ from scalax._util.user_frames import file_text, users_own
 
 _SAY_WHICH = (
     'no argument looks like a batch, which is sharded by specs alone, is not donated, and comes with an '
-    'argument that a rule shards or a spec replicates; name the batch by batch_argnums or batch_argnames'
+    'argument that a rule shards; name the batch by batch_argnums or batch_argnames'
 )
 _DEAL = os.path.join('scalax', '_stages', 'deal.py')
 _JAX = os.path.dirname(jax.__file__) + os.sep

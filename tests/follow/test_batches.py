@@ -31,10 +31,7 @@ def axes(*args, fun=layer, **options):
         ({'in_shardings': (RULE, P(('data', 'fsdp')))}, ('data', 'fsdp')),
         ({'in_shardings': (RULE, P('fsdp', 'data'))}, ('data', 'fsdp')),
         ({'in_shardings': (RULE, P())}, ()),
-        ({'in_shardings': (P(), ROWS)}, ('fsdp',)),  # DDP
-        ({'in_shardings': (P(), P(None, 'fsdp'))}, ()),  # columns of a weight
-        ({'in_shardings': (P('data'), ROWS)}, ()),  # all by specs, and both sharded
-        ({'in_shardings': (ROWS, P())}, ()),  # a sharded weight
+        ({'in_shardings': (P(), ROWS)}, ()),  # all by specs
         ({'in_shardings': (RULE, ROWS), 'donate_argnums': 1}, ()),
         ({'args_sharding_constraint': (RULE, ROWS)}, ('fsdp',)),
         ({'in_shardings': (RULE, ROWS), 'args_sharding_constraint': (RULE, None)}, ('fsdp',)),
@@ -48,19 +45,6 @@ def axes(*args, fun=layer, **options):
 )
 def test_what_is_a_batch(options, expected):
     assert axes(**options) == expected
-
-
-def test_weights_after_replicated_tokens_are_no_batch():
-    """One spec shards them all by their first dimensions, which differ."""
-
-    def generate(tokens, weights):
-        return jnp.tanh(weights['embedding'][tokens] @ weights['out'])
-
-    weights = {'embedding': np.ones((32, 16), np.float32), 'out': np.ones((16, 8), np.float32)}
-    tokens, specs = np.zeros((4, 8), np.int32), (P(), ROWS)
-    assert axes(tokens, weights, fun=generate, in_shardings=specs) == ()
-    helped = HELPER.sjit(lambda key, w, x: x @ w['out'], in_shardings=(P(), ROWS, ROWS), donate_argnums=1)
-    assert helped.followed(tokens, weights, np.ones((64, 16), np.float32)).axes == ('fsdp',)
 
 
 @pytest.mark.parametrize(
@@ -99,14 +83,14 @@ def test_what_cannot_be_one(options, message):
 
 IT_IS = (
     'no argument looks like a batch, which is sharded by specs alone, is not donated, and comes with an '
-    'argument that a rule shards or a spec replicates; name the batch by batch_argnums or batch_argnames'
+    'argument that a rule shards; name the batch by batch_argnums or batch_argnames'
 )
 
 
 @pytest.mark.parametrize(
     ('helper', 'options', 'reason'),
     [
-        (HELPER, {'in_shardings': (ROWS, P()), 'donate_argnums': 0}, IT_IS),
+        (HELPER, {'in_shardings': (P(), ROWS)}, IT_IS),
         (HELPER, {'in_shardings': (RULE, ROWS), 'donate_argnums': 1}, IT_IS),
         (HELPER, {'batch_argnums': ()}, 'batch_argnums=() turns it off'),
         (

@@ -40,7 +40,7 @@ def x(rng):
 
 def on_mesh(helper, fun, rule, rows, *args):
     """The results on one device and on the mesh, and the bytes of all-reduces along each mesh axis."""
-    step = helper.sjit(fun, in_shardings=(rule, rows), out_shardings=(P(), rule))
+    step = helper.sjit(fun, in_shardings=(rule, rows), out_shardings=(P(), rule), batch_argnums=1)
     totals = helper.plan(step, *args).totals
     return jax.jit(fun)(*args), step(*args), {axes: each.get('all-reduce') for axes, each in totals.items()}
 
@@ -134,5 +134,5 @@ def test_what_is_written_for_all_devices_compiles(of_parameters, params, x):
 
         return lax.scan(add, jnp.zeros(16), jnp.moveaxis(x.reshape(-1, 4, 16), 1, 0))[0]
 
-    found = BOTH.sjit(step, in_shardings=(P(), P('data')))(params, x)
+    found = BOTH.sjit(step, in_shardings=(P(), P('data')), batch_argnums=1)(params, x)
     assert_close(found, jax.jit(step)(params, x), 1e-4)

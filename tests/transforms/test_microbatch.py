@@ -51,12 +51,14 @@ def assert_close(tree, expected, tolerance=1e-6):
 def test_the_gradient_of_the_whole_batch(helper, where, params, batch):
     whole = helper.sjit(jax.value_and_grad(loss), in_shardings=(where, P('data')))
     expected, plan = whole(params, batch), helper.plan(whole, params, batch)
+    summed_once = where == P() and helper is HELPERS['auto']
+    options = {'in_shardings': (where, P('data')), **({'batch_argnums': 1} if summed_once else {})}
     for n in (1, 2, 16):
-        parts = helper.sjit(microbatch(jax.value_and_grad(loss), n), in_shardings=(where, P('data')))
+        parts = helper.sjit(microbatch(jax.value_and_grad(loss), n), **options)
         assert_close(parts(params, batch), expected)
         # Nothing is sent to divide the batch: each part does what the whole does, n times, and no more. Where
         # parameters are replicated, devices sum once.
-        times = 1 if where == P() and helper is HELPERS['auto'] else n
+        times = 1 if summed_once else n
         counts = {kind: times * plan.count(kind) for kind in ('all-gather', 'all-reduce', 'reduce-scatter')}
         assert_collectives(
             parts,

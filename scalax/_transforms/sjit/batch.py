@@ -1,8 +1,7 @@
 """Which arguments of a call are a batch, what is followed of it, and why nothing is.
 
 Unless the user says which, a batch is what specs alone shard, and what is not donated: state is placed by
-rules, replicated, or donated. So another argument has a rule that looks at paths or shapes; or specs
-replicate the first argument, and shard nothing but the first dimensions of others, which have one size.
+rules, or donated. So another argument has a rule that looks at paths or shapes.
 """
 
 from __future__ import annotations
@@ -94,14 +93,8 @@ def _found(rules: FunctionRules, call: Call) -> list[bool]:
     """A column: the leaves that are batches as far as the rules tell."""
     given = {slot: each for slot, each in _given(rules, call).items() if each}
     by_specs = [slot for slot, each in given.items() if _specs_alone(each)]
-    if len(by_specs) == len(given):  # where all else is replicated (DDP), what is sharded is the batch
-        by_specs = [slot for slot, each in given.items() if any(map(_axes, each))]
-        first = next(iter(given), None)  # parameters, by convention: a sharded one is a weight
-        shapes = call.by_slot([*map(np.shape, call.leaves)])
-        holding = {*by_specs}.difference(call.layout.donated)
-        sizes = {shape[0] for slot in holding for shape in shapes[slot] if shape}  # those of weights differ
-        if first in by_specs or len(sizes) > 1 or not all(_are_batches(given[slot]) for slot in by_specs):
-            return [False] * len(call.leaves)
+    if len(by_specs) == len(given):
+        return [False] * len(call.leaves)
     holding = {*by_specs}.difference(call.layout.donated)
     return [slot in holding for slot, tree in call.trees.items() for _ in range(tree.num_leaves)]
 
@@ -119,12 +112,6 @@ def _given(rules: FunctionRules, call: Call) -> dict[int, list[Any]]:
 
 def _specs_alone(given: Sequence[Any]) -> bool:
     return not [each for each in given if not isinstance(each, PartitionSpec | NamedSharding)]
-
-
-def _are_batches(given: Sequence[Any]) -> bool:
-    """Whether specs shard the first dimension alone."""
-    specs = [getattr(each, 'spec', each) for each in given]
-    return all(spec and spec[0] is not None and not any(spec[1:]) for spec in specs)
 
 
 def _axes(given: Any) -> Sequence[str]:
