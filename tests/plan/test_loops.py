@@ -160,7 +160,7 @@ def test_rounds(fun, rounds, known):
     assert count_flops(traced.jaxpr) == expected
     program = work_of(parse(traced.lower().compiler_ir(dialect='hlo').as_hlo_text()))
     assert (program.flops, program.counted) == (expected.count, expected.counted)
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 30  # not for ever; a busy machine takes longer
 
 
 def as_optimized(text):
