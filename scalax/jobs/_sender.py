@@ -57,8 +57,8 @@ class Sender:
         self._offer: _Offer | None = None
         self._closed = False
         mine, error = '', None
+        first = jax.process_index() == 0
         try:
-            first = jax.process_index() == 0
             here = socket.gethostbyname(host) if first else own_address_towards(host)
             self._transfer = transfer.server(here)
             self._server = Server((here, port if first else 0), self._answer, self._left)

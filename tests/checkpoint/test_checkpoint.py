@@ -372,7 +372,7 @@ def test_threads_take_turns(tmp_path: Path, helper: MeshShardingHelper) -> None:
         try:
             return checkpointer.save(step, state)
         except CheckpointError as error:  # another thread was earlier, with a later step
-            assert f'step {step} cannot be saved: {tmp_path} holds step' in str(error)
+            assert f'step {step} cannot be saved: {tmp_path} already holds step' in str(error)
             return False
 
     with ThreadPoolExecutor(6) as pool:

@@ -271,7 +271,7 @@ def test_rules_in_place_of_a_tree(tree):
     leaf = 'w' if isinstance(tree, dict) else '(the leaf itself)'
     assert str(raised.value) == (
         f'One leaf cannot be sharded as asked (mesh: data=4, tp=2):\n'
-        f'  {leaf}: {type(P()).__module__.partition(".")[0]}.{type(P()).__name__}\n'
+        f'  {leaf}: {type(P()).__module__}.{type(P()).__name__}\n'
         "    P('data',) is not an array\n"
         'What to do: shard trees of arrays, and take other leaves out (a function may close over them). Or '
         'are the tree and the rules the wrong way round?'
