@@ -97,6 +97,7 @@ class Job:
 
     def texts(self) -> Iterator[tuple[str, str]]:
         """By path in the target, what has to be the same on every process."""
+        yield '(the call)', f'with donate={self.options.donate} and memory={self.options.memory}'
         for each in self.arrivals:
             sources = ', '.join(self._source_text(move.source) for move in each.moves)
             spec = specs.text(each.sharding.spec)

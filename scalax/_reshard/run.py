@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -40,17 +40,16 @@ _ADVICE = (
 
 def reshard(helper: Any, pytree: Any, rules: Any, *options: Any) -> Any:
     """`MeshShardingHelper.reshard`."""
-    mesh, checked = helper.mesh, Options.of(*options)
+    mesh = helper.mesh
     meshes.require_devices(mesh, 'reshard')
     transfer.reject_tracers(jax.tree.leaves(pytree), 'reshard')
     every = Mesh(np.asarray(jax.devices(mesh.devices.flat[0].platform), dtype=object), ('device',))
 
     def prepare() -> tuple[Iterable[tuple[str, str]], Job]:
-        job = Job.of(helper, pytree, rules, checked)
+        job = Job.of(helper, pytree, rules, Options.of(*options))
         return job.texts(), job
 
-    how = f'dtype={checked.dtype}, donate={checked.donate}, memory={checked.memory}'
-    job = agreement.together(every, 'reshard', f'mesh ({MeshAxes.of(mesh)}), {how}', _ADVICE, prepare)
+    job = agreement.together(every, 'reshard', f'mesh ({MeshAxes.of(mesh)})', _ADVICE, prepare)
     with progress(f'resharding, {human_bytes(job.bytes)}', _LOG):
         return moved(job, steps.carry)
 
@@ -60,6 +59,9 @@ def moved(job: Job, carry: Carry) -> Any:
     leaves = job.tree.leaves
     # An array, or its memory, may be in the tree several times.
     memory = [_address(leaf) for leaf in leaves]
+    sharing: dict[Any, list[Any]] = defaultdict(list)
+    for address, leaf in zip(memory, leaves, strict=True):
+        sharing[address].append(leaf)
     uses = Counter(memory[move.source] for arrival in job.arrivals for move in arrival.moves)
     made = []
     for arrival in job.arrivals:
@@ -70,8 +72,8 @@ def moved(job: Job, carry: Carry) -> Any:
             last = job.options.donate and not uses[memory[i]]
             route = job.route(move, arrival)
             _bring(route, functools.partial(carry, i, route), _parts(leaves[i]), blocks, last)
-            for leaf, address in zip(leaves, memory, strict=True):
-                if last and address == memory[i] and isinstance(leaf, jax.Array) and not leaf.is_deleted():
+            for leaf in sharing[memory[i]] if last else ():
+                if isinstance(leaf, jax.Array) and not leaf.is_deleted():
                     leaf.delete()
         made.append(_array(arrival, blocks))
     return jax.tree.unflatten(job.treedef, made)

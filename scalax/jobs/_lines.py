@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import socket
 import socketserver
@@ -26,6 +27,14 @@ def host_and_port(what: str, address: str) -> tuple[str, int]:
     if match is None:
         raise ArgumentError(f"{what}: address has to be 'host:port', got {address!r}")
     return match['host'], int(match['port'])
+
+
+def checked_seconds(what: str, wait: float, timeout: float) -> None:
+    """Raises ArgumentError unless both are numbers of seconds; without a *wait*, nothing is waited for."""
+    for name, value, allowed in (('wait', wait, '0 or more'), ('timeout', timeout, 'more than 0')):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < math.inf or (name == 'timeout' and not value):
+            raise ArgumentError(f'{what}: {name} has to be a number of seconds, {allowed}, got {value!r}')
 
 
 def own_address_towards(host: str) -> str:
@@ -94,7 +103,7 @@ class Line:
         deadline = time.monotonic() + seconds
         while True:
             try:
-                self._socket = socket.create_connection((host, port), timeout=seconds)
+                self._socket = socket.create_connection((host, port), timeout=max(seconds, 1.0))
                 break
             except OSError as error:
                 if time.monotonic() > deadline:

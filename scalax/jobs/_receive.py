@@ -22,7 +22,7 @@ from scalax._reshard.routes import Route
 from scalax._reshard.run import moved, start_in
 from scalax._reshard.steps import Blocks, is_here
 from scalax.errors import TransferError
-from scalax.jobs._lines import Line
+from scalax.jobs._lines import Line, checked_seconds
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
@@ -82,7 +82,7 @@ def receive(
         >>> got['w'].dtype.name, got['w'].sharding.spec
         ('bfloat16', P())
     """
-    mesh, options = helper.mesh, Options.of(mapping, dtype, False, memory)
+    mesh = helper.mesh
     meshes.require_devices(mesh, 'receive')
     processes = collectives.processes_of(mesh)
     name = secrets.token_hex(8)
@@ -94,6 +94,8 @@ def receive(
         texts: list[tuple[str, str]] = []
         error: Exception | None = None
         try:
+            checked_seconds('receive', wait, timeout)
+            options = Options.of(mapping, dtype, False, memory)
             senders = _Senders(connections, address, question, wait, timeout)
             job = Job.of(helper, senders.tree, rules, options)
             texts = [*job.texts(), ('(the number of the tree)', str(senders.number))]

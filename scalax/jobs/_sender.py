@@ -10,19 +10,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
+from scalax._hostdata import collectives
 from scalax._jax import transfer
 from scalax._reshard.blocks import boxes_of
 from scalax._reshard.names import put
 from scalax._trace import resharding
 from scalax._tree.paths import NamedTree, describe_leaf, is_key
 from scalax.errors import ArgumentError, TransferError, shown_leaves
-from scalax.jobs._lines import Server, host_and_port, own_address_towards
-
-_LONGEST = 256  # bytes of an address
+from scalax.jobs._lines import Server, checked_seconds, host_and_port, own_address_towards
 
 
 class Sender:
@@ -37,7 +34,7 @@ class Sender:
         timeout: seconds that it then waits for each of its questions.
 
     Raises:
-        ArgumentError: *address* is no address.
+        ArgumentError: *address* is no address, or a number of seconds is invalid.
         MissingDependencyError: this JAX cannot send to other jobs.
         OSError: the port is taken, or the host has no address.
         TransferError: another process of this job has failed.
@@ -50,7 +47,6 @@ class Sender:
     """
 
     def __init__(self, address: str, *, wait: float = 600.0, timeout: float = 60.0) -> None:
-        host, port = host_and_port('Sender', address)
         self._wait, self._timeout = wait, timeout
         self._sent = 0
         self._changed = threading.Condition()
@@ -59,13 +55,15 @@ class Sender:
         mine, error = '', None
         first = jax.process_index() == 0
         try:
+            checked_seconds('Sender', wait, timeout)
+            host, port = host_and_port('Sender', address)
             here = socket.gethostbyname(host) if first else own_address_towards(host)
             self._transfer = transfer.server(here)
             self._server = Server((here, port if first else 0), self._answer, self._left)
             mine = f'{here}:{self._server.server_address[1]}'
         except Exception as fault:  # noqa: BLE001 - raised once all processes know
             error = fault
-        self._addresses = _of_all_processes(mine)
+        self._addresses: list[str] = collectives.gather_json(collectives.all_processes(), mine)
         if error is not None:
             raise error
         if '' in self._addresses:
@@ -258,11 +256,3 @@ class _Offer:
         if data.shape != tuple(question['sizes']):
             data = jax.lax.dynamic_slice(data, start, question['sizes'])
         return jax.device_put(data.astype(question['dtype']), SingleDeviceSharding(*data.devices()))
-
-
-def _of_all_processes(text: str) -> Sequence[str]:
-    """The texts of all processes of this program."""
-    if jax.process_count() == 1:
-        return [text]
-    mine = np.frombuffer(text.encode().ljust(_LONGEST), np.uint8)
-    return [bytes(row).decode().strip() for row in multihost_utils.process_allgather(mine)]

@@ -4,6 +4,7 @@ import contextlib
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -152,6 +153,38 @@ def test_what_is_no_address(address: Any) -> None:
     with pytest.raises(ArgumentError) as error:
         Sender(address)
     assert str(error.value) == f"Sender: address has to be 'host:port', got {address!r}"
+
+
+@pytest.mark.parametrize(
+    ('name', 'value', 'allowed'),
+    [('wait', -1, '0 or more'), ('wait', '5', '0 or more'), ('timeout', 0, 'more than 0')],
+)
+def test_what_is_no_number_of_seconds(name: str, value: Any, allowed: str) -> None:
+    helper = MeshShardingHelper([8], ['fsdp'])
+    text = f'{name} has to be a number of seconds, {allowed}, got {value!r}'
+    with pytest.raises(ArgumentError) as error:
+        Sender('localhost:0', **{name: value})
+    assert str(error.value) == f'Sender: {text}'
+    with pytest.raises(ArgumentError) as error:
+        receive(helper, 'localhost:1', PartitionSpec(), **{name: value})
+    assert str(error.value) == f'receive: {text}'
+
+
+def test_a_receiver_that_does_not_wait() -> None:
+    helper = MeshShardingHelper([8], ['fsdp'])
+    with Sender('localhost:0') as sender:
+        with pytest.raises(TransferError, match='answered: nothing was sent to it within 0 s'):
+            receive(helper, sender.address, PartitionSpec(), wait=0)
+        with contextlib.ExitStack() as stack:
+            sending = threading.Thread(target=sender.send, args=[{'w': jax.device_put(np.arange(8))}])
+            sending.start()
+            stack.callback(sending.join, LONG)
+            for _ in range(LONG):
+                with contextlib.suppress(TransferError):
+                    got = receive(helper, sender.address, PartitionSpec(), wait=0)
+                    break
+                time.sleep(0.1)
+    np.testing.assert_array_equal(got['w'], np.arange(8))
 
 
 def test_nobody_is_there() -> None:

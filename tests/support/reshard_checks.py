@@ -119,7 +119,7 @@ def check_disagreement() -> None:
     except DataError as error:
         text = str(error)
     assert text == (
-        'reshard: the processes disagree (mesh (a=4), dtype=None, donate=False, memory=None):\n'
+        'reshard: the processes disagree (mesh (a=4)):\n'
         "  process 1: w is float32[24, 48] for P('a',) from w float32[24, 48] as P('a',) on devices "
         "{0}, and float32[24, 48] for P(None, 'a') from w float32[24, 48] as P('a',) on devices {0} on "
         'process 0\n'
@@ -127,6 +127,18 @@ def check_disagreement() -> None:
         'whose arrays are placed alike; where a process holds nothing of an array, '
         'jax.ShapeDtypeStruct(shape, dtype, sharding=...) stands for it.'
     ).format(', '.join(str(device.id) for device in ordered()[:4])), text
+    try:
+        after.reshard({'w': source}, P('a'), memory='1KiB' if me else None)
+    except DataError as error:
+        text = str(error)
+    assert 'process 1: (the call) is with donate=False and memory=1024, and with donate=False and ' in text, (
+        text
+    )
+    try:
+        after.reshard({'w': source}, P('a'), dtype='int8' if me else None)
+    except (ArgumentError, DataError) as error:
+        text = str(error)
+    assert "dtype is that of floating-point leaves, or None, got 'int8'" in text, text
     if me == 0:
         source.delete()
     try:
