@@ -9,7 +9,7 @@ another: where one is lost the others cannot go on, so all are started anew, and
 have saved. `LOST_AT` tells them since when they are wanted, in seconds since the epoch.
 
 With `--on_loss=shrink` each process stands for a host: one that was killed does not come back, nor one that
-is silent while most of the others have ended for want of it. The others start on as many as are left.
+is silent while as many others have ended for want of it. The others start on as many as are left.
 
 SIGTERM and Ctrl-C ask all of them to end, and a second Ctrl-C ends them at once. Where the launcher itself is
 killed with SIGKILL they go on, and have to be ended by the ids that it has printed.
@@ -55,6 +55,8 @@ FINAL = (0, REFUSED, PREEMPTED, INTERRUPTED)
 POLL_S = 0.05
 # Processes that end because another is silent do so at about the same time.
 SETTLE_S = 3.0
+# By then JAX has ended all that wait for a lost one: 20 s is the heartbeat_timeout of scalax.distributed.
+HEARTBEAT_S = 30.0
 
 
 class Launcher:
@@ -143,8 +145,8 @@ class Launcher:
             time.sleep(POLL_S)
 
     def gone(self) -> list[int]:
-        """After a failure, the processes that were killed; or else the one that the others have given up."""
-        end = time.monotonic() + SETTLE_S
+        """After a failure, the processes that were killed; or else those that the others have given up."""
+        begun = time.monotonic()
         while True:
             codes = [process.poll() for process in self.running]
             # By SIGABRT JAX ends those that wait for another in vain.
@@ -152,8 +154,12 @@ class Launcher:
             silent = [i for i, code in enumerate(codes) if code is None]
             if killed or not silent:
                 return killed
-            if time.monotonic() > end:
-                return silent if codes.count(-signal.SIGABRT) > len(silent) else []
+            aborted, waited = codes.count(-signal.SIGABRT), time.monotonic() - begun
+            if waited > SETTLE_S and aborted < len(silent):  # one has failed, and the others wait for it
+                return []
+            # Of as many on each side, those that wait are ended too.
+            if waited > (SETTLE_S if aborted > len(silent) else HEARTBEAT_S):
+                return silent
             time.sleep(POLL_S)
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:

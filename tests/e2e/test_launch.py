@@ -191,6 +191,18 @@ def shrinking(code: str, *flags: str) -> list[str]:
             0,
             ['a process ended with SIGABRT; lost: process 0; 3 more starts on 2 processes'],
         ),
+        pytest.param(  # one of two is silent; the other may have failed, but would have ended this one too
+            'if count == 1: sys.exit()\n'
+            'if me: os.kill(os.getpid(), 9 if count == 3 and me == 2 else signal.SIGSTOP)\n'
+            'time.sleep(600) if count == 3 else os.abort()',
+            [],
+            0,
+            [
+                'a process ended with SIGKILL; lost: process 2; 3 more starts on 2 processes',
+                'a process ended with SIGABRT; lost: process 1; 2 more starts on 1 process',
+            ],
+            marks=pytest.mark.slow,
+        ),
         (  # nobody is lost by an error, nor where one aborts and all others live
             'os.abort() if me == 0 else time.sleep(600)',
             ['--restarts=1'],
@@ -209,7 +221,15 @@ def shrinking(code: str, *flags: str) -> list[str]:
         ),
         ('sys.exit(5 * (me == 1))', ['--restarts=0'], 5, ['exit code 5; 0 more starts on 3 processes']),
     ],
-    ids=['killed', 'killed, and the others fail', 'silent', 'an error', 'all, one by one', 'too often'],
+    ids=[
+        'killed',
+        'killed, and the others fail',
+        'silent',
+        'one of two silent',
+        'an error',
+        'all, one by one',
+        'too often',
+    ],
 )
 def test_a_lost_process_does_not_come_back(
     code: str, flags: list, expected: int, said: list[str], tmp_path: Path
