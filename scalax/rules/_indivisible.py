@@ -58,6 +58,10 @@ def divided(
         return spec, faults, []
     said = f'{specs.text(spec)} from {origin}: {"; ".join(fault.detail for fault in faults)}'
     if policy == 'error':
-        return spec, [], [f'{said}; the compiler will pad, and may replicate']
+        return (
+            spec,
+            [],
+            [f'{said}; XLA pads it, and has some operations wrong there (jnp.nonzero)'],
+        )
     reduced = specs.drop_indivisible(spec, shape, axes)
     return reduced, [], [f'{said}; {specs.text(reduced)} is used'] if policy == 'warn' else []

@@ -30,3 +30,15 @@ def test_xla_takes_what_is_in_the_padding_of_updates_for_updates() -> None:
         assert jax.jit(counts)(split).sum() > 15
     with contract('splits them evenly behind a pad', 'to mend it', library='jaxlib'):
         np.testing.assert_array_equal(jax.jit(mended)(split), expected)
+
+
+def test_xla_computes_nonzero_wrong_along_a_padded_dimension() -> None:
+    mesh = jax.make_mesh((2, 4), ('x', 'y'), axis_types=(AxisType.Auto,) * 2)
+    mask = np.arange(9) % 2 == 0
+
+    def found(mask: jax.Array) -> jax.Array:
+        split = jax.lax.with_sharding_constraint(mask, NamedSharding(mesh, P('y')))
+        return jnp.nonzero(split, size=5)[0]
+
+    with contract('finds other places', 'no policy pads, and a warning says so', library='jaxlib'):
+        assert jax.jit(found)(mask).tolist() != [0, 2, 4, 6, 8]

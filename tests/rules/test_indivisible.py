@@ -33,7 +33,14 @@ UNEVEN = 'dimension 0 of size 5 does not divide by 2 (a=2)'
         (P('a', 'b'), ['warn', 'error'], False, P('a', 'b'), 1, []),
         (P('a', 'b'), ['replicate'], False, P(None, 'b'), 0, []),
         (P('a', 'b'), ['replicate', 'warn'], True, P(None, 'b'), 0, [f'; {P(None, "b")} is used']),
-        (P('a', 'b'), ['error'], True, P('a', 'b'), 0, ['; the compiler will pad, and may replicate']),
+        (
+            P('a', 'b'),
+            ['error'],
+            True,
+            P('a', 'b'),
+            0,
+            ['; XLA pads it, and has some operations wrong there (jnp.nonzero)'],
+        ),
         (P(('a', 'b')), ['error'], True, P(('a', 'b')), 1, []),  # Explicit: part of the type
         (P(None, 'a'), ['error'], False, P(None, 'a'), 0, []),
     ],

@@ -260,7 +260,7 @@ def test_dimensions_that_do_not_divide_warn_on_auto_axes_and_fail_on_explicit_on
     assert [str(warning.message) for warning in caught] == [
         "dimensions of annotation 'h' that do not divide (mesh: a=4, b=2):\n"
         "  (the leaf itself): float32[6], P('a',) from the spec given: dimension 0 of size 6 does not divide "
-        'by 4 (a=4); the compiler will pad, and may replicate'
+        'by 4 (a=4); XLA pads it, and has some operations wrong there (jnp.nonzero)'
     ]
     with pytest.raises(ShardingError, match='dimension 0 of size 6 does not divide by 4'):
         EXPLICIT.sjit(lambda y: with_sharding_constraint(y, P('a')))(x)
@@ -289,7 +289,7 @@ def test_outside_of_jit_nothing_pads(helper):
 def test_what_is_traced_and_run_at_once_is_not_padded(run, snapshot):
     with AUTO.get_context(), snapshot.raises(ShardingError):
         run(lambda x: with_sharding_constraint(x, P('a')))
-    with AUTO.get_context(), pytest.warns(IndivisibleWarning, match='the compiler will pad'):
+    with AUTO.get_context(), pytest.warns(IndivisibleWarning, match='XLA pads it'):
         jax.make_jaxpr(lambda: run(lambda x: with_sharding_constraint(x, P('a'))))()
 
 
