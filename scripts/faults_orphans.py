@@ -33,7 +33,7 @@ from scalax.checkpoint import Checkpointer
 from scalax.errors import CheckpointError
 from scalax.sharding import MeshShardingHelper, PartitionSpec
 
-REFUSED = 'already, from another run or from later in this one'
+REFUSED = ', from another run or from later in this one'
 TAKEN = re.compile(r'now has another writer: process (\d+) on host')
 # A step takes long enough, and is kept long enough, for the next job to restore it meanwhile.
 OPTIONS = ('--keep=30', '--pause=0.1')
