@@ -427,13 +427,12 @@ print(mixed_x.sharding.spec, jax.typeof(mixed_x))
 # %% [markdown]
 # ### auto_axes: leaving part of a program to the compiler
 #
-# Inside `helper.auto_axes` Explicit axes are Auto, so the compiler handles operations that JAX cannot
-# resolve. Results need types again, given by `out_sharding`: a spec, a tree of specs, or rules.
-# (`jax.sharding.auto_axes` is the same with specs, under `jax.set_mesh`.)
+# Inside JAX's `auto_axes` Explicit axes are Auto, so the compiler handles operations that JAX cannot
+# resolve. Results need types again, given by `out_sharding`: a spec, or a tree of specs.
 
 
 # %%
-@helper.auto_axes(out_sharding=P('dp', 'mp'))
+@jax.sharding.auto_axes(out_sharding=P('dp', 'mp'))
 def symmetric(x):
     print('inside: ', jax.typeof(x))
     return x + x.T
@@ -442,13 +441,13 @@ def symmetric(x):
 print('outside:', jax.typeof(helper.sjit(symmetric)(square)))
 
 
-@helper.auto_axes(axes='mp', out_sharding=P('dp', 'mp'))
+@jax.sharding.auto_axes(axes='mp', out_sharding=P('dp', 'mp'))
 def half_auto(x):
     print('mp only:', jax.typeof(x))
     return 2 * x
 
 
-print('outside:', jax.typeof(half_auto(square)))
+print('outside:', jax.typeof(helper.sjit(half_auto)(square)))
 
 # %% [markdown]
 # ### explicit_axes: types in part of a program
@@ -458,7 +457,7 @@ print('outside:', jax.typeof(half_auto(square)))
 
 
 # %%
-@auto.explicit_axes(in_sharding=P('dp', 'mp'))
+@jax.sharding.explicit_axes(in_sharding=P('dp', 'mp'))
 def typed(x):
     print('inside: ', jax.typeof(x), jax.typeof(x.sum(axis=1)))
     return 2 * x

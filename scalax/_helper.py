@@ -19,7 +19,7 @@ from scalax._hostdata.prefetch import Prefetch
 from scalax._mesh import meshes, topologies
 from scalax._stages.stages import Stages
 from scalax._trace import constraints, contexts
-from scalax._transforms import axis_modes, shard_map
+from scalax._transforms import shard_map
 from scalax._transforms.shard_map import REQUIRED
 from scalax._transforms.sjit.function import sjit
 from scalax._tree.paths import dtype_on_devices
@@ -62,7 +62,7 @@ class MeshShardingHelper:
     make a helper                 the constructor, `from_mesh`, `from_topology`
     place a tree, and fetch it    `shard`, `gather`; leaf by leaf `make_shard_and_gather_fns`
     move a tree between meshes    `reshard`
-    compile a function            `sjit`, `shard_map`, `auto_axes`, `explicit_axes`
+    compile a function            `sjit`, `shard_map`
     constrain values inside it    `with_sharding_constraint`, `with_sharding_annotation`
     look at shardings             `explain`, `visualize`, `match_sharding_rule`, `abstract`
     know the cost beforehand      `plan`
@@ -531,107 +531,6 @@ class MeshShardingHelper:
             options: dict[str, Any] = {'axis_names': axis_names, 'check_vma': check_vma}
             return functools.partial(self.shard_map, in_specs=in_specs, out_specs=out_specs, **options)
         return shard_map.shard_map(self.get_context(), fun, in_specs, out_specs, axis_names, check_vma)
-
-    @overload
-    def auto_axes(
-        self, fun: Callable[..., Result], *, axes: str | Iterable[str] | None = None, out_sharding: RuleLike
-    ) -> Callable[..., Result]: ...
-    @overload
-    def auto_axes(
-        self, fun: None = None, *, axes: str | Iterable[str] | None = None, out_sharding: RuleLike
-    ) -> Callable[[Callable[..., Result]], Callable[..., Result]]: ...
-    def auto_axes(
-        self,
-        fun: Callable[..., Any] | None = None,
-        *,
-        axes: str | Iterable[str] | None = None,
-        out_sharding: RuleLike,
-    ) -> Callable[..., Any]:
-        """Runs a function with mesh axes of type Auto, like ``jax.sharding.auto_axes``, with rules for specs.
-
-        Inside, the compiler propagates shardings along these axes, and types do not mention them; constraints
-        of this helper are constraints there. For operations that have no sharding rule of their own, or
-        whose result could be sharded in several ways.
-
-        Args:
-            fun: the function; without it the result is a decorator.
-            axes: the mesh axes that are Auto inside; all of them by default.
-            out_sharding: the shardings of the outputs: a rule or a pytree prefix of rules. None, which leaves
-                it to the compiler, is for axes that are Auto outside too.
-
-        Returns:
-            A function with the parameters of *fun*. Called outside of a compiled function it is compiled, and
-            arguments on other devices are copied to those of the mesh.
-
-        Raises:
-            MeshError: `axes` names an axis that the mesh lacks, or one that is manual (inside `shard_map`).
-            ShardingError: outputs that cannot be sharded as asked; all of them are named.
-            StructureError: rules whose structure does not fit the outputs.
-
-        Example:
-            >>> import jax, numpy as np
-            >>> from jax.sharding import AxisType
-            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
-            >>> helper = MeshShardingHelper([4, 2], ['data', 'model'], axis_types=AxisType.Explicit)
-            >>> x = helper.shard(np.ones((8, 8), np.float32), PartitionSpec('data', 'model'))
-            >>> transposed_sum = helper.auto_axes(lambda x: x + x.T, out_sharding=PartitionSpec('data'))
-            >>> jax.typeof(transposed_sum(x))
-            ShapedArray(float32[8@data,8])
-        """
-        if fun is None:
-            return functools.partial(self.auto_axes, axes=axes, out_sharding=out_sharding)
-        return axis_modes.switched(axis_modes.AUTO, self.get_context(), fun, axes, out_sharding)
-
-    @overload
-    def explicit_axes(
-        self, fun: Callable[..., Result], *, axes: str | Iterable[str] | None = None, in_sharding: RuleLike
-    ) -> Callable[..., Result]: ...
-    @overload
-    def explicit_axes(
-        self, fun: None = None, *, axes: str | Iterable[str] | None = None, in_sharding: RuleLike
-    ) -> Callable[[Callable[..., Result]], Callable[..., Result]]: ...
-    def explicit_axes(
-        self,
-        fun: Callable[..., Any] | None = None,
-        *,
-        axes: str | Iterable[str] | None = None,
-        in_sharding: RuleLike,
-    ) -> Callable[..., Any]:
-        """Runs a function with mesh axes of type Explicit, like ``jax.sharding.explicit_axes``, with rules.
-
-        Inside, the sharding of an array along these axes is part of its type. Outside, the compiler chooses
-        the shardings of the results again, along axes that are Auto there.
-
-        Args:
-            fun: the function; without it the result is a decorator.
-            axes: the mesh axes that are Explicit inside; all of them by default.
-            in_sharding: the shardings of the arguments inside: rules in all the forms that `sjit` takes for
-                ``in_shardings``. None keeps the type of an argument, where no axis changes its type.
-
-        Returns:
-            A function with the parameters of *fun*. Called outside of a compiled function it is compiled, and
-            arguments on other devices are moved to those of the mesh.
-
-        Raises:
-            MeshError: `axes` names an axis that the mesh lacks, or one that is manual (inside `shard_map`).
-            ShardingError: arguments that cannot be sharded as asked; all of them are named.
-            StructureError: rules whose structure does not fit the arguments.
-
-        Example:
-            >>> import jax, numpy as np
-            >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
-            >>> helper = MeshShardingHelper([4, 2], ['data', 'model'])
-            >>> @helper.explicit_axes(in_sharding=PartitionSpec('data', 'model'))
-            ... def total(x):
-            ...     print(jax.typeof(x), jax.typeof(x.sum(axis=0)))
-            ...     return x.sum(axis=0)
-            >>> total(np.ones((8, 8), np.float32)).shape
-            float32[8@data,8@model] float32[8@model]
-            (8,)
-        """
-        if fun is None:
-            return functools.partial(self.explicit_axes, axes=axes, in_sharding=in_sharding)
-        return axis_modes.switched(axis_modes.EXPLICIT, self.get_context(), fun, axes, in_sharding)
 
     with_sharding_constraint = staticmethod(constraints.with_sharding_constraint)
     with_sharding_annotation = staticmethod(constraints.with_sharding_annotation)

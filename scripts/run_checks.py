@@ -139,7 +139,6 @@ SECONDS = {
     'tests/interop/test_nnx.py': 20,
     'tests/rules/test_catalogue_models.py': 20,
     'tests/search/test_search.py': 20,
-    'tests/transforms/test_axis_modes.py': 20,
     'tests/find/test_found_page.py': 17,
     'tests/verify/test_reduce.py': 15,
     'tests/e2e/test_expert_parallel.py': 15,
@@ -227,7 +226,6 @@ NOT_IN_CHECK = [
     'tests/transforms/sjit/test_explicit.py',
     'tests/transforms/sjit/test_jit_parity.py',
     'tests/transforms/sjit/test_matrix.py',
-    'tests/transforms/test_axis_modes.py',
     'tests/transforms/test_microbatch.py',
     'tests/transforms/test_shard_map.py',
 ]

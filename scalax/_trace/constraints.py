@@ -161,7 +161,7 @@ def explicit_sharding(kind: Any) -> NamedSharding | None:
 
 
 def retyped_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """The mesh with the axis types that shard_map, auto_axes or explicit_axes gives it here.
+    """The mesh with the axis types that JAX's shard_map, auto_axes or explicit_axes gives it here.
 
     Outside of these it is *mesh* itself. The types of a trace hold Explicit axes of the mesh in force, even
     if that is for another platform. They hold no Auto axes, and shardings on a mesh without devices are lost.

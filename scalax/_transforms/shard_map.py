@@ -20,8 +20,9 @@ from scalax._trace.constraints import apply_shardings, has_type, mesh_entered, r
 from scalax._trace.contexts import ActiveHelper
 from scalax._transforms.calls.call import Call
 from scalax._transforms.calls.shardings import resolve_arguments
+from scalax._transforms.calls.signature import CallSignature
 from scalax._transforms.tracebacks import run_users
-from scalax._transforms.wrapped import called, compiled, memory_fault, placed, signature_of, sound_shardings
+from scalax._transforms.wrapped import called, compiled, placed
 from scalax._tree import specs
 from scalax._tree.specs import Fault, MeshAxes
 from scalax.errors import ArgumentError, MeshError, Problem, RuleError, ShardingError
@@ -56,7 +57,9 @@ def shard_map(
     check_vma: bool,
 ) -> Callable[..., Any]:
     """Maps a function over blocks of its arguments, as rules cut them; *active* enters the helper."""
-    signature, helper = signature_of(fun, 'shard_map'), active.mesh_helper
+    if not callable(fun):
+        raise ArgumentError(f'shard_map takes a function first, got {type(fun).__name__}')
+    signature, helper = CallSignature(fun), active.mesh_helper
     name, what = signature.name, f'shard_map of {signature.name}'
     signature.check_names(in_specs, 'in_specs')
     _reject_shape_dependent(name, out_specs)
@@ -166,8 +169,7 @@ def _arguments(
     _reject_uneven(resolutions, axes, where)
     types = MeshAxes.of(axes.mesh).types
     has_types = all(types[axis] is AxisType.Explicit for axis in axes.manual)
-    fault_of = functools.partial(_fault, axes, may_be_none=has_types)
-    given = sound_shardings(resolutions, fault_of, axes.mesh, where)
+    given = _sound(resolutions, axes, where, may_be_none=has_types)
     return [
         named_sharding(axes.mesh, specs.canonical(jax.typeof(leaf).sharding.spec)) if to is None else to
         for leaf, to in zip(call.leaves, given, strict=True)
@@ -189,15 +191,33 @@ def _outputs(out_specs: RuleLike, types: Any, axes: _Axes, name: str) -> tuple[l
         where=where,
         as_leaf=lambda leaf: jax.ShapeDtypeStruct((even,) * len(leaf.shape), leaf.dtype),
     )
-    fault_of = functools.partial(_fault, axes, may_be_none=False)
-    shardings = sound_shardings([resolution], fault_of, axes.mesh, where)
+    shardings = _sound([resolution], axes, where, may_be_none=False)
     return [sharding for sharding in shardings if sharding is not None], resolution.treedef
 
 
-def _fault(axes: _Axes, sharding: NamedSharding | None, *, may_be_none: bool) -> Fault | None:
+def _sound(
+    resolutions: Sequence[Resolution], axes: _Axes, where: str, *, may_be_none: bool
+) -> list[NamedSharding | None]:
+    """The shardings of several trees, leaf by leaf.
+
+    Raises:
+        ShardingError: some arrays cannot be cut into blocks so; all such leaves are named.
+    """
+    problems = []
+    for resolution in resolutions:
+        for i, sharding in enumerate(resolution.shardings):
+            fault = (None if may_be_none else _NO_BLOCKS) if sharding is None else _fault(sharding, axes)
+            if fault is not None:
+                spec = '' if sharding is None else specs.text(sharding.spec)
+                leaf = resolution.tree.describe(i)
+                problems.append(Problem(fault.kind, leaf, fault.detail, spec=spec, hint=fault.hint))
+    if problems:
+        raise ShardingError(problems, str(MeshAxes.of(axes.mesh)), where)
+    return [sharding for resolution in resolutions for sharding in resolution.shardings]
+
+
+def _fault(sharding: NamedSharding, axes: _Axes) -> Fault | None:
     """Why an array cannot be cut into blocks."""
-    if sharding is None:
-        return None if may_be_none else _NO_BLOCKS
     for entry in specs.entries(sharding.spec):
         for before, after in itertools.pairwise(specs.entry_axes(entry)):
             if before not in axes.manual and after in axes.manual:
@@ -207,7 +227,13 @@ def _fault(axes: _Axes, sharding: NamedSharding | None, *, may_be_none: bool) ->
                     'within a dimension the manual axes (axis_names) come first: blocks are cut before the '
                     'compiler divides them further.',
                 )
-    return memory_fault(sharding, 'a block', 'shard_map')
+    if sharding.memory_kind == named_sharding(sharding.mesh, PartitionSpec()).memory_kind:
+        return None
+    return Fault(
+        'memory-kind',
+        f'a block cannot be placed in {sharding.memory_kind!r}',
+        'give rules without a memory kind, and move arrays outside of shard_map.',
+    )
 
 
 _NO_BLOCKS = Fault(

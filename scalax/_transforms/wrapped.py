@@ -1,7 +1,6 @@
-"""What `shard_map`, `auto_axes`, `explicit_axes` and `microbatch` share.
+"""What `shard_map` and `microbatch` share.
 
-Each returns a function that runs in the trace of its caller, and is compiled where there is none; and each
-tells of the leaves that cannot go in or out in one error.
+Each returns a function that runs in the trace of its caller, and is compiled where there is none.
 """
 
 from __future__ import annotations
@@ -11,28 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from scalax._jax.tracing import is_compiled
 from scalax._transforms.calls.call import Call, is_concrete, is_typed_by, on_other_devices
 from scalax._transforms.calls.errors import reject_deleted
 from scalax._transforms.calls.placement import moved
-from scalax._transforms.calls.signature import CallSignature
 from scalax._transforms.tracebacks import HidingOurs
-from scalax._tree import specs
-from scalax._tree.specs import Fault, MeshAxes
-from scalax.errors import ArgumentError, Problem, ShardingError
-from scalax.rules._resolve import Resolution, named_sharding
 
 Given = TypeVar('Given')
 _hiding_ours = HidingOurs()
-
-
-def signature_of(fun: Callable[..., Any], api: str) -> CallSignature:
-    """The parameters of the function that a transformation is given first."""
-    if not callable(fun):
-        raise ArgumentError(f'{api} takes a function first, got {type(fun).__name__}')
-    return CallSignature(fun)
 
 
 def called(
@@ -97,44 +84,3 @@ def _stays_on(leaf: Any, mesh: Any) -> bool:
         return AxisType.Explicit not in mesh.axis_types or not jax.typeof(leaf).sharding.mesh.empty
     is_placed = is_concrete(leaf) and leaf.committed and isinstance(leaf.sharding, NamedSharding)
     return is_placed and not on_other_devices(leaf, mesh) and is_typed_by(leaf, mesh)
-
-
-def sound_shardings(
-    resolutions: Sequence[Resolution],
-    fault_of: Callable[[NamedSharding | None], Fault | None],
-    mesh: Any,
-    where: str,
-) -> list[NamedSharding | None]:
-    """The shardings of several trees, leaf by leaf.
-
-    Args:
-        resolutions: the leaves with their shardings.
-        fault_of: what is wrong with a sharding, or None.
-        mesh: the mesh.
-        where: what the trees are called in messages.
-
-    Raises:
-        ShardingError: some cannot be used; all such leaves are named.
-    """
-    problems = []
-    for resolution in resolutions:
-        for i, sharding in enumerate(resolution.shardings):
-            fault = fault_of(sharding)
-            if fault is not None:
-                spec = '' if sharding is None else specs.text(sharding.spec)
-                leaf = resolution.tree.describe(i)
-                problems.append(Problem(fault.kind, leaf, fault.detail, spec=spec, hint=fault.hint))
-    if problems:
-        raise ShardingError(problems, str(MeshAxes.of(mesh)), where)
-    return [sharding for resolution in resolutions for sharding in resolution.shardings]
-
-
-def memory_fault(sharding: NamedSharding, what: str, api: str) -> Fault | None:
-    """What is wrong with a sharding that names another memory than that of the devices."""
-    if sharding.memory_kind == named_sharding(sharding.mesh, PartitionSpec()).memory_kind:
-        return None
-    return Fault(
-        'memory-kind',
-        f'{what} cannot be placed in {sharding.memory_kind!r}',
-        f'give rules without a memory kind, and move arrays outside of {api}.',
-    )

@@ -71,8 +71,6 @@ WRAPPED = {
     'shard_map of microbatch': HELPER.shard_map(
         microbatch(failing, 2, batch=0), P('data'), P('data'), check_vma=False
     ),
-    'auto_axes': HELPER.auto_axes(failing, out_sharding=P()),
-    'explicit_axes': HELPER.explicit_axes(failing, in_sharding=P('data')),
 }
 
 

@@ -82,16 +82,6 @@ def normalized(x: jax.Array) -> jax.Array:
     return x / total
 
 
-@helper.explicit_axes(in_sharding=PartitionSpec('fsdp'))
-def typed(x: jax.Array) -> jax.Array:
-    return x
-
-
-@helper.auto_axes(out_sharding=PartitionSpec('fsdp'))
-def untyped(x: jax.Array) -> jax.Array:
-    return x
-
-
 @named_jit(axis_resources={'batch': 'fsdp'}, mesh=helper, keep_unused=True)
 def named(x: jax.Array, scale: int = 2) -> jax.Array:
     return x * scale
@@ -130,8 +120,7 @@ def train(directory: str) -> float:
     assert lowered is not None
     loss += evaluate(state, next(first)) + Trainer(evaluate).step(state, batch)
     loss += Model().apply(batch.tokens, scale=2.0).sum()
-    loss += untyped(batch.tokens).sum()
-    loss += typed(normalized(batch.tokens)).sum() + named(batch.tokens, 3).sum() + sums(batch.tokens).sum()
+    loss += normalized(batch.tokens).sum() + named(batch.tokens, 3).sum() + sums(batch.tokens).sum()
     grads = microbatch(jax.grad(lambda w: (w**2).sum()), 2, batch=0)(batch.tokens)
     loss += grads.sum()
     loss += microbatch(lambda state, batch: evaluate(state, batch), 2)(state, batch)

@@ -52,7 +52,7 @@ class FunctionRules:
     """The rules of one sjit function, which give the arguments and the outputs of its calls shardings.
 
     Attributes:
-        mesh: the helper's mesh; inside `auto_axes` and `explicit_axes` the helper's with axes of other types.
+        mesh: the helper's mesh; inside ``auto_axes`` and ``explicit_axes`` of JAX with axes of other types.
         signature: the parameters of the function.
         options: the rules.
         follow_batch: whether it finds out which arguments are a batch.

@@ -237,7 +237,8 @@ class TracedFunction:
 def runs_inline(mesh: Mesh | AbstractMesh) -> bool:
     """Whether a call is part of a function whose mesh axes have other types than those of *mesh*.
 
-    As inside `auto_axes`, `explicit_axes`, and ``shard_map``, where shapes are local, too. It has no program.
+    As inside JAX's ``auto_axes``, ``explicit_axes`` and ``shard_map``, where shapes are local, too. It has
+    no program.
     """
     ambient = jax.sharding.get_abstract_mesh()
     return not ambient.empty and (bool(ambient.manual_axes) or retyped_mesh(mesh) is not mesh)

@@ -52,7 +52,6 @@ MADE = {
     'named_scope': lambda fun: jax.named_scope('here')(fun),
     'microbatch': lambda fun: microbatch(fun, 4, batch=0),
     'shard_map': lambda fun: HELPER.shard_map(lambda x: fun(x)[None], P('fsdp'), P('fsdp')),
-    'auto_axes': lambda fun: HELPER.auto_axes(fun, out_sharding=P()),
     'sjit': lambda fun: HELPER.sjit(jax.grad(fun), P('fsdp')),
     'wraps': wrapped,
     'partial': functools.partial,
