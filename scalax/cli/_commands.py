@@ -302,8 +302,7 @@ TPU slices, as --topology NAME:SIZE takes them:
 
 The chips of a slice are the product of its size; of several slices, times --slices.
 
-GPUs, as --topology NAME:GPUS, NAME:HOSTSxGPUS or, where NVLink joins hosts, NAME:DOMAINSxHOSTSxGPUS;
-a target config of your own is named by its file, FILE.txtpb:DOMAINSxHOSTSxGPUS:
+GPUs, as --topology NAME:GPUS, NAME:HOSTSxGPUS or, where NVLink joins hosts, NAME:DOMAINSxHOSTSxGPUS:
 
 {gpus}"""
 
