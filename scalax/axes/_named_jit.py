@@ -6,10 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import sys
 import types
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack, overload
 
 import jax
@@ -17,14 +15,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from scalax._helper import MeshShardingHelper
-from scalax._trace import constraints, contexts
+from scalax._trace import contexts
 from scalax._transforms.calls.shardings import Options
 from scalax._transforms.calls.signature import name_of
 from scalax._transforms.sjit.function import JitOptions
-from scalax._tree.specs import entry_axes
 from scalax._util.lru_cache import LRUCache
 from scalax.axes._mapping import AxisMapping, as_rule, mapping_in_force, mesh_in_force
-from scalax.axes._query import physical_axis_name
 from scalax.axes._static import (
     StaticPart,
     combine,
@@ -255,7 +251,7 @@ class NamedJitFunction(Generic[Given, Result]):
         known = self._known.get(key)
         if known is not None:
             return known
-        body = self._body(mapping, None if place is None else place.mesh)
+        body = self._body(mapping)
         rule = self._shared.inputs
         inputs: Any = None
         if rule is not None:
@@ -280,14 +276,12 @@ class NamedJitFunction(Generic[Given, Result]):
             )
         return self._known.add(key, compiled)
 
-    def _body(
-        self, mapping: LogicalAxisShardingRule | None, mesh: Mesh | AbstractMesh | None
-    ) -> Callable[..., Any]:
+    def _body(self, mapping: LogicalAxisShardingRule | None) -> Callable[..., Any]:
         def body(call: _Call, donated: Any, given: Any) -> tuple[Any, StaticPart]:
             parts = {True: iter(jax.tree.leaves(donated)), False: iter(jax.tree.leaves(given))}
             whole = combine([next(parts[flag]) for flag in call.donated], call.static)
             inside = contextlib.nullcontext() if mapping is None else contexts.entered_mapping(mapping)
-            with inside, _haliax_context(mapping, mesh):
+            with inside:
                 output = whole['function'](*whole['args'], **whole['kwargs'])
             data, static = partition(output)
             require_hashable(static, output, f'the output of {self._name} has', 'return something immutable')
@@ -334,28 +328,3 @@ def _helper_over(mesh: Mesh | AbstractMesh) -> MeshShardingHelper:
         types = [AxisType.Auto if kind is AxisType.Manual else kind for kind in mesh.axis_types]
         mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=tuple(types))
     return MeshShardingHelper.from_mesh(mesh)
-
-
-def _haliax_context(mapping: LogicalAxisShardingRule | None, mesh: Mesh | AbstractMesh | None) -> Any:
-    """A context in which haliax's operations shard what they make by this mapping, on this mesh.
-
-    They read haliax's own mapping and the mesh in force. Nothing is entered where haliax is not imported, or
-    where it cannot apply the mapping: haliax takes a mapping as it is, over Auto axes only.
-    """
-    partitioning = sys.modules.get('haliax.partitioning')
-    if partitioning is None or mapping is None or mesh is None:
-        return contextlib.nullcontext()
-    entries = {}
-    for name, _ in mapping.axis_mapping:
-        # Through an axis of haliax, whose name may be any text.
-        entry = physical_axis_name(SimpleNamespace(name=name, size=1), mapping, mesh=mesh)
-        if entry is not None:
-            entries[name] = entry
-    used = [axis for entry in entries.values() for axis in entry_axes(entry)]
-    is_auto = {*mesh.axis_types} == {AxisType.Auto} and not jax.sharding.get_abstract_mesh().manual_axes
-    if len(set(used)) < len(used) or not is_auto:
-        return contextlib.nullcontext()
-    stack = contextlib.ExitStack()
-    stack.enter_context(jax.sharding.use_abstract_mesh(constraints.abstract(mesh)))
-    stack.enter_context(partitioning.axis_mapping(entries))
-    return stack
