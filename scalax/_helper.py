@@ -334,8 +334,7 @@ class MeshShardingHelper:
         `shard` and `gather` do the same for an entire tree at once, and need no such trees.
         """
         meshes.require_devices(self._mesh, 'make_shard_and_gather_fns')
-        shardings = self.match_sharding_rule(rules, tree)
-        return transfer.shard_functions(shardings), transfer.gather_functions(shardings)
+        return transfer.functions_of(self.match_sharding_rule(rules, tree))
 
     @classmethod
     @renamed(pytree='tree')

@@ -76,20 +76,15 @@ class JaxRNG:
             keys: None for one key, a number for a tuple of so many, names for a dict of keys.
 
         Raises:
-            ArgumentError: *keys* is one string, whose letters would be the names, or none of these.
+            ArgumentError: *keys* is none of these.
         """
-        if isinstance(keys, str | bytes):
-            raise ArgumentError(
-                f'JaxRNG takes a list of names, got the string {keys!r}, each letter of which would be a '
-                f'name: rng([{keys!r}]) gives a dict with one key, and rng() gives one key'
-            )
         if keys is None:
             with _drawing:
                 self.rng, key = jax.random.split(self.rng)
             return key
         if isinstance(keys, int | np.integer) and keys >= 0:
             return tuple(self._split(int(keys)))
-        if isinstance(keys, int | np.integer) or not isinstance(keys, Iterable):
+        if isinstance(keys, int | np.integer | str | bytes) or not isinstance(keys, Iterable):
             raise ArgumentError(f'JaxRNG takes a number of keys or a list of names, got {keys!r}')
         names = list(keys)
         return dict(zip(names, self._split(len(names)), strict=True))

@@ -157,8 +157,8 @@ def test_axis_types_that_do_not_mix():
         ),
         (
             '1: float32[8]',
-            "unreduced or reduced axis 'fsdp' is of type Auto",
-            'unreduced and reduced axes need a mesh axis of type Explicit.',
+            "unreduced or reduced axes ('fsdp') on a mesh that has axes of type Auto ('fsdp')",
+            'unreduced and reduced axes need a mesh whose axes are all of type Explicit.',
         ),
     ]
 

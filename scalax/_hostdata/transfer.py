@@ -170,14 +170,10 @@ def fetch(leaf: jax.Array) -> np.ndarray:
     return np.asarray(without_context(functools.partial(multihost_utils.process_allgather, tiled=True), leaf))
 
 
-def shard_functions(shardings: Any) -> Any:
-    """For each sharding of a tree a function that places an array with it."""
-    return jax.tree.map(lambda sharding: lambda leaf: put(leaf, [sharding]), shardings)
-
-
-def gather_functions(shardings: Any) -> Any:
-    """For each sharding of a tree a function that fetches an array to the host."""
-    return jax.tree.map(lambda _: to_host, shardings)
+def functions_of(shardings: Any) -> tuple[Any, Any]:
+    """For each sharding of a tree a function that places an array with it, and one that fetches an array."""
+    places = jax.tree.map(lambda sharding: lambda leaf: put(leaf, [sharding]), shardings)
+    return places, jax.tree.map(lambda _: to_host, shardings)
 
 
 def apply_functions(functions: Any, pytree: Any) -> Any:

@@ -55,15 +55,10 @@ def checked_axes(
     axis_dims: Sequence[int], axis_names: Sequence[str]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Dimensions and names as tuples, checked against each other but not against devices."""
-    if isinstance(axis_names, str):
-        raise MeshError(
-            f'axis_names is a sequence of names, got the string {axis_names!r}: write [{axis_names!r}]'
-        )
-    if not isinstance(axis_names, Iterable):
-        raise MeshError(f'axis_names is a sequence of names, got {axis_names!r}')
+    if isinstance(axis_names, str) or not isinstance(axis_names, Iterable):
+        raise MeshError(f"axis_names is a sequence of names, such as ['data', 'model'], got {axis_names!r}")
     if not isinstance(axis_dims, Iterable):
-        form = f': write [{axis_dims!r}]' if isinstance(axis_dims, int) else ''
-        raise MeshError(f'axis_dims is a sequence of integers, got {axis_dims!r}{form}')
+        raise MeshError(f'axis_dims is a sequence of integers, such as [4, 2], got {axis_dims!r}')
     names = tuple(axis_names)
     if not all(isinstance(name, str) and name for name in names):
         raise MeshError(f'axis names are non-empty strings, got {names!r}')
@@ -80,9 +75,7 @@ def checked_axes(
     repeated = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     if repeated:
         raise MeshError(f'axis names must differ, but {names} repeats {", ".join(map(repr, repeated))}')
-    if dims.count(-1) > 1:
-        raise MeshError(f'only one axis dimension may be -1, got {tuple(dims)}')
-    if any(dim < 1 and dim != -1 for dim in dims):
+    if dims.count(-1) > 1 or any(dim < 1 and dim != -1 for dim in dims):
         raise MeshError(f'axis dimensions are positive, or -1 once, got {tuple(dims)}')
     return tuple(dims), names
 

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from scalax._jax.tracing import is_compiled
-from scalax._transforms.calls.call import Call, is_concrete, is_typed_by, on_other_devices
+from scalax._transforms.calls.call import Call, is_concrete, is_typed_by
 from scalax._transforms.calls.errors import reject_deleted
 from scalax._transforms.calls.placement import moved
 from scalax._transforms.tracebacks import HidingOurs
@@ -82,5 +82,6 @@ def _stays_on(leaf: Any, mesh: Any) -> bool:
     if isinstance(leaf, jax.core.Tracer):
         # Of a transformation that runs at once. Where its type has no mesh, it may be on any devices.
         return AxisType.Explicit not in mesh.axis_types or not jax.typeof(leaf).sharding.mesh.empty
-    is_placed = is_concrete(leaf) and leaf.committed and isinstance(leaf.sharding, NamedSharding)
-    return is_placed and not on_other_devices(leaf, mesh) and is_typed_by(leaf, mesh)
+    if not (is_concrete(leaf) and leaf.committed and isinstance(leaf.sharding, NamedSharding)):
+        return False
+    return [*leaf.sharding.mesh.devices.flat] == [*mesh.devices.flat] and is_typed_by(leaf, mesh)

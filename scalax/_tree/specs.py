@@ -219,19 +219,12 @@ def _sums_faults(spec: PartitionSpec, axes: MeshAxes) -> Iterator[Fault]:
     """What is wrong with the unreduced and reduced axes of a spec."""
     named = sorted(spec.unreduced | spec.reduced)
     others = {axis: kind.name for axis, kind in axes.types.items() if kind is not AxisType.Explicit}
-    wrong = [axis for axis in named if axis in others]
-    for axis in wrong:
-        yield Fault(
-            'unreduced',
-            f'unreduced or reduced axis {axis!r} is of type {others[axis]}',
-            'unreduced and reduced axes need a mesh axis of type Explicit.',
-        )
-    if named and others and not wrong:
+    if named and others:
         # Beside Auto axes JAX (0.10 to 0.12) makes parts of which each is the whole value; beside Manual ones
         # XLA ends the process.
         yield Fault(
             'unreduced',
-            f'unreduced or reduced axes ({", ".join(map(repr, named))}) on a mesh that also has axes of '
+            f'unreduced or reduced axes ({", ".join(map(repr, named))}) on a mesh that has axes of '
             f'type {" and ".join(sorted(set(others.values())))} ({", ".join(map(repr, others))})',
             'unreduced and reduced axes need a mesh whose axes are all of type Explicit.',
         )

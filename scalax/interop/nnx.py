@@ -233,21 +233,13 @@ def _after_the_graph(
 ) -> tuple[int, ...]:
     """Positions of arguments of a function as those of its pure one, whose first argument is the graph."""
     each = tuple(positions) if isinstance(positions, Iterable) else (positions,)
-    most, text = _positional(own)
+    known = [key for key, kind in own.items() if kind.kind <= kind.POSITIONAL_OR_KEYWORD]
+    most = math.inf if any(kind.kind is kind.VAR_POSITIONAL for kind in own.values()) else len(known)
     for i in each:
         if not isinstance(i, SupportsIndex) or not -most <= int(i) < most:
-            raise ArgumentError(f'{option}={i}: {name} takes {text}')
+            takes = f'{plural(len(known), "positional argument")} ({", ".join(known)})'
+            raise ArgumentError(f'{option}={i}: {name} takes {takes}')
     return tuple(i + 1 if i >= 0 else i for i in map(int, each))
-
-
-def _positional(own: Mapping[str, inspect.Parameter]) -> tuple[float, str]:
-    """How many positional arguments a function takes at most, and what messages say of it."""
-    known = [key for key, kind in own.items() if kind.kind <= kind.POSITIONAL_OR_KEYWORD]
-    several = any(kind.kind is kind.VAR_POSITIONAL for kind in own.values())
-    return (
-        math.inf if several else len(known),
-        f'{plural(len(known), "positional argument")} ({", ".join(known)})',
-    )
 
 
 def _modules(args: Sequence[Any]) -> dict[int, Any]:

@@ -107,17 +107,13 @@ ONE_ELEMENT = 'one element'
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct)
 _OF_LEAVES = 'shard trees of arrays, and take other leaves out (a function may close over them).'
 _OF_RULES = ' Or are the tree and the rules the wrong way round?'
-_OF_MODULES = (
-    ' For a module of equinox, eqx.filter(module, eqx.is_array) gives the arrays, and eqx.partition also the '
-    'rest; scalax.axes.named_jit takes entire modules.'
-)
 
 
 def non_arrays(tree: NamedTree) -> list[Problem]:
     """A problem for each leaf that JAX does not take as an array."""
     if not [kind for kind in set(map(type, tree.leaves)) if not issubclass(kind, _ARRAYS)]:
         return []
-    hint = _OF_LEAVES + (_OF_MODULES if any(map(callable, tree.leaves)) else '')
+    hint = _OF_LEAVES
     if any(isinstance(leaf, PartitionSpec | NamedSharding) for leaf in tree.leaves):
         hint += _OF_RULES
     return [

@@ -312,7 +312,7 @@ def test_bad_flags_end_the_program_with_a_friendly_error(
             'fsdp_tp',
             'fsdp=-1,tp=-1',
             8,
-            '--mesh fsdp=-1,tp=-1, --devices 8: only one axis dimension may be -1, got (-1, -1)',
+            '--mesh fsdp=-1,tp=-1, --devices 8: axis dimensions are positive, or -1 once, got (-1, -1)',
         ),
         (
             'fsdp_tp',

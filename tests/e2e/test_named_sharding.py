@@ -203,8 +203,8 @@ CHECKS: dict[str, tuple[MeshShardingHelper, PartitionSpec, str, str]] = {
     'unreduced, not Explicit': (
         MIXED,
         P('a', unreduced={'b'}),
-        "unreduced or reduced axis 'b' is of type Auto",
-        'unreduced and reduced axes need a mesh axis of type Explicit.',
+        "unreduced or reduced axes ('b') on a mesh that has axes of type Auto ('b')",
+        'unreduced and reduced axes need a mesh whose axes are all of type Explicit.',
     ),
     'reduced, unknown': (
         EXPLICIT,
@@ -215,13 +215,13 @@ CHECKS: dict[str, tuple[MeshShardingHelper, PartitionSpec, str, str]] = {
     'reduced, not Explicit': (
         AUTO,
         P('a', reduced={'b'}),
-        "unreduced or reduced axis 'b' is of type Auto",
-        'unreduced and reduced axes need a mesh axis of type Explicit.',
+        "unreduced or reduced axes ('b') on a mesh that has axes of type Auto ('a', 'b')",
+        'unreduced and reduced axes need a mesh whose axes are all of type Explicit.',
     ),
     'unreduced, beside Auto axes': (
         MIXED,
         P(None, unreduced={'a'}),
-        "unreduced or reduced axes ('a') on a mesh that also has axes of type Auto ('b')",
+        "unreduced or reduced axes ('a') on a mesh that has axes of type Auto ('b')",
         'unreduced and reduced axes need a mesh whose axes are all of type Explicit.',
     ),
     'more entries than dimensions': (

@@ -95,7 +95,7 @@ def test_constraints_that_are_none(constraints):
 @pytest.mark.parametrize(
     ('arguments', 'error', 'said'),
     [
-        ((make_step, 'v5e:2x2', 'fsdp'), MeshError, 'axis_names is a sequence of names, got the string '),
+        ((make_step, 'v5e:2x2', 'fsdp'), MeshError, 'axis_names is a sequence of names, such as '),
         ((make_step, 'v5e:2x2', ['a', 'a']), MeshError, "axis names must differ, but ('a', 'a') repeats"),
         ((make_step, 'v5e:2x2', []), ArgumentError, 'a search needs the names of mesh axes, such as '),
         ((None, 'v5e:2x2', ['a']), ArgumentError, 'search takes a function first, which makes the step '),

@@ -261,18 +261,6 @@ def committed_elsewhere(leaf: Any, sharding: NamedSharding | None) -> bool:
     return committed and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
-def on_other_devices(leaf: Any, mesh: Any) -> bool:
-    """Whether an array is committed to other devices than those of *mesh*, or in another order."""
-    if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array | jax.Ref):
-        return False
-    if not (isinstance(leaf, jax.Ref) or leaf.committed):
-        return False
-    own = list(mesh.devices.flat)
-    if isinstance(leaf.sharding, NamedSharding):
-        return list(leaf.sharding.mesh.devices.flat) != own
-    return leaf.sharding.device_set != set(own)
-
-
 def left_alone(leaf: Any) -> bool:
     """Whether an array of several elements is on one device."""
     concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
@@ -284,14 +272,8 @@ def left_alone(leaf: Any) -> bool:
 
 def _not_arrays(call: Call) -> ArgumentError:
     wrong = [_has_no_type(leaf, TypeError) for leaf in call.leaves]
-    message = f'{call.signature.name} got leaves that are not arrays:\n{call.shown(wrong)}\n'
-    if all(isinstance(leaf, jax.core.ShapedArray) for leaf in itertools.compress(call.leaves, wrong)):
-        return ArgumentError(
-            f'{message}What to do: pass arrays; in place of types, as jax.typeof gives them, `lower`, '
-            '`trace` and `eval_shape` take jax.ShapeDtypeStruct(type.shape, type.dtype).'
-        )
     return ArgumentError(
-        f'{message}'
+        f'{call.signature.name} got leaves that are not arrays:\n{call.shown(wrong)}\n'
         'What to do: pass arrays or numbers, or name such arguments in static_argnums or static_argnames.\n'
         'What to do: leaves of a tree that also holds arrays cannot be static: take them out, and close over '
         'them. For a module of equinox, eqx.partition(module, eqx.is_array) separates them, and eqx.combine '

@@ -609,20 +609,6 @@ def test_fewer_extra_arguments_after_more():
     assert [compiled(1, 2), compiled(1), compiled()] == [3, 1, 0]
 
 
-def test_types_are_no_arrays():
-    double = HELPER.sjit(lambda x: 2 * x)
-    kind = jax.typeof(X)
-    for call in (double, double.lower):
-        with pytest.raises(ArgumentError) as error:
-            call({'a': kind})
-        assert str(error.value) == (
-            '<lambda> got leaves that are not arrays:\n  x/a: float32[8, 2]\n'
-            'What to do: pass arrays; in place of types, as jax.typeof gives them, `lower`, `trace` and '
-            '`eval_shape` take jax.ShapeDtypeStruct(type.shape, type.dtype).'
-        )
-    assert double.lower(jax.ShapeDtypeStruct(kind.shape, kind.dtype)).out_info.shape == kind.shape
-
-
 def test_functions_in_modules_are_no_static_arguments():
     eqx = pytest.importorskip('equinox')
     model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
@@ -638,9 +624,7 @@ def test_functions_in_modules_are_no_static_arguments():
     with pytest.raises(ShardingError) as error:
         HELPER.shard(model, P())
     assert str(error.value).endswith(
-        'What to do: shard trees of arrays, and take other leaves out (a function may close over them). For '
-        'a module of equinox, eqx.filter(module, eqx.is_array) gives the arrays, and eqx.partition also the '
-        'rest; scalax.axes.named_jit takes entire modules.'
+        'What to do: shard trees of arrays, and take other leaves out (a function may close over them).'
     )
     arrays, rest = eqx.partition(model, eqx.is_array)
     by_hand = HELPER.sjit(lambda arrays, x: eqx.combine(arrays, rest)(x))
