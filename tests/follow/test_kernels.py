@@ -11,8 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh, AxisType
 
-from scalax._follow.kernels import dealt_steps
+from scalax._follow.kernels import dealt_steps, equation_on_rows, shards_of
 from scalax._jax.equations import opened
+from scalax._jax.kernels import run_part
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
 from tests.support.following import MESH, equations, rows_at
@@ -75,27 +76,35 @@ def test_each_device_runs_it_on_its_rows(helper):
 
 def in_parts(fun, trails, mesh, *args):
     """The results of a kernel, computed part by part as each device of a mesh would."""
-    split = split_in(fun, trails, *args, mesh=mesh)
-    specs = mesh_specs(split.equation_on_rows())
+    equation = kernel_in(fun, *args)
+    over = dealt_steps(equation, trails, mesh, has_rows)
+    specs = mesh_specs(equation_on_rows(equation, over, mesh))
     parts = []
     for index in np.ndindex(*mesh.shape.values()):
         device = dict(zip(mesh.shape, index, strict=True))
         operands = [part(arg, spec, device, mesh) for arg, spec in zip(args, specs[0], strict=True)]
-        parts.append((device, split.on_device(*operands)))
-    results = split.equation.outvars
-    found = [np.full(var.aval.shape, np.nan, var.aval.dtype) for var in results]
+        parts.append((device, run_part(equation, operands, shards_of(over, mesh))))
+    found = [np.full(var.aval.shape, np.nan, var.aval.dtype) for var in equation.outvars]
     for device, results in parts:
         for whole, spec, result in zip(found, specs[1], results, strict=True):
             whole[slices(whole, spec, device, mesh)] = result
     return found
 
 
+def kernel_in(fun, *args):
+    """The equation of the kernel of a function."""
+    every = equations(jax.make_jaxpr(fun)(*args))
+    [equation] = [each for each in every if each.primitive.name == 'pallas_call']
+    return equation
+
+
+def has_rows(trail):
+    return ('fsdp',) in trail
+
+
 def split_in(fun, trails, *args, mesh=MESH):
-    """How the kernel of a function is split."""
-    [equation] = [
-        each for each in equations(jax.make_jaxpr(fun)(*args)) if each.primitive.name == 'pallas_call'
-    ]
-    return dealt_steps(equation, trails, mesh, lambda trail: ('fsdp',) in trail)
+    """How the steps of the kernel of a function are dealt."""
+    return dealt_steps(kernel_in(fun, *args), trails, mesh, has_rows)
 
 
 def mesh_specs(equation):
@@ -175,7 +184,7 @@ def test_numbers_that_choose_other_blocks(helper):
     followed, _ = run(helper, lambda x: columns_in_order(order, x), ROWS)
     assert kernels(followed) == [('float32[16,8,32]', P('fsdp', None, None))]
     # Numbers of each row are not those of a device.
-    assert split_in(columns_in_order, [rows_at(0, 1), rows_at(0, 3)], order, ROWS) is None
+    assert split_in(columns_in_order, [rows_at(0, 1), rows_at(0, 3)], order, ROWS) == {}
 
 
 @pytest.mark.skipif(not importlib.util.find_spec('libtpu'), reason='compiles for TPUs')
@@ -406,8 +415,8 @@ def sums_in_place(x, total):
 
 
 def test_an_operand_that_steps_change_keeps_them_together():
-    assert split_in(sums_in_place, [rows_at(0, 3), ()], ROWS, ROWS[:1]) is None
-    assert split_in(sums_in_place, [rows_at(0, 3), rows_at(0, 3)], ROWS, ROWS[:1]) is None
+    assert split_in(sums_in_place, [rows_at(0, 3), ()], ROWS, ROWS[:1]) == {}
+    assert split_in(sums_in_place, [rows_at(0, 3), rows_at(0, 3)], ROWS, ROWS[:1]) == {}
 
 
 def test_a_kernel_that_asks_for_a_named_dimension_of_its_grid():
@@ -415,17 +424,17 @@ def test_a_kernel_that_asks_for_a_named_dimension_of_its_grid():
         out[...] = x[...] + jax.lax.axis_index('i').astype('float32')
 
     fun = functools.partial(sines, kernel=kernel, grid=(('i', 16),), interpret=False)
-    assert split_in(fun, [rows_at(0, 3)], ROWS) is None
+    assert split_in(fun, [rows_at(0, 3)], ROWS) == {}
     named = functools.partial(sines, grid=(('i', 16),), interpret=False)
-    assert split_in(named, [rows_at(0, 3)], ROWS).over == {0: ('fsdp',)}
+    assert split_in(named, [rows_at(0, 3)], ROWS) == {0: ('fsdp',)}
 
 
 def test_parallel_steps_as_jax_names_them_and_under_vmap():
     params = pltpu.CompilerParams(dimension_semantics=(pltpu.PARALLEL, pltpu.ARBITRARY))
     fun = functools.partial(scratch, compiler_params=params)
-    assert split_in(fun, [rows_at(0, 3)], ROWS).over == {0: ('fsdp',)}
+    assert split_in(fun, [rows_at(0, 3)], ROWS) == {0: ('fsdp',)}
     examples = jnp.stack([ROWS, ROWS])
-    assert split_in(jax.vmap(fun), [rows_at(1, 4)], examples).over == {1: ('fsdp',)}
+    assert split_in(jax.vmap(fun), [rows_at(1, 4)], examples) == {1: ('fsdp',)}
 
 
 def test_axes_of_rows_come_first():
@@ -439,7 +448,7 @@ def test_axes_of_rows_come_first():
         return pl.pallas_call(kernel, like(x), grid=(16,), in_specs=[row, row], out_specs=row)(w, x)
 
     found = split_in(fun, [rows_at(0, 3, ('tp',)), rows_at(0, 3)], ROWS, ROWS, mesh=mesh)
-    assert found.over == {0: ('fsdp',)}
+    assert found == {0: ('fsdp',)}
 
 
 def test_few_rows_of_a_kernel_are_followed(helper):
