@@ -182,11 +182,14 @@ def line_of(equation: Any, calls: Sequence[Any] = ()) -> str:
         equation: the equation.
         calls: those in whose jaxprs it is, from the innermost one outwards.
     """
-    for stack in map(traceback_of, (equation, *calls)):
-        frame = users_own(_written(stack), lambda each: each.filename)
-        if frame is not None:
-            return f'{file_text(frame.filename)}:{frame.lineno} {frame.name}'
-    return name_stack(equation)
+    found = map(line_of_stack, map(traceback_of, (equation, *calls)))
+    return next(filter(None, found), '') or name_stack(equation)
+
+
+def line_of_stack(stack: TracebackType | None) -> str:
+    """The innermost line of the user's code in a stack; empty if there is none."""
+    frame = users_own(_written(stack), lambda each: each.filename)
+    return '' if frame is None else f'{file_text(frame.filename)}:{frame.lineno} {frame.name}'
 
 
 def _written(stack: TracebackType | None) -> list[traceback.FrameSummary]:

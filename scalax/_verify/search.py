@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-import textwrap
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from scalax._follow.followed_batch import line_of_stack
 from scalax._tree.specs import axis_sizes_text
-from scalax._util.user_frames import file_text, users_own
 from scalax._verify.alike import Program, division, lines, lost
 from scalax._verify.kept_rules import Answers, with_kept_rules
 from scalax._verify.sides import Step
+from scalax._verify.verified import first_line
 from scalax.errors import ArgumentError, plural
 
 Made = tuple[Any, tuple[Any, ...]]
@@ -30,7 +29,6 @@ _PERIOD = 2**12  # which numbers divide alike repeats after fewer than these
 _LONG = 32  # numbers from here on may be one and another plus one or two
 _MOST = 8  # numbers of a kind that are tried in the place of one
 _SHOWN = 5  # lines of differences
-_JAX = jax.__file__.removesuffix('__init__.py')
 
 
 class Large:
@@ -213,9 +211,5 @@ def _program(helper: Any, step: Any, args: Sequence[Any], like: Program | None =
 
 def _failure(error: Exception) -> str:
     """Why a step could not be traced, with the line of the user's code."""
-    frames = reversed(traceback.extract_tb(error.__traceback__))
-    frame = users_own(
-        [each for each in frames if not each.filename.startswith(_JAX)], lambda each: each.filename
-    )
-    where = f'{file_text(frame.filename)}:{frame.lineno} {frame.name}: ' if frame else ''
-    return where + textwrap.shorten(f'{type(error).__name__}: {error}', 200, placeholder=' ...')
+    line = line_of_stack(error.__traceback__)
+    return f'{line}: {first_line(error)}' if line else first_line(error)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-import math
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -251,8 +249,6 @@ class Verified(Shown):
         if self.first is not None:
             within = '' if self.differences else 'the results are equal, but intermediate values are not: '
             yield f'{within}{self.first}'
-            if times := _times(self.first.difference, self.mesh):
-                yield times
         elif self.why_no_first and not self.differences:
             yield f'intermediate values were not compared: {self.why_no_first}'
         elif self.why_no_first:
@@ -297,23 +293,6 @@ def _differences(verified: Verified) -> Table:
 
 def _short(value: Any, digits: int = 3) -> str:
     return f'{value:.{digits}g}' if isinstance(value, float | complex) else str(value)
-
-
-def _times(difference: Difference, mesh: Mapping[str, int]) -> str:
-    """Where one value is a multiple of the other: the mesh axes that have so many devices."""
-    values = difference.found, difference.expected
-    if not all(isinstance(each, float) and each and math.isfinite(each) for each in values):
-        return ''
-    ratio = difference.found / difference.expected
-    count = round(max(ratio, 1 / ratio))
-    if count < 2 or not math.isclose(max(ratio, 1 / ratio), count, rel_tol=1e-3):
-        return ''
-    long = [axis for axis, size in mesh.items() if size > 1]
-    parts = [axes for number in range(len(long)) for axes in itertools.combinations(long, number + 1)]
-    fitting = [axes for axes in parts if math.prod(mesh[axis] for axis in axes) == count]
-    along = ' or '.join(axis_sizes_text({axis: mesh[axis] for axis in axes}) for axes in fitting)
-    off = 'large' if ratio > 1 else 'small'
-    return f'that is {count} times too {off}, the number of devices along {along}' if along else ''
 
 
 def _arguments(verified: Verified) -> Table:

@@ -178,26 +178,6 @@ def test_values_are_shown_with_the_digits_that_differ():
 @pytest.mark.parametrize(
     ('found', 'said'),
     [
-        (2.5, 'that is 2 times too large, the number of devices along tp=2'),
-        (10.0, 'that is 8 times too large, the number of devices along fsdp=4, tp=2'),
-        (1.25 / 4, 'that is 4 times too small, the number of devices along fsdp=4'),
-        (3.75, ''),  # no axes have three devices
-        (2.6, ''),
-        (-2.5, ''),
-        (0.0, ''),
-        (math.inf, ''),
-        (3, ''),
-    ],
-)
-def test_a_multiple_is_said_with_the_axes_that_have_as_many_devices(found, said):
-    first = FirstDifference('dot_general', 'train.py:3', Difference('', found=found, expected=1.25))
-    text = Verified('step', {'data': 1, 'fsdp': 4, 'tp': 2}, results=1, seeds=1, first=first).to_text(200)
-    assert [line for line in text.splitlines() if line.startswith('that is')] == ([said] if said else [])
-
-
-@pytest.mark.parametrize(
-    ('found', 'said'),
-    [
         (
             {'not_compared': ('loss',), 'not_deterministic': ('time',), 'seeds': 2},
             'computes what one device computes in 1 of 3 results; the others were not compared: 0 steps in a '
