@@ -23,11 +23,11 @@ def table(blocks: Blocks) -> str:
         title = f'{blocks.slices(index)} on {plural(len(devices), "device")}'
         return f'<td style="{style}" title="{escape(title)}">{escape(devices_text(devices))}</td>'
 
-    heads = ''.join(f'<th scope="col">{escape(label)}</th>' for label in ['', *grid.columns])
-    rows = ''.join(
-        f'<tr><th scope="row">{escape(label)}</th>{"".join(map(cell, row))}</tr>\n'
-        for label, row in grid.rows
-    )
+    def head(scope: str, label: str) -> str:
+        return f'<th scope="{scope}">{escape(label).replace(":", ":<wbr/>")}</th>'  # a long range breaks there
+
+    heads = ''.join(head('col', label) for label in ['', *grid.columns])
+    rows = ''.join(f'<tr>{head("row", label)}{"".join(map(cell, row))}</tr>\n' for label, row in grid.rows)
     return (
         f'{Lines([grid.dimensions]).html({})}\n<div class="scroll"><table class="grid">\n'
         f'<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table></div>'

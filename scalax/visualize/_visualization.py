@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from scalax._report.blocks import Block, Heading, Lines, MeshAxes, Section, html
+from scalax._report.blocks import Block, Heading, Lines, MeshAxes, Section
 from scalax._report.shown import Shown
 from scalax._report.tables import wrapped
 from scalax.errors import plural
@@ -37,9 +37,6 @@ class Visualization(Shown):
 
     def _page(self, title: str) -> list[Block]:
         return [Heading(title, {}), *self._blocks(title)]
-
-    def _repr_html_(self) -> str:
-        return f'<div>\n{html(self._blocks(self._title()))}</div>'
 
 
 def visualize(pytree: Any) -> Visualization:
