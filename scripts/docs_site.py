@@ -162,15 +162,15 @@ class Docstrings(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
             text = obj.docstring.value.replace('Example:\n', 'Examples:\n')
-            text = NAMED_PAGE.sub(r'[\1](../\1.md)', text)
+            text = NAMED_PAGE.sub(r'[\1](../\1.md)', text).replace('::\n', ':\n')
             obj.docstring.value = '\n'.join(with_tables(text.split('\n')))
 
 
 def with_tables(lines: list[str]) -> list[str]:
     """The lines, with tables of reStructuredText (three rules of ``=``) as those of Markdown.
 
-    >>> with_tables(['==  ==', 'a   b', '==  ==', '1   2', '    3', '==  ==', 'text'])
-    ['', '| a | b |', '|---|---|', '| 1 | 2 3 |', '', 'text']
+    >>> with_tables(['==  ==', 'a   b', '==  ==', '1   2', ' 0  3', '==  ==', 'text'])
+    ['', '| a | b |', '|---|---|', '| 1 0 | 2 3 |', '', 'text']
     """
     rules = [number for number, line in enumerate(lines) if RULE.fullmatch(line)]
     if len(rules) < 3:
@@ -181,9 +181,9 @@ def with_tables(lines: list[str]) -> list[str]:
     rows: list[list[str]] = []
     for line in (*lines[head + 1 : first], *lines[first + 1 : last]):
         cells = [line[span].strip().replace('|', '\\|') for span in spans]
-        if cells[0] or not rows:
+        if line[columns[0] : columns[0] + 1].strip() or not rows:
             rows.append(cells)
-        else:  # a cell goes on
+        else:  # the cells of the row above go on
             rows[-1] = [f'{before} {cell}'.strip() for before, cell in zip(rows[-1], cells, strict=True)]
     table = [f'| {" | ".join(row)} |' for row in rows]
     table.insert(1, '|---' * len(spans) + '|')

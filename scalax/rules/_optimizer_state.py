@@ -47,15 +47,15 @@ class OptimizerStateShardingRule(BuiltinRule):
     a leaf                                      gets
     ==========================================  ====================================================
     of its parameter's shape (moments,          the parameter's spec
-    averages, the parameters themselves)
+     averages, the parameters themselves)
     with dimensions left out or of size 1       the specs of the dimensions it keeps. ``v_row`` and
-    (factored statistics)                       ``v_col`` leave out the largest and the second
+     (factored statistics)                      ``v_col`` leave out the largest and the second
                                                 largest, as in optax. Where several dimensions have
                                                 that size and their specs differ: replicated
     with dimensions in front (histories)        those unsharded, then the parameter's spec
     with at most one element (counters)         replicated
     beside the parameters, or below one         no answer; alone: an error for matrices (and more) of
-    (``w/q``, ``w/scale``)                      over 32 floats, and for anything of 2**20 elements or
+     (``w/q``, ``w/scale``)                     over 32 floats, and for anything of 2**20 elements or
                                                 more; else replicated
     of any other shape at a parameter's path    an error that names the leaf
     ==========================================  ====================================================

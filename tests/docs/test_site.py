@@ -13,8 +13,8 @@ from tests.support import ROOT
 from tests.support.browser import Browser
 
 API = (ROOT / 'tests' / 'api.txt').read_text(encoding='utf-8')
-# Those that scalax.sharding has too, and what rules have for one another.
-ELSEWHERE = re.compile(r'scalax\.rules\.[A-Z]|.*\.(answers|parts|by_path|is_pure)$')
+# Those that scalax.sharding has too, what rules have for one another, and what messages are made with.
+ELSEWHERE = re.compile(r'scalax\.rules\.[A-Z]|.*\.(answers|parts|by_path|is_pure)$|scalax\.errors\.[a-z]')
 
 
 def text_of(page: Path) -> str:
