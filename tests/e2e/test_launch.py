@@ -338,8 +338,8 @@ def test_the_meshes_and_the_batch_of_slurm_suit_each_number_of_nodes() -> None:
         ('slurm.sbatch', 'srun', [1] * 10, 1, ['srun'] * 10),
         ('tpu_pod.sh', 'gcloud', [255, 0], 0, ['gcloud', 'gcloud']),
         ('tpu_pod.sh', 'gcloud', [PREEMPTED], PREEMPTED, ['gcloud']),
-        ('srun', 'srun', [0], 0, ['srun --kill-on-bad-exit=1 python train.py']),
-        ('srun', 'srun', [PREEMPTED], PREEMPTED, ['srun', 'scontrol requeue 7']),
+        ('srun', 'srun', [0], 0, ['srun --kill-on-bad-exit=0 --wait=30 python train.py']),
+        ('srun', 'srun', [PREEMPTED], 0, ['srun', 'scontrol requeue 7']),
         ('srun', 'srun', [1], 1, ['srun']),
     ],
 )
