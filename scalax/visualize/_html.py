@@ -24,7 +24,7 @@ def table(blocks: Blocks) -> str:
         return f'<td style="{style}" title="{escape(title)}">{escape(devices_text(devices))}</td>'
 
     def head(scope: str, label: str) -> str:
-        return f'<th scope="{scope}">{escape(label).replace(":", ":<wbr/>")}</th>'  # a long range breaks there
+        return f'<th scope="{scope}">{escape(label).replace(":", ":<wbr/>")}</th>'  # long ranges break
 
     heads = ''.join(head('col', label) for label in ['', *grid.columns])
     rows = ''.join(f'<tr>{head("row", label)}{"".join(map(cell, row))}</tr>\n' for label, row in grid.rows)
