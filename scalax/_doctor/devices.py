@@ -28,10 +28,6 @@ _READ = 1 << 20  # bytes: the last that a process has written
 _GRACE = 5  # seconds for a process to end: one that waits in a driver may not
 # What JAX, XLA and the libraries of makers say where the cure is not plain from that.
 _CURES = {
-    r'must be called before any JAX|before backends|jax_num_cpu_devices config should be': (
-        'move that to the start of the program: something above it uses devices, such as jax.devices(), '
-        'jax.random.key(...) or an array in the body of a module that is imported'
-    ),
     r'TPU.{0,40}in use|libtpu\S* (?:is )?already in use': (
         'end the process that has the TPU: sudo lsof -w /dev/accel* /dev/vfio/* names it; if there is none, '
         'a process that crashed has left /tmp/libtpu_lockfile'
@@ -68,21 +64,11 @@ _HANGS = {
     'running a program on each device': (
         'the device accepts programs and does not respond: restart the machine, or return it'
     ),
-    'verifying a training step': (
-        'the devices do not reach one another: NCCL_DEBUG=INFO shows what NCCL does; on a slice of several '
-        'hosts, start it on all of them at the same time. Compiling may also take longer than --timeout'
-    ),
     'comparing the processes': (
         'devices of different hosts do not reach one another, or their programs differ: compare what is '
         'above on each of them; check the network between them (NCCL_DEBUG=INFO shows what NCCL does)'
     ),
 }
-_WRONG = (
-    'do not train on this machine. If it goes away without XLA_FLAGS and LIBTPU_INIT_ARGS, or with another '
-    'version of JAX, report it to XLA. If it goes away on another machine, a device or a link is broken: '
-    'return this one'
-)
-_ENDLESS = 'the file does not end: put what it runs under if __name__ == "__main__"'
 
 
 @dataclasses.dataclass
@@ -113,7 +99,7 @@ class Opened:
         return f'{each}{more}, opened in {self.values["opened"]:.1f} s'
 
 
-def open_devices(facts: Mapping[str, str], timeout: float, file: str = '', verify: bool = False) -> Opened:
+def open_devices(facts: Mapping[str, str], timeout: float) -> Opened:
     """Opens the devices of this machine in another process, runs a program on each, and ends it.
 
     Where the environment says that there are several processes, it joins these, and compares what each says.
@@ -121,11 +107,9 @@ def open_devices(facts: Mapping[str, str], timeout: float, file: str = '', verif
     Args:
         facts: what all processes have to have in common: name -> text.
         timeout: the seconds that this may take.
-        file: a file of the user to import first.
-        verify: whether to compare a training step on all devices with the same on one.
     """
     reading, writing = os.pipe()
-    asked = json.dumps([writing, str(_ROOT), file, verify, max(1, int(timeout)), dict(facts)])
+    asked = json.dumps([writing, str(_ROOT), max(1, int(timeout)), dict(facts)])
     # Else it would take most of the memory of a GPU, which a program that runs needs.
     variables = {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false', **os.environ}
     with tempfile.TemporaryFile() as log:
@@ -160,7 +144,7 @@ def open_devices(facts: Mapping[str, str], timeout: float, file: str = '', verif
     for each in list(said):
         values.update(each)
     seconds = time.monotonic() - start
-    return Opened(values, [*_findings(values, code, text, seconds, file)], _last_lines(text))
+    return Opened(values, [*_findings(values, code, text, seconds)], _last_lines(text))
 
 
 def _clipped(log: BinaryIO) -> str:
@@ -184,30 +168,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait(_GRACE)
 
 
-def _findings(
-    values: dict[str, Any], code: int | None, text: str, seconds: float, file: str
-) -> Iterator[Finding]:
+def _findings(values: dict[str, Any], code: int | None, text: str, seconds: float) -> Iterator[Finding]:
     """What is wrong, by what a process has said, its exit code (None: it was ended) and its output."""
-    for name, where, read in values.get('late', ()):
-        yield Finding(
-            f'{where} sets {name} after {read}: it has no effect',
-            'set it at the start of the program, before it imports JAX'
-            + ('' if 'imported' in read else ' or anything that uses it'),
-        )
     stage = values.get('stage', 'starting Python')
-    own = bool(file) and stage.startswith('importing')
     if code is None:
-        cure = _ENDLESS if own else _HANGS.get(stage, 'try again, with a longer --timeout')
+        cure = _HANGS.get(stage, 'try again, with a longer --timeout')
         yield Finding(f'{stage} has not ended after {seconds:.0f} s{_last_lines(text)}', cure)
     elif code or stage:
         how = f'signal {signal.Signals(-code).name}' if code < 0 else f'exit code {code}'
         cure = 'see its output above, which comes from JAX and its plugins'
-        cure = 'fix the file' if own else _HANGS[_JOINING] if stage == _JOINING else cure
+        cure = _HANGS[_JOINING] if stage == _JOINING else cure
         yield Finding(f'{stage} failed ({how}){_last_lines(text)}', _known_cure(text) or cure)
-    if wrong := values.get('wrong'):
-        yield Finding(
-            ''.join([values['verified'], *(f'\n     {each}' for each in wrong[:_LAST_LINES])]), _WRONG
-        )
     yield from _disagreements(values.get('rows', ()))
 
 

@@ -45,7 +45,7 @@ class Diagnosis:
         width = terminal_width(None)
         longest = max(map(len, self.facts))
         lines = [plural(len(self.findings), 'finding') if self.findings else 'nothing is wrong', '']
-        lines += wrapped((f'{name:<{longest}}  {text}' for name, text in self.facts.items() if text), width)
+        lines += wrapped((f'{name:<{longest}}  {text}' for name, text in self.facts.items()), width)
         for number, (what, cure) in enumerate(self.findings, 1):
             first, *more = what.splitlines()
             lines += ['', *wrapped([f'{number}. {first}'], width), *more]
@@ -53,7 +53,7 @@ class Diagnosis:
         return '\n'.join(map(visible, lines))
 
 
-def diagnose(timeout: float = 120, file: str = '', verify: bool = False) -> Diagnosis:
+def diagnose(timeout: float = 120) -> Diagnosis:
     """Looks at the installation, the environment and the devices of this machine.
 
     Nothing is opened in this process. Another one opens the devices, runs a program on each, and is ended
@@ -61,9 +61,6 @@ def diagnose(timeout: float = 120, file: str = '', verify: bool = False) -> Diag
 
     Args:
         timeout: the seconds that opening the devices may take.
-        file: a Python file to import before, as a program would begin: variables that it sets too late are
-            findings.
-        verify: whether to run a small training step on all devices of this process, and on one of them.
     """
     versions = environment.installed()
     present = environment.accelerators()
@@ -78,7 +75,7 @@ def diagnose(timeout: float = 120, file: str = '', verify: bool = False) -> Diag
         **{name: versions.get(name, 'not installed') for name in _SAME_PACKAGES},
         **{name: variables.get(name, 'not set') for name in _SAME},
     }
-    opened = open_devices(own, timeout, file, verify)
+    opened = open_devices(own, timeout)
     values = opened.values
     only_cpu = values.get('devices', [['']])[0][0] == 'cpu'
     if present and only_cpu and not findings and not opened.findings:
@@ -95,6 +92,5 @@ def diagnose(timeout: float = 120, file: str = '', verify: bool = False) -> Diag
         or 'none that JAX reads',
         'processes': str(values.get('processes', 'unknown')),
         'devices': opened.summary or 'not opened',
-        'verified': values.get('verified', 'not run') if verify else '',
     }
     return Diagnosis(facts, (*findings, *opened.findings), values.get('process', 0))

@@ -7,7 +7,6 @@ import functools
 import inspect
 import logging
 import re
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -85,9 +84,8 @@ def _parser() -> argparse.ArgumentParser:
         'stages= besides the helper'
     )
     _option(search, 'stages', 'NAME=N,N,...', stages, _choice)
-    how = search.add_mutually_exclusive_group()
-    _flag(how, 'quick', 'no full plans, not even where one would decide')
-    _option(how, 'full', 'N', 'how many of the best to compile in full', _number)
+    full = 'how many of the best to compile in full; 0: none, not even where that would decide'
+    _option(search, 'full', 'N', full, _number)
 
     find = command(_commands.find, 'a mesh and a rule for a step of one device')
     _add_step(find)
@@ -118,8 +116,6 @@ def _parser() -> argparse.ArgumentParser:
     _flag(verify, 'inside', 'also compare intermediate values, if no result differs')
     devices = 'how many CPU devices to simulate: a step for more is reduced (8)'
     _option(verify, 'devices', 'N', devices, _positive, 8)
-    python = 'another interpreter, with scalax and another JAX: does it differ there too?'
-    _option(verify, 'python', 'PATH', python, _program)
 
     explain = command(_commands.explain, 'the sharding of each leaf, and why')
     makes = 'the function that makes the tree and its rules'
@@ -130,9 +126,6 @@ def _parser() -> argparse.ArgumentParser:
     command(_commands.topologies, 'the known slices and GPUs')
 
     doctor = command(_commands.doctor, 'what is wrong with this installation, and how to fix it')
-    first = 'a file to import first, as a program begins'
-    doctor.add_argument('file', metavar='FILE.py', nargs='?', default='', help=first)
-    _flag(doctor, 'verify', 'also run a small training step on all devices and on one, and compare')
     run = 'ask a running program what each process does: the address of its coordinator, process 0'
     _option(doctor, 'run', 'HOST:PORT', run, dest='address')
     _option(doctor, 'timeout', 'SECONDS', 'how long opening the devices may take (120)', _positive, 120)
@@ -169,7 +162,7 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--topology', help=f'{_TOPOLOGY}; without it: simulated CPU devices')
     _option(parser, 'mesh', 'NAME=N,...', 'mesh axes; one may be -1: fsdp=-1,tp=4', _sizes, required=True)
     _option(parser, 'slices', 'N', 'how many slices', _positive)
-    dcn = 'the number of slices along mesh axes: data=4; an axis that --mesh does not name has that size'
+    dcn = 'the number of slices along axes of --mesh: data=4'
     _option(parser, 'dcn', 'NAME=N,...', dcn, _sizes, {})
 
 
@@ -221,14 +214,6 @@ def _bytes(text: str) -> int:
     if size < 1:
         raise argparse.ArgumentTypeError(f'{text!r} is not a memory size (as in 16GiB, 80GB, or bytes)')
     return size
-
-
-def _program(text: str) -> str:
-    """The path of a program; checked here, before minutes of comparing."""
-    found = shutil.which(text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f'{text!r} is not a program that can be run')
-    return found
 
 
 def _page(text: str) -> Path:

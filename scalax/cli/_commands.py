@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -19,17 +18,15 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from scalax._doctor import diagnose
-from scalax._mesh.gpu_topologies import GPUS, Joined
+from scalax._mesh.gpu_topologies import GPUS
 from scalax._mesh.topologies import SIZES
-from scalax._plan.hardware import numbers_of
-from scalax._report.tables import human_bytes, table, terminal_width
+from scalax._report.tables import table, terminal_width
 from scalax._verify.verify import verify as verify_step
 from scalax._watch.watch import State, ask
 from scalax.cli._exit_codes import ExitCode
-from scalax.cli._other_python import with_other_python
-from scalax.errors import ArgumentError, PlanError, did_you_mean, near_names
-from scalax.plan import HARDWARE, make_plan
+from scalax.errors import ArgumentError, PlanError, did_you_mean
 from scalax.plan import find as find_rule
+from scalax.plan import make_plan
 from scalax.plan import search as search_meshes
 from scalax.sharding import MeshShardingHelper, Stages
 
@@ -79,8 +76,6 @@ def search(
     axes: str,
     sizes: list[tuple[str, tuple[int, ...]]],
     stages: tuple[str, tuple[int, ...]] | None,
-    quick: bool,
-    full: int | None,
     html: Path | None,
     as_json: bool,
     **options: Any,
@@ -99,7 +94,6 @@ def search(
         [name.strip() for name in axes.split(',')],
         constraints=_each_once(sizes),
         stages=[Stages(axis, each) for each in counts],
-        full=0 if quick else full,
         **options,
     )
     _show(found, html, json.dumps(found.to_dict()) if as_json else str(found))
@@ -200,7 +194,6 @@ def verify(
     function: str,
     config: str,
     devices: int,
-    python: str | None,
     html: Path | None,
     as_json: bool,
     seeds: int,
@@ -220,15 +213,11 @@ def verify(
     if not is_here:
         jax.config.update('jax_num_cpu_devices', devices)
     helper = _helper(**where, compiles=is_here)
-    options: dict[str, Any] = {'seeds': seeds, 'steps': steps, 'inside': inside}
     # What the user's file prints is no result, nor what JAX prints about sizes that are tried.
     with contextlib.redirect_stdout(sys.stderr):
         make_step = _load_function(function)
         value = _config(make_step, config, function)
-        found = verify_step(helper, make_step, (), {}, config=value, **options)
-    if python and (found.differences or found.first) and not found.ended:
-        given = {'config': config, 'devices': devices, **options, **where}
-        found = with_other_python(found, python, function, given)
+        found = verify_step(helper, make_step, (), {}, config=value, seeds=seeds, steps=steps, inside=inside)
     _show(found, html, json.dumps(found.to_dict()) if as_json else str(found))
     if found.ended:
         return ExitCode.INTERRUPTED
@@ -248,14 +237,12 @@ def explain(function: str, html: Path | None, as_json: bool, **where: Any) -> Ex
     return ExitCode.DONE
 
 
-def doctor(timeout: int, file: str, verify: bool, address: str | None, as_json: bool) -> ExitCode:
+def doctor(timeout: int, address: str | None, as_json: bool) -> ExitCode:
     """Looks for what is wrong with the installation, its variables and its devices, and reports how to fix
     it. Another process opens the devices and runs a program on each; it is ended if it hangs.
 
     Start it as the program is started (srun, mpirun, on all hosts of a slice): then it also compares the
-    processes. With FILE.py, that file is imported before JAX is used, as a program would begin: it may set
-    variables too late. With --verify, a small training step runs on all devices and on one of them, and the
-    results are compared.
+    processes.
 
     With --run, it asks a program that runs what each of its processes does, and which one is behind. Nothing
     else is looked at.
@@ -271,56 +258,23 @@ def doctor(timeout: int, file: str, verify: bool, address: str | None, as_json: 
         told = {'processes': [state._asdict() for state in states], 'report': report}
         print(json.dumps(told) if as_json else '\n'.join([*lines, '', report]).rstrip())
         return ExitCode.FOUND if report else ExitCode.DONE
-    if file and not Path(file).is_file():
-        raise ArgumentError(f'there is no file {file!r}')
-    found = diagnose(timeout, file, verify)
+    found = diagnose(timeout)
     if found.process == 0 or found.findings:  # of several processes only the first, and those with findings
         print(json.dumps(found.to_dict()) if as_json else found)
     return ExitCode.FOUND if found.findings else ExitCode.DONE
 
 
 def topologies(as_json: bool) -> ExitCode:
-    """TPU slices and GPUs."""
-    if as_json:
-        chips = {
-            name: {**dataclasses.asdict(HARDWARE[name]), 'slices': SIZES[name].split()} for name in SIZES
-        }
-        for name, joined in GPUS.items():
-            chips[name] = {**dataclasses.asdict(HARDWARE[name]), **joined._asdict()}
-        print(json.dumps(chips))
-    else:
-        kinds = [_kind(name, sizes) for name, sizes in SIZES.items()]
-        gpus = [_kind(name, _sizes(joined)) for name, joined in GPUS.items()]
-        print(_TOPOLOGIES.format(slices='\n'.join(kinds), gpus='\n'.join(gpus)))
+    """The known TPU slices, as --topology NAME:SIZE takes them, whose chips are the product of the size; and
+    GPUs, as NAME:GPUS, NAME:HOSTSxGPUS or, where NVLink joins hosts, NAME:DOMAINSxHOSTSxGPUS.
+    """
+    known = {name: sizes.split() for name, sizes in SIZES.items()}
+    for name, joined in GPUS.items():  # the largest host, and the largest domain or four of such hosts
+        hosts = joined.domain // joined.host
+        known[name] = [f'{joined.host}', f'{4 if hosts == 1 else hosts}x{joined.host}']
+    lines = (f'{name:<9}  {"  ".join(sizes)}' for name, sizes in known.items())
+    print(json.dumps(known) if as_json else '\n'.join(lines))
     return ExitCode.DONE
-
-
-_TOPOLOGIES = """\
-TPU slices, as --topology NAME:SIZE takes them:
-
-{slices}
-
-The chips of a slice are the product of its size; of several slices, times --slices.
-
-GPUs, as --topology NAME:GPUS, NAME:HOSTSxGPUS or, where NVLink joins hosts, NAME:DOMAINSxHOSTSxGPUS:
-
-{gpus}"""
-
-
-def _sizes(joined: Joined) -> str:
-    """The largest host, and the largest domain or four of such hosts."""
-    hosts = joined.domain // joined.host
-    return f'{joined.host} {4 if hosts == 1 else hosts}x{joined.host}'
-
-
-def _kind(name: str, sizes: str) -> str:
-    """The numbers of a kind of chip, and its sizes."""
-    chip = HARDWARE[name]
-    devices, flops = numbers_of(chip, 'devices_per_chip', 'flops_per_second', for_='this list')
-    memory = 'not known' if chip.hbm_bytes is None else human_bytes(chip.hbm_bytes)
-    of_chip = '' if devices == 1 else f', {devices} of them a chip'
-    said = f'a device{of_chip}: {memory} of usable HBM, {flops / devices:.4g} flops/s (bfloat16)'
-    return f'{name:<9} {said}\n          {"  ".join(sizes.split())}'
 
 
 def _helper(
@@ -335,22 +289,20 @@ def _helper(
     if not topology:
         return _helper_without_topology(mesh, slices or dcn, compiles)
     _require_dcn(slices, dcn)
-    outer = {name: size for name, size in dcn.items() if name not in mesh}
-    for name in outer:
-        if near_names(name, mesh):
+    for name in dcn:
+        if name not in mesh:
             raise ArgumentError(
-                f'--dcn names {name!r}, which is not an axis of --mesh ({did_you_mean(name, mesh)}); '
-                f'if it is another axis, give it there too: {name}={dcn[name]}'
+                f'--dcn names {name!r}, which is not an axis of --mesh ({did_you_mean(name, mesh)}): give '
+                'its whole size there'
             )
-    sizes = {**outer, **mesh}
     num_slices = slices or math.prod(dcn.values())
     return MeshShardingHelper.from_topology(
         topology,
-        list(sizes.values()),
-        list(sizes),
+        list(mesh.values()),
+        list(mesh),
         True,  # splitting is allowed; whole axes of the torus are still preferred
         num_slices=num_slices,
-        dcn_axis_dims=[dcn.get(name, 1) for name in sizes] if dcn else None,
+        dcn_axis_dims=[dcn.get(name, 1) for name in mesh] if dcn else None,
     )
 
 

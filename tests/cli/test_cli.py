@@ -202,7 +202,7 @@ def test_ctrl_c_leaves_the_compiler(job):
 def test_search(job, tmp_path, capsys):
     page = tmp_path / 'search.html'
     on = ('--topology', 'v5e:2x2', '--axes', 'fsdp,tp', '--sizes', 'tp=1,2')
-    done = here(capsys, 'search', f'{job}:make_step', *on, '--quick', '--html', page)
+    done = here(capsys, 'search', f'{job}:make_step', *on, '--full', 0, '--html', page)
     assert (done.returncode, done.stderr) == (0, '')
     lines = done.stdout.splitlines()
     assert lines[0] == '2 meshes on v5e:2x2: 2 planned quickly'
@@ -341,11 +341,11 @@ def test_doctor(capsys, monkeypatch, process, findings):
 
     monkeypatch.setattr(_commands, 'diagnose', diagnose)
     done = here(capsys, 'doctor', '--timeout', 7)
-    assert done.returncode == (4 if findings else 0) and asked == [(7, '', False)]
+    assert done.returncode == (4 if findings else 0) and asked == [(7,)]
     silent = process and not findings
     assert done.stdout == ('' if silent else f'{Diagnosis({"versions": "Python"}, findings)}\n')
-    done = here(capsys, 'doctor', '--json', '--verify')
-    assert asked[1:] == [(120, '', True)]
+    done = here(capsys, 'doctor', '--json')
+    assert asked[1:] == [(120,)]
     assert silent or json.loads(done.stdout)['findings'] == [each._asdict() for each in findings]
 
 
@@ -358,13 +358,10 @@ def test_doctor_asks_a_program_that_is_not_there(capsys):
     )
 
 
-def test_doctor_for_real(tmp_path):
-    path = tmp_path / 'train.py'
-    path.write_text("import os\nimport jax\nos.environ['JAX_ENABLE_X64'] = '1'\n")
-    done = run('doctor', path)
-    assert done.returncode == 4 and 'train.py:3 sets JAX_ENABLE_X64 after JAX was imported' in done.stdout
-    done = run('doctor', tmp_path / 'none.py')
-    assert (done.returncode, done.stderr) == (2, f"error: there is no file '{tmp_path}/none.py'\n")
+def test_doctor_for_real(monkeypatch):
+    monkeypatch.setenv('JAX_ENABLE_X46', '1')
+    done = run('doctor')
+    assert done.returncode == 4 and '1. JAX_ENABLE_X46 is set, but JAX has no such setting' in done.stdout
 
 
 @tpu_compiler.needed
@@ -377,9 +374,9 @@ def test_plan_for_several_slices(job, capsys):
 
 
 @tpu_compiler.needed
-def test_an_axis_across_slices_need_not_be_in_the_mesh_nor_axes_be_whole(job, capsys):
+def test_axes_need_not_be_whole_axes_of_the_torus(job, capsys):
     # Each axis of the torus has four chips.
-    where = ('--topology', 'v5p:2x4x4', '--mesh', 'fsdp=-1,tp=8', '--slices', 2, '--dcn', 'data=2')
+    where = ('--topology', 'v5p:2x4x4', '--mesh', 'data=2,fsdp=-1,tp=8', '--dcn', 'data=2')
     done = here(capsys, 'plan', f'{job}:make_step', *where, '--quick', '--json')
     assert (done.returncode, done.stderr) == (0, '')
     plan = Plan.load(done.stdout)
@@ -420,7 +417,6 @@ def test_explain_needs_no_devices(job, capsys):
         (['--sizes', 'tp=x'], "'tp=x' is not of the form NAME=N,N,... (as in tp=1,2,4)"),
         (['--sizes', 'tp=0,2'], "'0' is not an integer of at least 1"),
         (['--full', '-1'], "'-1' is not an integer of at least 0"),
-        (['--full', '1', '--quick'], 'argument --quick: not allowed with argument --full'),
     ],
 )
 def test_usage_of_search(job, capsys, arguments, said):
@@ -458,17 +454,11 @@ def test_a_search_that_plans_nothing_does_not_say_that_nothing_fits(job, capsys)
 def test_topologies(capsys):
     assert main(['topologies']) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert 'v5e       a device: 15.8 GiB of usable HBM, 1.97e+14 flops/s (bfloat16)' in lines
-    assert {name.partition(':')[0] for name in KNOWN} <= set(HARDWARE)
-    place = lines.index('gb200     a device: 173.2 GiB of usable HBM, 2.5e+15 flops/s (bfloat16)')
-    assert lines[place + 1].split() == ['4', '18x4']
-
+    assert 'h100       8  4x8' in lines and 'gb200      4  18x4' in lines
     assert main(['topologies', '--json']) == 0
     listed = json.loads(capsys.readouterr().out)
-    slices = {f'{name}:{size}' for name, chip in listed.items() for size in chip.get('slices', ())}
-    assert slices == {*KNOWN}
-    assert {name: (gpu['host'], gpu['domain']) for name, gpu in listed.items() if 'host' in gpu} == GPUS
-    assert listed['v5e']['flops_per_second'] == HARDWARE['v5e'].flops_per_second
+    assert listed.keys() == HARDWARE.keys()
+    assert {f'{name}:{size}' for name in listed.keys() - GPUS for size in listed[name]} == {*KNOWN}
 
 
 @gpu_compiler.needed
@@ -476,7 +466,7 @@ def test_plan_on_hosts_of_gpus(job, capsys):
     done = run('plan', f'{job}:make_step', '--topology', 'h100:2x4', '--mesh', 'fsdp=-1,tp=2')
     assert (done.returncode, done.stderr) == (0, '')
     assert done.stdout.splitlines()[0] == 'step on 8 devices of h100 (fsdp=4, tp=2)'
-    on = ('--topology', 'h100:4', '--mesh', 'tp=4', '--dcn', 'fsdp=2', '--json')
+    on = ('--topology', 'h100:4', '--mesh', 'fsdp=2,tp=4', '--dcn', 'fsdp=2', '--json')
     plan = Plan.load(here(capsys, 'plan', f'{job}:make_step', *on).stdout)
     assert [place.slice for place in plan.places] == [0, 0, 0, 0, 1, 1, 1, 1]
 
@@ -596,9 +586,8 @@ def test_usage(job, capsys, arguments, said):
     [
         (
             ['--mesh', 'fsdp=4', '--dcn', 'fdsp=2', '--topology', 'v5e:2x2'],
-            "--dcn names 'fdsp', which is not an axis of --mesh (did you mean 'fsdp'?); if it is another "
-            'axis, '
-            'give it there too: fdsp=2',
+            "--dcn names 'fdsp', which is not an axis of --mesh (did you mean 'fsdp'?): give its whole size "
+            'there',
         ),
         (['--mesh', 'fsdp=4', '--slices', '2'], '--slices and --dcn are for TPUs and GPUs: give --topology'),
         (

@@ -4,14 +4,13 @@ import inspect
 import json
 import os
 import signal
-import sys
 
 import jax
 import pytest
 
 from scalax._verify.run import Comparison
 from scalax._verify.verify import verify as verify_step
-from scalax.cli import _commands, _other_python, main
+from scalax.cli import _commands, main
 from scalax.errors import ArgumentError
 from tests.support import tpu_compiler
 
@@ -176,13 +175,6 @@ def test_options_are_those_of_the_function(job, monkeypatch):
     assert [parameters[name].default for name in ('seeds', 'steps', 'inside')] == [3, 2, False]
 
 
-def test_an_interpreter_that_is_none(job, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(['verify', f'{job}:make_step', *ON, '--python', 'no/such/python'])
-    assert ended.value.code == 2
-    assert "argument --python: 'no/such/python' is not a program that can be run" in capsys.readouterr().err
-
-
 def test_ctrl_c_leaves_what_was_compared(job, capsys, monkeypatch):
     run = Comparison.run
 
@@ -199,84 +191,3 @@ def test_ctrl_c_leaves_what_was_compared(job, capsys, monkeypatch):
         'does not compute what one device computes: 1 of 2 results, 1 step in a row, 2 seeds'
     )
     assert lines[1] == 'stopped early'
-
-
-# --- Another interpreter ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def other(tmp_path):
-    """Makes a program that stands for an interpreter: it keeps its arguments, and does something."""
-
-    def make(does):
-        path = tmp_path / 'other'
-        path.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/asked\n{does}\n')
-        path.chmod(0o755)
-        return path
-
-    return make
-
-
-def result(**values):
-    return json.dumps({'jax': '9.8.7', 'ok': False, 'differences': [], 'first': None, **values}).replace(
-        '"', '\\"'
-    )
-
-
-@pytest.mark.parametrize(
-    ('does', 'said'),
-    [
-        (f'echo "{result(differences=[1])}"; exit 4', ('with JAX 9.8.7', True, '')),
-        (f'echo "{result(ok=True)}"', ('with JAX 9.8.7', False, '')),
-        (f'echo "{result()}"; exit 4', ('with JAX 9.8.7', None, 'not all results were compared')),
-        ('echo a; echo "No module named scalax" >&2; exit 1', ('with OTHER', None, 'No module named scalax')),
-        ('exit 7', ('with OTHER', None, 'exit code 7')),
-    ],
-    ids=['differs', 'is right', 'is not finite', 'has no scalax', 'fails'],
-)
-def test_another_interpreter(job, capsys, other, tmp_path, does, said):
-    python = other(does)
-    code, out, _ = here(capsys, f'{job}:make_wrong', *ON, '--inside', '--python', python, '--json')
-    retry = json.loads(out)['retries'][-1]
-    change, stays, why = said
-    assert code == 4 and retry == {
-        'change': change.replace('OTHER', str(python)),
-        'stays': stays,
-        'why_not': why,
-    }
-    assert (tmp_path / 'asked').read_text().splitlines() == [
-        *('-m', 'scalax', 'verify', f'{job}:make_wrong', '--json'),
-        *('--devices=8', '--seeds=1', '--steps=2', '--inside', '--mesh=fsdp=4,tp=2'),
-    ]
-
-
-def test_it_is_not_asked_about_what_is_right(job, capsys, other, tmp_path):
-    code, _, _ = here(capsys, f'{job}:make_step', *ON, '--python', other('exit 1'))
-    assert code == 0 and not (tmp_path / 'asked').exists()
-
-
-def test_it_is_not_waited_for_without_end(job, capsys, other, monkeypatch):
-    monkeypatch.setattr(_other_python, '_SECONDS', 0.5)
-    python = other('exec sleep 300')
-    _, out, _ = here(capsys, f'{job}:make_wrong', *ON, '--python', python, '--json')
-    assert json.loads(out)['retries'][-1]['why_not'] == 'it did not end within 0.5 s'
-
-
-def test_ctrl_c_ends_it(job, capsys, other, tmp_path):
-    python = other(f'echo $$ > {tmp_path}/pid; sleep 1; kill -INT {os.getpid()}; exec sleep 300')
-    code, out, _ = here(capsys, f'{job}:make_wrong', *ON, '--python', python)
-    assert code == 130 and 'stopped early' in out
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / 'pid').read_text()), 0)
-
-
-@pytest.mark.long
-def test_the_same_interpreter_finds_the_same(job, capsys, monkeypatch):
-    monkeypatch.delenv('JAX_NUM_CPU_DEVICES', raising=False)
-    options = ('--config', 'SMALL', '--steps', 1, '--python', sys.executable, '--json')
-    _, out, _ = here(capsys, f'{job}:make_wrong', *ON, *options)
-    assert json.loads(out)['retries'][-1] == {
-        'change': f'with JAX {jax.__version__}',
-        'stays': True,
-        'why_not': '',
-    }
