@@ -127,7 +127,6 @@ def search(model: Model, task: Task) -> Found:
         num_slices=task.slices,
         headroom=HEADROOM,
         budget_s=task.budget,
-        show_progress=False,
     )
 
 

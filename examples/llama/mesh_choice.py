@@ -80,7 +80,7 @@ def search_mesh(options: Options, strategy: Strategy, devices: Sequence[jax.Devi
         return sizes.get('stage', 1) == options.stages and not [*sharding_problems(options, strategy, sizes)]
 
     try:
-        found = search(make_step, devices, [*strategy.mesh], constraints=suits, show_progress=False)
+        found = search(make_step, devices, [*strategy.mesh], constraints=suits)
         best = found.best.mesh
     except (ArgumentError, PlanError) as error:
         raise app.UsageError(f'--mesh search, {len(devices)} devices: {error}') from error

@@ -22,7 +22,7 @@ from scalax._mesh import topologies
 from scalax._plan.hardware import Hardware, hardware_of
 from scalax._search.meshes import Constraints, possible_meshes
 from scalax._util.progress import progress
-from scalax.errors import ArgumentError, IndivisibleWarning, PlanError, StagesWarning, checked_flag
+from scalax.errors import ArgumentError, IndivisibleWarning, PlanError, StagesWarning
 from scalax.rules import TreePathShardingRule
 
 _log = logging.getLogger('scalax.find')
@@ -48,7 +48,6 @@ def find(
     memory: int | None = None,
     headroom: float = 0.1,
     budget_s: float = 600.0,
-    show_progress: bool | None = None,
 ) -> Found:
     """Finds a mesh and a sharding rule for a step that is written for one device (auto-sharding).
 
@@ -63,6 +62,9 @@ def find(
     The objective averages the fully overlapped and the serial step time; of equal layouts, the one with less
     memory wins. On devices of unknown speed, such as simulated ones, 4e14 operations and 1e11 bytes a second
     are assumed.
+
+    A line on stderr shows the best so far, on a terminal and in a notebook (``SCALAX_PROGRESS=0`` turns it
+    off). Elsewhere it is logged (``scalax.find``, level INFO).
 
     Args:
         step: a function for one device, with positional arguments.
@@ -86,8 +88,6 @@ def find(
             unknown, as for simulated devices.
         headroom: the fraction of it that is to stay free.
         budget_s: the seconds after which no new layout is tried.
-        show_progress: whether a line on stderr shows the best so far; by default on a terminal and in a
-            notebook. Elsewhere it is logged (``scalax.find``, level INFO).
 
     Returns:
         A `Found`. Ctrl-C ends the search early, with the best so far.
@@ -106,7 +106,7 @@ def find(
         >>> print(found.to_code())  # doctest: +SKIP
     """
     names = _names(axis_names, num_slices)
-    _check(headroom, optimizer_state, batch_dim, show_progress)
+    _check(headroom, optimizer_state, batch_dim)
     traced = make_step(step, args, batch_argnums, donate_argnums)
     if topology is None and num_slices > 1:
         raise ArgumentError('several slices need a topology, such as v5p:4x4x4')
@@ -120,7 +120,7 @@ def find(
     started = time.monotonic()
     ended: Ended = ''
     # Not in the threads of the trials: filters are those of the process, and would not be restored.
-    with warnings.catch_warnings(), progress('finding a rule:', _log, show_progress) as note:
+    with warnings.catch_warnings(), progress('finding a rule:', _log) as note:
         warnings.simplefilter('error', IndivisibleWarning)
         warnings.simplefilter('ignore', StagesWarning)
         warnings.filterwarnings('ignore', 'Some donated buffers were not usable')  # once, of the result
@@ -147,19 +147,17 @@ def find(
 def _names(names: Sequence[str] | None, num_slices: int) -> tuple[str, str, str]:
     if isinstance(num_slices, bool) or not isinstance(num_slices, int) or num_slices < 1:
         raise ArgumentError(f'num_slices has to be a positive integer, got {num_slices!r}')
-    count = 2 if num_slices == 1 else 3
-    if names is None:
-        return ('' if num_slices == 1 else 'data', 'fsdp', 'tp')
-    given = tuple(names) if isinstance(names, Sequence) else ()
-    if isinstance(names, str) or len({*given}) != count or not all(isinstance(name, str) for name in given):
+    usual = ('fsdp', 'tp') if num_slices == 1 else ('data', 'fsdp', 'tp')
+    given = usual if names is None else tuple(names) if isinstance(names, list | tuple) else ()
+    if len({*given}) != len(usual) or not all(isinstance(name, str) for name in given):
         raise ArgumentError(
-            f'axis_names has to be {count} names of mesh axes, such as fsdp and tp, got {names!r}'
+            f'axis_names has to be {len(usual)} names of mesh axes, such as fsdp and tp, got {names!r}'
         )
     *slices, batch, other = given
     return (slices[0] if slices else ''), batch, other
 
 
-def _check(headroom: float, optimizer_state: str, batch_dim: int, show_progress: bool | None) -> None:
+def _check(headroom: float, optimizer_state: str, batch_dim: int) -> None:
     if not isinstance(headroom, int | float) or not 0 <= headroom < 1:
         raise ArgumentError(
             f'headroom has to be a fraction of the memory, from 0 to below 1, got {headroom!r}'
@@ -168,8 +166,6 @@ def _check(headroom: float, optimizer_state: str, batch_dim: int, show_progress:
         raise ArgumentError(f"optimizer_state has to be 'as parameters' or 'zero1', got {optimizer_state!r}")
     if isinstance(batch_dim, bool) or not isinstance(batch_dim, int) or batch_dim < 0:
         raise ArgumentError(f'batch_dim has to be the number of a dimension, got {batch_dim!r}')
-    if show_progress is not None:
-        checked_flag('show_progress', show_progress)
 
 
 def _mesh_sizes(devices: int, slices: int, axes: Axes, sizes: Constraints) -> Iterator[dict[str, int]]:

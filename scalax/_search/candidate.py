@@ -12,11 +12,10 @@ from scalax._tree.specs import axis_sizes_text
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A mesh of a search, possibly with a set of rules.
+    """A mesh of a search.
 
     Attributes:
         mesh: mesh axis name -> size.
-        rules: the name of the set of rules; empty if the search was given none.
         plan: the plan of the step on it; None if it could not be planned.
         lost: why it is not the best; empty for the best.
         ruled_out: whether it lost before it was compiled, as its arguments alone do not fit.
@@ -25,7 +24,6 @@ class Candidate:
     """
 
     mesh: Mapping[str, int]
-    rules: str = ''
     plan: Plan | None = None
     lost: str = ''
     ruled_out: bool = False
@@ -34,6 +32,6 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The sizes, such as ``'fsdp=16, tp=4'``, how a pipeline runs, and the name of the rules."""
-        stages = options_text(self.stages) if self.stages else ''
-        return '; '.join(filter(None, [axis_sizes_text(self.mesh), stages, self.rules]))
+        """The sizes, such as ``'fsdp=16, tp=4'``, and how a pipeline runs."""
+        stages = f'; {options_text(self.stages)}' if self.stages else ''
+        return f'{axis_sizes_text(self.mesh)}{stages}'

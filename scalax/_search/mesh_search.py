@@ -7,7 +7,7 @@ import inspect
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from scalax._search.result import Search
 from scalax._stages.stages import Stages
 from scalax._transforms.calls.signature import name_of
 from scalax._util.progress import Note, progress
-from scalax.errors import ArgumentError, IndivisibleWarning, StagesWarning, checked_flag, did_you_mean
+from scalax.errors import ArgumentError, IndivisibleWarning, StagesWarning, did_you_mean
 
 _log = logging.getLogger('scalax.search')
 
@@ -35,7 +35,6 @@ def search(
     make_step: Callable[..., tuple[Any, Sequence[Any]]],
     topology: str | Sequence[jax.Device],
     axis_names: Sequence[str],
-    rules: Mapping[str, Any] | None = None,
     *,
     constraints: Constraints = None,
     num_slices: int = 1,
@@ -43,7 +42,6 @@ def search(
     stages: Stages | Sequence[Stages] = (),
     hardware: Hardware | None = None,
     full: int | None = None,
-    show_progress: bool | None = None,
 ) -> Search:
     """Plans a step on every mesh of a topology, and ranks the meshes.
 
@@ -54,15 +52,15 @@ def search(
     memory. If the best is so close to the memory limit that its quick plan does not tell whether it fits, it
     is compiled in full.
 
+    A line on stderr shows where the search is, on a terminal and in a notebook (``SCALAX_PROGRESS=0`` turns
+    it off). Elsewhere it is logged (``scalax.search``, level INFO).
+
     Args:
-        make_step: called with a helper, and one of the *rules* if there are any; with *stages* also with
-            ``stages=``, for `sjit`. Returns the step, such as one made by `sjit`, and the tuple of its
-            arguments.
+        make_step: called with a helper; with *stages* also with ``stages=``, for `sjit`. Returns the step,
+            such as one made by `sjit`, and the tuple of its arguments.
         topology: the slice, such as ``'v5p:4x4x4'``, or the GPUs, such as ``'h100:4x8'``, as for
             `MeshShardingHelper.from_topology`; or devices that are here, such as ``jax.devices()``.
         axis_names: the mesh axes; every product of sizes that uses all devices is a candidate.
-        rules: name -> the argument for *make_step*, such as rules for its parameters; each is tried on all
-            meshes.
         constraints: mesh axis -> its size, or the sizes that it may have (``{'tp': [1, 2, 4, 8]}``); or a
             function of the sizes (mesh axis -> size) that returns whether to try them.
         num_slices: the number of slices; of GPUs that of NVLink domains, if *topology* does not have it.
@@ -76,8 +74,6 @@ def search(
             `dataclasses.replace`. By default what is known of the topology.
         full: how many of the best to compile in full in any case, which takes minutes for each. For GPUs
             all plans are full ones.
-        show_progress: whether a line on stderr shows where the search is; by default on a terminal and in a
-            notebook. Elsewhere it is logged (``scalax.search``, level INFO).
 
     Returns:
         A `Search`. Ctrl-C ends the search early; the result then ranks the meshes planned so far.
@@ -99,16 +95,14 @@ def search(
         {'fsdp': 16, 'tp': 4}
         >>> search(make_step, jax.devices(), ['fsdp', 'tp']).best.mesh  # doctest: +SKIP
     """
-    names, rules = list(meshes.checked_axes([1] * len(axis_names), axis_names)[1]), rules or None
-    _check(make_step, names, rules)
-    if show_progress is not None:
-        checked_flag('show_progress', show_progress)
+    names = list(meshes.checked_axes([1] * len(axis_names), axis_names)[1])
+    _check(make_step, names)
     outer = [] if dcn_axis is None else [dcn_axis] if isinstance(dcn_axis, str) else [*dcn_axis]
     for axis in outer:
         if axis not in names:
             raise ArgumentError(f'dcn_axis={axis!r} is no mesh axis ({did_you_mean(axis, names)})')
     pipelines = _pipelines(stages, names)
-    _check_parameters(make_step, bool(rules), bool(pipelines))
+    _check_parameters(make_step, bool(pipelines))
     if num_slices > 1 and not outer:
         raise ArgumentError(
             f'{num_slices} slices need dcn_axis=..., the mesh axis that runs from slice to slice'
@@ -117,16 +111,16 @@ def search(
     if devices[0].platform != 'tpu':  # plans of others are full ones
         full = 0
     meshes_of_all = possible_meshes(len(devices), names, constraints)
-    todo = [each for sizes in meshes_of_all for each in _candidates(sizes, rules or {'': None}, pipelines)]
+    todo = [each for sizes in meshes_of_all for each in _candidates(sizes, pipelines)]
     if not todo:
         raise ArgumentError(
             f'no mesh over {", ".join(names)} with {len(devices)} devices satisfies the constraints'
         )
-    attempt = _Attempts(make_step, rules, devices, (num_slices, outer), bool(pipelines), hardware)
+    attempt = _Attempts(make_step, devices, (num_slices, outer), bool(pipelines), hardware)
     done: dict[int, Candidate] = {}
     interrupted = False
     started = time.monotonic()
-    with progress('planning', _log, show_progress) as note:
+    with progress('planning', _log) as note:
         try:
             for place, candidate in enumerate(todo):
                 note(f'{place + 1} of {len(todo)}: {candidate.name}')
@@ -150,8 +144,7 @@ class _Attempts:
     """What a search tries its candidates with, and how often it has compiled.
 
     Attributes:
-        make_step: makes the step and its arguments for a helper, and perhaps a set of rules.
-        rules: the sets of rules by name; None if there are none.
+        make_step: makes the step and its arguments for a helper.
         devices: the devices.
         slices: how many slices there are, and along which mesh axes, the first ones first.
         has_stages: whether *make_step* takes ``stages=``.
@@ -161,7 +154,6 @@ class _Attempts:
     """
 
     make_step: Callable[..., tuple[Any, Sequence[Any]]]
-    rules: Mapping[str, Any] | None
     devices: Sequence[Any]
     slices: tuple[int, Sequence[str]]
     has_stages: bool
@@ -192,10 +184,8 @@ class _Attempts:
     def _lowered(self, candidate: Candidate) -> LoweredStep:
         sizes = dict(candidate.mesh)
         helper = helper_of(sizes, self.devices, slices_along(sizes, *self.slices))
-        rules = [self.rules[candidate.rules]] if self.rules else []
-        step, arguments = self.make_step(
-            helper, *rules, **({'stages': candidate.stages} if self.has_stages else {})
-        )
+        stages = {'stages': candidate.stages} if self.has_stages else {}
+        step, arguments = self.make_step(helper, **stages)
         return lower_step(helper, step, arguments, {}, self.hardware)
 
 
@@ -206,7 +196,7 @@ def _devices(topology: Any, num_slices: int) -> tuple[Sequence[Any], str]:
     return topologies.topology_devices(topology, num_slices), topology
 
 
-def _check(make_step: Any, names: Sequence[str], rules: Any) -> None:
+def _check(make_step: Any, names: Sequence[str]) -> None:
     if not callable(make_step):
         raise ArgumentError(
             'search takes a function first, which makes the step and its arguments for a helper, '
@@ -214,32 +204,25 @@ def _check(make_step: Any, names: Sequence[str], rules: Any) -> None:
         )
     if not names:
         raise ArgumentError("a search needs the names of mesh axes, such as ['fsdp', 'tp']")
-    if rules is not None and not isinstance(rules, Mapping):
-        raise ArgumentError(
-            "rules are given by name, such as {'fsdp': rule}, and each is tried on every mesh; "
-            f'got {type(rules).__name__}'
-        )
 
 
-def _check_parameters(make_step: Callable[..., Any], has_rules: bool, has_stages: bool) -> None:
-    stages = {'stages': None} if has_stages else {}
-    given = ['helper', *['rule'] * has_rules, *['stages=...'] * has_stages]
+def _check_parameters(make_step: Callable[..., Any], has_stages: bool) -> None:
     try:
-        inspect.signature(make_step).bind(*given[: 1 + has_rules], **stages)
+        inspect.signature(make_step).bind(None, **({'stages': None} if has_stages else {}))
     except TypeError as error:
+        given = 'helper, stages=...' if has_stages else 'helper'
         raise ArgumentError(
-            f'search calls {name_of(make_step)}({", ".join(given)}), which has the parameters '
+            f'search calls {name_of(make_step)}({given}), which has the parameters '
             f'{inspect.signature(make_step)}: {error}\n'
             'What to do: give it a function that takes these, compiles the step with the helper, and returns '
             'the step and its arguments. For a step of one device, use find(step, arguments).'
         ) from None
 
 
-def _candidates(sizes: Sizes, rules: Iterable[str], pipelines: Iterable[Stages]) -> Iterator[Candidate]:
-    """The candidates of a mesh: with each set of rules, each pipeline that it has an axis for."""
+def _candidates(sizes: Sizes, pipelines: Iterable[Stages]) -> list[Candidate]:
+    """The candidates of a mesh: with each pipeline that it has an axis for."""
     stages: list[Stages | None] = [each for each in pipelines if sizes[each.axis] > 1]
-    for name in rules:
-        yield from [Candidate(sizes, name, stages=each) for each in stages or [None]]
+    return [Candidate(sizes, stages=each) for each in stages or [None]]
 
 
 def _pipelines(stages: Any, names: Sequence[str]) -> list[Stages]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from scalax._plan.hardware import network_text
@@ -24,13 +24,11 @@ from scalax._report.blocks import (
     Row,
     Section,
     Table,
-    Tone,
 )
 from scalax._report.shown import Shown
 from scalax._report.tables import human_bytes, milliseconds, three_figures
 from scalax._search.candidate import Candidate
 from scalax._search.objective import mean, seconds_of
-from scalax._search.ranking import surely_fits
 from scalax.errors import PlanError, plural
 
 _QUICK = 'Ranked by quick plans. search(..., full=3) compiles the best three in full.'
@@ -127,7 +125,6 @@ def search_blocks(search: Search, title: str) -> list[Block]:
         Figures([*_figures(search, best)]),
         OnPage([Lines([took])]),
         Section('', [InText([Lines([search.head])])]),
-        OnPage([Lines([said], tone) for said, tone in _warnings(search, best)]),
         Section('Meshes', [OnPage([Lines([about])]), table, *quick]),
     ]
 
@@ -138,21 +135,6 @@ def _figures(search: Search, best: Candidate | None) -> Iterable[Figure]:
     planned = any(each.plan or each.ruled_out for each in search.candidates)
     said = 'no mesh fits' if planned else 'nothing planned'
     return [Figure(said, 'the memory of a device', 'bad', is_badge=True)]
-
-
-def _warnings(search: Search, best: Candidate | None) -> Iterator[tuple[str, Tone]]:
-    """What a reader should not miss."""
-    if search.interrupted:
-        left = plural(search.not_tried, 'mesh was', 'meshes were')
-        yield f'Stopped before the end: {left} not reached.', 'warn'
-    if best and not surely_fits(best):
-        yield (
-            'The quick plan of the best mesh is so close to the memory limit that only a full plan can tell '
-            'whether it fits: search(..., full=1).',
-            'warn',
-        )
-    if search.candidates and best is None:
-        yield 'The step fits on none of these meshes; the table gives the reason for each.', 'bad'
 
 
 def _row(place: int, candidate: Candidate) -> Row:

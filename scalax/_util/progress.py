@@ -33,19 +33,18 @@ Note = Callable[[str], None]
 
 
 @contextlib.contextmanager
-def progress(doing: str, log: logging.Logger, shown: bool | None = None) -> Iterator[Note]:
+def progress(doing: str, log: logging.Logger) -> Iterator[Note]:
     """Says what takes long while the block runs.
 
     Args:
         doing: what is done, such as ``'compiling train_step'``.
         log: where it is logged, if no line is shown.
-        shown: whether to show a line; by default, on a terminal and in a notebook.
 
     Example:
         >>> with progress('loading weights', logging.getLogger('scalax.checkpoint')) as note:
         ...     note('3.2 of 16.0 GiB')
     """
-    line = _is_seen() if shown is None else shown
+    line = _is_seen()
     if not (line or log.isEnabledFor(logging.INFO)) or not _speaking.acquire(blocking=False):
         yield lambda state: None
         return

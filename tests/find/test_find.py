@@ -72,7 +72,7 @@ def simple(rows=64):
 
 
 def options(**others):
-    return {'batch_argnums': 1, 'show_progress': False, 'sizes': {'tp': 1}, **others}
+    return {'batch_argnums': 1, 'sizes': {'tp': 1}, **others}
 
 
 @pytest.fixture(scope='module')

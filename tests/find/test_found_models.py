@@ -35,7 +35,6 @@ def found_losses(model: Model) -> tuple[Found, list[float]]:
         batch_dim=model.batch_dim,
         memory=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) // 2,
         budget_s=10,
-        show_progress=False,
     )
     scope: dict[str, Any] = {'step': step}
     exec(found.to_code(), scope)

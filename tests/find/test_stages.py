@@ -60,7 +60,6 @@ def found_for(*, hardware=SLOW, budget_s=600, keep=(), **options):
         num_slices=2,
         hardware=hardware,
         keep=keep,
-        show_progress=False,
     )
 
 

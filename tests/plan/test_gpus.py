@@ -593,7 +593,7 @@ def make_step(helper):
 
 @gpu_compiler.needed
 def test_a_search():
-    found = search(make_step, 'h100:2x4', ['fsdp', 'tp'], constraints={'tp': [1, 2, 4]}, show_progress=False)
+    found = search(make_step, 'h100:2x4', ['fsdp', 'tp'], constraints={'tp': [1, 2, 4]})
     assert found.fits and all(each.plan.platform == 'gpu' for each in found.candidates)
     assert found.compiled_in_full == 0
     assert 'in full' not in str(found)
@@ -608,7 +608,6 @@ def test_a_search_with_an_axis_over_hosts():
         num_slices=2,
         dcn_axis='fsdp',
         constraints={'tp': 4},
-        show_progress=False,
     )
     assert {place.slice for place in found.best.places} == {0, 1}
 
@@ -620,7 +619,6 @@ def test_find():
         (array(1024, 1024), array(1024, 1024)),
         'h200:8',
         batch_argnums=1,
-        show_progress=False,
     )
     assert found.plan.hardware is HARDWARE['h200']
     assert found.fits is True

@@ -99,7 +99,6 @@ def test_constraints_that_are_none(constraints):
         ((make_step, 'v5e:2x2', ['a', 'a']), MeshError, "axis names must differ, but ('a', 'a') repeats"),
         ((make_step, 'v5e:2x2', []), ArgumentError, 'a search needs the names of mesh axes, such as '),
         ((None, 'v5e:2x2', ['a']), ArgumentError, 'search takes a function first, which makes the step '),
-        ((make_step, 'v5e:2x2', ['a'], UP), ArgumentError, 'rules are given by name, such as '),
     ],
 )
 def test_arguments_of_another_kind(arguments, error, said):
@@ -113,12 +112,6 @@ def test_arguments_of_another_kind(arguments, error, said):
     [
         (lambda params, x: None, {}, '<lambda>(helper)', "(params, x): missing a required argument: 'x'"),
         (lambda: None, {}, '<lambda>(helper)', '(): too many positional arguments'),
-        (
-            lambda helper: None,
-            {'rules': {'up': UP}},
-            '<lambda>(helper, rule)',
-            '(helper): too many positional arguments',
-        ),
         (
             lambda helper: None,
             {'stages': Stages('a', microbatches=8)},
@@ -198,19 +191,6 @@ def test_what_does_not_fit_or_divide_has_lost():
     assert by_mesh[2, 2].plan and by_mesh[1, 4].plan
 
 
-@tpu_compiler.needed
-def test_sets_of_rules():
-    sets = {'both': UP, 'replicated': P()}
-    found = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], sets, constraints={'tp': 2}, full=0)
-    assert {candidate.name for candidate in found.candidates} == {
-        *('fsdp=2, tp=2; both', 'fsdp=2, tp=2; replicated')
-    }
-    held = {candidate.rules: candidate.plan.memory.arguments for candidate in found.candidates}
-    assert held['replicated'] > held['both']
-    [only] = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], {}, constraints={'tp': 2}, full=0).candidates
-    assert (only.name, only.lost) == ('fsdp=2, tp=2', '')
-
-
 def test_what_jax_cannot_divide_rules_a_candidate_out():
     mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Explicit,))
     with pytest.raises(ValueError, match='divide') as caught:
@@ -271,9 +251,9 @@ def test_other_errors_are_no_outcomes(monkeypatch, mistake):
 
     monkeypatch.setattr(module, 'plan_lowered', failing)
     with pytest.raises(type(mistake)) as raised:
-        search(make_step, 'v5e:2x2', ['fsdp', 'tp'], {'both': UP})
+        search(make_step, 'v5e:2x2', ['fsdp', 'tp'])
     assert raised.value is mistake and 'failing' in {entry.name for entry in raised.traceback}
-    assert mistake.__notes__ == ['This was raised by the candidate fsdp=4, tp=1; both.']
+    assert mistake.__notes__ == ['This was raised by the candidate fsdp=4, tp=1.']
 
     def unmatched(helper):
         return make_step(helper, TreePathShardingRule(('no such path', P())))
@@ -348,15 +328,15 @@ def test_full_plans_are_made_until_one_fits(monkeypatch):
 def test_what_cannot_fit_is_not_compiled(monkeypatch):
     asked = _with_memory(monkeypatch, quick=0.5)
 
-    def large(helper, rules):
+    def large(helper):
+        rules = UP if helper.mesh.shape['tp'] > 1 else P()
         return make_step(helper, rules, width=65536, tokens=1024)
 
-    sets = {'replicated': P(), 'both': UP}
-    found = search(large, 'v5e:4x4', ['fsdp', 'tp'], sets, constraints={'tp': 4})
+    found = search(large, 'v5e:4x4', ['fsdp', 'tp'], constraints={'tp': [1, 4]})
     assert asked == [(4, 4, True)] and (found.compiled, found.fits) == (1, True)
     best, lost = found.candidates
-    assert (best.name, best.ruled_out, best.least_memory) == ('fsdp=4, tp=4; both', False, 4 * 2**30 + 2**25)
-    assert (lost.plan, lost.ruled_out, lost.least_memory) == (None, True, 64 * 2**30 + 2**25)
+    assert (best.name, best.ruled_out, best.least_memory) == ('fsdp=4, tp=4', False, 4 * 2**30 + 2**25)
+    assert (lost.plan, lost.ruled_out, lost.least_memory) == (None, True, 64 * 2**30 + 2**23)
     assert lost.lost == 'cannot fit: its arguments alone take 64.0 GiB of 15.8 GiB'
     assert found.to_text(120).splitlines()[0] == (
         '2 meshes on v5e:4x4: 1 planned quickly, 1 ruled out before compiling'
@@ -368,14 +348,15 @@ def test_what_cannot_fit_is_not_compiled(monkeypatch):
 def test_what_reads_little_of_its_arguments_is_planned():
     """A row of a table that is replicated: all of it would take longer to read than the best mesh takes."""
 
-    def look_up(helper, rules):
+    def look_up(helper):
+        rules = P(None, 'tp') if helper.mesh.shape['tp'] > 1 else P()
         table, row = jax.ShapeDtypeStruct((65536, 8192), 'bfloat16'), jax.ShapeDtypeStruct((), 'int32')
         fun = helper.sjit(lambda t, i: jnp.tanh(t[i]), in_shardings=(rules, P()), out_shardings=P())
         return fun, (table, row)
 
-    found = search(look_up, 'v5e:2x4', ['tp'], {'split': P(None, 'tp'), 'replicated': P()})
+    found = search(look_up, 'v5e:2x4', ['dp', 'tp'], constraints={'tp': [1, 8]})
     assert found.compiled == 2 and not any(each.ruled_out for each in found.candidates)
-    assert [each.rules for each in found.candidates] == ['replicated', 'split']  # nothing is gathered
+    assert [each.name for each in found.candidates] == ['dp=8, tp=1', 'dp=1, tp=8']  # nothing is gathered
 
 
 @tpu_compiler.needed
