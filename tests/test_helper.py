@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from scalax.axes import axis_mapping
 from scalax.custom_op import sharded_op
 from scalax.errors import ArgumentError, DataError, MeshError, RuleError, ShardingError, StructureError
-from scalax.plan import search
 from scalax.sharding import (
     FSDPShardingRule,
     LogicalAxisShardingRule,
@@ -86,16 +85,13 @@ def test_calls_that_do_not_fit_name_the_class_that_users_know(call, message):
     assert str(error.value).startswith(message)  # Python may add what was probably meant
 
 
-EMPTY = ABSTRACT.explain({}, P())
 OPTIONS = {
     'splitting': lambda flag: MeshShardingHelper([8], ['data'], flag),
     'quick': lambda flag: HELPER.plan(lambda x: x, 1.0, quick=flag),
     'check': lambda flag: HELPER.local_data_to_global_array(np.ones(8), check=flag),
     'prefetch': lambda flag: HELPER.prefetch([], check=flag),
     'check_vma': lambda flag: HELPER.shard_map(lambda x: x, P(), P(), check_vma=flag),
-    'no_unused_rules': lambda flag: EMPTY.check(no_unused_rules=flag),
     'merge': lambda flag: axis_mapping({}, merge=flag).__enter__(),
-    'show_progress': lambda flag: search(lambda helper: None, 'v5p:2x2x1', ['data'], show_progress=flag),
     'sharded_op': lambda flag: sharded_op('a -> a', check_vma=flag),
     'strict': lambda flag: TreePathShardingRule(('', P()), strict=flag),
     'strict names': lambda flag: LogicalAxisShardingRule({}, strict=flag),
@@ -322,35 +318,6 @@ def test_report_as_plain_values():
     assert (several['spec'], several['bytes_per_device']) == ([None, ['fsdp', 'tp']], 16)
 
 
-@pytest.mark.parametrize(
-    ('options', 'message'),
-    [
-        ({}, None),
-        ({'max_replicated_bytes': 100}, None),
-        (
-            {'max_replicated_bytes': 99},
-            '100 bytes are replicated on every device, allowed are 99:\n'
-            "  odd: 96 bytes (regex 'odd': asked for P('fsdp',), which "
-            'does not divide)\n'
-            '  step: 4 bytes (TreePathShardingRule: one element)',
-        ),
-        (
-            {'no_unused_rules': True},
-            "rules that decide about no leaf:\n  'qkv' matches nothing\n  'dense/kernel' is always shadowed "
-            'by earlier ones',
-        ),
-    ],
-)
-def test_report_check(options, message):
-    report = HELPER.explain(STATE, RULES)
-    if message is None:
-        report.check(**options)
-        return
-    with pytest.raises(ShardingError) as error:
-        report.check(**options)
-    assert str(error.value) == str(pickle.loads(pickle.dumps(error.value))) == message
-
-
 def test_regexes_of_nested_rules_and_of_subtrees_are_counted():
     inner = TreePathShardingRule(('^layer/w$', P('fsdp')), ('bias', P()), ('^layer/', P()))
     outer = TreePathShardingRule(('layer', inner), ('step', P()))
@@ -359,19 +326,12 @@ def test_regexes_of_nested_rules_and_of_subtrees_are_counted():
         assert (report.unused_rules, report.shadowed_rules) == (('bias',), ())
 
 
-def test_one_forgotten_rule_fails_the_check():
+def test_one_forgotten_rule_is_seen():
     params = {f'layer{i}': {'w': np.zeros((64, 64), np.float32)} for i in range(4)}
-    HELPER.explain(params, FSDPShardingRule(min_fsdp_size=0)).check(max_replicated_bytes=0)
+    assert not HELPER.explain(params, FSDPShardingRule(min_fsdp_size=0)).replicated.bytes
     forgotten = TreePathShardingRule(('layer[0-2]', FSDPShardingRule(min_fsdp_size=0)), strict=False)
-    with pytest.raises(ShardingError, match=r'16,384 bytes are replicated .*\n  layer3/w: 16,384 bytes'):
-        HELPER.explain(params, forgotten).check(max_replicated_bytes=8192)
-
-
-def test_what_is_replicated_in_every_layer_takes_one_line_of_the_check(snapshot):
-    norms = {'scale': np.zeros(4, np.float32), 'bias': np.zeros(2, np.float32)}
-    params = {'layers': [norms] * 80, 'head': np.zeros(100, np.float32)}
-    with snapshot.raises(ShardingError):
-        HELPER.explain(params, P()).check(max_replicated_bytes=0)
+    found = HELPER.explain(params, forgotten).replicated
+    assert (found.bytes, found.paths) == (16384, ('layer3/w',))
 
 
 # --- Call forms -----------------------------------------------------------------------------------

@@ -101,33 +101,18 @@ def read(kind: type[T], text_or_path: str | os.PathLike[str], what: str) -> T:
             f'{name} is a {what} of version {reprlib.repr(version)}, this scalax reads version '
             f'{_VERSION}: write it anew with {what}.to_json()'
         )
-    own: Any = kind
-    if missing := [repr(field) for field in _fields(own) if field not in values]:
-        raise DataError(
-            f'{name} is not a whole {what}: it has no {", ".join(missing)}, as if another release of scalax '
-            f'wrote it: write it anew with {what}.to_json()'
-        )
-    try:
-        return built(kind, values)
-    except ValueError as error:
-        raise DataError(f'{name} is not a whole {what}: {error}') from error
-
-
-def built(kind: type[T], values: Any) -> T:
-    """A dataclass or named tuple of plain values.
-
-    Raises:
-        ValueError: they are not those of that class.
-    """
     try:
         return typing.cast(T, _built(kind, values))
-    except LookupError as error:
-        raise ValueError(f'it has no {error}') from error
-    except (AttributeError, TypeError) as error:
-        raise ValueError(str(error)) from error
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        why = f'it has no {error}' if isinstance(error, LookupError) else error
+        raise DataError(
+            f'{name} is not a whole {what}: {why}. If another release of scalax wrote it, write it anew with '
+            f'{what}.to_json()'
+        ) from error
 
 
 def _built(kind: Any, values: Any) -> Any:
+    """A dataclass or named tuple of plain values."""
     return kind(**{name: _value(field, values[name]) for name, field in _fields(kind).items()})
 
 
@@ -146,27 +131,12 @@ def _value(kind: Any, value: Any) -> Any:
     if origin is types.UnionType:  # of a type and None
         return None if value is None else _value(arguments[0], value)
     if origin is tuple:
-        return tuple(_value(arguments[0], item) for item in _of(list, value))
-    if origin is Literal:
-        if value not in arguments:
-            raise ValueError(f'{reprlib.repr(value)} is none of {", ".join(map(repr, arguments))}')
+        return tuple(_value(arguments[0], item) for item in value)
+    if origin is Literal or kind in (str, int, bool, float):
         return value
     if origin is not None:  # a mapping
         return {key: _value(arguments[1], item) for key, item in value.items()}
-    if issubclass(kind, enum.Enum):
-        return kind(value)
-    if kind not in (str, int, bool, float):
-        return _built(kind, value)
-    if kind in (int, float) and not _of(kind, value) >= 0:
-        raise ValueError(f'a number is below 0: {value}')
-    return _of(kind, value)
-
-
-def _of(kind: type[T], value: Any) -> T:
-    """*value*, if it is of that type."""
-    if type(value) is not kind:
-        raise ValueError(f'{reprlib.repr(value)} is not of type {kind.__name__}')
-    return value
+    return kind(value) if issubclass(kind, enum.Enum) else _built(kind, value)
 
 
 def _plain_spec(spec: PartitionSpec) -> Any:

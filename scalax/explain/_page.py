@@ -35,7 +35,6 @@ _COLUMNS = (
     Column('bytes/device', 'number'),
     Column('rule', 'wide'),
 )
-_MOST_LINES = 1000
 
 _Below = tuple[tuple[str, ...], Line]
 """A line, and the keys of its path that are left below a group."""
@@ -48,7 +47,7 @@ def report_blocks(
     unused: Sequence[str],
     shadowed: Sequence[str],
 ) -> list[Block]:
-    """A report as blocks; of many lines those with the most bytes on a device are in the tree of a page.
+    """A report as blocks.
 
     Args:
         title: plain text.
@@ -58,13 +57,14 @@ def report_blocks(
         shadowed: regexes that never decide.
     """
     lines = lines_of(rows)
+    notes = ('regexes that match nothing', unused), ('regexes always shadowed by earlier ones', shadowed)
     table = [(folded_path(line[0]), *_cells(line, 1)) for line in lines]
     return [
         Heading(title, mesh, plural(math.prod(mesh.values()), 'device')),
         Figures([*_figures(rows)]),
         InText([Section('', [Table(_COLUMNS, table, footnotes=True)]), Lines(_totals(rows, mesh))]),
-        *(Lines([note], 'warn') for note in _idle_notes(unused, shadowed)),
-        OnPage(_tree(lines)),
+        *(Lines([f'{what}: {", ".join(map(repr, idle))}'], 'warn') for what, idle in notes if idle),
+        OnPage([_tree(lines)]),
     ]
 
 
@@ -94,22 +94,9 @@ def _totals(rows: Sequence[ReportRow], mesh: Mapping[str, int]) -> list[str]:
     ]
 
 
-def _idle_notes(unused: Sequence[str], shadowed: Sequence[str]) -> list[str]:
-    """A line for regexes that match nothing, and one for those that never decide."""
-    notes = []
-    if unused:
-        notes.append(f'regexes that match nothing: {", ".join(map(repr, unused))}')
-    if shadowed:
-        notes.append(f'regexes always shadowed by earlier ones: {", ".join(map(repr, shadowed))}')
-    return notes
-
-
-def _tree(lines: Sequence[Line]) -> list[Block]:
-    """The lines with the most bytes on a device as a tree, and what the others are together."""
-    by_size = sorted(range(len(lines)), key=lambda number: -_per_device(lines[number]))
-    shown = [lines[number] for number in sorted(by_size[:_MOST_LINES])]
-    rest = [lines[number] for number in by_size[_MOST_LINES:]]
-    longest = max(map(_per_device, shown), default=0) or 1
+def _tree(lines: Sequence[Line]) -> Tree:
+    """The lines as a tree."""
+    longest = max(map(_per_device, lines), default=0) or 1
     total = sum(map(_per_device, lines)) or 1
 
     def nodes(lines: Sequence[_Below]) -> list[Node]:
@@ -130,11 +117,9 @@ def _tree(lines: Sequence[Line]) -> list[Block]:
 
     below = [
         (tuple(part if isinstance(part, str) else part.name(MOST_RUNS) for part in line[0].parts), line)
-        for line in shown
+        for line in lines
     ]
-    many = plural(sum(fold.count for fold, _ in rest), 'array')
-    left_out = f'smaller ones, not shown: {many}, {human_bytes(sum(map(_per_device, rest)))} on each device'
-    return [Tree(_COLUMNS, nodes(below)), Lines([left_out] if rest else [])]
+    return Tree(_COLUMNS, nodes(below))
 
 
 def _cells(line: Line, longest: int) -> Row:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from scalax._report import saved
 from scalax._report.blocks import Block
 from scalax._report.shown import Shown
-from scalax._util.folding import times
-from scalax.errors import ShardingError, checked_flag, shown
-from scalax.explain._diff import ReportDiff, diff_rows
+from scalax._tree.specs import axis_sizes_text
+from scalax.explain._diff import changes
 from scalax.explain._page import report_blocks
 from scalax.explain._rows import (
     ReplicatedSummary,
     ReportRow,
-    folded_path,
-    lines_of,
     replicated,
 )
 
@@ -90,48 +87,14 @@ class ShardingReport(Shown):
         """
         return saved.read(cls, text_or_path, 'report')
 
-    def diff(self, other: ShardingReport) -> ReportDiff:
-        """The changes in *other*, a later report; false when nothing changed.
+    def diff(self, other: ShardingReport) -> str:
+        """The changes in *other*, a later report, a line each; empty if nothing changed.
+
+        Rules and reasons are not compared.
 
         Args:
             other: the report to compare with. Leaves are matched by their paths.
         """
-        return diff_rows(self.rows, other.rows, self.mesh, other.mesh)
-
-    def check(self, *, max_replicated_bytes: int | None = None, no_unused_rules: bool = False) -> None:
-        """Raises if too much is replicated, or rules do nothing; for tests of your own project.
-
-        Args:
-            max_replicated_bytes: how many bytes each device may hold replicated, in total.
-            no_unused_rules: whether every regex must decide about some leaf.
-
-        Raises:
-            ShardingError: one of these does not hold; names the leaves or rules.
-        """
-        checked_flag('no_unused_rules', no_unused_rules)
-        complaints = []
-        replicated = self.replicated
-        if max_replicated_bytes is not None and replicated.bytes > max_replicated_bytes:
-            complaints.append(
-                f'{replicated.bytes:,} bytes are replicated on every device, allowed are '
-                f'{max_replicated_bytes:,}:\n{shown(_largest_replicated(self.rows))}'
-            )
-        if no_unused_rules and (self.unused_rules or self.shadowed_rules):
-            complaints.append(
-                'rules that decide about no leaf:\n'
-                + shown(
-                    [f'{rule!r} matches nothing' for rule in self.unused_rules]
-                    + [f'{rule!r} is always shadowed by earlier ones' for rule in self.shadowed_rules]
-                )
-            )
-        if complaints:
-            raise ShardingError([], message='\n'.join(complaints))
-
-
-def _largest_replicated(rows: Sequence[ReportRow]) -> list[str]:
-    """The replicated leaves, folded, a line each; the most bytes first."""
-    lines = lines_of([row for row in rows if row.is_replicated])
-    return [
-        f'{folded_path(item)}: {times(item.count)}{row.bytes:,} bytes ({row.why})'
-        for item, row in sorted(lines, key=lambda line: -line[0].count * line[1].bytes)
-    ]
+        lines = changes(self.rows, other.rows)
+        old, new = axis_sizes_text(self.mesh), axis_sizes_text(other.mesh)
+        return '\n'.join([*lines, *([f'mesh: ({old}) -> ({new})'] if old != new else [])])

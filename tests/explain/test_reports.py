@@ -1,7 +1,6 @@
 """Reports: folded tables, golden files, differences, bytes of small dtypes."""
 
 import dataclasses
-import itertools
 import json
 import re
 
@@ -15,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from scalax._util.folding import fold
-from scalax.errors import ArgumentError, DataError, ShardingError
+from scalax.errors import ArgumentError, DataError
 from scalax.explain import ReportRow, ShardingReport
 from scalax.explain._rows import spec_text
 from scalax.sharding import (
@@ -337,8 +336,8 @@ def test_json_round_trip(report, tmp_path):
         ('{"rows": []}', 'the text is not the JSON of a report: it has no version'),
         (
             '{"version": 1, "mesh": {}, "unused_rules": [], "shadowed_rules": []}',
-            "the text is not a whole report: it has no 'rows', as if another release of scalax wrote it: "
-            'write it anew with report.to_json()',
+            "the text is not a whole report: it has no 'rows'. If another release of scalax wrote it, write "
+            'it anew with report.to_json()',
         ),
         (
             '{',
@@ -369,22 +368,11 @@ def one_row(**values):
     return f'{{"version": 1, "mesh": {{"x": 2}}, "unused_rules": [], "shadowed_rules": [], "rows": [{row}]}}'
 
 
-@pytest.mark.parametrize(
-    ('text', 'message'),
-    [
-        ('', 'the JSON of a report: Expecting value: line 1 column 1 (char 0)'),
-        (one_row().replace('{"x": 2}', '{"x": "2"}'), "a whole report: '2' is not of type int"),
-        (one_row(path=3), 'a whole report: 3 is not of type str'),
-        (one_row(shape=['8']), "a whole report: '8' is not of type int"),
-        (one_row(bytes=-1), 'a whole report: a number is below 0: -1'),
-        (one_row(memory_kind=1), 'a whole report: 1 is not of type str'),
-    ],
-)
-def test_what_is_not_a_whole_report_is_said(text, message):
-    assert ShardingReport.load(one_row()).rows[0].spec == P('x')
+def test_an_empty_text_is_no_report():
     with pytest.raises(DataError) as error:
-        ShardingReport.load(text)
-    assert str(error.value) == f'the text is not {message}'
+        ShardingReport.load('')
+    message = 'the text is not the JSON of a report: Expecting value: line 1 column 1 (char 0)'
+    assert str(error.value) == message
 
 
 def test_load_says_what_it_takes(tmp_path):
@@ -418,21 +406,11 @@ def test_files_that_are_no_reports(tmp_path):
         ShardingReport.load('a\0b')
 
 
-@pytest.mark.parametrize(
-    ('text', 'message'),
-    [
-        ('{"version": ' + '[' * 10**6, 'the JSON of a report: maximum recursion depth exceeded'),
-        (
-            one_row(path='a' * 10**6, bytes='b' * 10**6),
-            "a whole report: 'bbbbbbbbbbbb...bbbbbbbbbbbbb' is not of type int",
-        ),
-    ],
-    ids=itertools.count(),
-)
-def test_hostile_reports(text, message):
+def test_a_hostile_report():
     with pytest.raises(DataError) as error:
-        ShardingReport.load(text)
-    assert str(error.value).startswith(f'the text is not {message}')
+        ShardingReport.load('{"version": ' + '[' * 10**6)
+    message = 'the text is not the JSON of a report: maximum recursion depth exceeded'
+    assert str(error.value).startswith(message)
 
 
 def test_a_spec_that_jax_refuses():
@@ -445,7 +423,7 @@ def test_reports_steer_no_terminal():
     texts = {key: f'{key}\x1b[2J\n\u202e' for key in ('path', 'dtype', 'rule', 'reason', 'memory_kind')}
     report = ShardingReport.load(one_row(**texts))
     for width in (60, 200):
-        text = report.to_text(width) + str(report.diff(ShardingReport.load(one_row())))
+        text = report.to_text(width) + report.diff(ShardingReport.load(one_row()))
         assert text.replace('\n', '').isprintable()
 
 
@@ -467,7 +445,6 @@ def test_reports_have_a_hash():
     same = ShardingReport.load(report.to_json())
     assert {report: 1}[same] == 1
     assert report != dataclasses.replace(report, mesh={'fsdp': 8})
-    assert len({changed_model(), changed_model()}) == 1
 
 
 def test_reports_say_what_they_take():
@@ -509,12 +486,10 @@ def test_what_is_unreduced_is_not_replicated():
         'replicated: 2 arrays, 256 B on each device',
     ]
     assert ShardingReport.load(report.to_json()) == report
-    report.check(max_replicated_bytes=256)
-    with pytest.raises(ShardingError, match='256 bytes are replicated on every device'):
-        report.check(max_replicated_bytes=255)
+    assert report.replicated.bytes == 256
     whole = EXPLICIT.explain({'parts': tree['parts']}, P())
     parts = EXPLICIT.explain({'parts': tree['parts']}, specs['parts'])
-    assert str(parts.diff(whole)) == (
+    assert parts.diff(whole) == (
         "parts: float32[8,4] P(unreduced={'fsdp', 'tp'}) (128 B on a device) -> "
         'float32[8,4] replicated (128 B on a device)'
     )
@@ -535,11 +510,9 @@ def test_how_parts_are_combined_comes_back():
 # --- Differences ----------------------------------------------------------------------------------
 
 
-def test_no_difference(snapshot):
+def test_no_difference():
     report = HELPER.explain(MODEL, RULES)
-    diff = report.diff(HELPER.explain(MODEL, RULES | P()))
-    assert not diff
-    snapshot(diff)
+    assert report.diff(HELPER.explain(MODEL, RULES | P())) == ''
 
 
 def changed_model():
@@ -549,26 +522,12 @@ def changed_model():
     return HELPER.explain(MODEL, RULES).diff(HELPER.explain(model, rules))
 
 
-def test_difference_values():
-    diff = changed_model()
-    assert diff
-    assert [row.path for row in diff.removed] == ['step']
-    assert [row.path for row in diff.added] == [
-        'head',
-        *[f'layers/12/{name}' for name in ('down/kernel', 'norm', 'up/kernel')],
-    ]
-    changed = {before.path: (before, after) for before, after in diff.changed}
-    assert set(changed) == {'layers/3/up/kernel', *[f'layers/{i}/down/kernel' for i in range(12)]}
-    before, after = changed['layers/3/up/kernel']
-    assert (before.spec, after.spec) == (P('fsdp'), P('fsdp', 'tp'))
-    assert (before.bytes_per_device, after.bytes_per_device) == (16384, 8192)
-
-
 def test_leaves_of_one_path_are_compared_one_by_one():
     tree = {'a': {'b': leaf(8)}, 'a/b': leaf(8)}
     whole = HELPER.explain(tree, P())
-    difference = whole.diff(HELPER.explain(tree, {'a': P('fsdp'), 'a/b': P()}))
-    assert [(after.path, after.spec) for _, after in difference.changed] == [('a/b', P('fsdp'))]
+    assert whole.diff(HELPER.explain(tree, {'a': P('fsdp'), 'a/b': P()})) == (
+        "a/b: float32[8] replicated (32 B on a device) -> float32[8] P('fsdp',) (8 B on a device)"
+    )
 
 
 def test_difference_text(snapshot):

@@ -63,12 +63,9 @@ def written():
 @pytest.mark.parametrize(
     ('changes', 'message'),
     [
-        ({'name': 3}, '3 is not of type str'),
-        ({'devices': True}, 'True is not of type int'),
         ({'memory': {}}, "it has no 'arguments'"),
         ({'flops_counted': 'badly'}, "'badly' is not a valid Counted"),
         ({'collectives': [3]}, "'int' object is not"),
-        ({'collectives': 'ab'}, "'ab' is not of type list"),
     ],
 )
 def test_what_is_not_a_whole_plan(changes, message):
@@ -81,12 +78,12 @@ def test_what_is_not_a_whole_plan(changes, message):
 
 def test_a_plan_of_a_release_that_did_not_write_all():
     values = written()
-    del values['flags'], values['schedule']
+    del values['schedule']
     with pytest.raises(DataError) as wrong:
         Plan.load(json.dumps(values))
     assert str(wrong.value) == (
-        "the text is not a whole plan: it has no 'flags', 'schedule', as if another release of scalax wrote "
-        'it: write it anew with plan.to_json()'
+        "the text is not a whole plan: it has no 'schedule'. If another release of scalax wrote it, write it "
+        'anew with plan.to_json()'
     )
 
 
@@ -107,7 +104,7 @@ def test_lines_that_changed_are_told():
     assert '+forward on 8 cpu devices (fsdp=2, tp=4)' in lines
     assert '-along fsdp: 16.0 KiB in all-gathers' in lines
     assert '+collectives in one call: none' in lines
-    assert [after.path for _, after in before.inputs.diff(after.inputs).changed] == ['w', 'x']
+    assert [line[:3] for line in before.inputs.diff(after.inputs).splitlines()[:2]] == ['w: ', 'x: ']
 
 
 def test_memory_without_a_number_of_the_compiler():

@@ -446,8 +446,6 @@ def test_idle_regexes_are_found_inside_compositions(helper):
         report = helper.explain({'up': leaf(8, 16, 64), 'down': leaf(8, 64, 16), 'norm': leaf(8, 16)}, rule)
         assert report.unused_rules == ('wup', 'misspelt')
         assert report.shadowed_rules == ('up',)
-    with pytest.raises(ShardingError, match="'misspelt' matches nothing"):
-        report.check(no_unused_rules=True)
 
 
 @dataclasses.dataclass
