@@ -74,16 +74,16 @@ print(f'bound by {roofline.bound}; at most {roofline.mfu:.0%} of the peak')
 # %% [markdown]
 # ## On GPUs that are not here
 #
-# `h100:8` is a host of eight H100. A search compiles every mesh with every rule, and ranks them. (Takes a few
+# `h100:8` is a host of eight H100. A search compiles the step on every mesh, and ranks them. (Takes a few
 # seconds. Needs the compiler for GPUs.)
 
 # %% tags=["gpu"]
-rules = {'fsdp': fsdp, 'fsdp x tp': tensor_parallel & FSDPShardingRule('fsdp', min_fsdp_size=1).stacked()}
+both = tensor_parallel & fsdp
 
 
 def search_on_gpus():
     try:
-        return search(make_step, 'h100:8', ['fsdp', 'tp'], rules)
+        return search(lambda helper: make_step(helper, both), 'h100:8', ['fsdp', 'tp'])
     except MissingDependencyError as error:
         return error
 

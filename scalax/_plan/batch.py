@@ -30,12 +30,9 @@ def lost_lines(batch: FollowedBatch | None) -> Iterable[str]:
         if more := places[_MOST:]:
             yield f'  ... and at {plural(len(more), "more place")}'
     if batch.lost:
-        yield f'  to restore it, {_remedy(batch.lost[0])}'
-
-
-def _remedy(lost: LostRows) -> str:
-    named = 'annotate the values after it (with_sharding_annotation)'
-    return named if lost.primitive == 'shard_map' else f'{named}, or run it shard by shard (helper.shard_map)'
+        by_shard = ', or run it shard by shard (helper.shard_map)'
+        other = '' if batch.lost[0].primitive == 'shard_map' else by_shard
+        yield f'  to restore it, annotate the values after it (with_sharding_annotation){other}'
 
 
 def _place(lost: LostRows) -> str:

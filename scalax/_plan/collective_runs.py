@@ -81,10 +81,10 @@ class Run:
     @property
     def holder(self) -> tuple[Computation, Instruction]:
         """The fusion or asynchronous call that holds it, and the computation of that; else itself."""
-        caller, outside = self.visit.caller, self.visit.outside
-        if caller is None or outside is None or caller.opcode not in ('fusion', 'async-start'):
+        caller, parent = self.visit.caller, self.visit.parent
+        if caller is None or parent is None or caller.opcode not in ('fusion', 'async-start'):
             return self.place
-        return outside, caller
+        return parent.computation, caller
 
     @property
     def op_name(self) -> str:

@@ -92,7 +92,8 @@ def collective_seconds(
             hardware, 'dcn_bytes_per_second', 'chips_per_host', for_=f'{COMMUNICATION} between slices'
         )
         share = rate / (senders or chips * per_chip)
-        dcn = times * _received_between_slices(kind, whole, route) / share
+        part = whole if kind in (*_EXCHANGES, 'collective-permute') else whole / route.devices
+        dcn = times * _lacking(kind, part, route.slices, route.size) / share
     return NetworkSeconds(ici, dcn, chip)
 
 
@@ -134,12 +135,6 @@ def _on_torus(kind: Kind, whole: float, route: Route, hardware: Hardware) -> flo
 def _on_switch(kind: Kind, whole: float, route: Route, hardware: Hardware) -> float:
     [link_rate] = numbers_of(hardware, 'ici_bytes_per_second', for_=COMMUNICATION)
     return max(hardware.hop_seconds, _lacking(kind, whole, route.devices, route.size) / link_rate)
-
-
-def _received_between_slices(kind: Kind, whole: float, route: Route) -> float:
-    """The bytes that each device of a group receives from other slices."""
-    part = whole if kind in (*_EXCHANGES, 'collective-permute') else whole / route.devices
-    return _lacking(kind, part, route.slices, route.size)
 
 
 def _lacking(kind: Kind, whole: float, parts: int, devices: int) -> float:

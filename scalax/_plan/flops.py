@@ -26,10 +26,10 @@ from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jaxprs.dims import dims_of, multiplications
 from scalax._jaxprs.integers import Integers, Values
 from scalax._plan.formulas import (
+    PARTS,
     Counted,
     Part,
     fft_flops,
-    inner_part,
     part_of,
     product_flops,
     window_overlaps,
@@ -85,7 +85,7 @@ class Flops:
         """The same operations in a scope that belongs to a part of a step."""
         parts = Counter[Part]()
         for part, many in self.by_part.items():
-            parts[inner_part(scope, part)] += many
+            parts[max(scope, part, key=PARTS.index)] += many  # the innermost
         return dataclasses.replace(self, by_part=parts)
 
     @property

@@ -61,11 +61,6 @@ def part_of(op_name: str) -> Part:
     return next((part for part, mark in _MARKS if mark.search(op_name)), 'other')
 
 
-def inner_part(outside: Part, inside: Part) -> Part:
-    """The part of an operation in a scope of one part, whose own name says another."""
-    return max(outside, inside, key=PARTS.index)
-
-
 def product_flops(count: int, complex_: bool) -> int:
     """The operations of that many multiplications and additions; a complex pair takes eight."""
     return count * (8 if complex_ else 2)

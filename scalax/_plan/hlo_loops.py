@@ -46,11 +46,6 @@ class Visit:
     parent: Visit | None = None
     scope: str = ''
 
-    @property
-    def outside(self) -> Computation | None:
-        """The computation of the caller."""
-        return None if self.parent is None else self.parent.computation
-
     def op_name(self, instruction: Instruction) -> str:
         """The whole op name of an instruction, with those of the calls around it; empty if it has none.
 

@@ -67,12 +67,13 @@ _LITTLE = 2**31  # bytes: quick plans of smaller programs, such as a product of 
 def plan_blocks(plan: PlanData, title: str, level: int = 1) -> list[Block]:
     """A plan as blocks; a title below the first *level* is that of a part of a page that shows more."""
     roofline = plan.known_roofline
+    flops = f'{_SIGNS[plan.flops_counted]}{human_flops(plan.flops)} in one call, on all devices together'
     return [
         Heading(title, plan.mesh, runs_on(plan), level),
         InText([Lines([f'{plan.name} on {runs_on(plan)} ({axis_sizes_text(plan.mesh)})'])]),
         Figures([*headline(plan, roofline)]),
         OnPage([Lines([plan.refusal], 'bad')]),
-        InText([Lines([_flops(plan)])]),
+        InText([Lines([flops] if plan.flops or plan.flops_counted is not Counted.EXACTLY else [])]),
         Lines([_excess(plan)]),
         Lines([f'compiled with {" ".join(plan.flags)}'] if plan.flags else []),
         Section('Memory of each device', memory_blocks(plan)),
@@ -97,7 +98,8 @@ def runs_on(plan: PlanData) -> str:
 
 def headline(plan: PlanData, roofline: Roofline | None) -> Iterator[Figure]:
     """The headline figures of a plan."""
-    said, tone = shown_fits(plan)
+    said = 'no limit known' if plan.fits is None else 'fits' if plan.fits else 'does not fit'
+    tone: Tone = '' if plan.fits is None else 'good' if plan.fits else 'bad'
     of = 'of the memory of a device' if plan.fits is None else 'the memory of a device'
     of += ', by an estimate' if plan.memory.estimated and plan.fits is not None else ''
     yield Figure(said, of, tone, is_badge=True)
@@ -119,19 +121,6 @@ def headline(plan: PlanData, roofline: Roofline | None) -> Iterator[Figure]:
     if plan.flops:
         needs = f'the model needs {human_flops(plan.model_flops)}' if plan.model_flops else 'on all devices'
         yield Figure(f'{_SIGNS[plan.flops_counted]}{human_flops(plan.flops)}', needs)
-
-
-def shown_fits(plan: PlanData) -> tuple[str, Tone]:
-    """Whether the program fits, for a badge, and the tone of that."""
-    if plan.fits is None:
-        return 'no limit known', ''
-    return ('fits', 'good') if plan.fits else ('does not fit', 'bad')
-
-
-def _flops(plan: PlanData) -> str:
-    if not plan.flops and plan.flops_counted is Counted.EXACTLY:
-        return ''
-    return f'{_SIGNS[plan.flops_counted]}{human_flops(plan.flops)} in one call, on all devices together'
 
 
 def _excess(plan: PlanData) -> str:
@@ -332,9 +321,7 @@ def _collectives(plan: PlanData, roofline: Roofline | None) -> list[Block]:
         return [Section(title, [Lines(['collectives in one call: none'])])]
     ms = '' if roofline is None else '; ms: all of them, one after the other'
     lead = f'collectives in one call (bytes: the full array of one group, each time{ms})'
-    unknown = f'{1 - plan.explained:.1%} of the bytes have no origin in the program after partitioning'
-    notes = [unknown] if plan.explained < 1 else []
-    notes += [said for cause, said in _TRY.items() if cause in {row.cause for row in plan.collectives}]
+    notes = [said for cause, said in _TRY.items() if cause in {row.cause for row in plan.collectives}]
     along = []
     for axes, kinds in plan.totals.items():
         each = ', '.join(f'{human_bytes(moved)} in {kind}s' for kind, moved in kinds.items())

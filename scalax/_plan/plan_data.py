@@ -109,16 +109,6 @@ class PlanData:
             used.setdefault(row.axes, set()).update(row.networks)
         return {axes: tuple(name for name in NETWORKS if name in those) for axes, those in used.items()}
 
-    @property
-    def explained(self) -> float:
-        """The fraction of the bytes of `collectives` whose origin in the user's program was found.
-
-        The other rows have the cause ``'compiler'``.
-        """
-        moved = sum(row.count * row.bytes for row in self.collectives)
-        found = sum(row.count * row.bytes for row in self.collectives if row.cause != 'compiler')
-        return found / moved if moved else 1.0
-
     def count(self, kind: str, axes: str | tuple[str, ...] | None = None) -> int:
         """How often collectives of a kind run in one call.
 
@@ -133,17 +123,13 @@ class PlanData:
             raise ArgumentError(f'there is no collective {kind!r} ({did_you_mean(kind, KINDS)})')
         rows = [row for row in self.collectives if row.kind == kind]
         if axes is not None:
-            known = {*self._known_axes(axes)}
-            rows = [row for row in rows if {*row.axes} == known]
+            along = (axes,) if isinstance(axes, str) else axes
+            for axis in along:
+                if axis not in self.mesh:
+                    near = did_you_mean(str(axis), self.mesh)
+                    raise ArgumentError(f'the mesh has no axis {axis!r} ({near})')
+            rows = [row for row in rows if {*row.axes} == {*along}]
         return sum(row.count for row in rows)
-
-    def _known_axes(self, axes: str | tuple[str, ...]) -> tuple[str, ...]:
-        """One mesh axis, or several, as a tuple; raises ArgumentError if the mesh lacks one."""
-        axes = (axes,) if isinstance(axes, str) else axes
-        for axis in axes:
-            if axis not in self.mesh:
-                raise ArgumentError(f'the mesh has no axis {axis!r} ({did_you_mean(str(axis), self.mesh)})')
-        return axes
 
     def with_model_flops(self, model_flops: float) -> Self:
         """The same plan with the number of operations that the model needs, which `Roofline.mfu` uses.

@@ -281,7 +281,12 @@ def time_collectives(
     """
     if not collectives:
         return Timed()
-    _require_torus(hardware, places, device_kind)
+    [torus_axes] = numbers_of(hardware, 'torus_axes', for_=COMMUNICATION)
+    if not places or (torus_axes and not all(place.coords for place in places)):
+        raise PlanError(
+            f'{device_kind!r} devices are not in a torus, as chips of {hardware.name!r} are: give '
+            "the axes of it that each mesh axis runs along: roofline(..., torus={'fsdp': (4, 4), 'tp': 4})"
+        )
     per_chip = devices_per_chip(places, hardware)
     alone: dict[tuple[Network, tuple[str, ...], tuple[Line, ...]], float] = collections.defaultdict(float)
     busy = alone.copy()
@@ -307,15 +312,6 @@ def _senders(row: Collective, places: Sequence[Place], hardware: Hardware, per_c
     of_slice = len(places) / len({place.slice for place in places})
     of_host = min(of_slice, (hardware.chips_per_host or 1) * per_chip)
     return max(1.0, row.crossing * of_host / of_slice)
-
-
-def _require_torus(hardware: Hardware, places: Sequence[Place], device_kind: str) -> None:
-    [torus_axes] = numbers_of(hardware, 'torus_axes', for_=COMMUNICATION)
-    if not places or (torus_axes and not all(place.coords for place in places)):
-        raise PlanError(
-            f'{device_kind!r} devices are not in a torus, as chips of {hardware.name!r} are: give '
-            "the axes of it that each mesh axis runs along: roofline(..., torus={'fsdp': (4, 4), 'tp': 4})"
-        )
 
 
 def routes_of(

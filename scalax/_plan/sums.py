@@ -17,14 +17,6 @@ STEP: tuple[Part, ...] = ('forward', 'backward', 'recomputed', 'update', 'other'
 NO_SCOPE = 'not known'
 
 
-def _rates(roofline: Roofline) -> tuple[float, float]:
-    """The seconds of a device for one operation, and for one byte of its memory."""
-    hardware = roofline.hardware
-    flops_rate, hbm_rate = hardware.flops_per_second or 1, hardware.hbm_bytes_per_second or 1
-    seconds = roofline.devices / roofline.peak
-    return seconds, seconds * flops_rate / hbm_rate
-
-
 class Sums(NamedTuple):
     """What a device computes and moves in a part of a step, or in a scope.
 
@@ -53,7 +45,10 @@ class Sums(NamedTuple):
 
 def _sums(plan: PlanData, roofline: Roofline | None) -> Iterator[tuple[str, Part, Sums]]:
     """What each scope computes and moves: (scope, part of the step, its sums)."""
-    rate, of_byte = (0.0, 0.0) if roofline is None else _rates(roofline)
+    rate = of_byte = 0.0  # the seconds of a device for one operation, and for one byte of its memory
+    if roofline is not None:
+        hardware, rate = roofline.hardware, roofline.devices / roofline.peak
+        of_byte = rate * (hardware.flops_per_second or 1) / (hardware.hbm_bytes_per_second or 1)
     for row in plan.work.by_scope:
         compute, hbm = row.flops * rate, row.bytes * of_byte
         yield row.scope, row.part, Sums(row.flops, row.bytes, compute=compute, hbm=hbm)

@@ -39,7 +39,7 @@ def escape(text: str) -> str:
     return html.escape(visible(text))
 
 
-def document(title: str, body: str, style: str = '', script: str = '') -> str:
+def document(title: str, body: str, style: str, script: str) -> str:
     """A whole document, which loads nothing and runs no script but its own.
 
     Args:
@@ -48,15 +48,11 @@ def document(title: str, body: str, style: str = '', script: str = '') -> str:
         style: CSS.
         script: JavaScript, which runs below the body.
     """
-    allowed = ''
-    if script:
-        # As XML, scripts and styles are text, in which "<" and "&" would be markup.
-        script = f'//<![CDATA[\n"use strict";\n{{\n{script}\n}}\n//]]>'
-        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        allowed = f"script-src 'sha256-{digest}'; "
-        body = f'{body}\n<script>{script}</script>'
+    # As XML, scripts and styles are text, in which "<" and "&" would be markup.
+    script = f'//<![CDATA[\n"use strict";\n{{\n{script}\n}}\n//]]>'
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
-        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; {allowed}"
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
         "base-uri 'none'; form-action 'none'"
     )
     return (
@@ -65,7 +61,7 @@ def document(title: str, body: str, style: str = '', script: str = '') -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
         f'<title>{escape(title)}</title>\n<link rel="icon" href="data:,"/>\n'
         f'<style>\n{asset("palette.css")}{asset("page.css")}{style}</style>\n</head>\n'
-        f'<body>\n{body}\n</body>\n</html>\n'
+        f'<body>\n{body}\n<script>{script}</script>\n</body>\n</html>\n'
     )
 
 
@@ -78,24 +74,18 @@ def notebook_part(body: str, style: str, script: str) -> str:
         script: JavaScript that defines ``enliven(blocks)``, which is called with the element that the body is
             in then.
     """
-    name, script = _waking(style, script)
-    return (
-        # The second attribute keeps JupyterLab from taking keys typed inside for its own shortcuts.
-        f'<div data-scalax="{name}" data-lm-suppress-shortcuts="true">\n'
-        f'<div class="scalax-static">\n{body}\n</div>\n</div>\n<script>{script}</script>\n'
-    )
-
-
-@functools.cache
-def _waking(style: str, script: str) -> tuple[str, str]:
-    """The name of the parts with these, and the script that wakes them."""
     # Styles are in the script: the sanitizer of an untrusted notebook drops scripts and their content, but
     # keeps the text of other elements.
     inside = json.dumps(asset('palette.css') + style).replace('<', r'\u003c')
     script = f'const STYLE = {inside};\n{script}\n{asset("notebook.js")}'
     # The name tells versions apart: a saved notebook may hold parts of an older scalax.
     name = hashlib.sha256(script.encode()).hexdigest()[:12]
-    return name, f'(() => {{\n"use strict";\nconst PART = "{name}";\n{script}}})();'
+    script = f'(() => {{\n"use strict";\nconst PART = "{name}";\n{script}}})();'
+    return (
+        # The second attribute keeps JupyterLab from taking keys typed inside for its own shortcuts.
+        f'<div data-scalax="{name}" data-lm-suppress-shortcuts="true">\n'
+        f'<div class="scalax-static">\n{body}\n</div>\n</div>\n<script>{script}</script>\n'
+    )
 
 
 @functools.cache

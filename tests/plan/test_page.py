@@ -238,7 +238,7 @@ def test_a_page_leaves_out_nothing_that_text_says():
     tight = dataclasses.replace(memory, peak=15 * GIB, temporaries=12 * GIB)
     whole = ' '.join(words(dataclasses.replace(made, memory=tight)))
     assert '15.0 GiB, and 17.0 GiB with gaps between arrays, of 15.8 GiB: it does NOT fit' in whole
-    assert '50.0% of the bytes have no origin in the program after partitioning' in said
+    assert any(text.startswith('added by the compiler: ') for text in said)
 
 
 def test_without_numbers_of_the_hardware():

@@ -206,18 +206,6 @@ def test_text():
     assert [not line for line in narrow[-6:]] == [False, False, True, False, True, False]
 
 
-def test_what_is_not_explained_is_said():
-    plan = HELPER.plan(STEP, *ARGUMENTS)
-    first, *rest = plan.collectives
-    assert plan.explained == 1 and 'no origin' not in str(plan)
-    added = dataclasses.replace(plan, collectives=(dataclasses.replace(first, cause='compiler'), *rest))
-    share = first.count * first.bytes / sum(row.count * row.bytes for row in plan.collectives)
-    assert added.explained == pytest.approx(1 - share)
-    lines = added.to_text(120).splitlines()
-    assert f'{share:.1%} of the bytes have no origin in the program after partitioning' in lines
-    assert any(line.endswith(f'added by the compiler: {first.source}') for line in lines)
-
-
 @pytest.mark.parametrize(
     ('changes', 'why'),
     [
