@@ -84,8 +84,10 @@ def _parser() -> argparse.ArgumentParser:
         'stages= besides the helper'
     )
     _option(search, 'stages', 'NAME=N,N,...', stages, _choice)
-    full = 'how many of the best to compile in full; 0: none, not even where that would decide'
-    _option(search, 'full', 'N', full, _number)
+    how = search.add_mutually_exclusive_group()
+    quick = 'no full plans, not even where one would decide'
+    how.add_argument('--quick', action='store_const', const=0, dest='full', help=quick)
+    _option(how, 'full', 'N', 'how many of the best to compile in full', _number)
 
     find = command(_commands.find, 'a mesh and a rule for a step of one device')
     _add_step(find)
