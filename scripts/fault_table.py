@@ -37,6 +37,7 @@ from scalax.sharding import MeshShardingHelper, PartitionSpec
 helper = MeshShardingHelper([-1], ['data'])
 step_fun = helper.sjit(lambda x: x.sum(), in_shardings=PartitionSpec('data'), out_shardings=PartitionSpec())
 batch = helper.local_data_to_global_array(np.ones(2))
+wide = helper.local_data_to_global_array(np.ones((2, 2**16)))
 me = jax.process_index()
 class Slow:  # in the middle of what it does when the fault comes
     def get_state(self):
@@ -76,6 +77,9 @@ RESTORING = (
     "step == 4 and (checkpoints.save(step, {'x': batch}), checkpoints.wait()); "
     "step == 5 and checkpoints.restore(helper, PartitionSpec('data'), Slow().like)"
 )
+RESHARDING = (  # for longer than the fault takes to come
+    "step == 5 and [helper.reshard(wide, PartitionSpec(None, 'data'), memory='1KiB') for _ in range(1000)]"
+)
 LOADING = 'step == 5 and next(helper.prefetch(Slow().load()))'
 
 FAULTS = [
@@ -90,7 +94,12 @@ FAULTS = [
     Fault('a worker that hangs (SIGSTOP)', 1, signal=signal.SIGSTOP),
     *(
         Fault(f'{how} {name}', 1, at_step=where, signal=number)
-        for name, where in (('in a save', SAVING), ('at a restart', RESTORING), ('while loading', LOADING))
+        for name, where in (
+            ('in a save', SAVING),
+            ('at a restart', RESTORING),
+            ('in a reshard', RESHARDING),
+            ('while loading', LOADING),
+        )
         for how, number in (('kill -9', signal.SIGKILL), ('SIGSTOP', signal.SIGSTOP))
     ),
     Fault('an exception in one process', 1, at_step="assert not (me == 1 and step == 50), 'wrong'"),
