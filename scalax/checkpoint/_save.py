@@ -29,6 +29,7 @@ from scalax.checkpoint._atomic_commit import StepDirectory
 from scalax.checkpoint._saved_step import FOLDER, ITEM, MANIFEST, data_file
 from scalax.errors import CheckpointError
 
+_LOOK_S = 5.0  # seconds between two looks at whether the others go on
 _log = logging.getLogger('scalax.checkpoint')
 
 
@@ -110,13 +111,31 @@ class SaveThread(threading.Thread):
         try:
             if self.error is None:
                 for future in self._futures:
-                    future.result(timeout=max(self._end - time.monotonic(), 0))
+                    self._await(future)
                 self._write_own()
         except BaseException as error:  # noqa: BLE001 - told to the other processes
             self.error = error
         if self.error is not None:
             with contextlib.suppress(OSError):
                 self._part('failed', self._process).write_text(_text(self.error))
+
+    def _await(self, future: Any) -> None:
+        """Waits for what Orbax writes; not until the time is up where it waits for a process that has failed."""
+        while True:
+            until = min(time.monotonic() + _LOOK_S, self._end)
+            try:
+                future.result(timeout=max(until - time.monotonic(), 0))
+                return
+            except TimeoutError:
+                if time.monotonic() < until or until == self._end:  # of Orbax itself, or of this save
+                    raise
+            if not self._steps.is_prepared(self.step, self.save):
+                raise FileNotFoundError(f'{self._root.parent} is gone: another writer has deleted it')
+            if failed := sorted((self._root / FOLDER).glob('failed.*')):
+                number = failed[0].suffix[1:]
+                raise CheckpointError(
+                    f'step {self.step} could not be saved: see the error on process {number}'
+                )
 
     def _write_own(self) -> None:
         """Writes the files of this process, once its arrays are on the disk."""

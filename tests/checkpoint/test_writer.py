@@ -4,8 +4,10 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -126,6 +128,46 @@ def test_a_save_that_runs_while_another_takes_the_directory(
     assert new.save(4, state(2, 4))
     new.close()
     assert names(tmp_path) == ['3', '4', 'writer.json']
+
+
+class Endless:
+    """What Orbax writes where another process has never begun: Orbax waits for it."""
+
+    def result(self, timeout: float) -> None:
+        time.sleep(timeout)
+        raise TimeoutError
+
+
+@pytest.mark.parametrize('is_gone', [True, False])
+def test_a_save_does_not_wait_for_a_process_that_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_gone: bool
+) -> None:
+    monkeypatch.setattr(_save, '_LOOK_S', 0.05)
+    monkeypatch.setattr(_save.SaveThread, '_copy', lambda self, state: [Endless()])
+    checkpointer = Checkpointer(tmp_path)
+    assert checkpointer.save(1, state(1, 1))
+    [folder] = [path for path in tmp_path.iterdir() if path.is_dir()]
+    if is_gone:
+        shutil.rmtree(folder)
+        expected = (
+            f'step 1 could not be saved in {tmp_path}; what was there before is untouched: FileNotFoundError: '
+            f'{folder} is gone: another writer has deleted it'
+        )
+    else:
+        (folder / _save.ITEM / _save.FOLDER / 'failed.3').write_text('OSError: no space left')
+        expected = 'step 1 could not be saved: see the error on process 3'
+    assert message(checkpointer.wait) == expected
+
+
+def test_a_time_out_of_orbax_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(Endless):
+        def result(self, timeout: float) -> None:
+            raise TimeoutError('Orbax has waited for its own')
+
+    monkeypatch.setattr(_save.SaveThread, '_copy', lambda self, state: [Late()])
+    checkpointer = Checkpointer(tmp_path)
+    assert checkpointer.save(1, state(1, 1))
+    assert message(checkpointer.wait).endswith('TimeoutError: Orbax has waited for its own')
 
 
 @pytest.mark.parametrize('looks', [1, 2, 3])
