@@ -120,7 +120,7 @@ class SaveThread(threading.Thread):
                 self._part('failed', self._process).write_text(_text(self.error))
 
     def _await(self, future: Any) -> None:
-        """Waits for what Orbax writes; not until the time is up where it waits for a process that has failed."""
+        """Waits for what Orbax writes; where Orbax waits for a process that has failed, not until the end."""
         while True:
             until = min(time.monotonic() + _LOOK_S, self._end)
             try:

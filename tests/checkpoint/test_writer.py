@@ -150,8 +150,8 @@ def test_a_save_does_not_wait_for_a_process_that_has_failed(
     if is_gone:
         shutil.rmtree(folder)
         expected = (
-            f'step 1 could not be saved in {tmp_path}; what was there before is untouched: FileNotFoundError: '
-            f'{folder} is gone: another writer has deleted it'
+            f'step 1 could not be saved in {tmp_path}; what was there before is untouched: '
+            f'FileNotFoundError: {folder} is gone: another writer has deleted it'
         )
     else:
         (folder / _save.ITEM / _save.FOLDER / 'failed.3').write_text('OSError: no space left')
