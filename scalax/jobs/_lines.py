@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import socket
 import socketserver
@@ -14,6 +13,7 @@ from typing import Any, cast
 from scalax.errors import ArgumentError, TransferError
 
 _ADDRESS = re.compile(r'(?P<host>[^/\s:]+):(?P<port>\d+)')
+_LONGEST = 1e8  # seconds; clocks have no room for much more
 _RETRY = 0.2  # seconds between two attempts to connect
 
 
@@ -31,9 +31,9 @@ def host_and_port(what: str, address: str) -> tuple[str, int]:
 
 def checked_seconds(what: str, wait: float, timeout: float) -> None:
     """Raises ArgumentError unless both are numbers of seconds; without a *wait*, nothing is waited for."""
-    for name, value, allowed in (('wait', wait, '0 or more'), ('timeout', timeout, 'more than 0')):
+    for name, value, allowed in (('wait', wait, '0 to 1e8'), ('timeout', timeout, 'more than 0, to 1e8')):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < math.inf or (name == 'timeout' and not value):
+        if not is_number or not 0 <= value <= _LONGEST or (name == 'timeout' and not value):
             raise ArgumentError(f'{what}: {name} has to be a number of seconds, {allowed}, got {value!r}')
 
 

@@ -61,7 +61,7 @@ def divided(
         return (
             spec,
             [],
-            [f'{said}; XLA pads it, and has some operations wrong there (jnp.nonzero)'],
+            [f'{said}; XLA pads it, and computes some operations wrong there (jnp.nonzero)'],
         )
     reduced = specs.drop_indivisible(spec, shape, axes)
     return reduced, [], [f'{said}; {specs.text(reduced)} is used'] if policy == 'warn' else []

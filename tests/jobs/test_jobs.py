@@ -157,7 +157,12 @@ def test_what_is_no_address(address: Any) -> None:
 
 @pytest.mark.parametrize(
     ('name', 'value', 'allowed'),
-    [('wait', -1, '0 or more'), ('wait', '5', '0 or more'), ('timeout', 0, 'more than 0')],
+    [
+        ('wait', -1, '0 to 1e8'),
+        ('wait', '5', '0 to 1e8'),
+        ('wait', 1e9, '0 to 1e8'),
+        ('timeout', 0, 'more than 0, to 1e8'),
+    ],
 )
 def test_what_is_no_number_of_seconds(name: str, value: Any, allowed: str) -> None:
     helper = MeshShardingHelper([8], ['fsdp'])

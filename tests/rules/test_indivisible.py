@@ -39,7 +39,7 @@ UNEVEN = 'dimension 0 of size 5 does not divide by 2 (a=2)'
             True,
             P('a', 'b'),
             0,
-            ['; XLA pads it, and has some operations wrong there (jnp.nonzero)'],
+            ['; XLA pads it, and computes some operations wrong there (jnp.nonzero)'],
         ),
         (P(('a', 'b')), ['error'], True, P(('a', 'b')), 1, []),  # Explicit: part of the type
         (P(None, 'a'), ['error'], False, P(None, 'a'), 0, []),

@@ -295,7 +295,7 @@ def test_values_inside_a_function_are_padded_with_a_warning():
     assert [str(warning.message) for warning in caught] == [
         'dimensions of here that do not divide (mesh: data=4, tp=2):\n'
         "  x: float32[6], P('data',) from the spec given: dimension 0 of size 6 does not divide by 4 "
-        '(data=4); XLA pads it, and has some operations wrong there (jnp.nonzero)'
+        '(data=4); XLA pads it, and computes some operations wrong there (jnp.nonzero)'
     ]
     # A type cannot be padded.
     explicit = MeshShardingHelper([8], ['data'], axis_types=AxisType.Explicit)

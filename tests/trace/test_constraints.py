@@ -260,7 +260,7 @@ def test_dimensions_that_do_not_divide_warn_on_auto_axes_and_fail_on_explicit_on
     assert [str(warning.message) for warning in caught] == [
         "dimensions of annotation 'h' that do not divide (mesh: a=4, b=2):\n"
         "  (the leaf itself): float32[6], P('a',) from the spec given: dimension 0 of size 6 does not divide "
-        'by 4 (a=4); XLA pads it, and has some operations wrong there (jnp.nonzero)'
+        'by 4 (a=4); XLA pads it, and computes some operations wrong there (jnp.nonzero)'
     ]
     with pytest.raises(ShardingError, match='dimension 0 of size 6 does not divide by 4'):
         EXPLICIT.sjit(lambda y: with_sharding_constraint(y, P('a')))(x)
