@@ -144,11 +144,18 @@ def _trace(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, A
     """Traces a jitted function; *name* is that of the user's, for messages."""
     try:
         return function.trace(*args, **kwargs)
-    except jax.errors.ConcretizationTypeError as error:
+    except jax.errors.ConcretizationTypeError as error:  # a TypeError, too
         error.add_note(
             f'{name!r} cannot be planned, because a plan is made without values. Make the value a static '
             'argument (static_argnames), or use jax.lax.cond or jnp.where'
         )
+        raise
+    except TypeError as error:
+        if not args and not kwargs:
+            error.add_note(
+                f'Is {name} a function that returns a step and its arguments? Plan these: '
+                f'helper.plan(*{name}(helper)); one that takes no helper is for find(*{name}(), ...)'
+            )
         raise
 
 

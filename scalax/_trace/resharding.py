@@ -61,11 +61,15 @@ def reject_parts(leaf: Any, spec: PartitionSpec) -> None:
 
 def device_put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     """``jax.device_put`` of all leaves at once, where arrays and shardings may have unreduced axes."""
-    whole = list(map(_reduced, shardings))
-    placed = jax.device_put(list(map(reduced, leaves)), whole)
+    whole = [_with_sums_of(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+    directly = [
+        sharding if unreduced_axes(leaf) else _reduced(sharding)
+        for leaf, sharding in zip(whole, shardings, strict=True)
+    ]
+    placed = jax.device_put(whole, directly)
     return [
         leaf if to is sharding else _adding_up(sharding)(leaf)
-        for leaf, to, sharding in zip(placed, whole, shardings, strict=True)
+        for leaf, to, sharding in zip(placed, directly, shardings, strict=True)
     ]
 
 
@@ -79,6 +83,21 @@ def unreduced_axes(leaf: Any) -> frozenset[Any]:
     if not isinstance(leaf, jax.Array):
         return frozenset()
     return leaf.sharding.spec.unreduced if isinstance(leaf.sharding, NamedSharding) else frozenset()
+
+
+def _with_sums_of(leaf: Any, sharding: NamedSharding) -> Any:
+    """The leaf with its parts added up, unless it is to have parts of the same sums on other devices."""
+    if not unreduced_axes(leaf):
+        return leaf
+    stays = leaf.sharding.mesh == sharding.mesh
+    if stays and _same_sums(leaf.sharding.spec, sharding.spec):
+        return leaf
+    # In one step: a reduce-scatter where it is to be sharded along these axes.
+    return _adding_up(_reduced(sharding))(leaf) if stays else reduced(leaf)
+
+
+def _same_sums(one: PartitionSpec, other: PartitionSpec) -> bool:
+    return one.unreduced == other.unreduced and sums_kind(one) == sums_kind(other)
 
 
 def _reduced(sharding: NamedSharding) -> NamedSharding:
