@@ -83,6 +83,18 @@ def test_a_compiler_for_gpus_without_models_of_kernels_is_asked_without_them(pla
     assert asked == [True, False][-times:]
 
 
+def test_a_function_that_makes_a_step():
+    def make_step(helper):
+        raise AssertionError(helper)
+
+    with pytest.raises(TypeError, match=r"^make_step\(\): missing a required argument: 'helper'") as raised:
+        HELPER.plan(make_step)
+    assert raised.value.__notes__ == [
+        'Is make_step a function that returns a step and its arguments? Plan these: '
+        'helper.plan(*make_step(helper)); one that takes no helper is for find(*make_step(), ...)'
+    ]
+
+
 def test_a_function_that_needs_values():
     def step(x):
         return x if x.sum() > 0 else -x
