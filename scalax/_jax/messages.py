@@ -60,3 +60,11 @@ def is_indivisible(error: Exception) -> bool:
     Relies on "evenly divide" or "divisible".
     """
     return any(said in str(error) for said in ('evenly divide', 'divisible'))
+
+
+def repeats_a_mesh_axis(error: Exception) -> bool:
+    """Whether a sharding names one mesh axis for two dimensions.
+
+    Relies on "at most one positional dimension" and "duplicate entries".
+    """
+    return all(text in str(error) for text in ('at most one positional dimension', 'duplicate entries'))

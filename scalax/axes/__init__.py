@@ -14,7 +14,7 @@ from scalax.axes._query import (
     round_axis_for_partitioning,
     sharding_for_axis,
 )
-from scalax.axes._shard import auto_sharded, shard
+from scalax.axes._shard import auto_sharded, shard, shard_with_axis_mapping
 
 __all__ = [
     'AxisMapping',
@@ -28,5 +28,6 @@ __all__ = [
     'pspec_for',
     'round_axis_for_partitioning',
     'shard',
+    'shard_with_axis_mapping',
     'sharding_for_axis',
 ]

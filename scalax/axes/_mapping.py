@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from scalax._trace import constraints, contexts
@@ -14,6 +15,7 @@ from scalax.errors import MeshError, RuleError, checked_flag
 from scalax.rules import LogicalAxisShardingRule
 from scalax.rules._pattern import Pattern, parse
 
+Size = int | np.integer
 Entry = str | Sequence[str] | None
 ResourceMapping = Mapping[str, Entry]
 """Logical axis name -> a mesh axis, several of them, or None, as a dict; haliax's name for it."""
@@ -23,7 +25,7 @@ AxisMapping = ResourceMapping | Sequence[tuple[str, Entry]] | LogicalAxisShardin
 
 
 @contextlib.contextmanager
-def axis_mapping(mapping: AxisMapping, merge: bool = False) -> Iterator[None]:
+def axis_mapping(mapping: AxisMapping, merge: bool = False, **names: Entry) -> Iterator[None]:
     """A context in which a mapping of logical axes to mesh axes is active, in this thread.
 
     Args:
@@ -32,6 +34,7 @@ def axis_mapping(mapping: AxisMapping, merge: bool = False) -> Iterator[None]:
             strictness with it.
         merge: add to the mapping that is active outside, instead of replacing it. For a name that both have,
             the *inner* one counts. (In haliax the outer one does.)
+        **names: more names by keyword: logical axis name = mesh axis. They override *mapping*.
 
     Raises:
         RuleError: a mapping of another form.
@@ -42,9 +45,14 @@ def axis_mapping(mapping: AxisMapping, merge: bool = False) -> Iterator[None]:
         ...     with axis_mapping({'mlp': None, 'embed': 'fsdp'}, merge=True):
         ...         [physical_axis_name(name) for name in ('batch', 'mlp', 'embed')]
         ['data', None, 'fsdp']
+        >>> with axis_mapping({'batch': 'data'}, mlp='tp'):
+        ...     physical_axis_name('mlp')
+        'tp'
     """
     checked_flag('merge', merge)
     inner, outer = as_rule(mapping), contexts.current_mapping()
+    if names:
+        inner = merged(dataclasses.replace(as_rule(names), strict=inner.strict), inner)
     with contexts.entered_mapping(merged(inner, outer) if merge and outer is not None else inner):
         yield
 
@@ -102,30 +110,43 @@ def required_mesh(mesh: Any, what: str) -> Mesh | AbstractMesh:
 
 
 def dimensions_of(axes: Any) -> tuple[Pattern, str]:
-    """The dimensions that are named, and how messages show them.
+    """Returns the named dimensions as a pattern, and as the text that messages show.
 
-    Strings are patterns; a haliax axis is one dimension, whatever it is called.
+    A string is a pattern. A haliax axis, or a key of a dict of names and sizes, is the name of one dimension,
+    whatever text it is.
 
     Raises:
-        RuleError: not a pattern, haliax axes, or a sequence of these.
+        RuleError: neither a pattern, nor haliax axes, nor a sequence of these, nor such a dict.
     """
     if isinstance(axes, str):
         return parse(axes), axes
-    each = [axes] if is_axis(axes) else axes
-    if not isinstance(each, Sequence) or not all(isinstance(one, str) or is_axis(one) for one in each):
+    if is_axis(axes):
+        return Pattern(((axes.name,),)), axes.name
+    if is_shape_dict(axes):
+        return Pattern(tuple((name,) for name in axes)), ' '.join(axes)
+    if not isinstance(axes, Sequence) or not all(isinstance(axis, str) or is_axis(axis) for axis in axes):
         raise RuleError(
-            "dimensions are named by a string such as 'batch embed', by haliax axes, or by a sequence of "
-            f'these, got {axes!r}'
+            "dimensions are named by a string such as 'batch embed', by haliax axes, by a sequence of these, "
+            f'or by a dict of names and sizes, got {axes!r}'
         )
-    if not any(map(is_axis, each)):
-        return dimensions_of(' '.join(each))
-    patterns = [parse(one) if isinstance(one, str) else Pattern(((one.name,),)) for one in each]
-    if any(pattern.ellipsis is not None for pattern in patterns):
+    if not any(map(is_axis, axes)):
+        return dimensions_of(' '.join(axes))
+    parts = [dimensions_of(axis) for axis in axes]
+    if any(pattern.ellipsis is not None for pattern, _ in parts):
         raise RuleError(f"'...' and haliax axes do not go together, got {axes!r}")
-    names = [one if isinstance(one, str) else one.name for one in each]
-    return Pattern(tuple(part for pattern in patterns for part in pattern.dimensions)), ' '.join(names)
+    dimensions = tuple(dimension for pattern, _ in parts for dimension in pattern.dimensions)
+    return Pattern(dimensions), ' '.join(text for _, text in parts)
+
+
+def is_shape_dict(value: Any) -> bool:
+    """Whether a value is a dict of dimension names and sizes; as in haliax, a size may be None."""
+    return (
+        isinstance(value, Mapping)
+        and bool(value)
+        and all(isinstance(name, str) and isinstance(size, Size | None) for name, size in value.items())
+    )
 
 
 def is_axis(value: Any) -> bool:
     """Whether a value is a haliax Axis; duck-typed, because haliax need not be installed."""
-    return isinstance(getattr(value, 'name', None), str) and isinstance(getattr(value, 'size', None), int)
+    return isinstance(getattr(value, 'name', None), str) and isinstance(getattr(value, 'size', None), Size)

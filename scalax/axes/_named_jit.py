@@ -17,18 +17,21 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from scalax._helper import MeshShardingHelper
 from scalax._trace import contexts
 from scalax._transforms.calls.shardings import Options
-from scalax._transforms.calls.signature import name_of
+from scalax._transforms.calls.signature import CallSignature, name_of
 from scalax._transforms.sjit.function import JitOptions
 from scalax._util.lru_cache import LRUCache
+from scalax.axes._haliax import haliax_mapping
 from scalax.axes._mapping import AxisMapping, as_rule, mapping_in_force, mesh_in_force
 from scalax.axes._static import (
     StaticPart,
     combine,
+    is_array,
     keep_only,
     partition,
+    reject_structs,
     require_hashable,
 )
-from scalax.errors import ArgumentError, MeshError, RuleError
+from scalax.errors import ArgumentError, MeshError, RuleError, did_you_mean
 from scalax.rules import LogicalAxisShardingRule, ShardingRule
 
 Given = ParamSpec('Given')
@@ -36,14 +39,19 @@ Result = TypeVar('Result')
 Resources = AxisMapping | ShardingRule | None
 
 
-class NamedJitOptions(JitOptions, total=False):
+class FsdpOptions(JitOptions, total=False):
+    """The options of `fsdp` that are given by name."""
+
+    donate_args: Any
+    donate_kwargs: Any
+    mesh: Any
+
+
+class NamedJitOptions(FsdpOptions, total=False):
     """The options of `named_jit` that are given by name."""
 
     in_axis_resources: Resources
     out_axis_resources: Resources
-    donate_args: Any
-    donate_kwargs: Any
-    mesh: Any
 
 
 @overload
@@ -80,17 +88,19 @@ def named_jit(
         out_axis_resources: the same for outputs; by default `axis_resources`. What names no dimensions is
             left to the compiler.
         donate_args: True, or a prefix of the tuple of positional arguments with booleans: whose buffers may
-            be used for outputs.
+            be used for outputs. A function in place of a boolean is called with each array and returns one.
+            Arguments after a shorter prefix are not donated.
         donate_kwargs: the same for the dict of keyword arguments.
         mesh: a mesh or helper; by default, at the call, that of the active helper or of ``jax.set_mesh``.
-        **jit_kwargs: options of ``jax.jit``, such as ``keep_unused``.
+        **jit_kwargs: options of ``jax.jit``, such as ``keep_unused``; None stands for JAX's default.
 
     Returns:
         A function with the name and the documentation of *fn*, and ``lower``.
 
     Raises:
         ArgumentError: leaves that are not arrays and cannot be hashed; all of them are named. Or an option of
-            `MeshShardingHelper.sjit` that names arguments, such as ``batch_argnums``.
+            `MeshShardingHelper.sjit` that names arguments, such as ``batch_argnums``. Or donations of another
+            form, or of a keyword that the function does not have.
         MeshError: there is something to shard by, and no mesh.
         RuleError: resources that are neither a mapping nor a rule.
         ShardingError: arrays that do not fit their names or the mesh; all of them are named.
@@ -126,39 +136,89 @@ def named_jit(
             _rule_of(out_axis_resources, 'out_axis_resources'),
             {'args': donate_args, 'kwargs': donate_kwargs},
             mesh,
-            jit_kwargs,
+            {name: value for name, value in jit_kwargs.items() if value is not None},
         )
         return NamedJitFunction(fn, shared)
 
     return compiled if fn is None else compiled(fn)
 
 
+@overload
 def fsdp(
-    fn: Callable[Given, Result], param_mapping: Resources, compute_mapping: AxisMapping, **options: Any
-) -> NamedJitFunction[Given, Result]:
+    fn: Callable[Given, Result],
+    parameter_mapping: Resources,
+    compute_mapping: AxisMapping | None,
+    **options: Unpack[FsdpOptions],
+) -> NamedJitFunction[Given, Result]: ...
+@overload
+def fsdp(
+    parameter_mapping: Resources, compute_mapping: AxisMapping | None, **options: Unpack[FsdpOptions]
+) -> Callable[[Callable[Given, Result]], NamedJitFunction[Given, Result]]: ...
+def fsdp(*args: Any, **kwargs: Any) -> Any:
     """FSDP by named axes: what goes in and comes out is sharded as parameters are stored.
 
-    ``named_jit(fn, compute_mapping, in_axis_resources=param_mapping, out_axis_resources=param_mapping)``.
+    ``fsdp(fn, parameter_mapping, compute_mapping)``, or without *fn* as a decorator, is
+    ``named_jit(fn, compute_mapping, in_axis_resources=parameter_mapping,
+    out_axis_resources=parameter_mapping)``.
 
     Args:
-        fn: the function.
-        param_mapping: the mapping by which parameters are stored, or any rule.
-        compute_mapping: the mapping that is active inside.
-        **options: those of `named_jit`.
+        *args: *fn*, unless a decorator is wanted; *parameter_mapping*, the mapping by which parameters are
+            stored, or any rule; *compute_mapping*, the mapping that is active inside.
+        **kwargs: these three by name, and the options of `named_jit`.
+
+    Raises:
+        ArgumentError: a mapping is missing or passed twice; or an option that a mapping stands for.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from scalax.axes import shard
         >>> from scalax.sharding import MeshShardingHelper
-        >>> def step(x):
+        >>> @fsdp({'embed': 'data'}, {'batch': 'data'})
+        ... def step(x):
         ...     return shard(x, 'batch embed') + 1
         >>> with MeshShardingHelper([8], ['data']).get_context():
-        ...     fsdp(step, {'embed': 'data'}, {'batch': 'data'})(jnp.ones((8, 4))).shape
+        ...     step(jnp.ones((8, 4))).shape
         (8, 4)
     """
+    takes_function = bool(args) and (args[0] is None or _is_function(args[0]))
+    names = ('fn', *_FSDP_MAPPINGS) if takes_function else _FSDP_MAPPINGS
+    if 'param_mapping' in kwargs and 'parameter_mapping' not in kwargs:  # a name of earlier versions
+        kwargs['parameter_mapping'] = kwargs.pop('param_mapping')
+    positional = dict(zip(names, args, strict=False))
+    problems = [
+        *([f'{len(args)} positional arguments'] if len(args) > len(names) else []),
+        *(f'{name} twice' for name in names if name in positional and name in kwargs),
+        *(f'no {name}' for name in _FSDP_MAPPINGS if name not in positional and name not in kwargs),
+        *(f'{name}, for which {source} stands' for name, source in _FSDP_RESOURCES.items() if name in kwargs),
+    ]
+    if problems:
+        raise ArgumentError(
+            f'fsdp got {", ".join(problems)}\n'
+            'What to do: call fsdp(fn, parameter_mapping, compute_mapping), or decorate a function with '
+            '@fsdp(parameter_mapping, compute_mapping); options of named_jit may follow by name.'
+        )
+    options = positional | kwargs
+    parameter_mapping, compute_mapping = (options.pop(name) for name in _FSDP_MAPPINGS)
     return named_jit(
-        fn, compute_mapping, in_axis_resources=param_mapping, out_axis_resources=param_mapping, **options
+        options.pop('fn', None),
+        compute_mapping,
+        in_axis_resources=parameter_mapping,
+        out_axis_resources=parameter_mapping,
+        **options,
     )
+
+
+_FSDP_MAPPINGS = ('parameter_mapping', 'compute_mapping')
+_FSDP_RESOURCES = {
+    'axis_resources': 'compute_mapping',
+    'in_axis_resources': 'parameter_mapping',
+    'out_axis_resources': 'parameter_mapping',
+}
+
+
+def _is_function(value: Any) -> bool:
+    """Whether a value is a function to compile, rather than a mapping or a rule, which may be callable."""
+    return callable(value) and not isinstance(value, Mapping | ShardingRule)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -188,6 +248,8 @@ class NamedJitFunction(Generic[Given, Result]):
             # The arrays of the object are data. JAX would compare the bound method by identity.
             fn = jax.tree_util.Partial(fn.__func__, fn.__self__)
         self._fn = fn
+        if isinstance(shared.donated['kwargs'], Mapping):
+            self._check_keywords(shared.donated['kwargs'])
         self._known: LRUCache[Any, Any] = LRUCache()
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -199,7 +261,11 @@ class NamedJitFunction(Generic[Given, Result]):
     def __call__(self, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         """Runs the compiled function."""
         compiled, operands = self._prepared(args, kwargs)
-        return combine(*compiled(*operands))
+        try:
+            return combine(*compiled(*operands))
+        except TypeError:  # may be JAX's about a ShapeDtypeStruct, with the parameter names of `body`
+            reject_structs({'args': args, 'function': self._fn, 'kwargs': kwargs}, self._name)
+            raise
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         """``jax.jit(...).lower`` of the compiled function of such a call."""
@@ -217,6 +283,17 @@ class NamedJitFunction(Generic[Given, Result]):
         arrays = [keep_only(data, [flag == kept for kept in donated]) for flag in (True, False)]
         return self._compiled(len(args), frozenset(kwargs)), (_Call(static, donated), *arrays)
 
+    def _check_keywords(self, donated: Mapping[str, Any]) -> None:
+        """Raises ArgumentError about keywords that the function does not have."""
+        signature = CallSignature(self._fn)
+        known = dict.fromkeys([*signature.positional, *signature.keyword_only, *signature.hints])
+        unknown = [name for name in donated if name not in known]
+        if unknown and signature.keywords is None:
+            raise ArgumentError(
+                f'donate_kwargs of {self._name}: there is no argument {unknown[0]!r} '
+                f'({did_you_mean(str(unknown[0]), known)})'
+            )
+
     def _donations(self, whole: dict[str, Any]) -> list[bool]:
         """Whether each leaf of a call is donated."""
         flags: list[bool] = []
@@ -230,16 +307,19 @@ class NamedJitFunction(Generic[Given, Result]):
             prefix = jax.tree.map(
                 lambda flag: False if flag is None else flag, prefix, is_leaf=lambda flag: flag is None
             )
-            form = f'donate_{part} of {self._name} is True, or a prefix of the {part} with booleans'
+            form = (
+                f'donate_{part} of {self._name} is True, or a prefix of the {part} with booleans or functions'
+            )
             wrong = f'{form}; got {asked!r}'
             for flag in jax.tree.leaves(prefix):
-                if not isinstance(flag, bool | np.bool_):
+                if not isinstance(flag, bool | np.bool_) and not callable(flag):
                     raise ArgumentError(f'{wrong}. Positions and names are for jax.jit.')
             try:
-                whose = jax.tree.leaves(jax.tree.broadcast(prefix, tree))
+                leaf_flags = jax.tree.leaves(jax.tree.broadcast(prefix, tree))
             except ValueError as error:
                 raise ArgumentError(f'{wrong}. JAX reports: {error}') from None
-            flags.extend(map(bool, whose))
+            for flag, leaf in zip(leaf_flags, jax.tree.leaves(tree), strict=True):
+                flags.append(bool(is_array(leaf) and flag(leaf) if callable(flag) else flag))
         return flags
 
     def _compiled(self, args: int, kwargs: frozenset[str]) -> Any:
@@ -251,7 +331,7 @@ class NamedJitFunction(Generic[Given, Result]):
         known = self._known.get(key)
         if known is not None:
             return known
-        body = self._body(mapping)
+        body = self._body(mapping, None if place is None else place.mesh)
         rule = self._shared.inputs
         inputs: Any = None
         if rule is not None:
@@ -276,13 +356,16 @@ class NamedJitFunction(Generic[Given, Result]):
             )
         return self._known.add(key, compiled)
 
-    def _body(self, mapping: LogicalAxisShardingRule | None) -> Callable[..., Any]:
+    def _body(
+        self, mapping: LogicalAxisShardingRule | None, mesh: Mesh | AbstractMesh | None
+    ) -> Callable[..., Any]:
         def body(call: _Call, donated: Any, given: Any) -> tuple[Any, StaticPart]:
             parts = {True: iter(jax.tree.leaves(donated)), False: iter(jax.tree.leaves(given))}
             whole = combine([next(parts[flag]) for flag in call.donated], call.static)
+            call_function = functools.partial(whole['function'], *whole['args'], **whole['kwargs'])
             inside = contextlib.nullcontext() if mapping is None else contexts.entered_mapping(mapping)
-            with inside:
-                output = whole['function'](*whole['args'], **whole['kwargs'])
+            with inside, haliax_mapping(mapping, mesh, call_function):
+                output = call_function()
             data, static = partition(output)
             require_hashable(static, output, f'the output of {self._name} has', 'return something immutable')
             return data, static

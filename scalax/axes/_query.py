@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any
 
+import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._tree.specs import Fault, canonical, entry_axes
 from scalax.axes._mapping import (
     AxisMapping,
+    Size,
+    as_rule,
     dimensions_of,
+    is_axis,
     mapping_in_force,
     mesh_in_force,
     required_mesh,
 )
+from scalax.axes._static import is_array
 from scalax.errors import RuleError
 from scalax.rules._answer import REPLICATED
 from scalax.rules._logical_axis import Named, NamedLeaf
@@ -33,10 +40,16 @@ def physical_axis_name(axis: Any, mapping: AxisMapping | None = None, *, mesh: A
     Returns:
         A mesh axis, a tuple of several, or None for a name that is not mapped.
 
+    Raises:
+        RuleError: several dimensions are named.
+
     Example:
         >>> physical_axis_name('mlp', {'mlp': 'tp'})
         'tp'
     """
+    pattern, text = dimensions_of(axis)
+    if len(pattern.dimensions) != 1 or pattern.ellipsis is not None:
+        raise RuleError(f'expected the name of one dimension, got {text!r}: pspec_for takes several')
     (entry,) = pspec_for(axis, mapping, mesh=mesh)
     return entry
 
@@ -63,11 +76,13 @@ def physical_axis_size(axis: Any, mapping: AxisMapping | None = None, *, mesh: A
     return None if entry is None else math.prod(found.shape[name] for name in entry_axes(entry))
 
 
-def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None) -> PartitionSpec:
+def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None) -> Any:
     """The spec of an array with these dimensions: one entry for each, None where it is not sharded.
 
     Args:
-        axes: the names of the dimensions: ``'batch (heads head_dim) embed'``, or haliax axes.
+        axes: the names of the dimensions: ``'batch (heads head_dim) embed'``, haliax axes, or a dict of names
+            and sizes, which are ignored; or, as in haliax, a tree whose arrays name their dimensions, for a
+            tree of specs.
         mapping: by default the mapping that is active; see `axis_mapping`. Without one nothing is mapped.
         mesh: by default the mesh that is active, if any; axes that it lacks are skipped.
 
@@ -78,6 +93,9 @@ def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None
         >>> pspec_for('batch seq embed', {'batch': ('data', 'fsdp'), 'embed': 'fsdp'})
         P(('data', 'fsdp'), None, None)
     """
+    if _has_arrays(axes):
+        specs = (mapping_in_force(mapping) or as_rule({})).apply(axes)
+        return jax.tree.map(_spec_of, specs, is_leaf=_holds_spec)
     pattern, text = dimensions_of(axes)
     if pattern.ellipsis is not None:
         raise RuleError(f"{text!r} names any number of dimensions ('...'): name each of them")
@@ -114,34 +132,100 @@ def sharding_for_axis(axis: Any, mapping: AxisMapping | None = None, mesh: Any =
         ...     sharding_for_axis('batch embed').spec
         P('data',)
     """
-    found = required_mesh(mesh, 'sharding_for_axis')
-    return named_sharding(found, canonical(pspec_for(axis, mapping, mesh=found)))
+    required = required_mesh(mesh, 'sharding_for_axis')
+    if _has_arrays(axis):
+        raise RuleError(
+            f'sharding_for_axis is for the dimensions of one array, got a {type(axis).__name__} with arrays: '
+            'pspec_for returns the spec of each array'
+        )
+    return named_sharding(required, canonical(pspec_for(axis, mapping, mesh=required)))
 
 
 def round_axis_for_partitioning(
-    axis: Any, mapping: AxisMapping | None = None, *, size: Any = None, mesh: Any = None
+    axis: Any,
+    name_or_mapping: Any = None,
+    mapping: AxisMapping | None = None,
+    *,
+    size: Any = None,
+    mesh: Any = None,
 ) -> Any:
     """The axis, with its size rounded up to a multiple of the number of devices along its mesh axes.
 
     Args:
-        axis: a haliax Axis; or the name of the dimension.
+        axis: a haliax Axis; or the name of a dimension, with *size*; or a size.
+        name_or_mapping: the name of the dimension, if *axis* is a size. Or, as in haliax, the mapping; then a
+            size needs no name if the mapping has one name only.
         mapping: by default the mapping that is active; see `axis_mapping`.
         size: the size, if *axis* is a name.
         mesh: by default the mesh that is active.
 
     Returns:
-        An Axis for an Axis, a size for a name. Without a mapping for the name the size stays as it is.
+        An Axis for an Axis, else a size. Without a mapping for the name the size stays as it is.
 
     Raises:
         MeshError: there is no mesh.
+        RuleError: a name without a size, or a size without a name.
 
     Example:
         >>> from scalax.sharding import MeshShardingHelper
         >>> helper = MeshShardingHelper([8], ['tp'])
         >>> round_axis_for_partitioning('vocab', {'vocab': 'tp'}, size=50257, mesh=helper)
         50264
+        >>> round_axis_for_partitioning(50257, 'vocab', {'vocab': 'tp'}, mesh=helper)
+        50264
     """
-    found = required_mesh(mesh, 'round_axis_for_partitioning')
-    over = physical_axis_size(axis, mapping, mesh=found) or 1
-    rounded = -(-(axis.size if size is None else size) // over) * over
-    return axis.resize(rounded) if size is None else rounded
+    name = name_or_mapping if isinstance(name_or_mapping, str) else None
+    if name is None and name_or_mapping is not None:
+        if mapping is not None:
+            raise RuleError(
+                f'round_axis_for_partitioning got two mappings, {name_or_mapping!r} and {mapping!r}: pass one'
+            )
+        mapping = name_or_mapping
+    if is_axis(axis) and size is None and name is None:
+        return axis.resize(_rounded(axis.size, axis, mapping, mesh))
+    if isinstance(axis, str) and _is_size(size) and name is None:
+        return _rounded(int(size), axis, mapping, mesh)
+    if _is_size(axis) and size is None:
+        return _rounded(int(axis), _only_name(axis, mapping) if name is None else name, mapping, mesh)
+    raise RuleError(
+        "round_axis_for_partitioning takes a haliax Axis, a name and its size ('vocab', size=50257), or a "
+        f"size and its name (50257, 'vocab'), got {axis!r}, {name_or_mapping!r} and size={size!r}"
+    )
+
+
+def _rounded(size: int, axis: Any, mapping: AxisMapping | None, mesh: Any) -> int:
+    required = required_mesh(mesh, 'round_axis_for_partitioning')
+    devices = physical_axis_size(axis, mapping, mesh=required) or 1
+    return -(-size // devices) * devices
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, Size) and not isinstance(value, bool) and bool(value >= 0)
+
+
+def _only_name(size: Any, mapping: AxisMapping | None) -> Any:
+    """The name of a dimension that is rounded without a name: that of a mapping of one name."""
+    rule = mapping_in_force(mapping)
+    names = [] if rule is None else list(dict.fromkeys(name for name, _ in rule.axis_mapping))
+    if len(names) != 1:
+        names_text = ', '.join(map(repr, names)) or 'none'
+        raise RuleError(
+            f'round_axis_for_partitioning got the size {size} without the name of its dimension, which is '
+            f'clear only if the mapping has one name (its names: {names_text}): pass the name, '
+            f"round_axis_for_partitioning({size}, 'vocab', ...)"
+        )
+    return SimpleNamespace(name=names[0], size=size)  # an axis: a string would be parsed as a pattern
+
+
+def _has_arrays(value: Any) -> bool:
+    """Whether a value holds arrays, rather than names of dimensions, or their sizes."""
+    return any(is_array(leaf) and not isinstance(leaf, np.generic) for leaf in jax.tree.leaves(value))
+
+
+def _holds_spec(node: Any) -> bool:
+    """Whether a node is a haliax NamedArray that holds a spec in place of its array; duck-typed."""
+    return isinstance(getattr(node, 'array', None), PartitionSpec)
+
+
+def _spec_of(node: Any) -> Any:
+    return node.array if _holds_spec(node) else node

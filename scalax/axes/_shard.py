@@ -33,7 +33,8 @@ def shard(x: Tree, axes_or_mapping: Any = None, mapping: AxisMapping | None = No
         x: a tree of arrays that name their dimensions (flax's boxes and variables, haliax's NamedArrays), and
             others. Other leaves are returned as they are.
         axes_or_mapping: the names of the dimensions of arrays that do not name them, as einops writes them
-            (``'batch (heads head_dim) embed'``) or as haliax axes; or, as in haliax, the mapping.
+            (``'batch (heads head_dim) embed'``) or as haliax axes; or, as in haliax, the mapping, which the
+            mesh may follow: ``shard(x, mapping, mesh)``.
         mapping: logical axis name -> mesh axis, a tuple of them, or None; by default the mapping that is
             active. See `axis_mapping`.
         mesh: a mesh or helper; by default that of the active helper, or that of ``jax.set_mesh``.
@@ -55,6 +56,8 @@ def shard(x: Tree, axes_or_mapping: Any = None, mapping: AxisMapping | None = No
         ...     shard(np.zeros((8, 6)), 'batch mlp').sharding.spec
         P('data', 'tp')
     """
+    if mesh is None and isinstance(getattr(mapping, 'mesh', mapping), Mesh | AbstractMesh):
+        mapping, mesh = None, mapping  # haliax's order: the mesh follows the mapping
     axes, given = _axes_and_mapping(axes_or_mapping, mapping)
     names = axes if axes is None or isinstance(axes, str) else dimensions_of(axes)[0]
     rule = mapping_in_force(given)
@@ -86,6 +89,25 @@ def auto_sharded(x: Tree, mesh: Any = None) -> Tree:
     """
     rule, where = mapping_in_force(None), mesh_in_force(mesh)
     return x if rule is None or where is None else _sharded(x, rule, where)
+
+
+def shard_with_axis_mapping(x: Tree, mapping: AxisMapping, mesh: Any = None) -> Tree:
+    """Shards the arrays of a tree by a mapping: ``shard(x, mapping, mesh)`` under its older name in haliax.
+
+    Args:
+        x: as for `shard`.
+        mapping: as for `shard`.
+        mesh: as for `shard`.
+
+    Example:
+        >>> import numpy as np
+        >>> from scalax.sharding import LogicalAxisShardingRule, MeshShardingHelper
+        >>> helper = MeshShardingHelper([4, 2], ['data', 'tp'])
+        >>> mapping = LogicalAxisShardingRule({'embed': 'tp'}, [('w', '_ embed')])
+        >>> shard_with_axis_mapping({'w': np.zeros((8, 6))}, mapping, helper)['w'].sharding.spec
+        P(None, 'tp')
+    """
+    return shard(x, mapping=mapping, mesh=mesh)
 
 
 def _axes_and_mapping(axes_or_mapping: Any, mapping: AxisMapping | None) -> tuple[Any, AxisMapping | None]:

@@ -97,6 +97,20 @@ def require_hashable(static: StaticPart, tree: Any, what: str, remedy: str) -> N
     )
 
 
+def reject_structs(tree: Any, name: str) -> None:
+    """Raises ArgumentError about ``jax.ShapeDtypeStruct`` leaves in a call of the function *name*."""
+    structs = [
+        describe_leaf(path_string(path), leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
+    if structs:
+        raise ArgumentError(
+            f'{name} got shapes, which have no values to compute with:\n{shown_leaves(structs)}\n'
+            'What to do: pass arrays; .lower(...) and jax.eval_shape take shapes.'
+        )
+
+
 def _is_hashable(value: Any) -> bool:
     try:
         hash(value)

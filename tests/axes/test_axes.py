@@ -22,6 +22,7 @@ from scalax.axes import (
     pspec_for,
     round_axis_for_partitioning,
     shard,
+    shard_with_axis_mapping,
     sharding_for_axis,
 )
 from scalax.errors import MeshError, RuleError, ShardingError, UnshardedWarning
@@ -70,6 +71,24 @@ def test_merged_the_inner_mapping_wins_where_haliax_lets_the_outer_one():
         assert hax.partitioning.physical_axis_name('batch') == 'data'
 
 
+@pytest.mark.parametrize('merge', [False, True])
+def test_names_by_keyword_override_the_mapping(merge):
+    outer, inner = {'mlp': 'data', 'heads': 'tp'}, {'batch': 'data', 'embed': 'data'}
+    with axis_mapping(outer), axis_mapping(inner, merge=merge, embed='tp', mlp=None):
+        names = [physical_axis_name(name) for name in ('batch', 'embed', 'mlp', 'heads')]
+    assert names == ['data', 'tp', None, 'tp' if merge else None]
+    with hax.axis_mapping(inner, merge=merge, embed='tp'):
+        assert hax.partitioning.physical_axis_name('embed') == 'tp'
+
+
+def test_names_by_keyword_keep_the_strictness_of_a_rule(helper):
+    rule = LogicalAxisShardingRule({'batch': 'data'})
+    with axis_mapping(rule, embed='tp'):
+        assert shard(np.ones((4, 2)), 'batch embed', mesh=helper).sharding.spec == P('data', 'tp')
+        with pytest.raises(RuleError, match="axis_mapping has no name 'mlp'"):
+            shard(np.ones((4, 2)), 'batch mlp', mesh=helper)
+
+
 def test_merged_rules_keep_their_names(helper):
     outer = LogicalAxisShardingRule({'mlp': 'tp', 'heads': 'tp'}, [('up', '_ mlp')])
     inner = LogicalAxisShardingRule({'embed': 'data'}, [('out', 'embed _')])
@@ -102,6 +121,8 @@ def test_a_mapping_of_another_form_is_an_error():
         ' got 3'
     )
     with pytest.raises(RuleError, match=exactly(said)), axis_mapping({'batch': 3}):
+        pass
+    with pytest.raises(RuleError, match=exactly(said)), axis_mapping({}, batch=3):
         pass
 
 
@@ -190,6 +211,7 @@ def test_fused_dimensions(helper):
 def test_the_old_names(helper):
     x = hax.ones((BATCH, EMBED))
     assert shard(x, MAPPING, mesh=helper).array.sharding.spec == P('data')
+    assert shard_with_axis_mapping(x, MAPPING, helper).array.sharding.spec == P('data')
     with axis_mapping(MAPPING):
         assert auto_sharded(x, mesh=helper).array.sharding.spec == P('data')
 
@@ -274,8 +296,8 @@ def test_errors_of_shard_name_the_array_and_its_names(helper, snapshot):
     ):
         shard(np.ones((8, 8)), 'batch mlp', MAPPING, mesh=3)
     said = (
-        "dimensions are named by a string such as 'batch embed', by haliax axes, or by a sequence of these, "
-        'got 5'
+        "dimensions are named by a string such as 'batch embed', by haliax axes, by a sequence of these, or "
+        'by a dict of names and sizes, got 5'
     )
     with pytest.raises(RuleError, match=exactly(said)):
         shard(np.ones(8), 5)
@@ -290,13 +312,16 @@ def test_calls_as_haliax_has_them(helper):
     with hax.axis_mapping({'batch': 'data'}), axis_mapping({'batch': 'data'}):
         for partitioning in (hax.partitioning, scalax.axes):
             for sharded in (
+                partitioning.shard(x, {'batch': 'data'}, mesh),
+                partitioning.shard(x, None, mesh),
                 partitioning.shard(x, {'batch': 'data'}, mesh=mesh),
                 partitioning.shard(x=x, mapping={'batch': 'data'}, mesh=mesh),
+                partitioning.shard_with_axis_mapping(x, {'batch': 'data'}, mesh),
                 partitioning.auto_sharded(x, mesh),
             ):
                 assert sharded.array.sharding.is_equivalent_to(placed, 2)
             assert partitioning.sharding_for_axis(BATCH, {'batch': 'data'}, mesh).spec == P('data')
-    assert shard(x, {'batch': 'data'}, mesh=helper).array.sharding.spec == P('data')
+    assert shard(x, {'batch': 'data'}, helper).array.sharding.spec == P('data')
 
 
 SHARED = sorted(
@@ -312,8 +337,11 @@ def test_arguments_are_called_as_by_haliax_and_have_its_order(name):
     positional = [each.name for each in theirs if each.kind == each.POSITIONAL_OR_KEYWORD]
     if name == 'pspec_for':  # it has a row in docs/axes.md
         named, positional = ['mapping'], ['axes', 'mapping']
-    if name == 'shard':  # names of dimensions may be in the place of the mapping, and move the others on
+    # Their second argument may be the mapping, or names, which the mapping follows.
+    if name == 'shard':
         positional = ['x']
+    if name == 'round_axis_for_partitioning':
+        positional = ['axis']
     ours.bind_partial(**dict.fromkeys(named))
     assert list(ours.bind_partial(*positional).arguments) == positional
     assert list(ours.bind_partial(*positional).arguments.values()) == positional
@@ -328,6 +356,19 @@ def test_haliaxs_name_of_a_mapping():
     assert physical_axis_name('batch', mapping) == 'data'
 
 
+def test_specs_of_trees():
+    """As by haliax; arrays whose dimensions have no names are replicated."""
+    tree = {'a': hax.ones((BATCH, MLP)), 'b': np.ones((3, 4)), 'c': 2}
+    mapping = {'batch': 'data', 'mlp': 'tp'}
+    haliax_specs = hax.partitioning.pspec_for(tree, mapping, preserve_existing_shardings=False)
+    assert pspec_for(tree, mapping) == {'a': P('data', 'tp'), 'b': P(), 'c': P()}
+    assert haliax_specs['a'] == pspec_for(tree['a'], mapping) == P('data', 'tp')
+    shapes = jax.eval_shape(lambda: tree['a'])
+    with axis_mapping(mapping):
+        assert pspec_for(shapes) == P('data', 'tp')
+    assert pspec_for([tree['a']]) == [P(None, None)]  # no mapping is active
+
+
 # Questions -------------------------------------------------------------------------------------------
 
 
@@ -335,15 +376,56 @@ def test_haliaxs_name_of_a_mapping():
     'axes',
     [
         *(BATCH, 'mlp', (BATCH, 'mlp')),
+        *({'batch': 8}, {'batch': 8, 'embed': None, 'mlp': 2}, {'batch': np.int64(8)}),
     ],
-    ids=['axis', 'name', 'mixed'],
+    ids=['axis', 'name', 'mixed', 'shape', 'partial shape', 'sizes of numpy'],
 )
 def test_haliax_takes_the_same_axes(helper, axes):
     mapping = {'batch': 'data', 'mlp': 'tp'}
     ours = sharding_for_axis(axis=axes, mapping=mapping, mesh=helper.mesh)
     theirs = hax.partitioning.sharding_for_axis(axis=axes, mapping=mapping, mesh=helper.mesh)
-    assert ours.is_equivalent_to(theirs, 2)
+    assert ours.is_equivalent_to(theirs, 3)
     assert isinstance(axes, str) or ours.spec[0] == 'data'
+
+
+@pytest.mark.parametrize('wrong', [{}, {'w': 'embed mlp'}, {3: 8}], ids=str)
+def test_other_dicts_name_no_dimensions(helper, wrong):
+    text = (
+        "dimensions are named by a string such as 'batch embed', by haliax axes, by a sequence of these, or "
+        f'by a dict of names and sizes, got {wrong!r}'
+    )
+    with pytest.raises(RuleError, match=exactly(text)):
+        sharding_for_axis(wrong, MAPPING, helper.mesh)
+
+
+def test_a_tree_of_arrays_has_several_shardings(helper):
+    text = (
+        'sharding_for_axis is for the dimensions of one array, got a dict with arrays: pspec_for returns the '
+        'spec of each array'
+    )
+    with pytest.raises(RuleError, match=exactly(text)):
+        sharding_for_axis({'w': np.ones((8, 4))}, MAPPING, helper.mesh)
+
+
+def test_sizes_are_rounded_in_each_form(helper):
+    one_name = {'vocab': ('data', 'tp')}
+    with helper.get_context():
+        for rounded in (
+            round_axis_for_partitioning(50257, 'vocab', MAPPING),
+            round_axis_for_partitioning(50257, 'vocab', mapping=MAPPING),
+            round_axis_for_partitioning(np.int64(50257), 'vocab', MAPPING),
+            round_axis_for_partitioning('vocab', MAPPING, size=50257),
+            round_axis_for_partitioning(axis='vocab', mapping=MAPPING, size=50257),
+            round_axis_for_partitioning(50257, one_name),
+            round_axis_for_partitioning(50257, mapping=one_name),
+            round_axis_for_partitioning(50257, {'vocab size (padded)': ('data', 'tp')}),
+        ):
+            assert (type(rounded), rounded) == (int, 50264)
+        with axis_mapping(MAPPING):
+            assert round_axis_for_partitioning(50257, 'vocab') == 50264
+            assert round_axis_for_partitioning(50257, 'embed') == 50257
+        with axis_mapping(one_name):
+            assert round_axis_for_partitioning(50257) == 50264
 
 
 @pytest.mark.parametrize('axes', [(BATCH,), (BATCH, EMBED), (EMBED, MLP), (MLP, BATCH, EMBED)])
@@ -427,6 +509,50 @@ def test_questions_about_a_mesh_need_one(ask, said):
 @pytest.mark.parametrize(
     ('ask', 'said'),
     [
+        (
+            lambda: physical_axis_name('a b'),
+            "expected the name of one dimension, got 'a b': pspec_for takes several",
+        ),
+        (
+            lambda: physical_axis_name('...'),
+            "expected the name of one dimension, got '...': pspec_for takes several",
+        ),
+        *[
+            (
+                call,
+                "round_axis_for_partitioning takes a haliax Axis, a name and its size ('vocab', size=50257), "
+                f"or a size and its name (50257, 'vocab'), got {shown}",
+            )
+            for call, shown in (
+                (
+                    lambda: round_axis_for_partitioning('vocab', MAPPING),
+                    f"'vocab', {MAPPING!r} and size=None",
+                ),
+                (
+                    lambda: round_axis_for_partitioning('vocab', MAPPING, size=-5),
+                    f"'vocab', {MAPPING!r} and size=-5",
+                ),
+                (lambda: round_axis_for_partitioning(5, 'vocab', size=6), "5, 'vocab' and size=6"),
+                (lambda: round_axis_for_partitioning(True, 'vocab'), "True, 'vocab' and size=None"),
+                (lambda: round_axis_for_partitioning(BATCH, 'vocab'), f"{BATCH!r}, 'vocab' and size=None"),
+            )
+        ],
+        (
+            lambda: round_axis_for_partitioning(5, MAPPING),
+            'round_axis_for_partitioning got the size 5 without the name of its dimension, which is clear '
+            "only if the mapping has one name (its names: 'batch', 'mlp', 'vocab'): pass the name, "
+            "round_axis_for_partitioning(5, 'vocab', ...)",
+        ),
+        (
+            lambda: round_axis_for_partitioning(5),
+            'round_axis_for_partitioning got the size 5 without the name of its dimension, which is clear '
+            'only if the mapping has one name (its names: none): pass the name, '
+            "round_axis_for_partitioning(5, 'vocab', ...)",
+        ),
+        (
+            lambda: round_axis_for_partitioning(5, MAPPING, MAPPING),
+            f'round_axis_for_partitioning got two mappings, {MAPPING!r} and {MAPPING!r}: pass one',
+        ),
         (
             lambda: pspec_for('batch ...', MAPPING),
             "'batch ...' names any number of dimensions ('...'): name each of them",

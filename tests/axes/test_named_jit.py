@@ -12,7 +12,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from scalax.axes import axis_mapping, fsdp, named_jit, physical_axis_name, shard
-from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
+from scalax.sharding import (
+    FSDPShardingRule,
+    LogicalAxisShardingRule,
+    MeshShardingHelper,
+    TreePathShardingRule,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter('ignore')  # of the pre-release, while it is imported
@@ -90,35 +95,85 @@ def test_haliax_partitions_the_same_program_the_same_way(helper):
 
 
 def noisy(w):
-    """Only the mapping of haliax says how the noise is sharded, which is made here."""
+    """Sums noise that only the mapping of haliax shards."""
     noise = hax.random.normal(jax.random.key(0), (BATCH, EMBED))
     return hax.sum(noise * w, 'batch')
 
 
-@pytest.mark.parametrize('mapping', [{'batch': 'data', 'embed': 'tp'}, {'batch': ('tp', 'data')}], ids=str)
-def test_what_haliax_makes_is_sharded_by_its_own_mapping(helper, mapping):
-    def mapped(w):
-        with hax.axis_mapping(mapping):
-            return noisy(w)
-
+@pytest.mark.parametrize(
+    'mapping',
+    [
+        {'batch': 'data', 'embed': 'tp', 'pod': 'x'},
+        {'batch': ('tp', 'data')},
+        {'batch': 'data', 'mlp': 'data', 'embed': 'tp', 'heads': 'tp'},  # but no array has two of either
+    ],
+    ids=str,
+)
+def test_the_operations_of_haliax_read_the_mapping(helper, mapping):
     w = hax.ones((EMBED,))
-    ours = named_jit(mapped, mapping, mesh=helper)
+    scalax_step = named_jit(noisy, mapping, mesh=helper)
+    haliax_mapping = {name: axes for name, axes in mapping.items() if axes != 'x'}  # it skips no mesh axis
     with jax.set_mesh(helper.mesh), warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        theirs = hax.named_jit(noisy, mapping).lower(w).compile()
-    compiled = ours.lower(w).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes == theirs.memory_analysis().temp_size_in_bytes
-    np.testing.assert_allclose(ours(w).array, noisy(w).array, rtol=1e-4, atol=1e-4)
+        haliax_program = hax.named_jit(noisy, haliax_mapping).lower(w).compile()
+    scalax_program = scalax_step.lower(w).compile()
+    temp_sizes = [
+        program.memory_analysis().temp_size_in_bytes for program in (scalax_program, haliax_program)
+    ]
+    assert temp_sizes[0] == temp_sizes[1]
+    np.testing.assert_allclose(scalax_step(w).array, noisy(w).array, rtol=1e-4, atol=1e-4)
+    assert hax.partitioning.current_thread_local_mapping() is None
+
+
+def test_the_shapes_that_haliax_derives_follow_the_mapping(helper):
+    """Code that asks haliax for mesh axes: it would compute on every device without the mapping."""
+
+    @named_jit(axis_resources={'batch': ('pod', 'data')}, mesh=helper)
+    def size():
+        assert hax.partitioning.pspec_for_axis((BATCH, EMBED)) == P('data', None)
+        return hax.partitioning.physical_axis_size('batch')
+
+    assert size() == 4
+
+
+@pytest.mark.parametrize('types', [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+def test_what_haliax_cannot_shard_is_left_alone(types):
+    """A mapping that gives an array a mesh axis twice; Explicit axes."""
+    helper = MeshShardingHelper([4, 2], ['data', 'tp'], axis_types=types)
+    mapping = {'batch': 'data', 'embed': 'data' if types == jax.sharding.AxisType.Auto else 'tp'}
+    w = hax.ones((EMBED,))
+    out = named_jit(noisy, mapping, mesh=helper)(w)
+    np.testing.assert_allclose(out.array, noisy(w).array, rtol=1e-4, atol=1e-4)
+
+
+def test_an_error_of_the_function_is_raised_under_a_mapping_of_two_names_to_one_axis(helper):
+    def wrong(w):
+        raise KeyError('of the user')
+
+    with pytest.raises(KeyError, match='of the user'):
+        named_jit(wrong, {'mlp': 'tp', 'heads': 'tp'}, mesh=helper)(np.ones(2))
+
+
+def test_manual_axes_are_left_to_shard_map(helper):
+    @named_jit(axis_resources=COMPUTE)
+    def body(x):
+        assert hax.partitioning.current_thread_local_mapping() is None
+        return hax.auto_sharded(hax.named(x * 2, ('batch', 'mlp'))).array
+
+    spec = P('data', 'tp')
+    with jax.set_mesh(helper.mesh):
+        out = jax.jit(jax.shard_map(body, in_specs=spec, out_specs=spec))(jnp.ones((8, 8)))
+    np.testing.assert_array_equal(out, np.full((8, 8), 2.0))
 
 
 def test_fsdp_keeps_parameters_as_they_are_stored(helper):
     traced = []
 
-    def stored(block, x):
+    @fsdp(PARAMS, COMPUTE)
+    def step(block, x):
         traced.append(physical_axis_name('batch'))
         return train_step(block, x)
 
-    step = fsdp(stored, PARAMS, COMPUTE)
     with helper.get_context():
         block = named_jit(Block.init, PARAMS)(jax.random.key(0))
         for _ in range(3):
@@ -128,6 +183,33 @@ def test_fsdp_keeps_parameters_as_they_are_stored(helper):
     assert block.scale == 1.0
     assert value.shape == ()
     assert traced == ['data']
+
+
+def same(x):
+    return x
+
+
+@pytest.mark.parametrize(
+    'form',
+    [
+        lambda: fsdp(same, PARAMS, COMPUTE),
+        lambda: fsdp(same, PARAMS, compute_mapping=COMPUTE),
+        lambda: fsdp(same, parameter_mapping=PARAMS, compute_mapping=COMPUTE),
+        lambda: fsdp(fn=same, parameter_mapping=PARAMS, compute_mapping=COMPUTE),
+        lambda: fsdp(same, param_mapping=PARAMS, compute_mapping=COMPUTE),
+        lambda: fsdp(PARAMS, COMPUTE)(same),
+        lambda: fsdp(None, PARAMS, COMPUTE)(same),
+        lambda: fsdp(PARAMS, compute_mapping=COMPUTE)(same),
+        lambda: fsdp(parameter_mapping=PARAMS, compute_mapping=COMPUTE)(same),
+        lambda: fsdp(LogicalAxisShardingRule(PARAMS), COMPUTE, keep_unused=True)(same),
+        lambda: fsdp(list(PARAMS.items()), None)(same),
+    ],
+)
+def test_the_forms_of_fsdp(helper, form):
+    compiled = form()
+    assert compiled.__name__ == 'same'
+    with helper.get_context():
+        assert compiled(hax.ones((EMBED, MLP))).array.sharding.spec == P('data', 'tp')
 
 
 def test_what_is_no_array_is_part_of_the_program(helper):
@@ -252,15 +334,34 @@ def test_donation(helper, donate):
     assert other.is_deleted() == (donate is True)
 
 
-def test_functions_say_what_is_donated(helper):
-    big, small, other = (helper.shard(np.ones(size, np.float32), P()) for size in (64, 8, 64))
+def is_large(leaf):
+    return leaf.size > 8
+
+
+@pytest.mark.parametrize(
+    ('donate', 'expected'),
+    [
+        (is_large, [True, False, True]),
+        ((is_large,), [True, False, False]),
+        ([is_large], [True, False, False]),
+        ((is_large, None), [True, False, False]),
+        ((False, is_large), [False, False, True]),
+        (({'arrays': [True, False], 'name': False},), [True, False, False]),
+        (({'arrays': [is_large, is_large], 'name': is_large}, True), [True, False, True]),
+        (({'arrays': is_large, 'name': True},), [True, False, False]),
+        ((), [False, False, False]),
+    ],
+    ids=str,
+)
+def test_functions_and_shorter_prefixes_donate(helper, donate, expected):
+    arrays = [helper.shard(np.ones(size, np.float32), P()) for size in (64, 8, 64)]
     step = named_jit(
         lambda tree, y: (jax.tree.map(lambda x: x + 1, tree['arrays']), y + 1),
-        donate_args=({'arrays': [True, False], 'name': False},),
+        donate_args=donate,
         mesh=helper,
     )
-    step({'arrays': [big, small], 'name': 'a'}, other)
-    assert [x.is_deleted() for x in (big, small, other)] == [True, False, False]
+    step({'arrays': arrays[:2], 'name': 'a'}, arrays[2])
+    assert [array.is_deleted() for array in arrays] == expected
 
 
 def test_nothing_said_of_an_argument_donates_nothing(helper):
@@ -271,7 +372,8 @@ def test_nothing_said_of_an_argument_donates_nothing(helper):
 
 def test_donated_keywords(helper):
     x, y = (helper.shard(jnp.ones(8), P('data')) for _ in range(2))
-    named_jit(lambda **k: {n: v + 1 for n, v in k.items()}, donate_kwargs={'x': True}, mesh=helper)(x=x, y=y)
+    donate = {'x': lambda leaf: leaf.ndim == 1, 'absent': True}
+    named_jit(lambda **k: {n: v + 1 for n, v in k.items()}, donate_kwargs=donate, mesh=helper)(x=x, y=y)
     assert x.is_deleted()
     assert not y.is_deleted()
 
@@ -294,6 +396,8 @@ def test_options_of_jit_pass_through(helper):
     for keep, operands in ((True, 2), (False, 1)):
         lowered = named_jit(lambda x, y: x, keep_unused=keep, mesh=helper).lower(x, x)
         assert lowered.as_text().partition('->')[0].count('tensor<8xf32>') == operands
+    # Haliax names these; None is JAX's default.
+    named_jit(lambda x: x, keep_unused=False, backend=None, inline=None, mesh=helper)(x)
 
 
 def test_inside_other_transformations(helper):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from scalax.axes import named_jit, shard
+from scalax.axes import fsdp, named_jit, shard
 from scalax.errors import ArgumentError, MeshError, RuleError, ShardingError
 from scalax.sharding import MeshShardingHelper
 
@@ -31,9 +31,28 @@ def exactly(message):
     return f'^{re.escape(message)}($|\n-----)'
 
 
+OF_FSDP = (
+    'What to do: call fsdp(fn, parameter_mapping, compute_mapping), or decorate a function with '
+    '@fsdp(parameter_mapping, compute_mapping); options of named_jit may follow by name.'
+)
+
+
 @pytest.mark.parametrize(
     ('bad', 'said'),
     [
+        (lambda: fsdp(PARAMS), f'fsdp got no compute_mapping\n{OF_FSDP}'),
+        (lambda: fsdp(lambda x: x), f'fsdp got no parameter_mapping, no compute_mapping\n{OF_FSDP}'),
+        (lambda: fsdp(lambda x: x, PARAMS, COMPUTE, 3), f'fsdp got 4 positional arguments\n{OF_FSDP}'),
+        (lambda: fsdp(3, PARAMS, COMPUTE), f'fsdp got 3 positional arguments\n{OF_FSDP}'),
+        (
+            lambda: fsdp(lambda x: x, PARAMS, COMPUTE, fn=len, param_mapping=PARAMS),
+            f'fsdp got fn twice, parameter_mapping twice\n{OF_FSDP}',
+        ),
+        (
+            lambda: fsdp(PARAMS, COMPUTE, in_axis_resources=PARAMS, axis_resources=COMPUTE),
+            'fsdp got axis_resources, for which compute_mapping stands, in_axis_resources, for which '
+            f'parameter_mapping stands\n{OF_FSDP}',
+        ),
         (
             lambda: named_jit(PARAMS),
             'named_jit takes a function first, got dict: a mapping is axis_resources={...}',
@@ -95,9 +114,33 @@ def test_a_mesh_without_devices_serves_inside_of_jit_only(helper):
         assert jax.jit(compiled)(jnp.ones((8, 8))).sharding.spec == P('data', 'tp')
 
 
+def test_donated_keywords_are_arguments_of_the_function():
+    def step(x, *, state=None):
+        return x if state is None else x + state
+
+    text = "donate_kwargs of step: there is no argument 'stat' (did you mean 'state'?)"
+    with pytest.raises(ArgumentError, match=exactly(text)):
+        named_jit(step, donate_kwargs={'x': True, 'stat': True})
+    named_jit(lambda **keywords: keywords, donate_kwargs={'stat': True})  # takes any name
+
+
+def test_shapes_are_for_lower(snapshot):
+    def step(state, x):
+        return state['w'] + x
+
+    struct = jax.ShapeDtypeStruct((8,), jnp.float32)
+    compiled = named_jit(step)
+    with snapshot.raises(ArgumentError):
+        compiled({'w': struct}, x=struct)
+    assert compiled.lower({'w': struct}, x=struct).out_info[0].shape == (8,)
+    assert jax.eval_shape(compiled, {'w': struct}, struct).shape == (8,)
+
+
 @pytest.mark.parametrize('asked', [(0,), 0, 1, 'x', {'x': True}], ids=str)
-def test_donations_are_said_with_booleans(asked):
-    said = f'donate_args of <lambda> is True, or a prefix of the args with booleans; got {asked!r}.'
+def test_donations_are_booleans_or_functions(asked):
+    said = (
+        f'donate_args of <lambda> is True, or a prefix of the args with booleans or functions; got {asked!r}.'
+    )
     with pytest.raises(
         ArgumentError, match=f'^{re.escape(said)} (Positions and names are for jax.jit.$|JAX)'
     ):
@@ -106,7 +149,8 @@ def test_donations_are_said_with_booleans(asked):
 
 def test_donations_of_another_form():
     with pytest.raises(
-        ArgumentError, match=r'^donate_args of <lambda> is True, or a prefix of the args with booleans'
+        ArgumentError,
+        match=r'^donate_args of <lambda> is True, or a prefix of the args with booleans or functions',
     ):
         named_jit(lambda x: x, donate_args=(True, True))(np.ones(2))
 

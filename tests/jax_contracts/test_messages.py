@@ -130,3 +130,17 @@ def test_libtpu_does_not_fit(text: str) -> None:
     # JAX and libtpu raise it when they are loaded: the texts are those of JAX 0.10 to 0.12.
     assert messages.is_wrong_libtpu(RuntimeError(text))
     assert not messages.is_wrong_libtpu(RuntimeError('no such topology'))
+
+
+def test_a_sharding_repeats_a_mesh_axis() -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ('data', 'tp'))
+    with contract(
+        'says that a mesh axis is for "at most one positional dimension" and has "duplicate entries"',
+        'to enter the mapping of haliax where haliax can apply it',
+    ):
+        with pytest.raises(Exception, match='data') as caught:
+            NamedSharding(mesh, P('data', 'data'))
+        assert messages.repeats_a_mesh_axis(caught.value)
+        with pytest.raises(ValueError, match='pod') as caught:
+            NamedSharding(mesh, P('pod'))
+        assert not messages.repeats_a_mesh_axis(caught.value)

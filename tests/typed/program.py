@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from scalax import microbatch
-from scalax.axes import named_jit
+from scalax.axes import fsdp, named_jit
 from scalax.checkpoint import Checkpointer
 from scalax.custom_op import FactorContext, sharded_op
 from scalax.sharding import (
@@ -87,6 +87,14 @@ def named(x: jax.Array, scale: int = 2) -> jax.Array:
     return x * scale
 
 
+@fsdp({'embed': 'fsdp'}, {'batch': 'fsdp'}, mesh=helper, donate_args=(False,))
+def stored(x: jax.Array) -> jax.Array:
+    return x + 1
+
+
+by_call = fsdp(train_step, parameter_mapping=rules, compute_mapping={'batch': 'fsdp'}, mesh=helper)
+
+
 @sharded_op('b c -> b', reduction_factors=('c',))
 def sums(ctx: FactorContext, x: jax.Array) -> jax.Array:
     total: jax.Array = ctx.psum(x.sum(axis=-1), 'c')
@@ -121,6 +129,7 @@ def train(directory: str) -> float:
     loss += evaluate(state, next(first)) + Trainer(evaluate).step(state, batch)
     loss += Model().apply(batch.tokens, scale=2.0).sum()
     loss += normalized(batch.tokens).sum() + named(batch.tokens, 3).sum() + sums(batch.tokens).sum()
+    loss += stored(batch.tokens).sum() + by_call(state, batch)[1]
     grads = microbatch(jax.grad(lambda w: (w**2).sum()), 2, batch=0)(batch.tokens)
     loss += grads.sum()
     loss += microbatch(lambda state, batch: evaluate(state, batch), 2)(state, batch)
