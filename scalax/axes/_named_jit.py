@@ -360,9 +360,12 @@ class NamedJitFunction(Generic[Given, Result]):
         self, mapping: LogicalAxisShardingRule | None, mesh: Mesh | AbstractMesh | None
     ) -> Callable[..., Any]:
         def body(call: _Call, donated: Any, given: Any) -> tuple[Any, StaticPart]:
-            parts = {True: iter(jax.tree.leaves(donated)), False: iter(jax.tree.leaves(given))}
-            whole = combine([next(parts[flag]) for flag in call.donated], call.static)
-            call_function = functools.partial(whole['function'], *whole['args'], **whole['kwargs'])
+            def call_function() -> Any:
+                # Combined for each trace, because the function may change its arguments.
+                parts = {True: iter(jax.tree.leaves(donated)), False: iter(jax.tree.leaves(given))}
+                whole = combine([next(parts[flag]) for flag in call.donated], call.static)
+                return whole['function'](*whole['args'], **whole['kwargs'])
+
             inside = contextlib.nullcontext() if mapping is None else contexts.entered_mapping(mapping)
             with inside, haliax_mapping(mapping, mesh, call_function):
                 output = call_function()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import scalax.axes
 from scalax.axes import axis_mapping, fsdp, named_jit, physical_axis_name, shard
 from scalax.sharding import (
     FSDPShardingRule,
@@ -152,6 +153,33 @@ def test_an_error_of_the_function_is_raised_under_a_mapping_of_two_names_to_one_
 
     with pytest.raises(KeyError, match='of the user'):
         named_jit(wrong, {'mlp': 'tp', 'heads': 'tp'}, mesh=helper)(np.ones(2))
+
+
+def test_arguments_may_change_in_a_function_that_is_traced_once_more(helper):
+    @named_jit(axis_resources={'mlp': 'tp', 'heads': 'tp'}, mesh=helper)
+    def increment(tree):
+        tree['count'] += 1
+        return tree
+
+    assert increment({'count': np.zeros(2)})['count'].tolist() == [1, 1]
+
+
+@pytest.mark.filterwarnings('ignore::DeprecationWarning')  # of hax.dot
+def test_layers_of_haliax_constrain_their_results_as_by_haliax(helper):
+    """Linear layers read the mapping, under which heads and mlp have one mesh axis as in Levanter."""
+    if not hasattr(jax.core, 'is_constant_dim'):
+        pytest.skip('haliax uses what newer JAX lacks')
+    mapping = {'batch': 'data', 'mlp': 'tp', 'heads': 'tp'}
+    layer = hax.nn.Linear.init(EMBED, MLP, key=jax.random.key(0))
+    x = hax.ones((BATCH, EMBED))
+
+    def apply(layer, x):
+        return layer(x)
+
+    with jax.set_mesh(helper.mesh):
+        programs = [api.named_jit(apply, mapping).lower(layer, x) for api in (scalax.axes, hax)]
+    constraints = [program.as_text().count('sdy.sharding_constraint') for program in programs]
+    assert constraints[0] == constraints[1] > 0
 
 
 def test_manual_axes_are_left_to_shard_map(helper):

@@ -774,6 +774,12 @@ def test_querying_the_mesh_and_axis_mapping__pspec_for(mesh):
     assert axes.pspec_for(tree, MAPPING) == {'x': P('data', None), 'plain': P()}
     assert HALIAX.pspec_for(tree, resource_mapping=MAPPING)['x'] is None  # the array is on a device
     assert HALIAX.pspec_for(tree, MAPPING, preserve_existing_shardings=False)['x'] == P('data', None)
+    helper = MeshShardingHelper.from_mesh(mesh)
+    shardings = helper.match_sharding_rule(LogicalAxisShardingRule(MAPPING, strict=False), tree)
+    with jax.set_mesh(mesh):
+        expected = HALIAX.infer_resource_partitions(tree, MAPPING, preserve_existing_shardings=False)
+    for sharding, other in zip(*map(jax.tree.leaves, (shardings, expected)), strict=True):
+        assert sharding.is_equivalent_to(other, 2)
     assert axes.pspec_for((BATCH, 'mlp'), MAPPING) == HALIAX.pspec_for_axis((BATCH, 'mlp'), MAPPING)
     stated(
         '| `pspec_for(tree, resource_mapping)` | arrays that are placed: None | `pspec_for(tree, mapping)`: '
