@@ -244,12 +244,12 @@ class NamedJitFunction(Generic[Given, Result]):
     def __init__(self, fn: Callable[..., Any], shared: _Shared) -> None:
         functools.update_wrapper(self, fn, updated=())
         self._name, self._shared = name_of(fn), shared
+        if isinstance(shared.donated['kwargs'], Mapping):
+            self._check_keywords(CallSignature(fn), shared.donated['kwargs'])
         if inspect.ismethod(fn):
             # The arrays of the object are data. JAX would compare the bound method by identity.
             fn = jax.tree_util.Partial(fn.__func__, fn.__self__)
         self._fn = fn
-        if isinstance(shared.donated['kwargs'], Mapping):
-            self._check_keywords(shared.donated['kwargs'])
         self._known: LRUCache[Any, Any] = LRUCache()
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -283,9 +283,8 @@ class NamedJitFunction(Generic[Given, Result]):
         arrays = [keep_only(data, [flag == kept for kept in donated]) for flag in (True, False)]
         return self._compiled(len(args), frozenset(kwargs)), (_Call(static, donated), *arrays)
 
-    def _check_keywords(self, donated: Mapping[str, Any]) -> None:
-        """Raises ArgumentError about keywords that the function does not have."""
-        signature = CallSignature(self._fn)
+    def _check_keywords(self, signature: CallSignature, donated: Mapping[str, Any]) -> None:
+        """Raises ArgumentError about donated keywords that the function does not have."""
         known = dict.fromkeys([*signature.positional, *signature.keyword_only, *signature.hints])
         unknown = [name for name in donated if name not in known]
         if unknown and signature.keywords is None:

@@ -84,7 +84,8 @@ def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None
             and sizes, which are ignored; or, as in haliax, a tree whose arrays name their dimensions, for a
             tree of specs.
         mapping: by default the mapping that is active; see `axis_mapping`. Without one nothing is mapped.
-        mesh: by default the mesh that is active, if any; axes that it lacks are skipped.
+        mesh: by default the mesh that is active, if any; axes that it lacks are skipped. The specs of a tree
+            have the axes of the mapping, whatever the mesh.
 
     Raises:
         RuleError: names that are not a pattern, or whose number depends on the array (``...``).

@@ -124,6 +124,16 @@ def test_donated_keywords_are_arguments_of_the_function():
     named_jit(lambda **keywords: keywords, donate_kwargs={'stat': True})  # takes any name
 
 
+def test_donated_keywords_are_arguments_of_the_method():
+    class Model:
+        def step(self, *, state):
+            return state
+
+    text = "donate_kwargs of step: there is no argument 'stat' (did you mean 'state'?)"
+    with pytest.raises(ArgumentError, match=exactly(text)):
+        named_jit(Model().step, donate_kwargs={'stat': True})
+
+
 def test_shapes_are_for_lower(snapshot):
     def step(state, x):
         return state['w'] + x
