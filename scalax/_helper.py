@@ -541,7 +541,7 @@ class MeshShardingHelper:
 
         Args:
             rules: as for `shard`.
-            tree: as for `shard`; leaves may also be ``jax.ShapeDtypeStruct``.
+            tree: as for `shard`; leaves may also be ``jax.ShapeDtypeStruct`` or types (``jax.typeof``).
 
         Returns:
             A pytree of NamedSharding with the structure of *tree*.
@@ -623,7 +623,7 @@ class MeshShardingHelper:
         Args:
             fun: a function that `sjit` made, or one of ``jax.jit`` over this mesh. Any other is compiled with
                 its arguments as they are placed.
-            *args: its arguments; ``jax.ShapeDtypeStruct`` will do.
+            *args: its arguments; ``jax.ShapeDtypeStruct`` and ``jax.typeof`` will do.
             quick: have the TPU compiler generate no code, which takes most of its time: seconds instead of
                 minutes. Memory is then what it plans: within 1 % of that of a full plan on decoders of
                 1B to 70B, but a guide only below 2 GiB (16 % less for a lone product).

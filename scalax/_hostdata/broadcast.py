@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from scalax._hostdata import agreement, collectives
 from scalax._hostdata.transfer import reject_tracers
+from scalax._jax.tracing import is_abstract
 from scalax._tree.paths import NamedTree, has_foreign_dtype, is_key, leaf_shape, leaf_text
 from scalax._tree.specs import MeshAxes
 from scalax.errors import DataError, shown_leaves
@@ -64,8 +65,7 @@ def _check(tree: NamedTree, process: int, indices: Sequence[int]) -> None:
 
 def _fault(tree: NamedTree, index: int, sends: bool) -> str | None:
     leaf = tree.leaves[index]
-    abstract = isinstance(leaf, jax.ShapeDtypeStruct)
-    if leaf_shape(leaf) is None or (sends and abstract):
+    if leaf_shape(leaf) is None or (sends and is_abstract(leaf)):
         return f'{tree.describe(index)} is not an array'
     if has_foreign_dtype(leaf):
         return f'{tree.describe(index)}: JAX has no arrays of dtype {leaf.dtype}'

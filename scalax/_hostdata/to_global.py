@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scalax._hostdata import agreement, collectives
 from scalax._hostdata.batch_layout import BatchLayout, checked_axis, layout_of
 from scalax._hostdata.transfer import keys_of, reject_tracers
+from scalax._jax.tracing import is_abstract
 from scalax._tree.paths import (
     NamedTree,
     dtype_on_devices,
@@ -183,7 +184,7 @@ def _fault(tree: NamedTree, index: int, batch_axis: int, layout: BatchLayout, ro
     """What is wrong with one leaf, or None."""
     leaf = tree.leaves[index]
     shape = leaf_shape(leaf)
-    if shape is None or isinstance(leaf, jax.ShapeDtypeStruct):
+    if shape is None or is_abstract(leaf):
         return f'{tree.describe(index)} is not an array'
     if has_foreign_dtype(leaf):
         return f'{tree.describe(index)}: JAX has no arrays of dtype {leaf.dtype}'

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from scalax._hostdata import agreement, collectives
 from scalax._hostdata.collectives import without_context
+from scalax._jax.tracing import ABSTRACT, is_abstract
 from scalax._trace import resharding
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree, is_key
@@ -68,19 +69,19 @@ def put(pytree: Any, shardings: Sequence[Any]) -> Any:
     """
     leaves, treedef = jax.tree.flatten(pytree)
     reject_tracers(leaves, 'shard')
-    if jax.ShapeDtypeStruct in set(map(type, leaves)):
+    if any(issubclass(kind, ABSTRACT) for kind in set(map(type, leaves))):
         tree = NamedTree.of(pytree)
         raise ShardingError(
             [
                 Problem(
                     'no-value',
                     tree.describe(index),
-                    'a ShapeDtypeStruct has no value that could be placed',
+                    f'a {type(leaves[index]).__name__} has no value that could be placed',
                     hint='shard arrays; for shapes with shardings use abstract(tree, rules), and to create '
                     'the arrays where they belong use sjit(init, out_shardings=rules).',
                 )
                 for index, leaf in enumerate(leaves)
-                if isinstance(leaf, jax.ShapeDtypeStruct)
+                if is_abstract(leaf)
             ]
         )
     return jax.tree.unflatten(treedef, _device_put(leaves, shardings))

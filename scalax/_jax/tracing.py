@@ -24,6 +24,12 @@ THREAD_SETTINGS = tuple(
     if hasattr(jax.config, f'jax_{name}') and name not in ('thread_guard', 'transfer_guard')
 )
 
+ABSTRACT = (jax.ShapeDtypeStruct, jax.core.ShapedArray)
+"""What stands for an array: a ShapeDtypeStruct, or a type that ``jax.typeof`` returns.
+
+``jax.jit`` takes both in ``lower``, ``trace`` and ``eval_shape``.
+"""
+
 _nothing = jax.jit(lambda: ())
 _OPTIONS = re.compile(r'Got compiler_options=(\{.*?\}) specified on', re.DOTALL)
 
@@ -97,6 +103,20 @@ def compiler_options(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     return {}
 
 
+def is_abstract(leaf: Any) -> bool:
+    """Whether a leaf stands for an array, and has no value (`ABSTRACT`)."""
+    return isinstance(leaf, ABSTRACT)
+
+
+def is_reference(leaf: Any) -> bool:
+    """Whether a leaf is a reference to an array, or the type of one.
+
+    Relies on the type of a reference being a ``jax.core.AbstractValue``, and no ``jax.core.ShapedArray``.
+    """
+    is_type = isinstance(leaf, jax.core.AbstractValue) and not isinstance(leaf, jax.core.ShapedArray)
+    return isinstance(leaf, jax.Ref) or (is_type and not is_opaque(leaf))
+
+
 def type_of(leaf: Any) -> Any:
     """The type of a leaf in JAX; it has a shape and a dtype unless it `is_opaque`.
 
@@ -107,7 +127,7 @@ def type_of(leaf: Any) -> Any:
         TypeError: JAX does not take the leaf.
         OverflowError: an integer has more bits than JAX has.
     """
-    if isinstance(leaf, jax.ShapeDtypeStruct):
+    if is_abstract(leaf) or (is_reference(leaf) and not isinstance(leaf, jax.Ref)):
         return leaf
     try:
         return jax.typeof(leaf)

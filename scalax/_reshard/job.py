@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from scalax._report.tables import bytes_of
 from scalax._reshard.names import Arrival, Move, NameMapping, arrivals_of
@@ -130,8 +130,11 @@ def _fault(leaf: Any, planned: bool) -> str | None:
     if leaf_shape(leaf) is None or has_foreign_dtype(leaf):
         return 'is not an array'
     sharding, is_array = getattr(leaf, 'sharding', None), isinstance(leaf, jax.Array)
-    if sharding is None:
+    mesh = getattr(sharding, 'mesh', None)
+    if sharding is None or (isinstance(mesh, AbstractMesh) and mesh.empty):
         return 'has no sharding'
+    if isinstance(mesh, AbstractMesh):
+        return 'is on a mesh without devices'
     if is_array and leaf.is_deleted():
         return 'was deleted, or donated to a function'
     if is_array and not leaf.committed and jax.process_count() > 1:

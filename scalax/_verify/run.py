@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from scalax._jax.tracing import is_abstract
 from scalax._report.tables import array_text
 from scalax._tree.paths import NamedTree, is_key
 from scalax._util.progress import Note
@@ -80,7 +81,7 @@ class Comparison:
         """The leaves of the arguments: for seed 0 the user's own, if they have values."""
         leaves, roles = self.step.leaves, self.roles
         new = drawn([*map(shape_of, leaves)], roles, seed)
-        own = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, jax.ShapeDtypeStruct)]
+        own = [i for i, leaf in enumerate(leaves) if not is_abstract(leaf)]
         values = varied([unplaced(leaves[i]) for i in own], [roles[i] for i in own], seed)
         for i, value in zip(own, values, strict=True):
             new[i] = value

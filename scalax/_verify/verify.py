@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from scalax._jax.equations import equations
+from scalax._jax.tracing import is_abstract
 from scalax._mesh.meshes import has_devices
 from scalax._report.tables import array_text
 from scalax._transforms.calls.signature import name_of
@@ -162,7 +163,7 @@ def _sides(
 
 def _drawn(tree: Any) -> int:
     """How many elements have to be drawn."""
-    structs = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    structs = [leaf for leaf in jax.tree.leaves(tree) if is_abstract(leaf)]
     return sum(math.prod(leaf.shape) for leaf in structs)
 
 
@@ -196,5 +197,5 @@ def _arguments(found: Comparison) -> Iterator[Argument]:
     pairs = zip(found.step.paths, found.step.leaves, found.roles, strict=True)
     for path, leaf, role in pairs:
         below = '' if role.bound is None else f' below {role.bound}'
-        own = '' if isinstance(leaf, jax.ShapeDtypeStruct) else 'yours, then similar ones: '
+        own = '' if is_abstract(leaf) else 'yours, then similar ones: '
         yield Argument(path, array_text(str(leaf.dtype), leaf.shape), f'{own}{role.kind}{below}', role.why)

@@ -9,15 +9,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from scalax._jax.tracing import is_abstract
 from scalax._tree.paths import describe_leaf, has_foreign_dtype, path_string
 from scalax._util.lru_cache import type_key
 from scalax.errors import ArgumentError, shown_leaves
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is data: an array of JAX or numpy, or a ShapeDtypeStruct; Python numbers are not."""
-    kinds = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
-    return isinstance(leaf, kinds) and not has_foreign_dtype(leaf)
+    """Whether a leaf is data: an array of JAX or numpy, or what stands for one; Python numbers are not."""
+    is_data = isinstance(leaf, jax.Array | np.ndarray | np.generic) or is_abstract(leaf)
+    return is_data and not has_foreign_dtype(leaf)
 
 
 @jax.tree_util.register_static

@@ -117,7 +117,8 @@ def _sharding(leaf: Any) -> Sharding | specs.Fault:
         return specs.Fault(
             'traced', 'only the compiler will know where this traced value is placed', _INSPECT
         )
-    if not isinstance(sharding, Sharding):
+    is_untyped = isinstance(leaf, jax.core.ShapedArray) and not _is_typed(sharding)
+    if not isinstance(sharding, Sharding) or is_untyped:
         return specs.Fault('no-sharding', 'this has no sharding: it is on no device yet', _RULES)
     if not isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
         return specs.Fault('no-sharding', f'its {type(sharding).__name__} has no spec', _RULES)

@@ -119,6 +119,25 @@ def test_opaque_types() -> None:
         assert not tracing.is_opaque(tracing.type_of(jax.random.key(0)))
 
 
+def test_jit_lowers_types() -> None:
+    value = jnp.ones((8, 2))
+    with contract('takes what jax.typeof returns in lower, and gives it the type of arrays', 'to take types'):
+        kind = jax.typeof(value)
+        assert type(kind) is jax.core.ShapedArray
+        assert tracing.is_abstract(kind)
+        assert jax.jit(jnp.sum).lower(kind).in_avals == jax.jit(jnp.sum).lower(value).in_avals
+
+
+def test_types_of_references() -> None:
+    ref = jax.new_ref(jnp.ones(8))
+    with contract('has types of references that are no types of arrays', 'to leave references in place'):
+        for reference in (ref, jax.typeof(ref)):
+            assert tracing.is_reference(reference)
+            assert not tracing.is_abstract(reference)
+            assert tracing.type_of(reference) == jax.typeof(ref)
+        assert not tracing.is_reference(jax.typeof(X))
+
+
 def test_memory_spaces() -> None:
     def ask(x: Any) -> Any:
         kinds = map(jax.typeof, (x, jax.device_put(x, jax.memory.Space.Host)))

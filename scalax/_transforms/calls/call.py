@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from scalax._jax.tracing import is_opaque, trace_context, type_of
+from scalax._jax.tracing import is_abstract, is_opaque, trace_context, type_of
 from scalax._trace.constraints import is_in_types
 from scalax._transforms.calls.signature import CallLayout, CallSignature
 from scalax._tree.paths import canonical_dtype, describe_leaf, join, optional_path
@@ -208,8 +208,8 @@ def is_concrete(leaf: Any) -> bool:
 
 
 def is_explicit(leaf: Any) -> bool:
-    """Whether an array, or a struct of one, has a type of a mesh with Explicit axes."""
-    return (is_concrete(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)) and is_in_types(leaf.sharding)
+    """Whether an array, or what stands for one, has a type of a mesh with Explicit axes."""
+    return (is_concrete(leaf) or is_abstract(leaf)) and is_in_types(leaf.sharding)
 
 
 def has_type(leaf: Any, sharding: NamedSharding) -> bool:

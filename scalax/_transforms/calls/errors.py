@@ -1,8 +1,9 @@
 """Errors and warnings about arguments that a program cannot take as they are placed.
 
-Before a program runs, `reject_deleted`, `reject_mismatched` and `reject_foreign_types` check its arguments.
-`reject_explained` says why JAX refused a call all the same. Each raises the error that it makes, and returns
-none: an error in a variable of a frame that it passes keeps itself, the frame and the arguments alive.
+Before a program runs, `reject_deleted`, `reject_abstract`, `reject_mismatched` and `reject_foreign_types`
+check its arguments. `reject_explained` says why JAX refused a call all the same. Each raises the error that
+it makes, and returns none: an error in a variable of a frame that it passes keeps itself, the frame and the
+arguments alive.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from scalax._jax.tracing import type_of
+from scalax._jax.tracing import is_abstract, type_of
 from scalax._transforms.calls.call import (
     Call,
     Shardings,
@@ -44,6 +45,18 @@ def reject_deleted(call: Call) -> None:
             f'{call.signature.name} got arrays that are deleted:\n{call.shown(gone)}\n'
             'What to do: they were donated to an earlier call (donate_argnums), which reused their '
             'buffers. Use the outputs of that call instead, or do not donate.'
+        ) from None
+
+
+def reject_abstract(call: Call) -> None:
+    """Raises ArgumentError about arguments that stand for arrays and have no values, if there are any."""
+    if any(abstract := [*map(is_abstract, call.leaves)]):
+        kinds = dict.fromkeys(type(leaf).__name__ for leaf in call.leaves if is_abstract(leaf))
+        raise ArgumentError(
+            f'{call.signature.name} got types ({", ".join(kinds)}), which have no values:\n'
+            f'{call.shown(abstract)}\n'
+            'What to do: pass arrays. lower, trace, eval_shape and shardings_for of the function, and '
+            'helper.plan, take types.'
         ) from None
 
 
@@ -96,6 +109,7 @@ def reject_explained(error: Exception, read: ReadCall) -> None:
     # A run that failed has deleted what was donated to it, and raises errors of other types.
     if type(error) is RuntimeError:
         reject_deleted(read.call)
+    reject_abstract(read.call)
     reject_mismatched(read)
     reject_donated_twice(read.call)
 

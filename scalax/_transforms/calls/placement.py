@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from scalax._jax.tracing import is_compiled
+from scalax._jax.tracing import ABSTRACT, is_abstract, is_compiled, is_reference, memory_space, type_of
 from scalax._trace import resharding
 from scalax._trace.constraints import apply_sharding, is_in_types
 from scalax._transforms.calls.call import (
@@ -18,8 +18,11 @@ from scalax._transforms.calls.call import (
     is_explicit,
     is_mismatched,
     is_typed_by,
+    sharding_in_type,
     traced_dtype,
 )
+from scalax._tree.paths import type_text
+from scalax.errors import ArgumentError
 from scalax.rules._resolve import named_sharding
 
 Move = Callable[[Any, Mapping[int, NamedSharding]], Any]
@@ -48,10 +51,11 @@ class Moves(NamedTuple):
         return sharding if sharding is not None and self._moves(leaf, sharding) else None
 
     def _moves(self, leaf: Any, sharding: NamedSharding) -> bool:
-        if not (self.unplaced or self.mismatched) or isinstance(leaf, jax.Ref):
+        if not (self.unplaced or self.mismatched) or is_reference(leaf):
             return False  # nothing moves, or others write to it
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return self.unplaced and leaf.sharding is None
+        if is_abstract(leaf):
+            placed = leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else sharding_in_type(leaf)
+            return self.unplaced and placed is None
         if isinstance(leaf, jax.core.Tracer) and self.unplaced and not has_type(leaf, sharding):
             return True
         if isinstance(sharding.mesh, AbstractMesh):
@@ -66,6 +70,28 @@ class Moves(NamedTuple):
             return self.mismatched
         fits = leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
         return self.unplaced and not (fits and is_typed_by(leaf, sharding.mesh))
+
+
+def with_devices(flat_args: Sequence[Any], mesh: Mesh | AbstractMesh) -> Sequence[Any]:
+    """The arguments of a call that is not run, where types name a mesh without devices, such as those of
+    ``jax.typeof``: on *mesh*, if that has the same axes. ``jax.jit`` could not lower a program for them.
+    """
+    leaves, treedef = jax.tree.flatten(flat_args)
+    if isinstance(mesh, AbstractMesh) or not any(map(is_abstract, leaves)):
+        return flat_args
+    placed = [_with_devices(leaf, mesh) if is_abstract(leaf) else leaf for leaf in leaves]
+    return treedef.unflatten(placed)
+
+
+def _with_devices(leaf: Any, mesh: Mesh) -> Any:
+    own = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else mesh
+    if isinstance(own, Mesh) or [*own.shape.items()] != [*mesh.shape.items()]:
+        return leaf
+    if AxisType.Explicit in mesh.axis_types and not is_in_types(leaf.sharding):
+        return leaf  # over Auto axes a type does not say where the array is
+    kind = 'pinned_host' if memory_space(leaf) == jax.memory.Space.Host else leaf.sharding.memory_kind
+    same = mesh.update(axis_types=own.axis_types)
+    return _as_moved(leaf, named_sharding(same, leaf.sharding.spec, kind))
 
 
 def targets(leaves: Sequence[Any], shardings: Shardings, moves: Moves) -> dict[int, NamedSharding]:
@@ -93,7 +119,7 @@ def place(call: Call, shardings: Shardings, moves: Moves, move: Move) -> Sequenc
 def moved(tree: Any, found: Mapping[int, NamedSharding]) -> Any:
     """A tree with leaves moved to the shardings found: values of an outer trace are resharded in it."""
     leaves, treedef = jax.tree.flatten(tree)
-    types = jax.core.Tracer | jax.ShapeDtypeStruct
+    types = (jax.core.Tracer, *ABSTRACT)
     arrays = [i for i, to in found.items() if isinstance(to.mesh, Mesh) and not isinstance(leaves[i], types)]
     # One move for all leaves: one for each costs a dispatch a leaf.
     put = resharding.device_put([leaves[i] for i in arrays], [found[i] for i in arrays])
@@ -104,8 +130,8 @@ def moved(tree: Any, found: Mapping[int, NamedSharding]) -> Any:
 
 
 def _resharded(leaf: Any, sharding: NamedSharding) -> Any:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.update(sharding=sharding)
+    if is_abstract(leaf):
+        return _as_moved(leaf, sharding)
     if is_compiled() or is_in_types(sharding):
         return apply_sharding(leaf, sharding)
     # Of an array under jax.vmap, a constraint of JAX 0.10 leaves the dimensions as they are.
@@ -126,11 +152,18 @@ def as_moved(tree: Any, found: Mapping[int, NamedSharding]) -> Any:
 def _as_moved(leaf: Any, sharding: NamedSharding) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(sharding=sharding)
-    aval = jax.typeof(leaf)
+    aval = type_of(leaf)
     struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
     if traced_dtype(struct) == aval.dtype:
         return struct
-    return moved(leaf, {0: sharding})  # an array of an x64 that is off now: no struct stands for it
+    # It is of an x64 that is off now, and no struct stands for it.
+    if is_abstract(leaf):
+        raise ArgumentError(
+            f'{type_text(aval.dtype, aval.shape)} is a type of jax_enable_x64, which is off, and has to be '
+            'placed on the mesh\n'
+            'What to do: call this under jax.enable_x64(True), or pass the array.'
+        )
+    return moved(leaf, {0: sharding})
 
 
 def _as_auto(leaf: Any) -> NamedSharding:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from scalax._jax.tracing import is_opaque, type_of
+from scalax._jax.tracing import is_opaque, is_reference, type_of
 from scalax._stages.stages import Stages
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.calls.call import Call, Shardings, committed_elsewhere, is_mismatched, struct_of
@@ -281,7 +281,7 @@ def resolve_arguments(
 
 def _is_immovable(leaf: Any) -> bool:
     """Whether a leaf is no array, or a reference to one, which only its owner moves."""
-    return isinstance(leaf, jax.Ref) or is_opaque(type_of(leaf))
+    return is_reference(leaf) or is_opaque(type_of(leaf))
 
 
 def _types(leaves: Iterable[jax.ShapeDtypeStruct]) -> list[Any]:

@@ -31,7 +31,7 @@ from jax.sharding import AxisType
 
 from scalax._follow.mended import with_right_gradients
 from scalax._follow.said import is_on_mesh
-from scalax._jax.tracing import is_compiled
+from scalax._jax.tracing import is_abstract, is_compiled
 from scalax._jaxprs.dependence import Dependence
 from scalax._mesh import meshes
 from scalax._trace import constraints
@@ -160,6 +160,8 @@ class Dispatcher:
             call = Call(self.signature, flat_args)
             if any(map(is_deleted, call.leaves)):
                 errors.reject_deleted(call)
+            if any(map(is_abstract, call.leaves)):
+                errors.reject_abstract(call)
             read, entry = self._read(call)
             if jax.config.jax_disable_jit:  # the user's lines run with values, and nothing is traced
                 return self._function.run(call, Entry(entry.key, read.shardings))
@@ -219,6 +221,7 @@ class Dispatcher:
             PlacementError: an argument is committed to another sharding.
         """
         with _users_code:
+            flat_args = placement.with_devices(flat_args, self.mesh)
             read, entry = self._read(Call(self.signature, flat_args))
             return self._program_of(read, entry), entry, read.placed(placement.as_moved)
 

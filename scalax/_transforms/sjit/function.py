@@ -114,7 +114,11 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         return functools.partial(sjit, **options), (helper, fun)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """``jax.jit(...).lower``: arrays or ShapeDtypeStructs in, ``jax.stages.Lowered`` out."""
+        """``jax.jit(...).lower``: arrays, ShapeDtypeStructs or types (``jax.typeof``) in.
+
+        Returns:
+            A ``jax.stages.Lowered``.
+        """
         return self.trace(*args, **kwargs).lower()
 
     def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
