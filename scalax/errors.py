@@ -263,6 +263,18 @@ def _with_path(text: str, item: Fold) -> str:
     return _OWN_PATH.sub(lambda found: f"'{item.short_name(MOST_RUNS, int(found[1]))}'", text)
 
 
+_MODULES = (
+    'A module of equinox holds functions too: equinox.partition(module, equinox.is_array) gives its arrays '
+    'and the rest, and equinox.combine joins them; equinox.filter_shard places all of its arrays alike; '
+    'scalax.axes.named_jit takes entire modules.'
+)
+
+
+def module_advice(leaves: Iterable[object]) -> str:
+    """What to do with a module of equinox, for the end of a message; empty if no leaf is a function."""
+    return f' {_MODULES}' if any(map(callable, leaves)) else ''
+
+
 def plural(count: int, noun: str, several: str = '') -> str:
     """A number of things in words.
 

@@ -15,7 +15,7 @@ from scalax._hostdata.transfer import reject_tracers
 from scalax._jax.tracing import is_abstract
 from scalax._tree.paths import NamedTree, has_foreign_dtype, is_key, leaf_shape, leaf_text
 from scalax._tree.specs import MeshAxes
-from scalax.errors import DataError, shown_leaves
+from scalax.errors import DataError, module_advice, shown_leaves
 
 _CHUNK = 2**26  # bytes in device memory at a time
 
@@ -60,6 +60,7 @@ def _check(tree: NamedTree, process: int, indices: Sequence[int]) -> None:
     if any(faults):
         raise DataError(
             f'these leaves cannot be sent to other processes:\n{shown_leaves(filter(None, faults))}'
+            + (f'\nWhat to do:{advice}' if (advice := module_advice(tree.leaves)) else '')
         )
 
 

@@ -17,7 +17,7 @@ from scalax._reshard.names import Arrival, Move, NameMapping, arrivals_of
 from scalax._reshard.routes import Route, route_of
 from scalax._tree import specs
 from scalax._tree.paths import NamedTree, bits_of, dtype_on_devices, has_foreign_dtype, leaf_shape, type_text
-from scalax.errors import ArgumentError, checked_flag, shown_leaves
+from scalax.errors import ArgumentError, checked_flag, module_advice, shown_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,8 @@ class Job:
             ShardingError: leaves cannot be sharded as asked.
         """
         tree = NamedTree.of(pytree)
-        _reject((tree.describe(i), _fault(leaf, planned)) for i, leaf in enumerate(tree.leaves))
+        faults = ((tree.describe(i), _fault(leaf, planned)) for i, leaf in enumerate(tree.leaves))
+        _reject(faults, module_advice(tree.leaves))
         arrivals, treedef = arrivals_of(tree, options.mapping)
         arrivals = [dataclasses.replace(each, dtype=_cast(each.dtype, options.dtype)) for each in arrivals]
         structs = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arrivals]
@@ -116,12 +117,13 @@ def _cast(dtype: Any, wanted: Any) -> Any:
     return wanted if wanted is not None and is_float else dtype
 
 
-def _reject(leaves: Iterable[tuple[str, str | None]]) -> None:
+def _reject(leaves: Iterable[tuple[str, str | None]], advice: str = '') -> None:
     if faults := [f'{leaf} {fault}' for leaf, fault in leaves if fault]:
         raise ArgumentError(
             f'reshard: these leaves cannot be moved:\n{shown_leaves(faults)}\n'
             'What to do: pass arrays, before they are donated; for a plan, structs with shardings, as '
             'helper.abstract(tree, rules) makes them. helper.shard places what is elsewhere, before or after.'
+            f'{advice}'
         )
 
 

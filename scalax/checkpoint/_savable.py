@@ -11,7 +11,7 @@ import tensorstore
 
 from scalax._tree.paths import NamedTree, canonical_dtype, has_foreign_dtype
 from scalax.checkpoint._target import require_distinct
-from scalax.errors import CheckpointError, shown_leaves
+from scalax.errors import CheckpointError, module_advice, shown_leaves
 
 
 def validate_state(tree: NamedTree) -> NamedTree:
@@ -35,7 +35,11 @@ def validate_state(tree: NamedTree) -> NamedTree:
         if (why := _reason_against(leaf, leaves[i]))
     ]
     if found:
-        raise CheckpointError(f'some leaves of the state cannot be saved:\n{shown_leaves(found)}')
+        advice = module_advice(tree.leaves)
+        raise CheckpointError(
+            f'some leaves of the state cannot be saved:\n{shown_leaves(found)}'
+            + (f'\nWhat to do:{advice}' if advice else '')
+        )
     return dataclasses.replace(tree, leaves=leaves)
 
 

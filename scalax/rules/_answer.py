@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
-from scalax.errors import Problem
+from scalax.errors import Problem, module_advice
 from scalax.rules._indivisible import OnIndivisible
 
 AxisSizes = Mapping[str, int]
@@ -113,7 +113,7 @@ def non_arrays(tree: NamedTree) -> list[Problem]:
     """A problem for each leaf that JAX does not take as an array."""
     if not [kind for kind in set(map(type, tree.leaves)) if not issubclass(kind, _ARRAYS)]:
         return []
-    hint = _OF_LEAVES
+    hint = _OF_LEAVES + module_advice(tree.leaves)
     if any(isinstance(leaf, PartitionSpec | NamedSharding) for leaf in tree.leaves):
         hint += _OF_RULES
     return [

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from scalax._tree import specs
 from scalax._tree.paths import FREE, NamedTree, has_foreign_dtype, leaf_shape
-from scalax.errors import Problem, RuleError, plural
+from scalax.errors import Problem, RuleError, module_advice, plural
 from scalax.rules._answer import REPLICATED, Answer, AxisSizes, Decision, NoAnswer
 from scalax.rules._prefix import RuleLike, split
 from scalax.rules._rule import BuiltinRule, ShardingRule, as_rule, decide
@@ -218,7 +218,7 @@ def _sections(param_rule: RuleLike, params: Any) -> Iterator[Section]:
             if leaf_shape(leaf) is None or has_foreign_dtype(leaf):
                 raise RuleError(
                     f'{_NAME}: params holds {tree.describe(i)}, which is not an '
-                    'array; give what the optimizer was initialised with'
+                    f'array; give what the optimizer was initialised with.{module_advice([leaf])}'
                 )
         dtypes = [getattr(leaf, 'dtype', None) or jax.dtypes.result_type(leaf) for leaf in tree.leaves]
         columns = tuple(tree.paths), tuple(map(tuple, tree.shapes)), tuple(dtypes)

@@ -14,7 +14,7 @@ from scalax._tree import specs
 from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
 from scalax._tree.specs import MeshAxes
 from scalax._util.folding import MOST_RUNS, Fold, fold, times
-from scalax.errors import Problem, ShardingError, plural, shown_leaves
+from scalax.errors import Problem, ShardingError, module_advice, plural, shown_leaves
 from scalax.visualize._blocks import Blocks, blocks_of
 
 _RULES = 'give rules as well: helper.visualize(tree, rules) shows where they would place each leaf.'
@@ -110,7 +110,9 @@ def _layout(sharding: Hashable) -> Hashable:
 def _sharding(leaf: Any) -> Sharding | specs.Fault:
     """The sharding of a leaf, or why it cannot be shown."""
     if leaf_shape(leaf) is None or has_foreign_dtype(leaf):
-        return specs.Fault('not-an-array', 'this is not an array', 'visualize a tree of arrays only.')
+        return specs.Fault(
+            'not-an-array', 'this is not an array', f'visualize a tree of arrays only.{module_advice([leaf])}'
+        )
     traced = isinstance(leaf, jax.core.Tracer)
     sharding = jax.typeof(leaf).sharding if traced else getattr(leaf, 'sharding', None)
     if traced and not _is_typed(sharding):

@@ -23,7 +23,7 @@ from scalax._trace.constraints import is_in_types
 from scalax._transforms.calls.signature import CallLayout, CallSignature
 from scalax._tree.paths import canonical_dtype, describe_leaf, join, optional_path
 from scalax._tree.specs import MeshAxes, only_axes
-from scalax.errors import ArgumentError, shown_leaves
+from scalax.errors import ArgumentError, module_advice, shown_leaves
 
 Column = TypeVar('Column')
 Shardings = Sequence[NamedSharding | None]
@@ -276,8 +276,7 @@ def _not_arrays(call: Call) -> ArgumentError:
         f'{call.signature.name} got leaves that are not arrays:\n{call.shown(wrong)}\n'
         'What to do: pass arrays or numbers, or name such arguments in static_argnums or static_argnames.\n'
         'What to do: leaves of a tree that also holds arrays cannot be static: take them out, and close over '
-        'them. For a module of equinox, eqx.partition(module, eqx.is_array) separates them, and eqx.combine '
-        'joins them inside; scalax.axes.named_jit takes entire modules.'
+        f'them.{module_advice(call.leaves)}'
     )
 
 

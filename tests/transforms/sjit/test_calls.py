@@ -13,8 +13,17 @@ import numpy as np
 import pytest
 
 from scalax.axes import named_jit
-from scalax.errors import ArgumentError, PlacementError, ShardingError, StructureError
-from scalax.sharding import MeshShardingHelper
+from scalax.checkpoint import Checkpointer
+from scalax.errors import (
+    ArgumentError,
+    CheckpointError,
+    DataError,
+    PlacementError,
+    RuleError,
+    ShardingError,
+    StructureError,
+)
+from scalax.sharding import MeshShardingHelper, OptimizerStateShardingRule
 from scalax.sharding import PartitionSpec as P
 
 HELPER = MeshShardingHelper([4, 2], ['data', 'model'])
@@ -609,26 +618,67 @@ def test_fewer_extra_arguments_after_more():
     assert [compiled(1, 2), compiled(1), compiled()] == [3, 1, 0]
 
 
-def test_functions_in_modules_are_no_static_arguments():
+OF_MODULES = (
+    'A module of equinox holds functions too: equinox.partition(module, equinox.is_array) gives its arrays '
+    'and the rest, and equinox.combine joins them; equinox.filter_shard places all of its arrays alike; '
+    'scalax.axes.named_jit takes entire modules.'
+)
+OF_LEAVES = 'shard trees of arrays, and take other leaves out (a function may close over them).'
+
+
+@pytest.mark.parametrize(
+    ('take', 'kind', 'advice'),
+    [
+        (
+            lambda module, _: HELPER.sjit(lambda module, x: module(x))(module, X[0]),
+            ArgumentError,
+            'leaves of a tree that also holds arrays cannot be static: take them out, and close over them.',
+        ),
+        (lambda module, _: HELPER.shard(module, P()), ShardingError, OF_LEAVES),
+        (lambda module, _: HELPER.abstract(module, P()), ShardingError, OF_LEAVES),
+        (lambda module, _: HELPER.explain(module, P()), ShardingError, OF_LEAVES),
+        (lambda module, _: HELPER.match_sharding_rule(P(), module), ShardingError, OF_LEAVES),
+        (lambda module, _: HELPER.make_shard_and_gather_fns(module, P()), ShardingError, OF_LEAVES),
+        (lambda module, _: HELPER.visualize(module, P()), ShardingError, OF_LEAVES),
+        (lambda module, _: HELPER.visualize(module), ShardingError, 'visualize a tree of arrays only.'),
+        (
+            lambda module, _: HELPER.reshard(module, P()),
+            ArgumentError,
+            'helper.shard places what is elsewhere, before or after.',
+        ),
+        (lambda module, _: HELPER.broadcast_from(0, module), DataError, ''),
+        (
+            lambda module, _: OptimizerStateShardingRule(P(), module),
+            RuleError,
+            'which is not an array; give what the optimizer was initialised with.',
+        ),
+        (lambda module, path: _save(module, path), CheckpointError, ''),
+        (lambda module, path: Checkpointer(path).restore(HELPER, P(), module), ShardingError, OF_LEAVES),
+    ],
+)
+def test_errors_about_modules_name_the_ways_out(take, kind, advice, tmp_path):
     eqx = pytest.importorskip('equinox')
     model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
-    with pytest.raises(ArgumentError) as error:
-        HELPER.sjit(lambda model, x: model(x))(model, X[0])
+    with pytest.raises(kind) as error:
+        take(model, tmp_path)
     message = str(error.value)
-    assert message.startswith('<lambda> got leaves that are not arrays:\n  model/activation: ')
-    assert message.endswith(
-        'What to do: leaves of a tree that also holds arrays cannot be static: take them out, and close over '
-        'them. For a module of equinox, eqx.partition(module, eqx.is_array) separates them, and eqx.combine '
-        'joins them inside; scalax.axes.named_jit takes entire modules.'
-    )
-    with pytest.raises(ShardingError) as error:
-        HELPER.shard(model, P())
-    assert str(error.value).endswith(
-        'What to do: shard trees of arrays, and take other leaves out (a function may close over them).'
-    )
+    assert 'activation' in message
+    assert message.endswith(f'{advice} {OF_MODULES}' if advice else f'\nWhat to do: {OF_MODULES}')
+
+
+def _save(module, path):
+    with Checkpointer(path) as checkpoints:
+        checkpoints.save(0, module)
+
+
+def test_the_ways_out_for_modules():
+    eqx = pytest.importorskip('equinox')
+    model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
     arrays, rest = eqx.partition(model, eqx.is_array)
     by_hand = HELPER.sjit(lambda arrays, x: eqx.combine(arrays, rest)(x))
     np.testing.assert_allclose(by_hand(HELPER.shard(arrays, P()), X[0]), model(X[0]), rtol=1e-5)
+    placed = eqx.filter_shard(model, HELPER.match_sharding_rule(P(), X))
+    assert len(placed.layers[0].weight.sharding.device_set) == 8
     with HELPER.get_context():
         np.testing.assert_allclose(named_jit(lambda model, x: model(x))(model, X[0]), model(X[0]), rtol=1e-5)
 
