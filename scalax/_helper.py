@@ -21,7 +21,7 @@ from scalax._stages.stages import Stages
 from scalax._trace import constraints, contexts
 from scalax._transforms import shard_map
 from scalax._transforms.shard_map import REQUIRED
-from scalax._transforms.sjit.function import sjit
+from scalax._transforms.sjit.function import reject_unknown_options, sjit
 from scalax._tree.paths import dtype_on_devices
 from scalax._tree.specs import MeshAxes
 from scalax._util.lru_cache import LRUCache
@@ -451,6 +451,7 @@ class MeshShardingHelper:
             'on_mismatch': on_mismatch,
             'stages': stages,
         }
+        reject_unknown_options('sjit', jit_kwargs, options)
         if fun is None:
             return functools.partial(self.sjit, **options, **jit_kwargs)
         return sjit(self, fun, **options, jit_kwargs=jit_kwargs)
@@ -653,8 +654,9 @@ class MeshShardingHelper:
             >>> [(row.kind, row.axes, row.count, row.bytes) for row in helper.plan(step, w, x).collectives]
             [('all-gather', ('fsdp',), 1, 8192)]
         """
-        from scalax._plan.make import make_plan, reject_own_argument
+        from scalax._plan.make import make_plan, reject_misspelt, reject_own_argument
 
+        reject_misspelt(fun, kwargs, ['quick'], 'plan')
         if quick is not None:
             otherwise = 'call scalax.plan.make_plan(helper, fun, args, kwargs, quick=...)'
             reject_own_argument(fun, 'quick', 'plan', otherwise)
@@ -715,10 +717,11 @@ class MeshShardingHelper:
             >>> verified.ok, verified.first.primitive
             (False, 'shard_map')
         """
-        from scalax._plan.make import reject_own_argument
+        from scalax._plan.make import reject_misspelt, reject_own_argument
         from scalax._verify.verify import verify
 
         given = {'seeds': seeds, 'steps': steps, 'config': config, 'inside': inside}
+        reject_misspelt(fun, kwargs, given, 'verify')
         options = {name: value for name, value in given.items() if value is not None}
         for name in options if args or kwargs else ():
             reject_own_argument(fun, name, 'verify', 'bind it with functools.partial')

@@ -7,6 +7,8 @@ refuses, in some of them only.
 from __future__ import annotations
 
 import ast
+import functools
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -78,6 +80,13 @@ def is_mapped(mesh: Any, axis: str) -> bool:
     except ValueError:
         return True
     return False
+
+
+@functools.cache
+def jit_options() -> frozenset[str]:
+    """The names of the options of ``jax.jit``. Relies on its signature naming all of them."""
+    parameters = inspect.signature(jax.jit).parameters.values()
+    return frozenset(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
 
 
 def compiler_options(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

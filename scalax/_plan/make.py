@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ from scalax._transforms.sjit.function import SjitFunction, names_of_arguments, s
 from scalax._tree.paths import join
 from scalax._tree.specs import axis_sizes_text
 from scalax._util.progress import progress
-from scalax.errors import ArgumentError, PlanError
+from scalax.errors import ArgumentError, PlanError, near_names
 from scalax.explain import ShardingReport, make_report
 from scalax.rules._resolve import ResolveMode, resolve
 
@@ -238,6 +238,25 @@ def reject_own_argument(fun: Any, name: str, of: str, otherwise: str) -> None:
             f'{name!r} is an option of {of}, and an argument of {name_of(fun)!r}: give that by position, or '
             f'{otherwise}'
         )
+
+
+def reject_misspelt(fun: Any, keywords: Iterable[str], options: Iterable[str], of: str) -> None:
+    """Raises ArgumentError about a keyword that looks like an option, and that the user's function lacks.
+
+    Args:
+        fun: the function.
+        keywords: the names of its keyword arguments.
+        options: the names of the options.
+        of: the method that has the options.
+    """
+    own = dict(_parameters(fun))
+    if not own or inspect.Parameter.VAR_KEYWORD in own.values():
+        return
+    for name in keywords:
+        if name not in own and (near := near_names(name, [*options, *own])) and near[0] in options:
+            raise ArgumentError(
+                f'neither {of} nor {name_of(fun)!r} has an argument {name!r} (did you mean {near[0]!r}?)'
+            )
 
 
 def _shardings(compiled: Compiled, lowered: Any, asked: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ from scalax._report import saved
 from scalax._report.tables import human_bytes, milliseconds, table, terminal_width
 from scalax._reshard.blocks import volume
 from scalax._reshard.job import Job, Options
+from scalax._reshard.names import NameMapping
 from scalax._tree.paths import bits_of
 from scalax.errors import MeshError, plural
 from scalax.rules import RuleLike
@@ -68,7 +69,15 @@ class ReshardPlan:
 
 
 def plan_reshard(
-    helper: Any, tree: Any, rules: RuleLike, *, hardware: Hardware | str | None = None, **options: Any
+    helper: Any,
+    tree: Any,
+    rules: RuleLike,
+    *,
+    hardware: Hardware | str | None = None,
+    mapping: NameMapping = None,
+    dtype: Any = None,
+    donate: bool = False,
+    memory: int | str | None = None,
 ) -> ReshardPlan:
     """What ``helper.reshard(tree, rules, ...)`` will move; nothing moves, and no device is needed.
 
@@ -77,7 +86,10 @@ def plan_reshard(
         tree: arrays, or ``jax.ShapeDtypeStruct`` with shardings, as `MeshShardingHelper.abstract` makes them.
         rules: as for `MeshShardingHelper.reshard`.
         hardware: whose numbers count: a `Hardware`, or the name of one; that of the devices by default.
-        **options: the other arguments of `MeshShardingHelper.reshard`: mapping, dtype, donate and memory.
+        mapping: as for `MeshShardingHelper.reshard`; this and the others.
+        dtype: what floating-point leaves are cast to.
+        donate: whether leaves are deleted once they have been moved.
+        memory: the bound on what is alive on each device beside the blocks.
 
     Raises:
         ArgumentError: leaves without shardings; an option is invalid.
@@ -96,7 +108,7 @@ def plan_reshard(
     """
     if isinstance(helper.mesh, AbstractMesh):
         raise MeshError('plan_reshard needs a mesh of devices, which may be absent ones: from_topology')
-    job = Job.of(helper, tree, rules, Options.of(**options), planned=True)
+    job = Job.of(helper, tree, rules, Options.of(mapping, dtype, donate, memory), planned=True)
     kind = helper.mesh.devices.flat[0].device_kind
     chip = find_hardware(hardware, kind) if hardware is not None else hardware_of(kind)
     speeds = 'ici_bytes_per_second', 'dcn_bytes_per_second', 'hop_seconds'

@@ -18,7 +18,7 @@ from scalax._helper import MeshShardingHelper
 from scalax._trace import contexts
 from scalax._transforms.calls.shardings import Options
 from scalax._transforms.calls.signature import CallSignature, name_of
-from scalax._transforms.sjit.function import JitOptions
+from scalax._transforms.sjit.function import JitOptions, reject_unknown_options
 from scalax._util.lru_cache import LRUCache
 from scalax.axes._haliax import haliax_mapping
 from scalax.axes._mapping import AxisMapping, as_rule, mapping_in_force, mesh_in_force
@@ -116,19 +116,21 @@ def named_jit(
         ...     doubled(jnp.ones((16, 3))).sharding.spec
         P('data',)
     """
+    # They are about the arguments of the function that is compiled, which are others.
+    if wrong := sorted(jit_kwargs.keys() & {field.name for field in dataclasses.fields(Options)}):
+        raise ArgumentError(
+            f'named_jit does not take {", ".join(wrong)}\n'
+            'What to do: compile with helper.sjit, which does. In named_jit, everything but arrays is '
+            'static, and donate_args and donate_kwargs choose what is donated.'
+        )
+    own = NamedJitOptions.__annotations__.keys() - JitOptions.__annotations__.keys()
+    reject_unknown_options('named_jit', jit_kwargs, ['axis_resources', *sorted(own)])
 
     def compiled(fn: Callable[..., Any]) -> NamedJitFunction[..., Any]:
         if not callable(fn):
             raise ArgumentError(
                 f'named_jit takes a function first, got {type(fn).__name__}: '
                 'a mapping is axis_resources={...}'
-            )
-        # They are about the arguments of the function that is compiled, which are others.
-        if wrong := sorted(jit_kwargs.keys() & {field.name for field in dataclasses.fields(Options)}):
-            raise ArgumentError(
-                f'named_jit does not take {", ".join(wrong)}\n'
-                'What to do: compile with helper.sjit, which does. In named_jit, everything but arrays is '
-                'static, and donate_args and donate_kwargs choose what is donated.'
             )
         shared = _Shared(
             None if axis_resources is None else as_rule(axis_resources),

@@ -9,7 +9,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, SupportsIndex, overload
+from typing import Any, Literal, Protocol, SupportsIndex, overload
 
 import jax
 from flax import nnx
@@ -20,30 +20,57 @@ from scalax.errors import ArgumentError, plural
 
 __all__ = ['NnxFunction', 'sjit']
 
+Positions = int | Iterable[int] | None
+Names = str | Iterable[str] | None
+
 _VARIABLE = object()
 
 
 class _Helper(Protocol):
     """A `MeshShardingHelper`."""
 
-    def sjit(self, fun: Callable[..., Any], **options: Any) -> Any: ...
+    def sjit(self, fun: Any = None, **options: Any) -> Any: ...
 
 
-@overload
-def sjit(helper: _Helper, fun: Callable[..., Any], **options: Any) -> NnxFunction: ...
 @overload
 def sjit(
-    helper: _Helper, fun: None = None, **options: Any
+    helper: _Helper,
+    fun: Callable[..., Any],
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    static_argnums: Positions = None,
+    args_sharding_constraint: Any = None,
+    annotation_shardings: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> NnxFunction: ...
+@overload
+def sjit(
+    helper: _Helper,
+    fun: None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    static_argnums: Positions = None,
+    args_sharding_constraint: Any = None,
+    annotation_shardings: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Callable[[Callable[..., Any]], NnxFunction]: ...
 def sjit(
     helper: _Helper,
     fun: Callable[..., Any] | None = None,
-    *,
     in_shardings: Any = None,
     out_shardings: Any = None,
-    donate_argnums: int | Sequence[int] = (),
-    batch_argnums: int | Sequence[int] | None = None,
-    **options: Any,
+    static_argnums: Positions = None,
+    args_sharding_constraint: Any = None,
+    annotation_shardings: Mapping[str, Any] | None = None,
+    *,
+    static_argnames: Names = None,
+    donate_argnums: Positions = None,
+    donate_argnames: Names = None,
+    batch_argnums: Positions = None,
+    batch_argnames: Names = None,
+    on_mismatch: Literal['error', 'reshard'] = 'error',
+    stages: Any = None,
+    **jit_kwargs: Any,
 ) -> Any:
     """Compiles a function of nnx modules for a mesh, as ``nnx.jit`` does for one device.
 
@@ -62,9 +89,17 @@ def sjit(
             all. For modules, paths are those of ``nnx.state(module)``, as in ``layers/0/kernel/value``. A
             shared variable has its first path: that in the first argument, in alphabetical order.
         out_shardings: for the results.
+        static_argnums: as in `MeshShardingHelper.sjit`, as are all that follow; positions are those of *fun*.
+        args_sharding_constraint: like *in_shardings*, but reshards inside the function.
+        annotation_shardings: annotation name -> rule.
+        static_argnames: names of arguments that are part of the program.
         donate_argnums: the arguments whose arrays may be overwritten.
-        batch_argnums: the arguments that are a batch; as in `MeshShardingHelper.sjit`.
-        options: further options of `MeshShardingHelper.sjit`.
+        donate_argnames: the same by name.
+        batch_argnums: the arguments that are a batch.
+        batch_argnames: the same by name.
+        on_mismatch: what happens to arguments that are committed to another sharding.
+        stages: the pipeline.
+        **jit_kwargs: further options of ``jax.jit``.
 
     Raises:
         ArgumentError: *in_shardings* do not have one entry for each argument; or *fun* returns one of its
@@ -87,9 +122,22 @@ def sjit(
         >>> step(model, jax.numpy.ones((8, 16))).shape
         (8, 16)
     """
-    given = {**options, 'donate_argnums': donate_argnums, 'batch_argnums': batch_argnums}
+    options = {
+        'static_argnums': static_argnums,
+        'args_sharding_constraint': args_sharding_constraint,
+        'annotation_shardings': annotation_shardings,
+        'static_argnames': static_argnames,
+        'donate_argnums': donate_argnums,
+        'donate_argnames': donate_argnames,
+        'batch_argnums': batch_argnums,
+        'batch_argnames': batch_argnames,
+        'on_mismatch': on_mismatch,
+        'stages': stages,
+        **jit_kwargs,
+    }
+    helper.sjit(**options)  # raises about unknown options here, and not where a decorator is applied
     make = functools.partial(
-        NnxFunction, helper, in_shardings=in_shardings, out_shardings=out_shardings, options=given
+        NnxFunction, helper, in_shardings=in_shardings, out_shardings=out_shardings, options=options
     )
     return make if fun is None else make(fun)
 
@@ -120,16 +168,19 @@ class NnxFunction:
         changed, self._returned = in_shardings, 0
         if isinstance(in_shardings, Mapping):
             changed, self._returned = tuple(map(in_shardings.get, own)), len(own)
-        if self._count is not None and {'static_argnums', 'static_argnames'} & {*options}:
-            raise ArgumentError(
-                f'{self._name} has static arguments: in_shardings is one rule then, or a dict by name'
-            )
         options = dict(options)
-        if isinstance(options.get('args_sharding_constraint'), tuple | list):
-            raise ArgumentError(f'{self._name}: args_sharding_constraint is a dict by the names of arguments')
+        constraint = options['args_sharding_constraint']
+        if isinstance(constraint, tuple | list):
+            options['args_sharding_constraint'] = (None, *constraint)
         for option in ('donate_argnums', 'batch_argnums', 'static_argnums'):
             if options.get(option) is not None:
                 options[option] = _after_the_graph(option, options[option], self._name, own)
+        self._static: frozenset[int] = frozenset()
+        if self._count is not None:
+            self._static = _static_positions(options, self._name, own)
+            rest = iter(in_shardings)
+            self._returned = self._count + len(self._static)
+            changed = tuple(None if i in self._static else next(rest, None) for i in range(self._returned))
 
         def pure(graph: Any, *given: Any) -> Any:
             return self._without_changes(graph, *given)
@@ -178,8 +229,10 @@ class NnxFunction:
                 f'{self._name} was called with {next(iter(keywords))}=: give each argument by its position, '
                 'or bind it with functools.partial before sjit'
             )
-        if self._count not in (None, len(args)):
-            called = f'{self._name} was called with {plural(len(args), "argument")}'
+        dynamic = sum(i not in self._static for i in range(len(args)))
+        if self._count not in (None, dynamic):
+            besides = ' besides static ones' if self._static else ''
+            called = f'{self._name} was called with {plural(dynamic, "argument")}{besides}'
             raise ArgumentError(f'{called}, and in_shardings are for {self._count}')
 
     def _arguments(self, modules: dict[int, Any], args: Sequence[Any]) -> tuple[Any, ...]:
@@ -240,6 +293,23 @@ def _after_the_graph(
             takes = f'{plural(len(known), "positional argument")} ({", ".join(known)})'
             raise ArgumentError(f'{option}={i}: {name} takes {takes}')
     return tuple(i + 1 if i >= 0 else i for i in map(int, each))
+
+
+def _static_positions(
+    options: Mapping[str, Any], name: str, own: Mapping[str, inspect.Parameter]
+) -> frozenset[int]:
+    """The positions of static arguments of a function, from those of its pure one and from names."""
+    names, chosen = list(own), options['static_argnames'] or ()
+    chosen = [chosen] if isinstance(chosen, str) else chosen
+    positions = [names.index(each) for each in chosen if each in own]  # `MeshShardingHelper.sjit` checks them
+    for i in options['static_argnums'] or ():
+        if i < 0 and any(kind.kind is kind.VAR_POSITIONAL for kind in own.values()):
+            raise ArgumentError(
+                f'static_argnums={i}: {name} takes any number of arguments: count it from the start, or give '
+                'in_shardings as one rule or a dict by name'
+            )
+        positions.append(i - 1 if i > 0 else i + len(own))
+    return frozenset(positions)
 
 
 def _modules(args: Sequence[Any]) -> dict[int, Any]:

@@ -78,6 +78,14 @@ OF_FSDP = (
             )
             for option in ('batch_argnums', 'batch_argnames', 'static_argnums', 'donate_argnames')
         ],
+        *[
+            (
+                lambda fn=fn, option=option: named_jit(fn, **{option: 0}),
+                f'named_jit has no option {option!r} (did you mean {near!r}?)',
+            )
+            for fn in (None, abs)
+            for option, near in (('in_axis_resource', 'in_axis_resources'), ('keep_unusd', 'keep_unused'))
+        ],
     ],
 )
 def test_calls_that_make_no_sense(bad, said):

@@ -1,5 +1,7 @@
 """`scalax.interop.nnx`: functions that change the modules that they are given."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 from scalax.errors import ArgumentError, ShardingError, StructureError
 from scalax.interop import nnx
-from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
+from scalax.sharding import (
+    FSDPShardingRule,
+    MeshShardingHelper,
+    TreePathShardingRule,
+    with_sharding_annotation,
+)
 from tests.support import gpu_compiler
 
 FSDP = FSDPShardingRule(min_fsdp_size=1)
@@ -154,11 +161,60 @@ def test_what_is_refused():
         nnx.sjit(helper(), train_step)(model, optimizer=optimizer, x=rows())
     with pytest.raises(StructureError, match="there is no argument 'modle'"):
         nnx.sjit(helper(), train_step, in_shardings={'modle': FSDP})
-    assert 'is a dict by the names' in refused(train_step, args_sharding_constraint=(P(), P(), P()))
-    assert 'a dict by name' in refused(train_step, in_shardings=(FSDP, None), static_argnums=2)
+    assert refused(lambda *models: None, in_shardings=(FSDP,), static_argnums=-1) == (
+        'static_argnums=-1: <lambda> takes any number of arguments: count it from the start, or give '
+        'in_shardings as one rule or a dict by name'
+    )
+    assert refused(train_step, model, optimizer, 3, in_shardings=(FSDP,), static_argnames='x') == (
+        'train_step was called with 2 arguments besides static ones, and in_shardings are for 1'
+    )
     assert refused(train_step, model, optimizer, in_shardings=(FSDP, FSDP, P('fsdp'))) == (
         'train_step was called with 2 arguments, and in_shardings are for 3'
     )
+
+
+def test_the_parameters_are_those_of_the_helper():
+    ours, theirs = (
+        [*inspect.signature(function).parameters.values()][1:]
+        for function in (nnx.sjit, MeshShardingHelper.sjit)
+    )
+    assert [(each.name, each.kind, each.default) for each in ours] == [
+        (each.name, each.kind, each.default) for each in theirs
+    ]
+
+
+def test_options_by_position():
+    def step(model, scale, x):
+        model.down.bias[...] += scale
+        return with_sharding_annotation(model(x), 'out')
+
+    model, _ = nnx.sjit(helper(), make, P(), FSDP)(jax.random.key(0))
+    constraint, bound = (FSDP, P('fsdp')), {'out': P('tp')}
+    compiled = nnx.sjit(helper(), step, (FSDP, P()), P('fsdp'), 1, constraint, bound)
+    by_name = nnx.sjit(helper(), step, (FSDP, P()), P('fsdp'), static_argnames='scale')
+    out = compiled(model, 2, rows())
+    assert out.sharding.spec == P('fsdp')
+    assert model.down.bias[...].sharding.spec == P('fsdp')
+    np.testing.assert_array_equal(model.down.bias[...], 2)
+    plan = helper().plan(compiled, model, 2, rows())
+    assert plan.inputs.rows[-1].spec == P()
+    by_name(model, 3, rows())
+    np.testing.assert_array_equal(model.down.bias[...], 5)
+
+
+@pytest.mark.parametrize(
+    ('option', 'hint'),
+    [
+        ('in_sharding', "did you mean 'in_shardings'?"),
+        ('donate_argnum', "did you mean 'donate_argnums'?"),
+        ('compiler_option', "did you mean 'compiler_options'?"),
+    ],
+)
+@pytest.mark.parametrize('function', [None, train_step], ids=['decorator', 'function'])
+def test_unknown_options_are_refused_at_once(function, option, hint):
+    with pytest.raises(ArgumentError) as raised:
+        nnx.sjit(helper(), function, **{option: P()})
+    assert str(raised.value) == f'sjit has no option {option!r} ({hint})'
 
 
 @pytest.mark.parametrize('option', ['donate_argnums', 'batch_argnums', 'static_argnums'])

@@ -161,6 +161,23 @@ def test_values_that_vary_along_manual_axes(mesh: Mesh) -> None:
         assert [set(each) for each in found[0]] == [{'x'}, {'x'}, set()]
 
 
+def test_jit_names_its_options() -> None:
+    options = {
+        'in_shardings',
+        'static_argnums',
+        'donate_argnames',
+        'keep_unused',
+        'compiler_options',
+        'inline',
+    }
+    with contract('has a signature that names all options of jax.jit', 'to tell an unknown option'):
+        assert options <= tracing.jit_options()
+        for option in ('keep_unused', 'compiler_options', 'inline'):
+            jax.jit(jnp.sum, **{option: None if option == 'compiler_options' else False})
+        with pytest.raises(TypeError, match='unexpected keyword'):
+            jax.jit(jnp.sum, in_sharding=None)
+
+
 def test_compiler_options_are_named_in_another_trace() -> None:
     options = {'xla_gpu_autotune_level': 0, 'xla_dump_to': "a'}", 'xla_gpu_enable_triton_gemm': False}
     with contract('names the compiler_options of a jit in another trace', 'to plan with them'):

@@ -21,6 +21,7 @@ from typing import (
 
 import jax
 
+from scalax._jax.tracing import jit_options
 from scalax._stages.stages import Stages
 from scalax._trace.contexts import MeshOwner, checked_bindings, hashable
 from scalax._transforms.calls.call import Call, Shardings
@@ -31,7 +32,7 @@ from scalax._transforms.sjit.caller import generate_caller
 from scalax._transforms.sjit.dispatch import Dispatcher
 from scalax._transforms.sjit.program import Program, Staged
 from scalax._util.lru_cache import LRUCache
-from scalax.errors import ArgumentError
+from scalax.errors import ArgumentError, did_you_mean, near_names
 from scalax.rules._prefix import are_pure, checked, key_of
 
 if TYPE_CHECKING:
@@ -63,6 +64,23 @@ class SjitOptions(JitOptions, total=False):
     batch_argnames: str | Iterable[str] | None
     on_mismatch: OnMismatch
     stages: Stages | None
+
+
+def reject_unknown_options(what: str, options: Iterable[str], known: Iterable[str]) -> None:
+    """Raises ArgumentError about options that neither *what* nor ``jax.jit`` has, and names similar ones.
+
+    Args:
+        what: the function that takes the options.
+        options: the names of further options, which *what* hands on to ``jax.jit``.
+        known: the names of the options that *what* has itself.
+    """
+    # Options about arguments are not handed on: *what* has them itself, or refuses them.
+    about_arguments = {field.name for field in dataclasses.fields(Options)}
+    names = dict.fromkeys([*known, *sorted(jit_options() - about_arguments)])
+    if unknown := [option for option in options if option not in names]:
+        hints = [did_you_mean(option, near_names(option, names)[:1] or names) for option in unknown]
+        listed = ', '.join(f'{option!r} ({hint})' for option, hint in zip(unknown, hints, strict=True))
+        raise ArgumentError(f'{what} has no option {listed}')
 
 
 class SjitFunction(functools.partial[Result], Generic[Given, Result]):

@@ -618,6 +618,55 @@ def test_fewer_extra_arguments_after_more():
     assert [compiled(1, 2), compiled(1), compiled()] == [3, 1, 0]
 
 
+@pytest.mark.parametrize(
+    ('option', 'hint'),
+    [
+        ('in_sharding', "did you mean 'in_shardings'?"),
+        ('donate_argnum', "did you mean 'donate_argnums'?"),
+        ('compiler_option', "did you mean 'compiler_options'?"),
+        (
+            'zzz',
+            "known: 'in_shardings', 'out_shardings', 'static_argnums', 'args_sharding_constraint', "
+            "'annotation_shardings', 'static_argnames', 'donate_argnums', 'donate_argnames', "
+            "'batch_argnums', 'batch_argnames', ...",
+        ),
+    ],
+)
+@pytest.mark.parametrize('function', [None, f], ids=['decorator', 'function'])
+def test_unknown_options_are_refused_at_once(function, option, hint):
+    with pytest.raises(ArgumentError) as error:
+        HELPER.sjit(function, **{option: P()})
+    assert str(error.value) == f'sjit has no option {option!r} ({hint})'
+
+
+@pytest.mark.parametrize('option', [{'keep_unused': True}, {'inline': False}, {'compiler_options': {}}])
+def test_options_of_jit_are_accepted(option):
+    assert HELPER.sjit(f, **option)(X, Y).shape == HELPER.sjit(**option)(f)(X, Y).shape == (8,)
+
+
+@pytest.mark.parametrize(
+    ('call', 'message'),
+    [
+        (
+            lambda: HELPER.plan(f2, X, quik=True),
+            "neither plan nor 'f2' has an argument 'quik' (did you mean 'quick'?)",
+        ),
+        (
+            lambda: HELPER.verify(HELPER.sjit(f2), X, seed=3),
+            "neither verify nor 'f2' has an argument 'seed' (did you mean 'seeds'?)",
+        ),
+    ],
+)
+def test_a_misspelt_option_beside_arguments_of_the_function(call, message):
+    with pytest.raises(ArgumentError) as error:
+        call()
+    assert str(error.value) == message
+
+
+def f2(x):
+    return x * 2
+
+
 OF_MODULES = (
     'A module of equinox holds functions too: equinox.partition(module, equinox.is_array) gives its arrays '
     'and the rest, and equinox.combine joins them; equinox.filter_shard places all of its arrays alike; '
