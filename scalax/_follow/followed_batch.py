@@ -21,10 +21,6 @@ from scalax._tree.paths import bits_of
 from scalax._tree.specs import text
 from scalax._util.user_frames import file_text, users_own
 
-_SAY_WHICH = (
-    'no argument looks like a batch, which is sharded by specs alone, is not donated, and comes with an '
-    'argument that a rule shards; name the batch by batch_argnums or batch_argnames'
-)
 _DEAL = os.path.join('scalax', '_stages', 'deal.py')
 _JAX = os.path.dirname(jax.__file__) + os.sep
 
@@ -83,7 +79,7 @@ class FollowedBatch:
         lost: where the batch sharding was lost, the largest first.
         moved: where examples move to other devices: to the larger weight of a product (the value is the
             weight), or because they are sorted, looked up by an index or scattered (it is the result).
-        reason: why nothing was propagated, if that is known.
+        reason: why nothing was propagated; empty if something was.
     """
 
     name: str
@@ -100,7 +96,7 @@ class FollowedBatch:
 
     def __str__(self) -> str:
         if not self.axes:
-            return f'{self.name} propagates no batch sharding: {self.reason or _SAY_WHICH}'
+            return f'{self.name} propagates no batch sharding: {self.reason}'
         width = terminal_width(None)
         kept = f'{self.name} keeps {self.count} values sharded along the batch dimension'
         lines = [f'{kept} ({", ".join(self.axes)})']
@@ -124,7 +120,7 @@ def _cells(each: KeptValue | LostRows) -> list[str]:
 
 def nothing_followed(batch: FollowedBatch) -> str:
     """Why no batch sharding is propagated."""
-    return f'no batch sharding is propagated: {batch.reason or _SAY_WHICH}'
+    return f'no batch sharding is propagated: {batch.reason}'
 
 
 def followed_batch(
@@ -136,7 +132,7 @@ def followed_batch(
         name: the name of the function.
         arguments: what is known of the arguments of the call; None if there is no batch.
         followed: what the pass found in the jaxpr; None if it did not run.
-        why_not: why not, if that is known.
+        why_not: why not.
     """
     if arguments is None or followed is None:
         return FollowedBatch(name, reason=why_not)

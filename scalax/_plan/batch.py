@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from scalax._follow.followed_batch import FollowedBatch, LostRows, nothing_followed
 from scalax._report.tables import human_bytes
+from scalax._transforms.sjit.batch import NO_BATCH
 from scalax.errors import plural
 
 _MOST = 5
@@ -14,7 +15,7 @@ _MOST = 5
 def kept(batch: FollowedBatch | None) -> str:
     """What stays sharded along the batch dimension; empty if nothing looks like a batch."""
     if batch is None or not batch.axes:
-        return nothing_followed(batch) if batch and batch.reason else ''
+        return nothing_followed(batch) if batch and batch.reason not in ('', NO_BATCH) else ''
     lines = plural(len({value.line for value in batch.kept if value.line}), 'line')
     values = f'{plural(batch.count, "value")} on {lines}' if batch.kept else 'no values'
     return f'{values} stay sharded along the batch dimension ({", ".join(batch.axes)})'

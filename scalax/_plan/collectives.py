@@ -24,7 +24,14 @@ from scalax._plan.collective_runs import Kind, Run, RunOnMesh, runs
 from scalax._plan.formulas import Counted, Part, part_of
 from scalax._plan.hlo import Module
 from scalax._plan.partitioned import Partitioned
-from scalax._plan.provenance import Source, frame_number, is_of_the_partitioner, neighbourhood, source_of
+from scalax._plan.provenance import (
+    Source,
+    frame_number,
+    is_of_the_partitioner,
+    neighbourhood,
+    source_of,
+    users_name,
+)
 from scalax._plan.replica_groups import (
     Groups,
     axes_of_groups,
@@ -133,10 +140,15 @@ def collectives(
             continue
         run = each.run
         origin = run if before is None else before.origin(each, module)
-        phase = _phase(run if run.op_name or origin is None else origin)
+        mover = run if origin is None else origin
+        name = users_name(*mover.place, mover.visit.op_name)
+        phase = part_of(name)
+        if phase == 'other':
+            phase = _phase(run if run.op_name or origin is None else origin)
+            name = run.op_name if '/' in run.op_name or not name else name
         if phase == 'other' and parts.of(run.visit, run.instruction) == 'update':
             phase = 'update'
-        source, scope = Source(), scopes.of(run.op_name, frame_number(module, *run.holder))
+        source, scope = Source(), scopes.of(name, frame_number(module, *run.holder))
         if origin is not None:
             source = source_of(explaining, *origin.place)
             scope = scope or scopes_before.of(origin.op_name, frame_number(explaining, *origin.place))

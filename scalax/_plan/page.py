@@ -125,12 +125,16 @@ def headline(plan: PlanData, roofline: Roofline | None) -> Iterator[Figure]:
 
 def _excess(plan: PlanData) -> str:
     """How much more the devices compute than the function needs; empty if it is nothing, or not known."""
-    exact = plan.flops_counted is plan.work.counted is Counted.EXACTLY and not plan.work.kernels
+    # Loops of unknown length count as one round on both sides.
+    at_least = {plan.flops_counted, plan.work.counted} == {Counted.AT_LEAST}
+    at_least |= (plan.flops_counted, plan.work.counted) == (Counted.EXACTLY, Counted.AT_LEAST)
+    exact = plan.flops_counted is plan.work.counted is Counted.EXACTLY
     written = plan.flops + plan.idle_flops
-    times = plan.devices * plan.work.flops / written if exact and written else 0.0
-    return (
-        f'the devices compute {times:.3g} times that: halos, or what is not divided' if times >= 1.01 else ''
-    )
+    if not (exact or at_least) or plan.work.kernels or not written:
+        return ''
+    times = plan.devices * plan.work.flops / written
+    many = f'{Counted.AT_LEAST.value} {times:.3g}' if at_least else f'{times:.3g}'
+    return f'the devices compute {many} times that: halos, or what is not divided' if times >= 1.01 else ''
 
 
 # --- Memory ---------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from scalax._plan.formulas import Part, part_of
 from scalax._plan.hlo import Computation, Frame, Instruction, Module
 from scalax._stages.pipelined import SENDING
 from scalax._util.user_frames import file_text, is_cell, users_own
@@ -18,6 +19,8 @@ _FORWARDS = {
 }
 _FAR = 4
 _MOVED = 'is_spmd_generated="true"'
+# The parts of a step, in the order in which a value that all of them use is needed.
+_IN_ORDER: tuple[Part, ...] = ('forward', 'recomputed', 'backward', 'update', 'other')
 _COMPUTES = ('all-reduce', 'reduce-scatter')
 
 
@@ -89,12 +92,39 @@ def neighbourhood(computation: Computation, instruction: Instruction) -> Iterato
 
     Users come before an instruction that the partitioner added to move a value for them.
     """
-    users = [*_reached(instruction, lambda item: computation.users.get(item.name, []))]
-    if is_of_the_partitioner(instruction) and instruction.opcode not in _COMPUTES:
+    users = [*_users(computation, instruction)]
+    if moves_for_users(instruction):
         yield from users
     yield instruction
     yield from users
     yield from _reached(instruction, computation.makers_of)
+
+
+def moves_for_users(instruction: Instruction) -> bool:
+    """Whether the partitioner added an instruction to move a value for its users, and to compute nothing."""
+    return is_of_the_partitioner(instruction) and instruction.opcode not in _COMPUTES
+
+
+def users_name(
+    computation: Computation, instruction: Instruction, name_of: Callable[[Instruction], str]
+) -> str:
+    """The op name of the first operation that a value is moved for; empty for other instructions.
+
+    What moves a value has the name of the operation that makes it, or of the argument that it is (JAX 0.12).
+    It runs when the first of its users does.
+
+    Args:
+        computation: the computation that holds the instruction.
+        instruction: the instruction.
+        name_of: gives the whole op name of an instruction.
+    """
+    users = _users(computation, instruction) if moves_for_users(instruction) else ()
+    names = [name for user in users if '/' in (name := name_of(user))]
+    return min(names, key=lambda name: _IN_ORDER.index(part_of(name)), default='')
+
+
+def _users(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:
+    return _reached(instruction, lambda item: computation.users.get(item.name, []))
 
 
 def _reached(

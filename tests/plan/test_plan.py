@@ -341,6 +341,22 @@ def test_what_devices_compute_more_than_the_function_needs_is_said():
     assert 'the devices compute' not in str(one.plan(rows, images, kernel))
 
 
+def test_what_devices_compute_in_a_loop_of_unknown_length_is_said():
+    """The loop counts as one round, in what the function needs and in what devices compute."""
+
+    def converge(x, w):
+        return jax.lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: x @ w, x)
+
+    x = leaf(64, 64)
+    for spec, line in (
+        (P(), 'the devices compute at least 8 times that: halos, or what is not divided'),
+        (P(('fsdp', 'tp')), None),
+    ):
+        plan = HELPER.plan(HELPER.sjit(converge, in_shardings=(spec, P())), x, x)
+        assert plan.flops_counted is plan.work.counted is Counted.AT_LEAST
+        assert next((text for text in str(plan).splitlines() if 'devices compute' in text), None) == line
+
+
 @pytest.mark.parametrize(('taken', 'scattered'), [(4, True), (2, False)])
 def test_a_sum_is_scattered_if_each_device_keeps_its_part(taken, scattered):
     def block(x):

@@ -107,6 +107,39 @@ def test_they_are_shown():
     assert json.loads(plan.to_json())['work']['bytes_by_part']['update'] == plan.work.bytes_by_part['update']
 
 
+def block(w, x):
+    return jnp.tanh(x @ w['up']) @ w['down']
+
+
+@pytest.mark.parametrize('take', [jax.grad, jax.value_and_grad])
+@pytest.mark.parametrize(
+    ('wrap', 'phases'),
+    [
+        (lambda fun: fun, {'forward': 2}),
+        (jax.jit, {'forward': 2}),
+        (jax.checkpoint, {'forward': 2, 'recomputed': 1, 'backward': 1}),
+    ],
+    ids=['plain', 'jit', 'checkpoint'],
+)
+def test_a_gather_belongs_to_its_first_use(take, wrap, phases):
+    """Of a weight that both passes use: the compiler names the gather as the argument that is gathered."""
+
+    def step(w, x):
+        def loss(w):
+            with jax.named_scope('block'):
+                return jnp.square(wrap(block)(w, x)).mean()
+
+        return take(loss)(w)
+
+    w = {'up': leaf(64, 256), 'down': leaf(256, 64)}
+    rule = FSDPShardingRule('fsdp', min_fsdp_size=1)
+    plan = HELPER.plan(HELPER.sjit(step, in_shardings=(rule, P('fsdp'))), w, leaf(4096, 64))
+    gathers = [row for row in plan.collectives if row.kind == 'all-gather']
+    assert {phase: sum(row.count for row in gathers if row.phase == phase) for phase in phases} == phases
+    assert sum(row.count for row in gathers) == sum(phases.values())
+    assert {runs.scope for row in gathers for runs in row.scopes} == {'block'}
+
+
 def test_products_of_an_update():
     """An optimizer that multiplies matrices: its operations are not those of the backward pass."""
 

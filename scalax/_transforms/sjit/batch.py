@@ -22,6 +22,13 @@ from scalax._tree.specs import spec_axes
 from scalax.errors import ArgumentError
 from scalax.rules._prefix import is_rule
 
+NO_BATCH = (
+    'no argument looks like a batch, which is sharded by specs alone, is not donated, and comes with an '
+    'argument that a rule shards; name the batch by batch_argnums or batch_argnames. A batch that is made '
+    'inside of the function is not followed'
+)
+"""Why nothing is followed where nothing looks like a batch. Plans leave it out: many functions have none."""
+
 
 def batch_to_follow(rules: FunctionRules, call: Call, shardings: Shardings) -> Arguments | None:
     """What is followed through a function that follows a batch; None if there is none.
@@ -44,7 +51,7 @@ def batch_to_follow(rules: FunctionRules, call: Call, shardings: Shardings) -> A
 
 
 def why_not_followed(rules: FunctionRules, call: Call) -> str:
-    """Why there is no batch to follow; empty if nothing looks like one."""
+    """Why there is no batch to follow, given that there is none."""
     if rules.any_explicit:
         return 'on Explicit mesh axes, shardings are part of types'
     if jax.config.jax_disable_jit:
@@ -53,13 +60,40 @@ def why_not_followed(rules: FunctionRules, call: Call) -> str:
         return 'batch_argnums=() turns it off'
     if rules.signature.says_batch:
         return 'no array of the arguments that batch_argnums or batch_argnames names is on several devices'
-    if any(_found(rules, call)):
-        return '' if rules.follow_batch else 'follow_batch=False of the helper turns it off'
+    if any(_found(rules, call)) and not rules.follow_batch:
+        return 'follow_batch=False of the helper turns it off'
     given = [each for each in _given(rules, call).values() if each]
     sharding = [each for each in given if any(map(_axes, each))]
     if len(sharding) > 1 and all(map(_specs_alone, given)):
         return 'specs place all arguments, and batch_argnums does not name the batch among them'
-    return ''
+    return _donated(rules, call) or NO_BATCH
+
+
+def _donated(rules: FunctionRules, call: Call) -> str:
+    """That arguments are not treated as batches only because they are donated; empty if none is such."""
+    given = {slot: each for slot, each in _given(rules, call).items() if each}
+    if all(map(_specs_alone, given.values())):
+        return ''
+    slots = [slot for slot in call.layout.donated if _specs_alone(given.get(slot, [None]))]
+    slots = [slot for slot in slots if any(map(_axes, given[slot])) and call.layout.paths[slot] is not None]
+    if not slots:
+        return ''
+    named = [slot for slot in slots if slot < call.layout.positional]
+    numbers = ', '.join(map(str, named))
+    option = f'batch_argnums={numbers if len(named) == 1 else f"({numbers})"}'
+    if len(named) < len(slots):
+        chosen = tuple(call.layout.names[slot] for slot in slots)
+        option = f'batch_argnames={(chosen[0] if len(chosen) == 1 else chosen)!r}'
+    names = ' and '.join(f'{call.layout.names[slot]!r}' for slot in slots)
+    if len(slots) == 1:
+        return (
+            f'argument {names} is donated, and therefore not treated as a batch: if it is one, pass '
+            f'{option}, or do not donate it'
+        )
+    return (
+        f'arguments {names} are donated, and therefore not treated as batches: name those that are '
+        f'({option}), or do not donate them'
+    )
 
 
 def _arguments(call: Call, shardings: Shardings, batches: Sequence[bool]) -> Arguments | None:
