@@ -113,7 +113,10 @@ def compiler_options(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def is_abstract(leaf: Any) -> bool:
-    """Whether a leaf stands for an array, and has no value (`ABSTRACT`)."""
+    """Whether a leaf stands for an array, and has no value (`ABSTRACT`).
+
+    Relies on ``jax.typeof`` returning a ``jax.core.ShapedArray`` for every array.
+    """
     return isinstance(leaf, ABSTRACT)
 
 

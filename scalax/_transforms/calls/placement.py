@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -72,15 +73,17 @@ class Moves(NamedTuple):
         return self.unplaced and not (fits and is_typed_by(leaf, sharding.mesh))
 
 
-def with_devices(flat_args: Sequence[Any], mesh: Mesh | AbstractMesh) -> Sequence[Any]:
-    """The arguments of a call that is not run, where types name a mesh without devices, such as those of
-    ``jax.typeof``: on *mesh*, if that has the same axes. ``jax.jit`` could not lower a program for them.
+def with_devices(call: Call, mesh: Mesh | AbstractMesh) -> Call:
+    """Returns a call that is not run, with devices for types that name a mesh of the same axes without any.
+
+    The types of ``jax.typeof`` name such meshes, and ``jax.jit`` lowers no program for these alone.
     """
-    leaves, treedef = jax.tree.flatten(flat_args)
-    if isinstance(mesh, AbstractMesh) or not any(map(is_abstract, leaves)):
-        return flat_args
-    placed = [_with_devices(leaf, mesh) if is_abstract(leaf) else leaf for leaf in leaves]
-    return treedef.unflatten(placed)
+    if isinstance(mesh, AbstractMesh):
+        return call
+    leaves = [_with_devices(leaf, mesh) if is_abstract(leaf) else leaf for leaf in call.leaves]
+    if all(map(operator.is_, leaves, call.leaves)):
+        return call
+    return Call(call.signature, call.replaced(leaves))
 
 
 def _with_devices(leaf: Any, mesh: Mesh) -> Any:

@@ -221,8 +221,8 @@ class Dispatcher:
             PlacementError: an argument is committed to another sharding.
         """
         with _users_code:
-            flat_args = placement.with_devices(flat_args, self.mesh)
-            read, entry = self._read(Call(self.signature, flat_args))
+            call = placement.with_devices(Call(self.signature, flat_args), self.mesh)
+            read, entry = self._read(call)
             return self._program_of(read, entry), entry, read.placed(placement.as_moved)
 
     def followed(self, flat_args: Sequence[Any]) -> FollowedBatch:
