@@ -64,8 +64,3 @@ def _reader(kind: type) -> Callable[[Any], Iterable[Any] | None] | None:
 def module_class(nnx: Any) -> Any:
     """The class of modules and of other objects of ``flax.nnx``. Relies on *Pytree*, before *Object*."""
     return getattr(nnx, 'Pytree', None) or nnx.Object
-
-
-def is_bookkeeping(key: object) -> bool:
-    """Whether an attribute of a module is nnx's own. Relies on "_pytree__" in its name."""
-    return '_pytree__' in str(key)

@@ -15,15 +15,12 @@ import jax
 from flax import nnx
 from flax.errors import TraceContextError
 
-from scalax._jax.flax import is_bookkeeping
 from scalax.errors import ArgumentError, plural
 
 __all__ = ['NnxFunction', 'sjit']
 
 Positions = int | Iterable[int] | None
 Names = str | Iterable[str] | None
-
-_VARIABLE = object()
 
 
 class _Helper(Protocol):
@@ -76,10 +73,12 @@ def sjit(
 
     Updates of a module, an optimizer or an ``nnx.Rngs`` inside the function are applied to the caller's
     object: its variables get the new arrays, with the shardings of *in_shardings*. Modules that share a
-    reference still share it. Variables that the function adds or removes are an error, and so are attributes
-    without arrays that it changes: call ``model.eval()`` before it. *fun* may be one that ``nnx.jit`` has
-    compiled, and ``@sjit(helper, ...)`` takes the place of ``@nnx.jit``. `MeshShardingHelper.plan` takes the
-    result, with modules of arrays or of ``nnx.eval_shape``.
+    reference still share it. So are variables that the function adds or removes, as by ``self.sow`` or
+    ``nnx.pop``, and attributes without arrays that it changes, as by ``model.train()``; a module with others
+    than before is another signature, which is traced and compiled again. The *in_shardings* of an argument
+    need a sharding for the variables that the function adds: give a rule, not a tree of specs. *fun* may be
+    one that ``nnx.jit`` has compiled, and ``@sjit(helper, ...)`` takes the place of ``@nnx.jit``.
+    `MeshShardingHelper.plan` takes the result, with modules of arrays or of ``nnx.eval_shape``.
 
     Args:
         helper: the `MeshShardingHelper`.
@@ -103,7 +102,7 @@ def sjit(
 
     Raises:
         ArgumentError: *in_shardings* do not have one entry for each argument; or *fun* returns one of its
-            modules, changes more of it than arrays, or changes a module that is not an argument.
+            modules, changes a list, tuple or dict around them, or changes a module that is not an argument.
 
     Example:
         >>> import jax
@@ -190,7 +189,7 @@ class NnxFunction:
         # Types of functions do not say that inspect reads this.
         pure.__signature__ = inspect.Signature([first, *own.values()])  # type: ignore[attr-defined]
         self.pure = helper.sjit(
-            pure, in_shardings=given, out_shardings=(changed, (None, out_shardings)), **options
+            pure, in_shardings=given, out_shardings=(changed, (None, None, out_shardings)), **options
         )
         functools.update_wrapper(self, fun)
 
@@ -219,9 +218,23 @@ class NnxFunction:
         """Calls the function, and changes the modules."""
         self._check(args, keywords)
         modules = _modules(args)
-        states, (graph, result) = self.pure(*self._arguments(modules, args))
-        nnx.update(modules, nnx.State({i: states[i] for i in modules}))
-        return result if graph is None else nnx.merge(graph, result)
+        states, (changed_graph, result_graph, result) = self.pure(*self._arguments(modules, args))
+        state = nnx.State({i: states[i] for i in modules})
+        if changed_graph is not None:
+            self._change_structure(modules, changed_graph, state)
+        nnx.update(modules, state)
+        return result if result_graph is None else nnx.merge(result_graph, result)
+
+    def _change_structure(self, modules: dict[int, Any], graph: Any, state: Any) -> None:
+        """Gives the caller's modules the attributes and variables that they have after the function.
+
+        *graph* refers to the modules and variables before the call by their numbers in a traversal.
+        """
+        with nnx.update_context(self):
+            with nnx.split_context(self) as context:
+                context.split(modules)  # numbers them
+            with nnx.merge_context(self, inner=False) as context:
+                context.merge(graph, state)
 
     def _check(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
         if keywords:
@@ -243,13 +256,40 @@ class NnxFunction:
         return (graph, dict.fromkeys(modules)), *own
 
     def _without_changes(self, graph: Any, *given: Any) -> Any:
-        """The function, which returns the states of its modules, too; None for other arguments."""
+        """The function, which returns the states of its modules, too; None for other arguments.
+
+        It also returns the graph definition of its modules if the function has changed that, else None.
+        """
         graph, positions = graph
-        state = nnx.State({i: given[i] for i in positions})
-        modules = nnx.merge(graph, state)
-        own = _references(modules)
+        with nnx.update_context(self):
+            with nnx.merge_context(self, inner=True) as context:
+                modules = context.merge(graph, nnx.State({i: given[i] for i in positions}))
+            containers, nodes_before = _containers(modules), _nodes(modules)
+            result = self._call(*(modules.get(i, arg) for i, arg in enumerate(given)))
+            if _containers(modules) != containers:
+                raise ArgumentError(
+                    f'{self._name} changes a list, tuple or dict around the modules that it was given, which '
+                    "is a copy of the caller's: return the new one, or use nnx.List and nnx.Dict, which are "
+                    'changed in place'
+                )
+            is_changed = nnx.graphdef(modules) != graph
+            with nnx.split_context(self) as context:
+                graph_after, after = context.split(modules)
+        if _has_modules(result) and (nodes_before | _nodes(modules)).keys() & _nodes(result).keys():
+            raise ArgumentError(
+                f'{self._name} returns a module or a variable that it was given, which is changed in place: '
+                'leave it out of the results'
+            )
+        returned = nnx.split(result) if _has_modules(result) else (None, result)
+        empty: Any = nnx.State({})
+        count = max(len(given), self._returned)
+        states = tuple(after.get(i, empty) if i in modules else None for i in range(count))
+        return states, (graph_after if is_changed else None, *returned)
+
+    def _call(self, *args: Any) -> Any:
+        """Calls the function. Changes of a module of an outer trace are an error that says what to do."""
         try:
-            result = self._fun(*(modules.get(i, each) for i, each in enumerate(given)))
+            return self._fun(*args)
         except TraceContextError as error:
             said = str(error).partition(' (http')[0]
             raise ArgumentError(
@@ -258,27 +298,6 @@ class NnxFunction:
                 'What to do: make the module an argument, also of functions inside (nnx.grad, nnx.scan). In '
                 'those of jax.grad, jax.lax.scan and microbatch, merge a copy: nnx.merge(..., copy=True).'
             ) from error
-        if nnx.graphdef(modules) != graph:
-            raise ArgumentError(self._changes(_values(nnx.merge(graph, state)), _values(modules)))
-        if _has_modules(result) and own & {*_references(result)}:
-            raise ArgumentError(
-                f'{self._name} returns a module or a variable that it was given, which is changed in place: '
-                'leave it out of the results'
-            )
-        after = nnx.state(modules)
-        returned = nnx.split(result) if _has_modules(result) else (None, result)
-        empty: Any = nnx.State({})
-        count = max(len(given), self._returned)
-        return tuple(after.get(i, empty) if i in modules else None for i in range(count)), returned
-
-    def _changes(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-        """What a function has changed in modules, other than arrays."""
-        names = sorted(name for name in {*before, *after} if before.get(name, ...) != after.get(name, ...))
-        listed = f': {", ".join(names)}' if names else ''
-        return (
-            f'{self._name} changes more of its arguments than their arrays{listed}. Do that before the call, '
-            'as with model.eval() or in the constructor of a module, or keep the value in a Variable'
-        )
 
 
 def _after_the_graph(
@@ -317,23 +336,20 @@ def _modules(args: Sequence[Any]) -> dict[int, Any]:
     return {i: arg for i, arg in enumerate(args) if _has_modules(arg)}
 
 
+def _is_node(value: Any) -> bool:
+    return isinstance(value, nnx.Pytree | nnx.Variable)
+
+
 def _has_modules(tree: Any) -> bool:
-    kinds = nnx.Pytree, nnx.Variable
-    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds))
-    return any(isinstance(node, kinds) for node in nodes)
+    return any(map(_is_node, jax.tree.leaves(tree, is_leaf=_is_node)))
 
 
-def _references(tree: Any) -> set[int]:
-    """The ids of modules and variables."""
-    return {id(node) for _, node in nnx.iter_graph(tree) if isinstance(node, nnx.Pytree | nnx.Variable)}
+def _containers(modules: Any) -> tuple[Any, list[int | None]]:
+    """The lists, tuples and dicts around modules and variables, and the ids of these."""
+    leaves, structure = jax.tree.flatten(modules, is_leaf=_is_node)
+    return structure, [id(leaf) if _is_node(leaf) else None for leaf in leaves]
 
 
-def _values(modules: Any) -> dict[str, Any]:
-    """Attributes without arrays, by path; a mark for variables."""
-    found: dict[str, Any] = {}
-    for path, node in nnx.iter_graph(modules):
-        if isinstance(node, nnx.Variable):
-            found['/'.join(map(str, path))] = _VARIABLE
-        elif not isinstance(node, nnx.Pytree | jax.Array | dict) and not is_bookkeeping(path[-1:]):
-            found['/'.join(map(str, path))] = node if isinstance(node, Hashable) else repr(node)
-    return found
+def _nodes(tree: Any) -> dict[int, Any]:
+    """Modules and variables, by id."""
+    return {id(node): node for _, node in nnx.iter_graph(tree) if _is_node(node)}

@@ -143,13 +143,11 @@ def test_what_is_refused():
     model, optimizer = make(jax.random.key(0))
 
     def adds(model):
-        model.bias = flax_nnx.Param(jnp.ones(3))
+        model.part = flax_nnx.Linear(16, 32, rngs=flax_nnx.Rngs(0))
+        return model.part
 
-    assert refused(adds, model) == (
-        'adds changes more of its arguments than their arrays: 0/bias. Do that before the call, as with '
-        'model.eval() or in the constructor of a module, or keep the value in a Variable'
-    )
     for returns in (
+        adds,
         lambda model: [model.up],
         lambda model: model.up.kernel,
         lambda model: flax_nnx.List([model.up.kernel]),
@@ -229,24 +227,216 @@ def test_positions_are_those_of_the_function(option, position):
     nnx.sjit(helper(), call, **{option: np.int64(-1)})
 
 
-def test_changes_of_attributes_are_refused():
-    model, _ = make(jax.random.key(0))
+def appends(tree, x):
+    tree['blocks'].append(flax_nnx.Linear(16, 16, rngs=flax_nnx.Rngs(0)))
 
-    def evaluates(model, x):
-        model.eval()
+
+def replaces(tree, x):
+    tree['blocks'][0] = flax_nnx.Linear(16, 16, rngs=flax_nnx.Rngs(0))
+
+
+@pytest.mark.parametrize('change', [appends, replaces])
+def test_a_list_around_modules_cannot_be_changed(change):
+    block = Block(flax_nnx.Rngs(0))
+    tree = {'blocks': [block]}
+    assert refused(change, tree, rows()) == (
+        f'{change.__name__} changes a list, tuple or dict around the modules that it was given, which is a '
+        "copy of the caller's: return the new one, or use nnx.List and nnx.Dict, which are changed in place"
+    )
+    assert tree['blocks'] == [block]
+
+
+class Noisy(flax_nnx.Module):
+    """A module whose computation differs by mode, with few operations to compile."""
+
+    def __init__(self, rngs):
+        self.scale = flax_nnx.Param(jnp.ones(16))
+        self.dropout = flax_nnx.Dropout(0.5, rngs=rngs)
+        self.norm = flax_nnx.BatchNorm(16, use_bias=False, use_scale=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.dropout(x * self.scale))
+
+
+def trains(model, x):
+    model.train()
+    return model(x)
+
+
+def evaluates(model, x):
+    model.eval()
+    return model(x)
+
+
+def trains_and_evaluates(model, x):
+    model.train()
+    y = model(x)
+    model.eval()
+    return y + model(x)
+
+
+def switches(model, x):
+    model.set_attributes(deterministic=not model.dropout.deterministic)
+    return model(x)
+
+
+def sows(model, x):
+    model.sow(flax_nnx.Intermediate, 'squares', jnp.mean(x**2))
+    return model(x)
+
+
+def sows_a_sum(model, x):
+    model.sow(flax_nnx.Intermediate, 'total', jnp.sum(x), init_fn=lambda: 0.0, reduce_fn=jnp.add)
+    return model(x)
+
+
+def sows_in_a_gradient(model, x):
+    grads = flax_nnx.grad(lambda model: jnp.sum(sows(model, x) ** 2))(model)
+    return grads['scale'][...]
+
+
+def sows_and_pops(model, x):
+    y = sows(model, x)
+    [squares] = jax.tree.leaves(flax_nnx.pop(model, flax_nnx.Intermediate))
+    return y + squares
+
+
+def captures(model, x):
+    y, captured = flax_nnx.capture(sows, flax_nnx.Intermediate)(model, x)
+    return y + sum(jax.tree.leaves(captured))
+
+
+# The mode of the module before the first call, and a step that changes the module's structure.
+STRUCTURES = [
+    ('train', trains),
+    ('eval', trains),
+    ('train', evaluates),
+    ('eval', trains_and_evaluates),
+    ('eval', switches),
+    ('eval', sows),
+    ('eval', sows_a_sum),
+    ('eval', sows_in_a_gradient),
+    ('eval', sows_and_pops),
+    ('eval', captures),
+]
+sow_outside_of_capture = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+
+
+@sow_outside_of_capture
+@pytest.mark.parametrize('mode, fun', STRUCTURES, ids=lambda case: getattr(case, '__name__', case))
+def test_modes_and_sown_values_are_those_of_nnx_jit(mode, fun):
+    def three_calls(compiler):
+        traces = []
+
+        def step(model, x):
+            traces.append(model.dropout.deterministic)
+            return fun(model, x)
+
+        model = Noisy(flax_nnx.Rngs(0))
+        getattr(model, mode)()
+        variables, compiled, outputs = [model.scale, model.norm.mean], compiler(step), []
+        for _ in range(3):
+            outputs.append(compiled(model, rows(8)))
+            outputs.append((model.dropout.deterministic, model.norm.use_running_average))
+        assert model.scale is variables[0] and model.norm.mean is variables[1]
+        return model, outputs, traces
+
+    model, outputs, traces = three_calls(
+        lambda step: nnx.sjit(helper(), step, in_shardings=(FSDP, P('fsdp')))
+    )
+    expected_model, expected_outputs, expected_traces = three_calls(flax_nnx.jit)
+    assert traces == expected_traces
+    for values, expected_values in ((outputs, expected_outputs), (model, expected_model)):
+        expected_leaves, expected_structure = jax.tree.flatten(jax.tree.map(numbers, expected_values))
+        leaves, structure = jax.tree.flatten(jax.tree.map(numbers, values))
+        assert structure == expected_structure
+        for leaf, expected_leaf in zip(leaves, expected_leaves, strict=True):
+            np.testing.assert_allclose(leaf, expected_leaf, rtol=1e-4, atol=1e-4)
+
+
+def numbers(leaf):
+    """A leaf as an array of numbers, also if it is a random key."""
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf
+
+
+@sow_outside_of_capture
+def test_sown_values_have_the_shardings_of_the_rule():
+    def step(model, x):
+        model.sow(flax_nnx.Intermediate, 'features', x)
         return model(x)
 
-    assert refused(evaluates, model, rows()) == (
-        'evaluates changes more of its arguments than their arrays: 0/dropout/deterministic, '
-        '0/norm/use_running_average. Do that before the call, as with model.eval() or in the constructor of '
-        'a module, or keep the value in a Variable'
+    rule = TreePathShardingRule(('features', P('fsdp')), ('.*', P()))
+    compiled = nnx.sjit(helper(), step, in_shardings=(rule, P('fsdp')), donate_argnums=0)
+    model = Block(flax_nnx.Rngs(0))
+    for count in (1, 2):
+        compiled(model, rows())
+        assert [value.sharding.spec for value in model.features.get_value()] == [P('fsdp')] * count
+
+
+@sow_outside_of_capture
+def test_a_rule_without_an_answer_for_a_sown_value():
+    def step(model, x):
+        model.sow(flax_nnx.Intermediate, 'features', x)
+
+    rule = TreePathShardingRule(('kernel|bias', P()))
+    model = flax_nnx.Linear(16, 16, rngs=flax_nnx.Rngs(0))
+    with pytest.raises(ShardingError) as caught:
+        nnx.sjit(helper(), step, in_shardings=(rule, P('fsdp')))(model, rows())
+    assert str(caught.value) == (
+        "One leaf of the outputs of 'step' (out_shardings) cannot be sharded as asked (mesh: fsdp=4, tp=2):\n"
+        '  0/0/features/value/0: float32[64, 16]\n'
+        "    no regex of the rule matches the path 'features/value/0' (inside '0/0')\n"
+        '    rule: TreePathShardingRule with 1 regex\n'
+        "What to do: add a pair for these leaves, end with ('.*', PartitionSpec()), or pass strict=False to "
+        'replicate what nothing matches.'
     )
+    assert not hasattr(model, 'features')
 
-    def ties(model):
-        model.up_again = flax_nnx.Linear(16, 32, rngs=flax_nnx.Rngs(0))
 
-    assert 'ties changes more of its arguments than their arrays: ' in refused(ties, model)
-    assert not model.dropout.deterministic and model.up_again is model.up
+def test_modules_that_are_added_removed_and_tied():
+    def change(model, tree):
+        model.added = flax_nnx.Linear(16, 32, rngs=flax_nnx.Rngs(0))
+        model.up_again = model.added
+        model.former_norm, model.norm = model.norm, flax_nnx.BatchNorm(16, rngs=flax_nnx.Rngs(1))
+        del model.dropout
+        tree['count'] += 1
+        tree['calls'][...] += 1
+
+    model, tree = Block(flax_nnx.Rngs(0)), {'calls': flax_nnx.Variable(jnp.zeros(())), 'count': jnp.zeros(())}
+    up, norm, calls = model.up, model.norm, tree['calls']
+    nnx.sjit(helper(), change, in_shardings=(FSDP, None))(model, tree)
+    assert model.up is up and model.former_norm is norm and model.norm is not norm
+    assert model.up_again is model.added and not hasattr(model, 'dropout')
+    assert model.added.kernel[...].sharding.spec == P(None, 'fsdp')
+    assert tree['calls'] is calls and float(calls[...]) == float(tree['count']) == 1
+
+
+@pytest.mark.parametrize('new_for_each_epoch', [False, True])
+def test_an_optimizer_for_each_epoch_is_traced_for_each_epoch(new_for_each_epoch):
+    """The functions of an optax optimizer are part of the structure of an `nnx.Optimizer`."""
+
+    def traces(compiler):
+        count = 0
+
+        def step(model, optimizer, x):
+            nonlocal count
+            count += 1
+            return train_step(model, optimizer, x)
+
+        compiled, model = compiler(step), flax_nnx.Linear(16, 16, rngs=flax_nnx.Rngs(0))
+        transform = optax.adamw(1e-2)
+        for _ in range(2):
+            if new_for_each_epoch:
+                transform = optax.adamw(1e-2)
+            optimizer = flax_nnx.Optimizer(model, transform, wrt=flax_nnx.Param)
+            for _ in range(2):
+                compiled(model, optimizer, rows())
+        return count
+
+    expected = traces(flax_nnx.jit)
+    assert traces(lambda step: nnx.sjit(helper(), step, in_shardings=(FSDP, FSDP, P('fsdp')))) == expected
+    assert expected == (2 if new_for_each_epoch else 1)
 
 
 def test_switches_between_calls():

@@ -46,6 +46,25 @@ def test_modules_of_nnx() -> None:
         module = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
         assert isinstance(module, of.module_class(nnx))
         assert not isinstance(X, of.module_class(nnx))
-        names = [path[-1] for path, _ in nnx.iter_graph(module) if path]
-        assert 'kernel' in names
-        assert all(of.is_bookkeeping(name) for name in names if str(name).startswith('_'))
+
+
+def test_modules_whose_structure_changes_in_a_compiled_function() -> None:
+    nnx: Any = pytest.importorskip('flax.nnx')
+    with contract('has split_context and merge_context', 'to change modules in place', library='flax'):
+        module = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        kernel = module.kernel
+        graph, state = nnx.split({0: module})
+        with nnx.update_context('inside'):  # apart from the one outside, as in a call whose trace is cached
+            with nnx.merge_context('inside', inner=True) as context:
+                copy = context.merge(graph, state)[0]
+            copy.tied, copy.mode, copy.added = copy.kernel, 'changed', nnx.Param(X)
+            del copy.bias
+            with nnx.split_context('inside') as context:
+                graph, state = context.split({0: copy})
+        with nnx.update_context('outside'):
+            with nnx.split_context('outside') as context:
+                context.split({0: module})
+            with nnx.merge_context('outside', inner=False) as context:
+                assert context.merge(graph, state)[0] is module
+        assert module.kernel is module.tied is kernel and module.mode == 'changed'
+        assert module.added.shape == X.shape and not hasattr(module, 'bias')
