@@ -1,0 +1,76 @@
+"""Metrics of a training step do not send logits: of each example, one number is enough."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from scalax.sharding import MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+from tests.support import tpu_compiler
+from tests.support.partition import FSDP, assert_values_of_one_device, moved_bytes, pending
+
+HELPER = MeshShardingHelper([8], ['fsdp'])
+ARGMAX = (
+    'with more words than tokens, logits stay sharded over the vocabulary, and XLA sends all of them for the '
+    'argmax of an accuracy; the batch partitioner will send the largest logit of each device and its position'
+)
+
+
+def step_with(accuracy):
+    def step(params, tokens):
+        def loss(params):
+            hidden = jnp.tanh(params['embed'][tokens] @ params['hidden'])
+            logits = jnp.einsum('bld,vd->blv', hidden, params['embed'])
+            log_probs = jax.nn.log_softmax(logits)
+            cost = -jnp.mean(jnp.take_along_axis(log_probs, tokens[..., None], -1))
+            return cost, jnp.mean(jnp.argmax(logits, -1) == tokens) if accuracy else jnp.zeros(())
+
+        (value, hits), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value, hits
+
+    return step
+
+
+def compiled(helper, accuracy):
+    step = step_with(accuracy)
+    return helper.sjit(step, in_shardings=(FSDP, P('fsdp')), out_shardings=(FSDP, P(), P()))
+
+
+def arguments(vocabulary, width, batch):
+    embed, hidden, tokens = jax.random.split(jax.random.key(0), 3)
+    params = {
+        'embed': jax.random.normal(embed, (vocabulary, width)) / 8,
+        'hidden': jax.random.normal(hidden, (width, width)) / 8,
+    }
+    return params, jax.random.randint(tokens, batch, 0, vocabulary)
+
+
+def moved_for_accuracy(helper, *args, **options):
+    """The bytes that a step with an accuracy moves more than one without."""
+    with_accuracy, without = (
+        moved_bytes(helper.plan(compiled(helper, accuracy), *args, **options)) for accuracy in (True, False)
+    )
+    return with_accuracy - without
+
+
+def test_values_are_those_of_one_device():
+    args = arguments(512, 16, (8, 8))
+    assert_values_of_one_device(compiled(HELPER, True), step_with(True), *args)
+
+
+@pending(ARGMAX)
+def test_an_accuracy_sends_no_logits():
+    args = jax.eval_shape(lambda: arguments(4096, 64, (8, 64)))
+    tokens = 8 * 64
+    # A logit and a position of each token from each device.
+    assert moved_for_accuracy(HELPER, *args) <= 8 * 8 * tokens
+
+
+@pending(ARGMAX)
+@tpu_compiler.newest
+@pytest.mark.one_jax
+def test_an_accuracy_on_tpus_sends_no_logits():
+    pod = MeshShardingHelper.from_topology('v5e:2x4', [-1], ['fsdp'])
+    args = jax.eval_shape(lambda: arguments(8192, 128, (64, 64)))
+    tokens = 64 * 64
+    assert moved_for_accuracy(pod, *args, quick=True) <= 8 * 8 * tokens
