@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from scalax._jax.tracing import is_abstract, is_opaque, trace_context, type_of
 from scalax._trace.constraints import is_in_types
 from scalax._transforms.calls.signature import CallLayout, CallSignature
+from scalax._tree.path_identity import uncertain_paths
 from scalax._tree.paths import canonical_dtype, describe_leaf, join, optional_path
 from scalax._tree.specs import MeshAxes, only_axes
 from scalax.errors import ArgumentError, module_advice, shown_leaves
@@ -105,6 +106,7 @@ class CallKey(NamedTuple):
         static: (type, value) of every static slot: ``1``, ``True`` and ``1.0`` are equal, and differ.
         context: JAX's trace context, on which what a function returns may depend.
         any_explicit: whether the type of some leaf holds a sharding.
+        paths: the leaf paths, where trees of the same structure may have others; else None.
     """
 
     treedef: Any
@@ -112,6 +114,7 @@ class CallKey(NamedTuple):
     static: tuple[tuple[type, Any], ...]
     context: Any
     any_explicit: bool
+    paths: tuple[str, ...] | None = None
 
 
 def call_key(call: Call) -> CallKey:
@@ -131,8 +134,12 @@ def call_key(call: Call) -> CallKey:
             f'{call.signature.name} got numbers that are too large ({error}):\n{wrong}'
         ) from None
     static = _static_key(call) if call.layout.static else ()
+    paths = None
+    if nodes := call.signature.uncertain_nodes(call.treedef):
+        data = [call.flat_args[slot] for slot in call.layout.dynamic]
+        paths = uncertain_paths(data, nodes)
     explicit = bool([spec for *_, spec in types if spec is not None])
-    return CallKey(call.treedef, types, static, trace_context(), explicit)
+    return CallKey(call.treedef, types, static, trace_context(), explicit, paths)
 
 
 def _static_key(call: Call) -> tuple[tuple[type, Any], ...]:

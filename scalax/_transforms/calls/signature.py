@@ -19,6 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from scalax._tree.path_identity import uncertain_nodes
+from scalax._util import lru_cache
 from scalax.errors import ArgumentError, StructureError, did_you_mean, near_names, plural
 from scalax.rules._prefix import RuleLike, is_rule
 
@@ -83,6 +85,7 @@ class CallSignature:
         says_batch: whether the user says which arguments are batches; perhaps none.
         says_no_batch: whether the user says that none is.
         batch_keywords: those of them among the extra keywords.
+        uncertain_nodes: the nodes of a structure of arguments that do not determine the leaf paths.
 
     Raises:
         ArgumentError: a position or a name that the function does not have, or one that is static and also
@@ -126,6 +129,7 @@ class CallSignature:
         own = (self.static_keywords, self.donated_keywords, self.keywords)
         self.fixed = len(self.positional) + len(self.keyword_only) + sum(map(bool, own))
         self._layouts: dict[int, CallLayout] = {}
+        self.uncertain_nodes = functools.lru_cache(maxsize=lru_cache.SIZE)(uncertain_nodes)
         if self.varargs is None:
             self.layout(0)  # raises about arguments that are both static and donated
 

@@ -141,6 +141,7 @@ class Dispatcher:
         self.programs: dict[Any, Program] = {}
         self._table = ProgramTable(lambda flat_args: this._known(flat_args), lambda: this._wrong_program())
         self.fast_call = None
+        self._compares_paths = False  # of arguments whose structure does not determine them, at every call
 
     # What the generated caller runs -----------------------------------------------------------------
 
@@ -173,7 +174,8 @@ class Dispatcher:
                 if read.typed is not call and (read.moves.unplaced or read.moves.foreign):
                     self._place_host_data(read, program)
                 self._table.add(flat_args, program)
-                self.fast_call = self._table if len(self.programs) > 1 else program.call
+                fast_call = self._table if len(self.programs) > 1 else program.call
+                self.fast_call = None if self._compares_paths else fast_call
                 return self._run(read, entry, placed_args)
         except Exception as error:
             self.rules.resolutions = self.rules.resolutions and []  # which hold the arguments
@@ -311,6 +313,7 @@ class Dispatcher:
             resolutions, self.rules.resolutions = self.rules.resolutions, None  # of the first call
             if resolutions and True in [each.any_whole for each in resolutions]:
                 warn_unsharded(self.signature.name, resolutions, self.mesh.shape)
+            self._compares_paths |= entry.key.paths is not None
             entry.program = program
             return program
 
@@ -446,8 +449,8 @@ class Dispatcher:
         key = call_key(call)
         entry = self._entry(key, call)
         if entry.program is None:
-            if jax.config.jax_disable_jit:
-                raise self._wrong_program()
+            if jax.config.jax_disable_jit or (key.paths is not None and not placed):
+                raise self._wrong_program()  # paths have to be compared at later calls
             pairs = zip(call.leaves, entry.arguments, strict=True)
             if (
                 self.rules.any_explicit

@@ -418,6 +418,39 @@ def test_outputs_of_another_trace_context_may_have_other_leaves():
     assert compiled(X).sharding.spec == ROWS
 
 
+@dataclasses.dataclass(frozen=True)
+class Label:
+    name: str = dataclasses.field(compare=False)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Labelled:
+    """A node that names its child by static data which JAX compares as equal."""
+
+    def __init__(self, child, label):
+        self.child, self.label = child, label
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.DictKey(self.label.name), self.child)], self.label
+
+    @classmethod
+    def tree_unflatten(cls, label, children):
+        return cls(children[0], label)
+
+
+def test_equal_structures_with_other_paths_get_their_own_shardings():
+    a, b = (Labelled(X, Label(name)) for name in 'ab')
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    rule = TreePathShardingRule(('^a$', ROWS), ('^b$', COLUMNS))
+    compiled = HELPER.sjit(lambda node: jax.tree.map(lambda x: x * 2, node), rule, rule)
+    for _ in range(3):
+        for node, spec in ((a, ROWS), (b, COLUMNS)):
+            assert HELPER.shard(node, rule).child.sharding.spec == spec
+            assert HELPER.match_sharding_rule(rule, node).child.spec == spec
+            assert compiled(node).child.sharding.spec == spec
+            assert compiled(HELPER.shard(node, rule)).child.sharding.spec == spec
+
+
 def test_equal_keys_of_dicts_have_one_path():
     """JAX takes ``{1: x}`` and ``{True: x}`` for one structure, and so do rules."""
     rule = TreePathShardingRule(('^1$', ROWS), ('^a$', COLUMNS))
