@@ -170,7 +170,8 @@ class MeshShardingHelper:
         a slice. GPUs of a host, and of a domain, are adjacent: the last mesh axes are inside.
 
         Args:
-            topology: the slice, such as ``'v5p:4x4x4'``, or the GPUs, such as ``'h100:4x8'``.
+            topology: the slice, such as ``'v5p:4x4x4'``, or the GPUs, such as ``'h100:4x8'``; with a target
+                config of your own ``'gpu.txtpb:4x1x8'``.
             num_slices: the number of slices, joined by the data-center network; of GPUs that of NVLink
                 domains, if *topology* does not have it.
             axis_dims: over all slices together; this and the others as in the constructor.

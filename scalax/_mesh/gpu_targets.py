@@ -9,6 +9,7 @@ common is in table "Technical Specifications per Compute Capability" of the CUDA
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 
@@ -85,6 +86,10 @@ dnn_version_info {{ major: 9 minor: 10 }}
 runtime_version {{ major: 12 minor: 8 }}
 device_description_str: "{target.device_kind}"
 """
+
+
+FIELDS = ('cuda_compute_capability', *re.findall(r'(?m)^ *(\w+):', _TEXT))
+"""What a target config has to have."""
 
 
 def target_config(kind: str) -> str:

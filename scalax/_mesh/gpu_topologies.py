@@ -10,9 +10,10 @@ import dataclasses
 import importlib.metadata
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from scalax._mesh.gpu_targets import TARGETS, target_config
+from scalax._mesh.gpu_targets import FIELDS, TARGETS, target_config
 from scalax.errors import MeshError, MissingDependencyError, plural
 
 
@@ -45,6 +46,11 @@ PLUGINS = ('jax-cuda12-pjrt', 'jax-cuda13-pjrt')
 """The packages with the compiler, for two versions of CUDA."""
 
 _AMD = re.compile(r'mi\d{3}', re.IGNORECASE)
+_FILE = '.txtpb'
+_EXAMPLES = 'XLA has examples: https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs'
+# The value of a field; of a compute capability its major number.
+_FIELD = r'\b{}\s*:?\s*(?:{{[^}}]*?\bmajor\s*:)?\s*({{[^}}]*}}|[^\s}}]+)'
+_VALUE = re.compile(r'["\']|[0.]*[1-9]|0[xX]0*[1-9a-fA-F]')  # a text, or a number above 0
 _NUMBERS = re.compile(r'\d+(?:\.\d+)*')  # those that a version begins with, all that JAX compares
 _SIZE = re.compile(r'(?:(?:([1-9]\d{0,5})x)?([1-9]\d{0,5})x)?([1-9]\d{0,3})')
 
@@ -54,7 +60,7 @@ class GPUTopology:
     """GPUs that are joined.
 
     Attributes:
-        kind: a key of `GPUS`.
+        kind: a key of `GPUS`, or the path of a target config.
         domains: the number of NVLink domains.
         hosts: the number of hosts of each.
         each: the number of GPUs of a host.
@@ -67,14 +73,14 @@ class GPUTopology:
 
 
 def is_of_gpus(topology: str) -> bool:
-    """Whether a topology names GPUs, by the names of their kinds.
+    """Whether a topology names GPUs, by the names of their kinds or a target config.
 
     Example:
-        >>> is_of_gpus('h100:8'), is_of_gpus('v5p:4x4x4')
-        (True, False)
+        >>> is_of_gpus('h100:8'), is_of_gpus('my.txtpb:4x8'), is_of_gpus('v5p:4x4x4')
+        (True, True, False)
     """
     kind = topology.rpartition(':')[0] or topology
-    return kind in GPUS or _AMD.match(kind) is not None
+    return kind in GPUS or kind.endswith(_FILE) or _AMD.match(kind) is not None
 
 
 def gpu_topology(topology: str, num_slices: int = 1) -> GPUTopology:
@@ -100,15 +106,15 @@ def gpu_topology(topology: str, num_slices: int = 1) -> GPUTopology:
         )
     most = GPUS.get(kind)
     read = _SIZE.fullmatch(size)
-    if most is None or read is None:
-        one = GPUS[name := kind or size]
+    if not kind or read is None:
+        one = GPUS.get(name := kind or size, Joined(8, 8))
         hosts_too = f'{name}:{one.domain // one.host if one.domain > one.host else 4}x{one.host}'
         raise MeshError(
             f'a topology of GPUs is KIND:GPUS for one host ({name}:{one.host}), KIND:HOSTSxGPUS '
             f'({hosts_too}), or KIND:DOMAINSxHOSTSxGPUS with domains of NVLink; got {topology!r}'
         )
     domains, hosts, each = (int(number) if number else None for number in read.groups())
-    if most.host == most.domain and domains is None:
+    if most is not None and most.host == most.domain and domains is None:
         domains, hosts = hosts, 1
     if num_slices not in (1, domains or num_slices):
         raise MeshError(
@@ -116,6 +122,12 @@ def gpu_topology(topology: str, num_slices: int = 1) -> GPUTopology:
             f'is {num_slices}: leave one of them out, or give both the same number'
         )
     found = GPUTopology(kind, domains or num_slices, hosts or 1, each or 1)
+    if most is not None:
+        _check(found, most, topology)
+    return found
+
+
+def _check(found: GPUTopology, most: Joined, topology: str) -> None:
     if found.each > most.host:
         raise MeshError(
             f'{topology!r} has hosts of {found.each:,} GPUs, and a host of {found.kind} has at most '
@@ -127,7 +139,6 @@ def gpu_topology(topology: str, num_slices: int = 1) -> GPUTopology:
             f'NVLink joins at most {most.domain} of {found.kind}: write several domains, as in '
             f'{found.kind}:4x{most.domain // found.each}x{found.each}'
         )
-    return found
 
 
 def gpu_devices(topology: str, num_slices: int) -> Sequence[Any]:
@@ -135,16 +146,17 @@ def gpu_devices(topology: str, num_slices: int) -> Sequence[Any]:
 
     Raises:
         MissingDependencyError: the compiler is not installed, twice, or in a version that does not fit JAX.
-        MeshError: the topology is invalid, or the compiler refuses it.
+        MeshError: the topology is invalid, or the compiler refuses the target config.
     """
     found = gpu_topology(topology, num_slices)
+    config = _read_config(found.kind) if found.kind.endswith(_FILE) else target_config(found.kind)
     _require_plugin()
     from jax.experimental import topologies
 
     shape = f'{found.domains}x{found.hosts}x{found.each}'
     try:
         described = topologies.get_topology_desc(
-            platform='cuda', topology_name='', target_config=target_config(found.kind), topology=shape
+            platform='cuda', topology_name='', target_config=config, topology=shape
         )
     except NotImplementedError as error:
         raise MissingDependencyError(
@@ -152,8 +164,35 @@ def gpu_devices(topology: str, num_slices: int) -> Sequence[Any]:
             'JAX_PLATFORMS=cpu before anything uses JAX'
         ) from error
     except RuntimeError as error:
-        raise MeshError(f'the compiler for GPUs describes no topology {topology!r}: {error}') from error
+        hint = ''
+        if found.kind.endswith(_FILE):
+            hint = f'. The compiler wrote to stderr which part of the file it cannot read. {_EXAMPLES}'
+        raise MeshError(f'the compiler for GPUs describes no topology {topology!r}: {error}{hint}') from error
     return list(described.devices)
+
+
+def _read_config(file: str) -> str:
+    """Returns the text of a target config.
+
+    Raises:
+        MeshError: the file cannot be read, or a number is missing or 0: XLA divides by some of them, which
+            would end the process.
+    """
+    try:
+        text = Path(file).read_text(encoding='utf-8')
+    except (OSError, UnicodeDecodeError) as error:
+        raise MeshError(f'the target config {file!r} cannot be read: {error}') from error
+    without_comments = re.sub('#.*', '', text)
+    fields = {name: re.search(_FIELD.format(name), without_comments) for name in FIELDS}
+    missing = ', '.join(name for name, field in fields.items() if field is None)
+    faults = [
+        f'{name} is {field[1]}' for name, field in fields.items() if field and not _VALUE.match(field[1])
+    ]
+    if missing:
+        faults.insert(0, f'it has no {missing}')
+    if faults:
+        raise MeshError(f'{file!r} is not the target config of a GPU: {"; ".join(faults)}. {_EXAMPLES}')
+    return text
 
 
 def installed_plugins() -> dict[str, str]:

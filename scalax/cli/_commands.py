@@ -266,7 +266,8 @@ def doctor(timeout: int, address: str | None, as_json: bool) -> ExitCode:
 
 def topologies(as_json: bool) -> ExitCode:
     """The known TPU slices, as --topology NAME:SIZE takes them, whose chips are the product of the size; and
-    GPUs, as NAME:GPUS, NAME:HOSTSxGPUS or, where NVLink joins hosts, NAME:DOMAINSxHOSTSxGPUS.
+    GPUs, as NAME:GPUS, NAME:HOSTSxGPUS or, where NVLink joins hosts, NAME:DOMAINSxHOSTSxGPUS. A target config
+    of XLA, FILE.txtpb, may take the place of the name of a GPU.
     """
     known = {name: sizes.split() for name, sizes in SIZES.items()}
     for name, joined in GPUS.items():  # the largest host, and the largest domain or four of such hosts

@@ -39,6 +39,8 @@ def helper_of(topology, dims=(-1,), names=('x',), **options):
         ('gb200:18x4', 1, GPUTopology('gb200', 1, 18, 4)),
         ('gb200:18x4', 8, GPUTopology('gb200', 8, 18, 4)),
         ('gb300:4x18x4', 4, GPUTopology('gb300', 4, 18, 4)),
+        ('mine/gpu.txtpb:2x3x16', 1, GPUTopology('mine/gpu.txtpb', 2, 3, 16)),
+        ('gpu.txtpb:3x16', 1, GPUTopology('gpu.txtpb', 1, 3, 16)),
     ],
 )
 def test_names(topology, slices, found):
@@ -178,6 +180,50 @@ def test_versions_are_compared_as_jax_does(plugin, jaxlib, right):
     assert (wrong_plugins({'jax-cuda12-pjrt': plugin}, jaxlib) is None) is right
 
 
+# --- A GPU that a file describes ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        '',
+        'nonsense',
+        target_config('h100').replace('core_count', 'cores'),
+        target_config('h100').replace('threads_per_warp: 32', 'threads_per_warp: 0'),
+        target_config('h100').replace('clock_rate_ghz: 1.98', 'clock_rate_ghz:0.0'),
+        target_config('h100').replace('core_count: 132', 'core_count: -3'),
+        target_config('h100').replace('core_count: 132', '# core_count: 132'),
+        re.sub('cuda_compute_capability .*', 'cuda_compute_capability {}', target_config('h100')),
+        target_config('h100').replace('core_count', 'cores').replace('ghz: 1.98', 'ghz: nan'),
+    ],
+    ids=[
+        *('empty', 'nonsense', 'no cores', 'warps of no threads', 'no clock', 'negative', 'comment'),
+        *('no compute capability', 'two faults'),
+    ],
+)
+def test_invalid_target_configs(described, tmp_path, text, snapshot):
+    described(lambda **_: pytest.fail('the compiler would crash'))
+    path = tmp_path / 'mine.txtpb'
+    path.write_text(text, encoding='utf-8')
+    with pytest.raises(MeshError) as raised:
+        helper_of(f'{path}:1x8')
+    snapshot(str(raised.value).replace(str(tmp_path), '.'))
+
+
+def test_a_target_config_that_does_not_exist(described, snapshot):
+    described(lambda **_: pytest.fail('there is nothing to compile for'))
+    with snapshot.raises(MeshError):
+        helper_of('nowhere/mine.txtpb:1x8')
+
+
+def test_a_target_config_that_is_not_text(described, tmp_path):
+    described(lambda **_: pytest.fail('there is nothing to compile for'))
+    path = tmp_path / 'mine.txtpb'
+    path.write_bytes(b'\xff\xfe\x00')
+    with pytest.raises(MeshError, match=r"mine\.txtpb' cannot be read: .* can't decode byte 0xff"):
+        helper_of(f'{path}:1x8')
+
+
 # --- With the compiler ------------------------------------------------------------------------------
 
 
@@ -209,3 +255,15 @@ def test_mesh_axes_over_domains():
         MeshError, match=re.escape('must multiply to the number of NVLink domains, which is 4')
     ):
         helper_of('h100:4x2', [4, 2], ['tp', 'data'], dcn_axis_dims=[1, 2])
+
+
+@gpu_compiler.needed
+def test_a_gpu_that_a_file_describes(tmp_path):
+    path = tmp_path / 'mine.txtpb'
+    text = target_config('h100').replace('NVIDIA H100 80GB HBM3', 'Mine')
+    path.write_text(text.replace('{ major: 9 minor: 0', '{\n minor: 0\n major: 9'), encoding='utf-8')
+    helper = helper_of(f'{path}:2x1x16')
+    assert {device.device_kind for device in helper.mesh.devices.flat} == {'Mine'}
+    path.write_text(target_config('h100') + '\nnonsense: 1', encoding='utf-8')
+    with pytest.raises(MeshError, match=r'Failed to parse GpuTargetConfigProto.* The compiler wrote'):
+        helper_of(f'{path}:2x1x16')
