@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from scalax._find.step import make_step
 from scalax._find.trial import OutOfTime, Trials
 from scalax._mesh import topologies
 from scalax._plan.hardware import Hardware, hardware_of
+from scalax._report.trial_file import TrialFile
 from scalax._search.meshes import Constraints, possible_meshes
 from scalax._util.progress import progress
 from scalax.errors import ArgumentError, IndivisibleWarning, PlanError, StagesWarning
@@ -48,6 +50,7 @@ def find(
     memory: int | None = None,
     headroom: float = 0.1,
     budget_s: float = 600.0,
+    file: str | os.PathLike[str] | None = None,
 ) -> Found:
     """Finds a mesh and a sharding rule for a step that is written for one device (auto-sharding).
 
@@ -88,6 +91,8 @@ def find(
             unknown, as for simulated devices.
         headroom: the fraction of it that is to stay free.
         budget_s: the seconds after which no new layout is tried.
+        file: a file to which each trial is appended. A search for the same step, with the same compiler and
+            flags, continues from it.
 
     Returns:
         A `Found`. Ctrl-C ends the search early, with the best so far.
@@ -99,6 +104,7 @@ def find(
         Exception: another error of the step or of scalax, with a note that names the layout.
         MissingDependencyError: the compiler for TPUs or for GPUs is not installed.
         MeshError: the topology is unknown.
+        DataError: *file* holds something other than trials.
 
     Example:
         >>> from scalax.plan import find
@@ -107,6 +113,7 @@ def find(
     """
     names = _names(axis_names, num_slices)
     _check(headroom, optimizer_state, batch_dim)
+    trial_file = TrialFile(file)
     traced = make_step(step, args, batch_argnums, donate_argnums)
     if topology is None and num_slices > 1:
         raise ArgumentError('several slices need a topology, such as v5p:4x4x4')
@@ -124,7 +131,7 @@ def find(
         warnings.simplefilter('error', IndivisibleWarning)
         warnings.simplefilter('ignore', StagesWarning)
         warnings.filterwarnings('ignore', 'Some donated buffers were not usable')  # once, of the result
-        trials = Trials(problem, usable, note, started + budget_s)
+        trials = Trials(problem, usable, trial_file, note, started + budget_s)
         try:
             Descent(trials, meshes, batch_dim).run()
         except OutOfTime:

@@ -16,9 +16,12 @@ from scalax._find.dimensions import ArgumentDimensions, dimensions
 from scalax._find.groups import Group, make_groups, stacked_dims
 from scalax._find.layout import Axes, Layout
 from scalax._find.step import Leaf, Step, leaves_of
+from scalax._jax.devices import coords_of, slice_of
+from scalax._plan.compilation import xla_flags
 from scalax._plan.hardware import Hardware
 from scalax._plan.make import make_plan
 from scalax._plan.plan import Plan
+from scalax._report.trial_file import fingerprint
 from scalax._search.meshes import helper_of
 from scalax._tree.specs import entries, only_axes, spec_axes
 from scalax.errors import ArgumentError, did_you_mean
@@ -112,6 +115,26 @@ class Problem:
             for leaf, spec in self.specs(layout).items()
         }
         return sum(leaf.bytes // parts[leaf] for leaf in self.step.leaves if leaf)
+
+    def fingerprint(self, limit: int | None) -> str:
+        """Returns a text that differs for searches whose trials differ.
+
+        Args:
+            limit: the bytes of memory that a device may use.
+        """
+        step = self.step
+        devices = [f'{device.device_kind} {coords_of(device)} {slice_of(device)}' for device in self.devices]
+        return fingerprint(
+            [
+                *(str(step.jaxpr), str(sorted(step.batch)), str(sorted(step.donated))),
+                *map(str, self.leaves),
+                *(group.name for group in self.groups),
+                str(dict(self.fixed)),
+                *devices,
+                *xla_flags(),
+                f'{self.slices} {self.axes} {self.zero1} {self.hardware} {limit}',
+            ]
+        )
 
 
 def make_problem(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -15,6 +16,7 @@ from scalax._find.problem import Problem
 from scalax._find.source import spec_code
 from scalax._plan.roofline import Seconds
 from scalax._report.tables import human_bytes, milliseconds
+from scalax._report.trial_file import TrialFile
 from scalax._search.objective import lost_by, mean, rank, seconds_of
 from scalax._trace.threads import ThreadState
 from scalax._tree.specs import axis_sizes_text
@@ -100,17 +102,21 @@ class OutOfTime(Exception):
 
 
 class Trials:
-    """The trials of a search.
+    """The trials of a search; on disk as well, if it has a file.
 
     Args:
         problem: what is searched for.
         limit: the bytes of memory that a device may use.
+        file: the trials of earlier searches, to which new ones are appended.
         note: called with how far the search is.
         ends: when to stop, by `time.monotonic`.
     """
 
-    def __init__(self, problem: Problem, limit: int | None, note: Callable[[str], None], ends: float) -> None:
-        self.problem, self._limit, self._note, self._ends = problem, limit, note, ends
+    def __init__(
+        self, problem: Problem, limit: int | None, file: TrialFile, note: Callable[[str], None], ends: float
+    ) -> None:
+        self.problem, self._limit, self._file, self._note, self._ends = problem, limit, file, note, ends
+        self._fingerprint = problem.fingerprint(limit) if file.path else ''
         self.known: dict[Layout, Trial] = {}
 
     def __call__(self, layouts: Iterable[Layout]) -> Sequence[Trial]:
@@ -120,6 +126,11 @@ class Trials:
             OutOfTime: the time is over. At least one is made all the same.
         """
         layouts = list(dict.fromkeys(layouts))
+        for layout in layouts:
+            values = self._file.get(f'{self._fingerprint} {layout}')
+            if layout not in self.known and values is not None:
+                with contextlib.suppress(TypeError):  # somebody has edited the file
+                    self.known[layout] = Trial(layout, limit=self._limit, **values)
         new = [layout for layout in layouts if layout not in self.known]
         calls = [functools.partial(attempt, self.problem, layout, self._limit) for layout in new]
         pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS))
@@ -139,6 +150,11 @@ class Trials:
 
     def _add(self, trial: Trial) -> None:
         self.known[trial.layout] = trial
+        names = [field.name for field in dataclasses.fields(trial) if field.name not in ('layout', 'limit')]
+        values = {name: getattr(trial, name) for name in names}
+        # JSON has no infinite numbers; these are the defaults of a trial.
+        finite = {name: value for name, value in values.items() if value != math.inf}
+        self._file.add(f'{self._fingerprint} {trial.layout}', finite)
         best = self.best
         assert best is not None
         seconds = milliseconds(best.seconds) if math.isfinite(best.seconds) else 'no program'

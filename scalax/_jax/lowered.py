@@ -16,6 +16,10 @@ _DIMENSION = re.compile(r'\{((?:"[^"]*"|[^"}])*)\}')
 _ARRAY = re.compile(r'tensor<((?:\d+x)*)(complex<)?[a-z]+(\d+)')
 _ON_HOST = re.compile(r'memory_kind = "\w*host"')
 _CLOSED_AXES = re.compile(r'(?:"[^"]+"(?:, )?)*$')
+_LINE_OF_FILE = re.compile(r'^(#loc\d*) = loc\("[^"\n]*":\d', re.MULTILINE)
+_NAMED = re.compile(r'^#loc\d* = loc\("(.*)"\((#loc\d*)\)\)$', re.MULTILINE)
+_LOCATIONS = re.compile(r'^#loc.*\n|#loc\d*', re.MULTILINE)
+_LARGEST_CONSTANT = 16  # elements; the values of a larger one do not change a plan
 
 
 class LoweredArray(NamedTuple):
@@ -46,6 +50,21 @@ def results_of(lowered: Any) -> list[LoweredArray]:
     """The results of a program. Relies on the function ``main``, and on *res_attrs*."""
     main = _main(lowered)
     return _arrays(itertools.repeat(''), main.type.results, main.attributes['res_attrs'])
+
+
+def text_of(lowered: Any) -> str:
+    """Returns a lowered program with the names of its operations, but without the lines of their files.
+
+    Nor does the text name the functions that called the traced one. Relies on ``#loc`` beginning everything
+    that tells where code is.
+    """
+    # The text of all constants may be far larger than the program.
+    text = lowered.compiler_ir().operation.get_asm(
+        large_elements_limit=_LARGEST_CONSTANT, enable_debug_info=True
+    )
+    lines = {*_LINE_OF_FILE.findall(text)}
+    names = {name for name, place in _NAMED.findall(text) if place not in lines}
+    return '\n'.join([_LOCATIONS.sub('', text), *sorted(names)])
 
 
 def _main(lowered: Any) -> Any:

@@ -119,7 +119,7 @@ def compile_lowered(
     small: dict[str, Any] = _small_device(layout_for or 0, limit or _PLENTY) if quick else {}
     if platform == 'cpu' and layout_for is not None:
         small = {_OPTIMIZATION: 0}
-    said = {*_in_xla_flags(), *given}
+    said = {*(flag[2:].partition('=')[0] for flag in xla_flags()), *given}
     if platform == 'gpu':
         own = {} if attached else {name: on for name, on in LIBRARIES.items() if name not in said}
         small = {MODELLED: True, **own}
@@ -158,13 +158,13 @@ def compile_lowered(
     )
 
 
-def _in_xla_flags() -> list[str]:
-    """The names of the options in XLA_FLAGS, or in the file that it names."""
+def xla_flags() -> list[str]:
+    """Returns the flags in XLA_FLAGS, or in the file that it names."""
     text = os.environ.get('XLA_FLAGS', '').strip()
     if text and not text.startswith('-'):
         with contextlib.suppress(OSError):  # XLA reads none, either
             text = Path(text).read_text(encoding='utf-8', errors='replace')
-    return [flag[2:].partition('=')[0] for flag in text.split()]
+    return text.split()
 
 
 def _flags(options: str, said: Container[str]) -> tuple[str, ...]:

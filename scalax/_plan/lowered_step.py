@@ -12,12 +12,15 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from scalax._jax.devices import coords_of, slice_of
 from scalax._jax.equations import argument_names
-from scalax._jax.lowered import LoweredArray, arguments_of, results_of
+from scalax._jax.lowered import LoweredArray, arguments_of, results_of, text_of
 from scalax._jax.tracing import compiler_options
 from scalax._mesh.meshes import require_devices
+from scalax._plan.compilation import xla_flags
 from scalax._plan.hardware import Hardware, hardware_of
 from scalax._plan.torus import Place, places_of
+from scalax._report.trial_file import fingerprint
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.calls.signature import name_of
 from scalax._transforms.sjit.function import sjit
@@ -89,6 +92,19 @@ class LoweredStep:
         sizes = self.mesh.shape
         axes = sizes if array.spec is None else spec_axes(array.spec)
         return array.bits // (8 * math.prod(sizes[axis] for axis in axes))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A text that differs for steps whose plans differ in more than the lines of the user's files."""
+        devices = [
+            f'{device.device_kind} {coords_of(device) or device.id} {slice_of(device) or 0}'
+            for device in self.mesh.devices.flat
+        ]
+        options = repr(sorted(self.compiler_options.items()))
+        compiler = [*xla_flags(), repr(self.given_hardware), options]
+        return fingerprint(
+            [self.name, str(self.mesh.shape), *devices, *compiler, text_of(self.lowered)],
+        )
 
 
 def lower_step(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
+import json
 import logging
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +20,9 @@ from scalax._plan.hardware import Hardware
 from scalax._plan.lowered_step import LoweredStep, lower_step
 from scalax._plan.make import plan_lowered
 from scalax._plan.page import memory_taken
+from scalax._plan.plan import Plan
 from scalax._report.tables import human_bytes
+from scalax._report.trial_file import TrialFile
 from scalax._search.candidate import Candidate
 from scalax._search.meshes import Constraints, Sizes, helper_of, possible_meshes, slices_along
 from scalax._search.objective import lost_by
@@ -26,7 +31,7 @@ from scalax._search.result import Search
 from scalax._stages.stages import Stages
 from scalax._transforms.calls.signature import name_of
 from scalax._util.progress import Note, progress
-from scalax.errors import ArgumentError, IndivisibleWarning, StagesWarning, did_you_mean
+from scalax.errors import ArgumentError, DataError, IndivisibleWarning, StagesWarning, did_you_mean
 
 _log = logging.getLogger('scalax.search')
 
@@ -42,6 +47,7 @@ def search(
     stages: Stages | Sequence[Stages] = (),
     hardware: Hardware | None = None,
     full: int | None = None,
+    file: str | os.PathLike[str] | None = None,
 ) -> Search:
     """Plans a step on every mesh of a topology, and ranks the meshes.
 
@@ -74,6 +80,8 @@ def search(
             `dataclasses.replace`. By default what is known of the topology.
         full: how many of the best to compile in full in any case, which takes minutes for each. For GPUs
             all plans are full ones.
+        file: a file to which each plan is appended. A search of the same step, with the same compiler and
+            flags, continues from it.
 
     Returns:
         A `Search`. Ctrl-C ends the search early; the result then ranks the meshes planned so far.
@@ -84,6 +92,7 @@ def search(
         Exception: an error of *make_step*, of the step, or of scalax, with a note that names the mesh.
         MissingDependencyError: the compiler for TPUs or for GPUs is not installed.
         MeshError: the topology is unknown, or names of axes are invalid.
+        DataError: *file* holds something other than plans of a search.
 
     Example:
         >>> from scalax.plan import search
@@ -107,6 +116,7 @@ def search(
         raise ArgumentError(
             f'{num_slices} slices need dcn_axis=..., the mesh axis that runs from slice to slice'
         )
+    trial_file = TrialFile(file)
     devices, name = _devices(topology, num_slices)
     if devices[0].platform != 'tpu':  # plans of others are full ones
         full = 0
@@ -116,7 +126,7 @@ def search(
         raise ArgumentError(
             f'no mesh over {", ".join(names)} with {len(devices)} devices satisfies the constraints'
         )
-    attempt = _Attempts(make_step, devices, (num_slices, outer), bool(pipelines), hardware)
+    attempt = _Attempts(make_step, devices, (num_slices, outer), bool(pipelines), hardware, trial_file)
     done: dict[int, Candidate] = {}
     interrupted = False
     started = time.monotonic()
@@ -135,6 +145,7 @@ def search(
         not_tried=len(todo) - len(done),
         compiled=attempt.quick,
         compiled_in_full=attempt.full,
+        read=attempt.read,
         seconds=time.monotonic() - started,
     )
 
@@ -149,8 +160,10 @@ class _Attempts:
         slices: how many slices there are, and along which mesh axes, the first ones first.
         has_stages: whether *make_step* takes ``stages=``.
         hardware: the numbers of the devices, if they are not those that are known of them.
+        file: the plans of earlier searches, to which new ones are appended.
         quick: how many quick plans were compiled.
         full: how many full plans were.
+        read: how many plans of either kind were read from the file.
     """
 
     make_step: Callable[..., tuple[Any, Sequence[Any]]]
@@ -158,8 +171,10 @@ class _Attempts:
     slices: tuple[int, Sequence[str]]
     has_stages: bool
     hardware: Hardware | None
+    file: TrialFile
     quick: int = 0
     full: int = 0
+    read: int = 0
 
     def __call__(self, candidate: Candidate, *, quick: bool) -> Candidate:
         """The candidate with its plan, or with the reason why there is none; raises as `lost_by` does."""
@@ -174,12 +189,29 @@ class _Attempts:
                     least, most = human_bytes(candidate.least_memory), human_bytes(limit)
                     lost = f'cannot fit: its arguments alone take {least} of {most}'
                     return dataclasses.replace(candidate, lost=lost, ruled_out=True)
-                plan = plan_lowered(step, quick=quick)
-                self.quick, self.full = self.quick + quick, self.full + (not quick)
+                name = f'{step.fingerprint} {"quick" if quick else "in full"}' if self.file.path else ''
+                plan = self._saved(name) or self._compiled(step, name, quick)
         except Exception as error:  # noqa: BLE001 - lost_by raises what is no result of the compiler
             return dataclasses.replace(candidate, lost=lost_by(error, candidate.name))
         lost = f'does not fit: {memory_taken(plan)}' if plan.fits is False else ''
         return dataclasses.replace(candidate, plan=plan, lost=lost)
+
+    def _saved(self, name: str) -> Plan | None:
+        """The plan in the file of trials; None if it has none, or a damaged one."""
+        values = self.file.get(name)
+        if values is not None:
+            with contextlib.suppress(DataError):
+                plan = Plan.load(json.dumps(values.get('plan')))
+                self.read += 1
+                return plan
+        return None
+
+    def _compiled(self, step: LoweredStep, name: str, quick: bool) -> Plan:
+        plan = plan_lowered(step, quick=quick)
+        self.quick, self.full = self.quick + quick, self.full + (not quick)
+        if self.file.path:
+            self.file.add(name, {'plan': json.loads(plan.to_json())})
+        return plan
 
     def _lowered(self, candidate: Candidate) -> LoweredStep:
         sizes = dict(candidate.mesh)

@@ -50,6 +50,7 @@ class Search(Shown):
         not_tried: how many candidates were not reached.
         compiled: how many quick plans were compiled.
         compiled_in_full: how many full plans were.
+        read: how many plans of either kind were read from the file of an earlier search.
         seconds: how long the search took.
     """
 
@@ -59,6 +60,7 @@ class Search(Shown):
     not_tried: int = 0
     compiled: int = 0
     compiled_in_full: int = 0
+    read: int = 0
     seconds: float = 0.0
 
     def _title(self) -> str:
@@ -100,6 +102,7 @@ class Search(Shown):
         how = {
             'planned quickly' if quickly else 'planned': self.compiled,
             'in full': self.compiled_in_full,
+            'read from the file': self.read,
             'ruled out before compiling': ruled_out,
         }
         counts = ', '.join(f'{count} {what}' for what, count in how.items() if count)

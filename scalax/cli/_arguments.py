@@ -158,6 +158,8 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     sizes = 'the sizes that an axis may have: tp=1,2,4; once for each axis'
     _option(parser, 'sizes', 'NAME=N,N,...', sizes, _choice, [], action='append')
     _option(parser, 'slices', 'N', 'how many slices', _positive, 1, dest='num_slices')
+    file = 'append each trial to a file, and continue from those of an earlier search that it holds'
+    _option(parser, 'file', 'FILE', file)
 
 
 def _add_mesh(parser: argparse.ArgumentParser) -> None:

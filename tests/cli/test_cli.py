@@ -200,14 +200,18 @@ def test_ctrl_c_leaves_the_compiler(job):
 
 @tpu_compiler.needed
 def test_search(job, tmp_path, capsys):
-    page = tmp_path / 'search.html'
+    page, trials = tmp_path / 'search.html', tmp_path / 'trials.jsonl'
     on = ('--topology', 'v5e:2x2', '--axes', 'fsdp,tp', '--sizes', 'tp=1,2')
-    done = here(capsys, 'search', f'{job}:make_step', *on, '--full', 0, '--html', page)
+    done = here(capsys, 'search', f'{job}:make_step', *on, '--full', 0, '--html', page, '--file', trials)
     assert (done.returncode, done.stderr) == (0, '')
     lines = done.stdout.splitlines()
     assert lines[0] == '2 meshes on v5e:2x2: 2 planned quickly'
     assert {line.strip().split('  ')[1] for line in lines[4:6]} == {'fsdp=4, tp=1', 'fsdp=2, tp=2'}
     assert '<title>Meshes for step on v5e:2x2</title>' in page.read_text()
+    done = here(capsys, 'search', f'{job}:make_step', *on, '--full', 0, '--file', trials)
+    assert done.stdout.splitlines()[0] == '2 meshes on v5e:2x2: 2 read from the file'
+    done = here(capsys, 'search', f'{job}:make_step', *on, '--file', job)
+    assert done.returncode == 2 and f"error: '{job}' is not a file of trials: it begins with" in done.stderr
 
 
 @tpu_compiler.needed
@@ -235,14 +239,15 @@ def test_a_search_in_which_nothing_fits(job, capsys, tmp_path):
 
 @tpu_compiler.needed
 def test_find(job, tmp_path, capsys):
-    page = tmp_path / 'found.html'
-    on = ('--topology', 'v5e:2x2', '--batch', 1, '--sizes', 'tp=1,2')
+    page, trials = tmp_path / 'found.html', tmp_path / 'trials.jsonl'
+    on = ('--topology', 'v5e:2x2', '--batch', 1, '--sizes', 'tp=1,2', '--file', trials)
     done = here(capsys, 'find', f'{job}:make_one_device', *on, '--html', page)
     assert (done.returncode, done.stderr) == (0, '')
     assert ' on v5e:2x2, batch ' in done.stdout.splitlines()[0] and 'rule = TreePath' in done.stdout
     assert '<title>A rule for &lt;lambda&gt;</title>' in page.read_text()
+    tried = len(trials.read_text().splitlines())
     done = here(capsys, 'find', f'{job}:make_one_device', *on, '--json')
-    assert json.loads(done.stdout)['tried'] > 1
+    assert json.loads(done.stdout)['tried'] == tried == len(trials.read_text().splitlines()) > 1
     done = here(capsys, 'find', f'{job}:make_one_device', *on, '--code')
     assert done.stdout.startswith('from scalax.sharding import MeshShardingHelper')
     done = here(capsys, 'find', f'{job}:make_too_much', '--topology', 'v5e:2x2', '--batch', 1)

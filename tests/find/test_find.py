@@ -166,6 +166,28 @@ def test_pages_show_names_as_text(tmp_path):
     assert '<img' not in page and '<script>alert' not in result._repr_html_()
 
 
+def test_a_search_continues_from_a_file(tmp_path, monkeypatch):
+    file = tmp_path / 'trials.jsonl'
+    first = find(product, simple(), **options(file=file))
+    lines = file.read_text().splitlines()
+    assert len(lines) == first.tried
+    edited = lines[-1].replace('"bound"', '"least"')  # as by hand; the line after it counts
+    # As if the machine went down while it wrote the last line.
+    file.write_text('\n'.join([*lines[:-1], '{}', 'null', '[1]', edited, lines[-1], lines[0][:40]]) + '\n')
+    attempts, attempt = [], trial.attempt
+    monkeypatch.setattr(trial, 'attempt', lambda *each: (attempts.append(each), attempt(*each))[1])
+    few = find(product, simple(), **options(file=file, sizes={'tp': 8}, budget_s=1e-6))
+    assert (few.mesh, few.tried) == ({'fsdp': 1, 'tp': 8}, 1)  # those of other meshes do not count
+    attempts.clear()
+    again = find(product, simple(), **options(file=file))
+    assert attempts == [] and (again.rule, again.tried) == (first.rule, first.tried)
+    other = find(product, simple(rows=128), **options(file=file))
+    assert len(attempts) == other.tried > 0
+    file.write_text('\n'.join([edited]) + '\n')
+    attempts.clear()
+    assert find(product, simple(), **options(file=file)).tried == len(attempts) == first.tried
+
+
 def test_ctrl_c_gives_the_best_so_far(monkeypatch):
     attempt, attempts = trial.attempt, []
 

@@ -44,6 +44,19 @@ def test_results_have_specs_where_they_are_asked_for(mesh: Mesh) -> None:
         assert of.results_of(program) == [('', P('x', None), 32 * 32), ('', None, 32)]
 
 
+def test_the_text_of_a_program_does_not_depend_on_lines(mesh: Mesh) -> None:
+    def text(source: str, name: str = 'step') -> str:
+        space: dict[str, Any] = {'jax': jax}
+        exec(compile(source.replace('NAME', name), f'{name}{len(source)}.py', 'exec'), space)
+        return of.text_of(jax.jit(space['fun']).lower(np.ones(3)))
+
+    source = "def fun(x):\n    with jax.named_scope('NAME'):\n        return x * 2"
+    with contract('marks with #loc what says where code is', 'to recognize equal programs'):
+        assert text(source) == text(f'\n\n\n{source}')
+        assert text(source) != text(source, 'other')
+        assert 'step' in text(source)
+
+
 def test_what_is_in_the_memory_of_the_host(mesh: Mesh) -> None:
     x = like(mesh, P('x'), memory_kind='pinned_host')
     program = jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Device) + 1).lower(x)

@@ -242,6 +242,49 @@ def test_failures_and_interruptions(monkeypatch):
 
 
 @tpu_compiler.needed
+def test_a_search_continues_from_a_file(tmp_path, monkeypatch):
+    file, plan, asked = tmp_path / 'trials.jsonl', module.plan_lowered, []
+    stop_at = 2
+
+    def counted(step, *, quick):
+        if len(asked) == stop_at:
+            raise KeyboardInterrupt
+        asked.append((step.mesh.devices.shape, quick))
+        return plan(step, quick=quick)
+
+    monkeypatch.setattr(module, 'plan_lowered', counted)
+    options = {'file': file, 'full': 1}
+    stopped = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
+    assert stopped.interrupted and len(stopped.candidates) == 2 == len(file.read_text().splitlines())
+    with file.open('a') as out:  # as if it was killed while it wrote
+        out.write(file.read_text()[:1000])
+    stop_at = None
+    found = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
+    assert asked == [((4, 1), True), ((2, 2), True), ((1, 4), True), ((2, 2), False)]
+    assert (found.compiled, found.compiled_in_full, found.read) == (1, 1, 2)
+    assert str(found).startswith('3 meshes on v5e:2x2: 1 planned quickly, 1 in full, 2 read from the file\n')
+    again = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
+    assert (len(asked), again.read) == (4, 4) and again.candidates == found.candidates
+    # Another step, or other options of the compiler, are not in the file.
+    only = {'constraints': {'tp': 1}, 'full': 0, 'file': file}
+    search(lambda helper: make_step(helper, tokens=8192), 'v5e:2x2', ['fsdp', 'tp'], **only)
+    assert len(asked) == 5
+    monkeypatch.setenv('LIBTPU_INIT_ARGS', '--xla_tpu_something=true')
+    search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **only)
+    assert len(asked) == 6
+
+
+@tpu_compiler.needed
+def test_damaged_plans_are_made_again(tmp_path):
+    file = tmp_path / 'trials.jsonl'
+    options = {'constraints': {'tp': 2}, 'full': 0, 'file': file}
+    first = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
+    file.write_text(file.read_text().replace('"peak"', '"beak"'))
+    again = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
+    assert (again.read, again.compiled) == (0, 1) and again.best == first.best
+
+
+@tpu_compiler.needed
 @pytest.mark.parametrize('mistake', [PlanError('a form that is not known'), KeyError('a mistake')])
 def test_other_errors_are_no_outcomes(monkeypatch, mistake):
     """They would look as if the candidate had lost, on every mesh."""
