@@ -739,6 +739,7 @@ class MeshShardingHelper:
         *,
         check: bool = True,
         rows: Literal['all', 'needed'] = 'all',
+        check_replicas: bool = False,
     ) -> Any:
         """Makes global arrays of the data that each process holds.
 
@@ -756,6 +757,8 @@ class MeshShardingHelper:
             rows: ``'all'``: every process brings an equal share of the batch; examples that another process's
                 devices need are sent there, and nothing else is. ``'needed'``: every process brings the
                 examples that `process_rows` names, in that order, and nothing is sent.
+            check_replicas: with ``rows='needed'``, compare checksums of the examples that several processes
+                bring.
 
         Returns:
             The tree as global jax.Arrays.
@@ -775,8 +778,9 @@ class MeshShardingHelper:
         """
         meshes.require_devices(self._mesh, 'local_data_to_global_array')
         checked_flag('check', check)
+        checked_flag('check_replicas', check_replicas)
         options = to_global.BatchOptions(self.mesh, batch_axis, mesh_axis_subset, rows)
-        return to_global.local_data_to_global_array(options, tree, check)
+        return to_global.local_data_to_global_array(options, tree, check, check_replicas)
 
     def prefetch(
         self,

@@ -89,6 +89,7 @@ OPTIONS = {
     'splitting': lambda flag: MeshShardingHelper([8], ['data'], flag),
     'quick': lambda flag: HELPER.plan(lambda x: x, 1.0, quick=flag),
     'check': lambda flag: HELPER.local_data_to_global_array(np.ones(8), check=flag),
+    'check_replicas': lambda flag: HELPER.local_data_to_global_array(np.ones(8), check_replicas=flag),
     'prefetch': lambda flag: HELPER.prefetch([], check=flag),
     'check_vma': lambda flag: HELPER.shard_map(lambda x: x, P(), P(), check_vma=flag),
     'merge': lambda flag: axis_mapping({}, merge=flag).__enter__(),

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import copy
 import dataclasses
+import itertools
 import queue
 import threading
 import weakref
@@ -78,8 +79,8 @@ class Prefetch(Iterator[Batch], contextlib.AbstractContextManager['Prefetch[Batc
     Threads may share one: each batch is given once, in the order of the data, and all of them see the end.
     One of them gets an error; for the others iteration ends.
 
-    A ``next`` that is interrupted (Ctrl-C) while it waits for the loader loses no batch; one that is
-    interrupted later ends the iteration.
+    A ``next`` that is interrupted (Ctrl-C) loses no batch: the following one gives it. Of several processes
+    the others have continued without the interrupted one, so there each later ``next`` is an error.
 
     The iterator of *iterable* is ahead of the loop by as many batches as are loaded. Where it has a state
     (``get_state``, as Grain's have), `get_state` is the state after the last batch that the loop was given:
@@ -97,8 +98,9 @@ class Prefetch(Iterator[Batch], contextlib.AbstractContextManager['Prefetch[Batc
         # What processes do together has one order on all of them, whichever threads ask for batches.
         self._turn = threading.Lock()
         self._shared = _Shared(size)
+        self._taken: list[_Item] = []  # the item of the next batch, until that is given; at most one
         self._count = 0
-        self._done = False
+        self._done = self._interrupted = False
         # Here, so that an error about an object that is not iterable is not raised in the thread.
         iterator = iter(iterable)
         self._stateful = hasattr(iterator, 'get_state')
@@ -114,13 +116,28 @@ class Prefetch(Iterator[Batch], contextlib.AbstractContextManager['Prefetch[Batc
         with self._turn:
             if self._done:
                 raise StopIteration
-            item = self._shared.items.get()
+            if self._interrupted:
+                raise DataError(
+                    'prefetch was interrupted while processes agreed on a batch, and the others have '
+                    'continued: end the program on all of them, and restart it from a checkpoint'
+                )
+            if not self._taken:
+                # Without a step of Python between the queue and the list, where a signal would lose the item.
+                items = map(queue.SimpleQueue.get, itertools.repeat(self._shared.items))
+                self._taken.extend(itertools.islice(items, 1))
+            item = self._taken[0]
             try:
-                return self._completed(item)
-            except BaseException:
-                self._done = True
-                self._finalizer()
+                batch = self._completed(item)
+            except BaseException as error:
+                if isinstance(error, Exception) or error is item.error:
+                    self._taken.clear()
+                    self._done = True
+                    self._finalizer()
+                else:  # Ctrl-C
+                    self._interrupted = self._together
                 raise
+            self._taken.clear()
+            return batch
 
     def _completed(self, item: _Item) -> Batch:
         """The batch, once all processes have one."""

@@ -32,6 +32,7 @@ def microbatch(
     batch_axis: int = 0,
     rng: Names = (),
     reduce: Literal['mean', 'sum'] = 'mean',
+    accumulate_dtype: Any = None,
 ) -> Callable[Given, Result]:
     """Makes a function process its batch in *n* microbatches, one after the other.
 
@@ -41,8 +42,8 @@ def microbatch(
     In `MeshShardingHelper.sjit`, gradients of replicated parameters (DDP) are summed over devices once, after
     the last microbatch, if *fun* treats each example alone but for sums and means, and draws nothing random.
 
-    Floats narrower than float32 are summed in float32; results have the dtypes of *fun*. Inside
-    `shard_map` it needs ``check_vma=False``. Outside of compiled functions it is compiled as by ``jax.jit``.
+    Inside `shard_map` it needs ``check_vma=False``. Outside of compiled functions it is compiled as by
+    ``jax.jit``.
 
     Where the loss is a mean over equally weighted examples, the mean over the microbatches is the mean over
     all examples, up to rounding. With weights (padding, say) it is not. Then return sums, and divide once::
@@ -64,12 +65,15 @@ def microbatch(
         rng: arguments that are PRNG keys, or trees of them; microbatch ``i`` gets
             ``jax.random.fold_in(key, i)``.
         reduce: what becomes of the *n* results: their ``'mean'`` or their ``'sum'``, leaf by leaf.
+        accumulate_dtype: the dtype in which floating-point leaves are summed. By default that is float32 for
+            narrower floats, and the leaf's dtype for others. Results have the dtypes of *fun*.
 
     Returns:
         A function with the parameters of *fun*.
 
     Raises:
-        ArgumentError: an argument that *fun* does not have; integers in the result, which have no mean.
+        ArgumentError: an argument that *fun* does not have, or that is both the batch and a key; another
+            dtype to accumulate in; integers in the result, which have no mean.
         DataError: the examples do not divide by *n*; all such leaves are named. Or the batch holds no array.
 
     Example:
@@ -88,8 +92,17 @@ def microbatch(
     n = operator.index(n)
     if reduce not in ('mean', 'sum'):
         raise ArgumentError(f"microbatch: reduce is 'mean' or 'sum', got {reduce!r}")
+    if accumulate_dtype is not None and not _is_float(accumulate_dtype):
+        raise ArgumentError(
+            'microbatch: accumulate_dtype is a floating-point dtype, or None, '
+            f'got {getattr(accumulate_dtype, "__name__", repr(accumulate_dtype))}'
+        )
     signature, name = inspect.signature(fun), name_of(fun)
     divided, keys = (_names(fun, signature, option) for option in (batch, rng))
+    if both := [argument for argument in divided if argument in keys]:
+        raise ArgumentError(
+            f'microbatch: {", ".join(both)} cannot be both the batch (batch=...) and PRNG keys (rng=...)'
+        )
 
     def read(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return signature.bind(*args, **kwargs).arguments
@@ -108,12 +121,12 @@ def microbatch(
 
         # Compiled, because it is traced twice, for the types of the sums and in the loop; JAX runs the user's
         # code only once, since it finds the trace again.
-        return _accumulated(compiled(on_part, name), n, parts, reduce)
+        return _accumulated(compiled(on_part, name), n, parts, reduce, accumulate_dtype)
 
     return called(fun, read, run, compiled(run, name))
 
 
-def _accumulated(fun: jax.stages.Wrapped, n: int, parts: Any, reduce: str) -> Any:
+def _accumulated(fun: jax.stages.Wrapped, n: int, parts: Any, reduce: str, dtype: Any) -> Any:
     """The mean or the sum of what a jitted function returns for each part, in a loop."""
     indices = jnp.arange(n)
     traced = fun.trace(indices[0], jax.tree.map(lambda leaf: leaf[0], parts))
@@ -129,7 +142,7 @@ def _accumulated(fun: jax.stages.Wrapped, n: int, parts: Any, reduce: str) -> An
         total = total / n if reduce == 'mean' else total
         return total if kind.dtype == bool else total.astype(kind.dtype)
 
-    sums, _ = jax.lax.scan(add, jax.tree.map(_zeros, types), (indices, parts))
+    sums, _ = jax.lax.scan(add, jax.tree.map(lambda kind: _zeros(kind, dtype), types), (indices, parts))
     return jax.tree.map(result, sums, types)
 
 
@@ -198,12 +211,19 @@ def _fault(leaf: Any, shape: tuple[int, ...], axis: int, n: int) -> str:
     return '' if shape[axis] // shards % n == 0 else f'each device has {shape[axis] // shards} examples'
 
 
-def _zeros(kind: Any) -> jax.Array:
-    dtype = kind.dtype
-    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
-        dtype = jnp.float32
-    elif kind.dtype == bool:
-        dtype = jnp.promote_types(dtype, jnp.int32)
+def _is_float(dtype: Any) -> bool:
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False
+
+
+def _zeros(kind: Any, dtype: Any) -> jax.Array:
+    """The sum of nothing, for results of a type; *dtype* is the one that the user asked for, if any."""
+    if not jnp.issubdtype(kind.dtype, jnp.floating):
+        dtype = jnp.promote_types(kind.dtype, jnp.int32) if kind.dtype == bool else kind.dtype
+    elif dtype is None:
+        dtype = jnp.float32 if kind.dtype.itemsize < 4 else kind.dtype
     # Over Explicit axes the sums are of the types of the results.
     [zeros] = apply_shardings([jnp.zeros(kind.shape, dtype)], [explicit_sharding(kind)])
     return zeros

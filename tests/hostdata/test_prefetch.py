@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from scalax import axes
-from scalax._hostdata import to_global
+from scalax._hostdata import collectives, to_global
 from scalax.errors import DataError
 from scalax.sharding import (
     MeshShardingHelper,
@@ -371,8 +371,29 @@ def test_a_loader_that_ends_the_program_ends_the_data(
         assert list(batches) == []
 
 
-def test_an_interrupted_agreement_ends_the_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other processes have gone on without this one."""
+@pytest.mark.parametrize('where', ['before', 'after'])
+def test_ctrl_c_while_a_batch_is_given_loses_none(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    bound_queue, pressed = collectives.bound_queue, iter([False, True, False, False])
+
+    def press(mesh: Any) -> None:
+        if where == 'after':
+            bound_queue(mesh)
+        if next(pressed):
+            raise KeyboardInterrupt
+        if where == 'before':
+            bound_queue(mesh)
+
+    monkeypatch.setattr(collectives, 'bound_queue', press)
+    batches = HELPER.prefetch(map(batch, range(3)))
+    numbers = []
+    with pytest.raises(KeyboardInterrupt):
+        numbers.extend(int(arrays['number']) for arrays in batches)
+    numbers.extend(int(arrays['number']) for arrays in batches)
+    assert numbers == [0, 1, 2]
+
+
+def test_no_batch_follows_an_interrupted_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other processes have continued without this one."""
 
     def press(*args: Any) -> None:
         raise KeyboardInterrupt
@@ -382,7 +403,14 @@ def test_an_interrupted_agreement_ends_the_iteration(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(batches, '_together', True)
         with pytest.raises(KeyboardInterrupt):
             next(batches)
-        assert list(batches) == []
+        for _ in range(2):
+            with pytest.raises(DataError) as error:
+                next(batches)
+            assert str(error.value) == (
+                'prefetch was interrupted while processes agreed on a batch, and the others have continued: '
+                'end the program on all of them, and restart it from a checkpoint'
+            )
+    assert list(batches) == []
 
 
 def seen_by_a_loader(look: Callable[[], Any]) -> Any:

@@ -17,6 +17,7 @@ OF_FOUR = [
     'check_other_batch_axes',
     'check_processes_with_devices_of_unequal_number',
     'check_disagreement',
+    'check_replicas_that_differ',
     'check_one_that_cannot_bring_its_part_tells_the_others',
     'check_broadcast',
     'check_prefetch_beside_steps',

@@ -184,7 +184,7 @@ def test_axes_of_different_types_do_not_shard_one_batch(snapshot):
 def test_one_process_needs_every_row(subset):
     assert HELPER.process_rows(16, mesh_axis_subset=subset) == slice(0, 16)
     local = np.arange(32).reshape(16, 2)
-    array = HELPER.local_data_to_global_array(local, 0, subset, rows='needed')
+    array = HELPER.local_data_to_global_array(local, 0, subset, rows='needed', check_replicas=True)
     np.testing.assert_array_equal(array, local)
     np.testing.assert_array_equal(HELPER.global_array_to_local_data(array, rows='needed'), local)
 

@@ -132,7 +132,9 @@ def assert_both_ways(helper: MeshShardingHelper, axes: Any, batch: dict[str, Any
         assert_same(leaf, mine[name])
     # The rows that are needed here, without any exchange.
     held = taken(batch, helper.process_rows(rows, mesh_axis_subset=axes))
-    arrays = helper.local_data_to_global_array(held, mesh_axis_subset=axes, rows='needed')
+    arrays = helper.local_data_to_global_array(
+        held, mesh_axis_subset=axes, rows='needed', check_replicas=True
+    )
     assert_global(arrays, batch)
     for name, leaf in helper.global_array_to_local_data(arrays, rows='needed').items():
         assert_same(leaf, held[name])
@@ -349,6 +351,22 @@ def check_meshes_that_differ() -> None:
         f'  process {count() - 1}: has the devices of the mesh in another order than process 0\n{ADVICE}'
     ):
         helper.local_data_to_global_array(np.zeros(jax.device_count()))
+
+
+def check_replicas_that_differ() -> None:
+    helper = MeshShardingHelper([2, -1], ['data', 'tp'], dcn_axis_dims=[1, count()])
+    sizes = ', '.join(f'{name}={size}' for name, size in helper.mesh.shape.items())
+    batch = {'x': np.zeros((4, 3)), 'y': np.zeros(4), 'keys': jax.random.split(jax.random.key(0), 4)}
+    if last():
+        batch['y'][2] = 1
+    with raises(
+        'local_data_to_global_array: processes that load the same examples hold different values '
+        f"(mesh ({sizes}), batch on axis 0 over mesh axes 'data', rows='needed'):\n"
+        f'  y: examples 2:4 of process {count() - 1} are not those of process 0\n'
+        'What to do: load exactly the examples that helper.process_rows gives, with the same shuffling, '
+        'augmentation and seed on every process.'
+    ):
+        helper.local_data_to_global_array(batch, 0, 'data', rows='needed', check_replicas=True)
 
 
 def check_leaves_without_elements() -> None:

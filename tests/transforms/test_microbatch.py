@@ -146,6 +146,8 @@ def test_sums_are_kept_in_float32():
     ones = np.ones((1024, 1), jnp.bfloat16)
     summed = microbatch(lambda x: x.sum(), 1024, batch=0, reduce='sum')
     assert summed(ones) == 1024
+    narrow = microbatch(lambda x: x.sum(), 1024, batch=0, reduce='sum', accumulate_dtype=jnp.bfloat16)
+    assert narrow(ones) == 256  # where bfloat16 stops counting by ones
     assert summed(ones).dtype == jnp.bfloat16
 
 
@@ -285,6 +287,21 @@ ERRORS = {
         lambda: microbatch(loss, 2, reduce='max'),
         ArgumentError,
         "microbatch: reduce is 'mean' or 'sum', got 'max'",
+    ),
+    'sums of integers': (
+        lambda: microbatch(loss, 2, accumulate_dtype=np.int32),
+        ArgumentError,
+        'microbatch: accumulate_dtype is a floating-point dtype, or None, got int32',
+    ),
+    'no dtype': (
+        lambda: microbatch(loss, 2, accumulate_dtype='flot32'),
+        ArgumentError,
+        "microbatch: accumulate_dtype is a floating-point dtype, or None, got 'flot32'",
+    ),
+    'keys that are the batch': (
+        lambda: microbatch(loss, 2, rng=('params', 'batch')),
+        ArgumentError,
+        'microbatch: batch cannot be both the batch (batch=...) and PRNG keys (rng=...)',
     ),
     'another argument': (
         lambda: microbatch(loss, 2, batch='bach'),
