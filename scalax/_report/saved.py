@@ -131,16 +131,35 @@ def _value(kind: Any, value: Any) -> Any:
     if origin is types.UnionType:  # of a type and None
         return None if value is None else _value(arguments[0], value)
     if origin is tuple:
-        return tuple(_value(arguments[0], item) for item in value)
-    if origin is Literal or kind in (str, int, bool, float):
+        return tuple(_value(arguments[0], item) for item in _checked(list, value))
+    if origin is Literal:
+        if value not in arguments:
+            raise ValueError(f'{reprlib.repr(value)} is none of {", ".join(map(repr, arguments))}')
         return value
+    if kind in (str, int, bool, float):
+        return _checked(kind, value)
     if origin is not None:  # a mapping
         return {key: _value(arguments[1], item) for key, item in value.items()}
     return kind(value) if issubclass(kind, enum.Enum) else _built(kind, value)
 
 
+def _checked(kind: type, value: Any) -> Any:
+    """Returns a value that is of a type; JSON written by others has integers where floats are meant."""
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise ValueError(f'{reprlib.repr(value)} is not of type {kind.__name__}')
+    return value
+
+
 def _plain_spec(spec: PartitionSpec) -> Any:
-    """The entries of a spec; with the axes along which it is unreduced or reduced, if there are any."""
+    """The entries of a spec; with the axes along which it is unreduced or reduced, if there are any.
+
+    Raises:
+        DataError: a mesh axis has the name that stands for `PartitionSpec.UNCONSTRAINED`.
+    """
+    if _UNCONSTRAINED in specs.spec_axes(spec):
+        raise DataError(
+            f'{spec} cannot be written: {_UNCONSTRAINED!r} stands for PartitionSpec.UNCONSTRAINED'
+        )
     entries = [_UNCONSTRAINED if entry is specs.UNCONSTRAINED else entry for entry in specs.entries(spec)]
     written = [list(entry) if isinstance(entry, tuple) else entry for entry in entries]
     if not spec.unreduced and not spec.reduced:

@@ -29,6 +29,7 @@ import socket
 
 from scalax._jax import orbax
 from scalax._jax.orbax import Path
+from scalax._report.pages import visible
 from scalax.checkpoint._files import sync
 from scalax.checkpoint._saved_step import FOLDER, ITEM, complete_steps
 from scalax.errors import CheckpointError
@@ -163,15 +164,23 @@ class StepDirectory:
         Args:
             name: the name of the save. It holds the token of process 0, which may differ from this one's.
         """
+        path = self.path / _WRITER
         try:
-            owner = json.loads((self.path / _WRITER).read_text())
+            owner = json.loads(path.read_text())
+            token, pid, host, since = (str(owner[key])[:200] for key in ('token', 'pid', 'host', 'since'))
         except FileNotFoundError:
             return
-        if owner['token'] == name[:_TOKEN_LENGTH]:
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            raise CheckpointError(
+                f'{path} cannot be read, so the writer of this directory is not known '
+                f'({type(error).__name__}: {visible(str(error))[:200]}). Delete the file if no other job '
+                'writes there'
+            ) from error
+        if token == name[:_TOKEN_LENGTH]:
             return
         raise CheckpointError(
-            f'{self.path} now has another writer: process {owner["pid"]} on host {owner["host"]!r}, since '
-            f'{owner["since"]}. A directory has one writer, the most recent one; this one no longer writes '
+            f'{self.path} now has another writer: process {visible(pid)} on host {host!r}, since '
+            f'{visible(since)}. A directory has one writer, the most recent one; this one no longer writes '
             'or deletes anything there. To keep the other one, end this job; to keep this one, end the other '
             'and create a new Checkpointer here, which takes over the directory with its first save'
         )

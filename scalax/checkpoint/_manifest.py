@@ -9,12 +9,15 @@ flipped byte and is no protection against an adversary.
 from __future__ import annotations
 
 import json
+import os
+import stat
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from scalax._jax.orbax import Path
+from scalax._report.pages import visible
 from scalax.checkpoint._files import sync
 
 _CHUNK = 1 << 22  # bytes read at a time
@@ -65,9 +68,18 @@ def read_manifest(path: Path) -> dict[str, File]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError, AttributeError, TypeError: it is not a list of files.
+        ValueError: it is not a list of files, or names one outside its folder.
     """
-    return {name: File(*entry) for name, entry in json.loads(path.read_text()).items()}
+    try:
+        files = {name: File(*entry) for name, entry in json.loads(path.read_text()).items()}
+    except (AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(f'it is not a list of files: {error}') from error
+    for name, (size, crc32) in files.items():
+        if '\0' in name or not {'', '.', '..'}.isdisjoint(name.split('/')):
+            raise ValueError(f'{name[:80]!r} is not a file of this checkpoint')
+        if type(size) is not int or size < 0 or type(crc32) not in (int, type(None)):
+            raise ValueError(f'{name[:80]!r} has no size and checksum in it')
+    return files
 
 
 def differences(root: Path, files: Mapping[str, File], checksums: bool) -> list[str]:
@@ -84,6 +96,8 @@ def differences(root: Path, files: Mapping[str, File], checksums: bool) -> list[
             size, written = (root / name).stat().length, files[name]
             if size != written.size:
                 return f'{name} has {size} bytes, but {written.size} were written'
+            if checksums and not _is_regular(root / name):
+                return f'{name} is not a regular file'
             crc32 = _crc32(root / name) if checksums else written.crc32
         except OSError as error:
             return f'{name} cannot be read: {error.strerror or error}'
@@ -94,7 +108,12 @@ def differences(root: Path, files: Mapping[str, File], checksums: bool) -> list[
         return ''
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        return [*filter(None, pool.map(difference, files))]
+        return [visible(text) for text in pool.map(difference, files) if text]
+
+
+def _is_regular(path: Path) -> bool:
+    """Whether a file is neither a pipe nor a device, which have no end; object stores have none of these."""
+    return '://' in str(path) or stat.S_ISREG(os.stat(path).st_mode)
 
 
 def _crc32(path: Path) -> int:

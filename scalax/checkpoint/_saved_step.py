@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from scalax._jax.orbax import Path, is_complete
+from scalax._report.pages import visible
 from scalax._tree.paths import path_string
 from scalax.checkpoint import _manifest
 from scalax.checkpoint._files import orbax
@@ -64,7 +65,7 @@ class SavedStep:
         try:
             is_own = (self.root / FOLDER).exists()  # or Orbax has saved it without scalax
             files = _manifest.read_manifest(self.root / MANIFEST) if is_own else {}
-        except (OSError, ValueError, AttributeError, TypeError) as error:
+        except (OSError, ValueError) as error:
             return [f'{MANIFEST} cannot be read: {error}']
         if checksums and (not files or any(file.crc32 is None for file in files.values())):
             raise CheckpointError(
@@ -72,7 +73,17 @@ class SavedStep:
                 'without verify=True'
             )
         first, count = share
-        return _manifest.differences(self.root, dict([*files.items()][first::count]), checksums)
+        share_of_files = dict([*files.items()][first::count])
+        if differences := _manifest.differences(self.root, share_of_files, checksums):
+            return differences
+        try:
+            self.leaves  # noqa: B018 - a step without a manifest may be an empty folder
+        except CheckpointError as error:
+            # Only files that are gone: the next save deletes damaged steps, and another Orbax may read this.
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            return [visible(str(error.__cause__))]
+        return []
 
     @functools.cached_property
     def leaves(self) -> dict[str, Any]:
@@ -81,8 +92,10 @@ class SavedStep:
         Raises:
             CheckpointError: they cannot be read.
         """
-        flat, _ = jax.tree_util.tree_flatten_with_path(self._orbax_tree, is_leaf=_is_metadata)
-        return {path_string(path): _leaf(said) for path, said in flat if _is_metadata(said)}
+        tree = self._orbax_tree
+        with self._reading():
+            flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_metadata)
+            return {path_string(path): _leaf(said) for path, said in flat if _is_metadata(said)}
 
     def arrays(self, targets: Mapping[str, Any]) -> dict[str, Any]:
         """Reads leaves, each straight into its sharding.
@@ -228,8 +241,14 @@ def encode_data(data: Any) -> bytes:
 
 
 def _decode_data(encoded: bytes) -> Any:
-    """Reverses `encode_data`, as far as JSON keeps what it is given (tuples become lists)."""
+    """Reverses `encode_data`, as far as JSON keeps what it is given (tuples become lists).
+
+    Raises:
+        ValueError: `encode_data` did not write it.
+    """
     kind, state = encoded[:1], encoded[1:]
+    if kind not in (_BYTES, _JSON):
+        raise ValueError('its data state is neither bytes nor JSON')
     return state if kind == _BYTES else json.loads(state)
 
 

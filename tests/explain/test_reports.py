@@ -413,6 +413,36 @@ def test_a_hostile_report():
     assert str(error.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ('changes', 'why'),
+    [
+        ({'bytes': '8'}, "'8' is not of type int"),
+        ({'bytes': True}, 'True is not of type int'),
+        ({'path': 3}, '3 is not of type str'),
+        ({'shape': 'ab'}, "'ab' is not of type list"),
+        ({'shape': [8, None]}, 'None is not of type int'),
+    ],
+)
+def test_values_of_other_types(changes, why):
+    """As somebody who edits a golden file may write them."""
+    with pytest.raises(DataError) as error:
+        ShardingReport.load(one_row(**changes))
+    assert str(error.value) == (
+        f'the text is not a whole report: {why}. If another release of scalax wrote it, write it anew with '
+        'report.to_json()'
+    )
+
+
+def test_a_mesh_axis_with_the_name_of_the_marker_is_not_written():
+    helper = MeshShardingHelper([8], ['UNCONSTRAINED'])
+    report = helper.explain({'w': np.zeros((8, 8))}, P('UNCONSTRAINED'))
+    with pytest.raises(DataError) as error:
+        report.to_json()
+    assert str(error.value).endswith(
+        "('UNCONSTRAINED',) cannot be written: 'UNCONSTRAINED' stands for PartitionSpec.UNCONSTRAINED"
+    )
+
+
 def test_a_spec_that_jax_refuses():
     spec = {'entries': ['x'], 'unreduced': ['x'], 'reduced': []}
     with pytest.raises(DataError, match='not a whole report: '):

@@ -66,6 +66,8 @@ def written():
         ({'memory': {}}, "it has no 'arguments'"),
         ({'flops_counted': 'badly'}, "'badly' is not a valid Counted"),
         ({'collectives': [3]}, "'int' object is not"),
+        ({'collectives': 'ab'}, "'ab' is not of type list"),
+        ({'flops': '3'}, "'3' is not of type int"),
     ],
 )
 def test_what_is_not_a_whole_plan(changes, message):
