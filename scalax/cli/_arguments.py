@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from scalax._report.tables import bytes_of
 from scalax._version import __version__
@@ -20,6 +21,7 @@ from scalax.cli import _commands
 from scalax.cli._exit_codes import ExitCode
 from scalax.errors import MissingDependencyError, PlanError, ScalaxError
 
+_ENTRY = re.compile(r'-|\w+(\+\w+)*')  # of a spec
 _TOPOLOGY = 'the TPU slice, such as v5p:4x4x4, or the GPUs, such as h100:4x8'
 
 
@@ -98,6 +100,11 @@ def _parser() -> argparse.ArgumentParser:
     _option(find, 'batch-dim', 'N', 'the batch dimension, from 0 (0)', _number, 0)
     _add_search(find)
     _add_page(find)
+    keep = (
+        'the sharding of leaves that are not searched, an entry for each dimension: embed=fsdp,- or norm= '
+        '(replicated) or head=-,fsdp+tp; once for each regex'
+    )
+    _option(find, 'keep', 'REGEX=SPEC', keep, _kept, [], action='append')
     _option(find, 'memory', 'SIZE', 'the memory of a device, in place of its own: 16GiB, 80GB', _bytes)
     _option(find, 'headroom', 'PART', 'the fraction of it that stays free (0.1)', float, 0.1)
     _flag(find, 'zero1', 'shard only statistics of the optimizer over the axes of the batch, not parameters')
@@ -202,6 +209,22 @@ def _number(text: str, least: int = 0) -> int:
     if not text.strip().isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f'{text!r} is not an integer of at least {least}')
     return int(text)
+
+
+def _kept(text: str) -> tuple[str, PartitionSpec]:
+    """``'embed=fsdp,-'`` as a regex and a spec."""
+    pattern, equals, spec = text.rpartition('=')
+    entries = [entry.strip() for entry in spec.split(',')] if spec.strip() else []
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f'{pattern!r} is not a regex: {error}') from None
+    if not equals or not pattern or not all(map(_ENTRY.fullmatch, entries)):
+        raise argparse.ArgumentTypeError(
+            f'{text!r} is not of the form REGEX=SPEC (as in embed=fsdp,- or head=-,fsdp+tp)'
+        )
+    axes = [None if entry == '-' else tuple(entry.split('+')) for entry in entries]
+    return pattern, PartitionSpec(*axes)
 
 
 def _positions(text: str) -> tuple[int, ...]:

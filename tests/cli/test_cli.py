@@ -8,6 +8,7 @@ import sys
 
 import jax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import scalax
 from scalax._doctor import Diagnosis
@@ -289,7 +290,9 @@ def test_options_of_find_are_those_of_the_function(job, monkeypatch):
         '--headroom',
         '0.05',
     ]
-    assert main(['find', f'{job}:make_one_device', *on, '--zero1']) == 2
+    kept = ['--keep', 'embed=fsdp,-', '--keep', 'a=b=', '--keep', 'head=-,fsdp+tp']
+    assert main(['find', f'{job}:make_one_device', *on, *kept, '--zero1']) == 2
+    assert given['keep'] == [('embed', P('fsdp', None)), ('a=b', P()), ('head', P(None, ('fsdp', 'tp')))]
     assert (given['batch_dim'], given['memory'], given['headroom']) == (1, 3 * 2**29, 0.05)
     assert given['optimizer_state'] == 'zero1'
     main(['find', f'{job}:make_one_device', '--topology', 'v5e:2x2', '--batch', '1'])
@@ -306,6 +309,10 @@ def test_options_of_find_are_those_of_the_function(job, monkeypatch):
         (['--memory', '9' * 5000], 'is not a memory size'),
         (['--headroom', 'little'], "invalid float value: 'little'"),
         (['--batch-dim', '-1'], "'-1' is not an integer of at least 0"),
+        (['--keep', 'a(=fsdp'], "'a(' is not a regex: missing )"),
+        (['--keep', 'a=fs dp'], "'a=fs dp' is not of the form REGEX=SPEC (as in embed=fsdp,- or"),
+        (['--keep', 'a'], "'a' is not of the form REGEX=SPEC"),
+        (['--keep', '=fsdp'], "'=fsdp' is not of the form REGEX=SPEC"),
     ],
 )
 def test_usage_of_find(job, capsys, arguments, said):
