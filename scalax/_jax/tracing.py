@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
 from jax.sharding import AxisType
 
 # The settings of jax.config that are local to a thread: relies on each having a context manager of its name.
@@ -31,6 +32,9 @@ ABSTRACT = (jax.ShapeDtypeStruct, jax.core.ShapedArray)
 
 ``jax.jit`` takes both in ``lower``, ``trace`` and ``eval_shape``.
 """
+
+current_trace = get_opaque_trace_state
+"""An object that differs for different traces. Relies on it comparing by the trace at work."""
 
 _nothing = jax.jit(lambda: ())
 _OPTIONS = re.compile(r'Got compiler_options=(\{.*?\}) specified on', re.DOTALL)

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh
 
+from scalax._jax.tracing import current_trace
 from scalax._util import lru_cache
 from scalax._util.lru_cache import LRUCache
 from scalax.errors import MeshError, StructureError
@@ -68,8 +69,8 @@ class Context:
     Attributes:
         owner: a weak reference to the helper, which keeps its contexts; constraints use its mesh.
         bindings: annotation name -> the helper that bound it, weakly, and its rules.
-        asked: the names that were ever asked for, in whichever function: under this context JAX may use the
-            trace of an inner ``jax.jit`` again without running its code.
+        asked: the names that were used inside inner traces, such as that of an inner ``jax.jit``: under this
+            context JAX may reuse such a trace without running its code.
     """
 
     owner: weakref.ref[MeshOwner]
@@ -88,15 +89,26 @@ class Context:
         return {name: rules for name, (_, rules) in self.bindings.items()}
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Frame:
+    """One entered context, with the names that were used in it, and the trace in which it was entered."""
+
+    context: Context
+    asked: set[str]
+    trace: Any
+
+
 class _Entered(threading.local):
-    """What this thread has entered of `ActiveHelper` objects, the innermost last.
+    """What this thread has entered, the innermost last.
 
     Attributes:
-        managers: the objects, each with the context manager of its context; None in place of one that was
-            left before its turn.
+        frames: the contexts.
+        managers: the `ActiveHelper` objects, each with the context manager of its context; None in place of
+            one that was left before its turn.
     """
 
     def __init__(self) -> None:
+        self.frames: list[_Frame] = []
         self.managers: list[tuple[ActiveHelper | None, Any]] = []
 
 
@@ -110,16 +122,19 @@ def current() -> Context | None:
 
 
 @contextlib.contextmanager
-def entered(context: Context) -> Iterator[None]:
-    """A context manager in which *context* is the active one."""
-    outer = current()
+def entered(context: Context, asked: set[str]) -> Iterator[None]:
+    """A context manager in which *context* is the active one; *asked* gets the names that are used in it."""
+    frames = _entered.frames
+    frames.append(_Frame(context, asked, current_trace()))
     try:
         # Weakly: JAX's caches would keep its helper and rules alive. References to one context are equal.
         with _active(weakref.ref(context)):
             yield
     finally:
-        if outer is not None:  # JAX may use traces of it again, without those inside
-            outer.asked.update(context.asked)
+        frames.pop()
+        asked |= context.asked  # names in code that JAX did not trace again count too
+        if frames:
+            frames[-1].context.asked.update(context.asked)
 
 
 def bound(name: str) -> tuple[MeshOwner, RuleLike] | None:
@@ -127,7 +142,11 @@ def bound(name: str) -> tuple[MeshOwner, RuleLike] | None:
     context = current()
     if context is None:
         return None
-    context.asked.add(name)
+    trace = current_trace()
+    for frame in _entered.frames:
+        frame.asked.add(name)
+        if frame.trace != trace:  # inside an inner trace, which JAX may reuse
+            frame.context.asked.add(name)
     found = context.bindings.get(name)
     if found is None:
         return None
@@ -227,7 +246,7 @@ class ActiveHelper:
     def __enter__(self) -> ActiveHelper:
         context = context_of(self.mesh_helper, self._bindings)
         self._kept.add(context, context)  # so that equal bindings find it later
-        manager = entered(context)
+        manager = entered(context, set())
         manager.__enter__()
         _entered.managers.append((self, manager))
         return self

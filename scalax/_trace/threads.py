@@ -34,7 +34,7 @@ class ThreadState:
             self._managers.append(lambda: jax.set_mesh(mesh))
         helper, mapping = contexts.current(), contexts.current_mapping()
         if helper is not None:
-            self._managers.append(lambda: contexts.entered(helper))
+            self._managers.append(lambda: contexts.entered(helper, helper.asked))
         if mapping is not None:
             self._managers.append(lambda: contexts.entered_mapping(mapping))
 

@@ -77,6 +77,14 @@ def test_the_trace_of_nothing_is_kept_by_the_trace_context(name: str) -> None:
         assert tracing.trace_context() is outside
 
 
+def test_traces_differ() -> None:
+    outside = tracing.current_trace()
+    with contract('gives an object that compares by the trace at work', 'to know names used in inner traces'):
+        assert outside == tracing.current_trace()
+        inside = seen_in(jax.jit, lambda _: (tracing.current_trace(), tracing.current_trace()))
+        assert inside[0] == inside[1] and inside[0] != outside
+
+
 def test_settings_of_threads_have_context_managers() -> None:
     with contract(
         'has a context manager of its name for each setting of a thread', 'to enter them elsewhere'

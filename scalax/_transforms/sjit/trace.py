@@ -75,6 +75,7 @@ class TracedFunction:
         mesh = rules.mesh
         self._mesh = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
         self._names = rules.options.annotation_shardings
+        self._asked: set[str] = set()
         # Held, because JAX finds traces by the identity of their context.
         self._keep = functools.lru_cache(maxsize=lru_cache.SIZE)(lambda context: context)
         self._warned = False
@@ -116,7 +117,7 @@ class TracedFunction:
         # user's lines should run.
         traced = not [leaf for leaf in call.leaves if not isinstance(leaf, jax.core.Tracer)]
         if traced and entry.jaxpr is not None and entry.kinds == _kinds([*map(type_of, call.leaves)]):
-            with contexts.entered(self._context()):
+            with self._context_entered():
                 return jax.tree.unflatten(entry.out_tree, rewriting.run(entry.jaxpr, call.leaves))
         constraints, flat_args = self._rules.constraints(call), call.flat_args
         inside, entry.batch, entry.followed, entry.staged = entry.arguments, None, None, None
@@ -191,7 +192,7 @@ class TracedFunction:
 
     def run_users(self, flat_args: Sequence[Any]) -> Any:
         """What the user's function returns, with the bindings of annotations in force."""
-        with contexts.entered(self._context()):
+        with self._context_entered():
             args, keywords = self._rules.signature.restore(flat_args)
             fun = self._fun()
             assert fun is not None  # callers hold it
@@ -202,8 +203,9 @@ class TracedFunction:
             updates.warn_lost(self._rules.signature.name, outputs)
             return outputs
 
-    def _context(self) -> contexts.Context:
-        return self._keep(contexts.context_of(self.helper, self._names))
+    def _context_entered(self) -> Any:
+        context = self._keep(contexts.context_of(self.helper, self._names))
+        return contexts.entered(context, self._asked)
 
     def as_users(self, flat_function: Callable[..., Any], layout: CallLayout) -> Callable[..., Any]:
         """Gives a function of slots the name, the parameters and the source that JAX's messages show."""
@@ -217,8 +219,8 @@ class TracedFunction:
         if self._warned or not self._names:
             return
         self._warned = True
-        asked = self._context().asked
-        seen, unused = sorted(asked - self._names.keys()), sorted(self._names.keys() - asked)
+        seen = sorted(self._asked - self._names.keys())
+        unused = sorted(self._names.keys() - self._asked)
         if any_static:  # other values may lead through other code: only a misspelling is certain
             unused = [each for each in unused if near_names(each, seen)]
         if unused:

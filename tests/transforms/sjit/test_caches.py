@@ -573,6 +573,21 @@ def test_a_function_that_lives_on_keeps_no_helper():
         gc.enable()
 
 
+def test_unused_names_are_those_of_each_function():
+    """Functions with equal bindings share a context, but a name that one uses may be unused in the other."""
+    names = {'used': ROWS, 'forgotten': ROWS}
+
+    def both(x):
+        return with_sharding_annotation(with_sharding_annotation(x, 'used'), 'forgotten')
+
+    def one(x):
+        return with_sharding_annotation(x, 'used') * 2
+
+    HELPER.sjit(both, annotation_shardings=names)(X)
+    with pytest.warns(UnusedAnnotationWarning, match="used: 'forgotten'"):
+        HELPER.sjit(one, annotation_shardings=names)(X)
+
+
 def test_memory_spaces_are_not_mixed_up_by_replays():
     host = jax.sharding.NamedSharding(HELPER.mesh, P('data'), memory_kind='pinned_host')
 
