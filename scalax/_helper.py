@@ -571,7 +571,8 @@ class MeshShardingHelper:
             return jax.ShapeDtypeStruct(np.shape(leaf), dtype_on_devices(leaf), sharding=sharding)
 
         shardings = self.match_sharding_rule(rules, tree)
-        return jax.tree.map(struct, tree, shardings)
+        with transfer.naming_large_integers(tree):
+            return jax.tree.map(struct, tree, shardings)
 
     @renamed(pytree='tree')
     def explain(self, tree: Any, rules: RuleLike) -> ShardingReport:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from scalax._hostdata.collectives import without_context
 from scalax._jax.tracing import ABSTRACT, is_abstract
 from scalax._trace import resharding
 from scalax._tree import specs
-from scalax._tree.paths import NamedTree, is_key
+from scalax._tree.paths import NamedTree, is_key, overflowed_dtype
 from scalax._tree.specs import MeshAxes
 from scalax._tree.structures import shown_differences
 from scalax.errors import ArgumentError, Problem, ShardingError, StructureError
@@ -65,7 +66,7 @@ def put(pytree: Any, shardings: Sequence[Any]) -> Any:
     """Places the leaves of a tree as NamedShardings say, leaf by leaf, in one ``jax.device_put``.
 
     Raises:
-        ShardingError: some leaves are abstract; all are named.
+        ShardingError: some leaves are abstract, or integers that are too large; all are named.
     """
     leaves, treedef = jax.tree.flatten(pytree)
     reject_tracers(leaves, 'shard')
@@ -84,7 +85,35 @@ def put(pytree: Any, shardings: Sequence[Any]) -> Any:
                 if is_abstract(leaf)
             ]
         )
-    return jax.tree.unflatten(treedef, _device_put(leaves, shardings))
+    with naming_large_integers(pytree):
+        return jax.tree.unflatten(treedef, _device_put(leaves, shardings))
+
+
+@contextlib.contextmanager
+def naming_large_integers(pytree: Any) -> Iterator[None]:
+    """Names the leaves of a tree that have too many bits for JAX, where it raises an error about one.
+
+    Raises:
+        ShardingError: in place of JAX's error, which does not say where the integer is.
+    """
+    try:
+        yield
+    except Exception:  # OverflowError, or what the runtime says
+        tree = NamedTree.of(pytree)
+        problems = [
+            Problem(
+                'too-large',
+                tree.describe(i),
+                f'{leaf} does not fit in {dtype}, which JAX makes of a Python int',
+                hint='keep such a number out of the tree, or split it into several; jax_enable_x64 '
+                'allows 64 bits.',
+            )
+            for i, leaf in enumerate(tree.leaves)
+            if (dtype := overflowed_dtype(leaf))
+        ]
+        if problems:
+            raise ShardingError(problems) from None
+        raise
 
 
 def _device_put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
