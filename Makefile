@@ -12,6 +12,13 @@ VERIFY := 0.10.0 0.10.2 0.11.2
 PY := $(VENV)/bin/python
 ARGS :=
 
+# How fast the machine code of a test is says nothing about scalax, and compiling it is much of the work of the tests.
+# `make test-all` compiles as users do. JAX 0.10 can also do without MLIR; later releases do not know that flag.
+SMALL := --xla_cpu_parallel_codegen_split_count=1
+LIGHT := JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS='$(SMALL)'
+LIGHT_OLDEST := JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS='$(SMALL) --xla_cpu_use_fusion_emitters=false'
+FEWER := --hypothesis-profile=fewer
+
 # The interpreter for the oldest supported JAX; where it is not given, the oldest one that fits.
 PYTHON_OLDEST ?= $(PYTHON)
 
@@ -36,12 +43,12 @@ $(foreach jax,$(VERIFY),$(shell .venv-$(jax)/bin/python -c '' 2>/dev/null || rm 
 # Two installations of this folder at the same time would write the same build files.
 .NOTPARALLEL:
 
-.PHONY: help setup train train-distributed digits plan bench test check verify docs tutorial dist fuzz faults mutants clean
+.PHONY: help setup train train-distributed digits plan bench check test test-oldest test-all verify docs tutorial dist fuzz faults mutants clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(DEV_STAMP) $(OLDEST_STAMP) ## make the environments of `make test`
+setup: $(DEV_STAMP) $(OLDEST_STAMP) ## make the environments of `make test-all`
 
 train: $(EXAMPLES_STAMP) ## train a small language model on simulated devices (flags in ARGS)
 	@cat $(EXAMPLES_STAMP)
@@ -64,16 +71,26 @@ bench: $(EXAMPLES_STAMP) $(if $(findstring --against,$(ARGS)),$(RELEASE_STAMP)) 
 	@cat $(EXAMPLES_STAMP)
 	@$(if $(findstring others,$(ARGS)),$(OTHERS)/bin/python,$(PY)) -m benchmarks $(ARGS)
 
-test: $(DEV_STAMP) $(OLDEST_STAMP) ## format, lint, types, and the tests on the newest and the oldest JAX
+check: $(DEV_STAMP) ## format, lint, types, and the quick tests: before each commit
+	@$(LIGHT) PYTEST_ARGS='-q -m "not slow and not medium" $(FEWER)' scripts/check.sh $(PY) format lint types tests
+
+test: $(DEV_STAMP) ## format, lint, types, docstrings, and all tests but the slow ones, on the newest JAX
 	@cat $(EXAMPLES_STAMP)
-	@$(PY) -m scripts.run_checks all --oldest-python $(OLDEST)/bin/python
+	@$(LIGHT) PYTEST_ARGS='-m "not slow" $(FEWER)' scripts/check.sh $(PY) format lint types docstrings tests
 
-check: $(DEV_STAMP) ## format, lint, types, and the quick tests on the newest JAX: a look in between
-	@$(PY) -m scripts.run_checks check
+test-oldest: $(OLDEST_STAMP) ## the same tests on the oldest JAX
+	@$(LIGHT_OLDEST) PYTEST_ARGS='-m "not slow" $(FEWER)' scripts/check.sh $(OLDEST)/bin/python tests
 
-verify: $(DEV_STAMP) $(VERIFY_STAMPS) ## everything, before a release: all tests on each JAX, the notebook, recordings, fuzz, faults (VERIFY="0.10.0 ...")
-	@failed=; $(PY) -m scripts.run_checks release || failed=" tests-newest"; \
-	for jax in $(VERIFY); do .venv-$$jax/bin/python -m scripts.run_checks release || failed="$$failed tests-$$jax"; done; \
+test-all: $(DEV_STAMP) $(OLDEST_STAMP) ## all tests, slow ones too, on the newest and the oldest JAX, the docs and the notebooks
+	@failed=; scripts/check.sh $(PY) format lint types docstrings tests || failed=' tests-newest'; \
+	scripts/check.sh $(OLDEST)/bin/python tests || failed="$$failed tests-oldest"; \
+	$(MAKE) docs || failed="$$failed docs"; \
+	$(MAKE) tutorial ARGS=--check || failed="$$failed notebooks"; \
+	test -z "$$failed" || { echo "FAILED:$$failed" && exit 1; }
+
+verify: $(DEV_STAMP) $(VERIFY_STAMPS) ## before a release: all tests on each JAX, notebooks, recordings, fuzz, faults (VERIFY="0.10.0 ...")
+	@failed=; scripts/check.sh $(PY) types docstrings tests || failed=' tests-newest'; \
+	for jax in $(VERIFY); do scripts/check.sh .venv-$$jax/bin/python types docstrings tests || failed="$$failed tests-$$jax"; done; \
 	JAX_PLATFORMS=cpu $(PY) scripts/make_notebooks.py --check || failed="$$failed notebooks"; \
 	$(PY) -m scripts.record_programs --check || failed="$$failed recordings"; \
 	$(PY) -m scripts.verify_table --check || failed="$$failed verify"; \

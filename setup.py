@@ -51,8 +51,10 @@ EXTRAS = {
         'hypothesis',
         'mypy',
         'psutil',
-        'pytest>=8',
+        'pytest>=9',  # ends a run that is stuck in code that Python cannot interrupt
         'pytest-randomly',
+        'pytest-timeout',
+        'pytest-xdist',
         'safetensors',
         'selenium',
         # The wheel test builds without isolation, so the build backend is needed here too.

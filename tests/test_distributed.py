@@ -97,7 +97,6 @@ def test_jax_may_fail_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
         distributed.initialize()
 
 
-@pytest.mark.one_jax
 def test_who_comes_first_says_whom_it_waits_for(port: int) -> None:
     env = told(port, 2)
     for early in range(2):
@@ -172,7 +171,6 @@ for arguments, env in {cases!r}:
 """
 
 
-@pytest.mark.one_jax
 def test_what_does_not_fit_is_an_error_before_anybody_waits(snapshot: Snapshot) -> None:
     code = ASK.format(cases=WRONG)
     with started(['-c', code]) as one:
@@ -210,7 +208,6 @@ def test_one_task_on_a_node_of_several_gpus(
     ] * bool(count)
 
 
-@pytest.mark.one_jax
 def test_one_process_of_a_launcher_may_be_alone() -> None:
     env = {'SLURM_PROCID': '0', 'SLURM_NTASKS': '4'}
     code = 'from scalax import distributed; distributed.initialize(num_processes=1)'
@@ -229,7 +226,6 @@ def test_sigterm_stops_all_at_one_step(port: int) -> None:
         assert steps[0] == steps[1] and len(steps[0]) == 1
 
 
-@pytest.mark.one_jax
 def test_sigterm_alone() -> None:
     with started(join(then=LOOP)) as one:
         one.wait_for('did 3\n')
@@ -238,7 +234,6 @@ def test_sigterm_alone() -> None:
         assert 'stops at' in one.output()
 
 
-@pytest.mark.one_jax
 def test_a_second_sigterm_ends_the_process() -> None:
     with started(join(then=LOOP.replace('sys.exit', 'time.sleep(600)\n        print'))) as one:
         one.wait_for('did 1\n')
@@ -248,7 +243,6 @@ def test_a_second_sigterm_ends_the_process() -> None:
         assert one.wait() == (-signal.SIGTERM,)
 
 
-@pytest.mark.one_jax
 def test_a_handler_of_the_program_is_left_alone() -> None:
     code = """
 import os, signal

@@ -196,7 +196,6 @@ def imports_of_files() -> dict[str, set[str]]:
     }
 
 
-@pytest.mark.one_jax
 def test_no_file_imports_itself_by_way_of_others() -> None:
     assert list(graphlib.TopologicalSorter(imports_of_files()).static_order())
 
@@ -249,7 +248,6 @@ def private_uses(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, name
 
 
-@pytest.mark.one_jax
 @each_file
 def test_uses_public_names_only(path: Path) -> None:
     found = private_uses(TREES[path], package_of(path))
@@ -316,14 +314,12 @@ def function():
     assert lines_of_code(source) == 7
 
 
-@pytest.mark.one_jax
 @each_file
 def test_file_is_short(path: Path) -> None:
     lines = lines_of_code(path.read_text(encoding='utf-8'))
     assert lines <= MAX_LINES, f'{lines} lines of code; one idea a file, {MAX_LINES} lines at most'
 
 
-@pytest.mark.one_jax
 @each_file
 def test_xla_flags_are_left_alone(path: Path) -> None:
     text = path.read_text(encoding='utf-8')

@@ -87,7 +87,6 @@ def planned(name: str) -> Judged:
 
 
 @gpu_compiler.needed
-@pytest.mark.one_jax
 def test_a_published_step_takes_longer_than_its_schedule() -> None:
     judged = planned('KempnerForge, Llama 3 7B, 4 H200, FSDP x TP 2')
     assert judged.scheduled is not None
@@ -95,7 +94,6 @@ def test_a_published_step_takes_longer_than_its_schedule() -> None:
 
 
 @gpu_compiler.needed
-@pytest.mark.one_jax
 @pytest.mark.slow
 def test_published_steps_take_longer_than_their_schedules_and_winners_are_planned() -> None:
     """Of the layouts, at least 9 of 10 pairs are planned as they were measured."""

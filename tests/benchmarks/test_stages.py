@@ -47,7 +47,7 @@ def on_one_device(batches: Any) -> tuple[Any, list[float]]:
     return params, losses
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('mesh', 'options'),
     [
@@ -85,7 +85,7 @@ def test_the_ticks_of_a_schedule() -> None:
 
 
 @gpu_compiler.needed
-@pytest.mark.long
+@pytest.mark.medium
 def test_what_crosses_the_slow_network(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

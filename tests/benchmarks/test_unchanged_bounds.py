@@ -12,7 +12,7 @@ from benchmarks.unchanged.catalogue import all_models
 from benchmarks.unchanged.model import STRATEGIES
 from tests.support import ROOT, tpu_compiler
 
-pytestmark = [pytest.mark.one_jax, tpu_compiler.newest]
+pytestmark = tpu_compiler.newest
 TOPOLOGY, FSDP = 'v5p:4x4x4', STRATEGIES[0]
 MODELS = {model.name: model for model in all_models('large')}
 FIGURES = ('moved', 'peak', 'estimate')

@@ -141,7 +141,6 @@ def assert_ten_steps(name: str, *strategies: Strategy) -> None:
         np.testing.assert_allclose(ten_losses(MODELS[name], strategy, args), wanted, rtol=1e-4)
 
 
-@pytest.mark.one_jax
 def test_ten_steps_of_a_recurrent_cell() -> None:
     assert_ten_steps('recurrent cell', FSDP_TP)
 

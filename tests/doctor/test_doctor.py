@@ -32,7 +32,7 @@ def begin(tmp_path, monkeypatch):
     return write
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_a_healthy_process_runs_a_program_on_each_device(monkeypatch):
     monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '3')
     before = dict(os.environ)
@@ -43,7 +43,6 @@ def test_a_healthy_process_runs_a_program_on_each_device(monkeypatch):
     assert dict(os.environ) == before
 
 
-@pytest.mark.one_jax
 @pytest.mark.parametrize(
     ('text', 'what'),
     [
@@ -59,7 +58,7 @@ def test_a_process_that_fails(begin, text, what):
     assert found.cure == 'see its output above, which comes from JAX and its plugins'
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_scalax_is_found_where_it_is_not_installed(begin):
     begin(
         'import atexit, os, sys\n'
@@ -72,8 +71,7 @@ def test_scalax_is_found_where_it_is_not_installed(begin):
     assert found.what.endswith(f'\n     {ROOT}')
 
 
-@pytest.mark.long
-@pytest.mark.one_jax
+@pytest.mark.medium
 def test_a_process_that_prints_a_line_without_end(begin):
     # Patterns that search the whole of it take hours.
     begin('import os\nprint("x" * (1 << 21), flush=True)\nos._exit(3)')
@@ -81,7 +79,6 @@ def test_a_process_that_prints_a_line_without_end(begin):
     assert found.what.startswith('starting Python failed (exit code 3)') and len(found.what) < 1000
 
 
-@pytest.mark.one_jax
 @pytest.mark.slow
 def test_what_hangs_is_ended_with_what_it_started(begin, tmp_path):
     # Its own process ignores what can be ignored, and so does the one that it starts.
@@ -106,8 +103,7 @@ def test_what_hangs_is_ended_with_what_it_started(begin, tmp_path):
     assert not _runs(pid)
 
 
-@pytest.mark.long
-@pytest.mark.one_jax
+@pytest.mark.medium
 def test_what_has_left_the_group_is_not_waited_for(begin, tmp_path):
     begin(
         'import os, time\n'
@@ -133,7 +129,7 @@ def _runs(pid):
         return False
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('name', 'value', 'what'),
     [
@@ -171,7 +167,7 @@ def pair(monkeypatch):
         yield
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_processes_that_disagree(pair):
     code = (
         'import sys; from scalax._doctor.devices import open_devices\n'
@@ -285,8 +281,7 @@ def test_a_diagnosis(monkeypatch):
     ].items()
 
 
-@pytest.mark.long
-@pytest.mark.one_jax
+@pytest.mark.medium
 def test_ctrl_c_ends_the_other_process(begin, tmp_path):
     begin(
         'import os, time\n'

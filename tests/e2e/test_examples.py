@@ -410,7 +410,7 @@ def test_a_table_without_the_mesh_is_refused(mesh: str, message: str) -> None:
     assert str(error.value) == message
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_a_search_finds_a_mesh_over_which_all_divides() -> None:
     model = ModelConfig(width=48, layers=1, heads=4, kv_heads=2)
     options = dataclasses.replace(OPTIONS, model=model, batch_size=12, sequence_length=32, mesh='search')

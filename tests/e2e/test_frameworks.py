@@ -12,7 +12,6 @@ from examples.frameworks.training import train, write
 from examples.llama.data import load_corpus
 from scalax.sharding import MeshShardingHelper
 
-pytestmark = pytest.mark.one_jax
 CORPUS = load_corpus([], SEQUENCE)
 
 

@@ -275,19 +275,19 @@ def unreduced() -> jax.Array:
     return EXPLICIT.sjit(matmul, in_shardings=(P('a', 'b'), P('b')))(NUMBERS, NUMBERS)
 
 
-MOVES = [
-    P(),
-    P('a'),
-    P('b', 'a'),
-    P(('a', 'b')),
-    P('a', reduced={'b'}),
-    P(None, 'a', unreduced={'b'}),
-    P('b', unreduced={'a'}),
-    P(unreduced={'a', 'b'}),
-]
+MOVES = {
+    'replicated': P(),
+    'one dimension': P('a'),
+    'two dimensions': P('b', 'a'),
+    'two axes in a dimension': P(('a', 'b')),
+    'reduced': P('a', reduced={'b'}),
+    'other axis unreduced': P(None, 'a', unreduced={'b'}),
+    'axis unreduced': P('b', unreduced={'a'}),
+    'all axes unreduced': P(unreduced={'a', 'b'}),
+}
 
 
-@pytest.mark.parametrize('spec', MOVES, ids=str)
+@pytest.mark.parametrize('spec', MOVES.values(), ids=MOVES)
 def test_moving_an_unreduced_array_keeps_its_sum(spec: PartitionSpec) -> None:
     tree, whole = {'grads': {'w': unreduced()}}, NUMBERS @ NUMBERS
     moved = EXPLICIT.shard(tree, spec)['grads']['w']
@@ -300,7 +300,7 @@ def test_moving_an_unreduced_array_keeps_its_sum(spec: PartitionSpec) -> None:
         assert jax.typeof(each).sharding.spec.unreduced == spec.unreduced
 
 
-@pytest.mark.parametrize('spec', MOVES, ids=str)
+@pytest.mark.parametrize('spec', MOVES.values(), ids=MOVES)
 def test_unreduced_values_keep_their_sum_inside_of_compiled_functions(spec: PartitionSpec) -> None:
     @EXPLICIT.sjit(in_shardings=(P('a', 'b'), P('b')), out_shardings=P())
     def moved(x: jax.Array, y: jax.Array) -> jax.Array:

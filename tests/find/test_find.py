@@ -21,7 +21,6 @@ from scalax.sharding import PartitionSpec as P
 from tests.support import tpu_compiler
 
 # What it looks at is the same on all releases of JAX.
-pytestmark = pytest.mark.one_jax
 # In which the state has no room as a whole.
 MEMORY = 2_000_000
 OPTIMIZER = optax.sgd(1e-2, momentum=0.9)
@@ -88,7 +87,7 @@ def losses(step, state, tokens, count=10):
     return values
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_ten_steps_are_those_of_one_device(found):
     tokens = jax.random.randint(jax.random.key(1), (64, 16), 0, 512)
     helper = MeshShardingHelper([*found.mesh.values()], [*found.mesh], True)
@@ -101,7 +100,7 @@ def test_ten_steps_are_those_of_one_device(found):
     assert one[-1] < one[0]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_its_code_makes_the_program_of_the_plan(found):
     scope = {'train_step': train_step}
     exec(found.to_code(), scope)
@@ -111,7 +110,7 @@ def test_its_code_makes_the_program_of_the_plan(found):
     assert len(found.rule.rules) <= 4
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_its_code_offers_to_verify_the_step(found, capsys):
     code, offer = found.to_code(), 'print(helper.verify(step, *arguments))'
     assert code.endswith(f'\n# {offer}\n')
@@ -120,7 +119,7 @@ def test_its_code_offers_to_verify_the_step(found, capsys):
     assert capsys.readouterr().out.startswith(said)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_what_it_says(found):
     text = found.to_text(120)
     assert ' on 8 cpu devices, batch ' in text and ': fits (' in text
@@ -136,7 +135,7 @@ def test_what_it_says(found):
     assert plain['tried'] == found.tried and plain['rule'] == repr(found.rule)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_no_neighbour_costs_less(found):
     least = 0.002 * (found.bound + found.estimate) / 2
     assert all(group.seconds >= -least or not group.fits for group in found.groups)
@@ -240,7 +239,7 @@ def test_a_budget_that_is_too_small_gives_an_answer():
     assert result.tried >= 1
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_leaves_that_are_kept():
     keep = [('w', P('tp', 'fsdp'))]
     params = {'w': jnp.ones((64, 256)), 'v': jnp.ones((256, 64))}

@@ -47,7 +47,6 @@ def found_losses(model: Model) -> tuple[Found, list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.one_jax
 @pytest.mark.parametrize('name', SEARCHED)
 def test_ten_steps_are_those_of_one_device(name: str) -> None:
     found, losses = found_losses(MODELS[name])

@@ -394,13 +394,12 @@ def test_code() -> None:
         TreePathShardingRule((r'\A(a\\b|\n)\Z', P(('x', 'y'), None)), ('\\\\', P(unreduced={'x', 'y'}))),
         TreePathShardingRule(('\'"\\\\', P('x'))),
     ],
-    ids=repr,
+    ids=['escapes', 'quotes'],
 )
 def test_code_makes_the_rule_again(rule: TreePathShardingRule) -> None:
     assert made_by(rule_code(rule)) == rule
 
 
-@pytest.mark.one_jax
 @pytest.mark.parametrize(
     'rule', [made_by(CODE), readable_rule(state(decoder(80, first=3)))], ids=['any', 'found']
 )

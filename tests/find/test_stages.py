@@ -16,7 +16,7 @@ from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support import tpu_compiler
 
-pytestmark = [tpu_compiler.needed, pytest.mark.one_jax]
+pytestmark = tpu_compiler.needed
 OPTIMIZER = optax.sgd(1e-2, momentum=0.9)
 SLOW = dataclasses.replace(HARDWARE['v5e'], dcn_bytes_per_second=1e8)
 

@@ -133,7 +133,6 @@ CALLS = {
 }
 
 
-@pytest.mark.one_jax
 @pytest.mark.parametrize('made', CALLS.values(), ids=CALLS)
 def test_functions_and_calls_of_all_kinds(made):
     step, args, kwargs = made()
@@ -148,7 +147,6 @@ def test_functions_and_calls_of_all_kinds(made):
     assert len(runs) == 1
 
 
-@pytest.mark.one_jax
 @pytest.mark.parametrize('name', ['method', 'partial', 'any keywords', 'nested', 'constraint'])
 def test_their_plans(name):
     """The plan is of the program that follows: a gather of the weight, and the columns of the result."""
@@ -272,7 +270,6 @@ def no_array(w, x):
     return {'value': x @ w, 'name': object()}
 
 
-@pytest.mark.one_jax
 @pytest.mark.parametrize('fun', [raised, concrete, no_array])
 def test_errors_are_those_of_a_function_that_follows_nothing(fun):
     found = []
@@ -284,7 +281,6 @@ def test_errors_are_those_of_a_function_that_follows_nothing(fun):
     assert found[0] == found[1]
 
 
-@pytest.mark.one_jax
 @pytest.mark.parametrize('where', ['dot_general', ''])
 def test_a_mistake_of_following_ends_no_program(monkeypatch, where):
     def wrong(*args):
@@ -313,7 +309,6 @@ def test_a_mistake_of_following_ends_no_program(monkeypatch, where):
 EXPLICIT, AUTO = jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto
 
 
-@pytest.mark.one_jax
 @pytest.mark.parametrize('types', [[EXPLICIT, EXPLICIT], [EXPLICIT, AUTO], [AUTO, EXPLICIT]], ids=str)
 def test_explicit_axes_are_left_alone(types):
     helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=types)
@@ -371,7 +366,6 @@ BATCHES = {
 }
 
 
-@pytest.mark.one_jax
 @pytest.mark.parametrize('name', BATCHES)
 def test_batches_of_all_shapes(name):
     fun, batches, specs, axes, kept = BATCHES[name]
@@ -383,7 +377,6 @@ def test_batches_of_all_shapes(name):
         np.testing.assert_allclose(step(W, *batches), jax.jit(fun)(W, *batches), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.one_jax
 @pytest.mark.parametrize('implementation', ['threefry2x32', pytest.param('rbg', marks=pytest.mark.slow)])
 def test_integers_and_random_bits_are_exact(implementation):
     key = jax.random.key(0, impl=implementation)

@@ -127,9 +127,9 @@ def assert_same(step, optimizer, stacked, tp, count):
         ({}, 1, True, 2),
         ({}, 2, True, 2),
         ({}, 1, False, 2),
-        pytest.param({'mu_dtype': 'bfloat16'}, 2, False, 2, marks=pytest.mark.long),
-        pytest.param({'ns_coeffs': 'dion', 'nesterov': False}, 1, True, 2, marks=pytest.mark.long),
-        pytest.param({'adaptive': True, 'weight_decay': 0.1}, 1, True, 2, marks=pytest.mark.long),
+        pytest.param({'mu_dtype': 'bfloat16'}, 2, False, 2, marks=pytest.mark.medium),
+        pytest.param({'ns_coeffs': 'dion', 'nesterov': False}, 1, True, 2, marks=pytest.mark.medium),
+        pytest.param({'adaptive': True, 'weight_decay': 0.1}, 1, True, 2, marks=pytest.mark.medium),
     ],
     ids=str,
 )
@@ -164,12 +164,12 @@ def test_without_a_loop(transform):
     assert_same(step_of(found), found, False, 1, 3)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_an_update_that_is_jitted():
     assert_same(step_of(optimizer(), jax.jit(optimizer().update)), optimizer(), True, 1, 2)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_an_update_in_a_branch():
     found = optax.MultiSteps(optimizer(), 2).gradient_transformation()
     assert_same(step_of(found), found, True, 1, 2)
@@ -300,7 +300,7 @@ def with_callback(x):
     return y @ jax.pure_callback(lambda y: np.asarray(y) * 2, y, y).T @ y
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize('transform', [with_own_keys, with_callback])
 def test_what_is_not_the_same_under_vmap(transform):
     found = by_hand(transform)

@@ -97,7 +97,7 @@ def test_a_sum_over_devices_is_of_the_dtype_that_it_has():
     assert dtype == 'bf16'
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.skipif(not importlib.util.find_spec('libtpu'), reason='compiles for TPUs')
 def test_each_device_multiplies_its_own_rows():
     helper = MeshShardingHelper.from_topology('v5p:2x2x2', [-1], ['fsdp'])

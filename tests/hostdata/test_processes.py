@@ -42,19 +42,17 @@ def parameters(names: list[str], slow: list[str]) -> list[object]:
     return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize('name', parameters(CHECKS, SLOW_FOR_TWO))
 def test_on_two_processes(two: Outcome, name: str) -> None:
     assert name in two.passed, str(two)
 
 
-@pytest.mark.one_jax
 @pytest.mark.parametrize('name', parameters(OF_FOUR, SLOW_FOR_FOUR))
 def test_on_four_processes(four: Outcome, name: str) -> None:
     assert name in four.passed, str(four)
 
 
-@pytest.mark.parametrize('processes', ['two', pytest.param('four', marks=pytest.mark.one_jax)])
+@pytest.mark.parametrize('processes', ['two', 'four'])
 def test_every_process_ended_well(request: pytest.FixtureRequest, processes: str) -> None:
     outcome: Outcome = request.getfixturevalue(processes)
     assert set(outcome.codes) == {0}, str(outcome)

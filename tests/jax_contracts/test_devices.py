@@ -36,7 +36,6 @@ def slices() -> Any:
     return topology_devices('v5e:2x4', 2)
 
 
-@pytest.mark.one_jax
 def test_tpu_devices_have_places(slices: Any) -> None:
     with contract('says of TPU devices in which slice and where in the torus they are', 'to lay meshes out'):
         assert {of.slice_of(device) for device in slices} == {0, 1}
@@ -51,7 +50,6 @@ def test_gpus_have_domains() -> None:
         assert found == [(i // 12, ()) for i in range(24)]
 
 
-@pytest.mark.one_jax
 def test_devices_that_fill_no_box_are_used_in_their_order(slices: Any) -> None:
     one = [device for device in slices if of.slice_of(device) == 0]
     square = topology_devices('v5e:4x4', 1)

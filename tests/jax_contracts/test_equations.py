@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from scalax._jax import equations as of
 from tests.support.contracts import contract, equation_in
 
-pytestmark = pytest.mark.whole
 X, IMAGES = np.ones((2, 3, 4), np.float32), np.ones((2, 8, 8, 3), np.float32)
 MESH = AbstractMesh((2, 4), ('a', 'b'), axis_types=(AxisType.Auto,) * 2)
 

@@ -123,7 +123,6 @@ PATTERNS: dict[Callable[[ast.Module], Iterator[ast.AST]], str] = {
 }
 
 
-@pytest.mark.one_jax
 @pytest.mark.parametrize('pattern', PATTERNS, ids=lambda pattern: pattern.__name__)
 def test_what_jax_does_not_promise_is_in_one_room(pattern: Callable[[ast.Module], Iterator[ast.AST]]) -> None:
     wrong = [
@@ -173,7 +172,6 @@ NOT_SEEN = {
 }
 
 
-@pytest.mark.one_jax
 @pytest.mark.parametrize('pattern', PATTERNS, ids=lambda pattern: pattern.__name__)
 def test_the_patterns_see_what_they_are_for(pattern: Callable[[ast.Module], Iterator[ast.AST]]) -> None:
     for source in SEEN[pattern]:
@@ -204,13 +202,11 @@ def asked(path: Path) -> dict[str, str]:
     return {name: text for name, text in found.items() if not name.startswith('_') and name.islower()}
 
 
-@pytest.mark.one_jax
 @pytest.mark.parametrize('path', ROOM, ids=lambda path: path.stem)
 def test_each_function_has_a_contract(path: Path) -> None:
     assert [name for name in asked(path) if not re.search(rf'\b{name}\b', TESTS)] == []
 
 
-@pytest.mark.one_jax
 @pytest.mark.parametrize('path', ROOM, ids=lambda path: path.stem)
 def test_each_function_says_on_what_it_relies(path: Path) -> None:
     of_all = ast.get_docstring(ast.parse(path.read_text(encoding='utf-8'))) or ''

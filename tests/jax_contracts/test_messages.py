@@ -84,7 +84,6 @@ def tpu() -> Mesh:
     return Mesh(np.array(topology_devices('v5e:2x4', 1)), ('x',))
 
 
-@pytest.mark.one_jax
 def test_a_program_is_too_large(tpu: Mesh) -> None:
     large = jax.ShapeDtypeStruct((2**36,), 'float32', sharding=NamedSharding(tpu, P('x')))
     lowered = jax.jit(lambda x: x + 1).lower(large)
@@ -94,7 +93,6 @@ def test_a_program_is_too_large(tpu: Mesh) -> None:
         assert messages.is_out_of_memory(caught.value)
 
 
-@pytest.mark.one_jax
 def test_a_kernel_cannot_be_partitioned(tpu: Mesh) -> None:
     def double(x_ref, out_ref):
         out_ref[...] = 2 * x_ref[...]
@@ -107,7 +105,6 @@ def test_a_kernel_cannot_be_partitioned(tpu: Mesh) -> None:
         assert messages.is_unpartitioned(caught.value)
 
 
-@pytest.mark.one_jax
 def test_a_compiler_knows_no_custom_partitioning(tpu: Mesh) -> None:
     @custom_partitioning
     def own(x):

@@ -18,7 +18,6 @@ from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jaxprs.dims import RULES
 from tests.support.contracts import contract
 
-pytestmark = pytest.mark.whole
 NAMES = sorted({*RULES, *WITH_JAXPRS, KERNEL})
 
 

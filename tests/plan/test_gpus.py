@@ -30,7 +30,6 @@ from tests.support import executable_reader, gpu_compiler
 from tests.support.gpu_programs import PROGRAMS, made_plan, recorded_plan
 from tests.support.recorded import gpu_names, recorded
 
-pytestmark = pytest.mark.one_jax
 H100 = HARDWARE['h100']
 NOT_COMPILED = 'not compiled for h100: the program is that of cpu devices, with the numbers of h100'
 

@@ -198,7 +198,7 @@ def test_bytes_by_hand_on_a_gpu(name):
     check(GPU, HARDWARE['h100'], *BY_HAND[name])
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @tpu_compiler.needed
 @pytest.mark.parametrize('name', BY_HAND)
 def test_bytes_by_hand_on_a_tpu(name):
@@ -229,7 +229,7 @@ def test_no_program_is_planned_above_its_bytes(case):
 # --- By a second reader ---------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize('name', names())
 def test_recorded_programs_move_no_more_than_their_arrays(name):
     """The second reader takes all operands and results for moved; that is the most that can be."""

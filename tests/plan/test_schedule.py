@@ -22,7 +22,6 @@ from tests.support import executable_reader, gpu_compiler
 from tests.support.gpu_programs import NOT_MODELLED, PROGRAMS, recorded_plan
 from tests.support.recorded import recorded
 
-pytestmark = pytest.mark.one_jax
 MODELLED = [name for name in PROGRAMS if name.split()[-1] not in NOT_MODELLED]
 US = 1e-6
 # Kernels reach 1e12 operations and 1e9 bytes in a second.

@@ -15,7 +15,6 @@ from scalax._plan.schedule import schedule_of
 from scalax.plan import HARDWARE
 from tests.support.recorded import FOLDER
 
-pytestmark = pytest.mark.one_jax
 FILES = sorted((FOLDER / 'ran').glob('*.json.xz'))
 
 

@@ -131,7 +131,7 @@ def leads(root):
     return shown(root, 'tbody td.lead')
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_tables_sort(browser, tmp_path):
     page = opened(browser, tmp_path, blocks.page('table', [TABLE]))
     mesh, ms, _ = page.find_elements(By.CSS_SELECTOR, 'th button')
@@ -153,7 +153,7 @@ def names(root):
     return shown(root, '.tree .row:not(.heads) .name')
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_trees_fold(browser, tmp_path):
     page = opened(browser, tmp_path, blocks.page('tree', [TREE]))
     assert names(page) == ['top', 'one', 'leaf', 'bud', 'two']
@@ -207,7 +207,7 @@ def test_large_trees_are_cut():
     assert texts(tree)[-1] == 'The first 2,000 rows are shown.'
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_trees_sort_level_by_level(browser, tmp_path):
     page = opened(browser, tmp_path, blocks.page('tree', [TREE]))
     scope, number = page.find_elements(By.CSS_SELECTOR, '.heads button')
@@ -223,7 +223,7 @@ def test_trees_sort_level_by_level(browser, tmp_path):
     assert names(page) == ['top', 'one', 'bud', 'leaf', 'two']
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('text', 'found', 'said'),
     [
@@ -246,7 +246,7 @@ def test_trees_are_filtered(browser, tmp_path, text, found, said):
     assert browser.complaints() == []
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_without_scripts(browser_without_scripts, tmp_path):
     body = [TABLE, TREE]
     page = opened(browser_without_scripts, tmp_path, blocks.page('still', body))
@@ -256,7 +256,7 @@ def test_without_scripts(browser_without_scripts, tmp_path):
     assert names(page) == ['top']
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize('dark', [False, True])
 def test_in_a_notebook(browser, tmp_path, dark):
     ground = '#111' if dark else '#fff'
@@ -279,7 +279,7 @@ def test_in_a_notebook(browser, tmp_path, dark):
     )
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize('width', [1280, 400])
 @pytest.mark.parametrize('dark', [False, True])
 def test_nothing_is_cut(browser, tmp_path, width, dark):

@@ -332,7 +332,6 @@ def entries_of(spec, rank):
     return [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in entries]
 
 
-@pytest.mark.one_jax
 @examples(200)
 @hypothesis.given(situations(count=3))
 def test_or_is_associative_and_takes_the_first_answer(situation):
@@ -346,7 +345,6 @@ def test_or_is_associative_and_takes_the_first_answer(situation):
 
 
 @pytest.mark.filterwarnings('ignore::scalax.errors.UnshardedWarning')  # of drawn rules, some shard nothing
-@pytest.mark.one_jax
 @examples(300)
 @hypothesis.given(situations())
 def test_and_alters_nothing_and_its_result_is_a_sharding(situation):
@@ -367,7 +365,6 @@ def test_and_alters_nothing_and_its_result_is_a_sharding(situation):
     assert placed.sharding.is_equivalent_to(NamedSharding(helper.mesh, both), len(shape))
 
 
-@pytest.mark.one_jax
 @examples(300)
 @hypothesis.given(situations(count=0), st.data())
 def test_fsdp_over_a_spec_takes_the_largest_free_dimension_that_divides(situation, data):
@@ -410,8 +407,7 @@ def answer():
 """
 
 
-@pytest.mark.long
-@pytest.mark.one_jax
+@pytest.mark.medium
 @pytest.mark.parametrize('seed', ['1', '2'])
 def test_every_process_decides_the_same(seed):
     here = {}

@@ -166,7 +166,18 @@ class LastDimension(ShardingRule):
         PolicyShardingRule(by_rank),
         LastDimension(),
     ],
-    ids=repr,
+    ids=[
+        'by path',
+        'specs',
+        'one spec',
+        'rules in a tree',
+        'fsdp',
+        'stacked',
+        'both',
+        'either',
+        'policy',
+        "a user's rule",
+    ],
 )
 def test_moments_equal_what_the_rule_says_of_parameters(param_rule):
     params = jax.eval_shape(lambda: PARAMS)

@@ -407,7 +407,6 @@ except ValueError as error:
 """
 
 
-@pytest.mark.one_jax
 def test_another_process_decides_the_same():
     outputs = set()
     for seed in ('1', '2'):

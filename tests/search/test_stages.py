@@ -141,7 +141,7 @@ def means(found):
 
 
 @tpu_compiler.newest
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('topology', 'slices', 'tokens', 'least', 'most'),
     # Few tokens on slices of 16 chips, and more tokens on large slices (docs/planning.md).
@@ -163,8 +163,7 @@ def test_8b_on_tpus(topology, slices, tokens, least, most):
 
 
 @gpu_compiler.needed
-@pytest.mark.long
-@pytest.mark.one_jax
+@pytest.mark.medium
 @pytest.mark.parametrize(('cards', 'least', 'most'), [(0.5, 3, 4), (8, 0.8, 1)])
 def test_8b_on_nodes_of_gpus(cards, least, most):
     """One card of 200 Gb/s a node, and eight of 400 Gb/s."""

@@ -104,7 +104,7 @@ def staged(model, mesh, microbatches=4):
 
 
 def marked(name, mesh):
-    return pytest.param(name, mesh, marks=pytest.mark.long if (name, mesh) in OFTEN else pytest.mark.slow)
+    return pytest.param(name, mesh, marks=pytest.mark.medium if (name, mesh) in OFTEN else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ OFTEN = (
 
 
 def named(table):
-    marks = {name: [pytest.mark.long] if name in OFTEN else [pytest.mark.slow] for name in table}
+    marks = {name: [pytest.mark.medium] if name in OFTEN else [pytest.mark.slow] for name in table}
     return [pytest.param(name, marks=marks[name]) for name in table]
 
 

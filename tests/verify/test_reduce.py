@@ -140,7 +140,7 @@ def make_decoder(helper, config):
     return step, (params, array(config.rows, config.sequence, dtype='int32'))
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_a_decoder():
     result = reduced(make_decoder, Config(), helper_of(fsdp=64, tp=8), jax.devices())
     small, sizes = result.config, result.config.sizes
@@ -180,7 +180,7 @@ def make_written(helper, config):
     return step, (params, array(256, config.width))
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_layers_that_are_written_out(smallest):
     result = reduced(make_written, Written(), helper_of(fsdp=64), jax.devices())
     kinds = [next(iter(layer)) for layer in result.args[0]['layers']]

@@ -69,7 +69,7 @@ def expected(stuck: Running, index: int, how: str, what: str, address: str) -> s
     )
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('how', 'index', 'what'),
     [
@@ -87,7 +87,7 @@ def test_all_say_who_is_behind(how: str, index: int, what: str) -> None:
         assert main(['doctor', '--run', address]) == ExitCode.FOUND
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(('index', 'slurm'), [(1, False), (0, False), (1, True)])
 def test_one_that_is_stopped(index: int, slurm: bool, capsys: pytest.CaptureFixture[str]) -> None:
     with training('nothing', '2', slurm=slurm) as (two, address):
@@ -110,7 +110,7 @@ def test_one_that_is_stopped(index: int, slurm: bool, capsys: pytest.CaptureFixt
             )
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_a_slow_step_is_no_alarm(capsys: pytest.CaptureFixture[str]) -> None:
     with training('slow') as (two, address):
         two.wait_for('did 12\n')

@@ -342,7 +342,6 @@ def test_training_from_an_sjit_init_compiles_one_program():
     assert state['w'].sharding.spec == P('data')
 
 
-@pytest.mark.one_jax
 def test_many_threads_functions_and_bindings():
     """16 threads, 8 functions over shared inner jits, 2,000 calls: every value and sharding is right."""
     specs = [ROWS, COLUMNS, P('data', 'model'), P()]
@@ -618,7 +617,6 @@ def test_a_failed_first_call_leaves_nothing_behind():
         np.testing.assert_array_equal(picky(np.ones((8 + count, 8))), 2)
 
 
-@pytest.mark.one_jax
 def test_threads_that_race_for_many_programs():
     failures = []
     usual = sys.getswitchinterval()

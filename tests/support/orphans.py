@@ -1,0 +1,54 @@
+"""Fixture that finds processes which outlive the tests of a module, for no plugin of pytest does.
+
+A variable in the environment marks every process that a test starts. A process keeps it after its parent has
+ended, and in a session of its own.
+"""
+
+import os
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+GRACE_S = 3  # for processes that are about to end
+MARK = f'SCALAX_TESTS_{os.getpid()}'
+
+
+def pytest_configure() -> None:
+    os.environ[MARK] = '1'
+
+
+@pytest.fixture(scope='module', autouse=True)
+def no_orphaned_process(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails and kills the processes, by id, that are still there after the module's other fixtures ended."""
+    yield
+    _, alive = psutil.wait_procs(marked_processes(), timeout=GRACE_S)
+    commands = [f'{process.pid}: {command_of(process)}' for process in alive]
+    for process in alive:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(alive, timeout=GRACE_S)
+    if commands:
+        text = '\n'.join(commands)
+        pytest.fail(f'tests of {request.node.name} left processes running:\n{text}', pytrace=False)
+
+
+def marked_processes() -> list[psutil.Process]:
+    marked = []
+    for process in psutil.process_iter():
+        try:
+            # A zombie has no environment any more.
+            if process.pid != os.getpid() and MARK in process.environ():
+                marked.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return marked
+
+
+def command_of(process: psutil.Process) -> str:
+    try:
+        return ' '.join(process.cmdline())[:200]
+    except psutil.Error:
+        return '(has just ended)'
