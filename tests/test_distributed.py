@@ -57,6 +57,7 @@ def said(output: str) -> list[str]:
     return [re.sub(r'\(\d+ of', '(N of', line) for line in lines]
 
 
+@pytest.mark.medium
 def test_alone_nothing_happens() -> None:
     code = JOIN.format(arguments='') + 'distributed.initialize(num_processes=1)\nprint(distributed.PREEMPTED)'
     with started(['-W', 'error', '-c', code]) as alone:
@@ -64,6 +65,7 @@ def test_alone_nothing_happens() -> None:
         assert alone.output() == 'joined 0 1\n75\n'
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('arguments', 'chosen'),
     [('local_device_ids=1', '1'), ('num_processes=1, local_device_ids=range(2)', '0,1'), ('', 'all')],
@@ -97,6 +99,7 @@ def test_jax_may_fail_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
         distributed.initialize()
 
 
+@pytest.mark.medium
 def test_who_comes_first_says_whom_it_waits_for(port: int) -> None:
     env = told(port, 2)
     for early in range(2):
@@ -112,6 +115,7 @@ def test_who_comes_first_says_whom_it_waits_for(port: int) -> None:
                 assert f'joined {1 - early} 2' in other.output()
 
 
+@pytest.mark.medium
 def test_two_processes_under_slurm(port: int) -> None:
     """As `srun` starts them; JAX's own detection does the rest."""
     job = {'SLURM_JOB_ID': '7', 'SLURM_STEP_NODELIST': 'localhost', 'SLURM_NTASKS': '2'}
@@ -127,6 +131,7 @@ def test_two_processes_under_slurm(port: int) -> None:
             assert 'joined 1 2' in one.output()
 
 
+@pytest.mark.medium
 def test_a_peer_that_never_comes(port: int) -> None:
     """JAX ends the process; what was said before is all there is to go by."""
     quick = 'from scalax import distributed\ndistributed._FIRST = distributed._REPEAT = 0.1\n'
@@ -171,6 +176,7 @@ for arguments, env in {cases!r}:
 """
 
 
+@pytest.mark.medium
 def test_what_does_not_fit_is_an_error_before_anybody_waits(snapshot: Snapshot) -> None:
     code = ASK.format(cases=WRONG)
     with started(['-c', code]) as one:
@@ -208,6 +214,7 @@ def test_one_task_on_a_node_of_several_gpus(
     ] * bool(count)
 
 
+@pytest.mark.medium
 def test_one_process_of_a_launcher_may_be_alone() -> None:
     env = {'SLURM_PROCID': '0', 'SLURM_NTASKS': '4'}
     code = 'from scalax import distributed; distributed.initialize(num_processes=1)'
@@ -216,6 +223,7 @@ def test_one_process_of_a_launcher_may_be_alone() -> None:
         assert one.output() == ''
 
 
+@pytest.mark.medium
 def test_sigterm_stops_all_at_one_step(port: int) -> None:
     with started(join(then=LOOP), join(then=LOOP), env=told(port, 2)) as two:
         for index in range(2):
@@ -226,6 +234,7 @@ def test_sigterm_stops_all_at_one_step(port: int) -> None:
         assert steps[0] == steps[1] and len(steps[0]) == 1
 
 
+@pytest.mark.medium
 def test_sigterm_alone() -> None:
     with started(join(then=LOOP)) as one:
         one.wait_for('did 3\n')
@@ -234,6 +243,7 @@ def test_sigterm_alone() -> None:
         assert 'stops at' in one.output()
 
 
+@pytest.mark.medium
 def test_a_second_sigterm_ends_the_process() -> None:
     with started(join(then=LOOP.replace('sys.exit', 'time.sleep(600)\n        print'))) as one:
         one.wait_for('did 1\n')
@@ -243,6 +253,7 @@ def test_a_second_sigterm_ends_the_process() -> None:
         assert one.wait() == (-signal.SIGTERM,)
 
 
+@pytest.mark.medium
 def test_a_handler_of_the_program_is_left_alone() -> None:
     code = """
 import os, signal

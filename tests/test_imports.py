@@ -98,6 +98,7 @@ def run_fresh(code: str) -> str:
 IMPORT = 'import scalax, scalax.checkpoint, scalax.sharding, scalax.utils'
 
 
+@pytest.mark.medium
 def test_import_touches_no_device() -> None:
     # JAX takes the number of devices only as long as no backend is in use.
     code = f"""
@@ -109,6 +110,7 @@ print(len(jax.devices()))
     assert run_fresh(code).strip() == '3'
 
 
+@pytest.mark.medium
 def test_import_changes_no_global_state() -> None:
     # JAX itself may set variables when it is imported, so it comes first.
     code = f"""
@@ -123,6 +125,7 @@ print(jax.sharding.get_abstract_mesh().empty)
     assert run_fresh(code).strip() == 'True'
 
 
+@pytest.mark.medium
 def test_import_does_without_the_optional_dependencies() -> None:
     code = f"""
 import sys
@@ -132,6 +135,7 @@ print(*sorted(set({OPTIONAL}) & set(sys.modules)))
     assert run_fresh(code).strip() == ''
 
 
+@pytest.mark.medium
 def test_reports_plans_and_searches_are_loaded_when_asked_for() -> None:
     code = """
 import sys
@@ -248,6 +252,7 @@ def private_uses(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, name
 
 
+@pytest.mark.medium
 @each_file
 def test_uses_public_names_only(path: Path) -> None:
     found = private_uses(TREES[path], package_of(path))
@@ -314,6 +319,7 @@ def function():
     assert lines_of_code(source) == 7
 
 
+@pytest.mark.medium
 @each_file
 def test_file_is_short(path: Path) -> None:
     lines = lines_of_code(path.read_text(encoding='utf-8'))

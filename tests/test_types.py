@@ -7,6 +7,7 @@ import pytest
 from tests.support import ROOT
 
 
+@pytest.mark.slow
 def test_the_program_that_is_checked_runs(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / 'tests/typed/program.py'), run_name='program')
     assert 'train_step on 8 cpu devices' in capsys.readouterr().out

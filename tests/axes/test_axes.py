@@ -129,6 +129,7 @@ def test_a_mapping_of_another_form_is_an_error():
 # shard -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('kind', [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize('compiled', [False, True])
 def test_one_function_outside_and_inside_of_jit(kind, compiled):
@@ -157,6 +158,7 @@ def test_the_mesh_may_be_that_of_jax_or_given(helper, compiled):
         assert once(jnp.ones((8, 8)), **options).sharding.spec == P('data', 'tp')
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('kind', [AxisType.Auto, AxisType.Explicit])
 def test_gradients_and_batches_that_run_at_once_under_the_mesh_of_jax(kind):
     helper = MeshShardingHelper([4, 2], ['data', 'tp'], axis_types=kind)
@@ -446,6 +448,7 @@ def test_haliax_answers_the_same(helper, axes):
             )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('name', ['head dim', 'a-b', '3', '1', '_', '_x', '...', '(x'])
 def test_axes_of_haliax_are_called_what_they_are_called(helper, name):
     axis, mapping = hax.Axis(name, 15), {'batch': 'data', name: 'tp'}

@@ -75,6 +75,7 @@ def shardings(tree):
     }
 
 
+@pytest.mark.slow
 def test_haliax_partitions_the_same_program_the_same_way(helper):
     with helper.get_context():
         block = named_jit(Block.init, PARAMS)(jax.random.key(0))
@@ -101,6 +102,7 @@ def noisy(w):
     return hax.sum(noise * w, 'batch')
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     'mapping',
     [
@@ -194,6 +196,7 @@ def test_manual_axes_are_left_to_shard_map(helper):
     np.testing.assert_array_equal(out, np.full((8, 8), 2.0))
 
 
+@pytest.mark.medium
 def test_fsdp_keeps_parameters_as_they_are_stored(helper):
     traced = []
 

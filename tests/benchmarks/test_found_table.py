@@ -98,6 +98,7 @@ def test_every_row_is_a_model_with_all_its_tables():
     ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('model', updates.models(), ids=lambda model: model.name)
 def test_models_with_large_updates_have_steps_and_rules(model):
     args = arguments(model, model.rows * 8)

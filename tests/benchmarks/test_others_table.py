@@ -33,11 +33,12 @@ def test_the_ideal_of_a_decoder():
     assert others_table.ideal(LARGE, 'v5e:2x4') == pytest.approx(7 / 8 * 6 * weights, rel=1e-3)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_step_on_eight_devices_is_compared_with_one():
     assert 0 < values.difference(SMALL) < 1e-4
 
 
+@pytest.mark.medium
 def test_a_step_that_is_not_followed_shows_nothing():
     product = dataclasses.replace(
         SMALL,

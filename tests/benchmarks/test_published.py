@@ -86,6 +86,7 @@ def planned(name: str) -> Judged:
     return judged
 
 
+@pytest.mark.slow
 @gpu_compiler.needed
 def test_a_published_step_takes_longer_than_its_schedule() -> None:
     judged = planned('KempnerForge, Llama 3 7B, 4 H200, FSDP x TP 2')

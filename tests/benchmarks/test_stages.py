@@ -47,7 +47,7 @@ def on_one_device(batches: Any) -> tuple[Any, list[float]]:
     return params, losses
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('mesh', 'options'),
     [
@@ -84,8 +84,8 @@ def test_the_ticks_of_a_schedule() -> None:
     assert Pipeline(mesh, parts=8, hop=2).ticks == 8 + 6
 
 
+@pytest.mark.slow
 @gpu_compiler.needed
-@pytest.mark.medium
 def test_what_crosses_the_slow_network(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

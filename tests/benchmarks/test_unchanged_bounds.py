@@ -51,6 +51,7 @@ def assert_at_most(followed: dict[str, float], hand: dict[str, float]) -> None:
     assert max(ratios.values()) <= AT_MOST, ratios
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', QUICK)
 def test_a_step_costs_what_the_page_says_of_one_by_hand(name: str) -> None:
     assert_at_most(figures(name, 'followed'), by_hand(name))

@@ -109,12 +109,15 @@ def assert_equal(found: Any, wanted: Any) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * scale)
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize('name', MODELS)
 def test_each_is_followed(name: str) -> None:
     step = compiled(MODELS[name], FSDP_TP, by_hand=False)
     assert step.followed(*arguments(MODELS[name])).kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', COMPUTED)
 def test_followed_is_one_device(name: str) -> None:
     args = arguments(MODELS[name])
@@ -141,6 +144,7 @@ def assert_ten_steps(name: str, *strategies: Strategy) -> None:
         np.testing.assert_allclose(ten_losses(MODELS[name], strategy, args), wanted, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_ten_steps_of_a_recurrent_cell() -> None:
     assert_ten_steps('recurrent cell', FSDP_TP)
 

@@ -97,6 +97,7 @@ def test_without_the_gpu_compiler(monkeypatch):
     assert 'pip install "jax[cuda12-local]"' in told.splitlines()[0]
 
 
+@pytest.mark.slow
 @gpu_compiler.needed
 def test_a_cell_of_gpus():
     """Seconds are those of the compiler's schedule; HSDP replicates between hosts."""

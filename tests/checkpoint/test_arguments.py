@@ -162,6 +162,7 @@ def test_wide_arrays_are_saved_as_jax_holds_them(tmp_path: Path) -> None:
             assert checkpointer.restore(HELPER, P(), init)['mean'] == np.float64(0.1)
 
 
+@pytest.mark.slow
 def test_narrow_dtypes(tmp_path: Path) -> None:
     names = ('bool', 'bfloat16', 'float8_e4m3fn', 'float8_e8m0fnu', 'float4_e2m1fn', 'int4', 'int2')
     arrays = {name: np.ones((8, 3), name) for name in names}

@@ -62,6 +62,7 @@ def assert_equal(found: Any, wanted: Any) -> None:
 # --- What comes back -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('shape', [(2, 4), (8,), (1,), (4, 2)], ids=str)
 def test_every_leaf_on_other_meshes(tmp_path: Path, shape: tuple[int, ...]) -> None:
     first = MeshShardingHelper([4, 2], ['x', 'y'])
@@ -283,6 +284,7 @@ def test_keys_are_of_the_kind_that_is_asked_for(
 # --- Steps ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_which_steps_are_saved_and_kept(tmp_path: Path, helper: MeshShardingHelper) -> None:
     state = small(helper)
     with Checkpointer(tmp_path, keep=2, save_every=10) as checkpointer:
@@ -309,6 +311,7 @@ def test_which_steps_are_saved_and_kept(tmp_path: Path, helper: MeshShardingHelp
     )
 
 
+@pytest.mark.medium
 def test_an_unfinished_step_is_not_seen_and_makes_way(tmp_path: Path, helper: MeshShardingHelper) -> None:
     state = small(helper)
     save(tmp_path, state, 1)
@@ -364,6 +367,7 @@ def test_data_state(tmp_path: Path, helper: MeshShardingHelper) -> None:
     assert numbers.position == 10
 
 
+@pytest.mark.medium
 def test_threads_take_turns(tmp_path: Path, helper: MeshShardingHelper) -> None:
     checkpointer = Checkpointer(tmp_path)
     state = small(helper)
@@ -402,6 +406,7 @@ def test_a_run_that_has_not_looked_for_steps_does_not_save_before_them(
 # --- Trees of other libraries --------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_lists_of_modules(tmp_path: Path, helper: MeshShardingHelper) -> None:
     """Nodes that have indices beside names: Orbax cannot restore them as they are."""
     from flax import nnx

@@ -63,6 +63,7 @@ def message(function: Any, *args: Any, **kwargs: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.medium
 def test_no_truncated_or_missing_file_is_restored(three: Path, helper: MeshShardingHelper) -> None:
     """Each file in turn; sizes are compared in every restore, and in `latest_step`."""
     listed = [path for path in files(three / '3') if path.name != 'commit_success.txt']
@@ -82,6 +83,7 @@ def test_no_truncated_or_missing_file_is_restored(three: Path, helper: MeshShard
     assert_restores(three, helper, 3, verify=True)
 
 
+@pytest.mark.medium
 def test_no_flipped_byte_is_restored_if_asked(three: Path, helper: MeshShardingHelper) -> None:
     rng = np.random.default_rng(0)
     where = three / '3' / 'state'
@@ -243,6 +245,7 @@ def child(tmp_path: Path) -> Iterator[Any]:
     yield run
 
 
+@pytest.mark.slow
 def test_a_full_disk(child: Any, tmp_path: Path, helper: MeshShardingHelper) -> None:
     done = child(FULL)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
@@ -254,6 +257,7 @@ def test_a_full_disk(child: Any, tmp_path: Path, helper: MeshShardingHelper) -> 
     assert_restores(tmp_path / 'run', helper, 2, verify=True)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_while_it_saves(
     child: Any, tmp_path: Path, helper: MeshShardingHelper
 ) -> None:

@@ -14,20 +14,8 @@ from tests.support import checkpoint_checks
 from tests.support.processes import Outcome, asked_for, names_of_checks, run_checks
 
 MODULES = ['tests.support.checkpoint_checks', 'tests.support.checkpoint_failure_checks']
-# Two processes show what a release of JAX does with several; what four do otherwise is decided without JAX.
 CHECKS = [name for module in MODULES for name in names_of_checks(module)]
 SAVED = 'check_saving_and_restoring'  # what one process restores, in the end
-# Where a third process sees another thing than the second: what of it, and who failed; `make verify` runs
-# all.
-OF_FOUR = [
-    SAVED,
-    'check_restoring_what_one_process_saved',
-    'check_damage_is_found_by_all',
-    'check_states_of_which_one_process_writes_all',
-    'check_saves_that_differ',
-    'check_a_process_that_cannot_copy_or_write',
-    'check_a_restore_that_fails_on_one',
-]
 
 
 @pytest.fixture(scope='module')
@@ -53,26 +41,29 @@ def four(request: pytest.FixtureRequest, folder: Path) -> Outcome:
     return run_checks(MODULES, processes=4, devices=2, names=[*asked_for(request), SAVED])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('name', CHECKS)
 def test_on_two_processes(two: Outcome, name: str) -> None:
     assert name in two.passed, str(two)
 
 
-@pytest.mark.parametrize(
-    'name', [name if name in OF_FOUR else pytest.param(name, marks=pytest.mark.slow) for name in CHECKS]
-)
+@pytest.mark.medium
+@pytest.mark.slow
+@pytest.mark.parametrize('name', CHECKS)
 def test_on_four_processes(four: Outcome, name: str) -> None:
     assert name in four.passed, str(four)
 
 
-@pytest.mark.parametrize('processes', ['two', 'four'])
+@pytest.mark.parametrize('processes', ['two', pytest.param('four', marks=pytest.mark.slow)])
 def test_every_process_ended_well(request: pytest.FixtureRequest, processes: str) -> None:
     outcome: Outcome = request.getfixturevalue(processes)
     assert set(outcome.codes) == {0}, str(outcome)
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('shape', [(4, 2), (2, 4), (8,), (1,)], ids=str)
-@pytest.mark.parametrize('processes', ['two', 'four'])
+@pytest.mark.parametrize('processes', ['two', pytest.param('four', marks=pytest.mark.slow)])
 def test_what_several_saved_is_restored_by_one(
     request: pytest.FixtureRequest, folder: Path, processes: str, shape: tuple[int, ...]
 ) -> None:

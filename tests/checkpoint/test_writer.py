@@ -71,6 +71,7 @@ def assert_taken(text: str, folder: Path) -> None:
     )
 
 
+@pytest.mark.medium
 def test_the_newest_writer_has_the_directory(tmp_path: Path, helper: MeshShardingHelper) -> None:
     old, new = Checkpointer(tmp_path, keep=1), Checkpointer(tmp_path)
     for step in (1, 2):
@@ -170,6 +171,7 @@ def test_a_time_out_of_orbax_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
     assert message(checkpointer.wait).endswith('TimeoutError: Orbax has waited for its own')
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('looks', [1, 2, 3])
 def test_another_takes_the_directory_behind_each_look(
     tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch, looks: int
@@ -198,6 +200,7 @@ def test_another_takes_the_directory_behind_each_look(
     assert run_and_step(helper, tmp_path, 2) == (1, 2)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('owner', 'where'),
     [(_atomic_commit, '_mark'), (_save.SaveThread, '_copy'), (_manifest, 'write_manifest')],
@@ -334,6 +337,7 @@ def test_a_disk_that_is_full_from_the_first_byte(tmp_path: Path, monkeypatch: py
             checkpointer._steps._take()
 
 
+@pytest.mark.medium
 def test_two_runs_in_threads_mix_no_step(tmp_path: Path, helper: MeshShardingHelper) -> None:
     """Both save the same steps, with other numbers; one takes the directory from the other."""
     first = threading.Barrier(2)
@@ -393,6 +397,7 @@ def test_where_folders_cannot_be_renamed(
         )
 
 
+@pytest.mark.medium
 def test_sixteen_threads_and_a_close_among_them(tmp_path: Path, helper: MeshShardingHelper) -> None:
     """They take turns, everyone ends, and no thread stays behind."""
     checkpointer = Checkpointer(tmp_path, keep=4)

@@ -88,6 +88,7 @@ def here(capsys, *arguments):
     return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
 
 
+@pytest.mark.medium
 def test_plan_on_simulated_devices(job):
     done = run('plan', f'{job}:make_step', '--mesh', 'fsdp=2,tp=3')
     assert done.returncode == 2  # 64 does not divide by 3
@@ -100,6 +101,7 @@ def test_plan_on_simulated_devices(job):
 USES_DEVICES = 'import jax\nKEY = jax.random.key(0)\n'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('asked', [('plan', 'make_step'), ('explain', 'make_state')])
 def test_a_file_that_uses_devices_gets_those_of_the_command(job, monkeypatch, asked):
     command, function = asked
@@ -179,6 +181,7 @@ def make_slow(helper):
 """
 
 
+@pytest.mark.slow
 def test_whoever_reads_may_have_read_enough():
     reads, writes = os.pipe()
     os.close(reads)
@@ -188,6 +191,7 @@ def test_whoever_reads_may_have_read_enough():
     assert (done.returncode, done.stderr) == (1, '')
 
 
+@pytest.mark.slow
 @tpu_compiler.needed
 def test_ctrl_c_leaves_the_compiler(job):
     job.write_text(JOB + IMPATIENT)
@@ -215,6 +219,7 @@ def test_search(job, tmp_path, capsys):
     assert done.returncode == 2 and f"error: '{job}' is not a file of trials: it begins with" in done.stderr
 
 
+@pytest.mark.medium
 @tpu_compiler.needed
 def test_a_search_with_stages(capsys):
     staged = os.path.join(os.path.dirname(__file__), '..', 'search', 'test_stages.py')
@@ -238,6 +243,7 @@ def test_a_search_in_which_nothing_fits(job, capsys, tmp_path):
     assert 'no mesh fits' in (tmp_path / 'page.html').read_text()
 
 
+@pytest.mark.medium
 @tpu_compiler.needed
 def test_find(job, tmp_path, capsys):
     page, trials = tmp_path / 'found.html', tmp_path / 'trials.jsonl'
@@ -370,6 +376,7 @@ def test_doctor_asks_a_program_that_is_not_there(capsys):
     )
 
 
+@pytest.mark.medium
 def test_doctor_for_real(monkeypatch):
     monkeypatch.setenv('JAX_ENABLE_X46', '1')
     done = run('doctor')
@@ -406,6 +413,7 @@ def test_an_unknown_topology_is_named_with_its_neighbours(job, capsys):
     )
 
 
+@pytest.mark.sampled(3)
 @tpu_compiler.needed
 @pytest.mark.parametrize('topology', KNOWN)
 def test_listed_topologies_are_those_of_the_compiler(topology):
@@ -473,6 +481,7 @@ def test_topologies(capsys):
     assert {f'{name}:{size}' for name in listed.keys() - GPUS for size in listed[name]} == {*KNOWN}
 
 
+@pytest.mark.slow
 @gpu_compiler.needed
 def test_plan_on_hosts_of_gpus(job, capsys):
     done = run('plan', f'{job}:make_step', '--topology', 'h100:2x4', '--mesh', 'fsdp=-1,tp=2')
@@ -483,6 +492,7 @@ def test_plan_on_hosts_of_gpus(job, capsys):
     assert [place.slice for place in plan.places] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
+@pytest.mark.medium
 @gpu_compiler.needed
 def test_search_and_find_on_hosts_of_gpus(job, capsys):
     on = ('--topology', 'h100:2x4', '--sizes', 'tp=2')

@@ -78,6 +78,7 @@ def test_a_step_that_is_right(job, capsys, tmp_path):
     assert '<title>step on a mesh and on one device</title>' in page.read_text()
 
 
+@pytest.mark.slow
 def test_a_step_that_is_wrong(job, capsys):
     code, out, _ = here(capsys, f'{job}:make_wrong', *ON, '--json')
     found = json.loads(out)
@@ -94,6 +95,7 @@ def test_results_that_could_not_be_compared_are_not_equal(job, capsys):
     assert 'not finite on one device: loss' in out
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('asked', 'mesh'),
     [

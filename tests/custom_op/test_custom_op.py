@@ -107,6 +107,8 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize('types', [(AUTO,), (EXPLICIT,)], ids=['auto', 'explicit'])
 @pytest.mark.parametrize('name', CALLS)
 def test_every_placement_gives_the_same(name: str, types: tuple[AxisType, ...]) -> None:
@@ -116,6 +118,7 @@ def test_every_placement_gives_the_same(name: str, types: tuple[AxisType, ...]) 
     assert count_equal_placements(functools.partial(op, **static), arrays, line) > 1
 
 
+@pytest.mark.slow
 def test_every_placement_on_a_mesh_of_two_axes(mesh: Mesh) -> None:
     # Each axis along rows, columns or neither; without those that mix types of axes in one dimension.
     count = 9 if len(set(mesh.axis_types)) == 1 else 7
@@ -125,6 +128,7 @@ def test_every_placement_on_a_mesh_of_two_axes(mesh: Mesh) -> None:
 # --- Where it runs ---------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('spec', 'expected'),
     [
@@ -192,6 +196,7 @@ def test_operands_that_disagree(types: str) -> None:
         assert total.sharding.spec == P('x')  # as the largest
 
 
+@pytest.mark.medium
 def test_inside_sjit(mesh: Mesh) -> None:
     helper = MeshShardingHelper.from_mesh(mesh)
     compiled = helper.sjit(lambda x: sums(2 * x, 1.0), in_shardings=P('x', 'y'))
@@ -207,6 +212,8 @@ def test_an_ambient_mesh(mesh: Mesh) -> None:
         np.testing.assert_allclose(sums(x, 1.0), NUMBERS.sum(axis=-1), rtol=1e-5)
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('manual', [{'x', 'y'}, {'x'}], ids=['fully', 'partly'])
 @pytest.mark.parametrize('check_vma', [True, False])
 def test_inside_shard_map_blocks_are_the_operands(mesh: Mesh, manual: set[str], check_vma: bool) -> None:
@@ -258,6 +265,7 @@ def test_the_function_closes_over_a_traced_value() -> None:
     np.testing.assert_allclose(scaled(put(mesh_of(AUTO, AUTO), NUMBERS, 'x'), 2.0), 2 * NUMBERS)
 
 
+@pytest.mark.medium
 def test_the_data_of_a_key_is_an_operand(mesh: Mesh) -> None:
     @sharded_op('_ _, b c -> b c')
     def noisy(ctx: FactorContext, data: Array, x: Array) -> Array:
@@ -364,6 +372,8 @@ def transformed_reference(name: str) -> Array:
     return jax.jit(TRANSFORMATIONS[name](reference))(NUMBERS)
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize('op', [norms, norms_by_hand], ids=['plain gradient', 'defvjp'])
 @pytest.mark.parametrize('name', TRANSFORMATIONS)
 @pytest.mark.parametrize('types', ['auto', 'explicit'])
@@ -393,6 +403,7 @@ def test_a_mapped_dimension_is_sharded_like_any_other() -> None:
     assert_collectives(step, np.asarray(x), all_reduce={'y': 1}, all_gather=0)
 
 
+@pytest.mark.medium
 def test_gradients_over_axes_of_both_types() -> None:
     x = put(mesh_of(EXPLICIT, AUTO), NUMBERS, 'x', 'y')
     expected = jax.grad(lambda x: (reference(x) ** 2).sum())(NUMBERS)
@@ -401,6 +412,7 @@ def test_gradients_over_axes_of_both_types() -> None:
         np.testing.assert_allclose(grad, expected, rtol=2e-5)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('op', [norms, norms_by_hand], ids=['plain gradient', 'defvjp'])
 def test_second_derivatives(op: Callable[..., Any]) -> None:
     def of(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -410,6 +422,7 @@ def test_second_derivatives(op: Callable[..., Any]) -> None:
     np.testing.assert_allclose(jax.jit(of(op))(x), of(reference)(NUMBERS), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.medium
 def test_a_mapped_dimension_that_is_sharded_in_its_type() -> None:
     for types in ((EXPLICIT, EXPLICIT), (EXPLICIT, AUTO)):
         x = put(mesh_of(*types), np.stack([NUMBERS, NUMBERS]), 'x', None, 'y')
@@ -420,6 +433,7 @@ def test_a_mapped_dimension_that_is_sharded_in_its_type() -> None:
         np.testing.assert_allclose(np.asarray(grad)[0], 2 * NUMBERS, rtol=1e-5)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('types', ['auto', 'explicit'])
 def test_collectives_under_vmap(types: str) -> None:
     pair = np.stack([NUMBERS, NUMBERS[::-1]])

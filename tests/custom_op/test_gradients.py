@@ -24,6 +24,8 @@ def said() -> str:
     ).stdout
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize('operation', gradient_cases.SHAPES)
 def test_gradients_are_those_on_one_device(operation: str, said: str) -> None:
     assert f'{operation} passed' in said.splitlines(), said

@@ -9,9 +9,16 @@ from tests.support.docs_blocks import FILES, README, read_blocks, run_blocks, ru
 
 # A reader who starts these again in the same folder is told nothing else than the first time.
 AGAIN = {ROOT / 'docs' / name for name in ('start.md', 'training_loop.md')}
+# Trainings and searches of several seconds.
+SLOW = {
+    ROOT / 'docs' / name
+    for name in ('training_loop.md', 'found.md', 'cookbook.md', 'coming_from.md', 'stages.md')
+}
+PAGES = [pytest.param(path, marks=[pytest.mark.slow] if path in SLOW else []) for path in FILES]
 
 
-@pytest.mark.parametrize('path', FILES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.medium
+@pytest.mark.parametrize('path', PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_blocks_run(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv('COLUMNS', '120')  # tables are as wide as the terminal
     monkeypatch.chdir(tmp_path)  # what a block writes does not land in the repository

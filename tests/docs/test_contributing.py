@@ -4,10 +4,13 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.support import ROOT
 from tests.support.docs_blocks import read_blocks
 
 
+@pytest.mark.slow
 def test_the_worked_example(tmp_path):
     page = (ROOT / 'CONTRIBUTING.md').read_text(encoding='utf-8')
     rule, tests = [block.text for block in read_blocks(page) if block.is_python]

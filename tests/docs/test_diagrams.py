@@ -1,8 +1,11 @@
 """The diagrams of the pages show what scalax reports: scripts/docs_diagrams.py would draw them again."""
 
+import pytest
+
 from scripts.docs_diagrams import DARK, IMAGES, LIGHT, diagrams, svg
 
 
+@pytest.mark.slow
 def test_the_diagrams_are_what_is_reported() -> None:
     for name, (height, title, parts) in diagrams().items():
         for suffix, colors in (('', LIGHT), ('-dark', DARK)):

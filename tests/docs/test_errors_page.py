@@ -3,6 +3,8 @@
 import ast
 import re
 
+import pytest
+
 from scalax import errors
 from tests.support import ROOT
 
@@ -34,6 +36,7 @@ def test_each_exception_and_warning_has_a_section():
     assert set(re.findall(r'^## (\w+(?:Error|Warning))$', PAGE, re.MULTILINE)) == classes
 
 
+@pytest.mark.medium
 def test_each_kind_has_a_section():
     kinds = kinds_in_the_code()
     assert len(kinds) >= 20

@@ -34,6 +34,7 @@ def test_a_notebook_has_the_cells_of_its_script(script):
     assert make_notebooks.differences(make_notebooks.notebook(cells, outputs), kept(script)) == ''
 
 
+@pytest.mark.slow
 @each_script
 def test_a_notebook_shows_what_comes_out(script):
     """In a fresh process, as for a reader: the script chooses the number of devices itself."""

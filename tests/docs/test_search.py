@@ -52,6 +52,8 @@ def address(site: Path) -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize('typed', WANTED)
 def test_the_recipe_is_found_first(typed: str, address: str, browser: Browser) -> None:
     browser.driver.get(f'{address}/index.html?q={quote(typed)}')

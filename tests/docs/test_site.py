@@ -33,6 +33,7 @@ def names_of_api() -> list[tuple[str, str, str]]:
     return [entry for entry in names if not ELSEWHERE.match('.'.join(filter(None, entry)))]
 
 
+@pytest.mark.slow
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
     inventory = zlib.decompress((site / 'objects.inv').read_bytes().split(b'\n', 4)[4]).decode()
     documented = {line.partition(' ')[0] for line in inventory.splitlines()}
@@ -125,6 +126,7 @@ def test_parts_of_printed_text() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_names_in_tables_break_at_their_parts(site: Path) -> None:
     assert (
         breakable('<code>plan.work_done &gt; 0.5</code>') == '<code>plan.<wbr>work_<wbr>done &gt; 0.5</code>'

@@ -267,6 +267,7 @@ def test_compilers_that_jax_does_not_load():
     )
 
 
+@pytest.mark.medium
 def test_a_diagnosis(monkeypatch):
     monkeypatch.setenv('JAX_ENABLE_X46', '\x1b[31m1')
     found = diagnose(LONG)

@@ -57,6 +57,7 @@ def assert_results(output: Path, steps: int) -> dict:
     return numbers
 
 
+@pytest.mark.medium
 def test_train_learns_and_leaves_its_results(tmp_path: Path) -> None:
     ended = run('examples.llama.train', *SMALL, '--steps=40', f'--output={tmp_path / "deep" / "out"}')
     assert ended.returncode == 0, ended.stderr
@@ -75,6 +76,7 @@ def test_train_learns_and_leaves_its_results(tmp_path: Path) -> None:
     assert 'Warning' not in ended.stderr, ended.stderr
 
 
+@pytest.mark.slow
 def test_train_on_the_users_own_files_and_mesh(tmp_path: Path) -> None:
     for name in 'ab':
         (tmp_path / f'{name}.txt').write_text('the quick brown fox jumps over the lazy dog; ' * 40)
@@ -87,6 +89,7 @@ def test_train_on_the_users_own_files_and_mesh(tmp_path: Path) -> None:
     assert numbers['text'] == ', '.join(files)
 
 
+@pytest.mark.slow
 def test_train_in_pipeline_stages_has_the_same_losses(tmp_path: Path) -> None:
     reached = []
     for flags in ([], ['--stages=2']):
@@ -136,6 +139,7 @@ def training(
         process.wait(timeout=TIMEOUT_S)
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_reached(tmp_path: Path) -> None:
     with training(tmp_path) as (process, wait_for):
         wait_for('tokens/s')
@@ -170,6 +174,7 @@ app.run(train.main)
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_before_the_first_step_and_again_to_abort(tmp_path: Path) -> None:
     with training(tmp_path, ['-c', SLOW_TO_END]) as (process, wait_for):
         wait_for('model ')  # it is about to compile the training step
@@ -202,6 +207,7 @@ for program, folder in {programs}:
 """
 
 
+@pytest.mark.slow
 def test_all_start_as_files() -> None:
     programs = [(str(path), str(ROOT / path.parent)) for path in PROGRAMS]
     assert len(programs) > 10
@@ -209,6 +215,7 @@ def test_all_start_as_files() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_all_start_as_modules() -> None:
     programs = [('.'.join(path.with_suffix('').parts), str(ROOT)) for path in PROGRAMS]
     how = "run_module(program, run_name='started', alter_sys=True)"
@@ -216,24 +223,28 @@ def test_all_start_as_modules() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_modules_beside_a_file_do_not_hide_libraries() -> None:
     """examples/frameworks has an equinox.py."""
     ended = run('', 'examples/frameworks/train.py', '--framework=equinox', '--steps=1', PYTHONPATH='')
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_digits_are_learnt() -> None:
     code = 'from examples import digits; accuracy = digits.main(); print(accuracy); assert accuracy > 0.96'
     ended = run('', code=code)
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_digits_as_a_program_on_fewer_devices() -> None:
     ended = run('examples.digits', '--steps=3', '--devices=3')
     assert ended.returncode == 0, ended.stderr
     assert re.fullmatch(r'test accuracy \d+\.\d\d%\n', ended.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('environment', 'count', 'expected'),
     [
@@ -248,6 +259,7 @@ def test_the_users_choice_of_devices_wins(environment: dict, count: int | None, 
     assert ended.stdout == f'{expected}\n', ended.stderr
 
 
+@pytest.mark.slow
 def test_compilers_say_nothing_where_their_devices_are_not() -> None:
     code = 'from examples.devices import choose_devices; choose_devices()'
     # Without the lock it would be quiet while another process has it.
@@ -255,12 +267,14 @@ def test_compilers_say_nothing_where_their_devices_are_not() -> None:
     assert (ended.returncode, ended.stderr) == (0, '')
 
 
+@pytest.mark.slow
 def test_too_few_devices_are_said_to_be() -> None:
     code = 'from examples.devices import choose_devices; choose_devices(5)'
     ended = run('', code=code, JAX_NUM_CPU_DEVICES='2')
     assert '--devices 5: JAX sees only 2 here (cpu). Ask for 2 or fewer.' in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('flags', 'code', 'message'),
     [
@@ -410,7 +424,7 @@ def test_a_table_without_the_mesh_is_refused(mesh: str, message: str) -> None:
     assert str(error.value) == message
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_search_finds_a_mesh_over_which_all_divides() -> None:
     model = ModelConfig(width=48, layers=1, heads=4, kv_heads=2)
     options = dataclasses.replace(OPTIONS, model=model, batch_size=12, sequence_length=32, mesh='search')

@@ -47,6 +47,7 @@ def gradient_of(layer):
     return jax.grad(functools.partial(loss, layer), argnums=(0, 1))
 
 
+@pytest.mark.slow
 @each_mesh
 @pytest.mark.parametrize('favour', [0.0, 3.0], ids=['balanced', 'one expert too full'])
 def test_values_and_gradients_are_those_of_one_device(helper, favour, params, tokens):
@@ -62,6 +63,7 @@ def test_values_and_gradients_are_those_of_one_device(helper, favour, params, to
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
+@pytest.mark.slow
 @each_mesh
 def test_tokens_are_sent_there_and_back_and_nothing_else(helper, params, tokens):
     layer = expert_parallel.sharded_expert_layer(helper)
@@ -83,6 +85,7 @@ def only(helper, counts):
     return dict.fromkeys(subsets, 0) | counts
 
 
+@pytest.mark.slow
 def test_another_axis_splits_the_experts_themselves(params, tokens):
     helper = MeshShardingHelper([2, 2, 2], ['dp', 'expert', 'tp'])
     rule = TreePathShardingRule(('router', P()), ('up', P('expert', None, 'tp')), ('down', P('expert', 'tp')))
@@ -95,6 +98,7 @@ def test_another_axis_splits_the_experts_themselves(params, tokens):
     assert_collectives(layer, params, tokens, **expected, **NOTHING_ELSE)
 
 
+@pytest.mark.medium
 def test_every_place_is_taken_once_and_first_choices_come_first(params, tokens):
     tokens[:, 0] = 1.0
     params['router'][0, 5] += 100.0  # everybody wants expert 5 most
@@ -108,6 +112,7 @@ def test_every_place_is_taken_once_and_first_choices_come_first(params, tokens):
     assert (first[capacity:] == 0).all()
 
 
+@pytest.mark.slow
 def test_a_token_without_a_place_gets_nothing(params, tokens):
     tokens = np.tile(tokens[:1], (64, 1))  # all want the same two experts
     result = expert_parallel.expert_layer(params, tokens, groups=1)
@@ -115,6 +120,7 @@ def test_a_token_without_a_place_gets_nothing(params, tokens):
     assert (np.asarray(result[20:]) == 0).all()
 
 
+@pytest.mark.slow
 def test_main_says_what_is_sent(capsys):
     assert expert_parallel.main(tokens=64) < 1e-5
     there_and_back = [

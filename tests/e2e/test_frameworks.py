@@ -25,6 +25,7 @@ def mesh(fsdp, tp):
     return MeshShardingHelper([fsdp, tp], ['fsdp', 'tp'], devices=jax.devices()[: fsdp * tp])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'framework',
     [name if name == 'equinox' else pytest.param(name, marks=pytest.mark.slow) for name in FRAMEWORKS],

@@ -52,6 +52,7 @@ def assert_all_gone(launcher: Running) -> None:
             os.kill(int(pid), 0)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('code', 'flags', 'expected', 'times'),
     [
@@ -167,6 +168,7 @@ def shrinking(code: str, *flags: str) -> list[str]:
     return [*head, '--', '-c', OF_THREE + code]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('code', 'flags', 'expected', 'said'),
     [
@@ -328,6 +330,7 @@ def test_the_meshes_and_the_batch_of_slurm_suit_each_number_of_nodes() -> None:
         assert mesh == f'fsdp={count}' and int(batch) % count == 0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('script', 'starter', 'codes', 'expected', 'calls'),
     [
@@ -411,6 +414,7 @@ print(*[os.environ['JAX_' + name] for name in ('PROCESS_ID', 'NUM_PROCESSES', 'C
 """
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('pods', 'wait', 'first', 'late'),
     [

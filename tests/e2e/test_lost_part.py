@@ -114,7 +114,7 @@ def assert_goes_on(said: str, code: str, lost: list[int]) -> None:
     assert [int(step) for _, step, _ in restarted] == [int(step) + 1 for step in resumed]
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_processes_are_killed_in_a_step_in_a_save_and_in_a_restore(
     tmp_path: Path, text: Path, undisturbed: np.ndarray
 ) -> None:

@@ -287,6 +287,7 @@ MOVES = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('spec', MOVES.values(), ids=MOVES)
 def test_moving_an_unreduced_array_keeps_its_sum(spec: PartitionSpec) -> None:
     tree, whole = {'grads': {'w': unreduced()}}, NUMBERS @ NUMBERS
@@ -300,6 +301,7 @@ def test_moving_an_unreduced_array_keeps_its_sum(spec: PartitionSpec) -> None:
         assert jax.typeof(each).sharding.spec.unreduced == spec.unreduced
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('spec', MOVES.values(), ids=MOVES)
 def test_unreduced_values_keep_their_sum_inside_of_compiled_functions(spec: PartitionSpec) -> None:
     @EXPLICIT.sjit(in_shardings=(P('a', 'b'), P('b')), out_shardings=P())
@@ -353,6 +355,7 @@ def test_one_place_has_the_value_and_the_others_zeros() -> None:
 UNREDUCED, REDUCED = P('a', unreduced={'b'}), P('a', reduced={'b'})
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     'given', [unreduced, lambda: NUMBERS, PLACES['elsewhere']], ids=['parts', 'host', 'off']
 )

@@ -67,6 +67,8 @@ PRINTED = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize('name', PRINTED)
 def test_what_it_prints(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     importlib.import_module(f'examples.ops.{name}').main()
@@ -91,6 +93,7 @@ def plan_on_tpus(kind: AxisType, *, quick: bool = False) -> Plan:
     return helper.plan(step, *map(jax.ShapeDtypeStruct, shapes, dtypes), quick=quick)
 
 
+@pytest.mark.slow
 @tpu_compiler.needed
 def test_no_device_holds_the_logits_of_its_rows() -> None:
     plan = plan_on_tpus(AxisType.Explicit)

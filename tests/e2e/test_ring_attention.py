@@ -36,6 +36,7 @@ def loss(attend, inputs):
     return jnp.sum(jnp.sin(attend(*inputs)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('helper', HELPERS.values(), ids=HELPERS)
 def test_values_and_gradients_are_those_of_one_device(helper, rng):
     given = inputs(rng)
@@ -48,6 +49,7 @@ def test_values_and_gradients_are_those_of_one_device(helper, rng):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_nothing_is_sent_but_around_the_ring(rng):
     given = inputs(rng)
     for helper in (HELPERS['auto'], HELPERS['explicit'], HELPERS['two axes']):
@@ -73,6 +75,7 @@ def jax_gathers(mesh):
 BATCHES, HEADS = P('dp', 'sp'), P(None, 'sp', 'dp')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('types', 'spec'),
     [
@@ -98,6 +101,7 @@ def test_what_is_split_along_another_axis_stays_split(types, spec, rng):
         assert_collectives(fun, given, collective_permute=along, **NOTHING_ELSE)
 
 
+@pytest.mark.slow
 def test_narrow_floats_have_narrow_gradients(rng):
     given = inputs(rng, jnp.bfloat16)
     attend = ring_attention.sharded_attention(HELPERS['auto'])
@@ -110,6 +114,7 @@ def test_narrow_floats_have_narrow_gradients(rng):
         np.testing.assert_allclose(np.asarray(mine, np.float32), theirs, atol=0.05)
 
 
+@pytest.mark.medium
 def test_large_scores_do_not_overflow(rng):
     given = inputs(rng, scale=100.0)
     attend = ring_attention.sharded_attention(HELPERS['auto'])
@@ -118,6 +123,7 @@ def test_large_scores_do_not_overflow(rng):
     assert all(np.isfinite(np.asarray(gradient)).all() for gradient in gradients)
 
 
+@pytest.mark.medium
 def test_narrow_floats_are_summed_in_wide_ones(rng):
     given = inputs(rng, jnp.bfloat16)
     result = ring_attention.sharded_attention(HELPERS['auto'])(*given)
@@ -136,6 +142,7 @@ def test_the_future_is_not_seen(rng):
     assert np.abs(before[:, 17:] - after[:, 17:]).max() > 1
 
 
+@pytest.mark.slow
 def test_main_says_what_is_sent(capsys):
     assert ring_attention.main(sequence=64) < 1e-5
     assert capsys.readouterr().out.splitlines() == [

@@ -111,6 +111,8 @@ RUNS = [
 ]
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(('name', 'devices'), RUNS)
 def test_training_repeats_the_unsharded_run(
     name: str, devices: int, capfd: pytest.CaptureFixture[str]
@@ -133,6 +135,7 @@ def test_training_repeats_the_unsharded_run(
     assert 'Involuntary full rematerialization' not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_is_drawn_at_random_does_not_depend_on_the_sharding() -> None:
     trainer = make_trainer('fsdp_tp', 8, DROPOUT)
     _, losses = train(trainer, trainer.init(jax.random.key(SEED)))
@@ -140,6 +143,7 @@ def test_what_is_drawn_at_random_does_not_depend_on_the_sharding() -> None:
     assert losses != unsharded()[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'name',
     [pytest.param(name, marks=[] if name == 'fsdp_tp' else pytest.mark.slow) for name in STRATEGIES],
@@ -208,6 +212,8 @@ EXPECTED = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize('name', STRATEGIES)
 def test_state_is_born_where_one_would_write_by_hand(name: str) -> None:
     trainer = make_trainer(name, 8)

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support import ROOT
 from tests.support.docs_blocks import read_blocks
 from tests.support.processes import started
@@ -22,6 +24,7 @@ def program(folder: Path) -> str:
     return text.replace(SIMULATED, '').replace(CALLED, f'train({str(folder)!r}, 20)')
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does_and_only_the_first_prints(tmp_path: Path) -> None:
     flags = ['--processes=2', '--devices=4', '--restarts=0']
     with started(['-m', 'examples.launch.local', *flags, '--', '-c', program(tmp_path)]) as launcher:

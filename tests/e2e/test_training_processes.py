@@ -120,6 +120,7 @@ def is_said(launcher: Running, text: str, within_s: float) -> bool:
     return text in launcher.output()
 
 
+@pytest.mark.slow
 def test_kills_and_sigterm_and_another_number_of_processes_give_the_losses_of_one(
     tmp_path: Path, text: Path, undisturbed: np.ndarray
 ) -> None:
@@ -188,6 +189,7 @@ def test_a_kill_before_it_is_written_down_which_run_it_is(
         progress.require_same(file, {'seed': 2})
 
 
+@pytest.mark.medium
 def test_an_error_in_one_process_ends_all(tmp_path: Path, text: Path) -> None:
     """Without the launcher's help: nobody waits for the shutdown timeout of a minute."""
     code = """
@@ -207,6 +209,7 @@ app.run(train.main)
         assert 'OSError: the disk is gone' in launcher.output()
 
 
+@pytest.mark.slow
 def test_a_run_without_checkpoints_ends_at_sigterm(tmp_path: Path, text: Path) -> None:
     gate = Gate(tmp_path, 3)
     with started(paced(tmp_path, text), env=[gate.env]) as one:
@@ -267,6 +270,7 @@ def test_grain_goes_on_at_the_batch_behind_its_state() -> None:
             np.testing.assert_array_equal(own['label'], batch)
 
 
+@pytest.mark.slow
 def test_a_run_on_grain_goes_on_as_if_it_had_not_been_ended(tmp_path: Path) -> None:
     straight = grain_input.main(steps=30)
     saved = str(tmp_path / 'saved')

@@ -67,6 +67,7 @@ def test_fits_the_window(browser, opened, width, dark):
     assert browser.run("return performance.getEntriesByType('resource').length") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('head', 'paths'),
     [

@@ -82,6 +82,7 @@ def test_whatever_a_report_says_is_text():
     assert HOSTILE[0] in ' '.join(texts(static))
 
 
+@pytest.mark.slow
 def test_page_of_100_000_distinct_leaves_is_small(tmp_path):
     path = tmp_path / 'report.html'
     synthetic_report(100_000).to_html(path)

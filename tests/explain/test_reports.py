@@ -148,6 +148,7 @@ def test_layers_that_alternate_are_abbreviated():
     ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('layers', [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_100_leaves_in_each_of_many_layers(layers):
     tree = {'layers': [[leaf(8, 8)] * 100 for _ in range(layers)]}

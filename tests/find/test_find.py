@@ -87,7 +87,7 @@ def losses(step, state, tokens, count=10):
     return values
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_ten_steps_are_those_of_one_device(found):
     tokens = jax.random.randint(jax.random.key(1), (64, 16), 0, 512)
     helper = MeshShardingHelper([*found.mesh.values()], [*found.mesh], True)
@@ -110,7 +110,7 @@ def test_its_code_makes_the_program_of_the_plan(found):
     assert len(found.rule.rules) <= 4
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_its_code_offers_to_verify_the_step(found, capsys):
     code, offer = found.to_code(), 'print(helper.verify(step, *arguments))'
     assert code.endswith(f'\n# {offer}\n')
@@ -141,6 +141,7 @@ def test_no_neighbour_costs_less(found):
     assert all(group.seconds >= -least or not group.fits for group in found.groups)
 
 
+@pytest.mark.slow
 def test_it_is_deterministic():
     one, other = (find(product, simple(), **options(sizes={'tp': [1, 2]})) for _ in range(2))
     assert {len(row.mesh) for row in one.meshes} == {1, 2}
@@ -148,6 +149,7 @@ def test_it_is_deterministic():
     assert (one.groups, one.meshes, one.tried) == (other.groups, other.meshes, other.tried)
 
 
+@pytest.mark.medium
 def test_pages_show_names_as_text(tmp_path):
     names = ['<script>alert(1)</script>', '</pre><img src=x>"\'&']
 
@@ -205,6 +207,7 @@ def test_ctrl_c_gives_the_best_so_far(monkeypatch):
         find(product, simple(), **options())
 
 
+@pytest.mark.medium
 def test_an_array_of_the_batch_without_rows_is_whole():
     def step(w, x, mask):
         return jnp.sum(jnp.tanh(x @ w) * jnp.sum(mask))
@@ -239,7 +242,7 @@ def test_a_budget_that_is_too_small_gives_an_answer():
     assert result.tried >= 1
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_leaves_that_are_kept():
     keep = [('w', P('tp', 'fsdp'))]
     params = {'w': jnp.ones((64, 256)), 'v': jnp.ones((256, 64))}
@@ -255,6 +258,7 @@ def test_leaves_that_are_kept():
     assert without.rule.apply(params)['w'] == P(None, 'fsdp')
 
 
+@pytest.mark.medium
 def test_names_of_axes():
     result = find(product, simple(), **options(axis_names=['data', 'model'], sizes={'model': 2}))
     assert result.mesh == {'data': 4, 'model': 2} and result.batch == P('data')
@@ -328,6 +332,7 @@ def test_a_scalar_that_has_the_path_of_a_matrix():
     assert result.fits and result.rule.apply(args[0]) == result.groups[0].spec != P()
 
 
+@pytest.mark.medium
 def test_zero1_and_weights_that_are_computed_first():
     def step(state, x):
         params, momentum = state
@@ -348,6 +353,7 @@ class Out(NamedTuple):
     loss: Any
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('kind', [Out, lambda params, loss: {'params': params, 'loss': loss}])
 def test_results_in_a_named_tuple_or_a_dict(kind):
     def step(params, batch):
@@ -383,11 +389,13 @@ def test_a_lambda_gets_a_name_in_the_code():
     assert 'your_step' in result.to_code()
 
 
+@pytest.mark.medium
 def test_larger_sizes_are_tried_as_long_as_they_pay():
     result = find(product, simple(rows=8), **options(sizes={'tp': [1, 2, 4, 8]}))
     assert result.mesh == {'fsdp': 1, 'tp': 8}
 
 
+@pytest.mark.medium
 def test_a_part_of_the_memory_is_left_free():
     best = find(product, simple(), **options())
     whole = find(product, simple(), **options(memory=best.memory, headroom=0))
@@ -450,6 +458,7 @@ def test_equal_layouts_with_less_memory_are_better():
     assert trial.Trial(None, 1.0, 2.0, 1000, limit=1100).rank < too_large.rank
 
 
+@pytest.mark.medium
 @tpu_compiler.needed
 def test_a_vocabulary_that_does_not_divide_is_sharded_by_its_width():
     """It is gathered for its rows, and its gradient is scattered; scores of all words are not added up."""
@@ -482,6 +491,7 @@ def test_what_does_not_fit_says_so():
     assert 'does not fit' in text and 'nothing that was tried fits' in text
 
 
+@pytest.mark.slow
 @tpu_compiler.needed
 def test_tensor_parallelism_comes_out_where_rows_are_few():
     """To gather the weights would take longer than to move 32 rows: columns of one are rows of the other."""

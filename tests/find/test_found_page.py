@@ -8,6 +8,7 @@ from scalax.plan import find
 from tests.support import ROOT
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason='which of two equal places is found differs there')
 def test_the_page_shows_what_is_found():
     page = (ROOT / 'docs' / 'found.md').read_text(encoding='utf-8')

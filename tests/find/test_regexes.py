@@ -339,6 +339,8 @@ def test_layers_that_differ_at_random_resolve_as_asked(data: st.DataObject) -> N
     rows(leaves)
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize('model', all_models('large'), ids=lambda model: model.name)
 def test_rules_are_about_as_short_as_those_by_hand(model: Any) -> None:
     params = jax.eval_shape(model.init, jax.random.key(0))
@@ -356,6 +358,7 @@ def test_rules_are_about_as_short_as_those_by_hand(model: Any) -> None:
         assert sum(len(regex) for regex, _ in found) <= allowed
 
 
+@pytest.mark.medium
 def test_large_trees_take_little_time() -> None:
     leaves = state(decoder(140, first=3))
     assert len(leaves) > 5000

@@ -81,6 +81,7 @@ def test_over_a_slow_network_layers_are_stages(found):
     assert others[0].mean > 2 * best.mean
 
 
+@pytest.mark.medium
 def test_its_code_makes_the_program_of_the_plan(found):
     code = found.to_code()
     assert f"    stages=Stages('data', {options_text(found.stages)}),\n" in code
@@ -91,6 +92,7 @@ def test_its_code_makes_the_program_of_the_plan(found):
     assert scope['helper'].plan(scope['step'], *arguments(), quick=True).totals == found.plan.totals
 
 
+@pytest.mark.slow
 def test_its_steps_are_those_of_one_device(found):
     keys = iter(jax.random.split(jax.random.key(0), 8))
     shapes, x = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), arguments()), next(keys)
@@ -121,6 +123,7 @@ def test_it_shows_the_stages_and_is_saved(found):
     assert saved['stages'] == dataclasses.asdict(found.stages)
 
 
+@pytest.mark.slow
 def test_over_a_fast_network_there_is_no_pipeline():
     fast = dataclasses.replace(SLOW, dcn_bytes_per_second=1e12)
     found = found_for(hardware=fast, rows=2048)
@@ -128,6 +131,7 @@ def test_over_a_fast_network_there_is_no_pipeline():
     assert {each.stages is None for each in found.meshes} == {True, False}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('options', 'said'),
     [

@@ -133,6 +133,8 @@ CALLS = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize('made', CALLS.values(), ids=CALLS)
 def test_functions_and_calls_of_all_kinds(made):
     step, args, kwargs = made()
@@ -147,6 +149,7 @@ def test_functions_and_calls_of_all_kinds(made):
     assert len(runs) == 1
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('name', ['method', 'partial', 'any keywords', 'nested', 'constraint'])
 def test_their_plans(name):
     """The plan is of the program that follows: a gather of the weight, and the columns of the result."""
@@ -160,6 +163,7 @@ def grads(w, x):
     return jax.grad(lambda w: layer(w, x).sum())(w)
 
 
+@pytest.mark.medium
 def test_microbatch():
     expected = grads(W, X)
     inside = HELPER.sjit(microbatch(grads, 2, reduce='sum'), in_shardings=RULES)
@@ -191,6 +195,7 @@ def compilations(name):
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.medium
 def test_nothing_is_traced_or_compiled_more_often():
     """In calls of all sorts, one after the other, against a function that follows nothing."""
     w, x = HELPER.shard(W, RULE), HELPER.shard(X, ROWS)
@@ -366,6 +371,7 @@ BATCHES = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('name', BATCHES)
 def test_batches_of_all_shapes(name):
     fun, batches, specs, axes, kept = BATCHES[name]
@@ -377,6 +383,7 @@ def test_batches_of_all_shapes(name):
         np.testing.assert_allclose(step(W, *batches), jax.jit(fun)(W, *batches), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('implementation', ['threefry2x32', pytest.param('rbg', marks=pytest.mark.slow)])
 def test_integers_and_random_bits_are_exact(implementation):
     key = jax.random.key(0, impl=implementation)
@@ -409,6 +416,7 @@ SAVED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('policy', SAVED.values(), ids=SAVED)
 def test_what_the_backward_pass_keeps(policy):
     """What is offloaded stays in the memory of the host until the backward pass takes it."""

@@ -41,6 +41,7 @@ def arguments():
     return w, rng.normal(size=(512, 16)).astype('float32')
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('case', CASES)
 def test_columns(case):
     fun, split, whole = CASES[case]
@@ -51,6 +52,7 @@ def test_columns(case):
     np.testing.assert_allclose(step(*arguments()), fun(*arguments()), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.medium
 def test_gradients_have_the_values_of_one_device():
     def loss(w, x):
         return jnp.mean(jnp.square(block(w, block(w, x))))

@@ -104,6 +104,7 @@ def test_what_moved_moves_once():
     assert first_axes(fun, weights(), like(*ROWS)) == [0, 1, 0, 0]
 
 
+@pytest.mark.medium
 def test_few_weights_are_gathered_instead():
     many = (8, 8, 4096, 16)
     assert first_axes(experts, weights(), like(*many)) == [1, 1]
@@ -145,6 +146,7 @@ def test_experts_of_a_loop_are_not_gathered_before_it():
     assert DOWN not in taken
 
 
+@pytest.mark.medium
 def test_values_stay_what_they_are():
     random = np.random.default_rng(1)
     w = {name: random.normal(size=each.shape).astype(np.float32) / 8 for name, each in weights().items()}
@@ -228,6 +230,7 @@ def test_values_that_move_in_parts_stay_what_they_are():
     np.testing.assert_array_equal(spread(given, x), jax.jit(back)(given, x))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('axes', [('fsdp', 'tp'), ('tp', 'fsdp')])
 def test_experts_over_another_axis_as_well(axes):
     fun = GRID.sjit(experts, in_shardings=(P(axes), P('fsdp')), batch_argnums=1)

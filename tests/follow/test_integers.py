@@ -33,6 +33,7 @@ def known(fun, *arguments, iotas=False):
     return integers.of(jaxpr.outvars[0])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('name', sorted(ELEMENTWISE & OPERATIONS.keys()))
 def test_operations_are_those_of_jax(name):
     def fun(x, y):

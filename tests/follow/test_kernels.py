@@ -125,11 +125,13 @@ def part(array, spec, device, mesh):
     return array[slices(array, spec, device, mesh)]
 
 
+@pytest.mark.medium
 def test_devices_compute_the_whole_together():
     [result] = in_parts(sines, [rows_at(0, 3)], MESH, ROWS)
     np.testing.assert_allclose(result, jnp.sin(ROWS), rtol=1e-6)
 
 
+@pytest.mark.medium
 def test_devices_of_two_axes_compute_the_whole_together():
     mesh = AbstractMesh((4, 2), ('fsdp', 'tp'), axis_types=(AxisType.Auto,) * 2)
     x = ROWS.reshape(16, 4, 2, 32)
@@ -151,6 +153,7 @@ def test_the_kernel_of_a_device_takes_its_part_of_the_steps(helper):
     assert kernels(step.followed(ROWS)) == [('float32[16,8,32]', P('fsdp', None, None))]
 
 
+@pytest.mark.medium
 @pytest.mark.skipif(not importlib.util.find_spec('libtpu'), reason='compiles for TPUs')
 def test_the_compiler_for_tpus_takes_it():
     def loss(weights, x):
@@ -176,6 +179,7 @@ def columns_in_order(order, x):
     return kernel(order, x)
 
 
+@pytest.mark.medium
 def test_numbers_that_choose_other_blocks(helper):
     order = jnp.array([2, 0, 3, 1], 'int32')
     expected = jnp.sin(ROWS.reshape(16, 8, 4, 8)[:, :, order].reshape(ROWS.shape))
@@ -187,6 +191,7 @@ def test_numbers_that_choose_other_blocks(helper):
     assert split_in(columns_in_order, [rows_at(0, 1), rows_at(0, 3)], order, ROWS) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec('libtpu'), reason='compiles for TPUs')
 @pytest.mark.parametrize('segments', [False, True])
 def test_splash_attention(segments):
@@ -238,6 +243,7 @@ def heads_and_scale(x, weights, scale):
     )(x, weights, scale)
 
 
+@pytest.mark.medium
 def test_mesh_axes_of_the_heads_split_it_too(grid):
     """The heads come out of a product over tp, and are blocks of the second dimension of the grid."""
 
@@ -254,6 +260,7 @@ def test_mesh_axes_of_the_heads_split_it_too(grid):
     ]
 
 
+@pytest.mark.medium
 def test_in_loops_checkpoints_and_custom_gradients(helper):
     @jax.custom_vjp
     def sin(x):
@@ -382,6 +389,8 @@ def without_a_grid(x):
     return pl.pallas_call(sine, like(x), interpret=True)(x)
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     'fun',
     [

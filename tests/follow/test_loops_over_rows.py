@@ -87,6 +87,8 @@ def on_devices(fun, **options):
     return helper.sjit(fun, in_shardings=(RULE, P('fsdp')), **options)
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize('fun', LOOPS.values(), ids=LOOPS)
 def test_each_device_runs_over_its_own_rows(fun):
     with jax.default_matmul_precision('highest'):
@@ -106,6 +108,8 @@ ONE_AFTER_THE_OTHER = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('fun', ONE_AFTER_THE_OTHER.values(), ids=ONE_AFTER_THE_OTHER)
 def test_rounds_that_depend_on_each_other_stay_in_order(fun):
     with jax.default_matmul_precision('highest'):
@@ -115,6 +119,7 @@ def test_rounds_that_depend_on_each_other_stay_in_order(fun):
     assert [each.primitive for each in step.followed(W, X).lost] == ['scan']
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('generator', ['rbg', 'unsafe_rbg'])
 def test_generators_that_draw_otherwise_of_many_keys_draw_of_one_after_the_other(generator):
     def fun(w, x):
@@ -134,6 +139,7 @@ def called_back(row):
     return jax.pure_callback(np.sin, row, row, vmap_method='sequential')
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('fun', [in_order, called_back])
 def test_what_runs_one_after_the_other_stays_in_its_loop(fun):
     def mapped(w, x):
@@ -176,6 +182,8 @@ BRANCHED = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize('name', BRANCHED)
 @pytest.mark.parametrize('is_gradient', [False, True], ids=['values', 'gradient'])
 def test_a_loop_whose_rows_choose_branches_stays(name, is_gradient):
@@ -209,6 +217,7 @@ def added(total, row):
 added.defvjp(lambda total, row: (total + row, None), lambda _, gradient: (1.1 * gradient, 3 * gradient))
 
 
+@pytest.mark.medium
 def test_sums_with_a_gradient_of_their_own_keep_it():
     """Also where it is taken of the whole function, from outside: it grows in each round."""
 

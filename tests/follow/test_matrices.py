@@ -121,6 +121,7 @@ def assert_same(step, optimizer, stacked, tp, count):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(1, np.abs(b).max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('options', 'tp', 'stacked', 'count'),
     [
@@ -157,6 +158,7 @@ def by_hand(transform, ndim=2):
     return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('transform', [newton_schulz, jax.jit(newton_schulz)], ids=['plain', 'jit'])
 def test_without_a_loop(transform):
     """The square ones are one stack; others are two, because this transposes none."""
@@ -164,12 +166,12 @@ def test_without_a_loop(transform):
     assert_same(step_of(found), found, False, 1, 3)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_an_update_that_is_jitted():
     assert_same(step_of(optimizer(), jax.jit(optimizer().update)), optimizer(), True, 1, 2)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_an_update_in_a_branch():
     found = optax.MultiSteps(optimizer(), 2).gradient_transformation()
     assert_same(step_of(found), found, True, 1, 2)
@@ -185,6 +187,7 @@ def test_steps_in_a_loop():
     assert len(spread(sharded(steps), (params, optimizer().init(params)), x)) == 2
 
 
+@pytest.mark.slow
 def test_what_depends_on_another_one():
     """The first ones are spread, and what comes behind stays where it is."""
 
@@ -216,6 +219,7 @@ def placed(x):
     return x @ x.swapaxes(1, 2) @ x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('transform', [mixing, running, all_products, placed])
 def test_what_stays_as_it_is(transform):
     found = by_hand(transform, 3)
@@ -267,6 +271,8 @@ def times_five(x):
 times_five.defvjp(lambda x: (x, None), lambda _, gradient: (5 * gradient,))
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize('stacked', [True, False])
 def test_gradients_of_its_own(stacked):
     """Where a function is differentiated from outside."""
@@ -300,18 +306,20 @@ def with_callback(x):
     return y @ jax.pure_callback(lambda y: np.asarray(y) * 2, y, y).T @ y
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize('transform', [with_own_keys, with_callback])
 def test_what_is_not_the_same_under_vmap(transform):
     found = by_hand(transform)
     assert_same(step_of(found), found, False, 1, 0)
 
 
+@pytest.mark.slow
 def test_a_loop_over_the_matrices_of_a_stack():
     found = by_hand(lambda x: jax.lax.map(newton_schulz, x) @ jnp.ones((x.shape[2],) * 2), 3)
     assert_same(step_of(found), found, True, 1, 0)
 
 
+@pytest.mark.medium
 def test_one_value_for_all_matrices_besides():
     """The loop also gives a scalar: it stays, and each of its rounds is spread."""
 
@@ -337,6 +345,7 @@ def until_it_stays(x):
     return jax.lax.while_loop(stays_not, again, (x / jnp.linalg.norm(x), jnp.zeros_like(x)))[0]
 
 
+@pytest.mark.slow
 def test_a_branch_that_is_not_taken_does_not_run():
     """Its loop would not end with a matrix of zeros."""
 

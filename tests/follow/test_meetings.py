@@ -107,6 +107,7 @@ def test_values_stay_what_they_are():
     np.testing.assert_array_equal(step(weight, x, y), fun(weight, x, y))
 
 
+@pytest.mark.medium
 def test_beside_what_is_empty_nothing_is_kept_whole():
     """A scan of 8 columns ends with one beside none: if that is constrained, XLA gets the others wrong."""
 

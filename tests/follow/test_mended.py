@@ -30,6 +30,8 @@ def test_xla_writes_no_row_out_of_bounds():
         assert jax.jit(written, out_shardings=rows)(zeros, ones, N).sum() == 0
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('dtype', ['int32', 'uint8', 'int8'])
 @pytest.mark.parametrize('number', [0, 5, 15, 16, 40, 100, -1, -40])
 def test_numbers_are_kept_within_bounds(number, dtype):
@@ -41,6 +43,7 @@ def test_numbers_are_kept_within_bounds(number, dtype):
     np.testing.assert_array_equal(found, written(*args))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('rows', [1, 2])
 @pytest.mark.parametrize('number', [N, 100, -100])
 def test_constants_out_of_bounds(number, rows):
@@ -63,6 +66,7 @@ def test_small_integers_count_only_so_far(size):
     assert found.sum() == 2
 
 
+@pytest.mark.medium
 def test_gradients_of_rows_out_of_bounds_are_those_of_one_device():
     def total(w, x):
         return jnp.sum(jnp.sin(lax.map(lambda i: jnp.tanh(x @ w)[i + 1] @ w, jnp.arange(N))))

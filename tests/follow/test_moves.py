@@ -73,6 +73,8 @@ def test_the_compiler_decides_about_convolutions_of_few_rows(rows, kept):
     assert len(step.followed(STACK, like(rows, SIZE)).kept) == kept
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize('name', PRODUCTS)
 @pytest.mark.parametrize('rule', [P(None, 'fsdp'), P(None, None, 'fsdp')], ids=['summed', 'columns'])
 def test_the_same_values(name, rule):
@@ -142,6 +144,7 @@ def test_a_weight_that_a_loop_gathers_once_counts_once():
     assert not step.followed(like(SIZE, SIZE), like(SIZE, rows, SIZE)).moved
 
 
+@pytest.mark.medium
 def test_gradients_that_each_round_of_a_loop_would_add_up():
     """The compiler alone sums the gradient of the weight in every time step."""
 
@@ -194,6 +197,7 @@ def test_look_ups_are_no_products():
     assert step.followed(like(4096, SIZE), like(8, dtype='int32')).kept
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(('rows', 'moves'), [(64, True), (2048, False)], ids=['few', 'many'])
 def test_rows_move_to_a_table_with_more_elements(rows, moves):
     helper = MeshShardingHelper([2, 4], ['data', 'fsdp'])
@@ -213,6 +217,7 @@ def test_rows_move_to_a_table_with_more_elements(rows, moves):
     assert (summed((1, 2)) == 0) is moves
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('rows', 'moved'),
     [(32, P(None, 'fsdp')), (128, None)],

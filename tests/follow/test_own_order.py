@@ -254,22 +254,27 @@ def moves_nothing(followed):
     return not followed.moved and not followed.lost
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize('name', FORMS)
 def test_each_device_sorts_its_own_tokens(name):
     assert moves_nothing(compare(with_gradients(FORMS[name])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['plain', 'scattered', 'summed', 'layers'])
 def test_without_gradients(name):
     assert moves_nothing(compare(FORMS[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('strategy', [*STRATEGIES][1:])
 @pytest.mark.parametrize('name', ['gated', 'summed', 'layers'])
 def test_on_other_meshes(name, strategy):
     assert moves_nothing(compare(with_gradients(FORMS[name]), strategy))
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_taken_outside():
     helper, rule, batch = STRATEGIES['fsdp and tp']
     step = helper.sjit(experts, in_shardings=(rule, batch))
@@ -278,6 +283,7 @@ def test_a_gradient_that_is_taken_outside():
     jax.tree.map(alike, found, expected)
 
 
+@pytest.mark.medium
 def test_rows_that_are_put_back_by_a_gradient_of_their_own():
     """JAX replaces the call by what it runs where it derives the gradient, and nowhere else."""
     fun = functools.partial(experts, rows=rows_by_own_gradient, back=back_by_own_gradient)
@@ -292,6 +298,7 @@ def doubled(x):
 doubled.defvjp(lambda x: (x * 2, None), lambda _, gradient: (jnp.cumsum(gradient, 0),))
 
 
+@pytest.mark.slow
 def test_a_gradient_of_its_own_may_take_order():
     fun = of_sorted(lambda w, rows, *more: plain(w, doubled(rows), *more))
     helper, rule, batch = STRATEGIES['fsdp']
@@ -384,12 +391,15 @@ ORDER_MATTERS = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize('name', ORDER_MATTERS)
 def test_where_the_order_may_matter_it_stays(name):
     followed = compare(with_gradients(ORDER_MATTERS[name]))
     assert any(each.primitive == 'sort' for each in followed.moved)
 
 
+@pytest.mark.slow
 def test_tokens_of_other_devices_move():
     def rows(x, order, _):
         return x[(jnp.arange(order.size) * 3 % TOKENS)[order]]
@@ -398,12 +408,14 @@ def test_tokens_of_other_devices_move():
     assert {each.primitive for each in followed.moved} == {'gather', 'scatter-add'}
 
 
+@pytest.mark.slow
 def test_a_loop_that_saves_sorted_rows_keeps_their_order():
     """They would be in another order in the loop of the gradient."""
     fun = functools.partial(layers, checkpoint=lambda layer: layer)
     assert any(each.primitive == 'sort' for each in compare(with_gradients(fun)).moved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('seed', range(10))
 def test_random_layers(seed):
     """Whatever is found of the order, the values are those of one device."""

@@ -51,6 +51,7 @@ def assert_close(found, expected, tolerance):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_gradients_of_replicated_parameters_are_summed_once(params, x):
     step = microbatch(jax.value_and_grad(loss), 4)
     expected, found, sent = on_mesh(DDP, step, P(), P('data'), params, x)
@@ -58,6 +59,7 @@ def test_gradients_of_replicated_parameters_are_summed_once(params, x):
     assert sent == {('data',): 4 * (3 * 16 * 16 + 16 + 1)}  # the gradients and the loss, in float32
 
 
+@pytest.mark.slow
 def test_replicas_of_sharded_parameters_too(params, x):
     step = microbatch(jax.value_and_grad(loss), 4)
     expected, found, sent = on_mesh(HSDP, step, FSDP_RULE, P(('replica', 'fsdp')), params, x)
@@ -80,6 +82,7 @@ def accumulated(of_part):
     return step
 
 
+@pytest.mark.medium
 def test_what_a_loop_starts_with_counts_once(params, x):
     def of_part(params, x):
         return jnp.sum(jnp.tanh(x @ params['w'][0]) + params['b'] * x)
@@ -89,6 +92,7 @@ def test_what_a_loop_starts_with_counts_once(params, x):
     assert sent == {('data',): 4 * (3 * 16 * 16 + 16 + 4)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'of_part',
     [
@@ -103,6 +107,7 @@ def test_what_needs_all_examples_stays_as_it_is(of_part, params, x):
     assert sent['data',] > 4 * 4 * 16 * 16
 
 
+@pytest.mark.medium
 def test_unsigned_differences_of_counts_are_those_of_all_examples(params, x):
     """Those of one device would begin anew at the largest number, and be sums of floats after that."""
 
@@ -126,6 +131,7 @@ def called_back(x):
     return jax.pure_callback(np.cumsum, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('of_parameters', [doubled, summed_on_devices, called_back])
 def test_what_is_written_for_all_devices_compiles(of_parameters, params, x):
     def step(params, x):

@@ -183,6 +183,7 @@ CASES = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('name', CASES)
 def test_where_the_rows_are(name):
     (fun, args, dims), expected = CASES[name]
@@ -224,6 +225,7 @@ OTHERS = []
 TABLED = sorted({*RULES, *WITH_JAXPRS, 'pallas_call'})
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('name', TABLED)
 def test_primitives_of_others_with_names_of_jax_lose_the_rows(name):
     def fun(x, w):

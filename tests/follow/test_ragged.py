@@ -74,6 +74,8 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize('strategy', STRATEGIES)
 @pytest.mark.parametrize('name', PROGRAMS)
 def test_the_same_values(name, strategy):
@@ -97,7 +99,7 @@ def test_a_sum_over_devices_is_of_the_dtype_that_it_has():
     assert dtype == 'bf16'
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec('libtpu'), reason='compiles for TPUs')
 def test_each_device_multiplies_its_own_rows():
     helper = MeshShardingHelper.from_topology('v5p:2x2x2', [-1], ['fsdp'])
@@ -117,6 +119,7 @@ def test_each_device_multiplies_its_own_rows():
     assert 0 < followed < 1.1 * hand
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('rule', [P('tp'), P('tp', 'fsdp'), P(('fsdp', 'tp'))], ids=str)
 def test_experts_over_another_axis(rule):
     def fun(w, x):
@@ -148,6 +151,7 @@ def test_groups_of_products_are_left_alone():
         np.testing.assert_allclose(step(w, x), jax.jit(fun)(w, x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('dtype', ['uint8', 'int16', 'uint32'])
 def test_sizes_of_other_dtypes(dtype):
     def fun(w, x):
@@ -171,6 +175,8 @@ MAPPED = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize('strategy', STRATEGIES)
 @pytest.mark.parametrize('name', MAPPED)
 def test_rows_in_a_loop_have_groups_of_their_own(name, strategy):
@@ -183,6 +189,7 @@ def test_rows_in_a_loop_have_groups_of_their_own(name, strategy):
     assert not step.followed(weights(), x).lost and not step.followed(weights(), x).moved
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_loop_over_rows_that_is_taken_outside():
     helper, rule, batch = STRATEGIES['fsdp and tp']
     x = rows().reshape(16, 4, WIDTH)

@@ -64,6 +64,7 @@ def program(random):
     return jax.value_and_grad(loss, has_aux=True) if derived else fun
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     'seed', [seed if seed < 10 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(100)]
 )

@@ -118,6 +118,8 @@ PLACED_LATER = {
 TALL = np.linspace(-1, 1, 1024, dtype=np.float32).reshape(64, 16)
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize('spec', [P(), P(None, 'fsdp'), P('fsdp'), P('tp')], ids=str)
 @pytest.mark.parametrize('name', [*PLACED, *PLACED_LATER])
 def test_what_users_place_is_where_they_say(name, spec):

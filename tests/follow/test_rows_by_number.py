@@ -140,6 +140,8 @@ def rewritten(fun):
     return jaxpr_as_fun(jaxpr), INDEXING.intersection(each.primitive.name for each in equations(jaxpr))
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize('is_gradient', [False, True], ids=['values', 'gradients'])
 @pytest.mark.parametrize('name', [*TAKEN, *OTHERS])
 def test_values_stay(name, is_gradient):
@@ -154,6 +156,8 @@ def test_values_stay(name, is_gradient):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize('name', ['counted', 'with checkpoint', 'in place', 'rows that are written'])
 def test_each_device_runs_over_its_own_rows(name):
     fun = gradient(TAKEN[name])
@@ -165,6 +169,7 @@ def test_each_device_runs_over_its_own_rows(name):
     assert not step.followed(W, X).lost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['the last row first', 'numbers downwards'])
 def test_rows_in_another_order_are_told_of(name):
     helper, rule = MeshShardingHelper([8], ['fsdp']), FSDPShardingRule('fsdp', min_fsdp_size=1)
@@ -175,6 +180,7 @@ def test_rows_in_another_order_are_told_of(name):
     assert step.followed(W, X).lost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('take', [taken, looked_up])
 def test_a_row_that_is_taken_with_a_gradient_of_its_own_keeps_it(take):
     """Also where the gradient is taken of the whole function, from outside."""
@@ -189,6 +195,7 @@ def test_a_row_that_is_taken_with_a_gradient_of_its_own_keeps_it(take):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('dtype', ['int8', 'uint8', 'int32', 'uint32'])
 def test_small_integers_count_from_the_start_again(dtype):
     x = np.random.default_rng(1).normal(size=(320, 8)).astype('float32')

@@ -84,6 +84,7 @@ def test_logits_of_a_large_vocabulary_stay_split():
     assert not any(shape == (64, WORDS) and 'fsdp' in spec[:1] for shape, spec in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('fun', 'rule', 'arguments', 'count'),
     [(feed_forward, BLOCK, block_arguments, 1), (head, TABLE, head_arguments, 2)],
@@ -111,6 +112,7 @@ def test_it_is_told():
 SLICES = MeshShardingHelper([2, 4], ['data', 'fsdp'])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(('first', 'is_split'), [(True, True), (False, False)], ids=['first', 'second'])
 def test_further_axes_in_the_dimension_of_rows(first, is_split):
     """XLA scatters sums over it if it is the first one; else it may add them up on all devices."""
@@ -161,6 +163,8 @@ WHOLE = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize('between', WHOLE.values(), ids=WHOLE)
 def test_columns_of_which_all_are_needed_do_not_stay_split(between):
     def fun(w, x):
@@ -185,6 +189,8 @@ THROUGH = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('fun', THROUGH.values(), ids=THROUGH)
 def test_through_what_a_block_is_followed(fun):
     args = block_arguments(64)
@@ -195,6 +201,7 @@ def test_through_what_a_block_is_followed(fun):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('checkpoint', [True, False], ids=['remat', 'stacks of what is saved'])
 def test_layers_in_a_loop(checkpoint):
     rule = {name: P(None, *spec) for name, spec in BLOCK.items()}

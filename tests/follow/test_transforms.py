@@ -54,6 +54,8 @@ AROUND = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize('around', AROUND.values(), ids=AROUND)
 def test_transformed_from_outside(around):
     assert_equal(around(followed(steps)), around(steps))
@@ -63,6 +65,7 @@ def test_jvp_from_outside():
     assert_equal(jax.jvp(followed(layer), (W, X), (W, X)), jax.jvp(layer, (W, X), (W, X)))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('name', ['jit', 'grad', 'vmap'])
 def test_closed_over_values_of_an_outer_trace(name):
     """They are constants of the jaxpr that is followed, and no arguments."""

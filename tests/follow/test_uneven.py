@@ -79,6 +79,8 @@ def assert_close(found, expected):
         np.testing.assert_allclose(mine, right, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize('name', PROGRAMS)
 @pytest.mark.parametrize('is_followed', [True, False])
 def test_values_are_those_of_one_device(name, is_followed):
@@ -91,6 +93,7 @@ def test_values_are_those_of_one_device(name, is_followed):
         )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('size', [6, 9, 11, 13])
 @pytest.mark.parametrize('sizes', [(4, 2), (2, 4)])
 def test_counts_of_any_number(size, sizes):

@@ -426,6 +426,7 @@ def seen_by_a_loader(look: Callable[[], Any]) -> Any:
     return value
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('setting', 'look'),
     [
@@ -471,6 +472,7 @@ def test_an_error_before_the_first_batch_is_raised_in_the_loop(monkeypatch: pyte
         list(HELPER.prefetch([np.zeros(8)]))
 
 
+@pytest.mark.slow
 def test_a_program_ends_with_batches_under_way() -> None:
     code = """
 import itertools, numpy as np
@@ -481,6 +483,7 @@ print(next(batches).shape)
     assert run_program(code) == '(8,)\n'
 
 
+@pytest.mark.slow
 def test_a_program_ends_while_threads_wait_for_batches() -> None:
     code = """
 import threading, time, numpy as np
@@ -501,6 +504,7 @@ print('one batch')
     assert run_program(code) == 'one batch\n'
 
 
+@pytest.mark.slow
 def test_steps_that_nobody_waits_for_do_not_queue_up() -> None:
     # More than simulated devices take at a time, which then wait for one another for ever.
     code = """

@@ -5,14 +5,11 @@ import pytest
 from tests.support.processes import Outcome, asked_for, names_of_checks, run_checks
 
 CHECKS = names_of_checks('tests.support.data_checks')
-# Left to `make verify`: with two processes what four show too, in more ways; with four what two show; and two
-# thirds of the meshes.
-SLOW_FOR_TWO = ['check_every_mesh']
-SLOW_FOR_FOUR = ['check_every_mesh', 'check_prefetch_beside_steps', 'check_data_that_ends_early']
+EVERY_MESH = 'check_every_mesh'
 # Where more than two processes can go wrong in another way than two: in who brings what to whom, decided
 # without JAX. What a release of JAX does with several processes, two of them show.
 OF_FOUR = [
-    'check_every_mesh',
+    EVERY_MESH,
     'check_every_third_mesh',
     'check_other_batch_axes',
     'check_processes_with_devices_of_unequal_number',
@@ -38,21 +35,22 @@ def four(request: pytest.FixtureRequest) -> Outcome:
     return run_checks('tests.support.data_checks', processes=4, devices=2, names=names)
 
 
-def parameters(names: list[str], slow: list[str]) -> list[object]:
-    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
-
-
-@pytest.mark.parametrize('name', parameters(CHECKS, SLOW_FOR_TWO))
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    'name', [pytest.param(name, marks=[pytest.mark.slow] if name == EVERY_MESH else []) for name in CHECKS]
+)
 def test_on_two_processes(two: Outcome, name: str) -> None:
     assert name in two.passed, str(two)
 
 
-@pytest.mark.parametrize('name', parameters(OF_FOUR, SLOW_FOR_FOUR))
+@pytest.mark.slow
+@pytest.mark.parametrize('name', OF_FOUR)
 def test_on_four_processes(four: Outcome, name: str) -> None:
     assert name in four.passed, str(four)
 
 
-@pytest.mark.parametrize('processes', ['two', 'four'])
+@pytest.mark.medium
+@pytest.mark.parametrize('processes', ['two', pytest.param('four', marks=pytest.mark.slow)])
 def test_every_process_ended_well(request: pytest.FixtureRequest, processes: str) -> None:
     outcome: Outcome = request.getfixturevalue(processes)
     assert set(outcome.codes) == {0}, str(outcome)

@@ -21,6 +21,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('shape', 'options', 'spec', 'part'),
     [

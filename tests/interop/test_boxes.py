@@ -106,6 +106,7 @@ def test_what_the_leaf_says_comes_before_axis_names(helper):
     }
 
 
+@pytest.mark.medium
 def test_init_and_optimizer_state_through_sjit(helper):
     import_or_skip('flax')
     rule = RULE | P()
@@ -259,6 +260,7 @@ def nnx_model():
         return nnx, Block(nnx.Rngs(0))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('form', ['state', 'module'])
 def test_nnx(helper, form):
     nnx, model = nnx_model()
@@ -340,6 +342,7 @@ def test_boxes_of_others_are_left_alone():
     assert interop.unbox(tree)['none'] is None
 
 
+@pytest.mark.slow
 def test_reading_names_imports_no_library():
     code = """
 import sys

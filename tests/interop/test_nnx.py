@@ -59,6 +59,7 @@ def helper():
     return MeshShardingHelper([4, 2], ['fsdp', 'tp'])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('rule', [FSDP, TP], ids=['fsdp', 'tp'])
 @pytest.mark.parametrize('donated', [(), (0, 1)])
 def test_a_training_is_that_of_one_device(rule, donated):
@@ -79,6 +80,7 @@ def test_a_training_is_that_of_one_device(rule, donated):
     assert int(sharded[1].step[...]) == 4
 
 
+@pytest.mark.medium
 def test_the_batch_is_followed_and_the_step_is_planned():
     mesh = helper()
     model, optimizer = nnx.sjit(mesh, make, out_shardings=FSDP)(jax.random.key(0))
@@ -93,6 +95,7 @@ def test_the_batch_is_followed_and_the_step_is_planned():
     assert 'model/up/kernel/value' in [row.path for row in plan.inputs.rows]
 
 
+@pytest.mark.slow
 @gpu_compiler.needed
 def test_a_step_is_planned_from_shapes_for_devices_that_are_not_here():
     node = MeshShardingHelper.from_topology('h100:8', [4, 2], ['fsdp', 'tp'])
@@ -104,6 +107,7 @@ def test_a_step_is_planned_from_shapes_for_devices_that_are_not_here():
         node.plan(step, model, optimizer, x=rows())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('compiled', [train_step, flax_nnx.jit(train_step)], ids=['plain', 'nnx.jit'])
 def test_a_decorator_and_a_step_that_is_compiled_for_one_device(compiled):
     model, optimizer = nnx.sjit(helper(), make, out_shardings=FSDP)(jax.random.key(0))
@@ -115,6 +119,7 @@ def test_a_decorator_and_a_step_that_is_compiled_for_one_device(compiled):
     assert step.followed(model, optimizer, rows()).kept
 
 
+@pytest.mark.medium
 def test_one_rule_for_all_and_arguments_without_modules():
     step = nnx.sjit(helper(), lambda model, scale: model(jnp.ones((8, 16))) * scale['by'], in_shardings=FSDP)
     model, _ = make(jax.random.key(0))
@@ -439,6 +444,7 @@ def test_an_optimizer_for_each_epoch_is_traced_for_each_epoch(new_for_each_epoch
     assert expected == (2 if new_for_each_epoch else 1)
 
 
+@pytest.mark.medium
 def test_switches_between_calls():
     model, _ = make(jax.random.key(0))
     step = nnx.sjit(helper(), lambda model, x: model(x), in_shardings=(FSDP, P('fsdp')))
@@ -453,6 +459,7 @@ class Doubled(flax_nnx.Module):
         return 2 * x
 
 
+@pytest.mark.medium
 def test_arguments_that_share_all_they_have_or_have_nothing():
     model, _ = make(jax.random.key(0))
 
@@ -467,6 +474,7 @@ def test_arguments_that_share_all_they_have_or_have_nothing():
     np.testing.assert_array_equal(model.up.bias[...], 1)
 
 
+@pytest.mark.slow
 def test_variables_and_states_as_arguments_and_results():
     model, optimizer = make(jax.random.key(0))
     calls = flax_nnx.Variable(jnp.zeros((), 'int32'))
@@ -503,6 +511,7 @@ def test_shardings_by_name():
     assert model.up.kernel[...].sharding.spec == P(None, 'fsdp')
 
 
+@pytest.mark.medium
 def test_after_an_error_modules_are_as_before():
     def fails(model, x):
         model(x)

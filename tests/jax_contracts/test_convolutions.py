@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,6 +21,7 @@ def gradient(w: jax.Array, x: jax.Array) -> jax.Array:
     return jax.grad(loss)(w)
 
 
+@pytest.mark.medium
 def test_xla_adds_up_the_gradient_of_a_grouped_convolution_over_devices_that_have_the_same_rows() -> None:
     """Where this fails, XLA has mended it, and `with_right_gradients` can go."""
     mesh = jax.make_mesh((4, 2), ('x', 'y'), axis_types=(AxisType.Auto,) * 2)
@@ -39,6 +41,7 @@ def test_xla_adds_up_the_gradient_of_a_grouped_convolution_over_devices_that_hav
         np.testing.assert_allclose(jax.jit(mended)(w, rows), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.medium
 def test_xla_mixes_up_the_channels_of_a_grouped_convolution_laid_out_unlike_its_images() -> None:
     """Where this fails, XLA has mended it, and `_laid_out_as_images` can go."""
     mesh = jax.make_mesh((8,), ('x',), axis_types=(AxisType.Auto,))

@@ -321,6 +321,7 @@ def test_the_options_of_a_scan(reverse: bool) -> None:
         assert options == {'reverse': reverse, 'unroll': 2}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('generator', 'same'), [('threefry2x32', True), ('rbg', False), ('unsafe_rbg', False)]
 )

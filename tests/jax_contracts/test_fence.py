@@ -123,6 +123,7 @@ PATTERNS: dict[Callable[[ast.Module], Iterator[ast.AST]], str] = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('pattern', PATTERNS, ids=lambda pattern: pattern.__name__)
 def test_what_jax_does_not_promise_is_in_one_room(pattern: Callable[[ast.Module], Iterator[ast.AST]]) -> None:
     wrong = [

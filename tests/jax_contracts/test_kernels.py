@@ -135,6 +135,7 @@ def test_operands_that_results_take_the_place_of() -> None:
         )
 
 
+@pytest.mark.medium
 def test_a_part_of_a_kernel_runs() -> None:
     cost = pl.CostEstimate(flops=64, transcendentals=0, bytes_accessed=512)
     with contract('runs a kernel with fewer steps and smaller arrays', PURPOSE):

@@ -28,6 +28,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.medium
 def test_no_cluster_is_found() -> None:
     env = {
         name: value

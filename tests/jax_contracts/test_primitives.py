@@ -78,6 +78,7 @@ def test_primitives_of_others(name: str) -> None:
     assert primitive_name(SimpleNamespace(primitive=jax.extend.core.Primitive('my own'))) == 'my own'
 
 
+@pytest.mark.medium
 def test_kernels_are_not_loaded_with_jax() -> None:
     code = (
         'import sys, jax; from scalax._jax import primitives; '

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -11,6 +12,7 @@ from scalax._jax import rewriting
 from tests.support.contracts import contract
 
 
+@pytest.mark.medium
 def test_xla_takes_what_is_in_the_padding_of_updates_for_updates() -> None:
     """Where this fails, XLA has mended it, and `with_even_updates` can go."""
     mesh = jax.make_mesh((4, 2), ('x', 'y'), axis_types=(AxisType.Auto,) * 2)

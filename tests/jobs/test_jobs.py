@@ -59,6 +59,7 @@ def outputs(running: Running) -> list[str]:
     return [running.output(index) for index in range(len(running.processes))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('senders', 'receivers', 'memory'),
     [
@@ -211,6 +212,7 @@ def fault_of(running: Running) -> str:
     return re.sub(r'at 127\.0\.0\.1:\d+', 'at ADDRESS', lines[0].removeprefix('TransferError: '))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('fault', rare(FAULTS_OF_THE_SENDER))
 def test_a_sender_fails(fault: str) -> None:
     with two_jobs(waits=(LONG, SHORT), timeout=SHORT, memory=FEW, faults=(fault, '')) as (_, second):
@@ -218,6 +220,7 @@ def test_a_sender_fails(fault: str) -> None:
         assert 'received' not in second.output()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('fault', rare(FAULTS_OF_THE_RECEIVER))
 def test_a_receiver_fails(fault: str) -> None:
     with two_jobs(timeout=SHORT, memory=FEW, faults=('', fault)) as (first, _):

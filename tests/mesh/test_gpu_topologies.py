@@ -227,6 +227,8 @@ def test_a_target_config_that_is_not_text(described, tmp_path):
 # --- With the compiler ------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(7)
 @gpu_compiler.needed
 @pytest.mark.parametrize('kind', GPUS)
 def test_every_kind_compiles(kind):

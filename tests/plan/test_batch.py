@@ -106,6 +106,7 @@ SILENT = {
 }
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize('fun, options', SILENT.values(), ids=SILENT)
 def test_where_no_rows_are_lost_nothing_is_said(fun, options):
     plan = planned(fun, **options)
@@ -123,6 +124,8 @@ SPEAKING = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize('fun, options', SPEAKING.values(), ids=SPEAKING)
 def test_what_is_said(fun, options, snapshot):
     # How many values there are depends on the version of JAX.
@@ -194,6 +197,7 @@ def test_the_function_is_traced_once():
     assert times == [1]
 
 
+@pytest.mark.slow
 def test_json_and_differences():
     plans = [planned(step), planned(step, batch_argnums=()), planned(mixed)]
     for plan in plans:

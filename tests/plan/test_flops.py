@@ -93,6 +93,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(('fun', 'arguments', 'expected'), OPERATIONS.values(), ids=OPERATIONS)
 def test_operations(fun, arguments, expected):
     assert flops(fun, *arguments) == expected
@@ -456,6 +457,7 @@ def size(tree):
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('config', 'batch', 'sequence'), DECODERS.values(), ids=DECODERS)
 def test_decoders(config, batch, sequence, monkeypatch):
     """6 x parameters x tokens, and 12 x sequence x width x layers a token for attention.
@@ -562,6 +564,7 @@ def test_attention_of_cudnn_counts_as_attention_in_jax(layout, which):
     assert count_model_flops(found) == count_model_flops(written) == 6 * one
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('name', OPERATIONS)
 def test_the_program_takes_as_many_operations_as_the_function(name):
     fun, arguments, expected = OPERATIONS[name]

@@ -59,6 +59,7 @@ def test_all_programs_are_recorded():
         assert (one.topology, one.mesh, one.slices) == (program.topology, program.mesh, program.slices)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('name', PROGRAMS)
 def test_both_readers_count_the_same(name):
     """Collectives, flops and what goes to the host; and no more bytes than all arrays have."""
@@ -74,6 +75,7 @@ def test_both_readers_count_the_same(name):
     assert 0 < plan.work.bytes <= second.hbm
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('name', PROGRAMS)
 def test_what_runs_is_explained(name):
     """All but single numbers have an origin in the partitioner's program, also where several are combined."""
@@ -94,6 +96,7 @@ ABOUT = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('name', PROGRAMS)
 def test_flops_are_those_of_the_function(name):
     plan = recorded_plan(name)
@@ -119,6 +122,7 @@ def test_memory_is_the_compilers_own(name):
     assert memory.peak == pytest.approx(peak, rel=0.01)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('name', PROGRAMS)
 def test_what_is_held_at_the_peak_has_a_name(name):
     plan = recorded_plan(name)
@@ -128,6 +132,7 @@ def test_what_is_held_at_the_peak_has_a_name(name):
     assert named >= (0.7 if name == 'gathered h100' else 0.9) * plan.memory.peak
 
 
+@pytest.mark.slow
 @gpu_compiler.needed
 @pytest.mark.parametrize('name', ['product h100', 'fsdp h100', 'stencil h100', 'offloaded h100'])
 def test_the_recordings_are_what_the_compiler_makes(name):
@@ -146,6 +151,7 @@ AUTOTUNE, COMBINE = '--xla_gpu_autotune_level=0', '--xla_gpu_all_gather_combine_
 CUBLAS = AUTOTUNE, '--xla_gpu_enable_triton_gemm=false'
 
 
+@pytest.mark.medium
 @gpu_compiler.needed
 @pytest.mark.parametrize(
     ('made_by', 'options', 'flags'),
@@ -174,6 +180,7 @@ def test_options_of_a_function_are_in_force(made_by, options, flags):
     assert bool(plan.memory.temporaries) == (CUBLAS[1] in flags)  # the scratch of cuBLAS
 
 
+@pytest.mark.slow
 @gpu_compiler.needed
 @pytest.mark.parametrize('in_a_file', [False, True])
 def test_xla_flags_are_in_force(tmp_path, in_a_file):
@@ -214,6 +221,7 @@ def test_what_does_not_fit_says_so():
     assert (plan.fits, plan.refusal, plan.memory.arguments) == (False, '', 2**36)
 
 
+@pytest.mark.medium
 @gpu_compiler.needed
 def test_a_product_of_other_types():
     helper = MeshShardingHelper.from_topology('h100:1', [1], ['x'])
@@ -611,6 +619,7 @@ def test_a_search_with_an_axis_over_hosts():
     assert {place.slice for place in found.best.places} == {0, 1}
 
 
+@pytest.mark.slow
 @gpu_compiler.needed
 def test_find():
     found = find(

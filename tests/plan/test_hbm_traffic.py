@@ -171,6 +171,7 @@ OF_CPUS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('name', OF_CPUS)
 def test_bytes_of_cpu_programs(name):
     function, arguments, donated, moved = OF_CPUS[name]
@@ -192,12 +193,14 @@ def check(helper, hardware, function, arguments, donated, moved, between=0):
     assert roofline.step_seconds.bound <= max(most * 1.001, roofline.compute)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('name', BY_HAND)
 def test_bytes_by_hand_on_a_gpu(name):
     """With CPU programs, which have no fusions."""
     check(GPU, HARDWARE['h100'], *BY_HAND[name])
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.medium
 @tpu_compiler.needed
 @pytest.mark.parametrize('name', BY_HAND)
@@ -218,6 +221,7 @@ SOME = st.one_of(
 )
 
 
+@pytest.mark.slow
 @examples(60)
 @given(SOME)
 def test_no_program_is_planned_above_its_bytes(case):
@@ -229,6 +233,7 @@ def test_no_program_is_planned_above_its_bytes(case):
 # --- By a second reader ---------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.medium
 @pytest.mark.parametrize('name', names())
 def test_recorded_programs_move_no_more_than_their_arrays(name):

@@ -152,6 +152,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(('fun', 'rounds', 'known'), LOOPS.values(), ids=LOOPS)
 def test_rounds(fun, rounds, known):
     traced = jax.jit(fun).trace(X)
@@ -174,6 +175,7 @@ def as_optimized(text):
     return '\n\n'.join(computations)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(('fun', 'rounds', 'known'), LOOPS.values(), ids=LOOPS)
 def test_rounds_in_the_notation_of_optimized_programs(fun, rounds, known):
     text = as_optimized(jax.jit(fun).lower(X).compiler_ir(dialect='hlo').as_hlo_text())
@@ -189,6 +191,7 @@ def test_a_loop_of_an_equation_alone():
     assert rounds_of_while(equation) == (4, EXACTLY)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('start', [0, 5])
 def test_many_rounds(start):
     """Scans of any length are solved; other loops are run for up to 10,000 rounds."""

@@ -111,6 +111,7 @@ def words(made):
     return [text.strip() for text in blocks_of(made).itertext() if text.strip()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('make', [plan, too_large, simulated, hostile])
 def test_a_plan_is_well_formed_and_self_contained(tmp_path, make):
     made = make()

@@ -169,6 +169,7 @@ def test_plans_have_them():
     assert plan.roofline('v5p', torus={'fsdp': 4, 'tp': 2}).mfu > 0
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize('case', plan_llama.CASES, ids=lambda case: case.name)
 def test_the_model_of_the_llama_steps(case):
     """As PaLM counts it, in which a causal mask does not halve attention: https://arxiv.org/abs/2204.02311."""
@@ -183,6 +184,7 @@ def test_the_model_of_the_llama_steps(case):
     assert found['backward'] == 2 * found['forward']
 
 
+@pytest.mark.medium
 def test_what_moves_the_state_of_a_loop_has_the_phase_of_the_loop():
     """The partitioner gives it no name: it gathers the activations of each layer, forward."""
 

@@ -42,6 +42,7 @@ def plan(microbatches=MICROBATCHES):
     return HELPER.plan(made, jnp.ones((LAYERS, WIDTH, WIDTH)), jnp.ones((ROWS, WIDTH)))
 
 
+@pytest.mark.slow
 def test_ticks_and_bytes():
     forward, backward = plan().pipelines
     assert [forward.is_backward, backward.is_backward] == [False, True]
@@ -80,6 +81,7 @@ def test_idle_computing_is_not_the_models():
     assert plan().work.flops * plan().devices == plan().flops + idle
 
 
+@pytest.mark.slow
 def test_a_step_in_microbatches_runs_its_pipelines_as_often():
     rules = (P('stage', 'fsdp'), P('fsdp'))
     made = HELPER.sjit(

@@ -23,6 +23,8 @@ from tests.support.collective_programs import CUBE, F32, HELPER, PROGRAMS, data_
 from tests.support.leaves import leaf
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('program', PROGRAMS.values(), ids=PROGRAMS)
 def test_programs(program):
     helper, fun, arguments, expected = program()
@@ -48,6 +50,7 @@ def gathers(fun, *arguments):
     return found
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('start', 'stop', 'trips'),
     [(0, 7, 7), (2, 11, 9), (3, 3, 0), (5, 6, 1)],
@@ -296,6 +299,7 @@ def resharded(x, *specs):
     return x
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('function', 'cause', 'said'),
     [

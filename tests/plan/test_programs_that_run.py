@@ -59,6 +59,7 @@ def moved(rows: tuple[Collective, ...]) -> int:
     return sum(row.count * row.bytes for row in rows)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('name', names())
 def test_both_readers_count_the_same(name: str) -> None:
     found: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
@@ -69,6 +70,8 @@ def test_both_readers_count_the_same(name: str) -> None:
     assert found
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('name', names())
 def test_what_runs_is_explained(name: str) -> None:
     """Every byte has an origin in the partitioner's program, and a line of the user's or an argument."""
@@ -93,6 +96,7 @@ def test_a_gather_that_runs_as_a_sum() -> None:
     }
 
 
+@pytest.mark.slow
 def test_causes() -> None:
     causes = {name: {row.cause for row in rows_of(name)} for name in names()}
     assert causes['by_hand v5e'] == causes['rings v6e'] == {'program'}
@@ -174,6 +178,8 @@ def seconds_by_hand(name: str) -> tuple[float, float]:
     return all_links, one_link
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize('name', names())
 def test_the_least_time_is_a_lower_bound(name: str) -> None:
     roofline, step = roofline_of(name), roofline_of(name).step_seconds

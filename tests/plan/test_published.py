@@ -130,6 +130,7 @@ def test_parameters_of_llama_2_13b() -> None:
     assert count_model_flops(step) == 6 * multiplied * 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('tokens', 'compute_bound'), [(3e6, False), (1e6, False), (10e6, True)])
 def test_fsdp_of_llama_2_13b(tokens: float, compute_bound: bool) -> None:
     """Question 3.2: 3M tokens on 16x16x16 are bound by communication: at least 850 x 4096 = 3.48M are needed.
@@ -190,6 +191,7 @@ def summed(x: jax.Array, w: jax.Array) -> jax.Array:
     return jax.lax.psum(jax.lax.dynamic_slice_in_dim(x, mine, w.shape[0], 1) @ w, 'fsdp')
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(('width', 'sums_win'), [(4096, False), (8192, True)])
 def test_two_ways_to_multiply(width: int, sums_win: bool) -> None:
     """Question 4 [matmul strategies]: A[B, D] B[D_X, F]: a sum of parts is faster if D > 2 x 2550."""
@@ -280,6 +282,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.slow
 def test_a_published_step_of_gpus() -> None:
     """Llama 3 70B by MaxText on 128 H100 under FSDP, two sequences of 8,192 tokens on each: 15.570 s, and
     506.597e12 operations a second:
@@ -302,6 +305,7 @@ def test_a_published_step_of_gpus() -> None:
     assert {*roofline.parts} == {'compute', 'hbm', 'ici:fsdp', 'dcn:fsdp'}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('found', PUBLISHED.values(), ids=PUBLISHED)
 def test_published_steps_are_between_the_bounds(found: Published) -> None:
     """At least the time if everything overlaps, at most twice the time if nothing does."""

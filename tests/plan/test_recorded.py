@@ -503,6 +503,8 @@ def read(name):
     return executable_reader.read(one.executable, one.mesh, one.slices)
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize('name', PROGRAMS)
 def test_recordings_are_whole(name):
     """The second reader knows all of each program, and what runs is what was dumped."""

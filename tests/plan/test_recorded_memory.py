@@ -18,6 +18,8 @@ MOVED = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('name', recordings.names())
 def test_at_least_90_percent_of_the_peak_is_named(name):
     recording = recordings.recorded(name)
@@ -29,6 +31,7 @@ def test_at_least_90_percent_of_the_peak_is_named(name):
     assert named >= 0.9 * memory.peak
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('name', recordings.names())
 def test_memory_is_the_compilers_own(name):
     recording = recordings.recorded(name)
@@ -45,6 +48,8 @@ def test_memory_is_the_compilers_own(name):
         assert memory.peak == pytest.approx(stats['peak_memory_in_bytes'], rel=0.001)
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('name', recordings.names())
 def test_what_moves_to_and_from_the_host(name):
     moved = MOVED.get(name, 0)

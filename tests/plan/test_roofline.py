@@ -104,6 +104,7 @@ def tensor_parallel(hidden, batch=8192):
 INTENSITY = 2550
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(('axes', 'torus'), [(1, 8), (3, (2, 2, 2))])
 def test_fsdp_is_bound_by_communication_below_2550_tokens(axes, torus):
     """Chapter "Fully-Sharded Data Parallelism (FSDP)": less than 2550 / M_X."""
@@ -248,6 +249,7 @@ def bound_of(weights, rows):
     return plan.roofline(dataclasses.replace(RINGS, ring_multiple=2), torus=TORUS)
 
 
+@pytest.mark.slow
 def test_good_shardings_rank_above_bad_ones():
     good = bound_of(FSDPShardingRule('fsdp', min_fsdp_size=1).stacked(), P('fsdp'))
     split = bound_of(P(None, None, 'tp'), P('fsdp'))

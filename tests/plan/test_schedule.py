@@ -191,6 +191,7 @@ ENTRY %main (x: f32[10,10]) -> f32[10,10] {{
     assert row.bound == pytest.approx(0.8 * US * _REACHED)  # 800 bytes; 2,000 operations take 0.002
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('types', 'time'),
     [
@@ -331,6 +332,7 @@ def test_one_run_of_a_loop_is_inside_of_it():
     assert branch.start == pytest.approx(condition.start + condition.seconds)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('name', MODELLED)
 def test_the_device_does_one_thing_after_another(name):
     def check(spans, seconds):
@@ -347,6 +349,7 @@ def test_the_device_does_one_thing_after_another(name):
     check(schedule.spans, schedule.seconds)
 
 
+@pytest.mark.medium
 def test_a_page_draws_what_runs_when(browser, tmp_path):
     plan = recorded_plan('decoder h100')
     page = blocks.page('', [Timeline(plan.schedule.spans, plan.schedule.seconds)])
@@ -372,6 +375,7 @@ def test_a_compiler_that_writes_no_times():
     assert recorded_plan('fsdp a100').schedule is recorded_plan('fsdp_tp gb200').schedule is None
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('name', MODELLED)
 def test_kernels_take_what_the_compiler_says(name, monkeypatch):
     """As a second reader adds it up, on a device to which operations and bytes are next to nothing."""
@@ -388,6 +392,7 @@ def test_kernels_take_no_less_than_what_they_do_at_least(name):
     assert all(row.seconds >= row.bound * (1 - 1e-9) for row in kernels)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('name', MODELLED)
 def test_a_step_takes_its_kernels_and_its_waits(name):
     """No less than any of what runs beside the others, and no more than all."""

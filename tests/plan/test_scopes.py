@@ -104,6 +104,7 @@ def test_functions_stand_for_scopes():
     assert [line.split('  ')[0] for line in lines[table + 2 : table + 4]] == [outer, inner]
 
 
+@pytest.mark.medium
 def test_modules_of_flax():
     nn = pytest.importorskip('flax.linen')
 

@@ -73,6 +73,8 @@ def compared(made, **options):
     return helper.plan(fun, *arguments, quick=True), second_reader.read(text, dict(helper.mesh.shape))
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize('program', PROGRAMS.values(), ids=PROGRAMS)
 def test_both_read_the_same(program):
     plan, second = compared(program())
@@ -80,6 +82,7 @@ def test_both_read_the_same(program):
     assert bool(second) == (program is not collective_programs.nothing)
 
 
+@pytest.mark.medium
 def test_a_missed_collective_is_noticed():
     """The comparison can fail: what the second reader does not know it does not pass over."""
     helper, fun, arguments = fsdp_and_tp()

@@ -42,6 +42,7 @@ def planned(optimizer, wrapped=lambda update: update, donate=(0, 1), take=jax.gr
     return HELPER.plan(fun, params, state, leaf(ROWS, SIZE))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('wrapped', [lambda update: update, jax.jit], ids=['inline', 'jit'])
 def test_what_an_update_moves(wrapped):
     """Parameters and two moments are read and written. A product may write gradients where they are used."""
@@ -67,6 +68,7 @@ def test_phases_follow_one_another():
     assert forward.compute + backward.compute == pytest.approx(roofline.compute)
 
 
+@pytest.mark.medium
 def test_gradients_of_a_loop():
     """Gradients are added up over micro-batches in a loop; the update comes after it."""
 

@@ -31,6 +31,7 @@ def test_they_took_as_much_memory_as_is_planned(ran):
     assert memory.total <= ran['peak_bytes']
 
 
+@pytest.mark.medium
 def test_they_took_about_as_long_as_their_schedule(ran):
     h100 = HARDWARE['h100']
     schedule = schedule_of(

@@ -63,6 +63,7 @@ def quick(over, fun, *arguments):
 # --- Collectives ----------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     'over',
     [
@@ -102,6 +103,7 @@ def block():
     return v5e().plan(step, *arguments)
 
 
+@pytest.mark.slow
 @tpu_compiler.newest
 def test_a_plan_counts_what_its_executable_runs():
     step, arguments = train_step(v5e(), 4, 256, 1024)
@@ -142,6 +144,7 @@ def matmul_in_full():
     return v5e().plan(step, *arguments)
 
 
+@pytest.mark.slow
 @tpu_compiler.newest
 def test_memory_is_the_compilers_own():
     plan = matmul_in_full()
@@ -361,6 +364,7 @@ def test_a_permute_between_slices_is_one(axes, senders):
         assert row.networks == ('dcn',)
 
 
+@pytest.mark.slow
 def test_a_line_of_the_table_of_llama():
     small = plan_llama.Llama3(width=256, layers=2, heads=4, kv_heads=2, vocabulary=1024, units=512)
     case = plan_llama.Case('small', small, 'v5e:2x2', {'fsdp': -1, 'tp': 2})
@@ -372,6 +376,7 @@ def test_a_line_of_the_table_of_llama():
     assert cells[:3] == ['| small', 'v5e:2x2', 'fsdp=2 tp=2']
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(('name', 'devices', 'per_chip'), [('v4', 64, 1), ('tpu7x', 128, 2)])
 def test_every_kind_of_chip_has_seconds(name, devices, per_chip):
     over = helper(f'{name}:4x4x4', ('fsdp', -1), ('tp', 4))

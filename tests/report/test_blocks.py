@@ -81,6 +81,7 @@ def test_texts_are_data():
     assert not {name for _, names in shape('x') for name in names} & {'id', 'onerror', 'href', 'src'}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('text', ['x', HOSTILE], ids=['harmless', 'hostile'])
 def test_pages_are_well_formed_and_load_nothing(text):
     page = blocks.page(text, everything(text))

@@ -55,6 +55,7 @@ def meshes(draw):
     return helper_of(devices, *sizes), P(*joined)
 
 
+@pytest.mark.slow
 @hypothesis.given(meshes(), meshes(), st.sampled_from(DTYPES), st.sampled_from([None, 128]), st.booleans())
 def test_any_mesh_to_any_other(before, after, dtype, memory, donate):
     x = values((24, 48), dtype)
@@ -67,6 +68,7 @@ def test_any_mesh_to_any_other(before, after, dtype, memory, donate):
         assert_equal(source, x)
 
 
+@pytest.mark.medium
 def test_leaves_of_all_kinds():
     before, after = helper_of([0, 1, 2, 3], 4), helper_of([5, 2], 2)
     keys = jax.random.split(jax.random.key(3, impl='rbg'), 8)
@@ -104,6 +106,7 @@ def test_what_is_not_moved():
     )
 
 
+@pytest.mark.medium
 def test_axis_types_and_a_mesh_that_is_set():
     before = helper_of(range(4), 4)
     devices = jax.devices()[2:6]
@@ -164,6 +167,7 @@ def test_an_array_that_is_in_the_tree_several_times():
     assert_equal(moved[1], x)
 
 
+@pytest.mark.medium
 def test_dtypes_change_on_the_way():
     before, after = helper_of(range(4), 4), helper_of(range(4, 8), 2, 2)
     x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
@@ -174,6 +178,7 @@ def test_dtypes_change_on_the_way():
     assert_equal(before.reshard(moved, P('a'), dtype='float32')['w'], x.astype('bfloat16').astype('float32'))
 
 
+@pytest.mark.medium
 def test_a_schedule_is_computed_once(monkeypatch):
     counted = []
     schedule_of = routes.schedule_of
@@ -241,6 +246,7 @@ def test_a_plan_counts_what_moves():
 # --- Names ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_layers_are_stacked_renamed_and_transposed():
     trainer, sampler = helper_of(range(4), 2, 2), helper_of(range(4, 7), 3)
     layers = {str(i): {'w': values((4, 6), 'float32', i)} for i in range(6)}
@@ -299,6 +305,7 @@ def test_mappings_that_do_not_fit():
 # --- Memory ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('spec', [P('a'), P(None, 'a'), P()])
 def test_a_bound_on_memory(spec, monkeypatch):
     before, after = helper_of(range(4), 4), helper_of(range(8), 8)

@@ -159,6 +159,8 @@ def axes_of(spec):
     return {axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(7)
 @IN_EACH_LAYOUT
 def test_the_model_is_the_published_one(name, stacked):
     leaves = jax.tree.leaves(built(name, stacked))
@@ -190,6 +192,7 @@ EXCEPTIONS = [
 ]
 
 
+@pytest.mark.sampled(11)
 @IN_EACH_LAYOUT
 def test_every_large_leaf_uses_all_of_fsdp_and_tp(name, stacked):
     found = {
@@ -219,6 +222,7 @@ def test_experts_lie_along_their_own_axis(name, stacked):
         assert axes_of(row.spec) == {'fsdp', 'tp', 'expert'}, row
 
 
+@pytest.mark.sampled(7)
 @IN_EACH_LAYOUT
 def test_what_is_replicated_is_small(name, stacked):
     replicated = sum(math.prod(row.shape) * 2 for row in rows(name, stacked) if not axes_of(row.spec))
@@ -229,6 +233,8 @@ def in_layers(name, path):
     return re.match(rf'{CASES[name].layers}/', path)
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize('name', CASES_UNROLLED)
 def test_a_stack_lies_as_its_layers_do(name):
     number = re.compile(rf'^({CASES[name].layers})[/_]\d+/')
@@ -256,6 +262,7 @@ def test_stacked_by_regex_is_stacked_by_method(name):
     assert specs == rule_of(name, stacked=True).apply(stack_of(name))
 
 
+@pytest.mark.medium
 @ALL_CASES
 def test_layers_are_never_sharded_by_accident(name):
     # Without `stacked`, and whatever divides: an error for every leaf of the stack.
@@ -307,6 +314,7 @@ def test_gpt2_without_padding():
     assert lenient['wte']['embedding'].spec == P(None, 'fsdp')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('table', 'layer'),
     [

@@ -407,7 +407,7 @@ def answer():
 """
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize('seed', ['1', '2'])
 def test_every_process_decides_the_same(seed):
     here = {}

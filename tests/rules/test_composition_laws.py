@@ -78,6 +78,7 @@ def rules_of(situation: Situation) -> list[Any]:
     return [make(term, situation.mesh) for term in situation.terms]
 
 
+@pytest.mark.medium
 @examples(300)
 @hypothesis.given(situations(count=3))
 def test_or_takes_the_first_answer(situation: Situation) -> None:
@@ -103,6 +104,7 @@ def test_or_takes_the_first_answer(situation: Situation) -> None:
         assert either == [mine or theirs for mine, theirs in zip(own, second, strict=True)]
 
 
+@pytest.mark.medium
 @examples(400)
 @hypothesis.given(situations(count=2))
 def test_and_fills_what_is_free(situation: Situation) -> None:
@@ -207,6 +209,7 @@ def test_and_may_be_grouped_either_way(situation: Situation) -> None:
         assert left == right
 
 
+@pytest.mark.medium
 @examples(300)
 @hypothesis.given(situations(count=1))
 def test_rules_inside_others(situation: Situation) -> None:
@@ -259,6 +262,7 @@ def test_rules_are_values(situation: Situation) -> None:
         assert asked(again) == asked(rule)
 
 
+@pytest.mark.medium
 def test_every_process_decides_the_same(tmp_path: Path) -> None:
     drawn: list[Situation] = []
 

@@ -13,6 +13,7 @@ from typing import Any
 import hypothesis
 import jax
 import numpy as np
+import pytest
 
 from scalax.errors import RuleError, ScalaxError, ShardingError
 from scalax.sharding import MeshShardingHelper, ShardingReport
@@ -77,6 +78,7 @@ def assert_placed(helper: MeshShardingHelper, tree: Any, shardings: Any, report:
         np.testing.assert_array_equal(np.asarray(back), np.asarray(leaf).astype(back.dtype))
 
 
+@pytest.mark.slow
 @examples(1300)
 @hypothesis.given(situations())
 def test_arrays_get_what_the_table_says(situation: Situation) -> None:

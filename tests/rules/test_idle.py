@@ -100,6 +100,7 @@ ONE = MeshShardingHelper([1], ['fsdp'], devices=jax.devices()[:1])
 ALONG_TP = MeshShardingHelper([1, 8], ['fsdp', 'tp'])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('rules', 'tree', 'helper'),
     [

@@ -133,6 +133,8 @@ def test_the_state_of_each_is_placed_as_its_parameters(name):
 COMPUTED = ('adamw', 'MultiSteps', 'lbfgs', 'multi_transform', 'muon')
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     'name', [name if name in COMPUTED else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS]
 )
@@ -211,6 +213,8 @@ def test_adafactor_factors_take_the_dimensions_they_keep():
     assert first.count == P()
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     'shape', [(256, 512), (512, 256), (256, 256), (2, 256, 256), (256, 2, 256), (128, 256, 384)]
 )

@@ -221,6 +221,7 @@ def test_what_does_not_divide_is_named_and_nothing_else(helper, tree, data):
         assert_parts(helper, tree, rule, [part_by_hand(s, table[len(s)], sizes) for s in named.shapes])
 
 
+@pytest.mark.medium
 @EXAMPLES
 @hypothesis.given(helper=helpers(), tree=st.dictionaries(keys, trees, min_size=1, max_size=4), data=st.data())
 def test_trees_of_rules(helper, tree, data):
@@ -238,6 +239,7 @@ def test_trees_of_rules(helper, tree, data):
     assert_parts(helper, tree, rules, parts)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('count', [1, 3, 5, 6, 7])
 @EXAMPLES
 @hypothesis.given(rows=st.integers(0, 40), columns=st.integers(1, 9))

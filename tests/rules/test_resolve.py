@@ -407,6 +407,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 def test_another_process_decides_the_same():
     outputs = set()
     for seed in ('1', '2'):

@@ -196,6 +196,7 @@ def test_the_table_sorts(browser, tmp_path):
     assert browser.complaints() == []
 
 
+@pytest.mark.slow
 def test_the_plan_of_each_unfolds(browser, tmp_path):
     root = opened(browser, search(), tmp_path)
     assert open_plans(root) == []
@@ -204,6 +205,7 @@ def test_the_plan_of_each_unfolds(browser, tmp_path):
     assert '8 devices of v5e' in root.find_elements(By.CSS_SELECTOR, 'section > details')[1].text
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('width', [1280, 400])
 @pytest.mark.parametrize('dark', [False, True])
 @pytest.mark.parametrize('make', [search, hostile])

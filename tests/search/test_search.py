@@ -138,6 +138,7 @@ def found():
     return search(lambda helper: make_step(helper, tokens=10240), 'v5e:2x4', ['fsdp', 'tp'], full=1)
 
 
+@pytest.mark.slow
 @tpu_compiler.newest
 def test_all_meshes_are_planned_and_the_best_in_full(found):
     assert {tuple(candidate.mesh.values()) for candidate in found.candidates} == {
@@ -167,6 +168,7 @@ def test_the_table(found):
     assert (first['mesh'], first['lost'], first['plan']) == ({'fsdp': 2, 'tp': 4}, '', found.best.to_dict())
 
 
+@pytest.mark.medium
 @tpu_compiler.needed
 def test_what_does_not_fit_or_divide_has_lost():
     def too_large(helper):
@@ -201,6 +203,7 @@ def test_what_jax_cannot_divide_rules_a_candidate_out():
     assert own.value.__notes__ == ['This was raised by the candidate fsdp=8.']
 
 
+@pytest.mark.medium
 @tpu_compiler.needed
 def test_failures_and_interruptions(monkeypatch):
     plan = module.plan_lowered
@@ -324,6 +327,8 @@ def _with_memory(monkeypatch, **shares):
     return asked
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(4)
 @tpu_compiler.needed
 @pytest.mark.parametrize('full', [None, 1])
 @pytest.mark.parametrize('quick', [0.95, 1.05])
@@ -346,6 +351,7 @@ def test_far_from_the_limit_a_quick_plan_decides(monkeypatch):
     assert [quick for *_, quick in asked] == [True] and not found.fits
 
 
+@pytest.mark.slow
 @tpu_compiler.needed
 @pytest.mark.parametrize(('full', 'made'), [(None, 1), (1, 1), (2, 2)])
 def test_no_more_full_plans_are_made_than_are_asked_for(monkeypatch, full, made):
@@ -355,6 +361,7 @@ def test_no_more_full_plans_are_made_than_are_asked_for(monkeypatch, full, made)
     assert found.fits and found.compiled_in_full == made
 
 
+@pytest.mark.medium
 @tpu_compiler.needed
 def test_full_plans_are_made_until_one_fits(monkeypatch):
     asked = _with_memory(monkeypatch, quick=0.95, full=1.05)
@@ -473,6 +480,7 @@ def test_nothing_found():
     assert str(nothing).splitlines()[-1].split() == ['1', 'x=4', 'no']
 
 
+@pytest.mark.medium
 def test_devices_that_are_here():
     found = search(
         lambda helper: make_step(helper, width=48, tokens=48),

@@ -85,6 +85,7 @@ def test_over_a_slow_network_a_pipeline_wins(found):
     assert undivided.plan is None and 'do not divide by 5 microbatches x 4 devices' in undivided.lost
 
 
+@pytest.mark.medium
 @tpu_compiler.needed
 def test_it_shows_the_parts_and_is_saved(found):
     assert 'stage=2, data=1, fsdp=4; microbatches=4' in found.to_text(160)
@@ -100,6 +101,7 @@ def test_given_numbers_are_those_of_its_plans(found):
     assert plan.roofline().step_seconds.bound > plan.roofline('v5e').step_seconds.bound
 
 
+@pytest.mark.slow
 @tpu_compiler.needed
 def test_inside_a_slice_it_loses():
     def make(helper, stages):
@@ -109,6 +111,7 @@ def test_inside_a_slice_it_loses():
     assert [candidate.stages for candidate in found.candidates] == [None, PARTS[1], PARTS[0]]
 
 
+@pytest.mark.medium
 @tpu_compiler.needed
 @pytest.mark.parametrize(
     ('options', 'said'),
@@ -140,8 +143,8 @@ def means(found):
     return seconds[False], seconds[True]
 
 
+@pytest.mark.slow
 @tpu_compiler.newest
-@pytest.mark.medium
 @pytest.mark.parametrize(
     ('topology', 'slices', 'tokens', 'least', 'most'),
     # Few tokens on slices of 16 chips, and more tokens on large slices (docs/planning.md).
@@ -162,8 +165,8 @@ def test_8b_on_tpus(topology, slices, tokens, least, most):
     assert least < without / pipeline < most
 
 
+@pytest.mark.slow
 @gpu_compiler.needed
-@pytest.mark.medium
 @pytest.mark.parametrize(('cards', 'least', 'most'), [(0.5, 3, 4), (8, 0.8, 1)])
 def test_8b_on_nodes_of_gpus(cards, least, most):
     """One card of 200 Gb/s a node, and eight of 400 Gb/s."""

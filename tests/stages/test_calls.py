@@ -35,7 +35,7 @@ def step(params, batch, key, rate=0.01):
     return jax.tree.map(lambda p, g: p - rate * g, params, grads), value
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_donated_parameters_and_static_arguments_over_steps():
     fun = HELPER().sjit(
         step,
@@ -75,7 +75,7 @@ def test_what_a_checkpoint_computes_again_is_kept_apart_as_by_jax(prevents):
     assert ('optimization_barrier' in fun.lower(*arguments()).as_text()) == prevents
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_two_models_in_one_step():
     def both(params, batch, key):
         one, other = params
@@ -90,7 +90,7 @@ def test_two_models_in_one_step():
     assert_close(fun(params, batch, key), jax.jit(jax.value_and_grad(both))(params, batch, key), 1e-5)
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_verify_takes_steps_with_stages():
     fun = HELPER().sjit(
         step,

@@ -32,6 +32,8 @@ DEALS = [
 PLACES = [(Rows(0), (24, 5)), (Rows(1), (5, 24)), (Rows(1, 3), (2, 72, 2))]
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize('rows, shape', PLACES)
 @pytest.mark.parametrize('deal', DEALS, ids=str)
 def test_each_row_is_in_one_microbatch(deal, rows, shape):
@@ -60,6 +62,8 @@ def test_dealing_moves_nothing():
     assert 'all-' not in text and 'collective' not in text
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('rounds', [2, 3, 4, 5, 6, 8])
 def test_groups_of_layers_move_to_the_stages_that_run_them(rounds):
     mesh = jax.make_mesh((4, 2), ('stage', 'fsdp'), axis_types=(AxisType.Auto,) * 2)

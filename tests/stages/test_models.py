@@ -107,6 +107,7 @@ def marked(name, mesh):
     return pytest.param(name, mesh, marks=pytest.mark.medium if (name, mesh) in OFTEN else pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'name, mesh',
     [marked(name, mesh) for name in MODELS if name not in {*REFUSED, *WITHOUT_STACKS} for mesh in MESHES],
@@ -121,6 +122,7 @@ def test_steps_are_those_of_one_device(name, mesh):
         assert largest_difference((mine, value), (theirs, wanted)) < 1e-5
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('name', [*REFUSED])
 def test_layers_that_mix_rows_are_refused(name):
     fun, _, args = staged(MODELS[name], 'four stages')

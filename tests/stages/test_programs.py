@@ -64,6 +64,8 @@ def assert_close(found, wanted, tolerance):
             np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize('name', named(PROGRAMS))
 def test_programs_compute_what_one_device_computes(name):
     program, args = PROGRAMS[name], arguments()
@@ -90,6 +92,7 @@ def test_programs_in_rounds(name, gather):
     assert_close(staged(program, rounds=2, gather=gather)(*args), wanted, program.tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'name, loops',
     [('balance_losses', 2), ('balance_losses_saved_by_name', 2), ('balance_losses_computed_again', 3)],
@@ -183,6 +186,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('name', [*REFUSALS])
 def test_what_mixes_rows_is_refused_by_its_line(name):
     why, code, instead = REFUSALS[name]

@@ -69,6 +69,7 @@ def assert_close(mine, theirs):
     jax.tree.map(close, mine, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'stages, spec',
     [
@@ -86,12 +87,14 @@ def test_values_are_those_of_one_device(stages, spec):
         assert_close((value, grads, params), (wanted, of_one, expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('stages', SCHEDULES[::2], ids=str)
 def test_loops_from_the_last_layer_to_the_first(stages):
     _, fun = staged(backwards, stages)
     assert_close(fun(parameters(), TOKENS), jax.jit(backwards)(parameters(), TOKENS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('stages', SCHEDULES[::2], ids=str)
 def test_layers_are_sent_nowhere_but_to_the_stage_that_runs_them(stages):
     helper, fun = staged(step, stages)
@@ -104,6 +107,7 @@ def test_layers_are_sent_nowhere_but_to_the_stage_that_runs_them(stages):
     assert sum(row.count for row in along if row.kind == 'collective-permute') >= hops
 
 
+@pytest.mark.medium
 def test_weights_are_gathered_once_a_step():
     gathered = {}
     for gather in ('tick', 'step'):
@@ -113,6 +117,7 @@ def test_weights_are_gathered_once_a_step():
     assert gathered['step'] * 4 < gathered['tick']
 
 
+@pytest.mark.medium
 def test_gradients_are_summed_over_microbatches_in_float32():
     """In bfloat16 a sum of many microbatches would stop to grow: 256 + 1 is 256."""
 
@@ -130,6 +135,7 @@ def test_gradients_are_summed_over_microbatches_in_float32():
     np.testing.assert_array_equal(np.asarray(grads, np.float32), count)
 
 
+@pytest.mark.medium
 def test_one_trace_for_each_signature_and_no_cost_of_a_call():
     traced = []
 

@@ -15,6 +15,7 @@ from examples import plan_llama
 HEAD = ('what', 'scalax', 'by hand', 'ratio', 'aim')
 
 
+@pytest.mark.slow
 def test_what_is_counted_meets_its_aims():
     rows = [*calls.traces_per_signature(), *decoder.three_steps()]
     assert len(rows) == 4
@@ -39,6 +40,7 @@ def quick(name, *chosen):
     return pytest.param(name, marks=[] if name in chosen else pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('group', [quick(name, 'cached', 'first') for name in GROUPS])
 def test_groups_run(group):
     measured = GROUPS[group]()
@@ -67,6 +69,7 @@ def test_a_name_that_nothing_has_is_an_error(main, said, monkeypatch, capsys):
 MEASURED = ['save', 'save-by-hand', 'restore', 'restore-by-hand', 'verify', 'load-rows', 'read']
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('what', [quick(what, 'restore') for what in MEASURED])
 def test_checkpoints_are_measured(what, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp() / 'checkpoints'
@@ -81,6 +84,7 @@ def test_an_unknown_contestant_is_no_other_one(tmp_path):
         checkpoints.run('load-rowz', 4, tmp_path)
 
 
+@pytest.mark.slow
 def test_by_hand_and_with_rules_are_one_step():
     """What is compared computes the same, and lies alike."""
     helper = decoder.mesh_helper()
@@ -129,6 +133,7 @@ def test_libraries_side_by_side():
     ]
 
 
+@pytest.mark.slow
 def test_a_process_measures_the_checkout():
     measured = against.measure(sys.executable, 'checkout', 8, 5, 'traces')
     expected = [dataclasses.asdict(row) for row in calls.traces_per_signature()]

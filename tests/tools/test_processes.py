@@ -34,6 +34,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)  # its checks run in the order in which they are written
 
 
+@pytest.mark.slow
 def test_a_check_that_fails_on_one_process_ends_all() -> None:
     names = ['check_together', 'check_fails_on_one', 'check_never_comes']
     outcome = run_checks('made_up_checks', 2, 2, names)
@@ -44,6 +45,7 @@ def test_a_check_that_fails_on_one_process_ends_all() -> None:
         assert line in text
 
 
+@pytest.mark.slow
 def test_a_check_that_hangs_is_ended() -> None:
     outcome = run_checks('made_up_checks', 2, 2, ['check_hangs'], timeout=10)
     assert outcome.codes == (-9, -9)

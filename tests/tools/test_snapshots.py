@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support import ROOT
 from tests.support.snapshots import FOLDER, SnapshotFile, files
 
@@ -42,6 +44,7 @@ def run(folder: Path, *flags: str) -> str:
     ).stdout
 
 
+@pytest.mark.medium
 def test_texts_are_written_compared_and_missed(tmp_path: Path) -> None:
     (tmp_path / 'support').mkdir()
     plugin = (ROOT / 'tests/support/snapshots.py').read_text(encoding='utf-8')

@@ -30,6 +30,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_wheel_holds_the_package_and_nothing_else(distributions: Path) -> None:
     [wheel] = distributions.glob('*.whl')
     names = zipfile.ZipFile(wheel).namelist()

@@ -54,12 +54,15 @@ def assert_lies(result, helper, spec, x):
 # --- Where a mesh comes from ----------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @every_helper
 @every_leaf
 def test_constraints_inside_sjit(helper, x, spec):
     assert_lies(helper.sjit(lambda y: with_sharding_constraint(y, spec))(x), helper, spec, x)
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @every_helper
 @every_leaf
 def test_constraints_in_a_context(helper, x, spec):
@@ -71,6 +74,7 @@ def test_constraints_in_a_context(helper, x, spec):
             assert_lies(jax.jit(lambda y: with_sharding_constraint(y, spec))(x), helper, spec, x)
 
 
+@pytest.mark.sampled(3)
 @every_helper
 @every_leaf
 def test_constraints_on_the_mesh_that_is_set(helper, x, spec):
@@ -111,6 +115,7 @@ def test_without_any_mesh_specs_and_rules_do_nothing():
         with_sharding_constraint(tree, {'x': P()})
 
 
+@pytest.mark.medium
 @every_helper
 def test_rules_trees_of_rules_and_none(helper):
     tree = {'w': np.ones((8, 4), np.float32), 'b': np.ones(8, np.float32), 'n': None}
@@ -130,6 +135,7 @@ def test_rules_trees_of_rules_and_none(helper):
         assert_lies(result['b'], helper, b, tree['b'])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('start', 'asked', 'expected'),
     [
@@ -162,6 +168,8 @@ def test_constraints_are_transparent_to_transformations(helper):
 # --- shard_map ------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(11)
 @every_helper
 @pytest.mark.parametrize('manual', ['a', 'b', 'ab'])
 @pytest.mark.parametrize('kind', ['spec', 'named sharding', 'rule', 'annotation'])
@@ -293,6 +301,7 @@ def test_what_is_traced_and_run_at_once_is_not_padded(run, snapshot):
         jax.make_jaxpr(lambda: run(lambda x: with_sharding_constraint(x, P('a'))))()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('size', [6, 7, 9, 10])
 def test_padded_values_may_be_outputs(size):
     x = np.arange(size, dtype=np.float32)
@@ -395,6 +404,7 @@ def test_one_context_entered_by_many_threads():
     assert not failures
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     'wrap',
     [
@@ -435,6 +445,8 @@ MESHES = {name: helper.mesh for name, helper in HELPERS.items()} | {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(11)
 @every_helper
 @pytest.mark.parametrize('call', OUTSIDE)
 @pytest.mark.parametrize('mesh', MESHES)
@@ -510,6 +522,7 @@ def test_a_memory_kind_is_an_error(helper):
     assert_lies(helper.sjit(lambda x: with_sharding_constraint(x, here))(x), helper, P('a'), x)
 
 
+@pytest.mark.slow
 @every_helper
 def test_a_named_sharding_of_axes_of_other_types_is_one_on_the_own(helper):
     x = np.ones((8, 8), np.float32)

@@ -118,6 +118,7 @@ def test_threads_share_a_helper() -> None:
     assert in_threads(work) == list(range(COUNT))
 
 
+@pytest.mark.medium
 def test_threads_share_a_compiled_function() -> None:
     traces = []
 
@@ -146,6 +147,7 @@ def test_threads_share_a_compiled_function() -> None:
     assert set(traces) == {1, 2, 3}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('how', ['call', 'lower', 'inside jax.jit', 'sjit again'])
 def test_threads_that_meet_a_signature_together_trace_it_once(how: str) -> None:
     traces = []

@@ -46,6 +46,7 @@ def assert_close(tree, expected, tolerance=1e-6):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @each_mesh
 @pytest.mark.parametrize('where', [P(), P('data')], ids=['replicated', 'fsdp'])
 def test_the_gradient_of_the_whole_batch(helper, where, params, batch):
@@ -70,6 +71,7 @@ def test_the_gradient_of_the_whole_batch(helper, where, params, batch):
         )
 
 
+@pytest.mark.medium
 @each_mesh
 def test_the_function_is_traced_once(helper, params, batch):
     traces = []
@@ -121,6 +123,7 @@ def test_an_auxiliary_output(params, batch):
     assert_close(microbatch(grads_of, 4)(params, batch), grads_of(params, batch))
 
 
+@pytest.mark.medium
 def test_weights(params, batch, rng):
     """The form that the documentation gives for means over rows of unequal weight."""
     batch = {**batch, 'weight': rng.integers(0, 2, 64).astype(np.float32)}
@@ -151,6 +154,7 @@ def test_sums_are_kept_in_float32():
     assert summed(ones).dtype == jnp.bfloat16
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('dtype', ['float16', 'float8_e4m3fn', 'float8_e5m2', 'float4_e2m1fn'])
 @pytest.mark.parametrize(('reduce', 'expected'), [('sum', 6), ('mean', 1.5)])
 def test_narrow_floats(dtype, reduce, expected):
@@ -175,6 +179,7 @@ def test_all_of_the_extra_arguments_are_divided_by_name():
     assert float(microbatch(total, 3, batch='args', reduce='sum')(rows, rows)) == 30
 
 
+@pytest.mark.medium
 def test_keys_are_folded(rng):
     def noise(x, key):
         return jax.random.normal(key, ()) + 0 * x.sum()
@@ -197,6 +202,7 @@ def test_keys_in_a_tree_and_defaults():
     assert_close(parts, 2 + jnp.stack([jax.random.normal(key, ()) for key in keys]).mean())
 
 
+@pytest.mark.medium
 def test_inside_shard_map(params, batch):
     helper = HELPERS['auto']
     grads_of = microbatch(jax.value_and_grad(loss), 2)
@@ -236,6 +242,7 @@ def test_outside_of_compiled_functions_it_is_compiled_once(params, batch):
         by_parts(params, batch, note='a string')
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float8_e4m3fn', 'int4', 'float16', 'int8', 'bool'])
 def test_data_of_all_dtypes_is_no_part_of_the_program(dtype):
     traces = []

@@ -88,6 +88,8 @@ MATRIX = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(('helper', 'spec', 'names'), MATRIX.values(), ids=MATRIX)
 @pytest.mark.parametrize('lies', LIES.values(), ids=LIES)
 @pytest.mark.parametrize('call', CALLS.values(), ids=CALLS)
@@ -165,6 +167,7 @@ def test_none_takes_the_blocks_that_an_argument_has():
     np.testing.assert_array_equal(result, numbered_by_hand(P('b', 'a'), {'a', 'b'}))
 
 
+@pytest.mark.medium
 @each_mesh
 def test_gradients_and_vmap(helper):
     total = helper.shard_map(lambda x: jax.lax.psum((x**2).sum(), ('a', 'b')), P('a', 'b'), P())

@@ -41,6 +41,8 @@ def verified(fault):
         return fault.helper().verify(fault.make)
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize('name', named(FAULTS))
 def test_faults_are_found_and_named(name):
     fault = FAULTS[name]
@@ -57,6 +59,7 @@ def test_faults_are_found_and_named(name):
         assert found.first or gone or any(word in str(found) for word in fault.expects), str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', named(SOUND))
 def test_steps_that_are_right(name):
     found = verified(SOUND[name])
@@ -75,6 +78,7 @@ def test_at_least_five_faults_are_those_of_the_partitioner_here():
     assert len([each for each in FAULTS.values() if each.kind == 'partitioner' and each.shows]) >= 5
 
 
+@pytest.mark.slow
 def test_a_seeded_fault_is_gone_behind_it():
     fault = FAULTS['mended_convolution_summed_up_twice']
     assert not verified(fault).ok

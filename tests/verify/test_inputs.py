@@ -183,6 +183,7 @@ def test_inside_a_shard_map() -> None:
     assert said(role) == ('index', 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('optimizer', 'positive'),
     [(optax.adamw(1e-3), 'nu'), (optax.rmsprop(1e-3), 'nu'), (optax.adafactor(1e-3), 'v_row')],
@@ -248,6 +249,7 @@ def test_values_are_in_their_roles() -> None:
     assert 3 <= count < 100
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('impl', ['threefry2x32', 'rbg'])
 def test_keys_are_of_their_generator(impl: str) -> None:
     keys = jax.random.split(jax.random.key(0, impl=impl), 3)
@@ -318,6 +320,8 @@ def of_model(name: str) -> tuple[Any, Any, list[Role]]:
     return step, args, roles(step, *args)
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('name', INTEGERS)
 def test_integers_of_models(name: str) -> None:
     _, args, found = of_model(name)
@@ -334,6 +338,7 @@ def assert_finite(name: str, seed: int) -> None:
     assert all(np.isfinite(np.asarray(x, 'float32')).all() for x in jax.tree.leaves(results))
 
 
+@pytest.mark.medium
 def test_a_model_has_finite_results() -> None:
     assert_finite('recommender', 0)
 

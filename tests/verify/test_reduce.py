@@ -140,7 +140,7 @@ def make_decoder(helper, config):
     return step, (params, array(config.rows, config.sequence, dtype='int32'))
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_decoder():
     result = reduced(make_decoder, Config(), helper_of(fsdp=64, tp=8), jax.devices())
     small, sizes = result.config, result.config.sizes
@@ -269,6 +269,7 @@ def test_a_device_with_one_head_each():
     assert result.config['heads'] == result.helper.mesh.shape['tp'] == 2
 
 
+@pytest.mark.medium
 def test_another_mesh_where_two_devices_are_too_few():
     def make(helper, config):
         heads, groups, size = config['heads'], config['groups'], config['size']
@@ -338,6 +339,7 @@ def test_dimensions_of_arguments(smallest):
     assert result.step.shardings_for(*result.args)[0][0]['up'].spec == P('fsdp', 'tp')
 
 
+@pytest.mark.slow
 def test_stacks_and_what_is_read_of_a_batch(smallest):
     def loss(params, tokens):
         x, _ = jax.lax.scan(lambda x, w: (mlp(w, x), None), params['embed'][tokens[:, :-1]], params['layers'])

@@ -43,6 +43,7 @@ def checkpointed(x):
 FUNCTIONS = (loop, branches, until, checkpointed, jnp.linalg.qr, lambda x: jax.nn.gelu(x).mean(0))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('function', FUNCTIONS, ids=lambda each: each.__name__)
 def test_without_errors_it_is_what_jax_computes(function, rng):
     x = rng.normal(size=(8, 8)).astype('float32')

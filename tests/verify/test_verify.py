@@ -67,6 +67,7 @@ def summed(helper):
 # --- What is equal -----------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('axis_type', [AxisType.Auto, AxisType.Explicit])
 def test_a_training_step(axis_type):
     helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=axis_type)
@@ -82,6 +83,7 @@ def test_a_training_step(axis_type):
     assert not found.differences
 
 
+@pytest.mark.medium
 def test_it_counts_what_it_compares(helper):
     found = helper.verify(compiled(helper), *arguments(), seeds=2, steps=3)
     assert (found.ok, found.results, found.seeds, found.steps) == (True, 8, 2, 3)
@@ -91,6 +93,7 @@ def test_it_counts_what_it_compares(helper):
     assert 'argument of sqrt in test_verify.py' in str(found)
 
 
+@pytest.mark.medium
 def test_values_of_the_user_are_taken(helper):
     seen = []
 
@@ -134,6 +137,7 @@ def test_functions_that_are_not_compiled(helper):
     assert helper.verify(jnp.cumsum, placed).ok
 
 
+@pytest.mark.medium
 def test_modules_of_nnx(helper):
     def step(model, optimizer, x):
         def loss(model):
@@ -182,6 +186,7 @@ def test_what_divides_unevenly(helper):
     assert helper.verify(helper.sjit(jnp.cumsum, in_shardings=P('fsdp')), S((7, 3), 'float32')).ok
 
 
+@pytest.mark.medium
 def test_numbers_of_python_in_a_state(helper):
     def step(state, x):
         return {'w': state['w'] * state['rate'], 'rate': state['rate'] * 0.9, 'count': state['count'] + 1}, x
@@ -226,6 +231,7 @@ def test_results_without_elements(helper):
 # --- What is not -------------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_a_difference_is_named(helper):
     step, args = summed(helper)
     found = helper.verify(step, *args)
@@ -240,6 +246,7 @@ def test_a_difference_is_named(helper):
     assert {retry.change: retry.stays for retry in found.retries}['with no argument sharded along fsdp']
 
 
+@pytest.mark.slow
 def test_the_first_operation_is_not_one_that_rounds_otherwise(helper):
     def step(params, x):
         value, grads = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(x @ p['w']) @ p['v']) ** 2))(params)
@@ -270,6 +277,7 @@ def test_copies_that_differ(helper):
     assert difference.error == pytest.approx(1.0)
 
 
+@pytest.mark.medium
 def test_exact_values_have_to_be_equal(helper):
     @helper.sjit(in_shardings=P('fsdp'))
     def step(x):
@@ -284,6 +292,7 @@ def test_exact_values_have_to_be_equal(helper):
     assert difference.index == (12, 0)
 
 
+@pytest.mark.medium
 def test_a_count_behind_a_sum_is_off_by_no_more_than_a_few(helper):
     def step(w, x):
         def own(y):
@@ -299,6 +308,7 @@ def test_a_count_behind_a_sum_is_off_by_no_more_than_a_few(helper):
     assert difference.error == abs(difference.found - difference.expected)
 
 
+@pytest.mark.medium
 def test_a_difference_of_later_steps(helper):
     def step(state, x):
         count, total = state
@@ -355,6 +365,7 @@ def test_what_raises_on_the_mesh_alone(helper):
     )
 
 
+@pytest.mark.medium
 def test_values_inside_are_compared_if_asked_for(helper):
     def step(x):
         own = jax.shard_map(lambda x: x.sum(0), in_specs=P('fsdp'), out_specs=P(), check_vma=False)(x)
@@ -381,6 +392,7 @@ def test_values_inside_that_cannot_be_compared(helper):
     assert 'intermediate values were not compared: ArgumentError: step is not compiled' in str(found)
 
 
+@pytest.mark.slow
 def test_a_value_of_a_scan(helper):
     def step(w, x):
         def body(h, w):
@@ -481,6 +493,7 @@ def test_a_mesh_of_one_device():
 # --- Reports ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_assertion(helper):
     step, args = summed(helper)
     with pytest.raises(
@@ -490,6 +503,7 @@ def test_the_assertion(helper):
     assert_equal_to_one_device(compiled(helper), *arguments(), seeds=1)
 
 
+@pytest.mark.medium
 def test_json_and_pages(helper, tmp_path):
     step, args = summed(helper)
     found = helper.verify(step, *args, seeds=1)
@@ -503,6 +517,7 @@ def test_json_and_pages(helper, tmp_path):
     assert 'float32[4]' in page
 
 
+@pytest.mark.medium
 def test_what_ctrl_c_leaves(helper, monkeypatch):
     calls = []
     differing = run.Comparison.run
@@ -546,6 +561,7 @@ def large():
     )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('by', ['config', 'maker', 'arguments'])
 def test_a_step_for_many_devices(by):
     helper = large()

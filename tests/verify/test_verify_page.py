@@ -16,7 +16,7 @@ def words(text: str) -> list[str]:
     return re.sub(r'[\d.]+(e-\d+)?', '#', text.replace('-', '')).split()
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['verify.md', 'testing.md'])
 def test_the_report_of_the_page_is_what_is_printed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('COLUMNS', '120')

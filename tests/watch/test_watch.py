@@ -69,7 +69,7 @@ def expected(stuck: Running, index: int, how: str, what: str, address: str) -> s
     )
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('how', 'index', 'what'),
     [
@@ -110,7 +110,7 @@ def test_one_that_is_stopped(index: int, slurm: bool, capsys: pytest.CaptureFixt
             )
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_slow_step_is_no_alarm(capsys: pytest.CaptureFixture[str]) -> None:
     with training('slow') as (two, address):
         two.wait_for('did 12\n')

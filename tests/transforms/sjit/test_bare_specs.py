@@ -107,6 +107,7 @@ def places(tree):
     return [array.sharding.devices_indices_map(array.shape) for array in jax.tree.leaves(tree)]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ('helper', 'call'),
     [
@@ -260,6 +261,7 @@ def test_what_is_for_another_platform_is_lowered_under_its_mesh(types):
                     assert fun.eval_shape(X).shape == X.shape
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('helper', [AUTO, EXPLICIT, MIXED], ids=['auto', 'explicit', 'mixed'])
 @pytest.mark.parametrize('options', ['in_shardings', 'out_shardings', 'args_sharding_constraint'])
 def test_under_a_mesh_of_the_same_axes_that_names_no_devices_nothing_is_lost(helper, options):

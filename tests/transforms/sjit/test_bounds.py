@@ -49,6 +49,7 @@ def test_threads_agree_on_what_is_kept():
     assert all(one == agreed[0] for one in agreed)
 
 
+@pytest.mark.medium
 def test_static_objects_are_let_go(monkeypatch):
     monkeypatch.setattr(lru_cache, 'SIZE', 4)
 
@@ -69,6 +70,7 @@ def test_static_objects_are_let_go(monkeypatch):
     assert sum(ref() is not None for ref in alive) <= 8  # of those served and of those looked at
 
 
+@pytest.mark.medium
 def test_what_was_forgotten_is_found_again(monkeypatch):
     monkeypatch.setattr(lru_cache, 'SIZE', 2)
     scaled = HELPER.sjit(
@@ -96,6 +98,7 @@ def test_contexts_are_let_go(monkeypatch):
     assert sum(ref() is not None for ref in rules) <= 4
 
 
+@pytest.mark.medium
 def test_calls_inside_shard_map_leave_nothing_behind():
     class Static:
         """A static argument."""

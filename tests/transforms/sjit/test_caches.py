@@ -105,6 +105,8 @@ INNER = [
 ]
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('inner', INNER)
 @pytest.mark.parametrize('order', ['unbound first', 'rows first', 'columns first'])
 def test_every_caller_gets_its_own_binding(inner, order):
@@ -181,6 +183,7 @@ def test_annotations_without_anyone_bound_do_nothing():
     np.testing.assert_array_equal(HELPER.sjit(inner_jit)(X), X * 2)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     'options',
     [
@@ -243,6 +246,7 @@ def test_x64_is_another_signature():
     assert double(wide).dtype == np.float32
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('committed', [True, False])
 @pytest.mark.parametrize('kind', [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize('wide_first', [True, False])
@@ -270,6 +274,7 @@ def test_arrays_of_x64_are_told_apart_by_a_partial_key(monkeypatch):
     assert [sharding.spec for sharding in wanted] == [ROWS, P()]
 
 
+@pytest.mark.medium
 def test_x64_dtypes_that_are_asked_for_by_name():
     before = jax.config.jax_explicit_x64_dtypes
     jax.config.update('jax_explicit_x64_dtypes', 'allow')
@@ -303,6 +308,7 @@ def test_signatures_with_equal_shardings_share_one_program():
         assert compiled(np.ones((n, 2))).shape == (n, 2)
 
 
+@pytest.mark.medium
 def test_shapes_trees_and_statics_in_turn():
     """The first defect of 0.2.5: a second shape or tree reused the first shardings."""
     rule = FSDPShardingRule('data', min_fsdp_size=16)
@@ -342,6 +348,7 @@ def test_training_from_an_sjit_init_compiles_one_program():
     assert state['w'].sharding.spec == P('data')
 
 
+@pytest.mark.medium
 def test_many_threads_functions_and_bindings():
     """16 threads, 8 functions over shared inner jits, 2,000 calls: every value and sharding is right."""
     specs = [ROWS, COLUMNS, P('data', 'model'), P()]
@@ -617,6 +624,7 @@ def test_a_failed_first_call_leaves_nothing_behind():
         np.testing.assert_array_equal(picky(np.ones((8 + count, 8))), 2)
 
 
+@pytest.mark.medium
 def test_threads_that_race_for_many_programs():
     failures = []
     usual = sys.getswitchinterval()
@@ -648,6 +656,7 @@ def test_threads_that_race_for_many_programs():
     assert not failures, failures[0]
 
 
+@pytest.mark.medium
 def test_functions_that_close_over_tracers_are_not_replayed():
     def loss(w):
         compiled = HELPER.sjit(lambda x: x * w, in_shardings=P('data'))
@@ -709,6 +718,7 @@ def never_slow(compiled, calls, monkeypatch):
         jax.tree.map(np.testing.assert_array_equal, compiled(*call), out)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings('ignore::scalax.errors.UnshardedWarning')  # of the small ones
 def test_many_signatures_of_two_programs_are_told_apart(monkeypatch):
     compiled = HELPER.sjit(lambda x: x * 2, FSDPShardingRule('data', min_fsdp_size=64))

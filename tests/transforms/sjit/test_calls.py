@@ -59,6 +59,8 @@ CALLS = [
 ]
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(('args', 'kwargs'), CALLS)
 @pytest.mark.parametrize(
     'in_shardings',

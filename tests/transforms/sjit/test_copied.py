@@ -99,6 +99,8 @@ ASKED = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize('asked', ASKED)
 @pytest.mark.parametrize('made', MADE)
 def test_what_is_made_of_it_is_about_itself(made, asked):
@@ -240,6 +242,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_functions_of_a_script_reach_another_process(tmp_path):
     pytest.importorskip('cloudpickle', reason='flax brings it')
     for what in ('write', 'read'):
@@ -258,6 +261,8 @@ KEPT = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings('ignore:.*annotation_shardings binds names')
 @pytest.mark.parametrize('types', [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 @pytest.mark.parametrize(('options', 'calls'), KEPT.values(), ids=KEPT)

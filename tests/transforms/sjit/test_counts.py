@@ -118,6 +118,8 @@ def compared(
     return counts, ours, theirs
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(11)
 @each_mesh
 @each_donation
 @pytest.mark.parametrize('arrivals', SEQUENCES, ids=' '.join)
@@ -134,6 +136,7 @@ def test_no_sequence_of_calls_compiles_more_often(helper, donated, arrivals):
         assert counts.traces <= signatures
 
 
+@pytest.mark.medium
 @each_mesh
 @each_donation
 def test_whole_copies_are_taken_from_any_device(helper, donated):
@@ -144,6 +147,7 @@ def test_whole_copies_are_taken_from_any_device(helper, donated):
         assert counts.traces == 1
 
 
+@pytest.mark.sampled(3)
 @each_mesh
 @each_donation
 @pytest.mark.parametrize('typed', [False, True], ids=['struct', 'struct with a sharding'])
@@ -164,6 +168,7 @@ def test_ahead_of_time_and_then_called(helper, donated, typed):
     assert ours.compilations <= theirs.compilations
 
 
+@pytest.mark.medium
 @each_mesh
 def test_several_arguments_that_arrive_in_different_ways(helper):
     """A training step: a state in place, a batch from the host, a key that nobody has placed."""

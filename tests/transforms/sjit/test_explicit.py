@@ -43,6 +43,8 @@ NESTED = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize('start', [P(), P('y'), SPEC], ids=str)
 @pytest.mark.parametrize('options', NESTED)
 @pytest.mark.parametrize('outer', ['sjit', 'sjit with rules', 'jit'])
@@ -68,6 +70,7 @@ def test_a_nested_call_takes_its_shardings(helper, outer, options, start):
     assert types == [wanted]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('start', [P(), P('x'), P('y')], ids=str)
 @pytest.mark.parametrize('outer', ['sjit', 'jit'])
 def test_a_nested_call_gives_its_outputs_their_shardings(helper, outer, start):
@@ -109,6 +112,7 @@ def test_rules_for_outputs_are_asked_once(helper):
     assert (len(traces), asked) == (1, ['w'])
 
 
+@pytest.mark.slow
 def test_transformations_reshard_what_lies_elsewhere(helper):
     square = helper.sjit(lambda x: x**2, in_shardings=SPEC, out_shardings=SPEC)
     # By JAX's own jit too, cotangents that it makes itself do not lie as out_shardings says on Auto axes.
@@ -140,6 +144,7 @@ class Node:
 jax.tree_util.register_pytree_node(Node, lambda node: ((node.value,), None), lambda _, kids: Node(*kids))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('make', [np.asarray, jnp.asarray, 'placed'], ids=['numpy', 'jax', 'placed'])
 def test_nodes_that_refuse_types_are_typed_all_the_same(helper, make):
     types = []
@@ -171,6 +176,7 @@ def test_open_dimensions_of_an_argument_keep_their_axes(start, asked, expected):
     assert lies(out, EXPLICIT, expected)
 
 
+@pytest.mark.slow
 def test_calls_that_nothing_places_run_on_the_whole_mesh(helper):
     for x in (X, jnp.asarray(X), 2.0):
         for _ in range(2):
@@ -194,6 +200,7 @@ def test_outputs_that_depend_on_no_argument_lie_on_the_mesh(helper, spec):
         assert explicit_axes(helper, out) == explicit_axes(helper, helper.shard(X, spec))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('other', MESHES)
 def test_arrays_that_a_helper_of_other_types_has_placed(helper, other):
     auto = MeshShardingHelper([4, 2], ['x', 'y'])
@@ -213,6 +220,7 @@ def test_functions_for_other_meshes_do_not_nest(snapshot):
         EXPLICIT.sjit(lambda x: inner({'a': x}), SPEC)(X)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('outer', MESHES)
 def test_functions_for_a_mesh_of_other_types_run_by_the_types_in_force(helper, outer):
     seen = []
@@ -229,6 +237,7 @@ def test_functions_for_a_mesh_of_other_types_run_by_the_types_in_force(helper, o
     assert seen == [(types, ['y'] if types[1] is AxisType.Explicit else [])]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('ambient', MESHES)
 def test_outputs_are_sharded_on_the_mesh_of_the_helper(helper, ambient):
     step = helper.sjit(lambda x: 2 * x, in_shardings=P('x'), out_shardings=P('y'))
@@ -281,6 +290,7 @@ def test_an_array_off_the_mesh_that_no_rule_places():
     assert lies(moved, EXPLICIT, P())
 
 
+@pytest.mark.medium
 def test_host_data_is_placed_without_being_looked_at_twice(helper, monkeypatch):
     rule = FSDPShardingRule('x', min_fsdp_size=64)
     traces = []
@@ -313,6 +323,7 @@ def test_host_data_is_placed_without_being_looked_at_twice(helper, monkeypatch):
         check(batch)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('placed_first', [False, True])
 def test_host_data_without_rules_is_dispatched_once(helper, monkeypatch, placed_first):
     traces = []
@@ -374,6 +385,8 @@ ASKED = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('sharding', TYPED.values(), ids=TYPED)
 @pytest.mark.parametrize('ask', ASKED.values(), ids=ASKED)
 def test_arrays_of_an_explicit_mesh_for_a_mesh_of_auto_axes(ask, sharding):
@@ -413,6 +426,7 @@ def test_values_of_an_explicit_mesh_inside_of_another_function(rules, known, sna
             jax.jit(lambda x: compiled(x))(x)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('rules', [None, P('data')])
 @pytest.mark.parametrize('kinds', [AxisType.Explicit, AxisType.Auto, (AxisType.Explicit, AxisType.Auto)])
 def test_auto_axes_and_explicit_axes_of_jax_need_a_jit_around_them(kinds, rules):

@@ -39,6 +39,8 @@ def assert_right(fun, *args, **options):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize('groups, features', [(16, 16), (4, 16), (16, 32), (1, 16)])
 @pytest.mark.parametrize('batch', [P('fsdp'), P('tp'), P(('fsdp', 'tp')), P('fsdp', None, None, 'tp')])
 @pytest.mark.parametrize('options', [{}, {'batch_argnums': ()}, {'batch_argnums': 1}])
@@ -47,6 +49,7 @@ def test_gradients_are_those_of_one_device(groups, features, batch, options):
     assert_right(gradients, w, x, groups, in_shardings=(P(), batch), out_shardings=P(), **options)
 
 
+@pytest.mark.medium
 def test_rows_that_not_all_axes_divide():
     w, x = arrays(4, rows=4)
     assert_right(gradients, w, x, 4, in_shardings=(P(), P('fsdp')), batch_argnums=())
@@ -54,6 +57,7 @@ def test_rows_that_not_all_axes_divide():
     assert_right(gradients, w, x, 4, in_shardings=(P(), P()))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('batch', [P(), P('fsdp'), P(None, None, None, 'fsdp')])
 def test_results_that_are_laid_out_unlike_images(batch):
     """XLA mixes up their channels, or fails. In the gradient of a gradient they are laid out in this way."""
@@ -84,6 +88,7 @@ def inside(w, x, groups):
     return lax.scan(step, w, x.reshape(2, -1, *x.shape[1:]))[0]
 
 
+@pytest.mark.medium
 def test_jaxprs_inside():
     w, x = arrays(4)
     assert_right(inside, w, x, 4, in_shardings=(P(), P('fsdp')), out_shardings=P())
@@ -115,6 +120,8 @@ def microbatched(w, x, groups):
     return scalax.microbatch(lambda w, x: gradients(w, x, groups)[0], 8)(w, x)
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     'helper, fun, batch',
     [
@@ -139,6 +146,7 @@ def test_rows_over_parts_of_axes_and_over_others(helper, fun, batch, options):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.medium
 def test_under_another_mesh_in_force():
     w, x = arrays(4)
     step = HELPER.sjit(gradients, static_argnums=2, in_shardings=(P(), P('fsdp')))

@@ -37,6 +37,8 @@ def _parameter(case: Case) -> object:
     return pytest.param(case, id=case.name, marks=marks)
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize('case', [_parameter(case) for case in CASES if case.exists])
 def test_case(case):
     found = differences(case)

@@ -66,6 +66,8 @@ KEPT = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('kept', KEPT)
 def test_changes_that_are_returned_are_not_said(kept):
     with warnings.catch_warnings():

@@ -151,6 +151,8 @@ def test_the_rows_cover_the_table():
         assert seen == set(itertools.product(*[TABLE[i] for i in places]))
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize('case', CASES, ids=', '.join)
 def test_matrix(case):
     columns = zip(TABLE, case, strict=True)

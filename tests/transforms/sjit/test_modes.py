@@ -56,6 +56,8 @@ CONTEXTS = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize('context', CONTEXTS)
 @pytest.mark.parametrize('placed', ['numpy', 'jax', 'placed'])
 def test_every_mesh_and_context(helper, context, placed):
@@ -130,6 +132,7 @@ def test_from_another_thread(helper):
     assert out.sharding.is_equivalent_to(helper.match_sharding_rule(P('data', 'model'), X), 2)
 
 
+@pytest.mark.medium
 def test_transformations_of_a_compiled_function(helper):
     square = helper.sjit(lambda x: x**2, P('data'))
     if helper.axis_types == TYPES['auto']:
@@ -200,6 +203,8 @@ EAGER = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('transform', EAGER)
 @pytest.mark.parametrize('known', [False, True], ids=['first call', 'later call'])
 def test_arguments_that_lie_elsewhere_under_transformations(transform, known):
@@ -227,6 +232,7 @@ def test_an_error_of_the_user_under_a_transformation_stays_what_it_is():
         assert type(error.value) is ValueError
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('args', [(), (3.0,), (3.0, 2)], ids=str)
 def test_exported_functions_have_the_arguments_that_were_given(helper, args):
     pytest.importorskip('flatbuffers', reason='jax.export serializes with it')
@@ -307,6 +313,7 @@ WITH_A_MESH = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('under', [None, 'another mesh'])
 @pytest.mark.parametrize('types', [AUTO, EXPLICIT], ids=['auto', 'explicit'])
 @pytest.mark.parametrize('name', WITH_A_MESH)
@@ -347,6 +354,8 @@ def test_shard_map_over_a_mesh_of_ones_own_inside():
         HELPER.sjit(by_jax, in_shardings=P('data'))(X)
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('in_specs', [P('data', 'model'), P()], ids=str)
 @pytest.mark.parametrize(
     'options',

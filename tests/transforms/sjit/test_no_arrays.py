@@ -28,6 +28,7 @@ def never_written_down():
         yield
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures('never_written_down')
 @pytest.mark.parametrize('helper', HELPERS)
 @pytest.mark.parametrize('rules', [None, (None, P('x'))])
@@ -56,6 +57,7 @@ def count(ref, x):
     return x
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('helper', HELPERS)
 @pytest.mark.parametrize('rules', [None, (None, P('x'))])
 def test_references(helper, rules):

@@ -156,6 +156,7 @@ def test_no_call_passes_more_than_it_did(call):
     assert all(map(int.__le__, way, limit)), f'{call}: {way} passes more than {limit}:\n{listed}'
 
 
+@pytest.mark.slow
 def test_everything_of_ours_on_the_way_is_counted():
     with passed() as found:
         P('data')

@@ -1,0 +1,22 @@
+"""Samples of large tables of cases: `make test` runs every n-th case, and `make test-all` runs all.
+
+A test says ``@pytest.mark.sampled(5)`` where its cases are many variations of one behaviour.
+"""
+
+from collections import defaultdict
+
+import pytest
+
+
+@pytest.hookimpl(tryfirst=True)  # before the cases are shuffled, and before -m leaves out slow ones
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the cases of a sampled test as slow, apart from every n-th one."""
+    tables: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker('sampled') and not item.get_closest_marker('slow'):
+            tables[item.nodeid.partition('[')[0]].append(item)
+    for cases in tables.values():
+        step = cases[0].get_closest_marker('sampled').args[0]
+        for position, case in enumerate(cases):
+            if position % step:
+                case.add_marker('slow')
