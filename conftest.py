@@ -13,7 +13,12 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 import jax
 import pytest
 
-pytest_plugins = ['tests.support.orphans', 'tests.support.samples', 'tests.support.snapshots']
+pytest_plugins = [
+    'tests.support.comparisons',
+    'tests.support.orphans',
+    'tests.support.samples',
+    'tests.support.snapshots',
+]
 DEVICES = 8
 
 # This process has read where it keeps what it compiles. Those that tests start do not share that folder: JAX

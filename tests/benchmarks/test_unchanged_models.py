@@ -20,7 +20,7 @@ QUICKLY = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_pass
 MODELS = {model.name: model for model in all_models('small')}
 # Most of what a test takes is compiling. These three have what the others are made of: blocks in a loop,
 # products along a batch, and rows that are sorted; gradients that are written down. That everything is
-# followed is checked of each model, and `make verify` computes all of them.
+# followed is checked of each model, and `make test-all` computes all of them.
 COMPUTED = ('decoder, grouped heads', 'experts, sorted tokens', 'flash attention, custom_vjp')
 
 

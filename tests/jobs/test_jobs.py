@@ -97,7 +97,7 @@ FAULTS_OF_THE_RECEIVER = {
 
 
 def rare(faults: Iterable[str]) -> list[Any]:
-    """Faults before and after the parts are for `make verify`."""
+    """Faults before and after the parts are for `make test-all`."""
     return [each if 'parts' in each else pytest.param(each, marks=pytest.mark.slow) for each in faults]
 
 

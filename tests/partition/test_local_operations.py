@@ -275,7 +275,6 @@ GPUS = {
 
 
 @gpu_compiler.needed
-@pytest.mark.one_jax
 @pytest.mark.parametrize('name', cases(GPUS, GPUS))
 def test_a_step_for_gpus_with_a_second_mesh_axis(name):
     node = MeshShardingHelper.from_topology('h100:8', [4, 2], ['fsdp', 'tp'])
@@ -291,7 +290,6 @@ TPUS = {
 
 
 @tpu_compiler.newest
-@pytest.mark.one_jax
 @pytest.mark.parametrize('name', cases(['top_k', 'linear loss', *TPUS], TPUS))
 def test_a_step_for_tpus(name):
     pod = MeshShardingHelper.from_topology('v5e:2x4', [-1], ['fsdp'])
@@ -300,7 +298,6 @@ def test_a_step_for_tpus(name):
 
 @pending(TOP_K)
 @tpu_compiler.newest
-@pytest.mark.one_jax
 def test_a_router_for_tpus_that_chooses_many_experts():
     def forward(w, x):
         return lax.top_k(jax.nn.softmax(x @ w['router']), 32)
@@ -350,7 +347,6 @@ def test_state_space_layers_move_their_weights():
 
 @pending(COMPLEX)
 @tpu_compiler.newest
-@pytest.mark.one_jax
 def test_state_space_layers_for_tpus_move_what_a_shard_map_moves():
     pod = MeshShardingHelper.from_topology('v5e:2x4', [-1], ['fsdp'])
 

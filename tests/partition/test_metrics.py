@@ -68,7 +68,6 @@ def test_an_accuracy_sends_no_logits():
 
 @pending(ARGMAX)
 @tpu_compiler.newest
-@pytest.mark.one_jax
 def test_an_accuracy_on_tpus_sends_no_logits():
     pod = MeshShardingHelper.from_topology('v5e:2x4', [-1], ['fsdp'])
     args = jax.eval_shape(lambda: arguments(8192, 128, (64, 64)))

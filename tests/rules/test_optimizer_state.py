@@ -129,7 +129,7 @@ def test_the_state_of_each_is_placed_as_its_parameters(name):
 
 
 # States of other structures: statistics of every parameter, of some, of several steps, and beside others.
-# `make verify` computes all.
+# `make test-all` computes all.
 COMPUTED = ('adamw', 'MultiSteps', 'lbfgs', 'multi_transform', 'muon')
 
 

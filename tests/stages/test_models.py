@@ -23,7 +23,7 @@ MESHES = {
     'two stages, tensor parallel': {'stage': 2, 'fsdp': 2, 'tp': 2},
 }
 QUICKLY = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
-# Two loops, constants with rows, and dropout; `make verify` runs all.
+# Two loops, constants with rows, and dropout; `make test-all` runs all.
 OFTEN = {('encoder-decoder', 'two stages, tensor parallel')}
 # Layers in a Python loop, or none.
 WITHOUT_STACKS = {

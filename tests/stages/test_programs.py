@@ -15,7 +15,7 @@ from tests.stages.programs import LAYERS, PROGRAMS, REFUSED, RULE, arguments
 
 # Half the time of compiling.
 QUICKLY = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
-# Of each kind; `make verify` runs all.
+# Of each kind; `make test-all` runs all.
 OFTEN = (
     'several_values_carried',
     'tokens_in_one_dimension',

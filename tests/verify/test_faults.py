@@ -8,7 +8,7 @@ import pytest
 from scalax.errors import FollowingWarning
 from tests.verify.faults import FAULTS, SOUND
 
-# Of each kind; `make verify` runs all.
+# Of each kind; `make test-all` runs all.
 QUICKLY = (
     'counts_of_all_but_the_last',
     'gradient_of_a_depthwise_convolution',
