@@ -382,7 +382,6 @@ def is_large(leaf):
         (({'arrays': is_large, 'name': True},), [True, False, False]),
         ((), [False, False, False]),
     ],
-    ids=str,
 )
 def test_functions_and_shorter_prefixes_donate(helper, donate, expected):
     arrays = [helper.shard(np.ones(size, np.float32), P()) for size in (64, 8, 64)]
