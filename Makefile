@@ -119,7 +119,7 @@ mutants: $(DEV_STAMP) ## change 200 places of scalax/ one at a time, and see whi
 
 clean: ## delete what was built, cached or installed here, the environments too
 	rm -rf $(VENV) $(OLDEST) $(RELEASE) $(OTHERS) $(VERIFY:%=.venv-%) build dist site *.egg-info
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .jax_cache .mutants
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutants
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The newest JAX needs Python 3.12. With an older Python an older JAX is used, and every run says so.

@@ -3,8 +3,11 @@
 It lies at the top so that `pytest --doctest-modules scalax/_mesh/meshes.py` finds it too.
 """
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 
 # Before JAX is imported, and inherited by the processes that tests start. Whoever wants another
 # platform says so by setting the variable.
@@ -21,11 +24,13 @@ pytest_plugins = [
 ]
 DEVICES = 8
 
-# This process has read where it keeps what it compiles. Those that tests start do not share that folder: JAX
-# writes an entry in place, and another process could read half of one. Some have a folder of their own (see
-# tests/support/processes.py).
-if folder := os.environ.pop('JAX_COMPILATION_CACHE_DIR', None):
-    os.environ['SCALAX_COMPILED'] = f'{folder}-by-processes'
+# A folder of this run for programs that several processes of a test compile (tests/support/processes.py).
+if 'SCALAX_TESTS_COMPILED' not in os.environ:
+    os.environ['SCALAX_TESTS_COMPILED'] = tempfile.mkdtemp(prefix='scalax-compiled-')
+    atexit.register(shutil.rmtree, os.environ['SCALAX_TESTS_COMPILED'], ignore_errors=True)
+
+# Tables are as wide as the terminal, and pytest-xdist tells its workers how wide that is.
+os.environ.pop('COLUMNS', None)
 
 # A shell lets what it runs in the background ignore Ctrl-C, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -139,15 +139,13 @@ class Running:
 
 
 def compiled() -> dict[str, str]:
-    """Variables for processes that are started one after the other and compile the same programs.
+    """Returns the variables with which processes share what they compile, in a folder of this run of tests.
 
-    The later ones read what the first has compiled, in a run of tests that keeps such things. What is read
-    before it is whole, or whose writer was killed, is compiled again.
+    An entry that is half written, or whose writer was killed, is compiled again.
     """
-    if not (folder := os.environ.get('SCALAX_COMPILED')):
-        return {}
     quiet = 'ignore:Error reading persistent compilation cache entry'
     warnings = [*filter(None, [os.environ.get('PYTHONWARNINGS')]), quiet]
+    folder = os.environ['SCALAX_TESTS_COMPILED']
     return {'JAX_COMPILATION_CACHE_DIR': folder, 'PYTHONWARNINGS': ','.join(warnings)}
 
 
