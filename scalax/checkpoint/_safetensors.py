@@ -1,30 +1,29 @@
 """Loading of Hugging Face's safetensors files, straight into the shards of a mesh.
 
-A file has eight bytes with the length of its header, the header (JSON: name -> dtype, shape, offsets), and
-the tensors one after the other, row by row. https://github.com/huggingface/safetensors#format
-It is mapped into memory, so that the system reads the parts that are copied to devices. The library of that
-name does so too, but it does not give NumPy float8.
+A file is mapped into memory, so that the system reads the parts that are copied to devices. The library of
+that name does so too, but it does not give NumPy float8.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import ml_dtypes
 import numpy as np
 
 from scalax._mesh import meshes
 from scalax._report.tables import human_bytes
 from scalax._reshard.names import NameMapping, locate, put
 from scalax._tree.paths import canonical_dtype, leaf_text
+from scalax._util import strict_json
 from scalax._util.progress import progress
-from scalax.errors import CheckpointError, shown, shown_leaves
+from scalax._util.strict_json import brief, printable
+from scalax.checkpoint._safetensors_header import read_header
+from scalax.errors import ArgumentError, CheckpointError, shown, shown_leaves
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
@@ -34,29 +33,7 @@ _log = logging.getLogger('scalax.checkpoint')
 
 _SUFFIX = '.safetensors'
 _INDEX = '.index.json'
-_LENGTH = 8  # bytes with the length of the header
-
-DTYPES: Mapping[str, Any] = {
-    'BOOL': np.bool_,
-    'I8': np.int8,
-    'I16': np.int16,
-    'I32': np.int32,
-    'I64': np.int64,
-    'U8': np.uint8,
-    'U16': np.uint16,
-    'U32': np.uint32,
-    'U64': np.uint64,
-    'F16': np.float16,
-    'F32': np.float32,
-    'F64': np.float64,
-    'C64': np.complex64,
-    'BF16': ml_dtypes.bfloat16,
-    'F8_E4M3': ml_dtypes.float8_e4m3fn,
-    'F8_E5M2': ml_dtypes.float8_e5m2,
-    'F8_E8M0': ml_dtypes.float8_e8m0fnu,
-    'F8_E4M3FNUZ': ml_dtypes.float8_e4m3fnuz,
-    'F8_E5M2FNUZ': ml_dtypes.float8_e5m2fnuz,
-}
+_MOST_KEYS = 100  # of a leaf path: models are not deeper, and JAX fails on very deep trees
 
 Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
@@ -84,9 +61,10 @@ def load_safetensors(
         Nested dicts of arrays, in the dtypes of the files.
 
     Raises:
-        CheckpointError: missing, damaged or truncated files; names that the mapping does not cover; two
-            tensors that go to the same path; dtypes that JAX would change.
-        ArgumentError: the mapping is none of these, or a regex in it is invalid.
+        CheckpointError: missing, damaged or truncated files; an index that names files outside of its folder;
+            names that the mapping does not cover; two tensors that go to the same path; dtypes that JAX would
+            change.
+        ArgumentError: *files* are not paths; the mapping is none of these, or a regex in it is invalid.
         ShardingError: the rules do not fit the tree.
 
     Example:
@@ -117,69 +95,158 @@ def _load(tensor: np.ndarray, sharding: Any) -> jax.Array:
     return jax.block_until_ready(array)
 
 
+class _File(NamedTuple):
+    """A file to load.
+
+    Attributes:
+        path: its path as the user or the index names it, for messages.
+        target: the path that is opened.
+        tensors: the names of the tensors that an index says are in it.
+    """
+
+    path: Path
+    target: Path
+    tensors: Sequence[str] = ()
+
+
 def _tensors(files: Files) -> dict[str, np.ndarray]:
     """The tensors of all files, in the memory of the files.
 
     Raises:
-        CheckpointError: a file is missing or damaged, the files do not fit together, or JAX would change a
-            dtype.
+        CheckpointError: a file is missing or damaged, or the files do not fit together.
+        ArgumentError: *files* are not paths.
     """
-    found: dict[str, np.ndarray] = {}
-    listed, indexed = _listed(files)
-    for file in listed:
-        tensors = _tensors_of(file)
-        if twice := [*filter(found.__contains__, tensors)]:
-            raise CheckpointError(f'tensors of {file} are also in another file:\n{shown(twice)}')
-        found |= tensors
-    if missing := [name for name in indexed if name not in found]:
-        raise CheckpointError(f'tensors named in the index are in none of its files:\n{shown(missing)}')
-    return found
+    tensors: dict[str, np.ndarray] = {}
+    paths: dict[str, str] = {}
+    problems: list[str] = []
+    for file in _listed(files):
+        of_file, path = _tensors_of(file), printable(str(file.path))
+        absent = [name for name in file.tensors if name not in of_file]
+        problems.extend(f'{printable(name)} is not in {path}, where the index says it is' for name in absent)
+        repeated = [name for name in of_file if name in tensors]
+        problems.extend(f'{printable(name)} is in {paths[name]} and in {path}' for name in repeated)
+        tensors |= of_file
+        paths |= dict.fromkeys(of_file, path)
+    if problems:
+        raise CheckpointError(f'the files do not fit together:\n{shown(problems)}')
+    return tensors
 
 
-def _listed(files: Files) -> tuple[list[Path], Iterable[str]]:
-    """The files to load, and the tensors that an index says are in them."""
+def _listed(files: Files) -> list[_File]:
+    """The files to load."""
     if not isinstance(files, str | os.PathLike):
-        return [Path(file) for file in files], ()
+        if isinstance(files, bytes) or not isinstance(files, Iterable):
+            raise ArgumentError(f'load_safetensors: files has to be a path or a list of paths, got {files!r}')
+        paths = list(files)
+        for path in paths:
+            if not isinstance(path, str | os.PathLike):
+                raise ArgumentError(
+                    f'load_safetensors: files has to be a list of paths, and {path!r} in it is not a path'
+                )
+        if not paths:
+            raise CheckpointError('load_safetensors: the list of files is empty')
+        return [_File(Path(path), Path(path)) for path in paths]
     path = Path(files)
-    if path.is_dir():
+    if os.path.isdir(path):
         indices, found = (sorted(path.glob(f'*{_SUFFIX}{end}')) for end in (_INDEX, ''))
         if len(indices) > 1 or not (indices or found):
             what = f'{len(indices)} indices' if indices else f'no {_SUFFIX} files'
             raise CheckpointError(f'{path} has {what}; name the file, the files or the index')
-        if not indices:
-            return found, ()
-        [path] = indices
-    if not path.name.endswith(_INDEX):
-        return [path], ()
+        return _indexed(indices[0]) if indices else [_File(file, file) for file in found]
+    return _indexed(path) if path.name.endswith(_INDEX) else [_File(path, path)]
+
+
+def _indexed(index: Path) -> list[_File]:
+    """The files that an index names, all of which have to be in its folder.
+
+    Raises:
+        CheckpointError: it is not an index, or names other files.
+    """
+    head = f'{index} is not an index of {_SUFFIX} files'
     try:
-        places = json.loads(path.read_bytes())['weight_map']
-        return [path.parent / file for file in sorted({*places.values()})], places
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f'{path} is not an index of {_SUFFIX} files: {error!r}') from error
+        values = strict_json.parse(strict_json.read(index))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f'{head}: {strict_json.reason(error)}') from error
+    places = values.get('weight_map') if isinstance(values, dict) else None
+    if not places or not isinstance(places, dict):
+        raise CheckpointError(f'{head}: it has no weight_map, an object with the file of each tensor')
+    no_names = [
+        f'{printable(name)}: {brief(file)} is not the name of a file'
+        for name, file in places.items()
+        if not isinstance(file, str)
+    ]
+    if no_names:
+        raise CheckpointError(f'{head}:\n{shown(no_names)}')
+    tensors: dict[str, list[str]] = {}
+    for name, file in places.items():
+        tensors.setdefault(file, []).append(name)
+    folder = Path(os.path.realpath(index.parent))
+    listed: list[_File] = []
+    outside: list[str] = []
+    for file, names in tensors.items():
+        why, target = _resolved(folder, file)
+        outside.extend(f'{printable(name)}: {brief(file)}{why}' for name in names if why is not None)
+        listed.append(_File(index.parent / file, target, names))
+    if outside:
+        raise CheckpointError(
+            f'{index} names files outside of its folder:\n{shown(outside)}\n'
+            'What to do: if these are the files that you want, give load_safetensors a list of the files in '
+            'place of the index.'
+        )
+    return listed
 
 
-def _tensors_of(file: Path) -> dict[str, np.ndarray]:
+def _resolved(folder: Path, name: str) -> tuple[str | None, Path]:
+    """The file that *name* is in a folder, without links; and, if it is outside of the folder, why.
+
+    In the cache of the Hugging Face Hub, each file of ``snapshots/<revision>/`` is a link into ``blobs/``
+    beside ``snapshots``. These links are made by the Hub's library, not by the author of a model, and end in
+    the cache of the same repository. They are the only ones that may leave the folder.
+
+    Args:
+        folder: the folder, without links.
+        name: the name that an index gives.
+    """
+    path = PurePath(name)
+    if path.anchor or '..' in path.parts:
+        return '', folder / name
     try:
-        mapped = np.memmap(file, np.uint8, 'r')
-        length = int.from_bytes(mapped[:_LENGTH].tobytes(), 'little')
-        if length > mapped.size:
-            raise ValueError(f'its header would have {length:,} bytes, but the file has {mapped.size:,}')
-        header, data = mapped[_LENGTH : _LENGTH + length], mapped[_LENGTH + length :]
-        entries = json.loads(header.tobytes())
-        entries.pop('__metadata__', None)
-        return {name: _tensor(data, name, **entry) for name, entry in entries.items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f'{file} is not a safetensors file, or is damaged: {error}') from error
+        target = Path(os.path.realpath(folder / name))
+    except ValueError:  # a null byte, which is an error again when the file is opened
+        return None, folder / name
+    except OSError as error:
+        return f' ({error.strerror})', folder / name
+    blobs = [
+        above.parents[1] / 'blobs' for above in (folder, *folder.parents) if above.parent.name == 'snapshots'
+    ]
+    is_inside = target.is_relative_to(folder) or target.parent in blobs
+    return None if is_inside else f' is a link to {printable(str(target))}', target
 
 
-def _tensor(data: np.ndarray, name: str, dtype: str, shape: list[int], data_offsets: list[int]) -> np.ndarray:
-    if dtype not in DTYPES:
-        raise ValueError(f'{name!r} has the dtype {dtype!r}, which cannot be loaded')
-    begin, end = data_offsets
-    kind = np.dtype(DTYPES[dtype])
-    if begin < 0 or end > data.size or end - begin != kind.itemsize * np.prod(shape, dtype=object):
-        raise ValueError(f'{name!r} is {kind}{shape}, but its data is bytes {begin} to {end} of {data.size}')
-    return data[begin:end].view(kind).reshape(shape)
+def _tensors_of(file: _File) -> dict[str, np.ndarray]:
+    """The tensors of a file, in its memory.
+
+    Raises:
+        CheckpointError: it cannot be read, is not a safetensors file, or is damaged.
+    """
+    try:
+        with strict_json.opened(file.target) as opened:
+            tensors, start = read_header(file.path, opened)
+            # The data is that of the opened file, even if another file has its path by now.
+            size = max((tensor.end for tensor in tensors), default=0)
+            mapped = np.memmap(opened, np.uint8, 'r', shape=(start + size,))
+    except CheckpointError:
+        raise
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f'{printable(str(file.path))} cannot be read: {strict_json.reason(error)}'
+        ) from error
+    return {
+        tensor.name: mapped[start + tensor.begin : start + tensor.end]
+        .view(tensor.dtype)
+        .reshape(tensor.shape)
+        for tensor in tensors
+    }
 
 
 def _arranged(tensors: Mapping[str, np.ndarray], mapping: NameMapping) -> dict[str, Any]:
@@ -192,13 +259,16 @@ def _arranged(tensors: Mapping[str, np.ndarray], mapping: NameMapping) -> dict[s
     tree: dict[str, Any] = {}
     for name, path, axes in located:
         tensor = tensors[name]
-        if not put(tree, path, tensor if axes is None else tensor.transpose(axes)):
+        if path.count('/') >= _MOST_KEYS:
+            problems.append(f'{name}: goes to a path of more than {_MOST_KEYS} keys')
+        elif not put(tree, path, tensor if axes is None else tensor.transpose(axes)):
             problems.append(f'{name}: goes to {path}, which overlaps the path of another tensor')
         elif canonical_dtype(tensor.dtype) != tensor.dtype:
             problems.append(f'{name}: JAX supports {leaf_text(tensor)} only with jax_enable_x64')
     if problems:
         raise CheckpointError(
-            f'the mapping does not fit the tensors of the files:\n{shown_leaves(problems, ".")}\n'
+            'the mapping does not fit the tensors of the files:\n'
+            f'{shown_leaves(map(printable, problems), ".")}\n'
             'What to do: give every tensor its own path, or None to leave it out.'
         )
     return tree

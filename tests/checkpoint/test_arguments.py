@@ -130,6 +130,16 @@ def test_mappings_of_safetensors(tmp_path: Path, mapping: Any, wanted: str) -> N
     assert message(load_safetensors, HELPER, file, P(), mapping).startswith(wanted)
 
 
+@pytest.mark.parametrize('files', [3, None, b'x'], ids=repr)
+def test_what_are_no_files_of_safetensors(files: Any) -> None:
+    assert message(load_safetensors, HELPER, files, P()) == (
+        f'load_safetensors: files has to be a path or a list of paths, got {files!r}'
+    )
+    assert message(load_safetensors, HELPER, ['a', files], P()) == (
+        f'load_safetensors: files has to be a list of paths, and {files!r} in it is not a path'
+    )
+
+
 # --- Leaves of other dtypes than JAX's -----------------------------------------------------------
 
 
