@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 
-from scalax.cli import ExitCode, main
+from scalax.cli import ExitCode, main_process
 
 
 def run() -> None:
@@ -20,7 +20,7 @@ def run() -> None:
 
 def _code() -> int:
     try:
-        code = main()
+        code = main_process()
         sys.stdout.flush()
         return code
     except BrokenPipeError:

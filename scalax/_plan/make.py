@@ -30,6 +30,7 @@ from scalax._plan.nccl import nccl_seconds
 from scalax._plan.pipelines import with_flops
 from scalax._plan.plan import Plan
 from scalax._plan.roofline import routes_of, time_collectives
+from scalax._plan.running import compiling
 from scalax._plan.schedule import Schedule, schedule_of
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.calls.signature import name_of
@@ -176,15 +177,17 @@ def _compile(step: LoweredStep, limit: int | None, layout_for: int | None) -> Co
     """Compiles a step for the devices of its mesh."""
     mesh, name = step.mesh, step.name
     device = mesh.devices.flat[0]
+    where = f'{mesh.size} {device.device_kind!r} devices ({axis_sizes_text(mesh.shape)})'
     try:
-        return compile_lowered(
-            step.lowered,
-            device.platform,
-            limit=limit,
-            layout_for=layout_for,
-            attached=has_devices(mesh),
-            given=step.compiler_options if device.platform == 'gpu' else (),
-        )
+        with compiling(f'{name!r} for {where}'):
+            return compile_lowered(
+                step.lowered,
+                device.platform,
+                limit=limit,
+                layout_for=layout_for,
+                attached=has_devices(mesh),
+                given=step.compiler_options if device.platform == 'gpu' else (),
+            )
     except jax.errors.JaxRuntimeError as error:
         if messages.unknown_option(error) in OPTIONS:
             # JAX asked the compiler of the local devices, which does not know the options of the other one.
@@ -192,8 +195,7 @@ def _compile(step: LoweredStep, limit: int | None, layout_for: int | None) -> Co
         if messages.lacks_custom_partitioning(error):
             raise _not_told(name, device) from error
         raise PlanError(
-            f'{error}\nBecause of this error {name!r} was not compiled for {mesh.size} '
-            f'{device.device_kind!r} devices ({axis_sizes_text(mesh.shape)}), and there is no plan'
+            f'{error}\nBecause of this error {name!r} was not compiled for {where}, and there is no plan'
         ) from error
 
 

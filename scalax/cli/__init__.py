@@ -1,9 +1,11 @@
 """The command line of scalax: the script `scalax`, and `python -m scalax`.
 
 `main` parses the command line (`_arguments`), runs the command (`_commands`) and returns the exit code.
+`main_process` does so for the process that the user has started, and has commands that compile run in another
+one (`_compiler_process`).
 """
 
-from scalax.cli._arguments import main
+from scalax.cli._arguments import main, main_process
 from scalax.cli._exit_codes import ExitCode
 
-__all__ = ['ExitCode', 'main']
+__all__ = ['ExitCode', 'main', 'main_process']

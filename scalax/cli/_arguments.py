@@ -18,15 +18,18 @@ from jax.sharding import PartitionSpec
 from scalax._report.tables import bytes_of
 from scalax._version import __version__
 from scalax.cli import _commands
+from scalax.cli._compiler_process import run_in_compiler_process
 from scalax.cli._exit_codes import ExitCode
 from scalax.errors import MissingDependencyError, PlanError, ScalaxError
 
 _ENTRY = re.compile(r'-|\w+(\+\w+)*')  # of a spec
+
+_COMPILING = (_commands.plan, _commands.search, _commands.find, _commands.verify)
 _TOPOLOGY = 'the TPU slice, such as v5p:4x4x4, or the GPUs, such as h100:4x8'
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line.
+    """Runs a command line, in this process.
 
     Args:
         arguments: the arguments; those of the process by default.
@@ -34,7 +37,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code, an `ExitCode`.
     """
-    options = vars(_parser().parse_args(arguments))
+    return _run(vars(_parser().parse_args(arguments)))
+
+
+def main_process() -> int:
+    """Runs the command line of this process; in another process, if it compiles.
+
+    Returns:
+        The exit code, an `ExitCode`.
+    """
+    options = vars(_parser().parse_args())
+    code = None
+    if options['run'] in _COMPILING:
+        code = run_in_compiler_process(options['function'], options['topology'])
+    return _run(options) if code is None else code
+
+
+def _run(options: dict[str, Any]) -> int:
     run = options.pop('run')
     logging.basicConfig(format='%(message)s')
     # Nothing runs on devices, so local accelerators are not taken, not even by the user's file.

@@ -13,6 +13,7 @@ class ExitCode(enum.IntEnum):
     INVALID = 2, 'the command is invalid'
     TOO_LARGE = 3, 'the step does not fit into memory'
     FOUND = 4, 'doctor has findings; verify has results that differ or could not be compared'
+    CRASHED = 5, 'the compiler has crashed, or the system has killed it'
     INTERRUPTED = 130, 'Ctrl-C has ended it; verify has printed what it had compared'
 
     meaning: str
