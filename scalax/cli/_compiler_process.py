@@ -139,6 +139,7 @@ def _report_to_parent(lives: int, report: int) -> None:
         os.ftruncate(report, len(text))
 
     def wait() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # they are for the main thread, and interrupt it
         os.read(lives, 1)
         os._exit(ExitCode.FAILED)
 

@@ -32,15 +32,17 @@ def make_crash(helper):
 
 def make_endless(helper):
     def compile():
+        time.sleep(0.2)  # until the main thread waits for this one
         print('compiling', os.getpid(), flush=True)
         time.sleep(500)
     replace_compiler(compile)
     return make_step(helper)
 
 def make_counted(helper):
-    print('waiting', flush=True)
     try:
-        time.sleep(500)
+        print('waiting', flush=True)
+        for _ in range(50_000):  # Python does not see a signal that comes just before a sleep until it ends
+            time.sleep(0.01)
     except KeyboardInterrupt:
         time.sleep(1)  # where a second signal would end it
         print('one Ctrl-C', flush=True)
