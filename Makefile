@@ -111,7 +111,7 @@ dist: $(DEV_STAMP) ## build the sdist and the wheel in dist/, check them, and us
 fuzz: $(DEV_STAMP) ## check 50,000 random compositions of rules (flags in ARGS)
 	@$(PY) scripts/fuzz.py $(ARGS)
 
-faults: $(EXAMPLES_STAMP) ## kill, stop and replace processes of trainings, and check that nothing is lost (flags in ARGS)
+faults: $(EXAMPLES_STAMP) ## kill, stop and replace processes of trainings, check that nothing is lost, and that no exit hangs (flags in ARGS)
 	@$(PY) scripts/faults.py $(ARGS)
 
 mutants: $(DEV_STAMP) ## change 200 places of scalax/ one at a time, and see which the tests miss (flags in ARGS: --count 20)

@@ -21,10 +21,10 @@ from types import FrameType
 import jax
 from jax.experimental import multihost_utils
 
-from scalax._hostdata import collectives
+from scalax._hostdata import collectives, exits
 from scalax._jax import messages
 from scalax._util.progress import repeated
-from scalax._watch.state import at_step, last
+from scalax._watch.state import ENDING, at_step, last
 from scalax._watch.watch import Watch, own_address
 from scalax.errors import ArgumentError
 
@@ -176,6 +176,7 @@ def initialize(
         # tells.
         if not unknown or not messages.is_late(error) or jax.default_backend() == 'tpu':
             raise
+    exits.settings.seconds = shutdown_timeout
     if step_timeout != 0 and jax.distributed.is_initialized():
         _unwatched.append((step_timeout, heartbeat_timeout))
         if given.address and given.count and given.index is not None:
@@ -191,7 +192,8 @@ def _watch(address: str, process: int, count: int) -> None:
         return
     _log.info('`scalax doctor --run %s` shows what each process does', address)
     threading.Thread(target=watch.run, name='scalax-watch', daemon=True).start()
-    atexit.register(setattr, last, 'exits', True)
+    exits.settings.address = address
+    atexit.register(setattr, last, 'exits', ENDING)
 
 
 def should_stop(step: int) -> bool:

@@ -13,7 +13,8 @@ trains, or is in the middle of a save. What has to hold:
   that they have in a run that nobody disturbs.
 
 Then the same training is started again and again where nobody has ended the one before (`faults_orphans.py`),
-and loses processes for good, at each stage of a start and of a save (`faults_losses.py`).
+and loses processes for good, at each stage of a start and of a save (`faults_losses.py`). Last, programs end
+while data still move between their processes (`faults_exits.py`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from pathlib import Path
 
 os.environ['JAX_PLATFORMS'] = 'cpu'  # before faults_orphans imports JAX
 
+from faults_exits import end_early
 from faults_jobs import ENDLESS, MORE, PROCESSES, START_S, Failed, Training, kill, losses
 from faults_losses import farthest, lose_processes, summary
 from faults_orphans import replace_jobs
@@ -165,16 +167,33 @@ def shrunk(folder: Path, count: int, seed: int, end: float) -> int:
     return len(lost)
 
 
+def ended(folder: Path, count: int, seed: int, end: float) -> int:
+    """The run of programs that end while data move; returns how many."""
+    moves = end_early(folder, count, random.Random(seed), end)
+    print(
+        f'{moves.total()} programs ended while data moved: '
+        f'{", ".join(f"{number} after {move}" for move, number in moves.items())}. None of them hung.'
+    )
+    return moves.total()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--kills', type=int, default=50, help='how many')
     parser.add_argument('--orphans', type=int, default=50, help='how many jobs are replaced and not ended')
     parser.add_argument('--losses', type=int, default=50, help='how many processes are lost for good')
+    parser.add_argument('--exits', type=int, default=100, help='how many programs end while data move')
     parser.add_argument('--seed', type=int, default=0, help='of the moments and of who is killed')
     parser.add_argument('--minutes', type=float, default=20, help='the longest that each of these may take')
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no training outlives this
-    for run, count in ((killed, options.kills), (replaced, options.orphans), (shrunk, options.losses)):
+    runs = (
+        (killed, options.kills),
+        (replaced, options.orphans),
+        (shrunk, options.losses),
+        (ended, options.exits),
+    )
+    for run, count in runs:
         if not count:
             continue
         begun = time.monotonic()

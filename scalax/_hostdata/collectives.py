@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from scalax._hostdata import exits
+from scalax._jax.queue import last_program
 from scalax._trace.resharding import identity
 from scalax._trace.threads import in_a_thread
 from scalax.errors import DataError
@@ -69,10 +71,12 @@ class Processes:
 
 @functools.lru_cache(maxsize=64)
 def processes_of(mesh: Mesh) -> Processes:
-    """The processes of a mesh."""
+    """The processes of a mesh; if there are several, the program's exit waits for what moves between them."""
     devices = sorted(mesh.devices.flat, key=lambda device: (device.process_index, device.id))
     indices = sorted({device.process_index for device in devices})
     owners = tuple(indices.index(device.process_index) for device in devices)
+    if len(indices) > 1:
+        exits.wait_at_exit(devices[0].platform)
     placed = [(device.process_index, device.id) for device in mesh.devices.flat]
     order = hashlib.blake2b(repr((mesh.devices.shape, placed)).encode(), digest_size=8).hexdigest()
     return Processes(tuple(indices), tuple(devices), owners, order)
@@ -181,16 +185,8 @@ def bound_queue(mesh: Mesh) -> None:
     the former then wait for the latter: a deadlock. Other devices do not need this. Nothing is communicated.
     """
     if mesh.devices.flat[0].platform == 'cpu' and next(_given) % _LONGEST_QUEUE == 0:
-        jax.block_until_ready(without_context(_last_in_the_queue(mesh)))
-
-
-@functools.lru_cache(maxsize=64)
-def _last_in_the_queue(mesh: Mesh) -> Callable[[], jax.Array]:
-    """A program on this process's devices, which they run after everything that is queued."""
-    devices = [device for device in processes_of(mesh).devices if device.process_index == jax.process_index()]
-    own = Mesh(np.asarray(devices, dtype=object), ('device',))
-    sharding = NamedSharding(own, PartitionSpec('device'))
-    return jax.jit(lambda: jnp.zeros(len(devices)), out_shardings=sharding)
+        here = tuple(one for one in processes_of(mesh).devices if one.process_index == jax.process_index())
+        jax.block_until_ready(without_context(last_program(here)))
 
 
 def without_context(function: Callable[..., Any], *args: Any) -> Any:

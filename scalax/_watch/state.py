@@ -17,6 +17,7 @@ from scalax._util.user_frames import file_text, users_own
 
 LOADING, SAVING, RESTORING, WAITING = 'loading', 'saving', 'restoring', 'waiting for the others'
 COMPUTING, PYTHON, CALLED, ENDING = 'computing', 'in Python', 'in Python that JAX calls', 'ending'
+FINISHING = 'waiting at exit for data'
 FUNCTIONS = {
     LOADING: ('Prefetch.__next__', 'local_data_to_global_array'),
     SAVING: ('Checkpointer.save', 'Checkpointer.wait'),
@@ -47,13 +48,13 @@ Attributes:
 """
 
 
-last = SimpleNamespace(step=(0, time.monotonic(), 0), thread=threading.main_thread().ident, exits=False)
+last = SimpleNamespace(step=(0, time.monotonic(), 0), thread=threading.main_thread().ident, exits='')
 """What steps note.
 
 Attributes:
     step: the last one that has ended (0: none yet), when that was, and how many have.
     thread: in which thread.
-    exits: whether the program has ended; JAX may wait for the other processes.
+    exits: `FINISHING` or `ENDING` once the program has ended; JAX may then wait for the other processes.
 """
 
 
@@ -93,7 +94,7 @@ def _phase_and_line() -> tuple[str, str]:
         if inside and (not phase if stack is own else of_jax):
             return CALLED, _line(stack[:inside])
     phase = phase or (COMPUTING if own and _file(own[0]).startswith(_JAX) else PYTHON)
-    return (ENDING, '') if last.exits else (phase, line)
+    return (last.exits, '') if last.exits else (phase, line)
 
 
 def _phase(stack: list[FrameType]) -> str:

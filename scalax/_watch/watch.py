@@ -24,7 +24,18 @@ from collections import deque
 
 import jax
 
-from scalax._watch.state import CALLED, ENDING, LOADING, PYTHON, RESTORING, SAVING, State, last, measured
+from scalax._watch.state import (
+    CALLED,
+    ENDING,
+    FINISHING,
+    LOADING,
+    PYTHON,
+    RESTORING,
+    SAVING,
+    State,
+    last,
+    measured,
+)
 from scalax.errors import shown
 
 _LONGEST, _SIGNED = 60_000, 32  # bytes: of a message, and of its signature
@@ -142,17 +153,39 @@ def report(states: list[State], late: bool, usual: float, silence: float, addres
     step, ago = max((state.step, state.ago + state.silent) for state in states)
     usually = f' (a step usually takes {usual:.2g} s)' if usual else ''
     dump = f'`py-spy dump --pid {stuck[0].pid}` on {stuck[0].host} shows its threads; ' if stuck else ''
-    lines = [
-        f'process {state.process} (host {state.host}, pid {state.pid}){how if stuck else ""}: '
-        f'{state.phase} for {state.since:.0f} s{state.line and f" at {state.line}"}, after step {state.step}'
-        f'{state.before and f", {state.before} before that"}'
-        f'{f"; silent for {state.silent:.0f} s" if state.silent > silence else ""}'
-        for state in stuck or states
-    ]
+    lines = [_line(state, how if stuck else '', silence) for state in stuck or states]
     return (
         f'{ago:.0f} s have passed since step {step}{usually}{"" if stuck else "; no process is behind"}:\n'
         f'{shown(lines)}\nWhat to do: {dump}`scalax doctor --run {address}` shows all processes.'
     )
+
+
+def _line(state: State, how: str, silence: float) -> str:
+    return (
+        f'process {state.process} (host {state.host}, pid {state.pid}){how}: '
+        f'{state.phase} for {state.since:.0f} s{state.line and f" at {state.line}"}, after step {state.step}'
+        f'{state.before and f", {state.before} before that"}'
+        f'{f"; silent for {state.silent:.0f} s" if state.silent > silence else ""}'
+    )
+
+
+def others(address: str) -> list[State]:
+    """The states of the other processes, as process 0 knows them; none where nobody answers."""
+    try:
+        states, _ = ask(address) if address else ([], '')
+    except (OSError, ValueError, TypeError):
+        return []
+    return [state for state in states if state.process != jax.process_index()]
+
+
+def behind(states: list[State]) -> list[str]:
+    """A line for each of the processes that has not come to its end, or is silent."""
+    silence = _SILENT * _PERIOD
+    return [
+        _line(state, ' is stopped, dead or out of reach; last' if state.silent > silence else '', silence)
+        for state in states
+        if state.silent > silence or state.phase not in (FINISHING, ENDING)
+    ]
 
 
 def ask(address: str) -> tuple[list[State], str]:

@@ -27,10 +27,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 
 from scalax._follow.mended import with_right_gradients
 from scalax._follow.said import is_on_mesh
+from scalax._hostdata import collectives
 from scalax._jax.tracing import is_abstract, is_compiled
 from scalax._jaxprs.dependence import Dependence
 from scalax._mesh import meshes
@@ -121,6 +122,8 @@ class Dispatcher:
         self.mesh = self.rules.mesh
         self._function = TracedFunction(helper, fun, self.rules)
         self._has_devices = meshes.has_devices(self.mesh)
+        if isinstance(self.mesh, Mesh) and self._has_devices:
+            collectives.processes_of(self.mesh)  # the exit of the program waits for those that there are
         self.args_placed = _ThisThread()
         # Re-entrant: comparing keys may run users' code, which may come back here.
         self._lock = threading.RLock()

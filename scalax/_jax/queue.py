@@ -1,0 +1,51 @@
+"""What the devices of this process still have to do."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+@functools.lru_cache(maxsize=64)
+def last_program(devices: tuple[Any, ...]) -> Callable[[], jax.Array]:
+    """Returns a program for devices of this process, which they run after all that was started there before.
+
+    Relies on devices running programs in the order in which they were started, also where nobody holds their
+    results any more, and whichever thread started them. Where a process has one CPU device, the order is that
+    of each thread only; but programs that merely move arrays have ended there when their call returns.
+    """
+    sharding = NamedSharding(Mesh(np.asarray(devices, dtype=object), ('device',)), PartitionSpec('device'))
+    return jax.jit(lambda: jnp.zeros(len(devices)), out_shardings=sharding)
+
+
+def unfinished(platform: str) -> list[jax.Array]:
+    """Returns the arrays on a platform that are not computed yet, but for those that were dropped.
+
+    Relies on ``is_ready`` of an array, which does not wait.
+    """
+    arrays: list[Any] = jax.live_arrays(platform)
+    return [array for array in arrays if not array.is_deleted() and not array.is_ready()]
+
+
+def finish(platform: str) -> Iterator[tuple[list[jax.Array], Exception]]:
+    """Waits until this process's devices of a platform have nothing left to do; yields what fails.
+
+    An error comes with the array that it is of, or with none where the array was dropped.
+
+    Relies on waiting for an array that will never come raising an error, as soon as JAX knows that.
+    """
+    for array in unfinished(platform):
+        try:
+            jax.block_until_ready(array)
+        except Exception as error:  # noqa: BLE001 - of the device, or of another process
+            yield [array], error
+    try:
+        jax.block_until_ready(last_program(tuple(jax.local_devices(backend=platform)))())
+    except Exception as error:  # noqa: BLE001
+        yield [], error
