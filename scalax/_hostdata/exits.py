@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 
@@ -136,7 +137,8 @@ def _text(arrays: list[jax.Array]) -> str:
     """Which arrays, and which processes hold them."""
     if not arrays:
         return 'arrays that the program has dropped'
-    holders = sorted({device.process_index for array in arrays for device in array.sharding.device_set})
+    devices: set[Any] = {device for array in arrays for device in array.sharding.device_set}
+    holders = sorted({device.process_index for device in devices})
     texts = [type_text(array.dtype, array.shape) for array in arrays]
     more = f' and {len(texts) - _SHOWN} more arrays' if len(texts) > _SHOWN else ''
     return f'{", ".join(texts[:_SHOWN])}{more} of processes {", ".join(map(str, holders))}'
