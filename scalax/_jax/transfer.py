@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -35,15 +35,17 @@ def server(host: str) -> Any:
 
 
 _LOOK = 0.005  # seconds between two looks
-_numbers = itertools.count(1)
 
 
 def offer(server: Any, arrays: Sequence[jax.Array]) -> int:
     """Lets another program fetch arrays, of one device each, once. Returns the number to fetch them by.
 
-    Relies on ``await_pull`` returning at once, and keeping the arrays until they are fetched.
+    The server asks nobody who they are: the number is all that a stranger lacks, so it cannot be guessed.
+
+    Relies on ``await_pull`` returning at once, keeping the arrays until they are fetched and no longer, and
+    taking any number of 64 bits.
     """
-    number = next(_numbers)
+    number = secrets.randbits(64)
     server.await_pull(number, list(arrays))
     return number
 

@@ -3,8 +3,9 @@
 Two jobs are programs, of one or several processes each, that JAX has not joined. A `Sender` has the state;
 `receive` fetches it, straight into the shardings that rules give on the receiver's mesh. Each process of the
 receiver asks each process of the sender for the pieces that its devices need. Questions and answers are lines
-of JSON over TCP, and arrays go by `jax.experimental.transfer`. Neither encrypts or checks who asks: use it
-inside a network that nobody else is in.
+of JSON over TCP, signed with a secret that both jobs have: an argument, or the environment variable
+``SCALAX_RUN_TOKEN``. Without a secret, jobs meet on one machine only. Arrays go by
+`jax.experimental.transfer`. Nothing is encrypted.
 """
 
 from scalax.jobs._receive import receive

@@ -1,20 +1,22 @@
-"""Questions and answers between processes of two jobs: a line of JSON each, over TCP."""
+"""The connection of a receiver to a process of the sender, and what both check of their arguments."""
 
 from __future__ import annotations
 
-import json
 import re
 import socket
-import socketserver
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
+from scalax._channel import lines
+from scalax._channel.secret import VARIABLE, require_secret
 from scalax.errors import ArgumentError, TransferError
 
 _ADDRESS = re.compile(r'(?P<host>[^/\s:]+):(?P<port>\d+)')
 _LONGEST = 1e8  # seconds; clocks have no room for much more
 _RETRY = 0.2  # seconds between two attempts to connect
+_LONGEST_ANSWER = 1 << 28  # bytes: the layout of a tree of a million leaves
+LONGEST_QUESTION = 1 << 20  # bytes: of a question, which names a part for each device of a process
 
 
 def host_and_port(what: str, address: str) -> tuple[str, int]:
@@ -44,75 +46,60 @@ def own_address_towards(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-class Server(socketserver.ThreadingTCPServer):
-    """Answers questions, each connection in a thread of its own.
-
-    Args:
-        address: host and port to listen at; port 0 is any that is free.
-        answer: from the connection and its question to the answer.
-        left: called when a connection ends.
-    """
-
-    daemon_threads = True
-    block_on_close = False
-    allow_reuse_address = True
-    request_queue_size = 128
-
-    def __init__(
-        self,
-        address: tuple[str, int],
-        answer: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]],
-        left: Callable[[Any], None],
-    ) -> None:
-        self.answer, self.left = answer, left
-        super().__init__(address, _Connection)
-
-
-class _Connection(socketserver.StreamRequestHandler):
-    def handle(self) -> None:
-        server = cast(Server, self.server)
-        try:
-            for text in self.rfile:
-                try:
-                    answer = server.answer(self, json.loads(text))
-                except Exception as error:  # noqa: BLE001 - told to who asked, who raises it
-                    answer = {'fault': f'{type(error).__name__}: {error}'}
-                self.wfile.write(json.dumps(answer).encode() + b'\n')
-        except OSError:
-            pass  # the other side has gone
-        finally:
-            server.left(self)
-
-
 class Line:
     """A connection to a process of the sender.
 
     Args:
         name: of the process, for messages.
         address: where it listens.
-        seconds: how long to try to connect: the sender may start later.
+        secret: of both jobs; empty if the address is of this machine.
+        wait: seconds to try to connect: the sender may start later.
+        timeout: seconds that it may take to prove that it has the secret.
 
     Raises:
-        ArgumentError: *address* is no address.
-        TransferError: nobody listens there.
+        ArgumentError: *address* is no address, or needs a secret.
+        TransferError: nobody listens there, or who does has another secret.
     """
 
-    def __init__(self, name: str, address: str, seconds: float) -> None:
+    def __init__(self, name: str, address: str, secret: bytes, wait: float, timeout: float) -> None:
         host, port = host_and_port('receive', address)
+        require_secret('receive', secret, address)
         self._name = f'{name} at {address}'
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + wait
         while True:
+            why: Exception
             try:
-                self._socket = socket.create_connection((host, port), timeout=max(seconds, 1.0))
-                break
+                self._socket = socket.create_connection((host, port), timeout=max(wait, 1.0))
+                try:
+                    self._channel = self._proved(secret, timeout)
+                    break
+                except BaseException:
+                    self._socket.close()
+                    raise
+            except lines.Closed as error:
+                why, reason = error, 'who listens there closes connections at once: it ends, or has too many'
             except OSError as error:
-                if time.monotonic() > deadline:
-                    raise TransferError(
-                        f'receive: nobody listens at {address} ({error}). What to do: start the job with the '
-                        'Sender, give its address, and a longer wait if it starts later.'
-                    ) from error
-                time.sleep(_RETRY)
-        self._answers = self._socket.makefile('rb')
+                why, reason = error, str(error)
+            if time.monotonic() > deadline:
+                raise TransferError(
+                    f'receive: nobody listens at {address} ({reason}). What to do: start the job with the '
+                    'Sender, give its address, and a longer wait if it starts later.'
+                ) from why
+            time.sleep(_RETRY)
+
+    def _proved(self, secret: bytes, timeout: float) -> lines.Channel:
+        """The channel, once both sides have proved that they have one secret."""
+        try:
+            return lines.asked(self._socket, secret, timeout)
+        except TimeoutError:
+            raise self._silent(timeout) from None
+        except lines.Unproven:
+            raise self.fault(
+                'has another secret than this job, or one of the two has none. What to do: set '
+                f'{VARIABLE} (or secret=...) to the same value in both jobs.'
+            ) from None
+        except lines.Invalid:
+            raise self.fault('is no Sender of this version of scalax') from None
 
     def ask(self, question: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """The answer to a question.
@@ -120,20 +107,23 @@ class Line:
         Raises:
             TransferError: the process is gone, or silent for so many seconds, or answers with a fault.
         """
-        self._socket.settimeout(seconds)
         try:
-            self._socket.sendall(json.dumps(question).encode() + b'\n')
-            text = self._answers.readline()
+            self._channel.send(question, seconds)
+            answer = self._channel.read(_LONGEST_ANSWER, seconds)
         except TimeoutError:
-            raise self.fault(f'did not answer within {seconds:.0f} s: it hangs, or is stopped') from None
+            raise self._silent(seconds) from None
+        except lines.Closed:
+            raise self.fault('is gone: it ended, or closed its Sender') from None
+        except lines.Invalid:
+            raise self.fault('sent an answer that is not signed with the secret of both jobs') from None
         except OSError as error:
             raise self.fault(f'is gone ({error})') from error
-        if not text:
-            raise self.fault('is gone: it ended, or closed its Sender')
-        answer = json.loads(text)
         if 'fault' in answer:
             raise self.fault(f'answered: {answer["fault"]}')
         return cast(dict[str, Any], answer)
+
+    def _silent(self, seconds: float) -> TransferError:
+        return self.fault(f'did not answer within {seconds:.0f} s: it hangs, or is stopped')
 
     def fault(self, text: str) -> TransferError:
         """An error that names the process."""
@@ -146,5 +136,4 @@ class Line:
 
     def close(self) -> None:
         """Hangs up."""
-        self._answers.close()
         self._socket.close()

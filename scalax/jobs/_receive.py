@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from scalax._channel.secret import secret_of
 from scalax._hostdata import agreement, collectives
 from scalax._jax import transfer
 from scalax._mesh import meshes
@@ -43,6 +44,7 @@ def receive(
     memory: int | str | None = None,
     wait: float = 600.0,
     timeout: float = 60.0,
+    secret: str | None = None,
 ) -> Any:
     """Receives the tree that a `Sender` of another job sends next. Every process has to call it.
 
@@ -57,15 +59,17 @@ def receive(
         memory: a bound on what is alive on each device beside the result; as there.
         wait: seconds to wait for the sender to listen, and then to send.
         timeout: seconds to wait for each answer, and for each part.
+        secret: that of the `Sender`. Default: the environment variable ``SCALAX_RUN_TOKEN``.
 
     Returns:
         Nested dicts of jax.Arrays; their leaf paths are those of the sender's tree, if there is no mapping.
 
     Raises:
-        ArgumentError: an argument is invalid, or the mapping does not fit the tree.
+        ArgumentError: an argument is invalid, or the mapping does not fit the tree; or the address is that of
+            another machine, and there is no secret.
         ShardingError: the rules do not fit the tree.
-        TransferError: the sender is not there, gone or silent; or another process of this job has failed.
-            Nothing is returned on any process.
+        TransferError: the sender is not there, gone or silent, or has another secret; or another process of
+            this job has failed. Nothing is returned on any process.
 
     Example:
         >>> import threading
@@ -96,7 +100,8 @@ def receive(
         try:
             checked_seconds('receive', wait, timeout)
             options = Options.of(mapping, dtype, False, memory)
-            senders = _Senders(connections, address, question, wait, timeout)
+            token = secret_of('receive', secret)
+            senders = _Senders(connections, address, token, question, wait, timeout)
             job = Job.of(helper, senders.tree, rules, options)
             texts = [*job.texts(), ('(the number of the tree)', str(senders.number))]
             tree = moved(job, senders.carry)
@@ -119,6 +124,7 @@ class _Senders:
         self,
         connections: contextlib.ExitStack,
         address: str,
+        secret: bytes,
         question: Mapping[str, Any],
         wait: float,
         timeout: float,
@@ -129,7 +135,7 @@ class _Senders:
         addresses = [address]
         while len(self._lines) < len(addresses):
             process = len(self._lines)
-            line = Line(f'process {process} of the sender', addresses[process], wait)
+            line = Line(f'process {process} of the sender', addresses[process], secret, wait, timeout)
             connections.callback(line.close)
             answer = line.ask(question, wait + _GRACE)
             if not process:

@@ -12,6 +12,9 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from scalax._channel.lines import Channel
+from scalax._channel.listener import Listener
+from scalax._channel.secret import require_secret, secret_of
 from scalax._hostdata import collectives
 from scalax._jax import transfer
 from scalax._reshard.blocks import boxes_of
@@ -19,7 +22,8 @@ from scalax._reshard.names import put
 from scalax._trace import resharding
 from scalax._tree.paths import NamedTree, describe_leaf, is_key
 from scalax.errors import ArgumentError, TransferError, shown_leaves
-from scalax.jobs._lines import Server, checked_seconds, host_and_port, own_address_towards
+from scalax.jobs._lines import LONGEST_QUESTION, checked_seconds, host_and_port, own_address_towards
+from scalax.jobs._questions import checked
 
 
 class Sender:
@@ -32,9 +36,12 @@ class Sender:
             processes listen at ports of their own, on the network on which they reach that host.
         wait: seconds that `send` waits for a receiver to ask.
         timeout: seconds that it then waits for each of its questions.
+        secret: who has the same one receives what is sent: text that nobody can guess. Default: the
+            environment variable ``SCALAX_RUN_TOKEN``. Needed unless the address is of this machine alone.
 
     Raises:
-        ArgumentError: *address* is no address, or a number of seconds is invalid.
+        ArgumentError: *address* is no address, or a number of seconds is invalid; or there is no secret, and
+            other machines can reach the address.
         MissingDependencyError: this JAX cannot send to other jobs.
         OSError: the port is taken, or the host has no address.
         TransferError: another process of this job has failed.
@@ -46,7 +53,9 @@ class Sender:
         '127.0.0.1'
     """
 
-    def __init__(self, address: str, *, wait: float = 600.0, timeout: float = 60.0) -> None:
+    def __init__(
+        self, address: str, *, wait: float = 600.0, timeout: float = 60.0, secret: str | None = None
+    ) -> None:
         self._wait, self._timeout = wait, timeout
         self._sent = 0
         self._changed = threading.Condition()
@@ -58,8 +67,10 @@ class Sender:
             checked_seconds('Sender', wait, timeout)
             host, port = host_and_port('Sender', address)
             here = socket.gethostbyname(host) if first else own_address_towards(host)
+            token = secret_of('Sender', secret)
+            require_secret('Sender', token, f'{here}:{port}')  # before anything listens
             self._transfer = transfer.server(here)
-            self._server = Server((here, port if first else 0), self._answer, self._left)
+            self._server = Listener('Sender', (here, port if first else 0), token, self._serve)
             mine = f'{here}:{self._server.server_address[1]}'
         except Exception as fault:  # noqa: BLE001 - raised once all processes know
             error = fault
@@ -132,8 +143,7 @@ class Sender:
             if self._offer is not None:
                 self._offer.fault = 'the Sender was closed'
             self._changed.notify_all()
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
     def __enter__(self) -> Sender:
         return self
@@ -141,8 +151,29 @@ class Sender:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _serve(self, line: Channel) -> None:
+        """Answers a process of a receiver until it leaves. Threads of the server call this."""
+        try:
+            while True:
+                while not line.comes(self._timeout):
+                    if not self._needs(line):  # it waits for nothing here
+                        return
+                question = checked(line.read(LONGEST_QUESTION, self._timeout))
+                try:
+                    answer = self._answer(line, question)
+                except Exception as error:  # noqa: BLE001 - told to who asked, who raises it
+                    answer = {'fault': f'{type(error).__name__}: {error}'}
+                line.send(answer, self._timeout)
+        finally:
+            self._left(line)
+
+    def _needs(self, line: Channel) -> bool:
+        """Whether a process of a receiver takes part in what is being sent: `send` bounds how long."""
+        with self._changed:
+            return self._offer is not None and line in self._offer.lines
+
     def _answer(self, line: object, question: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What a process of a receiver is told. Threads of the server call this."""
+        """What a process of a receiver is told."""
         with self._changed:
             if question['asks'] == 'join':
                 job, seconds = question['job'], question['seconds']

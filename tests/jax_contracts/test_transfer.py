@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from scalax._jax import transfer
 from tests.support.contracts import contract
@@ -25,15 +26,35 @@ def test_arrays_are_fetched_from_a_program_that_offers_them() -> None:
             np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
-def test_what_nobody_has_offered_is_not_ready() -> None:
+def test_what_nobody_has_offered_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     server = transfer.server('127.0.0.1')
     device = jax.local_devices()[0]
     sent = jax.device_put(jnp.arange(3.0), device)
     with contract('says whether an array has come', 'to end a wait for a program that hangs'):
         connection = server.connect(server.address())
-        number = transfer.offer(server, [sent])
-        coming = transfer.fetch(connection, number + 1, [(sent.shape, sent.dtype, device)])
+        number = (1 << 64) - 1
+        coming = transfer.fetch(connection, number, [(sent.shape, sent.dtype, device)])
         assert not transfer.come(coming, 0.2)
-        assert transfer.offer(server, [sent]) == number + 1
+        monkeypatch.setattr(transfer.secrets, 'randbits', lambda bits: (1 << bits) - 1)
+        assert transfer.offer(server, [sent]) == number
         assert transfer.come(coming, 60)
         np.testing.assert_array_equal(np.asarray(coming[0]), [0, 1, 2])
+
+
+def test_what_was_fetched_is_gone() -> None:
+    server = transfer.server('127.0.0.1')
+    device = jax.local_devices()[0]
+    sent = jax.device_put(jnp.arange(3.0), device)
+    with contract('lets arrays be fetched once', 'so that a number that was overheard is worth nothing'):
+        connection = server.connect(server.address())
+        number = transfer.offer(server, [sent])
+        structs = [(sent.shape, sent.dtype, device)]
+        assert transfer.come(transfer.fetch(connection, number, structs), 60)
+        assert not transfer.come(transfer.fetch(connection, number, structs), 0.2)
+
+
+def test_numbers_cannot_be_guessed() -> None:
+    server = transfer.server('127.0.0.1')
+    sent = jax.device_put(jnp.arange(3.0), jax.local_devices()[0])
+    numbers = [transfer.offer(server, [sent]) for _ in range(8)]
+    assert len({number >> 32 for number in numbers}) == 8

@@ -1,0 +1,114 @@
+"""Signed messages over UDP: questions and answers, each of which counts once.
+
+An answerer has one nonce for all, which a question has to name; so it keeps nothing of those who have not
+proved that they have the secret, and never answers these. To a question with another nonce, which may be an
+old one, it answers with its nonce alone. An answer names the nonce and the number of its question.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from scalax._channel.session import ANSWERS, ASKS, NONCE, SIGNATURE, Session, new_nonce
+
+_HEAD = struct.Struct(f'>{NONCE}s{NONCE}sQ{SIGNATURE}s')
+HEAD = _HEAD.size
+"""Bytes that a message takes besides its data."""
+
+
+class Message(NamedTuple):
+    """A message that is signed.
+
+    Attributes:
+        asker: the nonce of the side that asks.
+        answerer: that of the side that answers, as far as it is known.
+        count: the number of the question.
+        data: what is asked or answered.
+    """
+
+    asker: bytes
+    answerer: bytes
+    count: int
+    data: bytes
+
+
+def packed(secret: bytes, side: bytes, message: Message) -> bytes:
+    """A message with the signature of a side."""
+    asker, answerer, count, data = message
+    return _HEAD.pack(*message[:3], Session(secret, asker, answerer).signature(side, count, data)) + data
+
+
+def unpacked(secret: bytes, side: bytes, packet: bytes) -> Message:
+    """The message of a packet.
+
+    Raises:
+        ValueError: the side has not signed it.
+    """
+    if len(packet) >= HEAD:
+        asker, answerer, count, signature = _HEAD.unpack_from(packet)
+        data = packet[HEAD:]
+        if Session(secret, asker, answerer).is_signed(signature, side, count, data):
+            return Message(asker, answerer, count, data)
+    raise ValueError('a message of another program, or of one that has another secret')
+
+
+class Asker:
+    """The side that asks one answerer."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret, self._nonce = secret, new_nonce()
+        self._answerer, self._asked, self._answered = bytes(NONCE), 0, 0
+
+    def question(self, data: bytes) -> bytes:
+        """A packet that asks."""
+        self._asked += 1
+        return packed(self._secret, ASKS, Message(self._nonce, self._answerer, self._asked, data))
+
+    def answer(self, packet: bytes) -> bytes | None:
+        """The data of an answer; None if it only has the answerer's nonce: the question has to come again.
+
+        Raises:
+            ValueError: the packet is no answer, or none to a question that is open.
+        """
+        message = unpacked(self._secret, ANSWERS, packet)
+        if message.asker != self._nonce or not self._answered < message.count <= self._asked:
+            raise ValueError('an answer to another question')
+        self._answered = message.count
+        is_known = message.answerer == self._answerer
+        self._answerer = message.answerer
+        return message.data if is_known else None
+
+
+class Answerer:
+    """The side that answers.
+
+    Args:
+        secret: of both sides.
+        most: of how many askers the counts are kept. After that all have to ask with a new nonce.
+    """
+
+    def __init__(self, secret: bytes, most: int) -> None:
+        self._secret, self._most, self._nonce = secret, most, new_nonce()
+        self._counts: dict[bytes, int] = {}  # of the last question, by the nonce of who asked
+
+    def question(self, packet: bytes) -> tuple[Message, bool]:
+        """A question, and whether it is new for certain; if not, its data may be old.
+
+        Raises:
+            ValueError: the packet is no question, or came before.
+        """
+        message = unpacked(self._secret, ASKS, packet)
+        if message.answerer == self._nonce:
+            if message.count <= self._counts.get(message.asker, 0):
+                raise ValueError('a question that came before')
+            if message.asker not in self._counts and len(self._counts) >= self._most:
+                self._nonce, self._counts = new_nonce(), {}
+                return message, False
+            self._counts[message.asker] = message.count
+            return message, True
+        return message, False
+
+    def answer(self, question: Message, data: bytes) -> bytes:
+        """The packet that answers a question."""
+        return packed(self._secret, ANSWERS, question._replace(answerer=self._nonce, data=data))

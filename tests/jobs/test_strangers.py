@@ -1,0 +1,323 @@
+"""A stranger at the port of a Sender: whatever it does, it is sent nothing, and the receiver is served."""
+
+import contextlib
+import resource
+import socket
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from scalax._channel import lines, listener
+from scalax._channel.session import ANSWERS, Session
+from scalax.errors import ArgumentError, TransferError
+from scalax.jobs import Sender, receive
+from scalax.sharding import MeshShardingHelper, PartitionSpec
+
+SECRET, OTHER = 'of this run, and long enough', 'of another run, as long as that'
+LONG, SOON = 100.0, 0.3  # seconds to wait for what comes; that a stranger may be silent
+GREETING = 42  # bytes, which everybody is sent
+
+
+@pytest.fixture
+def sender(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sender]:
+    monkeypatch.setattr(listener, 'HANDSHAKE', SOON)
+    with Sender('localhost:0', secret=SECRET) as sender:
+        yield sender
+
+
+def connected(sender: Sender) -> socket.socket:
+    host, port = sender.address.split(':')
+    return socket.create_connection((host, int(port)), timeout=LONG)
+
+
+def assert_served(sender: Sender, **options: Any) -> None:
+    """That a receiver gets what is sent."""
+    helper = MeshShardingHelper([8], ['fsdp'])
+    sending = threading.Thread(target=sender.send, args=[{'w': jax.device_put(np.arange(8))}])
+    sending.start()
+    got = receive(helper, sender.address, PartitionSpec(), secret=SECRET, **options)
+    sending.join(LONG)
+    np.testing.assert_array_equal(got['w'], np.arange(8))
+
+
+def rest_of(connection: socket.socket) -> bytes:
+    """All that comes until the other side closes the connection."""
+    told = b''
+    with contextlib.suppress(ConnectionError):
+        while data := connection.recv(4096):
+            told += data
+    return told
+
+
+class Recorder:
+    """A connection that keeps what is sent over it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self.sent = connection, b''
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+    def sendall(self, data: bytes) -> None:
+        self.sent += data
+        self._connection.sendall(data)
+
+
+JOIN = {'asks': 'join', 'job': 'mine', 'seconds': 0, 'receiver': 0, 'receivers': 1}
+
+
+def recorded(sender: Sender) -> bytes:
+    """What a receiver sends that joins."""
+    with connected(sender) as connection:
+        recorder: Any = Recorder(connection)
+        channel = lines.asked(recorder, SECRET.encode(), LONG)
+        channel.send(JOIN, LONG)
+        assert 'nothing was sent' in channel.read(4096, LONG)['fault']
+        return bytes(recorder.sent)
+
+
+def reflected(connection: socket.socket) -> bytes:
+    """A proof with the nonce of the sender as that of both sides, signed as the sender would."""
+    nonce = connection.recv(GREETING)[-33:-1]
+    session = Session(OTHER.encode(), bytes.fromhex(nonce.decode()), bytes.fromhex(nonce.decode()))
+    return nonce + b' ' + session.signature(ANSWERS, 0).hex().encode() + b'\n'
+
+
+@pytest.mark.parametrize(
+    'data',
+    [
+        b'GET / HTTP/1.1\r\nHost: trainer-0\r\n\r\n',
+        b'\x16\x03\x01\x02\x00\x01\xff\n',
+        b'\n',
+        b'{"asks": "join", "job": "mine", "seconds": 0, "receiver": 0, "receivers": 1}\n',
+        b'0' * 32 + b' ' + b'0' * 64 + b'\n',
+        b'x' * 200,  # longer than any line of a handshake
+        b'',
+        b'x',
+    ],
+    ids=[
+        'http',
+        'tls',
+        'nothing',
+        'a question',
+        'a proof',
+        'a long line',
+        'silence',
+        'a line without an end',
+    ],
+)
+def test_garbage_is_not_answered(data: bytes, sender: Sender, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        with connected(sender) as stranger:
+            stranger.sendall(data)
+            assert len(rest_of(stranger)) == GREETING
+    assert_served(sender)
+    assert [record.getMessage() for record in caplog.records if record.name == 'scalax.channel'] == [
+        'Sender: a connection from 127.0.0.1 was closed: it did not prove that it has the secret, was silent '
+        'or asked what nobody asks. If it is yours, set SCALAX_RUN_TOKEN to the same value on both sides. '
+        'Others are closed without a message.'
+    ]
+
+
+def test_what_was_recorded_is_not_answered(sender: Sender) -> None:
+    sent = recorded(sender)
+    with connected(sender) as stranger:
+        stranger.sendall(sent)
+        assert len(rest_of(stranger)) == GREETING
+    with connected(sender) as stranger:
+        stranger.sendall(reflected(stranger))
+        assert rest_of(stranger) == b''
+    assert_served(sender)
+
+
+def test_a_line_without_an_end_takes_no_memory(sender: Sender) -> None:
+    chunk = bytes(1 << 16).replace(b'\0', b'x')
+    tracemalloc.start()
+    try:
+        with connected(sender) as stranger, contextlib.suppress(ConnectionError):
+            for _ in range(300 << 4):  # 300 MiB
+                stranger.sendall(chunk)
+            pytest.fail('somebody read all of it')
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    assert_served(sender)
+
+
+@pytest.mark.parametrize(
+    'question',
+    [
+        [],
+        {},
+        {'asks': 'weights'},
+        {'asks': ['join']},
+        {**JOIN, 'job': ''},
+        {**JOIN, 'receivers': 1 << 40},
+        {**JOIN, 'receiver': 1},
+        {**JOIN, 'seconds': 'long'},
+        {**JOIN, 'more': 1},
+        {'asks': 'parts', 'leaf': 0, 'parts': [[0]], 'sizes': [8], 'dtype': 'int32'},
+        {'asks': 'parts', 'leaf': True, 'parts': [], 'sizes': [8], 'dtype': 'int32'},
+        {'asks': 'join', 'job': 'x' * (1 << 20)},
+    ],
+    ids=lambda question: str(question)[:60],
+)
+def test_what_nobody_asks_is_not_answered_either(
+    question: Any, sender: Sender, caplog: pytest.LogCaptureFixture
+) -> None:
+    with connected(sender) as connection:
+        channel = lines.asked(connection, SECRET.encode(), LONG)
+        with contextlib.suppress(ConnectionError):
+            channel.send(question, LONG)
+            assert rest_of(connection) == b''
+    assert len([record for record in caplog.records if record.name == 'scalax.channel']) == 1
+
+
+@pytest.mark.parametrize('change', [lambda line: b'0' * 65 + line[65:], lambda line: line[65:]])
+def test_a_line_that_was_changed_on_the_way_is_not_answered(
+    change: Callable[[bytes], bytes], sender: Sender
+) -> None:
+    with connected(sender) as connection:
+        recorder: Any = Recorder(connection)
+        channel = lines.asked(recorder, SECRET.encode(), LONG)
+        recorder.sent = b''
+        channel.send(JOIN, LONG)
+        assert 'nothing was sent' in channel.read(4096, LONG)['fault']
+        connection.sendall(recorder.sent)  # the same one again: its count is not the next one
+        assert rest_of(connection) == b''
+    with connected(sender) as connection:
+        lines.asked(connection, SECRET.encode(), LONG)
+        connection.sendall(change(recorder.sent))
+        assert rest_of(connection) == b''
+
+
+def test_a_receiver_that_asks_nothing_is_sent_away() -> None:
+    with Sender('localhost:0', timeout=SOON) as sender, connected(sender) as connection:
+        lines.asked(connection, b'', LONG)
+        assert rest_of(connection) == b''
+
+
+def test_a_thousand_connections(sender: Sender, caplog: pytest.LogCaptureFixture) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < 3000:
+        pytest.skip('this system allows a process fewer files')
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 3000), hard))
+    before = threading.active_count()
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        strangers = [stack.enter_context(connected(sender)) for _ in range(1000)]
+        assert threading.active_count() - before <= 2 * listener.STRANGERS  # some of which are ending
+        assert_served(sender)
+        told = [len(rest_of(stranger)) for stranger in strangers]
+    assert set(told) <= {0, GREETING} and told.count(GREETING) >= listener.STRANGERS
+    assert len([record for record in caplog.records if record.name == 'scalax.channel']) == 1
+
+
+def test_the_longest_silence_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, 'STRANGERS', 2)
+    monkeypatch.setattr(listener, '_PATIENCE', 0.0)
+    with Sender('localhost:0') as sender, contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(connected(sender)) for _ in range(3)]
+        assert len(rest_of(strangers[0])) == GREETING
+        assert lines.asked(strangers[2], b'', LONG)
+        assert lines.asked(strangers[1], b'', LONG)
+
+
+def test_no_more_connections_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, '_MOST', 1)
+    with Sender('localhost:0') as sender:
+        with connected(sender) as first:
+            lines.asked(first, b'', LONG)
+            with connected(sender) as second, pytest.raises(lines.Closed):
+                lines.asked(second, b'', LONG)
+        deadline = time.monotonic() + LONG
+        with contextlib.ExitStack() as stack:
+            while time.monotonic() < deadline:
+                with contextlib.suppress(lines.Closed):
+                    assert lines.asked(stack.enter_context(connected(sender)), b'', LONG)
+                    break
+            else:
+                pytest.fail('there is no room although the first connection has ended')
+
+
+@pytest.mark.parametrize(('ours', 'theirs'), [(OTHER, SECRET), ('', SECRET), (SECRET, '')])
+def test_another_secret(ours: str, theirs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv('SCALAX_RUN_TOKEN', raising=False)
+    helper = MeshShardingHelper([8], ['fsdp'])
+    with Sender('localhost:0', secret=theirs or None) as sender:
+        with pytest.raises(TransferError) as error:
+            receive(helper, sender.address, PartitionSpec(), secret=ours or None, wait=0)
+        assert str(error.value) == (
+            f'receive: process 0 of the sender at {sender.address} has another secret than this job, or one '
+            'of the two has none. What to do: set SCALAX_RUN_TOKEN (or secret=...) to the same value in both '
+            'jobs.'
+        )
+
+
+def test_a_stranger_in_place_of_the_sender() -> None:
+    """It cannot prove itself, so the receiver does not ask."""
+    helper = MeshShardingHelper([8], ['fsdp'])
+    for greeting, proof, text in (
+        (b'SSH-2.0-OpenSSH_9.6\r\n', b'', 'is no Sender of this version of scalax'),
+        (b'scalax 1 ' + b'0' * 32 + b'\n', b'0' * 64 + b'\n', 'has another secret than this job'),
+        (b'', b'', 'did not answer within 0 s: it hangs, or is stopped'),
+    ):
+        with socket.create_server(('127.0.0.1', 0)) as server:
+            told: list[bytes] = []
+
+            def serve(server: socket.socket, greeting: bytes, proof: bytes, told: list[bytes]) -> None:
+                connection, _ = server.accept()
+                with connection:
+                    connection.sendall(greeting + proof)
+                    told.append(rest_of(connection))
+
+            serving = threading.Thread(target=serve, args=[server, greeting, proof, told])
+            serving.start()
+            address = f'127.0.0.1:{server.getsockname()[1]}'
+            with pytest.raises(TransferError, match=text):
+                receive(helper, address, PartitionSpec(), secret=SECRET, timeout=SOON)
+            serving.join(LONG)
+        assert b'join' not in told[0] and SECRET.encode() not in told[0]
+
+
+def test_the_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('SCALAX_RUN_TOKEN', SECRET)
+    with Sender('localhost:0') as sender:
+        assert_served(sender)
+
+
+COMMAND = "python -c 'import secrets; print(secrets.token_hex())'"
+
+
+def test_other_machines_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv('SCALAX_RUN_TOKEN', raising=False)
+    helper = MeshShardingHelper([8], ['fsdp'])
+    text = (
+        ': 192.0.2.1:7117 can be reached from other machines, and there is no secret to tell who may '
+        'connect. What to do: set the environment variable SCALAX_RUN_TOKEN to the same secret on both '
+        f'sides, or give it as secret=...; {COMMAND} makes one. On one machine, localhost:7117 needs none.'
+    )
+    with pytest.raises(ArgumentError) as error:
+        Sender('192.0.2.1:7117')
+    assert str(error.value) == 'Sender' + text
+    with pytest.raises(ArgumentError) as error:
+        receive(helper, '192.0.2.1:7117', PartitionSpec(), wait=LONG)
+    assert str(error.value) == 'receive' + text
+
+
+@pytest.mark.parametrize(
+    ('secret', 'length'), [('short', '5 characters'), ('', '0 characters'), (7, 'int')], ids=repr
+)
+def test_a_secret_that_can_be_guessed(secret: Any, length: str) -> None:
+    with pytest.raises(ArgumentError) as error:
+        Sender('localhost:0', secret=secret)
+    assert str(error.value) == (
+        'Sender: secret has to be text of at least 16 characters, which nobody can guess, got '
+        f'{length}. What to do: {COMMAND} makes one.'
+    )
