@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import json
 import logging
 import operator
 import os
 import re
+import secrets
 import signal
 import threading
 from collections.abc import Sequence
@@ -21,6 +23,8 @@ from types import FrameType
 import jax
 from jax.experimental import multihost_utils
 
+from scalax._channel.secret import COMMAND, VARIABLE, names_loopback, secret_of
+from scalax._channel.session import Session, new_nonce
 from scalax._hostdata import collectives, exits
 from scalax._jax import messages
 from scalax._util.progress import repeated
@@ -91,6 +95,7 @@ def initialize(
     heartbeat_timeout: int = 20,
     shutdown_timeout: int = 60,
     step_timeout: int | None = None,
+    secret: str | None = None,
 ) -> None:
     """Joins this process with the others of the program: `jax.distributed.initialize`, with other defaults.
 
@@ -114,10 +119,13 @@ def initialize(
             `scalax.checkpoint.Checkpointer.save`; every process then logs which one is behind. Default: ten
             times the median of the last steps, twice the longest, and at least 30. The first steps, which
             compile, may take 300. 0: nothing is watched, and process 0 opens no UDP port for it.
+        secret: what processes on several hosts sign their messages about steps with: text that nobody can
+            guess, the same on all of them. Default: the environment variable ``SCALAX_RUN_TOKEN``. Without
+            it, steps are watched from the first call of `should_stop` on, with a secret that process 0 makes.
 
     Raises:
         ArgumentError: some of the three values are missing, or they do not fit together; or JAX detects no
-            cluster by *cluster_detection_method*.
+            cluster by *cluster_detection_method*; or the secret is too short.
         RuntimeError: JAX has been used before, so that it is too late; or it cannot join.
 
     Example:
@@ -127,6 +135,7 @@ def initialize(
     if jax.distributed.is_initialized():
         return
     given = _read(coordinator_address, num_processes, process_id)
+    token = secret_of('initialize', secret)
     for name, seconds in (
         ('initialization_timeout', initialization_timeout),
         ('heartbeat_timeout', heartbeat_timeout),
@@ -178,19 +187,92 @@ def initialize(
             raise
     exits.settings.seconds = shutdown_timeout
     if step_timeout != 0 and jax.distributed.is_initialized():
-        _unwatched.append((step_timeout, heartbeat_timeout))
-        if given.address and given.count and given.index is not None:
-            _watch(given.address, given.index, given.count)
+        _watch_or_wait(given, _Unwatched(step_timeout, heartbeat_timeout, token))
 
 
-def _watch(address: str, process: int, count: int) -> None:
+@dataclasses.dataclass
+class _Unwatched:
+    """What is to be agreed on at the first call of `should_stop`.
+
+    Attributes:
+        timeout: of a step.
+        heartbeat: of JAX.
+        secret: of this process; empty if it has none.
+        address: of process 0; empty if JAX has detected it, and tells nobody.
+        runs: whether this process is watched already.
+    """
+
+    timeout: int | None
+    heartbeat: float
+    secret: bytes
+    address: str = ''
+    runs: bool = False
+
+
+def _watch_or_wait(given: _Given, unwatched: _Unwatched) -> None:
+    """Starts to watch if it is known where process 0 is, and with which secret; else the first step does.
+
+    On several hosts the first step asks in any case: processes that differ in that would wait for each other.
+    """
+    if not (given.address and given.count and given.index is not None):
+        _unwatched.append(unwatched)
+        return
+    alone = names_loopback(given.address.rpartition(':')[0])
+    if alone or unwatched.secret:
+        _watch(given.address, given.index, given.count, unwatched)
+    elif given.index == 0:
+        _log.warning(
+            '%s is not set: processes that are stuck are named only from the first call of should_stop on, '
+            'and `scalax doctor --run` gets no answer. Set it to one secret for all processes, such as %s '
+            'makes',
+            *(VARIABLE, COMMAND),
+        )
+    if not alone:
+        unwatched.address, unwatched.runs = given.address, bool(unwatched.secret)
+        _unwatched.append(unwatched)
+
+
+def _agree_and_watch(unwatched: _Unwatched) -> None:
+    """Starts to watch at the first step, as process 0 says. Every process has to call it.
+
+    If process 0 has no secret, it makes one for this run, which goes the way of the arrays: who can read that
+    has everything. A secret of the user's is never sent: process 0 proves that it has it.
+    """
+    process, offer = jax.process_index(), {}
+    if process == 0:
+        address, nonce = unwatched.address or own_address(), new_nonce().hex()
+        offer = {'address': address, 'nonce': nonce, 'proof': _proof(unwatched.secret, nonce)}
+        offer['secret'] = '' if unwatched.secret else secrets.token_hex()
+    text = collectives.broadcast_bytes(collectives.all_processes(), 0, json.dumps(offer).encode())
+    offer = json.loads(text)
+    if offer['proof'] != _proof(unwatched.secret, offer['nonce']):
+        _log.warning(
+            '%s of process %d is not that of process 0, or one of the two has none: process %d will not be '
+            'named if it is stuck. Set it to the same secret for all processes',
+            *(VARIABLE, process, process),
+        )
+    elif not unwatched.runs:
+        unwatched.secret = unwatched.secret or bytes.fromhex(offer['secret'])
+        _watch(offer['address'], process, jax.process_count(), unwatched, is_known=not offer['secret'])
+
+
+def _proof(secret: bytes, nonce: str) -> str:
+    """What shows that two processes have one secret, or that neither has one."""
+    return Session(secret, bytes.fromhex(nonce), bytes.fromhex(nonce)).signature(b'the same secret', 0).hex()
+
+
+def _watch(address: str, process: int, count: int, unwatched: _Unwatched, is_known: bool = True) -> None:
     """Starts the thread that names stuck processes."""
+    timeout, heartbeat, secret = unwatched.timeout, unwatched.heartbeat, unwatched.secret
     try:
-        watch = Watch(address, process, count, *_unwatched.pop())
+        watch = Watch(address, process, count, timeout, heartbeat, secret, is_known)
     except OSError as error:
         _log.warning('processes that are stuck will not be named: UDP at %s: %s', address, error)
         return
-    _log.info('`scalax doctor --run %s` shows what each process does', address)
+    if is_known:
+        _log.info('`scalax doctor --run %s` shows what each process does', address)
+    else:
+        _log.info('where %s is set, `scalax doctor --run` shows what each process does', VARIABLE)
     threading.Thread(target=watch.run, name='scalax-watch', daemon=True).start()
     exits.settings.address = address
     atexit.register(setattr, last, 'exits', ENDING)
@@ -201,9 +283,9 @@ def should_stop(step: int) -> bool:
 
     Schedulers send SIGTERM before they take a machine away. Call this once a step on every process, with the
     same numbers: it becomes true at the same step on all of them, a step or two later, and stays true. It
-    costs two microseconds, and communicates nothing but for the first call, and there only where JAX has
-    detected the processes. End with the exit code `PREEMPTED` after saving, so that launchers can tell this
-    from a failure.
+    costs two microseconds, and communicates nothing but for the first call, unless the address of process 0
+    was given and is ``localhost``. End with the exit code `PREEMPTED` after saving, so that launchers can
+    tell this from a failure.
 
     The steps are watched, too: see *step_timeout* of `initialize`.
 
@@ -228,9 +310,8 @@ def should_stop(step: int) -> bool:
     except TypeError:
         raise ArgumentError(f'should_stop: step is the number of the step, got {step!r}') from None
     at_step(step)
-    if _unwatched:  # JAX has detected the address of process 0, and tells it nobody
-        address = collectives.broadcast_bytes(collectives.all_processes(), 0, own_address().encode())
-        _watch(address.decode(), jax.process_index(), jax.process_count())
+    if _unwatched:
+        _agree_and_watch(_unwatched.pop())
     if _stop.is_set():
         return True
     if jax.distributed.is_initialized():
@@ -245,7 +326,7 @@ def should_stop(step: int) -> bool:
 
 
 _stop = threading.Event()
-_unwatched: list[tuple[int | None, float]] = []
+_unwatched: list[_Unwatched] = []
 
 
 def _on_first(signum: int, frame: FrameType | None) -> None:

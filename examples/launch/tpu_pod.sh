@@ -14,9 +14,15 @@ SAVED=gs://my-bucket/llama    # where all hosts can write (pip install gcsfs)
 STARTS=10
 # ---------------------------------------------------------------------------------------------------------
 
+# All hosts sign what they tell each other with one secret. It goes there as a file: a command can be read by others.
+token=$(mktemp)               # which is readable for this user alone, as are the copies
+trap 'rm -f "$token"' EXIT
+od -An -N32 -tx1 /dev/urandom | tr -d ' \n' > "$token"
+gcloud compute tpus tpu-vm scp "$token" "$NAME:.scalax_run_token" --zone="$ZONE" --worker=all || exit 1
+
 lost_at=                      # the training says how long it took from here to its first step
 for ((start = 1; start <= STARTS; start++)); do
-  train="cd $FOLDER && LOST_AT=$lost_at python -m examples.llama.train --strategy=fsdp --checkpoints=$SAVED"
+  train="export SCALAX_RUN_TOKEN=\$(cat .scalax_run_token) && cd $FOLDER && LOST_AT=$lost_at python -m examples.llama.train --strategy=fsdp --checkpoints=$SAVED"
   # Returns when all hosts have ended. Where one is lost, the others end by themselves within 20 seconds.
   gcloud compute tpus tpu-vm ssh "$NAME" --zone="$ZONE" --worker=all --command="$train --output=runs/llama"
   code=$?

@@ -17,6 +17,10 @@ HEAD = _HEAD.size
 """Bytes that a message takes besides its data."""
 
 
+class Foreign(ValueError):
+    """A packet that is not signed with the secret of this run."""
+
+
 class Message(NamedTuple):
     """A message that is signed.
 
@@ -43,14 +47,14 @@ def unpacked(secret: bytes, side: bytes, packet: bytes) -> Message:
     """The message of a packet.
 
     Raises:
-        ValueError: the side has not signed it.
+        Foreign: the side has not signed it.
     """
     if len(packet) >= HEAD:
         asker, answerer, count, signature = _HEAD.unpack_from(packet)
         data = packet[HEAD:]
         if Session(secret, asker, answerer).is_signed(signature, side, count, data):
             return Message(asker, answerer, count, data)
-    raise ValueError('a message of another program, or of one that has another secret')
+    raise Foreign('a message of another program, or of one that has another secret')
 
 
 class Asker:
@@ -69,7 +73,8 @@ class Asker:
         """The data of an answer; None if it only has the answerer's nonce: the question has to come again.
 
         Raises:
-            ValueError: the packet is no answer, or none to a question that is open.
+            Foreign: the packet is no answer.
+            ValueError: it answers no question that is open.
         """
         message = unpacked(self._secret, ANSWERS, packet)
         if message.asker != self._nonce or not self._answered < message.count <= self._asked:
@@ -96,7 +101,8 @@ class Answerer:
         """A question, and whether it is new for certain; if not, its data may be old.
 
         Raises:
-            ValueError: the packet is no question, or came before.
+            Foreign: the packet is no question.
+            ValueError: the question came before.
         """
         message = unpacked(self._secret, ASKS, packet)
         if message.answerer == self._nonce:

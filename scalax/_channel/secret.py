@@ -35,13 +35,18 @@ def secret_of(what: str, secret: str | None = None) -> bytes:
 
 def require_secret(what: str, secret: bytes, address: str) -> None:
     """Raises ArgumentError if an address can be reached from other machines and there is no secret."""
-    host, _, port = address.rpartition(':')
-    if not secret and not is_loopback(host):
-        raise ArgumentError(
-            f'{what}: {address} can be reached from other machines, and there is no secret to tell who may '
-            f'connect. What to do: set the environment variable {VARIABLE} to the same secret on both sides, '
-            f'or give it as secret=...; {COMMAND} makes one. On one machine, localhost:{port} needs none.'
-        )
+    if not secret and not is_loopback(address.rpartition(':')[0]):
+        raise lacks_secret(what, address)
+
+
+def lacks_secret(what: str, address: str) -> ArgumentError:
+    """The error about an address that can be reached from other machines, and no secret."""
+    port = address.rpartition(':')[2]
+    return ArgumentError(
+        f'{what}: {address} can be reached from other machines, and there is no secret to tell who may '
+        f'connect. What to do: set the environment variable {VARIABLE} to the same secret on both sides, '
+        f'or give it as secret=...; {COMMAND} makes one. On one machine, localhost:{port} needs none.'
+    )
 
 
 def is_loopback(host: str) -> bool:

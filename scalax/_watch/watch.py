@@ -4,19 +4,16 @@
 `is_initialized` of it, and nothing that sets a key. It would not do either: it is in process 0, so that all
 who ask it wait for ever if that one is stopped.
 
-So there are datagrams of JSON over UDP, which keep nobody waiting. Process 0 listens where the coordinator
-does, at all addresses and at the number of its port (which is TCP): all processes know it. Whoever can send
-there learns what logs say, and can change no more than what is shown of a process. If the variable
-SCALAX_RUN_TOKEN is set, to the same everywhere, messages that are not signed with it are ignored.
+So there are datagrams of JSON over UDP, which keep nobody waiting. Process 0 listens at the number of the
+coordinator's port (which is TCP): all processes know it. Messages are signed with the secret of the run, and
+count once; others are ignored. Without a secret process 0 listens on the loopback address only.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import logging
-import os
 import socket
 import statistics
 import time
@@ -24,6 +21,8 @@ from collections import deque
 
 import jax
 
+from scalax._channel.datagrams import HEAD, Answerer, Asker, Foreign
+from scalax._channel.secret import VARIABLE, lacks_secret, names_loopback, secret_of
 from scalax._watch.state import (
     CALLED,
     ENDING,
@@ -38,7 +37,8 @@ from scalax._watch.state import (
 )
 from scalax.errors import shown
 
-_LONGEST, _SIGNED = 60_000, 32  # bytes: of a message, and of its signature
+_LONGEST = 60_000  # bytes of a message
+_DOCTORS = 1000  # that may ask before all have to begin anew
 _PERIOD, _SILENT, _REPEAT = 1.0, 4, 60.0  # seconds between messages; how many are missing; between reports
 _LEAST, _TIMES, _UNKNOWN = 30.0, 10, 300.0  # the bound of a step: seconds; usual steps; seconds at first
 _KINDS = [int, str, int, int, float, str, float, str, str, float]  # of the fields of a state
@@ -55,17 +55,31 @@ class Watch:
         timeout: the seconds that a step may take; None for ten times the usual ones, and at least 30.
         heartbeat: the seconds after the last heartbeat after which JAX ends the others; there are two in that
             time. A process that is silent for a quarter of it is named, which is before.
+        secret: of the run; empty if all processes are on one machine.
+        is_known: whether the user can have the secret too, as `scalax doctor --run` needs it.
 
     Raises:
+        ArgumentError: process 0 would listen to other machines without a secret.
         OSError: another program uses the port, or there is no such host.
     """
 
-    def __init__(self, address: str, process: int, count: int, timeout: int | None, heartbeat: float) -> None:
-        self._address, self._process, self._count = address, process, count
+    def __init__(
+        self,
+        address: str,
+        process: int,
+        count: int,
+        timeout: int | None,
+        heartbeat: float,
+        secret: bytes = b'',
+        is_known: bool = True,
+    ) -> None:
+        self._process, self._count, self._address = process, count, address if is_known else ''
         self._timeout, self._silence, self._seconds = timeout, heartbeat / 4, deque[float](maxlen=1000)
         # Process 0 reads 100 a second, or more where silence has to be noticed before JAX does.
         self._period = max(_PERIOD, min(count / 100, heartbeat / 8))
-        self._socket = _socket(address, listens=process == 0)
+        self._socket = _socket(address, secret, listens=process == 0)
+        self._asker, self._answerer = Asker(secret), Answerer(secret, 2 * count + _DOCTORS)
+        self._own, self._ignored = State(process, '', 0, 0, 0.0, '', 0.0, '', '', 0.0), False
         self._heard: dict[int, State] = {}  # `silent` is the tick then: one that is stopped counts none
         self._tick, self._last, self._text, self._next = 0, last.step, '', 0.0
 
@@ -75,33 +89,72 @@ class Watch:
         # All have joined at once: messages at once would not fit into what process 0 has not read yet.
         time.sleep(self._period * self._process / self._count)
         while jax.distributed.is_initialized():
-            own = measured(self._process, own)
+            own = self._own = measured(self._process, own)
             self._heard[self._process] = own._replace(silent=self._tick)
-            with contextlib.suppress(OSError):  # nobody listens there, or this is process 0
-                self._socket.send(_packed('', [own]))
+            self._tell()
             self._listen(time.monotonic() + self._period)
             self._tick += 1
             self._judge()
         self._socket.close()
 
+    def _tell(self) -> None:
+        """Tells process 0 where this one is."""
+        if self._process:
+            with contextlib.suppress(OSError):  # nobody listens there
+                self._socket.send(self._asker.question(_encoded('', [self._own])))
+
     def _listen(self, end: float) -> None:
         """Takes what comes until then, and what has come before; process 0 answers."""
-        answer = _packed(self._text, [self._heard[self._process]._replace(silent=0.0)])
+        own = _encoded(self._text, [self._own])
         for _ in range(100 * self._count):  # however much is sent here
             self._socket.settimeout(max(end - time.monotonic(), 0))
             try:
-                data, sender = self._socket.recvfrom(_LONGEST)
-                text, states = _unpacked(data)
-                # Modulo: whoever sends, there are no more than so many.
-                self._heard |= {s.process % self._count: s._replace(silent=self._tick) for s in states}
-                if self._process:
-                    self._text = text
-                else:
-                    self._socket.sendto(answer if states else _packed(self._text, self._states()), sender)
+                packet, sender = self._socket.recvfrom(_LONGEST)
             except (TimeoutError, BlockingIOError):
                 return
-            except (OSError, ValueError, TypeError):  # nobody listens there; another program sends
+            except OSError:  # nobody listens there
                 continue
+            try:
+                if self._process:
+                    self._take_answer(packet)
+                else:
+                    with contextlib.suppress(OSError):
+                        self._socket.sendto(self._answer(packet, own), sender)
+            except Foreign:
+                self._ignore(sender[0])
+            except (ValueError, TypeError, RecursionError):  # it comes again, or another version sends
+                continue
+
+    def _take_answer(self, packet: bytes) -> None:
+        if (data := self._asker.answer(packet)) is None:  # process 0 has begun, or begun anew
+            self._tell()
+        else:
+            self._text, states = _decoded(data)
+            self._hear(states)
+
+    def _answer(self, packet: bytes, own: bytes) -> bytes:
+        """What process 0 answers: where it is, or where all are if the question is from none of them."""
+        question, is_new = self._answerer.question(packet)
+        if not is_new:
+            return self._answerer.answer(question, b'')
+        _, states = _decoded(question.data)
+        self._hear(states)
+        return self._answerer.answer(question, own if states else _encoded(self._text, self._states()))
+
+    def _hear(self, states: list[State]) -> None:
+        # Modulo: whoever sends, there are no more than so many.
+        self._heard |= {s.process % self._count: s._replace(silent=self._tick) for s in states}
+
+    def _ignore(self, host: str) -> None:
+        """Says once that a message is ignored: whoever sends it could fill the disk otherwise."""
+        if not self._ignored:
+            _log.warning(
+                'a message from %s about stuck processes is ignored, and so are others like it: it is not '
+                'signed with the secret of this run. If it comes from this run, or from `scalax doctor '
+                '--run`, set %s to the same value for all.',
+                *(host, VARIABLE),
+            )
+        self._ignored = True
 
     def _states(self) -> list[State]:
         """Of the processes that were heard, in their order."""
@@ -138,7 +191,7 @@ def report(states: list[State], late: bool, usual: float, silence: float, addres
         late: whether the step does.
         usual: the seconds of a step, as far as they are known.
         silence: after how many seconds a process that says nothing counts as stuck.
-        address: where `scalax doctor --run` finds the program.
+        address: where `scalax doctor --run` finds the program; empty if it cannot have the secret.
     """
     stuck = [state for state in states if state.silent > silence and state.phase != ENDING]
     how = ' is stopped, dead or out of reach; last' if stuck else ' is behind'
@@ -154,9 +207,12 @@ def report(states: list[State], late: bool, usual: float, silence: float, addres
     usually = f' (a step usually takes {usual:.2g} s)' if usual else ''
     dump = f'`py-spy dump --pid {stuck[0].pid}` on {stuck[0].host} shows its threads; ' if stuck else ''
     lines = [_line(state, how if stuck else '', silence) for state in stuck or states]
+    doctor = f'`scalax doctor --run {address}` shows all processes.'
+    if not address:
+        doctor = f'in a run for which {VARIABLE} is set, `scalax doctor --run` shows all processes.'
     return (
         f'{ago:.0f} s have passed since step {step}{usually}{"" if stuck else "; no process is behind"}:\n'
-        f'{shown(lines)}\nWhat to do: {dump}`scalax doctor --run {address}` shows all processes.'
+        f'{shown(lines)}\nWhat to do: {dump}{doctor}'
     )
 
 
@@ -192,14 +248,20 @@ def ask(address: str) -> tuple[list[State], str]:
     """Asks process 0 for its report, and for the states that it has heard: as many as fit into a message.
 
     Raises:
-        OSError: nobody answers.
-        ValueError: it is another program, or its SCALAX_RUN_TOKEN is another.
+        ArgumentError: the secret in SCALAX_RUN_TOKEN is too short.
+        OSError: nobody answers: nobody listens, or whoever does has another secret.
+        ValueError: it is another program.
     """
-    with _socket(address, listens=False) as way:
+    secret = secret_of('scalax doctor')
+    asker = Asker(secret)
+    with _socket(address, secret, listens=False) as way:
         way.settimeout(5)
-        way.send(_packed('', []))
-        text, states = _unpacked(way.recv(_LONGEST))
-    return states, text
+        for _ in range(3):  # the first answer says with which nonce to ask
+            way.send(asker.question(_encoded('', [])))
+            if (data := asker.answer(way.recv(_LONGEST))) is not None:
+                text, states = _decoded(data)
+                return states, text
+    raise ValueError('it asks for another question each time')
 
 
 def own_address() -> str:
@@ -211,10 +273,17 @@ def own_address() -> str:
         return ':'.join(map(str, probe.getsockname()))
 
 
-def _socket(address: str, listens: bool) -> socket.socket:
-    """A socket that sends to ``'host:port'`` and takes what comes from there only, or that listens there."""
+def _socket(address: str, secret: bytes, listens: bool) -> socket.socket:
+    """A socket that sends to ``'host:port'`` and takes what comes from there only, or that listens there.
+
+    Who listens on the loopback address is reached by nobody else; all other addresses need a secret.
+    """
     host, _, port = address.rpartition(':')
-    if listens:
+    if names_loopback(host):
+        host = '127.0.0.1'
+    elif listens:
+        if not secret:
+            raise lacks_secret('initialize', address)
         host = '::' if socket.has_dualstack_ipv6() else '0.0.0.0'
     family, kind, _, _, where = socket.getaddrinfo(host.strip('[]'), int(port), type=socket.SOCK_DGRAM)[0]
     made = socket.socket(family, kind)
@@ -224,21 +293,16 @@ def _socket(address: str, listens: bool) -> socket.socket:
     return made
 
 
-def _packed(text: str, states: list[State]) -> bytes:
-    """A message: the report, and states, of which the first ones if all are too long."""
+def _encoded(text: str, states: list[State]) -> bytes:
+    """A report, and states, of which the first ones if all are too long for a message."""
     data = json.dumps([text, states]).encode()
-    if states and len(data) > _LONGEST - _SIGNED:
-        return _packed(text, states[: len(states) // 2])
-    return _signature(data) + data
+    if states and len(data) > _LONGEST - HEAD:
+        return _encoded(text, states[: len(states) // 2])
+    return data
 
 
-def _unpacked(data: bytes) -> tuple[str, list[State]]:
-    ours = data[:_SIGNED] == _signature(data[_SIGNED:])  # before anything is parsed
-    text, states = json.loads(data[_SIGNED:]) if ours else ('', [()])
+def _decoded(data: bytes) -> tuple[str, list[State]]:
+    text, states = json.loads(data)
     if any([*map(type, fields)] != _KINDS for fields in states):
         raise ValueError('a message of another program')
     return str(text), [State(*fields) for fields in states]
-
-
-def _signature(data: bytes) -> bytes:
-    return hmac.digest(os.environ.get('SCALAX_RUN_TOKEN', '').encode(), data, 'sha256')

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
+from scalax._channel.secret import VARIABLE
 from scalax._doctor import diagnose
 from scalax._mesh.gpu_topologies import GPUS
 from scalax._mesh.topologies import SIZES
@@ -245,13 +246,17 @@ def doctor(timeout: int, address: str | None, as_json: bool) -> ExitCode:
     processes.
 
     With --run, it asks a program that runs what each of its processes does, and which one is behind. Nothing
-    else is looked at.
+    else is looked at. SCALAX_RUN_TOKEN has to be what it is in the program.
     """
     if address:
         try:
             states, report = ask(address)
         except (OSError, ValueError) as error:
-            said = f'process 0 does not answer at {address} ({error}): see the logs of the others'
+            said = (
+                f'process 0 does not answer at {address} ({error}): see the logs of the others. What to do: '
+                f'if {VARIABLE} is set in the run, set it here to the same value; a run on several hosts '
+                'without it answers nobody'
+            )
             raise PlanError(said) from error
         rows = [[f'{x:.0f} s' if isinstance(x, float) else f'{x}' for x in state] for state in states]
         lines = table([State._fields, *rows], terminal_width(None), State._fields.index('line'), range(0))

@@ -372,7 +372,8 @@ def test_doctor_asks_a_program_that_is_not_there(capsys):
     assert done.returncode == 1
     assert done.stderr == (
         'error: process 0 does not answer at localhost:1 ([Errno 111] Connection refused): see the logs of '
-        'the others\n'
+        'the others. What to do: if SCALAX_RUN_TOKEN is set in the run, set it here to the same value; a '
+        'run on several hosts without it answers nobody\n'
     )
 
 

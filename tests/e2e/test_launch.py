@@ -293,7 +293,8 @@ def run_script(script: str, folder: Path) -> tuple[subprocess.CompletedProcess[s
     path, log = folder / 'script', folder / 'calls'
     path.write_text(script_of(script))
     env = {**os.environ, 'PATH': f'{folder}:{os.environ["PATH"]}', 'CALLS': str(log), 'SLURM_JOB_ID': '7'}
-    env |= {'SLURM_SUBMIT_DIR': str(ROOT), 'SLURM_NTASKS_PER_NODE': '8'}
+    env |= {'SLURM_SUBMIT_DIR': str(ROOT), 'SLURM_NTASKS_PER_NODE': '8', 'HOME': str(folder)}
+    env.pop('SCALAX_RUN_TOKEN', None)
     done = subprocess.run(['bash', path], env=env, capture_output=True, text=True, timeout=500)
     asked = ('squeue', 'sinfo', 'sleep')
     return done, [line for line in log.read_text().splitlines() if not line.startswith(asked)]
@@ -321,6 +322,41 @@ def test_slurm_goes_on_on_the_nodes_that_it_still_has(tmp_path: Path) -> None:
     assert calls.count('sleep 60\n') == 1
 
 
+def test_slurm_gives_all_tasks_and_starts_one_secret(tmp_path: Path) -> None:
+    code = 'echo "token $SCALAX_RUN_TOKEN" >> "$CALLS"; exit $((2 - $(grep -c ^srun "$CALLS")))'
+    fake(tmp_path, 'srun', code)
+    tokens = []
+    for _ in range(2):  # two jobs of one run
+        (tmp_path / 'calls').write_text('')
+        done, made = run_script('slurm.sbatch', tmp_path)
+        assert done.returncode == 0, done.stderr
+        tokens += [line for line in made if line.startswith('token')]
+    assert len(tokens) == 4 and len({*tokens}) == 1
+    assert re.fullmatch('token [0-9a-f]{64}', tokens[0])
+    [file] = tmp_path.rglob('run_token')
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert not any(tokens[0].split()[1] in line for line in made if line.startswith('srun'))
+
+
+def test_a_tpu_pod_gets_its_secret_as_a_file(tmp_path: Path) -> None:
+    """The stand-in for gcloud copies the file and runs the command here."""
+    fake(
+        tmp_path,
+        'gcloud',
+        'cd "$HOME"\n'
+        'if [ "$4" = scp ]; then stat -c %a "$5" >> "$CALLS"; cp "$5" "${6#*:}"; exit; fi\n'
+        'for last; do [[ $last == --command=* ]] && command=${last#--command=}; done\n'
+        'mkdir -p scalax; python() { echo "token $SCALAX_RUN_TOKEN" >> "$CALLS"; }; eval "$command"',
+    )
+    done, made = run_script('tpu_pod.sh', tmp_path)
+    assert done.returncode == 0, done.stderr
+    copied, mode, started, token = made
+    assert copied.startswith('gcloud compute tpus tpu-vm scp ') and mode == '600'
+    assert re.fullmatch('token [0-9a-f]{64}', token)
+    assert token.split()[1] not in copied + started
+    assert not Path(copied.split()[5]).exists()
+
+
 def test_the_meshes_and_the_batch_of_slurm_suit_each_number_of_nodes() -> None:
     text = script_of('slurm.sbatch')
     [batch] = re.findall(r'^BATCH=(\d+)', text, re.MULTILINE)
@@ -328,6 +364,9 @@ def test_the_meshes_and_the_batch_of_slurm_suit_each_number_of_nodes() -> None:
     assert list(read_table(meshes)) == [32, 24, 16, 8]
     for count, mesh in read_table(meshes).items():
         assert mesh == f'fsdp={count}' and int(batch) % count == 0
+
+
+SCP = 'gcloud compute tpus tpu-vm scp '
 
 
 @pytest.mark.medium
@@ -339,8 +378,9 @@ def test_the_meshes_and_the_batch_of_slurm_suit_each_number_of_nodes() -> None:
         ('slurm.sbatch', 'srun', [137, PREEMPTED], 0, ['srun', 'srun', 'scontrol requeue 7']),
         ('slurm.sbatch', 'srun', [2], 2, ['srun']),
         ('slurm.sbatch', 'srun', [1] * 10, 1, ['srun'] * 10),
-        ('tpu_pod.sh', 'gcloud', [255, 0], 0, ['gcloud', 'gcloud']),
-        ('tpu_pod.sh', 'gcloud', [PREEMPTED], PREEMPTED, ['gcloud']),
+        ('tpu_pod.sh', 'gcloud', [0, 255, 0], 0, [SCP, 'gcloud', 'gcloud']),
+        ('tpu_pod.sh', 'gcloud', [0, PREEMPTED], PREEMPTED, [SCP, 'gcloud']),
+        ('tpu_pod.sh', 'gcloud', [1], 1, [SCP]),
         ('srun', 'srun', [0], 0, ['srun --kill-on-bad-exit=0 --wait=30 python train.py']),
         ('srun', 'srun', [PREEMPTED], 0, ['srun', 'scontrol requeue 7']),
         ('srun', 'srun', [1], 1, ['srun']),
@@ -361,14 +401,17 @@ def test_scripts_start_again_what_failed(
     for line, wanted in zip(made, calls, strict=True):
         assert line.startswith(wanted), line
     assert all(
-        re.search(r'examples\.llama\.train|train\.py', line) for line in made if line.startswith(starter)
+        re.search(r'examples\.llama\.train|train\.py', line)
+        for line in made
+        if line.startswith(starter) and not line.startswith(SCP)
     )
 
 
 def test_the_jobset_of_the_page_says_which_process_is_which() -> None:
     spec, job, pods, container = jobset(of_page('yaml', 'JobSet'))
     env = {entry['name']: entry for entry in container['env']}
-    assert list(env) == ['JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID']
+    assert list(env) == ['JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID', 'SCALAX_RUN_TOKEN']
+    assert env['SCALAX_RUN_TOKEN']['valueFrom'] == {'secretKeyRef': {'name': 'train', 'key': 'token'}}
     assert pods['completions'] == int(env['JAX_NUM_PROCESSES']['value'])
     name = spec['metadata']['name']
     host, _, port = env['JAX_COORDINATOR_ADDRESS']['value'].rpartition(':')
@@ -398,7 +441,10 @@ def test_the_jobset_starts_the_pods_that_are_there() -> None:
     name = spec['metadata']['name']
     assert args['address'].startswith(f'{name}-{job["name"]}-0-{{}}.{name}:')
     # All pods of a start have one folder, which no other start has.
-    labels = {entry['name']: entry['valueFrom']['fieldRef']['fieldPath'] for entry in container['env']}
+    *labeled, token = container['env']
+    assert token['name'] == 'SCALAX_RUN_TOKEN'
+    assert token['valueFrom'] == {'secretKeyRef': {'name': 'llama-run', 'key': 'token', 'optional': True}}
+    labels = {entry['name']: entry['valueFrom']['fieldRef']['fieldPath'] for entry in labeled}
     assert labels == {
         'JOBSET': "metadata.labels['jobset.sigs.k8s.io/jobset-uid']",
         'ATTEMPT': "metadata.labels['jobset.sigs.k8s.io/restart-attempt']",

@@ -37,7 +37,7 @@ def outputs(two: Running) -> str:
     return '\n---\n'.join(map(two.output, range(2)))
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('move', 'options'),
     [
@@ -57,7 +57,7 @@ def test_the_exit_waits_for_what_was_started(move: str, options: str, port: int,
             assert two.output(index).count('has waited') == 1, outputs(two)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_one_that_does_not_come_is_named_and_not_waited_for(port: int, tmp_path: Path) -> None:
     with program(port, tmp_path, 'local_data_to_global_array', 'never', '6') as two:
         assert two.processes[0].wait(200) == exits.FAILED, outputs(two)
@@ -77,7 +77,7 @@ def test_one_that_does_not_come_is_named_and_not_waited_for(port: int, tmp_path:
         assert re.sub(r', [a-zA-Z ]+ before that', '', logged).endswith(expected), text
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_one_that_is_killed_is_named(port: int, tmp_path: Path) -> None:
     """JAX ends the process when the heartbeat of the other is missing."""
     with program(port, tmp_path, 'local_data_to_global_array', 'never') as two:

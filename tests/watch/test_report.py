@@ -1,15 +1,20 @@
 """What a report says, by the states of processes; messages of others; and names that stacks are read by."""
 
+import contextlib
 import importlib
 import json
+import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from scalax._channel import datagrams
 from scalax._watch import state, watch
 from scalax._watch.state import State
+from scalax.errors import ArgumentError
 
 
 def at(process: int, phase: str = state.COMPUTING, step: int = 7, silent: float = 0.0, **more: Any) -> State:
@@ -17,8 +22,8 @@ def at(process: int, phase: str = state.COMPUTING, step: int = 7, silent: float 
     return State(process, 'gpu-07', 40 + process, step, phase=phase, silent=silent, **given)
 
 
-def said(*states: State, late: bool = True, usual: float = 0.8) -> str:
-    return watch.report(list(states), late, usual, 5.0, 'gpu-00:1234')
+def said(*states: State, late: bool = True, usual: float = 0.8, address: str = 'gpu-00:1234') -> str:
+    return watch.report(list(states), late, usual, 5.0, address)
 
 
 def test_the_entire_text() -> None:
@@ -51,6 +56,13 @@ def test_the_entire_text_if_no_process_is_behind() -> None:
     )
 
 
+def test_the_end_of_the_text_if_the_user_cannot_have_the_secret() -> None:
+    assert said(at(0), at(1, step=6), address='').endswith(
+        '\nWhat to do: `py-spy dump --pid 41` on gpu-07 shows its threads; in a run for which '
+        'SCALAX_RUN_TOKEN is set, `scalax doctor --run` shows all processes.'
+    )
+
+
 @pytest.mark.parametrize(
     ('states', 'behind'),
     [
@@ -76,38 +88,127 @@ def test_nothing_is_said_without_a_reason() -> None:
     assert 'is behind' in said(at(0), at(1, state.PYTHON), usual=0.0)
 
 
-def test_messages_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = watch._packed('a\nb', [at(3)])
-    assert watch._unpacked(sent) == ('a\nb', [at(3)])
-    monkeypatch.setenv('SCALAX_RUN_TOKEN', 'secret')
-    with pytest.raises(ValueError, match='a message of another program'):
-        watch._unpacked(sent)
-    assert watch._unpacked(watch._packed('', [])) == ('', [])
+SECRET = b'of this run, and long enough'
 
 
-def test_what_nobody_of_the_program_has_sent_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv('SCALAX_RUN_TOKEN', 'secret')
-    with pytest.raises(ValueError, match='a message of another program'):
-        watch._unpacked(bytes(32) + b'[' * 50_000)  # the parser would raise RecursionError
+def test_messages_come_back() -> None:
+    assert watch._decoded(watch._encoded('a\nb', [at(3)])) == ('a\nb', [at(3)])
 
 
 def test_a_message_holds_as_many_states_as_fit() -> None:
-    text, states = watch._unpacked(watch._packed('a', [at(i, line='x' * 200) for i in range(4096)]))
+    data = watch._encoded('a', [at(i, line='x' * 200) for i in range(4096)])
+    text, states = watch._decoded(data)
     assert text == 'a' and [one.process for one in states] == [*range(128)]
+    assert len(datagrams.Asker(SECRET).question(data)) <= watch._LONGEST
+
+
+@contextlib.contextmanager
+def process_0(secret: bytes = b'', count: int = 4) -> Iterator[tuple[watch.Watch, socket.socket]]:
+    """Process 0, and a socket that sends to it."""
+    zero = watch.Watch('localhost:0', 0, count, None, 20, secret)
+    with zero._socket:
+        address = f'localhost:{zero._socket.getsockname()[1]}'
+        with watch._socket(address, secret, listens=False) as other:
+            other.settimeout(0)
+            yield zero, other
+
+
+def exchanged(zero: watch.Watch, other: socket.socket, packet: bytes) -> bytes:
+    """What process 0 answers; empty if it does not."""
+    other.send(packet)
+    zero._listen(time.monotonic() + 0.05)
+    with contextlib.suppress(BlockingIOError):
+        return other.recv(60_000)
+    return b''
 
 
 def test_process_0_answers_with_its_own_state_alone() -> None:
     """Also before it has heard itself: a state that comes once would look like that of a silent process."""
-    zero = watch.Watch('localhost:0', 0, 4096, None, 20)
-    with zero._socket:
-        port = zero._socket.getsockname()[1]
+    with process_0(count=4096) as (zero, other):
         zero._heard = {i: at(i) for i in range(4096)}
-        with watch._socket(f'localhost:{port}', listens=False) as other:
-            other.settimeout(10)
-            other.send(watch._packed('', [at(3, step=9)]))
-            zero._listen(time.monotonic() + 0.2)
-            _, states = watch._unpacked(other.recv(60_000))
+        asker, told = datagrams.Asker(b''), watch._encoded('', [at(3, step=9)])
+        assert asker.answer(exchanged(zero, other, asker.question(told))) is None
+        answer = asker.answer(exchanged(zero, other, asker.question(told)))
+        assert answer is not None
+        _, states = watch._decoded(answer)
     assert [one.process for one in states] == [0] and zero._heard[3].step == 9
+
+
+def test_a_process_tells_again_once_it_knows_the_nonce() -> None:
+    with process_0(SECRET) as (zero, other):
+        one = watch.Watch(f'localhost:{other.getpeername()[1]}', 1, 4, None, 20, SECRET)
+        with one._socket:
+            one._own = at(1, step=5)
+            one._tell()
+            for side in (zero, one, zero):
+                side._listen(time.monotonic() + 0.05)
+    assert zero._heard[1].step == 5
+
+
+def test_strangers_are_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    asked, told = watch._encoded('', []), watch._encoded('', [at(1, step=9)])
+    with process_0(SECRET) as (zero, other):
+        zero._heard = {0: at(0), 1: at(1)}
+        asker = datagrams.Asker(SECRET)
+        first = asker.question(told)
+        challenge = exchanged(zero, other, first)
+        assert asker.answer(challenge) is None and zero._heard[1].step == 7
+        second = asker.question(asked)
+        assert asker.answer(exchanged(zero, other, second))
+        assert exchanged(zero, other, second) == b''  # it counts once
+        # The first question again is worth what it was: less than it costs, and no state.
+        assert len(exchanged(zero, other, first)) <= len(first) and zero._heard[1].step == 7
+        for packet in (
+            b'GET / HTTP/1.1',
+            bytes(60_000),
+            asked,
+            challenge,
+            datagrams.Asker(b'').question(told),
+            datagrams.Asker(b'of another run, as long as that').question(told),
+            second[:-1] + b'}',
+        ):
+            assert exchanged(zero, other, packet) == b'', packet
+    assert [record.getMessage() for record in caplog.records] == [
+        'a message from 127.0.0.1 about stuck processes is ignored, and so are others like it: it is not '
+        'signed with the secret of this run. If it comes from this run, or from `scalax doctor --run`, set '
+        'SCALAX_RUN_TOKEN to the same value for all.'
+    ]
+
+
+def test_what_is_signed_is_parsed_with_care() -> None:
+    with process_0(SECRET) as (zero, other):
+        asker = datagrams.Asker(SECRET)
+        assert asker.answer(exchanged(zero, other, asker.question(b''))) is None
+        for data in (b'[' * 50_000, b'{', b'3', b'["", 4]', b'["", [[1]]]'):
+            assert exchanged(zero, other, asker.question(data)) == b''
+
+
+@pytest.mark.parametrize(
+    ('address', 'secret', 'where'),
+    [
+        ('localhost:0', b'', '127.0.0.1'),
+        ('127.0.1.1:0', SECRET, '127.0.0.1'),
+        ('[::1]:0', b'', '127.0.0.1'),
+        ('node-0:0', SECRET, ''),
+    ],
+)
+def test_where_process_0_listens(address: str, secret: bytes, where: str) -> None:
+    zero = watch.Watch(address, 0, 2, None, 20, secret)
+    with zero._socket:
+        assert zero._socket.getsockname()[0] == (
+            where or ('::' if socket.has_dualstack_ipv6() else '0.0.0.0')
+        )
+
+
+def test_process_0_does_not_listen_to_other_machines_without_a_secret() -> None:
+    with pytest.raises(ArgumentError) as error:
+        watch.Watch('node-0:1234', 0, 2, None, 20)
+    assert str(error.value) == (
+        'initialize: node-0:1234 can be reached from other machines, and there is no secret to tell who may '
+        'connect. What to do: set the environment variable SCALAX_RUN_TOKEN to the same secret on both '
+        "sides, or give it as secret=...; python -c 'import secrets; print(secrets.token_hex())' makes one. "
+        'On one machine, localhost:1234 needs none.'
+    )
 
 
 def test_messages_of_all_do_not_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,11 +223,8 @@ def test_messages_of_all_do_not_come_at_once(monkeypatch: pytest.MonkeyPatch) ->
     'value', [3, [1, 2, 3], ['', 4], ['', [[1, 2]]], ['', [[*at(0)[:-1], 'soon']]], {}], ids=repr
 )
 def test_what_is_no_message(value: Any) -> None:
-    data = json.dumps(value).encode()
     with pytest.raises((ValueError, TypeError)):
-        watch._unpacked(watch._signature(data) + data)
-    with pytest.raises(ValueError):
-        watch._unpacked(b'GET / HTTP/1.1')
+        watch._decoded(json.dumps(value).encode())
 
 
 def test_the_functions_that_stacks_are_read_by_exist() -> None:

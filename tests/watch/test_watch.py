@@ -27,7 +27,7 @@ def line_of(text: str, place: int = 0) -> str:
 
 
 @contextlib.contextmanager
-def training(*arguments: str, slurm: bool = False) -> Iterator[tuple[Running, str]]:
+def training(*arguments: str, slurm: bool = False, secret: str = '') -> Iterator[tuple[Running, str]]:
     """Two processes of it, and where the first listens."""
     with held_port() as port:
         address = f'localhost:{port}'
@@ -42,7 +42,8 @@ def training(*arguments: str, slurm: bool = False) -> Iterator[tuple[Running, st
                 for i in '01'
             ]
         program = [str(PROGRAM), *arguments]
-        with started(program, program, env=[{**one, 'JAX_NUM_CPU_DEVICES': '1'} for one in env]) as two:
+        env = [{**one, 'JAX_NUM_CPU_DEVICES': '1', 'SCALAX_RUN_TOKEN': secret} for one in env]
+        with started(program, program, env=env) as two:
             try:
                 yield two, address
             finally:
@@ -87,27 +88,43 @@ def test_all_say_who_is_behind(how: str, index: int, what: str) -> None:
         assert main(['doctor', '--run', address]) == ExitCode.FOUND
 
 
+SECRET = 'of this run, and long enough'
+FAILED = (
+    'error: process 0 does not answer at {} (timed out): see the logs of the others. What to do: if '
+    'SCALAX_RUN_TOKEN is set in the run, set it here to the same value; a run on several hosts without it '
+    'answers nobody\n'
+)
+
+
 @pytest.mark.medium
-@pytest.mark.parametrize(('index', 'slurm'), [(1, False), (0, False), (1, True)])
-def test_one_that_is_stopped(index: int, slurm: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    with training('nothing', '2', slurm=slurm) as (two, address):
+@pytest.mark.parametrize(('index', 'slurm', 'secret'), [(0, False, ''), (1, True, ''), (1, True, SECRET)])
+def test_one_that_is_stopped(
+    index: int, slurm: bool, secret: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under SLURM the address is that of this host in its network, which needs a secret."""
+    monkeypatch.delenv('SCALAX_RUN_TOKEN', raising=False)
+    with training('nothing', '2', slurm=slurm, secret=secret) as (two, _):
         two.wait_for('did 12\n', index)
         two.processes[index].send_signal(signal.SIGSTOP)
         text = said(two, 1 - index)
-        address = re.search(r'--run (\S+)`', text)[1]
         pid = two.processes[index].pid
         assert f'pid {pid}) is stopped, dead or out of reach; last: ' in text
-        assert re.search(r', after step \d+.*; silent for N s\n', text) and text.count('process') == 2
-        code = main(['doctor', '--run', address])
-        told = capsys.readouterr()
-        if index:
-            assert code == ExitCode.FOUND
-            assert f'pid {pid}) is stopped, dead or out of reach' in told.out
-        else:
-            assert code == ExitCode.FAILED
-            assert told.err == (
-                f'error: process 0 does not answer at {address} (timed out): see the logs of the others\n'
+        assert re.search(r', after step \d+.*; silent for N s\n', text)
+        assert text.count('process ') == 1
+        if slurm and not secret:  # process 0 has made one
+            assert text.endswith(
+                '; in a run for which SCALAX_RUN_TOKEN is set, `scalax doctor --run` shows all processes.'
             )
+            return
+        address = re.search(r'--run (\S+)`', text)[1]
+        if index == 0 or secret:
+            assert main(['doctor', '--run', address]) == ExitCode.FAILED
+            assert capsys.readouterr().err == FAILED.format(address)
+        if secret:
+            monkeypatch.setenv('SCALAX_RUN_TOKEN', secret)
+            assert main(['doctor', '--run', address]) == ExitCode.FOUND
+            assert f'pid {pid}) is stopped, dead or out of reach' in capsys.readouterr().out
+            two.wait_for('a message from ')
 
 
 @pytest.mark.slow
