@@ -27,20 +27,20 @@ class Message(NamedTuple):
     Attributes:
         asker: the nonce of the side that asks.
         answerer: that of the side that answers, as far as it is known.
-        count: the number of the question.
+        number: of the question, from 1.
         data: what is asked or answered.
     """
 
     asker: bytes
     answerer: bytes
-    count: int
+    number: int
     data: bytes
 
 
 def packed(secret: bytes, side: bytes, message: Message) -> bytes:
     """A message with the signature of a side."""
-    asker, answerer, count, data = message
-    return _HEAD.pack(*message[:3], Session(secret, asker, answerer).signature(side, count, data)) + data
+    asker, answerer, number, data = message
+    return _HEAD.pack(*message[:3], Session(secret, asker, answerer).signature(side, number, data)) + data
 
 
 def unpacked(secret: bytes, side: bytes, packet: bytes) -> Message:
@@ -50,10 +50,10 @@ def unpacked(secret: bytes, side: bytes, packet: bytes) -> Message:
         Foreign: the side has not signed it.
     """
     if len(packet) >= HEAD:
-        asker, answerer, count, signature = _HEAD.unpack_from(packet)
+        asker, answerer, number, signature = _HEAD.unpack_from(packet)
         data = packet[HEAD:]
-        if Session(secret, asker, answerer).is_signed(signature, side, count, data):
-            return Message(asker, answerer, count, data)
+        if Session(secret, asker, answerer).is_signed(signature, side, number, data):
+            return Message(asker, answerer, number, data)
     raise Foreign('a message of another program, or of one that has another secret')
 
 
@@ -77,9 +77,9 @@ class Asker:
             ValueError: it answers no question that is open.
         """
         message = unpacked(self._secret, ANSWERS, packet)
-        if message.asker != self._nonce or not self._answered < message.count <= self._asked:
+        if message.asker != self._nonce or not self._answered < message.number <= self._asked:
             raise ValueError('an answer to another question')
-        self._answered = message.count
+        self._answered = message.number
         is_known = message.answerer == self._answerer
         self._answerer = message.answerer
         return message.data if is_known else None
@@ -90,12 +90,12 @@ class Answerer:
 
     Args:
         secret: of both sides.
-        most: of how many askers the counts are kept. After that all have to ask with a new nonce.
+        most: of how many askers the last number is kept. After that all have to ask with a new nonce.
     """
 
     def __init__(self, secret: bytes, most: int) -> None:
         self._secret, self._most, self._nonce = secret, most, new_nonce()
-        self._counts: dict[bytes, int] = {}  # of the last question, by the nonce of who asked
+        self._numbers: dict[bytes, int] = {}  # of the last question, by the nonce of who asked
 
     def question(self, packet: bytes) -> tuple[Message, bool]:
         """A question, and whether it is new for certain; if not, its data may be old.
@@ -106,12 +106,12 @@ class Answerer:
         """
         message = unpacked(self._secret, ASKS, packet)
         if message.answerer == self._nonce:
-            if message.count <= self._counts.get(message.asker, 0):
+            if message.number <= self._numbers.get(message.asker, 0):
                 raise ValueError('a question that came before')
-            if message.asker not in self._counts and len(self._counts) >= self._most:
-                self._nonce, self._counts = new_nonce(), {}
+            if message.asker not in self._numbers and len(self._numbers) >= self._most:
+                self._nonce, self._numbers = new_nonce(), {}
                 return message, False
-            self._counts[message.asker] = message.count
+            self._numbers[message.asker] = message.number
             return message, True
         return message, False
 

@@ -14,7 +14,7 @@ from typing import Any
 from scalax._channel import lines
 from scalax._channel.secret import VARIABLE, require_secret
 
-HANDSHAKE = 10.0  # seconds that a connection has to prove itself
+HANDSHAKE = 30.0  # seconds that a connection has to prove itself
 STRANGERS = 64  # connections that have not proved themselves yet
 _MOST = 4096  # connections in all
 _PATIENCE = 2.0  # seconds that no stranger is sent away for another one
@@ -45,7 +45,8 @@ class Listener(socketserver.ThreadingTCPServer):
     ) -> None:
         require_secret(what, secret, f'{address[0]}:{address[1]}')
         self._what, self._secret, self._serve = what, secret, serve
-        self._lock, self._logged, self._open = threading.Lock(), False, 0
+        self._lock, self._logged = threading.Lock(), False
+        self._connections: set[socket.socket] = set()
         self._strangers: dict[socket.socket, float] = {}  # since when, the first one first
         super().__init__(address, socketserver.BaseRequestHandler)
 
@@ -58,9 +59,9 @@ class Listener(socketserver.ThreadingTCPServer):
                     return False
                 del self._strangers[first]
                 _hang_up(first)
-            if self._open >= _MOST:
+            if len(self._connections) >= _MOST:
                 return False
-            self._open += 1
+            self._connections.add(request)
             self._strangers[request] = time.monotonic()
             return True
 
@@ -75,10 +76,13 @@ class Listener(socketserver.ThreadingTCPServer):
             pass  # the other side has gone
         except (lines.Invalid, OSError):
             self._log(client_address[0])
-        finally:
-            with self._lock:
-                self._strangers.pop(request, None)
-                self._open -= 1
+
+    def shutdown_request(self, request: Any) -> None:
+        """Closes a connection, however it has come to its end."""
+        with self._lock:
+            self._connections.discard(request)
+            self._strangers.pop(request, None)
+        super().shutdown_request(request)
 
     def _log(self, host: str) -> None:
         """Says once that somebody was sent away; a stranger could fill the disk otherwise."""

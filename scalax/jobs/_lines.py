@@ -77,7 +77,10 @@ class Line:
                     self._socket.close()
                     raise
             except lines.Closed as error:
-                why, reason = error, 'who listens there closes connections at once: it ends, or has too many'
+                why, reason = (
+                    error,
+                    'the connection was closed at once: there are too many, or the Sender ends',
+                )
             except OSError as error:
                 why, reason = error, str(error)
             if time.monotonic() > deadline:
@@ -115,7 +118,9 @@ class Line:
         except lines.Closed:
             raise self.fault('is gone: it ended, or closed its Sender') from None
         except lines.Invalid:
-            raise self.fault('sent an answer that is not signed with the secret of both jobs') from None
+            raise self.fault(
+                'sent an answer that is too long, or not signed with the secret of both jobs'
+            ) from None
         except OSError as error:
             raise self.fault(f'is gone ({error})') from error
         if 'fault' in answer:

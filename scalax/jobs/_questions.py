@@ -7,7 +7,7 @@ from typing import Any
 
 from scalax._channel.lines import Invalid
 
-_MOST = 1 << 24  # processes of a job
+_MOST = 1 << 16  # processes of a job
 _LONGEST = 1e8  # seconds
 
 

@@ -49,7 +49,7 @@ def test_an_answer_is_to_a_question_that_is_open() -> None:
     for side in (asker, other):  # it comes again, or to somebody else
         with pytest.raises(ValueError, match='an answer to another question'):
             side.answer(answer)
-    later = answerer.answer(question._replace(count=9), b'9')
+    later = answerer.answer(question._replace(number=9), b'9')
     with pytest.raises(ValueError, match='an answer to another question'):
         asker.answer(later)
 
@@ -87,4 +87,4 @@ def test_another_secret() -> None:
     with pytest.raises(ValueError, match='another secret'):
         Answerer(SECRET, 9).question(Asker(OTHER).question(b''))
     message = datagrams.unpacked(OTHER, b'asks', Asker(OTHER).question(b'data'))
-    assert message.data == b'data' and message.count == 1
+    assert message.data == b'data' and message.number == 1

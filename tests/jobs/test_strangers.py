@@ -260,30 +260,74 @@ def test_another_secret(ours: str, theirs: str, monkeypatch: pytest.MonkeyPatch)
         )
 
 
-def test_a_stranger_in_place_of_the_sender() -> None:
-    """It cannot prove itself, so the receiver does not ask."""
+@contextlib.contextmanager
+def in_place_of_the_sender(serve: Callable[[socket.socket], object]) -> Iterator[str]:
+    """The address of somebody who serves one connection and closes it."""
+    with socket.create_server(('127.0.0.1', 0)) as server:
+
+        def accept() -> None:
+            connection, _ = server.accept()
+            with connection:
+                serve(connection)
+
+        serving = threading.Thread(target=accept)
+        serving.start()
+        yield f'127.0.0.1:{server.getsockname()[1]}'
+        serving.join(LONG)
+
+
+@pytest.mark.parametrize(
+    ('greeting', 'text'),
+    [
+        (b'SSH-2.0-OpenSSH_9.6\r\n', 'is no Sender of this version of scalax'),
+        (b'x' * 200, 'is no Sender of this version of scalax'),
+        (
+            b'scalax 1 ' + b'0' * 32 + b'\n' + b'0' * 64 + b'\n',
+            'has another secret than this job, or one of the two has none. What to do: set SCALAX_RUN_TOKEN '
+            '(or secret=...) to the same value in both jobs.',
+        ),
+        (b'', 'did not answer within 0 s: it hangs, or is stopped'),
+    ],
+    ids=['ssh', 'a long line', 'no proof', 'silence'],
+)
+def test_a_stranger_in_place_of_the_sender_is_not_asked(greeting: bytes, text: str) -> None:
+    helper, told = MeshShardingHelper([8], ['fsdp']), []
+
+    def serve(connection: socket.socket) -> None:
+        connection.sendall(greeting)
+        told.append(rest_of(connection))
+
+    with in_place_of_the_sender(serve) as address, pytest.raises(TransferError) as error:
+        receive(helper, address, PartitionSpec(), secret=SECRET, timeout=SOON)
+    assert str(error.value) == f'receive: process 0 of the sender at {address} {text}'
+    assert b'join' not in told[0] and SECRET.encode() not in told[0]
+
+
+def test_a_sender_that_has_too_many_connections() -> None:
     helper = MeshShardingHelper([8], ['fsdp'])
-    for greeting, proof, text in (
-        (b'SSH-2.0-OpenSSH_9.6\r\n', b'', 'is no Sender of this version of scalax'),
-        (b'scalax 1 ' + b'0' * 32 + b'\n', b'0' * 64 + b'\n', 'has another secret than this job'),
-        (b'', b'', 'did not answer within 0 s: it hangs, or is stopped'),
-    ):
-        with socket.create_server(('127.0.0.1', 0)) as server:
-            told: list[bytes] = []
+    sender = in_place_of_the_sender(lambda connection: None)
+    with sender as address, pytest.raises(TransferError) as error:
+        receive(helper, address, PartitionSpec(), secret=SECRET, wait=0)
+    assert str(error.value) == (
+        f'receive: nobody listens at {address} (the connection was closed at once: there are too many, or '
+        'the Sender ends). What to do: start the job with the Sender, give its address, and a longer wait '
+        'if it starts later.'
+    )
 
-            def serve(server: socket.socket, greeting: bytes, proof: bytes, told: list[bytes]) -> None:
-                connection, _ = server.accept()
-                with connection:
-                    connection.sendall(greeting + proof)
-                    told.append(rest_of(connection))
 
-            serving = threading.Thread(target=serve, args=[server, greeting, proof, told])
-            serving.start()
-            address = f'127.0.0.1:{server.getsockname()[1]}'
-            with pytest.raises(TransferError, match=text):
-                receive(helper, address, PartitionSpec(), secret=SECRET, timeout=SOON)
-            serving.join(LONG)
-        assert b'join' not in told[0] and SECRET.encode() not in told[0]
+def test_an_answer_that_is_not_signed() -> None:
+    helper = MeshShardingHelper([8], ['fsdp'])
+
+    def serve(connection: socket.socket) -> None:
+        lines.answered(connection, SECRET.encode(), LONG).read(4096, LONG)
+        connection.sendall(b'0' * 64 + b' {"number": 1}\n')
+
+    with in_place_of_the_sender(serve) as address, pytest.raises(TransferError) as error:
+        receive(helper, address, PartitionSpec(), secret=SECRET)
+    assert str(error.value) == (
+        f'receive: process 0 of the sender at {address} sent an answer that is too long, or not signed with '
+        'the secret of both jobs'
+    )
 
 
 def test_the_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
