@@ -121,7 +121,7 @@ class Watch:
                     with contextlib.suppress(OSError):
                         self._socket.sendto(self._answer(packet, own), sender)
             except Foreign:
-                self._ignore(sender[0])
+                self._ignore(sender[0].removeprefix('::ffff:'))  # an IPv4 address
             except (ValueError, TypeError, RecursionError):  # it comes again, or another version sends
                 continue
 
