@@ -22,7 +22,7 @@ from scalax._trace import constraints, contexts
 from scalax._transforms import shard_map
 from scalax._transforms.shard_map import REQUIRED
 from scalax._transforms.sjit.function import reject_unknown_options, sjit
-from scalax._tree.paths import dtype_on_devices
+from scalax._tree.paths import dtype_on_devices, is_weak
 from scalax._tree.specs import MeshAxes
 from scalax._util.lru_cache import LRUCache
 from scalax._util.renamed_keywords import renamed
@@ -275,7 +275,8 @@ class MeshShardingHelper:
         """Moves a tree of arrays from any mesh to this one: to fewer devices, more, others, in another order.
 
         Each device sends parts of its own blocks straight to the devices that need them; what is on its
-        device already stays. Values are equal bit by bit. Every process of the program calls it.
+        device already stays. Values are equal bit by bit, and weak types stay: a step that was compiled for
+        *tree* on this mesh is not compiled again. Every process of the program calls it.
 
         Args:
             tree: arrays in the memory of devices. Where a process holds nothing of an array, a
@@ -284,7 +285,8 @@ class MeshShardingHelper:
             mapping: the names of leaves in the result, in the forms of `load_safetensors`: from leaf paths to
                 leaf paths. ``'w[2]'`` is layer 2 of the array ``'w'``, which is stacked; ``'layers/*/w'``
                 are the layers of an array, each one leaf. The result is then a tree of nested dicts.
-            dtype: what floating-point leaves are cast to, on the way; float8 leaves are not.
+            dtype: what floating-point leaves are cast to, on the way; float8 leaves are not. A cast leaf has
+                no weak type.
             donate: delete each leaf as soon as it has been moved. Without it, the result shares no memory
                 with *tree*.
             memory: a bound, such as ``'2GiB'``, on what is alive on each device beside its blocks of *tree*
@@ -321,7 +323,8 @@ class MeshShardingHelper:
     def gather(self, tree: Any) -> Any:
         """Fetches a tree of arrays to the host, on every process: as numpy arrays of the global shapes.
 
-        Leaves of other kinds are returned as they are.
+        Leaves of other kinds are returned as they are. NumPy has no weak types: a state that is fetched and
+        placed again is compiled for once more, if it has some. `reshard` and checkpoints keep weak types.
 
         Raises:
             DataError: processes fetch different leaves from one another; raised on all of them.
@@ -562,13 +565,16 @@ class MeshShardingHelper:
     def abstract(self, tree: Any, rules: RuleLike) -> Any:
         """The tree as ``jax.ShapeDtypeStruct`` with shardings: a restore target, or input to a plan.
 
+        Weak types stay: a Python number is the struct of the array that `shard` makes of it.
+
         Args:
             tree: as for `match_sharding_rule`.
             rules: as for `match_sharding_rule`.
         """
 
         def struct(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(np.shape(leaf), dtype_on_devices(leaf), sharding=sharding)
+            shape, dtype = np.shape(leaf), dtype_on_devices(leaf)
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=is_weak(leaf))
 
         shardings = self.match_sharding_rule(rules, tree)
         with transfer.naming_large_integers(tree):
@@ -884,7 +890,8 @@ class MeshShardingHelper:
                 others do not matter, and may be ``jax.ShapeDtypeStruct`` there.
 
         Returns:
-            The tree in host memory, equal bit by bit: numpy arrays, Python numbers, typed PRNG keys.
+            The tree in host memory, equal bit by bit: numpy arrays, Python numbers, typed PRNG keys. A
+            jax.Array of a weak type becomes a numpy array, which has none.
 
         Raises:
             DataError: the trees differ, or cannot be sent; processes and leaves are named, on every process.

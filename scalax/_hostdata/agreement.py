@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from scalax._hostdata import collectives
 from scalax._tree import specs
-from scalax._tree.paths import dtype_on_devices, type_text
+from scalax._tree.paths import dtype_on_devices, is_weak, type_text
 from scalax.errors import DataError, ScalaxError, shown
 
 Value = TypeVar('Value')
@@ -157,20 +157,25 @@ def scalar_text(leaf: Any, dtype: Any) -> str:
     """A scalar with its exact value, which has to be the same on every process."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return f'{dtype} {np.asarray(jax.random.key_data(leaf)).tolist()}'
-    return f'{dtype} {np.asarray(leaf).astype(dtype)!s}'
+    return f'{weak_text(leaf)}{dtype} {np.asarray(leaf).astype(dtype)!s}'
 
 
 def placed_text(leaf: Any) -> str:
     """An array, a struct, a number or its type, without values; with the spec where processes share it."""
     if not hasattr(leaf, 'dtype'):
         return f'Python {(leaf if isinstance(leaf, type) else type(leaf)).__name__}'
-    text = type_text(dtype_on_devices(leaf), np.shape(leaf))
+    text = weak_text(leaf) + type_text(dtype_on_devices(leaf), np.shape(leaf))
     sharding = getattr(leaf, 'sharding', None)
     if sharding is not None and not sharding.is_fully_addressable:
         text += f' as {specs.text(sharding.spec) if isinstance(sharding, NamedSharding) else sharding}'
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         text += ', deleted'
     return text
+
+
+def weak_text(leaf: Any) -> str:
+    """What is put in front of a weak type: processes whose types differ would compile different programs."""
+    return 'weakly typed ' if is_weak(leaf) else ''
 
 
 def _differences(mine: Statement, theirs: Statement, other: str) -> Iterable[str]:

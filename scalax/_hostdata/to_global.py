@@ -21,13 +21,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalax._hostdata import agreement, collectives
 from scalax._hostdata.batch_layout import BatchLayout, checked_axis, layout_of
-from scalax._hostdata.transfer import keys_of, reject_tracers
+from scalax._hostdata.transfer import keys_of, reject_tracers, weakly_typed
 from scalax._jax.tracing import is_abstract
 from scalax._tree.paths import (
     NamedTree,
     dtype_on_devices,
     has_foreign_dtype,
     is_key,
+    is_weak,
     leaf_shape,
     overflowed_dtype,
     type_text,
@@ -190,7 +191,10 @@ def _statement_leaves(part: ProcessBatch) -> Iterator[tuple[str, str]]:
     shapes = part.tree.shapes if part.options.rows == 'all' else part.shapes
     for path, leaf, shape in zip(part.tree.paths, part.tree.leaves, shapes, strict=True):
         dtype = dtype_on_devices(leaf)
-        yield path, type_text(dtype, shape) if shape else agreement.scalar_text(leaf, dtype)
+        if shape:
+            yield path, agreement.weak_text(leaf) + type_text(dtype, shape)
+        else:
+            yield path, agreement.scalar_text(leaf, dtype)
 
 
 def read(options: BatchOptions, pytree: Any) -> ProcessBatch:
@@ -284,9 +288,9 @@ def place(part: ProcessBatch, *, keep: bool = True) -> Finish:
         if not keep:
             jax.block_until_ready(placed)
         return lambda: tree.treedef.unflatten(_finish(part, placed))
-    # All rows are here, so this is a plain transfer: one for all leaves.
+    # All rows are here, so this is a plain transfer: one for all leaves. Python numbers get weak types in it.
     leaves = [
-        leaf if isinstance(leaf, jax.Array) or (hasattr(leaf, 'dtype') and not copy) else _host(leaf, copy)
+        _host(leaf, copy) if copy and hasattr(leaf, 'dtype') and not isinstance(leaf, jax.Array) else leaf
         for leaf in tree.leaves
     ]
     arrays = jax.device_put(leaves, list(part.shardings))
@@ -336,7 +340,9 @@ def _finish(part: ProcessBatch, placed: Sequence[Any]) -> list[jax.Array]:
         elif array.sharding != sharding:
             collectives.bound_queue(part.options.mesh)
             arrays[i] = collectives.without_context(jax.device_put, array, sharding)
-    return [
-        keys_of(arrays[i], leaf, part.shardings[i]) if is_key(leaf) else arrays[i]
-        for i, leaf in enumerate(part.tree.leaves)
-    ]
+    for i, leaf in enumerate(part.tree.leaves):
+        if is_key(leaf):
+            arrays[i] = keys_of(arrays[i], leaf, part.shardings[i])
+        elif is_weak(leaf):
+            arrays[i] = weakly_typed(arrays[i])
+    return arrays

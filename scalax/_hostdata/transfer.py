@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -14,10 +14,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from scalax._hostdata import agreement, collectives
 from scalax._hostdata.collectives import without_context
+from scalax._jax import weak_types
 from scalax._jax.tracing import ABSTRACT, is_abstract
 from scalax._trace import resharding
 from scalax._tree import specs
-from scalax._tree.paths import NamedTree, is_key, overflowed_dtype
+from scalax._tree.paths import NamedTree, is_key, is_weak, overflowed_dtype
 from scalax._tree.specs import MeshAxes
 from scalax._tree.structures import shown_differences
 from scalax.errors import ArgumentError, Problem, ShardingError, StructureError
@@ -129,7 +130,15 @@ def _device_put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     placed = resharding.device_put(sent, shardings)
     for i in keys:
         placed[i] = keys_of(placed[i], leaves[i], shardings[i])
+    for i, sharding in enumerate(shardings):
+        if not sharding.is_fully_addressable and is_weak(leaves[i]):
+            placed[i] = weakly_typed(placed[i])
     return placed
+
+
+def weakly_typed(array: jax.Array) -> jax.Array:
+    """The array with a weak type: JAX drops it where arrays are made of the parts that processes hold."""
+    return cast(jax.Array, without_context(weak_types.weakly_typed, array))
 
 
 def keys_of(data: jax.Array, like: jax.Array, sharding: NamedSharding) -> jax.Array:

@@ -76,7 +76,7 @@ class Job:
         faults = ((tree.describe(i), _fault(leaf, planned)) for i, leaf in enumerate(tree.leaves))
         _reject(faults, module_advice(tree.leaves))
         arrivals, treedef = arrivals_of(tree, options.mapping)
-        arrivals = [dataclasses.replace(each, dtype=_cast(each.dtype, options.dtype)) for each in arrivals]
+        arrivals = [_as_cast(arrival, options.dtype) for arrival in arrivals]
         structs = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arrivals]
         target = pytree if options.mapping is None else treedef.unflatten(structs)
         tos = jax.tree.leaves(helper.match_sharding_rule(rules, target))
@@ -102,7 +102,8 @@ class Job:
         for each in self.arrivals:
             sources = ', '.join(self._source_text(move.source) for move in each.moves)
             spec = specs.text(each.sharding.spec)
-            yield each.path, f'{type_text(each.dtype, each.shape)} for {spec} from {sources}'
+            weak = 'weakly typed ' if each.weak else ''
+            yield each.path, f'{weak}{type_text(each.dtype, each.shape)} for {spec} from {sources}'
 
     def _source_text(self, i: int) -> str:
         leaf, shape = self.tree.leaves[i], self.tree.shapes[i]
@@ -111,10 +112,13 @@ class Job:
         return f'{self.tree.paths[i]} {type_text(leaf.dtype, shape)} as {spec} on devices {devices}'
 
 
-def _cast(dtype: Any, wanted: Any) -> Any:
-    """The dtype after the move: only floating ones of 16 bits and more change; smaller ones have a scale."""
+def _as_cast(arrival: Arrival, wanted: Any) -> Arrival:
+    """The leaf after a cast: only floating ones of 16 bits and more change; smaller ones have a scale."""
+    dtype = arrival.dtype
     is_float = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
-    return wanted if wanted is not None and is_float else dtype
+    if wanted is None or not is_float:
+        return arrival
+    return dataclasses.replace(arrival, dtype=wanted, weak=False)
 
 
 def _reject(leaves: Iterable[tuple[str, str | None]], advice: str = '') -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from scalax._tree.paths import NamedTree, dtype_on_devices, leaf_text, type_text
+from scalax._tree.paths import NamedTree, dtype_on_devices, is_weak, leaf_text, type_text
 from scalax.errors import ArgumentError, shown_leaves
 from scalax.rules._tree_path import checked_regex
 
@@ -37,13 +37,18 @@ class Move(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """A leaf of the target: its path, shape and dtype, what it is made of, and its sharding, once chosen."""
+    """A leaf of the target: its path, shape and dtype, what it is made of, and its sharding, once chosen.
+
+    Attributes:
+        weak: whether its type is weak, as it is if those of all leaves are that it is made of.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
     moves: tuple[Move, ...]
     sharding: Any = None
+    weak: bool = False
 
 
 def arrivals_of(tree: NamedTree, mapping: NameMapping) -> tuple[list[Arrival], Any]:
@@ -53,9 +58,10 @@ def arrivals_of(tree: NamedTree, mapping: NameMapping) -> tuple[list[Arrival], A
         ArgumentError: the mapping does not fit the tree; names all leaves that are not right.
     """
     dtypes = [dtype_on_devices(leaf) for leaf in tree.leaves]
+    weak = [is_weak(leaf) for leaf in tree.leaves]
     if mapping is None:
         rows = zip(tree.paths, tree.shapes, dtypes, strict=True)
-        return [Arrival(*row, (Move(i),)) for i, row in enumerate(rows)], tree.treedef
+        return [Arrival(*row, (Move(i),), weak=weak[i]) for i, row in enumerate(rows)], tree.treedef
     numbers = {path: i for i, path in enumerate(tree.paths)}
     located, problems = locate(dict(zip(tree.paths, tree.leaves, strict=True)), mapping, '/')
     parts: dict[str, list[tuple[Move, tuple[int, ...]]]] = {}
@@ -86,7 +92,9 @@ def arrivals_of(tree: NamedTree, mapping: NameMapping) -> tuple[list[Arrival], A
         else:
             shape, dtype = made[0][1], dtypes[made[0][0].source]
             whole = (len(made), *shape) if stacked else shape
-            if not put(nested, path, Arrival(path, whole, dtype, tuple(move for move, _ in made))):
+            moves = tuple(move for move, _ in made)
+            all_weak = all(weak[move.source] for move in moves)
+            if not put(nested, path, Arrival(path, whole, dtype, moves, weak=all_weak)):
                 problems.append(f'{names}: goes to {path}, which overlaps the path of another leaf')
     if problems:
         raise ArgumentError(

@@ -143,4 +143,5 @@ def _array(arrival: Arrival, blocks: Blocks) -> jax.Array:
         impls: list[Any] = []  # JAX tells the implementation of keys, also of traced ones, not of a dtype
         jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
         parts = [jax.random.wrap_key_data(part, impl=impls[0]) for part in parts]
-    return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=dtype)
+    array = jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=dtype)
+    return transfer.weakly_typed(array) if arrival.weak and parts else array

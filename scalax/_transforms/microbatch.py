@@ -136,11 +136,11 @@ def _accumulated(fun: jax.stages.Wrapped, n: int, parts: Any, reduce: str, dtype
         _reject_integers(types)
 
     def add(sums: Any, part: tuple[Any, Any]) -> tuple[Any, None]:
-        return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, fun(*part)), None
+        return jax.tree.map(lambda total, x: total + _as_type(x, total.dtype), sums, fun(*part)), None
 
     def result(total: Any, kind: Any) -> Any:
         total = total / n if reduce == 'mean' else total
-        return total if kind.dtype == bool else total.astype(kind.dtype)
+        return total if kind.dtype == bool else _as_type(total, kind.dtype)
 
     sums, _ = jax.lax.scan(add, jax.tree.map(lambda kind: _zeros(kind, dtype), types), (indices, parts))
     return jax.tree.map(result, sums, types)
@@ -218,14 +218,22 @@ def _is_float(dtype: Any) -> bool:
         return False
 
 
+def _as_type(value: Any, dtype: Any) -> Any:
+    """The value in a dtype; one that has it keeps its weak type."""
+    return value if value.dtype == dtype else value.astype(dtype)
+
+
 def _zeros(kind: Any, dtype: Any) -> jax.Array:
     """The sum of nothing, for results of a type; *dtype* is the one that the user asked for, if any."""
     if not jnp.issubdtype(kind.dtype, jnp.floating):
         dtype = jnp.promote_types(kind.dtype, jnp.int32) if kind.dtype == bool else kind.dtype
     elif dtype is None:
         dtype = jnp.float32 if kind.dtype.itemsize < 4 else kind.dtype
+    number = jnp.asarray(kind.dtype.type(0).item())
+    is_weak = kind.weak_type and number.dtype == dtype
+    start = jnp.broadcast_to(number, kind.shape) if is_weak else jnp.zeros(kind.shape, dtype)
     # Over Explicit axes the sums are of the types of the results.
-    [zeros] = apply_shardings([jnp.zeros(kind.shape, dtype)], [explicit_sharding(kind)])
+    [zeros] = apply_shardings([start], [explicit_sharding(kind)])
     return zeros
 
 

@@ -138,6 +138,11 @@ def dtype_on_devices(leaf: Any) -> Any:
     return canonical_dtype(leaf.dtype) if hasattr(leaf, 'dtype') else jax.typeof(leaf).dtype
 
 
+def is_weak(leaf: Any) -> bool:
+    """Whether JAX gives the leaf a weak type, as to a Python number: it takes the dtypes of others."""
+    return bool(getattr(leaf if hasattr(leaf, 'dtype') else jax.typeof(leaf), 'weak_type', False))
+
+
 def kind_of(tree: Any) -> Any:
     """What two trees of the same structure, shapes and dtypes have in common."""
     leaves, structure = jax.tree.flatten(tree)

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 
 from scalax._plan.lowered_step import without_changes
 from scalax._trace.contexts import MeshOwner
-from scalax._tree.paths import dtype_on_devices
+from scalax._tree.paths import dtype_on_devices, is_weak
 from scalax._tree.specs import axis_sizes_text
 from scalax._verify.search import Large, Made, Search, Sizes
 from scalax._verify.sides import Step, helper_over, is_array
@@ -190,6 +190,6 @@ def resized(args: Sequence[Any], sizes: Sizes, mesh: Any) -> tuple[Any, ...]:
         own = getattr(leaf, 'sharding', None)
         placed = NamedSharding(mesh, own.spec) if isinstance(own, NamedSharding) else None
         shape = tuple([sizes.get(size, size) for size in leaf.shape])
-        return jax.ShapeDtypeStruct(shape, dtype_on_devices(leaf), sharding=placed)
+        return jax.ShapeDtypeStruct(shape, dtype_on_devices(leaf), sharding=placed, weak_type=is_weak(leaf))
 
     return jax.tree.map(smaller, tuple(args))

@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from scalax._hostdata.transfer import weakly_typed
 from scalax._jax.orbax import Path, is_complete
 from scalax._report.pages import visible
-from scalax._tree.paths import path_string
+from scalax._tree.paths import is_weak, path_string
 from scalax.checkpoint import _manifest
 from scalax.checkpoint._files import orbax
 from scalax.errors import CheckpointError
@@ -132,11 +133,15 @@ class SavedStep:
             if isinstance(self.leaves[name], type)
         }
         for name, wanted in targets.items():
+            if isinstance(wanted, type):
+                continue
             # Orbax restores keys as what they were, whatever is asked for.
-            if not isinstance(wanted, type) and found[name].dtype != wanted.dtype:
+            if found[name].dtype != wanted.dtype:
                 raise CheckpointError(
                     f'{self.where}: {name} has dtype {found[name].dtype}, but {wanted.dtype} was requested'
                 )
+            if is_weak(wanted):
+                found[name] = weakly_typed(found[name])
         return found
 
     def _converted(self, name: str, number: Any, wanted: Any) -> Any:

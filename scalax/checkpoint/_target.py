@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from scalax._hostdata.agreement import placed_text
-from scalax._tree.paths import NamedTree, canonical_dtype, type_text
+from scalax._tree.paths import NamedTree, canonical_dtype, is_weak, type_text
 from scalax.errors import ArgumentError, CheckpointError, shown_leaves
 from scalax.rules._tree_path import checked_regex
 
@@ -64,7 +64,9 @@ def target_of(helper: MeshShardingHelper, rules: RuleLike, like: Any, only: str 
                 f'{shown_leaves(tree.paths)}'
             )
     structs = [
-        jax.ShapeDtypeStruct(leaf.shape, canonical_dtype(leaf.dtype), sharding=sharding)
+        jax.ShapeDtypeStruct(
+            leaf.shape, canonical_dtype(leaf.dtype), sharding=sharding, weak_type=is_weak(leaf)
+        )
         if hasattr(leaf, 'dtype')
         else type(leaf)
         for leaf, sharding in zip(tree.leaves, shardings, strict=True)

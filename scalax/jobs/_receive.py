@@ -149,9 +149,9 @@ class _Senders:
         self.number = first['number']
         self.tree: dict[str, Any] = {}
         blocks = [_Elsewhere.of(one) for one in first['blocks']]
-        for number, (path, shape, dtype, impl, block) in enumerate(first['leaves']):
+        for number, (path, shape, dtype, impl, block, weak) in enumerate(first['leaves']):
             kind = jax.eval_shape(lambda impl=impl: jax.random.key(0, impl=impl)).dtype if impl else dtype
-            put(self.tree, path, _Sent(shape, kind, blocks[block], number))
+            put(self.tree, path, _Sent(shape, kind, weak, blocks[block], number))
         # The sender's tree may have another order: nested dicts are flattened by their keys.
         self._numbers = [leaf.number for leaf in jax.tree.leaves(self.tree)]
 
@@ -240,8 +240,10 @@ class _Elsewhere:
 class _Sent(jax.ShapeDtypeStruct):
     """An array of another job."""
 
-    def __init__(self, shape: Sequence[int], dtype: Any, where: _Elsewhere, number: int) -> None:
-        super().__init__(shape, dtype)
+    def __init__(
+        self, shape: Sequence[int], dtype: Any, weak_type: bool, where: _Elsewhere, number: int
+    ) -> None:
+        super().__init__(shape, dtype, weak_type=weak_type)
         self._where, self.number = where, number
 
     @property

@@ -20,7 +20,7 @@ from scalax._jax import transfer
 from scalax._reshard.blocks import boxes_of
 from scalax._reshard.names import put
 from scalax._trace import resharding
-from scalax._tree.paths import NamedTree, describe_leaf, is_key
+from scalax._tree.paths import NamedTree, describe_leaf, is_key, is_weak
 from scalax.errors import ArgumentError, TransferError, shown_leaves
 from scalax.jobs._lines import LONGEST_QUESTION, checked_seconds, host_and_port, own_address_towards
 from scalax.jobs._questions import checked
@@ -244,7 +244,7 @@ class _Offer:
             text = json.dumps([[device.process_index, device.id, box] for device, box in boxes.items()])
             place = blocks.setdefault(text, len(blocks))
             impl = str(jax.random.key_impl(leaf)) if is_key(leaf) else ''
-            leaves.append([path, leaf.shape, str(leaf.dtype), impl, place])
+            leaves.append([path, leaf.shape, str(leaf.dtype), impl, place, is_weak(leaf)])
         self.layout = {'number': number, 'leaves': leaves, 'blocks': [*map(json.loads, blocks)]}
 
     def is_for(self, job: str) -> bool:

@@ -220,12 +220,6 @@ def test_values_of_the_only_process():
     assert tree['x'][0] == 0
 
 
-def test_python_numbers_are_arrays_like_any_other():
-    # Of several processes no array can be weakly typed, and a program should not depend on their number.
-    array = HELPER.local_data_to_global_array(0.5)
-    assert (array.dtype, array.weak_type) == (np.float32, False)
-
-
 @pytest.mark.parametrize('axis', [True, 0.0, '0'], ids=repr)
 def test_what_was_found_of_a_batch_serves_no_other_axis(axis: Any) -> None:
     data = np.zeros((8, 8))

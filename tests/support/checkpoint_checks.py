@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from scalax._jax import orbax as known_of_orbax
+from scalax._tree.paths import is_weak
 from scalax.checkpoint import Checkpointer, load_safetensors
 from scalax.errors import CheckpointError, CheckpointWarning, ScalaxError
 from scalax.sharding import MeshShardingHelper, PolicyShardingRule
@@ -53,7 +54,7 @@ def state(helper: MeshShardingHelper) -> dict[str, Any]:
     placed = helper.shard(values(), rule(helper))
     # Made in place: device_put takes no keys for devices of other processes.
     keys = helper.sjit(made_keys, out_shardings=rule(helper))()
-    return {**placed, **keys, 'step': 7, 'rate': 0.25, 'on': True}
+    return {**placed, **keys, 'counter': helper.shard(5, P()), 'step': 7, 'rate': 0.25, 'on': True}
 
 
 def made_keys() -> dict[str, jax.Array]:
@@ -77,12 +78,13 @@ def assert_same(found: dict[str, Any], helper: MeshShardingHelper) -> None:
     assert (found['step'], found['rate'], found['on']) == (7, 0.25, True)
     assert [type(found[name]) for name in ('step', 'rate', 'on')] == [int, float, bool]
     wanted = state(helper)
+    assert wanted['counter'].weak_type
     shardings = helper.match_sharding_rule(rule(helper), wanted)
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for leaf, other, sharding in zip(*map(jax.tree.leaves, (found, wanted, shardings)), strict=True):
         if not isinstance(leaf, jax.Array):
             continue
-        assert leaf.dtype == other.dtype
+        assert (leaf.dtype, is_weak(leaf)) == (other.dtype, is_weak(other))
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf, other = jax.random.key_data(leaf), jax.random.key_data(other)

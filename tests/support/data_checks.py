@@ -302,6 +302,7 @@ def check_disagreement() -> None:
     odd = count() - 1
     n = 2 * jax.device_count()
     f32 = np.float32
+    weak = 'weakly typed'
     good = {'a': {'x': np.zeros((n, 3), f32)}, 'n': 1}
     cases: list[tuple[Any, list[str]]] = [
         (
@@ -309,8 +310,15 @@ def check_disagreement() -> None:
             [f'a/x is float32[{n + n}, 3], and float32[{n}, 3]'],
         ),
         ({'a': {'x': np.zeros((n, 3), int)}, 'n': 1}, [f'a/x is int32[{n}, 3], and float32[{n}, 3]']),
-        ({'a': {'x': np.zeros((n, 3), f32)}, 'n': 2}, ['n is int32 2, and int32 1']),
-        ({'a': {'x': np.zeros((n, 3), f32)}, 'n': 1.0}, ['n is float32 1.0, and int32 1']),
+        (
+            {'a': {'x': np.zeros((n, 3), f32)}, 'n': 2},
+            [f'n is {weak} int32 2, and {weak} int32 1'],
+        ),
+        (
+            {'a': {'x': np.zeros((n, 3), f32)}, 'n': 1.0},
+            [f'n is {weak} float32 1.0, and {weak} int32 1'],
+        ),
+        ({'a': {'x': np.zeros((n, 3), f32)}, 'n': np.int32(1)}, [f'n is int32 1, and {weak} int32 1']),
         (
             {'b': np.zeros(n, f32), 'n': 1},
             [f'a/x is missing, and float32[{n}, 3]', f'b is float32[{n}], and missing'],
@@ -540,6 +548,24 @@ def check_shard_of_keys() -> None:
         assert_global(helper.apply_shard_and_gather_fns(functions, whole), whole)
         with jax.set_mesh(MeshShardingHelper([-1], ['other']).mesh):
             assert_global(helper.shard(whole, rules), whole)
+
+
+def check_weak_types() -> None:
+    """JAX makes strongly typed arrays of the parts that processes hold; a program must not depend on it."""
+    helper = MeshShardingHelper([-1], ['data'])
+    values = {'step': 3, 'rate': 0.25, 'fixed': np.float32(1), 'x': np.zeros(len(jax.devices()), np.float32)}
+    step = helper.sjit(lambda state: {**state, 'step': state['step'] + 1}, out_shardings=P())
+    state = step(helper.shard(values, P()))
+    assert int(state['step']) == 4
+    for placed in (
+        state,
+        helper.shard(values, P()),
+        helper.shard(state, P()),
+        helper.reshard(state, P()),
+        helper.local_data_to_global_array(values),
+    ):
+        weak = {name: leaf.weak_type for name, leaf in placed.items()}
+        assert weak == {'step': True, 'rate': True, 'fixed': False, 'x': False}, weak
 
 
 def check_specs_that_hold_sets() -> None:
