@@ -81,7 +81,8 @@ def _row(name: str, fault: Fault, found: Verified | str) -> str:
     first = ''
     if found.first is not None:
         function = found.first.line.partition(' ')[2]
-        inside = ', '.join(found.first.inside) or function
+        # Without their lines, which change with every edit of the catalogue.
+        inside = ', '.join(operation.split(' at ')[0] for operation in found.first.inside) or function
         first = f'`{found.first.primitive}{f" ({inside})" if inside else ""}`'
     gone = [retry.change for retry in found.retries if retry.stays is False]
     # With one change less it is gone already.

@@ -163,10 +163,11 @@ def explicit_sharding(kind: Any) -> NamedSharding | None:
 def retyped_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """The mesh with the axis types that JAX's shard_map, auto_axes or explicit_axes gives it here.
 
-    Outside of these it is *mesh* itself. The types of a trace hold Explicit axes of the mesh in force, even
-    if that is for another platform. They hold no Auto axes, and shardings on a mesh without devices are lost.
+    Outside of these it is *mesh* itself, or the mesh that stands in for it. The types of a trace hold
+    Explicit axes of the mesh in force, even if that is for another platform. They hold no Auto axes, and
+    shardings on a mesh without devices are lost.
     """
-    ambient = jax.sharding.get_abstract_mesh()
+    ambient, mesh = jax.sharding.get_abstract_mesh(), contexts.mesh_in_force(mesh)
     in_types = AxisType.Explicit in mesh.axis_types and _has_same_axes(ambient, mesh)
     retyped = (has_other_types(ambient, mesh) or (in_types and ambient != abstract(mesh))) and is_traced()
     if ambient.empty or (not ambient.manual_axes and not retyped):

@@ -4,7 +4,8 @@ The active `Context` is a JAX user context (``jax.make_user_context``), so it is
 cache key, and local to a thread. A function that was traced under one context is traced again under another:
 a shared inner ``jax.jit``, a ``scan`` body or a checkpointed function never sees the annotations of another
 caller. Equal bindings of one helper are one context, whichever functions bind them and however they are
-nested: what these share is traced once. The mapping is a user context, too.
+nested: what these share is traced once. The mapping, and a mesh in the place of that of a helper, are user
+contexts, too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from scalax._jax.tracing import current_trace
 from scalax._util import lru_cache
@@ -50,6 +51,22 @@ class MeshOwner(Protocol):
 # Created at import, because creating a user context is not thread-safe.
 _active = jax.make_user_context(None)
 _active_mapping = jax.make_user_context(None)
+_replaced_mesh = jax.make_user_context(None)
+
+
+def replacing_mesh(mesh: Mesh | AbstractMesh, other: Mesh | AbstractMesh) -> Any:
+    """A context manager in which code that a helper of *mesh* compiles or maps is traced for another mesh.
+
+    So a function whose code closes over a helper can be traced for another one, as long as the code does not
+    use the mesh itself. JAX shares no traces between meshes.
+    """
+    return _replaced_mesh((mesh, other))
+
+
+def mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """The mesh that stands in for *mesh* in this thread: by default *mesh* itself."""
+    before, after = _replaced_mesh.value or (None, mesh)
+    return after if before == mesh else mesh
 
 
 def current_mapping() -> LogicalAxisShardingRule | None:

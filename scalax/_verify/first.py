@@ -7,7 +7,7 @@ import difflib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,6 +45,9 @@ def first_difference(found: Comparison, seed: int) -> FirstDifference | str | No
                 number, difference = differs
                 _, equation, calls = here[number]
                 line, inside = line_of(equation, calls), _between_devices(equation)
+                if equation.primitive.name == 'shard_map' and not line:
+                    # A step that is a shard_map itself is called by no line of the user's.
+                    line = next(filter(None, map(line_of, _equations_inside(equation))), '')
                 return FirstDifference(equation.primitive.name, line, difference, inside)
     except Exception as error:  # noqa: BLE001 - a report is made without it
         return first_line(error)
@@ -103,13 +106,18 @@ def _is_whole(equation: Any) -> bool:
 
 
 def _between_devices(equation: Any) -> tuple[str, ...]:
-    """What the operations inside of one do that depends on the device, each once."""
+    """The operations inside of one that depend on the device, and their lines, each once."""
     found: dict[str, None] = {}
-    for each in itertools.chain.from_iterable(map(equations, jaxprs_in(equation))):
-        name, axes = each.primitive.name, axes_named(each)
+    for inner in _equations_inside(equation):
+        name, axes, line = inner.primitive.name, axes_named(inner), line_of(inner)
         if axes or name == 'random_bits' or name.endswith('callback'):
-            found[name + (f' along {", ".join(axes)}' if axes else '')] = None
+            along = f' along {", ".join(axes)}' if axes else ''
+            found[f'{name.removesuffix("_invariant")}{along}{f" at {line}" if line else ""}'] = None
     return tuple(found)
+
+
+def _equations_inside(equation: Any) -> Iterator[Any]:
+    return itertools.chain.from_iterable(map(equations, jaxprs_in(equation)))
 
 
 # The results are others than those of the step.

@@ -18,7 +18,7 @@ from scalax._verify.differences import Error, Explained, error_of, error_of_bloc
 from scalax._verify.inputs import drawn, roles_of, varied
 from scalax._verify.sides import OneDevice, Step, blocks_of, shape_of, unplaced, with_keys
 from scalax._verify.verified import Difference
-from scalax.errors import ArgumentError, PlacementError
+from scalax.errors import ArgumentError, PlacementError, shown
 
 _DRAWS = 2  # of rounding errors, for each step
 _APART = 1000  # between the seeds of the arguments of steps in a row
@@ -107,6 +107,7 @@ class Comparison:
                     raise
                 return {-1: Difference('', seed=seed, step=number, raised=f'{type(error).__name__}: {error}')}
             self._require_mesh(results)
+            self._require_shapes(results, expected)
             if found := self._compared(results, expected, seed, number):
                 return found
             fresh = self.arguments(seed + _APART * number, moved)
@@ -123,6 +124,22 @@ class Comparison:
             raise ArgumentError(
                 f'{self.step.name} ran on one device, so it was compared with itself: neither arguments nor '
                 'results have shardings. Use helper.sjit(fun, in_shardings=...), or pass sharded arguments'
+            )
+
+    def _require_shapes(self, results: Sequence[Any], expected: Sequence[np.ndarray]) -> None:
+        """Raises ArgumentError if shapes depend on the sizes of the mesh axes: values cannot be compared."""
+        wrong = [
+            f'{path or "(the result itself)"}: {array_text(str(result.dtype), result.shape)} on the mesh, '
+            f'and {array_text(str(result.dtype), value.shape)} on one device'
+            for path, result, value in zip(self.paths, results, expected, strict=True)
+            if not is_key(result) and result.shape != value.shape
+        ]
+        if wrong:
+            raise ArgumentError(
+                f'{self.step.name} returns arrays of other shapes on the mesh than on one device:\n'
+                f'{shown(wrong)}\n'
+                'What to do: return global arrays, whose shapes are the same on any mesh; the out_specs of a '
+                'shard_map join blocks along the mesh axes over which they differ.'
             )
 
     def _compared(

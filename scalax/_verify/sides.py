@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from scalax._follow.followed_batch import line_of
 from scalax._jax import equations
 from scalax._plan.lowered_step import without_changes
-from scalax._trace.contexts import MeshOwner
+from scalax._trace.contexts import MeshOwner, replacing_mesh
 from scalax._transforms.calls.signature import name_of
 from scalax._transforms.sjit.function import SjitFunction, call_of, made_anew, owner_of, shardings_of
 from scalax._tree.paths import NamedTree, dtype_on_devices, is_key, kind_of
@@ -264,7 +264,11 @@ def _traced(step: Step, alone: Step | None, shardings: Sequence[NamedSharding]) 
         return own.call(leaves, function)
 
     try:
-        with jax.sharding.use_abstract_mesh(helper.mesh.abstract_mesh):
+        with (
+            jax.sharding.use_abstract_mesh(helper.mesh.abstract_mesh),
+            # The code may use the helper, as in helper.shard_map.
+            replacing_mesh(step.helper.mesh, helper.mesh),
+        ):
             given = [
                 shape_of(leaf).update(sharding=sharding)
                 for leaf, sharding in zip(step.leaves, shardings, strict=True)

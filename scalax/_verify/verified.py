@@ -26,6 +26,7 @@ from scalax._report.blocks import (
 )
 from scalax._report.shown import Shown
 from scalax._tree.specs import axis_sizes_text, text
+from scalax._util.folding import MOST_RUNS, fold
 from scalax.errors import plural
 
 Ended = Literal['', 'stopped']
@@ -87,8 +88,8 @@ class FirstDifference:
         primitive: the JAX primitive.
         line: the line of the user's code.
         difference: its result on the mesh and on one device.
-        inside: of a `shard_map`, the operations in it that depend on the device: collectives with their mesh
-            axes, random bits, and callbacks.
+        inside: of a `shard_map`, the operations in it that depend on the device, with their lines:
+            collectives with their mesh axes, random bits, and callbacks.
     """
 
     primitive: str
@@ -288,7 +289,7 @@ def _differences(verified: Verified) -> Table:
             rows.append(
                 [each.place, each.array, spec, *values, *sizes, Cell(f'{each.seeds} of {verified.seeds}')]
             )
-    return Table(columns, rows, most_lines=12)
+    return Table(columns, rows, most_lines=10)
 
 
 def _short(value: Any, digits: int = 3) -> str:
@@ -297,8 +298,11 @@ def _short(value: Any, digits: int = 3) -> str:
 
 def _arguments(verified: Verified) -> Table:
     columns = Column('argument', 'lead'), Column('array', 'code'), Column('values'), Column('because', 'wide')
+    leaves = sorted(verified.arguments, key=lambda leaf: not leaf.why)  # plain numbers last
+    folds = fold((leaf.path, (leaf.array, leaf.values, leaf.why)) for leaf in leaves)
+    rows = [(item, leaves[item.first]) for item in folds]
     return Table(
         columns,
-        [[each.path, each.array, each.values, each.why] for each in verified.arguments],
-        most_lines=12,
+        [[item.short_name(MOST_RUNS), leaf.array, leaf.values, leaf.why] for item, leaf in rows],
+        most_lines=10,
     )

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from scalax._verify import run
-from scalax.errors import ArgumentError, MeshError
+from scalax.errors import ArgumentError
 from scalax.interop import nnx
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, with_sharding_annotation
 from scalax.testing import Verified, assert_equal_to_one_device
@@ -169,9 +169,96 @@ def test_a_step_of_any_helper(helper):
 
     assert helper.verify(make).ok
     step, args = make(helper)
-    with pytest.raises(MeshError) as error:
-        helper.verify(step, *args)
-    assert 'helper.verify(make_step)' in ''.join(error.value.__notes__)
+    assert helper.verify(step, *args).ok
+
+
+def mapped_directly(helper):
+    return helper.shard_map(sum_of_rows, P('fsdp'), P())
+
+
+def mapped_inside(helper):
+    return lambda x: 2 * helper.shard_map(sum_of_rows, P('fsdp'), P())(x)
+
+
+def mapped_and_differentiated(helper):
+    return jax.grad(lambda x: mapped_directly(helper)(x).sum())
+
+
+def compiled_inside(helper):
+    return helper.sjit(lambda x: jnp.tanh(x) * 2, in_shardings=P('fsdp'), out_shardings=P('fsdp'))
+
+
+def annotated_inside(helper):
+    def step(x):
+        with helper.get_context({'hidden': P('fsdp', 'tp')}):
+            return with_sharding_annotation(2 * x, 'hidden')
+
+    return step
+
+
+def sum_of_rows(x):
+    return jax.lax.psum(x.sum(0), 'fsdp')
+
+
+@pytest.mark.parametrize('axis_type', [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    'make',
+    [mapped_directly, mapped_inside, mapped_and_differentiated, compiled_inside, annotated_inside],
+    ids=lambda make: make.__name__,
+)
+def test_code_that_uses_its_helper(make, axis_type):
+    helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=axis_type)
+    found = helper.verify(helper.sjit(make(helper), in_shardings=P('fsdp')), S((16, 8), 'float32'), seeds=1)
+    assert found.ok, str(found)
+
+
+def sum_along_another_axis(x):
+    y = x.sum(0)
+    return jax.lax.psum(y, 'tp')
+
+
+def test_a_step_that_is_a_shard_map_has_a_line(helper):
+    mapped = helper.shard_map(sum_along_another_axis, P('fsdp'), P(), check_vma=False)
+    found = helper.verify(helper.sjit(mapped, in_shardings=P('fsdp')), S((16, 8), 'float32'), seeds=1)
+    assert not found.ok
+    first = sum_along_another_axis.__code__.co_firstlineno
+    assert found.first.line == f'test_verify.py:{first + 1} sum_along_another_axis'
+    line = f'test_verify.py:{first + 2} sum_along_another_axis'
+    assert found.first.inside == (f'psum along tp at {line}',)
+    assert f'(in it: psum along tp at {line}) is the first operation that differs' in ' '.join(
+        str(found).split()
+    )
+
+
+def test_arguments_that_are_alike_do_not_hide_the_verdict(helper):
+    def step(layers, others, x, rows):
+        return sum(w.sum() for w in layers) + sum(leaf.sum() for leaf in others.values()) + x[rows].sum()
+
+    names = [f'{first}{second}' for first in 'abcd' for second in 'abcdefgh']
+    others = {name: S((4 + i,), 'float32') for i, name in enumerate(names)}
+    layers = [S((8, 8), 'float32')] * 90
+    made = helper.sjit(step, in_shardings=(P(), P(), P('fsdp'), P()))
+    found = helper.verify(made, layers, others, S((16, 8), 'float32'), S((4,), 'int32'), seeds=1)
+    text = str(found).splitlines()
+    assert text[0].startswith('step on fsdp=4, tp=2 computes what one device computes')
+    listed = text[text.index('Values of the arguments:') + 3 :]
+    assert len(listed) == 11
+    assert listed[0].startswith('rows '), listed  # it has a reason
+    assert listed[1].split() == ['layers/{0..89}', 'float32[8,8]', 'number']
+    assert listed[-1] == '... and 25 more'
+    assert len(found.arguments) == len(found.to_dict()['arguments']) == 124
+
+
+def test_shapes_that_depend_on_the_mesh(helper):
+    blocks = helper.shard_map(lambda x: jax.lax.psum(x, 'fsdp'), P('fsdp'), P())
+    with pytest.raises(ArgumentError) as error:
+        helper.verify(helper.sjit(blocks, in_shardings=P('fsdp')), S((16, 8), 'float32'))
+    assert str(error.value) == (
+        '<lambda> returns arrays of other shapes on the mesh than on one device:\n'
+        '  (the result itself): float32[4,8] on the mesh, and float32[16,8] on one device\n'
+        'What to do: return global arrays, whose shapes are the same on any mesh; the out_specs of a '
+        'shard_map join blocks along the mesh axes over which they differ.'
+    )
 
 
 @pytest.mark.parametrize('shape', [(8,), (2, 2, 2), (1, 8)])

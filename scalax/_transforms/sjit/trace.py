@@ -188,7 +188,9 @@ class TracedFunction:
         devices = getattr(self.helper.mesh, 'devices', None)
         if devices is None or AxisType.Explicit in mesh.axis_types or not is_compiled():
             return outputs
-        return on_devices(outputs, Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types))
+        if not isinstance(mesh, Mesh):
+            mesh = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+        return on_devices(outputs, mesh)
 
     def run_users(self, flat_args: Sequence[Any]) -> Any:
         """What the user's function returns, with the bindings of annotations in force."""
