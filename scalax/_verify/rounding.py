@@ -10,6 +10,8 @@ one after the other may.
 
 from __future__ import annotations
 
+import functools
+import zlib
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
@@ -24,8 +26,10 @@ from scalax._jaxprs.interpreter import Interpreter
 
 _SUMS = PRODUCTS | {'cumsum', 'reduce_sum', 'reduce_window_sum', 'scatter-add', 'scatter-sub'}
 _IN_A_ROW = 0.25
-_ADDS = frozenset(('add', 'add_any', 'convert_element_type', 'sub'))
-_ARITHMETIC = _ADDS | {'integer_pow', 'mul', 'square'}
+_SUMS_OF_TWO = frozenset(('add', 'add_any', 'sub'))
+_ADDS = _SUMS_OF_TWO | {'convert_element_type'}
+_PRODUCTS_OF_ELEMENTS = frozenset(('integer_pow', 'mul', 'square'))
+_ARITHMETIC = _ADDS | _PRODUCTS_OF_ELEMENTS
 _MOVES = """
     abs argmax argmin bitcast_convert_type ceil clamp concatenate cummax cummin device_put
     dynamic_update_slice eq floor gather ge gt imag iota is_finite le lt max min name ne neg
@@ -36,7 +40,8 @@ _MOVES = """
 _EXACT = (VIEWS | {*_MOVES.split()}) - _ARITHMETIC
 PLACES = frozenset(('device_put', 'reshard', 'sharding_constraint'))
 
-_CONSTANT, _GIVEN, _ROUNDED = range(3)
+# A product of arguments is the same everywhere, until something is added: the compiler may fuse the two.
+_CONSTANT, _GIVEN, _PRODUCT, _ROUNDED = range(4)
 
 
 class Rounded(Interpreter[int]):
@@ -52,8 +57,12 @@ class Rounded(Interpreter[int]):
         self.of_results = [fact == _ROUNDED for fact in results]
 
     def primitive(self, name: str, equation: Any, operands: Sequence[int]) -> Sequence[int]:
-        begins = name not in _EXACT and name not in _ARITHMETIC
-        return [_ROUNDED if begins and _is_inexact(var.aval) else max(operands) for var in equation.outvars]
+        fact = known = max(operands, default=_CONSTANT)
+        if name in _PRODUCTS_OF_ELEMENTS and fact == _GIVEN and _CONSTANT not in operands:
+            fact = _PRODUCT  # not those with constants: random numbers are scaled and moved, and decide much
+        elif name not in (_EXACT | _ARITHMETIC) or (name in _SUMS_OF_TWO and _PRODUCT in operands):
+            fact = _ROUNDED
+        return [fact if _is_inexact(var.aval) else known for var in equation.outvars]
 
     def joined(self, facts: Sequence[int]) -> int:
         return max(facts)
@@ -63,6 +72,10 @@ class Rounded(Interpreter[int]):
 
     def __contains__(self, atom: Any) -> bool:
         return self.of(atom) == _ROUNDED
+
+    def is_product(self, atom: Any) -> bool:
+        """Whether a value is a product that is rounded in the same way everywhere, unless it is fused."""
+        return self.of(atom) == _PRODUCT
 
 
 Place = tuple[int, ...]
@@ -193,9 +206,13 @@ class OnOneDevice(Evaluation):
         if not _is_inexact(result):
             return result
         kind = jnp.finfo(result.dtype)
-        if name in _ADDS and kind.bits >= 32:  # products before them may be rounded or not
-            return result
         eps = float(kind.eps)  # of 8 bits it is of a type that nothing is multiplied with
+        if name in _ADDS and kind.bits >= 32:  # products before them may be rounded or not
+            atoms = zip(equation.invars, operands, strict=True)
+            products = [jnp.abs(value) for atom, value in atoms if self._rounded.is_product(atom)]
+            if not products:  # those that descend from what is rounded have errors of their own
+                return result
+            return self._with_error(name, result, eps * functools.reduce(jnp.maximum, products))
         unit = eps if kind.bits >= 32 else eps / 2  # narrow ones are rounded once, from wider sums
         if name in _SUMS and not jnp.iscomplexobj(result):
             squares = [jnp.square(x) if _is_inexact(x) else x for x in operands]
@@ -209,12 +226,25 @@ class OnOneDevice(Evaluation):
             size = jnp.abs(result)
         else:  # what is inside is not known
             size = jnp.max(jnp.abs(result), initial=0)
-        error = self._signed(self._scale * unit * size.astype(jnp.float32), result)
+        return self._with_error(name, result, unit * size)
+
+    def _with_error(self, name: str, result: Any, size: Any) -> Any:
+        error = self._signed(name, self._scale * size.astype(jnp.float32), result)
         return result + jnp.where(jnp.isfinite(error), error, 0).astype(result.dtype)
 
-    def _signed(self, size: Any, value: Any) -> Any:
-        """Sizes with signs that look random: the upper bit of a hash of the values."""
-        hashed = _bits(value.real.astype(jnp.float32)) * jnp.uint32(0x9E3779B1) + self._seed
+    def _signed(self, name: str, size: Any, value: Any) -> Any:
+        """Sizes with signs that look random: the upper bit of a hash of the values.
+
+        Equal results of one operation have equal errors, wherever they are in an array. Two products of the
+        same value do not, nor do c and -c: terms that cancel exactly on one device need not cancel where the
+        compiler fuses one of them with the sum, and so does not round it.
+        """
+        seed = self._seed
+        if name in _PRODUCTS_OF_ELEMENTS:
+            seed = seed + jnp.uint32(zlib.crc32(repr(self._around).encode()))
+        hashed = _bits(value.real.astype(jnp.float32)) * jnp.uint32(0x9E3779B1) + seed
+        # A product alone would pass the sign on to the upper bit, and to no other.
+        hashed = (hashed ^ (hashed >> 15)) * jnp.uint32(0x2C1B3C6D)
         signed = (_bits(size) & jnp.uint32(0x7FFFFFFF)) | (hashed & jnp.uint32(0x80000000))
         return jax.lax.bitcast_convert_type(signed, jnp.float32)
 

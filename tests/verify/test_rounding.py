@@ -83,6 +83,10 @@ def test_products_in_bfloat16_are_uncertain_by_its_unit(rng):
         (lambda x, n, key: jax.random.bernoulli(key, 0.5, (4,)), False),
         (lambda x, n, key: x[n], False),
         (lambda x, n, key: jnp.exp(x), True),
+        (lambda x, n, key: x * x, False),
+        (lambda x, n, key: x * x > 0, False),
+        (lambda x, n, key: (x * x).T - 1, True),
+        (lambda x, n, key: n * n + n, False),
         (lambda x, n, key: jax.lax.scan(lambda c, r: (c @ c, r), x, n)[0], True),
         (lambda x, n, key: jax.lax.scan(lambda c, r: (c @ c, r), x, n)[1], False),
         (lambda x, n, key: jax.lax.cond(x.sum() > 0, lambda: 1, lambda: 2), True),
@@ -102,6 +106,37 @@ def test_exact_results_have_no_errors(rng):
     args = rng.normal(size=(8, 8)).astype('float32'), np.arange(8)
     for one, other in zip(evaluated(step, *args, scale=100.0), evaluated(step, *args), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    'function',
+    [
+        lambda x: (jnp.tanh(x) * 3 + jnp.tanh(x) * -3, jnp.tanh(x) * 3),
+        lambda x: (jnp.tanh(x) * 3 - jnp.tanh(x) * 3, jnp.tanh(x) * 3),
+        lambda x: ((x * x) - (x[::-1] * x[::-1])[::-1], x * x),
+        lambda x: (jnp.sum(jnp.stack([jnp.exp(x) * 3, jnp.exp(x) * -3]), 0), jnp.exp(x) * 3),
+    ],
+)
+def test_terms_that_cancel_exactly_have_independent_errors(function, rng):
+    # Where the compiler fuses one of two products with their sum, it does not round it.
+    x = rng.uniform(1, 2, size=(8, 64)).astype('float32')
+    total, term = evaluated(function, x)
+    assert not total.any()
+    drawn, _ = evaluated(function, x, scale=1.0)
+    unit = float(jnp.finfo('float32').eps)
+    assert unit / 2 < np.sqrt(np.mean(np.square(drawn / term))) < 4 * unit
+
+
+def test_signs_of_errors_do_not_follow_those_of_values(rng):
+    x = rng.normal(size=4096).astype('float32')
+
+    def errors(x, seed):
+        return evaluated(jnp.tanh, x, scale=1.0, seed=seed)[0] - evaluated(jnp.tanh, x)[0]
+
+    signs = [np.sign(errors(values, seed)) for values in (x, -x) for seed in (1, 2)]
+    for i, one in enumerate(signs):
+        assert abs(np.mean(one)) < 0.1
+        assert all(abs(np.mean(one * other)) < 0.1 for other in signs[:i])
 
 
 def test_infinite_and_huge_values_have_no_new_nan():
