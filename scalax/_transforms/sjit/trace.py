@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from scalax._follow.run import run_followed
 from scalax._follow.types import Arguments
+from scalax._follow.updated_stacks import with_updated_stacks
 from scalax._jax import rewriting
 from scalax._jax.tracing import is_compiled, is_opaque, memory_space, type_of
 from scalax._trace import contexts
@@ -140,9 +141,19 @@ class TracedFunction:
             structure = jax.tree.structure(outputs)
             return outputs
 
+        def shardings_of_results(avals: Sequence[Any]) -> Sequence[Any]:
+            if entry.outputs is None:
+                structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+                outputs = jax.tree.unflatten(structure, structs)
+                entry.outputs = self._rules.outputs(outputs, call, entry.arguments)
+            return entry.outputs
+
+        rewrite = with_pipelines or functools.partial(
+            with_updated_stacks, inside, shardings_of_results, self._rules.mesh
+        )
         users = self.as_users(flat_function, call.layout)
         results, entry.followed = run_followed(
-            users, flat_args, call.layout.static, entry.batch, self._rules.mesh, with_pipelines
+            users, flat_args, call.layout.static, entry.batch, self._rules.mesh, rewrite
         )
         return jax.tree.unflatten(structure, results)
 
