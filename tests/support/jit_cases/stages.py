@@ -158,12 +158,12 @@ def lower_traces_once(jit):
     return len(jax.make_jaxpr(f)(X).eqns)
 
 
-@case(meant={'error': 'structs-alone'})
+@case
 def lower_with_type(jit):
     return jit(lambda a: a + 1).lower(jax.typeof(jnp.asarray(X))).compile()(X)
 
 
-@case(meant={'error': 'structs-alone'})
+@case
 def trace_with_type(jit):
     return str(jit(lambda a: a + 1).trace(jax.typeof(jnp.asarray(X))).jaxpr)
 

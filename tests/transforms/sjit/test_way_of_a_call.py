@@ -52,12 +52,12 @@ class Way(NamedTuple):
 
 
 LIMITS = {
-    'made': Way(75, 14, 27),
-    'first': Way(122, 17, 62) if GUARDED else Way(120, 17, 60),
-    'another length': Way(126, 16, 65) if GUARDED else Way(125, 16, 64),
+    'made': Way(76, 14, 27),
+    'first': Way(124, 17, 63) if GUARDED else Way(122, 17, 61),
+    'another length': Way(132, 16, 65) if GUARDED else Way(131, 16, 64),
     'again': Way(2, 2, 1) if GUARDED else Way(1, 1, 0),
-    'first, not followed': Way(110, 16, 56) if GUARDED else Way(108, 16, 54),
-    'another length, not followed': Way(114, 15, 59) if GUARDED else Way(113, 15, 58),
+    'first, not followed': Way(112, 16, 57) if GUARDED else Way(110, 16, 55),
+    'another length, not followed': Way(120, 15, 60) if GUARDED else Way(119, 15, 58),
 }
 
 
