@@ -220,6 +220,8 @@ def same(x):
     return x
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     'form',
     [

@@ -56,6 +56,7 @@ def assert_passed_over(folder: Path, said: str) -> None:
         Checkpointer(folder).restore(HELPER, P(), state(0), step=2)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     'text',
     ['', DEEP, '{"a":' * 100_000, 'null', '[]', '1', '"text"', '\x00', '\ud800', '{"a": 1}', '{"a": [1]}'],
@@ -116,6 +117,7 @@ def test_a_pipe_and_a_file_without_end(two: Path) -> None:
             Checkpointer(two).restore(HELPER, P(), state(0), verify=True)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('text', 'why'),
     [

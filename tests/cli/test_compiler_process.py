@@ -101,6 +101,7 @@ FAULT_OF_THE_COMPILER = (
 )
 
 
+@pytest.mark.medium
 def test_a_crash_is_an_error_of_the_command(job):
     code, out, err = end_of(start('plan', f'{job}:make_crash', *MESH))
     assert (code, out) == (ExitCode.CRASHED, '')
@@ -164,6 +165,8 @@ def test_commands_that_do_not_compile(monkeypatch, capsys):
     assert main_process() == 0 and 'v5e' in capsys.readouterr().out
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ('number', 'code', 'message'),
     [
@@ -193,6 +196,7 @@ def test_who_ends_the_command_ends_the_compiler(job, number, code, message):
     pytest.fail('the compiler goes on')
 
 
+@pytest.mark.slow
 def test_ctrl_c_of_a_terminal_interrupts_once(job):
     """The terminal sends it to both processes."""
     process = start('plan', f'{job}:make_counted', *MESH, terminal=True)

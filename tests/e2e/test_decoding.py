@@ -81,6 +81,7 @@ def largest_gather(plan: Any) -> float:
     return max(sizes, default=0)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('update', 'inner_jit'), [(sliced, False), (sliced, True), (scattered, False), (selected, False)]
 )

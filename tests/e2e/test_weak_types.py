@@ -110,6 +110,8 @@ CALLS: dict[str, Callable[[Path, MeshShardingHelper, Any], Any]] = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('call', CALLS)
 def test_a_state_comes_back_with_its_types(tmp_path: Path, training: Any, call: str) -> None:
     helper, state, step = training

@@ -167,6 +167,7 @@ def test_pages_show_names_as_text(tmp_path):
     assert '<img' not in page and '<script>alert' not in result._repr_html_()
 
 
+@pytest.mark.medium
 def test_a_search_continues_from_a_file(tmp_path, monkeypatch):
     file = tmp_path / 'trials.jsonl'
     first = find(product, simple(), **options(file=file))

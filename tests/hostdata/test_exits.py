@@ -77,7 +77,7 @@ def test_one_that_does_not_come_is_named_and_not_waited_for(port: int, tmp_path:
         assert re.sub(r', [a-zA-Z ]+ before that', '', logged).endswith(expected), text
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_one_that_is_killed_is_named(port: int, tmp_path: Path) -> None:
     """JAX ends the process when the heartbeat of the other is missing."""
     with program(port, tmp_path, 'local_data_to_global_array', 'never') as two:

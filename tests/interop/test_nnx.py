@@ -186,6 +186,7 @@ def test_the_parameters_are_those_of_the_helper():
     ]
 
 
+@pytest.mark.medium
 def test_options_by_position():
     def step(model, scale, x):
         model.down.bias[...] += scale
@@ -327,6 +328,8 @@ STRUCTURES = [
 sow_outside_of_capture = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @sow_outside_of_capture
 @pytest.mark.parametrize('mode, fun', STRUCTURES, ids=lambda case: getattr(case, '__name__', case))
 def test_modes_and_sown_values_are_those_of_nnx_jit(mode, fun):
@@ -365,6 +368,7 @@ def numbers(leaf):
     return jax.random.key_data(leaf) if is_key else leaf
 
 
+@pytest.mark.medium
 @sow_outside_of_capture
 def test_sown_values_have_the_shardings_of_the_rule():
     def step(model, x):
@@ -399,6 +403,7 @@ def test_a_rule_without_an_answer_for_a_sown_value():
     assert not hasattr(model, 'features')
 
 
+@pytest.mark.medium
 def test_modules_that_are_added_removed_and_tied():
     def change(model, tree):
         model.added = flax_nnx.Linear(16, 32, rngs=flax_nnx.Rngs(0))
@@ -417,6 +422,7 @@ def test_modules_that_are_added_removed_and_tied():
     assert tree['calls'] is calls and float(calls[...]) == float(tree['count']) == 1
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('new_for_each_epoch', [False, True])
 def test_an_optimizer_for_each_epoch_is_traced_for_each_epoch(new_for_each_epoch):
     """The functions of an optax optimizer are part of the structure of an `nnx.Optimizer`."""

@@ -46,6 +46,7 @@ class Waiting:
         self.start()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('in_a_thread', [False, True])
 def test_the_last_program_runs_after_those_whose_results_were_dropped(in_a_thread: bool) -> None:
     waiting = Waiting()

@@ -89,6 +89,8 @@ def reflected(connection: socket.socket) -> bytes:
     return nonce + b' ' + session.signature(ANSWERS, 0).hex().encode() + b'\n'
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     'data',
     [
@@ -150,6 +152,8 @@ def test_a_line_without_an_end_takes_no_memory(sender: Sender) -> None:
     assert_served(sender)
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     'question',
     [
@@ -179,6 +183,7 @@ def test_what_nobody_asks_is_not_answered_either(
     assert len([record for record in caplog.records if record.name == 'scalax.channel']) == 1
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('change', [lambda line: b'0' * 65 + line[65:], lambda line: line[65:]])
 def test_a_line_that_was_changed_on_the_way_is_not_answered(
     change: Callable[[bytes], bytes], sender: Sender
@@ -203,6 +208,7 @@ def test_a_receiver_that_asks_nothing_is_sent_away() -> None:
         assert rest_of(connection) == b''
 
 
+@pytest.mark.slow
 def test_a_thousand_connections(sender: Sender, caplog: pytest.LogCaptureFixture) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= hard < 3000:
@@ -246,6 +252,7 @@ def test_no_more_connections_than_there_may_be(monkeypatch: pytest.MonkeyPatch) 
                 pytest.fail('there is no room although the first connection has ended')
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(('ours', 'theirs'), [(OTHER, SECRET), ('', SECRET), (SECRET, '')])
 def test_another_secret(ours: str, theirs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv('SCALAX_RUN_TOKEN', raising=False)

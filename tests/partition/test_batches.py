@@ -93,11 +93,13 @@ unused_donation = pytest.mark.filterwarnings('ignore:Some donated buffers were n
 TOKENS = np.random.default_rng(1).integers(0, 64, MODEL.batch).astype('int32')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('function', [constrained_inside, annotated_inside])
 def test_values_of_a_step_that_makes_its_batch(function):
     assert_values_of_one_device(from_key(function), made_inside, params(), jax.random.key(0))
 
 
+@pytest.mark.medium
 @pending(MADE_INSIDE)
 @pytest.mark.parametrize('function', [constrained_inside, annotated_inside])
 def test_a_batch_that_is_made_inside_is_the_batch_if_it_is_constrained(function):
@@ -105,6 +107,7 @@ def test_a_batch_that_is_made_inside_is_the_batch_if_it_is_constrained(function)
     assert moved_bytes(plan) <= training_bytes()
 
 
+@pytest.mark.slow
 @unused_donation
 def test_values_of_a_step_that_donates_its_batch():
     assert_values_of_one_device(from_donated_tokens(), MODEL.step, params(), TOKENS)
@@ -171,6 +174,7 @@ def decoding(**options):
 BATCHES = {'default': {}, 'cache and token': {'batch_argnums': (1, 2)}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('options', BATCHES.values(), ids=BATCHES)
 def test_values_of_decoding(options):
     assert_values_of_one_device(decoding(**options), next_token, *decoding_arguments())
@@ -182,6 +186,7 @@ def test_the_axes_of_a_batch_are_those_of_the_dimension_that_its_arrays_share(op
     assert decoding(**options).followed(*decoding_arguments()).axes == ('fsdp',)
 
 
+@pytest.mark.medium
 @pending(TENSOR_PARALLEL_CACHE)
 @pytest.mark.parametrize('options', BATCHES.values(), ids=BATCHES)
 def test_features_are_not_gathered_along_the_axis_of_heads(options):
@@ -212,6 +217,7 @@ ONE_TOKEN = {'gate': P('fsdp', 'tp'), 'up': P('fsdp', 'tp'), 'down': P('tp', 'fs
 SHAPES = {'gate': (64, 192), 'up': (64, 192), 'down': (192, 64), 'head': (64, 2048)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'function, names',
     [

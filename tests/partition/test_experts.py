@@ -43,12 +43,14 @@ def program(loss):
     return Program(loss, weights, (64, 64, WIDTH))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('loss', [put_back_by_gather, put_back_by_scatter])
 def test_values_are_those_of_one_device(loss):
     experts = program(loss)
     assert_values_of_one_device(experts.compiled_step(HELPER), experts.step, *experts.arguments(examples=16))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     'loss', [put_back_by_gather, pytest.param(put_back_by_scatter, marks=pending(SCATTERED))]
 )

@@ -223,12 +223,15 @@ IS_OLDER = jax.__version_info__ < (0, 12)
 PLANNED.append(pytest.param('FFT', marks=pending(FFT_OF_OLDER_XLA, when=IS_OLDER, strict=False)))
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize('name', PROGRAMS)
 def test_values_are_those_of_one_device(name):
     program = PROGRAMS[name]
     assert_values_of_one_device(program.compiled_step(HELPER), program.step, *program.arguments(examples=16))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('name', PLANNED)
 def test_a_step_moves_two_gathers_and_one_reduction_of_its_weights(name):
     program = PROGRAMS[name]
@@ -274,6 +277,8 @@ GPUS = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(5)
 @gpu_compiler.needed
 @pytest.mark.parametrize('name', cases(GPUS, GPUS))
 def test_a_step_for_gpus_with_a_second_mesh_axis(name):
@@ -289,6 +294,8 @@ TPUS = {
 }
 
 
+@pytest.mark.medium
+@pytest.mark.sampled(5)
 @tpu_compiler.newest
 @pytest.mark.parametrize('name', cases(['top_k', 'linear loss', *TPUS], TPUS))
 def test_a_step_for_tpus(name):
@@ -335,16 +342,19 @@ STATE_SPACE = Program(
 )
 
 
+@pytest.mark.slow
 def test_values_of_state_space_layers():
     step = STATE_SPACE.compiled_step(HELPER)
     assert_values_of_one_device(step, STATE_SPACE.step, *STATE_SPACE.arguments(examples=16))
 
 
+@pytest.mark.slow
 @pending(POWERS_OF_A_WEIGHT)
 def test_state_space_layers_move_their_weights():
     assert moved_bytes(STATE_SPACE.plan(HELPER)) <= STATE_SPACE.training_bytes
 
 
+@pytest.mark.slow
 @pending(COMPLEX)
 @tpu_compiler.newest
 def test_state_space_layers_for_tpus_move_what_a_shard_map_moves():

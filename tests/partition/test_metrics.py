@@ -52,11 +52,13 @@ def moved_for_accuracy(helper, *args, **options):
     return with_accuracy - without
 
 
+@pytest.mark.slow
 def test_values_are_those_of_one_device():
     args = arguments(512, 16, (8, 8))
     assert_values_of_one_device(compiled(HELPER, True), step_with(True), *args)
 
 
+@pytest.mark.medium
 @pending(ARGMAX)
 def test_an_accuracy_sends_no_logits():
     args = jax.eval_shape(lambda: arguments(4096, 64, (8, 64)))

@@ -60,11 +60,13 @@ def optimizer_step(decompose):
     return HELPER.sjit(preconditioned(decompose), in_shardings=(FSDP, P('fsdp')), out_shardings=(FSDP, P()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('decompose', [inverse_root, basis])
 def test_values_of_preconditioned_gradients(decompose):
     assert_values_of_one_device(optimizer_step(decompose), preconditioned(decompose), *arguments())
 
 
+@pytest.mark.medium
 @pending(EVERY_DEVICE)
 @pytest.mark.parametrize('decompose, routine', DECOMPOSITIONS.values(), ids=DECOMPOSITIONS)
 def test_each_device_decomposes_its_share_of_the_matrices(decompose, routine):
@@ -107,6 +109,7 @@ def clipping_step(norm):
     return HELPER.sjit(clipped(norm)[1], in_shardings=(FSDP, P('fsdp')), out_shardings=(FSDP, P()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('norm', [flat_norm, squared_norm])
 def test_values_of_clipped_gradients(norm):
     assert_values_of_one_device(clipping_step(norm), clipped(norm)[1], *MLP.arguments(examples=64))

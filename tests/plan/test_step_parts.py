@@ -113,6 +113,7 @@ def block(w, x):
     return jnp.tanh(x @ w['up']) @ w['down']
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('take', [jax.grad, jax.value_and_grad])
 @pytest.mark.parametrize(
     ('wrap', 'phases'),

@@ -536,6 +536,7 @@ DONATIONS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('api', API)
 @pytest.mark.parametrize('donation', DONATIONS.values(), ids=DONATIONS)
 def test_named_jit_and_friends__donate_args_and_donate_kwargs(mesh, api, donation):

@@ -244,6 +244,7 @@ def test_failures_and_interruptions(monkeypatch):
         _ = nothing.best
 
 
+@pytest.mark.medium
 @tpu_compiler.needed
 def test_a_search_continues_from_a_file(tmp_path, monkeypatch):
     file, plan, asked = tmp_path / 'trials.jsonl', module.plan_lowered, []

@@ -108,6 +108,7 @@ def test_exact_results_have_no_errors(rng):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     'function',
     [

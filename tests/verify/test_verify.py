@@ -200,6 +200,7 @@ def sum_of_rows(x):
     return jax.lax.psum(x.sum(0), 'fsdp')
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('axis_type', [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize(
     'make',
@@ -230,6 +231,7 @@ def test_a_step_that_is_a_shard_map_has_a_line(helper):
     )
 
 
+@pytest.mark.slow
 def test_arguments_that_are_alike_do_not_hide_the_verdict(helper):
     def step(layers, others, x, rows):
         return sum(w.sum() for w in layers) + sum(leaf.sum() for leaf in others.values()) + x[rows].sum()

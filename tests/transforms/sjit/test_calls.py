@@ -677,6 +677,7 @@ OF_MODULES = (
 OF_LEAVES = 'shard trees of arrays, and take other leaves out (a function may close over them).'
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('take', 'kind', 'advice'),
     [
