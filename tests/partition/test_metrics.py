@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
