@@ -17,13 +17,13 @@ from scalax._trace.contexts import MeshOwner
 from scalax._transforms.calls.call import Call, Shardings, committed_elsewhere, is_mismatched, struct_of
 from scalax._transforms.calls.placement import Move, Moves, place
 from scalax._transforms.calls.signature import CallSignature
-from scalax._tree.specs import MeshAxes
+from scalax._tree.specs import MeshAxes, text
 from scalax.errors import Problem, ShardingError, StructureError
 from scalax.rules._indivisible import OnIndivisible
 from scalax.rules._prefix import RuleLike, is_rule
 from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve
 
-# What is none of these may be a token, a view of a reference, or of a hijax type, and have no sharding.
+# Their types are array types: looking them up would cost time for each leaf.
 _ARRAYS = jax.Array | np.ndarray
 
 OnMismatch = Literal['error', 'reshard']
@@ -105,11 +105,7 @@ class FunctionRules:
         resolutions = resolve_arguments(rules, call, self.mesh, option, self._on_indivisible, mode, struct_of)
         if self.resolutions is not None:
             self.resolutions += resolutions
-        found = itertools.chain.from_iterable([resolution.shardings for resolution in resolutions])
-        return [
-            to if isinstance(leaf, _ARRAYS) or not is_opaque(type_of(leaf)) else None
-            for leaf, to in zip(call.leaves, found, strict=True)
-        ]
+        return [sharding for resolution in resolutions for sharding in resolution.shardings]
 
     def outputs(self, tree: Any, call: Call, arguments: Shardings) -> list[NamedSharding | None]:
         """The shardings of the outputs, leaf by leaf: those of the rules, then those of donated arguments.
@@ -141,13 +137,11 @@ class FunctionRules:
                 on_indivisible=self._on_indivisible,
                 as_leaf=struct_of,
             )
+            if problems := _opaque_with_sharding(resolution):
+                raise ShardingError(problems, str(MeshAxes.of(self.mesh)), where)
             if self.resolutions is not None:
                 self.resolutions.append(resolution)
-            pairs = zip(leaves, resolution.shardings, strict=True)
-            shardings = [
-                to if isinstance(leaf, _ARRAYS) or not is_opaque(type_of(leaf)) else None
-                for leaf, to in pairs
-            ]
+            shardings = resolution.shardings
         if call.layout.donated:
             leaves_of, shardings_of = call.by_slot(call.leaves), call.by_slot(arguments)
             donated = [
@@ -268,6 +262,7 @@ def resolve_arguments(
                 as_leaf=as_leaf,
             )
             resolutions.append(resolution)
+            problems += _opaque_with_sharding(resolution)
         except ShardingError as error:
             problems.extend(error.problems)
         except StructureError as error:
@@ -277,6 +272,27 @@ def resolve_arguments(
     if problems:
         raise ShardingError(problems, str(MeshAxes.of(mesh)), where)
     return resolutions
+
+
+def _opaque_with_sharding(resolution: Resolution) -> list[Problem]:
+    """The problems of leaves that rules give a sharding, and whose types cannot have one."""
+    tree, problems = resolution.tree, []
+    leaves = tree.shown or tree.leaves
+    for i, (leaf, sharding) in enumerate(zip(leaves, resolution.shardings, strict=True)):
+        if sharding is None or isinstance(leaf, _ARRAYS) or not is_opaque(kind := type_of(leaf)):
+            continue
+        name = (kind if isinstance(kind, type) else type(kind)).__name__
+        problems.append(
+            Problem(
+                'opaque',
+                f'{tree.path_below(tree.prefix, i) or "(the leaf itself)"}: {name}',
+                f'{name} is not an array type, so it cannot have a sharding',
+                spec=text(sharding.spec),
+                rule=resolution.decisions[i].origin,
+                hint='give None for tokens, views of references and values of hijax types.',
+            )
+        )
+    return problems
 
 
 def _is_immovable(leaf: Any) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import hijax
 from jax.sharding import AxisType
 
-from scalax.errors import PlacementError
+from scalax.errors import PlacementError, ShardingError
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support import compilations
@@ -44,12 +44,12 @@ def test_tokens(helper, rules):
     assert through.lower(token, X).compile() is not None
 
 
-@pytest.mark.usefixtures('never_written_down')
 @pytest.mark.parametrize('helper', HELPERS)
-def test_rules_are_for_the_arrays_beside_a_token(helper):
-    token, out = helper.sjit(lambda x: (jax.lax.create_token(x), 2 * x), P('x'), P())(X)
-    token, out = helper.sjit(lambda token, x: (token, x), P(), P())(token, out)
-    np.testing.assert_array_equal(out, 2 * X)
+def test_a_rule_for_a_token_is_an_error(helper, snapshot):
+    with snapshot.raises(ShardingError):
+        helper.sjit(lambda tree: tree, P())({'t': jax.lax.create_token(), 'x': X})
+    with pytest.raises(ShardingError, match=r"of the outputs of '<lambda>' \(out_shardings\)"):
+        helper.sjit(lambda x: (x, jax.lax.create_token(x)), out_shardings=P())(X)
 
 
 def count(ref, x):
@@ -88,6 +88,8 @@ def test_views_of_references():
     for view in views:
         counting(view, X)
     np.testing.assert_array_equal(jax.freeze(ref)[:, 0], X.sum() * np.array([0, 2, 1, 0]))
+    with pytest.raises(ShardingError, match='TransformedRef is not an array type'):
+        AUTO.sjit(count, P())(jax.new_ref(X).at[1], X)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,4 +129,5 @@ def test_types_of_the_users_own(helper, rules):
         same, out = through(scaled, X)
         np.testing.assert_array_equal(out, 2 * X)
         np.testing.assert_array_equal(same.value, scaled.value)
-    helper.sjit(lambda scaled: scaled, P(), P())(scaled)
+    with pytest.raises(ShardingError, match='ScaledType is not an array type'):
+        helper.sjit(lambda scaled: scaled, P())(scaled)
