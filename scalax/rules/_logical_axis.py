@@ -18,6 +18,7 @@ from scalax.errors import (
     RuleError,
     checked_flag,
     did_you_mean,
+    near_names,
     plural,
 )
 from scalax.interop import DimensionNames
@@ -72,7 +73,7 @@ class LogicalAxisShardingRule(BuiltinRule):
             which a name may occur several times.
         axis_names: pairs of a regex, sought (``re.search``) in the leaf path, and the names of the
             dimensions as einops writes them: ``'embed (heads head_dim)'``, ``'... embed'``. ``_`` is a
-            dimension without a name, and so is a number. The first regex that is found counts,
+            dimension without a name, a number one of that size. The first regex that is found counts,
             for leaves that do not name their dimensions themselves. For those that name more or fewer than
             they have, it counts if it names every dimension, without ``...``.
         strict: a leaf whose dimensions have no names, and a name that is not in the mapping, are errors.
@@ -235,6 +236,7 @@ _KNOW = (
     'dimensions of unknown names unsharded.'
 )
 _ONCE = "give each dimension of an array a name of its own, or none ('_' in a pattern, None in metadata)."
+_SIZE = "correct the number in the pattern, or write '_' for a dimension of any size."
 _RANK = (
     "name every dimension ('_' for one without a name, '...' for any number of them), or put a rule for "
     'such leaves before this one.'
@@ -275,7 +277,10 @@ class NamedLeaf:
     def decide(self) -> Decision | Fault:
         """The decision, or what is wrong."""
         dimensions = self.named.pattern.of_rank(len(self.shape))
-        fault = self._rank_fault() if dimensions is None else self._name_fault(dimensions)
+        if dimensions is None:
+            fault: Fault | None = self._rank_fault()
+        else:
+            fault = self._name_fault(dimensions) or self._size_fault(dimensions)
         if fault is not None:
             return fault
         assert dimensions is not None
@@ -321,6 +326,7 @@ class NamedLeaf:
         first: tuple[str, ...] = ()
         busy: list[str] = []
         absent: list[str] = []
+        present: list[str] = []
         for other, entry in self.rule.axis_mapping:
             if other != name:
                 continue
@@ -328,22 +334,33 @@ class NamedLeaf:
                 return (), '', busy
             here = [a for a in entry_axes(entry) if self.axis_sizes is None or a in self.axis_sizes]
             free = tuple(axis for axis in here if axis not in used)
-            if here and len(free) == len(here):
-                return free, f'{name} -> {", ".join(free)}', busy
-            first = first or free
+            present.extend(here)
             absent.extend(axis for axis in entry_axes(entry) if axis not in here)
+            if here and len(free) == len(here):
+                return free, f'{name} -> {", ".join(free)}{self._missing(absent, present)}', busy
+            first = first or free
             busy.extend(axis for axis in here if axis in used)
         in_use = f'{", ".join(dict.fromkeys(busy))} in use'
+        missing = self._missing(absent, present)
         if first:
-            return first, f'{name} -> {", ".join(first)} ({in_use})', busy
+            return first, f'{name} -> {", ".join(first)} ({in_use}){missing}', busy
         if busy:
-            return (), f'{name}: {in_use}', busy
-        # One mapping serves many meshes, so that axes that a mesh lacks are skipped.
-        return (
-            (),
-            f'{name}: the mesh has no {", ".join(map(repr, dict.fromkeys(absent)))}' if absent else '',
-            [],
-        )
+            return (), f'{name}: {in_use}{missing}', busy
+        return (), f'{name}{missing}' if missing else '', []
+
+    def _missing(self, absent: Sequence[str], present: Sequence[str]) -> str:
+        """Which mesh axes of a name the mesh lacks: all of them if it has none, else one that looks misspelt.
+
+        One mapping serves many meshes, so that axes that a mesh lacks are skipped.
+        """
+        if self.axis_sizes is None or not absent:
+            return ''
+        others = [axis for axis in self.axis_sizes if axis not in present]
+        misspelt = next((axis for axis in absent if near_names(axis, others)), None)
+        hint = '' if misspelt is None else f' ({did_you_mean(misspelt, others)})'
+        if not present:
+            return f': the mesh has no {", ".join(map(repr, dict.fromkeys(absent)))}{hint}'
+        return '' if misspelt is None else f'; the mesh has no {misspelt!r}{hint}'
 
     def _dividing(self, axes: tuple[str, ...], size: int | None) -> tuple[str, ...]:
         """The axes that divide a dimension; others are dropped from the right."""
@@ -381,4 +398,22 @@ class NamedLeaf:
             if len(dims) > 1:
                 listed = ', '.join(map(str, dims))
                 return Fault('name-reuse', f'{name!r} is used more than once (dimensions {listed})', _ONCE)
+        return None
+
+    def _size_fault(self, dimensions: tuple[Dimension, ...]) -> Fault | None:
+        """The first dimension whose size is not that of the numbers in the pattern."""
+        for dim, (parts, size) in enumerate(zip(dimensions, self.shape, strict=True)):
+            if size is None:
+                continue
+            numbers = [part for part in parts if isinstance(part, int)]
+            product = math.prod(numbers)
+            if len(numbers) == len(parts) and size != product:
+                return Fault('dimension-size', f'dimension {dim} has size {size}, not {product}', _SIZE)
+            if size % product:
+                return Fault(
+                    'dimension-size',
+                    f'dimension {dim} of size {size} is not {Pattern((parts,))}: it is not divisible by '
+                    f'{product}',
+                    _SIZE,
+                )
         return None

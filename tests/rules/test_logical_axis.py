@@ -170,8 +170,31 @@ def test_a_report_says_why():
 def test_a_report_shows_axes_that_the_mesh_lacks():
     rule = LogicalAxisShardingRule({'embed': ('pod', 'fdsp'), 'mlp': ('tp', 'pod')}, [('', 'embed mlp')])
     assert helper_for({'fsdp': 4, 'tp': 2}).explain(leaf(8, 8), rule).rows[0].reason == (
-        "embed: the mesh has no 'pod', 'fdsp'; mlp -> tp"
+        "embed: the mesh has no 'pod', 'fdsp' (did you mean 'fsdp'?); mlp -> tp"
     )
+
+
+@pytest.mark.parametrize(
+    ('mapping', 'reason'),
+    [
+        ({'embed': ('tp', 'fdsp')}, "embed -> tp; the mesh has no 'fdsp' (did you mean 'fsdp'?)"),
+        (
+            [('mlp', 'tp'), ('embed', ('tp', 'fdsp'))],
+            "mlp -> tp; embed: tp in use; the mesh has no 'fdsp' (did you mean 'fsdp'?)",
+        ),
+        (
+            [('mlp', 'tp'), ('embed', ('tp', 'data', 'fdsp'))],
+            "mlp -> tp; embed -> data (tp in use); the mesh has no 'fdsp' (did you mean 'fsdp'?)",
+        ),
+        # One mapping serves many meshes, and 'dp' looks like 'fsdp', which is named too.
+        ({'embed': ('dp', 'fsdp')}, 'embed -> fsdp'),
+        ({'embed': ('replica', 'fsdp')}, 'embed -> fsdp'),
+    ],
+)
+def test_a_misspelt_mesh_axis_among_others_is_shown(mapping, reason):
+    rule = LogicalAxisShardingRule({'mlp': None, **dict(mapping)}, [('', 'mlp embed')])
+    report = helper_for({'data': 2, 'fsdp': 2, 'tp': 2}).explain(leaf(8, 8), rule)
+    assert report.rows[0].reason == reason
 
 
 # --- Sizes and divisibility -----------------------------------------------------------------------
@@ -182,6 +205,28 @@ FUSED = [('', 'embed (heads head_dim)')]
 def test_of_a_fused_dimension_the_product_counts():
     rule = LogicalAxisShardingRule(MAPPING, FUSED)
     assert specs(rule, leaf(16, 24), {'fsdp': 2, 'tp': 4}) == P('fsdp', 'tp')
+
+
+@pytest.mark.parametrize(
+    ('names', 'shape', 'detail'),
+    [
+        ('embed 3 mlp', (16, 2, 8), 'dimension 1 has size 2, not 3'),
+        ('... 1', (16, 2), 'dimension 1 has size 2, not 1'),
+        ('(2 3) embed', (8, 16), 'dimension 0 has size 8, not 6'),
+        ('(3 mlp)', (16,), 'dimension 0 of size 16 is not (3 mlp): it is not divisible by 3'),
+        ('(mlp 2 _ 4)', (12,), 'dimension 0 of size 12 is not (mlp 2 _ 4): it is not divisible by 8'),
+    ],
+)
+def test_a_number_in_a_pattern_is_the_size(names, shape, detail):
+    with pytest.raises(ShardingError) as error:
+        LogicalAxisShardingRule(MAPPING, [('w', names)]).apply({'w': leaf(*shape)})
+    assert message(error) == (
+        'One leaf cannot be sharded as asked:\n'
+        f'  w: float32{list(shape)}\n'
+        f'    {detail}\n'
+        f"    rule: regex 'w': {names!r}\n"
+        "What to do: correct the number in the pattern, or write '_' for a dimension of any size."
+    )
 
 
 def test_indivisible_dimensions_follow_the_policy(snapshot):

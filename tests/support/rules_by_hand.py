@@ -222,6 +222,9 @@ def logical(term: language.Logical, leaf: Leaf, mesh: MeshOf) -> Said:
     dims: list[Axes] = []
     dropped = False
     for dim, (group, n) in enumerate(zip(groups, leaf.shape, strict=True)):
+        numbers = [int(name) for name in group if name.isdigit()]
+        if n % math.prod(numbers) or (len(numbers) == len(group) and n != math.prod(numbers)):
+            return WRONG
         axes: Axes = ()
         if leaf.is_free(dim):
             for name in group:
