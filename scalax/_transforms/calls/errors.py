@@ -20,6 +20,7 @@ from scalax._transforms.calls.call import (
     is_concrete,
     is_deleted,
     is_foreign,
+    is_mismatched,
     left_alone,
 )
 from scalax._transforms.calls.shardings import ReadCall
@@ -101,6 +102,25 @@ def _axes_of(mesh: Any) -> str:
     return f'the mesh ({axis_sizes_text(mesh.shape)}) of types ({types})'
 
 
+def note_flags(error: jax.errors.TracerBoolConversionError, call: Call) -> None:
+    """Adds a note to an error about the value of a traced bool: the flags in trees that a call traces."""
+    pairs = zip(call.places, call.leaves, strict=True)
+    flags = call.shown([bool(path) and _is_flag(leaf) for (_, path), leaf in pairs])
+    if flags:
+        error.add_note(
+            f'{call.signature.name} got flags in trees, and traces them like arrays (sjit and helper.shard '
+            f'make arrays of Python bools):\n{flags}\n'
+            'What to do: take flags out of the tree before helper.shard, and close over them. For a module '
+            'of equinox, equinox.partition(module, equinox.is_array) gives the arrays and the rest, and '
+            'equinox.combine joins them inside the function; scalax.axes.named_jit takes entire modules.'
+        )
+
+
+def _is_flag(leaf: Any) -> bool:
+    array = getattr(leaf, 'shape', None), getattr(leaf, 'dtype', None)
+    return isinstance(leaf, bool) or array == ((), bool)
+
+
 # What JAX refuses ------------------------------------------------------------------------------------
 
 
@@ -139,7 +159,39 @@ def reject_mismatched(read: ReadCall) -> None:
         f'gives them:\n{listed}\n'
         "What to do: move them first (helper.shard), pass on_mismatch='reshard' to sjit to have them "
         'moved at every such call, or use None in in_shardings to leave arguments where they are.'
+        f'{_batch_advice(read)}{_output_advice(read)}'
     ) from None
+
+
+def _batch_advice(read: ReadCall) -> str:
+    """What to do about batches that are sharded as `prefetch` shards them: over all axes of the mesh."""
+    all_axes = tuple(read.rules.mesh.axis_names)
+    for leaf, sharding in zip(read.call.leaves, read.shardings, strict=True):
+        if sharding is None or not is_mismatched(leaf, sharding):
+            continue
+        if not isinstance(leaf.sharding, NamedSharding):
+            continue
+        if [*map(specs.entry_axes, specs.entries(leaf.sharding.spec))] != [all_axes]:
+            continue
+        axes = specs.spec_axes(sharding.spec)
+        if axes and axes == specs.entry_axes(specs.entries(sharding.spec)[0]):
+            subset = axes[0] if len(axes) == 1 else axes
+            return (
+                ' If helper.prefetch or helper.local_data_to_global_array made the array: they shard rows '
+                f'over all axes of the mesh, unless you pass mesh_axis_subset={subset!r}.'
+            )
+    return ''
+
+
+def _output_advice(read: ReadCall) -> str:
+    """What to do about outputs of earlier calls, whose shardings the compiler chose."""
+    if not read.called_before or read.rules.options.out_shardings is not None:
+        return ''
+    return (
+        f' If the array is an output of an earlier call of {read.call.signature.name}: the compiler chose its '
+        'sharding. Give out_shardings, or donate the argument that it replaces (donate_argnums), whose '
+        'sharding it then gets.'
+    )
 
 
 def warn_left_alone(call: Call, shardings: Shardings, outputs: Any) -> None:

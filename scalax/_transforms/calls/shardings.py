@@ -172,6 +172,7 @@ class ReadCall(NamedTuple):
         shardings: the shardings of its leaves.
         moves: which arguments are moved.
         typed: the call as JAX will see it, with structs for arguments that move; the same call if none does.
+        called_before: whether arguments may be outputs of an earlier call.
     """
 
     rules: FunctionRules
@@ -179,6 +180,7 @@ class ReadCall(NamedTuple):
     shardings: Shardings
     moves: Moves
     typed: Call
+    called_before: bool
 
     def placed(self, move: Move) -> Sequence[Any]:
         """The flat arguments where the program takes them."""

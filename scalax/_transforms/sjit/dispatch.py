@@ -271,7 +271,7 @@ class Dispatcher:
                 # Types may hold shardings: the key is that of the arguments as they will be.
                 typed = Call(self.signature, typed_args)
                 entry = self._entry(call_key(typed), typed, shardings)
-        return ReadCall(self.rules, call, shardings, moves, typed), entry
+        return ReadCall(self.rules, call, shardings, moves, typed, called_before=bool(self.programs)), entry
 
     def _entry(self, key: CallKey, call: Call, shardings: Shardings | None = None) -> Entry:
         """What is known of a key, at least the *shardings* of the arguments, or those of the rules."""
@@ -329,6 +329,9 @@ class Dispatcher:
         # The same function object as in the program: JAX finds this trace again there.
         try:
             traced = jax.jit(flat_function, static_argnums=call.layout.static).trace(*call.flat_args)
+        except jax.errors.TracerBoolConversionError as error:
+            errors.note_flags(error, call)
+            raise
         finally:
             self.args_placed.entry = None
         record(entry, traced)

@@ -735,6 +735,35 @@ def test_the_ways_out_for_modules():
         np.testing.assert_allclose(named_jit(lambda model, x: model(x))(model, X[0]), model(X[0]), rtol=1e-5)
 
 
+def test_an_error_about_a_traced_flag_has_a_note_that_names_it():
+    eqx = pytest.importorskip('equinox')
+
+    class Model(eqx.Module):
+        dropout: eqx.nn.Dropout
+        scale: jax.Array
+
+        def __call__(self, x, key):
+            return self.scale * self.dropout(x, key=key)
+
+    def apply(model, x, key):
+        return model(x, key)
+
+    model = Model(eqx.nn.Dropout(0.5), jnp.ones(8))
+    for argument, leaf in ((model, 'Python bool'), (HELPER.shard(model, P()), 'bool[]')):
+        with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+            HELPER.sjit(apply)(argument, X[0], jax.random.key(0))
+        assert [note for note in error.value.__notes__ if note.startswith('apply')] == [
+            'apply got flags in trees, and traces them like arrays (sjit and helper.shard make arrays of '
+            f'Python bools):\n  model/dropout/inference: {leaf}\n'
+            'What to do: take flags out of the tree before helper.shard, and close over them. For a module '
+            'of equinox, equinox.partition(module, equinox.is_array) gives the arrays and the rest, and '
+            'equinox.combine joins them inside the function; scalax.axes.named_jit takes entire modules.'
+        ]
+    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+        HELPER.sjit(lambda x, rows: x if x.any() else rows['x'])(X, {'x': X})
+    assert 'flags' not in ''.join(getattr(error.value, '__notes__', []))
+
+
 def test_a_function_that_calls_itself_ends_in_a_recursion_error():
     @HELPER.sjit
     def endless(x):

@@ -257,6 +257,57 @@ def test_a_committed_argument_with_another_sharding_is_an_error():
         step(HELPER.shard({'w': X, 'b': X}, {'w': P('data'), 'b': P()}), X)
 
 
+@pytest.mark.parametrize(
+    ('asked', 'subset'),
+    [
+        (P('data'), "'data'"),
+        (P(('model', 'data')), "('model', 'data')"),
+        (P(None, 'data'), None),
+        (P('data', 'model'), None),
+        (P(), None),
+    ],
+)
+def test_the_error_about_a_batch_of_prefetch_names_its_option(asked, subset):
+    step = HELPER.sjit(lambda batch: batch['x'], in_shardings=asked)
+    with HELPER.prefetch([{'x': X, 'y': X}]) as batches, pytest.raises(PlacementError) as error:
+        step(next(batches))
+    advice = (
+        ' If helper.prefetch or helper.local_data_to_global_array made the array: they shard rows over all '
+        f'axes of the mesh, unless you pass mesh_axis_subset={subset}.'
+    )
+    assert str(error.value).endswith(f'leave arguments where they are.{"" if subset is None else advice}')
+    with (
+        HELPER.prefetch([{'x': X}], mesh_axis_subset='model') as some,
+        pytest.raises(PlacementError) as error,
+    ):
+        step(next(some))
+    assert str(error.value).endswith('leave arguments where they are.')
+
+
+def test_the_error_about_an_output_says_that_the_compiler_chose_its_sharding():
+    rules = {'state': P('data'), 'x': None}
+
+    def step(state, x):
+        return jnp.outer(x, x) @ state
+
+    compiled = HELPER.sjit(step, rules)
+    x = HELPER.shard(X[0], P('model'))
+    state = compiled(X, x)
+    assert not state.sharding.is_equivalent_to(HELPER.match_sharding_rule(P('data'), X), 2)
+    with pytest.raises(PlacementError) as error:
+        compiled(state, x)
+    assert str(error.value).endswith(
+        'leave arguments where they are. If the array is an output of an earlier call of step: the compiler '
+        'chose its sharding. Give out_shardings, or donate the argument that it replaces (donate_argnums), '
+        'whose sharding it then gets.'
+    )
+    donating = HELPER.sjit(step, rules, donate_argnames='state')
+    donating(donating(X, x), x)
+    with pytest.raises(PlacementError) as error:
+        HELPER.sjit(lambda state, x: state, rules)(state, x)
+    assert str(error.value).endswith('leave arguments where they are.')
+
+
 def test_mismatched_arguments_are_moved_on_request():
     traces = []
 
