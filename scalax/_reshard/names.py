@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 from scalax._tree.paths import NamedTree, dtype_on_devices, is_weak, leaf_text, type_text
-from scalax.errors import ArgumentError, shown_leaves
+from scalax._util.strict_json import printable
+from scalax.errors import ArgumentError, near_names, shown_leaves
 from scalax.rules._tree_path import checked_regex
 
 Destination = str | tuple[str, Sequence[int]] | None
@@ -116,27 +117,61 @@ def locate(
         separator: what is between the keys of a name.
 
     Raises:
-        ArgumentError: the mapping is none.
+        ArgumentError: the mapping is invalid, or gives something else than a path for a name.
     """
     destination_of = _as_function(mapping, separator)
     located: list[Located] = []
     problems = []
+    wrong: list[str] = []
+    unused = [key for key in mapping if key not in leaves] if isinstance(mapping, Mapping) else []
     for name, leaf in leaves.items():
         try:
             destination = destination_of(name)
         except KeyError as error:
             if error.args != (name,):  # a mistake in a function of the user
                 raise
-            problems.append(f'{name}: not in the mapping')
+            # Messages show ten, and a search goes through all names.
+            hint = _misspelt(name, unused) if len(problems) < 10 else ''
+            problems.append(f'{name}: not in the mapping{hint}')
             continue
         if destination is None:
             continue
-        path, axes = (destination, None) if isinstance(destination, str) else destination
+        checked = _checked_destination(destination)
+        if checked is None:
+            wrong.append(f'{name}: {destination!r}')
+            continue
+        path, axes = checked
         if axes is not None and sorted(axes) != [*range(np.ndim(leaf))]:
             problems.append(f'{name}: {leaf_text(leaf)} does not have the axes {axes!r}')
         else:
-            located.append((name, path, None if axes is None else tuple(axes)))
+            located.append((name, path, axes))
+    if wrong:
+        raise ArgumentError(
+            f'mapping: these destinations are not paths:\n{shown_leaves(map(printable, wrong), separator)}\n'
+            "What to do: give a path ('norm/scale'), a path and axes for a transpose ('norm/scale', (1, 0)), "
+            'or None to leave the leaf out.'
+        )
     return located, problems
+
+
+def _checked_destination(destination: Any) -> tuple[str, tuple[int, ...] | None] | None:
+    """A path and axes, if there are any; None if *destination* is neither a path nor both."""
+    if isinstance(destination, str):
+        return destination, None
+    if not isinstance(destination, tuple | list) or len(destination) != 2:
+        return None
+    path, axes = destination
+    if not isinstance(path, str) or not isinstance(axes, Sequence | np.ndarray) or isinstance(axes, str):
+        return None
+    if not all(isinstance(axis, int | np.integer) and not isinstance(axis, bool) for axis in axes):
+        return None
+    return path, tuple(map(int, axes))
+
+
+def _misspelt(name: str, unused: Sequence[Any]) -> str:
+    """A hint at a key of the mapping that no leaf has, and that looks like a misspelt *name*."""
+    near = near_names(name, [key for key in unused if isinstance(key, str)])
+    return f', whose name {near[0]!r} no leaf has' if near else ''
 
 
 def put(tree: dict[str, Any], path: str, leaf: Any) -> bool:
@@ -161,8 +196,10 @@ def _as_function(mapping: NameMapping, separator: str) -> Callable[[str], Destin
     def by_regex(name: str) -> Destination:
         for regex, replacement, *axes in pairs:
             if regex.search(name):
-                path = None if replacement is None else regex.sub(replacement, name).replace(separator, '/')
-                return (path, axes[0]) if axes and path is not None else path
+                if replacement is None:
+                    return None
+                path = substitute('mapping', regex, replacement, name).replace(separator, '/')
+                return (path, axes[0]) if axes else path
         raise KeyError(name)
 
     return by_regex
@@ -184,3 +221,30 @@ def checked_pairs(where: str, pairs: Iterable[Any], most: int = 2) -> list[tuple
         checked_regex(where, pair[0], ArgumentError)
         compiled.append((re.compile(pair[0]), *pair[1:]))
     return compiled
+
+
+def substitute(where: str, regex: re.Pattern[str], replacement: Any, name: str) -> str:
+    """Returns ``regex.sub(replacement, name)``; messages begin with *where*.
+
+    Raises:
+        ArgumentError: the replacement has a group that the regex lacks, or is a function that returns
+            something else than a string.
+    """
+
+    def checked(match: re.Match[str]) -> str:
+        text = replacement(match)
+        if not isinstance(text, str):
+            raise ArgumentError(
+                f'{where}: the replacement for {regex.pattern!r} has to return a string, and returned '
+                f'{text!r}'
+            )
+        return text
+
+    if callable(replacement):
+        return regex.sub(checked, name)
+    try:
+        return regex.sub(replacement, name)
+    except (re.error, IndexError) as error:  # IndexError: the regex has no group of this name
+        raise ArgumentError(
+            f'{where}: the replacement {replacement!r} does not fit the regex {regex.pattern!r}: {error}'
+        ) from None

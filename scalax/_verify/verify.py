@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import time
@@ -169,11 +170,22 @@ def _drawn(tree: Any) -> int:
 
 def _made(function: Any, helper: Any, config: Any) -> tuple[Any, tuple[Any, ...]]:
     """What the user's function makes for a helper."""
-    made = function(helper) if config is None else function(helper, config)
+    values = (helper,) if config is None else (helper, config)
+    needed = 'a helper' if config is None else 'a helper and a configuration'
+    called = f'{name_of(function)} is called with {needed}, because verify got no arguments for it'
+    try:
+        inspect.signature(function).bind(*values)
+    except TypeError as error:
+        raise ArgumentError(
+            f'{called}, and it does not take them ({error}): pass the arguments of a step, or a function that '
+            'makes the step for a helper'
+        ) from None
+    except ValueError:  # of functions in C, whose signature is unknown
+        pass
+    made = function(*values)
     if not isinstance(made, tuple | list) or len(made) != 2 or not isinstance(made[1], tuple | list):
         raise ArgumentError(
-            f'{name_of(function)} is called with a helper, because verify got no arguments for it: it has to '
-            f'return the step and the tuple of its arguments, got {_kind(made)}'
+            f'{called}: it has to return the step and the tuple of its arguments, got {_kind(made)}'
         )
     return made[0], tuple(made[1])
 

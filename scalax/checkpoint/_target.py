@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from scalax._hostdata.agreement import placed_text
+from scalax._reshard.names import substitute
 from scalax._tree.paths import NamedTree, canonical_dtype, is_weak, type_text
 from scalax.errors import ArgumentError, CheckpointError, shown_leaves
 from scalax.rules._tree_path import checked_regex
@@ -101,6 +102,7 @@ def renamed_paths(paths: Iterable[str], rename: Sequence[tuple[Any, ...]], where
 
     Raises:
         CheckpointError: two leaves get the same path.
+        ArgumentError: a replacement does not fit its regex.
 
     Example:
         >>> renamed_paths(['model/w', 'step'], [(re.compile('^model/'), 'params/')], '')
@@ -108,7 +110,8 @@ def renamed_paths(paths: Iterable[str], rename: Sequence[tuple[Any, ...]], where
     """
     old: dict[str, str] = {}
     for path in paths:
-        new = next((regex.sub(to, path) for regex, to in rename if regex.search(path)), path)
+        renamed = (substitute('rename', regex, to, path) for regex, to in rename if regex.search(path))
+        new = next(renamed, path)
         if new in old:
             raise CheckpointError(
                 f'rename gives two leaves of {where} the same path: {old[new]!r} and {path!r} become {new!r}'

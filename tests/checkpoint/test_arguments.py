@@ -130,6 +130,53 @@ def test_mappings_of_safetensors(tmp_path: Path, mapping: Any, wanted: str) -> N
     assert message(load_safetensors, HELPER, file, P(), mapping).startswith(wanted)
 
 
+@pytest.mark.parametrize(
+    'destination',
+    [3, ('x',), ('x', 3), ('x', ('a',)), ('x', '01'), ('x', (1.0,)), ('x', (False,)), ('x', None), (3, (0,))],
+    ids=repr,
+)
+@pytest.mark.parametrize('kind', ['dict', 'function'])
+def test_destinations_that_are_not_paths(tmp_path: Path, destination: Any, kind: str) -> None:
+    file = tmp_path / 'model.safetensors'
+    tree = {'w': np.ones(8, np.float32), 'b': np.ones(8, np.float32)}
+    save_file(tree, file)
+    destinations = {'w': destination, 'b': 'b'}
+    mapping = destinations if kind == 'dict' else destinations.get
+    expected = (
+        f'mapping: these destinations are not paths:\n  w: {destination!r}\n'
+        "What to do: give a path ('norm/scale'), a path and axes for a transpose ('norm/scale', (1, 0)), or "
+        'None to leave the leaf out.'
+    )
+    assert message(load_safetensors, HELPER, file, P(), mapping) == expected
+    assert message(HELPER.reshard, HELPER.shard(tree, P()), P(), mapping=mapping) == expected
+
+
+def test_axes_that_are_not_a_sequence(tmp_path: Path) -> None:
+    tree = HELPER.shard({'p': np.ones(8, np.float32), 'b': np.ones(8, np.float32)}, P())
+    error = message(HELPER.reshard, tree, P(), mapping=[('p', 'q', 3), ('b', 'b')])
+    assert error.startswith("mapping: these destinations are not paths:\n  p: ('q', 3)\n")
+
+
+@pytest.mark.parametrize(
+    'replacement, problem',
+    [
+        (
+            r'\2',
+            r"the replacement '\\2' does not fit the regex '(w)': invalid group reference 2 at position 1",
+        ),
+        (r'\g<name>', r"the replacement '\\g<name>' does not fit the regex '(w)': unknown group name 'name'"),
+        (lambda match: 3, "the replacement for '(w)' has to return a string, and returned 3"),
+    ],
+    ids=['number', 'name', 'function'],
+)
+def test_replacements_that_do_not_fit(saved: Path, tmp_path: Path, replacement: Any, problem: str) -> None:
+    file = tmp_path / 'model.safetensors'
+    save_file({'w': np.ones(8, np.float32)}, file)
+    pairs = [('(w)', replacement)]
+    assert message(load_safetensors, HELPER, file, P(), pairs) == f'mapping: {problem}'
+    assert message(Checkpointer(saved).restore, HELPER, P(), STATE, rename=pairs) == f'rename: {problem}'
+
+
 @pytest.mark.parametrize('files', [3, None, b'x'], ids=repr)
 def test_what_are_no_files_of_safetensors(files: Any) -> None:
     assert message(load_safetensors, HELPER, files, P()) == (

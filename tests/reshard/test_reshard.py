@@ -300,6 +300,12 @@ def test_mappings_that_do_not_fit():
         '  a, b: go to x, which is one leaf',
         '  d: goes to y/z, which overlaps the path of another leaf',
     ]
+    with pytest.raises(ArgumentError) as error:
+        helper.reshard({'norm/scale': tree['a'], 'b': tree['b']}, P(), mapping={'norm/scales': 'x'})
+    assert str(error.value).splitlines()[1:3] == [
+        '  b: not in the mapping',
+        "  norm/scale: not in the mapping, whose name 'norm/scales' no leaf has",
+    ]
 
 
 # --- Memory ---------------------------------------------------------------------------------------

@@ -71,6 +71,20 @@ NOT_REDUCED = (
             'step and the tuple of its arguments, got a tuple of function, ShapeDtypeStruct',
         ),
         (
+            lambda: elsewhere(64, 8).verify(lambda: (double, (X,))),
+            ArgumentError,
+            '<lambda> is called with a helper, because verify got no arguments for it, and it does not take '
+            'them (too many positional arguments): pass the arguments of a step, or a function that makes the '
+            'step for a helper',
+        ),
+        (
+            lambda: elsewhere(64, 8).verify(lambda helper: (double, (X,)), config=3),
+            ArgumentError,
+            '<lambda> is called with a helper and a configuration, because verify got no arguments for it, '
+            'and it does not take them (too many positional arguments): pass the arguments of a step, or a '
+            'function that makes the step for a helper',
+        ),
+        (
             lambda: assert_equal_to_one_device(double, X),
             ArgumentError,
             'assert_equal_to_one_device: give helper=..., because sjit did not make the function',

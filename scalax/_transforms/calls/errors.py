@@ -188,8 +188,8 @@ def _output_advice(read: ReadCall) -> str:
     if not read.called_before or read.rules.options.out_shardings is not None:
         return ''
     return (
-        f' If the array is an output of an earlier call of {read.call.signature.name}: the compiler chose its '
-        'sharding. Give out_shardings, or donate the argument that it replaces (donate_argnums), whose '
+        f' If the array is an output of an earlier call of {read.call.signature.name}: the compiler chose '
+        'its sharding. Give out_shardings, or donate the argument that it replaces (donate_argnums), whose '
         'sharding it then gets.'
     )
 
