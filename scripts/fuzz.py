@@ -1,6 +1,6 @@
-"""Draws compositions of rules, until one is not treated as the docs say.
+"""Draws compositions of rules and headers of safetensors files, until one is not treated as the docs say.
 
-Usage: python scripts/fuzz.py [--max-examples N] [--seed S]
+Usage: python scripts/fuzz.py [--max-examples N] [--headers N] [--seed S]
 
 The tests are those of the suite, with other examples: in rounds, each a run of pytest with a seed of its
 own, so that progress shows and memory is given back. The first round that fails ends it. The seed is
@@ -18,18 +18,45 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPOSITIONS = ['tests/rules/test_compositions.py', 'tests/rules/test_composition_laws.py']
-# About what the tests of compositions draw in all where the profile says 100.
-SUITE = 3000
-ROUND = 5_000
 ROUND_TIMEOUT_S = 3600
+
+
+class Tests(NamedTuple):
+    """Tests that draw examples.
+
+    Attributes:
+        option: the option that says how many.
+        what: what they draw.
+        selection: the arguments of pytest that select them.
+        suite: about how many they draw in all where the profile says 100.
+        round: how many a run of pytest draws.
+    """
+
+    option: str
+    what: str
+    selection: tuple[str, ...]
+    suite: int
+    round: int
+
+
+HEADERS = Tests(
+    '--headers', 'headers', ('tests/checkpoint/test_safetensors_header.py', '-k', 'test_mutated'), 250, 20_000
+)
+COMPOSITIONS = Tests(
+    '--max-examples',
+    'compositions',
+    ('tests/rules/test_compositions.py', 'tests/rules/test_composition_laws.py'),
+    3000,
+    5000,
+)
 
 
 def run_tests(arguments: list[str], **env: str) -> str:
     """Runs tests, and returns what pytest prints; nothing where one failed, after printing that."""
-    command = ['-m', 'pytest', '-p', 'no:cacheprovider', '-q', '-x', f'--longest={ROUND_TIMEOUT_S}']
+    command = ['-m', 'pytest', '-p', 'no:cacheprovider', '-q', '-x', f'--timeout={ROUND_TIMEOUT_S}']
     done = subprocess.run(
         [sys.executable, *command, *arguments],
         cwd=ROOT,
@@ -45,37 +72,42 @@ def run_tests(arguments: list[str], **env: str) -> str:
     return done.stdout
 
 
-def compositions(seed: int, examples: int) -> int:
-    """Runs about that many examples and returns how many passed; none where one failed."""
+def run_round(tests: Tests, seed: int, examples: int) -> int:
+    """Draws about that many examples and returns how many passed; none where one failed."""
     profile = ['--hypothesis-profile=fuzz', f'--hypothesis-seed={seed}', '--hypothesis-show-statistics']
-    printed = run_tests(
-        [*profile, *COMPOSITIONS], FUZZ_EXAMPLES=str(max(1, math.ceil(100 * examples / SUITE)))
-    )
+    scale = str(max(1, math.ceil(100 * examples / tests.suite)))
+    printed = run_tests([*profile, *tests.selection], FUZZ_EXAMPLES=scale)
     return sum(map(int, re.findall(r'(\d+) passing', printed)))
 
 
-def fuzz(seed: int, total: int) -> None:
+def fuzz(tests: Tests, seed: int, total: int) -> None:
     """Runs rounds until there were enough examples or one fails."""
     begun, drawn = time.monotonic(), 0
     while drawn < total:
-        examples = min(ROUND, total - drawn)
-        passed = compositions(seed, examples)
+        examples = min(tests.round, total - drawn)
+        passed = run_round(tests, seed, examples)
         if not passed:
-            again = f'--seed {seed} --max-examples {examples}'
-            sys.exit(f'FAILED after {drawn:,} compositions. Once more: make fuzz ARGS="{again}"')
+            counts = dict.fromkeys((HEADERS.option, COMPOSITIONS.option), 0) | {tests.option: examples}
+            again = ' '.join(f'{option} {count}' for option, count in counts.items())
+            sys.exit(
+                f'FAILED after {drawn:,} {tests.what}. Once more: make fuzz ARGS="--seed {seed} {again}"'
+            )
         drawn, seed = drawn + passed, seed + 1
         seconds = time.monotonic() - begun
-        print(f'{drawn:,} compositions passed in {seconds:.0f} s, {drawn / seconds:.0f} a second', flush=True)
+        rate = drawn / seconds
+        print(f'{drawn:,} {tests.what} passed in {seconds:.0f} s, {rate:.0f} a second', flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--max-examples', type=int, default=50_000, metavar='N', help='how many compositions')
+    parser.add_argument('--headers', type=int, default=100_000, metavar='N', help='how many headers')
     parser.add_argument('--seed', type=int, help='draw the same examples again')
     args = parser.parse_args()
     seed = random.randrange(10**6) if args.seed is None else args.seed
-    print(f'seed {seed}, {args.max_examples:,} compositions', flush=True)
-    fuzz(seed, args.max_examples)
+    print(f'seed {seed}, {args.headers:,} headers, {args.max_examples:,} compositions', flush=True)
+    fuzz(HEADERS, seed, args.headers)
+    fuzz(COMPOSITIONS, seed, args.max_examples)
     print('All passed.')
 
 
