@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from scalax._jax.messages import is_out_of_memory
+from scalax._plan import running
 from scalax._plan.hlo import devices_of
 from scalax._plan.memory import Memory, MemoryLayout, MemoryTables, assigned_memory, read_layout
 from scalax._plan.schedule import MODELLED
@@ -214,7 +215,9 @@ def _small_device(size: int, limit: int) -> dict[str, str]:
 def _compile(lowered: Any, options: dict[str, Any]) -> _Dump:
     """Compiles, and reads the files that the compiler wrote."""
     # A compiler that Ctrl-C left behind may still write.
-    with tempfile.TemporaryDirectory(prefix='scalax-plan-', ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(
+        prefix='scalax-plan-', dir=running.dump_folder(), ignore_cleanup_errors=True
+    ) as name:
         folder = Path(name)
         executable, refusal = None, ''
         try:

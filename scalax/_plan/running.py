@@ -9,11 +9,23 @@ from collections.abc import Callable, Iterator, Sequence
 _lock = threading.Lock()
 _running: list[str] = []
 _watchers: list[Callable[[Sequence[str]], None]] = []
+_dump_folder: str | None = None
 
 
 def watch(watcher: Callable[[Sequence[str]], None]) -> None:
     """Has *watcher* called whenever a compilation begins or ends, with all that are running."""
     _watchers.append(watcher)
+
+
+def dump_in(folder: str) -> None:
+    """Has compilers write their files in *folder*, which the process that outlives them removes."""
+    global _dump_folder
+    _dump_folder = folder
+
+
+def dump_folder() -> str | None:
+    """The folder in which compilers write their files; None for that of temporary files."""
+    return _dump_folder
 
 
 @contextlib.contextmanager

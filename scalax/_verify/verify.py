@@ -177,8 +177,8 @@ def _made(function: Any, helper: Any, config: Any) -> tuple[Any, tuple[Any, ...]
         inspect.signature(function).bind(*values)
     except TypeError as error:
         raise ArgumentError(
-            f'{called}, and it does not take them ({error}): pass the arguments of a step, or a function that '
-            'makes the step for a helper'
+            f'{called}, and it does not take them ({error}): pass the arguments of a step, or a function '
+            'that makes the step for a helper'
         ) from None
     except ValueError:  # of functions in C, whose signature is unknown
         pass

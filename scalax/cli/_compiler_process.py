@@ -38,27 +38,36 @@ def run_in_compiler_process(function: str, topology: str | None) -> int | None:
     """
     descriptors = os.environ.pop(_VARIABLE, None)  # not for processes that the user's file starts
     if descriptors is not None:
-        _report_to_parent(*map(int, descriptors.split(',')))
+        lives, report, folder = descriptors.split(',', 2)
+        running.dump_in(folder)
+        _report_to_parent(int(lives), int(report))
         return None
     command = _own_command()
     if command is None:
         return None
-    with tempfile.TemporaryFile() as report, _pipe() as (lives, _):
-        descriptors = f'{lives},{report.fileno()}'
+    with (
+        # A compiler that crashes leaves its files behind; one that Ctrl-C left may still write.
+        tempfile.TemporaryDirectory(prefix='scalax-plan-', ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryFile() as file,
+        _pipe() as (lives, _),
+    ):
         process = subprocess.Popen(
-            command, env={**os.environ, _VARIABLE: descriptors}, pass_fds=(lives, report.fileno())
+            command,
+            env={**os.environ, _VARIABLE: f'{lives},{file.fileno()},{folder}'},
+            pass_fds=(lives, file.fileno()),
         )
         with _signals_passed_on(process):
             code = process.wait()
-        if code >= 0:
-            return code
-        if code == -signal.SIGINT:
-            return ExitCode.INTERRUPTED
-        if -code in _ENDING:
-            return _end_by(-code)
-        report.seek(0)
-        print(_crash(-code, report.read().decode(errors='replace'), function, topology), file=sys.stderr)
-        return ExitCode.CRASHED
+        file.seek(0)
+        compilations = file.read().decode(errors='replace')
+    if code >= 0:
+        return code
+    if code == -signal.SIGINT:
+        return ExitCode.INTERRUPTED
+    if -code in _ENDING:
+        return _end_by(-code)
+    print(_crash(-code, compilations, function, topology), file=sys.stderr)
+    return ExitCode.CRASHED
 
 
 def _own_command() -> list[str] | None:

@@ -65,9 +65,9 @@ sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))
 """
 
 
-def start(*arguments, terminal=False):
+def start(*arguments, terminal=False, **variables):
     """Starts a command, without a terminal that would send Ctrl-C to it, or in one of its own."""
-    env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(ROOT), *sys.path])}
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(ROOT), *sys.path]), **variables}
     env.pop('JAX_NUM_CPU_DEVICES', None)
     command = [sys.executable, '-W', 'error', '-m', 'scalax', *map(str, arguments)]
     return subprocess.Popen(
@@ -102,8 +102,11 @@ FAULT_OF_THE_COMPILER = (
 
 
 @pytest.mark.medium
-def test_a_crash_is_an_error_of_the_command(job):
-    code, out, err = end_of(start('plan', f'{job}:make_crash', *MESH))
+def test_a_crash_is_an_error_of_the_command_and_leaves_no_files(job, tmp_path):
+    folder = tmp_path / 'temporary'
+    folder.mkdir()
+    code, out, err = end_of(start('plan', f'{job}:make_crash', *MESH, TMPDIR=str(folder)))
+    assert not [*folder.glob('scalax-plan-*')]
     assert (code, out) == (ExitCode.CRASHED, '')
     assert err == (
         f"error: the compiler crashed (SIGSEGV, segmentation fault) for '{job}:make_crash' on simulated "

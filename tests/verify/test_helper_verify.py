@@ -74,8 +74,8 @@ NOT_REDUCED = (
             lambda: elsewhere(64, 8).verify(lambda: (double, (X,))),
             ArgumentError,
             '<lambda> is called with a helper, because verify got no arguments for it, and it does not take '
-            'them (too many positional arguments): pass the arguments of a step, or a function that makes the '
-            'step for a helper',
+            'them (too many positional arguments): pass the arguments of a step, or a function that makes '
+            'the step for a helper',
         ),
         (
             lambda: elsewhere(64, 8).verify(lambda helper: (double, (X,)), config=3),
