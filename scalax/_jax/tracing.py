@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import AxisType
 
@@ -32,6 +33,9 @@ ABSTRACT = (jax.ShapeDtypeStruct, jax.core.ShapedArray)
 
 ``jax.jit`` takes both in ``lower``, ``trace`` and ``eval_shape``.
 """
+
+# Leaves whose type needs no question. NumPy's may be masked arrays or strings, which JAX does not take.
+_TYPED = (*ABSTRACT, jax.core.AbstractValue, jax.Array, np.ndarray, np.generic)
 
 current_trace = get_opaque_trace_state
 """An object that differs for different traces. Relies on it comparing by the trace at work."""
@@ -122,6 +126,29 @@ def is_abstract(leaf: Any) -> bool:
     Relies on ``jax.typeof`` returning a ``jax.core.ShapedArray`` for every array.
     """
     return isinstance(leaf, ABSTRACT)
+
+
+def as_struct(leaf: Any) -> Any:
+    """A struct in place of an object that has a shape and a dtype; other leaves as they are.
+
+    Relies on ``jax.eval_shape`` taking such objects, which have no value, as ``jax.jit`` does in ``lower``,
+    ``trace`` and ``eval_shape``. It takes their weak type, and no sharding.
+    """
+    if isinstance(leaf, _TYPED) or not (hasattr(leaf, 'shape') and hasattr(leaf, 'dtype')):
+        return leaf
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        pass
+    except Exception:  # noqa: BLE001 - of a view of a reference, as in `type_of`
+        return leaf
+    else:
+        return leaf
+    try:
+        kind = jax.eval_shape(lambda x: x, leaf)
+    except Exception:  # noqa: BLE001 - its shape or dtype is not one of arrays
+        return leaf
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
 
 
 def is_reference(leaf: Any) -> bool:

@@ -1,5 +1,6 @@
 """What JAX gives or refuses in which transformation, as `scalax/_jax/tracing` asks for it."""
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -134,6 +135,26 @@ def test_jit_lowers_types() -> None:
         assert type(kind) is jax.core.ShapedArray
         assert tracing.is_abstract(kind)
         assert jax.jit(jnp.sum).lower(kind).in_avals == jax.jit(jnp.sum).lower(value).in_avals
+
+
+def test_jit_lowers_objects_with_a_shape_and_a_dtype() -> None:
+    duck = types.SimpleNamespace(shape=[8], dtype='float32', weak_type=True)
+    with contract('takes objects with a shape and a dtype in lower, and in no call', 'to take them'):
+        assert (
+            jax.jit(jnp.sin).lower(duck).in_avals == jax.jit(jnp.sin).lower(tracing.as_struct(duck)).in_avals
+        )
+        assert tracing.as_struct(duck) == jax.ShapeDtypeStruct((8,), jnp.float32, weak_type=True)
+        with pytest.raises(TypeError):
+            jax.jit(jnp.sin)(duck)
+    for leaf in (X, jax.typeof(X), np.ma.masked_array(X), jax.new_ref(X), 2.0, 'text'):
+        assert tracing.as_struct(leaf) is leaf
+    for shape, dtype in (('a', 'float32'), ((8,), 'no dtype'), ((8,), torch_like)):
+        duck = types.SimpleNamespace(shape=shape, dtype=dtype)
+        assert tracing.as_struct(duck) is duck
+
+
+def torch_like() -> None:
+    """Not a dtype of NumPy."""
 
 
 def test_types_of_references() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ from typing import (
 
 import jax
 
-from scalax._jax.tracing import jit_options
+from scalax._jax.tracing import as_struct, jit_options
 from scalax._stages.stages import Stages
 from scalax._trace.contexts import MeshOwner, checked_bindings, hashable
 from scalax._transforms.calls.call import Call, Shardings
@@ -132,7 +133,8 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         return functools.partial(sjit, **options), (helper, fun)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """``jax.jit(...).lower``: arrays, ShapeDtypeStructs or types (``jax.typeof``) in.
+        """``jax.jit(...).lower``: arrays, ShapeDtypeStructs, types (``jax.typeof``) and other objects with a
+        shape and a dtype in.
 
         Returns:
             A ``jax.stages.Lowered``.
@@ -200,7 +202,13 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         self._dispatcher.clear()
 
     def _flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        return self._dispatcher.signature.flatten(args, kwargs)
+        """The slots of a call that is not run, with structs for objects that have a shape and a dtype."""
+        flat_args = self._dispatcher.signature.flatten(args, kwargs)
+        call = Call(self._dispatcher.signature, flat_args)
+        leaves = [*map(as_struct, call.leaves)]
+        if all(map(operator.is_, leaves, call.leaves)):
+            return flat_args
+        return tuple(call.replaced(leaves))
 
 
 def sjit(helper: MeshOwner, fun: Callable[Given, Result], **given: Any) -> SjitFunction[Given, Result]:

@@ -45,6 +45,57 @@ def test_types_lower_as_under_jit(kind):
     assert ours.shardings_for(jax.typeof(value)) == ours.shardings_for(value)
 
 
+class Duck:
+    """An object with a shape and a dtype, as other libraries have them."""
+
+    def __init__(self, shape, dtype, **attributes):
+        self.shape, self.dtype = shape, dtype
+        self.__dict__.update(attributes)
+
+
+DUCKS = {
+    'NumPy dtype': ((8, 4), np.dtype('float32')),
+    'name of a dtype': ((8, 4), 'bfloat16'),
+    'scalar type': ((8, 4), np.int32),
+    'list': ([8, 4], 'float32'),
+    'one number': (8, 'float32'),
+    'NumPy number': ((np.int64(8),), 'float32'),
+    'wide': ((8, 4), 'float64'),
+    'no array': (('a', 4), 'float32'),
+    'no dtype': ((8, 4), 'text'),
+}
+
+
+@pytest.mark.parametrize('attributes', [{}, {'weak_type': True}, {'sharding': None}], ids=str)
+@pytest.mark.parametrize('kind', DUCKS)
+def test_objects_with_a_shape_and_a_dtype_lower_as_under_jit(kind, attributes):
+    duck, ours, theirs = Duck(*DUCKS[kind], **attributes), AUTO.sjit(scaled), jax.jit(scaled)
+    if kind.startswith('no '):
+        for fun in (ours, theirs):
+            for method in (fun.trace, fun.lower, fun.eval_shape):
+                with pytest.raises(TypeError):
+                    method(duck, 2.0)
+        return
+    expected = theirs.trace(duck, 2.0)
+    assert str(ours.trace(duck, 2.0).in_avals) == str(expected.in_avals)
+    assert str(ours.lower(duck, by=2.0).in_avals) == str(theirs.lower(duck, by=2.0).in_avals)
+    assert str(ours.eval_shape(duck, 2.0)) == str(theirs.eval_shape(duck, 2.0))
+
+
+def test_objects_with_a_shape_and_a_dtype_get_the_shardings_of_rules():
+    duck = Duck((8, 4), 'float32')
+    function = AUTO.sjit(scaled, in_shardings={'x': P('fsdp'), 'more': P('tp')}, static_argnames='by')
+    assert function.shardings_for(duck, 2.0, more=duck) == function.shardings_for(X, 2.0, more=X)
+    lowered, expected = (function.lower(x, 2.0, more=x) for x in (duck, X))
+    assert lowered.as_text() == expected.as_text()
+    explicit = EXPLICIT.sjit(scaled, in_shardings={'x': P('fsdp'), 'by': None})
+    assert explicit.trace(duck, 2.0).in_avals == explicit.trace(X, 2.0).in_avals
+    kept = AUTO.sjit(lambda x, options: x * len(options.shape), static_argnums=1)
+    assert kept.eval_shape(X, duck).shape == (8, 4)  # a static argument stays what it is
+    with pytest.raises(ArgumentError, match='leaves that are not arrays'):
+        function(duck, 2.0)
+
+
 @pytest.mark.parametrize('by_name', [False, True])
 @pytest.mark.parametrize('rules', [None, {'x': P('fsdp'), 'more': P('fsdp')}])
 @pytest.mark.parametrize('name', HELPERS)
