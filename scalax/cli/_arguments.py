@@ -141,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     _option(verify, 'config', 'NAME', config, default='')
     _option(verify, 'seeds', 'N', 'with how many sets of arguments it runs (3)', _positive, 3)
     _option(verify, 'steps', 'N', 'how many steps run in a row (2)', _positive, 2)
+    _removed(verify, 'python', 'start verify with the other interpreter: PATH -m scalax verify')
     _flag(verify, 'inside', 'also compare intermediate values, if no result differs')
     devices = 'how many CPU devices to simulate: a step for more is reduced (8)'
     _option(verify, 'devices', 'N', devices, _positive, 8)
@@ -156,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = command(_commands.doctor, 'what is wrong with this installation, and how to fix it')
     run = 'ask a running program what each process does: the address of its coordinator, process 0'
     _option(doctor, 'run', 'HOST:PORT', run, dest='address')
+    _removed(doctor, 'verify', 'compare a step of yours: scalax verify FILE.py:make_step')
     _option(doctor, 'timeout', 'SECONDS', 'how long opening the devices may take (120)', _positive, 120)
     return parser
 
@@ -169,6 +171,18 @@ def _option(
 
 def _flag(parser: Any, name: str, about: str, **more: Any) -> None:
     parser.add_argument(f'--{name}', action='store_true', help=about, **more)
+
+
+class _Removed(argparse.Action):
+    """An option that was removed: an error that says what takes its place."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.error(f'{self.option_strings[0]} was removed: {self.const}')
+
+
+def _removed(parser: argparse.ArgumentParser, name: str, advice: str) -> None:
+    about, default = argparse.SUPPRESS, argparse.SUPPRESS
+    parser.add_argument(f'--{name}', action=_Removed, nargs='?', const=advice, default=default, help=about)
 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:

@@ -328,6 +328,29 @@ def test_usage_of_find(job, capsys, arguments, said):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ('arguments', 'advice'),
+    [
+        (
+            ['verify', 'a.py:f', '--mesh', 'fsdp=8', '--python', '/usr/bin/python'],
+            '--python was removed: start verify with the other interpreter: PATH -m scalax verify',
+        ),
+        (
+            ['doctor', '--verify'],
+            '--verify was removed: compare a step of yours: scalax verify FILE.py:make_step',
+        ),
+    ],
+)
+def test_a_removed_option_says_what_takes_its_place(arguments, advice, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f'scalax {arguments[0]}: error: {advice}\n')
+    with pytest.raises(SystemExit):
+        main([arguments[0], '--help'])
+    assert arguments[-1 if arguments[0] == 'doctor' else -2] not in capsys.readouterr().out
+
+
 def test_version_and_no_command(capsys):
     for arguments, code in ((['--version'], 0), ([], 2), (['frobnicate'], 2)):
         with pytest.raises(SystemExit) as ended:
