@@ -30,7 +30,7 @@ import socket
 from scalax._jax import orbax
 from scalax._jax.orbax import Path
 from scalax._report.pages import visible
-from scalax.checkpoint._files import sync
+from scalax.checkpoint._files import read_json, sync
 from scalax.checkpoint._saved_step import FOLDER, ITEM, complete_steps
 from scalax.errors import CheckpointError
 
@@ -166,11 +166,11 @@ class StepDirectory:
         """
         path = self.path / _WRITER
         try:
-            owner = json.loads(path.read_text())
+            owner = read_json(path)
             token, pid, host, since = (str(owner[key])[:200] for key in ('token', 'pid', 'host', 'since'))
         except FileNotFoundError:
             return
-        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise CheckpointError(
                 f'{path} cannot be read, so the writer of this directory is not known '
                 f'({type(error).__name__}: {visible(str(error))[:200]}). Delete the file if no other job '

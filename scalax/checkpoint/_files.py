@@ -11,7 +11,10 @@ import os
 from typing import Any
 
 from scalax._jax.orbax import Path
+from scalax._util import strict_json
 from scalax.errors import ArgumentError, MissingDependencyError
+
+_LARGEST = 1_000_000_000  # bytes of a JSON file: a manifest names all files of a step
 
 
 def orbax() -> Any:
@@ -41,6 +44,18 @@ def as_path(directory: str | os.PathLike[str]) -> Path:
     from etils import epath  # a dependency of Orbax
 
     return epath.Path(directory).absolute()
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file, which may be damaged or hostile; see `strict_json`.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not a regular file, or not valid; says why.
+    """
+    # Object stores have regular files only.
+    text = path.read_bytes() if '://' in str(path) else strict_json.read(path, _LARGEST)
+    return strict_json.parse(text)
 
 
 def sync(path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from scalax._jax.orbax import Path
 from scalax._report.pages import visible
-from scalax.checkpoint._files import sync
+from scalax.checkpoint._files import read_json, sync
 
 _CHUNK = 1 << 22  # bytes read at a time
 _THREADS = 4
@@ -71,8 +71,8 @@ def read_manifest(path: Path) -> dict[str, File]:
         ValueError: it is not a list of files, or names one outside its folder.
     """
     try:
-        files = {name: File(*entry) for name, entry in json.loads(path.read_text()).items()}
-    except (AttributeError, TypeError, RecursionError) as error:
+        files = {name: File(*entry) for name, entry in read_json(path).items()}
+    except (AttributeError, TypeError) as error:
         raise ValueError(f'it is not a list of files: {error}') from error
     for name, (size, crc32) in files.items():
         if '\0' in name or not {'', '.', '..'}.isdisjoint(name.split('/')):

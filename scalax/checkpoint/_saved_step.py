@@ -16,6 +16,7 @@ from scalax._hostdata.transfer import weakly_typed
 from scalax._jax.orbax import Path, is_complete
 from scalax._report.pages import visible
 from scalax._tree.paths import is_weak, path_string
+from scalax._util import strict_json
 from scalax.checkpoint import _manifest
 from scalax.checkpoint._files import orbax
 from scalax.errors import CheckpointError
@@ -237,7 +238,13 @@ def encode_data(data: Any) -> bytes:
     """
     state = data.get_state() if hasattr(data, 'get_state') else data
     try:
-        return _BYTES + state if isinstance(state, bytes) else _JSON + json.dumps(state).encode()
+        if isinstance(state, bytes):
+            return _BYTES + state
+        text = json.dumps(state)
+        # What a restore would refuse or change, such as two keys with one text, is an error now.
+        if json.dumps(strict_json.parse(text.encode())) != text:
+            raise ValueError('it has an integer of more than 100 digits')
+        return _JSON + text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f'data={type(data).__name__}: its state, a {type(state).__name__}, is neither bytes nor JSON '
@@ -254,7 +261,7 @@ def _decode_data(encoded: bytes) -> Any:
     kind, state = encoded[:1], encoded[1:]
     if kind not in (_BYTES, _JSON):
         raise ValueError('its data state is neither bytes nor JSON')
-    return state if kind == _BYTES else json.loads(state)
+    return state if kind == _BYTES else strict_json.parse(state)
 
 
 def _is_metadata(node: Any) -> bool:

@@ -59,7 +59,20 @@ def assert_passed_over(folder: Path, said: str) -> None:
 @pytest.mark.medium
 @pytest.mark.parametrize(
     'text',
-    ['', DEEP, '{"a":' * 100_000, 'null', '[]', '1', '"text"', '\x00', '\ud800', '{"a": 1}', '{"a": [1]}'],
+    [
+        '',
+        DEEP,
+        '{"a":' * 100_000,
+        'null',
+        '[]',
+        '1',
+        '"text"',
+        '\x00',
+        '\ud800',
+        '{"a": 1}',
+        '{"a": [1]}',
+        '{"a": [1, 2], "a": [1, 2]}',
+    ],
     ids=lambda text: text[:9],
 )
 def test_the_list_of_files(two: Path, text: str) -> None:
@@ -125,7 +138,8 @@ def test_a_pipe_and_a_file_without_end(two: Path) -> None:
         ('[]', 'TypeError: list indices must be integers or slices, not str'),
         ('null', "TypeError: 'NoneType' object is not subscriptable"),
         ('{"token": "x"}', "KeyError: 'pid'"),
-        (DEEP, 'RecursionError: maximum recursion depth exceeded'),
+        (DEEP, 'ValueError: it is nested more than 127 deep'),
+        ('{"token": "x", "token": "y"}', "ValueError: the key 'token' is there twice"),
     ],
     ids=lambda text: text[:9],
 )
