@@ -121,7 +121,7 @@ def locate(
     """
     destination_of = _as_function(mapping, separator)
     located: list[Located] = []
-    problems = []
+    problems: list[str] = []
     wrong: list[str] = []
     unused = [key for key in mapping if key not in leaves] if isinstance(mapping, Mapping) else []
     for name, leaf in leaves.items():

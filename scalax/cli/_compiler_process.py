@@ -38,9 +38,9 @@ def run_in_compiler_process(function: str, topology: str | None) -> int | None:
     """
     descriptors = os.environ.pop(_VARIABLE, None)  # not for processes that the user's file starts
     if descriptors is not None:
-        lives, report, folder = descriptors.split(',', 2)
+        *numbers, folder = descriptors.split(',', 2)
         running.dump_in(folder)
-        _report_to_parent(int(lives), int(report))
+        _report_to_parent(*map(int, numbers))
         return None
     command = _own_command()
     if command is None:
