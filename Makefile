@@ -108,7 +108,7 @@ tutorial: $(DEV_STAMP) ## run docs/tutorial.py and docs/notebooks/*.py, and make
 dist: $(DEV_STAMP) ## build the sdist and the wheel in dist/, check them, and use the wheel in a clean environment
 	@JAX_PLATFORMS=cpu $(PY) scripts/make_dist.py
 
-fuzz: $(DEV_STAMP) ## check 50,000 random compositions of rules (flags in ARGS)
+fuzz: $(DEV_STAMP) ## check random compositions of rules and random headers of safetensors files (flags in ARGS)
 	@$(PY) scripts/fuzz.py $(ARGS)
 
 faults: $(EXAMPLES_STAMP) ## kill, stop and replace processes of trainings, check that nothing is lost, and that no exit hangs (flags in ARGS)
