@@ -61,6 +61,16 @@ class Lines:
             return False
         return True
 
+    def is_closed(self) -> bool:
+        """Whether the other side has closed the connection, and all it sent was read; does not wait."""
+        self._socket.settimeout(0)
+        try:
+            return not self._buffer and not self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            return True
+
     def read(self, longest: int, seconds: float) -> bytes:
         """The next line, without its end.
 
@@ -116,6 +126,10 @@ class Channel:
     def comes(self, seconds: float) -> bool:
         """Whether a message begins within so many seconds, as `Lines.comes`."""
         return self._lines.comes(seconds)
+
+    def is_closed(self) -> bool:
+        """Whether the other side has left, as `Lines.is_closed`."""
+        return self._lines.is_closed()
 
     def read(self, longest: int, seconds: float) -> Any:
         """The next message.

@@ -16,6 +16,8 @@ _LEAST = 16  # characters: whoever sees one message can try short secrets until 
 def secret_of(what: str, secret: str | None = None) -> bytes:
     """The secret of an argument, or else of the environment variable; empty if there is none.
 
+    White space around it does not count: a file has a newline at its end, and most shells drop it.
+
     Raises:
         ArgumentError: the secret is not text, or is too short; the message begins with *what*.
     """
@@ -24,13 +26,14 @@ def secret_of(what: str, secret: str | None = None) -> bytes:
         name, secret = VARIABLE, os.environ.get(VARIABLE) or None
     if secret is None:
         return b''
-    if not isinstance(secret, str) or len(secret) < _LEAST:
-        length = f'{len(secret)} characters' if isinstance(secret, str) else type(secret).__name__
+    text = secret.strip() if isinstance(secret, str) else ''
+    if len(text) < _LEAST:
+        length = f'{len(text)} characters' if isinstance(secret, str) else type(secret).__name__
         raise ArgumentError(
             f'{what}: {name} has to be text of at least {_LEAST} characters, which nobody can guess, got '
             f'{length}. What to do: {COMMAND} makes one.'
         )
-    return secret.encode()
+    return text.encode('utf-8', 'surrogatepass')  # a variable may have bytes that are no UTF-8
 
 
 def require_secret(what: str, secret: bytes, address: str) -> None:
@@ -50,13 +53,14 @@ def lacks_secret(what: str, address: str) -> ArgumentError:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine under an address that no other machine can reach."""
+    """Whether a host is this machine, and each of its addresses one that no other machine can reach."""
     if names_loopback(host):
         return True
     try:
-        return names_loopback(socket.gethostbyname(host))
-    except OSError:  # nobody knows the host, or not yet
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # nobody knows the host, or not yet; or it is no name
         return False
+    return all(names_loopback(str(address[0])) for *_, address in addresses)
 
 
 def names_loopback(host: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import socket
 import time
@@ -14,6 +15,7 @@ from scalax.errors import ArgumentError, TransferError
 
 _ADDRESS = re.compile(r'(?P<host>[^/\s:]+):(?P<port>\d+)')
 _LONGEST = 1e8  # seconds; clocks have no room for much more
+_LAST_PORT = 65535
 _RETRY = 0.2  # seconds between two attempts to connect
 _LONGEST_ANSWER = 1 << 28  # bytes: the layout of a tree of a million leaves
 LONGEST_QUESTION = 1 << 20  # bytes: of a question, which names a part for each device of a process
@@ -27,8 +29,43 @@ def host_and_port(what: str, address: str) -> tuple[str, int]:
     """
     match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     if match is None:
-        raise ArgumentError(f"{what}: address has to be 'host:port', got {address!r}")
+        hint = ''
+        if isinstance(address, str) and _is_ipv6(address.rpartition(':')[0]):
+            hint = '; IPv6 addresses are not supported: give an IPv4 address, or a name that has one'
+        raise ArgumentError(f"{what}: address has to be 'host:port', got {address!r}{hint}")
+    if int(match['port']) > _LAST_PORT:
+        raise ArgumentError(f'{what}: ports go from 0 to {_LAST_PORT}, got {address!r}')
     return match['host'], int(match['port'])
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip('[]')).version == 6
+    except ValueError:
+        return False
+
+
+def resolved(what: str, host: str) -> str:
+    """The IPv4 address of a host, which has to be one by which others can reach it.
+
+    Raises:
+        ArgumentError: it stands for all addresses of a machine; the message begins with *what*.
+        OSError: the host has no address.
+    """
+    try:
+        address = socket.gethostbyname(host)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, 'strerror', None) or error
+        raise OSError(
+            f'{what}: the host {host!r} has no IPv4 address ({reason}). What to do: give the name or the '
+            'address by which other hosts reach this one.'
+        ) from error
+    if ipaddress.ip_address(address).is_unspecified:
+        raise ArgumentError(
+            f'{what}: {host} stands for all addresses of a host, and receivers are told one. What to do: '
+            'give the name or the address by which they reach this host; localhost, if they run on it.'
+        )
+    return address
 
 
 def checked_seconds(what: str, wait: float, timeout: float) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from scalax._channel.lines import Channel
+from scalax._channel.lines import Channel, Closed
 from scalax._channel.listener import Listener
 from scalax._channel.secret import require_secret, secret_of
 from scalax._hostdata import collectives
@@ -22,8 +21,10 @@ from scalax._reshard.names import put
 from scalax._trace import resharding
 from scalax._tree.paths import NamedTree, describe_leaf, is_key, is_weak
 from scalax.errors import ArgumentError, TransferError, shown_leaves
-from scalax.jobs._lines import LONGEST_QUESTION, checked_seconds, host_and_port, own_address_towards
+from scalax.jobs._lines import LONGEST_QUESTION, checked_seconds, host_and_port, own_address_towards, resolved
 from scalax.jobs._questions import checked
+
+_LOOK = 1.0  # seconds between two looks whether a receiver that waits has left
 
 
 class Sender:
@@ -66,11 +67,17 @@ class Sender:
         try:
             checked_seconds('Sender', wait, timeout)
             host, port = host_and_port('Sender', address)
-            here = socket.gethostbyname(host) if first else own_address_towards(host)
+            here = resolved('Sender', host)
+            if not first:
+                here = own_address_towards(here)
             token = secret_of('Sender', secret)
             require_secret('Sender', token, f'{here}:{port}')  # before anything listens
-            self._transfer = transfer.server(here)
-            self._server = Listener('Sender', (here, port if first else 0), token, self._serve)
+            self._server = _listener((here, port if first else 0), token, self._serve)
+            try:
+                self._transfer = transfer.server(here)
+            except BaseException:
+                self._server.server_close()
+                raise
             mine = f'{here}:{self._server.server_address[1]}'
         except Exception as fault:  # noqa: BLE001 - raised once all processes know
             error = fault
@@ -161,6 +168,8 @@ class Sender:
                 question = checked(line.read(LONGEST_QUESTION, self._timeout))
                 try:
                     answer = self._answer(line, question)
+                except Closed:
+                    raise
                 except Exception as error:  # noqa: BLE001 - told to who asked, who raises it
                     answer = {'fault': f'{type(error).__name__}: {error}'}
                 line.send(answer, self._timeout)
@@ -172,7 +181,7 @@ class Sender:
         with self._changed:
             return self._offer is not None and line in self._offer.lines
 
-    def _answer(self, line: object, question: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _answer(self, line: Channel, question: Mapping[str, Any]) -> Mapping[str, Any]:
         """What a process of a receiver is told."""
         with self._changed:
             if question['asks'] == 'join':
@@ -186,11 +195,17 @@ class Sender:
                         return False
                     return self._offer is not None and not self._offer.fault and self._offer.is_for(job)
 
-                self._changed.wait_for(lambda: self._closed or ready(), seconds)
+                end = time.monotonic() + seconds
+                while not self._closed and not ready() and (left := end - time.monotonic()) > 0:
+                    if line.is_closed():
+                        raise Closed  # its place is free for others, however long it would have waited
+                    self._changed.wait(min(left, _LOOK))
                 if self._closed:
                     return {'fault': 'its Sender was closed'}
+                if line.is_closed():  # the next one may have the offer
+                    raise Closed
                 if self._offer is None or not ready():
-                    return {'fault': f'nothing was sent to it within {seconds:.0f} s'}
+                    return {'fault': f'nothing was sent to it within {seconds:g} s'}
                 self._offer.join(line, question)
                 self._changed.notify_all()
                 layout = self._offer.layout
@@ -214,6 +229,23 @@ class Sender:
             if self._offer is not None:
                 self._offer.leave(line)
                 self._changed.notify_all()
+
+
+def _listener(address: tuple[str, int], secret: bytes, serve: Callable[[Channel], None]) -> Listener:
+    """The listener of a sender.
+
+    Raises:
+        OSError: as for `Listener`, with the address.
+    """
+    try:
+        return Listener('Sender', address, secret, serve)
+    except OSError as error:
+        host, port = address
+        raise OSError(
+            error.errno,
+            f'Sender cannot listen at {host}:{port}: {error.strerror or error}. What to do: give an address '
+            'of this host, and a port that is free; port 0 is any that is free.',
+        ) from error
 
 
 class _Offer:

@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from scalax._channel import lines
-from scalax._channel.secret import is_loopback, names_loopback
+from scalax._channel.secret import is_loopback, names_loopback, secret_of
 from scalax._channel.session import ANSWERS, ASKS, Session, new_nonce
+from scalax.errors import ArgumentError
 
 LONG, SOON = 60.0, 0.05
 SECRET = b'a secret of sixteen bytes or more'
@@ -132,18 +133,47 @@ def test_a_signature_fits_nothing_else() -> None:
         ('', False, False),
         ('10.0.0.1', False, False),
         ('trainer', False, True),
+        ('both', False, False),
+        ('x' * 64, False, False),
     ],
 )
 def test_loopback(host: str, names: bool, is_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its name on every machine, or as this one resolves it."""
 
-    def resolved(name: str) -> str:
-        if name == 'trainer':
-            return '127.0.1.1'
-        if name.count('.') == 3 or not name:
-            return name or '0.0.0.0'
-        raise OSError('nobody knows the host')
+    names_of = {'trainer': ['127.0.1.1', '::1'], 'both': ['127.0.1.1', '10.0.0.1'], '': ['0.0.0.0']}
 
-    monkeypatch.setattr(socket, 'gethostbyname', resolved)
+    def resolved(name: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+        if len(name) > 63:
+            raise UnicodeError('label too long')
+        if name not in names_of and not set(name) <= set('0123456789.:'):
+            raise OSError('nobody knows the host')
+        return [(0, 0, 0, '', (address, 0)) for address in names_of.get(name, [name])]
+
+    monkeypatch.setattr(socket, 'getaddrinfo', resolved)
     assert names_loopback(host) == names
     assert is_loopback(host) == is_one
+
+
+@pytest.mark.parametrize(
+    ('text', 'secret'),
+    [
+        (SECRET.decode() + '\n', SECRET),
+        (f' {SECRET.decode()}\r\n', SECRET),
+        ('a \n b' * 4, b'a \n b' * 4),
+        ('ü' * 16, 'ü'.encode() * 16),
+        ('\udcff' * 16, b'\xed\xb3\xbf' * 16),  # bytes of a variable that are not UTF-8
+    ],
+    ids=['newline', 'space', 'inside', 'unicode', 'bytes'],
+)
+def test_texts_that_are_secrets(text: str, secret: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an argument and as a variable, which often differ by a newline at the end."""
+    assert secret_of('test', text) == secret
+    monkeypatch.setenv('SCALAX_RUN_TOKEN', text)
+    assert secret_of('test') == secret
+
+
+@pytest.mark.parametrize('text', [' ' * 20, '\n', 'short' + ' ' * 20], ids=repr)
+def test_white_space_is_no_secret(text: str) -> None:
+    length = len(text.strip())
+    with pytest.raises(ArgumentError, match=f'^test: secret has to be .*, got {length} characters\\. What'):
+        secret_of('test', text)

@@ -1,8 +1,10 @@
 """Two jobs of real processes, which JAX has not joined; one sends a state to the other."""
 
 import contextlib
+import errno
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -154,6 +156,53 @@ def test_what_is_no_address(address: Any) -> None:
     with pytest.raises(ArgumentError) as error:
         Sender(address)
     assert str(error.value) == f"Sender: address has to be 'host:port', got {address!r}"
+
+
+@pytest.mark.parametrize(
+    ('address', 'text'),
+    [
+        (
+            '[::1]:7117',
+            "Sender: address has to be 'host:port', got '[::1]:7117'; IPv6 addresses are not supported: give "
+            'an IPv4 address, or a name that has one',
+        ),
+        ('localhost:65536', "Sender: ports go from 0 to 65535, got 'localhost:65536'"),
+        (
+            '0.0.0.0:7117',
+            'Sender: 0.0.0.0 stands for all addresses of a host, and receivers are told one. What to do: '
+            'give the name or the address by which they reach this host; localhost, if they run on it.',
+        ),
+    ],
+)
+def test_addresses_that_no_receiver_can_be_told(address: str, text: str) -> None:
+    with pytest.raises(ArgumentError) as error:
+        Sender(address, secret='long enough for a secret')
+    assert str(error.value) == text
+
+
+@pytest.mark.parametrize('name', ['trainer.invalid', 'x' * 64])
+def test_a_host_without_an_address(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: str) -> str:
+        raise OSError(-2, 'Name or service not known')
+
+    monkeypatch.setattr(socket, 'gethostbyname', unknown)
+    with pytest.raises(OSError) as error:
+        Sender(f'{name}:7117')
+    assert str(error.value) == (
+        f'Sender: the host {name!r} has no IPv4 address (Name or service not known). What to do: give the '
+        'name or the address by which other hosts reach this one.'
+    )
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(('127.0.0.1', 0)) as server, pytest.raises(OSError) as error:
+        port = server.getsockname()[1]
+        Sender(f'localhost:{port}')
+    assert error.value.errno == errno.EADDRINUSE
+    assert error.value.strerror == (
+        f'Sender cannot listen at 127.0.0.1:{port}: Address already in use. What to do: give an address of '
+        'this host, and a port that is free; port 0 is any that is free.'
+    )
 
 
 @pytest.mark.parametrize(

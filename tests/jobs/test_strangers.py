@@ -16,7 +16,7 @@ import pytest
 from scalax._channel import lines, listener
 from scalax._channel.session import ANSWERS, Session
 from scalax.errors import ArgumentError, TransferError
-from scalax.jobs import Sender, receive
+from scalax.jobs import Sender, _sender, receive
 from scalax.sharding import MeshShardingHelper, PartitionSpec
 
 SECRET, OTHER = 'of this run, and long enough', 'of another run, as long as that'
@@ -206,6 +206,25 @@ def test_a_receiver_that_asks_nothing_is_sent_away() -> None:
     with Sender('localhost:0', timeout=SOON) as sender, connected(sender) as connection:
         lines.asked(connection, b'', LONG)
         assert rest_of(connection) == b''
+
+
+@pytest.mark.medium
+def test_a_receiver_that_dies_while_it_waits_leaves_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it would have waited: one that is started again and again would fill the Sender."""
+    monkeypatch.setattr(_sender, '_LOOK', 0.05)
+    before = threading.active_count()
+    with Sender('localhost:0', secret=SECRET) as sender:
+        for job in range(5):
+            with connected(sender) as connection:
+                channel = lines.asked(connection, SECRET.encode(), LONG)
+                channel.send({**JOIN, 'job': f'job {job}', 'seconds': 1e8}, LONG)
+        deadline = time.monotonic() + LONG
+        while (
+            threading.active_count() > before + 1 and time.monotonic() < deadline
+        ):  # and the one that accepts
+            time.sleep(0.02)
+        assert threading.active_count() == before + 1
+        assert_served(sender)
 
 
 @pytest.mark.slow
