@@ -7,10 +7,11 @@ that name does so too, but it does not give NumPy float8.
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import jax
 import numpy as np
@@ -89,10 +90,46 @@ def load_safetensors(
 
 def _load(tensor: np.ndarray, sharding: Any) -> jax.Array:
     """A tensor in the memory of a file as an array; copied, because on CPU JAX would go on using the file."""
-    array = jax.make_array_from_callback(
-        tensor.shape, sharding, lambda index: np.array(tensor[index]), dtype=tensor.dtype
-    )
+
+    def copied(index: Any) -> np.ndarray:
+        if isinstance(tensor, _Mapped):
+            tensor.require_file()
+        return np.array(tensor[index])
+
+    array = jax.make_array_from_callback(tensor.shape, sharding, copied, dtype=tensor.dtype)
     return jax.block_until_ready(array)
+
+
+class _Mapped(np.ndarray):
+    """An array in the memory of a file.
+
+    Attributes:
+        path: of the file, for messages.
+        memory: of the file.
+    """
+
+    path: Path | None = None
+    memory: mmap.mmap | None = None
+
+    def __array_finalize__(self, other: Any) -> None:
+        self.path, self.memory = getattr(other, 'path', None), getattr(other, 'memory', None)
+
+    @classmethod
+    def of(cls, path: Path, opened: BinaryIO, size: int) -> _Mapped:
+        """The first bytes of a file."""
+        memory = mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ)
+        array = np.frombuffer(memory, np.uint8).view(cls)
+        array.path, array.memory = path, memory
+        return array
+
+    def require_file(self) -> None:
+        """Raises CheckpointError if the file has become shorter: reading past its end ends the process."""
+        if self.memory is not None and self.memory.size() < len(self.memory):
+            raise CheckpointError(
+                f'{printable(str(self.path))} became shorter while it was loaded: another program writes to '
+                'it. What to do: load it when it is complete; a program that replaces a file writes another '
+                'one, and renames it.'
+            )
 
 
 class _File(NamedTuple):
@@ -145,7 +182,15 @@ def _listed(files: Files) -> list[_File]:
                 )
         if not paths:
             raise CheckpointError('load_safetensors: the list of files is empty')
+        for path in map(Path, paths):
+            if path.name.endswith(_INDEX):
+                raise ArgumentError(
+                    f'load_safetensors: {path} in the list of files is an index: give it alone, in place of '
+                    'the list, or list the files that it names'
+                )
         return [_File(Path(path), Path(path)) for path in paths]
+    if not str(files):
+        raise ArgumentError("load_safetensors: files is an empty path; the current folder is '.'")
     path = Path(files)
     if os.path.isdir(path):
         indices, found = (sorted(path.glob(f'*{_SUFFIX}{end}')) for end in (_INDEX, ''))
@@ -234,19 +279,27 @@ def _tensors_of(file: _File) -> dict[str, np.ndarray]:
             tensors, start = read_header(file.path, opened)
             # The data is that of the opened file, even if another file has its path by now.
             size = max((tensor.end for tensor in tensors), default=0)
-            mapped = np.memmap(opened, np.uint8, 'r', shape=(start + size,))
+            mapped = _Mapped.of(file.path, opened, start + size)
     except CheckpointError:
         raise
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f'{printable(str(file.path))} cannot be read: {strict_json.reason(error)}'
-        ) from error
+        why = f'{strict_json.reason(error)}{_hint(file.path, error)}'
+        raise CheckpointError(f'{printable(str(file.path))} cannot be read: {why}') from error
     return {
         tensor.name: mapped[start + tensor.begin : start + tensor.end]
         .view(tensor.dtype)
         .reshape(tensor.shape)
         for tensor in tensors
     }
+
+
+def _hint(path: Path, error: OSError | ValueError) -> str:
+    """What to do about a file that is not there, as far as its path tells."""
+    if not isinstance(error, FileNotFoundError) or path.is_absolute():
+        return ''
+    if path.parts[:1] and path.parts[0].startswith('~'):
+        return '. What to do: give os.path.expanduser(path); ~ is not expanded'
+    return f' in {printable(os.getcwd())}'
 
 
 def _arranged(tensors: Mapping[str, np.ndarray], mapping: NameMapping) -> dict[str, Any]:

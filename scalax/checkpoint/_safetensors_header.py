@@ -29,6 +29,7 @@ LENGTH = 8
 
 _MOST_BYTES = (1 << 63) - 1  # of an array, not counting dimensions of size 0
 _MOST_DIMENSIONS = 64  # of an array of NumPy
+_LFS = b'version https://git-lfs.github.com/spec/'  # as the length of a header: more than a file can have
 _METADATA = '__metadata__'
 _KEYS = ('dtype', 'shape', 'data_offsets')
 
@@ -88,7 +89,13 @@ def read_header(path: Path, file: BinaryIO) -> tuple[list[Tensor], int]:
     size = os.fstat(file.fileno()).st_size
     if size < LENGTH:
         raise _damaged(path, [f'it has {size} bytes, but the length of the header alone has {LENGTH}'])
-    length = int.from_bytes(strict_json.read_exactly(file, LENGTH), 'little')
+    start_of_file = strict_json.read_exactly(file, LENGTH)
+    if start_of_file == _LFS[:LENGTH]:
+        raise CheckpointError(
+            f'{printable(str(path))} is a pointer of Git LFS, which stands for the file. What to do: run '
+            '`git lfs pull` in the repository, or download the file.'
+        )
+    length = int.from_bytes(start_of_file, 'little')
     if length > strict_json.LARGEST:
         raise _damaged(
             path, [f'its header would have {length:,} bytes; the limit is {strict_json.LARGEST:,}']

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from scalax._util.strict_json import printable
 from scalax.checkpoint import load_safetensors
 from scalax.checkpoint._safetensors_header import DTYPES
-from scalax.errors import CheckpointError, ShardingError
+from scalax.errors import ArgumentError, CheckpointError, ShardingError
 from scalax.sharding import MeshShardingHelper, PolicyShardingRule
 from scalax.sharding import PartitionSpec as P
 from tests.support.snapshots import Snapshot
@@ -240,6 +240,87 @@ def test_a_file_that_is_replaced_while_it_is_loaded(tmp_path: Path, helper: Mesh
         return name
 
     np.testing.assert_array_equal(load_safetensors(helper, file, P('fsdp'), mapping)['x'], x)
+
+
+def test_a_file_that_is_truncated_while_it_is_loaded(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    """An error: reading its memory would end the process."""
+    file = write(tmp_path / 'x.safetensors', {'x': bits((1 << 16,), 'int8')})
+
+    def mapping(name: str) -> str:
+        os.truncate(file, 100)
+        return name
+
+    assert error_of(helper, file, P('fsdp'), mapping) == (
+        f'{file} became shorter while it was loaded: another program writes to it. What to do: load it when '
+        'it is complete; a program that replaces a file writes another one, and renames it.'
+    )
+
+
+def test_a_pointer_of_git_lfs(tmp_path: Path, helper: MeshShardingHelper) -> None:
+    file = tmp_path / 'model.safetensors'
+    file.write_text('version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n')
+    assert error_of(helper, tmp_path, P()) == (
+        f'{file} is a pointer of Git LFS, which stands for the file. What to do: run `git lfs pull` in the '
+        'repository, or download the file.'
+    )
+
+
+def test_paths_that_lead_nowhere(
+    tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    why = 'cannot be read: No such file or directory'
+    assert error_of(helper, 'scalax/model', P()) == f'scalax/model {why} in {tmp_path}'
+    assert error_of(helper, '~/model', P()) == (
+        f'~/model {why}. What to do: give os.path.expanduser(path); ~ is not expanded'
+    )
+
+
+@pytest.mark.parametrize(
+    ('files', 'text'),
+    [
+        ('', "files is an empty path; the current folder is '.'"),
+        (
+            ['a.safetensors', 'model.safetensors.index.json'],
+            'model.safetensors.index.json in the list of files is an index: give it alone, in place of the '
+            'list, or list the files that it names',
+        ),
+    ],
+    ids=['empty', 'index'],
+)
+def test_paths_that_name_no_files(files: Any, text: str, helper: MeshShardingHelper) -> None:
+    with pytest.raises(ArgumentError) as error:
+        load_safetensors(helper, files, P())
+    assert str(error.value) == f'load_safetensors: {text}'
+
+
+@pytest.mark.parametrize(
+    ('mapping', 'text'),
+    [
+        ({'x': 5}, 'x goes to 5, which is neither a path, nor (path, axes), nor None'),
+        ({'x': ('y',)}, "x goes to ('y',), which is neither a path, nor (path, axes), nor None"),
+        ({'x': (None, (0,))}, 'x goes to (None, (0,)), which is neither a path, nor (path, axes), nor None'),
+        ([('x', r'\2')], r"the replacement '\\2' does not fit the regex 'x': invalid group reference 2 at "),
+    ],
+    ids=['number', 'one', 'no path', 'group'],
+)
+def test_mappings_that_lead_nowhere(
+    mapping: Any, text: str, tmp_path: Path, helper: MeshShardingHelper
+) -> None:
+    file = write(tmp_path / 'x.safetensors', {'x': bits((2,), 'int8')})
+    with pytest.raises(ArgumentError) as error:
+        load_safetensors(helper, file, P(), mapping)
+    assert str(error.value).removesuffix('position 1') == f'mapping: {text}'
+
+
+@pytest.mark.parametrize('axes', [5, 'a', (0.0,), (1,), ()], ids=repr)
+def test_axes_that_a_tensor_does_not_have(axes: Any, tmp_path: Path, helper: MeshShardingHelper) -> None:
+    file = write(tmp_path / 'x.safetensors', {'x': bits((2,), 'int8')})
+    assert error_of(helper, file, P(), {'x': ('x', axes)}) == (
+        'the mapping does not fit the tensors of the files:\n'
+        f'  x: int8[2] does not have the axes {axes!r}\n'
+        'What to do: give every tensor its own path, or None to leave it out.'
+    )
 
 
 def test_names_that_make_deep_trees(tmp_path: Path, helper: MeshShardingHelper) -> None:
