@@ -12,8 +12,9 @@ def run() -> None:
     code = _code()
     if any(thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate()):
         # Ctrl-C left a compiler running. Python would wait for its thread.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
         os._exit(code)
     sys.exit(code)
 
@@ -21,7 +22,8 @@ def run() -> None:
 def _code() -> int:
     try:
         code = main_process()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it is closed (>&-)
+            sys.stdout.flush()
         return code
     except BrokenPipeError:
         # The reader, such as `head`, has closed the pipe: the rest of the output is dropped.

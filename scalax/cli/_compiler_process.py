@@ -21,6 +21,7 @@ from scalax._plan import running
 from scalax.cli._exit_codes import ExitCode
 
 _VARIABLE = 'SCALAX_COMPILER_PROCESS'
+_STDERR = 2  # its number; stdin and stdout come before
 # Signals with which somebody ends a process, as opposed to those of a crash.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if os.name == 'posix' else ()
 
@@ -42,6 +43,7 @@ def run_in_compiler_process(function: str, topology: str | None) -> int | None:
         running.dump_in(folder)
         _report_to_parent(*map(int, numbers))
         return None
+    _open_closed_streams()
     command = _own_command()
     if command is None:
         return None
@@ -68,6 +70,16 @@ def run_in_compiler_process(function: str, topology: str | None) -> int | None:
         return _end_by(-code)
     print(_crash(-code, compilations, function, topology), file=sys.stderr)
     return ExitCode.CRASHED
+
+
+def _open_closed_streams() -> None:
+    """Opens the standard streams that are closed (``>&-``), for the other process too.
+
+    A file or a pipe that is opened next would get the number of one of them, and what is printed.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
 def _own_command() -> list[str] | None:

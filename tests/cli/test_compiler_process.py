@@ -250,3 +250,20 @@ def test_compilations_that_run(monkeypatch):
         with running.compiling('a'):
             pass
     assert seen == [['a'], ['a', 'b'], ['a'], ['a', 'a'], ['a'], []]
+
+
+@pytest.mark.medium
+def test_closed_streams(job):
+    """Nothing that is printed goes into the files of the two processes, and nothing of these is read."""
+    start_closed = (
+        'import os, sys; os.closerange(0, 2); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])'
+    )
+    process = subprocess.run(
+        [sys.executable, '-c', start_closed, '-m', 'scalax', 'plan', f'{job}:make_step', *MESH],
+        cwd=ROOT,
+        env={**os.environ, 'PYTHONPATH': os.pathsep.join([str(ROOT), *sys.path])},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=300,
+    )
+    assert (process.returncode, process.stderr) == (ExitCode.DONE, '')
