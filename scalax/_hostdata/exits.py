@@ -31,6 +31,8 @@ from scalax.errors import shown
 
 FAILED = 1
 """The exit code of a process that ends although its data have not arrived."""
+INTERRUPTED = 130
+"""That of one which Ctrl-C ends meanwhile, as shells give it."""
 
 _FIRST, _REPEAT = 5.0, 15.0  # seconds before the first message, and between two
 _SHOWN = 3  # arrays that a message lists
@@ -100,8 +102,23 @@ def _finish() -> None:
     """Waits until nothing moves any more, or the time is up."""
     if not _waiting or _waiting[0].process != os.getpid():
         return
-    waiting, begun = _waiting[0], time.monotonic()
     last.exits = FINISHING
+    try:
+        _wait(_waiting[0])
+    except KeyboardInterrupt:
+        moving = _waiting[0].moving()
+        _log.error('Ctrl-C has ended this process while data still move: %s\n%s', moving, _ADVICE)
+        _end(INTERRUPTED)
+    last.exits = ENDING
+
+
+def _wait(waiting: _Waiting) -> None:
+    """Waits until nothing moves any more; ends this process when the time is up.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C. Python would ignore it, and call the handler of JAX, which waits for ever.
+    """
+    begun = time.monotonic()
     waiting.begun.set()
     since, pause = begun, _FIRST
     while not waiting.ended.wait(min(pause, settings.seconds)):
@@ -117,20 +134,19 @@ def _finish() -> None:
             continue
         _log.error('%s\n%s', text, _ADVICE)
         if states:
-            _end()
+            _end(FAILED)
         break  # nobody says what the others do: JAX waits for them, and ends this process if one is missing
     for error in waiting.errors:
         _log.error('data have not arrived at the end of the program: %s', error)
-    last.exits = ENDING
 
 
-def _end() -> None:
+def _end(code: int) -> None:
     """Ends this process without the handlers that are left: that of JAX would wait for ever."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or it is closed
             stream.flush()
-    os._exit(FAILED)
+    os._exit(code)
 
 
 def _text(arrays: list[jax.Array]) -> str:

@@ -3,6 +3,8 @@
 import contextlib
 import os
 import re
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +57,21 @@ def test_the_exit_waits_for_what_was_started(move: str, options: str, port: int,
         assert two.wait() == (0, 0), outputs(two)
         for index in range(2):
             assert two.output(index).count('has waited') == 1, outputs(two)
+
+
+@pytest.mark.medium
+def test_ctrl_c_ends_the_wait(port: int, tmp_path: Path) -> None:
+    """And no handler of JAX waits after that, which nothing interrupts."""
+    with program(port, tmp_path, 'local_data_to_global_array', 'never', '200') as two:
+        deadline = time.monotonic() + 200
+        while 'data still move' not in two.output() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        two.processes[0].send_signal(signal.SIGINT)
+        assert two.processes[0].wait(60) == exits.INTERRUPTED, outputs(two)
+        assert two.output().endswith(
+            'Ctrl-C has ended this process while data still move: float32[16, 4] of processes 0, 1\n'
+            f'{exits._ADVICE}\n'
+        ), outputs(two)
 
 
 @pytest.mark.medium
