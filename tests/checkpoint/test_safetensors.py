@@ -304,8 +304,8 @@ def test_mappings_that_lead_nowhere(destination: Any, tmp_path: Path, helper: Me
     assert str(error.value) == (
         'mapping: these destinations are not paths:\n'
         f'  x: {destination!r}\n'
-        "What to do: give a path ('norm/scale'), a path and axes for a transpose ('norm/scale', (1, 0)), or None "
-        'to leave the leaf out.'
+        "What to do: give a path ('norm/scale'), a path and axes for a transpose ('norm/scale', (1, 0)), or "
+        'None to leave the leaf out.'
     )
 
 
