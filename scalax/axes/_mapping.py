@@ -139,11 +139,12 @@ def dimensions_of(axes: Any) -> tuple[Pattern, str]:
 
 
 def is_shape_dict(value: Any) -> bool:
-    """Whether a value is a dict of dimension names and sizes; as in haliax, a size may be None."""
-    return (
-        isinstance(value, Mapping)
-        and bool(value)
-        and all(isinstance(name, str) and isinstance(size, Size | None) for name, size in value.items())
+    """Whether a value is a dict of dimension names and sizes; as in haliax, a size may be None.
+
+    The dict of a scalar, which has no dimensions, is empty.
+    """
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and isinstance(size, Size | None) for name, size in value.items()
     )
 
 
