@@ -15,6 +15,7 @@ from scalax._trace.constraints import apply_sharding, is_in_types
 from scalax._transforms.calls.call import (
     Call,
     Shardings,
+    explicit_spec,
     has_type,
     is_explicit,
     is_mismatched,
@@ -73,16 +74,25 @@ class Moves(NamedTuple):
         return self.unplaced and not (fits and is_typed_by(leaf, sharding.mesh))
 
 
-def with_devices(call: Call, mesh: Mesh | AbstractMesh) -> Call:
+def with_devices(
+    call: Call, mesh: Mesh | AbstractMesh, shardings_of_rules: Callable[[Call], Shardings]
+) -> Call:
     """Returns a call that is not run, with devices for types that name a mesh of the same axes without any.
 
-    The types of ``jax.typeof`` name such meshes, and ``jax.jit`` lowers no program for these alone.
+    The types of ``jax.typeof`` name such meshes, and ``jax.jit`` lowers no program for these alone. Over Auto
+    axes a type does not say where its array is: the rules do, if they have a sharding for it.
     """
     if isinstance(mesh, AbstractMesh):
         return call
     leaves = [_with_devices(leaf, mesh) if is_abstract(leaf) else leaf for leaf in call.leaves]
     if all(map(operator.is_, leaves, call.leaves)):
         return call
+    placed = Call(call.signature, call.replaced(leaves))
+    shardings = shardings_of_rules(placed)
+    for i, (leaf, before, sharding) in enumerate(zip(leaves, call.leaves, shardings, strict=True)):
+        is_type = leaf is not before and isinstance(before, jax.core.ShapedArray)
+        if is_type and sharding is not None and explicit_spec(leaf.sharding) == explicit_spec(sharding):
+            leaves[i] = _as_moved(leaf, sharding)
     return Call(call.signature, call.replaced(leaves))
 
 

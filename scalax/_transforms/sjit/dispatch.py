@@ -226,7 +226,9 @@ class Dispatcher:
             PlacementError: an argument is committed to another sharding.
         """
         with _users_code:
-            call = placement.with_devices(Call(self.signature, flat_args), self.mesh)
+            call = placement.with_devices(
+                Call(self.signature, flat_args), self.mesh, lambda call: self._read(call)[0].shardings
+            )
             read, entry = self._read(call)
             return self._program_of(read, entry), entry, read.placed(placement.as_moved)
 

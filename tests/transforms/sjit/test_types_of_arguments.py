@@ -121,6 +121,32 @@ def test_types_of_placed_arrays_need_no_mesh_in_force(name, other):
     assert by_rule.compile().input_shardings[0][0].spec == P('tp')
 
 
+@pytest.mark.parametrize(
+    ('axis_types', 'spec'),
+    [
+        (AxisType.Auto, P('fsdp')),
+        (AxisType.Auto, P('tp', 'fsdp')),
+        (AxisType.Explicit, P('fsdp', 'tp')),
+        ((AxisType.Explicit, AxisType.Auto), P('fsdp', 'tp')),
+        ((AxisType.Auto, AxisType.Explicit), P('fsdp', 'tp')),
+    ],
+    ids=str,
+)
+def test_types_of_arrays_that_are_placed_by_the_rules(axis_types, spec):
+    # Over Auto axes the type of such an array is that of a replicated one.
+    helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=axis_types)
+    function = helper.sjit(lambda w, x: w * x, in_shardings=spec)
+    w, x = arrays = helper.shard((jnp.ones((8, 8)), jnp.ones((8, 8))), spec)
+    types = jax.typeof(w), jax.typeof(x)
+    lowered, expected = function.lower(*types), function.lower(*arrays)
+    assert lowered.in_avals == expected.in_avals
+    assert [each.spec for each in lowered.compile().input_shardings[0]] == [spec, spec]
+    if axis_types is AxisType.Auto:
+        assert lowered.as_text() == expected.as_text()
+        assert helper.plan(function, *types).totals == helper.plan(function, *arrays).totals
+        assert function.followed(*types).kept == function.followed(*arrays).kept
+
+
 def test_structs_of_a_mesh_without_devices():
     struct = jax.ShapeDtypeStruct(
         (8, 4), 'float32', sharding=NamedSharding(AUTO.mesh.abstract_mesh, P('fsdp'))
