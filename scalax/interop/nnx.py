@@ -258,7 +258,8 @@ class NnxFunction:
     def _without_changes(self, graph: Any, *given: Any) -> Any:
         """The function, which returns the states of its modules, too; None for other arguments.
 
-        It also returns the graph definition of its modules if the function has changed that, else None.
+        It also returns the graph definition of its modules if the function has changed that, or which objects
+        they consist of, else None.
         """
         graph, positions = graph
         with nnx.update_context(self):
@@ -272,7 +273,8 @@ class NnxFunction:
                     "is a copy of the caller's: return the new one, or use nnx.List and nnx.Dict, which are "
                     'changed in place'
                 )
-            is_changed = nnx.graphdef(modules) != graph
+            # A module in the place of an equal one is a change, too: the caller may hold the one before.
+            is_changed = nnx.graphdef(modules) != graph or [*_nodes(modules)] != [*nodes_before]
             with nnx.split_context(self) as context:
                 graph_after, after = context.split(modules)
         if _has_modules(result) and (nodes_before | _nodes(modules)).keys() & _nodes(result).keys():
@@ -351,5 +353,5 @@ def _containers(modules: Any) -> tuple[Any, list[int | None]]:
 
 
 def _nodes(tree: Any) -> dict[int, Any]:
-    """Modules and variables, by id."""
+    """Modules and variables, by id, in the order in which they are referred to."""
     return {id(node): node for _, node in nnx.iter_graph(tree) if _is_node(node)}

@@ -422,6 +422,54 @@ def test_modules_that_are_added_removed_and_tied():
     assert tree['calls'] is calls and float(calls[...]) == float(tree['count']) == 1
 
 
+def replaces_a_layer(model):
+    model.up = flax_nnx.Linear(16, 32, rngs=flax_nnx.Rngs(1))
+
+
+def copies_a_layer(model):
+    model.up = flax_nnx.clone(model.up_again)
+
+
+def replaces_a_variable(model):
+    model.down.kernel = flax_nnx.Param(2 * model.down.kernel[...])
+
+
+def exchanges_variables(model):
+    model.up.kernel, model.other.kernel = model.other.kernel, model.up.kernel
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    'change', [replaces_a_layer, copies_a_layer, replaces_a_variable, exchanges_variables]
+)
+def test_what_takes_the_place_of_an_equal_one_is_another_object(change):
+    # The structure of the modules is the same before and after.
+    def change_and_apply(model, x):
+        change(model)
+        return model(x)
+
+    results = []
+    for step in (
+        flax_nnx.jit(change_and_apply),
+        nnx.sjit(helper(), change_and_apply, in_shardings=(FSDP, P())),
+    ):
+        model = Block(flax_nnx.Rngs(0))
+        model.up_again = flax_nnx.Linear(16, 32, rngs=flax_nnx.Rngs(2))
+        model.other = flax_nnx.Linear(16, 32, rngs=flax_nnx.Rngs(3))
+        before = [model.up, model.up.kernel, model.down.kernel, model.other.kernel]
+        values = [*map(np.asarray, before[1:])]
+        outputs = [step(model, rows(8)) for _ in range(3)]  # an odd number of exchanges
+        after = [model.up, model.up.kernel, model.down.kernel, model.other.kernel]
+        same = [[new is old for old in before] for new in after]
+        # The caller's own references keep what they had.
+        unchanged = [np.array_equal(old, value) for old, value in zip(before[1:], values, strict=True)]
+        results.append((same, unchanged, outputs))
+    theirs, ours = results
+    assert ours[:2] == theirs[:2]
+    assert not all(ours[0][i][i] for i in range(4))
+    np.testing.assert_allclose(ours[2], theirs[2], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize('new_for_each_epoch', [False, True])
 def test_an_optimizer_for_each_epoch_is_traced_for_each_epoch(new_for_each_epoch):
