@@ -4,8 +4,8 @@ The active `Context` is a JAX user context (``jax.make_user_context``), so it is
 cache key, and local to a thread. A function that was traced under one context is traced again under another:
 a shared inner ``jax.jit``, a ``scan`` body or a checkpointed function never sees the annotations of another
 caller. Equal bindings of one helper are one context, whichever functions bind them and however they are
-nested: what these share is traced once. The mapping, and a mesh in the place of that of a helper, are user
-contexts, too.
+nested: what these share is traced once. The mapping, and the mesh whose first device stands in for it, are
+user contexts, too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from scalax._jax.tracing import current_trace
@@ -51,22 +52,34 @@ class MeshOwner(Protocol):
 # Created at import, because creating a user context is not thread-safe.
 _active = jax.make_user_context(None)
 _active_mapping = jax.make_user_context(None)
-_replaced_mesh = jax.make_user_context(None)
+_traced_for_one_device = jax.make_user_context(None)
 
 
-def replacing_mesh(mesh: Mesh | AbstractMesh, other: Mesh | AbstractMesh) -> Any:
-    """A context manager in which code that a helper of *mesh* compiles or maps is traced for another mesh.
+def on_one_device(mesh: Mesh, device: Any) -> Mesh:
+    """A mesh with the axes of another one, all of size 1, over one device."""
+    devices = np.full((1,) * len(mesh.axis_names), device, dtype=object)
+    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
-    So a function whose code closes over a helper can be traced for another one, as long as the code does not
-    use the mesh itself. JAX shares no traces between meshes.
+
+def tracing_for_one_device(mesh: Mesh) -> Any:
+    """A context manager in which code that helpers of *mesh* compile or map is traced for its first device.
+
+    So a function whose code closes over a helper can be traced for one device, as long as the code does not
+    use the mesh itself. Helpers that arrange the same devices in another mesh are treated alike. JAX shares
+    no traces between meshes.
     """
-    return _replaced_mesh((mesh, other))
+    return _traced_for_one_device(mesh)
 
 
 def mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """The mesh that stands in for *mesh* in this thread: by default *mesh* itself."""
-    before, after = _replaced_mesh.value or (None, mesh)
-    return after if before == mesh else mesh
+    replaced = _traced_for_one_device.value
+    if replaced is None or not isinstance(mesh, Mesh):
+        return mesh
+    device = replaced.devices.flat[0]
+    if mesh != replaced and {*mesh.devices.flat} != {*replaced.devices.flat}:
+        return mesh
+    return on_one_device(mesh, device)
 
 
 def current_mapping() -> LogicalAxisShardingRule | None:

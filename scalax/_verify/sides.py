@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from scalax._follow.followed_batch import line_of
 from scalax._jax import equations
 from scalax._plan.lowered_step import without_changes
-from scalax._trace.contexts import MeshOwner, replacing_mesh
+from scalax._trace.contexts import MeshOwner, tracing_for_one_device
 from scalax._transforms.calls.signature import name_of
 from scalax._transforms.sjit.function import SjitFunction, call_of, made_anew, owner_of, shardings_of
 from scalax._tree.paths import NamedTree, dtype_on_devices, is_key, kind_of
@@ -266,8 +266,8 @@ def _traced(step: Step, alone: Step | None, shardings: Sequence[NamedSharding]) 
     try:
         with (
             jax.sharding.use_abstract_mesh(helper.mesh.abstract_mesh),
-            # The code may use the helper, as in helper.shard_map.
-            replacing_mesh(step.helper.mesh, helper.mesh),
+            # The code may use the helper, as in helper.shard_map, or another one over the same devices.
+            tracing_for_one_device(step.helper.mesh),
         ):
             given = [
                 shape_of(leaf).update(sharding=sharding)

@@ -213,6 +213,21 @@ def test_code_that_uses_its_helper(make, axis_type):
     assert found.ok, str(found)
 
 
+@pytest.mark.parametrize(
+    'make', [mapped_inside, compiled_inside, annotated_inside], ids=lambda make: make.__name__
+)
+def test_code_that_uses_a_helper_of_another_mesh(helper, make):
+    other = MeshShardingHelper([8, 1], ['fsdp', 'tp'])
+    step = helper.sjit(make(other), in_shardings=P('tp'))
+    found = helper.verify(step, S((16, 8), 'float32'), seeds=1)
+    assert found.ok, str(found)
+
+
+def test_a_fault_under_a_helper_of_another_mesh(helper):
+    mapped = MeshShardingHelper([8], ['rows']).shard_map(lambda x: x.sum(0), P('rows'), P(), check_vma=False)
+    assert not helper.verify(helper.sjit(lambda x: mapped(x) * 2), S((16, 8), 'float32'), seeds=1).ok
+
+
 def sum_along_another_axis(x):
     y = x.sum(0)
     return jax.lax.psum(y, 'tp')
