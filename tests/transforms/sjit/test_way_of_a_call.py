@@ -53,11 +53,11 @@ class Way(NamedTuple):
 
 LIMITS = {
     'made': Way(76, 14, 27),
-    'first': Way(124, 17, 63) if GUARDED else Way(122, 17, 61),
-    'another length': Way(132, 16, 65) if GUARDED else Way(131, 16, 64),
+    'first': Way(126, 17, 66) if GUARDED else Way(124, 17, 64),
+    'another length': Way(134, 16, 68) if GUARDED else Way(133, 16, 67),
     'again': Way(2, 2, 1) if GUARDED else Way(1, 1, 0),
-    'first, not followed': Way(112, 16, 57) if GUARDED else Way(110, 16, 55),
-    'another length, not followed': Way(120, 15, 60) if GUARDED else Way(119, 15, 58),
+    'first, not followed': Way(114, 16, 60) if GUARDED else Way(112, 16, 58),
+    'another length, not followed': Way(122, 15, 62) if GUARDED else Way(121, 15, 61),
 }
 
 
