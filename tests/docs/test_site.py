@@ -66,6 +66,7 @@ def test_pages_load_nothing_from_the_network(site: Path) -> None:
         assert 'data-md-component="source"' not in text, page  # a script there asks GitHub for its stars
 
 
+@pytest.mark.medium
 def test_links_between_pages_lead_somewhere(site: Path) -> None:
     # MkDocs checks those of Markdown, and not those that docstrings and the hook write.
     texts = {
@@ -94,6 +95,7 @@ def test_pictures_are_there(site: Path) -> None:
     assert [picture for page, picture in pictures if not (page.parent / picture).exists()] == []
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('width', [1280, 400])
 def test_boxes_wrap_or_scroll(site: Path, browser: Browser, width: int) -> None:
     for name in ('errors', 'planning', 'training_loop', 'api/sharding_functions'):

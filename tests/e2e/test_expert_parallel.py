@@ -135,6 +135,7 @@ def test_main_says_what_is_sent(capsys):
     ]
 
 
+@pytest.mark.medium
 def test_what_does_not_divide_is_refused():
     with pytest.raises(app.UsageError) as error:
         expert_parallel.main(tokens=97)

@@ -161,6 +161,7 @@ def test_theme_is_that_of_the_notebook(browser, tmp_path, ground, scheme):
     assert browser.run('return getComputedStyle(arguments[0]).colorScheme', host) == scheme
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('width', [1280, 400])
 def test_without_scripts_it_is_whole_and_folds(browser_without_scripts, tmp_path, width):
     browser = browser_without_scripts

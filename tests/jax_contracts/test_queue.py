@@ -102,6 +102,7 @@ def test_what_fails_is_told_and_the_rest_is_waited_for() -> None:
         waiting.may_end.set()
 
 
+@pytest.mark.medium
 def test_jax_leaves_its_service_after_handlers_that_were_registered_when_it_was_imported() -> None:
     with held_port() as port:
         command = [sys.executable, '-c', AT_EXIT, str(port)]

@@ -270,6 +270,7 @@ def test_a_page_in_a_browser(browser, tmp_path, width, dark):
     assert text == ('rgb(230, 234, 239)' if dark else 'rgb(26, 31, 38)')
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('width', [1280, 400])
 def test_hostile_names_do_nothing_and_fit(browser, tmp_path, width):
     hostile().to_html(tmp_path / 'plan.html')

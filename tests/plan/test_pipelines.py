@@ -69,6 +69,7 @@ def test_what_is_sent_along_the_axis_has_the_line_of_the_loop():
     assert not any('pipeline' in runs.scope for row in permutes for runs in row.scopes)
 
 
+@pytest.mark.medium
 def test_idle_computing_is_not_the_models():
     forward, backward = plan().pipelines
     assert (forward.flops, backward.flops) == (LAYERS * PRODUCT, 2 * LAYERS * PRODUCT)

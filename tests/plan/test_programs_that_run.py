@@ -128,6 +128,7 @@ def test_a_wrong_join_is_noticed() -> None:
     assert {row.cause for row in rows} == {'compiler'}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('name', names())
 def test_both_readers_count_the_same_work(name: str) -> None:
     _, work, moves, _, second = read(name)

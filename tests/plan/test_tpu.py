@@ -164,6 +164,7 @@ def test_memory_is_the_compilers_own():
     assert 0.99 < sum(row.bytes for row in plan.buffers) / plan.memory.peak <= 1
 
 
+@pytest.mark.medium
 def test_quick_memory_is_that_of_a_full_plan():
     plan = matmul_in_full()
     step, arguments = matmul()

@@ -296,6 +296,7 @@ def in_context(api, call):
         return call()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('api', API)
 @pytest.mark.parametrize('compiled', [False, True], ids=['outside of jit', 'inside of jit'])
 @pytest.mark.parametrize('form', MESH_IN_FORCE.values(), ids=MESH_IN_FORCE)

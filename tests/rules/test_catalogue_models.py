@@ -213,6 +213,7 @@ def test_the_exceptions_are_of_models_that_are_tested_and_in_the_docs():
         assert '`{}/{}`'.format(*path.split('/')[-2:]) in docs, path
 
 
+@pytest.mark.medium
 @LAYOUTS
 @pytest.mark.parametrize('name', [name for name in CASES if name.startswith('mixtral')])
 def test_experts_lie_along_their_own_axis(name, stacked):

@@ -156,6 +156,7 @@ def test_all_meshes_are_planned_and_the_best_in_full(found):
     assert alone.plan.roofline().bound == 'ici:tp'
 
 
+@pytest.mark.medium
 @tpu_compiler.newest
 def test_the_table(found):
     lines = found.to_text(120).splitlines()

@@ -39,6 +39,7 @@ def test_wheel_holds_the_package_and_nothing_else(distributions: Path) -> None:
     assert 'scalax/py.typed' in names
 
 
+@pytest.mark.medium
 def test_wheel_metadata(distributions: Path) -> None:
     [wheel] = distributions.glob('*.whl')
     with zipfile.ZipFile(wheel) as archive:
