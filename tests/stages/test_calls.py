@@ -1,13 +1,14 @@
 """Steps with stages as they are called: donated, with static arguments, verified."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalax.errors import StagesError
+from scalax.errors import ArgumentError, StagesError, StagesWarning
 from scalax.sharding import PartitionSpec as P
 from scalax.sharding import Stages
 from scalax.testing import assert_equal_to_one_device
@@ -33,6 +34,35 @@ def dropping(params, batch, key):
 def step(params, batch, key, rate=0.01):
     value, grads = jax.value_and_grad(dropping)(params, batch, key)
     return jax.tree.map(lambda p, g: p - rate * g, params, grads), value
+
+
+@pytest.mark.parametrize('name', ['microbatches', 'rounds'])
+@pytest.mark.parametrize('value', [True, 0, -2, 2.0, '2', None], ids=repr)
+def test_numbers_of_stages_are_positive(name, value):
+    with pytest.raises(ArgumentError) as refused:
+        Stages('stage', **{'microbatches': 2, name: value})
+    assert str(refused.value) == f"Stages('stage', ...): {name} is a positive number, got {value!r}"
+
+
+ALIKE = 'outside of the pipeline, as in the embedding and the head, all stages compute the same'
+
+
+@pytest.mark.parametrize(
+    ('microbatches', 'rows', 'faults'),
+    [(1, 8, f'each stage is idle in 1 of 2 ticks, and {ALIKE}'), (3, 6, ALIKE)],
+)
+def test_a_warning_about_stages_that_are_idle(microbatches, rows, faults):
+    stages = Stages('stage', microbatches)
+    fun = HELPER().sjit(
+        lambda *args: of_layers(block, *args),
+        in_shardings=(RULE, P('fsdp')),
+        batch_argnums=1,
+        stages=stages,
+    )
+    params, batch, _ = arguments()
+    text = f'{stages}: {faults}\nWhat to do: choose more microbatches, a multiple of the 2 stages.'
+    with pytest.warns(StagesWarning, match=f'^{re.escape(text)}$'):
+        fun.eval_shape(params, jax.tree.map(lambda x: x[:rows], batch))
 
 
 @pytest.mark.slow
