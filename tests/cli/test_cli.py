@@ -361,6 +361,21 @@ def test_version_and_no_command(capsys):
     assert 'usage: ' in said.err and 'required: COMMAND' in said.err and "'doctor'" in said.err
 
 
+@pytest.mark.parametrize(
+    ('started', 'name'),
+    [
+        ('/bin/scalax', 'scalax'),
+        ('/x/scalax/__main__.py', 'python -m scalax'),
+        ('job.py', 'python -m scalax'),
+    ],
+)
+def test_the_usage_is_that_of_the_command_which_was_typed(started, name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', [started])
+    with pytest.raises(SystemExit):
+        main(['--help'])
+    assert capsys.readouterr().out.startswith(f'usage: {name} [-h]')
+
+
 def test_exit_codes_are_in_the_help_and_in_the_docs(capsys):
     with pytest.raises(SystemExit):
         main(['--help'])

@@ -213,6 +213,40 @@ def test_ctrl_c_of_a_terminal_interrupts_once(job):
     assert (code, out.replace('^C', '')) == (ExitCode.INTERRUPTED, 'one Ctrl-C\ninterrupted\n')
 
 
+@pytest.mark.parametrize(
+    ('terminal', 'group', 'foreground'),
+    [
+        (os.devnull, 'own', True),
+        (os.devnull, 'other', False),
+        (os.devnull, None, False),
+        ('/none', 'own', False),
+    ],
+    ids=['in the foreground', 'in the background', 'another terminal', 'no terminal'],
+)
+def test_to_whom_the_terminal_sends_ctrl_c(monkeypatch, terminal, group, foreground):
+    """The command passes it on to the compiler only where the terminal does not send it to both."""
+
+    def group_of(_):
+        if group is None:
+            raise OSError
+        return os.getpgrp() + (group == 'other')
+
+    monkeypatch.setattr(os, 'ctermid', lambda: terminal)
+    monkeypatch.setattr(os, 'tcgetpgrp', group_of)
+    assert _compiler_process._is_in_foreground() == foreground
+
+
+def test_the_exit_code_where_a_signal_does_not_end_the_command(monkeypatch):
+    """As in the first process of a container, which no signal ends that it has no handler for."""
+    before, sent = signal.getsignal(signal.SIGTERM), []
+    monkeypatch.setattr(os, 'kill', lambda *args: sent.append(args))
+    try:
+        code = _compiler_process._end_by(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (code, sent) == (143, [(os.getpid(), signal.SIGTERM)])
+
+
 def stat_of(pid):
     try:
         with open(f'/proc/{pid}/stat') as file:
