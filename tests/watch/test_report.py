@@ -64,6 +64,23 @@ def test_the_end_of_the_text_if_the_user_cannot_have_the_secret() -> None:
 
 
 @pytest.mark.parametrize(
+    ('phase', 'text'),
+    [
+        (state.LOADING, 'loading'),
+        (state.SAVING, 'saving'),
+        (state.RESTORING, 'restoring'),
+        (state.WAITING, 'waiting for the others'),
+        (state.PYTHON, 'in Python'),
+        (state.CALLED, 'in Python that JAX calls'),
+        (state.FINISHING, 'waiting at exit for data'),
+        (state.ENDING, 'ending'),
+    ],
+)
+def test_what_a_process_that_is_behind_does(phase: str, text: str) -> None:
+    assert f'pid 41) is behind: {text} for 94 s at ' in said(at(0), at(1, phase, step=6))
+
+
+@pytest.mark.parametrize(
     ('states', 'behind'),
     [
         ((at(0, state.WAITING), at(1, state.SAVING), at(2, state.PYTHON)), {1}),
