@@ -171,6 +171,10 @@ def test_what_is_refused():
     assert refused(train_step, model, optimizer, 3, in_shardings=(FSDP,), static_argnames='x') == (
         'train_step was called with 2 arguments besides static ones, and in_shardings are for 1'
     )
+    # The static argument is the third one, which this call leaves out.
+    assert refused(train_step, model, optimizer, in_shardings=(FSDP,), static_argnums=2) == (
+        'train_step was called with 2 arguments besides static ones, and in_shardings are for 1'
+    )
     assert refused(train_step, model, optimizer, in_shardings=(FSDP, FSDP, P('fsdp'))) == (
         'train_step was called with 2 arguments, and in_shardings are for 3'
     )
