@@ -85,6 +85,14 @@ def test_what_was_forgotten_is_found_again(monkeypatch):
                 np.testing.assert_array_equal(scaled(np.ones(size), n), n * np.ones(size))
 
 
+def test_programs_are_let_go(monkeypatch):
+    monkeypatch.setattr(lru_cache, 'SIZE', 3)
+    last = HELPER.sjit(lambda *rows: rows[-1], in_shardings=P('x'))
+    for count in range(1, 9):  # each number of arguments has a program of its own
+        assert last.eval_shape(*[X] * count).shape == X.shape
+        assert len(last._dispatcher.programs) <= 3
+
+
 def test_contexts_are_let_go(monkeypatch):
     monkeypatch.setattr(lru_cache, 'SIZE', 4)
     rules = []

@@ -457,6 +457,12 @@ def test_equal_structures_with_other_paths_get_their_own_shardings():
             assert compiled(HELPER.shard(node, rule)).child.sharding.spec == spec
 
 
+def test_equal_structures_with_other_paths_get_their_own_shardings_before_any_call():
+    compiled = HELPER.sjit(lambda node: node.child, TreePathShardingRule(('^a$', ROWS), ('^b$', COLUMNS)))
+    nodes = [Labelled(X, Label(name)) for name in 'ab']
+    assert [compiled.shardings_for(node)[0][0].child.spec for node in nodes] == [ROWS, COLUMNS]
+
+
 def test_equal_keys_of_dicts_have_one_path():
     """JAX takes ``{1: x}`` and ``{True: x}`` for one structure, and so do rules."""
     rule = TreePathShardingRule(('^1$', ROWS), ('^a$', COLUMNS))
