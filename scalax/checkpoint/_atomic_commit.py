@@ -154,7 +154,7 @@ class StepDirectory:
             written.replace(self.path / _WRITER)
         except OSError:
             with contextlib.suppress(OSError):
-                written.unlink(missing_ok=True)
+                written.unlink()
             raise
         self.taken = True
 
