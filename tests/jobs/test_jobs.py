@@ -16,7 +16,7 @@ import pytest
 
 from examples.launch.ports import held_port
 from scalax.errors import ArgumentError, TransferError
-from scalax.jobs import Sender, receive
+from scalax.jobs import Sender, _receive, _sender, receive
 from scalax.sharding import MeshShardingHelper, PartitionSpec
 from scalax.utils import flatten_tree
 from tests.support.processes import Running, started
@@ -128,6 +128,56 @@ def test_leaves_come_by_their_paths(tree: Any) -> None:
     assert set(got) == set(flatten_tree(tree))
     for path, value in flatten_tree(tree).items():
         np.testing.assert_array_equal(got[path], value)
+
+
+@pytest.mark.parametrize(
+    ('often', 'asked'),
+    [
+        (LONG, ['join', 'parts', 'parts', 'done']),
+        (-1, ['join', 'parts', 'alive', 'parts', 'alive', 'done']),
+    ],
+    ids=['soon', 'late'],
+)
+def test_signs_of_life_are_given_after_a_while(
+    often: int, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions = []
+
+    def checked(question: Any) -> Any:
+        questions.append(question['asks'])
+        return question
+
+    monkeypatch.setattr(_sender, 'checked', checked)
+    monkeypatch.setattr(_receive, '_OFTEN', often)
+    sent_to_itself({'a': np.ones(8), 'b': np.zeros(8)})
+    assert questions == asked
+
+
+def test_processes_that_send_different_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    helper = MeshShardingHelper([8], ['fsdp'])
+
+    def send(sender: Sender) -> None:
+        with contextlib.suppress(TransferError):  # that it was closed
+            sender.send({'w': jax.device_put(np.arange(8))})
+
+    with contextlib.ExitStack() as stack:
+        other = stack.enter_context(Sender('localhost:0'))
+        with monkeypatch.context() as patch:  # the other one as process 1 of the same job
+            patch.setattr(_sender.collectives, 'gather_json', lambda _, mine: [mine, other.address])
+            first = stack.enter_context(Sender('localhost:0'))
+        with pytest.raises(ArgumentError):
+            other.send({'w': 1.0})  # a call that process 0 does not make
+        threads = [threading.Thread(target=send, args=[sender]) for sender in (first, other)]
+        for thread in threads:
+            thread.start()
+        with pytest.raises(TransferError) as error:
+            receive(helper, first.address, PartitionSpec(), timeout=SHORT)
+        assert str(error.value) == (
+            f'receive: process 1 of the sender at {other.address} sends another tree than process 0: all '
+            'processes have to call send'
+        )
+    for thread in threads:
+        thread.join(LONG)
 
 
 def test_leaves_that_cannot_be_sent() -> None:

@@ -208,6 +208,20 @@ def test_a_receiver_that_asks_nothing_is_sent_away() -> None:
         assert rest_of(connection) == b''
 
 
+def test_one_job_at_a_time_gets_what_is_sent(sender: Sender) -> None:
+    sending = threading.Thread(target=sender.send, args=[{'w': jax.device_put(np.arange(8))}])
+    sending.start()
+    with connected(sender) as one, connected(sender) as another:
+        first, second = (lines.asked(connection, SECRET.encode(), LONG) for connection in (one, another))
+        first.send({**JOIN, 'seconds': LONG}, LONG)
+        assert first.read(4096, LONG)['number'] == 1
+        second.send({**JOIN, 'job': 'another'}, LONG)
+        assert second.read(4096, LONG) == {'fault': 'nothing was sent to it within 0 s'}
+        first.send({'asks': 'done'}, LONG)
+        assert first.read(4096, LONG) == {}
+    sending.join(LONG)
+
+
 @pytest.mark.medium
 def test_a_receiver_that_dies_while_it_waits_leaves_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it would have waited: one that is started again and again would fill the Sender."""
