@@ -135,8 +135,10 @@ $(PLAN_STAMP): $(EXAMPLES_STAMP) setup.py
 	@scripts/setup_venv.sh $(VENV) newest -e '.[plan]'
 	@touch $@
 
+# JAX 0.10, which Python 3.11 gets, writes lines to stderr at each start where it has the compiler for GPUs.
 $(DEV_STAMP): $(EXAMPLES_STAMP) setup.py
-	@scripts/setup_venv.sh $(VENV) newest -e '.[dev,plan,gpu-plan]'
+	@gpu=$$($(PY) -c 'import sys; print(",gpu-plan" if sys.version_info >= (3, 12) else "")') && \
+	  scripts/setup_venv.sh $(VENV) newest -e ".[dev,plan$$gpu]"
 	@touch $@
 
 $(OLDEST_STAMP): setup.py
