@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from examples.launch.ports import held_port
-from scalax._doctor import Diagnosis, device_process, diagnose, environment
-from scalax._doctor.devices import _disagreements, _known_cure, open_devices
+from scalax._doctor import Diagnosis, device_process, diagnose, diagnosis, environment
+from scalax._doctor.devices import Opened, _disagreements, _known_cure, open_devices
 from scalax._doctor.environment import Finding
 from tests.support import ROOT
 
@@ -280,6 +280,31 @@ def test_a_diagnosis(monkeypatch):
     assert {'what': 'JAX_ENABLE_X46 is set, but JAX has no such setting'}.items() <= values['findings'][
         0
     ].items()
+
+
+ONLY_THE_CPU = Finding(
+    'this machine has TPU devices, but JAX opens only the CPU\n     the last line',
+    'run with JAX_PLATFORMS=tpu (or cuda, rocm): its error then gives the reason',
+)
+OTHER = Finding('the processes disagree about jax: 1 on process 0; 2 on process 1', 'install the same')
+
+
+@pytest.mark.parametrize(
+    ('present', 'platform', 'opened', 'expected'),
+    [
+        ({'TPU': 4}, 'cpu', [], [ONLY_THE_CPU]),
+        ({'TPU': 4}, 'cpu', [OTHER], [OTHER]),  # which may be why
+        ({'TPU': 4}, 'tpu', [], []),
+        ({}, 'cpu', [], []),
+    ],
+)
+def test_devices_that_jax_does_not_open(monkeypatch, present, platform, opened, expected):
+    values = {'devices': [[platform, platform, None]], 'processes': 1, 'opened': 0.5}
+    monkeypatch.setattr(diagnosis, 'open_devices', lambda *_: Opened(values, opened, '\n     the last line'))
+    monkeypatch.setattr(environment, 'accelerators', lambda: present)
+    for name in ('missing_plugins', 'wrong_compilers', 'wrong_variables'):
+        monkeypatch.setattr(environment, name, lambda *_: [])
+    assert diagnose().findings == tuple(expected)
 
 
 @pytest.mark.medium
