@@ -14,6 +14,7 @@ import pytest
 
 from scalax._find import trial
 from scalax._find.problem import Problem
+from scalax._find.step import make_step
 from scalax.errors import ArgumentError, MeshError
 from scalax.plan import find
 from scalax.sharding import MeshShardingHelper, TreePathShardingRule
@@ -373,6 +374,21 @@ def test_results_in_a_named_tuple_or_a_dict(kind):
     assert scope['helper'].plan(scope['step'], params, batch).totals == result.plan.totals
     [spec] = [row.spec for row in result.plan.outputs.rows if row.path.endswith('w')]
     assert spec == result.rule.apply(params)['w'] != P()
+
+
+@pytest.mark.parametrize(
+    ('out', 'expected'),
+    [
+        (lambda params, x: ({'w': params['w'] * 2}, x.sum()), ('of the state', None)),
+        (lambda params, x: {'loss': x.sum(), 'state': params}, {'loss': None, 'state': 'of the state'}),
+        (lambda params, x: {'w': params['w'] * 2}, 'of the state'),
+        (lambda params, x: [params, x], None),
+        (lambda params, x: x * 2, 'of the batch'),
+        (lambda params, x: x.sum(), None),
+    ],
+)
+def test_results_are_where_equal_arguments_are(out, expected):
+    assert make_step(out, simple(), 1).returned(['of the state', 'of the batch']) == expected
 
 
 def test_a_function_that_makes_a_step():
