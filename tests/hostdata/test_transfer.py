@@ -1,7 +1,9 @@
 """Host data becomes global arrays and comes back, in one process."""
 
 import itertools
+import math
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from scalax._hostdata.collectives import as_brought
+from scalax._hostdata.to_local import _boxes_by_process
 from scalax.errors import DataError, MeshError, ScalaxError
 from scalax.sharding import MeshShardingHelper
 
@@ -179,6 +183,35 @@ def test_axes_of_different_types_do_not_shard_one_batch(snapshot):
     helper = MeshShardingHelper([4, 2], ['data', 'tp'], axis_types=(AxisType.Auto, AxisType.Explicit))
     with snapshot.raises(MeshError):
         helper.local_data_to_global_array(np.zeros(8))
+
+
+@pytest.mark.parametrize(
+    ('shape', 'axis', 'spec', 'part'),
+    [
+        ((16, 3), 0, P(('process', 'device')), (2, 3)),
+        ((3, 8), 1, P(None, ('process', 'device')), (3, 1)),
+        ((9, 3), 0, P('process'), (9, 3)),
+        ((4, 8), 0, P('process'), (4, 8)),
+    ],
+)
+def test_rows_are_brought_in_parts_where_devices_divide_them(shape, axis, spec, part):
+    rows = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    array = as_brought(HELPER.mesh, rows, axis)
+    assert array.sharding.spec == spec
+    assert {shard.data.shape for shard in array.addressable_shards} == {part}
+    np.testing.assert_array_equal(array, rows)
+
+
+def test_the_parts_of_an_array_that_each_process_holds():
+    """Devices of a process may hold the same part, or several, and processes the same ones."""
+    first, last = (slice(0, 4), slice(None)), (slice(4, None), slice(None))
+    held = [(0, first), (0, first), (1, last), (1, first)]
+    placed = {Mock(process_index=process): index for process, index in held}
+    leaf = Mock(shape=(8, 3), sharding=Mock(devices_indices_map=lambda _: placed))
+    assert _boxes_by_process(leaf) == {
+        0: {((0, 4), (0, 3))},
+        1: {((0, 4), (0, 3)), ((4, 8), (0, 3))},
+    }
 
 
 @pytest.mark.parametrize('subset', [None, 'data', 'tp', []])
