@@ -55,17 +55,19 @@ class _OwnOrder(Rewriter):
         """The jaxpr, open or closed, and those inside it."""
         changed: dict[Any, list[Any]] = {}
         for equation in opened(jaxpr).eqns:
-            if primitive_name(equation) == 'sort' and equation not in changed:
-                block = self._block(jaxpr, equation)
-                if block.keys().isdisjoint(changed):
-                    changed.update(block)
+            block = {} if equation in changed else self._block(jaxpr, equation)
+            if block.keys().isdisjoint(changed):
+                changed.update(block)
         if changed:
             every = [each for equation in opened(jaxpr).eqns for each in changed.get(equation, [equation])]
             jaxpr = replaced(jaxpr, eqns=every)
         return super().jaxpr(jaxpr)
 
     def _block(self, jaxpr: Any, sort: Any) -> Mapping[Any, list[Any]]:
-        """The equations that stand for those of the block of a sort; none if the order stays."""
+        """The equations that stand for those of the block of a sort; none if the order stays.
+
+        Nor are there any of other equations.
+        """
         axes = next((axes for trail in self._sorts.get(sort, ())[:1] for axes in trail), ())
         if not self._trails.batch_axes.intersection(axes):
             return {}

@@ -240,6 +240,11 @@ def with_gradients(fun):
     return both
 
 
+def follow(fun, strategy='fsdp'):
+    helper, rule, batch = STRATEGIES[strategy]
+    return helper.sjit(fun, in_shardings=(rule, batch)).followed(weights(), tokens())
+
+
 def compare(fun, strategy='fsdp', tolerance=1e-5):
     """What `followed` says of a function, whose values are those of one device."""
     helper, rule, batch = STRATEGIES[strategy]
@@ -259,6 +264,20 @@ def moves_nothing(followed):
 @pytest.mark.parametrize('name', FORMS)
 def test_each_device_sorts_its_own_tokens(name):
     assert moves_nothing(compare(with_gradients(FORMS[name])))
+
+
+@pytest.mark.parametrize('name', FORMS)
+def test_no_token_moves(name):
+    """Nothing is compiled here."""
+    assert moves_nothing(follow(FORMS[name]))
+
+
+@pytest.mark.parametrize('reduce', [jnp.sum, jnp.prod, jnp.max, jnp.min, jnp.mean, jnp.argmax])
+def test_columns_may_be_reduced(reduce):
+    def layer(w, rows, *more):
+        return plain(w, rows * reduce(rows, -1, keepdims=True), *more)
+
+    assert moves_nothing(follow(functools.partial(experts, layer=layer)))
 
 
 @pytest.mark.slow
@@ -397,6 +416,12 @@ ORDER_MATTERS = {
 def test_where_the_order_may_matter_it_stays(name):
     followed = compare(with_gradients(ORDER_MATTERS[name]))
     assert any(each.primitive == 'sort' for each in followed.moved)
+
+
+@pytest.mark.parametrize('name', ORDER_MATTERS)
+def test_where_the_order_may_matter_tokens_are_sorted_together(name):
+    """Nothing is compiled here."""
+    assert any(each.primitive == 'sort' for each in follow(ORDER_MATTERS[name]).moved)
 
 
 @pytest.mark.slow
