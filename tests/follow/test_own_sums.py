@@ -7,6 +7,8 @@ import pytest
 from jax import lax
 
 from scalax import microbatch
+from scalax._jax.equations import equations
+from scalax._jax.primitives import primitive_name
 from scalax.custom_op import sharded_op
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
@@ -90,6 +92,31 @@ def test_what_a_loop_starts_with_counts_once(params, x):
     expected, found, sent = on_mesh(DDP, accumulated(of_part), P(), P('data'), params, x)
     assert_close(found, expected, 1e-4)
     assert sent == {('data',): 4 * (3 * 16 * 16 + 16 + 4)}
+
+
+ALONE = {
+    'products': lambda params, x: jnp.sum(jnp.tanh(x @ params['w'][0])),
+    'what is the same in all microbatches': lambda params, x: jnp.sum(
+        jnp.tanh(x @ params['w'][0]) * jnp.linspace(0, 1, len(x))[:, None]
+    ),
+    'rows that are looked up': lambda params, x: jnp.sum(jnp.tanh(params['w'][0][jnp.argmax(x, 1)]) * x),
+}
+TOGETHER = {
+    'a statistic': lambda params, x: jnp.sum((x - x.mean(0)) @ params['w'][0]),
+    'draws': lambda params, x: jnp.sum(x @ params['w'][0] * jax.random.normal(jax.random.key(0), x.shape)),
+    'a product of all': lambda params, x: jnp.prod(x @ params['w'][0]),
+}
+
+
+@pytest.mark.parametrize(
+    ('of_part', 'is_alone'),
+    [*((each, True) for each in ALONE.values()), *((each, False) for each in TOGETHER.values())],
+    ids=[*ALONE, *TOGETHER],
+)
+def test_devices_add_up_alone_where_each_example_counts_alone(of_part, is_alone, params, x):
+    step = DDP.sjit(accumulated(of_part), in_shardings=(P(), P('data')), batch_argnums=1)
+    primitives = {primitive_name(each) for each in equations(step.trace(params, x).jaxpr)}
+    assert ('shard_map' in primitives) is is_alone
 
 
 @pytest.mark.slow

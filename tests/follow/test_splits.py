@@ -230,6 +230,21 @@ def test_a_loop_without_rounds():
     assert ((64, HIDDEN), P(None, 'fsdp')) in specs(step_of(gradient(fun), BLOCK), *block_arguments(64))
 
 
+def test_columns_that_send_nothing_either_way_do_not_stay_split():
+    """Those of a bias are in no product: to split them saves nothing, and would gather its rows."""
+
+    def fun(w, x, y):
+        placed = lax.with_sharding_constraint(x @ w['up'], ROWS) @ w['down']
+        return placed, lax.scan(lambda y, _: (jnp.tanh(y + w['bias']), None), y, None, length=3)[0]
+
+    rule = {'up': BLOCK['up'], 'down': BLOCK['down'], 'bias': P('fsdp')}
+    weights, x = block_arguments(64)
+    weights = {'up': weights['up'], 'down': weights['down'], 'bias': np.ones(40, 'float32')}
+    step = HELPER.sjit(fun, in_shardings=(rule, P('fsdp'), P('fsdp')), batch_argnums=(1, 2))
+    found = specs(step, weights, x, np.ones((64, 40), 'float32'))
+    assert {spec for shape, spec in found if shape == (64, 40)} == {P('fsdp', OPEN)}
+
+
 def test_a_weight_that_has_the_dimension_twice_is_gathered():
     """A residual as wide as the matrix: its rows and its columns are one dimension."""
 
