@@ -128,6 +128,35 @@ def test_a_step_of_rules_takes_the_right_gradient():
     assert_close(run(table, PLACES), jax.jit(step)(table, PLACES))
 
 
+def is_mended(program, *args, sizes=(2, 2, 2)):
+    jaxpr = jax.make_jaxpr(program)(*args)
+    mesh = MeshShardingHelper([*sizes], ['fsdp', 'sp', 'tp']).mesh
+    return with_right_gradients(jaxpr, mesh, ['fsdp'], name='f') is not jaxpr
+
+
+FIFTEEN = {
+    'as an argument': lambda rows, more: rows,
+    'sliced': lambda rows, more: more[1:],
+    'sliced at an index': lambda rows, more: lax.dynamic_slice(more, (1, 0), (15, 6)),
+    'split': lambda rows, more: lax.split(more, (1, 15))[1],
+    'put into more': lambda rows, more: (lax.dynamic_update_slice(more, rows, (1, 0)), rows)[1],
+    'joined with more': lambda rows, more: lax.concatenate([rows[:9], rows[9:]], 0),
+    'padded': lambda rows, more: (lax.pad(rows, jnp.float32(0), ((0, 1, 0), (0, 0, 0))), rows)[1],
+    'windows': lambda rows, more: lax.reduce_window(more, 0.0, lax.add, (2, 1), (1, 1), 'valid'),
+}
+
+
+@pytest.mark.parametrize('name', FIFTEEN)
+def test_what_has_several_sizes_may_be_split_unevenly(name):
+    """All but arguments, and what has their dimensions alone."""
+
+    def program(rows, more, places):
+        return ZEROS.at[places].add(FIFTEEN[name](rows, more))
+
+    found = is_mended(program, ROWS[0, 1:], ROWS[0], PLACES[0, 1:])
+    assert found is (name != 'as an argument')
+
+
 @pytest.mark.parametrize(
     ('program', 'sizes'),
     [
@@ -138,9 +167,7 @@ def test_a_step_of_rules_takes_the_right_gradient():
     ],
 )  # fmt: skip
 def test_what_is_split_evenly_stays_as_it_is(program, sizes):
-    mesh = MeshShardingHelper([*sizes], ['fsdp', 'sp', 'tp']).mesh
-    jaxpr = jax.make_jaxpr(program)(ROWS, PLACES)
-    assert with_right_gradients(jaxpr, mesh, ['fsdp'], name='f') is jaxpr
+    assert not is_mended(program, ROWS, PLACES, sizes=sizes)
 
 
 def test_a_batch_that_devices_do_not_divide_stays_as_it_is():
