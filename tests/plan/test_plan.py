@@ -466,6 +466,16 @@ def test_a_program_of_one_device_from_a_cache_is_compiled_again(monkeypatch):
     assert compiled.optimized == dumps[1].optimized != ''
 
 
+@pytest.mark.parametrize(('devices', 'platform'), [(1, 'cpu'), (1, 'rocm'), (8, 'cpu'), (8, 'rocm')])
+def test_a_program_that_is_in_no_cache_is_compiled_once(monkeypatch, devices, platform):
+    compile_, dumps = compilation._compile, []
+    monkeypatch.setattr(compilation, '_compile', lambda *args: dumps.append(compile_(*args)) or dumps[-1])
+    sharding = HELPER.match_sharding_rule(P('fsdp'), leaf(8)) if devices > 1 else None
+    x = jax.ShapeDtypeStruct((8,), 'float32', sharding=sharding)
+    compiled = compilation.compile_lowered(jax.jit(jnp.cos).lower(x), platform)
+    assert (len(dumps), compiled.executable) == (1, dumps[0].executable)
+
+
 def test_none_among_arguments_and_outputs():
     fun = HELPER.sjit(lambda x, m=None: (x['x'].sum(), None), in_shardings=P('fsdp'), out_shardings=P())
     plan = HELPER.plan(fun, {'x': leaf(16), 'n': None}, None)
