@@ -8,6 +8,7 @@ from scalax._plan.collectives import collectives
 from scalax._plan.formulas import Counted
 from scalax._plan.hlo import Array, Instruction, parse
 from scalax._plan.hlo_loops import visits
+from scalax._plan.provenance import Source
 from scalax._plan.replica_groups import (
     axes_of_groups,
     groups_between_slices,
@@ -188,6 +189,58 @@ def test_what_the_partitioned_program_lacks_is_added_by_the_compiler():
         assert row.cause == cause
 
 
+LINES = """FileNames
+1 "/home/me/job.py"
+
+FunctionNames
+1 "layer"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=1 end_column=1}
+2 {file_name_id=1 function_name_id=1 line=8 end_line=8 column=1 end_column=1}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=1}
+
+"""
+LINE_7, LINE_8 = (Source(file='/home/me/job.py', line=line, function='layer') for line in (7, 8))
+
+UP = 'op_name="jit(f)/annotation(up)/sin"'
+
+
+@pytest.mark.parametrize(
+    ('partitioned', 'optimized', 'source'),
+    [
+        ('stack_frame_id=1', 'stack_frame_id=2', LINE_7),
+        ('stack_frame_id=1', '', LINE_7),
+        ('', 'stack_frame_id=2', LINE_8),
+        (UP, f'{UP} stack_frame_id=2', LINE_8._replace(annotation='up')),
+        ('', '', Source()),
+    ],
+)
+def test_the_source_is_that_of_the_partitioned_program_if_it_has_one(partitioned, optimized, source):
+    """In the other one a collective may have the line of another one that it was joined with."""
+
+    def module(metadata):
+        reduce = 'ROOT %r = f32[8]{0} all-reduce(%p), replica_groups=[4,2]<=[8], to_apply=%add, '
+        return parse(program(f'{reduce}metadata={{{metadata}}}').replace(HEAD, HEAD + LINES))
+
+    [row] = collectives(module(optimized), MESH, (), module(partitioned))
+    assert row.source == source
+
+
+def test_an_argument_that_is_moved_is_the_source():
+    def module(metadata):
+        gather = 'ROOT %r = f32[16]{0} all-gather(%p), replica_groups=[4,2]<=[8], dimensions={0}'
+        text = program(gather).replace('parameter(0)\n  ROOT', f'parameter(0){metadata}\n  ROOT')
+        return parse(text.replace(HEAD, HEAD + LINES))
+
+    partitioned, optimized = module(', metadata={op_name="w"}'), module(', metadata={stack_frame_id=1}')
+    [row] = collectives(optimized, MESH, (), partitioned)
+    assert row.source == Source(operand='w')
+
+
 # (instruction, kind, axes, members of a group, bytes of the whole array)
 KINDS = {
     'all-reduce': (
@@ -315,6 +368,12 @@ REFUSED = {
     'pairs of more devices': (
         program('ROOT %r = f32[8]{0} collective-permute(%p), source_target_pairs={{0,8}}'),
         'the groups of a collective do not fit 8 devices: {{0,8}}',
+    ),
+    'a program of some devices': (
+        program('ROOT %r = f32[8]{0} all-reduce(%p), replica_groups=[2,2]<=[4], to_apply=%add').replace(
+            'num_partitions=8', 'num_partitions=4'
+        ),
+        'a program of 4 devices is not that of a slice of the mesh',
     ),
     'a new kind': (
         program('ROOT %r = f32[8]{0} all-scatter(%p), replica_groups=[4,2]<=[8]'),

@@ -80,10 +80,12 @@ FunctionNames
 FileLocations
 1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=1 end_column=1}
 2 {file_name_id=1 function_name_id=1 line=8 end_line=8 column=1 end_column=1}
+3 {file_name_id=1 function_name_id=1 line=9 end_line=9 column=1 end_column=1}
 
 StackFrames
 1 {file_location_id=1 parent_frame_id=1}
 2 {file_location_id=2 parent_frame_id=1}
+3 {file_location_id=3 parent_frame_id=1}
 
 %body (state: (s32[], f32[2,1024])) -> (s32[], f32[2,1024]) {
   %state = (s32[], f32[2,1024]) parameter(0)
@@ -171,9 +173,9 @@ def test_what_a_loop_keeps_has_the_source_that_it_had_before(notation):
     element = '  %kept = f32[2,1024] get-tuple-element(%state), index=1\n'
     program = PROGRAM.replace('tuple(%state#0, %stack)', f'tuple(%state#0, {notation})')
     program = program.replace('  %made =', f'{element}  %made =')
-    program = program.replace('"AllocateBuffer"', '"AllocateBuffer", metadata={stack_frame_id=1}')
+    program = program.replace('"AllocateBuffer"', '"AllocateBuffer", metadata={stack_frame_id=3}')
     rows = largest_buffers(read_layout(TABLES), parse(program))
-    assert (rows[0].array, str(rows[0].source)) == ('f32[2,1024]', 'job.py:7 layer')
+    assert (rows[0].array, str(rows[0].source)) == ('f32[2,1024]', 'job.py:9 layer')
 
 
 def test_equal_arrays_are_one_row():
