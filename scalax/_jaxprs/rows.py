@@ -81,7 +81,7 @@ class Refused(NotImplementedError):
 
     def __init__(self, equation: Any, why: str, instead: str = _ALONE) -> None:
         super().__init__(why)
-        self.equation, self.why, self.instead = equation, why, instead
+        self.equation, self.instead = equation, instead
         self.calls: list[Any] = []
 
 

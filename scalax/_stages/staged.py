@@ -345,7 +345,7 @@ class _Staged(rewriting.Rewriter):
                 return [*itertools.chain.from_iterable(self._part(each, before) for each in parts)]
         except Refused as refused:
             raise StagesError(
-                f'the loop over layers at {line} cannot run on microbatches: {refused.why}, at '
+                f'the loop over layers at {line} cannot run on microbatches: {refused}, at '
                 f'{line_of(refused.equation, [*refused.calls, equation])}\n'
                 f'What to do: {refused.instead}; or run without stages.'
             ) from None

@@ -186,7 +186,6 @@ REFUSALS = {
 }
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize('name', [*REFUSALS])
 def test_what_mixes_rows_is_refused_by_its_line(name):
     why, code, instead = REFUSALS[name]
