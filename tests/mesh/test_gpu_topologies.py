@@ -13,6 +13,7 @@ from scalax._mesh.gpu_targets import TARGETS, target_config
 from scalax._mesh.gpu_topologies import GPUS, GPUTopology, gpu_topology, is_of_gpus, wrong_plugins
 from scalax._plan.torus import places_of
 from scalax.errors import MeshError, MissingDependencyError
+from scalax.plan import HARDWARE
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support import gpu_compiler
@@ -78,6 +79,12 @@ def test_wrong_names(topology, slices, snapshot):
 
 def test_every_kind_has_a_target():
     assert [*GPUS] == [*TARGETS]
+
+
+@pytest.mark.parametrize('kind', GPUS)
+def test_the_memory_of_data_sheets_is_less_than_that_of_the_target(kind):
+    assert 0.9 < HARDWARE[kind].hbm_bytes / TARGETS[kind].memory_bytes <= 1
+    assert HARDWARE[kind].hbm_bytes_per_second == pytest.approx(TARGETS[kind].memory_rate, rel=0.05)
 
 
 # --- The compiler -----------------------------------------------------------------------------------

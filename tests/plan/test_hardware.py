@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from scalax._mesh.gpu_targets import TARGETS
 from scalax._mesh.gpu_topologies import GPUS
 from scalax._plan.hardware import find_hardware, numbers_of
 from scalax.errors import PlanError
@@ -175,9 +174,3 @@ def test_hosts_of_topologies_are_those_of_the_hardware(kind, joined):
     entry = HARDWARE[kind]
     assert (entry.torus_axes, entry.chips_per_host) == (0, joined.host)
     assert (entry.chips_per_slice or entry.chips_per_host) == joined.domain
-
-
-@pytest.mark.parametrize('kind', GPUS)
-def test_the_memory_of_data_sheets_is_less_than_that_of_the_target(kind):
-    assert 0.9 < HARDWARE[kind].hbm_bytes / TARGETS[kind].memory_bytes <= 1
-    assert HARDWARE[kind].hbm_bytes_per_second == pytest.approx(TARGETS[kind].memory_rate, rel=0.05)
