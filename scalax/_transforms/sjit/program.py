@@ -22,6 +22,7 @@ import jax
 
 from scalax._follow.types import Arguments, Followed
 from scalax._jax.shardings import DELETED_ARGUMENTS_CRASH
+from scalax._spmd.step import Step
 from scalax._stages.pipelined import Loops
 from scalax._transforms.calls.call import Call, CallKey, Shardings
 from scalax._transforms.calls.errors import reject_deleted, reject_donated_twice
@@ -170,6 +171,7 @@ class Entry:
         batch: what is followed from the arguments; None if nothing is.
         followed: the values that are kept where they are; None if nothing is followed.
         staged: its pipelines; None without stages.
+        partitioned: the step on the blocks of each device; None if it is not partitioned.
         outputs: the shardings of the outputs; None until the function was traced.
         out_tree: the structure of the outputs.
         jaxpr: the jaxpr of the function, which later traces replay; None if it cannot be kept.
@@ -187,6 +189,7 @@ class Entry:
     batch: Arguments | None = None
     followed: Followed | None = None
     staged: Staged | None = None
+    partitioned: Step | None = None
     outputs: Shardings | None = None
     out_tree: Any = None
     jaxpr: Any = None

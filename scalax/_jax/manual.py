@@ -1,0 +1,135 @@
+"""Variables and equations of code that is manual along mesh axes: local shapes, and what devices exchange."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Var
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from scalax._jax.equations import CALLS, opened, shape_of
+from scalax._jax.tracing import trace_context
+
+# The parameters of `jit` that have an entry for each operand, and for each result.
+_OF_OPERANDS = ('in_shardings', 'in_layouts', 'donated_invars')
+_OF_RESULTS = ('out_shardings', 'out_layouts')
+
+
+def is_backward(equation: Any) -> bool:
+    """Whether an equation is of a backward pass. Relies on what `name_stack` of `equations` relies on."""
+    return 'transpose(' in str(equation.source_info.name_stack)
+
+
+class ManualCode:
+    """Makes equations that are manual along all axes of a mesh.
+
+    They are taken from JAX, which traces a function of one operation in a ``jax.shard_map`` over abstract
+    axes.
+
+    Args:
+        mesh: the mesh, in force, of Auto axes.
+    """
+
+    def __init__(self, mesh: AbstractMesh) -> None:
+        self._mesh, self._context = mesh, trace_context()
+        [neg] = _traced(jax.lax.neg, ((), 'float32'), mesh=mesh, context=self._context)
+        self._ctx = neg.ctx
+        self._manual = mesh.update(axis_types=(AxisType.Manual,) * len(mesh.axis_names))
+
+    def var(self, atom: Any, shape: Sequence[int]) -> Any:
+        """Returns a new variable of the type of another one, of another shape, manual along all axes.
+
+        Relies on ``Var(aval)``, and on `update` of types of arrays. A type that has no shape stays as it is.
+        """
+        aval = atom.aval
+        if not hasattr(aval, 'shape'):
+            return Var(aval)
+        sharding = NamedSharding(self._manual, PartitionSpec(*[None] * len(shape)))
+        return Var(aval.update(shape=tuple(shape), sharding=sharding))
+
+    def equation(self, function: Callable[..., Any], key: Any, like: Any, operands: Sequence[Any]) -> Any:
+        """Returns the equation that a function of one operation makes of operands, with new results.
+
+        Args:
+            function: the function.
+            key: what the function is known by: functions of one key do the same.
+            like: the equation whose line the new one gets.
+            operands: the operands.
+        """
+        types = tuple([(shape_of(atom), atom.aval.dtype) for atom in operands])
+        [template] = _cached(_Keyed(function, key), types, self._mesh, self._context)
+        results = [Var(var.aval) for var in template.outvars]
+        return template.replace(invars=[*operands], outvars=results, source_info=like.source_info)
+
+    def local(self, equation: Any, operands: Sequence[Any], results: Sequence[Any], **changed: Any) -> Any:
+        """Returns an equation of other operands and results, some of whose parameters are changed.
+
+        Relies on *ctx* being what JAX's trace context was, on *sharding* and *out_sharding* being None where
+        nothing is said, and on `replace` of equations.
+        """
+        params = equation.params
+        unsaid = dict.fromkeys({'sharding', 'out_sharding'} & params.keys())
+        if changed or unsaid:
+            params = {**params, **unsaid, **changed}
+        return equation.replace(invars=[*operands], outvars=[*results], params=params, ctx=self._ctx)
+
+    def call(self, equation: Any, jaxpr: Any, operands: Sequence[Any], results: Sequence[Any]) -> Any:
+        """Returns a call of another jaxpr; a `jit` says nothing of shardings.
+
+        Relies on the parameters that `rewriting.run_as_one` relies on.
+        """
+        params: dict[str, Any] = {}
+        if equation.primitive.name == 'jit':
+            template = self._jit().params
+            for names, count in ((_OF_OPERANDS, len(operands)), (_OF_RESULTS, len(results))):
+                params |= {name: template[name] * count for name in names}
+        return self.local(equation, operands, results, **params, **{CALLS[equation.primitive.name]: jaxpr})
+
+    def _jit(self) -> Any:
+        [template] = _cached(
+            _Keyed(jax.jit(lambda x: x), 'jit'), (((), 'float32'),), self._mesh, self._context
+        )
+        return template
+
+
+class _Keyed:
+    """A function that equals others of its key."""
+
+    def __init__(self, function: Callable[..., Any], key: Any) -> None:
+        self.function, self._key = function, key
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Keyed) and other._key == self._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached(keyed: _Keyed, types: Any, mesh: AbstractMesh, context: Any) -> Sequence[Any]:
+    return _traced(keyed.function, *types, mesh=mesh, context=context)
+
+
+def _traced(function: Callable[..., Any], *types: Any, mesh: AbstractMesh, context: Any) -> Sequence[Any]:
+    """The equations of a function on every device of a mesh. Relies on *jaxpr* of `shard_map`."""
+    whole = PartitionSpec()
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
+    [equation] = opened(jax.make_jaxpr(mapped)(*structs)).eqns
+    return opened(equation.params['jaxpr']).eqns
+
+
+def remade(jaxpr: Any, invars: Sequence[Any], eqns: Sequence[Any], outvars: Sequence[Any]) -> Any:
+    """Returns a jaxpr with the constants of another one and other variables, as open or as closed as it was.
+
+    Relies on `replace` of jaxprs, which checks nothing and computes effects.
+    """
+    inner = opened(jaxpr)
+    names = inner.debug_info._replace(arg_names=None, result_paths=None)
+    new = inner.replace(invars=[*invars], eqns=[*eqns], outvars=[*outvars], debug_info=names)
+    if inner is not jaxpr:
+        return jaxpr.replace(jaxpr=new)
+    return new

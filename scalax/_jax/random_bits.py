@@ -1,0 +1,54 @@
+"""Random bits of a block of an array, which are those that all of the array would have there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.random
+import jax.numpy as jnp
+
+from scalax._jax.equations import shape_of
+from scalax._jax.primitives import primitive_name
+
+
+def depends_on_indices(equation: Any) -> bool:
+    """Whether an equation draws bits of one key that depend on the key and on their indices only.
+
+    Relies on ``jax_threefry_partitionable``, and on ``key<fry>`` being the dtype of threefry's keys.
+    """
+    if primitive_name(equation) != 'random_bits' or shape_of(equation.invars[0]):
+        return False
+    is_small = math.prod(shape_of(equation.outvars[0])) < 2**32
+    return (
+        is_small
+        and jax.config.jax_threefry_partitionable
+        and str(equation.invars[0].aval.dtype) == 'key<fry>'
+    )
+
+
+def bits_at(key: Any, shape: Sequence[int], local: Sequence[int], starts: Sequence[Any], dtype: Any) -> Any:
+    """Returns the bits of a block of an array.
+
+    Relies on `threefry2x32_p` being applied to the index of each element in the array, in two words of 32
+    bits, and on bits being both words, or the lower bits of their exclusive or.
+
+    Args:
+        key: a key of threefry.
+        shape: the shape of the array.
+        local: that of the block.
+        starts: the index of the first element of the block in each dimension.
+        dtype: that of the bits.
+    """
+    index, stride = jnp.zeros(local, 'uint32'), 1
+    for dim in reversed(range(len(shape))):
+        along = jax.lax.broadcasted_iota('uint32', local, dim) + jnp.asarray(starts[dim], 'uint32')
+        index += along * jnp.uint32(stride)
+        stride *= shape[dim]
+    words = [jnp.broadcast_to(word, local) for word in jax.random.key_data(key)]
+    high, low = jax.extend.random.threefry2x32_p.bind(*words, jnp.zeros(local, 'uint32'), index)
+    if jnp.iinfo(dtype).bits == 64:
+        return (high.astype(dtype) << 32) | low.astype(dtype)
+    return (high ^ low).astype(dtype)

@@ -1,0 +1,66 @@
+"""The dimensions of replicated values that are dimensions of the batch: a device needs its block only.
+
+A cotangent that is a constant has the dimensions of what it meets. So a value that is the same on every
+device is computed for each device's examples from the start, if its dimension meets the batch anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from scalax._jax.equations import Literal, shape_of
+from scalax._jaxprs.dimensions import Dimensions, Numbers
+from scalax._spmd.placement import Placements, Replicate, Shard
+
+
+class _Numbered(Dimensions):
+    """Numbers the dimensions of constants, too."""
+
+    def _run(self, jaxpr: Any, arguments: Sequence[Numbers]) -> list[Numbers]:
+        known = {id(var): numbers for var, numbers in zip(jaxpr.invars, arguments, strict=True)}
+
+        def of(atom: Any) -> Numbers:
+            numbers = known.get(id(atom))
+            if numbers is None or len(numbers) != len(shape_of(atom)):
+                numbers = self.new(atom)
+                if not isinstance(atom, Literal):
+                    known[id(atom)] = numbers
+            return numbers
+
+        for equation in jaxpr.eqns:
+            results = self.equation(equation, [of(atom) for atom in equation.invars])
+            known.update(zip(map(id, equation.outvars), results, strict=False))
+        self.note(known)
+        return [of(atom) for atom in jaxpr.outvars]
+
+
+class BatchDims:
+    """The dimensions of the batch in the values of a jaxpr, and of those inside it.
+
+    Args:
+        jaxpr: the jaxpr, open or closed.
+        arguments: the placements of its arguments.
+        blocks: into how many blocks all batch axes together split a dimension.
+    """
+
+    def __init__(self, jaxpr: Any, arguments: Sequence[Placements], blocks: int) -> None:
+        self._blocks = blocks
+        self._numbered = _Numbered(jaxpr, blocks)
+        self._axes: dict[int, set[int]] = {}
+        for numbers, placements in zip(self._numbered.arguments, arguments, strict=True):
+            for axis, placement in enumerate(placements):
+                if isinstance(placement, Shard) and not placement.is_state:
+                    root = self._numbered.classes.root(numbers[placement.dim])
+                    self._axes.setdefault(root, set()).add(axis)
+
+    def placements(self, atom: Any, placements: Placements) -> Placements:
+        """Returns the placements of a value whose dimensions of the batch are sharded as well."""
+        numbers, result = self._numbered.of(atom), [*placements]
+        for dim, (number, size) in enumerate(zip(numbers, shape_of(atom), strict=False)):
+            if size <= 1 or size % self._blocks:
+                continue
+            for axis in self._axes.get(self._numbered.classes.root(number), ()):
+                if isinstance(result[axis], Replicate):
+                    result[axis] = Shard(dim)
+        return tuple(result)

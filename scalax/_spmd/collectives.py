@@ -1,0 +1,126 @@
+"""Collectives: the equations that convert a value from its placements to others, and the list of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scalax._jax.equations import shape_of
+from scalax._jax.manual import ManualCode
+from scalax._spmd.placement import Step
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective that the partitioner wrote.
+
+    Attributes:
+        kind: its operation.
+        axes: the mesh axes along which devices exchange blocks.
+        bytes: the size of its larger end on one device: of what is gathered, or of what is reduced.
+        count: how often a step runs it; 0 if the number of rounds of a loop is not known.
+        equation: the equation for which it was written.
+        of: the path of the state that it gathers, or whose gradient it reduces; else the number of the
+            argument of the jaxpr, or None.
+        what: what is converted.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    count: int
+    equation: Any
+    of: str | int | None
+    what: str
+
+
+class Exchange:
+    """Writes the equations of conversions.
+
+    Args:
+        code: makes equations.
+        axes: the batch axes, from the major one to the minor one.
+        sizes: their sizes.
+    """
+
+    def __init__(self, code: ManualCode, axes: Sequence[str], sizes: Sequence[int]) -> None:
+        self._code, self.axes, self.sizes = code, tuple(axes), tuple(sizes)
+
+    def equation(self, step: Step, like: Any, operand: Any) -> Any:
+        """Returns the equation of one step.
+
+        Args:
+            step: the step.
+            like: the equation whose line it gets.
+            operand: the value.
+        """
+        axes = tuple([self.axes[i] for i in step.axes])
+        sizes = tuple([self.sizes[i] for i in step.axes])
+        key = step._replace(axes=()), axes, sizes
+        is_key = jax.dtypes.issubdtype(operand.aval.dtype, jax.dtypes.prng_key)
+        function = _functions(*key, is_key)
+        return self._code.equation(function, (*key, is_key), like, [operand])
+
+    def collective(
+        self, step: Step, like: Any, operand: Any, result: Any, of: Any, what: str
+    ) -> Collective | None:
+        """Returns the entry of the list for a step; None if it sends nothing."""
+        if step.kind in ('slice', 'mask'):
+            return None
+        axes = tuple([self.axes[i] for i in step.axes])
+        size = max(math.prod(shape_of(x)) * x.aval.dtype.itemsize for x in (operand, result))
+        return Collective(step.kind, axes, size, 1, like, of, what)
+
+
+@functools.lru_cache(maxsize=1024)
+def _functions(
+    step: Step, axes: tuple[str, ...], sizes: tuple[int, ...], is_key: bool
+) -> Callable[[Any], Any]:
+    """The function of one operation that a step is."""
+    dim, name = step.dim, axes if len(axes) > 1 else axes[0]
+
+    def all_gather(x: Any) -> Any:
+        return jax.lax.all_gather(x, name, axis=dim, tiled=True)
+
+    def all_to_all(x: Any) -> Any:
+        return jax.lax.all_to_all(x, name, step.other_dim, dim, tiled=True)
+
+    def reduce_scatter(x: Any) -> Any:
+        return jax.lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
+
+    def all_reduce(x: Any) -> Any:
+        reduce = {'sum': jax.lax.psum, 'max': jax.lax.pmax, 'min': jax.lax.pmin}[step.reduce_op]
+        return reduce(x, name)
+
+    def slice_(x: Any) -> Any:
+        size = x.shape[dim] // math.prod(sizes)
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(name) * size, size, dim)
+
+    def mask(x: Any) -> Any:
+        # The largest and the least element of equal values are these.
+        return (
+            x if step.reduce_op != 'sum' else jnp.where(jax.lax.axis_index(name) == 0, x, jnp.zeros_like(x))
+        )
+
+    def of_keys(keys: Any) -> Any:
+        data = function(jax.random.key_data(keys))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))
+
+    by_kind: dict[str, Callable[[Any], Any]] = {
+        'all_gather': all_gather,
+        'all_to_all': all_to_all,
+        'reduce_scatter': reduce_scatter,
+        'all_reduce': all_reduce,
+        'slice': slice_,
+        'mask': mask,
+    }
+    function = by_kind[step.kind]
+    if is_key and step.kind != 'slice':
+        return jax.jit(of_keys)
+    return jax.jit(function) if step.kind in ('slice', 'mask') else function

@@ -1,0 +1,61 @@
+"""Shardings that users say of values: along the batch axes these are conversions between placements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from scalax._jax.equations import is_on_device, shardings_said
+from scalax._spmd.edit import Edit
+from scalax._spmd.placement import REPLICATE, Placement, Placements, Shard
+from scalax._spmd.values import CannotPartition, Value
+
+
+def constrain(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
+    """Defines the results of a constraint, or of ``jax.device_put``, as operands in other placements."""
+    said = shardings_said(equation)[1]
+    for i, (var, value) in enumerate(zip(equation.outvars, values, strict=True)):
+        if not is_on_device(var) or not is_on_device(equation.invars[i]):
+            raise CannotPartition(equation, 'it moves values between memories')
+        placements = value.placements
+        if i in said:
+            placements = placements_said(edit, equation, value, said[i])
+        atom = edit.convert(value, placements, equation)
+        edit.define(var, placements, atom).origin = value.origin
+
+
+def placements_said(edit: Edit, equation: Any, value: Value, sharding: Any) -> Placements:
+    """Returns the placements that a sharding says of a value. What it leaves open stays."""
+    if not isinstance(sharding, NamedSharding):
+        raise CannotPartition(equation, f'it places values by a {type(sharding).__name__}')
+    if sharding.memory_kind not in (None, 'device'):
+        raise CannotPartition(equation, 'it moves values between memories')
+    return of_spec(sharding.spec, edit.shared.axes, value.placements, len(value.shape), equation)
+
+
+def of_spec(
+    spec: PartitionSpec, axes: Sequence[str], before: Placements, rank: int, equation: Any = None
+) -> Placements:
+    """Returns the placements that a spec says.
+
+    Args:
+        spec: the spec.
+        axes: the batch axes.
+        before: the placements where dimensions are left open.
+        rank: how many dimensions the value has.
+        equation: the equation, for errors.
+    """
+    entries = [*spec, *[None] * (rank - len(spec))]
+    is_open = any(entry is PartitionSpec.UNCONSTRAINED for entry in entries)
+    found: list[Placement] = [*before] if is_open else [REPLICATE] * len(axes)
+    for dim, entry in enumerate(entries):
+        names = entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
+        there = [axes.index(name) for name in names if name in axes]
+        if there != sorted(there):
+            raise CannotPartition(equation, f'{spec} shards a dimension over the batch axes in another order')
+        for axis in there:
+            is_state = isinstance(before[axis], Shard) and before[axis].is_state  # type: ignore[union-attr]
+            found[axis] = Shard(dim, is_state)
+    return tuple(found)

@@ -1,0 +1,290 @@
+"""One jaxpr while it is partitioned: its values, and their conversions between placements."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+from scalax._jax.equations import Literal, opened, shape_of
+from scalax._jax.manual import ManualCode, is_backward
+from scalax._spmd.batch_dims import BatchDims
+from scalax._spmd.collectives import Collective, Exchange
+from scalax._spmd.op_rules import local_params
+from scalax._spmd.parts import part_function, part_operands
+from scalax._spmd.placement import (
+    REPLICATE,
+    Partial,
+    Placement,
+    Placements,
+    Shard,
+    local_shape,
+    redistribute,
+)
+from scalax._spmd.values import Argument, Partitioned, Value, is_replicated, replicated, without_state
+from scalax._spmd.wanted import Layout, Wanted
+
+
+class Shared:
+    """What is known of all jaxprs of a step.
+
+    Args:
+        jaxpr: the jaxpr of the step, open or closed.
+        arguments: what is known of its arguments.
+        results: the layouts in which its results are wanted; None where any will do.
+        mesh: the mesh, in force, of Auto axes.
+        axes: the mesh axes of the batch, from the major one to the minor one.
+
+    Attributes:
+        axes: the mesh axes of the batch.
+        sizes: their sizes.
+        blocks: into how many blocks they split a dimension together.
+        code: makes equations.
+        exchange: makes those of conversions.
+        wanted: the layouts in which sums are wanted.
+        batch_dims: the dimensions of the batch.
+        replicated: the placements of what every device holds.
+    """
+
+    def __init__(
+        self,
+        jaxpr: Any,
+        arguments: Sequence[Argument],
+        results: Sequence[Layout | None],
+        mesh: AbstractMesh,
+        axes: Sequence[str],
+    ) -> None:
+        self.axes, self.sizes = tuple(axes), tuple([mesh.shape[axis] for axis in axes])
+        self.blocks = math.prod(self.sizes)
+        self.code = ManualCode(mesh)
+        self.exchange = Exchange(self.code, self.axes, self.sizes)
+        self.wanted = Wanted(jaxpr, results)
+        self.batch_dims = BatchDims(jaxpr, [each.placements for each in arguments], self.blocks)
+        self.replicated = replicated(len(self.axes))
+
+    def jaxpr(
+        self,
+        jaxpr: Any,
+        arguments: Sequence[Argument],
+        results: Sequence[Placements | None] | None = None,
+        *,
+        backward: bool = False,
+    ) -> Partitioned:
+        """Returns a jaxpr on the blocks of each device.
+
+        Args:
+            jaxpr: the jaxpr, open or closed.
+            arguments: what is known of its arguments.
+            results: the placements that its results get; None leaves them where they are.
+            backward: whether it is called in a backward pass.
+        """
+        raise NotImplementedError
+
+
+class Edit:
+    """One jaxpr while it is partitioned.
+
+    Args:
+        shared: what is known of all jaxprs.
+        jaxpr: the jaxpr, open or closed.
+        arguments: what is known of its arguments.
+        backward: whether it is called in a backward pass.
+
+    Attributes:
+        shared: what is known of all jaxprs.
+        code: makes equations.
+        jaxpr: the jaxpr.
+        eqns: the new equations.
+        arguments: the new variables of the arguments.
+        collectives: the collectives so far.
+        gathered: the arguments, by number, that are state and are gathered.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        jaxpr: Any,
+        arguments: Sequence[Argument],
+        backward: bool,
+    ) -> None:
+        self.shared, self.code, self.jaxpr = shared, shared.code, jaxpr
+        self._backward = backward
+        self.eqns: list[Any] = []
+        self.collectives: list[Collective] = []
+        self.gathered: set[int] = set()
+        self._sliced: dict[int, tuple[Placements, list[Any]]] = {}
+        inner = opened(jaxpr)
+        self._uses = Counter([id(x) for eqn in inner.eqns for x in eqn.invars])
+        self._uses.update(map(id, inner.outvars))
+        self._values = {id(var): Value(var, shared.replicated, var) for var in inner.constvars}
+        self.arguments = []
+        for i, (var, argument) in enumerate(zip(inner.invars, arguments, strict=True)):
+            atom = self.code.var(var, local_shape(shape_of(var), argument.placements, shared.sizes))
+            value = Value(
+                var, argument.placements, atom, i if argument.is_state else None, is_zero=argument.is_zero
+            )
+            value.argument = i
+            self._values[id(var)] = value
+            self.arguments.append(atom)
+
+    def read(self, atom: Any) -> Value:
+        """Returns the value of a variable or literal."""
+        if isinstance(atom, Literal):
+            zero = not shape_of(atom) and atom.val == 0
+            return Value(atom, self.shared.replicated, atom, is_zero=bool(zero))
+        return self._values[id(atom)]
+
+    def define(self, var: Any, placements: Placements, atom: Any = None) -> Value:
+        """Defines a variable, and returns its value; without an *atom* with a new variable for it."""
+        if atom is None:
+            atom = self.code.var(var, local_shape(shape_of(var), placements, self.shared.sizes))
+        value = self._values[id(var)] = Value(var, placements, atom)
+        return value
+
+    def is_backward(self, equation: Any) -> bool:
+        """Whether an equation is of a backward pass."""
+        return self._backward or is_backward(equation)
+
+    def include(self, inner: Partitioned, operands: Sequence[Value], times: int | None = 1) -> None:
+        """Takes note of what a jaxpr inside does with these operands, so many times."""
+        for each in inner.collectives:
+            origin = operands[each.of].origin if isinstance(each.of, int) else each.of
+            self.collectives.append(
+                Collective(
+                    *(each.kind, each.axes, each.bytes, each.count * (times or 0)),
+                    *(each.equation, origin, each.what),
+                )
+            )
+        for i in inner.gathered:
+            if isinstance(origin := operands[i].origin, int):
+                self.gathered.add(origin)
+
+    def convert(self, value: Value, target: Placements, equation: Any) -> Any:
+        """Returns what stands for a value in other placements, for an equation."""
+        if value.is_zero:
+            target = tuple([REPLICATE if isinstance(x, Partial) else x for x in target])
+        source, plain = without_state(value.placements), without_state(target)
+        if plain == source:
+            return value.atom
+        backward = value.origin is not None and self.is_backward(equation)
+        key = plain, backward
+        if key not in value.versions:
+            whole = (self.shared.replicated, False)
+            if is_replicated(source) or (whole in value.versions and not has_partial(plain)):
+                atom = self._part(value, plain, equation)
+            else:
+                atom = value.atom
+                if backward and (plain, False) in value.versions:
+                    # XLA would merge the two gathers, and keep the gathered state in between.
+                    atom = self.emit_of(jax.lax.optimization_barrier, 'barrier', equation, [atom])
+                atom = self._exchange(value, atom, source, plain, equation)
+            value.versions[key] = atom
+        return value.versions[key]
+
+    def _exchange(
+        self, value: Value, atom: Any, source: Placements, target: Placements, equation: Any
+    ) -> Any:
+        origin, what = value.origin, 'examples'
+        if origin is not None:
+            what = 'state'
+        elif value.has_sum:
+            what = 'sum'
+            layout = self.shared.wanted.of(value.var)
+            if layout is not None:
+                origin, what = layout.path, 'gradient'
+        for step in redistribute(source, target):
+            written = self.shared.exchange.equation(step, equation, atom)
+            self.eqns.append(written)
+            [result] = written.outvars
+            found = self.shared.exchange.collective(step, equation, atom, result, origin, what)
+            if found is not None:
+                self.collectives.append(found)
+            if step.kind == 'all_gather' and isinstance(value.origin, int):
+                self.gathered.add(value.origin)
+            atom = result
+        return atom
+
+    def _part(self, value: Value, target: Placements, equation: Any) -> Any:
+        """Returns each device's block of a replicated value, computed alone if that is possible."""
+        if value.maker is None or has_partial(target):
+            whole = value.versions.get((self.shared.replicated, False), value.atom)
+            atom = self._exchange(value, whole, self.shared.replicated, target, equation)
+            if value.argument is not None and not has_partial(target):
+                first, slices = self._sliced.setdefault(value.argument, (target, []))
+                if first == target:
+                    slices += self.eqns[-1:]
+            return atom
+        made_by, operands = value.maker
+        blocks: dict[int, list[int]] = {}
+        for axis, placement in enumerate(target):
+            if isinstance(placement, Shard):
+                blocks.setdefault(placement.dim, []).append(axis)
+        targets = [[*self.shared.replicated] for _ in operands]
+        for dim, axes in blocks.items():
+            for i, source in part_operands(made_by, dim).items():
+                for axis in axes:
+                    targets[i][axis] = Shard(source)
+        atoms = [
+            self.convert(operand, tuple(each), equation)
+            for operand, each in zip(operands, targets, strict=True)
+        ]
+        sizes = self.shared.sizes
+        block_of = [
+            (dim, tuple([self.shared.axes[i] for i in axes]), math.prod(sizes[i] for i in axes))
+            for dim, axes in blocks.items()
+        ]
+        if (found := part_function(made_by, block_of)) is not None:
+            function, key = found
+            return self.emit_of(function, key, made_by, atoms)
+        shape = local_shape(value.shape, target, sizes)
+        result = self.code.var(value.var, shape)
+        params = local_params(made_by, [*map(shape_of, atoms)], [shape])
+        self.eqns.append(self.code.local(made_by, atoms, [result], **params))
+        return result
+
+    def reduce(self, value: Value, equation: Any) -> None:
+        """Reduces a sum, for all equations behind: to the layout in which it is wanted, or to all devices."""
+        layout = self.shared.wanted.of(value.var)
+        target = [
+            (REPLICATE if layout is None or placement.reduce_op != 'sum' else layout.placements[i])
+            if isinstance(placement, Partial)
+            else placement
+            for i, placement in enumerate(value.placements)
+        ]
+        self.move(value, tuple(target), equation)
+
+    def move(self, value: Value, target: Placements, equation: Any) -> None:
+        """Converts a value for all equations behind."""
+        atom = self.convert(value, target, equation)
+        value.versions = {}
+        value.atom, value.placements = atom, target
+
+    def emit_of(self, function: Any, key: Any, equation: Any, operands: Sequence[Any]) -> Any:
+        """Returns the result of a function of one operation, written for an equation."""
+        written = self.code.equation(function, key, equation, operands)
+        self.eqns.append(written)
+        return written.outvars[0]
+
+    def settle(self, values: Sequence[Value], equation: Any) -> None:
+        """Reduces the sums among values that are used more than once: one reduction serves all uses."""
+        for value in values:
+            if value.has_sum and self._uses[id(value.var)] > 1:
+                self.reduce(value, equation)
+
+    def only_sliced(self, eqns: Sequence[Any], results: Sequence[Any]) -> dict[int, Placements]:
+        """Returns the replicated arguments of which these equations use blocks only, and where these are."""
+        return {i: each[0] for i, each in self._sliced.items() if self._is_only_sliced(i, eqns, results)}
+
+    def _is_only_sliced(self, i: int, eqns: Sequence[Any], results: Sequence[Any]) -> bool:
+        """Whether blocks of an argument are used, and not all of it."""
+        atom, slices = self.arguments[i], {*map(id, self._sliced[i][1])}
+        used = [eqn for eqn in eqns if any(x is atom for x in eqn.invars)]
+        return all(id(eqn) in slices for eqn in used) and not any(x is atom for x in results)
+
+
+def has_partial(placements: Sequence[Placement]) -> bool:
+    return any(isinstance(x, Partial) for x in placements)

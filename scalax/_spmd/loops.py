@@ -1,0 +1,238 @@
+"""Calls, loops and branches: their jaxprs are partitioned with the placements of their operands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from scalax._jax.equations import branches, called, loop_of, opened, shardings_said
+from scalax._jax.primitives import primitive_name
+from scalax._spmd.constraints import placements_said
+from scalax._spmd.edit import Edit
+from scalax._spmd.placement import REPLICATE, SUM, Partial, Placements, Shard, join
+from scalax._spmd.values import Argument, CannotPartition, Partitioned, Value, is_replicated
+
+_MOST_ROUNDS = 12
+
+
+def partition_call(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
+    """Writes a call whose jaxpr runs on blocks."""
+    said = shardings_said(equation) if primitive_name(equation) == 'jit' else [{}, {}]
+    for i, sharding in said[0].items():
+        placements = placements_said(edit, equation, values[i], sharding)
+        edit.move(values[i], placements, equation)
+    jaxpr, backward = called(equation), edit.is_backward(equation)
+    inner = edit.shared.jaxpr(jaxpr, [*map(_argument, values)], backward=backward)
+    # What it takes blocks of is computed for these alone, outside of it.
+    cut = {i: x for i, x in inner.sliced.items() if values[i].maker is not None}
+    if cut:
+        for i, placements in cut.items():
+            values = [*values[:i], _converted(edit, values[i], placements, equation), *values[i + 1 :]]
+        inner = edit.shared.jaxpr(jaxpr, [*map(_argument, values)], backward=backward)
+    outputs = _define(edit, equation, inner, values)
+    atoms, results = [value.atom for value in values], [output.atom for output in outputs]
+    edit.eqns.append(edit.code.call(equation, inner.jaxpr, atoms, results))
+    edit.include(inner, values)
+    for i, sharding in said[1].items():
+        placements = placements_said(edit, equation, outputs[i], sharding)
+        edit.move(outputs[i], placements, equation)
+
+
+def partition_cond(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
+    """Writes a `cond` whose branches run on blocks, with results in the same placements."""
+    index, *operands = values
+    _reduce(edit, operands, equation)
+    chosen = edit.convert(index, edit.shared.replicated, equation)
+    arguments, backward = [*map(_argument, operands)], edit.is_backward(equation)
+    jaxprs = branches(equation)
+    found = [edit.shared.jaxpr(branch, arguments, backward=backward) for branch in jaxprs]
+    results = [_joined(each) for each in zip(*[each.placements for each in found], strict=True)]
+    results = [
+        _settled(edit, var, placements) for var, placements in zip(equation.outvars, results, strict=True)
+    ]
+    found = [edit.shared.jaxpr(branch, arguments, results, backward=backward) for branch in jaxprs]
+    outputs = [edit.define(var, x) for var, x in zip(equation.outvars, results, strict=True)]
+    atoms = [chosen, *[value.atom for value in operands]]
+    made = tuple([each.jaxpr for each in found])
+    edit.eqns.append(edit.code.local(equation, atoms, [output.atom for output in outputs], branches=made))
+    for each in found:
+        edit.include(each, operands)
+
+
+def partition_scan(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
+    """Writes a `scan` whose rounds run on blocks.
+
+    A loop over a sharded dimension takes all of it. State that each round takes as it is, is gathered before
+    the loop.
+    """
+    loop, backward = loop_of(equation), edit.is_backward(equation)
+    constants, begun, stacks = map(list, loop.parts(values))
+    _reduce(edit, [*constants, *stacks], equation)
+    stacks = [_converted(edit, each, _without_dim(each.placements, 0), equation) for each in stacks]
+    elements = [_argument(each)._replace(placements=_element(each.placements)) for each in stacks]
+    carried = _first(edit, loop.body, loop.constants, begun)
+
+    def run(results: Sequence[Placements | None] | None = None) -> Partitioned:
+        state = [Argument(x) for x in carried]
+        arguments = [*map(_argument, constants), *state, *elements]
+        return edit.shared.jaxpr(loop.body, arguments, results, backward=backward)
+
+    inner, carried[:] = _fixed(run, carried, equation)
+    if gathered := [i for i in inner.gathered if i < loop.constants]:
+        for i in gathered:
+            constants[i] = _converted(edit, constants[i], edit.shared.replicated, equation)
+        inner, carried[:] = _fixed(run, carried, equation)
+    cut = {i: x for i, x in inner.sliced.items() if i < loop.constants}
+    if cut:
+        for i, placements in cut.items():
+            constants[i] = _converted(edit, constants[i], placements, equation)
+        inner, carried[:] = _fixed(run, carried, equation)
+    made = opened(loop.body).outvars[loop.carried :]
+    results = [
+        _settled(edit, var, placements, reduced=False)
+        for var, placements in zip(made, inner.placements[loop.carried :], strict=True)
+    ]
+    inner = run([*carried, *results])
+    placements = [*carried, *[_stack(each) for each in results]]
+    outputs = [edit.define(var, x) for var, x in zip(equation.outvars, placements, strict=True)]
+    first = [edit.convert(value, x, equation) for value, x in zip(begun, carried, strict=True)]
+    atoms = [*[x.atom for x in constants], *first, *[x.atom for x in stacks]]
+    written = edit.code.local(equation, atoms, [output.atom for output in outputs], jaxpr=inner.jaxpr)
+    edit.eqns.append(written)
+    edit.include(inner, [*constants, *begun, *stacks], loop.length)
+
+
+def partition_while(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
+    """Writes a `while` whose rounds run on blocks; all devices decide alike when it ends."""
+    loop, backward = loop_of(equation), edit.is_backward(equation)
+    constants, begun, _ = map(list, loop.parts(values))
+    tested = [*values[: loop.tested]]
+    _reduce(edit, [*tested, *constants, *begun], equation)
+    carried = [value.placements for value in begun]
+
+    def run(results: Sequence[Placements | None] | None = None) -> Partitioned:
+        arguments = [*map(_argument, constants), *[Argument(x) for x in carried]]
+        return edit.shared.jaxpr(loop.body, arguments, results, backward=backward)
+
+    inner, carried[:] = _fixed(run, carried, equation)
+    if gathered := [i for i in inner.gathered if i < loop.constants]:
+        for i in gathered:
+            constants[i] = _converted(edit, constants[i], edit.shared.replicated, equation)
+        inner, carried[:] = _fixed(run, carried, equation)
+    inner = run(carried)
+    arguments = [*map(_argument, tested), *[Argument(x) for x in carried]]
+    test = edit.shared.jaxpr(loop.test, arguments, [edit.shared.replicated], backward=backward)
+    outputs = [edit.define(var, x) for var, x in zip(equation.outvars, carried, strict=True)]
+    first = [edit.convert(value, x, equation) for value, x in zip(begun, carried, strict=True)]
+    atoms = [*[x.atom for x in tested], *[x.atom for x in constants], *first]
+    written = edit.code.local(
+        *(equation, atoms, [output.atom for output in outputs]),
+        body_jaxpr=inner.jaxpr,
+        cond_jaxpr=test.jaxpr,
+    )
+    edit.eqns.append(written)
+    edit.include(inner, [*constants, *begun], None)
+    edit.include(test, [*tested, *begun], None)
+
+
+def _fixed(run: Any, carried: list[Placements], equation: Any) -> tuple[Partitioned, list[Placements]]:
+    """Runs a round until what is carried ends it as it begins it."""
+    for _ in range(_MOST_ROUNDS):
+        inner = run()
+        after = [_next(*pair) for pair in zip(carried, inner.placements, strict=False)]
+        if after == carried:
+            return inner, after
+        carried[:] = after
+    raise CannotPartition(equation, 'the placements of what it carries do not settle')
+
+
+def _next(begin: Placements, end: Placements) -> Placements:
+    """The placements of a carried value that begins and ends a round in these.
+
+    A sum that was only assumed, and does not end as one, becomes what it ends as.
+    """
+    return tuple(
+        [
+            b if isinstance(a, Partial) and not isinstance(b, Partial) else join(a, b)
+            for a, b in zip(begin, end, strict=True)
+        ]
+    )
+
+
+def _first(edit: Edit, body: Any, constants: int, begun: Sequence[Value]) -> list[Placements]:
+    """The first placements of what a loop carries: what begins as zero and is added to may be a sum."""
+    inner = opened(body)
+    adding = {id(eqn.outvars[0]): eqn for eqn in inner.eqns if primitive_name(eqn) in ('add', 'add_any')}
+    uses = [id(x) for eqn in inner.eqns for x in eqn.invars]
+    found = []
+    for i, value in enumerate(begun):
+        var, placements = inner.invars[constants + i], value.placements
+        equation = adding.get(id(inner.outvars[i]))
+        added_to = equation is not None and any(x is var for x in equation.invars)
+        if added_to and value.is_zero and is_replicated(placements) and uses.count(id(var)) == 1:
+            placements = (SUM,) * len(placements)
+        found.append(placements)
+    return found
+
+
+def _settled(edit: Edit, var: Any, placements: Placements, *, reduced: bool = True) -> Placements:
+    """The placements of a result inside: sums are reduced there if the layout of their state is known."""
+    layout = edit.shared.wanted.of(var)
+    return tuple(
+        [
+            x
+            if not isinstance(x, Partial) or (layout is None and not reduced and x == SUM)
+            else REPLICATE
+            if layout is None or x != SUM
+            else layout.placements[i]
+            for i, x in enumerate(placements)
+        ]
+    )
+
+
+def _argument(value: Value) -> Argument:
+    return Argument(value.placements, value.origin is not None, value.is_zero)
+
+
+def _converted(edit: Edit, value: Value, placements: Placements, equation: Any) -> Value:
+    """The value in other placements, for one equation."""
+    if placements == value.placements:
+        return value
+    atom = edit.convert(value, placements, equation)
+    return Value(value.var, placements, atom, value.origin, is_zero=value.is_zero)
+
+
+def _define(edit: Edit, equation: Any, inner: Partitioned, values: Sequence[Value]) -> list[Value]:
+    outputs = []
+    for i, var in enumerate(equation.outvars):
+        output = edit.define(var, inner.placements[i])
+        origin = inner.origins[i]
+        output.origin = values[origin].origin if isinstance(origin, int) else None
+        output.is_zero = inner.zeros[i]
+        outputs.append(output)
+    return outputs
+
+
+def _reduce(edit: Edit, values: Sequence[Value], equation: Any) -> None:
+    for value in values:
+        if value.has_sum:
+            edit.reduce(value, equation)
+
+
+def _joined(placements: Sequence[Placements]) -> Placements:
+    first, *others = placements
+    for other in others:
+        first = tuple([join(a, b) for a, b in zip(first, other, strict=True)])
+    return first
+
+
+def _without_dim(placements: Placements, dim: int) -> Placements:
+    return tuple([REPLICATE if isinstance(x, Shard) and x.dim == dim else x for x in placements])
+
+
+def _element(placements: Placements) -> Placements:
+    return tuple([Shard(x.dim - 1, x.is_state) if isinstance(x, Shard) else x for x in placements])
+
+
+def _stack(placements: Placements) -> Placements:
+    return tuple([Shard(x.dim + 1, x.is_state) if isinstance(x, Shard) else x for x in placements])

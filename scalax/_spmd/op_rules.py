@@ -1,0 +1,315 @@
+"""The rules of primitives: which placements they take along one mesh axis, and which they give.
+
+`strategy` looks a primitive up in `RULES`. A rule gives the placements that the operands are converted to and
+those of the results, or None if the primitive has to see all of its operands. Most primitives need one rule
+only, `by_dims`, which reads in `scalax._jaxprs.dims` where the dimensions of results come from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from scalax._jax import equations
+from scalax._jax.equations import Literal, shape_of
+from scalax._jax.primitives import primitive_name
+from scalax._jaxprs.dims import ALONG, SCATTERS, UNKNOWN, WINDOWS, Place, Sources, dims_of, reshaped
+from scalax._jaxprs.rows import summed_dims
+from scalax._spmd.placement import REPLICATE, SUM, Partial, Placement, ReduceOp, Replicate, Shard
+
+
+class Op(NamedTuple):
+    """An equation and the placements of its operands along one mesh axis.
+
+    Attributes:
+        equation: the equation, with the shapes of all examples.
+        placements: those of its operands.
+        blocks: into how many blocks all batch axes split a dimension; sharded dimensions divide by it.
+        zeros: which operands are known to be zero.
+    """
+
+    equation: Any
+    placements: tuple[Placement, ...]
+    blocks: int
+    zeros: tuple[bool, ...]
+
+
+class Strategy(NamedTuple):
+    """How an equation runs on the blocks of each device.
+
+    Attributes:
+        operands: the placements that its operands are converted to.
+        results: the placements of its results.
+    """
+
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+
+
+Rule = Callable[[Op], Strategy | None]
+
+
+def strategy(op: Op) -> Strategy | None:
+    """Returns how an equation runs on blocks; None if it takes all of its operands, and no sums."""
+    if all(isinstance(placement, Replicate) for placement in op.placements):
+        return Strategy(op.placements, (REPLICATE,) * len(op.equation.outvars))
+    name = primitive_name(op.equation)
+    if any(isinstance(placement, Partial) for placement in op.placements):
+        return _linear(name, op)
+    rule = RULES.get(name, by_dims)
+    return rule(op)
+
+
+# Sums ------------------------------------------------------------------------------------------------
+
+# Linear in all of these operands at once.
+_ADDITIVE: Mapping[str, slice] = {
+    **dict.fromkeys(('add', 'add_any', 'sub', 'concatenate', 'stack', 'complex'), slice(0, None)),
+    'select_n': slice(1, None),
+    'dynamic_update_slice': slice(0, 2),
+    'pad': slice(0, 2),
+}
+# Linear in the first operand.
+_UNARY = frozenset(
+    (
+        *('neg', 'transpose', 'reshape', 'squeeze', 'broadcast_in_dim', 'reduce_sum', 'copy', 'slice'),
+        *('dynamic_slice', 'rev', 'name', 'real', 'imag', 'conj', 'cumsum', 'reduce_window_sum', 'split'),
+        *('unstack', 'convert_element_type', 'div'),
+    )
+)
+# Linear in either operand.
+_BILINEAR = frozenset(('mul', 'dot_general', 'conv_general_dilated'))
+
+
+def _linear(name: str, op: Op) -> Strategy | None:
+    """Returns the strategy of what is linear in a sum; None if the sum has to be reduced first.
+
+    A sum is reduced before it grows: before it is broadcast or cast to a wider dtype. It is also reduced
+    before it is cast to a narrower one, since the sum of rounded terms is not the rounded sum.
+    """
+    sums = {i for i, placement in enumerate(op.placements) if placement == SUM}
+    results = op.equation.outvars
+    if any(isinstance(x, Partial) and x != SUM for x in op.placements) or not _is_exact(name, op):
+        return None
+    if sum(map(_bytes, results)) > sum(_bytes(op.equation.invars[i]) for i in sums):
+        return None
+    operands = list(op.placements)
+    if name == 'optimization_barrier':
+        return Strategy(op.placements, op.placements)
+    if name in _ADDITIVE:
+        terms = {*range(len(operands))[_ADDITIVE[name]]}
+        if not sums <= terms or not all(i in sums or op.zeros[i] for i in terms):
+            return None
+        operands = [SUM if i in terms else x for i, x in enumerate(operands)]
+    elif not (sums == {0} if name in _UNARY else name in _BILINEAR and len(sums) == 1):
+        return None
+    if any(isinstance(x, Shard) for x in operands):
+        return None
+    return Strategy(tuple(operands), (SUM,) * len(results))
+
+
+def _is_exact(name: str, op: Op) -> bool:
+    """Whether an operation on terms of a sum gives the terms of its result, but for the order of sums."""
+    if name not in ('convert_element_type', 'div'):
+        return True
+    before, after = op.equation.invars[0].aval.dtype, op.equation.outvars[0].aval.dtype
+    floats = jnp.issubdtype(before, jnp.inexact) and jnp.issubdtype(after, jnp.inexact)
+    return floats and after.itemsize >= before.itemsize
+
+
+def _bytes(atom: Any) -> int:
+    return math.prod(shape_of(atom)) * getattr(atom.aval.dtype, 'itemsize', 1)
+
+
+# Blocks ----------------------------------------------------------------------------------------------
+
+# What each device reduces of its own examples is a term of the reduction of all.
+_REDUCTIONS: Mapping[str, ReduceOp] = {
+    **dict.fromkeys(
+        ('reduce_sum', 'dot_general', 'conv_general_dilated', 'scatter-add', 'scatter-sub'), 'sum'
+    ),
+    **dict.fromkeys(('reduce_max', 'reduce_or'), 'max'),
+    **dict.fromkeys(('reduce_min', 'reduce_and'), 'min'),
+}
+# Elements see others along a dimension of these, or change places.
+_WORKS_ALONG = ALONG | WINDOWS | {'pad', 'rev', 'select_and_scatter_add', 'select_and_gather_add'}
+# These put their updates in some places of the first operand.
+_PUTS = SCATTERS | {'dynamic_update_slice'}
+_DRAWS = frozenset(('random_bits', 'random_split', 'random_fold_in', 'random_gamma'))
+
+
+def by_dims(op: Op) -> Strategy | None:
+    """Returns the strategy of a primitive by where the dimensions of its results come from.
+
+    Examples decide, and state only if no operand has examples: of the dimensions of results that are sharded
+    in operands, and those that are summed, the one that the largest operands share stays sharded.
+    """
+    dims = dims_of(op.equation)
+    if dims is UNKNOWN or not dims.results:
+        return None
+    sharded = {i: x for i, x in enumerate(op.placements) if isinstance(x, Shard)}
+    examples = {i: x for i, x in sharded.items() if not x.is_state}
+    places = {(i, x.dim) for i, x in (examples or sharded).items()}
+    is_state = not examples
+    candidates = [(group, True) for group in summed_dims(op.equation)]
+    candidates += [(sources, False) for sources in dims.results[0]]
+    weights = [_weight(op, places & {*sources}) for sources, _ in candidates]
+    if not weights or not max(weights):
+        return None
+    sources, is_summed = candidates[weights.index(max(weights))]
+    if is_summed:
+        return _reduced(op, sources, is_state)
+    return _kept(op, sources, is_state)
+
+
+def _weight(op: Op, places: set[Place]) -> int:
+    return sum(_bytes(op.equation.invars[i]) for i, _ in places)
+
+
+def _reduced(op: Op, group: Sources, is_state: bool) -> Strategy | None:
+    """The strategy of a reduction over a sharded dimension."""
+    name, equation = primitive_name(op.equation), op.equation
+    if name not in _REDUCTIONS:
+        return None
+    if name == 'conv_general_dilated' and len(group) < 2:  # each group of features has channels of its own
+        return None
+    operands = _sharded(op, group, is_state)
+    if name.startswith('scatter'):
+        operands[0] = SUM
+    return Strategy(tuple(operands), (Partial(_REDUCTIONS[name]),) * len(equation.outvars))
+
+
+def _kept(op: Op, sources: Sources, is_state: bool) -> Strategy | None:
+    """The strategy of an equation whose results have the sharded dimension."""
+    name, equation = primitive_name(op.equation), op.equation
+    dims = dims_of(equation)
+    sizes = {
+        shape_of(equation.invars[i])[dim] for i, dim in sources if dim < len(shape_of(equation.invars[i]))
+    }
+    sizes -= {1}  # elementwise operations broadcast dimensions of one element
+    results = list[Placement]()
+    for var, result in zip(equation.outvars, dims.results, strict=True):
+        matching = [dim for dim, places in enumerate(result) if {*places} == {*sources}]
+        if len(matching) != 1 or {shape_of(var)[matching[0]]} != sizes:
+            return None
+        results.append(Shard(matching[0], is_state))
+        if name in _WORKS_ALONG and equations.works_along(equation, matching[0]):
+            return None
+    if name in _PUTS and all(i == 0 for i, _ in sources):
+        return None
+    if name == 'conv_general_dilated' and equations.conv_groups(equation)[0] > 1 and sources[0][0] == 1:
+        return None  # a block of the features would be of other groups
+    if name in _DRAWS and ((0, 0) not in sources or not equations.draws_of_each_key(equation)):
+        return None
+    operands = _sharded(op, sources, is_state)
+    if is_state and _grows(op, operands):
+        operands, results = [REPLICATE] * len(operands), [REPLICATE] * len(results)
+    return Strategy(tuple(operands), tuple(results))
+
+
+def _grows(op: Op, operands: Sequence[Placement]) -> bool:
+    """Whether an equation makes more of state than it takes: then the state itself is gathered."""
+    taken = [
+        _bytes(atom) for atom, x in zip(op.equation.invars, operands, strict=True) if isinstance(x, Shard)
+    ]
+    return max(map(_bytes, op.equation.outvars)) > 2 * max(taken)
+
+
+def _sharded(op: Op, sources: Sources, is_state: bool) -> list[Placement]:
+    """The placements of operands of which those that have a dimension are sharded along it."""
+    wanted: dict[int, int] = {}
+    for i, dim in sources:
+        wanted.setdefault(i, dim)
+    operands = list[Placement]()
+    for i, atom in enumerate(op.equation.invars):
+        size = shape_of(atom)[wanted[i] : wanted[i] + 1] if i in wanted else ()
+        operands.append(Shard(wanted[i], is_state) if size and size != (1,) else REPLICATE)
+    return operands
+
+
+# Rules of primitives that the dimensions of results do not decide --------------------------------------
+
+
+def _reshape(op: Op) -> Strategy | None:
+    """The first dimension of those that are merged or split stays sharded if its blocks stay in one piece."""
+    [placement, *rest] = op.placements
+    assert isinstance(placement, Shard)
+    shape = shape_of(op.equation.outvars[0])
+    for old, new in reshaped(op.equation):
+        if old[0] == placement.dim and shape[new[0]] % op.blocks == 0:
+            return Strategy(op.placements, (Shard(new[0], placement.is_state), *rest))
+    return None
+
+
+def _each(op: Op) -> Strategy:
+    """Each result is an operand."""
+    return Strategy(op.placements, op.placements)
+
+
+def _gathered(op: Op) -> None:
+    """All operands are replicated."""
+    return None
+
+
+_ROWS: tuple[tuple[str, Rule], ...] = (
+    ('reshape', _reshape),
+    ('optimization_barrier', _each),
+    # Rows in groups depend on all of them.
+    ('ragged_dot_general', _gathered),
+)
+RULES: dict[str, Rule] = {name: rule for names, rule in _ROWS for name in names.split()}
+
+
+# Parameters ------------------------------------------------------------------------------------------
+
+
+def local_params(
+    equation: Any, operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """Returns the parameters of an equation that change with its shapes.
+
+    Args:
+        equation: the equation.
+        operands: the local shapes of its operands.
+        results: the local shapes of its results.
+    """
+    name = equation.primitive.name
+    if name in _SIZES_OF_RESULT:
+        return {_SIZES_OF_RESULT[name]: tuple(results[0])}
+    if name in _SIZES_OF_OPERAND:
+        parameter, shape, local = _SIZES_OF_OPERAND[name], shape_of(equation.invars[0]), operands[0]
+        sizes = equation.params[parameter]
+        return {
+            parameter: tuple(
+                [
+                    mine if mine != full and size == full else size
+                    for size, full, mine in zip(sizes, shape, local, strict=True)
+                ]
+            )
+        }
+    return {}
+
+
+_SIZES_OF_RESULT = {'reshape': 'new_sizes', 'broadcast_in_dim': 'shape', 'iota': 'shape'}
+_SIZES_OF_OPERAND = {'slice': 'limit_indices', 'dynamic_slice': 'slice_sizes', 'gather': 'slice_sizes'}
+
+
+def is_zero(equation: Any, zeros: Sequence[bool]) -> bool:
+    """Returns whether the results of an equation are zero because some operands are."""
+    name = primitive_name(equation)
+    if name in _KEEP_ZERO:
+        return zeros[0]
+    return name == 'mul' and any(zeros) and _is_finite_literal(equation, zeros)
+
+
+_KEEP_ZERO: Container[str] = frozenset(
+    ('broadcast_in_dim', 'convert_element_type', 'reshape', 'copy', 'squeeze', 'transpose', 'neg')
+)
+
+
+def _is_finite_literal(equation: Any, zeros: Sequence[bool]) -> bool:
+    others = [x for x, zero in zip(equation.invars, zeros, strict=True) if not zero]
+    return all(isinstance(x, Literal) and math.isfinite(float(x.val)) for x in others)

@@ -1,0 +1,186 @@
+"""The partitioner: edits a jaxpr to the one that each device runs on its blocks.
+
+Equations keep their lines and scopes. They get variables of local shapes, and collectives in between where
+the placements of operands are not those that an equation takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from scalax._jax.equations import CALLS, PLACES, opened, shape_of
+from scalax._jax.manual import remade
+from scalax._jax.primitives import primitive_name
+from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS
+from scalax._spmd.constraints import constrain
+from scalax._spmd.edit import Edit, Shared
+from scalax._spmd.loops import partition_call, partition_cond, partition_scan, partition_while
+from scalax._spmd.op_rules import Op, Strategy, is_zero, local_params, strategy
+from scalax._spmd.parts import has_parts
+from scalax._spmd.placement import REPLICATE, Partial, Placements, Shard
+from scalax._spmd.values import Argument, CannotPartition, Partitioned, Value, is_replicated
+
+_CONTROL = {'scan': partition_scan, 'while': partition_while, 'cond': partition_cond}
+_WITH_OWN_MESH = frozenset(('shard_map', 'custom_partitioning', 'reshard'))
+# Of one operand, these make another form of it, or a part.
+_SAME_STATE = FORWARDS | {'slice', 'dynamic_slice', 'split', 'optimization_barrier', 'neg'}
+
+
+class Partitioner(Shared):
+    """Partitions the jaxprs of a step. One that is used in several places alike is partitioned once."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._known: dict[Any, Partitioned] = {}
+
+    def jaxpr(
+        self,
+        jaxpr: Any,
+        arguments: Sequence[Argument],
+        results: Sequence[Placements | None] | None = None,
+        *,
+        backward: bool = False,
+    ) -> Partitioned:
+        wanted = tuple(results or [None] * len(opened(jaxpr).outvars))
+        key = jaxpr, tuple(arguments), wanted, backward
+        if key not in self._known:
+            self._known[key] = _Partitioning(self, jaxpr, arguments, backward).partitioned(wanted)
+        return self._known[key]
+
+
+class _Partitioning(Edit):
+    """The partitioning of one jaxpr."""
+
+    def partitioned(self, results: Sequence[Placements | None]) -> Partitioned:
+        """Returns the jaxpr on blocks, and what is known of it."""
+        inner = opened(self.jaxpr)
+        for equation in inner.eqns:
+            try:
+                self._equation(equation)
+            except CannotPartition:
+                raise
+            except Exception as error:
+                raise CannotPartition(equation, f'{type(error).__name__}: {error}') from error
+        values, atoms = [*map(self.read, inner.outvars)], []
+        for value, wanted in zip(values, results, strict=True):
+            if wanted is not None and wanted != value.placements and inner.eqns:
+                atoms.append(self.convert(value, wanted, inner.eqns[-1]))
+            else:
+                atoms.append(value.atom)
+        placements = [
+            value.placements if wanted is None else wanted
+            for value, wanted in zip(values, results, strict=True)
+        ]
+        eqns = _live(self.eqns, atoms)
+        return Partitioned(
+            remade(self.jaxpr, self.arguments, eqns, atoms),
+            tuple(placements),
+            tuple([value.is_zero for value in values]),
+            tuple([value.origin for value in values]),
+            tuple(self.collectives),
+            frozenset(self.gathered),
+            self.only_sliced(eqns, atoms),
+        )
+
+    def _equation(self, equation: Any) -> None:
+        name = primitive_name(equation)
+        values = [*map(self.read, equation.invars)]
+        if equation.effects:
+            raise CannotPartition(equation, f'{name or equation.primitive} has effects')
+        if name in _WITH_OWN_MESH:
+            raise CannotPartition(equation, f'{name} says itself what runs on each device')
+        self.settle(values, equation)
+        if name in CALLS:
+            partition_call(self, equation, values)
+        elif name in _CONTROL:
+            _CONTROL[name](self, equation, values)
+        elif name in PLACES:
+            constrain(self, equation, values)
+        else:
+            self._primitive(name, equation, values)
+
+    def _primitive(self, name: str, equation: Any, values: Sequence[Value]) -> None:
+        if all(is_replicated(value.placements) for value in values):
+            self._replicated(name, equation, values)
+            return
+        strategies = self._strategies(equation, values)
+        if any(each is None for each in strategies) and any(value.has_sum for value in values):
+            self._reduce_for(name, equation, values)
+            strategies = self._strategies(equation, values)
+        found = [each or self._gathering(equation, values) for each in strategies]
+        operands = [*zip(*[each.operands for each in found], strict=True)]
+        results = [*zip(*[each.results for each in found], strict=True)]
+        atoms = [
+            self.convert(value, placements, equation)
+            for value, placements in zip(values, operands, strict=True)
+        ]
+        outputs = [self.define(var, x) for var, x in zip(equation.outvars, results, strict=True)]
+        shapes = [*map(shape_of, atoms)], [shape_of(output.atom) for output in outputs]
+        params = local_params(equation, *shapes)
+        self.eqns.append(self.code.local(equation, atoms, [output.atom for output in outputs], **params))
+        self._note(name, equation, values, outputs)
+
+    def _replicated(self, name: str, equation: Any, values: Sequence[Value]) -> None:
+        """Writes an equation that all devices run alike; blocks of the batch are computed from the start."""
+        shared = self.shared
+        atoms = [value.atom for value in values]
+        outputs = [self.define(var, shared.replicated) for var in equation.outvars]
+        self.eqns.append(self.code.local(equation, atoms, [output.atom for output in outputs]))
+        self._note(name, equation, values, outputs)
+        if not has_parts(equation):
+            return
+        [output] = outputs
+        output.maker = equation, values
+        target = shared.batch_dims.placements(output.var, shared.replicated)
+        if not is_replicated(target):
+            whole, atom = output.atom, self._part(output, target, equation)
+            output.atom, output.placements = atom, target
+            output.versions[shared.replicated, False] = whole
+
+    def _note(self, name: str, equation: Any, values: Sequence[Value], outputs: Sequence[Value]) -> None:
+        zeros = [value.is_zero for value in values]
+        if any(zeros) and is_zero(equation, zeros):
+            for output in outputs:
+                output.is_zero = True
+        if name in _SAME_STATE:
+            for output, value in zip(outputs, values, strict=False):
+                output.origin = value.origin
+
+    def _strategies(self, equation: Any, values: Sequence[Value]) -> list[Strategy | None]:
+        zeros = tuple([value.is_zero for value in values])
+        return [
+            strategy(
+                Op(equation, tuple([value.placements[axis] for value in values]), self.shared.blocks, zeros)
+            )
+            for axis in range(len(self.shared.axes))
+        ]
+
+    def _gathering(self, equation: Any, values: Sequence[Value]) -> Strategy:
+        """The strategy of an equation that takes all of its operands."""
+        return Strategy((REPLICATE,) * len(values), (REPLICATE,) * len(equation.outvars))
+
+    def _reduce_for(self, name: str, equation: Any, values: Sequence[Value]) -> None:
+        """Reduces the sums that an equation takes; if it is elementwise, to the blocks of another operand."""
+        for value in [each for each in values if each.has_sum]:
+            target = [*value.placements]
+            for other in values if name in ELEMENTWISE else ():
+                if other.shape == value.shape:
+                    for axis, placement in enumerate(other.placements):
+                        if isinstance(target[axis], Partial) and isinstance(placement, Shard):
+                            target[axis] = placement
+            if any(isinstance(a, Partial) and a != b for a, b in zip(value.placements, target, strict=True)):
+                target = [REPLICATE if isinstance(x, Partial) else x for x in target]
+                self.move(value, tuple(target), equation)
+            else:
+                self.reduce(value, equation)
+
+
+def _live(eqns: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """The equations of which something is used: blocks of values may be computed beside all of them."""
+    needed, kept = {*map(id, results)}, list[Any]()
+    for equation in reversed(eqns):
+        if not needed.isdisjoint(map(id, equation.outvars)):
+            kept.append(equation)
+            needed.update(map(id, equation.invars))
+    return kept[::-1]

@@ -1,0 +1,144 @@
+"""A step on a mesh: its jaxpr is partitioned, and runs on every device in one ``jax.shard_map``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from scalax._jax.equations import opened, shape_of
+from scalax._jax.rewriting import run_as_one
+from scalax._spmd.constraints import of_spec
+from scalax._spmd.partition import Partitioner
+from scalax._spmd.placement import REPLICATE, Partial, Placements, Shard
+from scalax._spmd.report import Row, rows
+from scalax._spmd.values import Argument, CannotPartition, replicated
+from scalax._spmd.wanted import Layout, state_placement
+
+
+class StepArgument(NamedTuple):
+    """What is known of an argument of a step.
+
+    Attributes:
+        spec: its sharding; None if the compiler decides.
+        is_batch: whether it holds examples.
+        path: its path.
+    """
+
+    spec: PartitionSpec | None
+    is_batch: bool
+    path: str
+
+
+class StepResult(NamedTuple):
+    """What is known of a result of a step.
+
+    Attributes:
+        spec: its sharding; None if the compiler decides.
+        path: its path.
+    """
+
+    spec: PartitionSpec | None
+    path: str
+
+
+class Step(NamedTuple):
+    """A step that is partitioned.
+
+    Attributes:
+        jaxpr: the jaxpr that each device runs.
+        in_specs: the specs of its arguments along the batch axes.
+        out_specs: those of its results.
+        rows: the list of its collectives.
+    """
+
+    jaxpr: Any
+    in_specs: tuple[PartitionSpec, ...]
+    out_specs: tuple[PartitionSpec, ...]
+    rows: list[Row]
+
+
+def partition_step(
+    jaxpr: Any,
+    arguments: Sequence[StepArgument],
+    results: Sequence[StepResult],
+    mesh: AbstractMesh,
+    batch_axes: Sequence[str],
+) -> Step:
+    """Partitions the jaxpr of a step.
+
+    Args:
+        jaxpr: the closed jaxpr.
+        arguments: what is known of its arguments.
+        results: what is known of its results.
+        mesh: the mesh, in force, of Auto axes.
+        batch_axes: the mesh axes that shard the examples, from the major one to the minor one.
+
+    Raises:
+        CannotPartition: some equation, or the mesh, is not handled.
+    """
+    others = [axis for axis in mesh.axis_names if axis not in batch_axes and mesh.shape[axis] > 1]
+    if others:
+        raise CannotPartition(None, f'the mesh has the axes {others} besides those of the batch')
+    axes, inner = tuple(batch_axes), opened(jaxpr)
+    whole = replicated(len(axes))
+
+    def placed(spec: PartitionSpec | None, atom: Any, is_state: bool) -> Placements:
+        found = of_spec(spec or PartitionSpec(), axes, whole, len(shape_of(atom)))
+        return tuple(map(state_placement, found)) if is_state else found
+
+    known = [
+        Argument(placed(each.spec, var, not each.is_batch), is_state=not each.is_batch)
+        for each, var in zip(arguments, inner.invars, strict=True)
+    ]
+    wanted = [
+        None if each.spec is None else Layout(placed(each.spec, var, is_state=True), each.path)
+        for each, var in zip(results, inner.outvars, strict=True)
+    ]
+    partitioner = Partitioner(jaxpr, known, wanted, mesh, axes)
+    first = [None if layout is None else layout.placements for layout in wanted]
+    found = partitioner.jaxpr(jaxpr, known, first)
+    if any(isinstance(x, Partial) for placements in found.placements for x in placements):
+        found = partitioner.jaxpr(jaxpr, known, [*map(_reduced, found.placements)])
+    collectives = [
+        dataclasses.replace(each, of=arguments[each.of].path) if isinstance(each.of, int) else each
+        for each in found.collectives
+    ]
+    return Step(
+        found.jaxpr,
+        tuple([_spec(x.placements, axes) for x in known]),
+        tuple([_spec(x, axes) for x in found.placements]),
+        rows(collectives),
+    )
+
+
+def run_step(step: Step, values: Sequence[Any], mesh: Mesh | AbstractMesh, name: str) -> Sequence[Any]:
+    """Returns the results of a step for values of a trace."""
+
+    def local(*blocks: Any) -> Sequence[Any]:
+        return run_as_one(step.jaxpr, blocks, name)
+
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=step.in_specs, out_specs=[*step.out_specs], check_vma=False
+    )
+    return mapped(*values)
+
+
+def _reduced(placements: Placements) -> Placements:
+    """The placements of a result whose sums are reduced to all devices."""
+    return tuple([REPLICATE if isinstance(x, Partial) else x for x in placements])
+
+
+def _spec(placements: Placements, axes: Sequence[str]) -> PartitionSpec:
+    """The spec of placements."""
+    entries: dict[int, list[str]] = {}
+    for axis, placement in zip(axes, placements, strict=True):
+        if isinstance(placement, Shard):
+            entries.setdefault(placement.dim, []).append(axis)
+    dims = [entries.get(dim) for dim in range(max(entries, default=-1) + 1)]
+    return PartitionSpec(
+        *[None if names is None else names[0] if len(names) == 1 else (*names,) for names in dims]
+    )

@@ -1,0 +1,117 @@
+"""Values of a jaxpr that is partitioned, and what is known of a jaxpr once it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from scalax._jax.equations import shape_of
+from scalax._spmd.collectives import Collective
+from scalax._spmd.placement import REPLICATE, Partial, Placements, Replicate, Shard
+
+Origin = str | int | None
+"""The path of the state that a value is, or the number of the argument of a jaxpr; None of other values."""
+
+
+class CannotPartition(Exception):
+    """A step that the partitioner cannot handle.
+
+    Args:
+        equation: the equation.
+        why: what it cannot handle.
+    """
+
+    def __init__(self, equation: Any, why: str) -> None:
+        super().__init__(why)
+        self.equation, self.why = equation, why
+
+
+class Argument(NamedTuple):
+    """What is known of an argument of a jaxpr.
+
+    Attributes:
+        placements: its placements.
+        is_state: whether it is state, or is computed of state alone.
+        is_zero: whether it is zero.
+    """
+
+    placements: Placements
+    is_state: bool = False
+    is_zero: bool = False
+
+
+class Partitioned(NamedTuple):
+    """A jaxpr on the blocks of each device.
+
+    Attributes:
+        jaxpr: the jaxpr.
+        placements: the placements of its results.
+        zeros: which results are zero.
+        origins: the origins of its results.
+        collectives: the collectives that it and the jaxprs inside it run.
+        gathered: the arguments, by number, that are state and are gathered in it.
+        sliced: the replicated arguments of which it takes blocks only, and the placements of these.
+    """
+
+    jaxpr: Any
+    placements: tuple[Placements, ...]
+    zeros: tuple[bool, ...]
+    origins: tuple[Origin, ...]
+    collectives: tuple[Collective, ...]
+    gathered: frozenset[int]
+    sliced: Mapping[int, Placements]
+
+
+class Value:
+    """A value, in one or several placements.
+
+    Args:
+        var: the variable or literal, with the shape of all examples.
+        placements: its placements.
+        atom: what stands for it in the jaxpr on blocks.
+        origin: what state it is.
+        is_zero: whether it is zero.
+
+    Attributes:
+        versions: what stands for it in other placements; of gathered state, apart in forward and backward
+            passes.
+        maker: of a replicated value the equation that computes it and the values that this takes, if blocks
+            of it are computed alone.
+        argument: its number among the arguments of the jaxpr; None if it is none.
+    """
+
+    __slots__ = ('argument', 'atom', 'is_zero', 'maker', 'origin', 'placements', 'var', 'versions')
+
+    def __init__(
+        self, var: Any, placements: Placements, atom: Any, origin: Origin = None, *, is_zero: bool = False
+    ) -> None:
+        self.var, self.placements, self.atom = var, placements, atom
+        self.origin, self.is_zero = origin, is_zero
+        self.versions: dict[Any, Any] = {}
+        self.maker: tuple[Any, Sequence[Value]] | None = None
+        self.argument: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of all examples."""
+        return shape_of(self.var)
+
+    @property
+    def has_sum(self) -> bool:
+        """Whether it is a sum, or another reduction, along some axis."""
+        return any(isinstance(x, Partial) for x in self.placements)
+
+
+def without_state(placements: Placements) -> Placements:
+    """Returns placements that say where blocks are, and not of what."""
+    return tuple([Shard(x.dim) if isinstance(x, Shard) else x for x in placements])
+
+
+def is_replicated(placements: Placements) -> bool:
+    """Returns whether every device holds all of a value."""
+    return all(isinstance(x, Replicate) for x in placements)
+
+
+def replicated(count: int) -> Placements:
+    """Returns the placements, along so many axes, of what every device holds."""
+    return (REPLICATE,) * count

@@ -1,0 +1,139 @@
+"""The layouts in which sums are wanted: those of the state that they become part of.
+
+A gradient is a sum over examples. It is reduced to the layout of its weight, which is known from what the
+step
+returns: the pass goes backward from the results of a jaxpr, through what keeps the layout of its operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from scalax._jax.equations import CALLS, Literal, branches, called, loop_of, opened, shape_of
+from scalax._jax.primitives import primitive_name
+from scalax._jaxprs.dims import ELEMENTWISE, dims_of, reshaped
+from scalax._spmd.placement import Placement, Placements, Shard, moved
+
+
+class Layout(NamedTuple):
+    """The layout of state.
+
+    Attributes:
+        placements: its placements.
+        path: the path of the state.
+    """
+
+    placements: Placements
+    path: str
+
+
+# Their operands have the layout of their result, as far as they have its dimensions.
+_KEEPING = ELEMENTWISE | {'transpose', 'squeeze', 'optimization_barrier', 'dynamic_update_slice'}
+_Known = Layout | None
+
+
+class Wanted:
+    """The layout that is wanted of each variable of a jaxpr, and of those inside it.
+
+    Args:
+        jaxpr: the jaxpr, open or closed.
+        results: the layouts of its results; None where any will do.
+    """
+
+    def __init__(self, jaxpr: Any, results: Sequence[_Known]) -> None:
+        self._of: dict[int, Layout] = {}
+        self._backward(jaxpr, results)
+
+    def of(self, atom: Any) -> _Known:
+        """Returns the layout that is wanted of a variable, wherever its jaxpr is used."""
+        return self._of.get(id(atom))
+
+    def _backward(self, jaxpr: Any, results: Sequence[_Known]) -> list[_Known]:
+        """Returns what is wanted of the arguments of a jaxpr."""
+        inner = opened(jaxpr)
+        for var, layout in zip(inner.outvars, results, strict=True):
+            self._want(var, layout)
+        for equation in reversed(inner.eqns):
+            found = [self._of.get(id(var)) for var in equation.outvars]
+            if any(found):
+                for atom, layout in zip(equation.invars, self._operands(equation, found), strict=False):
+                    self._want(atom, layout)
+        return [self._of.get(id(var)) for var in inner.invars]
+
+    def _want(self, atom: Any, layout: _Known) -> None:
+        if layout is not None and not isinstance(atom, Literal):
+            self._of.setdefault(id(atom), layout)
+
+    def _operands(self, equation: Any, results: Sequence[_Known]) -> Sequence[_Known]:
+        """Returns what is wanted of the operands of an equation."""
+        name = primitive_name(equation)
+        if name in CALLS:
+            return self._backward(called(equation), results)
+        if name == 'cond':
+            found = [self._backward(branch, results) for branch in branches(equation)]
+            return [None, *[next(filter(None, layouts), None) for layouts in zip(*found, strict=True)]]
+        if name in ('scan', 'while'):
+            return self._loop(equation, results)
+        [layout, *_] = results
+        if layout is None:
+            return ()
+        if name in ELEMENTWISE:  # most equations
+            shape = shape_of(equation.outvars[0])
+            return [layout if shape_of(atom) == shape else None for atom in equation.invars]
+        if name == 'reshape':
+            out, old = shape_of(equation.outvars[0]), shape_of(equation.invars[0])
+            groups = [(mine[0], theirs[0]) for mine, theirs in reshaped(equation)]
+            pairs = {new: before for before, new in groups if out[new] == old[before]}
+            return [_at(layout, pairs)]
+        if name not in _KEEPING:
+            return ()
+        if name == 'optimization_barrier':
+            return results
+        sources = dims_of(equation).results[0]
+        return [
+            _at(layout, {new: dim for new, places in enumerate(sources) for j, dim in places if i == j})
+            if shape_of(atom)
+            else None
+            for i, atom in enumerate(equation.invars)
+        ]
+
+    def _loop(self, equation: Any, results: Sequence[_Known]) -> Sequence[_Known]:
+        loop = loop_of(equation)
+        stacks = [_at(each, _Shifted(-1)) for each in results[loop.carried :]]
+        carried = [*results[: loop.carried]]
+        before = loop.constants
+        for _ in range(2):  # what is wanted of a carried value is known after one round
+            found = self._backward(loop.body, [*carried, *stacks])
+            state = found[before : before + loop.carried]
+            merged = [one or other for one, other in zip(carried, state, strict=True)]
+            if merged == carried:
+                break
+            carried = merged
+        elements = [_at(each, _Shifted(1)) for each in found[before + loop.carried :]]
+        return [*[None] * loop.tested, *found[:before], *carried, *elements]
+
+
+class _Shifted(dict[int, int]):
+    """Dimensions that all have another number."""
+
+    def __init__(self, by: int) -> None:
+        super().__init__()
+        self._by = by
+
+    def __contains__(self, dim: object) -> bool:
+        return isinstance(dim, int) and dim + self._by >= 0
+
+    def __missing__(self, dim: int) -> int:
+        return dim + self._by
+
+
+def _at(layout: _Known, dims: dict[int, int]) -> _Known:
+    """The layout with its dimensions in other places; None if a sharded one has none."""
+    placements = None if layout is None else moved(layout.placements, dims)
+    return None if layout is None or placements is None else Layout(placements, layout.path)
+
+
+def state_placement(placement: Placement) -> Placement:
+    """Returns the placement of a block of state."""
+    return Shard(placement.dim, is_state=True) if isinstance(placement, Shard) else placement
