@@ -57,10 +57,15 @@ def strategy(op: Op) -> Strategy | None:
     if all(isinstance(placement, Replicate) for placement in op.placements):
         return Strategy(op.placements, (REPLICATE,) * len(op.equation.outvars))
     name = primitive_name(op.equation)
+    if name in _FORWARDS:
+        return Strategy(op.placements, op.placements)
     if any(isinstance(placement, Partial) for placement in op.placements):
         return _linear(name, op)
-    rule = RULES.get(name, by_dims)
-    return rule(op)
+    return RULES.get(name, by_dims)(op)
+
+
+# Each result is an operand.
+_FORWARDS = frozenset({'optimization_barrier'})
 
 
 # Sums ------------------------------------------------------------------------------------------------
@@ -97,8 +102,6 @@ def _linear(name: str, op: Op) -> Strategy | None:
     if sum(map(_bytes, results)) > sum(_bytes(op.equation.invars[i]) for i in sums):
         return None
     operands = list(op.placements)
-    if name == 'optimization_barrier':
-        return Strategy(op.placements, op.placements)
     if name in _ADDITIVE:
         terms = {*range(len(operands))[_ADDITIVE[name]]}
         if not sums <= terms or not all(i in sums or op.zeros[i] for i in terms):
@@ -244,11 +247,6 @@ def _reshape(op: Op) -> Strategy | None:
     return None
 
 
-def _each(op: Op) -> Strategy:
-    """Each result is an operand."""
-    return Strategy(op.placements, op.placements)
-
-
 def _gathered(op: Op) -> None:
     """All operands are replicated."""
     return None
@@ -256,7 +254,6 @@ def _gathered(op: Op) -> None:
 
 _ROWS: tuple[tuple[str, Rule], ...] = (
     ('reshape', _reshape),
-    ('optimization_barrier', _each),
     # Rows in groups depend on all of them.
     ('ragged_dot_general', _gathered),
 )

@@ -95,8 +95,8 @@ def partition_step(
         for each, var in zip(arguments, inner.invars, strict=True)
     ]
     wanted = [
-        None if each.spec is None else Layout(placed(each.spec, var, is_state=True), each.path)
-        for each, var in zip(results, inner.outvars, strict=True)
+        None if each.spec is None else Layout(placed(each.spec, var, is_state=True), each.path, i)
+        for i, (each, var) in enumerate(zip(results, inner.outvars, strict=True))
     ]
     partitioner = Partitioner(jaxpr, known, wanted, mesh, axes)
     first = [None if layout is None else layout.placements for layout in wanted]

@@ -22,10 +22,12 @@ class Layout(NamedTuple):
     Attributes:
         placements: its placements.
         path: the path of the state.
+        result: the number of the result that it is of; of equal layouts, that of the first result counts.
     """
 
     placements: Placements
     path: str
+    result: int = 0
 
 
 # Their operands have the layout of their result, as far as they have its dimensions.
@@ -62,8 +64,11 @@ class Wanted:
         return [self._of.get(id(var)) for var in inner.invars]
 
     def _want(self, atom: Any, layout: _Known) -> None:
-        if layout is not None and not isinstance(atom, Literal):
-            self._of.setdefault(id(atom), layout)
+        if layout is None or isinstance(atom, Literal):
+            return
+        known = self._of.setdefault(id(atom), layout)
+        if layout.result < known.result and layout.placements == known.placements:
+            self._of[id(atom)] = layout
 
     def _operands(self, equation: Any, results: Sequence[_Known]) -> Sequence[_Known]:
         """Returns what is wanted of the operands of an equation."""
@@ -131,7 +136,7 @@ class _Shifted(dict[int, int]):
 def _at(layout: _Known, dims: dict[int, int]) -> _Known:
     """The layout with its dimensions in other places; None if a sharded one has none."""
     placements = None if layout is None else moved(layout.placements, dims)
-    return None if layout is None or placements is None else Layout(placements, layout.path)
+    return None if layout is None or placements is None else layout._replace(placements=placements)
 
 
 def state_placement(placement: Placement) -> Placement:

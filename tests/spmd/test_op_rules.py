@@ -1,0 +1,319 @@
+"""Each primitive on blocks: the results of all devices, put together, are those of one device."""
+
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from scalax._jax.equations import CALLS, Literal, called, opened, shape_of
+from scalax._jax.rewriting import bound
+from scalax._spmd.op_rules import Op, local_params, strategy
+from scalax._spmd.placement import REPLICATE, SUM, Partial, Shard, local_shape
+
+NHWC = ('NHWC', 'HWIO', 'NHWC')
+
+
+def conv(groups=1, padding='SAME', strides=(1, 1)):
+    return lambda x, k: lax.conv_general_dilated(
+        x, k, strides, padding, dimension_numbers=NHWC, feature_group_count=groups
+    )
+
+
+def kernel_gradient(groups):
+    """The gradient of a kernel as JAX writes it, with the examples contracted."""
+
+    def gradient(x, g):
+        zero = jnp.zeros((3, 3, 8 // groups, 8))
+        return jax.linear_transpose(lambda k: conv(groups)(x, k), zero)(g)[0]
+
+    return gradient
+
+
+def looked_up(table, indices):
+    return lax.gather(
+        table,
+        indices,
+        lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,)),
+        (1, table.shape[1]),
+        mode='clip',
+    )
+
+
+def batched_lookup(rows, indices):
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=(),
+        collapsed_slice_dims=(1,),
+        start_index_map=(1,),
+        operand_batching_dims=(0,),
+        start_indices_batching_dims=(0,),
+    )
+    return lax.gather(rows, indices, numbers, (1, 1), mode='clip')
+
+
+def added_rows(table, indices, updates):
+    numbers = lax.ScatterDimensionNumbers((1,), (0,), (0,))
+    return lax.scatter_add(table, indices, updates, numbers, mode='drop')
+
+
+def batched_scatter(rows, indices, updates):
+    numbers = lax.ScatterDimensionNumbers((), (1,), (1,), (0,), (0,))
+    return lax.scatter(rows, indices, updates, numbers, mode='drop')
+
+
+def positive(x):
+    return jnp.einsum('...ij,...kj->...ik', x, x) + 4 * jnp.eye(4)
+
+
+F, INT, B = 'float32', 'int32', 'bool'
+# name -> the function of one primitive, and the shapes of its operands with their dtypes (float32).
+CASES = {
+    'tanh': (jnp.tanh, (8, 4)),
+    'add': (lax.add, (8, 4), (8, 4)),
+    'add a scalar': (lambda x: x + 2.0, (8, 4)),
+    'sub': (lax.sub, (8, 4), (8, 4)),
+    'mul': (lax.mul, (8, 4), (8, 4)),
+    'div': (lax.div, (8, 4), (8, 4)),
+    'max': (lax.max, (8, 4), (8, 4)),
+    'neg': (lax.neg, (8, 4)),
+    'select_n': (lambda c, x, y: lax.select_n(c, x, y), ((8, 4), B), (8, 4), (8, 4)),
+    'clamp': (lambda x: lax.clamp(-0.5, x, 0.5), (8, 4)),
+    'narrower': (lambda x: lax.convert_element_type(x, 'bfloat16'), (8, 4)),
+    'wider': (lambda x: lax.convert_element_type(x, F), ((8, 4), 'bfloat16')),
+    'to integers': (lambda x: lax.convert_element_type(x, INT), (8, 4)),
+    'integer division': (lax.div, ((8, 4), INT), ((8, 4), INT)),
+    'transpose': (lambda x: lax.transpose(x, (2, 0, 1)), (8, 4, 12)),
+    'merge': (lambda x: lax.reshape(x, (32, 3)), (8, 4, 3)),
+    'split': (lambda x: lax.reshape(x, (4, 2, 3)), (8, 3)),
+    'reshape across': (lambda x: lax.reshape(x, (8, 12)), (12, 8)),
+    'squeeze': (lambda x: lax.squeeze(x, (1,)), (8, 1, 4)),
+    'broadcast': (lambda x: lax.broadcast_in_dim(x, (8, 3, 4), (0, 2)), (8, 4)),
+    'expand': (lambda x: lax.broadcast_in_dim(x, (8, 1, 4), (0, 2)), (8, 4)),
+    'reduce_sum': (lambda x: lax.reduce_sum(x, (0,)), (8, 4)),
+    'reduce_sum of features': (lambda x: lax.reduce_sum(x, (1,)), (8, 4)),
+    'reduce_max': (lambda x: lax.reduce_max(x, (0,)), (8, 4)),
+    'reduce_min': (lambda x: lax.reduce_min(x, (1,)), (8, 4)),
+    'reduce_prod': (lambda x: lax.reduce_prod(x, (0,)), (8, 4)),
+    'reduce_or': (lambda x: lax.reduce_or(x, (0,)), ((8, 4), B)),
+    'reduce_and': (lambda x: lax.reduce_and(x, (0,)), ((8, 4), B)),
+    'argmax': (lambda x: lax.argmax(x, 1, INT), (8, 4)),
+    'argmax of examples': (lambda x: lax.argmax(x, 0, INT), (8, 4)),
+    'cumsum': (lambda x: lax.cumsum(x, 1), (8, 4)),
+    'cumsum of examples': (lambda x: lax.cumsum(x, 0), (8, 4)),
+    'rev': (lambda x: lax.rev(x, (1,)), (8, 4)),
+    'rev of examples': (lambda x: lax.rev(x, (0,)), (8, 4)),
+    'sort': (lambda x: lax.sort(x, dimension=1), (8, 4)),
+    'sort of examples': (lambda x: lax.sort(x, dimension=0), (8, 4)),
+    'sort of pairs': (lambda x, y: lax.sort((x, y), dimension=1, num_keys=1), (8, 4), (8, 4)),
+    'top_k': (lambda x: lax.top_k(x, 2), (8, 4)),
+    'slice': (lambda x: lax.slice(x, (0, 1), (8, 3)), (8, 4)),
+    'slice of examples': (lambda x: lax.slice(x, (2, 0), (6, 4)), (8, 4)),
+    'strided': (lambda x: lax.slice(x, (0, 0), (8, 4), (1, 2)), (8, 4)),
+    'pad': (lambda x: lax.pad(x, 0.0, ((0, 0, 0), (1, 2, 1))), (8, 4)),
+    'pad with ones': (lambda x: lax.pad(x, 1.0, ((0, 0, 0), (1, 2, 0))), (8, 4)),
+    'pad of examples': (lambda x: lax.pad(x, 0.0, ((1, -1, 0), (0, 0, 0))), (8, 4)),
+    'concatenate': (lambda x, y: lax.concatenate((x, y), 1), (8, 4), (8, 4)),
+    'concatenate examples': (lambda x, y: lax.concatenate((x, y), 0), (8, 4), (8, 4)),
+    'dynamic_slice': (lambda x: lax.dynamic_slice(x, (0, 1), (8, 2)), (8, 4)),
+    'dynamic_update_slice': (lambda x, y: lax.dynamic_update_slice(x, y, (0, 1)), (8, 4), (8, 2)),
+    'matmul': (lambda x, w: lax.dot_general(x, w, (((1,), (0,)), ((), ()))), (8, 4), (4, 12)),
+    'weight gradient': (lambda x, g: lax.dot_general(x, g, (((0,), (0,)), ((), ()))), (8, 4), (8, 12)),
+    'batched matmul': (
+        lambda x, y: lax.dot_general(x, y, (((2,), (1,)), ((0,), (0,)))),
+        *((8, 4, 12), (8, 12, 4)),
+    ),
+    'conv': (conv(), (8, 4, 4, 8), (3, 3, 8, 8)),
+    'strided conv': (conv(padding='VALID', strides=(2, 2)), (8, 8, 8, 4), (3, 3, 4, 8)),
+    'grouped conv': (conv(4), (8, 4, 4, 8), (3, 3, 2, 8)),
+    'depthwise conv': (conv(8), (8, 4, 4, 8), (3, 3, 1, 8)),
+    'gradient of a kernel': (kernel_gradient(1), (8, 4, 4, 8), (8, 4, 4, 8)),
+    'gradient of a grouped kernel': (kernel_gradient(4), (8, 4, 4, 8), (8, 4, 4, 8)),
+    'gradient of a depthwise kernel': (kernel_gradient(8), (8, 4, 4, 8), (8, 4, 4, 8)),
+    'gather': (looked_up, (12, 4), ((8, 1), INT)),
+    'batched gather': (batched_lookup, (8, 4), ((8, 1), INT)),
+    'scatter-add': (added_rows, (12, 4), ((8, 1), INT), (8, 4)),
+    'batched scatter': (batched_scatter, (8, 4), ((8, 1), INT), (8,)),
+    'max pooling': (
+        lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 1, 1, 1), 'SAME'),
+        (8, 4, 4, 4),
+    ),
+    'sum pooling': (
+        lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2, 2, 1), (1, 2, 2, 1), 'VALID'),
+        (8, 4, 4, 4),
+    ),
+    'fft': (lambda x: lax.fft(x, 'RFFT', (4,)), (8, 4)),
+    'cholesky': (lambda x: lax.linalg.cholesky(x, symmetrize_input=False), (8, 4, 4)),
+    'eigh': (lambda x: lax.linalg.eigh(x, symmetrize_input=False, sort_eigenvalues=False)[1:], (8, 4, 4)),
+    'triangular_solve': (lambda a, b: lax.linalg.triangular_solve(a, b, lower=True), (8, 4, 4), (8, 4, 4)),
+    'optimization_barrier': (lambda x, y: lax.optimization_barrier((x, y)), (8, 4), (4, 8)),
+    'integer_pow': (lambda x: lax.integer_pow(x, 3), (8, 4)),
+    'reduce_precision': (lambda x: lax.reduce_precision(x, 5, 10), (8, 4)),
+}
+MADE_POSITIVE = {'cholesky', 'eigh', 'triangular_solve'}
+
+
+def equation_of(name):
+    """The equation of a case; its function may have others before it, of constants alone."""
+    fun, *operands = CASES[name]
+    shapes = [each if isinstance(each[0], tuple) else (each, F) for each in operands]
+    jaxpr = opened(jax.make_jaxpr(fun)(*[jax.ShapeDtypeStruct(*each) for each in shapes]))
+    eqns = jaxpr.eqns
+    while eqns[-1].primitive.name in CALLS:
+        eqns = opened(called(eqns[-1])).eqns
+    return next((each for each in eqns if each.primitive.name == name), eqns[-1])
+
+
+def values_of(equation, name, rng):
+    """Values of the operands that are no literals; None of these."""
+    values = []
+    for atom in equation.invars:
+        if isinstance(atom, Literal):
+            values.append(np.asarray(atom.val, atom.aval.dtype))
+        elif atom.aval.dtype == bool:
+            values.append(rng.random(shape_of(atom)) < 0.7)
+        elif jnp.issubdtype(atom.aval.dtype, jnp.integer):
+            values.append(rng.integers(1, 4, shape_of(atom)).astype(atom.aval.dtype))
+        else:
+            values.append(np.asarray(rng.normal(size=shape_of(atom)), atom.aval.dtype))
+    if name in MADE_POSITIVE:
+        values[0] = np.asarray(positive(values[0]))
+    return values
+
+
+def options(atom, parts):
+    """The placements that an operand may have."""
+    shards = [
+        Shard(dim, is_state)
+        for dim, size in enumerate(shape_of(atom))
+        if size % parts == 0 and size > 1
+        for is_state in (False, True)
+    ]
+    sums = [SUM] if jnp.issubdtype(atom.aval.dtype, jnp.floating) else []
+    return [REPLICATE] if isinstance(atom, Literal) else [REPLICATE, *shards, *sums]
+
+
+def blocks(value, placement, parts, rng):
+    """What each device holds of a value."""
+    if isinstance(placement, Shard):
+        return np.split(value, parts, placement.dim)
+    if placement == SUM:
+        terms = [np.asarray(rng.normal(size=value.shape), value.dtype) for _ in range(parts - 1)]
+        return [*terms, (value - sum(terms)).astype(value.dtype)]
+    return [value] * parts
+
+
+def together(found, placement):
+    """The value of which devices hold these."""
+    if isinstance(placement, Shard):
+        return np.concatenate(found, placement.dim)
+    if isinstance(placement, Partial):
+        return {'sum': np.add, 'max': np.maximum, 'min': np.minimum}[placement.reduce_op].reduce(found)
+    for each in found[1:]:
+        np.testing.assert_array_equal(each, found[0])
+    return found[0]
+
+
+def run(equation, values, placements, results, parts, rng):
+    """The results of all devices, put together."""
+    held = [blocks(*pair, parts, rng) for pair in zip(values, placements, strict=True)]
+    shapes = [
+        local_shape(shape_of(x), (p,), (parts,)) for x, p in zip(equation.invars, placements, strict=True)
+    ]
+    outs = [local_shape(shape_of(x), (p,), (parts,)) for x, p in zip(equation.outvars, results, strict=True)]
+    changed, found = local_params(equation, shapes, outs), []
+    for device in range(parts):
+        got = bound(equation, *[jnp.asarray(each[device]) for each in held], **changed)
+        got = got if equation.primitive.multiple_results else [got]
+        assert [x.shape for x in got] == outs
+        found.append([np.asarray(x) for x in got])
+    return [together(*pair) for pair in zip(zip(*found, strict=True), results, strict=True)]
+
+
+@pytest.mark.parametrize('parts', [2, 4])
+@pytest.mark.parametrize('name', CASES)
+def test_results_of_blocks_are_blocks_of_results(name, parts):
+    equation, rng = equation_of(name), np.random.default_rng(len(name))
+    values = values_of(equation, name, rng)
+    expected = bound(equation, *map(jnp.asarray, values))
+    expected = expected if equation.primitive.multiple_results else [expected]
+    every = [*itertools.product(*[options(atom, parts) for atom in equation.invars])]
+    random.Random(0).shuffle(every)
+    checked = set()
+    for placements in every[:40]:
+        if len(checked) == 12 // parts:
+            break
+        zeros = tuple([isinstance(x, Literal) and x.val == 0 for x in equation.invars])
+        found = strategy(Op(equation, placements, parts, zeros))
+        if found is None or found in checked:
+            continue
+        checked.add(found)
+        for got, want in zip(run(equation, values, *found, parts, rng), expected, strict=True):
+            scale = max(1.0, float(np.abs(np.nan_to_num(np.asarray(want, 'complex64'))).max(initial=0)))
+            np.testing.assert_allclose(
+                np.asarray(got, 'complex64') / scale, np.asarray(want, 'complex64') / scale, atol=2e-5
+            )
+    assert any({*found.operands} - {REPLICATE} for found in checked)
+
+
+X, W = Shard(0), Shard(0, is_state=True)
+# case -> placements of the operands, and those of the results (None: all operands are gathered).
+EXPECTED = [
+    ('matmul', (X, REPLICATE), (X,)),
+    ('matmul', (X, W), (X,)),
+    ('matmul', (Shard(1), REPLICATE), (SUM,)),
+    ('matmul', (SUM, REPLICATE), None),  # three times as large: the sum is reduced first
+    ('weight gradient', (X, X), (SUM,)),
+    ('batched matmul', (X, X), (X,)),
+    ('conv', (X, REPLICATE), (X,)),
+    ('grouped conv', (X, W), (X,)),
+    ('grouped conv', (REPLICATE, Shard(3, True)), None),
+    ('depthwise conv', (X, W), (X,)),
+    ('gradient of a kernel', (X, X), (SUM,)),
+    ('gradient of a grouped kernel', (X, X), (SUM,)),
+    ('gradient of a depthwise kernel', (X, X), (SUM,)),
+    ('gather', (W, X), (X,)),
+    ('scatter-add', (REPLICATE, X, X), (SUM,)),
+    ('batched gather', (X, X), (X,)),
+    ('batched scatter', (X, X, X), (X,)),
+    ('top_k', (X,), (X, X)),
+    ('sort', (X,), (X,)),
+    ('sort of examples', (X,), None),
+    ('cumsum', (X,), (X,)),
+    ('cumsum of examples', (X,), None),
+    ('cumsum of examples', (SUM,), (SUM,)),
+    ('argmax', (X,), (X,)),
+    ('argmax of examples', (X,), None),
+    ('reduce_max', (X,), (Partial('max'),)),
+    ('reduce_or', (X,), (Partial('max'),)),
+    ('reduce_and', (X,), (Partial('min'),)),
+    ('reduce_prod', (X,), None),
+    ('max pooling', (X,), (X,)),
+    ('fft', (X,), (X,)),
+    ('cholesky', (X,), (X,)),
+    ('triangular_solve', (X, X), (X,)),
+    ('merge', (X,), (X,)),
+    ('split', (X,), (X,)),
+    ('broadcast', (SUM,), None),
+    ('expand', (SUM,), (SUM,)),
+    ('wider', (SUM,), None),
+    ('narrower', (SUM,), None),
+    ('add', (SUM, SUM), (SUM,)),
+    ('add', (SUM, REPLICATE), None),
+    ('mul', (SUM, REPLICATE), (SUM,)),
+    ('mul', (SUM, SUM), None),
+    ('tanh', (SUM,), None),
+    ('pad with ones', (SUM, REPLICATE), None),
+    ('pad of examples', (SUM, REPLICATE), (SUM,)),
+    ('optimization_barrier', (X, SUM), (X, SUM)),
+]
+
+
+@pytest.mark.parametrize('name, placements, results', EXPECTED, ids=[f'{n}-{p}' for n, p, _ in EXPECTED])
+def test_placements_of_results(name, placements, results):
+    equation = equation_of(name)
+    zeros = tuple([isinstance(x, Literal) and x.val == 0 for x in equation.invars])
+    found = strategy(Op(equation, placements, 2, zeros))
+    assert (found and found.results) == results

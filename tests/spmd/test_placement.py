@@ -1,0 +1,123 @@
+"""Conversions between placements, on simulated devices: each ends in what its target says."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from scalax._spmd.placement import REPLICATE, SUM, Partial, Shard, Step, join, redistribute
+
+SIZES = (2, 3)
+VALUE = np.arange(144.0).reshape(12, 12)
+DEVICES = [*itertools.product(*map(range, SIZES))]
+STATE = Shard(1, is_state=True)
+
+
+def held(placements):
+    """What each device holds of the value: of a sum its part."""
+    found = {}
+    for device in DEVICES:
+        block = VALUE
+        for axis, placement in enumerate(placements):
+            if isinstance(placement, Shard):
+                block = np.split(block, SIZES[axis], placement.dim)[device[axis]]
+            elif placement == SUM:
+                block = block * (1 + device[axis]) / sum(range(1, SIZES[axis] + 1))
+        found[device] = block
+    return found
+
+
+def group(device, axes):
+    """The devices with which one exchanges blocks along axes, in the order of these."""
+    return [other for other in DEVICES if all(other[i] == device[i] for i in range(2) if i not in axes)]
+
+
+def after(step, blocks):
+    """What each device holds after a step."""
+    found = {}
+    for device, block in blocks.items():
+        others = group(device, step.axes)
+        place, count = others.index(device), len(others)
+        every = [blocks[other] for other in others]
+        if step.kind == 'all_gather':
+            found[device] = np.concatenate(every, step.dim)
+        elif step.kind == 'all_to_all':
+            parts = [np.split(each, count, step.other_dim)[place] for each in every]
+            found[device] = np.concatenate(parts, step.dim)
+        elif step.kind == 'all_reduce':
+            found[device] = sum(every)
+        elif step.kind == 'reduce_scatter':
+            found[device] = np.split(sum(every), count, step.dim)[place]
+        elif step.kind == 'slice':
+            found[device] = np.split(block, count, step.dim)[place]
+        else:
+            found[device] = block * (place == 0)
+    return found
+
+
+def is_held(blocks, placements):
+    """Whether devices hold the value in these placements."""
+    for axis, placement in reversed([*enumerate(placements)]):
+        kind = {REPLICATE: 'replicate', SUM: 'all_reduce'}.get(placement, 'all_gather')
+        if kind == 'replicate':
+            along = [[blocks[other] for other in group(device, (axis,))] for device in DEVICES]
+            if not all(np.allclose(a, b) for a, *others in along for b in others):
+                return False
+        else:
+            blocks = after(Step(kind, (axis,), getattr(placement, 'dim', 0)), blocks)
+    return all(np.allclose(each, VALUE) for each in blocks.values())
+
+
+EVERY = [*itertools.product([Shard(0), Shard(1), REPLICATE, SUM], repeat=2)]
+
+
+@pytest.mark.parametrize('source', EVERY, ids=str)
+def test_conversions_end_in_their_targets(source):
+    for target in EVERY:
+        blocks = held(source)
+        for step in redistribute(source, target):
+            blocks = after(step, blocks)
+        assert is_held(blocks, target), (source, target, redistribute(source, target))
+
+
+X, R = Shard(0), REPLICATE
+STEPS = [
+    # FSDP
+    ((X,), (R,), [Step('all_gather', (0,), 0)]),
+    ((SUM,), (STATE,), [Step('reduce_scatter', (0,), 1)]),
+    ((X,), (STATE,), [Step('all_to_all', (0,), 0, 1)]),
+    ((Shard(1),), (STATE,), []),
+    # DDP over two axes
+    ((SUM, SUM), (R, R), [Step('all_reduce', (0, 1))]),
+    # HSDP: scattered along the fast axis, and the shards reduced along the slow one
+    ((SUM, SUM), (R, STATE), [Step('reduce_scatter', (1,), 1), Step('all_reduce', (0,))]),
+    ((R, STATE), (R, R), [Step('all_gather', (1,), 1)]),
+    ((X, X), (R, R), [Step('all_gather', (0, 1), 0)]),
+    ((SUM, SUM), (X, X), [Step('reduce_scatter', (0, 1), 0)]),
+    # The minor blocks of a dimension are gathered before a major one changes.
+    ((X, X), (R, X), [Step('all_gather', (0, 1), 0), Step('slice', (1,), 0)]),
+    # What is replicated sends nothing.
+    ((R, R), (X, SUM), [Step('slice', (0,), 0), Step('mask', (1,))]),
+    ((Partial('max'),), (X,), [Step('all_reduce', (0,), 0, 0, 'max'), Step('slice', (0,), 0)]),
+]
+
+
+@pytest.mark.parametrize('source, target, steps', STEPS, ids=[f'{a}-{b}' for a, b, _ in STEPS])
+def test_steps_of_conversions(source, target, steps):
+    assert redistribute(source, target) == steps
+
+
+JOINS = [
+    (R, X, X),
+    (R, SUM, SUM),
+    (X, SUM, X),
+    (SUM, STATE, STATE),
+    (X, Shard(1), X),
+    (STATE, Shard(1), Shard(1)),
+    (SUM, Partial('max'), R),
+]
+
+
+@pytest.mark.parametrize('one, other, joined', JOINS, ids=str)
+def test_joined(one, other, joined):
+    assert join(one, other) == joined
