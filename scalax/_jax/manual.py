@@ -11,7 +11,7 @@ from jax.extend.core import Var
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from scalax._jax.equations import CALLS, opened, shape_of
-from scalax._jax.tracing import trace_context
+from scalax._jax.tracing import memory_space, trace_context
 
 # The parameters of `jit` that have an entry for each operand, and for each result.
 _OF_OPERANDS = ('in_shardings', 'in_layouts', 'donated_invars')
@@ -23,6 +23,11 @@ def is_backward(equation: Any) -> bool:
     return 'transpose(' in str(equation.source_info.name_stack)
 
 
+def is_vacuous(reshard: Any) -> bool:
+    """Whether a `reshard` says nothing, as those that JAX derives for constants. Relies on *dst_sharding*."""
+    return reshard.params['dst_sharding'].mesh.empty
+
+
 class ManualCode:
     """Makes equations that are manual along all axes of a mesh.
 
@@ -31,12 +36,16 @@ class ManualCode:
 
     Args:
         mesh: the mesh, in force, of Auto axes.
+
+    Attributes:
+        blank: an equation without a line.
     """
 
     def __init__(self, mesh: AbstractMesh) -> None:
         self._mesh, self._context = mesh, trace_context()
         [neg] = _traced(jax.lax.neg, ((), 'float32'), mesh=mesh, context=self._context)
-        self._ctx = neg.ctx
+        self._ctx, self.blank = neg.ctx, neg
+        self._types: dict[Any, Any] = {}
         self._manual = mesh.update(axis_types=(AxisType.Manual,) * len(mesh.axis_names))
 
     def var(self, atom: Any, shape: Sequence[int]) -> Any:
@@ -47,8 +56,11 @@ class ManualCode:
         aval = atom.aval
         if not hasattr(aval, 'shape'):
             return Var(aval)
-        sharding = NamedSharding(self._manual, PartitionSpec(*[None] * len(shape)))
-        return Var(aval.update(shape=tuple(shape), sharding=sharding))
+        key = tuple(shape), aval.dtype, aval.weak_type, memory_space(aval)
+        if key not in self._types:
+            sharding = NamedSharding(self._manual, PartitionSpec(*[None] * len(shape)))
+            self._types[key] = aval.update(shape=tuple(shape), sharding=sharding)
+        return Var(self._types[key])
 
     def equation(self, function: Callable[..., Any], key: Any, like: Any, operands: Sequence[Any]) -> Any:
         """Returns the equation that a function of one operation makes of operands, with new results.
@@ -63,6 +75,21 @@ class ManualCode:
         [template] = _cached(_Keyed(function, key), types, self._mesh, self._context)
         results = [Var(var.aval) for var in template.outvars]
         return template.replace(invars=[*operands], outvars=results, source_info=like.source_info)
+
+    def exchange(self, function: Callable[..., Any], key: Any, like: Any, operand: Any, result: Any) -> Any:
+        """Returns the equation of a collective, whose parameters do not depend on shapes.
+
+        Args:
+            function: the function of one operation.
+            key: what the function is known by.
+            like: the equation whose line the new one gets.
+            operand: the operand.
+            result: the result.
+        """
+        shape = (self._mesh.size,) * len(shape_of(operand))
+        types = ((shape, operand.aval.dtype),)
+        [template] = _cached(_Keyed(function, key), types, self._mesh, self._context)
+        return template.replace(invars=[operand], outvars=[result], source_info=like.source_info)
 
     def local(self, equation: Any, operands: Sequence[Any], results: Sequence[Any], **changed: Any) -> Any:
         """Returns an equation of other operands and results, some of whose parameters are changed.

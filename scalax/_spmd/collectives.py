@@ -52,20 +52,34 @@ class Exchange:
     def __init__(self, code: ManualCode, axes: Sequence[str], sizes: Sequence[int]) -> None:
         self._code, self.axes, self.sizes = code, tuple(axes), tuple(sizes)
 
-    def equation(self, step: Step, like: Any, operand: Any) -> Any:
+    def equation(self, step: Step, like: Any, operand: Any, result: Any) -> Any:
         """Returns the equation of one step.
 
         Args:
             step: the step.
             like: the equation whose line it gets.
             operand: the value.
+            result: the converted value.
         """
         axes = tuple([self.axes[i] for i in step.axes])
         sizes = tuple([self.sizes[i] for i in step.axes])
         key = step._replace(axes=()), axes, sizes
         is_key = jax.dtypes.issubdtype(operand.aval.dtype, jax.dtypes.prng_key)
         function = _functions(*key, is_key)
-        return self._code.equation(function, (*key, is_key), like, [operand])
+        if is_key or step.kind in ('slice', 'mask'):
+            return self._code.equation(function, (*key, is_key), like, [operand]).replace(outvars=[result])
+        return self._code.exchange(function, key, like, operand, result)
+
+    def shape(self, step: Step, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of a block of this shape after a step."""
+        count, sizes = math.prod(self.sizes[i] for i in step.axes), [*shape]
+        if step.kind in ('all_gather', 'all_to_all'):
+            sizes[step.dim] *= count
+        if step.kind in ('reduce_scatter', 'slice'):
+            sizes[step.dim] //= count
+        if step.kind == 'all_to_all':
+            sizes[step.other_dim] //= count
+        return tuple(sizes)
 
     def collective(
         self, step: Step, like: Any, operand: Any, result: Any, of: Any, what: str

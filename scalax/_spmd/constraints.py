@@ -8,6 +8,8 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._jax.equations import is_on_device, shardings_said
+from scalax._jax.manual import is_vacuous
+from scalax._jax.primitives import primitive_name
 from scalax._spmd.edit import Edit
 from scalax._spmd.placement import REPLICATE, Placement, Placements, Shard
 from scalax._spmd.values import CannotPartition, Value
@@ -15,7 +17,12 @@ from scalax._spmd.values import CannotPartition, Value
 
 def constrain(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     """Defines the results of a constraint, or of ``jax.device_put``, as operands in other placements."""
-    said = shardings_said(equation)[1]
+    if primitive_name(equation) == 'reshard':
+        if not is_vacuous(equation):
+            raise CannotPartition(equation, 'it changes the sharding in a type')
+        said = {}
+    else:
+        said = shardings_said(equation)[1]
     for i, (var, value) in enumerate(zip(equation.outvars, values, strict=True)):
         if not is_on_device(var) or not is_on_device(equation.invars[i]):
             raise CannotPartition(equation, 'it moves values between memories')

@@ -25,7 +25,15 @@ from scalax._spmd.placement import (
     local_shape,
     redistribute,
 )
-from scalax._spmd.values import Argument, Partitioned, Value, is_replicated, replicated, without_state
+from scalax._spmd.values import (
+    Argument,
+    Partitioned,
+    Settled,
+    Value,
+    is_replicated,
+    replicated,
+    without_state,
+)
 from scalax._spmd.wanted import Layout, Wanted
 
 
@@ -70,17 +78,20 @@ class Shared:
         self,
         jaxpr: Any,
         arguments: Sequence[Argument],
-        results: Sequence[Placements | None] | None = None,
+        results: Sequence[Placements | Settled | None] | None = None,
         *,
         backward: bool = False,
+        at: Any = None,
     ) -> Partitioned:
         """Returns a jaxpr on the blocks of each device.
 
         Args:
             jaxpr: the jaxpr, open or closed.
             arguments: what is known of its arguments.
-            results: the placements that its results get; None leaves them where they are.
+            results: the placements that its results get; None leaves them where they are, and `SETTLED` as
+                well, unless they are sums whose layout is known.
             backward: whether it is called in a backward pass.
+            at: the equation that has it inside.
         """
         raise NotImplementedError
 
@@ -93,11 +104,13 @@ class Edit:
         jaxpr: the jaxpr, open or closed.
         arguments: what is known of its arguments.
         backward: whether it is called in a backward pass.
+        at: the equation that has it inside; None of the jaxpr of a step.
 
     Attributes:
         shared: what is known of all jaxprs.
         code: makes equations.
         jaxpr: the jaxpr.
+        last: its last equation, for what is written behind all of them.
         eqns: the new equations.
         arguments: the new variables of the arguments.
         collectives: the collectives so far.
@@ -110,14 +123,16 @@ class Edit:
         jaxpr: Any,
         arguments: Sequence[Argument],
         backward: bool,
+        at: Any,
     ) -> None:
         self.shared, self.code, self.jaxpr = shared, shared.code, jaxpr
         self._backward = backward
+        inner = opened(jaxpr)
+        self.last = inner.eqns[-1] if inner.eqns else at or self.code.blank
         self.eqns: list[Any] = []
         self.collectives: list[Collective] = []
         self.gathered: set[int] = set()
         self._sliced: dict[int, tuple[Placements, list[Any]]] = {}
-        inner = opened(jaxpr)
         self._uses = Counter([id(x) for eqn in inner.eqns for x in eqn.invars])
         self._uses.update(map(id, inner.outvars))
         self._values = {id(var): Value(var, shared.replicated, var) for var in inner.constvars}
@@ -165,6 +180,8 @@ class Edit:
 
     def convert(self, value: Value, target: Placements, equation: Any) -> Any:
         """Returns what stands for a value in other placements, for an equation."""
+        if target == value.placements:
+            return value.atom
         if value.is_zero:
             target = tuple([REPLICATE if isinstance(x, Partial) else x for x in target])
         source, plain = without_state(value.placements), without_state(target)
@@ -197,10 +214,10 @@ class Edit:
             if layout is not None:
                 origin, what = layout.path, 'gradient'
         for step in redistribute(source, target):
-            written = self.shared.exchange.equation(step, equation, atom)
-            self.eqns.append(written)
-            [result] = written.outvars
-            found = self.shared.exchange.collective(step, equation, atom, result, origin, what)
+            exchange = self.shared.exchange
+            result = self.code.var(value.var, exchange.shape(step, shape_of(atom)))
+            self.eqns.append(exchange.equation(step, equation, atom, result))
+            found = exchange.collective(step, equation, atom, result, origin, what)
             if found is not None:
                 self.collectives.append(found)
             if step.kind == 'all_gather' and isinstance(value.origin, int):
@@ -261,7 +278,8 @@ class Edit:
         """Converts a value for all equations behind."""
         atom = self.convert(value, target, equation)
         value.versions = {}
-        value.atom, value.placements = atom, target
+        value.atom = atom
+        value.place(target)
 
     def emit_of(self, function: Any, key: Any, equation: Any, operands: Sequence[Any]) -> Any:
         """Returns the result of a function of one operation, written for an equation."""

@@ -10,7 +10,7 @@ from scalax._jax.primitives import primitive_name
 from scalax._spmd.constraints import placements_said
 from scalax._spmd.edit import Edit
 from scalax._spmd.placement import REPLICATE, SUM, Partial, Placements, Shard, join
-from scalax._spmd.values import Argument, CannotPartition, Partitioned, Value, is_replicated
+from scalax._spmd.values import SETTLED, Argument, CannotPartition, Partitioned, Value, is_replicated
 
 _MOST_ROUNDS = 12
 
@@ -22,13 +22,13 @@ def partition_call(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
         placements = placements_said(edit, equation, values[i], sharding)
         edit.move(values[i], placements, equation)
     jaxpr, backward = called(equation), edit.is_backward(equation)
-    inner = edit.shared.jaxpr(jaxpr, [*map(_argument, values)], backward=backward)
+    inner = edit.shared.jaxpr(jaxpr, [*map(_argument, values)], backward=backward, at=equation)
     # What it takes blocks of is computed for these alone, outside of it.
     cut = {i: x for i, x in inner.sliced.items() if values[i].maker is not None}
     if cut:
         for i, placements in cut.items():
             values = [*values[:i], _converted(edit, values[i], placements, equation), *values[i + 1 :]]
-        inner = edit.shared.jaxpr(jaxpr, [*map(_argument, values)], backward=backward)
+        inner = edit.shared.jaxpr(jaxpr, [*map(_argument, values)], backward=backward, at=equation)
     outputs = _define(edit, equation, inner, values)
     atoms, results = [value.atom for value in values], [output.atom for output in outputs]
     edit.eqns.append(edit.code.call(equation, inner.jaxpr, atoms, results))
@@ -45,12 +45,14 @@ def partition_cond(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     chosen = edit.convert(index, edit.shared.replicated, equation)
     arguments, backward = [*map(_argument, operands)], edit.is_backward(equation)
     jaxprs = branches(equation)
-    found = [edit.shared.jaxpr(branch, arguments, backward=backward) for branch in jaxprs]
+    found = [edit.shared.jaxpr(branch, arguments, backward=backward, at=equation) for branch in jaxprs]
     results = [_joined(each) for each in zip(*[each.placements for each in found], strict=True)]
     results = [
         _settled(edit, var, placements) for var, placements in zip(equation.outvars, results, strict=True)
     ]
-    found = [edit.shared.jaxpr(branch, arguments, results, backward=backward) for branch in jaxprs]
+    found = [
+        edit.shared.jaxpr(branch, arguments, results, backward=backward, at=equation) for branch in jaxprs
+    ]
     outputs = [edit.define(var, x) for var, x in zip(equation.outvars, results, strict=True)]
     atoms = [chosen, *[value.atom for value in operands]]
     made = tuple([each.jaxpr for each in found])
@@ -70,12 +72,14 @@ def partition_scan(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     _reduce(edit, [*constants, *stacks], equation)
     stacks = [_converted(edit, each, _without_dim(each.placements, 0), equation) for each in stacks]
     elements = [_argument(each)._replace(placements=_element(each.placements)) for each in stacks]
+    stacked = len(equation.outvars) - loop.carried
     carried = _first(edit, loop.body, loop.constants, begun)
 
-    def run(results: Sequence[Placements | None] | None = None) -> Partitioned:
+    def run(*, is_last: bool = False) -> Partitioned:
         state = [Argument(x) for x in carried]
         arguments = [*map(_argument, constants), *state, *elements]
-        return edit.shared.jaxpr(loop.body, arguments, results, backward=backward)
+        ends = [*carried, *[SETTLED] * stacked] if is_last else [*[None] * loop.carried, *[SETTLED] * stacked]
+        return edit.shared.jaxpr(loop.body, arguments, ends, backward=backward, at=equation)
 
     inner, carried[:] = _fixed(run, carried, equation)
     if gathered := [i for i in inner.gathered if i < loop.constants]:
@@ -87,13 +91,9 @@ def partition_scan(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
         for i, placements in cut.items():
             constants[i] = _converted(edit, constants[i], placements, equation)
         inner, carried[:] = _fixed(run, carried, equation)
-    made = opened(loop.body).outvars[loop.carried :]
-    results = [
-        _settled(edit, var, placements, reduced=False)
-        for var, placements in zip(made, inner.placements[loop.carried :], strict=True)
-    ]
-    inner = run([*carried, *results])
-    placements = [*carried, *[_stack(each) for each in results]]
+    if [*inner.placements[: loop.carried]] != carried:
+        inner = run(is_last=True)
+    placements = [*carried, *[_stack(each) for each in inner.placements[loop.carried :]]]
     outputs = [edit.define(var, x) for var, x in zip(equation.outvars, placements, strict=True)]
     first = [edit.convert(value, x, equation) for value, x in zip(begun, carried, strict=True)]
     atoms = [*[x.atom for x in constants], *first, *[x.atom for x in stacks]]
@@ -112,7 +112,7 @@ def partition_while(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
 
     def run(results: Sequence[Placements | None] | None = None) -> Partitioned:
         arguments = [*map(_argument, constants), *[Argument(x) for x in carried]]
-        return edit.shared.jaxpr(loop.body, arguments, results, backward=backward)
+        return edit.shared.jaxpr(loop.body, arguments, results, backward=backward, at=equation)
 
     inner, carried[:] = _fixed(run, carried, equation)
     if gathered := [i for i in inner.gathered if i < loop.constants]:
@@ -121,7 +121,7 @@ def partition_while(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
         inner, carried[:] = _fixed(run, carried, equation)
     inner = run(carried)
     arguments = [*map(_argument, tested), *[Argument(x) for x in carried]]
-    test = edit.shared.jaxpr(loop.test, arguments, [edit.shared.replicated], backward=backward)
+    test = edit.shared.jaxpr(loop.test, arguments, [edit.shared.replicated], backward=backward, at=equation)
     outputs = [edit.define(var, x) for var, x in zip(equation.outvars, carried, strict=True)]
     first = [edit.convert(value, x, equation) for value, x in zip(begun, carried, strict=True)]
     atoms = [*[x.atom for x in tested], *[x.atom for x in constants], *first]
@@ -175,13 +175,13 @@ def _first(edit: Edit, body: Any, constants: int, begun: Sequence[Value]) -> lis
     return found
 
 
-def _settled(edit: Edit, var: Any, placements: Placements, *, reduced: bool = True) -> Placements:
+def _settled(edit: Edit, var: Any, placements: Placements) -> Placements:
     """The placements of a result inside: sums are reduced there if the layout of their state is known."""
     layout = edit.shared.wanted.of(var)
     return tuple(
         [
             x
-            if not isinstance(x, Partial) or (layout is None and not reduced and x == SUM)
+            if not isinstance(x, Partial)
             else REPLICATE
             if layout is None or x != SUM
             else layout.placements[i]

@@ -16,7 +16,17 @@ import jax.numpy as jnp
 from scalax._jax import equations
 from scalax._jax.equations import Literal, shape_of
 from scalax._jax.primitives import primitive_name
-from scalax._jaxprs.dims import ALONG, SCATTERS, UNKNOWN, WINDOWS, Place, Sources, dims_of, reshaped
+from scalax._jaxprs.dims import (
+    ALONG,
+    ELEMENTWISE,
+    SCATTERS,
+    UNKNOWN,
+    WINDOWS,
+    Place,
+    Sources,
+    dims_of,
+    reshaped,
+)
 from scalax._jaxprs.rows import summed_dims
 from scalax._spmd.placement import REPLICATE, SUM, Partial, Placement, ReduceOp, Replicate, Shard
 
@@ -252,7 +262,24 @@ def _gathered(op: Op) -> None:
     return None
 
 
+def _elementwise(op: Op) -> Strategy:
+    """All operands are sharded alike, but for scalars and dimensions of one element."""
+    chosen: Shard | None = None
+    for placement in op.placements:
+        if isinstance(placement, Shard) and (chosen is None or (chosen.is_state and not placement.is_state)):
+            chosen = placement
+    assert chosen is not None
+    [out, *_], shapes = op.equation.outvars, [*map(shape_of, op.equation.invars)]
+    rank, dim = len(shape_of(out)), chosen.dim
+    operands = [chosen if len(shape) == rank and shape[dim] != 1 else REPLICATE for shape in shapes]
+    is_broadcast = any(len(shape) == rank and shape != shape_of(out) for shape in shapes)
+    if chosen.is_state and is_broadcast and _grows(op, operands):
+        return Strategy((REPLICATE,) * len(operands), (REPLICATE,) * len(op.equation.outvars))
+    return Strategy(tuple(operands), (chosen,) * len(op.equation.outvars))
+
+
 _ROWS: tuple[tuple[str, Rule], ...] = (
+    (' '.join(ELEMENTWISE - ALONG - _DRAWS), _elementwise),
     ('reshape', _reshape),
     # Rows in groups depend on all of them.
     ('ragged_dot_general', _gathered),
@@ -290,8 +317,10 @@ def local_params(
     return {}
 
 
+# The parameters that hold sizes: those of the result, or of the first operand.
 _SIZES_OF_RESULT = {'reshape': 'new_sizes', 'broadcast_in_dim': 'shape', 'iota': 'shape'}
 _SIZES_OF_OPERAND = {'slice': 'limit_indices', 'dynamic_slice': 'slice_sizes', 'gather': 'slice_sizes'}
+HAVE_SIZES = _SIZES_OF_RESULT.keys() | _SIZES_OF_OPERAND.keys()
 
 
 def is_zero(equation: Any, zeros: Sequence[bool]) -> bool:

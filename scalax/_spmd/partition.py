@@ -16,13 +16,21 @@ from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS
 from scalax._spmd.constraints import constrain
 from scalax._spmd.edit import Edit, Shared
 from scalax._spmd.loops import partition_call, partition_cond, partition_scan, partition_while
-from scalax._spmd.op_rules import Op, Strategy, is_zero, local_params, strategy
+from scalax._spmd.op_rules import HAVE_SIZES, Op, Strategy, is_zero, local_params, strategy
 from scalax._spmd.parts import has_parts
 from scalax._spmd.placement import REPLICATE, Partial, Placements, Shard
-from scalax._spmd.values import Argument, CannotPartition, Partitioned, Value, is_replicated
+from scalax._spmd.values import (
+    SETTLED,
+    Argument,
+    CannotPartition,
+    Partitioned,
+    Settled,
+    Value,
+    is_replicated,
+)
 
 _CONTROL = {'scan': partition_scan, 'while': partition_while, 'cond': partition_cond}
-_WITH_OWN_MESH = frozenset(('shard_map', 'custom_partitioning', 'reshard'))
+_WITH_OWN_MESH = frozenset(('shard_map', 'custom_partitioning'))
 # Of one operand, these make another form of it, or a part.
 _SAME_STATE = FORWARDS | {'slice', 'dynamic_slice', 'split', 'optimization_barrier', 'neg'}
 
@@ -38,21 +46,22 @@ class Partitioner(Shared):
         self,
         jaxpr: Any,
         arguments: Sequence[Argument],
-        results: Sequence[Placements | None] | None = None,
+        results: Sequence[Placements | Settled | None] | None = None,
         *,
         backward: bool = False,
+        at: Any = None,
     ) -> Partitioned:
         wanted = tuple(results or [None] * len(opened(jaxpr).outvars))
         key = jaxpr, tuple(arguments), wanted, backward
         if key not in self._known:
-            self._known[key] = _Partitioning(self, jaxpr, arguments, backward).partitioned(wanted)
+            self._known[key] = _Partitioning(self, jaxpr, arguments, backward, at).partitioned(wanted)
         return self._known[key]
 
 
 class _Partitioning(Edit):
     """The partitioning of one jaxpr."""
 
-    def partitioned(self, results: Sequence[Placements | None]) -> Partitioned:
+    def partitioned(self, results: Sequence[Placements | Settled | None]) -> Partitioned:
         """Returns the jaxpr on blocks, and what is known of it."""
         inner = opened(self.jaxpr)
         for equation in inner.eqns:
@@ -64,12 +73,16 @@ class _Partitioning(Edit):
                 raise CannotPartition(equation, f'{type(error).__name__}: {error}') from error
         values, atoms = [*map(self.read, inner.outvars)], []
         for value, wanted in zip(values, results, strict=True):
-            if wanted is not None and wanted != value.placements and inner.eqns:
-                atoms.append(self.convert(value, wanted, inner.eqns[-1]))
+            if wanted == SETTLED:
+                if value.has_sum and self.shared.wanted.of(value.var) is not None:
+                    self.reduce(value, self.last)
+                atoms.append(value.atom)
+            elif wanted is not None and wanted != value.placements:
+                atoms.append(self.convert(value, wanted, self.last))
             else:
                 atoms.append(value.atom)
         placements = [
-            value.placements if wanted is None else wanted
+            value.placements if wanted is None or wanted == SETTLED else wanted
             for value, wanted in zip(values, results, strict=True)
         ]
         eqns = _live(self.eqns, atoms)
@@ -95,13 +108,13 @@ class _Partitioning(Edit):
             partition_call(self, equation, values)
         elif name in _CONTROL:
             _CONTROL[name](self, equation, values)
-        elif name in PLACES:
+        elif name in PLACES or name == 'reshard':
             constrain(self, equation, values)
         else:
             self._primitive(name, equation, values)
 
     def _primitive(self, name: str, equation: Any, values: Sequence[Value]) -> None:
-        if all(is_replicated(value.placements) for value in values):
+        if all(value.is_replicated for value in values):
             self._replicated(name, equation, values)
             return
         strategies = self._strategies(equation, values)
@@ -116,8 +129,10 @@ class _Partitioning(Edit):
             for value, placements in zip(values, operands, strict=True)
         ]
         outputs = [self.define(var, x) for var, x in zip(equation.outvars, results, strict=True)]
-        shapes = [*map(shape_of, atoms)], [shape_of(output.atom) for output in outputs]
-        params = local_params(equation, *shapes)
+        params = {}
+        if name in HAVE_SIZES:
+            shapes = [*map(shape_of, atoms)], [shape_of(output.atom) for output in outputs]
+            params = local_params(equation, *shapes)
         self.eqns.append(self.code.local(equation, atoms, [output.atom for output in outputs], **params))
         self._note(name, equation, values, outputs)
 
@@ -135,7 +150,8 @@ class _Partitioning(Edit):
         target = shared.batch_dims.placements(output.var, shared.replicated)
         if not is_replicated(target):
             whole, atom = output.atom, self._part(output, target, equation)
-            output.atom, output.placements = atom, target
+            output.atom = atom
+            output.place(target)
             output.versions[shared.replicated, False] = whole
 
     def _note(self, name: str, equation: Any, values: Sequence[Value], outputs: Sequence[Value]) -> None:

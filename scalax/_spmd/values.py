@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from scalax._jax.equations import shape_of
 from scalax._spmd.collectives import Collective
@@ -11,6 +11,11 @@ from scalax._spmd.placement import REPLICATE, Partial, Placements, Replicate, Sh
 
 Origin = str | int | None
 """The path of the state that a value is, or the number of the argument of a jaxpr; None of other values."""
+
+
+Settled = Literal['settled']
+SETTLED: Settled = 'settled'
+"""Of the placement of a result: it stays where it is, but sums are reduced to the layout of their state."""
 
 
 class CannotPartition(Exception):
@@ -73,6 +78,8 @@ class Value:
         is_zero: whether it is zero.
 
     Attributes:
+        has_sum: whether it is a sum, or another reduction, along some axis.
+        is_replicated: whether every device holds all of it.
         versions: what stands for it in other placements; of gathered state, apart in forward and backward
             passes.
         maker: of a replicated value the equation that computes it and the values that this takes, if blocks
@@ -80,12 +87,16 @@ class Value:
         argument: its number among the arguments of the jaxpr; None if it is none.
     """
 
-    __slots__ = ('argument', 'atom', 'is_zero', 'maker', 'origin', 'placements', 'var', 'versions')
+    __slots__ = (
+        *('argument', 'atom', 'has_sum', 'is_replicated', 'is_zero', 'maker', 'origin', 'placements', 'var'),
+        'versions',
+    )
 
     def __init__(
         self, var: Any, placements: Placements, atom: Any, origin: Origin = None, *, is_zero: bool = False
     ) -> None:
-        self.var, self.placements, self.atom = var, placements, atom
+        self.var, self.atom = var, atom
+        self.place(placements)
         self.origin, self.is_zero = origin, is_zero
         self.versions: dict[Any, Any] = {}
         self.maker: tuple[Any, Sequence[Value]] | None = None
@@ -96,10 +107,11 @@ class Value:
         """The shape of all examples."""
         return shape_of(self.var)
 
-    @property
-    def has_sum(self) -> bool:
-        """Whether it is a sum, or another reduction, along some axis."""
-        return any(isinstance(x, Partial) for x in self.placements)
+    def place(self, placements: Placements) -> None:
+        """Says which placements its atom has."""
+        self.placements = placements
+        self.has_sum = any(isinstance(x, Partial) for x in placements)
+        self.is_replicated = all(isinstance(x, Replicate) for x in placements)
 
 
 def without_state(placements: Placements) -> Placements:

@@ -1,0 +1,89 @@
+"""What the tests of the partitioner share: functions that run on blocks, beside one device."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec
+
+from scalax._spmd.step import Step, StepArgument, StepResult, partition_step, run_step
+
+P = PartitionSpec
+FSDP = {'fsdp': 8}
+HSDP = {'replica': 2, 'fsdp': 4}
+
+
+def batch_spec(mesh: dict[str, int], dim: int = 0) -> PartitionSpec:
+    """A spec that shards a dimension over all axes of a mesh."""
+    return P(*[None] * dim, tuple(mesh) if len(mesh) > 1 else next(iter(mesh)))
+
+
+def state_spec(shape: Sequence[int], axis: str = 'fsdp', size: int = 8) -> PartitionSpec:
+    """The spec of state: its largest dimension that divides is sharded."""
+    dims = [dim for dim, each in enumerate(shape) if each % size == 0]
+    return P(*[None] * max(dims, key=lambda dim: shape[dim]), axis) if dims else P()
+
+
+def partitioned(
+    fun: Callable[..., Any],
+    state: Any,
+    batch: Any,
+    mesh_axes: dict[str, int] = FSDP,
+    *,
+    batch_dim: int = 0,
+    result_specs: Sequence[PartitionSpec | None] | None = None,
+    replicate: bool = False,
+) -> tuple[Step, Callable[[], list[Any]]]:
+    """A function of state and a batch, partitioned; and what runs it.
+
+    Args:
+        fun: the function.
+        state: arrays, which are sharded over fsdp unless *replicate*.
+        batch: arrays.
+        mesh_axes: the mesh.
+        batch_dim: the dimension of examples.
+        result_specs: those of the results; None leaves them open.
+        replicate: whether state is replicated.
+    """
+    types = (AxisType.Auto,) * len(mesh_axes)
+    mesh = jax.make_mesh(tuple(mesh_axes.values()), tuple(mesh_axes), axis_types=types)
+    leaves, rows = jax.tree.leaves(state), jax.tree.leaves(batch)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    specs = [P() if replicate else state_spec(leaf.shape, size=mesh_axes['fsdp']) for leaf in leaves]
+    arguments = [StepArgument(spec, False, path) for spec, path in zip(specs, paths, strict=True)]
+    arguments += [StepArgument(batch_spec(mesh_axes, batch_dim), True, 'batch')] * len(rows)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        jaxpr = jax.make_jaxpr(fun)(state, batch)
+        open_results = [None] * len(jaxpr.out_avals)
+        results = [StepResult(spec, f'result {i}') for i, spec in enumerate(result_specs or open_results)]
+        step = partition_step(jaxpr, arguments, results, mesh.abstract_mesh, tuple(mesh_axes))
+
+    def run() -> list[Any]:
+        def inside(*values: Any) -> Any:
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                return run_step(step, values, mesh, 'step')
+
+        return [*jax.jit(inside)(*leaves, *rows)]
+
+    return step, run
+
+
+def assert_equal(found: Sequence[Any], expected: Any, tolerance: float = 1e-5) -> None:
+    """Values are equal within rounding; integers and keys are equal."""
+    for got, want in zip(found, jax.tree.leaves(expected), strict=True):
+        if jnp.issubdtype(want.dtype, jnp.inexact):
+            scale = max(1.0, float(jnp.abs(want).max(initial=0)))
+            np.testing.assert_allclose(got / scale, want / scale, rtol=0, atol=tolerance)
+        else:
+            np.testing.assert_array_equal(got, want)
+
+
+def collectives(step: Step) -> Counter[str]:
+    """How often a step runs each kind of collective for each reason."""
+    found: Counter[str] = Counter()
+    for row in step.rows:
+        found[f'{row.kind} {row.reason}'] += row.count
+    return found
