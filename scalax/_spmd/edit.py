@@ -191,7 +191,8 @@ class Edit:
         key = plain, backward
         if key not in value.versions:
             whole = (self.shared.replicated, False)
-            if is_replicated(source) or (whole in value.versions and not has_partial(plain)):
+            is_part = not has_partial(plain) and not is_replicated(plain)
+            if value.is_replicated or (whole in value.versions and is_part):
                 atom = self._part(value, plain, equation)
             else:
                 atom = value.atom

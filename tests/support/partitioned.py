@@ -58,7 +58,8 @@ def partitioned(
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         jaxpr = jax.make_jaxpr(fun)(state, batch)
         open_results = [None] * len(jaxpr.out_avals)
-        results = [StepResult(spec, f'result {i}') for i, spec in enumerate(result_specs or open_results)]
+        names = [*paths, *[f'result {i}' for i in range(len(open_results))]]
+        results = [StepResult(*pair) for pair in zip(result_specs or open_results, names, strict=False)]
         step = partition_step(jaxpr, arguments, results, mesh.abstract_mesh, tuple(mesh_axes))
 
     def run() -> list[Any]:

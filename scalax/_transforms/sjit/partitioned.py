@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from scalax._follow.followed_batch import line_of
 from scalax._follow.types import Arguments
 from scalax._jax.rewriting import run_as_one, with_inputs
 from scalax._spmd.step import Step, StepArgument, StepResult, partition_step, run_step
@@ -68,9 +69,24 @@ def run_partitioned(
     try:
         step = partition_step(closed, arguments, results, abstract, axes)
     except CannotPartition as error:
-        warn(f'{name} is not partitioned: {error.why}. It runs as plain JAX.', FollowingWarning)
+        at = '' if error.equation is None else f' ({line_of(error.equation)})'
+        warn(
+            f'{name} is not partitioned along its batch: {error.why}{at}. It runs as jax.jit runs it, and '
+            'the compiler alone decides how activations are sharded.',
+            FollowingWarning,
+        )
         return run_as_one(closed, values, name), None
-    return run_step(step, values, mesh, name), step
+
+    @jax.custom_jvp
+    def run(*values: Any) -> Sequence[Any]:
+        return [*run_step(step, values, mesh, name)]
+
+    @run.defjvp
+    def differentiated(values: Any, tangents: Any) -> Any:
+        # What devices exchange is not differentiated: a sum over them would be counted once for each.
+        return jax.jvp(lambda *values: [*run_as_one(closed, values, name)], values, tangents)
+
+    return run(*values), step
 
 
 def _spec(sharding: Any) -> Any:

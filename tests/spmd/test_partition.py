@@ -1,0 +1,305 @@
+"""Steps on blocks: their collectives are those of an expert, and their values those of one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from scalax._spmd.values import CannotPartition
+from tests.support.partitioned import FSDP, HSDP, P, assert_equal, collectives, partitioned, state_spec
+
+
+def array(*shape, dtype='float32'):
+    seed = sum(size * 7**i for i, size in enumerate(shape))
+    return np.asarray(np.random.default_rng(seed).normal(size=shape) / 4, dtype)
+
+
+def sgd(loss):
+    """A step of stochastic gradient descent."""
+
+    def step(w, x):
+        value, gradient = jax.value_and_grad(loss)(w, x)
+        return jax.tree.map(lambda a, g: a - g.astype(a.dtype) * 0.1, w, gradient), value
+
+    return step
+
+
+def router(w, x):
+    chances, places = lax.top_k(jax.nn.softmax(x @ w['r']), 2)
+    return jnp.mean(jnp.tanh(chances) * places)
+
+
+def depthwise(w, x):
+    def conv(k, x):
+        numbers = ('NWC', 'WIO', 'NWC')
+        return lax.conv_general_dilated(
+            x, k, (1,), [(3, 0)], dimension_numbers=numbers, feature_group_count=x.shape[-1]
+        )
+
+    def block(x, p):
+        return x + jax.nn.silu(conv(p['conv'], x @ p['up'])) @ p['down'], None
+
+    return jnp.mean(lax.scan(jax.checkpoint(block), x, w)[0] ** 2)
+
+
+def grouped(w, x):
+    y = lax.conv_general_dilated(
+        jnp.sin(x), w['k'], (1, 1), 'SAME', dimension_numbers=('NHWC', 'HWIO', 'NHWC'), feature_group_count=4
+    )
+    return jnp.mean(jnp.tanh(y) ** 2)
+
+
+def linear(w, x):
+    return (jnp.tanh(jnp.tanh(x @ w['a']) @ w['b']) @ w['c']).sum()
+
+
+def codebook(w, x):
+    distances = jnp.sum((jnp.sin(x)[:, None] - w['c']) ** 2, -1)
+    return jnp.mean(jnp.tanh(jnp.min(distances, -1)))
+
+
+def recurrent(w, x):
+    def cell(c, x):
+        h = jnp.tanh(x @ w['i'] + c @ w['h'])
+        return h, h
+
+    _, ys = lax.scan(cell, jnp.zeros((x.shape[0], w['h'].shape[0])), x.swapaxes(0, 1))
+    return jnp.square(ys).mean()
+
+
+def batch_norm(w, x):
+    y = x @ w['a']
+    y = (y - y.mean(0)) * lax.rsqrt(y.var(0) + 1e-3)
+    return jnp.mean(jnp.tanh(y * w['scale']))
+
+
+def dropout(w, x):
+    keep = jax.random.bernoulli(jax.random.key(3), 0.7, (x.shape[0], 16))
+    return jnp.mean(jnp.tanh(jnp.where(keep, x @ w['a'], 0.0)))
+
+
+def lookup(w, x):
+    return jnp.mean(jnp.tanh(w['table'][jnp.int32(jnp.abs(x) * 8) % 24]) ** 2)
+
+
+def tied(w, x):
+    tokens = jnp.int32(jnp.abs(x) * 8) % 24
+    return jnp.mean(jnp.tanh(w['table'][tokens] @ w['table'].T))
+
+
+def narrow(w, x):
+    return jnp.mean(jnp.tanh(x.astype('bfloat16') @ w['a'].astype('bfloat16')).astype('float32'))
+
+
+A = {'a': array(8, 16)}
+CASES = {
+    'router': (router, {'r': array(16, 8)}, array(16, 16)),
+    'depthwise': (
+        depthwise,
+        {'conv': array(2, 4, 1, 8), 'up': array(2, 8, 8), 'down': array(2, 8, 8)},
+        array(8, 6, 8),
+    ),
+    'grouped': (grouped, {'k': array(3, 3, 2, 8)}, array(8, 4, 4, 8)),
+    'linear': (linear, {'a': array(8, 16), 'b': array(16, 16), 'c': array(16, 8)}, array(16, 8)),
+    'codebook': (codebook, {'c': array(16, 4)}, array(16, 4)),
+    'recurrent': (recurrent, {'i': array(4, 8), 'h': array(8, 8)}, array(8, 5, 4)),
+    'batch_norm': (batch_norm, {'a': array(8, 16), 'scale': array(16)}, array(16, 8)),
+    'dropout': (dropout, A, array(16, 8)),
+    'lookup': (lookup, {'table': array(24, 8)}, array(8, 5)),
+    'tied': (tied, {'table': array(24, 8)}, array(8, 5)),
+    'narrow': (narrow, A, array(16, 8)),
+}
+
+
+def fsdp(weights, others=()):
+    """Collectives of FSDP: of each weight its gathers by primitive and how often, and one scatter.
+
+    A weight is gathered in the forward pass, and in the backward pass if that takes it.
+    """
+    found = {'all_reduce gradient of result 0': 1, **dict(others)}
+    for name, gathers, times in weights:
+        for primitive, count in gathers.items():
+            found[f"all_gather weight ['{name}'] for {primitive}"] = count
+        found[f"reduce_scatter gradient of ['{name}']"] = times
+    return found
+
+
+EXPECTED = {
+    'router': fsdp([('r', {'dot_general': 1}, 1)]),
+    # Two layers, whose forward pass runs once more in the backward pass.
+    'depthwise': fsdp(
+        [
+            ('up', {'dot_general': 4}, 2),
+            ('conv', {'conv_general_dilated': 4, 'reshape': 2}, 2),
+            ('down', {'dot_general': 4}, 2),
+        ]
+    ),
+    'grouped': fsdp([('k', {'conv_general_dilated': 1}, 1)]),
+    # The backward pass takes no weight of the first layer.
+    'linear': fsdp(
+        [('a', {'dot_general': 1}, 1), ('b', {'dot_general': 2}, 1), ('c', {'dot_general': 2}, 1)]
+    ),
+    'codebook': fsdp([('c', {'sub': 1}, 1)]),
+    # Gathered before the loops over time, and reduced behind them.
+    'recurrent': fsdp([('i', {'scan': 1}, 1), ('h', {'scan': 2}, 1)]),
+    # The moments of a batch, and their gradients, are reduced before they are broadcast.
+    'batch_norm': fsdp(
+        [('a', {'dot_general': 1}, 1), ('scale', {'mul': 2}, 1)],
+        {
+            'all_reduce sum over examples for sub': 2,
+            'all_reduce sum over examples for select_n': 1,
+            'all_reduce sum over examples for broadcast_in_dim': 3,
+        },
+    ),
+    'dropout': fsdp([('a', {'dot_general': 1}, 1)]),
+    'lookup': fsdp([('table', {'gather': 1}, 1)]),
+    'tied': fsdp([('table', {'gather': 1, 'dot_general': 2}, 1)]),
+    'narrow': fsdp([('a', {'dot_general': 1}, 1)]),
+}
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_collectives_are_those_of_an_expert(name):
+    loss, state, batch = CASES[name]
+    specs = [state_spec(leaf.shape) for leaf in jax.tree.leaves(state)]
+    step, _ = partitioned(sgd(loss), state, batch, result_specs=[*specs, P()])
+    assert collectives(step) == EXPECTED[name]
+
+
+def run_case(name, mesh):
+    loss, state, batch = CASES[name]
+    specs = [state_spec(leaf.shape, size=mesh['fsdp']) for leaf in jax.tree.leaves(state)]
+    step, run = partitioned(sgd(loss), state, batch, mesh, result_specs=[*specs, P()])
+    return step, run(), jax.jit(sgd(loss))(state, batch)
+
+
+@pytest.mark.parametrize('mesh', [FSDP, HSDP], ids=['fsdp', 'hsdp'])
+@pytest.mark.parametrize('name', CASES)
+def test_values_are_those_of_one_device(name, mesh):
+    _, found, expected = run_case(name, mesh)
+    assert_equal(found, expected, 5e-3 if name == 'narrow' else 1e-5)
+
+
+def bytes_of(step, kind):
+    return {row.reason: row.bytes for row in step.rows if row.kind == kind}
+
+
+def test_gradients_are_reduced_before_they_are_widened():
+    loss, state, batch = CASES['narrow']
+    step, _ = partitioned(sgd(loss), state, batch, result_specs=[state_spec((8, 16)), P()])
+    assert bytes_of(step, 'all_gather') == {"weight ['a'] for dot_general": 2 * 8 * 16}
+    assert bytes_of(step, 'reduce_scatter') == {"gradient of ['a']": 2 * 8 * 16}
+
+
+def test_shards_are_reduced_along_the_slow_axis():
+    loss, state, batch = CASES['router']
+    step, _ = partitioned(sgd(loss), state, batch, HSDP, result_specs=[state_spec((16, 8), size=4), P()])
+    gradients = [(row.kind, row.axes, row.bytes) for row in step.rows if row.reason == "gradient of ['r']"]
+    assert gradients == [('reduce_scatter', ('fsdp',), 512), ('all_reduce', ('replica',), 128)]
+
+
+def test_replicated_weights_are_reduced_once():
+    loss, state, batch = CASES['linear']
+    specs = [P()] * 4
+    step, run = partitioned(sgd(loss), state, batch, result_specs=specs, replicate=True)
+    assert collectives(step) == {
+        f'all_reduce gradient of {name}': 1 for name in ("['a']", "['b']", "['c']", 'result 0')
+    }
+    assert_equal(run(), jax.jit(sgd(loss))(state, batch))
+
+
+# What mixes examples takes all of them, and the report names it.
+MIXING = {
+    'sort': lambda w, x: jnp.sort(x, 0) @ w,
+    'cumsum': lambda w, x: jnp.cumsum(x, 0) @ w,
+    'gather': lambda w, x: x[jnp.argmax(w, 0)] @ w,
+    'scan': lambda w, x: lax.scan(lambda c, r: (jnp.tanh(c + r), c), jnp.zeros(8), x)[1] @ w,
+    'dot_general': lambda w, x: x @ x.T,
+    'argmax': lambda w, x: jnp.argmax(x, 0) @ w,
+}
+
+
+@pytest.mark.parametrize('name', MIXING)
+def test_what_mixes_examples_is_reported(name):
+    w, x = array(8, 8), array(16, 8)
+    step, run = partitioned(MIXING[name], w, x)
+    assert collectives(step)[f'all_gather examples gathered for {name}'] == 1
+    assert_equal(run(), jax.jit(MIXING[name])(w, x))
+
+
+def branches(w, x):
+    return lax.cond(w[0, 0] > 0, lambda: jnp.tanh(x @ w), lambda: x), lax.cond(
+        w[0, 1] > 0, lambda: x.sum(), lambda: 1.0
+    )
+
+
+def until(w, x):
+    def ends(c):
+        return jnp.logical_and(jnp.any(jnp.abs(c[1]) > 0.1), c[0] < 5)
+
+    return lax.while_loop(ends, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), (0, x))
+
+
+def accumulated(w, x):
+    """Gradients of microbatches, added up."""
+    parts = x.reshape(16, 2, 4).swapaxes(0, 1)
+
+    def add(total, part):
+        return total + jax.grad(lambda w: jnp.square(part @ w).sum())(w), None
+
+    return lax.scan(add, jnp.zeros_like(w), parts)[0]
+
+
+CONTROL = {
+    'branches': (branches, array(8, 8), array(16, 8)),
+    'until': (until, array(8, 8), array(16, 8)),
+    'accumulated': (accumulated, array(4, 8), array(16, 8)),
+}
+
+
+@pytest.mark.parametrize('name', CONTROL)
+def test_loops_and_branches(name):
+    fun, w, x = CONTROL[name]
+    _, run = partitioned(fun, w, x)
+    assert_equal(run(), jax.jit(fun)(w, x))
+
+
+def test_constraints_convert_values():
+    """A constraint that replicates examples gathers them, and one that shards a value takes a block of it."""
+
+    def fun(w, x, at=lax.with_sharding_constraint):
+        return at(jnp.cumsum(at(jnp.tanh(x @ w), P()), 0), P('fsdp'))
+
+    w, x = array(8, 8), array(16, 8)
+    step, run = partitioned(fun, w, x)
+    assert collectives(step) == {
+        'all_gather weight  for dot_general': 1,
+        'all_gather examples gathered for sharding_constraint': 1,
+    }
+    assert step.out_specs == (P('fsdp'),)
+    assert_equal(run(), fun(w, x, lambda value, spec: value))
+
+
+def test_gradients_of_microbatches_are_reduced_once():
+    fun, w, x = CONTROL['accumulated']
+    step, _ = partitioned(fun, w, x, result_specs=[state_spec(w.shape)])
+    assert [(row.kind, row.count) for row in step.rows if 'gradient' in row.reason] == [('reduce_scatter', 1)]
+
+
+FAILURES = {
+    'effects': (lambda w, x: (jax.debug.print('{}', x.sum()), x @ w)[1], 'debug_print has effects'),
+    'shard_map': (
+        lambda w, x: jax.shard_map(lambda x: x * 2, in_specs=P('fsdp'), out_specs=P('fsdp'))(x) @ w,
+        'shard_map says itself what runs on each device',
+    ),
+}
+
+
+@pytest.mark.parametrize('name', FAILURES)
+def test_what_is_not_handled_is_refused(name):
+    fun, why = FAILURES[name]
+    with pytest.raises(CannotPartition) as caught:
+        partitioned(fun, array(8, 8), array(16, 8))
+    assert caught.value.why == why
+    assert caught.value.equation.primitive.name in why

@@ -1,0 +1,161 @@
+"""A step of `sjit` that scalax partitions itself: a decoder with AdamW and clipping, under each strategy."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from scalax._jax.equations import equations
+from scalax.errors import FollowingWarning
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+
+WIDTH, HIDDEN, HEADS, LAYERS, VOCABULARY, TOKENS, EXAMPLES = 16, 32, 2, 3, 24, 8, 8
+MATRICES = {
+    **dict.fromkeys(('query', 'key', 'value', 'output'), (WIDTH, WIDTH)),
+    'up': (WIDTH, HIDDEN),
+    'gate': (WIDTH, HIDDEN),
+    'down': (HIDDEN, WIDTH),
+}
+COLLECTIVES = frozenset(('all_gather', 'reduce_scatter', 'psum', 'all_to_all', 'pmax', 'pmin', 'ppermute'))
+
+
+def initial():
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape) / 4, 'float32')
+
+    layers = {name: normal(LAYERS, *shape) for name, shape in MATRICES.items()}
+    layers |= {'norm_1': jnp.ones((LAYERS, WIDTH)), 'norm_2': jnp.ones((LAYERS, WIDTH))}
+    return {
+        'embed': normal(VOCABULARY, WIDTH),
+        'unembed': normal(WIDTH, VOCABULARY),
+        'norm': jnp.ones(WIDTH),
+        'layers': layers,
+    }
+
+
+def normalized(x, scale):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+
+
+def rotated(x):
+    angles = jnp.arange(TOKENS)[:, None] * jnp.exp(-jnp.arange(x.shape[-1] // 2))
+    a, b = jnp.split(x, 2, -1)
+    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def block(x, p):
+    h = normalized(x, p['norm_1'])
+    query, key, value = [(h @ p[n]).reshape(*x.shape[:2], HEADS, -1) for n in ('query', 'key', 'value')]
+    scores = jnp.einsum('bqhd,bkhd->bhqk', rotated(query), rotated(key)) / 3
+    scores = jnp.where(jnp.tril(jnp.ones((TOKENS, TOKENS), bool)), scores, -1e9)
+    x += jnp.einsum('bhqk,bkhd->bqhd', jax.nn.softmax(scores), value).reshape(x.shape) @ p['output']
+    h = normalized(x, p['norm_2'])
+    return x + (jax.nn.silu(h @ p['gate']) * (h @ p['up'])) @ p['down']
+
+
+def loss(params, tokens):
+    x = params['embed'][tokens[:, :-1]]
+    x, _ = jax.lax.scan(lambda x, p: (jax.checkpoint(block)(x, p), None), x, params['layers'])
+    logits = normalized(x, params['norm']) @ params['unembed']
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def training_step(state, tokens):
+    params, opt_state = state
+    value, gradients = jax.value_and_grad(loss)(params, tokens)
+    updates, opt_state = OPTIMIZER.update(gradients, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state), value
+
+
+def arguments():
+    params = initial()
+    tokens = np.random.default_rng(1).integers(0, VOCABULARY, (EXAMPLES, TOKENS + 1), 'int32')
+    return (params, OPTIMIZER.init(params)), tokens
+
+
+FSDP = FSDPShardingRule(min_fsdp_size=1)
+# Of weights: a gather in the loop of the forward pass, and one in that of the backward pass. Behind
+# the loops likewise, but the backward pass takes no embedding.
+WEIGHTS = len(MATRICES) + 2
+STRATEGIES = {
+    # Besides the gradients, the global norm and the loss are reduced.
+    'FSDP': (
+        [8],
+        ['fsdp'],
+        FSDP,
+        P('fsdp'),
+        {'all_gather': 2 * WEIGHTS + 5, 'reduce_scatter': WEIGHTS + 3, 'psum': 2},
+    ),
+    'DDP': ([8], ['data'], P(), P('data'), {'psum': WEIGHTS + 3 + 1}),
+    'HSDP': (
+        *([2, 4], ['replica', 'fsdp'], FSDP, P(('replica', 'fsdp'))),
+        {'all_gather': 2 * WEIGHTS + 5, 'reduce_scatter': WEIGHTS + 3, 'psum': WEIGHTS + 3 + 2},
+    ),
+}
+
+
+@pytest.fixture
+def switched_on(monkeypatch):
+    monkeypatch.setenv('SCALAX_PARTITION', '1')
+
+
+@pytest.mark.usefixtures('switched_on')
+@pytest.mark.parametrize('name', STRATEGIES)
+def test_a_decoder(name):
+    sizes, axes, rule, batch, expected = STRATEGIES[name]
+    helper = MeshShardingHelper(sizes, axes)
+    step = helper.sjit(training_step, in_shardings=(rule, batch), out_shardings=(rule, P()), batch_argnums=1)
+    state, tokens = arguments()
+    found = Counter(each.primitive.name for each in equations(step.trace(state, tokens).jaxpr))
+    assert {kind: found[kind] for kind in COLLECTIVES if found[kind]} == expected
+    (params, _), value = step(state, tokens)
+    (other, _), other_value = jax.jit(training_step)(state, tokens)
+    np.testing.assert_allclose(value, other_value, rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+    shardings = helper.match_sharding_rule(rule, params)
+    for a, sharding in zip(jax.tree.leaves(params), jax.tree.leaves(shardings), strict=True):
+        assert a.sharding.is_equivalent_to(sharding, a.ndim)
+
+
+@pytest.mark.usefixtures('switched_on')
+def test_a_step_that_is_not_handled_runs_as_it_is():
+    helper = MeshShardingHelper([8], ['fsdp'])
+
+    def step(w, x):
+        return jax.shard_map(lambda x: x * 2, in_specs=P('fsdp'), out_specs=P('fsdp'))(x) @ w
+
+    w, x = np.eye(8, dtype='float32'), np.ones((8, 8), 'float32')
+    with pytest.warns(FollowingWarning) as warned:
+        found = helper.sjit(step, in_shardings=(FSDP, P('fsdp')), batch_argnums=1)(w, x)
+    np.testing.assert_array_equal(found, 2 * x)
+    line = step.__code__.co_firstlineno + 1
+    assert [str(each.message).replace(__file__, 'test_step.py') for each in warned] == [
+        'step is not partitioned along its batch: shard_map says itself what runs on each device '
+        f'(test_step.py:{line} step). It runs as jax.jit runs it, and the compiler alone decides how '
+        'activations are sharded.'
+    ]
+
+
+@pytest.mark.usefixtures('switched_on')
+def test_a_gradient_around_a_step_is_right():
+    """JAX differentiates the step as it is: a sum over devices has no gradient of its own there."""
+    helper = MeshShardingHelper([8], ['fsdp'])
+
+    def value(w, x):
+        return jnp.tanh(x @ w).mean()
+
+    w, x = initial()['unembed'], np.asarray(np.random.default_rng(2).normal(size=(8, WIDTH)), 'float32')
+    step = helper.sjit(value, in_shardings=(FSDP, P('fsdp')), batch_argnums=1)
+    np.testing.assert_allclose(jax.grad(step)(w, x), jax.grad(value)(w, x), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(step(w, x), value(w, x), rtol=1e-6)
