@@ -187,7 +187,7 @@ class Edit:
         source, plain = without_state(value.placements), without_state(target)
         if plain == source:
             return value.atom
-        backward = value.origin is not None and self.is_backward(equation)
+        backward = value.is_state and self.is_backward(equation)
         key = plain, backward
         if key not in value.versions:
             whole = (self.shared.replicated, False)
@@ -207,7 +207,7 @@ class Edit:
         self, value: Value, atom: Any, source: Placements, target: Placements, equation: Any
     ) -> Any:
         origin, what = value.origin, 'examples'
-        if origin is not None:
+        if origin is not None or value.is_state:
             what = 'state'
         elif value.has_sum:
             what = 'sum'

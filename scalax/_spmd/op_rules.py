@@ -190,6 +190,8 @@ def _reduced(op: Op, group: Sources, is_state: bool) -> Strategy | None:
     if name == 'conv_general_dilated' and len(group) < 2:  # each group of features has channels of its own
         return None
     operands = _sharded(op, group, is_state)
+    if is_state and _grows(op, operands):
+        return Strategy((REPLICATE,) * len(operands), (REPLICATE,) * len(equation.outvars))
     if name.startswith('scatter'):
         operands[0] = SUM
     return Strategy(tuple(operands), (Partial(_REDUCTIONS[name]),) * len(equation.outvars))
@@ -228,7 +230,7 @@ def _grows(op: Op, operands: Sequence[Placement]) -> bool:
     taken = [
         _bytes(atom) for atom, x in zip(op.equation.invars, operands, strict=True) if isinstance(x, Shard)
     ]
-    return max(map(_bytes, op.equation.outvars)) > 2 * max(taken)
+    return max(map(_bytes, op.equation.outvars)) > 2 * max(taken, default=0)
 
 
 def _sharded(op: Op, sources: Sources, is_state: bool) -> list[Placement]:
@@ -250,10 +252,13 @@ def _reshape(op: Op) -> Strategy | None:
     """The first dimension of those that are merged or split stays sharded if its blocks stay in one piece."""
     [placement, *rest] = op.placements
     assert isinstance(placement, Shard)
-    shape = shape_of(op.equation.outvars[0])
+    before, shape = shape_of(op.equation.invars[0]), shape_of(op.equation.outvars[0])
     for old, new in reshaped(op.equation):
-        if old[0] == placement.dim and shape[new[0]] % op.blocks == 0:
-            return Strategy(op.placements, (Shard(new[0], placement.is_state), *rest))
+        first, is_state = old[0], placement.is_state
+        divides = before[first] % op.blocks == shape[new[0]] % op.blocks == 0
+        # Where another dimension comes first, its blocks are exchanged for those of the sharded one.
+        if divides and (first == placement.dim or (placement.dim in old and not is_state)):
+            return Strategy((Shard(first, is_state), *rest), (Shard(new[0], is_state), *rest))
     return None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from scalax._jax.equations import CALLS, PLACES, opened, shape_of
 from scalax._jax.manual import remade
 from scalax._jax.primitives import primitive_name
-from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS
+from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS, reshaped
 from scalax._spmd.constraints import constrain
 from scalax._spmd.edit import Edit, Shared
 from scalax._spmd.loops import partition_call, partition_cond, partition_scan, partition_while
@@ -135,6 +135,20 @@ class _Partitioning(Edit):
             params = local_params(equation, *shapes)
         self.eqns.append(self.code.local(equation, atoms, [output.atom for output in outputs], **params))
         self._note(name, equation, values, outputs)
+        if name == 'reshape' and outputs[0].is_replicated:
+            self._shard_again(equation, values[0], outputs[0])
+
+    def _shard_again(self, equation: Any, value: Value, output: Value) -> None:
+        """Shards a reshape of examples that had to be gathered along a dimension that they are split into."""
+        target, blocks = [*output.placements], self.shared.blocks
+        for axis, placement in enumerate(value.placements):
+            if isinstance(placement, Shard) and not placement.is_state:
+                for old, new in reshaped(equation):
+                    found = [dim for dim in new if output.shape[dim] % blocks == 0]
+                    if placement.dim in old and found:
+                        target[axis] = Shard(max(found, key=lambda dim: output.shape[dim]))
+        if [*output.placements] != target:
+            self.move(output, tuple(target), equation)
 
     def _replicated(self, name: str, equation: Any, values: Sequence[Value]) -> None:
         """Writes an equation that all devices run alike; blocks of the batch are computed from the start."""
@@ -159,9 +173,11 @@ class _Partitioning(Edit):
         if any(zeros) and is_zero(equation, zeros):
             for output in outputs:
                 output.is_zero = True
-        if name in _SAME_STATE:
-            for output, value in zip(outputs, values, strict=False):
-                output.origin = value.origin
+        origins = [value.origin for value in values if value.origin is not None]
+        if origins:
+            for output in outputs:
+                if output.is_state or name in _SAME_STATE:
+                    output.origin = origins[0]
 
     def _strategies(self, equation: Any, values: Sequence[Value]) -> list[Strategy | None]:
         zeros = tuple([value.is_zero for value in values])

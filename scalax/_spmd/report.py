@@ -55,7 +55,7 @@ def each_row(each: Collective, primitive: str) -> tuple[Any, ...]:
 
 def _reason(each: Collective, primitive: str) -> str:
     if each.what == 'state':
-        return f'weight {each.of} for {primitive}'
+        return f'weight {each.of} for {primitive}' if each.of else f'state gathered for {primitive}'
     if each.what == 'gradient':
         return f'gradient of {each.of}'
     if each.what == 'sum':

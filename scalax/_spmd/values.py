@@ -80,6 +80,7 @@ class Value:
     Attributes:
         has_sum: whether it is a sum, or another reduction, along some axis.
         is_replicated: whether every device holds all of it.
+        is_state: whether devices hold blocks of state.
         versions: what stands for it in other placements; of gathered state, apart in forward and backward
             passes.
         maker: of a replicated value the equation that computes it and the values that this takes, if blocks
@@ -88,7 +89,18 @@ class Value:
     """
 
     __slots__ = (
-        *('argument', 'atom', 'has_sum', 'is_replicated', 'is_zero', 'maker', 'origin', 'placements', 'var'),
+        *(
+            'argument',
+            'atom',
+            'has_sum',
+            'is_replicated',
+            'is_state',
+            'is_zero',
+            'maker',
+            'origin',
+            'placements',
+            'var',
+        ),
         'versions',
     )
 
@@ -111,6 +123,7 @@ class Value:
         """Says which placements its atom has."""
         self.placements = placements
         self.has_sum = any(isinstance(x, Partial) for x in placements)
+        self.is_state = any(isinstance(x, Shard) and x.is_state for x in placements)
         self.is_replicated = all(isinstance(x, Replicate) for x in placements)
 
 

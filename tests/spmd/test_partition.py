@@ -274,7 +274,7 @@ def test_constraints_convert_values():
     w, x = array(8, 8), array(16, 8)
     step, run = partitioned(fun, w, x)
     assert collectives(step) == {
-        'all_gather weight  for dot_general': 1,
+        'all_gather state gathered for dot_general': 1,
         'all_gather examples gathered for sharding_constraint': 1,
     }
     assert step.out_specs == (P('fsdp'),)
