@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from scalax._jax.equations import Literal, shape_of
+from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dimensions import Dimensions, Numbers
+from scalax._jaxprs.dims import ELEMENTWISE
 from scalax._spmd.placement import Placements, Replicate, Shard
 
 
@@ -33,6 +35,16 @@ class _Numbered(Dimensions):
             known.update(zip(map(id, equation.outvars), results, strict=False))
         self.note(known)
         return [of(atom) for atom in jaxpr.outvars]
+
+    def equation(self, equation: Any, operands: Sequence[Numbers]) -> Sequence[Numbers]:
+        if primitive_name(equation) not in ELEMENTWISE or len(equation.outvars) != 1:
+            return super().equation(equation, operands)
+        # Most equations: their operands have the dimensions of the result, or none.
+        shape, result = shape_of(equation.outvars[0]), None
+        for numbers in operands:
+            if len(numbers) == len(shape) and numbers != result:
+                result = numbers if result is None else self.joined([result, numbers])
+        return [self.new(equation.outvars[0]) if result is None else result]
 
 
 class BatchDims:

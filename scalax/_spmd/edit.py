@@ -200,7 +200,8 @@ class Edit:
                     # XLA would merge the two gathers, and keep the gathered state in between.
                     atom = self.emit_of(jax.lax.optimization_barrier, 'barrier', equation, [atom])
                 atom = self._exchange(value, atom, source, plain, equation)
-            value.versions[key] = atom
+            value.remember(key, atom)
+            return atom
         return value.versions[key]
 
     def _exchange(
@@ -278,9 +279,9 @@ class Edit:
     def move(self, value: Value, target: Placements, equation: Any) -> None:
         """Converts a value for all equations behind."""
         atom = self.convert(value, target, equation)
-        value.versions = {}
         value.atom = atom
         value.place(target)
+        value.forget()
 
     def emit_of(self, function: Any, key: Any, equation: Any, operands: Sequence[Any]) -> Any:
         """Returns the result of a function of one operation, written for an equation."""

@@ -117,13 +117,7 @@ class _Partitioning(Edit):
         if all(value.is_replicated for value in values):
             self._replicated(name, equation, values)
             return
-        strategies = self._strategies(equation, values)
-        if any(each is None for each in strategies) and any(value.has_sum for value in values):
-            self._reduce_for(name, equation, values)
-            strategies = self._strategies(equation, values)
-        found = [each or self._gathering(equation, values) for each in strategies]
-        operands = [*zip(*[each.operands for each in found], strict=True)]
-        results = [*zip(*[each.results for each in found], strict=True)]
+        operands, results = self._placements(name, equation, values)
         atoms = [
             self.convert(value, placements, equation)
             for value, placements in zip(values, operands, strict=True)
@@ -137,6 +131,19 @@ class _Partitioning(Edit):
         self._note(name, equation, values, outputs)
         if name == 'reshape' and outputs[0].is_replicated:
             self._shard_again(equation, values[0], outputs[0])
+
+    def _placements(
+        self, name: str, equation: Any, values: Sequence[Value]
+    ) -> tuple[Sequence[Placements], Sequence[Placements]]:
+        """Returns the placements that an equation takes its operands in, and those of its results."""
+        strategies = self._strategies(equation, values)
+        if any(each is None for each in strategies) and any(value.has_sum for value in values):
+            self._reduce_for(name, equation, values)
+            strategies = self._strategies(equation, values)
+        found = [each or self._gathering(equation, values) for each in strategies]
+        operands = [*zip(*[each.operands for each in found], strict=True)]
+        results = [*zip(*[each.results for each in found], strict=True)]
+        return operands, results
 
     def _shard_again(self, equation: Any, value: Value, output: Value) -> None:
         """Shards a reshape of examples that had to be gathered along a dimension that they are split into."""
@@ -166,7 +173,7 @@ class _Partitioning(Edit):
             whole, atom = output.atom, self._part(output, target, equation)
             output.atom = atom
             output.place(target)
-            output.versions[shared.replicated, False] = whole
+            output.remember((shared.replicated, False), whole)
 
     def _note(self, name: str, equation: Any, values: Sequence[Value], outputs: Sequence[Value]) -> None:
         zeros = [value.is_zero for value in values]

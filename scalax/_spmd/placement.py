@@ -63,6 +63,12 @@ def local_shape(shape: Sequence[int], placements: Placements, sizes: Sequence[in
         placements: its placements.
         sizes: the sizes of the batch axes.
     """
+    if not any(isinstance(x, Shard) for x in placements):
+        return tuple(shape)
+    if len(placements) == 1:
+        [placement], [size] = placements, sizes
+        dim = _dim(placement)
+        return (*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
     counts = shard_counts(placements, sizes, len(shape))
     return tuple([size // count for size, count in zip(shape, counts, strict=True)])
 

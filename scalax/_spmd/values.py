@@ -67,6 +67,9 @@ class Partitioned(NamedTuple):
     sliced: Mapping[int, Placements]
 
 
+_NONE: dict[Any, Any] = {}
+
+
 class Value:
     """A value, in one or several placements.
 
@@ -110,7 +113,7 @@ class Value:
         self.var, self.atom = var, atom
         self.place(placements)
         self.origin, self.is_zero = origin, is_zero
-        self.versions: dict[Any, Any] = {}
+        self.versions = _NONE
         self.maker: tuple[Any, Sequence[Value]] | None = None
         self.argument: int | None = None
 
@@ -119,12 +122,26 @@ class Value:
         """The shape of all examples."""
         return shape_of(self.var)
 
+    def remember(self, key: Any, atom: Any) -> None:
+        """Takes note of what stands for it in other placements."""
+        if self.versions is _NONE:  # most values have none
+            self.versions = {}
+        self.versions[key] = atom
+
+    def forget(self) -> None:
+        """Forgets what stands for it in other placements."""
+        self.versions = _NONE
+
     def place(self, placements: Placements) -> None:
         """Says which placements its atom has."""
         self.placements = placements
-        self.has_sum = any(isinstance(x, Partial) for x in placements)
-        self.is_state = any(isinstance(x, Shard) and x.is_state for x in placements)
-        self.is_replicated = all(isinstance(x, Replicate) for x in placements)
+        self.has_sum = self.is_state = False
+        self.is_replicated = True
+        for placement in placements:
+            if isinstance(placement, Partial):
+                self.has_sum, self.is_replicated = True, False
+            elif isinstance(placement, Shard):
+                self.is_state, self.is_replicated = self.is_state or placement.is_state, False
 
 
 def without_state(placements: Placements) -> Placements:
