@@ -10,7 +10,7 @@ import jax
 from jax.extend.core import Var
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from scalax._jax.equations import CALLS, opened, shape_of
+from scalax._jax.equations import CALLS, is_jaxpr, opened, shape_of
 from scalax._jax.tracing import memory_space, trace_context
 
 # The parameters of `jit` that have an entry for each operand, and for each result.
@@ -24,8 +24,65 @@ def is_backward(equation: Any) -> bool:
 
 
 def is_vacuous(reshard: Any) -> bool:
-    """Whether a `reshard` says nothing, as those that JAX derives for constants. Relies on *dst_sharding*."""
-    return reshard.params['dst_sharding'].mesh.empty
+    """Whether a `reshard` says nothing: it is for no Explicit axes, as those that JAX derives for constants.
+
+    Relies on *dst_sharding*.
+    """
+    mesh = reshard.params['dst_sharding'].mesh
+    return mesh.empty or AxisType.Explicit not in mesh.axis_types
+
+
+def local_params(
+    equation: Any, operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """Returns the parameters of an equation that change with its shapes.
+
+    Relies on `_SIZES_OF_RESULT` and `_SIZES_OF_OPERAND` being all of those of primitives of arrays.
+
+    Args:
+        equation: the equation.
+        operands: the local shapes of its operands.
+        results: the local shapes of its results.
+    """
+    name = equation.primitive.name
+    if name in _SIZES_OF_RESULT:
+        return {_SIZES_OF_RESULT[name]: tuple(results[0])}
+    if name in _SIZES_OF_OPERAND:
+        parameter, shape, local = _SIZES_OF_OPERAND[name], shape_of(equation.invars[0]), operands[0]
+        sizes = equation.params[parameter]
+        return {
+            parameter: tuple(
+                [
+                    mine if mine != full and size == full else size
+                    for size, full, mine in zip(sizes, shape, local, strict=True)
+                ]
+            )
+        }
+    return {}
+
+
+# The parameters that hold sizes: those of the result, or of the first operand.
+_SIZES_OF_RESULT = {'reshape': 'new_sizes', 'broadcast_in_dim': 'shape', 'iota': 'shape'}
+_SIZES_OF_OPERAND = {'slice': 'limit_indices', 'dynamic_slice': 'slice_sizes', 'gather': 'slice_sizes'}
+HAVE_SIZES = _SIZES_OF_RESULT.keys() | _SIZES_OF_OPERAND.keys()
+
+
+def with_inner(equation: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Returns the parameters of an equation that hold jaxprs, in tuples too, with others in their place.
+
+    Relies on tuples with names being made of their parts.
+    """
+
+    def changed(value: Any) -> Any:
+        if is_jaxpr(value):
+            return change(value)
+        if isinstance(value, tuple):
+            parts = [changed(part) for part in value]
+            return type(value)(*parts) if hasattr(value, '_fields') else tuple(parts)
+        return value
+
+    found = {name: changed(value) for name, value in equation.params.items()}
+    return {name: value for name, value in found.items() if value is not equation.params[name]}
 
 
 class ManualCode:

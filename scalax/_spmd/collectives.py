@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from scalax._jax.equations import shape_of
 from scalax._jax.manual import ManualCode
+from scalax._jax.rewriting import with_results
 from scalax._spmd.placement import Step
 
 
@@ -67,7 +68,7 @@ class Exchange:
         is_key = jax.dtypes.issubdtype(operand.aval.dtype, jax.dtypes.prng_key)
         function = _functions(*key, is_key)
         if is_key or step.kind in ('slice', 'mask'):
-            return self._code.equation(function, (*key, is_key), like, [operand]).replace(outvars=[result])
+            return with_results(self._code.equation(function, (*key, is_key), like, [operand]), [result])
         return self._code.exchange(function, key, like, operand, result)
 
     def shape(self, step: Step, shape: Sequence[int]) -> tuple[int, ...]:
@@ -123,7 +124,7 @@ def _functions(
         )
 
     def of_keys(keys: Any) -> Any:
-        data = function(jax.random.key_data(keys))
+        data = by_kind[step.kind](jax.random.key_data(keys))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))
 
     by_kind: dict[str, Callable[[Any], Any]] = {
@@ -134,7 +135,6 @@ def _functions(
         'slice': slice_,
         'mask': mask,
     }
-    function = by_kind[step.kind]
     if is_key and step.kind != 'slice':
         return jax.jit(of_keys)
-    return jax.jit(function) if step.kind in ('slice', 'mask') else function
+    return jax.jit(by_kind[step.kind]) if step.kind in ('slice', 'mask') else by_kind[step.kind]

@@ -11,10 +11,10 @@ import jax
 from jax.sharding import AbstractMesh
 
 from scalax._jax.equations import Literal, opened, shape_of
-from scalax._jax.manual import ManualCode, is_backward
+from scalax._jax.manual import ManualCode, is_backward, local_params
+from scalax._jax.rewriting import constants_of
 from scalax._spmd.batch_dims import BatchDims
 from scalax._spmd.collectives import Collective, Exchange
-from scalax._spmd.op_rules import local_params
 from scalax._spmd.parts import part_function, part_operands
 from scalax._spmd.placement import (
     REPLICATE,
@@ -135,7 +135,7 @@ class Edit:
         self._sliced: dict[int, tuple[Placements, list[Any]]] = {}
         self._uses = Counter([id(x) for eqn in inner.eqns for x in eqn.invars])
         self._uses.update(map(id, inner.outvars))
-        self._values = {id(var): Value(var, shared.replicated, var) for var in inner.constvars}
+        self._values = {id(var): Value(var, shared.replicated, var) for var, _ in constants_of(jaxpr)}
         self.arguments = []
         for i, (var, argument) in enumerate(zip(inner.invars, arguments, strict=True)):
             atom = self.code.var(var, local_shape(shape_of(var), argument.placements, shared.sizes))

@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from scalax._jax.equations import branches, called, loop_of, opened, shardings_said
+from scalax._jax.equations import branches, called, loop_of, opened, shape_of, shardings_said
 from scalax._jax.primitives import primitive_name
 from scalax._spmd.constraints import placements_said
 from scalax._spmd.edit import Edit
 from scalax._spmd.placement import REPLICATE, SUM, Partial, Placements, Shard, join
-from scalax._spmd.values import SETTLED, Argument, CannotPartition, Partitioned, Value, is_replicated
+from scalax._spmd.values import (
+    SETTLED,
+    Argument,
+    CannotPartition,
+    Partitioned,
+    Settled,
+    Value,
+    is_replicated,
+    without_state,
+)
 
 _MOST_ROUNDS = 12
 
@@ -78,7 +87,8 @@ def partition_scan(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     def run(*, is_last: bool = False) -> Partitioned:
         state = [Argument(x) for x in carried]
         arguments = [*map(_argument, constants), *state, *elements]
-        ends = [*carried, *[SETTLED] * stacked] if is_last else [*[None] * loop.carried, *[SETTLED] * stacked]
+        ends: list[Placements | Settled | None] = [*carried] if is_last else [None] * loop.carried
+        ends += [SETTLED] * stacked
         return edit.shared.jaxpr(loop.body, arguments, ends, backward=backward, at=equation)
 
     inner, carried[:] = _fixed(run, carried, equation)
@@ -93,8 +103,8 @@ def partition_scan(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
         inner, carried[:] = _fixed(run, carried, equation)
     if [*inner.placements[: loop.carried]] != carried:
         inner = run(is_last=True)
-    placements = [*carried, *[_stack(each) for each in inner.placements[loop.carried :]]]
-    outputs = [edit.define(var, x) for var, x in zip(equation.outvars, placements, strict=True)]
+    ends = [*carried, *[_stack(each) for each in inner.placements[loop.carried :]]]
+    outputs = [edit.define(var, x) for var, x in zip(equation.outvars, ends, strict=True)]
     first = [edit.convert(value, x, equation) for value, x in zip(begun, carried, strict=True)]
     atoms = [*[x.atom for x in constants], *first, *[x.atom for x in stacks]]
     written = edit.code.local(equation, atoms, [output.atom for output in outputs], jaxpr=inner.jaxpr)
@@ -121,7 +131,11 @@ def partition_while(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
         inner, carried[:] = _fixed(run, carried, equation)
     inner = run(carried)
     arguments = [*map(_argument, tested), *[Argument(x) for x in carried]]
-    test = edit.shared.jaxpr(loop.test, arguments, [edit.shared.replicated], backward=backward, at=equation)
+    of_each = bool(shape_of(opened(loop.test).outvars[0]))
+    ends = None if of_each else [edit.shared.replicated]
+    test = edit.shared.jaxpr(loop.test, arguments, ends, backward=backward, at=equation)
+    if of_each:
+        _check_apart(equation, test, inner, carried)
     outputs = [edit.define(var, x) for var, x in zip(equation.outvars, carried, strict=True)]
     first = [edit.convert(value, x, equation) for value, x in zip(begun, carried, strict=True)]
     atoms = [*[x.atom for x in tested], *[x.atom for x in constants], *first]
@@ -133,6 +147,19 @@ def partition_while(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     edit.eqns.append(written)
     edit.include(inner, [*constants, *begun], None)
     edit.include(test, [*tested, *begun], None)
+
+
+def _check_apart(equation: Any, test: Partitioned, inner: Partitioned, carried: Sequence[Placements]) -> None:
+    """Raises `CannotPartition` unless devices may run a loop over examples apart, each until its own end.
+
+    Such a loop has a test for each example, as ``jax.vmap`` makes it, and runs until all are at their end.
+    """
+    [decided] = test.placements
+    apart = not test.collectives and not inner.collectives
+    if not all(without_state(x) == without_state(decided) for x in carried) or not (
+        apart or is_replicated(decided)
+    ):
+        raise CannotPartition(equation, 'its rounds end for each example alone, and exchange something')
 
 
 def _fixed(run: Any, carried: list[Placements], equation: Any) -> tuple[Partitioned, list[Placements]]:

@@ -292,40 +292,7 @@ _ROWS: tuple[tuple[str, Rule], ...] = (
 RULES: dict[str, Rule] = {name: rule for names, rule in _ROWS for name in names.split()}
 
 
-# Parameters ------------------------------------------------------------------------------------------
-
-
-def local_params(
-    equation: Any, operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]
-) -> dict[str, Any]:
-    """Returns the parameters of an equation that change with its shapes.
-
-    Args:
-        equation: the equation.
-        operands: the local shapes of its operands.
-        results: the local shapes of its results.
-    """
-    name = equation.primitive.name
-    if name in _SIZES_OF_RESULT:
-        return {_SIZES_OF_RESULT[name]: tuple(results[0])}
-    if name in _SIZES_OF_OPERAND:
-        parameter, shape, local = _SIZES_OF_OPERAND[name], shape_of(equation.invars[0]), operands[0]
-        sizes = equation.params[parameter]
-        return {
-            parameter: tuple(
-                [
-                    mine if mine != full and size == full else size
-                    for size, full, mine in zip(sizes, shape, local, strict=True)
-                ]
-            )
-        }
-    return {}
-
-
-# The parameters that hold sizes: those of the result, or of the first operand.
-_SIZES_OF_RESULT = {'reshape': 'new_sizes', 'broadcast_in_dim': 'shape', 'iota': 'shape'}
-_SIZES_OF_OPERAND = {'slice': 'limit_indices', 'dynamic_slice': 'slice_sizes', 'gather': 'slice_sizes'}
-HAVE_SIZES = _SIZES_OF_RESULT.keys() | _SIZES_OF_OPERAND.keys()
+# Zeros -----------------------------------------------------------------------------------------------
 
 
 def is_zero(equation: Any, zeros: Sequence[bool]) -> bool:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from scalax._jax.equations import CALLS, PLACES, opened, shape_of
-from scalax._jax.manual import remade
+from scalax._jax.equations import CALLS, PLACES, RUN_ONCE, opened, shape_of
+from scalax._jax.manual import HAVE_SIZES, local_params, remade, with_inner
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS, reshaped
 from scalax._spmd.constraints import constrain
 from scalax._spmd.edit import Edit, Shared
 from scalax._spmd.loops import partition_call, partition_cond, partition_scan, partition_while
-from scalax._spmd.op_rules import HAVE_SIZES, Op, Strategy, is_zero, local_params, strategy
+from scalax._spmd.op_rules import Op, Strategy, is_zero, strategy
 from scalax._spmd.parts import has_parts
 from scalax._spmd.placement import REPLICATE, Partial, Placements, Shard
 from scalax._spmd.values import (
@@ -30,6 +30,8 @@ from scalax._spmd.values import (
 )
 
 _CONTROL = {'scan': partition_scan, 'while': partition_while, 'cond': partition_cond}
+# Others that run a jaxpr, whose operands are all gathered.
+_RUN_ONCE = RUN_ONCE.keys() - CALLS.keys()
 _WITH_OWN_MESH = frozenset(('shard_map', 'custom_partitioning'))
 # Of one operand, these make another form of it, or a part.
 _SAME_STATE = FORWARDS | {'slice', 'dynamic_slice', 'split', 'optimization_barrier', 'neg'}
@@ -123,7 +125,7 @@ class _Partitioning(Edit):
             for value, placements in zip(values, operands, strict=True)
         ]
         outputs = [self.define(var, x) for var, x in zip(equation.outvars, results, strict=True)]
-        params = {}
+        params = self._inner(equation) if name in _RUN_ONCE else {}
         if name in HAVE_SIZES:
             shapes = [*map(shape_of, atoms)], [shape_of(output.atom) for output in outputs]
             params = local_params(equation, *shapes)
@@ -131,6 +133,16 @@ class _Partitioning(Edit):
         self._note(name, equation, values, outputs)
         if name == 'reshape' and outputs[0].is_replicated:
             self._shard_again(equation, values[0], outputs[0])
+
+    def _inner(self, equation: Any) -> dict[str, Any]:
+        """Returns the parameters with the jaxprs of what every device runs alike."""
+
+        def change(jaxpr: Any) -> Any:
+            arguments = [Argument(self.shared.replicated)] * len(opened(jaxpr).invars)
+            ends = [self.shared.replicated] * len(opened(jaxpr).outvars)
+            return self.shared.jaxpr(jaxpr, arguments, ends, at=equation).jaxpr
+
+        return with_inner(equation, change)
 
     def _placements(
         self, name: str, equation: Any, values: Sequence[Value]
@@ -162,7 +174,8 @@ class _Partitioning(Edit):
         shared = self.shared
         atoms = [value.atom for value in values]
         outputs = [self.define(var, shared.replicated) for var in equation.outvars]
-        self.eqns.append(self.code.local(equation, atoms, [output.atom for output in outputs]))
+        params = self._inner(equation) if name in _RUN_ONCE else {}
+        self.eqns.append(self.code.local(equation, atoms, [output.atom for output in outputs], **params))
         self._note(name, equation, values, outputs)
         if not has_parts(equation):
             return

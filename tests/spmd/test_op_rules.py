@@ -10,8 +10,9 @@ import pytest
 from jax import lax
 
 from scalax._jax.equations import CALLS, Literal, called, opened, shape_of
+from scalax._jax.manual import local_params
 from scalax._jax.rewriting import bound
-from scalax._spmd.op_rules import Op, local_params, strategy
+from scalax._spmd.op_rules import Op, strategy
 from scalax._spmd.placement import REPLICATE, SUM, Partial, Shard, local_shape
 
 NHWC = ('NHWC', 'HWIO', 'NHWC')

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from scalax._follow.followed_batch import line_of
 from scalax._follow.types import Arguments
 from scalax._jax.rewriting import run_as_one, with_inputs
 from scalax._spmd.step import Step, StepArgument, StepResult, partition_step, run_step
@@ -69,6 +68,8 @@ def run_partitioned(
     try:
         step = partition_step(closed, arguments, results, abstract, axes)
     except CannotPartition as error:
+        from scalax._follow.followed_batch import line_of  # here, because hardly any step fails
+
         at = '' if error.equation is None else f' ({line_of(error.equation)})'
         warn(
             f'{name} is not partitioned along its batch: {error.why}{at}. It runs as jax.jit runs it, and '

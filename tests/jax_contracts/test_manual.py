@@ -1,0 +1,119 @@
+"""Equations that are manual along mesh axes, and random bits of a block, are what JAX makes of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from scalax._jax.equations import opened
+from scalax._jax.manual import ManualCode, is_backward, is_vacuous, local_params, remade, with_inner
+from scalax._jax.random_bits import bits_at, depends_on_indices
+
+MESH = AbstractMesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
+
+
+def traced(fun, *args):
+    return opened(jax.make_jaxpr(fun)(*args))
+
+
+@pytest.mark.parametrize(
+    'function, shape, after',
+    [
+        (lambda x: lax.all_gather(x, 'fsdp', axis=0, tiled=True), (3, 4), (24, 4)),
+        (lambda x: lax.psum_scatter(x, 'fsdp', scatter_dimension=0, tiled=True), (16, 4), (2, 4)),
+        (lambda x: lax.psum(x, 'fsdp'), (3, 4), (3, 4)),
+        (lambda x: lax.pmax(x, 'fsdp'), (3, 4), (3, 4)),
+        (lambda x: lax.all_to_all(x, 'fsdp', 1, 0, tiled=True), (3, 16), (24, 2)),
+    ],
+)
+def test_parameters_of_collectives_do_not_depend_on_shapes(function, shape, after):
+    with jax.sharding.use_abstract_mesh(MESH):
+        code, like = ManualCode(MESH), traced(jnp.sin, jnp.ones(3)).eqns[0]
+        operand = code.var(like.invars[0], shape)
+        result = code.var(like.invars[0], after)
+        found = code.exchange(function, object(), like, operand, result)
+        expected = code.equation(function, object(), like, [operand])
+    assert found.primitive is expected.primitive
+    assert found.params == expected.params
+    assert found.outvars[0].aval.shape == expected.outvars[0].aval.shape
+    assert found.source_info is like.source_info
+
+
+def test_local_equations_run_in_a_shard_map():
+    """Equations that were traced for all examples run on blocks, with other parameters."""
+    jaxpr = traced(lambda x: jnp.broadcast_to(x[:, None], (16, 3)), jnp.ones(16))
+    with jax.sharding.use_abstract_mesh(MESH):
+        code = ManualCode(MESH)
+        operand, result = code.var(jaxpr.invars[0], (2,)), code.var(jaxpr.outvars[0], (2, 3))
+        changed = local_params(jaxpr.eqns[-1], [(2,)], [(2, 3)])
+        equation = code.local(jaxpr.eqns[-1], [operand], [result], **changed)
+    new = remade(jaxpr, [operand], [equation], [result])
+    assert [x.aval.shape for x in (*new.invars, *new.outvars)] == [(2,), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    'function, local, expected',
+    [
+        (lambda x: lax.reshape(x, (96,)), (12,), {'new_sizes': (12,)}),
+        (lambda x: lax.broadcast_in_dim(x, (8, 12, 2), (0, 1)), (1, 12, 2), {'shape': (1, 12, 2)}),
+        (lambda x: lax.slice(x, (0, 2), (8, 6)), (1, 4), {'limit_indices': (1, 6)}),
+        (lambda x: lax.dynamic_slice(x, (0, 2), (8, 4)), (1, 4), {'slice_sizes': (1, 4)}),
+        (jnp.sin, (1, 12), {}),
+    ],
+)
+def test_parameters_of_blocks(function, local, expected):
+    equation = traced(function, jnp.ones((8, 12))).eqns[-1]
+    assert local_params(equation, [(1, 12)], [local]) == expected
+
+
+def test_equations_of_backward_passes_are_told():
+    eqns = traced(jax.grad(lambda x: jnp.sin(x).sum()), jnp.ones(3)).eqns
+    assert [is_backward(each) for each in eqns if each.primitive.name in ('cos', 'mul')] == [False, True]
+
+
+def test_jaxprs_in_named_tuples_are_replaced():
+    def solve(b):
+        return lax.custom_linear_solve(lambda x: 2 * x, b, lambda _, b: b / 2, symmetric=True)
+
+    [equation] = [each for each in traced(solve, 1.0).eqns if each.primitive.name == 'custom_linear_solve']
+    seen = []
+    assert with_inner(equation, lambda jaxpr: seen.append(jaxpr) or jaxpr) is not None
+    assert seen
+
+
+def test_reshards_of_constants_say_nothing():
+    def moved(x):
+        return jax.sharding.reshard(x, PartitionSpec())
+
+    explicit = MESH.update(axis_types=(AxisType.Explicit,))
+    with jax.sharding.use_abstract_mesh(explicit):
+        [equation] = traced(moved, jax.ShapeDtypeStruct((8,), 'float32')).eqns
+    assert not is_vacuous(equation)
+
+
+@pytest.mark.parametrize('dtype', ['uint8', 'uint16', 'uint32'])
+@pytest.mark.parametrize('shape', [(12,), (4, 3), (2, 6, 5)])
+def test_bits_depend_on_their_indices(dtype, shape):
+    key = jax.random.key(7)
+    every, local = jax.random.bits(key, shape, dtype), (shape[0] // 2, *shape[1:])
+    for block in range(2):
+        starts = [block * local[0], *[0] * (len(shape) - 1)]
+        found = bits_at(key, shape, local, starts, jnp.dtype(dtype))
+        np.testing.assert_array_equal(found, np.split(every, 2)[block])
+
+
+def test_whose_bits_depend_on_their_indices():
+    def of(impl, shape=()):
+        key = jax.random.key(0, impl=impl)
+        jaxpr = jax.make_jaxpr(lambda key: jax.random.bits(key, shape))(key)
+        eqns = [*opened(jaxpr).eqns]
+        while eqns[-1].primitive.name == 'jit':
+            eqns = [*opened(eqns[-1].params['jaxpr']).eqns]
+        return [depends_on_indices(each) for each in eqns if each.primitive.name == 'random_bits']
+
+    assert of('threefry2x32', (4,)) == [True]
+    assert of('rbg', (4,)) == [False]
+    with jax.threefry_partitionable(False):
+        assert of('threefry2x32', (4,)) == [False]
