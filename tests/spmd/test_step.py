@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from scalax._jax.equations import equations
+from scalax._transforms.sjit import partitioned
 from scalax.errors import FollowingWarning
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
@@ -106,7 +107,7 @@ STRATEGIES = {
 
 @pytest.fixture
 def switched_on(monkeypatch):
-    monkeypatch.setenv('SCALAX_PARTITION', '1')
+    monkeypatch.setattr(partitioned, 'SWITCHED_ON', True)
 
 
 @pytest.mark.usefixtures('switched_on')

@@ -16,12 +16,8 @@ from scalax._spmd.values import CannotPartition
 from scalax._transforms.calls.call import Call, Shardings
 from scalax.errors import FollowingWarning, warn
 
-_SWITCH = 'SCALAX_PARTITION'
-
-
-def is_switched_on() -> bool:
-    """Whether steps are partitioned by scalax itself."""
-    return os.environ.get(_SWITCH) == '1'
+SWITCHED_ON = os.environ.get('SCALAX_PARTITION') == '1'
+"""Whether steps are partitioned by scalax itself."""
 
 
 def run_partitioned(

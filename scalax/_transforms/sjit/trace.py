@@ -34,8 +34,8 @@ from scalax._transforms.calls.call import Call, call_key
 from scalax._transforms.calls.errors import reject_foreign_types
 from scalax._transforms.calls.shardings import FunctionRules
 from scalax._transforms.calls.signature import CallLayout
+from scalax._transforms.sjit import partitioned
 from scalax._transforms.sjit.batch import batch_to_follow
-from scalax._transforms.sjit.partitioned import is_switched_on, run_partitioned
 from scalax._transforms.sjit.program import Entry, Staged
 from scalax._util import lru_cache
 from scalax.errors import MeshError, StagesError, UnusedAnnotationWarning, did_you_mean, near_names, warn
@@ -154,11 +154,11 @@ class TracedFunction:
             with_updated_stacks, inside, shardings_of_results, self._rules.mesh
         )
         users = self.as_users(flat_function, call.layout)
-        if is_switched_on() and with_pipelines is None:
+        if partitioned.SWITCHED_ON and with_pipelines is None:
             jaxpr = jax.make_jaxpr(users, static_argnums=call.layout.static)(*flat_args)
             structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.out_avals]
             entry.outputs = self._rules.outputs(jax.tree.unflatten(structure, structs), call, entry.arguments)
-            results, entry.partitioned = run_partitioned(
+            results, entry.partitioned = partitioned.run_partitioned(
                 jaxpr, call, flat_args, inside, entry.outputs, entry.batch, self._rules.mesh
             )
             return jax.tree.unflatten(structure, results)
