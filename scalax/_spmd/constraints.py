@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -11,7 +11,7 @@ from scalax._jax.equations import is_on_device, shardings_said
 from scalax._jax.manual import is_vacuous
 from scalax._jax.primitives import primitive_name
 from scalax._spmd.edit import Edit
-from scalax._spmd.placement import REPLICATE, Placement, Placements, Shard
+from scalax._spmd.placement import REPLICATE, Placement, Placements, Shard, shard_counts
 from scalax._spmd.values import CannotPartition, Value
 
 
@@ -39,22 +39,26 @@ def placements_said(edit: Edit, equation: Any, value: Value, sharding: Any) -> P
         raise CannotPartition(equation, f'it places values by a {type(sharding).__name__}')
     if sharding.memory_kind not in (None, 'device'):
         raise CannotPartition(equation, 'it moves values between memories')
-    return of_spec(sharding.spec, edit.shared.axes, value.placements, len(value.shape), equation)
+    return of_spec(sharding.spec, edit.shared.mesh_axes, value.placements, value.shape, equation)
 
 
 def of_spec(
-    spec: PartitionSpec, axes: Sequence[str], before: Placements, rank: int, equation: Any = None
+    spec: PartitionSpec,
+    mesh_axes: Mapping[str, int],
+    before: Placements,
+    shape: Sequence[int],
+    equation: Any = None,
 ) -> Placements:
     """Returns the placements that a spec says.
 
     Args:
         spec: the spec.
-        axes: the batch axes.
+        mesh_axes: the batch axes, from the major one to the minor one, and their sizes.
         before: the placements where dimensions are left open.
-        rank: how many dimensions the value has.
+        shape: the shape of the value.
         equation: the equation, for errors.
     """
-    entries = [*spec, *[None] * (rank - len(spec))]
+    axes, entries = [*mesh_axes], [*spec, *[None] * (len(shape) - len(spec))]
     is_open = any(entry is PartitionSpec.UNCONSTRAINED for entry in entries)
     found: list[Placement] = [*before] if is_open else [REPLICATE] * len(axes)
     for dim, entry in enumerate(entries):
@@ -65,4 +69,7 @@ def of_spec(
         for axis in there:
             is_state = isinstance(before[axis], Shard) and before[axis].is_state  # type: ignore[union-attr]
             found[axis] = Shard(dim, is_state)
+    counts = shard_counts(tuple(found), [*mesh_axes.values()], len(shape))
+    if any(size % count for size, count in zip(shape, counts, strict=True)):
+        raise CannotPartition(equation, f'{spec} splits {tuple(shape)} into blocks of different sizes')
     return tuple(found)

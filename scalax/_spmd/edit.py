@@ -48,8 +48,9 @@ class Shared:
         axes: the mesh axes of the batch, from the major one to the minor one.
 
     Attributes:
-        axes: the mesh axes of the batch.
-        sizes: their sizes.
+        mesh_axes: the mesh axes of the batch and their sizes.
+        axes: the same axes.
+        sizes: the same sizes.
         blocks: into how many blocks they split a dimension together.
         code: makes equations.
         exchange: makes those of conversions.
@@ -66,7 +67,8 @@ class Shared:
         mesh: AbstractMesh,
         axes: Sequence[str],
     ) -> None:
-        self.axes, self.sizes = tuple(axes), tuple([mesh.shape[axis] for axis in axes])
+        self.mesh_axes = {axis: mesh.shape[axis] for axis in axes}
+        self.axes, self.sizes = tuple(axes), tuple(self.mesh_axes.values())
         self.blocks = math.prod(self.sizes)
         self.code = ManualCode(mesh)
         self.exchange = Exchange(self.code, self.axes, self.sizes)

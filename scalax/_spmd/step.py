@@ -84,10 +84,11 @@ def partition_step(
     if others:
         raise CannotPartition(None, f'the mesh has the axes {others} besides those of the batch')
     axes, inner = tuple(batch_axes), opened(jaxpr)
+    sizes = {axis: mesh.shape[axis] for axis in axes}
     whole = replicated(len(axes))
 
     def placed(spec: PartitionSpec | None, atom: Any, is_state: bool) -> Placements:
-        found = of_spec(spec or PartitionSpec(), axes, whole, len(shape_of(atom)))
+        found = of_spec(spec or PartitionSpec(), sizes, whole, shape_of(atom))
         return tuple(map(state_placement, found)) if is_state else found
 
     known = [

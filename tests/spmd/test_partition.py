@@ -306,6 +306,10 @@ def test_gradients_of_microbatches_are_reduced_once():
 
 EFFECTS = re.compile('debug_(print|callback) has effects')
 FAILURES = {
+    'uneven': (
+        lambda w, x: lax.with_sharding_constraint(x[:12], P('fsdp')) @ w,
+        re.escape(f'{P("fsdp")} splits (12, 8) into blocks of different sizes'),
+    ),
     'effects': (lambda w, x: (jax.debug.print('{}', x.sum()), x @ w)[1], EFFECTS),
     'shard_map': (
         lambda w, x: jax.shard_map(lambda x: x * 2, in_specs=P('fsdp'), out_specs=P('fsdp'))(x) @ w,
@@ -320,4 +324,9 @@ def test_what_is_not_handled_is_refused(name):
     with pytest.raises(CannotPartition) as caught:
         partitioned(fun, array(8, 8), array(16, 8))
     assert re.fullmatch(why, caught.value.why)
-    assert caught.value.equation.primitive.name in ('shard_map', 'debug_print', 'debug_callback')
+    assert caught.value.equation.primitive.name in (
+        'shard_map',
+        'sharding_constraint',
+        'debug_print',
+        'debug_callback',
+    )
