@@ -155,7 +155,8 @@ class ManualCode:
         nothing is said, and on `replace` of equations.
         """
         params = equation.params
-        unsaid = dict.fromkeys({'sharding', 'out_sharding'} & params.keys())
+        # Most say nothing, and keep their parameters.
+        unsaid = {name: None for name in ('sharding', 'out_sharding') if params.get(name) is not None}
         if changed or unsaid:
             params = {**params, **unsaid, **changed}
         return equation.replace(invars=[*operands], outvars=[*results], params=params, ctx=self._ctx)
