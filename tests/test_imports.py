@@ -160,6 +160,7 @@ def upward_imports(tree: ast.Module, module: str, package: str) -> Iterator[str]
             yield f'{module}, line {line}: {own} imports {name}, which is not below it'
 
 
+@pytest.mark.medium
 def test_rooms_import_those_below() -> None:
     assert sorted({room_of(module) for module in MODULES}) == sorted(ROOMS)
     wrong = [
@@ -200,6 +201,7 @@ def imports_of_files() -> dict[str, set[str]]:
     }
 
 
+@pytest.mark.medium
 def test_no_file_imports_itself_by_way_of_others() -> None:
     assert list(graphlib.TopologicalSorter(imports_of_files()).static_order())
 
@@ -326,6 +328,7 @@ def test_file_is_short(path: Path) -> None:
     assert lines <= MAX_LINES, f'{lines} lines of code; one idea a file, {MAX_LINES} lines at most'
 
 
+@pytest.mark.medium
 @each_file
 def test_xla_flags_are_left_alone(path: Path) -> None:
     text = path.read_text(encoding='utf-8')

@@ -71,6 +71,7 @@ def test_collectives_of_a_call_by_keyword():
         testing.assert_collectives(summed, X, kwargs={'times': 2}, all_reduce=2)
 
 
+@pytest.mark.medium
 def test_collectives_that_prove_nothing():
     with pytest.raises(ArgumentError, match='nothing is expected; name some of all_gather, all_reduce'):
         testing.assert_collectives(total, X)

@@ -60,6 +60,7 @@ def test_rng_refuses_what_is_no_number_of_keys(keys):
     assert str(error.value) == f'JaxRNG takes a number of keys or a list of names, got {keys!r}'
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('keys', [None, 2, ['params', 'dropout']])
 def test_rng_gives_threads_distinct_keys(keys):
     rng, draws = JaxRNG.from_seed(0), 20
@@ -74,6 +75,7 @@ def test_rng_can_be_copied(copied):
     np.testing.assert_array_equal(copied(rng)(), rng())
 
 
+@pytest.mark.medium
 def test_rng_is_pure_inside_jit():
     def draw(key):
         rng = JaxRNG(key)

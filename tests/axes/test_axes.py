@@ -251,6 +251,7 @@ def test_without_mapping_mesh_or_names_nothing_happens_and_shard_says_so(helper)
         assert auto_sharded({'x': x}, mesh=helper)['x'] is x
 
 
+@pytest.mark.medium
 def test_a_function_that_jax_has_cached_sees_the_mapping_of_its_caller(helper):
     traced = []
 

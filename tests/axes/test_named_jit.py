@@ -139,6 +139,7 @@ def test_the_shapes_that_haliax_derives_follow_the_mapping(helper):
     assert size() == 4
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('types', [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
 def test_what_haliax_cannot_shard_is_left_alone(types):
     """A mapping that gives an array a mesh axis twice; Explicit axes."""
@@ -352,6 +353,7 @@ def test_the_active_mapping_serves_where_none_is_given(helper):
     assert compiled(x).array.shape == (8, 32)  # neither mesh nor mapping: plain jax.jit
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('donate', [True, (True,), (True, False), ({'a': True, 'b': False}, False)], ids=str)
 def test_donation(helper, donate):
     tree = jax.tree.map(lambda x: helper.shard(x, P('data')), {'a': jnp.ones(8), 'b': jnp.ones(16)})
@@ -371,6 +373,7 @@ def is_large(leaf):
     return leaf.size > 8
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('donate', 'expected'),
     [
@@ -432,6 +435,7 @@ def test_options_of_jit_pass_through(helper):
     named_jit(lambda x: x, keep_unused=False, backend=None, inline=None, mesh=helper)(x)
 
 
+@pytest.mark.medium
 def test_inside_other_transformations(helper):
     with helper.get_context(), axis_mapping(COMPUTE):
         double = named_jit(lambda x: shard(x * 2, 'batch ...'))
@@ -458,6 +462,7 @@ def test_inside_shard_map_under_the_mesh_of_jax(helper):
     np.testing.assert_array_equal(out, np.full((8, 8), 2.0))
 
 
+@pytest.mark.medium
 def test_threads_have_their_own_mappings(helper):
     compiled = named_jit(lambda x: x, mesh=helper)
     x = hax.ones((EMBED, MLP))

@@ -90,6 +90,7 @@ def test_known_rules_are_named_and_those_that_are_refused_left_out(monkeypatch, 
     assert f'{model.name}, FSDP, hand: too odd' in capsys.readouterr().err
 
 
+@pytest.mark.medium
 def test_every_row_is_a_model_with_all_its_tables():
     rows = found.chosen('')
     assert [row[0].name for row in rows] == list(found.NAMES)

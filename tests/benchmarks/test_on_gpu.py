@@ -23,6 +23,7 @@ def test_a_line(scheduled):
     assert made == f'| a step | 3.00 | 4.00 | -25.0% | 50.0 | {schedule} | 80.0 | {off} |'
 
 
+@pytest.mark.medium
 def test_arguments_have_values():
     params = {'w': jax.ShapeDtypeStruct((2000, 3), 'bfloat16')}
     state = jax.eval_shape(optax.adamw(1e-3).init, params)

@@ -54,6 +54,7 @@ def test_bytes_that_a_device_sends(kind, sent):
     assert measure.sent(row) == sent
 
 
+@pytest.mark.medium
 def test_names_that_nothing_has(monkeypatch):
     monkeypatch.setattr(table, 'strategies', lambda topology: STRATEGIES)
     assert 'decoder, many heads; ' in ended(monkeypatch, '--only', 'unchanged', '--model', 'nothing')

@@ -74,6 +74,7 @@ def test_every_leaf_on_other_meshes(tmp_path: Path, shape: tuple[int, ...]) -> N
     checkpoint_checks.assert_same(found, other)
 
 
+@pytest.mark.medium
 def test_what_like_may_be(tmp_path: Path, helper: MeshShardingHelper) -> None:
     """A function, one with its arguments bound, arrays, structs: all give the same."""
     optimizer = optax.adamw(1e-3)
@@ -257,6 +258,7 @@ def test_description(tmp_path: Path, helper: MeshShardingHelper) -> None:
     }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('impl', ['rbg', 'unsafe_rbg'])
 def test_keys_are_of_the_kind_that_is_asked_for(
     tmp_path: Path, helper: MeshShardingHelper, impl: str
@@ -340,6 +342,7 @@ class Numbers:
         self.position = state['position']
 
 
+@pytest.mark.medium
 def test_data_state(tmp_path: Path, helper: MeshShardingHelper) -> None:
     state, numbers = small(helper), Numbers()
     with Checkpointer(tmp_path, keep=None) as checkpointer:
@@ -497,6 +500,7 @@ def test_a_mesh_without_devices(tmp_path: Path) -> None:
 # --- Orbax by hand -------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 def test_orbax_by_hand_both_ways(tmp_path: Path, helper: MeshShardingHelper) -> None:
     state = {**small(helper), 'key': jax.random.key(1), 'step': 2}
     save(tmp_path / 'ours', state)

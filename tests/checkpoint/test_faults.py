@@ -136,6 +136,7 @@ def test_a_step_that_is_empty(three: Path, helper: MeshShardingHelper) -> None:
         assert_restores(three, helper, 2)
 
 
+@pytest.mark.medium
 def test_damaged_steps_make_way(three: Path, helper: MeshShardingHelper) -> None:
     for step in ('2', '3'):
         (three / step / 'state' / 'manifest.ocdbt').unlink()

@@ -365,6 +365,7 @@ def test_two_runs_in_threads_mix_no_step(tmp_path: Path, helper: MeshShardingHel
         assert ', from another run' in text or 'now has another writer' in text
 
 
+@pytest.mark.medium
 def test_where_folders_cannot_be_renamed(
     tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -452,6 +452,7 @@ def test_an_unknown_topology_is_named_with_its_neighbours(job, capsys):
     )
 
 
+@pytest.mark.medium
 @pytest.mark.sampled(3)
 @tpu_compiler.needed
 @pytest.mark.parametrize('topology', KNOWN)

@@ -69,6 +69,7 @@ def here(capsys, *arguments):
     return code, said.out, said.err
 
 
+@pytest.mark.medium
 def test_a_step_that_is_right(job, capsys, tmp_path):
     page = tmp_path / 'page.html'
     code, out, err = here(capsys, f'{job}:make_step', *ON, '--html', page)
@@ -89,6 +90,7 @@ def test_a_step_that_is_wrong(job, capsys):
     assert found['jax'] == jax.__version__
 
 
+@pytest.mark.medium
 def test_results_that_could_not_be_compared_are_not_equal(job, capsys):
     code, out, _ = here(capsys, f'{job}:make_infinite', *ON)
     assert code == 4
@@ -118,6 +120,7 @@ def test_what_is_made_small(job, capsys, asked, mesh):
     assert 'width 4096 -> ' in said and 'rows 8192 -> ' in said
 
 
+@pytest.mark.medium
 def test_a_small_step_is_taken_as_it_is(job, capsys):
     code, out, _ = here(capsys, f'{job}:make_any', '--config', 'SMALL', *ON, '--json')
     found = json.loads(out)
@@ -177,6 +180,7 @@ def test_options_are_those_of_the_function(job, monkeypatch):
     assert [parameters[name].default for name in ('seeds', 'steps', 'inside')] == [3, 2, False]
 
 
+@pytest.mark.medium
 def test_ctrl_c_leaves_what_was_compared(job, capsys, monkeypatch):
     run = Comparison.run
 

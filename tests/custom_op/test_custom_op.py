@@ -165,6 +165,7 @@ def recording() -> tuple[Callable[..., Any], list[Any]]:
     return same, seen
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('how', ['eagerly', 'jit', 'vmap'])
 def test_the_function_sees_blocks(mesh: Mesh, how: str) -> None:
     same, seen = recording()
@@ -205,6 +206,7 @@ def test_inside_sjit(mesh: Mesh) -> None:
     assert_collectives(compiled, NUMBERS, all_reduce={'y': 1}, all_gather=0, all_to_all=0)
 
 
+@pytest.mark.medium
 def test_an_ambient_mesh(mesh: Mesh) -> None:
     with jax.set_mesh(mesh):
         x = jax.device_put(NUMBERS, P('x', 'y'))
@@ -243,6 +245,7 @@ def test_an_operation_inside_an_operation(mesh: Mesh) -> None:
     np.testing.assert_allclose(outer(put(mesh, NUMBERS, 'x')), NUMBERS.sum(axis=-1), rtol=1e-5)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('table', [jnp.arange(8.0), np.arange(8.0, dtype=np.float32)], ids=['jax', 'numpy'])
 def test_the_function_closes_over_an_array(mesh: Mesh, table: Any) -> None:
     @sharded_op('b c -> b c', need_replication_factors=('c',))
@@ -443,6 +446,7 @@ def test_collectives_under_vmap(types: str) -> None:
     np.testing.assert_array_equal(jax.jit(jax.vmap(exchanged))(x), np.swapaxes(pair, 1, 2))
 
 
+@pytest.mark.medium
 def test_operands_without_a_gradient(mesh: Mesh) -> None:
     x = put(mesh, NUMBERS, 'x')
     grad = jax.jit(jax.grad(lambda x: (picked(x, LABELS) ** 2).sum()))(x)

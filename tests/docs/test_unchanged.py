@@ -46,12 +46,14 @@ def test_the_documentation_has_rows_of_the_tables() -> None:
     assert len(rows) > 30 and {*rows} <= {*MODELS.splitlines()}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('size', ['small', 'large'])
 def test_models_of_the_table_exist(size) -> None:
     names = {model.name for model in all_models(size)}
     assert {row[0] for row in rows_of('table')} <= names
 
 
+@pytest.mark.medium
 def test_the_tables_have_all_models_and_llama_is_as_by_hand() -> None:
     rows = rows_of('table') + rows_of('llama')
     assert {row[0] for row in rows} == {model.name for model in all_models('large')}

@@ -103,6 +103,7 @@ def test_a_cache_that_both_ends_leave_whole_is_not_gathered(update: Any, inner_j
         assert cache.sharding.is_equivalent_to(helper.match_sharding_rule(KV, cache), cache.ndim)
 
 
+@pytest.mark.medium
 @tpu_compiler.needed
 def test_nor_is_it_on_a_tpu() -> None:
     helper = MeshShardingHelper.from_topology('v5e:4x2', [2, 4], ['fsdp', 'tp'])

@@ -72,6 +72,7 @@ def test_exit_codes_and_starts(code: str, flags: list, expected: int, times: int
         assert_all_gone(launcher)
 
 
+@pytest.mark.medium
 def test_each_start_has_a_port_of_its_own(tmp_path: Path) -> None:
     code = 'print("port " + os.environ["JAX_COORDINATOR_ADDRESS"], flush=True); sys.exit(start < 3)'
     with started(launch(code), env=[{'COUNT': str(tmp_path / 'count')}]) as launcher:
@@ -89,6 +90,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_reaches_all_and_nothing_starts_again(number: signal.Signals, tmp_path: Path) -> None:
     with started(launch(SAVES), env=[{'COUNT': str(tmp_path / 'count')}]) as launcher:

@@ -35,6 +35,7 @@ def named(helper: MeshShardingHelper, spec: PartitionSpec, **options: Any) -> Na
 # --- What it carries -------------------------------------------------------------------------------
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('helper', [AUTO, EXPLICIT], ids=['auto', 'explicit'])
 @pytest.mark.parametrize('spec', [P(('a', 'b')), P(('b', 'a')), P(None, ('b', 'a')), P(('a',), 'b')])
 def test_tuples_of_axes_lie_in_their_order(helper: MeshShardingHelper, spec: PartitionSpec) -> None:
@@ -50,6 +51,7 @@ def test_an_empty_tuple_replicates() -> None:
     assert AUTO.shard(NUMBERS, P((), ())).sharding == named(AUTO, P())
 
 
+@pytest.mark.medium
 @each_mesh
 def test_unconstrained_dimensions_are_left_to_the_compiler(helper: MeshShardingHelper) -> None:
     for rule in (P(U, 'b'), named(helper, P(U, 'b')) if helper is not EXPLICIT else P(U, 'b')):
@@ -331,6 +333,7 @@ PLACES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('given', PLACES.values(), ids=PLACES)
 def test_any_array_is_made_unreduced(given: Callable[[], Any]) -> None:
     x = given()

@@ -104,6 +104,7 @@ def test_no_device_holds_the_logits_of_its_rows() -> None:
     assert set(plan.totals) == {('data',), ('tp',)}
 
 
+@pytest.mark.medium
 @tpu_compiler.needed
 @pytest.mark.parametrize('quick', [True, False])
 def test_over_auto_axes_the_compiler_of_tpus_is_not_told(quick: bool) -> None:

@@ -132,6 +132,7 @@ def test_narrow_floats_are_summed_in_wide_ones(rng):
     np.testing.assert_allclose(np.asarray(result, np.float32), wide, atol=0.02)
 
 
+@pytest.mark.medium
 def test_the_future_is_not_seen(rng):
     query, key, value = inputs(rng)
     attend = ring_attention.sharded_attention(HELPERS['auto'])

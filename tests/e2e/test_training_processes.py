@@ -259,6 +259,7 @@ def test_grain_gives_each_process_its_rows_of_the_same_batches() -> None:
             np.testing.assert_array_equal(own['label'], batch[rows])
 
 
+@pytest.mark.medium
 def test_grain_goes_on_at_the_batch_behind_its_state() -> None:
     whole = [batch['label'] for batch in numbers(slice(0, 4))]
     for count in range(6):

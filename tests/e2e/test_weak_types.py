@@ -145,6 +145,7 @@ def test_a_cast_makes_types_strong_and_a_stack_is_weak_if_all_its_layers_are() -
     assert not mixed['x'].weak_type
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('reduce', ['mean', 'sum'])
 def test_microbatches_return_the_types_of_the_function(reduce: Any) -> None:
     def fun(p: Any, x: jax.Array) -> Any:

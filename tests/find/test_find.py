@@ -225,11 +225,13 @@ def test_filters_of_warnings_are_as_before():
     assert warnings.filters == before
 
 
+@pytest.mark.medium
 def test_a_partial_gets_a_name_in_the_code():
     step = functools.partial(lambda scale, params, x: jnp.tanh(x @ params['w']) * scale, 2.0)
     assert '    your_step,\n' in find(step, simple(), **options()).to_code()
 
 
+@pytest.mark.medium
 def test_gradients_of_integers_count_nothing():
     def step(params, x):
         return jax.grad(lambda p: jnp.sum(jnp.tanh(x @ p['w'])), allow_int=True)(params)
@@ -428,6 +430,7 @@ def test_settings_of_jax_hold_in_trials():
     assert result.memory == result.plan.memory.total
 
 
+@pytest.mark.medium
 def test_of_layouts_that_do_not_fit_a_compiled_one_wins():
     result = find(product, simple(), **options(memory=20_000, sizes={'tp': [1, 2]}))
     assert result.fits is False and result.bound < 1
@@ -500,6 +503,7 @@ def test_a_vocabulary_that_does_not_divide_is_sharded_by_its_width():
     assert (sums.kind, sums.bytes) == ('reduce-scatter', 256 * 50257 * 2)
 
 
+@pytest.mark.medium
 @tpu_compiler.needed
 def test_what_does_not_fit_says_so():
     result = find(block_gradient, block(1 << 18, 1 << 18, 64), 'v5e:2x4', **options())

@@ -88,6 +88,7 @@ def decoder(layers: int, first: int = 0) -> Leaves:
     return leaves | {'norm/scale': ((8,), P(None)), 'unembed/kernel': ((8, 64), COLUMN)}
 
 
+@pytest.mark.medium
 def test_layers_and_moments_take_the_rows_of_one_layer() -> None:
     expected = [
         ('(^|/)down/kernel$', P('expert', 'tp', 'fsdp')),
@@ -101,6 +102,7 @@ def test_layers_and_moments_take_the_rows_of_one_layer() -> None:
     assert rows(state(decoder(80))) == expected
 
 
+@pytest.mark.medium
 def test_numbers_are_named_where_layers_differ() -> None:
     assert rows(state(decoder(80, first=3))) == [
         ('(^|/)(query|key|value)/bias$', VECTOR),
@@ -325,6 +327,7 @@ def test_keys_are_whole(leaves: Leaves) -> None:
             assert given(other, [*ends, ('.*', default)]) == default
 
 
+@pytest.mark.medium
 @examples(100)
 @hypothesis.given(st.data())
 def test_layers_that_differ_at_random_resolve_as_asked(data: st.DataObject) -> None:

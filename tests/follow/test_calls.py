@@ -240,6 +240,7 @@ def test_threads_that_make_the_first_call_together():
         np.testing.assert_allclose(each, EXPECTED, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.medium
 def test_without_jit():
     step = HELPER.sjit(layer, in_shardings=RULES)
     by_hand = jax.grad(lambda w: layer(w, X).sum())(W)

@@ -62,6 +62,7 @@ def test_gradients_have_the_values_of_one_device():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
 
 
+@pytest.mark.medium
 def test_images_of_convolutions_have_the_values_of_one_device():
     def images(w, x):
         def conv(x, name):

@@ -161,6 +161,7 @@ def test_values_stay_what_they_are():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.medium
 def test_less_is_moved():
     w = {'up': like(8, 256, 512), 'down': like(8, 512, 256)}
     x = like(8, 8, 4, 256)
@@ -222,6 +223,7 @@ def test_a_width_that_does_not_divide_moves_whole():
     ]
 
 
+@pytest.mark.medium
 def test_values_that_move_in_parts_stay_what_they_are():
     leaves = [np.arange(np.prod(shape)).reshape(shape) % 5 - 2.0 for shape in (UP, DOWN, ROWS)]
     up, down, x = (leaf.astype('float32') for leaf in leaves)

@@ -280,6 +280,7 @@ def test_in_loops_checkpoints_and_custom_gradients(helper):
     assert not followed.lost
 
 
+@pytest.mark.medium
 def test_the_dimension_that_vmap_adds(helper):
     def kernel(x, out):
         out[...] = x[...] + pl.program_id(0)  # of the sequence, the second dimension of the grid
@@ -338,6 +339,7 @@ def scratch(x, **options):
     )(x)
 
 
+@pytest.mark.medium
 def test_scratch_memory_where_steps_are_said_to_be_parallel(helper):
     params = pltpu.CompilerParams(dimension_semantics=('parallel', 'arbitrary'))
     followed, _ = run(helper, functools.partial(scratch, compiler_params=params), ROWS)
@@ -483,6 +485,7 @@ def test_rows_that_a_kernel_does_not_walk_over(helper):
     assert is_lost(step.followed(ROWS))
 
 
+@pytest.mark.medium
 def test_without_rows_nothing_is_done(helper):
     def fun(weights, x):
         return sines(weights) + x

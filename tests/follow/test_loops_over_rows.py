@@ -161,6 +161,7 @@ GUARDED = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('fun', GUARDED.values(), ids=GUARDED)
 def test_a_row_that_skips_a_loop_skips_it(fun):
     """Half of infinity is infinity."""

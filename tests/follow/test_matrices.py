@@ -177,6 +177,7 @@ def test_an_update_in_a_branch():
     assert_same(step_of(found), found, True, 1, 2)
 
 
+@pytest.mark.medium
 def test_steps_in_a_loop():
     step = step_of(optimizer())
 
@@ -233,6 +234,7 @@ def test_small_ones_stay(monkeypatch):
     assert not spread(sharded(step), (halved, optimizer().init(halved)), x[:, :32])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(('times', 'count'), [(64, 2), (16, 0)])
 def test_weights_that_are_whole_everywhere(times, count):
     """With data parallelism alone, each device computes some matrices, too, where moving them pays."""
@@ -362,6 +364,7 @@ def test_a_branch_that_is_not_taken_does_not_run():
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
+@pytest.mark.medium
 def test_what_is_written_before_it_is_read():
     """A reference that gets what a function gives is read behind it."""
 

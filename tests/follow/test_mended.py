@@ -56,6 +56,7 @@ def test_constants_out_of_bounds(number, rows):
         np.testing.assert_allclose(step(W, X), jax.jit(fun)(W, X), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('size', [300, N])
 def test_small_integers_count_only_so_far(size):
     args = jnp.zeros((size, 2)), jnp.ones((1, 2)), jnp.int8(100)

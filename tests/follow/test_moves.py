@@ -91,6 +91,7 @@ def test_the_same_values(name, rule):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('rule', [P('fsdp'), P(None, 'fsdp')], ids=['summed', 'columns'])
 def test_no_weight_is_gathered_where_rows_move(rule):
     step = step_of(lambda w, x: jnp.tanh(x @ w), rule)
@@ -174,6 +175,7 @@ def test_weights_that_are_not_gathered_do_not_count(rule, why):
     assert step.followed(STACK, like(8, SIZE)).kept, why
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('rule', 'spec'),
     [

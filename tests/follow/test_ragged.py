@@ -203,6 +203,7 @@ def test_the_gradient_of_a_loop_over_rows_that_is_taken_outside():
     assert not step.followed(weights(), x).lost
 
 
+@pytest.mark.medium
 def test_rows_that_have_weights_of_their_own_stay_in_their_loop():
     """No TPU multiplies these at once."""
 

@@ -139,6 +139,7 @@ def test_inside_other_rules(helper):
     assert specs(helper, over, {'a': tree['a']}) == {'a/whole/value': P(None, 'fsdp', 'tp')}
 
 
+@pytest.mark.medium
 def test_names_count_as_structure(helper):
     """Equal shapes under other names: neither the memory of resolving nor sjit may mix them up."""
     nn = import_or_skip('flax.linen')

@@ -552,6 +552,7 @@ def test_variables_and_states_as_arguments_and_results():
     assert np.any(before != model.up.kernel[...])
 
 
+@pytest.mark.medium
 def test_shardings_by_name():
     def step(model, graph, scale=2.0):
         return model(graph) * scale

@@ -11,6 +11,7 @@ from tests.support.contracts import contract
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int4, jnp.bool_, jnp.uint32, jnp.complex64]
 
 
+@pytest.mark.medium
 def test_arrays_are_fetched_from_a_program_that_offers_them() -> None:
     server = transfer.server('127.0.0.1')
     first, second, *_ = jax.local_devices()

@@ -120,6 +120,7 @@ class Step(NamedTuple):
     opt: Any
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     'tree', [[np.full(4, i) for i in range(12)], Step(0.0, np.ones(3), {'b': 2.0, 'a': 3})]
 )

@@ -113,6 +113,7 @@ def test_values_of_a_step_that_donates_its_batch():
     assert_values_of_one_device(from_donated_tokens(), MODEL.step, params(), TOKENS)
 
 
+@pytest.mark.medium
 @unused_donation
 @pending(DONATED)
 def test_a_donated_batch_is_the_batch():
@@ -120,6 +121,7 @@ def test_a_donated_batch_is_the_batch():
     assert moved_bytes(plan) <= training_bytes()
 
 
+@pytest.mark.medium
 def test_a_batch_argument_moves_only_weights():
     step = HELPER.sjit(MODEL.step, in_shardings=(FSDP, P('fsdp')), out_shardings=(FSDP, P()))
     assert moved_bytes(HELPER.plan(step, params(), TOKENS)) <= training_bytes()

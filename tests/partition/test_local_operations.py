@@ -259,6 +259,7 @@ def test_a_grouped_convolution_with_a_replicated_kernel_moves_and_keeps_no_other
     assert plan.memory.peak < images  # those of all devices; a device has an eighth of them
 
 
+@pytest.mark.medium
 @pending(BLOCKS_AS_EXAMPLES)
 def test_block_diagonal_weights_are_gathered_once_before_a_loop_and_once_for_its_gradient():
     gathered = sum(kinds.get('all-gather', 0) for kinds in BLOCKS.plan(HELPER).totals.values())

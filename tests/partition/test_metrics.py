@@ -68,6 +68,7 @@ def test_an_accuracy_sends_no_logits():
     assert moved_for_accuracy(HELPER, *args) <= 8 * 8 * tokens
 
 
+@pytest.mark.medium
 @pending(ARGMAX)
 @tpu_compiler.newest
 def test_an_accuracy_on_tpus_sends_no_logits():

@@ -115,6 +115,7 @@ def test_values_of_clipped_gradients(norm):
     assert_values_of_one_device(clipping_step(norm), clipped(norm)[1], *MLP.arguments(examples=64))
 
 
+@pytest.mark.medium
 @pending(FLATTENED)
 def test_a_norm_of_a_flattened_gradient_moves_what_a_sum_of_squares_moves():
     flat, squared = (HELPER.plan(clipping_step(norm), *MLP.types()) for norm in (flat_norm, squared_norm))

@@ -179,6 +179,7 @@ def test_why_nothing_is_followed():
     assert on(HELPER, RULE, None) is None
 
 
+@pytest.mark.medium
 def test_functions_that_sjit_did_not_make():
     x = HELPER.shard(jnp.ones((8, 8)), P('fsdp'))
     for fun in (jnp.sin, jax.jit(jnp.sin)):
@@ -208,6 +209,7 @@ def test_json_and_differences():
     assert followed.diff(followed) == ''
 
 
+@pytest.mark.medium
 def test_page(tmp_path):
     plan = planned(mixed)
     plan.to_html(tmp_path / 'plan.html')

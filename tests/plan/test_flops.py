@@ -479,6 +479,7 @@ def test_decoders(config, batch, sequence, monkeypatch):
     assert found.by_part['backward'] == 2 * found.by_part['forward']
 
 
+@pytest.mark.medium
 def test_scans_of_4_and_16_layers():
     few, many = (gradient(dataclasses.replace(CONFIG, layers=layers), 8, 32)[0].count for layers in (4, 16))
     head = 6 * 96 * 64 * 8 * 32
@@ -564,6 +565,7 @@ def test_attention_of_cudnn_counts_as_attention_in_jax(layout, which):
     assert count_model_flops(found) == count_model_flops(written) == 6 * one
 
 
+@pytest.mark.medium
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize('name', OPERATIONS)
 def test_the_program_takes_as_many_operations_as_the_function(name):

@@ -201,6 +201,7 @@ print(helper.plan(step, jax.ShapeDtypeStruct((256, 256), 'bfloat16')).flags)
     assert done.stdout.strip() == str((AUTOTUNE, *others))
 
 
+@pytest.mark.medium
 @gpu_compiler.needed
 @pytest.mark.parametrize(('kind', 'modelled'), [('a100', False), ('h100', True), ('b200', True)])
 def test_gpus_whose_kernels_xla_has_no_models_of_are_planned_without_a_schedule(kind, modelled):
@@ -598,6 +599,7 @@ def make_step(helper):
     return step, (array(1024, 1024),) * 2
 
 
+@pytest.mark.medium
 @gpu_compiler.needed
 def test_a_search():
     found = search(make_step, 'h100:2x4', ['fsdp', 'tp'], constraints={'tp': [1, 2, 4]})

@@ -193,6 +193,7 @@ def check(helper, hardware, function, arguments, donated, moved, between=0):
     assert roofline.step_seconds.bound <= max(most * 1.001, roofline.compute)
 
 
+@pytest.mark.medium
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize('name', BY_HAND)
 def test_bytes_by_hand_on_a_gpu(name):

@@ -463,6 +463,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(('text', 'count', 'counted'), LOOPS.values(), ids=LOOPS)
 def test_loops(text, count, counted):
     rows = collectives(parse(text), MESH)

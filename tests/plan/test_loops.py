@@ -215,6 +215,7 @@ def test_many_operations_between_state_and_test():
     assert count_flops(jax.jit(fun).trace(X).jaxpr) == Flops(32 * ONE)
 
 
+@pytest.mark.medium
 def test_what_takes_too_many_operations_is_not_known():
     def test(i):
         for _ in range(2000):

@@ -167,6 +167,7 @@ def test_three_figures():
         assert not re.search(r'\d\.\d{2,} [KMGT]?i?B', text)
 
 
+@pytest.mark.medium
 def test_parts_of_a_step():
     """Forward, backward and recomputed work and collectives add up."""
 

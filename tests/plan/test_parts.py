@@ -129,6 +129,7 @@ def test_parts_of_a_step(fun, products, needed):
     assert count_model_flops(traced.jaxpr) == needed * ONE
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('name', ['a gradient', 'in parts', 'a teacher'])
 def test_compiled_programs_have_the_same_parts(name):
     fun, products, _ = STEPS[name]
@@ -169,6 +170,7 @@ def test_plans_have_them():
     assert plan.roofline('v5p', torus={'fsdp': 4, 'tp': 2}).mfu > 0
 
 
+@pytest.mark.medium
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize('case', plan_llama.CASES, ids=lambda case: case.name)
 def test_the_model_of_the_llama_steps(case):

@@ -181,6 +181,7 @@ def test_constants_of_a_program_take_memory():
     assert with_constant.peak == with_constant.total
 
 
+@pytest.mark.medium
 def test_text():
     assert (
         HELPER.plan(STEP, *ARGUMENTS).to_text(100).splitlines()[0] == 'step on 8 cpu devices (fsdp=4, tp=2)'
@@ -209,6 +210,7 @@ def test_text():
     assert [not line for line in narrow[-6:]] == [False, False, True, False, True, False]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('changes', 'why'),
     [
@@ -432,6 +434,7 @@ def test_explicit_axes():
     assert rows(helper.plan(fun, leaf(64, 8))) == {('all-reduce', ('fsdp',)): (1, 4 * F32)}
 
 
+@pytest.mark.medium
 def test_a_persistent_compilation_cache_hides_nothing(tmp_path):
     options = {
         'jax_compilation_cache_dir': str(tmp_path),

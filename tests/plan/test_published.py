@@ -151,6 +151,7 @@ def test_the_time_of_a_step_of_llama_2_13b() -> None:
     assert roofline.mfu == pytest.approx(0.4, rel=0.05)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('tokens', 'shape', 'fsdp', 'tp', 'compute_bound'),
     [

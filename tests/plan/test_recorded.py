@@ -556,6 +556,7 @@ def test_what_waits_in_the_host():
     assert parked.to_host == parked.from_host == 4096 * 8192 * 2 / 8
 
 
+@pytest.mark.medium
 def test_recordings_name_no_folder_of_the_machine_that_made_them():
     """A recording read where the repository lies elsewhere names the places of there."""
     for name in PROGRAMS:

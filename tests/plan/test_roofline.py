@@ -115,6 +115,7 @@ def test_fsdp_is_bound_by_communication_below_2550_tokens(axes, torus):
         assert (parts['compute'] > parts['ici:X']) == compute_bound
 
 
+@pytest.mark.medium
 def test_data_parallelism_is_bound_by_communication_below_2550_tokens():
     """Chapter "Data Parallelism": two AllReduces of 2 D F bytes, and 8 B D F operations."""
     for share, compute_bound in [(0.99, False), (1.01, True)]:
@@ -127,6 +128,7 @@ def test_data_parallelism_is_bound_by_communication_below_2550_tokens():
         assert (parts['compute'] > parts['ici:X']) == compute_bound
 
 
+@pytest.mark.medium
 def test_tensor_parallelism_is_bound_by_communication_above_f_over_2550():
     """Chapter "Tensor Parallelism": F > Y C / W."""
     for share, compute_bound in [(0.99, False), (1.01, True)]:
@@ -397,6 +399,7 @@ def test_what_a_roofline_needs(snapshot):
         plan.roofline(Hardware('mine', flops_per_second=1e14))
 
 
+@pytest.mark.medium
 def test_devices_behind_a_switch():
     mine = Hardware(
         *('mine', 1e14, 1e12, None, 1e11),

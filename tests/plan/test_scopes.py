@@ -61,6 +61,7 @@ def flops_of(plan, scope):
     return {row.part: row.flops for row in plan.work.by_scope if row.scope == scope}
 
 
+@pytest.mark.medium
 def test_scopes_of_a_scan_with_checkpoint():
     def step(w, x):
         @jax.checkpoint
@@ -136,6 +137,7 @@ def test_modules_of_flax():
     assert 'By module and named scope' in plan._repr_html_()
 
 
+@pytest.mark.medium
 def test_modules_of_equinox_are_told_apart_by_their_functions():
     eqx = pytest.importorskip('equinox')
 

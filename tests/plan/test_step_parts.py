@@ -143,6 +143,7 @@ def test_a_gather_belongs_to_its_first_use(take, wrap, phases):
     assert {runs.scope for row in gathers for runs in row.scopes} == {'block'}
 
 
+@pytest.mark.medium
 def test_products_of_an_update():
     """An optimizer that multiplies matrices: its operations are not those of the backward pass."""
 
@@ -173,6 +174,7 @@ def test_collectives_of_an_update():
     assert ('all-gather', 'other') not in phases
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('name', ['decoder v5e', 'llama 8b v5p', 'zero_1 v5e'])
 def test_updates_of_recorded_programs(name):
     """By hand: parameters in bfloat16, as often as an optimizer of these steps moves them at least."""

@@ -180,6 +180,7 @@ def test_quick_memory_is_that_of_a_full_plan():
     assert Plan.load(hurried.to_json()) == hurried
 
 
+@pytest.mark.medium
 def test_a_quick_plan_of_what_does_not_fit():
     over = v5e()
     hurried = quick(over, *_with_arguments(train_step(over, 48, 16384, 32768)))
@@ -193,6 +194,7 @@ def refused():
     return v5e().plan(*_with_arguments(train_step(v5e(), 48, 16384, 32768)))
 
 
+@pytest.mark.medium
 def test_what_does_not_fit_is_a_plan_too():
     plan = refused()
     whole = 48 * 16384 * 65536 * 2  # bytes of one of the two weights
@@ -333,6 +335,7 @@ def test_slices_talk_over_the_data_centres_network():
     assert '>fsdp</span> (ici)<' in plan._repr_html_()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('axes', 'senders'),
     [([('x', 16)], 1), ([('x', 2), ('y', 8)], 8)],
@@ -398,6 +401,7 @@ def test_one_device():
     assert plan.flops == plan.work.flops == 2 * 256**3
 
 
+@pytest.mark.medium
 def test_a_plan_comes_back_from_its_json(tmp_path):
     path = tmp_path / 'plan.json'
     path.write_text(refused().to_json())

@@ -185,6 +185,7 @@ class TestPartitionSpec:
 class TestRealWorldUsage:
     """## Real-World Usage in Tallax: top-k of sharded logits, with a number of candidates for each row"""
 
+    @pytest.mark.medium
     @pytest.mark.parametrize('spec', [P(), P('batch'), P(None, 'vocab'), P('batch', 'vocab')], ids=str)
     def test_sharded_logits_and_batched_k(self, helper: MeshShardingHelper, spec: PartitionSpec) -> None:
         logits = np.random.default_rng(0).permutation(32).astype(np.float32).reshape(4, 8)

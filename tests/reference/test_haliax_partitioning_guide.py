@@ -306,6 +306,7 @@ def test_sharding_arrays_and_pytrees(mesh, api, form, compiled):
         assert_sharded((jax.jit(call) if compiled else call)(zeros()), mesh, 'data')
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('api', API)
 @pytest.mark.parametrize('compiled', [False, True], ids=['outside of jit', 'inside of jit'])
 @pytest.mark.parametrize('form', MESH_BY_ARGUMENT.values(), ids=MESH_BY_ARGUMENT)
@@ -422,6 +423,7 @@ IN_CONTEXT = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('api', API)
 @pytest.mark.parametrize('form', NAMED_JIT_FORMS.values(), ids=NAMED_JIT_FORMS)
 def test_named_jit_and_friends(mesh, api, form):
@@ -452,6 +454,7 @@ def test_named_jit_and_friends__calls_by_name_and_lower(mesh, api):
         assert isinstance(function.lower(x=x), jax.stages.Lowered)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('api', API)
 @pytest.mark.parametrize('form', IN_CONTEXT.values(), ids=IN_CONTEXT)
 def test_named_jit_and_friends__mapping_by_context(mesh, api, form):
@@ -473,6 +476,7 @@ def test_named_jit_and_friends__axis_resources_are_active_inside(mesh, api):
     assert {*seen} == {'data'}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('api', API)
 def test_named_jit_and_friends__is_very_similar_to(mesh, api):
     """The program that the document gives for named_jit."""
@@ -620,6 +624,7 @@ def test_named_jit_and_friends__other_arguments_are_part_of_the_program(mesh, ap
     assert (result['name'], result['double'], type(result['double'])) == ('mlp', 6, int)
 
 
+@pytest.mark.medium
 @needs_haliax
 @pytest.mark.parametrize('api', API)
 @pytest.mark.parametrize('function', ['named_jit', 'fsdp'])

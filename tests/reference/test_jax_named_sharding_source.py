@@ -33,6 +33,7 @@ def sharding(helper: MeshShardingHelper) -> NamedSharding:
 class TestArrayMapping:
     """The order of mesh axes in one dimension is major to minor."""
 
+    @pytest.mark.medium
     @pytest.mark.parametrize('axes', [('x', 'y'), ('y', 'x')])
     def test_chunks_follow_the_order_of_the_axes(
         self, helper: MeshShardingHelper, axes: tuple[str, str]

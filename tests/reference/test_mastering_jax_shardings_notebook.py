@@ -156,6 +156,7 @@ class TestShardingPropagationAndCompilerInteraction:
         np.testing.assert_array_equal(merged, cube.reshape(4, 6))
         assert merged.sharding == NamedSharding(EXPLICIT.mesh, P('dp', 'mp'))
 
+    @pytest.mark.medium
     def test_2c_grad_has_the_sharding_of_the_weights(self) -> None:
         def loss(w: jax.Array, x: jax.Array) -> jax.Array:
             return jnp.sum(jnp.dot(x, w) ** 2)
@@ -318,6 +319,7 @@ class TestAdvancedShardingTechniques:
         assert placed.sharding.spec == P('dp', 'mp')
         assert jax.typeof(placed).sharding.spec == P('dp', None)
 
+    @pytest.mark.medium
     def test_4e_fsdp(self) -> None:
         """Parameters are sharded over the data-parallel axis, gathered for use; gradients are reduced."""
         helper = MeshShardingHelper([-1], ['dp'])

@@ -413,6 +413,7 @@ class TestClassPolicyShardingRule:
         assert helper.match_sharding_rule(rule, PARAMS) == dict.fromkeys(PARAMS, named(helper, 'fsdp'))
 
 
+@pytest.mark.medium
 def test_all_of_it_together(helper: MeshShardingHelper) -> None:
     """A train step with rules, a constraint and an annotation computes what one device computes."""
 

@@ -268,6 +268,7 @@ def test_layers_are_stacked_renamed_and_transposed():
         assert_equal(back['layers'][str(i)]['w'], layers[str(i)]['w'].T)
 
 
+@pytest.mark.medium
 def test_stacks_that_are_transposed_before_they_are_split():
     x = values((4, 3, 6), 'float32')
     source = helper_of(range(4), 2, 2).shard({'x': x}, P('a', None, 'b'))

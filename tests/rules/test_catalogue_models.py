@@ -192,6 +192,7 @@ EXCEPTIONS = [
 ]
 
 
+@pytest.mark.medium
 @pytest.mark.sampled(11)
 @IN_EACH_LAYOUT
 def test_every_large_leaf_uses_all_of_fsdp_and_tp(name, stacked):
@@ -223,6 +224,7 @@ def test_experts_lie_along_their_own_axis(name, stacked):
         assert axes_of(row.spec) == {'fsdp', 'tp', 'expert'}, row
 
 
+@pytest.mark.medium
 @pytest.mark.sampled(7)
 @IN_EACH_LAYOUT
 def test_what_is_replicated_is_small(name, stacked):
@@ -257,6 +259,7 @@ def stack_of(name):
     }
 
 
+@pytest.mark.medium
 @ALL_CASES
 def test_stacked_by_regex_is_stacked_by_method(name):
     specs = rule(CASES[name].table).stacked(1).apply(stack_of(name))

@@ -344,6 +344,7 @@ def test_or_is_associative_and_takes_the_first_answer(situation):
     assert said[0] == said[1] == said[2]
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings('ignore::scalax.errors.UnshardedWarning')  # of drawn rules, some shard nothing
 @examples(300)
 @hypothesis.given(situations())
@@ -365,6 +366,7 @@ def test_and_alters_nothing_and_its_result_is_a_sharding(situation):
     assert placed.sharding.is_equivalent_to(NamedSharding(helper.mesh, both), len(shape))
 
 
+@pytest.mark.medium
 @examples(300)
 @hypothesis.given(situations(count=0), st.data())
 def test_fsdp_over_a_spec_takes_the_largest_free_dimension_that_divides(situation, data):

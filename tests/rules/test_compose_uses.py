@@ -482,6 +482,7 @@ def test_none_closes_a_leaf_to_the_second_rule(helper):
     assert report.shadowed_rules == ('up',)
 
 
+@pytest.mark.medium
 def test_sjit_and_annotations_take_compositions(helper):
     rule = MEGATRON & FSDP
 

@@ -196,6 +196,7 @@ def test_an_unreduced_axis_is_in_use() -> None:
     assert asked(make(Both(below, Fsdp(('b', 'c'), 0)), mesh)) == [(below, None)]
 
 
+@pytest.mark.medium
 @examples(200)
 @hypothesis.given(situations(count=3))
 def test_and_may_be_grouped_either_way(situation: Situation) -> None:
@@ -242,6 +243,7 @@ def test_rules_inside_others(situation: Situation) -> None:
             assert isinstance(Asked(mesh, stack)(rule.stacked(1)), tuple)
 
 
+@pytest.mark.medium
 @examples(300)
 @hypothesis.given(situations(count=1, values=True))
 def test_rules_are_values(situation: Situation) -> None:

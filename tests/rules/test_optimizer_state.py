@@ -249,6 +249,7 @@ class DataclassState:
     averages: Any
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('kind', [TrainState, DataclassState])
 def test_a_whole_train_state_takes_one_rule(kind):
     optimizer = optax.adamw(1e-3)

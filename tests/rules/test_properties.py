@@ -150,6 +150,7 @@ class Table(ShardingRule):
         return jax.tree.map(spec, pytree)
 
 
+@pytest.mark.medium
 @EXAMPLES
 @hypothesis.given(helper=helpers(), tree=trees, data=st.data())
 def test_policies_and_tree_paths(helper, tree, data):
@@ -168,6 +169,7 @@ def test_policies_and_tree_paths(helper, tree, data):
     assert_parts(helper, tree, nested, by_path)
 
 
+@pytest.mark.medium
 @EXAMPLES
 @hypothesis.given(helper=helpers(), tree=trees, data=st.data())
 def test_rules_of_users(helper, tree, data):
@@ -182,6 +184,7 @@ def test_rules_of_users(helper, tree, data):
     assert_parts(helper, tree, rule, parts)
 
 
+@pytest.mark.medium
 @EXAMPLES
 @hypothesis.given(helper=helpers(), tree=trees, minimum=st.sampled_from([0, 2, 10, 100]), data=st.data())
 def test_fsdp(helper, tree, minimum, data):
@@ -200,6 +203,7 @@ def test_fsdp(helper, tree, minimum, data):
     assert_parts(helper, tree, rule, [part(shape) for shape in NamedTree.of(tree).shapes])
 
 
+@pytest.mark.medium
 @EXAMPLES
 @hypothesis.given(helper=helpers(), tree=trees, data=st.data())
 def test_what_does_not_divide_is_named_and_nothing_else(helper, tree, data):

@@ -183,6 +183,7 @@ def sorted_by(root, head):
     return ranks(root)
 
 
+@pytest.mark.medium
 def test_the_table_sorts(browser, tmp_path):
     root = opened(browser, search(), tmp_path)
     assert ranks(root) == [1, 2, 3, 4, 5, 6]

@@ -279,6 +279,7 @@ def test_a_search_continues_from_a_file(tmp_path, monkeypatch):
     assert len(asked) == 6
 
 
+@pytest.mark.medium
 @tpu_compiler.needed
 def test_damaged_plans_are_made_again(tmp_path):
     file = tmp_path / 'trials.jsonl'
@@ -343,6 +344,7 @@ def test_near_the_limit_a_full_plan_decides(monkeypatch, quick, full):
     assert (found.compiled, found.compiled_in_full) == (1, 1)
 
 
+@pytest.mark.medium
 @tpu_compiler.needed
 def test_far_from_the_limit_a_quick_plan_decides(monkeypatch):
     asked = _with_memory(monkeypatch, quick=0.9, full=0.9)

@@ -15,6 +15,8 @@ from scalax._jax.rewriting import bound
 from scalax._spmd.op_rules import Op, strategy
 from scalax._spmd.placement import REPLICATE, SUM, Partial, Shard, local_shape
 
+pytestmark = pytest.mark.medium
+
 NHWC = ('NHWC', 'HWIO', 'NHWC')
 
 

@@ -11,6 +11,8 @@ from jax import lax
 from scalax._spmd.values import CannotPartition
 from tests.support.partitioned import FSDP, HSDP, P, assert_equal, collectives, partitioned, state_spec
 
+pytestmark = pytest.mark.medium
+
 
 def array(*shape, dtype='float32'):
     seed = sum(size * 7**i for i, size in enumerate(shape))

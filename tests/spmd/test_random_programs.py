@@ -7,6 +7,8 @@ import pytest
 from tests.follow.test_random_programs import program
 from tests.support.partitioned import FSDP, HSDP, assert_equal, partitioned
 
+pytestmark = pytest.mark.medium
+
 # These draw programs with branches that compute nothing, and with `reshard` of constants.
 SEEDS = [*range(12), 41, 142]
 

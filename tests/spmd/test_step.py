@@ -14,6 +14,8 @@ from scalax.errors import FollowingWarning
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
+pytestmark = pytest.mark.medium
+
 WIDTH, HIDDEN, HEADS, LAYERS, VOCABULARY, TOKENS, EXAMPLES = 16, 32, 2, 3, 24, 8, 8
 MATRICES = {
     **dict.fromkeys(('query', 'key', 'value', 'output'), (WIDTH, WIDTH)),

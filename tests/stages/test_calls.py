@@ -92,6 +92,7 @@ def test_a_gradient_is_taken_inside_of_the_function():
         jax.grad(fun)(*arguments())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('prevents', [True, False])
 def test_what_a_checkpoint_computes_again_is_kept_apart_as_by_jax(prevents):
     """In a checkpoint. What was computed in another loop needs no barrier, which would cost the compiler."""

@@ -74,6 +74,7 @@ def test_constraints_in_a_context(helper, x, spec):
             assert_lies(jax.jit(lambda y: with_sharding_constraint(y, spec))(x), helper, spec, x)
 
 
+@pytest.mark.medium
 @pytest.mark.sampled(3)
 @every_helper
 @every_leaf
@@ -83,6 +84,7 @@ def test_constraints_on_the_mesh_that_is_set(helper, x, spec):
         assert_lies(with_sharding_constraint(x, spec), helper, spec, x)
 
 
+@pytest.mark.medium
 @every_helper
 def test_constraints_by_named_shardings_need_no_context(helper):
     x, spec = LEAVES['float32']
@@ -155,6 +157,7 @@ def test_unconstrained_dimensions_stay_as_they_are(start, asked, expected):
     AUTO.sjit(lambda y: with_sharding_constraint(y, asked))(AUTO.shard(x, start))
 
 
+@pytest.mark.medium
 @every_helper
 def test_constraints_are_transparent_to_transformations(helper):
     def loss(w, x):
@@ -492,6 +495,7 @@ def test_a_compiled_function_of_another_explicit_mesh_joins_no_values(snapshot):
 # --- What a constraint cannot do, and what it takes -----------------------------------------------
 
 
+@pytest.mark.medium
 @every_helper
 def test_a_memory_kind_is_an_error(helper):
     x = np.ones((8, 8), np.float32)

@@ -114,6 +114,7 @@ def test_another_batch_axis_and_arguments_by_name(params, batch):
     assert_close(parts(params, x=batch['x'].T, y=batch['y'].T), jax.grad(loss)(params, batch))
 
 
+@pytest.mark.medium
 def test_an_auxiliary_output(params, batch):
     def with_aux(params, batch):
         value = loss(params, batch)

@@ -136,6 +136,7 @@ def test_a_step_for_a_mesh_that_is_not_here_passes_the_assertion():
     assert_equal_to_one_device(make_step, helper=elsewhere(64, 8), seeds=1)
 
 
+@pytest.mark.medium
 def test_the_assertion_is_the_report(helper):
     step = helper.sjit(
         lambda x: jax.shard_map(jnp.sum, in_specs=P('fsdp'), out_specs=P(), check_vma=False)(x),

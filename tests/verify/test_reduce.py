@@ -202,6 +202,7 @@ def make_dict(helper, config):
     return step, (params, array(config['rows'][0], config['width']))
 
 
+@pytest.mark.medium
 def test_what_a_rule_shards_stays_sharded_when_it_is_small():
     result = reduced(make_dict, {'width': 2048, 'rows': [512, 3]}, helper_of(fsdp=64), jax.devices())
     assert result.config['width'] <= 64 and result.config['rows'][1] == 3
@@ -209,6 +210,7 @@ def test_what_a_rule_shards_stays_sharded_when_it_is_small():
     assert given[0]['w'].spec == returned['w'].spec == P('fsdp') and given[0]['b'].spec == P()
 
 
+@pytest.mark.medium
 def test_numbers_that_are_no_sizes(smallest):
     class Kind(enum.IntEnum):
         GATED = 5
@@ -223,6 +225,7 @@ def test_numbers_that_are_no_sizes(smallest):
     assert result.config['width'] < 512
 
 
+@pytest.mark.medium
 def test_a_mesh_of_another_divisor():
     result = reduced(make_dict, {'width': 7 * 256, 'rows': [7 * 64]}, helper_of(fsdp=7), jax.devices())
     assert result.helper.mesh.shape == {'fsdp': 7} and result.config['width'] % 7 == 0 and result.is_alike
@@ -241,6 +244,7 @@ def test_relations_of_a_configuration_that_are_checked():
     assert result.config['width'] == result.config['heads'] * result.config['size'] <= 1024
 
 
+@pytest.mark.medium
 def test_code_that_looks_at_sizes_keeps_them(smallest):
     def make(helper, config):
         def loss(w, x):
@@ -306,6 +310,7 @@ def make_module(helper, config):
     return step, (flax_nnx.eval_shape(make), array(config['rows'], config['width']))
 
 
+@pytest.mark.medium
 def test_a_module_of_nnx():
     config = {'width': 4096, 'hidden': 8192, 'rows': 1024}
     result = reduced(make_module, config, helper_of(fsdp=64), jax.devices())
@@ -326,6 +331,7 @@ def step_of(function, **options):
     return lambda helper: helper.sjit(function, **options)
 
 
+@pytest.mark.medium
 def test_dimensions_of_arguments(smallest):
     rules = TreePathShardingRule(('up', P('fsdp', 'tp')), ('down', P('tp', 'fsdp')))
     args = {'up': array(1024, 4096), 'down': array(4096, 1024)}, array(2048, 1024)
@@ -369,6 +375,7 @@ def heads_in_code(w, x):
     return y.reshape(x.shape[0], 16, 64)
 
 
+@pytest.mark.medium
 def test_sizes_in_the_code_stay(smallest):
     args = array(512, 1024), array(2048, 512)
     result = reduced_args(step_of(heads_in_code), args, helper_of(fsdp=64, tp=8), jax.devices())

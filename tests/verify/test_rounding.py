@@ -52,6 +52,7 @@ def test_without_errors_it_is_what_jax_computes(function, rng):
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.medium
 def test_the_errors_of_a_sum_are_like_those_of_other_orders(rng):
     x = (rng.normal(size=4096) * 100).astype('float32')
     exact = float(np.sum(x.astype('float64')))
@@ -128,6 +129,7 @@ def test_terms_that_cancel_exactly_have_independent_errors(function, rng):
     assert unit / 2 < np.sqrt(np.mean(np.square(drawn / term))) < 4 * unit
 
 
+@pytest.mark.medium
 def test_signs_of_errors_do_not_follow_those_of_values(rng):
     x = rng.normal(size=4096).astype('float32')
 
@@ -140,6 +142,7 @@ def test_signs_of_errors_do_not_follow_those_of_values(rng):
         assert all(abs(np.mean(one * other)) < 0.1 for other in signs[:i])
 
 
+@pytest.mark.medium
 def test_infinite_and_huge_values_have_no_new_nan():
     x = np.asarray([[np.inf, 1e30, 0.0, -np.inf]], 'float32')
     for function in (lambda x: jnp.exp(-x), lambda x: x.T @ jnp.ones((1, 2)), lambda x: jnp.max(x, 1)):

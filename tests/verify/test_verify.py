@@ -110,6 +110,7 @@ def test_values_of_the_user_are_taken(helper):
     assert (seen[0][0] == 3.0).all() and int(seen[0][1]) == 7 and bool(seen[0][2])
 
 
+@pytest.mark.medium
 def test_static_arguments_and_keywords(helper):
     def layer(x, w, *, power, scale=None, kind='relu'):
         y = getattr(jax.nn, kind)(x @ w) ** power
@@ -123,6 +124,7 @@ def test_static_arguments_and_keywords(helper):
     assert helper.verify(step, x, w=w, power=3, scale=S((), 'float32'), kind='gelu').ok
 
 
+@pytest.mark.medium
 def test_functions_of_jax_jit(helper):
     sharding = jax.NamedSharding(helper.mesh, P('fsdp'))
     step = jax.jit(lambda x, n: x * n, in_shardings=(sharding, None), static_argnums=())
@@ -154,6 +156,7 @@ def test_modules_of_nnx(helper):
     assert found.ok, str(found)
 
 
+@pytest.mark.medium
 def test_a_step_of_any_helper(helper):
     def make(helper):
         @helper.sjit(in_shardings=P('fsdp'))
@@ -213,6 +216,7 @@ def test_code_that_uses_its_helper(make, axis_type):
     assert found.ok, str(found)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     'make', [mapped_inside, compiled_inside, annotated_inside], ids=lambda make: make.__name__
 )
@@ -223,6 +227,7 @@ def test_code_that_uses_a_helper_of_another_mesh(helper, make):
     assert found.ok, str(found)
 
 
+@pytest.mark.medium
 def test_a_fault_under_a_helper_of_another_mesh(helper):
     mapped = MeshShardingHelper([8], ['rows']).shard_map(lambda x: x.sum(0), P('rows'), P(), check_vma=False)
     assert not helper.verify(helper.sjit(lambda x: mapped(x) * 2), S((16, 8), 'float32'), seeds=1).ok
@@ -233,6 +238,7 @@ def sum_along_another_axis(x):
     return jax.lax.psum(y, 'tp')
 
 
+@pytest.mark.medium
 def test_a_step_that_is_a_shard_map_has_a_line(helper):
     mapped = helper.shard_map(sum_along_another_axis, P('fsdp'), P(), check_vma=False)
     found = helper.verify(helper.sjit(mapped, in_shardings=P('fsdp')), S((16, 8), 'float32'), seeds=1)
@@ -278,6 +284,7 @@ def test_shapes_that_depend_on_the_mesh(helper):
     )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('shape', [(8,), (2, 2, 2), (1, 8)])
 def test_other_meshes(shape):
     helper = MeshShardingHelper(shape, [*'abc'[: len(shape)]])
@@ -285,6 +292,7 @@ def test_other_meshes(shape):
     assert helper.verify(helper.sjit(jnp.sort, in_shardings=rule), S((16, 4), 'float32')).ok
 
 
+@pytest.mark.medium
 def test_what_divides_unevenly(helper):
     helper = MeshShardingHelper.from_mesh(helper.mesh, on_indivisible='replicate')
     assert helper.verify(helper.sjit(jnp.cumsum, in_shardings=P('fsdp')), S((7, 3), 'float32')).ok
@@ -303,6 +311,7 @@ def test_numbers_of_python_in_a_state(helper):
         assert found.steps == 3
 
 
+@pytest.mark.medium
 def test_numbers_of_8_bits(helper):
     def step(w, x):
         return (x.astype(w.dtype).astype('float32') @ w.astype('float32')).astype(w.dtype) + w[0]
@@ -312,6 +321,7 @@ def test_numbers_of_8_bits(helper):
     assert found.ok, str(found)
 
 
+@pytest.mark.medium
 def test_types_that_follow_from_shardings_of_arguments():
     helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=AxisType.Explicit)
 
@@ -367,6 +377,7 @@ def test_the_first_operation_is_not_one_that_rounds_otherwise(helper):
         assert found.first.primitive == 'shard_map'
 
 
+@pytest.mark.medium
 def test_copies_that_differ(helper):
     """Devices disagree on a replicated result, and the first one happens to be right."""
 
@@ -433,6 +444,7 @@ def test_a_difference_of_later_steps(helper):
     assert 'the results of the first step are equal' in found.why_no_first
 
 
+@pytest.mark.medium
 def test_a_donated_array_is_the_state_of_the_next_step(helper):
     def step(state, x):
         own = jax.shard_map(lambda x: x.sum(), in_specs=P('fsdp'), out_specs=P(), check_vma=False)(x)
@@ -443,6 +455,7 @@ def test_a_donated_array_is_the_state_of_the_next_step(helper):
     assert difference.step == 2
 
 
+@pytest.mark.medium
 def test_what_raises_on_the_mesh_alone(helper):
     calls = []
 
@@ -483,6 +496,7 @@ def test_values_inside_are_compared_if_asked_for(helper):
     assert 'the results are equal, but intermediate values are not' in str(found)
 
 
+@pytest.mark.medium
 def test_values_inside_that_cannot_be_compared(helper):
     placed = helper.shard(np.arange(32.0).reshape(8, 4), P('fsdp'))
 
@@ -695,6 +709,7 @@ def test_a_step_without_results_is_not_equal(helper):
     assert 'it returns no arrays' in str(found)
 
 
+@pytest.mark.medium
 def test_steps_and_arguments_of_other_meshes(helper):
     other = MeshShardingHelper([2, 4], ['a', 'b'])
     with pytest.raises(ArgumentError, match=r'the mesh \(a=2, b=4\) of another helper'):

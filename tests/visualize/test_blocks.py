@@ -59,6 +59,7 @@ def expected(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[tuple[tupl
     return found
 
 
+@pytest.mark.medium
 @hypothesis.given(shardings())
 @examples(500)
 def test_blocks_are_those_of_jax(case: tuple[NamedSharding, tuple[int, ...]]) -> None:

@@ -107,6 +107,7 @@ def places(tree):
     return [array.sharding.devices_indices_map(array.shape) for array in jax.tree.leaves(tree)]
 
 
+@pytest.mark.medium
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ('helper', 'call'),
@@ -132,6 +133,7 @@ def test_a_function_runs_on_the_mesh_as_under_set_mesh(helper, call):
     assert places(compiled.lower(*args).compile()(*args)) == places(wanted)
 
 
+@pytest.mark.medium
 def test_transformations_of_it_run_on_the_mesh():
     compiled = AUTO.sjit(constrained)
     assert jax.vmap(compiled)(np.stack([X, X])).sharding.spec == P(None, 'dp')
@@ -228,6 +230,7 @@ PLACED = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('name', PLACED)
 @pytest.mark.parametrize('helper', [AUTO, EXPLICIT], ids=['auto', 'explicit'])
 def test_some_functions_know_a_mesh_that_is_set_alone(helper, name):
@@ -261,6 +264,7 @@ def test_what_is_for_another_platform_is_lowered_under_its_mesh(types):
                     assert fun.eval_shape(X).shape == X.shape
 
 
+@pytest.mark.medium
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize('helper', [AUTO, EXPLICIT, MIXED], ids=['auto', 'explicit', 'mixed'])
 @pytest.mark.parametrize('options', ['in_shardings', 'out_shardings', 'args_sharding_constraint'])

@@ -512,6 +512,7 @@ def test_sjit_again_of_one_function_shares_its_traces():
     assert len(traces) == 4
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('option', ['in_shardings', 'out_shardings', 'args_sharding_constraint'])
 def test_rules_are_those_of_the_call_of_sjit(option):
     def double(x):
@@ -693,6 +694,7 @@ def test_rules_that_cannot_be_hashed_bind():
         assert jax.jit(model)(X).sharding.spec == P('data')
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('options', [{}, {'in_shardings': P('data')}, {'out_shardings': P()}])
 def test_every_shape_reaches_the_fast_path(options, monkeypatch):
     compiled = HELPER.sjit(lambda x: x * 2, **options)

@@ -117,6 +117,7 @@ def test_default_omitted_before_a_keyword():
     np.testing.assert_array_equal(HELPER.sjit(g)(X, c=5.0), X + 10)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('static', [1, -2, (1,), (1, -1), (2, 1), [-1, 1]])
 def test_static_argnums_in_any_form(static):
     def g(x, n, m):
@@ -607,6 +608,7 @@ def test_a_parameter_may_be_called_like_a_builtin():
         np.testing.assert_array_equal(compiled(Y, tuple=Y), 2 * Y + 2)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('static', [None, 0])
 def test_every_number_of_extra_arguments_is_a_call_of_its_own(static):
     """The program of one number reads too few arguments of another, and would answer for it."""
@@ -723,6 +725,7 @@ def _save(module, path):
         checkpoints.save(0, module)
 
 
+@pytest.mark.medium
 def test_the_ways_out_for_modules():
     eqx = pytest.importorskip('equinox')
     model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
@@ -787,6 +790,7 @@ def test_structs_of_wide_dtypes(question):
     assert HELPER.abstract(np.ones(8), P('data')).dtype == np.float32
 
 
+@pytest.mark.medium
 def test_wrappers_are_called_as_they_are_written():
     def tenfold(fun):
         @functools.wraps(fun)

@@ -147,6 +147,7 @@ def test_whole_copies_are_taken_from_any_device(helper, donated):
         assert counts.traces == 1
 
 
+@pytest.mark.medium
 @pytest.mark.sampled(3)
 @each_mesh
 @each_donation
@@ -187,6 +188,7 @@ def test_several_arguments_that_arrive_in_different_ways(helper):
     assert dataclasses.astuple(counts) == (1, 1)
 
 
+@pytest.mark.medium
 @each_mesh
 def test_sjit_of_the_same_function_and_options_again(helper):
     with counted('ours') as (counts, function):

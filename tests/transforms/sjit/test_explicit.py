@@ -70,6 +70,7 @@ def test_a_nested_call_takes_its_shardings(helper, outer, options, start):
     assert types == [wanted]
 
 
+@pytest.mark.medium
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize('start', [P(), P('x'), P('y')], ids=str)
 @pytest.mark.parametrize('outer', ['sjit', 'jit'])
@@ -188,6 +189,7 @@ def test_calls_that_nothing_places_run_on_the_whole_mesh(helper):
     assert lies(helper.sjit(lambda a, b: a + b)(helper.shard(X, SPEC), 1.0), helper, SPEC)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('spec', [P(), SPEC], ids=str)
 def test_outputs_that_depend_on_no_argument_lie_on_the_mesh(helper, spec):
     constant = helper.sjit(
@@ -248,6 +250,7 @@ def test_outputs_are_sharded_on_the_mesh_of_the_helper(helper, ambient):
     assert lies(out, helper, P('y'))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('ambient', MESHES)
 @pytest.mark.parametrize('donated', [(), (0,)], ids=['kept', 'donated'])
 def test_arrays_that_nobody_has_placed_are_traced_once_under_axes_of_other_types(ambient, donated):
@@ -403,6 +406,7 @@ def test_arrays_of_an_explicit_mesh_for_a_mesh_of_auto_axes(ask, sharding):
     assert compiled(x).sharding.spec == P('x')
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('sharding', TYPED.values(), ids=TYPED)
 def test_arrays_of_an_explicit_mesh_without_rules_stay_on_their_devices(sharding):
     x, compiled = jax.device_put(X, sharding), AUTO_HELPER.sjit(lambda x: x * 2)

@@ -165,6 +165,7 @@ def test_on_explicit_axes_it_is_refused():
         step(w, x, 4)
 
 
+@pytest.mark.medium
 def test_the_users_code_runs_once_and_placed_arrays_give_the_same():
     times = []
 

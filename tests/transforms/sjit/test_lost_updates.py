@@ -28,6 +28,7 @@ class Model(nnx.Module):
         return self.dropout(self.norm(x))
 
 
+@pytest.mark.medium
 def test_changes_that_are_lost_are_said(snapshot):
     def forward(model, x):
         return model(x)

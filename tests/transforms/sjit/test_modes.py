@@ -89,6 +89,7 @@ def test_every_mesh_and_context(helper, context, placed):
     assert len(traces) == 1
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('known', [False, True], ids=['first call', 'later call'])
 def test_a_foreign_mesh_of_the_same_devices_in_another_order(helper, known):
     compiled = helper.sjit(lambda x: x * 2, P('data'))
@@ -114,6 +115,7 @@ def test_numpy_and_placed_arguments_share_one_trace(helper):
     assert len(traces) == 1
 
 
+@pytest.mark.medium
 def test_no_rules_at_all(helper):
     placed = helper.shard(X, P('data'))
     out = helper.sjit(lambda x: x * 2)(placed)
@@ -173,6 +175,7 @@ def test_shard_map_inside(helper):
     np.testing.assert_array_equal(mapped(X), X * 2)
 
 
+@pytest.mark.medium
 def test_without_jit_the_function_runs_with_values_from_the_first_call(helper):
     signs = []
 
@@ -187,6 +190,7 @@ def test_without_jit_the_function_runs_with_values_from_the_first_call(helper):
     assert signs == [True, False, True, True]
 
 
+@pytest.mark.medium
 def test_without_jit_another_shape_is_not_traced(helper):
     compiled = helper.sjit(lambda x: x * 2 if isinstance(x, jax.core.Tracer) else x * 3, P('data'))
     np.testing.assert_array_equal(compiled(X), X * 2)
@@ -330,6 +334,7 @@ def test_what_asks_for_the_mesh_in_force_finds_the_helpers(name, types, under):
     assert out.sharding.mesh == helper.mesh
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('placed', [False, True], ids=['host', 'placed'])
 def test_debug_nans_finds_the_line(placed):
     log = HELPER.sjit(lambda x: jnp.log(x), P('data'))

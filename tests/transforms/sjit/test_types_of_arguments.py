@@ -66,6 +66,7 @@ DUCKS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('attributes', [{}, {'weak_type': True}, {'sharding': None}], ids=str)
 @pytest.mark.parametrize('kind', DUCKS)
 def test_objects_with_a_shape_and_a_dtype_lower_as_under_jit(kind, attributes):
@@ -110,6 +111,7 @@ def test_types_take_the_shardings_of_arrays(name, rules, by_name):
     assert asked == function.shardings_for(*arrays, **keywords)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize('other', HELPERS)
 @pytest.mark.parametrize('name', HELPERS)
 def test_types_of_placed_arrays_need_no_mesh_in_force(name, other):
@@ -121,6 +123,7 @@ def test_types_of_placed_arrays_need_no_mesh_in_force(name, other):
     assert by_rule.compile().input_shardings[0][0].spec == P('tp')
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ('axis_types', 'spec'),
     [
@@ -206,6 +209,7 @@ def step(w, x):
     return (x @ w).sum()
 
 
+@pytest.mark.medium
 def test_everything_else_that_takes_structs():
     rule = FSDPShardingRule(min_fsdp_size=1)
     w, x = jax.typeof(jnp.ones((8, 16))), jax.typeof(jnp.ones((16, 8)))
