@@ -235,6 +235,7 @@ def run(equation, values, placements, results, parts, rng):
     return [together(*pair) for pair in zip(zip(*found, strict=True), results, strict=True)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('parts', [2, 4])
 @pytest.mark.parametrize('name', CASES)
 def test_results_of_blocks_are_blocks_of_results(name, parts):
