@@ -7,8 +7,6 @@ set -u
 python=$1
 shift
 failed=
-# One more than there are cores, for some tests wait for processes.
-workers=$(($(getconf _NPROCESSORS_ONLN) + 1))
 trap 'printf "\nInterrupted.\n"; exit 130' INT TERM
 
 run() {
@@ -23,8 +21,8 @@ for step in "$@"; do
     format) run format "$python" -m ruff format --check . ;;
     lint) run lint "$python" -m ruff check . ;;
     types) run types "$python" -m mypy scalax benchmarks tests/typed ;;
-    docstrings) run docstrings "$python" -m pytest --numprocesses=$workers --doctest-modules scalax ;;
-    tests) eval "run tests $python -m pytest --numprocesses=$workers --dist=worksteal ${PYTEST_ARGS-}" ;;
+    docstrings) run docstrings "$python" -m pytest --numprocesses=auto --doctest-modules scalax ;;
+    tests) eval "run tests $python -m pytest --numprocesses=auto --dist=worksteal ${PYTEST_ARGS-}" ;;
     *) printf 'check.sh knows no step %s\n' "$step" >&2 && exit 2 ;;
   esac
 done
