@@ -148,15 +148,16 @@ def test_a_program_is_needed() -> None:
 
 # --- A part is lost, and the others go on --------------------------------------------------------
 
-# Of three processes: each says how many there are, and since when they are wanted; all have said so before
-# anything happens.
+# Each of three processes prints how many processes there are and how long ago one was lost. All have printed
+# it before anything happens. Each line is one write: otherwise the lines of three processes mix.
 OF_THREE = """
 import os, signal, sys, time
 me, count = (int(os.environ[name]) for name in ('JAX_PROCESS_ID', 'JAX_NUM_PROCESSES'))
 folder = os.environ['SAID']
-print(f'{me} of {count}, port ' + os.environ['JAX_COORDINATOR_ADDRESS'].rpartition(':')[2], flush=True)
+port = os.environ['JAX_COORDINATOR_ADDRESS'].rpartition(':')[2]
+os.write(1, f'{me} of {count}, port {port}\\n'.encode())
 if 'LOST_AT' in os.environ:
-    print('lost %.1f s ago' % (time.time() - float(os.environ['LOST_AT'])), flush=True)
+    os.write(1, b'lost %.1f s ago\\n' % (time.time() - float(os.environ['LOST_AT'])))
 open(os.path.join(folder, f'{count}.{me}'), 'w').close()
 end = time.monotonic() + 500
 while sum(name.startswith(f'{count}.') for name in os.listdir(folder)) < count:
