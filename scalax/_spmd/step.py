@@ -15,6 +15,7 @@ from scalax._spmd.constraints import of_spec
 from scalax._spmd.partition import Partitioner
 from scalax._spmd.placement import REPLICATE, Partial, Placements, Shard
 from scalax._spmd.report import Row, rows
+from scalax._spmd.rewrites import StepFacts, rewritten
 from scalax._spmd.values import Argument, CannotPartition, replicated
 from scalax._spmd.wanted import Layout, state_placement
 
@@ -99,6 +100,7 @@ def partition_step(
         None if each.spec is None else Layout(placed(each.spec, var, is_state=True), each.path, i)
         for i, (each, var) in enumerate(zip(results, inner.outvars, strict=True))
     ]
+    jaxpr = rewritten(jaxpr, StepFacts(known, wanted, mesh, axes))
     partitioner = Partitioner(jaxpr, known, wanted, mesh, axes)
     first = [None if layout is None else layout.placements for layout in wanted]
     found = partitioner.jaxpr(jaxpr, known, first)
