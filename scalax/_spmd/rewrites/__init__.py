@@ -1,8 +1,7 @@
 """Rewrites of a step before it is partitioned: algorithms that run on blocks, for algorithms that do not.
 
-A rewrite takes the jaxpr of a step for all examples and returns a jaxpr of equal results for all examples, which
-`scalax._spmd.partition` partitions better. Each file has one algorithm. `REWRITES` says by which primitives a
-step is known that a rewrite concerns, so that other steps do not pay for it.
+A rewrite takes the jaxpr of a step for all examples and returns a jaxpr of equal results, also for all
+examples, which `scalax._spmd.partition` partitions better. Each file has one algorithm.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ class StepFacts(NamedTuple):
 
 Rewrite = Callable[[Any, StepFacts], Any]
 REWRITES: tuple[tuple[frozenset[str], Rewrite], ...] = ()
-"""The rewrites in the order in which they run, each with primitives: a step without any of them is not rewritten."""
+"""The rewrites in the order in which they run, each with the primitives of which a step has at least one if the
+rewrite concerns it. Other steps do not pay for it."""
 
 
 def rewritten(jaxpr: Any, facts: StepFacts) -> Any:
