@@ -35,8 +35,8 @@ class StepFacts(NamedTuple):
 
 Rewrite = Callable[[Any, StepFacts], Any]
 REWRITES: tuple[tuple[frozenset[str], Rewrite], ...] = ()
-"""The rewrites in the order in which they run, each with the primitives of which a step has at least one if the
-rewrite concerns it. Other steps do not pay for it."""
+"""The rewrites in the order in which they run, each with the primitives that make it worth a look: a step without
+any of them does not pay for the rewrite."""
 
 
 def rewritten(jaxpr: Any, facts: StepFacts) -> Any:
