@@ -35,8 +35,7 @@ class StepFacts(NamedTuple):
 
 Rewrite = Callable[[Any, StepFacts], Any]
 REWRITES: tuple[tuple[frozenset[str], Rewrite], ...] = ()
-"""The rewrites in the order in which they run, each with the primitives that make it worth a look: a step without
-any of them does not pay for the rewrite."""
+"""The rewrites in the order in which they run. Each has the primitives that make a step worth its look."""
 
 
 def rewritten(jaxpr: Any, facts: StepFacts) -> Any:
