@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from scalax._follow.said import placed_by_user
 from scalax._jaxprs.dimensions import Dimensions, Numbers
 from scalax._jaxprs.dims import ALONG
+from scalax._jaxprs.user_shardings import placed_by_user
 
 # The results of convolutions have windows, and those of ragged products groups.
 _NOT_SPLIT = ALONG | {'conv_general_dilated', 'ragged_dot_general'}

@@ -9,7 +9,6 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scalax._follow.said import placed_by_user
 from scalax._follow.shared import Shared
 from scalax._follow.splits import Costs
 from scalax._follow.trail import LOST, Trail, spec_of
@@ -17,6 +16,7 @@ from scalax._follow.types import Followed, Noted, Use
 from scalax._follow.weights import Weights
 from scalax._jax.equations import PLACES, DropVar, is_on_device, opened, shape_of
 from scalax._jax.primitives import primitive_name
+from scalax._jaxprs.user_shardings import placed_by_user
 
 
 class Edit:

@@ -34,7 +34,6 @@ from scalax._follow.loops import follow_loop
 from scalax._follow.moves import move_to_weight
 from scalax._follow.operands import place_operands
 from scalax._follow.ragged import on_own_rows
-from scalax._follow.said import SAID, placed_by_user
 from scalax._follow.shared import Shared
 from scalax._follow.trail import LOST, LOSTS, Trail, along, axes_of, closed_spec_of, merged, spec_of, without
 from scalax._follow.types import ONCE, Arguments, Followed, Move, Noted, Use
@@ -42,6 +41,7 @@ from scalax._jax.equations import CALLS, LOOPS, WITH_JAXPRS, branches, called, m
 from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jax.rewriting import replaced, with_jaxprs, with_operands
 from scalax._jaxprs.dims import ELEMENTWISE, PRODUCTS, UNKNOWN
+from scalax._jaxprs.user_shardings import SAID, placed_by_user
 
 # Operands of different layouts meet in these, and the compiler chooses where their results are.
 CHOICES = PRODUCTS | {

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
-import traceback
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from types import TracebackType
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
-import jax
 from jax.sharding import PartitionSpec
 
 from scalax._follow.types import Arguments, Followed, Noted
-from scalax._jax.equations import name_stack, traceback_of
+from scalax._jax.equations import traceback_of
+from scalax._jaxprs.source_lines import frames_outside_jax, line_of
 from scalax._report.tables import array_text, human_bytes, table, terminal_width
-from scalax._tree.paths import bits_of
+from scalax._tree.paths import array_bytes
 from scalax._tree.specs import text
-from scalax._util.user_frames import file_text, users_own
 
 _DEAL = os.path.join('scalax', '_stages', 'deal.py')
-_JAX = os.path.dirname(jax.__file__) + os.sep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,11 +144,11 @@ def followed_batch(
 
 def _is_dealt(equation: Any) -> bool:
     """Whether an equation deals rows to pipelines, which say where these are behind it."""
-    return any(frame.filename.endswith(_DEAL) for frame in _written(traceback_of(equation))[:1])
+    return any(frame.filename.endswith(_DEAL) for frame in frames_outside_jax(traceback_of(equation))[:1])
 
 
 def _largest_first(places: Iterable[Noted]) -> tuple[LostRows, ...]:
-    found = _counted(LostRows(bytes=bytes_of(each.aval), **_place(each)) for each in places)
+    found = _counted(LostRows(bytes=array_bytes(each.aval), **_place(each)) for each in places)
     return tuple(sorted(found, key=lambda each: (-each.bytes, each.line, each.primitive)))
 
 
@@ -164,31 +159,3 @@ def _counted(values: Iterable[T]) -> tuple[T, ...]:
 def _place(noted: Noted) -> dict[str, Any]:
     line, array = line_of(noted.equation, noted.calls), array_text(str(noted.aval.dtype), noted.aval.shape)
     return {'primitive': noted.equation.primitive.name, 'line': line, 'array': array}
-
-
-def bytes_of(aval: Any) -> int:
-    """The bytes of an array of all devices together."""
-    return -(-math.prod(aval.shape) * bits_of(aval.dtype) // 8)
-
-
-def line_of(equation: Any, calls: Sequence[Any] = ()) -> str:
-    """The line of the user's code; of what JAX derived, that of the innermost call around it that has one.
-
-    Args:
-        equation: the equation.
-        calls: those in whose jaxprs it is, from the innermost one outwards.
-    """
-    found = map(line_of_stack, map(traceback_of, (equation, *calls)))
-    return next(filter(None, found), '') or name_stack(equation)
-
-
-def line_of_stack(stack: TracebackType | None) -> str:
-    """The innermost line of the user's code in a stack; empty if there is none."""
-    frame = users_own(_written(stack), lambda each: each.filename)
-    return '' if frame is None else f'{file_text(frame.filename)}:{frame.lineno} {frame.name}'
-
-
-def _written(stack: TracebackType | None) -> list[traceback.FrameSummary]:
-    """The frames of a stack that are not JAX's own, the innermost first."""
-    frames = [] if stack is None else reversed(traceback.extract_tb(stack))
-    return [each for each in frames if not each.filename.startswith(_JAX)]

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
-from scalax._follow.said import SAID, placed_by_user
 from scalax._jax import equations
 from scalax._jax.equations import Literal, opened, shape_of, size_of, values_in
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import part_of, replaced
 from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS
+from scalax._jaxprs.user_shardings import SAID, placed_by_user
 
 # Values of so many elements are scalars, or coefficients.
 _FEW = 64

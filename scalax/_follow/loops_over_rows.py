@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from scalax._follow.accumulations import added_by_round
 from scalax._follow.ragged import if_mapped
 from scalax._follow.rows_by_number import with_rows_by_number
 from scalax._follow.trail import Trails
@@ -34,6 +33,7 @@ from scalax._jax.equations import (
 )
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, equation_if_mapped, run, with_inlined
+from scalax._jaxprs.carry_accumulation import added_by_round
 from scalax._jaxprs.dependence import Dependence
 
 

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalax._follow.said import placed_by_user
 from scalax._jax.equations import (
     CALLS,
     OWN_GRADIENTS,
@@ -36,6 +35,7 @@ from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import equation_of, part_of, replaced, run, with_inlined, with_jaxprs
 from scalax._jaxprs.dims import puts_rows, takes_rows
 from scalax._jaxprs.integers import Integers, Values
+from scalax._jaxprs.user_shardings import placed_by_user
 
 # Of more rounds the numbers are not computed.
 _MOST = 2**20

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from scalax._follow.bounds import within_bounds
 from scalax._follow.follow import follow
 from scalax._follow.loops_over_rows import with_own_rows
 from scalax._follow.matrices import spread_matrices
-from scalax._follow.mended import within_bounds
 from scalax._follow.own_order import with_own_order
 from scalax._follow.own_sums import with_own_sums
 from scalax._follow.trail import Trails
@@ -87,7 +87,7 @@ def _follow_rows(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) ->
 
 def _failure(error: Exception) -> str:
     """At which equation the pass failed, and how."""
-    from scalax._follow.followed_batch import line_of  # here, because hardly any program fails
+    from scalax._jaxprs.source_lines import line_of  # here, because hardly any program fails
 
     at_hand = [frame.f_locals.get('equation') for frame, _ in traceback.walk_tb(error.__traceback__)]
     equations = [each for each in reversed(at_hand) if isinstance(each, JaxprEqn)]

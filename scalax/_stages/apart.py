@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 
-from scalax._follow.accumulations import added_by_round
 from scalax._jax.equations import DropVar, Literal, Loop, loop_of, opened
 from scalax._jax.rewriting import added_equation, part_of, reading_others, run, with_inlined, with_results
+from scalax._jaxprs.carry_accumulation import added_by_round
 from scalax._jaxprs.rows import SUM, Fact, Refused, Rows, RowsOf
 from scalax._stages.constants import scan_like
 

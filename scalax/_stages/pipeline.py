@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from scalax._follow.followed_batch import line_of
 from scalax._jax.equations import loop_of, opened, scan_options
 from scalax._jaxprs.interpreter import LoopFacts
 from scalax._jaxprs.other_rows import Known, OnOtherRows
 from scalax._jaxprs.rows import SUM, Fact, Rows, RowsOf
+from scalax._jaxprs.source_lines import line_of
 from scalax._stages.deal import Deal, placed
 from scalax._stages.pipelined import at_turn, sending
 from scalax.errors import StagesError

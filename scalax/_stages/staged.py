@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from scalax._follow.accumulations import added_by_round
-from scalax._follow.followed_batch import bytes_of, line_of
 from scalax._follow.trail import Trail, along, merged, of_dims, put, spec_of, without
 from scalax._follow.types import Arguments
 from scalax._jax import equations, rewriting
@@ -28,8 +26,10 @@ from scalax._jax.equations import (
 )
 from scalax._jax.primitives import primitive_name
 from scalax._jax.tracing import trace_context
+from scalax._jaxprs.carry_accumulation import added_by_round
 from scalax._jaxprs.interpreter import LoopFacts
 from scalax._jaxprs.rows import SUM, Fact, Refused, Rows, RowsOf
+from scalax._jaxprs.source_lines import line_of
 from scalax._stages.apart import apart
 from scalax._stages.constants import with_own_constants
 from scalax._stages.deal import Deal
@@ -38,6 +38,7 @@ from scalax._stages.pipeline import Pipeline
 from scalax._stages.pipelined import Loops, PipelinedLoop
 from scalax._stages.places import LAYERS, ROWS, Places
 from scalax._stages.stages import Stages
+from scalax._tree.paths import array_bytes
 from scalax._tree.specs import no_axis
 from scalax.errors import StagesError, StagesWarning, plural, shown, warn
 
@@ -399,7 +400,7 @@ def _described(equation: Any, facts: LoopFacts[Fact], deal: Deal, rounds: int, t
 
     def size(variables: Sequence[Any], known: Sequence[Fact], kind: Any) -> int:
         pairs = zip(variables, known, strict=False)
-        return sum(bytes_of(var.aval) for var, fact in pairs if isinstance(fact, kind))
+        return sum(array_bytes(var.aval) for var, fact in pairs if isinstance(fact, kind))
 
     along, moving = size(constants, facts.constants, Rows), size(carried, facts.carried, Rows)
     same = size(carried, facts.carried, type(None))

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -155,6 +156,11 @@ def bits_of(dtype: Any) -> int:
     # Of PRNG keys, and of gradients of integers, which take nothing.
     counted = jax.dtypes.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0
     return int(8 * dtype.itemsize if counted else jax.dtypes.itemsize_bits(dtype))
+
+
+def array_bytes(aval: Any) -> int:
+    """Returns the bytes of an array of all devices together, given its type."""
+    return -(-math.prod(aval.shape) * bits_of(aval.dtype) // 8)
 
 
 def describe_leaf(path: str, leaf: Any) -> str:

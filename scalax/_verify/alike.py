@@ -21,8 +21,6 @@ from typing import Any
 
 import jax
 
-from scalax._follow.followed_batch import line_of
-from scalax._follow.said import placed_by_user
 from scalax._jax.equations import (
     PLACES,
     equations,
@@ -34,6 +32,8 @@ from scalax._jax.equations import (
     traceback_of,
 )
 from scalax._jaxprs.dims import dims_of
+from scalax._jaxprs.source_lines import line_of
+from scalax._jaxprs.user_shardings import placed_by_user
 from scalax._report.tables import array_text
 from scalax._tree.specs import entries, entry_axes
 from scalax._util.user_frames import is_cell

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from scalax._follow.followed_batch import line_of
 from scalax._jax.equations import axes_named, equations, jaxprs_in
 from scalax._jax.primitives import primitive_name
+from scalax._jaxprs.source_lines import line_of
 from scalax._tree.paths import is_key
 from scalax._verify.differences import Error, error_of, explained, worst_copies
 from scalax._verify.rounding import Evaluation, Place, places

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from scalax._follow.followed_batch import line_of_stack
+from scalax._jaxprs.source_lines import line_of_stack
 from scalax._tree.specs import axis_sizes_text
 from scalax._verify.alike import Program, division, lines, lost
 from scalax._verify.kept_rules import Answers, with_kept_rules

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from scalax._follow.followed_batch import line_of
 from scalax._jax import equations
+from scalax._jaxprs.source_lines import line_of
 from scalax._plan.lowered_step import without_changes
 from scalax._trace.contexts import MeshOwner, tracing_for_one_device
 from scalax._transforms.calls.signature import name_of

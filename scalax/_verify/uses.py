@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalax._follow.followed_batch import line_of
 from scalax._jax import equations
 from scalax._jax.equations import RUN_ONCE, WITH_JAXPRS, opened, shape_of, size_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import constants_of
 from scalax._jaxprs.interpreter import Interpreter
+from scalax._jaxprs.source_lines import line_of
 
 Kind = Literal['key', 'mask', 'index', 'length', 'count', 'integer', 'fraction', 'positive', 'number']
 

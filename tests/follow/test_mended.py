@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalax._follow.mended import within_bounds
+from scalax._follow.bounds import within_bounds
 from scalax._jax import rewriting
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from tests.support.contracts import contract

@@ -29,11 +29,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import AxisType, Mesh
 
-from scalax._follow.mended import with_right_gradients
-from scalax._follow.said import is_on_mesh
 from scalax._hostdata import collectives
 from scalax._jax.tracing import is_abstract, is_compiled
 from scalax._jaxprs.dependence import Dependence
+from scalax._jaxprs.user_shardings import is_on_mesh
 from scalax._mesh import meshes
 from scalax._trace import constraints
 from scalax._transforms.calls import errors, placement
@@ -64,6 +63,7 @@ from scalax._transforms.tracebacks import HidingOurs
 from scalax._util import lru_cache
 from scalax._util.progress import progress
 from scalax._util.stack import with_room
+from scalax._xla_workarounds.grouped_convolutions import with_right_gradients
 from scalax.errors import MeshError
 from scalax.rules._idle import warn_unsharded
 

@@ -64,7 +64,7 @@ def run_partitioned(
     try:
         step = partition_step(closed, arguments, results, abstract, axes)
     except CannotPartition as error:
-        from scalax._follow.followed_batch import line_of  # here, because hardly any step fails
+        from scalax._jaxprs.source_lines import line_of  # here, because hardly any step fails
 
         at = '' if error.equation is None else f' ({line_of(error.equation)})'
         warn(

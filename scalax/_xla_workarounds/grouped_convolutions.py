@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from scalax._follow.uneven import REDUCING, with_even_updates
-from scalax._jax.equations import Literal, conv_dims, conv_groups, shape_of
+from scalax._jax.equations import conv_dims, conv_groups, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, bound, equation_of
+from scalax._xla_workarounds.scatter_padding import REDUCING, with_even_updates
 from scalax.errors import ArgumentError
 
 
@@ -54,7 +54,7 @@ def with_right_gradients(
         if groups_of_rows == 1:
             return _laid_out_as_images(equation) if features > 1 and is_changed else equation
         if not is_changed:
-            from scalax._follow.followed_batch import line_of  # here, because hardly any program is refused
+            from scalax._jaxprs.source_lines import line_of  # here, because hardly any program is refused
 
             raise ArgumentError(
                 f'{name} takes the gradient of a grouped convolution ({line_of(equation)}), which XLA sums '
@@ -105,33 +105,3 @@ def _laid_out_as_images(equation: Any) -> Any:
         return jnp.transpose(found, [dim for _, dim in pairs])
 
     return equation_of(jax.jit(convolved), equation)
-
-
-def within_bounds(equation: Any) -> Any:
-    """The equation; a `dynamic_update_slice` by numbers within bounds, where XLA minds.
-
-    A `dynamic_update_slice` out of bounds writes the last rows, or the first ones. Where devices have rows of
-    the array, XLA writes none. To follow rows may be what puts them there.
-    """
-    if primitive_name(equation) != 'dynamic_update_slice':
-        return equation
-    array, update, *numbers = equation.invars
-    if not any(map(_may_be_lost, numbers, shape_of(array), shape_of(update))):
-        return equation
-
-    def updated(array: Any, update: Any, *numbers: Any) -> Any:
-        last = [size - rows for size, rows in zip(array.shape, update.shape, strict=True)]
-        kept = [
-            jax.lax.clamp(jnp.zeros_like(x), x, jnp.asarray(min(most, jnp.iinfo(x.dtype).max), x.dtype))
-            for x, most in zip(numbers, last, strict=True)
-        ]
-        return jax.lax.dynamic_update_slice(array, update, kept)
-
-    return equation_of(jax.jit(updated), equation)
-
-
-def _may_be_lost(number: Any, size: int, rows: int) -> bool:
-    """Whether XLA may write nothing: one row, or by a constant any number of rows, out of bounds."""
-    if isinstance(number, Literal):
-        return not 0 <= number.val <= size - rows
-    return rows == 1 < size

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalax._follow.mended import with_right_gradients
+from scalax._xla_workarounds.grouped_convolutions import with_right_gradients
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 
 ROWS = np.random.default_rng(0).normal(size=(8, 16, 6)).astype('float32')

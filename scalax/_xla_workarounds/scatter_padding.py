@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from scalax._follow.trail import of_sharding
 from scalax._jax.equations import scatter_dims, shape_of, shardings_said
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import bound, equation_of
 from scalax._jaxprs.dimensions import Dimensions, Numbers
 from scalax._jaxprs.dims import SCATTERS, WINDOWS
+from scalax._tree.specs import entries, entry_axes
 
 _SUMS = frozenset(('scatter-add', 'scatter-sub'))
 REDUCING = SCATTERS - {'scatter'}
@@ -50,8 +50,8 @@ class _Unevenly(Dimensions):
     def _constrained(self, equation: Any, numbers: Numbers) -> None:
         sharding, shape = shardings_said(equation)[1].get(0), shape_of(equation.outvars[0])
         if isinstance(sharding, NamedSharding):
-            for axes, size, number in zip(of_sharding(sharding, len(shape)), shape, numbers, strict=False):
-                if size % math.prod(sharding.mesh.shape[axis] for axis in axes):
+            for entry, size, number in zip(entries(sharding.spec), shape, numbers, strict=False):
+                if size % math.prod(sharding.mesh.shape[axis] for axis in entry_axes(entry)):
                     self.numbers.add(number)
 
     def _resized(self, equation: Any, operands: Sequence[Numbers], results: Sequence[Numbers]) -> None:
