@@ -175,6 +175,11 @@ def scan_options(equation: Any) -> dict[str, Any]:
     return {name: equation.params[name] for name in ('reverse', 'unroll')}
 
 
+def rounds_param(length: int) -> dict[str, Any]:
+    """The parameter of a `scan` that says how many rounds it has. Relies on *length* alone saying it."""
+    return {'length': length}
+
+
 def _same_rank(a: Any, b: Any) -> bool:
     return len(shape_of(a)) == len(shape_of(b))
 

@@ -6,8 +6,9 @@ device is computed for each device's examples from the start, if its dimension m
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from scalax._jax.equations import Literal, shape_of
 from scalax._jax.primitives import primitive_name
@@ -65,6 +66,18 @@ class BatchDims:
                 if isinstance(placement, Shard) and not placement.is_state:
                     root = self._numbered.classes.root(numbers[placement.dim])
                     self._axes.setdefault(root, set()).add(axis)
+
+    def along(self, axes: Sequence[int]) -> Self:
+        """Returns the dimensions of the batch along these of the axes alone, by number."""
+        other = copy.copy(self)
+        kept = {axis: i for i, axis in enumerate(axes)}
+        other._axes = {root: {kept[x] for x in found if x in kept} for root, found in self._axes.items()}
+        return other
+
+    def dims(self, atom: Any) -> set[int]:
+        """Returns the dimensions of a value that are dimensions of the batch."""
+        root, numbers = self._numbered.classes.root, self._numbered.of(atom)
+        return {dim for dim, number in enumerate(numbers) if root(number) in self._axes}
 
     def placements(self, atom: Any, placements: Placements) -> Placements:
         """Returns the placements of a value whose dimensions of the batch are sharded as well."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Container, Sequence
+from typing import Any, Self
 
 import jax
 from jax.sharding import AbstractMesh
@@ -76,6 +77,23 @@ class Shared:
         self.batch_dims = BatchDims(jaxpr, [each.placements for each in arguments], self.blocks)
         self.replicated = replicated(len(self.axes))
 
+    def along(self, axes: Sequence[int]) -> Self:
+        """Returns what is known of all jaxprs along these of the batch axes alone, by number.
+
+        Along the others, devices run what they are given without an exchange.
+        """
+        if len(axes) == len(self.axes):
+            return self
+        other = copy.copy(self)
+        other.axes = tuple([self.axes[i] for i in axes])
+        other.mesh_axes = {axis: self.mesh_axes[axis] for axis in other.axes}
+        other.sizes = tuple(other.mesh_axes.values())
+        other.blocks = math.prod(other.sizes)
+        other.exchange = Exchange(self.code, other.axes, other.sizes)
+        other.wanted, other.batch_dims = self.wanted.along(axes), self.batch_dims.along(axes)
+        other.replicated = replicated(len(axes))
+        return other
+
     def jaxpr(
         self,
         jaxpr: Any,
@@ -116,7 +134,7 @@ class Edit:
         eqns: the new equations.
         arguments: the new variables of the arguments.
         collectives: the collectives so far.
-        gathered: the arguments, by number, that are state and are gathered.
+        gathered: the arguments, by number, that are gathered.
     """
 
     def __init__(
@@ -166,8 +184,21 @@ class Edit:
         """Whether an equation is of a backward pass."""
         return self._backward or is_backward(equation)
 
-    def include(self, inner: Partitioned, operands: Sequence[Value], times: int | None = 1) -> None:
-        """Takes note of what a jaxpr inside does with these operands, so many times."""
+    def include(
+        self,
+        inner: Partitioned,
+        operands: Sequence[Value],
+        times: int | None = 1,
+        stacks: Container[int] = (),
+    ) -> None:
+        """Takes note of what a jaxpr inside does with these operands, so many times.
+
+        Args:
+            inner: the jaxpr inside.
+            operands: the operands.
+            times: how often it runs; None if that is not known.
+            stacks: the operands, by number, of which it takes an element at a time.
+        """
         for each in inner.collectives:
             origin = operands[each.of].origin if isinstance(each.of, int) else each.of
             self.collectives.append(
@@ -177,8 +208,18 @@ class Edit:
                 )
             )
         for i in inner.gathered:
-            if isinstance(origin := operands[i].origin, int):
-                self.gathered.add(origin)
+            if i not in stacks:
+                self._note_gathered(operands[i])
+
+    def _note_gathered(self, value: Value) -> None:
+        """Takes note of an argument that is gathered, or of that whose form a gathered value is.
+
+        Examples that something else uses as well count as not gathered: each device uses its own ones there.
+        """
+        if isinstance(value.origin, int):
+            self.gathered.add(value.origin)
+        elif value.argument is not None and self._uses[id(value.var)] == 1:
+            self.gathered.add(value.argument)
 
     def convert(self, value: Value, target: Placements, equation: Any) -> Any:
         """Returns what stands for a value in other placements, for an equation."""
@@ -224,8 +265,8 @@ class Edit:
             found = exchange.collective(step, equation, atom, result, origin, what)
             if found is not None:
                 self.collectives.append(found)
-            if step.kind == 'all_gather' and isinstance(value.origin, int):
-                self.gathered.add(value.origin)
+            if step.kind == 'all_gather':
+                self._note_gathered(value)
             atom = result
         return atom
 

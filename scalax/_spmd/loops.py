@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scalax._jax.equations import branches, called, loop_of, opened, shape_of, shardings_said
+from scalax._jax.equations import branches, called, loop_of, opened, rounds_param, shape_of, shardings_said
 from scalax._jax.primitives import primitive_name
+from scalax._spmd.apart import axes_apart
 from scalax._spmd.constraints import placements_said
 from scalax._spmd.edit import Edit
 from scalax._spmd.placement import REPLICATE, SUM, Partial, Placements, Shard, join
@@ -73,43 +74,57 @@ def partition_cond(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
 def partition_scan(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     """Writes a `scan` whose rounds run on blocks.
 
-    A loop over a sharded dimension takes all of it. State that each round takes as it is, is gathered before
-    the loop.
+    A loop over a sharded dimension runs on each device's own block of it, if rounds do not depend on each
+    other; else it takes all of it. State that each round takes as it is, is gathered before the loop.
     """
     loop, backward = loop_of(equation), edit.is_backward(equation)
     constants, begun, stacks = map(list, loop.parts(values))
     _reduce(edit, [*constants, *stacks], equation)
-    stacks = [_converted(edit, each, _without_dim(each.placements, 0), equation) for each in stacks]
-    elements = [_argument(each)._replace(placements=_element(each.placements)) for each in stacks]
+    apart = axes_apart(edit, loop, begun, stacks)
+    if apart.axes:
+        constants = [_converted(edit, x, apart.replicated(x.placements), equation) for x in constants]
+        stacks = [_converted(edit, x, apart.sharded(x.placements), equation) for x in stacks]
+    stacks = [_converted(edit, x, apart.without_rounds(x.placements), equation) for x in stacks]
+    shared = edit.shared.along(apart.others)
+    arguments_before = [apart.inside(_argument(x)) for x in constants]
+    elements = [apart.inside(_argument(x)) for x in stacks]
+    elements = [x._replace(placements=_element(x.placements)) for x in elements]
     stacked = len(equation.outvars) - loop.carried
-    carried = _first(edit, loop.body, loop.constants, begun)
+    carried = [*map(apart.within, _first(edit, loop.body, loop.constants, begun))]
 
     def run(*, is_last: bool = False) -> Partitioned:
         state = [Argument(x) for x in carried]
-        arguments = [*map(_argument, constants), *state, *elements]
+        arguments = [*arguments_before, *state, *elements]
         ends: list[Placements | Settled | None] = [*carried] if is_last else [None] * loop.carried
         ends += [SETTLED] * stacked
-        return edit.shared.jaxpr(loop.body, arguments, ends, backward=backward, at=equation)
+        return shared.jaxpr(loop.body, arguments, ends, backward=backward, at=equation)
+
+    def convert_constants(placements: Mapping[int, Placements]) -> None:
+        for i, x in placements.items():
+            constants[i] = _converted(edit, constants[i], apart.around(x, constants[i].placements), equation)
+            arguments_before[i] = apart.inside(_argument(constants[i]))
 
     inner, carried[:] = _fixed(run, carried, equation)
-    if gathered := [i for i in inner.gathered if i < loop.constants]:
-        for i in gathered:
-            constants[i] = _converted(edit, constants[i], edit.shared.replicated, equation)
+    if gathered := {i: shared.replicated for i in inner.gathered if i < loop.constants}:
+        convert_constants(gathered)
         inner, carried[:] = _fixed(run, carried, equation)
-    cut = {i: x for i, x in inner.sliced.items() if i < loop.constants}
-    if cut:
-        for i, placements in cut.items():
-            constants[i] = _converted(edit, constants[i], placements, equation)
+    if cut := {i: x for i, x in inner.sliced.items() if i < loop.constants}:
+        convert_constants(cut)
         inner, carried[:] = _fixed(run, carried, equation)
     if [*inner.placements[: loop.carried]] != carried:
         inner = run(is_last=True)
-    ends = [*carried, *[_stack(each) for each in inner.placements[loop.carried :]]]
+    ends = apart.results(carried, [_stack(x) for x in inner.placements[loop.carried :]])
     outputs = [edit.define(var, x) for var, x in zip(equation.outvars, ends, strict=True)]
-    first = [edit.convert(value, x, equation) for value, x in zip(begun, carried, strict=True)]
+    first = [edit.convert(value, x, equation) for value, x in zip(begun, ends, strict=False)]
     atoms = [*[x.atom for x in constants], *first, *[x.atom for x in stacks]]
-    written = edit.code.local(equation, atoms, [output.atom for output in outputs], jaxpr=inner.jaxpr)
+    params = {'jaxpr': inner.jaxpr}
+    rounds = (loop.length or 0) // apart.devices
+    if apart.axes:
+        params |= rounds_param(rounds)
+    written = edit.code.local(equation, atoms, [output.atom for output in outputs], **params)
     edit.eqns.append(written)
-    edit.include(inner, [*constants, *begun, *stacks], loop.length)
+    operands = [*constants, *begun, *stacks]
+    edit.include(inner, operands, rounds, range(loop.constants + loop.carried, len(operands)))
 
 
 def partition_while(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
@@ -164,9 +179,17 @@ def _check_apart(equation: Any, test: Partitioned, inner: Partitioned, carried: 
 
 def _fixed(run: Any, carried: list[Placements], equation: Any) -> tuple[Partitioned, list[Placements]]:
     """Runs a round until what is carried ends it as it begins it."""
+    reduced = set[tuple[int, int]]()  # what was a sum, and did not stay one
     for _ in range(_MOST_ROUNDS):
-        inner = run()
-        after = [_next(*pair) for pair in zip(carried, inner.placements, strict=False)]
+        inner, after = run(), list[Placements]()
+        for i, (begin, end) in enumerate(zip(carried, inner.placements, strict=False)):
+            following = [*_next(begin, end)]
+            for axis, placement in enumerate(following):
+                if (i, axis) in reduced and isinstance(placement, Partial):
+                    following[axis] = REPLICATE
+                elif isinstance(begin[axis], Partial) and not isinstance(placement, Partial):
+                    reduced.add((i, axis))
+            after.append(tuple(following))
         if after == carried:
             return inner, after
         carried[:] = after
@@ -251,10 +274,6 @@ def _joined(placements: Sequence[Placements]) -> Placements:
     for other in others:
         first = tuple([join(a, b) for a, b in zip(first, other, strict=True)])
     return first
-
-
-def _without_dim(placements: Placements, dim: int) -> Placements:
-    return tuple([REPLICATE if isinstance(x, Shard) and x.dim == dim else x for x in placements])
 
 
 def _element(placements: Placements) -> Placements:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from scalax._jax.equations import CALLS, PLACES, RUN_ONCE, opened, shape_of
+from scalax._jax.equations import CALLS, PLACES, RUN_ONCE, jaxprs_in, opened, shape_of
 from scalax._jax.manual import HAVE_SIZES, local_params, remade, with_inner
 from scalax._jax.primitives import primitive_name
-from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS, reshaped
+from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS, RULES, reshaped
 from scalax._spmd.constraints import constrain
 from scalax._spmd.edit import Edit, Shared
 from scalax._spmd.loops import partition_call, partition_cond, partition_scan, partition_while
@@ -54,7 +54,7 @@ class Partitioner(Shared):
         at: Any = None,
     ) -> Partitioned:
         wanted = tuple(results or [None] * len(opened(jaxpr).outvars))
-        key = jaxpr, tuple(arguments), wanted, backward
+        key = self.axes, jaxpr, tuple(arguments), wanted, backward
         if key not in self._known:
             self._known[key] = _Partitioning(self, jaxpr, arguments, backward, at).partitioned(wanted)
         return self._known[key]
@@ -125,7 +125,7 @@ class _Partitioning(Edit):
             for value, placements in zip(values, operands, strict=True)
         ]
         outputs = [self.define(var, x) for var, x in zip(equation.outvars, results, strict=True)]
-        params = self._inner(equation) if name in _RUN_ONCE else {}
+        params = self._inner(equation) if name in _RUN_ONCE or _holds_jaxprs(name, equation) else {}
         if name in HAVE_SIZES:
             shapes = [*map(shape_of, atoms)], [shape_of(output.atom) for output in outputs]
             params = local_params(equation, *shapes)
@@ -174,7 +174,7 @@ class _Partitioning(Edit):
         shared = self.shared
         atoms = [value.atom for value in values]
         outputs = [self.define(var, shared.replicated) for var in equation.outvars]
-        params = self._inner(equation) if name in _RUN_ONCE else {}
+        params = self._inner(equation) if name in _RUN_ONCE or _holds_jaxprs(name, equation) else {}
         self.eqns.append(self.code.local(equation, atoms, [output.atom for output in outputs], **params))
         self._note(name, equation, values, outputs)
         if not has_parts(equation):
@@ -226,6 +226,11 @@ class _Partitioning(Edit):
                 self.move(value, tuple(target), equation)
             else:
                 self.reduce(value, equation)
+
+
+def _holds_jaxprs(name: str, equation: Any) -> bool:
+    """Whether a primitive without a rule runs jaxprs, as a function with a ``jax.vmap`` of its own does."""
+    return name not in RULES and any(True for _ in jaxprs_in(equation))
 
 
 def _live(eqns: Sequence[Any], results: Sequence[Any]) -> list[Any]:

@@ -54,7 +54,7 @@ class Partitioned(NamedTuple):
         zeros: which results are zero.
         origins: the origins of its results.
         collectives: the collectives that it and the jaxprs inside it run.
-        gathered: the arguments, by number, that are state and are gathered in it.
+        gathered: the arguments, by number, that are gathered in it.
         sliced: the replicated arguments of which it takes blocks only, and the placements of these.
     """
 

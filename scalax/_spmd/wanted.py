@@ -1,14 +1,15 @@
 """The layouts in which sums are wanted: those of the state that they become part of.
 
 A gradient is a sum over examples. It is reduced to the layout of its weight, which is known from what the
-step
-returns: the pass goes backward from the results of a jaxpr, through what keeps the layout of its operands.
+step returns: the pass goes backward from the results of a jaxpr, through what keeps the layout of its
+operands.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from scalax._jax.equations import CALLS, Literal, branches, called, loop_of, opened, shape_of
 from scalax._jax.primitives import primitive_name
@@ -45,11 +46,21 @@ class Wanted:
 
     def __init__(self, jaxpr: Any, results: Sequence[_Known]) -> None:
         self._of: dict[int, Layout] = {}
+        self._axes: Sequence[int] | None = None
         self._backward(jaxpr, results)
 
     def of(self, atom: Any) -> _Known:
         """Returns the layout that is wanted of a variable, wherever its jaxpr is used."""
-        return self._of.get(id(atom))
+        layout = self._of.get(id(atom))
+        if layout is None or self._axes is None:
+            return layout
+        return layout._replace(placements=tuple([layout.placements[i] for i in self._axes]))
+
+    def along(self, axes: Sequence[int]) -> Self:
+        """Returns the layouts along these of the axes alone, by number."""
+        other = copy.copy(self)
+        other._axes = axes if self._axes is None else [self._axes[i] for i in axes]
+        return other
 
     def _backward(self, jaxpr: Any, results: Sequence[_Known]) -> list[_Known]:
         """Returns what is wanted of the arguments of a jaxpr."""

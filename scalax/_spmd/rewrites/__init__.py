@@ -6,35 +6,16 @@ examples, which `scalax._spmd.partition` partitions better. Each file has one al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
-
-from jax.sharding import AbstractMesh
+from collections.abc import Callable
+from typing import Any
 
 from scalax._jax.equations import equations
 from scalax._jax.primitives import primitive_name
-from scalax._spmd.values import Argument
-from scalax._spmd.wanted import Layout
-
-
-class StepFacts(NamedTuple):
-    """What is known of a step that is rewritten.
-
-    Attributes:
-        arguments: the arguments of its jaxpr.
-        results: the layouts of its results; None where any will do.
-        mesh: the mesh, in force, of Auto axes.
-        axes: the mesh axes of the batch, from the major axis to the minor one.
-    """
-
-    arguments: Sequence[Argument]
-    results: Sequence[Layout | None]
-    mesh: AbstractMesh
-    axes: tuple[str, ...]
-
+from scalax._spmd.rewrites.facts import StepFacts as StepFacts
+from scalax._spmd.rewrites.indexed_loops import stack_examples
 
 Rewrite = Callable[[Any, StepFacts], Any]
-REWRITES: tuple[tuple[frozenset[str], Rewrite], ...] = ()
+REWRITES: tuple[tuple[frozenset[str], Rewrite], ...] = ((frozenset(('scan',)), stack_examples),)
 """The rewrites in the order in which they run. Each has the primitives that make a step worth its look."""
 
 

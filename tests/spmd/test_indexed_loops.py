@@ -7,10 +7,9 @@ import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from scalax._follow.rows_by_number import with_rows_by_number
-from scalax.sharding import FSDPShardingRule, MeshShardingHelper
-from scalax.sharding import PartitionSpec as P
+from scalax._spmd.rewrites.indexed_loops import with_stacks
 from tests.support.following import equations
+from tests.support.partitioned import assert_equal, collectives, partitioned
 
 N = 16
 W = np.random.default_rng(0).normal(size=(8, 8)).astype('float32') / 4
@@ -59,6 +58,14 @@ TAKEN = {
         0, N, lambda i, c: lax.dynamic_update_slice(c, (x[i] @ w)[None], (i, 0)), x
     ),
     'two arrays': pair,
+    'parts': lambda w, x: lax.fori_loop(
+        0, N // 2, lambda i, c: c + jnp.tanh(lax.dynamic_slice_in_dim(x, 2 * i, 2) @ w), jnp.zeros((2, 8))
+    ),
+    'parts that are written': lambda w, x: lax.fori_loop(
+        *(0, N // 4),
+        lambda i, c: lax.dynamic_update_slice(c, lax.dynamic_slice_in_dim(c, 4 * i, 4) @ w, (4 * i, 0)),
+        x,
+    ),
     'numbers of rows': lambda w, x: lax.fori_loop(
         0, N, lambda i, c: c.at[i].set((x[i] @ w).sum()), jnp.zeros(N)
     ),
@@ -94,6 +101,9 @@ OTHERS = {
         0, N, lambda i, c: lax.dynamic_update_slice(c, x[i, :4][None], (i, 2)), x
     ),
     'a column': lambda w, x: lax.map(lambda i: x[:, i] @ X, jnp.arange(8)),
+    'parts that overlap': lambda w, x: lax.map(
+        lambda i: lax.dynamic_slice_in_dim(x, i, 2) @ w, jnp.arange(N // 2)
+    ),
     'numbers of the batch': lambda w, x: lax.map(lambda i: x[i], jnp.argsort(x[:, 0])),
 }
 
@@ -132,11 +142,11 @@ def gradient(fun):
     return jax.grad(total, (0, 1))
 
 
-def rewritten(fun):
+def stacked(fun):
     """A function with rows by number, and the indexing that is left in it."""
     before, jaxpr = None, jax.make_jaxpr(fun)(W, X)
     while jaxpr is not before:
-        before, jaxpr = jaxpr, with_rows_by_number(jaxpr)
+        before, jaxpr = jaxpr, with_stacks(jaxpr)
     return jaxpr_as_fun(jaxpr), INDEXING.intersection(each.primitive.name for each in equations(jaxpr))
 
 
@@ -147,7 +157,7 @@ def rewritten(fun):
 def test_values_stay(name, is_gradient):
     fun = (TAKEN | OTHERS)[name]
     fun = gradient(fun) if is_gradient else fun
-    found, left = rewritten(fun)
+    found, left = stacked(fun)
     assert bool(left) == (name in OTHERS)
     with jax.default_matmul_precision('highest'):
         expected, got = jax.tree.leaves(jax.jit(fun)(W, X)), jax.jit(found)(W, X)
@@ -157,42 +167,37 @@ def test_values_stay(name, is_gradient):
 
 
 @pytest.mark.medium
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize('name', ['counted', 'with checkpoint', 'in place', 'rows that are written'])
-def test_each_device_runs_over_its_own_rows(name):
+@pytest.mark.parametrize('name', ['counted', 'with checkpoint', 'in place', 'rows that are written', 'parts'])
+def test_each_device_runs_over_its_own_examples(name):
     fun = gradient(TAKEN[name])
-    helper, rule = MeshShardingHelper([8], ['fsdp']), FSDPShardingRule('fsdp', min_fsdp_size=1)
     with jax.default_matmul_precision('highest'):
-        step = helper.sjit(fun, in_shardings=(rule, P('fsdp')))
-        found, expected = step(W, X), jax.jit(fun)(W, X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
-    assert not step.followed(W, X).lost
+        step, run = partitioned(fun, W, X)
+        assert_equal(run(), jax.jit(fun)(W, X))
+    assert not [reason for reason in collectives(step) if 'examples gathered' in reason]
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 @pytest.mark.parametrize('name', ['the last row first', 'numbers downwards'])
-def test_rows_in_another_order_are_told_of(name):
-    helper, rule = MeshShardingHelper([8], ['fsdp']), FSDPShardingRule('fsdp', min_fsdp_size=1)
+def test_examples_in_another_order_are_reported(name):
+    fun = gradient(OTHERS[name])
     with jax.default_matmul_precision('highest'):
-        step = helper.sjit(gradient(OTHERS[name]), in_shardings=(rule, P('fsdp')))
-        found, expected = step(W, X), jax.jit(gradient(OTHERS[name]))(W, X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
-    assert step.followed(W, X).lost
+        step, run = partitioned(fun, W, X)
+        assert_equal(run(), jax.jit(fun)(W, X))
+    assert [reason for reason in collectives(step) if 'examples gathered' in reason]
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 @pytest.mark.parametrize('take', [taken, looked_up])
-def test_a_row_that_is_taken_with_a_gradient_of_its_own_keeps_it(take):
-    """Also where the gradient is taken of the whole function, from outside."""
+def test_a_gradient_of_its_own_is_kept(take):
+    """Also where the gradient is taken of the rewritten function."""
 
     def fun(w, x):
         return lax.map(jax.checkpoint(lambda i: take(x, i) @ w), jnp.arange(N))
 
-    helper, rule = MeshShardingHelper([8], ['fsdp']), FSDPShardingRule('fsdp', min_fsdp_size=1)
-    with jax.default_matmul_precision('highest'):
-        step = helper.sjit(fun, in_shardings=(rule, P('fsdp')))
-        found, expected = (jax.grad(lambda *args: each(*args).sum(), (0, 1))(W, X) for each in (step, fun))  # noqa: B023
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+    rewritten, _ = stacked(fun)
+    found = jax.grad(lambda w, x: sum(y.sum() for y in rewritten(w, x)), (0, 1))(W, X)
+    expected = jax.grad(lambda w, x: fun(w, x).sum(), (0, 1))(W, X)
+    assert_equal(found, expected)
 
 
 @pytest.mark.medium
@@ -206,7 +211,7 @@ def test_small_integers_count_from_the_start_again(dtype):
 
         return lax.scan(step, (jnp.asarray(0, dtype), jnp.zeros(8)), jnp.arange(len(x)))
 
-    jaxpr = with_rows_by_number(jax.make_jaxpr(fun)(x))
+    jaxpr = with_stacks(jax.make_jaxpr(fun)(x))
     assert INDEXING.isdisjoint(each.primitive.name for each in equations(jaxpr))
     for a, b in zip(jaxpr_as_fun(jaxpr)(x), jax.tree.leaves(fun(jnp.asarray(x))), strict=True):
         assert a.dtype == b.dtype
@@ -220,10 +225,10 @@ def test_scalars_have_no_rows():
 
         return lax.fori_loop(0, N, added, (0.0, 0.0))
 
-    found = jaxpr_as_fun(with_rows_by_number(jax.make_jaxpr(fun)(X)))(X)
+    found = jaxpr_as_fun(with_stacks(jax.make_jaxpr(fun)(X)))(X)
     np.testing.assert_allclose(found, fun(jnp.asarray(X)), rtol=1e-5)
 
 
 def test_a_program_without_such_loops_is_the_same():
     jaxpr = jax.make_jaxpr(lambda w, x: lax.scan(lambda c, row: (c, row @ w), 0.0, x))(W, X)
-    assert with_rows_by_number(jaxpr) is jaxpr
+    assert with_stacks(jaxpr) is jaxpr
