@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -86,27 +86,31 @@ def with_inner(equation: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
 
 
 class ManualCode:
-    """Makes equations that are manual along all axes of a mesh.
+    """Makes equations that are manual along axes of a mesh.
 
     They are taken from JAX, which traces a function of one operation in a ``jax.shard_map`` over abstract
     axes.
 
     Args:
         mesh: the mesh, in force, of Auto axes.
+        auto: the axes that stay Auto inside.
 
     Attributes:
         blank: an equation without a line.
     """
 
-    def __init__(self, mesh: AbstractMesh) -> None:
-        self._mesh, self._context = mesh, trace_context()
-        [neg] = _traced(jax.lax.neg, ((), 'float32'), mesh=mesh, context=self._context)
+    def __init__(self, mesh: AbstractMesh, auto: Collection[str] = ()) -> None:
+        manual = frozenset([axis for axis in mesh.axis_names if axis not in auto])
+        self._size = mesh.size
+        self._trace = mesh, manual, trace_context()
+        [neg] = _traced(jax.lax.neg, ((), 'float32'), trace=self._trace)
         self._ctx, self.blank = neg.ctx, neg
         self._types: dict[Any, Any] = {}
-        self._manual = mesh.update(axis_types=(AxisType.Manual,) * len(mesh.axis_names))
+        types = [AxisType.Manual if axis in manual else AxisType.Auto for axis in mesh.axis_names]
+        self._inside = mesh.update(axis_types=(*types,))
 
     def var(self, atom: Any, shape: Sequence[int]) -> Any:
-        """Returns a new variable of the type of another one, of another shape, manual along all axes.
+        """Returns a new variable of the type of another one, of another shape, manual along the axes.
 
         Relies on ``Var(aval)``, and on `update` of types of arrays. A type that has no shape stays as it is.
         """
@@ -115,7 +119,7 @@ class ManualCode:
             return Var(aval)
         key = tuple(shape), aval.dtype, aval.weak_type, memory_space(aval)
         if key not in self._types:
-            sharding = NamedSharding(self._manual, PartitionSpec(*[None] * len(shape)))
+            sharding = NamedSharding(self._inside, PartitionSpec(*[None] * len(shape)))
             self._types[key] = aval.update(shape=tuple(shape), sharding=sharding)
         return Var(self._types[key])
 
@@ -129,12 +133,12 @@ class ManualCode:
             operands: the operands.
         """
         types = tuple([(shape_of(atom), atom.aval.dtype) for atom in operands])
-        [template] = _cached(_Keyed(function, key), types, self._mesh, self._context)
+        [template] = _cached(_Keyed(function, key), types, self._trace)
         results = [Var(var.aval) for var in template.outvars]
         return template.replace(invars=[*operands], outvars=results, source_info=like.source_info)
 
     def exchange(self, function: Callable[..., Any], key: Any, like: Any, operand: Any, result: Any) -> Any:
-        """Returns the equation of a collective, whose parameters do not depend on shapes.
+        """Returns an equation of one operand whose parameters do not depend on shapes, as of a collective.
 
         Args:
             function: the function of one operation.
@@ -143,9 +147,9 @@ class ManualCode:
             operand: the operand.
             result: the result.
         """
-        shape = (self._mesh.size,) * len(shape_of(operand))
+        shape = (self._size,) * len(shape_of(operand))
         types = ((shape, operand.aval.dtype),)
-        [template] = _cached(_Keyed(function, key), types, self._mesh, self._context)
+        [template] = _cached(_Keyed(function, key), types, self._trace)
         return template.replace(invars=[operand], outvars=[result], source_info=like.source_info)
 
     def local(self, equation: Any, operands: Sequence[Any], results: Sequence[Any], **changed: Any) -> Any:
@@ -161,6 +165,17 @@ class ManualCode:
             params = {**params, **unsaid, **changed}
         return equation.replace(invars=[*operands], outvars=[*results], params=params, ctx=self._ctx)
 
+    def constraint(self, spec: PartitionSpec, like: Any, operand: Any) -> Any:
+        """Returns the equation that constrains a value along Auto axes.
+
+        Args:
+            spec: where it is along them, for each of its dimensions.
+            like: the equation whose line the new one gets.
+            operand: the value.
+        """
+        function = functools.partial(jax.lax.with_sharding_constraint, shardings=spec)
+        return self.exchange(function, ('constraint', spec), like, operand, Var(operand.aval))
+
     def call(self, equation: Any, jaxpr: Any, operands: Sequence[Any], results: Sequence[Any]) -> Any:
         """Returns a call of another jaxpr; a `jit` says nothing of shardings.
 
@@ -174,9 +189,7 @@ class ManualCode:
         return self.local(equation, operands, results, **params, **{CALLS[equation.primitive.name]: jaxpr})
 
     def _jit(self) -> Any:
-        [template] = _cached(
-            _Keyed(jax.jit(lambda x: x), 'jit'), (((), 'float32'),), self._mesh, self._context
-        )
+        [template] = _cached(_Keyed(jax.jit(lambda x: x), 'jit'), (((), 'float32'),), self._trace)
         return template
 
 
@@ -194,14 +207,16 @@ class _Keyed:
 
 
 @functools.lru_cache(maxsize=4096)
-def _cached(keyed: _Keyed, types: Any, mesh: AbstractMesh, context: Any) -> Sequence[Any]:
-    return _traced(keyed.function, *types, mesh=mesh, context=context)
+def _cached(keyed: _Keyed, types: Any, trace: Any) -> Sequence[Any]:
+    return _traced(keyed.function, *types, trace=trace)
 
 
-def _traced(function: Callable[..., Any], *types: Any, mesh: AbstractMesh, context: Any) -> Sequence[Any]:
+def _traced(function: Callable[..., Any], *types: Any, trace: Any) -> Sequence[Any]:
     """The equations of a function on every device of a mesh. Relies on *jaxpr* of `shard_map`."""
-    whole = PartitionSpec()
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    whole, (mesh, manual, _) = PartitionSpec(), trace
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=whole, out_specs=whole, axis_names=manual, check_vma=False
+    )
     structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
     [equation] = opened(jax.make_jaxpr(mapped)(*structs)).eqns
     return opened(equation.params['jaxpr']).eqns

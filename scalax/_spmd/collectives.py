@@ -10,11 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from scalax._jax.equations import shape_of
 from scalax._jax.manual import ManualCode
 from scalax._jax.rewriting import with_results
 from scalax._spmd.placement import Step
+from scalax._tree.specs import spec_axes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +55,9 @@ class Exchange:
     def __init__(self, code: ManualCode, axes: Sequence[str], sizes: Sequence[int]) -> None:
         self._code, self.axes, self.sizes = code, tuple(axes), tuple(sizes)
 
-    def equation(self, step: Step, like: Any, operand: Any, result: Any) -> Any:
+    def equation(
+        self, step: Step, like: Any, operand: Any, result: Any, auto: Sequence[Sequence[str]] = ()
+    ) -> Any:
         """Returns the equation of one step.
 
         Args:
@@ -61,6 +65,7 @@ class Exchange:
             like: the equation whose line it gets.
             operand: the value.
             result: the converted value.
+            auto: the Auto axes that shard each dimension of the value; empty if none does.
         """
         axes = tuple([self.axes[i] for i in step.axes])
         sizes = tuple([self.sizes[i] for i in step.axes])
@@ -69,6 +74,11 @@ class Exchange:
         function = _functions(*key, is_key)
         if is_key or step.kind in ('slice', 'mask'):
             return with_results(self._code.equation(function, (*key, is_key), like, [operand]), [result])
+        spec = _kept_spec(step, auto)
+        if any(spec):
+            # XLA's partitioner would gather the value along these axes first.
+            nested = _along_auto_axes(function, spec)
+            return with_results(self._code.equation(nested, (*key, spec), like, [operand]), [result])
         return self._code.exchange(function, key, like, operand, result)
 
     def shape(self, step: Step, shape: Sequence[int]) -> tuple[int, ...]:
@@ -91,6 +101,27 @@ class Exchange:
         axes = tuple([self.axes[i] for i in step.axes])
         size = max(math.prod(shape_of(x)) * x.aval.dtype.itemsize for x in (operand, result))
         return Collective(step.kind, axes, size, 1, like, of, what)
+
+
+def _kept_spec(step: Step, auto: Sequence[Sequence[str]]) -> PartitionSpec:
+    """The spec along Auto axes that a value has before and after a step.
+
+    A dimension that the step changes has none: of its blocks along two axes, one would have to be the major.
+    """
+    changed = () if step.kind == 'all_reduce' else (step.dim, *[step.other_dim] * (step.kind == 'all_to_all'))
+    return PartitionSpec(
+        *[tuple(axes) if axes and dim not in changed else None for dim, axes in enumerate(auto)]
+    )
+
+
+def _along_auto_axes(function: Callable[[Any], Any], spec: PartitionSpec) -> Callable[[Any], Any]:
+    """A function that runs on blocks along the axes of a spec, too."""
+
+    def nested(x: Any) -> Any:
+        axes = {*spec_axes(spec)}
+        return jax.shard_map(function, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False)(x)
+
+    return nested
 
 
 @functools.lru_cache(maxsize=1024)

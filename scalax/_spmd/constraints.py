@@ -7,9 +7,10 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scalax._jax.equations import is_on_device, shardings_said
+from scalax._jax.equations import Literal, is_on_device, shape_of, shardings_said
 from scalax._jax.manual import is_vacuous
 from scalax._jax.primitives import primitive_name
+from scalax._spmd.auto_axes import auto_spec
 from scalax._spmd.edit import Edit
 from scalax._spmd.placement import REPLICATE, Placement, Placements, Shard, shard_counts
 from scalax._spmd.values import CannotPartition, Value
@@ -30,7 +31,23 @@ def constrain(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
         if i in said:
             placements = placements_said(edit, equation, value, said[i])
         atom = edit.convert(value, placements, equation)
+        if i in said:
+            atom = _constrained(edit, equation, atom, said[i])
         edit.define(var, placements, atom).origin = value.origin
+
+
+def move_to(edit: Edit, equation: Any, value: Value, sharding: Any) -> None:
+    """Places a value as a sharding says, for all equations behind."""
+    edit.move(value, placements_said(edit, equation, value, sharding), equation)
+    value.atom = _constrained(edit, equation, value.atom, sharding)
+
+
+def _constrained(edit: Edit, equation: Any, atom: Any, sharding: Any) -> Any:
+    """Returns a block where a sharding says that it is along other mesh axes than those of the batch."""
+    sizes = edit.shared.auto.sizes
+    if not sizes or not hasattr(atom.aval, 'sharding') or isinstance(atom, Literal):
+        return atom
+    return edit.constrain_auto(auto_spec(sharding.spec, len(shape_of(atom)), sizes), atom, equation)
 
 
 def placements_said(edit: Edit, equation: Any, value: Value, sharding: Any) -> Placements:

@@ -9,11 +9,12 @@ from collections.abc import Container, Sequence
 from typing import Any, Self
 
 import jax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from scalax._jax.equations import Literal, opened, shape_of
 from scalax._jax.manual import ManualCode, is_backward, local_params
 from scalax._jax.rewriting import constants_of
+from scalax._spmd.auto_axes import NO_AXES, AutoAxes, AutoDims
 from scalax._spmd.batch_dims import BatchDims
 from scalax._spmd.collectives import Collective, Exchange
 from scalax._spmd.parts import part_function, part_operands
@@ -47,6 +48,7 @@ class Shared:
         results: the layouts in which its results are wanted; None where any will do.
         mesh: the mesh, in force, of Auto axes.
         axes: the mesh axes of the batch, from the major one to the minor one.
+        auto: where values are along other mesh axes; None if there are none.
 
     Attributes:
         mesh_axes: the mesh axes of the batch and their sizes.
@@ -58,6 +60,7 @@ class Shared:
         wanted: the layouts in which sums are wanted.
         batch_dims: the dimensions of the batch.
         replicated: the placements of what every device holds.
+        auto: where values are along other mesh axes.
     """
 
     def __init__(
@@ -67,11 +70,13 @@ class Shared:
         results: Sequence[Layout | None],
         mesh: AbstractMesh,
         axes: Sequence[str],
+        auto: AutoAxes | None = None,
     ) -> None:
         self.mesh_axes = {axis: mesh.shape[axis] for axis in axes}
         self.axes, self.sizes = tuple(axes), tuple(self.mesh_axes.values())
         self.blocks = math.prod(self.sizes)
-        self.code = ManualCode(mesh)
+        self.auto = auto or AutoAxes(jaxpr, [], {})
+        self.code = ManualCode(mesh, self.auto.sizes)
         self.exchange = Exchange(self.code, self.axes, self.sizes)
         self.wanted = Wanted(jaxpr, results)
         self.batch_dims = BatchDims(jaxpr, [each.placements for each in arguments], self.blocks)
@@ -258,10 +263,11 @@ class Edit:
             layout = self.shared.wanted.of(value.var)
             if layout is not None:
                 origin, what = layout.path, 'gradient'
+        auto = self._auto_dims(value, what)
         for step in redistribute(source, target):
             exchange = self.shared.exchange
             result = self.code.var(value.var, exchange.shape(step, shape_of(atom)))
-            self.eqns.append(exchange.equation(step, equation, atom, result))
+            self.eqns.append(exchange.equation(step, equation, atom, result, auto))
             found = exchange.collective(step, equation, atom, result, origin, what)
             if found is not None:
                 self.collectives.append(found)
@@ -269,6 +275,24 @@ class Edit:
                 self._note_gathered(value)
             atom = result
         return atom
+
+    def _auto_dims(self, value: Value, what: str) -> AutoDims:
+        """Returns the Auto axes that shard each dimension of a value."""
+        if not self.shared.auto.sizes:
+            return NO_AXES
+        layout = self.shared.wanted.of(value.var) if what == 'gradient' else None
+        if layout is None:
+            return self.shared.auto.of(value.var)
+        sharded = dict(layout.auto)
+        return tuple([sharded.get(dim, ()) for dim in range(len(value.shape))])
+
+    def constrain_auto(self, spec: PartitionSpec, atom: Any, equation: Any) -> Any:
+        """Returns a block that is constrained along other mesh axes than those of the batch."""
+        if all(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
+            return atom
+        written = self.code.constraint(spec, equation, atom)
+        self.eqns.append(written)
+        return written.outvars[0]
 
     def _part(self, value: Value, target: Placements, equation: Any) -> Any:
         """Returns each device's block of a replicated value, computed alone if that is possible."""

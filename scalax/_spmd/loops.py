@@ -8,7 +8,7 @@ from typing import Any
 from scalax._jax.equations import branches, called, loop_of, opened, rounds_param, shape_of, shardings_said
 from scalax._jax.primitives import primitive_name
 from scalax._spmd.apart import axes_apart
-from scalax._spmd.constraints import placements_said
+from scalax._spmd.constraints import move_to
 from scalax._spmd.edit import Edit
 from scalax._spmd.placement import REPLICATE, SUM, Partial, Placements, Shard, join
 from scalax._spmd.values import (
@@ -29,8 +29,7 @@ def partition_call(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     """Writes a call whose jaxpr runs on blocks."""
     said = shardings_said(equation) if primitive_name(equation) == 'jit' else [{}, {}]
     for i, sharding in said[0].items():
-        placements = placements_said(edit, equation, values[i], sharding)
-        edit.move(values[i], placements, equation)
+        move_to(edit, equation, values[i], sharding)
     jaxpr, backward = called(equation), edit.is_backward(equation)
     inner = edit.shared.jaxpr(jaxpr, [*map(_argument, values)], backward=backward, at=equation)
     # What it takes blocks of is computed for these alone, outside of it.
@@ -44,8 +43,7 @@ def partition_call(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     edit.eqns.append(edit.code.call(equation, inner.jaxpr, atoms, results))
     edit.include(inner, values)
     for i, sharding in said[1].items():
-        placements = placements_said(edit, equation, outputs[i], sharding)
-        edit.move(outputs[i], placements, equation)
+        move_to(edit, equation, outputs[i], sharding)
 
 
 def partition_cond(edit: Edit, equation: Any, values: Sequence[Value]) -> None:

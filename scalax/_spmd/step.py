@@ -11,12 +11,13 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from scalax._jax.equations import opened, shape_of
 from scalax._jax.rewriting import run_as_one
+from scalax._spmd.auto_axes import AutoAxes, AutoDims, auto_dims, auto_spec
 from scalax._spmd.constraints import of_spec
 from scalax._spmd.partition import Partitioner
 from scalax._spmd.placement import REPLICATE, Partial, Placements, Shard
 from scalax._spmd.report import Row, rows
 from scalax._spmd.rewrites import StepFacts, rewritten
-from scalax._spmd.values import Argument, CannotPartition, replicated
+from scalax._spmd.values import Argument, replicated
 from scalax._spmd.wanted import Layout, state_placement
 
 
@@ -54,12 +55,16 @@ class Step(NamedTuple):
         in_specs: the specs of its arguments along the batch axes.
         out_specs: those of its results.
         rows: the list of its collectives.
+        auto_axes: the other mesh axes, which stay Auto inside.
+        auto_specs: the specs of its results along these; None where the compiler decides.
     """
 
     jaxpr: Any
     in_specs: tuple[PartitionSpec, ...]
     out_specs: tuple[PartitionSpec, ...]
     rows: list[Row]
+    auto_axes: frozenset[str] = frozenset()
+    auto_specs: tuple[PartitionSpec | None, ...] = ()
 
 
 def partition_step(
@@ -76,16 +81,15 @@ def partition_step(
         arguments: what is known of its arguments.
         results: what is known of its results.
         mesh: the mesh, in force, of Auto axes.
-        batch_axes: the mesh axes that shard the examples, from the major one to the minor one.
+        batch_axes: the mesh axes that shard the examples, from the major one to the minor one. The compiler
+            partitions along the others.
 
     Raises:
-        CannotPartition: some equation, or the mesh, is not handled.
+        CannotPartition: some equation is not handled.
     """
-    others = [axis for axis in mesh.axis_names if axis not in batch_axes and mesh.shape[axis] > 1]
-    if others:
-        raise CannotPartition(None, f'the mesh has the axes {others} besides those of the batch')
-    axes, inner = tuple(batch_axes), opened(jaxpr)
+    axes, inner = tuple([axis for axis in batch_axes if mesh.shape[axis] > 1]), opened(jaxpr)
     sizes = {axis: mesh.shape[axis] for axis in axes}
+    others = {axis: size for axis, size in mesh.shape.items() if axis not in axes and size > 1}
     whole = replicated(len(axes))
 
     def placed(spec: PartitionSpec | None, atom: Any, is_state: bool) -> Placements:
@@ -96,12 +100,24 @@ def partition_step(
         Argument(placed(each.spec, var, not each.is_batch), is_state=not each.is_batch)
         for each, var in zip(arguments, inner.invars, strict=True)
     ]
+
+    def auto(spec: PartitionSpec | None, atom: Any) -> AutoDims:
+        return auto_dims(spec or PartitionSpec(), len(shape_of(atom)), others)
+
     wanted = [
-        None if each.spec is None else Layout(placed(each.spec, var, is_state=True), each.path, i)
+        None
+        if each.spec is None
+        else Layout(
+            *(placed(each.spec, var, is_state=True), each.path, i),
+            tuple([(dim, axes) for dim, axes in enumerate(auto(each.spec, var)) if axes]),
+        )
         for i, (each, var) in enumerate(zip(results, inner.outvars, strict=True))
     ]
     jaxpr = rewritten(jaxpr, StepFacts(known, wanted, mesh, axes))
-    partitioner = Partitioner(jaxpr, known, wanted, mesh, axes)
+    placed_along_others = [
+        auto(each.spec, var) for each, var in zip(arguments, opened(jaxpr).invars, strict=True)
+    ]
+    partitioner = Partitioner(jaxpr, known, wanted, mesh, axes, AutoAxes(jaxpr, placed_along_others, others))
     first = [None if layout is None else layout.placements for layout in wanted]
     found = partitioner.jaxpr(jaxpr, known, first)
     if any(isinstance(x, Partial) for placements in found.placements for x in placements):
@@ -115,6 +131,13 @@ def partition_step(
         tuple([_spec(x.placements, axes) for x in known]),
         tuple([_spec(x, axes) for x in found.placements]),
         rows(collectives),
+        frozenset(others),
+        tuple(
+            [
+                None if each.spec is None else auto_spec(each.spec, len(shape_of(var)), others)
+                for each, var in zip(results, inner.outvars, strict=True)
+            ]
+        ),
     )
 
 
@@ -122,10 +145,21 @@ def run_step(step: Step, values: Sequence[Any], mesh: Mesh | AbstractMesh, name:
     """Returns the results of a step for values of a trace."""
 
     def local(*blocks: Any) -> Sequence[Any]:
-        return run_as_one(step.jaxpr, blocks, name)
+        results = run_as_one(step.jaxpr, blocks, name)
+        if not step.auto_axes:
+            return results
+        return [
+            x if spec is None else jax.lax.with_sharding_constraint(x, spec)
+            for x, spec in zip(results, step.auto_specs, strict=True)
+        ]
 
     mapped = jax.shard_map(
-        local, mesh=mesh, in_specs=step.in_specs, out_specs=[*step.out_specs], check_vma=False
+        local,
+        mesh=mesh,
+        in_specs=step.in_specs,
+        out_specs=[*step.out_specs],
+        axis_names={axis for axis in mesh.axis_names if axis not in step.auto_axes},
+        check_vma=False,
     )
     return mapped(*values)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 
 from scalax._jax.equations import CALLS, Literal, branches, called, loop_of, opened, shape_of
 from scalax._jax.primitives import primitive_name
-from scalax._jaxprs.dims import ELEMENTWISE, dims_of, reshaped
+from scalax._jaxprs.dims import ELEMENTWISE, Axes, dims_of, reshaped
 from scalax._spmd.placement import Placement, Placements, Shard, moved
 
 
@@ -24,11 +24,13 @@ class Layout(NamedTuple):
         placements: its placements.
         path: the path of the state.
         result: the number of the result that it is of; of equal layouts, that of the first result counts.
+        auto: the Auto axes that shard it too: dimensions with the axes of each.
     """
 
     placements: Placements
     path: str
     result: int = 0
+    auto: tuple[tuple[int, Axes], ...] = ()
 
 
 # Their operands have the layout of their result, as far as they have its dimensions.
@@ -147,7 +149,10 @@ class _Shifted(dict[int, int]):
 def _at(layout: _Known, dims: dict[int, int]) -> _Known:
     """The layout with its dimensions in other places; None if a sharded one has none."""
     placements = None if layout is None else moved(layout.placements, dims)
-    return None if layout is None or placements is None else layout._replace(placements=placements)
+    if layout is None or placements is None:
+        return None
+    auto = tuple([(dims[dim], axes) for dim, axes in layout.auto if dim in dims])
+    return layout._replace(placements=placements, auto=auto)
 
 
 def state_placement(placement: Placement) -> Placement:

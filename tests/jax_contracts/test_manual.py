@@ -41,6 +41,30 @@ def test_parameters_of_collectives_do_not_depend_on_shapes(function, shape, afte
     assert found.source_info is like.source_info
 
 
+def test_other_axes_stay_auto():
+    """Types, constraints and nested functions are what JAX makes of them where some axes are Auto."""
+    mesh = AbstractMesh((4, 2), ('fsdp', 'tp'), axis_types=(AxisType.Auto,) * 2)
+
+    def constrain(x):
+        return lax.with_sharding_constraint(x, PartitionSpec(None, 'tp'))
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        code, like = ManualCode(mesh, ['tp']), traced(jnp.sin, jnp.ones(3)).eqns[0]
+        operand = code.var(like.invars[0], (3, 6))
+        found = code.constraint(PartitionSpec(None, 'tp'), like, operand)
+        mapped = jax.shard_map(
+            lambda x: jnp.sin(constrain(x)),
+            in_specs=PartitionSpec('fsdp'),
+            out_specs=PartitionSpec('fsdp'),
+            axis_names={'fsdp'},
+            check_vma=False,
+        )
+        expected, sine = opened(traced(mapped, jnp.ones((12, 6))).eqns[0].params['jaxpr']).eqns
+    assert found.params == expected.params
+    assert found.outvars[0].aval == expected.outvars[0].aval
+    assert code.local(like, [operand], [operand]).ctx == sine.ctx
+
+
 def test_local_equations_run_in_a_shard_map():
     """Equations that were traced for all examples run on blocks, with other parameters."""
     jaxpr = traced(lambda x: jnp.broadcast_to(x[:, None], (16, 3)), jnp.ones(16))

@@ -14,11 +14,12 @@ from scalax._spmd.step import Step, StepArgument, StepResult, partition_step, ru
 P = PartitionSpec
 FSDP = {'fsdp': 8}
 HSDP = {'replica': 2, 'fsdp': 4}
+TP = {'fsdp': 4, 'tp': 2}
 
 
 def batch_spec(mesh: dict[str, int], dim: int = 0) -> PartitionSpec:
-    """A spec that shards a dimension over all axes of a mesh."""
-    return P(*[None] * dim, tuple(mesh) if len(mesh) > 1 else next(iter(mesh)))
+    """A spec that shards a dimension over all axes of a mesh but tp."""
+    return P(*[None] * dim, tuple([axis for axis in mesh if axis != 'tp']))
 
 
 def state_spec(shape: Sequence[int], axis: str = 'fsdp', size: int = 8) -> PartitionSpec:
@@ -36,6 +37,9 @@ def partitioned(
     batch_dim: int = 0,
     result_specs: Sequence[PartitionSpec | None] | None = None,
     replicate: bool = False,
+    specs: Sequence[PartitionSpec] | None = None,
+    batch_specs: Sequence[PartitionSpec] | None = None,
+    batch_axes: Sequence[str] | None = None,
 ) -> tuple[Step, Callable[[], list[Any]]]:
     """A function of state and a batch, partitioned; and what runs it.
 
@@ -47,27 +51,35 @@ def partitioned(
         batch_dim: the dimension of examples.
         result_specs: those of the results; None leaves them open.
         replicate: whether state is replicated.
+        specs: those of the state, leaf by leaf, if it is elsewhere.
+        batch_specs: those of the batch, likewise.
+        batch_axes: the mesh axes of the batch; all but tp if they are not named.
     """
     types = (AxisType.Auto,) * len(mesh_axes)
     mesh = jax.make_mesh(tuple(mesh_axes.values()), tuple(mesh_axes), axis_types=types)
     leaves, rows = jax.tree.leaves(state), jax.tree.leaves(batch)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-    specs = [P() if replicate else state_spec(leaf.shape, size=mesh_axes['fsdp']) for leaf in leaves]
+    if specs is None:
+        specs = [P() if replicate else state_spec(leaf.shape, size=mesh_axes['fsdp']) for leaf in leaves]
+    if batch_specs is None:
+        batch_specs = [batch_spec(mesh_axes, batch_dim)] * len(rows)
     arguments = [StepArgument(spec, False, path) for spec, path in zip(specs, paths, strict=True)]
-    arguments += [StepArgument(batch_spec(mesh_axes, batch_dim), True, 'batch')] * len(rows)
+    arguments += [StepArgument(spec, True, 'batch') for spec in batch_specs]
+    axes = batch_axes or [axis for axis in mesh_axes if axis != 'tp']
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         jaxpr = jax.make_jaxpr(fun)(state, batch)
         open_results = [None] * len(jaxpr.out_avals)
         names = [*paths, *[f'result {i}' for i in range(len(open_results))]]
         results = [StepResult(*pair) for pair in zip(result_specs or open_results, names, strict=False)]
-        step = partition_step(jaxpr, arguments, results, mesh.abstract_mesh, tuple(mesh_axes))
+        step = partition_step(jaxpr, arguments, results, mesh.abstract_mesh, axes)
 
     def run() -> list[Any]:
         def inside(*values: Any) -> Any:
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 return run_step(step, values, mesh, 'step')
 
-        return [*jax.jit(inside)(*leaves, *rows)]
+        places = [jax.NamedSharding(mesh, each.spec or P()) for each in arguments]
+        return [*jax.jit(inside)(*jax.device_put([*leaves, *rows], places))]
 
     return step, run
 

@@ -46,8 +46,9 @@ def run_partitioned(
     dynamic = [value for i, value in enumerate(flat_args) if i not in call.layout.static]
     closed, captured = with_inputs(jaxpr)
     values = jax.tree.leaves(dynamic) + captured
+    axes = [axis for axis in mesh.axis_names if axis in batch.batch_axes]
     arguments = [
-        StepArgument(_spec(to), is_batch=any(trail), path=call.path(i))
+        StepArgument(_spec(to), is_batch=not all(map(batch.batch_axes.isdisjoint, trail)), path=call.path(i))
         for i, (to, trail) in enumerate(zip(inputs, batch.trails, strict=True))
     ]
     arguments += [StepArgument(None, is_batch=False, path='a value of an outer trace')] * len(captured)
@@ -60,7 +61,6 @@ def run_partitioned(
         left = paths.get(_type(aval))
         results.append(StepResult(_spec(to), left.pop(0) if left else f'output {i}'))
     abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-    axes = [axis for axis in mesh.axis_names if axis in batch.batch_axes]
     try:
         step = partition_step(closed, arguments, results, abstract, axes)
     except CannotPartition as error:

@@ -1,0 +1,221 @@
+"""Mesh axes beside those of the batch stay automatic inside, and exchanges along the batch keep to them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from scalax._jax.equations import equations
+from scalax._spmd.auto_axes import auto_dims, auto_spec
+from tests.support.partitioned import TP, P, assert_equal, partitioned
+
+pytestmark = pytest.mark.medium
+
+OPEN = P.UNCONSTRAINED
+EXCHANGES = ('all_gather', 'reduce_scatter', 'psum', 'all_to_all')
+
+
+def array(*shape, dtype='float32'):
+    seed = sum(size * 7**i for i, size in enumerate(shape))
+    return np.asarray(np.random.default_rng(seed).normal(size=shape) / 4, dtype)
+
+
+def exchanged(step):
+    """Each exchange, with the shapes of its ends on one device, and the axes that are manual around it."""
+    return [
+        (
+            equation.primitive.name,
+            equation.invars[0].aval.shape,
+            equation.outvars[0].aval.shape,
+            equation.ctx.cur_abstract_mesh.manual_axes,
+        )
+        for equation in equations(step.jaxpr)
+        if equation.primitive.name in EXCHANGES
+    ]
+
+
+def momentum(loss):
+    """A step of gradient descent with momentum."""
+
+    def step(state, x):
+        w, m = state
+        value, gradient = jax.value_and_grad(loss)(w, x)
+        m = jax.tree.map(lambda m, g: 0.9 * m + g.astype(m.dtype), m, gradient)
+        return (jax.tree.map(lambda a, m: a - 0.1 * m, w, m), m), value
+
+    return step
+
+
+def run_momentum(loss, weights, batch, specs, mesh=TP, **options):
+    state = weights, jax.tree.map(np.zeros_like, weights)
+    fun, specs = momentum(loss), [*specs, *specs]
+    step, run = partitioned(fun, state, batch, mesh, specs=specs, result_specs=[*specs, P()], **options)
+    assert_equal(run(), jax.jit(fun)(state, batch))
+    return step, run
+
+
+def mlp(w, x):
+    return jnp.mean(jnp.tanh(jnp.tanh(x @ w['a']) @ w['b']) ** 2)
+
+
+def layers(w, x):
+    def block(x, p):
+        return x + jnp.tanh(x @ p['a']) @ p['b'], None
+
+    return jnp.mean(lax.scan(jax.checkpoint(block), x, w)[0] ** 2)
+
+
+def narrow(w, x):
+    hidden = jnp.tanh(x @ w['a'].astype('bfloat16').T.astype('float32'))
+    return jnp.mean((hidden @ w['b']) ** 2)
+
+
+def test_parts_of_specs():
+    spec, sizes = P(('fsdp', 'tp'), 'fsdp', OPEN, 'tp'), {'tp': 2}
+    assert auto_spec(spec, 5, sizes) == P('tp', None, OPEN, 'tp', None)
+    assert auto_dims(P(('fsdp', 'tp')), 2, sizes) == (('tp',), ())
+    assert auto_dims(P('fsdp'), 2, sizes) == ()
+
+
+WEIGHTS = {'a': array(8, 16), 'b': array(16, 8)}
+STACKS = {'a': array(3, 8, 16), 'b': array(3, 16, 8)}
+BOTH = ('fsdp', 'tp')
+
+
+def test_blocks_along_tp_are_gathered_and_reduced():
+    """Devices exchange half of a weight, which a device has along tp; none is gathered along tp first."""
+    step, _ = run_momentum(mlp, WEIGHTS, array(8, 8), [P('fsdp', 'tp'), P('tp', 'fsdp')])
+    assert sorted(x for x in exchanged(step) if x[0] != 'psum') == [
+        ('all_gather', (2, 8), (8, 8), BOTH),
+        ('all_gather', (8, 2), (8, 8), BOTH),
+        # In the backward pass that of the second product again.
+        ('all_gather', (8, 2), (8, 8), BOTH),
+        ('reduce_scatter', (8, 8), (2, 8), BOTH),
+        ('reduce_scatter', (8, 8), (8, 2), BOTH),
+    ]
+
+
+def test_blocks_of_layers():
+    step, _ = run_momentum(layers, STACKS, array(8, 8), [P(None, 'fsdp', 'tp'), P(None, 'tp', 'fsdp')])
+    kinds = {x for x in exchanged(step) if x[0] != 'psum'}
+    assert kinds == {
+        ('all_gather', (2, 8), (8, 8), BOTH),
+        ('all_gather', (8, 2), (8, 8), BOTH),
+        ('reduce_scatter', (8, 8), (2, 8), BOTH),
+        ('reduce_scatter', (8, 8), (8, 2), BOTH),
+    }
+
+
+def test_casts_and_transposes_keep_the_blocks():
+    weights = {'a': array(16, 8), 'b': array(16, 8)}
+    fun, specs = momentum(narrow), [P('tp', 'fsdp'), P('tp', 'fsdp')] * 2
+    state = weights, jax.tree.map(np.zeros_like, weights)
+    step, run = partitioned(fun, state, array(8, 8), TP, specs=specs, result_specs=[*specs, P()])
+    assert_equal(run(), jax.jit(fun)(state, array(8, 8)), 5e-3)
+    assert {x[1:] for x in exchanged(step) if x[0] == 'all_gather'} == {
+        ((8, 2), (8, 8), BOTH),
+        ((2, 8), (8, 8), BOTH),
+    }
+
+
+@pytest.mark.parametrize('mesh', [TP, {'tp': 2, 'fsdp': 4}], ids=['fsdp first', 'tp first'])
+@pytest.mark.parametrize(
+    'spec', [P(('fsdp', 'tp')), P(('tp', 'fsdp')), P(None, ('fsdp', 'tp')), P('tp'), P('fsdp')]
+)
+def test_one_dimension_over_both_axes(spec, mesh):
+    _, run = run_momentum(mlp, WEIGHTS, array(8, 8), [spec, spec], mesh)
+    types = (jax.sharding.AxisType.Auto,) * 2
+    wanted = jax.NamedSharding(jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=types), spec)
+    for result in run()[:-1]:
+        if spec == P(('tp', 'fsdp')):  # blocks along fsdp stay in one piece: out_shardings see to the rest
+            wanted = jax.NamedSharding(wanted.mesh, P(('fsdp', 'tp')))
+        assert result.sharding.is_equivalent_to(wanted, 2), result.sharding
+
+
+def test_axes_of_one_device_are_no_trouble():
+    mesh = {'replica': 1, 'fsdp': 8, 'tp': 1}
+    specs = [P('fsdp', 'tp'), P('tp', 'fsdp')]
+    step, _ = run_momentum(mlp, WEIGHTS, array(8, 8), specs, mesh, batch_specs=[P(('replica', 'fsdp'))])
+    assert step.auto_axes == frozenset()
+    assert step.in_specs[-1] == P('fsdp')
+
+
+def test_several_axes_of_each_kind():
+    mesh = {'replica': 2, 'fsdp': 2, 'tp': 2}
+    step, _ = run_momentum(mlp, WEIGHTS, array(8, 8), [P('fsdp', 'tp'), P('tp', 'fsdp')], mesh)
+    assert step.auto_axes == {'tp'}
+    assert {x[3] for x in exchanged(step) if x[0] == 'reduce_scatter'} == {('replica', 'fsdp', 'tp')}
+
+
+# Constraints ------------------------------------------------------------------------------------------
+
+
+def constraints(step):
+    """The constraints inside."""
+    return [
+        equation.params['sharding'].spec
+        for equation in equations(step.jaxpr)
+        if equation.primitive.name == 'sharding_constraint'
+    ]
+
+
+@pytest.mark.parametrize(
+    'spec, expected',
+    [
+        (P('fsdp', None, 'tp'), [P(None, None, 'tp')]),
+        (P(OPEN, OPEN, 'tp'), [P(OPEN, OPEN, 'tp')]),
+        (P('fsdp'), [P(None, None, None)]),
+        (P(('fsdp', 'tp')), [P('tp', None, None)]),
+        (P('fsdp', OPEN, OPEN), [P(None, OPEN, OPEN)]),
+        (P(OPEN, OPEN, OPEN), []),
+    ],
+)
+def test_constraints_along_other_axes_stay_constraints(spec, expected):
+    def fun(w, x):
+        return jnp.tanh(lax.with_sharding_constraint(jnp.einsum('btd,de->bte', x, w), spec))
+
+    w, x = array(8, 16), array(16, 4, 8)
+    step, run = partitioned(fun, w, x, TP, specs=[P('fsdp', 'tp')])
+    assert constraints(step) == expected
+    assert step.out_specs == (P('fsdp'),)
+    assert_equal(run(), np.tanh(x @ w))
+
+
+def test_a_constraint_along_both_kinds_of_axes_is_split():
+    """Along the batch axis it moves blocks; along the other one it is a constraint."""
+
+    def fun(w, x):
+        return lax.with_sharding_constraint(jnp.tanh(x @ w), P(None, ('fsdp', 'tp')))
+
+    w, x = array(8, 16), array(16, 8)
+    step, run = partitioned(fun, w, x, TP, specs=[P('fsdp', 'tp')])
+    assert constraints(step) == [P(None, 'tp')]
+    assert step.out_specs == (P(None, 'fsdp'),)
+    assert [x[0] for x in exchanged(step)] == ['all_gather', 'all_to_all']
+    assert_equal(run(), np.tanh(x @ w))
+
+
+def test_shardings_of_a_jit_inside_are_constraints():
+    def fun(w, x):
+        mesh = jax.sharding.get_abstract_mesh()
+        place = [jax.NamedSharding(mesh, spec) for spec in (P('fsdp'), P('fsdp', 'tp'))]
+        return jax.jit(jnp.tanh, in_shardings=place[0], out_shardings=place[1])(x @ w)
+
+    w, x = array(8, 16), array(16, 8)
+    step, run = partitioned(fun, w, x, TP, specs=[P('fsdp', 'tp')])
+    assert constraints(step) == [P(None, None), P(None, 'tp')]
+    assert_equal(run(), np.tanh(x @ w))
+
+
+def test_results_are_where_their_specs_say():
+    def fun(w, x):
+        return jnp.tanh(x @ w), jnp.tanh(w)
+
+    w, x = array(8, 16), array(16, 8)
+    specs = [P('fsdp', 'tp'), P(None, ('tp', 'fsdp'))]
+    step, run = partitioned(fun, w, x, TP, specs=[P()], result_specs=specs)
+    assert step.auto_specs == (P(None, 'tp'), P(None, 'tp'))
+    results = run()
+    assert_equal(results, fun(w, x))
+    assert results[0].sharding.spec == P('fsdp', 'tp')
