@@ -398,6 +398,11 @@ def shardings_said(equation: Any) -> list[dict[int, jax.sharding.Sharding]]:
     return [{i: x for i, x in enumerate(every) if isinstance(x, jax.sharding.Sharding)} for every in each]
 
 
+def mapped_inputs(equation: Any) -> Sequence[Any]:
+    """The specs of the operands of a `shard_map`. Relies on *in_specs*."""
+    return equation.params['in_specs']
+
+
 def mapped_outputs(equation: Any) -> Sequence[Any]:
     """The specs of the results of a `shard_map`. Relies on *out_specs*."""
     return equation.params['out_specs']
@@ -428,10 +433,54 @@ def axes_named(equation: Any) -> tuple[str, ...]:
     return tuple(axis for axis in (named if isinstance(named, tuple) else (named,)) if isinstance(axis, str))
 
 
+def exchanged_dims(equation: Any) -> list[dict[int, int]] | None:
+    """The dimensions of the operands of a collective that its results have as they are.
+
+    One dictionary for each result, of the operand of its number: dimension of the result -> dimension of the
+    operand. None if it is not known. Relies on *axes* (which may be dimensions), *all_gather_dimension*,
+    *scatter_dimension*, *split_axis* and *concat_axis*, and *tiled*.
+    """
+    params, name = equation.params, equation.primitive.name
+    if 'axes' in params:
+        if not all(isinstance(axis, str) for axis in params['axes']):
+            return None
+        return [{dim: dim for dim in range(len(shape_of(out)))} for out in equation.outvars]
+    rank = len(shape_of(equation.invars[0]))
+    if name == 'all_to_all':
+        split, concat = params['split_axis'], params['concat_axis']
+        if split != concat and not params['tiled']:
+            return None
+        return [{dim: dim for dim in range(rank) if dim not in (split, concat)}]
+    changed = params['all_gather_dimension' if 'all_gather_dimension' in params else 'scatter_dimension']
+    if params['tiled']:
+        return [{dim: dim for dim in range(rank) if dim != changed}]
+    if name == 'reduce_scatter':
+        return [{dim - (dim > changed): dim for dim in range(rank) if dim != changed}]
+    return [{dim + (dim >= changed): dim for dim in range(rank)}]
+
+
 def count_blocks(equation: Any) -> int:
     """How many blocks a `shard_map` runs on. Relies on *mesh* and *newly_manual_axes* or *manual_axes*."""
     sizes = equation.params['mesh'].shape
     return math.prod(sizes[axis] for axis in _manual_axes(equation.params))
+
+
+def manual_axes(equation: Any) -> frozenset[str]:
+    """The mesh axes that a `shard_map` makes manual. Relies on what `count_blocks` relies on."""
+    return frozenset(_manual_axes(equation.params))
+
+
+def mapped_mesh(equation: Any) -> Mapping[str, int]:
+    """The sizes of the axes of the mesh of a `shard_map`, in order. Relies on *mesh*."""
+    return equation.params['mesh'].shape
+
+
+def has_effects(equation: Any) -> bool:
+    """Whether an equation does more than to compute its results.
+
+    Naming a mesh axis does not count. Relies on the class of such effects being called NamedAxisEffect.
+    """
+    return any(type(effect).__name__ != 'NamedAxisEffect' for effect in equation.effects)
 
 
 def _manual_axes(params: Mapping[str, Any]) -> Iterable[str]:

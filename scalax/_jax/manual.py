@@ -10,7 +10,7 @@ import jax
 from jax.extend.core import Var
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from scalax._jax.equations import CALLS, is_jaxpr, opened, shape_of
+from scalax._jax.equations import CALLS, ClosedJaxpr, is_jaxpr, opened, shape_of
 from scalax._jax.tracing import memory_space, trace_context
 
 # The parameters of `jit` that have an entry for each operand, and for each result.
@@ -96,10 +96,12 @@ class ManualCode:
         auto: the axes that stay Auto inside.
 
     Attributes:
+        auto: these axes.
         blank: an equation without a line.
     """
 
     def __init__(self, mesh: AbstractMesh, auto: Collection[str] = ()) -> None:
+        self.auto = frozenset(auto)
         manual = frozenset([axis for axis in mesh.axis_names if axis not in auto])
         self._size = mesh.size
         self._trace = mesh, manual, trace_context()
@@ -187,6 +189,42 @@ class ManualCode:
             for names, count in ((_OF_OPERANDS, len(operands)), (_OF_RESULTS, len(results))):
                 params |= {name: template[name] * count for name in names}
         return self.local(equation, operands, results, **params, **{CALLS[equation.primitive.name]: jaxpr})
+
+    def call_of(self, jaxpr: Any, like: Any, operands: Sequence[Any], results: Sequence[Any]) -> Any:
+        """Returns the call, by `jit`, of an open jaxpr without constants, with the line of an equation."""
+        template = self._jit()
+        params = {**template.params, 'jaxpr': ClosedJaxpr(jaxpr, ()), 'name': like.primitive.name}
+        for names, count in ((_OF_OPERANDS, len(operands)), (_OF_RESULTS, len(results))):
+            params |= {name: template.params[name] * count for name in names}
+        return template.replace(
+            invars=[*operands], outvars=[*results], params=params, source_info=like.source_info
+        )
+
+    def mapped(
+        self,
+        equation: Any,
+        jaxpr: Any,
+        specs: tuple[Sequence[PartitionSpec], Sequence[PartitionSpec]],
+        axes: Collection[str],
+        operands: Sequence[Any],
+        results: Sequence[Any],
+    ) -> Any:
+        """Returns a `shard_map` inside, which is manual along more axes.
+
+        Relies on *mesh*, *in_specs*, *out_specs*, *check_vma*, and *newly_manual_axes* or *manual_axes*.
+
+        Args:
+            equation: the `shard_map` in whose place it comes.
+            jaxpr: the jaxpr that it runs.
+            specs: the specs of its operands, and those of its results, along these axes.
+            axes: the axes.
+            operands: its operands.
+            results: its results.
+        """
+        [name] = {'newly_manual_axes', 'manual_axes'} & equation.params.keys()
+        changed = {'mesh': self._inside, 'jaxpr': jaxpr, 'check_vma': False, name: frozenset(axes)}
+        inputs, outputs = map(tuple, specs)
+        return self.local(equation, operands, results, in_specs=inputs, out_specs=outputs, **changed)
 
     def _jit(self) -> Any:
         [template] = _cached(_Keyed(jax.jit(lambda x: x), 'jit'), (((), 'float32'),), self._trace)

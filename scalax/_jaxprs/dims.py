@@ -311,6 +311,22 @@ def _window(equation: Any) -> Dims:
     return Dims(tuple(found))
 
 
+def _exchanged(equation: Any) -> Dims:
+    """What devices exchange along mesh axes; the dimensions that an exchange changes have no sources."""
+    found = equations.exchanged_dims(equation)
+    if found is None:
+        return UNKNOWN
+    operands = zip(equation.outvars, found, strict=True)
+    return Dims(
+        tuple(
+            [
+                tuple([((i, dims[dim]),) if dim in dims else () for dim in range(len(shape_of(out)))])
+                for i, (out, dims) in enumerate(operands)
+            ]
+        )
+    )
+
+
 # Operands and results have the same dimensions and sizes; an operand may be a scalar.
 _ELEMENTWISE = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
@@ -323,6 +339,9 @@ _ELEMENTWISE = """
     tan tanh threefry2x32 xor zeta
 """
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
+# What devices exchange along mesh axes that are manual.
+REDUCTIONS_OVER_AXES = frozenset(('psum', 'psum_invariant', 'pmax', 'pmin'))
+COLLECTIVES = REDUCTIONS_OVER_AXES | {'all_gather', 'all_gather_invariant', 'reduce_scatter', 'all_to_all'}
 # Of these, elements see others along a dimension, or change places.
 ALONG = frozenset(('cumlogsumexp', 'cummax', 'cummin', 'cumprod', 'cumsum', 'rev'))
 # These cost no more than to read their operands, and a part of them is that of parts of their operands.
@@ -339,7 +358,8 @@ PRODUCTS = frozenset(('dot_general', 'ragged_dot_general', 'conv_general_dilated
 _TABLE: tuple[tuple[str, Rule], ...] = (
     (_ELEMENTWISE, _elementwise),
     ('concatenate pad slice dynamic_slice split', _elementwise),
-    ('sharding_constraint device_put reshard optimization_barrier ppermute pvary', _each),
+    ('sharding_constraint device_put reshard optimization_barrier ppermute pvary pcast', _each),
+    (' '.join(COLLECTIVES), _exchanged),
     ('reduce reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor', _reduce),
     ('argmax argmin squeeze', _reduce),
     ('scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max', _scatter),

@@ -9,7 +9,7 @@ dimensions that its own ones come from.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -75,6 +75,11 @@ class AutoAxes:
         """Returns where a variable is, wherever its jaxpr is used."""
         dims = self._of.get(id(atom), NO_AXES)
         return NO_AXES if dims == _UNCLEAR else dims
+
+    def along(self, axes: Container[str], atom: Any) -> AutoDims:
+        """Returns where a variable is along some of the axes."""
+        dims = tuple([tuple([axis for axis in names if axis in axes]) for names in self.of(atom)])
+        return dims if any(dims) else NO_AXES
 
     def _forward(self, jaxpr: Any, arguments: Sequence[AutoDims], *, is_final: bool) -> list[AutoDims]:
         """Returns where the results of a jaxpr are. Rounds of a loop before the last one take no notes."""

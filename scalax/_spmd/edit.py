@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from typing import Any, Self
 
 import jax
@@ -51,6 +51,7 @@ class Shared:
         auto: where values are along other mesh axes; None if there are none.
 
     Attributes:
+        mesh: the mesh.
         mesh_axes: the mesh axes of the batch and their sizes.
         axes: the same axes.
         sizes: the same sizes.
@@ -72,6 +73,7 @@ class Shared:
         axes: Sequence[str],
         auto: AutoAxes | None = None,
     ) -> None:
+        self.mesh = mesh
         self.mesh_axes = {axis: mesh.shape[axis] for axis in axes}
         self.axes, self.sizes = tuple(axes), tuple(self.mesh_axes.values())
         self.blocks = math.prod(self.sizes)
@@ -117,6 +119,27 @@ class Shared:
                 well, unless they are sums whose layout is known.
             backward: whether it is called in a backward pass.
             at: the equation that has it inside.
+        """
+        raise NotImplementedError
+
+    def inside(
+        self,
+        equation: Any,
+        jaxpr: Any,
+        arguments: Sequence[Argument],
+        results: Sequence[Layout | None],
+        left: Sequence[int],
+        manual: Collection[str],
+    ) -> Shared:
+        """Returns what partitions the body of a `shard_map`, along some of the axes.
+
+        Args:
+            equation: the `shard_map`.
+            jaxpr: its body.
+            arguments: what is known of the arguments of the body.
+            results: the layouts in which its results are wanted, along these axes.
+            left: the axes, by number, from the major one to the minor one.
+            manual: the axes that were Auto, and are manual in the body.
         """
         raise NotImplementedError
 

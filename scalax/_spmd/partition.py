@@ -6,19 +6,21 @@ the placements of operands are not those that an equation takes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from scalax._jax.equations import CALLS, PLACES, RUN_ONCE, jaxprs_in, opened, shape_of
+from scalax._jax.equations import CALLS, PLACES, RUN_ONCE, has_effects, jaxprs_in, opened, shape_of
 from scalax._jax.manual import HAVE_SIZES, local_params, remade, with_inner
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS, RULES, reshaped
+from scalax._spmd.auto_axes import AutoAxes
 from scalax._spmd.constraints import constrain
 from scalax._spmd.edit import Edit, Shared
 from scalax._spmd.loops import partition_call, partition_cond, partition_scan, partition_while
 from scalax._spmd.op_rules import Op, Strategy, is_zero, strategy
 from scalax._spmd.parts import has_parts
 from scalax._spmd.placement import REPLICATE, Partial, Placements, Shard
+from scalax._spmd.shard_maps import partition_shard_map
 from scalax._spmd.values import (
     SETTLED,
     Argument,
@@ -28,11 +30,17 @@ from scalax._spmd.values import (
     Value,
     is_replicated,
 )
+from scalax._spmd.wanted import Layout
 
-_CONTROL = {'scan': partition_scan, 'while': partition_while, 'cond': partition_cond}
+_CONTROL = {
+    'scan': partition_scan,
+    'while': partition_while,
+    'cond': partition_cond,
+    'shard_map': partition_shard_map,
+}
 # Others that run a jaxpr, whose operands are all gathered.
 _RUN_ONCE = RUN_ONCE.keys() - CALLS.keys()
-_WITH_OWN_MESH = frozenset(('shard_map', 'custom_partitioning'))
+_WITH_OWN_MESH = frozenset(('custom_partitioning',))
 # Of one operand, these make another form of it, or a part.
 _SAME_STATE = FORWARDS | {'slice', 'dynamic_slice', 'split', 'optimization_barrier', 'neg'}
 
@@ -43,6 +51,7 @@ class Partitioner(Shared):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._known: dict[Any, Partitioned] = {}
+        self._inside: dict[Any, Partitioner] = {}
 
     def jaxpr(
         self,
@@ -58,6 +67,23 @@ class Partitioner(Shared):
         if key not in self._known:
             self._known[key] = _Partitioning(self, jaxpr, arguments, backward, at).partitioned(wanted)
         return self._known[key]
+
+    def inside(
+        self,
+        equation: Any,
+        jaxpr: Any,
+        arguments: Sequence[Argument],
+        results: Sequence[Layout | None],
+        left: Sequence[int],
+        manual: Collection[str],
+    ) -> Shared:
+        key = id(equation), tuple(arguments)
+        if key not in self._inside:
+            sizes = {axis: size for axis, size in self.auto.sizes.items() if axis not in manual}
+            auto = AutoAxes(jaxpr, [self.auto.along(sizes, atom) for atom in equation.invars], sizes)
+            axes = [self.axes[i] for i in left]
+            self._inside[key] = Partitioner(jaxpr, arguments, results, self.mesh, axes, auto)
+        return self._inside[key]
 
 
 class _Partitioning(Edit):
@@ -101,7 +127,7 @@ class _Partitioning(Edit):
     def _equation(self, equation: Any) -> None:
         name = primitive_name(equation)
         values = [*map(self.read, equation.invars)]
-        if equation.effects:
+        if has_effects(equation):
             raise CannotPartition(equation, f'{name or equation.primitive} has effects')
         if name in _WITH_OWN_MESH:
             raise CannotPartition(equation, f'{name} says itself what runs on each device')

@@ -7,7 +7,15 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from scalax._jax.equations import opened
+from scalax._jax.equations import (
+    exchanged_dims,
+    has_effects,
+    manual_axes,
+    mapped_inputs,
+    mapped_mesh,
+    mapped_outputs,
+    opened,
+)
 from scalax._jax.manual import ManualCode, is_backward, is_vacuous, local_params, remade, with_inner
 from scalax._jax.random_bits import bits_at, depends_on_indices
 
@@ -63,6 +71,56 @@ def test_other_axes_stay_auto():
     assert found.params == expected.params
     assert found.outvars[0].aval == expected.outvars[0].aval
     assert code.local(like, [operand], [operand]).ctx == sine.ctx
+
+
+TILED = {'tiled': True}
+EXCHANGES = {
+    'psum': (lambda x: lax.psum(x, 'fsdp'), {0: 0, 1: 1, 2: 2}),
+    'all_gather': (lambda x: lax.all_gather(x, 'fsdp', axis=1, **TILED), {0: 0, 2: 2}),
+    'all_gather to a new dimension': (lambda x: lax.all_gather(x, 'fsdp', axis=1), {0: 0, 2: 1, 3: 2}),
+    'reduce_scatter': (lambda x: lax.psum_scatter(x, 'fsdp', scatter_dimension=1, **TILED), {0: 0, 2: 2}),
+    'reduce_scatter of a dimension': (
+        *(lambda x: lax.psum_scatter(x, 'fsdp', scatter_dimension=1)[:, None], {0: 0, 1: 2}),
+    ),
+    'all_to_all': (lambda x: lax.all_to_all(x, 'fsdp', 1, 2, **TILED), {0: 0}),
+    'all_to_all of a dimension': (lambda x: lax.all_to_all(x, 'fsdp', 1, 1), {0: 0, 2: 2}),
+}
+
+
+@pytest.mark.parametrize('name', EXCHANGES)
+def test_dimensions_that_an_exchange_keeps(name):
+    function, expected = EXCHANGES[name]
+    mapped = jax.shard_map(
+        function, mesh=MESH, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    )
+    [equation] = traced(mapped, jnp.ones((3, 8, 16))).eqns
+    equation = opened(equation.params['jaxpr']).eqns[0]
+    assert exchanged_dims(equation) == [expected]
+    shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    assert all(shapes[0][old] == shapes[1][new] for new, old in expected.items())
+    assert not has_effects(equation)
+
+
+def test_a_shard_map_says_its_axes_and_specs():
+    mesh = AbstractMesh((4, 2), ('a', 'b'), axis_types=(AxisType.Auto,) * 2)
+    for axes in (None, {'a'}):
+        mapped = jax.shard_map(
+            lambda x: x,
+            mesh=mesh,
+            in_specs=PartitionSpec('a'),
+            out_specs=PartitionSpec(None, 'a'),
+            **({} if axes is None else {'axis_names': axes}),
+        )
+        [equation] = traced(mapped, jnp.ones((8, 8))).eqns
+        assert manual_axes(equation) == (axes or {'a', 'b'})
+        assert [*mapped_mesh(equation).items()] == [('a', 4), ('b', 2)]
+        assert [*mapped_inputs(equation)] == [PartitionSpec('a')]
+        assert [*mapped_outputs(equation)] == [PartitionSpec(None, 'a')]
+
+
+def test_a_print_has_effects():
+    [*_, equation] = traced(lambda x: jax.debug.print('{}', x), jnp.ones(())).eqns
+    assert has_effects(equation)
 
 
 def test_local_equations_run_in_a_shard_map():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.custom_partitioning import custom_partitioning
 
 from scalax._jax.equations import equations
 from scalax._transforms.sjit import partitioned
@@ -135,8 +136,14 @@ def test_a_decoder(name):
 def test_a_step_that_is_not_handled_runs_as_it_is():
     helper = MeshShardingHelper([8], ['fsdp'])
 
+    double = custom_partitioning(lambda x: x * 2)
+    double.def_partition(
+        partition=lambda mesh, operands, result: (mesh, lambda x: x * 2, result.sharding, (result.sharding,)),
+        sharding_rule='... -> ...',
+    )
+
     def step(w, x):
-        return jax.shard_map(lambda x: x * 2, in_specs=P('fsdp'), out_specs=P('fsdp'))(x) @ w
+        return double(x) @ w
 
     w, x = np.eye(8, dtype='float32'), np.ones((8, 8), 'float32')
     with pytest.warns(FollowingWarning) as warned:
@@ -144,7 +151,7 @@ def test_a_step_that_is_not_handled_runs_as_it_is():
     np.testing.assert_array_equal(found, 2 * x)
     line = step.__code__.co_firstlineno + 1
     assert [str(each.message).replace(__file__, 'test_step.py') for each in warned] == [
-        'step is not partitioned along its batch: shard_map says itself what runs on each device '
+        'step is not partitioned along its batch: custom_partitioning says itself what runs on each device '
         f'(test_step.py:{line} step). It runs as jax.jit runs it, and the compiler alone decides how '
         'activations are sharded.'
     ]

@@ -1,0 +1,156 @@
+"""`shard_map` inside of a step: over axes of the batch, over others, and over both."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+
+from scalax._jax.equations import equations
+from scalax._spmd.step import Step, StepArgument, StepResult, partition_step, run_step
+from tests.support.partitioned import P, assert_equal, collectives, state_spec
+
+pytestmark = pytest.mark.medium
+
+RNG = np.random.default_rng(0)
+W = {'a': np.asarray(RNG.normal(size=(8, 16)) / 4, 'f'), 'b': np.asarray(RNG.normal(size=(16, 8)) / 4, 'f')}
+X = np.asarray(RNG.normal(size=(16, 8)), 'f')
+FSDP, HSDP, TP = {'fsdp': 8}, {'replica': 2, 'fsdp': 4}, {'fsdp': 4, 'tp': 2}
+BOTH = ('replica', 'fsdp')
+
+
+def local(w, x):
+    return jnp.tanh(x @ w['a']) @ w['b']
+
+
+def summed(w, x):
+    return lax.psum(jnp.tanh(x @ w['a']).sum(0), 'fsdp') + x @ w['a']
+
+
+def numbered(w, x):
+    return jnp.tanh(x @ w['a']) + 10 * lax.axis_index('fsdp')
+
+
+def exchanging(w, x):
+    """All collectives, along an axis of two or more devices."""
+    y = jnp.tanh(x @ w['a'])
+    whole = lax.all_gather(y, 'fsdp', axis=1, tiled=True) + lax.all_gather(y, 'fsdp').sum(0).sum(1)[:, None]
+    parts = lax.psum_scatter(whole, 'fsdp', scatter_dimension=1, tiled=True)
+    moved = lax.all_to_all(whole, 'fsdp', 1, 1, tiled=True)[:, :16]
+    size = lax.axis_size('fsdp')
+    shifted = lax.ppermute(y, 'fsdp', [(i, (i + 1) % size) for i in range(size)])
+    return parts + moved + shifted + lax.pmax(lax.stop_gradient(y), 'fsdp') + lax.pmean(y, 'fsdp')
+
+
+def in_a_loop(w, x):
+    size = lax.axis_size('fsdp')
+
+    def rotate(x, _):
+        y = jnp.tanh(x @ w['a']) @ w['b']
+        return lax.ppermute(y, 'fsdp', [(i, (i + 1) % size) for i in range(size)]), y.sum(1)
+
+    last, sums = lax.scan(rotate, x, None, 3)
+    return last + sums.sum(0)[:, None]
+
+
+def tensor_parallel(w, x):
+    return lax.psum(jnp.tanh(x @ w['a']) @ w['b'], 'tp')
+
+
+def tensor_parallel_and_mean(w, x):
+    return tensor_parallel(w, x) + lax.pmean(x, 'fsdp').sum()
+
+
+def numbered_in_both(w, x):
+    return jnp.tanh(x @ w['a']) + lax.axis_index('tp') + 10 * lax.axis_index('fsdp')
+
+
+SPLIT = {'a': P(None, 'tp'), 'b': P('tp')}
+# (mesh, body, specs of weights and examples, spec of the result, manual axes, does something gather examples)
+CASES = {
+    'one axis': (FSDP, local, (P(), P('fsdp')), P('fsdp'), None, False),
+    'one axis, a sum': (FSDP, summed, (P(), P('fsdp')), P('fsdp'), None, False),
+    'one axis, a loop': (FSDP, in_a_loop, (P(), P('fsdp')), P('fsdp'), None, False),
+    'two axes': (HSDP, summed, (P(), P(BOTH)), P(BOTH), None, False),
+    'one of two axes': (HSDP, summed, (P(), P('fsdp')), P('fsdp'), {'fsdp'}, True),
+    'the other of two axes': (
+        *(HSDP, lambda w, x: local(w, x) + lax.pmean(x, 'replica'), (P(), P('replica'))),
+        *(P('replica'), {'replica'}, False),
+    ),
+    'features over one of two axes': (
+        *(HSDP, exchanging, ({'a': P('fsdp'), 'b': P()}, P(None, 'fsdp')), P(None, 'fsdp'), {'fsdp'}, True),
+    ),
+    'two axes in another order': (HSDP, summed, (P(), P(BOTH[::-1])), P(BOTH[::-1]), None, True),
+    'another axis': (TP, tensor_parallel, (SPLIT, P()), P(), {'tp'}, True),
+    'both': (TP, tensor_parallel_and_mean, (SPLIT, P('fsdp')), P('fsdp'), {'fsdp', 'tp'}, False),
+    'both, the batch first': (
+        *(TP, numbered_in_both, (P(), P(('fsdp', 'tp'))), P(('fsdp', 'tp')), {'fsdp', 'tp'}, False),
+    ),
+    'both, the batch last': (
+        *(TP, numbered_in_both, (P(), P(('tp', 'fsdp'))), P(('tp', 'fsdp')), {'fsdp', 'tp'}, True),
+    ),
+}
+
+
+def partitioned(fun, mesh_axes) -> tuple[Step, list[jax.Array], list[jax.Array]]:
+    """Partitions a function of weights and examples; and returns its results, and those of JAX."""
+    mesh = jax.make_mesh((*mesh_axes.values(),), (*mesh_axes,), axis_types=(AxisType.Auto,) * len(mesh_axes))
+    axes, size = tuple([axis for axis in mesh_axes if axis != 'tp']), mesh_axes['fsdp']
+    leaves = jax.tree.leaves(W)
+    arguments = [StepArgument(state_spec(leaf.shape, size=size), False, 'w') for leaf in leaves]
+    arguments.append(StepArgument(P(axes), True, 'x'))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        jaxpr = jax.make_jaxpr(fun)(W, X)
+        results = [StepResult(None, '')] * len(jaxpr.out_avals)
+        step = partition_step(jaxpr, arguments, results, mesh.abstract_mesh, axes)
+
+    def inside(*values):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return run_step(step, values, mesh, 'step')
+
+    found = [*jax.jit(inside)(*leaves, X)]
+    with jax.set_mesh(mesh):
+        return step, found, jax.tree.leaves(jax.jit(fun)(W, X))
+
+
+@pytest.mark.parametrize(
+    ('name', 'check_vma'), [*[(name, True) for name in CASES], ('one axis, a sum', False), ('both', False)]
+)
+def test_values_of_a_step(name, check_vma):
+    mesh_axes, body, in_specs, out_specs, manual, gathers = CASES[name]
+    axes = {} if manual is None else {'axis_names': manual}
+
+    def step(w, x):
+        mapped = jax.shard_map(body, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma, **axes)
+
+        def loss(w, x):
+            return jnp.mean(jnp.tanh(mapped(w, jnp.sin(x))) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(w, x)
+        return value, jax.tree.map(lambda a, b: a - b, w, gradients), mapped(w, x)
+
+    found, values, expected = partitioned(step, mesh_axes)
+    assert_equal(values, expected)
+    assert any('examples gathered' in what for what in collectives(found)) == gathers
+    # Along other axes it is still there.
+    mapped = [each for each in equations(found.jaxpr) if each.primitive.name == 'shard_map']
+    assert bool(mapped) == bool(manual and 'tp' in manual)
+
+
+def test_one_inside_another():
+    def inner(x):
+        return lax.psum(x, 'tp') + lax.pmean(x, 'fsdp')
+
+    def outer(x):
+        nested = jax.shard_map(inner, in_specs=P(None, 'tp'), out_specs=P(None, 'tp'), axis_names={'tp'})
+        return jnp.tanh(lax.pmean(x, 'fsdp') + nested(x) + lax.axis_index('fsdp'))
+
+    def step(w, x):
+        x = x @ w['a']
+        mapped = jax.shard_map(outer, in_specs=P('fsdp'), out_specs=P('fsdp'), axis_names={'fsdp'})
+        return mapped(x) @ w['b']
+
+    found, values, expected = partitioned(step, TP)
+    assert_equal(values, expected)
+    assert not any('examples gathered' in what for what in collectives(found))
