@@ -249,6 +249,16 @@ def test_scans_have_constants_then_state_then_stacks() -> None:
         assert [*map(of.shape_of, of.opened(loop.body).invars)] == [(3, 4), (3, 4), (2,)]
 
 
+def test_a_parameter_of_scans_is_their_length() -> None:
+    def fun(stack: Any) -> Any:
+        return lax.scan(lambda c, x: (c + x, None), np.float32(0), stack)[0]
+
+    with contract('keeps the length of a scan in one parameter', 'to run loops over fewer examples'):
+        params = equation_in('scan', fun, np.ones(5, np.float32)).params
+        length = of.rounds_param(5)
+        assert {name: params[name] for name in length} == length
+
+
 def test_whiles_have_constants_of_the_test_then_of_the_body_then_state() -> None:
     def fun(end: Any, step: Any, first: Any) -> Any:
         return lax.while_loop(lambda c: c.sum() < end, lambda c: c + step, first)

@@ -36,7 +36,7 @@ from tests.support import ROOT
 
 FOLDER = f'{Path(scalax.__file__).parent}/'
 GENERATED = '<scalax '  # the "file" of the function that users call
-FOLLOWED = (f'{FOLDER}_follow/', f'{FOLDER}_jaxprs/')
+FOLLOWED = (f'{FOLDER}_follow/', f'{FOLDER}_jaxprs/', f'{FOLDER}_xla_workarounds/')
 READ_BY_IT = (f'{FOLDER}_jax/', f'{FOLDER}_tree/')
 COMPREHENSIONS = {'<listcomp>', '<setcomp>', '<dictcomp>'}  # frames of their own up to Python 3.11
 GUARDED = jax.__version_info__ < (0, 11, 1)  # a deleted argument ends the process there, and is looked for
