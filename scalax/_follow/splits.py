@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec
 
 from scalax._follow.dimensions import WholeDimensions
 from scalax._follow.experts import Stored
-from scalax._follow.seconds import PER_BYTE, PER_OPERATION
 from scalax._follow.trail import Trail, Trails, axes_of
 from scalax._follow.types import Move
 from scalax._follow.weights import Weights
@@ -27,6 +26,7 @@ from scalax._jax.equations import dot_dims, opened
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dependence import Dependence
 from scalax._jaxprs.dims import FORWARDS, multiplications
+from scalax._spmd.seconds import PER_BYTE, PER_OPERATION
 from scalax._tree.specs import canonical_entry, only_axes
 
 # This part of all that is sent has to be saved: another layout may cost as much elsewhere, as in memory.

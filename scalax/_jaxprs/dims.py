@@ -352,6 +352,13 @@ FORWARDS = frozenset(('broadcast_in_dim', 'convert_element_type', 'copy', 'resha
 VIEWS = FORWARDS | {'dynamic_slice', 'slice', 'split', 'unstack'}
 SCATTERS = frozenset(f'scatter{kind}' for kind in ('', '-add', '-sub', '-mul', '-min', '-max'))
 WINDOWS = frozenset(f'reduce_window{kind}' for kind in ('', '_sum', '_max', '_min'))
+# Operands are matrices, or stacks of them, that are factored or solved for.
+DECOMPOSITIONS = frozenset(
+    (
+        *('cholesky', 'eig', 'eigh', 'householder_product', 'lu', 'qr', 'schur', 'svd'),
+        *('triangular_solve', 'tridiagonal', 'tridiagonal_solve', 'hessenberg'),
+    )
+)
 # Operands are multiplied, and summed over dimensions that they have in common.
 PRODUCTS = frozenset(('dot_general', 'ragged_dot_general', 'conv_general_dilated'))
 
@@ -365,8 +372,7 @@ _TABLE: tuple[tuple[str, Rule], ...] = (
     ('scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max', _scatter),
     ('reduce_window reduce_window_sum reduce_window_max reduce_window_min tile', _window),
     ('select_and_scatter_add select_and_gather_add select_and_scatter', _window),
-    ('cholesky eig eigh householder_product lu qr schur svd', _matrices),
-    ('triangular_solve tridiagonal tridiagonal_solve hessenberg', _matrices),
+    (' '.join(DECOMPOSITIONS), _matrices),
     ('random_bits random_split random_unwrap random_seed', _resized),
     ('bitcast_convert_type random_wrap', _resized),
     ('sort top_k approx_top_k', _sort),

@@ -76,8 +76,10 @@ def of_spec(
         equation: the equation, for errors.
     """
     axes, entries = [*mesh_axes], [*spec, *[None] * (len(shape) - len(spec))]
-    is_open = any(entry is PartitionSpec.UNCONSTRAINED for entry in entries)
-    found: list[Placement] = [*before] if is_open else [REPLICATE] * len(axes)
+    open_dims = [dim for dim, entry in enumerate(entries) if entry is PartitionSpec.UNCONSTRAINED]
+    found: list[Placement] = [
+        x if open_dims and (not isinstance(x, Shard) or x.dim in open_dims) else REPLICATE for x in before
+    ]
     for dim, entry in enumerate(entries):
         names = entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
         there = [axes.index(name) for name in names if name in axes]

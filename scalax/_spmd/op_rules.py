@@ -231,7 +231,7 @@ def _grows(op: Op, operands: Sequence[Placement]) -> bool:
     taken = [
         _bytes(atom) for atom, x in zip(op.equation.invars, operands, strict=True) if isinstance(x, Shard)
     ]
-    return max(map(_bytes, op.equation.outvars)) > 2 * max(taken, default=0)
+    return max(map(_bytes, op.equation.outvars)) > 2 * sum(taken)
 
 
 def _sharded(op: Op, sources: Sources, is_state: bool) -> list[Placement]:

@@ -144,11 +144,10 @@ def redistribute(source: Placements, target: Placements) -> list[Step]:
     changing = [i for i, (a, b) in enumerate(zip(source, target, strict=True)) if not _same(a, b)]
     if not changing:
         return steps
-    if len(changing) == 1 and _is_alone(source, target, changing[0]):
-        [i] = changing
-        a, b = source[i], target[i]
+    if len({(source[i], target[i]) for i in changing}) == 1 and _are_alone(source, target, changing):
+        a, b = source[changing[0]], target[changing[0]]
         if isinstance(a, Shard) and isinstance(b, Shard):
-            return [Step('all_to_all', (i,), a.dim, b.dim)]
+            return [Step('all_to_all', tuple(changing), a.dim, b.dim)]
     # Gather, from the minor axis to the major one.
     disturbed = {dim for i in changing for dim in _dims(source[i], target[i])}
     first = min(changing)
@@ -209,8 +208,7 @@ def _dims(*placements: Placement) -> list[int]:
     return [placement.dim for placement in placements if isinstance(placement, Shard)]
 
 
-def _is_alone(source: Placements, target: Placements, axis: int) -> bool:
-    """Whether no other axis shards a dimension that changes along this one."""
-    dims = {*_dims(source[axis], target[axis])}
-    others = [*source[:axis], *source[axis + 1 :]]
-    return dims.isdisjoint(_dims(*others))
+def _are_alone(source: Placements, target: Placements, axes: Sequence[int]) -> bool:
+    """Whether no other axis shards a dimension that changes along these."""
+    dims = {dim for axis in axes for dim in _dims(source[axis], target[axis])}
+    return dims.isdisjoint(_dims(*[x for axis, x in enumerate(source) if axis not in axes]))

@@ -121,3 +121,9 @@ JOINS = [
 @pytest.mark.parametrize('one, other, joined', JOINS, ids=str)
 def test_joined(one, other, joined):
     assert join(one, other) == joined
+
+
+def test_axes_that_move_together_exchange_once():
+    """Where both axes of a mesh shard one dimension, one all-to-all exchanges it for another one."""
+    [step] = redistribute((Shard(2), Shard(2)), (Shard(0), Shard(0)))
+    assert (step.kind, step.axes, step.dim, step.other_dim) == ('all_to_all', (0, 1), 2, 0)

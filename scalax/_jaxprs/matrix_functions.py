@@ -1,4 +1,4 @@
-"""Finds the functions of a matrix in a jaxpr: equations that begin with one value, and multiply it."""
+"""Functions of a matrix in a jaxpr: equations that begin with one value, and multiply or decompose it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scalax._jax import equations
 from scalax._jax.equations import Literal, opened, shape_of, size_of, values_in
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import part_of, replaced
-from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS
+from scalax._jaxprs.dims import DECOMPOSITIONS, ELEMENTWISE, FORWARDS
 from scalax._jaxprs.user_shardings import SAID, placed_by_user
 
 # Values of so many elements are scalars, or coefficients.
@@ -107,11 +107,12 @@ def is_late(equation: Any, late: set[int]) -> bool:
 
 
 def _multiplies(own: Sequence[Any]) -> bool:
-    """Whether some of these equations are products, also inside others, and the user places none of them."""
+    """Whether some of these equations, or those inside, multiply or decompose, and users place no result."""
     every = [*equations.with_inside(own)]
     names = {*map(primitive_name, every)}
     placed = any(each.effects or any(placed_by_user(each)) for each in every)
-    return 'dot_general' in names and _LEFT.isdisjoint(names) and not placed
+    costly = not (DECOMPOSITIONS | {'dot_general'}).isdisjoint(names)
+    return costly and _LEFT.isdisjoint(names) and not placed
 
 
 def _function(

@@ -1,0 +1,246 @@
+"""Optimizers that multiply or decompose matrices: each device computes some whole ones."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import MuonDimensionNumbers, muon
+
+from scalax._spmd.rewrites import matrices
+from tests.support.partitioned import FSDP, HSDP, P, assert_equal, partitioned, state_spec
+
+WIDTH, HIDDEN = 16, 24
+SHAPES = {'square': (WIDTH, WIDTH), 'up': (WIDTH, HIDDEN), 'down': (HIDDEN, WIDTH)}
+
+pytestmark = pytest.mark.medium
+
+
+@pytest.fixture(autouse=True)
+def free_exchanges(monkeypatch):
+    """As if collectives had no latency: these matrices are small."""
+    monkeypatch.setattr(matrices, '_EXCHANGE', 0)
+
+
+def initial(layers, stacked):
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return (rng.normal(size=shape) / 4).astype('float32')
+
+    if stacked:
+        return {name: normal(layers, *shape) for name, shape in SHAPES.items()}
+    return [{name: normal(*shape) for name, shape in SHAPES.items()} for _ in range(layers)]
+
+
+def loss(params, x):
+    def layer(x, w):
+        x = x + jnp.tanh(x @ w['square'])
+        return x + jnp.tanh(x @ w['up']) @ w['down'], None
+
+    if isinstance(params, dict):
+        x, _ = jax.lax.scan(layer, x, params)
+    else:
+        for w in params:
+            x, _ = layer(x, w)
+    return jnp.mean(x**2)
+
+
+def numbers(params):
+    """Which dimensions are those of matrices."""
+
+    def of(x):
+        if isinstance(x, optax.MaskedNode):
+            return x
+        return MuonDimensionNumbers(1, 2) if jnp.ndim(x) == 3 else MuonDimensionNumbers(0, 1)
+
+    return jax.tree.map(of, params, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+
+
+def newton_schulz(x):
+    """As many write it: without a loop, for one matrix."""
+    x = x / (jnp.linalg.norm(x) + 1e-7)
+    for _ in range(3):
+        x = 1.5 * x - 0.5 * (x @ x.T) @ x
+    return x
+
+
+def inverse_root(x):
+    """As in Shampoo."""
+    values, vectors = jnp.linalg.eigh(x @ x.mT + jnp.eye(x.shape[-2]))
+    return (vectors * values[..., None, :] ** -0.25) @ vectors.mT @ x
+
+
+def basis(x):
+    """As in SOAP."""
+    return jnp.linalg.qr(x @ x.mT + jnp.eye(x.shape[-2]))[0] @ x
+
+
+def whitened(x):
+    """With a factorization and the solution of triangular systems."""
+    factor = jnp.linalg.cholesky(x @ x.mT + jnp.eye(x.shape[-2]))
+    return jax.lax.linalg.triangular_solve(factor, x, left_side=True, lower=True)
+
+
+def polar(x):
+    left, _, right = jnp.linalg.svd(x, full_matrices=False)
+    return left @ right
+
+
+def by_hand(transform):
+    """An optimizer that transforms the momentum of weights."""
+
+    def update(grads, state, params):
+        momentum = jax.tree.map(lambda g, m: 0.9 * m + g, grads, state)
+        return jax.tree.map(lambda m: -0.01 * transform(m), momentum), momentum
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+
+
+def run_step(optimizer, params, mesh=FSDP, replicate=False):
+    """A training step on a mesh, its values, and those of one device."""
+
+    def step(state, x):
+        params, opt_state = state
+        value, grads = jax.value_and_grad(loss)(params, x)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    state = params, optimizer.init(params)
+    specs = [P() if replicate else state_spec(x.shape, size=mesh['fsdp']) for x in jax.tree.leaves(state)]
+    x = np.random.default_rng(1).normal(size=(16, WIDTH)).astype('float32')
+    with jax.default_matmul_precision('highest'):
+        found, run = partitioned(step, state, x, mesh, result_specs=[*specs, P()], replicate=replicate)
+        return found, run, lambda: jax.jit(step)(state, x)
+
+
+def of_the_optimizer(step):
+    """How often a step runs each kind of collective that is of no gradient, and of no weight of a layer."""
+    found = {}
+    for row in step.rows:
+        if 'gradient' not in row.reason and row.primitive not in ('dot_general', 'mul'):
+            found[row.kind] = found.get(row.kind, 0) + row.count
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('layers', 'stacked', 'expected'),
+    [
+        # Each of three stacks moves to whole matrices and back.
+        (8, True, {'all_to_all': 6}),
+        # One stack of square matrices, and one of the others, some of which are transposed.
+        (3, True, {'all_to_all': 4}),
+        (3, False, {'all_to_all': 4}),
+    ],
+)
+def test_muon_moves_each_matrix_twice(layers, stacked, expected):
+    params, optimizer = initial(layers, stacked), muon(1e-2, muon_weight_dimension_numbers=numbers)
+    step, run, one_device = run_step(optimizer, params)
+    assert of_the_optimizer(step) == expected
+    with jax.default_matmul_precision('highest'):
+        assert_equal(run(), one_device())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('transform', [newton_schulz, inverse_root, basis, whitened, polar])
+def test_functions_of_matrices_of_their_own(transform):
+    """Where each layer has its own weights, three functions of each shape share the devices."""
+    step, run, one_device = run_step(by_hand(transform), initial(2, False))
+    assert of_the_optimizer(step).keys() == {'all_to_all'}
+    with jax.default_matmul_precision('highest'):
+        assert_equal(run(), one_device(), 5e-5)
+
+
+@pytest.mark.parametrize('transform', [inverse_root, basis, whitened, polar])
+def test_functions_of_stacks(transform):
+    step, run, one_device = run_step(by_hand(transform), initial(8, True))
+    assert of_the_optimizer(step) == {'all_to_all': 6}
+    with jax.default_matmul_precision('highest'):
+        assert_equal(run(), one_device(), 5e-5)
+
+
+@pytest.mark.slow
+def test_replicas_of_shards():
+    """The matrices are distributed along the axis that shards them."""
+    optimizer = muon(1e-2, muon_weight_dimension_numbers=numbers)
+    step, run, one_device = run_step(optimizer, initial(3, True), HSDP)
+    assert of_the_optimizer(step) == {'all_to_all': 4}
+    assert {row.axes for row in step.rows if row.kind == 'all_to_all'} == {('fsdp',)}
+    with jax.default_matmul_precision('highest'):
+        assert_equal(run(), one_device())
+
+
+@pytest.mark.slow
+def test_replicated_weights(monkeypatch):
+    """Each device takes some matrices, which sends nothing, and all of them are gathered, if that pays."""
+    optimizer = muon(1e-2, muon_weight_dimension_numbers=numbers)
+    monkeypatch.setattr(matrices, 'PER_BYTE', 0)
+    step, run, one_device = run_step(optimizer, initial(3, False), replicate=True)
+    assert of_the_optimizer(step) == {'all_gather': 2}
+    with jax.default_matmul_precision('highest'):
+        assert_equal(run(), one_device())
+
+
+def test_matrices_that_are_not_worth_a_collective(monkeypatch):
+    monkeypatch.undo()
+    step, run, one_device = run_step(by_hand(newton_schulz), initial(2, False))
+    assert 'all_to_all' not in of_the_optimizer(step)
+    with jax.default_matmul_precision('highest'):
+        assert_equal(run(), one_device())
+
+
+def mixing(x):
+    """Each matrix, less the mean of all."""
+    y = x - jnp.mean(x, 0)
+    return y @ y.mT @ y
+
+
+def running(x):
+    y = jnp.cumsum(x, 0)
+    return y @ y.mT @ y
+
+
+def of_two_weights(x):
+    return jnp.einsum('aij,bkj->aik', x, x) @ x
+
+
+@pytest.mark.parametrize('transform', [mixing, running, of_two_weights])
+def test_matrices_that_are_mixed(transform):
+    step, run, one_device = run_step(by_hand(transform), initial(3, True))
+    assert not any(row.primitive == 'sharding_constraint' for row in step.rows)
+    with jax.default_matmul_precision('highest'):
+        assert_equal(run(), one_device())
+
+
+@pytest.mark.slow
+def test_a_branch_distributes_its_matrices():
+    optimizer = optax.MultiSteps(by_hand(newton_schulz), 2).gradient_transformation()
+    step, run, one_device = run_step(optimizer, initial(2, False))
+    assert of_the_optimizer(step) == {'all_to_all': 6}
+    with jax.default_matmul_precision('highest'):
+        assert_equal(run(), one_device())
+
+
+@pytest.mark.parametrize('seed', range(4))
+def test_stacks_of_any_size(seed):
+    """Random numbers and shapes of stacks, on either mesh."""
+    rng = np.random.default_rng(seed)
+    rows, columns = rng.choice([8, 16, 24, 13], 2)
+    params = [
+        rng.normal(size=(*([rng.integers(1, 18)] if rng.integers(2) else []), rows, columns)).astype(
+            'float32'
+        )
+        for _ in range(rng.integers(1, 4))
+    ]
+
+    def step(params, x):
+        grads = jax.tree.map(lambda w: w * jnp.mean(x), params)
+        return jax.tree.map(lambda w, g: w - basis(w + g), params, grads)
+
+    mesh = (FSDP, HSDP)[seed % 2]
+    specs = [state_spec(x.shape, size=mesh['fsdp']) for x in params]
+    x = rng.normal(size=(8,)).astype('float32')
+    with jax.default_matmul_precision('highest'):
+        _, run = partitioned(step, params, x, mesh, result_specs=specs)
+        assert_equal(run(), jax.jit(step)(params, x), 5e-5)
