@@ -7,6 +7,7 @@ device is computed for each device's examples from the start, if its dimension m
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -54,12 +55,12 @@ class BatchDims:
     Args:
         jaxpr: the jaxpr, open or closed.
         arguments: the placements of its arguments.
-        blocks: into how many blocks all batch axes together split a dimension.
+        sizes: the sizes of the batch axes.
     """
 
-    def __init__(self, jaxpr: Any, arguments: Sequence[Placements], blocks: int) -> None:
-        self._blocks = blocks
-        self._numbered = _Numbered(jaxpr, blocks)
+    def __init__(self, jaxpr: Any, arguments: Sequence[Placements], sizes: Sequence[int]) -> None:
+        self._sizes = tuple(sizes)
+        self._numbered = _Numbered(jaxpr, math.prod(sizes))
         self._axes: dict[int, set[int]] = {}
         for numbers, placements in zip(self._numbered.arguments, arguments, strict=True):
             for axis, placement in enumerate(placements):
@@ -71,6 +72,7 @@ class BatchDims:
         """Returns the dimensions of the batch along these of the axes alone, by number."""
         other = copy.copy(self)
         kept = {axis: i for i, axis in enumerate(axes)}
+        other._sizes = tuple([self._sizes[axis] for axis in axes])
         other._axes = {root: {kept[x] for x in found if x in kept} for root, found in self._axes.items()}
         return other
 
@@ -83,9 +85,10 @@ class BatchDims:
         """Returns the placements of a value whose dimensions of the batch are sharded as well."""
         numbers, result = self._numbered.of(atom), [*placements]
         for dim, (number, size) in enumerate(zip(numbers, shape_of(atom), strict=False)):
-            if size <= 1 or size % self._blocks:
+            axes = self._axes.get(self._numbered.classes.root(number), ())
+            if size <= 1 or not axes or size % math.prod([self._sizes[axis] for axis in axes]):
                 continue
-            for axis in self._axes.get(self._numbered.classes.root(number), ()):
+            for axis in axes:
                 if isinstance(result[axis], Replicate):
                     result[axis] = Shard(dim)
         return tuple(result)

@@ -26,9 +26,11 @@ from scalax._spmd.placement import (
     Shard,
     local_shape,
     redistribute,
+    shard_counts,
 )
 from scalax._spmd.values import (
     Argument,
+    CannotPartition,
     Partitioned,
     Settled,
     Value,
@@ -62,6 +64,7 @@ class Shared:
         batch_dims: the dimensions of the batch.
         replicated: the placements of what every device holds.
         auto: where values are along other mesh axes.
+        is_mixed: whether the batch axes shard different dimensions of the batch, such as time.
     """
 
     def __init__(
@@ -81,8 +84,9 @@ class Shared:
         self.code = ManualCode(mesh, self.auto.sizes)
         self.exchange = Exchange(self.code, self.axes, self.sizes)
         self.wanted = Wanted(jaxpr, results)
-        self.batch_dims = BatchDims(jaxpr, [each.placements for each in arguments], self.blocks)
+        self.batch_dims = BatchDims(jaxpr, [each.placements for each in arguments], self.sizes)
         self.replicated = replicated(len(self.axes))
+        self.is_mixed = any(len({*each.placements}) > 1 for each in arguments if not each.is_state)
 
     def along(self, axes: Sequence[int]) -> Self:
         """Returns what is known of all jaxprs along these of the batch axes alone, by number.
@@ -204,9 +208,16 @@ class Edit:
     def define(self, var: Any, placements: Placements, atom: Any = None) -> Value:
         """Defines a variable, and returns its value; without an *atom* with a new variable for it."""
         if atom is None:
+            if self.shared.is_mixed and not self.divides(shape_of(var), placements):
+                raise CannotPartition(self.last, f'{placements} split {shape_of(var)} unevenly')
             atom = self.code.var(var, local_shape(shape_of(var), placements, self.shared.sizes))
         value = self._values[id(var)] = Value(var, placements, atom)
         return value
+
+    def divides(self, shape: Sequence[int], placements: Placements) -> bool:
+        """Whether blocks in these placements have the same size on all devices."""
+        counts = shard_counts(placements, self.shared.sizes, len(shape))
+        return not any(size % count for size, count in zip(shape, counts, strict=True))
 
     def is_backward(self, equation: Any) -> bool:
         """Whether an equation is of a backward pass."""
@@ -261,6 +272,8 @@ class Edit:
         backward = value.is_state and self.is_backward(equation)
         key = plain, backward
         if key not in value.versions:
+            if self.shared.is_mixed and not self.divides(value.shape, plain):
+                raise CannotPartition(equation, f'{plain} split {value.shape} unevenly')
             whole = (self.shared.replicated, False)
             is_part = not has_partial(plain) and not is_replicated(plain)
             if value.is_replicated or (whole in value.versions and is_part):

@@ -37,14 +37,17 @@ class Op(NamedTuple):
     Attributes:
         equation: the equation, with the shapes of all examples.
         placements: those of its operands.
-        blocks: into how many blocks all batch axes split a dimension; sharded dimensions divide by it.
+        blocks: into how many blocks all batch axes together split a dimension.
         zeros: which operands are known to be zero.
+        blocks_of_first: into how many blocks they split the sharded dimension of the first operand; None if
+            all of them do.
     """
 
     equation: Any
     placements: tuple[Placement, ...]
     blocks: int
     zeros: tuple[bool, ...]
+    blocks_of_first: int | None = None
 
 
 class Strategy(NamedTuple):
@@ -159,7 +162,8 @@ def by_dims(op: Op) -> Strategy | None:
     """Returns the strategy of a primitive by where the dimensions of its results come from.
 
     Examples decide, and state only if no operand has examples: of the dimensions of results that are sharded
-    in operands, and those that are summed, the one that the largest operands share stays sharded.
+    in operands, and those that are summed, the one that the largest operands share stays sharded. A sum has
+    to be reduced, so its bytes count against it if another dimension can stay.
     """
     dims = dims_of(op.equation)
     if dims is UNKNOWN or not dims.results:
@@ -171,6 +175,12 @@ def by_dims(op: Op) -> Strategy | None:
     candidates = [(group, True) for group in summed_dims(op.equation)]
     candidates += [(sources, False) for sources in dims.results[0]]
     weights = [_weight(op, places & {*sources}) for sources, _ in candidates]
+    if sum(map(bool, weights)) > 1:
+        reduced = sum(map(_bytes, op.equation.outvars))
+        weights = [
+            max(1, weight - reduced * is_summed) if weight else 0
+            for weight, (_, is_summed) in zip(weights, candidates, strict=True)
+        ]
     if not weights or not max(weights):
         return None
     sources, is_summed = candidates[weights.index(max(weights))]
@@ -256,9 +266,11 @@ def _reshape(op: Op) -> Strategy | None:
     before, shape = shape_of(op.equation.invars[0]), shape_of(op.equation.outvars[0])
     for old, new in reshaped(op.equation):
         first, is_state = old[0], placement.is_state
-        divides = before[first] % op.blocks == shape[new[0]] % op.blocks == 0
+        is_first = first == placement.dim
+        blocks = op.blocks if op.blocks_of_first is None or not is_first else op.blocks_of_first
+        divides = before[first] % blocks == shape[new[0]] % blocks == 0
         # Where another dimension comes first, its blocks are exchanged for those of the sharded one.
-        if divides and (first == placement.dim or (placement.dim in old and not is_state)):
+        if divides and (is_first or (placement.dim in old and not is_state)):
             return Strategy((Shard(first, is_state), *rest), (Shard(new[0], is_state), *rest))
     return None
 

@@ -19,7 +19,7 @@ from scalax._spmd.edit import Edit, Shared
 from scalax._spmd.loops import partition_call, partition_cond, partition_scan, partition_while
 from scalax._spmd.op_rules import Op, Strategy, is_zero, strategy
 from scalax._spmd.parts import has_parts
-from scalax._spmd.placement import REPLICATE, Partial, Placements, Shard
+from scalax._spmd.placement import REPLICATE, Partial, Placements, Shard, shard_counts
 from scalax._spmd.shard_maps import partition_shard_map
 from scalax._spmd.values import (
     SETTLED,
@@ -179,9 +179,18 @@ class _Partitioning(Edit):
             self._reduce_for(name, equation, values)
             strategies = self._strategies(equation, values)
         found = [each or self._gathering(equation, values) for each in strategies]
-        operands = [*zip(*[each.operands for each in found], strict=True)]
-        results = [*zip(*[each.results for each in found], strict=True)]
-        return operands, results
+        if self.shared.is_mixed:
+            axis = len(found)
+            while axis and not self._all_divide(equation, found):
+                axis -= 1
+                found[axis] = self._gathering(equation, values)
+        return _transposed(found)
+
+    def _all_divide(self, equation: Any, strategies: Sequence[Strategy]) -> bool:
+        """Whether the axes together split all operands and results evenly."""
+        operands, results = _transposed(strategies)
+        atoms = zip((*equation.invars, *equation.outvars), (*operands, *results), strict=True)
+        return all(self.divides(shape_of(atom), placements) for atom, placements in atoms)
 
     def _shard_again(self, equation: Any, value: Value, output: Value) -> None:
         """Shards a reshape of examples that had to be gathered along a dimension that they are split into."""
@@ -226,13 +235,18 @@ class _Partitioning(Edit):
                     output.origin = origins[0]
 
     def _strategies(self, equation: Any, values: Sequence[Value]) -> list[Strategy | None]:
-        zeros = tuple([value.is_zero for value in values])
+        zeros, blocks = tuple([value.is_zero for value in values]), self.shared.blocks
         return [
-            strategy(
-                Op(equation, tuple([value.placements[axis] for value in values]), self.shared.blocks, zeros)
-            )
-            for axis in range(len(self.shared.axes))
+            strategy(Op(equation, tuple([x.placements[axis] for x in values]), blocks, zeros, of_first))
+            for axis, of_first in enumerate(self._blocks_of(values[0]))
         ]
+
+    def _blocks_of(self, value: Value) -> Sequence[int | None]:
+        """Into how many blocks all axes split the dimension that each of them shards; None of all blocks."""
+        if not self.shared.is_mixed:
+            return [None] * len(value.placements)
+        counts = shard_counts(value.placements, self.shared.sizes, len(value.shape))
+        return [counts[x.dim] if isinstance(x, Shard) else None for x in value.placements]
 
     def _gathering(self, equation: Any, values: Sequence[Value]) -> Strategy:
         """The strategy of an equation that takes all of its operands."""
@@ -257,6 +271,15 @@ class _Partitioning(Edit):
 def _holds_jaxprs(name: str, equation: Any) -> bool:
     """Whether a primitive without a rule runs jaxprs, as a function with a ``jax.vmap`` of its own does."""
     return name not in RULES and any(True for _ in jaxprs_in(equation))
+
+
+def _transposed(
+    strategies: Sequence[Strategy],
+) -> tuple[Sequence[Placements], Sequence[Placements]]:
+    """The placements of each operand, and of each result, of the strategies along all axes."""
+    operands = [*zip(*[each.operands for each in strategies], strict=True)]
+    results = [*zip(*[each.results for each in strategies], strict=True)]
+    return operands, results
 
 
 def _live(eqns: Sequence[Any], results: Sequence[Any]) -> list[Any]:

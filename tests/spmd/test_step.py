@@ -12,7 +12,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from scalax._jax.equations import equations
 from scalax._transforms.sjit import partitioned
 from scalax.errors import FollowingWarning
-from scalax.sharding import FSDPShardingRule, MeshShardingHelper
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
 
 pytestmark = pytest.mark.medium
@@ -91,6 +91,12 @@ FSDP = FSDPShardingRule(min_fsdp_size=1)
 # Of weights: a gather in the loop of the forward pass, and one in that of the backward pass. Behind
 # the loops likewise, but the backward pass takes no embedding.
 WEIGHTS = len(MATRICES) + 2
+COLUMNS, ROWS = P(None, 'fsdp', 'tp'), P(None, 'tp', 'fsdp')
+TENSOR_PARALLEL = TreePathShardingRule(
+    *[('query|key|value|up|gate', COLUMNS), ('output|down', ROWS)],
+    *[('unembed', P('fsdp', 'tp')), ('embed', P('tp', 'fsdp')), ('layers/norm', P(None, 'fsdp'))],
+    ('.*', P()),
+)
 STRATEGIES = {
     # Besides the gradients, the global norm and the loss are reduced.
     'FSDP': (
@@ -104,6 +110,11 @@ STRATEGIES = {
     'HSDP': (
         *([2, 4], ['replica', 'fsdp'], FSDP, P(('replica', 'fsdp'))),
         {'all_gather': 2 * WEIGHTS + 5, 'reduce_scatter': WEIGHTS + 3, 'psum': WEIGHTS + 3 + 2},
+    ),
+    # The norm behind the layers is replicated, and the global norm is summed before it and behind it.
+    'FSDP x TP': (
+        *([4, 2], ['fsdp', 'tp'], TENSOR_PARALLEL, P('fsdp')),
+        {'all_gather': 2 * WEIGHTS + 3, 'reduce_scatter': WEIGHTS + 2, 'psum': 4},
     ),
 }
 

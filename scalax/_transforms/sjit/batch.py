@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scalax._follow.trail import LOST, along, of_sharding, without
+from scalax._follow.trail import LOST, Trail, along, axes_of, of_sharding, without
 from scalax._follow.types import Arguments
 from scalax._transforms.calls.call import Call, Shardings
 from scalax._transforms.calls.shardings import FunctionRules
@@ -48,6 +48,24 @@ def batch_to_follow(rules: FunctionRules, call: Call, shardings: Shardings) -> A
     batches = _named(rules, call)
     _reject_unsharded(rules, call, batches, shardings)
     return _arguments(call, shardings, batches)
+
+
+def batch_axes(trails: Sequence[Trail]) -> frozenset[str]:
+    """Returns the mesh axes of a batch: those that shard the dimensions which all of its arrays share.
+
+    The axis that shards the heads of a cache is none of them, since tokens have no heads. Axes that shard one
+    dimension of some array together shard the same dimension of others. If the arrays share no dimension, all
+    axes count.
+
+    Args:
+        trails: of each array that is sharded, the axes that shard each of its dimensions.
+    """
+    groups = list[set[str]]()
+    for axes in [axes for trail in trails for axes in trail if axes]:
+        joined = [group for group in groups if not group.isdisjoint(axes)]
+        groups = [group for group in groups if group.isdisjoint(axes)] + [set(axes).union(*joined)]
+    shared = [group for group in groups if all(group & axes_of(trail) for trail in trails)]
+    return frozenset().union(*(shared or groups))
 
 
 def why_not_followed(rules: FunctionRules, call: Call) -> str:
@@ -102,7 +120,7 @@ def _arguments(call: Call, shardings: Shardings, batches: Sequence[bool]) -> Arg
         return None
     trails = [of_sharding(to, np.ndim(leaf)) for leaf, to in zip(call.leaves, shardings, strict=True)]
     known = list(zip(trails, batches, strict=True))
-    axes = frozenset([axis for trail, holds in known if holds for axes in trail for axis in axes])
+    axes = batch_axes([trail for trail, holds in known if holds and trail])
     if not axes:
         return None
     return Arguments(
