@@ -13,7 +13,6 @@ another order, such as the last row first, stays as it is.
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
@@ -67,9 +66,9 @@ def stack_examples(jaxpr: Any, facts: StepFacts) -> Any:
     if not any(map(_is_indexed, equations(jaxpr))):
         return jaxpr
     placements = [argument.placements for argument in facts.arguments]
-    count = math.prod(facts.mesh.shape[axis] for axis in facts.axes)
+    sizes = [facts.mesh.shape[axis] for axis in facts.axes]
     for _ in range(_MOST_PASSES):
-        before, batch_dims = jaxpr, BatchDims(jaxpr, placements, count)
+        before, batch_dims = jaxpr, BatchDims(jaxpr, placements, sizes)
         jaxpr = with_stacks(
             jaxpr, functools.partial(_has_examples, batch_dims, _split_examples(jaxpr, batch_dims))
         )
