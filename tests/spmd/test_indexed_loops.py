@@ -66,6 +66,9 @@ TAKEN = {
         lambda i, c: lax.dynamic_update_slice(c, lax.dynamic_slice_in_dim(c, 4 * i, 4) @ w, (4 * i, 0)),
         x,
     ),
+    'what takes nothing': lambda w, x: lax.fori_loop(
+        0, N, lambda i, c: c + x[i] @ w * lax.iota('float32', 8), jnp.zeros(8)
+    ),
     'numbers of rows': lambda w, x: lax.fori_loop(
         0, N, lambda i, c: c.at[i].set((x[i] @ w).sum()), jnp.zeros(N)
     ),

@@ -224,7 +224,7 @@ def _by_number(
     read = [
         (sources[id(each.invars[0])], each.outvars[0])
         for each in body.eqns
-        if id(each.invars[0]) in sources and _reads(each, is_own, length)
+        if each.invars and id(each.invars[0]) in sources and _reads(each, is_own, length)
     ]
     kept = [i for i in range(loop.carried) if i not in written and i not in counters]
     carried, taken = [state[i] for i in (*kept, *counters)], [var for _, var in read]
