@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from scalax._jax.equations import loop_of, opened
+from scalax._jax.equations import CALLS, Loop, called, loop_of, makers_of, opened
 from scalax._jax.primitives import primitive_name
-from scalax._jax.rewriting import with_inlined
 
 Reduction = Literal['sum', 'max', 'min']
 # The reduction that each primitive is, and in which of its operands.
@@ -41,43 +40,95 @@ def added_by_round(body: Any, var: Any, out: Any) -> list[Any] | None:
     return found if uses[id(var)] == 1 else None
 
 
-def reduction_by_round(body: Any, var: Any, out: Any) -> Reduction | None:
-    """Returns how a round reduces a carried value that it uses for nothing else; None if it does otherwise.
+class Reductions:
+    """How the rounds of a loop reduce what they carry.
 
     Rounds that only reduce do not depend on each other: they may run in any order, and apart.
 
     Args:
-        body: the open jaxpr of the round, with the equations of calls in their place.
-        var: the carried value, which is one of the arguments of the jaxpr.
-        out: what becomes of it.
+        body: the jaxpr of a round, open or closed.
+        carried: the numbers of its arguments that are carried; its first results are what becomes of them.
     """
-    readers = {id(x): each for each in body.eqns for x in each.invars}
-    uses = Counter(map(id, [*[x for each in body.eqns for x in each.invars], *body.outvars]))
-    found: set[Reduction] = set()
-    while var is not out:
-        reader = readers.get(id(var))
-        if uses[id(var)] != 1 or reader is None:
+
+    def __init__(self, body: Any, carried: range) -> None:
+        self._body, self._carried = opened(body), carried
+        self._readers: dict[Any, tuple[dict[int, Any], Counter[int]]] = {}
+
+    def of(self, number: int) -> Reduction | None:
+        """Returns the reduction of a carried value, by its number; None if a round does otherwise with it."""
+        found = self._followed(self._body, self._body.invars[self._carried[number]])
+        if found is None:
             return None
-        [operand] = [i for i, x in enumerate(reader.invars) if x is var]
-        name = primitive_name(reader)
+        reductions, result = found
+        return next(iter(reductions)) if result == number and len(reductions) == 1 else None
+
+    def is_handed_on(self, number: int) -> bool:
+        """Returns whether a carried value, by its number, is the same behind the round."""
+        var = self._body.invars[self._carried[number]]
+        return _source(self._body, self._body.outvars[number]) is var
+
+    def _followed(self, jaxpr: Any, var: Any) -> tuple[set[Reduction], int] | None:
+        """Returns what a jaxpr reduces an argument with, and which result it is; None if there is no such."""
+        if jaxpr not in self._readers:
+            readers = {id(x): each for each in jaxpr.eqns for x in each.invars}
+            uses = Counter(map(id, [*[x for each in jaxpr.eqns for x in each.invars], *jaxpr.outvars]))
+            self._readers[jaxpr] = readers, uses
+        (readers, uses), found = self._readers[jaxpr], set[Reduction]()
+        while uses[id(var)] == 1:
+            reader = readers.get(id(var))
+            if reader is None:
+                return found, next(i for i, x in enumerate(jaxpr.outvars) if x is var)
+            operand = next(i for i, x in enumerate(reader.invars) if x is var)
+            after = self._after(reader, operand)
+            if after is None:
+                return None
+            found |= after[0]
+            var = reader.outvars[after[1]]
+        return None
+
+    def _after(self, equation: Any, operand: int) -> tuple[set[Reduction], int] | None:
+        """Returns what an equation reduces one of its operands with, and which result it is."""
+        name = primitive_name(equation)
+        if name in CALLS:
+            inner = opened(called(equation))
+            return self._followed(inner, inner.invars[operand])
         if name == 'scan':
-            loop = loop_of(reader)
-            first, result = loop.tested + loop.constants, operand - loop.tested - loop.constants
-            if not 0 <= result < loop.carried:
+            loop = loop_of(equation)
+            number = operand - loop.constants
+            if not 0 <= number < loop.carried:
                 return None
-            inner = opened(with_inlined(loop.body, lambda _: True))
-            reduction = reduction_by_round(inner, inner.invars[first + result], inner.outvars[result])
-            var = reader.outvars[result]
-        else:
-            table = _OF_TRUTH_VALUES if var.aval.dtype == jnp.bool_ else _REDUCTIONS
-            reduction, operands = table.get(name, (None, ()))
-            if name == 'convert_element_type' and reader.outvars[0].aval.dtype == var.aval.dtype:
-                var = reader.outvars[0]
-                continue
-            if operand not in operands or reader.outvars[0].aval.shape != var.aval.shape:
-                return None
-            var = reader.outvars[0]
-        if reduction is None:
+            inner = opened(loop.body)
+            found = self._followed(inner, inner.invars[operand])
+            return found if found is not None and found[1] == number else None
+        before, [after, *_] = equation.invars[operand].aval, [var.aval for var in equation.outvars]
+        if name == 'convert_element_type' and after.dtype == before.dtype:
+            return set(), 0
+        table = _OF_TRUTH_VALUES if before.dtype == jnp.bool_ else _REDUCTIONS
+        reduction, operands = table.get(name, (None, ()))
+        if reduction is None or operand not in operands or after.shape != before.shape:
             return None
-        found.add(reduction)
-    return found.pop() if len(found) == 1 and uses[id(var)] == 1 else None
+        return {reduction}, 0
+
+
+def reductions_of(loop: Loop) -> Reductions:
+    """Returns how the rounds of a loop reduce what they carry."""
+    return Reductions(loop.body, range(loop.constants, loop.constants + loop.carried))
+
+
+def _source(jaxpr: Any, atom: Any) -> Any:
+    """The variable of an open jaxpr that one of its values is, handed on."""
+    makers = makers_of(jaxpr)
+    while (maker := makers.get(id(atom))) is not None:
+        if primitive_name(maker) == 'convert_element_type' and atom.aval.dtype == maker.invars[0].aval.dtype:
+            atom = maker.invars[0]
+        elif primitive_name(maker) in CALLS:
+            inner = opened(called(maker))
+            result = next(i for i, x in enumerate(maker.outvars) if x is atom)
+            source = _source(inner, inner.outvars[result])
+            operand = next((i for i, x in enumerate(inner.invars) if x is source), None)
+            if operand is None:
+                return atom
+            atom = maker.invars[operand]
+        else:
+            return atom
+    return atom

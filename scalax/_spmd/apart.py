@@ -10,13 +10,11 @@ the loop. Rounds do not depend on each other if all that they carry is handed on
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from scalax._jax.equations import Loop, makers_of, opened
-from scalax._jax.primitives import primitive_name
-from scalax._jax.rewriting import with_inlined
-from scalax._jaxprs.carry_accumulation import reduction_by_round
+from scalax._jax.equations import Loop
+from scalax._jaxprs.carry_accumulation import reductions_of
 from scalax._spmd.edit import Edit
 from scalax._spmd.placement import REPLICATE, Partial, Placement, Placements, Shard
 from scalax._spmd.values import Argument, Value
@@ -110,22 +108,12 @@ def axes_apart(edit: Edit, loop: Loop, begun: Sequence[Value], stacks: Sequence[
 
 def _reductions(loop: Loop) -> list[Placement] | None:
     """The placements of carried values behind rounds that run apart; None if rounds depend on each other."""
-    body = opened(with_inlined(loop.body, lambda _: True))
-    _, carried, _ = loop.parts(body.invars)
-    makers, found = makers_of(body), list[Placement]()
-    for var, out in zip(carried, body.outvars, strict=False):
-        if _is_same(var, out, makers):
+    reductions, found = reductions_of(loop), list[Placement]()
+    for i in range(loop.carried):
+        if reductions.is_handed_on(i):
             found.append(REPLICATE)
-        elif (reduction := reduction_by_round(body, var, out)) is not None:
+        elif (reduction := reductions.of(i)) is not None:
             found.append(Partial(reduction))
         else:
             return None
     return found
-
-
-def _is_same(var: Any, out: Any, makers: Mapping[int, Any]) -> bool:
-    """Whether a value is another one, handed on."""
-    maker = makers.get(id(out))
-    if maker is None or primitive_name(maker) != 'convert_element_type' or out.aval.dtype != var.aval.dtype:
-        return out is var
-    return _is_same(var, maker.invars[0], makers)

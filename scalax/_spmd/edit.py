@@ -17,6 +17,7 @@ from scalax._jax.rewriting import constants_of
 from scalax._spmd.auto_axes import NO_AXES, AutoAxes, AutoDims
 from scalax._spmd.batch_dims import BatchDims
 from scalax._spmd.collectives import Collective, Exchange
+from scalax._spmd.options import Options
 from scalax._spmd.parts import part_function, part_operands
 from scalax._spmd.placement import (
     REPLICATE,
@@ -38,7 +39,7 @@ from scalax._spmd.values import (
     replicated,
     without_state,
 )
-from scalax._spmd.wanted import Layout, Wanted
+from scalax._spmd.wanted import Layout, Wanted, reduced
 
 
 class Shared:
@@ -51,8 +52,10 @@ class Shared:
         mesh: the mesh, in force, of Auto axes.
         axes: the mesh axes of the batch, from the major one to the minor one.
         auto: where values are along other mesh axes; None if there are none.
+        options: the options.
 
     Attributes:
+        options: the same options.
         mesh: the mesh.
         mesh_axes: the mesh axes of the batch and their sizes.
         axes: the same axes.
@@ -75,15 +78,17 @@ class Shared:
         mesh: AbstractMesh,
         axes: Sequence[str],
         auto: AutoAxes | None = None,
+        options: Options | None = None,
     ) -> None:
-        self.mesh = mesh
+        self.mesh, self.options = mesh, options or Options()
         self.mesh_axes = {axis: mesh.shape[axis] for axis in axes}
         self.axes, self.sizes = tuple(axes), tuple(self.mesh_axes.values())
         self.blocks = math.prod(self.sizes)
         self.auto = auto or AutoAxes(jaxpr, [], {})
         self.code = ManualCode(mesh, self.auto.sizes)
         self.exchange = Exchange(self.code, self.axes, self.sizes)
-        self.wanted = Wanted(jaxpr, results)
+        holds_sums = self.options.reduce_each_round is False
+        self.wanted = Wanted(jaxpr, results, holds_sums=holds_sums)
         self.batch_dims = BatchDims(jaxpr, [each.placements for each in arguments], self.sizes)
         self.replicated = replicated(len(self.axes))
         self.is_mixed = any(len({*each.placements}) > 1 for each in arguments if not each.is_state)
@@ -292,13 +297,13 @@ class Edit:
         self, value: Value, atom: Any, source: Placements, target: Placements, equation: Any
     ) -> Any:
         origin, what = value.origin, 'examples'
-        if origin is not None or value.is_state:
-            what = 'state'
-        elif value.has_sum:
+        if value.has_sum:
             what = 'sum'
             layout = self.shared.wanted.of(value.var)
             if layout is not None:
                 origin, what = layout.path, 'gradient'
+        elif origin is not None or value.is_state:
+            what = 'state'
         auto = self._auto_dims(value, what)
         for step in redistribute(source, target):
             exchange = self.shared.exchange
@@ -371,13 +376,7 @@ class Edit:
     def reduce(self, value: Value, equation: Any) -> None:
         """Reduces a sum, for all equations behind: to the layout in which it is wanted, or to all devices."""
         layout = self.shared.wanted.of(value.var)
-        target = [
-            (REPLICATE if layout is None or placement.reduce_op != 'sum' else layout.placements[i])
-            if isinstance(placement, Partial)
-            else placement
-            for i, placement in enumerate(value.placements)
-        ]
-        self.move(value, tuple(target), equation)
+        self.move(value, reduced(value.placements, layout), equation)
 
     def move(self, value: Value, target: Placements, equation: Any) -> None:
         """Converts a value for all equations behind."""

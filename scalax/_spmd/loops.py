@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from scalax._jax.equations import branches, called, loop_of, opened, rounds_param, shape_of, shardings_said
+from scalax._jax.equations import (
+    Loop,
+    branches,
+    called,
+    loop_of,
+    opened,
+    rounds_param,
+    shape_of,
+    shardings_said,
+    size_of,
+)
 from scalax._jax.primitives import primitive_name
+from scalax._jaxprs.carry_accumulation import reductions_of
 from scalax._spmd.apart import axes_apart
 from scalax._spmd.constraints import move_to
-from scalax._spmd.edit import Edit
+from scalax._spmd.edit import Edit, Shared
+from scalax._spmd.microbatches import stack_placements
 from scalax._spmd.placement import REPLICATE, SUM, Partial, Placements, Shard, join
 from scalax._spmd.values import (
     SETTLED,
@@ -21,6 +33,7 @@ from scalax._spmd.values import (
     is_replicated,
     without_state,
 )
+from scalax._spmd.wanted import reduced
 
 _MOST_ROUNDS = 12
 
@@ -32,8 +45,8 @@ def partition_call(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
         move_to(edit, equation, values[i], sharding)
     jaxpr, backward = called(equation), edit.is_backward(equation)
     inner = edit.shared.jaxpr(jaxpr, [*map(_argument, values)], backward=backward, at=equation)
-    # What it takes blocks of is computed for these alone, outside of it.
-    cut = {i: x for i, x in inner.sliced.items() if values[i].maker is not None}
+    # What it takes blocks of is computed for these alone, outside of it. Zeros may also begin a sum in it.
+    cut = {i: x for i, x in inner.sliced.items() if values[i].maker is not None and not values[i].is_zero}
     if cut:
         for i, placements in cut.items():
             values = [*values[:i], _converted(edit, values[i], placements, equation), *values[i + 1 :]]
@@ -56,7 +69,8 @@ def partition_cond(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     found = [edit.shared.jaxpr(branch, arguments, backward=backward, at=equation) for branch in jaxprs]
     results = [_joined(each) for each in zip(*[each.placements for each in found], strict=True)]
     results = [
-        _settled(edit, var, placements) for var, placements in zip(equation.outvars, results, strict=True)
+        reduced(placements, edit.shared.wanted.of(var), held=True)
+        for var, placements in zip(equation.outvars, results, strict=True)
     ]
     found = [
         edit.shared.jaxpr(branch, arguments, results, backward=backward, at=equation) for branch in jaxprs
@@ -78,6 +92,10 @@ def partition_scan(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     loop, backward = loop_of(equation), edit.is_backward(equation)
     constants, begun, stacks = map(list, loop.parts(values))
     _reduce(edit, [*constants, *stacks], equation)
+    stacks = [
+        _converted(edit, x, placements, equation)
+        for x, placements in zip(stacks, stack_placements(edit, loop, stacks), strict=True)
+    ]
     apart = axes_apart(edit, loop, begun, stacks)
     if apart.axes:
         constants = [_converted(edit, x, apart.replicated(x.placements), equation) for x in constants]
@@ -88,7 +106,7 @@ def partition_scan(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     elements = [apart.inside(_argument(x)) for x in stacks]
     elements = [x._replace(placements=_element(x.placements)) for x in elements]
     stacked = len(equation.outvars) - loop.carried
-    carried = [*map(apart.within, _first(edit, loop.body, loop.constants, begun))]
+    carried = [*map(apart.within, _first(loop, begun))]
 
     def run(*, is_last: bool = False) -> Partitioned:
         state = [Argument(x) for x in carried]
@@ -103,12 +121,24 @@ def partition_scan(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
             arguments_before[i] = apart.inside(_argument(constants[i]))
 
     inner, carried[:] = _fixed(run, carried, equation)
-    if gathered := {i: shared.replicated for i in inner.gathered if i < loop.constants}:
-        convert_constants(gathered)
-        inner, carried[:] = _fixed(run, carried, equation)
+    carries_examples = any(map(_is_of_examples, carried))
+    sums = _sharded_sums(shared, equation, carried)
+    reduces = shared.options.reduce_each_round
+    if reduces is None:
+        reduces = not _are_few([x for x in equation.outvars[: loop.carried] if shared.wanted.is_sharded(x)])
+    barred = set[tuple[int, int]]()
+    if reduces and not carries_examples:
+        barred = {(i, axis) for i, axes in sums.items() for axis in axes}
+        inner, carried[:] = _fixed(run, carried, equation, barred)
+    gathered = {i: constants[i] for i in inner.gathered if i < loop.constants}
+    if not carries_examples and not _are_few([x.var for x in constants if x.is_state]):
+        gathered = {i: x for i, x in gathered.items() if not x.is_state}
+    if gathered:
+        convert_constants(dict.fromkeys(gathered, shared.replicated))
+        inner, carried[:] = _fixed(run, carried, equation, barred)
     if cut := {i: x for i, x in inner.sliced.items() if i < loop.constants}:
         convert_constants(cut)
-        inner, carried[:] = _fixed(run, carried, equation)
+        inner, carried[:] = _fixed(run, carried, equation, barred)
     if [*inner.placements[: loop.carried]] != carried:
         inner = run(is_last=True)
     ends = apart.results(carried, [_stack(x) for x in inner.placements[loop.carried :]])
@@ -175,18 +205,50 @@ def _check_apart(equation: Any, test: Partitioned, inner: Partitioned, carried: 
         raise CannotPartition(equation, 'its rounds end for each example alone, and exchange something')
 
 
-def _fixed(run: Any, carried: list[Placements], equation: Any) -> tuple[Partitioned, list[Placements]]:
-    """Runs a round until what is carried ends it as it begins it."""
-    reduced = set[tuple[int, int]]()  # what was a sum, and did not stay one
+def _sharded_sums(shared: Shared, equation: Any, carried: Sequence[Placements]) -> dict[int, list[int]]:
+    """Returns the carried values that are sums of what is sharded behind the loop, and along which axes."""
+    found = dict[int, list[int]]()
+    for i, (var, placements) in enumerate(zip(equation.outvars, carried, strict=False)):
+        layout = shared.wanted.of(var)
+        for axis, placement in enumerate(placements if layout is not None else ()):
+            if placement == SUM and layout is not None and isinstance(layout.placements[axis], Shard):
+                found.setdefault(i, []).append(axis)
+    return found
+
+
+def _is_of_examples(placements: Placements) -> bool:
+    return any(isinstance(x, Shard) and not x.is_state for x in placements)
+
+
+def _are_few(variables: Sequence[Any]) -> bool:
+    """Whether weights take little memory on every device: at most twice what the largest of them takes."""
+    sizes = [size_of(var) * var.aval.dtype.itemsize for var in variables]
+    return sum(sizes) <= 2 * max(sizes, default=0)
+
+
+def _fixed(
+    run: Any, carried: list[Placements], equation: Any, barred: Collection[tuple[int, int]] = ()
+) -> tuple[Partitioned, list[Placements]]:
+    """Runs a round until what is carried ends it as it begins it.
+
+    Args:
+        run: partitions the round.
+        carried: the placements of what is carried; changed while the round runs.
+        equation: the loop.
+        barred: the carried values, and the axes, by number, along which they are no sums.
+    """
+    not_sums = set(barred)  # with what was a sum, and did not stay one
+    for i, axis in barred:
+        carried[i] = (*carried[i][:axis], REPLICATE, *carried[i][axis + 1 :])
     for _ in range(_MOST_ROUNDS):
         inner, after = run(), list[Placements]()
         for i, (begin, end) in enumerate(zip(carried, inner.placements, strict=False)):
             following = [*_next(begin, end)]
             for axis, placement in enumerate(following):
-                if (i, axis) in reduced and isinstance(placement, Partial):
+                if (i, axis) in not_sums and isinstance(placement, Partial):
                     following[axis] = REPLICATE
                 elif isinstance(begin[axis], Partial) and not isinstance(placement, Partial):
-                    reduced.add((i, axis))
+                    not_sums.add((i, axis))
             after.append(tuple(following))
         if after == carried:
             return inner, after
@@ -207,35 +269,15 @@ def _next(begin: Placements, end: Placements) -> Placements:
     )
 
 
-def _first(edit: Edit, body: Any, constants: int, begun: Sequence[Value]) -> list[Placements]:
+def _first(loop: Loop, begun: Sequence[Value]) -> list[Placements]:
     """The first placements of what a loop carries: what begins as zero and is added to may be a sum."""
-    inner = opened(body)
-    adding = {id(eqn.outvars[0]): eqn for eqn in inner.eqns if primitive_name(eqn) in ('add', 'add_any')}
-    uses = [id(x) for eqn in inner.eqns for x in eqn.invars]
-    found = []
+    reductions, found = reductions_of(loop), list[Placements]()
     for i, value in enumerate(begun):
-        var, placements = inner.invars[constants + i], value.placements
-        equation = adding.get(id(inner.outvars[i]))
-        added_to = equation is not None and any(x is var for x in equation.invars)
-        if added_to and value.is_zero and is_replicated(placements) and uses.count(id(var)) == 1:
+        placements = value.placements
+        if value.is_zero and value.is_replicated and reductions.of(i) == 'sum':
             placements = (SUM,) * len(placements)
         found.append(placements)
     return found
-
-
-def _settled(edit: Edit, var: Any, placements: Placements) -> Placements:
-    """The placements of a result inside: sums are reduced there if the layout of their state is known."""
-    layout = edit.shared.wanted.of(var)
-    return tuple(
-        [
-            x
-            if not isinstance(x, Partial)
-            else REPLICATE
-            if layout is None or x != SUM
-            else layout.placements[i]
-            for i, x in enumerate(placements)
-        ]
-    )
 
 
 def _argument(value: Value) -> Argument:

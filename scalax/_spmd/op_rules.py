@@ -41,6 +41,7 @@ class Op(NamedTuple):
         zeros: which operands are known to be zero.
         blocks_of_first: into how many blocks they split the sharded dimension of the first operand; None if
             all of them do.
+        is_held: whether its result stays a sum, though it has a wider dtype.
     """
 
     equation: Any
@@ -48,6 +49,7 @@ class Op(NamedTuple):
     blocks: int
     zeros: tuple[bool, ...]
     blocks_of_first: int | None = None
+    is_held: bool = False
 
 
 class Strategy(NamedTuple):
@@ -113,7 +115,7 @@ def _linear(name: str, op: Op) -> Strategy | None:
     results = op.equation.outvars
     if any(isinstance(x, Partial) and x != SUM for x in op.placements) or not _is_exact(name, op):
         return None
-    if sum(map(_bytes, results)) > sum(_bytes(op.equation.invars[i]) for i in sums):
+    if not op.is_held and sum(map(_bytes, results)) > sum(_bytes(op.equation.invars[i]) for i in sums):
         return None
     operands = list(op.placements)
     if name in _ADDITIVE:

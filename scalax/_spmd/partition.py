@@ -19,7 +19,7 @@ from scalax._spmd.edit import Edit, Shared
 from scalax._spmd.loops import partition_call, partition_cond, partition_scan, partition_while
 from scalax._spmd.op_rules import Op, Strategy, is_zero, strategy
 from scalax._spmd.parts import has_parts
-from scalax._spmd.placement import REPLICATE, Partial, Placements, Shard, shard_counts
+from scalax._spmd.placement import REPLICATE, SUM, Partial, Placements, Shard, shard_counts
 from scalax._spmd.shard_maps import partition_shard_map
 from scalax._spmd.values import (
     SETTLED,
@@ -30,7 +30,7 @@ from scalax._spmd.values import (
     Value,
     is_replicated,
 )
-from scalax._spmd.wanted import Layout
+from scalax._spmd.wanted import Layout, reduced
 
 _CONTROL = {
     'scan': partition_scan,
@@ -102,8 +102,8 @@ class _Partitioning(Edit):
         values, atoms = [*map(self.read, inner.outvars)], []
         for value, wanted in zip(values, results, strict=True):
             if wanted == SETTLED:
-                if value.has_sum and self.shared.wanted.of(value.var) is not None:
-                    self.reduce(value, self.last)
+                if value.has_sum and (layout := self.shared.wanted.of(value.var)) is not None:
+                    self.move(value, reduced(value.placements, layout, held=True), self.last)
                 atoms.append(value.atom)
             elif wanted is not None and wanted != value.placements:
                 atoms.append(self.convert(value, wanted, self.last))
@@ -176,7 +176,7 @@ class _Partitioning(Edit):
         """Returns the placements that an equation takes its operands in, and those of its results."""
         strategies = self._strategies(equation, values)
         if any(each is None for each in strategies) and any(value.has_sum for value in values):
-            self._reduce_for(name, equation, values)
+            self._reduce_for(name, equation, values, [i for i, x in enumerate(strategies) if x is None])
             strategies = self._strategies(equation, values)
         found = [each or self._gathering(equation, values) for each in strategies]
         if self.shared.is_mixed:
@@ -236,10 +236,14 @@ class _Partitioning(Edit):
 
     def _strategies(self, equation: Any, values: Sequence[Value]) -> list[Strategy | None]:
         zeros, blocks = tuple([value.is_zero for value in values]), self.shared.blocks
-        return [
-            strategy(Op(equation, tuple([x.placements[axis] for x in values]), blocks, zeros, of_first))
-            for axis, of_first in enumerate(self._blocks_of(values[0]))
-        ]
+        has_sum = any(value.has_sum for value in values)
+        layout = self.shared.wanted.of(equation.outvars[0]) if has_sum and equation.outvars else None
+        found = list[Strategy | None]()
+        for axis, of_first in enumerate(self._blocks_of(values[0])):
+            placements = tuple([value.placements[axis] for value in values])
+            is_held = layout is not None and layout.placements[axis] == SUM
+            found.append(strategy(Op(equation, placements, blocks, zeros, of_first, is_held)))
+        return found
 
     def _blocks_of(self, value: Value) -> Sequence[int | None]:
         """Into how many blocks all axes split the dimension that each of them shards; None of all blocks."""
@@ -252,20 +256,28 @@ class _Partitioning(Edit):
         """The strategy of an equation that takes all of its operands."""
         return Strategy((REPLICATE,) * len(values), (REPLICATE,) * len(equation.outvars))
 
-    def _reduce_for(self, name: str, equation: Any, values: Sequence[Value]) -> None:
-        """Reduces the sums that an equation takes; if it is elementwise, to the blocks of another operand."""
-        for value in [each for each in values if each.has_sum]:
-            target = [*value.placements]
+    def _reduce_for(self, name: str, equation: Any, values: Sequence[Value], axes: Sequence[int]) -> None:
+        """Reduces the sums that an equation takes; if it is elementwise, to the blocks of another operand.
+
+        Args:
+            name: the name of its primitive.
+            equation: the equation.
+            values: its operands.
+            axes: the axes, by number, along which it does not take sums.
+        """
+        for value in [value for value in values if value.has_sum]:
+            before, target = value.placements, [*value.placements]
             for other in values if name in ELEMENTWISE else ():
-                if other.shape == value.shape:
-                    for axis, placement in enumerate(other.placements):
-                        if isinstance(target[axis], Partial) and isinstance(placement, Shard):
-                            target[axis] = placement
-            if any(isinstance(a, Partial) and a != b for a, b in zip(value.placements, target, strict=True)):
-                target = [REPLICATE if isinstance(x, Partial) else x for x in target]
-                self.move(value, tuple(target), equation)
-            else:
-                self.reduce(value, equation)
+                for axis in axes if other.shape == value.shape else ():
+                    if isinstance(before[axis], Partial) and isinstance(other.placements[axis], Shard):
+                        target[axis] = other.placements[axis]
+            after = reduced(before, self.shared.wanted.of(value.var))
+            if any(isinstance(a, Partial) and a != b for a, b in zip(before, target, strict=True)):
+                after = reduced(tuple(target), None)
+            # Along other axes the sum stays one.
+            after = tuple([b if i in axes else a for i, (a, b) in enumerate(zip(before, after, strict=True))])
+            if after != before:
+                self.move(value, after, equation)
 
 
 def _holds_jaxprs(name: str, equation: Any) -> bool:

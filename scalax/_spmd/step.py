@@ -13,6 +13,7 @@ from scalax._jax.equations import opened, shape_of
 from scalax._jax.rewriting import run_as_one
 from scalax._spmd.auto_axes import AutoAxes, AutoDims, auto_dims, auto_spec
 from scalax._spmd.constraints import of_spec
+from scalax._spmd.options import Options
 from scalax._spmd.partition import Partitioner
 from scalax._spmd.placement import REPLICATE, Partial, Placements, Shard
 from scalax._spmd.report import Row, rows
@@ -73,6 +74,7 @@ def partition_step(
     results: Sequence[StepResult],
     mesh: AbstractMesh,
     batch_axes: Sequence[str],
+    options: Options | None = None,
 ) -> Step:
     """Partitions the jaxpr of a step.
 
@@ -83,6 +85,7 @@ def partition_step(
         mesh: the mesh, in force, of Auto axes.
         batch_axes: the mesh axes that shard the examples, from the major one to the minor one. The compiler
             partitions along the others.
+        options: the options of the partitioner.
 
     Raises:
         CannotPartition: some equation is not handled.
@@ -117,7 +120,8 @@ def partition_step(
     placed_along_others = [
         auto(each.spec, var) for each, var in zip(arguments, opened(jaxpr).invars, strict=True)
     ]
-    partitioner = Partitioner(jaxpr, known, wanted, mesh, axes, AutoAxes(jaxpr, placed_along_others, others))
+    auto_axes = AutoAxes(jaxpr, placed_along_others, others)
+    partitioner = Partitioner(jaxpr, known, wanted, mesh, axes, auto_axes, options)
     first = [None if layout is None else layout.placements for layout in wanted]
     found = partitioner.jaxpr(jaxpr, known, first)
     if any(isinstance(x, Partial) for placements in found.placements for x in placements):

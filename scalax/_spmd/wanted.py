@@ -11,17 +11,27 @@ import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
-from scalax._jax.equations import CALLS, Literal, branches, called, loop_of, opened, shape_of
+from scalax._jax.equations import (
+    CALLS,
+    Literal,
+    Loop,
+    branches,
+    called,
+    loop_of,
+    opened,
+    shape_of,
+)
 from scalax._jax.primitives import primitive_name
+from scalax._jaxprs.carry_accumulation import reductions_of
 from scalax._jaxprs.dims import ELEMENTWISE, Axes, dims_of, reshaped
-from scalax._spmd.placement import Placement, Placements, Shard, moved
+from scalax._spmd.placement import REPLICATE, SUM, Partial, Placement, Placements, Replicate, Shard, moved
 
 
 class Layout(NamedTuple):
     """The layout of state.
 
     Attributes:
-        placements: its placements.
+        placements: its placements; `Partial` where a sum is left to a loop around to be reduced.
         path: the path of the state.
         result: the number of the result that it is of; of equal layouts, that of the first result counts.
         auto: the Auto axes that shard it too: dimensions with the axes of each.
@@ -31,6 +41,22 @@ class Layout(NamedTuple):
     path: str
     result: int = 0
     auto: tuple[tuple[int, Axes], ...] = ()
+
+
+def reduced(placements: Placements, layout: Layout | None, *, held: bool = False) -> Placements:
+    """Returns the placements of a value whose sums are reduced to a layout, or to all devices.
+
+    Args:
+        placements: those of the value.
+        layout: the layout; None if it is not known.
+        held: whether sums that the layout leaves to a loop around stay sums.
+    """
+    found = [*placements]
+    for i, placement in enumerate(placements):
+        if isinstance(placement, Partial):
+            target = REPLICATE if layout is None or placement != SUM else layout.placements[i]
+            found[i] = REPLICATE if isinstance(target, Partial) and not held else target
+    return tuple(found)
 
 
 # Their operands have the layout of their result, as far as they have its dimensions.
@@ -44,10 +70,12 @@ class Wanted:
     Args:
         jaxpr: the jaxpr, open or closed.
         results: the layouts of its results; None where any will do.
+        holds_sums: whether loops hold what they add up as sums also along axes that shard the state.
     """
 
-    def __init__(self, jaxpr: Any, results: Sequence[_Known]) -> None:
+    def __init__(self, jaxpr: Any, results: Sequence[_Known], *, holds_sums: bool = False) -> None:
         self._of: dict[int, Layout] = {}
+        self._holds_sums = holds_sums
         self._axes: Sequence[int] | None = None
         self._backward(jaxpr, results)
 
@@ -57,6 +85,11 @@ class Wanted:
         if layout is None or self._axes is None:
             return layout
         return layout._replace(placements=tuple([layout.placements[i] for i in self._axes]))
+
+    def is_sharded(self, atom: Any) -> bool:
+        """Returns whether a variable becomes part of state that is sharded."""
+        layout = self.of(atom)
+        return layout is not None and any(isinstance(x, Shard) for x in layout.placements)
 
     def along(self, axes: Sequence[int]) -> Self:
         """Returns the layouts along these of the axes alone, by number."""
@@ -120,6 +153,8 @@ class Wanted:
         loop = loop_of(equation)
         stacks = [_at(each, _Shifted(-1)) for each in results[loop.carried :]]
         carried = [*results[: loop.carried]]
+        behind, sums = carried, self._sums(loop)
+        carried = [self._held(x) if i in sums else x for i, x in enumerate(carried)]
         before = loop.constants
         for _ in range(2):  # what is wanted of a carried value is known after one round
             found = self._backward(loop.body, [*carried, *stacks])
@@ -129,7 +164,25 @@ class Wanted:
                 break
             carried = merged
         elements = [_at(each, _Shifted(1)) for each in found[before + loop.carried :]]
+        carried = [behind[i] if i in sums else x for i, x in enumerate(carried)]
         return [*[None] * loop.tested, *found[:before], *carried, *elements]
+
+    def _sums(self, loop: Loop) -> set[int]:
+        """Returns which carried values a `scan` only adds to."""
+        if loop.test is not None:
+            return set()
+        reductions = reductions_of(loop)
+        return {i for i in range(loop.carried) if reductions.of(i) == 'sum'}
+
+    def _held(self, layout: _Known) -> _Known:
+        """Returns what is wanted of the terms of a sum that is reduced behind a loop.
+
+        Along axes that replicate the state a sum takes no more memory than the state.
+        """
+        if layout is None:
+            return None
+        placements = [SUM if self._holds_sums or isinstance(x, Replicate) else x for x in layout.placements]
+        return layout._replace(placements=tuple(placements))
 
 
 class _Shifted(dict[int, int]):
