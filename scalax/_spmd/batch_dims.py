@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 from scalax._jax.equations import Literal, shape_of
@@ -67,6 +67,11 @@ class BatchDims:
                 if isinstance(placement, Shard) and not placement.is_state:
                     root = self._numbered.classes.root(numbers[placement.dim])
                     self._axes.setdefault(root, set()).add(axis)
+
+    def add(self, atom: Any, dim: int, axes: Iterable[int]) -> None:
+        """Takes note of a dimension of a value that is sharded over these axes, by number."""
+        number = self._numbered.of(atom)[dim]
+        self._axes.setdefault(self._numbered.classes.root(number), set()).update(axes)
 
     def along(self, axes: Sequence[int]) -> Self:
         """Returns the dimensions of the batch along these of the axes alone, by number."""

@@ -16,6 +16,7 @@ from scalax._jax.manual import ManualCode, is_backward, local_params
 from scalax._jax.rewriting import constants_of
 from scalax._spmd.auto_axes import NO_AXES, AutoAxes, AutoDims
 from scalax._spmd.batch_dims import BatchDims
+from scalax._spmd.batch_sources import batch_sources
 from scalax._spmd.collectives import Collective, Exchange
 from scalax._spmd.options import Options
 from scalax._spmd.parts import part_function, part_operands
@@ -90,6 +91,11 @@ class Shared:
         holds_sums = self.options.reduce_each_round is False
         self.wanted = Wanted(jaxpr, results, holds_sums=holds_sums)
         self.batch_dims = BatchDims(jaxpr, [each.placements for each in arguments], self.sizes)
+        if all(argument.is_state for argument in arguments):
+            sharded = [not is_replicated(argument.placements) for argument in arguments]
+            for source in batch_sources(jaxpr, sharded):
+                numbers = [self.axes.index(axis) for axis in source.axes if axis in self.axes]
+                self.batch_dims.add(source.var, source.dim, numbers)
         self.replicated = replicated(len(self.axes))
         self.is_mixed = any(len({*each.placements}) > 1 for each in arguments if not each.is_state)
 

@@ -77,12 +77,12 @@ class Partitioner(Shared):
         left: Sequence[int],
         manual: Collection[str],
     ) -> Shared:
-        key = id(equation), tuple(arguments)
+        key = self.axes, id(equation), tuple(arguments)
         if key not in self._inside:
             sizes = {axis: size for axis, size in self.auto.sizes.items() if axis not in manual}
             auto = AutoAxes(jaxpr, [self.auto.along(sizes, atom) for atom in equation.invars], sizes)
             axes = [self.axes[i] for i in left]
-            self._inside[key] = Partitioner(jaxpr, arguments, results, self.mesh, axes, auto)
+            self._inside[key] = Partitioner(jaxpr, arguments, results, self.mesh, axes, auto, self.options)
         return self._inside[key]
 
 

@@ -32,7 +32,7 @@ def axes(*args, fun=layer, **options):
         ({'in_shardings': (RULE, P('fsdp', 'data'))}, ('data', 'fsdp')),
         ({'in_shardings': (RULE, P())}, ()),
         ({'in_shardings': (P(), ROWS)}, ()),  # all by specs
-        ({'in_shardings': (RULE, ROWS), 'donate_argnums': 1}, ()),
+        ({'in_shardings': (RULE, ROWS), 'donate_argnums': 1}, ('fsdp',)),
         ({'args_sharding_constraint': (RULE, ROWS)}, ('fsdp',)),
         ({'in_shardings': (RULE, ROWS), 'args_sharding_constraint': (RULE, None)}, ('fsdp',)),
         ({'in_shardings': (RULE, ROWS), 'args_sharding_constraint': (RULE, P('data'))}, ('data',)),
@@ -82,9 +82,9 @@ def test_what_cannot_be_one(options, message):
 
 
 IT_IS = (
-    'no argument looks like a batch, which is sharded by specs alone, is not donated, and comes with an '
-    'argument that a rule shards; name the batch by batch_argnums or batch_argnames. A batch that is made '
-    'inside of the function is not followed'
+    'no argument looks like a batch, which is sharded by specs alone, and comes with an argument that a rule '
+    'shards; name the batch by batch_argnums or batch_argnames. A batch that is made inside of the function '
+    'is followed from a constraint that shards it (with_sharding_constraint, with_sharding_annotation)'
 )
 
 
@@ -94,12 +94,6 @@ IT_IS = (
         (HELPER, {'in_shardings': (P(), ROWS)}, IT_IS),
         (HELPER, {'in_shardings': (RULE, P())}, IT_IS),
         (HELPER, {'in_shardings': (RULE, None)}, IT_IS),
-        (
-            HELPER,
-            {'in_shardings': (RULE, ROWS), 'donate_argnums': 1},
-            "argument 'x' is donated, and therefore not treated as a batch: if it is one, pass "
-            'batch_argnums=1, or do not donate it',
-        ),
         (HELPER, {'batch_argnums': ()}, 'batch_argnums=() turns it off'),
         (
             MeshShardingHelper([8, 1], ['data', 'fsdp']),
@@ -124,23 +118,18 @@ def test_why_nothing_is_followed(helper, options, reason):
     assert not (followed.axes or followed.kept or followed.lost)
 
 
-def test_several_donated_arguments_that_may_be_batches():
+def test_donated_arguments_are_batches_where_no_other_is():
     def step(w, x, y, *, z):
         return layer(w, x) + y + z
 
     rules = {'w': RULE, 'x': ROWS, 'y': ROWS, 'z': ROWS}
     compiled = HELPER.sjit(step, in_shardings=rules, donate_argnums=(0, 1, 2))
-    assert compiled.followed(W, X, X, z=X).axes == ('fsdp',)  # z is a batch
+    assert compiled.followed(W, X, X, z=X).axes == ('fsdp',)
+    assert compiled._dispatcher.prepare(compiled._flatten((W, X, X), {'z': X}))[1].batch.trails[1] == ()
     del rules['z']
-    assert HELPER.sjit(step, in_shardings=rules, donate_argnums=(0, 1, 2)).followed(W, X, X, z=X).reason == (
-        "arguments 'x' and 'y' are donated, and therefore not treated as batches: name those that are "
-        '(batch_argnums=(1, 2)), or do not donate them'
-    )
-    by_name = HELPER.sjit(step, in_shardings={'w': RULE, 'z': ROWS}, donate_argnames='z')
-    assert by_name.followed(W, X, X, z=X).reason == (
-        "argument 'z' is donated, and therefore not treated as a batch: if it is one, pass "
-        "batch_argnames='z', or do not donate it"
-    )
+    compiled = HELPER.sjit(step, in_shardings=rules, donate_argnums=(0, 1, 2))
+    assert compiled.followed(W, X, X, z=X).axes == ('fsdp',)
+    assert compiled._dispatcher.prepare(compiled._flatten((W, X, X), {'z': X}))[1].batch.trails[1]
 
 
 @pytest.mark.parametrize(('dtype', 'size'), [('int8', 64 * 32), ('int4', 64 * 32 // 2)])

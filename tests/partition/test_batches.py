@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scalax._transforms.sjit.partitioned import SWITCHED_ON
 from scalax.sharding import (
     MeshShardingHelper,
     TreePathShardingRule,
@@ -19,10 +20,6 @@ MADE_INSIDE = (
     'a batch that the step itself makes is not recognised, also where a constraint or a bound annotation '
     'shards it, so activations move instead of weights; the batch partitioner will take such a constraint as '
     'the source of the batch'
-)
-DONATED = (
-    'a donated argument is not taken for a batch, so activations move instead of weights; the batch '
-    'partitioner will take the batch from the shardings of all arguments'
 )
 TENSOR_PARALLEL_CACHE = (
     'every mesh axis of a KV cache counts as an axis of the batch, so features are gathered along tp; the '
@@ -100,7 +97,7 @@ def test_values_of_a_step_that_makes_its_batch(function):
 
 
 @pytest.mark.medium
-@pending(MADE_INSIDE)
+@pending(MADE_INSIDE, when=not SWITCHED_ON)
 @pytest.mark.parametrize('function', [constrained_inside, annotated_inside])
 def test_a_batch_that_is_made_inside_is_the_batch_if_it_is_constrained(function):
     plan = HELPER.plan(from_key(function), params(), jax.random.key(0))
@@ -115,7 +112,6 @@ def test_values_of_a_step_that_donates_its_batch():
 
 @pytest.mark.medium
 @unused_donation
-@pending(DONATED)
 def test_a_donated_batch_is_the_batch():
     plan = HELPER.plan(from_donated_tokens(), params(), TOKENS)
     assert moved_bytes(plan) <= training_bytes()

@@ -162,13 +162,6 @@ def test_why_nothing_is_followed():
     assert on(HELPER, P('fsdp'), P('fsdp')) == (
         f'{start}specs place all arguments, and batch_argnums does not name the batch among them'
     )
-    donated = HELPER.sjit(
-        lambda w, x: x @ w, in_shardings=(RULE, P('fsdp')), out_shardings=P('fsdp'), donate_argnums=1
-    )
-    assert said(HELPER.plan(donated, leaf(64, 64), leaf(64, 64)))[0] == (
-        f"{start}argument 'x' is donated, and therefore not treated as a batch: if it is one, pass "
-        'batch_argnums=1, or do not donate it'
-    )
     explicit = MeshShardingHelper([-1], ['fsdp'], axis_types=AxisType.Explicit)
     shown = explicit.sjit(jnp.sin, in_shardings=P('fsdp')).followed(X)
     assert (

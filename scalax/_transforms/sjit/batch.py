@@ -1,7 +1,8 @@
 """Which arguments of a call are a batch, what is followed of it, and why nothing is.
 
-Unless the user says which, a batch is what specs alone shard, and what is not donated: state is placed by
-rules, or donated. So another argument has a rule that looks at paths or shapes.
+Unless the user says which, a batch is what specs alone shard: state is placed by rules that look at paths or
+shapes. Of several such arguments, those that are donated may be state, and the others are the batch; if all
+are donated, all are the batch. A step without one may make its batch itself, and shard it by a constraint.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._follow.trail import LOST, Trail, along, axes_of, of_sharding, without
 from scalax._follow.types import Arguments
+from scalax._spmd.batch_sources import batch_sources
 from scalax._transforms.calls.call import Call, Shardings
 from scalax._transforms.calls.shardings import FunctionRules
 from scalax._transforms.calls.signature import EXTRA_KEYWORDS
@@ -23,9 +25,9 @@ from scalax.errors import ArgumentError
 from scalax.rules._prefix import is_rule
 
 NO_BATCH = (
-    'no argument looks like a batch, which is sharded by specs alone, is not donated, and comes with an '
-    'argument that a rule shards; name the batch by batch_argnums or batch_argnames. A batch that is made '
-    'inside of the function is not followed'
+    'no argument looks like a batch, which is sharded by specs alone, and comes with an argument that a rule '
+    'shards; name the batch by batch_argnums or batch_argnames. A batch that is made inside of the function '
+    'is followed from a constraint that shards it (with_sharding_constraint, with_sharding_annotation)'
 )
 """Why nothing is followed where nothing looks like a batch. Plans leave it out: many functions have none."""
 
@@ -84,41 +86,44 @@ def why_not_followed(rules: FunctionRules, call: Call) -> str:
     sharding = [each for each in given if any(map(_axes, each))]
     if len(sharding) > 1 and all(map(_specs_alone, given)):
         return 'specs place all arguments, and batch_argnums does not name the batch among them'
-    return _donated(rules, call) or NO_BATCH
+    return NO_BATCH
 
 
-def _donated(rules: FunctionRules, call: Call) -> str:
-    """That arguments are not treated as batches only because they are donated; empty if none is such."""
-    given = {slot: each for slot, each in _given(rules, call).items() if each}
-    if all(map(_specs_alone, given.values())):
-        return ''
-    slots = [slot for slot in call.layout.donated if _specs_alone(given.get(slot, [None]))]
-    slots = [slot for slot in slots if any(map(_axes, given[slot])) and call.layout.paths[slot] is not None]
-    if not slots:
-        return ''
-    named = [slot for slot in slots if slot < call.layout.positional]
-    numbers = ', '.join(map(str, named))
-    option = f'batch_argnums={numbers if len(named) == 1 else f"({numbers})"}'
-    if len(named) < len(slots):
-        chosen = tuple(call.layout.names[slot] for slot in slots)
-        option = f'batch_argnames={(chosen[0] if len(chosen) == 1 else chosen)!r}'
-    names = ' and '.join(f'{call.layout.names[slot]!r}' for slot in slots)
-    if len(slots) == 1:
-        return (
-            f'argument {names} is donated, and therefore not treated as a batch: if it is one, pass '
-            f'{option}, or do not donate it'
-        )
-    return (
-        f'arguments {names} are donated, and therefore not treated as batches: name those that are '
-        f'({option}), or do not donate them'
+def batch_made_inside(call: Call, shardings: Shardings, jaxpr: Any) -> Arguments | None:
+    """What is known of the arguments of a function that makes its batch itself; None if it makes none.
+
+    Args:
+        call: the call.
+        shardings: those of the arguments inside the function.
+        jaxpr: that of the function.
+    """
+    trails = _trails(call, shardings)
+    sources = batch_sources(jaxpr, [any(trail) for trail in trails])
+    axes = frozenset([axis for source in sources for axis in source.axes])
+    if not axes:
+        return None
+    return Arguments(
+        [without(trail, axes) for trail in trails],
+        [along(trail, axes) for trail in trails],
+        axes,
+        placed=_are_placed(call, shardings),
     )
+
+
+def _trails(call: Call, shardings: Shardings) -> list[Trail]:
+    return [of_sharding(to, np.ndim(leaf)) for leaf, to in zip(call.leaves, shardings, strict=True)]
+
+
+def _are_placed(call: Call, shardings: Shardings) -> bool:
+    """Whether it is known where each array of the arguments is."""
+    return not [x for x, to in zip(call.leaves, shardings, strict=True) if to is None and np.ndim(x)]
 
 
 def _arguments(call: Call, shardings: Shardings, batches: Sequence[bool]) -> Arguments | None:
     """What is known of the arguments if these leaves are batches; None if no axis shards them."""
     if not any(batches):
         return None
-    trails = [of_sharding(to, np.ndim(leaf)) for leaf, to in zip(call.leaves, shardings, strict=True)]
+    trails = _trails(call, shardings)
     known = list(zip(trails, batches, strict=True))
     axes = batch_axes([trail for trail, holds in known if holds and trail])
     if not axes:
@@ -127,7 +132,7 @@ def _arguments(call: Call, shardings: Shardings, batches: Sequence[bool]) -> Arg
         [trail if holds else without(trail, axes) for trail, holds in known],
         [LOST if holds else along(trail, axes) for trail, holds in known],
         axes,
-        placed=not [x for x, to in zip(call.leaves, shardings, strict=True) if to is None and np.ndim(x)],
+        placed=_are_placed(call, shardings),
     )
 
 
@@ -147,7 +152,8 @@ def _found(rules: FunctionRules, call: Call) -> list[bool]:
     by_specs = [slot for slot, each in given.items() if _specs_alone(each)]
     if len(by_specs) == len(given):
         return [False] * len(call.leaves)
-    holding = {*by_specs}.difference(call.layout.donated)
+    kept = [slot for slot in by_specs if slot not in call.layout.donated]
+    holding = kept if any(_axes(rule) for slot in kept for rule in given[slot]) else by_specs
     return [slot in holding for slot, tree in call.trees.items() for _ in range(tree.num_leaves)]
 
 

@@ -35,8 +35,9 @@ from scalax._transforms.calls.errors import reject_foreign_types
 from scalax._transforms.calls.shardings import FunctionRules
 from scalax._transforms.calls.signature import CallLayout
 from scalax._transforms.sjit import partitioned
-from scalax._transforms.sjit.batch import batch_to_follow
+from scalax._transforms.sjit.batch import batch_made_inside, batch_to_follow
 from scalax._transforms.sjit.program import Entry, Staged
+from scalax._tree.specs import spec_axes
 from scalax._util import lru_cache
 from scalax.errors import MeshError, StagesError, UnusedAnnotationWarning, did_you_mean, near_names, warn
 from scalax.interop._module_updates import ModuleUpdates
@@ -132,7 +133,9 @@ class TracedFunction:
             entry.batch = batch_to_follow(self._rules, call, inside)
         with_pipelines = None if self._rules.options.stages is None else self._pipelines(entry)
         # Where jax.disable_jit is traced all the same (`lower`, jax.grad around it), a `jit` is no equation.
-        if entry.batch is None or not traced or jax.config.jax_disable_jit:
+        may_make_batch = partitioned.SWITCHED_ON and with_pipelines is None and self._may_make_batch(inside)
+        known = entry.batch is not None or may_make_batch
+        if not known or not traced or jax.config.jax_disable_jit:
             return self.run_users(flat_args)
 
         structure: Any = None
@@ -157,15 +160,28 @@ class TracedFunction:
         if partitioned.SWITCHED_ON and with_pipelines is None:
             jaxpr = jax.make_jaxpr(users, static_argnums=call.layout.static)(*flat_args)
             structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.out_avals]
+            if entry.batch is None:
+                entry.batch = batch_made_inside(call, inside, jaxpr)
+            if entry.batch is None:
+                leaves = jax.tree.leaves([x for i, x in enumerate(flat_args) if i not in call.layout.static])
+                return jax.tree.unflatten(structure, rewriting.run(jaxpr, leaves))
             entry.outputs = self._rules.outputs(jax.tree.unflatten(structure, structs), call, entry.arguments)
             results, entry.partitioned = partitioned.run_partitioned(
                 jaxpr, call, flat_args, inside, entry.outputs, entry.batch, self._rules.mesh
             )
             return jax.tree.unflatten(structure, results)
+        assert entry.batch is not None
         results, entry.followed = run_followed(
             users, flat_args, call.layout.static, entry.batch, self._rules.mesh, rewrite
         )
         return jax.tree.unflatten(structure, results)
+
+    def _may_make_batch(self, arguments: Sequence[Any]) -> bool:
+        """Whether a function may make its batch: no argument is said to be one, and its state is sharded."""
+        rules = self._rules
+        if rules.any_explicit or rules.signature.says_batch or not rules.follow_batch:
+            return False
+        return any(to is not None and spec_axes(to.spec) for to in arguments)
 
     def _pipelines(self, entry: Entry) -> Callable[[Any, Arguments], tuple[Any, Arguments]]:
         """What makes pipelines of loops over layers."""
