@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Container, Sequence
@@ -13,7 +14,9 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from scalax._jax.equations import Literal, opened, shape_of
 from scalax._jax.manual import ManualCode, is_backward, local_params
+from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import constants_of
+from scalax._jaxprs.dependence import Dependence
 from scalax._spmd.auto_axes import NO_AXES, AutoAxes, AutoDims
 from scalax._spmd.batch_dims import BatchDims
 from scalax._spmd.batch_sources import batch_sources
@@ -98,6 +101,7 @@ class Shared:
                 self.batch_dims.add(source.var, source.dim, numbers)
         self.replicated = replicated(len(self.axes))
         self.is_mixed = any(len({*each.placements}) > 1 for each in arguments if not each.is_state)
+        self._step = jaxpr, [not argument.is_state for argument in arguments]
 
     def along(self, axes: Sequence[int]) -> Self:
         """Returns what is known of all jaxprs along these of the batch axes alone, by number.
@@ -115,6 +119,17 @@ class Shared:
         other.wanted, other.batch_dims = self.wanted.along(axes), self.batch_dims.along(axes)
         other.replicated = replicated(len(axes))
         return other
+
+    @functools.cached_property
+    def _of_examples(self) -> Dependence:
+        """The values that depend on examples."""
+        return Dependence(*self._step)
+
+    def is_update(self, equation: Any, values: Sequence[Value]) -> bool:
+        """Whether an equation multiplies state that depends on gradients, as an optimizer does."""
+        if primitive_name(equation) != 'dot_general' or not all(map(_has_no_examples, values)):
+            return False
+        return any(self._of_examples.of(value.var) for value in values)
 
     def jaxpr(
         self,
@@ -416,3 +431,7 @@ class Edit:
 
 def has_partial(placements: Sequence[Placement]) -> bool:
     return any(isinstance(x, Partial) for x in placements)
+
+
+def _has_no_examples(value: Value) -> bool:
+    return all(not isinstance(x, Shard) or x.is_state for x in value.placements)

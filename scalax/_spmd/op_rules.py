@@ -18,6 +18,7 @@ from scalax._jax.equations import Literal, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dims import (
     ALONG,
+    DECOMPOSITIONS,
     ELEMENTWISE,
     SCATTERS,
     UNKNOWN,
@@ -41,7 +42,9 @@ class Op(NamedTuple):
         zeros: which operands are known to be zero.
         blocks_of_first: into how many blocks they split the sharded dimension of the first operand; None if
             all of them do.
-        is_held: whether its result stays a sum, though it has a wider dtype.
+        wanted: the placement of the state that the first result becomes part of; `SUM` if it stays a sum,
+            though it has a wider dtype; None of other results.
+        is_update: whether an operand is computed of gradients, as state is in an optimizer.
     """
 
     equation: Any
@@ -49,7 +52,8 @@ class Op(NamedTuple):
     blocks: int
     zeros: tuple[bool, ...]
     blocks_of_first: int | None = None
-    is_held: bool = False
+    wanted: Placement | None = None
+    is_update: bool = False
 
 
 class Strategy(NamedTuple):
@@ -115,7 +119,7 @@ def _linear(name: str, op: Op) -> Strategy | None:
     results = op.equation.outvars
     if any(isinstance(x, Partial) and x != SUM for x in op.placements) or not _is_exact(name, op):
         return None
-    if not op.is_held and sum(map(_bytes, results)) > sum(_bytes(op.equation.invars[i]) for i in sums):
+    if op.wanted != SUM and sum(map(_bytes, results)) > sum(_bytes(op.equation.invars[i]) for i in sums):
         return None
     operands = list(op.placements)
     if name in _ADDITIVE:
@@ -177,7 +181,12 @@ def by_dims(op: Op) -> Strategy | None:
     candidates = [(group, True) for group in summed_dims(op.equation)]
     candidates += [(sources, False) for sources in dims.results[0]]
     weights = [_weight(op, places & {*sources}) for sources, _ in candidates]
-    if sum(map(bool, weights)) > 1:
+    if is_state:
+        # A stack of matrices may be exchanged for blocks of the stack.
+        weights = [
+            weight or int(_is_stack(op, *pair)) for weight, pair in zip(weights, candidates, strict=True)
+        ]
+    elif sum(map(bool, weights)) > 1:
         reduced = sum(map(_bytes, op.equation.outvars))
         weights = [
             max(1, weight - reduced * is_summed) if weight else 0
@@ -185,10 +194,40 @@ def by_dims(op: Op) -> Strategy | None:
         ]
     if not weights or not max(weights):
         return None
-    sources, is_summed = candidates[weights.index(max(weights))]
+    if is_state:
+        costs = [_cost_of_state(op, *pair) for pair in zip(candidates, weights, strict=True)]
+        sources, is_summed = candidates[costs.index(min(costs))]
+    else:
+        sources, is_summed = candidates[weights.index(max(weights))]
     if is_summed:
         return _reduced(op, sources, is_state)
     return _kept(op, sources, is_state)
+
+
+def _is_stack(op: Op, sources: Sources, is_summed: bool) -> bool:
+    """Whether all operands have a dimension of matrices in a stack, of which each device gets as many."""
+    name, operands = primitive_name(op.equation), op.equation.invars
+    if is_summed or not (name in DECOMPOSITIONS or (name == 'dot_general' and op.is_update)):
+        return False
+    sizes = {shape_of(operands[i])[dim] for i, dim in sources if dim < len(shape_of(operands[i]))}
+    return len(sources) == len(operands) and len(sizes) == 1 and min(sizes) % op.blocks == 0
+
+
+def _cost_of_state(op: Op, candidate: tuple[Sources, bool], weight: int) -> float:
+    """The bytes that an equation of state alone sends if these dimensions stay sharded, or become so."""
+    sources, is_summed = candidate
+    if not weight:
+        return math.inf
+    kept, [result, *_], cost = {*sources}, op.equation.outvars, 0.0
+    for i, (atom, placement) in enumerate(zip(op.equation.invars, op.placements, strict=True)):
+        if isinstance(placement, Shard) and (i, placement.dim) not in kept:
+            is_exchanged = any(place == i for place, _ in sources)
+            cost += _bytes(atom) / (op.blocks if is_exchanged else 1)
+    if is_summed:
+        cost += _bytes(result) * (1 if isinstance(op.wanted, Shard) else 2)
+    elif isinstance(op.wanted, Shard) and {*dims_of(op.equation).results[0][op.wanted.dim]} != kept:
+        cost += _bytes(result) / op.blocks
+    return cost
 
 
 def _weight(op: Op, places: set[Place]) -> int:
@@ -233,7 +272,7 @@ def _kept(op: Op, sources: Sources, is_state: bool) -> Strategy | None:
     if name in _DRAWS and ((0, 0) not in sources or not equations.draws_of_each_key(equation)):
         return None
     operands = _sharded(op, sources, is_state)
-    if is_state and _grows(op, operands):
+    if is_state and results[0] != op.wanted and _grows(op, operands):
         operands, results = [REPLICATE] * len(operands), [REPLICATE] * len(results)
     return Strategy(tuple(operands), tuple(results))
 
@@ -289,11 +328,13 @@ def _elementwise(op: Op) -> Strategy:
         if isinstance(placement, Shard) and (chosen is None or (chosen.is_state and not placement.is_state)):
             chosen = placement
     assert chosen is not None
+    if chosen.is_state and isinstance(op.wanted, Shard) and op.wanted in op.placements:
+        chosen = op.wanted
     [out, *_], shapes = op.equation.outvars, [*map(shape_of, op.equation.invars)]
     rank, dim = len(shape_of(out)), chosen.dim
     operands = [chosen if len(shape) == rank and shape[dim] != 1 else REPLICATE for shape in shapes]
     is_broadcast = any(len(shape) == rank and shape != shape_of(out) for shape in shapes)
-    if chosen.is_state and is_broadcast and _grows(op, operands):
+    if chosen.is_state and is_broadcast and chosen != op.wanted and _grows(op, operands):
         return Strategy((REPLICATE,) * len(operands), (REPLICATE,) * len(op.equation.outvars))
     return Strategy(tuple(operands), (chosen,) * len(op.equation.outvars))
 

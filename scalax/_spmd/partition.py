@@ -19,7 +19,7 @@ from scalax._spmd.edit import Edit, Shared
 from scalax._spmd.loops import partition_call, partition_cond, partition_scan, partition_while
 from scalax._spmd.op_rules import Op, Strategy, is_zero, strategy
 from scalax._spmd.parts import has_parts
-from scalax._spmd.placement import REPLICATE, SUM, Partial, Placements, Shard, shard_counts
+from scalax._spmd.placement import REPLICATE, Partial, Placements, Shard, shard_counts
 from scalax._spmd.shard_maps import partition_shard_map
 from scalax._spmd.values import (
     SETTLED,
@@ -236,14 +236,16 @@ class _Partitioning(Edit):
 
     def _strategies(self, equation: Any, values: Sequence[Value]) -> list[Strategy | None]:
         zeros, blocks = tuple([value.is_zero for value in values]), self.shared.blocks
-        has_sum = any(value.has_sum for value in values)
-        layout = self.shared.wanted.of(equation.outvars[0]) if has_sum and equation.outvars else None
-        found = list[Strategy | None]()
-        for axis, of_first in enumerate(self._blocks_of(values[0])):
-            placements = tuple([value.placements[axis] for value in values])
-            is_held = layout is not None and layout.placements[axis] == SUM
-            found.append(strategy(Op(equation, placements, blocks, zeros, of_first, is_held)))
-        return found
+        layout = self.shared.wanted.of(equation.outvars[0]) if equation.outvars else None
+        wanted = [None] * len(self.shared.axes) if layout is None else layout.placements
+        is_update = self.shared.is_update(equation, values)
+        along_axes = zip(*[value.placements for value in values], strict=True)
+        return [
+            strategy(Op(equation, placements, blocks, zeros, of_first, placement, is_update))
+            for placements, of_first, placement in zip(
+                along_axes, self._blocks_of(values[0]), wanted, strict=True
+            )
+        ]
 
     def _blocks_of(self, value: Value) -> Sequence[int | None]:
         """Into how many blocks all axes split the dimension that each of them shards; None of all blocks."""
