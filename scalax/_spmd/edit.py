@@ -12,7 +12,7 @@ from typing import Any, Self
 import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from scalax._jax.equations import Literal, opened, shape_of
+from scalax._jax.equations import Literal, opened, shape_of, size_of
 from scalax._jax.manual import ManualCode, is_backward, local_params
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import constants_of
@@ -304,6 +304,12 @@ class Edit:
             is_part = not has_partial(plain) and not is_replicated(plain)
             if value.is_replicated or (whole in value.versions and is_part):
                 atom = self._part(value, plain, equation)
+            elif value.narrow_maker is not None and is_replicated(plain) and self._is_narrower(value):
+                maker, operands = value.narrow_maker
+                atoms = [self.convert(operand, plain, equation) for operand in operands]
+                atom = self.code.var(value.var, value.shape)
+                params = local_params(maker, [*map(shape_of, atoms)], [value.shape])
+                self.eqns.append(self.code.local(maker, atoms, [atom], **params))
             else:
                 atom = value.atom
                 if backward and (plain, False) in value.versions:
@@ -313,6 +319,11 @@ class Edit:
             value.remember(key, atom)
             return atom
         return value.versions[key]
+
+    def _is_narrower(self, value: Value) -> bool:
+        """Whether the gathers of what state is computed of, such as int8 and scales, send half as much."""
+        size = size_of(value.var) * value.var.aval.dtype.itemsize
+        return 2 * _bytes_to_gather(value) <= size
 
     def _exchange(
         self, value: Value, atom: Any, source: Placements, target: Placements, equation: Any
@@ -415,8 +426,21 @@ class Edit:
     def settle(self, values: Sequence[Value], equation: Any) -> None:
         """Reduces the sums among values that are used more than once: one reduction serves all uses."""
         for value in values:
-            if value.has_sum and self._uses[id(value.var)] > 1:
+            if value.has_sum and self._uses[id(value.var)] > 1 and not self._is_contracted(value):
                 self.reduce(value, equation)
+
+    def _is_contracted(self, value: Value) -> bool:
+        """Whether products alone take a sum, and make less of it: those are reduced instead.
+
+        As of the gradient of a product of two small weights, of which either has a gradient.
+        """
+        inner = opened(self.jaxpr)
+        uses = [equation for equation in inner.eqns if any(x is value.var for x in equation.invars)]
+        if any(x is value.var for x in inner.outvars) or self.shared.wanted.of(value.var) is not None:
+            return False
+        sizes = [size_of(equation.outvars[0]) for equation in uses]
+        are_products = all(primitive_name(equation) == 'dot_general' for equation in uses)
+        return are_products and 2 * sum(sizes) <= size_of(value.var)
 
     def only_sliced(self, eqns: Sequence[Any], results: Sequence[Any]) -> dict[int, Placements]:
         """Returns the replicated arguments of which these equations use blocks only, and where these are."""
@@ -435,3 +459,13 @@ def has_partial(placements: Sequence[Placement]) -> bool:
 
 def _has_no_examples(value: Value) -> bool:
     return all(not isinstance(x, Shard) or x.is_state for x in value.placements)
+
+
+def _bytes_to_gather(value: Value) -> int:
+    """The bytes of the least that is gathered of a value, or of what it is computed of."""
+    if value.is_replicated:
+        return 0
+    size = size_of(value.var) * value.var.aval.dtype.itemsize
+    return (
+        size if value.narrow_maker is None else min(size, sum(map(_bytes_to_gather, value.narrow_maker[1])))
+    )

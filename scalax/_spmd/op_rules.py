@@ -129,6 +129,11 @@ def _linear(name: str, op: Op) -> Strategy | None:
         operands = [SUM if i in terms else x for i, x in enumerate(operands)]
     elif not (sums == {0} if name in _UNARY else name in _BILINEAR and len(sums) == 1):
         return None
+    if name == 'dot_general' and 2 * sum(map(_bytes, results)) <= sum(
+        _bytes(op.equation.invars[i]) for i in sums
+    ):
+        # The product is less to reduce than the sum, and state is less to gather.
+        operands = [REPLICATE if isinstance(x, Shard) and x.is_state else x for x in operands]
     if any(isinstance(x, Shard) for x in operands):
         return None
     return Strategy(tuple(operands), (SUM,) * len(results))
@@ -139,8 +144,9 @@ def _is_exact(name: str, op: Op) -> bool:
     if name not in ('convert_element_type', 'div'):
         return True
     before, after = op.equation.invars[0].aval.dtype, op.equation.outvars[0].aval.dtype
-    floats = jnp.issubdtype(before, jnp.inexact) and jnp.issubdtype(after, jnp.inexact)
-    return floats and after.itemsize >= before.itemsize
+    if not jnp.issubdtype(before, jnp.inexact) or not jnp.issubdtype(after, jnp.inexact):
+        return False
+    return jnp.finfo(after).bits >= jnp.finfo(before).bits  # of a complex number, those of either part
 
 
 def _bytes(atom: Any) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from scalax._jax.equations import CALLS, PLACES, RUN_ONCE, has_effects, jaxprs_in, opened, shape_of
 from scalax._jax.manual import HAVE_SIZES, local_params, remade, with_inner
 from scalax._jax.primitives import primitive_name
-from scalax._jaxprs.dims import ELEMENTWISE, FORWARDS, RULES, reshaped
+from scalax._jaxprs.dims import CHEAP, ELEMENTWISE, FORWARDS, RULES, reshaped
 from scalax._spmd.auto_axes import AutoAxes
 from scalax._spmd.constraints import constrain
 from scalax._spmd.edit import Edit, Shared
@@ -43,6 +43,8 @@ _RUN_ONCE = RUN_ONCE.keys() - CALLS.keys()
 _WITH_OWN_MESH = frozenset(('custom_partitioning',))
 # Of one operand, these make another form of it, or a part.
 _SAME_STATE = FORWARDS | {'slice', 'dynamic_slice', 'split', 'optimization_barrier', 'neg'}
+# Of narrow state, such as integers and their scales, these make the weight that an equation takes.
+_NARROW = CHEAP | {'broadcast_in_dim', 'transpose'}
 
 
 class Partitioner(Shared):
@@ -157,6 +159,8 @@ class _Partitioning(Edit):
             params = local_params(equation, *shapes)
         self.eqns.append(self.code.local(equation, atoms, [output.atom for output in outputs], **params))
         self._note(name, equation, values, outputs)
+        if name in _NARROW and outputs[0].is_state:
+            outputs[0].narrow_maker = equation, values
         if name == 'reshape' and outputs[0].is_replicated:
             self._shard_again(equation, values[0], outputs[0])
 

@@ -88,6 +88,7 @@ class Value:
             passes.
         maker: of a replicated value the equation that computes it and the values that this takes, if blocks
             of it are computed alone.
+        narrow_maker: of state the same, if what computes it may be gathered in its place.
         argument: its number among the arguments of the jaxpr; None if it is none.
     """
 
@@ -100,6 +101,7 @@ class Value:
             'is_state',
             'is_zero',
             'maker',
+            'narrow_maker',
             'origin',
             'placements',
             'var',
@@ -115,6 +117,7 @@ class Value:
         self.origin, self.is_zero = origin, is_zero
         self.versions = _NONE
         self.maker: tuple[Any, Sequence[Value]] | None = None
+        self.narrow_maker: tuple[Any, Sequence[Value]] | None = None
         self.argument: int | None = None
 
     @property

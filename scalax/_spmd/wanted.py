@@ -60,7 +60,11 @@ def reduced(placements: Placements, layout: Layout | None, *, held: bool = False
 
 
 # Their operands have the layout of their result, as far as they have its dimensions.
-_KEEPING = ELEMENTWISE | {'transpose', 'squeeze', 'optimization_barrier', 'dynamic_update_slice'}
+_KEEPING = (
+    ELEMENTWISE
+    | {'transpose', 'squeeze', 'broadcast_in_dim', 'pad', 'slice', 'concatenate'}
+    | {'optimization_barrier', 'dynamic_update_slice'}
+)
 _Known = Layout | None
 
 
@@ -141,12 +145,17 @@ class Wanted:
             return ()
         if name == 'optimization_barrier':
             return results
-        sources = dims_of(equation).results[0]
+        sources, out = dims_of(equation).results[0], shape_of(equation.outvars[0])
+        shapes = [*map(shape_of, equation.invars)]
+        kept = [
+            (i, new, dim)
+            for new, places in enumerate(sources)
+            for i, dim in places
+            if shapes[i][dim] == out[new]
+        ]
         return [
-            _at(layout, {new: dim for new, places in enumerate(sources) for j, dim in places if i == j})
-            if shape_of(atom)
-            else None
-            for i, atom in enumerate(equation.invars)
+            _at(layout, {new: dim for j, new, dim in kept if i == j}) if shape else None
+            for i, shape in enumerate(shapes)
         ]
 
     def _loop(self, equation: Any, results: Sequence[_Known]) -> Sequence[_Known]:
