@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._jax.equations import opened, shape_of
 from scalax._jax.rewriting import run_as_one
@@ -18,6 +18,7 @@ from scalax._spmd.partition import Partitioner
 from scalax._spmd.placement import REPLICATE, Partial, Placements, Shard
 from scalax._spmd.report import Row, rows
 from scalax._spmd.rewrites import StepFacts, rewritten
+from scalax._spmd.rewrites.updated_stacks import hold_updated_stacks
 from scalax._spmd.values import Argument, replicated
 from scalax._spmd.wanted import Layout, state_placement
 
@@ -116,6 +117,13 @@ def partition_step(
         )
         for i, (each, var) in enumerate(zip(results, inner.outvars, strict=True))
     ]
+    if others:
+        jaxpr = hold_updated_stacks(
+            jaxpr,
+            [_sharding(each.spec, mesh) for each in arguments],
+            [_sharding(each.spec, mesh) for each in results],
+            mesh,
+        )
     jaxpr = rewritten(jaxpr, StepFacts(known, wanted, mesh, axes))
     placed_along_others = [
         auto(each.spec, var) for each, var in zip(arguments, opened(jaxpr).invars, strict=True)
@@ -166,6 +174,10 @@ def run_step(step: Step, values: Sequence[Any], mesh: Mesh | AbstractMesh, name:
         check_vma=False,
     )
     return mapped(*values)
+
+
+def _sharding(spec: PartitionSpec | None, mesh: AbstractMesh) -> NamedSharding | None:
+    return None if spec is None else NamedSharding(mesh, spec)
 
 
 def _reduced(placements: Placements) -> Placements:

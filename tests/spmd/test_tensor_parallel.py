@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from scalax._jax.equations import equations
+from scalax._jax.equations import equations, manual_axes
 from scalax._spmd.auto_axes import auto_dims, auto_spec
+from scalax._transforms.sjit import partitioned as partitioned_steps
+from scalax.sharding import MeshShardingHelper, TreePathShardingRule
 from tests.support.partitioned import TP, P, assert_equal, partitioned
 
 pytestmark = pytest.mark.medium
@@ -219,3 +221,58 @@ def test_results_are_where_their_specs_say():
     results = run()
     assert_equal(results, fun(w, x))
     assert results[0].sharding.spec == P('fsdp', 'tp')
+
+
+# Caches -----------------------------------------------------------------------------------------------
+
+
+def decode(weights, cache, x, position):
+    """One token of one layer of attention."""
+    query, key = (jnp.einsum('bd,dhk->bhk', x, weights[name]) for name in ('query', 'key'))
+    cache = lax.dynamic_update_slice(cache, key[:, None], (0, position, 0, 0))
+    chances = jax.nn.softmax(jnp.einsum('bhk,bshk->bhs', query, cache))
+    return cache, x + jnp.einsum('bhs,bshk,hkd->bd', chances, cache, weights['output'])
+
+
+@pytest.mark.parametrize('batch', [{}, {'batch_argnums': (1, 2)}, {'batch_argnums': 2}], ids=str)
+def test_heads_of_a_cache_stay_where_they_are(monkeypatch, batch):
+    """The axis of its heads is none of the batch: no feature is gathered along it."""
+    monkeypatch.setattr(partitioned_steps, 'SWITCHED_ON', True)
+    helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+    weights = {'query': array(8, 4, 6), 'key': array(8, 4, 6) + 1, 'output': array(4, 6, 8)}
+    rule = TreePathShardingRule(('query|key', P('fsdp', 'tp')), ('output', P('tp', None, 'fsdp')))
+    spec = P('fsdp', None, 'tp')
+    step = helper.sjit(
+        decode, in_shardings=(rule, spec, P('fsdp'), P()), out_shardings=(spec, P('fsdp')), **batch
+    )
+    operands = weights, array(8, 16, 4, 6), array(8, 8), np.int32(3)
+    mapped = [x for x in equations(step.trace(*operands).jaxpr) if x.primitive.name == 'shard_map']
+    assert 'tp' not in manual_axes(mapped[0])
+    assert_equal([*step(*operands)], jax.jit(decode)(*operands))
+
+
+def test_heads_that_do_not_divide_stay_replicated():
+    """Two heads of a cache and four devices: the loop keeps the cache as it is before and behind it."""
+
+    def grouped(w, cache, x):
+        def layer(x, both):
+            p, c = both
+            c = lax.dynamic_update_slice_in_dim(c, jnp.einsum('bd,dhk->bhk', x, p['key'])[:, None], 2, 1)
+            query = jnp.einsum('bd,dhk->bhk', x, p['query']).reshape(x.shape[0], 2, 4, 8)
+            chances = jax.nn.softmax(jnp.einsum('bhgk,bshk->bhgs', query, c))
+            seen = jnp.einsum('bhgs,bshk->bhgk', chances, c).reshape(x.shape[0], 8, 8)
+            return x + jnp.einsum('bhk,hkd->bd', seen, p['output']), c
+
+        return lax.scan(layer, x, (w, cache))
+
+    w = {'key': array(3, 16, 2, 8), 'output': array(3, 8, 8, 16), 'query': array(3, 16, 8, 8)}
+    specs = [P(), P(None, 'tp'), P(None, None, 'tp')]
+    cache, x = array(3, 4, 16, 2, 8), array(4, 16)
+    step, run = partitioned(
+        *(lambda w, batch: grouped(w, *batch), w, (cache, x), {'fsdp': 2, 'tp': 4}),
+        specs=specs,
+        batch_specs=[P(None, 'fsdp'), P('fsdp')],
+        result_specs=[P('fsdp'), P(None, 'fsdp')],
+    )
+    assert P(None, None, None, None) in constraints(step)
+    assert_equal(run(), grouped(w, cache, x))

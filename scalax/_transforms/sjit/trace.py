@@ -21,9 +21,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from scalax._follow.run import run_followed
 from scalax._follow.types import Arguments
-from scalax._follow.updated_stacks import with_updated_stacks
 from scalax._jax import rewriting
 from scalax._jax.tracing import is_compiled, is_opaque, memory_space, type_of
+from scalax._spmd.rewrites.updated_stacks import with_updated_stacks
 from scalax._trace import contexts
 from scalax._trace.constraints import (
     apply_shardings,
