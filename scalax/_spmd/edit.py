@@ -193,6 +193,7 @@ class Edit:
         arguments: the new variables of the arguments.
         collectives: the collectives so far.
         gathered: the arguments, by number, that are gathered.
+        shares_results: whether the equation that is written has results of which each device has a share.
     """
 
     def __init__(
@@ -210,6 +211,7 @@ class Edit:
         self.eqns: list[Any] = []
         self.collectives: list[Collective] = []
         self.gathered: set[int] = set()
+        self.shares_results = False
         self._sliced: dict[int, tuple[Placements, list[Any]]] = {}
         self._uses = Counter([id(x) for eqn in inner.eqns for x in eqn.invars])
         self._uses.update(map(id, inner.outvars))
@@ -280,10 +282,11 @@ class Edit:
         """Takes note of an argument that is gathered, or of that whose form a gathered value is.
 
         Examples that something else uses as well count as not gathered: each device uses its own ones there.
+        So do those of which each device computes a share of the results.
         """
         if isinstance(value.origin, int):
             self.gathered.add(value.origin)
-        elif value.argument is not None and self._uses[id(value.var)] == 1:
+        elif value.argument is not None and not self.shares_results and self._uses[id(value.var)] == 1:
             self.gathered.add(value.argument)
 
     def convert(self, value: Value, target: Placements, equation: Any) -> Any:

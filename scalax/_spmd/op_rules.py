@@ -322,6 +322,19 @@ def _reshape(op: Op) -> Strategy | None:
     return None
 
 
+def _gather(op: Op) -> Strategy | None:
+    """Examples in another order: of all examples, each device takes those of its share of the indices."""
+    found, [first, *_] = by_dims(op), op.placements
+    if found is not None or not isinstance(first, Shard) or first.is_state:
+        return found
+    shape = shape_of(op.equation.outvars[0])
+    for dim, sources in enumerate(dims_of(op.equation).results[0]):
+        if {operand for operand, _ in sources} == {1} and shape[dim] % op.blocks == 0:
+            [(_, source)] = sources
+            return Strategy((REPLICATE, Shard(source)), (Shard(dim),))
+    return None
+
+
 def _gathered(op: Op) -> None:
     """All operands are replicated."""
     return None
@@ -348,6 +361,7 @@ def _elementwise(op: Op) -> Strategy:
 _ROWS: tuple[tuple[str, Rule], ...] = (
     (' '.join(ELEMENTWISE - ALONG - _DRAWS), _elementwise),
     ('reshape', _reshape),
+    ('gather', _gather),
     # Rows in groups depend on all of them.
     ('ragged_dot_general', _gathered),
 )

@@ -148,10 +148,12 @@ class _Partitioning(Edit):
             self._replicated(name, equation, values)
             return
         operands, results = self._placements(name, equation, values)
+        self.shares_results = not all(map(is_replicated, results))
         atoms = [
             self.convert(value, placements, equation)
             for value, placements in zip(values, operands, strict=True)
         ]
+        self.shares_results = False
         outputs = [self.define(var, x) for var, x in zip(equation.outvars, results, strict=True)]
         params = self._inner(equation) if name in _RUN_ONCE or _holds_jaxprs(name, equation) else {}
         if name in HAVE_SIZES:
