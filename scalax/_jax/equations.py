@@ -110,6 +110,19 @@ def called(equation: Any) -> Any:
     return equation.params[CALLS[equation.primitive.name]]
 
 
+# Calls that say more of what they run, which a compiler or a backend may heed.
+ANNOTATED_CALLS = frozenset(('custom_partitioning', 'composite', 'xla_metadata_call'))
+
+
+def annotated(equation: Any) -> Any:
+    """The jaxpr of a call of `ANNOTATED_CALLS`, open or closed, which takes its operands in order.
+
+    Relies on it being the only one in the parameters.
+    """
+    [jaxpr] = filter(is_jaxpr, equation.params.values())
+    return jaxpr
+
+
 def computed_again(equation: Any) -> Sequence[bool]:
     """Which operands of a call the compiler must not see through.
 
@@ -481,6 +494,19 @@ def has_effects(equation: Any) -> bool:
     Naming a mesh axis does not count. Relies on the class of such effects being called NamedAxisEffect.
     """
     return any(type(effect).__name__ != 'NamedAxisEffect' for effect in equation.effects)
+
+
+def is_ordered(equation: Any) -> bool:
+    """Whether a callback to Python runs in the order of the program.
+
+    Relies on the classes of effects of such callbacks having names that begin with *Ordered*.
+    """
+    return any(type(effect).__name__.startswith('Ordered') for effect in equation.effects)
+
+
+def takes_blocks(equation: Any) -> bool:
+    """Whether a callback gets the block of each device. Relies on *partitioned*."""
+    return bool(equation.params.get('partitioned'))
 
 
 def _manual_axes(params: Mapping[str, Any]) -> Iterable[str]:

@@ -85,6 +85,32 @@ def with_inner(equation: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not equation.params[name]}
 
 
+@functools.cache
+def callbacks_nest() -> bool:
+    """Whether JAX lowers callbacks to Python in a ``jax.shard_map`` inside of another one.
+
+    In some versions only the axes of the inner one count as manual there, and callbacks need all of them.
+    """
+    mesh = AbstractMesh((2, 2, 2), ('a', 'b', 'c'), axis_types=(AxisType.Auto,) * 3)
+    number, whole = jax.ShapeDtypeStruct((), 'float32'), PartitionSpec()
+
+    def call(x: Any) -> Any:
+        jax.debug.callback(lambda x: None, x)
+        return jax.pure_callback(lambda x: x, number, x)
+
+    def nest(x: Any) -> Any:
+        return jax.shard_map(call, in_specs=whole, out_specs=whole, axis_names={'c'}, check_vma=False)(x)
+
+    outer = jax.shard_map(
+        nest, mesh=mesh, in_specs=whole, out_specs=whole, axis_names={'a', 'b'}, check_vma=False
+    )
+    try:
+        jax.jit(outer).trace(number).lower(lowering_platforms=('cpu',))
+    except (NotImplementedError, TypeError):
+        return False
+    return True
+
+
 class ManualCode:
     """Makes equations that are manual along axes of a mesh.
 
@@ -190,15 +216,41 @@ class ManualCode:
                 params |= {name: template[name] * count for name in names}
         return self.local(equation, operands, results, **params, **{CALLS[equation.primitive.name]: jaxpr})
 
-    def call_of(self, jaxpr: Any, like: Any, operands: Sequence[Any], results: Sequence[Any]) -> Any:
-        """Returns the call, by `jit`, of an open jaxpr without constants, with the line of an equation."""
+    def call_of(self, like: Any, jaxpr: Any, operands: Sequence[Any], results: Sequence[Any]) -> Any:
+        """Returns the call, by `jit`, of a jaxpr, closed or without constants, in place of an equation."""
         template = self._jit()
-        params = {**template.params, 'jaxpr': ClosedJaxpr(jaxpr, ()), 'name': like.primitive.name}
+        closed = ClosedJaxpr(jaxpr, ()) if opened(jaxpr) is jaxpr else jaxpr
+        params = {**template.params, 'jaxpr': closed, 'name': like.primitive.name}
         for names, count in ((_OF_OPERANDS, len(operands)), (_OF_RESULTS, len(results))):
             params |= {name: template.params[name] * count for name in names}
         return template.replace(
-            invars=[*operands], outvars=[*results], params=params, source_info=like.source_info
+            invars=[*operands],
+            outvars=[*results],
+            params=params,
+            effects=jaxpr.effects,
+            source_info=like.source_info,
         )
+
+    def traced(
+        self, function: Callable[..., Any], like: Any, operands: Sequence[Any], results: Sequence[Any]
+    ) -> Any:
+        """Returns the call of a function of several operations.
+
+        Args:
+            function: the function; it returns a list.
+            like: the equation whose line the call gets.
+            operands: the operands.
+            results: the results.
+        """
+        used = [atom for i, atom in enumerate(operands) if not any(atom is x for x in operands[:i])]
+        places = [next(j for j, x in enumerate(used) if x is atom) for atom in operands]
+
+        def of_used(*values: Any) -> Any:
+            return function(*[values[j] for j in places])
+
+        types = [(shape_of(atom), atom.aval.dtype) for atom in used]
+        [call] = _traced(jax.jit(of_used, keep_unused=True), *types, trace=self._trace)
+        return call.replace(invars=used, outvars=[*results], source_info=like.source_info)
 
     def mapped(
         self,

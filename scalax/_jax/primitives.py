@@ -55,9 +55,12 @@ def _of_jax(has_kernels: bool) -> dict[str, Any]:
 def _unlisted() -> list[Any]:
     """Those primitives that no public module of JAX lists."""
     mesh, whole, split = AbstractMesh((1,), ('x',)), PartitionSpec(), PartitionSpec('x')
-    varying = jax.shard_map(
-        lambda x: jax.lax.pcast(x, 'x', to='varying'), mesh=mesh, in_specs=whole, out_specs=split
-    )
+
+    def exchange(x: Any) -> Any:
+        x = jax.lax.pcast(x, 'x', to='varying')
+        return jax.lax.psum_scatter(x, 'x', tiled=True) + jax.lax.psum(x, 'x')
+
+    varying = jax.shard_map(exchange, mesh=mesh, in_specs=whole, out_specs=split)
 
     def unlisted(rows: Any, groups: Any, key: Any) -> Any:
         keys = jax.random.wrap_key_data(key, impl='threefry2x32')

@@ -340,8 +340,9 @@ _ELEMENTWISE = """
 """
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 # What devices exchange along mesh axes that are manual.
-REDUCTIONS_OVER_AXES = frozenset(('psum', 'psum_invariant', 'pmax', 'pmin'))
-COLLECTIVES = REDUCTIONS_OVER_AXES | {'all_gather', 'all_gather_invariant', 'reduce_scatter', 'all_to_all'}
+COLLECTIVES = frozenset(
+    ('psum', 'psum_invariant', 'pmax', 'pmin', 'all_gather', 'reduce_scatter', 'all_to_all')
+)
 # Of these, elements see others along a dimension, or change places.
 ALONG = frozenset(('cumlogsumexp', 'cummax', 'cummin', 'cumprod', 'cumsum', 'rev'))
 # These cost no more than to read their operands, and a part of them is that of parts of their operands.
@@ -365,7 +366,7 @@ PRODUCTS = frozenset(('dot_general', 'ragged_dot_general', 'conv_general_dilated
 _TABLE: tuple[tuple[str, Rule], ...] = (
     (_ELEMENTWISE, _elementwise),
     ('concatenate pad slice dynamic_slice split', _elementwise),
-    ('sharding_constraint device_put reshard optimization_barrier ppermute pvary pcast', _each),
+    ('sharding_constraint device_put reshard optimization_barrier ppermute pvary', _each),
     (' '.join(COLLECTIVES), _exchanged),
     ('reduce reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor', _reduce),
     ('argmax argmin squeeze', _reduce),

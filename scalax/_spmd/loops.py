@@ -6,7 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from scalax._jax.equations import (
+    ANNOTATED_CALLS,
     Loop,
+    annotated,
     branches,
     called,
     loop_of,
@@ -43,7 +45,8 @@ def partition_call(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     said = shardings_said(equation) if primitive_name(equation) == 'jit' else [{}, {}]
     for i, sharding in said[0].items():
         move_to(edit, equation, values[i], sharding)
-    jaxpr, backward = called(equation), edit.is_backward(equation)
+    is_annotated, backward = primitive_name(equation) in ANNOTATED_CALLS, edit.is_backward(equation)
+    jaxpr = annotated(equation) if is_annotated else called(equation)
     inner = edit.shared.jaxpr(jaxpr, [*map(_argument, values)], backward=backward, at=equation)
     # What it takes blocks of is computed for these alone, outside of it. Zeros may also begin a sum in it.
     cut = {i: x for i, x in inner.sliced.items() if values[i].maker is not None and not values[i].is_zero}
@@ -53,7 +56,9 @@ def partition_call(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
         inner = edit.shared.jaxpr(jaxpr, [*map(_argument, values)], backward=backward, at=equation)
     outputs = _define(edit, equation, inner, values)
     atoms, results = [value.atom for value in values], [output.atom for output in outputs]
-    edit.eqns.append(edit.code.call(equation, inner.jaxpr, atoms, results))
+    # What is said of all examples does not hold of blocks: then the function alone runs.
+    call = edit.code.call_of if is_annotated else edit.code.call
+    edit.eqns.append(call(equation, inner.jaxpr, atoms, results))
     edit.include(inner, values)
     for i, sharding in said[1].items():
         move_to(edit, equation, outputs[i], sharding)

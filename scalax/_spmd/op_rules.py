@@ -101,8 +101,8 @@ _UNARY = frozenset(
     (
         *('neg', 'transpose', 'reshape', 'squeeze', 'broadcast_in_dim', 'reduce_sum', 'copy', 'slice'),
         *('dynamic_slice', 'rev', 'name', 'real', 'imag', 'conj', 'cumsum', 'reduce_window_sum', 'split'),
-        *('unstack', 'convert_element_type', 'div', 'psum', 'psum_invariant', 'pvary', 'pcast'),
-        *('all_gather', 'all_gather_invariant', 'reduce_scatter', 'all_to_all', 'ppermute'),
+        *('unstack', 'convert_element_type', 'div', 'psum', 'psum_invariant', 'pvary'),
+        *('all_gather', 'reduce_scatter', 'all_to_all', 'ppermute'),
     )
 )
 # Linear in either operand.

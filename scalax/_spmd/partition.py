@@ -9,11 +9,21 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from scalax._jax.equations import CALLS, PLACES, RUN_ONCE, has_effects, jaxprs_in, opened, shape_of
+from scalax._jax.equations import (
+    ANNOTATED_CALLS,
+    CALLS,
+    PLACES,
+    RUN_ONCE,
+    has_effects,
+    jaxprs_in,
+    opened,
+    shape_of,
+)
 from scalax._jax.manual import HAVE_SIZES, local_params, remade, with_inner
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dims import CHEAP, ELEMENTWISE, FORWARDS, RULES, reshaped
 from scalax._spmd.auto_axes import AutoAxes
+from scalax._spmd.callbacks import CALLBACKS, partition_callback
 from scalax._spmd.constraints import constrain
 from scalax._spmd.edit import Edit, Shared
 from scalax._spmd.loops import partition_call, partition_cond, partition_scan, partition_while
@@ -37,10 +47,12 @@ _CONTROL = {
     'while': partition_while,
     'cond': partition_cond,
     'shard_map': partition_shard_map,
+    **dict.fromkeys(ANNOTATED_CALLS, partition_call),
 }
 # Others that run a jaxpr, whose operands are all gathered.
-_RUN_ONCE = RUN_ONCE.keys() - CALLS.keys()
-_WITH_OWN_MESH = frozenset(('custom_partitioning',))
+_RUN_ONCE = RUN_ONCE.keys() - CALLS.keys() - ANNOTATED_CALLS
+# These may have effects: those of jaxprs inside them, or of callbacks to Python.
+_WITH_EFFECTS = CALLS.keys() | _CONTROL.keys() | CALLBACKS
 # Of one operand, these make another form of it, or a part.
 _SAME_STATE = FORWARDS | {'slice', 'dynamic_slice', 'split', 'optimization_barrier', 'neg'}
 # Of narrow state, such as integers and their scales, these make the weight that an equation takes.
@@ -129,10 +141,8 @@ class _Partitioning(Edit):
     def _equation(self, equation: Any) -> None:
         name = primitive_name(equation)
         values = [*map(self.read, equation.invars)]
-        if has_effects(equation):
+        if has_effects(equation) and name not in _WITH_EFFECTS:
             raise CannotPartition(equation, f'{name or equation.primitive} has effects')
-        if name in _WITH_OWN_MESH:
-            raise CannotPartition(equation, f'{name} says itself what runs on each device')
         self.settle(values, equation)
         if name in CALLS:
             partition_call(self, equation, values)
@@ -140,6 +150,8 @@ class _Partitioning(Edit):
             _CONTROL[name](self, equation, values)
         elif name in PLACES or name == 'reshard':
             constrain(self, equation, values)
+        elif name in CALLBACKS:
+            partition_callback(self, equation, values)
         else:
             self._primitive(name, equation, values)
 
@@ -303,10 +315,10 @@ def _transposed(
 
 
 def _live(eqns: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """The equations of which something is used: blocks of values may be computed beside all of them."""
+    """The equations that have effects, or of which something is used: others may be beside their blocks."""
     needed, kept = {*map(id, results)}, list[Any]()
     for equation in reversed(eqns):
-        if not needed.isdisjoint(map(id, equation.outvars)):
+        if not needed.isdisjoint(map(id, equation.outvars)) or has_effects(equation):
             kept.append(equation)
             needed.update(map(id, equation.invars))
     return kept[::-1]

@@ -154,7 +154,7 @@ def partition_shard_map(edit: Edit, equation: Any, values: Sequence[Value]) -> N
         nested = [[_along(spec, axes.nested) for spec in each] for each in (mapped_inputs(equation), specs)]
         written = edit.code.mapped(equation, inner.jaxpr, (nested[0], nested[1]), axes.nested, atoms, blocks)
     else:
-        written = edit.code.call_of(inner.jaxpr, equation, atoms, blocks)
+        written = edit.code.call_of(equation, inner.jaxpr, atoms, blocks)
     edit.eqns.append(written)
     edit.include(inner, values)
     for i, (output, block, spec) in enumerate(zip(outputs, blocks, specs, strict=True)):

@@ -1,20 +1,28 @@
 """Equations that are manual along mesh axes, and random bits of a block, are what JAX makes of them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from scalax._jax.equations import (
+    ANNOTATED_CALLS,
+    annotated,
     exchanged_dims,
     has_effects,
+    is_ordered,
     manual_axes,
     mapped_inputs,
     mapped_mesh,
     mapped_outputs,
     opened,
+    takes_blocks,
 )
 from scalax._jax.manual import ManualCode, is_backward, is_vacuous, local_params, remade, with_inner
 from scalax._jax.random_bits import bits_at, depends_on_indices
@@ -118,9 +126,36 @@ def test_a_shard_map_says_its_axes_and_specs():
         assert [*mapped_outputs(equation)] == [PartitionSpec(None, 'a')]
 
 
-def test_a_print_has_effects():
-    [*_, equation] = traced(lambda x: jax.debug.print('{}', x), jnp.ones(())).eqns
-    assert has_effects(equation)
+@pytest.mark.parametrize('ordered', [False, True])
+def test_callbacks_have_effects_and_may_be_ordered(ordered):
+    def call(x):
+        jax.debug.print('{}', x, ordered=ordered)
+        jax.debug.callback(print, x, ordered=ordered)
+        io_callback(print, None, x, ordered=ordered)
+
+    names = {'debug_print', 'debug_callback', 'io_callback'}
+    found = [each for each in traced(call, jnp.ones(())).eqns if each.primitive.name in names]
+    assert len(found) == 3
+    assert all(map(has_effects, found))
+    assert [*map(is_ordered, found)] == [ordered] * 3
+
+
+def test_callbacks_for_blocks_say_so():
+    for partitioned in (False, True):
+        call = functools.partial(jax.debug.callback, print, partitioned=partitioned)
+        [equation] = traced(call, jnp.ones(())).eqns
+        assert takes_blocks(equation) == partitioned
+
+
+def test_annotated_calls_have_their_jaxpr():
+    custom = custom_partitioning(jnp.sin)
+    custom.def_partition(lambda *_: None, sharding_rule='... -> ...')
+    composite = jax.lax.composite(jnp.sin, 'scalax.sin')
+    for function in (custom, composite):
+        [equation] = traced(function, jnp.ones(3)).eqns
+        assert equation.primitive.name in ANNOTATED_CALLS
+        [sine] = opened(annotated(equation)).eqns
+        assert sine.primitive.name == 'sin'
 
 
 def test_local_equations_run_in_a_shard_map():

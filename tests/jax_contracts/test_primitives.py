@@ -37,7 +37,7 @@ OPAQUE = {
         ('get', 'swap'), 'reads and writes of references: what a kernel does to them is not read'
     ),
     **dict.fromkeys(
-        ('all_gather', 'all_to_all', 'axis_index', 'pmax', 'pmin', 'psum', 'ragged_all_to_all'),
+        ('axis_index', 'ragged_all_to_all'),
         'a collective of blocks, inside of shard_map, which is not read',
     ),
     'custom_lin': 'it is gone where a gradient is taken',

@@ -147,14 +147,8 @@ def test_a_decoder(name):
 def test_a_step_that_is_not_handled_runs_as_it_is():
     helper = MeshShardingHelper([8], ['fsdp'])
 
-    double = custom_partitioning(lambda x: x * 2)
-    double.def_partition(
-        partition=lambda mesh, operands, result: (mesh, lambda x: x * 2, result.sharding, (result.sharding,)),
-        sharding_rule='... -> ...',
-    )
-
     def step(w, x):
-        return double(x) @ w
+        return jax.new_ref(2 * x)[...] @ w
 
     w, x = np.eye(8, dtype='float32'), np.ones((8, 8), 'float32')
     with pytest.warns(FollowingWarning) as warned:
@@ -162,7 +156,7 @@ def test_a_step_that_is_not_handled_runs_as_it_is():
     np.testing.assert_array_equal(found, 2 * x)
     line = step.__code__.co_firstlineno + 1
     assert [str(each.message).replace(__file__, 'test_step.py') for each in warned] == [
-        'step is not partitioned along its batch: custom_partitioning says itself what runs on each device '
+        'step is not partitioned along its batch: new_ref has effects '
         f'(test_step.py:{line} step). It runs as jax.jit runs it, and the compiler alone decides how '
         'activations are sharded.'
     ]
@@ -180,3 +174,36 @@ def test_a_gradient_around_a_step_is_right():
     step = helper.sjit(value, in_shardings=(FSDP, P('fsdp')), batch_argnums=1)
     np.testing.assert_allclose(jax.grad(step)(w, x), jax.grad(value)(w, x), rtol=0, atol=1e-6)
     np.testing.assert_allclose(step(w, x), value(w, x), rtol=1e-6)
+
+
+@pytest.mark.usefixtures('switched_on')
+def test_a_mistake_of_the_partitioner_ends_no_program(monkeypatch):
+    def failing(*_):
+        raise IndexError('no such number')
+
+    monkeypatch.setattr(partitioned, 'partition_step', failing)
+    helper, x = MeshShardingHelper([8], ['fsdp']), np.ones((8, 8), 'float32')
+    step = helper.sjit(lambda x: x + 1, in_shardings=P('fsdp'), batch_argnums=0)
+    with pytest.warns(FollowingWarning) as warned:
+        np.testing.assert_array_equal(step(x), 2)
+    assert [str(each.message) for each in warned] == [
+        '<lambda> is not partitioned along its batch: IndexError: no such number. It runs as jax.jit runs '
+        'it, and the compiler alone decides how activations are sharded.'
+    ]
+
+
+@pytest.mark.usefixtures('switched_on')
+def test_a_function_with_a_partitioning_of_its_own_runs_on_blocks():
+    def double(x):
+        return x * 2
+
+    custom = custom_partitioning(double)
+    custom.def_partition(
+        partition=lambda mesh, operands, result: (mesh, double, result.sharding, (result.sharding,)),
+        sharding_rule='... -> ...',
+    )
+    helper, x = MeshShardingHelper([4, 2], ['fsdp', 'tp']), np.ones((8, 8), 'float32')
+    step = helper.sjit(lambda x: custom(jnp.sin(x)), in_shardings=P('fsdp'), batch_argnums=0)
+    found = Counter(each.primitive.name for each in equations(step.trace(x).jaxpr))
+    assert not any(found[kind] for kind in COLLECTIVES)
+    np.testing.assert_allclose(step(x), 2 * np.sin(x), rtol=1e-6)

@@ -64,14 +64,10 @@ def run_partitioned(
     try:
         step = partition_step(closed, arguments, results, abstract, axes)
     except CannotPartition as error:
-        from scalax._jaxprs.source_lines import line_of  # here, because hardly any step fails
-
-        at = '' if error.equation is None else f' ({line_of(error.equation)})'
-        warn(
-            f'{name} is not partitioned along its batch: {error.why}{at}. It runs as jax.jit runs it, and '
-            'the compiler alone decides how activations are sharded.',
-            FollowingWarning,
-        )
+        _warn(name, error)
+        return run_as_one(closed, values, name), None
+    except Exception as error:  # noqa: BLE001 - a mistake of the partitioner must not end a program
+        _warn(name, CannotPartition(None, f'{type(error).__name__}: {error}'))
         return run_as_one(closed, values, name), None
 
     @jax.custom_jvp
@@ -84,6 +80,17 @@ def run_partitioned(
         return jax.jvp(lambda *values: [*run_as_one(closed, values, name)], values, tangents)
 
     return run(*values), step
+
+
+def _warn(name: str, error: CannotPartition) -> None:
+    from scalax._jaxprs.source_lines import line_of  # here, because hardly any step fails
+
+    at = '' if error.equation is None else f' ({line_of(error.equation)})'
+    warn(
+        f'{name} is not partitioned along its batch: {error.why}{at}. It runs as jax.jit runs it, and '
+        'the compiler alone decides how activations are sharded.',
+        FollowingWarning,
+    )
 
 
 def _spec(sharding: Any) -> Any:

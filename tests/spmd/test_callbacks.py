@@ -1,0 +1,184 @@
+"""Callbacks to Python inside of a step: called once, with values of all examples."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+
+from scalax._jax.manual import callbacks_nest
+from scalax._transforms.sjit import partitioned
+from scalax.errors import FollowingWarning
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+
+pytestmark = pytest.mark.medium
+
+MESHES = {
+    'fsdp': (MeshShardingHelper([8], ['fsdp']), P('fsdp')),
+    'hsdp': (MeshShardingHelper([2, 4], ['data', 'fsdp']), P(('data', 'fsdp'))),
+    'hsdp and tp': (MeshShardingHelper([2, 2, 2], ['data', 'fsdp', 'tp']), P(('data', 'fsdp'))),
+}
+RNG = np.random.default_rng(0)
+W, X = np.asarray(RNG.normal(size=(8, 8)), 'f'), np.asarray(RNG.normal(size=(16, 8)), 'f')
+CALLS: list[np.ndarray] = []
+
+
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch):
+    monkeypatch.setattr(partitioned, 'SWITCHED_ON', True)
+    CALLS.clear()
+
+
+def note(x):
+    CALLS.append(np.asarray(x))
+
+
+def doubled(x):
+    note(x)
+    return np.asarray(x) * 2
+
+
+def debugged(w, x):
+    y = jnp.tanh(x @ w)
+    jax.debug.callback(note, y)
+    return jnp.mean(y**2)
+
+
+def in_a_loop(w, x):
+    def layer(x, _):
+        jax.debug.callback(note, x.mean())
+        return jnp.tanh(x @ w), None
+
+    return jnp.mean(lax.scan(layer, x, None, 3)[0])
+
+
+def in_a_branch(w, x):
+    y = jnp.tanh(x @ w)
+    lax.cond(y.sum() > -1e9, lambda: jax.debug.callback(note, y.max()), lambda: None)
+    return jnp.mean(y**2)
+
+
+def pure(w, x):
+    y = jnp.tanh(x @ w)
+    return jnp.mean(y * jax.pure_callback(doubled, jax.typeof(y), lax.stop_gradient(y)))
+
+
+def bits(w, x):
+    """Signs of zeros, truth values, and complex numbers come back as they are."""
+    y = jnp.tanh(x @ w)
+    kinds = (
+        jnp.zeros(3),
+        jnp.ones(3, bool),
+        jnp.ones(3, 'complex64'),
+        jnp.ones(3, 'int8'),
+        jnp.ones(3, 'bfloat16'),
+    )
+
+    def call(*_):
+        note(0)
+        zeros = np.asarray([-0.0, np.inf, np.nan], 'f')
+        others = (
+            np.asarray([True, False, True]),
+            zeros.astype('complex64').conj(),
+            np.arange(-1, 2, dtype='int8'),
+        )
+        return zeros, *others, zeros.astype('bfloat16')
+
+    found = io_callback(call, [jax.typeof(each) for each in kinds], lax.stop_gradient(y))
+    return jnp.mean(y), found
+
+
+PROGRAMS = {each.__name__: each for each in (debugged, in_a_loop, in_a_branch, pure)}
+
+
+each_mesh = pytest.mark.parametrize('mesh', MESHES if callbacks_nest() else ['fsdp', 'hsdp'])
+
+
+@each_mesh
+@pytest.mark.parametrize('name', PROGRAMS)
+def test_callbacks_see_all_examples_once(name, mesh):
+    (helper, spec), gradient = MESHES[mesh], jax.value_and_grad(PROGRAMS[name])
+    step = helper.sjit(gradient, in_shardings=(FSDPShardingRule(min_fsdp_size=1), spec), batch_argnums=1)
+    found = step(W, X)
+    jax.effects_barrier()
+    calls = [*CALLS]
+    CALLS.clear()
+    expected = jax.jit(gradient)(W, X)
+    jax.effects_barrier()
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+    assert len(calls) == len(CALLS)
+    # Rounds of a loop may be told in any order.
+    order = (lambda calls: sorted(calls, key=np.sum)) if name == 'in_a_loop' else list
+    for a, b in zip(order(calls), order(CALLS), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+
+
+@each_mesh
+def test_all_bits_of_results_come_to_all_devices(mesh):
+    helper, spec = MESHES[mesh]
+    step = helper.sjit(bits, in_shardings=(P(), spec), batch_argnums=1)
+    _, found = jax.block_until_ready(step(W, X))
+    jax.effects_barrier()
+    assert len(CALLS) == 1
+    for a, b in zip(found, jax.jit(bits)(W, X)[1], strict=True):
+        for shard in a.addressable_shards:
+            assert np.asarray(shard.data).tobytes() == np.asarray(b).tobytes()
+
+
+def test_prints_are_those_of_one_device(capfd):
+    def fun(w, x):
+        y = jnp.tanh(x @ w)
+        jax.debug.print('largest {:.4f} of {}', jnp.abs(x).max(), y.shape[0])
+        return y
+
+    helper, spec = MESHES['fsdp']
+    helper.sjit(fun, in_shardings=(P(), spec), batch_argnums=1)(W, X)
+    jax.effects_barrier()
+    assert capfd.readouterr().out == f'largest {np.abs(X).max():.4f} of 16\n'
+
+
+def test_one_for_blocks_runs_on_every_device():
+    helper, spec = MESHES['fsdp']
+
+    def fun(w, x):
+        y = x @ w
+        jax.debug.callback(note, y, partitioned=True)
+        return y
+
+    y = helper.sjit(fun, in_shardings=(P(), spec), batch_argnums=1)(W, X)
+    jax.effects_barrier()
+    assert sorted(each.tobytes() for each in CALLS) == sorted(
+        np.asarray(each.data).tobytes() for each in y.addressable_shards
+    )
+
+
+@pytest.mark.skipif(callbacks_nest(), reason='this JAX runs them there')
+def test_beside_other_axes_an_old_jax_leaves_the_step_to_the_compiler():
+    helper, spec = MESHES['hsdp and tp']
+    step = helper.sjit(debugged, in_shardings=(P(), spec), batch_argnums=1)
+    with pytest.warns(FollowingWarning, match='it runs callbacks, and this JAX cannot beside mesh axes'):
+        step(W, X)
+    jax.effects_barrier()
+    assert len(CALLS) == 1
+
+
+def test_one_in_order_leaves_the_step_to_the_compiler():
+    """JAX itself refuses it on several devices."""
+    helper, spec = MESHES['fsdp']
+
+    def fun(w, x):
+        jax.debug.callback(note, x.sum(), ordered=True)
+        return x @ w
+
+    step = helper.sjit(fun, in_shardings=(P(), spec), batch_argnums=1)
+    line = fun.__code__.co_firstlineno + 1
+    with pytest.warns(FollowingWarning) as warned:
+        step.trace(W, X)
+    assert [str(each.message).replace(__file__, 'test_callbacks.py') for each in warned] == [
+        'fun is not partitioned along its batch: it runs callbacks in order, which JAX allows on one device '
+        f'only (test_callbacks.py:{line} fun). It runs as jax.jit runs it, and the compiler alone decides '
+        'how activations are sharded.'
+    ]
