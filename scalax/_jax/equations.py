@@ -238,6 +238,14 @@ def run_once(equation: Any) -> Any:
     return opened(next(filter(is_jaxpr, _values(held))))
 
 
+def takes_arrays(jaxpr: Any) -> bool:
+    """Whether all arguments of a jaxpr are arrays, and none is a reference, as those of kernels are.
+
+    Relies on types of references being no ``jax.core.ShapedArray``.
+    """
+    return all(isinstance(var.aval, jax.core.ShapedArray) for var in opened(jaxpr).invars)
+
+
 def equations(jaxpr: Any) -> Iterator[Any]:
     """The equations of a jaxpr and of those inside it."""
     return with_inside(opened(jaxpr).eqns)

@@ -140,15 +140,18 @@ class ManualCode:
     def var(self, atom: Any, shape: Sequence[int]) -> Any:
         """Returns a new variable of the type of another one, of another shape, manual along the axes.
 
-        Relies on ``Var(aval)``, and on `update` of types of arrays. A type that has no shape stays as it is.
+        Relies on ``Var(aval)``. Of an array it does not say along which axes devices have other values.
+        The type of what is no array stays as it is.
         """
         aval = atom.aval
-        if not hasattr(aval, 'shape'):
+        if not isinstance(aval, jax.core.ShapedArray):
             return Var(aval)
         key = tuple(shape), aval.dtype, aval.weak_type, memory_space(aval)
         if key not in self._types:
             sharding = NamedSharding(self._inside, PartitionSpec(*[None] * len(shape)))
-            self._types[key] = aval.update(shape=tuple(shape), sharding=sharding)
+            self._types[key] = jax.core.ShapedArray(
+                *key[:3], sharding=sharding, memory_space=memory_space(aval)
+            )
         return Var(self._types[key])
 
     def equation(self, function: Callable[..., Any], key: Any, like: Any, operands: Sequence[Any]) -> Any:
@@ -203,6 +206,18 @@ class ManualCode:
         """
         function = functools.partial(jax.lax.with_sharding_constraint, shardings=spec)
         return self.exchange(function, ('constraint', spec), like, operand, Var(operand.aval))
+
+    def in_context(self, jaxpr: Any) -> Any:
+        """Returns a jaxpr, such as that of a kernel, whose equations are manual along the axes."""
+        inner = opened(jaxpr)
+        eqns = [
+            equation.replace(
+                ctx=self._ctx, params={**equation.params, **with_inner(equation, self.in_context)}
+            )
+            for equation in inner.eqns
+        ]
+        new = inner.replace(eqns=eqns)
+        return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
 
     def call(self, equation: Any, jaxpr: Any, operands: Sequence[Any], results: Sequence[Any]) -> Any:
         """Returns a call of another jaxpr; a `jit` says nothing of shardings.

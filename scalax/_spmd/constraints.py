@@ -25,14 +25,16 @@ def constrain(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     else:
         said = shardings_said(equation)[1]
     for i, (var, value) in enumerate(zip(equation.outvars, values, strict=True)):
-        if not is_on_device(var) or not is_on_device(equation.invars[i]):
-            raise CannotPartition(equation, 'it moves values between memories')
         placements = value.placements
+        if not is_on_device(equation.invars[i]) and is_on_device(var):  # on devices, blocks may be exchanged
+            value = Value(var, placements, edit.move_memory(value.atom, var, equation), value.origin)
         if i in said:
-            placements = placements_said(edit, equation, value, said[i])
+            placements = placements_said(edit, equation, value, said[i], moves=not is_on_device(var))
         atom = edit.convert(value, placements, equation)
         if i in said:
             atom = _constrained(edit, equation, atom, said[i])
+        if is_on_device(value.var) and not is_on_device(var):
+            atom = edit.move_memory(atom, var, equation)
         edit.define(var, placements, atom).origin = value.origin
 
 
@@ -50,11 +52,21 @@ def _constrained(edit: Edit, equation: Any, atom: Any, sharding: Any) -> Any:
     return edit.constrain_auto(auto_spec(sharding.spec, len(shape_of(atom)), sizes), atom, equation)
 
 
-def placements_said(edit: Edit, equation: Any, value: Value, sharding: Any) -> Placements:
-    """Returns the placements that a sharding says of a value. What it leaves open stays."""
+def placements_said(
+    edit: Edit, equation: Any, value: Value, sharding: Any, *, moves: bool = False
+) -> Placements:
+    """Returns the placements that a sharding says of a value. What it leaves open stays.
+
+    Args:
+        edit: the jaxpr that is partitioned.
+        equation: the equation that says so.
+        value: the value.
+        sharding: the sharding.
+        moves: whether the equation moves the value to the memory that the sharding names.
+    """
     if not isinstance(sharding, NamedSharding):
         raise CannotPartition(equation, f'it places values by a {type(sharding).__name__}')
-    if sharding.memory_kind not in (None, 'device'):
+    if sharding.memory_kind not in (None, 'device') and not moves:
         raise CannotPartition(equation, 'it moves values between memories')
     return of_spec(sharding.spec, edit.shared.mesh_axes, value.placements, value.shape, equation)
 

@@ -6,16 +6,17 @@ import copy
 import functools
 import math
 from collections import Counter
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any, Self
 
 import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from scalax._jax.equations import Literal, opened, shape_of, size_of
+from scalax._jax.equations import Literal, is_on_device, opened, shape_of, size_of
 from scalax._jax.manual import ManualCode, is_backward, local_params
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import constants_of
+from scalax._jax.tracing import memory_space
 from scalax._jaxprs.dependence import Dependence
 from scalax._spmd.auto_axes import NO_AXES, AutoAxes, AutoDims
 from scalax._spmd.batch_dims import BatchDims
@@ -340,9 +341,16 @@ class Edit:
         elif origin is not None or value.is_state:
             what = 'state'
         auto = self._auto_dims(value, what)
-        for step in redistribute(source, target):
+        steps = redistribute(source, target)
+        if steps and not is_on_device(value.var):
+            raise CannotPartition(equation, 'it exchanges blocks of a value in the memory of the host')
+        for step in steps:
             exchange = self.shared.exchange
-            result = self.code.var(value.var, exchange.shape(step, shape_of(atom)))
+            shape = exchange.shape(step, shape_of(atom))
+            if 0 in shape:  # no device has an element
+                atom = self.emit_of(_reshaped(shape), ('empty', shape), equation, [atom])
+                continue
+            result = self.code.var(value.var, shape)
             self.eqns.append(exchange.equation(step, equation, atom, result, auto))
             found = exchange.collective(step, equation, atom, result, origin, what)
             if found is not None:
@@ -426,6 +434,14 @@ class Edit:
         self.eqns.append(written)
         return written.outvars[0]
 
+    def move_memory(self, atom: Any, var: Any, equation: Any) -> Any:
+        """Returns what stands for a block in the memory of a variable, the host's or that of devices."""
+        space = memory_space(var.aval)
+        function = functools.partial(jax.device_put, device=space)
+        result = self.code.var(var, shape_of(atom))
+        self.eqns.append(self.code.exchange(function, ('memory', space), equation, atom, result))
+        return result
+
     def settle(self, values: Sequence[Value], equation: Any) -> None:
         """Reduces the sums among values that are used more than once: one reduction serves all uses."""
         for value in values:
@@ -454,6 +470,11 @@ class Edit:
         atom, slices = self.arguments[i], {*map(id, self._sliced[i][1])}
         used = [eqn for eqn in eqns if any(x is atom for x in eqn.invars)]
         return all(id(eqn) in slices for eqn in used) and not any(x is atom for x in results)
+
+
+def _reshaped(shape: tuple[int, ...]) -> Callable[[Any], Any]:
+    """The function of one operation that gives a value without elements another shape."""
+    return jax.jit(lambda x: x.reshape(shape))
 
 
 def has_partial(placements: Sequence[Placement]) -> bool:

@@ -18,6 +18,7 @@ from scalax._jax.equations import (
     jaxprs_in,
     opened,
     shape_of,
+    takes_arrays,
 )
 from scalax._jax.manual import HAVE_SIZES, local_params, remade, with_inner
 from scalax._jax.primitives import primitive_name
@@ -182,6 +183,8 @@ class _Partitioning(Edit):
         """Returns the parameters with the jaxprs of what every device runs alike."""
 
         def change(jaxpr: Any) -> Any:
+            if not takes_arrays(jaxpr):  # a kernel
+                return self.code.in_context(jaxpr)
             arguments = [Argument(self.shared.replicated)] * len(opened(jaxpr).invars)
             ends = [self.shared.replicated] * len(opened(jaxpr).outvars)
             return self.shared.jaxpr(jaxpr, arguments, ends, at=equation).jaxpr
