@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from scalax._hostdata import batch_layout, broadcast, to_global, to_local, transfer
 from scalax._hostdata.prefetch import Prefetch
 from scalax._mesh import meshes, topologies
+from scalax._spmd.options import DEFAULT, BatchPartitioning, checked_partitioning
 from scalax._stages.stages import Stages
 from scalax._trace import constraints, contexts
 from scalax._transforms import shard_map
@@ -85,6 +86,8 @@ class MeshShardingHelper:
             ``'error'``, ``'replicate'`` or ``'warn'``. Rules carry their own.
         follow_batch: whether compiled functions find out which arguments are batches, and propagate
             their sharding to the activations; False does so for ``sjit(..., batch_argnums=...)`` only.
+        partitioning: the dtypes in which compiled functions gather weights and reduce gradients, and when
+            they do, unless ``sjit(..., partitioning=...)`` says so (docs/unchanged.md).
 
     Raises:
         MeshError: dimensions, names, types and devices do not fit together.
@@ -110,6 +113,7 @@ class MeshShardingHelper:
         axis_types: AxisType | Sequence[AxisType] | None = None,
         on_indivisible: OnIndivisible = 'error',
         follow_batch: bool = True,
+        partitioning: BatchPartitioning | None = None,
     ) -> None:
         mesh = meshes.build_mesh(
             axis_dims,
@@ -119,12 +123,19 @@ class MeshShardingHelper:
             devices=devices,
             axis_types=axis_types,
         )
-        self._set_up(mesh, on_indivisible, follow_batch)
+        self._set_up(mesh, on_indivisible, follow_batch, partitioning)
 
-    def _set_up(self, mesh: Mesh | AbstractMesh, on_indivisible: str, follow_batch: bool) -> None:
+    def _set_up(
+        self,
+        mesh: Mesh | AbstractMesh,
+        on_indivisible: str,
+        follow_batch: bool,
+        partitioning: BatchPartitioning | None,
+    ) -> None:
         self._mesh = mesh
         self._on_indivisible = checked_policy(on_indivisible)
         self._follow_batch = checked_flag('follow_batch', follow_batch)
+        self._partitioning = checked_partitioning(partitioning) or DEFAULT
         self._contexts: LRUCache[contexts.Context, contexts.Context] = LRUCache()
 
     @classmethod
@@ -134,6 +145,7 @@ class MeshShardingHelper:
         *,
         on_indivisible: OnIndivisible = 'error',
         follow_batch: bool = True,
+        partitioning: BatchPartitioning | None = None,
     ) -> Self:
         """A helper over an existing mesh; an AbstractMesh is enough for everything that needs no devices.
 
@@ -141,12 +153,13 @@ class MeshShardingHelper:
             mesh: any ``jax.sharding.Mesh``, with its axis types as they are, or an ``AbstractMesh``.
             on_indivisible: as in the constructor.
             follow_batch: as in the constructor.
+            partitioning: as in the constructor.
 
         Raises:
             MeshError: *mesh* is neither.
         """
         helper = cls.__new__(cls)
-        helper._set_up(meshes.checked_mesh(mesh), on_indivisible, follow_batch)
+        helper._set_up(meshes.checked_mesh(mesh), on_indivisible, follow_batch, partitioning)
         return helper
 
     @classmethod
@@ -162,6 +175,7 @@ class MeshShardingHelper:
         axis_types: AxisType | Sequence[AxisType] | None = None,
         on_indivisible: OnIndivisible = 'error',
         follow_batch: bool = True,
+        partitioning: BatchPartitioning | None = None,
     ) -> Self:
         """A helper over TPUs or GPUs that are not attached, to compile and to plan for.
 
@@ -182,6 +196,7 @@ class MeshShardingHelper:
             axis_types: as in the constructor.
             on_indivisible: as in the constructor.
             follow_batch: as in the constructor.
+            partitioning: as in the constructor.
 
         Raises:
             MissingDependencyError: the compiler for TPUs or for GPUs is not installed, or does not fit JAX.
@@ -196,6 +211,7 @@ class MeshShardingHelper:
             axis_types=axis_types,
             on_indivisible=on_indivisible,
             follow_batch=follow_batch,
+            partitioning=partitioning,
         )
 
     @property
@@ -228,8 +244,17 @@ class MeshShardingHelper:
         """Whether compiled functions find out which arguments are batches."""
         return self._follow_batch
 
+    @property
+    def partitioning(self) -> BatchPartitioning:
+        """How compiled functions gather weights and reduce gradients."""
+        return self._partitioning
+
     def __reduce__(self) -> Any:
-        options = {'on_indivisible': self._on_indivisible, 'follow_batch': self._follow_batch}
+        options = {
+            'on_indivisible': self._on_indivisible,
+            'follow_batch': self._follow_batch,
+            'partitioning': self._partitioning,
+        }
         return _unpickled, (type(self), meshes.pickled(self._mesh), options)
 
     def __repr__(self) -> str:
@@ -386,6 +411,7 @@ class MeshShardingHelper:
         batch_argnames: str | Iterable[str] | None = None,
         on_mismatch: OnMismatch = 'error',
         stages: Stages | None = None,
+        partitioning: BatchPartitioning | None = None,
         **jit_kwargs: Any,
     ) -> SjitFunction[..., Any] | Callable[[Callable[..., Any]], SjitFunction[..., Any]]:
         """Compiles a function like ``jax.jit``, with shardings given by rules.
@@ -415,6 +441,8 @@ class MeshShardingHelper:
                 moved at every such call (``'reshard'``).
             stages: the mesh axis that holds layers in stages, and the number of microbatches: loops over
                 layers that are sharded over this axis run as pipelines (docs/stages.md).
+            partitioning: the dtypes in which weights are gathered and gradients are reduced, and when they
+                are (docs/unchanged.md); None takes that of the helper.
             **jit_kwargs: further options of ``jax.jit``, such as ``compiler_options``.
 
         Returns:
@@ -454,6 +482,7 @@ class MeshShardingHelper:
             'batch_argnames': batch_argnames,
             'on_mismatch': on_mismatch,
             'stages': stages,
+            'partitioning': partitioning,
         }
         reject_unknown_options('sjit', jit_kwargs, options)
         if fun is None:

@@ -22,7 +22,7 @@ already catch for the same kind of mistake:
     ├── CheckpointWarning                    a damaged checkpoint was passed over
     ├── UnusedAnnotationWarning              a bound annotation name that the function never used
     ├── LostUpdateWarning                    a change of a module that a compiled function was given
-    ├── FollowingWarning                     a batch sharding is not propagated, because of a bug in scalax
+    ├── FollowingWarning                     a step is not partitioned along its batch
     ├── StagesWarning                        a large part of a pipeline's time is idle
     └── UnshardedWarning                     nothing is sharded that should be, or a regex matches nothing
 
@@ -114,7 +114,7 @@ class LostUpdateWarning(ScalaxWarning):
 
 
 class FollowingWarning(ScalaxWarning):
-    """Activation sharding propagation failed, because of a bug in scalax: please report it.
+    """A step is not partitioned along its batch: the operation that is named cannot be.
 
     The function runs as written, with the same results; the compiler alone chooses the shardings inside.
     """

@@ -6,6 +6,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax._helper import MeshShardingHelper
 from scalax._hostdata.prefetch import Prefetch
+from scalax._spmd.options import BatchPartitioning
 from scalax._stages.stages import Stages
 from scalax._trace.constraints import with_sharding_annotation, with_sharding_constraint
 from scalax._transforms.sjit.function import SjitFunction
@@ -21,6 +22,8 @@ from scalax.rules import (
 
 if TYPE_CHECKING:
     from scalax._follow.followed_batch import FollowedBatch, KeptValue, LostRows
+    from scalax._spmd.explained import PropagationReport, RedundantWork
+    from scalax._spmd.report import CollectiveRow
     from scalax.explain import ShardingReport
 
 get_global_mesh_helper = MeshShardingHelper.get_global_mesh_helper
@@ -29,6 +32,8 @@ get_global_annotation_shardings = MeshShardingHelper.get_global_annotation_shard
 
 __all__ = [
     'AxisType',
+    'BatchPartitioning',
+    'CollectiveRow',
     'FSDPShardingRule',
     'FollowedBatch',
     'KeptValue',
@@ -41,6 +46,8 @@ __all__ = [
     'OptimizerStateShardingRule',
     'PartitionSpec',
     'PolicyShardingRule',
+    'PropagationReport',
+    'RedundantWork',
     'Prefetch',
     'RuleLike',
     'ShardingReport',
@@ -64,4 +71,8 @@ def __getattr__(name: str) -> Any:
         from scalax._follow import followed_batch
 
         return getattr(followed_batch, name)
+    if name in ('CollectiveRow', 'PropagationReport', 'RedundantWork'):
+        from scalax._spmd import explained
+
+        return getattr(explained, name)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -33,8 +33,8 @@ although they look wrong. This list is of JAX {jax}; earlier versions have more 
 
 - *Result*: the element with the largest error, its value on the mesh, and in brackets that on one device.
 - *First*: the first operation that differs, and its function; of a `shard_map`, the collectives in it.
-- *Gone without*: what removes the difference: switching off activation sharding propagation or pipeline
-  stages, or the sharding of arguments along a mesh axis.
+- *Gone without*: what removes the difference: switching off activation sharding propagation, partitioning
+  along the batch or pipeline stages, or the sharding of arguments along a mesh axis.
 """
 _SECTIONS = {
     'partitioner': '## Faults of XLA\n',
@@ -55,7 +55,11 @@ _WORDS = {
     'rows put together': 'examples put together',
     'mended': 'corrected',
 }
-_CHANGES = {'without stages': 'stages', 'without activation sharding propagation': 'propagation'}
+_CHANGES = {
+    'without stages': 'stages',
+    'without activation sharding propagation': 'propagation',
+    'without partitioning along the batch': 'partitioning',
+}
 
 
 def verified(fault: Fault) -> Verified | str:

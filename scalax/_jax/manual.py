@@ -23,6 +23,16 @@ def is_backward(equation: Any) -> bool:
     return 'transpose(' in str(equation.source_info.name_stack)
 
 
+def in_scope(equation: Any, name: str) -> Any:
+    """Returns an equation in one more scope, which the names of its operations have behind all others.
+
+    Relies on `extend` of *name_stack*, on `replace` of *source_info*, and on what `name_stack` of `equations`
+    relies on.
+    """
+    info = equation.source_info
+    return equation.replace(source_info=info.replace(name_stack=info.name_stack.extend(name)))
+
+
 def is_vacuous(reshard: Any) -> bool:
     """Whether a `reshard` says nothing: it is for no Explicit axes, as those that JAX derives for constants.
 

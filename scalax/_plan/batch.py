@@ -6,10 +6,34 @@ from collections.abc import Iterable
 
 from scalax._follow.followed_batch import FollowedBatch, LostRows, nothing_followed
 from scalax._report.tables import human_bytes
+from scalax._spmd.explained import PropagationReport
 from scalax._transforms.sjit.batch import NO_BATCH
 from scalax.errors import plural
 
 _MOST = 5
+
+
+def partitioned(report: PropagationReport | None) -> str:
+    """How a step is partitioned along its batch; empty if it is not."""
+    if report is None or not report.axes:
+        return ''
+    count = sum(max(1, row.count) for row in report.collectives)
+    along = ' and '.join(report.axes)
+    return f'partitioned along {along}: {plural(count, "collective")} of scalax in one call'
+
+
+def mixing_lines(report: PropagationReport | None) -> Iterable[str]:
+    """Where examples are gathered, the largest first; or why a step is not partitioned."""
+    if report is None:
+        return
+    if report.reason not in ('', NO_BATCH):
+        yield f'not partitioned along its batch: {report.reason}'
+    places = sorted(report.gathered_examples, key=lambda row: -row.step_bytes)
+    for row in places[:_MOST]:
+        at = f'at {row.line} ({row.primitive})' if row.line else f'by {row.primitive}'
+        yield f'  {row.reason} {at}: {row.array}, {human_bytes(row.bytes)}'
+    if more := places[_MOST:]:
+        yield f'  ... and at {plural(len(more), "more place")}'
 
 
 def kept(batch: FollowedBatch | None) -> str:

@@ -16,10 +16,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import starmap
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
 
+from scalax._plan.causes import Cause, cause_of, is_scattered, phase_of, reason_of
 from scalax._plan.collective_runs import Kind, Run, RunOnMesh, runs
 from scalax._plan.formulas import Counted, Part, part_of
 from scalax._plan.hlo import Module
@@ -27,8 +29,6 @@ from scalax._plan.partitioned import Partitioned
 from scalax._plan.provenance import (
     Source,
     frame_number,
-    is_of_the_partitioner,
-    neighbourhood,
     source_of,
     users_name,
 )
@@ -45,13 +45,6 @@ from scalax._plan.scopes import ScopeRuns, Scopes
 from scalax._plan.step_parts import StepParts
 from scalax._plan.torus import Network, Place, networks_of
 from scalax.errors import PlanError
-
-# The operations of JAX that ask for collectives; psum has several names.
-_ASKED_FOR = (
-    *('all_gather', 'all_to_all', 'pbroadcast', 'pmax', 'pmin', 'ppermute', 'psum', 'ragged_all_to_all'),
-    'reduce_scatter',
-)
-Cause = Literal['program', 'sharding', 'resharding', 'halo', 'ring', 'padding', 'compiler']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +77,8 @@ class Collective:
             by piece beside a product, as permutes in a loop. ``'padding'``: the compiler padded the shards
             of a collective, and moves what is then on the wrong device. ``'compiler'``: another optimization
             added it, and the partitioner's program has none like it.
+        reason: why scalax wrote it, as `CollectiveRow.reason`: ``'weight params/up for dot_general'``,
+            ``'gradient of params/up'``, ``'examples gathered for sort'``; empty if XLA or the user wrote it.
         partitioned_as: the kind that it has in the partitioner's program, if the compiler changed that.
         phase: the part of a training step that it belongs to: ``'forward'``, ``'backward'``,
             ``'recomputed'`` (by `jax.checkpoint`), ``'update'`` (with gradients), or ``'other'``.
@@ -106,6 +101,7 @@ class Collective:
     phase: Part = 'other'
     scopes: tuple[ScopeRuns, ...] = ()
     crossing: int = 0
+    reason: str = ''
 
 
 def collectives(
@@ -115,6 +111,7 @@ def collectives(
     partitioned: Module | None = None,
     device_ids: Sequence[int] = (),
     switched: bool = False,
+    reasons: Mapping[int, str] = MappingProxyType({}),
 ) -> tuple[Collective, ...]:
     """The collectives of a program, the largest first; equal ones in one row.
 
@@ -125,6 +122,7 @@ def collectives(
         partitioned: the program after SPMD partitioning in the same compilation; None if that is *module*.
         device_ids: the ids of the devices of the mesh.
         switched: whether slices without a torus are nodes, as for `networks_of`.
+        reasons: why scalax wrote each of its collectives, by their numbers.
 
     Raises:
         PlanError: a collective is written in an unknown form.
@@ -144,7 +142,7 @@ def collectives(
         name = users_name(*mover.place, mover.visit.op_name)
         phase = part_of(name)
         if phase == 'other':
-            phase = _phase(run if run.op_name or origin is None else origin)
+            phase = phase_of(run if run.op_name or origin is None else origin)
             name = run.op_name if '/' in run.op_name or not name else name
         if phase == 'other' and parts.of(run.visit, run.instruction) == 'update':
             phase = 'update'
@@ -159,10 +157,11 @@ def collectives(
         row = dataclasses.replace(
             _uncounted(each),
             source=source,
-            scattered=before is None and _is_scattered(run, each.group),
-            cause=_cause(run, origin),
+            scattered=before is None and is_scattered(run, each.group),
+            cause=cause_of(run, origin),
             partitioned_as='' if origin is None or origin.kind == run.kind else origin.kind,
             phase=phase,
+            reason=reason_of(run, origin, reasons),
         )
         counts[row][scope] += run.visit.count
         staying[row] = max(each.staying, staying.get(row, 0))
@@ -251,62 +250,6 @@ def _whole_permutes(
 
 def _without_networks(row: Collective) -> Collective:
     return dataclasses.replace(row, networks=(), crossing=0)
-
-
-def _phase(run: Run) -> Part:
-    """The part of a step that a collective belongs to.
-
-    That which moves the state of a loop has no op name. It is part of what is next to it, else of the loop.
-    """
-    if run.op_name:
-        return part_of(run.op_name)
-    visit = run.visit
-    near = neighbourhood(run.computation, run.instruction)
-    parts = [visit.part_of(item) for item in near if item.opcode != 'parameter']
-    if visit.caller is not None:
-        parts.append(visit.part_of(visit.caller))
-    return next((part for part in parts if part != 'other'), 'other')
-
-
-def _is_scattered(run: Run, group: int) -> bool:
-    """Whether only slices of an all-reduce are used, each as large as the part of a device of its group."""
-    users = run.computation.users.get(run.instruction.name, [])
-    slices = [user for user in users if user.opcode == 'dynamic-slice']
-    return (
-        run.kind == 'all-reduce'
-        and 0 < len(slices) == len(users)
-        and all(user.bytes * group == run.instruction.bytes for user in slices)
-    )
-
-
-def _cause(run: Run, origin: Run | None) -> Cause:
-    """Why a program has a collective, which comes from one of the partitioner's."""
-    if origin is None:
-        return 'compiler'
-    if run.kind == 'collective-permute' != origin.kind:
-        return 'padding'
-    instruction = origin.instruction
-    # Older compilers do not mark what the partitioner added.
-    asked = instruction.op_name.rpartition('/')[2].startswith(_ASKED_FOR)
-    if asked and not is_of_the_partitioner(instruction):
-        return 'program'
-    if origin.kind != 'collective-permute':
-        return 'resharding' if origin.kind == 'all-gather' and _is_sliced_again(origin) else 'sharding'
-    if instruction.op_name.endswith('dot_general'):
-        return 'ring'
-    moved = origin.computation.instructions.get(instruction.operands[0])
-    return 'halo' if moved is not None and moved.opcode in ('slice', 'dynamic-slice') else 'sharding'
-
-
-def _is_sliced_again(run: Run) -> bool:
-    """Whether each device keeps of the result no more than a block of its own."""
-    computation = run.computation
-    users = computation.users.get(run.instruction.name, [])
-    places = [maker for user in users for maker in computation.makers_of(user)]
-    by_device = any(
-        near.opcode == 'partition-id' for each in places for near in neighbourhood(computation, each)
-    )
-    return by_device and all(user.opcode == 'dynamic-slice' for user in users)
 
 
 class _Devices:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
-from scalax._plan.batch import kept, lost_lines
+from scalax._plan.batch import kept, lost_lines, mixing_lines, partitioned
 from scalax._plan.collectives import Collective
 from scalax._plan.formulas import Counted
 from scalax._plan.hardware import network_text
@@ -371,10 +371,14 @@ def _because(row: Collective) -> str:
     why = _WHY.get(row.cause, '')
     if not why and row.partitioned_as and row.kind != 'reduce-scatter':
         why = f'for an {row.partitioned_as}'
-    return f'{why}: {row.source}' if why else str(row.source)
+    source = str(row.source)
+    if row.reason:
+        source = f'{row.reason}, {source}' if row.source.file else row.reason
+    return f'{why}: {source}' if why else source
 
 
 def _batch(plan: PlanData) -> list[Block]:
     """What is followed of the batch, and the places where rows are lost."""
-    lost = [*lost_lines(plan.followed)]
-    return [Lines([kept(plan.followed)]), Lines(lost, 'warn' if lost else '')]
+    lost = [*lost_lines(plan.followed), *mixing_lines(plan.propagation)]
+    said = partitioned(plan.propagation) or kept(plan.followed)
+    return [Lines([said]), Lines(lost, 'warn' if lost else '')]

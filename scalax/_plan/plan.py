@@ -52,6 +52,8 @@ class Plan(PlanData, Shown):
         host_moves: what each device exchanges with its host; for TPUs and GPUs only.
         followed: the values that stay sharded along the batch dimension, as `SjitFunction.followed` reports;
             None for functions that ``sjit`` did not make.
+        propagation: how the step is partitioned along its batch, as `SjitFunction.explain_propagation`
+            reports; None for functions that ``sjit`` did not make.
         flags: for GPUs, the options of their compiler that are not its defaults: those in ``XLA_FLAGS``,
             those of the function (``compiler_options``), and, unless one of these has them or the GPUs are
             here, those with which products are cuBLAS's.

@@ -20,6 +20,7 @@ from scalax._plan.memory import Memory
 from scalax._plan.roofline import Roofline, phases_of, time_collectives
 from scalax._plan.schedule import Schedule
 from scalax._plan.torus import NETWORKS, Network, Place, devices_per_chip, places_in_nodes, places_on_torus
+from scalax._spmd.explained import PropagationReport
 from scalax._stages.pipelined import PipelinedLoop
 from scalax.errors import ArgumentError, PlanError, did_you_mean
 from scalax.explain import ShardingReport
@@ -54,6 +55,7 @@ class PlanData:
     buffers: tuple[Buffer, ...] = ()
     host_moves: HostMoves = _NOTHING_MOVED
     followed: FollowedBatch | None = None
+    propagation: PropagationReport | None = None
     flags: tuple[str, ...] = ()
     schedule: Schedule | None = None
     pipelines: tuple[PipelinedLoop, ...] = ()

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from scalax._plan.formulas import Part
 from scalax._plan.hlo import Module
+from scalax._spmd.collectives import NUMBER
 from scalax._stages.pipelined import SENDING
 from scalax._transforms import sjit
 from scalax._util.user_frames import users_path
@@ -87,7 +88,7 @@ class Scopes:
         """
         key = op_name, frame
         if key not in self._known:
-            names = scopes_in(SENDING.sub('', op_name))
+            names = scopes_in(NUMBER.sub('', SENDING.sub('', op_name)))
             if all(name.startswith(_UNPLACED) for name in names):
                 names = [*self._functions(frame), *names]
             self._known[key] = '/'.join(names)

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from scalax._jax.equations import shape_of
-from scalax._jax.manual import ManualCode
+from scalax._jax.manual import ManualCode, in_scope
 from scalax._jax.rewriting import with_results
 from scalax._spmd.placement import Step
 from scalax._tree.specs import spec_axes
+
+What = Literal['weight', 'gradient', 'examples', 'sum']
+"""What a collective converts: state, a sum that becomes a gradient, examples, or another sum."""
+
+RESULT = 'a result'
+"""Of a sum that the step returns, as a loss is: what it is about."""
+
+NUMBER = re.compile(r'scalax\((weight|gradient|examples|sum), (\d+)\)/?')
+"""What a collective converts, and its number, in the names of operations."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,9 +40,13 @@ class Collective:
         bytes: the size of its larger end on one device: of what is gathered, or of what is reduced.
         count: how often a step runs it; 0 if the number of rounds of a loop is not known.
         equation: the equation for which it was written.
-        of: the path of the state that it gathers, or whose gradient it reduces; else the number of the
-            argument of the jaxpr, or None.
+        of: the path of the state that it gathers, or whose gradient it reduces; `RESULT`; else the number
+            of the argument of the jaxpr, or None.
         what: what is converted.
+        value: a variable of the type of that larger end.
+        is_backward: whether it runs in a backward pass.
+        number: its number in the step, which the name of its operation has, too. Where a jaxpr is used in
+            several places, its collectives have one number in all of them.
     """
 
     kind: str
@@ -40,7 +55,10 @@ class Collective:
     count: int
     equation: Any
     of: str | int | None
-    what: str
+    what: What
+    value: Any
+    is_backward: bool
+    number: int
 
 
 class Exchange:
@@ -50,10 +68,23 @@ class Exchange:
         code: makes equations.
         axes: the batch axes, from the major one to the minor one.
         sizes: their sizes.
+        numbers: the numbers of the collectives that follow; None begins with 1.
     """
 
-    def __init__(self, code: ManualCode, axes: Sequence[str], sizes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        code: ManualCode,
+        axes: Sequence[str],
+        sizes: Sequence[int],
+        numbers: Iterator[int] | None = None,
+    ) -> None:
         self._code, self.axes, self.sizes = code, tuple(axes), tuple(sizes)
+        self.numbers = itertools.count(1) if numbers is None else numbers
+
+    def numbered(self, equation: Any, what: What) -> tuple[Any, int]:
+        """Returns the equation of a collective with its number in its name, and the number."""
+        number = next(self.numbers)
+        return in_scope(equation, f'scalax({what}, {number})'), number
 
     def equation(
         self, step: Step, like: Any, operand: Any, result: Any, auto: Sequence[Sequence[str]] = ()
@@ -93,14 +124,26 @@ class Exchange:
         return tuple(sizes)
 
     def collective(
-        self, step: Step, like: Any, operand: Any, result: Any, of: Any, what: str
-    ) -> Collective | None:
-        """Returns the entry of the list for a step; None if it sends nothing."""
-        if step.kind in ('slice', 'mask'):
-            return None
+        self, step: Step, like: Any, ends: tuple[Any, Any], of: Any, what: What, facts: tuple[bool, int]
+    ) -> Collective:
+        """Returns the entry of the list for a step that sends something.
+
+        Args:
+            step: the step.
+            like: the equation for which it was written.
+            ends: the value before and behind it.
+            of: the state that it is about.
+            what: what it converts.
+            facts: whether it runs in a backward pass, and its number.
+        """
         axes = tuple([self.axes[i] for i in step.axes])
-        size = max(math.prod(shape_of(x)) * x.aval.dtype.itemsize for x in (operand, result))
-        return Collective(step.kind, axes, size, 1, like, of, what)
+        value = max(ends, key=lambda x: math.prod(shape_of(x)))
+        size = math.prod(shape_of(value)) * value.aval.dtype.itemsize
+        return Collective(step.kind, axes, size, 1, like, of, what, value, *facts)
+
+
+SENDING = frozenset(('all_gather', 'all_to_all', 'reduce_scatter', 'all_reduce'))
+"""The steps that send something."""
 
 
 def _kept_spec(step: Step, auto: Sequence[Sequence[str]]) -> PartitionSpec:

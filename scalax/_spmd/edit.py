@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Container, Sequence
+from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from scalax._jax.equations import Literal, is_on_device, opened, shape_of, size_of
-from scalax._jax.manual import ManualCode, is_backward, local_params
+from scalax._jax.manual import is_backward, local_params
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import constants_of
 from scalax._jax.tracing import memory_space
-from scalax._jaxprs.dependence import Dependence
-from scalax._spmd.auto_axes import NO_AXES, AutoAxes, AutoDims
-from scalax._spmd.batch_dims import BatchDims
-from scalax._spmd.batch_sources import batch_sources
-from scalax._spmd.collectives import Collective, Exchange
-from scalax._spmd.options import Options
+from scalax._spmd.auto_axes import NO_AXES, AutoDims
+from scalax._spmd.collectives import RESULT, SENDING, Collective, What
 from scalax._spmd.parts import part_function, part_operands
 from scalax._spmd.placement import (
     REPLICATE,
@@ -34,145 +29,16 @@ from scalax._spmd.placement import (
     redistribute,
     shard_counts,
 )
+from scalax._spmd.shared import Shared
 from scalax._spmd.values import (
     Argument,
     CannotPartition,
     Partitioned,
-    Settled,
     Value,
     is_replicated,
-    replicated,
     without_state,
 )
-from scalax._spmd.wanted import Layout, Wanted, reduced
-
-
-class Shared:
-    """What is known of all jaxprs of a step.
-
-    Args:
-        jaxpr: the jaxpr of the step, open or closed.
-        arguments: what is known of its arguments.
-        results: the layouts in which its results are wanted; None where any will do.
-        mesh: the mesh, in force, of Auto axes.
-        axes: the mesh axes of the batch, from the major one to the minor one.
-        auto: where values are along other mesh axes; None if there are none.
-        options: the options.
-
-    Attributes:
-        options: the same options.
-        mesh: the mesh.
-        mesh_axes: the mesh axes of the batch and their sizes.
-        axes: the same axes.
-        sizes: the same sizes.
-        blocks: into how many blocks they split a dimension together.
-        code: makes equations.
-        exchange: makes those of conversions.
-        wanted: the layouts in which sums are wanted.
-        batch_dims: the dimensions of the batch.
-        replicated: the placements of what every device holds.
-        auto: where values are along other mesh axes.
-        is_mixed: whether the batch axes shard different dimensions of the batch, such as time.
-    """
-
-    def __init__(
-        self,
-        jaxpr: Any,
-        arguments: Sequence[Argument],
-        results: Sequence[Layout | None],
-        mesh: AbstractMesh,
-        axes: Sequence[str],
-        auto: AutoAxes | None = None,
-        options: Options | None = None,
-    ) -> None:
-        self.mesh, self.options = mesh, options or Options()
-        self.mesh_axes = {axis: mesh.shape[axis] for axis in axes}
-        self.axes, self.sizes = tuple(axes), tuple(self.mesh_axes.values())
-        self.blocks = math.prod(self.sizes)
-        self.auto = auto or AutoAxes(jaxpr, [], {})
-        self.code = ManualCode(mesh, self.auto.sizes)
-        self.exchange = Exchange(self.code, self.axes, self.sizes)
-        holds_sums = self.options.reduce_each_round is False
-        self.wanted = Wanted(jaxpr, results, holds_sums=holds_sums)
-        self.batch_dims = BatchDims(jaxpr, [each.placements for each in arguments], self.sizes)
-        if all(argument.is_state for argument in arguments):
-            sharded = [not is_replicated(argument.placements) for argument in arguments]
-            for source in batch_sources(jaxpr, sharded):
-                numbers = [self.axes.index(axis) for axis in source.axes if axis in self.axes]
-                self.batch_dims.add(source.var, source.dim, numbers)
-        self.replicated = replicated(len(self.axes))
-        self.is_mixed = any(len({*each.placements}) > 1 for each in arguments if not each.is_state)
-        self._step = jaxpr, [not argument.is_state for argument in arguments]
-
-    def along(self, axes: Sequence[int]) -> Self:
-        """Returns what is known of all jaxprs along these of the batch axes alone, by number.
-
-        Along the others, devices run what they are given without an exchange.
-        """
-        if len(axes) == len(self.axes):
-            return self
-        other = copy.copy(self)
-        other.axes = tuple([self.axes[i] for i in axes])
-        other.mesh_axes = {axis: self.mesh_axes[axis] for axis in other.axes}
-        other.sizes = tuple(other.mesh_axes.values())
-        other.blocks = math.prod(other.sizes)
-        other.exchange = Exchange(self.code, other.axes, other.sizes)
-        other.wanted, other.batch_dims = self.wanted.along(axes), self.batch_dims.along(axes)
-        other.replicated = replicated(len(axes))
-        return other
-
-    @functools.cached_property
-    def _of_examples(self) -> Dependence:
-        """The values that depend on examples."""
-        return Dependence(*self._step)
-
-    def is_update(self, equation: Any, values: Sequence[Value]) -> bool:
-        """Whether an equation multiplies state that depends on gradients, as an optimizer does."""
-        if primitive_name(equation) != 'dot_general' or not all(map(_has_no_examples, values)):
-            return False
-        return any(self._of_examples.of(value.var) for value in values)
-
-    def jaxpr(
-        self,
-        jaxpr: Any,
-        arguments: Sequence[Argument],
-        results: Sequence[Placements | Settled | None] | None = None,
-        *,
-        backward: bool = False,
-        at: Any = None,
-    ) -> Partitioned:
-        """Returns a jaxpr on the blocks of each device.
-
-        Args:
-            jaxpr: the jaxpr, open or closed.
-            arguments: what is known of its arguments.
-            results: the placements that its results get; None leaves them where they are, and `SETTLED` as
-                well, unless they are sums whose layout is known.
-            backward: whether it is called in a backward pass.
-            at: the equation that has it inside.
-        """
-        raise NotImplementedError
-
-    def inside(
-        self,
-        equation: Any,
-        jaxpr: Any,
-        arguments: Sequence[Argument],
-        results: Sequence[Layout | None],
-        left: Sequence[int],
-        manual: Collection[str],
-    ) -> Shared:
-        """Returns what partitions the body of a `shard_map`, along some of the axes.
-
-        Args:
-            equation: the `shard_map`.
-            jaxpr: its body.
-            arguments: what is known of the arguments of the body.
-            results: the layouts in which its results are wanted, along these axes.
-            left: the axes, by number, from the major one to the minor one.
-            manual: the axes that were Auto, and are manual in the body.
-        """
-        raise NotImplementedError
+from scalax._spmd.wanted import reduced
 
 
 class Edit:
@@ -271,8 +137,16 @@ class Edit:
             origin = operands[each.of].origin if isinstance(each.of, int) else each.of
             self.collectives.append(
                 Collective(
-                    *(each.kind, each.axes, each.bytes, each.count * (times or 0)),
-                    *(each.equation, origin, each.what),
+                    each.kind,
+                    each.axes,
+                    each.bytes,
+                    each.count * (times or 0),
+                    each.equation,
+                    origin,
+                    each.what,
+                    each.value,
+                    each.is_backward,
+                    each.number,
                 )
             )
         for i in inner.gathered:
@@ -299,7 +173,8 @@ class Edit:
         source, plain = without_state(value.placements), without_state(target)
         if plain == source:
             return value.atom
-        backward = value.is_state and self.is_backward(equation)
+        again = self.shared.options.reshard_after_forward
+        backward = again and value.is_state and self.is_backward(equation)
         key = plain, backward
         if key not in value.versions:
             if self.shared.is_mixed and not self.divides(value.shape, plain):
@@ -332,15 +207,21 @@ class Edit:
     def _exchange(
         self, value: Value, atom: Any, source: Placements, target: Placements, equation: Any
     ) -> Any:
-        origin, what = value.origin, 'examples'
+        origin = value.origin
+        what: What = 'examples'
         if value.has_sum:
             what = 'sum'
             layout = self.shared.wanted.of(value.var)
-            if layout is not None:
+            if layout is not None and layout.path is None:
+                origin = RESULT
+            elif layout is not None:
                 origin, what = layout.path, 'gradient'
         elif origin is not None or value.is_state:
-            what = 'state'
-        auto = self._auto_dims(value, what)
+            what = 'weight'
+        auto, own = self._auto_dims(value, what), atom.aval.dtype
+        dtype = self._sent_dtype(what, atom, equation)
+        if dtype is not None:
+            atom = self._cast(atom, dtype, equation)
         steps = redistribute(source, target)
         if steps and not is_on_device(value.var):
             raise CannotPartition(equation, 'it exchanges blocks of a value in the memory of the host')
@@ -350,15 +231,36 @@ class Edit:
             if 0 in shape:  # no device has an element
                 atom = self.emit_of(_reshaped(shape), ('empty', shape), equation, [atom])
                 continue
-            result = self.code.var(value.var, shape)
-            self.eqns.append(exchange.equation(step, equation, atom, result, auto))
-            found = exchange.collective(step, equation, atom, result, origin, what)
-            if found is not None:
-                self.collectives.append(found)
+            result = self.code.var(atom, shape)
+            written = exchange.equation(step, equation, atom, result, auto)
+            if step.kind in SENDING:
+                written, number = exchange.numbered(written, what)
+                facts = self.is_backward(equation), number
+                self.collectives.append(
+                    exchange.collective(step, equation, (atom, result), origin, what, facts)
+                )
+            self.eqns.append(written)
             if step.kind == 'all_gather':
                 self._note_gathered(value)
             atom = result
-        return atom
+        return atom if dtype is None else self._cast(atom, own, equation)
+
+    def _sent_dtype(self, what: What, atom: Any, equation: Any) -> Any:
+        """Returns the dtype in which a value is sent, as users choose; None if it keeps its own."""
+        options = self.shared.options
+        if what == 'gradient':
+            return options.reduce_dtype_for(atom.aval.dtype)
+        if what != 'weight' or options.param_dtype is None:
+            return None
+        # An optimizer that needs all of a moment takes it as it is.
+        operands = [self._values.get(id(x)) for x in equation.invars]
+        meets_examples = any(x is not None and x.has_examples for x in operands)
+        return options.param_dtype_for(atom.aval.dtype) if meets_examples else None
+
+    def _cast(self, atom: Any, dtype: Any, equation: Any) -> Any:
+        """Returns a value in another dtype."""
+        function = functools.partial(jax.lax.convert_element_type, new_dtype=dtype)
+        return self.emit_of(function, ('cast', str(dtype)), equation, [atom])
 
     def _auto_dims(self, value: Value, what: str) -> AutoDims:
         """Returns the Auto axes that shard each dimension of a value."""
@@ -479,10 +381,6 @@ def _reshaped(shape: tuple[int, ...]) -> Callable[[Any], Any]:
 
 def has_partial(placements: Sequence[Placement]) -> bool:
     return any(isinstance(x, Partial) for x in placements)
-
-
-def _has_no_examples(value: Value) -> bool:
-    return all(not isinstance(x, Shard) or x.is_state for x in value.placements)
 
 
 def _bytes_to_gather(value: Value) -> int:

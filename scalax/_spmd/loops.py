@@ -22,9 +22,10 @@ from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.carry_accumulation import reductions_of
 from scalax._spmd.apart import axes_apart
 from scalax._spmd.constraints import move_to
-from scalax._spmd.edit import Edit, Shared
+from scalax._spmd.edit import Edit
 from scalax._spmd.microbatches import stack_placements
 from scalax._spmd.placement import REPLICATE, SUM, Partial, Placements, Shard, join
+from scalax._spmd.shared import Shared
 from scalax._spmd.values import (
     SETTLED,
     Argument,
@@ -48,6 +49,10 @@ def partition_call(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     is_annotated, backward = primitive_name(equation) in ANNOTATED_CALLS, edit.is_backward(equation)
     jaxpr = annotated(equation) if is_annotated else called(equation)
     inner = edit.shared.jaxpr(jaxpr, [*map(_argument, values)], backward=backward, at=equation)
+    if kept := [i for i in inner.gathered if _is_kept(edit, values[i])]:
+        whole = {i: _converted(edit, values[i], edit.shared.replicated, equation) for i in kept}
+        values = [whole.get(i, value) for i, value in enumerate(values)]
+        inner = edit.shared.jaxpr(jaxpr, [*map(_argument, values)], backward=backward, at=equation)
     # What it takes blocks of is computed for these alone, outside of it. Zeros may also begin a sum in it.
     cut = {i: x for i, x in inner.sliced.items() if values[i].maker is not None and not values[i].is_zero}
     if cut:
@@ -128,7 +133,7 @@ def partition_scan(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     inner, carried[:] = _fixed(run, carried, equation)
     carries_examples = any(map(_is_of_examples, carried))
     sums = _sharded_sums(shared, equation, carried)
-    reduces = shared.options.reduce_each_round
+    reduces = shared.options.reduce_per_microbatch
     if reduces is None:
         reduces = not _are_few([x for x in equation.outvars[: loop.carried] if shared.wanted.is_sharded(x)])
     barred = set[tuple[int, int]]()
@@ -136,10 +141,18 @@ def partition_scan(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
         barred = {(i, axis) for i, axes in sums.items() for axis in axes}
         inner, carried[:] = _fixed(run, carried, equation, barred)
     gathered = {i: constants[i] for i in inner.gathered if i < loop.constants}
-    if not carries_examples and not _are_few([x.var for x in constants if x.is_state]):
+    again = shared.options.reshard_after_forward
+    if again and not carries_examples and not _are_few([x.var for x in constants if x.is_state]):
         gathered = {i: x for i, x in gathered.items() if not x.is_state}
     if gathered:
         convert_constants(dict.fromkeys(gathered, shared.replicated))
+        inner, carried[:] = _fixed(run, carried, equation, barred)
+    before = loop.constants + loop.carried
+    if kept := [i - before for i in inner.gathered if i >= before and _is_kept(edit, stacks[i - before])]:
+        for i in kept:
+            stacks[i] = _converted(edit, stacks[i], edit.shared.replicated, equation)
+            inside = apart.inside(_argument(stacks[i]))
+            elements[i] = inside._replace(placements=_element(inside.placements))
         inner, carried[:] = _fixed(run, carried, equation, barred)
     if cut := {i: x for i, x in inner.sliced.items() if i < loop.constants}:
         convert_constants(cut)
@@ -157,7 +170,7 @@ def partition_scan(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     written = edit.code.local(equation, atoms, [output.atom for output in outputs], **params)
     edit.eqns.append(written)
     operands = [*constants, *begun, *stacks]
-    edit.include(inner, operands, rounds, range(loop.constants + loop.carried, len(operands)))
+    edit.include(inner, operands, rounds, range(before, len(operands)))
 
 
 def partition_while(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
@@ -272,6 +285,11 @@ def _next(begin: Placements, end: Placements) -> Placements:
             for a, b in zip(begin, end, strict=True)
         ]
     )
+
+
+def _is_kept(edit: Edit, value: Value) -> bool:
+    """Whether state that is gathered inside of an equation is gathered before it, and kept."""
+    return value.is_state and not edit.shared.options.reshard_after_forward
 
 
 def _first(loop: Loop, begun: Sequence[Value]) -> list[Placements]:

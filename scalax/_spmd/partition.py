@@ -26,12 +26,13 @@ from scalax._jaxprs.dims import CHEAP, ELEMENTWISE, FORWARDS, RULES, reshaped
 from scalax._spmd.auto_axes import AutoAxes
 from scalax._spmd.callbacks import CALLBACKS, partition_callback
 from scalax._spmd.constraints import constrain
-from scalax._spmd.edit import Edit, Shared
+from scalax._spmd.edit import Edit
 from scalax._spmd.loops import partition_call, partition_cond, partition_scan, partition_while
 from scalax._spmd.op_rules import Op, Strategy, is_zero, strategy
 from scalax._spmd.parts import has_parts
 from scalax._spmd.placement import REPLICATE, Partial, Placements, Shard, shard_counts
 from scalax._spmd.shard_maps import partition_shard_map
+from scalax._spmd.shared import Shared
 from scalax._spmd.values import (
     SETTLED,
     Argument,
@@ -97,7 +98,9 @@ class Partitioner(Shared):
             sizes = {axis: size for axis, size in self.auto.sizes.items() if axis not in manual}
             auto = AutoAxes(jaxpr, [self.auto.along(sizes, atom) for atom in equation.invars], sizes)
             axes = [self.axes[i] for i in left]
-            self._inside[key] = Partitioner(jaxpr, arguments, results, self.mesh, axes, auto, self.options)
+            inner = Partitioner(jaxpr, arguments, results, self.mesh, axes, auto, self.options)
+            inner.exchange.numbers = self.exchange.numbers
+            self._inside[key] = inner
         return self._inside[key]
 
 

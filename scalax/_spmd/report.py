@@ -3,61 +3,104 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
+from scalax._jax.equations import shape_of
 from scalax._jax.primitives import primitive_name
-from scalax._spmd.collectives import Collective
+from scalax._jaxprs.source_lines import line_of
+from scalax._report.tables import array_text
+from scalax._spmd.collectives import RESULT, Collective, What
+from scalax._spmd.redundancy import Place
+from scalax._util.folding import MOST_RUNS, fold
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One collective of a step, or several that differ in nothing.
+class CollectiveRow:
+    """One collective that scalax wrote into a step, or several that differ in nothing.
 
     Attributes:
-        kind: the operation.
+        kind: the operation: ``'all_gather'``, ``'reduce_scatter'``, ``'all_reduce'`` or ``'all_to_all'``.
+        what: what it converts: ``'weight'`` (or other state), ``'gradient'``, ``'examples'``, or ``'sum'``,
+            which is another sum over examples, such as a loss.
+        reason: why it is there, such as ``'weight params/up for dot_general'``, ``'gradient of params/up'``
+            or ``'examples gathered for sort'``.
+        path: the path of the weight, also of the one whose gradient it reduces; empty if there is none.
+        primitive: the operation of JAX that needs it.
+        line: the line of the user's code, such as ``'model.py:12 layer'``.
         axes: the mesh axes along which devices exchange blocks.
-        bytes: the size, on one device, of what is gathered or reduced.
-        count: how often a step runs it; 0 if the number of rounds of a loop is not known.
-        reason: why it is there.
-        primitive: the primitive for which it was written.
-        equation: the equation for which it was written.
+        array: the dtype and the shape of what is gathered or reduced, such as ``'bfloat16[4096,1024]'``.
+        bytes: the size of that, in one execution.
+        count: how often a step runs it; 0 if the number of rounds of a ``while`` loop is not known.
+        is_backward: whether it runs in the backward pass.
     """
 
     kind: str
+    what: What
+    reason: str
+    path: str
+    primitive: str
+    line: str
     axes: tuple[str, ...]
+    array: str
     bytes: int
     count: int
-    reason: str
-    primitive: str
-    equation: Any
+    is_backward: bool
+
+    @property
+    def step_bytes(self) -> int:
+        """The bytes of all executions of a step."""
+        return self.bytes * max(1, self.count)
 
 
-def rows(collectives: Sequence[Collective]) -> list[Row]:
-    """Returns the list of the collectives of a step."""
-    found: dict[tuple[Any, ...], Row] = {}
+def rows(collectives: Sequence[Collective], places: Mapping[int, Place]) -> list[CollectiveRow]:
+    """Returns the list of the collectives of a step, in the order of the program.
+
+    Args:
+        collectives: the collectives; those whose results nothing uses are left out.
+        places: where each is in the jaxpr of the step, by its number.
+    """
+    found: dict[CollectiveRow, int] = {}
+    lines: dict[int, str] = {}
     for each in collectives:
-        primitive = primitive_name(each.equation) or str(each.equation.primitive)
-        key = each.kind, each.axes, each.bytes, _reason(each, primitive), primitive
-        row = found.get(key)
-        if row is None:
-            found[key] = Row(*each_row(each, primitive))
-        else:
-            found[key] = dataclasses.replace(row, count=row.count + each.count)
-    return [*found.values()]
+        number = each.number
+        if number in places:
+            lines[number] = lines.get(number) or line_of(*places[number])
+            row = _row(each, lines[number])
+            found[row] = found.get(row, 0) + each.count
+    return [dataclasses.replace(row, count=count) for row, count in found.items()]
 
 
-def each_row(each: Collective, primitive: str) -> tuple[Any, ...]:
-    """The columns of the row of one collective."""
-    reason = _reason(each, primitive)
-    return each.kind, each.axes, each.bytes, each.count, reason, primitive, each.equation
+def reasons_of(collectives: Sequence[Collective]) -> dict[int, str]:
+    """Returns why each collective is there, by the numbers in the names of operations.
+
+    A jaxpr that is used in several places has one collective for the weights of all of them.
+    """
+    found: dict[int, dict[str, None]] = {}
+    for each in collectives:
+        found.setdefault(each.number, {})[_row(each, '').reason] = None
+    return {
+        number: ' and '.join(item.short_name(MOST_RUNS) for item in fold((reason, 0) for reason in reasons))
+        for number, reasons in found.items()
+    }
 
 
-def _reason(each: Collective, primitive: str) -> str:
-    if each.what == 'state':
-        return f'weight {each.of} for {primitive}' if each.of else f'state gathered for {primitive}'
-    if each.what == 'gradient':
-        return f'gradient of {each.of}'
-    if each.what == 'sum':
+def _row(each: Collective, line: str) -> CollectiveRow:
+    """The row of one collective, with a count of 0."""
+    primitive = primitive_name(each.equation) or str(each.equation.primitive)
+    path = each.of if isinstance(each.of, str) and each.what != 'sum' else ''
+    needs = RESULT if each.of == RESULT and each.what == 'sum' else primitive
+    array = array_text(str(each.value.aval.dtype), shape_of(each.value))
+    return CollectiveRow(
+        *(each.kind, each.what, _reason(each.what, path, needs), path, primitive, line),
+        *(each.axes, array, each.bytes, 0, each.is_backward),
+    )
+
+
+def _reason(what: What, path: str, primitive: str) -> str:
+    if what == 'weight':
+        return f'weight {path} for {primitive}' if path else f'state gathered for {primitive}'
+    if what == 'gradient':
+        return f'gradient of {path}'
+    if what == 'sum':
         return f'sum over examples for {primitive}'
     return f'examples gathered for {primitive}'

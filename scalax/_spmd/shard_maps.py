@@ -163,8 +163,12 @@ def partition_shard_map(edit: Edit, equation: Any, values: Sequence[Value]) -> N
             if not axes.is_direct(order):
                 joined = edit.emit_of(*_joined(dim, order), equation, [block])
                 gather = Step('all_gather', tuple(sorted(axes.batch[n] for n, _, b in order if b)), dim)
-                note = shared.exchange.collective(gather, equation, block, joined, None, 'examples')
-                edit.collectives += [note] if note is not None else []
+                edit.eqns[-1], number = shared.exchange.numbered(edit.eqns[-1], 'examples')
+                edit.collectives.append(
+                    shared.exchange.collective(
+                        *(gather, equation, (block, joined), None, 'examples', (backward, number))
+                    )
+                )
                 block = joined
         output.atom = block
 

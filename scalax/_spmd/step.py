@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -12,15 +12,18 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from scalax._jax.equations import opened, shape_of
 from scalax._jax.rewriting import run_as_one
 from scalax._spmd.auto_axes import AutoAxes, AutoDims, auto_dims, auto_spec
+from scalax._spmd.collectives import Collective
 from scalax._spmd.constraints import of_spec
-from scalax._spmd.options import Options
+from scalax._spmd.options import DEFAULT, BatchPartitioning
 from scalax._spmd.partition import Partitioner
 from scalax._spmd.placement import REPLICATE, Partial, Placements, Shard
-from scalax._spmd.report import Row, rows
 from scalax._spmd.rewrites import StepFacts, rewritten
 from scalax._spmd.rewrites.updated_stacks import hold_updated_stacks
 from scalax._spmd.values import Argument, replicated
 from scalax._spmd.wanted import Layout, state_placement
+
+if TYPE_CHECKING:
+    from scalax._spmd.report import CollectiveRow
 
 
 class StepArgument(NamedTuple):
@@ -42,11 +45,11 @@ class StepResult(NamedTuple):
 
     Attributes:
         spec: its sharding; None if the compiler decides.
-        path: its path.
+        path: the path of the state that it is; None if it is another result, such as a loss.
     """
 
     spec: PartitionSpec | None
-    path: str
+    path: str | None
 
 
 class Step(NamedTuple):
@@ -56,7 +59,8 @@ class Step(NamedTuple):
         jaxpr: the jaxpr that each device runs.
         in_specs: the specs of its arguments along the batch axes.
         out_specs: those of its results.
-        rows: the list of its collectives.
+        collectives: its collectives, and those whose results turned out not to be used.
+        axes: the mesh axes of the batch.
         auto_axes: the other mesh axes, which stay Auto inside.
         auto_specs: the specs of its results along these; None where the compiler decides.
     """
@@ -64,9 +68,18 @@ class Step(NamedTuple):
     jaxpr: Any
     in_specs: tuple[PartitionSpec, ...]
     out_specs: tuple[PartitionSpec, ...]
-    rows: list[Row]
+    collectives: Sequence[Collective]
+    axes: tuple[str, ...]
     auto_axes: frozenset[str] = frozenset()
     auto_specs: tuple[PartitionSpec | None, ...] = ()
+
+    @property
+    def rows(self) -> list[CollectiveRow]:
+        """The list of its collectives."""
+        from scalax._spmd.redundancy import Redundancy  # here, because few programs ask
+        from scalax._spmd.report import rows
+
+        return rows(self.collectives, Redundancy(self.jaxpr, self.in_specs, self.axes).places)
 
 
 def partition_step(
@@ -75,7 +88,7 @@ def partition_step(
     results: Sequence[StepResult],
     mesh: AbstractMesh,
     batch_axes: Sequence[str],
-    options: Options | None = None,
+    options: BatchPartitioning = DEFAULT,
 ) -> Step:
     """Partitions the jaxpr of a step.
 
@@ -86,7 +99,7 @@ def partition_step(
         mesh: the mesh, in force, of Auto axes.
         batch_axes: the mesh axes that shard the examples, from the major one to the minor one. The compiler
             partitions along the others.
-        options: the options of the partitioner.
+        options: what users choose.
 
     Raises:
         CannotPartition: some equation is not handled.
@@ -128,8 +141,8 @@ def partition_step(
     placed_along_others = [
         auto(each.spec, var) for each, var in zip(arguments, opened(jaxpr).invars, strict=True)
     ]
-    auto_axes = AutoAxes(jaxpr, placed_along_others, others)
-    partitioner = Partitioner(jaxpr, known, wanted, mesh, axes, auto_axes, options)
+    along_others = AutoAxes(jaxpr, placed_along_others, others)
+    partitioner = Partitioner(jaxpr, known, wanted, mesh, axes, along_others, options)
     first = [None if layout is None else layout.placements for layout in wanted]
     found = partitioner.jaxpr(jaxpr, known, first)
     if any(isinstance(x, Partial) for placements in found.placements for x in placements):
@@ -142,7 +155,8 @@ def partition_step(
         found.jaxpr,
         tuple([_spec(x.placements, axes) for x in known]),
         tuple([_spec(x, axes) for x in found.placements]),
-        rows(collectives),
+        collectives,
+        axes,
         frozenset(others),
         tuple(
             [

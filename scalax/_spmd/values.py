@@ -125,6 +125,11 @@ class Value:
         """The shape of all examples."""
         return shape_of(self.var)
 
+    @property
+    def has_examples(self) -> bool:
+        """Whether devices hold blocks of examples, or sums over them."""
+        return self.has_sum or any(isinstance(x, Shard) and not x.is_state for x in self.placements)
+
     def remember(self, key: Any, atom: Any) -> None:
         """Takes note of what stands for it in other placements."""
         if self.versions is _NONE:  # most values have none

@@ -32,13 +32,13 @@ class Layout(NamedTuple):
 
     Attributes:
         placements: its placements; `Partial` where a sum is left to a loop around to be reduced.
-        path: the path of the state.
+        path: the path of the state; None of another result, such as a loss.
         result: the number of the result that it is of; of equal layouts, that of the first result counts.
         auto: the Auto axes that shard it too: dimensions with the axes of each.
     """
 
     placements: Placements
-    path: str
+    path: str | None
     result: int = 0
     auto: tuple[tuple[int, Axes], ...] = ()
 

@@ -45,6 +45,10 @@ class MeshOwner(Protocol):
         """The policy of bare specs."""
 
     @property
+    def partitioning(self) -> Any:
+        """How compiled functions gather weights and reduce gradients."""
+
+    @property
     def follow_batch(self) -> bool:
         """Whether compiled functions find out which arguments are batches."""
 

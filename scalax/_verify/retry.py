@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from scalax._transforms.sjit.function import SjitFunction, staged_of
+from scalax._transforms.sjit.function import SjitFunction, staged_of, step_of
 from scalax._tree.specs import only_axes
 from scalax._util.progress import Note
 from scalax._verify.run import Comparison
@@ -39,6 +39,8 @@ def _variants(found: Comparison) -> Iterator[tuple[str, dict[str, Any]]]:
     if staged is not None:  # its pipelines need the batch, and layers along their axis
         yield 'without stages', {'stages': None}
         yield 'without stages and activation sharding propagation', {**unfollowed, 'stages': None}
+    elif step_of(step.function, args, kwargs) is not None:
+        yield 'without partitioning along the batch', unfollowed
     elif step.function.followed(*args, **kwargs).axes:
         yield 'without activation sharding propagation', unfollowed
     for axis, size in step.helper.mesh.shape.items():

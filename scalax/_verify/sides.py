@@ -40,7 +40,8 @@ def helper_over(helper: Any, sizes: Mapping[str, int], devices: Any = None, **op
     mesh = (
         AbstractMesh(shape, names, types) if devices is None else Mesh(devices.reshape(shape), names, types)
     )
-    own = {'on_indivisible': helper.on_indivisible, 'follow_batch': helper.follow_batch}
+    names = 'on_indivisible', 'follow_batch', 'partitioning'
+    own = {name: getattr(helper, name) for name in names}
     return type(helper).from_mesh(mesh, **{**own, **options})
 
 

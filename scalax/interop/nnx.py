@@ -67,6 +67,7 @@ def sjit(
     batch_argnames: Names = None,
     on_mismatch: Literal['error', 'reshard'] = 'error',
     stages: Any = None,
+    partitioning: Any = None,
     **jit_kwargs: Any,
 ) -> Any:
     """Compiles a function of nnx modules for a mesh, as ``nnx.jit`` does for one device.
@@ -98,6 +99,7 @@ def sjit(
         batch_argnames: the same by name.
         on_mismatch: what happens to arguments that are committed to another sharding.
         stages: the pipeline.
+        partitioning: how weights are gathered and gradients reduced.
         **jit_kwargs: further options of ``jax.jit``.
 
     Raises:
@@ -132,6 +134,7 @@ def sjit(
         'batch_argnames': batch_argnames,
         'on_mismatch': on_mismatch,
         'stages': stages,
+        'partitioning': partitioning,
         **jit_kwargs,
     }
     helper.sjit(**options)  # raises about unknown options here, and not where a decorator is applied

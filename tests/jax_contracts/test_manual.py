@@ -21,10 +21,11 @@ from scalax._jax.equations import (
     mapped_inputs,
     mapped_mesh,
     mapped_outputs,
+    name_stack,
     opened,
     takes_blocks,
 )
-from scalax._jax.manual import ManualCode, is_backward, is_vacuous, local_params, remade, with_inner
+from scalax._jax.manual import ManualCode, in_scope, is_backward, is_vacuous, local_params, remade, with_inner
 from scalax._jax.random_bits import bits_at, depends_on_indices
 
 MESH = AbstractMesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
@@ -156,6 +157,23 @@ def test_annotated_calls_have_their_jaxpr():
         assert equation.primitive.name in ANNOTATED_CALLS
         [sine] = opened(annotated(equation)).eqns
         assert sine.primitive.name == 'sin'
+
+
+def test_scopes_behind_all_others():
+    """The name of an operation in HLO has them as well, and a line stays."""
+
+    def fun(x):
+        with jax.named_scope('layer'):
+            return jnp.sin(x)
+
+    jaxpr = traced(jax.grad(fun), 1.0)
+    before = jaxpr.eqns[-1]
+    after = in_scope(before, 'scalax(weight, 7)')
+    assert name_stack(after) == f'{name_stack(before)}/scalax(weight, 7)'
+    assert after.source_info.traceback is before.source_info.traceback
+    new = remade(jaxpr, jaxpr.invars, [*jaxpr.eqns[:-1], after], jaxpr.outvars)
+    lowered = jax.jit(lambda x: jax.core.eval_jaxpr(new, (), x)).lower(1.0)
+    assert 'transpose(jvp(layer))/scalax(weight, 7)/' in lowered.as_text(debug_info=True)
 
 
 def test_local_equations_run_in_a_shard_map():

@@ -408,6 +408,7 @@ def test_dict():
         'part': [],
         'partitioned_as': '',
         'phase': 'other',
+        'reason': '',
         'scattered': False,
         'scopes': [{'scope': 'step()', 'count': 1}],
         'source': {

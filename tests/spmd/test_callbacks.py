@@ -180,5 +180,6 @@ def test_one_in_order_leaves_the_step_to_the_compiler():
     assert [str(each.message).replace(__file__, 'test_callbacks.py') for each in warned] == [
         'fun is not partitioned along its batch: it runs callbacks in order, which JAX allows on one device '
         f'only (test_callbacks.py:{line} fun). It runs as jax.jit runs it, and the compiler alone decides '
-        'how activations are sharded.'
+        'how activations are sharded.\nWhat to do: change that line, or turn partitioning off with '
+        'batch_argnums=().'
     ]

@@ -118,7 +118,7 @@ def of_the_optimizer(step):
     """How often a step runs each kind of collective that is of no gradient, and of no weight of a layer."""
     found = {}
     for row in step.rows:
-        if 'gradient' not in row.reason and row.primitive not in ('dot_general', 'mul'):
+        if row.what not in ('gradient', 'sum') and row.primitive not in ('dot_general', 'mul'):
             found[row.kind] = found.get(row.kind, 0) + row.count
     return found
 

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import scalax
-from scalax._spmd.options import Options
+from scalax._spmd.options import DEFAULT, BatchPartitioning
 from tests.support.partitioned import FSDP, HSDP, P, assert_equal, collectives, partitioned, state_spec
 
 pytestmark = pytest.mark.medium
@@ -87,7 +87,7 @@ def mean_loss(count):
     return step
 
 
-def run(fun, mesh=FSDP, options=None, *, replicate=False, dtype='float32'):
+def run(fun, mesh=FSDP, options=DEFAULT, *, replicate=False, dtype='float32'):
     w = weights(dtype)
     specs = [P() if replicate else state_spec(leaf.shape, size=mesh['fsdp']) for leaf in jax.tree.leaves(w)]
     with jax.default_matmul_precision('highest'):
@@ -130,7 +130,7 @@ def test_each_device_has_a_share_of_each_microbatch(name, count, mesh):
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('name', FUNCTIONS)
 def test_gradients_may_be_held_until_all_microbatches_have_run(name, dtype):
-    step = run(FUNCTIONS[name](4), options=Options(reduce_each_round=False), dtype=dtype)
+    step = run(FUNCTIONS[name](4), options=BatchPartitioning(reduce_per_microbatch=False), dtype=dtype)
     assert reductions(step) == dict.fromkeys(NAMES, 1)
     assert not [row for row in step.rows if row.kind == 'all_reduce' and row.bytes > 4]
 
@@ -153,7 +153,11 @@ def one_weight(w, x):
 def test_few_gradients_are_held(option, times):
     w, x = np.ones((8, 8), 'float32'), np.ones((64, 8), 'float32')
     step, on_mesh = partitioned(
-        one_weight, w, x, result_specs=[state_spec(w.shape)], options=Options(reduce_each_round=option)
+        one_weight,
+        w,
+        x,
+        result_specs=[state_spec(w.shape)],
+        options=BatchPartitioning(reduce_per_microbatch=option),
     )
     assert_equal(on_mesh(), one_weight(w, x))
     assert collectives(step)['reduce_scatter gradient of '] == times
@@ -193,7 +197,7 @@ def dropped(w, tokens):
 @pytest.mark.parametrize('mesh', SEVERAL)
 @pytest.mark.parametrize('hold', [None, False])
 def test_microbatches_are_those_of_one_device(mesh, hold):
-    run(dropped, SEVERAL[mesh], Options(reduce_each_round=hold))
+    run(dropped, SEVERAL[mesh], BatchPartitioning(reduce_per_microbatch=hold))
 
 
 def updated_each_round(w, tokens):

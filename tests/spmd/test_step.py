@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.custom_partitioning import custom_partitioning
 
 from scalax._jax.equations import equations
+from scalax._spmd import op_rules
 from scalax._transforms.sjit import partitioned
 from scalax.errors import FollowingWarning
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
@@ -158,7 +159,8 @@ def test_a_step_that_is_not_handled_runs_as_it_is():
     assert [str(each.message).replace(__file__, 'test_step.py') for each in warned] == [
         'step is not partitioned along its batch: new_ref has effects '
         f'(test_step.py:{line} step). It runs as jax.jit runs it, and the compiler alone decides how '
-        'activations are sharded.'
+        'activations are sharded.\nWhat to do: change that line, or turn partitioning off with '
+        'batch_argnums=().'
     ]
 
 
@@ -188,7 +190,8 @@ def test_a_mistake_of_the_partitioner_ends_no_program(monkeypatch):
         np.testing.assert_array_equal(step(x), 2)
     assert [str(each.message) for each in warned] == [
         '<lambda> is not partitioned along its batch: IndexError: no such number. It runs as jax.jit runs '
-        'it, and the compiler alone decides how activations are sharded.'
+        'it, and the compiler alone decides how activations are sharded.\nWhat to do: report this, which is '
+        'a bug in scalax; batch_argnums=() turns partitioning off.'
     ]
 
 
@@ -207,3 +210,25 @@ def test_a_function_with_a_partitioning_of_its_own_runs_on_blocks():
     found = Counter(each.primitive.name for each in equations(step.trace(x).jaxpr))
     assert not any(found[kind] for kind in COLLECTIVES)
     np.testing.assert_allclose(step(x), 2 * np.sin(x), rtol=1e-6)
+
+
+@pytest.mark.usefixtures('switched_on')
+def test_a_bug_of_the_partitioner_is_told_as_one(monkeypatch):
+    def broken(op):
+        raise KeyError('no such rule')
+
+    monkeypatch.setitem(op_rules.RULES, 'tanh', broken)
+
+    def step(w, x):
+        return jnp.tanh(x) @ w
+
+    w, x = np.eye(8, dtype='float32'), np.ones((8, 8), 'float32')
+    with pytest.warns(FollowingWarning) as warned:
+        helper = MeshShardingHelper([8], ['fsdp'])
+        found = helper.sjit(step, in_shardings=(FSDP, P('fsdp')), batch_argnums=1)(w, x)
+    np.testing.assert_allclose(found, np.tanh(x) @ w, rtol=1e-6)
+    [message] = [str(each.message) for each in warned]
+    assert f"KeyError: 'no such rule' (test_step.py:{step.__code__.co_firstlineno + 1} step)" in message
+    assert message.endswith(
+        'What to do: report this, which is a bug in scalax; batch_argnums=() turns partitioning off.'
+    )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from scalax._spmd.options import Options
+from scalax._spmd.options import DEFAULT, BatchPartitioning
 from scalax._spmd.step import Step, StepArgument, StepResult, partition_step, run_step
 
 P = PartitionSpec
@@ -41,7 +41,7 @@ def partitioned(
     specs: Sequence[PartitionSpec] | None = None,
     batch_specs: Sequence[PartitionSpec] | None = None,
     batch_axes: Sequence[str] | None = None,
-    options: Options | None = None,
+    options: BatchPartitioning = DEFAULT,
 ) -> tuple[Step, Callable[[], list[Any]]]:
     """A function of state and a batch, partitioned; and what runs it.
 
@@ -56,7 +56,7 @@ def partitioned(
         specs: those of the state, leaf by leaf, if it is elsewhere.
         batch_specs: those of the batch, likewise.
         batch_axes: the mesh axes of the batch; all but tp if they are not named.
-        options: the options of the partitioner.
+        options: what users choose.
     """
     types = (AxisType.Auto,) * len(mesh_axes)
     mesh = jax.make_mesh(tuple(mesh_axes.values()), tuple(mesh_axes), axis_types=types)
@@ -72,7 +72,7 @@ def partitioned(
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         jaxpr = jax.make_jaxpr(fun)(state, batch)
         open_results = [None] * len(jaxpr.out_avals)
-        names = [*paths, *[f'result {i}' for i in range(len(open_results))]]
+        names = [*paths, *[None] * len(open_results)]
         results = [StepResult(*pair) for pair in zip(result_specs or open_results, names, strict=False)]
         step = partition_step(jaxpr, arguments, results, mesh.abstract_mesh, axes, options)
 

@@ -1,6 +1,7 @@
 """The catalogue: faults of XLA's partitioner, of scalax's own pass and of users, and steps that are right."""
 
 from tests.verify import (  # noqa: F401 - they add theirs
+    engine_faults,
     partitioner_faults,
     pass_faults,
     sound_steps,

@@ -5,6 +5,7 @@ import warnings
 import jax
 import pytest
 
+from scalax._transforms.sjit import partitioned
 from scalax.errors import FollowingWarning
 from tests.verify.faults import FAULTS, SOUND
 
@@ -24,6 +25,9 @@ QUICKLY = (
     'mended_convolution_summed_up_twice',
     'wrong_trail_of_transpose',
     'kernel_that_adds_up_over_its_steps',
+    'gradient_that_is_not_summed_over_devices',
+    'examples_sorted_on_each_device',
+    'random_bits_of_the_first_device_on_all',
     'routing_by_top_k_in_bfloat16',
     'branch_by_a_norm_at_its_bound',
     'softmax_of_rows_that_are_masked',
@@ -79,8 +83,31 @@ def test_at_least_five_faults_are_those_of_the_partitioner_here():
 
 
 @pytest.mark.slow
-def test_a_seeded_fault_is_gone_behind_it():
-    fault = FAULTS['mended_convolution_summed_up_twice']
+@pytest.mark.parametrize(
+    'name', ['mended_convolution_summed_up_twice', 'numbers_of_the_first_examples_on_all_devices']
+)
+def test_a_seeded_fault_is_gone_behind_it(name):
+    fault = FAULTS[name]
     assert not verified(fault).ok
     jax.clear_caches()
     assert fault.helper().verify(fault.make).ok
+
+
+ENGINE = [name for name, each in FAULTS.items() if each.make.__module__ == 'tests.verify.engine_faults']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ENGINE)
+def test_the_first_operation_that_differs_is_the_one_whose_rule_is_wrong(name):
+    fault = FAULTS[name]
+    found = verified(fault)
+    assert found.first is not None and fault.expects[0] == found.first.primitive, str(found)
+    assert 'engine_faults.py' in found.first.line
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize('name', ['examples_sorted_on_each_device'])
+def test_steps_that_are_partitioned_are_right_without_a_fault(name, monkeypatch):
+    monkeypatch.setattr(partitioned, 'SWITCHED_ON', True)
+    found = FAULTS[name].helper().verify(FAULTS[name].make)
+    assert found.ok, str(found)

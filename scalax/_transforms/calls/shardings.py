@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax._jax.tracing import is_opaque, is_reference, type_of
+from scalax._spmd.options import BatchPartitioning
 from scalax._stages.stages import Stages
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.calls.call import Call, Shardings, committed_elsewhere, is_mismatched, struct_of
@@ -45,6 +46,7 @@ class Options:
     annotation_shardings: Mapping[str, RuleLike] = dataclasses.field(default_factory=dict)
     on_mismatch: OnMismatch = 'error'
     stages: Stages | None = None
+    partitioning: BatchPartitioning | None = None
     jit_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 

@@ -69,6 +69,7 @@ from scalax.rules._idle import warn_unsharded
 
 if TYPE_CHECKING:
     from scalax._follow.followed_batch import FollowedBatch
+    from scalax._spmd.explained import PropagationReport
     from scalax._trace.contexts import MeshOwner
 
 _log = logging.getLogger('scalax.sjit')
@@ -239,6 +240,18 @@ class Dispatcher:
         _, entry, _ = self.prepare(flat_args)
         why = why_not_followed(self.rules, Call(self.signature, flat_args))
         return followed_batch(self.signature.name, entry.batch, entry.followed, why)
+
+    def explain_propagation(self, flat_args: Sequence[Any]) -> PropagationReport:
+        """How a call that is not run is partitioned along its batch; raises as `prepare` does."""
+        from scalax._spmd.explained import PropagationReport, explained  # here, because few programs ask
+
+        _, entry, _ = self.prepare(flat_args)
+        name, mesh, step = self.signature.name, self.mesh.shape, entry.partitioned
+        outside = entry.gradient_outside
+        if step is None or isinstance(step, str):
+            reason = step or why_not_followed(self.rules, Call(self.signature, flat_args))
+            return PropagationReport(name, dict(mesh), reason=reason, gradient_outside=outside)
+        return explained(name, mesh, step, gradient_outside=outside)
 
     # Reading a call, and completing what is known of its key ------------------------------------------
 

@@ -23,6 +23,8 @@ from typing import (
 import jax
 
 from scalax._jax.tracing import as_struct, jit_options
+from scalax._spmd.options import BatchPartitioning, checked_partitioning
+from scalax._spmd.step import Step
 from scalax._stages.stages import Stages
 from scalax._trace.contexts import MeshOwner, checked_bindings, hashable
 from scalax._transforms.calls.call import Call, Shardings
@@ -38,6 +40,7 @@ from scalax.rules._prefix import are_pure, checked, key_of
 
 if TYPE_CHECKING:
     from scalax._follow.followed_batch import FollowedBatch
+    from scalax._spmd.explained import PropagationReport
 
 Given = ParamSpec('Given')
 Rest = ParamSpec('Rest')
@@ -65,6 +68,7 @@ class SjitOptions(JitOptions, total=False):
     batch_argnames: str | Iterable[str] | None
     on_mismatch: OnMismatch
     stages: Stages | None
+    partitioning: BatchPartitioning | None
 
 
 def reject_unknown_options(what: str, options: Iterable[str], known: Iterable[str]) -> None:
@@ -174,6 +178,13 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         """
         return self._dispatcher.followed(self._flatten(args, kwargs))
 
+    def explain_propagation(self, /, *args: Any, **kwargs: Any) -> PropagationReport:
+        """How a call is partitioned along the mesh axes of its batch: every collective, and its reason.
+
+        docs/unchanged.md describes the report.
+        """
+        return self._dispatcher.explain_propagation(self._flatten(args, kwargs))
+
     def shardings_for(self, /, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
         """The shardings of a call without running it: (inputs, outputs).
 
@@ -236,6 +247,7 @@ def sjit(helper: MeshOwner, fun: Callable[Given, Result], **given: Any) -> SjitF
         raise ArgumentError(f"on_mismatch is 'error' or 'reshard', got {options.on_mismatch!r}")
     if options.stages is not None and not isinstance(options.stages, Stages):
         raise ArgumentError(f"stages is Stages('stage', microbatches=8) or None, got {options.stages!r}")
+    checked_partitioning(options.partitioning)
     jax.jit(lambda: None, **options.jit_kwargs)  # raises about wrong options here, and not at a call
     own['annotation_shardings'] = checked_bindings(options.annotation_shardings)
     # The caller may change lists and dicts of rules later, and others may share this state.
@@ -313,6 +325,14 @@ def staged_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return function._dispatcher.prepare(function._flatten(args, kwargs))[1].staged
 
 
+def step_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step | None:
+    """The step on blocks of a call; None if it is not partitioned, and for anything but an `SjitFunction`."""
+    if not isinstance(function, SjitFunction):
+        return None
+    step = function._dispatcher.prepare(function._flatten(args, kwargs))[1].partitioned
+    return None if isinstance(step, str) else step
+
+
 _Dispatchers = LRUCache[Any, Dispatcher]
 _dispatchers: weakref.WeakKeyDictionary[
     MeshOwner, weakref.WeakKeyDictionary[Callable[..., Any], _Dispatchers]
@@ -345,6 +365,7 @@ def _key(fun: Callable[..., Any], signature: CallSignature, options: Options) ->
         hashable(key_of(rules)),
         options.on_mismatch,
         options.stages,
+        options.partitioning,
         tuple(sorted(options.jit_kwargs.items())),
     )
     try:

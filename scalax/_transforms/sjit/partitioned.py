@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from scalax._follow.types import Arguments
 from scalax._jax.rewriting import run_as_one, with_inputs
+from scalax._spmd.options import BatchPartitioning
 from scalax._spmd.step import Step, StepArgument, StepResult, partition_step, run_step
 from scalax._spmd.values import CannotPartition
 from scalax._transforms.calls.call import Call, Shardings
@@ -28,8 +29,10 @@ def run_partitioned(
     outputs: Shardings,
     batch: Arguments,
     mesh: Mesh | AbstractMesh,
-) -> tuple[Sequence[Any], Step | None]:
-    """Returns the leaves of the outputs of a step, and the step that each device runs.
+    on_gradient: Callable[[], None],
+    options: BatchPartitioning,
+) -> tuple[Sequence[Any], Step | str]:
+    """Returns the leaves of the outputs of a step, and the step that each device runs, or why there is none.
 
     A step that cannot be partitioned runs as it is, with a warning.
 
@@ -41,6 +44,8 @@ def run_partitioned(
         outputs: those of the leaves of the outputs.
         batch: what is known of the batch.
         mesh: a mesh of Auto axes, in force.
+        on_gradient: called when JAX differentiates the step from outside.
+        options: what the user chooses.
     """
     name = call.signature.name
     dynamic = [value for i, value in enumerate(flat_args) if i not in call.layout.static]
@@ -57,18 +62,18 @@ def run_partitioned(
     for argument, leaf in zip(arguments, values, strict=True):
         paths.setdefault(_type(leaf), []).append(argument.path)
     results = []
-    for i, (to, aval) in enumerate(zip(outputs, jaxpr.out_avals, strict=True)):
+    for to, aval in zip(outputs, jaxpr.out_avals, strict=True):
         left = paths.get(_type(aval))
-        results.append(StepResult(_spec(to), left.pop(0) if left else f'output {i}'))
+        results.append(StepResult(_spec(to), left.pop(0) if left else None))
     abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
     try:
-        step = partition_step(closed, arguments, results, abstract, axes)
+        step = partition_step(closed, arguments, results, abstract, axes, options)
     except CannotPartition as error:
-        _warn(name, error)
-        return run_as_one(closed, values, name), None
+        return run_as_one(closed, values, name), _warn(name, error)
     except Exception as error:  # noqa: BLE001 - a mistake of the partitioner must not end a program
-        _warn(name, CannotPartition(None, f'{type(error).__name__}: {error}'))
-        return run_as_one(closed, values, name), None
+        problem = CannotPartition(None, f'{type(error).__name__}: {error}')
+        problem.__cause__ = error
+        return run_as_one(closed, values, name), _warn(name, problem)
 
     @jax.custom_jvp
     def run(*values: Any) -> Sequence[Any]:
@@ -76,21 +81,27 @@ def run_partitioned(
 
     @run.defjvp
     def differentiated(values: Any, tangents: Any) -> Any:
+        on_gradient()
         # What devices exchange is not differentiated: a sum over them would be counted once for each.
         return jax.jvp(lambda *values: [*run_as_one(closed, values, name)], values, tangents)
 
     return run(*values), step
 
 
-def _warn(name: str, error: CannotPartition) -> None:
+def _warn(name: str, error: CannotPartition) -> str:
+    """Warns that a step is not partitioned, and returns why."""
     from scalax._jaxprs.source_lines import line_of  # here, because hardly any step fails
 
     at = '' if error.equation is None else f' ({line_of(error.equation)})'
+    remedy = 'change that line, or turn partitioning off with batch_argnums=()'
+    if error.__cause__ is not None:
+        remedy = 'report this, which is a bug in scalax; batch_argnums=() turns partitioning off'
     warn(
         f'{name} is not partitioned along its batch: {error.why}{at}. It runs as jax.jit runs it, and '
-        'the compiler alone decides how activations are sharded.',
+        f'the compiler alone decides how activations are sharded.\nWhat to do: {remedy}.',
         FollowingWarning,
     )
+    return f'{error.why}{at}'
 
 
 def _spec(sharding: Any) -> Any:

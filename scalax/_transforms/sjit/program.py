@@ -171,7 +171,9 @@ class Entry:
         batch: what is followed from the arguments; None if nothing is.
         followed: the values that are kept where they are; None if nothing is followed.
         staged: its pipelines; None without stages.
-        partitioned: the step on the blocks of each device; None if it is not partitioned.
+        partitioned: the step on the blocks of each device, or why it is not partitioned; None if nothing of
+            it is known to be a batch.
+        gradient_outside: whether JAX has differentiated the function from outside.
         outputs: the shardings of the outputs; None until the function was traced.
         out_tree: the structure of the outputs.
         jaxpr: the jaxpr of the function, which later traces replay; None if it cannot be kept.
@@ -189,7 +191,8 @@ class Entry:
     batch: Arguments | None = None
     followed: Followed | None = None
     staged: Staged | None = None
-    partitioned: Step | None = None
+    partitioned: Step | str | None = None
+    gradient_outside: bool = False
     outputs: Shardings | None = None
     out_tree: Any = None
     jaxpr: Any = None
@@ -199,6 +202,10 @@ class Entry:
     outputs_checked: bool = False
     tracing: bool = False
     lock: Any = dataclasses.field(default_factory=threading.RLock)
+
+    def note_gradient(self) -> None:
+        """Takes note that JAX differentiates the function from outside."""
+        self.gradient_outside = True
 
 
 class ProgramTable:

@@ -167,7 +167,9 @@ class TracedFunction:
                 return jax.tree.unflatten(structure, rewriting.run(jaxpr, leaves))
             entry.outputs = self._rules.outputs(jax.tree.unflatten(structure, structs), call, entry.arguments)
             results, entry.partitioned = partitioned.run_partitioned(
-                jaxpr, call, flat_args, inside, entry.outputs, entry.batch, self._rules.mesh
+                *(jaxpr, call, flat_args, inside, entry.outputs, entry.batch, self._rules.mesh),
+                entry.note_gradient,
+                self._rules.options.partitioning or self.helper.partitioning,
             )
             return jax.tree.unflatten(structure, results)
         assert entry.batch is not None

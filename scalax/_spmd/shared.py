@@ -1,0 +1,155 @@
+"""What is known of all jaxprs of a step while they are partitioned."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Collection, Sequence
+from typing import Any, Self
+
+from jax.sharding import AbstractMesh
+
+from scalax._jax.manual import ManualCode
+from scalax._jax.primitives import primitive_name
+from scalax._jaxprs.dependence import Dependence
+from scalax._spmd.auto_axes import AutoAxes
+from scalax._spmd.batch_dims import BatchDims
+from scalax._spmd.batch_sources import batch_sources
+from scalax._spmd.collectives import Exchange
+from scalax._spmd.options import DEFAULT, BatchPartitioning
+from scalax._spmd.placement import Placements, Shard
+from scalax._spmd.values import Argument, Partitioned, Settled, Value, is_replicated, replicated
+from scalax._spmd.wanted import Layout, Wanted
+
+
+class Shared:
+    """What is known of all jaxprs of a step.
+
+    Args:
+        jaxpr: the jaxpr of the step, open or closed.
+        arguments: what is known of its arguments.
+        results: the layouts in which its results are wanted; None where any will do.
+        mesh: the mesh, in force, of Auto axes.
+        axes: the mesh axes of the batch, from the major one to the minor one.
+        auto: where values are along other mesh axes; None if there are none.
+        options: what users choose.
+
+    Attributes:
+        mesh: the mesh.
+        mesh_axes: the mesh axes of the batch and their sizes.
+        axes: the same axes.
+        sizes: the same sizes.
+        blocks: into how many blocks they split a dimension together.
+        code: makes equations.
+        exchange: makes those of conversions.
+        wanted: the layouts in which sums are wanted.
+        batch_dims: the dimensions of the batch.
+        replicated: the placements of what every device holds.
+        auto: where values are along other mesh axes.
+        is_mixed: whether the batch axes shard different dimensions of the batch, such as time.
+        options: what users choose.
+    """
+
+    def __init__(
+        self,
+        jaxpr: Any,
+        arguments: Sequence[Argument],
+        results: Sequence[Layout | None],
+        mesh: AbstractMesh,
+        axes: Sequence[str],
+        auto: AutoAxes | None = None,
+        options: BatchPartitioning = DEFAULT,
+    ) -> None:
+        self.mesh, self.options = mesh, options
+        self.mesh_axes = {axis: mesh.shape[axis] for axis in axes}
+        self.axes, self.sizes = tuple(axes), tuple(self.mesh_axes.values())
+        self.blocks = math.prod(self.sizes)
+        self.auto = auto or AutoAxes(jaxpr, [], {})
+        self.code = ManualCode(mesh, self.auto.sizes)
+        self.exchange = Exchange(self.code, self.axes, self.sizes)
+        holds_sums = options.reduce_per_microbatch is False
+        self.wanted = Wanted(jaxpr, results, holds_sums=holds_sums)
+        self.batch_dims = BatchDims(jaxpr, [each.placements for each in arguments], self.sizes)
+        if all(argument.is_state for argument in arguments):
+            sharded = [not is_replicated(argument.placements) for argument in arguments]
+            for source in batch_sources(jaxpr, sharded):
+                numbers = [self.axes.index(axis) for axis in source.axes if axis in self.axes]
+                self.batch_dims.add(source.var, source.dim, numbers)
+        self.replicated = replicated(len(self.axes))
+        self.is_mixed = any(len({*each.placements}) > 1 for each in arguments if not each.is_state)
+        self._step = jaxpr, [not argument.is_state for argument in arguments]
+
+    def along(self, axes: Sequence[int]) -> Self:
+        """Returns what is known of all jaxprs along these of the batch axes alone, by number.
+
+        Along the others, devices run what they are given without an exchange.
+        """
+        if len(axes) == len(self.axes):
+            return self
+        other = copy.copy(self)
+        other.axes = tuple([self.axes[i] for i in axes])
+        other.mesh_axes = {axis: self.mesh_axes[axis] for axis in other.axes}
+        other.sizes = tuple(other.mesh_axes.values())
+        other.blocks = math.prod(other.sizes)
+        other.exchange = Exchange(self.code, other.axes, other.sizes, self.exchange.numbers)
+        other.wanted, other.batch_dims = self.wanted.along(axes), self.batch_dims.along(axes)
+        other.replicated = replicated(len(axes))
+        return other
+
+    @functools.cached_property
+    def _of_examples(self) -> Dependence:
+        """The values that depend on examples."""
+        return Dependence(*self._step)
+
+    def is_update(self, equation: Any, values: Sequence[Value]) -> bool:
+        """Whether an equation multiplies state that depends on gradients, as an optimizer does."""
+        if primitive_name(equation) != 'dot_general' or not all(map(_has_no_examples, values)):
+            return False
+        return any(self._of_examples.of(value.var) for value in values)
+
+    def jaxpr(
+        self,
+        jaxpr: Any,
+        arguments: Sequence[Argument],
+        results: Sequence[Placements | Settled | None] | None = None,
+        *,
+        backward: bool = False,
+        at: Any = None,
+    ) -> Partitioned:
+        """Returns a jaxpr on the blocks of each device.
+
+        Args:
+            jaxpr: the jaxpr, open or closed.
+            arguments: what is known of its arguments.
+            results: the placements that its results get; None leaves them where they are, and `SETTLED` as
+                well, unless they are sums whose layout is known.
+            backward: whether it is called in a backward pass.
+            at: the equation that has it inside.
+        """
+        raise NotImplementedError
+
+    def inside(
+        self,
+        equation: Any,
+        jaxpr: Any,
+        arguments: Sequence[Argument],
+        results: Sequence[Layout | None],
+        left: Sequence[int],
+        manual: Collection[str],
+    ) -> Shared:
+        """Returns what partitions the body of a `shard_map`, along some of the axes.
+
+        Args:
+            equation: the `shard_map`.
+            jaxpr: its body.
+            arguments: what is known of the arguments of the body.
+            results: the layouts in which its results are wanted, along these axes.
+            left: the axes, by number, from the major one to the minor one.
+            manual: the axes that were Auto, and are manual in the body.
+        """
+        raise NotImplementedError
+
+
+def _has_no_examples(value: Value) -> bool:
+    return all(not isinstance(x, Shard) or x.is_state for x in value.placements)

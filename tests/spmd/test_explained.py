@@ -1,0 +1,209 @@
+"""The report of a partitioned step: its collectives with reasons and lines, and what all devices compute."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scalax._spmd.redundancy import Redundancy, product_flops
+from scalax._transforms.sjit import partitioned
+from scalax.errors import DataError, FollowingWarning
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PropagationReport, TreePathShardingRule
+from scalax.sharding import PartitionSpec as P
+from tests.support.partitioned import HSDP
+from tests.support.partitioned import partitioned as on_blocks
+
+pytestmark = pytest.mark.medium
+
+FSDP = FSDPShardingRule(min_fsdp_size=1)
+LAYERS, WIDTH, EXAMPLES = 3, 16, 32
+
+
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch):
+    monkeypatch.setattr(partitioned, 'SWITCHED_ON', True)
+
+
+def loss(params, x):
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    x, _ = jax.lax.scan(layer, x, params['blocks'])
+    return jnp.mean(x**2)
+
+
+def step(params, x):
+    value, gradients = jax.value_and_grad(loss)(params, x)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients), value
+
+
+def params():
+    return {'blocks': np.ones((LAYERS, WIDTH, WIDTH), 'float32') / WIDTH}
+
+
+X = np.ones((EXAMPLES, WIDTH), 'float32')
+
+
+def compiled(fun, out=None):
+    helper = MeshShardingHelper([8], ['fsdp'])
+    return helper.sjit(fun, in_shardings=(FSDP, P('fsdp')), out_shardings=out, batch_argnums=1)
+
+
+def line(fun, after):
+    return f'test_explained.py:{fun.__code__.co_firstlineno + after}'
+
+
+def test_weights_and_gradients():
+    report = compiled(step, (FSDP, P())).explain_propagation(params(), X)
+    assert report.axes == ('fsdp',) and not report.reason and not report.gathered_examples
+    found = {(row.kind, row.reason, row.is_backward): row for row in report.collectives}
+    forward = found['all_gather', 'weight params/blocks for dot_general', False]
+    assert (forward.path, forward.primitive, forward.axes) == ('params/blocks', 'dot_general', ('fsdp',))
+    assert forward.line == f'{line(loss, 2)} layer'
+    assert (forward.array, forward.bytes) == (f'float32[{WIDTH},{WIDTH}]', 4 * WIDTH**2)
+    assert (forward.count, forward.step_bytes) == (LAYERS, LAYERS * 4 * WIDTH**2)
+    assert found['all_gather', 'weight params/blocks for dot_general', True].count == LAYERS
+    gradient = found['reduce_scatter', 'gradient of params/blocks', True]
+    assert (gradient.what, gradient.count) == ('gradient', LAYERS)
+    assert {row.what for row in report.collectives} == {'weight', 'gradient', 'sum'}
+    # Three products of a layer on the rows of a device.
+    assert report.flops == 3 * LAYERS * 2 * EXAMPLES // 8 * WIDTH**2
+
+
+def test_text():
+    text = str(compiled(step, (FSDP, P())).explain_propagation(params(), X))
+    head = (
+        'step on fsdp=8 is partitioned along fsdp. In a step, each device:\n'
+        '- gathers weights: 3.0 KiB in the forward pass and the update, 3.0 KiB in the backward pass\n'
+        '- reduces gradients: 3.0 KiB by reduce_scatter\n'
+        '- reduces other sums over examples, such as a loss: 4 B\n'
+        '- keeps its examples: no operation mixes examples\n'
+    )
+    assert text.startswith(head)
+    [gather] = [line for line in text.splitlines() if line.strip().startswith('all_gather')]
+    assert gather.split()[:8] == ['all_gather', 'float32[16,16]', '1.0', 'KiB', '3', '3', '6.0', 'KiB']
+
+
+def sorting(w, x):
+    ordered = jnp.sort(x, 0)
+    return jnp.tanh(ordered) @ w
+
+
+def test_examples_that_are_gathered_and_what_all_devices_compute_of_them():
+    report = compiled(sorting).explain_propagation(np.ones((WIDTH, WIDTH), 'float32'), X)
+    [row] = report.gathered_examples
+    assert row.reason == 'examples gathered for sort'
+    assert (row.line, row.bytes) == (f'{line(sorting, 1)} sorting', X.nbytes)
+    assert report.redundant[0].of == 'examples'
+    alike = {each.primitive: each for each in report.redundant}
+    assert (alike['sort'].bytes, alike['sort'].count) == (X.nbytes, 1)
+    assert alike['sort'].line == row.line
+    text = str(report)
+    assert 'gathers or moves examples: 2.0 KiB in 1 collective, because these operations mix examples' in text
+    assert 'computes on gathered examples what the others compute, too' in text
+
+
+def test_products_of_gathered_examples_are_counted():
+    def fun(w, x):
+        return jnp.sort(x, 0) @ x.T  # each device multiplies all sorted examples with its own
+
+    report = compiled(fun).explain_propagation(np.ones((WIDTH, WIDTH), 'float32'), X)
+    assert report.flops == 2 * EXAMPLES * EXAMPLES * WIDTH // 8 or report.redundant[0].flops
+
+
+def test_replicated_state_is_updated_by_all_devices():
+    helper = MeshShardingHelper([8], ['data'])
+    ddp = helper.sjit(step, in_shardings=(P(), P('data')), out_shardings=(P(), P()), batch_argnums=1)
+    report = ddp.explain_propagation(params(), X)
+    assert 'gathers no weights: each device has all that its examples meet' in str(report)
+    assert ('all_reduce', 'gradient of params/blocks') in {(x.kind, x.reason) for x in report.collectives}
+    update = [each for each in report.redundant if each.line.startswith(line(step, 2))]
+    assert {each.primitive for each in update} == {'mul', 'sub'}
+    assert all(each.of == 'replicated' for each in update)
+
+
+def test_a_step_that_is_not_partitioned_says_why():
+    def printing(w, x):
+        jax.debug.print('{}', x.sum(), ordered=True)
+        return x @ w
+
+    w = np.ones((WIDTH, WIDTH), 'float32')
+    with pytest.warns(FollowingWarning):
+        report = compiled(printing).explain_propagation(w, X)
+    assert 'runs callbacks in order' in report.reason and line(printing, 1) in report.reason
+    assert str(report) == f'printing is not partitioned along its batch: {report.reason}'
+    helper = MeshShardingHelper([8], ['fsdp'])
+    off = helper.sjit(sorting, in_shardings=(FSDP, P('fsdp')), batch_argnums=())
+    assert off.explain_propagation(w, X).reason == 'batch_argnums=() turns it off'
+
+
+def test_a_gradient_outside_of_the_compiled_function_is_told():
+    function = compiled(loss, P())
+    assert not function.explain_propagation(params(), X).gradient_outside
+    jax.grad(function)(params(), X)
+    report = function.explain_propagation(params(), X)
+    assert report.gradient_outside
+    assert (
+        'A gradient of loss was taken outside of it. That program is not partitioned: compile the function '
+        'that calls jax.grad, with the optimizer in it.'
+    ) in report.to_text(400)
+
+
+def test_files_and_pages(tmp_path):
+    report = compiled(step, (FSDP, P())).explain_propagation(params(), X)
+    path = tmp_path / 'report.json'
+    path.write_text(report.to_json())
+    assert PropagationReport.load(path) == report
+    assert json.loads(report.to_json())['collectives'][0]['kind'] == 'all_gather'
+    with pytest.raises(DataError, match='not a whole report'):
+        PropagationReport.load('{"version": 1}')
+    report.to_html(tmp_path / 'report.html')
+    page = (tmp_path / 'report.html').read_text()
+    assert 'weight params/blocks for dot_general' in page and 'weights gathered' in page
+    assert 'weight params/blocks for dot_general' in report._repr_html_()
+
+
+def test_collectives_whose_results_nothing_uses_are_left_out():
+    def fun(w, x):
+        jnp.sort(x, 0)
+        return x @ w
+
+    found, _ = on_blocks(fun, np.ones((WIDTH, WIDTH), 'float32'), X)
+    assert [row.what for row in found.rows] == ['weight']
+
+
+def test_axes_along_which_values_vary():
+    """Under HSDP, state varies along one axis: what is computed of a shard is no redundant work."""
+    w = np.ones((WIDTH, WIDTH), 'float32')
+    found, _ = on_blocks(lambda w, x: (w * 2, x @ w), w, X, HSDP)
+    assert not [*Redundancy(found.jaxpr, found.in_specs, found.axes)]
+
+
+def test_operations_of_products():
+    x, kernel = jnp.ones((4, 8, 6)), jnp.ones((3, 2, 10))
+
+    def conv(x, kernel):
+        return jax.lax.conv_general_dilated(
+            x, kernel, (1,), 'SAME', dimension_numbers=('NWC', 'WIO', 'NWC'), feature_group_count=3
+        )
+
+    [equation] = jax.make_jaxpr(conv)(x, jnp.ones((3, 2, 12))).eqns
+    assert product_flops(equation) == 2 * 4 * 8 * 12 * 3 * 2
+    [equation] = jax.make_jaxpr(jnp.matmul)(jnp.ones((4, 6)), jnp.ones((6, 8))).eqns
+    assert product_flops(equation) == 2 * 4 * 6 * 8
+    [equation] = jax.make_jaxpr(jnp.sin)(kernel).eqns
+    assert product_flops(equation) == 0
+
+
+def test_collectives_beside_other_mesh_axes_are_told_apart():
+    """With tensor parallelism inside, a collective is in a call of its own, and has its number there."""
+    helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+    rule = TreePathShardingRule(('.*', P(None, 'fsdp', 'tp')))
+    function = helper.sjit(step, in_shardings=(rule, P('fsdp')), out_shardings=(rule, P()), batch_argnums=1)
+    report = function.explain_propagation(params(), X)
+    assert report.axes == ('fsdp',)
+    found = {(row.kind, row.what) for row in report.collectives}
+    assert {('all_gather', 'weight'), ('reduce_scatter', 'gradient')} <= found
+    assert not report.redundant
