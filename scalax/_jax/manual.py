@@ -100,6 +100,7 @@ def callbacks_nest() -> bool:
     """Whether JAX lowers callbacks to Python in a ``jax.shard_map`` inside of another one.
 
     In some versions only the axes of the inner one count as manual there, and callbacks need all of them.
+    Relies on `lower` raising NotImplementedError or TypeError then.
     """
     mesh = AbstractMesh((2, 2, 2), ('a', 'b', 'c'), axis_types=(AxisType.Auto,) * 3)
     number, whole = jax.ShapeDtypeStruct((), 'float32'), PartitionSpec()

@@ -360,3 +360,18 @@ def test_which_equation_makes_a_value_and_what_is_inside() -> None:
         added = of.makers_of(jaxpr)[id(result)]
         assert of.makers_of(jaxpr)[id(added.invars[0])].primitive.name == 'jit'
     assert of.size_of(result) == X.size
+
+
+def test_arguments_of_kernels_are_references() -> None:
+    from jax.experimental import pallas as pl
+
+    def kernel(source: Any, target: Any) -> None:
+        target[...] = source[...]
+
+    def fun(x: Any) -> Any:
+        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+    with contract('gives arrays a ShapedArray, and references another type', 'to leave kernels alone'):
+        assert of.takes_arrays(jax.make_jaxpr(jnp.sin)(X))
+        inner, *_ = of.jaxprs_in(equation_in('pallas_call', fun, X))
+        assert not of.takes_arrays(inner)

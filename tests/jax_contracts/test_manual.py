@@ -25,7 +25,16 @@ from scalax._jax.equations import (
     opened,
     takes_blocks,
 )
-from scalax._jax.manual import ManualCode, in_scope, is_backward, is_vacuous, local_params, remade, with_inner
+from scalax._jax.manual import (
+    ManualCode,
+    callbacks_nest,
+    in_scope,
+    is_backward,
+    is_vacuous,
+    local_params,
+    remade,
+    with_inner,
+)
 from scalax._jax.random_bits import bits_at, depends_on_indices
 
 MESH = AbstractMesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
@@ -252,3 +261,25 @@ def test_whose_bits_depend_on_their_indices():
     assert of('rbg', (4,)) == [False]
     with jax.threefry_partitionable(False):
         assert of('threefry2x32', (4,)) == [False]
+
+
+def test_callbacks_run_in_nested_shard_maps_if_they_are_lowered_there():
+    mesh, whole, calls = jax.make_mesh((2, 4), ('a', 'b')), PartitionSpec(), []
+
+    def call(x):
+        jax.debug.callback(calls.append, x)
+        return x
+
+    def nest(x):
+        return jax.shard_map(call, in_specs=whole, out_specs=whole, axis_names={'b'}, check_vma=False)(x)
+
+    outer = jax.jit(
+        jax.shard_map(nest, mesh=mesh, in_specs=whole, out_specs=whole, axis_names={'a'}, check_vma=False)
+    )
+    if callbacks_nest():
+        outer(np.float32(3)).block_until_ready()
+        jax.effects_barrier()
+        assert [float(x) for x in calls] == [3] * len(calls) and calls
+    else:
+        with pytest.raises((NotImplementedError, TypeError, ValueError)):
+            outer(np.float32(3))
