@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from scalax._follow.follow import follow
-from scalax._follow.orders import CONSTANTS, Block, block_of
 from scalax._follow.ragged import on_own_rows
 from scalax._follow.trail import LOST, Trail, Trails, put
 from scalax._follow.types import Arguments
 from scalax._jax.equations import opened, ragged_dim, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, added_equation, bound, equation_of, flattened, replaced
+from scalax._jaxprs.orders import CONSTANTS, Block, block_of
 
 
 def with_own_order(jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
@@ -183,6 +183,16 @@ def run_part(equation: Any, operands: Sequence[Any], shards: Mapping[int, int]) 
         operands: the parts.
         shards: dimension of the grid -> into how many parts its steps are dealt.
     """
+    return equation.primitive.bind(*operands, **{**equation.params, **part_params(equation, shards)})
+
+
+def part_params(equation: Any, shards: Mapping[int, int]) -> dict[str, Any]:
+    """Returns the parameters of a kernel that change for a part of its operands.
+
+    Args:
+        equation: the kernel.
+        shards: dimension of the grid -> into how many parts its steps are dealt.
+    """
     params, given = equation.params, []
     for block in blocks(equation):
         shape = list(array_shape(block))
@@ -195,10 +205,30 @@ def run_part(equation: Any, operands: Sequence[Any], shards: Mapping[int, int]) 
         aval.update(shape=block.array_aval.shape)
         for aval, block in zip(params['out_avals'], given[-len(params['out_avals']) :], strict=True)
     )
-    changed = {**params, 'grid_mapping': part, 'out_avals': results}
+    changed: dict[str, Any] = {'grid_mapping': part, 'out_avals': results}
     cost = params['cost_estimate']
     if cost is not None:
         devices = math.prod(shards.values())
         counts = {name: value // devices for name, value in vars(cost).items() if isinstance(value, int)}
         changed['cost_estimate'] = dataclasses.replace(cost, **counts)
-    return equation.primitive.bind(*operands, **changed)
+    return changed
+
+
+def interpreted_params(
+    equation: Any, changed: Mapping[str, Any], change: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """Returns the parameters of an interpreted kernel with other jaxprs of steps and of numbers of blocks.
+
+    Args:
+        equation: the kernel.
+        changed: those of its parameters that change otherwise.
+        change: gives a jaxpr in place of one.
+    """
+    params = {**equation.params, **changed}
+    mapping = params['grid_mapping']
+    mappings = [
+        dataclasses.replace(block, index_map_jaxpr=change(block.index_map_jaxpr))
+        for block in mapping.block_mappings
+    ]
+    mapping = dataclasses.replace(mapping, block_mappings=tuple(mappings))
+    return {**changed, 'jaxpr': change(params['jaxpr']), 'grid_mapping': mapping}

@@ -21,6 +21,7 @@ from scalax._spmd.collectives import RESULT, SENDING, Collective, What
 from scalax._spmd.parts import part_function, part_operands
 from scalax._spmd.placement import (
     REPLICATE,
+    SUM,
     Partial,
     Placement,
     Placements,
@@ -61,6 +62,8 @@ class Edit:
         collectives: the collectives so far.
         gathered: the arguments, by number, that are gathered.
         shares_results: whether the equation that is written has results of which each device has a share.
+        on_rows: by the ids of equations that each device runs on its own rows, the placements of the rows.
+        group_sizes: by the ids of products of rows in groups, the sizes of each device's own groups.
     """
 
     def __init__(
@@ -79,9 +82,12 @@ class Edit:
         self.collectives: list[Collective] = []
         self.gathered: set[int] = set()
         self.shares_results = False
+        self.on_rows: dict[int, Placements] = {}
+        self.group_sizes: dict[int, Any] = {}
         self._sliced: dict[int, tuple[Placements, list[Any]]] = {}
         self._uses = Counter([id(x) for eqn in inner.eqns for x in eqn.invars])
         self._uses.update(map(id, inner.outvars))
+        self._rounds = [argument.rounds for argument in arguments]
         self._values = {id(var): Value(var, shared.replicated, var) for var, _ in constants_of(jaxpr)}
         self.arguments = []
         for i, (var, argument) in enumerate(zip(inner.invars, arguments, strict=True)):
@@ -164,7 +170,7 @@ class Edit:
         elif value.argument is not None and not self.shares_results and self._uses[id(value.var)] == 1:
             self.gathered.add(value.argument)
 
-    def convert(self, value: Value, target: Placements, equation: Any) -> Any:
+    def convert(self, value: Value, target: Placements, equation: Any, what: What | None = None) -> Any:
         """Returns what stands for a value in other placements, for an equation."""
         if target == value.placements:
             return value.atom
@@ -194,7 +200,7 @@ class Edit:
                 if backward and (plain, False) in value.versions:
                     # XLA would merge the two gathers, and keep the gathered state in between.
                     atom = self.emit_of(jax.lax.optimization_barrier, 'barrier', equation, [atom])
-                atom = self._exchange(value, atom, source, plain, equation)
+                atom = self._exchange(value, atom, source, plain, equation, what)
             value.remember(key, atom)
             return atom
         return value.versions[key]
@@ -205,11 +211,19 @@ class Edit:
         return 2 * _bytes_to_gather(value) <= size
 
     def _exchange(
-        self, value: Value, atom: Any, source: Placements, target: Placements, equation: Any
+        self,
+        value: Value,
+        atom: Any,
+        source: Placements,
+        target: Placements,
+        equation: Any,
+        said: What | None = None,
     ) -> Any:
         origin = value.origin
         what: What = 'examples'
-        if value.has_sum:
+        if said is not None:
+            what = said
+        elif value.has_sum:
             what = 'sum'
             layout = self.shared.wanted.of(value.var)
             if layout is not None and layout.path is None:
@@ -320,12 +334,33 @@ class Edit:
 
     def reduce(self, value: Value, equation: Any) -> None:
         """Reduces a sum, for all equations behind: to the layout in which it is wanted, or to all devices."""
-        layout = self.shared.wanted.of(value.var)
-        self.move(value, reduced(value.placements, layout), equation)
+        self.move(value, self.reduced_placements(value.var, value.placements), equation)
 
-    def move(self, value: Value, target: Placements, equation: Any) -> None:
-        """Converts a value for all equations behind."""
-        atom = self.convert(value, target, equation)
+    def reduced_placements(self, var: Any, placements: Placements) -> Placements:
+        """Returns the placements of a variable whose sums are reduced.
+
+        They are those of its state, or of the batch if it has a dimension of the batch; else the sums are
+        reduced to all devices.
+        """
+        layout = self.shared.wanted.of(var)
+        found = reduced(placements, layout)
+        if layout is not None or SUM not in placements:
+            return found
+        of_batch = self.shared.batch_dims.placements(var, found)
+        return tuple(
+            [
+                after if before == SUM else x
+                for before, x, after in zip(placements, found, of_batch, strict=True)
+            ]
+        )
+
+    def rounds_of(self, value: Value) -> int:
+        """Returns how often loops around it take state that they do not change."""
+        return self._rounds[value.origin] if isinstance(value.origin, int) else 1
+
+    def move(self, value: Value, target: Placements, equation: Any, what: What | None = None) -> None:
+        """Converts a value for all equations behind; *what* it is, if that is not known of the value."""
+        atom = self.convert(value, target, equation, what)
         value.atom = atom
         value.place(target)
         value.forget()

@@ -48,17 +48,20 @@ def partition_call(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
         move_to(edit, equation, values[i], sharding)
     is_annotated, backward = primitive_name(equation) in ANNOTATED_CALLS, edit.is_backward(equation)
     jaxpr = annotated(equation) if is_annotated else called(equation)
-    inner = edit.shared.jaxpr(jaxpr, [*map(_argument, values)], backward=backward, at=equation)
+    inner = edit.shared.jaxpr(jaxpr, [_argument_of(edit, x) for x in values], backward=backward, at=equation)
     if kept := [i for i in inner.gathered if _is_kept(edit, values[i])]:
         whole = {i: _converted(edit, values[i], edit.shared.replicated, equation) for i in kept}
         values = [whole.get(i, value) for i, value in enumerate(values)]
-        inner = edit.shared.jaxpr(jaxpr, [*map(_argument, values)], backward=backward, at=equation)
+        arguments = [_argument_of(edit, x) for x in values]
+        inner = edit.shared.jaxpr(jaxpr, arguments, backward=backward, at=equation)
     # What it takes blocks of is computed for these alone, outside of it. Zeros may also begin a sum in it.
     cut = {i: x for i, x in inner.sliced.items() if values[i].maker is not None and not values[i].is_zero}
     if cut:
         for i, placements in cut.items():
             values = [*values[:i], _converted(edit, values[i], placements, equation), *values[i + 1 :]]
-        inner = edit.shared.jaxpr(jaxpr, [*map(_argument, values)], backward=backward, at=equation)
+        inner = edit.shared.jaxpr(
+            jaxpr, [_argument_of(edit, x) for x in values], backward=backward, at=equation
+        )
     outputs = _define(edit, equation, inner, values)
     atoms, results = [value.atom for value in values], [output.atom for output in outputs]
     # What is said of all examples does not hold of blocks: then the function alone runs.
@@ -74,7 +77,7 @@ def partition_cond(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     index, *operands = values
     _reduce(edit, operands, equation)
     chosen = edit.convert(index, edit.shared.replicated, equation)
-    arguments, backward = [*map(_argument, operands)], edit.is_backward(equation)
+    arguments, backward = [_argument_of(edit, x) for x in operands], edit.is_backward(equation)
     jaxprs = branches(equation)
     found = [edit.shared.jaxpr(branch, arguments, backward=backward, at=equation) for branch in jaxprs]
     results = [_joined(each) for each in zip(*[each.placements for each in found], strict=True)]
@@ -112,7 +115,7 @@ def partition_scan(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
         stacks = [_converted(edit, x, apart.sharded(x.placements), equation) for x in stacks]
     stacks = [_converted(edit, x, apart.without_rounds(x.placements), equation) for x in stacks]
     shared = edit.shared.along(apart.others)
-    arguments_before = [apart.inside(_argument(x)) for x in constants]
+    arguments_before = [_constant(edit, apart.inside(_argument(x)), x, loop.length) for x in constants]
     elements = [apart.inside(_argument(x)) for x in stacks]
     elements = [x._replace(placements=_element(x.placements)) for x in elements]
     stacked = len(equation.outvars) - loop.carried
@@ -128,7 +131,9 @@ def partition_scan(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     def convert_constants(placements: Mapping[int, Placements]) -> None:
         for i, x in placements.items():
             constants[i] = _converted(edit, constants[i], apart.around(x, constants[i].placements), equation)
-            arguments_before[i] = apart.inside(_argument(constants[i]))
+            arguments_before[i] = _constant(
+                edit, apart.inside(_argument(constants[i])), constants[i], loop.length
+            )
 
     inner, carried[:] = _fixed(run, carried, equation)
     carries_examples = any(map(_is_of_examples, carried))
@@ -305,6 +310,15 @@ def _first(loop: Loop, begun: Sequence[Value]) -> list[Placements]:
 
 def _argument(value: Value) -> Argument:
     return Argument(value.placements, value.origin is not None, value.is_zero)
+
+
+def _argument_of(edit: Edit, value: Value) -> Argument:
+    return _argument(value)._replace(rounds=edit.rounds_of(value))
+
+
+def _constant(edit: Edit, argument: Argument, value: Value, rounds: int | None) -> Argument:
+    """What is known of an argument of a body that all rounds take as it is."""
+    return argument._replace(rounds=(rounds or 1) * edit.rounds_of(value))
 
 
 def _converted(edit: Edit, value: Value, placements: Placements, equation: Any) -> Value:

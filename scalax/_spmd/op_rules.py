@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from scalax._jax import equations
 from scalax._jax.equations import Literal, shape_of
-from scalax._jax.primitives import primitive_name
+from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jaxprs.dims import (
     ALONG,
     DECOMPOSITIONS,
@@ -29,7 +29,9 @@ from scalax._jaxprs.dims import (
     reshaped,
 )
 from scalax._jaxprs.rows import summed_dims
+from scalax._spmd.kernels import of_kernel
 from scalax._spmd.placement import REPLICATE, SUM, Partial, Placement, ReduceOp, Replicate, Shard
+from scalax._spmd.ragged import of_rows, sizes_placement
 
 
 class Op(NamedTuple):
@@ -62,10 +64,12 @@ class Strategy(NamedTuple):
     Attributes:
         operands: the placements that its operands are converted to.
         results: the placements of its results.
+        final: the placements that the results are converted to at once; None leaves them as they are.
     """
 
     operands: tuple[Placement, ...]
     results: tuple[Placement, ...]
+    final: tuple[Placement, ...] | None = None
 
 
 Rule = Callable[[Op], Strategy | None]
@@ -335,9 +339,26 @@ def _gather(op: Op) -> Strategy | None:
     return None
 
 
-def _gathered(op: Op) -> None:
-    """All operands are replicated."""
-    return None
+def _ragged_dot(op: Op) -> Strategy | None:
+    """Each device has some rows of each group, or all rows of its examples."""
+    if (found := of_rows(op.equation, op.placements)) is not None:
+        operands, result = found
+        return Strategy(tuple(operands), (result,))
+    of_products = op._replace(placements=(*op.placements[:2], REPLICATE))
+    if all(isinstance(placement, Replicate) for placement in of_products.placements):
+        return None
+    if (strategy := by_dims(of_products)) is None:
+        return None
+    sizes = sizes_placement(op.equation, strategy.operands[0])
+    if sizes is None:
+        return None
+    return strategy._replace(operands=(*strategy.operands[:2], sizes))
+
+
+def _kernel(op: Op) -> Strategy | None:
+    """Each device takes the steps of its own examples."""
+    found = of_kernel(op.equation, op.placements, op.blocks)
+    return None if found is None else Strategy(*map(tuple, found))
 
 
 def _elementwise(op: Op) -> Strategy:
@@ -362,8 +383,8 @@ _ROWS: tuple[tuple[str, Rule], ...] = (
     (' '.join(ELEMENTWISE - ALONG - _DRAWS), _elementwise),
     ('reshape', _reshape),
     ('gather', _gather),
-    # Rows in groups depend on all of them.
-    ('ragged_dot_general', _gathered),
+    ('ragged_dot_general', _ragged_dot),
+    (KERNEL, _kernel),
 )
 RULES: dict[str, Rule] = {name: rule for names, rule in _ROWS for name in names.split()}
 

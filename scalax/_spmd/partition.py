@@ -17,22 +17,29 @@ from scalax._jax.equations import (
     has_effects,
     jaxprs_in,
     opened,
+    ragged_dim,
     shape_of,
     takes_arrays,
 )
 from scalax._jax.manual import HAVE_SIZES, local_params, remade, with_inner
-from scalax._jax.primitives import primitive_name
+from scalax._jax.primitives import KERNEL, primitive_name
+from scalax._jax.rewriting import with_results
 from scalax._jaxprs.dims import CHEAP, ELEMENTWISE, FORWARDS, RULES, reshaped
 from scalax._spmd.auto_axes import AutoAxes
 from scalax._spmd.callbacks import CALLBACKS, partition_callback
 from scalax._spmd.constraints import constrain
+from scalax._spmd.costs import cheapest
 from scalax._spmd.edit import Edit
+from scalax._spmd.kernels import kernel_params
+from scalax._spmd.local_sorts import note_sort, on_own_groups, write_on_rows
 from scalax._spmd.loops import partition_call, partition_cond, partition_scan, partition_while
 from scalax._spmd.op_rules import Op, Strategy, is_zero, strategy
 from scalax._spmd.parts import has_parts
 from scalax._spmd.placement import REPLICATE, Partial, Placements, Shard, shard_counts
+from scalax._spmd.ragged import sizes_in_block
 from scalax._spmd.shard_maps import partition_shard_map
 from scalax._spmd.shared import Shared
+from scalax._spmd.tables import is_indexed, on_block
 from scalax._spmd.values import (
     SETTLED,
     Argument,
@@ -55,6 +62,8 @@ _CONTROL = {
 _RUN_ONCE = RUN_ONCE.keys() - CALLS.keys() - ANNOTATED_CALLS
 # These may have effects: those of jaxprs inside them, or of callbacks to Python.
 _WITH_EFFECTS = CALLS.keys() | _CONTROL.keys() | CALLBACKS
+# These take or put rows by number.
+_INDEXED = frozenset(('gather', 'scatter-add'))
 # Of one operand, these make another form of it, or a part.
 _SAME_STATE = FORWARDS | {'slice', 'dynamic_slice', 'split', 'optimization_barrier', 'neg'}
 # Of narrow state, such as integers and their scales, these make the weight that an equation takes.
@@ -147,8 +156,14 @@ class _Partitioning(Edit):
         values = [*map(self.read, equation.invars)]
         if has_effects(equation) and name not in _WITH_EFFECTS:
             raise CannotPartition(equation, f'{name or equation.primitive} has effects')
+        if name == 'sort':
+            note_sort(self, equation, values[0])
+        if id(equation) in self.group_sizes:
+            values = on_own_groups(self, equation, values, self.on_rows[id(equation)])
         self.settle(values, equation)
-        if name in CALLS:
+        if id(equation) in self.on_rows and id(equation) not in self.group_sizes:
+            write_on_rows(self, equation, values, self.on_rows[id(equation)])
+        elif name in CALLS:
             partition_call(self, equation, values)
         elif name in _CONTROL:
             _CONTROL[name](self, equation, values)
@@ -163,7 +178,8 @@ class _Partitioning(Edit):
         if all(value.is_replicated for value in values):
             self._replicated(name, equation, values)
             return
-        operands, results = self._placements(name, equation, values)
+        strategies = self._strategies_of(name, equation, values)
+        operands, results = _transposed(strategies)
         self.shares_results = not all(map(is_replicated, results))
         atoms = [
             self.convert(value, placements, equation)
@@ -171,14 +187,27 @@ class _Partitioning(Edit):
         ]
         self.shares_results = False
         outputs = [self.define(var, x) for var, x in zip(equation.outvars, results, strict=True)]
-        params = self._inner(equation) if name in _RUN_ONCE or _holds_jaxprs(name, equation) else {}
-        if name in HAVE_SIZES:
-            shapes = [*map(shape_of, atoms)], [shape_of(output.atom) for output in outputs]
-            params = local_params(equation, *shapes)
-        self.eqns.append(self.code.local(equation, atoms, [output.atom for output in outputs], **params))
+        made = [output.atom for output in outputs]
+        if name in _INDEXED and (axes := self._axes_of_rows(equation, operands[0])):
+            dim, names = axes
+            function, key = on_block(equation, dim, names, [*map(shape_of, atoms)])
+            self.eqns.append(with_results(self.code.equation(function, key, equation, atoms), made))
+        else:
+            if name == 'ragged_dot_general' and id(equation) not in self.group_sizes:
+                atoms[2] = self._sizes_of_groups(equation, atoms, operands[0])
+            params = self._inner(equation) if name in _RUN_ONCE or _holds_jaxprs(name, equation) else {}
+            if name in HAVE_SIZES:
+                params = local_params(equation, [*map(shape_of, atoms)], [*map(shape_of, made)])
+            elif name == KERNEL:
+                params = kernel_params(self.code, equation, [*map(shape_of, atoms)], [*map(shape_of, made)])
+            self.eqns.append(self.code.local(equation, atoms, made, **params))
         self._note(name, equation, values, outputs)
         if name in _NARROW and outputs[0].is_state:
             outputs[0].narrow_maker = equation, values
+        finals = zip(*[each.final or each.results for each in strategies], strict=True)
+        for output, final in zip(outputs, finals, strict=True):
+            if final != output.placements:
+                self.move(output, final, equation, 'examples')
         if name == 'reshape' and outputs[0].is_replicated:
             self._shard_again(equation, values[0], outputs[0])
 
@@ -194,10 +223,29 @@ class _Partitioning(Edit):
 
         return with_inner(equation, change)
 
-    def _placements(
-        self, name: str, equation: Any, values: Sequence[Value]
-    ) -> tuple[Sequence[Placements], Sequence[Placements]]:
-        """Returns the placements that an equation takes its operands in, and those of its results."""
+    def _sizes_of_groups(self, equation: Any, atoms: Sequence[Any], placements: Placements) -> Any:
+        """Returns the sizes of groups of rows that are in a device's block, if it has not all rows."""
+        rows = ragged_dim(equation)
+        axes = [
+            axis
+            for axis, x in zip(self.shared.axes, placements, strict=True)
+            if isinstance(x, Shard) and x.dim == rows
+        ]
+        if not axes:
+            return atoms[2]
+        function, key = sizes_in_block(axes, shape_of(atoms[0])[rows])
+        return self.emit_of(function, key, equation, atoms[2:])
+
+    def _axes_of_rows(self, equation: Any, placements: Placements) -> tuple[int, list[str]] | None:
+        """Returns the dimension of rows of a table that is in blocks, and the axes of the blocks."""
+        for each in placements:
+            if isinstance(each, Shard) and is_indexed(equation, each.dim):
+                axes = [axis for axis, x in zip(self.shared.axes, placements, strict=True) if x == each]
+                return each.dim, axes
+        return None
+
+    def _strategies_of(self, name: str, equation: Any, values: Sequence[Value]) -> list[Strategy]:
+        """Returns how an equation runs along each axis."""
         strategies = self._strategies(equation, values)
         if any(each is None for each in strategies) and any(value.has_sum for value in values):
             self._reduce_for(name, equation, values, [i for i, x in enumerate(strategies) if x is None])
@@ -208,7 +256,8 @@ class _Partitioning(Edit):
             while axis and not self._all_divide(equation, found):
                 axis -= 1
                 found[axis] = self._gathering(equation, values)
-        return _transposed(found)
+        chosen = cheapest(self, equation, values, found)
+        return chosen if chosen == found or self._all_divide(equation, chosen) else found
 
     def _all_divide(self, equation: Any, strategies: Sequence[Strategy]) -> bool:
         """Whether the axes together split all operands and results evenly."""
@@ -234,6 +283,9 @@ class _Partitioning(Edit):
         atoms = [value.atom for value in values]
         outputs = [self.define(var, shared.replicated) for var in equation.outvars]
         params = self._inner(equation) if name in _RUN_ONCE or _holds_jaxprs(name, equation) else {}
+        if name == KERNEL:
+            shapes = [*map(shape_of, equation.invars)], [*map(shape_of, equation.outvars)]
+            params = kernel_params(self.code, equation, *shapes)
         self.eqns.append(self.code.local(equation, atoms, [output.atom for output in outputs], **params))
         self._note(name, equation, values, outputs)
         if not has_parts(equation):
@@ -297,7 +349,7 @@ class _Partitioning(Edit):
                 for axis in axes if other.shape == value.shape else ():
                     if isinstance(before[axis], Partial) and isinstance(other.placements[axis], Shard):
                         target[axis] = other.placements[axis]
-            after = reduced(before, self.shared.wanted.of(value.var))
+            after = self.reduced_placements(value.var, before)
             if any(isinstance(a, Partial) and a != b for a, b in zip(before, target, strict=True)):
                 after = reduced(tuple(target), None)
             # Along other axes the sum stays one.
@@ -308,7 +360,7 @@ class _Partitioning(Edit):
 
 def _holds_jaxprs(name: str, equation: Any) -> bool:
     """Whether a primitive without a rule runs jaxprs, as a function with a ``jax.vmap`` of its own does."""
-    return name not in RULES and any(True for _ in jaxprs_in(equation))
+    return name not in RULES and name != KERNEL and any(True for _ in jaxprs_in(equation))
 
 
 def _transposed(

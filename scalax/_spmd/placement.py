@@ -141,7 +141,7 @@ def redistribute(source: Placements, target: Placements) -> list[Step]:
     the minor ones are gathered before a major one changes.
     """
     now, steps = [*source], list[Step]()
-    changing = [i for i, (a, b) in enumerate(zip(source, target, strict=True)) if not _same(a, b)]
+    changing = [i for i, (a, b) in enumerate(zip(source, target, strict=True)) if not same_blocks(a, b)]
     if not changing:
         return steps
     if len({(source[i], target[i]) for i in changing}) == 1 and _are_alone(source, target, changing):
@@ -164,7 +164,7 @@ def redistribute(source: Placements, target: Placements) -> list[Step]:
         a = now[i]
         if isinstance(a, Partial) and isinstance(b, Shard) and a.reduce_op == 'sum':
             majors = range(i)
-            if all(_same(now[j], target[j]) or _dim_or_none(target[j]) != b.dim for j in majors):
+            if all(same_blocks(now[j], target[j]) or _dim_or_none(target[j]) != b.dim for j in majors):
                 _append(steps, Step('reduce_scatter', (i,), b.dim, 0, a.reduce_op))
                 now[i] = b
     for i, b in enumerate(target):
@@ -188,8 +188,8 @@ def _append(steps: list[Step], step: Step) -> None:
         steps.append(step)
 
 
-def _same(one: Placement, other: Placement) -> bool:
-    """Whether two placements hold the same elements."""
+def same_blocks(one: Placement, other: Placement) -> bool:
+    """Returns whether a device holds the same elements in two placements."""
     if isinstance(one, Shard) and isinstance(other, Shard):
         return one.dim == other.dim
     return one == other

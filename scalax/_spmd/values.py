@@ -38,11 +38,13 @@ class Argument(NamedTuple):
         placements: its placements.
         is_state: whether it is state, or is computed of state alone.
         is_zero: whether it is zero.
+        rounds: how often loops take it as it is: state is gathered once, before them.
     """
 
     placements: Placements
     is_state: bool = False
     is_zero: bool = False
+    rounds: int = 1
 
 
 class Partitioned(NamedTuple):

@@ -5,14 +5,10 @@ import jax.numpy as jnp
 import pytest
 
 from scalax.sharding import MeshShardingHelper
-from tests.support.partition import Program, assert_values_of_one_device, moved_bytes, pending
+from tests.support.partition import Program, assert_values_of_one_device, moved_bytes
 
 HELPER = MeshShardingHelper([8], ['fsdp'])
 WIDTH, HIDDEN, EXPERTS = 32, 64, 8
-SCATTERED = (
-    'tokens that are sorted by expert and put back by .at[order].set are sorted over all devices, since only '
-    'y[argsort(order)] is recognised; the batch partitioner will sort the tokens of each device'
-)
 
 
 def sorted_tokens(w, x):
@@ -51,9 +47,7 @@ def test_values_are_those_of_one_device(loss):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(
-    'loss', [put_back_by_gather, pytest.param(put_back_by_scatter, marks=pending(SCATTERED))]
-)
+@pytest.mark.parametrize('loss', [put_back_by_gather, put_back_by_scatter])
 def test_a_step_moves_two_gathers_and_one_reduction_of_its_weights(loss):
     experts = program(loss)
     assert moved_bytes(experts.plan(HELPER)) <= experts.training_bytes

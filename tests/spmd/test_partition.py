@@ -105,7 +105,7 @@ CASES = {
         array(8, 6, 8),
     ),
     'grouped': (grouped, {'k': array(3, 3, 2, 8)}, array(8, 4, 4, 8)),
-    'linear': (linear, {'a': array(8, 16), 'b': array(16, 16), 'c': array(16, 8)}, array(16, 8)),
+    'linear': (linear, {'a': array(8, 16), 'b': array(16, 16), 'c': array(16, 8)}, array(64, 8)),
     'codebook': (codebook, {'c': array(16, 4)}, array(16, 4)),
     'recurrent': (recurrent, {'i': array(4, 8), 'h': array(8, 8)}, array(8, 5, 4)),
     'batch_norm': (batch_norm, {'a': array(8, 16), 'scale': array(16)}, array(16, 8)),

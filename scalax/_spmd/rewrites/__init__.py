@@ -12,6 +12,7 @@ from typing import Any
 from scalax._jax.equations import equations
 from scalax._jax.primitives import primitive_name
 from scalax._spmd.rewrites.facts import StepFacts as StepFacts
+from scalax._spmd.rewrites.flat_sorts import flatten_sorts
 from scalax._spmd.rewrites.flattened import FLATTENING, reduce_unflattened
 from scalax._spmd.rewrites.indexed_loops import stack_examples
 from scalax._spmd.rewrites.matrices import MATRIX_PRIMITIVES, distribute_matrices
@@ -21,6 +22,7 @@ REWRITES: tuple[tuple[frozenset[str], Rewrite], ...] = (
     (frozenset(('scan',)), stack_examples),
     (FLATTENING, reduce_unflattened),
     (MATRIX_PRIMITIVES, distribute_matrices),
+    (frozenset(('ragged_dot_general',)), flatten_sorts),
 )
 """The rewrites in the order in which they run. Each has the primitives that make a step worth its look."""
 

@@ -21,7 +21,7 @@ from scalax._jax.equations import makers_of, opened, ragged_dim, removed_dims, s
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import constants_of
 from scalax._jaxprs.dims import ALONG, ELEMENTWISE, VIEWS, dims_of, puts_rows, takes_rows
-from scalax._jaxprs.integers import Integers
+from scalax._jaxprs.integers import OPERATIONS, Integers, computed
 
 # These treat elements alike. Others of this kind see their neighbours, or draw random numbers.
 _EACH = (ELEMENTWISE | {'sharding_constraint'}) - ALONG - {'random_fold_in', 'random_gamma'}
@@ -95,6 +95,9 @@ class _Order:
         # computed of it, in the order of the sort; and of each row its place.
         self._numbers: list[tuple[Any, np.ndarray]] = []
         self._inverses: list[tuple[Any, np.ndarray]] = []
+        # What is put at the number of each row, by the id of the result; and what equals another variable.
+        self._put: dict[int, Any] = {}
+        self._equal: dict[int, Any] = {}
         self._uniform: dict[tuple[int, int], bool] = {}
         self._groups: set[int] = set()
         self._products: list[Any] = []
@@ -143,7 +146,8 @@ class _Order:
             self._scatter(name, equation, rows, places)
         elif places:
             _require(not rows and name in _COMPUTED_NUMBERS)  # what is computed is looked at where it is used
-            self._places.update(map(id, results))
+            if not self._is_constant(name, equation):
+                self._places.update(map(id, results))
         elif name in ('dot_general', 'ragged_dot_general'):
             self._product(name, equation, rows)
         elif name in _TOTALS and rows[0] in removed_dims(equation):
@@ -198,6 +202,12 @@ class _Order:
 
     def _gather(self, equation: Any, rows: Mapping[int, int], places: Sequence[int]) -> None:
         x, numbers = equation.invars
+        if places == [0]:  # what was put at the numbers of rows is taken from there
+            _require(rows == {1: 0} and id(x) in self._put and takes_rows(equation))
+            _require(self._are(numbers, self._numbers))
+            self._equal[id(equation.outvars[0])] = self._put[id(x)]
+            self._note_own(equation)
+            return
         if places:
             _require(places == [1] and rows == {0: 0} and takes_rows(equation))
             _require(self._are(numbers, self._inverses))
@@ -224,8 +234,12 @@ class _Order:
         _require(0 not in rows and rows.get(1) == 0)
         each = name == 'scatter' and count == self._size and self._are(numbers, self._numbers)
         if rows == {1: 0}:
-            _require(each and self._is_iota(updates))
-            self._add_inverse(equation.outvars[0])
+            _require(each)
+            if self._is_iota(updates):
+                self._add_inverse(equation.outvars[0])
+            else:
+                self._put[id(equation.outvars[0])] = updates
+                self._places.add(id(equation.outvars[0]))
         else:
             _require(rows == {1: 0, 2: 0} and (each or name == 'scatter-add'))
         if each or self._is_local(numbers, count):
@@ -271,10 +285,53 @@ class _Order:
 
     def _is_made_uniform(self, atom: Any, dim: int) -> bool:
         name, made = self._maker(atom)
+        if name == 'eq':
+            one, other = [self._equal.get(id(x), x) for x in made.invars]
+            dtype = getattr(one.aval, 'dtype', None)
+            if one is other and jax.dtypes.issubdtype(dtype, np.integer):
+                return True
         if name == 'broadcast_in_dim':
             kept = [*equations.broadcast_dims(made)]
             return dim not in kept or self._is_uniform(made.invars[0], kept.index(dim))
         return bool(name) and _is_each(made) and all(self._is_uniform(x, dim) for x in made.invars)
+
+    def _is_constant(self, name: str, equation: Any) -> bool:
+        """Whether what is computed of values that were put at the numbers of rows is one value for all rows.
+
+        So ``jax.numpy.ndarray.at`` asks in its gradient whether something was put at all places.
+        """
+        values = [self._of_rows(self._put.get(id(x), x)) for x in equation.invars]
+        if name not in OPERATIONS or any(each is None for each in values):
+            return False
+        found = computed(name, values)
+        if found is None or (found != found.flat[0]).any():
+            return False
+        [var] = equation.outvars
+        self._uniform.update(((id(var), dim), True) for dim in range(len(shape_of(var))))
+        return True
+
+    def _of_rows(self, atom: Any) -> np.ndarray | None:
+        """The integer that a value has in all of a row, row by row, if it is computed of their numbers."""
+        name, made = self._maker(atom)
+        shape = shape_of(atom)
+        if not shape:
+            self._constants.give([], [])
+            return self._constants.of(atom)
+        if name == 'iota':
+            return self._in_order.astype(atom.aval.dtype) if self._is_iota(atom) else None
+        if name == 'broadcast_in_dim':
+            [operand], kept = made.invars, [*equations.broadcast_dims(made)]
+            is_row = shape_of(operand)[:1] in ((), (self._size,)) and kept[:1] in ([], [0])
+            return self._of_rows(operand) if is_row and shape[0] == self._size else None
+        if name == 'reshape':
+            [operand] = made.invars
+            is_row = shape_of(operand)[:1] == shape[:1] == (self._size,)
+            return self._of_rows(operand) if is_row and not equations.is_reordered(made) else None
+        if name not in OPERATIONS or name not in ELEMENTWISE or shape[0] != self._size:
+            return None
+        values = [self._of_rows(x) for x in made.invars]
+        found = computed(name, values)
+        return None if found is None else found.astype(atom.aval.dtype)
 
     def _is_iota(self, atom: Any) -> bool:
         """Whether a value is 0, 1, 2 and so on."""

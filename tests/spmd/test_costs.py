@@ -1,0 +1,156 @@
+"""Examples that move to state where they are fewer bytes: rows of tables, tokens of experts, few examples."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from tests.spmd.test_partition import array, sgd
+from tests.support.partitioned import (
+    FSDP,
+    HSDP,
+    P,
+    assert_equal,
+    collectives,
+    partitioned,
+    state_spec,
+)
+
+pytestmark = pytest.mark.medium
+
+
+def indices(*shape, below=256):
+    return np.random.default_rng(sum(shape)).integers(0, below, shape).astype('int32')
+
+
+def squares(w, tokens):
+    return jnp.mean(jnp.tanh(w['table'][tokens]) ** 2)
+
+
+def experts(w, x):
+    """Tokens of each group go to experts: those that the router chooses, in places of theirs."""
+    capacity = 4
+    chosen = jax.nn.one_hot(jnp.argmax(x @ w['router'], -1), w['up'].shape[0])
+    place = (jnp.cumsum(chosen, 1) * chosen - 1).astype('int32')
+    dispatch = chosen[..., None] * jax.nn.one_hot(place, capacity)
+    taken = jnp.einsum('gsec,gsd->egcd', dispatch, x)
+    hidden = jnp.tanh(jnp.einsum('egcd,edh->egch', taken, w['up']))
+    out = jnp.einsum('egch,ehd->egcd', hidden, w['down'])
+    return jnp.mean(jnp.einsum('gsec,egcd->gsd', dispatch, out) ** 2 * x)
+
+
+ROWS, COLUMNS = {'table': array(512, 16)}, {'table': array(30, 128)}
+EXPERTS = {'router': array(16, 16), 'up': array(16, 16, 16), 'down': array(16, 16, 16)}
+WIDE = {'up': array(32, 256), 'down': array(256, 32)}
+
+
+def wide(w, x):
+    return jnp.mean(jnp.tanh(jnp.tanh(x @ w['up']) @ w['down']) ** 2)
+
+
+CASES = {
+    'rows': (squares, ROWS, indices(8, 2)),
+    'columns': (squares, COLUMNS, indices(8, below=30)),
+    'experts': (experts, EXPERTS, array(8, 6, 16)),
+    'few examples': (wide, WIDE, array(8, 32)),
+}
+EXPECTED = {
+    'rows': {
+        # Numbers of rows come to the table, and rows back; their gradients come to the table.
+        'all_gather examples gathered for gather': 1,
+        'reduce_scatter examples gathered for gather': 1,
+        'all_gather examples gathered for scatter-add': 1,
+        'all_reduce sum over examples for a result': 1,
+    },
+    'columns': {
+        'all_gather examples gathered for gather': 1,
+        'all_to_all examples gathered for gather': 1,
+        'all_to_all examples gathered for scatter-add': 1,
+        'all_reduce sum over examples for a result': 1,
+    },
+}
+
+
+def specs_of(state, size=8):
+    return [*[state_spec(leaf.shape, size=size) for leaf in jax.tree.leaves(state)], P()]
+
+
+@pytest.mark.parametrize('name', EXPECTED)
+def test_rows_of_a_table_move_and_the_table_stays(name):
+    loss, state, batch = CASES[name]
+    step, _ = partitioned(sgd(loss), state, batch, result_specs=specs_of(state))
+    assert collectives(step) == EXPECTED[name]
+
+
+@pytest.mark.parametrize('mesh', [FSDP, HSDP], ids=['fsdp', 'hsdp'])
+@pytest.mark.parametrize('name', CASES)
+def test_values_are_those_of_one_device(name, mesh):
+    loss, state, batch = CASES[name]
+    _, run = partitioned(sgd(loss), state, batch, mesh, result_specs=specs_of(state, mesh['fsdp']))
+    assert_equal(run(), jax.jit(sgd(loss))(state, batch))
+
+
+def test_tokens_move_to_experts_and_the_experts_stay():
+    step, _ = partitioned(sgd(experts), EXPERTS, array(8, 6, 16), result_specs=specs_of(EXPERTS))
+    found = collectives(step)
+    assert not any('up' in reason or 'down' in reason for reason in found), found
+    # To the experts and back, and gradients to the experts; nobody asks for those of the tokens.
+    assert sum(count for reason, count in found.items() if reason.startswith('all_to_all')) == 3
+
+
+def test_few_examples_move_to_wide_weights():
+    step, _ = partitioned(sgd(wide), WIDE, array(8, 32), result_specs=specs_of(WIDE))
+    assert not any('weight' in reason for reason in collectives(step)), collectives(step)
+    assert sum(row.bytes * row.count for row in step.rows) < 4 * 32 * 256
+
+
+@pytest.mark.parametrize('name', ['rows', 'columns', 'few examples'])
+def test_many_examples_stay_and_state_is_gathered(name):
+    loss, state, batch = CASES[name]
+    many = np.tile(batch, (256, *[1] * (batch.ndim - 1)))
+    step, _ = partitioned(sgd(loss), state, many, result_specs=specs_of(state))
+    assert not any('examples' in reason for reason in collectives(step)), collectives(step)
+
+
+def test_state_that_a_loop_takes_is_gathered_once_for_all_rounds():
+    def loss(w, x):
+        def cell(h, _):
+            return jnp.tanh(h @ w['h']), None
+
+        return jnp.mean(lax.scan(cell, x, None, length=64)[0])
+
+    step, _ = partitioned(loss, {'h': array(64, 64)}, array(8, 64))
+    assert collectives(step)["all_gather weight ['h'] for scan"] == 1
+
+
+MODES = ['fill', 'clip', 'promise_in_bounds']
+
+
+@pytest.mark.parametrize('mode', MODES)
+@pytest.mark.parametrize('dtype', ['int32', 'uint8', 'int8'])
+@pytest.mark.parametrize('mesh', [FSDP, HSDP], ids=['fsdp', 'hsdp'])
+def test_indices_out_of_bounds_in_rows_of_a_table(mode, dtype, mesh):
+    below = {'int8': 128, 'uint8': 256, 'int32': 600}[dtype]
+    # JAX promises nothing of indices that are out of bounds where they are promised to be in bounds.
+    size = below if mode == 'promise_in_bounds' else 64
+    table, at = {'table': array(-(-size // 8) * 8, 16)}, indices(8, 1, below=below).astype(dtype)
+    if mode != 'promise_in_bounds' and dtype != 'uint8':
+        at[:3] = -at[:3]
+
+    def rows_of(w, at):
+        return w['table'].at[at].get(mode=mode, wrap_negative_indices=False)
+
+    def step(w, at):
+        def loss(w):
+            rows = rows_of(w, at)
+            return jnp.sum(jnp.where(jnp.isnan(rows), 3.0, jnp.tanh(rows)) * jnp.arange(16))
+
+        return rows_of(w, at), jax.grad(loss)(w)
+
+    step_on_blocks, run = partitioned(step, table, at, mesh, result_specs=[P(), P('fsdp')])
+    assert 'reduce_scatter examples gathered for gather' in collectives(step_on_blocks)
+    rows, gradient = jax.jit(step)(table, at)
+    found, added = run()
+    np.testing.assert_array_equal(found, rows)
+    assert_equal([added], gradient)

@@ -1,0 +1,254 @@
+"""Kernels of Pallas on blocks: each device takes the steps of its own examples, where the grid shows them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from scalax._jax.equations import equations
+from tests.spmd.test_partition import array
+from tests.support.partitioned import FSDP, HSDP, P, assert_equal, collectives, partitioned, state_spec
+
+pytestmark = pytest.mark.medium
+
+ROWS = array(16, 8, 32)
+
+
+def like(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def sine(x, out):
+    out[...] = jnp.sin(x[...])
+
+
+def sines(x, kernel=sine, **options):
+    """A kernel over the rows of (B, S, D)."""
+    row = pl.BlockSpec((1, *x.shape[1:]), lambda i: (i, 0, 0))
+    options = {'grid': (len(x),), 'in_specs': [row], 'out_specs': row, 'interpret': True} | options
+    return pl.pallas_call(kernel, like(x), **options)(x)
+
+
+def columns_in_order(order, x):
+    """Grid of rows and parts of columns; numbers, read before, say which part comes first."""
+    given = pl.BlockSpec((1, 8, 8), lambda i, j, order: (i, 0, order[j]))
+    taken = pl.BlockSpec((1, 8, 8), lambda i, j, order: (i, 0, j))
+    spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1, grid=(len(x), 4), in_specs=[given], out_specs=taken
+    )
+    kernel = pl.pallas_call(lambda order, *refs: sine(*refs), like(x), grid_spec=spec, interpret=True)
+    return kernel(order, x)
+
+
+def heads_and_scale(x, weights, scale):
+    """Grid of rows and heads, (B, H, S, D); the weights of a head, (H, D), and a scale for all."""
+    heads, size = x.shape[1], x.shape[3]
+    part = pl.BlockSpec((None, None, *x.shape[2:]), lambda i, j: (i, j, 0, 0))
+
+    def kernel(x, weights, scale, out, total):
+        out[...] = x[...] * weights[...] * scale[0]
+        total[...] = jnp.sum(x[...]).reshape(1, 1)
+
+    return pl.pallas_call(
+        kernel,
+        (like(x), jax.ShapeDtypeStruct((*x.shape[:2], 1, 1), x.dtype)),
+        grid=(len(x), heads),
+        in_specs=[
+            part,
+            pl.BlockSpec((1, size), lambda i, j: (j, 0)),
+            pl.BlockSpec((1,), lambda i, j: (0,)),
+        ],
+        out_specs=(part, pl.BlockSpec((None, None, 1, 1), lambda i, j: (i, j, 0, 0))),
+        interpret=True,
+    )(x, weights, scale)
+
+
+def scratch(x, **options):
+    """Sums over a second dimension of the grid, in scratch memory."""
+
+    def kernel(x, out, total):
+        @pl.when(pl.program_id(1) == 0)
+        def _():
+            total[...] = jnp.zeros_like(total)
+
+        total[...] += x[...]
+        out[...] = total[...]
+
+    part = pl.BlockSpec((1, 1, 32), lambda i, j: (i, j, 0))
+    return pl.pallas_call(
+        kernel,
+        jax.ShapeDtypeStruct((len(x), 1, 32), x.dtype),
+        grid=x.shape[:2],
+        in_specs=[part],
+        out_specs=pl.BlockSpec((1, 1, 32), lambda i, j: (i, 0, 0)),
+        scratch_shapes=[pltpu.VMEM((1, 1, 32), 'float32')],
+        interpret=True,
+        **options,
+    )(x)
+
+
+def numbered(x, out):
+    out[...] = x[...] + pl.program_id(0)
+
+
+def accumulated(x, out):
+    @pl.when(pl.program_id(0) == 0)
+    def _():
+        out[...] = jnp.zeros_like(out)
+
+    out[...] += x[...]
+
+
+def summed(x):
+    """All rows are added up in one block."""
+    whole = pl.BlockSpec((1, *x.shape[1:]), lambda i: (0, 0, 0))
+    of = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+    row = pl.BlockSpec((1, *x.shape[1:]), lambda i: (i, 0, 0))
+    return pl.pallas_call(accumulated, of, grid=(len(x),), in_specs=[row], out_specs=whole, interpret=True)(x)
+
+
+def neighbours(x):
+    """Each step reads the block behind its own."""
+    count = len(x)
+    row = pl.BlockSpec((1, *x.shape[1:]), lambda i: ((i + 1) % count, 0, 0))
+    return sines(x, in_specs=[row])
+
+
+def chosen(x):
+    """Numbers, read before the kernel runs, choose the blocks."""
+    row = pl.BlockSpec((1, *x.shape[1:]), lambda i, numbers: (numbers[i], 0, 0))
+    spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(len(x),), in_specs=[row], out_specs=row)
+    call = pl.pallas_call(lambda numbers, *refs: sine(*refs), like(x), grid_spec=spec, interpret=True)
+    return call(jnp.arange(len(x))[::-1], x)
+
+
+def padded(x):
+    """The last block is not full."""
+    block = pl.BlockSpec((3, *x.shape[1:]), lambda i: (i, 0, 0))
+    return sines(x, grid=(8,), in_specs=[block], out_specs=block)
+
+
+def without_a_grid(x):
+    return pl.pallas_call(sine, like(x), interpret=True)(x)
+
+
+def sums_in_place(x, total):
+    """The rows seen so far, added up in an operand."""
+
+    def kernel(x, total, out):
+        @pl.when(x[0, 0, 0] > -1)
+        def _():
+            total[...] += x[...]
+
+        out[...] = total[...]
+
+    row = pl.BlockSpec((1, *x.shape[1:]), lambda i: (i, 0, 0))
+    whole = pl.BlockSpec((1, *x.shape[1:]), lambda i: (0, 0, 0))
+    call = pl.pallas_call(
+        kernel, like(x), grid=(len(x),), in_specs=[row, whole], out_specs=row, interpret=True
+    )
+    return call(x, total)
+
+
+def kernels(step):
+    return [each for each in equations(step.jaxpr) if each.primitive.name == 'pallas_call']
+
+
+def check(fun, mesh=FSDP):
+    """The step of a function of examples, whose values are those of one device."""
+    step, run = partitioned(lambda _, x: fun(x), {}, ROWS, mesh)
+    assert_equal(run(), jax.jit(fun)(ROWS))
+    return step
+
+
+def vmapped(x):
+    """A kernel of one example, which asks for its step in the sequence."""
+
+    def kernel(x, out):
+        out[...] = x[...] + pl.program_id(0)
+
+    def example(x):
+        part = pl.BlockSpec((2, 32), lambda i: (i, 0))
+        return pl.pallas_call(kernel, like(x), grid=(4,), in_specs=[part], out_specs=part, interpret=True)(x)
+
+    return jax.vmap(example)(x)
+
+
+def of_heads(x):
+    return heads_and_scale(x.reshape(16, 4, 2, 32), jnp.ones((4, 32)), jnp.full((1,), 3.0))
+
+
+def parallel_scratch(x):
+    params = pltpu.CompilerParams(dimension_semantics=('parallel', 'arbitrary'))
+    return scratch(x, compiler_params=params)
+
+
+def in_order(x):
+    return columns_in_order(jnp.array([2, 0, 3, 1], 'int32'), x)
+
+
+PAIRS = pl.BlockSpec((2, 8, 32), lambda i: (i, 0, 0))
+APART = {
+    'rows': sines,
+    'an aliased operand': functools.partial(sines, input_output_aliases={0: 0}),
+    'vmapped': vmapped,
+    'heads': of_heads,
+    'scratch memory of parallel steps': parallel_scratch,
+    'numbers that choose other blocks': in_order,
+}
+TOGETHER = {
+    'it asks for its step': functools.partial(sines, kernel=numbered),
+    'scratch memory': scratch,
+    'an operand that steps change': lambda x: sums_in_place(x, jnp.zeros((1, 8, 32))),
+    **{fun.__name__: fun for fun in (summed, neighbours, chosen, padded, without_a_grid)},
+}
+
+
+@pytest.mark.parametrize('mesh', [FSDP, HSDP], ids=['fsdp', 'hsdp'])
+@pytest.mark.parametrize('name', APART)
+def test_each_device_runs_a_kernel_on_its_examples(name, mesh):
+    step = check(APART[name], mesh)
+    assert not collectives(step)
+    assert kernels(step)[0].params['grid_mapping'].grid[0] == 2
+
+
+@pytest.mark.parametrize('name', TOGETHER)
+def test_any_other_kernel_takes_all_examples(name):
+    step = check(TOGETHER[name])
+    assert collectives(step) == {'all_gather examples gathered for pallas_call': 1}
+
+
+def test_blocks_of_two_examples():
+    fun = functools.partial(sines, grid=(8,), in_specs=[PAIRS], out_specs=PAIRS)
+    assert not collectives(check(fun))
+
+
+def test_in_loops_checkpoints_and_custom_gradients():
+    @jax.custom_vjp
+    def sin(x):
+        return sines(x)
+
+    sin.defvjp(lambda x: (sines(x), x), lambda x, g: (g * sines(x + jnp.pi / 2),))
+
+    def loss(w, x):
+        def layer(x, w):
+            return jax.checkpoint(sin)(x @ w), None
+
+        return jnp.mean(jax.lax.scan(layer, x, w['layers'])[0] ** 2)
+
+    state, fun = {'layers': array(2, 32, 32)}, jax.value_and_grad(loss)
+    step, run = partitioned(fun, state, ROWS, result_specs=[P(), state_spec((2, 32, 32))])
+    assert_equal(run(), jax.jit(fun)(state, ROWS))
+    assert not any('examples gathered' in reason for reason in collectives(step))
+    assert {kernel.params['grid_mapping'].grid for kernel in kernels(step)} == {(2,)}
+
+
+def test_a_cost_estimate_is_that_of_a_device():
+    cost = pl.CostEstimate(flops=800, transcendentals=80, bytes_accessed=1600)
+    fun = functools.partial(sines, cost_estimate=cost, interpret=False)  # not run: there is no TPU
+    step, _ = partitioned(lambda _, x: fun(x), {}, ROWS)
+    estimate = kernels(step)[0].params['cost_estimate']
+    assert (estimate.flops, estimate.transcendentals, estimate.bytes_accessed) == (100, 10, 200)

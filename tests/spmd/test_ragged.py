@@ -1,0 +1,113 @@
+"""Products of rows in groups on blocks: each device multiplies its own rows, and the rows of its examples."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from tests.spmd.test_partition import array
+from tests.support.partitioned import FSDP, HSDP, P, assert_equal, collectives, partitioned, state_spec
+
+pytestmark = pytest.mark.medium
+
+WEIGHTS = {'up': array(3, 8, 16), 'down': array(3, 16, 8)}
+ROWS = array(48, 8)
+# The groups end between devices and inside of them; one is empty, and the last rows are in none.
+SIZES = [(7, 20, 21), (48, 0, 0), (0, 0, 48), (5, 0, 30)]
+
+
+def layer(w, rows, sizes):
+    return lax.ragged_dot(jnp.tanh(lax.ragged_dot(rows, w['up'], sizes)), w['down'], sizes)
+
+
+def with_gradients(fun):
+    def both(w, *batch):
+        return jax.grad(lambda w, x: jnp.sum(jnp.sin(fun(w, x, *batch[1:]))), (0, 1))(w, batch[0])
+
+    return both
+
+
+EXPECTED = {
+    "all_gather weight ['up'] for ragged_dot_general": 2,
+    "all_gather weight ['down'] for ragged_dot_general": 2,
+    "reduce_scatter gradient of ['up']": 1,
+    "reduce_scatter gradient of ['down']": 1,
+}
+RESULTS = [state_spec((3, 16, 8)), state_spec((3, 8, 16)), P('fsdp')]
+
+
+@pytest.mark.parametrize('sizes', SIZES, ids=str)
+@pytest.mark.parametrize('mesh', [FSDP, HSDP], ids=['fsdp', 'hsdp'])
+def test_rows_of_all_devices_in_groups(sizes, mesh):
+    fun = with_gradients(lambda w, rows: layer(w, rows, jnp.asarray(sizes, 'int32')))
+    step, run = partitioned(fun, WEIGHTS, ROWS, mesh, result_specs=RESULTS if mesh == FSDP else None)
+    if mesh == FSDP:
+        assert collectives(step) == EXPECTED
+    with jax.default_matmul_precision('highest'):
+        assert_equal(run(), jax.jit(fun)(WEIGHTS, ROWS))
+
+
+def test_sizes_of_groups_in_bytes():
+    rows, sizes = array(320, 8), np.asarray([200, 20, 100], 'uint8')
+    _, run = partitioned(lambda w, x: layer(w, x, jnp.asarray(sizes)), WEIGHTS, rows)
+    assert_equal(run(), layer(WEIGHTS, rows, jnp.asarray(sizes, 'int32')))
+
+
+OF_EXAMPLES = lax.RaggedDotDimensionNumbers((((2,), (1,)), ((), ())), [1], [0])
+
+
+@pytest.mark.parametrize('mesh', [FSDP, HSDP], ids=['fsdp', 'hsdp'])
+def test_groups_of_each_example(mesh):
+    ends = np.sort(np.random.default_rng(0).integers(0, 7, (8, 2)), -1)
+    sizes = np.diff(ends, prepend=0, append=6).astype('int32')
+
+    def fun(w, batch):
+        return lax.ragged_dot_general(batch[0], w['up'], batch[1], OF_EXAMPLES)
+
+    rows = array(8, 6, 8)
+    step, run = partitioned(fun, WEIGHTS, [rows, sizes], mesh)
+    assert collectives(step) == {"all_gather weight ['up'] for ragged_dot_general": 1}
+    with jax.default_matmul_precision('highest'):
+        assert_equal(run(), jax.jit(fun)(WEIGHTS, [rows, sizes]))
+
+
+def test_groups_and_weights_of_each_example():
+    def fun(w, batch):
+        rows, weights = batch
+        product = jax.vmap(lax.ragged_dot, (0, 0, 0))
+        return product(rows, weights, jnp.tile(jnp.asarray([2, 4]), (8, 1))) + w['up'][0, 0, 0]
+
+    step, run = partitioned(fun, WEIGHTS, [array(8, 6, 8), array(8, 2, 8, 4)], replicate=True)
+    assert not collectives(step)
+    with jax.default_matmul_precision('highest'):
+        assert_equal(run(), jax.jit(fun)(WEIGHTS, [array(8, 6, 8), array(8, 2, 8, 4)]))
+
+
+def random_ragged(random):
+    """A product in groups of random dimensions, and its operands."""
+    groups, size = int(random.integers(1, 5)), 8 * int(random.integers(1, 4))
+    k, n = random.integers(1, 6, 2)
+    mode = random.choice(['rows', 'contracted'])
+    ends = np.sort(random.integers(0, size + 1, groups))
+    sizes = np.diff(ends, prepend=0).astype('int32')
+    if mode == 'rows':
+        numbers = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
+        return numbers, array(size, k), array(groups, k, n), sizes
+    numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    return numbers, array(size, k), array(size, n), sizes
+
+
+@pytest.mark.parametrize('seed', range(8))
+def test_random_products(seed):
+    numbers, left, right, sizes = random_ragged(np.random.default_rng(seed))
+    is_batch = not numbers.rhs_group_dimensions
+
+    def fun(w, batch):
+        return lax.ragged_dot_general(batch[0], batch[1] if is_batch else w, jnp.asarray(sizes), numbers)
+
+    batch = [left, right] if is_batch else [left]
+    step, run = partitioned(fun, right, batch, replicate=True)
+    assert not any('examples gathered' in reason for reason in collectives(step))
+    with jax.default_matmul_precision('highest'):
+        assert_equal(run(), jax.jit(fun)(right, batch))
