@@ -103,6 +103,9 @@ def partition_shard_map(edit: Edit, equation: Any, values: Sequence[Value]) -> N
     if [*mesh.items()] != [*shared.mesh.shape.items()]:
         raise CannotPartition(equation, f'its mesh {mesh} is not that of the step, {dict(shared.mesh.shape)}')
     numbers = {axis: i for i, axis in enumerate(shared.axes)}
+    apart = [axis for axis in manual - numbers.keys() - shared.code.auto if mesh[axis] > 1]
+    if apart:
+        raise CannotPartition(equation, f'devices run the loop around it apart along {sorted(apart)}')
     axes = _Axes(
         {axis: i for axis, i in numbers.items() if axis in manual},
         manual & shared.code.auto,
