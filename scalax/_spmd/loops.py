@@ -201,7 +201,7 @@ def partition_while(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     ends = None if of_each else [edit.shared.replicated]
     test = edit.shared.jaxpr(loop.test, arguments, ends, backward=backward, at=equation)
     if of_each:
-        _check_apart(equation, test, inner, carried)
+        _check_apart(edit, equation, test, inner, carried)
     outputs = [edit.define(var, x) for var, x in zip(equation.outvars, carried, strict=True)]
     first = [edit.convert(value, x, equation) for value, x in zip(begun, carried, strict=True)]
     atoms = [*[x.atom for x in tested], *[x.atom for x in constants], *first]
@@ -215,10 +215,13 @@ def partition_while(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     edit.include(test, [*tested, *begun], None)
 
 
-def _check_apart(equation: Any, test: Partitioned, inner: Partitioned, carried: Sequence[Placements]) -> None:
+def _check_apart(
+    edit: Edit, equation: Any, test: Partitioned, inner: Partitioned, carried: Sequence[Placements]
+) -> None:
     """Raises `CannotPartition` unless devices may run a loop over examples apart, each until its own end.
 
     Such a loop has a test for each example, as ``jax.vmap`` makes it, and runs until all are at their end.
+    What the compiler exchanges along other mesh axes is not known.
     """
     [decided] = test.placements
     apart = not test.collectives and not inner.collectives
@@ -226,6 +229,11 @@ def _check_apart(equation: Any, test: Partitioned, inner: Partitioned, carried: 
         apart or is_replicated(decided)
     ):
         raise CannotPartition(equation, 'its rounds end for each example alone, and exchange something')
+    if edit.shared.auto.sizes and not is_replicated(decided):
+        axes = ', '.join(edit.shared.auto.sizes)
+        raise CannotPartition(
+            equation, f'its rounds end for each example alone, and may exchange something along {axes}'
+        )
 
 
 def _sharded_sums(shared: Shared, equation: Any, carried: Sequence[Placements]) -> dict[int, list[int]]:

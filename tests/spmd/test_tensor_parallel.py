@@ -7,7 +7,8 @@ import pytest
 from jax import lax
 
 from scalax._jax.equations import equations, manual_axes
-from scalax._spmd.auto_axes import auto_dims, auto_spec
+from scalax._spmd.auto_axes import AutoAxes, auto_dims, auto_spec
+from scalax._spmd.values import CannotPartition
 from scalax._transforms.sjit import partitioned as partitioned_steps
 from scalax.sharding import MeshShardingHelper, TreePathShardingRule
 from tests.support.partitioned import TP, P, assert_equal, partitioned
@@ -78,6 +79,51 @@ def test_parts_of_specs():
     assert auto_spec(spec, 5, sizes) == P('tp', None, OPEN, 'tp', None)
     assert auto_dims(P(('fsdp', 'tp')), 2, sizes) == (('tp',), ())
     assert auto_dims(P('fsdp'), 2, sizes) == ()
+
+
+def shared(fun):
+    """A function that is called with a matrix, and with its transpose."""
+    inner = jax.jit(lambda w: jnp.sin(w))
+    return lambda w: fun(inner(w), inner(w.T))
+
+
+@pytest.mark.parametrize(
+    'fun, expected',
+    [
+        (lambda w: w.T.reshape(2, 4, 8), ((), (), ('tp',))),
+        (lambda w: w.reshape(2, 4, 8), (('tp',), (), ())),
+        (lambda w: w.reshape(1, 8, 8), ((), ('tp',), ())),
+        (lambda w: w.reshape(64), (('tp',),)),
+        (lambda w: jnp.ones((4, 8)) @ w, ()),
+        (lambda w: w @ w.T, (('tp',), ())),
+        (lambda w: lax.cond(w[0, 0] > 0, lambda: w, lambda: w + 1), (('tp',), ())),
+        (lambda w: lax.scan(lambda c, row: (c + w, row), w, jnp.ones(3))[0], (('tp',), ())),
+        (lambda w: lax.scan(lambda c, row: (c, row), 0.0, w.T)[1], ((), ('tp',))),
+        (
+            lambda w: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (0, w))[1],
+            (('tp',), ()),
+        ),
+        (lambda w: jax.checkpoint(jnp.sin)(w), (('tp',), ())),
+        (lambda w: lax.with_sharding_constraint(w, P(None, 'tp')), ((), ('tp',))),
+        (lambda w: lax.with_sharding_constraint(w, P(OPEN, None)), (('tp',), ())),
+        (lambda w: lax.with_sharding_constraint(w, P()), ()),
+        # What a function is called with in two ways is not clear in it; behind it, it is.
+        (shared(lambda a, b: a + b.T), (('tp',), ())),
+    ],
+)
+def test_dimensions_along_other_axes(fun, expected):
+    mesh = jax.sharding.AbstractMesh((4, 2), ('fsdp', 'tp'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.sharding.use_abstract_mesh(mesh):
+        jaxpr = jax.make_jaxpr(fun)(jnp.ones((8, 8)))
+    known = AutoAxes(jaxpr, [(('tp',), ())], {'tp': 2})
+    assert known.of(jaxpr.jaxpr.outvars[0]) == expected
+
+
+def test_a_function_that_is_called_in_two_ways_says_nothing():
+    jaxpr = jax.make_jaxpr(shared(jnp.add))(jnp.ones((8, 8)))
+    known = AutoAxes(jaxpr, [(('tp',), ())], {'tp': 2})
+    [inner, *_] = [x.params['jaxpr'].jaxpr for x in jaxpr.jaxpr.eqns if x.primitive.name == 'jit']
+    assert known.of(inner.invars[0]) == ()
 
 
 WEIGHTS = {'a': array(8, 16), 'b': array(16, 8)}
@@ -221,6 +267,20 @@ def test_results_are_where_their_specs_say():
     results = run()
     assert_equal(results, fun(w, x))
     assert results[0].sharding.spec == P('fsdp', 'tp')
+
+
+def test_loops_that_end_for_each_example_alone_are_refused():
+    """Devices would run different numbers of rounds, and the compiler may exchange something in these."""
+
+    def fun(w, x):
+        def one(x):
+            return lax.while_loop(lambda x: x.sum() < 4, lambda x: x + jnp.abs(x @ w) + 1, x)
+
+        return jax.vmap(one)(x)
+
+    with pytest.raises(CannotPartition) as error:
+        partitioned(fun, array(8, 8), array(8, 8), TP, specs=[P('fsdp', 'tp')])
+    assert str(error.value) == ('its rounds end for each example alone, and may exchange something along tp')
 
 
 # Caches -----------------------------------------------------------------------------------------------
