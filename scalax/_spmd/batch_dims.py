@@ -14,12 +14,21 @@ from typing import Any, Self
 from scalax._jax.equations import Literal, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dimensions import Dimensions, Numbers
-from scalax._jaxprs.dims import ELEMENTWISE
+from scalax._jaxprs.dims import ELEMENTWISE, reshaped
 from scalax._spmd.placement import Placements, Replicate, Shard
 
 
 class _Numbered(Dimensions):
-    """Numbers the dimensions of constants, too."""
+    """Numbers the dimensions of constants, too.
+
+    Attributes:
+        splits: of reshapes whose first dimension does not divide, such as that of a batch into microbatches,
+            the numbers of the dimensions that are split, and that of the one that is sharded behind it.
+    """
+
+    def __init__(self, jaxpr: Any, blocks: int) -> None:
+        self.splits: list[tuple[Numbers, int]] = []
+        super().__init__(jaxpr, blocks)
 
     def _run(self, jaxpr: Any, arguments: Sequence[Numbers]) -> list[Numbers]:
         known = {id(var): numbers for var, numbers in zip(jaxpr.invars, arguments, strict=True)}
@@ -48,6 +57,27 @@ class _Numbered(Dimensions):
                 result = numbers if result is None else self.joined([result, numbers])
         return [self.new(equation.outvars[0]) if result is None else result]
 
+    def _reshaped(self, equation: Any, known: Numbers, new: Numbers) -> Numbers:
+        result = super()._reshaped(equation, known, new)
+        shape = shape_of(equation.outvars[0])
+        for old, split in reshaped(equation):
+            dim = sharded_part(split, shape, self._shards)
+            if dim is not None and result[split[0]] == new[split[0]]:
+                self.splits.append((tuple([known[x] for x in old]), result[dim]))
+        return result
+
+
+def sharded_part(dims: Sequence[int], shape: Sequence[int], blocks: int) -> int | None:
+    """Returns which of the dimensions that a sharded one is split into is sharded: the largest that divides.
+
+    Args:
+        dims: the dimensions.
+        shape: the shape of the value that has them.
+        blocks: into how many blocks all batch axes together split a dimension.
+    """
+    found = [dim for dim in dims if shape[dim] % blocks == 0]
+    return max(found, key=lambda dim: shape[dim]) if found else None
+
 
 class BatchDims:
     """The dimensions of the batch in the values of a jaxpr, and of those inside it.
@@ -67,6 +97,10 @@ class BatchDims:
                 if isinstance(placement, Shard) and not placement.is_state:
                     root = self._numbered.classes.root(numbers[placement.dim])
                     self._axes.setdefault(root, set()).add(axis)
+        for numbers, split in self._numbered.splits:
+            axes = {axis for x in numbers for axis in self._axes.get(self._numbered.classes.root(x), ())}
+            if axes:
+                self._axes.setdefault(self._numbered.classes.root(split), set()).update(axes)
 
     def add(self, atom: Any, dim: int, axes: Iterable[int]) -> None:
         """Takes note of a dimension of a value that is sharded over these axes, by number."""

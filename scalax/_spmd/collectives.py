@@ -60,6 +60,11 @@ class Collective:
     is_backward: bool
     number: int
 
+    @property
+    def gathers_state(self) -> bool:
+        """Whether it gathers state."""
+        return self.kind == 'all_gather' and self.what == 'state'
+
 
 class Exchange:
     """Writes the equations of conversions.

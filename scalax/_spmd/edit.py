@@ -84,6 +84,8 @@ class Edit:
         self.shares_results = False
         self.on_rows: dict[int, Placements] = {}
         self.group_sizes: dict[int, Any] = {}
+        self._bytes_gathered = 0
+        self._last_use: dict[int, int] = {}  # of gathered state -> the bytes that were gathered by then
         self._sliced: dict[int, tuple[Placements, list[Any]]] = {}
         self._uses = Counter([id(x) for eqn in inner.eqns for x in eqn.invars])
         self._uses.update(map(id, inner.outvars))
@@ -141,7 +143,7 @@ class Edit:
         """
         for each in inner.collectives:
             origin = operands[each.of].origin if isinstance(each.of, int) else each.of
-            self.collectives.append(
+            self._list(
                 Collective(
                     each.kind,
                     each.axes,
@@ -158,6 +160,11 @@ class Edit:
         for i in inner.gathered:
             if i not in stacks:
                 self._note_gathered(operands[i])
+
+    def _list(self, collective: Collective) -> None:
+        self.collectives.append(collective)
+        if collective.gathers_state:
+            self._bytes_gathered += collective.bytes
 
     def _note_gathered(self, value: Value) -> None:
         """Takes note of an argument that is gathered, or of that whose form a gathered value is.
@@ -182,6 +189,8 @@ class Edit:
         again = self.shared.options.reshard_after_forward
         backward = again and value.is_state and self.is_backward(equation)
         key = plain, backward
+        if backward and key not in value.versions and self._is_held(value, plain):
+            value.remember(key, value.versions[plain, False])
         if key not in value.versions:
             if self.shared.is_mixed and not self.divides(value.shape, plain):
                 raise CannotPartition(equation, f'{plain} split {value.shape} unevenly')
@@ -202,8 +211,22 @@ class Edit:
                     atom = self.emit_of(jax.lax.optimization_barrier, 'barrier', equation, [atom])
                 atom = self._exchange(value, atom, source, plain, equation, what)
             value.remember(key, atom)
-            return atom
-        return value.versions[key]
+        atom = value.versions[key]
+        if value.is_state:
+            self._last_use[id(atom)] = self._bytes_gathered
+        return atom
+
+    def _is_held(self, value: Value, placements: Placements) -> bool:
+        """Whether state that a forward pass gathered is held until the backward pass uses it.
+
+        The passes gather state apart, so that none is held in between. But if the forward pass ends with
+        it, and gathers less than its size behind it, a second gather would free nothing.
+        """
+        atom = value.versions.get((placements, False))
+        if atom is None:
+            return False
+        size = math.prod(shape_of(atom)) * atom.aval.dtype.itemsize
+        return self._bytes_gathered - self._last_use[id(atom)] < size
 
     def _is_narrower(self, value: Value) -> bool:
         """Whether the gathers of what state is computed of, such as int8 and scales, send half as much."""
@@ -250,9 +273,7 @@ class Edit:
             if step.kind in SENDING:
                 written, number = exchange.numbered(written, what)
                 facts = self.is_backward(equation), number
-                self.collectives.append(
-                    exchange.collective(step, equation, (atom, result), origin, what, facts)
-                )
+                self._list(exchange.collective(step, equation, (atom, result), origin, what, facts))
             self.eqns.append(written)
             if step.kind == 'all_gather':
                 self._note_gathered(value)

@@ -26,6 +26,7 @@ from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jax.rewriting import with_results
 from scalax._jaxprs.dims import CHEAP, ELEMENTWISE, FORWARDS, RULES, reshaped
 from scalax._spmd.auto_axes import AutoAxes
+from scalax._spmd.batch_dims import sharded_part
 from scalax._spmd.callbacks import CALLBACKS, partition_callback
 from scalax._spmd.constraints import constrain
 from scalax._spmd.costs import cheapest
@@ -271,9 +272,9 @@ class _Partitioning(Edit):
         for axis, placement in enumerate(value.placements):
             if isinstance(placement, Shard) and not placement.is_state:
                 for old, new in reshaped(equation):
-                    found = [dim for dim in new if output.shape[dim] % blocks == 0]
-                    if placement.dim in old and found:
-                        target[axis] = Shard(max(found, key=lambda dim: output.shape[dim]))
+                    dim = sharded_part(new, output.shape, blocks)
+                    if placement.dim in old and dim is not None:
+                        target[axis] = Shard(dim)
         if [*output.placements] != target:
             self.move(output, tuple(target), equation)
 

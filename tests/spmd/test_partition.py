@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from scalax._jax.equations import equations, shape_of
 from scalax._spmd.values import CannotPartition
 from tests.support.partitioned import FSDP, HSDP, P, assert_equal, collectives, partitioned, state_spec
 
@@ -119,7 +120,8 @@ CASES = {
 def fsdp(weights, others=()):
     """Collectives of FSDP: of each weight its gathers by primitive and how often, and one scatter.
 
-    A weight is gathered in the forward pass, and in the backward pass if that takes it.
+    A weight is gathered in the forward pass, and in the backward pass if that takes it and as many bytes
+    of others were gathered in between.
     """
     found = {'all_reduce sum over examples for a result': 1, **dict(others)}
     for name, gathers, times in weights:
@@ -140,16 +142,17 @@ EXPECTED = {
         ]
     ),
     'grouped': fsdp([('k', {'conv_general_dilated': 1}, 1)]),
-    # The backward pass takes no weight of the first layer.
+    # The backward pass takes no weight of the first layer, and begins with the last one, which is smaller
+    # than the one before.
     'linear': fsdp(
-        [('a', {'dot_general': 1}, 1), ('b', {'dot_general': 2}, 1), ('c', {'dot_general': 2}, 1)]
+        [('a', {'dot_general': 1}, 1), ('b', {'dot_general': 1}, 1), ('c', {'dot_general': 1}, 1)]
     ),
     'codebook': fsdp([('c', {'sub': 1}, 1)]),
-    # Gathered before the loops over time, and reduced behind them.
-    'recurrent': fsdp([('i', {'scan': 1}, 1), ('h', {'scan': 2}, 1)]),
+    # Gathered before the loop over time, held for the loop of the backward pass, and reduced behind it.
+    'recurrent': fsdp([('i', {'scan': 1}, 1), ('h', {'scan': 1}, 1)]),
     # The moments of a batch, and their gradients, are reduced before they are broadcast.
     'batch_norm': fsdp(
-        [('a', {'dot_general': 1}, 1), ('scale', {'mul': 2}, 1)],
+        [('a', {'dot_general': 1}, 1), ('scale', {'mul': 1}, 1)],
         {
             'all_reduce sum over examples for sub': 2,
             'all_reduce sum over examples for select_n': 1,
@@ -158,7 +161,7 @@ EXPECTED = {
     ),
     'dropout': fsdp([('a', {'dot_general': 1}, 1)]),
     'lookup': fsdp([('table', {'gather': 1}, 1)]),
-    'tied': fsdp([('table', {'gather': 1, 'dot_general': 2}, 1)]),
+    'tied': fsdp([('table', {'gather': 1, 'dot_general': 1}, 1)]),
     'narrow': fsdp([('a', {'dot_general': 1}, 1)]),
 }
 
@@ -305,6 +308,64 @@ def test_gradients_of_microbatches_are_reduced_once():
     fun, w, x = CONTROL['accumulated']
     step, _ = partitioned(fun, w, x, result_specs=[state_spec(w.shape)])
     assert [(row.kind, row.count) for row in step.rows if 'gradient' in row.reason] == [('reduce_scatter', 1)]
+
+
+def accumulated(layers):
+    """A loop over microbatches of a network, whose layers are written out."""
+
+    def step(w, x):
+        def loss(w, x):
+            for _ in range(layers):
+                x = jnp.tanh(x @ w.pop())
+            return jnp.mean(x)
+
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)([*w], part)), None
+
+        return lax.scan(add, jax.tree.map(jnp.zeros_like, w), x.reshape(4, 8, 8))[0]
+
+    return step, [array(8, 8) for _ in range(layers)], array(32, 8)
+
+
+def test_a_loop_over_microbatches_of_a_small_network_holds_its_weights():
+    fun, w, x = accumulated(2)
+    step, run = partitioned(fun, w, x, result_specs=[state_spec((8, 8))] * 2)
+    assert collectives(step) == {
+        **{f'all_gather weight [{i}] for scan': 1 for i in range(2)},
+        **{f'reduce_scatter gradient of [{i}]': 1 for i in range(2)},
+        'all_gather examples gathered for reshape': 1,
+    }
+    assert_equal(run(), jax.jit(fun)(w, x))
+
+
+def test_a_loop_over_microbatches_of_a_large_network_holds_no_weights():
+    fun, w, x = accumulated(6)
+    step, run = partitioned(fun, w, x, result_specs=[state_spec((8, 8))] * 6)
+    # The backward pass begins with the last layer, and takes nothing of the first one.
+    gathers = [1, *[2] * 4, 1]
+    assert collectives(step) == {
+        **{f'all_gather weight [{i}] for dot_general': 4 * gathers[i] for i in range(6)},
+        **{f'reduce_scatter gradient of [{i}]': 4 for i in range(6)},
+        'all_gather examples gathered for reshape': 1,
+    }
+    assert_equal(run(), jax.jit(fun)(w, x))
+
+
+def test_constants_of_microbatches_are_computed_for_the_examples_of_a_device():
+    """They have a dimension of a microbatch, into which the dimension of the batch is split."""
+
+    def fun(w, x):
+        def add(total, part):
+            noise = jax.random.normal(jax.random.key(0), (8, 16)) * 2
+            return total + jnp.mean(jnp.tanh(part @ w + noise)), None
+
+        return lax.scan(add, 0.0, x.reshape(4, 8, 8))[0]
+
+    w, x = array(8, 16), array(32, 8)
+    step, run = partitioned(fun, w, x)
+    made = [eqn for eqn in equations(step.jaxpr) if eqn.primitive.name != 'all_gather']
+    assert (8, 16) not in {shape_of(eqn.outvars[0]) for eqn in made}
+    assert_equal(run(), fun(w, x))
 
 
 FAILURES = {

@@ -89,8 +89,8 @@ def arguments():
 
 
 FSDP = FSDPShardingRule(min_fsdp_size=1)
-# Of weights: a gather in the loop of the forward pass, and one in that of the backward pass. Behind
-# the loops likewise, but the backward pass takes no embedding.
+# Of weights: a gather in the loop of the forward pass, and one in that of the backward pass. Of what is
+# around the loops, the backward pass takes no embedding, and holds what it begins with.
 WEIGHTS = len(MATRICES) + 2
 COLUMNS, ROWS = P(None, 'fsdp', 'tp'), P(None, 'tp', 'fsdp')
 TENSOR_PARALLEL = TreePathShardingRule(
@@ -105,12 +105,12 @@ STRATEGIES = {
         ['fsdp'],
         FSDP,
         P('fsdp'),
-        {'all_gather': 2 * WEIGHTS + 5, 'reduce_scatter': WEIGHTS + 3, 'psum': 2},
+        {'all_gather': 2 * WEIGHTS + 4, 'reduce_scatter': WEIGHTS + 3, 'psum': 2},
     ),
     'DDP': ([8], ['data'], P(), P('data'), {'psum': WEIGHTS + 3 + 1}),
     'HSDP': (
         *([2, 4], ['replica', 'fsdp'], FSDP, P(('replica', 'fsdp'))),
-        {'all_gather': 2 * WEIGHTS + 5, 'reduce_scatter': WEIGHTS + 3, 'psum': WEIGHTS + 3 + 2},
+        {'all_gather': 2 * WEIGHTS + 4, 'reduce_scatter': WEIGHTS + 3, 'psum': WEIGHTS + 3 + 2},
     ),
     # The norm behind the layers is replicated, and the global norm is summed before it and behind it.
     'FSDP x TP': (

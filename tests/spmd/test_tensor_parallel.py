@@ -137,8 +137,6 @@ def test_blocks_along_tp_are_gathered_and_reduced():
     assert sorted(x for x in exchanged(step) if x[0] != 'psum') == [
         ('all_gather', (2, 8), (8, 8), BOTH),
         ('all_gather', (8, 2), (8, 8), BOTH),
-        # In the backward pass that of the second product again.
-        ('all_gather', (8, 2), (8, 8), BOTH),
         ('reduce_scatter', (8, 8), (2, 8), BOTH),
         ('reduce_scatter', (8, 8), (8, 2), BOTH),
     ]
