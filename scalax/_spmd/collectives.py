@@ -63,7 +63,7 @@ class Collective:
     @property
     def gathers_state(self) -> bool:
         """Whether it gathers state."""
-        return self.kind == 'all_gather' and self.what == 'state'
+        return self.kind == 'all_gather' and self.what == 'weight'
 
 
 class Exchange:

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec
 
 from scalax._jax.equations import manual_axes, mapped, mapped_inputs, mapped_mesh, mapped_outputs, shape_of
 from scalax._spmd.edit import Edit
+from scalax._spmd.layouts import Layout
 from scalax._spmd.placement import REPLICATE, Placement, Placements, Shard, Step, shard_counts
 from scalax._spmd.values import Argument, CannotPartition, Value
-from scalax._spmd.wanted import Layout
 
 _Order = tuple[tuple[str, int, bool], ...]
 """The mesh axes that shard a dimension, from the major one to the minor one: the name and size of each, and

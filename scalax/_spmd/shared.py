@@ -17,10 +17,11 @@ from scalax._spmd.auto_axes import AutoAxes
 from scalax._spmd.batch_dims import BatchDims
 from scalax._spmd.batch_sources import batch_sources
 from scalax._spmd.collectives import Exchange
+from scalax._spmd.layouts import Layout
 from scalax._spmd.options import DEFAULT, BatchPartitioning
 from scalax._spmd.placement import Placements, Shard
 from scalax._spmd.values import Argument, Partitioned, Settled, Value, is_replicated, replicated
-from scalax._spmd.wanted import Layout, Wanted
+from scalax._spmd.wanted import Wanted
 
 
 class Shared:
@@ -34,6 +35,7 @@ class Shared:
         axes: the mesh axes of the batch, from the major one to the minor one.
         auto: where values are along other mesh axes; None if there are none.
         options: what users choose.
+        states: the layouts of the arguments that are state in blocks.
 
     Attributes:
         mesh: the mesh.
@@ -60,6 +62,7 @@ class Shared:
         axes: Sequence[str],
         auto: AutoAxes | None = None,
         options: BatchPartitioning = DEFAULT,
+        states: Sequence[Layout | None] = (),
     ) -> None:
         self.mesh, self.options = mesh, options
         self.mesh_axes = {axis: mesh.shape[axis] for axis in axes}
@@ -69,7 +72,7 @@ class Shared:
         self.code = ManualCode(mesh, self.auto.sizes)
         self.exchange = Exchange(self.code, self.axes, self.sizes)
         holds_sums = options.reduce_per_microbatch is False
-        self.wanted = Wanted(jaxpr, results, holds_sums=holds_sums)
+        self.wanted = Wanted(jaxpr, results, states, holds_sums=holds_sums)
         self.batch_dims = BatchDims(jaxpr, [each.placements for each in arguments], self.sizes)
         if all(argument.is_state for argument in arguments):
             sharded = [not is_replicated(argument.placements) for argument in arguments]

@@ -14,13 +14,13 @@ from scalax._jax.rewriting import run_as_one
 from scalax._spmd.auto_axes import AutoAxes, AutoDims, auto_dims, auto_spec
 from scalax._spmd.collectives import Collective
 from scalax._spmd.constraints import of_spec
+from scalax._spmd.layouts import Layout, state_placement
 from scalax._spmd.options import DEFAULT, BatchPartitioning
 from scalax._spmd.partition import Partitioner
 from scalax._spmd.placement import REPLICATE, Partial, Placements, Shard
 from scalax._spmd.rewrites import StepFacts, rewritten
 from scalax._spmd.rewrites.updated_stacks import hold_updated_stacks
-from scalax._spmd.values import Argument, replicated
-from scalax._spmd.wanted import Layout, state_placement
+from scalax._spmd.values import Argument, is_replicated, replicated
 
 if TYPE_CHECKING:
     from scalax._spmd.report import CollectiveRow
@@ -121,14 +121,16 @@ def partition_step(
     def auto(spec: PartitionSpec | None, atom: Any) -> AutoDims:
         return auto_dims(spec or PartitionSpec(), len(shape_of(atom)), others)
 
-    wanted = [
-        None
-        if each.spec is None
-        else Layout(
-            *(placed(each.spec, var, is_state=True), each.path, i),
-            tuple([(dim, axes) for dim, axes in enumerate(auto(each.spec, var)) if axes]),
-        )
-        for i, (each, var) in enumerate(zip(results, inner.outvars, strict=True))
+    def layout(i: int, leaf: StepArgument | StepResult, var: Any) -> Layout | None:
+        if leaf.spec is None:
+            return None
+        along_others = tuple([(dim, axes) for dim, axes in enumerate(auto(leaf.spec, var)) if axes])
+        return Layout(placed(leaf.spec, var, is_state=True), leaf.path, i, along_others)
+
+    wanted = [layout(i, *pair) for i, pair in enumerate(zip(results, inner.outvars, strict=True))]
+    states = [
+        layout(i, leaf, var) if not (leaf.is_batch or is_replicated(argument.placements)) else None
+        for i, (leaf, var, argument) in enumerate(zip(arguments, inner.invars, known, strict=True))
     ]
     if others:
         jaxpr = hold_updated_stacks(
@@ -142,7 +144,7 @@ def partition_step(
         auto(each.spec, var) for each, var in zip(arguments, opened(jaxpr).invars, strict=True)
     ]
     along_others = AutoAxes(jaxpr, placed_along_others, others)
-    partitioner = Partitioner(jaxpr, known, wanted, mesh, axes, along_others, options)
+    partitioner = Partitioner(jaxpr, known, wanted, mesh, axes, along_others, options, states)
     first = [None if layout is None else layout.placements for layout in wanted]
     found = partitioner.jaxpr(jaxpr, known, first)
     if any(isinstance(x, Partial) for placements in found.placements for x in placements):

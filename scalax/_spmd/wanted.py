@@ -1,15 +1,15 @@
 """The layouts in which sums are wanted: those of the state that they become part of.
 
 A gradient is a sum over examples. It is reduced to the layout of its weight, which is known from what the
-step returns: the pass goes backward from the results of a jaxpr, through what keeps the layout of its
-operands.
+step returns, or from the state that it is added to (`state_layouts`): the pass goes backward from the results
+of a jaxpr, through what keeps the layout of its operands.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from scalax._jax.equations import (
     CALLS,
@@ -23,24 +23,10 @@ from scalax._jax.equations import (
 )
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.carry_accumulation import reductions_of
-from scalax._jaxprs.dims import ELEMENTWISE, Axes, dims_of, reshaped
-from scalax._spmd.placement import REPLICATE, SUM, Partial, Placement, Placements, Replicate, Shard, moved
-
-
-class Layout(NamedTuple):
-    """The layout of state.
-
-    Attributes:
-        placements: its placements; `Partial` where a sum is left to a loop around to be reduced.
-        path: the path of the state; None of another result, such as a loss.
-        result: the number of the result that it is of; of equal layouts, that of the first result counts.
-        auto: the Auto axes that shard it too: dimensions with the axes of each.
-    """
-
-    placements: Placements
-    path: str | None
-    result: int = 0
-    auto: tuple[tuple[int, Axes], ...] = ()
+from scalax._jaxprs.dims import ELEMENTWISE, dims_of, reshaped
+from scalax._spmd.layouts import Layout, Shifted, layout_at
+from scalax._spmd.placement import REPLICATE, SUM, Partial, Placements, Replicate, Shard
+from scalax._spmd.state_layouts import state_layouts
 
 
 def reduced(placements: Placements, layout: Layout | None, *, held: bool = False) -> Placements:
@@ -65,6 +51,8 @@ _KEEPING = (
     | {'transpose', 'squeeze', 'broadcast_in_dim', 'pad', 'slice', 'concatenate'}
     | {'optimization_barrier', 'dynamic_update_slice'}
 )
+# These hold jaxprs.
+_HOLDING = CALLS.keys() | {'cond', 'scan', 'while'}
 _Known = Layout | None
 
 
@@ -74,12 +62,21 @@ class Wanted:
     Args:
         jaxpr: the jaxpr, open or closed.
         results: the layouts of its results; None where any will do.
+        arguments: those of its arguments that are state in blocks, for results of which nothing is said.
         holds_sums: whether loops hold what they add up as sums also along axes that shard the state.
     """
 
-    def __init__(self, jaxpr: Any, results: Sequence[_Known], *, holds_sums: bool = False) -> None:
+    def __init__(
+        self,
+        jaxpr: Any,
+        results: Sequence[_Known],
+        arguments: Sequence[_Known] = (),
+        *,
+        holds_sums: bool = False,
+    ) -> None:
         self._of: dict[int, Layout] = {}
         self._holds_sums = holds_sums
+        self._states = {} if all(results) else state_layouts(jaxpr, arguments)
         self._axes: Sequence[int] | None = None
         self._backward(jaxpr, results)
 
@@ -107,8 +104,8 @@ class Wanted:
         for var, layout in zip(inner.outvars, results, strict=True):
             self._want(var, layout)
         for equation in reversed(inner.eqns):
-            found = [self._of.get(id(var)) for var in equation.outvars]
-            if any(found):
+            found = [self._of.get(id(var)) or self._states.get(id(var)) for var in equation.outvars]
+            if any(found) or (self._states and primitive_name(equation) in _HOLDING):
                 for atom, layout in zip(equation.invars, self._operands(equation, found), strict=False):
                     self._want(atom, layout)
         return [self._of.get(id(var)) for var in inner.invars]
@@ -140,7 +137,7 @@ class Wanted:
             out, old = shape_of(equation.outvars[0]), shape_of(equation.invars[0])
             groups = [(mine[0], theirs[0]) for mine, theirs in reshaped(equation)]
             pairs = {new: before for before, new in groups if out[new] == old[before]}
-            return [_at(layout, pairs)]
+            return [layout_at(layout, pairs)]
         if name not in _KEEPING:
             return ()
         if name == 'optimization_barrier':
@@ -154,13 +151,13 @@ class Wanted:
             if shapes[i][dim] == out[new]
         ]
         return [
-            _at(layout, {new: dim for j, new, dim in kept if i == j}) if shape else None
+            layout_at(layout, {new: dim for j, new, dim in kept if i == j}) if shape else None
             for i, shape in enumerate(shapes)
         ]
 
     def _loop(self, equation: Any, results: Sequence[_Known]) -> Sequence[_Known]:
         loop = loop_of(equation)
-        stacks = [_at(each, _Shifted(-1)) for each in results[loop.carried :]]
+        stacks = [layout_at(each, Shifted(-1)) for each in results[loop.carried :]]
         carried = [*results[: loop.carried]]
         behind, sums = carried, self._sums(loop)
         carried = [self._held(x) if i in sums else x for i, x in enumerate(carried)]
@@ -172,7 +169,7 @@ class Wanted:
             if merged == carried:
                 break
             carried = merged
-        elements = [_at(each, _Shifted(1)) for each in found[before + loop.carried :]]
+        elements = [layout_at(each, Shifted(1)) for each in found[before + loop.carried :]]
         carried = [behind[i] if i in sums else x for i, x in enumerate(carried)]
         return [*[None] * loop.tested, *found[:before], *carried, *elements]
 
@@ -192,31 +189,3 @@ class Wanted:
             return None
         placements = [SUM if self._holds_sums or isinstance(x, Replicate) else x for x in layout.placements]
         return layout._replace(placements=tuple(placements))
-
-
-class _Shifted(dict[int, int]):
-    """Dimensions that all have another number."""
-
-    def __init__(self, by: int) -> None:
-        super().__init__()
-        self._by = by
-
-    def __contains__(self, dim: object) -> bool:
-        return isinstance(dim, int) and dim + self._by >= 0
-
-    def __missing__(self, dim: int) -> int:
-        return dim + self._by
-
-
-def _at(layout: _Known, dims: dict[int, int]) -> _Known:
-    """The layout with its dimensions in other places; None if a sharded one has none."""
-    placements = None if layout is None else moved(layout.placements, dims)
-    if layout is None or placements is None:
-        return None
-    auto = tuple([(dims[dim], axes) for dim, axes in layout.auto if dim in dims])
-    return layout._replace(placements=placements, auto=auto)
-
-
-def state_placement(placement: Placement) -> Placement:
-    """Returns the placement of a block of state."""
-    return Shard(placement.dim, is_state=True) if isinstance(placement, Shard) else placement

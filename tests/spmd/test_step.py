@@ -115,7 +115,7 @@ STRATEGIES = {
     # The norm behind the layers is replicated, and the global norm is summed before it and behind it.
     'FSDP x TP': (
         *([4, 2], ['fsdp', 'tp'], TENSOR_PARALLEL, P('fsdp')),
-        {'all_gather': 2 * WEIGHTS + 3, 'reduce_scatter': WEIGHTS + 2, 'psum': 4},
+        {'all_gather': 2 * WEIGHTS + 2, 'reduce_scatter': WEIGHTS + 2, 'psum': 4},
     ),
 }
 

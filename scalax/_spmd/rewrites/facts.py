@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from jax.sharding import AbstractMesh
 
+from scalax._spmd.layouts import Layout
 from scalax._spmd.values import Argument
-from scalax._spmd.wanted import Layout
 
 
 class StepFacts(NamedTuple):
