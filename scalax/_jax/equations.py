@@ -52,7 +52,8 @@ def argument_names(jaxpr: Any) -> Sequence[str]:
 
 def shape_of(atom: Any) -> tuple[int, ...]:
     """The shape of a variable or literal; that of what has none, such as a token, is empty."""
-    return tuple(getattr(atom.aval, 'shape', ()))
+    shape = getattr(atom.aval, 'shape', ())
+    return shape if type(shape) is tuple else tuple(shape)
 
 
 def size_of(atom: Any) -> int:
@@ -211,6 +212,9 @@ def values_in(equation: Any) -> Iterator[Any]:
     return _values(equation.params)
 
 
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+
+
 def _values(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         value = tuple(value.values())
@@ -218,7 +222,10 @@ def _values(value: Any) -> Iterator[Any]:
         value = tuple(getattr(value, field.name, None) for field in dataclasses.fields(value))
     if isinstance(value, list | tuple):
         for part in value:
-            yield from _values(part)
+            if type(part) in _PLAIN:  # most, without an iterator for each
+                yield part
+            else:
+                yield from _values(part)
     else:
         yield value
 

@@ -34,7 +34,8 @@ class Classes:
     def unite(self, one: int, other: int) -> None:
         """Makes one class of two."""
         a, b = self.root(one), self.root(other)
-        self._parents[max(a, b)] = min(a, b)
+        if a != b:
+            self._parents[max(a, b)] = min(a, b)
 
 
 class Dimensions(Interpreter[Numbers]):
@@ -123,9 +124,12 @@ class Dimensions(Interpreter[Numbers]):
 
     def _united(self, numbers: Sequence[int]) -> int:
         """The least of numbers whose dimensions are one."""
-        for number in numbers[1:]:
-            self.classes.unite(numbers[0], number)
-        return min(numbers)
+        least = first = numbers[0]
+        for number in numbers:
+            if number != first:
+                self.classes.unite(first, number)
+                least = min(least, number)
+        return least
 
     def _reshaped(self, equation: Any, known: Numbers, new: Numbers) -> Numbers:
         """The dimensions of a reshape: of those that it merges or splits the first ones are one."""
