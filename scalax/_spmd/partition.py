@@ -32,8 +32,8 @@ from scalax._spmd.constraints import constrain
 from scalax._spmd.costs import cheapest
 from scalax._spmd.edit import Edit
 from scalax._spmd.kernels import kernel_params
-from scalax._spmd.local_sorts import note_sort, on_own_groups, write_on_rows
 from scalax._spmd.layouts import Layout
+from scalax._spmd.local_sorts import note_sort, on_own_groups, write_on_rows
 from scalax._spmd.loops import partition_call, partition_cond, partition_scan, partition_while
 from scalax._spmd.op_rules import Op, Strategy, is_zero, strategy
 from scalax._spmd.parts import has_parts
