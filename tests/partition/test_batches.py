@@ -21,10 +21,6 @@ MADE_INSIDE = (
     'shards it, so activations move instead of weights; the batch partitioner will take such a constraint as '
     'the source of the batch'
 )
-TENSOR_PARALLEL_CACHE = (
-    'every mesh axis of a KV cache counts as an axis of the batch, so features are gathered along tp; the '
-    'batch partitioner will take the axes of the dimension that all arrays of the batch share'
-)
 
 
 def loss(params, tokens):
@@ -178,14 +174,12 @@ def test_values_of_decoding(options):
     assert_values_of_one_device(decoding(**options), next_token, *decoding_arguments())
 
 
-@pending(TENSOR_PARALLEL_CACHE)
 @pytest.mark.parametrize('options', BATCHES.values(), ids=BATCHES)
 def test_the_axes_of_a_batch_are_those_of_the_dimension_that_its_arrays_share(options):
     assert decoding(**options).followed(*decoding_arguments()).axes == ('fsdp',)
 
 
 @pytest.mark.medium
-@pending(TENSOR_PARALLEL_CACHE)
 @pytest.mark.parametrize('options', BATCHES.values(), ids=BATCHES)
 def test_features_are_not_gathered_along_the_axis_of_heads(options):
     args = decoding_arguments()

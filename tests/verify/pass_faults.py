@@ -17,12 +17,11 @@ from jax.sharding import PartitionSpec as P
 from scalax._follow import (
     loops_over_rows,
     matrices,
-    orders,
     rows_by_number,
     run,
 )
 from scalax._jax import kernels
-from scalax._jaxprs import dims
+from scalax._jaxprs import dims, orders
 from scalax._transforms.sjit import dispatch
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 from tests.verify.fault import (

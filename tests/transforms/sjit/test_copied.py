@@ -124,6 +124,7 @@ def test_methods_stay_with_the_function():
         'trace',
         'eval_shape',
         'followed',
+        'explain_propagation',
         'shardings_for',
         'get_jitted_function_by_args',
         'clear_cache',
