@@ -53,8 +53,8 @@ class Way(NamedTuple):
 
 LIMITS = {
     'made': Way(76, 14, 27),
-    'first': Way(137, 18, 67) if GUARDED else Way(135, 18, 65),
-    'another length': Way(145, 17, 69) if GUARDED else Way(144, 17, 68),
+    'first': Way(138, 18, 68) if GUARDED else Way(135, 18, 65),
+    'another length': Way(146, 17, 70) if GUARDED else Way(144, 17, 68),
     'again': Way(2, 2, 1) if GUARDED else Way(1, 1, 0),
     'first, not followed': Way(114, 16, 60) if GUARDED else Way(112, 16, 58),
     'another length, not followed': Way(122, 15, 62) if GUARDED else Way(121, 15, 61),
