@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Var
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
@@ -307,6 +308,49 @@ class ManualCode:
     def _jit(self) -> Any:
         [template] = _cached(_Keyed(jax.jit(lambda x: x), 'jit'), (((), 'float32'),), self._trace)
         return template
+
+    def scalar(self, dtype: Any) -> Any:
+        """Returns a new variable of one element. Relies on what `var` relies on."""
+        return Var(self.blank.outvars[0].aval.update(dtype=jnp.dtype(dtype), weak_type=False))
+
+    def called(self, function: Callable[..., Any], like: Any, operands: Sequence[Any]) -> Any:
+        """Returns the call of a function of several operations, with new results.
+
+        Args:
+            function: the function; it returns a list.
+            like: the equation whose line the call gets.
+            operands: the operands.
+        """
+        types = [(shape_of(atom), atom.aval.dtype) for atom in operands]
+        [call] = _traced(jax.jit(function), *types, trace=self._trace)
+        assert len({*map(id, call.invars)}) == len(operands)
+        return call.replace(invars=[*operands], source_info=like.source_info)
+
+
+def scan_counts(constants: int, carried: int, elements: int, results: int) -> dict[str, Any]:
+    """Returns the parameters of a `scan` that depend on its numbers of operands and results only.
+
+    Relies on all others of its parameters being in `_SCAN_OPTIONS`.
+    """
+    return {**_scan_counts(constants, carried, elements, results)}
+
+
+_SCAN_OPTIONS = frozenset(('jaxpr', 'length', 'reverse', 'unroll', '_split_transpose'))
+
+
+@functools.lru_cache(maxsize=1024)
+def _scan_counts(constants: int, carried: int, elements: int, results: int) -> dict[str, Any]:
+    def run(fixed: Sequence[Any], begun: Sequence[Any], stacks: Sequence[Any]) -> Any:
+        def layer(state: Sequence[Any], parts: Sequence[Any]) -> Any:
+            total = sum([*fixed, *parts], jnp.float32(1.0))
+            return [x + total for x in state], [total * i for i in range(2, 2 + results)]
+
+        return jax.lax.scan(layer, begun, stacks, 2)
+
+    number, stack = jax.ShapeDtypeStruct((), 'float32'), jax.ShapeDtypeStruct((2,), 'float32')
+    jaxpr = opened(jax.make_jaxpr(run)([number] * constants, [number] * carried, [stack] * elements))
+    [equation] = [each for each in jaxpr.eqns if each.primitive.name == 'scan']
+    return {name: value for name, value in equation.params.items() if name not in _SCAN_OPTIONS}
 
 
 class _Keyed:

@@ -22,6 +22,7 @@ from scalax._jax.equations import (
     DropVar,
     Literal,
     called,
+    computed_again,
     loop_of,
     opened,
     shape_of,
@@ -254,6 +255,15 @@ class Rewriter:
         if primitive_name(equation) in WITH_JAXPRS:
             equation = with_jaxprs(equation, *map(self.jaxpr, _held(equation)))
         return self._change(equation)
+
+
+def seen_through(equation: Any) -> Any:
+    """A call whose operands the compiler may see through. Relies on what `computed_again` relies on."""
+    said = computed_again(equation)
+    if not any(said):
+        return equation
+    none = False if isinstance(equation.params['prevent_cse'], bool) else (False,) * len(said)
+    return equation.replace(params={**equation.params, 'prevent_cse': none})
 
 
 def constraint(var: Any, sharding: NamedSharding, like: Any, context: Any) -> Any:

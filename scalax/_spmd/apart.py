@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from scalax._jax.equations import Loop
+from scalax._jax.equations import Loop, equations
 from scalax._jaxprs.carry_accumulation import reductions_of
 from scalax._spmd.edit import Edit
 from scalax._spmd.placement import REPLICATE, Partial, Placement, Placements, Shard
@@ -90,6 +90,8 @@ def axes_apart(edit: Edit, loop: Loop, begun: Sequence[Value], stacks: Sequence[
     """
     sizes, every = edit.shared.sizes, range(len(edit.shared.axes))
     together = Apart((), every, 1, [REPLICATE] * len(begun))
+    if has_pipelines(edit, loop):
+        return together  # stages wait for each other
     axes = [
         i
         for i in every
@@ -104,6 +106,12 @@ def axes_apart(edit: Edit, loop: Loop, begun: Sequence[Value], stacks: Sequence[
     if carried is None:
         return together
     return Apart(axes, [i for i in every if i not in axes], count, carried)
+
+
+def has_pipelines(edit: Edit, loop: Loop) -> bool:
+    """Returns whether a round runs layers as a pipeline."""
+    pipelines = edit.shared.pipelines
+    return bool(pipelines) and any(id(equation) in pipelines for equation in equations(loop.body))
 
 
 def _reductions(loop: Loop) -> list[Placement] | None:

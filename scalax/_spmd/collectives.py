@@ -74,6 +74,7 @@ class Exchange:
         axes: the batch axes, from the major one to the minor one.
         sizes: their sizes.
         numbers: the numbers of the collectives that follow; None begins with 1.
+        in_turn: the number of the axis, of these, whose blocks come one after the other on one device.
     """
 
     def __init__(
@@ -82,8 +83,9 @@ class Exchange:
         axes: Sequence[str],
         sizes: Sequence[int],
         numbers: Iterator[int] | None = None,
+        in_turn: int | None = None,
     ) -> None:
-        self._code, self.axes, self.sizes = code, tuple(axes), tuple(sizes)
+        self._code, self.axes, self.sizes, self._in_turn = code, tuple(axes), tuple(sizes), in_turn
         self.numbers = itertools.count(1) if numbers is None else numbers
 
     def numbered(self, equation: Any, what: What) -> tuple[Any, int]:
@@ -91,25 +93,33 @@ class Exchange:
         number = next(self.numbers)
         return in_scope(equation, f'scalax({what}, {number})'), number
 
+    def block(self, axes: Sequence[int]) -> Block:
+        """Returns the axes, of these numbers, along which a dimension is split, as `index_of` takes them."""
+        return tuple([(None if i == self._in_turn else self.axes[i], self.sizes[i]) for i in axes])
+
     def equation(
-        self, step: Step, like: Any, operand: Any, result: Any, auto: Sequence[Sequence[str]] = ()
+        self,
+        step: Step,
+        like: Any,
+        operands: Sequence[Any],
+        result: Any,
+        auto: Sequence[Sequence[str]] = (),
     ) -> Any:
         """Returns the equation of one step.
 
         Args:
             step: the step.
             like: the equation whose line it gets.
-            operand: the value.
+            operands: the value, and the number of its block where blocks come one after the other.
             result: the converted value.
             auto: the Auto axes that shard each dimension of the value; empty if none does.
         """
-        axes = tuple([self.axes[i] for i in step.axes])
-        sizes = tuple([self.sizes[i] for i in step.axes])
-        key = step._replace(axes=()), axes, sizes
+        [operand, *_] = operands
+        key = step._replace(axes=()), self.block(step.axes)
         is_key = jax.dtypes.issubdtype(operand.aval.dtype, jax.dtypes.prng_key)
         function = _functions(*key, is_key)
         if is_key or step.kind in ('slice', 'mask'):
-            return with_results(self._code.equation(function, (*key, is_key), like, [operand]), [result])
+            return with_results(self._code.equation(function, (*key, is_key), like, operands), [result])
         spec = _kept_spec(step, auto)
         if any(spec):
             # XLA's partitioner would gather the value along these axes first.
@@ -172,12 +182,29 @@ def _along_auto_axes(function: Callable[[Any], Any], spec: PartitionSpec) -> Cal
     return nested
 
 
+Block = tuple[tuple[str | None, int], ...]
+"""The axes along which a dimension is split, and their sizes; None where blocks come one after the other."""
+
+
+def index_of(block: Block, *number: Any) -> Any:
+    """Returns the index of a device's block; *number* is that of the block that blocks in turn have."""
+    if all(axis is not None for axis, _ in block):
+        return jax.lax.axis_index(_name(block))
+    index: Any = 0
+    for axis, size in block:
+        index = index * size + (number[0] if axis is None else jax.lax.axis_index(axis))
+    return index
+
+
+def _name(block: Block) -> Any:
+    axes = tuple([axis for axis, _ in block])
+    return axes if len(axes) > 1 else axes[0]
+
+
 @functools.lru_cache(maxsize=1024)
-def _functions(
-    step: Step, axes: tuple[str, ...], sizes: tuple[int, ...], is_key: bool
-) -> Callable[[Any], Any]:
+def _functions(step: Step, block: Block, is_key: bool) -> Callable[..., Any]:
     """The function of one operation that a step is."""
-    dim, name = step.dim, axes if len(axes) > 1 else axes[0]
+    dim, name = step.dim, _name(block)
 
     def all_gather(x: Any) -> Any:
         return jax.lax.all_gather(x, name, axis=dim, tiled=True)
@@ -192,21 +219,21 @@ def _functions(
         reduce = {'sum': jax.lax.psum, 'max': jax.lax.pmax, 'min': jax.lax.pmin}[step.reduce_op]
         return reduce(x, name)
 
-    def slice_(x: Any) -> Any:
-        size = x.shape[dim] // math.prod(sizes)
-        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(name) * size, size, dim)
+    def slice_(x: Any, *number: Any) -> Any:
+        size = x.shape[dim] // math.prod(size for _, size in block)
+        return jax.lax.dynamic_slice_in_dim(x, index_of(block, *number) * size, size, dim)
 
-    def mask(x: Any) -> Any:
+    def mask(x: Any, *number: Any) -> Any:
         # The largest and the least element of equal values are these.
         return (
-            x if step.reduce_op != 'sum' else jnp.where(jax.lax.axis_index(name) == 0, x, jnp.zeros_like(x))
+            x if step.reduce_op != 'sum' else jnp.where(index_of(block, *number) == 0, x, jnp.zeros_like(x))
         )
 
     def of_keys(keys: Any) -> Any:
         data = by_kind[step.kind](jax.random.key_data(keys))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))
 
-    by_kind: dict[str, Callable[[Any], Any]] = {
+    by_kind: dict[str, Callable[..., Any]] = {
         'all_gather': all_gather,
         'all_to_all': all_to_all,
         'reduce_scatter': reduce_scatter,

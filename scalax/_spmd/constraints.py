@@ -68,7 +68,9 @@ def placements_said(
         raise CannotPartition(equation, f'it places values by a {type(sharding).__name__}')
     if sharding.memory_kind not in (None, 'device') and not moves:
         raise CannotPartition(equation, 'it moves values between memories')
-    return of_spec(sharding.spec, edit.shared.mesh_axes, value.placements, value.shape, equation)
+    placements = of_spec(sharding.spec, edit.shared.mesh_axes, value.placements, value.shape, equation)
+    i = edit.shared.in_turn  # a layer in a pipeline runs on one microbatch, wherever it is
+    return placements if i is None else (*placements[:i], value.placements[i], *placements[i + 1 :])
 
 
 def of_spec(
@@ -94,10 +96,8 @@ def of_spec(
     ]
     for dim, entry in enumerate(entries):
         names = entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
-        there = [axes.index(name) for name in names if name in axes]
-        if there != sorted(there):
-            raise CannotPartition(equation, f'{spec} shards a dimension over the batch axes in another order')
-        for axis in there:
+        # Of several axes, the order of the mesh counts: the values are the same in any order.
+        for axis in [axes.index(name) for name in names if name in axes]:
             is_state = isinstance(before[axis], Shard) and before[axis].is_state  # type: ignore[union-attr]
             found[axis] = Shard(dim, is_state)
     counts = shard_counts(tuple(found), [*mesh_axes.values()], len(shape))

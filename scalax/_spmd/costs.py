@@ -35,6 +35,8 @@ def cheapest(edit: Edit, equation: Any, values: Sequence[Value], usual: Sequence
         values: its operands.
         usual: its strategies along each axis if state is gathered.
     """
+    if edit.shared.in_turn is not None:  # a microbatch is split into the same blocks in all layers
+        return [*usual]
     if primitive_name(equation) not in _MOVES or any(value.has_sum for value in values):
         return [*usual]
     return [_Axis(edit, equation, values, usual, axis).cheapest() for axis in range(len(usual))]

@@ -39,7 +39,6 @@ from scalax._spmd.values import (
     is_replicated,
     without_state,
 )
-from scalax._spmd.wanted import reduced
 
 
 class Edit:
@@ -64,6 +63,7 @@ class Edit:
         shares_results: whether the equation that is written has results of which each device has a share.
         on_rows: by the ids of equations that each device runs on its own rows, the placements of the rows.
         group_sizes: by the ids of products of rows in groups, the sizes of each device's own groups.
+        changed: stacks of layers in the order in which a pipeline takes them, by the ids of the variables.
     """
 
     def __init__(
@@ -86,6 +86,8 @@ class Edit:
         self.group_sizes: dict[int, Any] = {}
         self._bytes_gathered = 0
         self._last_use: dict[int, int] = {}  # of gathered state -> the bytes that were gathered by then
+        self.changed: dict[Any, Any] = {}
+        self._number: Any = None
         self._sliced: dict[int, tuple[Placements, list[Any]]] = {}
         self._uses = Counter([id(x) for eqn in inner.eqns for x in eqn.invars])
         self._uses.update(map(id, inner.outvars))
@@ -121,6 +123,18 @@ class Edit:
         """Whether blocks in these placements have the same size on all devices."""
         counts = shard_counts(placements, self.shared.sizes, len(shape))
         return not any(size % count for size, count in zip(shape, counts, strict=True))
+
+    @property
+    def number(self) -> Any:
+        """The variable of the number of the microbatch, in a pipeline."""
+        if self._number is None:
+            self._number = self.code.scalar('int32')
+        return self._number
+
+    @property
+    def numbers(self) -> list[Any]:
+        """The same if something takes it, in a list."""
+        return [] if self._number is None else [self._number]
 
     def is_backward(self, equation: Any) -> bool:
         """Whether an equation is of a backward pass."""
@@ -177,8 +191,24 @@ class Edit:
         elif value.argument is not None and not self.shares_results and self._uses[id(value.var)] == 1:
             self.gathered.add(value.argument)
 
-    def convert(self, value: Value, target: Placements, equation: Any, what: What | None = None) -> Any:
-        """Returns what stands for a value in other placements, for an equation."""
+    def convert(
+        self,
+        value: Value,
+        target: Placements,
+        equation: Any,
+        what: What | None = None,
+        *,
+        keeps_state: bool = False,
+    ) -> Any:
+        """Returns what stands for a value in other placements, for an equation.
+
+        Args:
+            value: the value.
+            target: the placements.
+            equation: the equation.
+            what: what it is, if that is not known of the value.
+            keeps_state: whether a backward pass takes the state that was gathered for the forward pass.
+        """
         if target == value.placements:
             return value.atom
         if value.is_zero:
@@ -186,7 +216,7 @@ class Edit:
         source, plain = without_state(value.placements), without_state(target)
         if plain == source:
             return value.atom
-        again = self.shared.options.reshard_after_forward
+        again = self.shared.options.reshard_after_forward and not keeps_state
         backward = again and value.is_state and self.is_backward(equation)
         key = plain, backward
         if backward and key not in value.versions and self._is_held(value, plain):
@@ -269,7 +299,11 @@ class Edit:
                 atom = self.emit_of(_reshaped(shape), ('empty', shape), equation, [atom])
                 continue
             result = self.code.var(atom, shape)
-            written = exchange.equation(step, equation, atom, result, auto)
+            in_turn = self.shared.in_turn in step.axes
+            if in_turn and step.kind in SENDING:
+                raise CannotPartition(equation, NOT_ALONE)
+            numbers = [self.number] if in_turn else []
+            written = exchange.equation(step, equation, [atom, *numbers], result, auto)
             if step.kind in SENDING:
                 written, number = exchange.numbered(written, what)
                 facts = self.is_backward(equation), number
@@ -340,12 +374,14 @@ class Edit:
             for operand, each in zip(operands, targets, strict=True)
         ]
         sizes = self.shared.sizes
+        exchange = self.shared.exchange
         block_of = [
-            (dim, tuple([self.shared.axes[i] for i in axes]), math.prod(sizes[i] for i in axes))
-            for dim, axes in blocks.items()
+            (dim, exchange.block(axes), math.prod(sizes[i] for i in axes)) for dim, axes in blocks.items()
         ]
         if (found := part_function(made_by, block_of)) is not None:
             function, key = found
+            if any(self.shared.in_turn in axes for axes in blocks.values()):
+                atoms.append(self.number)
             return self.emit_of(function, key, made_by, atoms)
         shape = local_shape(value.shape, target, sizes)
         result = self.code.var(value.var, shape)
@@ -364,14 +400,14 @@ class Edit:
         reduced to all devices.
         """
         layout = self.shared.wanted.of(var)
-        found = reduced(placements, layout)
+        found = self.shared.reduced(placements, layout)
         if layout is not None or SUM not in placements:
             return found
         of_batch = self.shared.batch_dims.placements(var, found)
         return tuple(
             [
-                after if before == SUM else x
-                for before, x, after in zip(placements, found, of_batch, strict=True)
+                after if before == SUM and i != self.shared.in_turn else x
+                for i, (before, x, after) in enumerate(zip(placements, found, of_batch, strict=True))
             ]
         )
 
@@ -433,6 +469,10 @@ class Edit:
 def _reshaped(shape: tuple[int, ...]) -> Callable[[Any], Any]:
     """The function of one operation that gives a value without elements another shape."""
     return jax.jit(lambda x: x.reshape(shape))
+
+
+NOT_ALONE = 'it needs more than one microbatch'
+"""Why an equation of a layer cannot run on microbatches."""
 
 
 def has_partial(placements: Sequence[Placement]) -> bool:

@@ -18,6 +18,7 @@ from scalax._jax.equations import (
     shardings_said,
     size_of,
 )
+from scalax._jax.manual import remade, scan_counts
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.carry_accumulation import reductions_of
 from scalax._spmd.apart import axes_apart
@@ -36,7 +37,6 @@ from scalax._spmd.values import (
     is_replicated,
     without_state,
 )
-from scalax._spmd.wanted import reduced
 
 _MOST_ROUNDS = 12
 
@@ -64,6 +64,7 @@ def partition_call(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
         )
     outputs = _define(edit, equation, inner, values)
     atoms, results = [value.atom for value in values], [output.atom for output in outputs]
+    atoms = [*_numbers(edit, inner), *atoms]
     # What is said of all examples does not hold of blocks: then the function alone runs.
     call = edit.code.call_of if is_annotated else edit.code.call
     edit.eqns.append(call(equation, inner.jaxpr, atoms, results))
@@ -82,15 +83,16 @@ def partition_cond(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     found = [edit.shared.jaxpr(branch, arguments, backward=backward, at=equation) for branch in jaxprs]
     results = [_joined(each) for each in zip(*[each.placements for each in found], strict=True)]
     results = [
-        reduced(placements, edit.shared.wanted.of(var), held=True)
+        edit.shared.reduced(placements, edit.shared.wanted.of(var), held=True)
         for var, placements in zip(equation.outvars, results, strict=True)
     ]
     found = [
         edit.shared.jaxpr(branch, arguments, results, backward=backward, at=equation) for branch in jaxprs
     ]
     outputs = [edit.define(var, x) for var, x in zip(equation.outvars, results, strict=True)]
-    atoms = [chosen, *[value.atom for value in operands]]
-    made = tuple([each.jaxpr for each in found])
+    numbers = next(filter(None, [_numbers(edit, each) for each in found]), [])
+    atoms = [chosen, *numbers, *[value.atom for value in operands]]
+    made = tuple([_taking_number(edit, each) if numbers else each.jaxpr for each in found])
     edit.eqns.append(edit.code.local(equation, atoms, [output.atom for output in outputs], branches=made))
     for each in found:
         edit.include(each, operands)
@@ -102,6 +104,11 @@ def partition_scan(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     A loop over a sharded dimension runs on each device's own block of it, if rounds do not depend on each
     other; else it takes all of it. State that each round takes as it is, is gathered before the loop.
     """
+    if id(equation) in edit.shared.pipelines:
+        from scalax._spmd.pipelines import partition_pipeline  # here, because few steps have stages
+
+        partition_pipeline(edit, equation, values, edit.shared.pipelines[id(equation)])
+        return
     loop, backward = loop_of(equation), edit.is_backward(equation)
     constants, begun, stacks = map(list, loop.parts(values))
     _reduce(edit, [*constants, *stacks], equation)
@@ -167,11 +174,14 @@ def partition_scan(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     ends = apart.results(carried, [_stack(x) for x in inner.placements[loop.carried :]])
     outputs = [edit.define(var, x) for var, x in zip(equation.outvars, ends, strict=True)]
     first = [edit.convert(value, x, equation) for value, x in zip(begun, ends, strict=False)]
-    atoms = [*[x.atom for x in constants], *first, *[x.atom for x in stacks]]
+    numbers = _numbers(edit, inner)
+    atoms = [*numbers, *[x.atom for x in constants], *first, *[x.atom for x in stacks]]
     params = {'jaxpr': inner.jaxpr}
     rounds = (loop.length or 0) // apart.devices
     if apart.axes:
         params |= rounds_param(rounds)
+    if numbers:
+        params |= scan_counts(len(constants) + 1, loop.carried, len(stacks), stacked)
     written = edit.code.local(equation, atoms, [output.atom for output in outputs], **params)
     edit.eqns.append(written)
     operands = [*constants, *begun, *stacks]
@@ -204,11 +214,14 @@ def partition_while(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
         _check_apart(edit, equation, test, inner, carried)
     outputs = [edit.define(var, x) for var, x in zip(equation.outvars, carried, strict=True)]
     first = [edit.convert(value, x, equation) for value, x in zip(begun, carried, strict=True)]
-    atoms = [*[x.atom for x in tested], *[x.atom for x in constants], *first]
+    of_test, of_body = _numbers(edit, test), _numbers(edit, inner)
+    atoms = [*of_test, *[x.atom for x in tested], *of_body, *[x.atom for x in constants], *first]
     written = edit.code.local(
         *(equation, atoms, [output.atom for output in outputs]),
         body_jaxpr=inner.jaxpr,
         cond_jaxpr=test.jaxpr,
+        body_nconsts=len(of_body) + len(constants),
+        cond_nconsts=len(of_test) + len(tested),
     )
     edit.eqns.append(written)
     edit.include(inner, [*constants, *begun], None)
@@ -346,6 +359,19 @@ def _define(edit: Edit, equation: Any, inner: Partitioned, values: Sequence[Valu
         output.is_zero = inner.zeros[i]
         outputs.append(output)
     return outputs
+
+
+def _numbers(edit: Edit, inner: Partitioned) -> list[Any]:
+    """The number of the microbatch, if a jaxpr takes it before its other arguments."""
+    return [edit.number] if inner.takes_number else []
+
+
+def _taking_number(edit: Edit, inner: Partitioned) -> Any:
+    """A jaxpr that takes the number of the microbatch, used or not."""
+    if inner.takes_number:
+        return inner.jaxpr
+    jaxpr = opened(inner.jaxpr)
+    return remade(inner.jaxpr, [edit.code.scalar('int32'), *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
 
 
 def _reduce(edit: Edit, values: Sequence[Value], equation: Any) -> None:

@@ -47,6 +47,8 @@ class Op(NamedTuple):
         wanted: the placement of the state that the first result becomes part of; `SUM` if it stays a sum,
             though it has a wider dtype; None of other results.
         is_update: whether an operand is computed of gradients, as state is in an optimizer.
+        in_turn: whether the blocks of the axis are microbatches, which come one after the other: a sum cannot
+            be reduced before the last one.
     """
 
     equation: Any
@@ -56,6 +58,7 @@ class Op(NamedTuple):
     blocks_of_first: int | None = None
     wanted: Placement | None = None
     is_update: bool = False
+    in_turn: bool = False
 
 
 class Strategy(NamedTuple):
@@ -97,6 +100,7 @@ _FORWARDS = frozenset({'optimization_barrier'})
 _ADDITIVE: Mapping[str, slice] = {
     **dict.fromkeys(('add', 'add_any', 'sub', 'concatenate', 'stack', 'complex'), slice(0, None)),
     'select_n': slice(1, None),
+    **dict.fromkeys(('scatter', 'scatter-add', 'scatter-sub'), slice(0, None, 2)),
     'dynamic_update_slice': slice(0, 2),
     'pad': slice(0, 2),
 }
@@ -106,7 +110,7 @@ _UNARY = frozenset(
         *('neg', 'transpose', 'reshape', 'squeeze', 'broadcast_in_dim', 'reduce_sum', 'copy', 'slice'),
         *('dynamic_slice', 'rev', 'name', 'real', 'imag', 'conj', 'cumsum', 'reduce_window_sum', 'split'),
         *('unstack', 'convert_element_type', 'div', 'psum', 'psum_invariant', 'pvary'),
-        *('all_gather', 'reduce_scatter', 'all_to_all', 'ppermute'),
+        *('all_gather', 'reduce_scatter', 'all_to_all', 'ppermute', 'fft', 'reduce_precision'),
     )
 )
 # Linear in either operand.
@@ -123,12 +127,15 @@ def _linear(name: str, op: Op) -> Strategy | None:
     results = op.equation.outvars
     if any(isinstance(x, Partial) and x != SUM for x in op.placements) or not _is_exact(name, op):
         return None
-    if op.wanted != SUM and sum(map(_bytes, results)) > sum(_bytes(op.equation.invars[i]) for i in sums):
+    grows = sum(map(_bytes, results)) > sum(_bytes(op.equation.invars[i]) for i in sums)
+    if grows and op.wanted != SUM and not op.in_turn:
         return None
     operands = list(op.placements)
     if name in _ADDITIVE:
         terms = {*range(len(operands))[_ADDITIVE[name]]}
-        if not sums <= terms or not all(i in sums or op.zeros[i] for i in terms):
+        # What is added to a sum over microbatches is added once.
+        once = {i for i in terms if op.in_turn and isinstance(op.placements[i], Replicate)}
+        if not sums <= terms or not all(i in sums or i in once or op.zeros[i] for i in terms):
             return None
         operands = [SUM if i in terms else x for i, x in enumerate(operands)]
     elif not (sums == {0} if name in _UNARY else name in _BILINEAR and len(sums) == 1):
@@ -145,9 +152,15 @@ def _linear(name: str, op: Op) -> Strategy | None:
 
 def _is_exact(name: str, op: Op) -> bool:
     """Whether an operation on terms of a sum gives the terms of its result, but for the order of sums."""
-    if name not in ('convert_element_type', 'div'):
+    if name not in ('convert_element_type', 'div', 'reduce_precision'):
         return True
     before, after = op.equation.invars[0].aval.dtype, op.equation.outvars[0].aval.dtype
+    if op.in_turn:
+        # What is rounded is rounded in each microbatch. Small integers may have begun anew at zero.
+        is_wide = jnp.issubdtype(before, jnp.signedinteger) and jnp.iinfo(before).bits >= 32
+        return jnp.issubdtype(after, jnp.inexact) and (jnp.issubdtype(before, jnp.inexact) or is_wide)
+    if name == 'reduce_precision':
+        return False
     if not jnp.issubdtype(before, jnp.inexact) or not jnp.issubdtype(after, jnp.inexact):
         return False
     return jnp.finfo(after).bits >= jnp.finfo(before).bits  # of a complex number, those of either part
@@ -241,7 +254,7 @@ def _cost_of_state(op: Op, candidate: tuple[Sources, bool], weight: int) -> floa
 
 
 def _weight(op: Op, places: set[Place]) -> int:
-    return sum(_bytes(op.equation.invars[i]) for i, _ in places)
+    return sum(1 + _bytes(op.equation.invars[i]) for i, _ in places)  # an array may be empty
 
 
 def _reduced(op: Op, group: Sources, is_state: bool) -> Strategy | None:
@@ -250,6 +263,8 @@ def _reduced(op: Op, group: Sources, is_state: bool) -> Strategy | None:
     if name not in _REDUCTIONS:
         return None
     if name == 'conv_general_dilated' and len(group) < 2:  # each group of features has channels of its own
+        return None
+    if op.in_turn and _REDUCTIONS[name] != 'sum':
         return None
     operands = _sharded(op, group, is_state)
     if is_state and _grows(op, operands):

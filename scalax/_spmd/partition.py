@@ -30,7 +30,7 @@ from scalax._spmd.batch_dims import sharded_part
 from scalax._spmd.callbacks import CALLBACKS, partition_callback
 from scalax._spmd.constraints import constrain
 from scalax._spmd.costs import cheapest
-from scalax._spmd.edit import Edit
+from scalax._spmd.edit import NOT_ALONE, Edit
 from scalax._spmd.kernels import kernel_params
 from scalax._spmd.layouts import Layout
 from scalax._spmd.local_sorts import note_sort, on_own_groups, write_on_rows
@@ -51,7 +51,6 @@ from scalax._spmd.values import (
     Value,
     is_replicated,
 )
-from scalax._spmd.wanted import reduced
 
 _CONTROL = {
     'scan': partition_scan,
@@ -75,10 +74,22 @@ _NARROW = CHEAP | {'broadcast_in_dim', 'transpose'}
 class Partitioner(Shared):
     """Partitions the jaxprs of a step. One that is used in several places alike is partitioned once."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._known: dict[Any, Partitioned] = {}
         self._inside: dict[Any, Partitioner] = {}
+
+    def of_microbatches(
+        self,
+        jaxpr: Any,
+        arguments: Sequence[Argument],
+        results: Sequence[Layout | None],
+        microbatches: int,
+    ) -> Partitioner:
+        known = self.mesh, self.axes, self.auto, self.options
+        inner = Partitioner(jaxpr, arguments, results, *known, microbatches=microbatches)
+        inner.exchange.numbers = self.exchange.numbers
+        return inner
 
     def jaxpr(
         self,
@@ -132,7 +143,7 @@ class _Partitioning(Edit):
         for value, wanted in zip(values, results, strict=True):
             if wanted == SETTLED:
                 if value.has_sum and (layout := self.shared.wanted.of(value.var)) is not None:
-                    self.move(value, reduced(value.placements, layout, held=True), self.last)
+                    self.move(value, self.shared.reduced(value.placements, layout, held=True), self.last)
                 atoms.append(value.atom)
             elif wanted is not None and wanted != value.placements:
                 atoms.append(self.convert(value, wanted, self.last))
@@ -144,13 +155,14 @@ class _Partitioning(Edit):
         ]
         eqns = _live(self.eqns, atoms)
         return Partitioned(
-            remade(self.jaxpr, self.arguments, eqns, atoms),
+            remade(self.jaxpr, [*self.numbers, *self.arguments], eqns, atoms),
             tuple(placements),
             tuple([value.is_zero for value in values]),
             tuple([value.origin for value in values]),
             tuple(self.collectives),
             frozenset(self.gathered),
             self.only_sliced(eqns, atoms),
+            bool(self.numbers),
         )
 
     def _equation(self, equation: Any) -> None:
@@ -252,12 +264,15 @@ class _Partitioning(Edit):
         if any(each is None for each in strategies) and any(value.has_sum for value in values):
             self._reduce_for(name, equation, values, [i for i, x in enumerate(strategies) if x is None])
             strategies = self._strategies(equation, values)
+        if self.shared.in_turn is not None and strategies[self.shared.in_turn] is None:
+            raise CannotPartition(equation, NOT_ALONE)
         found = [each or self._gathering(equation, values) for each in strategies]
         if self.shared.is_mixed:
             axis = len(found)
             while axis and not self._all_divide(equation, found):
                 axis -= 1
-                found[axis] = self._gathering(equation, values)
+                if axis != self.shared.in_turn:
+                    found[axis] = self._gathering(equation, values)
         chosen = cheapest(self, equation, values, found)
         return chosen if chosen == found or self._all_divide(equation, chosen) else found
 
@@ -319,9 +334,14 @@ class _Partitioning(Edit):
         is_update = self.shared.is_update(equation, values)
         along_axes = zip(*[value.placements for value in values], strict=True)
         return [
-            strategy(Op(equation, placements, blocks, zeros, of_first, placement, is_update))
-            for placements, of_first, placement in zip(
-                along_axes, self._blocks_of(values[0]), wanted, strict=True
+            strategy(
+                Op(
+                    *(equation, placements, blocks, zeros, of_first, placement, is_update),
+                    axis == self.shared.in_turn,
+                )
+            )
+            for axis, (placements, of_first, placement) in enumerate(
+                zip(along_axes, self._blocks_of(values[0]), wanted, strict=True)
             )
         ]
 
@@ -353,7 +373,7 @@ class _Partitioning(Edit):
                         target[axis] = other.placements[axis]
             after = self.reduced_placements(value.var, before)
             if any(isinstance(a, Partial) and a != b for a, b in zip(before, target, strict=True)):
-                after = reduced(tuple(target), None)
+                after = self.shared.reduced(tuple(target), None)
             # Along other axes the sum stays one.
             after = tuple([b if i in axes else a for i, (a, b) in enumerate(zip(before, after, strict=True))])
             if after != before:

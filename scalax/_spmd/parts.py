@@ -17,9 +17,10 @@ from scalax._jax.equations import dim_of, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.random_bits import bits_at, depends_on_indices
 from scalax._jaxprs.dims import CHEAP, dims_of
+from scalax._spmd.collectives import Block, index_of
 
-Block = tuple[int, tuple[str, ...], int]
-"""A dimension, the mesh axes along which devices have its blocks, and how many blocks there are."""
+DimBlock = tuple[int, Block, int]
+"""A dimension, the axes along which devices have its blocks, and how many blocks there are."""
 
 
 def has_parts(equation: Any) -> bool:
@@ -41,7 +42,7 @@ def part_operands(equation: Any, dim: int) -> dict[int, int]:
     }
 
 
-def part_function(equation: Any, blocks: Sequence[Block]) -> tuple[Callable[..., Any], Any] | None:
+def part_function(equation: Any, blocks: Sequence[DimBlock]) -> tuple[Callable[..., Any], Any] | None:
     """Returns a function of the operands that computes blocks of an `iota` or of random bits, and its key.
 
     None if the equation itself computes them, with other parameters.
@@ -66,24 +67,29 @@ def part_function(equation: Any, blocks: Sequence[Block]) -> tuple[Callable[...,
     return None
 
 
-def _starts(local: Sequence[int], blocks: Sequence[Block]) -> list[Any]:
+def _starts(local: Sequence[int], blocks: Sequence[DimBlock], number: Sequence[Any]) -> list[Any]:
     """The index of the first element of a device's block in each dimension."""
     starts: list[Any] = [0] * len(local)
-    for dim, axes, _ in blocks:
-        starts[dim] = jax.lax.axis_index(axes) * local[dim]
+    for dim, block, _ in blocks:
+        starts[dim] = index_of(block, *number) * local[dim]
     return starts
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _iota(dtype: Any, axis: int, local: tuple[int, ...], blocks: tuple[Block, ...]) -> Any:
+def _iota(dtype: Any, axis: int, local: tuple[int, ...], blocks: tuple[DimBlock, ...], *number: Any) -> Any:
     """A block of an iota along the dimension that it counts."""
-    start = jnp.asarray(_starts(local, blocks)[axis], dtype)
+    start = jnp.asarray(_starts(local, blocks, number)[axis], dtype)
     return jax.lax.broadcasted_iota(dtype, local, axis) + start
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _bits(
-    shape: tuple[int, ...], local: tuple[int, ...], blocks: tuple[Block, ...], dtype: Any, key: Any
+    shape: tuple[int, ...],
+    local: tuple[int, ...],
+    blocks: tuple[DimBlock, ...],
+    dtype: Any,
+    key: Any,
+    *number: Any,
 ) -> Any:
     """A block of the bits of a key."""
-    return bits_at(key, shape, local, _starts(local, blocks), dtype)
+    return bits_at(key, shape, local, _starts(local, blocks, number), dtype)

@@ -100,6 +100,8 @@ class _Axes(NamedTuple):
 def partition_shard_map(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     """Writes what a `shard_map` runs: in place along the axes of the batch, and as one along others."""
     shared, manual, mesh = edit.shared, manual_axes(equation), dict(mapped_mesh(equation))
+    if shared.in_turn is not None:
+        raise CannotPartition(equation, 'it is in a layer of a pipeline, which runs on one microbatch')
     if [*mesh.items()] != [*shared.mesh.shape.items()]:
         raise CannotPartition(equation, f'its mesh {mesh} is not that of the step, {dict(shared.mesh.shape)}')
     numbers = {axis: i for i, axis in enumerate(shared.axes)}

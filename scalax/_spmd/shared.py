@@ -19,9 +19,9 @@ from scalax._spmd.batch_sources import batch_sources
 from scalax._spmd.collectives import Exchange
 from scalax._spmd.layouts import Layout
 from scalax._spmd.options import DEFAULT, BatchPartitioning
-from scalax._spmd.placement import Placements, Shard
+from scalax._spmd.placement import Partial, Placements, Shard
 from scalax._spmd.values import Argument, Partitioned, Settled, Value, is_replicated, replicated
-from scalax._spmd.wanted import Wanted
+from scalax._spmd.wanted import Wanted, reduced
 
 
 class Shared:
@@ -36,6 +36,9 @@ class Shared:
         auto: where values are along other mesh axes; None if there are none.
         options: what users choose.
         states: the layouts of the arguments that are state in blocks.
+        microbatches: of the jaxpr of a layer in a pipeline, the number of microbatches. They stand for the
+            last one of the axes, along which blocks come one after the other on one device, so that nothing
+            can be exchanged.
 
     Attributes:
         mesh: the mesh.
@@ -51,6 +54,8 @@ class Shared:
         auto: where values are along other mesh axes.
         is_mixed: whether the batch axes shard different dimensions of the batch, such as time.
         options: what users choose.
+        in_turn: the number of the axis that microbatches stand for; None outside of pipelines.
+        pipelines: the loops over layers that run as pipelines, by the ids of their equations.
     """
 
     def __init__(
@@ -63,14 +68,19 @@ class Shared:
         auto: AutoAxes | None = None,
         options: BatchPartitioning = DEFAULT,
         states: Sequence[Layout | None] = (),
+        microbatches: int | None = None,
     ) -> None:
-        self.mesh, self.options = mesh, options
+        self.mesh, self.options, self.pipelines = mesh, options, dict[int, Any]()
         self.mesh_axes = {axis: mesh.shape[axis] for axis in axes}
+        self.in_turn = None
+        if microbatches is not None:
+            self.in_turn = len(axes) - 1
+            self.mesh_axes[axes[-1]] = microbatches
         self.axes, self.sizes = tuple(axes), tuple(self.mesh_axes.values())
         self.blocks = math.prod(self.sizes)
         self.auto = auto or AutoAxes(jaxpr, [], {})
         self.code = ManualCode(mesh, self.auto.sizes)
-        self.exchange = Exchange(self.code, self.axes, self.sizes)
+        self.exchange = Exchange(self.code, self.axes, self.sizes, None, self.in_turn)
         holds_sums = options.reduce_per_microbatch is False
         self.wanted = Wanted(jaxpr, results, states, holds_sums=holds_sums)
         self.batch_dims = BatchDims(jaxpr, [each.placements for each in arguments], self.sizes)
@@ -95,10 +105,19 @@ class Shared:
         other.mesh_axes = {axis: self.mesh_axes[axis] for axis in other.axes}
         other.sizes = tuple(other.mesh_axes.values())
         other.blocks = math.prod(other.sizes)
-        other.exchange = Exchange(self.code, other.axes, other.sizes, self.exchange.numbers)
+        if self.in_turn is not None:
+            other.in_turn = axes.index(self.in_turn) if self.in_turn in axes else None
+        other.exchange = Exchange(self.code, other.axes, other.sizes, self.exchange.numbers, other.in_turn)
         other.wanted, other.batch_dims = self.wanted.along(axes), self.batch_dims.along(axes)
         other.replicated = replicated(len(axes))
         return other
+
+    def reduced(self, placements: Placements, layout: Layout | None, *, held: bool = False) -> Placements:
+        """Returns placements whose sums are reduced, as by `wanted.reduced`; those of microbatches stay."""
+        after, i = reduced(placements, layout, held=held), self.in_turn
+        if i is None or not isinstance(placements[i], Partial):
+            return after
+        return (*after[:i], placements[i], *after[i + 1 :])
 
     @functools.cached_property
     def _of_examples(self) -> Dependence:
@@ -150,6 +169,23 @@ class Shared:
             results: the layouts in which its results are wanted, along these axes.
             left: the axes, by number, from the major one to the minor one.
             manual: the axes that were Auto, and are manual in the body.
+        """
+        raise NotImplementedError
+
+    def of_microbatches(
+        self,
+        jaxpr: Any,
+        arguments: Sequence[Argument],
+        results: Sequence[Layout | None],
+        microbatches: int,
+    ) -> Shared:
+        """Returns what partitions the jaxpr of a layer in a pipeline.
+
+        Args:
+            jaxpr: the jaxpr.
+            arguments: what is known of its arguments, with microbatches along the last axis.
+            results: the layouts of its results.
+            microbatches: how many microbatches there are.
         """
         raise NotImplementedError
 

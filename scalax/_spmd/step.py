@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -89,6 +89,7 @@ def partition_step(
     mesh: AbstractMesh,
     batch_axes: Sequence[str],
     options: BatchPartitioning = DEFAULT,
+    find_pipelines: Callable[[Any], tuple[Any, Mapping[int, Any]]] | None = None,
 ) -> Step:
     """Partitions the jaxpr of a step.
 
@@ -97,9 +98,10 @@ def partition_step(
         arguments: what is known of its arguments.
         results: what is known of its results.
         mesh: the mesh, in force, of Auto axes.
-        batch_axes: the mesh axes that shard the examples, from the major one to the minor one. The compiler
-            partitions along the others.
+        batch_axes: the mesh axes that shard the examples, from the major one to the minor one; the axis of
+            stages, if there is one, is the last of them. The compiler partitions along the others.
         options: what users choose.
+        find_pipelines: returns the jaxpr, and the loops over layers in it that run as pipelines.
 
     Raises:
         CannotPartition: some equation is not handled.
@@ -140,11 +142,15 @@ def partition_step(
             mesh,
         )
     jaxpr = rewritten(jaxpr, StepFacts(known, wanted, mesh, axes))
+    pipelines: Mapping[int, Any] = {}
+    if find_pipelines is not None:
+        jaxpr, pipelines = find_pipelines(jaxpr)
     placed_along_others = [
         auto(each.spec, var) for each, var in zip(arguments, opened(jaxpr).invars, strict=True)
     ]
     along_others = AutoAxes(jaxpr, placed_along_others, others)
     partitioner = Partitioner(jaxpr, known, wanted, mesh, axes, along_others, options, states)
+    partitioner.pipelines.update(pipelines)
     first = [None if layout is None else layout.placements for layout in wanted]
     found = partitioner.jaxpr(jaxpr, known, first)
     if any(isinstance(x, Partial) for placements in found.placements for x in placements):

@@ -58,6 +58,8 @@ class Partitioned(NamedTuple):
         collectives: the collectives that it and the jaxprs inside it run.
         gathered: the arguments, by number, that are gathered in it.
         sliced: the replicated arguments of which it takes blocks only, and the placements of these.
+        takes_number: whether its first argument is the number of the microbatch, before those that are
+            partitioned.
     """
 
     jaxpr: Any
@@ -67,6 +69,7 @@ class Partitioned(NamedTuple):
     collectives: tuple[Collective, ...]
     gathered: frozenset[int]
     sliced: Mapping[int, Placements]
+    takes_number: bool = False
 
 
 _NONE: dict[Any, Any] = {}

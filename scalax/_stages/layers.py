@@ -62,28 +62,45 @@ class Stack:
 
     def _moved(self, x: Any, dim: int, *, back: bool = False) -> Any:
         """The stack with each group where it runs, or back; point to point, in as many steps as rounds."""
-        axis, rounds = self.deal.axis, self.rounds
-        if rounds == 1:
+        axis = self.deal.axis
+        if self.rounds == 1:
             return x
 
         def on_stage(local: Any) -> Any:
-            stage = jax.lax.axis_index(axis)
-            groups = local.reshape(*local.shape[:dim], rounds, -1, *local.shape[dim + 1 :])
-            found = jnp.zeros_like(groups)
-            for moves in _steps(self.deal.stages, rounds):
-                way = [(each.end, each.start) if back else (each.start, each.end) for each in moves]
-                stored = jnp.asarray([each.stored for each in moves])[stage]
-                run = jnp.asarray([each.run for each in sorted(moves, key=lambda each: each.end)])[stage]
-                sent, kept = (run, stored) if back else (stored, run)
-                group = jax.lax.dynamic_index_in_dim(groups, sent, dim, keepdims=False)
-                with sending('layers change stages', self.line):
-                    group = jax.lax.ppermute(group, axis, way)
-                found = jax.lax.dynamic_update_index_in_dim(found, group, kept, dim)
-            return found.reshape(local.shape)
+            return exchanged(local, axis, self.deal.stages, self.rounds, self.line, dim=dim, back=back)
 
         spec = PartitionSpec(*[None] * dim, axis)
         moved = jax.shard_map(on_stage, in_specs=spec, out_specs=spec, axis_names={axis}, check_vma=False)
         return moved(x)
+
+
+def exchanged(
+    local: Any, axis: str, stages: int, rounds: int, line: str, *, dim: int = 0, back: bool = False
+) -> Any:
+    """Returns the layers that a stage runs, of those that stages store, in code of one device; or back.
+
+    Args:
+        local: the layers of a stage, in the dimension *dim*.
+        axis: the mesh axis of the stages.
+        stages: how many there are.
+        rounds: how many groups of layers a stage holds.
+        line: the line of the loop.
+        dim: the dimension of the layers.
+        back: whether the layers are those that the stage ran, and those that it stores are returned.
+    """
+    stage = jax.lax.axis_index(axis)
+    groups = local.reshape(*local.shape[:dim], rounds, -1, *local.shape[dim + 1 :])
+    found = jnp.zeros_like(groups)
+    for moves in _steps(stages, rounds):
+        way = [(each.end, each.start) if back else (each.start, each.end) for each in moves]
+        stored = jnp.asarray([each.stored for each in moves])[stage]
+        run = jnp.asarray([each.run for each in sorted(moves, key=lambda each: each.end)])[stage]
+        sent, kept = (run, stored) if back else (stored, run)
+        group = jax.lax.dynamic_index_in_dim(groups, sent, dim, keepdims=False)
+        with sending('layers change stages', line):
+            group = jax.lax.ppermute(group, axis, way)
+        found = jax.lax.dynamic_update_index_in_dim(found, group, kept, dim)
+    return found.reshape(local.shape)
 
 
 class _Move(NamedTuple):

@@ -30,6 +30,9 @@ from scalax._jaxprs.carry_accumulation import added_by_round
 from scalax._jaxprs.interpreter import LoopFacts
 from scalax._jaxprs.rows import SUM, Fact, Refused, Rows, RowsOf
 from scalax._jaxprs.source_lines import line_of
+from scalax._spmd.pipelines import Pipeline as Pipelined
+from scalax._spmd.placement import REPLICATE, Placement, Shard
+from scalax._spmd.placement import SUM as SUMMED
 from scalax._stages.apart import apart
 from scalax._stages.constants import with_own_constants
 from scalax._stages.deal import Deal
@@ -61,15 +64,58 @@ def with_stages(
         StagesError: something has to be changed, in the model, the rules or the mesh.
     """
     sizes = dict(mesh.shape)
+    if not has_stages(sizes, stages):
+        return jaxpr, arguments, ()
+    staged, deal, rows = _found(jaxpr, arguments, sizes, stages)
+    jaxpr, arguments = _over_stages(staged.result, arguments, mesh, deal, rows)
+    return jaxpr, arguments, staged.loops
+
+
+def find_pipelines(
+    jaxpr: Any, arguments: Arguments, sizes: Mapping[str, int], stages: Stages
+) -> tuple[Any, Mapping[int, Pipelined], Loops]:
+    """Returns a jaxpr with loops over layers that can run as pipelines, these, and what plans say of them.
+
+    Args:
+        jaxpr: the closed jaxpr of a step.
+        arguments: what is known of its arguments.
+        sizes: the sizes of the mesh axes.
+        stages: what the user says.
+
+    Raises:
+        StagesError: something has to be changed, in the model, the rules or the mesh.
+    """
+    staged, _, _ = _found(jaxpr, arguments, sizes, stages, is_partitioned=True)
+    return staged.result, staged.pipelines, staged.loops
+
+
+def has_stages(sizes: Mapping[str, int], stages: Stages) -> bool:
+    """Returns whether the axis of stages has several devices; warns if it has one.
+
+    Raises:
+        StagesError: the mesh has no such axis.
+    """
     if stages.axis not in sizes:
         raise StagesError(f'{stages}: {no_axis(stages.axis, sizes)}')
-    if sizes[stages.axis] == 1:
-        warn(
-            f'{stages}: {stages.axis!r} has one device, so loops over layers run as they are\nWhat to do: '
-            'give it more devices, or leave stages out.',
-            StagesWarning,
-        )
-        return jaxpr, arguments, ()
+    if sizes[stages.axis] > 1:
+        return True
+    warn(
+        f'{stages}: {stages.axis!r} has one device, so loops over layers run as they are\nWhat to do: '
+        'give it more devices, or leave stages out.',
+        StagesWarning,
+    )
+    return False
+
+
+def _found(
+    jaxpr: Any,
+    arguments: Arguments,
+    sizes: Mapping[str, int],
+    stages: Stages,
+    *,
+    is_partitioned: bool = False,
+) -> tuple[_Staged, Deal, dict[int, int]]:
+    """The loops over layers, how examples are dealt, and which dimension of arguments has them."""
     _check_rounds(stages, sizes[stages.axis])
     jaxpr = rewriting.flattened(jaxpr, (), around='scan')
     rows = _rows_of(arguments)
@@ -85,16 +131,16 @@ def with_stages(
             'in in_shardings.'
         )
     _warn_idle(deal, stages)
-    staged = _Staged(places, deal, stages, argument_names(jaxpr), _times(opened(jaxpr), places.loops))
-    pipelined = staged.jaxpr(jaxpr)
+    times = _times(opened(jaxpr), places.loops)
+    staged = _Staged(places, deal, stages, argument_names(jaxpr), times, is_partitioned=is_partitioned)
+    staged.result = staged.jaxpr(jaxpr)
     if not staged.loops:
         raise StagesError(
             'no loop over layers takes the batch, as far as is known: '
             f'{", ".join(sorted({*map(line_of, places.loops.values())}))}\n'
             'What to do: see step.followed(...) of the function without stages for where the batch is lost.'
         )
-    jaxpr, arguments = _over_stages(pipelined, arguments, mesh, deal, rows)
-    return jaxpr, arguments, staged.loops
+    return staged, deal, rows
 
 
 def _times(jaxpr: Any, loops: Container[int], times: int = 1) -> Counter[int]:
@@ -266,13 +312,26 @@ class _Staged(rewriting.Rewriter):
 
     Attributes:
         loops: the loops so far.
+        pipelines: of steps that are partitioned, the loops that run as pipelines, by the ids of their
+            equations, which stay in the jaxpr.
+        result: the jaxpr of the step.
     """
 
     def __init__(
-        self, places: Places, deal: Deal, stages: Stages, names: Sequence[str], times: Counter[int]
+        self,
+        places: Places,
+        deal: Deal,
+        stages: Stages,
+        names: Sequence[str],
+        times: Counter[int],
+        *,
+        is_partitioned: bool = False,
     ) -> None:
         super().__init__(lambda equation: equation)
         self.loops: list[tuple[PipelinedLoop, Any]] = []
+        self.pipelines: dict[int, Pipelined] = {}
+        self.result: Any = None
+        self._is_partitioned = is_partitioned
         self._places, self._deal, self._stages, self._names, self._times = places, deal, stages, names, times
 
     def jaxpr(self, jaxpr: Any) -> Any:
@@ -288,6 +347,8 @@ class _Staged(rewriting.Rewriter):
                     loops.update({id(made): loop} if loop is not None else {})
             else:
                 found.append(self._equation(each))
+        if self._is_partitioned:
+            return rewriting.replaced(jaxpr, eqns=found)
         # What only pipelines take, in their form, is not put back.
         needed = {*map(id, inner.outvars)}
         for each in found:
@@ -352,6 +413,13 @@ class _Staged(rewriting.Rewriter):
             ) from None
         described = _described(equation, facts, deal, self._stages.rounds, self._times[id(before)])
         self.loops.append((described, before))
+        if self._is_partitioned:
+            stages = self._stages
+            self.pipelines[id(equation)] = Pipelined(
+                *(equation, _placements(facts), deal.axis, deal.stages, deal.microbatches),
+                *(stages.rounds, stages.gather == 'step', line),
+            )
+            return [(equation, None)]
         function = Pipeline(equation, facts, rows, deal, self._stages.rounds)
         return [(equation, _Loop(function, *self._stacks(facts, deal, line)))]
 
@@ -391,6 +459,15 @@ class _Staged(rewriting.Rewriter):
                     yield rewriting.with_results(
                         rewriting.added_equation(jax.jit(form.back), equation, [own]), [var]
                     )
+
+
+def _placements(facts: LoopFacts[Fact]) -> LoopFacts[Placement]:
+    """The placements along microbatches of the values of a round."""
+
+    def placement(fact: Fact) -> Placement:
+        return Shard(fact.dim) if isinstance(fact, Rows) else REPLICATE if fact is None else SUMMED
+
+    return LoopFacts(*[[*map(placement, each)] for each in facts])
 
 
 def _described(equation: Any, facts: LoopFacts[Fact], deal: Deal, rounds: int, times: int) -> PipelinedLoop:

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalax._jax import equations as of
+from scalax._jax.rewriting import seen_through
 from tests.support.contracts import contract, equation_in
 
 X, IMAGES = np.ones((2, 3, 4), np.float32), np.ones((2, 8, 8, 3), np.float32)
@@ -222,6 +223,8 @@ def test_operands_of_what_is_computed_again(prevents: bool) -> None:
         assert [*of.computed_again(again)] == [prevents] * len(again.invars)
         for name, first in (('remat2', fun), ('jit', jax.jit(jnp.sin))):
             assert [*of.computed_again(equation_in(name, first, X))] == [False]
+        assert not any(of.computed_again(seen_through(again)))
+        assert again.params.keys() == seen_through(again).params.keys()
 
 
 def test_what_runs_a_jaxpr_once() -> None:

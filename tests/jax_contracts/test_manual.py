@@ -33,9 +33,11 @@ from scalax._jax.manual import (
     is_vacuous,
     local_params,
     remade,
+    scan_counts,
     with_inner,
 )
 from scalax._jax.random_bits import bits_at, depends_on_indices
+from scalax._jax.rewriting import replaced, run
 
 MESH = AbstractMesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
 
@@ -89,6 +91,43 @@ def test_other_axes_stay_auto():
     assert found.params == expected.params
     assert found.outvars[0].aval == expected.outvars[0].aval
     assert code.local(like, [operand], [operand]).ctx == sine.ctx
+
+
+@pytest.mark.parametrize('constants, carried, elements, results', [(0, 1, 1, 0), (1, 2, 0, 3), (3, 0, 2, 1)])
+def test_scans_with_one_constant_more(constants, carried, elements, results):
+    """A `scan` takes a further constant, if its parameters are those of the new number of operands."""
+
+    def loop(fixed, begun, stacks):
+        def layer(state, parts):
+            total = sum([*fixed, *parts], 1.0)
+            return [x * total for x in state], [total] * results
+
+        return lax.scan(layer, begun, stacks, 2)
+
+    values = [*jnp.arange(1.0, 1 + constants)], [*jnp.ones(carried)], [*jnp.ones((elements, 2))]
+    jaxpr = jax.make_jaxpr(loop)(*values)
+    [equation] = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == 'scan']
+    body, [outer], [inner] = equation.params['jaxpr'], *[traced(jnp.sin, 1.0).invars for _ in range(2)]
+    counts = scan_counts(constants + 1, carried, elements, len(equation.outvars) - carried)
+    assert counts.keys() < equation.params.keys()
+    layer = remade(body, [inner, *opened(body).invars], opened(body).eqns, opened(body).outvars)
+    params = {**equation.params, **counts, 'jaxpr': layer}
+    changed = equation.replace(invars=[outer, *equation.invars], params=params)
+    eqns = [changed if eqn is equation else eqn for eqn in jaxpr.eqns]
+    new = replaced(jaxpr, invars=[outer, *jaxpr.jaxpr.invars], eqns=eqns)
+    flat = jax.tree.leaves(values)
+    for mine, other in zip(run(new, [0.0, *flat]), jax.tree.leaves(loop(*values)), strict=True):
+        np.testing.assert_allclose(mine, other)
+
+
+def test_calls_of_functions_that_are_traced():
+    like = traced(jnp.sin, jnp.ones(3)).eqns[0]
+    with jax.sharding.use_abstract_mesh(MESH):
+        code = ManualCode(MESH)
+        operands = [code.var(like.invars[0], (3,)), code.var(like.invars[0], (2, 3)), code.scalar('int32')]
+        call = code.called(lambda x, y, i: [y[i] + lax.psum(x, 'fsdp'), x], like, operands)
+    assert [*call.invars] == operands and [x.aval.shape for x in call.outvars] == [(3,), (3,)]
+    assert call.source_info is like.source_info
 
 
 TILED = {'tiled': True}

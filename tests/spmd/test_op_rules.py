@@ -117,6 +117,7 @@ CASES = {
     'strided': (lambda x: lax.slice(x, (0, 0), (8, 4), (1, 2)), (8, 4)),
     'pad': (lambda x: lax.pad(x, 0.0, ((0, 0, 0), (1, 2, 1))), (8, 4)),
     'pad with ones': (lambda x: lax.pad(x, 1.0, ((0, 0, 0), (1, 2, 0))), (8, 4)),
+    'pad of nothing': (lambda x: lax.pad(x, 0.0, ((0, 0, 0), (2, 0, 0))), (8, 0)),
     'pad of examples': (lambda x: lax.pad(x, 0.0, ((1, -1, 0), (0, 0, 0))), (8, 4)),
     'concatenate': (lambda x, y: lax.concatenate((x, y), 1), (8, 4), (8, 4)),
     'concatenate examples': (lambda x, y: lax.concatenate((x, y), 0), (8, 4), (8, 4)),
@@ -310,6 +311,7 @@ EXPECTED = [
     ('mul', (SUM, SUM), None),
     ('tanh', (SUM,), None),
     ('pad with ones', (SUM, REPLICATE), None),
+    ('pad of nothing', (X, REPLICATE), (X,)),
     ('pad of examples', (SUM, REPLICATE), (SUM,)),
     ('optimization_barrier', (X, SUM), (X, SUM)),
 ]
@@ -320,4 +322,27 @@ def test_placements_of_results(name, placements, results):
     equation = equation_of(name)
     zeros = tuple([isinstance(x, Literal) and x.val == 0 for x in equation.invars])
     found = strategy(Op(equation, placements, 2, zeros))
+    assert (found and found.results) == results
+
+
+# A sum over microbatches is not known before the last one: it grows, or is refused.
+IN_TURN = [
+    ('matmul', (Shard(1), REPLICATE), (SUM,)),
+    ('matmul', (SUM, REPLICATE), (SUM,)),
+    ('reduce_max', (X,), None),
+    ('sort of examples', (X,), None),
+    ('broadcast', (SUM,), (SUM,)),
+    ('wider', (SUM,), (SUM,)),
+    ('narrower', (SUM,), (SUM,)),
+    ('add', (SUM, REPLICATE), (SUM,)),
+    ('add', (SUM, X), None),
+    ('mul', (SUM, SUM), None),
+    ('tanh', (SUM,), None),
+]
+
+
+@pytest.mark.parametrize('name, placements, results', IN_TURN, ids=[f'{n}-{p}' for n, p, _ in IN_TURN])
+def test_placements_of_results_of_microbatches(name, placements, results):
+    equation = equation_of(name)
+    found = strategy(Op(equation, placements, 2, (False,) * len(placements), in_turn=True))
     assert (found and found.results) == results

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from scalax._follow.trail import Trail
 from scalax._follow.types import Arguments
 from scalax._jax.rewriting import run_as_one, with_inputs
 from scalax._spmd.options import BatchPartitioning
 from scalax._spmd.step import Step, StepArgument, StepResult, partition_step, run_step
 from scalax._spmd.values import CannotPartition
+from scalax._stages.pipelined import Loops
+from scalax._stages.stages import Stages
 from scalax._transforms.calls.call import Call, Shardings
-from scalax.errors import FollowingWarning, warn
+from scalax.errors import FollowingWarning, StagesError, warn
 
 SWITCHED_ON = os.environ.get('SCALAX_PARTITION') == '1'
 """Whether steps are partitioned by scalax itself."""
@@ -31,8 +36,10 @@ def run_partitioned(
     mesh: Mesh | AbstractMesh,
     on_gradient: Callable[[], None],
     options: BatchPartitioning,
-) -> tuple[Sequence[Any], Step | str]:
-    """Returns the leaves of the outputs of a step, and the step that each device runs, or why there is none.
+    stages: Stages | None = None,
+) -> tuple[Sequence[Any], Step | str, Loops]:
+    """Returns the leaves of the outputs of a step, the step that each device runs, or why there is none, and
+    its pipelines.
 
     A step that cannot be partitioned runs as it is, with a warning.
 
@@ -46,6 +53,7 @@ def run_partitioned(
         mesh: a mesh of Auto axes, in force.
         on_gradient: called when JAX differentiates the step from outside.
         options: what the user chooses.
+        stages: the pipelines that the user asks for, along an axis of several devices.
     """
     name = call.signature.name
     dynamic = [value for i, value in enumerate(flat_args) if i not in call.layout.static]
@@ -53,7 +61,7 @@ def run_partitioned(
     values = jax.tree.leaves(dynamic) + captured
     axes = [axis for axis in mesh.axis_names if axis in batch.batch_axes]
     arguments = [
-        StepArgument(_spec(to), is_batch=not all(map(batch.batch_axes.isdisjoint, trail)), path=call.path(i))
+        StepArgument(_spec(to), is_batch=_batch_dim(trail, batch) is not None, path=call.path(i))
         for i, (to, trail) in enumerate(zip(inputs, batch.trails, strict=True))
     ]
     arguments += [StepArgument(None, is_batch=False, path='a value of an outer trace')] * len(captured)
@@ -66,14 +74,22 @@ def run_partitioned(
         left = paths.get(_type(aval))
         results.append(StepResult(_spec(to), left.pop(0) if left else None))
     abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+    loops: list[Any] = []
+    find = None
+    if stages is not None:
+        axes = [*[axis for axis in axes if axis != stages.axis], stages.axis]
+        arguments = [*_over_stages(arguments, batch, axes, stages, abstract.shape[stages.axis])]
+        find = functools.partial(_pipelines, batch, len(captured), abstract, stages, loops)
     try:
-        step = partition_step(closed, arguments, results, abstract, axes, options)
+        step = partition_step(closed, arguments, results, abstract, axes, options, find_pipelines=find)
+    except StagesError:
+        raise
     except CannotPartition as error:
-        return run_as_one(closed, values, name), _warn(name, error)
+        return run_as_one(closed, values, name), _warn(name, error), ()
     except Exception as error:  # noqa: BLE001 - a mistake of the partitioner must not end a program
         problem = CannotPartition(None, f'{type(error).__name__}: {error}')
         problem.__cause__ = error
-        return run_as_one(closed, values, name), _warn(name, problem)
+        return run_as_one(closed, values, name), _warn(name, problem), ()
 
     @jax.custom_jvp
     def run(*values: Any) -> Sequence[Any]:
@@ -82,10 +98,51 @@ def run_partitioned(
     @run.defjvp
     def differentiated(values: Any, tangents: Any) -> Any:
         on_gradient()
+        if stages is not None:
+            raise StagesError(
+                'the gradient of a function with stages is taken outside of it, which would keep all that '
+                'its ticks compute\n'
+                'What to do: take it inside: helper.sjit(jax.value_and_grad(loss), stages=...).'
+            )
         # What devices exchange is not differentiated: a sum over them would be counted once for each.
         return jax.jvp(lambda *values: [*run_as_one(closed, values, name)], values, tangents)
 
-    return run(*values), step
+    return run(*values), step, loops
+
+
+def _batch_dim(trail: Trail, batch: Arguments) -> int | None:
+    """The dimension of the examples; None of an argument that is no batch."""
+    return next((dim for dim, names in enumerate(trail) if not batch.batch_axes.isdisjoint(names)), None)
+
+
+def _over_stages(
+    arguments: Sequence[StepArgument], batch: Arguments, axes: Sequence[str], stages: Stages, count: int
+) -> Iterator[StepArgument]:
+    """The arguments of a step with pipelines: each stage has a share of the batch outside of these, if
+    microbatches divide by stages.
+    """
+    for i, argument in enumerate(arguments):
+        if not argument.is_batch or argument.spec is None:
+            yield argument
+            continue
+        trail, entries, dim = batch.trails[i], [*argument.spec], _batch_dim(batch.trails[i], batch)
+        assert dim is not None
+        names = [axis for axis in axes[:-1] if axis in trail[dim]]
+        entries[dim] = (*names, stages.axis) if stages.microbatches % count == 0 else tuple(names)
+        yield argument._replace(spec=PartitionSpec(*entries))
+
+
+def _pipelines(
+    batch: Arguments, captured: int, mesh: AbstractMesh, stages: Stages, loops: list[Any], jaxpr: Any
+) -> tuple[Any, Mapping[int, Any]]:
+    """The jaxpr of a step, and its loops over layers that run as pipelines; *loops* gets what plans say."""
+    from scalax._stages.staged import find_pipelines  # here, because few functions have stages
+
+    more = [()] * captured
+    known = dataclasses.replace(batch, trails=[*batch.trails, *more], stored=[*batch.stored, *more])
+    jaxpr, found, told = find_pipelines(jaxpr, known, dict(mesh.shape), stages)
+    loops += told
+    return jaxpr, found
 
 
 def _warn(name: str, error: CannotPartition) -> str:

@@ -24,6 +24,7 @@ from scalax._follow.types import Arguments
 from scalax._jax import rewriting
 from scalax._jax.tracing import is_compiled, is_opaque, memory_space, type_of
 from scalax._spmd.rewrites.updated_stacks import with_updated_stacks
+from scalax._stages.stages import Stages
 from scalax._trace import contexts
 from scalax._trace.constraints import (
     apply_shardings,
@@ -157,7 +158,10 @@ class TracedFunction:
             with_updated_stacks, inside, shardings_of_results, self._rules.mesh
         )
         users = self.as_users(flat_function, call.layout)
-        if partitioned.SWITCHED_ON and with_pipelines is None:
+        if partitioned.SWITCHED_ON:
+            stages = self._rules.options.stages
+            if stages is not None and not self._has_stages(stages):
+                stages = None
             jaxpr = jax.make_jaxpr(users, static_argnums=call.layout.static)(*flat_args)
             structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.out_avals]
             if entry.batch is None:
@@ -166,17 +170,25 @@ class TracedFunction:
                 leaves = jax.tree.leaves([x for i, x in enumerate(flat_args) if i not in call.layout.static])
                 return jax.tree.unflatten(structure, rewriting.run(jaxpr, leaves))
             entry.outputs = self._rules.outputs(jax.tree.unflatten(structure, structs), call, entry.arguments)
-            results, entry.partitioned = partitioned.run_partitioned(
+            results, entry.partitioned, loops = partitioned.run_partitioned(
                 *(jaxpr, call, flat_args, inside, entry.outputs, entry.batch, self._rules.mesh),
                 entry.note_gradient,
                 self._rules.options.partitioning or self.helper.partitioning,
+                stages,
             )
+            if stages is not None:
+                entry.staged = Staged(loops, jaxpr)
             return jax.tree.unflatten(structure, results)
         assert entry.batch is not None
         results, entry.followed = run_followed(
             users, flat_args, call.layout.static, entry.batch, self._rules.mesh, rewrite
         )
         return jax.tree.unflatten(structure, results)
+
+    def _has_stages(self, stages: Stages) -> bool:
+        from scalax._stages.staged import has_stages  # here, because few functions have stages
+
+        return has_stages(dict(self._mesh.shape), stages)
 
     def _may_make_batch(self, arguments: Sequence[Any]) -> bool:
         """Whether a function may make its batch: no argument is said to be one, and its state is sharded."""
