@@ -54,6 +54,9 @@ class _Axis:
         self._wanted = edit.reduced_placements(
             equation.outvars[0], tuple([each.results[0] for each in usual])
         )[axis]
+        # A term of a sum that a loop carries stays a sum, which is reduced once, behind the loop.
+        if isinstance(usual[axis].results[0], Partial) and edit.is_term_of_sum(equation.outvars[0], axis):
+            self._wanted = SUM
         others = [
             size
             for i, (each, size) in enumerate(zip(usual, edit.shared.sizes, strict=True))

@@ -40,6 +40,9 @@ from scalax._spmd.values import (
     without_state,
 )
 
+_ADDS = frozenset(('add', 'add_any'))
+_KEEPS_SUM = frozenset(('neg', 'reshape', 'squeeze', 'transpose'))
+
 
 class Edit:
     """One jaxpr while it is partitioned.
@@ -410,6 +413,21 @@ class Edit:
                 for i, (before, x, after) in enumerate(zip(placements, found, of_batch, strict=True))
             ]
         )
+
+    def is_term_of_sum(self, var: Any, axis: int) -> bool:
+        """Returns whether a variable is only added to a value that is a sum along an axis, by number."""
+        inner = opened(self.jaxpr)
+        while self._uses[id(var)] == 1 and not any(x is var for x in inner.outvars):
+            equation = next(eqn for eqn in inner.eqns if any(x is var for x in eqn.invars))
+            name = primitive_name(equation)
+            if name in _ADDS:
+                values = [self._values.get(id(x)) for x in equation.invars if x is not var]
+                if any(value is not None and value.placements[axis] == SUM for value in values):
+                    return True
+            elif name not in _KEEPS_SUM:
+                return False
+            [var] = equation.outvars
+        return False
 
     def rounds_of(self, value: Value) -> int:
         """Returns how often loops around it take state that they do not change."""
