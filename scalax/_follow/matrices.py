@@ -26,10 +26,10 @@ from scalax._jax.equations import OWN_GRADIENTS, equations, jaxprs_in, loop_of, 
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, equation_if_mapped, replaced, run
 from scalax._jaxprs.dims import multiplications
+from scalax._jaxprs.machine_balance import PER_BYTE, PER_OPERATION
 from scalax._jaxprs.matrix_functions import Function, functions_of_matrices, is_late
 from scalax._jaxprs.other_rows import Known, OnOtherRows
 from scalax._jaxprs.rows import Rows, RowsOf
-from scalax._spmd.seconds import PER_BYTE, PER_OPERATION
 
 _BEGIN = 2e-5  # the latency of two all-to-alls, in seconds
 

@@ -21,7 +21,7 @@ from scalax._follow.trail import (
 from scalax._jax.equations import conv_dims, dot_dims, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dims import multiplications, updated_dims
-from scalax._spmd.seconds import PER_BYTE, PER_OPERATION
+from scalax._jaxprs.machine_balance import PER_BYTE, PER_OPERATION
 
 _SIDE_BY_SIDE = frozenset({'stack', 'concatenate'})
 _WITH_TABLES = ('gather', 'scatter-add')

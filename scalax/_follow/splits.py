@@ -26,7 +26,7 @@ from scalax._jax.equations import dot_dims, opened
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dependence import Dependence
 from scalax._jaxprs.dims import FORWARDS, multiplications
-from scalax._spmd.seconds import PER_BYTE, PER_OPERATION
+from scalax._jaxprs.machine_balance import PER_BYTE, PER_OPERATION
 from scalax._tree.specs import canonical_entry, only_axes
 
 # This part of all that is sent has to be saved: another layout may cost as much elsewhere, as in memory.

@@ -396,6 +396,16 @@ def slice_sizes(equation: Any) -> Sequence[int]:
     return equation.params['slice_sizes']
 
 
+def bounds_mode(equation: Any) -> Any:
+    """What a `gather` or a scatter does with indices out of bounds: a ``jax.lax.GatherScatterMode``."""
+    return equation.params['mode']
+
+
+def fill_value(equation: Any) -> Any:
+    """What a `gather` gives for indices out of bounds; None for its default."""
+    return equation.params['fill_value']
+
+
 def says_sorted(equation: Any) -> bool:
     """Whether a `gather` or a scatter relies on its indices being sorted. Relies on *indices_are_sorted*."""
     return equation.params.get('indices_are_sorted', False)

@@ -29,7 +29,9 @@ from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import replaced, run_as_one, seen_through
 from scalax._jaxprs.interpreter import LoopFacts
 from scalax._spmd.edit import Edit
+from scalax._spmd.layer_groups import exchanged
 from scalax._spmd.layouts import Layout, Shifted, layout_at
+from scalax._spmd.pipelined import at_turn, sending
 from scalax._spmd.placement import REPLICATE, SUM, Partial, Placement, Placements, Shard, join
 from scalax._spmd.values import (
     SETTLED,
@@ -39,8 +41,6 @@ from scalax._spmd.values import (
     Settled,
     Value,
 )
-from scalax._stages.layers import exchanged
-from scalax._stages.pipelined import at_turn, sending
 
 _MOST_ROUNDS = 12
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 
-from scalax._jax.equations import gather_dims, scatter_dims, shape_of
+from scalax._jax.equations import bounds_mode, fill_value, gather_dims, scatter_dims, shape_of
 from scalax._jax.manual import local_params
 from scalax._jax.primitives import primitive_name
 
@@ -66,10 +66,10 @@ def on_block(
         axes: the mesh axes along which devices have blocks.
         shapes: the local shapes of its operands.
     """
-    size, mode = shape_of(equation.invars[0])[dim], equation.params['mode']
+    size, mode = shape_of(equation.invars[0])[dim], bounds_mode(equation)
     if primitive_name(equation) == 'gather':
         sizes = local_params(equation, shapes, [])['slice_sizes']
-        numbers, fill = gather_dims(equation), equation.params['fill_value']
+        numbers, fill = gather_dims(equation), fill_value(equation)
         block = _Block(numbers, dim, size, tuple(axes), mode, sizes, fill)
         return functools.partial(_look_up, block), ('look_up', block)
     block = _Block(scatter_dims(equation), dim, size, tuple(axes), mode)

@@ -25,8 +25,8 @@ from scalax._jaxprs.interpreter import LoopFacts
 from scalax._jaxprs.other_rows import Known, OnOtherRows
 from scalax._jaxprs.rows import SUM, Fact, Rows, RowsOf
 from scalax._jaxprs.source_lines import line_of
+from scalax._spmd.pipelined import at_turn, sending
 from scalax._stages.deal import Deal, placed
-from scalax._stages.pipelined import at_turn, sending
 from scalax.errors import StagesError
 
 

@@ -30,6 +30,7 @@ from scalax._jaxprs.carry_accumulation import added_by_round
 from scalax._jaxprs.interpreter import LoopFacts
 from scalax._jaxprs.rows import SUM, Fact, Refused, Rows, RowsOf
 from scalax._jaxprs.source_lines import line_of
+from scalax._spmd.pipelined import Loops, PipelinedLoop
 from scalax._spmd.pipelines import Pipeline as Pipelined
 from scalax._spmd.placement import REPLICATE, Placement, Shard
 from scalax._spmd.placement import SUM as SUMMED
@@ -38,7 +39,6 @@ from scalax._stages.constants import with_own_constants
 from scalax._stages.deal import Deal
 from scalax._stages.layers import Stack
 from scalax._stages.pipeline import Pipeline
-from scalax._stages.pipelined import Loops, PipelinedLoop
 from scalax._stages.places import LAYERS, ROWS, Places
 from scalax._stages.stages import Stages
 from scalax._tree.paths import array_bytes

@@ -95,6 +95,11 @@ CASES: dict[tuple[Any, str], tuple[tuple[Any, ...], Any]] = {
     (lambda eqn: of.gather_dims(eqn).offset_dims, 'gather'): (GATHER, (1, 2)),
     (lambda eqn: of.gather_dims(eqn).collapsed_slice_dims, 'gather'): (GATHER, (0,)),
     (of.slice_sizes, 'gather'): (GATHER, (1, 3, 4)),
+    (of.bounds_mode, 'gather'): (
+        (lambda x, i: x.at[i].get(mode='clip'), X, INDICES[:, 0]),
+        lax.GatherScatterMode.CLIP,
+    ),
+    (of.fill_value, 'gather'): ((lambda x, i: x.at[i].get(mode='fill', fill_value=7), X, INDICES[:, 0]), 7),
     (lambda eqn: of.scatter_dims(eqn).update_window_dims, 'scatter-add'): (SCATTER, (1, 2)),
     (lambda eqn: of.scatter_dims(eqn).inserted_window_dims, 'scatter-add'): (SCATTER, (0,)),
     (lambda eqn: of.shardings_said(eqn)[1][0].spec, 'jit'): ((placed, X), P('a')),

@@ -143,8 +143,23 @@ def test_a_part_of_a_kernel_runs() -> None:
         results = jax.jit(lambda x: kernels.run_part(equation, [x], {0: 2}))(X[:8])
         np.testing.assert_array_equal(results[0], 2 * X[:8])
         part = equation_in('pallas_call', lambda x: kernels.run_part(equation, [x], {0: 2}), X[:8])
+        assert kernels.part_params(equation, {0: 2})['grid_mapping'].grid == (2,)
         assert part.params['cost_estimate'].flops == 32
         assert kernels.grid(part) == (2,)
+
+
+def test_the_jaxprs_of_an_interpreted_kernel() -> None:
+    with contract('keeps jaxprs of the steps and of the blocks of a kernel', 'to run kernels on blocks'):
+        equation, seen = equation_of(interpret=True), list[Any]()
+
+        def change(jaxpr: Any) -> Any:
+            seen.append(jaxpr)
+            return jaxpr
+
+        changed = kernels.interpreted_params(equation, {'interpret': True}, change)
+        assert {*changed} == {'interpret', 'jaxpr', 'grid_mapping'} and len(seen) == 3
+        found = equation.replace(params={**equation.params, **changed})
+        assert kernels.grid(found) == kernels.grid(equation)
 
 
 @pytest.mark.skipif(not has_cudnn(), reason='JAX traces attention of cuDNN where that is')

@@ -180,7 +180,7 @@ def test_a_gradient_around_a_step_is_right():
 
 @pytest.mark.usefixtures('switched_on')
 def test_a_mistake_of_the_partitioner_ends_no_program(monkeypatch):
-    def failing(*_):
+    def failing(*_, **__):
         raise IndexError('no such number')
 
     monkeypatch.setattr(partitioned, 'partition_step', failing)

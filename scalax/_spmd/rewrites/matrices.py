@@ -34,12 +34,12 @@ from scalax._jax.equations import (
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, equation_if_mapped, replaced, run
 from scalax._jaxprs.dims import DECOMPOSITIONS, multiplications
+from scalax._jaxprs.machine_balance import PER_BYTE, PER_OPERATION
 from scalax._jaxprs.matrix_functions import Function, functions_of_matrices, is_late
 from scalax._jaxprs.other_rows import Known, OnOtherRows
 from scalax._jaxprs.rows import Rows, RowsOf
 from scalax._spmd.placement import Placements, Replicate, Shard
 from scalax._spmd.rewrites.facts import StepFacts
-from scalax._spmd.seconds import PER_BYTE, PER_OPERATION
 from scalax._spmd.wanted import Wanted
 
 # The latency of two all-to-alls, and of the decomposition of a small matrix, in seconds.

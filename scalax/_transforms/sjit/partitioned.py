@@ -15,9 +15,9 @@ from scalax._follow.trail import Trail
 from scalax._follow.types import Arguments
 from scalax._jax.rewriting import run_as_one, with_inputs
 from scalax._spmd.options import BatchPartitioning
+from scalax._spmd.pipelined import Loops
 from scalax._spmd.step import Step, StepArgument, StepResult, partition_step, run_step
 from scalax._spmd.values import CannotPartition
-from scalax._stages.pipelined import Loops
 from scalax._stages.stages import Stages
 from scalax._transforms.calls.call import Call, Shardings
 from scalax.errors import FollowingWarning, StagesError, warn

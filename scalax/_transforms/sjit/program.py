@@ -22,8 +22,8 @@ import jax
 
 from scalax._follow.types import Arguments, Followed
 from scalax._jax.shardings import DELETED_ARGUMENTS_CRASH
+from scalax._spmd.pipelined import Loops
 from scalax._spmd.step import Step
-from scalax._stages.pipelined import Loops
 from scalax._transforms.calls.call import Call, CallKey, Shardings
 from scalax._transforms.calls.errors import reject_deleted, reject_donated_twice
 from scalax._transforms.calls.placement import Moves, moved, targets
