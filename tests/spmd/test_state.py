@@ -11,7 +11,7 @@ from tests.support.partitioned import P, assert_equal, partitioned, state_spec
 pytestmark = pytest.mark.medium
 
 LAYERS, WIDTH, WORDS, RANK = 2, 16, 32, 4
-EXAMPLES, TOKENS, HEADS = 8, 12, 2
+EXAMPLES, TOKENS, HEADS = 64, 12, 2
 
 
 def array(*shape, dtype='float32'):

@@ -73,7 +73,7 @@ CASES = {
 @pytest.mark.parametrize('name', CASES)
 def test_gradients_are_reduced_to_the_layout_of_state_that_they_meet(name, mesh):
     fun, state, times = CASES[name]
-    x = array(16, 8)
+    x = array(128, 8)
     step, run = partitioned(fun, state, x, mesh)
     found = collectives(step)
     scattered = {reason: count for reason, count in found.items() if reason.startswith('reduce_scatter')}
