@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from scalax._hostdata import batch_layout, broadcast, to_global, to_local, transfer
 from scalax._hostdata.prefetch import Prefetch
 from scalax._mesh import meshes, topologies
-from scalax._spmd.options import DEFAULT, BatchPartitioning, checked_partitioning
+from scalax._spmd.options import BatchPartitioning, checked_partitioning
 from scalax._stages.stages import Stages
 from scalax._trace import constraints, contexts
 from scalax._transforms import shard_map
@@ -86,8 +86,9 @@ class MeshShardingHelper:
             ``'error'``, ``'replicate'`` or ``'warn'``. Rules carry their own.
         follow_batch: whether compiled functions find out which arguments are batches, and propagate
             their sharding to the activations; False does so for ``sjit(..., batch_argnums=...)`` only.
-        partitioning: the dtypes in which compiled functions gather weights and reduce gradients, and when
-            they do, unless ``sjit(..., partitioning=...)`` says so (docs/unchanged.md).
+        partitioning: partitions compiled functions along their batch, with the dtypes in which they gather
+            weights and reduce gradients, unless ``sjit(..., partitioning=...)`` says so
+            (docs/partitioning.md). None propagates shardings to activations (docs/unchanged.md).
 
     Raises:
         MeshError: dimensions, names, types and devices do not fit together.
@@ -135,7 +136,7 @@ class MeshShardingHelper:
         self._mesh = mesh
         self._on_indivisible = checked_policy(on_indivisible)
         self._follow_batch = checked_flag('follow_batch', follow_batch)
-        self._partitioning = checked_partitioning(partitioning) or DEFAULT
+        self._partitioning = checked_partitioning(partitioning)
         self._contexts: LRUCache[contexts.Context, contexts.Context] = LRUCache()
 
     @classmethod
@@ -245,8 +246,8 @@ class MeshShardingHelper:
         return self._follow_batch
 
     @property
-    def partitioning(self) -> BatchPartitioning:
-        """How compiled functions gather weights and reduce gradients."""
+    def partitioning(self) -> BatchPartitioning | None:
+        """How compiled functions are partitioned along their batch; None leaves it to propagation."""
         return self._partitioning
 
     def __reduce__(self) -> Any:
@@ -441,8 +442,8 @@ class MeshShardingHelper:
                 moved at every such call (``'reshard'``).
             stages: the mesh axis that holds layers in stages, and the number of microbatches: loops over
                 layers that are sharded over this axis run as pipelines (docs/stages.md).
-            partitioning: the dtypes in which weights are gathered and gradients are reduced, and when they
-                are (docs/unchanged.md); None takes that of the helper.
+            partitioning: partitions the function along its batch, with the dtypes in which weights are
+                gathered and gradients are reduced (docs/partitioning.md); None takes that of the helper.
             **jit_kwargs: further options of ``jax.jit``, such as ``compiler_options``.
 
         Returns:

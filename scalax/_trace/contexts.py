@@ -46,7 +46,7 @@ class MeshOwner(Protocol):
 
     @property
     def partitioning(self) -> Any:
-        """How compiled functions gather weights and reduce gradients."""
+        """How compiled functions are partitioned along their batch."""
 
     @property
     def follow_batch(self) -> bool:

@@ -99,7 +99,7 @@ def sjit(
         batch_argnames: the same by name.
         on_mismatch: what happens to arguments that are committed to another sharding.
         stages: the pipeline.
-        partitioning: how weights are gathered and gradients reduced.
+        partitioning: partitions the function along its batch.
         **jit_kwargs: further options of ``jax.jit``.
 
     Raises:

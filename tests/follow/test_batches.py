@@ -84,7 +84,7 @@ def test_what_cannot_be_one(options, message):
 IT_IS = (
     'no argument looks like a batch, which is sharded by specs alone, and comes with an argument that a rule '
     'shards; name the batch by batch_argnums or batch_argnames. A batch that is made inside of the function '
-    'is followed from a constraint that shards it (with_sharding_constraint, with_sharding_annotation)'
+    'is not followed; partitioning=BatchPartitioning() takes it from a constraint that shards it'
 )
 
 

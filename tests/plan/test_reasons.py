@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalax._plan import make
 from scalax._plan.scopes import scopes_in
 from scalax._spmd.collectives import NUMBER
 from scalax._transforms.sjit import partitioned
@@ -21,7 +20,6 @@ WIDTH, EXAMPLES, LAYERS = 64, 64, 3
 @pytest.fixture(autouse=True)
 def switched_on(monkeypatch):
     monkeypatch.setattr(partitioned, 'SWITCHED_ON', True)
-    monkeypatch.setattr(make, 'SWITCHED_ON', True)
 
 
 def loss(params, x):

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalax._spmd.options import DEFAULT
 from scalax._transforms.sjit import partitioned as switch
 from scalax.errors import ArgumentError
 from scalax.sharding import BatchPartitioning, FSDPShardingRule, MeshShardingHelper
@@ -196,7 +195,7 @@ def test_functions_take_options_of_their_own_or_those_of_the_helper():
     narrow = BatchPartitioning(reduce_dtype=jnp.bfloat16)
     by_default = MeshShardingHelper([8], ['fsdp'])
     helper = MeshShardingHelper([8], ['fsdp'], partitioning=narrow)
-    assert (by_default.partitioning, helper.partitioning) == (DEFAULT, narrow)
+    assert (by_default.partitioning, helper.partitioning) == (None, narrow)
     assert pickle.loads(pickle.dumps(helper)).partitioning == narrow
 
     def dtypes(helper, **options):

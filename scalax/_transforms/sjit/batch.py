@@ -27,7 +27,7 @@ from scalax.rules._prefix import is_rule
 NO_BATCH = (
     'no argument looks like a batch, which is sharded by specs alone, and comes with an argument that a rule '
     'shards; name the batch by batch_argnums or batch_argnames. A batch that is made inside of the function '
-    'is followed from a constraint that shards it (with_sharding_constraint, with_sharding_annotation)'
+    'is not followed; partitioning=BatchPartitioning() takes it from a constraint that shards it'
 )
 """Why nothing is followed where nothing looks like a batch. Plans leave it out: many functions have none."""
 

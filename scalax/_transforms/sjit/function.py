@@ -181,7 +181,7 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
     def explain_propagation(self, /, *args: Any, **kwargs: Any) -> PropagationReport:
         """How a call is partitioned along the mesh axes of its batch: every collective, and its reason.
 
-        docs/unchanged.md describes the report.
+        docs/partitioning.md describes the report.
         """
         return self._dispatcher.explain_propagation(self._flatten(args, kwargs))
 
@@ -323,6 +323,11 @@ def staged_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if not isinstance(function, SjitFunction):
         return None
     return function._dispatcher.prepare(function._flatten(args, kwargs))[1].staged
+
+
+def is_partitioned(function: Any) -> bool:
+    """Returns whether calls of a function are partitioned along their batch, if they have one."""
+    return isinstance(function, SjitFunction) and function._dispatcher.is_partitioned
 
 
 def step_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step | None:

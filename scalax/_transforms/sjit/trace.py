@@ -23,6 +23,7 @@ from scalax._follow.run import run_followed
 from scalax._follow.types import Arguments
 from scalax._jax import rewriting
 from scalax._jax.tracing import is_compiled, is_opaque, memory_space, type_of
+from scalax._spmd.options import DEFAULT
 from scalax._spmd.rewrites.updated_stacks import with_updated_stacks
 from scalax._stages.stages import Stages
 from scalax._trace import contexts
@@ -134,7 +135,9 @@ class TracedFunction:
             entry.batch = batch_to_follow(self._rules, call, inside)
         with_pipelines = None if self._rules.options.stages is None else self._pipelines(entry)
         # Where jax.disable_jit is traced all the same (`lower`, jax.grad around it), a `jit` is no equation.
-        may_make_batch = partitioned.SWITCHED_ON and with_pipelines is None and self._may_make_batch(inside)
+        options = self._rules.options.partitioning or self.helper.partitioning
+        is_partitioned = partitioned.SWITCHED_ON or options is not None
+        may_make_batch = is_partitioned and with_pipelines is None and self._may_make_batch(inside)
         known = entry.batch is not None or may_make_batch
         if not known or not traced or jax.config.jax_disable_jit:
             return self.run_users(flat_args)
@@ -158,7 +161,7 @@ class TracedFunction:
             with_updated_stacks, inside, shardings_of_results, self._rules.mesh
         )
         users = self.as_users(flat_function, call.layout)
-        if partitioned.SWITCHED_ON:
+        if is_partitioned:
             stages = self._rules.options.stages
             if stages is not None and not self._has_stages(stages):
                 stages = None
@@ -173,7 +176,7 @@ class TracedFunction:
             results, entry.partitioned, loops = partitioned.run_partitioned(
                 *(jaxpr, call, flat_args, inside, entry.outputs, entry.batch, self._rules.mesh),
                 entry.note_gradient,
-                self._rules.options.partitioning or self.helper.partitioning,
+                options or DEFAULT,
                 stages,
             )
             if stages is not None:

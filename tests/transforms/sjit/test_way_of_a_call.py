@@ -53,11 +53,11 @@ class Way(NamedTuple):
 
 LIMITS = {
     'made': Way(76, 14, 27),
-    'first': Way(138, 18, 68) if GUARDED else Way(135, 18, 65),
-    'another length': Way(146, 17, 70) if GUARDED else Way(144, 17, 68),
+    'first': Way(140, 19, 70) if GUARDED else Way(137, 19, 67),
+    'another length': Way(148, 18, 72) if GUARDED else Way(146, 18, 70),
     'again': Way(2, 2, 1) if GUARDED else Way(1, 1, 0),
-    'first, not followed': Way(114, 16, 60) if GUARDED else Way(112, 16, 58),
-    'another length, not followed': Way(122, 15, 62) if GUARDED else Way(121, 15, 61),
+    'first, not followed': Way(116, 17, 62) if GUARDED else Way(114, 17, 60),
+    'another length, not followed': Way(124, 16, 64) if GUARDED else Way(123, 16, 63),
 }
 
 
