@@ -180,6 +180,8 @@ _REDUCTIONS: Mapping[str, ReduceOp] = {
     **dict.fromkeys(('reduce_max', 'reduce_or'), 'max'),
     **dict.fromkeys(('reduce_min', 'reduce_and'), 'min'),
 }
+# Of booleans these are a maximum and a minimum; of integers they combine bits.
+_OF_BITS = frozenset(('reduce_or', 'reduce_and'))
 # Elements see others along a dimension of these, or change places.
 _WORKS_ALONG = ALONG | WINDOWS | {'pad', 'rev', 'select_and_scatter_add', 'select_and_gather_add'}
 # These put their updates in some places of the first operand.
@@ -265,6 +267,8 @@ def _reduced(op: Op, group: Sources, is_state: bool) -> Strategy | None:
     if name == 'conv_general_dilated' and len(group) < 2:  # each group of features has channels of its own
         return None
     if op.in_turn and _REDUCTIONS[name] != 'sum':
+        return None
+    if name in _OF_BITS and equation.outvars[0].aval.dtype != jnp.bool_:  # devices do not exchange bits
         return None
     operands = _sharded(op, group, is_state)
     if is_state and _grows(op, operands):
