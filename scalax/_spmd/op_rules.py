@@ -268,7 +268,8 @@ def _reduced(op: Op, group: Sources, is_state: bool) -> Strategy | None:
         return None
     if op.in_turn and _REDUCTIONS[name] != 'sum':
         return None
-    if name in _OF_BITS and equation.outvars[0].aval.dtype != jnp.bool_:  # devices do not exchange bits
+    is_bool = equation.outvars[0].aval.dtype == jnp.bool_
+    if is_bool != (name in _OF_BITS):  # devices exchange neither bits of integers nor sums of booleans
         return None
     operands = _sharded(op, group, is_state)
     if is_state and _grows(op, operands):

@@ -23,7 +23,12 @@ def bits_of_integers(w, x):
     )
 
 
-PROGRAMS = [bits_of_integers]
+def product_of_booleans(w, x):
+    """A product of booleans says whether any pair is true."""
+    return (x > 1).T @ (x > 0.5), (x > 1).T @ (w > 0)
+
+
+PROGRAMS = [bits_of_integers, product_of_booleans]
 
 
 @pytest.mark.parametrize('fun', PROGRAMS, ids=lambda fun: fun.__name__)
