@@ -25,7 +25,7 @@ from scalax._spmd.apart import axes_apart
 from scalax._spmd.constraints import move_to
 from scalax._spmd.edit import Edit
 from scalax._spmd.microbatches import stack_placements
-from scalax._spmd.placement import REPLICATE, SUM, Partial, Placements, Shard, join
+from scalax._spmd.placement import REPLICATE, SUM, Partial, Placements, Replicate, Shard, join
 from scalax._spmd.shared import Shared
 from scalax._spmd.values import (
     SETTLED,
@@ -200,16 +200,22 @@ def partition_while(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
         arguments = [*map(_argument, constants), *[Argument(x) for x in carried]]
         return edit.shared.jaxpr(loop.body, arguments, results, backward=backward, at=equation)
 
-    inner, carried[:] = _fixed(run, carried, equation)
+    of_each = bool(shape_of(opened(loop.test).outvars[0]))
+    ends = None if of_each else [edit.shared.replicated]
+
+    def run_test() -> Partitioned:
+        arguments = [*map(_argument, tested), *[Argument(x) for x in carried]]
+        return edit.shared.jaxpr(loop.test, arguments, ends, backward=backward, at=equation)
+
+    for _ in range(2 if of_each else 1):  # a test may be of examples after one round only
+        if of_each:
+            carried[:] = _sharded_like(run_test().placements[0], carried)
+        inner, carried[:] = _fixed(run, carried, equation)
     if gathered := [i for i in inner.gathered if i < loop.constants]:
         for i in gathered:
             constants[i] = _converted(edit, constants[i], edit.shared.replicated, equation)
         inner, carried[:] = _fixed(run, carried, equation)
-    inner = run(carried)
-    arguments = [*map(_argument, tested), *[Argument(x) for x in carried]]
-    of_each = bool(shape_of(opened(loop.test).outvars[0]))
-    ends = None if of_each else [edit.shared.replicated]
-    test = edit.shared.jaxpr(loop.test, arguments, ends, backward=backward, at=equation)
+    inner, test = run(carried), run_test()
     if of_each:
         _check_apart(edit, equation, test, inner, carried)
     outputs = [edit.define(var, x) for var, x in zip(equation.outvars, carried, strict=True)]
@@ -226,6 +232,24 @@ def partition_while(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     edit.eqns.append(written)
     edit.include(inner, [*constants, *begun], None)
     edit.include(test, [*tested, *begun], None)
+
+
+def _sharded_like(decided: Placements, carried: Sequence[Placements]) -> list[Placements]:
+    """Returns carried placements of which replicated ones, such as a counter's, are those of the examples.
+
+    Args:
+        decided: the placements of the test for each example, whose dimensions all carried values begin with.
+        carried: the placements.
+    """
+    return [
+        tuple(
+            [
+                Shard(b.dim) if isinstance(a, Replicate) and isinstance(b, Shard) else a
+                for a, b in zip(placements, decided, strict=True)
+            ]
+        )
+        for placements in carried
+    ]
 
 
 def _check_apart(

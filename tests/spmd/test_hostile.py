@@ -28,7 +28,26 @@ def product_of_booleans(w, x):
     return (x > 1).T @ (x > 0.5), (x > 1).T @ (w > 0)
 
 
-PROGRAMS = [bits_of_integers, product_of_booleans]
+def counted_rounds(w, x):
+    """The rounds of each example are counted, from a number that all devices have."""
+
+    def halve(row):
+        return lax.while_loop(lambda c: jnp.abs(c[0]).max() > 0.1, lambda c: (c[0] * 0.6, c[1] + 1), (row, 0))
+
+    return jax.vmap(halve)(x)
+
+
+def rounds_with_weights(w, x):
+    """Rounds of each example begin with what all devices have, and multiply it by a weight."""
+
+    def power(row):
+        rounds = jnp.int32(jnp.abs(row[0]) * 4)
+        return lax.while_loop(lambda c: c[1] < rounds, lambda c: (w @ c[0] / 4, c[1] + 1), (jnp.ones(8), 0))
+
+    return jax.vmap(power)(x)
+
+
+PROGRAMS = [counted_rounds, rounds_with_weights, bits_of_integers, product_of_booleans]
 
 
 @pytest.mark.parametrize('fun', PROGRAMS, ids=lambda fun: fun.__name__)
@@ -36,3 +55,8 @@ PROGRAMS = [bits_of_integers, product_of_booleans]
 def test_values_are_those_of_one_device(fun, mesh):
     _, run = partitioned(fun, W, X, mesh)
     assert_equal(run(), jax.jit(fun)(W, X))
+
+
+def test_loops_that_count_rounds_of_each_example_exchange_nothing():
+    step, _ = partitioned(counted_rounds, W, X)
+    assert not step.rows
