@@ -152,6 +152,10 @@ def _linear(name: str, op: Op) -> Strategy | None:
 
 def _is_exact(name: str, op: Op) -> bool:
     """Whether an operation on terms of a sum gives the terms of its result, but for the order of sums."""
+    if name in ('mul', 'div'):  # infinite terms of both signs have no sum
+        literals = [x.val for x in op.equation.invars if isinstance(x, Literal)]
+        if not all(math.isfinite(abs(complex(value))) for value in literals):
+            return False
     if name not in ('convert_element_type', 'div', 'reduce_precision'):
         return True
     before, after = op.equation.invars[0].aval.dtype, op.equation.outvars[0].aval.dtype

@@ -50,6 +50,24 @@ def rounds_with_weights(w, x):
 PROGRAMS = [counted_rounds, rounds_with_weights, bits_of_integers, product_of_booleans]
 
 
+def largest_of_undefined(w, x):
+    """The largest of elements one of which is not a number is not a number."""
+    return jnp.max(jnp.where(x > 1, jnp.nan, x), 0)
+
+
+def sum_times_infinity(w, x):
+    """Terms of both signs times infinity have no sum, and their sum times infinity is infinite."""
+    return x.sum(0) * jnp.inf
+
+
+PROGRAMS += [
+    pytest.param(
+        largest_of_undefined, marks=pytest.mark.xfail(reason='all-reduces drop NaN on CPUs', strict=True)
+    ),
+    sum_times_infinity,
+]
+
+
 @pytest.mark.parametrize('fun', PROGRAMS, ids=lambda fun: fun.__name__)
 @pytest.mark.parametrize('mesh', [FSDP, HSDP], ids=['fsdp', 'hsdp'])
 def test_values_are_those_of_one_device(fun, mesh):
