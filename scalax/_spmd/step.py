@@ -20,7 +20,7 @@ from scalax._spmd.partition import Partitioner
 from scalax._spmd.placement import REPLICATE, Partial, Placements, Shard
 from scalax._spmd.rewrites import StepFacts, rewritten
 from scalax._spmd.rewrites.updated_stacks import hold_updated_stacks
-from scalax._spmd.values import Argument, is_replicated, replicated
+from scalax._spmd.values import SETTLED, Argument, is_replicated, replicated
 
 if TYPE_CHECKING:
     from scalax._spmd.report import CollectiveRow
@@ -45,11 +45,15 @@ class StepResult(NamedTuple):
 
     Attributes:
         spec: its sharding; None if the compiler decides.
-        path: the path of the state that it is; None if it is another result, such as a loss.
+        path: the path of the state that it is, or whose gradient it is; None of others, such as a loss.
+        state_spec: the sharding of that state, which sums get if nothing is said of the result.
+        distance: how far it is from its state: 0 of an updated weight, and more of its moments.
     """
 
     spec: PartitionSpec | None
     path: str | None
+    state_spec: PartitionSpec | None = None
+    distance: int = 0
 
 
 class Step(NamedTuple):
@@ -123,15 +127,21 @@ def partition_step(
     def auto(spec: PartitionSpec | None, atom: Any) -> AutoDims:
         return auto_dims(spec or PartitionSpec(), len(shape_of(atom)), others)
 
-    def layout(i: int, leaf: StepArgument | StepResult, var: Any) -> Layout | None:
-        if leaf.spec is None:
+    def layout(i: int, path: str | None, spec: PartitionSpec | None, var: Any) -> Layout | None:
+        if spec is None:
             return None
-        along_others = tuple([(dim, axes) for dim, axes in enumerate(auto(leaf.spec, var)) if axes])
-        return Layout(placed(leaf.spec, var, is_state=True), leaf.path, i, along_others)
+        along_others = tuple([(dim, axes) for dim, axes in enumerate(auto(spec, var)) if axes])
+        return Layout(placed(spec, var, is_state=True), path, i, along_others)
 
-    wanted = [layout(i, *pair) for i, pair in enumerate(zip(results, inner.outvars, strict=True))]
+    wanted = [
+        # What a gradient becomes is its weight rather than its moments, in whatever order they come.
+        layout(i + x.distance * len(results), x.path, x.state_spec if x.spec is None else x.spec, var)
+        for i, (x, var) in enumerate(zip(results, inner.outvars, strict=True))
+    ]
     states = [
-        layout(i, leaf, var) if not (leaf.is_batch or is_replicated(argument.placements)) else None
+        layout(i, leaf.path, leaf.spec, var)
+        if not (leaf.is_batch or is_replicated(argument.placements))
+        else None
         for i, (leaf, var, argument) in enumerate(zip(arguments, inner.invars, known, strict=True))
     ]
     if others:
@@ -151,7 +161,10 @@ def partition_step(
     along_others = AutoAxes(jaxpr, placed_along_others, others)
     partitioner = Partitioner(jaxpr, known, wanted, mesh, axes, along_others, options, states)
     partitioner.pipelines.update(pipelines)
-    first = [None if layout is None else layout.placements for layout in wanted]
+    first = [
+        None if layout is None else SETTLED if x.spec is None else layout.placements
+        for layout, x in zip(wanted, results, strict=True)
+    ]
     found = partitioner.jaxpr(jaxpr, known, first)
     if any(isinstance(x, Partial) for placements in found.placements for x in placements):
         found = partitioner.jaxpr(jaxpr, known, [*map(_reduced, found.placements)])

@@ -16,6 +16,7 @@ from scalax._follow.types import Arguments
 from scalax._jax.rewriting import run_as_one, with_inputs
 from scalax._spmd.options import BatchPartitioning
 from scalax._spmd.pipelined import Loops
+from scalax._spmd.result_states import ResultState, result_states
 from scalax._spmd.step import Step, StepArgument, StepResult, partition_step, run_step
 from scalax._spmd.values import CannotPartition
 from scalax._stages.stages import Stages
@@ -32,6 +33,7 @@ def run_partitioned(
     flat_args: Sequence[Any],
     inputs: Shardings,
     outputs: Shardings,
+    result_paths: Sequence[str],
     batch: Arguments,
     mesh: Mesh | AbstractMesh,
     on_gradient: Callable[[], None],
@@ -49,6 +51,7 @@ def run_partitioned(
         flat_args: its arguments, values of a trace.
         inputs: the shardings of the leaves of the arguments.
         outputs: those of the leaves of the outputs.
+        result_paths: the paths of these.
         batch: what is known of the batch.
         mesh: a mesh of Auto axes, in force.
         on_gradient: called when JAX differentiates the step from outside.
@@ -65,14 +68,6 @@ def run_partitioned(
         for i, (to, trail) in enumerate(zip(inputs, batch.trails, strict=True))
     ]
     arguments += [StepArgument(None, is_batch=False, path='a value of an outer trace')] * len(captured)
-    # Updated state comes in the order of the state.
-    paths = dict[Any, list[str]]()
-    for argument, leaf in zip(arguments, values, strict=True):
-        paths.setdefault(_type(leaf), []).append(argument.path)
-    results = []
-    for to, aval in zip(outputs, jaxpr.out_avals, strict=True):
-        left = paths.get(_type(aval))
-        results.append(StepResult(_spec(to), left.pop(0) if left else None))
     abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
     loops: list[Any] = []
     find = None
@@ -81,6 +76,8 @@ def run_partitioned(
         arguments = [*_over_stages(arguments, batch, axes, stages, abstract.shape[stages.axis])]
         find = functools.partial(_pipelines, batch, len(captured), abstract, stages, loops)
     try:
+        states = result_states(closed, [None if x.is_batch else x.path for x in arguments], result_paths)
+        results = [_result(_spec(to), state, arguments) for to, state in zip(outputs, states, strict=True)]
         step = partition_step(closed, arguments, results, abstract, axes, options, find_pipelines=find)
     except StagesError:
         raise
@@ -165,5 +162,8 @@ def _spec(sharding: Any) -> Any:
     return sharding.spec if isinstance(sharding, NamedSharding) else None
 
 
-def _type(leaf: Any) -> Any:
-    return tuple(leaf.shape), str(leaf.dtype)
+def _result(spec: PartitionSpec | None, state: ResultState, arguments: Sequence[StepArgument]) -> StepResult:
+    """Returns what is known of a result that is state, or the gradient of it."""
+    path = arguments[state.arguments[0]].path if len(state.arguments) == 1 else None
+    specs = {arguments[i].spec for i in state.arguments}
+    return StepResult(spec, path, specs.pop() if len(specs) == 1 else None, state.distance)

@@ -39,6 +39,7 @@ from scalax._transforms.calls.signature import CallLayout
 from scalax._transforms.sjit import partitioned
 from scalax._transforms.sjit.batch import batch_made_inside, batch_to_follow
 from scalax._transforms.sjit.program import Entry, Staged
+from scalax._tree.paths import path_string
 from scalax._tree.specs import spec_axes
 from scalax._util import lru_cache
 from scalax.errors import MeshError, StagesError, UnusedAnnotationWarning, did_you_mean, near_names, warn
@@ -172,9 +173,11 @@ class TracedFunction:
             if entry.batch is None:
                 leaves = jax.tree.leaves([x for i, x in enumerate(flat_args) if i not in call.layout.static])
                 return jax.tree.unflatten(structure, rewriting.run(jaxpr, leaves))
-            entry.outputs = self._rules.outputs(jax.tree.unflatten(structure, structs), call, entry.arguments)
+            outputs = jax.tree.unflatten(structure, structs)
+            entry.outputs = self._rules.outputs(outputs, call, entry.arguments)
+            paths = [path_string(path) for path, _ in jax.tree.leaves_with_path(outputs)]
             results, entry.partitioned, loops = partitioned.run_partitioned(
-                *(jaxpr, call, flat_args, inside, entry.outputs, entry.batch, self._rules.mesh),
+                *(jaxpr, call, flat_args, inside, entry.outputs, paths, entry.batch, self._rules.mesh),
                 entry.note_gradient,
                 options or DEFAULT,
                 stages,
