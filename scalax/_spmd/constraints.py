@@ -12,8 +12,9 @@ from scalax._jax.manual import is_vacuous
 from scalax._jax.primitives import primitive_name
 from scalax._spmd.auto_axes import auto_spec
 from scalax._spmd.edit import Edit
+from scalax._spmd.layouts import state_placement
 from scalax._spmd.placement import REPLICATE, Placement, Placements, Shard, shard_counts
-from scalax._spmd.values import CannotPartition, Value
+from scalax._spmd.values import CannotPartition, Value, is_replicated
 
 
 def constrain(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
@@ -69,6 +70,9 @@ def placements_said(
     if sharding.memory_kind not in (None, 'device') and not moves:
         raise CannotPartition(equation, 'it moves values between memories')
     placements = of_spec(sharding.spec, edit.shared.mesh_axes, value.placements, value.shape, equation)
+    of_batch = edit.shared.batch_dims.placements(value.var, edit.shared.replicated)
+    if value.origin is not None and is_replicated(of_batch):  # state, which may be replicated so far
+        placements = tuple(map(state_placement, placements))
     i = edit.shared.in_turn  # a layer in a pipeline runs on one microbatch, wherever it is
     return placements if i is None else (*placements[:i], value.placements[i], *placements[i + 1 :])
 

@@ -34,6 +34,7 @@ from scalax._spmd.shared import Shared
 from scalax._spmd.values import (
     Argument,
     CannotPartition,
+    Origin,
     Partitioned,
     Value,
     is_replicated,
@@ -61,12 +62,14 @@ class Edit:
         shared: what is known of all jaxprs.
         code: makes equations.
         jaxpr: the jaxpr.
+        is_step: whether it is that of the step.
         last: its last equation, for what is written behind all of them.
         eqns: the new equations.
         arguments: the new variables of the arguments.
         collectives: the collectives so far.
         gathered: the arguments, by number, that are gathered.
         shares_results: whether the equation that is written has results of which each device has a share.
+        ends_step: whether the results of the step are converted.
         on_rows: by the ids of equations that each device runs on its own rows, the placements of the rows.
         group_sizes: by the ids of products of rows in groups, the sizes of each device's own groups.
         changed: stacks of layers in the order in which a pipeline takes them, by the ids of the variables.
@@ -81,13 +84,13 @@ class Edit:
         at: Any,
     ) -> None:
         self.shared, self.code, self.jaxpr = shared, shared.code, jaxpr
-        self._backward = backward
+        self._backward, self.is_step = backward, at is None
         inner = opened(jaxpr)
         self.last = inner.eqns[-1] if inner.eqns else at or self.code.blank
         self.eqns: list[Any] = []
         self.collectives: list[Collective] = []
         self.gathered: set[int] = set()
-        self.shares_results = False
+        self.shares_results = self.ends_step = False
         self.on_rows: dict[int, Placements] = {}
         self.group_sizes: dict[int, Any] = {}
         self._bytes_gathered = 0
@@ -175,6 +178,7 @@ class Edit:
                     each.value,
                     each.is_backward,
                     each.number,
+                    each.over_state,
                 )
             )
         for i in inner.gathered:
@@ -233,7 +237,7 @@ class Edit:
             whole = (self.shared.replicated, False)
             is_part = not has_partial(plain) and not is_replicated(plain)
             if value.is_replicated or (whole in value.versions and is_part):
-                atom = self._part(value, plain, equation)
+                atom = self._part(value, target, equation)
             elif value.narrow_maker is not None and is_replicated(plain) and self._is_narrower(value):
                 maker, operands = value.narrow_maker
                 atoms = [self.convert(operand, plain, equation) for operand in operands]
@@ -283,7 +287,7 @@ class Edit:
         if said is not None:
             what = said
         elif value.has_sum:
-            what = 'sum'
+            what, origin = 'sum', RESULT if self.ends_step else origin
             layout = self.shared.wanted.of(value.var)
             if layout is not None and layout.path is None:
                 origin = RESULT
@@ -291,8 +295,10 @@ class Edit:
                 origin, what = layout.path, 'gradient'
         elif origin is not None or value.is_state:
             what = 'weight'
+        if what == 'examples':
+            origin = self._table_of(value, equation)
         auto, own = self._auto_dims(value, what), atom.aval.dtype
-        dtype = self._sent_dtype(what, atom, equation)
+        dtype = self._sent_dtype(what, value, atom, equation)
         if dtype is not None:
             atom = self._cast(atom, dtype, equation)
         steps = redistribute(source, target)
@@ -312,7 +318,7 @@ class Edit:
             written = exchange.equation(step, equation, [atom, *numbers], result, auto)
             if step.kind in SENDING:
                 written, number = exchange.numbered(written, what)
-                facts = self.is_backward(equation), number
+                facts = self.is_backward(equation), number, what == 'sum' and value.sums_state
                 self._list(exchange.collective(step, equation, (atom, result), origin, what, facts))
             self.eqns.append(written)
             if step.kind == 'all_gather':
@@ -320,12 +326,23 @@ class Edit:
             atom = result
         return atom if dtype is None else self._cast(atom, own, equation)
 
-    def _sent_dtype(self, what: What, atom: Any, equation: Any) -> Any:
+    def _table_of(self, value: Value, equation: Any) -> Origin:
+        """Returns the table whose rows, or the indices of which, an equation takes of other devices."""
+        name = primitive_name(equation)
+        if name == 'gather':
+            table = self._values.get(id(equation.invars[0]))
+            return table.origin if table is not None and table.is_state and table is not value else None
+        layout = self.shared.wanted.of(equation.outvars[0]) if name == 'scatter-add' else None
+        return None if layout is None else layout.path
+
+    def _sent_dtype(self, what: What, value: Value, atom: Any, equation: Any) -> Any:
         """Returns the dtype in which a value is sent, as users choose; None if it keeps its own."""
         options = self.shared.options
         if what == 'gradient':
             return options.reduce_dtype_for(atom.aval.dtype)
         if what != 'weight' or options.param_dtype is None:
+            return None
+        if any(x is value.var for x in equation.outvars):  # a result of the step, which meets no examples
             return None
         # An optimizer that needs all of a moment takes it as it is.
         operands = [self._values.get(id(x)) for x in equation.invars]

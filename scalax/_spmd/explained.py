@@ -136,7 +136,7 @@ class PropagationReport(Shown):
             kinds = [(alike, f'by {kind}') for kind, alike in _by_kind(gradients)]
             yield f'reduces gradients: {_listed(kinds)}'
         if sums := by_what['sum']:
-            yield f'reduces other sums over examples, such as a loss: {human_bytes(_bytes(sums))}'
+            yield f'reduces other sums, such as a loss or a norm: {human_bytes(_bytes(sums))}'
         examples = by_what['examples']
         if examples:
             moved, count = human_bytes(_bytes(examples)), plural(len(examples), 'collective')

@@ -139,14 +139,16 @@ class _Partitioning(Edit):
                 raise
             except Exception as error:
                 raise CannotPartition(equation, f'{type(error).__name__}: {error}') from error
-        values, atoms = [*map(self.read, inner.outvars)], []
+        values, atoms, self.ends_step = [*map(self.read, inner.outvars)], [], self.is_step
         for value, wanted in zip(values, results, strict=True):
             if wanted == SETTLED:
                 if value.has_sum and (layout := self.shared.wanted.of(value.var)) is not None:
-                    self.move(value, self.shared.reduced(value.placements, layout, held=True), self.last)
+                    self.move(
+                        value, self.shared.reduced(value.placements, layout, held=True), self._maker_of(value)
+                    )
                 atoms.append(value.atom)
             elif wanted is not None and wanted != value.placements:
-                atoms.append(self.convert(value, wanted, self.last))
+                atoms.append(self.convert(value, wanted, self._maker_of(value)))
             else:
                 atoms.append(value.atom)
         placements = [
@@ -159,11 +161,17 @@ class _Partitioning(Edit):
             tuple(placements),
             tuple([value.is_zero for value in values]),
             tuple([value.origin for value in values]),
+            tuple([value.sums_state for value in values]),
             tuple(self.collectives),
             frozenset(self.gathered),
             self.only_sliced(eqns, atoms),
             bool(self.numbers),
         )
+
+    def _maker_of(self, value: Value) -> Any:
+        """Returns the equation that computes a result: what converts the result is of the same line."""
+        eqns = opened(self.jaxpr).eqns
+        return next((x for x in reversed(eqns) if any(var is value.var for var in x.outvars)), self.last)
 
     def _equation(self, equation: Any) -> None:
         name = primitive_name(equation)
@@ -215,6 +223,9 @@ class _Partitioning(Edit):
             elif name == KERNEL:
                 params = kernel_params(self.code, equation, [*map(shape_of, atoms)], [*map(shape_of, made)])
             self.eqns.append(self.code.local(equation, atoms, made, **params))
+        of_state = not any(x.has_examples and not x.sums_state for x in values)
+        for output in outputs:
+            output.sums_state = of_state and output.has_sum
         self._note(name, equation, values, outputs)
         if name in _NARROW and outputs[0].is_state:
             outputs[0].narrow_maker = equation, values

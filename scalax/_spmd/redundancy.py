@@ -30,6 +30,7 @@ from scalax._jax.equations import (
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dims import FORWARDS, dims_of, multiplications
 from scalax._spmd.collectives import NUMBER
+from scalax._spmd.liveness import live_equations
 from scalax._tree.paths import array_bytes
 from scalax._tree.specs import spec_axes
 
@@ -93,6 +94,7 @@ class Redundancy:
         self.redundant: dict[tuple[Of, int], tuple[Place, Work]] = {}
         self.places: dict[int, Place] = {}
         self._calls: tuple[Any, ...] = ()
+        self._live = live_equations(jaxpr)
         facts = [Fact(frozenset(spec_axes(spec)), 'replicated') for spec in specs]
         self._run(jaxpr, facts, 1, is_last=True)
 
@@ -101,6 +103,8 @@ class Redundancy:
         inner, none = opened(jaxpr), Fact(frozenset())
         facts = dict(zip(map(id, inner.invars), arguments, strict=True))
         for equation in inner.eqns:
+            if id(equation) not in self._live:
+                continue
             operands = [facts.get(id(atom), none) for atom in equation.invars]
             if number := NUMBER.search(name_stack(equation)):
                 self.places.setdefault(int(number[2]), (equation, self._calls))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import jax
+
 from scalax._jax.equations import shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.source_lines import line_of
@@ -21,10 +23,11 @@ class CollectiveRow:
     Attributes:
         kind: the operation: ``'all_gather'``, ``'reduce_scatter'``, ``'all_reduce'`` or ``'all_to_all'``.
         what: what it converts: ``'weight'`` (or other state), ``'gradient'``, ``'examples'``, or ``'sum'``,
-            which is another sum over examples, such as a loss.
+            which is another sum, such as a loss or a norm of weights.
         reason: why it is there, such as ``'weight params/up for dot_general'``, ``'gradient of params/up'``
             or ``'examples gathered for sort'``.
-        path: the path of the weight, also of the one whose gradient it reduces; empty if there is none.
+        path: the path of the weight, also of the one whose gradient it reduces, or of whose rows it moves
+            some; empty if there is none.
         primitive: the operation of JAX that needs it.
         line: the line of the user's code, such as ``'model.py:12 layer'``.
         axes: the mesh axes along which devices exchange blocks.
@@ -88,19 +91,23 @@ def _row(each: Collective, line: str) -> CollectiveRow:
     """The row of one collective, with a count of 0."""
     primitive = primitive_name(each.equation) or str(each.equation.primitive)
     path = each.of if isinstance(each.of, str) and each.what != 'sum' else ''
-    needs = RESULT if each.of == RESULT and each.what == 'sum' else primitive
     array = array_text(str(each.value.aval.dtype), shape_of(each.value))
     return CollectiveRow(
-        *(each.kind, each.what, _reason(each.what, path, needs), path, primitive, line),
+        *(each.kind, each.what, _reason(each, path, primitive), path, primitive, line),
         *(each.axes, array, each.bytes, 0, each.is_backward),
     )
 
 
-def _reason(what: What, path: str, primitive: str) -> str:
-    if what == 'weight':
+def _reason(each: Collective, path: str, primitive: str) -> str:
+    if each.what == 'weight':
         return f'weight {path} for {primitive}' if path else f'state gathered for {primitive}'
-    if what == 'gradient':
+    if each.what == 'gradient':
         return f'gradient of {path}'
-    if what == 'sum':
-        return f'sum over examples for {primitive}'
-    return f'examples gathered for {primitive}'
+    if each.what == 'sum':
+        over = 'blocks of state' if each.over_state else 'examples'
+        return f'sum over {over} for {RESULT if each.of == RESULT else primitive}'
+    if path:  # of a table
+        if each.kind == 'all_gather' and jax.dtypes.issubdtype(each.value.aval.dtype, jax.numpy.integer):
+            return f'indices of rows of {path} gathered'
+        return f'gradients of rows of {path} moved' if primitive == 'scatter-add' else f'rows of {path} moved'
+    return f'examples {"gathered" if each.kind == "all_gather" else "moved"} for {primitive}'

@@ -55,6 +55,7 @@ class Partitioned(NamedTuple):
         placements: the placements of its results.
         zeros: which results are zero.
         origins: the origins of its results.
+        state_sums: which results are sums over blocks of state.
         collectives: the collectives that it and the jaxprs inside it run.
         gathered: the arguments, by number, that are gathered in it.
         sliced: the replicated arguments of which it takes blocks only, and the placements of these.
@@ -66,6 +67,7 @@ class Partitioned(NamedTuple):
     placements: tuple[Placements, ...]
     zeros: tuple[bool, ...]
     origins: tuple[Origin, ...]
+    state_sums: tuple[bool, ...]
     collectives: tuple[Collective, ...]
     gathered: frozenset[int]
     sliced: Mapping[int, Placements]
@@ -89,6 +91,7 @@ class Value:
         has_sum: whether it is a sum, or another reduction, along some axis.
         is_replicated: whether every device holds all of it.
         is_state: whether devices hold blocks of state.
+        sums_state: whether, as a sum, it is one over blocks of state, such as a norm of weights.
         versions: what stands for it in other placements; of gathered state, apart in forward and backward
             passes.
         maker: of a replicated value the equation that computes it and the values that this takes, if blocks
@@ -109,6 +112,7 @@ class Value:
             'narrow_maker',
             'origin',
             'placements',
+            'sums_state',
             'var',
         ),
         'versions',
@@ -120,7 +124,7 @@ class Value:
         self.var, self.atom = var, atom
         self.place(placements)
         self.origin, self.is_zero = origin, is_zero
-        self.versions = _NONE
+        self.versions, self.sums_state = _NONE, False
         self.maker: tuple[Any, Sequence[Value]] | None = None
         self.narrow_maker: tuple[Any, Sequence[Value]] | None = None
         self.argument: int | None = None

@@ -63,7 +63,7 @@ def beam_search(w, x):
 
 
 GATHERED = {'all_gather state gathered for scan': 1}
-SUM = {**GATHERED, 'all_reduce sum over examples for scan': 1}
+SUM = {**GATHERED, 'all_reduce sum over examples for a result': 1}
 # In the gradients, what comes from two weights is gathered twice.
 LOOPS = {
     'map': (lambda w, x: lax.map(lambda row: layers(w, row), x), GATHERED),
@@ -92,7 +92,7 @@ LOOPS = {
         lambda w, x: lax.scan(lambda c, row: ((c[0] + row + layers(w, row), c[1] + 1), None), (ZEROS, 0), x)[
             0
         ],
-        {**GATHERED, 'all_reduce sum over examples for scan': 2},
+        {**GATHERED, 'all_reduce sum over examples for a result': 2},
     ),
     'backwards': (lambda w, x: lax.scan(lambda c, row: (c + row, row @ w), ZEROS, x, reverse=True), SUM),
     'unrolled': (lambda w, x: lax.scan(lambda c, row: (c, row @ w), ZEROS, x, unroll=2), GATHERED),
@@ -139,7 +139,7 @@ def test_gradients_of_a_map_are_reduced_once(fun, mesh):
         assert_equal(run(), jax.jit(fun)(W, X))
     gradients = [(row.kind, row.count) for row in step.rows if row.reason.startswith('gradient')]
     assert gradients == [('reduce_scatter', 1), ('all_reduce', 1)][: len(mesh)]
-    assert not [row for row in step.rows if 'examples gathered' in row.reason]
+    assert not [row for row in step.rows if row.what == 'examples']
 
 
 def test_examples_shard_one_axis_and_features_another():

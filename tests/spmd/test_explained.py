@@ -78,7 +78,7 @@ def test_text():
         'step on fsdp=8 is partitioned along fsdp. In a step, each device:\n'
         '- gathers weights: 3.0 KiB in the forward pass and the update, 3.0 KiB in the backward pass\n'
         '- reduces gradients: 3.0 KiB by reduce_scatter\n'
-        '- reduces other sums over examples, such as a loss: 4 B\n'
+        '- reduces other sums, such as a loss or a norm: 4 B\n'
         '- keeps its examples: no operation mixes examples\n'
     )
     assert text.startswith(head)
@@ -171,6 +171,76 @@ def test_collectives_whose_results_nothing_uses_are_left_out():
 
     found, _ = on_blocks(fun, np.ones((WIDTH, WIDTH), 'float32'), X)
     assert [row.what for row in found.rows] == ['weight']
+
+
+def test_collectives_of_results_of_calls_that_nothing_uses_are_left_out():
+    @jax.jit
+    def moments(x):
+        mean = jnp.mean(x)
+        return mean, jnp.mean((x - mean) ** 2), jnp.sort(x, 0)[0]
+
+    def fun(w, x):
+        mean, _, _ = moments(x)
+        return (x - mean) @ w
+
+    found, run = on_blocks(fun, np.ones((WIDTH, WIDTH), 'float32'), X)
+    assert [row.what for row in found.rows] == ['sum', 'weight']
+    assert len(found.collectives) > 2
+    np.testing.assert_allclose(run()[0], np.zeros_like(X), atol=1e-5)
+
+
+def test_sums_over_state_are_told_from_those_over_examples():
+    @jax.jit
+    def norm(w):
+        return jnp.sqrt(jnp.sum(w**2))
+
+    def fun(w, x):
+        return x @ w / norm(w), jnp.sum(w), jnp.mean(x)
+
+    found, _ = on_blocks(fun, np.ones((WIDTH, WIDTH), 'float32'), X)
+    reasons = [row.reason for row in found.rows if row.what == 'sum']
+    assert reasons == [
+        'sum over blocks of state for sqrt',
+        'sum over blocks of state for a result',
+        'sum over examples for a result',
+    ]
+
+
+def test_lines_of_results_are_those_that_compute_them():
+    report = compiled(step, (FSDP, P())).explain_propagation(params(), X)
+    lines = {row.reason: row.line for row in report.collectives}
+    assert lines['gradient of params/blocks'] == f'{line(loss, 2)} layer'
+    assert lines['sum over examples for a result'] == f'{line(loss, 5)} loss'
+
+
+def test_rows_of_a_table_are_named():
+    def fun(table, at):
+        return table[at]
+
+    at = np.arange(EXAMPLES, dtype='int32')
+    report = compiled(fun).explain_propagation(np.ones((4096, WIDTH), 'float32'), at)
+    assert {(row.kind, row.reason, row.path) for row in report.gathered_examples} == {
+        ('all_gather', 'indices of rows of table gathered', 'table'),
+        ('reduce_scatter', 'rows of table moved', 'table'),
+    }
+
+
+@pytest.mark.parametrize('replicate', [True, False])
+def test_a_constraint_leaves_state_what_it_is(replicate):
+    def fun(w, x):
+        return x @ jax.lax.with_sharding_constraint(w['w'], P(None, 'fsdp'))
+
+    found, run = on_blocks(
+        fun,
+        {'w': np.ones((EXAMPLES, EXAMPLES), 'float32')},
+        np.ones((EXAMPLES, EXAMPLES)),
+        replicate=replicate,
+    )
+    assert [row.reason for row in found.rows if 'dot_general' in row.reason] == [
+        "weight ['w'] for dot_general"
+    ]
+    assert not [row for row in found.rows if row.what == 'examples']
+    np.testing.assert_allclose(run()[0], np.full((EXAMPLES, EXAMPLES), EXAMPLES))
 
 
 def test_axes_along_which_values_vary():

@@ -110,7 +110,7 @@ def test_a_step_that_resets_its_environments(minibatches, mesh):
         fun = ppo(minibatches, batch_spec(mesh))
         step, run = partitioned(fun, (w, key), (), mesh, result_specs=[*specs, P()])
         assert_equal(run(), jax.jit(ppo(minibatches, None))((w, key), ()), 1e-4)
-    moved = {row.primitive for row in step.rows if 'examples gathered' in row.reason}
+    moved = {row.primitive for row in step.rows if row.what == 'examples'}
     # Steps and environments become one dimension. A shuffle takes all experience, and each device a share.
     shuffled = {0: set(), 4: {'gather', 'reshape'}, 8: {'gather', 'scan'}}
     assert moved == {'reshape'} | shuffled[minibatches]

@@ -1,0 +1,57 @@
+"""The equations of a jaxpr of which something is used, as the compiler finds them: it drops all others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from scalax._jax.equations import CALLS, branches, called, has_effects, loop_of, mapped, opened
+from scalax._jax.primitives import primitive_name
+
+
+def live_equations(jaxpr: Any) -> set[int]:
+    """Returns the ids of the equations of a jaxpr, and of those inside it, that its results need.
+
+    Args:
+        jaxpr: the jaxpr, open or closed.
+    """
+    found = set[int]()
+    _mark(found, jaxpr, [True] * len(opened(jaxpr).outvars))
+    return found
+
+
+def _mark(live: set[int], jaxpr: Any, results: Sequence[bool]) -> list[bool]:
+    """Takes note of what these results need, and returns which arguments they need."""
+    inner = opened(jaxpr)
+    needed = {id(atom) for atom, is_used in zip(inner.outvars, results, strict=True) if is_used}
+    for equation in reversed(inner.eqns):
+        used = [id(var) in needed for var in equation.outvars]
+        if any(used) or has_effects(equation):
+            live.add(id(equation))
+            operands = _operands(live, equation, used)
+            needed.update(id(x) for x, is_used in zip(equation.invars, operands, strict=True) if is_used)
+    return [id(var) in needed for var in inner.invars]
+
+
+def _operands(live: set[int], equation: Any, results: Sequence[bool]) -> Sequence[bool]:
+    """Returns which operands these results of an equation need."""
+    name = primitive_name(equation)
+    if name in CALLS:
+        return _mark(live, called(equation), results)
+    if name == 'shard_map':
+        return _mark(live, mapped(equation)[0], results)
+    if name == 'cond':
+        found = [_mark(live, branch, results) for branch in branches(equation)]
+        return [True, *map(any, zip(*found, strict=True))]
+    if name not in ('scan', 'while'):
+        return [True] * len(equation.invars)
+    loop, used = loop_of(equation), [*results]
+    tested = [] if loop.test is None else _mark(live, loop.test, [True])
+    for i, is_used in enumerate(tested[loop.tested :]):
+        used[i] = used[i] or is_used
+    while True:  # what a round needs, the round before it has to give
+        operands = _mark(live, loop.body, used)
+        after = [a or b for a, b in zip(used, operands[loop.constants :], strict=False)][: loop.carried]
+        if after == used[: loop.carried]:
+            return [*tested[: loop.tested], *operands]
+        used[: loop.carried] = after
