@@ -43,7 +43,6 @@ from scalax._spmd.values import (
 
 _ADDS = frozenset(('add', 'add_any'))
 _KEEPS_SUM = frozenset(('neg', 'reshape', 'squeeze', 'transpose'))
-_KEEPS_SUM = frozenset(('neg', 'reshape', 'squeeze', 'transpose'))
 
 
 class Edit:
