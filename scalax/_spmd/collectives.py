@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from scalax._jax.equations import shape_of
 from scalax._jax.manual import ManualCode, in_scope
 from scalax._jax.rewriting import with_results
-from scalax._spmd.placement import Step
+from scalax._spmd.placement import ReduceOp, Step
 from scalax._tree.specs import spec_axes
 
 What = Literal['weight', 'gradient', 'examples', 'sum']
@@ -119,7 +119,9 @@ class Exchange:
         [operand, *_] = operands
         key = step._replace(axes=()), self.block(step.axes)
         is_key = jax.dtypes.issubdtype(operand.aval.dtype, jax.dtypes.prng_key)
-        function = _functions(*key, is_key)
+        is_extreme = step.kind == 'all_reduce' and step.reduce_op != 'sum'
+        is_ordered = is_extreme and jnp.issubdtype(operand.aval.dtype, jnp.floating)
+        function = _extreme(step.reduce_op, key[1]) if is_ordered else _functions(*key, is_key)
         if is_key or step.kind in ('slice', 'mask'):
             return with_results(self._code.equation(function, (*key, is_key), like, operands), [result])
         spec = _kept_spec(step, auto)
@@ -127,6 +129,8 @@ class Exchange:
             # XLA's partitioner would gather the value along these axes first.
             nested = _along_auto_axes(function, spec)
             return with_results(self._code.equation(nested, (*key, spec), like, [operand]), [result])
+        if is_ordered:
+            return with_results(self._code.equation(function, key, like, [operand]), [result])
         return self._code.exchange(function, key, like, operand, result)
 
     def shape(self, step: Step, shape: Sequence[int]) -> tuple[int, ...]:
@@ -201,6 +205,33 @@ def index_of(block: Block, *number: Any) -> Any:
 def _name(block: Block) -> Any:
     axes = tuple([axis for axis, _ in block])
     return axes if len(axes) > 1 else axes[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def _extreme(reduce_op: ReduceOp, block: Block) -> Callable[[Any], Any]:
+    """The function that reduces floating-point numbers to the largest or the least, or to NaN if any is NaN.
+
+    Backends differ in whether an all-reduce of floating-point numbers propagates NaN, but not in the order of
+    integers, so it reduces integers that are ordered like the numbers.
+    """
+    name = _name(block)
+
+    def extreme(x: Any) -> Any:
+        wide = x.astype('float64' if x.dtype.itemsize == 8 else 'float32')  # exact
+        dtype = jnp.dtype(f'int{8 * wide.dtype.itemsize}')
+        limits = jnp.iinfo(dtype)
+
+        def flipped(bits: Any) -> Any:
+            # The bits of negative numbers but for the sign, whose order is that of their magnitudes.
+            return jnp.where(bits < 0, bits ^ limits.max, bits)
+
+        of_nan = limits.max if reduce_op == 'max' else limits.min
+        keys = jnp.where(jnp.isnan(wide), of_nan, flipped(jax.lax.bitcast_convert_type(wide, dtype)))
+        keys = jax.lax.pmax(keys, name) if reduce_op == 'max' else jax.lax.pmin(keys, name)
+        # Either limit stands for bits of a NaN.
+        return jax.lax.bitcast_convert_type(flipped(keys), wide.dtype).astype(x.dtype)
+
+    return jax.jit(extreme)
 
 
 @functools.lru_cache(maxsize=1024)
