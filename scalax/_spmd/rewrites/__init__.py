@@ -11,6 +11,7 @@ from typing import Any
 
 from scalax._jax.equations import equations
 from scalax._jax.primitives import primitive_name
+from scalax._spmd.rewrites.example_numbers import LOOKUPS, batch_example_numbers
 from scalax._spmd.rewrites.facts import StepFacts as StepFacts
 from scalax._spmd.rewrites.flat_sorts import flatten_sorts
 from scalax._spmd.rewrites.flattened import FLATTENING, reduce_unflattened
@@ -20,6 +21,7 @@ from scalax._spmd.rewrites.matrices import MATRIX_PRIMITIVES, distribute_matrice
 Rewrite = Callable[[Any, StepFacts], Any]
 REWRITES: tuple[tuple[frozenset[str], Rewrite], ...] = (
     (frozenset(('scan',)), stack_examples),
+    (LOOKUPS, batch_example_numbers),
     (FLATTENING, reduce_unflattened),
     (MATRIX_PRIMITIVES, distribute_matrices),
     (frozenset(('ragged_dot_general',)), flatten_sorts),
