@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec as P
 from scalax._jax.equations import loop_of, makers_of, opened, shape_of
 from scalax._jax.rewriting import replaced, run
 from scalax._jaxprs.rows import Rows
+from scalax._spmd.layer_groups import _steps
 from scalax._stages.constants import with_own_constants
 from scalax._stages.deal import Deal
-from scalax._stages.layers import Stack, _steps
+from scalax._stages.layers import Stack
 
 DEALS = [
     Deal(24, parts, 'stage', sizes)
