@@ -98,6 +98,7 @@ each_mesh = pytest.mark.parametrize('mesh', MESHES if callbacks_nest() else ['fs
 
 @each_mesh
 @pytest.mark.parametrize('name', PROGRAMS)
+@pytest.mark.sampled(3)
 def test_callbacks_see_all_examples_once(name, mesh):
     (helper, spec), gradient = MESHES[mesh], jax.value_and_grad(PROGRAMS[name])
     step = helper.sjit(gradient, in_shardings=(FSDPShardingRule(min_fsdp_size=1), spec), batch_argnums=1)

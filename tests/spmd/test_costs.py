@@ -85,6 +85,7 @@ def test_rows_of_a_table_move_and_the_table_stays(name):
 
 @pytest.mark.parametrize('mesh', [FSDP, HSDP], ids=['fsdp', 'hsdp'])
 @pytest.mark.parametrize('name', CASES)
+@pytest.mark.sampled(3)
 def test_values_are_those_of_one_device(name, mesh):
     loss, state, batch = CASES[name]
     _, run = partitioned(sgd(loss), state, batch, mesh, result_specs=specs_of(state, mesh['fsdp']))
@@ -147,6 +148,7 @@ MODES = ['fill', 'clip', 'promise_in_bounds']
 @pytest.mark.parametrize('mode', MODES)
 @pytest.mark.parametrize('dtype', ['int32', 'uint8', 'int8'])
 @pytest.mark.parametrize('mesh', [FSDP, HSDP], ids=['fsdp', 'hsdp'])
+@pytest.mark.sampled(3)
 def test_indices_out_of_bounds_in_rows_of_a_table(mode, dtype, mesh):
     below = {'int8': 128, 'uint8': 256, 'int32': 600}[dtype]
     # JAX promises nothing of indices that are out of bounds where they are promised to be in bounds.

@@ -99,6 +99,7 @@ def test_indices_that_are_other_numbers_stay(name):
 
 
 @pytest.mark.parametrize('seed', range(8))
+@pytest.mark.sampled(4)
 def test_rewritten_look_ups_of_random_shapes_have_equal_values(seed):
     rng = np.random.default_rng(seed)
     shape = tuple(map(int, rng.integers(2, 5, rng.integers(2, 5))))

@@ -250,6 +250,7 @@ def compare(fun, mesh=FSDP, tolerance=1e-5):
 
 
 @pytest.mark.parametrize('name', FORMS)
+@pytest.mark.sampled(2)
 def test_each_device_sorts_its_own_tokens(name):
     """Nothing is compiled here."""
     assert not moved(with_gradients(FORMS[name]))
@@ -262,6 +263,7 @@ def test_each_device_sorts_its_own_tokens(name):
         for name in FORMS
     ],
 )
+@pytest.mark.sampled(3)
 def test_values_are_those_of_one_device(name):
     compare(with_gradients(FORMS[name]))
 

@@ -153,6 +153,7 @@ def test_functions_of_matrices_of_their_own(transform):
 
 
 @pytest.mark.parametrize('transform', [inverse_root, basis, whitened, polar])
+@pytest.mark.sampled(4)
 def test_functions_of_stacks(transform):
     step, run, one_device = run_step(by_hand(transform), initial(8, True))
     assert of_the_optimizer(step) == {'all_to_all': 6}

@@ -118,6 +118,7 @@ MOVED = {4: 'all_gather examples gathered for reshape', 8: 'all_to_all examples 
 
 @pytest.mark.parametrize('mesh, count', [('fsdp', 4), ('fsdp', 8), ('hsdp', 8)])
 @pytest.mark.parametrize('name', FUNCTIONS)
+@pytest.mark.sampled(6)
 def test_each_device_has_a_share_of_each_microbatch(name, count, mesh):
     step = run(FUNCTIONS[name](count), SEVERAL[mesh])
     assert examples(step) == (set() if name == 'helper' else {MOVED[count]})
@@ -129,6 +130,7 @@ def test_each_device_has_a_share_of_each_microbatch(name, count, mesh):
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('name', FUNCTIONS)
+@pytest.mark.sampled(4)
 def test_gradients_may_be_held_until_all_microbatches_have_run(name, dtype):
     step = run(FUNCTIONS[name](4), options=BatchPartitioning(reduce_per_microbatch=False), dtype=dtype)
     assert reductions(step) == dict.fromkeys(NAMES, 1)
@@ -136,6 +138,7 @@ def test_gradients_may_be_held_until_all_microbatches_have_run(name, dtype):
 
 
 @pytest.mark.parametrize('name', FUNCTIONS)
+@pytest.mark.sampled(4)
 def test_gradients_of_replicated_weights_are_reduced_once(name):
     step = run(FUNCTIONS[name](8), replicate=True)
     assert not reductions(step)
@@ -196,6 +199,7 @@ def dropped(w, tokens):
 
 @pytest.mark.parametrize('mesh', SEVERAL)
 @pytest.mark.parametrize('hold', [None, False])
+@pytest.mark.sampled(2)
 def test_microbatches_are_those_of_one_device(mesh, hold):
     run(dropped, SEVERAL[mesh], BatchPartitioning(reduce_per_microbatch=hold))
 

@@ -183,6 +183,7 @@ def run_case(name, mesh):
 
 @pytest.mark.parametrize('mesh', [FSDP, HSDP], ids=['fsdp', 'hsdp'])
 @pytest.mark.parametrize('name', CASES)
+@pytest.mark.sampled(4)
 def test_values_are_those_of_one_device(name, mesh):
     _, found, expected = run_case(name, mesh)
     assert_equal(found, expected, 5e-3 if name == 'narrow' else 1e-5)

@@ -39,6 +39,7 @@ RESULTS = [state_spec((3, 16, 8)), state_spec((3, 8, 16)), P('fsdp')]
 
 @pytest.mark.parametrize('sizes', SIZES, ids=str)
 @pytest.mark.parametrize('mesh', [FSDP, HSDP], ids=['fsdp', 'hsdp'])
+@pytest.mark.sampled(4)
 def test_rows_of_all_devices_in_groups(sizes, mesh):
     fun = with_gradients(lambda w, rows: layer(w, rows, jnp.asarray(sizes, 'int32')))
     step, run = partitioned(fun, WEIGHTS, ROWS, mesh, result_specs=RESULTS if mesh == FSDP else None)
@@ -99,6 +100,7 @@ def random_ragged(random):
 
 
 @pytest.mark.parametrize('seed', range(8))
+@pytest.mark.sampled(3)
 def test_random_products(seed):
     numbers, left, right, sizes = random_ragged(np.random.default_rng(seed))
     is_batch = not numbers.rhs_group_dimensions

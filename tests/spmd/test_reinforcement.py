@@ -103,6 +103,7 @@ def ppo(minibatches, spec):
 
 @pytest.mark.parametrize('mesh', [FSDP, HSDP], ids=['fsdp', 'hsdp'])
 @pytest.mark.parametrize('minibatches', [0, 4, 8])
+@pytest.mark.sampled(6)
 def test_a_step_that_resets_its_environments(minibatches, mesh):
     w, key = weights(), jax.random.key(0)
     specs = [state_spec(leaf.shape, size=mesh['fsdp']) for leaf in jax.tree.leaves(w)]

@@ -155,6 +155,7 @@ OPTIMIZER = decoder.OPTIMIZER
 
 
 @pytest.mark.parametrize('state', [P(), FSDPShardingRule('seq', min_fsdp_size=1)], ids=['replicated', 'FSDP'])
+@pytest.mark.sampled(2)
 def test_a_decoder(state, monkeypatch):
     monkeypatch.setattr(partitioned_steps, 'SWITCHED_ON', True)
 

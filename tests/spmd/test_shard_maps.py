@@ -117,6 +117,7 @@ def partitioned(fun, mesh_axes) -> tuple[Step, list[jax.Array], list[jax.Array]]
 @pytest.mark.parametrize(
     ('name', 'check_vma'), [*[(name, True) for name in CASES], ('one axis, a sum', False), ('both', False)]
 )
+@pytest.mark.sampled(4)
 def test_values_of_a_step(name, check_vma):
     mesh_axes, body, in_specs, out_specs, manual, gathers = CASES[name]
     axes = {} if manual is None else {'axis_names': manual}

@@ -269,6 +269,7 @@ def evaluated(state, batch):
 
 
 @pytest.mark.parametrize('fun', [decoded, generated, evaluated])
+@pytest.mark.sampled(2)
 def test_forward_passes_gather_weights_alone(fun):
     state = DECODER, np.int32(3), jax.random.PRNGKey(0)
     tokens = np.random.default_rng(0).integers(0, WORDS, EXAMPLES).astype('int32')

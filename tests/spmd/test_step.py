@@ -127,6 +127,7 @@ def switched_on(monkeypatch):
 
 @pytest.mark.usefixtures('switched_on')
 @pytest.mark.parametrize('name', STRATEGIES)
+@pytest.mark.sampled(4)
 def test_a_decoder(name):
     sizes, axes, rule, batch, expected = STRATEGIES[name]
     helper = MeshShardingHelper(sizes, axes)

@@ -169,6 +169,7 @@ def test_casts_and_transposes_keep_the_blocks():
 @pytest.mark.parametrize(
     'spec', [P(('fsdp', 'tp')), P(('tp', 'fsdp')), P(None, ('fsdp', 'tp')), P('tp'), P('fsdp')]
 )
+@pytest.mark.sampled(2)
 def test_one_dimension_over_both_axes(spec, mesh):
     _, run = run_momentum(mlp, WEIGHTS, array(8, 8), [spec, spec], mesh)
     types = (jax.sharding.AxisType.Auto,) * 2

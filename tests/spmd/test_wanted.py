@@ -71,6 +71,7 @@ CASES = {
 
 @pytest.mark.parametrize('mesh', [FSDP, HSDP], ids=['fsdp', 'hsdp'])
 @pytest.mark.parametrize('name', CASES)
+@pytest.mark.sampled(2)
 def test_gradients_are_reduced_to_the_layout_of_state_that_they_meet(name, mesh):
     fun, state, times = CASES[name]
     x = array(128, 8)
