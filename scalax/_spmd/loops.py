@@ -194,18 +194,18 @@ def partition_while(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     constants, begun, _ = map(list, loop.parts(values))
     tested = [*values[: loop.tested]]
     _reduce(edit, [*tested, *constants, *begun], equation)
-    carried = [value.placements for value in begun]
+    carried, shared = [value.placements for value in begun], edit.shared
 
     def run(results: Sequence[Placements | None] | None = None) -> Partitioned:
         arguments = [*map(_argument, constants), *[Argument(x) for x in carried]]
-        return edit.shared.jaxpr(loop.body, arguments, results, backward=backward, at=equation)
+        return shared.jaxpr(loop.body, arguments, results, backward=backward, at=equation)
 
     of_each = bool(shape_of(opened(loop.test).outvars[0]))
     ends = None if of_each else [edit.shared.replicated]
 
     def run_test() -> Partitioned:
         arguments = [*map(_argument, tested), *[Argument(x) for x in carried]]
-        return edit.shared.jaxpr(loop.test, arguments, ends, backward=backward, at=equation)
+        return shared.jaxpr(loop.test, arguments, ends, backward=backward, at=equation)
 
     for _ in range(2 if of_each else 1):  # a test may be of examples after one round only
         if of_each:
@@ -216,8 +216,12 @@ def partition_while(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
             constants[i] = _converted(edit, constants[i], edit.shared.replicated, equation)
         inner, carried[:] = _fixed(run, carried, equation)
     inner, test = run(carried), run_test()
-    if of_each:
-        _check_apart(edit, equation, test, inner, carried)
+    if of_each and not _ends_apart(edit, test, inner, carried):
+        # All devices run all rounds, of all examples.
+        tested = [_converted(edit, x, shared.replicated, equation) for x in tested]
+        constants = [_converted(edit, x, shared.replicated, equation) for x in constants]
+        carried[:], shared = [shared.replicated] * len(carried), shared.alike()
+        inner, test = run(carried), run_test()
     outputs = [edit.define(var, x) for var, x in zip(equation.outvars, carried, strict=True)]
     first = [edit.convert(value, x, equation) for value, x in zip(begun, carried, strict=True)]
     of_test, of_body = _numbers(edit, test), _numbers(edit, inner)
@@ -252,25 +256,18 @@ def _sharded_like(decided: Placements, carried: Sequence[Placements]) -> list[Pl
     ]
 
 
-def _check_apart(
-    edit: Edit, equation: Any, test: Partitioned, inner: Partitioned, carried: Sequence[Placements]
-) -> None:
-    """Raises `CannotPartition` unless devices may run a loop over examples apart, each until its own end.
+def _ends_apart(edit: Edit, test: Partitioned, inner: Partitioned, carried: Sequence[Placements]) -> bool:
+    """Returns whether devices may run a loop over examples apart, each until its own end.
 
     Such a loop has a test for each example, as ``jax.vmap`` makes it, and runs until all are at their end.
     What the compiler exchanges along other mesh axes is not known.
     """
     [decided] = test.placements
-    apart = not test.collectives and not inner.collectives
-    if not all(without_state(x) == without_state(decided) for x in carried) or not (
-        apart or is_replicated(decided)
-    ):
-        raise CannotPartition(equation, 'its rounds end for each example alone, and exchange something')
-    if edit.shared.auto.sizes and not is_replicated(decided):
-        axes = ', '.join(edit.shared.auto.sizes)
-        raise CannotPartition(
-            equation, f'its rounds end for each example alone, and may exchange something along {axes}'
-        )
+    if not all(without_state(x) == without_state(decided) for x in carried):
+        return False
+    if is_replicated(decided):
+        return True
+    return not (test.collectives or inner.collectives or edit.shared.auto.sizes)
 
 
 def _sharded_sums(shared: Shared, equation: Any, carried: Sequence[Placements]) -> dict[int, list[int]]:

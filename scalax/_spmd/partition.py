@@ -101,7 +101,7 @@ class Partitioner(Shared):
         at: Any = None,
     ) -> Partitioned:
         wanted = tuple(results or [None] * len(opened(jaxpr).outvars))
-        key = self.axes, jaxpr, tuple(arguments), wanted, backward
+        key = self.axes, self.keeps_replicated, jaxpr, tuple(arguments), wanted, backward
         if key not in self._known:
             self._known[key] = _Partitioning(self, jaxpr, arguments, backward, at).partitioned(wanted)
         return self._known[key]
@@ -316,7 +316,7 @@ class _Partitioning(Edit):
             params = kernel_params(self.code, equation, *shapes)
         self.eqns.append(self.code.local(equation, atoms, [output.atom for output in outputs], **params))
         self._note(name, equation, values, outputs)
-        if not has_parts(equation):
+        if not has_parts(equation) or shared.keeps_replicated:
             return
         [output] = outputs
         output.maker = equation, values

@@ -56,6 +56,7 @@ class Shared:
         options: what users choose.
         in_turn: the number of the axis that microbatches stand for; None outside of pipelines.
         pipelines: the loops over layers that run as pipelines, by the ids of their equations.
+        keeps_replicated: whether replicated values that have a dimension of the batch stay replicated.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Shared:
     ) -> None:
         self.mesh, self.options, self.pipelines = mesh, options, dict[int, Any]()
         self.mesh_axes = {axis: mesh.shape[axis] for axis in axes}
-        self.in_turn = None
+        self.keeps_replicated, self.in_turn = False, None
         if microbatches is not None:
             self.in_turn = len(axes) - 1
             self.mesh_axes[axes[-1]] = microbatches
@@ -110,6 +111,12 @@ class Shared:
         other.exchange = Exchange(self.code, other.axes, other.sizes, self.exchange.numbers, other.in_turn)
         other.wanted, other.batch_dims = self.wanted.along(axes), self.batch_dims.along(axes)
         other.replicated = replicated(len(axes))
+        return other
+
+    def alike(self) -> Self:
+        """Returns what is known of all jaxprs that devices run alike: replicated values stay replicated."""
+        other = copy.copy(self)
+        other.keeps_replicated = True
         return other
 
     def reduced(self, placements: Placements, layout: Layout | None, *, held: bool = False) -> Placements:

@@ -8,10 +8,9 @@ from jax import lax
 
 from scalax._jax.equations import equations, manual_axes
 from scalax._spmd.auto_axes import AutoAxes, auto_dims, auto_spec
-from scalax._spmd.values import CannotPartition
 from scalax._transforms.sjit import partitioned as partitioned_steps
 from scalax.sharding import MeshShardingHelper, TreePathShardingRule
-from tests.support.partitioned import TP, P, assert_equal, partitioned
+from tests.support.partitioned import FSDP, TP, P, assert_equal, collectives, partitioned
 
 pytestmark = pytest.mark.medium
 
@@ -268,18 +267,27 @@ def test_results_are_where_their_specs_say():
     assert results[0].sharding.spec == P('fsdp', 'tp')
 
 
-def test_loops_that_end_for_each_example_alone_are_refused():
-    """Devices would run different numbers of rounds, and the compiler may exchange something in these."""
+# The mesh, and where the batch is on it.
+ROUNDS = {'tp': (TP, P('fsdp')), 'features': (FSDP, P(None, 'fsdp'))}
+
+
+@pytest.mark.parametrize('name', ROUNDS)
+def test_devices_run_a_loop_that_ends_for_each_example_alike(name):
+    """Else they would run different numbers of rounds, in which they or the compiler exchange something."""
 
     def fun(w, x):
-        def one(x):
+        def until(x):
             return lax.while_loop(lambda x: x.sum() < 4, lambda x: x + jnp.abs(x @ w) + 1, x)
 
-        return jax.vmap(one)(x)
+        return jax.vmap(until)(x)
 
-    with pytest.raises(CannotPartition) as error:
-        partitioned(fun, array(8, 8), array(8, 8), TP, specs=[P('fsdp', 'tp')])
-    assert str(error.value) == ('its rounds end for each example alone, and may exchange something along tp')
+    w, x, (mesh, spec) = array(8, 8), array(8, 8), ROUNDS[name]
+    step, run = partitioned(fun, w, x, mesh, specs=[P('fsdp')], batch_specs=[spec])
+    assert collectives(step) == {
+        'all_gather examples gathered for while': 1,
+        'all_gather state gathered for while': 1,
+    }
+    assert_equal(run(), fun(w, x))
 
 
 # Caches -----------------------------------------------------------------------------------------------
