@@ -114,7 +114,7 @@ class LostUpdateWarning(ScalaxWarning):
 
 
 class FollowingWarning(ScalaxWarning):
-    """A step is not partitioned along its batch: the operation that is named cannot be.
+    """A step is not partitioned along its batch: an operation cannot be, or nothing is known to be the batch.
 
     The function runs as written, with the same results; the compiler alone chooses the shardings inside.
     """

@@ -26,7 +26,7 @@ def mixing_lines(report: PropagationReport | None) -> Iterable[str]:
     """Where examples are gathered, the largest first; or why a step is not partitioned."""
     if report is None:
         return
-    if report.reason not in ('', NO_BATCH):
+    if report.reason:
         yield f'not partitioned along its batch: {report.reason}'
     places = sorted(report.gathered_examples, key=lambda row: -row.step_bytes)
     for row in places[:_MOST]:

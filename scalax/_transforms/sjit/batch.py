@@ -70,22 +70,53 @@ def batch_axes(trails: Sequence[Trail]) -> frozenset[str]:
     return frozenset().union(*(shared or groups))
 
 
+NO_BATCH_TO_PARTITION = (
+    'no argument looks like a batch, which is sharded by specs alone, and comes with an argument that a rule '
+    'shards; and no constraint in the function shards a batch that it makes'
+)
+"""Why nothing is partitioned where nothing looks like a batch."""
+_EXPLICIT = 'on Explicit mesh axes, shardings are part of types'
+_SPECS_ALONE = 'specs place all arguments, and batch_argnums does not name the batch among them'
+_NOT_FOLLOWED = 'follow_batch=False of the helper turns it off'
+_NOT_SHARDED = 'no array of the arguments that batch_argnums or batch_argnames names is on several devices'
+_NAME = 'name the batch: batch_argnums=1, or batch_argnames'
+_REMEDIES = {
+    _EXPLICIT: 'make a mesh of Auto axes',
+    _SPECS_ALONE: _NAME,
+    _NOT_FOLLOWED: _NAME,
+    _NOT_SHARDED: 'shard them over mesh axes of several devices',
+    NO_BATCH_TO_PARTITION: f'{_NAME}; or shard it by with_sharding_constraint where the function makes it',
+}
+
+
+def why_not_partitioned(rules: FunctionRules, call: Call) -> tuple[str, str]:
+    """Why nothing is partitioned, given that there is no batch; and what users do about it, which may be ''.
+
+    Args:
+        rules: those of the function.
+        call: the call.
+    """
+    why = why_not_followed(rules, call)
+    why = NO_BATCH_TO_PARTITION if why == NO_BATCH else why
+    return why, _REMEDIES.get(why, '')
+
+
 def why_not_followed(rules: FunctionRules, call: Call) -> str:
     """Why there is no batch to follow, given that there is none."""
     if rules.any_explicit:
-        return 'on Explicit mesh axes, shardings are part of types'
+        return _EXPLICIT
     if jax.config.jax_disable_jit:
         return 'jax.disable_jit is in force'
     if rules.signature.says_no_batch:
         return 'batch_argnums=() turns it off'
     if rules.signature.says_batch:
-        return 'no array of the arguments that batch_argnums or batch_argnames names is on several devices'
+        return _NOT_SHARDED
     if any(_found(rules, call)) and not rules.follow_batch:
-        return 'follow_batch=False of the helper turns it off'
+        return _NOT_FOLLOWED
     given = [each for each in _given(rules, call).values() if each]
     sharding = [each for each in given if any(map(_axes, each))]
     if len(sharding) > 1 and all(map(_specs_alone, given)):
-        return 'specs place all arguments, and batch_argnums does not name the batch among them'
+        return _SPECS_ALONE
     return NO_BATCH
 
 

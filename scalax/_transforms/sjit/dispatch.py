@@ -50,7 +50,7 @@ from scalax._transforms.calls.placement import Moves
 from scalax._transforms.calls.shardings import FunctionRules, Options, ReadCall
 from scalax._transforms.calls.signature import CallLayout, CallSignature
 from scalax._transforms.sjit import partitioned
-from scalax._transforms.sjit.batch import why_not_followed
+from scalax._transforms.sjit.batch import why_not_followed, why_not_partitioned
 from scalax._transforms.sjit.program import (
     Entry,
     Program,
@@ -65,7 +65,7 @@ from scalax._util import lru_cache
 from scalax._util.progress import progress
 from scalax._util.stack import with_room
 from scalax._xla_workarounds.grouped_convolutions import with_right_gradients
-from scalax.errors import MeshError
+from scalax.errors import FollowingWarning, MeshError, warn
 from scalax.rules._idle import warn_unsharded
 
 if TYPE_CHECKING:
@@ -132,6 +132,7 @@ class Dispatcher:
         # Programs refer to this weakly, so that there is no cycle: a function that is no longer referenced is
         # freed at once, with the arrays that it closes over.
         self._weak: Dispatcher = weakref.proxy(self)
+        self._warned = False
         self.clear()
 
     @property
@@ -259,7 +260,8 @@ class Dispatcher:
         name, mesh, step = self.signature.name, self.mesh.shape, entry.partitioned
         outside = entry.gradient_outside
         if step is None or isinstance(step, str):
-            reason = step or why_not_followed(self.rules, Call(self.signature, flat_args))
+            call = Call(self.signature, flat_args)
+            reason = step or '; '.join(filter(None, why_not_partitioned(self.rules, call)))
             if not self.is_partitioned:
                 reason = 'it has no partitioning=BatchPartitioning(); followed(...) describes its propagation'
             return PropagationReport(name, dict(mesh), reason=reason, gradient_outside=outside)
@@ -340,12 +342,27 @@ class Dispatcher:
             program = self._program_with(call, entry, flat_function)
             if self.options.annotation_shardings:
                 self._function.warn_unused(any_static=bool(call.layout.static))
+            if self.options.partitioning is not None and entry.partitioned is None:
+                self._warn_not_partitioned(call)
             resolutions, self.rules.resolutions = self.rules.resolutions, None  # of the first call
             if resolutions and True in [each.any_whole for each in resolutions]:
                 warn_unsharded(self.signature.name, resolutions, self.mesh.shape)
             self._compares_paths |= entry.key.paths is not None
             entry.program = program
             return program
+
+    def _warn_not_partitioned(self, call: Call) -> None:
+        """Warns, once, that the user asks for partitioning, and that nothing of a call is a batch."""
+        why, remedy = why_not_partitioned(self.rules, call)
+        if self._warned or not remedy or self.mesh.size == 1:
+            return
+        self._warned = True
+        warn(
+            f'{self.signature.name}: partitioning={self.options.partitioning} has no effect: {why}. It runs '
+            'as jax.jit runs it, and the compiler alone decides how activations are sharded.\n'
+            f'What to do: {remedy}.',
+            FollowingWarning,
+        )
 
     @with_room
     def _trace(self, call: Call, entry: Entry) -> Callable[..., Any]:

@@ -1,0 +1,104 @@
+"""Steps that are to be partitioned, and of which nothing is recognized as the batch: what users are told."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+
+from scalax._transforms.sjit import partitioned
+from scalax.errors import FollowingWarning
+from scalax.sharding import BatchPartitioning, FSDPShardingRule, MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+
+AUTO = MeshShardingHelper([8], ['fsdp'])
+EXPLICIT = MeshShardingHelper([8], ['fsdp'], axis_types=AxisType.Explicit)
+UNFOLLOWED = MeshShardingHelper([8], ['fsdp'], follow_batch=False)
+FSDP = FSDPShardingRule(min_fsdp_size=1)
+W, X = jax.ShapeDtypeStruct((8, 8), 'float32'), jax.ShapeDtypeStruct((16, 8), 'float32')
+CASES = {
+    'Explicit axes': (
+        EXPLICIT,
+        {'in_shardings': (P(), P('fsdp'))},
+        'on Explicit mesh axes, shardings are part of types',
+        'make a mesh of Auto axes',
+    ),
+    'specs alone': (
+        AUTO,
+        {'in_shardings': (P('fsdp'), P('fsdp'))},
+        'specs place all arguments, and batch_argnums does not name the batch among them',
+        'name the batch: batch_argnums=1, or batch_argnames',
+    ),
+    'rules alone': (
+        AUTO,
+        {'in_shardings': (FSDP, FSDP)},
+        'no argument looks like a batch, which is sharded by specs alone, and comes with an argument that a '
+        'rule shards; and no constraint in the function shards a batch that it makes',
+        'name the batch: batch_argnums=1, or batch_argnames; or shard it by with_sharding_constraint where '
+        'the function makes it',
+    ),
+    'follow_batch=False': (
+        UNFOLLOWED,
+        {'in_shardings': (FSDP, P('fsdp'))},
+        'follow_batch=False of the helper turns it off',
+        'name the batch: batch_argnums=1, or batch_argnames',
+    ),
+}
+each_case = pytest.mark.parametrize(('helper', 'options', 'why', 'remedy'), CASES.values(), ids=CASES)
+
+
+def product(w, x):
+    return jnp.tanh(x @ w)
+
+
+@each_case
+def test_who_asks_for_partitioning_is_told_once(helper, options, why, remedy):
+    step = helper.sjit(lambda w, x: product(w, x), partitioning=BatchPartitioning(), **options)
+    with pytest.warns(FollowingWarning) as warned:
+        step.trace(W, X)
+        step.trace(W, jax.ShapeDtypeStruct((32, 8), 'float32'))
+    assert [str(each.message) for each in warned] == [
+        f'<lambda>: partitioning={BatchPartitioning()} has no effect: {why}. It runs as jax.jit runs it, and '
+        f'the compiler alone decides how activations are sharded.\nWhat to do: {remedy}.'
+    ]
+    assert warned[0].filename == __file__
+
+
+@each_case
+def test_who_asks_for_nothing_reads_it_in_the_report(helper, options, why, remedy, monkeypatch):
+    monkeypatch.setattr(partitioned, 'SWITCHED_ON', True)
+    step = helper.sjit(product, **options)
+    report = step.explain_propagation(W, X)
+    assert (report.axes, report.reason) == ((), f'{why}; {remedy}')
+    assert f'product is not partitioned along its batch: {why}; {remedy}' in ' '.join(str(report).split())
+
+
+@pytest.mark.medium
+def test_plans_say_it(monkeypatch):
+    monkeypatch.setattr(partitioned, 'SWITCHED_ON', True)
+    helper, options, why, remedy = CASES['rules alone']
+    plan = helper.plan(helper.sjit(product, **options), W, X)
+    assert ' '.join(str(plan).split()).endswith(f' not partitioned along its batch: {why}; {remedy}')
+
+
+@pytest.mark.parametrize(
+    ('helper', 'options'),
+    [
+        (AUTO, {'in_shardings': (FSDP, P('fsdp')), 'batch_argnums': ()}),
+        (AUTO, {'in_shardings': (FSDP, P('fsdp'))}),
+        (MeshShardingHelper([1], ['fsdp'], devices=jax.devices()[:1]), {'in_shardings': (FSDP, P('fsdp'))}),
+    ],
+    ids=['turned off', 'partitioned', 'one device'],
+)
+def test_nobody_is_told_of_what_is_meant(helper, options):
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        helper.sjit(product, partitioning=BatchPartitioning(), **options).trace(W, X)
+
+
+def test_a_helper_partitions_what_has_a_batch_and_is_quiet_about_the_rest():
+    helper = MeshShardingHelper([8], ['fsdp'], partitioning=BatchPartitioning())
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        helper.sjit(lambda: jnp.ones((8, 8)), out_shardings=FSDP).trace()
