@@ -253,6 +253,14 @@ def takes_arrays(jaxpr: Any) -> bool:
     return all(isinstance(var.aval, jax.core.ShapedArray) for var in opened(jaxpr).invars)
 
 
+def takes_refs(equation: Any) -> bool:
+    """Whether an equation makes, reads or changes an array that can be changed in place.
+
+    Relies on types of such arrays being `jax.ref.AbstractRef`.
+    """
+    return any(isinstance(x.aval, jax.ref.AbstractRef) for x in (*equation.invars, *equation.outvars))
+
+
 def equations(jaxpr: Any) -> Iterator[Any]:
     """The equations of a jaxpr and of those inside it."""
     return with_inside(opened(jaxpr).eqns)
@@ -532,6 +540,11 @@ def is_ordered(equation: Any) -> bool:
 def takes_blocks(equation: Any) -> bool:
     """Whether a callback gets the block of each device. Relies on *partitioned*."""
     return bool(equation.params.get('partitioned'))
+
+
+def told(equation: Any) -> Any:
+    """The function that an ``inspect_sharding`` tells the sharding of its operand. Relies on *callback*."""
+    return equation.params['callback']
 
 
 def _manual_axes(params: Mapping[str, Any]) -> Iterable[str]:

@@ -1,19 +1,23 @@
-"""Callbacks to Python, such as ``jax.debug.print``: they get values of all examples, on one device alone."""
+"""Callbacks to Python, such as ``jax.debug.print``: they get values of all examples, on one device alone.
+
+``jax.debug.inspect_array_sharding`` calls back with the sharding that the placements of a value say.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from scalax._jax.equations import is_ordered, shape_of, takes_blocks
+from scalax._jax.equations import is_ordered, shape_of, takes_blocks, told
 from scalax._jax.manual import callbacks_nest
 from scalax._jax.rewriting import run_equation
 from scalax._spmd.edit import Edit
-from scalax._spmd.placement import REPLICATE, Partial
+from scalax._spmd.placement import REPLICATE, Partial, spec_of
 from scalax._spmd.values import CannotPartition, Value
 
 CALLBACKS = frozenset(('debug_callback', 'debug_print', 'io_callback', 'pure_callback'))
@@ -25,7 +29,11 @@ def partition_callback(edit: Edit, equation: Any, values: Sequence[Value]) -> No
     One that is made for blocks, with ``partitioned=True``, runs on every device on the blocks that it has.
     """
     if is_ordered(equation):
-        raise CannotPartition(equation, 'it runs callbacks in order, which JAX allows on one device only')
+        raise CannotPartition(
+            equation,
+            'it runs callbacks in order, which JAX allows on one device only',
+            'leave out ordered=True, and hand the callback the number of its round',
+        )
     shared = edit.shared
     if takes_blocks(equation):
         sums = [tuple([REPLICATE if isinstance(x, Partial) else x for x in v.placements]) for v in values]
@@ -34,7 +42,9 @@ def partition_callback(edit: Edit, equation: Any, values: Sequence[Value]) -> No
         return
     if shared.auto.sizes and not callbacks_nest():
         raise CannotPartition(
-            equation, 'it runs callbacks, and this JAX cannot beside mesh axes that the compiler partitions'
+            equation,
+            'it runs callbacks, and this JAX cannot beside mesh axes that the compiler partitions',
+            'call Python outside of the step, or use a newer JAX',
         )
     atoms = [edit.convert(value, shared.replicated, equation) for value in values]
     outputs = [edit.define(var, shared.replicated).atom for var in equation.outvars]
@@ -44,6 +54,25 @@ def partition_callback(edit: Edit, equation: Any, values: Sequence[Value]) -> No
         return
     function = _on_first_device(equation, axes, tuple(shared.auto.sizes))
     edit.eqns.append(edit.code.traced(function, equation, atoms, outputs))
+
+
+def inspect_placements(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
+    """Writes an ``inspect_sharding`` that tells where all devices have the examples of a value."""
+    shared, [value] = edit.shared, values
+    if others := ', '.join(shared.auto.sizes):
+        raise CannotPartition(
+            equation,
+            f'it asks for the sharding of a value, which the compiler decides along {others}, too',
+            'leave it out, and read the compiled program',
+        )
+    if value.has_sum:
+        edit.reduce(value, equation)
+    tell = functools.partial(_tell, told(equation), spec_of(value.placements, shared.axes))
+    edit.eqns.append(edit.code.local(equation, [value.atom], [], callback=tell))
+
+
+def _tell(callback: Callable[[Any], None], spec: PartitionSpec, of_block: Any) -> None:
+    callback(NamedSharding(of_block.mesh, spec, memory_kind=of_block.memory_kind))
 
 
 def _on_first_device(equation: Any, axes: Sequence[str], auto: Sequence[str]) -> Callable[..., Any]:

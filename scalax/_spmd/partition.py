@@ -20,6 +20,7 @@ from scalax._jax.equations import (
     ragged_dim,
     shape_of,
     takes_arrays,
+    takes_refs,
 )
 from scalax._jax.manual import HAVE_SIZES, local_params, remade, with_inner
 from scalax._jax.primitives import KERNEL, primitive_name
@@ -27,7 +28,7 @@ from scalax._jax.rewriting import with_results
 from scalax._jaxprs.dims import CHEAP, ELEMENTWISE, FORWARDS, RULES, reshaped
 from scalax._spmd.auto_axes import AutoAxes
 from scalax._spmd.batch_dims import sharded_part
-from scalax._spmd.callbacks import CALLBACKS, partition_callback
+from scalax._spmd.callbacks import CALLBACKS, inspect_placements, partition_callback
 from scalax._spmd.constraints import constrain
 from scalax._spmd.costs import cheapest
 from scalax._spmd.edit import NOT_ALONE, Edit
@@ -57,6 +58,7 @@ _CONTROL = {
     'while': partition_while,
     'cond': partition_cond,
     'shard_map': partition_shard_map,
+    'inspect_sharding': inspect_placements,
     **dict.fromkeys(ANNOTATED_CALLS, partition_call),
 }
 # Others that run a jaxpr, whose operands are all gathered.
@@ -177,7 +179,11 @@ class _Partitioning(Edit):
         name = primitive_name(equation)
         values = [*map(self.read, equation.invars)]
         if has_effects(equation) and name not in _WITH_EFFECTS:
-            raise CannotPartition(equation, f'{name or equation.primitive} has effects')
+            what, remedy = f'{name or equation.primitive} has effects', 'change that line'
+            if takes_refs(equation):
+                what = 'it changes an array in place (jax.new_ref)'
+                remedy = 'return a new array, as x.at[i].set(y) and the carry of a loop do'
+            raise CannotPartition(equation, what, remedy)
         if name == 'sort':
             note_sort(self, equation, values[0])
         if id(equation) in self.group_sizes:

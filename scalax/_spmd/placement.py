@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from jax.sharding import PartitionSpec
+
 ReduceOp = Literal['sum', 'max', 'min']
 
 
@@ -71,6 +73,18 @@ def local_shape(shape: Sequence[int], placements: Placements, sizes: Sequence[in
         return (*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
     counts = shard_counts(placements, sizes, len(shape))
     return tuple([size // count for size, count in zip(shape, counts, strict=True)])
+
+
+def spec_of(placements: Placements, axes: Sequence[str]) -> PartitionSpec:
+    """Returns the spec of placements along these axes."""
+    entries: dict[int, list[str]] = {}
+    for axis, placement in zip(axes, placements, strict=True):
+        if isinstance(placement, Shard):
+            entries.setdefault(placement.dim, []).append(axis)
+    dims = [entries.get(dim) for dim in range(max(entries, default=-1) + 1)]
+    return PartitionSpec(
+        *[None if names is None else names[0] if len(names) == 1 else (*names,) for names in dims]
+    )
 
 
 def moved(placements: Placements, dims: dict[int, int]) -> Placements | None:

@@ -17,7 +17,7 @@ from scalax._spmd.constraints import of_spec
 from scalax._spmd.layouts import Layout, state_placement
 from scalax._spmd.options import DEFAULT, BatchPartitioning
 from scalax._spmd.partition import Partitioner
-from scalax._spmd.placement import REPLICATE, Partial, Placements, Shard
+from scalax._spmd.placement import REPLICATE, Partial, Placements, spec_of
 from scalax._spmd.rewrites import StepFacts, rewritten
 from scalax._spmd.rewrites.updated_stacks import hold_updated_stacks
 from scalax._spmd.values import SETTLED, Argument, is_replicated, replicated
@@ -174,8 +174,8 @@ def partition_step(
     ]
     return Step(
         found.jaxpr,
-        tuple([_spec(x.placements, axes) for x in known]),
-        tuple([_spec(x, axes) for x in found.placements]),
+        tuple([spec_of(x.placements, axes) for x in known]),
+        tuple([spec_of(x, axes) for x in found.placements]),
         collectives,
         axes,
         frozenset(others),
@@ -218,15 +218,3 @@ def _sharding(spec: PartitionSpec | None, mesh: AbstractMesh) -> NamedSharding |
 def _reduced(placements: Placements) -> Placements:
     """The placements of a result whose sums are reduced to all devices."""
     return tuple([REPLICATE if isinstance(x, Partial) else x for x in placements])
-
-
-def _spec(placements: Placements, axes: Sequence[str]) -> PartitionSpec:
-    """The spec of placements."""
-    entries: dict[int, list[str]] = {}
-    for axis, placement in zip(axes, placements, strict=True):
-        if isinstance(placement, Shard):
-            entries.setdefault(placement.dim, []).append(axis)
-    dims = [entries.get(dim) for dim in range(max(entries, default=-1) + 1)]
-    return PartitionSpec(
-        *[None if names is None else names[0] if len(names) == 1 else (*names,) for names in dims]
-    )

@@ -24,11 +24,12 @@ class CannotPartition(Exception):
     Args:
         equation: the equation.
         why: what it cannot handle.
+        remedy: what users do about it, if there is more than to change the line.
     """
 
-    def __init__(self, equation: Any, why: str) -> None:
+    def __init__(self, equation: Any, why: str, remedy: str = 'change that line') -> None:
         super().__init__(why)
-        self.equation, self.why = equation, why
+        self.equation, self.why, self.remedy = equation, why, remedy
 
 
 class Argument(NamedTuple):

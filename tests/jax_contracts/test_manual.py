@@ -24,6 +24,8 @@ from scalax._jax.equations import (
     name_stack,
     opened,
     takes_blocks,
+    takes_refs,
+    told,
 )
 from scalax._jax.manual import (
     ManualCode,
@@ -194,6 +196,24 @@ def test_callbacks_for_blocks_say_so():
         call = functools.partial(jax.debug.callback, print, partitioned=partitioned)
         [equation] = traced(call, jnp.ones(())).eqns
         assert takes_blocks(equation) == partitioned
+
+
+def test_what_asks_for_a_sharding_has_the_function_that_is_told():
+    [equation] = traced(lambda x: jax.debug.inspect_array_sharding(x, callback=print), jnp.ones(())).eqns
+    assert equation.primitive.name == 'inspect_sharding'
+    assert has_effects(equation)
+    assert told(equation) is print
+
+
+def test_arrays_that_change_in_place_have_types_of_their_own():
+    def change(x):
+        ref = jax.new_ref(x)
+        ref[0] = 1.0
+        return jax.ref.freeze(ref) + x
+
+    *refs, add = traced(change, jnp.ones(3)).eqns
+    assert [takes_refs(each) for each in refs if has_effects(each)] == [True] * 3
+    assert not takes_refs(add)
 
 
 def test_annotated_calls_have_their_jaxpr():

@@ -1,5 +1,7 @@
 """Callbacks to Python inside of a step: called once, with values of all examples."""
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -166,6 +168,18 @@ def test_beside_other_axes_an_old_jax_leaves_the_step_to_the_compiler():
     assert len(CALLS) == 1
 
 
+def told_by(fun, *, helper, spec):
+    """The one warning about a step, without the folder of its line."""
+    step = helper.sjit(fun, in_shardings=(P(), spec), batch_argnums=1)
+    with pytest.warns(FollowingWarning) as warned:
+        step.trace(W, X)
+    [message] = [str(each.message).replace(__file__, 'test_callbacks.py') for each in warned]
+    return message.replace(f'test_callbacks.py:{fun.__code__.co_firstlineno + 1} ', 'line 1 of ')
+
+
+FALLS_BACK = 'It runs as jax.jit runs it, and the compiler alone decides how activations are sharded.'
+
+
 def test_one_in_order_leaves_the_step_to_the_compiler():
     """JAX itself refuses it on several devices."""
     helper, spec = MESHES['fsdp']
@@ -174,13 +188,66 @@ def test_one_in_order_leaves_the_step_to_the_compiler():
         jax.debug.callback(note, x.sum(), ordered=True)
         return x @ w
 
-    step = helper.sjit(fun, in_shardings=(P(), spec), batch_argnums=1)
-    line = fun.__code__.co_firstlineno + 1
-    with pytest.warns(FollowingWarning) as warned:
-        step.trace(W, X)
-    assert [str(each.message).replace(__file__, 'test_callbacks.py') for each in warned] == [
+    assert told_by(fun, helper=helper, spec=spec) == (
         'fun is not partitioned along its batch: it runs callbacks in order, which JAX allows on one device '
-        f'only (test_callbacks.py:{line} fun). It runs as jax.jit runs it, and the compiler alone decides '
-        'how activations are sharded.\nWhat to do: change that line, or turn partitioning off with '
+        f'only (line 1 of fun). {FALLS_BACK}\nWhat to do: leave out ordered=True, and hand the callback '
+        'the number of its round, or turn partitioning off with '
         'batch_argnums=().'
-    ]
+    )
+
+
+def test_arrays_that_change_in_place_leave_the_step_to_the_compiler():
+    helper, spec = MESHES['fsdp']
+
+    def fun(w, x):
+        ref = jax.new_ref(x @ w)
+        ref[0] = jnp.ones(8)
+        return jax.ref.freeze(ref)
+
+    assert told_by(fun, helper=helper, spec=spec) == (
+        'fun is not partitioned along its batch: it changes an array in place (jax.new_ref) '
+        f'(line 1 of fun). {FALLS_BACK}\nWhat to do: return a new array, as x.at[i].set(y) and the carry of '
+        'a loop do, or turn partitioning off with batch_argnums=().'
+    )
+    with pytest.warns(FollowingWarning):
+        found = helper.sjit(fun, in_shardings=(P(), spec), batch_argnums=1, out_shardings=spec)(W, X)
+    np.testing.assert_allclose(found, jax.jit(fun)(W, X), rtol=1e-5)
+
+
+@pytest.mark.parametrize('mesh', ['fsdp', 'hsdp'])
+def test_who_asks_for_shardings_is_told_those_of_the_placements(mesh):
+    helper, spec = MESHES[mesh]
+    shardings = []
+
+    def fun(w, x):
+        def layer(x, _):
+            x = jnp.tanh(x @ w)
+            jax.debug.inspect_array_sharding(x, callback=shardings.append)
+            return x, None
+
+        x, _ = lax.scan(layer, x, None, 3)
+        for value in (w, x.sum(), x.T):
+            jax.debug.inspect_array_sharding(value, callback=shardings.append)
+        return x.sum()
+
+    step = helper.sjit(fun, in_shardings=(FSDPShardingRule(min_fsdp_size=1), spec), batch_argnums=1)
+    found = step(W, X)
+    step(W, X)
+    batch = spec[0]  # the compiler asks in its own order
+    assert Counter(each.spec for each in shardings) == Counter([P('fsdp'), P(), P(None, batch), P(batch)])
+    assert {each.mesh for each in shardings} == {helper.mesh}
+    np.testing.assert_allclose(found, jax.jit(fun)(W, X), rtol=1e-5)
+
+
+def test_a_sharding_along_other_axes_is_the_compilers():
+    helper, spec = MESHES['hsdp and tp']
+
+    def fun(w, x):
+        jax.debug.inspect_array_sharding(x, callback=note)
+        return x @ w
+
+    assert told_by(fun, helper=helper, spec=spec) == (
+        'fun is not partitioned along its batch: it asks for the sharding of a value, which the compiler '
+        f'decides along tp, too (line 1 of fun). {FALLS_BACK}\nWhat to do: leave it out, and read the '
+        'compiled program, or turn partitioning off with batch_argnums=().'
+    )

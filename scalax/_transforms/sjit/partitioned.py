@@ -147,7 +147,7 @@ def _warn(name: str, error: CannotPartition) -> str:
     from scalax._jaxprs.source_lines import line_of  # here, because hardly any step fails
 
     at = '' if error.equation is None else f' ({line_of(error.equation)})'
-    remedy = 'change that line, or turn partitioning off with batch_argnums=()'
+    remedy = f'{error.remedy}, or turn partitioning off with batch_argnums=()'
     if error.__cause__ is not None:
         remedy = 'report this, which is a bug in scalax; batch_argnums=() turns partitioning off'
     warn(
