@@ -245,7 +245,7 @@ class Edit:
                 atom = value.atom
                 if backward and (plain, False) in value.versions:
                     # XLA would merge the two gathers, and keep the gathered state in between.
-                    atom = self.emit_of(jax.lax.optimization_barrier, 'barrier', equation, [atom])
+                    atom = self._barrier(atom, equation)
                 atom = self._exchange(value, atom, source, plain, equation, what)
             value.remember(key, atom)
         atom = value.versions[key]
@@ -321,6 +321,10 @@ class Edit:
             if step.kind == 'all_gather':
                 self._note_gathered(value)
             atom = result
+        if what == 'gradient' and not self.is_step:
+            # XLA for GPUs would move the reduction to the next round of a loop, and hold the unreduced
+            # gradients of a layer until then.
+            atom = self._barrier(atom, equation)
         return atom if dtype is None else self._cast(atom, own, equation)
 
     def _table_of(self, value: Value, equation: Any) -> Origin:
@@ -462,6 +466,10 @@ class Edit:
         written = self.code.equation(function, key, equation, operands)
         self.eqns.append(written)
         return written.outvars[0]
+
+    def _barrier(self, atom: Any, equation: Any) -> Any:
+        """Returns a value behind a barrier, which the compiler moves nothing across."""
+        return self.emit_of(jax.lax.optimization_barrier, 'barrier', equation, [atom])
 
     def move_memory(self, atom: Any, var: Any, equation: Any) -> Any:
         """Returns what stands for a block in the memory of a variable, the host's or that of devices."""

@@ -165,7 +165,7 @@ class Redundancy:
         return operand
 
     def _count(self, equation: Any, result: Fact, times: int) -> None:
-        if primitive_name(equation) in FORWARDS:
+        if primitive_name(equation) in _FREE:
             return
         size, flops = sum(map(array_bytes, [x.aval for x in equation.outvars])), product_flops(equation)
         self.total.add(flops, size, times)
@@ -181,6 +181,7 @@ class Redundancy:
             yield of, place, work
 
 
+_FREE = FORWARDS | {'optimization_barrier'}
 # A shard_map inside is along other axes.
 _WITH_JAXPRS = WITH_JAXPRS | {'shard_map'}
 _GATHERS = ('all_gather', 'all_gather_invariant')

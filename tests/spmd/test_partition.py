@@ -207,6 +207,20 @@ def test_shards_are_reduced_along_the_slow_axis():
     assert gradients == [('reduce_scatter', ('fsdp',), 512), ('all_reduce', ('replica',), 128)]
 
 
+def test_gradients_of_layers_are_reduced_in_their_round():
+    loss, state, batch = CASES['depthwise']
+    step, _ = partitioned(sgd(loss), state, batch)
+    inside = [
+        eqn
+        for scan in equations(step.jaxpr)
+        if scan.primitive.name == 'scan'
+        for eqn in scan.params['jaxpr'].eqns
+    ]
+    reduced = {id(eqn.outvars[0]) for eqn in inside if eqn.primitive.name == 'reduce_scatter'}
+    users = [eqn.primitive.name for eqn in inside for x in eqn.invars if id(x) in reduced]
+    assert users == ['optimization_barrier'] * len(state)
+
+
 def test_replicated_weights_are_reduced_once():
     loss, state, batch = CASES['linear']
     specs = [P()] * 4
