@@ -245,6 +245,36 @@ def run_once(equation: Any) -> Any:
     return opened(next(filter(is_jaxpr, _values(held))))
 
 
+def solve_call(equation: Any) -> tuple[Any, Sequence[Any]]:
+    """The closed jaxpr that solves a `custom_linear_solve`, and its operands.
+
+    Relies on *jaxprs* and *const_lengths* being tuples of *matvec*, *vecmat*, *solve* and *transpose_solve*:
+    the operands of these come first, in order, and then the right-hand sides, which each of them takes last.
+    """
+    counts = equation.params['const_lengths']
+    before, count = counts.matvec + counts.vecmat, counts.solve
+    operands = equation.invars
+    return equation.params['jaxprs'].solve, [*operands[before : before + count], *operands[sum(counts) :]]
+
+
+def expansion(equation: Any) -> Callable[..., Sequence[Any]] | None:
+    """The function of arrays that a `call_hi_primitive` stands for; None if it is not known.
+
+    Relies on a parameter being a primitive of ``jax.experimental.hijax``, which has `expand`, and the
+    structure of the arguments in *in_tree*.
+    """
+    for primitive in equation.params.values():
+        if hasattr(primitive, 'expand') and hasattr(primitive, 'in_tree'):
+            break
+    else:
+        return None
+
+    def expand(*operands: Any) -> Sequence[Any]:
+        return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, operands)))
+
+    return expand
+
+
 def takes_arrays(jaxpr: Any) -> bool:
     """Whether all arguments of a jaxpr are arrays, and none is a reference, as those of kernels are.
 
@@ -352,6 +382,11 @@ def permutation(equation: Any) -> Sequence[int]:
 def is_reordered(equation: Any) -> bool:
     """Whether a `reshape` reads its operand in another order. Relies on *dimensions*, which is then given."""
     return equation.params.get('dimensions') is not None
+
+
+def is_left_side(equation: Any) -> bool:
+    """Whether the matrix of a `triangular_solve` is on the left of the unknowns. Relies on *left_side*."""
+    return equation.params['left_side']
 
 
 def fft_lengths(equation: Any) -> Sequence[int]:

@@ -257,6 +257,14 @@ class Rewriter:
         return self._change(equation)
 
 
+def in_line_of(jaxpr: Any, equation: Any) -> Any:
+    """The jaxpr whose equations have the line and the scopes of another equation.
+
+    Relies on `replace` of equations taking *source_info*.
+    """
+    return Rewriter(lambda each: each.replace(source_info=equation.source_info)).jaxpr(jaxpr)
+
+
 def seen_through(equation: Any) -> Any:
     """A call whose operands the compiler may see through. Relies on what `computed_again` relies on."""
     said = computed_again(equation)
@@ -435,11 +443,32 @@ def run_as_one(jaxpr: Any, operands: Sequence[Any], name: str) -> Sequence[Any]:
     It says of no operand and result how it is sharded, donated or laid out. Relies on `_OF_OPERANDS` and
     `_OF_RESULTS` being all the parameters of `jit` that have an entry for each of these.
     """
+    call, params = _call_of(jaxpr, len(operands), name)
+    return call.primitive.bind(*operands, **params)
+
+
+def called_instead(equation: Any, jaxpr: Any, operands: Sequence[Any]) -> Any:
+    """The `jit` of a closed jaxpr in place of an equation of the same results.
+
+    Relies on what `run_as_one` relies on.
+    """
+    call, params = _call_of(jaxpr, len(operands), equation.primitive.name)
+    return call.replace(
+        invars=[*operands],
+        outvars=equation.outvars,
+        params=params,
+        effects=jaxpr.effects,
+        source_info=equation.source_info,
+    )
+
+
+def _call_of(jaxpr: Any, count: int, name: str) -> tuple[Any, dict[str, Any]]:
+    """A call as JAX makes it, and the parameters of that of a closed jaxpr of so many operands."""
     call = _call(trace_context())
     params = {**call.params, 'jaxpr': jaxpr, 'name': name}
-    for names, count in ((_OF_OPERANDS, len(operands)), (_OF_RESULTS, len(opened(jaxpr).outvars))):
-        params |= {each: params[each] * count for each in names}
-    return call.primitive.bind(*operands, **params)
+    for names, each in ((_OF_OPERANDS, count), (_OF_RESULTS, len(opened(jaxpr).outvars))):
+        params |= {name: params[name] * each for name in names}
+    return call, params
 
 
 @functools.lru_cache(maxsize=64)

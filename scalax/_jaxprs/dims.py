@@ -203,6 +203,13 @@ def _matrices(equation: Any) -> Dims:
     return Dims(tuple(found))
 
 
+def _triangular_solve(equation: Any) -> Dims:
+    """Beside the stack, each right-hand side is solved for alone."""
+    [result] = _matrices(equation).results
+    dim = len(result) - (1 if equations.is_left_side(equation) else 2)
+    return Dims(((*result[:dim], ((1, dim),), *result[dim + 1 :]),))
+
+
 @functools.lru_cache(maxsize=4096)  # layers are alike
 def _product(ranks: tuple[int, ...], contracted: Any, batch: Any, grouped: Any = ()) -> Dims:
     """Dimensions of a product: the batch, what is free on the left, what is free on the right."""
@@ -373,7 +380,8 @@ _TABLE: tuple[tuple[str, Rule], ...] = (
     ('scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max', _scatter),
     ('reduce_window reduce_window_sum reduce_window_max reduce_window_min tile', _window),
     ('select_and_scatter_add select_and_gather_add select_and_scatter', _window),
-    (' '.join(DECOMPOSITIONS), _matrices),
+    (' '.join(DECOMPOSITIONS - {'triangular_solve'}), _matrices),
+    ('triangular_solve', _triangular_solve),
     ('random_bits random_split random_unwrap random_seed', _resized),
     ('bitcast_convert_type random_wrap', _resized),
     ('sort top_k approx_top_k', _sort),

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalax._jax import equations as of
-from scalax._jax.rewriting import seen_through
+from scalax._jax.rewriting import run, seen_through
 from tests.support.contracts import contract, equation_in
 
 X, IMAGES = np.ones((2, 3, 4), np.float32), np.ones((2, 8, 8, 3), np.float32)
@@ -75,6 +75,10 @@ CASES: dict[tuple[Any, str], tuple[tuple[Any, ...], Any]] = {
     (of.permutation, 'transpose'): ((lambda x: x.transpose(2, 0, 1), X), (2, 0, 1)),
     (of.is_reordered, 'reshape'): ((lambda x: x.reshape(6, 4), X), False),
     (of.fft_lengths, 'fft'): ((lambda x: jnp.fft.fftn(x, axes=(1, 2)), X), (3, 4)),
+    (of.is_left_side, 'triangular_solve'): (
+        (lambda x: lax.linalg.triangular_solve(x, x, left_side=True), np.ones((4, 4), np.float32)),
+        True,
+    ),
     (of.dot_dims, 'dot_general'): (
         (lambda x: lax.dot_general(x, x, (((2,), (2,)), ((0,), (0,)))), X),
         (((2,), (2,)), ((0,), (0,))),
@@ -242,6 +246,34 @@ def test_what_runs_a_jaxpr_once() -> None:
     with contract('has the jaxpr of shard_map among its parameters', 'to count its operations'):
         inner = of.run_once(equation_in('shard_map', mapped(manual={'a', 'b'}), X))
         assert [each.primitive.name for each in inner.eqns] == ['sin']
+
+
+def test_the_solver_of_a_linear_solve_takes_its_constants_and_right_hand_sides() -> None:
+    def solve(a: Any, b: Any, c: Any, x: Any) -> Any:
+        return lax.custom_linear_solve(
+            *(lambda y: a * y, x, lambda _, y: y / b), transpose_solve=lambda _, y: y / c
+        )
+
+    with contract('orders the operands of linear solves by their functions', 'to call the solver alone'):
+        equation = equation_in('custom_linear_solve', solve, X, 2 * X, 3 * X, 4 * X)
+        jaxpr, operands = of.solve_call(equation)
+        places = [next(i for i, x in enumerate(equation.invars) if x is each) for each in operands]
+        assert places == [len(equation.invars) - 3, len(equation.invars) - 1]
+        [found] = run(jaxpr, [2 * X, 4 * X])
+        np.testing.assert_array_equal(found, 2 * X)
+
+
+def test_primitives_of_hijax_are_expanded() -> None:
+    table = np.arange(5, dtype=np.float32)
+    with contract('expands primitives of hijax to others', 'to partition what they do'):
+        jaxpr = jax.make_jaxpr(jnp.searchsorted)(table, X)
+        for equation in of.equations(jaxpr):
+            if equation.primitive.name == 'call_hi_primitive':
+                function = of.expansion(equation)
+                assert function is not None
+                [found] = function(table, X)
+                np.testing.assert_array_equal(found, jnp.searchsorted(table, X))
+        assert of.expansion(equation_in('sin', jnp.sin, X)) is None
 
 
 def test_scans_have_constants_then_state_then_stacks() -> None:

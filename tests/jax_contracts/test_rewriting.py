@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from scalax._jax import rewriting
 from scalax._jax.equations import called, equations, loop_of, opened
 from scalax._jax.tracing import trace_context
+from scalax._jaxprs.source_lines import line_of
 from tests.support.contracts import contract, equation_in
 
 X = np.arange(8, dtype=np.float32)
@@ -186,6 +187,21 @@ def test_a_jaxpr_runs_as_one_equation() -> None:
         np.testing.assert_allclose(jax.jit(fun)(X, X, X)[0], np.sin(X) * X, rtol=1e-6)
         gradient = jax.grad(lambda x: fun(x, X, X)[0].sum())(X)
         np.testing.assert_allclose(gradient, np.cos(X) * X, rtol=1e-5, atol=1e-6)
+
+
+def test_a_call_of_a_jaxpr_comes_in_place_of_an_equation() -> None:
+    with contract('runs a jit that calls another jaxpr', 'to open operations that are made of others'):
+        table = jnp.arange(3.0)
+        jaxpr = jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(X)
+        other = jax.make_jaxpr(lambda x: x.at[..., 0].add(table.sum()))(X)
+        [equation, last] = opened(jaxpr).eqns
+        call = rewriting.called_instead(equation, other, equation.invars)
+        assert (call.primitive.name, call.params['name']) == ('jit', 'sin')
+        [result] = rewriting.run(rewriting.replaced(jaxpr, eqns=[call, last]), [X])
+        np.testing.assert_allclose(result, 2 * np.asarray([3, *X[1:]]))
+    with contract('takes the line of an equation from its source', 'to name the line of the user'):
+        inner = rewriting.in_line_of(other, equation)
+        assert {line_of(each) for each in opened(inner).eqns} == {line_of(equation)}
 
 
 def test_constants_are_in_the_order_of_their_variables() -> None:

@@ -68,7 +68,7 @@ def batched_scatter(rows, indices, updates):
 
 
 def positive(x):
-    return jnp.einsum('...ij,...kj->...ik', x, x) + 4 * jnp.eye(4)
+    return jnp.einsum('...ij,...kj->...ik', x, x) + 4 * jnp.eye(x.shape[-1])
 
 
 F, INT, B = 'float32', 'int32', 'bool'
@@ -152,11 +152,15 @@ CASES = {
     'cholesky': (lambda x: lax.linalg.cholesky(x, symmetrize_input=False), (8, 4, 4)),
     'eigh': (lambda x: lax.linalg.eigh(x, symmetrize_input=False, sort_eigenvalues=False)[1:], (8, 4, 4)),
     'triangular_solve': (lambda a, b: lax.linalg.triangular_solve(a, b, lower=True), (8, 4, 4), (8, 4, 4)),
+    'triangular_solve on the right': (lambda a, b: lax.linalg.triangular_solve(a, b), (8, 8), (8, 8)),
+    'triangular_solve on the left': (
+        *(lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True, lower=True), (8, 8), (8, 8)),
+    ),
     'optimization_barrier': (lambda x, y: lax.optimization_barrier((x, y)), (8, 4), (4, 8)),
     'integer_pow': (lambda x: lax.integer_pow(x, 3), (8, 4)),
     'reduce_precision': (lambda x: lax.reduce_precision(x, 5, 10), (8, 4)),
 }
-MADE_POSITIVE = {'cholesky', 'eigh', 'triangular_solve'}
+MADE_POSITIVE = {name for name in CASES if name.startswith(('cholesky', 'eigh', 'triangular_solve'))}
 
 
 def equation_of(name):
@@ -299,6 +303,9 @@ EXPECTED = [
     ('fft', (X,), (X,)),
     ('cholesky', (X,), (X,)),
     ('triangular_solve', (X, X), (X,)),
+    ('triangular_solve on the right', (REPLICATE, X), (X,)),
+    ('triangular_solve on the left', (REPLICATE, X), None),
+    ('triangular_solve on the left', (REPLICATE, Shard(1)), (Shard(1),)),
     ('merge', (X,), (X,)),
     ('split', (X,), (X,)),
     ('broadcast', (SUM,), None),

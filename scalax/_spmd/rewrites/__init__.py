@@ -17,9 +17,11 @@ from scalax._spmd.rewrites.flat_sorts import flatten_sorts
 from scalax._spmd.rewrites.flattened import FLATTENING, reduce_unflattened
 from scalax._spmd.rewrites.indexed_loops import stack_examples
 from scalax._spmd.rewrites.matrices import MATRIX_PRIMITIVES, distribute_matrices
+from scalax._spmd.rewrites.opened_operations import OPENED, open_operations
 
 Rewrite = Callable[[Any, StepFacts], Any]
 REWRITES: tuple[tuple[frozenset[str], Rewrite], ...] = (
+    (OPENED, open_operations),
     (frozenset(('scan',)), stack_examples),
     (LOOKUPS, batch_example_numbers),
     (FLATTENING, reduce_unflattened),
@@ -38,8 +40,14 @@ def rewritten(jaxpr: Any, facts: StepFacts) -> Any:
     """
     if not REWRITES:
         return jaxpr
-    primitives = {primitive_name(equation) for equation in equations(jaxpr)}
+    primitives = _primitives(jaxpr)
     for names, rewrite in REWRITES:
         if not names.isdisjoint(primitives):
             jaxpr = rewrite(jaxpr, facts)
+            if rewrite is open_operations:
+                primitives = _primitives(jaxpr)
     return jaxpr
+
+
+def _primitives(jaxpr: Any) -> set[str]:
+    return {primitive_name(equation) for equation in equations(jaxpr)}

@@ -35,7 +35,14 @@ from scalax._jax.equations import (
     shape_of,
 )
 from scalax._jax.primitives import primitive_name
-from scalax._jax.rewriting import added_equation, bound, replaced, with_jaxprs, with_results
+from scalax._jax.rewriting import (
+    added_equation,
+    bound,
+    constants_of,
+    replaced,
+    with_jaxprs,
+    with_results,
+)
 from scalax._jaxprs.dims import SCATTERS, reshaped
 from scalax._jaxprs.integers import Integers
 from scalax._spmd.rewrites.facts import StepFacts
@@ -45,6 +52,7 @@ LOOKUPS = frozenset(('gather',)) | SCATTERS
 Columns = Mapping[int, int]
 """Of indices, the columns that are numbers of examples, and the dimension along which they count."""
 
+_MOST = 2**20  # examples; a constant of more elements is not read
 _SAME = frozenset(('copy', 'name', 'optimization_barrier', 'sharding_constraint', 'reshard'))
 
 
@@ -62,7 +70,7 @@ def batch_example_numbers(jaxpr: Any, facts: StepFacts) -> Any:
 def _rewritten(jaxpr: Any, arguments: Sequence[Columns]) -> tuple[Any, list[Columns]]:
     """The jaxpr with batching dimensions, and the columns of its results, given those of its arguments."""
     inner = opened(jaxpr)
-    columns = _Columns(inner)
+    columns = _Columns(jaxpr)
     columns.known.update(zip(map(id, inner.invars), arguments, strict=True))
     equations: list[Any] = []
     for equation in inner.eqns:
@@ -115,7 +123,7 @@ class _Columns:
     """The columns of indices in a jaxpr.
 
     Args:
-        jaxpr: the jaxpr, open.
+        jaxpr: the jaxpr, open or closed.
 
     Attributes:
         known: those of some variables, by their ids.
@@ -123,7 +131,11 @@ class _Columns:
 
     def __init__(self, jaxpr: Any) -> None:
         self.known: dict[int, Columns] = {}
-        self._makers, self._integers = makers_of(jaxpr), Integers(jaxpr, iotas=True)
+        inner = opened(jaxpr)
+        self._makers, self._integers = makers_of(inner), Integers(inner, iotas=True)
+        for var, value in constants_of(jaxpr):
+            if _may_count(var) and getattr(value, 'is_fully_addressable', True):
+                self._integers.note([var], [np.asarray(value)])
 
     def of(self, atom: Any) -> Columns:
         """The columns of a value that are numbers of examples."""
@@ -215,6 +227,12 @@ def _batched(equation: Any, columns: _Columns) -> list[Any]:
     changed = {'dimension_numbers': new, 'indices_are_sorted': False}
     written = added_equation(lambda *xs: bound(equation, *xs, **changed), equation, operands)
     return [*equations, with_results(written, equation.outvars)]
+
+
+def _may_count(var: Any) -> bool:
+    """Whether a constant may be the numbers of examples, as ``np.arange(B)`` is."""
+    shape = shape_of(var)
+    return len(shape) == 1 and shape[0] <= _MOST and getattr(var.aval.dtype, 'kind', 'V') in 'iu'
 
 
 def _runs(columns: Sequence[int]) -> list[tuple[int, int]]:

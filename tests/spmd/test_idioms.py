@@ -1,0 +1,221 @@
+"""What models are written with: idioms of JAX on blocks have the values and gradients of one device.
+
+Many small programs are one step, so that they compile at once.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from tests.support.partitioned import FSDP, TP, assert_equal, partitioned
+
+pytestmark = pytest.mark.medium
+
+W = np.random.default_rng(1).normal(size=(16, 16)).astype('float32') / 4
+X = np.random.default_rng(0).normal(size=(32, 16)).astype('float32')
+EXAMPLES = jnp.arange(32)
+
+
+def images(x):
+    return x.reshape(32, 4, 4, 1)
+
+
+def pooled(x):
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), 'VALID')
+
+
+def tokens(x, count=16):
+    return jnp.clip(jnp.abs(x * 4).astype(int), 0, count - 1)
+
+
+# Of a weight and examples: programs in which devices exchange no examples.
+APART = {
+    # Loops and branches
+    'associative scan': lambda w, x: lax.associative_scan(jnp.add, x @ w, axis=1),
+    'branch of each example': lambda w, x: jax.vmap(lambda r: lax.cond(r[0] > 0, lambda: r @ w, lambda: r))(
+        x
+    ),
+    'loop over examples by number': lambda w, x: lax.fori_loop(
+        0, 32, lambda i, c: c.at[i].set(jnp.tanh(c[i] @ w)), x
+    ),
+    'cache': lambda w, x: lax.scan(
+        lambda c, t: (lax.dynamic_update_slice(c, (x @ w)[:, None], (0, t, 0)), c.sum((1, 2))),
+        jnp.zeros((32, 4, 16)),
+        jnp.arange(4),
+    ),
+    'two states that swap': lambda w, x: lax.scan(
+        lambda c, _: ((c[1] @ w, c[0]), None), (x, jnp.zeros_like(x)), None, length=3
+    )[0],
+    'barrier': lambda w, x: lax.optimization_barrier((x @ w, w))[0],
+    # Matrices and vectors of each example
+    'solve': lambda w, x: jnp.linalg.solve(x.reshape(32, 4, 4) + 4 * jnp.eye(4), x[:, :4, None]),
+    'solve with a weight': lambda w, x: jnp.linalg.solve(w.T @ w + jnp.eye(16), x.T).T,
+    'triangles of a weight': lambda w, x: (
+        jax.scipy.linalg.solve_triangular(w + 2 * jnp.eye(16), x.T).T,
+        lax.linalg.triangular_solve(w + 2 * jnp.eye(16), x, left_side=False),
+    ),
+    'own root': lambda w, x: lax.custom_root(
+        lambda y: y**3 - jnp.tanh(x @ w),
+        x * 0 + 1,
+        lambda f, y: lax.fori_loop(0, 5, lambda _, y: y - 0.1 * f(y), y),
+        lambda g, y: y / g(jnp.ones_like(y)),
+    ),
+    'complex': lambda w, x: jnp.real((x + 1j * x) @ (w + 0j)),
+    # Images
+    'resize': lambda w, x: jax.image.resize(images(x), (32, 8, 8, 1), 'bilinear'),
+    'transposed convolution': lambda w, x: lax.conv_transpose(
+        images(x), w[:3, :3, None, None], (2, 2), 'SAME'
+    ),
+    # Order
+    'sort of pairs': lambda w, x: lax.sort((jnp.round(x), x @ w), dimension=1, num_keys=1, is_stable=True),
+    'interpolation': lambda w, x: jnp.interp(x @ w, jnp.linspace(-2, 2, 16), w[0]),
+    'chosen by rank': lambda w, x: jnp.take_along_axis(x @ w, jnp.argsort(x, 1), 1),
+    # Look-ups and updates
+    'embedding of one token': lambda w, x: w[tokens(x[:, 0])],
+    'element of each example': lambda w, x: (x @ w)[EXAMPLES, EXAMPLES % 16],
+    'update of each example': lambda w, x: (x @ w).at[EXAMPLES, EXAMPLES % 16].set(9.0),
+    'sums of segments': lambda w, x: jax.ops.segment_sum(x @ w, EXAMPLES // 3, 12),
+    'sums by number': lambda w, x: jnp.zeros((10, 16)).at[EXAMPLES % 10].add(x @ w),
+    'rows in groups': lambda w, x: lax.ragged_dot(x, jnp.stack([w, 2 * w, 3 * w]), jnp.array([10, 2, 20])),
+    # Sums over examples
+    'logsumexp': lambda w, x: jax.nn.logsumexp(x @ w, axis=(0, 1)),
+    # Shapes
+    'stack and merge': lambda w, x: jnp.stack([x @ w, x], 1).reshape(64, 16),
+    'tile of features': lambda w, x: jnp.tile(x @ w, (1, 3)),
+    'choice': lambda w, x: jnp.where(x[:, :1] > 0, x @ w, w[:1]),
+    'special functions': lambda w, x: jax.scipy.special.erfinv(jnp.tanh(x @ w)),
+    'cumulative logsumexp': lambda w, x: lax.cumlogsumexp(x @ w, 1),
+    # Derivatives
+    'clipped gradient': lambda w, x: jax.tree.map(
+        lambda g: g / jnp.maximum(1.0, jnp.linalg.norm(g)), jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)
+    ),
+    'gradient of each example': lambda w, x: jax.vmap(
+        jax.grad(lambda w, r: jnp.tanh(r @ w).sum()), (None, 0)
+    )(w, x),
+    'Jacobian of a sum': lambda w, x: jax.jacrev(lambda w: jnp.tanh(x @ w).sum(0))(w).sum((0, 1)),
+    'tangents': lambda w, x: jax.jvp(lambda x: jnp.tanh(x @ w), (x,), (x,)),
+    # Random numbers
+    'key of each example': lambda w, x: (
+        x * jax.vmap(lambda key: jax.random.normal(key, (16,)))(jax.random.split(jax.random.key(2), 32))
+    ),
+}
+# The same with integers for results, or without a gradient.
+APART_WITHOUT_GRADIENT = {
+    'integers': lambda w, x: jnp.round(x * 8).astype('int32') @ jnp.round(w * 8).astype('int32'),
+    'bits': lambda w, x: (lax.bitcast_convert_type(x, jnp.int32) & 255, lax.bitcast_convert_type(x, 'uint8')),
+    'search': lambda w, x: jnp.searchsorted(jnp.sort(w[0]), x @ w),
+    'histogram': lambda w, x: jnp.histogram(x @ w, bins=8)[0],
+    'counts': lambda w, x: jnp.bincount(tokens(x @ w).ravel(), length=20),
+    'draw': lambda w, x: jax.random.categorical(jax.random.key(1), x @ w),
+    'loop until all are large': lambda w, x: lax.while_loop(
+        lambda c: jnp.abs(c).sum() < 1e3, lambda c: 1.3 * c + c @ w, x
+    ),
+    'unused': lambda w, x: (w * 2, 3.0),
+}
+# Devices run different numbers of rounds, so the compiler may not exchange anything in them.
+ENDING_APART = {
+    'loop of each example': lambda w, x: jax.vmap(
+        lambda r: lax.while_loop(lambda c: (c**2).sum() < 9, lambda c: c * 1.5 + 0.1, r)
+    )(x @ w),
+}
+# Programs that mix examples, and the operations for which they are gathered or moved.
+MIXED = {
+    'one example': (lambda w, x: jax.hessian(lambda r: jnp.tanh(r @ w).sum())(x[0]), {'slice'}),
+    'scan over examples': (lambda w, x: lax.associative_scan(jnp.add, x @ w, axis=0), {'slice'}),
+    'quantile of examples': (lambda w, x: jnp.quantile(x @ w, 0.3, axis=0), {'sort'}),
+    'top_k of examples': (lambda w, x: lax.top_k((x @ w).T, 3), {'top_k'}),
+    'FFT of examples': (lambda w, x: jnp.abs(jnp.fft.fft(x @ w, axis=0)), {'fft'}),
+    'windows of examples': (
+        lambda w, x: lax.reduce_window(x @ w, 0.0, lax.add, (2, 1), (1, 1), 'SAME'),
+        {'reduce_window_sum'},
+    ),
+    'convolution in groups of examples': (
+        lambda w, x: lax.conv_general_dilated(
+            *(x.reshape(32, 4, 2, 2), w[:8, :16].reshape(8, 4, 2, 2), (1, 1), 'SAME'), batch_group_count=2
+        ),
+        {'conv_general_dilated'},
+    ),
+    'examples as space': (
+        lambda w, x: lax.conv(x.T[None], w[:, :, None], (1,), 'SAME')[0].T,
+        {'conv_general_dilated'},
+    ),
+    'maxima of segments': (lambda w, x: jax.ops.segment_max(x @ w, EXAMPLES % 5, 5), {'scatter-max'}),
+    'padded': (lambda w, x: jnp.pad(x @ w, ((2, 6), (0, 0))), {'pad'}),
+    'tiles': (lambda w, x: jnp.tile(x @ w, (2, 3)), {'tile'}),
+    'examples behind others': (lambda w, x: jnp.concatenate([x @ w, x], 0), {'concatenate'}),
+    'permutation': (lambda w, x: jax.random.permutation(jax.random.key(1), x @ w), {'gather'}),
+    'matrices of examples': (lambda w, x: jnp.triu(x.reshape(2, 16, 16) @ w), {'reshape'}),
+    'examples as time': (
+        lambda w, x: lax.scan(
+            lambda c, r: (jnp.tanh(c @ w + r), c), jnp.zeros((4, 16)), x.reshape(8, 4, 16), reverse=True
+        ),
+        {'scan'},
+    ),
+    'places in a queue': (
+        lambda w, x: jnp.zeros((16, 16)).at[jnp.cumsum(x[:, 0] > 0)].set(x @ w, mode='drop'),
+        {'cumsum', 'scatter'},
+    ),
+}
+
+
+def total(fun, w, x):
+    """A sum over the floating-point results of a function, each with a weight of its own; and the results."""
+    results = fun(w, x)
+    floats = [leaf for leaf in map(jnp.asarray, jax.tree.leaves(results)) if leaf.dtype == jnp.float32]
+    weights = [np.linspace(0.5, 1, leaf.size, dtype='f').reshape(leaf.shape) for leaf in floats]
+    return sum((leaf * weight).sum() for leaf, weight in zip(floats, weights, strict=True)), results
+
+
+def together(programs, others=()):
+    """A function of the values and gradients of programs, and of the values of others, by name."""
+
+    def run(w, x):
+        found = {
+            name: jax.value_and_grad(functools.partial(total, fun), (0, 1), has_aux=True)(w, x)
+            for name, fun in programs.items()
+        }
+        return found | {name: fun(w, x) for name, fun in dict(others).items()}
+
+    return run
+
+
+def exchanged(step):
+    """The operations for which devices exchange examples, and their lines."""
+    return {(row.primitive, row.line) for row in step.rows if row.what == 'examples'}
+
+
+def check(fun, mesh):
+    """The step of a function, whose values are those of one device, by program."""
+    with jax.default_matmul_precision('highest'):
+        step, run = partitioned(fun, W, X, mesh)
+        expected = jax.jit(fun)(W, X)
+        results = jax.tree.unflatten(jax.tree.structure(expected), run())
+    different = []
+    for name, values in expected.items():
+        try:
+            assert_equal(jax.tree.leaves(results[name]), values, 3e-5)
+        except AssertionError as error:
+            different.append(f'{name}: {error}')
+    assert not different, '\n'.join(different)
+    return step
+
+
+@pytest.mark.parametrize('mesh', [FSDP, pytest.param(TP, marks=pytest.mark.slow)], ids=['fsdp', 'tp'])
+def test_programs_of_independent_examples_exchange_none(mesh):
+    others = APART_WITHOUT_GRADIENT | (ENDING_APART if mesh is FSDP else {})
+    assert exchanged(check(together(APART, others), mesh)) == set()
+
+
+def test_programs_that_mix_examples_have_the_values_of_one_device():
+    check(together({name: fun for name, (fun, _) in MIXED.items()}), FSDP)
+
+
+@pytest.mark.parametrize('name', MIXED)
+def test_operations_that_mix_examples_are_told(name):
+    fun, operations = MIXED[name]
+    step, _ = partitioned(fun, W, X)
+    assert {primitive for primitive, _ in exchanged(step)} == operations
