@@ -117,7 +117,8 @@ def callbacks_nest() -> bool:
         nest, mesh=mesh, in_specs=whole, out_specs=whole, axis_names={'a', 'b'}, check_vma=False
     )
     try:
-        jax.jit(outer).trace(number).lower(lowering_platforms=('cpu',))
+        with jax.sharding.use_abstract_mesh(mesh):  # another mesh may be in force
+            jax.jit(outer).trace(number).lower(lowering_platforms=('cpu',))
     except (NotImplementedError, TypeError):
         return False
     return True

@@ -322,6 +322,12 @@ def test_whose_bits_depend_on_their_indices():
         assert of('threefry2x32', (4,)) == [False]
 
 
+def test_another_mesh_may_be_in_force_when_callbacks_are_tried():
+    mesh = AbstractMesh((8,), ('x',), axis_types=(AxisType.Auto,))
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert callbacks_nest.__wrapped__() == callbacks_nest()
+
+
 def test_callbacks_run_in_nested_shard_maps_if_they_are_lowered_there():
     mesh, whole, calls = jax.make_mesh((2, 4), ('a', 'b')), PartitionSpec(), []
 
