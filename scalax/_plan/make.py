@@ -37,7 +37,6 @@ from scalax._trace.contexts import MeshOwner
 from scalax._transforms.calls.signature import name_of
 from scalax._transforms.sjit.function import (
     SjitFunction,
-    is_partitioned,
     names_of_arguments,
     staged_of,
     step_of,
@@ -116,7 +115,6 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
     blocks = step_of(step.function, step.args, step.kwargs)
     reasons = {} if blocks is None else reasons_of(blocks.collectives)
     rows = collectives(program, sizes, places, before, ids, switched, reasons) if compiled.partitioned else ()
-    in_blocks = is_partitioned(step.function)
     asked, has_batch = step.function, step.made_by_user and isinstance(step.function, SjitFunction)
     plan = Plan(
         name=step.name,
@@ -138,10 +136,7 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
         flags=compiled.flags,
         buffers=() if compiled.layout is None else largest_buffers(compiled.layout, program),
         host_moves=host_moves(program) if compiled.optimized else HostMoves(),
-        followed=None if in_blocks or not has_batch else asked.followed(*step.args, **step.kwargs),
-        propagation=(
-            asked.explain_propagation(*step.args, **step.kwargs) if in_blocks and has_batch else None
-        ),
+        propagation=asked.explain_propagation(*step.args, **step.kwargs) if has_batch else None,
         pipelines=() if staged is None else with_flops(staged.loops),
         given_hardware=step.given_hardware,
     )

@@ -1,21 +1,15 @@
-"""Finds the loops over layers that are sharded over an axis of stages, and makes pipelines of them."""
+"""Finds the loops over layers that are sharded over an axis of stages, and can run as pipelines."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
-
-from scalax._follow.trail import Trail, along, merged, of_dims, put, spec_of, without
-from scalax._follow.types import Arguments
 from scalax._jax import equations, rewriting
 from scalax._jax.equations import (
-    DropVar,
     argument_names,
     is_on_device,
     loop_of,
@@ -25,20 +19,19 @@ from scalax._jax.equations import (
     shape_of,
 )
 from scalax._jax.primitives import primitive_name
-from scalax._jax.tracing import trace_context
 from scalax._jaxprs.carry_accumulation import added_by_round
+from scalax._jaxprs.dim_sharding import DimSharding, of_dims
 from scalax._jaxprs.interpreter import LoopFacts
 from scalax._jaxprs.rows import SUM, Fact, Refused, Rows, RowsOf
 from scalax._jaxprs.source_lines import line_of
+from scalax._spmd.batch_arguments import BatchArguments
 from scalax._spmd.pipelined import Loops, PipelinedLoop
-from scalax._spmd.pipelines import Pipeline as Pipelined
+from scalax._spmd.pipelines import Pipeline
 from scalax._spmd.placement import REPLICATE, Placement, Shard
 from scalax._spmd.placement import SUM as SUMMED
 from scalax._stages.apart import apart
 from scalax._stages.constants import with_own_constants
-from scalax._stages.deal import Deal
-from scalax._stages.layers import Stack
-from scalax._stages.pipeline import Pipeline
+from scalax._stages.microbatching import Microbatching
 from scalax._stages.places import LAYERS, ROWS, Places
 from scalax._stages.stages import Stages
 from scalax._tree.paths import array_bytes
@@ -49,31 +42,9 @@ from scalax.errors import StagesError, StagesWarning, plural, shown, warn
 _IDLE = 0.5
 
 
-def with_stages(
-    jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh, stages: Stages
-) -> tuple[Any, Arguments, Loops]:
-    """The jaxpr with pipelines in place of loops over layers, what is known of its arguments, and the loops.
-
-    Args:
-        jaxpr: the closed jaxpr of a step.
-        arguments: what is known of its arguments.
-        mesh: the mesh, in force.
-        stages: what the user says.
-
-    Raises:
-        StagesError: something has to be changed, in the model, the rules or the mesh.
-    """
-    sizes = dict(mesh.shape)
-    if not has_stages(sizes, stages):
-        return jaxpr, arguments, ()
-    staged, deal, rows = _found(jaxpr, arguments, sizes, stages)
-    jaxpr, arguments = _over_stages(staged.result, arguments, mesh, deal, rows)
-    return jaxpr, arguments, staged.loops
-
-
 def find_pipelines(
-    jaxpr: Any, arguments: Arguments, sizes: Mapping[str, int], stages: Stages
-) -> tuple[Any, Mapping[int, Pipelined], Loops]:
+    jaxpr: Any, arguments: BatchArguments, sizes: Mapping[str, int], stages: Stages
+) -> tuple[Any, Mapping[int, Pipeline], Loops]:
     """Returns a jaxpr with loops over layers that can run as pipelines, these, and what plans say of them.
 
     Args:
@@ -85,8 +56,32 @@ def find_pipelines(
     Raises:
         StagesError: something has to be changed, in the model, the rules or the mesh.
     """
-    staged, _, _ = _found(jaxpr, arguments, sizes, stages, is_partitioned=True)
-    return staged.result, staged.pipelines, staged.loops
+    _check_rounds(stages, sizes[stages.axis])
+    jaxpr = rewriting.flattened(jaxpr, (), around='scan')
+    rows = _rows_of(arguments)
+    microbatching = _microbatching(jaxpr, arguments, rows, sizes, stages)
+    marks = [*_marks(jaxpr, arguments, rows, stages.axis)]
+    places = Places(jaxpr, marks)
+    if not places.loops:
+        raise StagesError(
+            f'no loop runs over layers that are sharded over {stages.axis!r}, so nothing is a pipeline. '
+            f'{_sharded(marks, argument_names(jaxpr))}\n'
+            'What to do: stack the parameters of layers (jax.tree.map(lambda *x: jnp.stack(x), *layers)), '
+            f'run them by jax.lax.scan, and shard the first dimension of the stacks over {stages.axis!r} '
+            'in in_shardings.'
+        )
+    _warn_idle(microbatching, stages)
+    times = _times(opened(jaxpr), places.loops)
+    staged = _Staged(places, microbatching, stages, argument_names(jaxpr), times)
+    jaxpr = staged.jaxpr(jaxpr)
+    if not staged.loops:
+        raise StagesError(
+            'no loop over layers takes the batch, as far as is known: '
+            f'{", ".join(sorted({*map(line_of, places.loops.values())}))}\n'
+            'What to do: see step.explain_propagation(...) of the function without stages for where examples '
+            'are gathered.'
+        )
+    return jaxpr, staged.pipelines, staged.loops
 
 
 def has_stages(sizes: Mapping[str, int], stages: Stages) -> bool:
@@ -107,42 +102,6 @@ def has_stages(sizes: Mapping[str, int], stages: Stages) -> bool:
     return False
 
 
-def _found(
-    jaxpr: Any,
-    arguments: Arguments,
-    sizes: Mapping[str, int],
-    stages: Stages,
-    *,
-    is_partitioned: bool = False,
-) -> tuple[_Staged, Deal, dict[int, int]]:
-    """The loops over layers, how examples are dealt, and which dimension of arguments has them."""
-    _check_rounds(stages, sizes[stages.axis])
-    jaxpr = rewriting.flattened(jaxpr, (), around='scan')
-    rows = _rows_of(arguments)
-    deal = _deal_of(jaxpr, arguments, rows, sizes, stages)
-    marks = [*_marks(jaxpr, arguments, rows, stages.axis)]
-    places = Places(jaxpr, marks)
-    if not places.loops:
-        raise StagesError(
-            f'no loop runs over layers that are sharded over {stages.axis!r}, so nothing is a pipeline. '
-            f'{_sharded(marks, argument_names(jaxpr))}\n'
-            'What to do: stack the parameters of layers (jax.tree.map(lambda *x: jnp.stack(x), *layers)), '
-            f'run them by jax.lax.scan, and shard the first dimension of the stacks over {stages.axis!r} '
-            'in in_shardings.'
-        )
-    _warn_idle(deal, stages)
-    times = _times(opened(jaxpr), places.loops)
-    staged = _Staged(places, deal, stages, argument_names(jaxpr), times, is_partitioned=is_partitioned)
-    staged.result = staged.jaxpr(jaxpr)
-    if not staged.loops:
-        raise StagesError(
-            'no loop over layers takes the batch, as far as is known: '
-            f'{", ".join(sorted({*map(line_of, places.loops.values())}))}\n'
-            'What to do: see step.followed(...) of the function without stages for where the batch is lost.'
-        )
-    return staged, deal, rows
-
-
 def _times(jaxpr: Any, loops: Container[int], times: int = 1) -> Counter[int]:
     """How often some equations, by their id, run in one call of a jaxpr."""
     found = Counter[int]()
@@ -156,21 +115,18 @@ def _times(jaxpr: Any, loops: Container[int], times: int = 1) -> Counter[int]:
     return found
 
 
-def _rows_of(arguments: Arguments) -> dict[int, int]:
+def _rows_of(arguments: BatchArguments) -> dict[int, int]:
     """Which dimension has the rows, of each argument that is a batch: the first one that is sharded."""
-    over = [
-        [dim for dim, axes in enumerate(trail) if not arguments.batch_axes.isdisjoint(axes)]
-        for trail in arguments.trails
-    ]
-    return {i: dims[0] for i, dims in enumerate(over) if dims}
+    dims = {i: arguments.example_dim(i) for i in range(len(arguments.shardings))}
+    return {i: dim for i, dim in dims.items() if dim is not None}
 
 
-def _deal_of(
-    jaxpr: Any, arguments: Arguments, rows: Mapping[int, int], sizes: Mapping[str, int], stages: Stages
-) -> Deal:
-    """How the rows of the batch are dealt."""
+def _microbatching(
+    jaxpr: Any, arguments: BatchArguments, rows: Mapping[int, int], sizes: Mapping[str, int], stages: Stages
+) -> Microbatching:
+    """Returns how the batch is split into microbatches."""
     invars, names = opened(jaxpr).invars, argument_names(jaxpr)
-    found = {i: (shape_of(invars[i])[dim], arguments.trails[i][dim]) for i, dim in rows.items()}
+    found = {i: (shape_of(invars[i])[dim], arguments.shardings[i][dim]) for i, dim in rows.items()}
     if len({*found.values()}) > 1:
         listed = '\n'.join(
             f'  {names[i] if names else i}: {count} examples over {", ".join(axes)}'
@@ -182,29 +138,25 @@ def _deal_of(
             'What to do: give all of them the same number of examples and the same axes.'
         )
     [(count, axes)] = {*found.values()}
-    over = axes if stages.axis in axes else (*axes, stages.axis)
-    return Deal(
-        count,
-        stages.microbatches,
-        stages.axis,
-        tuple([(name, sizes[name]) for name in over]),
-        stages.gather == 'step',
-    )
+    devices = math.prod(sizes[axis] for axis in axes if axis != stages.axis)
+    return Microbatching(count, stages.microbatches, sizes[stages.axis], devices)
 
 
-def _marks(jaxpr: Any, arguments: Arguments, rows: Mapping[int, int], axis: str) -> Iterator[Trail]:
+def _marks(
+    jaxpr: Any, arguments: BatchArguments, rows: Mapping[int, int], axis: str
+) -> Iterator[DimSharding]:
     """What is known of the dimensions of the arguments, as for `Places`."""
     for i, var in enumerate(opened(jaxpr).invars):
         ndim = len(shape_of(var))
         if i in rows:
             yield of_dims({rows[i]: (ROWS,)}, ndim)
             continue
-        known = arguments.trails[i], arguments.stored[i]
-        over = {dim: (LAYERS,) for trail in known for dim, axes in enumerate(trail) if axis in axes}
+        known = arguments.shardings[i], arguments.stored[i]
+        over = {dim: (LAYERS,) for sharding in known for dim, axes in enumerate(sharding) if axis in axes}
         yield of_dims({**({0: (str(i),)} if ndim else {}), **over}, ndim)
 
 
-def _sharded(marks: Sequence[Trail], names: Sequence[str]) -> str:
+def _sharded(marks: Sequence[DimSharding], names: Sequence[str]) -> str:
     """Which arguments are sharded over the axis, for a message: of one rule, or of one loop, is the fault."""
     found = [
         f'{names[i] if names else f"argument {i}"} in dimension {dim}'
@@ -217,36 +169,9 @@ def _sharded(marks: Sequence[Trail], names: Sequence[str]) -> str:
     return f'Beside the batch, in_shardings shard over it:\n{shown(found)}'
 
 
-def _over_stages(
-    jaxpr: Any, arguments: Arguments, mesh: Mesh | AbstractMesh, deal: Deal, rows: Mapping[int, int]
-) -> tuple[Any, Arguments]:
-    """Shards the batch over the axis of stages too, outside of pipelines."""
-    if deal.axis in arguments.batch_axes or deal.owners == 1:
-        return jaxpr, arguments
-    inner, context = opened(jaxpr), trace_context()
-    trails, stored = [*arguments.trails], [*arguments.stored]
-    names: dict[int, Any] = {}
-    added = []
-    for i, var in enumerate(inner.invars):
-        if i in rows:
-            trails[i] = put(trails[i], rows[i], deal.outside)
-            added.append(
-                rewriting.constraint(var, NamedSharding(mesh, spec_of(trails[i])), inner.eqns[0], context)
-            )
-            names[id(var)] = added[-1].outvars[0]
-        else:
-            over = along(trails[i], frozenset({deal.axis}))
-            stored[i] = merged([over, stored[i]], len(shape_of(var)))
-            trails[i] = without(trails[i], {deal.axis})
-    others = [
-        rewriting.with_operands(each, [names.get(id(x), x) for x in each.invars]) for each in inner.eqns
-    ]
-    axes = arguments.batch_axes | {deal.axis}
-    known = dataclasses.replace(arguments, trails=trails, stored=stored, batch_axes=axes)
-    return rewriting.replaced(jaxpr, eqns=[*added, *others]), known
-
-
-def _check_layers(equation: Any, places: Places, names: Sequence[str], deal: Deal, stages: Stages) -> None:
+def _check_layers(
+    equation: Any, places: Places, names: Sequence[str], microbatching: Microbatching, stages: Stages
+) -> None:
     """Raises StagesError about stacks that are sharded otherwise, or layers that do not divide."""
     loop, line = loop_of(equation), line_of(equation)
     _, _, stacks = loop.parts(equation.invars)
@@ -254,17 +179,18 @@ def _check_layers(equation: Any, places: Places, names: Sequence[str], deal: Dea
     if elsewhere:
         listed = ', '.join(names[i] if names else f'argument {i}' for i in sorted(elsewhere))
         raise StagesError(
-            f'the loop over layers at {line} takes stacks that are sharded over {deal.axis!r} in their first '
-            f'dimension, and others that are not: {listed}\n'
-            f'What to do: shard the first dimension of all of them over {deal.axis!r}, or of none.'
+            f'the loop over layers at {line} takes stacks that are sharded over {stages.axis!r} in their '
+            f'first dimension, and others that are not: {listed}\n'
+            f'What to do: shard the first dimension of all of them over {stages.axis!r}, or of none.'
         )
-    groups = deal.stages * stages.rounds
+    groups = microbatching.stages * stages.rounds
     length = loop.length or 0
     if length % groups:
         raise StagesError(
-            f'the loop at {line} has {plural(length, "layer")}, which do not divide by {deal.stages} stages'
+            f'the loop at {line} has {plural(length, "layer")}, which do not divide by '
+            f'{microbatching.stages} stages'
             f'{f" x {stages.rounds} rounds" if stages.rounds > 1 else ""}\n'
-            f'What to do: choose a size of {deal.axis!r} and rounds whose product divides {length}.'
+            f'What to do: choose a size of {stages.axis!r} and rounds whose product divides {length}.'
         )
 
 
@@ -277,113 +203,82 @@ def _check_rounds(stages: Stages, count: int) -> None:
         )
 
 
-def _warn_idle(deal: Deal, stages: Stages) -> None:
+def _warn_idle(microbatching: Microbatching, stages: Stages) -> None:
     """Warns about a pipeline that is idle most of the time, or that leaves its axis idle outside of it."""
-    ticks, idle = stages.rounds * deal.microbatches + deal.stages - 1, deal.stages - 1
+    ticks, idle = stages.rounds * stages.microbatches + microbatching.stages - 1, microbatching.stages - 1
     faults = [f'each stage is idle in {idle} of {ticks} ticks'] if idle >= _IDLE * ticks else []
-    if deal.owners == 1:
+    if microbatching.owners == 1:
         faults.append(
             'outside of the pipeline, as in the embedding and the head, all stages compute the same'
         )
     if faults:
         warn(
             f'{stages}: {", and ".join(faults)}\nWhat to do: choose more microbatches, a multiple of the '
-            f'{deal.stages} stages.',
+            f'{microbatching.stages} stages.',
             StagesWarning,
         )
 
 
-class _Loop(NamedTuple):
-    """A loop over layers that becomes a pipeline.
-
-    Attributes:
-        function: the pipeline.
-        taken: the forms in which it takes stacks; None for other operands.
-        given: the forms in which it gives stacks; None for other results.
-    """
-
-    function: Pipeline
-    taken: Sequence[Stack | None]
-    given: Sequence[Stack | None]
-
-
 class _Staged(rewriting.Rewriter):
-    """Jaxprs with pipelines in place of loops over layers.
+    """A jaxpr whose loops over layers can run as pipelines.
 
     Attributes:
-        loops: the loops so far.
-        pipelines: of steps that are partitioned, the loops that run as pipelines, by the ids of their
-            equations, which stay in the jaxpr.
-        result: the jaxpr of the step.
+        loops: what plans say of the loops, and the loops as they were in the user's step.
+        pipelines: the loops that run as pipelines, by the ids of their equations, which stay in the jaxpr.
     """
 
     def __init__(
         self,
         places: Places,
-        deal: Deal,
+        microbatching: Microbatching,
         stages: Stages,
         names: Sequence[str],
         times: Counter[int],
-        *,
-        is_partitioned: bool = False,
     ) -> None:
         super().__init__(lambda equation: equation)
         self.loops: list[tuple[PipelinedLoop, Any]] = []
-        self.pipelines: dict[int, Pipelined] = {}
-        self.result: Any = None
-        self._is_partitioned = is_partitioned
-        self._places, self._deal, self._stages, self._names, self._times = places, deal, stages, names, times
+        self.pipelines: dict[int, Pipeline] = {}
+        self._places, self._microbatching, self._stages = places, microbatching, stages
+        self._names, self._times = names, times
 
     def jaxpr(self, jaxpr: Any) -> Any:
         inner, makers = opened(jaxpr), makers_of(opened(jaxpr))
-        if not any(id(each) in self._places.loops for each in inner.eqns):
+        if not any(id(equation) in self._places.loops for equation in inner.eqns):
             return super().jaxpr(jaxpr)
-        found: list[Any] = []
-        loops: dict[int, _Loop] = {}
-        for each in inner.eqns:
-            if id(each) in self._places.loops:
-                for made, loop in self._loops(with_own_constants(jaxpr, makers, each), each):
-                    found.append(made)
-                    loops.update({id(made): loop} if loop is not None else {})
+        eqns: list[Any] = []
+        for equation in inner.eqns:
+            if id(equation) in self._places.loops:
+                eqns += self._loops(with_own_constants(jaxpr, makers, equation), equation)
             else:
-                found.append(self._equation(each))
-        if self._is_partitioned:
-            return rewriting.replaced(jaxpr, eqns=found)
-        # What only pipelines take, in their form, is not put back.
-        needed = {*map(id, inner.outvars)}
-        for each in found:
-            taken = loops[id(each)].taken if id(each) in loops else [None] * len(each.invars)
-            needed.update(id(x) for x, stack in zip(each.invars, taken, strict=True) if stack is None)
-        forms: dict[Any, Any] = {}  # a variable and its form -> the variable in this form
-        runs = [
-            self._pipeline(each, loops[id(each)], forms, needed) if id(each) in loops else [each]
-            for each in found
-        ]
-        return rewriting.replaced(jaxpr, eqns=[*itertools.chain.from_iterable(runs)])
+                eqns.append(self._equation(equation))
+        return rewriting.replaced(jaxpr, eqns=eqns)
 
-    def _loops(self, equation: Any, before: Any) -> list[tuple[Any, _Loop | None]]:
-        """The equations of a loop over layers: itself, or its parts; None of those without rows in layers.
+    def _loops(self, equation: Any, before: Any) -> list[Any]:
+        """Returns the equations of a loop over layers: the loop, or its parts.
 
-        *before* is what it was in the user's step.
+        *before* is the loop in the user's step.
         """
-        loop, line = loop_of(equation), line_of(equation)
+        loop, line, stages = loop_of(equation), line_of(equation), self._stages
         dims = [
             next((dim for dim, marks in enumerate(self._places.of(x)) if ROWS in marks), None)
             for x in equation.invars
         ]
-        held = [shape_of(x)[dim] for x, dim in zip(equation.invars, dims, strict=True) if dim is not None]
-        if not held:
-            return [(equation, None)]
-        _check_layers(equation, self._places, self._names, self._deal, self._stages)
+        sizes = [shape_of(x)[dim] for x, dim in zip(equation.invars, dims, strict=True) if dim is not None]
+        if not sizes:
+            return [equation]
+        _check_layers(equation, self._places, self._names, self._microbatching, stages)
         # In a microbatch there are fewer rows; rows and tokens in one dimension are more.
-        count = self._deal.rows if all(size % self._deal.rows == 0 for size in held) else min(held)
-        deal = dataclasses.replace(self._deal, rows=count)
-        if count % (deal.microbatches * deal.devices) or any(size % count for size in held):
-            each = deal.microbatches * deal.devices
+        count = self._microbatching.rows
+        if any(size % count for size in sizes):
+            count = min(sizes)
+        microbatching = self._microbatching._replace(rows=count)
+        divisor = microbatching.microbatches * microbatching.devices
+        if count % divisor or any(size % count for size in sizes):
             raise StagesError(
                 f'{plural(count, "example")} of the batch at the loop over layers at {line} do not divide by '
-                f'{deal.microbatches} microbatches x {deal.devices} devices of a stage that share it\n'
-                f'What to do: choose a batch of a multiple of {each} examples, or fewer microbatches.'
+                f'{stages.microbatches} microbatches x {microbatching.devices} devices of a stage that '
+                f'share it\nWhat to do: choose a batch of a multiple of {divisor} examples, or fewer '
+                'microbatches.'
             )
         operands = [
             None if dim is None else Rows(dim, shape_of(x)[dim] // count)
@@ -404,61 +299,27 @@ class _Staged(rewriting.Rewriter):
                 parts = apart(equation, rows, operands)
                 if not parts:
                     raise
-                return [*itertools.chain.from_iterable(self._part(each, before) for each in parts)]
+                return [*itertools.chain.from_iterable(self._part(part, before) for part in parts)]
         except Refused as refused:
             raise StagesError(
                 f'the loop over layers at {line} cannot run on microbatches: {refused}, at '
                 f'{line_of(refused.equation, [*refused.calls, equation])}\n'
                 f'What to do: {refused.instead}; or run without stages.'
             ) from None
-        described = _described(equation, facts, deal, self._stages.rounds, self._times[id(before)])
+        described = _described(equation, facts, microbatching, stages, self._times[id(before)])
         self.loops.append((described, before))
-        if self._is_partitioned:
-            stages = self._stages
-            self.pipelines[id(equation)] = Pipelined(
-                *(equation, _placements(facts), deal.axis, deal.stages, deal.microbatches),
-                *(stages.rounds, stages.gather == 'step', line),
-            )
-            return [(equation, None)]
-        function = Pipeline(equation, facts, rows, deal, self._stages.rounds)
-        return [(equation, _Loop(function, *self._stacks(facts, deal, line)))]
+        self.pipelines[id(equation)] = Pipeline(
+            *(equation, _placements(facts), stages.axis, microbatching.stages, stages.microbatches),
+            *(stages.rounds, stages.gather == 'step', line),
+        )
+        return [equation]
 
-    def _part(self, equation: Any, before: Any) -> list[tuple[Any, _Loop | None]]:
-        """The same of a part of a loop, of whose operations plans know by itself."""
+    def _part(self, equation: Any, before: Any) -> list[Any]:
+        """Returns the equations of a part of a loop, which plans list by itself."""
         if primitive_name(equation) != 'scan':
-            return [(equation, None)]
+            return [equation]
         self._times[id(equation)] = self._times[id(before)]
         return self._loops(equation, equation)
-
-    def _stacks(self, facts: LoopFacts[Fact], deal: Deal, line: str) -> Iterator[list[Stack | None]]:
-        """How a pipeline takes its operands, and gives its results."""
-        for others, elements in (
-            ([*facts.constants, *facts.carried], facts.elements),
-            (facts.carried, facts.results),
-        ):
-            rows = [Rows(fact.dim + 1, fact.each) if isinstance(fact, Rows) else None for fact in elements]
-            forms = [Stack(deal, each, self._stages.rounds, line) for each in rows]
-            yield [*[None] * len(others), *[None if form.is_plain else form for form in forms]]
-
-    def _pipeline(self, equation: Any, loop: _Loop, forms: dict[Any, Any], needed: set[int]) -> Iterator[Any]:
-        """The equation of a pipeline, and those of stacks that change their form before it or after it."""
-        operands = []
-        for x, form in zip(equation.invars, loop.taken, strict=True):
-            if form is not None and (id(x), form) not in forms:
-                changed = rewriting.added_equation(jax.jit(form.of), equation, [x])
-                forms[id(x), form] = changed.outvars[0]
-                yield changed
-            operands.append(x if form is None else forms[id(x), form])
-        made = rewriting.added_equation(jax.jit(loop.function.__call__), equation, operands)
-        pairs = [*zip(equation.outvars, made.outvars, loop.given, strict=True)]
-        yield rewriting.with_results(made, [var if form is None else own for var, own, form in pairs])
-        for var, own, form in pairs:
-            if form is not None and not isinstance(var, DropVar):
-                forms[id(var), form] = own
-                if id(var) in needed:
-                    yield rewriting.with_results(
-                        rewriting.added_equation(jax.jit(form.back), equation, [own]), [var]
-                    )
 
 
 def _placements(facts: LoopFacts[Fact]) -> LoopFacts[Placement]:
@@ -470,7 +331,9 @@ def _placements(facts: LoopFacts[Fact]) -> LoopFacts[Placement]:
     return LoopFacts(*[[*map(placement, each)] for each in facts])
 
 
-def _described(equation: Any, facts: LoopFacts[Fact], deal: Deal, rounds: int, times: int) -> PipelinedLoop:
+def _described(
+    equation: Any, facts: LoopFacts[Fact], microbatching: Microbatching, stages: Stages, times: int
+) -> PipelinedLoop:
     """What plans say of a loop over layers."""
     loop = loop_of(equation)
     constants, carried, stacks = loop.parts(equation.invars)
@@ -483,17 +346,17 @@ def _described(equation: Any, facts: LoopFacts[Fact], deal: Deal, rounds: int, t
     same = size(carried, facts.carried, type(None))
     return PipelinedLoop(
         line=line_of(equation),
-        axis=deal.axis,
-        stages=deal.stages,
-        microbatches=deal.microbatches,
-        rounds=rounds,
+        axis=stages.axis,
+        stages=microbatching.stages,
+        microbatches=stages.microbatches,
+        rounds=stages.rounds,
         layers=loop.length or 0,
         is_backward=bool(scan_options(equation)['reverse']),
         times=times,
         weights=size(stacks, facts.elements, type(None)),
         kept=size(equation.outvars[loop.carried :], facts.results, Rows),
-        hop=(along + moving) // deal.microbatches + same,
-        door=(along + 2 * moving) // deal.microbatches,
+        hop=(along + moving) // stages.microbatches + same,
+        door=(along + 2 * moving) // stages.microbatches,
     )
 
 

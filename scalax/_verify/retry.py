@@ -41,8 +41,6 @@ def _variants(found: Comparison) -> Iterator[tuple[str, dict[str, Any]]]:
         yield 'without stages and activation sharding propagation', {**unfollowed, 'stages': None}
     elif step_of(step.function, args, kwargs) is not None:
         yield 'without partitioning along the batch', unfollowed
-    elif step.function.followed(*args, **kwargs).axes:
-        yield 'without activation sharding propagation', unfollowed
     for axis, size in step.helper.mesh.shape.items():
         if (
             size > 1

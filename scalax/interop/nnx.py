@@ -209,9 +209,9 @@ class NnxFunction:
         self._check(args, keywords)
         return self._arguments(_modules(args), args)
 
-    def followed(self, *args: Any) -> Any:
-        """How the sharding of a call's batch was propagated: `SjitFunction.followed`."""
-        return self.pure.followed(*self.arguments(*args))
+    def explain_propagation(self, *args: Any) -> Any:
+        """Returns how a call is partitioned along its batch: `SjitFunction.explain_propagation`."""
+        return self.pure.explain_propagation(*self.arguments(*args))
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """The program of a call, lowered for the mesh: `SjitFunction.lower`."""

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalax._transforms.sjit.partitioned import SWITCHED_ON
 from scalax.sharding import (
     MeshShardingHelper,
     TreePathShardingRule,
@@ -13,7 +12,7 @@ from scalax.sharding import (
     with_sharding_constraint,
 )
 from scalax.sharding import PartitionSpec as P
-from tests.support.partition import FSDP, Program, assert_values_of_one_device, moved_bytes, pending
+from tests.support.partition import FSDP, Program, assert_values_of_one_device, moved_bytes
 
 HELPER = MeshShardingHelper([8], ['fsdp'])
 MADE_INSIDE = (
@@ -93,7 +92,6 @@ def test_values_of_a_step_that_makes_its_batch(function):
 
 
 @pytest.mark.medium
-@pending(MADE_INSIDE, when=not SWITCHED_ON)
 @pytest.mark.parametrize('function', [constrained_inside, annotated_inside])
 def test_a_batch_that_is_made_inside_is_the_batch_if_it_is_constrained(function):
     plan = HELPER.plan(from_key(function), params(), jax.random.key(0))

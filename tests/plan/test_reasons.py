@@ -7,7 +7,6 @@ import pytest
 
 from scalax._plan.scopes import scopes_in
 from scalax._spmd.collectives import NUMBER
-from scalax._transforms.sjit import partitioned
 from scalax.plan import Plan
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
@@ -15,11 +14,6 @@ from scalax.sharding import PartitionSpec as P
 pytestmark = pytest.mark.medium
 
 WIDTH, EXAMPLES, LAYERS = 64, 64, 3
-
-
-@pytest.fixture(autouse=True)
-def switched_on(monkeypatch):
-    monkeypatch.setattr(partitioned, 'SWITCHED_ON', True)
 
 
 def loss(params, x):

@@ -10,7 +10,6 @@ from jax import lax
 from jax.experimental import io_callback
 
 from scalax._jax.manual import callbacks_nest
-from scalax._transforms.sjit import partitioned
 from scalax.errors import FollowingWarning
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
@@ -28,8 +27,7 @@ CALLS: list[np.ndarray] = []
 
 
 @pytest.fixture(autouse=True)
-def switched_on(monkeypatch):
-    monkeypatch.setattr(partitioned, 'SWITCHED_ON', True)
+def no_calls():
     CALLS.clear()
 
 

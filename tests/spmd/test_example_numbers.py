@@ -9,7 +9,6 @@ from jax.extend.core import jaxpr_as_fun
 
 from scalax._jax.equations import equations
 from scalax._spmd.rewrites.example_numbers import LOOKUPS, batch_example_numbers
-from scalax._transforms.sjit import partitioned
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
@@ -22,11 +21,6 @@ KEYS = np.asarray(RNG.normal(size=(B, D)), 'f')
 # Some are out of bounds, and some are negative.
 AT = np.asarray(RNG.integers(-T - 2, T + 3, (B,)), 'i')
 HELPER = MeshShardingHelper([8], ['fsdp'])
-
-
-@pytest.fixture(autouse=True)
-def switched_on(monkeypatch):
-    monkeypatch.setattr(partitioned, 'SWITCHED_ON', True)
 
 
 def windows(cache, keys, at):

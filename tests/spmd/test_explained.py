@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from scalax._spmd.redundancy import Redundancy, product_flops
-from scalax._transforms.sjit import partitioned
 from scalax.errors import DataError, FollowingWarning
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PropagationReport, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
@@ -19,11 +18,6 @@ pytestmark = pytest.mark.medium
 
 FSDP = FSDPShardingRule(min_fsdp_size=1)
 LAYERS, WIDTH, EXAMPLES = 3, 16, 32
-
-
-@pytest.fixture(autouse=True)
-def switched_on(monkeypatch):
-    monkeypatch.setattr(partitioned, 'SWITCHED_ON', True)
 
 
 def loss(params, x):

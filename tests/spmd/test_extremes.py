@@ -5,16 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalax._transforms.sjit import partitioned
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
 pytestmark = pytest.mark.medium
-
-
-@pytest.fixture(autouse=True)
-def switched_on(monkeypatch):
-    monkeypatch.setattr(partitioned, 'SWITCHED_ON', True)
 
 
 def numbers():

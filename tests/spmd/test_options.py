@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalax._transforms.sjit import partitioned as switch
 from scalax.errors import ArgumentError
 from scalax.sharding import BatchPartitioning, FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
@@ -184,12 +183,6 @@ def test_gradients_of_microbatches(each):
     assert_equal(run(), jax.jit(accumulated)(W, x))
 
 
-@pytest.fixture
-def switched_on(monkeypatch):
-    monkeypatch.setattr(switch, 'SWITCHED_ON', True)
-
-
-@pytest.mark.usefixtures('switched_on')
 def test_functions_take_options_of_their_own_or_those_of_the_helper():
     rule, batch = FSDPShardingRule(min_fsdp_size=1), P('fsdp')
     narrow = BatchPartitioning(reduce_dtype=jnp.bfloat16)

@@ -21,11 +21,6 @@ STAGES, MICROBATCHES = 4, 8
 TICKS = MICROBATCHES + STAGES - 1
 
 
-@pytest.fixture(autouse=True)
-def _switched_on(monkeypatch):
-    monkeypatch.setattr(partitioned, 'SWITCHED_ON', True)
-
-
 def normal(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape).astype('float32') / shape[-2] ** 0.5
 

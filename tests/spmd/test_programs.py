@@ -11,7 +11,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import checkify
 from jax.experimental import pallas as pl
 
-from scalax._transforms.sjit import partitioned
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
@@ -20,11 +19,6 @@ pytestmark = pytest.mark.medium
 RNG = np.random.default_rng(0)
 W, X = np.asarray(RNG.normal(size=(16, 16)) / 4, 'f'), np.asarray(RNG.normal(size=(16, 16)), 'f')
 HELPER, RULE = MeshShardingHelper([8], ['fsdp']), FSDPShardingRule(min_fsdp_size=1)
-
-
-@pytest.fixture(autouse=True)
-def switched_on(monkeypatch):
-    monkeypatch.setattr(partitioned, 'SWITCHED_ON', True)
 
 
 def loss(w, x):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from scalax._spmd.result_states import ResultState, result_states
-from scalax._transforms.sjit import partitioned
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support.partitioned import assert_equal
@@ -128,8 +127,7 @@ TREES = {
 
 @pytest.mark.parametrize('fun', [jax.grad(forward), jax.value_and_grad(forward), with_aux, clipped])
 @pytest.mark.parametrize('tree', TREES)
-def test_gradients_of_which_nothing_is_said_have_the_layout_of_their_weights(monkeypatch, fun, tree):
-    monkeypatch.setattr(partitioned, 'SWITCHED_ON', True)
+def test_gradients_of_which_nothing_is_said_have_the_layout_of_their_weights(fun, tree):
     params = TREES[tree]
 
     def step(params, x):
@@ -153,8 +151,7 @@ def test_gradients_of_which_nothing_is_said_have_the_layout_of_their_weights(mon
     assert_equal(jax.tree.leaves(results), jax.jit(step)(params, X))
 
 
-def test_a_sharding_that_is_said_of_a_gradient_holds(monkeypatch):
-    monkeypatch.setattr(partitioned, 'SWITCHED_ON', True)
+def test_a_sharding_that_is_said_of_a_gradient_holds():
     helper = MeshShardingHelper([8], ['fsdp'])
     function = helper.sjit(
         jax.grad(forward), in_shardings=(FSDP, P('fsdp')), out_shardings=P(), batch_argnums=1

@@ -7,7 +7,6 @@ import optax
 import pytest
 from jax import lax
 
-from scalax._transforms.sjit import partitioned as partitioned_steps
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from tests.spmd import test_step as decoder
 from tests.support.partitioned import P, assert_equal, collectives, partitioned
@@ -156,9 +155,7 @@ OPTIMIZER = decoder.OPTIMIZER
 
 @pytest.mark.parametrize('state', [P(), FSDPShardingRule('seq', min_fsdp_size=1)], ids=['replicated', 'FSDP'])
 @pytest.mark.sampled(2)
-def test_a_decoder(state, monkeypatch):
-    monkeypatch.setattr(partitioned_steps, 'SWITCHED_ON', True)
-
+def test_a_decoder(state):
     def loss(params, inputs, targets):
         x = params['embed'][inputs]
         x, _ = lax.scan(lambda x, p: (jax.checkpoint(decoder.block)(x, p), None), x, params['layers'])

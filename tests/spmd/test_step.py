@@ -120,12 +120,6 @@ STRATEGIES = {
 }
 
 
-@pytest.fixture
-def switched_on(monkeypatch):
-    monkeypatch.setattr(partitioned, 'SWITCHED_ON', True)
-
-
-@pytest.mark.usefixtures('switched_on')
 @pytest.mark.parametrize('name', STRATEGIES)
 @pytest.mark.sampled(4)
 def test_a_decoder(name):
@@ -145,7 +139,6 @@ def test_a_decoder(name):
         assert a.sharding.is_equivalent_to(sharding, a.ndim)
 
 
-@pytest.mark.usefixtures('switched_on')
 def test_a_step_that_is_not_handled_runs_as_it_is():
     helper = MeshShardingHelper([8], ['fsdp'])
 
@@ -165,7 +158,6 @@ def test_a_step_that_is_not_handled_runs_as_it_is():
     ]
 
 
-@pytest.mark.usefixtures('switched_on')
 def test_a_gradient_around_a_step_is_right():
     """JAX differentiates the step as it is: a sum over devices has no gradient of its own there."""
     helper = MeshShardingHelper([8], ['fsdp'])
@@ -179,7 +171,6 @@ def test_a_gradient_around_a_step_is_right():
     np.testing.assert_allclose(step(w, x), value(w, x), rtol=1e-6)
 
 
-@pytest.mark.usefixtures('switched_on')
 def test_a_mistake_of_the_partitioner_ends_no_program(monkeypatch):
     def failing(*_, **__):
         raise IndexError('no such number')
@@ -196,7 +187,6 @@ def test_a_mistake_of_the_partitioner_ends_no_program(monkeypatch):
     ]
 
 
-@pytest.mark.usefixtures('switched_on')
 def test_a_function_with_a_partitioning_of_its_own_runs_on_blocks():
     def double(x):
         return x * 2
@@ -213,7 +203,6 @@ def test_a_function_with_a_partitioning_of_its_own_runs_on_blocks():
     np.testing.assert_allclose(step(x), 2 * np.sin(x), rtol=1e-6)
 
 
-@pytest.mark.usefixtures('switched_on')
 def test_a_bug_of_the_partitioner_is_told_as_one(monkeypatch):
     def broken(op):
         raise KeyError('no such rule')

@@ -8,7 +8,6 @@ from jax import lax
 
 from scalax._jax.equations import equations, manual_axes
 from scalax._spmd.auto_axes import AutoAxes, auto_dims, auto_spec
-from scalax._transforms.sjit import partitioned as partitioned_steps
 from scalax.sharding import MeshShardingHelper, TreePathShardingRule
 from tests.support.partitioned import FSDP, TP, P, assert_equal, collectives, partitioned
 
@@ -302,9 +301,8 @@ def decode(weights, cache, x, position):
 
 
 @pytest.mark.parametrize('batch', [{}, {'batch_argnums': (1, 2)}, {'batch_argnums': 2}], ids=str)
-def test_heads_of_a_cache_stay_where_they_are(monkeypatch, batch):
+def test_heads_of_a_cache_stay_where_they_are(batch):
     """The axis of its heads is none of the batch: no feature is gathered along it."""
-    monkeypatch.setattr(partitioned_steps, 'SWITCHED_ON', True)
     helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
     weights = {'query': array(8, 4, 6), 'key': array(8, 4, 6) + 1, 'output': array(4, 6, 8)}
     rule = TreePathShardingRule(('query|key', P('fsdp', 'tp')), ('output', P('tp', None, 'fsdp')))

@@ -741,7 +741,7 @@ def branch_by_the_batch(params: Any, batch: Any, key: Any) -> Any:
     return of_layers(lambda x, w: jax.lax.cond(jnp.mean(x) > 0, jnp.sin, jnp.cos, block(x, w)), params, batch)
 
 
-@refused()
+@program()
 def rows_by_number(params: Any, batch: Any, key: Any) -> Any:
     def layer(x: Any, w: Any) -> Any:
         own = x[jnp.arange(ROWS), batch['segments'][:, 0]]

@@ -148,11 +148,6 @@ REFUSALS = {
         'jnp.mean(x) > 0',
         'sum within each example, or add up outside of the loop',
     ),
-    'rows_by_number': (
-        'gather mixes examples of the batch',
-        'x[jnp.arange(ROWS)',
-        'look up in each example alone (jax.vmap, or jnp.take_along_axis), or outside of the loop',
-    ),
     'rows_in_another_order': (
         'reshape reorders the batch dimension, or splits it',
         'reshape(-1, WIDTH)',

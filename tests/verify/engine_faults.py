@@ -16,7 +16,6 @@ from scalax._spmd import edit, op_rules, parts
 from scalax._spmd.op_rules import Op, Strategy
 from scalax._spmd.placement import REPLICATE, Partial
 from scalax._spmd.placement import Step as Conversion
-from scalax._transforms.sjit import partitioned
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from tests.verify.fault import FSDP, Step, always, fault, normal
 
@@ -35,7 +34,6 @@ def seeded(
     def put_in() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.callback(manual._cached.cache_clear)
-            stack.enter_context(mock.patch.object(partitioned, 'SWITCHED_ON', True))
             for where, name, value in changes:
                 stack.enter_context(mock.patch.object(where, name, value))
             manual._cached.cache_clear()

@@ -9,36 +9,36 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from scalax._jaxprs import rows
-from scalax._stages import pipeline
-from scalax._stages.deal import Deal
-from scalax._stages.pipeline import Pipeline
+from scalax._jaxprs import rows as jaxpr_rows
+from scalax._spmd import op_rules, pipelines
+from scalax._spmd.op_rules import Op, Strategy
+from scalax._spmd.placement import SUM
 from scalax.sharding import MeshShardingHelper, Stages, TreePathShardingRule
-from tests.verify.fault import Step, always, normal, seeded
+from tests.verify.fault import Step, normal, seeded
 
 STAGES = {'stage': 2, 'fsdp': 2}
-WIDTH, LAYERS, ROWS = 4, 2, 8
+WIDTH, LAYERS, ROWS, MICROBATCHES = 4, 2, 8, 2
 RULE = TreePathShardingRule(('layers', P('stage')), ('.*', P()))
-microbatch, back = Deal.microbatch, Deal.back
+part, put = pipelines._Ticks._part, pipelines._Ticks._put
 
 Layer = Callable[[Any, Any], tuple[Any, Any]]
 
 
-def staged(helper: MeshShardingHelper, layer: Layer, first: Callable[[Any], Any] = lambda x: x) -> Step:
-    """A step of gradients, of a loop over layers that runs as a pipeline; *first* makes what it carries."""
+def staged(helper: MeshShardingHelper, layer: Layer, layers: int = LAYERS) -> Step:
+    """A step of gradients, of a loop over layers that runs as a pipeline."""
 
     def loss(params: Any, x: Any) -> Any:
-        last, given = jax.lax.scan(layer, first(x), params['layers'])
+        last, given = jax.lax.scan(layer, x, params['layers'])
         return sum(jnp.mean(jnp.square(leaf)) for leaf in jax.tree.leaves((last, given)))
 
-    weights = normal(LAYERS, WIDTH, WIDTH), normal(LAYERS, WIDTH, WIDTH, seed=1)
+    weights = normal(layers, WIDTH, WIDTH), normal(layers, WIDTH, WIDTH, seed=1)
     params = {'layers': dict(zip(('up', 'down'), weights, strict=True))}
     step = helper.sjit(
         jax.value_and_grad(loss),
         in_shardings=(RULE, P('fsdp')),
         out_shardings=(P(), RULE),
         batch_argnums=1,
-        stages=Stages('stage', microbatches=2),
+        stages=Stages('stage', microbatches=MICROBATCHES),
     )
     return step, (params, normal(ROWS, WIDTH))
 
@@ -49,19 +49,23 @@ def block(x: Any, w: Any) -> Any:
 
 @seeded(
     ('grad',),
-    (Deal, 'microbatch', lambda self, x, rows, i: microbatch(self, x, rows, (i + 1) % self.microbatches)),
+    (pipelines._Ticks, '_part', lambda self, x, fact, i: part(self, x, fact, (i + 1) % MICROBATCHES)),
     mesh=STAGES,
 )
-def microbatch_with_numbers_of_another(helper: MeshShardingHelper) -> Step:
-    """What is drawn for all rows is that of other ones."""
-
-    def layer(x: Any, w: Any) -> tuple[Any, Any]:
-        return block(x, w) * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), None
-
-    return staged(helper, layer)
+def microbatch_with_the_activations_of_another(helper: MeshShardingHelper) -> Step:
+    """The backward pass of a microbatch takes what the forward pass kept of another one."""
+    return staged(helper, lambda x, w: (block(x, w), None))
 
 
-@seeded(('grad',), (Deal, 'back', lambda self, x, rows: back(self, jnp.roll(x, 1, 1), rows)), mesh=STAGES)
+@seeded(
+    ('grad',),
+    (
+        pipelines._Ticks,
+        '_put',
+        lambda self, before, x, fact, i: put(self, before, x, fact, MICROBATCHES - 1 - i),
+    ),
+    mesh=STAGES,
+)
 def microbatches_back_in_another_order(helper: MeshShardingHelper) -> Step:
     """Rows come out of a pipeline as others than went in."""
     return staged(helper, lambda x, w: (block(x, w), x))
@@ -69,7 +73,7 @@ def microbatches_back_in_another_order(helper: MeshShardingHelper) -> Step:
 
 @seeded(
     ('grad',),
-    (pipeline, '_kept', lambda before, x, fact, turn: x if fact is None else before + x),
+    (pipelines, '_added', lambda before, x, fact, turn: before + x if fact == SUM else x),
     mesh=STAGES,
 )
 def sums_of_idle_ticks(helper: MeshShardingHelper) -> Step:
@@ -77,33 +81,28 @@ def sums_of_idle_ticks(helper: MeshShardingHelper) -> Step:
     return staged(helper, lambda x, w: (block(x, w), None))
 
 
-@seeded(('grad',), (Deal, 'is_first', always(True)), mesh=STAGES)
-def added_by_each_microbatch(helper: MeshShardingHelper) -> Step:
-    """What is the same for all rows is added to a sum over them in each microbatch."""
-
-    def layer(x: Any, w: Any) -> tuple[Any, Any]:
-        return block(x, w), jnp.sum(x, 0) + w['up'][0]
-
-    return staged(helper, layer)
+@seeded(('grad',), (pipelines, '_from', lambda x, has_it, pipeline: x), mesh=STAGES | {'stage': 4, 'fsdp': 1})
+def results_of_the_last_stage_on_it_alone(helper: MeshShardingHelper) -> Step:
+    """The other stages go on with what they have in place of the results of the last one."""
+    return staged(helper, lambda x, w: (block(x, w), None), layers=4)
 
 
-@seeded(('grad',), (rows, '_WORKS_ALONG', frozenset[str]()), mesh=STAGES)
+def _alone(op: Op) -> Strategy:
+    return Strategy(op.placements, op.placements)
+
+
+@seeded(
+    ('grad',),
+    (jaxpr_rows, '_WORKS_ALONG', frozenset[str]()),
+    (op_rules, 'RULES', op_rules.RULES | {'cumsum': _alone}),
+    mesh=STAGES,
+)
 def running_sums_over_rows(helper: MeshShardingHelper) -> Step:
     """A microbatch begins them anew."""
     return staged(helper, lambda x, w: (block(x, w) + jnp.cumsum(x, 0), None))
 
 
-@seeded(('grad',), (rows, '_LINEAR', rows._LINEAR | {'square'}), mesh=STAGES)
-def square_of_a_mean_over_rows(helper: MeshShardingHelper) -> Step:
-    """The squares of the means of microbatches are added up."""
-
-    def layer(x: Any, w: Any) -> tuple[Any, Any]:
-        return block(x, w), jax.lax.square(jnp.mean(x, 0))
-
-    return staged(helper, layer)
-
-
-@seeded(('grad',), (Pipeline, '_sent', lambda self, x: x), mesh=STAGES)
+@seeded(('grad',), (pipelines._Ticks, '_sent', lambda self, x: x), mesh=STAGES)
 def stage_that_sends_nothing(helper: MeshShardingHelper) -> Step:
     """Each stage goes on with what it gave itself."""
     return staged(helper, lambda x, w: (block(x, w), None))

@@ -5,7 +5,6 @@ import warnings
 import jax
 import pytest
 
-from scalax._transforms.sjit import partitioned
 from scalax.errors import FollowingWarning
 from tests.verify.faults import FAULTS, SOUND
 
@@ -107,7 +106,6 @@ def test_the_first_operation_that_differs_is_the_one_whose_rule_is_wrong(name):
 
 @pytest.mark.medium
 @pytest.mark.parametrize('name', ['examples_sorted_on_each_device'])
-def test_steps_that_are_partitioned_are_right_without_a_fault(name, monkeypatch):
-    monkeypatch.setattr(partitioned, 'SWITCHED_ON', True)
+def test_steps_that_are_partitioned_are_right_without_a_fault(name):
     found = FAULTS[name].helper().verify(FAULTS[name].make)
     assert found.ok, str(found)

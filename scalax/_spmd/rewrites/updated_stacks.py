@@ -7,7 +7,7 @@ sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -24,28 +24,6 @@ _UPDATES = frozenset(
 )
 
 Shardings = Sequence[NamedSharding | None]
-
-
-def with_updated_stacks(
-    given: Shardings,
-    returned: Callable[[Sequence[Any]], Shardings],
-    mesh: Mesh | AbstractMesh,
-    jaxpr: Any,
-    arguments: Any,
-) -> tuple[Any, Any]:
-    """The jaxpr as `hold_updated_stacks` gives it, and its arguments; as a rewrite of `run_followed`.
-
-    Args:
-        given: the shardings of its arguments.
-        returned: gives those of its results, of their types; asked only where there may be a loop.
-        mesh: the mesh of the constraints.
-        jaxpr: the jaxpr.
-        arguments: what is known of its arguments, which stays.
-    """
-    names = [primitive_name(equation) for equation in opened(jaxpr).eqns]
-    if not [name for name in names if name == 'scan' or name in CALLS]:
-        return jaxpr, arguments
-    return hold_updated_stacks(jaxpr, given, returned(jaxpr.out_avals), mesh), arguments
 
 
 def hold_updated_stacks(jaxpr: Any, given: Shardings, returned: Shardings, mesh: Mesh | AbstractMesh) -> Any:

@@ -1,4 +1,4 @@
-"""Which arguments of a call are a batch, what is followed of it, and why nothing is.
+"""Which arguments of a call are a batch, and why none is.
 
 Unless the user says which, a batch is what specs alone shard: state is placed by rules that look at paths or
 shapes. Of several such arguments, those that are donated may be state, and the others are the batch; if all
@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scalax._follow.trail import LOST, Trail, along, axes_of, of_sharding, without
-from scalax._follow.types import Arguments
+from scalax._jaxprs.dim_sharding import UNSHARDED, DimSharding, along, axes_of, of_sharding, without
+from scalax._spmd.batch_arguments import BatchArguments
 from scalax._spmd.batch_sources import batch_sources
 from scalax._transforms.calls.call import Call, Shardings
 from scalax._transforms.calls.shardings import FunctionRules
@@ -26,14 +26,25 @@ from scalax.rules._prefix import is_rule
 
 NO_BATCH = (
     'no argument looks like a batch, which is sharded by specs alone, and comes with an argument that a rule '
-    'shards; name the batch by batch_argnums or batch_argnames. A batch that is made inside of the function '
-    'is not followed; partitioning=BatchPartitioning() takes it from a constraint that shards it'
+    'shards; and no constraint in the function shards a batch that it makes'
 )
-"""Why nothing is followed where nothing looks like a batch. Plans leave it out: many functions have none."""
+"""Why a step is not partitioned if nothing looks like a batch, as many functions have none."""
+_EXPLICIT = 'on Explicit mesh axes, shardings are part of types'
+_SPECS_ALONE = 'specs place all arguments, and batch_argnums does not name the batch among them'
+_TURNED_OFF = 'follow_batch=False of the helper turns it off'
+_NOT_SHARDED = 'no array of the arguments that batch_argnums or batch_argnames names is on several devices'
+_NAME = 'name the batch: batch_argnums=1, or batch_argnames'
+_REMEDIES = {
+    _EXPLICIT: 'make a mesh of Auto axes',
+    _SPECS_ALONE: _NAME,
+    _TURNED_OFF: _NAME,
+    _NOT_SHARDED: 'shard them over mesh axes of several devices',
+    NO_BATCH: f'{_NAME}; or shard it by with_sharding_constraint where the function makes it',
+}
 
 
-def batch_to_follow(rules: FunctionRules, call: Call, shardings: Shardings) -> Arguments | None:
-    """What is followed through a function that follows a batch; None if there is none.
+def batch_of(rules: FunctionRules, call: Call, shardings: Shardings) -> BatchArguments | None:
+    """Returns which arguments of a call are the batch; None if there is none.
 
     Args:
         rules: those of the function.
@@ -52,7 +63,7 @@ def batch_to_follow(rules: FunctionRules, call: Call, shardings: Shardings) -> A
     return _arguments(call, shardings, batches)
 
 
-def batch_axes(trails: Sequence[Trail]) -> frozenset[str]:
+def batch_axes(shardings: Sequence[DimSharding]) -> frozenset[str]:
     """Returns the mesh axes of a batch: those that shard the dimensions which all of its arrays share.
 
     The axis that shards the heads of a cache is none of them, since tokens have no heads. Axes that shard one
@@ -60,33 +71,14 @@ def batch_axes(trails: Sequence[Trail]) -> frozenset[str]:
     axes count.
 
     Args:
-        trails: of each array that is sharded, the axes that shard each of its dimensions.
+        shardings: the sharding of each array of the batch that is sharded.
     """
     groups = list[set[str]]()
-    for axes in [axes for trail in trails for axes in trail if axes]:
+    for axes in [axes for sharding in shardings for axes in sharding if axes]:
         joined = [group for group in groups if not group.isdisjoint(axes)]
         groups = [group for group in groups if group.isdisjoint(axes)] + [set(axes).union(*joined)]
-    shared = [group for group in groups if all(group & axes_of(trail) for trail in trails)]
+    shared = [group for group in groups if all(group & axes_of(sharding) for sharding in shardings)]
     return frozenset().union(*(shared or groups))
-
-
-NO_BATCH_TO_PARTITION = (
-    'no argument looks like a batch, which is sharded by specs alone, and comes with an argument that a rule '
-    'shards; and no constraint in the function shards a batch that it makes'
-)
-"""Why nothing is partitioned where nothing looks like a batch."""
-_EXPLICIT = 'on Explicit mesh axes, shardings are part of types'
-_SPECS_ALONE = 'specs place all arguments, and batch_argnums does not name the batch among them'
-_NOT_FOLLOWED = 'follow_batch=False of the helper turns it off'
-_NOT_SHARDED = 'no array of the arguments that batch_argnums or batch_argnames names is on several devices'
-_NAME = 'name the batch: batch_argnums=1, or batch_argnames'
-_REMEDIES = {
-    _EXPLICIT: 'make a mesh of Auto axes',
-    _SPECS_ALONE: _NAME,
-    _NOT_FOLLOWED: _NAME,
-    _NOT_SHARDED: 'shard them over mesh axes of several devices',
-    NO_BATCH_TO_PARTITION: f'{_NAME}; or shard it by with_sharding_constraint where the function makes it',
-}
 
 
 def why_not_partitioned(rules: FunctionRules, call: Call) -> tuple[str, str]:
@@ -96,13 +88,11 @@ def why_not_partitioned(rules: FunctionRules, call: Call) -> tuple[str, str]:
         rules: those of the function.
         call: the call.
     """
-    why = why_not_followed(rules, call)
-    why = NO_BATCH_TO_PARTITION if why == NO_BATCH else why
+    why = _why_no_batch(rules, call)
     return why, _REMEDIES.get(why, '')
 
 
-def why_not_followed(rules: FunctionRules, call: Call) -> str:
-    """Why there is no batch to follow, given that there is none."""
+def _why_no_batch(rules: FunctionRules, call: Call) -> str:
     if rules.any_explicit:
         return _EXPLICIT
     if jax.config.jax_disable_jit:
@@ -112,7 +102,7 @@ def why_not_followed(rules: FunctionRules, call: Call) -> str:
     if rules.signature.says_batch:
         return _NOT_SHARDED
     if any(_found(rules, call)) and not rules.follow_batch:
-        return _NOT_FOLLOWED
+        return _TURNED_OFF
     given = [each for each in _given(rules, call).values() if each]
     sharding = [each for each in given if any(map(_axes, each))]
     if len(sharding) > 1 and all(map(_specs_alone, given)):
@@ -120,7 +110,7 @@ def why_not_followed(rules: FunctionRules, call: Call) -> str:
     return NO_BATCH
 
 
-def batch_made_inside(call: Call, shardings: Shardings, jaxpr: Any) -> Arguments | None:
+def batch_made_inside(call: Call, shardings: Shardings, jaxpr: Any) -> BatchArguments | None:
     """What is known of the arguments of a function that makes its batch itself; None if it makes none.
 
     Args:
@@ -128,42 +118,34 @@ def batch_made_inside(call: Call, shardings: Shardings, jaxpr: Any) -> Arguments
         shardings: those of the arguments inside the function.
         jaxpr: that of the function.
     """
-    trails = _trails(call, shardings)
-    sources = batch_sources(jaxpr, [any(trail) for trail in trails])
+    by_dim = _by_dim(call, shardings)
+    sources = batch_sources(jaxpr, [any(sharding) for sharding in by_dim])
     axes = frozenset([axis for source in sources for axis in source.axes])
     if not axes:
         return None
-    return Arguments(
-        [without(trail, axes) for trail in trails],
-        [along(trail, axes) for trail in trails],
+    return BatchArguments(
+        [without(sharding, axes) for sharding in by_dim],
+        [along(sharding, axes) for sharding in by_dim],
         axes,
-        placed=_are_placed(call, shardings),
     )
 
 
-def _trails(call: Call, shardings: Shardings) -> list[Trail]:
+def _by_dim(call: Call, shardings: Shardings) -> list[DimSharding]:
     return [of_sharding(to, np.ndim(leaf)) for leaf, to in zip(call.leaves, shardings, strict=True)]
 
 
-def _are_placed(call: Call, shardings: Shardings) -> bool:
-    """Whether it is known where each array of the arguments is."""
-    return not [x for x, to in zip(call.leaves, shardings, strict=True) if to is None and np.ndim(x)]
-
-
-def _arguments(call: Call, shardings: Shardings, batches: Sequence[bool]) -> Arguments | None:
+def _arguments(call: Call, shardings: Shardings, batches: Sequence[bool]) -> BatchArguments | None:
     """What is known of the arguments if these leaves are batches; None if no axis shards them."""
     if not any(batches):
         return None
-    trails = _trails(call, shardings)
-    known = list(zip(trails, batches, strict=True))
-    axes = batch_axes([trail for trail, holds in known if holds and trail])
+    by_dim = list(zip(_by_dim(call, shardings), batches, strict=True))
+    axes = batch_axes([sharding for sharding, is_batch in by_dim if is_batch and sharding])
     if not axes:
         return None
-    return Arguments(
-        [trail if holds else without(trail, axes) for trail, holds in known],
-        [LOST if holds else along(trail, axes) for trail, holds in known],
+    return BatchArguments(
+        [sharding if is_batch else without(sharding, axes) for sharding, is_batch in by_dim],
+        [UNSHARDED if is_batch else along(sharding, axes) for sharding, is_batch in by_dim],
         axes,
-        placed=_are_placed(call, shardings),
     )
 
 

@@ -49,8 +49,7 @@ from scalax._transforms.calls.call import (
 from scalax._transforms.calls.placement import Moves
 from scalax._transforms.calls.shardings import FunctionRules, Options, ReadCall
 from scalax._transforms.calls.signature import CallLayout, CallSignature
-from scalax._transforms.sjit import partitioned
-from scalax._transforms.sjit.batch import why_not_followed, why_not_partitioned
+from scalax._transforms.sjit.batch import why_not_partitioned
 from scalax._transforms.sjit.program import (
     Entry,
     Program,
@@ -69,7 +68,6 @@ from scalax.errors import FollowingWarning, MeshError, warn
 from scalax.rules._idle import warn_unsharded
 
 if TYPE_CHECKING:
-    from scalax._follow.followed_batch import FollowedBatch
     from scalax._spmd.explained import PropagationReport
     from scalax._trace.contexts import MeshOwner
 
@@ -235,23 +233,6 @@ class Dispatcher:
             read, entry = self._read(call)
             return self._program_of(read, entry), entry, read.placed(placement.as_moved)
 
-    @property
-    def is_partitioned(self) -> bool:
-        """Whether calls are partitioned along their batch, if they have one."""
-        options = self.options.partitioning or self.helper.partitioning
-        return partitioned.SWITCHED_ON or options is not None
-
-    def followed(self, flat_args: Sequence[Any]) -> FollowedBatch:
-        """What is followed in a call that is not run; raises as `prepare` does."""
-        from scalax._follow.followed_batch import followed_batch  # here, because few programs ask
-
-        _, entry, _ = self.prepare(flat_args)
-        if self.is_partitioned:
-            why = 'it is partitioned along its batch, as explain_propagation(...) tells'
-        else:
-            why = why_not_followed(self.rules, Call(self.signature, flat_args))
-        return followed_batch(self.signature.name, entry.batch, entry.followed, why)
-
     def explain_propagation(self, flat_args: Sequence[Any]) -> PropagationReport:
         """How a call that is not run is partitioned along its batch; raises as `prepare` does."""
         from scalax._spmd.explained import PropagationReport, explained  # here, because few programs ask
@@ -262,8 +243,6 @@ class Dispatcher:
         if step is None or isinstance(step, str):
             call = Call(self.signature, flat_args)
             reason = step or '; '.join(filter(None, why_not_partitioned(self.rules, call)))
-            if not self.is_partitioned:
-                reason = 'it has no partitioning=BatchPartitioning(); followed(...) describes its propagation'
             return PropagationReport(name, dict(mesh), reason=reason, gradient_outside=outside)
         return explained(name, mesh, step, gradient_outside=outside)
 

@@ -39,7 +39,6 @@ from scalax.errors import ArgumentError, did_you_mean, near_names
 from scalax.rules._prefix import are_pure, checked, key_of
 
 if TYPE_CHECKING:
-    from scalax._follow.followed_batch import FollowedBatch
     from scalax._spmd.explained import PropagationReport
 
 Given = ParamSpec('Given')
@@ -160,23 +159,6 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         program, _, placed = self._dispatcher.prepare(self._flatten(args, kwargs))
         with self._dispatcher.args_placed:
             return program.jitted.eval_shape(*placed)
-
-    def followed(self, /, *args: Any, **kwargs: Any) -> FollowedBatch:
-        """The values of a call to which the sharding of its batch was propagated, and where it was lost.
-
-        docs/unchanged.md describes the propagation.
-
-        Example:
-            >>> import jax.numpy as jnp
-            >>> from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PartitionSpec
-            >>> helper = MeshShardingHelper([-1], ['fsdp'])
-            >>> rules = FSDPShardingRule(min_fsdp_size=1), PartitionSpec('fsdp')
-            >>> layer = helper.sjit(lambda w, x: jnp.tanh(x @ w), in_shardings=rules)
-            >>> [kept] = layer.followed(jnp.ones((8, 16)), jnp.ones((32, 8))).kept
-            >>> kept.primitive, kept.array, kept.spec
-            ('dot_general', 'float32[32,16]', P('fsdp', None))
-        """
-        return self._dispatcher.followed(self._flatten(args, kwargs))
 
     def explain_propagation(self, /, *args: Any, **kwargs: Any) -> PropagationReport:
         """How a call is partitioned along the mesh axes of its batch: every collective, and its reason.
@@ -323,11 +305,6 @@ def staged_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if not isinstance(function, SjitFunction):
         return None
     return function._dispatcher.prepare(function._flatten(args, kwargs))[1].staged
-
-
-def is_partitioned(function: Any) -> bool:
-    """Returns whether calls of a function are partitioned along their batch, if they have one."""
-    return isinstance(function, SjitFunction) and function._dispatcher.is_partitioned
 
 
 def step_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step | None:

@@ -1,19 +1,17 @@
-"""A call whose step is partitioned along the axes of its batch (`scalax._spmd`), behind a switch."""
+"""A call whose step is partitioned along the axes of its batch (`scalax._spmd`)."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from scalax._follow.trail import Trail
-from scalax._follow.types import Arguments
 from scalax._jax.rewriting import run_as_one, with_inputs
+from scalax._spmd.batch_arguments import BatchArguments
 from scalax._spmd.options import BatchPartitioning
 from scalax._spmd.pipelined import Loops
 from scalax._spmd.result_states import ResultState, result_states
@@ -23,9 +21,6 @@ from scalax._stages.stages import Stages
 from scalax._transforms.calls.call import Call, Shardings
 from scalax.errors import FollowingWarning, StagesError, warn
 
-SWITCHED_ON = os.environ.get('SCALAX_PARTITION') == '1'
-"""Whether steps are partitioned by scalax itself."""
-
 
 def run_partitioned(
     jaxpr: Any,
@@ -34,7 +29,7 @@ def run_partitioned(
     inputs: Shardings,
     outputs: Shardings,
     result_paths: Sequence[str],
-    batch: Arguments,
+    batch: BatchArguments,
     mesh: Mesh | AbstractMesh,
     on_gradient: Callable[[], None],
     options: BatchPartitioning,
@@ -64,8 +59,8 @@ def run_partitioned(
     values = jax.tree.leaves(dynamic) + captured
     axes = [axis for axis in mesh.axis_names if axis in batch.batch_axes]
     arguments = [
-        StepArgument(_spec(to), is_batch=_batch_dim(trail, batch) is not None, path=call.path(i))
-        for i, (to, trail) in enumerate(zip(inputs, batch.trails, strict=True))
+        StepArgument(_spec(to), is_batch=batch.example_dim(i) is not None, path=call.path(i))
+        for i, to in enumerate(inputs)
     ]
     arguments += [StepArgument(None, is_batch=False, path='a value of an outer trace')] * len(captured)
     abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
@@ -107,13 +102,8 @@ def run_partitioned(
     return run(*values), step, loops
 
 
-def _batch_dim(trail: Trail, batch: Arguments) -> int | None:
-    """The dimension of the examples; None of an argument that is no batch."""
-    return next((dim for dim, names in enumerate(trail) if not batch.batch_axes.isdisjoint(names)), None)
-
-
 def _over_stages(
-    arguments: Sequence[StepArgument], batch: Arguments, axes: Sequence[str], stages: Stages, count: int
+    arguments: Sequence[StepArgument], batch: BatchArguments, axes: Sequence[str], stages: Stages, count: int
 ) -> Iterator[StepArgument]:
     """The arguments of a step with pipelines: each stage has a share of the batch outside of these, if
     microbatches divide by stages.
@@ -122,21 +112,21 @@ def _over_stages(
         if not argument.is_batch or argument.spec is None:
             yield argument
             continue
-        trail, entries, dim = batch.trails[i], [*argument.spec], _batch_dim(batch.trails[i], batch)
+        entries, dim = [*argument.spec], batch.example_dim(i)
         assert dim is not None
-        names = [axis for axis in axes[:-1] if axis in trail[dim]]
+        names = [axis for axis in axes[:-1] if axis in batch.shardings[i][dim]]
         entries[dim] = (*names, stages.axis) if stages.microbatches % count == 0 else tuple(names)
         yield argument._replace(spec=PartitionSpec(*entries))
 
 
 def _pipelines(
-    batch: Arguments, captured: int, mesh: AbstractMesh, stages: Stages, loops: list[Any], jaxpr: Any
+    batch: BatchArguments, captured: int, mesh: AbstractMesh, stages: Stages, loops: list[Any], jaxpr: Any
 ) -> tuple[Any, Mapping[int, Any]]:
     """The jaxpr of a step, and its loops over layers that run as pipelines; *loops* gets what plans say."""
     from scalax._stages.staged import find_pipelines  # here, because few functions have stages
 
     more = [()] * captured
-    known = dataclasses.replace(batch, trails=[*batch.trails, *more], stored=[*batch.stored, *more])
+    known = dataclasses.replace(batch, shardings=[*batch.shardings, *more], stored=[*batch.stored, *more])
     jaxpr, found, told = find_pipelines(jaxpr, known, dict(mesh.shape), stages)
     loops += told
     return jaxpr, found

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from scalax._follow.types import Arguments, Followed
 from scalax._jax.shardings import DELETED_ARGUMENTS_CRASH
+from scalax._spmd.batch_arguments import BatchArguments
 from scalax._spmd.pipelined import Loops
 from scalax._spmd.step import Step
 from scalax._transforms.calls.call import Call, CallKey, Shardings
@@ -168,8 +168,7 @@ class Entry:
         arguments: the shardings of the arguments; None until the rules were asked. In the key of placed
             arrays they may be None: their types hold the sharding. Host data has a separate key, whose
             shardings are the target.
-        batch: what is followed from the arguments; None if nothing is.
-        followed: the values that are kept where they are; None if nothing is followed.
+        batch: which arguments are the batch; None if none is.
         staged: its pipelines; None without stages.
         partitioned: the step on the blocks of each device, or why it is not partitioned; None if nothing of
             it is known to be a batch.
@@ -188,8 +187,7 @@ class Entry:
 
     key: CallKey
     arguments: Any = None
-    batch: Arguments | None = None
-    followed: Followed | None = None
+    batch: BatchArguments | None = None
     staged: Staged | None = None
     partitioned: Step | str | None = None
     gradient_outside: bool = False

@@ -19,12 +19,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from scalax._follow.run import run_followed
-from scalax._follow.types import Arguments
 from scalax._jax import rewriting
 from scalax._jax.tracing import is_compiled, is_opaque, memory_space, type_of
 from scalax._spmd.options import DEFAULT
-from scalax._spmd.rewrites.updated_stacks import with_updated_stacks
 from scalax._stages.stages import Stages
 from scalax._trace import contexts
 from scalax._trace.constraints import (
@@ -37,7 +34,7 @@ from scalax._transforms.calls.errors import reject_foreign_types
 from scalax._transforms.calls.shardings import FunctionRules
 from scalax._transforms.calls.signature import CallLayout
 from scalax._transforms.sjit import partitioned
-from scalax._transforms.sjit.batch import batch_made_inside, batch_to_follow
+from scalax._transforms.sjit.batch import batch_made_inside, batch_of
 from scalax._transforms.sjit.program import Entry, Staged
 from scalax._tree.paths import path_string
 from scalax._tree.specs import spec_axes
@@ -94,7 +91,7 @@ class TracedFunction:
         return helper
 
     def run(self, call: Call, entry: Entry) -> Any:
-        """The outputs of a call; notes how they are sharded, and what was followed."""
+        """The outputs of a call; notes how they are sharded, and how the step is partitioned."""
         if jax.config.jax_disable_jit:  # arrays with shardings of their own, and nothing traced
             return self._sharded(call, entry)
         ambient = jax.sharding.get_abstract_mesh()
@@ -126,23 +123,24 @@ class TracedFunction:
             with self._context_entered():
                 return jax.tree.unflatten(entry.out_tree, rewriting.run(entry.jaxpr, call.leaves))
         constraints, flat_args = self._rules.constraints(call), call.flat_args
-        inside, entry.batch, entry.followed, entry.staged = entry.arguments, None, None, None
-        entry.partitioned = None
+        inside, entry.batch, entry.staged, entry.partitioned = entry.arguments, None, None, None
         if constraints is not None:
             flat_args = call.replaced(apply_shardings(call.leaves, constraints))
             pairs = zip(constraints, entry.arguments, strict=True)
             inside = [then if now is None else now for now, then in pairs]
         if self._rules.follow_batch or self._rules.signature.says_batch:
-            entry.batch = batch_to_follow(self._rules, call, inside)
-        with_pipelines = None if self._rules.options.stages is None else self._pipelines(entry)
+            entry.batch = batch_of(self._rules, call, inside)
+        stages = self._stages(entry)
+        may_be_partitioned = entry.batch is not None or self._may_make_batch(inside)
         # Where jax.disable_jit is traced all the same (`lower`, jax.grad around it), a `jit` is no equation.
-        options = self._rules.options.partitioning or self.helper.partitioning
-        is_partitioned = partitioned.SWITCHED_ON or options is not None
-        may_make_batch = is_partitioned and with_pipelines is None and self._may_make_batch(inside)
-        known = entry.batch is not None or may_make_batch
-        if not known or not traced or jax.config.jax_disable_jit:
+        if not may_be_partitioned or not traced or jax.config.jax_disable_jit:
             return self.run_users(flat_args)
+        return self._partitioned(call, flat_args, entry, inside, stages)
 
+    def _partitioned(
+        self, call: Call, flat_args: Sequence[Any], entry: Entry, inside: Sequence[Any], stages: Stages | None
+    ) -> Any:
+        """Traces a step and runs it partitioned along its batch, if it has one."""
         structure: Any = None
 
         def flat_function(*flat_args: Any) -> Any:
@@ -151,62 +149,41 @@ class TracedFunction:
             structure = jax.tree.structure(outputs)
             return outputs
 
-        def shardings_of_results(avals: Sequence[Any]) -> Sequence[Any]:
-            if entry.outputs is None:
-                structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-                outputs = jax.tree.unflatten(structure, structs)
-                entry.outputs = self._rules.outputs(outputs, call, entry.arguments)
-            return entry.outputs
-
-        rewrite = with_pipelines or functools.partial(
-            with_updated_stacks, inside, shardings_of_results, self._rules.mesh
-        )
         users = self.as_users(flat_function, call.layout)
-        if is_partitioned:
-            stages = self._rules.options.stages
-            if stages is not None and not self._has_stages(stages):
-                stages = None
-            jaxpr = jax.make_jaxpr(users, static_argnums=call.layout.static)(*flat_args)
-            structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.out_avals]
-            if entry.batch is None:
-                entry.batch = batch_made_inside(call, inside, jaxpr)
-            if entry.batch is None:
-                leaves = jax.tree.leaves([x for i, x in enumerate(flat_args) if i not in call.layout.static])
-                return jax.tree.unflatten(structure, rewriting.run(jaxpr, leaves))
-            outputs = jax.tree.unflatten(structure, structs)
-            entry.outputs = self._rules.outputs(outputs, call, entry.arguments)
-            paths = [path_string(path) for path, _ in jax.tree.leaves_with_path(outputs)]
-            results, entry.partitioned, loops = partitioned.run_partitioned(
-                *(jaxpr, call, flat_args, inside, entry.outputs, paths, entry.batch, self._rules.mesh),
-                entry.note_gradient,
-                options or DEFAULT,
-                stages,
-            )
-            if stages is not None:
-                entry.staged = Staged(loops, jaxpr)
-            return jax.tree.unflatten(structure, results)
-        assert entry.batch is not None
-        results, entry.followed = run_followed(
-            users, flat_args, call.layout.static, entry.batch, self._rules.mesh, rewrite
+        jaxpr = jax.make_jaxpr(users, static_argnums=call.layout.static)(*flat_args)
+        structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.out_avals]
+        if entry.batch is None:
+            entry.batch = batch_made_inside(call, inside, jaxpr)
+        if entry.batch is None:
+            leaves = jax.tree.leaves([x for i, x in enumerate(flat_args) if i not in call.layout.static])
+            return jax.tree.unflatten(structure, rewriting.run(jaxpr, leaves))
+        outputs = jax.tree.unflatten(structure, structs)
+        entry.outputs = self._rules.outputs(outputs, call, entry.arguments)
+        paths = [path_string(path) for path, _ in jax.tree.leaves_with_path(outputs)]
+        options = self._rules.options.partitioning or self.helper.partitioning or DEFAULT
+        results, entry.partitioned, loops = partitioned.run_partitioned(
+            *(jaxpr, call, flat_args, inside, entry.outputs, paths, entry.batch, self._rules.mesh),
+            entry.note_gradient,
+            options,
+            stages,
         )
+        if stages is not None:
+            entry.staged = Staged(loops, jaxpr)
         return jax.tree.unflatten(structure, results)
-
-    def _has_stages(self, stages: Stages) -> bool:
-        from scalax._stages.staged import has_stages  # here, because few functions have stages
-
-        return has_stages(dict(self._mesh.shape), stages)
 
     def _may_make_batch(self, arguments: Sequence[Any]) -> bool:
         """Whether a function may make its batch: no argument is said to be one, and its state is sharded."""
         rules = self._rules
-        if rules.any_explicit or rules.signature.says_batch or not rules.follow_batch:
+        stages = rules.options.stages
+        if stages is not None or rules.any_explicit or rules.signature.says_batch or not rules.follow_batch:
             return False
         return any(to is not None and spec_axes(to.spec) for to in arguments)
 
-    def _pipelines(self, entry: Entry) -> Callable[[Any, Arguments], tuple[Any, Arguments]]:
-        """What makes pipelines of loops over layers."""
+    def _stages(self, entry: Entry) -> Stages | None:
+        """Returns the pipelines that the user asks for; None if the axis of stages has one device."""
         stages, name = self._rules.options.stages, self._rules.signature.name
-        assert stages is not None
+        if stages is None:
+            return None
         if self._rules.any_explicit:
             raise StagesError(
                 f'{name} has {stages}, and the mesh has Explicit axes, on which shardings are part of types\n'
@@ -220,14 +197,9 @@ class TracedFunction:
                 f'PartitionSpec({stages.axis!r}), and name it (batch_argnums, batch_argnames).'
             )
 
-        def with_pipelines(jaxpr: Any, arguments: Arguments) -> tuple[Any, Arguments]:
-            from scalax._stages.staged import with_stages  # here, because few functions have stages
+        from scalax._stages.staged import has_stages  # here, because few functions have stages
 
-            staged, arguments, loops = with_stages(jaxpr, arguments, self._rules.mesh, stages)
-            entry.staged = Staged(loops, jaxpr)
-            return staged, arguments
-
-        return with_pipelines
+        return stages if has_stages(dict(self._mesh.shape), stages) else None
 
     def run_inline(self, call: Call) -> Any:
         """Runs the user's function where it is called, by the types that mesh axes have there."""
