@@ -15,11 +15,6 @@ from scalax.sharding import PartitionSpec as P
 from tests.support.partition import FSDP, Program, assert_values_of_one_device, moved_bytes
 
 HELPER = MeshShardingHelper([8], ['fsdp'])
-MADE_INSIDE = (
-    'a batch that the step itself makes is not recognised, also where a constraint or a bound annotation '
-    'shards it, so activations move instead of weights; the batch partitioner will take such a constraint as '
-    'the source of the batch'
-)
 
 
 def loss(params, tokens):
@@ -174,7 +169,7 @@ def test_values_of_decoding(options):
 
 @pytest.mark.parametrize('options', BATCHES.values(), ids=BATCHES)
 def test_the_axes_of_a_batch_are_those_of_the_dimension_that_its_arrays_share(options):
-    assert decoding(**options).followed(*decoding_arguments()).axes == ('fsdp',)
+    assert decoding(**options).explain_propagation(*decoding_arguments()).axes == ('fsdp',)
 
 
 @pytest.mark.medium

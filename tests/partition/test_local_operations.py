@@ -14,9 +14,7 @@ from tests.support import gpu_compiler, tpu_compiler
 from tests.support.partition import (
     Program,
     assert_values_of_one_device,
-    cases,
     moved_bytes,
-    pending,
 )
 
 HELPER = MeshShardingHelper([8], ['fsdp'])
@@ -165,63 +163,6 @@ PROGRAMS = {
     'embeddings': Program(embeddings, {**MLP, 'table': (512, 64), 'positions': (32, 64)}, (256, 32), 'int32'),
 }
 
-TOP_K = (
-    "XLA's partitioner gathers all examples for top_k over a dimension that is not sharded; the batch "
-    'partitioner will run it on the examples of each device'
-)
-DEPTHWISE_KERNEL = (
-    "XLA's partitioner splits a depthwise convolution by the features of its FSDP kernel, and exchanges the "
-    'activations of all examples; the batch partitioner will gather the kernel'
-)
-GROUPS = (
-    "XLA's partitioner gathers all examples for a grouped convolution, also if its kernel is replicated; the "
-    'batch partitioner will run it on the examples of each device'
-)
-CONSTANT_COTANGENT = (
-    'the cotangent of a linear loss is a constant, which has no batch sharding, so XLA gathers the hidden '
-    "activations of all examples; the batch partitioner will compute each device's part of the constant"
-)
-BROADCAST_WEIGHT = (
-    'XLA keeps a broadcast FSDP weight sharded and gathers all examples for its gradient; the batch '
-    'partitioner will gather the weight'
-)
-BLOCKS_AS_EXAMPLES = (
-    'the blocks of a block-diagonal product are counted as examples, so its weights are gathered in each '
-    'iteration; the batch partitioner will gather weights that a loop does not change before the loop'
-)
-COMPLEX = (
-    "XLA's partitioner for TPUs loses the batch sharding in complex matmuls and gathers all examples; the "
-    'batch partitioner will multiply the examples of each device'
-)
-POWERS_OF_A_WEIGHT = (
-    'XLA computes the powers of an FSDP-sharded decay on its shards and gathers each of them; the batch '
-    'partitioner will gather the decay and compute its powers on every device'
-)
-UNUSED_AXIS = (
-    'XLA splits a look-up of embeddings over a mesh axis that shards nothing, and sums the activations of '
-    'all examples along it; the batch partitioner will look up the examples of each device'
-)
-FFT_OF_OLDER_XLA = (
-    "XLA's partitioner in older releases gathers all examples for an FFT over a dimension that is not "
-    'sharded; the batch partitioner will run it on the examples of each device'
-)
-ON_EIGHT_DEVICES = {
-    'top_k': TOP_K,
-    'top_k in a scan': TOP_K,
-    'depthwise': DEPTHWISE_KERNEL,
-    'ConvNeXt': DEPTHWISE_KERNEL,
-    'grouped': GROUPS,
-    'ResNeXt': GROUPS,
-    'linear loss': CONSTANT_COTANGENT,
-    'linear mean': CONSTANT_COTANGENT,
-    'codebook': BROADCAST_WEIGHT,
-    'block-diagonal': BLOCKS_AS_EXAMPLES,
-}
-PLANNED = cases([name for name in PROGRAMS if name != 'FFT'], ON_EIGHT_DEVICES)
-# Whether older releases gather depends on the release.
-IS_OLDER = jax.__version_info__ < (0, 12)
-PLANNED.append(pytest.param('FFT', marks=pending(FFT_OF_OLDER_XLA, when=IS_OLDER, strict=False)))
-
 
 @pytest.mark.medium
 @pytest.mark.sampled(7)
@@ -232,13 +173,12 @@ def test_values_are_those_of_one_device(name):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize('name', PLANNED)
+@pytest.mark.parametrize('name', PROGRAMS)
 def test_a_step_moves_two_gathers_and_one_reduction_of_its_weights(name):
     program = PROGRAMS[name]
     assert moved_bytes(program.plan(HELPER)) <= program.training_bytes
 
 
-@pending(TOP_K)
 @pytest.mark.parametrize('dims', [[8], [4, 2]], ids=str)
 def test_a_router_moves_one_gather_of_its_weight(dims):
     helper = MeshShardingHelper(dims, ['fsdp', 'tp'][: len(dims)])
@@ -250,7 +190,6 @@ def test_a_router_moves_one_gather_of_its_weight(dims):
     assert moved_bytes(helper.plan(step, *ROUTER.types())) <= ROUTER.weight_bytes
 
 
-@pending(GROUPS)
 def test_a_grouped_convolution_with_a_replicated_kernel_moves_and_keeps_no_other_examples():
     step = HELPER.sjit(jax.grad(grouped), in_shardings=(P(), P('fsdp')), batch_argnums=1)
     plan = HELPER.plan(step, *GROUPED.types())
@@ -260,51 +199,37 @@ def test_a_grouped_convolution_with_a_replicated_kernel_moves_and_keeps_no_other
 
 
 @pytest.mark.medium
-@pending(BLOCKS_AS_EXAMPLES)
 def test_block_diagonal_weights_are_gathered_once_before_a_loop_and_once_for_its_gradient():
     gathered = sum(kinds.get('all-gather', 0) for kinds in BLOCKS.plan(HELPER).totals.values())
     assert gathered <= 2 * BLOCKS.weight_bytes
 
 
-GPUS = {
-    'top_k': TOP_K,
-    'top_k in a scan': TOP_K,
-    'depthwise': DEPTHWISE_KERNEL,
-    'grouped': GROUPS,
-    'linear loss': CONSTANT_COTANGENT,
-    'codebook': BROADCAST_WEIGHT,
-    'block-diagonal': BLOCKS_AS_EXAMPLES,
-    'embeddings': UNUSED_AXIS,
-}
+GPUS = (
+    *('top_k', 'top_k in a scan', 'depthwise', 'grouped', 'linear loss', 'codebook', 'block-diagonal'),
+    'embeddings',
+)
 
 
 @pytest.mark.medium
 @pytest.mark.sampled(5)
 @gpu_compiler.needed
-@pytest.mark.parametrize('name', cases(GPUS, GPUS))
+@pytest.mark.parametrize('name', GPUS)
 def test_a_step_for_gpus_with_a_second_mesh_axis(name):
     node = MeshShardingHelper.from_topology('h100:8', [4, 2], ['fsdp', 'tp'])
     assert moved_bytes(PROGRAMS[name].plan(node, quick=True)) <= PROGRAMS[name].training_bytes
 
 
-TPUS = {
-    'depthwise': DEPTHWISE_KERNEL,
-    'ConvNeXt': DEPTHWISE_KERNEL,
-    'codebook': BROADCAST_WEIGHT,
-    'block-diagonal': BLOCKS_AS_EXAMPLES,
-}
-
-
 @pytest.mark.medium
 @pytest.mark.sampled(5)
 @tpu_compiler.newest
-@pytest.mark.parametrize('name', cases(['top_k', 'linear loss', *TPUS], TPUS))
+@pytest.mark.parametrize(
+    'name', ['top_k', 'linear loss', 'depthwise', 'ConvNeXt', 'codebook', 'block-diagonal']
+)
 def test_a_step_for_tpus(name):
     pod = MeshShardingHelper.from_topology('v5e:2x4', [-1], ['fsdp'])
     assert moved_bytes(PROGRAMS[name].plan(pod, quick=True)) <= PROGRAMS[name].training_bytes
 
 
-@pending(TOP_K)
 @tpu_compiler.newest
 def test_a_router_for_tpus_that_chooses_many_experts():
     def forward(w, x):
@@ -350,13 +275,11 @@ def test_values_of_state_space_layers():
 
 
 @pytest.mark.slow
-@pending(POWERS_OF_A_WEIGHT)
 def test_state_space_layers_move_their_weights():
     assert moved_bytes(STATE_SPACE.plan(HELPER)) <= STATE_SPACE.training_bytes
 
 
 @pytest.mark.slow
-@pending(COMPLEX)
 @tpu_compiler.newest
 def test_state_space_layers_for_tpus_move_what_a_shard_map_moves():
     pod = MeshShardingHelper.from_topology('v5e:2x4', [-1], ['fsdp'])

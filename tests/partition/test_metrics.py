@@ -7,13 +7,9 @@ import pytest
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support import tpu_compiler
-from tests.support.partition import FSDP, assert_values_of_one_device, moved_bytes, pending
+from tests.support.partition import FSDP, assert_values_of_one_device, moved_bytes
 
 HELPER = MeshShardingHelper([8], ['fsdp'])
-ARGMAX = (
-    'with more words than tokens, logits stay sharded over the vocabulary, and XLA sends all of them for the '
-    'argmax of an accuracy; the batch partitioner will send the largest logit of each device and its position'
-)
 
 
 def step_with(accuracy):
@@ -60,7 +56,6 @@ def test_values_are_those_of_one_device():
 
 
 @pytest.mark.medium
-@pending(ARGMAX)
 def test_an_accuracy_sends_no_logits():
     args = jax.eval_shape(lambda: arguments(4096, 64, (8, 64)))
     tokens = 8 * 64
@@ -69,7 +64,6 @@ def test_an_accuracy_sends_no_logits():
 
 
 @pytest.mark.medium
-@pending(ARGMAX)
 @tpu_compiler.newest
 def test_an_accuracy_on_tpus_sends_no_logits():
     pod = MeshShardingHelper.from_topology('v5e:2x4', [-1], ['fsdp'])

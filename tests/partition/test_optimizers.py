@@ -8,18 +8,10 @@ import pytest
 
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
-from tests.support.partition import FSDP, Program, assert_values_of_one_device, moved_bytes, pending
+from tests.support.partition import FSDP, Program, assert_values_of_one_device, moved_bytes
 
 HELPER = MeshShardingHelper([8], ['fsdp'])
 WIDTH, LAYERS = 16, 8
-EVERY_DEVICE = (
-    'every device decomposes all matrices of an optimizer; the batch partitioner will distribute the '
-    'matrices over the devices, as products of matrices (Muon) are distributed'
-)
-FLATTENED = (
-    'the norm of a flattened gradient gathers the gradient, since flattening loses its sharding; a sum of '
-    'squares has no order, so the batch partitioner will sum the squares of each shard'
-)
 
 
 def inverse_root(matrix):
@@ -67,7 +59,6 @@ def test_values_of_preconditioned_gradients(decompose):
 
 
 @pytest.mark.medium
-@pending(EVERY_DEVICE)
 @pytest.mark.parametrize('decompose, routine', DECOMPOSITIONS.values(), ids=DECOMPOSITIONS)
 def test_each_device_decomposes_its_share_of_the_matrices(decompose, routine):
     program = optimizer_step(decompose).lower(*arguments()).compile().as_text()
@@ -116,7 +107,6 @@ def test_values_of_clipped_gradients(norm):
 
 
 @pytest.mark.medium
-@pending(FLATTENED)
 def test_a_norm_of_a_flattened_gradient_moves_what_a_sum_of_squares_moves():
     flat, squared = (HELPER.plan(clipping_step(norm), *MLP.types()) for norm in (flat_norm, squared_norm))
     assert moved_bytes(flat) <= moved_bytes(squared)

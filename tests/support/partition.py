@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from scalax.plan import Plan
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
@@ -72,16 +71,6 @@ class Program:
 
     def plan(self, helper: MeshShardingHelper, **options: Any) -> Plan:
         return helper.plan(self.compiled_step(helper), *self.types(), **options)
-
-
-def pending(reason: str, *, when: bool = True, strict: bool = True) -> Any:
-    """The mark of a test whose assertion fails until the batch partitioner exists."""
-    return pytest.mark.xfail(when, strict=strict, raises=AssertionError, reason=reason)
-
-
-def cases(names: Any, reasons: Mapping[Any, str]) -> list[Any]:
-    """The names of programs as parameters, those with a reason marked as pending."""
-    return [pytest.param(name, marks=[pending(reasons[name])] if name in reasons else []) for name in names]
 
 
 def moved_bytes(plan: Plan, *axes: str) -> int:
