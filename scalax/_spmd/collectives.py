@@ -122,7 +122,10 @@ class Exchange:
         is_extreme = step.kind == 'all_reduce' and step.reduce_op != 'sum'
         is_ordered = is_extreme and jnp.issubdtype(operand.aval.dtype, jnp.floating)
         function = _extreme(step.reduce_op, key[1]) if is_ordered else _functions(*key, is_key)
-        if is_key or step.kind in ('slice', 'mask'):
+        is_complex = step.kind == 'reduce_scatter' and jnp.issubdtype(operand.aval.dtype, jnp.complexfloating)
+        if is_complex:
+            function = _of_complex(*key)
+        if is_key or is_complex or step.kind in ('slice', 'mask'):
             return with_results(self._code.equation(function, (*key, is_key), like, operands), [result])
         spec = _kept_spec(step, auto)
         if any(spec):
@@ -232,6 +235,13 @@ def _extreme(reduce_op: ReduceOp, block: Block) -> Callable[[Any], Any]:
         return jax.lax.bitcast_convert_type(flipped(keys), wide.dtype).astype(x.dtype)
 
     return jax.jit(extreme)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_complex(step: Step, block: Block) -> Callable[..., Any]:
+    """Returns a `reduce_scatter` of complex numbers, which the compiler for TPUs has for real ones alone."""
+    function = _functions(step, block, False)
+    return jax.jit(lambda x: jax.lax.complex(function(jnp.real(x)), function(jnp.imag(x))))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -6,6 +6,7 @@ the placements of operands are not those that an equation takes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -19,13 +20,14 @@ from scalax._jax.equations import (
     opened,
     ragged_dim,
     shape_of,
+    size_of,
     takes_arrays,
     takes_refs,
 )
 from scalax._jax.manual import HAVE_SIZES, local_params, remade, with_inner
 from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jax.rewriting import with_results
-from scalax._jaxprs.dims import CHEAP, ELEMENTWISE, FORWARDS, RULES, reshaped
+from scalax._jaxprs.dims import CHEAP, ELEMENTWISE, ELEMENTWISE, FORWARDS, RULES, reshaped
 from scalax._spmd.auto_axes import AutoAxes
 from scalax._spmd.batch_dims import sharded_part
 from scalax._spmd.callbacks import CALLBACKS, inspect_placements, partition_callback
@@ -203,6 +205,8 @@ class _Partitioning(Edit):
             self._primitive(name, equation, values)
 
     def _primitive(self, name: str, equation: Any, values: Sequence[Value]) -> None:
+        if name in ELEMENTWISE or name == 'broadcast_in_dim':
+            self._gather_repeated(equation, values)
         if all(value.is_replicated for value in values):
             self._replicated(name, equation, values)
             return
@@ -241,6 +245,19 @@ class _Partitioning(Edit):
                 self.move(output, final, equation, 'examples')
         if name == 'reshape' and outputs[0].is_replicated:
             self._shard_again(equation, values[0], outputs[0])
+
+    def _gather_repeated(self, equation: Any, values: Sequence[Value]) -> None:
+        """Gathers state that an equation repeats for what is no part of the state of the step.
+
+        Examples would meet the larger result, and all of that would be gathered.
+        """
+        [var], blocks = equation.outvars, [value for value in values if value.is_state]
+        size = size_of(var)
+        if not blocks or math.prod(blocks[0].shape) == size or self.shared.wanted.is_sharded(var):
+            return
+        if all(value.is_replicated or value in blocks for value in values):
+            for value in blocks:
+                self.move(value, self.shared.replicated, equation)
 
     def _inner(self, equation: Any) -> dict[str, Any]:
         """Returns the parameters with the jaxprs of what every device runs alike."""

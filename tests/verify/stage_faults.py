@@ -19,7 +19,7 @@ from tests.verify.fault import Step, normal, seeded
 STAGES = {'stage': 2, 'fsdp': 2}
 WIDTH, LAYERS, ROWS, MICROBATCHES = 4, 2, 8, 2
 RULE = TreePathShardingRule(('layers', P('stage')), ('.*', P()))
-part, put = pipelines._Ticks._part, pipelines._Ticks._put
+put, put_in_stack = pipelines._Ticks._put, pipelines._Ticks._put_in_stack
 
 Layer = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -47,11 +47,11 @@ def block(x: Any, w: Any) -> Any:
     return x + jnp.tanh(x @ w['up']) @ w['down']
 
 
-@seeded(
-    ('grad',),
-    (pipelines._Ticks, '_part', lambda self, x, fact, i: part(self, x, fact, (i + 1) % MICROBATCHES)),
-    mesh=STAGES,
-)
+def _stored_as_another(self: Any, before: Any, x: Any, fact: Any, turn: Any) -> Any:
+    return put_in_stack(self, before, x, fact, turn._replace(microbatch=(turn.microbatch + 1) % MICROBATCHES))
+
+
+@seeded(('grad',), (pipelines._Ticks, '_put_in_stack', _stored_as_another), mesh=STAGES)
 def microbatch_with_the_activations_of_another(helper: MeshShardingHelper) -> Step:
     """The backward pass of a microbatch takes what the forward pass kept of another one."""
     return staged(helper, lambda x, w: (block(x, w), None))
