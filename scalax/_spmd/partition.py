@@ -27,7 +27,7 @@ from scalax._jax.equations import (
 from scalax._jax.manual import HAVE_SIZES, local_params, remade, with_inner
 from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jax.rewriting import with_results
-from scalax._jaxprs.dims import CHEAP, ELEMENTWISE, ELEMENTWISE, FORWARDS, RULES, reshaped
+from scalax._jaxprs.dims import CHEAP, ELEMENTWISE, FORWARDS, RULES, reshaped
 from scalax._spmd.auto_axes import AutoAxes
 from scalax._spmd.batch_dims import sharded_part
 from scalax._spmd.callbacks import CALLBACKS, inspect_placements, partition_callback

@@ -82,10 +82,10 @@ def assert_close(found, expected):
 @pytest.mark.medium
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize('name', PROGRAMS)
-@pytest.mark.parametrize('is_followed', [True, False])
-def test_values_are_those_of_one_device(name, is_followed):
+@pytest.mark.parametrize('is_partitioned', [True, False])
+def test_values_are_those_of_one_device(name, is_partitioned):
     helper = MeshShardingHelper([2, 2, 2], ['fsdp', 'sp', 'tp'])
-    options = {} if is_followed else {'batch_argnums': ()}
+    options = {} if is_partitioned else {'batch_argnums': ()}
     expected = jax.jit(PROGRAMS[name])(ROWS, PLACES)
     for spec in (P('fsdp', 'sp'), P(None, ('fsdp', 'sp')), P('tp')):
         assert_close(
@@ -124,7 +124,7 @@ def test_a_step_of_rules_takes_the_right_gradient():
 
     table = ROWS[0]
     run = helper.sjit(step, in_shardings=(rule, P('fsdp', 'sp')), out_shardings=rule)
-    assert run.followed(table, PLACES).kept
+    assert run.explain_propagation(table, PLACES).axes == ('fsdp', 'sp')
     assert_close(run(table, PLACES), jax.jit(step)(table, PLACES))
 
 

@@ -131,7 +131,10 @@ def batch_made_inside(call: Call, shardings: Shardings, jaxpr: Any) -> BatchArgu
 
 
 def _by_dim(call: Call, shardings: Shardings) -> list[DimSharding]:
-    return [of_sharding(to, np.ndim(leaf)) for leaf, to in zip(call.leaves, shardings, strict=True)]
+    return [
+        UNSHARDED if to is None else of_sharding(to, np.ndim(leaf))  # a token has no dimensions
+        for leaf, to in zip(call.leaves, shardings, strict=True)
+    ]
 
 
 def _arguments(call: Call, shardings: Shardings, batches: Sequence[bool]) -> BatchArguments | None:

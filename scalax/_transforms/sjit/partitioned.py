@@ -132,6 +132,19 @@ def _pipelines(
     return jaxpr, found
 
 
+def warn_types(name: str, types: Sequence[Any]) -> str:
+    """Warns that a step is not partitioned because it takes or returns values that are no arrays.
+
+    Returns:
+        The reason.
+    """
+    what = ', '.join(
+        sorted({kind.__name__ if isinstance(kind, type) else type(kind).__name__ for kind in types})
+    )
+    why = f'it takes or returns values that are no arrays ({what})'
+    return _warn(name, CannotPartition(None, why, 'keep them outside of the step'))
+
+
 def _warn(name: str, error: CannotPartition) -> str:
     """Warns that a step is not partitioned, and returns why."""
     from scalax._jaxprs.source_lines import line_of  # here, because hardly any step fails

@@ -151,12 +151,15 @@ class TracedFunction:
 
         users = self.as_users(flat_function, call.layout)
         jaxpr = jax.make_jaxpr(users, static_argnums=call.layout.static)(*flat_args)
-        structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.out_avals]
         if entry.batch is None:
             entry.batch = batch_made_inside(call, inside, jaxpr)
-        if entry.batch is None:
+        types = [kind for kind in (*jaxpr.in_avals, *jaxpr.out_avals) if is_opaque(kind)]
+        if entry.batch is not None and types:
+            entry.partitioned = partitioned.warn_types(self._rules.signature.name, types)
+        if entry.batch is None or types:
             leaves = jax.tree.leaves([x for i, x in enumerate(flat_args) if i not in call.layout.static])
             return jax.tree.unflatten(structure, rewriting.run(jaxpr, leaves))
+        structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.out_avals]
         outputs = jax.tree.unflatten(structure, structs)
         entry.outputs = self._rules.outputs(outputs, call, entry.arguments)
         paths = [path_string(path) for path, _ in jax.tree.leaves_with_path(outputs)]

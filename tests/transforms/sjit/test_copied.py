@@ -123,7 +123,6 @@ def test_methods_stay_with_the_function():
         'lower',
         'trace',
         'eval_shape',
-        'followed',
         'explain_propagation',
         'shardings_for',
         'get_jitted_function_by_args',
