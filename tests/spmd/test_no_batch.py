@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
 
-from scalax._transforms.sjit import partitioned
 from scalax.errors import FollowingWarning
 from scalax.sharding import BatchPartitioning, FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
@@ -66,8 +65,7 @@ def test_who_asks_for_partitioning_is_told_once(helper, options, why, remedy):
 
 
 @each_case
-def test_who_asks_for_nothing_reads_it_in_the_report(helper, options, why, remedy, monkeypatch):
-    monkeypatch.setattr(partitioned, 'SWITCHED_ON', True)
+def test_who_asks_for_nothing_reads_it_in_the_report(helper, options, why, remedy):
     step = helper.sjit(product, **options)
     report = step.explain_propagation(W, X)
     assert (report.axes, report.reason) == ((), f'{why}; {remedy}')
@@ -75,8 +73,7 @@ def test_who_asks_for_nothing_reads_it_in_the_report(helper, options, why, remed
 
 
 @pytest.mark.medium
-def test_plans_say_it(monkeypatch):
-    monkeypatch.setattr(partitioned, 'SWITCHED_ON', True)
+def test_plans_say_it():
     helper, options, why, remedy = CASES['rules alone']
     plan = helper.plan(helper.sjit(product, **options), W, X)
     assert ' '.join(str(plan).split()).endswith(f' not partitioned along its batch: {why}; {remedy}')

@@ -151,10 +151,10 @@ def test_a_step_that_is_not_handled_runs_as_it_is():
     np.testing.assert_array_equal(found, 2 * x)
     line = step.__code__.co_firstlineno + 1
     assert [str(each.message).replace(__file__, 'test_step.py') for each in warned] == [
-        'step is not partitioned along its batch: new_ref has effects '
+        'step is not partitioned along its batch: it changes an array in place (jax.new_ref) '
         f'(test_step.py:{line} step). It runs as jax.jit runs it, and the compiler alone decides how '
-        'activations are sharded.\nWhat to do: change that line, or turn partitioning off with '
-        'batch_argnums=().'
+        'activations are sharded.\nWhat to do: return a new array, as x.at[i].set(y) and the carry of a loop do, '
+        'or turn partitioning off with batch_argnums=().'
     ]
 
 
