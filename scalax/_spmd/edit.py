@@ -307,6 +307,9 @@ class Edit:
             if 0 in shape:  # no device has an element
                 atom = self.emit_of(_reshaped(shape), ('empty', shape), equation, [atom])
                 continue
+            if step.kind == 'all_to_all':
+                # XLA for CPUs may lay out the blocks that it sends differently, which it then refuses.
+                atom = self.emit_of(jax.lax.optimization_barrier, 'barrier', equation, [atom])
             result = self.code.var(atom, shape)
             in_turn = self.shared.in_turn in step.axes
             if in_turn and step.kind in SENDING:

@@ -340,11 +340,11 @@ def _is_kept(edit: Edit, value: Value) -> bool:
 
 
 def _first(loop: Loop, begun: Sequence[Value]) -> list[Placements]:
-    """The first placements of what a loop carries: what begins as zero and is added to may be a sum."""
+    """The first placements of what a loop carries: what is only added to may be a sum."""
     reductions, found = reductions_of(loop), list[Placements]()
     for i, value in enumerate(begun):
         placements = value.placements
-        if value.is_zero and value.is_replicated and reductions.of(i) == 'sum':
+        if value.is_replicated and reductions.of(i) == 'sum':
             placements = (SUM,) * len(placements)
         found.append(placements)
     return found

@@ -166,6 +166,21 @@ def test_few_gradients_are_held(option, times):
     assert collectives(step)['reduce_scatter gradient of '] == times
 
 
+def test_a_sum_that_does_not_begin_at_zero_is_reduced_once():
+    """What it begins with counts once, too."""
+
+    def fun(w, x):
+        def add(total, part):
+            return total + jax.grad(lambda w: jnp.square(part @ w).sum())(w), None
+
+        return lax.scan(add, 2 * w, x.reshape(4, 16, -1))[0]
+
+    w, x = np.eye(8, dtype='float32'), np.ones((64, 8), 'float32')
+    step, on_mesh = partitioned(fun, w, x, result_specs=[P()], replicate=True)
+    assert_equal(on_mesh(), fun(w, x))
+    assert reductions(step, 'all_reduce') == {'': 1}
+
+
 def test_a_map_in_batches_keeps_examples_on_their_devices():
     def fun(w, x):
         return lax.map(lambda row: jnp.tanh(row @ w), x, batch_size=8)

@@ -319,6 +319,19 @@ def test_constraints_convert_values():
     assert_equal(run(), fun(w, x, lambda value, spec: value))
 
 
+def test_two_devices_exchange_what_is_half_zero():
+    """XLA for CPUs refuses such an exchange if it sees the zeros."""
+
+    def fun(w, x, at=lax.with_sharding_constraint):
+        y = at((x.T @ (x @ w)).T, P('fsdp'))
+        return at(jnp.concatenate([y, jnp.zeros_like(y)], 1), P(None, 'fsdp'))
+
+    w, x = array(16, 16), array(16, 16)
+    step, run = partitioned(fun, w, x, {'fsdp': 2})
+    assert collectives(step)['all_to_all examples moved for sharding_constraint'] == 1
+    assert_equal(run(), fun(w, x, lambda value, spec: value))
+
+
 def test_gradients_of_microbatches_are_reduced_once():
     fun, w, x = CONTROL['accumulated']
     step, _ = partitioned(fun, w, x, result_specs=[state_spec(w.shape)])
