@@ -153,8 +153,8 @@ def test_a_step_that_is_not_handled_runs_as_it_is():
     assert [str(each.message).replace(__file__, 'test_step.py') for each in warned] == [
         'step is not partitioned along its batch: it changes an array in place (jax.new_ref) '
         f'(test_step.py:{line} step). It runs as jax.jit runs it, and the compiler alone decides how '
-        'activations are sharded.\nWhat to do: return a new array, as x.at[i].set(y) and the carry of a loop do, '
-        'or turn partitioning off with batch_argnums=().'
+        'activations are sharded.\nWhat to do: return a new array, as x.at[i].set(y) and the carry of a loop '
+        'do, or turn partitioning off with batch_argnums=().'
     ]
 
 
