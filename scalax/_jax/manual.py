@@ -142,13 +142,17 @@ class ManualCode:
     def __init__(self, mesh: AbstractMesh, auto: Collection[str] = ()) -> None:
         self.auto = frozenset(auto)
         manual = frozenset([axis for axis in mesh.axis_names if axis not in auto])
-        self._size = mesh.size
+        self._size, self._mesh = mesh.size, mesh
         self._trace = mesh, manual, trace_context()
         [neg] = _traced(jax.lax.neg, ((), 'float32'), trace=self._trace)
         self._ctx, self.blank = neg.ctx, neg
         self._types: dict[Any, Any] = {}
         types = [AxisType.Manual if axis in manual else AxisType.Auto for axis in mesh.axis_names]
         self._inside = mesh.update(axis_types=(*types,))
+
+    def along_all_axes(self) -> ManualCode:
+        """Returns what makes equations that are manual along all axes, as in a `shard_map` over the rest."""
+        return ManualCode(self._mesh)
 
     def var(self, atom: Any, shape: Sequence[int]) -> Any:
         """Returns a new variable of the type of another one, of another shape, manual along the axes.

@@ -34,7 +34,7 @@ from scalax._spmd.callbacks import CALLBACKS, inspect_placements, partition_call
 from scalax._spmd.constraints import constrain
 from scalax._spmd.costs import cheapest
 from scalax._spmd.edit import NOT_ALONE, Edit
-from scalax._spmd.kernels import kernel_params
+from scalax._spmd.kernels import kernel_along_auto_axes, kernel_params
 from scalax._spmd.layouts import Layout
 from scalax._spmd.local_sorts import note_sort, on_own_groups, write_on_rows
 from scalax._spmd.loops import partition_call, partition_cond, partition_scan, partition_while
@@ -224,6 +224,8 @@ class _Partitioning(Edit):
             dim, names = axes
             function, key = on_block(equation, dim, names, [*map(shape_of, atoms)])
             self.eqns.append(with_results(self.code.equation(function, key, equation, atoms), made))
+        elif name == KERNEL and self.shared.auto.sizes:
+            self.eqns.append(kernel_along_auto_axes(self.code, self.shared.auto, equation, atoms, made))
         else:
             if name == 'ragged_dot_general' and id(equation) not in self.group_sizes:
                 atoms[2] = self._sizes_of_groups(equation, atoms, operands[0])
@@ -334,10 +336,14 @@ class _Partitioning(Edit):
         atoms = [value.atom for value in values]
         outputs = [self.define(var, shared.replicated) for var in equation.outvars]
         params = self._inner(equation) if name in _RUN_ONCE or _holds_jaxprs(name, equation) else {}
-        if name == KERNEL:
-            shapes = [*map(shape_of, equation.invars)], [*map(shape_of, equation.outvars)]
-            params = kernel_params(self.code, equation, *shapes)
-        self.eqns.append(self.code.local(equation, atoms, [output.atom for output in outputs], **params))
+        made = [output.atom for output in outputs]
+        if name == KERNEL and self.shared.auto.sizes:
+            self.eqns.append(kernel_along_auto_axes(self.code, shared.auto, equation, atoms, made))
+        else:
+            if name == KERNEL:
+                shapes = [*map(shape_of, equation.invars)], [*map(shape_of, equation.outvars)]
+                params = kernel_params(self.code, equation, *shapes)
+            self.eqns.append(self.code.local(equation, atoms, made, **params))
         self._note(name, equation, values, outputs)
         if not has_parts(equation) or shared.keeps_replicated:
             return

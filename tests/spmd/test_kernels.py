@@ -9,8 +9,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from scalax._jax.equations import equations
+from scalax.sharding import BatchPartitioning, MeshShardingHelper
 from tests.spmd.test_partition import array
-from tests.support.partitioned import FSDP, HSDP, P, assert_equal, collectives, partitioned, state_spec
+from tests.support import tpu_compiler
+from tests.support.partitioned import FSDP, HSDP, TP, P, assert_equal, collectives, partitioned, state_spec
 
 pytestmark = pytest.mark.medium
 
@@ -221,6 +223,42 @@ def test_any_other_kernel_takes_all_examples(name):
         pytest.skip('this JAX lowers no interpreted kernel that adds up its steps inside of a shard_map')
     step = check(TOGETHER[name])
     assert collectives(step) == {'all_gather examples gathered for pallas_call': 1}
+
+
+def test_heads_over_another_axis_split_a_kernel_too():
+    """Heads come out of a product over tp, and are blocks of the second dimension of the grid."""
+
+    def layer(weights, x):
+        heads = (x @ weights['up']).reshape(*x.shape[:2], 4, -1).swapaxes(1, 2)
+        return heads_and_scale(heads, weights['scale'], jnp.full((1,), 3.0))
+
+    weights = {'scale': array(4, 16), 'up': array(32, 64)}
+    step, run = partitioned(layer, weights, ROWS, TP, specs=[P('tp'), P('fsdp', 'tp')])
+    assert_equal(run(), jax.jit(layer)(weights, ROWS))
+    [kernel] = kernels(step)
+    assert kernel.params['grid_mapping'].grid == (4, 2)
+    assert collectives(step) == {"all_gather weight ['up'] for dot_general": 1}
+
+
+@pytest.mark.parametrize('name', ['numbers that choose other blocks', 'neighbours'])
+def test_a_kernel_on_a_mesh_with_another_axis(name):
+    step = check((APART | TOGETHER)[name], TP)
+    assert kernels(step)[0].params['grid_mapping'].grid[0] == (4 if name in APART else 16)
+
+
+@tpu_compiler.newest
+def test_a_kernel_for_tpus_on_a_mesh_with_another_axis():
+    """The compiler partitions no kernel, and JAX refuses one that it would have to."""
+    options = {'in_shardings': P('fsdp'), 'batch_argnums': 0}
+    pod = MeshShardingHelper.from_topology('v5e:2x4', [4, 2], ['fsdp', 'tp'])
+    x = jax.ShapeDtypeStruct((64, 8, 128), 'float32')
+
+    def fun(x):
+        return sines(x, interpret=False)
+
+    assert not pod.plan(pod.sjit(fun, **options, partitioning=BatchPartitioning()), x, quick=True).totals
+    with pytest.raises(NotImplementedError, match='Mosaic kernels cannot be automatically partitioned'):
+        pod.plan(pod.sjit(fun, in_shardings=P('fsdp'), batch_argnums=()), x, quick=True)
 
 
 def test_blocks_of_two_examples():
