@@ -1,8 +1,8 @@
 """Kernels of Pallas: each device runs a kernel on its own examples if the grid shows that they are apart.
 
 A dimension of the grid walks over blocks of examples. If each block is read and written by a step of its own,
-and the kernel does not ask which step it is, then each device takes the steps of its examples. Likewise, other
-mesh axes may split another dimension of the grid, such as heads, if they shard its blocks.
+and the kernel does not ask which step it is, then each device takes the steps of its examples. Likewise,
+other mesh axes may split another dimension of the grid, such as heads, if they shard its blocks.
 """
 
 from __future__ import annotations
