@@ -102,7 +102,7 @@ def test_what_a_checkpoint_computes_again_is_kept_apart_as_by_jax(prevents):
     outer = jax.checkpoint(lambda x, w: inner(jnp.sin(x), w), prevent_cse=not prevents)
     fun = HELPER().sjit(
         jax.value_and_grad(lambda *args: of_layers(outer, *args[:2])),
-        in_shardings=(LAYERS_ALONE, P('fsdp'), P()),
+        in_shardings=(LAYERS_ALONE, P('stage'), P()),
         **staged(),
     )
     assert ('optimization_barrier' in fun.lower(*arguments()).as_text()) == prevents
