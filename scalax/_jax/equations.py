@@ -257,6 +257,11 @@ def solve_call(equation: Any) -> tuple[Any, Sequence[Any]]:
     return equation.params['jaxprs'].solve, [*operands[before : before + count], *operands[sum(counts) :]]
 
 
+def custom_vmap_call(equation: Any) -> tuple[Any, Sequence[Any]]:
+    """The closed jaxpr that a `custom_vmap_call` runs, and its operands. Relies on *call* taking all."""
+    return equation.params['call'], equation.invars
+
+
 def expansion(equation: Any) -> Callable[..., Sequence[Any]] | None:
     """The function of arrays that a `call_hi_primitive` stands for; None if it is not known.
 

@@ -263,6 +263,18 @@ def test_the_solver_of_a_linear_solve_takes_its_constants_and_right_hand_sides()
         np.testing.assert_array_equal(found, 2 * X)
 
 
+def test_the_call_of_a_function_with_its_own_vmap_takes_all_operands() -> None:
+    @jax.custom_batching.custom_vmap
+    def fun(x: Any, y: Any) -> Any:
+        return jnp.sin(x) * y
+
+    fun.def_vmap(lambda size, batched, x, y: (jnp.sin(x) * y, True))
+    with contract('calls the jaxpr of a custom_vmap with its operands', 'to run it on blocks'):
+        jaxpr, operands = of.custom_vmap_call(equation_in('custom_vmap_call', fun, X, 2 * X))
+        assert [*map(of.shape_of, operands)] == [X.shape] * 2
+        np.testing.assert_allclose(run(jaxpr, [X, 2 * X])[0], np.sin(X) * 2 * X, rtol=1e-6)
+
+
 def test_primitives_of_hijax_are_expanded() -> None:
     table = np.arange(5, dtype=np.float32)
     with contract('expands primitives of hijax to others', 'to partition what they do'):

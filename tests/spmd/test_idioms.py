@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from scalax.custom_op import sharded_op
 from tests.support.partitioned import FSDP, TP, assert_equal, partitioned
 
 pytestmark = pytest.mark.medium
@@ -26,6 +27,21 @@ def images(x):
 
 def pooled(x):
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), 'VALID')
+
+
+@jax.custom_batching.custom_vmap
+def own_vmap(x):
+    return jnp.sort(x, -1)
+
+
+@own_vmap.def_vmap
+def _(size, batched, x):
+    return jnp.sort(x, -1), True
+
+
+@sharded_op('b c, -> b', reduction_factors=('c',))
+def scaled_norm(ctx, x, scale):
+    return scale * jnp.sqrt(ctx.psum((x * x).sum(-1), 'c'))
 
 
 def tokens(x, count=16):
@@ -89,6 +105,8 @@ APART = {
     'choice': lambda w, x: jnp.where(x[:, :1] > 0, x @ w, w[:1]),
     'special functions': lambda w, x: jax.scipy.special.erfinv(jnp.tanh(x @ w)),
     'cumulative logsumexp': lambda w, x: lax.cumlogsumexp(x @ w, 1),
+    # Operations of users
+    'sharded op': lambda w, x: scaled_norm(x @ w, 3.0),
     # Derivatives
     'clipped gradient': lambda w, x: jax.tree.map(
         lambda g: g / jnp.maximum(1.0, jnp.linalg.norm(g)), jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)
@@ -105,6 +123,7 @@ APART = {
 }
 # The same with integers for results, or without a gradient.
 APART_WITHOUT_GRADIENT = {
+    'own vmap': lambda w, x: own_vmap(x @ w) + jax.vmap(own_vmap)(jnp.tanh(x @ w)),
     'integers': lambda w, x: jnp.round(x * 8).astype('int32') @ jnp.round(w * 8).astype('int32'),
     'bits': lambda w, x: (lax.bitcast_convert_type(x, jnp.int32) & 255, lax.bitcast_convert_type(x, 'uint8')),
     'search': lambda w, x: jnp.searchsorted(jnp.sort(w[0]), x @ w),

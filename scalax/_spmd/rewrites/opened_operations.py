@@ -1,9 +1,13 @@
 """Operations that are made of others, in whose place these others come.
 
-A linear solve has four functions, of which three are for its derivatives. After differentiation it is a call
-of the one that solves. A primitive of ``jax.experimental.hijax``, such as `jax.numpy.searchsorted`, is a call
-of what it expands to. The partitioner knows neither, and would gather all examples, but it knows what is in
-them: then a solve for each example runs on the device of the example.
+- A linear solve has four functions, of which three are for its derivatives. After differentiation it is a
+  call of the one that solves.
+- A function with a ``jax.vmap`` of its own (``jax.custom_batching.custom_vmap``) that is still there after
+  the trace is a call of the function.
+- A primitive of ``jax.experimental.hijax``, such as `jax.numpy.searchsorted`, calls what it expands to.
+
+The partitioner knows none of them, and would gather all examples, but it knows what is in them: then a solve
+for each example runs on the device of the example.
 """
 
 from __future__ import annotations
@@ -12,16 +16,16 @@ from typing import Any
 
 import jax
 
-from scalax._jax.equations import expansion, shape_of, solve_call
+from scalax._jax.equations import custom_vmap_call, expansion, shape_of, solve_call
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, called_instead, in_line_of
 from scalax._spmd.rewrites.facts import StepFacts
 
-OPENED = frozenset(('custom_linear_solve', 'call_hi_primitive'))
+OPENED = frozenset(('custom_linear_solve', 'custom_vmap_call', 'call_hi_primitive'))
 
 
 def open_operations(jaxpr: Any, facts: StepFacts) -> Any:
-    """Returns a jaxpr that calls what linear solves and primitives of hijax are made of.
+    """Returns a jaxpr that calls what such operations are made of.
 
     Args:
         jaxpr: the closed jaxpr.
@@ -36,6 +40,8 @@ def open_operations(jaxpr: Any, facts: StepFacts) -> Any:
             return equation
         if name == 'custom_linear_solve':
             inner, operands = solve_call(equation)
+        elif name == 'custom_vmap_call':
+            inner, operands = custom_vmap_call(equation)
         else:
             inner, operands = _expanded(equation), equation.invars
         return equation if inner is None else called_instead(equation, rewriter.jaxpr(inner), operands)
