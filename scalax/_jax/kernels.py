@@ -39,6 +39,24 @@ def attention_sizes(equation: Any) -> tuple[int, int, int]:
     return math.prod(query[:3]) * key[2 if equation.params['layout'] else 1], query[3], value[3]
 
 
+def attention_heads_dim(equation: Any) -> int:
+    """The dimension of heads in queries, keys and values of attention by cuDNN, whose first one is the batch.
+
+    Relies on what `attention_sizes` relies on.
+    """
+    return 1 if equation.params['layout'] else 2
+
+
+def drops_attention(equation: Any) -> bool:
+    """Whether attention by cuDNN drops some of its weights by chance. Relies on *dropout_rate*."""
+    return equation.params['dropout_rate'] != 0
+
+
+def is_attention_gradient(equation: Any) -> bool:
+    """Whether attention by cuDNN is its gradient. Relies on what `ATTENTION` says."""
+    return 'bwd' in equation.primitive.name
+
+
 def kernel_jaxpr(equation: Any) -> Any:
     """The jaxpr of one step."""
     return opened(equation.params['jaxpr'])

@@ -8,7 +8,7 @@ other mesh axes may split another dimension of the grid, such as heads, if they 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -113,12 +113,39 @@ def kernel_along_auto_axes(
     if kernels.is_interpreted(equation):
         params = kernels.interpreted_params(equation, params, code.along_all_axes().in_context)
 
+    return in_shard_map(code, auto, equation, operands, results, specs, params)
+
+
+def in_shard_map(
+    code: ManualCode,
+    auto: AutoAxes,
+    equation: Any,
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    specs: Sequence[PartitionSpec],
+    params: Mapping[str, Any],
+) -> Any:
+    """Returns an equation that runs in a ``jax.shard_map`` over the axes that stay Auto inside.
+
+    Args:
+        code: makes equations.
+        auto: where values are along these axes.
+        equation: the equation.
+        operands: its operands, of local shapes.
+        results: its results, of local shapes.
+        specs: the specs of the operands, and then those of the results, along these axes.
+        params: its parameters that change.
+    """
+
     def on_device(*blocks: Any) -> Any:
         return bound(equation, *blocks, **params)
 
-    inputs, outputs = tuple(specs[: len(operands)]), specs[len(operands) :]
     mapped = jax.shard_map(
-        on_device, in_specs=inputs, out_specs=outputs, axis_names={*auto.sizes}, check_vma=False
+        on_device,
+        in_specs=tuple(specs[: len(operands)]),
+        out_specs=[*specs[len(operands) :]],
+        axis_names={*auto.sizes},
+        check_vma=False,
     )
     return code.traced(mapped, equation, operands, results)
 

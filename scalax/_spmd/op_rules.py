@@ -29,6 +29,7 @@ from scalax._jaxprs.dims import (
     reshaped,
 )
 from scalax._jaxprs.rows import summed_dims
+from scalax._spmd.attention import ATTENTION, of_attention
 from scalax._spmd.kernels import of_kernel
 from scalax._spmd.placement import REPLICATE, SUM, Partial, Placement, ReduceOp, Replicate, Shard
 from scalax._spmd.ragged import of_rows, sizes_placement
@@ -385,6 +386,12 @@ def _kernel(op: Op) -> Strategy | None:
     return None if found is None else Strategy(*map(tuple, found))
 
 
+def _attention(op: Op) -> Strategy | None:
+    """Each device attends in its own examples."""
+    found = of_attention(op.equation, op.placements)
+    return None if found is None else Strategy(*map(tuple, found))
+
+
 def _elementwise(op: Op) -> Strategy:
     """All operands are sharded alike, but for scalars and dimensions of one element."""
     chosen: Shard | None = None
@@ -409,6 +416,7 @@ _ROWS: tuple[tuple[str, Rule], ...] = (
     ('gather', _gather),
     ('ragged_dot_general', _ragged_dot),
     (KERNEL, _kernel),
+    (' '.join(ATTENTION), _attention),
 )
 RULES: dict[str, Rule] = {name: rule for names, rule in _ROWS for name in names.split()}
 

@@ -28,6 +28,7 @@ from scalax._jax.manual import HAVE_SIZES, local_params, remade, with_inner
 from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jax.rewriting import with_results
 from scalax._jaxprs.dims import CHEAP, ELEMENTWISE, FORWARDS, RULES, reshaped
+from scalax._spmd.attention import ATTENTION, attention_along_auto_axes
 from scalax._spmd.auto_axes import AutoAxes
 from scalax._spmd.batch_dims import sharded_part
 from scalax._spmd.callbacks import CALLBACKS, inspect_placements, partition_callback
@@ -63,6 +64,8 @@ _CONTROL = {
     'inspect_sharding': inspect_placements,
     **dict.fromkeys(ANNOTATED_CALLS, partition_call),
 }
+# The compiler partitions none of these along the axes that stay Auto inside.
+_ALONG_AUTO_AXES = {KERNEL: kernel_along_auto_axes, **dict.fromkeys(ATTENTION, attention_along_auto_axes)}
 # Others that run a jaxpr, whose operands are all gathered.
 _RUN_ONCE = RUN_ONCE.keys() - CALLS.keys() - ANNOTATED_CALLS
 # These may have effects: those of jaxprs inside them, or of callbacks to Python.
@@ -224,8 +227,8 @@ class _Partitioning(Edit):
             dim, names = axes
             function, key = on_block(equation, dim, names, [*map(shape_of, atoms)])
             self.eqns.append(with_results(self.code.equation(function, key, equation, atoms), made))
-        elif name == KERNEL and self.shared.auto.sizes:
-            self.eqns.append(kernel_along_auto_axes(self.code, self.shared.auto, equation, atoms, made))
+        elif name in _ALONG_AUTO_AXES and self.shared.auto.sizes:
+            self.eqns.append(_ALONG_AUTO_AXES[name](self.code, self.shared.auto, equation, atoms, made))
         else:
             if name == 'ragged_dot_general' and id(equation) not in self.group_sizes:
                 atoms[2] = self._sizes_of_groups(equation, atoms, operands[0])
@@ -337,8 +340,8 @@ class _Partitioning(Edit):
         outputs = [self.define(var, shared.replicated) for var in equation.outvars]
         params = self._inner(equation) if name in _RUN_ONCE or _holds_jaxprs(name, equation) else {}
         made = [output.atom for output in outputs]
-        if name == KERNEL and self.shared.auto.sizes:
-            self.eqns.append(kernel_along_auto_axes(self.code, shared.auto, equation, atoms, made))
+        if name in _ALONG_AUTO_AXES and shared.auto.sizes:
+            self.eqns.append(_ALONG_AUTO_AXES[name](self.code, shared.auto, equation, atoms, made))
         else:
             if name == KERNEL:
                 shapes = [*map(shape_of, equation.invars)], [*map(shape_of, equation.outvars)]

@@ -174,3 +174,7 @@ def test_the_sizes_of_attention_by_cudnn() -> None:
             assert name in kernels.ATTENTION
             equation = equation_in(name, jax.grad(loss), query, key)
             assert kernels.attention_sizes(equation) == (2 * 8 * 128 * 256, 64, 64)
+            assert kernels.attention_heads_dim(equation) == 2
+            assert not kernels.drops_attention(equation)
+            assert kernels.is_attention_gradient(equation) == ('bwd' in name)
+            assert len(equation.invars) == (13 if 'bwd' in name else 10)
