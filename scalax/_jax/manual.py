@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from scalax._jax.equations import CALLS, ClosedJaxpr, is_jaxpr, opened, shape_of
+from scalax._jax.equations import CALLS, ClosedJaxpr, Literal, is_jaxpr, opened, shape_of
 from scalax._jax.tracing import memory_space, trace_context
 
 # The parameters of `jit` that have an entry for each operand, and for each result.
@@ -136,11 +136,15 @@ class ManualCode:
 
     Attributes:
         auto: these axes.
+        adds_wide: whether XLA aborts where it compiles sums of bfloat16 over devices: on CPUs, if there are
+            such axes. It would add them in float32 anyway.
         blank: an equation without a line.
     """
 
     def __init__(self, mesh: AbstractMesh, auto: Collection[str] = ()) -> None:
         self.auto = frozenset(auto)
+        device = mesh.abstract_device
+        self.adds_wide = bool(auto) and device is not None and device.device_kind == 'cpu'
         manual = frozenset([axis for axis in mesh.axis_names if axis not in auto])
         self._size, self._mesh = mesh.size, mesh
         self._trace = mesh, manual, trace_context()
@@ -160,16 +164,22 @@ class ManualCode:
         Relies on ``Var(aval)``. Of an array it does not say along which axes devices have other values.
         The type of what is no array stays as it is.
         """
-        aval = atom.aval
+        return Var(self._type(atom.aval, shape))
+
+    def literal(self, atom: Any) -> Any:
+        """Returns a literal whose type is manual along the axes. Relies on ``Literal(val, aval)``."""
+        return Literal(atom.val, self._type(atom.aval, shape_of(atom)))
+
+    def _type(self, aval: Any, shape: Sequence[int]) -> Any:
         if not isinstance(aval, jax.core.ShapedArray):
-            return Var(aval)
+            return aval
         key = tuple(shape), aval.dtype, aval.weak_type, memory_space(aval)
         if key not in self._types:
             sharding = NamedSharding(self._inside, PartitionSpec(*[None] * len(shape)))
             self._types[key] = jax.core.ShapedArray(
                 *key[:3], sharding=sharding, memory_space=memory_space(aval)
             )
-        return Var(self._types[key])
+        return self._types[key]
 
     def equation(self, function: Callable[..., Any], key: Any, like: Any, operands: Sequence[Any]) -> Any:
         """Returns the equation that a function of one operation makes of operands, with new results.
@@ -226,15 +236,26 @@ class ManualCode:
 
     def in_context(self, jaxpr: Any) -> Any:
         """Returns a jaxpr, such as that of a kernel, whose equations are manual along the axes."""
-        inner = opened(jaxpr)
+        inner, atoms = opened(jaxpr), dict[int, Any]()
+
+        def renamed(found: Sequence[Any]) -> list[Any]:
+            return [
+                self.literal(x)
+                if isinstance(x, Literal)
+                else atoms.setdefault(id(x), self.var(x, shape_of(x)))
+                for x in found
+            ]
+
         eqns = [
             equation.replace(
-                ctx=self._ctx, params={**equation.params, **with_inner(equation, self.in_context)}
+                invars=renamed(equation.invars),
+                outvars=renamed(equation.outvars),
+                ctx=self._ctx,
+                params={**equation.params, **with_inner(equation, self.in_context)},
             )
             for equation in inner.eqns
         ]
-        new = inner.replace(eqns=eqns)
-        return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+        return remade(jaxpr, renamed(inner.invars), eqns, renamed(inner.outvars), renamed(inner.constvars))
 
     def call(self, equation: Any, jaxpr: Any, operands: Sequence[Any], results: Sequence[Any]) -> Any:
         """Returns a call of another jaxpr; a `jit` says nothing of shardings.
@@ -387,14 +408,23 @@ def _traced(function: Callable[..., Any], *types: Any, trace: Any) -> Sequence[A
     return opened(equation.params['jaxpr']).eqns
 
 
-def remade(jaxpr: Any, invars: Sequence[Any], eqns: Sequence[Any], outvars: Sequence[Any]) -> Any:
+def remade(
+    jaxpr: Any,
+    invars: Sequence[Any],
+    eqns: Sequence[Any],
+    outvars: Sequence[Any],
+    constvars: Sequence[Any] | None = None,
+) -> Any:
     """Returns a jaxpr with the constants of another one and other variables, as open or as closed as it was.
 
     Relies on `replace` of jaxprs, which checks nothing and computes effects.
     """
     inner = opened(jaxpr)
     names = inner.debug_info._replace(arg_names=None, result_paths=None)
-    new = inner.replace(invars=[*invars], eqns=[*eqns], outvars=[*outvars], debug_info=names)
+    changed: dict[str, Any] = {} if constvars is None else {'constvars': [*constvars]}
+    if changed and hasattr(inner, 'consts'):  # since JAX 0.11
+        changed['consts'] = inner.consts
+    new = inner.replace(invars=[*invars], eqns=[*eqns], outvars=[*outvars], debug_info=names, **changed)
     if inner is not jaxpr:
         return jaxpr.replace(jaxpr=new)
     return new

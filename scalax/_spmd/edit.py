@@ -62,6 +62,7 @@ class Edit:
         is_step: whether it is that of the step.
         last: its last equation, for what is written behind all of them.
         eqns: the new equations.
+        constants: the new variables of the constants.
         arguments: the new variables of the arguments.
         collectives: the collectives so far.
         gathered: the arguments, by number, that are gathered.
@@ -98,7 +99,11 @@ class Edit:
         self._uses = Counter([id(x) for eqn in inner.eqns for x in eqn.invars])
         self._uses.update(map(id, inner.outvars))
         self._rounds = [argument.rounds for argument in arguments]
-        self._values = {id(var): Value(var, shared.replicated, var) for var, _ in constants_of(jaxpr)}
+        self._values = {
+            id(var): Value(var, shared.replicated, self.code.var(var, shape_of(var)))
+            for var, _ in constants_of(jaxpr)
+        }
+        self.constants = [value.atom for value in self._values.values()]
         self.arguments = []
         for i, (var, argument) in enumerate(zip(inner.invars, arguments, strict=True)):
             atom = self.code.var(var, local_shape(shape_of(var), argument.placements, shared.sizes))
@@ -113,7 +118,7 @@ class Edit:
         """Returns the value of a variable or literal."""
         if isinstance(atom, Literal):
             zero = not shape_of(atom) and atom.val == 0
-            return Value(atom, self.shared.replicated, atom, is_zero=bool(zero))
+            return Value(atom, self.shared.replicated, self.code.literal(atom), is_zero=bool(zero))
         return self._values[id(atom)]
 
     def define(self, var: Any, placements: Placements, atom: Any = None) -> Value:

@@ -164,7 +164,7 @@ class _Partitioning(Edit):
         ]
         eqns = _live(self.eqns, atoms)
         return Partitioned(
-            remade(self.jaxpr, [*self.numbers, *self.arguments], eqns, atoms),
+            remade(self.jaxpr, [*self.numbers, *self.arguments], eqns, atoms, self.constants),
             tuple(placements),
             tuple([value.is_zero for value in values]),
             tuple([value.origin for value in values]),

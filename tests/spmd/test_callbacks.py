@@ -129,6 +129,14 @@ def test_all_bits_of_results_come_to_all_devices(mesh):
             assert np.asarray(shard.data).tobytes() == np.asarray(b).tobytes()
 
 
+def test_whether_they_nest_is_found_out_where_a_mesh_is_in_force():
+    callbacks_nest.cache_clear()
+    with jax.sharding.use_abstract_mesh(MESHES['hsdp'][0].mesh.abstract_mesh):
+        inside = callbacks_nest()
+    callbacks_nest.cache_clear()
+    assert inside == callbacks_nest()
+
+
 def test_prints_are_those_of_one_device(capfd):
     def fun(w, x):
         y = jnp.tanh(x @ w)
