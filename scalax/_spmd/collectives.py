@@ -122,6 +122,9 @@ class Exchange:
         is_extreme = step.kind == 'all_reduce' and step.reduce_op != 'sum'
         is_ordered = is_extreme and jnp.issubdtype(operand.aval.dtype, jnp.floating)
         function = _extreme(step.reduce_op, key[1]) if is_ordered else _functions(*key, is_key)
+        is_wide = self._code.adds_wide and operand.aval.dtype == jnp.bfloat16 and step.kind in _SUMS
+        if is_wide:
+            function = _wide(function)
         is_complex = step.kind == 'reduce_scatter' and jnp.issubdtype(operand.aval.dtype, jnp.complexfloating)
         if is_complex:
             function = _of_complex(*key)
@@ -132,7 +135,7 @@ class Exchange:
             # XLA's partitioner would gather the value along these axes first.
             nested = _along_auto_axes(function, spec)
             return with_results(self._code.equation(nested, (*key, spec), like, [operand]), [result])
-        if is_ordered:
+        if is_ordered or is_wide:
             return with_results(self._code.equation(function, key, like, [operand]), [result])
         return self._code.exchange(function, key, like, operand, result)
 
@@ -168,6 +171,13 @@ class Exchange:
 
 SENDING = frozenset(('all_gather', 'all_to_all', 'reduce_scatter', 'all_reduce'))
 """The steps that send something."""
+
+_SUMS = frozenset(('reduce_scatter', 'all_reduce'))
+
+
+def _wide(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A function that runs in float32."""
+    return jax.jit(lambda x: function(x.astype('float32')).astype(x.dtype))
 
 
 def _kept_spec(step: Step, auto: Sequence[Sequence[str]]) -> PartitionSpec:

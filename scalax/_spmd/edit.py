@@ -117,7 +117,8 @@ class Edit:
     def read(self, atom: Any) -> Value:
         """Returns the value of a variable or literal."""
         if isinstance(atom, Literal):
-            zero = not shape_of(atom) and atom.val == 0
+            # The gradient of an integer has no values.
+            zero = not shape_of(atom) and atom.aval.dtype != jax.dtypes.float0 and atom.val == 0
             return Value(atom, self.shared.replicated, self.code.literal(atom), is_zero=bool(zero))
         return self._values[id(atom)]
 

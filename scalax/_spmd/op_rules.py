@@ -271,7 +271,8 @@ def _reduced(op: Op, group: Sources, is_state: bool) -> Strategy | None:
         return None
     if name == 'conv_general_dilated' and len(group) < 2:  # each group of features has channels of its own
         return None
-    if op.in_turn and _REDUCTIONS[name] != 'sum':
+    is_complex = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.complexfloating)
+    if _REDUCTIONS[name] != 'sum' and (op.in_turn or is_complex):  # devices do not compare complex numbers
         return None
     is_bool = equation.outvars[0].aval.dtype == jnp.bool_
     if is_bool != (name in _OF_BITS):  # devices exchange neither bits of integers nor sums of booleans
