@@ -3,7 +3,7 @@
     python -m examples.plan_llama                      # a table: 8B and 70B on slices small and large
     python -m examples.plan_llama --only 8b-v5p        # the lines whose names begin so
     python -m examples.plan_llama --only 8b-v5p --full # the compiler takes all the trouble that it can
-    python -m examples.plan_llama --names              # the activations placed by name, and not followed
+    python -m examples.plan_llama --names              # the activations placed by name, and not partitioned
 
 or one of them in full detail, by the command line of scalax:
 
@@ -104,8 +104,8 @@ def make_step(
 ) -> tuple[Any, tuple[Any, ...]]:
     """The step of examples/llama over a mesh with fsdp and tp, and perhaps stage and data; its arguments.
 
-    The rows of the batch are followed, or all activations are placed by a layout. In pipeline stages there
-    are as many microbatches as can be, unless *stages* says how many.
+    The step is partitioned along its batch, or all activations are placed by a layout. In pipeline stages
+    there are as many microbatches as can be, unless *stages* says how many.
     """
     strategy = FSDP_TP
     sizes = helper.mesh.shape
@@ -178,7 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description='Plans LLaMA-3 on TPUs that are not here.')
     parser.add_argument('--only', default='', metavar='NAME', help='the lines whose names begin so')
     parser.add_argument('--full', action='store_true', help='not the quick compiler; minutes a line')
-    parser.add_argument('--names', action='store_true', help='activations placed by name, not followed')
+    parser.add_argument('--names', action='store_true', help='activations placed by name, not partitioned')
     asked = parser.parse_args()
     cases = [case for case in CASES if case.name.startswith(asked.only)]
     if not cases:

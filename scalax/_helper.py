@@ -84,11 +84,11 @@ class MeshShardingHelper:
         axis_types: one ``jax.sharding.AxisType`` for all axes or one for each; Auto by default.
         on_indivisible: the policy for bare PartitionSpecs where a dimension does not divide:
             ``'error'``, ``'replicate'`` or ``'warn'``. Rules carry their own.
-        follow_batch: whether compiled functions find out which arguments are batches, and propagate
-            their sharding to the activations; False does so for ``sjit(..., batch_argnums=...)`` only.
-        partitioning: partitions compiled functions along their batch, with the dtypes in which they gather
-            weights and reduce gradients, unless ``sjit(..., partitioning=...)`` says so
-            (docs/partitioning.md). None propagates shardings to activations (docs/unchanged.md).
+        follow_batch: whether compiled functions find out which of their arguments are batches, and are
+            partitioned along these (docs/partitioning.md); False partitions only functions with
+            ``sjit(..., batch_argnums=...)``.
+        partitioning: the dtypes in which compiled functions gather weights and reduce gradients, and when,
+            unless ``sjit(..., partitioning=...)`` says so; None is ``BatchPartitioning()``.
 
     Raises:
         MeshError: dimensions, names, types and devices do not fit together.
@@ -247,7 +247,7 @@ class MeshShardingHelper:
 
     @property
     def partitioning(self) -> BatchPartitioning | None:
-        """How compiled functions are partitioned along their batch; None leaves it to propagation."""
+        """How compiled functions gather weights and reduce gradients; None is ``BatchPartitioning()``."""
         return self._partitioning
 
     def __reduce__(self) -> Any:
@@ -434,16 +434,16 @@ class MeshShardingHelper:
             static_argnames: names of arguments that are part of the program.
             donate_argnums: positions of arguments whose buffers may be reused.
             donate_argnames: names of arguments whose buffers may be reused.
-            batch_argnums: positions of arguments that are a batch: their sharding is propagated to the
-                activations (docs/unchanged.md). By default those that are placed by specs alone and are not
-                donated, if other arguments are placed by rules. ``()`` turns this off.
+            batch_argnums: positions of arguments that are a batch, along which the function is partitioned
+                (docs/partitioning.md). By default those that are placed by specs alone and are not donated,
+                if other arguments are placed by rules. ``()`` turns partitioning off.
             batch_argnames: names of arguments that are a batch.
             on_mismatch: an argument that is committed to another sharding is an ``'error'``, or is
                 moved at every such call (``'reshard'``).
             stages: the mesh axis that holds layers in stages, and the number of microbatches: loops over
                 layers that are sharded over this axis run as pipelines (docs/stages.md).
-            partitioning: partitions the function along its batch, with the dtypes in which weights are
-                gathered and gradients are reduced (docs/partitioning.md); None takes that of the helper.
+            partitioning: the dtypes in which weights are gathered and gradients reduced, and when
+                (docs/partitioning.md); None takes that of the helper.
             **jit_kwargs: further options of ``jax.jit``, such as ``compiler_options``.
 
         Returns:

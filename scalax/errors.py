@@ -22,7 +22,7 @@ already catch for the same kind of mistake:
     ├── CheckpointWarning                    a damaged checkpoint was passed over
     ├── UnusedAnnotationWarning              a bound annotation name that the function never used
     ├── LostUpdateWarning                    a change of a module that a compiled function was given
-    ├── FollowingWarning                     a step is not partitioned along its batch
+    ├── PartitioningWarning                  a step is not partitioned along its batch
     ├── StagesWarning                        a large part of a pipeline's time is idle
     └── UnshardedWarning                     nothing is sharded that should be, or a regex matches nothing
 
@@ -113,7 +113,7 @@ class LostUpdateWarning(ScalaxWarning):
     """A compiled function changes a module of flax.nnx that it was given: it works on a copy."""
 
 
-class FollowingWarning(ScalaxWarning):
+class PartitioningWarning(ScalaxWarning):
     """A step is not partitioned along its batch: an operation cannot be, or nothing is known to be the batch.
 
     The function runs as written, with the same results; the compiler alone chooses the shardings inside.

@@ -21,7 +21,6 @@ from scalax.rules import (
 )
 
 if TYPE_CHECKING:
-    from scalax._follow.followed_batch import FollowedBatch, KeptValue, LostRows
     from scalax._spmd.explained import PropagationReport, RedundantWork
     from scalax._spmd.report import CollectiveRow
     from scalax.explain import ShardingReport
@@ -35,10 +34,7 @@ __all__ = [
     'BatchPartitioning',
     'CollectiveRow',
     'FSDPShardingRule',
-    'FollowedBatch',
-    'KeptValue',
     'LogicalAxisShardingRule',
-    'LostRows',
     'Mesh',
     'MeshShardingHelper',
     'Stages',
@@ -67,10 +63,6 @@ def __getattr__(name: str) -> Any:
         from scalax.explain import ShardingReport
 
         return ShardingReport
-    if name in ('FollowedBatch', 'KeptValue', 'LostRows'):
-        from scalax._follow import followed_batch
-
-        return getattr(followed_batch, name)
     if name in ('CollectiveRow', 'PropagationReport', 'RedundantWork'):
         from scalax._spmd import explained
 

@@ -3,8 +3,8 @@
 Usage, in the development environment: ``python -m scripts.docs_diagrams``.
 
 - ``rules-tree``: a tree of parameters, the rule that decides about each leaf, its spec (`helper.explain`).
-- ``propagation``: the example of docs/unchanged.md under ``jax.jit`` and under `sjit`: how its activations
-  are sharded, and the bytes of its collectives (`helper.plan`).
+- ``partitioning``: the example of docs/partitioning.md under ``jax.jit`` and under `sjit`: how its
+  activations are sharded, and the bytes of its collectives (`helper.plan`).
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PartitionSpec,
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / 'docs' / 'images'
-PAGE = ROOT / 'docs' / 'unchanged.md'
+PAGE = ROOT / 'docs' / 'partitioning.md'
 
 WIDTH = 520
 LIGHT = {'text': '#1f2328', 'muted': '#59636e', 'line': '#8c959f', 'box': '#f3f5f8', 'shard': '#4051b5'}
@@ -52,7 +52,7 @@ def main() -> int:
 
 def diagrams() -> dict[str, tuple[int, str, list[str]]]:
     """Name -> height, title and elements."""
-    return {'rules-tree': rules_tree(), 'propagation': propagation()}
+    return {'rules-tree': rules_tree(), 'partitioning': partitioning()}
 
 
 def svg(height: int, title: str, parts: list[str], colors: dict[str, str]) -> str:
@@ -138,15 +138,16 @@ def rules_tree() -> tuple[int, str, list[str]]:
     return top + 44, 'Rules decide about each leaf of a tree of parameters', parts
 
 
-def propagation() -> tuple[int, str, list[str]]:
-    example = re.search(r'^```python\n(.*?)^```', PAGE.read_text(encoding='utf-8'), re.DOTALL | re.MULTILINE)
-    assert example is not None
-    names = run(example[1])
+def partitioning() -> tuple[int, str, list[str]]:
+    example, alone = re.findall(
+        r'^```python\n(.*?)^```', PAGE.read_text(encoding='utf-8'), re.DOTALL | re.MULTILINE
+    )[:2]
+    names = run(alone, **run(example))
     helper = names['helper']
     in_shardings, _ = names['alone'].shardings_for(names['params'], names['batch'])
     columns = [
-        ('jax.jit: XLA decides', 'alone', shardings_of_jit(example[1], in_shardings)),
-        ('sjit: propagation', 'step', shardings_of_sjit(names)),
+        ('jax.jit: XLA decides', 'alone', shardings_of_jit(example, in_shardings)),
+        ('sjit: partitioned', 'step', shardings_of_sjit(names)),
     ]
     parts: list[str] = []
     for left, (title, function, specs) in zip((0, 288), columns, strict=True):
@@ -165,7 +166,7 @@ def propagation() -> tuple[int, str, list[str]]:
                 weights = ('up', 'down')[number]
                 parts.append(arrow((middle, top + 58), (middle, top + 114)))
                 parts.append(text(left + 54, top + 78, f"@ weights['{weights}']", 'code'))
-                sent = sent_by_line(plan, example[1], f"weights['{weights}']")
+                sent = sent_by_line(plan, example, f"weights['{weights}']")
                 parts.append(text(left + 54, top + 100, f'collectives: {sent:.0f} MiB', 'muted'))
             top += 120
         [totals] = plan.totals.values()
@@ -204,10 +205,10 @@ def shardings_of_jit(block: str, in_shardings: Any) -> dict[str, PartitionSpec]:
 
 
 def shardings_of_sjit(names: dict[str, Any]) -> dict[str, PartitionSpec]:
-    """The shardings that scalax gives them: those of the two products of the layer."""
-    kept = names['step'].followed(names['params'], names['batch']).kept
-    products = [value.spec for value in kept if value.primitive == 'dot_general']
-    return {name: PartitionSpec(spec[0]) for name, spec in zip(('hidden', 'x'), products, strict=False)}
+    """The shardings that scalax gives them: those of the batch, as long as no operation mixes examples."""
+    report = names['step'].explain_propagation(names['params'], names['batch'])
+    assert not report.gathered_examples
+    return dict.fromkeys(('hidden', 'x'), PartitionSpec(*report.axes))
 
 
 def sent_by_line(plan: Any, block: str, code: str) -> float:

@@ -33,13 +33,13 @@ although they look wrong. This list is of JAX {jax}; earlier versions have more 
 
 - *Result*: the element with the largest error, its value on the mesh, and in brackets that on one device.
 - *First*: the first operation that differs, and its function; of a `shard_map`, the collectives in it.
-- *Gone without*: what removes the difference: switching off activation sharding propagation, partitioning
-  along the batch or pipeline stages, or the sharding of arguments along a mesh axis.
+- *Gone without*: what removes the difference: switching off partitioning along the batch or pipeline
+  stages, or the sharding of arguments along a mesh axis.
 """
 _SECTIONS = {
     'partitioner': '## Faults of XLA\n',
     'user': '## Faults of users\n',
-    'pass': '## Faults seeded in scalax\n\nscalax does not have these. The tests put them there.\n',
+    'scalax': '## Faults seeded in scalax\n\nscalax does not have these. The tests put them there.\n',
 }
 _COLUMNS = """
 | fault | result | first | gone without |
@@ -47,7 +47,6 @@ _COLUMNS = """
 """
 # The names of the catalogue, in the words of the pages.
 _WORDS = {
-    'wrong trail of': 'wrong propagation through',
     'each row': 'each example',
     'of rows': 'of examples',
     'own rows': 'own examples',
@@ -57,7 +56,6 @@ _WORDS = {
 }
 _CHANGES = {
     'without stages': 'stages',
-    'without activation sharding propagation': 'propagation',
     'without partitioning along the batch': 'partitioning',
 }
 

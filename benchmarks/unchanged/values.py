@@ -55,7 +55,7 @@ def difference(model: Model) -> float:
     It is the largest difference of the loss, and of each array of the state, as a part of its largest value.
 
     Raises:
-        ValueError: nothing of the model is followed.
+        ValueError: the model is not partitioned along its batch.
     """
     model = dataclasses.replace(model, optimizer=SGD, fsdp_rule=FSDPShardingRule(min_fsdp_size=1))
     params = weights(model)
@@ -66,8 +66,8 @@ def difference(model: Model) -> float:
     for strategy in MESHES:
         helper = MeshShardingHelper(list(strategy.mesh.values()), list(strategy.mesh))
         step, _ = make_step(model, strategy, helper, 'followed', ROWS * model.rows)
-        if (followed := step.followed(*args)).reason:
-            raise ValueError(f'{model.name} is not followed, and would show nothing: {followed.reason}')
+        if reason := step.explain_propagation(*args).reason:
+            raise ValueError(f'{model.name} is not partitioned, and would show nothing: {reason}')
         differences.append(largest_difference(step(*args), wanted))
     return max(differences)
 

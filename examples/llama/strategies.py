@@ -7,7 +7,7 @@ A strategy answers four questions, and nothing else in this example changes with
   It sees the whole state, and an optimizer moment's path ends like its parameter's
   (`params/layers/up`, `opt_state/1/0/mu/layers/up`), so one line of a table places all three.
 - *Which examples of a batch does a device get?* `data_axes`: the axes over which the batch is split.
-- *How are activations sharded?* Along the batch dimension: scalax propagates it. Only exceptions are
+- *How are activations sharded?* Along the batch: scalax partitions the step. Only exceptions are
   listed. `activations`: specs for names that `model.py` gives to values (it also lists
   their dimensions), and `gradients`: a rule for the gradients before the update.
 
@@ -113,7 +113,7 @@ FSDP_TP = Strategy(
     ),
 )
 
-# The residual split by position instead (arXiv:2205.05198). That is not where following keeps it, so it takes
+# The residual split by position instead (arXiv:2205.05198). The compiler does not choose that, so it takes
 # names: of the residual, and of what the blocks begin with, which is gathered. The embeddings are split by
 # words over tp, and the vectors looked up in it are replicated.
 FSDP_TP_SP = dataclasses.replace(

@@ -45,7 +45,7 @@ class Trainer:
         init = make_init(model, transformation)
         self.init = helper.sjit(init, out_shardings=strategy.state)
         self.abstract_state = functools.partial(jax.eval_shape, init, jax.random.key(0))
-        # The rows of a batch are followed through each function, and stay on their devices.
+        # Each function is partitioned along its batch: examples stay on their devices.
         self.train_step = helper.sjit(
             make_train_step(model, transformation),
             in_shardings=(strategy.state, strategy.batch),

@@ -58,7 +58,7 @@ def find(
     mesh shape, dimensions of the model, such as its heads, are sharded over the second mesh axis in all
     arrays that have them; which dimensions are the same follows from what the step multiplies. Then, on the
     best meshes, the sharding of each group of parameters is changed by itself, until nothing improves. Each
-    layout has activation sharding propagation (`sjit`). Over several slices, if the step loops over stacked
+    layout is partitioned along the batch (`sjit`). Over several slices, if the step loops over stacked
     layers, pipelines are tried too (`Stages`). The search is deterministic: the same arguments give the same
     result, unless the budget is used up first.
 

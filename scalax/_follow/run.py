@@ -20,7 +20,7 @@ from scalax._follow.trail import Trails
 from scalax._follow.types import Arguments, Followed
 from scalax._jax.equations import JaxprEqn
 from scalax._jax.rewriting import Rewriter, run_as_one, with_inputs
-from scalax.errors import FollowingWarning, warn
+from scalax.errors import PartitioningWarning, warn
 
 
 def run_followed(
@@ -60,7 +60,7 @@ def run_followed(
             'and communication.\n'
             'What to do: please report this as a bug of scalax, with this message and the line that it '
             'names. batch_argnums=() switches propagation off, and this warning.',
-            FollowingWarning,
+            PartitioningWarning,
         )
     leaves = jax.tree.leaves([value for i, value in enumerate(args) if i not in static])
     closed, captured = with_inputs(found.jaxpr)

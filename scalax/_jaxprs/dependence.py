@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scalax._jax.equations import is_jaxpr, values_in
+from scalax._jax.equations import is_jaxpr, mapped, values_in
 from scalax._jaxprs.interpreter import Interpreter
 
 
@@ -16,7 +16,7 @@ class Dependence(Interpreter[bool]):
         jaxpr: the jaxpr, open or closed.
         arguments: whether each of its arguments does.
         certain: whether results count only if they do for sure. What holds a jaxpr that is not read here,
-            such as ``shard_map``, may give results that do not depend on all of its operands.
+            such as a kernel, may give results that do not depend on all of its operands.
 
     Attributes:
         of_results: whether each result of the jaxpr does.
@@ -32,6 +32,8 @@ class Dependence(Interpreter[bool]):
         return self.of(variable)
 
     def primitive(self, name: str, equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
+        if name == 'shard_map':
+            return self.results(mapped(equation)[0], operands)
         unread = self._certain and any(map(is_jaxpr, values_in(equation)))
         return [not unread] * len(equation.outvars)
 

@@ -1,64 +1,57 @@
-"""What a plan reports of batch sharding: what keeps it, where it is lost, and where examples move."""
+"""Partitioning in plans: the batch, what mixes its examples, and what all devices compute alike."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 
-from scalax._follow.followed_batch import FollowedBatch, LostRows, nothing_followed
-from scalax._report.tables import human_bytes
-from scalax._spmd.explained import PropagationReport
-from scalax._transforms.sjit.batch import NO_BATCH
+from scalax._report.tables import human_bytes, human_flops
+from scalax._spmd.explained import PropagationReport, RedundantWork, batch_text, gradient_lines
+from scalax._spmd.report import CollectiveRow
 from scalax.errors import plural
 
 _MOST = 5
+_LARGE = 0.01  # of the operations of a device
 
 
-def partitioned(report: PropagationReport | None) -> str:
-    """How a step is partitioned along its batch; empty if it is not."""
+def partitioned_line(report: PropagationReport | None) -> str:
+    """Returns how a step is partitioned along its batch; an empty line if it is not."""
     if report is None or not report.axes:
         return ''
     count = sum(max(1, row.count) for row in report.collectives)
-    along = ' and '.join(report.axes)
-    return f'partitioned along {along}: {plural(count, "collective")} of scalax in one call'
+    return f'partitioned along {batch_text(report)}: {plural(count, "collective")} of scalax in one call'
 
 
-def mixing_lines(report: PropagationReport | None) -> Iterable[str]:
-    """Where examples are gathered, the largest first; or why a step is not partitioned."""
+def mixing_lines(report: PropagationReport | None) -> Iterator[str]:
+    """Yields why a step is not partitioned; or where examples meet, and what all devices compute alike."""
     if report is None:
         return
     if report.reason:
         yield f'not partitioned along its batch: {report.reason}'
-    places = sorted(report.gathered_examples, key=lambda row: -row.step_bytes)
-    for row in places[:_MOST]:
-        at = f'at {row.line} ({row.primitive})' if row.line else f'by {row.primitive}'
-        yield f'  {row.reason} {at}: {row.array}, {human_bytes(row.bytes)}'
-    if more := places[_MOST:]:
+    yield from gradient_lines(report)
+    gathered = sorted(report.gathered_examples, key=lambda row: -row.step_bytes)
+    yield from _first([*map(_gathered, gathered)])
+    alike = [work for work in report.redundant if work.of == 'examples' or work.flops > _LARGE * report.flops]
+    yield from _first([*map(_computed_alike, alike)])
+    if gathered:
+        yield (
+            '  if examples need not meet there, map the function over them (jax.vmap), or run it shard by '
+            'shard (helper.shard_map); to shard what follows, constrain it (with_sharding_constraint)'
+        )
+
+
+def _first(lines: Sequence[str]) -> Iterator[str]:
+    yield from lines[:_MOST]
+    if more := lines[_MOST:]:
         yield f'  ... and at {plural(len(more), "more place")}'
 
 
-def kept(batch: FollowedBatch | None) -> str:
-    """What stays sharded along the batch dimension; empty if nothing looks like a batch."""
-    if batch is None or not batch.axes:
-        return nothing_followed(batch) if batch and batch.reason not in ('', NO_BATCH) else ''
-    lines = plural(len({value.line for value in batch.kept if value.line}), 'line')
-    values = f'{plural(batch.count, "value")} on {lines}' if batch.kept else 'no values'
-    return f'{values} stay sharded along the batch dimension ({", ".join(batch.axes)})'
+def _gathered(row: CollectiveRow) -> str:
+    operation = '' if row.reason.endswith(f' for {row.primitive}') else f' ({row.primitive})'
+    at = f' at {row.line}' if row.line else ''
+    return f'  {row.reason}{at}{operation}: {row.array}, {human_bytes(row.bytes)}'
 
 
-def lost_lines(batch: FollowedBatch | None) -> Iterable[str]:
-    """Where the sharding is lost, and where examples move, the largest values first."""
-    if batch is None:
-        return
-    for what, places in (('sharding lost', batch.lost), ('examples moved', batch.moved)):
-        for each in places[:_MOST]:
-            yield f'  {what} {_place(each)}: {each.array}, {human_bytes(each.bytes)}'
-        if more := places[_MOST:]:
-            yield f'  ... and at {plural(len(more), "more place")}'
-    if batch.lost:
-        by_shard = ', or run it shard by shard (helper.shard_map)'
-        other = '' if batch.lost[0].primitive == 'shard_map' else by_shard
-        yield f'  to restore it, annotate the values after it (with_sharding_annotation){other}'
-
-
-def _place(lost: LostRows) -> str:
-    return f'at {lost.line} ({lost.primitive})' if lost.line else f'by {lost.primitive}'
+def _computed_alike(work: RedundantWork) -> str:
+    at = f' at {work.line}' if work.line else ''
+    size = human_flops(work.flops) if work.flops else human_bytes(work.bytes)
+    return f'  computed alike by all devices: {work.primitive}{at}: {work.array}, {size}'

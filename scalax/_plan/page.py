@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
-from scalax._plan.batch import kept, lost_lines, mixing_lines, partitioned
+from scalax._plan.batch import mixing_lines, partitioned_line
 from scalax._plan.collectives import Collective
 from scalax._plan.formulas import Counted
 from scalax._plan.hardware import network_text
@@ -83,7 +83,7 @@ def plan_blocks(plan: PlanData, title: str, level: int = 1) -> list[Block]:
         Section('Forward, backward, update', _parts(plan, roofline), 'on each device'),
         _scopes(plan, roofline),
         *_collectives(plan, roofline),
-        Section('Batch sharding', _batch(plan)),
+        Section('Partitioning along the batch', _batch(plan)),
     ]
 
 
@@ -378,7 +378,6 @@ def _because(row: Collective) -> str:
 
 
 def _batch(plan: PlanData) -> list[Block]:
-    """What is followed of the batch, and the places where rows are lost."""
-    lost = [*lost_lines(plan.followed), *mixing_lines(plan.propagation)]
-    said = partitioned(plan.propagation) or kept(plan.followed)
-    return [Lines([said]), Lines(lost, 'warn' if lost else '')]
+    """Returns how the step is partitioned along its batch, and what mixes examples; or why it is not."""
+    mixing = [*mixing_lines(plan.propagation)]
+    return [Lines([partitioned_line(plan.propagation)]), Lines(mixing, 'warn' if mixing else '')]

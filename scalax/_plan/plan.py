@@ -50,8 +50,6 @@ class Plan(PlanData, Shown):
         buffers: the arrays that are held at the peak of memory, the largest first: at least 99 % of it; for
             TPUs and GPUs only.
         host_moves: what each device exchanges with its host; for TPUs and GPUs only.
-        followed: the values that stay sharded along the batch dimension, as `SjitFunction.followed` reports;
-            None for functions that ``sjit`` did not make.
         propagation: how the step is partitioned along its batch, as `SjitFunction.explain_propagation`
             reports; None for functions that ``sjit`` did not make.
         flags: for GPUs, the options of their compiler that are not its defaults: those in ``XLA_FLAGS``,

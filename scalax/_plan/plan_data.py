@@ -8,7 +8,6 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-from scalax._follow.followed_batch import FollowedBatch
 from scalax._plan.buffers import Buffer
 from scalax._plan.collective_runs import KINDS
 from scalax._plan.collectives import Collective
@@ -54,7 +53,6 @@ class PlanData:
     refusal: str = ''
     buffers: tuple[Buffer, ...] = ()
     host_moves: HostMoves = _NOTHING_MOVED
-    followed: FollowedBatch | None = None
     propagation: PropagationReport | None = None
     flags: tuple[str, ...] = ()
     schedule: Schedule | None = None

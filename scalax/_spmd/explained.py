@@ -75,6 +75,8 @@ class PropagationReport(Shown):
         reason: why the function is not partitioned; empty if it is.
         gradient_outside: whether JAX has differentiated the compiled function from outside of it. That
             program is not partitioned.
+        batch: the arguments that hold the batch; empty if the function makes its batch itself, or is not
+            partitioned.
     """
 
     name: str
@@ -86,6 +88,7 @@ class PropagationReport(Shown):
     bytes: int = 0
     reason: str = ''
     gradient_outside: bool = False
+    batch: tuple[str, ...] = ()
 
     @property
     def gathered_examples(self) -> tuple[CollectiveRow, ...]:
@@ -98,9 +101,9 @@ class PropagationReport(Shown):
     def _blocks(self, title: str) -> list[Block]:
         if not self.axes:
             lead = f'{self.name} is not partitioned along its batch: {self.reason}'
-            return [Heading(title, self.mesh), Lines([lead, *self._gradient()])]
-        lead = f'{self.name} on {axis_sizes_text(self.mesh)} is partitioned along {" and ".join(self.axes)}'
-        warnings, large = [*self._gradient()], [*filter(self._is_large, self.redundant)]
+            return [Heading(title, self.mesh), Lines([lead, *gradient_lines(self)])]
+        lead = f'{self.name} on {axis_sizes_text(self.mesh)} is partitioned along {batch_text(self)}'
+        warnings, large = [*gradient_lines(self)], [*filter(self._is_large, self.redundant)]
         return [
             Heading(title, self.mesh),
             Figures([*self._figures()]),
@@ -152,13 +155,6 @@ class PropagationReport(Shown):
                     f'{human_bytes(size)} of results'
                 )
 
-    def _gradient(self) -> Iterator[str]:
-        if self.gradient_outside:
-            yield (
-                f'A gradient of {self.name} was taken outside of it. That program is not partitioned: '
-                'compile the function that calls jax.grad, with the optimizer in it.'
-            )
-
     def to_dict(self) -> dict[str, Any]:
         """The report in plain Python values, ready for ``json.dumps``."""
         return {field.name: saved.plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
@@ -182,13 +178,35 @@ class PropagationReport(Shown):
         return saved.read(cls, text_or_path, 'report')
 
 
-def explained(name: str, mesh: Mapping[str, int], step: Step, *, gradient_outside: bool) -> PropagationReport:
+def batch_text(report: PropagationReport) -> str:
+    """Returns the axes along which a step is partitioned, and its batch."""
+    batch = (
+        f'its batch is {" and ".join(map(repr, report.batch))}'
+        if report.batch
+        else 'it makes its batch itself'
+    )
+    return f'{" and ".join(report.axes)}; {batch}'
+
+
+def gradient_lines(report: PropagationReport) -> Iterator[str]:
+    """Yields the warning about a gradient that was taken outside of the compiled function."""
+    if report.gradient_outside:
+        yield (
+            f'A gradient of {report.name} was taken outside of it. That program is not partitioned: '
+            'compile the function that calls jax.grad, with the optimizer in it.'
+        )
+
+
+def explained(
+    name: str, mesh: Mapping[str, int], step: Step, batch: Sequence[str], *, gradient_outside: bool
+) -> PropagationReport:
     """Returns the report of a step that is partitioned.
 
     Args:
         name: the name of the function.
         mesh: mesh axis name -> size.
         step: the step.
+        batch: the arguments that hold its batch.
         gradient_outside: as in `PropagationReport`.
     """
     work = Redundancy(step.jaxpr, step.in_specs, step.axes)
@@ -217,6 +235,7 @@ def explained(name: str, mesh: Mapping[str, int], step: Step, *, gradient_outsid
         work.total.flops,
         work.total.bytes,
         gradient_outside=gradient_outside,
+        batch=(*batch,),
     )
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 
-# This package, and the one that propagates the batch sharding through the function.
-_OURS = tuple(f'{Path(__file__).parents[1] / package}{os.sep}' for package in ('_transforms', '_follow'))
+_OURS = f'{Path(__file__).parent}{os.sep}'
 
 
 def run_users(fun: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:

@@ -35,12 +35,12 @@ def _variants(found: Comparison) -> Iterator[tuple[str, dict[str, Any]]]:
     if not isinstance(step.function, SjitFunction):
         return
     args, kwargs = step.abstract()
-    staged, unfollowed = staged_of(step.function, args, kwargs), {'batch_argnums': (), 'batch_argnames': None}
+    staged, unbatched = staged_of(step.function, args, kwargs), {'batch_argnums': (), 'batch_argnames': None}
     if staged is not None:  # its pipelines need the batch, and layers along their axis
         yield 'without stages', {'stages': None}
-        yield 'without stages and activation sharding propagation', {**unfollowed, 'stages': None}
+        yield 'without stages and partitioning along the batch', {**unbatched, 'stages': None}
     elif step_of(step.function, args, kwargs) is not None:
-        yield 'without partitioning along the batch', unfollowed
+        yield 'without partitioning along the batch', unbatched
     for axis, size in step.helper.mesh.shape.items():
         if (
             size > 1

@@ -42,17 +42,18 @@ that are a dimension, where there are fewer of them than tp has devices. Pad the
 Heads that share a dimension are then cut, and so are the components of fused matrices (``c_attn``, ``qkv``,
 ``gate_up_proj``), which do not end where the shards do: XLA moves data to split them.
 
-**Activations.** Where `scalax.sharding.MeshShardingHelper.sjit` propagates the batch sharding, a table is
-all that FSDP and tensor parallelism take. What is left needs names, `with_sharding_annotation(x, name)`, and
-a layout: a mapping from names to specs over the axes ``'batch'``, ``'tp'`` and ``'expert'``, of which
-`activations` makes ``annotation_shardings``. They fit all tables, and are joined as ``{**first, **second}``.
+**Activations.** Where `scalax.sharding.MeshShardingHelper.sjit` partitions a function along its batch, a
+table is all that FSDP and tensor parallelism take. What is left needs names,
+`with_sharding_annotation(x, name)`, and a layout: a mapping from names to specs over the axes ``'batch'``,
+``'tp'`` and ``'expert'``, of which `activations` makes ``annotation_shardings``. They fit all tables, and
+are joined as ``{**first, **second}``.
 
 ===================  ===============================================================================
 layout               what it is for
 ===================  ===============================================================================
 `SEQUENCE_PARALLEL`  the residual between the blocks, and what is saved of it, split by position over tp
 `EXPERT_PARALLEL`    the tokens travel to the experts of `MIXTRAL`, and not the experts to the tokens
-`TENSOR_PARALLEL`    every activation, for functions without this propagation
+`TENSOR_PARALLEL`    every activation, for functions that are not partitioned so
 ===================  ===============================================================================
 
 ==================  ======================================  ===============================================
@@ -492,7 +493,7 @@ TENSOR_PARALLEL: ActivationSpecs = MappingProxyType(
 )
 """Megatron-LM's tensor parallelism: heads, hidden units and the vocabulary over tp; the residual is not.
 
-Functions whose batch sharding is propagated need none of it.
+Functions that are partitioned along their batch need none of it.
 """
 
 SEQUENCE_PARALLEL: ActivationSpecs = MappingProxyType(

@@ -6,15 +6,13 @@ import pytest
 
 from benchmarks.unchanged.catalogue import all_models
 from benchmarks.unchanged.model import STRATEGIES
-from scalax._follow.weights import FEW_ROWS
 from scalax._jax.equations import CALLS
 from scalax._jaxprs.dims import RULES
 from tests.support import ROOT
 
-PAGE, PRIMITIVES, MODELS, SOME_MODELS = (
+PRIMITIVES, MODELS, SOME_MODELS = (
     (ROOT / name).read_text(encoding='utf-8')
     for name in (
-        'docs/unchanged.md',
         'docs/primitives.md',
         'benchmarks/unchanged/tables.md',
         'docs/followed_models.md',
@@ -33,10 +31,6 @@ def rows_of(name: str) -> list[list[str]]:
 def test_every_primitive_is_in_the_table_once() -> None:
     named = [name for row in rows_of('primitives') for name in re.findall(r'`([\w-]+)`', row[1])]
     assert sorted(named) == sorted({*RULES, *CALLS, *LOOPS})
-
-
-def test_the_number_of_few_rows() -> None:
-    assert f'{FEW_ROWS:,} rows on each device' in PAGE
 
 
 def test_the_documentation_has_rows_of_the_tables() -> None:

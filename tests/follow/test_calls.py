@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from scalax import microbatch
 from scalax._jaxprs import dims
-from scalax.errors import FollowingWarning
+from scalax.errors import PartitioningWarning
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support.compilations import anew
@@ -303,7 +303,7 @@ def test_a_mistake_of_following_ends_no_program(monkeypatch, where):
     reason = f"propagation failed{where} with KeyError: 'axis'"
     step = HELPER.sjit(step, in_shardings=RULES, out_shardings=ROWS)
     message = f'^step runs without batch sharding propagation: {reason}'
-    with pytest.warns(FollowingWarning, match=message) as told:
+    with pytest.warns(PartitioningWarning, match=message) as told:
         found = step(W, X)
     assert [(each.filename, len(told)) for each in told] == [(__file__, 1)]
     np.testing.assert_allclose(found, EXPECTED, rtol=1e-5, atol=1e-5)

@@ -81,17 +81,19 @@ def test_a_training_is_that_of_one_device(rule, donated):
 
 
 @pytest.mark.medium
-def test_the_batch_is_followed_and_the_step_is_planned():
+def test_the_step_is_partitioned_along_its_batch_and_planned():
     mesh = helper()
     model, optimizer = nnx.sjit(mesh, make, out_shardings=FSDP)(jax.random.key(0))
     step = nnx.sjit(mesh, train_step, in_shardings=(FSDP, FSDP, P('fsdp')))
-    assert step.followed(model, optimizer, rows(4096)).kept
+    report = step.explain_propagation(model, optimizer, rows(4096))
+    assert (report.axes, report.batch) == (('fsdp',), ('x',))
+    assert 'weight model/up/kernel/value for dot_general' in {row.reason for row in report.collectives}
     assert step.lower(model, optimizer, rows(4096)).as_text() == (
         step.pure.lower(*step.arguments(model, optimizer, rows(4096))).as_text()
     )
     plan = mesh.plan(step, model, optimizer, rows(4096))
     assert plan == mesh.plan(step.pure, *step.arguments(model, optimizer, rows(4096)))
-    assert plan.name == 'train_step' and plan.followed.kept
+    assert plan.name == 'train_step' and plan.propagation == report
     assert 'model/up/kernel/value' in [row.path for row in plan.inputs.rows]
 
 
@@ -116,7 +118,7 @@ def test_a_decorator_and_a_step_that_is_compiled_for_one_device(compiled):
     assert step(model, optimizer, rows()) > 0
     assert np.any(before != model.down.kernel[...])
     assert model.down.kernel[...].sharding.spec == P('fsdp')
-    assert step.followed(model, optimizer, rows()).kept
+    assert step.explain_propagation(model, optimizer, rows()).axes == ('fsdp',)
 
 
 @pytest.mark.medium

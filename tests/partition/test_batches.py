@@ -212,7 +212,7 @@ SHAPES = {'gate': (64, 192), 'up': (64, 192), 'down': (192, 64), 'head': (64, 20
         (layers_and_logits, ['gate', 'up', 'down', 'head']),
     ],
 )
-def test_decoding_one_token_moves_no_more_than_without_propagation(function, names):
+def test_decoding_one_token_moves_no_more_than_without_partitioning(function, names):
     random = np.random.default_rng(0)
     w = {name: random.normal(size=SHAPES[name]).astype('float32') / 8 for name in names}
     x = random.normal(size=(8, 1, 64)).astype('float32')

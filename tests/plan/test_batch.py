@@ -1,4 +1,4 @@
-"""What a plan says of the batch: what is followed, and where its rows are lost."""
+"""Plans tell how a step is partitioned along its batch, which operations mix examples, or why it is not."""
 
 import dataclasses
 import functools
@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
 
+from scalax.errors import PartitioningWarning
 from scalax.plan import Plan
 from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,
-    with_sharding_annotation,
     with_sharding_constraint,
 )
 from scalax.sharding import PartitionSpec as P
@@ -25,13 +25,11 @@ OFF = MeshShardingHelper([-1], ['fsdp'], follow_batch=False)
 RULE = FSDPShardingRule(min_fsdp_size=1)
 WEIGHTS = {'up': leaf(8, 256, 1024), 'down': leaf(8, 1024, 256)}
 X = leaf(8192, 256)
-NAMED = {'annotation_shardings': {'rows': P('fsdp')}}
 
 
 def block(x, weights):
-    x = with_sharding_annotation(x, 'rows')
     hidden = jax.nn.relu(x @ weights['up'])
-    return with_sharding_annotation(x + hidden @ weights['down'], 'rows'), None
+    return x + hidden @ weights['down'], None
 
 
 def blocks(weights, x):
@@ -73,110 +71,148 @@ def constrained(weights, x):
     return jnp.mean(weights['up'][0]) * with_sharding_constraint(jnp.sin(columns), P('fsdp'))
 
 
-def summed_by_hand(weights, x):
-    def gathered(x):
-        return jax.lax.all_gather(x, 'fsdp', tiled=True).sum(0)
-
-    rows = HELPER.shard_map(gathered, in_specs=P('fsdp'), out_specs=P(), check_vma=False)(x)
-    return jnp.mean(weights['up'][0]) * rows
+def compared(weights, x):
+    """The similarity of all pairs of examples, on all devices."""
+    x = jnp.sort(x @ weights['up'][0], 0)
+    return jnp.mean(jnp.tanh(x @ x.T))
 
 
 @functools.cache
-def planned(fun, helper=HELPER, out=RULE, named=False, **options):
-    if named:
-        options |= NAMED
+def planned(fun, helper=HELPER, out=RULE, **options):
     compiled = helper.sjit(fun, in_shardings=(RULE, P('fsdp')), out_shardings=out, **options)
     return helper.plan(compiled, WEIGHTS, X)
 
 
-def said(plan):
-    """What the text of a plan says below its collectives, a line for each sentence."""
-    below = plan.to_text(1000).rpartition('\n\n')[2]
-    return below.splitlines()
+def text_of_batch(plan):
+    """The lines of a plan's text below its collectives, one for each sentence."""
+    return plan.to_text(1000).rpartition('\n\n')[2].splitlines()
 
 
 SILENT = {
-    'followed': (step, {}),
+    'a step': (step, {}),
     'several steps': (steps, {}),
-    'in parts': (in_parts, {}),
     'forward': (blocks, {'out': P('fsdp')}),
-    'the output is replicated': (blocks, {'out': P()}),
-    'constrained': (constrained, {'out': P('fsdp')}),
-    'shard_map': (summed_by_hand, {'out': P()}),
 }
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize('fun, options', SILENT.values(), ids=SILENT)
-def test_where_no_rows_are_lost_nothing_is_said(fun, options):
+def test_a_plan_has_one_line_about_a_step_that_mixes_no_examples(fun, options):
     plan = planned(fun, **options)
-    assert plan.followed.axes == ('fsdp',) and not plan.followed.lost
-    assert not any('lost' in line for line in said(plan))
+    assert plan.propagation.axes == ('fsdp',) and not plan.propagation.gathered_examples
+    [line] = text_of_batch(plan)
+    assert re.fullmatch(
+        r"partitioned along fsdp; its batch is 'x': \d+ collectives? of scalax in one call", line
+    )
 
 
 SPEAKING = {
     'switched off': (step, {'batch_argnums': ()}),
     'switched off for all': (step, {'helper': OFF}),
-    'behind a transform': (mixed, {}),
-    'named behind a transform': (mixed, {'named': True}),
+    'a transform': (mixed, {}),
     'sorted': (sorted_rows, {}),
+    'in parts': (in_parts, {}),
     'one row after the other': (one_by_one, {'out': P('fsdp')}),
+    'gathered by the output': (blocks, {'out': P()}),
+    'gathered by a constraint': (constrained, {'out': P('fsdp')}),
+    'products of gathered examples': (compared, {'out': P()}),
 }
 
 
 @pytest.mark.medium
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize('fun, options', SPEAKING.values(), ids=SPEAKING)
-def test_what_is_said(fun, options, snapshot):
-    # How many values there are depends on the version of JAX.
-    text = re.sub(r'^\d+ values on \d+ lines', 'some values', '\n'.join(said(planned(fun, **options))))
+def test_what_mixes_examples_is_listed_with_its_line(fun, options, snapshot):
+    # How many collectives and places there are depends on the version of JAX.
+    text = re.sub(
+        r'\d+ (collective|more place)s?', r'some \1s', '\n'.join(text_of_batch(planned(fun, **options)))
+    )
     snapshot(re.sub(r'(test_batch\.py):\d+', r'\1', text))
 
 
 def test_a_batch_that_is_constrained_inside():
     fun = HELPER.sjit(blocks, args_sharding_constraint=(RULE, P('fsdp')), out_shardings=P('fsdp'))
     plan = HELPER.plan(fun, WEIGHTS, X)
-    assert plan.followed.axes == ('fsdp',)
-    assert plan.followed == fun.followed(WEIGHTS, X)
+    assert plan.propagation.axes == ('fsdp',) and plan.propagation.batch == ('x',)
+    assert plan.propagation == fun.explain_propagation(WEIGHTS, X)
+
+
+def test_a_batch_that_the_step_makes_itself():
+    def made_inside(weights):
+        x = with_sharding_constraint(jnp.ones((8192, 256)), P('fsdp'))
+        return jax.grad(lambda weights: jnp.mean(blocks(weights, x)))(weights)
+
+    fun = HELPER.sjit(made_inside, in_shardings=RULE, out_shardings=RULE)
+    plan = HELPER.plan(fun, WEIGHTS)
+    assert plan.propagation.batch == ()
+    assert text_of_batch(plan)[0].startswith('partitioned along fsdp; it makes its batch itself: ')
 
 
 def test_arguments_by_name_and_methods():
     class Model:
-        @HELPER.sjit(in_shardings={'weights': RULE, 'x': P('fsdp')}, out_shardings=P(), static_argnums=0)
+        @HELPER.sjit(
+            in_shardings={'weights': RULE, 'x': P('fsdp')}, out_shardings=P('fsdp'), static_argnums=0
+        )
         def apply(self, weights, x):
             return blocks(weights, x)
 
     plan = HELPER.plan(Model().apply, WEIGHTS, x=X)
-    assert plan.followed.count == 3
+    assert plan.propagation.batch == ('x',)
+    assert {row.what for row in plan.propagation.collectives} == {'weight'}
 
 
-def test_why_nothing_is_followed():
+def test_batches_of_several_arguments_and_of_keywords():
+    def product(weights, x, **others):
+        return (x * others['y']) @ weights
+
+    fun = HELPER.sjit(product, in_shardings={'weights': RULE, 'x': P('fsdp'), 'y': P('fsdp')})
+    report = fun.explain_propagation(leaf(64, 64), leaf(64, 64), y=leaf(64, 64))
+    assert report.batch == ('x', 'y')
+    assert str(report).startswith(
+        "product on fsdp=8 is partitioned along fsdp; its batch is 'x' and 'y'. In a step, each device:"
+    )
+
+
+def test_why_a_step_is_not_partitioned():
     def on(helper, *shardings, **options):
         fun = helper.sjit(lambda w, x: x @ w, in_shardings=shardings, out_shardings=P(), **options)
         plan = helper.plan(fun, leaf(64, 64), leaf(64, 64))
-        assert plan.followed == fun.followed(leaf(64, 64), leaf(64, 64))
-        return next((line for line in said(plan) if line.startswith('no batch')), None)
+        assert plan.propagation == fun.explain_propagation(leaf(64, 64), leaf(64, 64))
+        return next((line for line in text_of_batch(plan) if line.startswith('not partitioned')), None)
 
-    start = 'no batch sharding is propagated: '
+    start = 'not partitioned along its batch: '
     assert on(HELPER, RULE, P('fsdp'), batch_argnums=()) == f'{start}batch_argnums=() turns it off'
     assert on(HELPER, P('fsdp'), P('fsdp')) == (
         f'{start}specs place all arguments, and batch_argnums does not name the batch among them'
     )
     explicit = MeshShardingHelper([-1], ['fsdp'], axis_types=AxisType.Explicit)
-    shown = explicit.sjit(jnp.sin, in_shardings=P('fsdp')).followed(X)
-    assert (
-        str(shown) == 'sin propagates no batch sharding: on Explicit mesh axes, shardings are part of types'
+    report = explicit.sjit(jnp.sin, in_shardings=P('fsdp')).explain_propagation(X)
+    assert str(report) == (
+        'sin is not partitioned along its batch: on Explicit mesh axes, shardings are part of types'
     )
     # Nothing looks like a batch.
     assert on(HELPER, P(), P('fsdp')) is None
     assert on(HELPER, RULE, None) is None
 
 
+def test_an_operation_that_is_not_handled_is_named_with_its_line():
+    def writing(weights, x):
+        return jax.new_ref(x)[...] @ weights['up'][0]
+
+    fun = HELPER.sjit(writing, in_shardings=(RULE, P('fsdp')), out_shardings=P('fsdp'))
+    with pytest.warns(PartitioningWarning, match='writing is not partitioned along its batch'):
+        plan = HELPER.plan(fun, WEIGHTS, X)
+    line = writing.__code__.co_firstlineno + 1
+    [told] = text_of_batch(plan)
+    assert told == f'not partitioned along its batch: {plan.propagation.reason}'
+    assert told.endswith(f'(test_batch.py:{line} writing)')
+
+
 @pytest.mark.medium
 def test_functions_that_sjit_did_not_make():
     x = HELPER.shard(jnp.ones((8, 8)), P('fsdp'))
     for fun in (jnp.sin, jax.jit(jnp.sin)):
-        assert HELPER.plan(fun, x).followed is None
+        assert HELPER.plan(fun, x).propagation is None
 
 
 def test_the_function_is_traced_once():
@@ -187,7 +223,7 @@ def test_the_function_is_traced_once():
         return blocks(weights, x)
 
     fun = HELPER.sjit(counted, in_shardings=(RULE, P('fsdp')))
-    assert HELPER.plan(fun, WEIGHTS, X).followed.count == 3
+    assert HELPER.plan(fun, WEIGHTS, X).propagation.axes == ('fsdp',)
     assert times == [1]
 
 
@@ -197,9 +233,10 @@ def test_json_and_differences():
     for plan in plans:
         assert Plan.load(plan.to_json()) == plan
         assert str(Plan.load(plan.to_json())) == str(plan)
-    followed, alone, _ = plans
-    assert 'stay sharded along the batch dimension' in followed.diff(alone)
-    assert followed.diff(followed) == ''
+    partitioned, alone, _ = plans
+    assert "-partitioned along fsdp; its batch is 'x'" in partitioned.diff(alone)
+    assert '+not partitioned along its batch: batch_argnums=() turns it off' in partitioned.diff(alone)
+    assert partitioned.diff(partitioned) == ''
 
 
 @pytest.mark.medium
@@ -207,7 +244,7 @@ def test_page(tmp_path):
     plan = planned(mixed)
     plan.to_html(tmp_path / 'plan.html')
     page = (tmp_path / 'plan.html').read_text(encoding='utf-8')
-    section = page.partition('Batch sharding</h2>')[2].partition('</section>')[0]
-    for line in said(plan):
-        assert html.escape(line.strip()) in section
-    assert 'Batch sharding' not in dataclasses.replace(plan, followed=None)._repr_html_()
+    section = page.partition('Partitioning along the batch</h2>')[2].partition('</section>')[0]
+    for line in text_of_batch(plan):
+        assert html.escape(line.strip()) in html.escape(html.unescape(section))
+    assert 'Partitioning along the batch' not in dataclasses.replace(plan, propagation=None)._repr_html_()

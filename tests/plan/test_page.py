@@ -9,11 +9,10 @@ import jax
 import pytest
 from selenium.webdriver.common.by import By
 
-from scalax._follow.followed_batch import FollowedBatch, KeptValue, LostRows
 from scalax._plan.page import plan_blocks
 from scalax._report import blocks
 from scalax.plan import HARDWARE, Buffer, HostMoves, Place, Plan, ScopeRuns, ScopeWork, Source
-from scalax.sharding import MeshShardingHelper
+from scalax.sharding import CollectiveRow, MeshShardingHelper, PropagationReport, RedundantWork
 from scalax.sharding import PartitionSpec as P
 
 GIB = 2**30
@@ -80,11 +79,16 @@ def hostile():
         for row in made.collectives
     )
     work = dataclasses.replace(made.work, by_scope=(ScopeWork(HOSTILE, 'forward', made.work.flops, 5),))
-    batch = FollowedBatch(
+    words = HOSTILE, HOSTILE, HOSTILE, HOSTILE
+    propagation = PropagationReport(
         HOSTILE,
+        {HOSTILE: made.devices},
         (HOSTILE,),
-        (KeptValue(HOSTILE, P(HOSTILE), HOSTILE, HOSTILE),),
-        (LostRows(HOSTILE, HOSTILE, HOSTILE, 5),),
+        (CollectiveRow(HOSTILE, 'examples', *words, (HOSTILE,), HOSTILE, 5, 1, is_backward=False),),
+        (RedundantWork('examples', HOSTILE, HOSTILE, HOSTILE, 5, 5, 1),),
+        reason=HOSTILE,
+        gradient_outside=True,
+        batch=(HOSTILE,),
     )
     return dataclasses.replace(
         made,
@@ -94,7 +98,7 @@ def hostile():
         work=work,
         refusal=HOSTILE,
         buffers=(Buffer(GIB, HOSTILE, source),),
-        followed=batch,
+        propagation=propagation,
     )
 
 
@@ -199,12 +203,18 @@ def test_parts_of_a_step():
 
 
 def test_the_batch():
-    kept = (KeptValue('f32[8]', P('fsdp'), 'dot_general', 'model.py:3 up', 4),)
-    lost = (LostRows('sort', 'model.py:9 route', 'f32[64]', 256),)
-    made = dataclasses.replace(plan(), followed=FollowedBatch('step', ('fsdp',), kept, lost))
-    said = words(made)
-    assert 'sharding lost at model.py:9 route (sort): f32[64], 256 B' in said
-    assert 'Batch sharding' not in words(dataclasses.replace(plan(), followed=None))
+    row = CollectiveRow(
+        *('all_gather', 'examples', 'examples gathered for sort', '', 'sort', 'model.py:9 route'),
+        *(('fsdp',), 'float32[64]', 256, 1, False),
+    )
+    alike = RedundantWork('examples', 'sort', 'model.py:9 route', 'float32[64]', 0, 256, 1)
+    propagation = PropagationReport('step', {'fsdp': 8}, ('fsdp',), (row,), (alike,), batch=('x',))
+    said = words(dataclasses.replace(plan(), propagation=propagation))
+    title = said.index('Partitioning along the batch')
+    assert said[title + 1] == "partitioned along fsdp; its batch is 'x': 1 collective of scalax in one call"
+    assert 'examples gathered for sort at model.py:9 route: float32[64], 256 B' in said
+    assert 'computed alike by all devices: sort at model.py:9 route: float32[64], 256 B' in said
+    assert 'Partitioning along the batch' not in words(dataclasses.replace(plan(), propagation=None))
 
 
 def test_simulated_devices_say_how_to_get_seconds():

@@ -198,7 +198,7 @@ def test_text():
         '',
         'along fsdp: 8.0 KiB in all-reduces',
         '',
-        'no batch sharding is propagated: batch_argnums=() turns it off',
+        'not partitioned along its batch: batch_argnums=() turns it off',
     ]
     row = 'all-reduce  fsdp      1  8.0 KiB  8.0 KiB  backward  collective_programs.py:'
     assert lines[first + 3].startswith(row)

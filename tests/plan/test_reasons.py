@@ -60,7 +60,7 @@ def test_text_and_json():
     text = plan.to_text(200)
     line = loss.__code__.co_firstlineno + 2
     assert f'weight params/blocks/up for dot_general, test_reasons.py:{line} layer' in text
-    assert 'partitioned along fsdp: ' in text
+    assert "partitioned along fsdp; its batch is 'x': " in text
     assert 'examples gathered for sort at test_reasons.py:' in text
     assert Plan.load(plan.to_json()) == plan
 

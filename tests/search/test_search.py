@@ -233,7 +233,7 @@ def test_failures_and_interruptions(monkeypatch):
     monkeypatch.setattr(module, 'plan_lowered', stopping)
     stopped_at = 1, 4
     stopped = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], full=2)
-    assert [candidate.name for candidate in stopped.candidates] == ['fsdp=2, tp=2', 'fsdp=4, tp=1']
+    assert [candidate.name for candidate in stopped.candidates] == ['fsdp=4, tp=1', 'fsdp=2, tp=2']
     assert stopped.interrupted and stopped.best.quick
     assert str(stopped).startswith(
         '2 meshes on v5e:2x2: 2 planned quickly; stopped before its end, 1 not reached\n'
@@ -265,7 +265,7 @@ def test_a_search_continues_from_a_file(tmp_path, monkeypatch):
         out.write(file.read_text()[:1000])
     stop_at = None
     found = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
-    assert asked == [((4, 1), True), ((2, 2), True), ((1, 4), True), ((2, 2), False)]
+    assert asked == [((4, 1), True), ((2, 2), True), ((1, 4), True), ((4, 1), False)]
     assert (found.compiled, found.compiled_in_full, found.read) == (1, 1, 2)
     assert str(found).startswith('3 meshes on v5e:2x2: 1 planned quickly, 1 in full, 2 read from the file\n')
     again = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 from scalax._jax.manual import callbacks_nest
-from scalax.errors import FollowingWarning
+from scalax.errors import PartitioningWarning
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
@@ -168,7 +168,7 @@ def test_one_for_blocks_runs_on_every_device():
 def test_beside_other_axes_an_old_jax_leaves_the_step_to_the_compiler():
     helper, spec = MESHES['hsdp and tp']
     step = helper.sjit(debugged, in_shardings=(P(), spec), batch_argnums=1)
-    with pytest.warns(FollowingWarning, match='it runs callbacks, and this JAX cannot beside mesh axes'):
+    with pytest.warns(PartitioningWarning, match='it runs callbacks, and this JAX cannot beside mesh axes'):
         step(W, X)
     jax.effects_barrier()
     assert len(CALLS) == 1
@@ -177,7 +177,7 @@ def test_beside_other_axes_an_old_jax_leaves_the_step_to_the_compiler():
 def told_by(fun, *, helper, spec):
     """The one warning about a step, without the folder of its line."""
     step = helper.sjit(fun, in_shardings=(P(), spec), batch_argnums=1)
-    with pytest.warns(FollowingWarning) as warned:
+    with pytest.warns(PartitioningWarning) as warned:
         step.trace(W, X)
     [message] = [str(each.message).replace(__file__, 'test_callbacks.py') for each in warned]
     return message.replace(f'test_callbacks.py:{fun.__code__.co_firstlineno + 1} ', 'line 1 of ')
@@ -215,7 +215,7 @@ def test_arrays_that_change_in_place_leave_the_step_to_the_compiler():
         f'(line 1 of fun). {FALLS_BACK}\nWhat to do: return a new array, as x.at[i].set(y) and the carry of '
         'a loop do, or turn partitioning off with batch_argnums=().'
     )
-    with pytest.warns(FollowingWarning):
+    with pytest.warns(PartitioningWarning):
         found = helper.sjit(fun, in_shardings=(P(), spec), batch_argnums=1, out_shardings=spec)(W, X)
     np.testing.assert_allclose(found, jax.jit(fun)(W, X), rtol=1e-5)
 

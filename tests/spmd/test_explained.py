@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scalax._spmd.redundancy import Redundancy, product_flops
-from scalax.errors import DataError, FollowingWarning
+from scalax.errors import DataError, PartitioningWarning
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PropagationReport, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
 from tests.support.partitioned import HSDP
@@ -69,7 +69,7 @@ def test_weights_and_gradients():
 def test_text():
     text = str(compiled(step, (FSDP, P())).explain_propagation(params(), X))
     head = (
-        'step on fsdp=8 is partitioned along fsdp. In a step, each device:\n'
+        "step on fsdp=8 is partitioned along fsdp; its batch is 'x'. In a step, each device:\n"
         '- gathers weights: 3.0 KiB in the forward pass and the update, 3.0 KiB in the backward pass\n'
         '- reduces gradients: 3.0 KiB by reduce_scatter\n'
         '- reduces other sums, such as a loss or a norm: 4 B\n'
@@ -123,7 +123,7 @@ def test_a_step_that_is_not_partitioned_says_why():
         return jax.new_ref(2 * x)[...] @ w
 
     w = np.ones((WIDTH, WIDTH), 'float32')
-    with pytest.warns(FollowingWarning):
+    with pytest.warns(PartitioningWarning):
         report = compiled(writing).explain_propagation(w, X)
     assert 'it changes an array in place (jax.new_ref)' in report.reason and line(writing, 1) in report.reason
     assert str(report) == f'writing is not partitioned along its batch: {report.reason}'

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
 
-from scalax.errors import FollowingWarning
+from scalax.errors import PartitioningWarning
 from scalax.sharding import BatchPartitioning, FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
@@ -54,7 +54,7 @@ def product(w, x):
 @each_case
 def test_who_asks_for_partitioning_is_told_once(helper, options, why, remedy):
     step = helper.sjit(lambda w, x: product(w, x), partitioning=BatchPartitioning(), **options)
-    with pytest.warns(FollowingWarning) as warned:
+    with pytest.warns(PartitioningWarning) as warned:
         step.trace(W, X)
         step.trace(W, jax.ShapeDtypeStruct((32, 8), 'float32'))
     assert [str(each.message) for each in warned] == [

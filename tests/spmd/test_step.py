@@ -12,7 +12,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from scalax._jax.equations import equations
 from scalax._spmd import op_rules
 from scalax._transforms.sjit import partitioned
-from scalax.errors import FollowingWarning
+from scalax.errors import PartitioningWarning
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
 
@@ -146,7 +146,7 @@ def test_a_step_that_is_not_handled_runs_as_it_is():
         return jax.new_ref(2 * x)[...] @ w
 
     w, x = np.eye(8, dtype='float32'), np.ones((8, 8), 'float32')
-    with pytest.warns(FollowingWarning) as warned:
+    with pytest.warns(PartitioningWarning) as warned:
         found = helper.sjit(step, in_shardings=(FSDP, P('fsdp')), batch_argnums=1)(w, x)
     np.testing.assert_array_equal(found, 2 * x)
     line = step.__code__.co_firstlineno + 1
@@ -178,7 +178,7 @@ def test_a_mistake_of_the_partitioner_ends_no_program(monkeypatch):
     monkeypatch.setattr(partitioned, 'partition_step', failing)
     helper, x = MeshShardingHelper([8], ['fsdp']), np.ones((8, 8), 'float32')
     step = helper.sjit(lambda x: x + 1, in_shardings=P('fsdp'), batch_argnums=0)
-    with pytest.warns(FollowingWarning) as warned:
+    with pytest.warns(PartitioningWarning) as warned:
         np.testing.assert_array_equal(step(x), 2)
     assert [str(each.message) for each in warned] == [
         '<lambda> is not partitioned along its batch: IndexError: no such number. It runs as jax.jit runs '
@@ -213,7 +213,7 @@ def test_a_bug_of_the_partitioner_is_told_as_one(monkeypatch):
         return jnp.tanh(x) @ w
 
     w, x = np.eye(8, dtype='float32'), np.ones((8, 8), 'float32')
-    with pytest.warns(FollowingWarning) as warned:
+    with pytest.warns(PartitioningWarning) as warned:
         helper = MeshShardingHelper([8], ['fsdp'])
         found = helper.sjit(step, in_shardings=(FSDP, P('fsdp')), batch_argnums=1)(w, x)
     np.testing.assert_allclose(found, np.tanh(x) @ w, rtol=1e-6)

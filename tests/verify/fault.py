@@ -24,7 +24,7 @@ from scalax.sharding import MeshShardingHelper
 
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
 """A step and its arguments."""
-Kind = Literal['partitioner', 'pass', 'user', 'sound']
+Kind = Literal['partitioner', 'scalax', 'user', 'sound']
 
 FSDP_TP: Mapping[str, int] = {'fsdp': 4, 'tp': 2}
 FSDP: Mapping[str, int] = {'fsdp': 8}
@@ -44,7 +44,7 @@ class Fault:
         mesh: the axes of the mesh, and their sizes.
         explicit: whether the axes are Explicit.
         mended_in: the first jaxlib that does not have it any more; empty if all have it.
-        seeded: puts the fault in, for those of the pass.
+        seeded: puts the fault in, for those of scalax.
         raises: what the error says that it ends with, on one device as well; empty if it ends with none.
     """
 
@@ -127,9 +127,9 @@ def jitted(helper: MeshShardingHelper, fun: Callable[..., Any], *specs: P, **opt
 
 
 def seeded(
-    expects: tuple[str, ...], *changes: tuple[Any, str, Any], kind: Kind = 'pass', **options: Any
+    expects: tuple[str, ...], *changes: tuple[Any, str, Any], kind: Kind = 'scalax', **options: Any
 ) -> Callable[[Any], Any]:
-    """Adds a fault of the pass: while the step is traced, these attributes of these modules are others."""
+    """Adds a fault of scalax: while the step is traced, these attributes of these modules are others."""
 
     @contextlib.contextmanager
     def put_in() -> Iterator[None]:

@@ -1,12 +1,12 @@
-"""The catalogue: faults of XLA's partitioner, of scalax's own pass and of users, and steps that are right."""
+"""The catalogue: faults of XLA's partitioner, of scalax and of users, and steps that are right."""
 
 from tests.verify import (  # noqa: F401 - they add theirs
     engine_faults,
     partitioner_faults,
-    pass_faults,
     sound_steps,
     stage_faults,
     user_faults,
+    workaround_faults,
 )
 from tests.verify.fault import FAULTS, SOUND, Fault
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -11,19 +10,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from scalax._follow import (
-    follow,
-    operands,
-)
-from scalax._follow.trail import spec_of
-from scalax._jaxprs import dims
 from scalax.sharding import MeshShardingHelper, TreePathShardingRule
 from tests.verify.fault import (
-    FSDP,
     Step,
     integers,
     normal,
-    seeded,
     sound,
 )
 from tests.verify.partitioner_faults import (
@@ -36,12 +27,11 @@ from tests.verify.partitioner_faults import (
     largest_but_the_first,
     next_token_gradient,
 )
-from tests.verify.pass_faults import followed, turned
 from tests.verify.user_faults import PARAMS, loss_of_rows, mapped
 
 
 def _batch(helper: MeshShardingHelper, fun: Any, *args: Any) -> Step:
-    """Weights that are sharded over both axes, and a batch that is followed."""
+    """Weights that are sharded over both axes, and a batch."""
     rule = TreePathShardingRule(('.*', P('fsdp', 'tp')))
     return helper.sjit(fun, in_shardings=(rule, *[P('fsdp')] * (len(args) - 1))), args
 
@@ -321,55 +311,3 @@ def overflow_of_half_precision(helper: MeshShardingHelper) -> Step:
         return {'total': total, 'is_finite': jnp.isfinite(total)}
 
     return _batch(helper, step, MATRIX, TOKENS)
-
-
-# Mistakes of the pass that change where values are, and no value: what it puts in are constraints.
-
-
-harmless = functools.partial(seeded, (), kind='sound')
-
-
-def _model(helper: MeshShardingHelper) -> Step:
-    """A loss with a look-up, attention, a loop over layers, experts, and its gradient; all sizes are 8."""
-
-    def layer(x: Any, w: Any) -> Any:
-        scores = jax.nn.softmax(jnp.einsum('bqd,bkd->bqk', x @ w['q'], x @ w['k']))
-        x = x + scores @ (x @ w['v'])
-        gates = jax.nn.softmax(x @ w['router'])
-        hidden = jnp.tanh(jnp.einsum('btd,edh->betd', x, w['up']))
-        return x + jnp.einsum('betd,bte->btd', hidden, gates), None
-
-    def step(params: Any, tokens: Any) -> Any:
-        def loss(params: Any) -> Any:
-            x, _ = lax.scan(layer, params['table'][tokens], params['layers'])
-            logits = jax.nn.log_softmax(x @ params['table'].T)
-            return -jnp.mean(jnp.take_along_axis(logits, tokens[..., None], -1))
-
-        return jax.value_and_grad(loss)(params)
-
-    shapes = {'q': (), 'k': (), 'v': (), 'router': (), 'up': (8,)}
-    layers = {name: normal(2, *shape, 8, 8, seed=ord(name[0])) / 3 for name, shape in shapes.items()}
-    params = {'table': normal(8, 8), 'layers': layers}
-    return followed(helper, step, params, integers(8, 8, 8))
-
-
-@harmless((dims, 'RULES', {name: turned(rule) for name, rule in dims.RULES.items()}), mesh=FSDP)
-def all_trails_are_wrong(helper: MeshShardingHelper) -> Step:
-    """Every primitive has the dimensions of its results the other way around."""
-    return _model(helper)
-
-
-def _reversed(trail: Any, *args: Any) -> P:
-    return P(*reversed(spec_of(trail, *args)))
-
-
-@harmless((follow, 'spec_of', _reversed), mesh=FSDP)
-def constraints_of_transposed_dimensions(helper: MeshShardingHelper) -> Step:
-    """Values are constrained in the last dimension in place of the first one."""
-    return _model(helper)
-
-
-@harmless((operands, 'move_to_experts', lambda equation, trails, *_: (0, trails[0][::-1])), mesh=FSDP)
-def rows_moved_to_where_no_expert_is(helper: MeshShardingHelper) -> Step:
-    """All rows are moved in front of products with experts, and to other places than these are."""
-    return _model(helper)

@@ -1,4 +1,4 @@
-"""Which arguments of a call are a batch, and why none is.
+"""The arguments of a call that are its batch, and why a step is not partitioned along one.
 
 Unless the user says which, a batch is what specs alone shard: state is placed by rules that look at paths or
 shapes. Of several such arguments, those that are donated may be state, and the others are the batch; if all
@@ -20,6 +20,7 @@ from scalax._spmd.batch_sources import batch_sources
 from scalax._transforms.calls.call import Call, Shardings
 from scalax._transforms.calls.shardings import FunctionRules
 from scalax._transforms.calls.signature import EXTRA_KEYWORDS
+from scalax._tree.paths import optional_path
 from scalax._tree.specs import spec_axes
 from scalax.errors import ArgumentError
 from scalax.rules._prefix import is_rule
@@ -79,6 +80,20 @@ def batch_axes(shardings: Sequence[DimSharding]) -> frozenset[str]:
         groups = [group for group in groups if group.isdisjoint(axes)] + [set(axes).union(*joined)]
     shared = [group for group in groups if all(group & axes_of(sharding) for sharding in shardings)]
     return frozenset().union(*(shared or groups))
+
+
+def batch_paths(call: Call, batch: BatchArguments | None) -> list[str]:
+    """Returns the paths of the arguments that hold the batch of a call; none if the step makes its batch.
+
+    Args:
+        call: the call.
+        batch: what is known of its arguments.
+    """
+    if batch is None:
+        return []
+    holding = [place for i, place in enumerate(call.places) if batch.example_dim(i) is not None]
+    paths = [call.layout.paths[slot] or optional_path(path[:1]) or '' for slot, path in holding]
+    return [*dict.fromkeys(paths)]
 
 
 def why_not_partitioned(rules: FunctionRules, call: Call) -> tuple[str, str]:

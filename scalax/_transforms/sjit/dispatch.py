@@ -49,7 +49,7 @@ from scalax._transforms.calls.call import (
 from scalax._transforms.calls.placement import Moves
 from scalax._transforms.calls.shardings import FunctionRules, Options, ReadCall
 from scalax._transforms.calls.signature import CallLayout, CallSignature
-from scalax._transforms.sjit.batch import why_not_partitioned
+from scalax._transforms.sjit.batch import batch_paths, why_not_partitioned
 from scalax._transforms.sjit.program import (
     Entry,
     Program,
@@ -64,7 +64,7 @@ from scalax._util import lru_cache
 from scalax._util.progress import progress
 from scalax._util.stack import with_room
 from scalax._xla_workarounds.grouped_convolutions import with_right_gradients
-from scalax.errors import FollowingWarning, MeshError, warn
+from scalax.errors import MeshError, PartitioningWarning, warn
 from scalax.rules._idle import warn_unsharded
 
 if TYPE_CHECKING:
@@ -239,12 +239,11 @@ class Dispatcher:
 
         _, entry, _ = self.prepare(flat_args)
         name, mesh, step = self.signature.name, self.mesh.shape, entry.partitioned
-        outside = entry.gradient_outside
+        call, outside = Call(self.signature, flat_args), entry.gradient_outside
         if step is None or isinstance(step, str):
-            call = Call(self.signature, flat_args)
             reason = step or '; '.join(filter(None, why_not_partitioned(self.rules, call)))
             return PropagationReport(name, dict(mesh), reason=reason, gradient_outside=outside)
-        return explained(name, mesh, step, gradient_outside=outside)
+        return explained(name, mesh, step, batch_paths(call, entry.batch), gradient_outside=outside)
 
     # Reading a call, and completing what is known of its key ------------------------------------------
 
@@ -340,7 +339,7 @@ class Dispatcher:
             f'{self.signature.name}: partitioning={self.options.partitioning} has no effect: {why}. It runs '
             'as jax.jit runs it, and the compiler alone decides how activations are sharded.\n'
             f'What to do: {remedy}.',
-            FollowingWarning,
+            PartitioningWarning,
         )
 
     @with_room

@@ -164,6 +164,16 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         """How a call is partitioned along the mesh axes of its batch: every collective, and its reason.
 
         docs/partitioning.md describes the report.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PartitionSpec
+            >>> helper = MeshShardingHelper([-1], ['fsdp'])
+            >>> rules = FSDPShardingRule(min_fsdp_size=1), PartitionSpec('fsdp')
+            >>> layer = helper.sjit(lambda w, x: jnp.tanh(x @ w), in_shardings=rules)
+            >>> report = layer.explain_propagation(jnp.ones((8, 16)), jnp.ones((32, 8)))
+            >>> [(row.kind, row.reason, row.array) for row in report.collectives]
+            [('all_gather', 'weight args[0] for dot_general', 'float32[8,16]')]
         """
         return self._dispatcher.explain_propagation(self._flatten(args, kwargs))
 

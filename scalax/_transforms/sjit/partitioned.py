@@ -19,7 +19,7 @@ from scalax._spmd.step import Step, StepArgument, StepResult, partition_step, ru
 from scalax._spmd.values import CannotPartition
 from scalax._stages.stages import Stages
 from scalax._transforms.calls.call import Call, Shardings
-from scalax.errors import FollowingWarning, StagesError, warn
+from scalax.errors import PartitioningWarning, StagesError, warn
 
 
 def run_partitioned(
@@ -156,7 +156,7 @@ def _warn(name: str, error: CannotPartition) -> str:
     warn(
         f'{name} is not partitioned along its batch: {error.why}{at}. It runs as jax.jit runs it, and '
         f'the compiler alone decides how activations are sharded.\nWhat to do: {remedy}.',
-        FollowingWarning,
+        PartitioningWarning,
     )
     return f'{error.why}{at}'
 

@@ -91,7 +91,7 @@ class TracedFunction:
         return helper
 
     def run(self, call: Call, entry: Entry) -> Any:
-        """The outputs of a call; notes how they are sharded, and how the step is partitioned."""
+        """Returns the outputs of a call; notes how they are sharded, and how the step is partitioned."""
         if jax.config.jax_disable_jit:  # arrays with shardings of their own, and nothing traced
             return self._sharded(call, entry)
         ambient = jax.sharding.get_abstract_mesh()
