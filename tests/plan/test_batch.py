@@ -183,16 +183,16 @@ def test_why_a_step_is_not_partitioned():
     start = 'not partitioned along its batch: '
     assert on(HELPER, RULE, P('fsdp'), batch_argnums=()) == f'{start}batch_argnums=() turns it off'
     assert on(HELPER, P('fsdp'), P('fsdp')) == (
-        f'{start}specs place all arguments, and batch_argnums does not name the batch among them'
+        f'{start}specs place all arguments, and batch_argnums does not name the batch among them; '
+        'name the batch: batch_argnums=1, or batch_argnames'
     )
     explicit = MeshShardingHelper([-1], ['fsdp'], axis_types=AxisType.Explicit)
     report = explicit.sjit(jnp.sin, in_shardings=P('fsdp')).explain_propagation(X)
     assert str(report) == (
-        'sin is not partitioned along its batch: on Explicit mesh axes, shardings are part of types'
+        'sin is not partitioned along its batch: on Explicit mesh axes, shardings are part of types; make a '
+        'mesh of Auto axes'
     )
-    # Nothing looks like a batch.
-    assert on(HELPER, P(), P('fsdp')) is None
-    assert on(HELPER, RULE, None) is None
+    assert on(HELPER, RULE, None).startswith(f'{start}no argument looks like a batch, ')
 
 
 def test_an_operation_that_is_not_handled_is_named_with_its_line():

@@ -71,7 +71,7 @@ def test_a_step_that_is_not_partitioned_says_so():
 
     with pytest.warns(match='is not partitioned'):
         plan = made(writing)
-    assert 'not partitioned along its batch: new_ref has effects' in plan.to_text(200)
+    assert 'not partitioned along its batch: it changes an array in place (jax.new_ref)' in plan.to_text(200)
     assert not any(row.reason for row in plan.collectives)
 
 
