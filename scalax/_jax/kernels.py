@@ -193,17 +193,6 @@ def _steps_are_apart(equation: Any, step: int) -> bool:
     return not mapping.scratch_avals or parallel
 
 
-def run_part(equation: Any, operands: Sequence[Any], shards: Mapping[int, int]) -> Any:
-    """The results of a kernel for a part of its operands: fewer steps, and smaller arrays.
-
-    Args:
-        equation: the kernel.
-        operands: the parts.
-        shards: dimension of the grid -> into how many parts its steps are dealt.
-    """
-    return equation.primitive.bind(*operands, **{**equation.params, **part_params(equation, shards)})
-
-
 def part_params(equation: Any, shards: Mapping[int, int]) -> dict[str, Any]:
     """Returns the parameters of a kernel that change for a part of its operands.
 

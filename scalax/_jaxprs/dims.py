@@ -1,6 +1,6 @@
 """Where the dimensions of the results of each primitive come from: the table that all who read jaxprs share.
 
-It is read to follow a batch, to find which dimensions of weights are one, and to count operations. Of a
+It is read to partition along a batch, to find which dimensions of weights are one, and to count operations. Of a
 primitive that is not in the table nothing is known.
 """
 
@@ -57,10 +57,6 @@ class Dims:
             for i, sources in enumerate(self.results[0])
             if sources and all(place == operand for place, _ in sources)
         ]
-
-    def summed_of(self, operand: int) -> list[int]:
-        """The dimensions of an operand that no result has."""
-        return [dim for sources in self.summed for place, dim in sources if place == operand]
 
     def of_alone(self, places: Iterable[Place]) -> int | None:
         """The dimension, the same of all results, whose sources are these; None if it is not exactly one."""

@@ -118,7 +118,8 @@ class Edit:
         """Returns the value of a variable or literal."""
         if isinstance(atom, Literal):
             # The gradient of an integer has no values.
-            zero = not shape_of(atom) and atom.aval.dtype != jax.dtypes.float0 and atom.val == 0
+            dtype: Any = getattr(atom.aval, 'dtype', None)
+            zero = not shape_of(atom) and dtype != jax.dtypes.float0 and atom.val == 0
             return Value(atom, self.shared.replicated, self.code.literal(atom), is_zero=bool(zero))
         return self._values[id(atom)]
 

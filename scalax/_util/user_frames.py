@@ -1,4 +1,4 @@
-"""Which frames of a stack are the user's, for the sources of plans and of followed values alike."""
+"""Which frames of a stack are the user's, for plans and reports alike."""
 
 from __future__ import annotations
 

@@ -140,9 +140,14 @@ def test_a_part_of_a_kernel_runs() -> None:
     cost = pl.CostEstimate(flops=64, transcendentals=0, bytes_accessed=512)
     with contract('runs a kernel with fewer steps and smaller arrays', PURPOSE):
         equation = equation_of(interpret=True, cost_estimate=cost)
-        results = jax.jit(lambda x: kernels.run_part(equation, [x], {0: 2}))(X[:8])
+
+        def run_part(x: Any) -> Any:
+            params = {**equation.params, **kernels.part_params(equation, {0: 2})}
+            return equation.primitive.bind(x, **params)
+
+        results = jax.jit(run_part)(X[:8])
         np.testing.assert_array_equal(results[0], 2 * X[:8])
-        part = equation_in('pallas_call', lambda x: kernels.run_part(equation, [x], {0: 2}), X[:8])
+        part = equation_in('pallas_call', run_part, X[:8])
         assert kernels.part_params(equation, {0: 2})['grid_mapping'].grid == (2,)
         assert part.params['cost_estimate'].flops == 32
         assert kernels.grid(part) == (2,)

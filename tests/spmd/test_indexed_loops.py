@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
+from scalax._jax.equations import equations
 from scalax._spmd.rewrites.indexed_loops import with_stacks
-from tests.support.following import equations
 from tests.support.partitioned import assert_equal, collectives, partitioned
 
 N = 16

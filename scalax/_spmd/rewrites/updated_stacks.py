@@ -1,8 +1,7 @@
 """Stacks that a loop updates, such as a KV cache: sharded inside the loop as they are before and behind it.
 
-The batch is followed through such a stack, and says nothing of its other dimensions. Left to the compiler,
-these would be sharded as the rounds use them, and moved back at the end of each round: the entire stack is
-sent.
+Left to the compiler, the dimensions of such a stack that are not the batch's would be sharded as the rounds
+use them, and moved back at the end of each round: the entire stack is sent.
 """
 
 from __future__ import annotations
