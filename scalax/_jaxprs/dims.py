@@ -1,7 +1,7 @@
 """Where the dimensions of the results of each primitive come from: the table that all who read jaxprs share.
 
-It is read to partition along a batch, to find which dimensions of weights are one, and to count operations. Of a
-primitive that is not in the table nothing is known.
+It is read to partition along a batch, to find which dimensions of weights are one, and to count operations.
+Of a primitive that is not in the table nothing is known.
 """
 
 from __future__ import annotations
