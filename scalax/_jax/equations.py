@@ -439,6 +439,16 @@ def gather_dims(equation: Any) -> Any:
     return equation.params['dimension_numbers']
 
 
+def slice_bounds(equation: Any) -> list[tuple[int, int, int]]:
+    """The start, the limit and the stride of a `slice` in each dimension.
+
+    Relies on *start_indices*, *limit_indices* and *strides*, which is None if all are 1.
+    """
+    params = equation.params
+    strides = params['strides'] or [1] * len(params['start_indices'])
+    return [*zip(params['start_indices'], params['limit_indices'], strides, strict=True)]
+
+
 def slice_sizes(equation: Any) -> Sequence[int]:
     """How much `gather` takes along each dimension of its operand."""
     return equation.params['slice_sizes']

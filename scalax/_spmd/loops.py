@@ -90,6 +90,10 @@ def partition_cond(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
         edit.shared.jaxpr(branch, arguments, results, backward=backward, at=equation) for branch in jaxprs
     ]
     outputs = [edit.define(var, x) for var, x in zip(equation.outvars, results, strict=True)]
+    for output, numbers in zip(outputs, zip(*[each.origins for each in found], strict=True), strict=True):
+        origins = [operands[i].origin for i in numbers if isinstance(i, int)]
+        if output.is_state and origins:
+            output.origin = origins[0]
     numbers = next(filter(None, [_numbers(edit, each) for each in found]), [])
     atoms = [chosen, *numbers, *[value.atom for value in operands]]
     made = tuple([_taking_number(edit, each) if numbers else each.jaxpr for each in found])
@@ -351,7 +355,7 @@ def _first(loop: Loop, begun: Sequence[Value]) -> list[Placements]:
 
 
 def _argument(value: Value) -> Argument:
-    return Argument(value.placements, value.origin is not None, value.is_zero)
+    return Argument(value.placements, value.origin is not None or value.is_state, value.is_zero)
 
 
 def _argument_of(edit: Edit, value: Value) -> Argument:

@@ -33,6 +33,7 @@ from scalax._spmd.attention import ATTENTION, of_attention
 from scalax._spmd.kernels import of_kernel
 from scalax._spmd.placement import REPLICATE, SUM, Partial, Placement, ReduceOp, Replicate, Shard
 from scalax._spmd.ragged import of_rows, sizes_placement
+from scalax._spmd.slices import is_sliced_apart
 
 
 class Op(NamedTuple):
@@ -365,6 +366,14 @@ def _gather(op: Op) -> Strategy | None:
     return None
 
 
+def _slice(op: Op) -> Strategy | None:
+    """Of a few elements of a sharded dimension, each device adds those that it has."""
+    found, [placement] = by_dims(op), op.placements
+    if found is not None or op.in_turn or not is_sliced_apart(op.equation):
+        return found
+    return Strategy((placement,), (SUM,))
+
+
 def _ragged_dot(op: Op) -> Strategy | None:
     """Each device has some rows of each group, or all rows of its examples."""
     if (found := of_rows(op.equation, op.placements)) is not None:
@@ -415,6 +424,7 @@ _ROWS: tuple[tuple[str, Rule], ...] = (
     (' '.join(ELEMENTWISE - ALONG - _DRAWS), _elementwise),
     ('reshape', _reshape),
     ('gather', _gather),
+    ('slice', _slice),
     ('ragged_dot_general', _ragged_dot),
     (KERNEL, _kernel),
     (' '.join(ATTENTION), _attention),

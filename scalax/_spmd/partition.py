@@ -45,6 +45,7 @@ from scalax._spmd.placement import REPLICATE, Partial, Placements, Shard, shard_
 from scalax._spmd.ragged import sizes_in_block
 from scalax._spmd.shard_maps import partition_shard_map
 from scalax._spmd.shared import Shared
+from scalax._spmd.slices import MOST_SLICES, on_blocks
 from scalax._spmd.tables import is_indexed, on_block
 from scalax._spmd.values import (
     SETTLED,
@@ -229,6 +230,9 @@ class _Partitioning(Edit):
             self.eqns.append(with_results(self.code.equation(function, key, equation, atoms), made))
         elif name in _ALONG_AUTO_AXES and self.shared.auto.sizes:
             self.eqns.append(_ALONG_AUTO_AXES[name](self.code, self.shared.auto, equation, atoms, made))
+        elif name == 'slice' and (dims := self._dims_added_up(operands[0], results[0])):
+            function, key = on_blocks(equation, dims, shape_of(atoms[0]))
+            self.eqns.append(with_results(self.code.equation(function, key, equation, atoms), made))
         else:
             if name == 'ragged_dot_general' and id(equation) not in self.group_sizes:
                 atoms[2] = self._sizes_of_groups(equation, atoms, operands[0])
@@ -289,6 +293,14 @@ class _Partitioning(Edit):
         function, key = sizes_in_block(axes, shape_of(atoms[0])[rows])
         return self.emit_of(function, key, equation, atoms[2:])
 
+    def _dims_added_up(self, before: Placements, after: Placements) -> dict[int, list[str]]:
+        """Returns the dimensions of blocks whose slices are a sum, and the axes of the blocks."""
+        dims = dict[int, list[str]]()
+        for axis, x, result in zip(self.shared.axes, before, after, strict=True):
+            if isinstance(x, Shard) and isinstance(result, Partial):
+                dims.setdefault(x.dim, []).append(axis)
+        return dims
+
     def _axes_of_rows(self, equation: Any, placements: Placements) -> tuple[int, list[str]] | None:
         """Returns the dimension of rows of a table that is in blocks, and the axes of the blocks."""
         for each in placements:
@@ -306,6 +318,11 @@ class _Partitioning(Edit):
         if self.shared.in_turn is not None and strategies[self.shared.in_turn] is None:
             raise CannotPartition(equation, NOT_ALONE)
         found = [each or self._gathering(equation, values) for each in strategies]
+        if name == 'slice' and self._is_gathered_anyway(values[0]):
+            found = [
+                self._gathering(equation, values) if isinstance(each.results[0], Partial) else each
+                for each in found
+            ]
         if self.shared.is_mixed:
             axis = len(found)
             while axis and not self._all_divide(equation, found):
@@ -314,6 +331,17 @@ class _Partitioning(Edit):
                     found[axis] = self._gathering(equation, values)
         chosen = cheapest(self, equation, values, found)
         return chosen if chosen == found or self._all_divide(equation, chosen) else found
+
+    def _is_gathered_anyway(self, value: Value) -> bool:
+        """Whether a value is gathered that is sliced: for another equation, or once for many slices."""
+        if value.has_sum:
+            return False
+        slices = [
+            eqn
+            for eqn in opened(self.jaxpr).eqns
+            if primitive_name(eqn) == 'slice' and eqn.invars[0] is value.var
+        ]
+        return len(slices) > MOST_SLICES or (self.shared.replicated, False) in value.versions
 
     def _all_divide(self, equation: Any, strategies: Sequence[Strategy]) -> bool:
         """Whether the axes together split all operands and results evenly."""

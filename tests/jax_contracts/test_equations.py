@@ -99,6 +99,14 @@ CASES: dict[tuple[Any, str], tuple[tuple[Any, ...], Any]] = {
     (lambda eqn: of.gather_dims(eqn).offset_dims, 'gather'): (GATHER, (1, 2)),
     (lambda eqn: of.gather_dims(eqn).collapsed_slice_dims, 'gather'): (GATHER, (0,)),
     (of.slice_sizes, 'gather'): (GATHER, (1, 3, 4)),
+    (of.slice_bounds, 'slice'): (
+        (lambda x: lax.slice(x, (1, 0), (4, 3), (2, 1)), np.ones((5, 3))),
+        [(1, 4, 2), (0, 3, 1)],
+    ),
+    (lambda eqn: of.slice_bounds(eqn), 'slice'): (
+        (lambda x: lax.slice(x, (1, 0), (4, 3)), np.ones((5, 3))),
+        [(1, 4, 1), (0, 3, 1)],
+    ),
     (of.bounds_mode, 'gather'): (
         (lambda x, i: x.at[i].get(mode='clip'), X, INDICES[:, 0]),
         lax.GatherScatterMode.CLIP,

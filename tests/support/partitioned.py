@@ -87,6 +87,20 @@ def partitioned(
     return step, run
 
 
+def with_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of state and a batch that returns what *fun* does, and gradients of both."""
+
+    def both(state: Any, batch: Any) -> Any:
+        def loss(state: Any, batch: Any) -> Any:
+            results = fun(state, batch)
+            inexact = [x for x in jax.tree.leaves(results) if jnp.issubdtype(x.dtype, jnp.inexact)]
+            return sum([jnp.sum(jnp.sin(x)) for x in inexact], jnp.zeros(())), results
+
+        return jax.grad(loss, (0, 1), has_aux=True)(state, batch)
+
+    return both
+
+
 def assert_equal(found: Sequence[Any], expected: Any, tolerance: float = 1e-5) -> None:
     """Values are equal within rounding; integers and keys are equal."""
     for got, want in zip(found, jax.tree.leaves(expected), strict=True):

@@ -90,15 +90,16 @@ class _Distribution(Rewriter):
 
     def _becomes_state(self, function: Function) -> bool:
         """Whether the step returns a function of matrices, or its root, as state: examples have others."""
-        return any(self._wanted.of(var) is not None for var in (function.root, *function.results))
+        is_wanted = any(self._wanted.of(var) is not None for var in (function.root, *function.results))
+        return is_wanted and bool(self._placements(function))
 
     def _placements(self, function: Function) -> Placements:
-        """The placements of the root: as its weight has, as far as that is known."""
+        """The placements of the root: as its weight has, as far as that is known; else none."""
         for var in (function.root, *function.results):
             layout = self._wanted.of(var)
             if layout is not None and shape_of(var) == shape_of(function.root):
                 return layout.placements
-        return self._state[shape_of(function.root)]
+        return self._state.get(shape_of(function.root), ())
 
     def _axes(self, function: Function) -> list[int]:
         """The batch axes, by number, that shard a root; all of them if none does."""

@@ -1,0 +1,70 @@
+"""Slices of a few examples, or of a few rows of state: devices send the slices, and not what they are of."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.partitioned import FSDP, HSDP, assert_equal, collectives, partitioned, with_gradients
+
+pytestmark = pytest.mark.medium
+
+W, X = np.split(np.random.default_rng(0).normal(size=(48, 16)), [16])
+GATHERED = {'all_gather state gathered for dot_general': 1}
+
+
+def sent(primitive, of='examples'):
+    return {f'all_reduce sum over {of} for {primitive}': 1}
+
+
+# Of each program what it sends if devices have blocks of examples, and if they have blocks of features.
+PROGRAMS = {
+    'first': (
+        *(lambda w, x: (x @ w)[0], GATHERED | sent('a result')),
+        sent('a result'),
+    ),
+    'element': (lambda w, x: jnp.where(x[3, 2] > 0, x, 1 - x), sent('gt'), sent('gt')),
+    'strided': (lambda w, x: jnp.sin(x[3::9]).sum(0), sent('sin'), {}),
+    'of both': (
+        lambda w, x: x[4:8, 3:5] * w[2:6, 1:3],
+        sent('mul') | sent('mul', 'blocks of state'),
+        sent('mul') | sent('mul', 'blocks of state'),
+    ),
+    'integers': (lambda w, x: jnp.int32(x * 9)[-4:], sent('a result'), {}),
+    'all features': (
+        lambda w, x: x[2:4, ::-1],
+        sent('a result'),
+        {'all_gather examples gathered for rev': 1},
+    ),
+    # It is as much to send a sum of half of them as it is to gather them all.
+    'half': (lambda w, x: x[:16], {'all_gather examples gathered for slice': 1}, {}),
+    'booleans': (lambda w, x: (x > 0)[2:4], {'all_gather examples gathered for slice': 1}, {}),
+    'one by one': (
+        lambda w, x: sum(jnp.sin(x[i]) for i in range(3)),
+        {'all_gather examples gathered for slice': 1},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize('dim', [0, 1], ids=['examples', 'features'])
+def test_what_is_sent(dim):
+    with jax.enable_x64(True):
+        found = {
+            name: collectives(partitioned(fun, W, X, batch_dim=dim)[0])
+            for name, (fun, *_) in PROGRAMS.items()
+        }
+    assert found == {name: expected[dim] for name, (_, *expected) in PROGRAMS.items()}
+
+
+@pytest.mark.parametrize(
+    'mesh, dim',
+    [(FSDP, 0), *[pytest.param(*case, marks=pytest.mark.slow) for case in ((HSDP, 0), (FSDP, 1))]],
+)
+def test_values_are_those_of_one_device(mesh, dim):
+    def run_all(w, x):
+        return [with_gradients(fun)(w, x) for fun, *_ in PROGRAMS.values()]
+
+    with jax.enable_x64(True):
+        _, run = partitioned(run_all, W, X, mesh, batch_dim=dim)
+        assert_equal(run(), jax.jit(run_all)(W, X), 1e-12)
