@@ -90,8 +90,8 @@ def partition_cond(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
         edit.shared.jaxpr(branch, arguments, results, backward=backward, at=equation) for branch in jaxprs
     ]
     outputs = [edit.define(var, x) for var, x in zip(equation.outvars, results, strict=True)]
-    for output, numbers in zip(outputs, zip(*[each.origins for each in found], strict=True), strict=True):
-        origins = [operands[i].origin for i in numbers if isinstance(i, int)]
+    for output, of_branches in zip(outputs, zip(*[each.origins for each in found], strict=True), strict=True):
+        origins = [operands[i].origin for i in of_branches if isinstance(i, int)]
         if output.is_state and origins:
             output.origin = origins[0]
     numbers = next(filter(None, [_numbers(edit, each) for each in found]), [])

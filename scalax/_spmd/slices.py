@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from scalax._jax.equations import shape_of, slice_bounds
 
 _LEAST = 4
-"""How many times larger than its slice a value is, at least, for the slice to be sent: sums are sent twice."""
+"""How many times larger than its slice a value has to be for the slice to be sent, as a sum is sent twice."""
 MOST_SLICES = 2
 """Of how many slices of a value each is sent. If there are more, the value is gathered, once."""
 
