@@ -371,7 +371,8 @@ def _slice(op: Op) -> Strategy | None:
     found, [placement] = by_dims(op), op.placements
     if found is not None or op.in_turn or not is_sliced_apart(op.equation):
         return found
-    return Strategy((placement,), (SUM,))
+    is_state = isinstance(placement, Shard) and placement.is_state
+    return Strategy((placement,), (SUM,), None if is_state else (REPLICATE,))
 
 
 def _ragged_dot(op: Op) -> Strategy | None:
