@@ -151,6 +151,8 @@ class ManualCode:
         [neg] = _traced(jax.lax.neg, ((), 'float32'), trace=self._trace)
         self._ctx, self.blank = neg.ctx, neg
         self._types: dict[Any, Any] = {}
+        # The same by the ids of types, which are held, and hash faster than dtypes do.
+        self._local_types: dict[tuple[int, Any], tuple[Any, Any]] = {}
         types = [AxisType.Manual if axis in manual else AxisType.Auto for axis in mesh.axis_names]
         self._inside = mesh.update(axis_types=(*types,))
 
@@ -158,7 +160,7 @@ class ManualCode:
         """Returns what makes equations that are manual along all axes, as in a `shard_map` over the rest."""
         return ManualCode(self._mesh)
 
-    def var(self, atom: Any, shape: Sequence[int]) -> Any:
+    def var(self, atom: Any, shape: tuple[int, ...]) -> Any:
         """Returns a new variable of the type of another one, of another shape, manual along the axes.
 
         Relies on ``Var(aval)``. Of an array it does not say along which axes devices have other values.
@@ -170,7 +172,9 @@ class ManualCode:
         """Returns a literal whose type is manual along the axes. Relies on ``Literal(val, aval)``."""
         return Literal(atom.val, self._type(atom.aval, shape_of(atom)))
 
-    def _type(self, aval: Any, shape: Sequence[int]) -> Any:
+    def _type(self, aval: Any, shape: tuple[int, ...]) -> Any:
+        if (known := self._local_types.get((id(aval), shape))) is not None:
+            return known[1]
         if not isinstance(aval, jax.core.ShapedArray):
             return aval
         key = tuple(shape), aval.dtype, aval.weak_type, memory_space(aval)
@@ -179,6 +183,7 @@ class ManualCode:
             self._types[key] = jax.core.ShapedArray(
                 *key[:3], sharding=sharding, memory_space=memory_space(aval)
             )
+        self._local_types[id(aval), key[0]] = aval, self._types[key]
         return self._types[key]
 
     def equation(self, function: Callable[..., Any], key: Any, like: Any, operands: Sequence[Any]) -> Any:
@@ -264,14 +269,14 @@ class ManualCode:
         """
         params: dict[str, Any] = {}
         if equation.primitive.name == 'jit':
-            template = self._jit().params
+            template = self._jit.params
             for names, count in ((_OF_OPERANDS, len(operands)), (_OF_RESULTS, len(results))):
                 params |= {name: template[name] * count for name in names}
         return self.local(equation, operands, results, **params, **{CALLS[equation.primitive.name]: jaxpr})
 
     def call_of(self, like: Any, jaxpr: Any, operands: Sequence[Any], results: Sequence[Any]) -> Any:
         """Returns the call, by `jit`, of a jaxpr, closed or without constants, in place of an equation."""
-        template = self._jit()
+        template = self._jit
         closed = ClosedJaxpr(jaxpr, ()) if opened(jaxpr) is jaxpr else jaxpr
         params = {**template.params, 'jaxpr': closed, 'name': like.primitive.name}
         for names, count in ((_OF_OPERANDS, len(operands)), (_OF_RESULTS, len(results))):
@@ -331,7 +336,9 @@ class ManualCode:
         inputs, outputs = map(tuple, specs)
         return self.local(equation, operands, results, in_specs=inputs, out_specs=outputs, **changed)
 
+    @functools.cached_property
     def _jit(self) -> Any:
+        """The call, by `jit`, of a function of one operand and one result."""
         [template] = _cached(_Keyed(jax.jit(lambda x: x), 'jit'), (((), 'float32'),), self._trace)
         return template
 

@@ -243,8 +243,8 @@ class Edit:
             if value.is_replicated or (whole in value.versions and is_part):
                 atom = self._part(value, target, equation)
             elif value.narrow_maker is not None and is_replicated(plain) and self._is_narrower(value):
-                maker, operands = value.narrow_maker
-                atoms = [self.convert(operand, plain, equation) for operand in operands]
+                maker = value.narrow_maker
+                atoms = [self.convert(self.read(operand), plain, equation) for operand in maker.invars]
                 atom = self.code.var(value.var, value.shape)
                 params = local_params(maker, [*map(shape_of, atoms)], [value.shape])
                 self.eqns.append(self.code.local(maker, atoms, [atom], **params))
@@ -275,7 +275,16 @@ class Edit:
     def _is_narrower(self, value: Value) -> bool:
         """Whether the gathers of what state is computed of, such as int8 and scales, send half as much."""
         size = size_of(value.var) * value.var.aval.dtype.itemsize
-        return 2 * _bytes_to_gather(value) <= size
+        return 2 * self._bytes_to_gather(value) <= size
+
+    def _bytes_to_gather(self, value: Value) -> int:
+        """Returns the bytes of the least that is gathered of a value, or of what it is computed of."""
+        if value.is_replicated:
+            return 0
+        size = size_of(value.var) * value.var.aval.dtype.itemsize
+        if value.narrow_maker is None:
+            return size
+        return min(size, sum([self._bytes_to_gather(self.read(x)) for x in value.narrow_maker.invars]))
 
     def _exchange(
         self,
@@ -445,11 +454,19 @@ class Edit:
             ]
         )
 
+    @functools.cached_property
+    def _users(self) -> dict[int, list[Any]]:
+        """The equations that take a variable, by its id; one that takes it twice is there twice."""
+        users: dict[int, list[Any]] = {}
+        for equation in opened(self.jaxpr).eqns:
+            for atom in equation.invars:
+                users.setdefault(id(atom), []).append(equation)
+        return users
+
     def is_term_of_sum(self, var: Any, axis: int) -> bool:
         """Returns whether a variable is only added to a value that is a sum along an axis, by number."""
-        inner = opened(self.jaxpr)
-        while self._uses[id(var)] == 1 and not any(x is var for x in inner.outvars):
-            equation = next(eqn for eqn in inner.eqns if any(x is var for x in eqn.invars))
+        while self._uses[id(var)] == 1 and (users := self._users.get(id(var), [])):
+            [equation] = users
             name = primitive_name(equation)
             if name in _ADDS:
                 values = [self._values.get(id(x)) for x in equation.invars if x is not var]
@@ -500,13 +517,14 @@ class Edit:
 
         As of the gradient of a product of two small weights, of which either has a gradient.
         """
-        inner = opened(self.jaxpr)
-        uses = [equation for equation in inner.eqns if any(x is value.var for x in equation.invars)]
-        if any(x is value.var for x in inner.outvars) or self.shared.wanted.of(value.var) is not None:
+        users = self._users.get(id(value.var), [])
+        is_result = len(users) != self._uses[id(value.var)]
+        if is_result or any(primitive_name(equation) != 'dot_general' for equation in users):
             return False
-        sizes = [size_of(equation.outvars[0]) for equation in uses]
-        are_products = all(primitive_name(equation) == 'dot_general' for equation in uses)
-        return are_products and 2 * sum(sizes) <= size_of(value.var)
+        if self.shared.wanted.of(value.var) is not None:
+            return False
+        sizes = {id(equation): size_of(equation.outvars[0]) for equation in users}
+        return 2 * sum(sizes.values()) <= size_of(value.var)
 
     def only_sliced(self, eqns: Sequence[Any], results: Sequence[Any]) -> dict[int, Placements]:
         """Returns the replicated arguments of which these equations use blocks only, and where these are."""
@@ -530,13 +548,3 @@ NOT_ALONE = 'it needs more than one microbatch'
 
 def has_partial(placements: Sequence[Placement]) -> bool:
     return any(isinstance(x, Partial) for x in placements)
-
-
-def _bytes_to_gather(value: Value) -> int:
-    """The bytes of the least that is gathered of a value, or of what it is computed of."""
-    if value.is_replicated:
-        return 0
-    size = size_of(value.var) * value.var.aval.dtype.itemsize
-    return (
-        size if value.narrow_maker is None else min(size, sum(map(_bytes_to_gather, value.narrow_maker[1])))
-    )

@@ -193,6 +193,8 @@ _WORKS_ALONG = ALONG | WINDOWS | {'pad', 'rev', 'select_and_scatter_add', 'selec
 # These put their updates in some places of the first operand.
 _PUTS = SCATTERS | {'dynamic_update_slice'}
 _DRAWS = frozenset(('random_bits', 'random_split', 'random_fold_in', 'random_gamma'))
+ON_ELEMENTS = ELEMENTWISE - ALONG - _DRAWS
+"""Of these an element of the result depends on the elements of the operands that have the same indices."""
 
 
 def by_dims(op: Op) -> Strategy | None:
@@ -422,7 +424,7 @@ def _elementwise(op: Op) -> Strategy:
 
 
 _ROWS: tuple[tuple[str, Rule], ...] = (
-    (' '.join(ELEMENTWISE - ALONG - _DRAWS), _elementwise),
+    (' '.join(ON_ELEMENTS), _elementwise),
     ('reshape', _reshape),
     ('gather', _gather),
     ('slice', _slice),

@@ -6,6 +6,7 @@ the placements of operands are not those that an equation takes.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from scalax._jax.equations import (
     CALLS,
     PLACES,
     RUN_ONCE,
+    Literal,
     has_effects,
     jaxprs_in,
     opened,
@@ -39,7 +41,7 @@ from scalax._spmd.kernels import kernel_along_auto_axes, kernel_params
 from scalax._spmd.layouts import Layout
 from scalax._spmd.local_sorts import note_sort, on_own_groups, write_on_rows
 from scalax._spmd.loops import partition_call, partition_cond, partition_scan, partition_while
-from scalax._spmd.op_rules import Op, Strategy, is_zero, strategy
+from scalax._spmd.op_rules import ON_ELEMENTS, Op, Strategy, is_zero, strategy
 from scalax._spmd.parts import has_parts
 from scalax._spmd.placement import REPLICATE, Partial, Placements, Shard, shard_counts
 from scalax._spmd.ragged import sizes_in_block
@@ -178,11 +180,17 @@ class _Partitioning(Edit):
 
     def _maker_of(self, value: Value) -> Any:
         """Returns the equation that computes a result: what converts the result is of the same line."""
-        eqns = opened(self.jaxpr).eqns
-        return next((x for x in reversed(eqns) if any(var is value.var for var in x.outvars)), self.last)
+        return self._makers.get(id(value.var), self.last)
+
+    @functools.cached_property
+    def _makers(self) -> dict[int, Any]:
+        """The equations that compute variables, by the ids of these."""
+        return {id(var): equation for equation in opened(self.jaxpr).eqns for var in equation.outvars}
 
     def _equation(self, equation: Any) -> None:
         name = primitive_name(equation)
+        if name in ON_ELEMENTS and not self.on_rows and self._on_alike(name, equation):
+            return
         values = [*map(self.read, equation.invars)]
         if has_effects(equation) and name not in _WITH_EFFECTS:
             what, remedy = f'{name or equation.primitive} has effects', 'change that line'
@@ -207,6 +215,43 @@ class _Partitioning(Edit):
             partition_callback(self, equation, values)
         else:
             self._primitive(name, equation, values)
+
+    def _on_alike(self, name: str, equation: Any) -> bool:
+        """Writes an elementwise equation of blocks alike, and scalars; returns whether it is one.
+
+        So are most equations, such as those of an optimizer. `_primitive` writes the same, and takes longer.
+        """
+        first, origin, [var] = None, None, equation.outvars
+        for atom in equation.invars:
+            value = None if isinstance(atom, Literal) else self._values[id(atom)]
+            if value is None or value.is_replicated:
+                if shape_of(atom) or (value is not None and value.is_zero):
+                    return False
+            elif value.has_sum or value.is_zero:
+                return False
+            elif first is None:
+                if shape_of(atom) != shape_of(var):
+                    return False
+                first = value
+            elif value.placements != first.placements or shape_of(atom) != shape_of(var):
+                return False
+            if value is not None and origin is None:
+                origin = value.origin
+        if first is None:
+            return False
+        output = first.beside(var, self.code.var(var, shape_of(first.atom)))
+        if output.is_state:
+            output.origin = origin
+            if name in _NARROW:
+                output.narrow_maker = equation
+        elif name in _SAME_STATE:
+            output.origin = origin
+        self._values[id(var)] = output
+        atoms = [
+            self.code.literal(x) if isinstance(x, Literal) else self._values[id(x)].atom for x in equation.invars
+        ]
+        self.eqns.append(self.code.local(equation, atoms, [output.atom]))
+        return True
 
     def _primitive(self, name: str, equation: Any, values: Sequence[Value]) -> None:
         if name in ELEMENTWISE or name == 'broadcast_in_dim':
@@ -247,7 +292,7 @@ class _Partitioning(Edit):
             output.sums_state = of_state and output.has_sum
         self._note(name, equation, values, outputs)
         if name in _NARROW and outputs[0].is_state:
-            outputs[0].narrow_maker = equation, values
+            outputs[0].narrow_maker = equation
         finals = zip(*[each.final or each.results for each in strategies], strict=True)
         for output, final in zip(outputs, finals, strict=True):
             if final != output.placements:

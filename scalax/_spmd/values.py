@@ -97,7 +97,7 @@ class Value:
             passes.
         maker: of a replicated value the equation that computes it and the values that this takes, if blocks
             of it are computed alone.
-        narrow_maker: of state the same, if what computes it may be gathered in its place.
+        narrow_maker: of state the equation that computes it, if what this takes may be gathered in its place.
         argument: its number among the arguments of the jaxpr; None if it is none.
     """
 
@@ -127,8 +127,18 @@ class Value:
         self.origin, self.is_zero = origin, is_zero
         self.versions, self.sums_state = _NONE, False
         self.maker: tuple[Any, Sequence[Value]] | None = None
-        self.narrow_maker: tuple[Any, Sequence[Value]] | None = None
+        self.narrow_maker: Any = None
         self.argument: int | None = None
+
+    def beside(self, var: Any, atom: Any) -> Value:
+        """Returns another value in the same placements. Most values are computed of such a one."""
+        other = object.__new__(Value)
+        other.var, other.atom, other.placements = var, atom, self.placements
+        other.has_sum, other.is_replicated, other.is_state = self.has_sum, self.is_replicated, self.is_state
+        other.origin = other.maker = other.narrow_maker = other.argument = None
+        other.is_zero = other.sums_state = False
+        other.versions = _NONE
+        return other
 
     @property
     def shape(self) -> tuple[int, ...]:
