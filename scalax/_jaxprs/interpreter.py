@@ -65,6 +65,9 @@ class Interpreter(Generic[Fact]):
 
     def note(self, facts: dict[int, Fact]) -> None:
         """Takes note of the values of a jaxpr, by their ids, for one of the places where it is used."""
+        if self._facts.keys().isdisjoint(facts):  # most jaxprs are used in one place
+            self._facts.update(facts)
+            return
         for var, fact in facts.items():
             before = self._facts.setdefault(var, fact)
             if before is not fact:

@@ -28,9 +28,16 @@ class _Numbered(Dimensions):
 
     def __init__(self, jaxpr: Any, blocks: int) -> None:
         self.splits: list[tuple[Numbers, int]] = []
+        self._runs: dict[int, tuple[Sequence[Numbers], list[Numbers]]] = {}
+        self._pairs: dict[tuple[Numbers, Numbers], Numbers] = {}
         super().__init__(jaxpr, blocks)
 
     def _run(self, jaxpr: Any, arguments: Sequence[Numbers]) -> list[Numbers]:
+        if (run := self._runs.get(id(jaxpr))) is not None:
+            # Wherever a jaxpr is used its values have the same dimensions.
+            for before, numbers in zip(run[0], arguments, strict=True):
+                self._joined_pair(before, numbers)
+            return run[1]
         known = {id(var): numbers for var, numbers in zip(jaxpr.invars, arguments, strict=True)}
 
         def of(atom: Any) -> Numbers:
@@ -42,20 +49,29 @@ class _Numbered(Dimensions):
             return numbers
 
         for equation in jaxpr.eqns:
-            results = self.equation(equation, [of(atom) for atom in equation.invars])
-            known.update(zip(map(id, equation.outvars), results, strict=False))
+            if primitive_name(equation) not in ELEMENTWISE or len(equation.outvars) != 1:
+                results = self.equation(equation, [of(atom) for atom in equation.invars])
+                known.update(zip(map(id, equation.outvars), results, strict=False))
+                continue
+            # Most equations: their operands have the dimensions of the result, or none.
+            [out], result = equation.outvars, None
+            rank = len(shape_of(out))
+            for atom in equation.invars:
+                if not isinstance(atom, Literal) and len(numbers := of(atom)) == rank:
+                    result = numbers if result is None else self._joined_pair(result, numbers)
+            known[id(out)] = self.new(out) if result is None else result
         self.note(known)
-        return [of(atom) for atom in jaxpr.outvars]
+        results = [of(atom) for atom in jaxpr.outvars]
+        self._runs[id(jaxpr)] = arguments, results
+        return results
 
-    def equation(self, equation: Any, operands: Sequence[Numbers]) -> Sequence[Numbers]:
-        if primitive_name(equation) not in ELEMENTWISE or len(equation.outvars) != 1:
-            return super().equation(equation, operands)
-        # Most equations: their operands have the dimensions of the result, or none.
-        shape, result = shape_of(equation.outvars[0]), None
-        for numbers in operands:
-            if len(numbers) == len(shape) and numbers != result:
-                result = numbers if result is None else self.joined([result, numbers])
-        return [self.new(equation.outvars[0]) if result is None else result]
+    def _joined_pair(self, one: Numbers, other: Numbers) -> Numbers:
+        """The numbers of dimensions that meet; few pairs are different, and those often."""
+        if one == other:
+            return one
+        if (pair := (one, other)) not in self._pairs:
+            self._pairs[pair] = self.joined(pair)
+        return self._pairs[pair]
 
     def _reshaped(self, equation: Any, known: Numbers, new: Numbers) -> Numbers:
         result = super()._reshaped(equation, known, new)
