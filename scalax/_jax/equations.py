@@ -8,6 +8,7 @@ relies on the parameter that it reads having this name and this meaning.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -232,7 +233,32 @@ def _values(value: Any) -> Iterator[Any]:
 
 def jaxprs_in(equation: Any) -> Iterator[Any]:
     """The jaxprs that the parameters of any equation hold, without their constants."""
-    return map(opened, filter(is_jaxpr, values_in(equation)))
+    return iter(_jaxprs_of(equation.params.values()))
+
+
+def _jaxprs_of(values: Iterable[Any]) -> list[Any]:
+    """The same of some values: those that `_values` gives, without an iterator for each."""
+    found = list[Any]()
+    for value in values:
+        value_type: Any = type(value)
+        kind = _kind(value_type)
+        if kind == 'jaxpr':
+            found.append(opened(value))
+        elif kind == 'sequence':
+            found += _jaxprs_of(value)
+        elif kind:
+            found += map(opened, filter(is_jaxpr, _values(value)))
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind(kind: Any) -> str:
+    """What values of a type may hold jaxprs as; nothing of others."""
+    if issubclass(kind, ClosedJaxpr | Jaxpr):
+        return 'jaxpr'
+    if issubclass(kind, list | tuple):
+        return 'sequence'
+    return 'other' if issubclass(kind, dict) or dataclasses.is_dataclass(kind) else ''
 
 
 def run_once(equation: Any) -> Any:

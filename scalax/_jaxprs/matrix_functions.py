@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from scalax._jaxprs.user_shardings import SAID, placed_by_user
 
 # Values of so many elements are scalars, or coefficients.
 _FEW = 64
+_COSTLY = DECOMPOSITIONS | {'dot_general'}
 _PLAIN = FORWARDS | ELEMENTWISE | {'reduce_sum', 'reduce_max'}
 # For a stack of matrices both branches of a `cond` would run: a loop in the wrong one may not end, and its
 # gradient may be nan.
@@ -68,8 +70,11 @@ def functions_of_matrices(jaxpr: Any, shapes: Container[tuple[int, ...]]) -> Ite
     def begin(variables: Sequence[Any]) -> None:
         roots.update({id(var): var for var in variables if size_of(var) > _FEW})
 
+    costly = [i for i, equation in enumerate(inner.eqns) if _is_costly(equation)]
+    if not costly:
+        return
     begin(inner.invars)
-    for equation in inner.eqns:
+    for i, equation in enumerate(inner.eqns):
         own = {*map(roots.get, map(id, equation.invars))} - {None}
         if len(own) == 1:
             [root] = own
@@ -79,6 +84,11 @@ def functions_of_matrices(jaxpr: Any, shapes: Container[tuple[int, ...]]) -> Ite
             begin(equation.outvars)
         elif not equation.effects:
             scalars.update(dict.fromkeys(map(id, equation.outvars), equation))
+        # What is behind, such as an optimizer, makes no function of a matrix.
+        if i == costly[-1] and not any(
+            shape_of(root) in shapes and any(map(_is_costly, own)) for root, own in computed.items()
+        ):
+            return
     found = {root: own for root, own in computed.items() if shape_of(root) in shapes and _multiplies(own)}
     if not found:
         return
@@ -108,11 +118,21 @@ def is_late(equation: Any, late: set[int]) -> bool:
 
 def _multiplies(own: Sequence[Any]) -> bool:
     """Whether some of these equations, or those inside, multiply or decompose, and users place no result."""
+    if not any(map(_is_costly, own)):
+        return False
     every = [*equations.with_inside(own)]
     names = {*map(primitive_name, every)}
     placed = any(each.effects or any(placed_by_user(each)) for each in every)
-    costly = not (DECOMPOSITIONS | {'dot_general'}).isdisjoint(names)
-    return costly and _LEFT.isdisjoint(names) and not placed
+    return _LEFT.isdisjoint(names) and not placed
+
+
+def _is_costly(equation: Any) -> bool:
+    """Whether an equation, or one inside it, multiplies or decomposes."""
+    name = primitive_name(equation)
+    if name in _COSTLY or name in ELEMENTWISE:  # most
+        return name in _COSTLY
+    inside = map(equations.equations, equations.jaxprs_in(equation))
+    return any(primitive_name(each) in _COSTLY for each in itertools.chain.from_iterable(inside))
 
 
 def _function(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from scalax._jax.equations import equations
+from scalax._jax.equations import jaxprs_in, opened
 from scalax._jax.primitives import primitive_name
 from scalax._spmd.rewrites.example_numbers import LOOKUPS, batch_example_numbers
 from scalax._spmd.rewrites.facts import StepFacts as StepFacts
@@ -50,4 +50,15 @@ def rewritten(jaxpr: Any, facts: StepFacts) -> Any:
 
 
 def _primitives(jaxpr: Any) -> set[str]:
-    return {primitive_name(equation) for equation in equations(jaxpr)}
+    """Returns the names of the primitives of a jaxpr and of those inside it."""
+    examples, pending = dict[Any, Any](), [opened(jaxpr)]  # of each primitive an equation
+    seen = {id(pending[0])}
+    while pending:
+        inner = pending.pop()
+        examples.update({equation.primitive: equation for equation in inner.eqns})
+        for equation in inner.eqns:
+            for inside in jaxprs_in(equation) if equation.params else ():
+                if id(inside) not in seen:
+                    seen.add(id(inside))
+                    pending.append(inside)
+    return {*map(primitive_name, examples.values())}

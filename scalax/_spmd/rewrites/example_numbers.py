@@ -53,6 +53,7 @@ Columns = Mapping[int, int]
 """Of indices, the columns that are numbers of examples, and the dimension along which they count."""
 
 _MOST = 2**20  # examples; a constant of more elements is not read
+_Known = dict[Any, tuple[Any, list[Columns]]]
 _SAME = frozenset(('copy', 'name', 'optimization_barrier', 'sharding_constraint', 'reshard'))
 
 
@@ -64,11 +65,22 @@ def batch_example_numbers(jaxpr: Any, facts: StepFacts) -> Any:
         facts: what is known of the step.
     """
     del facts
-    return _rewritten(jaxpr, [{}] * len(opened(jaxpr).invars))[0]
+    return _rewritten(jaxpr, [{}] * len(opened(jaxpr).invars), {})[0]
 
 
-def _rewritten(jaxpr: Any, arguments: Sequence[Columns]) -> tuple[Any, list[Columns]]:
-    """The jaxpr with batching dimensions, and the columns of its results, given those of its arguments."""
+def _rewritten(jaxpr: Any, arguments: Sequence[Columns], known: _Known) -> tuple[Any, list[Columns]]:
+    """The jaxpr with batching dimensions, and the columns of its results, given those of its arguments.
+
+    *known* gets these of each jaxpr of whose arguments nothing is known, and which is used in many places.
+    """
+    if any(arguments):
+        return _rewritten_with(jaxpr, arguments, known)
+    if jaxpr not in known:
+        known[jaxpr] = _rewritten_with(jaxpr, arguments, known)
+    return known[jaxpr]
+
+
+def _rewritten_with(jaxpr: Any, arguments: Sequence[Columns], known: _Known) -> tuple[Any, list[Columns]]:
     inner = opened(jaxpr)
     columns = _Columns(jaxpr)
     columns.known.update(zip(map(id, inner.invars), arguments, strict=True))
@@ -78,37 +90,37 @@ def _rewritten(jaxpr: Any, arguments: Sequence[Columns]) -> tuple[Any, list[Colu
         if name in LOOKUPS:
             equations += _batched(equation, columns)
         elif name in CALLS or name == 'scan':
-            equations.append(_with_inside(equation, columns))
+            equations.append(_with_inside(equation, columns, known))
         elif name in WITH_JAXPRS:
-            equations.append(_with_unknown_inside(equation))
+            equations.append(_with_unknown_inside(equation, known))
         else:
             equations.append(equation)
     is_same = len(equations) == len(inner.eqns) and all(map(operator.is_, equations, inner.eqns))
     return jaxpr if is_same else replaced(jaxpr, eqns=equations), [columns.of(x) for x in inner.outvars]
 
 
-def _with_unknown_inside(equation: Any) -> Any:
+def _with_unknown_inside(equation: Any, known: _Known) -> Any:
     """A branch or a `while` whose jaxprs have batching dimensions, with nothing known of its operands."""
     if primitive_name(equation) == 'cond':
         jaxprs = [*branches(equation)]
     else:
         jaxprs = [loop_of(equation).body]
-    new = [_rewritten(jaxpr, [{}] * len(opened(jaxpr).invars))[0] for jaxpr in jaxprs]
+    new = [_rewritten(jaxpr, [{}] * len(opened(jaxpr).invars), known)[0] for jaxpr in jaxprs]
     return equation if all(map(operator.is_, new, jaxprs)) else with_jaxprs(equation, *new)
 
 
-def _with_inside(equation: Any, columns: _Columns) -> Any:
+def _with_inside(equation: Any, columns: _Columns, known: _Known) -> Any:
     """A call or a `scan` whose jaxpr has batching dimensions; notes the columns of its results."""
     operands = [columns.of(x) for x in equation.invars]
     if primitive_name(equation) in CALLS:
-        jaxpr, results = _rewritten(called(equation), operands)
+        jaxpr, results = _rewritten(called(equation), operands, known)
         before = called(equation)
     else:
         loop = loop_of(equation)
         constants, carried, stacks = loop.parts(operands)
         inside = [*constants, *[{}] * len(carried), *[_shifted(stack, -1) for stack in stacks]]
         before = loop.body
-        jaxpr, results = _rewritten(before, inside)
+        jaxpr, results = _rewritten(before, inside, known)
         results = [{}] * loop.carried + [_shifted(x, 1) for x in results[loop.carried :]]
     columns.known.update(zip(map(id, equation.outvars), results, strict=True))
     return equation if jaxpr is before else with_jaxprs(equation, jaxpr)

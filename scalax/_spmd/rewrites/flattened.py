@@ -35,6 +35,8 @@ class _Unflattening(Rewriter):
 
     def jaxpr(self, jaxpr: Any) -> Any:
         """Returns a jaxpr, open or closed, that reduces arrays without flattening them."""
+        if jaxpr in self._known:
+            return self._known[jaxpr]
         flattened = _flattened(opened(jaxpr).eqns)
         if flattened:
             # Norms and inner products are functions that JAX has compiled.
@@ -59,8 +61,11 @@ def _flattened(equations: Sequence[Any]) -> dict[int, tuple[int, ...]]:
             shape, flat = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
             if len(flat) == 1 < len(shape):
                 shapes[id(equation.outvars[0])] = shape
-        elif name in _ELEMENTWISE and (taken := [shapes[id(x)] for x in equation.invars if id(x) in shapes]):
-            shapes.update({id(var): taken[0] for var in equation.outvars if len(shape_of(var)) == 1})
+        elif shapes and name in _ELEMENTWISE:
+            taken = [shapes[id(x)] for x in equation.invars if id(x) in shapes]
+            shapes.update(
+                {id(var): taken[0] for var in equation.outvars if taken and len(shape_of(var)) == 1}
+            )
     return shapes
 
 

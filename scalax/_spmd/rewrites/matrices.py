@@ -75,6 +75,8 @@ class _Distribution(Rewriter):
         """Returns a jaxpr, open or closed, whose functions of matrices are distributed."""
         if jaxpr in self._distributed:
             return jaxpr
+        if jaxpr in self._known:
+            return self._known[jaxpr]
         groups: dict[Any, list[Function]] = {}
         for function in functions_of_matrices(jaxpr, self._state):
             if self._becomes_state(function):
