@@ -50,16 +50,16 @@ def result_states(jaxpr: Any, paths: Sequence[str | None], results: Sequence[str
     """
     inner = opened(jaxpr)
     keys = [None if path is None else (*path.split('/'),) for path in paths]
-    by_type = dict[Any, list[int]]()
+    by_type = dict[Any, dict[int, None]]()
     for i, (var, path) in enumerate(zip(inner.invars, keys, strict=True)):
         if path is not None:
-            by_type.setdefault(_type(var), []).append(i)
+            by_type.setdefault(_type(var), {})[i] = None
     distances = _Distances()
     known = distances.results(jaxpr, [() if path is None else ((i, 0),) for i, path in enumerate(paths)])
     uses = {id(atom) for equation in inner.eqns for atom in equation.invars}
     found, pending, computed = [ResultState()] * len(results), dict[int, list[int]](), set[int]()
     for n, (var, sources) in enumerate(zip(inner.outvars, known, strict=True)):
-        alike = by_type.get(_type(var), ())
+        alike = by_type.get(_type(var), {})
         near = {i: distance for i, distance in sources if i in alike}
         distance = min(near.values(), default=0)
         nearest = [i for i in near if near[i] == distance]
@@ -96,6 +96,8 @@ class _Distances(Interpreter[Distances]):
 
     def __init__(self) -> None:
         super().__init__(nothing=())
+        self._joined: dict[tuple[Distances, ...], Distances] = {}
+        self._farther: dict[tuple[Distances, int], Distances] = {}
 
     def primitive(self, name: str, equation: Any, operands: Sequence[Distances]) -> Sequence[Distances]:
         if name in PLACES or name == 'optimization_barrier':
@@ -109,15 +111,19 @@ class _Distances(Interpreter[Distances]):
         for i, (atom, distances) in enumerate(zip(equation.invars, operands, strict=True)):
             if distances and shape_of(atom) == shape:
                 by = farther or int(name == 'sub' and i == 1)
-                alike.append(tuple([(n, min(distance + by, _FARTHEST)) for n, distance in distances]))
-        return [self.joined(alike)]
+                if by and (key := (distances, by)) not in self._farther:
+                    self._farther[key] = tuple([(n, min(x + by, _FARTHEST)) for n, x in distances])
+                alike.append(self._farther[distances, by] if by else distances)
+        return alike if len(alike) == 1 else [self.joined(alike)]
 
     def joined(self, facts: Sequence[Distances]) -> Distances:
-        least: dict[int, int] = {}
-        for distances in facts:
-            for i, distance in distances:
-                least[i] = min(distance, least.get(i, distance))
-        return tuple(sorted(least.items()))
+        if (key := tuple(facts)) not in self._joined:
+            least: dict[int, int] = {}
+            for distances in facts:
+                for i, distance in distances:
+                    least[i] = min(distance, least.get(i, distance))
+            self._joined[key] = tuple(sorted(least.items()))
+        return self._joined[key]
 
 
 def _type(var: Any) -> Any:

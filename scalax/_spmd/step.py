@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._jax.equations import opened, shape_of
 from scalax._jax.rewriting import run_as_one
-from scalax._spmd.auto_axes import AutoAxes, AutoDims, auto_dims, auto_spec
+from scalax._spmd.auto_axes import NO_AXES, AutoAxes, AutoDims, auto_dims, auto_spec
 from scalax._spmd.collectives import Collective
 from scalax._spmd.constraints import of_spec
 from scalax._spmd.layouts import Layout, state_placement
@@ -115,17 +116,25 @@ def partition_step(
     others = {axis: size for axis, size in mesh.shape.items() if axis not in axes and size > 1}
     whole = replicated(len(axes))
 
-    def placed(spec: PartitionSpec | None, atom: Any, is_state: bool) -> Placements:
-        found = of_spec(spec or PartitionSpec(), sizes, whole, shape_of(atom))
+    @functools.cache
+    def placed_of(spec: PartitionSpec | None, shape: tuple[int, ...], is_state: bool) -> Placements:
+        found = of_spec(spec or PartitionSpec(), sizes, whole, shape)
         return tuple(map(state_placement, found)) if is_state else found
+
+    def placed(spec: PartitionSpec | None, atom: Any, is_state: bool) -> Placements:
+        return placed_of(spec, shape_of(atom), is_state)
 
     known = [
         Argument(placed(each.spec, var, not each.is_batch), is_state=not each.is_batch)
         for each, var in zip(arguments, inner.invars, strict=True)
     ]
 
+    @functools.cache
+    def along_others_of(spec: PartitionSpec, rank: int) -> PartitionSpec:
+        return auto_spec(spec, rank, others)
+
     def auto(spec: PartitionSpec | None, atom: Any) -> AutoDims:
-        return auto_dims(spec or PartitionSpec(), len(shape_of(atom)), others)
+        return auto_dims(spec or PartitionSpec(), len(shape_of(atom)), others) if others else NO_AXES
 
     def layout(i: int, path: str | None, spec: PartitionSpec | None, var: Any) -> Layout | None:
         if spec is None:
@@ -181,7 +190,7 @@ def partition_step(
         frozenset(others),
         tuple(
             [
-                None if each.spec is None else auto_spec(each.spec, len(shape_of(var)), others)
+                None if each.spec is None else along_others_of(each.spec, len(shape_of(var)))
                 for each, var in zip(results, inner.outvars, strict=True)
             ]
         ),
