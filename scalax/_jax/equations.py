@@ -233,7 +233,7 @@ def _values(value: Any) -> Iterator[Any]:
 
 def jaxprs_in(equation: Any) -> Iterator[Any]:
     """The jaxprs that the parameters of any equation hold, without their constants."""
-    return iter(_jaxprs_of(equation.params.values()))
+    return iter(_jaxprs_of(equation.params.values()) if equation.params else ())
 
 
 def _jaxprs_of(values: Iterable[Any]) -> list[Any]:
@@ -245,7 +245,8 @@ def _jaxprs_of(values: Iterable[Any]) -> list[Any]:
         if kind == 'jaxpr':
             found.append(opened(value))
         elif kind == 'sequence':
-            found += _jaxprs_of(value)
+            if not _PLAIN.issuperset(map(type, value)):
+                found += _jaxprs_of(value)
         elif kind:
             found += map(opened, filter(is_jaxpr, _values(value)))
     return found

@@ -148,7 +148,7 @@ class ManualCode:
         manual = frozenset([axis for axis in mesh.axis_names if axis not in auto])
         self._size, self._mesh = mesh.size, mesh
         self._trace = mesh, manual, trace_context()
-        [neg] = _traced(jax.lax.neg, ((), 'float32'), trace=self._trace)
+        neg, self._barrier, self._jit = _traced(_of_each, ((), 'float32'), trace=self._trace)
         self._ctx, self.blank = neg.ctx, neg
         self._types: dict[Any, Any] = {}
         # The same by the ids of types, which are held, and hash faster than dtypes do.
@@ -213,7 +213,40 @@ class ManualCode:
         shape = (self._size,) * len(shape_of(operand))
         types = ((shape, operand.aval.dtype),)
         [template] = _cached(_Keyed(function, key), types, self._trace)
+        return self.written(template, like, operand, result)
+
+    def exchanges(self, functions: Sequence[Callable[..., Any]], rank: int, key: Any) -> Sequence[Any]:
+        """Returns equations of one operand whose parameters do not depend on its type, as of collectives.
+
+        To trace several functions at once takes hardly longer than to trace one.
+
+        Args:
+            functions: functions of one operation, each another one.
+            rank: how many dimensions an operand has to have for all of them.
+            key: what the functions are known by.
+        """
+        types = (((self._size,) * rank, 'float32'),)
+        return _cached(_Keyed(lambda x: [function(x) for function in functions], key), types, self._trace)
+
+    def written(self, template: Any, like: Any, operand: Any, result: Any) -> Any:
+        """Returns an equation that `exchange` or `exchanges` gives, for another operand.
+
+        Args:
+            template: the equation.
+            like: the equation whose line the new one gets.
+            operand: the operand.
+            result: the result.
+        """
         return template.replace(invars=[operand], outvars=[result], source_info=like.source_info)
+
+    def barrier(self, like: Any, operand: Any) -> Any:
+        """Returns the equation of an optimization barrier, with a new result.
+
+        Args:
+            like: the equation whose line the new one gets.
+            operand: the operand.
+        """
+        return self.written(self._barrier, like, operand, self.var(operand, shape_of(operand)))
 
     def local(self, equation: Any, operands: Sequence[Any], results: Sequence[Any], **changed: Any) -> Any:
         """Returns an equation of other operands and results, some of whose parameters are changed.
@@ -336,12 +369,6 @@ class ManualCode:
         inputs, outputs = map(tuple, specs)
         return self.local(equation, operands, results, in_specs=inputs, out_specs=outputs, **changed)
 
-    @functools.cached_property
-    def _jit(self) -> Any:
-        """The call, by `jit`, of a function of one operand and one result."""
-        [template] = _cached(_Keyed(jax.jit(lambda x: x), 'jit'), (((), 'float32'),), self._trace)
-        return template
-
     def scalar(self, dtype: Any) -> Any:
         """Returns a new variable of one element. Relies on what `var` relies on."""
         return Var(self.blank.outvars[0].aval.update(dtype=jnp.dtype(dtype), weak_type=False))
@@ -358,6 +385,11 @@ class ManualCode:
         [call] = _traced(jax.jit(function), *types, trace=self._trace)
         assert len({*map(id, call.invars)}) == len(operands)
         return call.replace(invars=[*operands], source_info=like.source_info)
+
+
+def _of_each(x: Any) -> list[Any]:
+    """The function of an operation of each kind whose parameters are always the same, and that is common."""
+    return [jax.lax.neg(x), jax.lax.optimization_barrier(x), jax.jit(lambda x: x)(x)]
 
 
 def scan_counts(constants: int, carried: int, elements: int, results: int) -> dict[str, Any]:

@@ -235,10 +235,10 @@ class Rewriter:
     """Jaxprs with other equations, also in calls, loops and branches.
 
     Args:
-        change: gives an equation in place of one, or the same.
+        change: gives an equation in place of one, or the same; None if only subclasses change jaxprs.
     """
 
-    def __init__(self, change: Callable[[Any], Any]) -> None:
+    def __init__(self, change: Callable[[Any], Any] | None = None) -> None:
         self._change = change
         self._known: dict[Any, Any] = {}
 
@@ -252,9 +252,9 @@ class Rewriter:
         return self._known[jaxpr]
 
     def _equation(self, equation: Any) -> Any:
-        if primitive_name(equation) in WITH_JAXPRS:
+        if equation.params and primitive_name(equation) in WITH_JAXPRS:
             equation = with_jaxprs(equation, *map(self.jaxpr, _held(equation)))
-        return self._change(equation)
+        return equation if self._change is None else self._change(equation)
 
 
 def in_line_of(jaxpr: Any, equation: Any) -> Any:

@@ -70,8 +70,8 @@ def functions_of_matrices(jaxpr: Any, shapes: Container[tuple[int, ...]]) -> Ite
     def begin(variables: Sequence[Any]) -> None:
         roots.update({id(var): var for var in variables if size_of(var) > _FEW})
 
-    costly = [i for i, equation in enumerate(inner.eqns) if _is_costly(equation)]
-    if not costly:
+    last = next((i for i in reversed(range(len(inner.eqns))) if _is_costly(inner.eqns[i])), None)
+    if last is None:
         return
     begin(inner.invars)
     for i, equation in enumerate(inner.eqns):
@@ -85,7 +85,7 @@ def functions_of_matrices(jaxpr: Any, shapes: Container[tuple[int, ...]]) -> Ite
         elif not equation.effects:
             scalars.update(dict.fromkeys(map(id, equation.outvars), equation))
         # What is behind, such as an optimizer, makes no function of a matrix.
-        if i == costly[-1] and not any(
+        if i == last and not any(
             shape_of(root) in shapes and any(map(_is_costly, own)) for root, own in computed.items()
         ):
             return

@@ -89,6 +89,7 @@ class Exchange:
     ) -> None:
         self._code, self.axes, self.sizes, self._in_turn = code, tuple(axes), tuple(sizes), in_turn
         self.numbers = itertools.count(1) if numbers is None else numbers
+        self._templates: dict[Any, Any] = {}
 
     def numbered(self, equation: Any, what: What) -> tuple[Any, int]:
         """Returns the equation of a collective with its number in its name, and the number."""
@@ -117,6 +118,9 @@ class Exchange:
             auto: the Auto axes that shard each dimension of the value; empty if none does.
         """
         [operand, *_] = operands
+        known = step, operand.aval.dtype, len(shape_of(operand)), tuple(auto)
+        if (template := self._templates.get(known)) is not None:
+            return self._code.written(template, like, operand, result)
         key = step._replace(axes=()), self.block(step.axes)
         is_key = jax.dtypes.issubdtype(operand.aval.dtype, jax.dtypes.prng_key)
         is_extreme = step.kind == 'all_reduce' and step.reduce_op != 'sum'
@@ -137,7 +141,13 @@ class Exchange:
             return with_results(self._code.equation(nested, (*key, spec), like, [operand]), [result])
         if is_ordered or is_wide:
             return with_results(self._code.equation(function, key, like, [operand]), [result])
-        return self._code.exchange(function, key, like, operand, result)
+        if step._replace(axes=()) in _COMMON:
+            functions = [_functions(each, key[1], is_key) for each in _COMMON]
+            template = self._code.exchanges(functions, _MOST_DIMS, ('common', key[1]))[_COMMON[key[0]]]
+        else:
+            template = self._code.exchange(function, key, like, operand, result)
+        self._templates[known] = template
+        return self._code.written(template, like, operand, result)
 
     def shape(self, step: Step, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of a block of this shape after a step."""
@@ -168,6 +178,19 @@ class Exchange:
         size = math.prod(shape_of(value)) * value.aval.dtype.itemsize
         return Collective(step.kind, axes, size, 1, like, of, what, value, *facts)
 
+
+_MOST_DIMS = 4
+# Most steps are of these: gathers and scatters of arrays of few dimensions, and sums.
+_COMMON = {
+    step: i
+    for i, step in enumerate(
+        [
+            *[Step('all_gather', (), dim) for dim in range(_MOST_DIMS)],
+            *[Step('reduce_scatter', (), dim) for dim in range(_MOST_DIMS)],
+            Step('all_reduce', ()),
+        ]
+    )
+}
 
 SENDING = frozenset(('all_gather', 'all_to_all', 'reduce_scatter', 'all_reduce'))
 """The steps that send something."""

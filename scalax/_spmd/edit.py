@@ -496,7 +496,8 @@ class Edit:
 
     def _barrier(self, atom: Any, equation: Any) -> Any:
         """Returns a value behind a barrier, which the compiler moves nothing across."""
-        return self.emit_of(jax.lax.optimization_barrier, 'barrier', equation, [atom])
+        self.eqns.append(self.code.barrier(equation, atom))
+        return self.eqns[-1].outvars[0]
 
     def move_memory(self, atom: Any, var: Any, equation: Any) -> Any:
         """Returns what stands for a block in the memory of a variable, the host's or that of devices."""
@@ -519,9 +520,8 @@ class Edit:
         """
         users = self._users.get(id(value.var), [])
         is_result = len(users) != self._uses[id(value.var)]
-        if is_result or any(primitive_name(equation) != 'dot_general' for equation in users):
-            return False
-        if self.shared.wanted.of(value.var) is not None:
+        others = (True for equation in users if primitive_name(equation) != 'dot_general')
+        if is_result or any(others) or self.shared.wanted.of(value.var) is not None:
             return False
         sizes = {id(equation): size_of(equation.outvars[0]) for equation in users}
         return 2 * sum(sizes.values()) <= size_of(value.var)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -141,7 +142,8 @@ class Step(NamedTuple):
     reduce_op: ReduceOp = 'sum'
 
 
-def redistribute(source: Placements, target: Placements) -> list[Step]:
+@functools.lru_cache(maxsize=4096)
+def redistribute(source: Placements, target: Placements) -> Sequence[Step]:
     """Returns the operations that convert a value from its placements to others.
 
     | from, to    | Shard(b)         | Replicate  | Partial          |

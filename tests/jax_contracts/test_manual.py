@@ -71,6 +71,34 @@ def test_parameters_of_collectives_do_not_depend_on_shapes(function, shape, afte
     assert found.source_info is like.source_info
 
 
+@pytest.mark.parametrize('dtype', ['bfloat16', 'int8', 'bool'])
+def test_parameters_of_collectives_do_not_depend_on_dtypes_or_ranks(dtype):
+    functions = [
+        lambda x: lax.all_gather(x, 'fsdp', axis=1, tiled=True),
+        lambda x: lax.psum_scatter(x, 'fsdp', scatter_dimension=1, tiled=True),
+    ]
+    functions += [lambda x: lax.psum(x, 'fsdp')] if dtype != 'bool' else []  # devices exchange no such sums
+    with jax.sharding.use_abstract_mesh(MESH):
+        code, like = ManualCode(MESH), traced(lambda x: x | x, jnp.ones(3, 'int8')).eqns[0]
+        operand = traced(lambda x: x, jnp.ones((3, 16), dtype)).invars[0]
+        templates = code.exchanges(functions, 4, object())
+        expected = [code.equation(function, object(), like, [operand]) for function in functions]
+    for template, equation in zip(templates, expected, strict=True):
+        found = code.written(template, like, operand, equation.outvars[0])
+        assert found.primitive is equation.primitive
+        assert found.params == equation.params
+        assert found.source_info is like.source_info
+
+
+def test_barriers_have_no_parameters():
+    with jax.sharding.use_abstract_mesh(MESH):
+        code, like = ManualCode(MESH), traced(jnp.sin, jnp.ones((3, 4), 'bfloat16')).eqns[0]
+        found = code.barrier(like, like.invars[0])
+        expected = code.equation(lax.optimization_barrier, object(), like, like.invars)
+    assert (found.primitive, found.params) == (expected.primitive, expected.params) and not found.params
+    assert found.outvars[0].aval == expected.outvars[0].aval
+
+
 def test_other_axes_stay_auto():
     """Types, constraints and nested functions are what JAX makes of them where some axes are Auto."""
     mesh = AbstractMesh((4, 2), ('fsdp', 'tp'), axis_types=(AxisType.Auto,) * 2)

@@ -57,7 +57,7 @@ def _primitives(jaxpr: Any) -> set[str]:
         inner = pending.pop()
         examples.update({equation.primitive: equation for equation in inner.eqns})
         for equation in inner.eqns:
-            for inside in jaxprs_in(equation) if equation.params else ():
+            for inside in jaxprs_in(equation):
                 if id(inside) not in seen:
                     seen.add(id(inside))
                     pending.append(inside)

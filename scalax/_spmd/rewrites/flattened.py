@@ -31,7 +31,7 @@ class _Unflattening(Rewriter):
     """Unflattens what is reduced in a jaxpr, and in the jaxprs inside it."""
 
     def __init__(self) -> None:
-        super().__init__(lambda equation: equation)
+        super().__init__()
 
     def jaxpr(self, jaxpr: Any) -> Any:
         """Returns a jaxpr, open or closed, that reduces arrays without flattening them."""

@@ -60,7 +60,7 @@ class _Distribution(Rewriter):
     """Distributes the functions of matrices of a jaxpr, and of the jaxprs inside it."""
 
     def __init__(self, jaxpr: Any, facts: StepFacts) -> None:
-        super().__init__(lambda equation: equation)
+        super().__init__()
         self._step, self._facts = jaxpr, facts
         self._sizes = dict(facts.mesh.shape)
         self._distributed = set[Any]()
