@@ -112,9 +112,14 @@ def _placed(equation: Any, sources: Mapping[int, Sources], summed: tuple[Sources
 
 
 def _broadcast(equation: Any) -> Dims:
-    operand, out = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
-    places = enumerate(equations.broadcast_dims(equation))
-    return _placed(equation, {place: ((0, i),) for i, place in places if out[place] == operand[i]})
+    shapes = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
+    return _broadcast_to(*shapes, tuple(equations.broadcast_dims(equation)))
+
+
+@functools.lru_cache(maxsize=4096)  # layers are alike
+def _broadcast_to(operand: tuple[int, ...], out: tuple[int, ...], places: tuple[int, ...]) -> Dims:
+    sources = {place: ((0, i),) for i, place in enumerate(places) if out[place] == operand[i]}
+    return Dims((tuple([sources.get(i, ()) for i in range(len(out))]),))
 
 
 def _reshape(equation: Any) -> Dims:
@@ -127,11 +132,21 @@ def _reshape(equation: Any) -> Dims:
     return _placed(equation, {i: tuple([(0, each) for each in old]) for old, new in groups for i in new})
 
 
-def reshaped(equation: Any) -> list[tuple[list[int], list[int]]]:
+Groups = Sequence[tuple[Sequence[int], Sequence[int]]]
+"""Groups of dimensions that become groups of others."""
+
+
+def reshaped(equation: Any) -> Groups:
     """The groups of dimensions, of more than one element, that a `reshape` makes of groups of others."""
+    if equations.is_reordered(equation):
+        return ()
+    return _reshaped_to(shape_of(equation.invars[0]), shape_of(equation.outvars[0]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _reshaped_to(old: tuple[int, ...], new: tuple[int, ...]) -> Groups:
     groups: list[tuple[list[int], list[int]]] = []
-    old, new = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
-    left = [] if equations.is_reordered(equation) else [i for i, size in enumerate(old) if size != 1]
+    left = [i for i, size in enumerate(old) if size != 1]
     right = [i for i, size in enumerate(new) if size != 1]
     while left and right:
         mine, theirs = [left.pop(0)], [right.pop(0)]
@@ -149,9 +164,16 @@ def _transpose(equation: Any) -> Dims:
 
 
 def _reduce(equation: Any) -> Dims:
-    gone, operands = equations.removed_dims(equation), _alike(equation, _rank(equation))
+    ranks = tuple([len(shape_of(atom)) for atom in equation.invars])
+    return _reduced(ranks, tuple(equations.removed_dims(equation)), len(equation.outvars))
+
+
+@functools.lru_cache(maxsize=4096)
+def _reduced(ranks: tuple[int, ...], gone: tuple[int, ...], results: int) -> Dims:
+    places = [place for place, rank in enumerate(ranks) if rank == ranks[0]]
+    operands = [tuple([(place, i) for place in places]) for i in range(ranks[0])]
     kept = tuple([sources for i, sources in enumerate(operands) if i not in gone])
-    return Dims((kept,) * len(equation.outvars), tuple([operands[i] for i in gone]))
+    return Dims((kept,) * results, tuple([operands[i] for i in gone]))
 
 
 def _sort(equation: Any) -> Dims:

@@ -57,7 +57,11 @@ class _Numbered(Dimensions):
             [out], result = equation.outvars, None
             rank = len(shape_of(out))
             for atom in equation.invars:
-                if not isinstance(atom, Literal) and len(numbers := of(atom)) == rank:
+                found = known.get(id(atom))
+                if found is None and isinstance(atom, Literal):
+                    continue
+                numbers = of(atom) if found is None else found
+                if numbers is not result and len(numbers) == rank:
                     result = numbers if result is None else self._joined_pair(result, numbers)
             known[id(out)] = self.new(out) if result is None else result
         self.note(known)

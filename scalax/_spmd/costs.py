@@ -7,7 +7,7 @@ of a product of a few examples. Bytes decide, here alone. Both ways send them ov
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from scalax._jax.equations import shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dims import UNKNOWN, dims_of
 from scalax._spmd.edit import Edit
-from scalax._spmd.op_rules import Op, Strategy, strategy
+from scalax._spmd.op_rules import Op, Strategy
 from scalax._spmd.placement import REPLICATE, SUM, Partial, Placement, Replicate, Shard, same_blocks
 from scalax._spmd.tables import is_indexed
 from scalax._spmd.values import Value
@@ -51,18 +51,26 @@ class _Axis:
         self._edit, self._equation, self._values, self._axis = edit, equation, values, axis
         self._usual, self._count = usual[axis], edit.shared.sizes[axis]
         self._here = [value.placements[axis] for value in values]
-        self._wanted = edit.reduced_placements(
-            equation.outvars[0], tuple([each.results[0] for each in usual])
-        )[axis]
+        self._all_usual = usual
+
+    @functools.cached_property
+    def _wanted(self) -> Placement:
+        """The placement that the result gets in the end."""
+        edit, usual, axis, [result, *_] = self._edit, self._all_usual, self._axis, self._equation.outvars
         # A term of a sum that a loop carries stays a sum, which is reduced once, behind the loop.
-        if isinstance(usual[axis].results[0], Partial) and edit.is_term_of_sum(equation.outvars[0], axis):
-            self._wanted = SUM
+        if isinstance(self._usual.results[0], Partial) and edit.is_term_of_sum(result, axis):
+            return SUM
+        return edit.reduced_placements(result, tuple([each.results[0] for each in usual]))[axis]
+
+    @functools.cached_property
+    def _result_bytes(self) -> float:
+        """The bytes of the result, of which devices have blocks along the other axes."""
         others = [
             size
-            for i, (each, size) in enumerate(zip(usual, edit.shared.sizes, strict=True))
-            if i != axis and isinstance(each.results[0], Shard)
+            for i, (each, size) in enumerate(zip(self._all_usual, self._edit.shared.sizes, strict=True))
+            if i != self._axis and isinstance(each.results[0], Shard)
         ]
-        self._result_bytes = _bytes(equation.outvars[0]) / math.prod(others)
+        return _bytes(self._equation.outvars[0]) / math.prod(others)
 
     def cheapest(self) -> Strategy:
         """The strategy."""
@@ -81,19 +89,24 @@ class _Axis:
         """The strategies of which one operand stays as it is, or that give the result as it is wanted."""
         name, count = primitive_name(self._equation), len(self._here)
         operands = [0] if name == 'gather' else range(count) if name == 'dot_general' else []
+        # Only a batch of products is a dimension that both operands have.
+        may_be_common = name == 'dot_general' and any(
+            len(sources) > 1 for sources in dims_of(self._equation).results[0]
+        )
         for i in operands:
             here = self._here[i]
             if isinstance(here, Shard):
-                found = self._strategy({i: here.dim})
+                comes_back = here.is_state or name == 'gather'
+                comes_back = comes_back and isinstance(self._usual.results[0], Shard)
+                found = self._strategy({i: here.dim}) if may_be_common or comes_back else None
                 if found is None:
                     continue
                 if self._is_common(found):
                     yield found, 1
-                elif (here.is_state or name == 'gather') and isinstance(self._usual.results[0], Shard):
+                elif comes_back:
                     # Examples come back to where they were.
                     yield found._replace(final=self._usual.results), _MARGIN
-        wanted = self._wanted
-        if isinstance(self._usual.results[0], Partial) and isinstance(wanted, Shard):
+        if isinstance(self._usual.results[0], Partial) and isinstance(wanted := self._wanted, Shard):
             found = self._of_result(name, wanted)
             if found is not None:
                 is_common = name == 'dot_general' and self._is_common(found)
@@ -109,7 +122,7 @@ class _Axis:
         ):
             return Strategy(placements, (SUM,))
         zeros = tuple([value.is_zero for value in self._values])
-        return strategy(Op(self._equation, placements, self._edit.shared.blocks, zeros))
+        return self._edit.shared.strategy(Op(self._equation, placements, self._edit.shared.blocks, zeros))
 
     def _of_result(self, name: str, wanted: Shard) -> Strategy | None:
         """The strategy of which the result is sharded as it is wanted."""
@@ -177,7 +190,7 @@ class _Axis:
 
 def _plain(placement: Placement) -> Placement:
     """A placement that does not say of what blocks are."""
-    return dataclasses.replace(placement, is_state=False) if isinstance(placement, Shard) else placement
+    return Shard(placement.dim) if isinstance(placement, Shard) else placement
 
 
 def _bytes(atom: Any) -> int:

@@ -41,7 +41,7 @@ from scalax._spmd.kernels import kernel_along_auto_axes, kernel_params
 from scalax._spmd.layouts import Layout
 from scalax._spmd.local_sorts import note_sort, on_own_groups, write_on_rows
 from scalax._spmd.loops import partition_call, partition_cond, partition_scan, partition_while
-from scalax._spmd.op_rules import ON_ELEMENTS, Op, Strategy, is_zero, strategy
+from scalax._spmd.op_rules import ON_ELEMENTS, Op, Strategy, is_zero
 from scalax._spmd.parts import has_parts
 from scalax._spmd.placement import REPLICATE, Partial, Placements, Shard, shard_counts
 from scalax._spmd.ragged import sizes_in_block
@@ -450,7 +450,7 @@ class _Partitioning(Edit):
         is_update = self.shared.is_update(equation, values)
         along_axes = zip(*[value.placements for value in values], strict=True)
         return [
-            strategy(
+            self.shared.strategy(
                 Op(
                     *(equation, placements, blocks, zeros, of_first, placement, is_update),
                     axis == self.shared.in_turn,

@@ -97,7 +97,7 @@ class _Distances(Interpreter[Distances]):
     def __init__(self) -> None:
         super().__init__(nothing=())
         self._joined: dict[tuple[Distances, ...], Distances] = {}
-        self._farther: dict[tuple[Distances, int], Distances] = {}
+        self._farther: dict[Distances, Distances] = {}
 
     def primitive(self, name: str, equation: Any, operands: Sequence[Distances]) -> Sequence[Distances]:
         if name in PLACES or name == 'optimization_barrier':
@@ -106,15 +106,19 @@ class _Distances(Interpreter[Distances]):
             return operands[:1]
         if name not in ELEMENTWISE or len(equation.outvars) != 1:
             return ()
-        shape, farther = shape_of(equation.outvars[0]), int(name not in _KEEPING)
+        shape, is_scaled, is_subtracted = shape_of(equation.outvars[0]), name not in _KEEPING, name == 'sub'
         alike = []
         for i, (atom, distances) in enumerate(zip(equation.invars, operands, strict=True)):
             if distances and shape_of(atom) == shape:
-                by = farther or int(name == 'sub' and i == 1)
-                if by and (key := (distances, by)) not in self._farther:
-                    self._farther[key] = tuple([(n, min(x + by, _FARTHEST)) for n, x in distances])
-                alike.append(self._farther[distances, by] if by else distances)
+                scaled = is_scaled or (is_subtracted and i == 1)
+                alike.append(self._scaled(distances) if scaled else distances)
         return alike if len(alike) == 1 else [self.joined(alike)]
+
+    def _scaled(self, distances: Distances) -> Distances:
+        """The distances of a value that one more operation scales."""
+        if distances not in self._farther:
+            self._farther[distances] = tuple([(n, min(x + 1, _FARTHEST)) for n, x in distances])
+        return self._farther[distances]
 
     def joined(self, facts: Sequence[Distances]) -> Distances:
         if (key := tuple(facts)) not in self._joined:

@@ -10,14 +10,17 @@ from typing import Any, Self
 
 from jax.sharding import AbstractMesh
 
+from scalax._jax.equations import shape_of
 from scalax._jax.manual import ManualCode
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dependence import Dependence
+from scalax._jaxprs.dims import dims_of
 from scalax._spmd.auto_axes import AutoAxes
 from scalax._spmd.batch_dims import BatchDims
 from scalax._spmd.batch_sources import batch_sources
 from scalax._spmd.collectives import Exchange
 from scalax._spmd.layouts import Layout
+from scalax._spmd.op_rules import Op, Strategy, strategy
 from scalax._spmd.options import DEFAULT, BatchPartitioning
 from scalax._spmd.placement import Partial, Placements, Shard
 from scalax._spmd.values import Argument, Partitioned, Settled, Value, is_replicated, replicated
@@ -91,6 +94,7 @@ class Shared:
                 numbers = [self.axes.index(axis) for axis in source.axes if axis in self.axes]
                 self.batch_dims.add(source.var, source.dim, numbers)
         self.replicated = replicated(len(self.axes))
+        self._of_products: dict[Any, Strategy | None] = {}
         self.is_mixed = any(len({*each.placements}) > 1 for each in arguments if not each.is_state)
         self._step = jaxpr, [not argument.is_state for argument in arguments]
 
@@ -130,6 +134,16 @@ class Shared:
     def _of_examples(self) -> Dependence:
         """The values that depend on examples."""
         return Dependence(*self._step)
+
+    def strategy(self, op: Op) -> Strategy | None:
+        """Returns what `op_rules.strategy` does; strategies of products, which layers repeat, are kept."""
+        if primitive_name(op.equation) != 'dot_general':
+            return strategy(op)
+        atoms = *op.equation.invars, *op.equation.outvars
+        key = dims_of(op.equation), tuple([(shape_of(x), x.aval.dtype) for x in atoms]), op[1:]
+        if key not in self._of_products:
+            self._of_products[key] = strategy(op)
+        return self._of_products[key]
 
     def is_update(self, equation: Any, values: Sequence[Value]) -> bool:
         """Whether an equation multiplies state that depends on gradients, as an optimizer does."""

@@ -114,7 +114,7 @@ class Wanted:
         if layout is None or isinstance(atom, Literal):
             return
         known = self._of.setdefault(id(atom), layout)
-        if layout.result < known.result and layout.placements == known.placements:
+        if known is not layout and layout.result < known.result and layout.placements == known.placements:
             self._of[id(atom)] = layout
 
     def _operands(self, equation: Any, results: Sequence[_Known]) -> Sequence[_Known]:

@@ -201,7 +201,15 @@ def struct_of(leaf: Any) -> jax.ShapeDtypeStruct:
     if type(kind) is not jax.core.ShapedArray and is_opaque(kind):
         return jax.ShapeDtypeStruct((), bool)
     # What is not part of the type is left out: rules decide alike for arrays of any sharding.
-    return jax.ShapeDtypeStruct(kind.shape, traced_dtype(kind), sharding=sharding_in_type(kind))
+    sharding = sharding_in_type(kind)
+    if sharding is None:
+        return _struct(kind.shape, traced_dtype(kind))
+    return jax.ShapeDtypeStruct(kind.shape, traced_dtype(kind), sharding=sharding)
+
+
+@functools.lru_cache(maxsize=4096)  # layers are alike, and rules see each leaf several times
+def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def is_deleted(leaf: Any) -> bool:
