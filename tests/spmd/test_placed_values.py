@@ -1,0 +1,167 @@
+"""Values that users place: constraints, annotations, `device_put`, and shardings of a `jit` or a `shard_map`.
+
+Along the axes of the batch they are conversions, which the report tells, and the batch goes on from there.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+
+from scalax.sharding import (
+    BatchPartitioning,
+    FSDPShardingRule,
+    MeshShardingHelper,
+    with_sharding_annotation,
+    with_sharding_constraint,
+)
+from scalax.sharding import PartitionSpec as P
+
+pytestmark = pytest.mark.medium
+
+HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'], partitioning=BatchPartitioning())
+SHARDINGS = {'in_shardings': (FSDPShardingRule(min_fsdp_size=1), P('fsdp')), 'batch_argnums': 1}
+ROWS, COLUMNS = P('fsdp'), P(None, 'fsdp')
+W = np.random.default_rng(0).normal(size=(16, 16)).astype('float32') / 4
+X = np.random.default_rng(1).normal(size=(32, 16)).astype('float32')
+
+
+def sharding(spec):
+    return NamedSharding(HELPER.mesh, spec)
+
+
+def doubled(x):
+    return x * 2
+
+
+# Each places a value. The last two place what is inside of them.
+PLACED = {
+    'constraint': lambda x, spec: with_sharding_constraint(x, spec),
+    'constraint of JAX': lambda x, spec: lax.with_sharding_constraint(x, sharding(spec)),
+    'device_put': lambda x, spec: jax.device_put(x, sharding(spec)),
+    'results of a jit': lambda x, spec: jax.jit(doubled, out_shardings=sharding(spec))(x),
+    'shard_map': lambda x, spec: HELPER.shard_map(jnp.tanh, in_specs=spec, out_specs=spec)(x),
+    'arguments of a jit': lambda x, spec: jax.jit(doubled, in_shardings=sharding(spec))(x),
+    'in a loop': lambda x, spec: lax.scan(
+        lambda c, _: (jax.device_put(c * 2, sharding(spec)), None), x, None, length=2
+    )[0],
+}
+INSIDE = ('arguments of a jit', 'in a loop')
+# What moves, and how often in a loop of two rounds, which ends with examples where it begins with them.
+MOVES = {ROWS: {}, P(): {'all_gather': 2}, P('tp'): {'all_gather': 2}, COLUMNS: {'all_to_all': 4}}
+
+
+def placing(name, spec):
+    """The product of a step that is placed, and what is computed of it."""
+
+    def fun(w, x):
+        value = PLACED[name](x @ w, spec)
+        return value, jnp.tanh(value) @ w
+
+    return fun
+
+
+def moved(step, *args):
+    """How often examples are moved by each kind of collective, and for what."""
+    found = {}
+    for row in step.explain_propagation(*args).gathered_examples:
+        found[row.kind, row.primitive] = found.get((row.kind, row.primitive), 0) + row.count
+    return found
+
+
+def assert_close(found, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+
+
+def test_values_are_placed_where_users_say():
+    cases = [(name, spec) for name in PLACED for spec in MOVES]
+
+    def run_all(w, x):
+        return [placing(*case)(w, x) for case in cases]
+
+    with jax.default_matmul_precision('highest'):
+        found, expected = HELPER.sjit(run_all, **SHARDINGS)(W, X), jax.jit(run_all)(W, X)
+    assert_close(found, expected)
+    for (name, spec), (value, _) in zip(cases, found, strict=True):
+        assert name in INSIDE or value.sharding.is_equivalent_to(sharding(spec), 2), (name, spec)
+
+
+@pytest.mark.parametrize('spec', MOVES, ids=str)
+def test_what_moves_is_told(spec):
+    """Nothing is compiled here."""
+    kinds = {
+        name: {kind: 0 for kind, _ in moved(HELPER.sjit(placing(name, spec), **SHARDINGS), W, X)}
+        for name in PLACED
+    }
+    assert kinds == {name: dict.fromkeys(MOVES[spec], 0) for name in PLACED}
+    in_loop = moved(HELPER.sjit(placing('in a loop', spec), **SHARDINGS), W, X)
+    assert {kind: count for (kind, _), count in in_loop.items()} == MOVES[spec]
+
+
+def mixed(x):
+    """A value of all examples, which every device has."""
+    return jnp.fft.fft(x, axis=0).real
+
+
+AGAIN = {name: (lambda x, place=place: place(mixed(x), ROWS)) for name, place in PLACED.items()}
+AGAIN['annotation'] = lambda x: with_sharding_annotation(mixed(x), 'rows')
+BEHIND = {
+    'products': lambda w, x: jnp.tanh(x @ w) @ w,
+    'a loop': lambda w, x: lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=3)[0],
+    'a call': lambda w, x: jax.jit(lambda x: jnp.tanh(x @ w))(x),
+    'a gradient': lambda w, x: jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w)))(x),
+}
+
+
+def is_on_examples(step, *args):
+    """Whether a weight is gathered for examples: else it stays in blocks, and devices have all examples."""
+    return any(row.what == 'weight' for row in step.explain_propagation(*args).collectives)
+
+
+def test_a_batch_begins_again_where_users_place_it():
+    """Nothing is compiled here, and FFTs of all examples gather them."""
+    for name, again in AGAIN.items():
+        names = {'annotation_shardings': {'rows': ROWS}} if name == 'annotation' else {}
+
+        def run_all(w, x, again=again):
+            return [behind(w, again(x)) for behind in BEHIND.values()]
+
+        step = HELPER.sjit(run_all, **SHARDINGS, **names)
+        assert is_on_examples(step, W, X), name
+        assert {primitive for _, primitive in moved(step, W, X)} == {'fft'}, name
+    step = HELPER.sjit(lambda w, x: BEHIND['products'](w, mixed(x)), **SHARDINGS)
+    assert not is_on_examples(step, W, X)
+
+
+def test_a_round_places_what_it_carries():
+    def fun(w, x):
+        def step(c, _):
+            return jnp.tanh(with_sharding_annotation(c, 'rows') @ w), None
+
+        return lax.scan(step, mixed(x), None, length=3)[0] @ w
+
+    step = HELPER.sjit(fun, **SHARDINGS, annotation_shardings={'rows': ROWS})
+    assert is_on_examples(step, W, X)
+
+
+def test_weights_that_are_placed_are_no_examples():
+    def fun(w, x):
+        weights = with_sharding_constraint(w, ROWS), PLACED['shard_map'](w, ROWS)
+        return [jnp.tanh(weight @ weight) for weight in weights], x
+
+    step = HELPER.sjit(fun, **SHARDINGS)
+    assert not moved(step, W, X)
+    step = HELPER.sjit(lambda w, x: x @ with_sharding_constraint(w, P(None, 'tp')), **SHARDINGS)
+    assert not moved(step, W, X)
+
+
+def test_one_function_is_placed_in_one_place_only():
+    def fun(w, x):
+        placed = jax.jit(jnp.matmul, out_shardings=sharding(P()))(x, w)
+        return placed, jax.jit(jnp.matmul)(x, w), jax.device_put(x) @ w
+
+    placed, *others = HELPER.sjit(fun, **SHARDINGS)(W, X)
+    assert placed.sharding.is_fully_replicated
+    assert {other.sharding.spec for other in others} == {ROWS}
