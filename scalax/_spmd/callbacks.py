@@ -91,12 +91,16 @@ def _on_first_device(equation: Any, axes: Sequence[str], auto: Sequence[str]) ->
     return jax.shard_map(run, in_specs=whole, out_specs=whole, axis_names={*auto}, check_vma=False)
 
 
+_NARROWER_THAN_A_BYTE = frozenset(('int2', 'uint2', 'int4', 'uint4'))
+
+
 def _sent(x: Any, axes: Sequence[str]) -> Any:
     """A value of the first device, on all devices; on the others it was zero. All bits stay as they are."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jax.lax.complex(_sent(x.real, axes), _sent(x.imag, axes))
-    if x.dtype == jnp.bool:
-        return _sent(x.astype('uint8'), axes).astype(bool)
+    if x.dtype == jnp.bool or x.dtype.name in _NARROWER_THAN_A_BYTE:
+        wider = 'uint8' if x.dtype == jnp.bool or x.dtype.name.startswith('uint') else 'int8'
+        return _sent(x.astype(wider), axes).astype(x.dtype)
     # A sum of floats would lose the sign of zero.
     bits = jax.lax.bitcast_convert_type(x, f'uint{x.dtype.itemsize * 8}')
     return jax.lax.bitcast_convert_type(jax.lax.psum(bits, (*axes,)), x.dtype)
