@@ -248,7 +248,8 @@ class _Partitioning(Edit):
             output.origin = origin
         self._values[id(var)] = output
         atoms = [
-            self.code.literal(x) if isinstance(x, Literal) else self._values[id(x)].atom for x in equation.invars
+            self.code.literal(x) if isinstance(x, Literal) else self._values[id(x)].atom
+            for x in equation.invars
         ]
         self.eqns.append(self.code.local(equation, atoms, [output.atom]))
         return True
