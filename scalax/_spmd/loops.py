@@ -48,11 +48,11 @@ def partition_call(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
         move_to(edit, equation, values[i], sharding)
     is_annotated, backward = primitive_name(equation) in ANNOTATED_CALLS, edit.is_backward(equation)
     jaxpr = annotated(equation) if is_annotated else called(equation)
-    inner = edit.shared.jaxpr(jaxpr, [_argument_of(edit, x) for x in values], backward=backward, at=equation)
+    inner = edit.shared.jaxpr(jaxpr, [argument_of(edit, x) for x in values], backward=backward, at=equation)
     if kept := [i for i in inner.gathered if _is_kept(edit, values[i])]:
         whole = {i: _converted(edit, values[i], edit.shared.replicated, equation) for i in kept}
         values = [whole.get(i, value) for i, value in enumerate(values)]
-        arguments = [_argument_of(edit, x) for x in values]
+        arguments = [argument_of(edit, x) for x in values]
         inner = edit.shared.jaxpr(jaxpr, arguments, backward=backward, at=equation)
     # What it takes blocks of is computed for these alone, outside of it. Zeros may also begin a sum in it.
     cut = {i: x for i, x in inner.sliced.items() if values[i].maker is not None and not values[i].is_zero}
@@ -60,7 +60,7 @@ def partition_call(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
         for i, placements in cut.items():
             values = [*values[:i], _converted(edit, values[i], placements, equation), *values[i + 1 :]]
         inner = edit.shared.jaxpr(
-            jaxpr, [_argument_of(edit, x) for x in values], backward=backward, at=equation
+            jaxpr, [argument_of(edit, x) for x in values], backward=backward, at=equation
         )
     outputs = _define(edit, equation, inner, values)
     atoms, results = [value.atom for value in values], [output.atom for output in outputs]
@@ -78,7 +78,7 @@ def partition_cond(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     index, *operands = values
     _reduce(edit, operands, equation)
     chosen = edit.convert(index, edit.shared.replicated, equation)
-    arguments, backward = [_argument_of(edit, x) for x in operands], edit.is_backward(equation)
+    arguments, backward = [argument_of(edit, x) for x in operands], edit.is_backward(equation)
     jaxprs = branches(equation)
     found = [edit.shared.jaxpr(branch, arguments, backward=backward, at=equation) for branch in jaxprs]
     results = [_joined(each) for each in zip(*[each.placements for each in found], strict=True)]
@@ -358,7 +358,8 @@ def _argument(value: Value) -> Argument:
     return Argument(value.placements, value.origin is not None or value.is_state, value.is_zero)
 
 
-def _argument_of(edit: Edit, value: Value) -> Argument:
+def argument_of(edit: Edit, value: Value) -> Argument:
+    """Returns what is known of the argument of a jaxpr inside, of a value."""
     return _argument(value)._replace(rounds=edit.rounds_of(value))
 
 

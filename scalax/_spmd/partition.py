@@ -36,6 +36,7 @@ from scalax._spmd.batch_dims import sharded_part
 from scalax._spmd.callbacks import CALLBACKS, inspect_placements, partition_callback
 from scalax._spmd.constraints import constrain
 from scalax._spmd.costs import cheapest
+from scalax._spmd.custom_partitioning import partition_custom
 from scalax._spmd.edit import NOT_ALONE, Edit
 from scalax._spmd.kernels import kernel_along_auto_axes, kernel_params
 from scalax._spmd.layouts import Layout
@@ -66,6 +67,7 @@ _CONTROL = {
     'shard_map': partition_shard_map,
     'inspect_sharding': inspect_placements,
     **dict.fromkeys(ANNOTATED_CALLS, partition_call),
+    'custom_partitioning': partition_custom,
 }
 # The compiler partitions none of these along the axes that stay Auto inside.
 _ALONG_AUTO_AXES = {KERNEL: kernel_along_auto_axes, **dict.fromkeys(ATTENTION, attention_along_auto_axes)}

@@ -1,0 +1,47 @@
+"""What a call of `custom_partitioning` says, as `scalax/_jax/custom_partitioning` reads it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalax._jax.custom_partitioning import mapped_over_blocks
+from scalax._jax.equations import equations, mapped_inputs, mapped_outputs
+from tests.support.contracts import contract, equation_in
+
+MESH = AbstractMesh((2, 4), ('a', 'b'), axis_types=(AxisType.Auto,) * 2)
+X = np.ones((4, 8), np.float32)
+
+
+def sine(x, y, scale):
+    return {'sine': jnp.sin(x) * scale, 'sum': y.sum(1)}
+
+
+def partition(scale, mesh, operands, results):
+    operand = NamedSharding(mesh, P(*operands[0].sharding.spec[:1]))
+    shardings = {name: each.sharding for name, each in results.items()}
+    return mesh, lambda x, y: sine(x, y, scale), shardings, (operand,) * 2
+
+
+def called(rule):
+    call = custom_partitioning(sine, static_argnums=(2,))
+    call.def_partition(partition, sharding_rule=rule)
+    return equation_in('custom_partitioning', lambda x, y: call(x, y, 3), X, X)
+
+
+def test_the_function_of_blocks() -> None:
+    with (
+        contract('has the parameters of custom_partitioning', 'to run its function on blocks'),
+        jax.sharding.use_abstract_mesh(MESH),
+    ):
+        mapped = mapped_over_blocks(called('b c, b d -> b c, b'), [P('a', 'b'), P('a')], MESH)
+        assert (mapped_inputs(mapped), mapped_outputs(mapped)) == ((P('a'),) * 2, (P('a', 'b'), P('a')))
+        assert next(equations(mapped.params['jaxpr'])).primitive.name == 'sin'
+
+
+def test_without_a_name_for_each_dimension_nothing_is_known() -> None:
+    with contract('has the factors of dimensions in the sharding rule', 'to run its function on blocks'):
+        equation = called('..., b d -> ..., b')
+        assert mapped_over_blocks(equation, [P('a')] * 2, MESH) is None
