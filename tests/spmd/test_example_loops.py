@@ -50,6 +50,10 @@ def histogram(w, x):
     return lax.scan(lambda c, row: (c.at[jnp.int32(jnp.abs(row))].add(row @ w), None), ZEROS, x)[0]
 
 
+def called_back(row):
+    return jax.pure_callback(np.sin, row, row, vmap_method='sequential')
+
+
 def beam_search(w, x):
     """Beams that a step chooses by index from those of the same example."""
 
@@ -116,6 +120,7 @@ LOOPS = {
         lambda w, x: lax.map(lambda row: jax.nn.softmax(x @ row) @ x @ w, x),
         {**GATHERED, 'all_gather examples gathered for scan': 1},
     ),
+    'callback': (lambda w, x: lax.map(lambda row: called_back(row @ w), x), GATHERED),
     'beams': (beam_search, {'all_gather state gathered for scan': 1}),
 }
 

@@ -66,6 +66,31 @@ PROGRAMS += [
 ]
 
 
+def written_out_of_bounds(w, x):
+    """Rows that are written out of bounds are the first and the last ones, as JAX clamps their numbers."""
+
+    def written(i, rows, dtype='int32'):
+        return lax.dynamic_update_slice(x @ w, jnp.ones((rows, 8)), jnp.asarray([i, 0], dtype))
+
+    numbers = [written(i, 1, dtype) for i in (0, 5, 7, 8, 100, -1, -40) for dtype in ('int32', 'int8')]
+    by_weight = lax.dynamic_update_slice(x @ w, w[:1], (jnp.int32(w[0, 0] * 100), 0))
+    read = lax.map(lambda i: lax.dynamic_slice_in_dim(jnp.tanh(x @ w), i + 1, 1), jnp.arange(8))
+    return numbers, written(100, 2), by_weight, read
+
+
+def unsigned_differences(w, x):
+    """Unsigned differences of counts begin anew at the largest number: devices' own ones would too."""
+
+    def add(total, part):
+        count = jnp.uint32(256) - jnp.sum(part > 0, dtype=jnp.uint32)
+        return total + count * jnp.sum(w**2), count
+
+    return lax.scan(add, 1.0, x.reshape(2, 4, 8))
+
+
+PROGRAMS += [written_out_of_bounds, unsigned_differences]
+
+
 @pytest.mark.parametrize('fun', PROGRAMS, ids=lambda fun: fun.__name__)
 @pytest.mark.parametrize('mesh', [FSDP, HSDP], ids=['fsdp', 'hsdp'])
 def test_values_are_those_of_one_device(fun, mesh):

@@ -342,7 +342,16 @@ def padded(w, rows, sizes, keys):
     return plain(w, lax.pad(rows, jnp.float32(0), ((-1, 1, 0), (0, 0, 0))), sizes, keys)
 
 
+@jax.custom_vjp
+def summed_back(x):
+    return x * 2
+
+
+summed_back.defvjp(lambda x: (x * 2, None), lambda _, gradient: (jnp.cumsum(gradient, 0),))
+
+
 ORDER_MATTERS = {
+    'the gradient of one': of_sorted(lambda w, rows, *more: plain(w, summed_back(rows), *more)),
     'a sum of those before': of_sorted(lambda w, rows, *more: plain(w, jnp.cumsum(rows, 0) / 9, *more)),
     'the other way round': of_sorted(lambda w, rows, *more: plain(w, rows[::-1], *more)),
     'a neighbour': of_sorted(lambda w, rows, *more: plain(w, jnp.roll(rows, 1, 0), *more)),

@@ -214,6 +214,89 @@ def test_matrices_that_are_mixed(transform):
         assert_equal(run(), one_device())
 
 
+def twice(x):
+    """A function of matrices of another one, and of the matrix."""
+    return newton_schulz(newton_schulz(x) + 0.1 * x @ jnp.ones((x.shape[1],) * 2))
+
+
+def with_own_keys(x):
+    """Under vmap, this generator draws all numbers of the first key."""
+    key = jax.random.fold_in(jax.random.key(0, impl='rbg'), jnp.int32(20 * x[0, 0]))
+    return newton_schulz(x) + 0.1 * jax.random.normal(key, x.shape)
+
+
+def with_callback(x):
+    y = newton_schulz(x)
+    return y @ jax.pure_callback(lambda y: np.asarray(y) * 2, y, y).T @ y
+
+
+def until_it_stays(x):
+    """A branch that a matrix of zeros does not take, and whose loop would not end with one."""
+
+    def changes(pair):
+        return ~(jnp.max(jnp.abs(pair[0] - pair[1])) < 0.1)  # always of nan
+
+    def again(pair):
+        return 1.5 * pair[0] - 0.5 * (pair[0] @ pair[0].T) @ pair[0], pair[0]
+
+    def loop(x):
+        return jax.lax.while_loop(changes, again, (x / jnp.linalg.norm(x), jnp.zeros_like(x)))[0]
+
+    return jax.lax.cond(jnp.any(x != 0), loop, lambda x: x, x)
+
+
+def with_a_scalar(x):
+    """The loop returns a scalar besides."""
+
+    def again(_, pair):
+        return 1.5 * pair[0] - 0.5 * pair[0] @ pair[0].T @ pair[0], pair[1] * 2
+
+    y, scale = jax.lax.fori_loop(0, 4, again, (x / 100, jnp.float32(1)))
+    return y * scale
+
+
+def one_by_one(x):
+    """A loop over the matrices of a stack."""
+    return jax.lax.map(newton_schulz, jnp.stack([x, 2 * x])).sum(0)
+
+
+UNLIKE = [twice, with_own_keys, with_callback, until_it_stays, with_a_scalar, one_by_one]
+
+
+@pytest.mark.slow
+def test_functions_that_are_not_alike_for_stacks():
+    """Each of two matrices, and one of zeros."""
+    params = [x['up'] for x in initial(2, False)]
+
+    def step(params, x):
+        moved = [w * jnp.mean(jnp.abs(x)) for w in params]
+        return [[transform(w) for w in moved] for transform in UNLIKE], until_it_stays(moved[0] * 0)
+
+    x = np.random.default_rng(1).normal(size=(16, WIDTH)).astype('float32')
+    specs = [state_spec((WIDTH, HIDDEN))] * (2 * len(UNLIKE) + 1)
+    with jax.default_matmul_precision('highest'):
+        _, run = partitioned(step, params, x, result_specs=specs)
+        assert_equal(run(), jax.jit(step)(params, x), 5e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'options',
+    [
+        {'mu_dtype': 'bfloat16'},
+        {'ns_coeffs': 'dion', 'nesterov': False},
+        {'adaptive': True, 'weight_decay': 0.1},
+    ],
+    ids=str,
+)
+def test_options_of_muon(options):
+    optimizer = muon(1e-2, muon_weight_dimension_numbers=numbers, **options)
+    step, run, one_device = run_step(optimizer, initial(2, False))
+    assert of_the_optimizer(step)
+    with jax.default_matmul_precision('highest'):
+        assert_equal(run(), one_device(), 1e-3 if 'mu_dtype' in options else 1e-5)
+
+
 @pytest.mark.slow
 def test_a_branch_distributes_its_matrices():
     optimizer = optax.MultiSteps(by_hand(newton_schulz), 2).gradient_transformation()

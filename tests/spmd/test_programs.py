@@ -25,6 +25,21 @@ def loss(w, x):
     return jnp.mean(jnp.tanh(x @ w) ** 2)
 
 
+@jax.custom_vjp
+def tripled(x):
+    return 2 * x
+
+
+tripled.defvjp(lambda x: (2 * x, None), lambda _, g: (3 * g,))
+
+
+def with_own_gradient(w, x):
+    def layer(c, _):
+        return tripled(jax.checkpoint(lambda c: jnp.tanh(c @ w))(c)), None
+
+    return lax.scan(layer, x, None, length=2)[0].mean()
+
+
 def sgd(w, x):
     value, gradient = jax.value_and_grad(loss)(w, x)
     return w - gradient / 10, value
@@ -175,6 +190,11 @@ WAYS = {
     'gradient': (jax.grad, loss),
     'gradient in a jit': (lambda fun: jax.jit(jax.grad(fun)), loss),
     'gradient of a checkpoint': (lambda fun: jax.grad(jax.checkpoint(fun)), loss),
+    'gradients of both': (lambda fun: jax.grad(fun, (0, 1)), with_own_gradient),
+    'pullback': (lambda fun: lambda w, x: jax.vjp(fun, w, x)[1](1.0), loss),
+    'linearization': (lambda fun: lambda w, x: jax.linearize(lambda x: fun(w, x), x)[0], loss),
+    'checkpoint of a step': (lambda fun: jax.checkpoint(fun), sgd),
+    'shapes': (lambda fun: lambda w, x: jax.tree.map(jnp.zeros_like, jax.eval_shape(fun, w, x)), sgd),
     'tangents': (lambda fun: lambda w, x: jax.jvp(fun, (w, x), (w, x)), loss),
     'map': (lambda fun: lambda w, x: jax.vmap(fun, (None, 0))(w, jnp.stack([x, x + 1])), loss),
     'map of a gradient': (

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from tests.spmd.test_partition import array
-from tests.support.partitioned import FSDP, HSDP, P, assert_equal, collectives, partitioned, state_spec
+from tests.support.partitioned import FSDP, HSDP, TP, P, assert_equal, collectives, partitioned, state_spec
 
 pytestmark = pytest.mark.medium
 
@@ -53,6 +53,51 @@ def test_sizes_of_groups_in_bytes():
     rows, sizes = array(320, 8), np.asarray([200, 20, 100], 'uint8')
     _, run = partitioned(lambda w, x: layer(w, x, jnp.asarray(sizes)), WEIGHTS, rows)
     assert_equal(run(), layer(WEIGHTS, rows, jnp.asarray(sizes, 'int32')))
+
+
+def sorted_by_expert(w, rows):
+    """Rows in the order of the experts that they choose, and back."""
+    gates, expert = lax.top_k(jax.nn.softmax(rows @ w['up'][..., 0].T), 2)
+    order = jnp.argsort(expert.reshape(-1))
+    out = layer(w, rows[order // 2], jnp.bincount(expert.reshape(-1), length=3))
+    return jnp.einsum('rkd,rk->rd', out[jnp.argsort(order)].reshape(len(rows), 2, -1), gates)
+
+
+# Loops over examples of six rows, which have groups of their own in each.
+MAPPED = {
+    'values': lambda w, x: lax.map(lambda rows: sorted_by_expert(w, rows), x),
+    'remat': lambda w, x: lax.map(jax.checkpoint(lambda rows: sorted_by_expert(w, rows)), x),
+    'sum': lambda w, x: lax.scan(
+        lambda total, rows: (total + jnp.sum(sorted_by_expert(w, rows) ** 2), None), 0.0, x
+    )[0],
+    'own weights': lambda w, x: lax.map(
+        lambda rows: lax.ragged_dot(rows, w['up'] * rows[0, 0], jnp.asarray([1, 0, 5])), x
+    ),
+}
+
+
+@pytest.mark.parametrize('mesh', [FSDP, pytest.param(HSDP, marks=pytest.mark.slow)], ids=['fsdp', 'hsdp'])
+def test_groups_of_each_example_in_a_loop(mesh):
+    def run_all(w, x):
+        return [with_gradients(fun)(w, x) for fun in MAPPED.values()]
+
+    step, run = partitioned(run_all, WEIGHTS, array(8, 6, 8), mesh)
+    assert not any(row.what == 'examples' for row in step.rows)
+    with jax.default_matmul_precision('highest'):
+        assert_equal(run(), jax.jit(run_all)(WEIGHTS, array(8, 6, 8)))
+
+
+@pytest.mark.parametrize('spec', [P('tp'), P('tp', 'fsdp'), P(('fsdp', 'tp'))], ids=str)
+@pytest.mark.sampled(3)
+def test_groups_over_another_axis(spec):
+    def fun(w, rows):
+        return jnp.tanh(lax.ragged_dot(rows, w, jnp.asarray([5, 1, 7, 20, 0, 11, 0, 4])))
+
+    w = array(8, 8, 16)
+    step, run = partitioned(with_gradients(fun), w, ROWS, TP, specs=[spec])
+    assert not any(row.what == 'examples' for row in step.rows)
+    with jax.default_matmul_precision('highest'):
+        assert_equal(run(), jax.jit(with_gradients(fun))(w, ROWS))
 
 
 OF_EXAMPLES = lax.RaggedDotDimensionNumbers((((2,), (1,)), ((), ())), [1], [0])
