@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any
 
 import jax
@@ -122,6 +122,20 @@ class Edit:
             zero = not shape_of(atom) and dtype != jax.dtypes.float0 and atom.val == 0
             return Value(atom, self.shared.replicated, self.code.literal(atom), is_zero=bool(zero))
         return self._values[id(atom)]
+
+    @property
+    def values(self) -> Collection[Value]:
+        """The values so far."""
+        return self._values.values()
+
+    def maker_of(self, value: Value) -> Any:
+        """Returns the equation that computes a value: what converts the value is of the same line."""
+        return self._makers.get(id(value.var), self.last)
+
+    @functools.cached_property
+    def _makers(self) -> dict[int, Any]:
+        """The equations that compute variables, by the ids of these."""
+        return {id(var): equation for equation in opened(self.jaxpr).eqns for var in equation.outvars}
 
     def define(self, var: Any, placements: Placements, atom: Any = None) -> Value:
         """Defines a variable, and returns its value; without an *atom* with a new variable for it."""
@@ -499,6 +513,15 @@ class Edit:
         self.eqns.append(self.code.barrier(equation, atom))
         return self.eqns[-1].outvars[0]
 
+    def tie(self, values: Sequence[Value], equation: Any) -> None:
+        """Puts values behind one barrier, so that all of them are computed before any of them is used."""
+        function, key = _barrier_of_all, ('barrier of all', len(values))
+        written = self.code.equation(function, key, equation, [value.atom for value in values])
+        self.eqns.append(written)
+        for value, atom in zip(values, written.outvars, strict=True):
+            value.atom = atom
+            value.forget()
+
     def move_memory(self, atom: Any, var: Any, equation: Any) -> Any:
         """Returns what stands for a block in the memory of a variable, the host's or that of devices."""
         space = memory_space(var.aval)
@@ -535,6 +558,10 @@ class Edit:
         atom, slices = self.arguments[i], {*map(id, self._sliced[i][1])}
         used = [eqn for eqn in eqns if any(x is atom for x in eqn.invars)]
         return all(id(eqn) in slices for eqn in used) and not any(x is atom for x in results)
+
+
+def _barrier_of_all(*values: Any) -> Any:
+    return jax.lax.optimization_barrier(values)
 
 
 def _reshaped(shape: tuple[int, ...]) -> Callable[[Any], Any]:

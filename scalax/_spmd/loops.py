@@ -24,6 +24,7 @@ from scalax._jaxprs.carry_accumulation import reductions_of
 from scalax._spmd.apart import axes_apart
 from scalax._spmd.constraints import move_to
 from scalax._spmd.edit import Edit
+from scalax._spmd.finished import finish_before
 from scalax._spmd.microbatches import stack_placements
 from scalax._spmd.placement import REPLICATE, SUM, Partial, Placements, Replicate, Shard, join
 from scalax._spmd.shared import Shared
@@ -114,6 +115,8 @@ def partition_scan(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
         partition_pipeline(edit, equation, values, edit.shared.pipelines[id(equation)])
         return
     loop, backward = loop_of(equation), edit.is_backward(equation)
+    if backward:
+        finish_before(edit, equation, values)
     constants, begun, stacks = map(list, loop.parts(values))
     _reduce(edit, [*constants, *stacks], equation)
     stacks = [

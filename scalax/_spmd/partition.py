@@ -6,7 +6,6 @@ the placements of operands are not those that an equation takes.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -156,11 +155,11 @@ class _Partitioning(Edit):
             if wanted == SETTLED:
                 if value.has_sum and (layout := self.shared.wanted.of(value.var)) is not None:
                     self.move(
-                        value, self.shared.reduced(value.placements, layout, held=True), self._maker_of(value)
+                        value, self.shared.reduced(value.placements, layout, held=True), self.maker_of(value)
                     )
                 atoms.append(value.atom)
             elif wanted is not None and wanted != value.placements:
-                atoms.append(self.convert(value, wanted, self._maker_of(value)))
+                atoms.append(self.convert(value, wanted, self.maker_of(value)))
             else:
                 atoms.append(value.atom)
         placements = [
@@ -179,15 +178,6 @@ class _Partitioning(Edit):
             self.only_sliced(eqns, atoms),
             bool(self.numbers),
         )
-
-    def _maker_of(self, value: Value) -> Any:
-        """Returns the equation that computes a result: what converts the result is of the same line."""
-        return self._makers.get(id(value.var), self.last)
-
-    @functools.cached_property
-    def _makers(self) -> dict[int, Any]:
-        """The equations that compute variables, by the ids of these."""
-        return {id(var): equation for equation in opened(self.jaxpr).eqns for var in equation.outvars}
 
     def _equation(self, equation: Any) -> None:
         name = primitive_name(equation)

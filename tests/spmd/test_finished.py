@@ -1,0 +1,86 @@
+"""What a forward pass leaves for later is finished before the loop of the backward pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from scalax._jax.equations import opened
+from tests.support.partitioned import assert_equal, collectives, partitioned
+
+pytestmark = pytest.mark.medium
+
+
+def array(*shape):
+    return np.asarray(np.random.default_rng(shape).normal(size=shape) / 4, 'float32')
+
+
+def layers(w, x):
+    return lax.scan(lambda x, p: (jnp.tanh(x @ p), None), x, w)[0]
+
+
+def layers_loss(w, x):
+    return jnp.mean(layers(w, x))
+
+
+def apart(w, x):
+    """A loss over logits, which have a weight of their own."""
+    logits = layers(w['layers'], x) @ w['out']
+    return jnp.mean(jax.nn.logsumexp(logits, -1)) / jnp.sum(jnp.abs(logits))
+
+
+def tied(w, x):
+    """The same with the weight of the embedding, whose gradient has two terms."""
+    return jnp.mean(jax.nn.logsumexp(layers(w['layers'], x @ w['in']) @ w['in'].T, -1))
+
+
+def descended(loss):
+    def step(w, x):
+        value, gradient = jax.value_and_grad(loss)(w, x)
+        return jax.tree.map(lambda w, g: w - g * jnp.abs(g), w, gradient), value
+
+    return step
+
+
+def eqns_before_the_last_loop(step):
+    eqns = opened(step.jaxpr).eqns
+    names = [eqn.primitive.name for eqn in eqns]
+    last = len(names) - 1 - names[::-1].index('scan')
+    return eqns[:last], eqns[last]
+
+
+def test_the_loss_and_the_gradient_of_the_last_weight_are_before_the_loop():
+    state, batch = {'layers': array(3, 16, 16), 'out': array(16, 32)}, array(16, 16)
+    step, run = partitioned(descended(apart), state, batch)
+    before, loop = eqns_before_the_last_loop(step)
+    [reduced] = [eqn for eqn in before if eqn.primitive.name == 'reduce_scatter']
+    *_, tie = before
+    assert tie.primitive.name == 'optimization_barrier'
+    # The cotangent that the loop begins with, the loss, and the reduced gradient.
+    assert any(x is y for x in tie.outvars for y in loop.invars)
+    assert any(x is reduced.outvars[0] for x in tie.invars)
+    assert () in [x.aval.shape for x in tie.invars]
+    assert_equal(run(), jax.jit(descended(apart))(state, batch))
+
+
+def test_a_key_for_the_next_step_is_finished_with_them():
+    def step(w, x):
+        key, kept = jax.random.split(jax.random.key(w['seed'][0].astype('uint32')))
+        x = x + jax.random.normal(key, x.shape)
+        return jax.grad(layers_loss)(w['layers'], x), jax.random.key_data(kept), kept
+
+    state, batch = {'layers': array(3, 16, 16), 'seed': np.ones(1, 'float32')}, array(16, 16)
+    _, run = partitioned(step, state, batch)
+    gradient, data, _ = run()
+    expected, expected_data, _ = jax.jit(step)(state, batch)
+    assert_equal([gradient, data], [expected, expected_data])
+
+
+def test_a_gradient_of_two_terms_is_reduced_once_behind_the_loop():
+    state, batch = {'layers': array(3, 16, 16), 'in': array(16, 16)}, array(16, 16)
+    step, run = partitioned(descended(tied), state, batch)
+    before, _ = eqns_before_the_last_loop(step)
+    assert not any(eqn.primitive.name == 'reduce_scatter' for eqn in before)
+    assert collectives(step)["reduce_scatter gradient of ['in']"] == 1
+    assert_equal(run(), jax.jit(descended(tied))(state, batch))
