@@ -1,6 +1,6 @@
 """``--only found``: the rule that `scalax.plan.find` finds for each model, beside the best one that is known.
 
-The known ones are those of benchmarks/unchanged/tables.md, and of `updates`, by hand and followed, with
+The known ones are those of benchmarks/unchanged/tables.md, and of `updates`, by hand and partitioned, with
 several sizes of tp; the best of them has the least mean of the roofline's seconds with overlap and without
 it. None of the steps is run: they are planned for TPUs or GPUs that are not here.
 """
@@ -110,7 +110,7 @@ def known(models: Sequence[Model], task: Task) -> list[Result]:
             return None
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        cells = itertools.product(models, task.strategies, ('hand', 'followed'))
+        cells = itertools.product(models, task.strategies, ('hand', 'partitioned'))
         return [each for each in pool.map(one, cells) if each is not None]
 
 

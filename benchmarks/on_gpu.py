@@ -75,7 +75,7 @@ def _unchanged(name: str, rows: int) -> Make:
         [model] = [each for each in models if each.name == name]
         helper = _helper(['fsdp'], topology)
         strategy = Strategy('one GPU', {'fsdp': 1}, ('fsdp',))
-        return helper, measure.make_step(model, strategy, helper, 'followed', rows)
+        return helper, measure.make_step(model, strategy, helper, 'partitioned', rows)
 
     return make
 

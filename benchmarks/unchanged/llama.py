@@ -27,7 +27,7 @@ OWN: catalogue.Table = (
     ('norm$', P(None)),
     ('ns_coeffs$', P(None)),  # of Muon
 )
-# What is looked up has then a part of the width on each device along tp, and followed so does the residual.
+# What is looked up has then a part of the width on each device along tp, and so does the residual.
 WIDTH: catalogue.Table = (('/embed$', P('fsdp', 'tp')),)
 
 # `logical_axis_rules` of src/maxtext/configs/base.yml of AI-Hypercomputer/maxtext, commit 000b810, without

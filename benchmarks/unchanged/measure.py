@@ -1,4 +1,4 @@
-"""The table: what a step of each model moves and needs, plain, followed and by hand."""
+"""The table: what a step of each model moves and needs: plain, partitioned and by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scalax.plan import Collective, Plan, make_plan
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
-VARIANTS = ('plain', 'followed', 'hand')
+VARIANTS = ('plain', 'partitioned', 'hand')
 
 
 def arguments(
@@ -62,7 +62,7 @@ def make_step(
         out_shardings=(rule, P()),
         annotation_shardings=named,
         donate_argnums=0,
-        batch_argnums=1 if variant == 'followed' else (),
+        batch_argnums=1 if variant == 'partitioned' else (),
     )
     return fun, arguments(model, rows, optimizer)
 

@@ -494,6 +494,6 @@ def model_of(
         loss=loss,
         columns_and_rows=NO_TP,
         hand={},
-        rows=4 if size == 'small' else rows,  # fewer than weights, they would not be followed
+        rows=4 if size == 'small' else rows,  # with fewer, examples would move to the weights
         has_aux=has_aux,
     )

@@ -1,4 +1,4 @@
-"""``--only others``: what a step of models that others wrote moves, needs and takes, followed and plain.
+"""``--only others``: what a step of models that others wrote moves, needs and takes, partitioned and plain.
 
 Small ones run a step on eight simulated devices first, to be compared with one device. Real sizes are planned
 for TPUs that are not here.
@@ -16,8 +16,8 @@ from benchmarks.unchanged.values import difference
 
 FSDP = STRATEGIES[0]
 TITLES = (
-    *('model', 'differs', 'ideal bytes', 'followed', 'plain'),
-    *('peak followed', 'plain', 'seconds followed', 'plain'),
+    *('model', 'differs', 'ideal bytes', 'partitioned', 'plain'),
+    *('peak partitioned', 'plain', 'seconds partitioned', 'plain'),
 )
 
 
@@ -46,7 +46,7 @@ def lines(pairs: Sequence[tuple[Model, Model]], topology: str) -> Iterator[str]:
 
 def _cells(model: Model, topology: str) -> Iterator[str]:
     least = ideal(model, topology)
-    found = [measured(model, FSDP, topology, variant) for variant in ('followed', 'plain')]
+    found = [measured(model, FSDP, topology, variant) for variant in ('partitioned', 'plain')]
     yield f'{least:.3g} GiB'
     yield from (REFUSED if each is None else f'{each["moved"] / least:.2f}' for each in found)
     for figure, unit in (('peak', 'GiB'), ('seconds', 's')):

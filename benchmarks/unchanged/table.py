@@ -1,4 +1,4 @@
-"""``--only unchanged``: what a step of each model moves, needs and takes: followed and plain, beside hand.
+"""``--only unchanged``: what a step of each model moves, needs and takes: partitioned and plain, beside hand.
 
 The steps are planned for TPUs or GPUs that are not here, and not run. A cell takes some seconds of a core.
 """
@@ -20,7 +20,7 @@ Measure = Callable[[Model, Strategy, str, str], Figures]
 # seconds: by the compiler's schedule, or the roofline's if nothing overlaps where there is none. By hand
 # first, then the others as multiples of it.
 FIGURES = (('moved', 'bytes', 'GiB'), ('peak', 'peak', 'GiB'), ('seconds', 'seconds', 's'))
-RATIOS = ('followed', 'plain')
+RATIOS = ('partitioned', 'plain')
 # What the compiler refuses has no figures: a Pallas kernel that nothing divides.
 REFUSED = '-'
 

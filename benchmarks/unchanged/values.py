@@ -65,7 +65,7 @@ def difference(model: Model) -> float:
     differences = []
     for strategy in MESHES:
         helper = MeshShardingHelper(list(strategy.mesh.values()), list(strategy.mesh))
-        step, _ = make_step(model, strategy, helper, 'followed', ROWS * model.rows)
+        step, _ = make_step(model, strategy, helper, 'partitioned', ROWS * model.rows)
         if reason := step.explain_propagation(*args).reason:
             raise ValueError(f'{model.name} is not partitioned, and would show nothing: {reason}')
         differences.append(largest_difference(step(*args), wanted))

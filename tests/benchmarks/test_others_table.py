@@ -15,7 +15,7 @@ SMALL, LARGE = decoders.models('small')[0], decoders.models('large')[0]
 
 def test_lines(monkeypatch):
     def measured(model, strategy, topology, variant):
-        return {'moved': 6.0, 'peak': 1.25, 'seconds': 0.125} if variant == 'followed' else None
+        return {'moved': 6.0, 'peak': 1.25, 'seconds': 0.125} if variant == 'partitioned' else None
 
     monkeypatch.setattr(others_table, 'measured', measured)
     monkeypatch.setattr(others_table, 'difference', lambda model: 2e-6 if model is SMALL else 1.0)
@@ -39,7 +39,7 @@ def test_a_step_on_eight_devices_is_compared_with_one():
 
 
 @pytest.mark.medium
-def test_a_step_that_is_not_followed_shows_nothing():
+def test_a_step_that_is_not_partitioned_shows_nothing():
     product = dataclasses.replace(
         SMALL,
         init=lambda key: jnp.ones((64, 64)),

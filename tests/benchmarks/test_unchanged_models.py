@@ -20,7 +20,7 @@ QUICKLY = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_pass
 MODELS = {model.name: model for model in all_models('small')}
 # Most of what a test takes is compiling. These three have what the others are made of: blocks in a loop,
 # products along a batch, and rows that are sorted; gradients that are written down. That everything is
-# followed is checked of each model, and `make test-all` computes all of them.
+# partitioned is checked of each model, and `make test-all` computes all of them.
 COMPUTED = ('decoder, grouped heads', 'experts, sorted tokens', 'flash attention, custom_vjp')
 
 
@@ -49,7 +49,7 @@ def placed(model: Model, strategy: Strategy) -> tuple[MeshShardingHelper, Shardi
 
 
 def compiled(model: Model, strategy: Strategy, by_hand: bool) -> Any:
-    """The loss and its gradients over a mesh, followed or as an expert writes it."""
+    """The loss and its gradients over a mesh, partitioned or as an expert writes it."""
     helper, rule = placed(model, strategy)
 
     def loss(params: Any, batch: Any, key: Any) -> Any:
@@ -69,7 +69,7 @@ def compiled(model: Model, strategy: Strategy, by_hand: bool) -> Any:
 
 
 def ten_losses(model: Model, strategy: Strategy | None, args: tuple[Any, Any, jax.Array]) -> list[float]:
-    """The losses of ten steps of AdamW: followed over a mesh, or on one device."""
+    """The losses of ten steps of AdamW: partitioned over a mesh, or on one device."""
     params, batch, key = args
     optimizer = optax.adamw(1e-3)
 
@@ -95,7 +95,7 @@ def ten_losses(model: Model, strategy: Strategy | None, args: tuple[Any, Any, ja
             compiler_options=QUICKLY,
         )
         state = helper.shard(state, rule)
-        assert run.followed(state, batch, key).kept
+        assert not run.explain_propagation(state, batch, key).reason
     losses = []
     for i in range(10):
         state, loss = run(state, batch, jax.random.fold_in(key, i))
@@ -112,21 +112,22 @@ def assert_equal(found: Any, wanted: Any) -> None:
 @pytest.mark.medium
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize('name', MODELS)
-def test_each_is_followed(name: str) -> None:
+def test_each_is_partitioned(name: str) -> None:
     step = compiled(MODELS[name], FSDP_TP, by_hand=False)
-    assert step.followed(*arguments(MODELS[name])).kept
+    report = step.explain_propagation(*arguments(MODELS[name]))
+    assert report.collectives and not report.reason
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', COMPUTED)
-def test_followed_is_one_device(name: str) -> None:
+def test_partitioned_is_one_device(name: str) -> None:
     args = arguments(MODELS[name])
     step = compiled(MODELS[name], FSDP_TP, by_hand=False)
     assert_equal(step(*args), on_one_device(MODELS[name], args))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('by_hand', [False, True], ids=['followed', 'by hand'])
+@pytest.mark.parametrize('by_hand', [False, True], ids=['partitioned', 'by hand'])
 @pytest.mark.parametrize('name', MODELS)
 def test_every_strategy_is_one_device(name: str, by_hand: bool) -> None:
     args = arguments(MODELS[name])

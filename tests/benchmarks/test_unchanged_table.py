@@ -19,15 +19,15 @@ MODELS = decoders.models('large')
 def measured(model, strategy, topology, variant):
     if model is MODELS[1] and variant == 'plain':
         raise PlanError('too large')
-    size = {'hand': 1.0, 'followed': 1.0, 'plain': 4.0}[variant]
+    size = {'hand': 1.0, 'partitioned': 1.0, 'plain': 4.0}[variant]
     return {'moved': 6.5 * size, 'peak': 1.25 * size, 'seconds': 0.125 * size, 'estimate': 0.1}
 
 
 def test_lines(capsys):
     head, rule, *rows = table.lines(MODELS[:2], STRATEGIES[:1], 'v5p:4x4x4', measured)
     assert [cell.strip() for cell in head.split('|')[1:-1]] == [
-        *('model', 'strategy', 'bytes by hand', 'followed', 'plain'),
-        *('peak by hand', 'followed', 'plain', 'seconds by hand', 'followed', 'plain'),
+        *('model', 'strategy', 'bytes by hand', 'partitioned', 'plain'),
+        *('peak by hand', 'partitioned', 'plain', 'seconds by hand', 'partitioned', 'plain'),
     ]
     assert {len(line) for line in (head, rule, *rows)} == {len(head)}
     cells = [[cell.strip() for cell in row.split('|')[1:-1]] for row in rows]
@@ -109,8 +109,8 @@ def test_a_cell_of_gpus():
     ]
     assert (over_hosts.name, dict(over_hosts.mesh)) == ('HSDP, 2 hosts', {'data': 2, 'fsdp': -1})
     model = actor_critic.models('large')[0]
-    found = measure.plan(model, over_hosts, 'h100:2x4', 'followed')
-    its = table.measure(model, over_hosts, 'h100:2x4', 'followed')
+    found = measure.plan(model, over_hosts, 'h100:2x4', 'partitioned')
+    its = table.measure(model, over_hosts, 'h100:2x4', 'partitioned')
     assert its['seconds'] == found.schedule.seconds > its['bound']
     assert any(row.networks == ('dcn',) for row in found.collectives)
 
