@@ -16,6 +16,7 @@ from scalax._jax.manual import is_backward, local_params
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import constants_of
 from scalax._jax.tracing import memory_space
+from scalax._jaxprs.dims import ELEMENTWISE
 from scalax._spmd.auto_axes import NO_AXES, AutoDims
 from scalax._spmd.collectives import RESULT, SENDING, Collective, What
 from scalax._spmd.parts import part_function, part_operands
@@ -146,6 +147,11 @@ class Edit:
         value = self._values[id(var)] = Value(var, placements, atom)
         return value
 
+    def alias(self, var: Any, value: Value) -> None:
+        """Defines a variable as another name of a value."""
+        self._values[id(var)] = value
+        self._uses[id(value.var)] += self._uses[id(var)]
+
     def divides(self, shape: Sequence[int], placements: Placements) -> bool:
         """Whether blocks in these placements have the same size on all devices."""
         counts = shard_counts(placements, self.shared.sizes, len(shape))
@@ -256,7 +262,7 @@ class Edit:
             is_part = not has_partial(plain) and not is_replicated(plain)
             if value.is_replicated or (whole in value.versions and is_part):
                 atom = self._part(value, target, equation)
-            elif value.narrow_maker is not None and is_replicated(plain) and self._is_narrower(value):
+            elif is_replicated(plain) and (self._is_narrower(value) or self._is_transpose(value)):
                 maker = value.narrow_maker
                 atoms = [self.convert(self.read(operand), plain, equation) for operand in maker.invars]
                 atom = self.code.var(value.var, value.shape)
@@ -288,6 +294,8 @@ class Edit:
 
     def _is_narrower(self, value: Value) -> bool:
         """Whether the gathers of what state is computed of, such as int8 and scales, send half as much."""
+        if value.narrow_maker is None:
+            return False
         size = size_of(value.var) * value.var.aval.dtype.itemsize
         return 2 * self._bytes_to_gather(value) <= size
 
@@ -299,6 +307,29 @@ class Edit:
         if value.narrow_maker is None:
             return size
         return min(size, sum([self._bytes_to_gather(self.read(x)) for x in value.narrow_maker.invars]))
+
+    def _is_transpose(self, value: Value) -> bool:
+        """Whether state is the transpose of state that others take as well: then one gather serves both.
+
+        As of an embedding table by which logits are computed, too.
+        """
+        if value.narrow_maker is None or primitive_name(value.narrow_maker) != 'transpose':
+            return False
+        return self._count_uses(self.read(value.narrow_maker.invars[0])) > 1
+
+    def is_used_again(self, value: Value, backward: bool) -> bool:
+        """Whether state is gathered for several equations of the forward or of the backward pass."""
+        return value.is_state and self._count_uses(value, backward) > 1
+
+    def _count_uses(self, value: Value, backward: bool | None = None) -> int:
+        """How many equations take state with examples: an update, which is elementwise, takes its blocks."""
+        found = [
+            equation
+            for equation in opened(self.jaxpr).eqns
+            if any(self._values.get(id(x)) is value for x in equation.invars)
+            and primitive_name(equation) not in ELEMENTWISE
+        ]
+        return len([x for x in found if backward is None or self.is_backward(x) == backward])
 
     def _exchange(
         self,

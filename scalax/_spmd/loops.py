@@ -50,7 +50,9 @@ def partition_call(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     is_annotated, backward = primitive_name(equation) in ANNOTATED_CALLS, edit.is_backward(equation)
     jaxpr = annotated(equation) if is_annotated else called(equation)
     inner = edit.shared.jaxpr(jaxpr, [argument_of(edit, x) for x in values], backward=backward, at=equation)
-    if kept := [i for i in inner.gathered if _is_kept(edit, values[i])]:
+    if kept := [
+        i for i in inner.gathered if _is_kept(edit, values[i]) or edit.is_used_again(values[i], backward)
+    ]:
         whole = {i: _converted(edit, values[i], edit.shared.replicated, equation) for i in kept}
         values = [whole.get(i, value) for i, value in enumerate(values)]
         arguments = [argument_of(edit, x) for x in values]

@@ -80,6 +80,8 @@ _INDEXED = frozenset(('gather', 'scatter-add'))
 _SAME_STATE = FORWARDS | {'slice', 'dynamic_slice', 'split', 'optimization_barrier', 'neg'}
 # Of narrow state, such as integers and their scales, these make the weight that an equation takes.
 _NARROW = CHEAP | {'broadcast_in_dim', 'transpose'}
+# Models make these of one weight in each place where they use it.
+_FORMS = frozenset(('convert_element_type', 'transpose'))
 
 
 class Partitioner(Shared):
@@ -181,6 +183,8 @@ class _Partitioning(Edit):
 
     def _equation(self, equation: Any) -> None:
         name = primitive_name(equation)
+        if name in _FORMS and self._is_form_again(name, equation):
+            return
         if name in ON_ELEMENTS and not self.on_rows and self._on_alike(name, equation):
             return
         values = [*map(self.read, equation.invars)]
@@ -207,6 +211,20 @@ class _Partitioning(Edit):
             partition_callback(self, equation, values)
         else:
             self._primitive(name, equation, values)
+
+    def _is_form_again(self, name: str, equation: Any) -> bool:
+        """Names a cast or a transpose of state after that which is there already, so that one gather serves both.
+
+        Returns whether there is one.
+        """
+        [atom], [var] = equation.invars, equation.outvars
+        forms = () if isinstance(atom, Literal) else self._values[id(atom)].forms
+        for form in forms:
+            maker = form.narrow_maker
+            if primitive_name(maker) == name and maker.params == equation.params:
+                self.alias(var, form)
+                return True
+        return False
 
     def _on_alike(self, name: str, equation: Any) -> bool:
         """Writes an elementwise equation of blocks alike, and scalars; returns whether it is one.
@@ -236,6 +254,8 @@ class _Partitioning(Edit):
             output.origin = origin
             if name in _NARROW:
                 output.narrow_maker = equation
+            if name in _FORMS:
+                first.forms = (*first.forms, output)
         elif name in _SAME_STATE:
             output.origin = origin
         self._values[id(var)] = output
@@ -286,6 +306,8 @@ class _Partitioning(Edit):
         self._note(name, equation, values, outputs)
         if name in _NARROW and outputs[0].is_state:
             outputs[0].narrow_maker = equation
+            if name in _FORMS:
+                values[0].forms = (*values[0].forms, outputs[0])
         finals = zip(*[each.final or each.results for each in strategies], strict=True)
         for output, final in zip(outputs, finals, strict=True):
             if final != output.placements:

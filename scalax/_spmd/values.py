@@ -98,6 +98,7 @@ class Value:
         maker: of a replicated value the equation that computes it and the values that this takes, if blocks
             of it are computed alone.
         narrow_maker: of state the equation that computes it, if what this takes may be gathered in its place.
+        forms: of state its casts and transposes so far.
         argument: its number among the arguments of the jaxpr; None if it is none.
     """
 
@@ -105,6 +106,7 @@ class Value:
         *(
             'argument',
             'atom',
+            'forms',
             'has_sum',
             'is_replicated',
             'is_state',
@@ -129,6 +131,7 @@ class Value:
         self.maker: tuple[Any, Sequence[Value]] | None = None
         self.narrow_maker: Any = None
         self.argument: int | None = None
+        self.forms: tuple[Value, ...] = ()
 
     def beside(self, var: Any, atom: Any) -> Value:
         """Returns another value in the same placements. Most values are computed of such a one."""
@@ -137,7 +140,7 @@ class Value:
         other.has_sum, other.is_replicated, other.is_state = self.has_sum, self.is_replicated, self.is_state
         other.origin = other.maker = other.narrow_maker = other.argument = None
         other.is_zero = other.sums_state = False
-        other.versions = _NONE
+        other.versions, other.forms = _NONE, ()
         return other
 
     @property
