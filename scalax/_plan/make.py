@@ -32,7 +32,6 @@ from scalax._plan.plan import Plan
 from scalax._plan.roofline import routes_of, time_collectives
 from scalax._plan.running import compiling
 from scalax._plan.schedule import Schedule, schedule_of
-from scalax._spmd.report import reasons_of
 from scalax._trace.contexts import MeshOwner
 from scalax._transforms.calls.signature import name_of
 from scalax._transforms.sjit.function import (
@@ -113,7 +112,7 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
     names = _names_of_arguments(step.function, step.args, lowered.args_info)
     inputs = _report([*positional, *by_name.values()], given, mesh, names)
     blocks = step_of(step.function, step.args, step.kwargs)
-    reasons = {} if blocks is None else reasons_of(blocks.collectives)
+    reasons = {} if blocks is None else blocks.reasons
     rows = collectives(program, sizes, places, before, ids, switched, reasons) if compiled.partitioned else ()
     asked, has_batch = step.function, step.made_by_user and isinstance(step.function, SjitFunction)
     plan = Plan(

@@ -47,7 +47,7 @@ class Collective:
         is_backward: whether it runs in a backward pass.
         number: its number in the step, which the name of its operation has, too. Where a jaxpr is used in
             several places, its collectives have one number in all of them.
-        over_state: whether it reduces a sum over blocks of state, such as a norm of weights.
+        reduce_op: of a reduction, what it computes.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class Collective:
     value: Any
     is_backward: bool
     number: int
-    over_state: bool = False
+    reduce_op: ReduceOp = 'sum'
 
     @property
     def gathers_state(self) -> bool:
@@ -161,7 +161,7 @@ class Exchange:
         return tuple(sizes)
 
     def collective(
-        self, step: Step, like: Any, ends: tuple[Any, Any], of: Any, what: What, facts: tuple[bool, int, bool]
+        self, step: Step, like: Any, ends: tuple[Any, Any], of: Any, what: What, facts: tuple[bool, int]
     ) -> Collective:
         """Returns the entry of the list for a step that sends something.
 
@@ -171,12 +171,12 @@ class Exchange:
             ends: the value before and behind it.
             of: the state that it is about.
             what: what it converts.
-            facts: whether it runs in a backward pass, its number, and whether it reduces a sum over state.
+            facts: whether it runs in a backward pass, and its number.
         """
         axes = tuple([self.axes[i] for i in step.axes])
         value = max(ends, key=lambda x: math.prod(shape_of(x)))
         size = math.prod(shape_of(value)) * value.aval.dtype.itemsize
-        return Collective(step.kind, axes, size, 1, like, of, what, value, *facts)
+        return Collective(step.kind, axes, size, 1, like, of, what, value, *facts, step.reduce_op)
 
 
 _MOST_DIMS = 4

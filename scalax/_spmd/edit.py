@@ -43,6 +43,7 @@ from scalax._spmd.values import (
 )
 
 _ADDS = frozenset(('add', 'add_any'))
+_PRODUCTS = frozenset(('conv_general_dilated', 'dot_general', 'ragged_dot_general'))
 _KEEPS_SUM = frozenset(('neg', 'reshape', 'squeeze', 'transpose'))
 
 
@@ -202,7 +203,7 @@ class Edit:
                     each.value,
                     each.is_backward,
                     each.number,
-                    each.over_state,
+                    each.reduce_op,
                 )
             )
         for i in inner.gathered:
@@ -379,7 +380,7 @@ class Edit:
             written = exchange.equation(step, equation, [atom, *numbers], result, auto)
             if step.kind in SENDING:
                 written, number = exchange.numbered(written, what)
-                facts = self.is_backward(equation), number, what == 'sum' and value.sums_state
+                facts = self.is_backward(equation), number
                 self._list(exchange.collective(step, equation, (atom, result), origin, what, facts))
             self.eqns.append(written)
             if step.kind == 'all_gather':
@@ -392,8 +393,14 @@ class Edit:
         return atom if dtype is None else self._cast(atom, own, equation)
 
     def _table_of(self, value: Value, equation: Any) -> Origin:
-        """Returns the table whose rows, or the indices of which, an equation takes of other devices."""
+        """Returns the state whose blocks an equation takes where they are, and sends examples to.
+
+        As a table whose rows, or the indices of which, it takes of other devices.
+        """
         name = primitive_name(equation)
+        if name in _PRODUCTS:
+            others = [self._values.get(id(x)) for x in equation.invars]
+            return next((x.origin for x in others if x is not None and x.is_state and x is not value), None)
         if name == 'gather':
             table = self._values.get(id(equation.invars[0]))
             return table.origin if table is not None and table.is_state and table is not value else None

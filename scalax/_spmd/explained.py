@@ -25,7 +25,7 @@ from scalax._report.blocks import (
 )
 from scalax._report.shown import Shown
 from scalax._report.tables import array_text, human_bytes, human_flops
-from scalax._spmd.redundancy import Of, Redundancy
+from scalax._spmd.redundancy import Of
 from scalax._spmd.report import CollectiveRow, rows
 from scalax._spmd.step import Step
 from scalax._tree.specs import axis_sizes_text
@@ -115,7 +115,7 @@ class PropagationReport(Shown):
 
     def _is_large(self, work: RedundantWork) -> bool:
         """Whether redundant work is more than scales and schedules, which all devices compute anyway."""
-        return work.of == 'examples' or bool(work.flops) or 1000 * work.bytes > self.bytes
+        return bool(work.flops) or 1000 * work.bytes > self.bytes
 
     def _figures(self) -> Iterator[Figure]:
         for what, label in _LABELS.items():
@@ -140,16 +140,17 @@ class PropagationReport(Shown):
             yield f'reduces gradients: {_listed(kinds)}'
         if sums := by_what['sum']:
             yield f'reduces other sums, such as a loss or a norm: {human_bytes(_bytes(sums))}'
-        examples = by_what['examples']
-        if examples:
-            moved, count = human_bytes(_bytes(examples)), plural(len(examples), 'collective')
-            yield f'gathers or moves examples: {moved} in {count}, because these operations mix examples'
-        else:
+        to_blocks = [row for row in by_what['examples'] if row.path]
+        if to_blocks:
+            yield f'moves examples, or rows that they look up, and not weights: {_counted(to_blocks)}'
+        if mixed := [row for row in by_what['examples'] if not row.path]:
+            yield f'gathers or moves examples: {_counted(mixed)}, because these operations mix examples'
+        elif not to_blocks:
             yield 'keeps its examples: no operation mixes examples'
         for of, words in _OF.items():
             found = [each for each in self.redundant if each.of == of]
             flops, size = sum(each.flops for each in found), sum(each.bytes for each in found)
-            if flops or (found and of == 'examples'):
+            if flops or (of == 'examples' and any(map(self._is_large, found))):
                 share = f' ({100 * flops / self.flops:.1f} % of its products)' if self.flops else ''
                 yield f'computes on {words} what the others compute, too: {human_flops(flops)}{share}, ' + (
                     f'{human_bytes(size)} of results'
@@ -209,7 +210,7 @@ def explained(
         batch: the arguments that hold its batch.
         gradient_outside: as in `PropagationReport`.
     """
-    work = Redundancy(step.jaxpr, step.in_specs, step.axes)
+    work = step.work
     found: dict[tuple[Of, str, str], RedundantWork] = {}
     largest: dict[tuple[Of, str, str], int] = {}
     for of, (equation, calls), each in work:
@@ -230,7 +231,7 @@ def explained(
         name,
         dict(mesh),
         step.axes,
-        tuple(rows(step.collectives, work.places)),
+        tuple(rows(step.collectives, work)),
         tuple(redundant),
         work.total.flops,
         work.total.bytes,
@@ -255,6 +256,10 @@ _ALIKE = 'what every device computes like all others, the largest first'
 
 def _bytes(found: Iterable[CollectiveRow]) -> int:
     return sum(row.step_bytes for row in found)
+
+
+def _counted(found: Sequence[CollectiveRow]) -> str:
+    return f'{human_bytes(_bytes(found))} in {plural(len(found), "collective")}'
 
 
 def _by_kind(found: Iterable[CollectiveRow]) -> Iterator[tuple[str, list[CollectiveRow]]]:

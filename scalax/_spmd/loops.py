@@ -387,7 +387,7 @@ def _define(edit: Edit, equation: Any, inner: Partitioned, values: Sequence[Valu
         output = edit.define(var, inner.placements[i])
         origin = inner.origins[i]
         output.origin = values[origin].origin if isinstance(origin, int) else None
-        output.is_zero, output.sums_state = inner.zeros[i], inner.state_sums[i]
+        output.is_zero = inner.zeros[i]
         outputs.append(output)
     return outputs
 

@@ -174,7 +174,6 @@ class _Partitioning(Edit):
             tuple(placements),
             tuple([value.is_zero for value in values]),
             tuple([value.origin for value in values]),
-            tuple([value.sums_state for value in values]),
             tuple(self.collectives),
             frozenset(self.gathered),
             self.only_sliced(eqns, atoms),
@@ -213,7 +212,7 @@ class _Partitioning(Edit):
             self._primitive(name, equation, values)
 
     def _is_form_again(self, name: str, equation: Any) -> bool:
-        """Names a cast or a transpose of state after that which is there already, so that one gather serves both.
+        """Names a cast or a transpose of state after the same one before it, so that one gather serves both.
 
         Returns whether there is one.
         """
@@ -300,9 +299,6 @@ class _Partitioning(Edit):
             elif name == KERNEL:
                 params = kernel_params(self.code, equation, [*map(shape_of, atoms)], [*map(shape_of, made)])
             self.eqns.append(self.code.local(equation, atoms, made, **params))
-        of_state = not any(x.has_examples and not x.sums_state for x in values)
-        for output in outputs:
-            output.sums_state = of_state and output.has_sum
         self._note(name, equation, values, outputs)
         if name in _NARROW and outputs[0].is_state:
             outputs[0].narrow_maker = equation

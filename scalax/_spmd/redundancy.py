@@ -48,10 +48,13 @@ class Fact(NamedTuple):
     Attributes:
         varies: the batch axes along which devices have different values.
         of: what it is computed of; empty of constants, which the compiler computes.
+        has_examples: whether it is computed of examples, and not of what was reduced over them, such as a
+            gradient.
     """
 
     varies: frozenset[str]
     of: Of | Literal[''] = ''
+    has_examples: bool = False
 
 
 @dataclasses.dataclass
@@ -81,21 +84,30 @@ class Redundancy:
         jaxpr: the jaxpr.
         specs: the specs of its arguments along the batch axes.
         axes: the batch axes.
+        batch: which arguments hold examples. Without one, the step makes its examples itself.
 
     Attributes:
         total: all work of one device.
         redundant: what is redundant, by what it computes on and its equation.
         places: the equations of its collectives and the calls around each, by the numbers of the collectives.
+        of_examples: the numbers of the collectives that take examples, and not state alone.
     """
 
-    def __init__(self, jaxpr: Any, specs: Sequence[PartitionSpec], axes: Sequence[str]) -> None:
+    def __init__(
+        self, jaxpr: Any, specs: Sequence[PartitionSpec], axes: Sequence[str], batch: Sequence[bool]
+    ) -> None:
         self._axes = frozenset(axes)
         self.total = Work()
         self.redundant: dict[tuple[Of, int], tuple[Place, Work]] = {}
         self.places: dict[int, Place] = {}
         self._calls: tuple[Any, ...] = ()
         self._live = live_equations(jaxpr)
-        facts = [Fact(frozenset(spec_axes(spec)), 'replicated') for spec in specs]
+        self.of_examples: set[int] = set()
+        self._makes_examples = not any(batch)
+        facts = [
+            Fact(frozenset(spec_axes(spec)), 'replicated', is_batch)
+            for spec, is_batch in zip(specs, batch, strict=True)
+        ]
         self._run(jaxpr, facts, 1, is_last=True)
 
     def _run(self, jaxpr: Any, arguments: Sequence[Fact], times: int, *, is_last: bool) -> list[Fact]:
@@ -108,7 +120,11 @@ class Redundancy:
             operands = [facts.get(id(atom), none) for atom in equation.invars]
             if number := NUMBER.search(name_stack(equation)):
                 self.places.setdefault(int(number[2]), (equation, self._calls))
-                results = [self._exchanged(equation, operands[0], number[1] == 'weight')]
+                if operands[0].has_examples:
+                    self.of_examples.add(int(number[2]))
+                result = self._exchanged(equation, operands[0], number[1] == 'weight')
+                has_examples = number[1] == 'examples' and operands[0].has_examples
+                results = [result._replace(has_examples=has_examples)]
             elif primitive_name(equation) in _WITH_JAXPRS:
                 self._calls = equation, *self._calls
                 results = self._inside(equation, operands, times, is_last)
@@ -146,15 +162,15 @@ class Redundancy:
     def _result(self, equation: Any, operands: Sequence[Fact]) -> Fact:
         """Returns the fact about the results of an equation without a jaxpr."""
         name = str(equation.primitive)
-        varies, of = _joined(operands)
+        varies, of, has_examples = _joined(operands)
         axes = self._axes.intersection(axes_named(equation))
         if name in _GATHERS:
-            return Fact(varies - axes, 'examples')
+            return Fact(varies - axes, 'examples', has_examples)
         if name in _REDUCTIONS:
-            return Fact(varies - axes, 'replicated')
+            return Fact(varies - axes, 'replicated', has_examples)
         if axes:  # blocks that differ, and the index of a device
-            return Fact(varies | axes, of)
-        return Fact(varies, of)
+            return Fact(varies | axes, of, has_examples or self._makes_examples)
+        return Fact(varies, of, has_examples)
 
     def _exchanged(self, equation: Any, operand: Fact, is_weight: bool) -> Fact:
         """Returns the fact about the result of a collective that scalax wrote, which may be inside a call."""
@@ -208,4 +224,5 @@ _ORDER: tuple[Of, ...] = ('examples', 'weight', 'replicated')
 
 
 def _joined(facts: Sequence[Fact]) -> Fact:
-    return Fact(frozenset().union(*[fact.varies for fact in facts]), _of(facts))
+    has_examples = any(fact.has_examples for fact in facts)
+    return Fact(frozenset().union(*[fact.varies for fact in facts]), _of(facts), has_examples)

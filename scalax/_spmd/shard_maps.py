@@ -171,7 +171,7 @@ def partition_shard_map(edit: Edit, equation: Any, values: Sequence[Value]) -> N
                 edit.eqns[-1], number = shared.exchange.numbered(edit.eqns[-1], 'examples')
                 edit.collectives.append(
                     shared.exchange.collective(
-                        *(gather, equation, (block, joined), None, 'examples', (backward, number, False))
+                        *(gather, equation, (block, joined), None, 'examples', (backward, number))
                     )
                 )
                 block = joined

@@ -24,6 +24,7 @@ from scalax._spmd.rewrites.updated_stacks import hold_updated_stacks
 from scalax._spmd.values import SETTLED, Argument, is_replicated, replicated
 
 if TYPE_CHECKING:
+    from scalax._spmd.redundancy import Redundancy
     from scalax._spmd.report import CollectiveRow
 
 
@@ -68,6 +69,7 @@ class Step(NamedTuple):
         axes: the mesh axes of the batch.
         auto_axes: the other mesh axes, which stay Auto inside.
         auto_specs: the specs of its results along these; None where the compiler decides.
+        batch: which arguments hold examples.
     """
 
     jaxpr: Any
@@ -77,14 +79,28 @@ class Step(NamedTuple):
     axes: tuple[str, ...]
     auto_axes: frozenset[str] = frozenset()
     auto_specs: tuple[PartitionSpec | None, ...] = ()
+    batch: tuple[bool, ...] = ()
+
+    @property
+    def work(self) -> Redundancy:
+        """The work of each device, with the places of the collectives."""
+        from scalax._spmd.redundancy import Redundancy  # here, because few programs ask
+
+        return Redundancy(self.jaxpr, self.in_specs, self.axes, self.batch)
 
     @property
     def rows(self) -> list[CollectiveRow]:
         """The list of its collectives."""
-        from scalax._spmd.redundancy import Redundancy  # here, because few programs ask
         from scalax._spmd.report import rows
 
-        return rows(self.collectives, Redundancy(self.jaxpr, self.in_specs, self.axes).places)
+        return rows(self.collectives, self.work)
+
+    @property
+    def reasons(self) -> dict[int, str]:
+        """Why each collective is there, by the numbers in the names of operations."""
+        from scalax._spmd.report import reasons_of
+
+        return reasons_of(self.collectives, self.work.of_examples)
 
 
 def partition_step(
@@ -194,6 +210,7 @@ def partition_step(
                 for each, var in zip(results, inner.outvars, strict=True)
             ]
         ),
+        tuple([each.is_batch for each in arguments]),
     )
 
 

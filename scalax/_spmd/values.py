@@ -56,7 +56,6 @@ class Partitioned(NamedTuple):
         placements: the placements of its results.
         zeros: which results are zero.
         origins: the origins of its results.
-        state_sums: which results are sums over blocks of state.
         collectives: the collectives that it and the jaxprs inside it run.
         gathered: the arguments, by number, that are gathered in it.
         sliced: the replicated arguments of which it takes blocks only, and the placements of these.
@@ -68,7 +67,6 @@ class Partitioned(NamedTuple):
     placements: tuple[Placements, ...]
     zeros: tuple[bool, ...]
     origins: tuple[Origin, ...]
-    state_sums: tuple[bool, ...]
     collectives: tuple[Collective, ...]
     gathered: frozenset[int]
     sliced: Mapping[int, Placements]
@@ -92,7 +90,6 @@ class Value:
         has_sum: whether it is a sum, or another reduction, along some axis.
         is_replicated: whether every device holds all of it.
         is_state: whether devices hold blocks of state.
-        sums_state: whether, as a sum, it is one over blocks of state, such as a norm of weights.
         versions: what stands for it in other placements; of gathered state, apart in forward and backward
             passes.
         maker: of a replicated value the equation that computes it and the values that this takes, if blocks
@@ -115,7 +112,6 @@ class Value:
             'narrow_maker',
             'origin',
             'placements',
-            'sums_state',
             'var',
         ),
         'versions',
@@ -127,7 +123,7 @@ class Value:
         self.var, self.atom = var, atom
         self.place(placements)
         self.origin, self.is_zero = origin, is_zero
-        self.versions, self.sums_state = _NONE, False
+        self.versions = _NONE
         self.maker: tuple[Any, Sequence[Value]] | None = None
         self.narrow_maker: Any = None
         self.argument: int | None = None
@@ -139,7 +135,7 @@ class Value:
         other.var, other.atom, other.placements = var, atom, self.placements
         other.has_sum, other.is_replicated, other.is_state = self.has_sum, self.is_replicated, self.is_state
         other.origin = other.maker = other.narrow_maker = other.argument = None
-        other.is_zero = other.sums_state = False
+        other.is_zero = False
         other.versions, other.forms = _NONE, ()
         return other
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalax._spmd.redundancy import Redundancy, product_flops
+from scalax._spmd.redundancy import product_flops
 from scalax.errors import DataError, PartitioningWarning
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PropagationReport, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
@@ -200,6 +200,40 @@ def test_sums_over_state_are_told_from_those_over_examples():
     ]
 
 
+def test_reductions_tell_what_they_are_over():
+    """Also in loops, whose sums begin as zero."""
+
+    def fun(ws, x):
+        norm, _ = jax.lax.scan(lambda norm, w: (norm + jnp.sum(w**2), None), 0.0, ws)
+        total, _ = jax.lax.scan(lambda total, w: (total + jnp.sum(x @ w), None), 0.0, ws)
+        return jnp.sqrt(norm), jnp.exp(total), x - x.max(0), x * x.sum()
+
+    found, _ = on_blocks(fun, np.ones((2, WIDTH, WIDTH), 'float32'), X)
+    reasons = [row.reason for row in found.rows if row.what == 'sum']
+    assert reasons == [
+        'sum over blocks of state for sqrt',
+        'sum over examples for exp',
+        'maximum over examples',
+        'sum over examples for mul',
+    ]
+    assert sorted(found.reasons.values()) == sorted(row.reason for row in found.rows)
+
+
+def test_examples_that_move_to_a_weight_name_it():
+    def fun(w, x):
+        return jax.nn.softmax(x @ w['table'])
+
+    found, run = on_blocks(fun, {'table': np.ones((WIDTH, 4096), 'float32')}, X)
+    assert {(row.what, row.path) for row in found.rows} == {('examples', "['table']")}
+    assert {row.reason for row in found.rows} == {
+        f"examples {how} to meet blocks of ['table']" for how in ('gathered', 'moved')
+    }
+    np.testing.assert_allclose(run()[0], np.full((EXAMPLES, 4096), 1 / 4096), rtol=1e-5)
+    report = compiled(fun).explain_propagation({'table': np.ones((WIDTH, 4096), 'float32')}, X)
+    [line] = [line for line in str(report).splitlines() if line.startswith('- moves')]
+    assert line.startswith('- moves examples, or rows that they look up, and not weights: ')
+
+
 def test_lines_of_results_are_those_that_compute_them():
     report = compiled(step, (FSDP, P())).explain_propagation(params(), X)
     lines = {row.reason: row.line for row in report.collectives}
@@ -241,7 +275,7 @@ def test_axes_along_which_values_vary():
     """Under HSDP, state varies along one axis: what is computed of a shard is no redundant work."""
     w = np.ones((WIDTH, WIDTH), 'float32')
     found, _ = on_blocks(lambda w, x: (w * 2, x @ w), w, X, HSDP)
-    assert not [*Redundancy(found.jaxpr, found.in_specs, found.axes)]
+    assert not [*found.work]
 
 
 def test_operations_of_products():
