@@ -1,0 +1,68 @@
+"""Columns over a mesh axis that shards no examples, in programs whose products the compiler partitions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from tests.support.partitioned import TP, P, assert_equal, partitioned
+
+pytestmark = pytest.mark.medium
+
+COLUMNS, ROWS = P('fsdp', 'tp'), P('tp', 'fsdp')
+SPECS = {'behind': ROWS, 'down': ROWS, 'next': COLUMNS, 'skip': COLUMNS, 'up': COLUMNS}
+RNG = np.random.default_rng(0)
+W = {name: RNG.normal(size=(16, 16)).astype('f') / 4 for name in SPECS}
+X = RNG.normal(size=(64, 16)).astype('f')
+
+
+def block(w, x):
+    return x @ w['skip'] + jax.nn.relu(x @ w['up']) @ w['down']
+
+
+def inner(w, x):
+    return jax.nn.relu(x) @ w['behind']
+
+
+def images(w, x):
+    def conv(x, name):
+        kernel = w[name].reshape(1, 1, 16, 16) * jnp.ones((3, 3, 1, 1))
+        return lax.conv_general_dilated(x, kernel, (1, 1), 'SAME', dimension_numbers=('NHWC', 'HWIO', 'NHWC'))
+
+    x = jax.nn.relu(conv(x[:, None, None], 'up'))
+    x = conv(x, 'next') + conv(conv(x, 'up'), 'down')
+    return conv(jax.nn.relu(x), 'behind')
+
+
+def stacked(w, x):
+    both = jnp.stack([jnp.abs(x), x @ w['up']], 1)
+    return jnp.einsum('bfd,bgd->bfg', both, both)
+
+
+PROGRAMS = {
+    'columns are added to a sum': lambda w, x: block(w, x) @ w['next'],
+    'concatenated with one': lambda w, x: jnp.concatenate([x @ w['skip'], (x @ w['up']) @ w['down']], -1),
+    'a product sums them': lambda w, x: jax.nn.relu(block(w, x)) @ w['behind'],
+    'one in a function': lambda w, x: jax.jit(inner)(w, block(w, x)),
+    'columns are added': lambda w, x: (x @ w['skip'] + x @ w['up']) @ w['next'],
+    'multiplied with a sum': lambda w, x: (x @ w['skip']) * ((x @ w['up']) @ w['down']),
+    'images': images,
+    'stacked with what is replicated': stacked,
+    'largest': lambda w, x: lax.associative_scan(jnp.maximum, x @ w['up'], axis=1),
+    'products of heads': lambda w, x: jnp.einsum('bd,be->bde', x @ w['up'], x @ w['next'] * 2),
+}
+
+
+def test_values_and_gradients_are_those_of_one_device():
+    def losses(w, x):
+        return {name: jnp.mean(jnp.sin(fun(w, x))) for name, fun in PROGRAMS.items()}
+
+    def run_all(w, x):
+        return losses(w, x), jax.grad(lambda w: sum(losses(w, x).values()))(w)
+
+    specs = [*SPECS.values()]
+    with jax.default_matmul_precision('highest'):
+        step, run = partitioned(run_all, W, X, TP, specs=specs, result_specs=[*[P()] * len(PROGRAMS), *specs])
+        assert_equal(run(), jax.jit(run_all)(W, X))
+    assert not [row for row in step.rows if row.what == 'examples']

@@ -1,0 +1,37 @@
+"""Primitives of other libraries, of which nothing is known, whatever they are called."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from scalax._jax.equations import WITH_JAXPRS
+from scalax._jaxprs.dims import RULES
+from tests.support.partitioned import assert_equal, partitioned
+
+pytestmark = pytest.mark.medium
+
+TABLED = sorted({*RULES, *WITH_JAXPRS, 'pallas_call'})
+W = np.eye(8, dtype='f')
+X = np.linspace(-1, 1, 128, dtype='f').reshape(16, 8)
+
+
+def other(name):
+    """A primitive of another library, named like one of JAX, that takes the first of its operands."""
+    primitive = Primitive(name)
+    primitive.def_abstract_eval(lambda *operands: operands[0])
+    mlir.register_lowering(primitive, lambda context, *operands: [operands[0]])
+    return primitive
+
+
+def test_all_examples_are_gathered_for_primitives_with_names_of_jax():
+    """In one step, and each is told."""
+    primitives = [other(name) for name in TABLED]
+
+    def fun(w, x):
+        return [primitive.bind(jnp.tanh(x @ w), w) @ w for primitive in primitives]
+
+    step, run = partitioned(fun, W, X)
+    assert_equal(run(), [jnp.tanh(X)] * len(TABLED))
+    assert {row.primitive for row in step.rows if row.what == 'examples'} == {*TABLED}
