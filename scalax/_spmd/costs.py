@@ -2,7 +2,8 @@
 
 State that meets examples is gathered, which is right if examples are many. Where they are fewer bytes, they
 move instead: to the rows of a large table that they look up, to the experts that have tokens, to the weight
-of a product of a few examples. Bytes decide, here alone. Both ways send them over the same links.
+of a product of a few examples, to the kernel of a convolution of small images with many features. Bytes
+decide, here alone. Both ways send them over the same links.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from scalax._spmd.placement import REPLICATE, SUM, Partial, Placement, Replicate
 from scalax._spmd.tables import is_indexed
 from scalax._spmd.values import Value
 
-_MOVES = frozenset(('dot_general', 'gather', 'scatter-add'))
+_PRODUCTS = frozenset(('dot_general', 'conv_general_dilated'))
+_MOVES = _PRODUCTS | {'gather', 'scatter-add'}
 # Examples that move to state are on all of its devices, which takes memory, and for look-ups time.
 _MARGIN = 2
 
@@ -88,7 +90,7 @@ class _Axis:
     def _others(self) -> Iterator[tuple[Strategy, int]]:
         """The strategies of which one operand stays as it is, or that give the result as it is wanted."""
         name, count = primitive_name(self._equation), len(self._here)
-        operands = [0] if name == 'gather' else range(count) if name == 'dot_general' else []
+        operands = [0] if name == 'gather' else range(count) if name in _PRODUCTS else []
         # Only a batch of products is a dimension that both operands have.
         may_be_common = name == 'dot_general' and any(
             len(sources) > 1 for sources in dims_of(self._equation).results[0]
@@ -116,7 +118,7 @@ class _Axis:
         """The strategy if these operands are sharded along these dimensions, and others are replicated."""
         placements = tuple([Shard(dims[i]) if i in dims else REPLICATE for i in range(len(self._here))])
         if (
-            primitive_name(self._equation) != 'dot_general'
+            primitive_name(self._equation) not in _PRODUCTS
             and 0 in dims
             and is_indexed(self._equation, dims[0])
         ):
