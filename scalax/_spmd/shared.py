@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from jax.sharding import AbstractMesh
 
-from scalax._jax.equations import shape_of
+from scalax._jax.equations import Literal, shape_of
 from scalax._jax.manual import ManualCode
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.dependence import Dependence
@@ -145,11 +145,15 @@ class Shared:
             self._of_products[key] = strategy(op)
         return self._of_products[key]
 
+    def is_of_examples(self, atom: Any) -> bool:
+        """Returns whether a variable depends on examples."""
+        return not isinstance(atom, Literal) and self._of_examples.of(atom)
+
     def is_update(self, equation: Any, values: Sequence[Value]) -> bool:
         """Whether an equation multiplies state that depends on gradients, as an optimizer does."""
         if primitive_name(equation) != 'dot_general' or not all(map(_has_no_examples, values)):
             return False
-        return any(self._of_examples.of(value.var) for value in values)
+        return any(self.is_of_examples(value.var) for value in values)
 
     def jaxpr(
         self,

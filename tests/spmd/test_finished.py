@@ -7,9 +7,12 @@ import pytest
 from jax import lax
 
 from scalax._jax.equations import opened
-from tests.support.partitioned import assert_equal, collectives, partitioned
+from tests.support.partitioned import P, assert_equal, collectives, partitioned, state_spec
 
 pytestmark = pytest.mark.medium
+
+
+SHAPES = (3, 16, 16), (16, 32)
 
 
 def array(*shape):
@@ -35,10 +38,22 @@ def tied(w, x):
     return jnp.mean(jax.nn.logsumexp(layers(w['layers'], x @ w['in']) @ w['in'].T, -1))
 
 
-def descended(loss):
+def squared(loss):
+    """A step that takes gradients twice."""
+
     def step(w, x):
         value, gradient = jax.value_and_grad(loss)(w, x)
         return jax.tree.map(lambda w, g: w - g * jnp.abs(g), w, gradient), value
+
+    return step
+
+
+def with_momentum(loss):
+    """A step that adds gradients to state, or to what it computes of state."""
+
+    def step(w, x):
+        value, gradient = jax.value_and_grad(loss)(w, x)
+        return jax.tree.map(lambda w, g: 0.9 * w + g, w, gradient), value
 
     return step
 
@@ -50,9 +65,10 @@ def eqns_before_the_last_loop(step):
     return eqns[:last], eqns[last]
 
 
-def test_the_loss_and_the_gradient_of_the_last_weight_are_before_the_loop():
-    state, batch = {'layers': array(3, 16, 16), 'out': array(16, 32)}, array(16, 16)
-    step, run = partitioned(descended(apart), state, batch)
+@pytest.mark.parametrize('optimized', [squared, with_momentum])
+def test_the_loss_and_the_gradient_of_the_last_weight_are_before_the_loop(optimized):
+    state, batch = {'layers': array(*SHAPES[0]), 'out': array(*SHAPES[1])}, array(16, 16)
+    step, run = partitioned(optimized(apart), state, batch, result_specs=[*map(state_spec, SHAPES), P()])
     before, loop = eqns_before_the_last_loop(step)
     [reduced] = [eqn for eqn in before if eqn.primitive.name == 'reduce_scatter']
     *_, tie = before
@@ -61,7 +77,7 @@ def test_the_loss_and_the_gradient_of_the_last_weight_are_before_the_loop():
     assert any(x is y for x in tie.outvars for y in loop.invars)
     assert any(x is reduced.outvars[0] for x in tie.invars)
     assert () in [x.aval.shape for x in tie.invars]
-    assert_equal(run(), jax.jit(descended(apart))(state, batch))
+    assert_equal(run(), jax.jit(optimized(apart))(state, batch))
 
 
 def test_a_key_for_the_next_step_is_finished_with_them():
@@ -79,8 +95,21 @@ def test_a_key_for_the_next_step_is_finished_with_them():
 
 def test_a_gradient_of_two_terms_is_reduced_once_behind_the_loop():
     state, batch = {'layers': array(3, 16, 16), 'in': array(16, 16)}, array(16, 16)
-    step, run = partitioned(descended(tied), state, batch)
+    step, run = partitioned(squared(tied), state, batch)
     before, _ = eqns_before_the_last_loop(step)
     assert not any(eqn.primitive.name == 'reduce_scatter' for eqn in before)
     assert collectives(step)["reduce_scatter gradient of ['in']"] == 1
-    assert_equal(run(), jax.jit(descended(tied))(state, batch))
+    assert_equal(run(), jax.jit(squared(tied))(state, batch))
+
+
+def test_what_the_backward_pass_leaves_may_be_computed_behind_its_next_loop():
+    def two(w, x):
+        return jnp.mean(layers(w['last'], jnp.tanh(layers(w['first'], x) @ w['between'])))
+
+    state = {'first': array(3, 16, 16), 'between': array(16, 16), 'last': array(2, 16, 16)}
+    step, run = partitioned(squared(two), state, array(16, 16))
+    before, _ = eqns_before_the_last_loop(step)
+    barriers = [eqn for eqn in before if eqn.primitive.name == 'optimization_barrier']
+    # The weight in between is gathered again behind a barrier of its own.
+    assert sorted(len(eqn.invars) for eqn in barriers) == [1, 2]
+    assert_equal(run(), jax.jit(squared(two))(state, array(16, 16)))
