@@ -24,6 +24,8 @@ from scalax._spmd.values import Value
 
 _PRODUCTS = frozenset(('dot_general', 'conv_general_dilated'))
 _MOVES = _PRODUCTS | {'gather', 'scatter-add'}
+_ADDS = frozenset(('add', 'add_any'))
+_KEEPS_SUM = frozenset(('neg', 'reshape', 'squeeze', 'transpose'))
 # Examples that move to state are on all of its devices, which takes memory, and for look-ups time.
 _MARGIN = 2
 
@@ -60,7 +62,7 @@ class _Axis:
         """The placement that the result gets in the end."""
         edit, usual, axis, [result, *_] = self._edit, self._all_usual, self._axis, self._equation.outvars
         # A term of a sum that a loop carries stays a sum, which is reduced once, behind the loop.
-        if isinstance(self._usual.results[0], Partial) and edit.is_term_of_sum(result, axis):
+        if isinstance(self._usual.results[0], Partial) and _is_term_of_sum(edit, result, axis):
             return SUM
         return edit.reduced_placements(result, tuple([each.results[0] for each in usual]))[axis]
 
@@ -188,6 +190,21 @@ class _Axis:
         if isinstance(source, Shard):
             return size / self._count if isinstance(target, Shard) else size
         return size if isinstance(target, Shard) else 2 * size
+
+
+def _is_term_of_sum(edit: Edit, var: Any, axis: int) -> bool:
+    """Whether a variable is only added to a value that is a sum along an axis, by number."""
+    while edit.uses.count(var) == 1 and not edit.uses.is_result(var):
+        [equation] = edit.uses.equations(var)
+        name = primitive_name(equation)
+        if name in _ADDS:
+            values = [edit.values.get(id(x)) for x in equation.invars if x is not var]
+            if any(value is not None and value.placements[axis] == SUM for value in values):
+                return True
+        elif name not in _KEEPS_SUM:
+            return False
+        [var] = equation.outvars
+    return False
 
 
 def _plain(placement: Placement) -> Placement:

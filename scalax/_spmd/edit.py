@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ from scalax._jax.manual import is_backward, local_params
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import constants_of
 from scalax._jax.tracing import memory_space
-from scalax._jaxprs.dims import ELEMENTWISE
 from scalax._spmd.auto_axes import NO_AXES, AutoDims
 from scalax._spmd.collectives import RESULT, SENDING, Collective, What
 from scalax._spmd.parts import part_function, part_operands
@@ -32,6 +30,8 @@ from scalax._spmd.placement import (
     shard_counts,
 )
 from scalax._spmd.shared import Shared
+from scalax._spmd.state_forms import is_gathered_as_operands
+from scalax._spmd.uses import Uses
 from scalax._spmd.values import (
     Argument,
     CannotPartition,
@@ -42,9 +42,7 @@ from scalax._spmd.values import (
     without_state,
 )
 
-_ADDS = frozenset(('add', 'add_any'))
 _PRODUCTS = frozenset(('conv_general_dilated', 'dot_general', 'ragged_dot_general'))
-_KEEPS_SUM = frozenset(('neg', 'reshape', 'squeeze', 'transpose'))
 
 
 class Edit:
@@ -64,6 +62,8 @@ class Edit:
         is_step: whether it is that of the step.
         last: its last equation, for what is written behind all of them.
         eqns: the new equations.
+        values: the values so far, by the ids of their variables.
+        uses: the equations that take each variable.
         constants: the new variables of the constants.
         arguments: the new variables of the arguments.
         collectives: the collectives so far.
@@ -98,14 +98,13 @@ class Edit:
         self.changed: dict[Any, Any] = {}
         self._number: Any = None
         self._sliced: dict[int, tuple[Placements, list[Any]]] = {}
-        self._uses = Counter([id(x) for eqn in inner.eqns for x in eqn.invars])
-        self._uses.update(map(id, inner.outvars))
+        self.uses = Uses(inner)
         self._rounds = [argument.rounds for argument in arguments]
-        self._values = {
+        self.values = {
             id(var): Value(var, shared.replicated, self.code.var(var, shape_of(var)))
             for var, _ in constants_of(jaxpr)
         }
-        self.constants = [value.atom for value in self._values.values()]
+        self.constants = [value.atom for value in self.values.values()]
         self.arguments = []
         for i, (var, argument) in enumerate(zip(inner.invars, arguments, strict=True)):
             atom = self.code.var(var, local_shape(shape_of(var), argument.placements, shared.sizes))
@@ -113,7 +112,7 @@ class Edit:
                 var, argument.placements, atom, i if argument.is_state else None, is_zero=argument.is_zero
             )
             value.argument = i
-            self._values[id(var)] = value
+            self.values[id(var)] = value
             self.arguments.append(atom)
 
     def read(self, atom: Any) -> Value:
@@ -123,12 +122,7 @@ class Edit:
             dtype: Any = getattr(atom.aval, 'dtype', None)
             zero = not shape_of(atom) and dtype != jax.dtypes.float0 and atom.val == 0
             return Value(atom, self.shared.replicated, self.code.literal(atom), is_zero=bool(zero))
-        return self._values[id(atom)]
-
-    @property
-    def values(self) -> Collection[Value]:
-        """The values so far."""
-        return self._values.values()
+        return self.values[id(atom)]
 
     def maker_of(self, value: Value) -> Any:
         """Returns the equation that computes a value: what converts the value is of the same line."""
@@ -145,13 +139,13 @@ class Edit:
             if self.shared.is_mixed and not self.divides(shape_of(var), placements):
                 raise CannotPartition(self.last, f'{placements} split {shape_of(var)} unevenly')
             atom = self.code.var(var, local_shape(shape_of(var), placements, self.shared.sizes))
-        value = self._values[id(var)] = Value(var, placements, atom)
+        value = self.values[id(var)] = Value(var, placements, atom)
         return value
 
     def alias(self, var: Any, value: Value) -> None:
         """Defines a variable as another name of a value."""
-        self._values[id(var)] = value
-        self._uses[id(value.var)] += self._uses[id(var)]
+        self.values[id(var)] = value
+        self.uses.add(value.var, var)
 
     def divides(self, shape: Sequence[int], placements: Placements) -> bool:
         """Whether blocks in these placements have the same size on all devices."""
@@ -223,7 +217,7 @@ class Edit:
         """
         if isinstance(value.origin, int):
             self.gathered.add(value.origin)
-        elif value.argument is not None and not self.shares_results and self._uses[id(value.var)] == 1:
+        elif value.argument is not None and not self.shares_results and self.uses.count(value.var) == 1:
             self.gathered.add(value.argument)
 
     def convert(
@@ -263,7 +257,7 @@ class Edit:
             is_part = not has_partial(plain) and not is_replicated(plain)
             if value.is_replicated or (whole in value.versions and is_part):
                 atom = self._part(value, target, equation)
-            elif is_replicated(plain) and (self._is_narrower(value) or self._is_transpose(value)):
+            elif is_replicated(plain) and is_gathered_as_operands(self, value):
                 maker = value.narrow_maker
                 atoms = [self.convert(self.read(operand), plain, equation) for operand in maker.invars]
                 atom = self.code.var(value.var, value.shape)
@@ -292,45 +286,6 @@ class Edit:
             return False
         size = math.prod(shape_of(atom)) * atom.aval.dtype.itemsize
         return self._bytes_gathered - self._last_use[id(atom)] < size
-
-    def _is_narrower(self, value: Value) -> bool:
-        """Whether the gathers of what state is computed of, such as int8 and scales, send half as much."""
-        if value.narrow_maker is None:
-            return False
-        size = size_of(value.var) * value.var.aval.dtype.itemsize
-        return 2 * self._bytes_to_gather(value) <= size
-
-    def _bytes_to_gather(self, value: Value) -> int:
-        """Returns the bytes of the least that is gathered of a value, or of what it is computed of."""
-        if value.is_replicated:
-            return 0
-        size = size_of(value.var) * value.var.aval.dtype.itemsize
-        if value.narrow_maker is None:
-            return size
-        return min(size, sum([self._bytes_to_gather(self.read(x)) for x in value.narrow_maker.invars]))
-
-    def _is_transpose(self, value: Value) -> bool:
-        """Whether state is the transpose of state that others take as well: then one gather serves both.
-
-        As of an embedding table by which logits are computed, too.
-        """
-        if value.narrow_maker is None or primitive_name(value.narrow_maker) != 'transpose':
-            return False
-        return self._count_uses(self.read(value.narrow_maker.invars[0])) > 1
-
-    def is_used_again(self, value: Value, backward: bool) -> bool:
-        """Whether state is gathered for several equations of the forward or of the backward pass."""
-        return value.is_state and self._count_uses(value, backward) > 1
-
-    def _count_uses(self, value: Value, backward: bool | None = None) -> int:
-        """How many equations take state with examples: an update, which is elementwise, takes its blocks."""
-        found = [
-            equation
-            for equation in opened(self.jaxpr).eqns
-            if any(self._values.get(id(x)) is value for x in equation.invars)
-            and primitive_name(equation) not in ELEMENTWISE
-        ]
-        return len([x for x in found if backward is None or self.is_backward(x) == backward])
 
     def _exchange(
         self,
@@ -399,10 +354,10 @@ class Edit:
         """
         name = primitive_name(equation)
         if name in _PRODUCTS:
-            others = [self._values.get(id(x)) for x in equation.invars]
+            others = [self.values.get(id(x)) for x in equation.invars]
             return next((x.origin for x in others if x is not None and x.is_state and x is not value), None)
         if name == 'gather':
-            table = self._values.get(id(equation.invars[0]))
+            table = self.values.get(id(equation.invars[0]))
             return table.origin if table is not None and table.is_state and table is not value else None
         layout = self.shared.wanted.of(equation.outvars[0]) if name == 'scatter-add' else None
         return None if layout is None else layout.path
@@ -417,7 +372,7 @@ class Edit:
         if any(x is value.var for x in equation.outvars):  # a result of the step, which meets no examples
             return None
         # An optimizer that needs all of a moment takes it as it is.
-        operands = [self._values.get(id(x)) for x in equation.invars]
+        operands = [self.values.get(id(x)) for x in equation.invars]
         meets_examples = any(x is not None and x.has_examples for x in operands)
         return options.param_dtype_for(atom.aval.dtype) if meets_examples else None
 
@@ -506,29 +461,6 @@ class Edit:
             ]
         )
 
-    @functools.cached_property
-    def _users(self) -> dict[int, list[Any]]:
-        """The equations that take a variable, by its id; one that takes it twice is there twice."""
-        users: dict[int, list[Any]] = {}
-        for equation in opened(self.jaxpr).eqns:
-            for atom in equation.invars:
-                users.setdefault(id(atom), []).append(equation)
-        return users
-
-    def is_term_of_sum(self, var: Any, axis: int) -> bool:
-        """Returns whether a variable is only added to a value that is a sum along an axis, by number."""
-        while self._uses[id(var)] == 1 and (users := self._users.get(id(var), [])):
-            [equation] = users
-            name = primitive_name(equation)
-            if name in _ADDS:
-                values = [self._values.get(id(x)) for x in equation.invars if x is not var]
-                if any(value is not None and value.placements[axis] == SUM for value in values):
-                    return True
-            elif name not in _KEEPS_SUM:
-                return False
-            [var] = equation.outvars
-        return False
-
     def rounds_of(self, value: Value) -> int:
         """Returns how often loops around it take state that they do not change."""
         return self._rounds[value.origin] if isinstance(value.origin, int) else 1
@@ -571,7 +503,7 @@ class Edit:
     def settle(self, values: Sequence[Value], equation: Any) -> None:
         """Reduces the sums among values that are used more than once: one reduction serves all uses."""
         for value in values:
-            if value.has_sum and self._uses[id(value.var)] > 1 and not self._is_contracted(value):
+            if value.has_sum and self.uses.count(value.var) > 1 and not self._is_contracted(value):
                 self.reduce(value, equation)
 
     def _is_contracted(self, value: Value) -> bool:
@@ -579,10 +511,9 @@ class Edit:
 
         As of the gradient of a product of two small weights, of which either has a gradient.
         """
-        users = self._users.get(id(value.var), [])
-        is_result = len(users) != self._uses[id(value.var)]
+        users = self.uses.equations(value.var)
         others = (True for equation in users if primitive_name(equation) != 'dot_general')
-        if is_result or any(others) or self.shared.wanted.of(value.var) is not None:
+        if self.uses.is_result(value.var) or any(others) or self.shared.wanted.of(value.var) is not None:
             return False
         sizes = {id(equation): size_of(equation.outvars[0]) for equation in users}
         return 2 * sum(sizes.values()) <= size_of(value.var)

@@ -39,7 +39,7 @@ def finish_before(edit: Edit, loop: Any, operands: Sequence[Value]) -> None:
     taken = {id(x) for equation in behind for x in equation.invars} | {*map(id, inner.outvars)}
     taken -= {*map(id, loop.invars)}
     first = next((x for x in operands if x.has_examples and not x.has_sum and is_on_device(x.var)), None)
-    pending = [value for value in edit.values if id(value.var) in taken and _is_pending(value)]
+    pending = [value for value in edit.values.values() if id(value.var) in taken and _is_pending(value)]
     if first is None or not pending:
         return
     wanted = edit.shared.wanted

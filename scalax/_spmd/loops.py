@@ -28,6 +28,7 @@ from scalax._spmd.finished import finish_before
 from scalax._spmd.microbatches import stack_placements
 from scalax._spmd.placement import REPLICATE, SUM, Partial, Placements, Replicate, Shard, join
 from scalax._spmd.shared import Shared
+from scalax._spmd.state_forms import is_used_again
 from scalax._spmd.values import (
     SETTLED,
     Argument,
@@ -51,7 +52,7 @@ def partition_call(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     jaxpr = annotated(equation) if is_annotated else called(equation)
     inner = edit.shared.jaxpr(jaxpr, [argument_of(edit, x) for x in values], backward=backward, at=equation)
     if kept := [
-        i for i in inner.gathered if _is_kept(edit, values[i]) or edit.is_used_again(values[i], backward)
+        i for i in inner.gathered if _is_kept(edit, values[i]) or is_used_again(edit, values[i], backward)
     ]:
         whole = {i: _converted(edit, values[i], edit.shared.replicated, equation) for i in kept}
         values = [whole.get(i, value) for i, value in enumerate(values)]

@@ -15,7 +15,6 @@ from scalax._jax.equations import (
     CALLS,
     PLACES,
     RUN_ONCE,
-    Literal,
     has_effects,
     jaxprs_in,
     opened,
@@ -28,10 +27,11 @@ from scalax._jax.equations import (
 from scalax._jax.manual import HAVE_SIZES, local_params, remade, with_inner
 from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jax.rewriting import with_results
-from scalax._jaxprs.dims import CHEAP, ELEMENTWISE, FORWARDS, RULES, reshaped
+from scalax._jaxprs.dims import ELEMENTWISE, RULES, reshaped
 from scalax._spmd.attention import ATTENTION, attention_along_auto_axes
 from scalax._spmd.auto_axes import AutoAxes
 from scalax._spmd.batch_dims import sharded_part
+from scalax._spmd.blocks_alike import write_on_blocks_alike
 from scalax._spmd.callbacks import CALLBACKS, inspect_placements, partition_callback
 from scalax._spmd.constraints import constrain
 from scalax._spmd.costs import cheapest
@@ -48,6 +48,7 @@ from scalax._spmd.ragged import sizes_in_block
 from scalax._spmd.shard_maps import partition_shard_map
 from scalax._spmd.shared import Shared
 from scalax._spmd.slices import MOST_SLICES, on_blocks
+from scalax._spmd.state_forms import FORMS, NARROW, SAME_STATE, is_form_again
 from scalax._spmd.tables import is_indexed, on_block
 from scalax._spmd.values import (
     SETTLED,
@@ -76,12 +77,6 @@ _RUN_ONCE = RUN_ONCE.keys() - CALLS.keys() - ANNOTATED_CALLS
 _WITH_EFFECTS = CALLS.keys() | _CONTROL.keys() | CALLBACKS
 # These take or put rows by number.
 _INDEXED = frozenset(('gather', 'scatter-add'))
-# Of one operand, these make another form of it, or a part.
-_SAME_STATE = FORWARDS | {'slice', 'dynamic_slice', 'split', 'optimization_barrier', 'neg'}
-# Of narrow state, such as integers and their scales, these make the weight that an equation takes.
-_NARROW = CHEAP | {'broadcast_in_dim', 'transpose'}
-# Models make these of one weight in each place where they use it.
-_FORMS = frozenset(('convert_element_type', 'transpose'))
 
 
 class Partitioner(Shared):
@@ -182,9 +177,9 @@ class _Partitioning(Edit):
 
     def _equation(self, equation: Any) -> None:
         name = primitive_name(equation)
-        if name in _FORMS and self._is_form_again(name, equation):
+        if name in FORMS and is_form_again(self, name, equation):
             return
-        if name in ON_ELEMENTS and not self.on_rows and self._on_alike(name, equation):
+        if name in ON_ELEMENTS and not self.on_rows and write_on_blocks_alike(self, name, equation):
             return
         values = [*map(self.read, equation.invars)]
         if has_effects(equation) and name not in _WITH_EFFECTS:
@@ -210,60 +205,6 @@ class _Partitioning(Edit):
             partition_callback(self, equation, values)
         else:
             self._primitive(name, equation, values)
-
-    def _is_form_again(self, name: str, equation: Any) -> bool:
-        """Names a cast or a transpose of state after the same one before it, so that one gather serves both.
-
-        Returns whether there is one.
-        """
-        [atom], [var] = equation.invars, equation.outvars
-        forms = () if isinstance(atom, Literal) else self._values[id(atom)].forms
-        for form in forms:
-            maker = form.narrow_maker
-            if primitive_name(maker) == name and maker.params == equation.params:
-                self.alias(var, form)
-                return True
-        return False
-
-    def _on_alike(self, name: str, equation: Any) -> bool:
-        """Writes an elementwise equation of blocks alike, and scalars; returns whether it is one.
-
-        So are most equations, such as those of an optimizer. `_primitive` writes the same, and takes longer.
-        """
-        first, origin, [var] = None, None, equation.outvars
-        for atom in equation.invars:
-            value = None if isinstance(atom, Literal) else self._values[id(atom)]
-            if value is None or value.is_replicated:
-                if shape_of(atom) or (value is not None and value.is_zero):
-                    return False
-            elif value.has_sum or value.is_zero:
-                return False
-            elif first is None:
-                if shape_of(atom) != shape_of(var):
-                    return False
-                first = value
-            elif value.placements != first.placements or shape_of(atom) != shape_of(var):
-                return False
-            if value is not None and origin is None:
-                origin = value.origin
-        if first is None:
-            return False
-        output = first.beside(var, self.code.var(var, shape_of(first.atom)))
-        if output.is_state:
-            output.origin = origin
-            if name in _NARROW:
-                output.narrow_maker = equation
-            if name in _FORMS:
-                first.forms = (*first.forms, output)
-        elif name in _SAME_STATE:
-            output.origin = origin
-        self._values[id(var)] = output
-        atoms = [
-            self.code.literal(x) if isinstance(x, Literal) else self._values[id(x)].atom
-            for x in equation.invars
-        ]
-        self.eqns.append(self.code.local(equation, atoms, [output.atom]))
-        return True
 
     def _primitive(self, name: str, equation: Any, values: Sequence[Value]) -> None:
         if name in ELEMENTWISE or name == 'broadcast_in_dim':
@@ -300,9 +241,9 @@ class _Partitioning(Edit):
                 params = kernel_params(self.code, equation, [*map(shape_of, atoms)], [*map(shape_of, made)])
             self.eqns.append(self.code.local(equation, atoms, made, **params))
         self._note(name, equation, values, outputs)
-        if name in _NARROW and outputs[0].is_state:
+        if name in NARROW and outputs[0].is_state:
             outputs[0].narrow_maker = equation
-            if name in _FORMS:
+            if name in FORMS:
                 values[0].forms = (*values[0].forms, outputs[0])
         finals = zip(*[each.final or each.results for each in strategies], strict=True)
         for output, final in zip(outputs, finals, strict=True):
@@ -451,7 +392,7 @@ class _Partitioning(Edit):
         origins = [value.origin for value in values if value.origin is not None]
         if origins:
             for output in outputs:
-                if output.is_state or name in _SAME_STATE:
+                if output.is_state or name in SAME_STATE:
                     output.origin = origins[0]
 
     def _strategies(self, equation: Any, values: Sequence[Value]) -> list[Strategy | None]:

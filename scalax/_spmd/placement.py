@@ -142,8 +142,7 @@ class Step(NamedTuple):
     reduce_op: ReduceOp = 'sum'
 
 
-@functools.lru_cache(maxsize=4096)
-def redistribute(source: Placements, target: Placements) -> Sequence[Step]:
+def redistribute(source: Placements, target: Placements) -> list[Step]:
     """Returns the operations that convert a value from its placements to others.
 
     | from, to    | Shard(b)         | Replicate  | Partial          |
@@ -156,6 +155,11 @@ def redistribute(source: Placements, target: Placements) -> Sequence[Step]:
     shards along the slow one. Where several axes shard one dimension, the major one has the larger blocks, so
     the minor ones are gathered before a major one changes.
     """
+    return [*_redistributed(source, target)]
+
+
+@functools.lru_cache(maxsize=4096)  # layers are alike
+def _redistributed(source: Placements, target: Placements) -> Sequence[Step]:
     now, steps = [*source], list[Step]()
     changing = [i for i, (a, b) in enumerate(zip(source, target, strict=True)) if not same_blocks(a, b)]
     if not changing:

@@ -1,0 +1,45 @@
+"""Uses of the variables of a jaxpr: the equations that take them."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict
+from typing import Any
+
+
+class Uses:
+    """The equations that take each variable of a jaxpr.
+
+    Args:
+        jaxpr: the jaxpr, open.
+    """
+
+    def __init__(self, jaxpr: Any) -> None:
+        self._jaxpr = jaxpr
+        self._counts = Counter([id(x) for equation in jaxpr.eqns for x in equation.invars])
+        self._counts.update(map(id, jaxpr.outvars))
+
+    def count(self, var: Any) -> int:
+        """Returns how often a variable is taken, also as a result of the jaxpr."""
+        return self._counts[id(var)]
+
+    def equations(self, var: Any) -> list[Any]:
+        """Returns the equations that take a variable; one that takes it twice is there twice."""
+        return self._equations.get(id(var), [])
+
+    def is_result(self, var: Any) -> bool:
+        """Returns whether a variable is a result of the jaxpr."""
+        return self.count(var) != len(self.equations(var))
+
+    def add(self, var: Any, other: Any) -> None:
+        """Adds the uses of another variable to those of a variable, which stands for it."""
+        self._counts[id(var)] += self._counts[id(other)]
+        self._equations[id(var)] += self.equations(other)
+
+    @functools.cached_property
+    def _equations(self) -> dict[int, list[Any]]:
+        equations = defaultdict[int, list[Any]](list)
+        for equation in self._jaxpr.eqns:
+            for atom in equation.invars:
+                equations[id(atom)].append(equation)
+        return equations
