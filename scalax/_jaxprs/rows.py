@@ -92,11 +92,11 @@ def added_up(equation: Any) -> Sequence[int]:
 
 
 def summed_dims(equation: Any) -> Sequence[Sources]:
-    """The dimensions of operands that are summed, those that meet together.
+    """The dimensions of operands that are reduced, those that meet together.
 
-    A scatter adds up its updates, each at what an index says.
+    A scatter adds up its updates, or takes the largest or smallest of them, each at what an index says.
     """
-    if primitive_name(equation) not in ('scatter-add', 'scatter-sub'):
+    if primitive_name(equation) not in ('scatter-add', 'scatter-sub', 'scatter-max', 'scatter-min'):
         return dims_of(equation).summed
     numbers, (_, indices, updates) = equations.scatter_dims(equation), map(shape_of, equation.invars)
     scattered = [dim for dim in range(len(updates)) if dim not in numbers.update_window_dims]

@@ -183,8 +183,8 @@ _REDUCTIONS: Mapping[str, ReduceOp] = {
     **dict.fromkeys(
         ('reduce_sum', 'dot_general', 'conv_general_dilated', 'scatter-add', 'scatter-sub'), 'sum'
     ),
-    **dict.fromkeys(('reduce_max', 'reduce_or'), 'max'),
-    **dict.fromkeys(('reduce_min', 'reduce_and'), 'min'),
+    **dict.fromkeys(('reduce_max', 'reduce_or', 'scatter-max'), 'max'),
+    **dict.fromkeys(('reduce_min', 'reduce_and', 'scatter-min'), 'min'),
 }
 # Of booleans these are a maximum and a minimum; of integers they combine bits.
 _OF_BITS = frozenset(('reduce_or', 'reduce_and'))
@@ -284,7 +284,7 @@ def _reduced(op: Op, group: Sources, is_state: bool) -> Strategy | None:
     if is_state and _grows(op, operands):
         return Strategy((REPLICATE,) * len(operands), (REPLICATE,) * len(equation.outvars))
     if name.startswith('scatter'):
-        operands[0] = SUM
+        operands[0] = SUM if _REDUCTIONS[name] == 'sum' else REPLICATE
     return Strategy(tuple(operands), (Partial(_REDUCTIONS[name]),) * len(equation.outvars))
 
 

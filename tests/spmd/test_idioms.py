@@ -69,6 +69,10 @@ APART = {
     # Look-ups and updates
     'element of each example': lambda w, x: (x @ w)[EXAMPLES, EXAMPLES % 16],
     'update of each example': lambda w, x: (x @ w).at[EXAMPLES, EXAMPLES % 16].set(9.0),
+    'maxima of segments': lambda w, x: (
+        jax.ops.segment_max(x @ w, EXAMPLES % 5, 5),
+        jax.ops.segment_min(x @ w, EXAMPLES % 5, 5),
+    ),
     # Operations of users
     'sharded op': lambda w, x: scaled_norm(x @ w, 3.0),
 }
@@ -139,7 +143,6 @@ MIXED = {
         lambda w, x: lax.conv(x.T[None], w[:, :, None], (1,), 'SAME')[0].T,
         {'conv_general_dilated'},
     ),
-    'maxima of segments': (lambda w, x: jax.ops.segment_max(x @ w, EXAMPLES % 5, 5), {'scatter-max'}),
     'padded': (lambda w, x: jnp.pad(x @ w, ((2, 6), (0, 0))), {'pad'}),
     'tiles': (lambda w, x: jnp.tile(x @ w, (2, 3)), {'tile'}),
     'examples behind others': (lambda w, x: jnp.concatenate([x @ w, x], 0), {'concatenate'}),

@@ -62,6 +62,11 @@ def added_rows(table, indices, updates):
     return lax.scatter_add(table, indices, updates, numbers, mode='drop')
 
 
+def largest_rows(table, indices, updates):
+    numbers = lax.ScatterDimensionNumbers((1,), (0,), (0,))
+    return lax.scatter_max(table, indices, updates, numbers, mode='drop')
+
+
 def batched_scatter(rows, indices, updates):
     numbers = lax.ScatterDimensionNumbers((), (1,), (1,), (0,), (0,))
     return lax.scatter(rows, indices, updates, numbers, mode='drop')
@@ -139,6 +144,7 @@ CASES = {
     'gather': (looked_up, (12, 4), ((8, 1), INT)),
     'batched gather': (batched_lookup, (8, 4), ((8, 1), INT)),
     'scatter-add': (added_rows, (12, 4), ((8, 1), INT), (8, 4)),
+    'scatter-max': (largest_rows, (12, 4), ((8, 1), INT), (8, 4)),
     'batched scatter': (batched_scatter, (8, 4), ((8, 1), INT), (8,)),
     'max pooling': (
         lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 1, 1, 1), 'SAME'),
@@ -285,6 +291,7 @@ EXPECTED = [
     ('gradient of a depthwise kernel', (X, X), (SUM,)),
     ('gather', (W, X), (X,)),
     ('scatter-add', (REPLICATE, X, X), (SUM,)),
+    ('scatter-max', (REPLICATE, X, X), (Partial('max'),)),
     ('batched gather', (X, X), (X,)),
     ('batched scatter', (X, X, X), (X,)),
     ('top_k', (X,), (X, X)),
