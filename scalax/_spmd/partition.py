@@ -207,6 +207,8 @@ class _Partitioning(Edit):
             self._primitive(name, equation, values)
 
     def _primitive(self, name: str, equation: Any, values: Sequence[Value]) -> None:
+        if name == 'rng_uniform':
+            raise CannotPartition(equation, 'it draws other numbers on each device', 'draw with jax.random')
         if name in ELEMENTWISE or name == 'broadcast_in_dim':
             self._gather_repeated(equation, values)
         if all(value.is_replicated for value in values):

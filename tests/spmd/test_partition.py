@@ -405,6 +405,10 @@ FAILURES = {
         lambda w, x: jax.new_ref(jnp.tanh(x @ w))[...],
         r'it changes an array in place \(jax.new_ref\)',
     ),
+    'numbers of a device': (
+        lambda w, x: x @ w + lax.rng_uniform(0.0, 1.0, (8,)),
+        'it draws other numbers on each device',
+    ),
 }
 
 
@@ -414,4 +418,4 @@ def test_what_is_not_handled_is_refused(name):
     with pytest.raises(CannotPartition) as caught:
         partitioned(fun, array(8, 8), array(16, 8))
     assert re.fullmatch(why, caught.value.why)
-    assert caught.value.equation.primitive.name in ('sharding_constraint', 'new_ref')
+    assert caught.value.equation.primitive.name in ('sharding_constraint', 'new_ref', 'rng_uniform')
