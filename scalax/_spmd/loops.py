@@ -212,6 +212,11 @@ def partition_while(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
 
     of_each = bool(shape_of(opened(loop.test).outvars[0]))
     ends = None if of_each else [edit.shared.replicated]
+    if of_each:  # devices that end apart exchange nothing in a round, so state comes before the first one
+        tested, constants = (
+            [_converted(edit, x, shared.replicated, equation) if x.is_state else x for x in each]
+            for each in (tested, constants)
+        )
 
     def run_test() -> Partitioned:
         arguments = [*map(_argument, tested), *[Argument(x) for x in carried]]

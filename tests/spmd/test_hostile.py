@@ -47,7 +47,24 @@ def rounds_with_weights(w, x):
     return jax.vmap(power)(x)
 
 
-PROGRAMS = [counted_rounds, rounds_with_weights, bits_of_integers, product_of_booleans]
+def rounds_with_products_of_weights(w, x):
+    """Rounds of each example multiply it by a product of two weights, or test it with a norm of one."""
+
+    def reduce(row):
+        return lax.while_loop(
+            lambda c: jnp.abs(c).sum() > jnp.abs(w).sum() / 99, lambda c: w.T @ w @ c / 99, row
+        )
+
+    return jax.vmap(reduce)(x)
+
+
+PROGRAMS = [
+    counted_rounds,
+    rounds_with_weights,
+    rounds_with_products_of_weights,
+    bits_of_integers,
+    product_of_booleans,
+]
 
 
 def largest_of_undefined(w, x):
@@ -101,3 +118,8 @@ def test_values_are_those_of_one_device(fun, mesh):
 def test_loops_that_count_rounds_of_each_example_exchange_nothing():
     step, _ = partitioned(counted_rounds, W, X)
     assert not step.rows
+
+
+def test_weights_of_a_loop_of_each_example_are_gathered_before_it():
+    step, _ = partitioned(rounds_with_products_of_weights, W, X)
+    assert [(row.kind, row.what) for row in step.rows] == [('all_gather', 'weight')]
