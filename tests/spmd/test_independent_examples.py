@@ -192,8 +192,7 @@ GROUPS = {'loops': LOOPS, 'weights': WEIGHTS, 'blocks': BLOCKS}
 # A stack of layers is gathered layer by layer, in both passes.
 COUNTS = {
     **dict.fromkeys(LOOPS, (1, 1)),
-    'one loop behind another': (2, 1),  # the weight, and its transpose
-    'a loop that carries examples': (5, 1),  # likewise, in two loops and their gradients
+    'a loop that carries examples': (2, 1),  # for its loops, and for their gradients
     'a loop that nobody uses': (0, 0),
     'cast': (1, 1),
     'branch': (1, 1),
@@ -204,7 +203,7 @@ COUNTS = {
     'transposed, in another dtype': (6, 3),
     'remat of a loop': (9, 3),
     'branches of weights': (4, 2),
-    'a head': (2, 1),
+    'a head': (1, 1),
     'a jit': (6, 3),
     'remat': (6, 3),
     'vmap': (5, 3),
