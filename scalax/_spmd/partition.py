@@ -317,11 +317,9 @@ class _Partitioning(Edit):
         if self.shared.in_turn is not None and strategies[self.shared.in_turn] is None:
             raise CannotPartition(equation, NOT_ALONE)
         found = [each or self._gathering(equation, values) for each in strategies]
-        if name == 'slice' and self._is_gathered_anyway(values[0]):
-            found = [
-                self._gathering(equation, values) if isinstance(each.results[0], Partial) else each
-                for each in found
-            ]
+        if name == 'slice' and _has_sums(found) and self._is_gathered_anyway(values[0]):
+            gathering = self._gathering(equation, values)
+            found = [gathering if _has_sums([each]) else each for each in found]
         if self.shared.is_mixed:
             axis = len(found)
             while axis and not self._all_divide(equation, found):
@@ -448,6 +446,11 @@ class _Partitioning(Edit):
             after = tuple([b if i in axes else a for i, (a, b) in enumerate(zip(before, after, strict=True))])
             if after != before:
                 self.move(value, after, equation)
+
+
+def _has_sums(strategies: Sequence[Strategy]) -> bool:
+    """Whether the first result is a sum along some axis."""
+    return any(isinstance(each.results[0], Partial) for each in strategies)
 
 
 def _holds_jaxprs(name: str, equation: Any) -> bool:
