@@ -125,6 +125,14 @@ WITHOUT_GRADIENT = {
 # Programs that mix examples, and the operations for which they are gathered or moved.
 MIXED = {
     'one example': (lambda w, x: jax.hessian(lambda r: jnp.tanh(r @ w).sum())(x[0]), {'slice'}),
+    'weight that an example chooses': (
+        lambda w, x: jnp.tanh(x @ lax.cond(x[0, 0] > 0, lambda: w, lambda: 2 * w)),
+        {'slice'},
+    ),
+    'weight that is a sum over examples': (
+        lambda w, x: lax.scan(lambda c, _: (jnp.tanh(c @ (x.T @ x @ w) / 32), None), x, None, length=2)[0],
+        set(),
+    ),
     'scan over examples': (lambda w, x: lax.associative_scan(jnp.add, x @ w, axis=0), {'slice'}),
     'quantile of examples': (lambda w, x: jnp.quantile(x @ w, 0.3, axis=0), {'sort'}),
     'top_k of examples': (lambda w, x: lax.top_k((x @ w).T, 3), {'top_k'}),
