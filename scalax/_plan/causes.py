@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Literal
 
 from scalax._plan.collective_runs import Run
@@ -18,18 +18,27 @@ _ASKED_FOR = (
 Cause = Literal['program', 'sharding', 'resharding', 'halo', 'ring', 'padding', 'compiler']
 
 
-def reason_of(run: Run, origin: Run | None, reasons: Mapping[int, str]) -> str:
-    """Returns why scalax wrote a collective, which is in the name of its operation; empty if it did not.
+def number_of(run: Run | None) -> int | None:
+    """Returns the number of a collective that scalax wrote, which is in the name of its operation."""
+    found = None if run is None else NUMBER.search(run.op_name)
+    return None if found is None else int(found[2])
+
+
+def reason_of(run: Run, origin: Run | None, reasons: Mapping[int, str], numbers: Container[int]) -> str:
+    """Returns why scalax wrote a collective; empty if it did not, or if that is not known.
 
     Args:
         run: the collective.
-        origin: the collective of the partitioner's program that it comes from.
-        reasons: the reasons, by the numbers in the names.
+        origin: the collective of the partitioner's program that it comes from, as far as is known.
+        reasons: the reasons, by numbers.
+        numbers: those of all collectives of the program. One of them without a number is another one than
+            those that have theirs, whatever is next to it.
     """
-    for each in (run, origin):
-        if each is not None and (found := NUMBER.search(each.op_name)):
-            return reasons.get(int(found[2]), '')
-    return ''
+    number = number_of(run)
+    if number is None:
+        number = number_of(origin)
+        number = None if number in numbers else number
+    return '' if number is None else reasons.get(number, '')
 
 
 def phase_of(run: Run) -> Part:

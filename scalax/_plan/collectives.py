@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from scalax._plan.causes import Cause, cause_of, is_scattered, phase_of, reason_of
+from scalax._plan.causes import Cause, cause_of, is_scattered, number_of, phase_of, reason_of
 from scalax._plan.collective_runs import Kind, Run, RunOnMesh, runs
 from scalax._plan.formulas import Counted, Part, part_of
 from scalax._plan.hlo import Module
@@ -133,9 +133,9 @@ def collectives(
     before = None if partitioned is None else Partitioned(devices.runs(partitioned))
     parts, scopes, scopes_before = StepParts(module), Scopes(module), Scopes(explaining)
     counts: dict[Collective, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    for each in devices.runs(module):
-        if each.group < 2:
-            continue
+    runs = [each for each in devices.runs(module) if each.group >= 2]
+    numbers = {number for each in runs if (number := number_of(each.run)) is not None}
+    for each in runs:
         run = each.run
         origin = run if before is None else before.origin(each, module)
         mover = run if origin is None else origin
@@ -161,7 +161,7 @@ def collectives(
             cause=cause_of(run, origin),
             partitioned_as='' if origin is None or origin.kind == run.kind else origin.kind,
             phase=phase,
-            reason=reason_of(run, origin, reasons),
+            reason=reason_of(run, origin, reasons, numbers),
         )
         counts[row][scope] += run.visit.count
         staying[row] = max(each.staying, staying.get(row, 0))

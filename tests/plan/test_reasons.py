@@ -1,10 +1,13 @@
 """Plans name the reasons of the collectives that scalax wrote, by the names of their operations."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scalax._plan.causes import reason_of
 from scalax._plan.scopes import scopes_in
 from scalax._spmd.collectives import NUMBER
 from scalax.plan import Plan
@@ -79,3 +82,14 @@ def test_modules_do_not_have_the_numbers_of_collectives():
     name = 'jit(step)/transpose(jvp(Model))/up/scalax(weight, 7)/all_gather'
     assert scopes_in(NUMBER.sub('', name)) == ['Model', 'up']
     assert not any('scalax(' in scope.scope for row in made().collectives for scope in row.scopes)
+
+
+def test_a_collective_that_lost_its_name_has_no_reason_of_another_one():
+    """The compiler for TPUs makes a fusion of a reduction, and keeps no name: its neighbour has one."""
+    reasons = {5: 'gradient of params/up'}
+    neighbour = types.SimpleNamespace(op_name='jit(step)/scalax(gradient, 5)/reduce_scatter')
+    nameless = types.SimpleNamespace(op_name='')
+    assert reason_of(neighbour, neighbour, reasons, {5}) == 'gradient of params/up'
+    assert reason_of(nameless, neighbour, reasons, {5}) == ''
+    assert reason_of(nameless, neighbour, reasons, {4}) == 'gradient of params/up'
+    assert reason_of(nameless, None, reasons, {5}) == ''
