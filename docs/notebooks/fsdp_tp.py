@@ -109,7 +109,9 @@ helper.visualize({'up': sharded['layers'][0]['up'], 'down': sharded['layers'][0]
 # %%
 plan = helper.plan(step, sharded, batches[0])
 for row in sorted(plan.collectives, key=lambda row: -row.count * row.bytes)[:8]:
-    print(f'{row.count:3} x {row.kind} over {", ".join(row.axes)}, {row.bytes:,} bytes each: {row.reason or row.phase}')
+    print(
+        f'{row.count:3} x {row.kind} over {", ".join(row.axes)}, {row.bytes:,} bytes each: {row.reason or row.phase}'
+    )
 
 # %% [markdown]
 # Other layouts are other rules, not other models: [rules.md](../rules.md) has the common ones, and

@@ -130,11 +130,12 @@ def collectives(
     devices = _Devices(mesh, places, device_ids, switched)
     staying: dict[Collective, int] = {}
     explaining = module if partitioned is None else partitioned
-    before = None if partitioned is None else Partitioned(devices.runs(partitioned))
     parts, scopes, scopes_before = StepParts(module), Scopes(module), Scopes(explaining)
     counts: dict[Collective, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     runs = [each for each in devices.runs(module) if each.group >= 2]
     numbers = {number for each in runs if (number := number_of(each.run)) is not None}
+    names = {each.run.op_name for each in runs}
+    before = None if partitioned is None else Partitioned(devices.runs(partitioned), names)
     for each in runs:
         run = each.run
         origin = run if before is None else before.origin(each, module)

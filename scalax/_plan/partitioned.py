@@ -5,10 +5,11 @@ from __future__ import annotations
 import collections
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from scalax._plan.collective_runs import Kind, Run, RunOnMesh, channel_of
 from scalax._plan.hlo import Computation, Instruction, Module
+from scalax._spmd.collectives import NUMBER
 
 # What a collective may become, beside its own kind: between slices and inside of them it is several, and a
 # permute moves what was padded.
@@ -18,6 +19,7 @@ _BECOMES: dict[Kind, tuple[Kind, ...]] = {
     'reduce-scatter': ('all-reduce', 'collective-permute'),
 }
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="[^"]*"')
+_PADDING = 0.1  # of the bytes of a collective
 _FAR = 300  # instructions to look at around one without an op name
 
 
@@ -26,12 +28,17 @@ class Partitioned:
 
     Args:
         runs: the collectives.
+        names: the names of the operations of collectives in the later program.
     """
 
-    def __init__(self, runs: Iterable[RunOnMesh]) -> None:
+    def __init__(self, runs: Iterable[RunOnMesh], names: Container[str] = ()) -> None:
         # By what tells of each: its channel, its operation, and the function of that.
         self._known: dict[tuple[str, str], list[RunOnMesh]] = collections.defaultdict(list)
+        # Collectives with numbers of their own that no name of the later program has.
+        self._unnamed: list[RunOnMesh] = []
         for each in runs:
+            if NUMBER.search(each.run.op_name) and each.run.op_name not in names:
+                self._unnamed.append(each)
             self._known['channel', each.run.channel].append(each)
             self._known['operation', each.run.op_name].append(each)
             if function := _function(each.run.op_name):
@@ -43,7 +50,8 @@ class Partitioned:
         Both come from the same operation of the traced program. Of several, it is the one with the same
         channel, else along the same axes, of the same kind, of the same bytes: passes may give new channels
         and change kinds, and programs of `shard_map` give one channel to all. A collective without an
-        operation is recognized by its channel, or by what is next to it.
+        operation is the only one like it that has lost its name, or is recognized by its channel, or by what
+        is next to it.
 
         Args:
             wanted: the collective of the later program.
@@ -51,12 +59,29 @@ class Partitioned:
         """
         if wanted.run.op_name:
             alike: Sequence[RunOnMesh] = self._known.get(('operation', wanted.run.op_name), [])
+        elif unnamed := self._without_name(wanted):
+            alike = unnamed
         else:
             near = [self._known[key] for key in _keys_near(wanted.run, later) if key in self._known]
             found = (*(_equal(wanted, some) for some in near), *(_among(wanted, some) for some in near))
             alike = next((some for some in found if some), [])
         best = max(alike, key=lambda other: _likeness(wanted, other), default=None)
         return None if best is None else best.run
+
+    def _without_name(self, wanted: RunOnMesh) -> list[RunOnMesh]:
+        """Returns the collective that has lost its name, if one alone is of the axes, kind and bytes of one.
+
+        The bytes may include padding.
+        """
+        size = wanted.run.whole_bytes(wanted.group)
+        found = [
+            other
+            for other in self._unnamed
+            if other.axes == wanted.axes
+            and other.run.kind == wanted.run.kind
+            and 0 <= size - other.run.whole_bytes(other.group) <= _PADDING * size
+        ]
+        return found if len({other.run.op_name for other in found}) == 1 else []
 
 
 def _keys_near(run: Run, later: Module) -> Iterator[tuple[str, str]]:
