@@ -108,10 +108,9 @@ helper.visualize({'up': sharded['layers'][0]['up'], 'down': sharded['layers'][0]
 
 # %%
 plan = helper.plan(step, sharded, batches[0])
-for row in sorted(plan.collectives, key=lambda row: -row.count * row.bytes)[:8]:
-    print(
-        f'{row.count:3} x {row.kind} over {", ".join(row.axes)}, {row.bytes:,} bytes each: {row.reason or row.phase}'
-    )
+for row in sorted(plan.collectives, key=lambda row: -row.count * row.bytes)[:12]:
+    why = row.reason or row.phase
+    print(f'{row.count:3} x {row.kind} over {", ".join(row.axes)}, {row.bytes:,} bytes each: {why}')
 
 # %% [markdown]
 # Other layouts are other rules, not other models: [rules.md](../rules.md) has the common ones, and
