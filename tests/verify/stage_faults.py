@@ -81,7 +81,7 @@ def sums_of_idle_ticks(helper: MeshShardingHelper) -> Step:
     return staged(helper, lambda x, w: (block(x, w), None))
 
 
-@seeded(('grad',), (pipelines, '_from', lambda x, has_it, pipeline: x), mesh=STAGES | {'stage': 4, 'fsdp': 1})
+@seeded(('grad',), (pipelines, '_from', lambda x, has_it, pipeline: x), mesh=STAGES | {'stage': 4})
 def results_of_the_last_stage_on_it_alone(helper: MeshShardingHelper) -> Step:
     """The other stages go on with what they have in place of the results of the last one."""
     return staged(helper, lambda x, w: (block(x, w), None), layers=4)
