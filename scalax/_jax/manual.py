@@ -256,7 +256,7 @@ class ManualCode:
         """
         params = equation.params
         # Most say nothing, and keep their parameters.
-        unsaid = {name: None for name in ('sharding', 'out_sharding') if params.get(name) is not None}
+        unsaid = _unsaid(equation)
         if changed or unsaid:
             params = {**params, **unsaid, **changed}
         return equation.replace(invars=[*operands], outvars=[*results], params=params, ctx=self._ctx)
@@ -289,7 +289,7 @@ class ManualCode:
                 invars=renamed(equation.invars),
                 outvars=renamed(equation.outvars),
                 ctx=self._ctx,
-                params={**equation.params, **with_inner(equation, self.in_context)},
+                params={**equation.params, **_unsaid(equation), **with_inner(equation, self.in_context)},
             )
             for equation in inner.eqns
         ]
@@ -390,6 +390,11 @@ class ManualCode:
 def _of_each(x: Any) -> list[Any]:
     """The function of an operation of each kind whose parameters are always the same, and that is common."""
     return [jax.lax.neg(x), jax.lax.optimization_barrier(x), jax.jit(lambda x: x)(x)]
+
+
+def _unsaid(equation: Any) -> dict[str, None]:
+    """The parameters of an equation that say how its result is sharded, as those that say nothing."""
+    return {name: None for name in ('sharding', 'out_sharding') if equation.params.get(name) is not None}
 
 
 def scan_counts(constants: int, carried: int, elements: int, results: int) -> dict[str, Any]:
