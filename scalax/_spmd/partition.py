@@ -51,6 +51,7 @@ from scalax._spmd.slices import MOST_SLICES, on_blocks
 from scalax._spmd.state_forms import FORMS, NARROW, SAME_STATE, is_form_again
 from scalax._spmd.tables import is_indexed, on_block
 from scalax._spmd.values import (
+    REDUCED,
     SETTLED,
     Argument,
     CannotPartition,
@@ -147,22 +148,20 @@ class _Partitioning(Edit):
                 raise
             except Exception as error:
                 raise CannotPartition(equation, f'{type(error).__name__}: {error}') from error
-        values, atoms, self.ends_step = [*map(self.read, inner.outvars)], [], self.is_step
+        values, self.ends_step = [*map(self.read, inner.outvars)], self.is_step
+        atoms, placements = list[Any](), list[Placements]()
         for value, wanted in zip(values, results, strict=True):
-            if wanted == SETTLED:
-                if value.has_sum and (layout := self.shared.wanted.of(value.var)) is not None:
-                    self.move(
-                        value, self.shared.reduced(value.placements, layout, held=True), self.maker_of(value)
-                    )
-                atoms.append(value.atom)
-            elif wanted is not None and wanted != value.placements:
-                atoms.append(self.convert(value, wanted, self.maker_of(value)))
-            else:
-                atoms.append(value.atom)
-        placements = [
-            value.placements if wanted is None or wanted == SETTLED else wanted
-            for value, wanted in zip(values, results, strict=True)
-        ]
+            if wanted == SETTLED and value.has_sum:
+                layout = self.shared.wanted.of(value.var)
+                if layout is not None:
+                    target = self.shared.reduced(value.placements, layout, held=True)
+                    self.move(value, target, self.maker_of(value))
+            target = wanted if isinstance(wanted, tuple) else value.placements
+            if wanted == REDUCED:
+                target = tuple([REPLICATE if isinstance(x, Partial) else x for x in target])
+            same = target == value.placements
+            atoms.append(value.atom if same else self.convert(value, target, self.maker_of(value)))
+            placements.append(target)
         eqns = _live(self.eqns, atoms)
         return Partitioned(
             remade(self.jaxpr, [*self.numbers, *self.arguments], eqns, atoms, self.constants),

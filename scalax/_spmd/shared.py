@@ -169,8 +169,8 @@ class Shared:
         Args:
             jaxpr: the jaxpr, open or closed.
             arguments: what is known of its arguments.
-            results: the placements that its results get; None leaves them where they are, and `SETTLED` as
-                well, unless they are sums whose layout is known.
+            results: the placements that its results get; None leaves them where they are; so do `SETTLED`,
+                unless they are sums whose layout is known, and `REDUCED`, unless they are sums.
             backward: whether it is called in a backward pass.
             at: the equation that has it inside.
         """

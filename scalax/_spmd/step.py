@@ -21,7 +21,7 @@ from scalax._spmd.partition import Partitioner
 from scalax._spmd.placement import REPLICATE, Partial, Placements, spec_of
 from scalax._spmd.rewrites import StepFacts, rewritten
 from scalax._spmd.rewrites.updated_stacks import hold_updated_stacks
-from scalax._spmd.values import SETTLED, Argument, is_replicated, replicated
+from scalax._spmd.values import REDUCED, SETTLED, Argument, is_replicated, replicated
 
 if TYPE_CHECKING:
     from scalax._spmd.redundancy import Redundancy
@@ -187,7 +187,7 @@ def partition_step(
     partitioner = Partitioner(jaxpr, known, wanted, mesh, axes, along_others, options, states)
     partitioner.pipelines.update(pipelines)
     first = [
-        None if layout is None else SETTLED if x.spec is None else layout.placements
+        REDUCED if layout is None else SETTLED if x.spec is None else layout.placements
         for layout, x in zip(wanted, results, strict=True)
     ]
     found = partitioner.jaxpr(jaxpr, known, first)

@@ -13,9 +13,11 @@ Origin = str | int | None
 """The path of the state that a value is, or the number of the argument of a jaxpr; None of other values."""
 
 
-Settled = Literal['settled']
+Settled = Literal['settled', 'reduced']
 SETTLED: Settled = 'settled'
 """Of the placement of a result: it stays where it is, but sums are reduced to the layout of their state."""
+REDUCED: Settled = 'reduced'
+"""Of the placement of a result: it stays where it is, but sums are reduced to all devices."""
 
 
 class CannotPartition(Exception):
