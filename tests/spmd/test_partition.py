@@ -419,3 +419,9 @@ def test_what_is_not_handled_is_refused(name):
         partitioned(fun, array(8, 8), array(16, 8))
     assert re.fullmatch(why, caught.value.why)
     assert caught.value.equation.primitive.name in ('sharding_constraint', 'new_ref', 'rng_uniform')
+
+
+def test_a_step_that_returns_a_sum_is_partitioned_once():
+    step, _ = partitioned(sgd(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)), array(16, 8), array(8, 16))
+    # Collectives that were written before would have had the first numbers.
+    assert sorted(each.number for each in step.collectives) == [1, 2, 3]
