@@ -7,7 +7,7 @@ gradient that a step returns is none of that: it has the path of its weight in t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from scalax._jax.equations import CALLS, PLACES, called, opened, shape_of
@@ -99,20 +99,45 @@ class _Distances(Interpreter[Distances]):
         self._joined: dict[tuple[Distances, ...], Distances] = {}
         self._farther: dict[Distances, Distances] = {}
 
+    def _run(self, jaxpr: Any, arguments: Sequence[Distances]) -> list[Distances]:
+        known = {
+            id(var): distances for var, distances in zip(jaxpr.invars, arguments, strict=True) if distances
+        }
+        for equation in jaxpr.eqns:
+            name = primitive_name(equation)
+            if name in ELEMENTWISE and len(equation.outvars) == 1:  # most, which no other method has to see
+                result = self._elementwise(name, equation, known)
+                if result:
+                    known[id(equation.outvars[0])] = result
+                continue
+            operands = [known.get(id(atom), ()) for atom in equation.invars]
+            if any(operands):
+                results = self.equation(equation, operands)
+                pairs = zip(equation.outvars, results, strict=False)
+                known.update({id(var): distances for var, distances in pairs if distances})
+        self.note(known)
+        return [known.get(id(atom), ()) for atom in jaxpr.outvars]
+
+    def _elementwise(self, name: str, equation: Any, known: Mapping[int, Distances]) -> Distances:
+        """The distances of the result of an elementwise equation, by its operands of the same shape."""
+        shape: tuple[int, ...] | None = None
+        result: Distances = ()
+        for i, atom in enumerate(equation.invars):
+            distances = known.get(id(atom))
+            if distances is None:
+                continue
+            if shape is None:
+                shape = shape_of(equation.outvars[0])
+            if shape_of(atom) == shape:
+                if name not in _KEEPING or (name == 'sub' and i == 1):
+                    distances = self._scaled(distances)
+                result = self.joined((result, distances)) if result and result != distances else distances
+        return result
+
     def primitive(self, name: str, equation: Any, operands: Sequence[Distances]) -> Sequence[Distances]:
         if name in PLACES or name == 'optimization_barrier':
             return operands
-        if name in _WRITING:
-            return operands[:1]
-        if name not in ELEMENTWISE or len(equation.outvars) != 1:
-            return ()
-        shape, is_scaled, is_subtracted = shape_of(equation.outvars[0]), name not in _KEEPING, name == 'sub'
-        alike = []
-        for i, (atom, distances) in enumerate(zip(equation.invars, operands, strict=True)):
-            if distances and shape_of(atom) == shape:
-                scaled = is_scaled or (is_subtracted and i == 1)
-                alike.append(self._scaled(distances) if scaled else distances)
-        return alike if len(alike) == 1 else [self.joined(alike)]
+        return operands[:1] if name in _WRITING else ()
 
     def _scaled(self, distances: Distances) -> Distances:
         """The distances of a value that one more operation scales."""
