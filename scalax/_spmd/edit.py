@@ -35,6 +35,7 @@ from scalax._spmd.uses import Uses
 from scalax._spmd.values import (
     Argument,
     CannotPartition,
+    MappedBlocks,
     Origin,
     Partitioned,
     Value,
@@ -72,6 +73,7 @@ class Edit:
         ends_step: whether the results of the step are converted.
         on_rows: by the ids of equations that each device runs on its own rows, the placements of the rows.
         group_sizes: by the ids of products of rows in groups, the sizes of each device's own groups.
+        mapped_blocks: by the ids of variables, results of `shard_map` before their blocks are joined.
         changed: stacks of layers in the order in which a pipeline takes them, by the ids of the variables.
     """
 
@@ -96,6 +98,7 @@ class Edit:
         self._bytes_gathered = 0
         self._last_use: dict[int, int] = {}  # of gathered state -> the bytes that were gathered by then
         self.changed: dict[Any, Any] = {}
+        self.mapped_blocks: dict[int, MappedBlocks] = {}
         self._number: Any = None
         self._sliced: dict[int, tuple[Placements, list[Any]]] = {}
         self.uses = Uses(inner)

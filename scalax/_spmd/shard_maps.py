@@ -9,7 +9,7 @@ example alone. A `shard_map` over other axes, such as that of stages, stays one 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from scalax._jax.equations import manual_axes, mapped, mapped_inputs, mapped_mes
 from scalax._spmd.edit import Edit
 from scalax._spmd.layouts import Layout
 from scalax._spmd.placement import REPLICATE, Placement, Placements, Shard, Step, shard_counts
-from scalax._spmd.values import Argument, CannotPartition, Value
+from scalax._spmd.values import Argument, CannotPartition, MappedBlocks, Value
 
 _Order = tuple[tuple[str, int, bool], ...]
 """The mesh axes that shard a dimension, from the major one to the minor one: the name and size of each, and
@@ -35,6 +35,7 @@ class _Axes(NamedTuple):
         left: the numbers of the axes of the batch along which its body is partitioned.
         sizes: the sizes of the axes of the batch.
         mesh: the sizes of all mesh axes.
+        names: the names of the axes of the batch.
     """
 
     batch: dict[str, int]
@@ -42,6 +43,7 @@ class _Axes(NamedTuple):
     left: list[int]
     sizes: Sequence[int]
     mesh: dict[str, int]
+    names: Sequence[str]
 
     def orders(self, spec: PartitionSpec) -> dict[int, _Order]:
         """The manual axes of each dimension that a spec shards."""
@@ -91,6 +93,33 @@ class _Axes(NamedTuple):
         uneven = {dim for dim, size in enumerate(shape) if size % counts[dim]}
         return tuple([REPLICATE if isinstance(x, Shard) and x.dim in uneven else x for x in found])
 
+    def kept_inside(
+        self, placements: Placements, ends: Placements, spec: PartitionSpec
+    ) -> tuple[Placements, dict[int, _Order]]:
+        """The placements in which a result leaves the body, and the axes of its dimensions that are joined.
+
+        A result that is handed to another `shard_map`, as JAX hands what a forward pass computes to the
+        backward pass, stays in blocks of examples inside those of other axes.
+
+        Args:
+            placements: those that it has in the body, along the axes of the batch that are left.
+            ends: those that it has outside, along these.
+            spec: its spec.
+        """
+        orders = self.orders(spec)
+        joined = {dim: order for dim, order in orders.items() if not self.is_direct(order)}
+        found = [*ends]
+        for n, (i, placement, end) in enumerate(zip(self.left, placements, ends, strict=True)):
+            if not isinstance(placement, Shard) or placement == end:
+                continue
+            order = orders.get(placement.dim, ())
+            if order and not any(is_batch for *_, is_batch in order):
+                name = self.names[i]
+                before = joined.get(placement.dim, order)
+                joined[placement.dim] = (*before, (name, self.mesh[name], True))
+                found[n] = placement
+        return tuple(found), joined
+
     def all(self, batch: dict[int, Placement], left: Placements) -> Placements:
         """The placements along all axes of the batch."""
         placements = batch | dict(zip(self.left, left, strict=True))
@@ -114,6 +143,7 @@ def partition_shard_map(edit: Edit, equation: Any, values: Sequence[Value]) -> N
         [i for axis, i in numbers.items() if axis not in manual],
         shared.sizes,
         mesh,
+        shared.axes,
     )
     body, _ = mapped(equation)
     for value in values:
@@ -121,6 +151,12 @@ def partition_shard_map(edit: Edit, equation: Any, values: Sequence[Value]) -> N
             edit.reduce(value, equation)
     atoms, arguments, has_examples = [], list[Argument](), False
     for value, spec, var in zip(values, mapped_inputs(equation), body.invars, strict=True):
+        kept = edit.mapped_blocks.get(id(value.var))
+        if kept is not None and kept.manual == manual and kept.spec == spec:
+            atoms.append(kept.atom)
+            arguments.append(Argument(kept.placements))
+            has_examples = True
+            continue
         before = tuple([value.placements[i] for i in axes.left])
         left = axes.left_placements(before, spec, shape_of(var))
         placements = axes.all(axes.batch_placements(spec, is_state=value.is_state), left)
@@ -140,8 +176,10 @@ def partition_shard_map(edit: Edit, equation: Any, values: Sequence[Value]) -> N
         axes.left_placements(placements, spec, shape_of(var))
         for placements, spec, var in zip(inner.placements, specs, body.outvars, strict=True)
     ]
-    if ends != [*inner.placements]:
-        inner = partitioner.jaxpr(body, arguments, ends, backward=backward, at=equation)
+    kept_results = [axes.kept_inside(*each) for each in zip(inner.placements, ends, specs, strict=True)]
+    inside, joins = [x for x, _ in kept_results], [x for _, x in kept_results]
+    if inside != [*inner.placements]:
+        inner = partitioner.jaxpr(body, arguments, inside, backward=backward, at=equation)
     is_state = not has_examples and any(value.is_state for value in values)
     placed = [
         axes.all(axes.batch_placements(spec, is_state=is_state), end)
@@ -150,10 +188,8 @@ def partition_shard_map(edit: Edit, equation: Any, values: Sequence[Value]) -> N
     outputs = [edit.define(var, x) for var, x in zip(equation.outvars, placed, strict=True)]
     # A result in blocks of another order comes out in a variable of its own.
     blocks = [
-        edit.code.var(var, _sizes(shape_of(output.atom), axes, spec))
-        if any(not axes.is_direct(order) for order in axes.orders(spec).values())
-        else output.atom
-        for var, output, spec in zip(equation.outvars, outputs, specs, strict=True)
+        edit.code.var(var, _sizes(shape_of(output.atom), join)) if join else output.atom
+        for var, output, join in zip(equation.outvars, outputs, joins, strict=True)
     ]
     if axes.nested:
         nested = [[_along(spec, axes.nested) for spec in each] for each in (mapped_inputs(equation), specs)]
@@ -162,19 +198,20 @@ def partition_shard_map(edit: Edit, equation: Any, values: Sequence[Value]) -> N
         written = edit.code.call_of(equation, inner.jaxpr, atoms, blocks)
     edit.eqns.append(written)
     edit.include(inner, values)
-    for i, (output, block, spec) in enumerate(zip(outputs, blocks, specs, strict=True)):
+    for i, (output, block, join) in enumerate(zip(outputs, blocks, joins, strict=True)):
         output.is_zero = inner.zeros[i]
-        for dim, order in axes.orders(spec).items():
-            if not axes.is_direct(order):
-                joined = edit.emit_of(*_joined(dim, order), equation, [block])
-                gather = Step('all_gather', tuple(sorted(axes.batch[n] for n, _, b in order if b)), dim)
-                edit.eqns[-1], number = shared.exchange.numbered(edit.eqns[-1], 'examples')
-                edit.collectives.append(
-                    shared.exchange.collective(
-                        *(gather, equation, (block, joined), None, 'examples', (backward, number))
-                    )
+        if join:  # what joins blocks is dropped if another shard_map takes them as they are
+            edit.mapped_blocks[id(output.var)] = MappedBlocks(block, manual, specs[i], inside[i])
+        for dim, order in join.items():
+            joined = edit.emit_of(*_joined(dim, order), equation, [block])
+            gather = Step('all_gather', tuple(sorted(numbers[n] for n, _, b in order if b)), dim)
+            edit.eqns[-1], number = shared.exchange.numbered(edit.eqns[-1], 'examples')
+            edit.collectives.append(
+                shared.exchange.collective(
+                    *(gather, equation, (block, joined), None, 'examples', (backward, number))
                 )
-                block = joined
+            )
+            block = joined
         output.atom = block
 
 
@@ -200,12 +237,11 @@ def _along(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     return PartitionSpec(*[names or None for names in kept])
 
 
-def _sizes(shape: Sequence[int], axes: _Axes, spec: PartitionSpec) -> tuple[int, ...]:
-    """The shape of a result before the blocks of another order are joined."""
+def _sizes(shape: Sequence[int], joined: Mapping[int, _Order]) -> tuple[int, ...]:
+    """The shape of a result before its blocks are joined."""
     sizes = [*shape]
-    for dim, order in axes.orders(spec).items():
-        if not axes.is_direct(order):
-            sizes[dim] //= math.prod(size for _, size, is_batch in order if is_batch)
+    for dim, order in joined.items():
+        sizes[dim] //= math.prod(size for _, size, is_batch in order if is_batch)
     return tuple(sizes)
 
 

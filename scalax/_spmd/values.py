@@ -75,6 +75,22 @@ class Partitioned(NamedTuple):
     takes_number: bool = False
 
 
+class MappedBlocks(NamedTuple):
+    """A result of a `shard_map` before its blocks are joined.
+
+    Attributes:
+        atom: what stands for it.
+        manual: the mesh axes of the `shard_map`.
+        spec: its spec.
+        placements: its placements in the body, along the axes of the batch that the `shard_map` leaves out.
+    """
+
+    atom: Any
+    manual: frozenset[str]
+    spec: Any
+    placements: Placements
+
+
 _NONE: dict[Any, Any] = {}
 
 

@@ -82,7 +82,7 @@ CASES = {
         *(HSDP, exchanging, ({'a': P('fsdp'), 'b': P()}, P(None, 'fsdp')), P(None, 'fsdp'), {'fsdp'}, True),
     ),
     'two axes in another order': (HSDP, summed, (P(), P(BOTH[::-1])), P(BOTH[::-1]), None, True),
-    'another axis': (TP, tensor_parallel, (SPLIT, P()), P(), {'tp'}, True),
+    'another axis': (TP, tensor_parallel, (SPLIT, P()), P(), {'tp'}, False),
     'both': (TP, tensor_parallel_and_mean, (SPLIT, P('fsdp')), P('fsdp'), {'fsdp', 'tp'}, False),
     'both, the batch first': (
         *(TP, numbered_in_both, (P(), P(('fsdp', 'tp'))), P(('fsdp', 'tp')), {'fsdp', 'tp'}, False),
@@ -155,3 +155,54 @@ def test_one_inside_another():
     found, values, expected = partitioned(step, TP)
     assert_equal(values, expected)
     assert not any(row.what == 'examples' for row in found.rows)
+
+
+def wide(w, x):
+    """What JAX keeps of it for the backward pass has blocks of examples in those of tp."""
+    return lax.psum(jnp.tanh(jnp.sin(x @ w['a'])) @ w['b'], 'tp')
+
+
+@pytest.mark.parametrize('keeps', ['each layer', 'a rematerialized loop', 'what is used as well'])
+def test_backward_passes_take_what_forward_passes_keep(keeps):
+    specs = {'a': P(None, 'tp'), 'b': P('tp')}
+
+    def step(w, x):
+        mapped = jax.shard_map(wide, in_specs=(specs, P()), out_specs=P(), axis_names={'tp'})
+        kept = jax.shard_map(
+            lambda w, x: x @ w['a'], in_specs=(specs, P()), out_specs=P('tp'), axis_names={'tp'}
+        )
+
+        def loss(w, x):
+            if keeps == 'a rematerialized loop':
+                layer = jax.checkpoint(lambda x, _: (x + mapped(w, x), None))
+                return jnp.mean(lax.scan(layer, x, None, 3)[0] ** 2)
+            x = x + mapped(w, x)
+            return jnp.mean((x + mapped(w, x)) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(w, x)
+        blocks = kept(w, x) if keeps == 'what is used as well' else ()
+        return value, jax.tree.map(lambda a, b: a - b, w, gradients), blocks
+
+    found, values, expected = partitioned(step, TP)
+    assert_equal(values, expected)
+    assert any(row.what == 'examples' for row in found.rows) == (keeps == 'what is used as well')
+
+
+def test_blocks_go_from_one_shard_map_to_another_and_are_joined_for_others():
+    def step(w, x):
+        specs = {'a': P(None, 'tp'), 'b': P('tp')}
+        first = jax.shard_map(
+            lambda w, x: jnp.tanh(x @ w['a']), in_specs=(specs, P()), out_specs=P('tp'), axis_names={'tp'}
+        )
+        second = jax.shard_map(
+            lambda w, y: lax.psum(y @ w['b'], 'tp'),
+            in_specs=(specs, P('tp')),
+            out_specs=P(),
+            axis_names={'tp'},
+        )
+        blocks = first(w, x)
+        return second(w, blocks), blocks, blocks[::-1].sum(0), second(w, blocks[::-1])
+
+    found, values, expected = partitioned(step, TP)
+    assert_equal(values, expected)
+    assert found.rows
