@@ -17,6 +17,12 @@ TOPOLOGY, FSDP = 'v5p:4x4x4', STRATEGIES[0]
 MODELS = {model.name: model for model in all_models('large')}
 FIGURES = ('moved', 'peak', 'estimate')
 AT_MOST = 1.05
+# Of these the page says why they take more of one figure, and less of another.
+MORE = {
+    'decoder, grouped heads': {'peak': 1.3},
+    'recurrent cell': {'moved': 1.3},
+    'encoder-decoder': {'peak': 1.2},
+}
 # These compile quickly: attention and a loop over layers, a kernel, convolutions, a loop over time.
 QUICK = ('decoder, grouped heads', 'flash attention, custom_vjp', 'vision transformer', 'recurrent cell')
 # And these are further kinds: branches, experts, the modules of two frameworks, parts of batches, two stacks
@@ -41,20 +47,22 @@ def figures(name: str, variant: str) -> dict[str, float]:
 def by_hand(name: str) -> dict[str, float]:
     """What the table has of the program by hand."""
     page = (ROOT / 'benchmarks' / 'unchanged' / 'tables.md').read_text(encoding='utf-8')
-    [row] = re.findall(rf'^\| {re.escape(name)} +\| FSDP +\|(.*)$', page, re.MULTILINE)
+    _, table, *_ = re.split('<!-- /?table -->', page)
+    [row] = re.findall(rf'^\| {re.escape(name)} +\| FSDP +\|(.*)$', table, re.MULTILINE)
     cells = [float(cell.split()[0]) for cell in row.split('|')[:-1]]
     return dict(zip(FIGURES, cells[::3], strict=True))
 
 
-def assert_at_most(partitioned: dict[str, float], hand: dict[str, float]) -> None:
+def assert_at_most(name: str, partitioned: dict[str, float], hand: dict[str, float]) -> None:
     ratios = {kind: partitioned[kind] / hand[kind] for kind in FIGURES}
-    assert max(ratios.values()) <= AT_MOST, ratios
+    bounds = dict.fromkeys(FIGURES, AT_MOST) | MORE.get(name, {})
+    assert all(ratios[kind] <= bounds[kind] for kind in FIGURES), ratios
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', QUICK)
 def test_a_step_costs_what_the_page_says_of_one_by_hand(name: str) -> None:
-    assert_at_most(figures(name, 'partitioned'), by_hand(name))
+    assert_at_most(name, figures(name, 'partitioned'), by_hand(name))
 
 
 @pytest.mark.slow
@@ -62,4 +70,4 @@ def test_a_step_costs_what_the_page_says_of_one_by_hand(name: str) -> None:
 def test_a_step_costs_what_one_by_hand_costs(name: str) -> None:
     hand = figures(name, 'hand')
     assert hand == pytest.approx(by_hand(name), rel=0.02)
-    assert_at_most(figures(name, 'partitioned'), hand)
+    assert_at_most(name, figures(name, 'partitioned'), hand)

@@ -15,7 +15,7 @@ PRIMITIVES, MODELS, SOME_MODELS = (
     for name in (
         'docs/primitives.md',
         'benchmarks/unchanged/tables.md',
-        'docs/followed_models.md',
+        'docs/partitioned_models.md',
     )
 )
 LOOPS = ('scan', 'while', 'cond')
@@ -52,7 +52,6 @@ def test_the_tables_have_all_models_and_llama_is_as_by_hand() -> None:
     rows = rows_of('table') + rows_of('llama')
     assert {row[0] for row in rows} == {model.name for model in all_models('large')}
     assert {row[1] for row in rows} <= {strategy.name for strategy in STRATEGIES}
-    for name, _, _, moved, _, _, peak, _, _, seconds, _ in rows_of('llama'):
-        # The residual is whole there, and MaxText splits it: less is sent, and more is in memory.
-        whole = name.endswith('by MaxText') and float(moved) < 1
-        assert float(moved) <= 1.02 and float(seconds) <= 1.02 and (float(peak) <= 1.02) == (not whole)
+    for _, _, _, moved, _, _, peak, _, _, seconds, _ in rows_of('llama'):
+        # Along tp, XLA shards the residual otherwise than by hand: that sends more or takes more memory.
+        assert min(float(moved), float(peak)) <= 1.02 and float(seconds) <= 1.02
