@@ -351,18 +351,20 @@ class Edit:
         return atom if dtype is None else self._cast(atom, own, equation)
 
     def _table_of(self, value: Value, equation: Any) -> Origin:
-        """Returns the state whose blocks an equation takes where they are, and sends examples to.
+        """Returns the state to whose blocks, or to those of its gradient, an equation brings examples.
 
-        As a table whose rows, or the indices of which, it takes of other devices.
+        As a table whose rows, or the indices of which, an equation takes of other devices.
         """
         name = primitive_name(equation)
         if name in _PRODUCTS:
             others = [self.values.get(id(x)) for x in equation.invars]
-            return next((x.origin for x in others if x is not None and x.is_state and x is not value), None)
+            if states := [x for x in others if x is not None and x.is_state and x is not value]:
+                return states[0].origin
         if name == 'gather':
             table = self.values.get(id(equation.invars[0]))
             return table.origin if table is not None and table.is_state and table is not value else None
-        layout = self.shared.wanted.of(equation.outvars[0]) if name == 'scatter-add' else None
+        makes_gradient = name == 'scatter-add' or name in _PRODUCTS
+        layout = self.shared.wanted.of(equation.outvars[0]) if makes_gradient else None
         return None if layout is None else layout.path
 
     def _sent_dtype(self, what: What, value: Value, atom: Any, equation: Any) -> Any:

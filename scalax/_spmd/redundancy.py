@@ -50,11 +50,13 @@ class Fact(NamedTuple):
         of: what it is computed of; empty of constants, which the compiler computes.
         has_examples: whether it is computed of examples, and not of what was reduced over them, such as a
             gradient.
+        is_moved: whether it is computed of examples that came from other devices, as to the rows of a table.
     """
 
     varies: frozenset[str]
     of: Of | Literal[''] = ''
     has_examples: bool = False
+    is_moved: bool = False
 
 
 @dataclasses.dataclass
@@ -123,8 +125,9 @@ class Redundancy:
                 if operands[0].has_examples:
                     self.of_examples.add(int(number[2]))
                 result = self._exchanged(equation, operands[0], number[1] == 'weight')
-                has_examples = number[1] == 'examples' and operands[0].has_examples
-                results = [result._replace(has_examples=has_examples)]
+                are_examples = number[1] == 'examples'
+                has_examples = are_examples and bool(result.varies)
+                results = [result._replace(has_examples=has_examples, is_moved=are_examples)]
             elif primitive_name(equation) in _WITH_JAXPRS:
                 self._calls = equation, *self._calls
                 results = self._inside(equation, operands, times, is_last)
@@ -162,15 +165,17 @@ class Redundancy:
     def _result(self, equation: Any, operands: Sequence[Fact]) -> Fact:
         """Returns the fact about the results of an equation without a jaxpr."""
         name = str(equation.primitive)
-        varies, of, has_examples = _joined(operands)
+        varies, of, has_examples, is_moved = _joined(operands)
+        if name == 'scatter-add' and is_moved:  # what examples add to the rows that a device has is state
+            has_examples = operands[0].has_examples
         axes = self._axes.intersection(axes_named(equation))
         if name in _GATHERS:
-            return Fact(varies - axes, 'examples', has_examples)
+            return Fact(varies - axes, 'examples', has_examples, is_moved)
         if name in _REDUCTIONS:
-            return Fact(varies - axes, 'replicated', has_examples)
+            return Fact(varies - axes, 'replicated', has_examples, is_moved)
         if axes:  # blocks that differ, and the index of a device
-            return Fact(varies | axes, of, has_examples or self._makes_examples)
-        return Fact(varies, of, has_examples)
+            return Fact(varies | axes, of, has_examples or self._makes_examples, is_moved)
+        return Fact(varies, of, has_examples, is_moved)
 
     def _exchanged(self, equation: Any, operand: Fact, is_weight: bool) -> Fact:
         """Returns the fact about the result of a collective that scalax wrote, which may be inside a call."""
@@ -225,4 +230,5 @@ _ORDER: tuple[Of, ...] = ('examples', 'weight', 'replicated')
 
 def _joined(facts: Sequence[Fact]) -> Fact:
     has_examples = any(fact.has_examples for fact in facts)
-    return Fact(frozenset().union(*[fact.varies for fact in facts]), _of(facts), has_examples)
+    is_moved = any(fact.is_moved for fact in facts)
+    return Fact(frozenset().union(*[fact.varies for fact in facts]), _of(facts), has_examples, is_moved)

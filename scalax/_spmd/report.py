@@ -97,6 +97,7 @@ def reasons_of(collectives: Sequence[Collective], of_examples: Container[int]) -
 def _row(each: Collective, line: str, of_examples: bool) -> CollectiveRow:
     """The row of one collective, with a count of 0."""
     primitive = primitive_name(each.equation) or str(each.equation.primitive)
+    primitive = 'add' if primitive == 'add_any' else primitive
     path = each.of if isinstance(each.of, str) and each.what != 'sum' else ''
     array = array_text(str(each.value.aval.dtype), shape_of(each.value))
     return CollectiveRow(
@@ -105,8 +106,8 @@ def _row(each: Collective, line: str, of_examples: bool) -> CollectiveRow:
     )
 
 
-# What takes a sum says nothing to users if it only changes the form of the sum, or adds gradients.
-_UNTOLD = FORWARDS | {'add_any'}
+# What takes a sum says nothing to users if it only changes the form of the sum, or adds to it.
+_UNTOLD = FORWARDS | {'add'}
 _LOOK_UPS = frozenset(('gather', 'scatter-add'))
 _REDUCTIONS: Mapping[ReduceOp, str] = {'sum': 'sum', 'max': 'maximum', 'min': 'minimum'}
 

@@ -234,6 +234,24 @@ def test_examples_that_move_to_a_weight_name_it():
     assert line.startswith('- moves examples, or rows that they look up, and not weights: ')
 
 
+def test_the_gradient_of_a_table_is_state():
+    """Rows of gradients come to it, and the norm of all gradients is one over its blocks."""
+
+    def fun(params, at):
+        def loss(params):
+            return jnp.mean(jnp.tanh(params['table'][at] @ params['w']) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        norm = jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(gradients)))
+        return value, jax.tree.map(lambda w, g: w - g / norm, params, gradients)
+
+    params = {'table': np.ones((4096, WIDTH), 'float32'), 'w': np.ones((WIDTH, WIDTH), 'float32')}
+    report = compiled(fun, (P(), FSDP)).explain_propagation(params, np.arange(EXAMPLES, dtype='int32'))
+    assert 'gradients of rows of params/table moved' in {row.reason for row in report.collectives}
+    reasons = {row.reason for row in report.collectives if row.what == 'sum'}
+    assert reasons == {'sum over examples for a result', 'sum over blocks of state for sqrt'}
+
+
 def test_lines_of_results_are_those_that_compute_them():
     report = compiled(step, (FSDP, P())).explain_propagation(params(), X)
     lines = {row.reason: row.line for row in report.collectives}
