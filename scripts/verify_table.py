@@ -57,6 +57,7 @@ _WORDS = {
 _CHANGES = {
     'without stages': 'stages',
     'without partitioning along the batch': 'partitioning',
+    'without stages and partitioning along the batch': 'stages and partitioning',
 }
 
 
@@ -88,7 +89,11 @@ def _row(name: str, fault: Fault, found: Verified | str) -> str:
         first = f'`{found.first.primitive}{f" ({inside})" if inside else ""}`'
     gone = [retry.change for retry in found.retries if retry.stays is False]
     # With one change less it is gone already.
-    least = [change for change in gone if not any(change.startswith(f'{other}, ') for other in gone)]
+    least = [
+        change
+        for change in gone
+        if not any(change.startswith((f'{other}, ', f'{other} and ')) for other in gone)
+    ]
     without = dict.fromkeys(_CHANGES.get(change, change.rpartition(' ')[2]) for change in least)
     return f'| {linked} | {_short(result.replace(", ", ","))} | {_short(first)} | {", ".join(without)} |\n'
 

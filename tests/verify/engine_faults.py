@@ -345,7 +345,7 @@ def _numbers_of_all(axes: Sequence[str], count: int, numbers: Any) -> Any:
     return jnp.minimum(numbers, count - 1)
 
 
-@seeded(('gather',), (local_sorts, '_own_numbers', _numbers_of_all))
+@seeded((), (local_sorts, '_own_numbers', _numbers_of_all))
 def tokens_taken_by_the_numbers_of_all(helper: MeshShardingHelper) -> Step:
     """A wrong block: devices take their own tokens by numbers that count the tokens of all."""
 
@@ -378,7 +378,7 @@ def _over_rows(helper: MeshShardingHelper, each: Any, first: Any) -> Step:
     return stepped(helper, step, normal(8, 8) / 3, normal(64, 8))
 
 
-@seeded(('scan',), (apart, '_reductions', lambda loop: [SUM] * loop.carried))
+@seeded(('mul',), (apart, '_reductions', lambda loop: [SUM] * loop.carried))
 def running_average_taken_for_a_sum(helper: MeshShardingHelper) -> Step:
     """A wrong reduction: devices run over their own examples, and the order of all counts."""
 
@@ -389,7 +389,7 @@ def running_average_taken_for_a_sum(helper: MeshShardingHelper) -> Step:
     return _over_rows(helper, each, jnp.zeros(8))
 
 
-@seeded(('scan',), (edit, 'redistribute', _converting(_without_mask)))
+@seeded((), (edit, 'redistribute', _converting(_without_mask)))
 def each_device_begins_its_sum_with_something(helper: MeshShardingHelper) -> Step:
     """A missing mask: what a loop begins with is added up over devices."""
 
@@ -400,7 +400,7 @@ def each_device_begins_its_sum_with_something(helper: MeshShardingHelper) -> Ste
     return _over_rows(helper, each, jnp.full(8, 0.5))
 
 
-@seeded(('random_bits',), (apart, '_reductions', lambda loop: [REPLICATE] * loop.carried))
+@seeded(('random_split',), (apart, '_reductions', lambda loop: [REPLICATE] * loop.carried))
 def random_key_of_the_first_round_on_all_devices(helper: MeshShardingHelper) -> Step:
     """Wrong random bits: a loop splits its key in each round, and devices begin with the first one."""
 
@@ -411,7 +411,7 @@ def random_key_of_the_first_round_on_all_devices(helper: MeshShardingHelper) -> 
     return _over_rows(helper, each, jax.random.key(0))
 
 
-@seeded(('scan',), (indexed_loops, '_is_number', always(True)))
+@seeded(('dynamic_slice',), (indexed_loops, '_is_number', always(True)))
 def row_of_another_number(helper: MeshShardingHelper) -> Step:
     """A loop that takes the last example first gets the first one."""
 
@@ -435,7 +435,7 @@ def _next_ones(function: Any, stack: Any, scalars: Any) -> Any:
 matrices_of_stack = matrices._of_stack
 
 
-@seeded(('dot_general', 'mul'), (matrices, '_pays', always(True)), (matrices, '_of_stack', _next_ones))
+@seeded(('mul',), (matrices, '_pays', always(True)), (matrices, '_of_stack', _next_ones))
 def matrices_given_back_to_others(helper: MeshShardingHelper) -> Step:
     """Devices compute entire matrices of an optimizer, and each matrix gets that of its neighbour."""
 

@@ -86,7 +86,12 @@ def test_a_seeded_fault_is_gone_behind_it(name):
     assert fault.helper().verify(fault.make).ok
 
 
-ENGINE = [name for name, each in FAULTS.items() if each.make.__module__ == 'tests.verify.engine_faults']
+# Of the others, no operation alone is the first that differs: it is in a loop, or in what a rewrite made.
+ENGINE = [
+    name
+    for name, each in FAULTS.items()
+    if each.make.__module__ == 'tests.verify.engine_faults' and each.expects
+]
 
 
 @pytest.mark.slow
