@@ -122,7 +122,8 @@ class Redundancy:
             operands = [facts.get(id(atom), none) for atom in equation.invars]
             if number := NUMBER.search(name_stack(equation)):
                 self.places.setdefault(int(number[2]), (equation, self._calls))
-                if operands[0].has_examples:
+                # What is equal on all devices counts: they run equally many rounds over examples.
+                if operands[0].has_examples or not operands[0].varies:
                     self.of_examples.add(int(number[2]))
                 result = self._exchanged(equation, operands[0], number[1] == 'weight')
                 are_examples = number[1] == 'examples'

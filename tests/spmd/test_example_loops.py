@@ -68,6 +68,8 @@ def beam_search(w, x):
 
 GATHERED = {'all_gather state gathered for scan': 1}
 SUM = {**GATHERED, 'all_reduce sum over examples for a result': 1}
+MAXIMUM = {**GATHERED, 'all_reduce maximum over examples for a result': 1}
+MINIMUM = {**GATHERED, 'all_reduce minimum over examples for a result': 1}
 # In the gradients, what comes from two weights is gathered twice.
 LOOPS = {
     'map': (lambda w, x: lax.map(lambda row: layers(w, row), x), GATHERED),
@@ -79,14 +81,14 @@ LOOPS = {
     'difference': (lambda w, x: lax.scan(lambda c, row: (c - row @ w, None), ZEROS + 1, x)[0], SUM),
     'maximum': (
         lambda w, x: lax.scan(lambda c, row: (jnp.maximum(c, row @ w), None), ZEROS, x)[0],
-        SUM,
+        MAXIMUM,
     ),
     'minimum': (
         lambda w, x: lax.scan(lambda c, row: (jnp.minimum(c, row @ w), None), ZEROS + 1, x)[0],
-        SUM,
+        MINIMUM,
     ),
-    'any': (lambda w, x: lax.scan(lambda c, row: (c | (row @ w > 1), None), ZEROS > 0, x)[0], SUM),
-    'all': (lambda w, x: lax.scan(lambda c, row: (c & (row @ w > -2), None), ZEROS == 0, x)[0], SUM),
+    'any': (lambda w, x: lax.scan(lambda c, row: (c | (row @ w > 1), None), ZEROS > 0, x)[0], MAXIMUM),
+    'all': (lambda w, x: lax.scan(lambda c, row: (c & (row @ w > -2), None), ZEROS == 0, x)[0], MINIMUM),
     'count': (
         lambda w, x: lax.scan(lambda c, row: (c + (row @ w > 0), None), jnp.ones(16, int), x)[0],
         SUM,
