@@ -9,7 +9,8 @@ from typing import Any
 
 from scalax._jax.equations import Literal, shape_of
 from scalax._spmd.edit import Edit
-from scalax._spmd.state_forms import FORMS, NARROW, SAME_STATE
+from scalax._spmd.repeated_forms import FORMS
+from scalax._spmd.state_forms import NARROW, SAME_STATE
 
 
 def write_on_blocks_alike(edit: Edit, name: str, equation: Any) -> bool:

@@ -260,7 +260,7 @@ class Edit:
             is_part = not has_partial(plain) and not is_replicated(plain)
             if value.is_replicated or (whole in value.versions and is_part):
                 atom = self._part(value, target, equation)
-            elif is_replicated(plain) and is_gathered_as_operands(self, value):
+            elif is_replicated(plain) and is_gathered_as_operands(value, self.read, self.uses):
                 maker = value.narrow_maker
                 atoms = [self.convert(self.read(operand), plain, equation) for operand in maker.invars]
                 atom = self.code.var(value.var, value.shape)

@@ -28,7 +28,7 @@ from scalax._spmd.finished import finish_before
 from scalax._spmd.microbatches import stack_placements
 from scalax._spmd.placement import REPLICATE, SUM, Partial, Placements, Replicate, Shard, join
 from scalax._spmd.shared import Shared
-from scalax._spmd.state_forms import is_used_again
+from scalax._spmd.state_forms import equations_with_examples
 from scalax._spmd.values import (
     SETTLED,
     Argument,
@@ -52,7 +52,7 @@ def partition_call(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     jaxpr = annotated(equation) if is_annotated else called(equation)
     inner = edit.shared.jaxpr(jaxpr, [argument_of(edit, x) for x in values], backward=backward, at=equation)
     if kept := [
-        i for i in inner.gathered if _is_kept(edit, values[i]) or is_used_again(edit, values[i], backward)
+        i for i in inner.gathered if _is_kept(edit, values[i]) or _is_used_again(edit, values[i], backward)
     ]:
         whole = {i: _converted(edit, values[i], edit.shared.replicated, equation) for i in kept}
         values = [whole.get(i, value) for i, value in enumerate(values)]
@@ -347,6 +347,12 @@ def _next(begin: Placements, end: Placements) -> Placements:
             for a, b in zip(begin, end, strict=True)
         ]
     )
+
+
+def _is_used_again(edit: Edit, value: Value, backward: bool) -> bool:
+    """Returns whether state is gathered for several equations of the forward or of the backward pass."""
+    equations = equations_with_examples(value, edit.uses) if value.is_state else []
+    return len([equation for equation in equations if edit.is_backward(equation) == backward]) > 1
 
 
 def _is_kept(edit: Edit, value: Value) -> bool:

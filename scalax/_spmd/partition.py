@@ -45,10 +45,11 @@ from scalax._spmd.op_rules import ON_ELEMENTS, Op, Strategy, is_zero
 from scalax._spmd.parts import has_parts
 from scalax._spmd.placement import REPLICATE, Partial, Placements, Shard, shard_counts
 from scalax._spmd.ragged import sizes_in_block
+from scalax._spmd.repeated_forms import FORMS, is_form_again
 from scalax._spmd.shard_maps import partition_shard_map
 from scalax._spmd.shared import Shared
 from scalax._spmd.slices import MOST_SLICES, on_blocks
-from scalax._spmd.state_forms import FORMS, NARROW, SAME_STATE, is_form_again
+from scalax._spmd.state_forms import NARROW, SAME_STATE
 from scalax._spmd.tables import is_indexed, on_block
 from scalax._spmd.values import (
     REDUCED,
