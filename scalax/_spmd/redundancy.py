@@ -136,6 +136,8 @@ class Redundancy:
             else:
                 result = self._result(equation, operands)
                 results = [result] * len(equation.outvars)
+                if primitive_name(equation) == 'optimization_barrier':  # it hands each operand on
+                    results = operands
                 if is_last:
                     self._count(equation, result, times)
             facts.update(zip(map(id, equation.outvars), results, strict=True))

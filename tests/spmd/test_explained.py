@@ -219,6 +219,18 @@ def test_reductions_tell_what_they_are_over():
     assert sorted(found.reasons.values()) == sorted(row.reason for row in found.rows)
 
 
+def test_a_barrier_hands_each_operand_on():
+    def fun(w, x):
+        w, x = jax.lax.optimization_barrier((w, x))
+        return jnp.sqrt(jnp.sum(w**2)), jnp.sqrt(jnp.sum(x**2))
+
+    found, _ = on_blocks(fun, np.ones((WIDTH, WIDTH), 'float32'), X)
+    assert [row.reason for row in found.rows] == [
+        'sum over blocks of state for sqrt',
+        'sum over examples for sqrt',
+    ]
+
+
 def test_examples_that_move_to_a_weight_name_it():
     def fun(w, x):
         return jax.nn.softmax(x @ w['table'])
