@@ -10,5 +10,7 @@ the table equation by equation and writes the collectives in between (`collectiv
 - A sum over examples stays `Partial` through what is linear, and is reduced to the layout in which the state
   is stored (`wanted`) before it grows, is used twice, or meets something nonlinear.
 - A replicated value is computed as it is, and each device takes its part where it meets examples (`parts`).
+- The loss and the gradients that a forward pass leaves for later are computed before the first loop of the
+  backward pass (`finished`).
 - What mixes examples and has no rule gathers its operands, and is reported with its line (`report`).
 """
