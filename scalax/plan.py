@@ -19,7 +19,7 @@ from scalax._plan.scopes import ScopeRuns, ScopeWork
 from scalax._plan.torus import Line, Place
 from scalax._reshard.plan import ReshardPlan, plan_reshard
 from scalax._search import Candidate, Search, search
-from scalax._spmd.pipelined import PipelinedLoop
+from scalax._spmd.pipelines.summary import PipelinedLoop
 
 __all__ = [
     'Buffer',

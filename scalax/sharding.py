@@ -21,8 +21,8 @@ from scalax.rules import (
 )
 
 if TYPE_CHECKING:
-    from scalax._spmd.explained import PropagationReport, RedundantWork
-    from scalax._spmd.report import CollectiveRow
+    from scalax._spmd.report.collective_list import CollectiveRow
+    from scalax._spmd.report.explain import PropagationReport, RedundantWork
     from scalax.explain import ShardingReport
 
 get_global_mesh_helper = MeshShardingHelper.get_global_mesh_helper
@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
 
         return ShardingReport
     if name in ('CollectiveRow', 'PropagationReport', 'RedundantWork'):
-        from scalax._spmd import explained
+        from scalax._spmd.report.collective_list import explain as explained
 
         return getattr(explained, name)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -8,7 +8,7 @@ from typing import Literal
 from scalax._plan.collective_runs import Run
 from scalax._plan.formulas import Part, part_of
 from scalax._plan.provenance import is_of_the_partitioner, neighbourhood
-from scalax._spmd.collectives import NUMBER
+from scalax._spmd.placements.collectives import NUMBER
 
 # The operations of JAX that ask for collectives; psum has several names.
 _ASKED_FOR = (

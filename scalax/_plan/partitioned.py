@@ -9,7 +9,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 
 from scalax._plan.collective_runs import Kind, Run, RunOnMesh, channel_of
 from scalax._plan.hlo import Computation, Instruction, Module
-from scalax._spmd.collectives import NUMBER
+from scalax._spmd.placements.collectives import NUMBER
 
 # What a collective may become, beside its own kind: between slices and inside of them it is several, and a
 # permute moves what was padded.

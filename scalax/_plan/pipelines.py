@@ -11,7 +11,7 @@ from scalax._plan.plan_data import PlanData
 from scalax._plan.roofline import Roofline
 from scalax._report.blocks import Block, Column, Figure, Lines, Row, Table
 from scalax._report.tables import human_bytes, human_flops, milliseconds
-from scalax._spmd.pipelined import Loops, PipelinedLoop
+from scalax._spmd.pipelines.summary import Loops, PipelinedLoop
 from scalax.errors import plural
 
 _MOST_CELLS = 4000  # of a picture

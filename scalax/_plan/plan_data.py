@@ -19,8 +19,8 @@ from scalax._plan.memory import Memory
 from scalax._plan.roofline import Roofline, phases_of, time_collectives
 from scalax._plan.schedule import Schedule
 from scalax._plan.torus import NETWORKS, Network, Place, devices_per_chip, places_in_nodes, places_on_torus
-from scalax._spmd.explained import PropagationReport
-from scalax._spmd.pipelined import PipelinedLoop
+from scalax._spmd.pipelines.summary import PipelinedLoop
+from scalax._spmd.report.explain import PropagationReport
 from scalax.errors import ArgumentError, PlanError, did_you_mean
 from scalax.explain import ShardingReport
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from scalax._plan.formulas import Part, part_of
 from scalax._plan.hlo import Computation, Frame, Instruction, Module
-from scalax._spmd.pipelined import SENDING
+from scalax._spmd.pipelines.summary import SENDING
 from scalax._util.user_frames import file_text, is_cell, users_own
 
 _ANNOTATION = re.compile(r'annotation\(([^()]*)\)')

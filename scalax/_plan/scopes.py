@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 
 from scalax._plan.formulas import Part
 from scalax._plan.hlo import Module
-from scalax._spmd.collectives import NUMBER
-from scalax._spmd.pipelined import SENDING
+from scalax._spmd.pipelines.summary import SENDING
+from scalax._spmd.placements.collectives import NUMBER
 from scalax._transforms import sjit
 from scalax._util.user_frames import users_path
 

@@ -28,29 +28,29 @@ from scalax._jax.manual import HAVE_SIZES, local_params, remade, with_inner
 from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jax.rewriting import with_results
 from scalax._jaxprs.dims import ELEMENTWISE, RULES, reshaped
-from scalax._spmd.attention import ATTENTION, attention_along_auto_axes
-from scalax._spmd.auto_axes import AutoAxes
-from scalax._spmd.batch_dims import sharded_part
-from scalax._spmd.blocks_alike import write_on_blocks_alike
-from scalax._spmd.callbacks import CALLBACKS, inspect_placements, partition_callback
-from scalax._spmd.constraints import constrain
-from scalax._spmd.costs import cheapest
-from scalax._spmd.custom_partitioning import partition_custom
-from scalax._spmd.edit import NOT_ALONE, Edit
-from scalax._spmd.kernels import kernel_along_auto_axes, kernel_params
-from scalax._spmd.layouts import Layout
-from scalax._spmd.local_sorts import note_sort, on_own_groups, write_on_rows
-from scalax._spmd.loops import partition_call, partition_cond, partition_scan, partition_while
-from scalax._spmd.op_rules import ON_ELEMENTS, Op, Strategy, is_zero
-from scalax._spmd.parts import has_parts
-from scalax._spmd.placement import REPLICATE, Partial, Placements, Shard, shard_counts
-from scalax._spmd.ragged import sizes_in_block
-from scalax._spmd.repeated_forms import FORMS, is_form_again
-from scalax._spmd.shard_maps import partition_shard_map
-from scalax._spmd.shared import Shared
-from scalax._spmd.slices import MOST_SLICES, on_blocks
-from scalax._spmd.state_forms import NARROW, SAME_STATE
-from scalax._spmd.tables import is_indexed, on_block
+from scalax._spmd.batch.batch_dims import sharded_part
+from scalax._spmd.batch.replicated_parts import has_parts
+from scalax._spmd.context import Shared
+from scalax._spmd.editor import NOT_ALONE, Edit
+from scalax._spmd.loops.control_flow import partition_call, partition_cond, partition_scan, partition_while
+from scalax._spmd.operations.callbacks import CALLBACKS, inspect_placements, partition_callback
+from scalax._spmd.operations.cudnn_attention import ATTENTION, attention_along_auto_axes
+from scalax._spmd.operations.custom_partitioning import partition_custom
+from scalax._spmd.operations.elementwise import write_on_blocks_alike
+from scalax._spmd.operations.embedding_tables import is_indexed, on_block
+from scalax._spmd.operations.local_sorts import note_sort, on_own_groups, write_on_rows
+from scalax._spmd.operations.pallas_kernels import kernel_along_auto_axes, kernel_params
+from scalax._spmd.operations.ragged_dot import sizes_in_block
+from scalax._spmd.operations.slices import MOST_SLICES, on_blocks
+from scalax._spmd.operations.user_shard_maps import partition_shard_map
+from scalax._spmd.placements.auto_axes import AutoAxes
+from scalax._spmd.placements.layouts import Layout
+from scalax._spmd.placements.op_rules import ON_ELEMENTS, Op, Strategy, is_zero
+from scalax._spmd.placements.placement import REPLICATE, Partial, Placements, Shard, shard_counts
+from scalax._spmd.placements.repeated_forms import FORMS, is_form_again
+from scalax._spmd.placements.state_forms import NARROW, SAME_STATE
+from scalax._spmd.placements.strategy_costs import cheapest
+from scalax._spmd.placements.user_constraints import constrain
 from scalax._spmd.values import (
     REDUCED,
     SETTLED,

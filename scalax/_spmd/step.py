@@ -12,20 +12,20 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._jax.equations import opened, shape_of
 from scalax._jax.rewriting import run_as_one
-from scalax._spmd.auto_axes import NO_AXES, AutoAxes, AutoDims, auto_dims, auto_spec
-from scalax._spmd.collectives import Collective
-from scalax._spmd.constraints import of_spec
-from scalax._spmd.layouts import Layout, state_placement
 from scalax._spmd.options import DEFAULT, BatchPartitioning
 from scalax._spmd.partition import Partitioner
-from scalax._spmd.placement import REPLICATE, Partial, Placements, spec_of
+from scalax._spmd.placements.auto_axes import NO_AXES, AutoAxes, AutoDims, auto_dims, auto_spec
+from scalax._spmd.placements.collectives import Collective
+from scalax._spmd.placements.layouts import Layout, state_placement
+from scalax._spmd.placements.placement import REPLICATE, Partial, Placements, spec_of
+from scalax._spmd.placements.user_constraints import of_spec
 from scalax._spmd.rewrites import StepFacts, rewritten
 from scalax._spmd.rewrites.updated_stacks import hold_updated_stacks
 from scalax._spmd.values import REDUCED, SETTLED, Argument, is_replicated, replicated
 
 if TYPE_CHECKING:
-    from scalax._spmd.redundancy import Redundancy
-    from scalax._spmd.report import CollectiveRow
+    from scalax._spmd.report.collective_list import CollectiveRow
+    from scalax._spmd.report.redundant_work import Redundancy
 
 
 class StepArgument(NamedTuple):
@@ -84,21 +84,21 @@ class Step(NamedTuple):
     @property
     def work(self) -> Redundancy:
         """The work of each device, with the places of the collectives."""
-        from scalax._spmd.redundancy import Redundancy  # here, because few programs ask
+        from scalax._spmd.report.redundant_work import Redundancy  # here, because few programs ask
 
         return Redundancy(self.jaxpr, self.in_specs, self.axes, self.batch)
 
     @property
     def rows(self) -> list[CollectiveRow]:
         """The list of its collectives."""
-        from scalax._spmd.report import rows
+        from scalax._spmd.report.collective_list import rows
 
         return rows(self.collectives, self.work)
 
     @property
     def reasons(self) -> dict[int, str]:
         """Why each collective is there, by the numbers in the names of operations."""
-        from scalax._spmd.report import reasons_of
+        from scalax._spmd.report.collective_list import reasons_of
 
         return reasons_of(self.collectives, self.work.of_examples)
 

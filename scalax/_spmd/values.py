@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from scalax._jax.equations import shape_of
-from scalax._spmd.collectives import Collective
-from scalax._spmd.placement import REPLICATE, Partial, Placements, Replicate, Shard
+from scalax._spmd.placements.collectives import Collective
+from scalax._spmd.placements.placement import REPLICATE, Partial, Placements, Replicate, Shard
 
 Origin = str | int | None
 """The path of the state that a value is, or the number of the argument of a jaxpr; None of other values."""

@@ -24,11 +24,11 @@ from scalax._jaxprs.dim_sharding import DimSharding, of_dims
 from scalax._jaxprs.interpreter import LoopFacts
 from scalax._jaxprs.rows import SUM, Fact, Refused, Rows, RowsOf
 from scalax._jaxprs.source_lines import line_of
-from scalax._spmd.batch_arguments import BatchArguments
-from scalax._spmd.pipelined import Loops, PipelinedLoop
-from scalax._spmd.pipelines import Pipeline
-from scalax._spmd.placement import REPLICATE, Placement, Shard
-from scalax._spmd.placement import SUM as SUMMED
+from scalax._spmd.batch.batch_arguments import BatchArguments
+from scalax._spmd.pipelines.pipeline import Pipeline
+from scalax._spmd.pipelines.summary import Loops, PipelinedLoop
+from scalax._spmd.placements.placement import REPLICATE, Placement, Shard
+from scalax._spmd.placements.placement import SUM as SUMMED
 from scalax._stages.apart import apart
 from scalax._stages.constants import with_own_constants
 from scalax._stages.microbatching import Microbatching

@@ -46,7 +46,7 @@ OPAQUE = {
     'call': 'JAX binds it nowhere',
     'dce_sink': 'it has no result',
     'stage': 'JAX binds it outside of traces only',
-    KERNEL: '_spmd/kernels reads its grid',
+    KERNEL: '_spmd/operations/pallas_kernels reads its grid',
 }
 
 

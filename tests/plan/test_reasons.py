@@ -9,7 +9,7 @@ import pytest
 
 from scalax._plan.causes import reason_of
 from scalax._plan.scopes import scopes_in
-from scalax._spmd.collectives import NUMBER
+from scalax._spmd.placements.collectives import NUMBER
 from scalax.plan import Plan
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P

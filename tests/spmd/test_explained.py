@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalax._spmd.redundancy import product_flops
+from scalax._spmd.report.redundant_work import product_flops
 from scalax.errors import DataError, PartitioningWarning
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PropagationReport, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P

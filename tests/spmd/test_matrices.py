@@ -7,7 +7,7 @@ import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers, muon
 
-from scalax._spmd.rewrites import matrices
+from scalax._spmd.rewrites import distributed_matrices as matrices
 from tests.support.partitioned import FSDP, HSDP, P, assert_equal, partitioned, state_spec
 
 WIDTH, HIDDEN = 16, 24

@@ -12,8 +12,8 @@ from jax import lax
 from scalax._jax.equations import CALLS, Literal, called, opened, shape_of
 from scalax._jax.manual import local_params
 from scalax._jax.rewriting import bound
-from scalax._spmd.op_rules import Op, strategy
-from scalax._spmd.placement import REPLICATE, SUM, Partial, Shard, local_shape
+from scalax._spmd.placements.op_rules import Op, strategy
+from scalax._spmd.placements.placement import REPLICATE, SUM, Partial, Shard, local_shape
 
 pytestmark = pytest.mark.medium
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from scalax._spmd.placement import REPLICATE, SUM, Partial, Shard, Step, join, redistribute
+from scalax._spmd.placements.placement import REPLICATE, SUM, Partial, Shard, Step, join, redistribute
 
 SIZES = (2, 3)
 VALUE = np.arange(144.0).reshape(12, 12)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalax._spmd.result_states import ResultState, result_states
+from scalax._spmd.placements.result_states import ResultState, result_states
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support.partitioned import assert_equal

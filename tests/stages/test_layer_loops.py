@@ -9,7 +9,7 @@ import pytest
 
 from scalax._jax.equations import loop_of, makers_of, opened, shape_of
 from scalax._jax.rewriting import replaced, run
-from scalax._spmd.layer_groups import _steps
+from scalax._spmd.pipelines.layer_groups import _steps
 from scalax._stages.constants import with_own_constants
 
 

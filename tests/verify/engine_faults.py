@@ -16,12 +16,19 @@ from jax.sharding import PartitionSpec as P
 
 from scalax._jax import kernels, manual
 from scalax._jaxprs import orders
-from scalax._spmd import apart, edit, local_sorts, op_rules, parts, ragged, tables
-from scalax._spmd.edit import Edit
-from scalax._spmd.op_rules import Op, Strategy
-from scalax._spmd.placement import REPLICATE, SUM, Partial
-from scalax._spmd.placement import Step as Conversion
-from scalax._spmd.rewrites import indexed_loops, matrices
+from scalax._spmd import editor as edit
+from scalax._spmd.batch import replicated_parts as parts
+from scalax._spmd.editor import Edit
+from scalax._spmd.loops.control_flow import example_loops as apart
+from scalax._spmd.operations import embedding_tables as tables
+from scalax._spmd.operations import local_sorts
+from scalax._spmd.operations import ragged_dot as ragged
+from scalax._spmd.placements import op_rules
+from scalax._spmd.placements.op_rules import Op, Strategy
+from scalax._spmd.placements.placement import REPLICATE, SUM, Partial
+from scalax._spmd.placements.placement import Step as Conversion
+from scalax._spmd.rewrites import distributed_matrices as matrices
+from scalax._spmd.rewrites import indexed_loops
 from scalax._spmd.values import is_replicated
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 from tests.verify.fault import FSDP, Step, always, fault, normal

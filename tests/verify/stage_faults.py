@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from scalax._jaxprs import rows as jaxpr_rows
-from scalax._spmd import op_rules, pipelines
-from scalax._spmd.op_rules import Op, Strategy
-from scalax._spmd.placement import SUM
+from scalax._spmd.pipelines.pipeline import pipeline as pipelines
+from scalax._spmd.placements import op_rules
+from scalax._spmd.placements.op_rules import Op, Strategy
+from scalax._spmd.placements.placement import SUM
 from scalax.sharding import MeshShardingHelper, Stages, TreePathShardingRule
 from tests.verify.fault import Step, normal, seeded
 

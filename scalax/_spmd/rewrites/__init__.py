@@ -11,13 +11,13 @@ from typing import Any
 
 from scalax._jax.equations import jaxprs_in, opened
 from scalax._jax.primitives import primitive_name
-from scalax._spmd.rewrites.example_numbers import LOOKUPS, batch_example_numbers
+from scalax._spmd.rewrites.composite_operations import OPENED, open_operations
+from scalax._spmd.rewrites.distributed_matrices import MATRIX_PRIMITIVES, distribute_matrices
 from scalax._spmd.rewrites.facts import StepFacts as StepFacts
 from scalax._spmd.rewrites.flat_sorts import flatten_sorts
-from scalax._spmd.rewrites.flattened import FLATTENING, reduce_unflattened
+from scalax._spmd.rewrites.flattened_reductions import FLATTENING, reduce_unflattened
 from scalax._spmd.rewrites.indexed_loops import stack_examples
-from scalax._spmd.rewrites.matrices import MATRIX_PRIMITIVES, distribute_matrices
-from scalax._spmd.rewrites.opened_operations import OPENED, open_operations
+from scalax._spmd.rewrites.lookups_by_example import LOOKUPS, batch_example_numbers
 
 Rewrite = Callable[[Any, StepFacts], Any]
 REWRITES: tuple[tuple[frozenset[str], Rewrite], ...] = (

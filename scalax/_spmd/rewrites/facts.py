@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jax.sharding import AbstractMesh
 
-from scalax._spmd.layouts import Layout
+from scalax._spmd.placements.layouts import Layout
 from scalax._spmd.values import Argument
 
 

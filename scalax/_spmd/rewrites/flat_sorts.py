@@ -1,6 +1,6 @@
 """Sorts beside what takes their results, in place of the calls of ``jax.jit`` that hold them.
 
-Whether each device may sort its own rows (`scalax._spmd.local_sorts`) shows in one jaxpr only.
+Whether each device may sort its own rows (`scalax._spmd.operations.local_sorts`) shows in one jaxpr only.
 """
 
 from __future__ import annotations

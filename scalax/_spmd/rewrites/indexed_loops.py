@@ -40,7 +40,7 @@ from scalax._jax.rewriting import equation_of, part_of, replaced, run, with_inli
 from scalax._jaxprs.dims import puts_rows, reshaped, takes_rows
 from scalax._jaxprs.integers import Integers, Values
 from scalax._jaxprs.user_shardings import placed_by_user
-from scalax._spmd.batch_dims import BatchDims
+from scalax._spmd.batch.batch_dims import BatchDims
 from scalax._spmd.rewrites.facts import StepFacts
 
 # Of more rounds the numbers are not computed.

@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._jaxprs.dim_sharding import UNSHARDED, DimSharding, along, axes_of, of_sharding, without
-from scalax._spmd.batch_arguments import BatchArguments
-from scalax._spmd.batch_sources import batch_sources
+from scalax._spmd.batch.batch_arguments import BatchArguments
+from scalax._spmd.batch.batch_sources import batch_sources
 from scalax._transforms.calls.call import Call, Shardings
 from scalax._transforms.calls.shardings import FunctionRules
 from scalax._transforms.calls.signature import EXTRA_KEYWORDS

@@ -68,7 +68,7 @@ from scalax.errors import MeshError, PartitioningWarning, warn
 from scalax.rules._idle import warn_unsharded
 
 if TYPE_CHECKING:
-    from scalax._spmd.explained import PropagationReport
+    from scalax._spmd.report.explain import PropagationReport
     from scalax._trace.contexts import MeshOwner
 
 _log = logging.getLogger('scalax.sjit')
@@ -235,7 +235,7 @@ class Dispatcher:
 
     def explain_propagation(self, flat_args: Sequence[Any]) -> PropagationReport:
         """How a call that is not run is partitioned along its batch; raises as `prepare` does."""
-        from scalax._spmd.explained import PropagationReport, explained  # here, because few programs ask
+        from scalax._spmd.report.explain import PropagationReport, explained  # here, because few programs ask
 
         _, entry, _ = self.prepare(flat_args)
         name, mesh, step = self.signature.name, self.mesh.shape, entry.partitioned

@@ -39,7 +39,7 @@ from scalax.errors import ArgumentError, did_you_mean, near_names
 from scalax.rules._prefix import are_pure, checked, key_of
 
 if TYPE_CHECKING:
-    from scalax._spmd.explained import PropagationReport
+    from scalax._spmd.report.explain import PropagationReport
 
 Given = ParamSpec('Given')
 Rest = ParamSpec('Rest')

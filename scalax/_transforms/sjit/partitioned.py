@@ -11,10 +11,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._jax.rewriting import run_as_one, with_inputs
-from scalax._spmd.batch_arguments import BatchArguments
+from scalax._spmd.batch.batch_arguments import BatchArguments
 from scalax._spmd.options import BatchPartitioning
-from scalax._spmd.pipelined import Loops
-from scalax._spmd.result_states import ResultState, result_states
+from scalax._spmd.pipelines.summary import Loops
+from scalax._spmd.placements.result_states import ResultState, result_states
 from scalax._spmd.step import Step, StepArgument, StepResult, partition_step, run_step
 from scalax._spmd.values import CannotPartition
 from scalax._stages.stages import Stages

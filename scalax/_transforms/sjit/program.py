@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import jax
 
 from scalax._jax.shardings import DELETED_ARGUMENTS_CRASH
-from scalax._spmd.batch_arguments import BatchArguments
-from scalax._spmd.pipelined import Loops
+from scalax._spmd.batch.batch_arguments import BatchArguments
+from scalax._spmd.pipelines.summary import Loops
 from scalax._spmd.step import Step
 from scalax._transforms.calls.call import Call, CallKey, Shardings
 from scalax._transforms.calls.errors import reject_deleted, reject_donated_twice

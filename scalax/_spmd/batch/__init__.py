@@ -1,0 +1,1 @@
+"""The batch of a step: where it begins, and which dimensions of values are its dimensions."""

@@ -1,0 +1,48 @@
+"""Operations with a partitioning of their own: ``jax.experimental.custom_partitioning``, `sharded_op`.
+
+Such an operation has a function of all of its operands, and one of blocks. The partitioner partitions the
+first, like any call. If examples are gathered in there, as for a kernel or a call of foreign code, the second
+one runs in its place, as if the user had written a ``jax.shard_map``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from scalax._jax.custom_partitioning import mapped_over_blocks
+from scalax._jax.equations import annotated, shape_of
+from scalax._spmd.editor import Edit
+from scalax._spmd.loops.control_flow import argument_of, partition_call
+from scalax._spmd.operations.user_shard_maps import partition_shard_map
+from scalax._spmd.placements.placement import REPLICATE, Shard, spec_of
+from scalax._spmd.values import Value
+from scalax._tree.specs import canonical_entry, entry_axes
+
+
+def partition_custom(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
+    """Writes an operation with a partitioning of its own."""
+    backward = edit.is_backward(equation)
+    arguments = [argument_of(edit, value) for value in values]
+    inner = edit.shared.jaxpr(annotated(equation), arguments, backward=backward, at=equation)
+    mapped = None
+    if edit.shared.in_turn is None and any(each.what == 'examples' for each in inner.collectives):
+        specs = [_spec(edit, value) for value in values]
+        mapped = mapped_over_blocks(equation, specs, edit.shared.mesh)
+    if mapped is None:
+        partition_call(edit, equation, values)
+    else:
+        partition_shard_map(edit, mapped, values)
+
+
+def _spec(edit: Edit, value: Value) -> PartitionSpec:
+    """The spec of an operand along all mesh axes; state comes replicated along those of the batch."""
+    shared = edit.shared
+    examples = [x if isinstance(x, Shard) and not x.is_state else REPLICATE for x in value.placements]
+    along_batch = spec_of(tuple(examples), shared.axes)
+    pairs = itertools.zip_longest(along_batch, shared.auto.of(value.var), fillvalue=())
+    entries = [canonical_entry((*entry_axes(entry), *others)) for entry, others in pairs]
+    return PartitionSpec(*entries[: len(shape_of(value.var))])

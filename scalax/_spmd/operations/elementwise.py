@@ -1,0 +1,56 @@
+"""Elementwise equations of blocks alike, as most equations of a step are: all of an optimizer, for example.
+
+They run on blocks as they are. The rules of all primitives (`op_rules`) give the same, and take longer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scalax._jax.equations import Literal, shape_of
+from scalax._spmd.editor import Edit
+from scalax._spmd.placements.repeated_forms import FORMS
+from scalax._spmd.placements.state_forms import NARROW, SAME_STATE
+
+
+def write_on_blocks_alike(edit: Edit, name: str, equation: Any) -> bool:
+    """Writes an equation if its operands are blocks of one shape in the same placements, and scalars.
+
+    Args:
+        edit: the jaxpr that is partitioned.
+        name: the name of its primitive, one of `op_rules.ON_ELEMENTS`.
+        equation: the equation.
+
+    Returns:
+        Whether it is such an equation.
+    """
+    first, origin, [var] = None, None, equation.outvars
+    for atom in equation.invars:
+        value = None if isinstance(atom, Literal) else edit.values[id(atom)]
+        if value is None or value.is_replicated:
+            if shape_of(atom) or (value is not None and value.is_zero):
+                return False
+        elif value.has_sum or value.is_zero or shape_of(atom) != shape_of(var):
+            return False
+        elif first is None:
+            first = value
+        elif value.placements != first.placements:
+            return False
+        if value is not None and origin is None:
+            origin = value.origin
+    if first is None:
+        return False
+    output = first.beside(var, edit.code.var(var, shape_of(first.atom)))
+    if output.is_state or name in SAME_STATE:
+        output.origin = origin
+    if output.is_state and name in NARROW:
+        output.narrow_maker = equation
+    if output.is_state and name in FORMS:
+        first.forms = (*first.forms, output)
+    edit.values[id(var)] = output
+    atoms = [
+        edit.code.literal(atom) if isinstance(atom, Literal) else edit.values[id(atom)].atom
+        for atom in equation.invars
+    ]
+    edit.eqns.append(edit.code.local(equation, atoms, [output.atom]))
+    return True

@@ -1,0 +1,1 @@
+"""Loops over layers that run as pipelines over an axis of stages."""

@@ -1,0 +1,110 @@
+"""Shardings that users say of values: along the batch axes these are conversions between placements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from scalax._jax.equations import Literal, is_on_device, shape_of, shardings_said
+from scalax._jax.manual import is_vacuous
+from scalax._jax.primitives import primitive_name
+from scalax._spmd.editor import Edit
+from scalax._spmd.placements.auto_axes import auto_spec
+from scalax._spmd.placements.layouts import state_placement
+from scalax._spmd.placements.placement import REPLICATE, Placement, Placements, Shard, shard_counts
+from scalax._spmd.values import CannotPartition, Value, is_replicated
+
+
+def constrain(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
+    """Defines the results of a constraint, or of ``jax.device_put``, as operands in other placements."""
+    if primitive_name(equation) == 'reshard':
+        if not is_vacuous(equation):
+            raise CannotPartition(equation, 'it changes the sharding in a type')
+        said = {}
+    else:
+        said = shardings_said(equation)[1]
+    for i, (var, value) in enumerate(zip(equation.outvars, values, strict=True)):
+        placements = value.placements
+        if not is_on_device(equation.invars[i]) and is_on_device(var):  # on devices, blocks may be exchanged
+            value = Value(var, placements, edit.move_memory(value.atom, var, equation), value.origin)
+        if i in said:
+            placements = placements_said(edit, equation, value, said[i], moves=not is_on_device(var))
+        atom = edit.convert(value, placements, equation)
+        if i in said:
+            atom = _constrained(edit, equation, atom, said[i])
+        if is_on_device(value.var) and not is_on_device(var):
+            atom = edit.move_memory(atom, var, equation)
+        edit.define(var, placements, atom).origin = value.origin
+
+
+def move_to(edit: Edit, equation: Any, value: Value, sharding: Any) -> None:
+    """Places a value as a sharding says, for all equations behind."""
+    edit.move(value, placements_said(edit, equation, value, sharding), equation)
+    value.atom = _constrained(edit, equation, value.atom, sharding)
+
+
+def _constrained(edit: Edit, equation: Any, atom: Any, sharding: Any) -> Any:
+    """Returns a block where a sharding says that it is along other mesh axes than those of the batch."""
+    sizes = edit.shared.auto.sizes
+    if not sizes or not hasattr(atom.aval, 'sharding') or isinstance(atom, Literal):
+        return atom
+    return edit.constrain_auto(auto_spec(sharding.spec, len(shape_of(atom)), sizes), atom, equation)
+
+
+def placements_said(
+    edit: Edit, equation: Any, value: Value, sharding: Any, *, moves: bool = False
+) -> Placements:
+    """Returns the placements that a sharding says of a value. What it leaves open stays.
+
+    Args:
+        edit: the jaxpr that is partitioned.
+        equation: the equation that says so.
+        value: the value.
+        sharding: the sharding.
+        moves: whether the equation moves the value to the memory that the sharding names.
+    """
+    if not isinstance(sharding, NamedSharding):
+        raise CannotPartition(equation, f'it places values by a {type(sharding).__name__}')
+    if sharding.memory_kind not in (None, 'device') and not moves:
+        raise CannotPartition(equation, 'it moves values between memories')
+    placements = of_spec(sharding.spec, edit.shared.mesh_axes, value.placements, value.shape, equation)
+    of_batch = edit.shared.batch_dims.placements(value.var, edit.shared.replicated)
+    if value.origin is not None and is_replicated(of_batch):  # state, which may be replicated so far
+        placements = tuple(map(state_placement, placements))
+    i = edit.shared.in_turn  # a layer in a pipeline runs on one microbatch, wherever it is
+    return placements if i is None else (*placements[:i], value.placements[i], *placements[i + 1 :])
+
+
+def of_spec(
+    spec: PartitionSpec,
+    mesh_axes: Mapping[str, int],
+    before: Placements,
+    shape: Sequence[int],
+    equation: Any = None,
+) -> Placements:
+    """Returns the placements that a spec says.
+
+    Args:
+        spec: the spec.
+        mesh_axes: the batch axes, from the major one to the minor one, and their sizes.
+        before: the placements where dimensions are left open.
+        shape: the shape of the value.
+        equation: the equation, for errors.
+    """
+    axes, entries = [*mesh_axes], [*spec, *[None] * (len(shape) - len(spec))]
+    open_dims = [dim for dim, entry in enumerate(entries) if entry is PartitionSpec.UNCONSTRAINED]
+    found: list[Placement] = [
+        x if open_dims and (not isinstance(x, Shard) or x.dim in open_dims) else REPLICATE for x in before
+    ]
+    for dim, entry in enumerate(entries):
+        names = entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
+        # Of several axes, the order of the mesh counts: the values are the same in any order.
+        for axis in [axes.index(name) for name in names if name in axes]:
+            is_state = isinstance(before[axis], Shard) and before[axis].is_state  # type: ignore[union-attr]
+            found[axis] = Shard(dim, is_state)
+    counts = shard_counts(tuple(found), [*mesh_axes.values()], len(shape))
+    if any(size % count for size, count in zip(shape, counts, strict=True)):
+        raise CannotPartition(equation, f'{spec} splits {tuple(shape)} into blocks of different sizes')
+    return tuple(found)

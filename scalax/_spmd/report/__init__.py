@@ -1,0 +1,1 @@
+"""What the partitioner tells: collectives with their reasons, and redundant work."""
