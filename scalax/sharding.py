@@ -21,7 +21,7 @@ from scalax.rules import (
 )
 
 if TYPE_CHECKING:
-    from scalax._spmd.report.collective_list import CollectiveRow
+    from scalax._spmd.report.collective_reasons import CollectiveRow
     from scalax._spmd.report.explain import PropagationReport, RedundantWork
     from scalax.explain import ShardingReport
 
@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
 
         return ShardingReport
     if name in ('CollectiveRow', 'PropagationReport', 'RedundantWork'):
-        from scalax._spmd.report.collective_list import explain as explained
+        from scalax._spmd.report import explain
 
-        return getattr(explained, name)
+        return getattr(explain, name)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

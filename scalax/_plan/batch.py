@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from scalax._report.tables import human_bytes, human_flops
-from scalax._spmd.report.collective_list import CollectiveRow
+from scalax._spmd.report.collective_reasons import CollectiveRow
 from scalax._spmd.report.explain import PropagationReport, RedundantWork, batch_text, gradient_lines
 from scalax.errors import plural
 

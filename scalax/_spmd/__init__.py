@@ -6,14 +6,15 @@ that is manual over these axes:
 
 - `step`: what `sjit` calls. It places arguments and results, and runs the partitioned jaxpr.
 - `rewrites`: algorithms that have to change before they run on blocks, one file each.
-- `partition`, with `editor`, `context`, `values` and `uses`: goes through the equations of a jaxpr once and
-  writes those of a device.
+- `partition`: goes through the equations of a jaxpr once and writes those of a device. `conversions` converts
+  values between placements: it uses gathers again, sends values in the dtypes of `options`, and lists each
+  collective. `editor`, `context`, `values` and `uses` hold what is known meanwhile.
 - `placements`: each value has a placement along each axis: `Shard`, `Replicate` or `Partial`. One table says
-  which placements each primitive takes and gives (`op_rules`). Collectives convert between them.
+  which placements each primitive takes and gives (`op_rules`).
 - `batch`: where the batch begins, and what a device takes of values that are replicated.
 - `operations`: sorts, tables, kernels, callbacks and others that have a way of their own to run on blocks.
 - `loops` and `pipelines`: calls, loops and branches; loops over examples, microbatches and layers.
-- `report`: the list of collectives with their reasons, and work that devices do redundantly.
+- `report`: the reasons of collectives, and work that devices do redundantly.
 
 What decides:
 

@@ -18,7 +18,7 @@ from scalax._jaxprs.dims import dims_of
 from scalax._spmd.batch.batch_dims import BatchDims
 from scalax._spmd.batch.batch_sources import batch_sources
 from scalax._spmd.options import DEFAULT, BatchPartitioning
-from scalax._spmd.placements.auto_axes import AutoAxes
+from scalax._spmd.placements.auto_shardings import AutoAxes
 from scalax._spmd.placements.collectives import Exchange
 from scalax._spmd.placements.layouts import Layout
 from scalax._spmd.placements.op_rules import Op, Strategy, strategy

@@ -31,7 +31,7 @@ from scalax._jaxprs.dims import ELEMENTWISE, RULES, reshaped
 from scalax._spmd.batch.batch_dims import sharded_part
 from scalax._spmd.batch.replicated_parts import has_parts
 from scalax._spmd.context import Shared
-from scalax._spmd.editor import NOT_ALONE, Edit
+from scalax._spmd.conversions import NOT_ALONE, Edit
 from scalax._spmd.loops.control_flow import partition_call, partition_cond, partition_scan, partition_while
 from scalax._spmd.operations.callbacks import CALLBACKS, inspect_placements, partition_callback
 from scalax._spmd.operations.cudnn_attention import ATTENTION, attention_along_auto_axes
@@ -43,7 +43,7 @@ from scalax._spmd.operations.pallas_kernels import kernel_along_auto_axes, kerne
 from scalax._spmd.operations.ragged_dot import sizes_in_block
 from scalax._spmd.operations.slices import MOST_SLICES, on_blocks
 from scalax._spmd.operations.user_shard_maps import partition_shard_map
-from scalax._spmd.placements.auto_axes import AutoAxes
+from scalax._spmd.placements.auto_shardings import AutoAxes
 from scalax._spmd.placements.layouts import Layout
 from scalax._spmd.placements.op_rules import ON_ELEMENTS, Op, Strategy, is_zero
 from scalax._spmd.placements.placement import REPLICATE, Partial, Placements, Shard, shard_counts

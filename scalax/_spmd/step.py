@@ -14,7 +14,7 @@ from scalax._jax.equations import opened, shape_of
 from scalax._jax.rewriting import run_as_one
 from scalax._spmd.options import DEFAULT, BatchPartitioning
 from scalax._spmd.partition import Partitioner
-from scalax._spmd.placements.auto_axes import NO_AXES, AutoAxes, AutoDims, auto_dims, auto_spec
+from scalax._spmd.placements.auto_shardings import NO_AXES, AutoAxes, AutoDims, auto_dims, auto_spec
 from scalax._spmd.placements.collectives import Collective
 from scalax._spmd.placements.layouts import Layout, state_placement
 from scalax._spmd.placements.placement import REPLICATE, Partial, Placements, spec_of
@@ -24,7 +24,7 @@ from scalax._spmd.rewrites.updated_stacks import hold_updated_stacks
 from scalax._spmd.values import REDUCED, SETTLED, Argument, is_replicated, replicated
 
 if TYPE_CHECKING:
-    from scalax._spmd.report.collective_list import CollectiveRow
+    from scalax._spmd.report.collective_reasons import CollectiveRow
     from scalax._spmd.report.redundant_work import Redundancy
 
 
@@ -91,14 +91,14 @@ class Step(NamedTuple):
     @property
     def rows(self) -> list[CollectiveRow]:
         """The list of its collectives."""
-        from scalax._spmd.report.collective_list import rows
+        from scalax._spmd.report.collective_reasons import rows
 
         return rows(self.collectives, self.work)
 
     @property
     def reasons(self) -> dict[int, str]:
         """Why each collective is there, by the numbers in the names of operations."""
-        from scalax._spmd.report.collective_list import reasons_of
+        from scalax._spmd.report.collective_reasons import reasons_of
 
         return reasons_of(self.collectives, self.work.of_examples)
 

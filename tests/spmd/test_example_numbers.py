@@ -8,7 +8,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from scalax._jax.equations import equations
-from scalax._spmd.rewrites.lookups_by_example import LOOKUPS, batch_example_numbers
+from scalax._spmd.rewrites.indices_by_example import LOOKUPS, batch_example_numbers
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 

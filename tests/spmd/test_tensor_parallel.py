@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from scalax._jax.equations import equations, manual_axes
-from scalax._spmd.placements.auto_axes import AutoAxes, auto_dims, auto_spec
+from scalax._spmd.placements.auto_shardings import AutoAxes, auto_dims, auto_spec
 from scalax.sharding import MeshShardingHelper, TreePathShardingRule
 from tests.support.partitioned import FSDP, TP, P, assert_equal, collectives, partitioned
 

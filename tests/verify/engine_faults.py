@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 from scalax._jax import kernels, manual
 from scalax._jaxprs import orders
-from scalax._spmd import editor as edit
+from scalax._spmd import conversions as edit
 from scalax._spmd.batch import replicated_parts as parts
-from scalax._spmd.editor import Edit
-from scalax._spmd.loops.control_flow import example_loops as apart
+from scalax._spmd.conversions import Edit
+from scalax._spmd.loops import example_loops as apart
 from scalax._spmd.operations import embedding_tables as tables
 from scalax._spmd.operations import local_sorts
 from scalax._spmd.operations import ragged_dot as ragged

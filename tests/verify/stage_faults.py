@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from scalax._jaxprs import rows as jaxpr_rows
-from scalax._spmd.pipelines.pipeline import pipeline as pipelines
+from scalax._spmd.pipelines import pipeline as pipelines
 from scalax._spmd.placements import op_rules
 from scalax._spmd.placements.op_rules import Op, Strategy
 from scalax._spmd.placements.placement import SUM

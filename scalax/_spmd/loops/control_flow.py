@@ -22,7 +22,7 @@ from scalax._jax.manual import remade, scan_counts
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.carry_accumulation import reductions_of
 from scalax._spmd.context import Shared
-from scalax._spmd.editor import Edit
+from scalax._spmd.conversions import Edit
 from scalax._spmd.loops.example_loops import axes_apart
 from scalax._spmd.loops.forward_results import finish_before
 from scalax._spmd.loops.microbatch_loops import stack_placements

@@ -13,7 +13,7 @@ from typing import Any
 
 from scalax._jax.equations import Literal, is_on_device, opened
 from scalax._jax.primitives import primitive_name
-from scalax._spmd.editor import Edit
+from scalax._spmd.conversions import Edit
 from scalax._spmd.values import Value
 
 # What takes a term of a sum, and makes a term of it.

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from scalax._jax.equations import is_ordered, shape_of, takes_blocks, told
 from scalax._jax.manual import callbacks_nest
 from scalax._jax.rewriting import run_equation
-from scalax._spmd.editor import Edit
+from scalax._spmd.conversions import Edit
 from scalax._spmd.placements.placement import REPLICATE, Partial, spec_of
 from scalax._spmd.values import CannotPartition, Value
 

@@ -16,7 +16,7 @@ from scalax._jax import kernels
 from scalax._jax.equations import shape_of, size_of
 from scalax._jax.manual import ManualCode
 from scalax._spmd.operations.pallas_kernels import in_shard_map
-from scalax._spmd.placements.auto_axes import AutoAxes
+from scalax._spmd.placements.auto_shardings import AutoAxes
 from scalax._spmd.placements.placement import REPLICATE, SUM, Placement, Shard
 from scalax._tree.specs import canonical_entry
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from scalax._jax.custom_partitioning import mapped_over_blocks
 from scalax._jax.equations import annotated, shape_of
-from scalax._spmd.editor import Edit
+from scalax._spmd.conversions import Edit
 from scalax._spmd.loops.control_flow import argument_of, partition_call
 from scalax._spmd.operations.user_shard_maps import partition_shard_map
 from scalax._spmd.placements.placement import REPLICATE, Shard, spec_of

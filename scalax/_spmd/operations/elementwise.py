@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from scalax._jax.equations import Literal, shape_of
-from scalax._spmd.editor import Edit
+from scalax._spmd.conversions import Edit
 from scalax._spmd.placements.repeated_forms import FORMS
 from scalax._spmd.placements.state_forms import NARROW, SAME_STATE
 

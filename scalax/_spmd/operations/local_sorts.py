@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from scalax._jax.equations import opened, ragged_dim, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jaxprs.orders import block_of
-from scalax._spmd.editor import Edit
+from scalax._spmd.conversions import Edit
 from scalax._spmd.placements.placement import REPLICATE, Placements, Shard
 from scalax._spmd.values import Value
 

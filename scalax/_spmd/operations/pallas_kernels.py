@@ -19,7 +19,7 @@ from scalax._jax.equations import shape_of
 from scalax._jax.manual import ManualCode
 from scalax._jax.rewriting import bound
 from scalax._jaxprs.dims import Axes
-from scalax._spmd.placements.auto_axes import AutoAxes
+from scalax._spmd.placements.auto_shardings import AutoAxes
 from scalax._spmd.placements.placement import REPLICATE, Placement, Shard
 from scalax._tree.specs import canonical_entry
 

@@ -16,7 +16,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from scalax._jax.equations import manual_axes, mapped, mapped_inputs, mapped_mesh, mapped_outputs, shape_of
-from scalax._spmd.editor import Edit
+from scalax._spmd.conversions import Edit
 from scalax._spmd.placements.layouts import Layout
 from scalax._spmd.placements.placement import REPLICATE, Placement, Placements, Shard, Step, shard_counts
 from scalax._spmd.values import Argument, CannotPartition, MappedBlocks, Value

@@ -28,7 +28,7 @@ from scalax._jax.equations import CALLS, loop_of, opened, scan_options
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import replaced, run_as_one, seen_through
 from scalax._jaxprs.interpreter import LoopFacts
-from scalax._spmd.editor import Edit
+from scalax._spmd.conversions import Edit
 from scalax._spmd.pipelines.layer_groups import exchanged
 from scalax._spmd.pipelines.summary import at_turn, sending
 from scalax._spmd.placements.layouts import Layout, Shifted, layout_at

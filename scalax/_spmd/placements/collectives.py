@@ -1,4 +1,4 @@
-"""Collectives: the equations that convert a value from its placements to others, and the list of them."""
+"""Collectives along the batch axes, within the shards of Auto axes: their equations, and their list."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from scalax._jax.equations import Literal
 from scalax._jax.primitives import primitive_name
 
 if TYPE_CHECKING:
-    from scalax._spmd.editor import Edit
+    from scalax._spmd.conversions import Edit
 
 FORMS = frozenset(('convert_element_type', 'transpose'))
 """The primitives that make them."""

@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from scalax._jax.equations import Literal, is_on_device, shape_of, shardings_said
 from scalax._jax.manual import is_vacuous
 from scalax._jax.primitives import primitive_name
-from scalax._spmd.editor import Edit
-from scalax._spmd.placements.auto_axes import auto_spec
+from scalax._spmd.conversions import Edit
+from scalax._spmd.placements.auto_shardings import auto_spec
 from scalax._spmd.placements.layouts import state_placement
 from scalax._spmd.placements.placement import REPLICATE, Placement, Placements, Shard, shard_counts
 from scalax._spmd.values import CannotPartition, Value, is_replicated

@@ -25,7 +25,7 @@ from scalax._report.blocks import (
 )
 from scalax._report.shown import Shown
 from scalax._report.tables import array_text, human_bytes, human_flops
-from scalax._spmd.report.collective_list import CollectiveRow, rows
+from scalax._spmd.report.collective_reasons import CollectiveRow, rows
 from scalax._spmd.report.redundant_work import Of
 from scalax._spmd.step import Step
 from scalax._tree.specs import axis_sizes_text

@@ -14,10 +14,10 @@ from scalax._jax.primitives import primitive_name
 from scalax._spmd.rewrites.composite_operations import OPENED, open_operations
 from scalax._spmd.rewrites.distributed_matrices import MATRIX_PRIMITIVES, distribute_matrices
 from scalax._spmd.rewrites.facts import StepFacts as StepFacts
-from scalax._spmd.rewrites.flat_sorts import flatten_sorts
 from scalax._spmd.rewrites.flattened_reductions import FLATTENING, reduce_unflattened
 from scalax._spmd.rewrites.indexed_loops import stack_examples
-from scalax._spmd.rewrites.lookups_by_example import LOOKUPS, batch_example_numbers
+from scalax._spmd.rewrites.indices_by_example import LOOKUPS, batch_example_numbers
+from scalax._spmd.rewrites.inlined_sorts import flatten_sorts
 
 Rewrite = Callable[[Any, StepFacts], Any]
 REWRITES: tuple[tuple[frozenset[str], Rewrite], ...] = (

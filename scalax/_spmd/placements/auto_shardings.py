@@ -1,9 +1,9 @@
-"""Mesh axes other than those of the batch: they stay Auto inside, and the compiler partitions along them.
+"""Shardings of values along the mesh axes that are not of the batch, such as tensor parallelism.
 
-Where devices gather or scatter blocks of a value along the axes of the batch, the compiler would gather the
-value along all other axes first. So an exchange is written for blocks along these axes too, and has to know
-along which of them the value is sharded: state as its spec says, and what is computed of state as the
-dimensions that its own ones come from.
+These axes stay Auto, and the compiler partitions along them. It would gather a value along all of them before
+devices gather or scatter its blocks along the axes of the batch; so `collectives` exchanges blocks of both,
+and needs to know which Auto axes shard which dimension: of state as its spec says, and of what is computed of
+state as the dimensions that its dimensions come from.
 """
 
 from __future__ import annotations

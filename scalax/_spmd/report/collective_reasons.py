@@ -1,4 +1,4 @@
-"""What the partitioner wrote: the collectives, each with its reason, and what they send."""
+"""Reasons of collectives: the rows of a report, each with its reason, line, bytes and count."""
 
 from __future__ import annotations
 
