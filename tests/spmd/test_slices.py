@@ -15,7 +15,7 @@ GATHERED = {'all_gather state gathered for dot_general': 1}
 
 SENT = {'all_reduce examples moved for slice': 1}
 ALL = {'all_gather examples gathered for slice': 1}
-PRODUCT = {'all_reduce sum over examples for a result': 1}
+PRODUCT = {'all_reduce sum over blocks of state for a result': 1}
 # Of each program what it sends if devices have blocks of examples, and if they have blocks of features.
 PROGRAMS = {
     'first': (lambda w, x: (x @ w)[0], GATHERED | SENT, {'all_reduce sum over examples for a result': 1}),
