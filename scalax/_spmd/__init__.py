@@ -13,7 +13,8 @@ that is manual over these axes:
   which placements each primitive takes and gives (`op_rules`).
 - `batch`: where the batch begins, and what a device takes of values that are replicated.
 - `operations`: sorts, tables, kernels, callbacks and others that have a way of their own to run on blocks.
-- `loops` and `pipelines`: calls, loops and branches; loops over examples, microbatches and layers.
+- `loops`: calls, loops and branches, and loops over examples and microbatches. `pipelines` runs the loops
+  over layers that `scalax._stages` finds.
 - `report`: the reasons of collectives, and work that devices do redundantly.
 
 What decides:

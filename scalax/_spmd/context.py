@@ -124,7 +124,7 @@ class Shared:
         return other
 
     def reduced(self, placements: Placements, layout: Layout | None, *, held: bool = False) -> Placements:
-        """Returns placements whose sums are reduced, as by `wanted.reduced`; those of microbatches stay."""
+        """Returns placements whose sums are reduced, but for sums over microbatches."""
         after, i = reduced(placements, layout, held=held), self.in_turn
         if i is None or not isinstance(placements[i], Partial):
             return after
