@@ -72,6 +72,11 @@ def is_on_device(atom: Any) -> bool:
     return memory_space(atom.aval) in (None, jax.memory.Space.Device)
 
 
+def is_same_operation(a: Any, b: Any) -> bool:
+    """Whether two equations apply one primitive with equal parameters."""
+    return a.primitive is b.primitive and a.params == b.params
+
+
 def name_stack(equation: Any) -> str:
     """The scopes and transformations around an equation.
 

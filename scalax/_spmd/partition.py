@@ -177,7 +177,7 @@ class _Partitioning(Edit):
 
     def _equation(self, equation: Any) -> None:
         name = primitive_name(equation)
-        if name in FORMS and is_form_again(self, name, equation):
+        if name in FORMS and is_form_again(self, equation):
             return
         if name in ON_ELEMENTS and not self.on_rows and write_on_blocks_alike(self, name, equation):
             return

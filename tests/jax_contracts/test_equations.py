@@ -361,6 +361,16 @@ def test_names_of_arguments() -> None:
         assert [*of.argument_names(jaxpr)] == ["tree['w']", 'x']
 
 
+def test_equal_operations_have_equal_parameters() -> None:
+    def casts(x: Any) -> Any:
+        return x.astype(jnp.bfloat16), x.astype(jnp.bfloat16), x.astype(jnp.float16)
+
+    with contract('gives equal casts equal parameters', 'to gather a weight once for both'):
+        first, second, other = of.equations(jax.make_jaxpr(casts)(X))
+        assert of.is_same_operation(first, second)
+        assert not of.is_same_operation(first, other)
+
+
 def test_transformations_are_in_the_name_stack() -> None:
     def loss(x: Any) -> Any:
         with jax.named_scope('layer'):

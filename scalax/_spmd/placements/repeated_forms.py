@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from scalax._jax.equations import Literal
-from scalax._jax.primitives import primitive_name
+from scalax._jax.equations import Literal, is_same_operation
 
 if TYPE_CHECKING:
     from scalax._spmd.conversions import Edit
@@ -14,21 +13,19 @@ FORMS = frozenset(('convert_element_type', 'transpose'))
 """The primitives that make them."""
 
 
-def is_form_again(edit: Edit, name: str, equation: Any) -> bool:
+def is_form_again(edit: Edit, equation: Any) -> bool:
     """Names a cast or a transpose of state after the same one before it, so that one gather serves both.
 
     Args:
         edit: the jaxpr that is partitioned.
-        name: the name of its primitive, one of `FORMS`.
-        equation: the equation.
+        equation: the equation, of one of `FORMS`.
 
     Returns:
         Whether there is one before it.
     """
     [atom], [var] = equation.invars, equation.outvars
     for form in () if isinstance(atom, Literal) else edit.values[id(atom)].forms:
-        maker = form.narrow_maker
-        if primitive_name(maker) == name and maker.params == equation.params:
+        if is_same_operation(form.narrow_maker, equation):
             edit.alias(var, form)
             return True
     return False

@@ -173,7 +173,7 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
             >>> layer = helper.sjit(lambda w, x: jnp.tanh(x @ w), in_shardings=rules)
             >>> report = layer.explain_propagation(jnp.ones((8, 16)), jnp.ones((32, 8)))
             >>> [(row.kind, row.reason, row.array) for row in report.collectives]
-            [('all_gather', 'weight args[0] for dot_general', 'float32[8,16]')]
+            [('all_gather', 'weight w for dot_general', 'float32[8,16]')]
         """
         return self._dispatcher.explain_propagation(self._flatten(args, kwargs))
 
