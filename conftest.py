@@ -1,6 +1,6 @@
 """What every pytest run needs, of the tests as of the doctests in scalax/: eight simulated devices.
 
-It lies at the top so that `pytest --doctest-modules scalax/_mesh/meshes.py` finds it too.
+It lies at the top so that `pytest --doctest-modules scalax/_core/mesh/meshes.py` finds it too.
 """
 
 import atexit

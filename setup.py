@@ -76,7 +76,7 @@ setup(
     license_files=['LICENSE'],
     python_requires='>=3.11',
     packages=find_packages(include=['scalax', 'scalax.*']),
-    package_data={'scalax': ['py.typed', '_report/assets/*']},
+    package_data={'scalax': ['py.typed', '_core/render/assets/*']},
     install_requires=['jax>=0.10', 'numpy'],
     extras_require=EXTRAS,
     entry_points={'console_scripts': ['scalax = scalax.__main__:run']},

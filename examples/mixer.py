@@ -1,4 +1,4 @@
-"""An MLP-Mixer, written for one device: a model that no table of sharding rules knows (docs/found.md).
+"""An MLP-Mixer for one device: a model that no table of sharding rules knows (docs/auto_sharding.md).
 
 Usage: ``python -m scalax find examples/mixer.py:make_step --topology v5e:2x4 --batch 1 --donate 0``.
 

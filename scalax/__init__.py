@@ -8,7 +8,7 @@ Importing scalax touches no device and changes no global state of JAX.
 """
 
 from scalax import errors, sharding, utils
-from scalax._transforms.microbatch import microbatch
+from scalax._compile.microbatch import microbatch
 from scalax._version import __version__
 
 __all__ = ['__version__', 'errors', 'microbatch', 'sharding', 'utils']

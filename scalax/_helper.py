@@ -14,33 +14,33 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from scalax._hostdata import batch_layout, broadcast, to_global, to_local, transfer
-from scalax._hostdata.prefetch import Prefetch
-from scalax._mesh import meshes, topologies
+from scalax._compile import shard_map
+from scalax._compile.shard_map import REQUIRED
+from scalax._compile.sjit.function import reject_unknown_options, sjit
+from scalax._core.context import active_helper, constraints
+from scalax._core.mesh import meshes, topologies
+from scalax._core.pytree.partition_specs import MeshAxes
+from scalax._core.pytree.paths import dtype_on_devices, is_weak
+from scalax._core.util.lru_cache import LRUCache
+from scalax._core.util.renamed_keywords import renamed
+from scalax._data.host import batch_layout, broadcast, global_batch, local_batch, transfer
+from scalax._data.host.prefetch import Prefetch
 from scalax._spmd.options import BatchPartitioning, checked_partitioning
-from scalax._stages.stages import Stages
-from scalax._trace import constraints, contexts
-from scalax._transforms import shard_map
-from scalax._transforms.shard_map import REQUIRED
-from scalax._transforms.sjit.function import reject_unknown_options, sjit
-from scalax._tree.paths import dtype_on_devices, is_weak
-from scalax._tree.specs import MeshAxes
-from scalax._util.lru_cache import LRUCache
-from scalax._util.renamed_keywords import renamed
+from scalax._spmd.pipelines.config import Stages
 from scalax.errors import checked_flag
 from scalax.rules import RuleLike
-from scalax.rules._idle import warned
 from scalax.rules._indivisible import OnIndivisible, checked_policy
 from scalax.rules._resolve import Resolution, ResolveMode, resolve
+from scalax.rules._unused_rules import warned
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from scalax._plan.plan import Plan
-    from scalax._reshard.names import NameMapping
-    from scalax._transforms.calls.shardings import OnMismatch
-    from scalax._transforms.sjit.function import SjitFunction, SjitOptions
-    from scalax._verify.verified import Verified
+    from scalax._compile.call.resolve_arguments import OnMismatch
+    from scalax._compile.sjit.function import SjitFunction, SjitOptions
+    from scalax._data.reshard.leaf_mapping import NameMapping
+    from scalax._planning.report.plan import Plan
+    from scalax._verification.report import Verified
     from scalax.explain import ShardingReport
     from scalax.visualize import Visualization
 
@@ -137,7 +137,7 @@ class MeshShardingHelper:
         self._on_indivisible = checked_policy(on_indivisible)
         self._follow_batch = checked_flag('follow_batch', follow_batch)
         self._partitioning = checked_partitioning(partitioning)
-        self._contexts: LRUCache[contexts.Context, contexts.Context] = LRUCache()
+        self._contexts: LRUCache[active_helper.Context, active_helper.Context] = LRUCache()
 
     @classmethod
     def from_mesh(
@@ -337,7 +337,7 @@ class MeshShardingHelper:
             >>> moved['w'].dtype.name, moved['w'].sharding.spec
             ('bfloat16', P(None, 'tp'))
         """
-        from scalax._reshard.run import reshard
+        from scalax._data.reshard.run import reshard
 
         return reshard(self, tree, rules, mapping, dtype, donate, memory)
 
@@ -441,7 +441,7 @@ class MeshShardingHelper:
             on_mismatch: an argument that is committed to another sharding is an ``'error'``, or is
                 moved at every such call (``'reshard'``).
             stages: the mesh axis that holds layers in stages, and the number of microbatches: loops over
-                layers that are sharded over this axis run as pipelines (docs/stages.md).
+                layers that are sharded over this axis run as pipelines (docs/pipeline_parallelism.md).
             partitioning: the dtypes in which weights are gathered and gradients reduced, and when
                 (docs/partitioning.md); None takes that of the helper.
             **jit_kwargs: further options of ``jax.jit``, such as ``compiler_options``.
@@ -692,7 +692,7 @@ class MeshShardingHelper:
             >>> [(row.kind, row.axes, row.count, row.bytes) for row in helper.plan(step, w, x).collectives]
             [('all-gather', ('fsdp',), 1, 8192)]
         """
-        from scalax._plan.make import make_plan, reject_misspelt, reject_own_argument
+        from scalax._planning.report.make_plan import make_plan, reject_misspelt, reject_own_argument
 
         reject_misspelt(fun, kwargs, ['quick'], 'plan')
         if quick is not None:
@@ -755,8 +755,8 @@ class MeshShardingHelper:
             >>> verified.ok, verified.first.primitive
             (False, 'shard_map')
         """
-        from scalax._plan.make import reject_misspelt, reject_own_argument
-        from scalax._verify.verify import verify
+        from scalax._planning.report.make_plan import reject_misspelt, reject_own_argument
+        from scalax._verification.verify import verify
 
         given = {'seeds': seeds, 'steps': steps, 'config': config, 'inside': inside}
         reject_misspelt(fun, kwargs, given, 'verify')
@@ -816,8 +816,8 @@ class MeshShardingHelper:
         meshes.require_devices(self._mesh, 'local_data_to_global_array')
         checked_flag('check', check)
         checked_flag('check_replicas', check_replicas)
-        options = to_global.BatchOptions(self.mesh, batch_axis, mesh_axis_subset, rows)
-        return to_global.local_data_to_global_array(options, tree, check, check_replicas)
+        options = global_batch.BatchOptions(self.mesh, batch_axis, mesh_axis_subset, rows)
+        return global_batch.local_data_to_global_array(options, tree, check, check_replicas)
 
     def prefetch(
         self,
@@ -858,7 +858,7 @@ class MeshShardingHelper:
         """
         meshes.require_devices(self._mesh, 'prefetch')
         checked_flag('check', check)
-        options = to_global.BatchOptions(self.mesh, batch_axis, mesh_axis_subset, rows)
+        options = global_batch.BatchOptions(self.mesh, batch_axis, mesh_axis_subset, rows)
         return Prefetch(iterable, options, size, check)
 
     def process_rows(
@@ -909,7 +909,7 @@ class MeshShardingHelper:
         Raises:
             DataError: leaves without such a share; all of them are named, on every process.
         """
-        return to_local.global_array_to_local_data(tree, batch_axis, rows)
+        return local_batch.global_array_to_local_data(tree, batch_axis, rows)
 
     def broadcast_from(self, process: int, tree: Tree) -> Tree:
         """Gives every process the values that one of them has.
@@ -939,31 +939,31 @@ class MeshShardingHelper:
 
     def get_context(
         self, annotation_shardings: Mapping[str, RuleLike] | None = None
-    ) -> contexts.ActiveHelper:
+    ) -> active_helper.ActiveHelper:
         """A context manager in which this helper is active, as it is inside `sjit`; on Explicit axes a
         plain ``jax.jit`` in it also needs ``jax.set_mesh(helper.mesh)``.
 
         Args:
             annotation_shardings: annotation name -> rule; bindings outside are inherited.
         """
-        return contexts.ActiveHelper(self, self._contexts, annotation_shardings)
+        return active_helper.ActiveHelper(self, self._contexts, annotation_shardings)
 
     @classmethod
     def get_global_mesh_helper(cls) -> MeshShardingHelper | None:
         """The helper that is active in this thread, or None."""
-        context = contexts.current()
+        context = active_helper.current()
         return cast('MeshShardingHelper', context.helper) if context else None
 
     @classmethod
     def get_global_mesh(cls) -> Mesh | None:
         """The mesh of the active helper, or None."""
-        context = contexts.current()
+        context = active_helper.current()
         return context.helper.mesh if context else None
 
     @classmethod
     def get_global_annotation_shardings(cls) -> dict[str, RuleLike] | None:
         """The annotation bindings in force, inherited ones included; None without an active helper."""
-        context = contexts.current()
+        context = active_helper.current()
         return context.rules() if context else None
 
     # `help` orders what is in a class by `_fields`, and by name without it.

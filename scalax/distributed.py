@@ -23,13 +23,13 @@ from types import FrameType
 import jax
 from jax.experimental import multihost_utils
 
-from scalax._channel.secret import COMMAND, VARIABLE, names_loopback, secret_of
-from scalax._channel.session import Session, new_nonce
-from scalax._hostdata import collectives, exits
-from scalax._jax import messages
-from scalax._util.progress import repeated
-from scalax._watch.state import ENDING, at_step, last
-from scalax._watch.watch import Watch, own_address
+from scalax._core.channel.secret import COMMAND, VARIABLE, names_loopback, secret_of
+from scalax._core.channel.session import Session, new_nonce
+from scalax._core.util.progress import repeated
+from scalax._data.host import exits, process_collectives
+from scalax._diagnostics.watchdog.state import ENDING, at_step, last
+from scalax._diagnostics.watchdog.watch import Watch, own_address
+from scalax._jax import error_texts
 from scalax.errors import ArgumentError
 
 __all__ = ['PREEMPTED', 'initialize', 'should_stop']
@@ -167,7 +167,7 @@ def initialize(
                 shutdown_timeout_seconds=shutdown_timeout,
             )
     except ValueError as error:
-        if not messages.lacks_cluster(error):
+        if not error_texts.lacks_cluster(error):
             raise
         if not given.nothing:
             raise ArgumentError(_half(given)) from None
@@ -183,7 +183,7 @@ def initialize(
     except RuntimeError as error:
         # Too late to join, but there is nobody to join. A TPU may be part of a pod without any variable that
         # tells.
-        if not unknown or not messages.is_late(error) or jax.default_backend() == 'tpu':
+        if not unknown or not error_texts.is_late(error) or jax.default_backend() == 'tpu':
             raise
     exits.settings.seconds = shutdown_timeout
     if step_timeout != 0 and jax.distributed.is_initialized():
@@ -244,7 +244,9 @@ def _agree_and_watch(unwatched: _Unwatched) -> None:
         offer = {'address': address, 'nonce': nonce, 'proof': _proof(unwatched.secret, nonce)}
         offer['secret'] = '' if unwatched.secret else secrets.token_hex()
     with jax.transfer_guard('allow'):  # whatever the training loop allows itself
-        text = collectives.broadcast_bytes(collectives.all_processes(), 0, json.dumps(offer).encode())
+        text = process_collectives.broadcast_bytes(
+            process_collectives.all_processes(), 0, json.dumps(offer).encode()
+        )
     offer = json.loads(text)
     if offer['proof'] != _proof(unwatched.secret, offer['nonce']):
         _log.warning(

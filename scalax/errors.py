@@ -39,7 +39,7 @@ import types
 import warnings
 from collections.abc import Iterable, Sequence
 
-from scalax._util.folding import MOST_RUNS, Fold, fold, times
+from scalax._core.util.folding import MOST_RUNS, Fold, fold, times
 
 _SHOWN = 10
 _LONGEST = 120  # characters of a rule in a message

@@ -1,24 +1,24 @@
 """Plans: memory, communication and time of a step before any run; searches for the best mesh and rule."""
 
-from scalax._find import Found, FoundGroup, FoundMesh, find
-from scalax._plan.buffers import Buffer
-from scalax._plan.collective_runs import KINDS
-from scalax._plan.collectives import Collective
-from scalax._plan.flops import Flops, count_flops, count_model_flops
-from scalax._plan.formulas import Counted
-from scalax._plan.hardware import HARDWARE, Hardware
-from scalax._plan.hlo_cost import Work
-from scalax._plan.host_moves import HostMoves
-from scalax._plan.make import make_plan
-from scalax._plan.memory import Memory
-from scalax._plan.plan import Plan
-from scalax._plan.provenance import Source
-from scalax._plan.roofline import Communication, Phase, Roofline, Seconds
-from scalax._plan.schedule import Kernel, Schedule, Span
-from scalax._plan.scopes import ScopeRuns, ScopeWork
-from scalax._plan.torus import Line, Place
-from scalax._reshard.plan import ReshardPlan, plan_reshard
-from scalax._search import Candidate, Search, search
+from scalax._data.reshard.plan import ReshardPlan, plan_reshard
+from scalax._planning.autoshard import Found, FoundGroup, FoundMesh, find
+from scalax._planning.cost.buffers import Buffer
+from scalax._planning.cost.collective_instances import KINDS
+from scalax._planning.cost.collectives import Collective
+from scalax._planning.cost.device_cost import Work
+from scalax._planning.cost.flops import Flops, count_flops, count_model_flops
+from scalax._planning.cost.host_transfers import HostMoves
+from scalax._planning.cost.memory import Memory
+from scalax._planning.hardware.specs import HARDWARE, Hardware
+from scalax._planning.hardware.torus import Line, Place
+from scalax._planning.mesh_search import Candidate, Search, search
+from scalax._planning.program.counting import Counted
+from scalax._planning.program.module_scopes import ScopeRuns, ScopeWork
+from scalax._planning.program.provenance import Source
+from scalax._planning.report.make_plan import make_plan
+from scalax._planning.report.plan import Plan
+from scalax._planning.time.roofline import Communication, Phase, Roofline, Seconds
+from scalax._planning.time.schedule import Kernel, Schedule, Span
 from scalax._spmd.pipelines.summary import PipelinedLoop
 
 __all__ = [

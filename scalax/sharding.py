@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from scalax._compile.sjit.function import SjitFunction
+from scalax._core.context.constraints import with_sharding_annotation, with_sharding_constraint
+from scalax._data.host.prefetch import Prefetch
 from scalax._helper import MeshShardingHelper
-from scalax._hostdata.prefetch import Prefetch
 from scalax._spmd.options import BatchPartitioning
-from scalax._stages.stages import Stages
-from scalax._trace.constraints import with_sharding_annotation, with_sharding_constraint
-from scalax._transforms.sjit.function import SjitFunction
+from scalax._spmd.pipelines.config import Stages
 from scalax.rules import (
     FSDPShardingRule,
     LogicalAxisShardingRule,

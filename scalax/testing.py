@@ -8,17 +8,17 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
+from scalax._compile.call.placement_errors import describe_difference
+from scalax._compile.call.signature import name_of
+from scalax._compile.sjit.function import owner_of
+from scalax._core.context.active_helper import MeshOwner
+from scalax._core.pytree.paths import NamedTree
 from scalax._jax.events import compilations_of
-from scalax._plan.collective_runs import KINDS
-from scalax._plan.formulas import Counted
-from scalax._plan.make import make_plan
-from scalax._trace.contexts import MeshOwner
-from scalax._transforms.calls.errors import describe_difference
-from scalax._transforms.calls.signature import name_of
-from scalax._transforms.sjit.function import owner_of
-from scalax._tree.paths import NamedTree
-from scalax._verify.verified import Argument, Difference, FirstDifference, Retry, Verified
-from scalax._verify.verify import verify
+from scalax._planning.cost.collective_instances import KINDS
+from scalax._planning.program.counting import Counted
+from scalax._planning.report.make_plan import make_plan
+from scalax._verification.report import Argument, Difference, FirstDifference, Retry, Verified
+from scalax._verification.verify import verify
 from scalax.errors import ArgumentError, did_you_mean, plural, shown, shown_leaves
 from scalax.rules import RuleLike
 from scalax.rules._resolve import resolve

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalax._mesh.topologies import quiet_libtpu
-from scalax._tree.paths import key_string, path_string
+from scalax._core.mesh.topologies import quiet_libtpu
+from scalax._core.pytree.paths import key_string, path_string
 from scalax.errors import ArgumentError, RuleError, did_you_mean
 
 __all__ = [

@@ -146,7 +146,7 @@ def chosen_mutants(count: int, seed: int) -> list[Mutant]:
 
 
 def room_of(file: str) -> str:
-    """scalax/_transforms/sjit/trace.py -> tests/transforms/sjit; scalax/errors.py -> tests/test_errors."""
+    """scalax/_compile/sjit/trace.py -> tests/compile/sjit; scalax/errors.py -> tests/test_errors."""
     *folders, name = file.removesuffix('.py').split('/')[1:]
     inside = [folder.removeprefix('_') for folder in folders] or ['test_' + name.lstrip('_')]
     return '/'.join(['tests', *inside])

@@ -38,9 +38,9 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 import jax
 
 from benchmarks.published.decoder import has_cudnn
-from scalax._mesh.gpu_topologies import installed_plugins
-from scalax._plan.compilation import LIBRARIES
-from scalax._plan.schedule import MODELLED
+from scalax._core.mesh.gpu_topologies import installed_plugins
+from scalax._planning.compiler.compilation import LIBRARIES
+from scalax._planning.time.schedule import MODELLED
 from scalax.plan import make_plan
 from tests.support import executable_reader, gpu_programs
 from tests.support.executable_reader import Counts

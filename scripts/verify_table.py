@@ -1,4 +1,4 @@
-"""Verifies each step of the catalogue of faults, and writes what the reports say: docs/faults.md.
+"""Verifies each step of the catalogue of faults, and writes docs/verification_coverage.md from the reports.
 
 With --check it writes nothing, and fails where a fault is not found or the page has another list of them.
 """
@@ -20,10 +20,10 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 import jax
 
 from scalax.testing import Verified
-from tests.verify.faults import FAULTS, SOUND, Fault
+from tests.verification.faults import FAULTS, SOUND, Fault
 
 _ROOT = Path(__file__).parents[1]
-_PAGE = _ROOT / 'docs' / 'faults.md'
+_PAGE = _ROOT / 'docs' / 'verification_coverage.md'
 _HEAD = """\
 # Faults that verify finds
 

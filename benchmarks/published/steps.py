@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.published.decoder import AXES, ROWS, Decoder, Recomputed, has_cudnn, training_step
-from scalax._plan.schedule import CUDNN
+from scalax._planning.time.schedule import CUDNN
 from scalax.plan import HARDWARE, Hardware, Plan
 from scalax.sharding import MeshShardingHelper
 

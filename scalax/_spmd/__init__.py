@@ -14,7 +14,7 @@ that is manual over these axes:
 - `batch`: where the batch begins, and what a device takes of values that are replicated.
 - `operations`: sorts, tables, kernels, callbacks and others that have a way of their own to run on blocks.
 - `loops`: calls, loops and branches, and loops over examples and microbatches. `pipelines` runs the loops
-  over layers that `scalax._stages` finds.
+  over layers that `find_pipelines` finds.
 - `report`: the reasons of collectives, and work that devices do redundantly.
 
 What decides:

@@ -11,10 +11,10 @@ from typing import Any, Self
 from jax.sharding import AbstractMesh
 
 from scalax._jax.equations import Literal, shape_of
-from scalax._jax.manual import ManualCode
+from scalax._jax.manual_axes import ManualCode
 from scalax._jax.primitives import primitive_name
-from scalax._jaxprs.dependence import Dependence
-from scalax._jaxprs.dims import dims_of
+from scalax._jaxpr.batch_dependence import Dependence
+from scalax._jaxpr.dim_rules import dims_of
 from scalax._spmd.batch.batch_dims import BatchDims
 from scalax._spmd.batch.batch_sources import batch_sources
 from scalax._spmd.options import DEFAULT, BatchPartitioning

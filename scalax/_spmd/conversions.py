@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from scalax._jax.equations import is_on_device, shape_of, size_of
-from scalax._jax.manual import local_params
+from scalax._jax.manual_axes import local_params
 from scalax._jax.primitives import primitive_name
 from scalax._spmd.batch.replicated_parts import part_function, part_operands
 from scalax._spmd.editor import Editor
@@ -30,7 +30,7 @@ from scalax._spmd.placements.placement import (
     local_shape,
     redistribute,
 )
-from scalax._spmd.placements.state_forms import is_gathered_as_operands
+from scalax._spmd.placements.state_casts import is_gathered_as_operands
 from scalax._spmd.values import (
     CannotPartition,
     Origin,

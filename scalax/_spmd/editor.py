@@ -10,7 +10,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from scalax._jax.equations import Literal, opened, shape_of
-from scalax._jax.manual import is_backward
+from scalax._jax.manual_axes import is_backward
 from scalax._jax.rewriting import constants_of
 from scalax._jax.tracing import memory_space
 from scalax._spmd.context import Shared

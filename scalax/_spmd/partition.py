@@ -24,10 +24,10 @@ from scalax._jax.equations import (
     takes_arrays,
     takes_refs,
 )
-from scalax._jax.manual import HAVE_SIZES, local_params, remade, with_inner
+from scalax._jax.manual_axes import HAVE_SIZES, local_params, remade, with_inner
 from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jax.rewriting import with_results
-from scalax._jaxprs.dims import ELEMENTWISE, RULES, reshaped
+from scalax._jaxpr.dim_rules import ELEMENTWISE, RULES, reshaped
 from scalax._spmd.batch.batch_dims import sharded_part
 from scalax._spmd.batch.replicated_parts import has_parts
 from scalax._spmd.context import Shared
@@ -47,8 +47,8 @@ from scalax._spmd.placements.auto_shardings import AutoAxes
 from scalax._spmd.placements.layouts import Layout
 from scalax._spmd.placements.op_rules import ON_ELEMENTS, Op, Strategy, is_zero
 from scalax._spmd.placements.placement import REPLICATE, Partial, Placements, Shard, shard_counts
-from scalax._spmd.placements.repeated_forms import FORMS, is_form_again
-from scalax._spmd.placements.state_forms import NARROW, SAME_STATE
+from scalax._spmd.placements.repeated_casts import FORMS, is_form_again
+from scalax._spmd.placements.state_casts import NARROW, SAME_STATE
 from scalax._spmd.placements.strategy_costs import cheapest
 from scalax._spmd.placements.user_constraints import constrain
 from scalax._spmd.values import (

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from scalax._jax import messages
-from scalax._tree.specs import entry_axes
+from scalax._core.pytree.partition_specs import entry_axes
+from scalax._jax import error_texts
 from scalax.axes._query import physical_axis_name
 from scalax.rules import LogicalAxisShardingRule
 
@@ -61,7 +61,7 @@ def _repeats_a_mesh_axis(call: Callable[[], Any], context: contextlib.AbstractCo
     try:
         jax.eval_shape(traced)
     except Exception as error:
-        if messages.repeats_a_mesh_axis(error):
+        if error_texts.repeats_a_mesh_axis(error):
             return True
         raise
     return False

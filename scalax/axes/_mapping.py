@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from scalax._trace import constraints, contexts
+from scalax._core.context import active_helper, constraints
 from scalax.errors import MeshError, RuleError, checked_flag
 from scalax.rules import LogicalAxisShardingRule
-from scalax.rules._pattern import Pattern, parse
+from scalax.rules._einops_pattern import Pattern, parse
 
 Size = int | np.integer
 Entry = str | Sequence[str] | None
@@ -50,10 +50,10 @@ def axis_mapping(mapping: AxisMapping, merge: bool = False, **names: Entry) -> I
         'tp'
     """
     checked_flag('merge', merge)
-    inner, outer = as_rule(mapping), contexts.current_mapping()
+    inner, outer = as_rule(mapping), active_helper.current_mapping()
     if names:
         inner = merged(dataclasses.replace(as_rule(names), strict=inner.strict), inner)
-    with contexts.entered_mapping(merged(inner, outer) if merge and outer is not None else inner):
+    with active_helper.entered_mapping(merged(inner, outer) if merge and outer is not None else inner):
         yield
 
 
@@ -77,7 +77,7 @@ def merged(inner: LogicalAxisShardingRule, outer: LogicalAxisShardingRule) -> Lo
 
 def mapping_in_force(mapping: AxisMapping | None) -> LogicalAxisShardingRule | None:
     """The mapping given, or else the active one."""
-    return contexts.current_mapping() if mapping is None else as_rule(mapping)
+    return active_helper.current_mapping() if mapping is None else as_rule(mapping)
 
 
 def mesh_in_force(mesh: Any) -> Mesh | AbstractMesh | None:
@@ -91,7 +91,7 @@ def mesh_in_force(mesh: Any) -> Mesh | AbstractMesh | None:
         if not isinstance(mesh, Mesh | AbstractMesh):
             raise MeshError(f'mesh is a Mesh, an AbstractMesh or a MeshShardingHelper, got {mesh!r}')
         return mesh
-    context = contexts.current()
+    context = active_helper.current()
     if context is not None:
         return context.helper.mesh
     ambient = constraints.ambient_mesh()

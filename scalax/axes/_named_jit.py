@@ -14,12 +14,12 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from scalax._compile.call.resolve_arguments import Options
+from scalax._compile.call.signature import CallSignature, name_of
+from scalax._compile.sjit.function import JitOptions, reject_unknown_options
+from scalax._core.context import active_helper
+from scalax._core.util.lru_cache import LRUCache
 from scalax._helper import MeshShardingHelper
-from scalax._trace import contexts
-from scalax._transforms.calls.shardings import Options
-from scalax._transforms.calls.signature import CallSignature, name_of
-from scalax._transforms.sjit.function import JitOptions, reject_unknown_options
-from scalax._util.lru_cache import LRUCache
 from scalax.axes._haliax import haliax_mapping
 from scalax.axes._mapping import AxisMapping, as_rule, mapping_in_force, mesh_in_force
 from scalax.axes._static import (
@@ -367,7 +367,7 @@ class NamedJitFunction(Generic[Given, Result]):
                 whole = combine([next(parts[flag]) for flag in call.donated], call.static)
                 return whole['function'](*whole['args'], **whole['kwargs'])
 
-            inside = contextlib.nullcontext() if mapping is None else contexts.entered_mapping(mapping)
+            inside = contextlib.nullcontext() if mapping is None else active_helper.entered_mapping(mapping)
             with inside, haliax_mapping(mapping, mesh, call_function):
                 output = call_function()
             data, static = partition(output)
@@ -401,7 +401,7 @@ def _rule_of(resources: Resources, argument: str = '') -> ShardingRule | None:
 
 def _place_of(mesh: Any) -> MeshShardingHelper | None:
     """The helper given or active, or one over the mesh in force; else None."""
-    context = contexts.current()
+    context = active_helper.current()
     helper = context.helper if mesh is None and context is not None else mesh
     if isinstance(helper, MeshShardingHelper):
         return helper

@@ -10,15 +10,15 @@ from typing import Any, TypeVar, cast
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from scalax._hostdata import transfer
-from scalax._mesh import meshes
-from scalax._trace import constraints
+from scalax._core.context import constraints
+from scalax._core.mesh import meshes
+from scalax._data.host import transfer
 from scalax.axes._mapping import AxisMapping, dimensions_of, is_axis, mapping_in_force, mesh_in_force
 from scalax.axes._static import combine, keep_only, partition
 from scalax.errors import RuleError, UnshardedWarning, warn
 from scalax.interop._boxes import names_by_leaf
 from scalax.rules import LogicalAxisShardingRule
-from scalax.rules._pattern import Pattern
+from scalax.rules._einops_pattern import Pattern
 from scalax.rules._resolve import ResolveMode, resolve
 
 Tree = TypeVar('Tree')

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from scalax._core.pytree.paths import describe_leaf, has_foreign_dtype, path_string
+from scalax._core.util.lru_cache import type_key
 from scalax._jax.tracing import is_abstract
-from scalax._tree.paths import describe_leaf, has_foreign_dtype, path_string
-from scalax._util.lru_cache import type_key
 from scalax.errors import ArgumentError, shown_leaves
 
 

@@ -16,9 +16,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from scalax._hostdata import agreement, collectives
+from scalax._core.pytree.paths import NamedTree
+from scalax._data.host import agreement, process_collectives
 from scalax._jax.orbax import wait_for_processes
-from scalax._tree.paths import NamedTree
 from scalax.errors import CheckpointError
 
 _ADVICE = {
@@ -40,7 +40,9 @@ def barrier(name: str, timeout: float, mesh: Mesh | None = None) -> None:
     Raises:
         CheckpointError: some did not come.
     """
-    indices = set(range(jax.process_count()) if mesh is None else collectives.processes_of(mesh).indices)
+    indices = set(
+        range(jax.process_count()) if mesh is None else process_collectives.processes_of(mesh).indices
+    )
     if len(indices) == 1 or not jax.distributed.is_initialized():
         return
     some = None if len(indices) == jax.process_count() else indices
@@ -77,7 +79,7 @@ def agree(
 
 def name_of_first(mesh: Mesh, name: str) -> str:
     """The name that process 0 has for a save; each process gives its own."""
-    return str(collectives.gather_json(mesh, name)[0])
+    return str(process_collectives.gather_json(mesh, name)[0])
 
 
 def saved_texts(tree: NamedTree | None) -> Iterator[tuple[str, str]]:
@@ -109,7 +111,7 @@ def all_or_none(mesh: Mesh, call: str) -> Iterator[None]:
 
 def common_steps(mesh: Mesh, steps: Sequence[int]) -> list[int]:
     """The steps that every process sees."""
-    return sorted(set.intersection(*map(set, collectives.gather_json(mesh, steps))))
+    return sorted(set.intersection(*map(set, process_collectives.gather_json(mesh, steps))))
 
 
 def common_damage(mesh: Mesh, look: Callable[[tuple[int, int]], list[str]]) -> list[str]:
@@ -122,10 +124,10 @@ def common_damage(mesh: Mesh, look: Callable[[tuple[int, int]], list[str]]) -> l
     Raises:
         CheckpointError: a process cannot look.
     """
-    processes = collectives.processes_of(mesh)
+    processes = process_collectives.processes_of(mesh)
     with all_or_none(mesh, 'the files of a step'):
         try:
             wrong = look((processes.here, len(processes.indices)))
         except OSError as error:
             wrong = [f'it cannot be read: {error}']
-    return list(dict.fromkeys(itertools.chain(*collectives.gather_json(mesh, wrong[:10]))))
+    return list(dict.fromkeys(itertools.chain(*process_collectives.gather_json(mesh, wrong[:10]))))

@@ -27,9 +27,9 @@ import os
 import secrets
 import socket
 
+from scalax._core.render.html_pages import visible
 from scalax._jax import orbax
 from scalax._jax.orbax import Path
-from scalax._report.pages import visible
 from scalax.checkpoint._files import read_json, sync
 from scalax.checkpoint._saved_step import FOLDER, ITEM, complete_steps
 from scalax.errors import CheckpointError

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from scalax._hostdata import collectives
-from scalax._mesh import meshes
-from scalax._reshard.names import checked_pairs
-from scalax._tree.paths import NamedTree
-from scalax._util.progress import progress
-from scalax._watch.state import at_step
+from scalax._core.mesh import meshes
+from scalax._core.pytree.paths import NamedTree
+from scalax._core.util.progress import progress
+from scalax._data.host import process_collectives
+from scalax._data.reshard.leaf_mapping import checked_pairs
+from scalax._diagnostics.watchdog.state import at_step
 from scalax.checkpoint import _agreement
 from scalax.checkpoint._atomic_commit import StepDirectory
 from scalax.checkpoint._files import as_path
@@ -122,8 +122,8 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
         """
         with self._lock:
             # Here, because they import Orbax, which `import scalax.checkpoint` does without.
-            from scalax.checkpoint._savable import validate_state
             from scalax.checkpoint._save import SaveThread
+            from scalax.checkpoint._validation import validate_state
 
             error: Exception | None = None
             tree, encoded = None, None
@@ -147,7 +147,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
                 error = fault
             try:
                 call = f'{step=}, keep={self._keep}, checksums={self._checksums}'
-                everyone, texts = collectives.all_processes(), _agreement.saved_texts(tree)
+                everyone, texts = process_collectives.all_processes(), _agreement.saved_texts(tree)
                 _agreement.agree('save', everyone, call, texts, error)
                 name = _agreement.name_of_first(everyone, name)
             except BaseException:

@@ -10,8 +10,8 @@ import errno
 import os
 from typing import Any
 
+from scalax._core.util import strict_json
 from scalax._jax.orbax import Path
-from scalax._util import strict_json
 from scalax.errors import ArgumentError, MissingDependencyError
 
 _LARGEST = 1_000_000_000  # bytes of a JSON file: a manifest names all files of a step

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from scalax._core.render.html_pages import visible
 from scalax._jax.orbax import Path
-from scalax._report.pages import visible
 from scalax.checkpoint._files import read_json, sync
 
 _CHUNK = 1 << 22  # bytes read at a time

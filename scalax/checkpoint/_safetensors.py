@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import jax
 import numpy as np
 
-from scalax._mesh import meshes
-from scalax._report.tables import human_bytes
-from scalax._reshard.names import NameMapping, locate, put
-from scalax._tree.paths import canonical_dtype, leaf_text
-from scalax._util import strict_json
-from scalax._util.progress import progress
-from scalax._util.strict_json import brief, printable
+from scalax._core.mesh import meshes
+from scalax._core.pytree.paths import canonical_dtype, leaf_text
+from scalax._core.render.tables import human_bytes
+from scalax._core.util import strict_json
+from scalax._core.util.progress import progress
+from scalax._core.util.strict_json import brief, printable
+from scalax._data.reshard.leaf_mapping import NameMapping, locate, put
 from scalax.checkpoint._safetensors_header import read_header
 from scalax.errors import ArgumentError, CheckpointError, shown, shown_leaves
 

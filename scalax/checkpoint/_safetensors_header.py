@@ -20,8 +20,8 @@ from typing import Any, BinaryIO, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from scalax._util import strict_json
-from scalax._util.strict_json import brief, printable
+from scalax._core.util import strict_json
+from scalax._core.util.strict_json import brief, printable
 from scalax.errors import CheckpointError, shown
 
 LENGTH = 8

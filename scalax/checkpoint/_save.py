@@ -22,8 +22,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from scalax._core.context.thread_state import in_a_thread
 from scalax._jax import orbax
-from scalax._trace.threads import in_a_thread
 from scalax.checkpoint import _agreement, _files, _manifest
 from scalax.checkpoint._atomic_commit import StepDirectory
 from scalax.checkpoint._saved_step import FOLDER, ITEM, MANIFEST, data_file

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from scalax._hostdata.transfer import weakly_typed
+from scalax._core.pytree.paths import is_weak, path_string
+from scalax._core.render.html_pages import visible
+from scalax._core.util import strict_json
+from scalax._data.host.transfer import weakly_typed
 from scalax._jax.orbax import Path, is_complete
-from scalax._report.pages import visible
-from scalax._tree.paths import is_weak, path_string
-from scalax._util import strict_json
 from scalax.checkpoint import _manifest
 from scalax.checkpoint._files import orbax
 from scalax.errors import CheckpointError

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from scalax._hostdata.agreement import placed_text
-from scalax._reshard.names import substitute
-from scalax._tree.paths import NamedTree, canonical_dtype, is_weak, type_text
+from scalax._core.pytree.paths import NamedTree, canonical_dtype, is_weak, type_text
+from scalax._data.host.agreement import placed_text
+from scalax._data.reshard.leaf_mapping import substitute
 from scalax.errors import ArgumentError, CheckpointError, shown_leaves
 from scalax.rules._tree_path import checked_regex
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from scalax._report.tables import bytes_of
+from scalax._core.render.tables import bytes_of
 from scalax._version import __version__
 from scalax.cli import _commands
 from scalax.cli._compiler_process import run_in_compiler_process

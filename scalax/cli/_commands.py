@@ -17,13 +17,13 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from scalax._channel.secret import VARIABLE
-from scalax._doctor import diagnose
-from scalax._mesh.gpu_topologies import GPUS
-from scalax._mesh.topologies import SIZES
-from scalax._report.tables import table, terminal_width
-from scalax._verify.verify import verify as verify_step
-from scalax._watch.watch import State, ask
+from scalax._core.channel.secret import VARIABLE
+from scalax._core.mesh.gpu_topologies import GPUS
+from scalax._core.mesh.topologies import SIZES
+from scalax._core.render.tables import table, terminal_width
+from scalax._diagnostics.doctor import diagnose
+from scalax._diagnostics.watchdog.watch import State, ask
+from scalax._verification.verify import verify as verify_step
 from scalax.cli._exit_codes import ExitCode
 from scalax.errors import ArgumentError, PlanError, did_you_mean
 from scalax.plan import find as find_rule

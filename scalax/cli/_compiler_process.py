@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from scalax._plan import running
+from scalax._planning.compiler import running_compilations
 from scalax.cli._exit_codes import ExitCode
 
 _VARIABLE = 'SCALAX_COMPILER_PROCESS'
@@ -40,7 +40,7 @@ def run_in_compiler_process(function: str, topology: str | None) -> int | None:
     descriptors = os.environ.pop(_VARIABLE, None)  # not for processes that the user's file starts
     if descriptors is not None:
         *numbers, folder = descriptors.split(',', 2)
-        running.dump_in(folder)
+        running_compilations.dump_in(folder)
         _report_to_parent(*map(int, numbers))
         return None
     _open_closed_streams()
@@ -164,7 +164,7 @@ def _report_to_parent(lives: int, report: int) -> None:
         os.read(lives, 1)
         os._exit(ExitCode.FAILED)
 
-    running.watch(write)
+    running_compilations.watch(write)
     threading.Thread(target=wait, name='scalax-parent', daemon=True).start()
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
-from scalax._tree.specs import MeshAxes
+from scalax._core.pytree.partition_specs import MeshAxes
 from scalax.custom_op._run import Operation, Results, as_laid_out, explicit_layout, mesh_of, resharded, run
 from scalax.errors import ArgumentError
 

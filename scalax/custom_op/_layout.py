@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from scalax._tree.specs import canonical, entries, entry_axes
+from scalax._core.pytree.partition_specs import canonical, entries, entry_axes
 from scalax.custom_op._rule import FactorMap, Factors
 from scalax.errors import RuleError, did_you_mean
 

@@ -9,7 +9,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import jax
 
-from scalax._tree.paths import is_key
+from scalax._core.pytree.paths import is_key
 from scalax.custom_op._gradient import Gradient, as_tuple, differentiable
 from scalax.custom_op._rule import Rule, match_rule, read_rule
 from scalax.custom_op._run import Operation, Results

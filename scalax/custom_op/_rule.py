@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from scalax._tree.paths import describe_leaf
+from scalax._core.pytree.paths import describe_leaf
 from scalax.errors import ArgumentError, RuleError, did_you_mean, plural
-from scalax.rules._pattern import Pattern, names_in, parse, pattern_error
+from scalax.rules._einops_pattern import Pattern, names_in, parse, pattern_error
 
 
 @dataclasses.dataclass(frozen=True)

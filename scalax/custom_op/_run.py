@@ -18,11 +18,11 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
+from scalax._core.context.resharding import reshard
+from scalax._core.pytree.partition_specs import MeshAxes, canonical
+from scalax._core.pytree.paths import leaf_text
 from scalax._jax.rewriting import run as run_jaxpr
 from scalax._jax.tracing import is_mapped
-from scalax._trace.resharding import reshard
-from scalax._tree.paths import leaf_text
-from scalax._tree.specs import MeshAxes, canonical
 from scalax.custom_op._layout import FactorContext, FactorLayout
 from scalax.custom_op._rule import FactorMap, Factors, Rule
 from scalax.errors import RuleError

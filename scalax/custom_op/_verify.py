@@ -15,8 +15,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
+from scalax._core.pytree.paths import describe_leaf
 from scalax._jax.tracing import varying_axes
-from scalax._tree.paths import describe_leaf
 from scalax.custom_op._layout import FactorLayout
 from scalax.custom_op._rule import FactorMap, Rule, match_rule, message
 from scalax.custom_op._run import Operation

@@ -5,9 +5,9 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 
-from scalax._report.pages import visible
-from scalax._report.tables import array_text, human_bytes
-from scalax._util.folding import fold, times
+from scalax._core.render.html_pages import visible
+from scalax._core.render.tables import array_text, human_bytes
+from scalax._core.util.folding import fold, times
 from scalax.explain._rows import ReportRow, folded_path, spec_text
 
 

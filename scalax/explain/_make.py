@@ -9,15 +9,15 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from scalax._tree import specs
-from scalax._tree.paths import bits_of, dtype_on_devices
+from scalax._core.pytree import partition_specs
+from scalax._core.pytree.paths import bits_of, dtype_on_devices
 from scalax.explain._report import ShardingReport
 from scalax.explain._rows import ReportRow
 from scalax.rules._answer import Decision
-from scalax.rules._idle import clause_text, idle_clauses
-from scalax.rules._prefix import RuleLike
 from scalax.rules._resolve import Resolution
 from scalax.rules._rule import is_rule
+from scalax.rules._rule_tree import RuleLike
+from scalax.rules._unused_rules import clause_text, idle_clauses
 
 
 def make_report(rules: RuleLike, resolution: Resolution, mesh: Mapping[str, int]) -> ShardingReport:
@@ -31,8 +31,8 @@ def make_report(rules: RuleLike, resolution: Resolution, mesh: Mapping[str, int]
         dtype = dtype_on_devices(leaf)
         bits = bits_of(dtype)
         local = list(shape)
-        for dim, entry in enumerate(() if spec is None else specs.entries(spec)):
-            local[dim] = -(-shape[dim] // math.prod(mesh[axis] for axis in specs.entry_axes(entry)))
+        for dim, entry in enumerate(() if spec is None else partition_specs.entries(spec)):
+            local[dim] = -(-shape[dim] // math.prod(mesh[axis] for axis in partition_specs.entry_axes(entry)))
         return ReportRow(
             path,
             shape,
@@ -59,6 +59,6 @@ def _reason(answer: Decision, spec: PartitionSpec | None) -> str:
     if spec is None:
         return 'left to the compiler'
     parts = [answer.reason]
-    if answer.spec is not None and answer.spec != spec and specs.canonical(answer.spec) != spec:
-        parts.append(f'asked for {specs.text(answer.spec)}, which does not divide')
+    if answer.spec is not None and answer.spec != spec and partition_specs.canonical(answer.spec) != spec:
+        parts.append(f'asked for {partition_specs.text(answer.spec)}, which does not divide')
     return '; '.join(part for part in (*parts, *answer.notes) if part)

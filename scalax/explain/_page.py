@@ -6,7 +6,8 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from scalax._report.blocks import (
+from scalax._core.pytree.partition_specs import axis_sizes_text
+from scalax._core.render.blocks import (
     Block,
     Cell,
     Column,
@@ -23,9 +24,8 @@ from scalax._report.blocks import (
     Tone,
     Tree,
 )
-from scalax._report.tables import array_text, human_bytes, three_figures
-from scalax._tree.specs import axis_sizes_text
-from scalax._util.folding import MOST_RUNS, times
+from scalax._core.render.tables import array_text, human_bytes, three_figures
+from scalax._core.util.folding import MOST_RUNS, times
 from scalax.errors import plural
 from scalax.explain._rows import Line, ReportRow, folded_path, lines_of, replicated, spec_text
 

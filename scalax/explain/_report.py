@@ -7,10 +7,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from scalax._report import saved
-from scalax._report.blocks import Block
-from scalax._report.shown import Shown
-from scalax._tree.specs import axis_sizes_text
+from scalax._core.pytree.partition_specs import axis_sizes_text
+from scalax._core.render import serialization
+from scalax._core.render.blocks import Block
+from scalax._core.render.renderable import Shown
 from scalax.explain._diff import changes
 from scalax.explain._page import report_blocks
 from scalax.explain._rows import (
@@ -64,14 +64,14 @@ class ShardingReport(Shown):
     def to_dict(self) -> dict[str, Any]:
         """The report in plain Python values, ready for ``json.dumps``."""
         names = ('mesh', 'bytes', 'bytes_per_device', 'replicated', 'unused_rules', 'shadowed_rules', 'rows')
-        return {name: saved.plain(getattr(self, name)) for name in names}
+        return {name: serialization.plain(getattr(self, name)) for name in names}
 
     def to_json(self) -> str:
         """The report as JSON: `to_dict` and a version, with a line for each leaf; for golden files.
 
         Keep it beside a test, and compare: ``ShardingReport.load(path).diff(report)``.
         """
-        return saved.write(self.to_dict())
+        return serialization.write(self.to_dict())
 
     @classmethod
     def load(cls, text_or_path: str | os.PathLike[str]) -> ShardingReport:
@@ -85,7 +85,7 @@ class ShardingReport(Shown):
             FileNotFoundError: there is no such file.
             ArgumentError: it is neither text nor a path.
         """
-        return saved.read(cls, text_or_path, 'report')
+        return serialization.read(cls, text_or_path, 'report')
 
     def diff(self, other: ShardingReport) -> str:
         """The changes in *other*, a later report, a line each; empty if nothing changed.

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 
 from jax.sharding import PartitionSpec
 
-from scalax._report.pages import visible
-from scalax._tree.specs import text
-from scalax._util.folding import MOST_RUNS, Fold, fold
+from scalax._core.pytree.partition_specs import text
+from scalax._core.render.html_pages import visible
+from scalax._core.util.folding import MOST_RUNS, Fold, fold
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from scalax._core.pytree.paths import NamedTree
 from scalax._jax.flax import is_box, names_of_box
-from scalax._tree.paths import NamedTree
 
 DimensionNames = tuple[str | tuple[str, ...] | None, ...]
 """One entry a dimension: its name, the names that it fuses, or None."""

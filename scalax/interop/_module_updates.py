@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
+from scalax._core.pytree.paths import describe_leaf, path_string
 from scalax._jax.flax import module_class
-from scalax._tree.paths import describe_leaf, path_string
 from scalax.errors import LostUpdateWarning, shown_leaves, warn
 
 

@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, cast
 
-from scalax._channel import lines
-from scalax._channel.secret import VARIABLE, require_secret
+from scalax._core.channel import lines
+from scalax._core.channel.secret import VARIABLE, require_secret
 from scalax.errors import ArgumentError, TransferError
 
 _ADDRESS = re.compile(r'(?P<host>[^/\s:]+):(?P<port>\d+)')

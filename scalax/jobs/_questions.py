@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from scalax._channel.lines import Invalid
+from scalax._core.channel.lines import Invalid
 
 _MOST = 1 << 16  # processes of a job
 _LONGEST = 1e8  # seconds

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from scalax._channel.secret import secret_of
-from scalax._hostdata import agreement, collectives
+from scalax._core.channel.secret import secret_of
+from scalax._core.mesh import meshes
+from scalax._data.host import agreement, process_collectives
+from scalax._data.reshard.block_schedule import Index, Piece, extent
+from scalax._data.reshard.device_steps import Blocks, is_here
+from scalax._data.reshard.leaf_mapping import NameMapping, put
+from scalax._data.reshard.request import Job, Options
+from scalax._data.reshard.routes import Route
+from scalax._data.reshard.run import moved, start_in
 from scalax._jax import transfer
-from scalax._mesh import meshes
-from scalax._reshard.blocks import Index, Piece, extent
-from scalax._reshard.job import Job, Options
-from scalax._reshard.names import NameMapping, put
-from scalax._reshard.routes import Route
-from scalax._reshard.run import moved, start_in
-from scalax._reshard.steps import Blocks, is_here
 from scalax.errors import TransferError
 from scalax.jobs._lines import Line, checked_seconds
 
@@ -88,10 +88,10 @@ def receive(
     """
     mesh = helper.mesh
     meshes.require_devices(mesh, 'receive')
-    processes = collectives.processes_of(mesh)
+    processes = process_collectives.processes_of(mesh)
     name = secrets.token_hex(8)
     if processes.several:
-        name = collectives.broadcast_bytes(mesh, 0, name.encode()).decode()
+        name = process_collectives.broadcast_bytes(mesh, 0, name.encode()).decode()
     question = {'asks': 'join', 'job': name, 'seconds': wait}
     question |= {'receiver': processes.here, 'receivers': len(processes.indices)}
     with contextlib.ExitStack() as connections:

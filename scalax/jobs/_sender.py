@@ -11,15 +11,15 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from scalax._channel.lines import Channel, Closed
-from scalax._channel.listener import Listener
-from scalax._channel.secret import require_secret, secret_of
-from scalax._hostdata import collectives
+from scalax._core.channel.lines import Channel, Closed
+from scalax._core.channel.listener import Listener
+from scalax._core.channel.secret import require_secret, secret_of
+from scalax._core.context import resharding
+from scalax._core.pytree.paths import NamedTree, describe_leaf, is_key, is_weak
+from scalax._data.host import process_collectives
+from scalax._data.reshard.block_schedule import boxes_of
+from scalax._data.reshard.leaf_mapping import put
 from scalax._jax import transfer
-from scalax._reshard.blocks import boxes_of
-from scalax._reshard.names import put
-from scalax._trace import resharding
-from scalax._tree.paths import NamedTree, describe_leaf, is_key, is_weak
 from scalax.errors import ArgumentError, TransferError, shown_leaves
 from scalax.jobs._lines import LONGEST_QUESTION, checked_seconds, host_and_port, own_address_towards, resolved
 from scalax.jobs._questions import checked
@@ -81,7 +81,9 @@ class Sender:
             mine = f'{here}:{self._server.server_address[1]}'
         except Exception as fault:  # noqa: BLE001 - raised once all processes know
             error = fault
-        self._addresses: list[str] = collectives.gather_json(collectives.all_processes(), mine)
+        self._addresses: list[str] = process_collectives.gather_json(
+            process_collectives.all_processes(), mine
+        )
         if error is not None:
             raise error
         if '' in self._addresses:

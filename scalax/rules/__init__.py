@@ -8,8 +8,8 @@ from scalax.rules._fsdp import FSDPShardingRule
 from scalax.rules._logical_axis import LogicalAxisShardingRule
 from scalax.rules._optimizer_state import OptimizerStateShardingRule
 from scalax.rules._policy import PolicyShardingRule
-from scalax.rules._prefix import RuleLike
 from scalax.rules._rule import ShardingRule
+from scalax.rules._rule_tree import RuleLike
 from scalax.rules._tree_path import TreePathShardingRule
 
 __all__ = [

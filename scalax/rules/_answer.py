@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
+from scalax._core.pytree.paths import NamedTree, has_foreign_dtype, leaf_shape
 from scalax.errors import Problem, module_advice
 from scalax.rules._indivisible import OnIndivisible
 

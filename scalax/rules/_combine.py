@@ -30,8 +30,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from scalax._tree import specs
-from scalax._tree.paths import FREE, NamedTree
+from scalax._core.pytree import partition_specs
+from scalax._core.pytree.paths import FREE, NamedTree
 from scalax.errors import Problem
 from scalax.rules._answer import Answer, AxisSizes, Decision, NoAnswer
 
@@ -103,7 +103,7 @@ def _reduced(answer: Answer, occupied: PartitionSpec, rank: int) -> Answer:
     if not isinstance(answer, Decision) or answer.spec is None or not occupied:
         return answer
     spec = unused_part(occupied, answer.spec, rank)
-    if spec == specs.canonical(answer.spec):
+    if spec == partition_specs.canonical(answer.spec):
         return answer
     notes = (*answer.notes, *_lost(answer.origin, answer.spec, spec, occupied))
     # A rule of which nothing was used did not decide.
@@ -141,7 +141,7 @@ def _filled(first: Decision, second: Decision, shape: tuple[int, ...], axis_size
         notes=first.notes + second.notes,
         passed=first.passed + second.passed,
     )
-    if filled == specs.canonical(first.spec):
+    if filled == partition_specs.canonical(first.spec):
         return both
     # A policy is about the dimensions that its rule placed: it counts if one of those does not divide.
     policies = [
@@ -162,10 +162,10 @@ def _filled(first: Decision, second: Decision, shape: tuple[int, ...], axis_size
 def _lost(origin: str, asked: PartitionSpec, kept: PartitionSpec, occupied: PartitionSpec) -> tuple[str, ...]:
     """Notes about the mesh axes that a rule asked for in dimensions that do not have them."""
     used, notes = _used(occupied), []
-    columns = itertools.zip_longest(*map(specs.entries, (asked, kept, occupied)))
+    columns = itertools.zip_longest(*map(partition_specs.entries, (asked, kept, occupied)))
     for dim, (entry, *given) in enumerate(columns):
-        has = [axis for each in given for axis in specs.entry_axes(each)]
-        gone = [axis for axis in specs.entry_axes(entry) if axis not in has]
+        has = [axis for each in given for axis in partition_specs.entry_axes(each)]
+        gone = [axis for axis in partition_specs.entry_axes(entry) if axis not in has]
         if gone:
             why = 'in use' if used.issuperset(gone) else 'not free'
             notes.append(f'{origin} asked for {", ".join(gone)} on dimension {dim}: {why}')
@@ -174,14 +174,14 @@ def _lost(origin: str, asked: PartitionSpec, kept: PartitionSpec, occupied: Part
 
 def _is_sharded(spec: PartitionSpec) -> bool:
     """Whether a spec shards anything."""
-    return any(specs.entries(spec)) or bool(spec.unreduced or spec.reduced)
+    return any(partition_specs.entries(spec)) or bool(spec.unreduced or spec.reduced)
 
 
 def _divides(shape: tuple[int, ...], spec: PartitionSpec | None, axis_sizes: AxisSizes) -> bool:
     """Whether every dimension divides by its axes, as far as these are known."""
     return not any(
-        n % math.prod(axis_sizes.get(axis, 1) for axis in specs.entry_axes(entry))
-        for n, entry in zip(shape, specs.entries(spec or FREE), strict=False)
+        n % math.prod(axis_sizes.get(axis, 1) for axis in partition_specs.entry_axes(entry))
+        for n, entry in zip(shape, partition_specs.entries(spec or FREE), strict=False)
     )
 
 
@@ -190,7 +190,7 @@ def _divides(shape: tuple[int, ...], spec: PartitionSpec | None, axis_sizes: Axi
 
 def _used(spec: PartitionSpec) -> set[str]:
     """Every mesh axis of a spec, with the unreduced and reduced ones."""
-    return {*specs.spec_axes(spec), *spec.unreduced, *spec.reduced}
+    return {*partition_specs.spec_axes(spec), *spec.unreduced, *spec.reduced}
 
 
 def unused_part(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> PartitionSpec:
@@ -200,9 +200,9 @@ def unused_part(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> Partiti
         >>> unused_part(PartitionSpec('a', None), PartitionSpec('b', ('a', 'c')), 2)
         P(None, 'c')
     """
-    unused = specs.only_axes(spec, set(specs.spec_axes(spec)) - _used(outer))
-    pairs = itertools.zip_longest(specs.entries(unused), specs.entries(outer)[:rank])
-    return specs.replaced(spec, [entry if occupied is None else None for entry, occupied in pairs])
+    unused = partition_specs.only_axes(spec, set(partition_specs.spec_axes(spec)) - _used(outer))
+    pairs = itertools.zip_longest(partition_specs.entries(unused), partition_specs.entries(outer)[:rank])
+    return partition_specs.replaced(spec, [entry if occupied is None else None for entry, occupied in pairs])
 
 
 def fill_free(first: PartitionSpec, free: PartitionSpec) -> PartitionSpec:
@@ -212,8 +212,8 @@ def fill_free(first: PartitionSpec, free: PartitionSpec) -> PartitionSpec:
         >>> fill_free(PartitionSpec(None, 'tp'), PartitionSpec('fsdp', None))
         P('fsdp', 'tp')
     """
-    pairs = itertools.zip_longest(specs.entries(first), specs.entries(free))
-    filled = specs.replaced(first, [other if own is None else own for own, other in pairs])
+    pairs = itertools.zip_longest(partition_specs.entries(first), partition_specs.entries(free))
+    filled = partition_specs.replaced(first, [other if own is None else own for own, other in pairs])
     unreduced, reduced = free.unreduced - _used(first), free.reduced - _used(first)
     if unreduced or reduced:
         filled = filled.update(unreduced=first.unreduced | unreduced, reduced=first.reduced | reduced)
@@ -227,10 +227,10 @@ def block_dims(spec: PartitionSpec, dims: Collection[int]) -> PartitionSpec:
         >>> block_dims(PartitionSpec('a'), (0, 1))
         P('a', UNCONSTRAINED)
     """
-    entries = [*specs.entries(spec), *[None] * (max(dims, default=-1) + 1)]
+    entries = [*partition_specs.entries(spec), *[None] * (max(dims, default=-1) + 1)]
     for dim in dims:
-        entries[dim] = specs.UNCONSTRAINED if entries[dim] is None else entries[dim]
-    return specs.replaced(spec, entries)
+        entries[dim] = partition_specs.UNCONSTRAINED if entries[dim] is None else entries[dim]
+    return partition_specs.replaced(spec, entries)
 
 
 def occupied_by(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> PartitionSpec:
@@ -242,8 +242,8 @@ def occupied_by(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> Partiti
         >>> occupied_by(PartitionSpec(None, 'a'), PartitionSpec('b', 'c'), 3)
         P('b', 'a', None)
     """
-    filled = specs.entries(fill_free(outer, unused_part(outer, spec, rank)))
-    beyond = dict.fromkeys(axis for entry in filled[rank:] for axis in specs.entry_axes(entry))
+    filled = partition_specs.entries(fill_free(outer, unused_part(outer, spec, rank)))
+    beyond = dict.fromkeys(axis for entry in filled[rank:] for axis in partition_specs.entry_axes(entry))
     beyond.update(dict.fromkeys(sorted(spec.unreduced | spec.reduced)))
     seen = [*filled, *[None] * rank][:rank]
     return PartitionSpec(*seen, tuple(beyond)) if beyond else PartitionSpec(*seen)

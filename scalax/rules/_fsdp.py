@@ -10,8 +10,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from scalax._tree.paths import NamedTree
-from scalax._tree.specs import entries, entry_axes, no_axis, spec_axes
+from scalax._core.pytree.partition_specs import entries, entry_axes, no_axis, spec_axes
+from scalax._core.pytree.paths import NamedTree
 from scalax.errors import RuleError, plural
 from scalax.rules._answer import REPLICATED, Answer, AxisSizes, Decision, NoAnswer
 from scalax.rules._rule import BuiltinRule

@@ -12,7 +12,7 @@ from typing import Literal
 
 from jax.sharding import AxisType, PartitionSpec
 
-from scalax._tree import specs
+from scalax._core.pytree import partition_specs
 from scalax.errors import RuleError
 
 OnIndivisible = Literal['error', 'replicate', 'warn']
@@ -30,11 +30,11 @@ def checked_policy(value: str) -> OnIndivisible:
 def divided(
     spec: PartitionSpec,
     shape: tuple[int, ...],
-    axes: specs.MeshAxes,
+    axes: partition_specs.MeshAxes,
     policies: Iterable[OnIndivisible],
     origin: str,
     pads: bool,
-) -> tuple[PartitionSpec, list[specs.Fault], list[str]]:
+) -> tuple[PartitionSpec, list[partition_specs.Fault], list[str]]:
     """What a policy makes of a spec that has no other faults.
 
     Args:
@@ -48,20 +48,20 @@ def divided(
     Returns:
         The spec to use; what is wrong with it; and what to warn about.
     """
-    uneven = specs.indivisible(spec, shape, axes)
+    uneven = partition_specs.indivisible(spec, shape, axes)
     if not uneven:
         return spec, [], []
     policy = min(policies, key=_STRICTEST_FIRST.index)
-    faults = [specs.divisibility_fault(dim, names, shape, axes) for dim, names in uneven]
+    faults = [partition_specs.divisibility_fault(dim, names, shape, axes) for dim, names in uneven]
     in_types = any(axes.types[name] is AxisType.Explicit for _, names in uneven for name in names)
     if policy == 'error' and (in_types or not pads):
         return spec, faults, []
-    said = f'{specs.text(spec)} from {origin}: {"; ".join(fault.detail for fault in faults)}'
+    said = f'{partition_specs.text(spec)} from {origin}: {"; ".join(fault.detail for fault in faults)}'
     if policy == 'error':
         return (
             spec,
             [],
             [f'{said}; XLA pads it, and computes some operations wrong there (jnp.nonzero)'],
         )
-    reduced = specs.drop_indivisible(spec, shape, axes)
-    return reduced, [], [f'{said}; {specs.text(reduced)} is used'] if policy == 'warn' else []
+    reduced = partition_specs.drop_indivisible(spec, shape, axes)
+    return reduced, [], [f'{said}; {partition_specs.text(reduced)} is used'] if policy == 'warn' else []

@@ -11,8 +11,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from scalax._tree.paths import NamedTree
-from scalax._tree.specs import Fault, canonical_entry, entries, entry_axes, spec_axes
+from scalax._core.pytree.partition_specs import Fault, canonical_entry, entries, entry_axes, spec_axes
+from scalax._core.pytree.paths import NamedTree
 from scalax.errors import (
     Problem,
     RuleError,
@@ -24,8 +24,8 @@ from scalax.errors import (
 from scalax.interop import DimensionNames
 from scalax.interop._boxes import names_by_leaf
 from scalax.rules._answer import ONE_ELEMENT, REPLICATED, Answer, AxisSizes, Decision, NoAnswer
+from scalax.rules._einops_pattern import Dimension, Part, Pattern, names_in, parse, pattern_error
 from scalax.rules._indivisible import OnIndivisible, checked_policy
-from scalax.rules._pattern import Dimension, Part, Pattern, names_in, parse, pattern_error
 from scalax.rules._rule import BuiltinRule
 from scalax.rules._tree_path import checked_regex, regex_text
 

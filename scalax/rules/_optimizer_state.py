@@ -20,12 +20,12 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from scalax._tree import specs
-from scalax._tree.paths import FREE, NamedTree, has_foreign_dtype, leaf_shape
+from scalax._core.pytree import partition_specs
+from scalax._core.pytree.paths import FREE, NamedTree, has_foreign_dtype, leaf_shape
 from scalax.errors import Problem, RuleError, module_advice, plural
 from scalax.rules._answer import REPLICATED, Answer, AxisSizes, Decision, NoAnswer
-from scalax.rules._prefix import RuleLike, split
 from scalax.rules._rule import BuiltinRule, ShardingRule, as_rule, decide
+from scalax.rules._rule_tree import RuleLike, split
 
 _NAME = 'OptimizerStateShardingRule'
 _HINT = (
@@ -296,11 +296,11 @@ def _derived(answer: Decision, own: tuple[int, ...], shape: tuple[int, ...], rol
         return None
     if answer.spec is None:
         return dataclasses.replace(answer, origin=origin, reason='left to the compiler as its parameter')
-    entries = (*specs.entries(answer.spec), *[None] * len(own))
+    entries = (*partition_specs.entries(answer.spec), *[None] * len(own))
     # Where several dimensions may be the stack of layers, all of them count as it.
     stack = tuple(sorted({i for dims in choices for i, dim in enumerate(dims) if dim in answer.stack}))
     distinct = dict.fromkeys(
-        specs.replaced(answer.spec, [None if dim is None else entries[dim] for dim in dims])
+        partition_specs.replaced(answer.spec, [None if dim is None else entries[dim] for dim in dims])
         for dims in choices
     )
     if len(distinct) > 1:  # any of them would be a guess

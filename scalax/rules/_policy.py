@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scalax._tree.paths import NamedTree, with_shape
+from scalax._core.pytree.paths import NamedTree, with_shape
 from scalax.errors import RuleError
 from scalax.rules._answer import Answer, AxisSizes, Decision, NoAnswer, not_a_spec
 from scalax.rules._indivisible import OnIndivisible, checked_policy

@@ -15,15 +15,15 @@ from typing import Any, cast
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from scalax._tree import specs
-from scalax._tree.paths import NamedTree, join
-from scalax._tree.specs import MeshAxes
+from scalax._core.pytree import partition_specs
+from scalax._core.pytree.partition_specs import MeshAxes
+from scalax._core.pytree.paths import NamedTree, join
 from scalax.errors import IndivisibleWarning, Problem, ShardingError, shown_leaves, warn
 from scalax.rules._answer import Decision, non_arrays
-from scalax.rules._given_mesh import is_of_mesh
 from scalax.rules._indivisible import OnIndivisible, divided
-from scalax.rules._prefix import RuleLike, split
+from scalax.rules._mesh_match import is_of_mesh
 from scalax.rules._rule import Rule, decide, is_rule
+from scalax.rules._rule_tree import RuleLike, split
 
 
 class ResolveMode(enum.Enum):
@@ -78,10 +78,14 @@ def named_sharding(
 def _valid_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec, shape: Any) -> NamedSharding | None:
     """The sharding of an array of *shape*, if it can have this spec; remembered, since trees repeat them."""
     axes = MeshAxes.of(mesh)
-    open_dims = specs.UNCONSTRAINED in specs.entries(spec)
-    if open_dims or specs.faults(spec, shape, axes) or specs.indivisible(spec, shape, axes):
+    open_dims = partition_specs.UNCONSTRAINED in partition_specs.entries(spec)
+    if (
+        open_dims
+        or partition_specs.faults(spec, shape, axes)
+        or partition_specs.indivisible(spec, shape, axes)
+    ):
         return None
-    return named_sharding(mesh, specs.canonical(spec))
+    return named_sharding(mesh, partition_specs.canonical(spec))
 
 
 # Inside, because the cache takes f(a, b) and f(a, b, None) for different calls.
@@ -190,7 +194,7 @@ class _Task:
         if answer.passed:
             self.passed += [f'{tree.describe(index)}, {answer.origin}: {text}' for text in answer.passed]
         if AxisType.Manual in self.axes.types.values():
-            spec = specs.without_manual(spec, self.axes)
+            spec = partition_specs.without_manual(spec, self.axes)
         of_values = self.mode in _VALUE_MODES
         faults = [
             _of_another_mesh(given) for given in answer.given if not is_of_mesh(given, self.mesh, of_values)
@@ -200,8 +204,8 @@ class _Task:
             if valid is not None:
                 return valid
         # Other faults follow from a wrong mesh, which has to be fixed first.
-        faults = faults or specs.faults(spec, shape, self.axes)
-        if specs.UNCONSTRAINED in specs.entries(spec) and not of_values:
+        faults = faults or partition_specs.faults(spec, shape, self.axes)
+        if partition_specs.UNCONSTRAINED in partition_specs.entries(spec) and not of_values:
             faults.append(_NOT_CONSTRAINED)
         default = None, 'device', named_sharding(self.mesh, PartitionSpec()).memory_kind
         if of_values and kind not in default:
@@ -215,16 +219,18 @@ class _Task:
         self._add(tree, index, answer, uneven)
         self.passed += [f'{tree.describe(index)}, {text}' for text in warned]
         try:
-            return named_sharding(self.mesh, specs.canonical(spec), kind)
+            return named_sharding(self.mesh, partition_specs.canonical(spec), kind)
         except ValueError as error:
             if kind is None:
                 raise
             self._add(tree, index, answer, [_no_such_memory(kind, error)])
             return None
 
-    def _add(self, tree: NamedTree, index: int, answer: Decision, faults: list[specs.Fault]) -> None:
+    def _add(
+        self, tree: NamedTree, index: int, answer: Decision, faults: list[partition_specs.Fault]
+    ) -> None:
         """Collects what is wrong with a leaf."""
-        spec = '' if answer.spec is None else specs.text(answer.spec)
+        spec = '' if answer.spec is None else partition_specs.text(answer.spec)
         self.problems.extend(
             Problem(fault.kind, tree.describe(index), fault.detail, spec, answer.origin, fault.hint)
             for fault in faults
@@ -244,9 +250,9 @@ class _Task:
 def _typed(answer: Decision | Problem, leaf: Any) -> Decision | Problem:
     if isinstance(answer, Problem) or answer.spec is None:
         return answer
-    if specs.UNCONSTRAINED not in specs.entries(answer.spec):
+    if partition_specs.UNCONSTRAINED not in partition_specs.entries(answer.spec):
         return answer
-    spec = specs.replaced(answer.spec, with_types(answer.spec, leaf))
+    spec = partition_specs.replaced(answer.spec, with_types(answer.spec, leaf))
     return dataclasses.replace(answer, spec=spec)
 
 
@@ -255,30 +261,30 @@ def with_types(spec: PartitionSpec, leaf: Any) -> list[Any]:
 
     An axis that the spec names for another dimension is left out here.
     """
-    now = [*specs.entries(jax.typeof(leaf).sharding.spec), *[None] * len(spec)]
-    used = specs.spec_axes(spec)
+    now = [*partition_specs.entries(jax.typeof(leaf).sharding.spec), *[None] * len(spec)]
+    used = partition_specs.spec_axes(spec)
     return [
-        tuple(axis for axis in specs.entry_axes(now[dim]) if axis not in used)
-        if entry is specs.UNCONSTRAINED
+        tuple(axis for axis in partition_specs.entry_axes(now[dim]) if axis not in used)
+        if entry is partition_specs.UNCONSTRAINED
         else entry
-        for dim, entry in enumerate(specs.entries(spec))
+        for dim, entry in enumerate(partition_specs.entries(spec))
     ]
 
 
-_NO_SHARDING = specs.Fault(
+_NO_SHARDING = partition_specs.Fault(
     'no-sharding',
     'the rule leaves this leaf to the compiler (None), but there is no compiler here',
     'None is for sjit, constraints and annotations; give PartitionSpec() to replicate.',
 )
-_NOT_CONSTRAINED = specs.Fault(
+_NOT_CONSTRAINED = partition_specs.Fault(
     'unconstrained',
     'an UNCONSTRAINED dimension does not determine where an array is placed',
     'UNCONSTRAINED is for constraints and annotations inside a compiled function.',
 )
 
 
-def _of_another_mesh(sharding: NamedSharding) -> specs.Fault:
-    return specs.Fault(
+def _of_another_mesh(sharding: NamedSharding) -> partition_specs.Fault:
+    return partition_specs.Fault(
         'other-mesh',
         f'the NamedSharding is of another mesh: {sharding.mesh}',
         "give PartitionSpecs, or NamedShardings of the helper's own mesh: of the same devices in the same "
@@ -286,16 +292,16 @@ def _of_another_mesh(sharding: NamedSharding) -> specs.Fault:
     )
 
 
-def _no_such_memory(kind: str, error: ValueError) -> specs.Fault:
-    return specs.Fault(
+def _no_such_memory(kind: str, error: ValueError) -> partition_specs.Fault:
+    return partition_specs.Fault(
         'memory-kind',
         f'the devices have no memory {kind!r}; JAX reports: {error}',
         "name a memory kind of the devices, such as 'device' or 'pinned_host'.",
     )
 
 
-def _stays_in_memory(kind: str | None) -> specs.Fault:
-    return specs.Fault(
+def _stays_in_memory(kind: str | None) -> partition_specs.Fault:
+    return partition_specs.Fault(
         'memory-kind',
         f'a constraint moves no value to {kind!r}: JAX drops the memory kind of one',
         'give a rule without a memory kind here, and move arrays outside, or by out_shardings.',

@@ -15,9 +15,9 @@ from typing import Any, ClassVar, TypeAlias, TypeGuard
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scalax._tree import specs
-from scalax._tree.paths import NamedTree
-from scalax._tree.structures import shown_differences
+from scalax._core.pytree import partition_specs
+from scalax._core.pytree.paths import NamedTree
+from scalax._core.pytree.structure_diff import shown_differences
 from scalax.errors import Problem, RuleError, ShardingError, StructureError, plural
 from scalax.rules._answer import (
     REPLICATED,
@@ -365,7 +365,7 @@ class Stacked(_Wrapper):
     def _occupied(self, occupied: PartitionSpec, rank: int) -> PartitionSpec:
         """What is occupied of one layer; the axes of the stack are in use too."""
         stack, layer = PartitionSpec(*occupied[: self.dims]), PartitionSpec(*occupied[self.dims :])
-        return occupied_by(layer, PartitionSpec(*[None] * rank, specs.spec_axes(stack)), rank)
+        return occupied_by(layer, PartitionSpec(*[None] * rank, partition_specs.spec_axes(stack)), rank)
 
     def _change(self, decision: Decision, rank: int) -> Decision:
         """The decision about one layer, for the stack; arrays of too few dimensions are replicated."""
@@ -373,7 +373,9 @@ class Stacked(_Wrapper):
             reason = f'fewer than {plural(self.dims, "dimension")}: no stack'
             return dataclasses.replace(decision, spec=REPLICATED, reason=reason, stack=())
         assert decision.spec is not None
-        spec = specs.replaced(decision.spec, [*[None] * self.dims, *specs.entries(decision.spec)])
+        spec = partition_specs.replaced(
+            decision.spec, [*[None] * self.dims, *partition_specs.entries(decision.spec)]
+        )
         stack = (*range(self.dims), *(dim + self.dims for dim in decision.stack))
         return dataclasses.replace(decision, spec=spec, stack=stack)
 

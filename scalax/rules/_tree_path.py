@@ -8,7 +8,7 @@ import itertools
 import re
 from typing import Any, ClassVar
 
-from scalax._tree.paths import NamedTree
+from scalax._core.pytree.paths import NamedTree
 from scalax.errors import Problem, RuleError, ScalaxError, checked_flag, near_names, plural
 from scalax.rules._answer import (
     ONE_ELEMENT,

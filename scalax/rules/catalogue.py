@@ -86,8 +86,8 @@ from typing import Any, ClassVar
 
 from jax.sharding import PartitionSpec
 
-from scalax._tree.paths import NamedTree
-from scalax._tree.specs import canonical_entry, entries, entry_axes, spec_axes
+from scalax._core.pytree.partition_specs import canonical_entry, entries, entry_axes, spec_axes
+from scalax._core.pytree.paths import NamedTree
 from scalax.errors import Problem, RuleError
 from scalax.rules._answer import REPLICATED, Answer, AxisSizes, Decision
 from scalax.rules._indivisible import OnIndivisible

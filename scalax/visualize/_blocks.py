@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from scalax._tree import specs
-from scalax._tree.specs import MeshAxes
+from scalax._core.pytree import partition_specs
+from scalax._core.pytree.partition_specs import MeshAxes
 
 Index = tuple[int, ...]
 
@@ -108,7 +108,9 @@ def _of_spec(sharding: NamedSharding, shape: tuple[int, ...]) -> Blocks:
     """The blocks of a spec; also for shapes that do not divide, and for meshes without devices."""
     mesh, spec = sharding.mesh, sharding.spec
     axes = MeshAxes.of(mesh)
-    entries = [*map(specs.entry_axes, specs.entries(spec)), *[()] * len(shape)][: len(shape)]
+    entries = [*map(partition_specs.entry_axes, partition_specs.entries(spec)), *[()] * len(shape)][
+        : len(shape)
+    ]
     counts = [axes.size(names) for names in entries]
     dimensions = tuple(
         Dimension(
@@ -124,7 +126,7 @@ def _of_spec(sharding: NamedSharding, shape: tuple[int, ...]) -> Blocks:
     numbers = _numbers(mesh).transpose([names_in_mesh.index(axis) for axis in order])
     rows = numbers.reshape(math.prod(counts), -1).tolist()
     holders = dict(zip(itertools.product(*map(range, counts)), map(tuple, rows), strict=True))
-    placement = f'{specs.canonical(spec)}{_memory(sharding)}'
+    placement = f'{partition_specs.canonical(spec)}{_memory(sharding)}'
     notes = tuple(_notes(spec, dimensions))
     devices = tuple(_numbers(mesh).ravel().tolist())
     return Blocks(dimensions, holders, devices, _numbering(mesh, axes), placement, notes)

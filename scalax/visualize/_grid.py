@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from scalax._util.folding import braces, runs
+from scalax._core.util.folding import braces, runs
 from scalax.errors import plural
 from scalax.visualize._blocks import Blocks, Index, range_text
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scalax._report.blocks import Lines
-from scalax._report.pages import escape
+from scalax._core.render.blocks import Lines
+from scalax._core.render.html_pages import escape
 from scalax.errors import plural
 from scalax.visualize._blocks import Blocks, Index
 from scalax.visualize._grid import devices_text, grid_of

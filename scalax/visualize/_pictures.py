@@ -9,11 +9,11 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, Sharding
 
-from scalax._report.tables import array_text
-from scalax._tree import specs
-from scalax._tree.paths import NamedTree, has_foreign_dtype, leaf_shape
-from scalax._tree.specs import MeshAxes
-from scalax._util.folding import MOST_RUNS, Fold, fold, times
+from scalax._core.pytree import partition_specs
+from scalax._core.pytree.partition_specs import MeshAxes
+from scalax._core.pytree.paths import NamedTree, has_foreign_dtype, leaf_shape
+from scalax._core.render.tables import array_text
+from scalax._core.util.folding import MOST_RUNS, Fold, fold, times
 from scalax.errors import Problem, ShardingError, module_advice, plural, shown_leaves
 from scalax.visualize._blocks import Blocks, blocks_of
 
@@ -75,7 +75,7 @@ def pictures_of(pytree: Any) -> tuple[Picture, ...]:
     problems = [
         Problem(fault.kind, tree.describe(number), fault.detail, hint=fault.hint)
         for number, fault in enumerate(shardings)
-        if isinstance(fault, specs.Fault)
+        if isinstance(fault, partition_specs.Fault)
     ]
     if problems:
         raise _error(problems)
@@ -103,31 +103,33 @@ def pictures_of(pytree: Any) -> tuple[Picture, ...]:
 def _layout(sharding: Hashable) -> Hashable:
     """A key that is equal for equivalent shardings, such as ``P('x')`` and ``P('x', None)``."""
     if isinstance(sharding, NamedSharding):
-        return sharding.mesh, specs.canonical(sharding.spec), sharding.memory_kind
+        return sharding.mesh, partition_specs.canonical(sharding.spec), sharding.memory_kind
     return sharding
 
 
-def _sharding(leaf: Any) -> Sharding | specs.Fault:
+def _sharding(leaf: Any) -> Sharding | partition_specs.Fault:
     """The sharding of a leaf, or why it cannot be shown."""
     if leaf_shape(leaf) is None or has_foreign_dtype(leaf):
-        return specs.Fault(
+        return partition_specs.Fault(
             'not-an-array', 'this is not an array', f'visualize a tree of arrays only.{module_advice([leaf])}'
         )
     traced = isinstance(leaf, jax.core.Tracer)
     sharding = jax.typeof(leaf).sharding if traced else getattr(leaf, 'sharding', None)
     if traced and not _is_typed(sharding):
-        return specs.Fault(
+        return partition_specs.Fault(
             'traced', 'only the compiler will know where this traced value is placed', _INSPECT
         )
     is_untyped = isinstance(leaf, jax.core.ShapedArray) and not _is_typed(sharding)
     if not isinstance(sharding, Sharding) or is_untyped:
-        return specs.Fault('no-sharding', 'this has no sharding: it is on no device yet', _RULES)
+        return partition_specs.Fault('no-sharding', 'this has no sharding: it is on no device yet', _RULES)
     if not isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
-        return specs.Fault('no-sharding', f'its {type(sharding).__name__} has no spec', _RULES)
-    if isinstance(sharding, NamedSharding) and specs.UNCONSTRAINED in specs.entries(sharding.spec):
-        return specs.Fault(
+        return partition_specs.Fault('no-sharding', f'its {type(sharding).__name__} has no spec', _RULES)
+    if isinstance(sharding, NamedSharding) and partition_specs.UNCONSTRAINED in partition_specs.entries(
+        sharding.spec
+    ):
+        return partition_specs.Fault(
             'unconstrained',
-            f'{specs.text(sharding.spec)} leaves a dimension to the compiler',
+            f'{partition_specs.text(sharding.spec)} leaves a dimension to the compiler',
             'show the array that the compiler returns, or name mesh axes or None for that dimension.',
         )
     return sharding

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from scalax._report.blocks import Block, Heading, Lines, MeshAxes, Section
-from scalax._report.shown import Shown
-from scalax._report.tables import wrapped
+from scalax._core.render.blocks import Block, Heading, Lines, MeshAxes, Section
+from scalax._core.render.renderable import Shown
+from scalax._core.render.tables import wrapped
 from scalax.errors import plural
 from scalax.visualize._blocks import Blocks
 from scalax.visualize._grid import blocks_text

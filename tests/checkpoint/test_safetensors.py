@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from scalax._util.strict_json import printable
+from scalax._core.util.strict_json import printable
 from scalax.checkpoint import load_safetensors
 from scalax.checkpoint._safetensors_header import DTYPES
 from scalax.errors import ArgumentError, CheckpointError, ShardingError

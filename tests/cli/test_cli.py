@@ -11,10 +11,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import scalax
-from scalax._doctor import Diagnosis
-from scalax._doctor.environment import Finding
-from scalax._mesh.gpu_topologies import GPUS
-from scalax._mesh.topologies import KNOWN, chips
+from scalax._core.mesh.gpu_topologies import GPUS
+from scalax._core.mesh.topologies import KNOWN, chips
+from scalax._diagnostics.doctor import Diagnosis
+from scalax._diagnostics.doctor.environment import Finding
 from scalax.cli import ExitCode, _commands, main
 from scalax.errors import ArgumentError
 from scalax.plan import HARDWARE, Plan

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from scalax._plan import running
+from scalax._planning.compiler import running_compilations
 from scalax.cli import ExitCode, _arguments, _compiler_process, main_process
 from tests.support import ROOT
 
@@ -276,12 +276,12 @@ def test_which_command_is_started_again(monkeypatch, started, arguments, known):
 
 def test_compilations_that_run(monkeypatch):
     seen = []
-    monkeypatch.setattr(running, '_watchers', [])
-    running.watch(lambda texts: seen.append([*texts]))
-    with running.compiling('a'):
-        with pytest.raises(ValueError), running.compiling('b'):
+    monkeypatch.setattr(running_compilations, '_watchers', [])
+    running_compilations.watch(lambda texts: seen.append([*texts]))
+    with running_compilations.compiling('a'):
+        with pytest.raises(ValueError), running_compilations.compiling('b'):
             raise ValueError
-        with running.compiling('a'):
+        with running_compilations.compiling('a'):
             pass
     assert seen == [['a'], ['a', 'b'], ['a'], ['a', 'a'], ['a'], []]
 

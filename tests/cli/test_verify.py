@@ -8,8 +8,8 @@ import signal
 import jax
 import pytest
 
-from scalax._verify.run import Comparison
-from scalax._verify.verify import verify as verify_step
+from scalax._verification.compare import Comparison
+from scalax._verification.verify import verify as verify_step
 from scalax.cli import _commands, main
 from scalax.errors import ArgumentError
 from tests.support import tpu_compiler

@@ -12,7 +12,13 @@ AGAIN = {ROOT / 'docs' / name for name in ('start.md', 'training_loop.md')}
 # Trainings and searches of several seconds.
 SLOW = {
     ROOT / 'docs' / name
-    for name in ('training_loop.md', 'found.md', 'cookbook.md', 'coming_from.md', 'stages.md')
+    for name in (
+        'training_loop.md',
+        'auto_sharding.md',
+        'cookbook.md',
+        'coming_from.md',
+        'pipeline_parallelism.md',
+    )
 }
 PAGES = [pytest.param(path, marks=[pytest.mark.slow] if path in SLOW else []) for path in FILES]
 

@@ -62,7 +62,7 @@ CACHES = re.compile(
 )
 # Not kept: what one tree is resolved with ends with that, and so does what one program is counted with; and
 # what is traced of a part of rows with the trace.
-PASSING = {'rules/_optimizer_state', '_plan/flops', '_jaxprs/other_rows', '_spmd/step'}
+PASSING = {'rules/_optimizer_state', '_planning/cost/flops', '_jaxpr/rebatch', '_spmd/step'}
 
 
 def test_every_cache_is_in_the_design() -> None:

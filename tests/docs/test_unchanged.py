@@ -1,4 +1,4 @@
-"""The tables of docs/primitives.md and benchmarks/unchanged name what is there: primitives, models."""
+"""The tables of docs/partitioning_rules.md and benchmarks/unchanged name every primitive and model."""
 
 import re
 
@@ -7,13 +7,13 @@ import pytest
 from benchmarks.unchanged.catalogue import all_models
 from benchmarks.unchanged.model import STRATEGIES
 from scalax._jax.equations import CALLS
-from scalax._jaxprs.dims import RULES
+from scalax._jaxpr.dim_rules import RULES
 from tests.support import ROOT
 
 PRIMITIVES, MODELS, SOME_MODELS = (
     (ROOT / name).read_text(encoding='utf-8')
     for name in (
-        'docs/primitives.md',
+        'docs/partitioning_rules.md',
         'benchmarks/unchanged/tables.md',
         'docs/partitioned_models.md',
     )

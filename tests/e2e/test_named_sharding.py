@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from scalax._tree.specs import text
+from scalax._core.pytree.partition_specs import text
 from scalax.errors import PlacementError, ShardingError
 from scalax.sharding import MeshShardingHelper, with_sharding_constraint
 from scalax.testing import assert_collectives

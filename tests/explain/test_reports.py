@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from scalax._util.folding import fold
+from scalax._core.util.folding import fold
 from scalax.errors import ArgumentError, DataError
 from scalax.explain import ReportRow, ShardingReport
 from scalax.explain._rows import spec_text

@@ -1,4 +1,4 @@
-"""Gradients of grouped convolutions, as `scalax/_xla_workarounds/grouped_convolutions` mends them."""
+"""Gradients of grouped convolutions, as `scalax/_compile/xla_workarounds/grouped_convolutions` mends them."""
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +8,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from scalax._compile.xla_workarounds.grouped_convolutions import with_right_gradients
 from scalax._jax import rewriting
-from scalax._xla_workarounds.grouped_convolutions import with_right_gradients
 from tests.support.contracts import contract
 
 

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
+from scalax._core.mesh.topologies import topology_devices
 from scalax._jax import devices as of
-from scalax._mesh.topologies import topology_devices
 from tests.support import gpu_compiler
 from tests.support.contracts import contract
 

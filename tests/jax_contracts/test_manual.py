@@ -27,7 +27,7 @@ from scalax._jax.equations import (
     takes_refs,
     told,
 )
-from scalax._jax.manual import (
+from scalax._jax.manual_axes import (
     ManualCode,
     callbacks_nest,
     in_scope,

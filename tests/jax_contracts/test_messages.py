@@ -1,4 +1,4 @@
-"""What errors of JAX say, as `scalax/_jax/messages` reads them."""
+"""What errors of JAX say, as `scalax/_jax/error_texts` reads them."""
 
 import importlib.util
 import os
@@ -14,8 +14,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalax._jax import messages
-from scalax._mesh.topologies import topology_devices
+from scalax._core.mesh.topologies import topology_devices
+from scalax._jax import error_texts
 from tests.support.contracts import contract
 
 NO_CLUSTER = """
@@ -46,7 +46,7 @@ def test_it_is_too_late_to_join() -> None:
     with contract('says that jax.distributed.initialize "must be called before"', 'to run alone'):
         with pytest.raises(RuntimeError) as caught:
             jax.distributed.initialize('localhost:1', 1, 0)
-        assert messages.is_late(caught.value)
+        assert error_texts.is_late(caught.value)
 
 
 def test_a_compiler_does_not_know_an_option() -> None:
@@ -54,7 +54,7 @@ def test_a_compiler_does_not_know_an_option() -> None:
     with contract('names the compile option that it does not know', 'to say whose option it is'):
         with pytest.raises(jax.errors.JaxRuntimeError) as caught:
             lowered.compile(compiler_options={'xla_no_such_option': True})
-        assert messages.unknown_option(caught.value) == 'xla_no_such_option'
+        assert error_texts.unknown_option(caught.value) == 'xla_no_such_option'
 
 
 INDIVISIBLE = {
@@ -75,7 +75,7 @@ def test_a_dimension_does_not_divide(what: str) -> None:
     ):
         with pytest.raises(Exception) as caught:
             INDIVISIBLE[what](NamedSharding(mesh, P('x')))
-        assert messages.is_indivisible(caught.value)
+        assert error_texts.is_indivisible(caught.value)
 
 
 @pytest.fixture(scope='module')
@@ -91,7 +91,7 @@ def test_a_program_is_too_large(tpu: Mesh) -> None:
     with contract('says RESOURCE_EXHAUSTED of programs that do not fit', 'to plan them all the same'):
         with pytest.raises(jax.errors.JaxRuntimeError) as caught:
             lowered.compile()
-        assert messages.is_out_of_memory(caught.value)
+        assert error_texts.is_out_of_memory(caught.value)
 
 
 def test_a_kernel_cannot_be_partitioned(tpu: Mesh) -> None:
@@ -103,7 +103,7 @@ def test_a_kernel_cannot_be_partitioned(tpu: Mesh) -> None:
     with contract('raises NotImplementedError of kernels to partition', 'to rule candidates of a search out'):
         with pytest.raises(NotImplementedError) as caught:
             jax.jit(kernel).lower(x)
-        assert messages.is_unpartitioned(caught.value)
+        assert error_texts.is_unpartitioned(caught.value)
 
 
 def test_a_compiler_knows_no_custom_partitioning(tpu: Mesh) -> None:
@@ -120,14 +120,14 @@ def test_a_compiler_knows_no_custom_partitioning(tpu: Mesh) -> None:
     with contract('names CustomSPMDPartitioning where a compiler does not know it', 'to say what helps'):
         with pytest.raises(jax.errors.JaxRuntimeError) as caught:
             lowered.compile()
-        assert messages.lacks_custom_partitioning(caught.value)
+        assert error_texts.lacks_custom_partitioning(caught.value)
 
 
 @pytest.mark.parametrize('text', ['mismatched PJRT API version 0.1', 'libtpu version 1 is too old'])
 def test_libtpu_does_not_fit(text: str) -> None:
     # JAX and libtpu raise it when they are loaded: the texts are those of JAX 0.10 to 0.12.
-    assert messages.is_wrong_libtpu(RuntimeError(text))
-    assert not messages.is_wrong_libtpu(RuntimeError('no such topology'))
+    assert error_texts.is_wrong_libtpu(RuntimeError(text))
+    assert not error_texts.is_wrong_libtpu(RuntimeError('no such topology'))
 
 
 def test_a_sharding_repeats_a_mesh_axis() -> None:
@@ -138,7 +138,7 @@ def test_a_sharding_repeats_a_mesh_axis() -> None:
     ):
         with pytest.raises(Exception, match='data') as caught:
             NamedSharding(mesh, P('data', 'data'))
-        assert messages.repeats_a_mesh_axis(caught.value)
+        assert error_texts.repeats_a_mesh_axis(caught.value)
         with pytest.raises(ValueError, match='pod') as caught:
             NamedSharding(mesh, P('pod'))
-        assert not messages.repeats_a_mesh_axis(caught.value)
+        assert not error_texts.repeats_a_mesh_axis(caught.value)

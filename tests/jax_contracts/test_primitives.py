@@ -15,7 +15,7 @@ from jax.experimental import pallas
 from scalax._jax import primitives
 from scalax._jax.equations import WITH_JAXPRS, equations
 from scalax._jax.primitives import KERNEL, primitive_name
-from scalax._jaxprs.dims import RULES
+from scalax._jaxpr.dim_rules import RULES
 from tests.support.contracts import contract
 
 NAMES = sorted({*RULES, *WITH_JAXPRS, KERNEL})

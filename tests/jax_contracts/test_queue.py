@@ -1,4 +1,4 @@
-"""What the devices of a process still have to do, as `scalax/_jax/queue` asks."""
+"""What the devices of a process still have to do, as `scalax/_jax/device_queue` asks."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from examples.launch.ports import held_port
-from scalax._jax.queue import finish, last_program, unfinished
+from scalax._jax.device_queue import finish, last_program, unfinished
 from tests.support.contracts import contract
 
 LONGEST_S = 100

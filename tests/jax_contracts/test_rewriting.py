@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from scalax._jax import rewriting
 from scalax._jax.equations import called, equations, loop_of, opened
 from scalax._jax.tracing import trace_context
-from scalax._jaxprs.source_lines import line_of
+from scalax._jaxpr.source_lines import line_of
 from tests.support.contracts import contract, equation_in
 
 X = np.arange(8, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Scatters of updates that are split unevenly, as `scalax/_xla_workarounds/scatter_padding` mends them."""
+"""Scatters of unevenly sharded updates, which `scalax/_compile/xla_workarounds/scatter_padding` corrects."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from scalax._compile.xla_workarounds.grouped_convolutions import with_right_gradients
 from scalax._jax import rewriting
-from scalax._xla_workarounds.grouped_convolutions import with_right_gradients
 from tests.support.contracts import contract
 
 

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import pytest
 
-from scalax._channel import lines, listener
-from scalax._channel.session import ANSWERS, Session
+from scalax._core.channel import lines, listener
+from scalax._core.channel.session import ANSWERS, Session
 from scalax.errors import ArgumentError, TransferError
 from scalax.jobs import Sender, _sender, receive
 from scalax.sharding import MeshShardingHelper, PartitionSpec

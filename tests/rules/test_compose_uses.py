@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalax._tree.paths import NamedTree
+from scalax._core.pytree.paths import NamedTree
 from scalax.errors import ShardingError
 from scalax.rules import catalogue
-from scalax.rules._prefix import are_pure
+from scalax.rules._rule_tree import are_pure
 from scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,

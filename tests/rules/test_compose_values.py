@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalax._tree.paths import NamedTree
+from scalax._core.pytree.paths import NamedTree
 from scalax.errors import RuleError
 from scalax.rules._rule import decide
 from scalax.sharding import (

@@ -4,7 +4,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from scalax._tree.specs import MeshAxes
+from scalax._core.pytree.partition_specs import MeshAxes
 from scalax.errors import RuleError
 from scalax.rules._indivisible import checked_policy, divided
 

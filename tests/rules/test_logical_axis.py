@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from scalax._tree.specs import canonical, spec_axes
+from scalax._core.pytree.partition_specs import canonical, spec_axes
 from scalax.errors import IndivisibleWarning, ShardingError
-from scalax.rules import _pattern
+from scalax.rules import _einops_pattern
 from scalax.sharding import (
     FSDPShardingRule,
     LogicalAxisShardingRule,
@@ -112,7 +112,7 @@ def test_precedence(names, mesh, spec):
         *[('two', ('fsdp', 'data')), ('two', ('tp', 'pp'))],
     ]
     rule = LogicalAxisShardingRule(pairs, [('', names)])
-    shape = leaf(*[4] * len(_pattern.parse(names).dimensions))
+    shape = leaf(*[4] * len(_einops_pattern.parse(names).dimensions))
     assert specs(rule, shape, dict.fromkeys(mesh.split(), 2)) == canonical(spec)
 
 
@@ -136,7 +136,7 @@ def test_names_may_be_words_of_python():
     """Of which einops warns."""
     rule = LogicalAxisShardingRule({'in': 'fsdp', 'axis': 'tp', 'not_in': None}, [('w', '(in axis) not_in')])
     assert rule.apply({'w': leaf(16, 2)}) == {'w': P(('fsdp', 'tp'), None)}
-    assert _pattern.parse('in (lambda out) axis').dimensions == (('in',), ('lambda', 'out'), ('axis',))
+    assert _einops_pattern.parse('in (lambda out) axis').dimensions == (('in',), ('lambda', 'out'), ('axis',))
 
 
 def test_one_element_is_replicated_whatever_its_names():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from scalax.errors import RuleError, ShardingError
-from scalax.rules import _pattern
+from scalax.rules import _einops_pattern
 from scalax.sharding import LogicalAxisShardingRule
 from tests.support.leaves import leaf
 
@@ -168,10 +168,10 @@ def test_patterns_mean_what_they_mean_to_einops(text):
         expected = ParsedExpression(text, allow_underscore=True)
     except Exception as error:
         with pytest.raises(RuleError):
-            _pattern.parse(text)
+            _einops_pattern.parse(text)
         assert 'duplicate' in str(error) or 'only one ellipsis' in str(error)
         return
-    found = _pattern.parse(text)
+    found = _einops_pattern.parse(text)
     dimensions = [['_' if part is None else str(part) for part in dim] for dim in found.dimensions]
     if found.ellipsis is not None:
         dimensions.insert(found.ellipsis, '…')
@@ -180,4 +180,4 @@ def test_patterns_mean_what_they_mean_to_einops(text):
         for dim in expected.composition
     ]
     if found.ellipsis is None:
-        assert _pattern.parse(str(found)) == found
+        assert _einops_pattern.parse(str(found)) == found

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalax._tree.specs import canonical
+from scalax._core.pytree.partition_specs import canonical
 from scalax.errors import ShardingError
 from scalax.sharding import (
     FSDPShardingRule,

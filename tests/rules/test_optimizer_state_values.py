@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalax._tree.paths import NamedTree
-from scalax._tree.specs import canonical
+from scalax._core.pytree.partition_specs import canonical
+from scalax._core.pytree.paths import NamedTree
 from scalax.errors import RuleError, ShardingError, StructureError
 from scalax.rules._rule import decide
 from scalax.sharding import (

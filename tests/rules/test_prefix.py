@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from scalax.errors import ShardingError, StructureError
-from scalax.rules._prefix import key_of, split
 from scalax.rules._rule import is_rule
+from scalax.rules._rule_tree import key_of, split
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 
 HELPER = MeshShardingHelper([4, 2], ['data', 'tp'])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from scalax._tree.paths import NamedTree
+from scalax._core.pytree.paths import NamedTree
 from scalax.errors import ShardingError
 from scalax.sharding import (
     FSDPShardingRule,

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.experimental import io_callback
 
-from scalax._jax.manual import callbacks_nest
+from scalax._jax.manual_axes import callbacks_nest
 from scalax.errors import PartitioningWarning
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 
-from scalax._jax.manual import callbacks_nest
+from scalax._jax.manual_axes import callbacks_nest
 from scalax.sharding import BatchPartitioning, FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 

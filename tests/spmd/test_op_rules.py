@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from scalax._jax.equations import CALLS, Literal, called, opened, shape_of
-from scalax._jax.manual import local_params
+from scalax._jax.manual_axes import local_params
 from scalax._jax.rewriting import bound
 from scalax._spmd.placements.op_rules import Op, strategy
 from scalax._spmd.placements.placement import REPLICATE, SUM, Partial, Shard, local_shape

@@ -7,7 +7,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from scalax._jax.equations import WITH_JAXPRS
-from scalax._jaxprs.dims import RULES
+from scalax._jaxpr.dim_rules import RULES
 from tests.support.partitioned import assert_equal, partitioned
 
 pytestmark = pytest.mark.medium

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalax._transforms.sjit import partitioned
+from scalax._compile.sjit import partitioned
 from scalax.sharding import MeshShardingHelper, Stages, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
-from tests.stages.programs import PROGRAMS, arguments
-from tests.stages.test_programs import assert_close, staged
+from tests.spmd.pipelines.programs import PROGRAMS, arguments
+from tests.spmd.pipelines.test_programs import assert_close, staged
 
 pytestmark = pytest.mark.medium
 

@@ -9,9 +9,9 @@ import optax
 import pytest
 from jax.experimental.custom_partitioning import custom_partitioning
 
+from scalax._compile.sjit import partitioned
 from scalax._jax.equations import equations
 from scalax._spmd.placements import op_rules
-from scalax._transforms.sjit import partitioned
 from scalax.errors import PartitioningWarning
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P

@@ -15,8 +15,8 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from scalax._core.pytree.paths import is_weak
 from scalax._jax import orbax as known_of_orbax
-from scalax._tree.paths import is_weak
 from scalax.checkpoint import Checkpointer, load_safetensors
 from scalax.errors import CheckpointError, CheckpointWarning, ScalaxError
 from scalax.sharding import MeshShardingHelper, PolicyShardingRule

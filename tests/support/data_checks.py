@@ -1,4 +1,4 @@
-"""Host data across processes: what runs in each of them, started by hostdata/test_processes.py.
+"""Host data across processes: what runs in each of them, started by data/host/test_processes.py.
 
 Any number of processes; every function here runs on all of them at the same time.
 """
@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalax._hostdata import collectives
-from scalax._trace import resharding
+from scalax._core.context import resharding
+from scalax._data.host import process_collectives
 from scalax.errors import ArgumentError, DataError
 from scalax.sharding import MeshShardingHelper
 
@@ -265,7 +265,7 @@ def check_numpy_arrays_of_a_compiled_function() -> None:
 def check_nothing_is_communicated_without_need() -> None:
     helper = MeshShardingHelper([-1, 2], ['data', 'tp'])
     width = itertools.count(11)  # shapes that nothing was compiled for
-    collectives._given = itertools.count(1)  # a wait for simulated devices is a program too
+    process_collectives._given = itertools.count(1)  # a wait for simulated devices is a program too
 
     def fresh(rows: int) -> dict[str, Any]:
         return {'x': np.zeros((rows, next(width))), 'step': 1}

@@ -4,7 +4,7 @@ import importlib.metadata
 
 import pytest
 
-from scalax._mesh.gpu_topologies import installed_plugins, wrong_plugins
+from scalax._core.mesh.gpu_topologies import installed_plugins, wrong_plugins
 
 _FOUND = installed_plugins()
 HERE = bool(_FOUND) and wrong_plugins(_FOUND, importlib.metadata.version('jaxlib')) is None

@@ -8,17 +8,17 @@ from typing import Any
 
 import jax
 
-from scalax._plan.buffers import largest_buffers
-from scalax._plan.collectives import collectives
-from scalax._plan.compilation import LIBRARIES
-from scalax._plan.flops import count_flops, count_model_flops
-from scalax._plan.hardware import HARDWARE
-from scalax._plan.hlo import parse
-from scalax._plan.hlo_cost import work_of
-from scalax._plan.host_moves import host_moves
-from scalax._plan.make import scheduled
-from scalax._plan.memory import MemoryTables, assigned_memory, read_layout
-from scalax._plan.torus import Place
+from scalax._planning.compiler.compilation import LIBRARIES
+from scalax._planning.cost.buffers import largest_buffers
+from scalax._planning.cost.collectives import collectives
+from scalax._planning.cost.device_cost import work_of
+from scalax._planning.cost.flops import count_flops, count_model_flops
+from scalax._planning.cost.host_transfers import host_moves
+from scalax._planning.cost.memory import MemoryTables, assigned_memory, read_layout
+from scalax._planning.hardware.specs import HARDWARE
+from scalax._planning.hardware.torus import Place
+from scalax._planning.program.hlo import parse
+from scalax._planning.report.make_plan import scheduled
 from scalax.plan import Plan
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P

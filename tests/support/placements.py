@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from scalax._tree.specs import MeshAxes, canonical, indivisible
+from scalax._core.pytree.partition_specs import MeshAxes, canonical, indivisible
 
 # The largest difference that counts as none, by the largest element.
 _RTOL = {'float32': 1e-5}

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from scalax._mesh.gpu_topologies import GPUS
+from scalax._core.mesh.gpu_topologies import GPUS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / 'tests' / 'recorded'

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from scalax._plan.collective_seconds import collective_seconds
-from scalax._plan.torus import places_on_torus, route_of, torus_of
+from scalax._planning.hardware.torus import places_on_torus, route_of, torus_of
+from scalax._planning.time.collective_time import collective_seconds
 
 
 def seconds(kind, whole, hardware, shape, axes):

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from scalax import distributed
-from scalax._watch import watch
+from scalax._diagnostics.watchdog import watch
 from scalax.sharding import MeshShardingHelper, PartitionSpec
 
 HOW, LAST, STUCK = sys.argv[1], 12, 600.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from scalax._jaxprs.dim_sharding import DimSharding
+from scalax._jaxpr.dim_sharding import DimSharding
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

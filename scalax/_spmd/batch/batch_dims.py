@@ -13,8 +13,8 @@ from typing import Any, Self
 
 from scalax._jax.equations import Literal, shape_of
 from scalax._jax.primitives import primitive_name
-from scalax._jaxprs.dimensions import Dimensions, Numbers
-from scalax._jaxprs.dims import ELEMENTWISE, reshaped
+from scalax._jaxpr.dim_classes import Dimensions, Numbers
+from scalax._jaxpr.dim_rules import ELEMENTWISE, reshaped
 from scalax._spmd.placements.placement import Placements, Replicate, Shard
 
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding
 
+from scalax._core.pytree.partition_specs import entries, entry_axes
 from scalax._jax.equations import equations, shardings_said
 from scalax._jax.primitives import primitive_name
-from scalax._jaxprs.dependence import Dependence
-from scalax._tree.specs import entries, entry_axes
+from scalax._jaxpr.batch_dependence import Dependence
 
 
 class BatchSource(NamedTuple):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from scalax._jax.equations import dim_of, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.random_bits import bits_at, depends_on_indices
-from scalax._jaxprs.dims import CHEAP, dims_of
+from scalax._jaxpr.dim_rules import CHEAP, dims_of
 from scalax._spmd.placements.collectives import Block, index_of
 
 DimBlock = tuple[int, Block, int]

@@ -18,16 +18,16 @@ from scalax._jax.equations import (
     shardings_said,
     size_of,
 )
-from scalax._jax.manual import remade, scan_counts
+from scalax._jax.manual_axes import remade, scan_counts
 from scalax._jax.primitives import primitive_name
-from scalax._jaxprs.carry_accumulation import reductions_of
+from scalax._jaxpr.carry_accumulation import reductions_of
 from scalax._spmd.context import Shared
 from scalax._spmd.conversions import Edit
 from scalax._spmd.loops.example_loops import axes_apart
 from scalax._spmd.loops.forward_results import finish_before
 from scalax._spmd.loops.microbatch_loops import stack_placements
 from scalax._spmd.placements.placement import REPLICATE, SUM, Partial, Placements, Replicate, Shard, join
-from scalax._spmd.placements.state_forms import equations_with_examples
+from scalax._spmd.placements.state_casts import equations_with_examples
 from scalax._spmd.placements.user_constraints import move_to
 from scalax._spmd.values import (
     SETTLED,
@@ -113,7 +113,7 @@ def partition_scan(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     other; else it takes all of it. State that each round takes as it is, is gathered before the loop.
     """
     if id(equation) in edit.shared.pipelines:
-        from scalax._spmd.pipelines.pipeline import partition_pipeline  # here, because few steps have stages
+        from scalax._spmd.pipelines.schedule import partition_pipeline  # here, because few steps have stages
 
         partition_pipeline(edit, equation, values, edit.shared.pipelines[id(equation)])
         return

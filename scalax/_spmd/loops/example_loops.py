@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from scalax._jax.equations import Loop, equations
-from scalax._jaxprs.carry_accumulation import reductions_of
+from scalax._jaxpr.carry_accumulation import reductions_of
 from scalax._spmd.conversions import Edit
 from scalax._spmd.placements.placement import REPLICATE, Partial, Placement, Placements, Shard
 from scalax._spmd.values import Argument, Value

@@ -13,7 +13,7 @@ from typing import Any
 
 from scalax._jax.equations import Loop, makers_of, opened
 from scalax._jax.primitives import primitive_name
-from scalax._jaxprs.dims import reshaped
+from scalax._jaxpr.dim_rules import reshaped
 from scalax._spmd.conversions import Edit
 from scalax._spmd.placements.placement import Placements, Shard
 from scalax._spmd.values import Value

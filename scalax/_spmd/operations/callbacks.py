@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._jax.equations import is_ordered, shape_of, takes_blocks, told
-from scalax._jax.manual import callbacks_nest
+from scalax._jax.manual_axes import callbacks_nest
 from scalax._jax.rewriting import run_equation
 from scalax._spmd.conversions import Edit
 from scalax._spmd.placements.placement import REPLICATE, Partial, spec_of

@@ -12,13 +12,13 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from scalax._core.pytree.partition_specs import canonical_entry
 from scalax._jax import kernels
 from scalax._jax.equations import shape_of, size_of
-from scalax._jax.manual import ManualCode
+from scalax._jax.manual_axes import ManualCode
 from scalax._spmd.operations.pallas_kernels import in_shard_map
 from scalax._spmd.placements.auto_shardings import AutoAxes
 from scalax._spmd.placements.placement import REPLICATE, SUM, Placement, Shard
-from scalax._tree.specs import canonical_entry
 
 ATTENTION = frozenset(('dot_product_attention_fwd_wrapper', 'dot_product_attention_bwd_wrapper'))
 

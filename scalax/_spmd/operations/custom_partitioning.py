@@ -13,6 +13,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from scalax._core.pytree.partition_specs import canonical_entry, entry_axes
 from scalax._jax.custom_partitioning import mapped_over_blocks
 from scalax._jax.equations import annotated, shape_of
 from scalax._spmd.conversions import Edit
@@ -20,7 +21,6 @@ from scalax._spmd.loops.control_flow import argument_of, partition_call
 from scalax._spmd.operations.user_shard_maps import partition_shard_map
 from scalax._spmd.placements.placement import REPLICATE, Shard, spec_of
 from scalax._spmd.values import Value
-from scalax._tree.specs import canonical_entry, entry_axes
 
 
 def partition_custom(edit: Edit, equation: Any, values: Sequence[Value]) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 from scalax._jax.equations import Literal, shape_of
 from scalax._spmd.conversions import Edit
-from scalax._spmd.placements.repeated_forms import FORMS
-from scalax._spmd.placements.state_forms import NARROW, SAME_STATE
+from scalax._spmd.placements.repeated_casts import FORMS
+from scalax._spmd.placements.state_casts import NARROW, SAME_STATE
 
 
 def write_on_blocks_alike(edit: Edit, name: str, equation: Any) -> bool:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 
 from scalax._jax.equations import bounds_mode, fill_value, gather_dims, scatter_dims, shape_of
-from scalax._jax.manual import local_params
+from scalax._jax.manual_axes import local_params
 from scalax._jax.primitives import primitive_name
 
 

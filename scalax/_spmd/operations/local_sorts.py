@@ -1,7 +1,8 @@
 """Sorts of rows that come back, as of tokens by expert: each device sorts its own rows.
 
 Sorted, the rows of all devices would be mixed. But what is done with them does not depend on their order as
-long as rows of a group are together, and in the end they are put back (`scalax._jaxprs.orders` proves it). So
+long as rows of a group are together, and in the end they are put back
+(`scalax._jaxpr.sort_orders` proves it). So
 each device sorts its own rows, takes the sizes of its own groups, and finds the rows that are taken or put by
 their numbers among its own.
 """
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 
 from scalax._jax.equations import opened, ragged_dim, shape_of
 from scalax._jax.primitives import primitive_name
-from scalax._jaxprs.orders import block_of
+from scalax._jaxpr.sort_orders import block_of
 from scalax._spmd.conversions import Edit
 from scalax._spmd.placements.placement import REPLICATE, Placements, Shard
 from scalax._spmd.values import Value

@@ -14,14 +14,14 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from scalax._core.pytree.partition_specs import canonical_entry
 from scalax._jax import kernels
 from scalax._jax.equations import shape_of
-from scalax._jax.manual import ManualCode
+from scalax._jax.manual_axes import ManualCode
 from scalax._jax.rewriting import bound
-from scalax._jaxprs.dims import Axes
+from scalax._jaxpr.dim_rules import Axes
 from scalax._spmd.placements.auto_shardings import AutoAxes
 from scalax._spmd.placements.placement import REPLICATE, Placement, Shard
-from scalax._tree.specs import canonical_entry
 
 
 def of_kernel(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from scalax._jax.equations import is_from_zero, ragged_dim, ragged_dot_dims, shape_of
-from scalax._jaxprs.dims import dims_of
+from scalax._jaxpr.dim_rules import dims_of
 from scalax._spmd.placements.placement import REPLICATE, SUM, Placement, Shard
 
 

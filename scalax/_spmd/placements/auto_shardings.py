@@ -14,11 +14,11 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from scalax._core.pytree.partition_specs import canonical_entry, entry_axes
 from scalax._jax.equations import CALLS, PLACES, Literal, branches, called, loop_of, opened, shape_of
 from scalax._jax.equations import shardings_said as shardings_of
 from scalax._jax.primitives import primitive_name
-from scalax._jaxprs.dims import Axes, dims_of
-from scalax._tree.specs import canonical_entry, entry_axes
+from scalax._jaxpr.dim_rules import Axes, dims_of
 
 AutoDims = tuple[Axes, ...]
 """The Auto axes that shard each dimension of a value; an empty tuple if none is known to."""

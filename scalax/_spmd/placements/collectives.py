@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from scalax._core.pytree.partition_specs import spec_axes
 from scalax._jax.equations import shape_of
-from scalax._jax.manual import ManualCode, in_scope
+from scalax._jax.manual_axes import ManualCode, in_scope
 from scalax._jax.rewriting import with_results
 from scalax._spmd.placements.placement import ReduceOp, Step
-from scalax._tree.specs import spec_axes
 
 What = Literal['weight', 'gradient', 'examples', 'sum']
 """What a collective converts: state, a sum that becomes a gradient, examples, or another sum."""

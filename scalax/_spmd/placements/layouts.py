@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from scalax._jaxprs.dims import Axes
+from scalax._jaxpr.dim_rules import Axes
 from scalax._spmd.placements.placement import Placement, Placements, Shard, moved
 
 

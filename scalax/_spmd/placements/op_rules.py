@@ -2,7 +2,7 @@
 
 `strategy` looks a primitive up in `RULES`. A rule gives the placements that the operands are converted to and
 those of the results, or None if the primitive has to see all of its operands. Most primitives need one rule
-only, `by_dims`, which reads in `scalax._jaxprs.dims` where the dimensions of results come from.
+only, `by_dims`, which reads in `scalax._jaxpr.dim_rules` where the dimensions of results come from.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from scalax._jax import equations
 from scalax._jax.equations import Literal, shape_of
 from scalax._jax.primitives import KERNEL, primitive_name
-from scalax._jaxprs.dims import (
+from scalax._jaxpr.batch_dims import summed_dims
+from scalax._jaxpr.dim_rules import (
     ALONG,
     DECOMPOSITIONS,
     ELEMENTWISE,
@@ -28,7 +29,6 @@ from scalax._jaxprs.dims import (
     dims_of,
     reshaped,
 )
-from scalax._jaxprs.rows import summed_dims
 from scalax._spmd.operations.cudnn_attention import ATTENTION, of_attention
 from scalax._spmd.operations.pallas_kernels import of_kernel
 from scalax._spmd.operations.ragged_dot import of_rows, sizes_placement

@@ -22,8 +22,8 @@ from scalax._jax.equations import (
     shape_of,
 )
 from scalax._jax.primitives import primitive_name
-from scalax._jaxprs.carry_accumulation import reductions_of
-from scalax._jaxprs.dims import ELEMENTWISE, dims_of, reshaped
+from scalax._jaxpr.carry_accumulation import reductions_of
+from scalax._jaxpr.dim_rules import ELEMENTWISE, dims_of, reshaped
 from scalax._spmd.placements.layouts import Layout, Shifted, layout_at
 from scalax._spmd.placements.placement import REPLICATE, SUM, Partial, Placements, Replicate, Shard
 from scalax._spmd.placements.state_layouts import state_layouts

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from scalax._jax.equations import CALLS, PLACES, called, opened, shape_of
-from scalax._jax.manual import is_backward
+from scalax._jax.manual_axes import is_backward
 from scalax._jax.primitives import primitive_name
-from scalax._jaxprs.dims import ELEMENTWISE
-from scalax._jaxprs.interpreter import Interpreter
+from scalax._jaxpr.abstract_interpreter import Interpreter
+from scalax._jaxpr.dim_rules import ELEMENTWISE
 
 Distances = tuple[tuple[int, int], ...]
 """The arguments, by number, that elementwise operations make a value of, with the distance to each."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from scalax._jax.equations import CALLS, Literal, branches, called, loop_of, opened, shape_of
 from scalax._jax.primitives import primitive_name
-from scalax._jaxprs.dims import ELEMENTWISE, dims_of
+from scalax._jaxpr.dim_rules import ELEMENTWISE, dims_of
 from scalax._spmd.placements.layouts import Layout, Shifted, layout_at
 
 _MOVING = frozenset(('transpose', 'squeeze'))

@@ -15,7 +15,7 @@ from typing import Any
 
 from scalax._jax.equations import shape_of
 from scalax._jax.primitives import primitive_name
-from scalax._jaxprs.dims import UNKNOWN, dims_of
+from scalax._jaxpr.dim_rules import UNKNOWN, dims_of
 from scalax._spmd.conversions import Edit
 from scalax._spmd.operations.embedding_tables import is_indexed
 from scalax._spmd.placements.op_rules import Op, Strategy

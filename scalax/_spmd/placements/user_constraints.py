@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._jax.equations import Literal, is_on_device, shape_of, shardings_said
-from scalax._jax.manual import is_vacuous
+from scalax._jax.manual_axes import is_vacuous
 from scalax._jax.primitives import primitive_name
 from scalax._spmd.conversions import Edit
 from scalax._spmd.placements.auto_shardings import auto_spec

@@ -7,15 +7,15 @@ from collections.abc import Container, Mapping, Sequence
 
 import jax
 
+from scalax._core.render.tables import array_text
+from scalax._core.util.folding import MOST_RUNS, fold
 from scalax._jax.equations import shape_of
 from scalax._jax.primitives import primitive_name
-from scalax._jaxprs.dims import FORWARDS
-from scalax._jaxprs.source_lines import line_of
-from scalax._report.tables import array_text
+from scalax._jaxpr.dim_rules import FORWARDS
+from scalax._jaxpr.source_lines import line_of
 from scalax._spmd.placements.collectives import RESULT, Collective, What
 from scalax._spmd.placements.placement import ReduceOp
 from scalax._spmd.report.redundant_work import Redundancy
-from scalax._util.folding import MOST_RUNS, fold
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,9 +8,9 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from scalax._jaxprs.source_lines import line_of
-from scalax._report import saved
-from scalax._report.blocks import (
+from scalax._core.pytree.partition_specs import axis_sizes_text
+from scalax._core.render import serialization
+from scalax._core.render.blocks import (
     Block,
     Cell,
     Column,
@@ -23,13 +23,13 @@ from scalax._report.blocks import (
     Table,
     Tone,
 )
-from scalax._report.shown import Shown
-from scalax._report.tables import array_text, human_bytes, human_flops
+from scalax._core.render.renderable import Shown
+from scalax._core.render.tables import array_text, human_bytes, human_flops
+from scalax._core.util.folding import MOST_RUNS, fold
+from scalax._jaxpr.source_lines import line_of
 from scalax._spmd.report.collective_reasons import CollectiveRow, rows
 from scalax._spmd.report.redundant_work import Of
 from scalax._spmd.step import Step
-from scalax._tree.specs import axis_sizes_text
-from scalax._util.folding import MOST_RUNS, fold
 from scalax.errors import plural
 
 _MOST_ROWS = 40
@@ -158,11 +158,13 @@ class PropagationReport(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain Python values, ready for ``json.dumps``."""
-        return {field.name: saved.plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return {
+            field.name: serialization.plain(getattr(self, field.name)) for field in dataclasses.fields(self)
+        }
 
     def to_json(self) -> str:
         """The report as JSON: `to_dict` and a version, with a line for each collective."""
-        return saved.write(self.to_dict())
+        return serialization.write(self.to_dict())
 
     @classmethod
     def load(cls, text_or_path: str | os.PathLike[str]) -> PropagationReport:
@@ -176,7 +178,7 @@ class PropagationReport(Shown):
             FileNotFoundError: there is no such file.
             ArgumentError: it is neither text nor a path.
         """
-        return saved.read(cls, text_or_path, 'report')
+        return serialization.read(cls, text_or_path, 'report')
 
 
 def batch_text(report: PropagationReport) -> str:

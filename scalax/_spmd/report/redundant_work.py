@@ -14,6 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 from jax.sharding import PartitionSpec
 
+from scalax._core.pytree.partition_specs import spec_axes
+from scalax._core.pytree.paths import array_bytes
 from scalax._jax.equations import (
     WITH_JAXPRS,
     axes_named,
@@ -28,11 +30,9 @@ from scalax._jax.equations import (
     with_inside,
 )
 from scalax._jax.primitives import primitive_name
-from scalax._jaxprs.dims import FORWARDS, dims_of, multiplications
+from scalax._jaxpr.dim_rules import FORWARDS, dims_of, multiplications
 from scalax._spmd.placements.collectives import NUMBER
 from scalax._spmd.report.liveness import live_equations
-from scalax._tree.paths import array_bytes
-from scalax._tree.specs import spec_axes
 
 Of = Literal['examples', 'weight', 'replicated']
 """What redundant work computes on: gathered examples, a gathered weight, or what was never sharded."""

@@ -33,11 +33,11 @@ from scalax._jax.equations import (
 )
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, equation_if_mapped, replaced, run
-from scalax._jaxprs.dims import DECOMPOSITIONS, multiplications
-from scalax._jaxprs.machine_balance import PER_BYTE, PER_OPERATION
-from scalax._jaxprs.matrix_functions import Function, functions_of_matrices, is_late
-from scalax._jaxprs.other_rows import Known, OnOtherRows
-from scalax._jaxprs.rows import Rows, RowsOf
+from scalax._jaxpr.batch_dims import Rows, RowsOf
+from scalax._jaxpr.dim_rules import DECOMPOSITIONS, multiplications
+from scalax._jaxpr.machine_balance import PER_BYTE, PER_OPERATION
+from scalax._jaxpr.matrix_functions import Function, functions_of_matrices, is_late
+from scalax._jaxpr.rebatch import Known, OnOtherRows
 from scalax._spmd.placements.placement import Placements, Replicate, Shard
 from scalax._spmd.placements.reduction_layouts import Wanted
 from scalax._spmd.rewrites.facts import StepFacts

@@ -13,7 +13,7 @@ from typing import Any
 from scalax._jax.equations import Literal, is_reordered, opened, removed_dims, shape_of, shardings_said
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, added_equation, bound, replaced, with_inlined, with_results
-from scalax._jaxprs.dims import ALONG, ELEMENTWISE
+from scalax._jaxpr.dim_rules import ALONG, ELEMENTWISE
 from scalax._spmd.rewrites.facts import StepFacts
 
 _ELEMENTWISE = ELEMENTWISE - ALONG - {'random_fold_in', 'random_gamma', 'threefry2x32'}

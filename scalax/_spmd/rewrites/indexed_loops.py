@@ -37,9 +37,9 @@ from scalax._jax.equations import (
 )
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import equation_of, part_of, replaced, run, with_inlined, with_jaxprs
-from scalax._jaxprs.dims import puts_rows, reshaped, takes_rows
-from scalax._jaxprs.integers import Integers, Values
-from scalax._jaxprs.user_shardings import placed_by_user
+from scalax._jaxpr.dim_rules import puts_rows, reshaped, takes_rows
+from scalax._jaxpr.static_integers import Integers, Values
+from scalax._jaxpr.user_shardings import placed_by_user
 from scalax._spmd.batch.batch_dims import BatchDims
 from scalax._spmd.rewrites.facts import StepFacts
 

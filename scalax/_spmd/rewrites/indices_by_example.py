@@ -43,8 +43,8 @@ from scalax._jax.rewriting import (
     with_jaxprs,
     with_results,
 )
-from scalax._jaxprs.dims import SCATTERS, reshaped
-from scalax._jaxprs.integers import Integers
+from scalax._jaxpr.dim_rules import SCATTERS, reshaped
+from scalax._jaxpr.static_integers import Integers
 from scalax._spmd.rewrites.facts import StepFacts
 
 LOOKUPS = frozenset(('gather',)) | SCATTERS

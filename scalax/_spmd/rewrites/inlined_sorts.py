@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from scalax._jax.rewriting import flattened
-from scalax._jaxprs.orders import CONSTANTS
+from scalax._jaxpr.sort_orders import CONSTANTS
 from scalax._spmd.rewrites.facts import StepFacts
 
 

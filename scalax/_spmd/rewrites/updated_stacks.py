@@ -11,11 +11,11 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from scalax._core.pytree.partition_specs import canonical, entries, entry_axes
 from scalax._jax.equations import CALLS, called, loop_of, opened, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import constraint, replaced, with_jaxprs, with_operands
 from scalax._jax.tracing import trace_context
-from scalax._tree.specs import canonical, entries, entry_axes
 
 # With `reshard`, which JAX puts into jnp.where under a mesh, and which moves nothing along Auto axes.
 _UPDATES = frozenset(

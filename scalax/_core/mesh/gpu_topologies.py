@@ -1,0 +1,239 @@
+"""Topologies of NVIDIA GPUs that are not here, such as ``'h100:8x8'``, for XLA's compiler for GPUs.
+
+That compiler needs no GPU and no driver: it is told of the GPU (`gpu_targets`), and how many there are. A
+*domain* is what NVLink joins: a host, or a rack of hosts (NVL72). It is to GPUs what a slice is to TPUs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from scalax._core.mesh.gpu_targets import FIELDS, TARGETS, target_config
+from scalax.errors import MeshError, MissingDependencyError, plural
+
+
+class Joined(NamedTuple):
+    """How many GPUs of a kind are joined.
+
+    Attributes:
+        host: the most in a host.
+        domain: the most that NVLink joins; as many as in a host, if it stays inside of hosts.
+    """
+
+    host: int
+    domain: int
+
+
+GPUS = dict.fromkeys(TARGETS, Joined(8, 8)) | {
+    'h100-pcie': Joined(2, 2),
+    'h100-nvl': Joined(2, 2),
+    'gh200': Joined(4, 4),
+    'gb200': Joined(4, 72),
+    'gb300': Joined(4, 72),
+}
+"""Kind of GPU -> how many are joined. A bridge of NVLink joins two cards of PCIe: they count as a host. Four
+GH200 in a host are joined each with each.
+
+Sources: NVIDIA's pages of HGX A100, H100, H200 and B200, of H100 NVL and PCIe, of GB200 NVL72 and GB300
+NVL72; of GH200 https://apps.fz-juelich.de/jsc/hps/jupiter/configuration.html."""
+
+PLUGINS = ('jax-cuda12-pjrt', 'jax-cuda13-pjrt')
+"""The packages with the compiler, for two versions of CUDA."""
+
+_AMD = re.compile(r'mi\d{3}', re.IGNORECASE)
+_FILE = '.txtpb'
+_EXAMPLES = 'XLA has examples: https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs'
+# The value of a field; of a compute capability its major number.
+_FIELD = r'\b{}\s*:?\s*(?:{{[^}}]*?\bmajor\s*:)?\s*({{[^}}]*}}|[^\s}}]+)'
+_VALUE = re.compile(r'["\']|[0.]*[1-9]|0[xX]0*[1-9a-fA-F]')  # a text, or a number above 0
+_NUMBERS = re.compile(r'\d+(?:\.\d+)*')  # those that a version begins with, all that JAX compares
+_SIZE = re.compile(r'(?:(?:([1-9]\d{0,5})x)?([1-9]\d{0,5})x)?([1-9]\d{0,3})')
+
+
+@dataclasses.dataclass(frozen=True)
+class GPUTopology:
+    """GPUs that are joined.
+
+    Attributes:
+        kind: a key of `GPUS`, or the path of a target config.
+        domains: the number of NVLink domains.
+        hosts: the number of hosts of each.
+        each: the number of GPUs of a host.
+    """
+
+    kind: str
+    domains: int
+    hosts: int
+    each: int
+
+
+def is_of_gpus(topology: str) -> bool:
+    """Whether a topology names GPUs, by the names of their kinds or a target config.
+
+    Example:
+        >>> is_of_gpus('h100:8'), is_of_gpus('my.txtpb:4x8'), is_of_gpus('v5p:4x4x4')
+        (True, True, False)
+    """
+    kind = topology.rpartition(':')[0] or topology
+    return kind in GPUS or kind.endswith(_FILE) or _AMD.match(kind) is not None
+
+
+def gpu_topology(topology: str, num_slices: int = 1) -> GPUTopology:
+    """The GPUs that a topology names.
+
+    Args:
+        topology: ``'KIND:GPUS'``, one host; ``'KIND:HOSTSxGPUS'``: each host a domain, but of kinds whose
+            domains are larger than a host one domain; or ``'KIND:DOMAINSxHOSTSxGPUS'``.
+        num_slices: the number of domains, if the name does not have it.
+
+    Raises:
+        MeshError: the GPUs cannot be joined so, or *num_slices* is not the number of domains in the name.
+
+    Example:
+        >>> gpu_topology('h100:4x8').domains, gpu_topology('gb200:18x4').domains
+        (4, 1)
+    """
+    kind, _, size = topology.rpartition(':')
+    if _AMD.match(kind or size):
+        raise MeshError(
+            f'{topology!r}: XLA compiles for AMD GPUs only on a machine that has them '
+            '(https://github.com/openxla/xla/issues/40593)'
+        )
+    most = GPUS.get(kind)
+    read = _SIZE.fullmatch(size)
+    if not kind or read is None:
+        one = GPUS.get(name := kind or size, Joined(8, 8))
+        hosts_too = f'{name}:{one.domain // one.host if one.domain > one.host else 4}x{one.host}'
+        raise MeshError(
+            f'a topology of GPUs is KIND:GPUS for one host ({name}:{one.host}), KIND:HOSTSxGPUS '
+            f'({hosts_too}), or KIND:DOMAINSxHOSTSxGPUS with domains of NVLink; got {topology!r}'
+        )
+    domains, hosts, each = (int(number) if number else None for number in read.groups())
+    if most is not None and most.host == most.domain and domains is None:
+        domains, hosts = hosts, 1
+    if num_slices not in (1, domains or num_slices):
+        raise MeshError(
+            f'{topology!r} has {plural(domains or 1, "NVLink domain")}, and num_slices (--slices, --dcn) '
+            f'is {num_slices}: leave one of them out, or give both the same number'
+        )
+    found = GPUTopology(kind, domains or num_slices, hosts or 1, each or 1)
+    if most is not None:
+        _check(found, most, topology)
+    return found
+
+
+def _check(found: GPUTopology, most: Joined, topology: str) -> None:
+    if found.each > most.host:
+        raise MeshError(
+            f'{topology!r} has hosts of {found.each:,} GPUs, and a host of {found.kind} has at most '
+            f'{most.host}: write several hosts, as in {found.kind}:4x{most.host}'
+        )
+    if found.hosts * found.each > most.domain:
+        raise MeshError(
+            f'{topology!r} has NVLink domains of {found.hosts:,} hosts with {plural(found.each, "GPU")}, and '
+            f'NVLink joins at most {most.domain} of {found.kind}: write several domains, as in '
+            f'{found.kind}:4x{most.domain // found.each}x{found.each}'
+        )
+
+
+def gpu_devices(topology: str, num_slices: int) -> Sequence[Any]:
+    """The devices of a topology of GPUs, for compiling only; those of a host, and of a domain, in a row.
+
+    Raises:
+        MissingDependencyError: the compiler is not installed, twice, or in a version that does not fit JAX.
+        MeshError: the topology is invalid, or the compiler refuses the target config.
+    """
+    found = gpu_topology(topology, num_slices)
+    config = _read_config(found.kind) if found.kind.endswith(_FILE) else target_config(found.kind)
+    _require_plugin()
+    from jax.experimental import topologies
+
+    shape = f'{found.domains}x{found.hosts}x{found.each}'
+    try:
+        described = topologies.get_topology_desc(
+            platform='cuda', topology_name='', target_config=config, topology=shape
+        )
+    except NotImplementedError as error:
+        raise MissingDependencyError(
+            f'JAX did not load the compiler for GPUs ({error}): on a machine without GPUs set '
+            'JAX_PLATFORMS=cpu before anything uses JAX'
+        ) from error
+    except RuntimeError as error:
+        hint = ''
+        if found.kind.endswith(_FILE):
+            hint = f'. The compiler wrote to stderr which part of the file it cannot read. {_EXAMPLES}'
+        raise MeshError(f'the compiler for GPUs describes no topology {topology!r}: {error}{hint}') from error
+    return list(described.devices)
+
+
+def _read_config(file: str) -> str:
+    """Returns the text of a target config.
+
+    Raises:
+        MeshError: the file cannot be read, or a number is missing or 0: XLA divides by some of them, which
+            would end the process.
+    """
+    try:
+        text = Path(file).read_text(encoding='utf-8')
+    except (OSError, UnicodeDecodeError) as error:
+        raise MeshError(f'the target config {file!r} cannot be read: {error}') from error
+    without_comments = re.sub('#.*', '', text)
+    fields = {name: re.search(_FIELD.format(name), without_comments) for name in FIELDS}
+    missing = ', '.join(name for name, field in fields.items() if field is None)
+    faults = [
+        f'{name} is {field[1]}' for name, field in fields.items() if field and not _VALUE.match(field[1])
+    ]
+    if missing:
+        faults.insert(0, f'it has no {missing}')
+    if faults:
+        raise MeshError(f'{file!r} is not the target config of a GPU: {"; ".join(faults)}. {_EXAMPLES}')
+    return text
+
+
+def installed_plugins() -> dict[str, str]:
+    """The compilers for NVIDIA GPUs that are installed: package -> version."""
+    found = {}
+    for package in PLUGINS:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _require_plugin() -> None:
+    """Raises MissingDependencyError if there is not one compiler, of the version that JAX loads."""
+    found = installed_plugins()
+    if not found:
+        raise MissingDependencyError(
+            'topologies of GPUs need the compiler for GPUs, which is published for Linux: '
+            'pip install "jax[cuda12-local]" (no GPU is needed)'
+        )
+    if wrong := wrong_plugins(found, importlib.metadata.version('jaxlib')):
+        raise MissingDependencyError(': '.join(wrong))
+
+
+def wrong_plugins(found: Mapping[str, str], jaxlib: str) -> tuple[str, str] | None:
+    """What is wrong with the compilers that are installed, and what to do; None if nothing is.
+
+    Args:
+        found: as `installed_plugins` says.
+        jaxlib: the version of jaxlib, which is that of each of its plugins.
+
+    Example:
+        >>> wrong_plugins({'jax-cuda12-pjrt': '0.10.0'}, '0.10.2')
+        ('jax-cuda12-pjrt 0.10.0 does not fit jaxlib 0.10.2', 'pip install jax-cuda12-plugin==0.10.2')
+    """
+    if len(found) > 1:
+        one, other = found
+        return f'{one} and {other} are installed, and JAX loads only one of them', f'pip uninstall {one}'
+    for package, version in found.items():
+        if _NUMBERS.findall(version)[:1] != _NUMBERS.findall(jaxlib)[:1]:
+            cure = f'pip install {package.replace("pjrt", "plugin")}=={jaxlib}'
+            return f'{package} {version} does not fit jaxlib {jaxlib}', cure
+    return None

@@ -1,0 +1,107 @@
+"""Tree structures that do not determine the leaf paths of their trees.
+
+JAX's caches treat trees of equal structure as the same. The leaf paths of such trees are nearly always equal
+too: equal keys of dicts have equal texts (`paths`), and most nodes name their children by fields of their
+type. But a node may name its children by static data that its comparison ignores, and keys of dicts may be
+equal and print differently. Rules that choose by leaf path must not give such a tree another one's shardings.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import FlattenedIndexKey, GetAttrKey, SequenceKey
+
+from scalax._core.pytree.paths import path_string
+
+_DICTS = (dict, OrderedDict, defaultdict)
+
+
+Node = tuple[type, Any, int, list[int]]
+"""A node whose static data may be equal to data that names children differently.
+
+Its type, the static data, its depth, and the number of the first leaf of each child.
+"""
+
+
+def uncertain_paths(tree: Any, nodes: Sequence[Node]) -> tuple[str, ...] | None:
+    """The leaf paths of a tree if a tree of equal structure may have other ones, else None.
+
+    Args:
+        tree: the tree.
+        nodes: the `uncertain_nodes` of its structure.
+    """
+    if not nodes:
+        return None
+    keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    if all(
+        _names_follow(kind, static, keys[leaf][depth])
+        for kind, static, depth, leaves in nodes
+        for leaf in leaves
+    ):
+        return None
+    return tuple(map(path_string, keys))
+
+
+def uncertain_nodes(treedef: Any, depth: int = 0, start: int = 0) -> list[Node]:
+    """The nodes of a structure that may name their children otherwise in an equal one.
+
+    Args:
+        treedef: the structure, or a part of one.
+        depth: how deep the part is in it.
+        start: the number of its first leaf there.
+    """
+    data, nodes = treedef.node_data(), list[Node]()
+    if data is None:
+        return nodes
+    kind, static = data
+    firsts = []
+    for child in treedef.children():
+        count = child.num_leaves
+        if count:
+            firsts.append(start)
+            if count > 1 or child.num_nodes > 1:
+                nodes += uncertain_nodes(child, depth + 1, start)
+        start += count
+    # The usual nodes, lists, tuples and dicts of strings, are certain without a look at their data.
+    certain = static is None or (kind in _DICTS and {str}.issuperset(map(type, static)))
+    if not certain and not _is_alike(static, numbers=kind in _DICTS):
+        nodes.append((kind, static, depth, firsts))
+    return nodes
+
+
+def _is_alike(static: Any, numbers: bool) -> bool:
+    """Whether values equal to *static* have its text, as equal numbers do if they are keys (*numbers*)."""
+    if isinstance(static, tuple | list):
+        inside = numbers and isinstance(static, list)
+        return all(_is_alike(item, inside) for item in static)
+    if isinstance(static, bool | int | float | np.generic):
+        return numbers
+    kind: Any = type(static)
+    return isinstance(static, str | bytes | type | None) or kind.__eq__ is object.__eq__
+
+
+def _names_follow(kind: type, static: Any, key: Any) -> bool:
+    """Whether the type of the node, or static data that JAX compares, determines the name of a child."""
+    if isinstance(key, SequenceKey | FlattenedIndexKey):
+        return True
+    name: Any = getattr(key, 'name', getattr(key, 'key', None))
+    if isinstance(key, GetAttrKey) and _has_field(kind, str(name)):
+        return True
+    return isinstance(name, bool | int | float | np.generic) or name in _strings(static)
+
+
+def _has_field(kind: type, name: str) -> bool:
+    return hasattr(kind, name) or name in getattr(kind, '__dataclass_fields__', ())
+
+
+def _strings(static: Any) -> Iterator[str]:
+    if isinstance(static, str):
+        yield static
+    elif isinstance(static, tuple | list | set | frozenset | dict):
+        for item in static:
+            yield from _strings(item)

@@ -1,0 +1,183 @@
+"""Reports and plans as JSON: dataclasses as plain values with a version, and a reader of what was written.
+
+The reader builds each field from the type that its class declares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import inspect
+import json
+import os
+import reprlib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from jax.sharding import PartitionSpec
+
+from scalax._core.pytree import partition_specs
+from scalax._jax.shardings import kinds_of_sums, sums_kind
+from scalax.errors import ArgumentError, DataError
+
+T = TypeVar('T')
+
+_VERSION = 1  # of reports, and of plans
+_UNCONSTRAINED = 'UNCONSTRAINED'
+
+
+def plain(value: Any) -> Any:
+    """A value in plain Python values, ready for ``json.dumps``.
+
+    Args:
+        value: a plain value, an enum, a PartitionSpec; a dataclass or named tuple, which may have its own
+            ``to_dict``; or a tuple or mapping of these.
+
+    Example:
+        >>> plain({'spec': PartitionSpec(None, ('data', 'model'))})
+        {'spec': [None, ['data', 'model']]}
+    """
+    if isinstance(value, PartitionSpec):
+        return _plain_spec(value)
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if hasattr(value, 'to_dict'):
+        return value.to_dict()
+    if dataclasses.is_dataclass(value) or hasattr(value, '_asdict'):
+        kind: Any = type(value)
+        return {name: plain(getattr(value, name)) for name in _fields(kind)}
+    return [plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def write(values: Mapping[str, Any]) -> str:
+    """The JSON of plain values and the version, with a line for each item, and for each dict in a list."""
+    lines = []
+    for key, value in {'version': _VERSION, **values}.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            rows = ',\n'.join(f'  {json.dumps(row)}' for row in value)
+            text = f'[\n{rows}\n]'
+        lines.append(f'{json.dumps(key)}: {text}')
+    return '{\n' + ',\n'.join(lines) + '\n}\n'
+
+
+def read(kind: type[T], text_or_path: str | os.PathLike[str], what: str) -> T:
+    """The value that was written.
+
+    Args:
+        kind: its class. What it computes (its properties) may be in the file too, and is not read.
+        text_or_path: the JSON itself, or the path of a file of it.
+        what: what it is called in messages, such as ``'report'``.
+
+    Raises:
+        DataError: the file holds something else, or another version, or cannot be read.
+        FileNotFoundError: there is no such file.
+        ArgumentError: *text_or_path* is neither text nor a path.
+    """
+    if not isinstance(text_or_path, str | os.PathLike):
+        raise ArgumentError(
+            f'{kind.__name__}.load takes text, or the path of a file, got {type(text_or_path).__name__}: '
+            f'give it what {what}.to_json() returns, or where that was written'
+        )
+    is_text = isinstance(text_or_path, str) and text_or_path.lstrip()[:1] in ('', '{')
+    name = 'the text' if is_text else repr(os.fspath(text_or_path))
+    try:
+        values = json.loads(str(text_or_path) if is_text else Path(text_or_path).read_bytes())
+        version = values['version']
+    except FileNotFoundError:
+        raise  # a golden file may not exist yet
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f'{name} is not the JSON of a {what}: {error}') from error
+    except (LookupError, TypeError) as error:
+        raise DataError(f'{name} is not the JSON of a {what}: it has no version') from error
+    if version != _VERSION:
+        raise DataError(
+            f'{name} is a {what} of version {reprlib.repr(version)}, this scalax reads version '
+            f'{_VERSION}: write it anew with {what}.to_json()'
+        )
+    try:
+        return typing.cast(T, _built(kind, values))
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        why = f'it has no {error}' if isinstance(error, LookupError) else error
+        raise DataError(
+            f'{name} is not a whole {what}: {why}. If another release of scalax wrote it, write it anew with '
+            f'{what}.to_json()'
+        ) from error
+
+
+def _built(kind: Any, values: Any) -> Any:
+    """A dataclass or named tuple of plain values."""
+    return kind(**{name: _value(field, values[name]) for name, field in _fields(kind).items()})
+
+
+@functools.cache
+def _fields(kind: Any) -> dict[str, Any]:
+    """The fields of a class: name -> its type."""
+    hints = typing.get_type_hints(kind)
+    return {name: hints[name] for name in inspect.signature(kind).parameters}
+
+
+def _value(kind: Any, value: Any) -> Any:
+    """A plain value as a value of the type *kind*."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is PartitionSpec:
+        return _spec(value)
+    if origin is types.UnionType:  # of a type and None
+        return None if value is None else _value(arguments[0], value)
+    if origin is tuple:
+        return tuple(_value(arguments[0], item) for item in _checked(list, value))
+    if origin is Literal:
+        if value not in arguments:
+            raise ValueError(f'{reprlib.repr(value)} is none of {", ".join(map(repr, arguments))}')
+        return value
+    if kind in (str, int, bool, float):
+        return _checked(kind, value)
+    if origin is not None:  # a mapping
+        return {key: _value(arguments[1], item) for key, item in value.items()}
+    return kind(value) if issubclass(kind, enum.Enum) else _built(kind, value)
+
+
+def _checked(kind: type, value: Any) -> Any:
+    """Returns a value that is of a type; JSON written by others has integers where floats are meant."""
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise ValueError(f'{reprlib.repr(value)} is not of type {kind.__name__}')
+    return value
+
+
+def _plain_spec(spec: PartitionSpec) -> Any:
+    """The entries of a spec; with the axes along which it is unreduced or reduced, if there are any.
+
+    Raises:
+        DataError: a mesh axis has the name that stands for `PartitionSpec.UNCONSTRAINED`.
+    """
+    if _UNCONSTRAINED in partition_specs.spec_axes(spec):
+        raise DataError(
+            f'{spec} cannot be written: {_UNCONSTRAINED!r} stands for PartitionSpec.UNCONSTRAINED'
+        )
+    entries = [
+        _UNCONSTRAINED if entry is partition_specs.UNCONSTRAINED else entry
+        for entry in partition_specs.entries(spec)
+    ]
+    written = [list(entry) if isinstance(entry, tuple) else entry for entry in entries]
+    if not spec.unreduced and not spec.reduced:
+        return written
+    kind = sums_kind(spec)
+    sums = {'unreduced': sorted(spec.unreduced), 'reduced': sorted(spec.reduced)}
+    return {'entries': written, **sums, **({} if kind == 'sum' else {'unreduced_kind': kind})}
+
+
+def _spec(value: Any) -> PartitionSpec:
+    written = value if isinstance(value, dict) else {'entries': value}
+    sums: dict[str, Any] = {name: frozenset(written.get(name, ())) for name in ('unreduced', 'reduced')}
+    if 'unreduced_kind' in written:
+        sums['unreduced_kind'] = kinds_of_sums()[written['unreduced_kind']]
+    entries = [tuple(entry) if isinstance(entry, list) else entry for entry in written['entries']]
+    return PartitionSpec(
+        *(partition_specs.UNCONSTRAINED if entry == _UNCONSTRAINED else entry for entry in entries), **sums
+    )

@@ -1,0 +1,1 @@
+"""Data between hosts, devices and meshes."""

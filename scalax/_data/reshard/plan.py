@@ -1,0 +1,143 @@
+"""The plan of a move: bytes by network, seconds and memory, before anything moves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+from jax.sharding import AbstractMesh
+
+from scalax._core.pytree.paths import bits_of
+from scalax._core.render import serialization
+from scalax._core.render.tables import human_bytes, milliseconds, table, terminal_width
+from scalax._data.reshard.block_schedule import volume
+from scalax._data.reshard.leaf_mapping import NameMapping
+from scalax._data.reshard.request import Job, Options
+from scalax._jax.devices import slice_of
+from scalax._planning.hardware.specs import (
+    HARDWARE,
+    Hardware,
+    find_hardware,
+    hardware_of,
+    network_text,
+    numbers_of,
+)
+from scalax.errors import MeshError, plural
+from scalax.rules import RuleLike
+
+
+@dataclasses.dataclass(frozen=True)
+class ReshardPlan:
+    """What `MeshShardingHelper.reshard` will do; ``str()`` of it is a table.
+
+    Attributes:
+        bytes: the bytes of the result, each element counted once.
+        kept: the bytes of all devices that do not move.
+        moved: the bytes that move, by network: ``'ici'`` inside of a slice (of GPUs: of what NVLink joins),
+            ``'dcn'`` between them.
+        most_sent: the most bytes that one device sends.
+        most_received: the most bytes that one device receives.
+        rounds: how many rounds there are, in which each device sends one piece at most, and receives one.
+        peak: the most bytes of pieces that are alive on one device, beside source and result.
+        seconds: the sum over rounds of the longer of two: the largest piece over one link, and what one host
+            sends or receives over its share of the data-center network; and a hop for each round. None if
+            the numbers of the hardware are not known.
+        hardware: the hardware whose numbers count.
+    """
+
+    bytes: int
+    kept: int
+    moved: dict[str, int]
+    most_sent: int
+    most_received: int
+    rounds: int
+    peak: int
+    seconds: float | None
+    hardware: str
+
+    def to_json(self) -> str:
+        """The plan as JSON, with a version."""
+        return serialization.write(dataclasses.asdict(self))
+
+    def __str__(self) -> str:
+        chip = HARDWARE.get(self.hardware)
+        sizes = {
+            'stays on its device': self.kept,
+            **{f'moves by {network_text(name, chip)}': size for name, size in self.moved.items()},
+            'sent by one device, at most': self.most_sent,
+            'received by one device, at most': self.most_received,
+            'on one device beside source and result': self.peak,
+        }
+        seconds = 'time not known' if self.seconds is None else f'{milliseconds(self.seconds)} at least'
+        lead = f'{human_bytes(self.bytes)} in {plural(self.rounds, "round")}, {seconds}'
+        cells = [('what', 'bytes'), *((what, human_bytes(size)) for what, size in sizes.items())]
+        return '\n'.join([lead, *table(cells, terminal_width(None), 0, {1})])
+
+
+def plan_reshard(
+    helper: Any,
+    tree: Any,
+    rules: RuleLike,
+    *,
+    hardware: Hardware | str | None = None,
+    mapping: NameMapping = None,
+    dtype: Any = None,
+    donate: bool = False,
+    memory: int | str | None = None,
+) -> ReshardPlan:
+    """What ``helper.reshard(tree, rules, ...)`` will move; nothing moves, and no device is needed.
+
+    Args:
+        helper: the mesh that the tree moves to, which may be of `from_topology`.
+        tree: arrays, or ``jax.ShapeDtypeStruct`` with shardings, as `MeshShardingHelper.abstract` makes them.
+        rules: as for `MeshShardingHelper.reshard`.
+        hardware: whose numbers count: a `Hardware`, or the name of one; that of the devices by default.
+        mapping: as for `MeshShardingHelper.reshard`; this and the others.
+        dtype: what floating-point leaves are cast to.
+        donate: whether leaves are deleted once they have been moved.
+        memory: the bound on what is alive on each device beside the blocks.
+
+    Raises:
+        ArgumentError: leaves without shardings; an option is invalid.
+        MeshError: the helper was made from an AbstractMesh.
+        PlanError: there is no such hardware, or it lacks numbers.
+
+    Example:
+        >>> import jax
+        >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
+        >>> trainer = MeshShardingHelper([4], ['fsdp'], devices=jax.devices()[:4])
+        >>> sampler = MeshShardingHelper([4], ['tp'], devices=jax.devices()[4:])
+        >>> w = trainer.abstract(jax.ShapeDtypeStruct((1024, 1024), 'float32'), PartitionSpec('fsdp'))
+        >>> plan = plan_reshard(sampler, w, PartitionSpec(None, 'tp'), dtype='bfloat16', hardware='h100')
+        >>> plan.moved, plan.rounds, plan.most_sent
+        ({'ici': 2097152, 'dcn': 0}, 4, 524288)
+    """
+    if isinstance(helper.mesh, AbstractMesh):
+        raise MeshError('plan_reshard needs a mesh of devices, which may be absent ones: from_topology')
+    job = Job.of(helper, tree, rules, Options.of(mapping, dtype, donate, memory), planned=True)
+    kind = helper.mesh.devices.flat[0].device_kind
+    chip = find_hardware(hardware, kind) if hardware is not None else hardware_of(kind)
+    speeds = 'ici_bytes_per_second', 'dcn_bytes_per_second', 'hop_seconds'
+    link, dcn, hop = numbers_of(chip, *speeds, for_='a move') if chip else (1, 1, 0)
+    sent, received, moved = Counter[Any](), Counter[Any](), {'ici': 0, 'dcn': 0}
+    kept, rounds, peak, seconds = 0, 0, 0, 0.0
+    for route in [job.route(move, arrival) for arrival in job.arrivals for move in arrival.moves]:
+        bits = bits_of(route.dtype)
+        kept += sum(volume(piece.box) * bits // 8 for pieces in route.schedule.kept for piece in pieces)
+        for pieces in route.schedule.rounds:
+            size = volume(pieces[0].box) * bits // 8
+            hosts, alive = Counter[Any](), Counter[Any]()
+            for source, target in [(piece.source, piece.target) for piece in pieces]:
+                far = slice_of(source) != slice_of(target)
+                moved['dcn' if far else 'ici'] += size
+                sent[source] += size
+                received[target] += size
+                alive.update([source, target])
+                hosts.update({('from', source.process_index): far, ('to', target.process_index): far})
+            rounds += 1
+            peak = max(peak, size * max(alive.values()))
+            seconds += size * max(1 / link, max(hosts.values()) / dcn) + hop
+    out, in_ = (max(each.values(), default=0) for each in (sent, received))
+    known, name = (seconds, chip.name) if chip else (None, kind)
+    return ReshardPlan(job.bytes, kept, moved, out, in_, rounds, peak, known, name)

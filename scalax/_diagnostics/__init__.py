@@ -1,0 +1,1 @@
+"""Diagnosis of installations, and of processes that hang."""

@@ -1,0 +1,96 @@
+"""A diagnosis: the facts about an installation and its devices, and what is wrong with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from scalax._core.render.html_pages import visible
+from scalax._core.render.tables import terminal_width, wrapped
+from scalax._diagnostics.doctor import environment
+from scalax._diagnostics.doctor.devices import open_devices
+from scalax._diagnostics.doctor.environment import Finding
+from scalax.errors import plural
+
+# Programs that are compiled with others of these may differ, and those of one mesh must not.
+_SAME_PACKAGES = ('scalax', 'jax', 'jaxlib', 'libtpu', 'numpy', 'einops')
+_SAME = ('XLA_FLAGS', 'LIBTPU_INIT_ARGS', 'JAX_ENABLE_X64', 'JAX_DEFAULT_MATMUL_PRECISION', 'JAX_PLATFORMS')
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """Facts about an installation, and what is wrong with it; ``str()`` of it is a page of text.
+
+    Attributes:
+        facts: the facts: name -> text.
+        findings: what is wrong, each with its cure.
+        process: which process of the program this is.
+    """
+
+    facts: Mapping[str, str]
+    findings: tuple[Finding, ...]
+    process: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The diagnosis in plain Python values, ready for ``json.dumps``."""
+        findings = [finding._asdict() for finding in self.findings]
+        return {'facts': dict(self.facts), 'findings': findings, 'process': self.process}
+
+    def __str__(self) -> str:
+        width = terminal_width(None)
+        longest = max(map(len, self.facts))
+        lines = [plural(len(self.findings), 'finding') if self.findings else 'nothing is wrong', '']
+        lines += wrapped((f'{name:<{longest}}  {text}' for name, text in self.facts.items()), width)
+        for number, (what, cure) in enumerate(self.findings, 1):
+            first, *more = what.splitlines()
+            lines += ['', *wrapped([f'{number}. {first}'], width), *more]
+            lines += wrapped([f'   cure: {cure}'], width)
+        return '\n'.join(map(visible, lines))
+
+
+def diagnose(timeout: float = 120) -> Diagnosis:
+    """Looks at the installation, the environment and the devices of this machine.
+
+    Nothing is opened in this process. Another one opens the devices, runs a program on each, and is ended
+    after the timeout; it joins the other processes of a program where the environment tells of any.
+
+    Args:
+        timeout: the seconds that opening the devices may take.
+    """
+    versions = environment.installed()
+    present = environment.accelerators()
+    variables = environment.variables(os.environ)
+    findings = [
+        *environment.missing_plugins(present, versions),
+        *environment.wrong_compilers(versions),
+        *environment.wrong_variables(os.environ, jax.config.values, present),
+    ]
+    own = {
+        'Python': platform.python_version(),
+        **{name: versions.get(name, 'not installed') for name in _SAME_PACKAGES},
+        **{name: variables.get(name, 'not set') for name in _SAME},
+    }
+    opened = open_devices(own, timeout)
+    values = opened.values
+    only_cpu = values.get('devices', [['']])[0][0] == 'cpu'
+    if present and only_cpu and not findings and not opened.findings:
+        what = f'this machine has {" and ".join(present)} devices, but JAX opens only the CPU'
+        cure = 'run with JAX_PLATFORMS=tpu (or cuda, rocm): its error then gives the reason'
+        findings.append(Finding(what + opened.last_lines, cure))
+    facts = {
+        'versions': ', '.join(
+            f'{name} {version}' for name, version in {'Python': own['Python'], **versions}.items()
+        ),
+        'system': f'{platform.system()} {platform.machine()}, {os.cpu_count()} processors',
+        'accelerators': ', '.join(f'{count} of {maker}' for maker, count in present.items()) or 'none',
+        'variables': ' '.join(f'{name}={value}' for name, value in variables.items())
+        or 'none that JAX reads',
+        'processes': str(values.get('processes', 'unknown')),
+        'devices': opened.summary or 'not opened',
+    }
+    return Diagnosis(facts, (*findings, *opened.findings), values.get('process', 0))

@@ -1,0 +1,215 @@
+"""Runs a jaxpr that treats each row alone on other rows than it was traced for: fewer of them, or more.
+
+The jaxpr has the number of all rows in it, in shapes. What has rows is computed with as many as there are.
+What is the same for all rows is computed as it is, and its rows are taken where it meets others: so a
+microbatch gets its own part of what is drawn of a key in the shape of all rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from scalax._core.pytree.partition_specs import MeshAxes, drop_indivisible, only_axes
+from scalax._jax import equations
+from scalax._jax.equations import CALLS, WITH_JAXPRS, Literal, called, loop_of, opened, scan_options, shape_of
+from scalax._jax.primitives import primitive_name
+from scalax._jax.rewriting import constants_of, resized, run_here
+from scalax._jaxpr.batch_dims import SUM, Fact, Rows, RowsOf, added_up, summed_dims
+from scalax._jaxpr.dim_rules import CHEAP, Place, dims_of
+
+
+class Known(NamedTuple):
+    """A value, of other rows if it has any.
+
+    Attributes:
+        value: the value.
+        fact: what is known of it.
+        cut: of what is the same for all rows, what computes its share of these rows alone; None if it is
+            taken of all of it.
+    """
+
+    value: Any
+    fact: Fact
+    cut: Callable[[Rows], Any] | None = None
+
+
+class OnOtherRows:
+    """Runs jaxprs on other rows.
+
+    Args:
+        rows: where rows are.
+        count: how many rows there are instead.
+        share: what these rows get of a value that is the same for all: where it has rows, or is a sum.
+    """
+
+    def __init__(self, rows: RowsOf, count: int, share: Callable[[Any, Any], Any]) -> None:
+        self._rows, self._count, self._share = rows, count, share
+
+    def values(self, jaxpr: Any, operands: Sequence[Known], facts: Sequence[Fact]) -> list[Any]:
+        """The results of a closed jaxpr, in a trace of their own, with rows where these facts say so."""
+        return [*map(self.taken, self._results(jaxpr, operands), facts)]
+
+    def scan(self, equation: Any, given: Sequence[Known], found: Sequence[Fact]) -> list[Any]:
+        """The results of a `scan`, in a trace of their own.
+
+        Args:
+            equation: the `scan`.
+            given: its operands.
+            found: what is known of its results.
+        """
+        loop = loop_of(equation)
+        constants, begun, stacks = loop.parts(given)
+        state = found[: loop.carried]
+        rows = [self._rows.element_of(each.fact) for each in stacks]
+
+        def step(values: Any, elements: Any) -> tuple[Any, Any]:
+            operands = [*_of_outer_trace(constants), *map(Known, values, state), *map(Known, elements, rows)]
+            results = self.values(loop.body, operands, [*state, *[None] * (len(found) - loop.carried)])
+            return results[: loop.carried], results[loop.carried :]
+
+        first, values = [*map(self.taken, begun, state)], [each.value for each in stacks]
+        carried, stacked = jax.lax.scan(step, first, values, loop.length, **scan_options(equation))
+        return [*carried, *stacked]
+
+    def taken(self, known: Known, fact: Fact) -> Any:
+        """A value, or the share of what is the same for all rows, where it has rows or is a sum."""
+        if known.fact is not None or fact is None:
+            return known.value
+        return known.cut(fact) if known.cut and fact != SUM else self._share(known.value, fact)
+
+    def _results(self, jaxpr: Any, operands: Sequence[Known], in_checkpoint: bool = False) -> list[Known]:
+        inner = opened(jaxpr)
+        known = {id(var): Known(value, None) for var, value in constants_of(jaxpr)}
+        known.update(zip(map(id, inner.invars), operands, strict=True))
+
+        def read(atom: Any) -> Known:
+            return Known(atom.val, None) if isinstance(atom, Literal) else known[id(atom)]
+
+        for equation in inner.eqns:
+            found = self._equation(equation, [*map(read, equation.invars)], in_checkpoint)
+            known.update(zip(map(id, equation.outvars), found, strict=True))
+        return [*map(read, inner.outvars)]
+
+    def _equation(self, equation: Any, given: Sequence[Known], in_checkpoint: bool) -> Sequence[Known]:
+        name, facts = primitive_name(equation), [each.fact for each in given]
+        if name in CALLS:
+            # What an outermost checkpoint computes again was computed in another loop.
+            given = _kept_apart(equation, given) if in_checkpoint else given
+            return self._results(called(equation), given, in_checkpoint or name == 'remat2')
+        values, count = [each.value for each in given], len(equation.outvars)
+        found = self._rows.equation(equation, facts) if any(facts) else [None] * count
+        if name in WITH_JAXPRS:
+            control = {'scan': self.scan, 'while': self._while, 'cond': self._cond}[name]
+            return [*map(Known, control(equation, given, found), found)]
+        if name in ('sharding_constraint', 'device_put'):
+            return [*map(Known, _placed(equation, values), facts)]
+        rows = {place: fact for place, fact in enumerate(facts) if isinstance(fact, Rows)}
+        dims, changed = {place: each.dim for place, each in rows.items()}, dict[str, Any]()
+        for place in added_up(equation) if SUM in found else ():
+            values[place] = self.taken(given[place], SUM)
+        if rows and name != 'optimization_barrier':
+            out, each = found[0], next(iter(rows.values())).each
+            for place, dim in _meeting(equation, rows, out):
+                if shape_of(equation.invars[place])[dim] == self._rows.count * each:
+                    values[place] = self.taken(given[place], Rows(dim, each))
+            if isinstance(out, Rows):
+                changed = self._resized(equation, dims.get(0), out)
+        cut = None if any(facts) else self._cut(equation, given)
+        return [
+            Known(x, fact, cut) for x, fact in zip(run_here(equation, values, **changed), found, strict=True)
+        ]
+
+    def _cut(self, equation: Any, given: Sequence[Known]) -> Callable[[Rows], Any] | None:
+        """Computes the share of what is the same for all rows, where that needs not all of them.
+
+        What is broadcast along rows needs none, and elements of others need those of their operands.
+        """
+        name = primitive_name(equation)
+        if name != 'broadcast_in_dim' and name not in CHEAP:
+            return None
+        dims, shape = dims_of(equation).results[0], shape_of(equation.outvars[0])
+
+        @functools.cache
+        def cut(rows: Rows) -> Any:
+            values = [each.value for each in given]
+            for place, dim in dims[rows.dim]:
+                if shape_of(equation.invars[place])[dim] == shape[rows.dim]:
+                    values[place] = self.taken(given[place], Rows(dim, rows.each))
+            return run_here(equation, values, **self._resized(equation, None, rows))[0]
+
+        return cut
+
+    def _resized(self, equation: Any, operand: int | None, rows: Rows) -> dict[str, Any]:
+        return resized(equation, operand, rows.dim, self._count * rows.each)
+
+    def _while(self, equation: Any, given: Sequence[Known], found: Sequence[Fact]) -> list[Any]:
+        loop = loop_of(equation)
+        constants, begun, _ = loop.parts(given)
+
+        def test(values: Any) -> Any:
+            tested = _of_outer_trace(given[: loop.tested])
+            return self.values(loop.test, [*tested, *map(Known, values, found)], [None])[0]
+
+        def step(values: Any) -> Any:
+            return self.values(loop.body, [*_of_outer_trace(constants), *map(Known, values, found)], found)
+
+        return jax.lax.while_loop(test, step, [*map(self.taken, begun, found)])
+
+    def _cond(self, equation: Any, given: Sequence[Known], found: Sequence[Fact]) -> list[Any]:
+        facts = [each.fact for each in given[1:]]
+
+        def branch(jaxpr: Any, *values: Any) -> Any:
+            results = self.values(jaxpr, [*map(Known, values, facts)], found)
+            # XLA refuses branches of which one ends in a constraint. Those of a gradient may keep nothing.
+            return jax.lax.optimization_barrier(results) if results else results
+
+        run = [functools.partial(branch, jaxpr) for jaxpr in equations.branches(equation)]
+        index, *operands = [each.value for each in given]
+        return jax.lax.switch(index, run, *operands)
+
+
+def _of_outer_trace(given: Sequence[Known]) -> list[Known]:
+    """What a trace inside takes of the one around it, without what was cut there."""
+    return [Known(each.value, each.fact) for each in given]
+
+
+def _kept_apart(equation: Any, given: Sequence[Known]) -> Sequence[Known]:
+    """The operands of a call, behind a barrier where JAX puts them behind one.
+
+    But for what is cut where it meets rows, which must not be computed in full.
+    """
+    pairs = zip(given, equations.computed_again(equation), strict=True)
+    apart = {i: each.value for i, (each, again) in enumerate(pairs) if again and each.cut is None}
+    if not apart:
+        return given
+    values = dict(zip(apart, jax.lax.optimization_barrier([*apart.values()]), strict=True))
+    return [each._replace(value=values.get(i, each.value)) for i, each in enumerate(given)]
+
+
+def _meeting(equation: Any, rows: Mapping[int, Rows], out: Fact) -> Sequence[Place]:
+    """The dimensions of operands that meet where rows are, in a result or in a sum."""
+    if isinstance(out, Rows):
+        return dims_of(equation).results[0][out.dim]
+    places = {(place, fact.dim) for place, fact in rows.items()}
+    return next(each for each in summed_dims(equation) if not places.isdisjoint(each))
+
+
+def _placed(equation: Any, values: Sequence[Any]) -> list[Any]:
+    """Values where the user says, along the mesh axes that are there inside of a pipeline."""
+    said = equations.shardings_said(equation)[1]
+    specs = {i: each.spec for i, each in said.items() if isinstance(each, NamedSharding)}
+    if len(specs) < len(values):
+        return run_here(equation, values)
+    return [_at(value, specs[i]) for i, value in enumerate(values)]
+
+
+def _at(value: Any, said: PartitionSpec) -> Any:
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = MeshAxes.of(mesh)
+    there = drop_indivisible(only_axes(said, axes.of_type(AxisType.Auto)), value.shape, axes)
+    return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, there))

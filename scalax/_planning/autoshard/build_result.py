@@ -1,0 +1,102 @@
+"""Makes the result of a search of its trials: the rule of the best, and what other places would cost."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from scalax._core.render.tables import human_bytes
+from scalax._planning.autoshard.codegen import program_code
+from scalax._planning.autoshard.regex_rules import readable_rule
+from scalax._planning.autoshard.result import Ended, Found, FoundGroup, FoundMesh
+from scalax._planning.autoshard.trial import Trial, Trials, attempt
+from scalax._planning.mesh_search.objective import slower
+
+
+def make_found(trials: Trials, best: Trial, topology: str | None, ended: Ended, seconds: float) -> Found:
+    """The result of a search: the best of the trials, with its plan."""
+    problem, limit = trials.problem, best.limit
+    plan = problem.plan(best.layout)
+    if not best.compiled:
+        best = attempt(problem, best.layout, None)
+    specs = problem.specs(best.layout)
+    # Arrays of one element are replicated by any rule, and may have the path of another leaf.
+    rule = readable_rule(
+        {leaf.path: (leaf.shape, spec) for leaf, spec in specs.items() if math.prod(leaf.shape) > 1}
+    )
+    roofline = plan.known_roofline
+    return Found(
+        mesh=best.layout.sizes,
+        rule=rule,
+        batch=best.layout.batch,
+        stages=best.layout.stages,
+        plan=plan,
+        groups=tuple(_explained(trials, best, number) for number in range(len(problem.groups))),
+        meshes=_best_of_each_mesh(trials, best),
+        fits=None if limit is None else best.memory <= limit,
+        lower_bound=None if roofline is None else plan.flops / roofline.peak,
+        bound=best.bound,
+        estimate=best.estimate,
+        memory=best.memory,
+        tried=len(trials.known),
+        seconds=seconds,
+        ended=ended,
+        topology=topology,
+        _code=program_code(problem, best.layout, topology, rule),
+    )
+
+
+def _explained(trials: Trials, best: Trial, number: int) -> FoundGroup:
+    problem = trials.problem
+    name, spec = problem.groups[number].name, problem.group_spec(number, best.layout)
+    others = [
+        trial
+        for layout, trial in trials.known.items()
+        if layout != best.layout and best.layout.moved({number: layout.groups[number]}) == layout
+    ]
+    if not others:
+        return FoundGroup(name, spec)
+    other = min(others, key=lambda trial: trial.rank)
+    moved = {
+        axes: other.moved.get(axes, 0) - best.moved.get(axes, 0) for axes in {**best.moved, **other.moved}
+    }
+    return FoundGroup(
+        name,
+        spec,
+        problem.group_spec(number, other.layout),
+        other.seconds - best.seconds,
+        other.memory - best.memory,
+        moved,
+        other.fits,
+    )
+
+
+def _best_of_each_mesh(trials: Trials, best: Trial) -> tuple[FoundMesh, ...]:
+    """The best trial of each mesh and placement of the batch, with a pipeline and without one."""
+    found: dict[tuple[Any, ...], Trial] = {}
+    for trial in [best, *sorted(trials.known.values(), key=lambda trial: trial.rank)]:
+        layout = trial.layout
+        found.setdefault((layout.mesh, layout.batch, layout.stages is None), trial)
+    return tuple(
+        FoundMesh(
+            trial.layout.sizes,
+            trial.layout.batch,
+            trial.layout.stages,
+            trial.bound if math.isfinite(trial.bound) else None,
+            trial.estimate if math.isfinite(trial.estimate) else None,
+            trial.memory,
+            _why(trial, best),
+        )
+        for trial in found.values()
+    )
+
+
+def _why(trial: Trial, best: Trial) -> str:
+    if trial is best:
+        return ''
+    if trial.lost:
+        return trial.lost
+    if not trial.fits:
+        assert trial.limit is not None
+        return f'does not fit: {human_bytes(trial.memory)}, {human_bytes(trial.limit)} usable'
+    return slower(trial.seconds, best.seconds)

@@ -1,0 +1,230 @@
+"""What was found: a mesh, a rule, what each place saves, and how that shows itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from jax.sharding import PartitionSpec
+
+from scalax._core.pytree.partition_specs import axis_sizes_text
+from scalax._core.render import serialization
+from scalax._core.render.blocks import Block, Cell, Code, Column, Figures, Heading, Lines, Row, Section, Table
+from scalax._core.render.renderable import Shown
+from scalax._core.render.tables import human_bytes, milliseconds, more_bytes
+from scalax._planning.autoshard.codegen import rule_code, spec_code
+from scalax._planning.mesh_search.objective import EQUAL, mean
+from scalax._planning.report.plan import Plan
+from scalax._planning.report.plan_page import headline, plan_blocks
+from scalax._planning.time.roofline import Seconds
+from scalax._spmd.pipelines.config import Stages, options_text
+from scalax.errors import plural
+from scalax.rules import TreePathShardingRule
+
+Ended = Literal['', 'time', 'stopped']
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundGroup:
+    """A group of leaves, and what its sharding saves.
+
+    Attributes:
+        name: the paths of its leaves.
+        spec: their sharding.
+        next_spec: the next best sharding, if all other groups stay; None if none was tried.
+        seconds: how much longer the step takes with that one.
+        memory: how many more bytes of memory a device needs.
+        moved: how many more bytes a device sends: mesh axes -> bytes.
+        fits: whether the step fits into memory then.
+    """
+
+    name: str
+    spec: PartitionSpec
+    next_spec: PartitionSpec | None = None
+    seconds: float = 0.0
+    memory: int = 0
+    moved: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    fits: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundMesh:
+    """The best layout for one mesh and one sharding of the batch.
+
+    Attributes:
+        mesh: mesh axis -> size.
+        batch: the sharding of the batch.
+        stages: the pipeline over slices; None without one.
+        bound: the fully overlapped step time, in seconds; None if there is no program.
+        estimate: the serial step time, in seconds; None if there is no program.
+        memory: the bytes on a device.
+        lost: why it is not the best; empty for the best.
+    """
+
+    mesh: Mapping[str, int]
+    batch: PartitionSpec
+    stages: Stages | None
+    bound: float | None
+    estimate: float | None
+    memory: int
+    lost: str
+
+    @property
+    def mean(self) -> float | None:
+        """The mean of both, the objective of the search."""
+        return (
+            None if self.bound is None or self.estimate is None else mean(Seconds(self.bound, self.estimate))
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Found(Shown):
+    """What `find` returns; ``str()`` of it is a page of text.
+
+    Attributes:
+        mesh: mesh axis -> size.
+        rule: the rule of all arguments that are not batches.
+        batch: the sharding of the batch.
+        stages: the pipeline over slices; None without one.
+        plan: the quick plan of the step.
+        groups: the groups of leaves, and what their shardings save.
+        meshes: the meshes that were tried, the best first.
+        fits: whether it fits into the usable memory; None if that is unknown.
+        lower_bound: the seconds that any layout takes at least: all operations of the step, divided evenly,
+            at the peak for bfloat16; None if the speed of the devices is unknown.
+        bound: the fully overlapped step time, in seconds.
+        estimate: the serial step time, in seconds.
+        memory: the bytes on a device.
+        tried: how many layouts were tried.
+        seconds: how long the search took.
+        ended: why the search ended early: ``'time'``, ``'stopped'``; empty if nothing improved any more.
+        topology: the hardware; None for the devices of this process.
+    """
+
+    mesh: Mapping[str, int]
+    rule: TreePathShardingRule
+    batch: PartitionSpec
+    stages: Stages | None
+    plan: Plan
+    groups: tuple[FoundGroup, ...]
+    meshes: tuple[FoundMesh, ...]
+    fits: bool | None
+    lower_bound: float | None
+    bound: float
+    estimate: float
+    memory: int
+    tried: int
+    seconds: float
+    ended: Ended
+    topology: str | None
+    _code: str = dataclasses.field(default='', repr=False)
+
+    def _title(self) -> str:
+        return f'A rule for {self.plan.name}'
+
+    def _blocks(self, title: str) -> list[Block]:
+        return found_blocks(self, title)
+
+    def _page(self, title: str) -> list[Block]:
+        heading, figures, head, rule, *others = found_blocks(self, title)
+        plan = plan_blocks(self.plan, 'The plan', level=2)
+        return [heading, rule, figures, head, *others, *plan]
+
+    def to_code(self) -> str:
+        """Python that makes the helper, the rule, and the function on the mesh."""
+        return self._code
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result in plain Python values, ready for ``json.dumps``; the rule as its repr."""
+        own = {name: value for name, value in vars(self).items() if name not in ('rule', '_code')}
+        return {**serialization.plain(own), 'rule': repr(self.rule), 'code': self._code}
+
+
+def found_blocks(found: Found, title: str) -> list[Block]:
+    """What was found, as blocks, without the plan."""
+    return [
+        Heading(title, found.mesh, f'on {found.topology}' if found.topology else ''),
+        Figures([*headline(found.plan, found.plan.known_roofline)]),
+        Section('', [Lines(_head(found))]),
+        Section('The rule', [Code(rule_code(found.rule).rstrip('\n'))]),
+        Section('Shardings', [_groups(found)], 'What the next best sharding of each group costs'),
+        Section('Meshes', [_meshes(found)], 'The best layout for each mesh and sharding of the batch'),
+    ]
+
+
+def _head(found: Found) -> list[str]:
+    """What was found, in a few lines."""
+    where = found.topology or f'{found.plan.devices} {found.plan.platform} devices'
+    fits = {True: 'fits', False: 'does not fit', None: 'memory limit unknown'}[found.fits]
+    peak = human_bytes(found.memory)
+    lines = [
+        f'{_mesh_text(found)} on {where}, batch {spec_code(found.batch)}: {fits} '
+        f'({peak} a device), at least {milliseconds(found.bound)}, '
+        f'{milliseconds(found.estimate)} if nothing overlaps'
+    ]
+    if found.lower_bound is not None:
+        lines.append(
+            f'no layout takes less than {milliseconds(found.lower_bound)}, all operations divided '
+            f'evenly; this one takes at least {found.bound / found.lower_bound:.2f} times that, '
+            f'{found.estimate / found.lower_bound:.2f} times if nothing overlaps'
+        )
+    if not found.fits and found.plan.buffers:
+        first = found.plan.buffers[0]
+        lines.append(f'nothing that was tried fits; the largest array at the peak is {first}')
+    ends = {
+        '': 'until nothing improved',
+        'time': 'until the budget was used up: a larger budget_s may find a better layout',
+        'stopped': 'until it was stopped',
+    }
+    lines.append(f'{plural(found.tried, "layout")} in {found.seconds:.0f} s, {ends[found.ended]}')
+    lines.append('to compare its results with one device: helper.verify(step, *arguments), as in to_code()')
+    return lines
+
+
+def _mesh_text(found: Found | FoundMesh) -> str:
+    """The sizes, and what is said of a pipeline."""
+    stages = f'; {options_text(found.stages)}' if found.stages else ''
+    return f'{axis_sizes_text(found.mesh)}{stages}'
+
+
+def _groups(found: Found) -> Table:
+    """A row for each group: its place, the next best one, and what that costs more."""
+    rows: list[Row] = []
+    for group in found.groups:
+        place = group.name, spec_code(group.spec)
+        if group.next_spec is None:
+            rows.append([*place, None, None, None, None])
+            continue
+        if not group.fits:  # it may have no program, and no seconds
+            seconds = 'does not fit'
+        elif abs(group.seconds) < EQUAL * (found.bound + found.estimate) / 2:
+            seconds = 'nearly equal'
+        else:
+            seconds = f'{"-" if group.seconds < 0 else "+"}{milliseconds(abs(group.seconds))}'
+        moved = ', '.join(f'{axes} {more_bytes(size)}' for axes, size in group.moved.items() if size)
+        rows.append([*place, spec_code(group.next_spec), Cell(seconds, group.seconds), group.memory, moved])
+    heads = Column('group', 'lead'), Column('spec', 'code'), Column('next best', 'code')
+    numbers = Column('seconds', 'number'), Column('memory', 'number', more_bytes)
+    return Table([*heads, *numbers, Column('bytes', 'code')], rows)
+
+
+def _meshes(found: Found) -> Table:
+    """A row for each mesh and placement of the batch."""
+    columns = [
+        Column('mesh', 'lead'),
+        Column('batch', 'code'),
+        *(Column(head, 'number', milliseconds) for head in ('seconds', 'at least', 'at most')),
+        Column('memory', 'number', human_bytes),
+        Column('outcome', 'wide'),
+    ]
+    rows = [
+        (
+            _mesh_text(row),
+            spec_code(row.batch),
+            *(row.mean, row.bound, row.estimate, row.memory),
+            row.lost or 'best',
+        )
+        for row in found.meshes
+    ]
+    return Table(columns, rows, best=0)

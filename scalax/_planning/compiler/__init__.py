@@ -1,0 +1,1 @@
+"""Lowering and compilation of a step for a mesh."""

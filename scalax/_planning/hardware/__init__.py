@@ -1,0 +1,1 @@
+"""Specifications of chips and their networks, and positions in a torus."""

@@ -1,0 +1,173 @@
+"""The result of a search, and how it shows itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from scalax._core.render import serialization
+from scalax._core.render.blocks import (
+    Block,
+    Cell,
+    Column,
+    Figure,
+    Figures,
+    Fold,
+    Heading,
+    InText,
+    Lines,
+    OnPage,
+    Row,
+    Section,
+    Table,
+)
+from scalax._core.render.renderable import Shown
+from scalax._core.render.tables import human_bytes, milliseconds, three_figures
+from scalax._planning.hardware.specs import network_text
+from scalax._planning.mesh_search.candidate import Candidate
+from scalax._planning.mesh_search.objective import mean, seconds_of
+from scalax._planning.report.plan import Plan
+from scalax._planning.report.plan_page import headline, plan_blocks
+from scalax.errors import PlanError, plural
+
+_QUICK = 'Ranked by quick plans. search(..., full=3) compiles the best three in full.'
+_COLUMNS = (
+    *(Column('rank', 'number'), Column('mesh', 'lead'), Column('seconds', 'number')),
+    *(Column('at least', 'number'), Column('bound by', 'code'), Column('memory', 'number')),
+    Column('outcome', 'wide'),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Search(Shown):
+    """What `search` returns; ``str()`` of it is a table.
+
+    Attributes:
+        candidates: the best first; after those that fit, those that do not, or could not be planned.
+        topology: the hardware.
+        interrupted: whether it was stopped before its end.
+        not_tried: how many candidates were not reached.
+        compiled: how many quick plans were compiled.
+        compiled_in_full: how many full plans were.
+        read: how many plans of either kind were read from the file of an earlier search.
+        seconds: how long the search took.
+    """
+
+    candidates: tuple[Candidate, ...]
+    topology: str
+    interrupted: bool = False
+    not_tried: int = 0
+    compiled: int = 0
+    compiled_in_full: int = 0
+    read: int = 0
+    seconds: float = 0.0
+
+    def _title(self) -> str:
+        step = next((each.plan.name for each in self.candidates if each.plan), 'a step')
+        return f'Meshes for {step} on {self.topology}'
+
+    def _blocks(self, title: str) -> list[Block]:
+        return search_blocks(self, title)
+
+    def _page(self, title: str) -> list[Block]:
+        return [*search_blocks(self, title), *_plans(self)]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits on any mesh that was planned."""
+        return bool(self.candidates) and not self.candidates[0].lost
+
+    @property
+    def best(self) -> Plan:
+        """The plan of the best candidate.
+
+        Raises:
+            PlanError: none fits; gives the reason for each.
+        """
+        first = self.candidates[0] if self.fits else None
+        if first is None or first.plan is None:
+            reasons = ''.join(f'\n- {candidate.name}: {candidate.lost}' for candidate in self.candidates)
+            if not self.candidates:
+                raise PlanError(f'the search on {self.topology} was stopped before any mesh was planned')
+            raise PlanError(f'the step fits on no mesh of {self.topology}:{reasons}')
+        return first.plan
+
+    @property
+    def head(self) -> str:
+        """How many meshes there are, and how they were planned."""
+        meshes = plural(len(self.candidates), 'mesh', 'meshes')
+        ruled_out = sum(candidate.ruled_out for candidate in self.candidates)
+        quickly = any(candidate.plan and candidate.plan.quick for candidate in self.candidates)
+        how = {
+            'planned quickly' if quickly else 'planned': self.compiled,
+            'in full': self.compiled_in_full,
+            'read from the file': self.read,
+            'ruled out before compiling': ruled_out,
+        }
+        counts = ', '.join(f'{count} {what}' for what, count in how.items() if count)
+        stopped = f'; stopped before its end, {self.not_tried} not reached' if self.interrupted else ''
+        return f'{meshes} on {self.topology}{": " if counts else ""}{counts}{stopped}'
+
+    def to_dict(self) -> dict[str, Any]:
+        """The outcome in plain Python values, ready for ``json.dumps``; plans as `Plan.to_dict` has them."""
+        return {
+            field.name: serialization.plain(getattr(self, field.name)) for field in dataclasses.fields(self)
+        }
+
+
+def search_blocks(search: Search, title: str) -> list[Block]:
+    """A search as blocks, without the plans."""
+    best = search.candidates[0] if search.fits else None
+    of = f'best of {plural(len(search.candidates), "mesh", "meshes")}' if best else ''
+    took = f'{search.head}; it took {three_figures(search.seconds)} s'
+    rows = [_row(place, candidate) for place, candidate in enumerate(search.candidates, 1)]
+    table = Table(_COLUMNS, rows, best=0 if best else None) if rows else Lines(['There are none.'], 'warn')
+    quick = [Lines([_QUICK])] if any(each.plan and each.plan.quick for each in search.candidates) else []
+    about = 'Seconds: the mean of the fully overlapped step time (at least) and of the serial one.'
+    return [
+        Heading(title, best.mesh if best else {}, of),
+        Figures([*_figures(search, best)]),
+        OnPage([Lines([took])]),
+        Section('', [InText([Lines([search.head])])]),
+        Section('Meshes', [OnPage([Lines([about])]), table, *quick]),
+    ]
+
+
+def _figures(search: Search, best: Candidate | None) -> Iterable[Figure]:
+    if best is not None and best.plan is not None:
+        return headline(best.plan, best.plan.known_roofline)
+    planned = any(each.plan or each.ruled_out for each in search.candidates)
+    said = 'no mesh fits' if planned else 'nothing planned'
+    return [Figure(said, 'the memory of a device', 'bad', is_badge=True)]
+
+
+def _row(place: int, candidate: Candidate) -> Row:
+    plan = candidate.plan
+    outcome = candidate.lost or 'best'
+    if plan is None:
+        needed = candidate.least_memory
+        memory = Cell(f'>{human_bytes(needed)}', needed) if candidate.ruled_out else None
+        return [place, candidate.name, None, None, None, memory, outcome]
+    seconds, roofline, peak = mean(seconds_of(plan)), plan.known_roofline, plan.memory.peak
+    least = roofline.step_seconds.bound if roofline else None
+    in_full = '' if plan.quick or plan.platform != 'tpu' else ' (in full)'
+    return [
+        place,
+        candidate.name,
+        Cell(milliseconds(seconds), seconds),
+        None if least is None else Cell(milliseconds(least), least),
+        network_text(roofline.bound, roofline.hardware) if roofline else None,
+        Cell(human_bytes(peak), peak),
+        f'{outcome}{in_full}',
+    ]
+
+
+def _plans(search: Search) -> list[Block]:
+    """The plan of each mesh, folded."""
+    plans = [
+        Fold(f'{place}. {each.name}: {each.lost or "best"}', plan_blocks(each.plan, each.name, level=2))
+        for place, each in enumerate(search.candidates, 1)
+        if each.plan
+    ]
+    return [Section('Plans', plans)]

@@ -1,0 +1,88 @@
+"""What counts of jaxprs and of HLO programs share: flops, parts of a step, and how well a count is known."""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numpy as np
+
+
+class Counted(enum.Enum):
+    """How well a number of executions is known.
+
+    AT_LEAST: inside a loop whose length depends on data, counted as one round. AT_MOST: inside the largest of
+    several branches, in a loop that may end early, or for rows whose lengths are data. UNKNOWN: both.
+    """
+
+    EXACTLY = 'exactly'
+    AT_LEAST = 'at least'
+    AT_MOST = 'at most'
+    UNKNOWN = 'about'
+
+    def along(self, other: Counted) -> Counted:
+        """How well a product is known."""
+        known = {self, other} - {Counted.EXACTLY}
+        return Counted.EXACTLY if not known else known.pop() if len(known) == 1 else Counted.UNKNOWN
+
+
+Part = Literal['other', 'update', 'forward', 'backward', 'recomputed']
+PARTS: tuple[Part, ...] = get_args(Part)
+# JAX writes the transformations that made an operation into its name, in programs and in jaxprs alike:
+# jit(step)/transpose(jvp())/while/body/checkpoint/rematted_computation/dot_general
+# Names of users stand in brackets too, as in ``jit(my_jvp)``, but have none of their own.
+_MARKS: tuple[tuple[Part, re.Pattern[str]], ...] = (
+    ('recomputed', re.compile(r'(?:^|/)rematted_computation(?:/|$)')),
+    ('backward', re.compile(r'(?:^|[/(])transpose\(')),
+    ('forward', re.compile(r'(?:^|[/(])jvp\(')),
+)
+
+
+def part_of(op_name: str) -> Part:
+    """The part of a step that an operation belongs to.
+
+    ``'forward'`` is what is differentiated, ``'backward'`` its transpose, and ``'recomputed'`` what
+    ``jax.checkpoint`` computes again on the way back. ``'other'`` is the rest: all of a program that takes
+    no gradient. What a ``custom_vjp`` computes on the way back is backward. What is computed with gradients,
+    such as the update of an optimizer, has no name of its own; `scalax._planning.program.phases` finds it.
+
+    Args:
+        op_name: the name of an operation, with the names of the scopes around it.
+
+    Example:
+        >>> [part_of(name) for name in ('jit(f)/dot', 'jit(f)/jvp()/dot', 'jit(f)/transpose(jvp())/dot')]
+        ['other', 'forward', 'backward']
+        >>> part_of('jit(f)/transpose(jvp())/checkpoint/rematted_computation/dot')
+        'recomputed'
+    """
+    return next((part for part, mark in _MARKS if mark.search(op_name)), 'other')
+
+
+def product_flops(count: int, complex_: bool) -> int:
+    """The operations of that many multiplications and additions; a complex pair takes eight."""
+    return count * (8 if complex_ else 2)
+
+
+def window_overlaps(
+    size: int, kernel: int, result: int, stride: int, low: int, dilated_input: int, dilated_kernel: int
+) -> int:
+    """In one dimension: how many pairs of an output and a kernel position cover an element of the input."""
+    places = (
+        np.arange(result, dtype=np.int64)[:, None] * stride
+        + np.arange(kernel, dtype=np.int64) * dilated_kernel
+        - low
+    )
+    inside = (places >= 0) & (places <= (size - 1) * dilated_input) & (places % dilated_input == 0)
+    return int(inside.sum())
+
+
+def fft_flops(shape: Sequence[int], lengths: Sequence[int], complex_: bool) -> int:
+    """The operations of FFTs of these *lengths* along the last dimensions of an array.
+
+    5 N log2 N by convention, half of that where one side is real (http://www.fftw.org/speed/method.html).
+    """
+    size, many = math.prod(lengths), math.prod(shape[: len(shape) - len(lengths)])
+    return round((5 if complex_ else 2.5) * size * math.log2(size) * many) if size else 0

@@ -1,0 +1,1 @@
+"""The plan of a step: its data, its page, and the sections of the page."""

@@ -1,0 +1,1 @@
+"""The seconds of a step: roofline, collectives, and the compiler's schedule."""

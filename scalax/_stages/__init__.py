@@ -1,1 +1,0 @@
-"""Pipelines: loops over layers that are sharded over a mesh axis run where the layers are."""

@@ -1,0 +1,154 @@
+"""Trees of rules, matched with the trees that they are for.
+
+A tree of rules is a *prefix* of the tree it is for, as in JAX: a rule at a node decides about the whole
+subtree below. One rule is a ShardingRule, a PartitionSpec, a NamedSharding, or None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+import jax
+
+from scalax._core.pytree.paths import leaf_shape, leaf_text, optional_path
+from scalax._core.pytree.structure_diff import shown_differences
+from scalax.errors import ScalaxError, StructureError
+from scalax.rules._answer import short
+from scalax.rules._rule import Rule, ShardingRule, is_pure, is_rule
+
+_FIRST_OF_A_PAIR = re.compile(r'\d+/0')  # the path of a regex, where pairs stand in place of rules
+
+
+class SequenceNode(Protocol):
+    """A list, a tuple or a named tuple of rules; not a string, which contains nothing but strings."""
+
+    def __contains__(self, value: object, /) -> bool: ...
+
+    def __reversed__(self) -> Iterator[RuleLike]: ...
+
+
+class DataclassNode(Protocol):
+    """A dataclass that is a pytree node, such as a train state, with rules in its fields."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+class FlattenedNode(Protocol):
+    """A node of a class registered by ``jax.tree_util.register_pytree_node_class``."""
+
+    def tree_flatten(self) -> Any: ...
+
+
+RuleLike: TypeAlias = Rule | SequenceNode | Mapping[Any, 'RuleLike'] | DataclassNode | FlattenedNode
+"""One rule, or a pytree of rules, which is a prefix of the tree that they are for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Subtree:
+    """A subtree and the one rule that decides about it.
+
+    Attributes:
+        rule: the rule.
+        path: the path of the subtree; None is the root.
+        tree: the subtree itself.
+    """
+
+    rule: Rule
+    path: str | None
+    tree: Any
+
+
+def key_of(rules: RuleLike) -> Any:
+    """A hashable stand-in for a tree of rules: equal for equal rules."""
+    if is_rule(rules):
+        return rules
+    leaves, treedef = jax.tree.flatten(rules, is_leaf=is_rule)
+    return tuple(leaves), treedef
+
+
+def are_pure(rules: RuleLike) -> bool:
+    """Whether rules always give the same answers."""
+    leaves = jax.tree.leaves(rules, is_leaf=is_rule)
+    return all(map(is_pure, [rule for rule in leaves if isinstance(rule, ShardingRule)]))
+
+
+def split(
+    rules: RuleLike, pytree: Any, where: str = '', error: type[ScalaxError] = StructureError
+) -> list[Subtree]:
+    """Pairs each rule of a prefix tree with its subtree of *pytree*.
+
+    Args:
+        rules: a rule or a pytree prefix of rules.
+        pytree: the tree they are for.
+        where: what the tree is called in messages, such as ``"argument 'state'"``.
+        error: what is raised about a leaf of *rules* that is not a rule.
+
+    Raises:
+        StructureError: the trees differ, or a leaf of *rules* is not a rule; the message has the path.
+    """
+    if is_rule(rules):
+        return [Subtree(rules, None, pytree)]
+    flat, treedef = _flattened(rules, where, error)
+    try:
+        subtrees = treedef.flatten_up_to(pytree)
+    except ValueError:
+        raise StructureError(
+            f'the rules{_of(where)} do not have the structure of the tree, which has, where they differ:\n'
+            f'{shown_differences(pytree, rules, is_rule)}\n'
+            'What to do: give one rule for each subtree there, or one for all (in sjit, None leaves it to '
+            'the compiler). Regexes on paths are for TreePathShardingRule((regex, rule), ...).'
+        ) from None
+    return [
+        Subtree(rule, optional_path(path), subtree)
+        for (path, rule), subtree in zip(flat, subtrees, strict=True)
+    ]
+
+
+def checked(rules: RuleLike, where: str = '') -> RuleLike:
+    """A tree of rules as it is now: what its lists and dicts hold later does not count.
+
+    Args:
+        rules: a rule or a tree of rules.
+        where: as for `split`.
+
+    Raises:
+        StructureError: a leaf is not a rule.
+    """
+    flat, treedef = _flattened(rules, where, StructureError)
+    own: RuleLike = treedef.unflatten([rule for _, rule in flat])
+    return own
+
+
+def _flattened(rules: RuleLike, where: str, error: type[ScalaxError]) -> tuple[list[tuple[Any, Any]], Any]:
+    """The leaves of a tree of rules with their paths, and its structure; raises about what is no rule."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(rules, is_leaf=is_rule)
+    for path, rule in flat:
+        if not is_rule(rule):
+            raise error(_not_a_rule(rule, optional_path(path), where))
+    return flat, treedef
+
+
+def _of(where: str) -> str:
+    return f' of {where}' if where else ''
+
+
+def _not_a_rule(value: Any, path: str | None, where: str) -> str:
+    """The message about a value that is not a rule, with a hint about what was meant."""
+    hint, got = '', short(value)
+    if isinstance(value, str) and path is not None and _FIRST_OF_A_PAIR.fullmatch(path):
+        hint = '; pairs of a regex and a rule are for TreePathShardingRule((regex, rule), ...)'
+    elif isinstance(value, type) and issubclass(value, ShardingRule):
+        hint = f'; this is the class: write {value.__name__}(...)'
+    elif isinstance(value, str):
+        hint = f'; write PartitionSpec({value!r})'
+    elif hasattr(value, 'shape') and leaf_shape(value) is not None:
+        got = leaf_text(value)
+        hint = '; are the tree and the rules the wrong way round?'
+    return (
+        f'the rules{_of(where)} hold {got} of type {type(value).__name__}'
+        f'{"" if path is None else f" at {path!r}"}, which is not a rule: give a ShardingRule, a '
+        f'PartitionSpec, a NamedSharding or None{hint}'
+    )

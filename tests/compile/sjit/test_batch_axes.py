@@ -1,0 +1,32 @@
+"""Which mesh axes are those of a batch: the ones that shard what all of its arrays share."""
+
+import pytest
+
+from scalax._compile.sjit.batch_arguments import batch_axes
+
+ROWS, TIME, HEADS = ('data',), ('seq',), ('tp',)
+
+
+@pytest.mark.parametrize(
+    'trails, expected',
+    [
+        ([(ROWS,)], {'data'}),
+        ([(ROWS, TIME)], {'data', 'seq'}),
+        ([(ROWS, TIME), (ROWS, TIME, ())], {'data', 'seq'}),
+        # The lengths of examples have no time.
+        ([(ROWS, TIME), (ROWS,)], {'data'}),
+        # A cache, and tokens.
+        ([(ROWS, (), HEADS), (ROWS, ())], {'data'}),
+        ([(('data', 'fsdp'), (), HEADS), (('data', 'fsdp'), ())], {'data', 'fsdp'}),
+        # Axes that shard one dimension together belong together.
+        ([(ROWS,), (('data', 'fsdp'),)], {'data', 'fsdp'}),
+        ([(ROWS,), (('fsdp',),), (('data', 'fsdp'),)], {'data', 'fsdp'}),
+        # Time comes first in some arrays.
+        ([((), ROWS), (ROWS, ())], {'data'}),
+        # They share nothing.
+        ([(ROWS,), (HEADS,)], {'data', 'tp'}),
+        ([], set()),
+    ],
+)
+def test_axes_of_a_batch(trails, expected):
+    assert batch_axes(trails) == expected

@@ -1,0 +1,9 @@
+"""Which frame of a stack is the user's."""
+
+import contextlib
+
+from scalax._core.util.user_frames import users_own
+
+
+def test_pythons_own_library_is_not_the_users():
+    assert users_own([contextlib.__file__, '/home/me/train.py'], str) == '/home/me/train.py'

@@ -1,0 +1,128 @@
+"""Schedules of random blocks, carried out with numpy; no devices."""
+
+import itertools
+import math
+from collections import Counter
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from scalax._data.reshard.block_schedule import Piece, boxes_of, extent, schedule_of, volume
+
+
+def make_schedule(shape, source, target, **options):
+    """The schedule between blocks that are given as slices."""
+    return schedule_of(boxes_of(shape, source), boxes_of(shape, target), **options)
+
+
+def slices_in(box, block):
+    """Where a box is within a block that contains it."""
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(box, block, strict=True))
+
+
+@st.composite
+def layouts(draw, shape, devices):
+    """By device, the block of one cell of a grid; each cell is on one device or several."""
+    names = draw(st.permutations(devices))[: draw(st.integers(1, len(devices)))]
+    cuts = []
+    for size in shape:
+        edges = draw(st.lists(st.integers(1, max(size - 1, 1)), max_size=3, unique=True))
+        bounds = [0, *sorted(edge for edge in edges if edge < size), size]
+        cuts.append([*map(slice, bounds, bounds[1:])])
+    while math.prod(map(len, cuts)) > len(names):
+        max(cuts, key=len).clear()
+        cuts = [along or [slice(None)] for along in cuts]
+    cells = [tuple(cut[i] for cut, i in zip(cuts, at, strict=True)) for at in np.ndindex(*map(len, cuts))]
+    return {name: cells[i % len(cells)] for i, name in enumerate(names)}
+
+
+@st.composite
+def cases(draw):
+    shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
+    return (
+        shape,
+        draw(layouts(shape, 'abcdefgh')),
+        draw(layouts(shape, draw(st.sampled_from(['abcdefgh', 'efghijkl', 'stuvwxyz'])))),
+        draw(st.none() | st.integers(1, 9)),
+        draw(st.integers(1, 8)),
+    )
+
+
+def carried_out(shape, schedule, whole):
+    """The blocks of the target that a schedule makes, with how often each element was written."""
+    have = {device: whole[slices_in(box, [(0, n) for n in shape])] for device, box in schedule.source.items()}
+    made = {device: np.zeros([b - a for a, b in box], int) for device, box in schedule.target.items()}
+    written = {device: np.zeros_like(block) for device, block in made.items()}
+    for pieces in [*schedule.kept, *schedule.rounds]:
+        values = []
+        for piece in pieces:
+            block = schedule.source[piece.source]
+            values.append(have[piece.source][slices_in(piece.box, block)])
+        for piece, value in zip(pieces, values, strict=True):
+            at = slices_in(piece.box, schedule.target[piece.target])
+            made[piece.target][at] = value
+            written[piece.target][at] += 1
+    return made, written
+
+
+@hypothesis.given(cases())
+def test_any_layout_becomes_any_other(case):
+    shape, source, target, most, group = case
+    schedule = make_schedule(shape, source, target, most=most, near=lambda device: ord(device) // group)
+    whole = np.arange(1, math.prod(shape) + 1).reshape(shape)
+    made, written = carried_out(shape, schedule, whole)
+    assert [*made] == [*target]
+    for device, index in target.items():
+        np.testing.assert_array_equal(made[device], whole[index])
+        assert (written[device] == 1).all()
+    for pieces in [*schedule.kept, *schedule.rounds]:
+        assert len({extent(piece.box) for piece in pieces}) == 1
+        assert max(Counter(piece.source for piece in pieces).values()) == 1
+        assert max(Counter(piece.target for piece in pieces).values()) == 1
+    for piece in itertools.chain(*schedule.rounds):
+        assert piece.source != piece.target
+    for piece in itertools.chain(*schedule.kept, *schedule.rounds):
+        assert 1 <= volume(piece.box) <= (most or math.inf)
+
+
+def test_nothing_is_sent_that_is_there():
+    blocks = {device: (slice(device, device + 1),) for device in range(4)}
+    schedule = make_schedule((4,), blocks, blocks)
+    assert schedule.rounds == []
+    assert schedule.kept == [[Piece(device, device, ((device, device + 1),)) for device in range(4)]]
+
+
+def test_replicas_send_in_turn():
+    source = {f's{i}': (slice(None),) for i in range(4)}
+    target = {f't{i}': (slice(i, i + 1),) for i in range(8)}
+    schedule = make_schedule((8,), source, target)
+    assert [len(pieces) for pieces in schedule.rounds] == [4, 4]
+    sent = Counter(piece.source for pieces in schedule.rounds for piece in pieces)
+    assert sent == dict.fromkeys(source, 2)
+
+
+def test_close_devices_send_what_they_have():
+    source = {f'{host}{i}': (slice(i, i + 1),) for host in 'ab' for i in range(2)}
+    target = {f'{host}{i}': (slice(None),) for host in 'abc' for i in range(2, 4)}
+    schedule = make_schedule((2,), source, target, near=lambda device: device[0])
+    pieces = [piece for pieces in schedule.rounds for piece in pieces]
+    assert len(pieces) == 12
+    assert all(piece.source[0] == piece.target[0] for piece in pieces if piece.target[0] != 'c')
+
+
+def test_a_transposed_sharding_takes_as_many_rounds_as_devices():
+    n = 64
+    rows = {i: (slice(i, i + 1), slice(None)) for i in range(n)}
+    columns = {n + i: (slice(None), slice(i, i + 1)) for i in range(n)}
+    assert len(make_schedule((n, n), rows, columns).rounds) == n
+
+
+def test_blocks_that_are_missing_or_overlap():
+    with pytest.raises(ValueError) as missing:
+        make_schedule((4,), {0: (slice(0, 2),)}, {0: (slice(None),)})
+    assert str(missing.value) == 'the blocks of the source have 2 of the 4 elements of ((0, 4),)'
+    with pytest.raises(ValueError) as overlapping:
+        make_schedule((4,), {0: (slice(0, 3),), 1: (slice(2, 4),)}, {0: (slice(None),)})
+    assert str(overlapping.value) == 'the blocks of the source overlap: [(0, 3), (2, 4)]'

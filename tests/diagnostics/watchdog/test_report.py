@@ -1,0 +1,292 @@
+"""What a report says, by the states of processes; messages of others; and names that stacks are read by."""
+
+import contextlib
+import importlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from scalax._core.channel import datagrams
+from scalax._diagnostics.watchdog import state, watch
+from scalax._diagnostics.watchdog.state import State
+from scalax.errors import ArgumentError
+
+
+def at(process: int, phase: str = state.COMPUTING, step: int = 7, silent: float = 0.0, **more: Any) -> State:
+    given = {'line': 'train.py:30 in train', 'before': '', 'ago': 95.0, 'since': 94.0, **more}
+    return State(process, 'gpu-07', 40 + process, step, phase=phase, silent=silent, **given)
+
+
+def said(*states: State, late: bool = True, usual: float = 0.8, address: str = 'gpu-00:1234') -> str:
+    return watch.report(list(states), late, usual, 5.0, address)
+
+
+def test_the_entire_text() -> None:
+    text = said(at(0), at(1, state.LOADING, line='data.py:88 in read_shard', before=state.COMPUTING))
+    assert text == (
+        '95 s have passed since step 7 (a step usually takes 0.8 s):\n'
+        '  process 1 (host gpu-07, pid 41) is behind: loading for 94 s at data.py:88 in read_shard, after '
+        'step 7, computing before that\n'
+        'What to do: `py-spy dump --pid 41` on gpu-07 shows its threads; `scalax doctor --run gpu-00:1234` '
+        'shows all processes.'
+    )
+
+
+def test_the_entire_text_about_a_silent_one() -> None:
+    assert said(at(0), at(1, silent=12.0), late=False, usual=0.0) == (
+        '107 s have passed since step 7:\n'
+        '  process 1 (host gpu-07, pid 41) is stopped, dead or out of reach; last: computing for 94 s at '
+        'train.py:30 in train, after step 7; silent for 12 s\n'
+        'What to do: `py-spy dump --pid 41` on gpu-07 shows its threads; `scalax doctor --run gpu-00:1234` '
+        'shows all processes.'
+    )
+
+
+def test_the_entire_text_if_no_process_is_behind() -> None:
+    assert said(at(0), at(1, line='')) == (
+        '95 s have passed since step 7 (a step usually takes 0.8 s); no process is behind:\n'
+        '  process 0 (host gpu-07, pid 40): computing for 94 s at train.py:30 in train, after step 7\n'
+        '  process 1 (host gpu-07, pid 41): computing for 94 s, after step 7\n'
+        'What to do: `scalax doctor --run gpu-00:1234` shows all processes.'
+    )
+
+
+def test_the_end_of_the_text_if_the_user_cannot_have_the_secret() -> None:
+    assert said(at(0), at(1, step=6), address='').endswith(
+        '\nWhat to do: `py-spy dump --pid 41` on gpu-07 shows its threads; in a run for which '
+        'SCALAX_RUN_TOKEN is set, `scalax doctor --run` shows all processes.'
+    )
+
+
+@pytest.mark.parametrize(
+    ('phase', 'text'),
+    [
+        (state.LOADING, 'loading'),
+        (state.SAVING, 'saving'),
+        (state.RESTORING, 'restoring'),
+        (state.WAITING, 'waiting for the others'),
+        (state.PYTHON, 'in Python'),
+        (state.CALLED, 'in Python that JAX calls'),
+        (state.FINISHING, 'waiting at exit for data'),
+        (state.ENDING, 'ending'),
+    ],
+)
+def test_what_a_process_that_is_behind_does(phase: str, text: str) -> None:
+    assert f'pid 41) is behind: {text} for 94 s at ' in said(at(0), at(1, phase, step=6))
+
+
+@pytest.mark.parametrize(
+    ('states', 'behind'),
+    [
+        ((at(0, state.WAITING), at(1, state.SAVING), at(2, state.PYTHON)), {1}),
+        ((at(0, state.CALLED, step=9), at(1), at(2, state.WAITING)), {0}),
+        ((at(0), at(1, step=6), at(2, state.PYTHON)), {1}),
+        ((at(0), at(1, state.PYTHON), at(2, state.PYTHON)), {1, 2}),
+        ((at(0, state.RESTORING), at(1, silent=6.0)), {1}),
+        ((at(0), at(1, state.ENDING, silent=6.0)), {1}),
+    ],
+)
+def test_who_is_behind(states: tuple[State, ...], behind: set[int]) -> None:
+    text = said(*states)
+    assert {one.process for one in states if f'process {one.process} (' in text} == behind
+
+
+def test_nothing_is_said_without_a_reason() -> None:
+    assert said(at(0), at(1, state.LOADING), late=False) == ''
+    assert said(at(0), at(1), usual=0.0) == ''  # the first step compiles
+    assert said(at(0), at(1, state.ENDING, silent=60.0), late=False) == ''
+    # A program that notes no steps runs well for all that is known: what it does changes.
+    assert said(at(0), at(1, state.PYTHON, since=1.0), usual=0.0) == ''
+    assert 'is behind' in said(at(0), at(1, state.PYTHON), usual=0.0)
+
+
+SECRET = b'of this run, and long enough'
+
+
+def test_messages_come_back() -> None:
+    assert watch._decoded(watch._encoded('a\nb', [at(3)])) == ('a\nb', [at(3)])
+
+
+def test_a_message_holds_as_many_states_as_fit() -> None:
+    data = watch._encoded('a', [at(i, line='x' * 200) for i in range(4096)])
+    text, states = watch._decoded(data)
+    assert text == 'a' and [one.process for one in states] == [*range(128)]
+    assert len(datagrams.Asker(SECRET).question(data)) <= watch._LONGEST
+
+
+@contextlib.contextmanager
+def process_0(secret: bytes = b'', count: int = 4) -> Iterator[tuple[watch.Watch, socket.socket]]:
+    """Process 0, and a socket that sends to it."""
+    zero = watch.Watch('localhost:0', 0, count, None, 20, secret)
+    with zero._socket:
+        address = f'localhost:{zero._socket.getsockname()[1]}'
+        with watch._socket(address, secret, listens=False) as other:
+            other.settimeout(0)
+            yield zero, other
+
+
+def exchanged(zero: watch.Watch, other: socket.socket, packet: bytes) -> bytes:
+    """What process 0 answers; empty if it does not."""
+    other.send(packet)
+    zero._listen(time.monotonic() + 0.05)
+    with contextlib.suppress(BlockingIOError):
+        return other.recv(60_000)
+    return b''
+
+
+def test_process_0_answers_with_its_own_state_alone() -> None:
+    """Also before it has heard itself: a state that comes once would look like that of a silent process."""
+    with process_0(count=4096) as (zero, other):
+        zero._heard = {i: at(i) for i in range(4096)}
+        asker, told = datagrams.Asker(b''), watch._encoded('', [at(3, step=9)])
+        assert asker.answer(exchanged(zero, other, asker.question(told))) is None
+        answer = asker.answer(exchanged(zero, other, asker.question(told)))
+        assert answer is not None
+        _, states = watch._decoded(answer)
+    assert [one.process for one in states] == [0] and zero._heard[3].step == 9
+
+
+def test_a_process_tells_again_once_it_knows_the_nonce() -> None:
+    with process_0(SECRET) as (zero, other):
+        one = watch.Watch(f'localhost:{other.getpeername()[1]}', 1, 4, None, 20, SECRET)
+        with one._socket:
+            one._own = at(1, step=5)
+            one._tell()
+            for side in (zero, one, zero):
+                side._listen(time.monotonic() + 0.05)
+    assert zero._heard[1].step == 5
+
+
+def test_strangers_are_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    asked, told = watch._encoded('', []), watch._encoded('', [at(1, step=9)])
+    with process_0(SECRET) as (zero, other):
+        zero._heard = {0: at(0), 1: at(1)}
+        asker = datagrams.Asker(SECRET)
+        first = asker.question(told)
+        challenge = exchanged(zero, other, first)
+        assert asker.answer(challenge) is None and zero._heard[1].step == 7
+        second = asker.question(asked)
+        assert asker.answer(exchanged(zero, other, second))
+        assert exchanged(zero, other, second) == b''  # it counts once
+        # The first question again is worth what it was: less than it costs, and no state.
+        assert len(exchanged(zero, other, first)) <= len(first) and zero._heard[1].step == 7
+        for packet in (
+            b'GET / HTTP/1.1',
+            bytes(60_000),
+            asked,
+            challenge,
+            datagrams.Asker(b'').question(told),
+            datagrams.Asker(b'of another run, as long as that').question(told),
+            second[:-1] + b'}',
+        ):
+            assert exchanged(zero, other, packet) == b'', packet
+    assert [record.getMessage() for record in caplog.records] == [
+        'a message from 127.0.0.1 about stuck processes is ignored, and so are others like it: it is not '
+        'signed with the secret of this run. If it comes from this run, or from `scalax doctor --run`, set '
+        'SCALAX_RUN_TOKEN to the same value for all.'
+    ]
+
+
+def test_what_is_signed_is_parsed_with_care() -> None:
+    with process_0(SECRET) as (zero, other):
+        asker = datagrams.Asker(SECRET)
+        assert asker.answer(exchanged(zero, other, asker.question(b''))) is None
+        for data in (b'[' * 50_000, b'{', b'3', b'["", 4]', b'["", [[1]]]'):
+            assert exchanged(zero, other, asker.question(data)) == b''
+
+
+@pytest.mark.parametrize(
+    ('address', 'secret', 'where'),
+    [
+        ('localhost:0', b'', '127.0.0.1'),
+        ('127.0.1.1:0', SECRET, '127.0.0.1'),
+        ('[::1]:0', b'', '127.0.0.1'),
+        ('node-0:0', SECRET, ''),
+    ],
+)
+def test_where_process_0_listens(address: str, secret: bytes, where: str) -> None:
+    zero = watch.Watch(address, 0, 2, None, 20, secret)
+    with zero._socket:
+        assert zero._socket.getsockname()[0] == (
+            where or ('::' if socket.has_dualstack_ipv6() else '0.0.0.0')
+        )
+
+
+def test_process_0_does_not_listen_to_other_machines_without_a_secret() -> None:
+    with pytest.raises(ArgumentError) as error:
+        watch.Watch('node-0:1234', 0, 2, None, 20)
+    assert str(error.value) == (
+        'initialize: node-0:1234 can be reached from other machines, and there is no secret to tell who may '
+        'connect. What to do: set the environment variable SCALAX_RUN_TOKEN to the same secret on both '
+        "sides, or give it as secret=...; python -c 'import secrets; print(secrets.token_hex())' makes one. "
+        'On one machine, localhost:1234 needs none.'
+    )
+
+
+def test_messages_of_all_do_not_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(watch.time, 'sleep', slept.append)
+    for process in (0, 1024, 2048):
+        watch.Watch('localhost:9', process, 4096, None, 20).run()  # ends: nothing is joined here
+    assert slept == [0.0, 0.625, 1.25]
+
+
+@pytest.mark.parametrize(
+    'value', [3, [1, 2, 3], ['', 4], ['', [[1, 2]]], ['', [[*at(0)[:-1], 'soon']]], {}], ids=repr
+)
+def test_what_is_no_message(value: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        watch._decoded(json.dumps(value).encode())
+
+
+def test_the_functions_that_stacks_are_read_by_exist() -> None:
+    homes = {
+        'Prefetch.__next__': '_hostdata.prefetch',
+        '_load_all': '_hostdata.prefetch',
+        'local_data_to_global_array': '_hostdata.to_global',
+        'gather': '_hostdata.collectives',
+        'barrier': 'checkpoint._agreement',
+        'SaveThread.run': 'checkpoint._save',
+        **dict.fromkeys(
+            ('Checkpointer.save', 'Checkpointer.wait', 'Checkpointer.restore'), 'checkpoint._checkpointer'
+        ),
+    }
+    named = {name for names in state.FUNCTIONS.values() for name in names} | {*state.THREADS.values()}
+    assert named == {*homes}
+    for name, home in homes.items():
+        found: Any = importlib.import_module(f'scalax.{home}')
+        for part in name.split('.'):
+            found = getattr(found, part)
+        assert found.__code__.co_qualname == name
+
+
+def test_how_long_a_step_may_take(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Of one process that measures steps of a second, and then has one that ended 25, 35 seconds ago."""
+    clock = [0.0]
+    monkeypatch.setattr(state.time, 'monotonic', lambda: clock[0])
+    monkeypatch.setattr(state.last, 'step', (0, 0.0, 0))
+    monkeypatch.setattr(state.last, 'thread', threading.get_ident())
+    one = watch.Watch('localhost:0', 0, 1, None, 20)
+    with one._socket:
+        for step in range(1, 8):
+            clock[0] += 1.0
+            state.at_step(step)
+            state.at_step(step)  # by a checkpointer
+            one._heard[0] = state.measured(0, None)
+            one._judge()
+        assert list(one._seconds) == [1.0] * 6
+        for later, reports in ((25.0, 0), (35.0, 1), (40.0, 1), (100.0, 2)):
+            clock[0] = 7.0 + later
+            one._heard[0] = state.measured(0, None)
+            one._judge()
+            assert len(caplog.records) == reports
+        assert (
+            caplog.records[0]
+            .getMessage()
+            .startswith('35 s have passed since step 7 (a step usually takes 1 s)')
+        )

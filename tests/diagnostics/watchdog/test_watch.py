@@ -1,0 +1,147 @@
+"""Which process is stuck: of real ones that are stopped or hang; and what is said about it."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from examples.launch.ports import held_port
+from scalax._diagnostics.watchdog.state import State
+from scalax.cli import ExitCode, main
+from tests.support import ROOT
+from tests.support.processes import Running, started
+
+PROGRAM = ROOT / 'tests' / 'support' / 'watched_program.py'
+HEAD = re.compile(r'\d+ s have passed since step (\d+)( \(a step usually takes [\d.]+ s\))?')
+
+
+def line_of(text: str, place: int = 0) -> str:
+    """A line of the program, as it is named."""
+    lines = PROGRAM.read_text().splitlines()
+    numbers = [number for number, line in enumerate(lines, 1) if text in line]
+    return f'{PROGRAM.name}:{numbers[place]}'
+
+
+@contextlib.contextmanager
+def training(*arguments: str, slurm: bool = False, secret: str = '') -> Iterator[tuple[Running, str]]:
+    """Two processes of it, and where the first listens."""
+    with held_port() as port:
+        address = f'localhost:{port}'
+        env = [
+            {'JAX_COORDINATOR_ADDRESS': address, 'JAX_NUM_PROCESSES': '2', 'JAX_PROCESS_ID': str(index)}
+            for index in range(2)
+        ]
+        if slurm:  # JAX detects the rest, and tells nobody
+            job = {'SLURM_JOB_ID': '7', 'SLURM_STEP_NODELIST': 'localhost', 'SLURM_NTASKS': '2'}
+            env = [
+                {**job, 'SLURM_PROCID': i, 'SLURM_LOCALID': i, 'JAX_COORDINATOR_PORT': str(port)}
+                for i in '01'
+            ]
+        program = [str(PROGRAM), *arguments]
+        env = [{**one, 'JAX_NUM_CPU_DEVICES': '1', 'SCALAX_RUN_TOKEN': secret} for one in env]
+        with started(program, program, env=env) as two:
+            try:
+                yield two, address
+            finally:
+                for process in two.processes:  # a stopped one ends by no other signal
+                    process.kill()
+
+
+def said(two: Running, index: int) -> str:
+    """The report of a process, once it has logged one; the numbers of seconds are left out."""
+    two.wait_for(re.compile(r'What to do: .*\n'), index)
+    text = two.output(index)
+    found = re.search(r'^\d+ s have passed.*?^What to do: [^\n]*$', text, re.MULTILINE | re.DOTALL)
+    assert found, text
+    return re.sub(r'\d+ s\b', 'N s', re.sub(r'takes [\d.]+ s', 'takes N s', found[0]))
+
+
+def expected(stuck: Running, index: int, how: str, what: str, address: str) -> str:
+    pid, host = stuck.processes[index].pid, os.uname().nodename
+    return (
+        f'N s have passed since step 12 (a step usually takes N s):\n'
+        f'  process {index} (host {host}, pid {pid}){how}: {what}\n'
+        f'What to do: `py-spy dump --pid {pid}` on {host} shows its threads; '
+        f'`scalax doctor --run {address}` shows all processes.'
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('how', 'index', 'what'),
+    [
+        ('loading', 1, f'loading for N s at {line_of("sleep(STUCK)")} in read_shard'),
+        ('callback', 0, f'in Python that JAX calls for N s at {line_of("sleep(STUCK)", 1)} in look_up'),
+        ('python', 1, f'in Python for N s at {line_of("sleep(STUCK)", 2)} in report'),
+        ('exit', 1, 'ending for N s'),
+    ],
+)
+def test_all_say_who_is_behind(how: str, index: int, what: str) -> None:
+    with training(how, '2') as (two, address):
+        for process in range(2):
+            text = re.sub(r', [a-zA-Z ]+ before that', '', said(two, process))
+            assert text == expected(two, index, ' is behind', f'{what}, after step 12', address)
+        assert main(['doctor', '--run', address]) == ExitCode.FOUND
+
+
+SECRET = 'of this run, and long enough'
+FAILED = (
+    'error: process 0 does not answer at {} (timed out): see the logs of the others. What to do: if '
+    'SCALAX_RUN_TOKEN is set in the run, set it here to the same value; a run on several hosts without it '
+    'answers nobody\n'
+)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(('index', 'slurm', 'secret'), [(0, False, ''), (1, True, ''), (1, True, SECRET)])
+def test_one_that_is_stopped(
+    index: int, slurm: bool, secret: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under SLURM the address is that of this host in its network, which needs a secret."""
+    monkeypatch.delenv('SCALAX_RUN_TOKEN', raising=False)
+    with training('nothing', '2', slurm=slurm, secret=secret) as (two, _):
+        two.wait_for('did 12\n', index)
+        two.processes[index].send_signal(signal.SIGSTOP)
+        text = said(two, 1 - index)
+        pid = two.processes[index].pid
+        assert f'pid {pid}) is stopped, dead or out of reach; last: ' in text
+        assert re.search(r', after step \d+.*; silent for N s\n', text)
+        assert text.count('process ') == 1
+        if slurm and not secret:  # process 0 has made one
+            assert text.endswith(
+                '; in a run for which SCALAX_RUN_TOKEN is set, `scalax doctor --run` shows all processes.'
+            )
+            return
+        address = re.search(r'--run (\S+)`', text)[1]
+        if index == 0 or secret:
+            assert main(['doctor', '--run', address]) == ExitCode.FAILED
+            assert capsys.readouterr().err == FAILED.format(address)
+        if secret:
+            monkeypatch.setenv('SCALAX_RUN_TOKEN', secret)
+            assert main(['doctor', '--run', address]) == ExitCode.FOUND
+            assert f'pid {pid}) is stopped, dead or out of reach' in capsys.readouterr().out
+            two.wait_for('a message from ')
+
+
+@pytest.mark.slow
+def test_a_slow_step_is_no_alarm(capsys: pytest.CaptureFixture[str]) -> None:
+    with training('slow') as (two, address):
+        two.wait_for('did 12\n')
+        assert main(['doctor', '--run', address]) == ExitCode.DONE
+        head, _, *rows = capsys.readouterr().out.splitlines()
+        assert head.split() == [*State._fields]
+        # What a busy process was last seen doing may take several lines.
+        assert [row.split()[:3] for row in rows if row[:1].isdigit()] == [
+            [str(index), os.uname().nodename, str(process.pid)] for index, process in enumerate(two.processes)
+        ]
+        for index in range(2):
+            two.wait_for('did 14\n', index)
+            assert 'have passed' not in two.output(index)
+        assert main(['doctor', '--run', address, '--json']) == ExitCode.DONE
+        told = json.loads(capsys.readouterr().out)
+        assert told['report'] == ''
+        assert [one['pid'] for one in told['processes']] == [process.pid for process in two.processes]

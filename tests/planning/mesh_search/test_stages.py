@@ -1,0 +1,199 @@
+"""`search` with pipelines: which are tried, why they lose, and where they win."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from examples import plan_llama
+from examples.plan_llama import LLAMA_8B
+from scalax._planning.mesh_search.objective import mean
+from scalax.errors import ArgumentError
+from scalax.plan import HARDWARE, Plan, search
+from scalax.sharding import PartitionSpec as P
+from scalax.sharding import Stages, TreePathShardingRule
+from tests.support import gpu_compiler, tpu_compiler
+
+AXES = ['stage', 'data', 'fsdp']
+PARTS = [Stages('stage', microbatches=parts) for parts in (2, 4, 5)]
+# Of a host, to others: of an eighth of a card of 1 Gb/s.
+SLOW = dataclasses.replace(HARDWARE['v5e'], dcn_bytes_per_second=1e8)
+
+
+def make_step(helper, stages=None, layers=4, rows=64, mixed=False):
+    """A gradient step of stacked layers; its arguments."""
+
+    def layer(x, weights):
+        y = jnp.tanh(x @ weights['up']) @ weights['down']
+        return (x + y - y.mean(0) if mixed else x + y), None
+
+    def loss(params, x):
+        return jnp.square(jax.lax.scan(layer, x, params)[0]).astype('float32').mean()
+
+    def step(params, x):
+        return jax.tree.map(jnp.subtract, params, jax.grad(loss)(params, x))
+
+    stage = 'stage' if stages else None
+    rule = TreePathShardingRule(('up', P(stage, 'fsdp')), ('down', P(stage, None, 'fsdp')))
+    fun = helper.sjit(
+        step,
+        in_shardings=(rule, P(('stage', 'data', 'fsdp'))),
+        out_shardings=rule,
+        donate_argnums=0,
+        batch_argnums=1,
+        stages=stages,
+    )
+    params = {
+        'up': jax.ShapeDtypeStruct((layers, 512, 2048), 'bfloat16'),
+        'down': jax.ShapeDtypeStruct((layers, 2048, 512), 'bfloat16'),
+    }
+    return fun, (params, jax.ShapeDtypeStruct((rows, 32, 512), 'bfloat16'))
+
+
+def over_slices(sizes):
+    return sizes['stage'] * sizes['data'] == 2 and sizes['fsdp'] == 4
+
+
+@pytest.fixture(scope='module')
+def found():
+    return search(
+        make_step,
+        'v5e:2x2',
+        AXES,
+        constraints=over_slices,
+        num_slices=2,
+        dcn_axis=['stage', 'data'],
+        stages=PARTS,
+        hardware=SLOW,
+        full=0,
+    )
+
+
+@tpu_compiler.needed
+def test_over_a_slow_network_a_pipeline_wins(found):
+    assert [candidate.name for candidate in found.candidates] == [
+        'stage=2, data=1, fsdp=4; microbatches=4',
+        'stage=2, data=1, fsdp=4; microbatches=2',
+        'stage=1, data=2, fsdp=4',
+        'stage=2, data=1, fsdp=4; microbatches=5',
+    ]
+    best, _, without, undivided = found.candidates
+    assert (best.stages, without.stages) == (PARTS[1], None)
+    assert 'dcn:data' in without.plan.roofline().parts and 'dcn:stage' in best.plan.roofline().parts
+    assert undivided.plan is None and 'do not divide by 5 microbatches x 4 devices' in undivided.lost
+
+
+@pytest.mark.medium
+@tpu_compiler.needed
+def test_it_shows_the_parts_and_is_saved(found):
+    assert 'stage=2, data=1, fsdp=4; microbatches=4' in found.to_text(160)
+    assert 'microbatches=4' in found._repr_html_()
+    saved = json.loads(json.dumps(found.to_dict()))['candidates']
+    assert [each['stages'] for each in saved[:3:2]] == [dataclasses.asdict(PARTS[1]), None]
+
+
+@tpu_compiler.needed
+def test_given_numbers_are_those_of_its_plans(found):
+    plan = found.best
+    assert plan.hardware == SLOW and Plan.load(plan.to_json()) == plan
+    assert plan.roofline().step_seconds.bound > plan.roofline('v5e').step_seconds.bound
+
+
+@pytest.mark.slow
+@tpu_compiler.needed
+def test_inside_a_slice_it_loses():
+    def make(helper, stages):
+        return make_step(helper, stages, rows=2048)
+
+    found = search(make, 'v5e:2x4', AXES, constraints=over_slices, stages=PARTS[:2], full=0)
+    assert [candidate.stages for candidate in found.candidates] == [None, PARTS[1], PARTS[0]]
+
+
+@pytest.mark.medium
+@tpu_compiler.needed
+@pytest.mark.parametrize(
+    ('options', 'said'),
+    [
+        ({'layers': 3}, 'dimension 0 of size 3 does not divide by 2 (stage=2)'),
+        ({'mixed': True}, 'cannot run on microbatches: sub takes a sum over the batch'),
+    ],
+)
+def test_what_cannot_be_a_pipeline_says_why(options, said):
+    def make(helper, stages):
+        return make_step(helper, stages, **options)
+
+    found = search(make, 'v5e:2x4', AXES, constraints=over_slices, stages=PARTS[1], full=0)
+    without, lost = found.candidates
+    assert without.lost == '' and lost.plan is None
+    assert said in lost.lost and '\n' not in lost.lost and 'What to do' not in lost.lost
+
+
+def llama(tokens):
+    def make(helper, stages):
+        return plan_llama.make_step(helper, dataclasses.replace(LLAMA_8B, sequence=tokens), stages=stages)
+
+    return make
+
+
+def means(found):
+    """The seconds that a search makes small: without a pipeline, and with one."""
+    seconds = {bool(each.stages): mean(each.plan.roofline().step_seconds) for each in found.candidates}
+    return seconds[False], seconds[True]
+
+
+@pytest.mark.slow
+@tpu_compiler.newest
+@pytest.mark.parametrize(
+    ('topology', 'slices', 'tokens', 'least', 'most'),
+    # Few tokens on slices of 16 chips, and more tokens on large slices (docs/planning.md).
+    [('v5e:4x4', 8, 512, 1.4, 1.8), ('v5p:4x4x4', 4, 1024, 0.6, 0.9)],
+)
+def test_8b_on_tpus(topology, slices, tokens, least, most):
+    found = search(
+        llama(tokens),
+        topology,
+        ['stage', 'data', 'fsdp', 'tp'],
+        constraints=lambda sizes: {sizes['stage'], sizes['data']} == {1, slices} and sizes['tp'] == 4,
+        num_slices=slices,
+        dcn_axis=['stage', 'data'],
+        stages=Stages('stage', 4 * slices, gather='step'),
+        full=0,
+    )
+    without, pipeline = means(found)
+    assert least < without / pipeline < most
+
+
+@pytest.mark.slow
+@gpu_compiler.needed
+@pytest.mark.parametrize(('cards', 'least', 'most'), [(0.5, 3, 4), (8, 0.8, 1)])
+def test_8b_on_nodes_of_gpus(cards, least, most):
+    """One card of 200 Gb/s a node, and eight of 400 Gb/s."""
+    found = search(
+        llama(1024),
+        'h100:4x8',
+        ['stage', 'data', 'fsdp', 'tp'],
+        constraints=lambda sizes: {sizes['stage'], sizes['data']} == {1, 4} and sizes['tp'] == 8,
+        stages=Stages('stage', 16),
+        hardware=dataclasses.replace(HARDWARE['h100'], dcn_bytes_per_second=cards * 5e10),
+    )
+    without, pipeline = means(found)
+    assert least < without / pipeline < most
+
+
+@pytest.mark.parametrize(
+    ('options', 'said'),
+    [
+        ({'stages': 'stage'}, "stages are pipelines, such as Stages('stage', microbatches=8), got 's'"),
+        (
+            {'stages': Stages('stge', 4)},
+            f"{Stages('stge', 4)} names no mesh axis (did you mean 'stage'?)",
+        ),
+        ({'dcn_axis': ['stage', 'dta']}, "dcn_axis='dta' is no mesh axis (did you mean 'data'?)"),
+    ],
+)
+def test_bad_input(options, said):
+    with pytest.raises(ArgumentError) as raised:
+        search(make_step, 'v5e:2x2', AXES, **options)
+    assert str(raised.value) == said

@@ -1,0 +1,434 @@
+"""The seconds along the compiler's schedule: what waits for what, and which times count."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import pytest
+
+from scalax._core.render import blocks
+from scalax._planning.compiler.compilation import LIBRARIES
+from scalax._planning.program.hlo import parse
+from scalax._planning.report.make_plan import nccl_times
+from scalax._planning.report.plan_page import plan_blocks
+from scalax._planning.report.timeline import Timeline
+from scalax._planning.time.schedule import _APART, _REACHED, CUDNN, schedule_of
+from scalax._planning.time.schedule import MODELLED as OPTION
+from scalax.plan import Plan
+from scalax.sharding import MeshShardingHelper
+from scalax.sharding import PartitionSpec as P
+from tests.support import executable_reader, gpu_compiler
+from tests.support.gpu_programs import NOT_MODELLED, PROGRAMS, recorded_plan
+from tests.support.recorded import recorded
+
+MODELLED = [name for name in PROGRAMS if name.split()[-1] not in NOT_MODELLED]
+US = 1e-6
+# Kernels reach 1e12 operations and 1e9 bytes in a second.
+FLOPS_RATE, HBM_RATE, HOST_RATE = 1e12 / _REACHED, 1e9 / _REACHED, 1e8
+
+
+def cost(**times):
+    """What XLA writes beside a kernel, in microseconds."""
+    written = ','.join(
+        f'{{"exec_time_us":{time},"compute_time_us":0,"name":"{name.replace("_", "-")}"}}'
+        for name, time in times.items()
+    )
+    return f'backend_config={{"operation_queue_id":"0","reification_cost":[{written}]}}'
+
+
+def of(text, collectives=()):
+    """The schedule of a program, whose collectives take so many microseconds."""
+    links = {('main', name): (kind, time * US) for name, (kind, time) in dict(collectives).items()}
+    module = parse(f'HloModule made, is_scheduled=true\n{text}', True)
+    return schedule_of(module, FLOPS_RATE, HBM_RATE, HOST_RATE, links)
+
+
+def rows(schedule):
+    return {row.name: (row.count, pytest.approx(row.seconds / US)) for row in schedule.kernels}
+
+
+FUSED = """
+%fused (p: f32[250]) -> f32[250] {
+  %p = f32[250] parameter(0)
+  ROOT %n = f32[250] negate(%p)
+}
+"""
+GATHER = 'replica_groups={{0,1}}, dimensions={0}'
+
+
+def fusion(name, operand, time):
+    return f'%{name} = f32[250] fusion(%{operand}), kind=kLoop, calls=%fused, {cost(sol=time)}'
+
+
+OVERLAPPED = f"""
+{FUSED}
+ENTRY %main (x: f32[250]) -> f32[250] {{
+  %x = f32[250] parameter(0)
+  {fusion('first', 'x', 3)}
+  %one = (f32[250], f32[500]) all-gather-start(%first), {GATHER}
+  %two = (f32[250], f32[500]) all-gather-start(%x), {GATHER}
+  {fusion('beside', 'x', 5)}
+  %end = f32[500] all-gather-done(%one)
+  %last = f32[500] all-gather-done(%two)
+  ROOT {fusion('after', 'x', 2)}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ('one', 'two', 'waits'),
+    [(4, 1, 0), (4, 1.5, 0.5), (7, 1, 3), (7, 4, 6), (0, 9, 4)],
+    ids=['beside', 'second', 'first', 'both', 'one after the other'],
+)
+def test_collectives_run_beside_kernels_and_wait_for_one_another(one, two, waits):
+    schedule = of(OVERLAPPED, {'one': ('all-gather', one), 'two': ('all-gather', two)})
+    assert schedule.seconds == pytest.approx((10 + waits) * US)
+    assert schedule.waiting == pytest.approx(waits * US)
+
+
+def test_a_collective_that_is_not_asynchronous():
+    text = OVERLAPPED.replace('(f32[250], f32[500]) all-gather-start(%x)', 'f32[500] all-gather(%x)')
+    text = text.replace('  %last = f32[500] all-gather-done(%two)\n', '')
+    schedule = of(text, {'one': ('all-gather', 4), 'two': ('all-gather', 6)})
+    assert schedule.seconds == pytest.approx(20 * US)
+    assert rows(schedule)['wait: all-gather'] == (1, 10)
+
+
+def test_copies_to_the_host_wait_for_one_another_and_not_for_those_from_there():
+    """Each takes 1,000 bytes over a link of 100 MB/s.
+
+    A copy inside of the memory, 2,000 by 1 GB/s, is not beside kernels.
+    """
+    array, host = 'f32[250]{0}', 'f32[250]{0:S(5)}'
+    moved = f"""
+{FUSED}
+ENTRY %main (x: {array}, h: {host}) -> {array} {{
+  %x = {array} parameter(0)
+  %h = {host} parameter(1)
+  %one = ({host}, {array}, u32[]) copy-start(%x)
+  %two = ({host}, {array}, u32[]) copy-start(%x)
+  %back = ({array}, {host}, u32[]) copy-start(%h)
+  %inside = ({array}, {array}, u32[]) copy-start(%x)
+  {fusion('beside', 'x', 2)}
+  %inside_is = {array} copy-done(%inside)
+  %back_is = {array} copy-done(%back)
+  %one_is = {host} copy-done(%one)
+  %two_is = {host} copy-done(%two)
+  ROOT {fusion('after', 'back_is', 3)}
+}}
+"""
+    schedule = of(moved)
+    assert schedule.seconds == pytest.approx((20 + 3) * US)
+    # For that from the host, and then for the second one there: the first has gone beside it.
+    assert rows(schedule) == {
+        'inside': (1, 1),  # what it reads, and what it writes
+        'beside': (1, 2),
+        'inside_is': (1, 1),
+        'wait: copy': (2, 16),
+        'after': (1, 3),
+    }
+
+
+@pytest.mark.parametrize(
+    ('kind', 'costs', 'time'),
+    [
+        ('kLoop', {'': 4, 'sol': 5}, 5),
+        ('kLoop', {'': 4, 'sol': 0.01}, 2),
+        ('kCustom', {'': 4, 'sol': 5, 'indexing_cost_model': 6}, 5),
+        ('kCustom', {'': 4, 'indexing_cost_model': 6, 'sol': 0.01}, 6),
+        ('kCustom', {'': 4, 'sol': 0.01}, 2),
+        ('kLoop', {}, 2),
+        ('kLoop', {'': 4, 'sol': 32}, 2 * _REACHED * _APART),
+        ('kCustom', {'': 4, 'sol': 32}, 2 * _REACHED * _APART),
+    ],
+)
+def test_which_time_counts(kind, costs, time):
+    """Without a model, and where that says less, it is the least; and no more than some times of that.
+
+    The least is what two arrays of 1,000 bytes take by a memory of 1 GB/s, or a little more.
+    """
+    text = f"""
+{FUSED}
+ENTRY %main (x: f32[250]) -> f32[250] {{
+  %x = f32[250] parameter(0)
+  {fusion('first', 'x', 3)}
+  ROOT %r = f32[250] fusion(%first), kind={kind}, calls=%fused, {cost(**costs)}
+}}
+"""
+    assert rows(of(text)) == {'first': (1, 3), 'r': (1, time)}
+    assert [row.bound for row in of(text).kernels] == pytest.approx([2 * US * _REACHED] * 2)
+
+
+@pytest.mark.parametrize(
+    ('name', 'library'), [('attention h100', '__cudnn$fmha'), ('convolutions h100', '__cudnn$conv')]
+)
+def test_kernels_of_cudnn_take_several_times_the_least(name, library):
+    kernels = [row for row in recorded_plan(name).schedule.kernels if row.name.startswith(library)]
+    assert kernels
+    for row in kernels:
+        assert row.seconds == pytest.approx(CUDNN[library] * row.bound)
+
+
+def test_a_library_in_a_fusion_has_the_time():
+    """XLA has models of products, and none of the fusions that put their results into a part of an array."""
+    product = 'custom-call(%p, %p), custom_call_target="__cublas$lt$matmul"'
+    numbers = '"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}'
+    inside = cost(sol=7).replace('{"operation', f'{{{numbers},"operation')
+    text = f"""
+%fused (p: f32[10,10]) -> f32[10,10] {{
+  %p = f32[10,10] parameter(0)
+  ROOT %n = f32[10,10] {product}, {inside}
+}}
+
+ENTRY %main (x: f32[10,10]) -> f32[10,10] {{
+  %x = f32[10,10] parameter(0)
+  ROOT %r = f32[10,10] fusion(%x), kind=kCustom, calls=%fused, {cost(sol=0.01, none=500)}
+}}
+"""
+    [row] = of(text).kernels
+    assert (row.name, row.seconds) == ('r', pytest.approx(7 * US))
+    assert row.bound == pytest.approx(0.8 * US * _REACHED)  # 800 bytes; 2,000 operations take 0.002
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ('types', 'time'),
+    [
+        (('bf16', 'bf16', 'bf16'), 640),
+        (('f32', 'f32', 'f32'), 640),
+        (('f8e4m3fn', 'f8e5m2', 'bf16'), 640),
+        (('bf16', 'bf16', 'f32'), 10),
+        (('f8e4m3fn', 'f8e4m3fn', 'f32'), 10),
+        (('f16', 'f16', 'f16'), 80),
+        (('c64', 'c64', 'c64'), 2.4),
+    ],
+)
+@pytest.mark.parametrize('by', ['cublas', 'triton'])
+def test_products_of_types_that_xla_has_not_measured(types, time, by):
+    """XLA counts their sizes in bytes of the result: 2, 4 or 8 times as many along each of three dimensions.
+
+    They take no less than the least: here what 2,400 bytes of complex numbers take to move.
+    """
+    one, two, result = (f'{dtype}[10,10]' for dtype in types)
+    numbers = '"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}'
+    config = cost(sol=640).replace('{"operation', f'{{{numbers},"operation')
+    product = {
+        'cublas': f'custom-call(%x, %y), custom_call_target="__cublas$lt$matmul", {config}',
+        'triton': f'fusion(%x, %y), kind=kCustom, calls=%product, {cost(sol=640)}',
+    }[by]
+    text = f"""
+%product (p: {one}, q: {two}) -> {result} {{
+  %p = {one} parameter(0)
+  %q = {two} parameter(1)
+  ROOT %r = {result} dot(%p, %q), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+
+ENTRY %main (x: {one}, y: {two}) -> {result} {{
+  %x = {one} parameter(0)
+  %y = {two} parameter(1)
+  ROOT %z = {result} {product}
+}}
+"""
+    [row] = of(text).kernels
+    assert row.seconds == pytest.approx(time * US)
+
+
+@gpu_compiler.needed
+def test_what_xla_says_of_products_that_it_has_not_measured():
+    """Why the schedule divides their time; where this fails, XLA counts them right, or has measured them."""
+    helper = MeshShardingHelper.from_topology('h100:1', [1], ['x'])
+    seconds = {}
+    for result in ('bfloat16', 'float32'):
+
+        def product(x, result=result):
+            return jax.lax.dot(x, x, preferred_element_type=result)
+
+        step = helper.sjit(product, in_shardings=P(), out_shardings=P())
+        lowered = step.lower(jax.ShapeDtypeStruct((4096, 4096), 'bfloat16'))
+        text = lowered.compile(compiler_options={**LIBRARIES, OPTION: True}).as_text()
+        [seconds[result]] = map(float, re.findall(r'"exec_time_us":"?([\d.e+-]+)', text))
+    assert seconds['float32'] == pytest.approx(4**3 * seconds['bfloat16'], rel=1e-3)
+
+
+LOOP = f"""
+{FUSED}
+%body (s: (s32[], f32[250])) -> (s32[], f32[250]) {{
+  %s = (s32[], f32[250]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %y = f32[250] get-tuple-element(%s), index=1
+  {fusion('inside', 'y', 3)}
+  ROOT %t = (s32[], f32[250]) tuple(%next, %inside)
+}}
+
+%test (s: (s32[], f32[250])) -> pred[] {{
+  %s = (s32[], f32[250]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %n = s32[] constant(10)
+  ROOT %c = pred[] compare(%i, %n), direction=LT
+}}
+
+%long (x: f32[250]) -> f32[250] {{
+  %x = f32[250] parameter(0)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[250]) tuple(%zero, %x)
+  %rounds = (s32[], f32[250]) while(%start), condition=%test, body=%body
+  %y = f32[250] get-tuple-element(%rounds), index=1
+  {fusion('once', 'y', 4)}
+  ROOT {fusion('more', 'once', 5)}
+}}
+
+%short (x: f32[250]) -> f32[250] {{
+  %x = f32[250] parameter(0)
+  ROOT {fusion('never', 'x', 6)}
+}}
+
+ENTRY %main (x: f32[250], b: pred[]) -> f32[250] {{
+  %x = f32[250] parameter(0)
+  %b = pred[] parameter(1)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[250]) tuple(%zero, %x)
+  %loop = (s32[], f32[250]) while(%start), condition=%test, body=%body
+  %y = f32[250] get-tuple-element(%loop), index=1
+  ROOT %z = f32[250] conditional(%b, %y, %y), true_computation=%short, false_computation=%long
+}}
+"""
+
+
+def test_loops_and_branches():
+    """Of branches the longest counts: with a loop of its own, after the one outside."""
+    found = rows(of(LOOP))
+    kernels = {name: row for name, row in found.items() if name not in ('next', 'c')}  # of single numbers
+    assert kernels == {'inside': (20, 60), 'once': (1, 4), 'more': (1, 5)}
+    assert of(LOOP).seconds == pytest.approx(sum(row.seconds for row in of(LOOP).kernels))
+    assert [row.bound for row in of(LOOP).kernels if row.name == 'once'] == pytest.approx([2 * US * _REACHED])
+
+
+def lane(spans, name):
+    """What is in a lane: name, start and end in microseconds."""
+    return [
+        (span.name, pytest.approx(span.start / US), pytest.approx((span.start + span.seconds) / US))
+        for span in spans
+        if span.lane == name
+    ]
+
+
+def test_what_runs_when():
+    spans = of(OVERLAPPED, {'one': ('all-gather', 7), 'two': ('all-gather', 4)}).spans
+    assert lane(spans, 'link') == [('all-gather', 3, 10), ('all-gather', 10, 14)]
+    waits = [('wait: all-gather', 8, 10), ('wait: all-gather', 10, 14)]
+    assert lane(spans, 'device') == [('first', 0, 3), ('beside', 3, 8), *waits, ('after', 14, 16)]
+
+
+def test_one_run_of_a_loop_is_inside_of_it():
+    loop, condition, branch = of(LOOP).spans
+    assert [(span.name, span.times) for span in (loop, condition)] == [('loop', 10), ('loop', 11)]
+    assert [span.name for span in loop.inside if span.name != 'next'] == ['inside']
+    assert loop.inside[-1].start + loop.inside[-1].seconds <= loop.seconds / 10 * (1 + 1e-9)
+    names = [(span.name, span.times) for span in branch.inside]
+    assert names == [('rounds', 10), ('rounds', 11), ('once', 1), ('more', 1)]
+    assert branch.start == pytest.approx(condition.start + condition.seconds)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize('name', MODELLED)
+def test_the_device_does_one_thing_after_another(name):
+    def check(spans, seconds):
+        now = 0.0
+        for span in spans:
+            if span.lane == 'device':
+                assert span.start == pytest.approx(now, abs=1e-12)
+                now = span.start + span.seconds
+                if span.inside:
+                    check(span.inside, span.seconds / span.times)
+        assert now == pytest.approx(seconds)
+
+    schedule = recorded_plan(name).schedule
+    check(schedule.spans, schedule.seconds)
+
+
+@pytest.mark.medium
+def test_a_page_draws_what_runs_when(browser, tmp_path):
+    plan = recorded_plan('decoder h100')
+    page = blocks.page('', [Timeline(plan.schedule.spans, plan.schedule.seconds)])
+    (tmp_path / 'page.html').write_text(page, encoding='utf-8')
+    browser.open(tmp_path / 'page.html')
+    assert browser.complaints() == [] and browser.overflow() == 0
+    first = 'const [first] = document.querySelectorAll(".timeline"); '
+    drawn = browser.run(first + 'return [...first.querySelectorAll("i")].map((bar) => bar.title)')
+    longest = max(plan.schedule.spans, key=lambda span: span.seconds)
+    assert any(longest.name in words for words in drawn)
+    ends = browser.run(
+        first + 'return [...first.querySelectorAll("i")].map((bar) => bar.getBoundingClientRect().right)'
+    )
+    assert max(ends) <= 1280
+    zoom = 'const zoom = document.querySelector("[type=range]"); zoom.value = 8; '
+    zoom += 'zoom.dispatchEvent(new Event("input")); return first.scrollWidth / first.clientWidth'
+    assert browser.run(first + zoom) == pytest.approx(8, rel=0.01)
+    assert browser.overflow() == 0
+
+
+def test_a_compiler_that_writes_no_times():
+    assert of(FUSED.replace('%fused', 'ENTRY %main')) is None
+    assert recorded_plan('fsdp a100').schedule is recorded_plan('fsdp_tp gb200').schedule is None
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize('name', MODELLED)
+def test_kernels_take_what_the_compiler_says(name, monkeypatch):
+    """As a second reader adds it up, on a device to which operations and bytes are next to nothing."""
+    monkeypatch.setattr('scalax._planning.time.schedule._APART', math.inf)
+    made = recorded(name)
+    schedule = schedule_of(parse(made.optimized, True), 1e30, 1e30, 1e30, {})
+    second = executable_reader.read(made.executable, made.mesh, made.slices)
+    assert schedule.seconds == pytest.approx(second.modelled * US, rel=1e-6)
+
+
+@pytest.mark.parametrize('name', MODELLED)
+def test_kernels_take_no_less_than_what_they_do_at_least(name):
+    kernels = [row for row in recorded_plan(name).schedule.kernels if not row.name.startswith('wait')]
+    assert all(row.seconds >= row.bound * (1 - 1e-9) for row in kernels)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize('name', MODELLED)
+def test_a_step_takes_its_kernels_and_its_waits(name):
+    """No less than any of what runs beside the others, and no more than all."""
+    plan = recorded_plan(name)
+    schedule, roofline = plan.schedule, plan.roofline()
+    times = zip(plan.collectives, nccl_times(plan, roofline.hardware, plan.collectives), strict=True)
+    links = sum(row.count * seconds for row, seconds in times)
+    beside = sum(row.seconds for row in schedule.kernels if row.name == 'wait: copy')
+    assert schedule.seconds == pytest.approx(sum(row.seconds for row in schedule.kernels))
+    assert schedule.waiting <= (links + beside) * (1 + 1e-9)
+    units = links, roofline.to_host, roofline.from_host, schedule.seconds - schedule.waiting
+    assert max(units) <= schedule.seconds * (1 + 1e-9)
+    assert roofline.step_seconds.bound <= schedule.seconds * (1 + 1e-9)
+
+
+def test_the_page_shows_the_kernels_where_the_schedule_is_far_from_the_bound():
+    plan = recorded_plan('decoder h100')
+    least = plan.roofline().step_seconds.bound
+    for times, shown in ((1.21, True), (1.19, False), (0.79, True), (0.81, False)):
+        schedule = dataclasses.replace(plan.schedule, seconds=times * least)
+        other = dataclasses.replace(plan, schedule=schedule)
+        for text in (str(other), blocks.html(plan_blocks(other, 'A plan'))):
+            assert 'the compiler' in text
+            assert ('times the bound: the kernels that differ most' in text) is shown
+
+
+def test_the_parts_of_a_step_have_it_in_a_column(snapshot):
+    plan = recorded_plan('fsdp h100')
+    found = {row.part: 0.0 for row in plan.schedule.kernels}
+    for row in plan.schedule.kernels:
+        found[row.part] += row.seconds
+    assert sum(found.values()) == pytest.approx(plan.schedule.seconds)
+    text = plan.to_text(120)
+    snapshot(text[text.index("by the compiler's schedule") : text.index('function  ')])
+
+
+def test_json_keeps_it():
+    plan = recorded_plan('decoder h100')
+    assert Plan.load(plan.to_json()).schedule == plan.schedule

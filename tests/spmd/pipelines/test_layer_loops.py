@@ -1,0 +1,58 @@
+"""Groups of layers that stages exchange, and constants that loops compute themselves."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scalax._jax.equations import loop_of, makers_of, opened, shape_of
+from scalax._jax.rewriting import replaced, run
+from scalax._spmd.pipelines.layer_groups import _steps
+from scalax._spmd.pipelines.sink_constants import with_own_constants
+
+
+@pytest.mark.parametrize('stages', range(2, 17))
+def test_in_each_step_a_stage_sends_one_group_and_gets_one(stages):
+    for rounds in range(2, 13):
+        steps = [*_steps(stages, rounds)]
+        for moves in steps:
+            assert [each.start for each in moves] == [*range(stages)] == sorted(each.end for each in moves)
+        every = itertools.chain.from_iterable(steps)
+        groups = {(each.start * rounds + each.stored, each.end + each.run * stages) for each in every}
+        assert groups == {(group, group) for group in range(stages * rounds)}
+
+
+def _loop_of(fun, *args):
+    jaxpr = jax.make_jaxpr(fun)(*args)
+    [equation] = [each for each in jaxpr.eqns if each.primitive.name == 'scan']
+    return jaxpr, equation
+
+
+def test_loops_compute_masks_themselves():
+    def fun(w, x):
+        mask = jnp.broadcast_to((jnp.arange(6) < 3)[None, :, None], (16, 6, 4))
+        return jax.lax.scan(lambda c, w: (jnp.tanh(jax.lax.select(mask, c, w * c)), None), x, w)[0]
+
+    w, x = np.ones((3, 16, 6, 4), np.float32), np.ones((16, 6, 4), np.float32)
+    jaxpr, before = _loop_of(fun, w, x)
+    changed = with_own_constants(jaxpr, makers_of(opened(jaxpr)), before)
+    loop = loop_of(changed)
+    constants, _, _ = loop.parts(changed.invars)
+    assert loop_of(before).constants == 1 and not [each for each in constants if shape_of(each) == (16, 6, 4)]
+    [mine] = run(_with(jaxpr, before, changed), [w, x])
+    np.testing.assert_allclose(mine, fun(w, x), rtol=1e-6)
+
+
+def test_loops_keep_constants_that_are_made_of_as_much():
+    def fun(w, x, y):
+        scaled = y * 2
+        return jax.lax.scan(lambda c, w: (c * w + scaled, None), x, w)[0]
+
+    jaxpr, before = _loop_of(fun, np.ones((3, 4)), np.ones((2, 4)), np.ones((2, 4)))
+    assert with_own_constants(jaxpr, makers_of(opened(jaxpr)), before) is before
+
+
+def _with(jaxpr, before, after):
+    return replaced(jaxpr, eqns=[after if each is before else each for each in opened(jaxpr).eqns])

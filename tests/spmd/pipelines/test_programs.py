@@ -1,0 +1,230 @@
+"""Odd programs compute as pipelines what one device computes; what mixes rows is refused, by its line."""
+
+import inspect
+import re
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+from scalax.errors import StagesError, StagesWarning
+from scalax.sharding import PartitionSpec as P
+from scalax.sharding import Stages
+from tests.spmd.pipelines.programs import LAYERS, PROGRAMS, REFUSED, RULE, arguments
+
+# Half the time of compiling.
+QUICKLY = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
+# Of each kind; `make test-all` runs all.
+OFTEN = (
+    'several_values_carried',
+    'tokens_in_one_dimension',
+    'constants_with_rows',
+    'draws_of_gamma',
+    'outputs_of_layers',
+    'fewer_microbatches_than_stages',
+    'evaluation',
+    'loops_in_layers',
+    'branches_in_layers',
+    'branches_that_keep_nothing',
+    'numbers_of_rows',
+    'windows_and_convolutions',
+    'checkpoints_by_name',
+    'groups_of_layers',
+    'two_loops',
+    'balance_losses',
+    'carried_balance_losses_computed_again',
+    'masks_of_the_batch',
+)
+
+
+def named(table):
+    marks = {name: [pytest.mark.medium] if name in OFTEN else [pytest.mark.slow] for name in table}
+    return [pytest.param(name, marks=marks[name]) for name in table]
+
+
+def staged(program, **how):
+    return program.helper().sjit(
+        program.compiled,
+        in_shardings=(RULE, program.spec, P()),
+        batch_argnums=1,
+        stages=Stages('stage', program.parts, **how),
+        compiler_options=QUICKLY,
+    )
+
+
+def assert_close(found, wanted, tolerance):
+    """Differences are parts of the largest value of an array; integers and booleans are equal."""
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        mine, theirs = np.asarray(mine), np.asarray(theirs)
+        if np.issubdtype(theirs.dtype, np.inexact):
+            assert np.all(np.isfinite(theirs))
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=tolerance * np.max(np.abs(theirs)))
+        else:
+            np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.medium
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize('name', named(PROGRAMS))
+def test_programs_compute_what_one_device_computes(name):
+    program, args = PROGRAMS[name], arguments()
+    wanted = jax.jit(program.compiled, compiler_options=QUICKLY)(*args)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore', StagesWarning)
+        step = staged(program)
+        assert_close(step(*args), wanted, program.tolerance)
+        assert 'collective_permute' in step.lower(*args).as_text()
+
+
+def has_rounds(name):
+    """Whether layers and microbatches divide by stages and two rounds."""
+    program, layers = PROGRAMS[name], 2 if name == 'groups_of_layers' else LAYERS
+    return program.parts % program.mesh['stage'] == 0 and layers % (2 * program.mesh['stage']) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('gather', ['tick', 'step'])
+@pytest.mark.parametrize('name', [name for name in PROGRAMS if has_rounds(name)])
+def test_programs_in_rounds(name, gather):
+    program, args = PROGRAMS[name], arguments()
+    wanted = jax.jit(program.compiled, compiler_options=QUICKLY)(*args)
+    assert_close(staged(program, rounds=2, gather=gather)(*args), wanted, program.tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'name, loops',
+    [('balance_losses', 2), ('balance_losses_saved_by_name', 2), ('balance_losses_computed_again', 3)],
+)
+def test_layers_are_computed_once_more_where_sums_of_a_checkpoint_are_not_saved(name, loops):
+    program = PROGRAMS[name]
+    plan = program.helper().plan(staged(program), *arguments(), quick=True)
+    assert [loop.is_backward for loop in plan.pipelines] == [False, *[True] * (loops - 1)]
+
+
+def test_what_runs_often_is_there():
+    assert set(OFTEN) <= {*PROGRAMS}
+
+
+REFUSALS = {
+    'norm_of_the_batch': (
+        'sub takes a sum over the batch, of which a microbatch has a part only',
+        'y = y - jnp.mean(y, (0, 1))',
+        'sum within each example, or add up outside of the loop',
+    ),
+    'largest_of_the_batch': (
+        'reduce_max mixes examples of the batch',
+        'jnp.max(jnp.abs(x))',
+        'compute it for each example alone, or outside of the loop',
+    ),
+    'sorted_rows': (
+        'sort mixes examples of the batch',
+        'jnp.argsort',
+        'compute it for each example alone, or outside of the loop',
+    ),
+    'capacity_of_the_batch': (
+        'cumsum mixes examples of the batch',
+        'jnp.cumsum(chosen, 0)',
+        'compute it for each example alone, or outside of the loop',
+    ),
+    'balance_that_scales_rows': (
+        'dot_general takes a sum over the batch, of which a microbatch has a part only',
+        '@ jnp.mean(probs > 0.1',
+        'sum within each example, or add up outside of the loop',
+    ),
+    'one_row_after_the_other': (
+        'a loop runs over the batch dimension',
+        'jax.lax.map',
+        'run it on all examples at once (jax.vmap)',
+    ),
+    'until_all_rows_are_small': (
+        'gt takes a sum over the batch, of which a microbatch has a part only',
+        'jnp.sum(x * x) > 1',
+        'sum within each example, or add up outside of the loop',
+    ),
+    'branch_by_the_batch': (
+        'gt takes a sum over the batch, of which a microbatch has a part only',
+        'jnp.mean(x) > 0',
+        'sum within each example, or add up outside of the loop',
+    ),
+    'rows_in_another_order': (
+        'reshape reorders the batch dimension, or splits it',
+        'reshape(-1, WIDTH)',
+        'keep the batch in one dimension, in front of what is merged with it',
+    ),
+    'keys_of_rows_of_another_generator': (
+        'keys of examples are of a generator that draws for all of them at once',
+        'jax.random.fold_in(key, number)',
+        "use keys of jax.random.key(seed, impl='threefry2x32')",
+    ),
+    'gamma_of_rows': (
+        'random_gamma draws for all examples of one key',
+        'jax.random.gamma(key',
+        'use a key for each example',
+    ),
+    'offloaded': (
+        'layers keep values in the memory of the host',
+        'jax.lax.scan(',
+        'compute them again (jax.checkpoint) in place of offloading them',
+    ),
+    'kernel': (
+        'pallas_call takes examples of the batch, and what it does with them is not known',
+        'call(jax.lax.stop_gradient(x))',
+        'write it in other operations, or compute it outside of the loop',
+    ),
+    'callback': (
+        'pure_callback takes examples of the batch, and what it does with them is not known',
+        'jax.pure_callback',
+        'write it in other operations, or compute it outside of the loop',
+    ),
+}
+
+
+@pytest.mark.parametrize('name', [*REFUSALS])
+def test_what_mixes_rows_is_refused_by_its_line(name):
+    why, code, instead = REFUSALS[name]
+    with pytest.raises(StagesError) as caught:
+        staged(REFUSED[name]).trace(*arguments())
+    at = r'programs\.py:(\d+) \S+'
+    found = re.fullmatch(
+        f'the loop over layers at {at} cannot run on microbatches: {re.escape(why)}, at {at}\n'
+        f'What to do: {re.escape(instead)}; or run without stages.',
+        str(caught.value),
+    )
+    assert found, str(caught.value)
+    lines = inspect.getsource(inspect.getmodule(REFUSED[name].loss)).splitlines()
+    assert code in lines[int(found[2]) - 1]
+
+
+def test_effects_are_refused():
+    name = 'debug_print|debug_callback'
+    with pytest.raises(
+        StagesError, match=f'({name}) has an effect, which would happen more often, at programs.py'
+    ):
+        staged(REFUSED['print_of_weights']).trace(*arguments())
+
+
+def test_layers_without_a_loop_are_refused():
+    with pytest.raises(StagesError) as caught:
+        staged(REFUSED['layers_in_a_python_loop']).trace(*arguments())
+    assert str(caught.value).startswith(
+        "no loop runs over layers that are sharded over 'stage', so nothing is a pipeline. Beside the batch, "
+        "in_shardings shard over it:\n  params['layers']['bias'] in dimension 0\n  params['layers']['down'] "
+        "in dimension 0\n  params['layers']['up'] in dimension 0\nWhat to do: "
+    )
+
+
+def test_layers_that_no_rule_shards_are_refused():
+    step = (
+        PROGRAMS['evaluation']
+        .helper()
+        .sjit(
+            PROGRAMS['evaluation'].compiled,
+            in_shardings=(P(), P('fsdp'), P()),
+            batch_argnums=1,
+            stages=Stages('stage', 2),
+        )
+    )
+    with pytest.raises(StagesError, match='No argument but the batch is sharded over it by in_shardings'):
+        step.trace(*arguments())

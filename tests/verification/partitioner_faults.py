@@ -1,0 +1,204 @@
+"""Steps that XLA's partitioner makes wrong, whoever compiles them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalax.sharding import MeshShardingHelper
+from tests.verification.fault import (
+    FSDP,
+    Step,
+    integers,
+    jitted,
+    normal,
+    partitioner,
+)
+
+
+def grouped(images: Any, kernel: Any, groups: int, out: str = 'NHWC') -> Any:
+    numbers = ('NHWC', 'HWIO', out)
+    return lax.conv_general_dilated(
+        images, kernel, (1, 1), 'SAME', dimension_numbers=numbers, feature_group_count=groups
+    )
+
+
+def conv_gradient(helper: MeshShardingHelper, groups: int) -> Step:
+    def step(params: Any, images: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return jnp.sum(jnp.sin(grouped(images, params['kernel'], groups)))
+
+        return jax.grad(loss)(params)
+
+    args = {'kernel': normal(3, 3, 16 // groups, 16)}, normal(16, 8, 8, 16)
+    return jitted(helper, step, P(), P('fsdp')), args
+
+
+def depthwise_gradient(params: Any, images: Any) -> Any:
+    return jax.grad(lambda params: jnp.sum(jnp.sin(grouped(images, params['kernel'], 16))))(params)
+
+
+@partitioner(('kernel', 'conv_general_dilated'))
+def gradient_of_a_depthwise_convolution(helper: MeshShardingHelper) -> Step:
+    """As many times too large as devices have the same rows."""
+    return conv_gradient(helper, 16)
+
+
+@partitioner(('kernel', 'conv_general_dilated'))
+def gradient_of_a_grouped_convolution(helper: MeshShardingHelper) -> Step:
+    """The same of four groups of four channels."""
+    return conv_gradient(helper, 4)
+
+
+@partitioner(('conv_general_dilated',), mesh=FSDP)
+def depthwise_convolution_laid_out_unlike_its_images(helper: MeshShardingHelper) -> Step:
+    """Its channels are mixed up where its kernel is split over them."""
+
+    def step(kernel: Any, images: Any) -> Any:
+        return grouped(images, kernel, 16, 'NCHW')
+
+    return jitted(helper, step, P(None, None, None, 'fsdp'), P()), (normal(3, 3, 1, 16), normal(16, 8, 8, 16))
+
+
+@partitioner(('dynamic_update_slice',), source='https://github.com/openxla/xla/issues/49118', mesh=FSDP)
+def row_written_out_of_bounds(helper: MeshShardingHelper) -> Step:
+    """One device writes the last row, and no device of a mesh any."""
+
+    def step(cache: Any, row: Any, number: Any) -> Any:
+        return lax.dynamic_update_slice(cache, row, (number, 0))
+
+    rows = NamedSharding(helper.mesh, P('fsdp'))
+    step = jitted(helper, step, P('fsdp'), P(), P(), out_shardings=rows)
+    return step, (normal(16, 4), 3 * normal(1, 4), np.int32(17))
+
+
+@partitioner(
+    ('dynamic_slice',), source='https://github.com/openxla/xla/issues/49122', mesh=FSDP, mended_in='0.12.0'
+)
+def rows_read_out_of_bounds(helper: MeshShardingHelper) -> Step:
+    """Each device reads the last rows that there are, and not its own part of them."""
+
+    def step(x: Any, number: Any) -> Any:
+        return lax.dynamic_slice(x, (number, 0), (16, 4))
+
+    rows = NamedSharding(helper.mesh, P('fsdp'))
+    return jitted(helper, step, P(), P(), out_shardings=rows), (normal(24, 4), np.int32(11))
+
+
+@partitioner(('scatter',), source='https://github.com/jax-ml/jax/issues/18434', mended_in='0.12.0')
+def rows_moved_up_by_one(helper: MeshShardingHelper) -> Step:
+    """The last but one row is the last one's new value."""
+
+    def step(x: Any, row: Any) -> Any:
+        return x.at[:-1].set(x[1:]).at[-1].set(row)
+
+    return jitted(helper, step, P('fsdp', 'tp'), P()), (normal(16, 16), normal(16))
+
+
+@partitioner(('table', 'scatter-add'), source='https://github.com/openxla/xla/issues/42481', explicit=True)
+def gradient_of_a_lookup_in_a_reduced_table(helper: MeshShardingHelper) -> Step:
+    """Devices slice their part of the vocabulary before they add up what others have of it."""
+
+    def step(params: Any, tokens: Any, wanted: Any) -> Any:
+        def loss(params: Any) -> Any:
+            table = jax.sharding.reshard(params['table'], P('tp', None, reduced={'fsdp'}))
+            found = table.at[tokens].get(out_sharding=P('fsdp', 'tp', None))
+            return jnp.sum(found * wanted)
+
+        return jax.grad(loss)(params)
+
+    args = {'table': normal(16, 4)}, integers(8, 8, 8), normal(8, 8, 4)
+    return helper.sjit(step, in_shardings=(P(), P('fsdp', 'tp'), P('fsdp', 'tp'))), args
+
+
+def next_token_gradient(params: Any, tokens: Any) -> Any:
+    def loss(params: Any) -> Any:
+        logits = params['embedding'][tokens[:, :-1]] @ params['embedding'].T
+        right = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)
+        return -jnp.mean(right)
+
+    return jax.grad(loss)(params)
+
+
+NEXT_TOKEN = {'embedding': normal(16, 8)}, integers(16, 8, 8)
+SEQUENCE: dict[str, int] = {'fsdp': 2, 'sp': 2, 'tp': 2}
+
+
+@partitioner(('embedding', 'scatter-add'), mesh=SEQUENCE)
+def gradient_of_the_next_token_loss(helper: MeshShardingHelper) -> Step:
+    """Tokens are split by sequence, and all but the last one are looked up: an odd number of them.
+
+    XLA pads them, and adds up what is in the padding where some axis has no part of the tokens.
+    """
+    return jitted(helper, next_token_gradient, P(), P('fsdp', 'sp')), NEXT_TOKEN
+
+
+def counts_but_the_last(groups: Any) -> Any:
+    return jnp.bincount(groups[:-1], length=8)
+
+
+@partitioner(('scatter-add',))
+def counts_of_all_but_the_last(helper: MeshShardingHelper) -> Step:
+    """The same of counts, which are integers: what is in the padding is counted."""
+    return jitted(helper, counts_but_the_last, P('fsdp')), (integers(8, 16),)
+
+
+def largest_but_the_first(x: Any, groups: Any) -> Any:
+    return jax.ops.segment_max(x[1:], groups[1:], 4)
+
+
+GROUPS = normal(16, 4) - 3, integers(4, 16)
+
+
+@partitioner(('scatter-max',))
+def largest_of_each_group_but_the_first(helper: MeshShardingHelper) -> Step:
+    """The same of maxima."""
+    return jitted(helper, largest_but_the_first, P('tp'), P('tp')), GROUPS
+
+
+def _conv(images: Any, kernel: Any) -> Any:
+    numbers = ('NHWC', 'HWIO', 'NHWC')
+    return lax.conv_general_dilated(images, kernel, (1, 1), 'SAME', dimension_numbers=numbers)
+
+
+@partitioner(('kernel', 'conv_general_dilated'))
+def gradient_of_a_convolution_split_by_height(helper: MeshShardingHelper) -> Step:
+    """As many times too large as devices have the same part of the images; without any groups."""
+
+    def step(params: Any, images: Any) -> Any:
+        return jax.grad(lambda params: jnp.sum(jnp.sin(_conv(images, params['kernel']))))(params)
+
+    args = {'kernel': normal(3, 3, 4, 8)}, normal(4, 8, 8, 4)
+    return helper.sjit(step, in_shardings=(P(), P(None, 'tp'))), args
+
+
+@partitioner(('conv_general_dilated',))
+def convolution_split_by_height_and_channels(helper: MeshShardingHelper) -> Step:
+    """The result itself: as many times too large as the kernel's channels have parts."""
+
+    def step(kernel: Any, images: Any) -> Any:
+        return _conv(images, kernel)
+
+    args = normal(3, 3, 4, 8), normal(4, 8, 8, 4)
+    return helper.sjit(step, in_shardings=(P(None, None, None, 'fsdp'), P(None, 'tp'))), args
+
+
+@partitioner(('images', 'select_and_scatter_add'))
+def gradient_of_a_max_pool_split_by_height(helper: MeshShardingHelper) -> Step:
+    """Windows that overlap, over rows that other devices have."""
+
+    def step(images: Any) -> Any:
+        def loss(images: Any) -> Any:
+            window = (1, 3, 3, 1)
+            pooled = lax.reduce_window(images['images'], -jnp.inf, lax.max, window, (1, 1, 1, 1), 'SAME')
+            return jnp.sum(jnp.sin(pooled))
+
+        return jax.grad(loss)(images)
+
+    return helper.sjit(step, in_shardings=(P('fsdp', 'tp'),)), ({'images': normal(4, 8, 8, 4)},)

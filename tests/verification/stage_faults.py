@@ -1,0 +1,109 @@
+"""Steps that are wrong where pipelines have a mistake in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from scalax._jaxpr import batch_dims as jaxpr_rows
+from scalax._spmd.pipelines import schedule as pipelines
+from scalax._spmd.placements import op_rules
+from scalax._spmd.placements.op_rules import Op, Strategy
+from scalax._spmd.placements.placement import SUM
+from scalax.sharding import MeshShardingHelper, Stages, TreePathShardingRule
+from tests.verification.fault import Step, normal, seeded
+
+STAGES = {'stage': 2, 'fsdp': 2}
+WIDTH, LAYERS, ROWS, MICROBATCHES = 4, 2, 8, 2
+RULE = TreePathShardingRule(('layers', P('stage')), ('.*', P()))
+put, put_in_stack = pipelines._Ticks._put, pipelines._Ticks._put_in_stack
+
+Layer = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def staged(helper: MeshShardingHelper, layer: Layer, layers: int = LAYERS) -> Step:
+    """A step of gradients, of a loop over layers that runs as a pipeline."""
+
+    def loss(params: Any, x: Any) -> Any:
+        last, given = jax.lax.scan(layer, x, params['layers'])
+        return sum(jnp.mean(jnp.square(leaf)) for leaf in jax.tree.leaves((last, given)))
+
+    weights = normal(layers, WIDTH, WIDTH), normal(layers, WIDTH, WIDTH, seed=1)
+    params = {'layers': dict(zip(('up', 'down'), weights, strict=True))}
+    step = helper.sjit(
+        jax.value_and_grad(loss),
+        in_shardings=(RULE, P('fsdp')),
+        out_shardings=(P(), RULE),
+        batch_argnums=1,
+        stages=Stages('stage', microbatches=MICROBATCHES),
+    )
+    return step, (params, normal(ROWS, WIDTH))
+
+
+def block(x: Any, w: Any) -> Any:
+    return x + jnp.tanh(x @ w['up']) @ w['down']
+
+
+def _stored_as_another(self: Any, before: Any, x: Any, fact: Any, turn: Any) -> Any:
+    return put_in_stack(self, before, x, fact, turn._replace(microbatch=(turn.microbatch + 1) % MICROBATCHES))
+
+
+@seeded(('grad',), (pipelines._Ticks, '_put_in_stack', _stored_as_another), mesh=STAGES)
+def microbatch_with_the_activations_of_another(helper: MeshShardingHelper) -> Step:
+    """The backward pass of a microbatch takes what the forward pass kept of another one."""
+    return staged(helper, lambda x, w: (block(x, w), None))
+
+
+@seeded(
+    ('grad',),
+    (
+        pipelines._Ticks,
+        '_put',
+        lambda self, before, x, fact, i: put(self, before, x, fact, MICROBATCHES - 1 - i),
+    ),
+    mesh=STAGES,
+)
+def microbatches_back_in_another_order(helper: MeshShardingHelper) -> Step:
+    """Rows come out of a pipeline as others than went in."""
+    return staged(helper, lambda x, w: (block(x, w), x))
+
+
+@seeded(
+    ('grad',),
+    (pipelines, '_added', lambda before, x, fact, turn: before + x if fact == SUM else x),
+    mesh=STAGES,
+)
+def sums_of_idle_ticks(helper: MeshShardingHelper) -> Step:
+    """Gradients of what a stage computes while it has nothing to do."""
+    return staged(helper, lambda x, w: (block(x, w), None))
+
+
+@seeded(('grad',), (pipelines, '_from', lambda x, has_it, pipeline: x), mesh=STAGES | {'stage': 4})
+def results_of_the_last_stage_on_it_alone(helper: MeshShardingHelper) -> Step:
+    """The other stages go on with what they have in place of the results of the last one."""
+    return staged(helper, lambda x, w: (block(x, w), None), layers=4)
+
+
+def _alone(op: Op) -> Strategy:
+    return Strategy(op.placements, op.placements)
+
+
+@seeded(
+    ('grad',),
+    (jaxpr_rows, '_WORKS_ALONG', frozenset[str]()),
+    (op_rules, 'RULES', op_rules.RULES | {'cumsum': _alone}),
+    mesh=STAGES,
+)
+def running_sums_over_rows(helper: MeshShardingHelper) -> Step:
+    """A microbatch begins them anew."""
+    return staged(helper, lambda x, w: (block(x, w) + jnp.cumsum(x, 0), None))
+
+
+@seeded(('grad',), (pipelines._Ticks, '_sent', lambda self, x: x), mesh=STAGES)
+def stage_that_sends_nothing(helper: MeshShardingHelper) -> Step:
+    """Each stage goes on with what it gave itself."""
+    return staged(helper, lambda x, w: (block(x, w), None))

@@ -1,0 +1,349 @@
+"""What arguments of a step may be, by what it does with them, and the values that are drawn for them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from benchmarks.unchanged.catalogue import all_models
+from benchmarks.unchanged.measure import arguments, training_step
+from scalax._verification.input_domains import Role
+from scalax._verification.sample_inputs import drawn, roles_of, varied
+
+MODELS = {model.name: model for model in all_models('small')}
+# Half the time of compiling.
+QUICKLY = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
+
+
+def array(*shape: int, dtype: Any = 'float32') -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def whole(*shape: int) -> jax.ShapeDtypeStruct:
+    return array(*shape, dtype='int32')
+
+
+def roles(function: Any, *args: Any) -> list[Role]:
+    return roles_of(jax.make_jaxpr(function)(*args))
+
+
+def said(role: Role) -> tuple[Any, ...]:
+    return (role.kind,) if role.bound is None else (role.kind, role.bound)
+
+
+# --- Roles -----------------------------------------------------------------------------------------
+
+TABLE, ROWS = array(10, 4), whole(3)
+
+
+def update(table: jax.Array, x: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice(table, jnp.ones((4, 4)), (x, 0))
+
+
+def decode(table: jax.Array, x: jax.Array) -> jax.Array:
+    """Looks up a row in each round; the first one is given."""
+    return jax.lax.scan(lambda i, _: (i + 1, table[i]), x, None, 3)[1]
+
+
+def in_blocks(table: jax.Array, x: jax.Array) -> jax.Array:
+    """Two rows are looked up in each of five pairs of rows."""
+    return jax.vmap(lambda rows, i: rows[i])(
+        table.reshape(5, 2, 4), x.reshape(5, 2) - 2 * jnp.arange(5)[:, None]
+    )
+
+
+INDICES = {
+    'rows': (lambda table, x: table[x], ROWS, ('index', 10)),
+    'take': (lambda table, x: jnp.take(table, x, axis=1), ROWS, ('index', 4)),
+    'take_along_axis': (lambda table, x: jnp.take_along_axis(table, x[:, None], 1), whole(10), ('index', 4)),
+    'with numbers of rows': (lambda table, x: table[jnp.arange(10), x], whole(10), ('index', 4)),
+    'of other integers': (lambda table, x: table[2 * x + 1], ROWS, ('index', 1)),
+    'of a quotient': (lambda table, x: table[x // 3], ROWS, ('index', 10)),
+    'of places': (lambda table, x: table[x + jnp.arange(4)], whole(), ('index', 7)),
+    'of squares of places': (
+        lambda table, x: table[x + jnp.arange(3) * jnp.arange(3)],
+        whole(),
+        ('index', 6),
+    ),
+    'of parts of places': (lambda table, x: table[x + jnp.arange(7) // 3], whole(), ('index', 4)),
+    'of its square': (lambda table, x: table[x * x], ROWS, ('index', 1)),
+    'of what is not known': (lambda table, x: table[x + jnp.argmax(table[:5, 0])], ROWS, ('index', 1)),
+    'of a difference, clipped': (
+        lambda table, x: table[jnp.clip(x[:, None] - x, 0, 9)],
+        ROWS,
+        ('integer', 8),
+    ),
+    'converted': (lambda table, x: table[x.astype('uint8').T], whole(2, 3), ('index', 10)),
+    'where': (lambda table, x: table[jnp.where(x > 2, x, 0)], ROWS, ('index', 10)),
+    'of two': (lambda table, x: (table[x], table[:7][x]), ROWS, ('index', 7)),
+    'a part': (lambda table, x: table[x[1:], x[:-1]], ROWS, ('index', 4)),
+    'dynamic_slice': (lambda table, x: jax.lax.dynamic_slice_in_dim(table, x, 4), whole(), ('index', 7)),
+    'dynamic_update_slice': (update, whole(), ('index', 7)),
+    'scatter': (lambda table, x: table.at[x].add(1), ROWS, ('index', 10)),
+    'segment_sum': (lambda table, x: jax.ops.segment_sum(table, x, 6), whole(10), ('index', 6)),
+    'one_hot': (lambda table, x: jax.nn.one_hot(x, 7), ROWS, ('index', 7)),
+    'in a loop': (
+        lambda table, x: jax.lax.scan(lambda i, y: (i, table[y]), 0, x)[1],
+        whole(5, 3),
+        ('index', 10),
+    ),
+    'carried': (decode, whole(), ('index', 1)),
+    'in a gradient': (
+        lambda table, x: jax.grad(lambda table: table[x].sum())(table),
+        ROWS,
+        ('index', 10),
+    ),
+    'in blocks': (in_blocks, whole(10), ('index', 2)),
+    'lengths': (lambda table, x: jnp.arange(8) < x[:, None], ROWS, ('length', 9)),
+    'round': (
+        lambda table, x: jax.lax.cond(x == 3, jnp.sin, jnp.cos, table),
+        whole(),
+        ('index', 4),
+    ),
+    'last of a length': (
+        lambda table, x: jnp.where(jnp.arange(10) < x[:, None], 1, 0) + table[x - 1, 0, None],
+        ROWS,
+        ('length', 4),
+    ),
+    'divisor': (lambda table, x: table[:3] / x[:, None].astype('float32'), ROWS, ('length', 8)),
+    'steps': (lambda table, x: table * 0.9**x, whole(), ('count', 100)),
+    'segments': (lambda table, x: x[:, None] == x, ROWS, ('integer', 8)),
+    'a remainder': (lambda table, x: table[x % 10], ROWS, ('integer', 8)),
+}
+
+
+@pytest.mark.parametrize('name', INDICES)
+def test_integers_by_where_they_are_looked_up(name: str) -> None:
+    function, integers, expected = INDICES[name]
+    [_, role] = roles(function, TABLE, integers)
+    assert said(role) == expected
+
+
+FLOATS = {
+    'sqrt': (lambda x: jnp.sqrt(0.9 * x + 0.1 * jnp.square(jnp.sin(x))), 'positive'),
+    'rsqrt of a sum': (lambda x: jax.lax.rsqrt(x.sum(0) + 1e-6), 'positive'),
+    'log': (lambda x: jnp.log(jnp.maximum(x.reshape(-1), 1e-6)), 'positive'),
+    'weighted mean': (lambda x: (jnp.sin(x) * x).sum() / x.sum(), 'positive'),
+    'power': (lambda x: x**-0.5, 'positive'),
+    'whole power': (lambda x: x**3.0, 'number'),
+    'the rest': (lambda x: jnp.sqrt(x) + jnp.sqrt(1 - x), 'fraction'),
+    'the rest of a square': (lambda x: jnp.sqrt(1 - x**2), 'fraction'),
+    'the rest of products': (lambda x: jnp.sqrt(jnp.cumprod(1 - x, 0)), 'fraction'),
+    'a difference': (lambda x: jnp.sqrt(x - 0.1 * jnp.sin(x)), 'positive'),
+    'norm': (lambda x: x / jnp.sqrt(jnp.square(x).sum()), 'number'),
+    'layer norm': (lambda x: (x - x.mean()) / jnp.sqrt(x.var() + 1e-6), 'number'),
+    'product': (lambda x: jnp.log(jnp.exp(x @ x.T)), 'number'),
+    'in a loop': (lambda x: jax.lax.scan(lambda c, y: (c + y, jnp.sqrt(c)), jnp.ones(4), x)[1], 'positive'),
+}
+
+
+@pytest.mark.parametrize('name', FLOATS)
+def test_floats_by_what_is_computed_of_them(name: str) -> None:
+    function, expected = FLOATS[name]
+    [role] = roles(function, TABLE)
+    assert role.kind == expected
+
+
+def test_numbers_of_several_dimensions_are_within_each() -> None:
+    found = roles(lambda table, x, y: table[x, y], TABLE, ROWS, ROWS)
+    assert [role.bound for role in found[1:]] == [4, 4]
+
+
+def test_where_all_is_taken_nothing_is_looked_up() -> None:
+    [_, role] = roles(jax.vmap(lambda table, x: table[x], (None, 0)), TABLE, ROWS)
+    assert said(role) == ('index', 10)
+
+
+def test_keys_and_masks() -> None:
+    key, raw, mask = array(2, dtype=jax.random.key(0).dtype), array(2, dtype='uint32'), array(3, dtype='bool')
+
+    def step(key: Any, raw: Any, mask: Any) -> Any:
+        return jax.random.normal(key[0]), jnp.where(mask, jax.random.normal(raw, (3,)), 0)
+
+    assert [role.kind for role in roles(step, key, raw, mask)] == ['key', 'key', 'mask']
+
+
+def test_a_role_says_why() -> None:
+    def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        return table[tokens]
+
+    [_, role] = roles(jax.jit(embed), TABLE, ROWS)
+    assert role.why.startswith('index in dimension 0 of (10, 4) in test_inputs.py:')
+    assert role.why.endswith(' embed')
+
+
+def test_inside_a_shard_map() -> None:
+    mesh = jax.make_mesh((1,), ('x',), axis_types=(jax.sharding.AxisType.Auto,))
+    whole_spec = jax.sharding.PartitionSpec()
+    mapped = jax.shard_map(lambda table, x: table[x], mesh=mesh, in_specs=whole_spec, out_specs=whole_spec)
+    [_, role] = roles(mapped, TABLE, ROWS)
+    assert said(role) == ('index', 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('optimizer', 'positive'),
+    [(optax.adamw(1e-3), 'nu'), (optax.rmsprop(1e-3), 'nu'), (optax.adafactor(1e-3), 'v_row')],
+    ids=['adamw', 'rmsprop', 'adafactor'],
+)
+def test_variances_of_optimizers(optimizer: Any, positive: str) -> None:
+    params = {'w': array(256, 128)}
+    args = params, jax.eval_shape(optimizer.init, params), params
+    found = roles(optimizer.update, *args)
+    leaves, structure = jax.tree.flatten_with_path(args)
+    kinds = {jax.tree_util.keystr(path): role.kind for (path, _), role in zip(leaves, found, strict=True)}
+    assert {kind for path, kind in kinds.items() if f'.{positive}' in path} == {'positive'}
+    for seed in range(3):
+        values = jax.tree.unflatten(structure, drawn([leaf for _, leaf in leaves], found, seed))
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(optimizer.update(*values)))
+
+
+# --- Values ----------------------------------------------------------------------------------------
+
+KINDS = [
+    *('float32', 'bfloat16', 'float16', 'float8_e4m3fn', 'complex64', 'int32', 'int8', 'uint32', 'int4'),
+    'bool',
+]
+
+
+@pytest.mark.parametrize('dtype', KINDS)
+def test_values_differ_along_each_dimension(dtype: str) -> None:
+    aval = array(12, 16, dtype=dtype)
+    role = Role('mask') if dtype == 'bool' else Role('index', 1000) if 'int' in dtype else Role('number')
+    [found], [again], [other] = (drawn([aval], [role], seed) for seed in (1, 1, 2))
+    assert (found.shape, found.dtype) == (aval.shape, aval.dtype)
+    wide, rest = found.astype('complex64'), other.astype('complex64')
+    np.testing.assert_array_equal(wide, again.astype('complex64'))
+    assert (wide != rest).any()
+    for each in (wide, wide.T):
+        assert all((np.abs(each[i]) != np.abs(each[i + 1])).any() for i in range(len(each) - 1))
+
+
+def test_leaves_differ() -> None:
+    one, other = drawn([TABLE, TABLE], [Role('number'), Role('number')], 0)
+    assert (one != other).any()
+
+
+def test_values_are_in_their_roles() -> None:
+    shape = (50, 40)
+
+    def values(kind: Any, bound: int | None = None, dtype: str = 'int32') -> np.ndarray:
+        [found] = drawn([array(*shape, dtype=dtype)], [Role(kind, bound)], 0)
+        return found
+
+    assert {*values('index', 3).flat} == {0, 1, 2}
+    assert {*values('length', 4).flat} == {1, 2, 3}
+    assert values('index', 2**31, 'int8').max() <= 127
+    fractions = values('fraction', None, 'float32')
+    assert fractions.min() > 0
+    assert fractions.max() < 1
+    assert values('positive', None, 'float32').min() > 0
+    assert np.std(values('number', None, 'float32')) == pytest.approx(50**-0.5, rel=0.1)
+    mask = values('mask', None, 'bool')
+    assert mask.any(-1).all()
+    assert not mask.all()
+    [count] = drawn([whole()], [Role('count', 100)], 0)
+    assert 3 <= count < 100
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize('impl', ['threefry2x32', 'rbg'])
+def test_keys_are_of_their_generator(impl: str) -> None:
+    keys = jax.random.split(jax.random.key(0, impl=impl), 3)
+    [found] = drawn([jax.ShapeDtypeStruct(keys.shape, keys.dtype)], [Role('key')], 0)
+    assert (found.shape, found.dtype) == (keys.shape, keys.dtype)
+    assert len({*map(float, jax.vmap(jax.random.uniform)(found))}) == 3
+
+
+def test_arrays_of_users_as_they_are_and_varied(rng: np.random.Generator) -> None:
+    leaves = [
+        rng.normal(size=(6, 4)).astype('float32'),
+        rng.permutation(12),
+        rng.random(5) < 0.5,
+        np.zeros((2, 3), 'float32'),
+        jax.random.key(7),
+        np.sort(rng.integers(0, 5, 9)),
+        np.linspace(0, 1, 5),
+        np.int32(17),
+        np.array([1, 2], 'uint32'),
+    ]
+    kinds = 'number', 'index', 'mask', 'positive', 'key', 'index', 'fraction', 'count', 'key'
+    given = [*map(Role, kinds)]
+    assert all(one is other for one, other in zip(varied(leaves, given, 0), leaves, strict=True))
+    numbers, index, mask, zeros, key, in_order, fractions, count, raw = varied(leaves, given, 1)
+    assert (np.sign(numbers) == np.sign(leaves[0])).all()
+    assert (numbers != leaves[0]).all()
+    np.testing.assert_allclose(numbers / leaves[0], 1, atol=0.2501)
+    np.testing.assert_array_equal(index, leaves[1])
+    np.testing.assert_array_equal(mask, leaves[2])
+    assert (zeros > 0).all()
+    assert zeros.max() < 0.1
+    assert (jax.random.key_data(key) != jax.random.key_data(leaves[4])).any()
+    np.testing.assert_array_equal(in_order, leaves[5])
+    assert (fractions[1:-1] != leaves[6][1:-1]).all()
+    assert fractions.max() == 1
+    assert count == 17
+    assert (raw.dtype, raw.shape) == ('uint32', (2,))
+    assert (raw != leaves[8]).any()
+
+
+def test_numbers_of_python_stay_such() -> None:
+    avals = jax.make_jaxpr(lambda rate, count, x: rate * count * x)(1.0, 2, TABLE).in_avals
+    rate, count, x = drawn(avals, [Role('number'), Role('count', 100), Role('number')], 0)
+    assert [type(value) for value in (rate, count, x)] == [float, int, np.ndarray]
+    assert varied([rate, count], [Role('number'), Role('count')], 1) == [rate, count]
+
+
+# --- Models ----------------------------------------------------------------------------------------
+
+# Integers of batches that are not the tokens of a single embedding.
+INTEGERS = {
+    'BERT': {'kinds': 2, 'labels': 64, 'mask': 8, 'places': 8, 'tokens': 64},
+    'encoder-decoder': {'inputs': 64, 'targets': 64},
+    'vision transformer': {'labels': 16},
+    'diffusion transformer': {'labels': 16},
+    'recommender': {'indices': 8},
+    'graph network': {'receivers': 64, 'senders': 64},
+    'graphs, mapped': {'receivers': 4, 'senders': 4},
+    'actor-critic': {'actions': 8},
+    'LLaMA-3 8B': {'tokens': 256},
+}
+
+
+def of_model(name: str) -> tuple[Any, Any, list[Role]]:
+    """The step of a model, its arguments, and their roles."""
+    model = MODELS[name]
+    step, args = training_step(model, model.loss), arguments(model, 8 * model.rows)
+    return step, args, roles(step, *args)
+
+
+@pytest.mark.medium
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize('name', INTEGERS)
+def test_integers_of_models(name: str) -> None:
+    _, args, found = of_model(name)
+    batch = jax.tree.unflatten(jax.tree.structure(args), found)[1]
+    integers = {key: role.bound for key, role in batch.items() if role.bound is not None}
+    assert integers == INTEGERS[name]
+
+
+def assert_finite(name: str, seed: int) -> None:
+    step, args, found = of_model(name)
+    leaves, structure = jax.tree.flatten(args)
+    values = jax.tree.unflatten(structure, drawn(leaves, found, seed))
+    results = jax.jit(step, compiler_options=QUICKLY)(*values)
+    assert all(np.isfinite(np.asarray(x, 'float32')).all() for x in jax.tree.leaves(results))
+
+
+@pytest.mark.medium
+def test_a_model_has_finite_results() -> None:
+    assert_finite('recommender', 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', MODELS)
+def test_models_have_finite_results(name: str) -> None:
+    assert_finite(name, 1)

@@ -1,0 +1,313 @@
+"""Steps that are wrong on a mesh as they are written: mistakes of users."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import PartitionSpec as P
+
+from scalax.custom_op import sharded_op
+from scalax.sharding import MeshShardingHelper
+from tests.verification.fault import (
+    FSDP,
+    WHOLE,
+    Step,
+    integers,
+    normal,
+    user,
+)
+
+
+def mapped(helper: MeshShardingHelper, fun: Any, given: tuple[P, ...], out: Any, **options: Any) -> Any:
+    """`jax.shard_map` without the check of what is the same on all devices, as users switch it off."""
+    return jax.shard_map(
+        fun, mesh=helper.mesh, in_specs=given, out_specs=out, **{'check_vma': False, **options}
+    )
+
+
+def _rows(helper: MeshShardingHelper, fun: Any, *args: Any, out: Any = WHOLE) -> Step:
+    """A function on the rows of each device: all arguments but the first have rows."""
+    given = (P(), *[P('fsdp')] * (len(args) - 1))
+    return helper.sjit(mapped(helper, fun, given, out), in_shardings=given), args
+
+
+def loss_of_rows(params: Any, x: Any) -> Any:
+    return jnp.mean(jnp.tanh(x @ params['w']) ** 2)
+
+
+PARAMS = {'w': normal(8, 4)}
+
+
+@user(('psum', 'loss'))
+def missing_psum(helper: MeshShardingHelper) -> Step:
+    """Each device has its own loss, and says that all have the same."""
+
+    def step(params: Any, x: Any) -> Any:
+        return {'loss': loss_of_rows(params, x), 'rows': lax.psum(x.shape[0], 'fsdp')}
+
+    return _rows(helper, step, PARAMS, normal(16, 8))
+
+
+@user(('w', 'psum'))
+def gradient_of_own_rows(helper: MeshShardingHelper) -> Step:
+    """The loss is averaged over devices, and its gradient is not."""
+
+    def step(params: Any, x: Any) -> Any:
+        loss, gradient = jax.value_and_grad(loss_of_rows)(params, x)
+        return {'loss': lax.pmean(loss, 'fsdp'), 'gradient': gradient}
+
+    return _rows(helper, step, PARAMS, normal(16, 8))
+
+
+@user(('loss', 'psum'))
+def mean_over_own_rows_summed_up(helper: MeshShardingHelper) -> Step:
+    """Means of parts are added up: as many times too large as there are parts."""
+
+    def step(params: Any, x: Any) -> Any:
+        return {'loss': lax.psum(loss_of_rows(params, x), 'fsdp')}
+
+    return _rows(helper, step, PARAMS, normal(16, 8))
+
+
+@user(('loss',))
+def mean_of_means_of_unequal_counts(helper: MeshShardingHelper) -> Step:
+    """Parts count alike, however many tokens they have."""
+
+    def step(params: Any, x: Any, mask: Any) -> Any:
+        each = jnp.mean(jnp.tanh(x @ params['w']) ** 2, axis=-1)
+        return {'loss': lax.pmean(jnp.sum(each * mask) / jnp.maximum(mask.sum(), 1), 'fsdp')}
+
+    mask = (np.arange(16) % 7 < np.arange(16) / 3).astype(np.float32)
+    return _rows(helper, step, PARAMS, normal(16, 8), mask)
+
+
+@user(('w',))
+def gradient_through_a_psum(helper: MeshShardingHelper) -> Step:
+    """Without the check, the transpose of a `psum` is one more `psum`."""
+
+    def step(params: Any, x: Any) -> Any:
+        gradient = jax.grad(lambda params: lax.pmean(loss_of_rows(params, x), 'fsdp'))(params)
+        return lax.psum(gradient, 'fsdp')
+
+    return _rows(helper, step, PARAMS, normal(16, 8))
+
+
+@user((), source='https://github.com/jax-ml/jax/issues/36886')
+def gradient_of_each_row_by_what_all_devices_have(helper: MeshShardingHelper) -> Step:
+    """The gradient by a value that devices have in common is summed over them."""
+
+    def step(params: Any, x: Any) -> Any:
+        return jax.vmap(lambda row: jax.grad(lambda w: jnp.sum(jnp.sin(row @ w)))(params['w']))(x)
+
+    given = P(), P('fsdp')
+    fun = mapped(helper, step, given, P('fsdp'), check_vma=True)
+    return helper.sjit(fun, in_shardings=given), (PARAMS, normal(16, 8))
+
+
+@user(('norm',))
+def norm_counts_what_devices_have_in_common(helper: MeshShardingHelper) -> Step:
+    """The squares of a bias, which each device has whole, are counted once for each of them."""
+
+    def step(params: Any) -> Any:
+        squares = jax.tree.map(lambda x: jnp.sum(x * x), params)
+        norm = jnp.sqrt(lax.psum(squares['w'] + squares['bias'], 'tp'))
+        return {'norm': norm, **jax.tree.map(lambda x: x / norm, params)}
+
+    given = ({'w': P(None, 'tp'), 'bias': P()},)
+    fun = mapped(helper, step, given, {'norm': P(), **given[0]})
+    return helper.sjit(fun, in_shardings=given), ({'w': normal(8, 4), 'bias': 3 * normal(16)},)
+
+
+@user(('axis_index',))
+def position_by_another_axis(helper: MeshShardingHelper) -> Step:
+    """Rows are over one axis, and their numbers are taken of another one."""
+
+    def step(scale: Any, x: Any) -> Any:
+        first = lax.axis_index('tp') * x.shape[0]
+        return x * scale * (first + jnp.arange(x.shape[0]))[:, None]
+
+    return _rows(helper, step, np.float32(0.5), normal(16, 8), out=P('fsdp'))
+
+
+@user(('w', 'axis_index'))
+def first_device_alone_decays(helper: MeshShardingHelper) -> Step:
+    """What only the first device does, which on one device is all there is."""
+
+    def step(params: Any, x: Any) -> Any:
+        gradient = lax.pmean(jax.grad(loss_of_rows)(params, x), 'fsdp')
+        is_first = lax.axis_index('fsdp') == 0
+        return jax.tree.map(lambda w, g: w - 0.1 * g - jnp.where(is_first, 0.1 * w, 0), params, gradient)
+
+    return _rows(helper, step, PARAMS, normal(16, 8))
+
+
+@user(('dot_general',), mesh=FSDP)
+def causal_mask_of_own_tokens(helper: MeshShardingHelper) -> Step:
+    """Queries are split by tokens, and each device takes its first one for the first of all."""
+
+    def step(key: Any, query: Any) -> Any:
+        scores = query @ key.T
+        is_before = jnp.arange(query.shape[0])[:, None] >= jnp.arange(key.shape[0])
+        return jax.nn.softmax(jnp.where(is_before, scores, -jnp.inf)) @ key
+
+    return _rows(helper, step, normal(16, 8), normal(16, 8, seed=1), out=P('fsdp'))
+
+
+@user(('loss',))
+def softmax_over_own_vocabulary(helper: MeshShardingHelper) -> Step:
+    """The logarithm of the sum of exponentials is that of a part of the vocabulary."""
+
+    def step(table: Any, x: Any, labels: Any) -> Any:
+        logits = x @ table.T
+        first = lax.axis_index('tp') * table.shape[0]
+        is_label = jnp.arange(table.shape[0]) + first == labels[:, None]
+        target = lax.psum(jnp.sum(jnp.where(is_label, logits, 0), -1), 'tp')
+        return {'loss': lax.pmean(jnp.mean(jax.nn.logsumexp(logits, -1) - target), ('fsdp', 'tp'))}
+
+    given = P('tp'), P('fsdp'), P('fsdp')
+    fun = mapped(helper, step, given, P())
+    return helper.sjit(fun, in_shardings=given), (normal(16, 8), normal(8, 8), integers(16, 8))
+
+
+@user(('all_gather',))
+def gathered_in_another_order(helper: MeshShardingHelper) -> Step:
+    """Rows over two axes are gathered with the axes the other way around."""
+
+    def step(x: Any) -> Any:
+        return lax.all_gather(x, ('tp', 'fsdp'), tiled=True)
+
+    given = (P(('fsdp', 'tp')),)
+    return helper.sjit(mapped(helper, step, given, P()), in_shardings=given), (normal(16, 4),)
+
+
+@user(('mean',))
+def batch_statistics_of_own_rows(helper: MeshShardingHelper) -> Step:
+    """Batch normalization by the mean and variance of the rows of a device."""
+
+    def step(scale: Any, x: Any) -> Any:
+        return {'normed': scale * (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-5), 'mean': x.mean(0)}
+
+    return _rows(helper, step, normal(8), normal(16, 8), out={'normed': P('fsdp'), 'mean': P()})
+
+
+@user(('random',))
+def dropout_keyed_by_device(helper: MeshShardingHelper) -> Step:
+    """The mask of a row depends on the device that has it."""
+
+    def step(key: Any, x: Any) -> Any:
+        key = jax.random.fold_in(key, lax.axis_index('fsdp'))
+        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), 2 * x, 0)
+
+    return _rows(helper, step, jax.random.key(0), normal(16, 8), out=P('fsdp'))
+
+
+@user(('random',))
+def dropout_alike_on_all_devices(helper: MeshShardingHelper) -> Step:
+    """Devices draw the same mask for different rows."""
+
+    def step(key: Any, x: Any) -> Any:
+        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), 2 * x, 0)
+
+    return _rows(helper, step, jax.random.key(0), normal(16, 8), out=P('fsdp'))
+
+
+@user('w')
+def custom_gradient_forgets_an_axis(helper: MeshShardingHelper) -> Step:
+    """A product by columns sends back the gradient of a device's own columns."""
+
+    @jax.custom_vjp
+    def product(x: Any, w: Any) -> Any:
+        return x @ w
+
+    def backward(kept: Any, g: Any) -> Any:
+        x, w = kept
+        return g @ w.T, x.T @ g  # the first one lacks a psum over tp
+
+    product.defvjp(lambda x, w: (x @ w, (x, w)), backward)
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            hidden = jnp.tanh(x @ params['first'])
+            return jnp.sum(jnp.sin(product(hidden, params['w'])))
+
+        return jax.tree.map(lambda g: lax.psum(g, 'fsdp'), jax.grad(loss)(params))
+
+    specs = {'first': P(), 'w': P(None, 'tp')}
+    fun = mapped(helper, step, (specs, P('fsdp')), specs)
+    args = {'first': normal(8, 6), 'w': normal(6, 4)}, normal(16, 8)
+    return helper.sjit(fun, in_shardings=(specs, P('fsdp'))), args
+
+
+@user(('callback',))
+def callback_on_own_rows(helper: MeshShardingHelper) -> Step:
+    """A function of numpy that normalizes what it gets, and gets the rows of a device."""
+
+    def standardized(x: Any) -> Any:
+        x = np.asarray(x)
+        return ((x - x.mean(0)) / (x.std(0) + 1e-3)).astype(np.float32)
+
+    def step(scale: Any, x: Any) -> Any:
+        return scale * jax.pure_callback(standardized, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    return _rows(helper, step, np.float32(2), normal(16, 8), out=P('fsdp'))
+
+
+@user(('custom_partitioning',))
+def custom_partitioning_by_a_wrong_rule(helper: MeshShardingHelper) -> Step:
+    """The rule says that columns are independent, and a softmax over them is not."""
+
+    def columns(x: Any) -> Any:
+        return jax.nn.softmax(x)
+
+    def partition(mesh: Any, args: Any, result: Any) -> Any:
+        return mesh, columns, args[0].sharding, (args[0].sharding,)
+
+    softmax = custom_partitioning(columns)
+    softmax.def_partition(partition=partition, sharding_rule='b c -> b c')
+
+    def step(w: Any, x: Any) -> Any:
+        return softmax(x @ w)
+
+    return helper.sjit(step, in_shardings=(P(None, 'tp'), P('fsdp'))), (normal(8, 6), normal(16, 8))
+
+
+@user(('normed',))
+def sharded_op_by_a_wrong_rule(helper: MeshShardingHelper) -> Step:
+    """The same of `scalax.custom_op`: the columns of a norm are said to be independent."""
+
+    @sharded_op('b c -> b c')
+    def normed(ctx: Any, x: Any) -> Any:
+        return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True))
+
+    def step(w: Any, x: Any) -> Any:
+        return {'normed': normed(x @ w)}
+
+    return helper.sjit(step, in_shardings=(P(None, 'tp'), P('fsdp'))), (normal(8, 6), normal(16, 8))
+
+
+@user(('psum',))
+def sharded_op_sums_twice(helper: MeshShardingHelper) -> Step:
+    """Partial products are added up, and added up once more."""
+
+    @sharded_op('b c, c d -> b d', reduction_factors=('c',), check_vma=False)
+    def product(ctx: Any, x: Any, w: Any) -> Any:
+        return ctx.psum(ctx.psum(x @ w, 'c'), 'c')
+
+    return helper.sjit(product, in_shardings=(P(None, 'tp'), P('tp'))), (normal(16, 8), normal(8, 6))
+
+
+@user(('deleted',), raises='deleted')
+def donated_buffer_read_later(helper: MeshShardingHelper) -> Step:
+    """A step that closes over a state that the function in it is given for good."""
+    update = helper.sjit(lambda w: 0.5 * w, in_shardings=P('fsdp'), out_shardings=P('fsdp'), donate_argnums=0)
+    state = helper.shard(normal(16, 4), P('fsdp'))
+
+    def step(x: Any) -> Any:
+        return x + update(state) - state
+
+    return step, (normal(16, 4),)
