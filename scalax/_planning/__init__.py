@@ -1,6 +1,6 @@
-"""Plans, and the searches that plans decide.
+"""Plans, and the searches that compare plans.
 
-`compiler` lowers and compiles a step, `program` reads what the compiler wrote, `cost` counts its work, memory and
-collectives, `hardware` and `time` turn counts into seconds, and `report` is the plan. `mesh_search` and `autoshard`
-compare plans. Users import from `scalax.plan`.
+`compiler` lowers and compiles a step, `program` reads the output of the compiler, `cost` counts work, memory
+and collectives, `hardware` and `time` turn the counts into seconds, and `report` is the plan. `mesh_search` and
+`autoshard` compare plans. Users import from `scalax.plan`.
 """

@@ -1,1 +1,1 @@
-"""The compiler's program, read: HLO text, its call tree, trip counts, source lines, phases, replica groups."""
+"""The compiler's program: HLO text, its call tree, trip counts, source lines, phases, replica groups."""
