@@ -84,9 +84,9 @@ class MeshShardingHelper:
         axis_types: one ``jax.sharding.AxisType`` for all axes or one for each; Auto by default.
         on_indivisible: the policy for bare PartitionSpecs where a dimension does not divide:
             ``'error'``, ``'replicate'`` or ``'warn'``. Rules carry their own.
-        follow_batch: whether compiled functions find out which of their arguments are batches, and are
-            partitioned along these (docs/partitioning.md); False partitions only functions with
-            ``sjit(..., batch_argnums=...)``.
+        partition_batch: whether `sjit` finds the batch among a function's arguments and partitions the
+            function along it (docs/partitioning.md). If False, only functions with
+            ``sjit(..., batch_argnums=...)`` are partitioned.
         partitioning: the dtypes in which compiled functions gather weights and reduce gradients, and when,
             unless ``sjit(..., partitioning=...)`` says so; None is ``BatchPartitioning()``.
 
@@ -113,7 +113,7 @@ class MeshShardingHelper:
         devices: Sequence[Any] | None = None,
         axis_types: AxisType | Sequence[AxisType] | None = None,
         on_indivisible: OnIndivisible = 'error',
-        follow_batch: bool = True,
+        partition_batch: bool = True,
         partitioning: BatchPartitioning | None = None,
     ) -> None:
         mesh = meshes.build_mesh(
@@ -124,18 +124,18 @@ class MeshShardingHelper:
             devices=devices,
             axis_types=axis_types,
         )
-        self._set_up(mesh, on_indivisible, follow_batch, partitioning)
+        self._set_up(mesh, on_indivisible, partition_batch, partitioning)
 
     def _set_up(
         self,
         mesh: Mesh | AbstractMesh,
         on_indivisible: str,
-        follow_batch: bool,
+        partition_batch: bool,
         partitioning: BatchPartitioning | None,
     ) -> None:
         self._mesh = mesh
         self._on_indivisible = checked_policy(on_indivisible)
-        self._follow_batch = checked_flag('follow_batch', follow_batch)
+        self._partition_batch = checked_flag('partition_batch', partition_batch)
         self._partitioning = checked_partitioning(partitioning)
         self._contexts: LRUCache[active_helper.Context, active_helper.Context] = LRUCache()
 
@@ -145,7 +145,7 @@ class MeshShardingHelper:
         mesh: Mesh | AbstractMesh,
         *,
         on_indivisible: OnIndivisible = 'error',
-        follow_batch: bool = True,
+        partition_batch: bool = True,
         partitioning: BatchPartitioning | None = None,
     ) -> Self:
         """A helper over an existing mesh; an AbstractMesh is enough for everything that needs no devices.
@@ -153,14 +153,14 @@ class MeshShardingHelper:
         Args:
             mesh: any ``jax.sharding.Mesh``, with its axis types as they are, or an ``AbstractMesh``.
             on_indivisible: as in the constructor.
-            follow_batch: as in the constructor.
+            partition_batch: as in the constructor.
             partitioning: as in the constructor.
 
         Raises:
             MeshError: *mesh* is neither.
         """
         helper = cls.__new__(cls)
-        helper._set_up(meshes.checked_mesh(mesh), on_indivisible, follow_batch, partitioning)
+        helper._set_up(meshes.checked_mesh(mesh), on_indivisible, partition_batch, partitioning)
         return helper
 
     @classmethod
@@ -175,7 +175,7 @@ class MeshShardingHelper:
         dcn_axis_dims: Sequence[int] | None = None,
         axis_types: AxisType | Sequence[AxisType] | None = None,
         on_indivisible: OnIndivisible = 'error',
-        follow_batch: bool = True,
+        partition_batch: bool = True,
         partitioning: BatchPartitioning | None = None,
     ) -> Self:
         """A helper over TPUs or GPUs that are not attached, to compile and to plan for.
@@ -196,7 +196,7 @@ class MeshShardingHelper:
                 over domains in the order of the mesh by default.
             axis_types: as in the constructor.
             on_indivisible: as in the constructor.
-            follow_batch: as in the constructor.
+            partition_batch: as in the constructor.
             partitioning: as in the constructor.
 
         Raises:
@@ -211,7 +211,7 @@ class MeshShardingHelper:
             devices=topologies.topology_devices(topology, num_slices),
             axis_types=axis_types,
             on_indivisible=on_indivisible,
-            follow_batch=follow_batch,
+            partition_batch=partition_batch,
             partitioning=partitioning,
         )
 
@@ -241,9 +241,9 @@ class MeshShardingHelper:
         return self._on_indivisible
 
     @property
-    def follow_batch(self) -> bool:
-        """Whether compiled functions find out which arguments are batches."""
-        return self._follow_batch
+    def partition_batch(self) -> bool:
+        """Whether `sjit` finds the batch among the arguments and partitions functions along it."""
+        return self._partition_batch
 
     @property
     def partitioning(self) -> BatchPartitioning | None:
@@ -253,7 +253,7 @@ class MeshShardingHelper:
     def __reduce__(self) -> Any:
         options = {
             'on_indivisible': self._on_indivisible,
-            'follow_batch': self._follow_batch,
+            'partition_batch': self._partition_batch,
             'partitioning': self._partitioning,
         }
         return _unpickled, (type(self), meshes.pickled(self._mesh), options)

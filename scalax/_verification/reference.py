@@ -40,7 +40,7 @@ def helper_over(helper: Any, sizes: Mapping[str, int], devices: Any = None, **op
     mesh = (
         AbstractMesh(shape, names, types) if devices is None else Mesh(devices.reshape(shape), names, types)
     )
-    names = 'on_indivisible', 'follow_batch', 'partitioning'
+    names = 'on_indivisible', 'partition_batch', 'partitioning'
     own = {name: getattr(helper, name) for name in names}
     return type(helper).from_mesh(mesh, **{**own, **options})
 
@@ -48,7 +48,7 @@ def helper_over(helper: Any, sizes: Mapping[str, int], devices: Any = None, **op
 def on_one_device(helper: Any) -> Any:
     """The helper of a mesh with one device: all of its axes have one element."""
     sizes = dict.fromkeys(helper.mesh.axis_names, 1)
-    return helper_over(helper, sizes, helper.mesh.devices.flat[:1], follow_batch=False)
+    return helper_over(helper, sizes, helper.mesh.devices.flat[:1], partition_batch=False)
 
 
 class Step:

@@ -21,7 +21,7 @@ from scalax.sharding import PartitionSpec as P
 from tests.support.leaves import leaf
 
 HELPER = MeshShardingHelper([-1], ['fsdp'])
-OFF = MeshShardingHelper([-1], ['fsdp'], follow_batch=False)
+OFF = MeshShardingHelper([-1], ['fsdp'], partition_batch=False)
 RULE = FSDPShardingRule(min_fsdp_size=1)
 WEIGHTS = {'up': leaf(8, 256, 1024), 'down': leaf(8, 1024, 256)}
 X = leaf(8192, 256)

@@ -13,7 +13,7 @@ from scalax.sharding import PartitionSpec as P
 
 AUTO = MeshShardingHelper([8], ['fsdp'])
 EXPLICIT = MeshShardingHelper([8], ['fsdp'], axis_types=AxisType.Explicit)
-UNFOLLOWED = MeshShardingHelper([8], ['fsdp'], follow_batch=False)
+UNFOLLOWED = MeshShardingHelper([8], ['fsdp'], partition_batch=False)
 FSDP = FSDPShardingRule(min_fsdp_size=1)
 W, X = jax.ShapeDtypeStruct((8, 8), 'float32'), jax.ShapeDtypeStruct((16, 8), 'float32')
 CASES = {
@@ -37,10 +37,10 @@ CASES = {
         'name the batch: batch_argnums=1, or batch_argnames; or shard it by with_sharding_constraint where '
         'the function makes it',
     ),
-    'follow_batch=False': (
+    'partition_batch=False': (
         UNFOLLOWED,
         {'in_shardings': (FSDP, P('fsdp'))},
-        'follow_batch=False of the helper turns it off',
+        'partition_batch=False of the helper turns it off',
         'name the batch: batch_argnums=1, or batch_argnames',
     ),
 }

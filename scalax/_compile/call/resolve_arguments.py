@@ -57,7 +57,7 @@ class FunctionRules:
         mesh: the helper's mesh; inside ``auto_axes`` and ``explicit_axes`` of JAX with axes of other types.
         signature: the parameters of the function.
         options: the rules.
-        follow_batch: whether it finds out which arguments are a batch.
+        partition_batch: whether to find the batch among the arguments.
         any_explicit: whether some mesh axis is Explicit, so that types hold shardings.
         any_rule: whether an argument has a rule; else JAX only has to know where to run.
         is_wrong: whether a leaf is committed to another sharding than it is asked to have.
@@ -71,7 +71,7 @@ class FunctionRules:
         options: Options,
         mesh: Mesh | AbstractMesh | None = None,
     ) -> None:
-        self.signature, self.options, self.follow_batch = signature, options, helper.follow_batch
+        self.signature, self.options, self.partition_batch = signature, options, helper.partition_batch
         self._on_indivisible = helper.on_indivisible
         self.mesh = helper.mesh if mesh is None else mesh
         self.any_explicit = AxisType.Explicit in self.mesh.axis_types

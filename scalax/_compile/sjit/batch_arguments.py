@@ -32,7 +32,7 @@ NO_BATCH = (
 """Why a step is not partitioned if nothing looks like a batch, as many functions have none."""
 _EXPLICIT = 'on Explicit mesh axes, shardings are part of types'
 _SPECS_ALONE = 'specs place all arguments, and batch_argnums does not name the batch among them'
-_TURNED_OFF = 'follow_batch=False of the helper turns it off'
+_TURNED_OFF = 'partition_batch=False of the helper turns it off'
 _NOT_SHARDED = 'no array of the arguments that batch_argnums or batch_argnames names is on several devices'
 _NAME = 'name the batch: batch_argnums=1, or batch_argnames'
 _REMEDIES = {
@@ -116,7 +116,7 @@ def _why_no_batch(rules: FunctionRules, call: Call) -> str:
         return 'batch_argnums=() turns it off'
     if rules.signature.says_batch:
         return _NOT_SHARDED
-    if any(_found(rules, call)) and not rules.follow_batch:
+    if any(_found(rules, call)) and not rules.partition_batch:
         return _TURNED_OFF
     given = [each for each in _given(rules, call).values() if each]
     sharding = [each for each in given if any(map(_axes, each))]

@@ -130,7 +130,7 @@ class TracedFunction:
             flat_args = call.replaced(apply_shardings(call.leaves, constraints))
             pairs = zip(constraints, entry.arguments, strict=True)
             inside = [then if now is None else now for now, then in pairs]
-        if self._rules.follow_batch or self._rules.signature.says_batch:
+        if self._rules.partition_batch or self._rules.signature.says_batch:
             entry.batch = batch_of(self._rules, call, inside)
         stages = self._stages(entry)
         may_be_partitioned = entry.batch is not None or self._may_make_batch(inside)
@@ -180,7 +180,7 @@ class TracedFunction:
         """Whether a function may make its batch: no argument is said to be one, and its state is sharded."""
         rules = self._rules
         stages = rules.options.stages
-        if stages is not None or rules.any_explicit or rules.signature.says_batch or not rules.follow_batch:
+        if stages is not None or rules.any_explicit or rules.signature.says_batch or not rules.partition_batch:
             return False
         return any(to is not None and spec_axes(to.spec) for to in arguments)
 

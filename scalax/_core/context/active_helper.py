@@ -49,7 +49,7 @@ class MeshOwner(Protocol):
         """How compiled functions are partitioned along their batch."""
 
     @property
-    def follow_batch(self) -> bool:
+    def partition_batch(self) -> bool:
         """Whether compiled functions find out which arguments are batches."""
 
 

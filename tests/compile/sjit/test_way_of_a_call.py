@@ -130,7 +130,7 @@ def found_on_the_way() -> dict[str, list[tuple[str, str]]]:
 def measured() -> dict[str, list[tuple[str, str]]]:
     ways = {}
     for partitioned in (True, False):
-        helper = MeshShardingHelper([8], ['data'], follow_batch=partitioned)
+        helper = MeshShardingHelper([8], ['data'], partition_batch=partitioned)
         params = helper.shard({'w': np.ones((16, 8), np.float32)}, RULE)
         short, long = (helper.shard(np.ones((rows, 16), np.float32), P('data')) for rows in (8, 16))
         another = compiled(helper)  # imports everything, and fills the caches of meshes and rules
@@ -167,8 +167,8 @@ def test_everything_of_ours_on_the_way_is_counted():
     assert way_of(found) == Way(0, 0, 0)
     helper = MeshShardingHelper([8], ['data'])
     with passed() as found:
-        assert helper.follow_batch and len(helper.mesh.axis_names) == 1
-    assert [name for _, name in found] == ['follow_batch', 'mesh']
+        assert helper.partition_batch and len(helper.mesh.axis_names) == 1
+    assert [name for _, name in found] == ['partition_batch', 'mesh']
     assert way_of(found) == Way(2, 1, 0)
     names = {name for _, name in found_on_the_way()['first']}
     assert {'step', 'dispatch', 'is_rule'} <= names  # what is generated, ours, and ours as called by JAX
