@@ -180,7 +180,12 @@ class TracedFunction:
         """Whether a function may make its batch: no argument is said to be one, and its state is sharded."""
         rules = self._rules
         stages = rules.options.stages
-        if stages is not None or rules.any_explicit or rules.signature.says_batch or not rules.partition_batch:
+        if (
+            stages is not None
+            or rules.any_explicit
+            or rules.signature.says_batch
+            or not rules.partition_batch
+        ):
             return False
         return any(to is not None and spec_axes(to.spec) for to in arguments)
 
