@@ -31,7 +31,7 @@ from scalax.errors import checked_flag
 from scalax.rules import RuleLike
 from scalax.rules._indivisible import OnIndivisible, checked_policy
 from scalax.rules._resolve import Resolution, ResolveMode, resolve
-from scalax.rules._unused_rules import warned
+from scalax.rules._unused_rules import shardings_with_warnings
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -286,7 +286,7 @@ class MeshShardingHelper:
             DataError: the processes of the mesh place different trees; raised on all of them.
         """
         meshes.require_devices(self._mesh, 'shard')
-        return transfer.put_on(self.mesh, tree, lambda: warned(self._resolved(rules, tree), self._mesh))
+        return transfer.put_on(self.mesh, tree, lambda: shardings_with_warnings(self._resolved(rules, tree), self._mesh))
 
     def reshard(
         self,

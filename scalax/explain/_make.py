@@ -17,7 +17,7 @@ from scalax.rules._answer import Decision
 from scalax.rules._resolve import Resolution
 from scalax.rules._rule import is_rule
 from scalax.rules._rule_tree import RuleLike
-from scalax.rules._unused_rules import clause_text, idle_clauses
+from scalax.rules._unused_rules import clause_text, find_unused_clauses
 
 
 def make_report(rules: RuleLike, resolution: Resolution, mesh: Mapping[str, int]) -> ShardingReport:
@@ -50,7 +50,7 @@ def make_report(rules: RuleLike, resolution: Resolution, mesh: Mapping[str, int]
     rows = tuple(map(row, tree.paths, tree.leaves, tree.shapes, resolution.decisions, placed))
     every = jax.tree.leaves(rules, is_leaf=is_rule)
     unused, shadowed = (
-        tuple(map(clause_text, found)) for found in idle_clauses(every, resolution.seen, resolution.decisions)
+        tuple(map(clause_text, found)) for found in find_unused_clauses(every, resolution.rule_paths, resolution.decisions)
     )
     return ShardingReport(rows, dict(mesh), unused, shadowed)
 

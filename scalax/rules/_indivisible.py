@@ -27,7 +27,7 @@ def checked_policy(value: str) -> OnIndivisible:
     raise RuleError(f"on_indivisible is 'error', 'replicate' or 'warn', got {value!r}")
 
 
-def divided(
+def apply_policy(
     spec: PartitionSpec,
     shape: tuple[int, ...],
     axes: partition_specs.MeshAxes,

@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from scalax._core.pytree.partition_specs import MeshAxes
 
 
-def is_of_mesh(sharding: NamedSharding, own: Mesh | AbstractMesh, of_values: bool) -> bool:
+def matches_mesh(sharding: NamedSharding, own: Mesh | AbstractMesh, of_values: bool) -> bool:
     """Whether a NamedSharding is of the mesh in force.
 
     Args:

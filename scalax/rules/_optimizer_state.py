@@ -25,7 +25,7 @@ from scalax._core.pytree.paths import FREE, NamedTree, has_foreign_dtype, leaf_s
 from scalax.errors import Problem, RuleError, module_advice, plural
 from scalax.rules._answer import REPLICATED, Answer, AxisSizes, Decision, NoAnswer
 from scalax.rules._rule import BuiltinRule, ShardingRule, as_rule, decide
-from scalax.rules._rule_tree import RuleLike, split
+from scalax.rules._rule_tree import RuleLike, match_subtrees
 
 _NAME = 'OptimizerStateShardingRule'
 _HINT = (
@@ -209,7 +209,7 @@ def _sections(param_rule: RuleLike, params: Any) -> Iterator[Section]:
         RuleError: something is not a rule, or not an array.
         StructureError: the rules are not a prefix of the parameters.
     """
-    parts = split(param_rule, params, f'the params of {_NAME}', RuleError)
+    parts = match_subtrees(param_rule, params, f'the params of {_NAME}', RuleError)
     trees = [NamedTree.of(part.tree, part.path) for part in parts]
     if not any(map(len, trees)):
         raise RuleError(f'{_NAME}: params has no leaves, so that no state can belong to it')

@@ -20,10 +20,10 @@ from scalax._core.pytree.partition_specs import MeshAxes
 from scalax._core.pytree.paths import NamedTree, join
 from scalax.errors import IndivisibleWarning, Problem, ShardingError, shown_leaves, warn
 from scalax.rules._answer import Decision, non_arrays
-from scalax.rules._indivisible import OnIndivisible, divided
-from scalax.rules._mesh_match import is_of_mesh
+from scalax.rules._indivisible import OnIndivisible, apply_policy
+from scalax.rules._mesh_match import matches_mesh
 from scalax.rules._rule import Rule, decide, is_rule
-from scalax.rules._rule_tree import RuleLike, split
+from scalax.rules._rule_tree import RuleLike, match_subtrees
 
 
 class ResolveMode(enum.Enum):
@@ -53,18 +53,18 @@ class Resolution:
         decisions: what was decided, by which rule and why.
         shardings: the NamedShardings; None where the compiler decides.
         treedef: the structure of the tree.
-        seen: the leaf paths as the rules saw them: from the root of the subtree each decides about.
+        rule_paths: the leaf paths as the rules saw them: from the root of the subtree each decides about.
         rules: the rule of the subtree of each leaf.
-        any_whole: whether each device holds all of some leaf.
+        any_replicated: whether each device holds all of some leaf.
     """
 
     tree: NamedTree
     decisions: list[Decision]
     shardings: list[NamedSharding | None]
     treedef: Any
-    seen: Sequence[str]
+    rule_paths: Sequence[str]
     rules: Sequence[Rule]
-    any_whole: bool
+    any_replicated: bool
 
 
 def named_sharding(
@@ -127,7 +127,7 @@ def resolve(
     if alone:
         parts = [(cast(Rule, rules), NamedTree.of(pytree, at, as_leaf))]
     else:
-        subtrees = split(rules, pytree, f'{at!r} of {where}' if at and where else where)
+        subtrees = match_subtrees(rules, pytree, f'{at!r} of {where}' if at and where else where)
         parts = [(each.rule, NamedTree.of(each.tree, join(at, each.path), as_leaf)) for each in subtrees]
     task.problems = [problem for _, tree in parts for problem in non_arrays(tree)]
     if task.problems:
@@ -197,7 +197,7 @@ class _Task:
             spec = partition_specs.without_manual(spec, self.axes)
         of_values = self.mode in _VALUE_MODES
         faults = [
-            _of_another_mesh(given) for given in answer.given if not is_of_mesh(given, self.mesh, of_values)
+            _of_another_mesh(given) for given in answer.given if not matches_mesh(given, self.mesh, of_values)
         ]
         if not faults and kind is None:
             valid = _valid_sharding(self.mesh, spec, shape)
@@ -215,7 +215,7 @@ class _Task:
             return None
         policies = [policy or self.on_indivisible for policy in answer.policies]
         pads = self.mode is ResolveMode.INTERMEDIATE
-        spec, uneven, warned = divided(spec, shape, self.axes, policies, answer.origin, pads)
+        spec, uneven, warned = apply_policy(spec, shape, self.axes, policies, answer.origin, pads)
         self._add(tree, index, answer, uneven)
         self.passed += [f'{tree.describe(index)}, {text}' for text in warned]
         try:
@@ -252,11 +252,11 @@ def _typed(answer: Decision | Problem, leaf: Any) -> Decision | Problem:
         return answer
     if partition_specs.UNCONSTRAINED not in partition_specs.entries(answer.spec):
         return answer
-    spec = partition_specs.replaced(answer.spec, with_types(answer.spec, leaf))
+    spec = partition_specs.replaced(answer.spec, fill_unconstrained(answer.spec, leaf))
     return dataclasses.replace(answer, spec=spec)
 
 
-def with_types(spec: PartitionSpec, leaf: Any) -> list[Any]:
+def fill_unconstrained(spec: PartitionSpec, leaf: Any) -> list[Any]:
     """The entries of *spec*, and for UNCONSTRAINED ones the Explicit axes that the leaf's type has there.
 
     An axis that the spec names for another dimension is left out here.

@@ -186,8 +186,8 @@ class BuiltinRule(ShardingRule):
 
     def _options(self, *names: str) -> list[str]:
         """The named fields that differ from their defaults, as code."""
-        changed = [name for name in names if getattr(self, name) != getattr(type(self), name)]
-        return [f'{name}={getattr(self, name)!r}' for name in changed]
+        non_default = [name for name in names if getattr(self, name) != getattr(type(self), name)]
+        return [f'{name}={getattr(self, name)!r}' for name in non_default]
 
 
 def answers_of(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:

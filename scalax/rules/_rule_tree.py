@@ -61,7 +61,7 @@ class Subtree:
     tree: Any
 
 
-def key_of(rules: RuleLike) -> Any:
+def cache_key(rules: RuleLike) -> Any:
     """A hashable stand-in for a tree of rules: equal for equal rules."""
     if is_rule(rules):
         return rules
@@ -75,7 +75,7 @@ def are_pure(rules: RuleLike) -> bool:
     return all(map(is_pure, [rule for rule in leaves if isinstance(rule, ShardingRule)]))
 
 
-def split(
+def match_subtrees(
     rules: RuleLike, pytree: Any, where: str = '', error: type[ScalaxError] = StructureError
 ) -> list[Subtree]:
     """Pairs each rule of a prefix tree with its subtree of *pytree*.
@@ -107,12 +107,12 @@ def split(
     ]
 
 
-def checked(rules: RuleLike, where: str = '') -> RuleLike:
+def checked_rules(rules: RuleLike, where: str = '') -> RuleLike:
     """A tree of rules as it is now: what its lists and dicts hold later does not count.
 
     Args:
         rules: a rule or a tree of rules.
-        where: as for `split`.
+        where: as for `match_subtrees`.
 
     Raises:
         StructureError: a leaf is not a rule.

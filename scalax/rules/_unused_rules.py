@@ -30,7 +30,7 @@ class _Array(NamedTuple):
     Attributes:
         size: the number of its elements.
         rank: the number of its dimensions.
-        seen: its path as the rules saw it.
+        rule_path: its path as the rules saw it.
         decision: what was decided.
         is_whole: whether each device holds all of it; not where the compiler decides.
         text: makes what messages call it.
@@ -38,7 +38,7 @@ class _Array(NamedTuple):
 
     size: int
     rank: int
-    seen: str
+    rule_path: str
     decision: Decision
     is_whole: bool
     text: Callable[[], str]
@@ -62,8 +62,8 @@ def warn_unsharded(what: str, resolutions: Sequence[Resolution], mesh: Mapping[s
     for rule, arrays in uses.values():
         if isinstance(rule, FSDPShardingRule) and (message := _all_replicated(rule, arrays, mesh)):
             warn(f'{what}: {message}', UnshardedWarning)
-    seen = [path for each in resolutions for path in each.seen]
-    unused, _ = idle_clauses(rules, seen, [one for each in resolutions for one in each.decisions])
+    seen = [path for each in resolutions for path in each.rule_paths]
+    unused, _ = find_unused_clauses(rules, seen, [one for each in resolutions for one in each.decisions])
     named = [(clause, uses.get(_key(clause[0]))) for clause in unused]
     lines = [line for clause, use in named if use and (line := _misspelt(clause, use[1], seen))]
     if lines:
@@ -75,9 +75,9 @@ def warn_unsharded(what: str, resolutions: Sequence[Resolution], mesh: Mapping[s
         )
 
 
-def warned(found: Resolution, mesh: Mesh | AbstractMesh) -> list[NamedSharding | None]:
+def shardings_with_warnings(found: Resolution, mesh: Mesh | AbstractMesh) -> list[NamedSharding | None]:
     """The shardings of a tree that is placed, after `warn_unsharded`."""
-    if found.any_whole:
+    if found.any_replicated:
         warn_unsharded('shard', [found], mesh.shape)
     return found.shardings
 
@@ -87,7 +87,7 @@ def _uses(resolutions: Iterable[Resolution]) -> dict[Any, tuple[ShardingRule, li
     uses: dict[Any, tuple[ShardingRule, list[_Array]]] = {}
     for found in resolutions:
         tree, by_rule = found.tree, dict[int, tuple[Rule, list[_Array]]]()
-        columns = zip(found.rules, found.seen, found.decisions, found.shardings, strict=True)
+        columns = zip(found.rules, found.rule_paths, found.decisions, found.shardings, strict=True)
         for index, (rule, seen, decision, sharding) in enumerate(columns):
             size, rank = math.prod(tree.shapes[index]), len(tree.shapes[index])
             if size > 1:
@@ -118,7 +118,7 @@ def _all_replicated(rule: FSDPShardingRule, arrays: Sequence[_Array], mesh: Mapp
     else:
         why = f'no dimension that is free and divides by {devices}'
         cure = 'choose sizes that divide, or a mesh axis of another size'
-    count = len({(array.seen, array.size) for array in asked})  # arguments come back as outputs
+    count = len({(array.rule_path, array.size) for array in asked})  # arguments come back as outputs
     return (
         f'{rule!r} shards nothing: {plural(count, "array")} replicated over the '
         f'{devices} devices along {", ".join(axes)}. The largest, {largest.text()}, has {why}.\n'
@@ -135,7 +135,7 @@ def _misspelt(clause: Clause, arrays: Sequence[_Array], seen: Sequence[str]) -> 
     if not isinstance(rule, TreePathShardingRule) or not _shards(rule.rules[number][1]):
         return ''
     unnamed = [array for array in arrays if not any(map(_names, array.decision.clauses))]
-    words = {word: array for array in unnamed for word in re.findall(r'\w+', array.seen)}
+    words = {word: array for array in unnamed for word in re.findall(r'\w+', array.rule_path)}
     text = clause_text(clause)
     for word in re.findall(r'[^\W\d]\w\w+', re.sub(r'\\.', ' ', text)):  # without \d and the like
         near = near_names(word, words)
@@ -170,7 +170,7 @@ def _patterns(rule: ShardingRule) -> list[Any]:
     return [pattern for pattern, _ in rule.rules] if isinstance(rule, TreePathShardingRule) else []
 
 
-def idle_clauses(
+def find_unused_clauses(
     rules: Iterable[Rule], seen: Sequence[str], decisions: Sequence[Decision]
 ) -> tuple[list[Clause], list[Clause]]:
     """The regexes that decide about no leaf: those that match none, and those always shadowed.

@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalax._core.pytree.partition_specs import MeshAxes
 from scalax.errors import RuleError
-from scalax.rules._indivisible import checked_policy, divided
+from scalax.rules._indivisible import checked_policy, apply_policy
 
 AXES = MeshAxes({'a': 2, 'b': 4}, {'a': AxisType.Auto, 'b': AxisType.Explicit})
 
@@ -46,6 +46,6 @@ UNEVEN = 'dimension 0 of size 5 does not divide by 2 (a=2)'
     ],
 )
 def test_the_strictest_policy_decides(spec, policies, pads, expected, faults, warned):
-    got, wrong, said = divided(spec, (5, 8), AXES, policies, 'a rule', pads)
+    got, wrong, said = apply_policy(spec, (5, 8), AXES, policies, 'a rule', pads)
     assert got == expected and len(wrong) == faults
     assert said == [f'{spec} from a rule: {UNEVEN}{end}' for end in warned]

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalax.errors import ShardingError, StructureError
 from scalax.rules._rule import is_rule
-from scalax.rules._rule_tree import key_of, split
+from scalax.rules._rule_tree import cache_key, match_subtrees
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 
 HELPER = MeshShardingHelper([4, 2], ['data', 'tp'])
@@ -51,7 +51,7 @@ class Config:
     ],
 )
 def test_each_rule_gets_its_subtree(rules, tree, parts):
-    found = split(rules, tree)
+    found = match_subtrees(rules, tree)
     paths = [
         [jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in leaves]
         for leaves in (jax.tree_util.tree_leaves_with_path(part.tree) for part in found)
@@ -88,10 +88,10 @@ def test_keys_of_equal_rules_are_equal():
     def rules():
         return {'a': P('data', None), 'b': (FSDPShardingRule('data'), None)}
 
-    assert key_of(rules()) == key_of(rules())
-    assert hash(key_of(rules())) == hash(key_of(rules()))
-    assert key_of(rules()) != key_of({'a': P('data', None), 'b': [FSDPShardingRule('data'), None]})
-    assert key_of(P()) == P()
+    assert cache_key(rules()) == cache_key(rules())
+    assert hash(cache_key(rules())) == hash(cache_key(rules()))
+    assert cache_key(rules()) != cache_key({'a': P('data', None), 'b': [FSDPShardingRule('data'), None]})
+    assert cache_key(P()) == P()
 
 
 def differ(place, has):
@@ -223,7 +223,7 @@ def test_trees_of_rules_that_do_not_fit(rules, tree, message):
 
 def test_messages_say_which_tree_it_is(snapshot):
     with snapshot.raises(StructureError):
-        split({'w': P()}, {'v': X}, "argument 'state'")
+        match_subtrees({'w': P()}, {'v': X}, "argument 'state'")
 
 
 def test_a_miss_says_what_the_rule_saw():
@@ -251,10 +251,10 @@ def test_static_fields_that_differ_are_said_where_they_are(snapshot):
     tree = TrainState(0, {'d': {'w': np.ones(8)}}, 'adam')
     rules = TrainState(P(), {'d': {'w': P()}}, 'sgd')
     with snapshot.raises(StructureError):
-        split(rules, tree)
+        match_subtrees(rules, tree)
     below = TrainState(P(), {'d': {'v': P()}}, 'sgd')
     with pytest.raises(StructureError, match="params/d: a dict without 'v', with 'w'"):
-        split(below, tree)
+        match_subtrees(below, tree)
 
 
 def test_a_tree_in_place_of_rules_is_an_error_also_after_a_good_call():

@@ -325,7 +325,7 @@ class Dispatcher:
             if self.options.partitioning is not None and entry.partitioned is None:
                 self._warn_not_partitioned(call)
             resolutions, self.rules.resolutions = self.rules.resolutions, None  # of the first call
-            if resolutions and True in [each.any_whole for each in resolutions]:
+            if resolutions and True in [each.any_replicated for each in resolutions]:
                 warn_unsharded(self.signature.name, resolutions, self.mesh.shape)
             self._compares_paths |= entry.key.paths is not None
             entry.program = program

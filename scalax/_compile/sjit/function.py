@@ -36,7 +36,7 @@ from scalax._spmd.options import BatchPartitioning, checked_partitioning
 from scalax._spmd.pipelines.config import Stages
 from scalax._spmd.step import Step
 from scalax.errors import ArgumentError, did_you_mean, near_names
-from scalax.rules._rule_tree import are_pure, checked, key_of
+from scalax.rules._rule_tree import are_pure, checked_rules, cache_key
 
 if TYPE_CHECKING:
     from scalax._spmd.report.explain import PropagationReport
@@ -232,7 +232,7 @@ def sjit(helper: MeshOwner, fun: Callable[Given, Result], **given: Any) -> SjitF
     for what in ('in_shardings', 'args_sharding_constraint', 'out_shardings'):
         rules = getattr(options, what)
         if rules is not None:
-            own[what] = checked(rules, f'{what} of {signature.name}')
+            own[what] = checked_rules(rules, f'{what} of {signature.name}')
             if what != 'out_shardings':
                 signature.check_names(rules, what)
     if options.on_mismatch not in ('error', 'reshard'):
@@ -354,7 +354,7 @@ def _key(fun: Callable[..., Any], signature: CallSignature, options: Options) ->
         return None  # rules that are not pure are asked anew by each sjit
     key = (
         signature.key,
-        hashable(key_of(rules)),
+        hashable(cache_key(rules)),
         options.on_mismatch,
         options.stages,
         options.partitioning,

@@ -30,7 +30,7 @@ from scalax.errors import MeshError, StructureError
 from scalax.rules import LogicalAxisShardingRule
 from scalax.rules._indivisible import OnIndivisible
 from scalax.rules._rule import is_rule
-from scalax.rules._rule_tree import RuleLike, are_pure, checked, key_of
+from scalax.rules._rule_tree import RuleLike, are_pure, checked_rules, cache_key
 
 
 class MeshOwner(Protocol):
@@ -206,7 +206,7 @@ def context_of(helper: MeshOwner, bindings: Mapping[str, RuleLike]) -> Context:
     own = {name: (owner, rules) for name, rules in bindings.items()}
     merged = {**(outer.bindings if outer else {}), **own}
     bound = sorted(merged.items())
-    key = tuple([(name, by, hashable(key_of(rules))) for name, (by, rules) in bound])
+    key = tuple([(name, by, hashable(cache_key(rules))) for name, (by, rules) in bound])
     with _lock:
         own_contexts = _contexts.setdefault(helper, weakref.WeakValueDictionary())
         context = own_contexts.get(key)
@@ -229,7 +229,7 @@ class _ByIdentity:
 
 
 def hashable(rules: Any) -> Any:
-    """A stand-in for rules, such as `key_of` gives, that can be hashed."""
+    """A stand-in for rules, such as `cache_key` gives, that can be hashed."""
     try:
         hash(rules)
     except TypeError:
@@ -252,7 +252,7 @@ def checked_bindings(bindings: Mapping[str, RuleLike] | None) -> dict[str, RuleL
     for name in bindings:
         if not isinstance(name, str):
             raise StructureError(f'annotation names are strings, got {name!r} in annotation_shardings')
-    return {name: checked(rules, f'annotation_shardings[{name!r}]') for name, rules in bindings.items()}
+    return {name: checked_rules(rules, f'annotation_shardings[{name!r}]') for name, rules in bindings.items()}
 
 
 class ActiveHelper:

@@ -25,8 +25,8 @@ from scalax._jax.shardings import asking_for_devices, unconstrained
 from scalax._jax.tracing import is_compiled, is_traced
 from scalax.errors import ArgumentError, MeshError
 from scalax.rules._indivisible import OnIndivisible
-from scalax.rules._resolve import ResolveMode, resolve, with_types
-from scalax.rules._rule_tree import RuleLike, split
+from scalax.rules._resolve import ResolveMode, resolve, fill_unconstrained
+from scalax.rules._rule_tree import RuleLike, match_subtrees
 
 Tree = TypeVar('Tree')
 
@@ -246,7 +246,7 @@ def apply_sharding(leaf: Any, sharding: NamedSharding) -> Any:
             return _compiled_constraint(sharding)(leaf)
         return _constrained(leaf, sharding)
     if explicit:
-        typed = partition_specs.replaced(spec, with_types(partition_specs.only_axes(spec, explicit), leaf))
+        typed = partition_specs.replaced(spec, fill_unconstrained(partition_specs.only_axes(spec, explicit), leaf))
         if not has_type(leaf, mesh, typed):
             leaf = reshard(leaf, sharding.update(spec=typed))
     if auto:
@@ -307,7 +307,7 @@ def _constrained(leaf: Any, sharding: NamedSharding) -> Any:
 
 def _constrain_named_shardings(pytree: Any, rules: RuleLike) -> Any:
     """Without any mesh: NamedShardings have their own, and other rules do nothing."""
-    parts = split(rules, pytree)
+    parts = match_subtrees(rules, pytree)
     if not any(isinstance(part.rule, NamedSharding) for part in parts):
         return pytree
     subtrees = [
