@@ -286,7 +286,9 @@ class MeshShardingHelper:
             DataError: the processes of the mesh place different trees; raised on all of them.
         """
         meshes.require_devices(self._mesh, 'shard')
-        return transfer.put_on(self.mesh, tree, lambda: shardings_with_warnings(self._resolved(rules, tree), self._mesh))
+        return transfer.put_on(
+            self.mesh, tree, lambda: shardings_with_warnings(self._resolved(rules, tree), self._mesh)
+        )
 
     def reshard(
         self,

@@ -50,7 +50,8 @@ def make_report(rules: RuleLike, resolution: Resolution, mesh: Mapping[str, int]
     rows = tuple(map(row, tree.paths, tree.leaves, tree.shapes, resolution.decisions, placed))
     every = jax.tree.leaves(rules, is_leaf=is_rule)
     unused, shadowed = (
-        tuple(map(clause_text, found)) for found in find_unused_clauses(every, resolution.rule_paths, resolution.decisions)
+        tuple(map(clause_text, found))
+        for found in find_unused_clauses(every, resolution.rule_paths, resolution.decisions)
     )
     return ShardingReport(rows, dict(mesh), unused, shadowed)
 

@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalax._core.pytree.partition_specs import MeshAxes
 from scalax.errors import RuleError
-from scalax.rules._indivisible import checked_policy, apply_policy
+from scalax.rules._indivisible import apply_policy, checked_policy
 
 AXES = MeshAxes({'a': 2, 'b': 4}, {'a': AxisType.Auto, 'b': AxisType.Explicit})
 

@@ -36,7 +36,7 @@ from scalax._spmd.options import BatchPartitioning, checked_partitioning
 from scalax._spmd.pipelines.config import Stages
 from scalax._spmd.step import Step
 from scalax.errors import ArgumentError, did_you_mean, near_names
-from scalax.rules._rule_tree import are_pure, checked_rules, cache_key
+from scalax.rules._rule_tree import are_pure, cache_key, checked_rules
 
 if TYPE_CHECKING:
     from scalax._spmd.report.explain import PropagationReport

@@ -30,7 +30,7 @@ from scalax.errors import MeshError, StructureError
 from scalax.rules import LogicalAxisShardingRule
 from scalax.rules._indivisible import OnIndivisible
 from scalax.rules._rule import is_rule
-from scalax.rules._rule_tree import RuleLike, are_pure, checked_rules, cache_key
+from scalax.rules._rule_tree import RuleLike, are_pure, cache_key, checked_rules
 
 
 class MeshOwner(Protocol):

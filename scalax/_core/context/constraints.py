@@ -25,7 +25,7 @@ from scalax._jax.shardings import asking_for_devices, unconstrained
 from scalax._jax.tracing import is_compiled, is_traced
 from scalax.errors import ArgumentError, MeshError
 from scalax.rules._indivisible import OnIndivisible
-from scalax.rules._resolve import ResolveMode, resolve, fill_unconstrained
+from scalax.rules._resolve import ResolveMode, fill_unconstrained, resolve
 from scalax.rules._rule_tree import RuleLike, match_subtrees
 
 Tree = TypeVar('Tree')
@@ -246,7 +246,9 @@ def apply_sharding(leaf: Any, sharding: NamedSharding) -> Any:
             return _compiled_constraint(sharding)(leaf)
         return _constrained(leaf, sharding)
     if explicit:
-        typed = partition_specs.replaced(spec, fill_unconstrained(partition_specs.only_axes(spec, explicit), leaf))
+        typed = partition_specs.replaced(
+            spec, fill_unconstrained(partition_specs.only_axes(spec, explicit), leaf)
+        )
         if not has_type(leaf, mesh, typed):
             leaf = reshard(leaf, sharding.update(spec=typed))
     if auto:
