@@ -165,8 +165,8 @@ def line(case: Case, plan: Plan, seconds: float) -> str:
         f'{(plan.memory.limit or 0) / 2**30:.1f}',
         'yes' if plan.fits else 'no',
         f'{plan.flops:.3g}',
-        f'{1e3 * roofline.step_seconds.bound:,.0f}',
-        roofline.bound,
+        f'{1e3 * roofline.step_seconds.overlapped:,.0f}',
+        roofline.bottleneck,
         f'{roofline.mfu or 0:.0%}',
         f'{seconds:.0f}',
     ]

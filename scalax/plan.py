@@ -17,7 +17,7 @@ from scalax._planning.program.module_scopes import ScopeRuns, ScopeWork
 from scalax._planning.program.provenance import Source
 from scalax._planning.report.make_plan import make_plan
 from scalax._planning.report.plan import Plan
-from scalax._planning.time.roofline import Communication, Phase, Roofline, Seconds
+from scalax._planning.time.roofline import Communication, Phase, Roofline, StepTime
 from scalax._planning.time.schedule import Kernel, Schedule, Span
 from scalax._spmd.pipelines.summary import PipelinedLoop
 
@@ -48,9 +48,9 @@ __all__ = [
     'ScopeRuns',
     'ScopeWork',
     'Search',
-    'Seconds',
     'Source',
     'Span',
+    'StepTime',
     'Work',
     'count_flops',
     'count_model_flops',

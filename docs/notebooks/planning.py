@@ -69,7 +69,7 @@ plan = helper.plan(step, *arguments)
 for row in plan.collectives[:4]:
     print(f'{row.count:3} x {row.kind} over {", ".join(row.axes)}, {row.bytes:,} bytes each')
 roofline = plan.roofline('v5e', torus={'fsdp': 8})
-print(f'bound by {roofline.bound}; at most {roofline.mfu:.0%} of the peak')
+print(f'bound by {roofline.bottleneck}; at most {roofline.mfu:.0%} of the peak')
 
 # %% [markdown]
 # ## On GPUs that are not here

@@ -20,7 +20,7 @@ GIB = 2**30
 
 def plan_of(bound, estimate, gib, scheduled=None):
     schedule = None if scheduled is None else types.SimpleNamespace(seconds=scheduled)
-    seconds = types.SimpleNamespace(bound=bound, estimate=estimate)
+    seconds = types.SimpleNamespace(overlapped=bound, serial=estimate)
     memory = types.SimpleNamespace(peak=gib * GIB, total=gib * GIB, limit=16 * GIB)
     return types.SimpleNamespace(
         memory=memory,

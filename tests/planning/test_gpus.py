@@ -319,7 +319,7 @@ def test_a_gather_over_hosts(gathered):
     assert roofline.parts['dcn:fsdp'] == pytest.approx(2**24 / 2 * (1 / 2) / 50e9)
     assert roofline.parts['ici:fsdp'] == pytest.approx(2**24 * (1 / 2) / 450e9)
     assert roofline.compute == pytest.approx(2 * 4096**3 / 8 / 989.5e12)
-    assert roofline.bound == 'dcn:fsdp'
+    assert roofline.bottleneck == 'dcn:fsdp'
     [row] = gathered.collectives
     assert (row.kind, row.networks) == ('all-gather', ('ici', 'dcn'))
 

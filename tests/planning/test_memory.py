@@ -301,6 +301,6 @@ def test_the_link_to_the_host_bounds():
     """Both ways go on at a time, so that the longer one bounds; one after the other they add up."""
     roofline = Roofline(HARDWARE['v5e'], 8, 1e15, 1.0, 0.5, (), to_host=2.0, from_host=3.0)
     assert roofline.parts == {'compute': 1.0, 'hbm': 0.5, 'host:out': 2.0, 'host:in': 3.0}
-    assert (roofline.bound, roofline.step_seconds) == ('host:in', (3.0, 6.5))
+    assert (roofline.bottleneck, roofline.step_seconds) == ('host:in', (3.0, 6.5))
     without = dataclasses.replace(roofline, to_host=0.0, from_host=0.0)
     assert without.parts == {'compute': 1.0, 'hbm': 0.5}

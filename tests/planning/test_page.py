@@ -143,8 +143,8 @@ def test_words_of_a_page():
     assert figures == {
         'the memory of a device': 'fits',
         'peak of memory of 15.8 GiB, 76.2 %': '12.0 GiB',
-        f'one call at least; {1e3 * roofline.step_seconds.estimate:.2f} ms if nothing overlaps': (
-            f'{1e3 * roofline.step_seconds.bound:.2f} ms'
+        f'one call at least; {1e3 * roofline.step_seconds.serial:.2f} ms if nothing overlaps': (
+            f'{1e3 * roofline.step_seconds.overlapped:.2f} ms'
         ),
         'bounds it': 'compute',
         'MFU at most': f'{roofline.mfu:.1%}',
@@ -224,7 +224,7 @@ def test_simulated_devices_say_how_to_get_seconds():
     code = said[said.index(line) + 1]
     assert line.startswith("No seconds for 'cpu' devices. ") and 'from_topology' in line
     assert code == "plan.roofline('v5p', torus={'fsdp': 4, 'tp': 2})"
-    assert eval(code, {'plan': made}).step_seconds.bound > 0
+    assert eval(code, {'plan': made}).step_seconds.overlapped > 0
     assert line in ' '.join(str(made).split()) and code in str(made)
     assert 'no limit known' in said and 'bounds it' not in said
 

@@ -287,7 +287,7 @@ def test_the_link_to_the_host_is_timed_if_it_is_used():
     roofline = offloads.roofline('v6e', torus=torus)
     assert roofline.parts['host:out'] == pytest.approx(2**23 / 3.2e10)
     assert roofline.parts['host:in'] == pytest.approx(2**24 / 3.2e10)
-    assert (roofline.bound, roofline.counted) == ('host:in', Counted.AT_LEAST)
+    assert (roofline.bottleneck, roofline.counted) == ('host:in', Counted.AT_LEAST)
     assert '  host:in ' in str(roofline)
     assert offloads.roofline('v4', torus=torus).parts['host:in'] == pytest.approx(2**24 / 1.6e10)
     assert not any(name.startswith('host') for name in plan.roofline('tpu7x', torus=torus).parts)

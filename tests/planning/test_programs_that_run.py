@@ -190,8 +190,8 @@ def test_the_least_time_is_a_lower_bound(name: str) -> None:
     network = sum(row.seconds for row in roofline.communication)
     assert least <= network <= most
     # The bound is a sum over phases, and may be rounded otherwise than the total of all.
-    assert max(roofline.compute, roofline.hbm) <= step.bound * (1 + 1e-12) <= step.estimate * (1 + 1e-12)
-    assert step.estimate == pytest.approx(
+    assert max(roofline.compute, roofline.hbm) <= step.overlapped * (1 + 1e-12) <= step.serial * (1 + 1e-12)
+    assert step.serial == pytest.approx(
         roofline.compute + roofline.hbm + network + roofline.to_host + roofline.from_host
     )
     assert sum(seconds for _, seconds in roofline.collectives) == pytest.approx(network)

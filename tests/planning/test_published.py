@@ -138,7 +138,7 @@ def test_fsdp_of_llama_2_13b(tokens: float, compute_bound: bool) -> None:
     Question 4 asks for 1M and 10M.
     """
     roofline = plan_fsdp(LLAMA2_13B, int(tokens / CHIPS)).roofline(RINGS['v5p'], torus={'fsdp': (2, 2, 2)})
-    assert roofline.bound == ('compute' if compute_bound else 'ici:fsdp')
+    assert roofline.bottleneck == ('compute' if compute_bound else 'ici:fsdp')
     # Where both take the same time.
     least = tokens * roofline.parts['ici:fsdp'] / roofline.compute
     assert least == pytest.approx(850 * CHIPS, rel=0.02)

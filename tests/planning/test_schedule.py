@@ -405,12 +405,12 @@ def test_a_step_takes_its_kernels_and_its_waits(name):
     assert schedule.waiting <= (links + beside) * (1 + 1e-9)
     units = links, roofline.to_host, roofline.from_host, schedule.seconds - schedule.waiting
     assert max(units) <= schedule.seconds * (1 + 1e-9)
-    assert roofline.step_seconds.bound <= schedule.seconds * (1 + 1e-9)
+    assert roofline.step_seconds.overlapped <= schedule.seconds * (1 + 1e-9)
 
 
 def test_the_page_shows_the_kernels_where_the_schedule_is_far_from_the_bound():
     plan = recorded_plan('decoder h100')
-    least = plan.roofline().step_seconds.bound
+    least = plan.roofline().step_seconds.overlapped
     for times, shown in ((1.21, True), (1.19, False), (0.79, True), (0.81, False)):
         schedule = dataclasses.replace(plan.schedule, seconds=times * least)
         other = dataclasses.replace(plan, schedule=schedule)

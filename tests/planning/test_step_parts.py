@@ -62,7 +62,7 @@ def test_phases_follow_one_another():
     assert update.hbm == pytest.approx(6 * 4 * SIZE**2 / 8 / HARDWARE['h100'].hbm_bytes_per_second, rel=1e-3)
     phases = sum(max(phase.compute, phase.hbm) for phase in roofline.phases)
     network = max(row.busy for row in roofline.communication)
-    assert roofline.step_seconds.bound == pytest.approx(max(phases, network))
+    assert roofline.step_seconds.overlapped == pytest.approx(max(phases, network))
     assert phases > max(roofline.compute, roofline.hbm)
     assert sum(phase.hbm for phase in roofline.phases) == pytest.approx(roofline.hbm)
     assert forward.compute + backward.compute == pytest.approx(roofline.compute)

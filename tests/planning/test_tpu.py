@@ -261,7 +261,7 @@ def test_what_stays_on_the_host():
     one = 4096 * 8192 * 2 // 8  # bytes of each, on each device
     assert (plan.memory.arguments, plan.memory.host) == (one, one)
     assert plan.host_moves == HostMoves(to_host=one, from_host=one)
-    assert plan.roofline().bound == 'host:out'
+    assert plan.roofline().bottleneck == 'host:out'
     assert '  on the host     8.0 MiB, 8.0 MiB are written there and 8.0 MiB read in one call' in str(plan)
 
 

@@ -17,7 +17,7 @@ from scalax._planning.autoshard.codegen import rule_code, spec_code
 from scalax._planning.mesh_search.objective import EQUAL, mean
 from scalax._planning.report.plan import Plan
 from scalax._planning.report.plan_page import headline, plan_blocks
-from scalax._planning.time.roofline import Seconds
+from scalax._planning.time.roofline import StepTime
 from scalax._spmd.pipelines.config import Stages, options_text
 from scalax.errors import plural
 from scalax.rules import TreePathShardingRule
@@ -74,7 +74,7 @@ class FoundMesh:
     def mean(self) -> float | None:
         """The mean of both, the objective of the search."""
         return (
-            None if self.bound is None or self.estimate is None else mean(Seconds(self.bound, self.estimate))
+            None if self.bound is None or self.estimate is None else mean(StepTime(self.bound, self.estimate))
         )
 
 

@@ -19,7 +19,7 @@ from scalax._planning.autoshard.codegen import spec_code
 from scalax._planning.autoshard.layout import Layout
 from scalax._planning.autoshard.problem import Problem
 from scalax._planning.mesh_search.objective import lost_by, mean, rank, seconds_of
-from scalax._planning.time.roofline import Seconds
+from scalax._planning.time.roofline import StepTime
 from scalax.errors import plural
 
 # What a layout costs that does not fit, times how many times the memory it takes: more than any seconds. Of
@@ -61,7 +61,7 @@ class Trial:
     @property
     def seconds(self) -> float:
         """What a search makes small (`objective`)."""
-        return mean(Seconds(self.bound, self.estimate))
+        return mean(StepTime(self.bound, self.estimate))
 
     @property
     def cost(self) -> float:

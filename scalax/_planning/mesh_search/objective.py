@@ -13,7 +13,7 @@ import jax
 
 from scalax._jax.error_texts import is_indivisible, is_unpartitioned
 from scalax._planning.report.plan_data import PlanData
-from scalax._planning.time.roofline import Seconds
+from scalax._planning.time.roofline import StepTime
 from scalax.errors import IndivisibleWarning, MeshError, PlanError, ScalaxError, ShardingError, StagesError
 
 EQUAL = 0.002
@@ -24,22 +24,22 @@ _EQUAL_MEMORY = 0.01
 _FLOPS, _MEMORY, _LINK = 4e14, 2.5e12, 1e11
 
 
-def seconds_of(plan: PlanData) -> Seconds:
+def seconds_of(plan: PlanData) -> StepTime:
     """The seconds of a step. By counting where speeds are unknown; infinite where links are not known."""
     if (roofline := plan.known_roofline) is not None:
         return roofline.step_seconds
     if plan.hardware is not None:
-        return Seconds(math.inf, math.inf)
+        return StepTime(math.inf, math.inf)
     moved = sum(row.count * row.bytes for row in plan.collectives)
     parts = [plan.work.flops / _FLOPS, plan.work.bytes / _MEMORY, moved / _LINK]
-    return Seconds(max(parts), sum(parts))
+    return StepTime(max(parts), sum(parts))
 
 
-def mean(seconds: Seconds) -> float:
-    """The objective: the average of the bound and the estimate.
+def mean(seconds: StepTime) -> float:
+    """The objective: the average of the overlapped and the serial time.
 
     Example:
-        >>> mean(Seconds(bound=2.0, estimate=4.0))
+        >>> mean(StepTime(overlapped=2.0, serial=4.0))
         3.0
     """
     return sum(seconds) / 2

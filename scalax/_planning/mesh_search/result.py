@@ -150,14 +150,14 @@ def _row(place: int, candidate: Candidate) -> Row:
         memory = Cell(f'>{human_bytes(needed)}', needed) if candidate.ruled_out else None
         return [place, candidate.name, None, None, None, memory, outcome]
     seconds, roofline, peak = mean(seconds_of(plan)), plan.known_roofline, plan.memory.peak
-    least = roofline.step_seconds.bound if roofline else None
+    least = roofline.step_seconds.overlapped if roofline else None
     in_full = '' if plan.quick or plan.platform != 'tpu' else ' (in full)'
     return [
         place,
         candidate.name,
         Cell(milliseconds(seconds), seconds),
         None if least is None else Cell(milliseconds(least), least),
-        network_text(roofline.bound, roofline.hardware) if roofline else None,
+        network_text(roofline.bottleneck, roofline.hardware) if roofline else None,
         Cell(human_bytes(peak), peak),
         f'{outcome}{in_full}',
     ]

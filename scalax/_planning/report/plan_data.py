@@ -181,7 +181,7 @@ class PlanData:
             >>> plan = helper.plan(step, jax.ShapeDtypeStruct((4096, 4096), 'bfloat16'))
             >>> plan.flops == 2 * 4096**3
             True
-            >>> plan.roofline('v5p', torus={'fsdp': 4, 'tp': 2}).bound
+            >>> plan.roofline('v5p', torus={'fsdp': 4, 'tp': 2}).bottleneck
             'ici:fsdp'
         """
         hardware = find_hardware(hardware or self.given_hardware, self.device_kind)

@@ -110,9 +110,9 @@ def headline(plan: PlanData, roofline: Roofline | None) -> Iterator[Figure]:
     if roofline is not None:
         step = roofline.step_seconds
         known = '' if roofline.counted is Counted.EXACTLY else f'{roofline.counted.value} '
-        label = f'one call at least; {milliseconds(step.estimate)} if nothing overlaps'
-        yield Figure(f'{known}{milliseconds(step.bound)}', label)
-        yield Figure(network_text(roofline.bound, roofline.hardware), 'bounds it')
+        label = f'one call at least; {milliseconds(step.serial)} if nothing overlaps'
+        yield Figure(f'{known}{milliseconds(step.overlapped)}', label)
+        yield Figure(network_text(roofline.bottleneck, roofline.hardware), 'bounds it')
         if plan.schedule:
             yield Figure(milliseconds(plan.schedule.seconds), "by the compiler's schedule")
         if roofline.mfu is not None:
@@ -246,7 +246,7 @@ def _schedule(plan: PlanData, roofline: Roofline | None) -> list[Block]:
     schedule = plan.schedule
     if schedule is None or roofline is None:
         return []
-    bound = roofline.step_seconds.bound
+    bound = roofline.step_seconds.overlapped
     waits = f', {milliseconds(schedule.waiting)} of them waiting' if schedule.waiting else ''
     line = f"by the compiler's schedule: {milliseconds(schedule.seconds)}{waits}"
     shown = [Lines([line]), Timeline(schedule.spans, schedule.seconds)]

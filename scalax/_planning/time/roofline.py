@@ -1,6 +1,6 @@
 """The roofline of a step: seconds of computing, of memory, of the host and of each network, on some hardware.
 
-Every time has a *bound*, the time if all overlaps that can, and an *estimate*, the time if nothing
+A step has an *overlapped* time, if everything overlaps that can, and a *serial* time, if nothing
 overlaps: https://jax-ml.github.io/scaling-book/roofline, "Where Does the Time Go?". The forward pass, the
 backward pass and the update follow one another, as each needs what the one before it has made. Within each,
 computing and moving bytes overlap; communication overlaps with all of them.
@@ -37,17 +37,17 @@ from scalax._planning.time.collective_time import COMMUNICATION, collective_seco
 from scalax.errors import PlanError
 
 
-class Seconds(NamedTuple):
+class StepTime(NamedTuple):
     """The time of a step.
 
     Attributes:
-        bound: the fully overlapped time: the longest of each network, the link to the host, and the phases
-            one after the other, each of which takes as long as its computing or its memory.
-        estimate: the serial time, without any overlap: the sum of all parts.
+        overlapped: the time if everything overlaps that can, a lower bound: the longest of each network, the
+            link to the host, and the phases one after the other, each bound by its compute or its memory.
+        serial: the time if nothing overlaps: the sum of all parts.
     """
 
-    bound: float
-    estimate: float
+    overlapped: float
+    serial: float
 
 
 class Phase(NamedTuple):
@@ -150,12 +150,12 @@ class Roofline:
         return parts
 
     @property
-    def step_seconds(self) -> Seconds:
+    def step_seconds(self) -> StepTime:
         """The time of a step."""
-        return Seconds(max(seconds for _, seconds in self._busy()), sum(self.parts.values()))
+        return StepTime(max(seconds for _, seconds in self._busy()), sum(self.parts.values()))
 
     @property
-    def bound(self) -> str:
+    def bottleneck(self) -> str:
         """The bottleneck: ``'compute'``, ``'hbm'``, ``'host:in'``, ``'ici:tp'``, ``'dcn:data'`` ...
 
         If mesh axes share the busiest links, it is the one that uses them most. If it is the phases, it is
@@ -169,8 +169,8 @@ class Roofline:
 
         None if the model's operations are unknown (see `Plan.with_model_flops`), or the step takes no time.
         """
-        bound = self.step_seconds.bound
-        return None if self.model_flops is None or not bound else self.model_flops / (self.peak * bound)
+        seconds = self.step_seconds.overlapped
+        return None if self.model_flops is None or not seconds else self.model_flops / (self.peak * seconds)
 
     def _busy(self) -> list[tuple[str, float]]:
         """The busy seconds of each unit and each set of links, under the name of its largest user."""
@@ -196,7 +196,7 @@ class Roofline:
     def __str__(self) -> str:
         step = self.step_seconds
         lines = {row.name: row.lines for row in reversed(self.communication)}  # the longest of each name
-        shown = {name: network_text(name, self.hardware) for name in (*self.parts, self.bound)}
+        shown = {name: network_text(name, self.hardware) for name in (*self.parts, self.bottleneck)}
         cells = [
             (shown[name], milliseconds(seconds), ' and '.join(map(line_text, lines.get(name, ()))))
             for name, seconds in self.parts.items()
@@ -211,8 +211,8 @@ class Roofline:
         return '\n'.join(
             [
                 f'one call on {self.devices} devices of {self.hardware.name}{known}: '
-                f'at least {milliseconds(step.bound)}, {milliseconds(step.estimate)} if nothing overlaps',
-                f'bound by {shown[self.bound]}{used}',
+                f'at least {milliseconds(step.overlapped)}, {milliseconds(step.serial)} if nothing overlaps',
+                f'bound by {shown[self.bottleneck]}{used}',
                 *filter(None, [self.not_compiled_for]),
                 *(
                     f'  {name:<{widths[0]}}  {time:>{widths[1]}}  {along}'.rstrip()

@@ -111,7 +111,7 @@ def test_words_of_the_page(tmp_path):
         'best of 6 meshes',
         '6 meshes on v5e:2x4: 3 planned quickly, 2 ruled out before compiling; it took 12.3 s',
         f'{best.memory.peak // GIB}.0 GiB',
-        roofline.bound,
+        roofline.bottleneck,
         f'{roofline.mfu:.1%}',
     ):
         assert words in said

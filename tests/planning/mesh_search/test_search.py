@@ -153,7 +153,7 @@ def test_all_meshes_are_planned_and_the_best_in_full(found):
     assert found.best.mesh == {'fsdp': 2, 'tp': 4}
     assert all(candidate.lost.endswith('% slower') for candidate in found.candidates[1:])
     [alone] = [candidate for candidate in found.candidates if candidate.mesh['tp'] == 8]
-    assert alone.plan.roofline().bound == 'ici:tp'
+    assert alone.plan.roofline().bottleneck == 'ici:tp'
 
 
 @pytest.mark.medium
