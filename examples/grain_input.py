@@ -75,7 +75,7 @@ def main(
         donate_argnums=0,
     )
     train, test = digits.load_data(seed)
-    source = own_batches(Digits(train), BATCH_SIZE, helper.process_rows(BATCH_SIZE), steps, seed)
+    source = own_batches(Digits(train), BATCH_SIZE, helper.process_examples(BATCH_SIZE), steps, seed)
     with contextlib.ExitStack() as stack:
         saved = stack.enter_context(Checkpointer(checkpoints, save_every=SAVE_EVERY)) if checkpoints else None
         done = saved.latest_step() if saved else None
@@ -85,7 +85,7 @@ def main(
             state, done = helper.sjit(init, out_shardings=REPLICATED)(), 0
         started, loss = done, np.nan
         # Ahead of the loop by some batches; `get_state` is the state after the batch that the loop has.
-        batches = stack.enter_context(helper.prefetch(source, rows='needed'))
+        batches = stack.enter_context(helper.prefetch(source, local_batch='addressable'))
         for batch in batches:
             state, loss = step_fun(state, batch)
             done += 1

@@ -23,7 +23,9 @@ from scalax._core.pytree.partition_specs import MeshAxes
 from scalax._core.pytree.paths import dtype_on_devices, is_weak
 from scalax._core.util.lru_cache import LRUCache
 from scalax._core.util.renamed_keywords import renamed
-from scalax._data.host import batch_layout, broadcast, global_batch, local_batch, transfer
+from scalax._data.host import batch_layout, broadcast, transfer
+from scalax._data.host.global_batch import BatchOptions, local_data_to_global_array
+from scalax._data.host.local_batch import global_array_to_local_data
 from scalax._data.host.prefetch import Prefetch
 from scalax._spmd.options import BatchPartitioning, checked_partitioning
 from scalax._spmd.pipelines.config import Stages
@@ -68,7 +70,7 @@ class MeshShardingHelper:
     look at shardings             `explain`, `visualize`, `match_sharding_rule`, `abstract`
     know the cost beforehand      `plan`
     check the values              `verify`
-    load batches                  `local_data_to_global_array`, `prefetch`, `process_rows`
+    load batches                  `local_data_to_global_array`, `prefetch`, `process_examples`
     bring host data back          `global_array_to_local_data`, `broadcast_from`
     be active outside of `sjit`   `get_context`; `get_global_mesh_helper` and others find it
     ============================  =================================================================
@@ -777,7 +779,7 @@ class MeshShardingHelper:
         mesh_axis_subset: Sequence[str] | str | None = None,
         *,
         check: bool = True,
-        rows: Literal['all', 'needed'] = 'all',
+        local_batch: Literal['equal_share', 'addressable'] = 'equal_share',
         check_replicas: bool = False,
     ) -> Any:
         """Makes global arrays of the data that each process holds.
@@ -793,11 +795,11 @@ class MeshShardingHelper:
                 equal scalars: one all-gather of 20 bytes a process, which waits for the programs that are
                 queued on the devices. Without it, processes that disagree may wait for one another for ever.
                 On a single process there is nothing to check.
-            rows: ``'all'``: every process brings an equal share of the batch; examples that another process's
-                devices need are sent there, and nothing else is. ``'needed'``: every process brings the
-                examples that `process_rows` names, in that order, and nothing is sent.
-            check_replicas: with ``rows='needed'``, compare checksums of the examples that several processes
-                bring.
+            local_batch: which examples *tree* holds. ``'equal_share'``: an equal share of the batch; only
+                examples that the devices of another process need are sent there. ``'addressable'``: the
+                examples that this process's devices hold, as `process_examples` lists them; nothing is sent.
+            check_replicas: with ``local_batch='addressable'``, compare checksums of the examples that
+                several processes hold.
 
         Returns:
             The tree as global jax.Arrays.
@@ -818,8 +820,8 @@ class MeshShardingHelper:
         meshes.require_devices(self._mesh, 'local_data_to_global_array')
         checked_flag('check', check)
         checked_flag('check_replicas', check_replicas)
-        options = global_batch.BatchOptions(self.mesh, batch_axis, mesh_axis_subset, rows)
-        return global_batch.local_data_to_global_array(options, tree, check, check_replicas)
+        options = BatchOptions(self.mesh, batch_axis, mesh_axis_subset, local_batch)
+        return local_data_to_global_array(options, tree, check, check_replicas)
 
     def prefetch(
         self,
@@ -829,7 +831,7 @@ class MeshShardingHelper:
         size: int = 2,
         *,
         check: bool = True,
-        rows: Literal['all', 'needed'] = 'all',
+        local_batch: Literal['equal_share', 'addressable'] = 'equal_share',
     ) -> Prefetch[Tree]:
         """Iterates over global arrays that a background thread loads ahead.
 
@@ -844,7 +846,7 @@ class MeshShardingHelper:
             mesh_axis_subset: as for `local_data_to_global_array`.
             size: the most batches in memory, not counting those that the loop holds.
             check: as for `local_data_to_global_array`, at each batch.
-            rows: as for `local_data_to_global_array`.
+            local_batch: as for `local_data_to_global_array`.
 
         Returns:
             An iterator, also a context manager; it stops loading when it is closed or dropped. Type checkers
@@ -860,16 +862,18 @@ class MeshShardingHelper:
         """
         meshes.require_devices(self._mesh, 'prefetch')
         checked_flag('check', check)
-        options = global_batch.BatchOptions(self.mesh, batch_axis, mesh_axis_subset, rows)
+        options = BatchOptions(self.mesh, batch_axis, mesh_axis_subset, local_batch)
         return Prefetch(iterable, options, size, check)
 
-    def process_rows(
+    def process_examples(
         self,
         global_batch: int,
         batch_axis: int = 0,
         mesh_axis_subset: Sequence[str] | str | None = None,
     ) -> slice | np.ndarray:
-        """The examples of a batch that this process's devices need: what to load for ``rows='needed'``.
+        """Returns the indices of the examples to load for ``local_batch='addressable'``.
+
+        They are the examples of a global batch that this process's devices hold.
 
         Args:
             global_batch: the number of examples of the global batch.
@@ -878,7 +882,7 @@ class MeshShardingHelper:
 
         Returns:
             A slice if the examples are consecutive, else their indices in ascending order. A NumPy array
-            takes either: ``batch[helper.process_rows(len(batch))]``.
+            takes either: ``batch[helper.process_examples(len(batch))]``.
 
         Raises:
             DataError: the batch does not divide by the mesh axes.
@@ -886,32 +890,36 @@ class MeshShardingHelper:
 
         Example:
             >>> from scalax.sharding import MeshShardingHelper
-            >>> MeshShardingHelper([4, 2], ['data', 'tp']).process_rows(16)
+            >>> MeshShardingHelper([4, 2], ['data', 'tp']).process_examples(16)
             slice(0, 16, None)
         """
-        meshes.require_devices(self._mesh, 'process_rows')
+        meshes.require_devices(self._mesh, 'process_examples')
         batch_layout.checked_axis(batch_axis)
-        return batch_layout.process_rows(
+        return batch_layout.process_examples(
             self.mesh, global_batch, batch_layout.layout_of(self.mesh, mesh_axis_subset)
         )
 
     @renamed(pytree='tree')
     def global_array_to_local_data(
-        self, tree: Any, batch_axis: int = 0, *, rows: Literal['all', 'needed'] = 'all'
+        self,
+        tree: Any,
+        batch_axis: int = 0,
+        *,
+        local_batch: Literal['equal_share', 'addressable'] = 'equal_share',
     ) -> Any:
         """The inverse of `local_data_to_global_array`: this process's data, as numpy arrays (keys: as keys).
 
         Args:
             tree: global jax.Arrays; what this process holds entirely is returned entirely.
             batch_axis: the batch dimension; may be negative.
-            rows: ``'all'``: this process's equal share, in process order; where it is on the devices of
-                other processes, the leaf is fetched, which all processes do together. ``'needed'``: the
+            local_batch: ``'equal_share'``: this process's equal share, in process order; if it is on the
+                devices of other processes, all processes fetch the leaf together. ``'addressable'``: the
                 examples that this process's devices hold.
 
         Raises:
             DataError: leaves without such a share; all of them are named, on every process.
         """
-        return local_batch.global_array_to_local_data(tree, batch_axis, rows)
+        return global_array_to_local_data(tree, batch_axis, local_batch)
 
     def broadcast_from(self, process: int, tree: Tree) -> Tree:
         """Gives every process the values that one of them has.

@@ -115,7 +115,7 @@ def main() -> int:
         out_shardings=(rule, PartitionSpec()),
         donate_argnums=0,
     )
-    rows = helper.process_rows(ROWS)
+    rows = helper.process_examples(ROWS)
     assert isinstance(rows, slice)
     epochs = Epochs(rows)
     start = functools.partial(marked, job=options.job)
@@ -131,7 +131,10 @@ def main() -> int:
         state = helper.sjit(start, in_shardings=(rule,), out_shardings=rule)(state)
     first = epochs.batch = int(state['step'])
     print('restored', flush=True)
-    with (folder / 'losses').open('a') as log, helper.prefetch(epochs, rows='needed', size=3) as batches:
+    with (
+        (folder / 'losses').open('a') as log,
+        helper.prefetch(epochs, local_batch='addressable', size=3) as batches,
+    ):
         if jax.process_index() == 0:
             print(f'{first} resumed', file=log, flush=True)
         for step in range(first + 1, goal + 1):

@@ -74,15 +74,17 @@ class Trainer:
 
     def rows(self, size: int) -> slice | np.ndarray:
         """Returns which rows of a batch of `size` the devices of this process need."""
-        return self.helper.process_rows(size, mesh_axis_subset=self.strategy.data_axes)
+        return self.helper.process_examples(size, mesh_axis_subset=self.strategy.data_axes)
 
     def to_devices(self, batch: np.ndarray) -> jax.Array:
         """Splits a batch [B, ...], which every process has, over the devices by its first dimension."""
         own = batch[self.rows(len(batch))]
         return self.helper.local_data_to_global_array(
-            own, mesh_axis_subset=self.strategy.data_axes, rows='needed'
+            own, mesh_axis_subset=self.strategy.data_axes, local_batch='addressable'
         )
 
     def prefetch(self, batches: Iterable[np.ndarray]) -> Prefetch:
         """Loads batches of this process's `rows` ahead, split over the devices as by `to_devices`."""
-        return self.helper.prefetch(batches, mesh_axis_subset=self.strategy.data_axes, rows='needed')
+        return self.helper.prefetch(
+            batches, mesh_axis_subset=self.strategy.data_axes, local_batch='addressable'
+        )

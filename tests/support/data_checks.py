@@ -131,12 +131,12 @@ def assert_both_ways(helper: MeshShardingHelper, axes: Any, batch: dict[str, Any
     for name, leaf in helper.global_array_to_local_data(arrays).items():
         assert_same(leaf, mine[name])
     # The rows that are needed here, without any exchange.
-    held = taken(batch, helper.process_rows(rows, mesh_axis_subset=axes))
+    held = taken(batch, helper.process_examples(rows, mesh_axis_subset=axes))
     arrays = helper.local_data_to_global_array(
-        held, mesh_axis_subset=axes, rows='needed', check_replicas=True
+        held, mesh_axis_subset=axes, local_batch='addressable', check_replicas=True
     )
     assert_global(arrays, batch)
-    for name, leaf in helper.global_array_to_local_data(arrays, rows='needed').items():
+    for name, leaf in helper.global_array_to_local_data(arrays, local_batch='addressable').items():
         assert_same(leaf, held[name])
 
 
@@ -202,7 +202,7 @@ def check_meshes_of_some_processes() -> None:
     )
     for call in (
         lambda: there.local_data_to_global_array(np.arange(8)),
-        lambda: there.process_rows(8),
+        lambda: there.process_examples(8),
         lambda: there.broadcast_from(other, 5),
         lambda: there.prefetch([]),
     ):
@@ -273,14 +273,16 @@ def check_nothing_is_communicated_without_need() -> None:
     with compilations(0):
         helper.local_data_to_global_array(fresh(8), check=False)
         helper.local_data_to_global_array(fresh(8), check=False, mesh_axis_subset='data')
-        helper.local_data_to_global_array(fresh(8), check=False, rows='needed', mesh_axis_subset='tp')
+        helper.local_data_to_global_array(
+            fresh(8), check=False, local_batch='addressable', mesh_axis_subset='tp'
+        )
         jax.block_until_ready(helper.prefetch([fresh(8)], check=False))
     jax.clear_caches()
     resharding.identity.cache_clear()
     with compilations(1):  # the agreement, once
         for _ in range(3):
             helper.local_data_to_global_array(fresh(8))
-            helper.local_data_to_global_array(fresh(8), rows='needed', mesh_axis_subset='tp')
+            helper.local_data_to_global_array(fresh(8), local_batch='addressable', mesh_axis_subset='tp')
     scattered = MeshShardingHelper([-1], ['data'], devices=orders()['backwards'])
     with compilations(1):  # what moves the rows
         helper_rows = fresh(jax.local_device_count())
@@ -297,7 +299,7 @@ def last() -> bool:
 def check_disagreement() -> None:
     helper = MeshShardingHelper([-1, 2], ['data', 'tp'])
     sizes = ', '.join(f'{name}={size}' for name, size in helper.mesh.shape.items())
-    call = f"mesh ({sizes}), batch on axis 0 over all mesh axes, rows='all'"
+    call = f"mesh ({sizes}), batch on axis 0 over all mesh axes, local_batch='equal_share'"
     head = f'local_data_to_global_array: the processes disagree ({call}):'
     odd = count() - 1
     n = 2 * jax.device_count()
@@ -330,11 +332,12 @@ def check_disagreement() -> None:
             helper.local_data_to_global_array(bad if last() else good)
     # Options, and what would be an error here anyway.
     if last():
-        call = f"mesh ({sizes}), batch on axis 1 over all mesh axes, rows='all'"
+        call = f"mesh ({sizes}), batch on axis 1 over all mesh axes, local_batch='equal_share'"
     with raises(
         f'local_data_to_global_array: the processes disagree ({call}):\n'
-        f"  process {odd}: calls it with mesh ({sizes}), batch on axis 1 over all mesh axes, rows='all', and "
-        f"process 0 with mesh ({sizes}), batch on axis 0 over all mesh axes, rows='all'\n{ADVICE}"
+        f'  process {odd}: calls it with mesh ({sizes}), batch on axis 1 over all mesh axes, '
+        f"local_batch='equal_share', and process 0 with mesh ({sizes}), batch on axis 0 over all mesh axes, "
+        f"local_batch='equal_share'\n{ADVICE}"
     ):
         helper.local_data_to_global_array(np.zeros((n, n)), 1 if last() else 0)
     own = (
@@ -353,7 +356,7 @@ def check_disagreement() -> None:
 def check_meshes_that_differ() -> None:
     devices = orders()['backwards' if last() else 'as they come']
     helper = MeshShardingHelper([-1], ['data'], devices=devices)
-    call = f"mesh (data={jax.device_count()}), batch on axis 0 over all mesh axes, rows='all'"
+    call = f"mesh (data={jax.device_count()}), batch on axis 0 over all mesh axes, local_batch='equal_share'"
     with raises(
         f'local_data_to_global_array: the processes disagree ({call}):\n'
         f'  process {count() - 1}: has the devices of the mesh in another order than process 0\n{ADVICE}'
@@ -369,12 +372,12 @@ def check_replicas_that_differ() -> None:
         batch['y'][2] = 1
     with raises(
         'local_data_to_global_array: processes that load the same examples hold different values '
-        f"(mesh ({sizes}), batch on axis 0 over mesh axes 'data', rows='needed'):\n"
+        f"(mesh ({sizes}), batch on axis 0 over mesh axes 'data', local_batch='addressable'):\n"
         f'  y: examples 2:4 of process {count() - 1} are not those of process 0\n'
-        'What to do: load exactly the examples that helper.process_rows gives, with the same shuffling, '
+        'What to do: load exactly the examples that helper.process_examples gives, with the same shuffling, '
         'augmentation and seed on every process.'
     ):
-        helper.local_data_to_global_array(batch, 0, 'data', rows='needed', check_replicas=True)
+        helper.local_data_to_global_array(batch, 0, 'data', local_batch='addressable', check_replicas=True)
 
 
 def check_leaves_without_elements() -> None:
@@ -596,12 +599,12 @@ def check_rows_of_arrays_sharded_along_other_axes() -> None:
         f'over several processes ({other.sharding})\n'
         'What to do: choose another batch_axis, or fetch entire arrays with helper.gather.'
     ):
-        helper.global_array_to_local_data({'x': other}, rows='needed')
+        helper.global_array_to_local_data({'x': other}, local_batch='addressable')
     odd = placed(P())[:3]
     with raises(
         'global arrays have no local share along axis 0:\n'
-        f"  (the leaf itself): int32[3, 8]: 3 examples do not divide by {count()} processes; rows='needed' "
-        'gives those that the devices of each hold\n'
+        f'  (the leaf itself): int32[3, 8]: 3 examples do not divide by {count()} processes; '
+        "local_batch='addressable' gives those that the devices of each hold\n"
         'What to do: choose another batch_axis, or fetch entire arrays with helper.gather.'
     ):
         helper.global_array_to_local_data(odd)
@@ -628,7 +631,9 @@ def check_prefetch_beside_steps() -> None:
         helper = MeshShardingHelper([-1], ['data'], devices=devices)
         step = step_of(helper)
         whole = [np.full(rows, float(i)) for i in range(steps)]
-        state = helper.local_data_to_global_array(np.zeros((64, 64)), mesh_axis_subset=[], rows='needed')
+        state = helper.local_data_to_global_array(
+            np.zeros((64, 64)), mesh_axis_subset=[], local_batch='addressable'
+        )
         for batch in helper.prefetch(part[own_rows(rows)] for part in whole):
             state = step(state, batch)
         assert_same(state.addressable_data(0)[0, 0], np.float32(3 * rows * steps * (steps - 1) / 2))
@@ -643,7 +648,9 @@ def check_steps_that_nobody_waits_for() -> None:
     def step(state: jax.Array, batch: jax.Array) -> jax.Array:
         return state - 1e-6 * (batch.T @ jnp.tanh(batch @ state))
 
-    eye = helper.local_data_to_global_array(np.eye(256, dtype=np.float32), mesh_axis_subset=[], rows='needed')
+    eye = helper.local_data_to_global_array(
+        np.eye(256, dtype=np.float32), mesh_axis_subset=[], local_batch='addressable'
+    )
     part = np.ones((32 * jax.local_device_count(), 256), np.float32)
     parts = itertools.repeat(part, 100)
     for batches in (
@@ -664,7 +671,7 @@ def check_data_that_ends_early() -> None:
     batches = helper.prefetch(mine)
     next(batches)
     next(batches)
-    call = f"mesh (data={jax.device_count()}), batch on axis 0 over all mesh axes, rows='all'"
+    call = f"mesh (data={jax.device_count()}), batch on axis 0 over all mesh axes, local_batch='equal_share'"
     line = 'has no more data after 2 batches, and process 0 has more data'
     with raises(f'prefetch: the processes disagree ({call}):\n  process {count() - 1}: {line}\n{ADVICE}'):
         next(batches)
@@ -683,7 +690,9 @@ def check_loader_that_fails() -> None:
     for error in (OSError('the file is gone'), SystemExit('the file is gone')):
         batches = helper.prefetch(load(error))
         next(batches)
-        call = f"mesh (data={jax.device_count()}), batch on axis 0 over all mesh axes, rows='all'"
+        call = (
+            f"mesh (data={jax.device_count()}), batch on axis 0 over all mesh axes, local_batch='equal_share'"
+        )
         line = f'process {count() - 1}: {type(error).__name__}: the file is gone'
         told = f'prefetch: the processes disagree ({call}):\n  {line}\n{ADVICE}'
         with raises('the file is gone' if last() else told, type(error) if last() else DataError):

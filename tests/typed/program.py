@@ -117,7 +117,7 @@ def train(directory: str) -> float:
         if checkpointer.latest_step() is not None:
             state = checkpointer.restore(helper, rules, like=init)
             state = checkpointer.restore(helper, rules, like=state)
-        with helper.prefetch(batches(), 0, 'fsdp', rows='needed') as loader:
+        with helper.prefetch(batches(), 0, 'fsdp', local_batch='addressable') as loader:
             for number, batch in enumerate(loader):
                 state, loss = step(state, batch)
                 state, loss = other_step(state, batch, rate=0.2)

@@ -86,7 +86,7 @@ def _layout(mesh: Mesh, axes: tuple[str, ...]) -> BatchLayout:
     return BatchLayout(mesh, axes, count, tiles)
 
 
-def process_rows(mesh: Mesh, global_batch: int, layout: BatchLayout) -> slice | np.ndarray:
+def process_examples(mesh: Mesh, global_batch: int, layout: BatchLayout) -> slice | np.ndarray:
     """The rows of a batch that the devices of this process need: a slice, or their numbers in order."""
     if isinstance(global_batch, bool) or not isinstance(global_batch, int | np.integer) or global_batch < 0:
         raise DataError(f'global_batch is the number of examples of the global batch, got {global_batch!r}')

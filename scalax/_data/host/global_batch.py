@@ -37,7 +37,7 @@ from scalax._jax.tracing import is_abstract
 from scalax.errors import DataError, ScalaxError, shown_leaves
 from scalax.rules._resolve import named_sharding
 
-Rows = Literal['all', 'needed']
+LocalBatch = Literal['equal_share', 'addressable']
 ADVICE = (
     'What to do: bring data of the same structure, shapes and dtypes on every process, with equal scalars; '
     'drop the incomplete batch at the end of the data, or pad it.'
@@ -51,7 +51,7 @@ class BatchOptions:
     mesh: Mesh
     batch_axis: int = 0
     mesh_axis_subset: Sequence[str] | str | None = None
-    rows: Rows = 'all'
+    local_batch: LocalBatch = 'all'
 
     @functools.cached_property
     def call(self) -> str:
@@ -59,7 +59,7 @@ class BatchOptions:
         over = 'all mesh axes' if self.mesh_axis_subset is None else f'mesh axes {self.mesh_axis_subset!r}'
         return (
             f'mesh ({MeshAxes.of(self.mesh)}), batch on axis {self.batch_axis!r} over {over}, '
-            f'rows={self.rows!r}'
+            f'local_batch={self.local_batch!r}'
         )
 
 
@@ -122,7 +122,9 @@ def _compare_replicas(part: ProcessBatch) -> None:
         DataError: names leaves, examples and processes.
     """
     tree, layout = part.tree, part.layout
-    if part.options.rows != 'needed' or sum(map(len, layout.held)) == len(set().union(*layout.held)):
+    if part.options.local_batch != 'addressable' or sum(map(len, layout.held)) == len(
+        set().union(*layout.held)
+    ):
         return  # no two processes bring the same examples
     checksums = []
     for i, (leaf, axis) in enumerate(zip(tree.leaves, part.axes, strict=True)):
@@ -149,8 +151,8 @@ def _compare_replicas(part: ProcessBatch) -> None:
             'local_data_to_global_array: processes that load the same examples hold different values '
             f'({part.options.call}):\n'
             f'{shown_leaves(differences)}\n'
-            'What to do: load exactly the examples that helper.process_rows gives, with the same shuffling, '
-            'augmentation and seed on every process.'
+            'What to do: load exactly the examples that helper.process_examples gives, with the same '
+            'shuffling, augmentation and seed on every process.'
         )
 
 
@@ -162,7 +164,7 @@ def _known_shardings(options: BatchOptions, leaves: Sequence[Any]) -> list[Named
     shapes = tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
     try:
         axes = tuple(subset) if isinstance(subset, list) else subset
-        return _shardings_of(options.mesh, options.batch_axis, axes, options.rows, shapes)
+        return _shardings_of(options.mesh, options.batch_axis, axes, options.local_batch, shapes)
     except (TypeError, ScalaxError):  # not hashable, or wrong: `read` names the leaves
         return None
 
@@ -170,11 +172,15 @@ def _known_shardings(options: BatchOptions, leaves: Sequence[Any]) -> list[Named
 # Typed: True equals 1, and is not a batch axis.
 @functools.lru_cache(maxsize=256, typed=True)
 def _shardings_of(
-    mesh: Mesh, batch_axis: int, axes: Any, rows: Rows, shapes: Sequence[tuple[tuple[int, ...], Any]]
+    mesh: Mesh,
+    batch_axis: int,
+    axes: Any,
+    local_batch: LocalBatch,
+    shapes: Sequence[tuple[tuple[int, ...], Any]],
 ) -> list[NamedSharding]:
     """The shardings of arrays on one process, which depend on neither values nor paths."""
     arrays = [np.broadcast_to(np.zeros((), dtype), shape) for shape, dtype in shapes]
-    return list(read(BatchOptions(mesh, batch_axis, axes, rows), arrays).shardings)
+    return list(read(BatchOptions(mesh, batch_axis, axes, local_batch), arrays).shardings)
 
 
 def agree(
@@ -187,8 +193,8 @@ def agree(
 
 def _statement_leaves(part: ProcessBatch) -> Iterator[tuple[str, str]]:
     """What the processes have to agree on, leaf by leaf."""
-    # With rows='all' shapes here, which are what users know; else processes may hold unequal parts.
-    shapes = part.tree.shapes if part.options.rows == 'all' else part.shapes
+    # Users know the local shapes, but with local_batch='addressable' these may differ between processes.
+    shapes = part.tree.shapes if part.options.local_batch == 'equal_share' else part.shapes
     for path, leaf, shape in zip(part.tree.paths, part.tree.leaves, shapes, strict=True):
         dtype = dtype_on_devices(leaf)
         if shape:
@@ -206,11 +212,11 @@ def read(options: BatchOptions, pytree: Any) -> ProcessBatch:
     """
     layout = layout_of(options.mesh, options.mesh_axis_subset)
     batch_axis = checked_axis(options.batch_axis)
-    if options.rows not in ('all', 'needed'):
-        raise DataError(f"rows is 'all' or 'needed', got {options.rows!r}")
+    if options.local_batch not in ('equal_share', 'addressable'):
+        raise DataError(f"local_batch is 'equal_share' or 'addressable', got {options.local_batch!r}")
     tree = NamedTree.of(pytree)
     reject_tracers(tree.leaves, 'local_data_to_global_array')
-    faults = [_fault(tree, i, batch_axis, layout, options.rows) for i in range(len(tree))]
+    faults = [_fault(tree, i, batch_axis, layout, options.local_batch) for i in range(len(tree))]
     if any(faults):
         raise DataError(
             f'local data does not fit the mesh ({MeshAxes.of(options.mesh)}), with the batch on axis '
@@ -222,7 +228,7 @@ def read(options: BatchOptions, pytree: Any) -> ProcessBatch:
     shapes = [
         shape
         if axis is None
-        else (*shape[:axis], _global_rows(shape[axis], layout, options.rows), *shape[axis + 1 :])
+        else (*shape[:axis], _global_examples(shape[axis], layout, options.local_batch), *shape[axis + 1 :])
         for shape, axis in zip(tree.shapes, axes, strict=True)
     ]
     specs = [PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, layout.axes) for axis in axes]
@@ -230,7 +236,9 @@ def read(options: BatchOptions, pytree: Any) -> ProcessBatch:
     return ProcessBatch(options, layout, tree, axes, shapes, shardings)
 
 
-def _fault(tree: NamedTree, index: int, batch_axis: int, layout: BatchLayout, rows: Rows) -> str | None:
+def _fault(
+    tree: NamedTree, index: int, batch_axis: int, layout: BatchLayout, local_batch: LocalBatch
+) -> str | None:
     """What is wrong with one leaf, or None."""
     leaf = tree.leaves[index]
     shape = leaf_shape(leaf)
@@ -247,7 +255,7 @@ def _fault(tree: NamedTree, index: int, batch_axis: int, layout: BatchLayout, ro
     if not -len(shape) <= batch_axis < len(shape):
         return f'{tree.describe(index)} has no axis {batch_axis}'
     brought = shape[batch_axis]
-    if rows == 'needed':
+    if local_batch == 'addressable':
         tiles = len(layout.here)
         if brought % tiles:
             return (
@@ -255,7 +263,7 @@ def _fault(tree: NamedTree, index: int, batch_axis: int, layout: BatchLayout, ro
                 "this process's devices need"
             )
         return None
-    whole = _global_rows(brought, layout, rows)
+    whole = _global_examples(brought, layout, local_batch)
     if whole % layout.count:
         return (
             f'{tree.describe(index)}: the global batch of {whole} examples does not divide by '
@@ -264,9 +272,9 @@ def _fault(tree: NamedTree, index: int, batch_axis: int, layout: BatchLayout, ro
     return None
 
 
-def _global_rows(brought: int, layout: BatchLayout, rows: Rows) -> int:
+def _global_examples(brought: int, layout: BatchLayout, local_batch: LocalBatch) -> int:
     """The rows of the whole batch, of which this process brings so many."""
-    if rows == 'needed':
+    if local_batch == 'addressable':
         return brought // len(layout.here) * layout.count
     return brought * len(process_collectives.processes_of(layout.mesh).indices)
 
@@ -320,7 +328,7 @@ def _place_leaf(part: ProcessBatch, index: int, copy: bool) -> Any:
         # Nothing has to move, and of a program's outputs without elements XLA gives every device the whole.
         nothing = np.empty(sharding.shard_shape(shape), host.dtype)
         return jax.make_array_from_callback(shape, sharding, lambda _: nothing)
-    if part.options.rows == 'all' and not layout.is_in_order:
+    if part.options.local_batch == 'equal_share' and not layout.is_in_order:
         return process_collectives.as_brought(layout.mesh, host, axis)
     blocks = dict(zip(layout.here, np.split(host, len(layout.here), axis), strict=True))
     size = shape[axis] // layout.count

@@ -18,27 +18,31 @@ from scalax.errors import DataError, shown_leaves
 Box = tuple[tuple[int, int], ...]
 
 
-def global_array_to_local_data(pytree: Any, batch_axis: int, rows: Literal['all', 'needed']) -> Any:
+def global_array_to_local_data(
+    pytree: Any, batch_axis: int, local_batch: Literal['equal_share', 'addressable']
+) -> Any:
     """The rows of global arrays that this process has, as NumPy arrays."""
     axis = checked_axis(batch_axis)
-    if rows not in ('all', 'needed'):
-        raise DataError(f"rows is 'all' or 'needed', got {rows!r}")
+    if local_batch not in ('equal_share', 'addressable'):
+        raise DataError(f"local_batch is 'equal_share' or 'addressable', got {local_batch!r}")
     tree = NamedTree.of(pytree)
     reject_tracers(tree.leaves, 'global_array_to_local_data')
-    faults = [_fault(tree, i, axis, rows) for i in range(len(tree))]
+    faults = [_fault(tree, i, axis, local_batch) for i in range(len(tree))]
     if any(faults):
         raise DataError(
             f'global arrays have no local share along axis {axis}:\n{shown_leaves(filter(None, faults))}\n'
             'What to do: choose another batch_axis, or fetch entire arrays with helper.gather.'
         )
     if fetched := [
-        i for i, leaf in enumerate(tree.leaves) if rows == 'all' and _has_rows_elsewhere(leaf, axis)
+        i
+        for i, leaf in enumerate(tree.leaves)
+        if local_batch == 'equal_share' and _has_rows_elsewhere(leaf, axis)
     ]:
         agree_to_fetch('global_array_to_local_data', tree, fetched)
-    return tree.treedef.unflatten([_local_part(leaf, axis, rows) for leaf in tree.leaves])
+    return tree.treedef.unflatten([_local_part(leaf, axis, local_batch) for leaf in tree.leaves])
 
 
-def _fault(tree: NamedTree, index: int, axis: int, rows: str) -> str | None:
+def _fault(tree: NamedTree, index: int, axis: int, local_batch: str) -> str | None:
     """What is wrong with one leaf, or None; found from all devices, so that all processes find it."""
     leaf = tree.leaves[index]
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.ndim == 0:
@@ -46,12 +50,12 @@ def _fault(tree: NamedTree, index: int, axis: int, rows: str) -> str | None:
     if not -leaf.ndim <= axis < leaf.ndim:
         return f'{tree.describe(index)} has no axis {axis}'
     boxes = _boxes_by_process(leaf)
-    if rows == 'all':
+    if local_batch == 'equal_share':
         size = leaf.shape[axis]
         if size % len(boxes):
             return (
                 f'{tree.describe(index)}: {size} examples do not divide by {len(boxes)} processes; '
-                "rows='needed' gives those that the devices of each hold"
+                "local_batch='addressable' gives those that the devices of each hold"
             )
     elif not all(
         _holds(mine, leaf.shape, axis % leaf.ndim, *box[axis]) for mine in boxes.values() for box in mine
@@ -63,10 +67,12 @@ def _fault(tree: NamedTree, index: int, axis: int, rows: str) -> str | None:
     return None
 
 
-def _local_part(leaf: Any, batch_axis: int, rows: str) -> Any:
+def _local_part(leaf: Any, batch_axis: int, local_batch: str) -> Any:
     if is_key(leaf):
         # numpy has no typed keys: their data is fetched, and wrapped again.
-        data = _local_part(without_context(jax.random.key_data, leaf), batch_axis % max(leaf.ndim, 1), rows)
+        data = _local_part(
+            without_context(jax.random.key_data, leaf), batch_axis % max(leaf.ndim, 1), local_batch
+        )
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return np.asarray(leaf)
@@ -74,7 +80,7 @@ def _local_part(leaf: Any, batch_axis: int, rows: str) -> Any:
         return np.asarray(leaf.addressable_data(0))
     axis = batch_axis % leaf.ndim
     boxes = _boxes_by_process(leaf)
-    if rows == 'needed':
+    if local_batch == 'addressable':
         return _assemble(leaf, axis, sorted({box[axis] for box in boxes[jax.process_index()]}))
     start, stop = _parts(leaf, axis, boxes)[jax.process_index()]
     if _has_rows_elsewhere(leaf, axis):

@@ -40,15 +40,15 @@ class Schedule:
     Attributes:
         source: the block of each device that has the array.
         target: the block of each device that shall have it.
-        kept: pieces that are on their device already, in rounds of at most one for each device.
-        rounds: pieces to send, one round after another. In a round each device sends at most one piece, and
-            receives at most one. The pieces of a round, here and above, have the same shape.
+        local_rounds: the pieces that stay on their device, in rounds of at most one piece per device.
+        transfer_rounds: the pieces to send, one round after another. In a round each device sends at most one
+            piece and receives at most one. All pieces of a round have the same shape, as in `local_rounds`.
     """
 
     source: Mapping[Any, Box]
     target: Mapping[Any, Box]
-    kept: Sequence[Sequence[Piece]]
-    rounds: Sequence[Sequence[Piece]]
+    local_rounds: Sequence[Sequence[Piece]]
+    transfer_rounds: Sequence[Sequence[Piece]]
 
 
 def schedule_of(
@@ -71,7 +71,7 @@ def schedule_of(
 
     Example:
         >>> schedule = schedule_of({0: ((0, 2),), 1: ((2, 4),)}, {1: ((0, 4),)})
-        >>> schedule.kept, schedule.rounds
+        >>> schedule.local_rounds, schedule.transfer_rounds
         ([[Piece(source=1, target=1, box=((2, 4),))]], [[Piece(source=0, target=1, box=((0, 2),))]])
     """
     holders: dict[Box, dict[Any, None]] = {}

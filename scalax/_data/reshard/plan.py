@@ -33,25 +33,26 @@ class ReshardPlan:
 
     Attributes:
         bytes: the bytes of the result, each element counted once.
-        kept: the bytes of all devices that do not move.
-        moved: the bytes that move, by network: ``'ici'`` inside of a slice (of GPUs: of what NVLink joins),
-            ``'dcn'`` between them.
-        most_sent: the most bytes that one device sends.
-        most_received: the most bytes that one device receives.
-        rounds: how many rounds there are, in which each device sends one piece at most, and receives one.
-        peak: the most bytes of pieces that are alive on one device, beside source and result.
-        seconds: the sum over rounds of the longer of two: the largest piece over one link, and what one host
-            sends or receives over its share of the data-center network; and a hop for each round. None if
-            the numbers of the hardware are not known.
-        hardware: the hardware whose numbers count.
+        local_bytes: the bytes that stay on their device, summed over devices.
+        bytes_by_network: the bytes sent over each network: ``'ici'`` within a slice (on GPUs: NVLink),
+            ``'dcn'`` between slices.
+        max_bytes_sent: the largest number of bytes that one device sends.
+        max_bytes_received: the largest number of bytes that one device receives.
+        communication_rounds: the number of rounds. In a round each device sends at most one piece and
+            receives at most one.
+        peak: the peak bytes of pieces on one device, not counting the source and the result.
+        seconds: a lower bound of the time. Each round costs one hop and the slower of two transfers: the
+            largest piece over one link, and the bytes of one host over its share of the data-center
+            network. None if the speeds of the hardware are not known.
+        hardware: the name of the hardware.
     """
 
     bytes: int
-    kept: int
-    moved: dict[str, int]
-    most_sent: int
-    most_received: int
-    rounds: int
+    local_bytes: int
+    bytes_by_network: dict[str, int]
+    max_bytes_sent: int
+    max_bytes_received: int
+    communication_rounds: int
     peak: int
     seconds: float | None
     hardware: str
@@ -63,14 +64,14 @@ class ReshardPlan:
     def __str__(self) -> str:
         chip = HARDWARE.get(self.hardware)
         sizes = {
-            'stays on its device': self.kept,
-            **{f'moves by {network_text(name, chip)}': size for name, size in self.moved.items()},
-            'sent by one device, at most': self.most_sent,
-            'received by one device, at most': self.most_received,
+            'stays on its device': self.local_bytes,
+            **{f'moves by {network_text(name, chip)}': size for name, size in self.bytes_by_network.items()},
+            'sent by one device, at most': self.max_bytes_sent,
+            'received by one device, at most': self.max_bytes_received,
             'on one device beside source and result': self.peak,
         }
         seconds = 'time not known' if self.seconds is None else f'{milliseconds(self.seconds)} at least'
-        lead = f'{human_bytes(self.bytes)} in {plural(self.rounds, "round")}, {seconds}'
+        lead = f'{human_bytes(self.bytes)} in {plural(self.communication_rounds, "round")}, {seconds}'
         cells = [('what', 'bytes'), *((what, human_bytes(size)) for what, size in sizes.items())]
         return '\n'.join([lead, *table(cells, terminal_width(None), 0, {1})])
 
@@ -110,7 +111,7 @@ def plan_reshard(
         >>> sampler = MeshShardingHelper([4], ['tp'], devices=jax.devices()[4:])
         >>> w = trainer.abstract(jax.ShapeDtypeStruct((1024, 1024), 'float32'), PartitionSpec('fsdp'))
         >>> plan = plan_reshard(sampler, w, PartitionSpec(None, 'tp'), dtype='bfloat16', hardware='h100')
-        >>> plan.moved, plan.rounds, plan.most_sent
+        >>> plan.bytes_by_network, plan.communication_rounds, plan.max_bytes_sent
         ({'ici': 2097152, 'dcn': 0}, 4, 524288)
     """
     if isinstance(helper.mesh, AbstractMesh):
@@ -124,8 +125,10 @@ def plan_reshard(
     kept, rounds, peak, seconds = 0, 0, 0, 0.0
     for route in [job.route(move, arrival) for arrival in job.arrivals for move in arrival.moves]:
         bits = bits_of(route.dtype)
-        kept += sum(volume(piece.box) * bits // 8 for pieces in route.schedule.kept for piece in pieces)
-        for pieces in route.schedule.rounds:
+        kept += sum(
+            volume(piece.box) * bits // 8 for pieces in route.schedule.local_rounds for piece in pieces
+        )
+        for pieces in route.schedule.transfer_rounds:
             size = volume(pieces[0].box) * bits // 8
             hosts, alive = Counter[Any](), Counter[Any]()
             for source, target in [(piece.source, piece.target) for piece in pieces]:

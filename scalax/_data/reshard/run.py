@@ -106,7 +106,7 @@ def _bring(route: Route, carry: Callable[..., Blocks], parts: Blocks, blocks: Bl
             blocks.update(device_steps.zeros(missing, whole, route.made))
 
     # Pieces that stay may give up their memory: they come last.
-    for pieces in [*route.schedule.rounds, *route.schedule.kept]:
+    for pieces in [*route.schedule.transfer_rounds, *route.schedule.local_rounds]:
         size = extent(pieces[0].box)
         shape = route.in_target(size)
         stays = pieces[0].source == pieces[0].target

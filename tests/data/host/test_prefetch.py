@@ -115,7 +115,9 @@ def test_what_has_no_state_says_so(snapshot: Snapshot) -> None:
 def test_options_are_those_of_the_batch() -> None:
     (array,) = HELPER.prefetch([np.zeros((3, 4))], -1, 'data')
     assert array.sharding.spec == jax.P(None, 'data')
-    (array,) = HELPER.prefetch([np.zeros((4, 3))], mesh_axis_subset='data', rows='needed', check=False)
+    (array,) = HELPER.prefetch(
+        [np.zeros((4, 3))], mesh_axis_subset='data', local_batch='addressable', check=False
+    )
     assert array.sharding.spec == jax.P('data')
 
 

@@ -70,7 +70,7 @@ def test_what_is_remembered_of_a_batch_serves_equal_calls_only():
         ):
             assert HELPER.local_data_to_global_array(local, **options).sharding.spec == spec
         assert other.local_data_to_global_array(local).sharding.mesh == other.mesh != HELPER.mesh
-        for options in ({'batch_axis': True}, {'rows': 'some'}, {'mesh_axis_subset': ['pt']}):
+        for options in ({'batch_axis': True}, {'local_batch': 'some'}, {'mesh_axis_subset': ['pt']}):
             with pytest.raises(ScalaxError):
                 HELPER.local_data_to_global_array(local, **options)
         with pytest.raises(DataError):
@@ -216,23 +216,25 @@ def test_the_parts_of_an_array_that_each_process_holds():
 
 @pytest.mark.parametrize('subset', [None, 'data', 'tp', []])
 def test_one_process_needs_every_row(subset):
-    assert HELPER.process_rows(16, mesh_axis_subset=subset) == slice(0, 16)
+    assert HELPER.process_examples(16, mesh_axis_subset=subset) == slice(0, 16)
     local = np.arange(32).reshape(16, 2)
-    array = HELPER.local_data_to_global_array(local, 0, subset, rows='needed', check_replicas=True)
+    array = HELPER.local_data_to_global_array(
+        local, 0, subset, local_batch='addressable', check_replicas=True
+    )
     np.testing.assert_array_equal(array, local)
-    np.testing.assert_array_equal(HELPER.global_array_to_local_data(array, rows='needed'), local)
+    np.testing.assert_array_equal(HELPER.global_array_to_local_data(array, local_batch='addressable'), local)
 
 
 @pytest.mark.parametrize(
     'call',
     [
-        lambda: HELPER.process_rows(6),
-        lambda: HELPER.process_rows(-8),
-        lambda: HELPER.process_rows([8]),
-        lambda: HELPER.process_rows(8, 'data'),
-        lambda: HELPER.local_data_to_global_array(np.zeros(8), rows='some'),
-        lambda: HELPER.global_array_to_local_data(np.zeros(8), rows='some'),
-        lambda: HELPER.local_data_to_global_array({'x': np.zeros(6)}, rows='needed'),
+        lambda: HELPER.process_examples(6),
+        lambda: HELPER.process_examples(-8),
+        lambda: HELPER.process_examples([8]),
+        lambda: HELPER.process_examples(8, 'data'),
+        lambda: HELPER.local_data_to_global_array(np.zeros(8), local_batch='some'),
+        lambda: HELPER.global_array_to_local_data(np.zeros(8), local_batch='some'),
+        lambda: HELPER.local_data_to_global_array({'x': np.zeros(6)}, local_batch='addressable'),
         lambda: HELPER.broadcast_from(1, 5),
         lambda: HELPER.broadcast_from(0, {'a': 'text', 'b': 2**70, 'c': jax.ShapeDtypeStruct((2,), 'int8')}),
     ],

@@ -55,7 +55,7 @@ def carried_out(shape, schedule, whole):
     have = {device: whole[slices_in(box, [(0, n) for n in shape])] for device, box in schedule.source.items()}
     made = {device: np.zeros([b - a for a, b in box], int) for device, box in schedule.target.items()}
     written = {device: np.zeros_like(block) for device, block in made.items()}
-    for pieces in [*schedule.kept, *schedule.rounds]:
+    for pieces in [*schedule.local_rounds, *schedule.transfer_rounds]:
         values = []
         for piece in pieces:
             block = schedule.source[piece.source]
@@ -77,29 +77,29 @@ def test_any_layout_becomes_any_other(case):
     for device, index in target.items():
         np.testing.assert_array_equal(made[device], whole[index])
         assert (written[device] == 1).all()
-    for pieces in [*schedule.kept, *schedule.rounds]:
+    for pieces in [*schedule.local_rounds, *schedule.transfer_rounds]:
         assert len({extent(piece.box) for piece in pieces}) == 1
         assert max(Counter(piece.source for piece in pieces).values()) == 1
         assert max(Counter(piece.target for piece in pieces).values()) == 1
-    for piece in itertools.chain(*schedule.rounds):
+    for piece in itertools.chain(*schedule.transfer_rounds):
         assert piece.source != piece.target
-    for piece in itertools.chain(*schedule.kept, *schedule.rounds):
+    for piece in itertools.chain(*schedule.local_rounds, *schedule.transfer_rounds):
         assert 1 <= volume(piece.box) <= (most or math.inf)
 
 
 def test_nothing_is_sent_that_is_there():
     blocks = {device: (slice(device, device + 1),) for device in range(4)}
     schedule = make_schedule((4,), blocks, blocks)
-    assert schedule.rounds == []
-    assert schedule.kept == [[Piece(device, device, ((device, device + 1),)) for device in range(4)]]
+    assert schedule.transfer_rounds == []
+    assert schedule.local_rounds == [[Piece(device, device, ((device, device + 1),)) for device in range(4)]]
 
 
 def test_replicas_send_in_turn():
     source = {f's{i}': (slice(None),) for i in range(4)}
     target = {f't{i}': (slice(i, i + 1),) for i in range(8)}
     schedule = make_schedule((8,), source, target)
-    assert [len(pieces) for pieces in schedule.rounds] == [4, 4]
-    sent = Counter(piece.source for pieces in schedule.rounds for piece in pieces)
+    assert [len(pieces) for pieces in schedule.transfer_rounds] == [4, 4]
+    sent = Counter(piece.source for pieces in schedule.transfer_rounds for piece in pieces)
     assert sent == dict.fromkeys(source, 2)
 
 
@@ -107,7 +107,7 @@ def test_close_devices_send_what_they_have():
     source = {f'{host}{i}': (slice(i, i + 1),) for host in 'ab' for i in range(2)}
     target = {f'{host}{i}': (slice(None),) for host in 'abc' for i in range(2, 4)}
     schedule = make_schedule((2,), source, target, near=lambda device: device[0])
-    pieces = [piece for pieces in schedule.rounds for piece in pieces]
+    pieces = [piece for pieces in schedule.transfer_rounds for piece in pieces]
     assert len(pieces) == 12
     assert all(piece.source[0] == piece.target[0] for piece in pieces if piece.target[0] != 'c')
 
@@ -116,7 +116,7 @@ def test_a_transposed_sharding_takes_as_many_rounds_as_devices():
     n = 64
     rows = {i: (slice(i, i + 1), slice(None)) for i in range(n)}
     columns = {n + i: (slice(None), slice(i, i + 1)) for i in range(n)}
-    assert len(make_schedule((n, n), rows, columns).rounds) == n
+    assert len(make_schedule((n, n), rows, columns).transfer_rounds) == n
 
 
 def test_blocks_that_are_missing_or_overlap():

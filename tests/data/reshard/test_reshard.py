@@ -228,13 +228,13 @@ def test_a_plan_counts_what_moves():
     tree = {'w': before.abstract(jax.ShapeDtypeStruct((64, 64), 'float32'), P('fsdp'))}
     plan = plan_reshard(after, tree, P(None, 'tp'), dtype='bfloat16')
     # Of each of 8 rows of blocks, 4 parts of 256 bytes are needed by two devices each, one in each slice.
-    assert (plan.bytes, plan.kept) == (8192, 8 * 256)
-    assert plan.moved == {'ici': 3 * 8 * 256, 'dcn': 4 * 8 * 256}
-    assert plan.most_received == 7 * 256
+    assert (plan.bytes, plan.local_bytes) == (8192, 8 * 256)
+    assert plan.bytes_by_network == {'ici': 3 * 8 * 256, 'dcn': 4 * 8 * 256}
+    assert plan.max_bytes_received == 7 * 256
     assert plan.hardware == 'h100'
-    assert plan.seconds > plan.rounds * 256 / 4.5e11
+    assert plan.seconds > plan.communication_rounds * 256 / 4.5e11
     assert plan_reshard(after, tree, P(None, 'tp'), memory=256).peak <= 256
-    assert json.loads(plan.to_json())['moved'] == plan.moved
+    assert json.loads(plan.to_json())['bytes_by_network'] == plan.bytes_by_network
     assert 'moves by NVLink' in str(plan)
     helper = helper_of(range(2), 2)
     assert plan_reshard(helper, helper.shard(np.zeros(4), P()), P()).seconds is None
