@@ -51,7 +51,7 @@ class BatchOptions:
     mesh: Mesh
     batch_axis: int = 0
     mesh_axis_subset: Sequence[str] | str | None = None
-    local_batch: LocalBatch = 'all'
+    local_batch: LocalBatch = 'equal_share'
 
     @functools.cached_property
     def call(self) -> str:
