@@ -1,4 +1,4 @@
-"""``--only found``: the rule that `scalax.plan.find` finds for each model, beside the best one that is known.
+"""``--only found``: the rule that `scalax.plan.autoshard` finds for each model, beside the best known one.
 
 The known ones are those of benchmarks/unchanged/tables.md, and of `updates`, by hand and partitioned, with
 several sizes of tp; the best of them has the least mean of the roofline's seconds with overlap and without
@@ -19,7 +19,7 @@ from benchmarks.unchanged.measure import arguments, figures, plan, training_step
 from benchmarks.unchanged.model import STRATEGIES, Model, Strategy
 from benchmarks.unchanged.table import user_errors
 from scalax.errors import ScalaxError
-from scalax.plan import Found, Plan, find
+from scalax.plan import AutoShardingResult, Plan, autoshard
 
 FSDP, _, HSDP = STRATEGIES
 SIZES_OF_TP = (2, 4, 8)
@@ -93,7 +93,7 @@ class Task:
 
 
 Known = Callable[[Sequence[Model], Task], Sequence[Result]]
-Search = Callable[[Model, Task], Found]
+Search = Callable[[Model, Task], AutoShardingResult]
 
 
 def known(models: Sequence[Model], task: Task) -> list[Result]:
@@ -114,10 +114,10 @@ def known(models: Sequence[Model], task: Task) -> list[Result]:
         return [each for each in pool.map(one, cells) if each is not None]
 
 
-def search(model: Model, task: Task) -> Found:
+def search(model: Model, task: Task) -> AutoShardingResult:
     """What is found for a model."""
     devices = task.strategies[0].helper(task.topology).mesh.size
-    return find(
+    return autoshard(
         training_step(model, model.loss),
         arguments(model, model.rows * devices),
         task.topology,
@@ -149,7 +149,7 @@ def lines(
         yield _line([each[0].name, *_cells(best, search(each[0], task))])
 
 
-def _cells(best: Result | None, found: Found) -> Iterator[str]:
+def _cells(best: Result | None, found: AutoShardingResult) -> Iterator[str]:
     mesh = ' x '.join(f'{name} {size}' for name, size in found.mesh.items())
     own = Result.of(mesh, found.plan)
     if best is None:

@@ -1,6 +1,6 @@
 """An MLP-Mixer for one device: a model that no table of sharding rules knows (docs/auto_sharding.md).
 
-Usage: ``python -m scalax find examples/mixer.py:make_step --topology v5e:2x4 --batch 1 --donate 0``.
+Usage: ``python -m scalax autoshard examples/mixer.py:make_step --topology v5e:2x4 --batch 1 --donate 0``.
 
 Source: Tolstikhin et al., "MLP-Mixer: An all-MLP Architecture for Vision", NeurIPS 2021 (arXiv:2105.01601).
 """
@@ -56,5 +56,5 @@ def shapes(rows: int, layers: int, patches: int, channels: int) -> tuple[Any, An
 
 
 def make_step() -> tuple[Any, tuple[Any, Any]]:
-    """The step and its arguments, for ``python -m scalax find``: 24 layers, 816 million weights."""
+    """The step and its arguments, for ``python -m scalax autoshard``: 24 layers, 816 million weights."""
     return train_step, shapes(rows=256, layers=24, patches=256, channels=2048)

@@ -1,7 +1,7 @@
 """Plans: memory, communication and time of a step before any run; searches for the best mesh and rule."""
 
 from scalax._data.reshard.plan import ReshardPlan, plan_reshard
-from scalax._planning.autoshard import Found, FoundGroup, FoundMesh, find
+from scalax._planning.autoshard import AutoShardingResult, GroupChoice, MeshChoice, autoshard
 from scalax._planning.cost.buffers import Buffer
 from scalax._planning.cost.collective_instances import KINDS
 from scalax._planning.cost.collectives import Collective
@@ -11,7 +11,7 @@ from scalax._planning.cost.host_transfers import HostMoves
 from scalax._planning.cost.memory import Memory
 from scalax._planning.hardware.specs import HARDWARE, Hardware
 from scalax._planning.hardware.torus import Line, Place
-from scalax._planning.mesh_search import Candidate, Search, search
+from scalax._planning.mesh_search import Candidate, SearchResult, search
 from scalax._planning.program.counting import Counted
 from scalax._planning.program.module_scopes import ScopeRuns, ScopeWork
 from scalax._planning.program.provenance import Source
@@ -28,9 +28,9 @@ __all__ = [
     'Communication',
     'Counted',
     'Flops',
-    'Found',
-    'FoundGroup',
-    'FoundMesh',
+    'AutoShardingResult',
+    'GroupChoice',
+    'MeshChoice',
     'HARDWARE',
     'Hardware',
     'HostMoves',
@@ -47,14 +47,14 @@ __all__ = [
     'Schedule',
     'ScopeRuns',
     'ScopeWork',
-    'Search',
+    'SearchResult',
     'Source',
     'Span',
     'StepTime',
     'Work',
     'count_flops',
     'count_model_flops',
-    'find',
+    'autoshard',
     'make_plan',
     'plan_reshard',
     'search',

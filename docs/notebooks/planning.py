@@ -112,7 +112,7 @@ plan_on_tpus()
 # ## Next steps
 #
 # - `print(plan)` is the same as text, and `plan.diff(other)` compares two.
-# - From a terminal: `scalax plan`, `scalax search` and `scalax find`
+# - From a terminal: `scalax plan`, `scalax search` and `scalax autoshard`
 #   ([command_line.md](../command_line.md)).
 # - [planning.md](../planning.md): how to read a plan;
 #   [estimates.md](../estimates.md): what is counted, how, and how far to trust it.

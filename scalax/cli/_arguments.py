@@ -24,7 +24,7 @@ from scalax.errors import MissingDependencyError, PlanError, ScalaxError
 
 _ENTRY = re.compile(r'-|\w+(\+\w+)*')  # of a spec
 
-_COMPILING = (_commands.plan, _commands.search, _commands.find, _commands.verify)
+_COMPILING = (_commands.plan, _commands.search, _commands.autoshard, _commands.verify)
 _TOPOLOGY = 'the TPU slice, such as v5p:4x4x4, or the GPUs, such as h100:4x8'
 
 
@@ -110,25 +110,31 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument('--quick', action='store_const', const=0, dest='full', help=quick)
     _option(how, 'full', 'N', 'how many of the best to compile in full', _number)
 
-    find = command(_commands.find, 'a mesh and a rule for a step of one device')
-    _add_step(find)
+    autoshard = command(_commands.autoshard, 'a mesh and a rule for a step of one device')
+    _add_step(autoshard)
     batch = 'the arguments that hold a batch, by position from 0'
-    _option(find, 'batch', 'N,...', batch, _positions, dest='batch_argnums', required=True)
+    _option(autoshard, 'batch', 'N,...', batch, _positions, dest='batch_argnums', required=True)
     donate = 'the arguments that may be overwritten'
-    _option(find, 'donate', 'N,...', donate, _positions, (), dest='donate_argnums')
-    _option(find, 'batch-dim', 'N', 'the batch dimension, from 0 (0)', _number, 0)
-    _add_search(find)
-    _add_page(find)
+    _option(autoshard, 'donate', 'N,...', donate, _positions, (), dest='donate_argnums')
+    _option(autoshard, 'batch-dim', 'N', 'the batch dimension, from 0 (0)', _number, 0)
+    _add_search(autoshard)
+    _add_page(autoshard)
     keep = (
         'the sharding of leaves that are not searched, an entry for each dimension: embed=fsdp,- or norm= '
         '(replicated) or head=-,fsdp+tp; once for each regex'
     )
-    _option(find, 'keep', 'REGEX=SPEC', keep, _kept, [], action='append')
-    _option(find, 'memory', 'SIZE', 'the memory of a device, in place of its own: 16GiB, 80GB', _bytes)
-    _option(find, 'headroom', 'PART', 'the fraction of it that stays free (0.1)', float, 0.1)
-    _flag(find, 'zero1', 'shard only statistics of the optimizer over the axes of the batch, not parameters')
-    _option(find, 'budget', 'SECONDS', 'when to stop trying layouts (600)', _positive, 600, dest='budget_s')
-    _flag(find, 'code', 'print a program that uses what was found')
+    _option(autoshard, 'keep', 'REGEX=SPEC', keep, _kept, [], action='append')
+    _option(autoshard, 'memory', 'SIZE', 'the memory of a device, in place of its own: 16GiB, 80GB', _bytes)
+    _option(autoshard, 'headroom', 'PART', 'the fraction of it that stays free (0.1)', float, 0.1)
+    _flag(
+        autoshard,
+        'zero1',
+        'shard only statistics of the optimizer over the axes of the batch, not parameters',
+    )
+    _option(
+        autoshard, 'budget', 'SECONDS', 'when to stop trying layouts (600)', _positive, 600, dest='budget_s'
+    )
+    _flag(autoshard, 'code', 'print a program that uses what was found')
 
     verify = command(_commands.verify, 'whether a step computes on a mesh what one device computes')
     _add_step(verify)

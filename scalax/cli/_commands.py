@@ -26,7 +26,7 @@ from scalax._diagnostics.watchdog.watch import State, ask
 from scalax._verification.verify import verify as verify_step
 from scalax.cli._exit_codes import ExitCode
 from scalax.errors import ArgumentError, PlanError, did_you_mean
-from scalax.plan import find as find_rule
+from scalax.plan import autoshard as autoshard_step
 from scalax.plan import make_plan
 from scalax.plan import search as search_meshes
 from scalax.sharding import MeshShardingHelper, Stages
@@ -103,7 +103,7 @@ def search(
     return _fitting(found.fits)
 
 
-def find(
+def autoshard(
     function: str,
     topology: str,
     sizes: list[tuple[str, tuple[int, ...]]],
@@ -121,7 +121,7 @@ def find(
     a function of one device, and the tuple of its arguments, which may be jax.ShapeDtypeStruct.
     """
     step, arguments = _pair(_load_function(function), function, _STEP)
-    found = find_rule(
+    found = autoshard_step(
         step,
         arguments,
         topology,
@@ -382,7 +382,7 @@ def _pair(make: Callable[..., Any], named: str, second: str, *given: Any) -> tup
         inspect.signature(make).bind(*given)
     except TypeError as error:
         said = (
-            f'a MeshShardingHelper first ({error}); one without arguments is for find'
+            f'a MeshShardingHelper first ({error}); one without arguments is for autoshard'
             if given
             else f'no arguments ({error}); one of a helper is for plan, search, verify and explain'
         )

@@ -18,7 +18,7 @@ from scalax._diagnostics.doctor.environment import Finding
 from scalax.cli import ExitCode, _commands, main
 from scalax.errors import ArgumentError
 from scalax.plan import HARDWARE, Plan
-from scalax.plan import find as find_rule
+from scalax.plan import autoshard as autoshard_step
 from scalax.sharding import MeshShardingHelper, ShardingReport
 from tests.support import ROOT, gpu_compiler, tpu_compiler
 
@@ -222,7 +222,7 @@ def test_search(job, tmp_path, capsys):
 @pytest.mark.medium
 @tpu_compiler.needed
 def test_a_search_with_stages(capsys):
-    staged = os.path.join(os.path.dirname(__file__), '..', 'search', 'test_stages.py')
+    staged = os.path.join(os.path.dirname(__file__), '..', 'planning', 'mesh_search', 'test_stages.py')
     on = ('--topology', 'v5e:2x2', '--slices', 2, '--axes', 'stage,data,fsdp', '--sizes', 'fsdp=4')
     done = here(capsys, 'search', f'{staged}:make_step', *on, '--dcn', 'stage,data', '--stages', 'stage=2,4')
     assert (done.returncode, done.stderr) == (0, '')
@@ -248,16 +248,16 @@ def test_a_search_in_which_nothing_fits(job, capsys, tmp_path):
 def test_find(job, tmp_path, capsys):
     page, trials = tmp_path / 'found.html', tmp_path / 'trials.jsonl'
     on = ('--topology', 'v5e:2x2', '--batch', 1, '--sizes', 'tp=1,2', '--file', trials)
-    done = here(capsys, 'find', f'{job}:make_one_device', *on, '--html', page)
+    done = here(capsys, 'autoshard', f'{job}:make_one_device', *on, '--html', page)
     assert (done.returncode, done.stderr) == (0, '')
     assert ' on v5e:2x2, batch ' in done.stdout.splitlines()[0] and 'rule = TreePath' in done.stdout
     assert '<title>A rule for &lt;lambda&gt;</title>' in page.read_text()
     tried = len(trials.read_text().splitlines())
-    done = here(capsys, 'find', f'{job}:make_one_device', *on, '--json')
+    done = here(capsys, 'autoshard', f'{job}:make_one_device', *on, '--json')
     assert json.loads(done.stdout)['tried'] == tried == len(trials.read_text().splitlines()) > 1
-    done = here(capsys, 'find', f'{job}:make_one_device', *on, '--code')
+    done = here(capsys, 'autoshard', f'{job}:make_one_device', *on, '--code')
     assert done.stdout.startswith('from scalax.sharding import MeshShardingHelper')
-    done = here(capsys, 'find', f'{job}:make_too_much', '--topology', 'v5e:2x2', '--batch', 1)
+    done = here(capsys, 'autoshard', f'{job}:make_too_much', '--topology', 'v5e:2x2', '--batch', 1)
     assert done.returncode == 3 and 'does not fit' in done.stdout
 
 
@@ -272,18 +272,18 @@ def test_find(job, tmp_path, capsys):
 )
 @tpu_compiler.needed
 def test_invalid_commands_of_find(job, capsys, arguments, said):
-    done = here(capsys, 'find', f'{job}:make_one_device', '--topology', 'v5e:2x2', *arguments)
+    done = here(capsys, 'autoshard', f'{job}:make_one_device', '--topology', 'v5e:2x2', *arguments)
     assert done.returncode == 2 and said in done.stderr
 
 
 def test_options_of_find_are_those_of_the_function(job, monkeypatch):
     given = {}
 
-    def find(step, arguments, topology, **options):
+    def autoshard(step, arguments, topology, **options):
         given.update(options)
         raise ArgumentError('enough')
 
-    monkeypatch.setattr(_commands, 'find_rule', find)
+    monkeypatch.setattr(_commands, 'autoshard_step', autoshard)
     on = [
         '--topology',
         'v5e:2x2',
@@ -297,12 +297,12 @@ def test_options_of_find_are_those_of_the_function(job, monkeypatch):
         '0.05',
     ]
     kept = ['--keep', 'embed=fsdp,-', '--keep', 'a=b=', '--keep', 'head=-,fsdp+tp']
-    assert main(['find', f'{job}:make_one_device', *on, *kept, '--zero1']) == 2
+    assert main(['autoshard', f'{job}:make_one_device', *on, *kept, '--zero1']) == 2
     assert given['keep'] == [('embed', P('fsdp', None)), ('a=b', P()), ('head', P(None, ('fsdp', 'tp')))]
     assert (given['batch_dim'], given['memory'], given['headroom']) == (1, 3 * 2**29, 0.05)
     assert given['optimizer_state'] == 'zero1'
-    main(['find', f'{job}:make_one_device', '--topology', 'v5e:2x2', '--batch', '1'])
-    left = inspect.signature(find_rule).parameters
+    main(['autoshard', f'{job}:make_one_device', '--topology', 'v5e:2x2', '--batch', '1'])
+    left = inspect.signature(autoshard_step).parameters
     for name in ('batch_dim', 'memory', 'headroom', 'optimizer_state', 'budget_s', 'num_slices'):
         assert given[name] == left[name].default
 
@@ -323,7 +323,7 @@ def test_options_of_find_are_those_of_the_function(job, monkeypatch):
 )
 def test_usage_of_find(job, capsys, arguments, said):
     with pytest.raises(SystemExit) as ended:
-        main(['find', f'{job}:make_one_device', '--topology', 'v5e:2x2', '--batch', '1', *arguments])
+        main(['autoshard', f'{job}:make_one_device', '--topology', 'v5e:2x2', '--batch', '1', *arguments])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
 
@@ -539,7 +539,7 @@ def test_search_and_find_on_hosts_of_gpus(job, capsys):
     done = here(capsys, 'search', f'{job}:make_step', '--axes', 'fsdp,tp', *on)
     assert (done.returncode, done.stderr) == (0, '')
     assert done.stdout.splitlines()[0] == '1 mesh on h100:2x4: 1 planned'
-    done = here(capsys, 'find', f'{job}:make_one_device', '--batch', 1, *on)
+    done = here(capsys, 'autoshard', f'{job}:make_one_device', '--batch', 1, *on)
     assert done.returncode == 0 and 'h100:2x4' in done.stdout
 
 
@@ -597,10 +597,11 @@ def test_a_file_that_is_called_as_a_module_is_takes_nobodys_name(tmp_path, capsy
     [
         (
             ('plan', 'make_too_much', '--mesh', 'fsdp=8'),
-            'a MeshShardingHelper first (too many positional arguments); one without arguments is for find',
+            'a MeshShardingHelper first (too many positional arguments); one without arguments is for '
+            'autoshard',
         ),
         (
-            ('find', 'make_step', '--batch', '1', '--topology', 'v5e:2x2'),
+            ('autoshard', 'make_step', '--batch', '1', '--topology', 'v5e:2x2'),
             "no arguments (missing a required argument: 'helper'); one of a helper is for plan, search, "
             'verify and explain',
         ),

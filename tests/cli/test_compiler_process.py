@@ -151,7 +151,7 @@ def test_messages(number, compilations, message):
         (('verify', *MESH), None),
         (('plan', '--topology', 'v5e:2x4', *MESH), 'v5e:2x4'),
         (('search', '--topology', 'v5e:2x4', '--axes', 'fsdp'), 'v5e:2x4'),
-        (('find', '--topology', 'v5e:2x4', '--batch', '1'), 'v5e:2x4'),
+        (('autoshard', '--topology', 'v5e:2x4', '--batch', '1'), 'v5e:2x4'),
     ],
 )
 def test_commands_that_compile(monkeypatch, arguments, topology):

@@ -91,7 +91,7 @@ def test_a_function_that_makes_a_step():
         HELPER.plan(make_step)
     assert raised.value.__notes__ == [
         'Is make_step a function that returns a step and its arguments? Plan these: '
-        'helper.plan(*make_step(helper)); one that takes no helper is for find(*make_step(), ...)'
+        'helper.plan(*make_step(helper)); one that takes no helper is for autoshard(*make_step(), ...)'
     ]
 
 

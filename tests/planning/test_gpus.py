@@ -23,7 +23,7 @@ from scalax._planning.program.hlo import parse
 from scalax._planning.report.plan_page import plan_blocks
 from scalax._planning.time.collective_time import collective_seconds
 from scalax._planning.time.nccl import nccl_seconds
-from scalax.plan import HARDWARE, Counted, Plan, Source, find, search
+from scalax.plan import HARDWARE, Counted, Plan, Source, autoshard, search
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support import executable_reader, gpu_compiler
@@ -624,7 +624,7 @@ def test_a_search_with_an_axis_over_hosts():
 @pytest.mark.slow
 @gpu_compiler.needed
 def test_find():
-    found = find(
+    found = autoshard(
         lambda w, x: x @ w,
         (array(1024, 1024), array(1024, 1024)),
         'h200:8',

@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec
 from scalax._core.mesh import topologies
 from scalax._core.render.trial_log import TrialFile
 from scalax._core.util.progress import progress
-from scalax._planning.autoshard.build_result import make_found
+from scalax._planning.autoshard.build_result import build_result
 from scalax._planning.autoshard.coordinate_descent import Descent
 from scalax._planning.autoshard.layout import Axes
 from scalax._planning.autoshard.problem import make_problem
-from scalax._planning.autoshard.result import Ended, Found
+from scalax._planning.autoshard.result import AutoShardingResult, Ended
 from scalax._planning.autoshard.step import make_step
 from scalax._planning.autoshard.trial import OutOfTime, Trials
 from scalax._planning.hardware.specs import Hardware, hardware_of
@@ -27,13 +27,13 @@ from scalax._planning.mesh_search.meshes import Constraints, possible_meshes
 from scalax.errors import ArgumentError, IndivisibleWarning, PlanError, StagesWarning
 from scalax.rules import TreePathShardingRule
 
-_log = logging.getLogger('scalax.find')
+_log = logging.getLogger('scalax.autoshard')
 
 OptimizerState = Literal['as parameters', 'zero1']
 Pairs = TreePathShardingRule | Sequence[tuple[str, PartitionSpec]]
 
 
-def find(
+def autoshard(
     step: Callable[..., Any],
     args: Sequence[Any],
     topology: str | None = None,
@@ -51,7 +51,7 @@ def find(
     headroom: float = 0.1,
     budget_s: float = 600.0,
     file: str | os.PathLike[str] | None = None,
-) -> Found:
+) -> AutoShardingResult:
     """Finds a mesh and a sharding rule for a step that is written for one device (auto-sharding).
 
     The step is compiled (`MeshShardingHelper.plan`, quickly) with one layout after another. First, for each
@@ -67,7 +67,7 @@ def find(
     are assumed.
 
     A line on stderr shows the best so far, on a terminal and in a notebook (``SCALAX_PROGRESS=0`` turns it
-    off). Elsewhere it is logged (``scalax.find``, level INFO).
+    off). Elsewhere it is logged (``scalax.autoshard``, level INFO).
 
     Args:
         step: a function for one device, with positional arguments.
@@ -95,7 +95,7 @@ def find(
             flags, continues from it.
 
     Returns:
-        A `Found`. Ctrl-C ends the search early, with the best so far.
+        A `AutoShardingResult`. Ctrl-C ends the search early, with the best so far.
 
     Raises:
         ArgumentError: the step does not trace for one device, has nothing to shard, or an argument is
@@ -107,8 +107,8 @@ def find(
         DataError: *file* holds something other than trials.
 
     Example:
-        >>> from scalax.plan import find
-        >>> found = find(train_step, (state, batch), 'v5p:4x4x4', batch_argnums=1)  # doctest: +SKIP
+        >>> from scalax.plan import autoshard
+        >>> found = autoshard(train_step, (state, batch), 'v5p:4x4x4', batch_argnums=1)  # doctest: +SKIP
         >>> print(found.to_code())  # doctest: +SKIP
     """
     names = _names(axis_names, num_slices)
@@ -148,7 +148,7 @@ def find(
         )
     if best.lost:
         raise PlanError(f'no layout of {traced.name} could be compiled: {best.lost}')
-    return make_found(trials, best, topology, ended, time.monotonic() - started)
+    return build_result(trials, best, topology, ended, time.monotonic() - started)
 
 
 def _names(names: Sequence[str] | None, num_slices: int) -> tuple[str, str, str]:

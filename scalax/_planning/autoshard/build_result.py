@@ -8,12 +8,14 @@ from typing import Any
 from scalax._core.render.tables import human_bytes
 from scalax._planning.autoshard.codegen import program_code
 from scalax._planning.autoshard.regex_rules import readable_rule
-from scalax._planning.autoshard.result import Ended, Found, FoundGroup, FoundMesh
+from scalax._planning.autoshard.result import AutoShardingResult, Ended, GroupChoice, MeshChoice
 from scalax._planning.autoshard.trial import Trial, Trials, attempt
 from scalax._planning.mesh_search.objective import slower
 
 
-def make_found(trials: Trials, best: Trial, topology: str | None, ended: Ended, seconds: float) -> Found:
+def build_result(
+    trials: Trials, best: Trial, topology: str | None, ended: Ended, seconds: float
+) -> AutoShardingResult:
     """The result of a search: the best of the trials, with its plan."""
     problem, limit = trials.problem, best.limit
     plan = problem.plan(best.layout)
@@ -25,7 +27,7 @@ def make_found(trials: Trials, best: Trial, topology: str | None, ended: Ended, 
         {leaf.path: (leaf.shape, spec) for leaf, spec in specs.items() if math.prod(leaf.shape) > 1}
     )
     roofline = plan.known_roofline
-    return Found(
+    return AutoShardingResult(
         mesh=best.layout.sizes,
         rule=rule,
         batch=best.layout.batch,
@@ -46,7 +48,7 @@ def make_found(trials: Trials, best: Trial, topology: str | None, ended: Ended, 
     )
 
 
-def _explained(trials: Trials, best: Trial, number: int) -> FoundGroup:
+def _explained(trials: Trials, best: Trial, number: int) -> GroupChoice:
     problem = trials.problem
     name, spec = problem.groups[number].name, problem.group_spec(number, best.layout)
     others = [
@@ -55,12 +57,12 @@ def _explained(trials: Trials, best: Trial, number: int) -> FoundGroup:
         if layout != best.layout and best.layout.moved({number: layout.groups[number]}) == layout
     ]
     if not others:
-        return FoundGroup(name, spec)
+        return GroupChoice(name, spec)
     other = min(others, key=lambda trial: trial.rank)
     moved = {
         axes: other.moved.get(axes, 0) - best.moved.get(axes, 0) for axes in {**best.moved, **other.moved}
     }
-    return FoundGroup(
+    return GroupChoice(
         name,
         spec,
         problem.group_spec(number, other.layout),
@@ -71,14 +73,14 @@ def _explained(trials: Trials, best: Trial, number: int) -> FoundGroup:
     )
 
 
-def _best_of_each_mesh(trials: Trials, best: Trial) -> tuple[FoundMesh, ...]:
+def _best_of_each_mesh(trials: Trials, best: Trial) -> tuple[MeshChoice, ...]:
     """The best trial of each mesh and placement of the batch, with a pipeline and without one."""
     found: dict[tuple[Any, ...], Trial] = {}
     for trial in [best, *sorted(trials.known.values(), key=lambda trial: trial.rank)]:
         layout = trial.layout
         found.setdefault((layout.mesh, layout.batch, layout.stages is None), trial)
     return tuple(
-        FoundMesh(
+        MeshChoice(
             trial.layout.sizes,
             trial.layout.batch,
             trial.layout.stages,

@@ -26,7 +26,7 @@ Ended = Literal['', 'time', 'stopped']
 
 
 @dataclasses.dataclass(frozen=True)
-class FoundGroup:
+class GroupChoice:
     """A group of leaves, and what its sharding saves.
 
     Attributes:
@@ -49,7 +49,7 @@ class FoundGroup:
 
 
 @dataclasses.dataclass(frozen=True)
-class FoundMesh:
+class MeshChoice:
     """The best layout for one mesh and one sharding of the batch.
 
     Attributes:
@@ -79,8 +79,8 @@ class FoundMesh:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found(Shown):
-    """What `find` returns; ``str()`` of it is a page of text.
+class AutoShardingResult(Shown):
+    """What `autoshard` returns; ``str()`` of it is a page of text.
 
     Attributes:
         mesh: mesh axis -> size.
@@ -107,8 +107,8 @@ class Found(Shown):
     batch: PartitionSpec
     stages: Stages | None
     plan: Plan
-    groups: tuple[FoundGroup, ...]
-    meshes: tuple[FoundMesh, ...]
+    groups: tuple[GroupChoice, ...]
+    meshes: tuple[MeshChoice, ...]
     fits: bool | None
     lower_bound: float | None
     bound: float
@@ -124,10 +124,10 @@ class Found(Shown):
         return f'A rule for {self.plan.name}'
 
     def _blocks(self, title: str) -> list[Block]:
-        return found_blocks(self, title)
+        return result_blocks(self, title)
 
     def _page(self, title: str) -> list[Block]:
-        heading, figures, head, rule, *others = found_blocks(self, title)
+        heading, figures, head, rule, *others = result_blocks(self, title)
         plan = plan_blocks(self.plan, 'The plan', level=2)
         return [heading, rule, figures, head, *others, *plan]
 
@@ -141,7 +141,7 @@ class Found(Shown):
         return {**serialization.plain(own), 'rule': repr(self.rule), 'code': self._code}
 
 
-def found_blocks(found: Found, title: str) -> list[Block]:
+def result_blocks(found: AutoShardingResult, title: str) -> list[Block]:
     """What was found, as blocks, without the plan."""
     return [
         Heading(title, found.mesh, f'on {found.topology}' if found.topology else ''),
@@ -153,7 +153,7 @@ def found_blocks(found: Found, title: str) -> list[Block]:
     ]
 
 
-def _head(found: Found) -> list[str]:
+def _head(found: AutoShardingResult) -> list[str]:
     """What was found, in a few lines."""
     where = found.topology or f'{found.plan.devices} {found.plan.platform} devices'
     fits = {True: 'fits', False: 'does not fit', None: 'memory limit unknown'}[found.fits]
@@ -182,13 +182,13 @@ def _head(found: Found) -> list[str]:
     return lines
 
 
-def _mesh_text(found: Found | FoundMesh) -> str:
+def _mesh_text(found: AutoShardingResult | MeshChoice) -> str:
     """The sizes, and what is said of a pipeline."""
     stages = f'; {options_text(found.stages)}' if found.stages else ''
     return f'{axis_sizes_text(found.mesh)}{stages}'
 
 
-def _groups(found: Found) -> Table:
+def _groups(found: AutoShardingResult) -> Table:
     """A row for each group: its place, the next best one, and what that costs more."""
     rows: list[Row] = []
     for group in found.groups:
@@ -209,7 +209,7 @@ def _groups(found: Found) -> Table:
     return Table([*heads, *numbers, Column('bytes', 'code')], rows)
 
 
-def _meshes(found: Found) -> Table:
+def _meshes(found: AutoShardingResult) -> Table:
     """A row for each mesh and placement of the batch."""
     columns = [
         Column('mesh', 'lead'),

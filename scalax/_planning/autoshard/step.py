@@ -121,12 +121,12 @@ def make_step(
     """
     if not callable(function):
         raise ArgumentError(
-            f'find takes a function for one device and its arguments, got {type(function).__name__}'
+            f'autoshard takes a function for one device and its arguments, got {type(function).__name__}'
         )
     name = name_of(function)
     if isinstance(function, SjitFunction):
         raise ArgumentError(
-            f'{name} is already compiled for the mesh of a helper: pass the function itself, which find '
+            f'{name} is already compiled for the mesh of a helper: pass the function itself, which autoshard '
             'compiles for one mesh after another'
         )
     if not isinstance(args, tuple | list):
@@ -135,8 +135,8 @@ def make_step(
     donated = _numbers('donate_argnums', donate_argnums, len(args))
     if not batch:
         raise ArgumentError(
-            'batch_argnums has to name the arguments that hold a batch: find shards these along the batch '
-            'dimension, and finds a rule for the others'
+            'batch_argnums has to name the arguments that hold a batch: autoshard shards these along the '
+            'batch dimension, and finds a rule for the others'
         )
     try:
         jaxpr, out = jax.make_jaxpr(function, return_shape=True)(*args)

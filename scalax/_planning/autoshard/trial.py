@@ -18,7 +18,7 @@ from scalax._core.render.trial_log import TrialFile
 from scalax._planning.autoshard.codegen import spec_code
 from scalax._planning.autoshard.layout import Layout
 from scalax._planning.autoshard.problem import Problem
-from scalax._planning.mesh_search.objective import lost_by, mean, rank, seconds_of
+from scalax._planning.mesh_search.objective import mean, rank, reason_of_failure, seconds_of
 from scalax._planning.time.roofline import StepTime
 from scalax.errors import plural
 
@@ -89,7 +89,7 @@ def attempt(problem: Problem, layout: Layout, limit: int | None) -> Trial:
     except Exception as error:  # noqa: BLE001 - lost_by raises what is no result of the compiler
         name = f'{axis_sizes_text(layout.sizes)}, batch {spec_code(layout.batch)}'
         name += f', {layout.stages}' if layout.stages else ''
-        return Trial(layout, limit=limit, lost=lost_by(error, name))
+        return Trial(layout, limit=limit, lost=reason_of_failure(error, name))
     bound, estimate = seconds_of(plan)
     if not math.isfinite(bound):
         return Trial(layout, limit=limit, lost='the time of its collectives is unknown')

@@ -170,7 +170,7 @@ def _trace(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, A
         if not args and not kwargs:
             error.add_note(
                 f'Is {name} a function that returns a step and its arguments? Plan these: '
-                f'helper.plan(*{name}(helper)); one that takes no helper is for find(*{name}(), ...)'
+                f'helper.plan(*{name}(helper)); one that takes no helper is for autoshard(*{name}(), ...)'
             )
         raise
 

@@ -1,4 +1,4 @@
-"""The objective of `find` and `search`: which of several plans is best, and which errors are an outcome.
+"""The objective of `autoshard` and `search`: which of several plans is best, and which errors are an outcome.
 
 The objective averages the fully overlapped and the serial step time, because a part of the step overlaps.
 Seconds count in steps of 0.2 per cent. Of plans in the same step the one with less memory is better, in steps
@@ -71,7 +71,7 @@ def slower(seconds: float, best: float) -> str:
     return f'{seconds / best - 1:.1%} slower' if seconds >= best * (1 + EQUAL) > 0 else 'nearly equal'
 
 
-def lost_by(error: Exception, candidate: str) -> str:
+def reason_of_failure(error: Exception, candidate: str) -> str:
     """Why a candidate has no plan, in a line.
 
     Only these are outcomes: the compiler, or JAX for it, refuses; its dimensions or its mesh do not divide;

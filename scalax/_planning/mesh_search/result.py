@@ -40,7 +40,7 @@ _COLUMNS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Search(Shown):
+class SearchResult(Shown):
     """What `search` returns; ``str()`` of it is a table.
 
     Attributes:
@@ -116,7 +116,7 @@ class Search(Shown):
         }
 
 
-def search_blocks(search: Search, title: str) -> list[Block]:
+def search_blocks(search: SearchResult, title: str) -> list[Block]:
     """A search as blocks, without the plans."""
     best = search.candidates[0] if search.fits else None
     of = f'best of {plural(len(search.candidates), "mesh", "meshes")}' if best else ''
@@ -134,7 +134,7 @@ def search_blocks(search: Search, title: str) -> list[Block]:
     ]
 
 
-def _figures(search: Search, best: Candidate | None) -> Iterable[Figure]:
+def _figures(search: SearchResult, best: Candidate | None) -> Iterable[Figure]:
     if best is not None and best.plan is not None:
         return headline(best.plan, best.plan.known_roofline)
     planned = any(each.plan or each.ruled_out for each in search.candidates)
@@ -163,7 +163,7 @@ def _row(place: int, candidate: Candidate) -> Row:
     ]
 
 
-def _plans(search: Search) -> list[Block]:
+def _plans(search: SearchResult) -> list[Block]:
     """The plan of each mesh, folded."""
     plans = [
         Fold(f'{place}. {each.name}: {each.lost or "best"}', plan_blocks(each.plan, each.name, level=2))

@@ -24,9 +24,9 @@ from scalax._planning.compiler.lowered_step import LoweredStep, lower_step
 from scalax._planning.hardware.specs import Hardware
 from scalax._planning.mesh_search.candidate import Candidate
 from scalax._planning.mesh_search.meshes import Constraints, Sizes, helper_of, possible_meshes, slices_along
-from scalax._planning.mesh_search.objective import lost_by
+from scalax._planning.mesh_search.objective import reason_of_failure
 from scalax._planning.mesh_search.ranking import may_fit, order, ranked, surely_fits
-from scalax._planning.mesh_search.result import Search
+from scalax._planning.mesh_search.result import SearchResult
 from scalax._planning.report.make_plan import plan_lowered
 from scalax._planning.report.plan import Plan
 from scalax._planning.report.plan_page import memory_taken
@@ -48,13 +48,13 @@ def search(
     hardware: Hardware | None = None,
     full: int | None = None,
     file: str | os.PathLike[str] | None = None,
-) -> Search:
+) -> SearchResult:
     """Plans a step on every mesh of a topology, and ranks the meshes.
 
     The memory of the arguments is known before the step is compiled: a mesh on which they alone do not fit is
     ruled out. The others are planned quickly (`MeshShardingHelper.plan`), which takes seconds. Meshes on
-    which the step does not fit, or some dimension does not divide, come last. The others are ranked as `find`
-    ranks layouts: by the average of the fully overlapped and the serial step time, and equal ones by their
+    which the step does not fit, or some dimension does not divide, come last. The others are ranked as
+    `autoshard` ranks layouts: by the average of the fully overlapped and the serial step time, and equal ones by their
     memory. If the best is so close to the memory limit that its quick plan does not tell whether it fits, it
     is compiled in full.
 
@@ -84,7 +84,7 @@ def search(
             flags, continues from it.
 
     Returns:
-        A `Search`. Ctrl-C ends the search early; the result then ranks the meshes planned so far.
+        A `SearchResult`. Ctrl-C ends the search early; the result then ranks the meshes planned so far.
 
     Raises:
         ArgumentError: there is no candidate, constraints or dcn_axis name no mesh axis, or an argument is
@@ -138,7 +138,7 @@ def search(
             _in_full(attempt, done, full, note)
         except KeyboardInterrupt:
             interrupted = True
-    return Search(
+    return SearchResult(
         ranked(done.values()),
         name,
         interrupted,
@@ -177,7 +177,7 @@ class _Attempts:
     read: int = 0
 
     def __call__(self, candidate: Candidate, *, quick: bool) -> Candidate:
-        """The candidate with its plan, or with the reason why there is none; raises as `lost_by` does."""
+        """Returns the candidate with its plan, or with the reason why it has none."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter('error', IndivisibleWarning)
@@ -192,7 +192,7 @@ class _Attempts:
                 name = f'{step.fingerprint} {"quick" if quick else "in full"}' if self.file.path else ''
                 plan = self._saved(name) or self._compiled(step, name, quick)
         except Exception as error:  # noqa: BLE001 - lost_by raises what is no result of the compiler
-            return dataclasses.replace(candidate, lost=lost_by(error, candidate.name))
+            return dataclasses.replace(candidate, lost=reason_of_failure(error, candidate.name))
         lost = f'does not fit: {memory_taken(plan)}' if plan.fits is False else ''
         return dataclasses.replace(candidate, plan=plan, lost=lost)
 
@@ -247,7 +247,7 @@ def _check_parameters(make_step: Callable[..., Any], has_stages: bool) -> None:
             f'search calls {name_of(make_step)}({given}), which has the parameters '
             f'{inspect.signature(make_step)}: {error}\n'
             'What to do: give it a function that takes these, compiles the step with the helper, and returns '
-            'the step and its arguments. For a step of one device, use find(step, arguments).'
+            'the step and its arguments. For a step of one device, use autoshard(step, arguments).'
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""`find` with pipelines: where layers become stages over slices, and where they do not."""
+"""`autoshard` with pipelines: where layers become stages over slices, and where they do not."""
 
 import dataclasses
 import html
@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from scalax._spmd.pipelines.config import options_text
-from scalax.plan import HARDWARE, find
+from scalax.plan import HARDWARE, autoshard
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support import tpu_compiler
@@ -50,7 +50,7 @@ def arguments(layers=4, rows=64):
 
 
 def found_for(*, hardware=SLOW, budget_s=600, keep=(), **options):
-    return find(
+    return autoshard(
         train_step,
         arguments(**options),
         'v5e:2x2',

@@ -10,7 +10,7 @@ import pytest
 from selenium.webdriver.common.by import By
 
 from scalax._planning.mesh_search.ranking import ranked
-from scalax.plan import HARDWARE, Candidate, Place, Search
+from scalax.plan import HARDWARE, Candidate, Place, SearchResult
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
@@ -51,7 +51,7 @@ def candidate(fsdp, tp, peak=4, **more):
 @functools.cache
 def search():
     """One mesh of each kind: the best, a slower one, one too large, two not compiled, one that failed."""
-    return Search(
+    return SearchResult(
         ranked(
             [
                 candidate(8, 1, 10),
@@ -72,7 +72,7 @@ def hostile():
     sizes = {HOSTILE: 4, 'tp': 2}
     made = plan(4, 2, names=('<img src=x>', 'tp'))  # a name with quotes is none that XLA reads
     best = Candidate(sizes, dataclasses.replace(made, name=HOSTILE))
-    return Search((best, Candidate(sizes, lost=HOSTILE)), HOSTILE)
+    return SearchResult((best, Candidate(sizes, lost=HOSTILE)), HOSTILE)
 
 
 def written(found, folder, **options):
@@ -92,7 +92,7 @@ def columns(text):
 # --- What is written ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('make', [search, hostile, lambda: Search((), 'v5e:2x4', True, not_tried=3)])
+@pytest.mark.parametrize('make', [search, hostile, lambda: SearchResult((), 'v5e:2x4', True, not_tried=3)])
 def test_the_page_is_well_formed_and_self_contained(make, tmp_path):
     text = written(make(), tmp_path, title='A <b> title')
     root = ET.fromstring(text)
@@ -129,17 +129,17 @@ def test_the_table(tmp_path):
 @pytest.mark.parametrize(
     ('found', 'said'),
     [
-        (Search((), 'v5e:2x4'), ['nothing planned', 'There are none.']),
+        (SearchResult((), 'v5e:2x4'), ['nothing planned', 'There are none.']),
         (
-            Search((Candidate({'x': 8}, lost='no'),), 'v5e:2x4'),
+            SearchResult((Candidate({'x': 8}, lost='no'),), 'v5e:2x4'),
             ['nothing planned'],
         ),
         (
-            Search((candidate(8, 1, 20, lost='does not fit'),), 'v5e:2x4'),
+            SearchResult((candidate(8, 1, 20, lost='does not fit'),), 'v5e:2x4'),
             ['no mesh fits'],
         ),
         (
-            Search((candidate(8, 1),), 'v5e:2x4', True, not_tried=3),
+            SearchResult((candidate(8, 1),), 'v5e:2x4', True, not_tried=3),
             ['1 mesh on v5e:2x4; stopped before its end, 3 not reached'],
         ),
     ],

@@ -10,9 +10,9 @@ from jax.sharding import AxisType, NamedSharding
 
 from scalax._planning.mesh_search import search as module
 from scalax._planning.mesh_search.meshes import possible_meshes
-from scalax._planning.mesh_search.objective import lost_by
+from scalax._planning.mesh_search.objective import reason_of_failure
 from scalax.errors import ArgumentError, MeshError, PlanError, ShardingError
-from scalax.plan import Candidate, Search, search
+from scalax.plan import Candidate, SearchResult, search
 from scalax.sharding import PartitionSpec as P
 from scalax.sharding import Stages, TreePathShardingRule
 from tests.support import tpu_compiler
@@ -126,7 +126,7 @@ def test_a_function_with_other_parameters(function, options, called, why):
     assert str(raised.value) == (
         f'search calls {called}, which has the parameters {why}\n'
         'What to do: give it a function that takes these, compiles the step with the helper, and returns the '
-        'step and its arguments. For a step of one device, use find(step, arguments).'
+        'step and its arguments. For a step of one device, use autoshard(step, arguments).'
     )
 
 
@@ -198,9 +198,9 @@ def test_what_jax_cannot_divide_rules_a_candidate_out():
     mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Explicit,))
     with pytest.raises(ValueError, match='divide') as caught:
         jax.jit(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, P('fsdp')))).lower(np.ones(9))
-    assert lost_by(caught.value, 'fsdp=8').startswith('ValueError: Sharding spec')
+    assert reason_of_failure(caught.value, 'fsdp=8').startswith('ValueError: Sharding spec')
     with pytest.raises(KeyError, match='other') as own:
-        lost_by(KeyError('other'), 'fsdp=8')
+        reason_of_failure(KeyError('other'), 'fsdp=8')
     assert own.value.__notes__ == ['This was raised by the candidate fsdp=8.']
 
 
@@ -478,9 +478,9 @@ def test_slices():
 
 
 def test_nothing_found():
-    nothing = Search((Candidate({'x': 4}, lost='no'),), 'v5e:2x2')
+    nothing = SearchResult((Candidate({'x': 4}, lost='no'),), 'v5e:2x2')
     assert not nothing.fits
-    assert not Search((), 'v5e:2x2').fits
+    assert not SearchResult((), 'v5e:2x2').fits
     assert str(nothing).splitlines()[-1].split() == ['1', 'x=4', 'no']
 
 

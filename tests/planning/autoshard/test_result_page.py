@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from examples.mixer import shapes, train_step
-from scalax.plan import find
+from scalax.plan import autoshard
 from tests.support import ROOT
 
 
@@ -13,7 +13,9 @@ from tests.support import ROOT
 def test_the_page_shows_what_is_found():
     page = (ROOT / 'docs' / 'auto_sharding.md').read_text(encoding='utf-8')
     arguments = shapes(rows=64, layers=2, patches=16, channels=256)
-    found = find(train_step, arguments, batch_argnums=1, donate_argnums=0, sizes={'tp': 1}, memory=16 * 2**20)
+    found = autoshard(
+        train_step, arguments, batch_argnums=1, donate_argnums=0, sizes={'tp': 1}, memory=16 * 2**20
+    )
     assert f'```text\n{found.to_code().strip()}\n```' in page
     rows = [f'{group.name} {group.spec} | next best: {group.next_spec}' for group in found.groups]
     assert '```text\n' + '\n'.join(rows) + '\n```' in page

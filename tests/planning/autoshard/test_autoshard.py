@@ -1,4 +1,4 @@
-"""`scalax.plan.find`: what it finds, what it keeps, how it ends."""
+"""`scalax.plan.autoshard`: what it finds, what it keeps, how it ends."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ from scalax._planning.autoshard import trial
 from scalax._planning.autoshard.problem import Problem
 from scalax._planning.autoshard.step import make_step
 from scalax.errors import ArgumentError, MeshError
-from scalax.plan import find
+from scalax.plan import autoshard
 from scalax.sharding import MeshShardingHelper, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
 from tests.support import tpu_compiler
@@ -77,7 +77,7 @@ def options(**others):
 
 @pytest.fixture(scope='module')
 def found():
-    return find(train_step, arguments(), **options(donate_argnums=0, memory=MEMORY))
+    return autoshard(train_step, arguments(), **options(donate_argnums=0, memory=MEMORY))
 
 
 def losses(step, state, tokens, count=10):
@@ -144,7 +144,7 @@ def test_no_neighbour_costs_less(found):
 
 @pytest.mark.slow
 def test_it_is_deterministic():
-    one, other = (find(product, simple(), **options(sizes={'tp': [1, 2]})) for _ in range(2))
+    one, other = (autoshard(product, simple(), **options(sizes={'tp': [1, 2]})) for _ in range(2))
     assert {len(row.mesh) for row in one.meshes} == {1, 2}
     assert one.to_code() == other.to_code()
     assert (one.groups, one.meshes, one.tried) == (other.groups, other.meshes, other.tried)
@@ -160,7 +160,7 @@ def test_pages_show_names_as_text(tmp_path):
         return x
 
     shape = jax.ShapeDtypeStruct((64, 64), 'float32')
-    result = find(step, (dict.fromkeys(names, shape), shape), **options())
+    result = autoshard(step, (dict.fromkeys(names, shape), shape), **options())
     result.to_html(tmp_path / 'page.html')
     page = (tmp_path / 'page.html').read_text()
     assert '<script>alert' not in page and '&lt;script&gt;alert' in page
@@ -171,7 +171,7 @@ def test_pages_show_names_as_text(tmp_path):
 @pytest.mark.medium
 def test_a_search_continues_from_a_file(tmp_path, monkeypatch):
     file = tmp_path / 'trials.jsonl'
-    first = find(product, simple(), **options(file=file))
+    first = autoshard(product, simple(), **options(file=file))
     lines = file.read_text().splitlines()
     assert len(lines) == first.tried
     edited = lines[-1].replace('"bound"', '"least"')  # as by hand; the line after it counts
@@ -179,16 +179,16 @@ def test_a_search_continues_from_a_file(tmp_path, monkeypatch):
     file.write_text('\n'.join([*lines[:-1], '{}', 'null', '[1]', edited, lines[-1], lines[0][:40]]) + '\n')
     attempts, attempt = [], trial.attempt
     monkeypatch.setattr(trial, 'attempt', lambda *each: (attempts.append(each), attempt(*each))[1])
-    few = find(product, simple(), **options(file=file, sizes={'tp': 8}, budget_s=1e-6))
+    few = autoshard(product, simple(), **options(file=file, sizes={'tp': 8}, budget_s=1e-6))
     assert (few.mesh, few.tried) == ({'fsdp': 1, 'tp': 8}, 1)  # those of other meshes do not count
     attempts.clear()
-    again = find(product, simple(), **options(file=file))
+    again = autoshard(product, simple(), **options(file=file))
     assert attempts == [] and (again.rule, again.tried) == (first.rule, first.tried)
-    other = find(product, simple(rows=128), **options(file=file))
+    other = autoshard(product, simple(rows=128), **options(file=file))
     assert len(attempts) == other.tried > 0
     file.write_text('\n'.join([edited]) + '\n')
     attempts.clear()
-    assert find(product, simple(), **options(file=file)).tried == len(attempts) == first.tried
+    assert autoshard(product, simple(), **options(file=file)).tried == len(attempts) == first.tried
 
 
 def test_ctrl_c_gives_the_best_so_far(monkeypatch):
@@ -202,11 +202,11 @@ def test_ctrl_c_gives_the_best_so_far(monkeypatch):
 
     monkeypatch.setattr(trial, 'attempt', stopped)
     least = 1
-    result = find(product, simple(), **options())
+    result = autoshard(product, simple(), **options())
     assert (result.ended, result.tried) == ('stopped', 1) and 'until it was stopped' in str(result)
     least = 0
     with pytest.raises(KeyboardInterrupt):
-        find(product, simple(), **options())
+        autoshard(product, simple(), **options())
 
 
 @pytest.mark.medium
@@ -215,20 +215,20 @@ def test_an_array_of_the_batch_without_rows_is_whole():
         return jnp.sum(jnp.tanh(x @ w) * jnp.sum(mask))
 
     w, x, mask = (jax.ShapeDtypeStruct(shape, 'float32') for shape in [(64, 64), (64, 64), (20, 20)])
-    found = find(step, (w, x, mask), **options(batch_argnums=(1, 2), sizes={'tp': 1}))
+    found = autoshard(step, (w, x, mask), **options(batch_argnums=(1, 2), sizes={'tp': 1}))
     assert found.batch == P('fsdp') and 'in_shardings=(rule, batch, P())' in found.to_code()
 
 
 def test_filters_of_warnings_are_as_before():
     before = [*warnings.filters]
-    find(product, simple(), **options())
+    autoshard(product, simple(), **options())
     assert warnings.filters == before
 
 
 @pytest.mark.medium
 def test_a_partial_gets_a_name_in_the_code():
     step = functools.partial(lambda scale, params, x: jnp.tanh(x @ params['w']) * scale, 2.0)
-    assert '    your_step,\n' in find(step, simple(), **options()).to_code()
+    assert '    your_step,\n' in autoshard(step, simple(), **options()).to_code()
 
 
 @pytest.mark.medium
@@ -237,11 +237,11 @@ def test_gradients_of_integers_count_nothing():
         return jax.grad(lambda p: jnp.sum(jnp.tanh(x @ p['w'])), allow_int=True)(params)
 
     params = {'w': jnp.ones((64, 64)), 'steps': jnp.arange(4096)}
-    assert find(step, (params, jnp.ones((64, 64))), **options(budget_s=1e-6)).tried >= 1
+    assert autoshard(step, (params, jnp.ones((64, 64))), **options(budget_s=1e-6)).tried >= 1
 
 
 def test_a_budget_that_is_too_small_gives_an_answer():
-    result = find(product, simple(), **options(budget_s=1e-6))
+    result = autoshard(product, simple(), **options(budget_s=1e-6))
     assert result.ended == 'time' and 'larger budget_s' in str(result)
     assert result.tried >= 1
 
@@ -255,16 +255,16 @@ def test_leaves_that_are_kept():
         return x @ params['w'] @ params['v']
 
     args = params, simple()[1]
-    result = find(step, args, **options(keep=keep, sizes={'tp': 2}))
+    result = autoshard(step, args, **options(keep=keep, sizes={'tp': 2}))
     assert result.rule.apply(params)['w'] == P('tp', 'fsdp')
     assert [group.name for group in result.groups] == ['v']
-    without = find(step, args, **options(keep=keep))  # its mesh has no tp
+    without = autoshard(step, args, **options(keep=keep))  # its mesh has no tp
     assert without.rule.apply(params)['w'] == P(None, 'fsdp')
 
 
 @pytest.mark.medium
 def test_names_of_axes():
-    result = find(product, simple(), **options(axis_names=['data', 'model'], sizes={'model': 2}))
+    result = autoshard(product, simple(), **options(axis_names=['data', 'model'], sizes={'model': 2}))
     assert result.mesh == {'data': 4, 'model': 2} and result.batch == P('data')
 
 
@@ -273,11 +273,11 @@ def test_rows_in_another_dimension():
         return jnp.einsum('tbd,dh->tbh', x, params['w'])
 
     args = simple()[0], jax.ShapeDtypeStruct((3, 64, 64), 'float32')
-    assert find(step, args, **options(batch_dim=1)).batch == P(None, 'fsdp')
+    assert autoshard(step, args, **options(batch_dim=1)).batch == P(None, 'fsdp')
 
 
 def test_rows_that_do_not_divide_are_replicated_on_meshes_without_an_axis_for_them():
-    result = find(product, simple(rows=3), **options(sizes={'tp': 8}))
+    result = autoshard(product, simple(rows=3), **options(sizes={'tp': 8}))
     assert result.mesh == {'fsdp': 1, 'tp': 8} and result.batch == P()
 
 
@@ -288,7 +288,7 @@ def test_rows_that_do_not_divide_are_replicated_on_meshes_without_an_axis_for_th
             {'step': MeshShardingHelper([-1], ['fsdp']).sjit(product)},
             'product is already compiled for the mesh of a helper: pass the function itself',
         ),
-        ({'step': 3}, 'find takes a function for one device and its arguments, got int'),
+        ({'step': 3}, 'autoshard takes a function for one device and its arguments, got int'),
         ({'args': 3}, 'the arguments of the step have to be a tuple, got int'),
         ({'args': (1, 2, 3)}, 'product cannot be traced for one device with these arguments: TypeError: '),
         ({'batch_argnums': 2}, 'batch_argnums=2: the step has 2 arguments'),
@@ -323,7 +323,7 @@ def test_bad_input(changes, message):
     own = options(**changes)
     step, args = own.pop('step', product), own.pop('args', simple())
     with pytest.raises(ArgumentError) as raised:
-        find(step, args, **own)
+        autoshard(step, args, **own)
     assert message in str(raised.value)
 
 
@@ -332,7 +332,7 @@ def test_a_scalar_that_has_the_path_of_a_matrix():
         return x @ w * rate
 
     args = simple()[0]['w'], simple()[1], jax.ShapeDtypeStruct((), 'float32')
-    result = find(step, args, **options(memory=50_000))
+    result = autoshard(step, args, **options(memory=50_000))
     assert result.fits and result.rule.apply(args[0]) == result.groups[0].spec != P()
 
 
@@ -346,7 +346,7 @@ def test_zero1_and_weights_that_are_computed_first():
 
     params, x = simple()
     state = params, params
-    result = find(step, (state, x), **options(optimizer_state='zero1', memory=100_000))
+    result = autoshard(step, (state, x), **options(optimizer_state='zero1', memory=100_000))
     assert [group.name for group in result.groups] == ['0/w']
     ours, statistics = result.rule.apply(state)
     assert ours['w'] == P() != statistics['w']
@@ -370,7 +370,7 @@ def test_results_in_a_named_tuple_or_a_dict(kind):
         'bias': jax.ShapeDtypeStruct((64,), 'float32'),
         'scale': jax.ShapeDtypeStruct((), 'float32'),
     }
-    result = find(step, (params, batch), **options(memory=80_000))
+    result = autoshard(step, (params, batch), **options(memory=80_000))
     scope = {'step': step, 'Out': Out}
     exec(result.to_code(), scope)
     assert scope['helper'].plan(scope['step'], params, batch).totals == result.plan.totals
@@ -398,41 +398,41 @@ def test_a_function_that_makes_a_step():
         return (lambda params, x: x @ params['w']), simple()
 
     with pytest.raises(ArgumentError, match='batch_argnums=0: the step has 0 arguments'):
-        find(make_step, (), batch_argnums=0)
-    assert find(*make_step(), **options()).rule
+        autoshard(make_step, (), batch_argnums=0)
+    assert autoshard(*make_step(), **options()).rule
 
 
 def test_a_lambda_gets_a_name_in_the_code():
-    result = find(lambda params, x: x @ params['w'], simple(), **options())
+    result = autoshard(lambda params, x: x @ params['w'], simple(), **options())
     compile(result.to_code(), 'code', 'exec')
     assert 'your_step' in result.to_code()
 
 
 @pytest.mark.medium
 def test_larger_sizes_are_tried_as_long_as_they_pay():
-    result = find(product, simple(rows=8), **options(sizes={'tp': [1, 2, 4, 8]}))
+    result = autoshard(product, simple(rows=8), **options(sizes={'tp': [1, 2, 4, 8]}))
     assert result.mesh == {'fsdp': 1, 'tp': 8}
 
 
 @pytest.mark.medium
 def test_a_part_of_the_memory_is_left_free():
-    best = find(product, simple(), **options())
-    whole = find(product, simple(), **options(memory=best.memory, headroom=0))
+    best = autoshard(product, simple(), **options())
+    whole = autoshard(product, simple(), **options(memory=best.memory, headroom=0))
     assert whole.fits and whole.memory == best.memory
-    less = find(product, simple(), **options(memory=best.memory, headroom=0.1))
+    less = autoshard(product, simple(), **options(memory=best.memory, headroom=0.1))
     assert not less.fits or less.memory <= 0.9 * best.memory
 
 
 def test_settings_of_jax_hold_in_trials():
     params, x = ({'w': jax.ShapeDtypeStruct((64, 256), 'float64')}, jax.ShapeDtypeStruct((64, 64), 'float64'))
     with jax.enable_x64(True):
-        result = find(product, (params, x), **options())
+        result = autoshard(product, (params, x), **options())
     assert result.memory == result.plan.memory.total
 
 
 @pytest.mark.medium
 def test_of_layouts_that_do_not_fit_a_compiled_one_wins():
-    result = find(product, simple(), **options(memory=20_000, sizes={'tp': [1, 2]}))
+    result = autoshard(product, simple(), **options(memory=20_000, sizes={'tp': [1, 2]}))
     assert result.fits is False and result.bound < 1
     assert json.dumps(result.to_dict(), allow_nan=False)
 
@@ -442,14 +442,14 @@ def test_a_mistake_of_the_step_is_the_cause():
         return params['no such key']
 
     with pytest.raises(ArgumentError, match='wrong cannot be traced for one device') as raised:
-        find(wrong, simple(), **options())
+        autoshard(wrong, simple(), **options())
     assert isinstance(raised.value.__cause__, KeyError)
 
 
 @tpu_compiler.needed
 def test_a_topology_that_does_not_exist():
     with pytest.raises(MeshError):
-        find(product, simple(), 'v5q:2x4', **options())
+        autoshard(product, simple(), 'v5q:2x4', **options())
 
 
 def block_gradient(params, x):
@@ -466,7 +466,7 @@ def test_errors_are_no_outcomes(monkeypatch):
     """Only what the compiler refuses has no program: a mistake in scalax is not a layout that has lost."""
     monkeypatch.setattr(Problem, 'of_batch', lambda *_: {}['a mistake'])
     with pytest.raises(KeyError, match='a mistake') as raised:
-        find(product, simple(), **options())
+        autoshard(product, simple(), **options())
     assert raised.value.__notes__ == ["This was raised by the candidate fsdp=8, batch P('fsdp')."]
     assert {'attempt', 'plan', '<lambda>'} <= {entry.name for entry in raised.traceback}  # where it is
 
@@ -493,7 +493,7 @@ def test_a_vocabulary_that_does_not_divide_is_sharded_by_its_width():
     args = block(256, 50257, 1)[0]
     args = {'head': args['up'], 'embed': args['down']}, jax.ShapeDtypeStruct((16, 256), 'int32')
     kept = {'keep': [('embed', P())], 'sizes': {'tp': [1, 8]}}
-    result = find(step, args, 'v5e:2x4', **options(**kept))
+    result = autoshard(step, args, 'v5e:2x4', **options(**kept))
     assert (result.mesh, result.batch, result.groups[0].spec) == ({'fsdp': 8}, P('fsdp'), P('fsdp'))
     sums = {
         row.reason: (row.kind, row.bytes)
@@ -507,7 +507,7 @@ def test_a_vocabulary_that_does_not_divide_is_sharded_by_its_width():
 @pytest.mark.medium
 @tpu_compiler.needed
 def test_what_does_not_fit_says_so():
-    result = find(block_gradient, block(1 << 18, 1 << 18, 64), 'v5e:2x4', **options())
+    result = autoshard(block_gradient, block(1 << 18, 1 << 18, 64), 'v5e:2x4', **options())
     assert result.fits is False
     text = str(result)
     assert 'does not fit' in text and 'nothing that was tried fits' in text
@@ -518,7 +518,7 @@ def test_what_does_not_fit_says_so():
 def test_tensor_parallelism_comes_out_where_rows_are_few():
     """To gather the weights would take longer than to move 32 rows: columns of one are rows of the other."""
     args = block(4096, 16384, 32)
-    result = find(block_gradient, args, 'v5e:2x4', **options(sizes={'tp': [1, 8]}))
+    result = autoshard(block_gradient, args, 'v5e:2x4', **options(sizes={'tp': [1, 8]}))
     specs = result.rule.apply(args[0])
     [axis] = [name for name, size in result.mesh.items() if size == 8]
     assert (specs['up'], specs['down']) == (P(None, axis), P(axis))

@@ -8,14 +8,14 @@ import numpy as np
 import optax
 import pytest
 
-from scalax.plan import Found, find
+from scalax.plan import AutoShardingResult, autoshard
 from tests.benchmarks.test_unchanged_models import MODELS, Model, arguments, ten_losses
 
 OPTIMIZER = optax.adamw(1e-3)
 SEARCHED = [name for name in MODELS if 'Pallas' not in name]  # a kernel that nothing divides is refused
 
 
-def found_losses(model: Model) -> tuple[Found, list[float]]:
+def found_losses(model: Model) -> tuple[AutoShardingResult, list[float]]:
     """What is found, with memory for half of the state, and the losses of ten steps of its program."""
     params, batch, key = arguments(model)
 
@@ -27,7 +27,7 @@ def found_losses(model: Model) -> tuple[Found, list[float]]:
 
     shapes = jax.eval_shape(OPTIMIZER.init, params)
     state = params, jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-    found = find(
+    found = autoshard(
         step,
         (state, batch, key),
         batch_argnums=1,
