@@ -54,9 +54,9 @@ def search(
     The memory of the arguments is known before the step is compiled: a mesh on which they alone do not fit is
     ruled out. The others are planned quickly (`MeshShardingHelper.plan`), which takes seconds. Meshes on
     which the step does not fit, or some dimension does not divide, come last. The others are ranked as
-    `autoshard` ranks layouts: by the average of the fully overlapped and the serial step time, and equal ones by their
-    memory. If the best is so close to the memory limit that its quick plan does not tell whether it fits, it
-    is compiled in full.
+    `autoshard` ranks layouts: by the average of the fully overlapped and the serial step time, and equal
+    ones by their memory. If the best is so close to the memory limit that its quick plan does not tell
+    whether it fits, it is compiled in full.
 
     A line on stderr shows where the search is, on a terminal and in a notebook (``SCALAX_PROGRESS=0`` turns
     it off). Elsewhere it is logged (``scalax.search``, level INFO).
