@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from scalax._compile.call.placement_errors import describe_difference
 from scalax._compile.call.signature import name_of
-from scalax._compile.sjit.function import owner_of
+from scalax._compile.sjit.function import helper_of
 from scalax._core.context.active_helper import MeshOwner
 from scalax._core.pytree.paths import NamedTree
 from scalax._jax.events import compilations_of
@@ -159,7 +159,7 @@ def assert_equal_to_one_device(
 
 
 def _owner(fun: Callable[..., Any], caller: str) -> MeshOwner:
-    if (owner := owner_of(fun)) is None:
+    if (owner := helper_of(fun)) is None:
         raise ArgumentError(f'{caller}: give helper=..., because sjit did not make the function')
     return owner
 

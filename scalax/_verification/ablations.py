@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from scalax._compile.sjit.function import SjitFunction, staged_of, step_of
+from scalax._compile.sjit.function import SjitFunction, partitioned_step, pipelines_of
 from scalax._core.pytree.partition_specs import only_axes
 from scalax._core.util.progress import Note
 from scalax._verification.compare import Comparison
@@ -35,11 +35,14 @@ def _variants(found: Comparison) -> Iterator[tuple[str, dict[str, Any]]]:
     if not isinstance(step.function, SjitFunction):
         return
     args, kwargs = step.abstract()
-    staged, unbatched = staged_of(step.function, args, kwargs), {'batch_argnums': (), 'batch_argnames': None}
+    staged, unbatched = (
+        pipelines_of(step.function, args, kwargs),
+        {'batch_argnums': (), 'batch_argnames': None},
+    )
     if staged is not None:  # its pipelines need the batch, and layers along their axis
         yield 'without stages', {'stages': None}
         yield 'without stages and partitioning along the batch', {**unbatched, 'stages': None}
-    elif step_of(step.function, args, kwargs) is not None:
+    elif partitioned_step(step.function, args, kwargs) is not None:
         yield 'without partitioning along the batch', unbatched
     for axis, size in step.helper.mesh.shape.items():
         if (

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._compile.call.signature import name_of
-from scalax._compile.sjit.function import SjitFunction, call_of, made_anew, owner_of, shardings_of
+from scalax._compile.sjit.function import SjitFunction, argument_shardings, call_of, helper_of, with_options
 from scalax._core.context.active_helper import MeshOwner, tracing_for_one_device
 from scalax._core.pytree.partition_specs import axis_sizes_text
 from scalax._core.pytree.paths import NamedTree, dtype_on_devices, is_key, kind_of
@@ -74,7 +74,7 @@ class Step:
         function, args, kwargs = without_changes(function, args, kwargs)
         self.function: Any = function
         self._donated: set[int] = set()
-        owner = owner_of(function)
+        owner = helper_of(function)
         if owner is not None and owner.mesh != helper.mesh:
             raise ArgumentError(
                 f'{self.name} is compiled for the mesh ({axis_sizes_text(owner.mesh.shape)}) of another '
@@ -116,7 +116,7 @@ class Step:
         given: list[Any] = [each if isinstance(each, NamedSharding) else None for each in own]
         function = self.function if function is None else function
         if isinstance(function, SjitFunction):
-            known = shardings_of(function, *self.abstract())
+            known = argument_shardings(function, *self.abstract())
             given = [a if b is None else b for a, b in zip(given, known, strict=True)]
         return given
 
@@ -157,7 +157,7 @@ class Step:
             ArgumentError: there are options for a function of ``jax.jit``.
         """
         if isinstance(self.function, SjitFunction):
-            return made_anew(self.function, self.helper, change, **options)
+            return with_options(self.function, self.helper, change, **options)
         if change is None:
             raise ArgumentError(f'{self.name} was made by jax.jit, whose options are unknown')
         args, kwargs = self.abstract()
@@ -259,7 +259,7 @@ def _traced(step: Step, alone: Step | None, shardings: Sequence[NamedSharding]) 
         own = step if alone is None else alone
         function = own.function
         if isinstance(function, SjitFunction):
-            function = made_anew(function, helper, **_UNSAID, **nothing, batch_argnums=(), stages=None)
+            function = with_options(function, helper, **_UNSAID, **nothing, batch_argnums=(), stages=None)
         elif alone is None:
             function = getattr(function, '__wrapped__', function)
         return own.call(leaves, function)

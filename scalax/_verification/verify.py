@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from scalax._compile.call.signature import name_of
-from scalax._compile.sjit.function import SjitFunction, made_anew
+from scalax._compile.sjit.function import SjitFunction, with_options
 from scalax._core.mesh.meshes import has_devices
 from scalax._core.pytree.partition_specs import axis_sizes_text
 from scalax._core.render.tables import array_text
@@ -142,7 +142,7 @@ def _sides(
     def make(own: Any, given: Any) -> tuple[Any, tuple[Any, ...]]:
         if makes:
             return _made(function, own, given)
-        return function if own is helper else made_anew(function, own), tuple(args)
+        return function if own is helper else with_options(function, own), tuple(args)
 
     said: tuple[str, ...] = ()
     (step, own), over = make(helper, config), helper

@@ -287,7 +287,7 @@ class NamedJitFunction(Generic[Given, Result]):
 
     def _check_keywords(self, signature: CallSignature, donated: Mapping[str, Any]) -> None:
         """Raises ArgumentError about donated keywords that the function does not have."""
-        known = dict.fromkeys([*signature.positional, *signature.keyword_only, *signature.hints])
+        known = dict.fromkeys([*signature.positional, *signature.keyword_only, *signature.wrapped_names])
         unknown = [name for name in donated if name not in known]
         if unknown and signature.keywords is None:
             raise ArgumentError(

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalax._compile.xla_workarounds.grouped_convolutions import with_right_gradients
+from scalax._compile.xla_workarounds.rewrite import apply_workarounds
 from scalax._jax import rewriting
 from tests.support.contracts import contract
 
@@ -23,7 +23,7 @@ def gradient(w: jax.Array, x: jax.Array) -> jax.Array:
 
 @pytest.mark.medium
 def test_xla_adds_up_the_gradient_of_a_grouped_convolution_over_devices_that_have_the_same_rows() -> None:
-    """Where this fails, XLA has mended it, and `with_right_gradients` can go."""
+    """Where this fails, XLA has mended it, and `apply_workarounds` can go."""
     mesh = jax.make_mesh((4, 2), ('x', 'y'), axis_types=(AxisType.Auto,) * 2)
     w, x = jnp.ones((3, 3, 4, 16)), jnp.ones((16, 8, 8, 16))
     rows = jax.device_put(x, NamedSharding(mesh, P('x')))
@@ -31,7 +31,7 @@ def test_xla_adds_up_the_gradient_of_a_grouped_convolution_over_devices_that_hav
 
     def mended(w: jax.Array, x: jax.Array) -> jax.Array:
         [result] = rewriting.run(
-            with_right_gradients(jax.make_jaxpr(gradient)(w, x), mesh, ['x'], name='f'), [w, x]
+            apply_workarounds(jax.make_jaxpr(gradient)(w, x), mesh, ['x'], name='f'), [w, x]
         )
         return result
 
@@ -53,7 +53,7 @@ def test_xla_mixes_up_the_channels_of_a_grouped_convolution_laid_out_unlike_its_
         return lax.conv_general_dilated(x, w, (1, 1), 'SAME', **options)
 
     def mended(w: jax.Array, x: jax.Array) -> jax.Array:
-        jaxpr = with_right_gradients(jax.make_jaxpr(depthwise)(w, x), mesh, ['x'], name='f')
+        jaxpr = apply_workarounds(jax.make_jaxpr(depthwise)(w, x), mesh, ['x'], name='f')
         [result] = rewriting.run(jaxpr, [w, x])
         return result
 

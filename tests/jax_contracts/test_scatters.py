@@ -7,14 +7,14 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalax._compile.xla_workarounds.grouped_convolutions import with_right_gradients
+from scalax._compile.xla_workarounds.rewrite import apply_workarounds
 from scalax._jax import rewriting
 from tests.support.contracts import contract
 
 
 @pytest.mark.medium
 def test_xla_takes_what_is_in_the_padding_of_updates_for_updates() -> None:
-    """Where this fails, XLA has mended it, and `with_even_updates` can go."""
+    """Where this fails, XLA has mended it, and `scatter_padding` can go."""
     mesh = jax.make_mesh((4, 2), ('x', 'y'), axis_types=(AxisType.Auto,) * 2)
     groups = jnp.arange(16) % 8
     split = jax.device_put(groups, NamedSharding(mesh, P('x')))
@@ -23,7 +23,7 @@ def test_xla_takes_what_is_in_the_padding_of_updates_for_updates() -> None:
         return jnp.bincount(groups[:-1], length=8)
 
     def mended(groups: jax.Array) -> jax.Array:
-        jaxpr = with_right_gradients(jax.make_jaxpr(counts)(groups), mesh, [], name='f')
+        jaxpr = apply_workarounds(jax.make_jaxpr(counts)(groups), mesh, [], name='f')
         [result] = rewriting.run(jaxpr, [groups])
         return result
 

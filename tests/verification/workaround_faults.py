@@ -40,7 +40,7 @@ def mended_convolution_summed_up_twice(helper: MeshShardingHelper) -> Step:
     return helper.sjit(depthwise_gradient, in_shardings=(P(), P('fsdp'))), args
 
 
-@seeded(('kernel', 'conv_general_dilated'), (dispatch, 'with_right_gradients', lambda jaxpr, *_, **__: jaxpr))
+@seeded(('kernel', 'conv_general_dilated'), (dispatch, 'apply_workarounds', lambda jaxpr, *_, **__: jaxpr))
 def convolution_that_is_not_mended(helper: MeshShardingHelper) -> Step:
     """The gradient of a depthwise convolution as XLA has it."""
     _, args = conv_gradient(helper, 16)

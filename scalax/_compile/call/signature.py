@@ -82,8 +82,8 @@ class CallSignature:
         batch: those of arguments that are batches.
 
     Attributes:
-        says_batch: whether the user says which arguments are batches; perhaps none.
-        says_no_batch: whether the user says that none is.
+        has_explicit_batch: whether the user says which arguments are batches; perhaps none.
+        disables_batch: whether the user says that none is.
         batch_keywords: those of them among the extra keywords.
         uncertain_nodes: the nodes of a structure of arguments that do not determine the leaf paths.
 
@@ -111,7 +111,7 @@ class CallSignature:
         behind = _parameters_behind(fun)
         names = [p.name for p in behind if p.kind in _POSITIONAL]
         fits = not self.varargs or names[: len(self.positional)] == self.positional
-        self.hints, self._hidden = (names, []) if fits else ([], names)
+        self.wrapped_names, self._hidden = (names, []) if fits else ([], names)
         # A wrapper may take keywords for itself, but hardly one that looks like a misspelled one of these.
         self._most = None if kinds.VAR_POSITIONAL in [p.kind for p in behind] else len(names)
         passes_on = fits and kinds.VAR_KEYWORD not in [p.kind for p in behind]
@@ -119,8 +119,8 @@ class CallSignature:
         self._static = self._selection('static', *static)
         self._donated = self._selection('donate', *donated)
         self._batch = self._selection('batch', *batch)
-        self.says_batch = any(each is not None for each in batch)
-        self.says_no_batch = self.says_batch and not any(self._batch)
+        self.has_explicit_batch = any(each is not None for each in batch)
+        self.disables_batch = self.has_explicit_batch and not any(self._batch)
         # Static and donated names among the extra keywords need slots of their own.
         self.static_keywords, self.donated_keywords, self.batch_keywords = [
             tuple(sorted(chosen.difference(self.positional, self.keyword_only))) if self.keywords else ()
@@ -154,13 +154,13 @@ class CallSignature:
 
     def _names_at(self, numbers: Iterable[int]) -> set[str]:
         """The names of the function behind a wrapper at these positions."""
-        size = len(self.hints)
+        size = len(self.wrapped_names)
         from_start = [n + size if n < 0 and self._most is not None else n for n in numbers]
-        return {self.hints[n] for n in from_start if 0 <= n < size}
+        return {self.wrapped_names[n] for n in from_start if 0 <= n < size}
 
     def _unknown(self, name: Any) -> str:
         """What is near a name that no argument can have; empty if one can."""
-        known = dict.fromkeys([*self.positional, *self.keyword_only, *self.hints])
+        known = dict.fromkeys([*self.positional, *self.keyword_only, *self.wrapped_names])
         if name in known or name in self._behind:
             return ''
         is_free = self.keywords is not None and name not in self._hidden
@@ -170,8 +170,8 @@ class CallSignature:
     def key(self) -> Any:
         """Equal for functions of equal parameters and options."""
         parameters = tuple([(p.name, p.kind, p.default is p.empty) for p in self.parameters])
-        batch = (self.says_batch, *self._batch)
-        return self.name, parameters, tuple(self.hints), self._static, self._donated, batch
+        batch = (self.has_explicit_batch, *self._batch)
+        return self.name, parameters, tuple(self.wrapped_names), self._static, self._donated, batch
 
     def layout_of(self, flat_args: Sequence[Any]) -> CallLayout:
         """The layout of a call."""
@@ -192,11 +192,11 @@ class CallSignature:
             for numbers, named in (self._static, self._donated, self._batch):
                 self._require_own(named - self._names_at(numbers), 'an option')
         else:
-            extra[: len(self.hints[count:])] = self.hints[count : count + extras]
+            extra[: len(self.wrapped_names[count:])] = self.wrapped_names[count : count + extras]
         names = [*self.positional, *extra]
         total = len(names)
         # Negative positions count from the last parameter of the function behind, whether it is given or not.
-        end = total if self._most is None else max(total, len(self.hints))
+        end = total if self._most is None else max(total, len(self.wrapped_names))
         names += self.keyword_only
         numbered = list(enumerate(names))
         static, donated, batch = [
@@ -236,7 +236,9 @@ class CallSignature:
 
     def _require_own(self, names: Iterable[str], what: str) -> None:
         """Raises ArgumentError if some names are those of arguments of the function behind a wrapper."""
-        wrong = [n for n in names if n in self.hints and n not in (*self.positional, *self.keyword_only)]
+        wrong = [
+            n for n in names if n in self.wrapped_names and n not in (*self.positional, *self.keyword_only)
+        ]
         if wrong:
             raise ArgumentError(
                 f'{self.name}: {what} names {", ".join(map(repr, sorted(wrong)))}, and the wrapper is called '

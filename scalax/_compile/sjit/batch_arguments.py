@@ -57,7 +57,7 @@ def batch_of(rules: FunctionRules, call: Call, shardings: Shardings) -> BatchArg
     """
     if rules.any_explicit:  # types say where values are
         return None
-    if not rules.signature.says_batch:
+    if not rules.signature.has_explicit_batch:
         return _arguments(call, shardings, _found(rules, call))
     batches = _named(rules, call)
     _reject_unsharded(rules, call, batches, shardings)
@@ -112,9 +112,9 @@ def _why_no_batch(rules: FunctionRules, call: Call) -> str:
         return _EXPLICIT
     if jax.config.jax_disable_jit:
         return 'jax.disable_jit is in force'
-    if rules.signature.says_no_batch:
+    if rules.signature.disables_batch:
         return 'batch_argnums=() turns it off'
-    if rules.signature.says_batch:
+    if rules.signature.has_explicit_batch:
         return _NOT_SHARDED
     if any(_found(rules, call)) and not rules.partition_batch:
         return _TURNED_OFF

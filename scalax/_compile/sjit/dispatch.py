@@ -54,7 +54,7 @@ from scalax._compile.sjit.program_table import (
 )
 from scalax._compile.sjit.trace import TracedFunction, record, runs_inline
 from scalax._compile.tracebacks import HidingOurs
-from scalax._compile.xla_workarounds.grouped_convolutions import with_right_gradients
+from scalax._compile.xla_workarounds.rewrite import apply_workarounds
 from scalax._core.context import constraints
 from scalax._core.mesh import meshes
 from scalax._core.util import lru_cache
@@ -361,7 +361,7 @@ class Dispatcher:
         record(entry, traced)
         entry.on_devices = not self._knows_devices(traced.jaxpr, entry)
         axes = sorted(entry.batch.batch_axes) if entry.batch else ()
-        right = with_right_gradients(
+        right = apply_workarounds(
             traced.jaxpr, self.mesh, axes, name=self.signature.name, can_change=entry.jaxpr is not None
         )
         if right is not traced.jaxpr:

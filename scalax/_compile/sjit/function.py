@@ -28,7 +28,7 @@ from scalax._compile.call.resolve_arguments import OnMismatch, Options
 from scalax._compile.call.signature import OMITTED, CallSignature
 from scalax._compile.sjit.caller import generate_caller
 from scalax._compile.sjit.dispatch import Dispatcher
-from scalax._compile.sjit.program_table import Program, Staged
+from scalax._compile.sjit.program_table import Pipelines, Program
 from scalax._core.context.active_helper import MeshOwner, checked_bindings, hashable
 from scalax._core.util.lru_cache import LRUCache
 from scalax._jax.tracing import as_struct, jit_options
@@ -265,7 +265,7 @@ def copy_metadata(call: Any, fun: Callable[..., Any], name: str) -> Any:
     return call
 
 
-def owner_of(function: Any) -> MeshOwner | None:
+def helper_of(function: Any) -> MeshOwner | None:
     """The helper that made an `SjitFunction`; None for anything else."""
     return function._dispatcher.helper if isinstance(function, SjitFunction) else None
 
@@ -275,7 +275,7 @@ def call_of(function: SjitFunction[..., Any], args: Sequence[Any], kwargs: Mappi
     return Call(function._dispatcher.signature, function._flatten(args, kwargs))
 
 
-def shardings_of(
+def argument_shardings(
     function: SjitFunction[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Shardings:
     """The shardings that rules give the leaves of a call."""
@@ -283,7 +283,7 @@ def shardings_of(
     return entry.arguments
 
 
-def made_anew(
+def with_options(
     function: SjitFunction[..., Any],
     helper: MeshOwner,
     change: Callable[..., Any] | None = None,
@@ -301,7 +301,7 @@ def made_anew(
     return sjit(helper, fun if change is None else change(fun), **{**given, **options})
 
 
-def names_of_arguments(function: Any, args: Sequence[Any]) -> list[str] | None:
+def argument_names(function: Any, args: Sequence[Any]) -> list[str] | None:
     """The names of the positional arguments that are not static; None for anything but an `SjitFunction`."""
     if not isinstance(function, SjitFunction):
         return None
@@ -310,14 +310,14 @@ def names_of_arguments(function: Any, args: Sequence[Any]) -> list[str] | None:
     return [layout.names[slot] for slot in layout.dynamic if slot < len(args)]
 
 
-def staged_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Staged | None:
+def pipelines_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pipelines | None:
     """The pipelines of a call; None without, and for anything but an `SjitFunction`."""
     if not isinstance(function, SjitFunction):
         return None
-    return function._dispatcher.prepare(function._flatten(args, kwargs))[1].staged
+    return function._dispatcher.prepare(function._flatten(args, kwargs))[1].pipelines
 
 
-def step_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step | None:
+def partitioned_step(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step | None:
     """The step on blocks of a call; None if it is not partitioned, and for anything but an `SjitFunction`."""
     if not isinstance(function, SjitFunction):
         return None

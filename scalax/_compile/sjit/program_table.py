@@ -143,16 +143,16 @@ class Program:
         return call
 
 
-class Staged(NamedTuple):
-    """A function with pipelines.
+class Pipelines(NamedTuple):
+    """The pipelines of a function.
 
     Attributes:
-        loops: its loops over layers.
-        before: its jaxpr before they became pipelines.
+        loops: the pipelined scans over layers.
+        original_jaxpr: the jaxpr of the function before the rewrite.
     """
 
     loops: Loops
-    before: Any
+    original_jaxpr: Any
 
 
 @dataclasses.dataclass(eq=False)
@@ -169,7 +169,7 @@ class Entry:
             arrays they may be None: their types hold the sharding. Host data has a separate key, whose
             shardings are the target.
         batch: which arguments are the batch; None if none is.
-        staged: its pipelines; None without stages.
+        pipelines: its pipelines; None without stages.
         partitioned: the step on the blocks of each device, or why it is not partitioned; None if nothing of
             it is known to be a batch.
         gradient_outside: whether JAX has differentiated the function from outside.
@@ -188,7 +188,7 @@ class Entry:
     key: CallKey
     arguments: Any = None
     batch: BatchArguments | None = None
-    staged: Staged | None = None
+    pipelines: Pipelines | None = None
     partitioned: Step | str | None = None
     gradient_outside: bool = False
     outputs: Shardings | None = None

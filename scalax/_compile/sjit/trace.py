@@ -25,7 +25,7 @@ from scalax._compile.call.resolve_arguments import FunctionRules
 from scalax._compile.call.signature import CallLayout
 from scalax._compile.sjit import partitioned
 from scalax._compile.sjit.batch_arguments import batch_made_inside, batch_of
-from scalax._compile.sjit.program_table import Entry, Staged
+from scalax._compile.sjit.program_table import Entry, Pipelines
 from scalax._core.context import active_helper
 from scalax._core.context.constraints import (
     apply_shardings,
@@ -125,12 +125,12 @@ class TracedFunction:
             with self._context_entered():
                 return jax.tree.unflatten(entry.out_tree, rewriting.run(entry.jaxpr, call.leaves))
         constraints, flat_args = self._rules.constraints(call), call.flat_args
-        inside, entry.batch, entry.staged, entry.partitioned = entry.arguments, None, None, None
+        inside, entry.batch, entry.pipelines, entry.partitioned = entry.arguments, None, None, None
         if constraints is not None:
             flat_args = call.replaced(apply_shardings(call.leaves, constraints))
             pairs = zip(constraints, entry.arguments, strict=True)
             inside = [then if now is None else now for now, then in pairs]
-        if self._rules.partition_batch or self._rules.signature.says_batch:
+        if self._rules.partition_batch or self._rules.signature.has_explicit_batch:
             entry.batch = batch_of(self._rules, call, inside)
         stages = self._stages(entry)
         may_be_partitioned = entry.batch is not None or self._may_make_batch(inside)
@@ -173,7 +173,7 @@ class TracedFunction:
             stages,
         )
         if stages is not None:
-            entry.staged = Staged(loops, jaxpr)
+            entry.pipelines = Pipelines(loops, jaxpr)
         return jax.tree.unflatten(structure, results)
 
     def _may_make_batch(self, arguments: Sequence[Any]) -> bool:
@@ -183,7 +183,7 @@ class TracedFunction:
         if (
             stages is not None
             or rules.any_explicit
-            or rules.signature.says_batch
+            or rules.signature.has_explicit_batch
             or not rules.partition_batch
         ):
             return False

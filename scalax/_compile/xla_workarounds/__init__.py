@@ -1,5 +1,6 @@
-"""Workarounds for XLA's partitioner, which computes wrong numbers for a few operations on any mesh.
+"""Workarounds for operations that XLA's partitioner computes incorrectly.
 
-`grouped_convolutions` has the gradients of grouped convolutions. `scatter_padding` has scatters whose updates
-are split unevenly. A contract test for each tells when XLA no longer needs it.
+`rewrite` applies them to a jaxpr. `grouped_convolutions` replaces convolutions with groups, and
+`scatter_padding` replaces scatters whose updates may be sharded unevenly. A contract test for each reports when
+XLA no longer needs it.
 """

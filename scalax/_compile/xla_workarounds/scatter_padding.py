@@ -1,4 +1,4 @@
-"""Scatters whose updates XLA may split unevenly: it takes what is in their padding for updates."""
+"""Scatters whose updates XLA may shard unevenly: XLA would apply the padding of the updates as updates."""
 
 from __future__ import annotations
 
@@ -23,111 +23,118 @@ REDUCING = SCATTERS - {'scatter'}
 _RESIZING = WINDOWS | {'concatenate', 'dynamic_slice', 'dynamic_update_slice', 'pad', 'slice', 'split'}
 
 
-class _Unevenly(Dimensions):
-    """Which dimensions XLA may split unevenly: those of several sizes, and what a constraint splits so.
+class _UnevenDims(Dimensions):
+    """The dimensions that XLA may shard unevenly: dimensions that are resized or constrained unevenly.
 
     Attributes:
-        numbers: their numbers, and some of the same class.
-        scattered: the id of a scatter -> the numbers of its indices and of its updates, for each of its uses.
+        uneven: the roots of the classes of these dimensions.
+        scatters: the id of a scatter -> the dimensions of its indices and of its updates, for each use.
     """
 
     def __init__(self, jaxpr: Any) -> None:
-        self.numbers: set[int] = set()
-        self.scattered: dict[int, list[Sequence[Numbers]]] = {}
+        self.uneven: set[int] = set()
+        self.scatters: dict[int, list[Sequence[Numbers]]] = {}
         super().__init__(jaxpr)
-        self.numbers = {*map(self.classes.root, self.numbers)}
+        self.uneven = {*map(self.classes.root, self.uneven)}
 
     def primitive(self, name: str, equation: Any, operands: Sequence[Numbers]) -> Sequence[Numbers]:
         results = super().primitive(name, equation, operands)
         if name in REDUCING:
-            self.scattered.setdefault(id(equation), []).append(operands[1:])
+            self.scatters.setdefault(id(equation), []).append(operands[1:])
         elif name == 'sharding_constraint':
-            self._constrained(equation, results[0])
+            self._add_constrained(equation, results[0])
         elif name in _RESIZING:
-            self._resized(equation, operands, results)
+            self._add_resized(equation, operands, results)
         return results
 
-    def _constrained(self, equation: Any, numbers: Numbers) -> None:
+    def _add_constrained(self, equation: Any, dims: Numbers) -> None:
+        """Adds the dimensions that a constraint shards unevenly."""
         sharding, shape = shardings_said(equation)[1].get(0), shape_of(equation.outvars[0])
         if isinstance(sharding, NamedSharding):
-            for entry, size, number in zip(entries(sharding.spec), shape, numbers, strict=False):
+            for entry, size, dim in zip(entries(sharding.spec), shape, dims, strict=False):
                 if size % math.prod(sharding.mesh.shape[axis] for axis in entry_axes(entry)):
-                    self.numbers.add(number)
+                    self.uneven.add(dim)
 
-    def _resized(self, equation: Any, operands: Sequence[Numbers], results: Sequence[Numbers]) -> None:
-        for out, behind in zip(equation.outvars, results, strict=True):
-            for atom, before in zip(equation.invars, operands, strict=True):
-                if len(before) == len(behind):
-                    sizes = zip(shape_of(atom), shape_of(out), before, behind, strict=True)
-                    # What has one element is not split.
-                    resized = [(i, j) for a, b, i, j in sizes if a != b and min(a, b) > 1]
-                    self.numbers.update(*resized)
+    def _add_resized(self, equation: Any, operands: Sequence[Numbers], results: Sequence[Numbers]) -> None:
+        """Adds the dimensions along which the results are longer or shorter than the operands."""
+        for outvar, result in zip(equation.outvars, results, strict=True):
+            for invar, operand in zip(equation.invars, operands, strict=True):
+                if len(operand) == len(result):
+                    sizes = zip(shape_of(invar), shape_of(outvar), operand, result, strict=True)
+                    # XLA does not shard a dimension of one element.
+                    pairs = [
+                        (i, j) for before, after, i, j in sizes if before != after and min(before, after) > 1
+                    ]
+                    self.uneven.update(*pairs)
 
-    def has(self, scatter: Any, index: int, update: int) -> bool:
-        """Whether one is this dimension of the indices of a scatter, or this one of its updates."""
-        uses = self.scattered.get(id(scatter), ())
-        numbers = {number for indices, updates in uses for number in (indices[index], updates[update])}
-        return not self.numbers.isdisjoint(map(self.classes.root, numbers))
+    def has(self, scatter: Any, index_dim: int, update_dim: int) -> bool:
+        """Whether this dimension of a scatter's indices, or this dimension of its updates, is uneven."""
+        uses = self.scatters.get(id(scatter), ())
+        dims = {dim for indices, updates in uses for dim in (indices[index_dim], updates[update_dim])}
+        return not self.uneven.isdisjoint(map(self.classes.root, dims))
 
 
-def with_even_updates(jaxpr: Any, mesh: Mesh | AbstractMesh) -> Callable[[Any], Any]:
-    """A function of the scatters of a jaxpr, which gives each of them with updates that are split evenly.
+def scatter_padding(jaxpr: Any, mesh: Mesh | AbstractMesh) -> Callable[[Any], Any]:
+    """Returns a function that replaces a scatter of a jaxpr by a scatter whose updates are sharded evenly.
 
-    Where XLA splits updates unevenly over some of the mesh axes, but not over all, it takes what is in their
-    padding for updates. Arguments are split evenly, and so are all values that have their dimensions. So only
-    those dimensions count that some equation makes longer or shorter, as ``tokens[:, :-1]`` does, or that a
-    constraint splits unevenly; and of these the ones that the number of devices does not divide.
+    XLA is wrong where it shards updates unevenly over some, but not all, of the mesh axes: it applies the
+    padding as updates. Arguments are sharded evenly, and so are all values that share their dimensions. So
+    only two kinds of dimension count: a dimension that some equation makes longer or shorter, as
+    ``tokens[:, :-1]`` does, and a dimension that a constraint shards unevenly. Of these, only the dimensions
+    count that the number of devices does not divide.
 
-    Updates that are added up get zeros behind them. XLA has such padding itself, so nothing is sent. Where
-    there are fewer than devices, or something else than their sum is taken, they are made whole.
+    For sums, zeros are appended to the updates. XLA would add such padding itself, so nothing is sent. If
+    there are fewer updates than devices, or the scatter is not a sum, the updates are replicated.
 
     Args:
         jaxpr: the jaxpr.
         mesh: the mesh, of Auto axes.
     """
-    found: list[_Unevenly] = []  # once something is asked, as in few programs
+    analyses: list[_UnevenDims] = []  # computed at the first use: few programs need it
     has_idle_axes = sum(size > 1 for size in mesh.shape.values()) > 1
 
-    def right(scatter: Any) -> Any:
+    def replace(scatter: Any) -> Any:
         sizes = shape_of(scatter.invars[2])
-        open_dims = [(i, j) for i, j in _dims_of_places(scatter) if sizes[j] > 1 and sizes[j] % mesh.size]
-        if not (open_dims and has_idle_axes):
+        candidates = [(i, j) for i, j in _batch_dims(scatter) if sizes[j] > 1 and sizes[j] % mesh.size]
+        if not (candidates and has_idle_axes):
             return scatter
-        if not found:
-            found.append(_Unevenly(jaxpr))
-        dims = [(i, j) for i, j in open_dims if found[0].has(scatter, i, j)]
-        return _with_even(scatter, dims, mesh) if dims else scatter
+        if not analyses:
+            analyses.append(_UnevenDims(jaxpr))
+        dims = [(i, j) for i, j in candidates if analyses[0].has(scatter, i, j)]
+        return _with_even_updates(scatter, dims, mesh) if dims else scatter
 
-    return right
+    return replace
 
 
-def _dims_of_places(scatter: Any) -> Iterator[tuple[int, int]]:
-    """The dimensions of the indices, and of the updates, along which there are updates of any place."""
-    numbers, rank = scatter_dims(scatter), len(shape_of(scatter.invars[2]))
-    for i, j in enumerate(j for j in range(rank) if j not in numbers.update_window_dims):
-        if i not in numbers.scatter_indices_batching_dims:
+def _batch_dims(scatter: Any) -> Iterator[tuple[int, int]]:
+    """The pairs (dimension of the indices, dimension of the updates) that enumerate the updates."""
+    dims, rank = scatter_dims(scatter), len(shape_of(scatter.invars[2]))
+    for i, j in enumerate(j for j in range(rank) if j not in dims.update_window_dims):
+        if i not in dims.scatter_indices_batching_dims:
             yield i, j
 
 
-def _with_even(scatter: Any, dims: Sequence[tuple[int, int]], mesh: Mesh | AbstractMesh) -> Any:
-    """The scatter, of updates that are longer along these dimensions, or not split."""
+def _with_even_updates(scatter: Any, dims: Sequence[tuple[int, int]], mesh: Mesh | AbstractMesh) -> Any:
+    """Returns a scatter whose updates are padded along these dimensions, or not sharded along them."""
     sizes, is_sum = shape_of(scatter.invars[2]), primitive_name(scatter) in _SUMS
-    longer = [pair for pair in dims if is_sum and sizes[pair[1]] > mesh.size]
-    whole = [pair for pair in dims if pair not in longer]
-    # Zeros are added to the same element, whatever was said of the indices.
-    promises = {'indices_are_sorted': False, 'unique_indices': False} if longer else {}
+    padded = [pair for pair in dims if is_sum and sizes[pair[1]] > mesh.size]
+    unsharded = [pair for pair in dims if pair not in padded]
+    # All zeros are added to the same element, so the indices are neither sorted nor unique.
+    index_hints = {'indices_are_sorted': False, 'unique_indices': False} if padded else {}
 
-    def evenly(x: Any, place: int) -> Any:
-        more = {pair[place]: -sizes[pair[1]] % mesh.size for pair in longer}
-        if more:
-            x = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, more.get(i, 0), 0) for i in range(x.ndim)])
-        if whole:
-            gathered = {pair[place] for pair in whole}
-            spec = [None if i in gathered else PartitionSpec.UNCONSTRAINED for i in range(x.ndim)]
-            x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
-        return x
+    def make_even(array: Any, position: int) -> Any:
+        """Pads or gathers the indices (position 0 of each pair of dimensions) or the updates (position 1)."""
+        padding = {pair[position]: -sizes[pair[1]] % mesh.size for pair in padded}
+        if padding:
+            zero = jnp.zeros((), array.dtype)
+            array = jax.lax.pad(array, zero, [(0, padding.get(i, 0), 0) for i in range(array.ndim)])
+        if unsharded:
+            gathered = {pair[position] for pair in unsharded}
+            spec = [None if i in gathered else PartitionSpec.UNCONSTRAINED for i in range(array.ndim)]
+            array = jax.lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec(*spec)))
+        return array
 
-    def scattered(array: Any, indices: Any, updates: Any) -> Any:
-        return bound(scatter, array, evenly(indices, 0), evenly(updates, 1), **promises)
+    def scatter_evenly(array: Any, indices: Any, updates: Any) -> Any:
+        return bound(scatter, array, make_even(indices, 0), make_even(updates, 1), **index_hints)
 
-    return equation_of(jax.jit(scattered), scatter)
+    return equation_of(jax.jit(scatter_evenly), scatter)

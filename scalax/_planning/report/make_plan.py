@@ -16,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scalax._compile.call.signature import name_of
 from scalax._compile.sjit.function import (
     SjitFunction,
-    names_of_arguments,
-    staged_of,
-    step_of,
+    argument_names,
+    partitioned_step,
+    pipelines_of,
 )
 from scalax._core.context.active_helper import MeshOwner
 from scalax._core.mesh.gpu_targets import TARGETS
@@ -100,8 +100,8 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
     partitioned = parse(compiled.partitioned or lowered.compiler_ir(dialect='hlo').as_hlo_text())
     is_gpu = device.platform == 'gpu'
     program = parse(compiled.optimized, is_gpu) if compiled.optimized else partitioned
-    staged = staged_of(step.function, step.args, step.kwargs)
-    written = traced.jaxpr if staged is None else staged.before
+    staged = pipelines_of(step.function, step.args, step.kwargs)
+    written = traced.jaxpr if staged is None else staged.original_jaxpr
     flops = count_flops(written)
     places = step.places
     switched = hardware is not None and hardware.torus_axes == 0
@@ -111,7 +111,7 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
     positional, by_name = lowered.args_info
     names = _names_of_arguments(step.function, step.args, lowered.args_info)
     inputs = _report([*positional, *by_name.values()], given, mesh, names)
-    blocks = step_of(step.function, step.args, step.kwargs)
+    blocks = partitioned_step(step.function, step.args, step.kwargs)
     reasons = {} if blocks is None else blocks.reasons
     rows = collectives(program, sizes, places, before, ids, switched, reasons) if compiled.partitioned else ()
     asked, has_batch = step.function, step.made_by_user and isinstance(step.function, SjitFunction)
@@ -290,7 +290,7 @@ def _parameters(function: Any) -> list[tuple[str, Any]]:
 def _names_of_arguments(function: Any, args: Sequence[Any], info: tuple[Any, Any]) -> list[str]:
     """The names of the arguments of a jitted function; *info* is that of the lowered program."""
     positional, by_name = info
-    names = names_of_arguments(function, args)
+    names = argument_names(function, args)
     if names is None:
         names = [name for name, kind in _parameters(function) if kind in _POSITIONAL][: len(positional)]
         if not len(args) == len(positional) == len(names):  # static ones are not among those of the program

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalax._compile.xla_workarounds.grouped_convolutions import with_right_gradients
+from scalax._compile.xla_workarounds.rewrite import apply_workarounds
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 
 ROWS = np.random.default_rng(0).normal(size=(8, 16, 6)).astype('float32')
@@ -131,7 +131,7 @@ def test_a_step_of_rules_takes_the_right_gradient():
 def is_mended(program, *args, sizes=(2, 2, 2)):
     jaxpr = jax.make_jaxpr(program)(*args)
     mesh = MeshShardingHelper([*sizes], ['fsdp', 'sp', 'tp']).mesh
-    return with_right_gradients(jaxpr, mesh, ['fsdp'], name='f') is not jaxpr
+    return apply_workarounds(jaxpr, mesh, ['fsdp'], name='f') is not jaxpr
 
 
 FIFTEEN = {
@@ -177,4 +177,4 @@ def test_a_batch_that_devices_do_not_divide_stays_as_it_is():
         return jax.grad(lambda table: jnp.sum(jnp.sin(table[tokens[:, :-1]])))(table)
 
     jaxpr = jax.make_jaxpr(step)(ROWS[0], np.zeros((12, 9), 'int32'))
-    assert with_right_gradients(jaxpr, mesh, ['fsdp'], name='f') is jaxpr
+    assert apply_workarounds(jaxpr, mesh, ['fsdp'], name='f') is jaxpr
