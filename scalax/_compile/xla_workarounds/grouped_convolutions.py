@@ -1,8 +1,9 @@
 """Grouped convolutions, which XLA's partitioner computes incorrectly in two cases.
 
 The gradient of the kernel of a grouped or depthwise convolution is a convolution with ``batch_group_count``.
-XLA sums it over all devices, including devices that hold the same examples: if the batch is sharded over only
-some of the mesh axes, the gradient is too large by the number of copies. `convolve_local_examples` replaces it.
+XLA sums it over all devices, including devices that hold the same examples: if the batch is sharded over
+only some of the mesh axes, the gradient is too large by the number of copies. `convolve_local_examples`
+replaces it.
 
 For a convolution with ``feature_group_count``, XLA shards the result as if it had the dimension order of the
 input. The gradient of a gradient has another order. `keep_input_layout` replaces it.
@@ -54,7 +55,7 @@ def convolve_local_examples(equation: Any, mesh: Mesh | AbstractMesh, axis_order
 
 
 def keep_input_layout(equation: Any) -> Any:
-    """Returns a convolution whose result has the dimension order of its input, and is transposed afterwards."""
+    """Returns a convolution in the dimension order of its input, followed by a transpose."""
     dims = conv_dims(equation)
     if dims.out_spec == dims.lhs_spec:
         return equation
