@@ -1,4 +1,15 @@
-"""The checkpointer of a training run: saves in the background, and restores for any mesh."""
+"""The checkpointer of a training run: saves in the background, and restores for any mesh.
+
+Each file of the package prevents a loss that Orbax alone would have; `tests/checkpoint/test_orbax` and
+`test_processes` demonstrate each one. When such a test fails, the file may go.
+
+- `_agreement`, `_save`: if one process fails or does something else, the others wait until the time is up.
+- `_atomic_commit`: the second of two managers deletes the step of the first, or commits half-written files.
+- `_manifest`, `_saved_step`: a step that lacks a file is the latest one; changed bytes are restored.
+- `_files`: folders and JSON may be gone after a power failure.
+- `_target`: leaves are restored in other dtypes, and PRNG keys with another implementation.
+- `_validation`: values that do not fit in 32 bits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,20 @@
-"""`sharded_op`: makes an operation on sharded arrays of a function on their blocks."""
+"""Operations with their own partitioning: a function of local blocks, and a rule in einops notation.
+
+The parser of named dimensions reads the rule once. It determines Shardy's rule, the sharding of factors, and
+the specs of operands and results.
+
+Three ways to run, by the types of the mesh axes, are listed in `_run`. Inside a partly manual `shard_map`,
+the compiler partitions the plain function. If a spec repeats an axis or does not divide, or operands
+disagree, `_layout` decides, the same way in all three.
+
+Transformations. `custom_partitioning` can be neither mapped nor differentiated. So a call is `custom_vjp`
+over `custom_vmap` over one of the three, all inside one `jax.jit`, because an eager call would otherwise not
+be partitioned. Mapping gives an operation whose rule has one more factor.
+
+Checks run during the trace. The function is traced on global arrays, to learn the results, and on blocks of
+every factor that may be sharded, on an abstract mesh with one axis for each, where JAX tracks which values
+vary. Factors of equal size are cut differently, so that swapped dimensions are detected.
+"""
 
 from __future__ import annotations
 
