@@ -35,7 +35,7 @@ from examples.llama.strategies import FSDP_TP, in_stages
 from examples.llama.training import make_init, make_train_step
 from scalax.plan import Plan, make_plan
 from scalax.rules import catalogue
-from scalax.sharding import MeshShardingHelper, PartitionSpec, Stages
+from scalax.sharding import MeshShardingHelper, PartitionSpec, Pipeline
 
 P = PartitionSpec
 SEQUENCE = 4096
@@ -86,26 +86,26 @@ CASES = (
 )
 
 
-def make_8b(helper: MeshShardingHelper, stages: Stages | None = None) -> tuple[Any, tuple[Any, ...]]:
+def make_8b(helper: MeshShardingHelper, pipeline: Pipeline | None = None) -> tuple[Any, tuple[Any, ...]]:
     """For ``python -m scalax plan``: the step and its arguments."""
-    return make_step(helper, LLAMA_8B, stages=stages)
+    return make_step(helper, LLAMA_8B, pipeline=pipeline)
 
 
-def make_70b(helper: MeshShardingHelper, stages: Stages | None = None) -> tuple[Any, tuple[Any, ...]]:
+def make_70b(helper: MeshShardingHelper, pipeline: Pipeline | None = None) -> tuple[Any, tuple[Any, ...]]:
     """For ``python -m scalax plan``: the step and its arguments."""
-    return make_step(helper, LLAMA_70B, stages=stages)
+    return make_step(helper, LLAMA_70B, pipeline=pipeline)
 
 
 def make_step(
     helper: MeshShardingHelper,
     model: Llama3,
     layout: catalogue.ActivationSpecs | None = None,
-    stages: Stages | None = None,
+    pipeline: Pipeline | None = None,
 ) -> tuple[Any, tuple[Any, ...]]:
     """The step of examples/llama over a mesh with fsdp and tp, and perhaps stage and data; its arguments.
 
     The step is partitioned along its batch, or all activations are placed by a layout. In pipeline stages
-    there are as many microbatches as can be, unless *stages* says how many.
+    there are as many microbatches as can be, unless *pipeline* specifies them.
     """
     strategy = FSDP_TP
     sizes = helper.mesh.shape
@@ -124,7 +124,7 @@ def make_step(
         annotation_shardings=None if layout is None else catalogue.activations(layout, batch=batch_axes),
         batch_argnums=1 if layout is None else (),
         donate_argnums=0,
-        stages=stages or strategy.stages,
+        pipeline=pipeline or strategy.pipeline,
     )
     return step, (state, tokens)
 

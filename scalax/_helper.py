@@ -28,7 +28,7 @@ from scalax._data.host.global_batch import BatchOptions, local_data_to_global_ar
 from scalax._data.host.local_batch import global_array_to_local_data
 from scalax._data.host.prefetch import Prefetch
 from scalax._spmd.options import BatchPartitioning, checked_partitioning
-from scalax._spmd.pipelines.config import Stages
+from scalax._spmd.pipelines.config import Pipeline
 from scalax.errors import checked_flag
 from scalax.rules import RuleLike
 from scalax.rules._indivisible import OnIndivisible, checked_policy
@@ -415,7 +415,7 @@ class MeshShardingHelper:
         batch_argnums: int | Iterable[int] | None = None,
         batch_argnames: str | Iterable[str] | None = None,
         on_mismatch: OnMismatch = 'error',
-        stages: Stages | None = None,
+        pipeline: Pipeline | None = None,
         partitioning: BatchPartitioning | None = None,
         **jit_kwargs: Any,
     ) -> SjitFunction[..., Any] | Callable[[Callable[..., Any]], SjitFunction[..., Any]]:
@@ -444,7 +444,7 @@ class MeshShardingHelper:
             batch_argnames: names of arguments that are a batch.
             on_mismatch: an argument that is committed to another sharding is an ``'error'``, or is
                 moved at every such call (``'reshard'``).
-            stages: the mesh axis that holds layers in stages, and the number of microbatches: loops over
+            pipeline: the mesh axis that holds layers in stages, and the number of microbatches: loops over
                 layers that are sharded over this axis run as pipelines (docs/pipeline_parallelism.md).
             partitioning: the dtypes in which weights are gathered and gradients reduced, and when
                 (docs/partitioning.md); None takes that of the helper.
@@ -486,7 +486,7 @@ class MeshShardingHelper:
             'batch_argnums': batch_argnums,
             'batch_argnames': batch_argnames,
             'on_mismatch': on_mismatch,
-            'stages': stages,
+            'pipeline': pipeline,
             'partitioning': partitioning,
         }
         reject_unknown_options('sjit', jit_kwargs, options)

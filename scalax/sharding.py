@@ -9,7 +9,7 @@ from scalax._core.context.constraints import with_sharding_annotation, with_shar
 from scalax._data.host.prefetch import Prefetch
 from scalax._helper import MeshShardingHelper
 from scalax._spmd.options import BatchPartitioning
-from scalax._spmd.pipelines.config import Stages
+from scalax._spmd.pipelines.config import Pipeline
 from scalax.rules import (
     FSDPShardingRule,
     LogicalAxisShardingRule,
@@ -37,7 +37,7 @@ __all__ = [
     'LogicalAxisShardingRule',
     'Mesh',
     'MeshShardingHelper',
-    'Stages',
+    'Pipeline',
     'NamedSharding',
     'OptimizerStateShardingRule',
     'PartitionSpec',

@@ -16,7 +16,7 @@ from examples.llama.model import ACTIVATIONS
 from examples.llama.options import Options
 from examples.llama.strategies import STRATEGIES, Strategy
 from scalax.errors import MeshError
-from scalax.sharding import MeshShardingHelper, Stages
+from scalax.sharding import MeshShardingHelper, Pipeline
 
 # The flag that sets each dimension of an activation.
 FLAGS = {
@@ -134,18 +134,18 @@ def sharding_problems(options: Options, strategy: Strategy, axes: Mapping[str, i
                 f'{", ".join(mesh_axes)} of {parts} devices: make it a multiple of {parts}, '
                 'or change --mesh or --devices'
             )
-    if strategy.stages is not None:
-        yield from stage_problems(options, strategy, strategy.stages, axes)
+    if strategy.pipeline is not None:
+        yield from stage_problems(options, strategy, strategy.pipeline, axes)
 
 
 def stage_problems(
-    options: Options, strategy: Strategy, stages: Stages, axes: Mapping[str, int]
+    options: Options, strategy: Strategy, pipeline: Pipeline, axes: Mapping[str, int]
 ) -> Iterator[str]:
     """Yields what does not divide into pipeline stages: layers, and the rows of the batch."""
-    count, layers, parts = axes[stages.axis], options.model.layers, stages.microbatches
+    count, layers, parts = axes[pipeline.axis], options.model.layers, pipeline.num_microbatches
     if layers % count:
         yield f'--layers {layers} do not divide into {count} stages: make it a multiple of {count}'
-    rows = parts * math.prod(axes[axis] for axis in strategy.data_axes if axis != stages.axis)
+    rows = parts * math.prod(axes[axis] for axis in strategy.data_axes if axis != pipeline.axis)
     if options.batch_size % rows:
         yield (
             f'--batch_size {options.batch_size} does not divide into {parts} microbatches, which are split '

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from scalax.sharding import FSDPShardingRule, PartitionSpec, ShardingRule, Stages, TreePathShardingRule
+from scalax.sharding import FSDPShardingRule, PartitionSpec, Pipeline, ShardingRule, TreePathShardingRule
 
 P = PartitionSpec
 
@@ -37,7 +37,7 @@ class Strategy:
     state: ShardingRule | PartitionSpec
     activations: Mapping[str, PartitionSpec] = dataclasses.field(default_factory=dict)
     gradients: ShardingRule | None = None
-    stages: Stages | None = None
+    pipeline: Pipeline | None = None
 
     @property
     def batch(self) -> PartitionSpec:
@@ -145,5 +145,5 @@ def in_stages(strategy: Strategy, stages: int, microbatches: int) -> Strategy:
         state=layers & strategy.state,
         activations={name: P(data_axes, *spec[1:]) for name, spec in strategy.activations.items()},
         gradients=None if strategy.gradients is None else layers & strategy.gradients,
-        stages=Stages('stage', microbatches),
+        pipeline=Pipeline('stage', microbatches),
     )

@@ -53,7 +53,7 @@ class Trainer:
             donate_argnums=(0,),
             batch_argnums=1,
             annotation_shardings=strategy.train_annotations,
-            stages=strategy.stages,
+            pipeline=strategy.pipeline,
         )
         # The parameters are a part of the state, and the rule of the whole places the part.
         self.sequence_losses = helper.sjit(
@@ -62,7 +62,7 @@ class Trainer:
             out_shardings=REPLICATED,
             batch_argnums=1,
             annotation_shardings=strategy.activations,
-            stages=strategy.stages,
+            pipeline=strategy.pipeline,
         )
         self.generate = helper.sjit(
             make_generate(model),

@@ -259,7 +259,7 @@ def _traced(step: Step, alone: Step | None, shardings: Sequence[NamedSharding]) 
         own = step if alone is None else alone
         function = own.function
         if isinstance(function, SjitFunction):
-            function = with_options(function, helper, **_UNSAID, **nothing, batch_argnums=(), stages=None)
+            function = with_options(function, helper, **_UNSAID, **nothing, batch_argnums=(), pipeline=None)
         elif alone is None:
             function = getattr(function, '__wrapped__', function)
         return own.call(leaves, function)

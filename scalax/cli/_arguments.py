@@ -100,11 +100,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_page(search)
     dcn = 'the mesh axis across slices; of several, the first ones as far as they divide'
     _option(search, 'dcn', 'NAME,...', dcn, _names, dest='dcn_axis')
-    stages = (
+    pipeline = (
         'the mesh axis that is a pipeline, and numbers of microbatches: stage=8,16,32; make_step then takes '
-        'stages= besides the helper'
+        'pipeline= besides the helper'
     )
-    _option(search, 'stages', 'NAME=N,N,...', stages, _choice)
+    _option(search, 'pipeline', 'NAME=N,N,...', pipeline, _choice)
     how = search.add_mutually_exclusive_group()
     quick = 'no full plans, not even where one would decide'
     how.add_argument('--quick', action='store_const', const=0, dest='full', help=quick)

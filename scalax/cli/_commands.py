@@ -29,7 +29,7 @@ from scalax.errors import ArgumentError, PlanError, did_you_mean
 from scalax.plan import autoshard as autoshard_step
 from scalax.plan import make_plan
 from scalax.plan import search as search_meshes
-from scalax.sharding import MeshShardingHelper, Stages
+from scalax.sharding import MeshShardingHelper, Pipeline
 
 _MOST_SIMULATED = 4096  # devices: XLA for CPUs starts threads for each
 _MODULE_NAME = '__file_of_the_command__'
@@ -76,7 +76,7 @@ def search(
     topology: str,
     axes: str,
     sizes: list[tuple[str, tuple[int, ...]]],
-    stages: tuple[str, tuple[int, ...]] | None,
+    pipeline: tuple[str, tuple[int, ...]] | None,
     html: Path | None,
     as_json: bool,
     **options: Any,
@@ -84,17 +84,17 @@ def search(
     """Plans a step on every mesh of a slice, quickly; in full where only that shows whether the best fits.
     Ranks the meshes, and reports why each of the others lost. Ctrl-C ranks those that were planned so far.
 
-    FILE.py:make_step as in `plan`; with --stages it takes ``stages=`` as well.
+    FILE.py:make_step as in `plan`; with --pipeline it takes ``pipeline=`` as well.
     """
     _require_dcn(options['num_slices'], options['dcn_axis'])
     make_step = _load_function(function)
-    axis, counts = stages or ('', ())
+    axis, counts = pipeline or ('', ())
     found = search_meshes(
         lambda helper, **given: _step(functools.partial(make_step, **given), helper, function),
         topology,
         [name.strip() for name in axes.split(',')],
         constraints=_each_once(sizes),
-        stages=[Stages(axis, each) for each in counts],
+        pipelines=[Pipeline(axis, count) for count in counts],
         **options,
     )
     _show(found, html, json.dumps(found.to_dict()) if as_json else str(found))

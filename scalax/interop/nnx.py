@@ -66,7 +66,7 @@ def sjit(
     batch_argnums: Positions = None,
     batch_argnames: Names = None,
     on_mismatch: Literal['error', 'reshard'] = 'error',
-    stages: Any = None,
+    pipeline: Any = None,
     partitioning: Any = None,
     **jit_kwargs: Any,
 ) -> Any:
@@ -98,7 +98,7 @@ def sjit(
         batch_argnums: the arguments that are a batch.
         batch_argnames: the same by name.
         on_mismatch: what happens to arguments that are committed to another sharding.
-        stages: the pipeline.
+        pipeline: the pipeline.
         partitioning: partitions the function along its batch.
         **jit_kwargs: further options of ``jax.jit``.
 
@@ -133,7 +133,7 @@ def sjit(
         'batch_argnums': batch_argnums,
         'batch_argnames': batch_argnames,
         'on_mismatch': on_mismatch,
-        'stages': stages,
+        'pipeline': pipeline,
         'partitioning': partitioning,
         **jit_kwargs,
     }

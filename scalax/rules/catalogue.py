@@ -144,7 +144,7 @@ def rule(
         stacked: a regex for the paths of layers that are stacked in the first dimension, such as
             ``'layers/'``; by default none are.
         stage: the mesh axis over which the layers of these stacks are sharded, as in a pipeline
-            (`scalax.sharding.Stages`); None if each device has all layers.
+            (`scalax.sharding.Pipeline`); None if each device has all layers.
         on_indivisible: what to do where a dimension does not divide, as in `TreePathShardingRule`.
 
     Raises:

@@ -224,12 +224,14 @@ def test_search(job, tmp_path, capsys):
 def test_a_search_with_stages(capsys):
     staged = os.path.join(os.path.dirname(__file__), '..', 'planning', 'mesh_search', 'test_stages.py')
     on = ('--topology', 'v5e:2x2', '--slices', 2, '--axes', 'stage,data,fsdp', '--sizes', 'fsdp=4')
-    done = here(capsys, 'search', f'{staged}:make_step', *on, '--dcn', 'stage,data', '--stages', 'stage=2,4')
+    done = here(
+        capsys, 'search', f'{staged}:make_step', *on, '--dcn', 'stage,data', '--pipeline', 'stage=2,4'
+    )
     assert (done.returncode, done.stderr) == (0, '')
     names = {' '.join(line.split()[1:5]) for line in done.stdout.splitlines()[4:]}
     assert {name for name in names if 'microbatches' in name} == {
-        'stage=2, data=1, fsdp=4; microbatches=2',
-        'stage=2, data=1, fsdp=4; microbatches=4',
+        'stage=2, data=1, fsdp=4; num_microbatches=2',
+        'stage=2, data=1, fsdp=4; num_microbatches=4',
     }
 
 

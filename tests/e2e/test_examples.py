@@ -465,7 +465,7 @@ def test_what_does_not_divide_into_stages_is_refused() -> None:
 def test_the_default_settings_fit_every_strategy() -> None:
     strategies = [*STRATEGIES.values(), *[in_stages(each, 2, 4) for each in STRATEGIES.values()]]
     for strategy in strategies:
-        for devices in (1, 2, 4, 8) if strategy.stages is None else (2, 4, 8):
+        for devices in (1, 2, 4, 8) if strategy.pipeline is None else (2, 4, 8):
             helper = settings.make_helper(strategy, None, jax.devices()[:devices])
             settings.check_settings(OPTIONS, strategy, helper.mesh.shape)
 

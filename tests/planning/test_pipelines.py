@@ -12,7 +12,7 @@ import scalax
 from scalax._core.render import blocks
 from scalax._planning.report.plan_page import plan_blocks
 from scalax.plan import HARDWARE, PipelinedLoop, Place, Plan
-from scalax.sharding import MeshShardingHelper, Stages
+from scalax.sharding import MeshShardingHelper, Pipeline
 from scalax.sharding import PartitionSpec as P
 
 STAGES, LAYERS, MICROBATCHES, ROWS, WIDTH = 2, 6, 4, 16, 8
@@ -34,11 +34,11 @@ def step(stack, x):
 @functools.cache
 def plan(microbatches=MICROBATCHES):
     """The plan of the step with so many microbatches; with None without stages."""
-    rules, stages = (
+    rules, pipeline = (
         (P('stage', 'fsdp'), P('fsdp')),
-        None if microbatches is None else Stages('stage', microbatches),
+        None if microbatches is None else Pipeline('stage', microbatches),
     )
-    made = HELPER.sjit(step, in_shardings=rules, batch_argnums=1, stages=stages)
+    made = HELPER.sjit(step, in_shardings=rules, batch_argnums=1, pipeline=pipeline)
     return HELPER.plan(made, jnp.ones((LAYERS, WIDTH, WIDTH)), jnp.ones((ROWS, WIDTH)))
 
 
@@ -47,11 +47,16 @@ def test_ticks_and_bytes():
     forward, backward = plan().pipelines
     assert [forward.is_backward, backward.is_backward] == [False, True]
     for loop in (forward, backward):
-        assert (loop.axis, loop.stages, loop.microbatches, loop.rounds) == ('stage', STAGES, MICROBATCHES, 1)
-        assert (loop.layers, loop.times, loop.ticks) == (LAYERS, 1, MICROBATCHES + STAGES - 1)
+        assert (loop.axis, loop.stages, loop.num_microbatches, loop.num_repeats) == (
+            'stage',
+            STAGES,
+            MICROBATCHES,
+            1,
+        )
+        assert (loop.layers, loop.executions, loop.ticks) == (LAYERS, 1, MICROBATCHES + STAGES - 1)
         assert loop.bubble == (STAGES - 1) / (MICROBATCHES + STAGES - 1)
-        assert loop.hop == ROWS // MICROBATCHES * ROW_BYTES
-        assert loop.door == 2 * loop.hop
+        assert loop.send_bytes == ROWS // MICROBATCHES * ROW_BYTES
+        assert loop.io_bytes == 2 * loop.send_bytes
         assert loop.line.startswith('test_pipelines.py:')
     assert forward.weights == LAYERS * WIDTH * ROW_BYTES
     assert forward.kept >= LAYERS * ROWS * ROW_BYTES  # the result of each layer
@@ -89,10 +94,10 @@ def test_a_step_in_microbatches_runs_its_pipelines_as_often():
         scalax.microbatch(step, 2, reduce='mean'),
         in_shardings=rules,
         batch_argnums=1,
-        stages=Stages('stage', 2),
+        pipeline=Pipeline('stage', 2),
     )
     found = HELPER.plan(made, jnp.ones((LAYERS, WIDTH, WIDTH)), jnp.ones((2 * ROWS, WIDTH)))
-    assert [(loop.times, loop.flops) for loop in found.pipelines] == [
+    assert [(loop.executions, loop.flops) for loop in found.pipelines] == [
         (2, 2 * LAYERS * PRODUCT),
         (2, 4 * LAYERS * PRODUCT),
     ]
@@ -104,14 +109,14 @@ LOOP = PipelinedLoop('model.py:1 forward', 'stage', 3, 6, 1, 6, False, 1, 0, 0, 
 @pytest.mark.parametrize('rounds', [1, 2])
 @pytest.mark.parametrize('is_backward', [False, True])
 def test_the_schedule_is_one_that_can_run(rounds, is_backward):
-    loop = dataclasses.replace(LOOP, rounds=rounds, is_backward=is_backward)
+    loop = dataclasses.replace(LOOP, num_repeats=rounds, is_backward=is_backward)
     order = [*range(loop.stages)][:: -1 if is_backward else 1]
     done = {}  # what was computed, and when
     for tick in range(loop.ticks):
         for stage in order:
             if (work := loop.at(stage, tick)) is not None:
                 done[work, stage] = tick
-    assert len(done) == rounds * loop.microbatches * loop.stages
+    assert len(done) == rounds * loop.num_microbatches * loop.stages
     for ((part, number), stage), tick in done.items():
         place = order.index(stage)
         if place:  # from the stage before, or at the first one from the last one of the round before
@@ -159,7 +164,7 @@ def test_a_page_draws_the_schedule():
         ['0', '1', '2', '3', '·', None, '·', '0', '1', '2', '3', None],
         ['·', '0', '1', '2', '3', None, '0', '1', '2', '3', '·', None],
     ]
-    many = dataclasses.replace(plan(), pipelines=(dataclasses.replace(LOOP, microbatches=10**6),))
+    many = dataclasses.replace(plan(), pipelines=(dataclasses.replace(LOOP, num_microbatches=10**6),))
     assert 'class="ticks"' not in blocks.html(plan_blocks(many, 'Plan'))
 
 

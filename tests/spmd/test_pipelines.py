@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scalax._compile.sjit import partitioned
-from scalax.sharding import MeshShardingHelper, Stages, TreePathShardingRule
+from scalax.sharding import MeshShardingHelper, Pipeline, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
 from tests.spmd.pipelines.programs import PROGRAMS, arguments
 from tests.spmd.pipelines.test_programs import assert_close, staged
@@ -53,7 +53,7 @@ def rows_of(monkeypatch, gather):
         in_shardings=(RULE, P(('fsdp', 'stage'))),
         out_shardings=(RULE, P()),
         batch_argnums=1,
-        stages=Stages('stage', MICROBATCHES, gather=gather),
+        pipeline=Pipeline('stage', MICROBATCHES, fsdp_gather=gather),
     )
     layers = {'up': normal(1, LAYERS, WIDTH, HIDDEN), 'down': normal(2, LAYERS, HIDDEN, WIDTH)}
     params = {'embed': normal(0, 4, WIDTH), 'layers': layers, 'head': normal(3, WIDTH, 4)}
@@ -96,9 +96,9 @@ def test_weights_of_layers_are_gathered_in_each_tick_or_once(monkeypatch, gather
     [
         ('several_values_carried', {}),
         ('fewer_microbatches_than_stages', {}),
-        ('numbers_of_rows', {'rounds': 2}),
-        ('branches_in_layers', {'gather': 'step'}),
-        ('rows_over_others_and_stages', {'rounds': 2}),
+        ('numbers_of_rows', {'num_repeats': 2}),
+        ('branches_in_layers', {'fsdp_gather': 'step'}),
+        ('rows_over_others_and_stages', {'num_repeats': 2}),
     ],
 )
 @pytest.mark.filterwarnings('ignore::scalax.errors.StagesWarning')

@@ -14,7 +14,7 @@ from scalax._spmd.pipelines import schedule as pipelines
 from scalax._spmd.placements import op_rules
 from scalax._spmd.placements.op_rules import Op, Strategy
 from scalax._spmd.placements.placement import SUM
-from scalax.sharding import MeshShardingHelper, Stages, TreePathShardingRule
+from scalax.sharding import MeshShardingHelper, Pipeline, TreePathShardingRule
 from tests.verification.fault import Step, normal, seeded
 
 STAGES = {'stage': 2, 'fsdp': 2}
@@ -39,7 +39,7 @@ def staged(helper: MeshShardingHelper, layer: Layer, layers: int = LAYERS) -> St
         in_shardings=(RULE, P('fsdp')),
         out_shardings=(P(), RULE),
         batch_argnums=1,
-        stages=Stages('stage', microbatches=MICROBATCHES),
+        pipeline=Pipeline('stage', num_microbatches=MICROBATCHES),
     )
     return step, (params, normal(ROWS, WIDTH))
 

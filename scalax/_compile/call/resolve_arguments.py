@@ -18,7 +18,7 @@ from scalax._core.context.active_helper import MeshOwner
 from scalax._core.pytree.partition_specs import MeshAxes, text
 from scalax._jax.tracing import is_opaque, is_reference, type_of
 from scalax._spmd.options import BatchPartitioning
-from scalax._spmd.pipelines.config import Stages
+from scalax._spmd.pipelines.config import Pipeline
 from scalax.errors import Problem, ShardingError, StructureError
 from scalax.rules._indivisible import OnIndivisible
 from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve
@@ -45,7 +45,7 @@ class Options:
     args_sharding_constraint: RuleLike = None
     annotation_shardings: Mapping[str, RuleLike] = dataclasses.field(default_factory=dict)
     on_mismatch: OnMismatch = 'error'
-    stages: Stages | None = None
+    pipeline: Pipeline | None = None
     partitioning: BatchPartitioning | None = None
     jit_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 

@@ -33,7 +33,7 @@ from scalax._core.context.active_helper import MeshOwner, checked_bindings, hash
 from scalax._core.util.lru_cache import LRUCache
 from scalax._jax.tracing import as_struct, jit_options
 from scalax._spmd.options import BatchPartitioning, checked_partitioning
-from scalax._spmd.pipelines.config import Stages
+from scalax._spmd.pipelines.config import Pipeline
 from scalax._spmd.step import Step
 from scalax.errors import ArgumentError, did_you_mean, near_names
 from scalax.rules._rule_tree import are_pure, cache_key, checked_rules
@@ -66,7 +66,7 @@ class SjitOptions(JitOptions, total=False):
     batch_argnums: int | Iterable[int] | None
     batch_argnames: str | Iterable[str] | None
     on_mismatch: OnMismatch
-    stages: Stages | None
+    pipeline: Pipeline | None
     partitioning: BatchPartitioning | None
 
 
@@ -237,8 +237,10 @@ def sjit(helper: MeshOwner, fun: Callable[Given, Result], **given: Any) -> SjitF
                 signature.check_names(rules, what)
     if options.on_mismatch not in ('error', 'reshard'):
         raise ArgumentError(f"on_mismatch is 'error' or 'reshard', got {options.on_mismatch!r}")
-    if options.stages is not None and not isinstance(options.stages, Stages):
-        raise ArgumentError(f"stages is Stages('stage', microbatches=8) or None, got {options.stages!r}")
+    if options.pipeline is not None and not isinstance(options.pipeline, Pipeline):
+        raise ArgumentError(
+            f"pipeline is Pipeline('stage', num_microbatches=8) or None, got {options.pipeline!r}"
+        )
     checked_partitioning(options.partitioning)
     jax.jit(lambda: None, **options.jit_kwargs)  # raises about wrong options here, and not at a call
     own['annotation_shardings'] = checked_bindings(options.annotation_shardings)
@@ -356,7 +358,7 @@ def _key(fun: Callable[..., Any], signature: CallSignature, options: Options) ->
         signature.key,
         hashable(cache_key(rules)),
         options.on_mismatch,
-        options.stages,
+        options.pipeline,
         options.partitioning,
         tuple(sorted(options.jit_kwargs.items())),
     )

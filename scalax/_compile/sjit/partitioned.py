@@ -14,7 +14,7 @@ from scalax._compile.call.call_key import Call, Shardings
 from scalax._jax.rewriting import run_as_one, with_inputs
 from scalax._spmd.batch.batch_arguments import BatchArguments
 from scalax._spmd.options import BatchPartitioning
-from scalax._spmd.pipelines.config import Stages
+from scalax._spmd.pipelines.config import Pipeline
 from scalax._spmd.pipelines.summary import Loops
 from scalax._spmd.placements.result_states import ResultState, result_states
 from scalax._spmd.step import Step, StepArgument, StepResult, partition_step, run_step
@@ -33,7 +33,7 @@ def run_partitioned(
     mesh: Mesh | AbstractMesh,
     on_gradient: Callable[[], None],
     options: BatchPartitioning,
-    stages: Stages | None = None,
+    pipeline: Pipeline | None = None,
 ) -> tuple[Sequence[Any], Step | str, Loops]:
     """Returns the leaves of the outputs of a step, the step that each device runs, or why there is none, and
     its pipelines.
@@ -51,7 +51,7 @@ def run_partitioned(
         mesh: a mesh of Auto axes, in force.
         on_gradient: called when JAX differentiates the step from outside.
         options: what the user chooses.
-        stages: the pipelines that the user asks for, along an axis of several devices.
+        pipeline: the pipelines that the user asks for, along an axis of several devices.
     """
     name = call.signature.name
     dynamic = [value for i, value in enumerate(flat_args) if i not in call.layout.static]
@@ -66,10 +66,10 @@ def run_partitioned(
     abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
     loops: list[Any] = []
     find = None
-    if stages is not None:
-        axes = [*[axis for axis in axes if axis != stages.axis], stages.axis]
-        arguments = [*_over_stages(arguments, batch, axes, stages, abstract.shape[stages.axis])]
-        find = functools.partial(_pipelines, batch, len(captured), abstract, stages, loops)
+    if pipeline is not None:
+        axes = [*[axis for axis in axes if axis != pipeline.axis], pipeline.axis]
+        arguments = [*_over_stages(arguments, batch, axes, pipeline, abstract.shape[pipeline.axis])]
+        find = functools.partial(_pipelines, batch, len(captured), abstract, pipeline, loops)
     try:
         states = result_states(closed, [None if x.is_batch else x.path for x in arguments], result_paths)
         results = [_result(_spec(to), state, arguments) for to, state in zip(outputs, states, strict=True)]
@@ -90,11 +90,10 @@ def run_partitioned(
     @run.defjvp
     def differentiated(values: Any, tangents: Any) -> Any:
         on_gradient()
-        if stages is not None:
+        if pipeline is not None:
             raise StagesError(
-                'the gradient of a function with stages is taken outside of it, which would keep all that '
-                'its ticks compute\n'
-                'What to do: take it inside: helper.sjit(jax.value_and_grad(loss), stages=...).'
+                'cannot differentiate through a pipelined function: every tick would save its activations\n'
+                'What to do: take the gradient inside: helper.sjit(jax.value_and_grad(loss), pipeline=...).'
             )
         # What devices exchange is not differentiated: a sum over them would be counted once for each.
         return jax.jvp(lambda *values: [*run_as_one(closed, values, name)], values, tangents)
@@ -103,7 +102,11 @@ def run_partitioned(
 
 
 def _over_stages(
-    arguments: Sequence[StepArgument], batch: BatchArguments, axes: Sequence[str], stages: Stages, count: int
+    arguments: Sequence[StepArgument],
+    batch: BatchArguments,
+    axes: Sequence[str],
+    pipeline: Pipeline,
+    count: int,
 ) -> Iterator[StepArgument]:
     """The arguments of a step with pipelines: each stage has a share of the batch outside of these, if
     microbatches divide by stages.
@@ -115,21 +118,21 @@ def _over_stages(
         entries, dim = [*argument.spec], batch.example_dim(i)
         assert dim is not None
         names = [axis for axis in axes[:-1] if axis in batch.shardings[i][dim]]
-        entries[dim] = (*names, stages.axis) if stages.microbatches % count == 0 else tuple(names)
+        entries[dim] = (*names, pipeline.axis) if pipeline.num_microbatches % count == 0 else tuple(names)
         yield argument._replace(spec=PartitionSpec(*entries))
 
 
 def _pipelines(
-    batch: BatchArguments, captured: int, mesh: AbstractMesh, stages: Stages, loops: list[Any], jaxpr: Any
+    batch: BatchArguments, captured: int, mesh: AbstractMesh, pipeline: Pipeline, loops: list[Any], jaxpr: Any
 ) -> tuple[Any, Mapping[int, Any]]:
     """The jaxpr of a step, and its loops over layers that run as pipelines; *loops* gets what plans say."""
     from scalax._spmd.pipelines.find_pipelines import (
-        find_pipelines,  # here, because few functions have stages
+        find_pipelines,  # here, because few functions have pipelines
     )
 
     more = [()] * captured
     known = dataclasses.replace(batch, shardings=[*batch.shardings, *more], stored=[*batch.stored, *more])
-    jaxpr, found, told = find_pipelines(jaxpr, known, dict(mesh.shape), stages)
+    jaxpr, found, told = find_pipelines(jaxpr, known, dict(mesh.shape), pipeline)
     loops += told
     return jaxpr, found
 

@@ -38,7 +38,7 @@ from scalax._core.util import lru_cache
 from scalax._jax import rewriting
 from scalax._jax.tracing import is_compiled, is_opaque, memory_space, type_of
 from scalax._spmd.options import DEFAULT
-from scalax._spmd.pipelines.config import Stages
+from scalax._spmd.pipelines.config import Pipeline
 from scalax.errors import MeshError, StagesError, UnusedAnnotationWarning, did_you_mean, near_names, warn
 from scalax.interop._module_updates import ModuleUpdates
 
@@ -132,15 +132,20 @@ class TracedFunction:
             inside = [then if now is None else now for now, then in pairs]
         if self._rules.partition_batch or self._rules.signature.has_explicit_batch:
             entry.batch = batch_of(self._rules, call, inside)
-        stages = self._stages(entry)
+        pipeline = self._pipeline(entry)
         may_be_partitioned = entry.batch is not None or self._may_make_batch(inside)
         # Where jax.disable_jit is traced all the same (`lower`, jax.grad around it), a `jit` is no equation.
         if not may_be_partitioned or not traced or jax.config.jax_disable_jit:
             return self.run_users(flat_args)
-        return self._partitioned(call, flat_args, entry, inside, stages)
+        return self._partitioned(call, flat_args, entry, inside, pipeline)
 
     def _partitioned(
-        self, call: Call, flat_args: Sequence[Any], entry: Entry, inside: Sequence[Any], stages: Stages | None
+        self,
+        call: Call,
+        flat_args: Sequence[Any],
+        entry: Entry,
+        inside: Sequence[Any],
+        pipeline: Pipeline | None,
     ) -> Any:
         """Traces a step and runs it partitioned along its batch, if it has one."""
         structure: Any = None
@@ -170,18 +175,18 @@ class TracedFunction:
             *(jaxpr, call, flat_args, inside, entry.outputs, paths, entry.batch, self._rules.mesh),
             entry.note_gradient,
             options,
-            stages,
+            pipeline,
         )
-        if stages is not None:
+        if pipeline is not None:
             entry.pipelines = Pipelines(loops, jaxpr)
         return jax.tree.unflatten(structure, results)
 
     def _may_make_batch(self, arguments: Sequence[Any]) -> bool:
         """Whether a function may make its batch: no argument is said to be one, and its state is sharded."""
         rules = self._rules
-        stages = rules.options.stages
+        pipeline = rules.options.pipeline
         if (
-            stages is not None
+            pipeline is not None
             or rules.any_explicit
             or rules.signature.has_explicit_batch
             or not rules.partition_batch
@@ -189,29 +194,29 @@ class TracedFunction:
             return False
         return any(to is not None and spec_axes(to.spec) for to in arguments)
 
-    def _stages(self, entry: Entry) -> Stages | None:
+    def _pipeline(self, entry: Entry) -> Pipeline | None:
         """Returns the pipelines that the user asks for; None if the axis of stages has one device."""
-        stages, name = self._rules.options.stages, self._rules.signature.name
-        if stages is None:
+        pipeline, name = self._rules.options.pipeline, self._rules.signature.name
+        if pipeline is None:
             return None
         if self._rules.any_explicit:
             raise StagesError(
-                f'{name} has {stages}, and the mesh has Explicit axes, on which shardings are part of types\n'
+                f'{name} has {pipeline}, and the mesh has Explicit axes, whose shardings are part of types\n'
                 'What to do: make a mesh of Auto axes.'
             )
         if entry.batch is None:
             raise StagesError(
-                f'{name} has {stages}, and none of its arguments is known to be the batch that passes '
+                f'{name} has {pipeline}, and none of its arguments is known to be the batch that passes '
                 'through the stages\n'
                 'What to do: shard it over mesh axes of several devices, such as '
-                f'PartitionSpec({stages.axis!r}), and name it (batch_argnums, batch_argnames).'
+                f'PartitionSpec({pipeline.axis!r}), and name it (batch_argnums, batch_argnames).'
             )
 
         from scalax._spmd.pipelines.find_pipelines import (
-            has_stages,  # here, because few functions have stages
+            has_stages,  # here, because few functions have pipelines
         )
 
-        return stages if has_stages(dict(self._mesh.shape), stages) else None
+        return pipeline if has_stages(dict(self._mesh.shape), pipeline) else None
 
     def run_inline(self, call: Call) -> Any:
         """Runs the user's function where it is called, by the types that mesh axes have there."""

@@ -59,8 +59,8 @@ def autoshard(
     arrays that have them; which dimensions are the same follows from what the step multiplies. Then, on the
     best meshes, the sharding of each group of parameters is changed by itself, until nothing improves. Each
     layout is partitioned along the batch (`sjit`). Over several slices, if the step loops over stacked
-    layers, pipelines are tried too (`Stages`). The search is deterministic: the same arguments give the same
-    result, unless the budget is used up first.
+    layers, pipelines are tried too (`Pipeline`). The search is deterministic: the same arguments give the
+    same result, unless the budget is used up first.
 
     The objective averages the fully overlapped and the serial step time; of equal layouts, the one with less
     memory wins. On devices of unknown speed, such as simulated ones, 4e14 operations and 1e11 bytes a second

@@ -31,7 +31,7 @@ def build_result(
         mesh=best.layout.sizes,
         rule=rule,
         batch=best.layout.batch,
-        stages=best.layout.stages,
+        pipeline=best.layout.pipeline,
         plan=plan,
         groups=tuple(_explained(trials, best, number) for number in range(len(problem.groups))),
         meshes=_best_of_each_mesh(trials, best),
@@ -78,12 +78,12 @@ def _best_of_each_mesh(trials: Trials, best: Trial) -> tuple[MeshChoice, ...]:
     found: dict[tuple[Any, ...], Trial] = {}
     for trial in [best, *sorted(trials.known.values(), key=lambda trial: trial.rank)]:
         layout = trial.layout
-        found.setdefault((layout.mesh, layout.batch, layout.stages is None), trial)
+        found.setdefault((layout.mesh, layout.batch, layout.pipeline is None), trial)
     return tuple(
         MeshChoice(
             trial.layout.sizes,
             trial.layout.batch,
-            trial.layout.stages,
+            trial.layout.pipeline,
             trial.bound if math.isfinite(trial.bound) else None,
             trial.estimate if math.isfinite(trial.estimate) else None,
             trial.memory,

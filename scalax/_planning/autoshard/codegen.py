@@ -67,10 +67,12 @@ def program_code(problem: Problem, layout: Layout, topology: str | None, rule: T
 
     given = tuple(map(_one_or_tree, step.arguments(lambda leaf: _Source('rule'), batch_code)))
     named = hasattr(step.function, '__name__') and step.name.isidentifier()  # a partial has none
-    stages = layout.stages
-    pipeline = '' if stages is None else f'    stages=Stages({stages.axis!r}, {options_text(stages)}),\n'
+    pipeline = layout.pipeline
+    pipeline = (
+        '' if pipeline is None else f'    pipeline=Pipeline({pipeline.axis!r}, {options_text(pipeline)}),\n'
+    )
     return (
-        f'{_IMPORTS.format("Stages, " if pipeline else "")}\n{rule_code(rule)}\n'
+        f'{_IMPORTS.format("Pipeline, " if pipeline else "")}\n{rule_code(rule)}\n'
         f'{where}helper = MeshShardingHelper({mesh})\n'
         f'batch = {spec_code(layout.batch)}\n'
         'step = helper.sjit(\n'

@@ -17,7 +17,7 @@ from scalax._planning.autoshard.leaf_groups import Group
 from scalax._planning.autoshard.problem import Problem
 from scalax._planning.autoshard.trial import Trial, Trials
 from scalax._planning.mesh_search.objective import EQUAL
-from scalax._spmd.pipelines.config import Stages
+from scalax._spmd.pipelines.config import Pipeline
 
 # After so many larger sizes of the other axis without a gain no larger one is tried.
 _WITHOUT_GAIN = 2
@@ -109,8 +109,8 @@ class Descent:
             while count < _MOST_MICROBATCHES * problem.slices and self._into(2 * count, layout):
                 count *= 2
             for gather in _GATHERS if self._inside(layout) > 1 else _GATHERS[:1]:
-                stages = Stages(problem.axes.slices, count, gather=gather)
-                yield dataclasses.replace(layout, stages=stages)
+                pipeline = Pipeline(problem.axes.slices, count, fsdp_gather=gather)
+                yield dataclasses.replace(layout, pipeline=pipeline)
 
     def _into(self, microbatches: int, layout: Layout) -> bool:
         """Whether the batch divides into microbatches, and each of them over the devices of a stage."""
@@ -124,13 +124,13 @@ class Descent:
     def _pipeline_by_pipeline(self, best: Trial) -> Trial:
         """Changes the microbatches and rounds of a pipeline, until that does not pay."""
         before = None
-        while best is not before and (stages := best.layout.stages):
-            before, count, least = best, stages.microbatches, self._problem.slices
+        while best is not before and (pipeline := best.layout.pipeline):
+            before, count, least = best, pipeline.num_microbatches, self._problem.slices
             fewer = [count // 2] if count > least else []
-            moves = [dataclasses.replace(stages, microbatches=each) for each in [*fewer, 2 * count]]
-            moves.append(dataclasses.replace(stages, rounds=2 * stages.rounds))
-            moves = [each for each in moves if self._into(each.microbatches, best.layout)]
-            best = self._best_of([dataclasses.replace(best.layout, stages=each) for each in moves], best)
+            moves = [dataclasses.replace(pipeline, num_microbatches=each) for each in [*fewer, 2 * count]]
+            moves.append(dataclasses.replace(pipeline, num_repeats=2 * pipeline.num_repeats))
+            moves = [each for each in moves if self._into(each.num_microbatches, best.layout)]
+            best = self._best_of([dataclasses.replace(best.layout, pipeline=each) for each in moves], best)
         return best
 
     def _class_by_class(self, best: Trial) -> Trial:

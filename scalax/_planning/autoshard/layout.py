@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from scalax._core.pytree import partition_specs
 from scalax._planning.autoshard.leaf_groups import Group
-from scalax._spmd.pipelines.config import Stages
+from scalax._spmd.pipelines.config import Pipeline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +61,13 @@ class Layout:
         mesh: the mesh axes with their sizes.
         batch: where the rows of the batch are.
         groups: where each group is.
-        stages: the pipeline over the axis from slice to slice; None without one.
+        pipeline: the pipeline over the axis from slice to slice; None without one.
     """
 
     mesh: tuple[tuple[str, int], ...]
     batch: PartitionSpec
     groups: tuple[Placement, ...]
-    stages: Stages | None = None
+    pipeline: Pipeline | None = None
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -77,10 +77,10 @@ class Problem:
     def _over_stages(self, spec: PartitionSpec, i: int, layout: Layout) -> PartitionSpec:
         """The spec of a leaf whose layers, if it has some, are the stages of a pipeline."""
         dim = self.stacked.get(i)
-        if dim is None or layout.stages is None or math.prod(self.leaves[i].shape) == 1:
+        if dim is None or layout.pipeline is None or math.prod(self.leaves[i].shape) == 1:
             return spec
         found = [*entries(spec), *[None] * (dim + 1 - len(entries(spec)))]
-        return PartitionSpec(*found[:dim], layout.stages.axis, *found[dim + 1 :])
+        return PartitionSpec(*found[:dim], layout.pipeline.axis, *found[dim + 1 :])
 
     def of_batch(self, layout: Layout) -> Callable[[tuple[int, ...]], PartitionSpec]:
         """Gives the spec of an array of a batch, from its shape."""
@@ -103,7 +103,7 @@ class Problem:
             out_shardings=step.returned(given),
             donate_argnums=tuple(step.donated),
             batch_argnums=self.batch_argnums(layout),
-            stages=layout.stages,
+            pipeline=layout.pipeline,
         )
         return make_plan(helper, function, step.args, {}, quick=True, hardware=self.hardware)
 

@@ -18,7 +18,7 @@ from scalax._planning.mesh_search.objective import EQUAL, mean
 from scalax._planning.report.plan import Plan
 from scalax._planning.report.plan_page import headline, plan_blocks
 from scalax._planning.time.roofline import StepTime
-from scalax._spmd.pipelines.config import Stages, options_text
+from scalax._spmd.pipelines.config import Pipeline, options_text
 from scalax.errors import plural
 from scalax.rules import TreePathShardingRule
 
@@ -55,7 +55,7 @@ class MeshChoice:
     Attributes:
         mesh: mesh axis -> size.
         batch: the sharding of the batch.
-        stages: the pipeline over slices; None without one.
+        pipeline: the pipeline over slices; None without one.
         bound: the fully overlapped step time, in seconds; None if there is no program.
         estimate: the serial step time, in seconds; None if there is no program.
         memory: the bytes on a device.
@@ -64,7 +64,7 @@ class MeshChoice:
 
     mesh: Mapping[str, int]
     batch: PartitionSpec
-    stages: Stages | None
+    pipeline: Pipeline | None
     bound: float | None
     estimate: float | None
     memory: int
@@ -86,7 +86,7 @@ class AutoShardingResult(Shown):
         mesh: mesh axis -> size.
         rule: the rule of all arguments that are not batches.
         batch: the sharding of the batch.
-        stages: the pipeline over slices; None without one.
+        pipeline: the pipeline over slices; None without one.
         plan: the quick plan of the step.
         groups: the groups of leaves, and what their shardings save.
         meshes: the meshes that were tried, the best first.
@@ -105,7 +105,7 @@ class AutoShardingResult(Shown):
     mesh: Mapping[str, int]
     rule: TreePathShardingRule
     batch: PartitionSpec
-    stages: Stages | None
+    pipeline: Pipeline | None
     plan: Plan
     groups: tuple[GroupChoice, ...]
     meshes: tuple[MeshChoice, ...]
@@ -184,8 +184,8 @@ def _head(found: AutoShardingResult) -> list[str]:
 
 def _mesh_text(found: AutoShardingResult | MeshChoice) -> str:
     """The sizes, and what is said of a pipeline."""
-    stages = f'; {options_text(found.stages)}' if found.stages else ''
-    return f'{axis_sizes_text(found.mesh)}{stages}'
+    pipeline = f'; {options_text(found.pipeline)}' if found.pipeline else ''
+    return f'{axis_sizes_text(found.mesh)}{pipeline}'
 
 
 def _groups(found: AutoShardingResult) -> Table:

@@ -88,7 +88,7 @@ def attempt(problem: Problem, layout: Layout, limit: int | None) -> Trial:
         plan = problem.plan(layout)
     except Exception as error:  # noqa: BLE001 - lost_by raises what is no result of the compiler
         name = f'{axis_sizes_text(layout.sizes)}, batch {spec_code(layout.batch)}'
-        name += f', {layout.stages}' if layout.stages else ''
+        name += f', {layout.pipeline}' if layout.pipeline else ''
         return Trial(layout, limit=limit, lost=reason_of_failure(error, name))
     bound, estimate = seconds_of(plan)
     if not math.isfinite(bound):

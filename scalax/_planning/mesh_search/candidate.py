@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from scalax._core.pytree.partition_specs import axis_sizes_text
 from scalax._planning.report.plan import Plan
-from scalax._spmd.pipelines.config import Stages, options_text
+from scalax._spmd.pipelines.config import Pipeline, options_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Candidate:
         lost: why it is not the best; empty for the best.
         ruled_out: whether it lost before it was compiled, as its arguments alone do not fit.
         least_memory: bytes of a device that any program needs: those of the arguments.
-        stages: the pipeline, if an axis of the mesh is one.
+        pipeline: the pipeline, if an axis of the mesh is one.
     """
 
     mesh: Mapping[str, int]
@@ -28,10 +28,10 @@ class Candidate:
     lost: str = ''
     ruled_out: bool = False
     least_memory: int = 0
-    stages: Stages | None = None
+    pipeline: Pipeline | None = None
 
     @property
     def name(self) -> str:
         """The sizes, such as ``'fsdp=16, tp=4'``, and how a pipeline runs."""
-        stages = f'; {options_text(self.stages)}' if self.stages else ''
-        return f'{axis_sizes_text(self.mesh)}{stages}'
+        pipeline = f'; {options_text(self.pipeline)}' if self.pipeline else ''
+        return f'{axis_sizes_text(self.mesh)}{pipeline}'

@@ -30,7 +30,7 @@ from scalax._planning.mesh_search.result import SearchResult
 from scalax._planning.report.make_plan import plan_lowered
 from scalax._planning.report.plan import Plan
 from scalax._planning.report.plan_page import memory_taken
-from scalax._spmd.pipelines.config import Stages
+from scalax._spmd.pipelines.config import Pipeline
 from scalax.errors import ArgumentError, DataError, IndivisibleWarning, StagesWarning, did_you_mean
 
 _log = logging.getLogger('scalax.search')
@@ -44,7 +44,7 @@ def search(
     constraints: Constraints = None,
     num_slices: int = 1,
     dcn_axis: str | Sequence[str] | None = None,
-    stages: Stages | Sequence[Stages] = (),
+    pipelines: Pipeline | Sequence[Pipeline] = (),
     hardware: Hardware | None = None,
     full: int | None = None,
     file: str | os.PathLike[str] | None = None,
@@ -62,8 +62,8 @@ def search(
     it off). Elsewhere it is logged (``scalax.search``, level INFO).
 
     Args:
-        make_step: called with a helper; with *stages* also with ``stages=``, for `sjit`. Returns the step,
-            such as one made by `sjit`, and the tuple of its arguments.
+        make_step: called with a helper; with *pipelines* also with ``pipeline=``, for `sjit`. Returns the
+            step, such as one made by `sjit`, and the tuple of its arguments.
         topology: the slice, such as ``'v5p:4x4x4'``, or the GPUs, such as ``'h100:4x8'``, as for
             `MeshShardingHelper.from_topology`; or devices that are here, such as ``jax.devices()``.
         axis_names: the mesh axes; every product of sizes that uses all devices is a candidate.
@@ -73,9 +73,9 @@ def search(
         dcn_axis: the mesh axis that runs from slice to slice; needed for several slices. Of several axes the
             first ones run from slice to slice as far as their sizes divide: in front of pipelines and of
             data parallelism alike, ``['stage', 'data']``.
-        stages: the pipelines that are tried wherever their axis has several devices, such as
-            ``[Stages('stage', microbatches=m) for m in (8, 16, 32)]``. Elsewhere *make_step* is called with
-            ``stages=None``.
+        pipelines: the pipelines that are tried wherever their axis has several devices, such as
+            ``[Pipeline('stage', num_microbatches=m) for m in (8, 16, 32)]``. Elsewhere *make_step* is called
+            with ``pipeline=None``.
         hardware: the numbers of the devices, such as those of a slower network: `HARDWARE` with
             `dataclasses.replace`. By default what is known of the topology.
         full: how many of the best to compile in full in any case, which takes minutes for each. For GPUs
@@ -110,7 +110,7 @@ def search(
     for axis in outer:
         if axis not in names:
             raise ArgumentError(f'dcn_axis={axis!r} is no mesh axis ({did_you_mean(axis, names)})')
-    pipelines = _pipelines(stages, names)
+    pipelines = _as_pipelines(pipelines, names)
     _check_parameters(make_step, bool(pipelines))
     if num_slices > 1 and not outer:
         raise ArgumentError(
@@ -158,7 +158,7 @@ class _Attempts:
         make_step: makes the step and its arguments for a helper.
         devices: the devices.
         slices: how many slices there are, and along which mesh axes, the first ones first.
-        has_stages: whether *make_step* takes ``stages=``.
+        has_pipelines: whether *make_step* takes ``pipeline=``.
         hardware: the numbers of the devices, if they are not those that are known of them.
         file: the plans of earlier searches, to which new ones are appended.
         quick: how many quick plans were compiled.
@@ -169,7 +169,7 @@ class _Attempts:
     make_step: Callable[..., tuple[Any, Sequence[Any]]]
     devices: Sequence[Any]
     slices: tuple[int, Sequence[str]]
-    has_stages: bool
+    has_pipelines: bool
     hardware: Hardware | None
     file: TrialFile
     quick: int = 0
@@ -216,8 +216,8 @@ class _Attempts:
     def _lowered(self, candidate: Candidate) -> LoweredStep:
         sizes = dict(candidate.mesh)
         helper = helper_of(sizes, self.devices, slices_along(sizes, *self.slices))
-        stages = {'stages': candidate.stages} if self.has_stages else {}
-        step, arguments = self.make_step(helper, **stages)
+        options = {'pipeline': candidate.pipeline} if self.has_pipelines else {}
+        step, arguments = self.make_step(helper, **options)
         return lower_step(helper, step, arguments, {}, self.hardware)
 
 
@@ -238,11 +238,11 @@ def _check(make_step: Any, names: Sequence[str]) -> None:
         raise ArgumentError("a search needs the names of mesh axes, such as ['fsdp', 'tp']")
 
 
-def _check_parameters(make_step: Callable[..., Any], has_stages: bool) -> None:
+def _check_parameters(make_step: Callable[..., Any], has_pipelines: bool) -> None:
     try:
-        inspect.signature(make_step).bind(None, **({'stages': None} if has_stages else {}))
+        inspect.signature(make_step).bind(None, **({'pipeline': None} if has_pipelines else {}))
     except TypeError as error:
-        given = 'helper, stages=...' if has_stages else 'helper'
+        given = 'helper, pipeline=...' if has_pipelines else 'helper'
         raise ArgumentError(
             f'search calls {name_of(make_step)}({given}), which has the parameters '
             f'{inspect.signature(make_step)}: {error}\n'
@@ -251,23 +251,23 @@ def _check_parameters(make_step: Callable[..., Any], has_stages: bool) -> None:
         ) from None
 
 
-def _candidates(sizes: Sizes, pipelines: Iterable[Stages]) -> list[Candidate]:
+def _candidates(sizes: Sizes, pipelines: Iterable[Pipeline]) -> list[Candidate]:
     """The candidates of a mesh: with each pipeline that it has an axis for."""
-    stages: list[Stages | None] = [each for each in pipelines if sizes[each.axis] > 1]
-    return [Candidate(sizes, stages=each) for each in stages or [None]]
+    runnable = [pipeline for pipeline in pipelines if sizes[pipeline.axis] > 1]
+    return [Candidate(sizes, pipeline=pipeline) for pipeline in runnable or [None]]
 
 
-def _pipelines(stages: Any, names: Sequence[str]) -> list[Stages]:
-    """The pipelines that are tried."""
-    found = [stages] if isinstance(stages, Stages) else [*stages]
-    for each in found:
-        if not isinstance(each, Stages):
+def _as_pipelines(pipelines: Any, names: Sequence[str]) -> list[Pipeline]:
+    """Returns the pipelines to try, each over an axis of the mesh."""
+    pipelines = [pipelines] if isinstance(pipelines, Pipeline) else [*pipelines]
+    for pipeline in pipelines:
+        if not isinstance(pipeline, Pipeline):
             raise ArgumentError(
-                f"stages are pipelines, such as Stages('stage', microbatches=8), got {each!r}"
+                f"pipelines takes values such as Pipeline('stage', num_microbatches=8), got {pipeline!r}"
             )
-        if each.axis not in names:
-            raise ArgumentError(f'{each} names no mesh axis ({did_you_mean(each.axis, names)})')
-    return found
+        if pipeline.axis not in names:
+            raise ArgumentError(f'{pipeline} names no mesh axis ({did_you_mean(pipeline.axis, names)})')
+    return pipelines
 
 
 def _in_full(attempt: _Attempts, done: dict[int, Candidate], most: int | None, note: Note) -> None:

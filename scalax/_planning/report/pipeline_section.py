@@ -21,7 +21,10 @@ _IDLE = '\u00b7'
 def with_flops(loops: Loops) -> tuple[PipelinedLoop, ...]:
     """Loops over layers with the operations of their layers: those of the equations that they were."""
     return tuple(
-        [dataclasses.replace(told, flops=told.times * count_flops_of(equation)) for told, equation in loops]
+        [
+            dataclasses.replace(told, flops=told.executions * count_flops_of(equation))
+            for told, equation in loops
+        ]
     )
 
 
@@ -36,9 +39,9 @@ def bubble_figure(plan: PlanData, roofline: Roofline | None) -> Iterator[Figure]
 def pipelines_lead(plan: PlanData) -> str:
     """What the pipelines are."""
     ways = dict.fromkeys(
-        f'{plural(loop.microbatches, "microbatch", "microbatches")} pass through '
+        f'{plural(loop.num_microbatches, "microbatch", "microbatches")} pass through '
         f'{plural(loop.stages, "stage")} along {loop.axis}'
-        f'{f", {loop.rounds} times" if loop.rounds > 1 else ""}'
+        f'{f", {loop.num_repeats} times" if loop.num_repeats > 1 else ""}'
         for loop in plan.pipelines
     )
     return f'{"; ".join(ways)} (layers and bytes: those of one stage, in one call, on all of its devices)'
@@ -52,7 +55,7 @@ def pipeline_blocks(plan: PlanData, roofline: Roofline | None) -> list[Block]:
         Column('loop', 'lead'),
         Column('pass'),
         *(Column(head, 'number') for head in ('layers', 'ticks', 'bubble')),
-        *(Column(head, 'number', human_bytes) for head in ('weights', 'kept', 'hops', 'doors')),
+        *(Column(head, 'number', human_bytes) for head in ('weights', 'saved', 'sent', 'in/out')),
         *(Column(head, 'number', milliseconds) for head in ('compute', 'idle') if roofline is not None),
     ]
     rows = [_row(loop, roofline) for loop in plan.pipelines]
@@ -62,14 +65,14 @@ def pipeline_blocks(plan: PlanData, roofline: Roofline | None) -> list[Block]:
 def _row(loop: PipelinedLoop, roofline: Roofline | None) -> Row:
     stages = loop.stages
     return [
-        loop.line if loop.times == 1 else f'{loop.line}, {loop.times} times',
+        loop.line if loop.executions == 1 else f'{loop.line}, {loop.executions} times',
         _way(loop),
         loop.layers // stages,
         loop.ticks,
         f'{loop.bubble:.1%}',
-        *(size // stages or None for size in (loop.weights, loop.kept)),
-        loop.times * loop.ticks * loop.hop,
-        loop.times * loop.microbatches * loop.door,
+        *(size // stages or None for size in (loop.weights, loop.saved_activation_bytes)),
+        loop.executions * loop.ticks * loop.send_bytes,
+        loop.executions * loop.num_microbatches * loop.io_bytes,
         *((each / roofline.peak for each in (loop.flops, loop.idle_flops)) if roofline is not None else ()),
     ]
 

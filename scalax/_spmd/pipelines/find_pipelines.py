@@ -27,11 +27,11 @@ from scalax._jaxpr.carry_accumulation import added_by_round
 from scalax._jaxpr.dim_sharding import DimSharding, of_dims
 from scalax._jaxpr.source_lines import line_of
 from scalax._spmd.batch.batch_arguments import BatchArguments
-from scalax._spmd.pipelines.config import Stages
+from scalax._spmd.pipelines.config import Pipeline
 from scalax._spmd.pipelines.find_layer_scans import LAYERS, ROWS, Places
 from scalax._spmd.pipelines.loop_fission import apart
 from scalax._spmd.pipelines.microbatching import Microbatching
-from scalax._spmd.pipelines.schedule import Pipeline
+from scalax._spmd.pipelines.schedule import PipelinedScan
 from scalax._spmd.pipelines.sink_constants import with_own_constants
 from scalax._spmd.pipelines.summary import Loops, PipelinedLoop
 from scalax._spmd.placements.placement import REPLICATE, Placement, Shard
@@ -43,60 +43,60 @@ _IDLE = 0.5
 
 
 def find_pipelines(
-    jaxpr: Any, arguments: BatchArguments, sizes: Mapping[str, int], stages: Stages
-) -> tuple[Any, Mapping[int, Pipeline], Loops]:
+    jaxpr: Any, arguments: BatchArguments, sizes: Mapping[str, int], pipeline: Pipeline
+) -> tuple[Any, Mapping[int, PipelinedScan], Loops]:
     """Returns a jaxpr with loops over layers that can run as pipelines, these, and what plans say of them.
 
     Args:
         jaxpr: the closed jaxpr of a step.
         arguments: what is known of its arguments.
         sizes: the sizes of the mesh axes.
-        stages: what the user says.
+        pipeline: the pipeline that the user requests.
 
     Raises:
         StagesError: something has to be changed, in the model, the rules or the mesh.
     """
-    _check_rounds(stages, sizes[stages.axis])
+    _check_rounds(pipeline, sizes[pipeline.axis])
     jaxpr = rewriting.flattened(jaxpr, (), around='scan')
     rows = _rows_of(arguments)
-    microbatching = _microbatching(jaxpr, arguments, rows, sizes, stages)
-    marks = [*_marks(jaxpr, arguments, rows, stages.axis)]
+    microbatching = _microbatching(jaxpr, arguments, rows, sizes, pipeline)
+    marks = [*_marks(jaxpr, arguments, rows, pipeline.axis)]
     places = Places(jaxpr, marks)
     if not places.loops:
         raise StagesError(
-            f'no loop runs over layers that are sharded over {stages.axis!r}, so nothing is a pipeline. '
+            f'no loop runs over layers that are sharded over {pipeline.axis!r}, so nothing is a pipeline. '
             f'{_sharded(marks, argument_names(jaxpr))}\n'
             'What to do: stack the parameters of layers (jax.tree.map(lambda *x: jnp.stack(x), *layers)), '
-            f'run them by jax.lax.scan, and shard the first dimension of the stacks over {stages.axis!r} '
+            f'run them by jax.lax.scan, and shard the first dimension of the stacks over {pipeline.axis!r} '
             'in in_shardings.'
         )
-    _warn_idle(microbatching, stages)
+    _warn_idle(microbatching, pipeline)
     times = _times(opened(jaxpr), places.loops)
-    staged = _Staged(places, microbatching, stages, argument_names(jaxpr), times)
+    staged = _Staged(places, microbatching, pipeline, argument_names(jaxpr), times)
     jaxpr = staged.jaxpr(jaxpr)
     if not staged.loops:
         raise StagesError(
             'no loop over layers takes the batch, as far as is known: '
             f'{", ".join(sorted({*map(line_of, places.loops.values())}))}\n'
-            'What to do: see step.explain_propagation(...) of the function without stages for where examples '
-            'are gathered.'
+            'What to do: see step.explain_propagation(...) of the function without a pipeline for where '
+            'examples are gathered.'
         )
     return jaxpr, staged.pipelines, staged.loops
 
 
-def has_stages(sizes: Mapping[str, int], stages: Stages) -> bool:
+def has_stages(sizes: Mapping[str, int], pipeline: Pipeline) -> bool:
     """Returns whether the axis of stages has several devices; warns if it has one.
 
     Raises:
         StagesError: the mesh has no such axis.
     """
-    if stages.axis not in sizes:
-        raise StagesError(f'{stages}: {no_axis(stages.axis, sizes)}')
-    if sizes[stages.axis] > 1:
+    if pipeline.axis not in sizes:
+        raise StagesError(f'{pipeline}: {no_axis(pipeline.axis, sizes)}')
+    if sizes[pipeline.axis] > 1:
         return True
     warn(
-        f'{stages}: {stages.axis!r} has one device, so loops over layers run as they are\nWhat to do: '
-        'give it more devices, or leave stages out.',
+        f'{pipeline}: {pipeline.axis!r} has one device, so loops over layers run as they are\nWhat to do: '
+        'give it more devices, or leave out pipeline=.',
         StagesWarning,
     )
     return False
@@ -122,7 +122,11 @@ def _rows_of(arguments: BatchArguments) -> dict[int, int]:
 
 
 def _microbatching(
-    jaxpr: Any, arguments: BatchArguments, rows: Mapping[int, int], sizes: Mapping[str, int], stages: Stages
+    jaxpr: Any,
+    arguments: BatchArguments,
+    rows: Mapping[int, int],
+    sizes: Mapping[str, int],
+    pipeline: Pipeline,
 ) -> Microbatching:
     """Returns how the batch is split into microbatches."""
     invars, names = opened(jaxpr).invars, argument_names(jaxpr)
@@ -133,13 +137,13 @@ def _microbatching(
             for i, (count, axes) in found.items()
         )
         raise StagesError(
-            f'{stages}: arrays of the batch have different numbers of examples, or are sharded over '
+            f'{pipeline}: arrays of the batch have different numbers of examples, or are sharded over '
             f'different mesh axes:\n{listed}\n'
             'What to do: give all of them the same number of examples and the same axes.'
         )
     [(count, axes)] = {*found.values()}
-    devices = math.prod(sizes[axis] for axis in axes if axis != stages.axis)
-    return Microbatching(count, stages.microbatches, sizes[stages.axis], devices)
+    devices = math.prod(sizes[axis] for axis in axes if axis != pipeline.axis)
+    return Microbatching(count, pipeline.num_microbatches, sizes[pipeline.axis], devices)
 
 
 def _marks(
@@ -170,7 +174,7 @@ def _sharded(marks: Sequence[DimSharding], names: Sequence[str]) -> str:
 
 
 def _check_layers(
-    equation: Any, places: Places, names: Sequence[str], microbatching: Microbatching, stages: Stages
+    equation: Any, places: Places, names: Sequence[str], microbatching: Microbatching, pipeline: Pipeline
 ) -> None:
     """Raises StagesError about stacks that are sharded otherwise, or layers that do not divide."""
     loop, line = loop_of(equation), line_of(equation)
@@ -179,33 +183,36 @@ def _check_layers(
     if elsewhere:
         listed = ', '.join(names[i] if names else f'argument {i}' for i in sorted(elsewhere))
         raise StagesError(
-            f'the loop over layers at {line} takes stacks that are sharded over {stages.axis!r} in their '
+            f'the loop over layers at {line} takes stacks that are sharded over {pipeline.axis!r} in their '
             f'first dimension, and others that are not: {listed}\n'
-            f'What to do: shard the first dimension of all of them over {stages.axis!r}, or of none.'
+            f'What to do: shard the first dimension of all of them over {pipeline.axis!r}, or of none.'
         )
-    groups = microbatching.stages * stages.rounds
+    groups = microbatching.stages * pipeline.num_repeats
     length = loop.length or 0
     if length % groups:
         raise StagesError(
             f'the loop at {line} has {plural(length, "layer")}, which do not divide by '
             f'{microbatching.stages} stages'
-            f'{f" x {stages.rounds} rounds" if stages.rounds > 1 else ""}\n'
-            f'What to do: choose a size of {stages.axis!r} and rounds whose product divides {length}.'
+            f'{f" x {pipeline.num_repeats} repeats" if pipeline.num_repeats > 1 else ""}\n'
+            f'What to do: choose a size of {pipeline.axis!r} and num_repeats whose product divides {length}.'
         )
 
 
-def _check_rounds(stages: Stages, count: int) -> None:
-    """Raises StagesError about microbatches that cannot pass through stages in several rounds."""
-    if stages.rounds > 1 and stages.microbatches % count:
+def _check_rounds(pipeline: Pipeline, count: int) -> None:
+    """Raises StagesError about microbatches that cannot pass through stages with several repeats."""
+    if pipeline.num_repeats > 1 and pipeline.num_microbatches % count:
         raise StagesError(
-            f'{stages}: in several rounds, microbatches pass through {count} stages {count} at a time\n'
+            f'{pipeline}: with several repeats, microbatches pass through {count} stages {count} at a time\n'
             f'What to do: choose a multiple of {count}, or leave rounds out.'
         )
 
 
-def _warn_idle(microbatching: Microbatching, stages: Stages) -> None:
+def _warn_idle(microbatching: Microbatching, pipeline: Pipeline) -> None:
     """Warns about a pipeline that is idle most of the time, or that leaves its axis idle outside of it."""
-    ticks, idle = stages.rounds * stages.microbatches + microbatching.stages - 1, microbatching.stages - 1
+    ticks, idle = (
+        pipeline.num_repeats * pipeline.num_microbatches + microbatching.stages - 1,
+        microbatching.stages - 1,
+    )
     faults = [f'each stage is idle in {idle} of {ticks} ticks'] if idle >= _IDLE * ticks else []
     if microbatching.owners == 1:
         faults.append(
@@ -213,7 +220,7 @@ def _warn_idle(microbatching: Microbatching, stages: Stages) -> None:
         )
     if faults:
         warn(
-            f'{stages}: {", and ".join(faults)}\nWhat to do: choose more microbatches, a multiple of the '
+            f'{pipeline}: {", and ".join(faults)}\nWhat to do: choose more microbatches, a multiple of the '
             f'{microbatching.stages} stages.',
             StagesWarning,
         )
@@ -231,14 +238,14 @@ class _Staged(rewriting.Rewriter):
         self,
         places: Places,
         microbatching: Microbatching,
-        stages: Stages,
+        pipeline: Pipeline,
         names: Sequence[str],
         times: Counter[int],
     ) -> None:
         super().__init__(lambda equation: equation)
         self.loops: list[tuple[PipelinedLoop, Any]] = []
-        self.pipelines: dict[int, Pipeline] = {}
-        self._places, self._microbatching, self._stages = places, microbatching, stages
+        self.pipelines: dict[int, PipelinedScan] = {}
+        self._places, self._microbatching, self._stages = places, microbatching, pipeline
         self._names, self._times = names, times
 
     def jaxpr(self, jaxpr: Any) -> Any:
@@ -258,7 +265,7 @@ class _Staged(rewriting.Rewriter):
 
         *before* is the loop in the user's step.
         """
-        loop, line, stages = loop_of(equation), line_of(equation), self._stages
+        loop, line, pipeline = loop_of(equation), line_of(equation), self._stages
         dims = [
             next((dim for dim, marks in enumerate(self._places.of(x)) if ROWS in marks), None)
             for x in equation.invars
@@ -266,7 +273,7 @@ class _Staged(rewriting.Rewriter):
         sizes = [shape_of(x)[dim] for x, dim in zip(equation.invars, dims, strict=True) if dim is not None]
         if not sizes:
             return [equation]
-        _check_layers(equation, self._places, self._names, self._microbatching, stages)
+        _check_layers(equation, self._places, self._names, self._microbatching, pipeline)
         # In a microbatch there are fewer rows; rows and tokens in one dimension are more.
         count = self._microbatching.rows
         if any(size % count for size in sizes):
@@ -276,7 +283,7 @@ class _Staged(rewriting.Rewriter):
         if count % divisor or any(size % count for size in sizes):
             raise StagesError(
                 f'{plural(count, "example")} of the batch at the loop over layers at {line} do not divide by '
-                f'{stages.microbatches} microbatches x {microbatching.devices} devices of a stage that '
+                f'{pipeline.num_microbatches} microbatches x {microbatching.devices} devices of a stage that '
                 f'share it\nWhat to do: choose a batch of a multiple of {divisor} examples, or fewer '
                 'microbatches.'
             )
@@ -304,13 +311,13 @@ class _Staged(rewriting.Rewriter):
             raise StagesError(
                 f'the loop over layers at {line} cannot run on microbatches: {refused}, at '
                 f'{line_of(refused.equation, [*refused.calls, equation])}\n'
-                f'What to do: {refused.instead}; or run without stages.'
+                f'What to do: {refused.instead}; or run without pipeline=.'
             ) from None
-        described = _described(equation, facts, microbatching, stages, self._times[id(before)])
+        described = _described(equation, facts, microbatching, pipeline, self._times[id(before)])
         self.loops.append((described, before))
-        self.pipelines[id(equation)] = Pipeline(
-            *(equation, _placements(facts), stages.axis, microbatching.stages, stages.microbatches),
-            *(stages.rounds, stages.gather == 'step', line),
+        self.pipelines[id(equation)] = PipelinedScan(
+            *(equation, _placements(facts), pipeline.axis, microbatching.stages, pipeline.num_microbatches),
+            *(pipeline.num_repeats, pipeline.fsdp_gather == 'step', line),
         )
         return [equation]
 
@@ -332,7 +339,7 @@ def _placements(facts: LoopFacts[Fact]) -> LoopFacts[Placement]:
 
 
 def _described(
-    equation: Any, facts: LoopFacts[Fact], microbatching: Microbatching, stages: Stages, times: int
+    equation: Any, facts: LoopFacts[Fact], microbatching: Microbatching, pipeline: Pipeline, executions: int
 ) -> PipelinedLoop:
     """What plans say of a loop over layers."""
     loop = loop_of(equation)
@@ -346,17 +353,17 @@ def _described(
     same = size(carried, facts.carried, type(None))
     return PipelinedLoop(
         line=line_of(equation),
-        axis=stages.axis,
+        axis=pipeline.axis,
         stages=microbatching.stages,
-        microbatches=stages.microbatches,
-        rounds=stages.rounds,
+        num_microbatches=pipeline.num_microbatches,
+        num_repeats=pipeline.num_repeats,
         layers=loop.length or 0,
         is_backward=bool(scan_options(equation)['reverse']),
-        times=times,
+        executions=executions,
         weights=size(stacks, facts.elements, type(None)),
-        kept=size(equation.outvars[loop.carried :], facts.results, Rows),
-        hop=(along + moving) // stages.microbatches + same,
-        door=(along + 2 * moving) // stages.microbatches,
+        saved_activation_bytes=size(equation.outvars[loop.carried :], facts.results, Rows),
+        send_bytes=(along + moving) // pipeline.num_microbatches + same,
+        io_bytes=(along + 2 * moving) // pipeline.num_microbatches,
     )
 
 

@@ -45,7 +45,7 @@ from scalax._spmd.values import (
 _MOST_ROUNDS = 12
 
 
-class Pipeline(NamedTuple):
+class PipelinedScan(NamedTuple):
     """A loop over layers that runs as a pipeline.
 
     Attributes:
@@ -79,7 +79,7 @@ class Pipeline(NamedTuple):
         return self.rounds * self.microbatches + self.stages - 1
 
 
-def partition_pipeline(edit: Edit, equation: Any, values: Sequence[Value], pipeline: Pipeline) -> None:
+def partition_pipeline(edit: Edit, equation: Any, values: Sequence[Value], pipeline: PipelinedScan) -> None:
     """Writes a loop over layers as a pipeline."""
     loop, facts, shared = loop_of(equation), pipeline.facts, edit.shared
     constants, begun, stacks = map(list, loop.parts(values))
@@ -208,7 +208,7 @@ def _layout(layout: Layout | None, is_carried: bool) -> Layout | None:
     return layout if is_carried else layout_at(layout, Shifted(-1))
 
 
-def _exchanged(edit: Edit, equation: Any, atom: Any, pipeline: Pipeline, *, back: bool = False) -> Any:
+def _exchanged(edit: Edit, equation: Any, atom: Any, pipeline: PipelinedScan, *, back: bool = False) -> Any:
     """The variable of a stack whose layers are where they run, or are stored; each is exchanged once."""
     if pipeline.rounds == 1:
         return atom
@@ -242,7 +242,7 @@ class _Ticks:
         terms: which of the values that it carries are sums that do not begin as zero.
     """
 
-    def __init__(self, pipeline: Pipeline, inner: Partitioned, terms: Sequence[bool]) -> None:
+    def __init__(self, pipeline: PipelinedScan, inner: Partitioned, terms: Sequence[bool]) -> None:
         equation = pipeline.equation
         self._pipeline, self._inner, self._terms = pipeline, inner, terms
         self._loop, self._options = loop_of(equation), scan_options(equation)
@@ -445,7 +445,7 @@ def _added(before: Any, x: Any, fact: Placement, turn: _Turn) -> Any:
     return before + jnp.where(turn.is_idle, 0, x).astype(before.dtype)
 
 
-def _from(x: Any, has_it: Any, pipeline: Pipeline) -> Any:
+def _from(x: Any, has_it: Any, pipeline: PipelinedScan) -> Any:
     """What one stage has, on all stages."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = _from(jax.random.key_data(x), has_it, pipeline)

@@ -35,36 +35,36 @@ class PipelinedLoop:
         line: the line of the user's code, such as ``'model.py:12 forward'``.
         axis: the mesh axis of the stages.
         stages: how many there are.
-        microbatches: in how many microbatches the batch passes through them.
-        rounds: how often each microbatch passes through them.
-        layers: the rounds of the loop.
+        num_microbatches: how many microbatches the batch is split into.
+        num_repeats: how often each microbatch passes through all stages.
+        layers: how many layers the loop runs over.
         is_backward: whether it runs from the last layer to the first.
-        times: how often it runs in one call.
-        weights: the bytes of what its layers take that has no rows, of all layers: their parameters.
-        kept: the bytes of what its layers give that has rows, of all layers: it waits for the backward pass.
-        hop: the bytes of one microbatch on its way from a stage to the next one.
-        door: the bytes of one microbatch that enters the first stage, and leaves the last one.
+        executions: how often the loop runs in one call.
+        weights: the bytes of all layers' weights.
+        saved_activation_bytes: the bytes of the activations that all layers save for the backward pass.
+        send_bytes: the bytes of one microbatch that a stage sends to the next stage.
+        io_bytes: the bytes of one microbatch that enter the first stage and leave the last one.
         flops: the operations of its layers in one call, those of idle stages left out; 0 if not counted.
     """
 
     line: str
     axis: str
     stages: int
-    microbatches: int
-    rounds: int
+    num_microbatches: int
+    num_repeats: int
     layers: int
     is_backward: bool
-    times: int
+    executions: int
     weights: int
-    kept: int
-    hop: int
-    door: int
+    saved_activation_bytes: int
+    send_bytes: int
+    io_bytes: int
     flops: int = 0
 
     @property
     def ticks(self) -> int:
         """How many ticks it takes: in each, a stage computes one microbatch with one group of its layers."""
-        return self.rounds * self.microbatches + self.stages - 1
+        return self.num_repeats * self.num_microbatches + self.stages - 1
 
     @property
     def bubble(self) -> float:
@@ -86,13 +86,13 @@ class PipelinedLoop:
             [None, (0, 0), (1, 0), (0, 1), (1, 1)]
         """
         turn = tick - (self.stages - 1 - stage if self.is_backward else stage)
-        is_idle = not 0 <= turn < self.rounds * self.microbatches
-        return None if is_idle else at_turn(turn, self.stages, self.rounds)
+        is_idle = not 0 <= turn < self.num_repeats * self.num_microbatches
+        return None if is_idle else at_turn(turn, self.stages, self.num_repeats)
 
     @property
     def idle_flops(self) -> int:
         """The operations of stages that are idle: they compute, and nothing of it is used."""
-        return self.flops * (self.stages - 1) // (self.rounds * self.microbatches)
+        return self.flops * (self.stages - 1) // (self.num_repeats * self.num_microbatches)
 
 
 Loops = Sequence[tuple[PipelinedLoop, Any]]

@@ -69,7 +69,7 @@ def found():
 
 
 def test_over_a_slow_network_layers_are_stages(found):
-    assert found.stages is not None and found.stages.axis == 'data'
+    assert found.pipeline is not None and found.pipeline.axis == 'data'
     state, _ = arguments()
     params, opt_state = found.rule.apply(state)
     # All that the loop runs over, the small ones and their statistics too; the head serves no layer.
@@ -77,14 +77,14 @@ def test_over_a_slow_network_layers_are_stages(found):
     assert len(layers) == 6 and all(spec[0] == 'data' for spec in layers)
     assert 'data' not in params['head']
     best, *others = found.meshes
-    assert best.stages == found.stages and [each.stages for each in others] == [None]
+    assert best.pipeline == found.pipeline and [each.pipeline for each in others] == [None]
     assert others[0].mean > 2 * best.mean
 
 
 @pytest.mark.medium
 def test_its_code_makes_the_program_of_the_plan(found):
     code = found.to_code()
-    assert f"    stages=Stages('data', {options_text(found.stages)}),\n" in code
+    assert f"    pipeline=Pipeline('data', {options_text(found.pipeline)}),\n" in code
     assert "# Found for 'v5e:2x2': it takes 8 such devices.\nhelper = MeshShardingHelper([" in code
     code = code.replace('MeshShardingHelper([', "MeshShardingHelper.from_topology('v5e:2x2', [")
     scope = {'train_step': train_step}
@@ -104,7 +104,7 @@ def test_its_steps_are_those_of_one_device(found):
         in_shardings=(found.rule, found.batch),
         out_shardings=found.rule,
         batch_argnums=1,
-        stages=found.stages,
+        pipeline=found.pipeline,
     )
     one, staged = (params, OPTIMIZER.init(params)), (params, OPTIMIZER.init(params))
     for _ in range(3):
@@ -114,21 +114,21 @@ def test_its_steps_are_those_of_one_device(found):
 
 
 def test_it_shows_the_stages_and_is_saved(found):
-    mesh = f'data=2, fsdp=4; {options_text(found.stages)}'
+    mesh = f'data=2, fsdp=4; {options_text(found.pipeline)}'
     text = found.to_text(160)
     assert text.startswith(f'{mesh} on v5e:2x2') and mesh in html.unescape(found._repr_html_())
     [up] = [line for line in text.splitlines() if line.startswith('0/layers/up ')]
     assert "P('data'," in up
     saved = json.loads(json.dumps(found.to_dict()))
-    assert saved['stages'] == dataclasses.asdict(found.stages)
+    assert saved['pipeline'] == dataclasses.asdict(found.pipeline)
 
 
 @pytest.mark.slow
 def test_over_a_fast_network_there_is_no_pipeline():
     fast = dataclasses.replace(SLOW, dcn_bytes_per_second=1e12)
     found = found_for(hardware=fast, rows=2048)
-    assert found.stages is None and 'Stages' not in found.to_code()
-    assert {each.stages is None for each in found.meshes} == {True, False}
+    assert found.pipeline is None and 'Pipeline' not in found.to_code()
+    assert {each.pipeline is None for each in found.meshes} == {True, False}
 
 
 @pytest.mark.medium
@@ -141,5 +141,5 @@ def test_over_a_fast_network_there_is_no_pipeline():
 )
 def test_what_cannot_be_a_pipeline_says_why(options, said):
     found = found_for(**options)
-    [reason] = [each.lost for each in found.meshes if each.stages]
-    assert found.stages is None and said in reason
+    [reason] = [each.lost for each in found.meshes if each.pipeline]
+    assert found.pipeline is None and said in reason

@@ -14,7 +14,7 @@ from scalax._planning.mesh_search.objective import reason_of_failure
 from scalax.errors import ArgumentError, MeshError, PlanError, ShardingError
 from scalax.plan import Candidate, SearchResult, search
 from scalax.sharding import PartitionSpec as P
-from scalax.sharding import Stages, TreePathShardingRule
+from scalax.sharding import Pipeline, TreePathShardingRule
 from tests.support import tpu_compiler
 
 UP = TreePathShardingRule(('up', P('fsdp', 'tp')), ('down', P('tp', 'fsdp')))
@@ -114,9 +114,9 @@ def test_arguments_of_another_kind(arguments, error, said):
         (lambda: None, {}, '<lambda>(helper)', '(): too many positional arguments'),
         (
             lambda helper: None,
-            {'stages': Stages('a', microbatches=8)},
-            '<lambda>(helper, stages=...)',
-            "(helper): got an unexpected keyword argument 'stages'",
+            {'pipelines': Pipeline('a', num_microbatches=8)},
+            '<lambda>(helper, pipeline=...)',
+            "(helper): got an unexpected keyword argument 'pipeline'",
         ),
     ],
 )

@@ -13,16 +13,16 @@ from scalax._planning.mesh_search.objective import mean
 from scalax.errors import ArgumentError
 from scalax.plan import HARDWARE, Plan, search
 from scalax.sharding import PartitionSpec as P
-from scalax.sharding import Stages, TreePathShardingRule
+from scalax.sharding import Pipeline, TreePathShardingRule
 from tests.support import gpu_compiler, tpu_compiler
 
 AXES = ['stage', 'data', 'fsdp']
-PARTS = [Stages('stage', microbatches=parts) for parts in (2, 4, 5)]
+PARTS = [Pipeline('stage', num_microbatches=parts) for parts in (2, 4, 5)]
 # Of a host, to others: of an eighth of a card of 1 Gb/s.
 SLOW = dataclasses.replace(HARDWARE['v5e'], dcn_bytes_per_second=1e8)
 
 
-def make_step(helper, stages=None, layers=4, rows=64, mixed=False):
+def make_step(helper, pipeline=None, layers=4, rows=64, mixed=False):
     """A gradient step of stacked layers; its arguments."""
 
     def layer(x, weights):
@@ -35,7 +35,7 @@ def make_step(helper, stages=None, layers=4, rows=64, mixed=False):
     def step(params, x):
         return jax.tree.map(jnp.subtract, params, jax.grad(loss)(params, x))
 
-    stage = 'stage' if stages else None
+    stage = 'stage' if pipeline else None
     rule = TreePathShardingRule(('up', P(stage, 'fsdp')), ('down', P(stage, None, 'fsdp')))
     fun = helper.sjit(
         step,
@@ -43,7 +43,7 @@ def make_step(helper, stages=None, layers=4, rows=64, mixed=False):
         out_shardings=rule,
         donate_argnums=0,
         batch_argnums=1,
-        stages=stages,
+        pipeline=pipeline,
     )
     params = {
         'up': jax.ShapeDtypeStruct((layers, 512, 2048), 'bfloat16'),
@@ -65,7 +65,7 @@ def found():
         constraints=over_slices,
         num_slices=2,
         dcn_axis=['stage', 'data'],
-        stages=PARTS,
+        pipelines=PARTS,
         hardware=SLOW,
         full=0,
     )
@@ -74,13 +74,13 @@ def found():
 @tpu_compiler.needed
 def test_over_a_slow_network_a_pipeline_wins(found):
     assert [candidate.name for candidate in found.candidates] == [
-        'stage=2, data=1, fsdp=4; microbatches=4',
-        'stage=2, data=1, fsdp=4; microbatches=2',
+        'stage=2, data=1, fsdp=4; num_microbatches=4',
+        'stage=2, data=1, fsdp=4; num_microbatches=2',
         'stage=1, data=2, fsdp=4',
-        'stage=2, data=1, fsdp=4; microbatches=5',
+        'stage=2, data=1, fsdp=4; num_microbatches=5',
     ]
     best, _, without, undivided = found.candidates
-    assert (best.stages, without.stages) == (PARTS[1], None)
+    assert (best.pipeline, without.pipeline) == (PARTS[1], None)
     assert 'dcn:data' in without.plan.roofline().parts and 'dcn:stage' in best.plan.roofline().parts
     assert undivided.plan is None and 'do not divide by 5 microbatches x 4 devices' in undivided.lost
 
@@ -88,10 +88,10 @@ def test_over_a_slow_network_a_pipeline_wins(found):
 @pytest.mark.medium
 @tpu_compiler.needed
 def test_it_shows_the_parts_and_is_saved(found):
-    assert 'stage=2, data=1, fsdp=4; microbatches=4' in found.to_text(160)
-    assert 'microbatches=4' in found._repr_html_()
+    assert 'stage=2, data=1, fsdp=4; num_microbatches=4' in found.to_text(160)
+    assert 'num_microbatches=4' in found._repr_html_()
     saved = json.loads(json.dumps(found.to_dict()))['candidates']
-    assert [each['stages'] for each in saved[:3:2]] == [dataclasses.asdict(PARTS[1]), None]
+    assert [each['pipeline'] for each in saved[:3:2]] == [dataclasses.asdict(PARTS[1]), None]
 
 
 @tpu_compiler.needed
@@ -104,11 +104,11 @@ def test_given_numbers_are_those_of_its_plans(found):
 @pytest.mark.slow
 @tpu_compiler.needed
 def test_inside_a_slice_it_loses():
-    def make(helper, stages):
-        return make_step(helper, stages, rows=2048)
+    def make(helper, pipeline):
+        return make_step(helper, pipeline, rows=2048)
 
-    found = search(make, 'v5e:2x4', AXES, constraints=over_slices, stages=PARTS[:2], full=0)
-    assert [candidate.stages for candidate in found.candidates] == [None, PARTS[1], PARTS[0]]
+    found = search(make, 'v5e:2x4', AXES, constraints=over_slices, pipelines=PARTS[:2], full=0)
+    assert [candidate.pipeline for candidate in found.candidates] == [None, PARTS[1], PARTS[0]]
 
 
 @pytest.mark.medium
@@ -121,25 +121,25 @@ def test_inside_a_slice_it_loses():
     ],
 )
 def test_what_cannot_be_a_pipeline_says_why(options, said):
-    def make(helper, stages):
-        return make_step(helper, stages, **options)
+    def make(helper, pipeline):
+        return make_step(helper, pipeline, **options)
 
-    found = search(make, 'v5e:2x4', AXES, constraints=over_slices, stages=PARTS[1], full=0)
+    found = search(make, 'v5e:2x4', AXES, constraints=over_slices, pipelines=PARTS[1], full=0)
     without, lost = found.candidates
     assert without.lost == '' and lost.plan is None
     assert said in lost.lost and '\n' not in lost.lost and 'What to do' not in lost.lost
 
 
 def llama(tokens):
-    def make(helper, stages):
-        return plan_llama.make_step(helper, dataclasses.replace(LLAMA_8B, sequence=tokens), stages=stages)
+    def make(helper, pipeline):
+        return plan_llama.make_step(helper, dataclasses.replace(LLAMA_8B, sequence=tokens), pipeline=pipeline)
 
     return make
 
 
 def means(found):
     """The seconds that a search makes small: without a pipeline, and with one."""
-    seconds = {bool(each.stages): mean(each.plan.roofline().step_seconds) for each in found.candidates}
+    seconds = {bool(each.pipeline): mean(each.plan.roofline().step_seconds) for each in found.candidates}
     return seconds[False], seconds[True]
 
 
@@ -158,7 +158,7 @@ def test_8b_on_tpus(topology, slices, tokens, least, most):
         constraints=lambda sizes: {sizes['stage'], sizes['data']} == {1, slices} and sizes['tp'] == 4,
         num_slices=slices,
         dcn_axis=['stage', 'data'],
-        stages=Stages('stage', 4 * slices, gather='step'),
+        pipeline=Pipeline('stage', 4 * slices, fsdp_gather='step'),
         full=0,
     )
     without, pipeline = means(found)
@@ -175,7 +175,7 @@ def test_8b_on_nodes_of_gpus(cards, least, most):
         'h100:4x8',
         ['stage', 'data', 'fsdp', 'tp'],
         constraints=lambda sizes: {sizes['stage'], sizes['data']} == {1, 4} and sizes['tp'] == 8,
-        stages=Stages('stage', 16),
+        pipeline=Pipeline('stage', 16),
         hardware=dataclasses.replace(HARDWARE['h100'], dcn_bytes_per_second=cards * 5e10),
     )
     without, pipeline = means(found)
@@ -185,10 +185,13 @@ def test_8b_on_nodes_of_gpus(cards, least, most):
 @pytest.mark.parametrize(
     ('options', 'said'),
     [
-        ({'stages': 'stage'}, "stages are pipelines, such as Stages('stage', microbatches=8), got 's'"),
         (
-            {'stages': Stages('stge', 4)},
-            f"{Stages('stge', 4)} names no mesh axis (did you mean 'stage'?)",
+            {'pipelines': 'stage'},
+            "pipelines takes values such as Pipeline('stage', num_microbatches=8), got 's'",
+        ),
+        (
+            {'pipelines': Pipeline('stge', 4)},
+            f"{Pipeline('stge', 4)} names no mesh axis (did you mean 'stage'?)",
         ),
         ({'dcn_axis': ['stage', 'dta']}, "dcn_axis='dta' is no mesh axis (did you mean 'data'?)"),
     ],

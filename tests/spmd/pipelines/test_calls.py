@@ -10,16 +10,16 @@ import pytest
 
 from scalax.errors import ArgumentError, StagesError, StagesWarning
 from scalax.sharding import PartitionSpec as P
-from scalax.sharding import Stages, TreePathShardingRule
+from scalax.sharding import Pipeline, TreePathShardingRule
 from scalax.testing import assert_equal_to_one_device
 from tests.spmd.pipelines.programs import RULE, Program, arguments, block, entered, error, of_layers, plain
 from tests.spmd.pipelines.test_programs import QUICKLY, assert_close
 
-STAGES = Stages('stage', 2)
+STAGES = Pipeline('stage', 2)
 HELPER = Program(plain).helper
 # Weights that are gathered again in the backward pass are kept apart as well: these are not.
 LAYERS_ALONE = TreePathShardingRule(('layers', P('stage')), ('.*', P()))
-staged = functools.partial(dict, batch_argnums=1, stages=STAGES)
+staged = functools.partial(dict, batch_argnums=1, pipeline=STAGES)
 
 
 def dropping(params, batch, key):
@@ -38,12 +38,12 @@ def step(params, batch, key, rate=0.01):
     return jax.tree.map(lambda p, g: p - rate * g, params, grads), value
 
 
-@pytest.mark.parametrize('name', ['microbatches', 'rounds'])
+@pytest.mark.parametrize('name', ['num_microbatches', 'num_repeats'])
 @pytest.mark.parametrize('value', [True, 0, -2, 2.0, '2', None], ids=repr)
 def test_numbers_of_stages_are_positive(name, value):
     with pytest.raises(ArgumentError) as refused:
-        Stages('stage', **{'microbatches': 2, name: value})
-    assert str(refused.value) == f"Stages('stage', ...): {name} is a positive number, got {value!r}"
+        Pipeline('stage', **{'num_microbatches': 2, name: value})
+    assert str(refused.value) == f"Pipeline('stage', ...): {name} is a positive number, got {value!r}"
 
 
 ALIKE = 'outside of the pipeline, as in the embedding and the head, all stages compute the same'
@@ -54,15 +54,15 @@ ALIKE = 'outside of the pipeline, as in the embedding and the head, all stages c
     [(1, 8, f'each stage is idle in 1 of 2 ticks, and {ALIKE}'), (3, 6, ALIKE)],
 )
 def test_a_warning_about_stages_that_are_idle(microbatches, rows, faults):
-    stages = Stages('stage', microbatches)
+    pipeline = Pipeline('stage', microbatches)
     fun = HELPER().sjit(
         lambda *args: of_layers(block, *args),
         in_shardings=(RULE, P('fsdp')),
         batch_argnums=1,
-        stages=stages,
+        pipeline=pipeline,
     )
     params, batch, _ = arguments()
-    text = f'{stages}: {faults}\nWhat to do: choose more microbatches, a multiple of the 2 stages.'
+    text = f'{pipeline}: {faults}\nWhat to do: choose more microbatches, a multiple of the 2 stages.'
     with pytest.warns(StagesWarning, match=f'^{re.escape(text)}$'):
         fun.eval_shape(params, jax.tree.map(lambda x: x[:rows], batch))
 
@@ -90,7 +90,7 @@ def test_a_gradient_is_taken_inside_of_the_function():
     fun = HELPER().sjit(
         lambda *args: of_layers(block, *args[:2]), in_shardings=(RULE, P('fsdp'), P()), **staged()
     )
-    with pytest.raises(StagesError, match=r'is taken outside of it.*\n.*take it inside'):
+    with pytest.raises(StagesError, match=r'cannot differentiate.*\n.*take the gradient inside'):
         jax.grad(fun)(*arguments())
 
 

@@ -13,7 +13,7 @@ from benchmarks.unchanged import catalogue, diffusion, llama, optimizers
 from benchmarks.unchanged.measure import training_step
 from benchmarks.unchanged.values import SGD, example, largest_difference, weights
 from scalax.errors import StagesError
-from scalax.sharding import FSDPShardingRule, MeshShardingHelper, Stages, TreePathShardingRule
+from scalax.sharding import FSDPShardingRule, MeshShardingHelper, Pipeline, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
 
 LAYERS, STEPS = 4, 2
@@ -95,7 +95,7 @@ def staged(model, mesh, microbatches=4):
         in_shardings=(rule, P(*[None] * model.batch_dim, 'fsdp'), P()),
         out_shardings=(rule, P()),
         batch_argnums=1,
-        stages=Stages('stage', microbatches),
+        pipeline=Pipeline('stage', microbatches),
         compiler_options=QUICKLY,
     )
     params = weights(model)

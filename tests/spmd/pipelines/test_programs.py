@@ -10,7 +10,7 @@ import pytest
 
 from scalax.errors import StagesError, StagesWarning
 from scalax.sharding import PartitionSpec as P
-from scalax.sharding import Stages
+from scalax.sharding import Pipeline
 from tests.spmd.pipelines.programs import LAYERS, PROGRAMS, REFUSED, RULE, arguments
 
 # Half the time of compiling.
@@ -48,7 +48,7 @@ def staged(program, **how):
         program.compiled,
         in_shardings=(RULE, program.spec, P()),
         batch_argnums=1,
-        stages=Stages('stage', program.parts, **how),
+        pipeline=Pipeline('stage', program.parts, **how),
         compiler_options=QUICKLY,
     )
 
@@ -89,7 +89,7 @@ def has_rounds(name):
 def test_programs_in_rounds(name, gather):
     program, args = PROGRAMS[name], arguments()
     wanted = jax.jit(program.compiled, compiler_options=QUICKLY)(*args)
-    assert_close(staged(program, rounds=2, gather=gather)(*args), wanted, program.tolerance)
+    assert_close(staged(program, num_repeats=2, fsdp_gather=gather)(*args), wanted, program.tolerance)
 
 
 @pytest.mark.slow
@@ -189,7 +189,7 @@ def test_what_mixes_rows_is_refused_by_its_line(name):
     at = r'programs\.py:(\d+) \S+'
     found = re.fullmatch(
         f'the loop over layers at {at} cannot run on microbatches: {re.escape(why)}, at {at}\n'
-        f'What to do: {re.escape(instead)}; or run without stages.',
+        f'What to do: {re.escape(instead)}; or run without pipeline=.',
         str(caught.value),
     )
     assert found, str(caught.value)
@@ -223,7 +223,7 @@ def test_layers_that_no_rule_shards_are_refused():
             PROGRAMS['evaluation'].compiled,
             in_shardings=(P(), P('fsdp'), P()),
             batch_argnums=1,
-            stages=Stages('stage', 2),
+            pipeline=Pipeline('stage', 2),
         )
     )
     with pytest.raises(StagesError, match='No argument but the batch is sharded over it by in_shardings'):

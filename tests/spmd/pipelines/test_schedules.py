@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 from scalax.plan import make_plan
-from scalax.sharding import MeshShardingHelper, Stages, TreePathShardingRule
+from scalax.sharding import MeshShardingHelper, Pipeline, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
 
 LAYERS, ROWS, WIDTH, CLASSES = 8, 32, 16, 10
 RULE = TreePathShardingRule(('layers/bias', P('stage')), ('layers', P('stage', 'fsdp')), ('.*', P('fsdp')))
 OVER_ALL = P(('stage', 'fsdp'))
 SCHEDULES = [
-    Stages('stage', 8),
-    Stages('stage', 4, rounds=2),
-    Stages('stage', 8, rounds=2, gather='step'),
-    Stages('stage', 8, gather='step'),
+    Pipeline('stage', 8),
+    Pipeline('stage', 4, num_repeats=2),
+    Pipeline('stage', 8, num_repeats=2, fsdp_gather='step'),
+    Pipeline('stage', 8, fsdp_gather='step'),
 ]
 
 
@@ -54,9 +54,9 @@ def backwards(params, tokens):
     return jax.value_and_grad(lambda params, tokens: loss(params, tokens, reverse=True))(params, tokens)
 
 
-def staged(fun, stages, spec=OVER_ALL):
+def staged(fun, pipeline, spec=OVER_ALL):
     helper = MeshShardingHelper([4, 2], ['stage', 'fsdp'])
-    return helper, helper.sjit(fun, in_shardings=(RULE, spec), batch_argnums=1, stages=stages)
+    return helper, helper.sjit(fun, in_shardings=(RULE, spec), batch_argnums=1, pipeline=pipeline)
 
 
 TOKENS = np.random.default_rng(1).integers(0, 64, ROWS)
@@ -71,15 +71,15 @@ def assert_close(mine, theirs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    'stages, spec',
+    'pipeline, spec',
     [
         (SCHEDULES[0], OVER_ALL),
         *zip(SCHEDULES, [P('fsdp'), OVER_ALL, P(('fsdp', 'stage')), P('fsdp')], strict=True),
     ],
     ids=str,
 )
-def test_values_are_those_of_one_device(stages, spec):
-    _, fun = staged(step, stages, spec)
+def test_values_are_those_of_one_device(pipeline, spec):
+    _, fun = staged(step, pipeline, spec)
     params, expected = parameters(), parameters()
     for _ in range(2):
         value, grads, params = fun(params, TOKENS)
@@ -88,22 +88,22 @@ def test_values_are_those_of_one_device(stages, spec):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('stages', SCHEDULES[::2], ids=str)
-def test_loops_from_the_last_layer_to_the_first(stages):
-    _, fun = staged(backwards, stages)
+@pytest.mark.parametrize('pipeline', SCHEDULES[::2], ids=str)
+def test_loops_from_the_last_layer_to_the_first(pipeline):
+    _, fun = staged(backwards, pipeline)
     assert_close(fun(parameters(), TOKENS), jax.jit(backwards)(parameters(), TOKENS))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('stages', SCHEDULES[::2], ids=str)
-def test_layers_are_sent_nowhere_but_to_the_stage_that_runs_them(stages):
-    helper, fun = staged(step, stages)
+@pytest.mark.parametrize('pipeline', SCHEDULES[::2], ids=str)
+def test_layers_are_sent_nowhere_but_to_the_stage_that_runs_them(pipeline):
+    helper, fun = staged(step, pipeline)
     plan = make_plan(helper, fun, (parameters(), TOKENS), {})
     along = [row for row in plan.collectives if 'stage' in row.axes]
     # Outside of the pipeline rows and gradients go over stages too, as over all devices: less than of layers.
     others = [row.bytes for row in along if row.kind != 'collective-permute']
     assert max(others) <= 64 * WIDTH * 4 < LAYERS * WIDTH * WIDTH * 4
-    hops = 2 * (stages.rounds * stages.microbatches + 3)
+    hops = 2 * (pipeline.num_repeats * pipeline.num_microbatches + 3)
     assert sum(row.count for row in along if row.kind == 'collective-permute') >= hops
 
 
@@ -111,7 +111,7 @@ def test_layers_are_sent_nowhere_but_to_the_stage_that_runs_them(stages):
 def test_weights_are_gathered_once_a_step():
     gathered = {}
     for gather in ('tick', 'step'):
-        helper, fun = staged(step, Stages('stage', 8, gather=gather))
+        helper, fun = staged(step, Pipeline('stage', 8, fsdp_gather=gather))
         plan = make_plan(helper, fun, (parameters(), TOKENS), {})
         gathered[gather] = sum(row.count for row in plan.collectives if row.kind == 'all-gather')
     assert gathered['step'] * 4 < gathered['tick']
@@ -130,7 +130,7 @@ def test_gradients_are_summed_over_microbatches_in_float32():
     helper = MeshShardingHelper([2, 4], ['stage', 'fsdp'])
     count = 512
     placed = P('stage'), P(('fsdp', 'stage'))
-    staged = helper.sjit(fun, in_shardings=placed, batch_argnums=1, stages=Stages('stage', 128))
+    staged = helper.sjit(fun, in_shardings=placed, batch_argnums=1, pipeline=Pipeline('stage', 128))
     grads = staged(jnp.ones(2, 'bfloat16'), jnp.ones(count, 'bfloat16'))
     np.testing.assert_array_equal(np.asarray(grads, np.float32), count)
 
@@ -143,7 +143,7 @@ def test_one_trace_for_each_signature_and_no_cost_of_a_call():
         traced.append(1)
         return loss(params, tokens)
 
-    _, fun = staged(counted, Stages('stage', 8))
+    _, fun = staged(counted, Pipeline('stage', 8))
     params = parameters()
     for _ in range(3):
         fun(params, TOKENS)
