@@ -67,10 +67,10 @@ def program_code(problem: Problem, layout: Layout, topology: str | None, rule: T
 
     given = tuple(map(_one_or_tree, step.arguments(lambda leaf: _Source('rule'), batch_code)))
     named = hasattr(step.function, '__name__') and step.name.isidentifier()  # a partial has none
-    pipeline = layout.pipeline
-    pipeline = (
-        '' if pipeline is None else f'    pipeline=Pipeline({pipeline.axis!r}, {options_text(pipeline)}),\n'
-    )
+    pipeline = ''
+    if layout.pipeline is not None:
+        options = options_text(layout.pipeline)
+        pipeline = f'    pipeline=Pipeline({layout.pipeline.axis!r}, {options}),\n'
     return (
         f'{_IMPORTS.format("Pipeline, " if pipeline else "")}\n{rule_code(rule)}\n'
         f'{where}helper = MeshShardingHelper({mesh})\n'

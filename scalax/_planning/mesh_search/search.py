@@ -253,7 +253,7 @@ def _check_parameters(make_step: Callable[..., Any], has_pipelines: bool) -> Non
 
 def _candidates(sizes: Sizes, pipelines: Iterable[Pipeline]) -> list[Candidate]:
     """The candidates of a mesh: with each pipeline that it has an axis for."""
-    runnable = [pipeline for pipeline in pipelines if sizes[pipeline.axis] > 1]
+    runnable: list[Pipeline | None] = [pipeline for pipeline in pipelines if sizes[pipeline.axis] > 1]
     return [Candidate(sizes, pipeline=pipeline) for pipeline in runnable or [None]]
 
 
