@@ -10,7 +10,7 @@ from typing import TypeVar
 
 Frame = TypeVar('Frame')
 
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # of the package
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _LIBRARIES = ('site-packages', 'dist-packages')
 _STANDARD = os.path.dirname(os.__file__) + os.sep  # Python's own library
 # Cells of IPython, of Jupyter and of Colab: each is a file of its own, which is gone when it has run.
@@ -56,7 +56,7 @@ def users_path(
 def _users(frames: Iterable[Frame], file_of: Callable[[Frame], str]) -> list[Frame]:
     """The frames that are neither ours nor generated; without those of libraries, if any others are left."""
     written = [
-        frame for frame in frames if not file_of(frame).startswith(('<', _OWN)) or is_cell(file_of(frame))
+        frame for frame in frames if not file_of(frame).startswith(('<', _PACKAGE)) or is_cell(file_of(frame))
     ]
     own = [frame for frame in written if not _is_of_library(file_of(frame))]
     return own or written

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from scalax._diagnostics.doctor import device_process
 from scalax._diagnostics.doctor.environment import Finding
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 _LAST_LINES = 6
 _LONGEST = 300  # characters of a line
 _READ = 1 << 20  # bytes: the last that a process has written

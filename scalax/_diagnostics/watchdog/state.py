@@ -29,7 +29,7 @@ THREADS = {LOADING: '_load_all', SAVING: 'SaveThread.run'}
 """The functions of the threads that do it where the first one waits for them."""
 
 _JAX = os.path.dirname(jax.__file__) + os.sep
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 
 State = namedtuple('State', 'process host pid step ago phase since line before silent')
 """The state of a process; times are in seconds before now, because clocks differ.
@@ -104,7 +104,7 @@ def _phase(stack: list[FrameType]) -> str:
 
 
 def _own_name(frame: FrameType) -> str:
-    return frame.f_code.co_qualname if _file(frame).startswith(_OWN) else ''
+    return frame.f_code.co_qualname if _file(frame).startswith(_PACKAGE) else ''
 
 
 def _file(frame: FrameType) -> str:

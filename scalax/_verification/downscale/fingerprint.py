@@ -42,7 +42,7 @@ Axes = tuple[str, ...]
 Path = tuple[tuple[str, int], ...]
 Facts = dict[int, tuple[Any, Sequence[Any]]]
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 _LIBRARY = ('<', *[folder + os.sep for folder in (os.path.dirname(jax.__file__), _PACKAGE)])
 _AGAIN = 40_000
 _DIGITS = re.compile(r'\d+')

@@ -246,10 +246,10 @@ def test_what_is_no_message(value: Any) -> None:
 
 def test_the_functions_that_stacks_are_read_by_exist() -> None:
     homes = {
-        'Prefetch.__next__': '_hostdata.prefetch',
-        '_load_all': '_hostdata.prefetch',
-        'local_data_to_global_array': '_hostdata.to_global',
-        'gather': '_hostdata.collectives',
+        'Prefetch.__next__': '_data.host.prefetch',
+        '_load_all': '_data.host.prefetch',
+        'local_data_to_global_array': '_data.host.global_batch',
+        'gather': '_data.host.process_collectives',
         'barrier': 'checkpoint._agreement',
         'SaveThread.run': 'checkpoint._save',
         **dict.fromkeys(

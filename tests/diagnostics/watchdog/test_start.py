@@ -91,7 +91,7 @@ def test_at_the_first_step(
         sent.append(data)
         return sent[position]
 
-    monkeypatch.setattr(distributed.collectives, 'broadcast_bytes', broadcast)
+    monkeypatch.setattr(distributed.process_collectives, 'broadcast_bytes', broadcast)
     monkeypatch.setattr(distributed.jax, 'process_count', lambda: 2)
     monkeypatch.setattr(distributed, 'own_address', lambda: '10.0.0.1:7')
     for process, secret in enumerate((first, second)):
