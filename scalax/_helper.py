@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from scalax._compile.sjit.function import SjitFunction, SjitOptions
     from scalax._data.reshard.leaf_mapping import NameMapping
     from scalax._planning.report.plan import Plan
-    from scalax._verification.report import Verified
+    from scalax._verification.report import VerificationReport
     from scalax.explain import ShardingReport
     from scalax.visualize import Visualization
 
@@ -715,7 +715,7 @@ class MeshShardingHelper:
         config: Any = None,
         inside: bool | None = None,
         **kwargs: Any,
-    ) -> Verified:
+    ) -> VerificationReport:
         """Whether a step computes on this mesh what it computes on one device.
 
         The step runs on both, with several sets of arguments and several steps in a row, each of which takes
@@ -738,8 +738,10 @@ class MeshShardingHelper:
             **kwargs: its keyword arguments.
 
         Returns:
-            A `scalax.testing.Verified`: ``.ok``, ``.differences`` with paths, errors and what rounding
-            explains, and the line of the first operation that differs. It prints as a page of text.
+            A `scalax.testing.VerificationReport`: ``.ok``,
+            ``.differences`` with paths, errors and tolerances,
+            and ``.first_difference`` with the line of the first operation that differs. ``str()`` of it is a
+            page of text.
 
         Raises:
             ArgumentError: *fun* is not a function, or one that cannot run on one device; or an option has the
@@ -755,8 +757,8 @@ class MeshShardingHelper:
             ...     return jax.shard_map(
             ...         jnp.mean, in_specs=PartitionSpec('fsdp'), out_specs=PartitionSpec(), check_vma=False
             ...     )(x)
-            >>> verified = helper.verify(mean, jax.ShapeDtypeStruct((32, 8), 'float32'))
-            >>> verified.ok, verified.first.primitive
+            >>> report = helper.verify(mean, jax.ShapeDtypeStruct((32, 8), 'float32'))
+            >>> report.ok, report.first_difference.primitive
             (False, 'shard_map')
         """
         from scalax._planning.report.make_plan import reject_misspelt, reject_own_argument

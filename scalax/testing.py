@@ -17,18 +17,18 @@ from scalax._jax.events import compilations_of
 from scalax._planning.cost.collective_instances import KINDS
 from scalax._planning.program.counting import Counted
 from scalax._planning.report.make_plan import make_plan
-from scalax._verification.report import Argument, Difference, FirstDifference, Retry, Verified
+from scalax._verification.report import Ablation, Argument, Difference, FirstDifference, VerificationReport
 from scalax._verification.verify import verify
 from scalax.errors import ArgumentError, did_you_mean, plural, shown, shown_leaves
 from scalax.rules import RuleLike
 from scalax.rules._resolve import resolve
 
 __all__ = [
+    'Ablation',
     'Argument',
     'Difference',
     'FirstDifference',
-    'Retry',
-    'Verified',
+    'VerificationReport',
     'assert_collectives',
     'assert_equal_to_one_device',
     'assert_no_recompile',
@@ -152,7 +152,7 @@ def assert_equal_to_one_device(
     """
     helper = helper or _owner(fun, 'assert_equal_to_one_device')
     found = verify(helper, fun, args, kwargs or {}, seeds=seeds, steps=steps)
-    if found.ended:  # the report is of use to nobody here, and the other tests are to end, too
+    if found.interrupted:  # the report is of use to nobody here, and the other tests are to end, too
         raise KeyboardInterrupt
     if not found.ok:
         raise AssertionError(str(found))

@@ -19,7 +19,7 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 import jax
 
-from scalax.testing import Verified
+from scalax.testing import VerificationReport
 from tests.verification.faults import FAULTS, SOUND, Fault
 
 _ROOT = Path(__file__).parents[1]
@@ -61,7 +61,7 @@ _CHANGES = {
 }
 
 
-def verified(fault: Fault) -> Verified | str:
+def verified(fault: Fault) -> VerificationReport | str:
     """The report of a fault, or the error that it ends with."""
     helper = fault.helper()
     with fault.seeded():
@@ -73,7 +73,7 @@ def verified(fault: Fault) -> Verified | str:
             return f'{type(error).__name__}: {error}'
 
 
-def _row(name: str, fault: Fault, found: Verified | str) -> str:
+def _row(name: str, fault: Fault, found: VerificationReport | str) -> str:
     what = name.replace('_', ' ')
     for word, better in _WORDS.items():
         what = what.replace(word, better)
@@ -82,12 +82,15 @@ def _row(name: str, fault: Fault, found: Verified | str) -> str:
         return f'| {linked} | {_short(found)} | | |\n'
     result = re.sub(r'^(.*) is (.*), and (.*) on one device$', r'\1: \2 (\3)', str(found.differences[0]))
     first = ''
-    if found.first is not None:
-        function = found.first.line.partition(' ')[2]
+    if found.first_difference is not None:
+        function = found.first_difference.line.partition(' ')[2]
         # Without their lines, which change with every edit of the catalogue.
-        inside = ', '.join(operation.split(' at ')[0] for operation in found.first.inside) or function
-        first = f'`{found.first.primitive}{f" ({inside})" if inside else ""}`'
-    gone = [retry.change for retry in found.retries if retry.stays is False]
+        inside = (
+            ', '.join(operation.split(' at ')[0] for operation in found.first_difference.device_dependent_ops)
+            or function
+        )
+        first = f'`{found.first_difference.primitive}{f" ({inside})" if inside else ""}`'
+    gone = [ablation.change for ablation in found.ablations if ablation.still_differs is False]
     # With one change less it is gone already.
     least = [
         change

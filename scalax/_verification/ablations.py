@@ -12,10 +12,10 @@ from scalax._compile.sjit.function import SjitFunction, partitioned_step, pipeli
 from scalax._core.pytree.partition_specs import only_axes
 from scalax._core.util.progress import Note
 from scalax._verification.compare import Comparison
-from scalax._verification.report import Retry, first_line
+from scalax._verification.report import Ablation, first_line
 
 
-def retries(found: Comparison, seed: int, steps: int, note: Note) -> Iterator[Retry]:
+def run_ablations(found: Comparison, seed: int, steps: int, note: Note) -> Iterator[Ablation]:
     """Compares a step with differences again, in other ways, with the arguments that showed them."""
     for change, options in _variants(found):
         note(change)
@@ -24,9 +24,9 @@ def retries(found: Comparison, seed: int, steps: int, note: Note) -> Iterator[Re
             again = Comparison(found.step, found.one, function)
             again.run(seed, steps, lambda _: None)
         except Exception as error:  # noqa: BLE001 - a program that XLA refuses is no verdict
-            yield Retry(change, None, first_line(error))
+            yield Ablation(change, None, first_line(error))
         else:
-            yield Retry(change, bool(again.differences))
+            yield Ablation(change, bool(again.differences))
 
 
 def _variants(found: Comparison) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -37,7 +37,7 @@ class Comparison:
         roles: what values the leaves of the arguments may have.
         paths: the paths of the results.
         differences: what was found, by the number of the result; that of a step that raised is -1.
-        unsettled: the numbers of results that differed, and not when arguments were moved by a rounding.
+        rounding_dependent: the indices of results that differed, but not after the arguments were perturbed.
         finite: the numbers of results that had finite values on one device.
     """
 
@@ -49,7 +49,7 @@ class Comparison:
         self._next = step.next_arguments(self.one.out)
         self._drawn: dict[tuple[int, int], Error] = {}  # (step, result) -> the largest errors that were drawn
         self.differences: dict[int, Difference] = {}
-        self.unsettled: set[int] = set()
+        self.rounding_dependent: set[int] = set()
         self.finite: set[int] = set()
 
     def run(self, seed: int, steps: int, note: Note) -> None:
@@ -62,7 +62,7 @@ class Comparison:
                 break
             again = self._differing(seed, max(each.step for each in found.values()), moved, note)
             gone = {leaf for leaf in found if leaf not in again and not self._is_certain(leaf)}
-            self.unsettled |= gone
+            self.rounding_dependent |= gone
             found = {leaf: each for leaf, each in found.items() if leaf not in gone}
         for leaf, each in found.items():
             seeds = self.differences[leaf].seeds + 1 if leaf in self.differences else 1
@@ -189,7 +189,7 @@ def seed_of(*numbers: int) -> int:
 def difference(path: str, result: Any, error: Error, limit: Explained, seed: int, step: int) -> Difference:
     """A difference, as users see it."""
     array, spec = array_text(str(result.dtype), result.shape), getattr(result.sharding, 'spec', None)
-    values = error.index, error.found, error.expected
+    values = error.index, error.actual, error.expected
     return Difference(path, array, spec, error.largest, limit.largest, *values, seed, step)
 
 

@@ -33,12 +33,12 @@ class Role:
         kind: a `key`; a `mask` of booleans; an `index` in [0, bound); a `length` in [1, bound); a
             `count` of steps; any `integer`; a `fraction` of 1; `positive`; any `number`.
         bound: integers are below it.
-        why: what the step does with the leaf, and in which line; empty if it may be anything of its dtype.
+        reason: what the step does with the leaf, and in which line; empty if it may be anything of its dtype.
     """
 
     kind: Kind
     bound: int | None = None
-    why: str = ''
+    reason: str = ''
 
 
 def uses_of(jaxpr: Any) -> list[dict[Kind, Role]]:

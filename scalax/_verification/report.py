@@ -6,7 +6,7 @@ import dataclasses
 import json
 import textwrap
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -29,8 +29,6 @@ from scalax._core.render.renderable import Shown
 from scalax._core.util.folding import MOST_RUNS, fold
 from scalax.errors import plural
 
-Ended = Literal['', 'stopped']
-
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
@@ -42,10 +40,10 @@ class Difference:
         spec: its sharding on the mesh; None if that is unknown.
         error: the largest error of an element; of signed integers the sum of the errors, of keys and
             booleans how many elements differ.
-        explained: how large rounding may make that: 8 times what was drawn, or 64 times where that is below a
+        tolerance: how large rounding may make that: 8 times what was drawn, or 64 times where that is below a
             ten-thousandth of the largest value; and 4 units of the dtype.
         index: the element with the largest error.
-        found: its value on the mesh.
+        actual: its value on the mesh.
         expected: its value on one device.
         seed: the arguments that showed it first.
         step: in which of the consecutive steps, from 1.
@@ -57,9 +55,9 @@ class Difference:
     array: str = ''
     spec: PartitionSpec | None = None
     error: float = 0.0
-    explained: float = 0.0
+    tolerance: float = 0.0
     index: tuple[int, ...] = ()
-    found: Any = None
+    actual: Any = None
     expected: Any = None
     seed: int = 0
     step: int = 1
@@ -67,7 +65,7 @@ class Difference:
     raised: str = ''
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The element with the largest error."""
         return f'{self.path}{list(self.index)}' if self.index else self.path
 
@@ -75,7 +73,7 @@ class Difference:
         if self.raised:
             return f'step {self.step} raises on the mesh, but not on one device: {self.raised}'
         return (
-            f'{self.place or "the result"} is {_short(self.found, 6)}, and {_short(self.expected, 6)} on '
+            f'{self.location or "the result"} is {_short(self.actual, 6)}, and {_short(self.expected, 6)} on '
             'one device'
         )
 
@@ -88,18 +86,18 @@ class FirstDifference:
         primitive: the JAX primitive.
         line: the line of the user's code.
         difference: its result on the mesh and on one device.
-        inside: of a `shard_map`, the operations in it that depend on the device, with their lines:
-            collectives with their mesh axes, random bits, and callbacks.
+        device_dependent_ops: the operations inside a `shard_map` whose results depend on the device, with
+            their lines: collectives with their mesh axes, random bits, and callbacks.
     """
 
     primitive: str
     line: str
     difference: Difference
-    inside: tuple[str, ...] = ()
+    device_dependent_ops: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         at = f' at {self.line}' if self.line else ''
-        between = ', '.join(self.inside) or 'no collective, such as psum'
+        between = ', '.join(self.device_dependent_ops) or 'no collective, such as psum'
         holds = f' (in it: {between})' if self.primitive == 'shard_map' else ''
         return (
             f'{self.primitive}{at}{holds} is the first operation that differs: {self.difference.array}, '
@@ -108,18 +106,18 @@ class FirstDifference:
 
 
 @dataclasses.dataclass(frozen=True)
-class Retry:
-    """Whether the differences remain when the step is compiled in another way.
+class Ablation:
+    """A comparison of the step compiled with one change, to find what makes the differences disappear.
 
     Attributes:
-        change: what is different.
-        stays: whether the differences remain; None if that could not be tried.
-        why_not: why it could not be tried.
+        change: the change.
+        still_differs: whether the differences remain; None if the comparison failed.
+        error: why it failed.
     """
 
     change: str
-    stays: bool | None
-    why_not: str = ''
+    still_differs: bool | None
+    error: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,17 +128,17 @@ class Argument:
         path: its path.
         array: its dtype and shape.
         values: which values it had.
-        why: what the step does with it.
+        reason: what the step does with it.
     """
 
     path: str
     array: str
     values: str
-    why: str
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Verified(Shown):
+class VerificationReport(Shown):
     """What `MeshShardingHelper.verify` returns; ``str()`` of it is a page of text.
 
     Attributes:
@@ -150,18 +148,18 @@ class Verified(Shown):
         results: how many results a step has.
         seeds: with how many sets of arguments it ran.
         steps: how many consecutive steps.
-        first: the first operation that differs, if it was found.
-        why_no_first: why it was not found.
-        retries: what makes the differences go away.
-        unsettled: results that differed, but no longer when the arguments were changed by one rounding: they
-            depend on how a value is rounded, as the choice of an expert for a token may.
-        not_deterministic: results that differ on one device each time the step runs, or each time it is
+        first_difference: the first operation whose result differs, if it was found.
+        why_not_localized: why it was not found.
+        ablations: what makes the differences go away.
+        rounding_dependent: results that differed, but not after the arguments were perturbed by one unit in
+            the last place: they depend on how a value is rounded, as the choice of an expert for a token may.
+        nondeterministic: results that differ on one device each time the step runs, or each time it is
             traced: they cannot be compared.
-        not_compared: results that had no finite value on one device.
+        nonfinite: results that had no finite value on one device.
         arguments: the values of the arguments.
-        reduced: what was reduced in the user's step, and what could not be.
+        downscaling: what was reduced in the user's step, and what could not be.
         jax: the version of JAX.
-        ended: ``'stopped'`` by Ctrl-C; empty if everything was compared.
+        interrupted: whether Ctrl-C ended the comparison early.
         seconds: how long it took.
     """
 
@@ -171,36 +169,36 @@ class Verified(Shown):
     results: int = 0
     seeds: int = 0
     steps: int = 0
-    first: FirstDifference | None = None
-    why_no_first: str = ''
-    retries: tuple[Retry, ...] = ()
-    unsettled: tuple[str, ...] = ()
-    not_deterministic: tuple[str, ...] = ()
-    not_compared: tuple[str, ...] = ()
+    first_difference: FirstDifference | None = None
+    why_not_localized: str = ''
+    ablations: tuple[Ablation, ...] = ()
+    rounding_dependent: tuple[str, ...] = ()
+    nondeterministic: tuple[str, ...] = ()
+    nonfinite: tuple[str, ...] = ()
     arguments: tuple[Argument, ...] = ()
-    reduced: tuple[str, ...] = ()
+    downscaling: tuple[str, ...] = ()
     jax: str = ''
-    ended: Ended = ''
+    interrupted: bool = False
     seconds: float = 0.0
 
     @property
     def ok(self) -> bool:
         """Whether all results were compared, and all are what one device computes."""
-        return self._is_equal and not self.ended
+        return self._is_equal and not self.interrupted
 
     @property
     def _is_equal(self) -> bool:
         """The same of what was compared until Ctrl-C."""
-        unknown = self.not_compared or self.not_deterministic
+        unknown = self.nonfinite or self.nondeterministic
         compared = self.results > 0 and self.seeds > 0
-        sought = self.first is None and not self.why_no_first
+        sought = self.first_difference is None and not self.why_not_localized
         return compared and not self.differences and sought and not unknown
 
     def _title(self) -> str:
         return f'{self.name} on a mesh and on one device'
 
     def _blocks(self, title: str) -> list[Block]:
-        known = self._is_equal or self.differences or self.first is not None
+        known = self._is_equal or self.differences or self.first_difference is not None
         said = ('equal', 'to one device') if self._is_equal else ('differs', 'from one device')
         value, label = said if known else ('not compared', 'with one device')
         verdict = Figure(value, label, 'good' if self.ok else 'bad', True)
@@ -212,7 +210,7 @@ class Verified(Shown):
             Section('Where', [Lines([*self._where()])]),
             Section(
                 'Sizes',
-                [Lines([*self.reduced])] if self.reduced else [],
+                [Lines([*self.downscaling])] if self.downscaling else [],
                 'What was reduced, or could not be',
             ),
             Section('', [Fold('Values of the arguments', [_arguments(self)])] if self.arguments else []),
@@ -223,11 +221,11 @@ class Verified(Shown):
         wrong = sum(not each.raised for each in self.differences)
         if self._is_equal:
             said = f'computes what one device computes: {plural(self.results, "result")}, {runs}'
-        elif self.differences or self.first:
+        elif self.differences or self.first_difference:
             count = f'{wrong} of {plural(self.results, "result")}, ' if wrong else ''
             said = f'does not compute what one device computes: {count}{runs}'
         else:
-            known = self.results - len(self.not_compared) - len(self.not_deterministic)
+            known = self.results - len(self.nonfinite) - len(self.nondeterministic)
             others = 'the others' if known < self.results else 'intermediate values'
             part = f' in {known} of {plural(self.results, "result")}; {others} were not compared'
             said = f'computes what one device computes{part}' if known and self.seeds else 'was not compared'
@@ -237,30 +235,35 @@ class Verified(Shown):
         if not self.results:
             yield 'it returns no arrays: there is nothing to compare'
         for what, paths in (
-            ('not deterministic on one device', self.not_deterministic),
-            ('not finite on one device', self.not_compared),
-            ('depend on how a value is rounded, and were not counted', self.unsettled),
+            ('not deterministic on one device', self.nondeterministic),
+            ('not finite on one device', self.nonfinite),
+            ('depend on how a value is rounded, and were not counted', self.rounding_dependent),
         ):
             if paths:
                 yield f'{what}: {", ".join(path or "the result" for path in paths)}'
-        if self.ended:
+        if self.interrupted:
             yield 'stopped early'
 
     def _where(self) -> Iterator[str]:
-        if self.first is not None:
+        if self.first_difference is not None:
             within = '' if self.differences else 'the results are equal, but intermediate values are not: '
-            yield f'{within}{self.first}'
-        elif self.why_no_first and not self.differences:
-            yield f'intermediate values were not compared: {self.why_no_first}'
-        elif self.why_no_first:
-            yield f'the first operation that differs is unknown: {self.why_no_first}'
-        for stays, said in ((False, 'the difference is gone'), (True, 'the difference is still there')):
-            changes = [retry.change for retry in self.retries if retry.stays is stays]
+            yield f'{within}{self.first_difference}'
+        elif self.why_not_localized and not self.differences:
+            yield f'intermediate values were not compared: {self.why_not_localized}'
+        elif self.why_not_localized:
+            yield f'the first operation that differs is unknown: {self.why_not_localized}'
+        for still_differs, said in (
+            (False, 'the difference is gone'),
+            (True, 'the difference is still there'),
+        ):
+            changes = [
+                ablation.change for ablation in self.ablations if ablation.still_differs is still_differs
+            ]
             if changes:
                 yield f'{said} {"; ".join(changes)}'
-        for retry in self.retries:
-            if retry.stays is None:
-                yield f'not compared {retry.change}: {retry.why_not}'
+        for ablation in self.ablations:
+            if ablation.still_differs is None:
+                yield f'not compared {ablation.change}: {ablation.error}'
 
     def to_dict(self) -> dict[str, Any]:
         """The result in plain Python values, ready for ``json.dumps``."""
@@ -274,7 +277,7 @@ def first_line(error: Exception) -> str:
     return textwrap.shorten(f'{type(error).__name__}: {error}'.splitlines()[0], 200, placeholder=' ...')
 
 
-def _differences(verified: Verified) -> Table:
+def _differences(verified: VerificationReport) -> Table:
     columns = (
         *(Column('result', 'lead'), Column('array', 'code'), Column('spec', 'code')),
         *(Column('mesh', 'number'), Column('one device', 'number')),
@@ -284,10 +287,10 @@ def _differences(verified: Verified) -> Table:
     for each in verified.differences:
         if not each.raised:
             spec = '' if each.spec is None else text(each.spec)
-            values = Cell(_short(each.found, 6)), Cell(_short(each.expected, 6))
-            sizes = Cell(_short(each.error), each.error), Cell(_short(each.explained), each.explained)
+            values = Cell(_short(each.actual, 6)), Cell(_short(each.expected, 6))
+            sizes = Cell(_short(each.error), each.error), Cell(_short(each.tolerance), each.tolerance)
             rows.append(
-                [each.place, each.array, spec, *values, *sizes, Cell(f'{each.seeds} of {verified.seeds}')]
+                [each.location, each.array, spec, *values, *sizes, Cell(f'{each.seeds} of {verified.seeds}')]
             )
     return Table(columns, rows, most_lines=10)
 
@@ -296,13 +299,13 @@ def _short(value: Any, digits: int = 3) -> str:
     return f'{value:.{digits}g}' if isinstance(value, float | complex) else str(value)
 
 
-def _arguments(verified: Verified) -> Table:
+def _arguments(verified: VerificationReport) -> Table:
     columns = Column('argument', 'lead'), Column('array', 'code'), Column('values'), Column('because', 'wide')
-    leaves = sorted(verified.arguments, key=lambda leaf: not leaf.why)  # plain numbers last
-    folds = fold((leaf.path, (leaf.array, leaf.values, leaf.why)) for leaf in leaves)
+    leaves = sorted(verified.arguments, key=lambda leaf: not leaf.reason)  # plain numbers last
+    folds = fold((leaf.path, (leaf.array, leaf.values, leaf.reason)) for leaf in leaves)
     rows = [(item, leaves[item.first]) for item in folds]
     return Table(
         columns,
-        [[item.short_name(MOST_RUNS), leaf.array, leaf.values, leaf.why] for item, leaf in rows],
+        [[item.short_name(MOST_RUNS), leaf.array, leaf.values, leaf.reason] for item, leaf in rows],
         most_lines=10,
     )

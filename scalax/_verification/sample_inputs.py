@@ -44,7 +44,7 @@ def _role_of_integers(uses: dict[Kind, Role], *, alone: bool) -> Role:
     if alone or use.kind == 'key':
         return use
     is_length = above is not None and use.bound != 1
-    return Role('length' if is_length else use.kind, use.bound or _FEW, use.why)
+    return Role('length' if is_length else use.kind, use.bound or _FEW, use.reason)
 
 
 def drawn(avals: Sequence[Any], roles: Sequence[Role], seed: int) -> list[Any]:

@@ -27,14 +27,14 @@ class Error:
             signed integers the sum of the errors; of keys and booleans how many elements differ.
         mean: the root of the mean of the squares; of the others the mean of what is summed there.
         index: where the largest one is.
-        found: the value of that element.
+        actual: the value of that element.
         expected: what it should be.
     """
 
     largest: float = 0.0
     mean: float = 0.0
     index: tuple[int, ...] = ()
-    found: Any = None
+    actual: Any = None
     expected: Any = None
 
     def __or__(self, other: Error) -> Error:

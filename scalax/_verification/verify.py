@@ -19,12 +19,12 @@ from scalax._core.render.tables import array_text
 from scalax._core.util.progress import Note, progress
 from scalax._jax.equations import equations
 from scalax._jax.tracing import is_abstract
-from scalax._verification.ablations import retries
+from scalax._verification.ablations import run_ablations
 from scalax._verification.compare import Comparison
 from scalax._verification.downscale.downscale import Reduced, reduced
 from scalax._verification.localize import first_difference
 from scalax._verification.reference import OneDevice, Step, on_one_device
-from scalax._verification.report import Argument, Ended, FirstDifference, Retry, Verified
+from scalax._verification.report import Ablation, Argument, FirstDifference, VerificationReport
 from scalax.errors import ArgumentError
 
 _MOST_DRAWN = 2**24  # elements of arguments: a step with more of them is made small
@@ -41,7 +41,7 @@ def verify(
     steps: int = 2,
     config: Any = None,
     inside: bool = False,
-) -> Verified:
+) -> VerificationReport:
     """Verifies a step, as `MeshShardingHelper.verify` does; options cannot clash with arguments of the step.
 
     Args:
@@ -65,9 +65,9 @@ def verify(
     with progress(f'verifying {name_of(function)}', _log) as note:
         step, alone, said = _sides(helper, function, args, kwargs, config, note)
         found = Comparison(step, OneDevice(step, alone))
-        done, tried, uncertain = 0, list[Retry](), frozenset[int]()
+        done, tried, uncertain = 0, list[Ablation](), frozenset[int]()
         first: FirstDifference | str | None = None
-        ended: Ended = ''
+        interrupted = False
         try:
             for seed in range(seeds):
                 found.run(seed, steps, note)
@@ -87,30 +87,28 @@ def verify(
                 if shown.step == 1:
                     nothing = 'the intermediate values that were compared are equal'
                     first = first_difference(found, shown.seed) or nothing
-                for retry in retries(found, shown.seed, shown.step, note):
-                    tried.append(retry)
+                for ablation in run_ablations(found, shown.seed, shown.step, note):
+                    tried.append(ablation)
         except KeyboardInterrupt:
-            ended = 'stopped'
+            interrupted = True
     differences = sorted(found.differences.items(), key=lambda each: each[1].step)
-    return Verified(
+    return VerificationReport(
         name=step.name,
         mesh=dict(step.helper.mesh.shape),
         differences=tuple(each for leaf, each in differences if leaf not in uncertain),
-        not_deterministic=tuple(found.paths[leaf] for leaf in sorted(uncertain)),
+        nondeterministic=tuple(found.paths[leaf] for leaf in sorted(uncertain)),
         results=len(found.paths),
         seeds=done,
         steps=steps if found.repeats else 1,
-        first=first if isinstance(first, FirstDifference) else None,
-        why_no_first=first if isinstance(first, str) else '',
-        retries=tuple(tried),
-        unsettled=tuple(found.paths[leaf] for leaf in sorted(found.unsettled)),
-        not_compared=tuple(
-            path for leaf, path in enumerate(found.paths) if done and leaf not in found.finite
-        ),
+        first_difference=first if isinstance(first, FirstDifference) else None,
+        why_not_localized=first if isinstance(first, str) else '',
+        ablations=tuple(tried),
+        rounding_dependent=tuple(found.paths[leaf] for leaf in sorted(found.rounding_dependent)),
+        nonfinite=tuple(path for leaf, path in enumerate(found.paths) if done and leaf not in found.finite),
         arguments=tuple(_arguments(found)),
-        reduced=said,
+        downscaling=said,
         jax=jax.__version__,
-        ended=ended,
+        interrupted=interrupted,
         seconds=time.monotonic() - start,
     )
 
@@ -210,4 +208,4 @@ def _arguments(found: Comparison) -> Iterator[Argument]:
     for path, leaf, role in pairs:
         below = '' if role.bound is None else f' below {role.bound}'
         own = '' if is_abstract(leaf) else 'yours, then similar ones: '
-        yield Argument(path, array_text(str(leaf.dtype), leaf.shape), f'{own}{role.kind}{below}', role.why)
+        yield Argument(path, array_text(str(leaf.dtype), leaf.shape), f'{own}{role.kind}{below}', role.reason)

@@ -220,7 +220,7 @@ def verify(
         value = _config(make_step, config, function)
         found = verify_step(helper, make_step, (), {}, config=value, seeds=seeds, steps=steps, inside=inside)
     _show(found, html, json.dumps(found.to_dict()) if as_json else str(found))
-    if found.ended:
+    if found.interrupted:
         return ExitCode.INTERRUPTED
     return ExitCode.DONE if found.ok else ExitCode.FOUND
 

@@ -83,10 +83,11 @@ def test_a_step_that_is_right(job, capsys, tmp_path):
 def test_a_step_that_is_wrong(job, capsys):
     code, out, _ = here(capsys, f'{job}:make_wrong', *ON, '--json')
     found = json.loads(out)
-    assert (code, found['ok'], found['reduced']) == (4, False, [])
+    assert (code, found['ok'], found['downscaling']) == (4, False, [])
     assert [each['path'] for each in found['differences']] == ['loss']
     line = JOB[: JOB.index('jax.shard_map')].count('\n') + 1
-    assert (found['first']['primitive'], found['first']['line']) == ('shard_map', f'job.py:{line} local_mean')
+    first = found['first_difference']
+    assert (first['primitive'], first['line']) == ('shard_map', f'job.py:{line} local_mean')
     assert found['jax'] == jax.__version__
 
 
@@ -116,7 +117,7 @@ def test_what_is_made_small(job, capsys, asked, mesh):
     code, out, _ = here(capsys, f'{job}:{function}', *options, '--seeds', 1, '--json')
     found = json.loads(out)
     assert (code, found['ok'], found['mesh']) == (0, True, mesh)
-    said = ' '.join(found['reduced'])
+    said = ' '.join(found['downscaling'])
     assert 'width 4096 -> ' in said and 'rows 8192 -> ' in said
 
 

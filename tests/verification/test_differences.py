@@ -12,7 +12,7 @@ from scalax._verification.tolerance import Error, error_of, error_of_blocks, exp
 
 def test_the_largest_error_and_the_mean():
     found = error_of(np.asarray([[1.0, 2.0], [3.0, 7.0]]), np.asarray([[1.0, 2.0], [3.0, 4.0]]))
-    assert (found.largest, found.index, found.found, found.expected) == (3.0, (1, 1), 7.0, 4.0)
+    assert (found.largest, found.index, found.actual, found.expected) == (3.0, (1, 1), 7.0, 4.0)
     assert found.mean == 1.5
 
 

@@ -56,8 +56,8 @@ def test_faults_are_found_and_named(name):
     if fault.shows:
         assert max(each.seeds for each in found.differences) == found.seeds
         # A program may be another one where values inside are results: then there is what makes it go away.
-        gone = [each.change for each in found.retries if each.stays is False]
-        assert found.first or gone or any(word in str(found) for word in fault.expects), str(found)
+        gone = [each.change for each in found.ablations if each.still_differs is False]
+        assert found.first_difference or gone or any(word in str(found) for word in fault.expects), str(found)
 
 
 @pytest.mark.slow
@@ -99,8 +99,10 @@ ENGINE = [
 def test_the_first_operation_that_differs_is_the_one_whose_rule_is_wrong(name):
     fault = FAULTS[name]
     found = verified(fault)
-    assert found.first is not None and fault.expects[0] == found.first.primitive, str(found)
-    assert 'engine_faults.py' in found.first.line
+    assert found.first_difference is not None and fault.expects[0] == found.first_difference.primitive, str(
+        found
+    )
+    assert 'engine_faults.py' in found.first_difference.line
 
 
 @pytest.mark.medium

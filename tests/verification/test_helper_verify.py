@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalax.errors import ArgumentError, MeshError, ScalaxError
 from scalax.sharding import MeshShardingHelper
-from scalax.testing import Difference, FirstDifference, Verified, assert_equal_to_one_device
+from scalax.testing import Difference, FirstDifference, VerificationReport, assert_equal_to_one_device
 
 S = jax.ShapeDtypeStruct
 X = S((32, 8), 'float32')
@@ -161,11 +161,13 @@ def test_json_has_no_numbers_of_its_own():
         raise AssertionError(f'{text} is not JSON')
 
     first = FirstDifference('fft', 'train.py:3', Difference('', 'complex64[]', P(), 1.0, 0.0, (), 1 + 2j, 2j))
-    found = Verified('step', {'fsdp': 8}, differences=(DIFFERENCE,), results=1, seeds=1, first=first)
+    found = VerificationReport(
+        'step', {'fsdp': 8}, differences=(DIFFERENCE,), results=1, seeds=1, first_difference=first
+    )
     plain = json.loads(json.dumps(found.to_dict()), parse_constant=refused)
     [difference] = plain['differences']
-    assert (difference['error'], difference['found'], difference['expected']) == ('inf', 'nan', 1.25)
-    assert plain['first']['difference']['found'] == '(1+2j)' and plain['ok'] is False
+    assert (difference['error'], difference['actual'], difference['expected']) == ('inf', 'nan', 1.25)
+    assert plain['first_difference']['difference']['actual'] == '(1+2j)' and plain['ok'] is False
 
 
 @pytest.mark.parametrize(
@@ -173,20 +175,20 @@ def test_json_has_no_numbers_of_its_own():
     [
         ({'seeds': 1}, '>equal<'),
         ({'seeds': 1, 'differences': (DIFFERENCE,)}, '>differs<'),
-        ({'seeds': 1, 'not_compared': ('loss',)}, '>not compared<'),
-        ({'seeds': 0, 'ended': 'stopped'}, '>not compared<'),
+        ({'seeds': 1, 'nonfinite': ('loss',)}, '>not compared<'),
+        ({'seeds': 0, 'interrupted': True}, '>not compared<'),
     ],
 )
 def test_the_verdict_of_a_page(found, said, tmp_path):
     page = tmp_path / 'page.html'
-    Verified('step', {'fsdp': 8}, results=1, **found).to_html(page)
+    VerificationReport('step', {'fsdp': 8}, results=1, **found).to_html(page)
     shown = [each for each in ('>equal<', '>differs<', '>not compared<') if each in page.read_text()]
     assert shown == [said]
 
 
 def test_values_are_shown_with_the_digits_that_differ():
     near = Difference('loss', 'float32[]', P(), 1e-5, 1e-8, (), 1.80001, 1.80002)
-    text = str(Verified('step', {'fsdp': 8}, differences=(near,), results=1, seeds=1))
+    text = str(VerificationReport('step', {'fsdp': 8}, differences=(near,), results=1, seeds=1))
     assert '1.80001' in text and '1.80002' in text
 
 
@@ -194,17 +196,17 @@ def test_values_are_shown_with_the_digits_that_differ():
     ('found', 'said'),
     [
         (
-            {'not_compared': ('loss',), 'not_deterministic': ('time',), 'seeds': 2},
+            {'nonfinite': ('loss',), 'nondeterministic': ('time',), 'seeds': 2},
             'computes what one device computes in 1 of 3 results; the others were not compared: 0 steps in a '
             'row, 2 seeds',
         ),
         (
-            {'not_compared': ('a', 'b', 'c'), 'seeds': 1},
+            {'nonfinite': ('a', 'b', 'c'), 'seeds': 1},
             'was not compared: 0 steps in a row, 1 seed',
         ),
-        ({'ended': 'stopped'}, 'was not compared: 0 steps in a row, 0 seeds'),
+        ({'interrupted': True}, 'was not compared: 0 steps in a row, 0 seeds'),
     ],
 )
 def test_what_was_not_compared_is_not_said_to_be_equal(found, said):
-    found = Verified('step', {'fsdp': 8}, results=3, **found)
+    found = VerificationReport('step', {'fsdp': 8}, results=3, **found)
     assert not found.ok and found.to_text(200).splitlines()[0] == f'step on fsdp=8 {said}'

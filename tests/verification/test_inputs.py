@@ -171,8 +171,8 @@ def test_a_role_says_why() -> None:
         return table[tokens]
 
     [_, role] = roles(jax.jit(embed), TABLE, ROWS)
-    assert role.why.startswith('index in dimension 0 of (10, 4) in test_inputs.py:')
-    assert role.why.endswith(' embed')
+    assert role.reason.startswith('index in dimension 0 of (10, 4) in test_inputs.py:')
+    assert role.reason.endswith(' embed')
 
 
 def test_inside_a_shard_map() -> None:
