@@ -20,7 +20,7 @@ from scalax._compile.sjit.function import reject_unknown_options, sjit
 from scalax._core.context import active_helper, constraints
 from scalax._core.mesh import meshes, topologies
 from scalax._core.pytree.partition_specs import MeshAxes
-from scalax._core.pytree.paths import dtype_on_devices, is_weak
+from scalax._core.pytree.paths import dtype_on_devices, is_weakly_typed
 from scalax._core.util.lru_cache import LRUCache
 from scalax._core.util.renamed_keywords import renamed
 from scalax._data.host import batch_layout, broadcast, transfer
@@ -608,7 +608,7 @@ class MeshShardingHelper:
 
         def struct(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
             shape, dtype = np.shape(leaf), dtype_on_devices(leaf)
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=is_weak(leaf))
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=is_weakly_typed(leaf))
 
         shardings = self.match_sharding_rule(rules, tree)
         with transfer.naming_large_integers(tree):

@@ -23,9 +23,9 @@ from types import FrameType
 import jax
 from jax.experimental import multihost_utils
 
-from scalax._core.channel.secret import COMMAND, VARIABLE, names_loopback, secret_of
+from scalax._core.channel.secret import COMMAND, SECRET_VARIABLE, names_loopback, resolve_secret
 from scalax._core.channel.session import Session, new_nonce
-from scalax._core.util.progress import repeated
+from scalax._core.util.progress import call_periodically
 from scalax._data.host import exits, process_collectives
 from scalax._diagnostics.watchdog.state import ENDING, at_step, last
 from scalax._diagnostics.watchdog.watch import Watch, own_address
@@ -135,7 +135,7 @@ def initialize(
     if jax.distributed.is_initialized():
         return
     given = _read(coordinator_address, num_processes, process_id)
-    token = secret_of('initialize', secret)
+    token = resolve_secret('initialize', secret)
     for name, seconds in (
         ('initialization_timeout', initialization_timeout),
         ('heartbeat_timeout', heartbeat_timeout),
@@ -155,7 +155,7 @@ def initialize(
         _log.warning('%s (%.0f of %g s)', given, seconds, initialization_timeout)
 
     try:
-        with repeated(say, _FIRST, _REPEAT):
+        with call_periodically(say, _FIRST, _REPEAT):
             jax.distributed.initialize(
                 given.address,
                 given.count,
@@ -225,7 +225,7 @@ def _watch_or_wait(given: _Given, unwatched: _Unwatched) -> None:
             '%s is not set: processes that are stuck are named only from the first call of should_stop on, '
             'and `scalax doctor --run` gets no answer. Set it to one secret for all processes, such as %s '
             'makes',
-            *(VARIABLE, COMMAND),
+            *(SECRET_VARIABLE, COMMAND),
         )
     if not alone:
         unwatched.address, unwatched.runs = given.address, bool(unwatched.secret)
@@ -252,7 +252,7 @@ def _agree_and_watch(unwatched: _Unwatched) -> None:
         _log.warning(
             '%s of process %d is not that of process 0, or one of the two has none: process %d will not be '
             'named if it is stuck. Set it to the same secret for all processes',
-            *(VARIABLE, process, process),
+            *(SECRET_VARIABLE, process, process),
         )
     elif not unwatched.runs:
         unwatched.secret = unwatched.secret or bytes.fromhex(offer['secret'])
@@ -275,7 +275,7 @@ def _watch(address: str, process: int, count: int, unwatched: _Unwatched, is_kno
     if is_known:
         _log.info('`scalax doctor --run %s` shows what each process does', address)
     else:
-        _log.info('where %s is set, `scalax doctor --run` shows what each process does', VARIABLE)
+        _log.info('where %s is set, `scalax doctor --run` shows what each process does', SECRET_VARIABLE)
     threading.Thread(target=watch.run, name='scalax-watch', daemon=True).start()
     exits.settings.address = address
     atexit.register(setattr, last, 'exits', ENDING)

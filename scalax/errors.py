@@ -39,7 +39,7 @@ import types
 import warnings
 from collections.abc import Iterable, Sequence
 
-from scalax._core.util.folding import MOST_RUNS, Fold, fold, times
+from scalax._core.util.folding import MOST_RUNS, Fold, count_prefix, fold
 
 _SHOWN = 10
 _LONGEST = 120  # characters of a rule in a message
@@ -239,7 +239,7 @@ def shown_leaves(leaves: Iterable[str], separator: str = '/') -> str:
     for item in folds[:_SHOWN]:
         colon = split[item.first][1]
         text = _with_path(texts[item.first].removeprefix(colon), item)
-        count = f' ({item.count} leaves)' if item.count > 1 and not colon else times(item.count)
+        count = f' ({item.count} leaves)' if item.count > 1 and not colon else count_prefix(item.count)
         lines.append(f'  {item.short_name(MOST_RUNS)}{colon}{count}{text}')
     more = sum(item.count for item in folds[_SHOWN:])
     if more:

@@ -21,10 +21,11 @@ from scalax._compile.call.signature import CallSignature
 from scalax._compile.deferred_jit import called, compiled, placed
 from scalax._compile.tracebacks import run_users
 from scalax._core.context.active_helper import ActiveHelper
-from scalax._core.context.constraints import apply_shardings, has_type, mesh_entered, retyped_mesh
+from scalax._core.context.constraints import apply_shardings, has_type, retyped_mesh, use_mesh
 from scalax._core.mesh import meshes
-from scalax._core.pytree import partition_specs
-from scalax._core.pytree.partition_specs import Fault, MeshAxes
+from scalax._core.pytree import partition_specs, spec_validation
+from scalax._core.pytree.partition_specs import MeshAxes
+from scalax._core.pytree.spec_validation import Fault
 from scalax.errors import ArgumentError, MeshError, Problem, RuleError, ShardingError
 from scalax.rules._indivisible import OnIndivisible
 from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve
@@ -64,11 +65,11 @@ def shard_map(
     signature.check_names(in_specs, 'in_specs')
     _reject_shape_dependent(name, out_specs)
     names = () if axis_names is None else axis_names
-    chosen = partition_specs.chosen_axes('axis_names of shard_map', names, MeshAxes.of(helper.mesh))
+    chosen = spec_validation.validated_axes('axis_names of shard_map', names, MeshAxes.of(helper.mesh))
 
     def run(flat_args: Sequence[Any]) -> Any:
         call, mesh = Call(signature, flat_args), retyped_mesh(helper.mesh)
-        with mesh_entered(mesh, what):
+        with use_mesh(mesh, what):
             axes = _axes_of(mesh, chosen, what)
             shardings = _arguments(in_specs, call, axes, helper.on_indivisible)
             leaves = _resharded(call.leaves, shardings, axes)
@@ -103,7 +104,7 @@ def shard_map(
     def at_once(flat_args: Sequence[Any]) -> Any:
         call, mesh = Call(signature, flat_args), retyped_mesh(helper.mesh)
         meshes.require_devices(helper.mesh, f'a call of {name}')
-        with mesh_entered(mesh, what):
+        with use_mesh(mesh, what):
             axes = _axes_of(mesh, chosen, what)
             # The trace of `run` warns.
             policy: OnIndivisible = 'replicate' if helper.on_indivisible == 'warn' else helper.on_indivisible
@@ -133,8 +134,8 @@ class _Axes(NamedTuple):
     def cut(self, spec: PartitionSpec) -> PartitionSpec:
         """The manual axes of a spec."""
         kept = partition_specs.only_axes(spec, self.manual)
-        return partition_specs.replaced(
-            partition_specs.with_sums(spec, self.manual), partition_specs.entries(kept)
+        return partition_specs.with_entries(
+            partition_specs.only_reduction_axes(spec, self.manual), partition_specs.entries(kept)
         )
 
 
@@ -254,8 +255,8 @@ def _reject_uneven(resolutions: Sequence[Resolution], axes: _Axes, where: str) -
     for resolution in resolutions:
         for i, answer in enumerate(resolution.decisions):
             asked, shape = answer.spec or PartitionSpec(), resolution.tree.shapes[i]
-            for dim, names in partition_specs.indivisible(axes.cut(asked), shape, known):
-                fault = partition_specs.divisibility_fault(dim, names, shape, known)
+            for dim, names in spec_validation.indivisible_dims(axes.cut(asked), shape, known):
+                fault = spec_validation.divisibility_fault(dim, names, shape, known)
                 leaf, spec = resolution.tree.describe(i), partition_specs.text(asked)
                 problems.append(Problem(fault.kind, leaf, fault.detail, spec, answer.origin, _UNEVEN))
     if problems:
@@ -304,7 +305,7 @@ def _wanted(leaf: Any, sharding: NamedSharding, axes: _Axes) -> NamedSharding | 
                 a for a in partition_specs.entry_axes(has) if a not in axes.manual and a not in own
             )
         wanted.append(names or free)
-    typed = partition_specs.replaced(spec, [() if entry is free else entry for entry in wanted])
+    typed = partition_specs.with_entries(spec, [() if entry is free else entry for entry in wanted])
     if not own and has_type(leaf, axes.mesh, typed):
         return None
-    return sharding.update(spec=partition_specs.replaced(spec, wanted))
+    return sharding.update(spec=partition_specs.with_entries(spec, wanted))

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from scalax._core.pytree.partition_specs import MeshAxes, drop_indivisible, only_axes
+from scalax._core.pytree.partition_specs import MeshAxes, only_axes
+from scalax._core.pytree.spec_validation import drop_indivisible
 from scalax._jax import equations
 from scalax._jax.equations import CALLS, WITH_JAXPRS, Literal, called, loop_of, opened, scan_options, shape_of
 from scalax._jax.primitives import primitive_name

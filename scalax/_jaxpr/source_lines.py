@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from scalax._core.util.user_frames import file_text, users_own
+from scalax._core.util.user_frames import file_text, innermost_user_frame
 from scalax._jax.equations import name_stack, traceback_of
 
 _JAX = os.path.dirname(jax.__file__) + os.sep
@@ -31,7 +31,7 @@ def line_of(equation: Any, calls: Sequence[Any] = ()) -> str:
 
 def line_of_stack(stack: TracebackType | None) -> str:
     """Returns the innermost line of the user's code in a stack; an empty string if there is none."""
-    frame = users_own(frames_outside_jax(stack), lambda frame: frame.filename)
+    frame = innermost_user_frame(frames_outside_jax(stack), lambda frame: frame.filename)
     return '' if frame is None else f'{file_text(frame.filename)}:{frame.lineno} {frame.name}'
 
 

@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding
 
 from scalax._compile.sjit.function import SjitFunction, partitioned_step, pipelines_of
 from scalax._core.pytree.partition_specs import only_axes
-from scalax._core.util.progress import Note
 from scalax._verification.compare import Comparison
 from scalax._verification.report import Ablation, first_line
 

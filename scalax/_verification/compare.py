@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from scalax._core.pytree.paths import NamedTree, is_key
+from scalax._core.pytree.paths import NamedTree, is_prng_key
 from scalax._core.render.tables import array_text
-from scalax._core.util.progress import Note
+from scalax._core.util.progress import UpdateProgress
 from scalax._jax.tracing import is_abstract
 from scalax._verification.reference import OneDevice, Step, blocks_of, shape_of, unplaced, with_keys
 from scalax._verification.report import Difference
@@ -52,7 +52,7 @@ class Comparison:
         self.rounding_dependent: set[int] = set()
         self.finite: set[int] = set()
 
-    def run(self, seed: int, steps: int, note: Note) -> None:
+    def run(self, seed: int, steps: int, note: UpdateProgress) -> None:
         """Compares some steps in a row, of which each takes what the one before returned."""
         found = self._differing(seed, steps, 0, note)
         for moved in (1, 2):
@@ -87,7 +87,7 @@ class Comparison:
             new[i] = value
         return [_moved(leaf, moved) for leaf in new] if moved else new
 
-    def _differing(self, seed: int, steps: int, moved: int, note: Note) -> dict[int, Difference]:
+    def _differing(self, seed: int, steps: int, moved: int, note: UpdateProgress) -> dict[int, Difference]:
         """The results of the first step that has any that rounding does not explain."""
         plain = self.arguments(seed, moved)
         on_mesh, errors = [*map(_placed, plain, self._shardings)], [plain] * _DRAWS
@@ -132,7 +132,7 @@ class Comparison:
             f'{path or "(the result itself)"}: {array_text(str(result.dtype), result.shape)} on the mesh, '
             f'and {array_text(str(result.dtype), value.shape)} on one device'
             for path, result, value in zip(self.paths, results, expected, strict=True)
-            if not is_key(result) and result.shape != value.shape
+            if not is_prng_key(result) and result.shape != value.shape
         ]
         if wrong:
             raise ArgumentError(
@@ -195,7 +195,7 @@ def difference(path: str, result: Any, error: Error, limit: Explained, seed: int
 
 def _moved(leaf: Any, seed: int) -> Any:
     """An argument moved by a rounding: each element up or down."""
-    if not hasattr(leaf, 'dtype') or is_key(leaf) or not is_number(leaf):
+    if not hasattr(leaf, 'dtype') or is_prng_key(leaf) or not is_number(leaf):
         return leaf
     signs = np.random.default_rng((seed, leaf.size)).choice([-1.0, 1.0], leaf.shape)
     unit = float(jax.numpy.finfo(leaf.dtype).eps)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from scalax._core.pytree.paths import is_key
+from scalax._core.pytree.paths import is_prng_key
 from scalax._jax.equations import axes_named, equations, jaxprs_in
 from scalax._jax.primitives import primitive_name
 from scalax._jaxpr.source_lines import line_of
@@ -71,7 +71,7 @@ def _differing(
         place, equation, calls = here[i]
         loops = [depth for depth, call in enumerate(reversed(calls)) if primitive_name(call) == 'scan']
         for k, value in enumerate(known if results else ()):
-            if not is_key(results[k]) and results[k].shape != value.shape:  # kept for a gradient
+            if not is_prng_key(results[k]) and results[k].shape != value.shape:  # kept for a gradient
                 continue
             whole = worst_copies(blocks_of(results[k]), value)
             for rounds in np.ndindex(value.shape[: len(loops)]):

@@ -14,9 +14,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._compile.call.signature import name_of
 from scalax._compile.sjit.function import SjitFunction, argument_shardings, call_of, helper_of, with_options
-from scalax._core.context.active_helper import MeshOwner, tracing_for_one_device
+from scalax._core.context.active_helper import MeshOwner, tracing_for_single_device
 from scalax._core.pytree.partition_specs import axis_sizes_text
-from scalax._core.pytree.paths import NamedTree, dtype_on_devices, is_key, kind_of
+from scalax._core.pytree.paths import NamedTree, dtype_on_devices, is_prng_key, tree_type
 from scalax._jax import equations
 from scalax._jaxpr.source_lines import line_of
 from scalax._planning.compiler.lowered_step import without_changes
@@ -132,11 +132,11 @@ class Step:
         for tree in (*args, *kwargs.values()):
             numbers = [known[id(leaf)] for leaf in jax.tree.leaves(tree) if id(leaf) in known]
             if len(numbers) > 1 or not self._donated.isdisjoint(numbers):
-                given.setdefault(kind_of(tree), numbers)
+                given.setdefault(tree_type(tree), numbers)
         found: dict[int, int] = {}
 
         def match(tree: Any, first: int) -> bool:
-            numbers = given.pop(kind_of(tree), None)
+            numbers = given.pop(tree_type(tree), None)
             found.update((to, first + i) for i, to in enumerate(numbers or ()))
             return numbers is not None
 
@@ -268,7 +268,7 @@ def _traced(step: Step, alone: Step | None, shardings: Sequence[NamedSharding]) 
         with (
             jax.sharding.use_abstract_mesh(helper.mesh.abstract_mesh),
             # The code may use the helper, as in helper.shard_map, or another one over the same devices.
-            tracing_for_one_device(step.helper.mesh),
+            tracing_for_single_device(step.helper.mesh),
         ):
             given = [
                 shape_of(leaf).update(sharding=sharding)
@@ -312,12 +312,12 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def on_host(value: Any) -> np.ndarray:
     """An array on the host; of keys, their data."""
-    return np.asarray(jax.random.key_data(value) if is_key(value) else value)
+    return np.asarray(jax.random.key_data(value) if is_prng_key(value) else value)
 
 
 def with_keys(value: np.ndarray, like: Any) -> Any:
     """An array on the host, or keys where it is the data of such."""
-    if not is_key(like):
+    if not is_prng_key(like):
         return value
     return jax.random.wrap_key_data(jax.numpy.asarray(value), impl=jax.random.key_impl(like))
 
@@ -331,7 +331,7 @@ def unplaced(value: Any) -> Any:
 
 def blocks_of(value: Any) -> Iterator[tuple[Any, np.ndarray]]:
     """The blocks of an array on all devices of this process, each with its place in the array."""
-    data = jax.random.key_data(value) if is_key(value) else value
+    data = jax.random.key_data(value) if is_prng_key(value) else value
     # What a host computes is on the first device, and JAX gives it a sharding over all that says so.
     named = isinstance(value.sharding, NamedSharding)
     for shard in data.addressable_shards if named else data.addressable_shards[:1]:

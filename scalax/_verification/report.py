@@ -15,17 +15,17 @@ from scalax._core.render import serialization
 from scalax._core.render.blocks import (
     Block,
     Cell,
+    Collapsible,
     Column,
     Figure,
     Figures,
-    Fold,
     Heading,
     Lines,
     Row,
     Section,
     Table,
 )
-from scalax._core.render.renderable import Shown
+from scalax._core.render.renderable import Renderable
 from scalax._core.util.folding import MOST_RUNS, fold
 from scalax.errors import plural
 
@@ -138,7 +138,7 @@ class Argument:
 
 
 @dataclasses.dataclass(frozen=True)
-class VerificationReport(Shown):
+class VerificationReport(Renderable):
     """What `MeshShardingHelper.verify` returns; ``str()`` of it is a page of text.
 
     Attributes:
@@ -213,7 +213,9 @@ class VerificationReport(Shown):
                 [Lines([*self.downscaling])] if self.downscaling else [],
                 'What was reduced, or could not be',
             ),
-            Section('', [Fold('Values of the arguments', [_arguments(self)])] if self.arguments else []),
+            Section(
+                '', [Collapsible('Values of the arguments', [_arguments(self)])] if self.arguments else []
+            ),
         ]
 
     def _head(self) -> Iterator[str]:
@@ -267,7 +269,7 @@ class VerificationReport(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """The result in plain Python values, ready for ``json.dumps``."""
-        text = json.dumps(serialization.plain(vars(self)), default=str)
+        text = json.dumps(serialization.to_plain(vars(self)), default=str)
         # Numbers that JSON does not have are text.
         return {**json.loads(text, parse_constant=lambda name: str(float(name))), 'ok': self.ok}
 

@@ -16,7 +16,7 @@ from scalax._compile.sjit.function import SjitFunction, with_options
 from scalax._core.mesh.meshes import has_devices
 from scalax._core.pytree.partition_specs import axis_sizes_text
 from scalax._core.render.tables import array_text
-from scalax._core.util.progress import Note, progress
+from scalax._core.util.progress import UpdateProgress, progress
 from scalax._jax.equations import equations
 from scalax._jax.tracing import is_abstract
 from scalax._verification.ablations import run_ablations
@@ -114,7 +114,12 @@ def verify(
 
 
 def _sides(
-    helper: Any, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], config: Any, note: Note
+    helper: Any,
+    function: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    config: Any,
+    note: UpdateProgress,
 ) -> tuple[Step, Step | None, tuple[str, ...]]:
     """The step on its mesh, the same on one device if it is made for any helper, and what is smaller."""
     makes = not args and not kwargs

@@ -53,7 +53,7 @@ def axis_mapping(mapping: AxisMapping, merge: bool = False, **names: Entry) -> I
     inner, outer = as_rule(mapping), active_helper.current_mapping()
     if names:
         inner = merged(dataclasses.replace(as_rule(names), strict=inner.strict), inner)
-    with active_helper.entered_mapping(merged(inner, outer) if merge and outer is not None else inner):
+    with active_helper.activate_mapping(merged(inner, outer) if merge and outer is not None else inner):
         yield
 
 

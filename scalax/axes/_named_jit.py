@@ -367,7 +367,7 @@ class NamedJitFunction(Generic[Given, Result]):
                 whole = combine([next(parts[flag]) for flag in call.donated], call.static)
                 return whole['function'](*whole['args'], **whole['kwargs'])
 
-            inside = contextlib.nullcontext() if mapping is None else active_helper.entered_mapping(mapping)
+            inside = contextlib.nullcontext() if mapping is None else active_helper.activate_mapping(mapping)
             with inside, haliax_mapping(mapping, mesh, call_function):
                 output = call_function()
             data, static = partition(output)

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scalax._core.pytree.partition_specs import Fault, canonical, entry_axes
+from scalax._core.pytree.partition_specs import canonical, entry_axes
+from scalax._core.pytree.spec_validation import Fault
 from scalax.axes._mapping import (
     AxisMapping,
     Size,

@@ -211,7 +211,7 @@ def _indexed(index: Path) -> list[_File]:
     try:
         values = strict_json.parse(strict_json.read(index))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f'{head}: {strict_json.reason(error)}') from error
+        raise CheckpointError(f'{head}: {strict_json.error_reason(error)}') from error
     places = values.get('weight_map') if isinstance(values, dict) else None
     if not places or not isinstance(places, dict):
         raise CheckpointError(f'{head}: it has no weight_map, an object with the file of each tensor')
@@ -275,7 +275,7 @@ def _tensors_of(file: _File) -> dict[str, np.ndarray]:
         CheckpointError: it cannot be read, is not a safetensors file, or is damaged.
     """
     try:
-        with strict_json.opened(file.target) as opened:
+        with strict_json.open_regular_file(file.target) as opened:
             tensors, start = read_header(file.path, opened)
             # The data is that of the opened file, even if another file has its path by now.
             size = max((tensor.end for tensor in tensors), default=0)
@@ -283,7 +283,7 @@ def _tensors_of(file: _File) -> dict[str, np.ndarray]:
     except CheckpointError:
         raise
     except (OSError, ValueError) as error:
-        why = f'{strict_json.reason(error)}{_hint(file.path, error)}'
+        why = f'{strict_json.error_reason(error)}{_hint(file.path, error)}'
         raise CheckpointError(f'{printable(str(file.path))} cannot be read: {why}') from error
     return {
         tensor.name: mapped[start + tensor.begin : start + tensor.end]

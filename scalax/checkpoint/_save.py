@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from scalax._core.context.thread_state import in_a_thread
+from scalax._core.context.thread_state import run_in_thread
 from scalax._jax import orbax
 from scalax.checkpoint import _agreement, _files, _manifest
 from scalax.checkpoint._atomic_commit import StepDirectory
@@ -73,7 +73,7 @@ class SaveThread(threading.Thread):
                     'processes have to see the same files'
                 )
             # In a thread, because the caller may run in an event loop itself, as in notebooks.
-            self._futures = in_a_thread('scalax-copy', lambda: self._copy(state)) or ()
+            self._futures = run_in_thread('scalax-copy', lambda: self._copy(state)) or ()
         except BaseException as error:
             self.error = error
             raise

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from scalax._core.pytree.paths import is_weak, path_string
+from scalax._core.pytree.paths import is_weakly_typed, path_string
 from scalax._core.render.html_pages import visible
 from scalax._core.util import strict_json
 from scalax._data.host.transfer import weakly_typed
@@ -141,7 +141,7 @@ class SavedStep:
                 raise CheckpointError(
                     f'{self.where}: {name} has dtype {found[name].dtype}, but {wanted.dtype} was requested'
                 )
-            if is_weak(wanted):
+            if is_weakly_typed(wanted):
                 found[name] = weakly_typed(found[name])
         return found
 

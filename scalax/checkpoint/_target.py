@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from scalax._core.pytree.paths import NamedTree, canonical_dtype, is_weak, type_text
+from scalax._core.pytree.paths import NamedTree, canonical_dtype, is_weakly_typed, type_text
 from scalax._data.host.agreement import placed_text
 from scalax._data.reshard.leaf_mapping import substitute
 from scalax.errors import ArgumentError, CheckpointError, shown_leaves
@@ -66,7 +66,7 @@ def target_of(helper: MeshShardingHelper, rules: RuleLike, like: Any, only: str 
             )
     structs = [
         jax.ShapeDtypeStruct(
-            leaf.shape, canonical_dtype(leaf.dtype), sharding=sharding, weak_type=is_weak(leaf)
+            leaf.shape, canonical_dtype(leaf.dtype), sharding=sharding, weak_type=is_weakly_typed(leaf)
         )
         if hasattr(leaf, 'dtype')
         else type(leaf)

@@ -26,7 +26,7 @@ def validate_state(tree: NamedTree) -> NamedTree:
     require_distinct(tree.paths, 'the state')
     if not tree.leaves:
         raise CheckpointError('the state has no leaves: there is nothing to save')
-    if tree.bare:
+    if tree.is_bare_leaf:
         raise CheckpointError("the state is a single leaf; give a tree, such as {'params': leaf}")
     leaves = [_as_jax_holds(leaf) for leaf in tree.leaves]
     found = [

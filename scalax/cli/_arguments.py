@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from scalax._core.render.tables import bytes_of
+from scalax._core.render.tables import parse_bytes
 from scalax._version import __version__
 from scalax.cli import _commands
 from scalax.cli._compiler_process import run_in_compiler_process
@@ -276,7 +276,7 @@ _positive = functools.partial(_number, least=1)
 
 def _bytes(text: str) -> int:
     """``'16GiB'`` as bytes."""
-    size = bytes_of(text)
+    size = parse_bytes(text)
     if size < 1:
         raise argparse.ArgumentTypeError(f'{text!r} is not a memory size (as in 16GiB, 80GB, or bytes)')
     return size

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from scalax._core.channel.secret import VARIABLE
-from scalax._core.mesh.gpu_topologies import GPUS
-from scalax._core.mesh.topologies import SIZES
+from scalax._core.channel.secret import SECRET_VARIABLE
+from scalax._core.mesh.gpu_topologies import GPU_KINDS
+from scalax._core.mesh.topologies import TPU_SLICE_SIZES
 from scalax._core.render.tables import table, terminal_width
 from scalax._diagnostics.doctor import diagnose
 from scalax._diagnostics.watchdog.watch import State, ask
@@ -254,8 +254,8 @@ def doctor(timeout: int, address: str | None, as_json: bool) -> ExitCode:
         except (OSError, ValueError) as error:
             said = (
                 f'process 0 does not answer at {address} ({error}): see the logs of the others. What to do: '
-                f'if {VARIABLE} is set in the run, set it here to the same value; a run on several hosts '
-                'without it answers nobody'
+                f'if {SECRET_VARIABLE} is set in the run, set it here to the same value; a run on several '
+                'hosts without it answers nobody'
             )
             raise PlanError(said) from error
         rows = [[f'{x:.0f} s' if isinstance(x, float) else f'{x}' for x in state] for state in states]
@@ -274,10 +274,10 @@ def topologies(as_json: bool) -> ExitCode:
     GPUs, as NAME:GPUS, NAME:HOSTSxGPUS or, where NVLink joins hosts, NAME:DOMAINSxHOSTSxGPUS. A target config
     of XLA, FILE.txtpb, may take the place of the name of a GPU.
     """
-    known = {name: sizes.split() for name, sizes in SIZES.items()}
-    for name, joined in GPUS.items():  # the largest host, and the largest domain or four of such hosts
-        hosts = joined.domain // joined.host
-        known[name] = [f'{joined.host}', f'{4 if hosts == 1 else hosts}x{joined.host}']
+    known = {name: sizes.split() for name, sizes in TPU_SLICE_SIZES.items()}
+    for name, joined in GPU_KINDS.items():  # the largest host, and the largest domain or four of such hosts
+        hosts = joined.gpus_per_domain // joined.gpus_per_host
+        known[name] = [f'{joined.gpus_per_host}', f'{4 if hosts == 1 else hosts}x{joined.gpus_per_host}']
     lines = (f'{name:<9}  {"  ".join(sizes)}' for name, sizes in known.items())
     print(json.dumps(known) if as_json else '\n'.join(lines))
     return ExitCode.DONE

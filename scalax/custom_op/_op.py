@@ -25,7 +25,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import jax
 
-from scalax._core.pytree.paths import is_key
+from scalax._core.pytree.paths import is_prng_key
 from scalax.custom_op._gradient import Gradient, as_tuple, differentiable
 from scalax.custom_op._rule import Rule, match_rule, read_rule
 from scalax.custom_op._run import Operation, Results
@@ -188,7 +188,7 @@ class ShardedOp(Generic[Given, Result]):
                 raise ArgumentError(
                     f'{self._name}: operand {label!r} has to be an array, got {type(operand).__name__}'
                 )
-            if is_key(operand):
+            if is_prng_key(operand):
                 raise ArgumentError(
                     f'{self._name}: operand {label!r} holds typed PRNG keys: give jax.random.key_data of '
                     'them, and use jax.random.wrap_key_data in the function'

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from scalax._core.render.html_pages import visible
 from scalax._core.render.tables import array_text, human_bytes
-from scalax._core.util.folding import fold, times
+from scalax._core.util.folding import count_prefix, fold
 from scalax.explain._rows import ReportRow, folded_path, spec_text
 
 
@@ -23,7 +23,8 @@ def changes(before: Sequence[ReportRow], after: Sequence[ReportRow]) -> list[str
         *[(key[0], f'{text}, removed') for key, text in old.items() if key not in new],
     ]
     return [
-        f'{folded_path(item)}: {times(item.count)}{visible(leaves[item.first][1])}' for item in fold(leaves)
+        f'{folded_path(item)}: {count_prefix(item.count)}{visible(leaves[item.first][1])}'
+        for item in fold(leaves)
     ]
 
 

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from scalax._core.pytree import partition_specs
-from scalax._core.pytree.paths import bits_of, dtype_on_devices
+from scalax._core.pytree.paths import dtype_on_devices, element_bits
 from scalax.explain._report import ShardingReport
 from scalax.explain._rows import ReportRow
 from scalax.rules._answer import Decision
@@ -29,7 +29,7 @@ def make_report(rules: RuleLike, resolution: Resolution, mesh: Mapping[str, int]
     ) -> ReportRow:
         # Without jax_enable_x64, a float64 array of numpy takes half its bytes on a device.
         dtype = dtype_on_devices(leaf)
-        bits = bits_of(dtype)
+        bits = element_bits(dtype)
         local = list(shape)
         for dim, entry in enumerate(() if spec is None else partition_specs.entries(spec)):
             local[dim] = -(-shape[dim] // math.prod(mesh[axis] for axis in partition_specs.entry_axes(entry)))

@@ -14,18 +14,18 @@ from scalax._core.render.blocks import (
     Figure,
     Figures,
     Heading,
-    InText,
+    HtmlOnly,
     Lines,
     Node,
-    OnPage,
     Row,
     Section,
     Table,
+    TextOnly,
     Tone,
     Tree,
 )
 from scalax._core.render.tables import array_text, human_bytes, three_figures
-from scalax._core.util.folding import MOST_RUNS, times
+from scalax._core.util.folding import MOST_RUNS, count_prefix
 from scalax.errors import plural
 from scalax.explain._rows import Line, ReportRow, folded_path, lines_of, replicated, spec_text
 
@@ -62,9 +62,9 @@ def report_blocks(
     return [
         Heading(title, mesh, plural(math.prod(mesh.values()), 'device')),
         Figures([*_figures(rows)]),
-        InText([Section('', [Table(_COLUMNS, table, footnotes=True)]), Lines(_totals(rows, mesh))]),
+        TextOnly([Section('', [Table(_COLUMNS, table, footnotes=True)]), Lines(_totals(rows, mesh))]),
         *(Lines([f'{what}: {", ".join(map(repr, idle))}'], 'warn') for what, idle in notes if idle),
-        OnPage([_tree(lines)]),
+        HtmlOnly([_tree(lines)]),
     ]
 
 
@@ -127,7 +127,7 @@ def _cells(line: Line, longest: int) -> Row:
     size = _per_device(line)
     tone: Tone = 'warn' if row.is_replicated else ''
     return [
-        f'{times(fold.count)}{array_text(row.dtype, row.shape)}',
+        f'{count_prefix(fold.count)}{array_text(row.dtype, row.shape)}',
         Cell(spec_text(row), tone=tone),
         fold.count * row.bytes,
         Cell(human_bytes(size), size, tone, bar=size / longest),

@@ -10,7 +10,7 @@ from typing import Any
 from scalax._core.pytree.partition_specs import axis_sizes_text
 from scalax._core.render import serialization
 from scalax._core.render.blocks import Block
-from scalax._core.render.renderable import Shown
+from scalax._core.render.renderable import Renderable
 from scalax.explain._diff import changes
 from scalax.explain._page import report_blocks
 from scalax.explain._rows import (
@@ -21,7 +21,7 @@ from scalax.explain._rows import (
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardingReport(Shown):
+class ShardingReport(Renderable):
     """What `MeshShardingHelper.explain` returns; ``str()`` of it is a table.
 
     Leaves whose paths differ only in numbers share a line, such as ``layers/{0..79}/mlp/kernel``, with their
@@ -64,7 +64,7 @@ class ShardingReport(Shown):
     def to_dict(self) -> dict[str, Any]:
         """The report in plain Python values, ready for ``json.dumps``."""
         names = ('mesh', 'bytes', 'bytes_per_device', 'replicated', 'unused_rules', 'shadowed_rules', 'rows')
-        return {name: serialization.plain(getattr(self, name)) for name in names}
+        return {name: serialization.to_plain(getattr(self, name)) for name in names}
 
     def to_json(self) -> str:
         """The report as JSON: `to_dict` and a version, with a line for each leaf; for golden files.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from scalax._core.channel import lines
-from scalax._core.channel.secret import VARIABLE, require_secret
+from scalax._core.channel.secret import SECRET_VARIABLE, require_secret
 from scalax.errors import ArgumentError, TransferError
 
 _ADDRESS = re.compile(r'(?P<host>[^/\s:]+):(?P<port>\d+)')
@@ -113,7 +113,7 @@ class Line:
                 except BaseException:
                     self._socket.close()
                     raise
-            except lines.Closed as error:
+            except lines.ConnectionClosed as error:
                 why, reason = (
                     error,
                     'the connection was closed at once: there are too many, or the Sender ends',
@@ -130,15 +130,15 @@ class Line:
     def _proved(self, secret: bytes, timeout: float) -> lines.Channel:
         """The channel, once both sides have proved that they have one secret."""
         try:
-            return lines.asked(self._socket, secret, timeout)
+            return lines.client_handshake(self._socket, secret, timeout)
         except TimeoutError:
             raise self._silent(timeout) from None
-        except lines.Unproven:
+        except lines.Unauthenticated:
             raise self.fault(
                 'has another secret than this job, or one of the two has none. What to do: set '
-                f'{VARIABLE} (or secret=...) to the same value in both jobs.'
+                f'{SECRET_VARIABLE} (or secret=...) to the same value in both jobs.'
             ) from None
-        except lines.Invalid:
+        except lines.InvalidMessage:
             raise self.fault('is no Sender of this version of scalax') from None
 
     def ask(self, question: Mapping[str, Any], seconds: float) -> dict[str, Any]:
@@ -152,9 +152,9 @@ class Line:
             answer = self._channel.read(_LONGEST_ANSWER, seconds)
         except TimeoutError:
             raise self._silent(seconds) from None
-        except lines.Closed:
+        except lines.ConnectionClosed:
             raise self.fault('is gone: it ended, or closed its Sender') from None
-        except lines.Invalid:
+        except lines.InvalidMessage:
             raise self.fault(
                 'sent an answer that is too long, or not signed with the secret of both jobs'
             ) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from scalax._core.channel.lines import Invalid
+from scalax._core.channel.lines import InvalidMessage
 
 _MOST = 1 << 16  # processes of a job
 _LONGEST = 1e8  # seconds
@@ -61,14 +61,14 @@ def checked(question: Any) -> Mapping[str, Any]:
         Invalid: it is none; nobody is told what is wrong with it.
     """
     if not isinstance(question, dict) or not isinstance(question.get('asks'), str):
-        raise Invalid
+        raise InvalidMessage
     asks = question['asks']
     fields = _FIELDS.get(asks)
     if fields is None or not fields.keys() <= question.keys():
-        raise Invalid
+        raise InvalidMessage
     right = {**fields, **_MAY.get(asks, {}), 'asks': _text}
     if not all(name in right and right[name](value) for name, value in question.items()):
-        raise Invalid
+        raise InvalidMessage
     if asks == 'join' and question['receiver'] >= question['receivers']:
-        raise Invalid
+        raise InvalidMessage
     return question

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from scalax._core.channel.secret import secret_of
+from scalax._core.channel.secret import resolve_secret
 from scalax._core.mesh import meshes
 from scalax._data.host import agreement, process_collectives
 from scalax._data.reshard.block_schedule import Index, Piece, extent
@@ -100,7 +100,7 @@ def receive(
         try:
             checked_seconds('receive', wait, timeout)
             options = Options.of(mapping, dtype, False, memory)
-            token = secret_of('receive', secret)
+            token = resolve_secret('receive', secret)
             senders = _Senders(connections, address, token, question, wait, timeout)
             job = Job.of(helper, senders.tree, rules, options)
             texts = [*job.texts(), ('(the number of the tree)', str(senders.number))]

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from scalax._core.channel.lines import Channel, Closed
+from scalax._core.channel.lines import Channel, ConnectionClosed
 from scalax._core.channel.listener import Listener
-from scalax._core.channel.secret import require_secret, secret_of
+from scalax._core.channel.secret import require_secret, resolve_secret
 from scalax._core.context import resharding
-from scalax._core.pytree.paths import NamedTree, describe_leaf, is_key, is_weak
+from scalax._core.pytree.paths import NamedTree, describe_leaf, is_prng_key, is_weakly_typed
 from scalax._data.host import process_collectives
 from scalax._data.reshard.block_schedule import boxes_of
 from scalax._data.reshard.leaf_mapping import put
@@ -70,7 +70,7 @@ class Sender:
             here = resolved('Sender', host)
             if not first:
                 here = own_address_towards(here)
-            token = secret_of('Sender', secret)
+            token = resolve_secret('Sender', secret)
             require_secret('Sender', token, f'{here}:{port}')  # before anything listens
             self._server = _listener((here, port if first else 0), token, self._serve)
             try:
@@ -164,13 +164,13 @@ class Sender:
         """Answers a process of a receiver until it leaves. Threads of the server call this."""
         try:
             while True:
-                while not line.comes(self._timeout):
+                while not line.wait_readable(self._timeout):
                     if not self._needs(line):  # it waits for nothing here
                         return
                 question = checked(line.read(LONGEST_QUESTION, self._timeout))
                 try:
                     answer = self._answer(line, question)
-                except Closed:
+                except ConnectionClosed:
                     raise
                 except Exception as error:  # noqa: BLE001 - told to who asked, who raises it
                     answer = {'fault': f'{type(error).__name__}: {error}'}
@@ -200,12 +200,12 @@ class Sender:
                 end = time.monotonic() + seconds
                 while not self._closed and not ready() and (left := end - time.monotonic()) > 0:
                     if line.is_closed():
-                        raise Closed  # its place is free for others, however long it would have waited
+                        raise ConnectionClosed  # so that its slot is free at once
                     self._changed.wait(min(left, _LOOK))
                 if self._closed:
                     return {'fault': 'its Sender was closed'}
                 if line.is_closed():  # the next one may have the offer
-                    raise Closed
+                    raise ConnectionClosed
                 if self._offer is None or not ready():
                     return {'fault': f'nothing was sent to it within {seconds:g} s'}
                 self._offer.join(line, question)
@@ -272,13 +272,13 @@ class _Offer:
         blocks: dict[str, int] = {}
         leaves = []
         for path, leaf in zip(named.paths, named.leaves, strict=True):
-            array = jax.random.key_data(leaf) if is_key(leaf) else resharding.reduced(leaf)
+            array = jax.random.key_data(leaf) if is_prng_key(leaf) else resharding.reduce_partial_sums(leaf)
             self._arrays.append(array)
             boxes = boxes_of(array.shape, array.sharding.devices_indices_map(array.shape))
             text = json.dumps([[device.process_index, device.id, box] for device, box in boxes.items()])
             place = blocks.setdefault(text, len(blocks))
-            impl = str(jax.random.key_impl(leaf)) if is_key(leaf) else ''
-            leaves.append([path, leaf.shape, str(leaf.dtype), impl, place, is_weak(leaf)])
+            impl = str(jax.random.key_impl(leaf)) if is_prng_key(leaf) else ''
+            leaves.append([path, leaf.shape, str(leaf.dtype), impl, place, is_weakly_typed(leaf)])
         self.layout = {'number': number, 'leaves': leaves, 'blocks': [*map(json.loads, blocks)]}
 
     def is_for(self, job: str) -> bool:

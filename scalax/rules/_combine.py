@@ -202,7 +202,9 @@ def unused_part(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> Partiti
     """
     unused = partition_specs.only_axes(spec, set(partition_specs.spec_axes(spec)) - _used(outer))
     pairs = itertools.zip_longest(partition_specs.entries(unused), partition_specs.entries(outer)[:rank])
-    return partition_specs.replaced(spec, [entry if occupied is None else None for entry, occupied in pairs])
+    return partition_specs.with_entries(
+        spec, [entry if occupied is None else None for entry, occupied in pairs]
+    )
 
 
 def fill_free(first: PartitionSpec, free: PartitionSpec) -> PartitionSpec:
@@ -213,7 +215,7 @@ def fill_free(first: PartitionSpec, free: PartitionSpec) -> PartitionSpec:
         P('fsdp', 'tp')
     """
     pairs = itertools.zip_longest(partition_specs.entries(first), partition_specs.entries(free))
-    filled = partition_specs.replaced(first, [other if own is None else own for own, other in pairs])
+    filled = partition_specs.with_entries(first, [other if own is None else own for own, other in pairs])
     unreduced, reduced = free.unreduced - _used(first), free.reduced - _used(first)
     if unreduced or reduced:
         filled = filled.update(unreduced=first.unreduced | unreduced, reduced=first.reduced | reduced)
@@ -230,7 +232,7 @@ def block_dims(spec: PartitionSpec, dims: Collection[int]) -> PartitionSpec:
     entries = [*partition_specs.entries(spec), *[None] * (max(dims, default=-1) + 1)]
     for dim in dims:
         entries[dim] = partition_specs.UNCONSTRAINED if entries[dim] is None else entries[dim]
-    return partition_specs.replaced(spec, entries)
+    return partition_specs.with_entries(spec, entries)
 
 
 def occupied_by(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> PartitionSpec:

@@ -10,8 +10,9 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from scalax._core.pytree.partition_specs import entries, entry_axes, no_axis, spec_axes
+from scalax._core.pytree.partition_specs import entries, entry_axes, spec_axes
 from scalax._core.pytree.paths import NamedTree
+from scalax._core.pytree.spec_validation import unknown_axis_text
 from scalax.errors import RuleError, plural
 from scalax.rules._answer import REPLICATED, Answer, AxisSizes, Decision, NoAnswer
 from scalax.rules._rule import BuiltinRule
@@ -98,7 +99,7 @@ class FSDPShardingRule(BuiltinRule):
             return self.fsdp_axis_size
         for name in self._axes:
             if name not in axis_sizes:
-                raise RuleError(f'{self!r}: {no_axis(name, axis_sizes)}')
+                raise RuleError(f'{self!r}: {unknown_axis_text(name, axis_sizes)}')
         size = math.prod([axis_sizes[name] for name in self._axes])
         if self.fsdp_axis_size not in (None, size):
             raise RuleError(

@@ -12,7 +12,7 @@ from typing import Literal
 
 from jax.sharding import AxisType, PartitionSpec
 
-from scalax._core.pytree import partition_specs
+from scalax._core.pytree import partition_specs, spec_validation
 from scalax.errors import RuleError
 
 OnIndivisible = Literal['error', 'replicate', 'warn']
@@ -34,7 +34,7 @@ def apply_policy(
     policies: Iterable[OnIndivisible],
     origin: str,
     pads: bool,
-) -> tuple[PartitionSpec, list[partition_specs.Fault], list[str]]:
+) -> tuple[PartitionSpec, list[spec_validation.Fault], list[str]]:
     """What a policy makes of a spec that has no other faults.
 
     Args:
@@ -48,11 +48,11 @@ def apply_policy(
     Returns:
         The spec to use; what is wrong with it; and what to warn about.
     """
-    uneven = partition_specs.indivisible(spec, shape, axes)
+    uneven = spec_validation.indivisible_dims(spec, shape, axes)
     if not uneven:
         return spec, [], []
     policy = min(policies, key=_STRICTEST_FIRST.index)
-    faults = [partition_specs.divisibility_fault(dim, names, shape, axes) for dim, names in uneven]
+    faults = [spec_validation.divisibility_fault(dim, names, shape, axes) for dim, names in uneven]
     in_types = any(axes.types[name] is AxisType.Explicit for _, names in uneven for name in names)
     if policy == 'error' and (in_types or not pads):
         return spec, faults, []
@@ -63,5 +63,5 @@ def apply_policy(
             [],
             [f'{said}; XLA pads it, and computes some operations wrong there (jnp.nonzero)'],
         )
-    reduced = partition_specs.drop_indivisible(spec, shape, axes)
+    reduced = spec_validation.drop_indivisible(spec, shape, axes)
     return reduced, [], [f'{said}; {partition_specs.text(reduced)} is used'] if policy == 'warn' else []

@@ -11,8 +11,9 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from scalax._core.pytree.partition_specs import Fault, canonical_entry, entries, entry_axes, spec_axes
+from scalax._core.pytree.partition_specs import canonical_entry, entries, entry_axes, spec_axes
 from scalax._core.pytree.paths import NamedTree
+from scalax._core.pytree.spec_validation import Fault
 from scalax.errors import (
     Problem,
     RuleError,
@@ -137,7 +138,7 @@ class LogicalAxisShardingRule(BuiltinRule):
             if math.prod(shape) == 1:
                 answers.append(_ONE)
                 continue
-            stacked = tree.stacked(i)
+            stacked = tree.num_stacked_dims(i)
             named = self._named(tree.paths[i], own_names[indices[i]], len(shape), stacked)
             if named is None:
                 answers.append(
@@ -161,7 +162,7 @@ class LogicalAxisShardingRule(BuiltinRule):
             'unmatched',
             tree.describe(index),
             'the leaf does not name its dimensions, and no regex of axis_names matches the path '
-            f'{tree.path_seen(index)}',
+            f'{tree.path_text(index)}',
             rule=f'LogicalAxisShardingRule with {plural(len(self.axis_names), "regex", "regexes")}',
             hint='add a pair for these leaves to axis_names, put a rule for them after this one '
             '(rule | FSDPShardingRule()), or pass strict=False to replicate them.',

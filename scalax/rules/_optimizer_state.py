@@ -199,7 +199,7 @@ class Section:
         structs = list(map(jax.ShapeDtypeStruct, self.shapes, self.dtypes))
         bare = jax.tree_util.treedef_is_leaf(self.treedef)
         free = [FREE] * len(structs)
-        return NamedTree(self.paths, structs, self.shapes, self.treedef, free, self.at, bare=bare)
+        return NamedTree(self.paths, structs, self.shapes, self.treedef, free, self.at, is_bare_leaf=bare)
 
 
 def _sections(param_rule: RuleLike, params: Any) -> Iterator[Section]:
@@ -300,7 +300,7 @@ def _derived(answer: Decision, own: tuple[int, ...], shape: tuple[int, ...], rol
     # Where several dimensions may be the stack of layers, all of them count as it.
     stack = tuple(sorted({i for dims in choices for i, dim in enumerate(dims) if dim in answer.stack}))
     distinct = dict.fromkeys(
-        partition_specs.replaced(answer.spec, [None if dim is None else entries[dim] for dim in dims])
+        partition_specs.with_entries(answer.spec, [None if dim is None else entries[dim] for dim in dims])
         for dims in choices
     )
     if len(distinct) > 1:  # any of them would be a guess

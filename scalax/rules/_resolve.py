@@ -15,7 +15,7 @@ from typing import Any, cast
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from scalax._core.pytree import partition_specs
+from scalax._core.pytree import partition_specs, spec_validation
 from scalax._core.pytree.partition_specs import MeshAxes
 from scalax._core.pytree.paths import NamedTree, join
 from scalax.errors import IndivisibleWarning, Problem, ShardingError, shown_leaves, warn
@@ -81,8 +81,8 @@ def _valid_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec, shape: Any) 
     open_dims = partition_specs.UNCONSTRAINED in partition_specs.entries(spec)
     if (
         open_dims
-        or partition_specs.faults(spec, shape, axes)
-        or partition_specs.indivisible(spec, shape, axes)
+        or spec_validation.faults(spec, shape, axes)
+        or spec_validation.indivisible_dims(spec, shape, axes)
     ):
         return None
     return named_sharding(mesh, partition_specs.canonical(spec))
@@ -194,7 +194,7 @@ class _Task:
         if answer.passed:
             self.passed += [f'{tree.describe(index)}, {answer.origin}: {text}' for text in answer.passed]
         if AxisType.Manual in self.axes.types.values():
-            spec = partition_specs.without_manual(spec, self.axes)
+            spec = partition_specs.without_manual_axes(spec, self.axes)
         of_values = self.mode in _VALUE_MODES
         faults = [
             _of_another_mesh(given) for given in answer.given if not matches_mesh(given, self.mesh, of_values)
@@ -204,7 +204,7 @@ class _Task:
             if valid is not None:
                 return valid
         # Other faults follow from a wrong mesh, which has to be fixed first.
-        faults = faults or partition_specs.faults(spec, shape, self.axes)
+        faults = faults or spec_validation.faults(spec, shape, self.axes)
         if partition_specs.UNCONSTRAINED in partition_specs.entries(spec) and not of_values:
             faults.append(_NOT_CONSTRAINED)
         default = None, 'device', named_sharding(self.mesh, PartitionSpec()).memory_kind
@@ -227,7 +227,7 @@ class _Task:
             return None
 
     def _add(
-        self, tree: NamedTree, index: int, answer: Decision, faults: list[partition_specs.Fault]
+        self, tree: NamedTree, index: int, answer: Decision, faults: list[spec_validation.Fault]
     ) -> None:
         """Collects what is wrong with a leaf."""
         spec = '' if answer.spec is None else partition_specs.text(answer.spec)
@@ -252,7 +252,7 @@ def _typed(answer: Decision | Problem, leaf: Any) -> Decision | Problem:
         return answer
     if partition_specs.UNCONSTRAINED not in partition_specs.entries(answer.spec):
         return answer
-    spec = partition_specs.replaced(answer.spec, fill_unconstrained(answer.spec, leaf))
+    spec = partition_specs.with_entries(answer.spec, fill_unconstrained(answer.spec, leaf))
     return dataclasses.replace(answer, spec=spec)
 
 
@@ -271,20 +271,20 @@ def fill_unconstrained(spec: PartitionSpec, leaf: Any) -> list[Any]:
     ]
 
 
-_NO_SHARDING = partition_specs.Fault(
+_NO_SHARDING = spec_validation.Fault(
     'no-sharding',
     'the rule leaves this leaf to the compiler (None), but there is no compiler here',
     'None is for sjit, constraints and annotations; give PartitionSpec() to replicate.',
 )
-_NOT_CONSTRAINED = partition_specs.Fault(
+_NOT_CONSTRAINED = spec_validation.Fault(
     'unconstrained',
     'an UNCONSTRAINED dimension does not determine where an array is placed',
     'UNCONSTRAINED is for constraints and annotations inside a compiled function.',
 )
 
 
-def _of_another_mesh(sharding: NamedSharding) -> partition_specs.Fault:
-    return partition_specs.Fault(
+def _of_another_mesh(sharding: NamedSharding) -> spec_validation.Fault:
+    return spec_validation.Fault(
         'other-mesh',
         f'the NamedSharding is of another mesh: {sharding.mesh}',
         "give PartitionSpecs, or NamedShardings of the helper's own mesh: of the same devices in the same "
@@ -292,16 +292,16 @@ def _of_another_mesh(sharding: NamedSharding) -> partition_specs.Fault:
     )
 
 
-def _no_such_memory(kind: str, error: ValueError) -> partition_specs.Fault:
-    return partition_specs.Fault(
+def _no_such_memory(kind: str, error: ValueError) -> spec_validation.Fault:
+    return spec_validation.Fault(
         'memory-kind',
         f'the devices have no memory {kind!r}; JAX reports: {error}',
         "name a memory kind of the devices, such as 'device' or 'pinned_host'.",
     )
 
 
-def _stays_in_memory(kind: str | None) -> partition_specs.Fault:
-    return partition_specs.Fault(
+def _stays_in_memory(kind: str | None) -> spec_validation.Fault:
+    return spec_validation.Fault(
         'memory-kind',
         f'a constraint moves no value to {kind!r}: JAX drops the memory kind of one',
         'give a rule without a memory kind here, and move arrays outside, or by out_shardings.',

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._core.pytree import partition_specs
 from scalax._core.pytree.paths import NamedTree
-from scalax._core.pytree.structure_diff import shown_differences
+from scalax._core.pytree.structure_diff import structure_differences
 from scalax.errors import Problem, RuleError, ShardingError, StructureError, plural
 from scalax.rules._answer import (
     REPLICATED,
@@ -75,7 +75,7 @@ class ShardingRule(abc.ABC):
         except ValueError:
             raise StructureError(
                 f'{name}.apply() returned a tree of another structure than its argument:\n'
-                f'{shown_differences(applied, whole.tree)}\n'
+                f'{structure_differences(applied, whole.tree)}\n'
                 'What to do: return one PartitionSpec for each leaf of the argument, as jax.tree.map does.'
             ) from None
         given: dict[Any, Decision] = {}
@@ -358,7 +358,7 @@ class Stacked(_Wrapper):
         return f'{self.rule!r}.stacked({self.dims})'
 
     def _inner_tree(self, tree: NamedTree) -> NamedTree:
-        layer = tree.without_first(self.dims)
+        layer = tree.without_leading_dims(self.dims)
         occupied = map(functools.cache(self._occupied), tree.occupied, map(len, layer.shapes))
         return layer.with_occupied(list(occupied))
 
@@ -373,7 +373,7 @@ class Stacked(_Wrapper):
             reason = f'fewer than {plural(self.dims, "dimension")}: no stack'
             return dataclasses.replace(decision, spec=REPLICATED, reason=reason, stack=())
         assert decision.spec is not None
-        spec = partition_specs.replaced(
+        spec = partition_specs.with_entries(
             decision.spec, [*[None] * self.dims, *partition_specs.entries(decision.spec)]
         )
         stack = (*range(self.dims), *(dim + self.dims for dim in decision.stack))

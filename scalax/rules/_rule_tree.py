@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import jax
 
 from scalax._core.pytree.paths import leaf_shape, leaf_text, optional_path
-from scalax._core.pytree.structure_diff import shown_differences
+from scalax._core.pytree.structure_diff import structure_differences
 from scalax.errors import ScalaxError, StructureError
 from scalax.rules._answer import short
 from scalax.rules._rule import Rule, ShardingRule, is_pure, is_rule
@@ -97,7 +97,7 @@ def match_subtrees(
     except ValueError:
         raise StructureError(
             f'the rules{_of(where)} do not have the structure of the tree, which has, where they differ:\n'
-            f'{shown_differences(pytree, rules, is_rule)}\n'
+            f'{structure_differences(pytree, rules, is_rule)}\n'
             'What to do: give one rule for each subtree there, or one for all (in sjit, None leaves it to '
             'the compiler). Regexes on paths are for TreePathShardingRule((regex, rule), ...).'
         ) from None

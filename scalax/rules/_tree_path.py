@@ -118,7 +118,7 @@ class TreePathShardingRule(BuiltinRule):
         return Problem(
             'unmatched',
             tree.describe(index),
-            f'no regex of the rule matches the path {tree.path_seen(index)}'
+            f'no regex of the rule matches the path {tree.path_text(index)}'
             + (f'; {near!r} comes near' if near else ''),
             rule=f'TreePathShardingRule with {plural(len(self.rules), "regex", "regexes")}',
             hint=self._unmatched_hint,

@@ -240,7 +240,7 @@ class ExactRankRule(TreePathShardingRule):
         for index, (answer, expected) in enumerate(zip(answers, ranks, strict=True)):
             rank = len(tree.shapes[index])
             if isinstance(answer, Decision) and expected not in (0, rank):
-                stack = ' without its stack of layers' if tree.stacked(index) else ''
+                stack = ' without its stack of layers' if tree.num_stacked_dims(index) else ''
                 answers[index] = Problem(
                     'rank',
                     tree.describe(index),

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, Sharding
 
-from scalax._core.pytree import partition_specs
+from scalax._core.pytree import partition_specs, spec_validation
 from scalax._core.pytree.partition_specs import MeshAxes
 from scalax._core.pytree.paths import NamedTree, has_foreign_dtype, leaf_shape
 from scalax._core.render.tables import array_text
-from scalax._core.util.folding import MOST_RUNS, Fold, fold, times
+from scalax._core.util.folding import MOST_RUNS, Fold, count_prefix, fold
 from scalax.errors import Problem, ShardingError, module_advice, plural, shown_leaves
 from scalax.visualize._blocks import Blocks, blocks_of
 
@@ -75,7 +75,7 @@ def pictures_of(pytree: Any) -> tuple[Picture, ...]:
     problems = [
         Problem(fault.kind, tree.describe(number), fault.detail, hint=fault.hint)
         for number, fault in enumerate(shardings)
-        if isinstance(fault, partition_specs.Fault)
+        if isinstance(fault, spec_validation.Fault)
     ]
     if problems:
         raise _error(problems)
@@ -107,27 +107,27 @@ def _layout(sharding: Hashable) -> Hashable:
     return sharding
 
 
-def _sharding(leaf: Any) -> Sharding | partition_specs.Fault:
+def _sharding(leaf: Any) -> Sharding | spec_validation.Fault:
     """The sharding of a leaf, or why it cannot be shown."""
     if leaf_shape(leaf) is None or has_foreign_dtype(leaf):
-        return partition_specs.Fault(
+        return spec_validation.Fault(
             'not-an-array', 'this is not an array', f'visualize a tree of arrays only.{module_advice([leaf])}'
         )
     traced = isinstance(leaf, jax.core.Tracer)
     sharding = jax.typeof(leaf).sharding if traced else getattr(leaf, 'sharding', None)
     if traced and not _is_typed(sharding):
-        return partition_specs.Fault(
+        return spec_validation.Fault(
             'traced', 'only the compiler will know where this traced value is placed', _INSPECT
         )
     is_untyped = isinstance(leaf, jax.core.ShapedArray) and not _is_typed(sharding)
     if not isinstance(sharding, Sharding) or is_untyped:
-        return partition_specs.Fault('no-sharding', 'this has no sharding: it is on no device yet', _RULES)
+        return spec_validation.Fault('no-sharding', 'this has no sharding: it is on no device yet', _RULES)
     if not isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
-        return partition_specs.Fault('no-sharding', f'its {type(sharding).__name__} has no spec', _RULES)
+        return spec_validation.Fault('no-sharding', f'its {type(sharding).__name__} has no spec', _RULES)
     if isinstance(sharding, NamedSharding) and partition_specs.UNCONSTRAINED in partition_specs.entries(
         sharding.spec
     ):
-        return partition_specs.Fault(
+        return spec_validation.Fault(
             'unconstrained',
             f'{partition_specs.text(sharding.spec)} leaves a dimension to the compiler',
             'show the array that the compiler returns, or name mesh axes or None for that dimension.',
@@ -154,4 +154,4 @@ def _error(problems: Sequence[Problem]) -> ShardingError:
 def member_text(picture: Picture, member: Member) -> str:
     """A member as pictures name it: ``layers/{0..79}/w: 80 x float32[8,16]``."""
     name = f'{member.name}: ' if member.name else ''
-    return f'{name}{times(member.count)}{array_text(member.dtype, picture.blocks.shape)}'
+    return f'{name}{count_prefix(member.count)}{array_text(member.dtype, picture.blocks.shape)}'

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from scalax._core.render.blocks import Block, Heading, Lines, MeshAxes, Section
-from scalax._core.render.renderable import Shown
-from scalax._core.render.tables import wrapped
+from scalax._core.render.renderable import Renderable
+from scalax._core.render.tables import wrap_lines
 from scalax.errors import plural
 from scalax.visualize._blocks import Blocks
 from scalax.visualize._grid import blocks_text
@@ -20,7 +20,7 @@ _MOST_MEMBERS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Visualization(Shown):
+class Visualization(Renderable):
     """Which device holds which block of which array; ``str()`` of it is a drawing for a terminal.
 
     Attributes:
@@ -112,7 +112,7 @@ class _Drawing(Block):
     def text(self, width: int) -> list[str]:
         dimensions, drawn = drawing(self.blocks, width)
         # Drawings fit already, and wrapping would drop their blanks.
-        return [*wrapped([dimensions], width), *drawn]
+        return [*wrap_lines([dimensions], width), *drawn]
 
     def html(self, mesh: MeshAxes) -> str:
         return table(self.blocks)

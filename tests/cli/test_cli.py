@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import scalax
-from scalax._core.mesh.gpu_topologies import GPUS
-from scalax._core.mesh.topologies import KNOWN, chips
+from scalax._core.mesh.gpu_topologies import GPU_KINDS
+from scalax._core.mesh.topologies import TPU_SLICES, num_chips
 from scalax._diagnostics.doctor import Diagnosis
 from scalax._diagnostics.doctor.environment import Finding
 from scalax.cli import ExitCode, _commands, main
@@ -457,11 +457,11 @@ def test_an_unknown_topology_is_named_with_its_neighbours(job, capsys):
 @pytest.mark.medium
 @pytest.mark.sampled(3)
 @tpu_compiler.needed
-@pytest.mark.parametrize('topology', KNOWN)
+@pytest.mark.parametrize('topology', TPU_SLICES)
 def test_listed_topologies_are_those_of_the_compiler(topology):
     helper = MeshShardingHelper.from_topology(topology, [-1], ['x'], mesh_axis_splitting=True)
     hardware = HARDWARE[topology.partition(':')[0]]
-    assert helper.mesh.size == chips(topology) * hardware.devices_per_chip
+    assert helper.mesh.size == num_chips(topology) * hardware.devices_per_chip
     assert helper.mesh.devices.flat[0].device_kind in hardware.device_kinds
 
 
@@ -520,7 +520,7 @@ def test_topologies(capsys):
     assert main(['topologies', '--json']) == 0
     listed = json.loads(capsys.readouterr().out)
     assert listed.keys() == HARDWARE.keys()
-    assert {f'{name}:{size}' for name in listed.keys() - GPUS for size in listed[name]} == {*KNOWN}
+    assert {f'{name}:{size}' for name in listed.keys() - GPU_KINDS for size in listed[name]} == {*TPU_SLICES}
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from scalax._core.channel import lines, listener
-from scalax._core.channel.session import ANSWERS, Session
+from scalax._core.channel.session import SERVER, Session
 from scalax.errors import ArgumentError, TransferError
 from scalax.jobs import Sender, _sender, receive
 from scalax.sharding import MeshShardingHelper, PartitionSpec
@@ -26,7 +26,7 @@ GREETING = 42  # bytes, which everybody is sent
 
 @pytest.fixture
 def sender(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sender]:
-    monkeypatch.setattr(listener, 'HANDSHAKE', SOON)
+    monkeypatch.setattr(listener, 'HANDSHAKE_SECONDS', SOON)
     with Sender('localhost:0', secret=SECRET) as sender:
         yield sender
 
@@ -76,7 +76,7 @@ def recorded(sender: Sender) -> bytes:
     """What a receiver sends that joins."""
     with connected(sender) as connection:
         recorder: Any = Recorder(connection)
-        channel = lines.asked(recorder, SECRET.encode(), LONG)
+        channel = lines.client_handshake(recorder, SECRET.encode(), LONG)
         channel.send(JOIN, LONG)
         assert 'nothing was sent' in channel.read(4096, LONG)['fault']
         return bytes(recorder.sent)
@@ -86,7 +86,7 @@ def reflected(connection: socket.socket) -> bytes:
     """A proof with the nonce of the sender as that of both sides, signed as the sender would."""
     nonce = connection.recv(GREETING)[-33:-1]
     session = Session(OTHER.encode(), bytes.fromhex(nonce.decode()), bytes.fromhex(nonce.decode()))
-    return nonce + b' ' + session.signature(ANSWERS, 0).hex().encode() + b'\n'
+    return nonce + b' ' + session.signature(SERVER, 0).hex().encode() + b'\n'
 
 
 @pytest.mark.medium
@@ -176,7 +176,7 @@ def test_what_nobody_asks_is_not_answered_either(
     question: Any, sender: Sender, caplog: pytest.LogCaptureFixture
 ) -> None:
     with connected(sender) as connection:
-        channel = lines.asked(connection, SECRET.encode(), LONG)
+        channel = lines.client_handshake(connection, SECRET.encode(), LONG)
         with contextlib.suppress(ConnectionError):
             channel.send(question, LONG)
             assert rest_of(connection) == b''
@@ -190,21 +190,21 @@ def test_a_line_that_was_changed_on_the_way_is_not_answered(
 ) -> None:
     with connected(sender) as connection:
         recorder: Any = Recorder(connection)
-        channel = lines.asked(recorder, SECRET.encode(), LONG)
+        channel = lines.client_handshake(recorder, SECRET.encode(), LONG)
         recorder.sent = b''
         channel.send(JOIN, LONG)
         assert 'nothing was sent' in channel.read(4096, LONG)['fault']
         connection.sendall(recorder.sent)  # the same one again: its count is not the next one
         assert rest_of(connection) == b''
     with connected(sender) as connection:
-        lines.asked(connection, SECRET.encode(), LONG)
+        lines.client_handshake(connection, SECRET.encode(), LONG)
         connection.sendall(change(recorder.sent))
         assert rest_of(connection) == b''
 
 
 def test_a_receiver_that_asks_nothing_is_sent_away() -> None:
     with Sender('localhost:0', timeout=SOON) as sender, connected(sender) as connection:
-        lines.asked(connection, b'', LONG)
+        lines.client_handshake(connection, b'', LONG)
         assert rest_of(connection) == b''
 
 
@@ -212,7 +212,9 @@ def test_one_job_at_a_time_gets_what_is_sent(sender: Sender) -> None:
     sending = threading.Thread(target=sender.send, args=[{'w': jax.device_put(np.arange(8))}])
     sending.start()
     with connected(sender) as one, connected(sender) as another:
-        first, second = (lines.asked(connection, SECRET.encode(), LONG) for connection in (one, another))
+        first, second = (
+            lines.client_handshake(connection, SECRET.encode(), LONG) for connection in (one, another)
+        )
         first.send({**JOIN, 'seconds': LONG}, LONG)
         assert first.read(4096, LONG)['number'] == 1
         second.send({**JOIN, 'job': 'another'}, LONG)
@@ -230,7 +232,7 @@ def test_a_receiver_that_dies_while_it_waits_leaves_its_place(monkeypatch: pytes
     with Sender('localhost:0', secret=SECRET) as sender:
         for job in range(5):
             with connected(sender) as connection:
-                channel = lines.asked(connection, SECRET.encode(), LONG)
+                channel = lines.client_handshake(connection, SECRET.encode(), LONG)
                 channel.send({**JOIN, 'job': f'job {job}', 'seconds': 1e8}, LONG)
         deadline = time.monotonic() + LONG
         while (
@@ -251,35 +253,37 @@ def test_a_thousand_connections(sender: Sender, caplog: pytest.LogCaptureFixture
     with contextlib.ExitStack() as stack:
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         strangers = [stack.enter_context(connected(sender)) for _ in range(1000)]
-        assert threading.active_count() - before <= 2 * listener.STRANGERS  # some of which are ending
+        assert (
+            threading.active_count() - before <= 2 * listener.MAX_UNAUTHENTICATED
+        )  # some of which are ending
         assert_served(sender)
         told = [len(rest_of(stranger)) for stranger in strangers]
-    assert set(told) <= {0, GREETING} and told.count(GREETING) >= listener.STRANGERS
+    assert set(told) <= {0, GREETING} and told.count(GREETING) >= listener.MAX_UNAUTHENTICATED
     assert len([record for record in caplog.records if record.name == 'scalax.channel']) == 1
 
 
 def test_the_longest_silence_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, 'STRANGERS', 2)
+    monkeypatch.setattr(listener, 'MAX_UNAUTHENTICATED', 2)
     monkeypatch.setattr(listener, '_PATIENCE', 0.0)
     with Sender('localhost:0') as sender, contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(connected(sender)) for _ in range(3)]
         assert len(rest_of(strangers[0])) == GREETING
-        assert lines.asked(strangers[2], b'', LONG)
-        assert lines.asked(strangers[1], b'', LONG)
+        assert lines.client_handshake(strangers[2], b'', LONG)
+        assert lines.client_handshake(strangers[1], b'', LONG)
 
 
 def test_no_more_connections_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, '_MOST', 1)
     with Sender('localhost:0') as sender:
         with connected(sender) as first:
-            lines.asked(first, b'', LONG)
-            with connected(sender) as second, pytest.raises(lines.Closed):
-                lines.asked(second, b'', LONG)
+            lines.client_handshake(first, b'', LONG)
+            with connected(sender) as second, pytest.raises(lines.ConnectionClosed):
+                lines.client_handshake(second, b'', LONG)
         deadline = time.monotonic() + LONG
         with contextlib.ExitStack() as stack:
             while time.monotonic() < deadline:
-                with contextlib.suppress(lines.Closed):
-                    assert lines.asked(stack.enter_context(connected(sender)), b'', LONG)
+                with contextlib.suppress(lines.ConnectionClosed):
+                    assert lines.client_handshake(stack.enter_context(connected(sender)), b'', LONG)
                     break
             else:
                 pytest.fail('there is no room although the first connection has ended')
@@ -359,7 +363,7 @@ def test_an_answer_that_is_not_signed() -> None:
     helper = MeshShardingHelper([8], ['fsdp'])
 
     def serve(connection: socket.socket) -> None:
-        lines.answered(connection, SECRET.encode(), LONG).read(4096, LONG)
+        lines.server_handshake(connection, SECRET.encode(), LONG).read(4096, LONG)
         connection.sendall(b'0' * 64 + b' {"number": 1}\n')
 
     with in_place_of_the_sender(serve) as address, pytest.raises(TransferError) as error:

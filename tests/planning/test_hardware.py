@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from scalax._core.mesh.gpu_topologies import GPUS
+from scalax._core.mesh.gpu_topologies import GPU_KINDS
 from scalax._planning.hardware.specs import find_hardware, numbers_of
 from scalax.errors import PlanError
 from scalax.plan import HARDWARE, Hardware
@@ -20,7 +20,7 @@ NUMBERS = [
 # name -> what no source has
 MISSING = {
     'tpu7x': ['host_bytes_per_second'],
-    **{name: ['ring_multiple'] for name in GPUS},  # they are in no torus
+    **{name: ['ring_multiple'] for name in GPU_KINDS},  # they are in no torus
     **{name: ['ring_multiple', 'dcn_bytes_per_second'] for name in ('h100-pcie', 'h100-nvl')},
     **{name: ['ring_multiple', 'host_bytes_per_second'] for name in ('gb200', 'gb300')},
 }
@@ -139,8 +139,8 @@ ALIKE = {'torus_axes': 0, 'devices_per_chip': 1, 'hop_seconds': 1e-6}
 @pytest.mark.parametrize(
     ('first', 'kinds', 'fields'),
     [
-        ('v4', set(HARDWARE) - set(GPUS), {*NUMBERS, 'ring_needs_all', 'chip_bytes_per_second'}),
-        ('h100', set(GPUS), {*NUMBERS, 'chips_per_slice', 'switches_add'} - OF_A_TORUS - {*ALIKE}),
+        ('v4', set(HARDWARE) - set(GPU_KINDS), {*NUMBERS, 'ring_needs_all', 'chip_bytes_per_second'}),
+        ('h100', set(GPU_KINDS), {*NUMBERS, 'chips_per_slice', 'switches_add'} - OF_A_TORUS - {*ALIKE}),
     ],
     ids=['TPUs', 'GPUs'],
 )
@@ -164,12 +164,12 @@ def test_the_tables_of_the_documentation(first, kinds, fields):
             assert known == value, (field, name)
 
 
-@pytest.mark.parametrize('kind', GPUS)
+@pytest.mark.parametrize('kind', GPU_KINDS)
 def test_what_is_alike(kind):
     assert {field: getattr(HARDWARE[kind], field) for field in ALIKE} == ALIKE
 
 
-@pytest.mark.parametrize(('kind', 'joined'), GPUS.items())
+@pytest.mark.parametrize(('kind', 'joined'), GPU_KINDS.items())
 def test_hosts_of_topologies_are_those_of_the_hardware(kind, joined):
     entry = HARDWARE[kind]
     assert (entry.torus_axes, entry.chips_per_host) == (0, joined.host)

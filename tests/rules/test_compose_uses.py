@@ -219,9 +219,9 @@ def test_a_leaf_without_the_stack_keeps_its_memory_and_its_clause(helper):
 
 
 def test_defaults_of_a_large_stack_cost_one_look(helper, monkeypatch):
-    seen, original = [], NamedTree.without_first
+    seen, original = [], NamedTree.without_leading_dims
     monkeypatch.setattr(
-        NamedTree, 'without_first', lambda tree, dims: seen.append(len(tree)) or original(tree, dims)
+        NamedTree, 'without_leading_dims', lambda tree, dims: seen.append(len(tree)) or original(tree, dims)
     )
     tree = {f'w{i}': leaf(4, 2) for i in range(100)}
     assert set(specs(helper, FSDP.stacked(), tree).values()) == {P()}

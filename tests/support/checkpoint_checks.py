@@ -15,7 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from scalax._core.pytree.paths import is_weak
+from scalax._core.pytree.paths import is_weakly_typed
 from scalax._jax import orbax as known_of_orbax
 from scalax.checkpoint import Checkpointer, load_safetensors
 from scalax.errors import CheckpointError, CheckpointWarning, ScalaxError
@@ -84,7 +84,7 @@ def assert_same(found: dict[str, Any], helper: MeshShardingHelper) -> None:
     for leaf, other, sharding in zip(*map(jax.tree.leaves, (found, wanted, shardings)), strict=True):
         if not isinstance(leaf, jax.Array):
             continue
-        assert (leaf.dtype, is_weak(leaf)) == (other.dtype, is_weak(other))
+        assert (leaf.dtype, is_weakly_typed(leaf)) == (other.dtype, is_weakly_typed(other))
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf, other = jax.random.key_data(leaf), jax.random.key_data(other)

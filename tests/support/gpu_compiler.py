@@ -4,10 +4,10 @@ import importlib.metadata
 
 import pytest
 
-from scalax._core.mesh.gpu_topologies import installed_plugins, wrong_plugins
+from scalax._core.mesh.gpu_topologies import installed_plugins, plugin_fault
 
 _FOUND = installed_plugins()
-HERE = bool(_FOUND) and wrong_plugins(_FOUND, importlib.metadata.version('jaxlib')) is None
+HERE = bool(_FOUND) and plugin_fault(_FOUND, importlib.metadata.version('jaxlib')) is None
 needed = pytest.mark.skipif(
     not HERE, reason='the compiler for GPUs is not installed: pip install "jax[cuda12-local]"'
 )

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from scalax._core.pytree.partition_specs import MeshAxes, canonical, indivisible
+from scalax._core.pytree.partition_specs import MeshAxes, canonical
+from scalax._core.pytree.spec_validation import indivisible_dims
 
 # The largest difference that counts as none, by the largest element.
 _RTOL = {'float32': 1e-5}
@@ -52,5 +53,5 @@ def _specs(mesh: Mesh, shape: tuple[int, ...]) -> Iterator[PartitionSpec]:
         ]
         mixed = any(len({axes.types[axis] for axis in entry}) > 1 for entry in entries)
         spec = canonical(PartitionSpec(*entries))
-        if not mixed and not indivisible(spec, shape, axes):
+        if not mixed and not indivisible_dims(spec, shape, axes):
             yield spec

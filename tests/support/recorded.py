@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from scalax._core.mesh.gpu_topologies import GPUS
+from scalax._core.mesh.gpu_topologies import GPU_KINDS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / 'tests' / 'recorded'
@@ -68,7 +68,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def file_of(name: str) -> Path:
-    folder = FOLDER / 'gpus' if name.split()[-1] in GPUS else FOLDER
+    folder = FOLDER / 'gpus' if name.split()[-1] in GPU_KINDS else FOLDER
     return folder / f'{name.replace(" ", "-")}.json.xz'
 
 

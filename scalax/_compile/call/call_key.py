@@ -19,7 +19,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from scalax._compile.call.signature import CallLayout, CallSignature
-from scalax._core.context.constraints import is_in_types
+from scalax._core.context.constraints import has_explicit_axes
 from scalax._core.pytree.partition_specs import MeshAxes, only_axes
 from scalax._core.pytree.path_identity import uncertain_paths
 from scalax._core.pytree.paths import canonical_dtype, describe_leaf, join, optional_path
@@ -190,7 +190,7 @@ def sharding_in_type(kind: Any) -> NamedSharding | None:
 
 def explicit_spec(sharding: Any) -> PartitionSpec | None:
     """The part of a sharding that is in the type of an array; None without Explicit axes."""
-    if not is_in_types(sharding):
+    if not has_explicit_axes(sharding):
         return None
     return only_axes(sharding.spec, MeshAxes.of(sharding.mesh).of_type(AxisType.Explicit))
 
@@ -224,7 +224,7 @@ def is_concrete(leaf: Any) -> bool:
 
 def is_explicit(leaf: Any) -> bool:
     """Whether an array, or what stands for one, has a type of a mesh with Explicit axes."""
-    return (is_concrete(leaf) or is_abstract(leaf)) and is_in_types(leaf.sharding)
+    return (is_concrete(leaf) or is_abstract(leaf)) and has_explicit_axes(leaf.sharding)
 
 
 def has_type(leaf: Any, sharding: NamedSharding) -> bool:
@@ -242,7 +242,7 @@ def is_typed_by(leaf: Any, mesh: Any) -> bool:
     if not is_concrete(leaf):
         return True
     own = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
-    if AxisType.Explicit not in mesh.axis_types and not is_in_types(leaf.sharding):
+    if AxisType.Explicit not in mesh.axis_types and not has_explicit_axes(leaf.sharding):
         return True  # on Auto axes any type of such is
     return own is not None and same_types(own, mesh)
 

@@ -21,7 +21,7 @@ from scalax._compile.call.call_key import (
     traced_dtype,
 )
 from scalax._core.context import resharding
-from scalax._core.context.constraints import apply_sharding, is_in_types
+from scalax._core.context.constraints import apply_sharding, has_explicit_axes
 from scalax._core.pytree.paths import type_text
 from scalax._jax.tracing import ABSTRACT, is_abstract, is_compiled, is_reference, memory_space, type_of
 from scalax.errors import ArgumentError
@@ -100,7 +100,7 @@ def _with_devices(leaf: Any, mesh: Mesh) -> Any:
     own = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else mesh
     if isinstance(own, Mesh) or [*own.shape.items()] != [*mesh.shape.items()]:
         return leaf
-    if AxisType.Explicit in mesh.axis_types and not is_in_types(leaf.sharding):
+    if AxisType.Explicit in mesh.axis_types and not has_explicit_axes(leaf.sharding):
         return leaf  # over Auto axes a type does not say where the array is
     kind = 'pinned_host' if memory_space(leaf) == jax.memory.Space.Host else leaf.sharding.memory_kind
     same = mesh.update(axis_types=own.axis_types)
@@ -145,7 +145,7 @@ def moved(tree: Any, found: Mapping[int, NamedSharding]) -> Any:
 def _resharded(leaf: Any, sharding: NamedSharding) -> Any:
     if is_abstract(leaf):
         return _as_moved(leaf, sharding)
-    if is_compiled() or is_in_types(sharding):
+    if is_compiled() or has_explicit_axes(sharding):
         return apply_sharding(leaf, sharding)
     # Of an array under jax.vmap, a constraint of JAX 0.10 leaves the dimensions as they are.
     return resharding.identity(sharding)(leaf)

@@ -281,7 +281,7 @@ def resolve_arguments(
 def _opaque_with_sharding(resolution: Resolution) -> list[Problem]:
     """The problems of leaves that rules give a sharding, and whose types cannot have one."""
     tree, problems = resolution.tree, []
-    leaves = tree.shown or tree.leaves
+    leaves = tree.original_leaves or tree.leaves
     for i, (leaf, sharding) in enumerate(zip(leaves, resolution.shardings, strict=True)):
         if sharding is None or isinstance(leaf, _ARRAYS) or not is_opaque(kind := type_of(leaf)):
             continue

@@ -59,7 +59,7 @@ from scalax._core.context import constraints
 from scalax._core.mesh import meshes
 from scalax._core.util import lru_cache
 from scalax._core.util.progress import progress
-from scalax._core.util.stack_space import with_room
+from scalax._core.util.stack_space import with_stack_space
 from scalax._data.host import process_collectives
 from scalax._jax.tracing import is_abstract, is_compiled
 from scalax._jaxpr.batch_dependence import Dependence
@@ -344,7 +344,7 @@ class Dispatcher:
             PartitioningWarning,
         )
 
-    @with_room
+    @with_stack_space
     def _trace(self, call: Call, entry: Entry) -> Callable[..., Any]:
         """Traces the user's function, and notes what comes out; returns what a program jits."""
         entry.outputs, entry.jaxpr, entry.on_devices = None, None, False  # of a trace that failed

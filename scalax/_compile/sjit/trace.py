@@ -29,7 +29,7 @@ from scalax._compile.sjit.program_table import Entry, Pipelines
 from scalax._core.context import active_helper
 from scalax._core.context.constraints import (
     apply_shardings,
-    on_devices,
+    constrain_to_devices,
     retyped_mesh,
 )
 from scalax._core.pytree.partition_specs import spec_axes
@@ -111,7 +111,7 @@ class TracedFunction:
     def _sharded(self, call: Call, entry: Entry) -> Any:
         outputs = self._outputs(call, entry)
         if entry.on_devices and is_compiled():
-            outputs = on_devices(outputs, self._rules.mesh)
+            outputs = constrain_to_devices(outputs, self._rules.mesh)
         if entry.outputs is None:
             entry.outputs = self._rules.outputs(outputs, call, entry.arguments)
         # The out_shardings of a jit change no types, and are ignored where it is traced.
@@ -236,7 +236,7 @@ class TracedFunction:
             return outputs
         if not isinstance(mesh, Mesh):
             mesh = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-        return on_devices(outputs, mesh)
+        return constrain_to_devices(outputs, mesh)
 
     def run_users(self, flat_args: Sequence[Any]) -> Any:
         """What the user's function returns, with the bindings of annotations in force."""
@@ -252,8 +252,8 @@ class TracedFunction:
             return outputs
 
     def _context_entered(self) -> Any:
-        context = self._keep(active_helper.context_of(self.helper, self._names))
-        return active_helper.entered(context, self._asked)
+        context = self._keep(active_helper.context_for(self.helper, self._names))
+        return active_helper.activate(context, self._asked)
 
     def as_users(self, flat_function: Callable[..., Any], layout: CallLayout) -> Callable[..., Any]:
         """Gives a function of slots the name, the parameters and the source that JAX's messages show."""

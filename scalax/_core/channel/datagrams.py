@@ -1,8 +1,9 @@
-"""Signed messages over UDP: questions and answers, each of which counts once.
+"""Signed requests and responses over UDP, each of which counts once.
 
-An answerer has one nonce for all, which a question has to name; so it keeps nothing of those who have not
-proved that they have the secret, and never answers these. To a question with another nonce, which may be an
-old one, it answers with its nonce alone. An answer names the nonce and the number of its question.
+The server has one nonce for all clients, which a request has to name. So it keeps nothing about clients that
+have not proved that they have the secret, and never sends them data. It answers a request that names another
+nonce, which may be a replay, with its own nonce alone. A response names the nonce and the sequence number of
+its request.
 """
 
 from __future__ import annotations
@@ -10,111 +11,114 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from scalax._core.channel.session import ANSWERS, ASKS, NONCE, SIGNATURE, Session, new_nonce
+from scalax._core.channel.session import CLIENT, NONCE, SERVER, SIGNATURE, Session, new_nonce
 
 _HEAD = struct.Struct(f'>{NONCE}s{NONCE}sQ{SIGNATURE}s')
 HEAD = _HEAD.size
-"""Bytes that a message takes besides its data."""
+"""The bytes of a packet in addition to its data."""
 
 
-class Foreign(ValueError):
+class ForeignPacket(ValueError):
     """A packet that is not signed with the secret of this run."""
 
 
 class Message(NamedTuple):
-    """A message that is signed.
+    """A signed request or response.
 
     Attributes:
-        asker: the nonce of the side that asks.
-        answerer: that of the side that answers, as far as it is known.
-        number: of the question, from 1.
-        data: what is asked or answered.
+        client: the nonce of the client.
+        server: the nonce of the server, as far as the client knows it.
+        sequence: the sequence number of the request, from 1.
+        data: the data that is sent.
     """
 
-    asker: bytes
-    answerer: bytes
-    number: int
+    client: bytes
+    server: bytes
+    sequence: int
     data: bytes
 
 
-def packed(secret: bytes, side: bytes, message: Message) -> bytes:
-    """A message with the signature of a side."""
-    asker, answerer, number, data = message
-    return _HEAD.pack(*message[:3], Session(secret, asker, answerer).signature(side, number, data)) + data
+def pack(secret: bytes, side: bytes, message: Message) -> bytes:
+    """Returns the packet of a message, with the signature of the side that sends it."""
+    client, server, sequence, data = message
+    return _HEAD.pack(*message[:3], Session(secret, client, server).signature(side, sequence, data)) + data
 
 
-def unpacked(secret: bytes, side: bytes, packet: bytes) -> Message:
-    """The message of a packet.
+def unpack(secret: bytes, side: bytes, packet: bytes) -> Message:
+    """Returns the message of a packet.
 
     Raises:
-        Foreign: the side has not signed it.
+        ForeignPacket: the side has not signed it.
     """
     if len(packet) >= HEAD:
-        asker, answerer, number, signature = _HEAD.unpack_from(packet)
+        client, server, sequence, signature = _HEAD.unpack_from(packet)
         data = packet[HEAD:]
-        if Session(secret, asker, answerer).is_signed(signature, side, number, data):
-            return Message(asker, answerer, number, data)
-    raise Foreign('a message of another program, or of one that has another secret')
+        if Session(secret, client, server).is_signed(signature, side, sequence, data):
+            return Message(client, server, sequence, data)
+    raise ForeignPacket('a message of another program, or of one that has another secret')
 
 
-class Asker:
-    """The side that asks one answerer."""
+class Client:
+    """The side that sends requests to one server."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret, self._nonce = secret, new_nonce()
-        self._answerer, self._asked, self._answered = bytes(NONCE), 0, 0
+        self._server, self._last_request, self._last_response = bytes(NONCE), 0, 0
 
-    def question(self, data: bytes) -> bytes:
-        """A packet that asks."""
-        self._asked += 1
-        return packed(self._secret, ASKS, Message(self._nonce, self._answerer, self._asked, data))
+    def request(self, data: bytes) -> bytes:
+        """Returns the packet of a new request."""
+        self._last_request += 1
+        return pack(self._secret, CLIENT, Message(self._nonce, self._server, self._last_request, data))
 
-    def answer(self, packet: bytes) -> bytes | None:
-        """The data of an answer; None if it only has the answerer's nonce: the question has to come again.
+    def read_response(self, packet: bytes) -> bytes | None:
+        """Returns the data of a response.
+
+        Returns None if the response holds nothing but the server's nonce: the request has to be sent again.
 
         Raises:
-            Foreign: the packet is no answer.
-            ValueError: it answers no question that is open.
+            ForeignPacket: the packet is not a response.
+            ValueError: it does not belong to an open request.
         """
-        message = unpacked(self._secret, ANSWERS, packet)
-        if message.asker != self._nonce or not self._answered < message.number <= self._asked:
-            raise ValueError('an answer to another question')
-        self._answered = message.number
-        is_known = message.answerer == self._answerer
-        self._answerer = message.answerer
+        message = unpack(self._secret, SERVER, packet)
+        if message.client != self._nonce or not self._last_response < message.sequence <= self._last_request:
+            raise ValueError('a response to another request')
+        self._last_response = message.sequence
+        is_known = message.server == self._server
+        self._server = message.server
         return message.data if is_known else None
 
 
-class Answerer:
-    """The side that answers.
+class Server:
+    """The side that responds.
 
     Args:
-        secret: of both sides.
-        most: of how many askers the last number is kept. After that all have to ask with a new nonce.
+        secret: the secret of both sides.
+        max_clients: the number of clients whose last sequence number is kept. With one more, the nonce
+            changes, and all clients have to use the new one.
     """
 
-    def __init__(self, secret: bytes, most: int) -> None:
-        self._secret, self._most, self._nonce = secret, most, new_nonce()
-        self._numbers: dict[bytes, int] = {}  # of the last question, by the nonce of who asked
+    def __init__(self, secret: bytes, max_clients: int) -> None:
+        self._secret, self._max_clients, self._nonce = secret, max_clients, new_nonce()
+        self._sequences: dict[bytes, int] = {}  # nonce of a client -> sequence number of its last request
 
-    def question(self, packet: bytes) -> tuple[Message, bool]:
-        """A question, and whether it is new for certain; if not, its data may be old.
+    def read_request(self, packet: bytes) -> tuple[Message, bool]:
+        """Returns a request, and whether it is certainly new; if not, its data may be a replay.
 
         Raises:
-            Foreign: the packet is no question.
-            ValueError: the question came before.
+            ForeignPacket: the packet is not a request.
+            ValueError: the request was received before.
         """
-        message = unpacked(self._secret, ASKS, packet)
-        if message.answerer == self._nonce:
-            if message.number <= self._numbers.get(message.asker, 0):
-                raise ValueError('a question that came before')
-            if message.asker not in self._numbers and len(self._numbers) >= self._most:
-                self._nonce, self._numbers = new_nonce(), {}
+        message = unpack(self._secret, CLIENT, packet)
+        if message.server == self._nonce:
+            if message.sequence <= self._sequences.get(message.client, 0):
+                raise ValueError('a request that was received before')
+            if message.client not in self._sequences and len(self._sequences) >= self._max_clients:
+                self._nonce, self._sequences = new_nonce(), {}
                 return message, False
-            self._numbers[message.asker] = message.number
+            self._sequences[message.client] = message.sequence
             return message, True
         return message, False
 
-    def answer(self, question: Message, data: bytes) -> bytes:
-        """The packet that answers a question."""
-        return packed(self._secret, ANSWERS, question._replace(answerer=self._nonce, data=data))
+    def respond(self, request: Message, data: bytes) -> bytes:
+        """Returns the packet of the response to a request."""
+        return pack(self._secret, SERVER, request._replace(server=self._nonce, data=data))

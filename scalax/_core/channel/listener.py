@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from scalax._core.channel import lines
-from scalax._core.channel.secret import VARIABLE, require_secret
+from scalax._core.channel.secret import SECRET_VARIABLE, require_secret
 
-HANDSHAKE = 30.0  # seconds that a connection has to prove itself
-STRANGERS = 64  # connections that have not proved themselves yet
+HANDSHAKE_SECONDS = 30.0  # seconds that a connection has to prove itself
+MAX_UNAUTHENTICATED = 64  # connections that have not proved themselves yet
 _MOST = 4096  # connections in all
 _PATIENCE = 2.0  # seconds that no stranger is sent away for another one
 _log = logging.getLogger('scalax.channel')
@@ -53,7 +53,7 @@ class Listener(socketserver.ThreadingTCPServer):
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Whether there is room for one more; the longest of too many strangers makes room."""
         with self._lock:
-            if len(self._strangers) >= STRANGERS:
+            if len(self._strangers) >= MAX_UNAUTHENTICATED:
                 first = next(iter(self._strangers))
                 if time.monotonic() - self._strangers[first] < _PATIENCE:
                     return False
@@ -68,13 +68,13 @@ class Listener(socketserver.ThreadingTCPServer):
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Serves one connection, in its thread."""
         try:
-            channel = lines.answered(request, self._secret, HANDSHAKE)
+            channel = lines.server_handshake(request, self._secret, HANDSHAKE_SECONDS)
             with self._lock:
                 self._strangers.pop(request, None)
             self._serve(channel)
-        except (lines.Closed, ConnectionError):
+        except (lines.ConnectionClosed, ConnectionError):
             pass  # the other side has gone
-        except (lines.Invalid, OSError):
+        except (lines.InvalidMessage, OSError):
             self._log(client_address[0])
 
     def shutdown_request(self, request: Any) -> None:
@@ -93,7 +93,7 @@ class Listener(socketserver.ThreadingTCPServer):
                 '%s: a connection from %s was closed: it did not prove that it has the secret, was silent or '
                 'asked what nobody asks. If it is yours, set %s to the same value on both sides. Others are '
                 'closed without a message.',
-                *(self._what, host, VARIABLE),
+                *(self._what, host, SECRET_VARIABLE),
             )
 
     def close(self) -> None:

@@ -8,12 +8,12 @@ import socket
 
 from scalax.errors import ArgumentError
 
-VARIABLE = 'SCALAX_RUN_TOKEN'
+SECRET_VARIABLE = 'SCALAX_RUN_TOKEN'
 COMMAND = "python -c 'import secrets; print(secrets.token_hex())'"
 _LEAST = 16  # characters: whoever sees one message can try short secrets until one fits
 
 
-def secret_of(what: str, secret: str | None = None) -> bytes:
+def resolve_secret(what: str, secret: str | None = None) -> bytes:
     """The secret of an argument, or else of the environment variable; empty if there is none.
 
     White space around it does not count: a file has a newline at its end, and most shells drop it.
@@ -23,7 +23,7 @@ def secret_of(what: str, secret: str | None = None) -> bytes:
     """
     name = 'secret'
     if secret is None:
-        name, secret = VARIABLE, os.environ.get(VARIABLE) or None
+        name, secret = SECRET_VARIABLE, os.environ.get(SECRET_VARIABLE) or None
     if secret is None:
         return b''
     text = secret.strip() if isinstance(secret, str) else ''
@@ -39,16 +39,16 @@ def secret_of(what: str, secret: str | None = None) -> bytes:
 def require_secret(what: str, secret: bytes, address: str) -> None:
     """Raises ArgumentError if an address can be reached from other machines and there is no secret."""
     if not secret and not is_loopback(address.rpartition(':')[0]):
-        raise lacks_secret(what, address)
+        raise missing_secret_error(what, address)
 
 
-def lacks_secret(what: str, address: str) -> ArgumentError:
+def missing_secret_error(what: str, address: str) -> ArgumentError:
     """The error about an address that can be reached from other machines, and no secret."""
     port = address.rpartition(':')[2]
     return ArgumentError(
         f'{what}: {address} can be reached from other machines, and there is no secret to tell who may '
-        f'connect. What to do: set the environment variable {VARIABLE} to the same secret on both sides, '
-        f'or give it as secret=...; {COMMAND} makes one. On one machine, localhost:{port} needs none.'
+        f'connect. What to do: set the environment variable {SECRET_VARIABLE} to the same secret on both '
+        f'sides, or give it as secret=...; {COMMAND} makes one. On one machine, localhost:{port} needs none.'
     )
 
 

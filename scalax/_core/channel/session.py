@@ -10,7 +10,7 @@ import hmac
 import secrets
 
 NONCE, SIGNATURE = 16, 32  # bytes
-ASKS, ANSWERS = b'asks', b'answers'
+CLIENT, SERVER = b'asks', b'answers'
 """The two sides: that which asks, and connects, and that which answers, and listens."""
 
 

@@ -59,13 +59,13 @@ _active_mapping = jax.make_user_context(None)
 _traced_for_one_device = jax.make_user_context(None)
 
 
-def on_one_device(mesh: Mesh, device: Any) -> Mesh:
+def single_device_mesh(mesh: Mesh, device: Any) -> Mesh:
     """A mesh with the axes of another one, all of size 1, over one device."""
     devices = np.full((1,) * len(mesh.axis_names), device, dtype=object)
     return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def tracing_for_one_device(mesh: Mesh) -> Any:
+def tracing_for_single_device(mesh: Mesh) -> Any:
     """A context manager in which code that helpers of *mesh* compile or map is traced for its first device.
 
     So a function whose code closes over a helper can be traced for one device, as long as the code does not
@@ -75,7 +75,7 @@ def tracing_for_one_device(mesh: Mesh) -> Any:
     return _traced_for_one_device(mesh)
 
 
-def mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+def active_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """The mesh that stands in for *mesh* in this thread: by default *mesh* itself."""
     replaced = _traced_for_one_device.value
     if replaced is None or not isinstance(mesh, Mesh):
@@ -83,7 +83,7 @@ def mesh_in_force(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     device = replaced.devices.flat[0]
     if mesh != replaced and {*mesh.devices.flat} != {*replaced.devices.flat}:
         return mesh
-    return on_one_device(mesh, device)
+    return single_device_mesh(mesh, device)
 
 
 def current_mapping() -> LogicalAxisShardingRule | None:
@@ -91,7 +91,7 @@ def current_mapping() -> LogicalAxisShardingRule | None:
     return _active_mapping.value
 
 
-def entered_mapping(mapping: LogicalAxisShardingRule) -> Any:
+def activate_mapping(mapping: LogicalAxisShardingRule) -> Any:
     """A context manager in which *mapping* is the active one. Equal mappings share JAX's traces."""
     return _active_mapping(mapping)
 
@@ -103,13 +103,13 @@ class Context:
     Attributes:
         owner: a weak reference to the helper, which keeps its contexts; constraints use its mesh.
         bindings: annotation name -> the helper that bound it, weakly, and its rules.
-        asked: the names that were used inside inner traces, such as that of an inner ``jax.jit``: under this
-            context JAX may reuse such a trace without running its code.
+        used_names: the names that were used inside inner traces, such as that of an inner ``jax.jit``: under
+            this context JAX may reuse such a trace without running its code.
     """
 
     owner: weakref.ref[MeshOwner]
     bindings: Mapping[str, tuple[weakref.ref[MeshOwner], RuleLike]]
-    asked: set[str] = dataclasses.field(default_factory=set)
+    used_names: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def helper(self) -> MeshOwner:
@@ -128,7 +128,7 @@ class _Frame:
     """One entered context, with the names that were used in it, and the trace in which it was entered."""
 
     context: Context
-    asked: set[str]
+    used_names: set[str]
     trace: Any
 
 
@@ -156,7 +156,7 @@ def current() -> Context | None:
 
 
 @contextlib.contextmanager
-def entered(context: Context, asked: set[str]) -> Iterator[None]:
+def activate(context: Context, asked: set[str]) -> Iterator[None]:
     """A context manager in which *context* is the active one; *asked* gets the names that are used in it."""
     frames = _entered.frames
     frames.append(_Frame(context, asked, current_trace()))
@@ -166,21 +166,21 @@ def entered(context: Context, asked: set[str]) -> Iterator[None]:
             yield
     finally:
         frames.pop()
-        asked |= context.asked  # names in code that JAX did not trace again count too
+        asked |= context.used_names  # names in code that JAX did not trace again count too
         if frames:
-            frames[-1].context.asked.update(context.asked)
+            frames[-1].context.used_names.update(context.used_names)
 
 
-def bound(name: str) -> tuple[MeshOwner, RuleLike] | None:
+def look_up_annotation(name: str) -> tuple[MeshOwner, RuleLike] | None:
     """The helper and rules that *name* is bound to in this thread; records that it was asked for."""
     context = current()
     if context is None:
         return None
     trace = current_trace()
     for frame in _entered.frames:
-        frame.asked.add(name)
+        frame.used_names.add(name)
         if frame.trace != trace:  # inside an inner trace, which JAX may reuse
-            frame.context.asked.add(name)
+            frame.context.used_names.add(name)
     found = context.bindings.get(name)
     if found is None:
         return None
@@ -195,7 +195,7 @@ _keep = functools.lru_cache(maxsize=lru_cache.SIZE)(lambda context: context)
 _lock = threading.RLock()  # re-entrant: comparing the rules of users may run their code
 
 
-def context_of(helper: MeshOwner, bindings: Mapping[str, RuleLike]) -> Context:
+def context_for(helper: MeshOwner, bindings: Mapping[str, RuleLike]) -> Context:
     """The context of *bindings* inside the one that is active now.
 
     Equal bindings have the same one: contexts are part of JAX's cache keys by identity, and a new one for
@@ -278,9 +278,9 @@ class ActiveHelper:
         self._kept = kept
 
     def __enter__(self) -> ActiveHelper:
-        context = context_of(self.mesh_helper, self._bindings)
+        context = context_for(self.mesh_helper, self._bindings)
         self._kept.add(context, context)  # so that equal bindings find it later
-        manager = entered(context, set())
+        manager = activate(context, set())
         manager.__enter__()
         _entered.managers.append((self, manager))
         return self

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from scalax._core.context import active_helper
 from scalax._core.context.resharding import reshard
-from scalax._core.pytree import partition_specs
+from scalax._core.pytree import partition_specs, spec_validation
 from scalax._core.util.renamed_keywords import renamed
 from scalax._jax.shardings import asking_for_devices, unconstrained
 from scalax._jax.tracing import is_compiled, is_traced
@@ -102,7 +102,7 @@ def with_sharding_annotation(tree: Tree, sharding_name: str) -> Tree:
         raise ArgumentError(
             f'with_sharding_annotation(tree, name): the name is a string, got {type(sharding_name).__name__}'
         )
-    found = active_helper.bound(sharding_name)
+    found = active_helper.look_up_annotation(sharding_name)
     if found is None:
         return tree
     helper, rules = found
@@ -129,7 +129,7 @@ def constrain(
         where=where,
         on_indivisible=on_indivisible,
     )
-    with mesh_entered(mesh, where):
+    with use_mesh(mesh, where):
         return apply_shardings(resolution.treedef.unflatten(resolution.tree.leaves), resolution.shardings)
 
 
@@ -143,7 +143,7 @@ def apply_shardings(pytree: Any, shardings: Sequence[NamedSharding | None]) -> A
     return jax.tree.unflatten(treedef, applied)
 
 
-def is_in_types(sharding: Any) -> TypeGuard[NamedSharding]:
+def has_explicit_axes(sharding: Any) -> TypeGuard[NamedSharding]:
     """Whether arrays of this sharding have it in their types: its mesh has Explicit axes."""
     return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
 
@@ -151,7 +151,7 @@ def is_in_types(sharding: Any) -> TypeGuard[NamedSharding]:
 def explicit_sharding(kind: Any) -> NamedSharding | None:
     """The sharding that a type has over Explicit axes; None without any."""
     sharding = kind.sharding
-    if not is_in_types(sharding):
+    if not has_explicit_axes(sharding):
         return None
     if AxisType.Auto not in sharding.mesh.axis_types:
         return sharding
@@ -167,9 +167,9 @@ def retyped_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     Explicit axes of the mesh in force, even if that is for another platform. They hold no Auto axes, and
     shardings on a mesh without devices are lost.
     """
-    ambient, mesh = jax.sharding.get_abstract_mesh(), active_helper.mesh_in_force(mesh)
+    ambient, mesh = jax.sharding.get_abstract_mesh(), active_helper.active_mesh(mesh)
     in_types = AxisType.Explicit in mesh.axis_types and _has_same_axes(ambient, mesh)
-    retyped = (has_other_types(ambient, mesh) or (in_types and ambient != abstract(mesh))) and is_traced()
+    retyped = (has_other_types(ambient, mesh) or (in_types and ambient != as_abstract(mesh))) and is_traced()
     if ambient.empty or (not ambient.manual_axes and not retyped):
         return mesh
     if dict(ambient.shape) != dict(mesh.shape):
@@ -181,13 +181,13 @@ def retyped_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     return ambient
 
 
-def mesh_entered(mesh: Mesh | AbstractMesh, what: str) -> contextlib.AbstractContextManager[Any]:
+def use_mesh(mesh: Mesh | AbstractMesh, what: str) -> contextlib.AbstractContextManager[Any]:
     """A context manager in which *mesh* is in force, for operations of JAX, in place of ``jax.set_mesh``.
 
     Raises:
         MeshError: the other mesh has other devices; or values of a compiled function have types of it.
     """
-    ambient, own = jax.sharding.get_abstract_mesh(), abstract(mesh)
+    ambient, own = jax.sharding.get_abstract_mesh(), as_abstract(mesh)
     if ambient.empty:
         return contextlib.nullcontext()
     if not is_traced() and isinstance(mesh, Mesh) and not jax.sharding.get_mesh().empty:
@@ -216,7 +216,7 @@ def mesh_entered(mesh: Mesh | AbstractMesh, what: str) -> contextlib.AbstractCon
     return jax.sharding.use_abstract_mesh(own)
 
 
-def abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
+def as_abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
     """The mesh without devices."""
     return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
 
@@ -246,7 +246,7 @@ def apply_sharding(leaf: Any, sharding: NamedSharding) -> Any:
             return _compiled_constraint(sharding)(leaf)
         return _constrained(leaf, sharding)
     if explicit:
-        typed = partition_specs.replaced(
+        typed = partition_specs.with_entries(
             spec, fill_unconstrained(partition_specs.only_axes(spec, explicit), leaf)
         )
         if not has_type(leaf, mesh, typed):
@@ -258,7 +258,7 @@ def apply_sharding(leaf: Any, sharding: NamedSharding) -> Any:
     return leaf
 
 
-def on_devices(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
+def constrain_to_devices(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     """The outputs of a function, constrained to the devices of a mesh of Auto axes, and to no sharding there.
 
     In a trace JAX knows a mesh in force without its devices: if nothing else says on which a program runs, it
@@ -298,7 +298,7 @@ def _compiled_constraint(sharding: NamedSharding) -> Callable[[Any], Any]:
 
 def _constrained(leaf: Any, sharding: NamedSharding) -> Any:
     constrained = jax.lax.with_sharding_constraint(leaf, sharding)
-    if not partition_specs.indivisible(
+    if not spec_validation.indivisible_dims(
         sharding.spec, np.shape(leaf), partition_specs.MeshAxes.of(sharding.mesh)
     ):
         return constrained

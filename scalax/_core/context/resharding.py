@@ -31,16 +31,16 @@ def reshard(leaf: Any, sharding: NamedSharding) -> Any:
     """
     had, wanted = jax.typeof(leaf).sharding.spec, sharding.spec
     if wanted.unreduced - had.unreduced:
-        reject_parts(leaf, wanted)
+        reject_partial_sums(leaf, wanted)
         if had.unreduced - wanted.unreduced:
-            summed = partition_specs.replaced(
-                partition_specs.with_sums(wanted, wanted.reduced), partition_specs.entries(wanted)
+            summed = partition_specs.with_entries(
+                partition_specs.only_reduction_axes(wanted, wanted.reduced), partition_specs.entries(wanted)
             )
             leaf = jax.sharding.reshard(leaf, sharding.update(spec=summed))
     return jax.sharding.reshard(leaf, sharding)
 
 
-def reject_parts(leaf: Any, spec: PartitionSpec) -> None:
+def reject_partial_sums(leaf: Any, spec: PartitionSpec) -> None:
     """Raises ShardingError if a value cannot be made parts of sums: XLA would end the process."""
     kind = sums_kind(spec)
     if kind != 'sum':
@@ -70,14 +70,14 @@ def device_put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     ]
     placed = jax.device_put(whole, directly)
     return [
-        leaf if to is sharding else _adding_up(sharding)(leaf)
+        leaf if to is sharding else _reshard_to(sharding)(leaf)
         for leaf, to, sharding in zip(placed, directly, shardings, strict=True)
     ]
 
 
-def reduced(leaf: Any) -> Any:
+def reduce_partial_sums(leaf: Any) -> Any:
     """An array whose parts are added up; any other leaf as it is."""
-    return _adding_up(_reduced(leaf.sharding))(leaf) if unreduced_axes(leaf) else leaf
+    return _reshard_to(_reduced(leaf.sharding))(leaf) if unreduced_axes(leaf) else leaf
 
 
 def unreduced_axes(leaf: Any) -> frozenset[Any]:
@@ -95,7 +95,7 @@ def _with_sums_of(leaf: Any, sharding: NamedSharding) -> Any:
     if stays and _same_sums(leaf.sharding.spec, sharding.spec):
         return leaf
     # In one step: a reduce-scatter where it is to be sharded along these axes.
-    return _adding_up(_reduced(sharding))(leaf) if stays else reduced(leaf)
+    return _reshard_to(_reduced(sharding))(leaf) if stays else reduce_partial_sums(leaf)
 
 
 def _same_sums(one: PartitionSpec, other: PartitionSpec) -> bool:
@@ -111,7 +111,7 @@ def _reduced(sharding: NamedSharding) -> NamedSharding:
 
 
 @functools.lru_cache(maxsize=1024)
-def _adding_up(sharding: NamedSharding) -> Callable[[Any], jax.Array]:
+def _reshard_to(sharding: NamedSharding) -> Callable[[Any], jax.Array]:
     return jax.jit(lambda value: reshard(value, sharding))
 
 

@@ -34,9 +34,9 @@ class ThreadState:
             self._managers.append(lambda: jax.set_mesh(mesh))
         helper, mapping = active_helper.current(), active_helper.current_mapping()
         if helper is not None:
-            self._managers.append(lambda: active_helper.entered(helper, helper.asked))
+            self._managers.append(lambda: active_helper.activate(helper, helper.used_names))
         if mapping is not None:
-            self._managers.append(lambda: active_helper.entered_mapping(mapping))
+            self._managers.append(lambda: active_helper.activate_mapping(mapping))
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Runs *call* with this state in force; in one thread at a time."""
@@ -59,7 +59,7 @@ class ThreadState:
             yield
 
 
-def in_a_thread(name: str, call: Callable[[], Any]) -> Any:
+def run_in_thread(name: str, call: Callable[[], Any]) -> Any:
     """Runs *call* in a thread of that name, waits for it, and returns or raises what it does.
 
     It runs under JAX's settings of this thread, but without its contexts, such as ``jax.set_mesh``. Ctrl-C

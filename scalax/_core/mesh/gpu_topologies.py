@@ -17,24 +17,24 @@ from scalax._core.mesh.gpu_targets import FIELDS, TARGETS, target_config
 from scalax.errors import MeshError, MissingDependencyError, plural
 
 
-class Joined(NamedTuple):
+class GPULimits(NamedTuple):
     """How many GPUs of a kind are joined.
 
     Attributes:
-        host: the most in a host.
-        domain: the most that NVLink joins; as many as in a host, if it stays inside of hosts.
+        gpus_per_host: the most in a host.
+        gpus_per_domain: the most that NVLink joins; as many as in a host, if it stays inside of hosts.
     """
 
-    host: int
-    domain: int
+    gpus_per_host: int
+    gpus_per_domain: int
 
 
-GPUS = dict.fromkeys(TARGETS, Joined(8, 8)) | {
-    'h100-pcie': Joined(2, 2),
-    'h100-nvl': Joined(2, 2),
-    'gh200': Joined(4, 4),
-    'gb200': Joined(4, 72),
-    'gb300': Joined(4, 72),
+GPU_KINDS = dict.fromkeys(TARGETS, GPULimits(8, 8)) | {
+    'h100-pcie': GPULimits(2, 2),
+    'h100-nvl': GPULimits(2, 2),
+    'gh200': GPULimits(4, 4),
+    'gb200': GPULimits(4, 72),
+    'gb300': GPULimits(4, 72),
 }
 """Kind of GPU -> how many are joined. A bridge of NVLink joins two cards of PCIe: they count as a host. Four
 GH200 in a host are joined each with each.
@@ -60,27 +60,27 @@ class GPUTopology:
     """GPUs that are joined.
 
     Attributes:
-        kind: a key of `GPUS`, or the path of a target config.
+        kind: a key of `GPU_KINDS`, or the path of a target config.
         domains: the number of NVLink domains.
-        hosts: the number of hosts of each.
-        each: the number of GPUs of a host.
+        hosts_per_domain: the number of hosts of each.
+        gpus_per_host: the number of GPUs of a host.
     """
 
     kind: str
     domains: int
-    hosts: int
-    each: int
+    hosts_per_domain: int
+    gpus_per_host: int
 
 
-def is_of_gpus(topology: str) -> bool:
+def is_gpu_topology(topology: str) -> bool:
     """Whether a topology names GPUs, by the names of their kinds or a target config.
 
     Example:
-        >>> is_of_gpus('h100:8'), is_of_gpus('my.txtpb:4x8'), is_of_gpus('v5p:4x4x4')
+        >>> is_gpu_topology('h100:8'), is_gpu_topology('my.txtpb:4x8'), is_gpu_topology('v5p:4x4x4')
         (True, True, False)
     """
     kind = topology.rpartition(':')[0] or topology
-    return kind in GPUS or kind.endswith(_FILE) or _AMD.match(kind) is not None
+    return kind in GPU_KINDS or kind.endswith(_FILE) or _AMD.match(kind) is not None
 
 
 def gpu_topology(topology: str, num_slices: int = 1) -> GPUTopology:
@@ -104,40 +104,43 @@ def gpu_topology(topology: str, num_slices: int = 1) -> GPUTopology:
             f'{topology!r}: XLA compiles for AMD GPUs only on a machine that has them '
             '(https://github.com/openxla/xla/issues/40593)'
         )
-    most = GPUS.get(kind)
-    read = _SIZE.fullmatch(size)
-    if not kind or read is None:
-        one = GPUS.get(name := kind or size, Joined(8, 8))
-        hosts_too = f'{name}:{one.domain // one.host if one.domain > one.host else 4}x{one.host}'
+    limits = GPU_KINDS.get(kind)
+    match = _SIZE.fullmatch(size)
+    if not kind or match is None:
+        example = kind or size
+        most, domain = GPU_KINDS.get(example, GPULimits(8, 8))
         raise MeshError(
-            f'a topology of GPUs is KIND:GPUS for one host ({name}:{one.host}), KIND:HOSTSxGPUS '
-            f'({hosts_too}), or KIND:DOMAINSxHOSTSxGPUS with domains of NVLink; got {topology!r}'
+            f'a topology of GPUs is KIND:GPUS for one host ({example}:{most}), KIND:HOSTSxGPUS '
+            f'({example}:{domain // most if domain > most else 4}x{most}), or KIND:DOMAINSxHOSTSxGPUS with '
+            f'domains of NVLink; got {topology!r}'
         )
-    domains, hosts, each = (int(number) if number else None for number in read.groups())
-    if most is not None and most.host == most.domain and domains is None:
+    domains, hosts, gpus = (int(number) if number else None for number in match.groups())
+    if limits is not None and limits.gpus_per_host == limits.gpus_per_domain and domains is None:
         domains, hosts = hosts, 1
     if num_slices not in (1, domains or num_slices):
         raise MeshError(
             f'{topology!r} has {plural(domains or 1, "NVLink domain")}, and num_slices (--slices, --dcn) '
             f'is {num_slices}: leave one of them out, or give both the same number'
         )
-    found = GPUTopology(kind, domains or num_slices, hosts or 1, each or 1)
-    if most is not None:
-        _check(found, most, topology)
-    return found
+    result = GPUTopology(kind, domains or num_slices, hosts or 1, gpus or 1)
+    if limits is not None:
+        _check_limits(result, limits, topology)
+    return result
 
 
-def _check(found: GPUTopology, most: Joined, topology: str) -> None:
-    if found.each > most.host:
+def _check_limits(topology: GPUTopology, limits: GPULimits, name: str) -> None:
+    """Raises MeshError if a host or an NVLink domain of a topology has more GPUs than exist in one."""
+    kind, hosts, gpus = topology.kind, topology.hosts_per_domain, topology.gpus_per_host
+    if gpus > limits.gpus_per_host:
         raise MeshError(
-            f'{topology!r} has hosts of {found.each:,} GPUs, and a host of {found.kind} has at most '
-            f'{most.host}: write several hosts, as in {found.kind}:4x{most.host}'
+            f'{name!r} has hosts of {gpus:,} GPUs, and a host of {kind} has at most '
+            f'{limits.gpus_per_host}: write several hosts, as in {kind}:4x{limits.gpus_per_host}'
         )
-    if found.hosts * found.each > most.domain:
+    if hosts * gpus > limits.gpus_per_domain:
         raise MeshError(
-            f'{topology!r} has NVLink domains of {found.hosts:,} hosts with {plural(found.each, "GPU")}, and '
-            f'NVLink joins at most {most.domain} of {found.kind}: write several domains, as in '
-            f'{found.kind}:4x{most.domain // found.each}x{found.each}'
+            f'{name!r} has NVLink domains of {hosts:,} hosts with {plural(gpus, "GPU")}, and NVLink joins at '
+            f'most {limits.gpus_per_domain} of {kind}: write several domains, as in '
+            f'{kind}:4x{limits.gpus_per_domain // gpus}x{gpus}'
         )
 
 
@@ -153,7 +156,7 @@ def gpu_devices(topology: str, num_slices: int) -> Sequence[Any]:
     _require_plugin()
     from jax.experimental import topologies
 
-    shape = f'{found.domains}x{found.hosts}x{found.each}'
+    shape = f'{found.domains}x{found.hosts_per_domain}x{found.gpus_per_host}'
     try:
         described = topologies.get_topology_desc(
             platform='cuda', topology_name='', target_config=config, topology=shape
@@ -214,11 +217,11 @@ def _require_plugin() -> None:
             'topologies of GPUs need the compiler for GPUs, which is published for Linux: '
             'pip install "jax[cuda12-local]" (no GPU is needed)'
         )
-    if wrong := wrong_plugins(found, importlib.metadata.version('jaxlib')):
+    if wrong := plugin_fault(found, importlib.metadata.version('jaxlib')):
         raise MissingDependencyError(': '.join(wrong))
 
 
-def wrong_plugins(found: Mapping[str, str], jaxlib: str) -> tuple[str, str] | None:
+def plugin_fault(found: Mapping[str, str], jaxlib: str) -> tuple[str, str] | None:
     """What is wrong with the compilers that are installed, and what to do; None if nothing is.
 
     Args:
@@ -226,7 +229,7 @@ def wrong_plugins(found: Mapping[str, str], jaxlib: str) -> tuple[str, str] | No
         jaxlib: the version of jaxlib, which is that of each of its plugins.
 
     Example:
-        >>> wrong_plugins({'jax-cuda12-pjrt': '0.10.0'}, '0.10.2')
+        >>> plugin_fault({'jax-cuda12-pjrt': '0.10.0'}, '0.10.2')
         ('jax-cuda12-pjrt 0.10.0 does not fit jaxlib 0.10.2', 'pip install jax-cuda12-plugin==0.10.2')
     """
     if len(found) > 1:

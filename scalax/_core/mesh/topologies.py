@@ -13,13 +13,13 @@ from typing import Any
 
 import jax
 
-from scalax._core.mesh.gpu_topologies import GPUS, gpu_devices, is_of_gpus
+from scalax._core.mesh.gpu_topologies import GPU_KINDS, gpu_devices, is_gpu_topology
 from scalax._jax.error_texts import is_wrong_libtpu
 from scalax.errors import MeshError, MissingDependencyError, did_you_mean
 
 _FLAT = '1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16'
 _CUBES = '2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16 16x16x16'
-SIZES = {
+TPU_SLICE_SIZES = {
     'v4': _CUBES,
     'v5e': _FLAT,
     'v5p': f'{_CUBES} 16x16x24 16x20x28',
@@ -28,7 +28,7 @@ SIZES = {
 }
 """Kind of chip -> the slices of it."""
 
-KNOWN = tuple(f'{name}:{size}' for name, sizes in SIZES.items() for size in sizes.split())
+TPU_SLICES = tuple(f'{name}:{size}' for name, sizes in TPU_SLICE_SIZES.items() for size in sizes.split())
 """The names of slices. The compiler also accepts others, of similarly even sides."""
 
 # What Google Cloud calls slices: v5p-128 is 128 TensorCores, v6e-64 is 64 chips
@@ -70,10 +70,10 @@ def topology_devices(topology: str, num_slices: int) -> Sequence[Any]:
         )
     if isinstance(num_slices, bool) or not isinstance(num_slices, int) or num_slices < 1:
         raise MeshError(f'num_slices is a positive integer, got {num_slices!r}')
-    if is_of_gpus(topology):
+    if is_gpu_topology(topology):
         return gpu_devices(topology, num_slices)
     if not _LIKE_A_TPU.match(topology):
-        near = did_you_mean(topology.partition(':')[0].lower(), [*SIZES, *GPUS])
+        near = did_you_mean(topology.partition(':')[0].lower(), [*TPU_SLICE_SIZES, *GPU_KINDS])
         raise MeshError(
             f'no topology {topology!r} is known ({near}): `python -m scalax topologies` lists them'
         )
@@ -130,17 +130,17 @@ def suggest(topology: str) -> str:
     """
     name, _, count = topology.partition('-')
     kind, cores = _ACCELERATORS.get(name, ('', 0))
-    for known in KNOWN:
-        if known.startswith(f'{kind}:') and str(cores * chips(known)) == count:
+    for known in TPU_SLICES:
+        if known.startswith(f'{kind}:') and str(cores * num_chips(known)) == count:
             return f'did you mean {known!r}?'
-    return did_you_mean(topology, KNOWN)
+    return did_you_mean(topology, TPU_SLICES)
 
 
-def chips(topology: str) -> int:
+def num_chips(topology: str) -> int:
     """The chips of a slice.
 
     Example:
-        >>> chips('v5p:4x4x8')
+        >>> num_chips('v5p:4x4x8')
         128
     """
     return math.prod(map(int, topology.partition(':')[2].split('x')))

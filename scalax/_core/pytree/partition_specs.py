@@ -8,13 +8,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AxisType, PartitionSpec
 
 from scalax._jax.shardings import entries, sums_kind
-from scalax.errors import ArgumentError, MeshError, did_you_mean, plural
 
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 
@@ -39,7 +38,7 @@ def canonical_entry(entry: Any) -> Any:
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
-def replaced(spec: PartitionSpec, new: Sequence[Any]) -> PartitionSpec:
+def with_entries(spec: PartitionSpec, new: Sequence[Any]) -> PartitionSpec:
     """A canonical spec with other entries and the same unreduced and reduced axes.
 
     Canonical: no trailing None, no tuples of fewer than two axes. ``P('x')`` and ``P('x', None)`` mean
@@ -53,7 +52,7 @@ def replaced(spec: PartitionSpec, new: Sequence[Any]) -> PartitionSpec:
     return PartitionSpec(*kept)
 
 
-def with_sums(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+def only_reduction_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     """The unreduced and reduced axes of a spec that are among *axes*, and no entries."""
     unreduced, reduced = spec.unreduced.intersection(axes), spec.reduced.intersection(axes)
     if not unreduced:
@@ -68,7 +67,7 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
         >>> canonical(PartitionSpec(('data',), None))
         P('data',)
     """
-    return replaced(spec, entries(spec))
+    return with_entries(spec, entries(spec))
 
 
 def text(spec: PartitionSpec) -> str:
@@ -131,7 +130,7 @@ def only_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
         >>> only_axes(PartitionSpec(('data', 'fsdp'), 'tp', PartitionSpec.UNCONSTRAINED), {'fsdp'})
         P('fsdp', None, UNCONSTRAINED)
     """
-    return replaced(
+    return with_entries(
         spec,
         [
             entry if entry is UNCONSTRAINED else tuple(axis for axis in entry_axes(entry) if axis in axes)
@@ -140,127 +139,6 @@ def only_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     )
 
 
-def without_manual(spec: PartitionSpec, axes: MeshAxes) -> PartitionSpec:
+def without_manual_axes(spec: PartitionSpec, axes: MeshAxes) -> PartitionSpec:
     """The spec without the axes that are Manual: inside ``shard_map`` shapes are local to those."""
     return only_axes(spec, {axis for axis in spec_axes(spec) if axes.types.get(axis) is not AxisType.Manual})
-
-
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """One reason why a spec cannot be used, without the leaf that it is about."""
-
-    kind: str
-    detail: str
-    hint: str
-
-
-def no_axis(axis: Any, sizes: Mapping[str, int]) -> str:
-    """The text about an axis that a mesh lacks."""
-    return f'the mesh has no axis {axis!r} ({did_you_mean(str(axis), sizes)})'
-
-
-def chosen_axes(option: str, names: str | Iterable[str], axes: MeshAxes) -> tuple[str, ...]:
-    """The mesh axes that an option names, one or several, in the order given.
-
-    Raises:
-        ArgumentError: *names* are not strings.
-        MeshError: a name that the mesh does not have.
-    """
-    if not isinstance(names, Iterable):
-        example = tuple(axes.sizes)[:1]
-        raise ArgumentError(f'{option} are names of mesh axes, such as {example}, got {names!r}')
-    chosen = (names,) if isinstance(names, str) else tuple(names)
-    for name in chosen:
-        if name not in axes.sizes:
-            near = did_you_mean(str(name), axes.sizes)
-            raise MeshError(f'{option}: the mesh ({axes}) has no axis {name!r} ({near})')
-    return chosen
-
-
-def faults(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -> list[Fault]:
-    """Everything that is wrong with *spec* for an array of *shape*, divisibility aside."""
-    return [*_entry_faults(spec, shape, axes), *_sums_faults(spec, axes)]
-
-
-def _entry_faults(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -> Iterator[Fault]:
-    used = spec_axes(spec)
-    for axis in dict.fromkeys([*used, *sorted(spec.unreduced), *sorted(spec.reduced)]):
-        if axis not in axes.sizes:
-            hint = 'name only axes of the mesh, or build the mesh with that axis.'
-            yield Fault('unknown-axis', no_axis(axis, axes.sizes), hint)
-    for axis in dict.fromkeys(axis for axis in used if used.count(axis) > 1):
-        dims = [str(dim) for dim, entry in enumerate(entries(spec)) for a in entry_axes(entry) if a == axis]
-        yield Fault(
-            'axis-reuse',
-            f'mesh axis {axis!r} is used more than once (dimensions {", ".join(dims)})',
-            'use each mesh axis at most once in a spec.',
-        )
-    if len(spec) > len(shape):
-        yield Fault(
-            'rank',
-            f'the spec has {plural(len(spec), "entry", "entries")}, the array '
-            f'{plural(len(shape), "dimension")}',
-            'give a spec at most one entry a dimension (PartitionSpec() replicates).'
-            if shape
-            else 'a scalar takes PartitionSpec(), which replicates it; or are two arguments, or their rules, '
-            'swapped?',
-        )
-    for dim, entry in enumerate(entries(spec)):
-        kinds = sorted({axes.types[axis].name for axis in entry_axes(entry) if axis in axes.types})
-        if len(kinds) > 1:
-            yield Fault(
-                'mixed-axis-types',
-                f'dimension {dim} mixes mesh axes of types {" and ".join(kinds)}',
-                'keep the axes of one dimension of one type (JAX would reorder them silently).',
-            )
-
-
-def _sums_faults(spec: PartitionSpec, axes: MeshAxes) -> Iterator[Fault]:
-    """What is wrong with the unreduced and reduced axes of a spec."""
-    named = sorted(spec.unreduced | spec.reduced)
-    others = {axis: kind.name for axis, kind in axes.types.items() if kind is not AxisType.Explicit}
-    if named and others:
-        # Beside Auto axes JAX (0.10 to 0.12) makes parts of which each is the whole value; beside Manual ones
-        # XLA ends the process.
-        yield Fault(
-            'unreduced',
-            f'unreduced or reduced axes ({", ".join(map(repr, named))}) on a mesh that has axes of '
-            f'type {" and ".join(sorted(set(others.values())))} ({", ".join(map(repr, others))})',
-            'unreduced and reduced axes need a mesh whose axes are all of type Explicit.',
-        )
-
-
-def indivisible(
-    spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes
-) -> list[tuple[int, tuple[str, ...]]]:
-    """The dimensions that do not divide by their mesh axes, as (dimension, axes)."""
-    pairs = [(dim, entry_axes(entry)) for dim, entry in enumerate(entries(spec))]
-    return [(dim, names) for dim, names in pairs if names and shape[dim] % axes.size(names)]
-
-
-def divisibility_fault(dim: int, names: tuple[str, ...], shape: tuple[int, ...], axes: MeshAxes) -> Fault:
-    """The fault of one dimension found by `indivisible`."""
-    sizes = ' x '.join(f'{name}={axes.sizes[name]}' for name in names)
-    return Fault(
-        'indivisible',
-        f'dimension {dim} of size {shape[dim]} does not divide by {axes.size(names)} ({sizes})',
-        'change the shape (of a batch: pad it, or drop its last examples) or the spec, or set '
-        "on_indivisible='replicate' (or 'warn') on the rule, or on the helper for bare specs, to leave such "
-        'dimensions unsharded.',
-    )
-
-
-def drop_indivisible(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -> PartitionSpec:
-    """The spec without the axes that do not divide, dropped from the right of each dimension.
-
-    Example:
-        >>> axes = MeshAxes({'a': 2, 'b': 3}, {})
-        >>> drop_indivisible(PartitionSpec(('a', 'b'), 'b'), (4, 9), axes)
-        P('a', 'b')
-    """
-    kept: list[Any] = [*entries(spec)]
-    for dim, names in indivisible(spec, shape, axes):
-        while shape[dim] % axes.size(names):
-            names = names[:-1]
-        kept[dim] = names
-    return replaced(spec, kept)

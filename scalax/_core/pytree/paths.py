@@ -97,7 +97,7 @@ def leaf_shape(leaf: Any) -> tuple[int, ...] | None:
     return () if isinstance(leaf, bool | int | float | complex) else None
 
 
-def is_key(leaf: Any) -> bool:
+def is_prng_key(leaf: Any) -> bool:
     """Whether a leaf is an array of typed PRNG keys, which numpy does not know."""
     return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
@@ -139,19 +139,19 @@ def dtype_on_devices(leaf: Any) -> Any:
     return canonical_dtype(leaf.dtype) if hasattr(leaf, 'dtype') else jax.typeof(leaf).dtype
 
 
-def is_weak(leaf: Any) -> bool:
+def is_weakly_typed(leaf: Any) -> bool:
     """Whether JAX gives the leaf a weak type, as to a Python number: it takes the dtypes of others."""
     return bool(getattr(leaf if hasattr(leaf, 'dtype') else jax.typeof(leaf), 'weak_type', False))
 
 
-def kind_of(tree: Any) -> Any:
+def tree_type(tree: Any) -> Any:
     """What two trees of the same structure, shapes and dtypes have in common."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((leaf_shape(leaf), str(dtype_on_devices(leaf))) for leaf in leaves)
 
 
 @functools.lru_cache(maxsize=64)
-def bits_of(dtype: Any) -> int:
+def element_bits(dtype: Any) -> int:
     """The bits of one element on a device, where two int4 share a byte."""
     # Of PRNG keys, and of gradients of integers, which take nothing.
     counted = jax.dtypes.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0
@@ -160,7 +160,7 @@ def bits_of(dtype: Any) -> int:
 
 def array_bytes(aval: Any) -> int:
     """Returns the bytes of an array of all devices together, given its type."""
-    return -(-math.prod(aval.shape) * bits_of(aval.dtype) // 8)
+    return -(-math.prod(aval.shape) * element_bits(aval.dtype) // 8)
 
 
 def describe_leaf(path: str, leaf: Any) -> str:
@@ -211,10 +211,10 @@ class NamedTree:
         treedef: the structure of the whole tree.
         occupied: for each leaf the spec of the rules that decided before, in ``a & b``.
         prefix: the path of the tree in the one that the user gave, for messages; None for that one itself.
-        whole: the tree that these leaves were selected from; None if these are all.
+        full_tree: the tree that these leaves were selected from; None if these are all.
         indices: where these leaves are in the whole tree.
-        shown: the leaves as messages show them, where rules see others.
-        bare: whether the tree is one leaf without a key. (``''`` is also the path of an empty key.)
+        original_leaves: the leaves as messages show them, where rules see others.
+        is_bare_leaf: whether the tree is one leaf without a key. (``''`` is also the path of an empty key.)
     """
 
     paths: Sequence[str]
@@ -223,10 +223,10 @@ class NamedTree:
     treedef: Any
     occupied: list[PartitionSpec]
     prefix: str | None = None
-    whole: NamedTree | None = None
+    full_tree: NamedTree | None = None
     indices: Sequence[int] = ()
-    shown: Sequence[Any] = ()
-    bare: bool = False
+    original_leaves: Sequence[Any] = ()
+    is_bare_leaf: bool = False
 
     @classmethod
     def of(
@@ -252,7 +252,7 @@ class NamedTree:
         shown = [] if as_leaf is None else [leaf for _, leaf in flat]
         bare = jax.tree_util.treedef_is_leaf(treedef)
         free = [FREE] * len(leaves)
-        return cls(paths, leaves, shapes, treedef, free, prefix, shown=shown, bare=bare)
+        return cls(paths, leaves, shapes, treedef, free, prefix, original_leaves=shown, is_bare_leaf=bare)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -269,17 +269,17 @@ class NamedTree:
             paths=rows(self.paths),
             leaves=rows(self.leaves),
             shapes=rows(self.shapes),
-            whole=whole,
+            full_tree=whole,
             indices=rows(places),
             occupied=rows(self.occupied),
-            shown=rows(self.shown),
+            original_leaves=rows(self.original_leaves),
         )
 
     def with_occupied(self, occupied: list[PartitionSpec]) -> NamedTree:
         """The same leaves, with the specs of the rules that decided before."""
         return dataclasses.replace(self, occupied=occupied)
 
-    def without_first(self, dims: int) -> NamedTree:
+    def without_leading_dims(self, dims: int) -> NamedTree:
         """The same leaves without their first dimensions, which are stacks of layers; nothing is occupied."""
         shapes = [shape[dims:] for shape in self.shapes]
         return dataclasses.replace(
@@ -289,31 +289,37 @@ class NamedTree:
                 for leaf, shape in zip(self.leaves, shapes, strict=True)
             ],
             shapes=shapes,
-            whole=self.whole and self.whole.without_first(dims),
+            full_tree=self.full_tree and self.full_tree.without_leading_dims(dims),
             occupied=[FREE] * len(shapes),
-            shown=self.shown or self.leaves,
+            original_leaves=self.original_leaves or self.leaves,
         )
 
-    def stacked(self, index: int) -> int:
+    def num_stacked_dims(self, index: int) -> int:
         """How many first dimensions of leaf number *index* are stacks of layers, which rules do not see."""
-        return len(leaf_shape(self.shown[index]) or ()) - len(self.shapes[index]) if self.shown else 0
+        return (
+            len(leaf_shape(self.original_leaves[index]) or ()) - len(self.shapes[index])
+            if self.original_leaves
+            else 0
+        )
 
     def root(self) -> tuple[NamedTree, Sequence[int]]:
         """The whole tree, and where these leaves are in it."""
-        return (self, range(len(self))) if self.whole is None else (self.whole, self.indices)
+        return (self, range(len(self))) if self.full_tree is None else (self.full_tree, self.indices)
 
     def path_below(self, at: str | None, index: int) -> str:
         """The path of leaf number *index* in a tree that has this one at *at*."""
-        return join(at, None if self.bare else self.paths[index]) or ''
+        return join(at, None if self.is_bare_leaf else self.paths[index]) or ''
 
-    def path_seen(self, index: int) -> str:
+    def path_text(self, index: int) -> str:
         """The path of leaf number *index* as rules see it, and where it begins, for messages."""
         inside = '' if self.prefix is None else f' (inside {self.prefix!r})'
         return f'{self.paths[index]!r}{inside}'
 
     def describe(self, index: int) -> str:
         """Leaf number *index* as error messages show it."""
-        return describe_leaf(self.path_below(self.prefix, index), (self.shown or self.leaves)[index])
+        return describe_leaf(
+            self.path_below(self.prefix, index), (self.original_leaves or self.leaves)[index]
+        )
 
     @functools.cached_property
     def tree(self) -> Any:

@@ -13,7 +13,7 @@ from scalax.errors import plural, shown_leaves
 IsLeaf = Callable[[Any], bool]
 
 
-def shown_differences(given: Any, wanted: Any, is_leaf: IsLeaf | None = None) -> str:
+def structure_differences(given: Any, wanted: Any, is_leaf: IsLeaf | None = None) -> str:
     """Lists where a tree has another structure than the one wanted, one place a line.
 
     Args:
@@ -22,7 +22,9 @@ def shown_differences(given: Any, wanted: Any, is_leaf: IsLeaf | None = None) ->
         is_leaf: what is a leaf of *wanted* in addition, as in ``jax.tree.flatten``.
 
     Example:
-        >>> print(shown_differences({'layers': [{'w': 1}, {'v': 1}, {'v': 1}]}, {'layers': [{'w': 1}] * 3}))
+        >>> print(
+        ...     structure_differences({'layers': [{'w': 1}, {'v': 1}, {'v': 1}]}, {'layers': [{'w': 1}] * 3})
+        ... )
           layers/{1,2}: 2 x a dict without 'w', with 'v'
     """
     found = [(path, _in_place_of(*nodes)) for path, *nodes in _differences(wanted, given, is_leaf)]

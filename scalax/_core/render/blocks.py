@@ -1,7 +1,7 @@
 """Blocks: what results say and show, as text and as HTML.
 
 A result is one list of blocks: `text` renders it for a terminal, `page` and `fragment` as HTML. Figures and
-trees are on pages only; what differs beyond that is inside of `InText` and `OnPage`.
+trees are on pages only; what differs beyond that is inside of `TextOnly` and `HtmlOnly`.
 
 Pages are whole without scripts: trees fold, because they are ``<details>``, and tables hold their rows in a
 useful order. Where scripts run, tables and trees sort by each column, and trees are filtered. Where styles
@@ -84,7 +84,7 @@ def _style() -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class InText(Block):
+class TextOnly(Block):
     """Blocks that a page says in another way."""
 
     body: Sequence[Block]
@@ -94,7 +94,7 @@ class InText(Block):
 
 
 @dataclasses.dataclass(frozen=True)
-class OnPage(Block):
+class HtmlOnly(Block):
     """Blocks that text leaves out, or says in another way."""
 
     body: Sequence[Block]
@@ -119,7 +119,7 @@ class Section(Block):
 
     def text(self, width: int) -> list[str]:
         lines = _lines(self.body, width)
-        lead = tables.wrapped([f'{self.lead}:'], width) if self.lead else []
+        lead = tables.wrap_lines([f'{self.lead}:'], width) if self.lead else []
         return [*lead, *lines, ''] if lines else []
 
     def html(self, mesh: MeshAxes) -> str:
@@ -132,7 +132,7 @@ class Section(Block):
 
 
 @dataclasses.dataclass(frozen=True)
-class Fold(Block):
+class Collapsible(Block):
     """A part of a result that opens and closes on a page.
 
     Attributes:
@@ -144,7 +144,7 @@ class Fold(Block):
     body: Sequence[Block]
 
     def text(self, width: int) -> list[str]:
-        return [*tables.wrapped([f'{self.summary}:'], width), *_lines(self.body, width)]
+        return [*tables.wrap_lines([f'{self.summary}:'], width), *_lines(self.body, width)]
 
     def html(self, mesh: MeshAxes) -> str:
         summary = f'<summary>{escape(self.summary)}</summary>'
@@ -183,7 +183,7 @@ class Lines(Block):
     tone: Tone = ''
 
     def text(self, width: int) -> list[str]:
-        return tables.wrapped(self.lines, width)
+        return tables.wrap_lines(self.lines, width)
 
     def html(self, mesh: MeshAxes) -> str:
         lines = [line.strip() for line in self.lines if line]
@@ -342,7 +342,7 @@ class Table(Block):
         notes: list[str] = []
         if self.footnotes and not tables.fits(cells, width):
             cells, notes = tables.with_footnotes(cells)
-        below = ['', *tables.wrapped(notes, width)] if notes else []
+        below = ['', *tables.wrap_lines(notes, width)] if notes else []
         return [*tables.table(cells, width, path, numbers), *self._rest(self.most_lines), *below]
 
     def html(self, mesh: MeshAxes) -> str:

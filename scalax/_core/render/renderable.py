@@ -8,7 +8,7 @@ from pathlib import Path
 from scalax._core.render import blocks
 
 
-class Shown:
+class Renderable:
     """A result that shows itself; ``str()`` of it is text for a terminal."""
 
     def _title(self) -> str:

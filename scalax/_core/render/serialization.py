@@ -30,7 +30,7 @@ _VERSION = 1  # of reports, and of plans
 _UNCONSTRAINED = 'UNCONSTRAINED'
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """A value in plain Python values, ready for ``json.dumps``.
 
     Args:
@@ -38,7 +38,7 @@ def plain(value: Any) -> Any:
             ``to_dict``; or a tuple or mapping of these.
 
     Example:
-        >>> plain({'spec': PartitionSpec(None, ('data', 'model'))})
+        >>> to_plain({'spec': PartitionSpec(None, ('data', 'model'))})
         {'spec': [None, ['data', 'model']]}
     """
     if isinstance(value, PartitionSpec):
@@ -46,13 +46,13 @@ def plain(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: to_plain(item) for key, item in value.items()}
     if hasattr(value, 'to_dict'):
         return value.to_dict()
     if dataclasses.is_dataclass(value) or hasattr(value, '_asdict'):
         kind: Any = type(value)
-        return {name: plain(getattr(value, name)) for name in _fields(kind)}
-    return [plain(item) for item in value] if isinstance(value, tuple) else value
+        return {name: to_plain(getattr(value, name)) for name in _fields(kind)}
+    return [to_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def write(values: Mapping[str, Any]) -> str:

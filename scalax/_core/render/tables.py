@@ -43,22 +43,22 @@ def human_bytes(count: int) -> str:
     return f'{size:.1f} TiB'
 
 
-def bytes_of(text: str) -> int:
+def parse_bytes(text: str) -> int:
     """The number of bytes of a text such as ``'16GiB'`` or ``'80GB'``; 0 if it is none.
 
     Example:
-        >>> bytes_of('2 KiB'), bytes_of('80GB'), bytes_of('17'), bytes_of('many')
+        >>> parse_bytes('2 KiB'), parse_bytes('80GB'), parse_bytes('17'), parse_bytes('many')
         (2048, 80000000000, 17, 0)
     """
     found = re.fullmatch(r'(\d{1,15}(?:\.\d{1,9})?) ?([KMGT]?i?B|)', text.strip())
     return int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
 
 
-def more_bytes(change: int) -> str:
+def signed_bytes(change: int) -> str:
     """A difference in bytes.
 
     Example:
-        >>> more_bytes(1536), more_bytes(-3)
+        >>> signed_bytes(1536), signed_bytes(-3)
         ('+1.5 KiB', '-3 B')
     """
     return f'{"-" if change < 0 else "+"}{human_bytes(abs(change))}'
@@ -160,7 +160,7 @@ def with_footnotes(cells: Sequence[Sequence[str]]) -> tuple[list[list[str]], lis
     return [[*heads], *numbered], [f'{number} {text}' for text, number in numbers.items()]
 
 
-def wrapped(lines: Iterable[str], width: int) -> list[str]:
+def wrap_lines(lines: Iterable[str], width: int) -> list[str]:
     """Lines of text as lines no wider than *width*, without characters that control a terminal.
 
     Numbers stay with their units.
@@ -177,13 +177,13 @@ def wrapped(lines: Iterable[str], width: int) -> list[str]:
 _BREAKS = ('/', ', ', ',', ' ', '.')
 
 
-def broken(text: str, room: int) -> list[str]:
+def break_text(text: str, room: int) -> list[str]:
     """A text in parts no longer than *room*, broken after a slash, else after a comma, a space or a dot.
 
     Example:
-        >>> broken('layers/{0..11}/attention', 16), broken("P('fsdp', 'tp')", 10)
+        >>> break_text('layers/{0..11}/attention', 16), break_text("P('fsdp', 'tp')", 10)
         (['layers/{0..11}/', 'attention'], ["P('fsdp', ", "'tp')"])
-        >>> broken('halo exchange: train.py:178 make_step', 32)
+        >>> break_text('halo exchange: train.py:178 make_step', 32)
         ['halo exchange: train.py:178 ', 'make_step']
     """
     parts, room = [], max(room, 1)
@@ -222,7 +222,7 @@ def _above(
     """The lines of a path and the columns before it."""
     before = ''.join(f'{text}{GAP}' for text in _padded(texts[:path], widths, right))
     room = width - len(before)
-    first, *others = broken(texts[path], room if len(texts[path]) <= room else room - len(GAP))
+    first, *others = break_text(texts[path], room if len(texts[path]) <= room else room - len(GAP))
     return [before + first, *(f'{" " * len(before)}{GAP}{name}' for name in others)]
 
 
@@ -233,10 +233,10 @@ def _packed(
     if width - sum(size + len(GAP) for size in widths[:path]) >= _LEAST:
         lines, rest = _above(texts, widths, width, path, right), texts[path + 1 :]
     else:  # the columns before the path leave no room for it on their line
-        lines, rest = broken(texts[path], width), [*texts[:path], *texts[path + 1 :]]
+        lines, rest = break_text(texts[path], width), [*texts[:path], *texts[path + 1 :]]
     line = ''
     for text in filter(None, rest):
-        for part in broken(text, width - _INDENT):
+        for part in break_text(text, width - _INDENT):
             if line and len(line) + len(GAP) + len(part) <= width:
                 line += GAP + part
             else:

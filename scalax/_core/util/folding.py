@@ -25,7 +25,7 @@ MOST_RUNS = 6  # between the braces of one folded path: layers may alternate
 
 
 @dataclasses.dataclass(frozen=True)
-class Numbered:
+class NumberedKeys:
     """Keys that differ in the number at their end only.
 
     Attributes:
@@ -56,14 +56,14 @@ class Fold:
         separator: what is between the keys.
     """
 
-    parts: tuple[str | Numbered, ...]
+    parts: tuple[str | NumberedKeys, ...]
     first: int
     separator: str = '/'
 
     @property
     def count(self) -> int:
         """How many leaves these are."""
-        return math.prod(len(part.numbers) for part in self.parts if isinstance(part, Numbered))
+        return math.prod(len(part.numbers) for part in self.parts if isinstance(part, NumberedKeys))
 
     @property
     def name(self) -> str:
@@ -73,7 +73,7 @@ class Fold:
     @property
     def paths(self) -> tuple[str, ...]:
         """Each of their paths."""
-        choices = [part.keys if isinstance(part, Numbered) else [part] for part in self.parts]
+        choices = [part.keys if isinstance(part, NumberedKeys) else [part] for part in self.parts]
         return tuple(self.separator.join(keys) for keys in itertools.product(*choices))
 
     def short_name(self, most: int | None, last: int = 0) -> str:
@@ -83,7 +83,7 @@ class Fold:
             most: how many runs.
             last: how many keys at the end of the path are named; 0 for all.
         """
-        names = [part.name(most) if isinstance(part, Numbered) else part for part in self.parts[-last:]]
+        names = [part.name(most) if isinstance(part, NumberedKeys) else part for part in self.parts[-last:]]
         return self.separator.join(names)
 
 
@@ -133,7 +133,7 @@ def _merged(place: int, group: Sequence[tuple[Fold, int]]) -> Fold:
     if len(group) == 1:
         return first
     stem = str(first.parts[place]).removesuffix(str(number))
-    numbered = Numbered(stem, tuple(sorted(number for _, number in group)))
+    numbered = NumberedKeys(stem, tuple(sorted(number for _, number in group)))
     parts = (*first.parts[:place], numbered, *first.parts[place + 1 :])
     return dataclasses.replace(first, parts=parts, first=min(item.first for item, _ in group))
 
@@ -172,6 +172,6 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
-def times(count: int) -> str:
+def count_prefix(count: int) -> str:
     """How many leaves a line stands for, in front of what each of them is; nothing for one."""
     return '' if count == 1 else f'{count} x '

@@ -28,12 +28,12 @@ _LINE_EVERY, _LOG_EVERY = 1.0, 60.0  # seconds
 # Of several that take long, one inside of the other or in threads, the first speaks.
 _speaking = threading.Lock()
 
-Note = Callable[[str], None]
+UpdateProgress = Callable[[str], None]
 """Takes how far it is, in words that follow the first ones: ``'3 of 12: fsdp=8'``."""
 
 
 @contextlib.contextmanager
-def progress(doing: str, log: logging.Logger) -> Iterator[Note]:
+def progress(doing: str, log: logging.Logger) -> Iterator[UpdateProgress]:
     """Says what takes long while the block runs.
 
     Args:
@@ -57,7 +57,7 @@ def progress(doing: str, log: logging.Logger) -> Iterator[Note]:
     write: Callable[[str], None] = _Line().write if line else functools.partial(log.info, '%s')
     every = _LINE_EVERY if line else _LOG_EVERY
     try:
-        with repeated(lambda seconds: write(f'{doing}{state} ... {seconds:.0f} s'), _FIRST, every):
+        with call_periodically(lambda seconds: write(f'{doing}{state} ... {seconds:.0f} s'), _FIRST, every):
             yield note
     finally:
         if line:
@@ -66,7 +66,7 @@ def progress(doing: str, log: logging.Logger) -> Iterator[Note]:
 
 
 @contextlib.contextmanager
-def repeated(say: Callable[[float], None], first: float, every: float) -> Iterator[None]:
+def call_periodically(say: Callable[[float], None], first: float, every: float) -> Iterator[None]:
     """Calls *say* with the seconds that have passed, after *first* seconds and then from time to time.
 
     A thread does, which has ended when the block is left.

@@ -12,7 +12,7 @@ F = TypeVar('F')
 _WORDS = 70_000
 
 
-def with_room(function: F) -> F:
+def with_stack_space(function: F) -> F:
     """The function, changed so that its frame and those of all calls inside it lie in one piece of memory.
 
     CPython keeps frames in pieces of 16 KiB. It maps a piece when a call does not fit in the last one, and

@@ -150,7 +150,7 @@ def brief(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def open_regular_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A regular file, opened for reading. Pipes and devices might block or never end.
 
     Raises:
@@ -179,7 +179,7 @@ def read(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
         OSError: it cannot be read.
         ValueError: it is not a regular file, is larger than that, or becomes shorter while it is read.
     """
-    with opened(path) as file:
+    with open_regular_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise ValueError(f'it has {size:,} bytes; the limit is {most:,}')
@@ -199,6 +199,6 @@ def read_exactly(file: BinaryIO, size: int) -> bytes:
     return data
 
 
-def reason(error: OSError | ValueError) -> str:
+def error_reason(error: OSError | ValueError) -> str:
     """The message of an error of `read` or `parse`, without the path."""
     return (isinstance(error, OSError) and error.strerror) or str(error)

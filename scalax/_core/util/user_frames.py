@@ -17,7 +17,7 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep  # Python's own library
 _CELL = re.compile(r'<ipython-input-\d+-|.*\bipykernel_\d+[/\\]\d+\.py$|.*\bipython-input-[\d-]+\.py$')
 
 
-def users_own(frames: Iterable[Frame], file_of: Callable[[Frame], str]) -> Frame | None:
+def innermost_user_frame(frames: Iterable[Frame], file_of: Callable[[Frame], str]) -> Frame | None:
     """The innermost frame of the user: neither ours nor generated, and outside of libraries if possible.
 
     Args:
@@ -25,13 +25,15 @@ def users_own(frames: Iterable[Frame], file_of: Callable[[Frame], str]) -> Frame
         file_of: the path of a frame's file.
 
     Example:
-        >>> users_own(['<string>', '/usr/lib/python3/site-packages/optax/a.py', '/home/me/train.py'], str)
+        >>> innermost_user_frame(
+        ...     ['<string>', '/usr/lib/python3/site-packages/optax/a.py', '/home/me/train.py'], str
+        ... )
         '/home/me/train.py'
     """
     return next(iter(_users(frames, file_of)), None)
 
 
-def users_path(
+def user_call_path(
     frames: Iterable[Frame], file_of: Callable[[Frame], str], tracing: tuple[str, ...]
 ) -> list[Frame]:
     """The frames of the user from the innermost up to the function that is traced, in that order.
@@ -42,7 +44,7 @@ def users_path(
         tracing: the folders of ours whose functions trace that function.
 
     Example:
-        >>> users_path(['/me/model.py', '/me/train.py', '/ours/make.py', '/me/main.py'], str, ('/ours/',))
+        >>> user_call_path(['/me/model.py', '/me/train.py', '/ours/make.py', '/me/main.py'], str, ('/ours/',))
         ['/me/model.py', '/me/train.py']
     """
     inside = []

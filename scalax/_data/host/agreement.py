@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from scalax._core.pytree import partition_specs
-from scalax._core.pytree.paths import dtype_on_devices, is_weak, type_text
+from scalax._core.pytree.paths import dtype_on_devices, is_weakly_typed, type_text
 from scalax._data.host import process_collectives
 from scalax.errors import DataError, ScalaxError, shown
 
@@ -177,7 +177,7 @@ def placed_text(leaf: Any) -> str:
 
 def weak_text(leaf: Any) -> str:
     """What is put in front of a weak type: processes whose types differ would compile different programs."""
-    return 'weakly typed ' if is_weak(leaf) else ''
+    return 'weakly typed ' if is_weakly_typed(leaf) else ''
 
 
 def _differences(mine: Statement, theirs: Statement, other: str) -> Iterable[str]:

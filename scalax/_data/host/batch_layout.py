@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from scalax._core.pytree.partition_specs import MeshAxes, chosen_axes
+from scalax._core.pytree.partition_specs import MeshAxes
+from scalax._core.pytree.spec_validation import validated_axes
 from scalax._data.host import process_collectives
 from scalax.errors import DataError, MeshError
 
@@ -63,7 +64,7 @@ def layout_of(mesh: Mesh, mesh_axis_subset: Sequence[str] | str | None) -> Batch
     """
     known = MeshAxes.of(mesh)
     subset = known.sizes if mesh_axis_subset is None else mesh_axis_subset
-    axes, types = chosen_axes('mesh_axis_subset', subset, known), known.types
+    axes, types = validated_axes('mesh_axis_subset', subset, known), known.types
     if len(set(axes)) != len(axes):
         raise MeshError(f'mesh_axis_subset: mesh axes are named once each, got {axes}')
     if len({types[axis] for axis in axes}) > 1:

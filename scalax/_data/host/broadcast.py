@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from scalax._core.pytree.partition_specs import MeshAxes
-from scalax._core.pytree.paths import NamedTree, has_foreign_dtype, is_key, leaf_shape, leaf_text
+from scalax._core.pytree.paths import NamedTree, has_foreign_dtype, is_prng_key, leaf_shape, leaf_text
 from scalax._data.host import agreement, process_collectives
 from scalax._data.host.transfer import reject_tracers
 from scalax._jax.tracing import is_abstract
@@ -81,7 +81,7 @@ def _fault(tree: NamedTree, index: int, sends: bool) -> str | None:
 
 def _value(leaf: Any, source: bool) -> np.ndarray:
     """A leaf in memory of its own, to be sent or overwritten."""
-    if is_key(leaf):
+    if is_prng_key(leaf):
         leaf = jax.random.key_data(leaf)
     elif jax.dtypes.issubdtype(getattr(leaf, 'dtype', np.int8), jax.dtypes.prng_key):
         leaf = jax.eval_shape(jax.random.key_data, leaf)

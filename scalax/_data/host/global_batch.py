@@ -24,8 +24,8 @@ from scalax._core.pytree.paths import (
     NamedTree,
     dtype_on_devices,
     has_foreign_dtype,
-    is_key,
-    is_weak,
+    is_prng_key,
+    is_weakly_typed,
     leaf_shape,
     overflowed_dtype,
     type_text,
@@ -310,7 +310,7 @@ def place(part: ProcessBatch, *, keep: bool = True) -> Finish:
 def _host(leaf: Any, copy: bool) -> np.ndarray:
     """A leaf as numpy has it, with the dtype that it has on devices (keys: their data)."""
     if isinstance(leaf, jax.Array):
-        return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+        return np.asarray(jax.random.key_data(leaf) if is_prng_key(leaf) else leaf)
     if not hasattr(leaf, 'dtype'):
         return np.asarray(leaf).astype(dtype_on_devices(leaf))
     return np.array(leaf) if copy else np.asarray(leaf)
@@ -351,8 +351,8 @@ def _finish(part: ProcessBatch, placed: Sequence[Any]) -> list[jax.Array]:
             process_collectives.bound_queue(part.options.mesh)
             arrays[i] = process_collectives.without_context(jax.device_put, array, sharding)
     for i, leaf in enumerate(part.tree.leaves):
-        if is_key(leaf):
+        if is_prng_key(leaf):
             arrays[i] = keys_of(arrays[i], leaf, part.shardings[i])
-        elif is_weak(leaf):
+        elif is_weakly_typed(leaf):
             arrays[i] = weakly_typed(arrays[i])
     return arrays

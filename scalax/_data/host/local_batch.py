@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from scalax._core.pytree.paths import NamedTree, is_key
+from scalax._core.pytree.paths import NamedTree, is_prng_key
 from scalax._data.host.batch_layout import checked_axis
 from scalax._data.host.process_collectives import without_context
 from scalax._data.host.transfer import agree_to_fetch, fetch, reject_tracers
@@ -68,7 +68,7 @@ def _fault(tree: NamedTree, index: int, axis: int, local_batch: str) -> str | No
 
 
 def _local_part(leaf: Any, batch_axis: int, local_batch: str) -> Any:
-    if is_key(leaf):
+    if is_prng_key(leaf):
         # numpy has no typed keys: their data is fetched, and wrapped again.
         data = _local_part(
             without_context(jax.random.key_data, leaf), batch_axis % max(leaf.ndim, 1), local_batch

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalax._core.context.resharding import identity
-from scalax._core.context.thread_state import in_a_thread
+from scalax._core.context.thread_state import run_in_thread
 from scalax._data.host import exits
 from scalax._jax.device_queue import last_program
 from scalax.errors import DataError
@@ -197,7 +197,7 @@ def without_context(function: Callable[..., Any], *args: Any) -> Any:
     """
     if jax.sharding.get_abstract_mesh().empty:
         return function(*args)
-    return in_a_thread('scalax-without-context', lambda: function(*args))
+    return run_in_thread('scalax-without-context', lambda: function(*args))
 
 
 @functools.lru_cache(maxsize=64)

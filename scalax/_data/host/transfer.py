@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from scalax._core.context import resharding
 from scalax._core.pytree import partition_specs
 from scalax._core.pytree.partition_specs import MeshAxes
-from scalax._core.pytree.paths import NamedTree, is_key, is_weak, overflowed_dtype
-from scalax._core.pytree.structure_diff import shown_differences
+from scalax._core.pytree.paths import NamedTree, is_prng_key, is_weakly_typed, overflowed_dtype
+from scalax._core.pytree.structure_diff import structure_differences
 from scalax._data.host import agreement, process_collectives
 from scalax._data.host.process_collectives import without_context
 from scalax._jax import weak_types
@@ -122,7 +122,7 @@ def _device_put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     keys = [
         i
         for i, sharding in enumerate(shardings)
-        if not sharding.is_fully_addressable and is_key(leaves[i]) and leaves[i].sharding != sharding
+        if not sharding.is_fully_addressable and is_prng_key(leaves[i]) and leaves[i].sharding != sharding
     ]
     sent = list(leaves)
     for i in keys:
@@ -131,7 +131,7 @@ def _device_put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     for i in keys:
         placed[i] = keys_of(placed[i], leaves[i], shardings[i])
     for i, sharding in enumerate(shardings):
-        if not sharding.is_fully_addressable and is_weak(leaves[i]):
+        if not sharding.is_fully_addressable and is_weakly_typed(leaves[i]):
             placed[i] = weakly_typed(placed[i])
     return placed
 
@@ -180,7 +180,7 @@ def to_host(pytree: Any) -> Any:
         here = [i for i in here if leaves[i].is_fully_addressable]
     if any(isinstance(one, NamedSharding) and one.spec.unreduced for one in shardings):
         for i in (*here, *elsewhere):
-            leaves[i] = resharding.reduced(leaves[i])
+            leaves[i] = resharding.reduce_partial_sums(leaves[i])
     if len(here) == len(leaves):
         return jax.tree.unflatten(treedef, jax.device_get(leaves))
     for i, value in zip(here, jax.device_get([leaves[i] for i in here]), strict=True):
@@ -220,7 +220,8 @@ def apply_functions(functions: Any, pytree: Any) -> Any:
     mine: Any = jax.tree.structure(functions)
     if mine != jax.tree.structure(pytree):
         raise StructureError(
-            f'the tree has another structure than the functions:\n{shown_differences(pytree, functions)}\n'
+            'the tree has another structure than the functions:\n'
+            f'{structure_differences(pytree, functions)}\n'
             'What to do: make the functions from a tree of the same structure.'
         )
     return jax.tree.map(lambda function, leaf: function(leaf), functions, pytree)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from scalax._core.pytree.paths import NamedTree, dtype_on_devices, is_weak, leaf_text, type_text
+from scalax._core.pytree.paths import NamedTree, dtype_on_devices, is_weakly_typed, leaf_text, type_text
 from scalax._core.util.strict_json import printable
 from scalax.errors import ArgumentError, near_names, shown_leaves
 from scalax.rules._tree_path import checked_regex
@@ -59,7 +59,7 @@ def arrivals_of(tree: NamedTree, mapping: NameMapping) -> tuple[list[Arrival], A
         ArgumentError: the mapping does not fit the tree; names all leaves that are not right.
     """
     dtypes = [dtype_on_devices(leaf) for leaf in tree.leaves]
-    weak = [is_weak(leaf) for leaf in tree.leaves]
+    weak = [is_weakly_typed(leaf) for leaf in tree.leaves]
     if mapping is None:
         rows = zip(tree.paths, tree.shapes, dtypes, strict=True)
         return [Arrival(*row, (Move(i),), weak=weak[i]) for i, row in enumerate(rows)], tree.treedef

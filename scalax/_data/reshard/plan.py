@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh
 
-from scalax._core.pytree.paths import bits_of
+from scalax._core.pytree.paths import element_bits
 from scalax._core.render import serialization
 from scalax._core.render.tables import human_bytes, milliseconds, table, terminal_width
 from scalax._data.reshard.block_schedule import volume
@@ -124,7 +124,7 @@ def plan_reshard(
     sent, received, moved = Counter[Any](), Counter[Any](), {'ici': 0, 'dcn': 0}
     kept, rounds, peak, seconds = 0, 0, 0, 0.0
     for route in [job.route(move, arrival) for arrival in job.arrivals for move in arrival.moves]:
-        bits = bits_of(route.dtype)
+        bits = element_bits(route.dtype)
         kept += sum(
             volume(piece.box) * bits // 8 for pieces in route.schedule.local_rounds for piece in pieces
         )

@@ -15,13 +15,13 @@ from jax.sharding import AbstractMesh, NamedSharding
 from scalax._core.pytree import partition_specs
 from scalax._core.pytree.paths import (
     NamedTree,
-    bits_of,
     dtype_on_devices,
+    element_bits,
     has_foreign_dtype,
     leaf_shape,
     type_text,
 )
-from scalax._core.render.tables import bytes_of
+from scalax._core.render.tables import parse_bytes
 from scalax._data.reshard.leaf_mapping import Arrival, Move, NameMapping, arrivals_of
 from scalax._data.reshard.routes import Route, route_of
 from scalax.errors import ArgumentError, checked_flag, module_advice, shown_leaves
@@ -43,7 +43,7 @@ class Options:
         Raises:
             ArgumentError: one is invalid.
         """
-        size = None if memory is None else bytes_of(str(memory))
+        size = None if memory is None else parse_bytes(str(memory))
         if size == 0:
             raise ArgumentError(f"memory is a size ('2GiB', '500MB', or bytes) or None, got {memory!r}")
         try:
@@ -94,7 +94,7 @@ class Job:
     @property
     def bytes(self) -> int:
         """The bytes of the target, each element counted once."""
-        return sum(math.prod(each.shape) * bits_of(each.dtype) for each in self.arrivals) // 8
+        return sum(math.prod(each.shape) * element_bits(each.dtype) for each in self.arrivals) // 8
 
     def route(self, move: Move, arrival: Arrival) -> Route:
         """The route of a move."""

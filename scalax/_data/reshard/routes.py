@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from scalax._core.pytree.paths import bits_of
+from scalax._core.pytree.paths import element_bits
 from scalax._data.reshard.block_schedule import Schedule, boxes_of, common, schedule_of
 from scalax._jax.devices import slice_of
 
@@ -72,8 +72,8 @@ def route_of(before: Side, after: Side, memory: int | None, axes: Any, layer: An
     else:
         sources = {device: (*one, *box) for device, box in sources.items()}
     wanted = {device: common(box, (*one, *box[len(one) :])) for device, box in targets.items()}
-    small, large = sorted((made, has), key=bits_of)
-    most = None if memory is None else max(memory * 8 // (2 * bits_of(large)), 1)
+    small, large = sorted((made, has), key=element_bits)
+    most = None if memory is None else max(memory * 8 // (2 * element_bits(large)), 1)
     schedule = dataclasses.replace(schedule_of(sources, wanted, most, slice_of), target=targets)
     return Route(schedule, axes, layer is not None and not splits, splits, small, made)
 

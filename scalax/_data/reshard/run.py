@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from scalax._core.mesh import meshes
 from scalax._core.pytree.partition_specs import MeshAxes
-from scalax._core.pytree.paths import is_key
+from scalax._core.pytree.paths import is_prng_key
 from scalax._core.render.tables import human_bytes
 from scalax._core.util.progress import progress
 from scalax._data.host import agreement, transfer
@@ -85,7 +85,7 @@ def _address(leaf: Any) -> Any:
     if not shards:
         return id(leaf)
     data = shards[0].data
-    if is_key(leaf):  # which shares the memory of its data
+    if is_prng_key(leaf):  # which shares the memory of its data
         data = jax.random.key_data(data)
     return shards[0].device, data.unsafe_buffer_pointer()
 
@@ -93,7 +93,9 @@ def _address(leaf: Any) -> Any:
 def _parts(leaf: Any) -> Blocks:
     """The blocks of an array that are here; of keys, their data."""
     shards = leaf.addressable_shards if isinstance(leaf, jax.Array) else ()
-    return {each.device: jax.random.key_data(each.data) if is_key(leaf) else each.data for each in shards}
+    return {
+        each.device: jax.random.key_data(each.data) if is_prng_key(leaf) else each.data for each in shards
+    }
 
 
 def _bring(route: Route, carry: Callable[..., Blocks], parts: Blocks, blocks: Blocks, donate: bool) -> None:

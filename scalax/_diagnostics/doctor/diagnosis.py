@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from scalax._core.render.html_pages import visible
-from scalax._core.render.tables import terminal_width, wrapped
+from scalax._core.render.tables import terminal_width, wrap_lines
 from scalax._diagnostics.doctor import environment
 from scalax._diagnostics.doctor.devices import open_devices
 from scalax._diagnostics.doctor.environment import Finding
@@ -45,11 +45,11 @@ class Diagnosis:
         width = terminal_width(None)
         longest = max(map(len, self.facts))
         lines = [plural(len(self.findings), 'finding') if self.findings else 'nothing is wrong', '']
-        lines += wrapped((f'{name:<{longest}}  {text}' for name, text in self.facts.items()), width)
+        lines += wrap_lines((f'{name:<{longest}}  {text}' for name, text in self.facts.items()), width)
         for number, (what, cure) in enumerate(self.findings, 1):
             first, *more = what.splitlines()
-            lines += ['', *wrapped([f'{number}. {first}'], width), *more]
-            lines += wrapped([f'   cure: {cure}'], width)
+            lines += ['', *wrap_lines([f'{number}. {first}'], width), *more]
+            lines += wrap_lines([f'   cure: {cure}'], width)
         return '\n'.join(map(visible, lines))
 
 

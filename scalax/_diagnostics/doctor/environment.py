@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from scalax._core.mesh.gpu_topologies import PLUGINS, wrong_plugins
+from scalax._core.mesh.gpu_topologies import PLUGINS, plugin_fault
 from scalax.errors import near_names
 
 _PACKAGES = (
@@ -85,7 +85,7 @@ def missing_plugins(present: Collection[str], versions: Collection[str]) -> Iter
 def wrong_compilers(versions: Mapping[str, str]) -> Iterator[Finding]:
     """Compilers for GPUs that JAX does not load; *versions* are those of the installed packages."""
     found = {package: versions[package] for package in PLUGINS if package in versions}
-    if wrong := wrong_plugins(found, versions.get('jaxlib', '')):
+    if wrong := plugin_fault(found, versions.get('jaxlib', '')):
         yield Finding(*wrong)
 
 

@@ -13,7 +13,7 @@ from types import FrameType, SimpleNamespace
 
 import jax
 
-from scalax._core.util.user_frames import file_text, users_own
+from scalax._core.util.user_frames import file_text, innermost_user_frame
 
 LOADING, SAVING, RESTORING, WAITING = 'loading', 'saving', 'restoring', 'waiting for the others'
 COMPUTING, PYTHON, CALLED, ENDING = 'computing', 'in Python', 'in Python that JAX calls', 'ending'
@@ -112,5 +112,5 @@ def _file(frame: FrameType) -> str:
 
 
 def _line(stack: list[FrameType]) -> str:
-    frame = users_own(stack, _file)
+    frame = innermost_user_frame(stack, _file)
     return f'{file_text(_file(frame))}:{frame.f_lineno} in {frame.f_code.co_name}' if frame else ''

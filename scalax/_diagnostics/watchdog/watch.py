@@ -21,8 +21,8 @@ from collections import deque
 
 import jax
 
-from scalax._core.channel.datagrams import HEAD, Answerer, Asker, Foreign
-from scalax._core.channel.secret import VARIABLE, lacks_secret, names_loopback, secret_of
+from scalax._core.channel.datagrams import HEAD, Client, ForeignPacket, Server
+from scalax._core.channel.secret import SECRET_VARIABLE, missing_secret_error, names_loopback, resolve_secret
 from scalax._diagnostics.watchdog.state import (
     CALLED,
     ENDING,
@@ -78,7 +78,7 @@ class Watch:
         # Process 0 reads 100 a second, or more where silence has to be noticed before JAX does.
         self._period = max(_PERIOD, min(count / 100, heartbeat / 8))
         self._socket = _socket(address, secret, listens=process == 0)
-        self._asker, self._answerer = Asker(secret), Answerer(secret, 2 * count + _DOCTORS)
+        self._client, self._server = Client(secret), Server(secret, 2 * count + _DOCTORS)
         self._own, self._ignored = State(process, '', 0, 0, 0.0, '', 0.0, '', '', 0.0), False
         self._heard: dict[int, State] = {}  # `silent` is the tick then: one that is stopped counts none
         self._tick, self._last, self._text, self._next = 0, last.step, '', 0.0
@@ -101,7 +101,7 @@ class Watch:
         """Tells process 0 where this one is."""
         if self._process:
             with contextlib.suppress(OSError):  # nobody listens there
-                self._socket.send(self._asker.question(_encoded('', [self._own])))
+                self._socket.send(self._client.request(_encoded('', [self._own])))
 
     def _listen(self, end: float) -> None:
         """Takes what comes until then, and what has come before; process 0 answers."""
@@ -120,13 +120,13 @@ class Watch:
                 else:
                     with contextlib.suppress(OSError):
                         self._socket.sendto(self._answer(packet, own), sender)
-            except Foreign:
+            except ForeignPacket:
                 self._ignore(sender[0].removeprefix('::ffff:'))  # an IPv4 address
             except (ValueError, TypeError, RecursionError):  # it comes again, or another version sends
                 continue
 
     def _take_answer(self, packet: bytes) -> None:
-        if (data := self._asker.answer(packet)) is None:  # process 0 has begun, or begun anew
+        if (data := self._client.read_response(packet)) is None:  # process 0 has begun, or begun anew
             self._tell()
         else:
             self._text, states = _decoded(data)
@@ -134,12 +134,12 @@ class Watch:
 
     def _answer(self, packet: bytes, own: bytes) -> bytes:
         """What process 0 answers: where it is, or where all are if the question is from none of them."""
-        question, is_new = self._answerer.question(packet)
+        question, is_new = self._server.read_request(packet)
         if not is_new:
-            return self._answerer.answer(question, b'')
+            return self._server.respond(question, b'')
         _, states = _decoded(question.data)
         self._hear(states)
-        return self._answerer.answer(question, own if states else _encoded(self._text, self._states()))
+        return self._server.respond(question, own if states else _encoded(self._text, self._states()))
 
     def _hear(self, states: list[State]) -> None:
         # Modulo: whoever sends, there are no more than so many.
@@ -152,7 +152,7 @@ class Watch:
                 'a message from %s about stuck processes is ignored, and so are others like it: it is not '
                 'signed with the secret of this run. If it comes from this run, or from `scalax doctor '
                 '--run`, set %s to the same value for all.',
-                *(host, VARIABLE),
+                *(host, SECRET_VARIABLE),
             )
         self._ignored = True
 
@@ -209,7 +209,7 @@ def report(states: list[State], late: bool, usual: float, silence: float, addres
     lines = [_line(state, how if stuck else '', silence) for state in stuck or states]
     doctor = f'`scalax doctor --run {address}` shows all processes.'
     if not address:
-        doctor = f'in a run for which {VARIABLE} is set, `scalax doctor --run` shows all processes.'
+        doctor = f'in a run for which {SECRET_VARIABLE} is set, `scalax doctor --run` shows all processes.'
     return (
         f'{ago:.0f} s have passed since step {step}{usually}{"" if stuck else "; no process is behind"}:\n'
         f'{shown(lines)}\nWhat to do: {dump}{doctor}'
@@ -252,13 +252,13 @@ def ask(address: str) -> tuple[list[State], str]:
         OSError: nobody answers: nobody listens, or whoever does has another secret.
         ValueError: it is another program.
     """
-    secret = secret_of('scalax doctor')
-    asker = Asker(secret)
+    secret = resolve_secret('scalax doctor')
+    client = Client(secret)
     with _socket(address, secret, listens=False) as way:
         way.settimeout(5)
         for _ in range(3):  # the first answer says with which nonce to ask
-            way.send(asker.question(_encoded('', [])))
-            if (data := asker.answer(way.recv(_LONGEST))) is not None:
+            way.send(client.request(_encoded('', [])))
+            if (data := client.read_response(way.recv(_LONGEST))) is not None:
                 text, states = _decoded(data)
                 return states, text
     raise ValueError('it asks for another question each time')
@@ -283,7 +283,7 @@ def _socket(address: str, secret: bytes, listens: bool) -> socket.socket:
         host = '127.0.0.1'
     elif listens:
         if not secret:
-            raise lacks_secret('initialize', address)
+            raise missing_secret_error('initialize', address)
         host = '::' if socket.has_dualstack_ipv6() else '0.0.0.0'
     family, kind, _, _, where = socket.getaddrinfo(host.strip('[]'), int(port), type=socket.SOCK_DGRAM)[0]
     made = socket.socket(family, kind)

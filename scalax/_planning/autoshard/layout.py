@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from scalax._core.pytree import partition_specs
+from scalax._core.pytree import partition_specs, spec_validation
 from scalax._planning.autoshard.leaf_groups import Group
 from scalax._spmd.pipelines.config import Pipeline
 
@@ -82,7 +82,7 @@ class Layout:
     def fitted(self, spec: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
         """What a shape can have of a spec on the mesh: axes are dropped from the right until it divides."""
         first = PartitionSpec(*partition_specs.entries(spec)[: len(shape)])
-        return partition_specs.drop_indivisible(first, tuple(shape), partition_specs.MeshAxes(self.sizes, {}))
+        return spec_validation.drop_indivisible(first, tuple(shape), partition_specs.MeshAxes(self.sizes, {}))
 
 
 def usual(

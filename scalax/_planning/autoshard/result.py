@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 from scalax._core.pytree.partition_specs import axis_sizes_text
 from scalax._core.render import serialization
 from scalax._core.render.blocks import Block, Cell, Code, Column, Figures, Heading, Lines, Row, Section, Table
-from scalax._core.render.renderable import Shown
-from scalax._core.render.tables import human_bytes, milliseconds, more_bytes
+from scalax._core.render.renderable import Renderable
+from scalax._core.render.tables import human_bytes, milliseconds, signed_bytes
 from scalax._planning.autoshard.codegen import rule_code, spec_code
 from scalax._planning.mesh_search.objective import EQUAL, mean
 from scalax._planning.report.plan import Plan
@@ -79,7 +79,7 @@ class MeshChoice:
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoShardingResult(Shown):
+class AutoShardingResult(Renderable):
     """What `autoshard` returns; ``str()`` of it is a page of text.
 
     Attributes:
@@ -138,7 +138,7 @@ class AutoShardingResult(Shown):
     def to_dict(self) -> dict[str, Any]:
         """The result in plain Python values, ready for ``json.dumps``; the rule as its repr."""
         own = {name: value for name, value in vars(self).items() if name not in ('rule', '_code')}
-        return {**serialization.plain(own), 'rule': repr(self.rule), 'code': self._code}
+        return {**serialization.to_plain(own), 'rule': repr(self.rule), 'code': self._code}
 
 
 def result_blocks(found: AutoShardingResult, title: str) -> list[Block]:
@@ -202,10 +202,10 @@ def _groups(found: AutoShardingResult) -> Table:
             seconds = 'nearly equal'
         else:
             seconds = f'{"-" if group.seconds < 0 else "+"}{milliseconds(abs(group.seconds))}'
-        moved = ', '.join(f'{axes} {more_bytes(size)}' for axes, size in group.moved.items() if size)
+        moved = ', '.join(f'{axes} {signed_bytes(size)}' for axes, size in group.moved.items() if size)
         rows.append([*place, spec_code(group.next_spec), Cell(seconds, group.seconds), group.memory, moved])
     heads = Column('group', 'lead'), Column('spec', 'code'), Column('next best', 'code')
-    numbers = Column('seconds', 'number'), Column('memory', 'number', more_bytes)
+    numbers = Column('seconds', 'number'), Column('memory', 'number', signed_bytes)
     return Table([*heads, *numbers, Column('bytes', 'code')], rows)
 
 

@@ -12,7 +12,7 @@ import jax
 
 from scalax._compile.call.signature import name_of
 from scalax._compile.sjit.function import SjitFunction
-from scalax._core.pytree.paths import bits_of, dtype_on_devices, kind_of, leaf_shape, path_string
+from scalax._core.pytree.paths import dtype_on_devices, element_bits, leaf_shape, path_string, tree_type
 from scalax.errors import ArgumentError, plural
 
 
@@ -96,19 +96,19 @@ class Step:
 
         A result that is a tree like an argument is where that one is; the compiler decides about others.
         """
-        kinds = [kind_of(argument) for argument in self.args]
+        kinds = [tree_type(argument) for argument in self.args]
 
         def given(result: Any) -> Any:
-            kind = kind_of(result)
+            kind = tree_type(result)
             return arguments[kinds.index(kind)] if kind in kinds else None
 
-        if not isinstance(self.out, tuple | dict) or kind_of(self.out) in kinds:
+        if not isinstance(self.out, tuple | dict) or tree_type(self.out) in kinds:
             return given(self.out)
         return jax.tree.map(given, self.out, is_leaf=lambda each: each is not self.out)
 
 
 def _leaf(path: Any, leaf: Any) -> Leaf:
-    return Leaf(path_string(path), leaf_shape(leaf) or (), bits_of(dtype_on_devices(leaf)))
+    return Leaf(path_string(path), leaf_shape(leaf) or (), element_bits(dtype_on_devices(leaf)))
 
 
 def make_step(

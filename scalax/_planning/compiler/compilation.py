@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from scalax._core.context.thread_state import in_a_thread
+from scalax._core.context.thread_state import run_in_thread
 from scalax._jax.error_texts import is_out_of_memory
 from scalax._planning.compiler import running_compilations
 from scalax._planning.cost.memory import Memory, MemoryLayout, MemoryTables, assigned_memory, read_layout
@@ -224,7 +224,7 @@ def _compile(lowered: Any, options: dict[str, Any]) -> _Dump:
             options = {'xla_dump_to': name, **_DUMP, **options}
             # Ctrl-C does not interrupt a compiler in the main thread. It leaves this thread behind, for which
             # Python waits at exit: stopping a compiler halfway would abort the process.
-            executable = in_a_thread('scalax-plan', lambda: lowered.compile(compiler_options=options))
+            executable = run_in_thread('scalax-plan', lambda: lowered.compile(compiler_options=options))
         except jax.errors.JaxRuntimeError as error:
             refusal = str(error)
             if not is_out_of_memory(error) or not _last_file(folder, f'{_TABLES[0]}.txt'):

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from scalax._core.mesh.gpu_targets import TARGETS
-from scalax._core.mesh.gpu_topologies import GPUS
+from scalax._core.mesh.gpu_topologies import GPU_KINDS
 from scalax.errors import PlanError, did_you_mean
 
 HOP_SECONDS = 1e-6
@@ -136,7 +136,7 @@ def _gpu(
     name: str, flops: float, hbm: float, size: float, nvlink: float, card: float | None, host: float | None
 ) -> Hardware:
     """A GPU; *card* is the bandwidth of the network card that each has."""
-    joined = GPUS[name]
+    joined = GPU_KINDS[name]
     return Hardware(
         name,
         flops,
@@ -145,13 +145,13 @@ def _gpu(
         nvlink,
         torus_axes=0,
         devices_per_chip=1,
-        dcn_bytes_per_second=None if card is None else joined.host * card,
-        chips_per_host=joined.host,
-        chips_per_slice=None if joined.host == joined.domain else joined.domain,
+        dcn_bytes_per_second=None if card is None else joined.gpus_per_host * card,
+        chips_per_host=joined.gpus_per_host,
+        chips_per_slice=None if joined.gpus_per_host == joined.gpus_per_domain else joined.gpus_per_domain,
         host_bytes_per_second=host,
         device_kinds=(TARGETS[name].device_kind,),
         # Those of NVLink 4 and later do; up to four GPUs are joined without any.
-        switches_add=TARGETS[name].capability >= (9, 0) and joined.domain > 4,
+        switches_add=TARGETS[name].capability >= (9, 0) and joined.gpus_per_domain > 4,
     )
 
 

@@ -10,19 +10,19 @@ from scalax._core.render import serialization
 from scalax._core.render.blocks import (
     Block,
     Cell,
+    Collapsible,
     Column,
     Figure,
     Figures,
-    Fold,
     Heading,
-    InText,
+    HtmlOnly,
     Lines,
-    OnPage,
     Row,
     Section,
     Table,
+    TextOnly,
 )
-from scalax._core.render.renderable import Shown
+from scalax._core.render.renderable import Renderable
 from scalax._core.render.tables import human_bytes, milliseconds, three_figures
 from scalax._planning.hardware.specs import network_text
 from scalax._planning.mesh_search.candidate import Candidate
@@ -40,7 +40,7 @@ _COLUMNS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class SearchResult(Shown):
+class SearchResult(Renderable):
     """What `search` returns; ``str()`` of it is a table.
 
     Attributes:
@@ -112,7 +112,8 @@ class SearchResult(Shown):
     def to_dict(self) -> dict[str, Any]:
         """The outcome in plain Python values, ready for ``json.dumps``; plans as `Plan.to_dict` has them."""
         return {
-            field.name: serialization.plain(getattr(self, field.name)) for field in dataclasses.fields(self)
+            field.name: serialization.to_plain(getattr(self, field.name))
+            for field in dataclasses.fields(self)
         }
 
 
@@ -128,9 +129,9 @@ def search_blocks(search: SearchResult, title: str) -> list[Block]:
     return [
         Heading(title, best.mesh if best else {}, of),
         Figures([*_figures(search, best)]),
-        OnPage([Lines([took])]),
-        Section('', [InText([Lines([search.head])])]),
-        Section('Meshes', [OnPage([Lines([about])]), table, *quick]),
+        HtmlOnly([Lines([took])]),
+        Section('', [TextOnly([Lines([search.head])])]),
+        Section('Meshes', [HtmlOnly([Lines([about])]), table, *quick]),
     ]
 
 
@@ -166,7 +167,9 @@ def _row(place: int, candidate: Candidate) -> Row:
 def _plans(search: SearchResult) -> list[Block]:
     """The plan of each mesh, folded."""
     plans = [
-        Fold(f'{place}. {each.name}: {each.lost or "best"}', plan_blocks(each.plan, each.name, level=2))
+        Collapsible(
+            f'{place}. {each.name}: {each.lost or "best"}', plan_blocks(each.plan, each.name, level=2)
+        )
         for place, each in enumerate(search.candidates, 1)
         if each.plan
     ]

@@ -19,7 +19,7 @@ from scalax._compile.call.signature import name_of
 from scalax._core.mesh import meshes, topologies
 from scalax._core.render.tables import human_bytes
 from scalax._core.render.trial_log import TrialFile
-from scalax._core.util.progress import Note, progress
+from scalax._core.util.progress import UpdateProgress, progress
 from scalax._planning.compiler.lowered_step import LoweredStep, lower_step
 from scalax._planning.hardware.specs import Hardware
 from scalax._planning.mesh_search.candidate import Candidate
@@ -270,7 +270,7 @@ def _as_pipelines(pipelines: Any, names: Sequence[str]) -> list[Pipeline]:
     return pipelines
 
 
-def _in_full(attempt: _Attempts, done: dict[int, Candidate], most: int | None, note: Note) -> None:
+def _in_full(attempt: _Attempts, done: dict[int, Candidate], most: int | None, note: UpdateProgress) -> None:
     """Compiles the best in full until *most* of them fit; by default until the best fits for sure."""
     fitting = 0
     near = [place for place, candidate in done.items() if may_fit(candidate)]

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from scalax._compile import sjit
-from scalax._core.util.user_frames import users_path
+from scalax._core.util.user_frames import user_call_path
 from scalax._planning.program.counting import Part
 from scalax._planning.program.hlo import Module
 from scalax._spmd.pipelines.summary import SENDING
@@ -95,7 +95,7 @@ class Scopes:
         return self._known[key]
 
     def _functions(self, frame: int) -> Sequence[str]:
-        frames = users_path(self._module.stack(frame), lambda each: each.file, _TRACING)
+        frames = user_call_path(self._module.stack(frame), lambda each: each.file, _TRACING)
         return [function_name(each.function) for each in reversed(frames)]
 
 

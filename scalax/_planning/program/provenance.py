@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from scalax._core.util.user_frames import file_text, is_cell, users_own
+from scalax._core.util.user_frames import file_text, innermost_user_frame, is_cell
 from scalax._planning.program.counting import Part, part_of
 from scalax._planning.program.hlo import Computation, Frame, Instruction, Module
 from scalax._spmd.pipelines.summary import SENDING
@@ -78,7 +78,7 @@ def source_of(module: Module, computation: Computation, instruction: Instruction
 
 
 def _users_frame(module: Module, instruction: Instruction) -> Frame | None:
-    return users_own(module.stack(instruction.frame), lambda each: each.file)
+    return innermost_user_frame(module.stack(instruction.frame), lambda each: each.file)
 
 
 def frame_number(module: Module, computation: Computation, instruction: Instruction) -> int:

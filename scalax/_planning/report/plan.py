@@ -9,7 +9,7 @@ from typing import Any
 
 from scalax._core.render import serialization
 from scalax._core.render.blocks import Block
-from scalax._core.render.renderable import Shown
+from scalax._core.render.renderable import Renderable
 from scalax._planning.report.plan_data import PlanData
 from scalax._planning.report.plan_page import plan_blocks
 from scalax.errors import ArgumentError
@@ -18,7 +18,7 @@ _WIDTH = 110  # of the text that `diff` compares
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(PlanData, Shown):
+class Plan(PlanData, Renderable):
     """Memory, communication and time of a compiled step; ``str()`` of it is a page of text.
 
     `MeshShardingHelper.plan` makes one.
@@ -69,7 +69,8 @@ class Plan(PlanData, Shown):
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain Python values, ready for ``json.dumps``."""
         values = {
-            field.name: serialization.plain(getattr(self, field.name)) for field in dataclasses.fields(self)
+            field.name: serialization.to_plain(getattr(self, field.name))
+            for field in dataclasses.fields(self)
         }
         memory = {**values['memory'], 'total': self.memory.total}
         return {**values, 'memory': memory, 'fits': self.fits}

@@ -10,17 +10,17 @@ from scalax._core.render.blocks import (
     Block,
     Cell,
     Code,
+    Collapsible,
     Column,
     Figure,
     Figures,
-    Fold,
     Heading,
-    InText,
+    HtmlOnly,
     Lines,
-    OnPage,
     Row,
     Section,
     Table,
+    TextOnly,
     Tone,
     Value,
 )
@@ -70,10 +70,10 @@ def plan_blocks(plan: PlanData, title: str, level: int = 1) -> list[Block]:
     flops = f'{_SIGNS[plan.flops_counted]}{human_flops(plan.flops)} in one call, on all devices together'
     return [
         Heading(title, plan.mesh, runs_on(plan), level),
-        InText([Lines([f'{plan.name} on {runs_on(plan)} ({axis_sizes_text(plan.mesh)})'])]),
+        TextOnly([Lines([f'{plan.name} on {runs_on(plan)} ({axis_sizes_text(plan.mesh)})'])]),
         Figures([*headline(plan, roofline)]),
-        OnPage([Lines([plan.refusal], 'bad')]),
-        InText([Lines([flops] if plan.flops or plan.flops_counted is not Counted.EXACTLY else [])]),
+        HtmlOnly([Lines([plan.refusal], 'bad')]),
+        TextOnly([Lines([flops] if plan.flops or plan.flops_counted is not Counted.EXACTLY else [])]),
         Lines([_excess(plan)]),
         Lines([f'compiled with {" ".join(plan.flags)}'] if plan.flags else []),
         Section('Memory of each device', memory_blocks(plan)),
@@ -167,8 +167,8 @@ def memory_blocks(plan: PlanData) -> list[Block]:
     ]
     return [
         Lines([f'memory of each device{_how_known(plan)}: {memory_taken(plan)}{fits}']),
-        InText([Lines([f'  {name:11}  {human_bytes(size):>10}{said}' for name, size, said in parts])]),
-        OnPage([Table(columns, rows)]),
+        TextOnly([Lines([f'  {name:11}  {human_bytes(size):>10}{said}' for name, size, said in parts])]),
+        HtmlOnly([Table(columns, rows)]),
         *([_held(plan)] if plan.buffers else []),
     ]
 
@@ -216,7 +216,7 @@ def _held(plan: PlanData) -> Block:
     named = sum(row.bytes for row in plan.buffers if row.source[1:] != Source()[1:])
     columns = [Column('bytes', 'number', human_bytes), Column('array', 'code'), Column('what it is', 'wide')]
     share = f'{100 * named // max(peak, 1)} % of it with a source'
-    return Fold(f'held at the peak: {human_bytes(peak)}, {share}', [Table(columns, rows)])
+    return Collapsible(f'held at the peak: {human_bytes(peak)}, {share}', [Table(columns, rows)])
 
 
 # --- Seconds --------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def _seconds(plan: PlanData, roofline: Roofline | None) -> list[Block]:
     """The roofline, or why there is none and what to do."""
     if roofline is not None:
         lines = str(roofline).splitlines()
-        return [InText([Lines(lines)]), OnPage([Code('\n'.join(lines))])]
+        return [TextOnly([Lines(lines)]), HtmlOnly([Code('\n'.join(lines))])]
     if plan.hardware is None and plan.platform != 'gpu':
         line = (
             f'No seconds for {plan.device_kind or plan.platform!r} devices. Make the mesh with '
@@ -266,7 +266,10 @@ def _schedule(plan: PlanData, roofline: Roofline | None) -> list[Block]:
         for row in sorted(differ, key=lambda row: -abs(row.seconds - row.bound))
     ]
     times = f'{schedule.seconds / bound:.3g} times the bound'
-    return [*shown, Fold(f'{times}: the kernels that differ most', [Table(columns, rows, most_lines=_SHOWN)])]
+    return [
+        *shown,
+        Collapsible(f'{times}: the kernels that differ most', [Table(columns, rows, most_lines=_SHOWN)]),
+    ]
 
 
 # --- Parts of the step and modules ----------------------------------------------------------------

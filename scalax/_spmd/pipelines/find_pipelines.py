@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
-from scalax._core.pytree.partition_specs import no_axis
 from scalax._core.pytree.paths import array_bytes
 from scalax._jax import equations, rewriting
 from scalax._jax.equations import (

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from scalax._core.pytree.paths import bits_of
+from scalax._core.pytree.paths import element_bits
 from scalax._jax.equations import Literal, loop_of, scan_options, size_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import added_equation, part_of, run, with_results
@@ -86,7 +86,7 @@ def _smallest(
     if isinstance(atom, Literal):
         return 0, ()
     if id(atom) not in known:
-        own: tuple[float, Sequence[Any]] = size_of(atom) * bits_of(atom.aval.dtype) / 8, (atom,)
+        own: tuple[float, Sequence[Any]] = size_of(atom) * element_bits(atom.aval.dtype) / 8, (atom,)
         made = makers.get(id(atom))
         if made is not None and primitive_name(made) in _CHEAP:
             parts = [_smallest(each, makers, known) for each in made.invars]

@@ -23,7 +23,7 @@ from scalax._core.render.blocks import (
     Table,
     Tone,
 )
-from scalax._core.render.renderable import Shown
+from scalax._core.render.renderable import Renderable
 from scalax._core.render.tables import array_text, human_bytes, human_flops
 from scalax._core.util.folding import MOST_RUNS, fold
 from scalax._jaxpr.source_lines import line_of
@@ -60,7 +60,7 @@ class RedundantWork:
 
 
 @dataclasses.dataclass(frozen=True)
-class PropagationReport(Shown):
+class PropagationReport(Renderable):
     """How a compiled function is partitioned along the mesh axes of its batch; ``str()`` of it is a table.
 
     Attributes:
@@ -159,7 +159,8 @@ class PropagationReport(Shown):
     def to_dict(self) -> dict[str, Any]:
         """The report in plain Python values, ready for ``json.dumps``."""
         return {
-            field.name: serialization.plain(getattr(self, field.name)) for field in dataclasses.fields(self)
+            field.name: serialization.to_plain(getattr(self, field.name))
+            for field in dataclasses.fields(self)
         }
 
     def to_json(self) -> str:

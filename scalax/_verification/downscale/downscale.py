@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 
 from scalax._core.context.active_helper import MeshOwner
 from scalax._core.pytree.partition_specs import axis_sizes_text
-from scalax._core.pytree.paths import dtype_on_devices, is_weak
+from scalax._core.pytree.paths import dtype_on_devices, is_weakly_typed
 from scalax._planning.compiler.lowered_step import without_changes
 from scalax._verification.downscale.shrink import Large, Made, Search, Sizes
 from scalax._verification.reference import Step, helper_over, is_array
@@ -190,6 +190,8 @@ def resized(args: Sequence[Any], sizes: Sizes, mesh: Any) -> tuple[Any, ...]:
         own = getattr(leaf, 'sharding', None)
         placed = NamedSharding(mesh, own.spec) if isinstance(own, NamedSharding) else None
         shape = tuple([sizes.get(size, size) for size in leaf.shape])
-        return jax.ShapeDtypeStruct(shape, dtype_on_devices(leaf), sharding=placed, weak_type=is_weak(leaf))
+        return jax.ShapeDtypeStruct(
+            shape, dtype_on_devices(leaf), sharding=placed, weak_type=is_weakly_typed(leaf)
+        )
 
     return jax.tree.map(smaller, tuple(args))

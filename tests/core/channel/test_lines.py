@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from scalax._core.channel import lines
-from scalax._core.channel.secret import is_loopback, names_loopback, secret_of
-from scalax._core.channel.session import ANSWERS, ASKS, Session, new_nonce
+from scalax._core.channel.secret import is_loopback, names_loopback, resolve_secret
+from scalax._core.channel.session import CLIENT, SERVER, Session, new_nonce
 from scalax.errors import ArgumentError
 
 LONG, SOON = 60.0, 0.05
@@ -29,17 +29,17 @@ Pair = tuple[socket.socket, socket.socket]
 def test_lines_come_as_they_were_sent(pair: Pair) -> None:
     texts = [b'', b'a', b'x' * 1000, b'b']
     for text in texts:
-        lines.Lines(pair[0]).send(text, LONG)
-    reader = lines.Lines(pair[1])
+        lines.LineSocket(pair[0]).send(text, LONG)
+    reader = lines.LineSocket(pair[1])
     assert [reader.read(1000, LONG) for _ in texts] == texts
-    assert not reader.comes(SOON)
+    assert not reader.wait_readable(SOON)
 
 
 @pytest.mark.parametrize('end', [b'', b'\n'])
 def test_a_line_is_not_longer_than_it_may_be(end: bytes, pair: Pair) -> None:
     pair[0].sendall(b'x' * 10 + end)
-    with pytest.raises(lines.Invalid):
-        lines.Lines(pair[1]).read(9, LONG)
+    with pytest.raises(lines.InvalidMessage):
+        lines.LineSocket(pair[1]).read(9, LONG)
 
 
 def test_a_line_has_a_deadline_however_it_drips(pair: Pair) -> None:
@@ -53,7 +53,7 @@ def test_a_line_has_a_deadline_however_it_drips(pair: Pair) -> None:
     dripping.start()
     try:
         with pytest.raises(TimeoutError):
-            lines.Lines(pair[1]).read(1 << 20, 4 * SOON)
+            lines.LineSocket(pair[1]).read(1 << 20, 4 * SOON)
     finally:
         ended.set()
         dripping.join(LONG)
@@ -62,15 +62,15 @@ def test_a_line_has_a_deadline_however_it_drips(pair: Pair) -> None:
 def test_a_connection_that_ends_within_a_line(pair: Pair) -> None:
     pair[0].sendall(b'half a li')
     pair[0].shutdown(socket.SHUT_WR)
-    with pytest.raises(lines.Closed):
-        lines.Lines(pair[1]).read(100, LONG)
+    with pytest.raises(lines.ConnectionClosed):
+        lines.LineSocket(pair[1]).read(100, LONG)
 
 
 def channels(pair: Pair, ours: bytes = SECRET, theirs: bytes = SECRET) -> tuple[lines.Channel, lines.Channel]:
     """Both sides, of which the second one listens."""
     with ThreadPoolExecutor(1) as pool:
-        answering = pool.submit(lines.answered, pair[1], theirs, LONG)
-        asker = lines.asked(pair[0], ours, LONG)
+        answering = pool.submit(lines.server_handshake, pair[1], theirs, LONG)
+        asker = lines.client_handshake(pair[0], ours, LONG)
         return asker, answering.result(LONG)
 
 
@@ -88,33 +88,33 @@ def test_a_line_is_not_sent_back_to_its_side(pair: Pair) -> None:
     asker, _ = channels(pair)
     asker.send('mine', LONG)
     pair[1].sendall(pair[1].recv(4096))
-    with pytest.raises(lines.Invalid):
+    with pytest.raises(lines.InvalidMessage):
         asker.read(100, LONG)
 
 
 @pytest.mark.parametrize('text', [b'[' * 100_000, b'{', b'\xff'], ids=['nested', 'half', 'no text'])
 def test_what_is_signed_and_no_json(text: bytes, pair: Pair) -> None:
     asker, answerer = channels(pair)
-    signature = asker._session.signature(ASKS, 1, text)
+    signature = asker._session.signature(CLIENT, 1, text)
     pair[0].sendall(signature.hex().encode() + b' ' + text + b'\n')
-    with pytest.raises(lines.Invalid):
+    with pytest.raises(lines.InvalidMessage):
         answerer.read(1 << 20, LONG)
 
 
 def test_a_signature_fits_nothing_else() -> None:
     one, other = new_nonce(), new_nonce()
     session = Session(SECRET, one, other)
-    signature = session.signature(ASKS, 1, b'data')
-    assert session.is_signed(signature, ASKS, 1, b'data')
+    signature = session.signature(CLIENT, 1, b'data')
+    assert session.is_signed(signature, CLIENT, 1, b'data')
     others = [
-        (Session(b'another secret', one, other), ASKS, 1, b'data'),
-        (Session(SECRET, other, one), ASKS, 1, b'data'),
-        (Session(SECRET, new_nonce(), other), ASKS, 1, b'data'),
-        (Session(SECRET, one, new_nonce()), ASKS, 1, b'data'),
-        (session, ANSWERS, 1, b'data'),
-        (session, ASKS, 2, b'data'),
-        (session, ASKS, 1, b'date'),
-        (session, ASKS + b'\0', 1, b'data'),
+        (Session(b'another secret', one, other), CLIENT, 1, b'data'),
+        (Session(SECRET, other, one), CLIENT, 1, b'data'),
+        (Session(SECRET, new_nonce(), other), CLIENT, 1, b'data'),
+        (Session(SECRET, one, new_nonce()), CLIENT, 1, b'data'),
+        (session, SERVER, 1, b'data'),
+        (session, CLIENT, 2, b'data'),
+        (session, CLIENT, 1, b'date'),
+        (session, CLIENT + b'\0', 1, b'data'),
     ]
     for wrong, side, count, data in others:
         assert not wrong.is_signed(signature, side, count, data)
@@ -167,13 +167,13 @@ def test_loopback(host: str, names: bool, is_one: bool, monkeypatch: pytest.Monk
 )
 def test_texts_that_are_secrets(text: str, secret: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an argument and as a variable, which often differ by a newline at the end."""
-    assert secret_of('test', text) == secret
+    assert resolve_secret('test', text) == secret
     monkeypatch.setenv('SCALAX_RUN_TOKEN', text)
-    assert secret_of('test') == secret
+    assert resolve_secret('test') == secret
 
 
 @pytest.mark.parametrize('text', [' ' * 20, '\n', 'short' + ' ' * 20], ids=repr)
 def test_white_space_is_no_secret(text: str) -> None:
     length = len(text.strip())
     with pytest.raises(ArgumentError, match=f'^test: secret has to be .*, got {length} characters\\. What'):
-        secret_of('test', text)
+        resolve_secret('test', text)

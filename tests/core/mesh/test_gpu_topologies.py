@@ -10,7 +10,13 @@ from jax.experimental import topologies
 
 from scalax._core.mesh import gpu_topologies
 from scalax._core.mesh.gpu_targets import TARGETS, target_config
-from scalax._core.mesh.gpu_topologies import GPUS, GPUTopology, gpu_topology, is_of_gpus, wrong_plugins
+from scalax._core.mesh.gpu_topologies import (
+    GPU_KINDS,
+    GPUTopology,
+    gpu_topology,
+    is_gpu_topology,
+    plugin_fault,
+)
 from scalax._planning.hardware.torus import places_of
 from scalax.errors import MeshError, MissingDependencyError
 from scalax.plan import HARDWARE
@@ -45,13 +51,13 @@ def helper_of(topology, dims=(-1,), names=('x',), **options):
     ],
 )
 def test_names(topology, slices, found):
-    assert is_of_gpus(topology)
+    assert is_gpu_topology(topology)
     assert gpu_topology(topology, slices) == found
 
 
 @pytest.mark.parametrize('topology', ['v5p:4x4x4', 'h10:8', 'H100:8', 'cpu:8', '', 'v100:8', 'mine:8'])
 def test_other_names(topology):
-    assert not is_of_gpus(topology)
+    assert not is_gpu_topology(topology)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +84,10 @@ def test_wrong_names(topology, slices, snapshot):
 
 
 def test_every_kind_has_a_target():
-    assert [*GPUS] == [*TARGETS]
+    assert [*GPU_KINDS] == [*TARGETS]
 
 
-@pytest.mark.parametrize('kind', GPUS)
+@pytest.mark.parametrize('kind', GPU_KINDS)
 def test_the_memory_of_data_sheets_is_less_than_that_of_the_target(kind):
     assert 0.9 < HARDWARE[kind].hbm_bytes / TARGETS[kind].memory_bytes <= 1
     assert HARDWARE[kind].hbm_bytes_per_second == pytest.approx(TARGETS[kind].memory_rate, rel=0.05)
@@ -169,8 +175,8 @@ def test_a_topology_that_the_compiler_refuses(described):
 
 
 def test_compilers_that_are_right():
-    assert wrong_plugins({}, '1') is None
-    assert wrong_plugins({'jax-cuda12-pjrt': '1'}, '1') is None
+    assert plugin_fault({}, '1') is None
+    assert plugin_fault({'jax-cuda12-pjrt': '1'}, '1') is None
 
 
 @pytest.mark.parametrize(
@@ -184,7 +190,7 @@ def test_compilers_that_are_right():
 )
 def test_versions_are_compared_as_jax_does(plugin, jaxlib, right):
     """By the numbers that they begin with: ``check_plugin_version`` in jaxlib/plugin_support.py."""
-    assert (wrong_plugins({'jax-cuda12-pjrt': plugin}, jaxlib) is None) is right
+    assert (plugin_fault({'jax-cuda12-pjrt': plugin}, jaxlib) is None) is right
 
 
 # --- A GPU that a file describes ---------------------------------------------------------------------
@@ -237,10 +243,10 @@ def test_a_target_config_that_is_not_text(described, tmp_path):
 @pytest.mark.medium
 @pytest.mark.sampled(7)
 @gpu_compiler.needed
-@pytest.mark.parametrize('kind', GPUS)
+@pytest.mark.parametrize('kind', GPU_KINDS)
 def test_every_kind_compiles(kind):
-    joined = GPUS[kind]
-    helper = helper_of(f'{kind}:2x1x{joined.host}', [2, -1], ['data', 'tp'])
+    joined = GPU_KINDS[kind]
+    helper = helper_of(f'{kind}:2x1x{joined.gpus_per_host}', [2, -1], ['data', 'tp'])
     assert {device.device_kind for device in helper.mesh.devices.flat} == {TARGETS[kind].device_kind}
     step = helper.sjit(lambda x: jnp.tanh(x @ x), in_shardings=P('data', 'tp'), out_shardings=P('data'))
     compiled = step.lower(jax.ShapeDtypeStruct((512, 512), 'bfloat16')).compile()

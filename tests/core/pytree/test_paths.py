@@ -11,8 +11,8 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 from scalax._core.pytree.paths import (
     NamedTree,
     _path_strings,
-    bits_of,
     describe_leaf,
+    element_bits,
     has_foreign_dtype,
     join,
     key_string,
@@ -152,7 +152,7 @@ class OfAnotherLibrary:
     ],
 )
 def test_bits_on_a_device(dtype, bits):
-    assert bits_of(dtype) == bits
+    assert element_bits(dtype) == bits
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,17 @@ from scalax._core.render import blocks
 from scalax._core.render.blocks import (
     Cell,
     Code,
+    Collapsible,
     Column,
     Figure,
     Figures,
-    Fold,
     Heading,
-    InText,
+    HtmlOnly,
     Lines,
     Node,
-    OnPage,
     Section,
     Table,
+    TextOnly,
     Tree,
 )
 from scalax._core.render.tables import milliseconds
@@ -64,7 +64,7 @@ def everything(text):
         Section(text, [Lines([text])], text),
         Table(columns, [[text, 1.0], [Cell(text, tone='warn'), Cell(text, 1.0, bar=0.5)]]),
         Tree(columns, [Node(text, [text], [Node(text, [text])])]),
-        Fold(text, [Lines([text])]),
+        Collapsible(text, [Lines([text])]),
     ]
 
 
@@ -187,11 +187,11 @@ def test_long_tables_are_cut():
 
 def test_text_and_pages_are_of_the_same_blocks():
     both = [
-        InText([Section('', [Lines(['said in text'])])]),
-        OnPage([Lines(['said on a page'])]),
+        TextOnly([Section('', [Lines(['said in text'])])]),
+        HtmlOnly([Lines(['said on a page'])]),
         Section('Title', [Lines(['', 'in both']), Code('code()')], 'about'),
         Section('Empty', [Lines([''])], 'about'),
-        Fold('held', [Table([Column('a'), Column('b', on_page=True)], [['x', 'y']])]),
+        Collapsible('held', [Table([Column('a'), Column('b', on_page=True)], [['x', 'y']])]),
     ]
     assert blocks.text(both, 60).splitlines() == [
         *('said in text', '', 'about:', 'in both', 'code()', '', 'held:', 'a', '-', 'x'),

@@ -180,7 +180,7 @@ def test_where_people_wait(terminal, monkeypatch, tmp_path):
         yield
         say(1)
 
-    monkeypatch.setattr(waiting, 'repeated', first_and_last)
+    monkeypatch.setattr(waiting, 'call_periodically', first_and_last)
     monkeypatch.setattr(waiting._Line, 'write', lambda self, text: noted.append(text))
     state = helper.shard({'w': np.ones((8, 4), np.float32)}, P('fsdp'))
     with Checkpointer(tmp_path / 'run') as checkpointer:

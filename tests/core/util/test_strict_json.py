@@ -122,7 +122,10 @@ def test_files_without_an_end_are_not_read(tmp_path: Path, kind: str) -> None:
 def test_a_file_that_becomes_shorter(tmp_path: Path) -> None:
     path = tmp_path / 'a.json'
     path.write_bytes(b'[1, 2]')
-    with strict_json.opened(path) as file, pytest.raises(ValueError, match='2 of 6 bytes were there'):
+    with (
+        strict_json.open_regular_file(path) as file,
+        pytest.raises(ValueError, match='2 of 6 bytes were there'),
+    ):
         os.truncate(path, 2)
         strict_json.read_exactly(file, 6)
 
@@ -130,5 +133,5 @@ def test_a_file_that_becomes_shorter(tmp_path: Path) -> None:
 def test_reasons() -> None:
     with pytest.raises(OSError) as error:
         strict_json.read('/no/such/file')
-    assert strict_json.reason(error.value) == 'No such file or directory'
-    assert strict_json.reason(ValueError('wrong')) == 'wrong'
+    assert strict_json.error_reason(error.value) == 'No such file or directory'
+    assert strict_json.error_reason(ValueError('wrong')) == 'wrong'

@@ -116,7 +116,7 @@ def test_a_message_holds_as_many_states_as_fit() -> None:
     data = watch._encoded('a', [at(i, line='x' * 200) for i in range(4096)])
     text, states = watch._decoded(data)
     assert text == 'a' and [one.process for one in states] == [*range(128)]
-    assert len(datagrams.Asker(SECRET).question(data)) <= watch._LONGEST
+    assert len(datagrams.Client(SECRET).request(data)) <= watch._LONGEST
 
 
 @contextlib.contextmanager
@@ -143,9 +143,9 @@ def test_process_0_answers_with_its_own_state_alone() -> None:
     """Also before it has heard itself: a state that comes once would look like that of a silent process."""
     with process_0(count=4096) as (zero, other):
         zero._heard = {i: at(i) for i in range(4096)}
-        asker, told = datagrams.Asker(b''), watch._encoded('', [at(3, step=9)])
-        assert asker.answer(exchanged(zero, other, asker.question(told))) is None
-        answer = asker.answer(exchanged(zero, other, asker.question(told)))
+        client, told = datagrams.Client(b''), watch._encoded('', [at(3, step=9)])
+        assert client.read_response(exchanged(zero, other, client.request(told))) is None
+        answer = client.read_response(exchanged(zero, other, client.request(told)))
         assert answer is not None
         _, states = watch._decoded(answer)
     assert [one.process for one in states] == [0] and zero._heard[3].step == 9
@@ -166,12 +166,12 @@ def test_strangers_are_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
     asked, told = watch._encoded('', []), watch._encoded('', [at(1, step=9)])
     with process_0(SECRET) as (zero, other):
         zero._heard = {0: at(0), 1: at(1)}
-        asker = datagrams.Asker(SECRET)
-        first = asker.question(told)
+        client = datagrams.Client(SECRET)
+        first = client.request(told)
         challenge = exchanged(zero, other, first)
-        assert asker.answer(challenge) is None and zero._heard[1].step == 7
-        second = asker.question(asked)
-        assert asker.answer(exchanged(zero, other, second))
+        assert client.read_response(challenge) is None and zero._heard[1].step == 7
+        second = client.request(asked)
+        assert client.read_response(exchanged(zero, other, second))
         assert exchanged(zero, other, second) == b''  # it counts once
         # The first question again is worth what it was: less than it costs, and no state.
         assert len(exchanged(zero, other, first)) <= len(first) and zero._heard[1].step == 7
@@ -180,8 +180,8 @@ def test_strangers_are_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
             bytes(60_000),
             asked,
             challenge,
-            datagrams.Asker(b'').question(told),
-            datagrams.Asker(b'of another run, as long as that').question(told),
+            datagrams.Client(b'').request(told),
+            datagrams.Client(b'of another run, as long as that').request(told),
             second[:-1] + b'}',
         ):
             assert exchanged(zero, other, packet) == b'', packet
@@ -194,10 +194,10 @@ def test_strangers_are_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_what_is_signed_is_parsed_with_care() -> None:
     with process_0(SECRET) as (zero, other):
-        asker = datagrams.Asker(SECRET)
-        assert asker.answer(exchanged(zero, other, asker.question(b''))) is None
+        client = datagrams.Client(SECRET)
+        assert client.read_response(exchanged(zero, other, client.request(b''))) is None
         for data in (b'[' * 50_000, b'{', b'3', b'["", 4]', b'["", [[1]]]'):
-            assert exchanged(zero, other, asker.question(data)) == b''
+            assert exchanged(zero, other, client.request(data)) == b''
 
 
 @pytest.mark.parametrize(

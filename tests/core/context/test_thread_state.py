@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from scalax._core.context.thread_state import in_a_thread
+from scalax._core.context.thread_state import run_in_thread
 from scalax._jax.tracing import THREAD_SETTINGS as SETTINGS
 from scalax.errors import MeshError
 from scalax.sharding import (
@@ -69,21 +69,21 @@ def test_a_setting_goes_along(setting: str) -> None:
         value = not current(setting)
     before = current(setting)
     with getattr(jax, setting)(value):
-        assert in_a_thread('other', lambda: current(setting)) == current(setting) == value
-    assert in_a_thread('other', lambda: current(setting)) == current(setting) == before
+        assert run_in_thread('other', lambda: current(setting)) == current(setting) == value
+    assert run_in_thread('other', lambda: current(setting)) == current(setting) == before
 
 
 def test_transfer_guard_goes_along() -> None:
     with jax.transfer_guard('disallow'):
-        in_a_thread('other', lambda: jax.device_put(np.zeros(2)))
+        run_in_thread('other', lambda: jax.device_put(np.zeros(2)))
         with pytest.raises(Exception, match='Disallowed host-to-device transfer'):
-            in_a_thread('other', lambda: jax.jit(lambda x: x)(np.zeros(2)))
+            run_in_thread('other', lambda: jax.jit(lambda x: x)(np.zeros(2)))
 
 
 def test_a_mesh_stays_behind() -> None:
     with jax.set_mesh(HELPER.mesh), HELPER.get_context():
-        assert in_a_thread('other', jax.sharding.get_mesh).empty
-        assert in_a_thread('other', get_global_mesh_helper) is None
+        assert run_in_thread('other', jax.sharding.get_mesh).empty
+        assert run_in_thread('other', get_global_mesh_helper) is None
 
 
 def test_errors_come_back() -> None:
@@ -91,7 +91,7 @@ def test_errors_come_back() -> None:
         raise KeyError('x')
 
     with pytest.raises(KeyError, match='x'):
-        in_a_thread('other', fails)
+        run_in_thread('other', fails)
 
 
 # --- Objects that threads share -------------------------------------------------------------------
@@ -262,6 +262,6 @@ def test_a_context_left_in_another_thread_is_told() -> None:
     context = HELPER.get_context()
     with context:
         with pytest.raises(MeshError, match='or in another thread'):
-            in_a_thread('other', lambda: context.__exit__(None, None, None))
+            run_in_thread('other', lambda: context.__exit__(None, None, None))
         assert get_global_mesh_helper() is HELPER
     assert get_global_mesh_helper() is None

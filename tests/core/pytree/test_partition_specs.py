@@ -4,7 +4,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from scalax._core.pytree import partition_specs
+from scalax._core.pytree import partition_specs, spec_validation
 
 U = P.UNCONSTRAINED
 AXES = partition_specs.MeshAxes({'a': 2, 'b': 3, 'c': 4}, dict.fromkeys('abc', AxisType.Auto))
@@ -50,7 +50,7 @@ def test_canonical(spec, canonical):
 
 
 def test_what_is_unreduced_is_kept_by_other_entries():
-    assert partition_specs.replaced(P('a', unreduced={'b'}), [None, 'c']) == P(None, 'c', unreduced={'b'})
+    assert partition_specs.with_entries(P('a', unreduced={'b'}), [None, 'c']) == P(None, 'c', unreduced={'b'})
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_what_is_unreduced_is_kept_by_other_entries():
     ],
 )
 def test_without_manual(spec, left):
-    assert partition_specs.without_manual(spec, MIXED) == left
+    assert partition_specs.without_manual_axes(spec, MIXED) == left
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_without_manual(spec, left):
     ],
 )
 def test_faults_are_found_all_at_once(spec, kinds):
-    assert [fault.kind for fault in partition_specs.faults(spec, (12, 12), AXES)] == kinds
+    assert [fault.kind for fault in spec_validation.faults(spec, (12, 12), AXES)] == kinds
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_faults_are_found_all_at_once(spec, kinds):
     ],
 )
 def test_faults_that_depend_on_axis_types(spec, kinds):
-    assert [fault.kind for fault in partition_specs.faults(spec, (12, 12), MIXED)] == kinds
+    assert [fault.kind for fault in spec_validation.faults(spec, (12, 12), MIXED)] == kinds
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def test_faults_that_depend_on_axis_types(spec, kinds):
     ],
 )
 def test_dimensions_that_do_not_divide_lose_axes_from_the_right(spec, shape, dims, dropped):
-    assert partition_specs.indivisible(spec, shape, AXES) == dims
-    assert partition_specs.drop_indivisible(spec, shape, AXES) == dropped
-    assert not partition_specs.indivisible(dropped, shape, AXES)
+    assert spec_validation.indivisible_dims(spec, shape, AXES) == dims
+    assert spec_validation.drop_indivisible(spec, shape, AXES) == dropped
+    assert not spec_validation.indivisible_dims(dropped, shape, AXES)
 
 
 def test_mesh_axes():
