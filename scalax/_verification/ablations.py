@@ -10,11 +10,12 @@ from jax.sharding import NamedSharding
 
 from scalax._compile.sjit.function import SjitFunction, partitioned_step, pipelines_of
 from scalax._core.pytree.partition_specs import only_axes
+from scalax._core.util.progress import UpdateProgress
 from scalax._verification.compare import Comparison
 from scalax._verification.report import Ablation, first_line
 
 
-def run_ablations(found: Comparison, seed: int, steps: int, note: Note) -> Iterator[Ablation]:
+def run_ablations(found: Comparison, seed: int, steps: int, note: UpdateProgress) -> Iterator[Ablation]:
     """Compares a step with differences again, in other ways, with the arguments that showed them."""
     for change, options in _variants(found):
         note(change)

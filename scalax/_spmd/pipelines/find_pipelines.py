@@ -9,6 +9,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from scalax._core.pytree.paths import array_bytes
+from scalax._core.pytree.spec_validation import unknown_axis_text
 from scalax._jax import equations, rewriting
 from scalax._jax.equations import (
     argument_names,
@@ -90,7 +91,7 @@ def has_stages(sizes: Mapping[str, int], pipeline: Pipeline) -> bool:
         StagesError: the mesh has no such axis.
     """
     if pipeline.axis not in sizes:
-        raise StagesError(f'{pipeline}: {no_axis(pipeline.axis, sizes)}')
+        raise StagesError(f'{pipeline}: {unknown_axis_text(pipeline.axis, sizes)}')
     if sizes[pipeline.axis] > 1:
         return True
     warn(
