@@ -18,16 +18,16 @@ from scalax._jaxpr.dim_rules import dims_of
 from scalax._spmd.batch.batch_dims import BatchDims
 from scalax._spmd.batch.batch_sources import batch_sources
 from scalax._spmd.options import DEFAULT, BatchPartitioning
-from scalax._spmd.placements.auto_shardings import AutoAxes
-from scalax._spmd.placements.collectives import Exchange
+from scalax._spmd.placements.auto_shardings import AutoShardings
+from scalax._spmd.placements.collectives import CollectiveWriter
 from scalax._spmd.placements.layouts import Layout
 from scalax._spmd.placements.op_rules import Op, Strategy, strategy
 from scalax._spmd.placements.placement import Partial, Placements, Shard
-from scalax._spmd.placements.reduction_layouts import Wanted, reduced
-from scalax._spmd.values import Argument, Partitioned, Settled, Value, is_replicated, replicated
+from scalax._spmd.placements.reduction_layouts import ReductionLayouts, reduced_placements
+from scalax._spmd.values import Argument, PartitionedJaxpr, ReductionTarget, Value, is_replicated, replicated
 
 
-class Shared:
+class PartitionContext:
     """What is known of all jaxprs of a step.
 
     Args:
@@ -69,24 +69,26 @@ class Shared:
         results: Sequence[Layout | None],
         mesh: AbstractMesh,
         axes: Sequence[str],
-        auto: AutoAxes | None = None,
+        auto: AutoShardings | None = None,
         options: BatchPartitioning = DEFAULT,
         states: Sequence[Layout | None] = (),
         microbatches: int | None = None,
     ) -> None:
         self.mesh, self.options, self.pipelines = mesh, options, dict[int, Any]()
         self.mesh_axes = {axis: mesh.shape[axis] for axis in axes}
-        self.keeps_replicated, self.in_turn = False, None
+        self.keeps_replicated, self.microbatch_axis = False, None
         if microbatches is not None:
-            self.in_turn = len(axes) - 1
+            self.microbatch_axis = len(axes) - 1
             self.mesh_axes[axes[-1]] = microbatches
         self.axes, self.sizes = tuple(axes), tuple(self.mesh_axes.values())
         self.blocks = math.prod(self.sizes)
-        self.auto = auto or AutoAxes(jaxpr, [], {})
+        self.auto = auto or AutoShardings(jaxpr, [], {})
         self.code = ManualCode(mesh, self.auto.sizes)
-        self.exchange = Exchange(self.code, self.axes, self.sizes, None, self.in_turn)
+        self.collective_writer = CollectiveWriter(
+            self.code, self.axes, self.sizes, None, self.microbatch_axis
+        )
         holds_sums = options.reduce_per_microbatch is False
-        self.wanted = Wanted(jaxpr, results, states, holds_sums=holds_sums)
+        self.reduction_layouts = ReductionLayouts(jaxpr, results, states, holds_sums=holds_sums)
         self.batch_dims = BatchDims(jaxpr, [each.placements for each in arguments], self.sizes)
         if all(argument.is_state for argument in arguments):
             sharded = [not is_replicated(argument.placements) for argument in arguments]
@@ -110,14 +112,19 @@ class Shared:
         other.mesh_axes = {axis: self.mesh_axes[axis] for axis in other.axes}
         other.sizes = tuple(other.mesh_axes.values())
         other.blocks = math.prod(other.sizes)
-        if self.in_turn is not None:
-            other.in_turn = axes.index(self.in_turn) if self.in_turn in axes else None
-        other.exchange = Exchange(self.code, other.axes, other.sizes, self.exchange.numbers, other.in_turn)
-        other.wanted, other.batch_dims = self.wanted.along(axes), self.batch_dims.along(axes)
+        if self.microbatch_axis is not None:
+            other.microbatch_axis = axes.index(self.microbatch_axis) if self.microbatch_axis in axes else None
+        other.collective_writer = CollectiveWriter(
+            self.code, other.axes, other.sizes, self.collective_writer.ids, other.microbatch_axis
+        )
+        other.reduction_layouts, other.batch_dims = (
+            self.reduction_layouts.along(axes),
+            self.batch_dims.along(axes),
+        )
         other.replicated = replicated(len(axes))
         return other
 
-    def alike(self) -> Self:
+    def keeping_replicated(self) -> Self:
         """Returns what is known of all jaxprs that devices run alike: replicated values stay replicated."""
         other = copy.copy(self)
         other.keeps_replicated = True
@@ -125,7 +132,7 @@ class Shared:
 
     def reduced(self, placements: Placements, layout: Layout | None, *, held: bool = False) -> Placements:
         """Returns placements whose sums are reduced, but for sums over microbatches."""
-        after, i = reduced(placements, layout, held=held), self.in_turn
+        after, i = reduced_placements(placements, layout, held=held), self.microbatch_axis
         if i is None or not isinstance(placements[i], Partial):
             return after
         return (*after[:i], placements[i], *after[i + 1 :])
@@ -145,7 +152,7 @@ class Shared:
             self._of_products[key] = strategy(op)
         return self._of_products[key]
 
-    def is_of_examples(self, atom: Any) -> bool:
+    def depends_on_examples(self, atom: Any) -> bool:
         """Returns whether a variable depends on examples."""
         return not isinstance(atom, Literal) and self._of_examples.of(atom)
 
@@ -153,17 +160,17 @@ class Shared:
         """Whether an equation multiplies state that depends on gradients, as an optimizer does."""
         if primitive_name(equation) != 'dot_general' or not all(map(_has_no_examples, values)):
             return False
-        return any(self.is_of_examples(value.var) for value in values)
+        return any(self.depends_on_examples(value.var) for value in values)
 
-    def jaxpr(
+    def partition(
         self,
         jaxpr: Any,
         arguments: Sequence[Argument],
-        results: Sequence[Placements | Settled | None] | None = None,
+        results: Sequence[Placements | ReductionTarget | None] | None = None,
         *,
         backward: bool = False,
         at: Any = None,
-    ) -> Partitioned:
+    ) -> PartitionedJaxpr:
         """Returns a jaxpr on the blocks of each device.
 
         Args:
@@ -176,7 +183,7 @@ class Shared:
         """
         raise NotImplementedError
 
-    def inside(
+    def for_shard_map(
         self,
         equation: Any,
         jaxpr: Any,
@@ -184,7 +191,7 @@ class Shared:
         results: Sequence[Layout | None],
         left: Sequence[int],
         manual: Collection[str],
-    ) -> Shared:
+    ) -> PartitionContext:
         """Returns what partitions the body of a `shard_map`, along some of the axes.
 
         Args:
@@ -197,13 +204,13 @@ class Shared:
         """
         raise NotImplementedError
 
-    def of_microbatches(
+    def for_microbatches(
         self,
         jaxpr: Any,
         arguments: Sequence[Argument],
         results: Sequence[Layout | None],
         microbatches: int,
-    ) -> Shared:
+    ) -> PartitionContext:
         """Returns what partitions the jaxpr of a layer in a pipeline.
 
         Args:

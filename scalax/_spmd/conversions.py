@@ -16,10 +16,10 @@ import jax
 from scalax._jax.equations import is_on_device, shape_of, size_of
 from scalax._jax.manual_axes import local_params
 from scalax._jax.primitives import primitive_name
-from scalax._spmd.batch.replicated_parts import part_function, part_operands
-from scalax._spmd.editor import Editor
+from scalax._spmd.batch.replicated_parts import block_function, block_operand_dims
+from scalax._spmd.editor import EditorBase
 from scalax._spmd.placements.auto_shardings import NO_AXES, AutoDims
-from scalax._spmd.placements.collectives import RESULT, SENDING, What
+from scalax._spmd.placements.collectives import RESULT, SENDING_KINDS, What
 from scalax._spmd.placements.placement import (
     REPLICATE,
     SUM,
@@ -42,7 +42,7 @@ from scalax._spmd.values import (
 _PRODUCTS = frozenset(('conv_general_dilated', 'dot_general', 'ragged_dot_general'))
 
 
-class Edit(Editor):
+class JaxprEditor(EditorBase):
     """One jaxpr while it is partitioned, with conversions of its values."""
 
     def convert(
@@ -70,20 +70,20 @@ class Edit(Editor):
         source, plain = without_state(value.placements), without_state(target)
         if plain == source:
             return value.atom
-        again = self.shared.options.reshard_after_forward and not keeps_state
+        again = self.context.options.reshard_after_forward and not keeps_state
         backward = again and value.is_state and self.is_backward(equation)
         key = plain, backward
         if backward and key not in value.versions and self._is_held(value, plain):
-            value.remember(key, value.versions[plain, False])
+            value.add_version(key, value.versions[plain, False])
         if key not in value.versions:
-            if self.shared.is_mixed and not self.divides(value.shape, plain):
+            if self.context.is_mixed and not self.divides(value.shape, plain):
                 raise CannotPartition(equation, f'{plain} split {value.shape} unevenly')
-            whole = (self.shared.replicated, False)
+            whole = (self.context.replicated, False)
             is_part = not has_partial(plain) and not is_replicated(plain)
             if value.is_replicated or (whole in value.versions and is_part):
                 atom = self._part(value, target, equation)
             elif is_replicated(plain) and is_gathered_as_operands(value, self.read, self.uses):
-                maker = value.narrow_maker
+                maker = value.narrow_producer
                 atoms = [self.convert(self.read(operand), plain, equation) for operand in maker.invars]
                 atom = self.code.var(value.var, value.shape)
                 params = local_params(maker, [*map(shape_of, atoms)], [value.shape])
@@ -94,7 +94,7 @@ class Edit(Editor):
                     # XLA would merge the two gathers, and keep the gathered state in between.
                     atom = self._barrier(atom, equation)
                 atom = self._exchange(value, atom, source, plain, equation, what)
-            value.remember(key, atom)
+            value.add_version(key, atom)
         atom = value.versions[key]
         if value.is_state:
             self._last_use[id(atom)] = self._bytes_gathered
@@ -126,8 +126,8 @@ class Edit(Editor):
         if said is not None:
             what = said
         elif value.has_sum:
-            what, origin = 'sum', RESULT if self.ends_step else origin
-            layout = self.shared.wanted.of(value.var)
+            what, origin = 'sum', RESULT if self.converts_results else origin
+            layout = self.context.reduction_layouts.of(value.var)
             if layout is not None and layout.path is None:
                 origin = RESULT
             elif layout is not None:
@@ -144,27 +144,27 @@ class Edit(Editor):
         if steps and not is_on_device(value.var):
             raise CannotPartition(equation, 'it exchanges blocks of a value in the memory of the host')
         for step in steps:
-            exchange = self.shared.exchange
+            exchange = self.context.collective_writer
             shape = exchange.shape(step, shape_of(atom))
             if 0 in shape:  # no device has an element
-                atom = self.emit_of(_reshaped(shape), ('empty', shape), equation, [atom])
+                atom = self.emit(_reshaped(shape), ('empty', shape), equation, [atom])
                 continue
             if step.kind == 'all_to_all':
                 # XLA for CPUs may lay out the blocks that it sends differently, which it then refuses.
-                atom = self.emit_of(jax.lax.optimization_barrier, 'barrier', equation, [atom])
+                atom = self.emit(jax.lax.optimization_barrier, 'barrier', equation, [atom])
             result = self.code.var(atom, shape)
-            in_turn = self.shared.in_turn in step.axes
-            if in_turn and step.kind in SENDING:
-                raise CannotPartition(equation, NOT_ALONE)
-            numbers = [self.number] if in_turn else []
+            in_turn = self.context.microbatch_axis in step.axes
+            if in_turn and step.kind in SENDING_KINDS:
+                raise CannotPartition(equation, NEEDS_ALL_MICROBATCHES)
+            numbers = [self.microbatch_index] if in_turn else []
             written = exchange.equation(step, equation, [atom, *numbers], result, auto)
-            if step.kind in SENDING:
-                written, number = exchange.numbered(written, what)
+            if step.kind in SENDING_KINDS:
+                written, number = exchange.with_id(written, what)
                 facts = self.is_backward(equation), number
-                self._list(exchange.collective(step, equation, (atom, result), origin, what, facts))
+                self._record(exchange.collective(step, equation, (atom, result), origin, what, facts))
             self.eqns.append(written)
             if step.kind == 'all_gather':
-                self._note_gathered(value)
+                self._record_gathered(value)
             atom = result
         if what == 'gradient' and not self.is_step:
             # XLA for GPUs would move the reduction to the next round of a loop, and hold the unreduced
@@ -186,12 +186,12 @@ class Edit(Editor):
             table = self.values.get(id(equation.invars[0]))
             return table.origin if table is not None and table.is_state and table is not value else None
         makes_gradient = name == 'scatter-add' or name in _PRODUCTS
-        layout = self.shared.wanted.of(equation.outvars[0]) if makes_gradient else None
+        layout = self.context.reduction_layouts.of(equation.outvars[0]) if makes_gradient else None
         return None if layout is None else layout.path
 
     def _sent_dtype(self, what: What, value: Value, atom: Any, equation: Any) -> Any:
         """Returns the dtype in which a value is sent, as users choose; None if it keeps its own."""
-        options = self.shared.options
+        options = self.context.options
         if what == 'gradient':
             return options.reduce_dtype_for(atom.aval.dtype)
         if what != 'weight' or options.param_dtype is None:
@@ -206,52 +206,52 @@ class Edit(Editor):
     def _cast(self, atom: Any, dtype: Any, equation: Any) -> Any:
         """Returns a value in another dtype."""
         function = functools.partial(jax.lax.convert_element_type, new_dtype=dtype)
-        return self.emit_of(function, ('cast', str(dtype)), equation, [atom])
+        return self.emit(function, ('cast', str(dtype)), equation, [atom])
 
     def _auto_dims(self, value: Value, what: str) -> AutoDims:
         """Returns the Auto axes that shard each dimension of a value."""
-        if not self.shared.auto.sizes:
+        if not self.context.auto.sizes:
             return NO_AXES
-        layout = self.shared.wanted.of(value.var) if what == 'gradient' else None
+        layout = self.context.reduction_layouts.of(value.var) if what == 'gradient' else None
         if layout is None:
-            return self.shared.auto.of(value.var)
+            return self.context.auto.of(value.var)
         sharded = dict(layout.auto)
         return tuple([sharded.get(dim, ()) for dim in range(len(value.shape))])
 
     def _part(self, value: Value, target: Placements, equation: Any) -> Any:
         """Returns each device's block of a replicated value, computed alone if that is possible."""
-        if value.maker is None or has_partial(target):
-            whole = value.versions.get((self.shared.replicated, False), value.atom)
-            atom = self._exchange(value, whole, self.shared.replicated, target, equation)
+        if value.producer is None or has_partial(target):
+            whole = value.versions.get((self.context.replicated, False), value.atom)
+            atom = self._exchange(value, whole, self.context.replicated, target, equation)
             if value.argument is not None and not has_partial(target):
                 first, slices = self._sliced.setdefault(value.argument, (target, []))
                 if first == target:
                     slices += self.eqns[-1:]
             return atom
-        made_by, operands = value.maker
+        made_by, operands = value.producer
         blocks: dict[int, list[int]] = {}
         for axis, placement in enumerate(target):
             if isinstance(placement, Shard):
                 blocks.setdefault(placement.dim, []).append(axis)
-        targets = [[*self.shared.replicated] for _ in operands]
+        targets = [[*self.context.replicated] for _ in operands]
         for dim, axes in blocks.items():
-            for i, source in part_operands(made_by, dim).items():
+            for i, source in block_operand_dims(made_by, dim).items():
                 for axis in axes:
                     targets[i][axis] = Shard(source)
         atoms = [
             self.convert(operand, tuple(each), equation)
             for operand, each in zip(operands, targets, strict=True)
         ]
-        sizes = self.shared.sizes
-        exchange = self.shared.exchange
+        sizes = self.context.sizes
+        exchange = self.context.collective_writer
         block_of = [
             (dim, exchange.block(axes), math.prod(sizes[i] for i in axes)) for dim, axes in blocks.items()
         ]
-        if (found := part_function(made_by, block_of)) is not None:
+        if (found := block_function(made_by, block_of)) is not None:
             function, key = found
-            if any(self.shared.in_turn in axes for axes in blocks.values()):
-                atoms.append(self.number)
-            return self.emit_of(function, key, made_by, atoms)
+            if any(self.context.microbatch_axis in axes for axes in blocks.values()):
+                atoms.append(self.microbatch_index)
+            return self.emit(function, key, made_by, atoms)
         shape = local_shape(value.shape, target, sizes)
         result = self.code.var(value.var, shape)
         params = local_params(made_by, [*map(shape_of, atoms)], [shape])
@@ -260,7 +260,7 @@ class Edit(Editor):
 
     def reduce(self, value: Value, equation: Any) -> None:
         """Reduces a sum, for all equations behind: to the layout in which it is wanted, or to all devices."""
-        self.move(value, self.reduced_placements(value.var, value.placements), equation)
+        self.convert_in_place(value, self.reduced_placements(value.var, value.placements), equation)
 
     def reduced_placements(self, var: Any, placements: Placements) -> Placements:
         """Returns the placements of a variable whose sums are reduced.
@@ -268,26 +268,28 @@ class Edit(Editor):
         They are those of its state, or of the batch if it has a dimension of the batch; else the sums are
         reduced to all devices.
         """
-        layout = self.shared.wanted.of(var)
-        found = self.shared.reduced(placements, layout)
+        layout = self.context.reduction_layouts.of(var)
+        found = self.context.reduced(placements, layout)
         if layout is not None or SUM not in placements:
             return found
-        of_batch = self.shared.batch_dims.placements(var, found)
+        of_batch = self.context.batch_dims.placements(var, found)
         return tuple(
             [
-                after if before == SUM and i != self.shared.in_turn else x
+                after if before == SUM and i != self.context.microbatch_axis else x
                 for i, (before, x, after) in enumerate(zip(placements, found, of_batch, strict=True))
             ]
         )
 
-    def move(self, value: Value, target: Placements, equation: Any, what: What | None = None) -> None:
+    def convert_in_place(
+        self, value: Value, target: Placements, equation: Any, what: What | None = None
+    ) -> None:
         """Converts a value for all equations behind; *what* it is, if that is not known of the value."""
         atom = self.convert(value, target, equation, what)
         value.atom = atom
-        value.place(target)
-        value.forget()
+        value.set_placements(target)
+        value.clear_versions()
 
-    def settle(self, values: Sequence[Value], equation: Any) -> None:
+    def reduce_shared_sums(self, values: Sequence[Value], equation: Any) -> None:
         """Reduces the sums among values that are used more than once: one reduction serves all uses."""
         for value in values:
             if value.has_sum and self.uses.count(value.var) > 1 and not self._is_contracted(value):
@@ -300,7 +302,11 @@ class Edit(Editor):
         """
         users = self.uses.equations(value.var)
         others = (True for equation in users if primitive_name(equation) != 'dot_general')
-        if self.uses.is_result(value.var) or any(others) or self.shared.wanted.of(value.var) is not None:
+        if (
+            self.uses.is_result(value.var)
+            or any(others)
+            or self.context.reduction_layouts.of(value.var) is not None
+        ):
             return False
         sizes = {id(equation): size_of(equation.outvars[0]) for equation in users}
         return 2 * sum(sizes.values()) <= size_of(value.var)
@@ -311,7 +317,7 @@ def _reshaped(shape: tuple[int, ...]) -> Callable[[Any], Any]:
     return jax.jit(lambda x: x.reshape(shape))
 
 
-NOT_ALONE = 'it needs more than one microbatch'
+NEEDS_ALL_MICROBATCHES = 'it needs more than one microbatch'
 """Why an equation of a layer cannot run on microbatches."""
 
 

@@ -1,7 +1,8 @@
-"""One jaxpr while it is partitioned: its values so far, and the equations that are written."""
+"""Base of the jaxpr editor: the values of one jaxpr, and the partitioned equations written so far."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Container, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from scalax._jax.equations import Literal, opened, shape_of
 from scalax._jax.manual_axes import is_backward
 from scalax._jax.rewriting import constants_of
 from scalax._jax.tracing import memory_space
-from scalax._spmd.context import Shared
+from scalax._spmd.context import PartitionContext
 from scalax._spmd.placements.collectives import Collective
 from scalax._spmd.placements.placement import (
     Placements,
@@ -24,77 +25,78 @@ from scalax._spmd.uses import Uses
 from scalax._spmd.values import (
     Argument,
     CannotPartition,
-    MappedBlocks,
-    Partitioned,
+    PartitionedJaxpr,
+    ShardMapBlocks,
     Value,
 )
 
 
-class Editor:
-    """One jaxpr while it is partitioned.
+class EditorBase:
+    """The partitioned version of one jaxpr, under construction.
 
     Args:
-        shared: what is known of all jaxprs.
+        context: the properties of the step that all its jaxprs share.
         jaxpr: the jaxpr, open or closed.
-        arguments: what is known of its arguments.
-        backward: whether it is called in a backward pass.
-        at: the equation that has it inside; None of the jaxpr of a step.
+        arguments: the properties of its arguments.
+        backward: whether a backward pass calls it.
+        at: the equation that calls it; None for the jaxpr of the step.
 
     Attributes:
-        shared: what is known of all jaxprs.
+        context: the properties of the step that all its jaxprs share.
         code: makes equations.
         jaxpr: the jaxpr.
-        is_step: whether it is that of the step.
-        last: its last equation, for what is written behind all of them.
+        is_step: whether it is the jaxpr of the step.
+        last_equation: its last equation, whose line the conversions of results get.
         eqns: the new equations.
         values: the values so far, by the ids of their variables.
-        uses: the equations that take each variable.
+        uses: the equations that use each variable.
         constants: the new variables of the constants.
         arguments: the new variables of the arguments.
         collectives: the collectives so far.
-        gathered: the arguments, by number, that are gathered.
-        shares_results: whether the equation that is written has results of which each device has a share.
-        ends_step: whether the results of the step are converted.
-        on_rows: by the ids of equations that each device runs on its own rows, the placements of the rows.
-        group_sizes: by the ids of products of rows in groups, the sizes of each device's own groups.
-        mapped_blocks: by the ids of variables, results of `shard_map` before their blocks are joined.
-        changed: stacks of layers in the order in which a pipeline takes them, by the ids of the variables.
+        gathered_arguments: the indices of the arguments that are gathered.
+        shards_results: whether the current equation computes a part of its results on each device.
+        converts_results: whether the results of the step are being converted.
+        local_rows: the placements of the rows of equations that each device runs on its local rows (after a
+            local sort), by equation id.
+        local_group_sizes: the sizes of each device's groups, by the id of the grouped matmul.
+        shard_map_blocks: results of `shard_map` before their blocks are joined, by variable id.
+        reordered_stacks: stacks of layers in the order of a pipeline's stages, by variable id.
     """
 
     def __init__(
         self,
-        shared: Shared,
+        context: PartitionContext,
         jaxpr: Any,
         arguments: Sequence[Argument],
         backward: bool,
         at: Any,
     ) -> None:
-        self.shared, self.code, self.jaxpr = shared, shared.code, jaxpr
+        self.context, self.code, self.jaxpr = context, context.code, jaxpr
         self._backward, self.is_step = backward, at is None
         inner = opened(jaxpr)
-        self.last = inner.eqns[-1] if inner.eqns else at or self.code.blank
+        self.last_equation = inner.eqns[-1] if inner.eqns else at or self.code.blank
         self.eqns: list[Any] = []
         self.collectives: list[Collective] = []
-        self.gathered: set[int] = set()
-        self.shares_results = self.ends_step = False
-        self.on_rows: dict[int, Placements] = {}
-        self.group_sizes: dict[int, Any] = {}
+        self.gathered_arguments: set[int] = set()
+        self.shards_results = self.converts_results = False
+        self.local_rows: dict[int, Placements] = {}
+        self.local_group_sizes: dict[int, Any] = {}
         self._bytes_gathered = 0
-        self._last_use: dict[int, int] = {}  # of gathered state -> the bytes that were gathered by then
-        self.changed: dict[Any, Any] = {}
-        self.mapped_blocks: dict[int, MappedBlocks] = {}
-        self._number: Any = None
+        self._last_use: dict[int, int] = {}  # id of gathered state -> bytes gathered before
+        self.reordered_stacks: dict[Any, Any] = {}
+        self.shard_map_blocks: dict[int, ShardMapBlocks] = {}
+        self._microbatch_index: Any = None
         self._sliced: dict[int, tuple[Placements, list[Any]]] = {}
         self.uses = Uses(inner)
-        self._rounds = [argument.rounds for argument in arguments]
+        self._trip_counts = [argument.trip_count for argument in arguments]
         self.values = {
-            id(var): Value(var, shared.replicated, self.code.var(var, shape_of(var)))
+            id(var): Value(var, context.replicated, self.code.var(var, shape_of(var)))
             for var, _ in constants_of(jaxpr)
         }
         self.constants = [value.atom for value in self.values.values()]
         self.arguments = []
         for i, (var, argument) in enumerate(zip(inner.invars, arguments, strict=True)):
-            atom = self.code.var(var, local_shape(shape_of(var), argument.placements, shared.sizes))
+            atom = self.code.var(var, local_shape(shape_of(var), argument.placements, context.sizes))
             value = Value(
                 var, argument.placements, atom, i if argument.is_state else None, is_zero=argument.is_zero
             )
@@ -105,27 +107,33 @@ class Editor:
     def read(self, atom: Any) -> Value:
         """Returns the value of a variable or literal."""
         if isinstance(atom, Literal):
-            # The gradient of an integer has no values.
+            # The gradient of an integer (float0) has no values.
             dtype: Any = getattr(atom.aval, 'dtype', None)
             zero = not shape_of(atom) and dtype != jax.dtypes.float0 and atom.val == 0
-            return Value(atom, self.shared.replicated, self.code.literal(atom), is_zero=bool(zero))
+            return Value(atom, self.context.replicated, self.code.literal(atom), is_zero=bool(zero))
         return self.values[id(atom)]
 
-    def maker_of(self, value: Value) -> Any:
-        """Returns the equation that computes a value: what converts the value is of the same line."""
-        return self._makers.get(id(value.var), self.last)
+    def producer_of(self, value: Value) -> Any:
+        """Returns the equation that computes a value. Conversions of the value get its line."""
+        return self._producers.get(id(value.var), self.last_equation)
 
     @functools.cached_property
-    def _makers(self) -> dict[int, Any]:
-        """The equations that compute variables, by the ids of these."""
+    def _producers(self) -> dict[int, Any]:
+        """The equation that computes each variable, by variable id."""
         return {id(var): equation for equation in opened(self.jaxpr).eqns for var in equation.outvars}
 
     def define(self, var: Any, placements: Placements, atom: Any = None) -> Value:
-        """Defines a variable, and returns its value; without an *atom* with a new variable for it."""
+        """Defines a variable of the original jaxpr, and returns its value.
+
+        Args:
+            var: the variable.
+            placements: its placements.
+            atom: the atom that holds it; None makes a new variable.
+        """
         if atom is None:
-            if self.shared.is_mixed and not self.divides(shape_of(var), placements):
-                raise CannotPartition(self.last, f'{placements} split {shape_of(var)} unevenly')
-            atom = self.code.var(var, local_shape(shape_of(var), placements, self.shared.sizes))
+            if self.context.is_mixed and not self.divides(shape_of(var), placements):
+                raise CannotPartition(self.last_equation, f'{placements} split {shape_of(var)} unevenly')
+            atom = self.code.var(var, local_shape(shape_of(var), placements, self.context.sizes))
         value = self.values[id(var)] = Value(var, placements, atom)
         return value
 
@@ -135,127 +143,120 @@ class Editor:
         self.uses.add(value.var, var)
 
     def divides(self, shape: Sequence[int], placements: Placements) -> bool:
-        """Whether blocks in these placements have the same size on all devices."""
-        counts = shard_counts(placements, self.shared.sizes, len(shape))
+        """Returns whether all devices have blocks of the same size."""
+        counts = shard_counts(placements, self.context.sizes, len(shape))
         return not any(size % count for size, count in zip(shape, counts, strict=True))
 
     @property
-    def number(self) -> Any:
-        """The variable of the number of the microbatch, in a pipeline."""
-        if self._number is None:
-            self._number = self.code.scalar('int32')
-        return self._number
+    def microbatch_index(self) -> Any:
+        """The variable of the index of the microbatch, in a pipeline."""
+        if self._microbatch_index is None:
+            self._microbatch_index = self.code.scalar('int32')
+        return self._microbatch_index
 
     @property
-    def numbers(self) -> list[Any]:
-        """The same if something takes it, in a list."""
-        return [] if self._number is None else [self._number]
+    def microbatch_indices(self) -> list[Any]:
+        """A list with that variable if some equation uses it; empty otherwise."""
+        return [] if self._microbatch_index is None else [self._microbatch_index]
 
     def is_backward(self, equation: Any) -> bool:
-        """Whether an equation is of a backward pass."""
+        """Returns whether an equation belongs to a backward pass."""
         return self._backward or is_backward(equation)
 
     def include(
         self,
-        inner: Partitioned,
+        inner: PartitionedJaxpr,
         operands: Sequence[Value],
         times: int | None = 1,
         stacks: Container[int] = (),
     ) -> None:
-        """Takes note of what a jaxpr inside does with these operands, so many times.
+        """Adds the collectives and gathered arguments of an inner jaxpr to those of this jaxpr.
 
         Args:
-            inner: the jaxpr inside.
-            operands: the operands.
+            inner: the partitioned inner jaxpr.
+            operands: the operands of the call.
             times: how often it runs; None if that is not known.
-            stacks: the operands, by number, of which it takes an element at a time.
+            stacks: the indices of the scanned operands (xs).
         """
-        for each in inner.collectives:
-            origin = operands[each.of].origin if isinstance(each.of, int) else each.of
-            self._list(
-                Collective(
-                    each.kind,
-                    each.axes,
-                    each.bytes,
-                    each.count * (times or 0),
-                    each.equation,
-                    origin,
-                    each.what,
-                    each.value,
-                    each.is_backward,
-                    each.number,
-                    each.reduce_op,
-                )
-            )
-        for i in inner.gathered:
+        for collective in inner.collectives:
+            origin = collective.origin
+            if isinstance(origin, int):
+                origin = operands[origin].origin
+            count = collective.count * (times or 0)
+            self._record(dataclasses.replace(collective, count=count, origin=origin))
+        for i in inner.gathered_arguments:
             if i not in stacks:
-                self._note_gathered(operands[i])
+                self._record_gathered(operands[i])
 
-    def _list(self, collective: Collective) -> None:
+    def _record(self, collective: Collective) -> None:
         self.collectives.append(collective)
         if collective.gathers_state:
             self._bytes_gathered += collective.bytes
 
-    def _note_gathered(self, value: Value) -> None:
-        """Takes note of an argument that is gathered, or of that whose form a gathered value is.
+    def _record_gathered(self, value: Value) -> None:
+        """Records the argument that is gathered, or from which a gathered value is computed.
 
-        Examples that something else uses as well count as not gathered: each device uses its own ones there.
-        So do those of which each device computes a share of the results.
+        Examples count as gathered only if no other equation uses them (which would use the local examples),
+        and if the results are not sharded.
         """
         if isinstance(value.origin, int):
-            self.gathered.add(value.origin)
-        elif value.argument is not None and not self.shares_results and self.uses.count(value.var) == 1:
-            self.gathered.add(value.argument)
+            self.gathered_arguments.add(value.origin)
+        elif value.argument is not None and not self.shards_results and self.uses.count(value.var) == 1:
+            self.gathered_arguments.add(value.argument)
 
     def constrain_auto(self, spec: PartitionSpec, atom: Any, equation: Any) -> Any:
-        """Returns a block that is constrained along other mesh axes than those of the batch."""
+        """Returns a block that is constrained to a spec along the Auto axes."""
         if all(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
             return atom
         written = self.code.constraint(spec, equation, atom)
         self.eqns.append(written)
         return written.outvars[0]
 
-    def rounds_of(self, value: Value) -> int:
-        """Returns how often loops around it take state that they do not change."""
-        return self._rounds[value.origin] if isinstance(value.origin, int) else 1
+    def trip_count_of(self, value: Value) -> int:
+        """Returns how many iterations of the enclosing loops use state that they do not change."""
+        return self._trip_counts[value.origin] if isinstance(value.origin, int) else 1
 
-    def emit_of(self, function: Any, key: Any, equation: Any, operands: Sequence[Any]) -> Any:
-        """Returns the result of a function of one operation, written for an equation."""
+    def emit(self, function: Any, key: Any, equation: Any, operands: Sequence[Any]) -> Any:
+        """Writes a function of one operation, with the line of *equation*, and returns its result."""
         written = self.code.equation(function, key, equation, operands)
         self.eqns.append(written)
         return written.outvars[0]
 
     def _barrier(self, atom: Any, equation: Any) -> Any:
-        """Returns a value behind a barrier, which the compiler moves nothing across."""
+        """Returns a value after an optimization barrier, which the compiler moves no operation across."""
         self.eqns.append(self.code.barrier(equation, atom))
         return self.eqns[-1].outvars[0]
 
-    def tie(self, values: Sequence[Value], equation: Any) -> None:
-        """Puts values behind one barrier, so that all of them are computed before any of them is used."""
+    def add_barrier(self, values: Sequence[Value], equation: Any) -> None:
+        """Puts values behind one optimization barrier: all are computed before any of them is used."""
         function, key = _barrier_of_all, ('barrier of all', len(values))
         written = self.code.equation(function, key, equation, [value.atom for value in values])
         self.eqns.append(written)
         for value, atom in zip(values, written.outvars, strict=True):
             value.atom = atom
-            value.forget()
+            value.clear_versions()
 
     def move_memory(self, atom: Any, var: Any, equation: Any) -> Any:
-        """Returns what stands for a block in the memory of a variable, the host's or that of devices."""
+        """Moves a block to the memory space (host or device) of a variable."""
         space = memory_space(var.aval)
         function = functools.partial(jax.device_put, device=space)
         result = self.code.var(var, shape_of(atom))
         self.eqns.append(self.code.exchange(function, ('memory', space), equation, atom, result))
         return result
 
-    def only_sliced(self, eqns: Sequence[Any], results: Sequence[Any]) -> dict[int, Placements]:
-        """Returns the replicated arguments of which these equations use blocks only, and where these are."""
-        return {i: each[0] for i, each in self._sliced.items() if self._is_only_sliced(i, eqns, results)}
+    def sliced_arguments(self, eqns: Sequence[Any], results: Sequence[Any]) -> dict[int, Placements]:
+        """Returns the replicated arguments of which only a block is used, with its placements."""
+        return {
+            i: placements
+            for i, (placements, _) in self._sliced.items()
+            if self._is_only_sliced(i, eqns, results)
+        }
 
     def _is_only_sliced(self, i: int, eqns: Sequence[Any], results: Sequence[Any]) -> bool:
-        """Whether blocks of an argument are used, and not all of it."""
+        """Whether the equations use an argument through its slices alone."""
         atom, slices = self.arguments[i], {*map(id, self._sliced[i][1])}
-        used = [eqn for eqn in eqns if any(x is atom for x in eqn.invars)]
-        return all(id(eqn) in slices for eqn in used) and not any(x is atom for x in results)
+        users = [equation for equation in eqns if any(x is atom for x in equation.invars)]
+        return all(id(equation) in slices for equation in users) and not any(x is atom for x in results)
 
 
 def _barrier_of_all(*values: Any) -> Any:

@@ -29,35 +29,35 @@ from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jax.rewriting import with_results
 from scalax._jaxpr.dim_rules import ELEMENTWISE, RULES, reshaped
 from scalax._spmd.batch.batch_dims import sharded_part
-from scalax._spmd.batch.replicated_parts import has_parts
-from scalax._spmd.context import Shared
-from scalax._spmd.conversions import NOT_ALONE, Edit
+from scalax._spmd.batch.replicated_parts import is_computed_by_block
+from scalax._spmd.context import PartitionContext
+from scalax._spmd.conversions import NEEDS_ALL_MICROBATCHES, JaxprEditor
 from scalax._spmd.loops.control_flow import partition_call, partition_cond, partition_scan, partition_while
 from scalax._spmd.operations.callbacks import CALLBACKS, inspect_placements, partition_callback
 from scalax._spmd.operations.cudnn_attention import ATTENTION, attention_along_auto_axes
 from scalax._spmd.operations.custom_partitioning import partition_custom
-from scalax._spmd.operations.elementwise import write_on_blocks_alike
-from scalax._spmd.operations.embedding_tables import is_indexed, on_block
-from scalax._spmd.operations.local_sorts import note_sort, on_own_groups, write_on_rows
+from scalax._spmd.operations.elementwise import write_pointwise
+from scalax._spmd.operations.embedding_tables import is_indexed, local_lookup
+from scalax._spmd.operations.local_sorts import local_group_operands, record_local_sort, write_local_rows
 from scalax._spmd.operations.pallas_kernels import kernel_along_auto_axes, kernel_params
-from scalax._spmd.operations.ragged_dot import sizes_in_block
-from scalax._spmd.operations.slices import MOST_SLICES, on_blocks
+from scalax._spmd.operations.ragged_dot import local_group_sizes
+from scalax._spmd.operations.slices import MAX_SENT_SLICES, local_slice
 from scalax._spmd.operations.user_shard_maps import partition_shard_map
-from scalax._spmd.placements.auto_shardings import AutoAxes
+from scalax._spmd.placements.auto_shardings import AutoShardings
 from scalax._spmd.placements.layouts import Layout
-from scalax._spmd.placements.op_rules import ON_ELEMENTS, Op, Strategy, is_zero
+from scalax._spmd.placements.op_rules import POINTWISE, Op, Strategy, is_zero
 from scalax._spmd.placements.placement import REPLICATE, Partial, Placements, Shard, shard_counts
-from scalax._spmd.placements.repeated_casts import FORMS, is_form_again
+from scalax._spmd.placements.repeated_casts import CAST_PRIMITIVES, alias_repeated_cast
 from scalax._spmd.placements.state_casts import NARROW, SAME_STATE
 from scalax._spmd.placements.strategy_costs import cheapest
-from scalax._spmd.placements.user_constraints import constrain
+from scalax._spmd.placements.user_constraints import partition_constraint
 from scalax._spmd.values import (
-    REDUCED,
-    SETTLED,
+    REDUCE_TO_ALL,
+    REDUCE_TO_STATE,
     Argument,
     CannotPartition,
-    Partitioned,
-    Settled,
+    PartitionedJaxpr,
+    ReductionTarget,
     Value,
     is_replicated,
 )
@@ -81,15 +81,15 @@ _WITH_EFFECTS = CALLS.keys() | _CONTROL.keys() | CALLBACKS
 _INDEXED = frozenset(('gather', 'scatter-add'))
 
 
-class Partitioner(Shared):
+class Partitioner(PartitionContext):
     """Partitions the jaxprs of a step. One that is used in several places alike is partitioned once."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._known: dict[Any, Partitioned] = {}
+        self._known: dict[Any, PartitionedJaxpr] = {}
         self._inside: dict[Any, Partitioner] = {}
 
-    def of_microbatches(
+    def for_microbatches(
         self,
         jaxpr: Any,
         arguments: Sequence[Argument],
@@ -98,25 +98,25 @@ class Partitioner(Shared):
     ) -> Partitioner:
         known = self.mesh, self.axes, self.auto, self.options
         inner = Partitioner(jaxpr, arguments, results, *known, microbatches=microbatches)
-        inner.exchange.numbers = self.exchange.numbers
+        inner.collective_writer.ids = self.collective_writer.ids
         return inner
 
-    def jaxpr(
+    def partition(
         self,
         jaxpr: Any,
         arguments: Sequence[Argument],
-        results: Sequence[Placements | Settled | None] | None = None,
+        results: Sequence[Placements | ReductionTarget | None] | None = None,
         *,
         backward: bool = False,
         at: Any = None,
-    ) -> Partitioned:
+    ) -> PartitionedJaxpr:
         wanted = tuple(results or [None] * len(opened(jaxpr).outvars))
         key = self.axes, self.keeps_replicated, jaxpr, tuple(arguments), wanted, backward
         if key not in self._known:
             self._known[key] = _Partitioning(self, jaxpr, arguments, backward, at).partitioned(wanted)
         return self._known[key]
 
-    def inside(
+    def for_shard_map(
         self,
         equation: Any,
         jaxpr: Any,
@@ -124,22 +124,22 @@ class Partitioner(Shared):
         results: Sequence[Layout | None],
         left: Sequence[int],
         manual: Collection[str],
-    ) -> Shared:
+    ) -> PartitionContext:
         key = self.axes, id(equation), tuple(arguments)
         if key not in self._inside:
             sizes = {axis: size for axis, size in self.auto.sizes.items() if axis not in manual}
-            auto = AutoAxes(jaxpr, [self.auto.along(sizes, atom) for atom in equation.invars], sizes)
+            auto = AutoShardings(jaxpr, [self.auto.along(sizes, atom) for atom in equation.invars], sizes)
             axes = [self.axes[i] for i in left]
             inner = Partitioner(jaxpr, arguments, results, self.mesh, axes, auto, self.options)
-            inner.exchange.numbers = self.exchange.numbers
+            inner.collective_writer.ids = self.collective_writer.ids
             self._inside[key] = inner
         return self._inside[key]
 
 
-class _Partitioning(Edit):
+class _Partitioning(JaxprEditor):
     """The partitioning of one jaxpr."""
 
-    def partitioned(self, results: Sequence[Placements | Settled | None]) -> Partitioned:
+    def partitioned(self, results: Sequence[Placements | ReductionTarget | None]) -> PartitionedJaxpr:
         """Returns the jaxpr on blocks, and what is known of it."""
         inner = opened(self.jaxpr)
         for equation in inner.eqns:
@@ -149,37 +149,37 @@ class _Partitioning(Edit):
                 raise
             except Exception as error:
                 raise CannotPartition(equation, f'{type(error).__name__}: {error}') from error
-        values, self.ends_step = [*map(self.read, inner.outvars)], self.is_step
+        values, self.converts_results = [*map(self.read, inner.outvars)], self.is_step
         atoms, placements = list[Any](), list[Placements]()
         for value, wanted in zip(values, results, strict=True):
-            if wanted == SETTLED and value.has_sum:
-                layout = self.shared.wanted.of(value.var)
+            if wanted == REDUCE_TO_STATE and value.has_sum:
+                layout = self.context.reduction_layouts.of(value.var)
                 if layout is not None:
-                    target = self.shared.reduced(value.placements, layout, held=True)
-                    self.move(value, target, self.maker_of(value))
+                    target = self.context.reduced(value.placements, layout, held=True)
+                    self.convert_in_place(value, target, self.producer_of(value))
             target = wanted if isinstance(wanted, tuple) else value.placements
-            if wanted == REDUCED:
+            if wanted == REDUCE_TO_ALL:
                 target = tuple([REPLICATE if isinstance(x, Partial) else x for x in target])
             same = target == value.placements
-            atoms.append(value.atom if same else self.convert(value, target, self.maker_of(value)))
+            atoms.append(value.atom if same else self.convert(value, target, self.producer_of(value)))
             placements.append(target)
         eqns = _live(self.eqns, atoms)
-        return Partitioned(
-            remade(self.jaxpr, [*self.numbers, *self.arguments], eqns, atoms, self.constants),
+        return PartitionedJaxpr(
+            remade(self.jaxpr, [*self.microbatch_indices, *self.arguments], eqns, atoms, self.constants),
             tuple(placements),
             tuple([value.is_zero for value in values]),
             tuple([value.origin for value in values]),
             tuple(self.collectives),
-            frozenset(self.gathered),
-            self.only_sliced(eqns, atoms),
-            bool(self.numbers),
+            frozenset(self.gathered_arguments),
+            self.sliced_arguments(eqns, atoms),
+            bool(self.microbatch_indices),
         )
 
     def _equation(self, equation: Any) -> None:
         name = primitive_name(equation)
-        if name in FORMS and is_form_again(self, equation):
+        if name in CAST_PRIMITIVES and alias_repeated_cast(self, equation):
             return
-        if name in ON_ELEMENTS and not self.on_rows and write_on_blocks_alike(self, name, equation):
+        if name in POINTWISE and not self.local_rows and write_pointwise(self, name, equation):
             return
         values = [*map(self.read, equation.invars)]
         if has_effects(equation) and name not in _WITH_EFFECTS:
@@ -189,18 +189,18 @@ class _Partitioning(Edit):
                 remedy = 'return a new array, as x.at[i].set(y) and the carry of a loop do'
             raise CannotPartition(equation, what, remedy)
         if name == 'sort':
-            note_sort(self, equation, values[0])
-        if id(equation) in self.group_sizes:
-            values = on_own_groups(self, equation, values, self.on_rows[id(equation)])
-        self.settle(values, equation)
-        if id(equation) in self.on_rows and id(equation) not in self.group_sizes:
-            write_on_rows(self, equation, values, self.on_rows[id(equation)])
+            record_local_sort(self, equation, values[0])
+        if id(equation) in self.local_group_sizes:
+            values = local_group_operands(self, equation, values, self.local_rows[id(equation)])
+        self.reduce_shared_sums(values, equation)
+        if id(equation) in self.local_rows and id(equation) not in self.local_group_sizes:
+            write_local_rows(self, equation, values, self.local_rows[id(equation)])
         elif name in CALLS:
             partition_call(self, equation, values)
         elif name in _CONTROL:
             _CONTROL[name](self, equation, values)
         elif name in PLACES or name == 'reshard':
-            constrain(self, equation, values)
+            partition_constraint(self, equation, values)
         elif name in CALLBACKS:
             partition_callback(self, equation, values)
         else:
@@ -216,25 +216,25 @@ class _Partitioning(Edit):
             return
         strategies = self._strategies_of(name, equation, values)
         operands, results = _transposed(strategies)
-        self.shares_results = not all(map(is_replicated, results))
+        self.shards_results = not all(map(is_replicated, results))
         atoms = [
             self.convert(value, placements, equation)
             for value, placements in zip(values, operands, strict=True)
         ]
-        self.shares_results = False
+        self.shards_results = False
         outputs = [self.define(var, x) for var, x in zip(equation.outvars, results, strict=True)]
         made = [output.atom for output in outputs]
         if name in _INDEXED and (axes := self._axes_of_rows(equation, operands[0])):
             dim, names = axes
-            function, key = on_block(equation, dim, names, [*map(shape_of, atoms)])
+            function, key = local_lookup(equation, dim, names, [*map(shape_of, atoms)])
             self.eqns.append(with_results(self.code.equation(function, key, equation, atoms), made))
-        elif name in _ALONG_AUTO_AXES and self.shared.auto.sizes:
-            self.eqns.append(_ALONG_AUTO_AXES[name](self.code, self.shared.auto, equation, atoms, made))
+        elif name in _ALONG_AUTO_AXES and self.context.auto.sizes:
+            self.eqns.append(_ALONG_AUTO_AXES[name](self.code, self.context.auto, equation, atoms, made))
         elif name == 'slice' and (dims := self._dims_added_up(operands[0], results[0])):
-            function, key = on_blocks(equation, dims, shape_of(atoms[0]))
+            function, key = local_slice(equation, dims, shape_of(atoms[0]))
             self.eqns.append(with_results(self.code.equation(function, key, equation, atoms), made))
         else:
-            if name == 'ragged_dot_general' and id(equation) not in self.group_sizes:
+            if name == 'ragged_dot_general' and id(equation) not in self.local_group_sizes:
                 atoms[2] = self._sizes_of_groups(equation, atoms, operands[0])
             params = self._inner(equation) if name in _RUN_ONCE or _holds_jaxprs(name, equation) else {}
             if name in HAVE_SIZES:
@@ -244,13 +244,13 @@ class _Partitioning(Edit):
             self.eqns.append(self.code.local(equation, atoms, made, **params))
         self._note(name, equation, values, outputs)
         if name in NARROW and outputs[0].is_state:
-            outputs[0].narrow_maker = equation
-            if name in FORMS:
-                values[0].forms = (*values[0].forms, outputs[0])
+            outputs[0].narrow_producer = equation
+            if name in CAST_PRIMITIVES:
+                values[0].casts = (*values[0].casts, outputs[0])
         finals = zip(*[each.final or each.results for each in strategies], strict=True)
         for output, final in zip(outputs, finals, strict=True):
             if final != output.placements:
-                self.move(output, final, equation, 'examples')
+                self.convert_in_place(output, final, equation, 'examples')
         if name == 'reshape' and outputs[0].is_replicated:
             self._shard_again(equation, values[0], outputs[0])
 
@@ -261,11 +261,11 @@ class _Partitioning(Edit):
         """
         [var], blocks = equation.outvars, [value for value in values if value.is_state]
         size = size_of(var)
-        if not blocks or math.prod(blocks[0].shape) == size or self.shared.wanted.is_sharded(var):
+        if not blocks or math.prod(blocks[0].shape) == size or self.context.reduction_layouts.is_sharded(var):
             return
         if all(value.is_replicated or value in blocks for value in values):
             for value in blocks:
-                self.move(value, self.shared.replicated, equation)
+                self.convert_in_place(value, self.context.replicated, equation)
 
     def _inner(self, equation: Any) -> dict[str, Any]:
         """Returns the parameters with the jaxprs of what every device runs alike."""
@@ -273,9 +273,9 @@ class _Partitioning(Edit):
         def change(jaxpr: Any) -> Any:
             if not takes_arrays(jaxpr):  # a kernel
                 return self.code.in_context(jaxpr)
-            arguments = [Argument(self.shared.replicated)] * len(opened(jaxpr).invars)
-            ends = [self.shared.replicated] * len(opened(jaxpr).outvars)
-            return self.shared.jaxpr(jaxpr, arguments, ends, at=equation).jaxpr
+            arguments = [Argument(self.context.replicated)] * len(opened(jaxpr).invars)
+            ends = [self.context.replicated] * len(opened(jaxpr).outvars)
+            return self.context.partition(jaxpr, arguments, ends, at=equation).jaxpr
 
         return with_inner(equation, change)
 
@@ -284,18 +284,18 @@ class _Partitioning(Edit):
         rows = ragged_dim(equation)
         axes = [
             axis
-            for axis, x in zip(self.shared.axes, placements, strict=True)
+            for axis, x in zip(self.context.axes, placements, strict=True)
             if isinstance(x, Shard) and x.dim == rows
         ]
         if not axes:
             return atoms[2]
-        function, key = sizes_in_block(axes, shape_of(atoms[0])[rows])
-        return self.emit_of(function, key, equation, atoms[2:])
+        function, key = local_group_sizes(axes, shape_of(atoms[0])[rows])
+        return self.emit(function, key, equation, atoms[2:])
 
     def _dims_added_up(self, before: Placements, after: Placements) -> dict[int, list[str]]:
         """Returns the dimensions of blocks whose slices are a sum, and the axes of the blocks."""
         dims = dict[int, list[str]]()
-        for axis, x, result in zip(self.shared.axes, before, after, strict=True):
+        for axis, x, result in zip(self.context.axes, before, after, strict=True):
             if isinstance(x, Shard) and isinstance(result, Partial):
                 dims.setdefault(x.dim, []).append(axis)
         return dims
@@ -304,7 +304,7 @@ class _Partitioning(Edit):
         """Returns the dimension of rows of a table that is in blocks, and the axes of the blocks."""
         for each in placements:
             if isinstance(each, Shard) and is_indexed(equation, each.dim):
-                axes = [axis for axis, x in zip(self.shared.axes, placements, strict=True) if x == each]
+                axes = [axis for axis, x in zip(self.context.axes, placements, strict=True) if x == each]
                 return each.dim, axes
         return None
 
@@ -314,17 +314,17 @@ class _Partitioning(Edit):
         if any(each is None for each in strategies) and any(value.has_sum for value in values):
             self._reduce_for(name, equation, values, [i for i, x in enumerate(strategies) if x is None])
             strategies = self._strategies(equation, values)
-        if self.shared.in_turn is not None and strategies[self.shared.in_turn] is None:
-            raise CannotPartition(equation, NOT_ALONE)
+        if self.context.microbatch_axis is not None and strategies[self.context.microbatch_axis] is None:
+            raise CannotPartition(equation, NEEDS_ALL_MICROBATCHES)
         found = [each or self._gathering(equation, values) for each in strategies]
         if name == 'slice' and _has_sums(found) and self._is_gathered_anyway(values[0]):
             gathering = self._gathering(equation, values)
             found = [gathering if _has_sums([each]) else each for each in found]
-        if self.shared.is_mixed:
+        if self.context.is_mixed:
             axis = len(found)
             while axis and not self._all_divide(equation, found):
                 axis -= 1
-                if axis != self.shared.in_turn:
+                if axis != self.context.microbatch_axis:
                     found[axis] = self._gathering(equation, values)
         chosen = cheapest(self, equation, values, found)
         return chosen if chosen == found or self._all_divide(equation, chosen) else found
@@ -338,7 +338,7 @@ class _Partitioning(Edit):
             for eqn in opened(self.jaxpr).eqns
             if primitive_name(eqn) == 'slice' and eqn.invars[0] is value.var
         ]
-        return len(slices) > MOST_SLICES or (self.shared.replicated, False) in value.versions
+        return len(slices) > MAX_SENT_SLICES or (self.context.replicated, False) in value.versions
 
     def _all_divide(self, equation: Any, strategies: Sequence[Strategy]) -> bool:
         """Whether the axes together split all operands and results evenly."""
@@ -348,7 +348,7 @@ class _Partitioning(Edit):
 
     def _shard_again(self, equation: Any, value: Value, output: Value) -> None:
         """Shards a reshape of examples that had to be gathered along a dimension that they are split into."""
-        target, blocks = [*output.placements], self.shared.blocks
+        target, blocks = [*output.placements], self.context.blocks
         for axis, placement in enumerate(value.placements):
             if isinstance(placement, Shard) and not placement.is_state:
                 for old, new in reshaped(equation):
@@ -356,33 +356,33 @@ class _Partitioning(Edit):
                     if placement.dim in old and dim is not None:
                         target[axis] = Shard(dim)
         if [*output.placements] != target:
-            self.move(output, tuple(target), equation)
+            self.convert_in_place(output, tuple(target), equation)
 
     def _replicated(self, name: str, equation: Any, values: Sequence[Value]) -> None:
         """Writes an equation that all devices run alike; blocks of the batch are computed from the start."""
-        shared = self.shared
+        context = self.context
         atoms = [value.atom for value in values]
-        outputs = [self.define(var, shared.replicated) for var in equation.outvars]
+        outputs = [self.define(var, context.replicated) for var in equation.outvars]
         params = self._inner(equation) if name in _RUN_ONCE or _holds_jaxprs(name, equation) else {}
         made = [output.atom for output in outputs]
-        if name in _ALONG_AUTO_AXES and shared.auto.sizes:
-            self.eqns.append(_ALONG_AUTO_AXES[name](self.code, shared.auto, equation, atoms, made))
+        if name in _ALONG_AUTO_AXES and context.auto.sizes:
+            self.eqns.append(_ALONG_AUTO_AXES[name](self.code, context.auto, equation, atoms, made))
         else:
             if name == KERNEL:
                 shapes = [*map(shape_of, equation.invars)], [*map(shape_of, equation.outvars)]
                 params = kernel_params(self.code, equation, *shapes)
             self.eqns.append(self.code.local(equation, atoms, made, **params))
         self._note(name, equation, values, outputs)
-        if not has_parts(equation) or shared.keeps_replicated:
+        if not is_computed_by_block(equation) or context.keeps_replicated:
             return
         [output] = outputs
-        output.maker = equation, values
-        target = shared.batch_dims.placements(output.var, shared.replicated)
+        output.producer = equation, values
+        target = context.batch_dims.placements(output.var, context.replicated)
         if not is_replicated(target):
             whole, atom = output.atom, self._part(output, target, equation)
             output.atom = atom
-            output.place(target)
-            output.remember((shared.replicated, False), whole)
+            output.set_placements(target)
+            output.add_version((context.replicated, False), whole)
 
     def _note(self, name: str, equation: Any, values: Sequence[Value], outputs: Sequence[Value]) -> None:
         zeros = [value.is_zero for value in values]
@@ -396,16 +396,16 @@ class _Partitioning(Edit):
                     output.origin = origins[0]
 
     def _strategies(self, equation: Any, values: Sequence[Value]) -> list[Strategy | None]:
-        zeros, blocks = tuple([value.is_zero for value in values]), self.shared.blocks
-        layout = self.shared.wanted.of(equation.outvars[0]) if equation.outvars else None
-        wanted = [None] * len(self.shared.axes) if layout is None else layout.placements
-        is_update = self.shared.is_update(equation, values)
+        zeros, blocks = tuple([value.is_zero for value in values]), self.context.blocks
+        layout = self.context.reduction_layouts.of(equation.outvars[0]) if equation.outvars else None
+        wanted = [None] * len(self.context.axes) if layout is None else layout.placements
+        is_update = self.context.is_update(equation, values)
         along_axes = zip(*[value.placements for value in values], strict=True)
         return [
-            self.shared.strategy(
+            self.context.strategy(
                 Op(
                     *(equation, placements, blocks, zeros, of_first, placement, is_update),
-                    axis == self.shared.in_turn,
+                    axis == self.context.microbatch_axis,
                 )
             )
             for axis, (placements, of_first, placement) in enumerate(
@@ -415,9 +415,9 @@ class _Partitioning(Edit):
 
     def _blocks_of(self, value: Value) -> Sequence[int | None]:
         """Into how many blocks all axes split the dimension that each of them shards; None of all blocks."""
-        if not self.shared.is_mixed:
+        if not self.context.is_mixed:
             return [None] * len(value.placements)
-        counts = shard_counts(value.placements, self.shared.sizes, len(value.shape))
+        counts = shard_counts(value.placements, self.context.sizes, len(value.shape))
         return [counts[x.dim] if isinstance(x, Shard) else None for x in value.placements]
 
     def _gathering(self, equation: Any, values: Sequence[Value]) -> Strategy:
@@ -441,11 +441,11 @@ class _Partitioning(Edit):
                         target[axis] = other.placements[axis]
             after = self.reduced_placements(value.var, before)
             if any(isinstance(a, Partial) and a != b for a, b in zip(before, target, strict=True)):
-                after = self.shared.reduced(tuple(target), None)
+                after = self.context.reduced(tuple(target), None)
             # Along other axes the sum stays one.
             after = tuple([b if i in axes else a for i, (a, b) in enumerate(zip(before, after, strict=True))])
             if after != before:
-                self.move(value, after, equation)
+                self.convert_in_place(value, after, equation)
 
 
 def _has_sums(strategies: Sequence[Strategy]) -> bool:

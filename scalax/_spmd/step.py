@@ -14,14 +14,14 @@ from scalax._jax.equations import opened, shape_of
 from scalax._jax.rewriting import run_as_one
 from scalax._spmd.options import DEFAULT, BatchPartitioning
 from scalax._spmd.partition import Partitioner
-from scalax._spmd.placements.auto_shardings import NO_AXES, AutoAxes, AutoDims, auto_dims, auto_spec
+from scalax._spmd.placements.auto_shardings import NO_AXES, AutoDims, AutoShardings, auto_dims, auto_spec
 from scalax._spmd.placements.collectives import Collective
 from scalax._spmd.placements.layouts import Layout, state_placement
 from scalax._spmd.placements.placement import REPLICATE, Partial, Placements, spec_of
-from scalax._spmd.placements.user_constraints import of_spec
-from scalax._spmd.rewrites import StepFacts, rewritten
-from scalax._spmd.rewrites.updated_stacks import hold_updated_stacks
-from scalax._spmd.values import REDUCED, SETTLED, Argument, is_replicated, replicated
+from scalax._spmd.placements.user_constraints import placements_of_spec
+from scalax._spmd.rewrites import StepFacts, apply_rewrites
+from scalax._spmd.rewrites.updated_stacks import constrain_updated_stacks
+from scalax._spmd.values import REDUCE_TO_ALL, REDUCE_TO_STATE, Argument, is_replicated, replicated
 
 if TYPE_CHECKING:
     from scalax._spmd.report.collective_reasons import CollectiveRow
@@ -58,7 +58,7 @@ class StepResult(NamedTuple):
     distance: int = 0
 
 
-class Step(NamedTuple):
+class PartitionedStep(NamedTuple):
     """A step that is partitioned.
 
     Attributes:
@@ -82,25 +82,25 @@ class Step(NamedTuple):
     batch: tuple[bool, ...] = ()
 
     @property
-    def work(self) -> Redundancy:
+    def redundancy(self) -> Redundancy:
         """The work of each device, with the places of the collectives."""
         from scalax._spmd.report.redundant_work import Redundancy  # here, because few programs ask
 
         return Redundancy(self.jaxpr, self.in_specs, self.axes, self.batch)
 
     @property
-    def rows(self) -> list[CollectiveRow]:
+    def collective_rows(self) -> list[CollectiveRow]:
         """The list of its collectives."""
-        from scalax._spmd.report.collective_reasons import rows
+        from scalax._spmd.report.collective_reasons import collective_rows
 
-        return rows(self.collectives, self.work)
+        return collective_rows(self.collectives, self.redundancy)
 
     @property
-    def reasons(self) -> dict[int, str]:
+    def collective_reasons(self) -> dict[int, str]:
         """Why each collective is there, by the numbers in the names of operations."""
         from scalax._spmd.report.collective_reasons import reasons_of
 
-        return reasons_of(self.collectives, self.work.of_examples)
+        return reasons_of(self.collectives, self.redundancy.of_examples)
 
 
 def partition_step(
@@ -111,7 +111,7 @@ def partition_step(
     batch_axes: Sequence[str],
     options: BatchPartitioning = DEFAULT,
     find_pipelines: Callable[[Any], tuple[Any, Mapping[int, Any]]] | None = None,
-) -> Step:
+) -> PartitionedStep:
     """Partitions the jaxpr of a step.
 
     Args:
@@ -134,7 +134,7 @@ def partition_step(
 
     @functools.cache
     def placed_of(spec: PartitionSpec | None, shape: tuple[int, ...], is_state: bool) -> Placements:
-        found = of_spec(spec or PartitionSpec(), sizes, whole, shape)
+        found = placements_of_spec(spec or PartitionSpec(), sizes, whole, shape)
         return tuple(map(state_placement, found)) if is_state else found
 
     def placed(spec: PartitionSpec | None, atom: Any, is_state: bool) -> Placements:
@@ -170,34 +170,36 @@ def partition_step(
         for i, (leaf, var, argument) in enumerate(zip(arguments, inner.invars, known, strict=True))
     ]
     if others:
-        jaxpr = hold_updated_stacks(
+        jaxpr = constrain_updated_stacks(
             jaxpr,
             [_sharding(each.spec, mesh) for each in arguments],
             [_sharding(each.spec, mesh) for each in results],
             mesh,
         )
-    jaxpr = rewritten(jaxpr, StepFacts(known, wanted, mesh, axes))
+    jaxpr = apply_rewrites(jaxpr, StepFacts(known, wanted, mesh, axes))
     pipelines: Mapping[int, Any] = {}
     if find_pipelines is not None:
         jaxpr, pipelines = find_pipelines(jaxpr)
     placed_along_others = [
         auto(each.spec, var) for each, var in zip(arguments, opened(jaxpr).invars, strict=True)
     ]
-    along_others = AutoAxes(jaxpr, placed_along_others, others)
+    along_others = AutoShardings(jaxpr, placed_along_others, others)
     partitioner = Partitioner(jaxpr, known, wanted, mesh, axes, along_others, options, states)
     partitioner.pipelines.update(pipelines)
     first = [
-        REDUCED if layout is None else SETTLED if x.spec is None else layout.placements
+        REDUCE_TO_ALL if layout is None else REDUCE_TO_STATE if x.spec is None else layout.placements
         for layout, x in zip(wanted, results, strict=True)
     ]
-    found = partitioner.jaxpr(jaxpr, known, first)
+    found = partitioner.partition(jaxpr, known, first)
     if any(isinstance(x, Partial) for placements in found.placements for x in placements):
-        found = partitioner.jaxpr(jaxpr, known, [*map(_reduced, found.placements)])
+        found = partitioner.partition(jaxpr, known, [*map(_reduced, found.placements)])
     collectives = [
-        dataclasses.replace(each, of=arguments[each.of].path) if isinstance(each.of, int) else each
+        dataclasses.replace(each, origin=arguments[each.origin].path)
+        if isinstance(each.origin, int)
+        else each
         for each in found.collectives
     ]
-    return Step(
+    return PartitionedStep(
         found.jaxpr,
         tuple([spec_of(x.placements, axes) for x in known]),
         tuple([spec_of(x, axes) for x in found.placements]),
@@ -214,7 +216,9 @@ def partition_step(
     )
 
 
-def run_step(step: Step, values: Sequence[Any], mesh: Mesh | AbstractMesh, name: str) -> Sequence[Any]:
+def run_step(
+    step: PartitionedStep, values: Sequence[Any], mesh: Mesh | AbstractMesh, name: str
+) -> Sequence[Any]:
     """Returns the results of a step for values of a trace."""
 
     def local(*blocks: Any) -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""Values of a jaxpr that is partitioned, and what is known of a jaxpr once it is."""
+"""Values of a jaxpr during partitioning, and the partitioned jaxpr."""
 
 from __future__ import annotations
 
@@ -10,59 +10,64 @@ from scalax._spmd.placements.collectives import Collective
 from scalax._spmd.placements.placement import REPLICATE, Partial, Placements, Replicate, Shard
 
 Origin = str | int | None
-"""The path of the state that a value is, or the number of the argument of a jaxpr; None of other values."""
+"""Which state a value is: its leaf path in the step, or an argument's index in an inner jaxpr.
+
+None for values that are not state.
+"""
 
 
-Settled = Literal['settled', 'reduced']
-SETTLED: Settled = 'settled'
-"""Of the placement of a result: it stays where it is, but sums are reduced to the layout of their state."""
-REDUCED: Settled = 'reduced'
-"""Of the placement of a result: it stays where it is, but sums are reduced to all devices."""
+ReductionTarget = Literal['state', 'all']
+"""How partial sums among the results of a jaxpr are reduced. All other results keep their placements."""
+REDUCE_TO_STATE: ReductionTarget = 'state'
+"""Reduces a partial sum to the layout of its state, if that is known."""
+REDUCE_TO_ALL: ReductionTarget = 'all'
+"""Reduces a partial sum to all devices."""
 
 
 class CannotPartition(Exception):
-    """A step that the partitioner cannot handle.
+    """A step has an equation that the partitioner does not support.
 
     Args:
         equation: the equation.
-        why: what it cannot handle.
-        remedy: what users do about it, if there is more than to change the line.
+        reason: why the partitioner does not support it.
+        remedy: what users can do, if changing the line is not enough.
     """
 
-    def __init__(self, equation: Any, why: str, remedy: str = 'change that line') -> None:
-        super().__init__(why)
-        self.equation, self.why, self.remedy = equation, why, remedy
+    def __init__(self, equation: Any, reason: str, remedy: str = 'change that line') -> None:
+        super().__init__(reason)
+        self.equation, self.reason, self.remedy = equation, reason, remedy
 
 
 class Argument(NamedTuple):
-    """What is known of an argument of a jaxpr.
+    """The properties of an argument of a jaxpr.
 
     Attributes:
         placements: its placements.
-        is_state: whether it is state, or is computed of state alone.
+        is_state: whether it is state, or is computed from state alone.
         is_zero: whether it is zero.
-        rounds: how often loops take it as it is: state is gathered once, before them.
+        trip_count: how many iterations of the enclosing loops use it unchanged. State is gathered once,
+            before these loops.
     """
 
     placements: Placements
     is_state: bool = False
     is_zero: bool = False
-    rounds: int = 1
+    trip_count: int = 1
 
 
-class Partitioned(NamedTuple):
-    """A jaxpr on the blocks of each device.
+class PartitionedJaxpr(NamedTuple):
+    """A jaxpr that each device runs on its local shards.
 
     Attributes:
         jaxpr: the jaxpr.
         placements: the placements of its results.
         zeros: which results are zero.
         origins: the origins of its results.
-        collectives: the collectives that it and the jaxprs inside it run.
-        gathered: the arguments, by number, that are gathered in it.
-        sliced: the replicated arguments of which it takes blocks only, and the placements of these.
-        takes_number: whether its first argument is the number of the microbatch, before those that are
-            partitioned.
+        collectives: the collectives that it and its inner jaxprs run.
+        gathered_arguments: the indices of the arguments that it gathers.
+        sliced_arguments: the indices of replicated arguments of which it only uses a block, with the
+            placements of the block.
+        takes_microbatch_index: whether an additional first argument is the index of the microbatch.
     """
 
     jaxpr: Any
@@ -70,19 +75,19 @@ class Partitioned(NamedTuple):
     zeros: tuple[bool, ...]
     origins: tuple[Origin, ...]
     collectives: tuple[Collective, ...]
-    gathered: frozenset[int]
-    sliced: Mapping[int, Placements]
-    takes_number: bool = False
+    gathered_arguments: frozenset[int]
+    sliced_arguments: Mapping[int, Placements]
+    takes_microbatch_index: bool = False
 
 
-class MappedBlocks(NamedTuple):
+class ShardMapBlocks(NamedTuple):
     """A result of a `shard_map` before its blocks are joined.
 
     Attributes:
-        atom: what stands for it.
+        atom: the variable of the blocks in the partitioned jaxpr.
         manual: the mesh axes of the `shard_map`.
         spec: its spec.
-        placements: its placements in the body, along the axes of the batch that the `shard_map` leaves out.
+        placements: its placements in the body, along the batch axes that the `shard_map` does not map over.
     """
 
     atom: Any
@@ -95,43 +100,41 @@ _NONE: dict[Any, Any] = {}
 
 
 class Value:
-    """A value, in one or several placements.
+    """A value of the original jaxpr, with the variables that hold it in the partitioned jaxpr.
 
     Args:
-        var: the variable or literal, with the shape of all examples.
+        var: the variable or literal of the original jaxpr, with the global shape.
         placements: its placements.
-        atom: what stands for it in the jaxpr on blocks.
-        origin: what state it is.
+        atom: the variable or literal of the partitioned jaxpr that holds it.
+        origin: which state it is.
         is_zero: whether it is zero.
 
     Attributes:
-        has_sum: whether it is a sum, or another reduction, along some axis.
-        is_replicated: whether every device holds all of it.
+        has_sum: whether it is partial (a sum or another reduction) along some axis.
+        is_replicated: whether every device holds the entire value.
         is_state: whether devices hold blocks of state.
-        versions: what stands for it in other placements; of gathered state, apart in forward and backward
-            passes.
-        maker: of a replicated value the equation that computes it and the values that this takes, if blocks
-            of it are computed alone.
-        narrow_maker: of state the equation that computes it, if what this takes may be gathered in its place.
-        forms: of state its casts and transposes so far.
-        argument: its number among the arguments of the jaxpr; None if it is none.
+        versions: the variables that hold it in other placements. The forward and the backward pass have
+            separate versions of gathered state.
+        producer: the equation that computes a replicated value, and the operands, if the equation can compute
+            a block alone.
+        narrow_producer: the equation that computes state, if its operands may be gathered instead.
+        casts: the casts and transposes of a state value so far.
+        argument: its index among the arguments of the jaxpr; None if it is not an argument.
     """
 
     __slots__ = (
-        *(
-            'argument',
-            'atom',
-            'forms',
-            'has_sum',
-            'is_replicated',
-            'is_state',
-            'is_zero',
-            'maker',
-            'narrow_maker',
-            'origin',
-            'placements',
-            'var',
-        ),
+        'argument',
+        'atom',
+        'casts',
+        'has_sum',
+        'is_replicated',
+        'is_state',
+        'is_zero',
+        'narrow_producer',
+        'origin',
+        'placements',
+        'producer',
+        'var',
         'versions',
     )
 
@@ -139,46 +142,46 @@ class Value:
         self, var: Any, placements: Placements, atom: Any, origin: Origin = None, *, is_zero: bool = False
     ) -> None:
         self.var, self.atom = var, atom
-        self.place(placements)
+        self.set_placements(placements)
         self.origin, self.is_zero = origin, is_zero
         self.versions = _NONE
-        self.maker: tuple[Any, Sequence[Value]] | None = None
-        self.narrow_maker: Any = None
+        self.producer: tuple[Any, Sequence[Value]] | None = None
+        self.narrow_producer: Any = None
         self.argument: int | None = None
-        self.forms: tuple[Value, ...] = ()
+        self.casts: tuple[Value, ...] = ()
 
-    def beside(self, var: Any, atom: Any) -> Value:
-        """Returns another value in the same placements. Most values are computed of such a one."""
+    def with_same_placements(self, var: Any, atom: Any) -> Value:
+        """Returns a new value with the placements of this one, as the results of most equations have."""
         other = object.__new__(Value)
         other.var, other.atom, other.placements = var, atom, self.placements
         other.has_sum, other.is_replicated, other.is_state = self.has_sum, self.is_replicated, self.is_state
-        other.origin = other.maker = other.narrow_maker = other.argument = None
+        other.origin = other.producer = other.narrow_producer = other.argument = None
         other.is_zero = False
-        other.versions, other.forms = _NONE, ()
+        other.versions, other.casts = _NONE, ()
         return other
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of all examples."""
+        """The global shape."""
         return shape_of(self.var)
 
     @property
     def has_examples(self) -> bool:
-        """Whether devices hold blocks of examples, or sums over them."""
+        """Whether devices hold blocks of examples, or partial sums over examples."""
         return self.has_sum or any(isinstance(x, Shard) and not x.is_state for x in self.placements)
 
-    def remember(self, key: Any, atom: Any) -> None:
-        """Takes note of what stands for it in other placements."""
+    def add_version(self, key: Any, atom: Any) -> None:
+        """Records the variable that holds this value in other placements."""
         if self.versions is _NONE:  # most values have none
             self.versions = {}
         self.versions[key] = atom
 
-    def forget(self) -> None:
-        """Forgets what stands for it in other placements."""
+    def clear_versions(self) -> None:
+        """Drops the variables that hold this value in other placements."""
         self.versions = _NONE
 
-    def place(self, placements: Placements) -> None:
-        """Says which placements its atom has."""
+    def set_placements(self, placements: Placements) -> None:
+        """Sets the placements of its atom."""
         self.placements = placements
         self.has_sum = self.is_state = False
         self.is_replicated = True
@@ -190,15 +193,15 @@ class Value:
 
 
 def without_state(placements: Placements) -> Placements:
-    """Returns placements that say where blocks are, and not of what."""
+    """Returns the placements with no shard marked as state."""
     return tuple([Shard(x.dim) if isinstance(x, Shard) else x for x in placements])
 
 
 def is_replicated(placements: Placements) -> bool:
-    """Returns whether every device holds all of a value."""
+    """Returns whether every device holds the entire value."""
     return all(isinstance(x, Replicate) for x in placements)
 
 
 def replicated(count: int) -> Placements:
-    """Returns the placements, along so many axes, of what every device holds."""
+    """Returns the placements of a replicated value, along *count* axes."""
     return (REPLICATE,) * count

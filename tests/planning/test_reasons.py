@@ -9,7 +9,7 @@ import pytest
 
 from scalax._planning.cost.collective_causes import reason_of
 from scalax._planning.program.module_scopes import scopes_in
-from scalax._spmd.placements.collectives import NUMBER
+from scalax._spmd.placements.collectives import COLLECTIVE_SCOPE
 from scalax.plan import Plan
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
@@ -80,7 +80,7 @@ def test_a_step_that_is_not_partitioned_says_so():
 
 def test_modules_do_not_have_the_numbers_of_collectives():
     name = 'jit(step)/transpose(jvp(Model))/up/scalax(weight, 7)/all_gather'
-    assert scopes_in(NUMBER.sub('', name)) == ['Model', 'up']
+    assert scopes_in(COLLECTIVE_SCOPE.sub('', name)) == ['Model', 'up']
     assert not any('scalax(' in scope.scope for row in made().collectives for scope in row.scopes)
 
 

@@ -122,7 +122,7 @@ def check(name, mesh, **options):
 @pytest.mark.parametrize('name', APART)
 def test_each_device_attends_in_its_own_examples(name):
     step = check(name, HSDP if name == 'a bias for all' else FSDP)
-    assert not [row for row in step.rows if row.what == 'examples']
+    assert not [row for row in step.collective_rows if row.what == 'examples']
 
 
 @pytest.mark.parametrize('name', TOGETHER)

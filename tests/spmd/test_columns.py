@@ -59,4 +59,4 @@ def test_values_and_gradients_are_those_of_one_device():
     with jax.default_matmul_precision('highest'):
         step, run = partitioned(run_all, W, X, TP, specs=specs, result_specs=[*[P()] * len(PROGRAMS), *specs])
         assert_equal(run(), jax.jit(run_all)(W, X))
-    assert not [row for row in step.rows if row.what == 'examples']
+    assert not [row for row in step.collective_rows if row.what == 'examples']

@@ -121,7 +121,9 @@ def test_few_examples_move_to_wide_weights(name):
     step, _ = partitioned(sgd(loss), state, batch, result_specs=specs_of(state))
     assert not any('weight' in reason for reason in collectives(step)), collectives(step)
     # Less than the gathers of the weights and the reductions of their gradients, and the loss.
-    assert sum(row.bytes * row.count for row in step.rows) < sum(x.nbytes for x in state.values()) / 2
+    assert (
+        sum(row.bytes * row.count for row in step.collective_rows) < sum(x.nbytes for x in state.values()) / 2
+    )
 
 
 @pytest.mark.parametrize('name', ['rows', 'columns', 'few examples', 'few images'])
@@ -129,7 +131,7 @@ def test_many_examples_stay_and_state_is_gathered(name):
     loss, state, batch = CASES[name]
     many = np.tile(batch, (256, *[1] * (batch.ndim - 1)))
     step, _ = partitioned(sgd(loss), state, many, result_specs=specs_of(state))
-    assert not [row.reason for row in step.rows if row.what == 'examples']
+    assert not [row.reason for row in step.collective_rows if row.what == 'examples']
 
 
 def test_state_that_a_loop_takes_is_gathered_once_for_all_rounds():

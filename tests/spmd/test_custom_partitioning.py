@@ -76,7 +76,7 @@ def test_blocks_of_examples_stay_on_their_devices(name):
     w, x = array(16, 16), array(32, 16)
     step, run = partitioned(run_all, w, x, mesh, specs=[spec])
     assert_equal(run(), jax.jit(run_all)(w, x))
-    assert not [row for row in step.rows if row.what == 'examples']
+    assert not [row for row in step.collective_rows if row.what == 'examples']
 
 
 def test_without_factors_for_all_dimensions_examples_are_gathered():
@@ -97,4 +97,4 @@ def test_sums_of_gradients_are_reduced_to_where_weights_are():
     fun = lambda w, x: w - gradient(x, jnp.tanh(x @ w))  # noqa: E731
     step, run = partitioned(fun, w, x, result_specs=[P('fsdp')])
     assert_equal(run(), jax.jit(fun)(w, x))
-    assert [row.kind for row in step.rows] == ['all_gather', 'reduce_scatter']
+    assert [row.kind for row in step.collective_rows] == ['all_gather', 'reduce_scatter']

@@ -144,9 +144,9 @@ def test_gradients_of_a_map_are_reduced_once(fun, mesh):
     with jax.default_matmul_precision('highest'):
         step, run = partitioned(fun, W, X, mesh, result_specs=[state_spec(W.shape, size=mesh['fsdp'])])
         assert_equal(run(), jax.jit(fun)(W, X))
-    gradients = [(row.kind, row.count) for row in step.rows if row.reason.startswith('gradient')]
+    gradients = [(row.kind, row.count) for row in step.collective_rows if row.reason.startswith('gradient')]
     assert gradients == [('reduce_scatter', 1), ('all_reduce', 1)][: len(mesh)]
-    assert not [row for row in step.rows if row.what == 'examples']
+    assert not [row for row in step.collective_rows if row.what == 'examples']
 
 
 def test_examples_shard_one_axis_and_features_another():
@@ -210,4 +210,4 @@ def test_an_example_skips_what_it_skips_on_one_device(name):
     x = np.where(np.arange(32)[:, None] == 5, np.inf, X).astype('float32')
     step, run = partitioned(lambda w, x: lax.map(GUARDED[name], x), W, x)
     np.testing.assert_array_equal(run()[0], jax.jit(lambda x: lax.map(GUARDED[name], x))(x))
-    assert not step.rows
+    assert not step.collective_rows

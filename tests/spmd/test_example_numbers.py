@@ -8,7 +8,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from scalax._jax.equations import equations
-from scalax._spmd.rewrites.indices_by_example import LOOKUPS, batch_example_numbers
+from scalax._spmd.rewrites.indices_by_example import LOOKUPS, batch_example_indices
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
@@ -86,7 +86,7 @@ OTHERS = {
 @pytest.mark.parametrize('name', OTHERS)
 def test_indices_that_are_other_numbers_stay(name):
     jaxpr = jax.make_jaxpr(OTHERS[name])(CACHE, KEYS, AT)
-    assert batch_example_numbers(jaxpr, None) is jaxpr
+    assert batch_example_indices(jaxpr, None) is jaxpr
     step = HELPER.sjit(OTHERS[name], in_shardings=(P('fsdp'),) * 3, batch_argnums=(0, 1, 2))
     expected = jax.jit(OTHERS[name])(CACHE, KEYS, AT)
     np.testing.assert_allclose(step(CACHE, KEYS, AT), expected, rtol=1e-6)
@@ -112,7 +112,7 @@ def test_rewritten_look_ups_of_random_shapes_have_equal_values(seed):
         return x[index], x.at[index].add(updates)
 
     x, updates = jnp.asarray(rng.normal(size=shape), 'f'), jnp.asarray(rng.normal(size=sizes), 'f')
-    rewritten = batch_example_numbers(jax.make_jaxpr(lookup)(x, updates), None)
+    rewritten = batch_example_indices(jax.make_jaxpr(lookup)(x, updates), None)
     lookups = [equation for equation in equations(rewritten) if equation.primitive.name in LOOKUPS]
     assert len(lookups) == 2
     for equation in lookups:

@@ -70,7 +70,7 @@ def test_rows_move_to_experts_and_no_expert_moves():
     with jax.default_matmul_precision('highest'):
         step, run = partitioned(run_all, weights, X, specs=specs)
         assert_equal(run(), jax.jit(run_all)(weights, X), 1e-4)
-    assert {row.kind for row in step.rows if row.what != 'sum'} == {'all_to_all'}
+    assert {row.kind for row in step.collective_rows if row.what != 'sum'} == {'all_to_all'}
 
 
 SPREAD = {
@@ -91,4 +91,4 @@ def test_experts_over_another_axis_as_well(name):
             gradient, WEIGHTS, X, TP, specs=SPREAD[name], result_specs=[*SPREAD[name], P()]
         )
         assert_equal(run(), jax.jit(gradient)(WEIGHTS, X))
-    assert {row.kind for row in step.rows if row.what != 'sum'} == {'all_to_all'}
+    assert {row.kind for row in step.collective_rows if row.what != 'sum'} == {'all_to_all'}

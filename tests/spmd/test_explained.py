@@ -164,7 +164,7 @@ def test_collectives_whose_results_nothing_uses_are_left_out():
         return x @ w
 
     found, _ = on_blocks(fun, np.ones((WIDTH, WIDTH), 'float32'), X)
-    assert [row.what for row in found.rows] == ['weight']
+    assert [row.what for row in found.collective_rows] == ['weight']
 
 
 def test_collectives_of_results_of_calls_that_nothing_uses_are_left_out():
@@ -178,7 +178,7 @@ def test_collectives_of_results_of_calls_that_nothing_uses_are_left_out():
         return (x - mean) @ w
 
     found, run = on_blocks(fun, np.ones((WIDTH, WIDTH), 'float32'), X)
-    assert [row.what for row in found.rows] == ['sum', 'weight']
+    assert [row.what for row in found.collective_rows] == ['sum', 'weight']
     assert len(found.collectives) > 2
     np.testing.assert_allclose(run()[0], np.zeros_like(X), atol=1e-5)
 
@@ -192,7 +192,7 @@ def test_sums_over_state_are_told_from_those_over_examples():
         return x @ w / norm(w), jnp.sum(w), jnp.mean(x)
 
     found, _ = on_blocks(fun, np.ones((WIDTH, WIDTH), 'float32'), X)
-    reasons = [row.reason for row in found.rows if row.what == 'sum']
+    reasons = [row.reason for row in found.collective_rows if row.what == 'sum']
     assert reasons == [
         'sum over blocks of state for sqrt',
         'sum over blocks of state for a result',
@@ -209,14 +209,14 @@ def test_reductions_tell_what_they_are_over():
         return jnp.sqrt(norm), jnp.exp(total), x - x.max(0), x * x.sum()
 
     found, _ = on_blocks(fun, np.ones((2, WIDTH, WIDTH), 'float32'), X)
-    reasons = [row.reason for row in found.rows if row.what == 'sum']
+    reasons = [row.reason for row in found.collective_rows if row.what == 'sum']
     assert reasons == [
         'sum over blocks of state for sqrt',
         'sum over examples for exp',
         'maximum over examples',
         'sum over examples for mul',
     ]
-    assert sorted(found.reasons.values()) == sorted(row.reason for row in found.rows)
+    assert sorted(found.collective_reasons.values()) == sorted(row.reason for row in found.collective_rows)
 
 
 def test_a_barrier_hands_each_operand_on():
@@ -225,7 +225,7 @@ def test_a_barrier_hands_each_operand_on():
         return jnp.sqrt(jnp.sum(w**2)), jnp.sqrt(jnp.sum(x**2))
 
     found, _ = on_blocks(fun, np.ones((WIDTH, WIDTH), 'float32'), X)
-    assert [row.reason for row in found.rows] == [
+    assert [row.reason for row in found.collective_rows] == [
         'sum over blocks of state for sqrt',
         'sum over examples for sqrt',
     ]
@@ -236,8 +236,8 @@ def test_examples_that_move_to_a_weight_name_it():
         return jax.nn.softmax(x @ w['table'])
 
     found, run = on_blocks(fun, {'table': np.ones((WIDTH, 4096), 'float32')}, X)
-    assert {(row.what, row.path) for row in found.rows} == {('examples', "['table']")}
-    assert {row.reason for row in found.rows} == {
+    assert {(row.what, row.path) for row in found.collective_rows} == {('examples', "['table']")}
+    assert {row.reason for row in found.collective_rows} == {
         f"examples {how} to meet blocks of ['table']" for how in ('gathered', 'moved')
     }
     np.testing.assert_allclose(run()[0], np.full((EXAMPLES, 4096), 1 / 4096), rtol=1e-5)
@@ -294,10 +294,10 @@ def test_a_constraint_leaves_state_what_it_is(replicate):
         np.ones((EXAMPLES, EXAMPLES)),
         replicate=replicate,
     )
-    assert [row.reason for row in found.rows if 'dot_general' in row.reason] == [
+    assert [row.reason for row in found.collective_rows if 'dot_general' in row.reason] == [
         "weight ['w'] for dot_general"
     ]
-    assert not [row for row in found.rows if row.what == 'examples']
+    assert not [row for row in found.collective_rows if row.what == 'examples']
     np.testing.assert_allclose(run()[0], np.full((EXAMPLES, EXAMPLES), EXAMPLES))
 
 
@@ -305,7 +305,7 @@ def test_axes_along_which_values_vary():
     """Under HSDP, state varies along one axis: what is computed of a shard is no redundant work."""
     w = np.ones((WIDTH, WIDTH), 'float32')
     found, _ = on_blocks(lambda w, x: (w * 2, x @ w), w, X, HSDP)
-    assert not [*found.work]
+    assert not [*found.redundancy]
 
 
 def test_operations_of_products():

@@ -45,8 +45,8 @@ def average(w, v):
 def test_reductions_gather_nothing(fun):
     step, run = partitioned(lambda state, x: fun(*state), (W, V), array(8, 2), result_specs=[P()])
     assert collectives(step)
-    assert {row.kind for row in step.rows} == {'all_reduce'}
-    assert max(row.bytes for row in step.rows) == (1 if fun is is_finite else 4)
+    assert {row.kind for row in step.collective_rows} == {'all_reduce'}
+    assert max(row.bytes for row in step.collective_rows) == (1 if fun is is_finite else 4)
     assert_equal(run(), fun(W, V))
 
 
@@ -85,5 +85,8 @@ def test_examples_that_are_flattened():
 
     w, x = array(8, 8), array(16, 8)
     step, run = partitioned(fun, w, x, result_specs=[P()])
-    assert [(row.kind, row.bytes) for row in step.rows] == [('all_gather', w.nbytes), ('all_reduce', 4)]
+    assert [(row.kind, row.bytes) for row in step.collective_rows] == [
+        ('all_gather', w.nbytes),
+        ('all_reduce', 4),
+    ]
     assert_equal(run(), fun(w, x))

@@ -117,9 +117,9 @@ def test_values_are_those_of_one_device(fun, mesh):
 
 def test_loops_that_count_rounds_of_each_example_exchange_nothing():
     step, _ = partitioned(counted_rounds, W, X)
-    assert not step.rows
+    assert not step.collective_rows
 
 
 def test_weights_of_a_loop_of_each_example_are_gathered_before_it():
     step, _ = partitioned(rounds_with_products_of_weights, W, X)
-    assert [(row.kind, row.what) for row in step.rows] == [('all_gather', 'weight')]
+    assert [(row.kind, row.what) for row in step.collective_rows] == [('all_gather', 'weight')]

@@ -192,7 +192,7 @@ def together(programs, others=()):
 
 def exchanged(step):
     """The operations for which devices exchange examples, and their lines."""
-    return {(row.primitive, row.line) for row in step.rows if row.what == 'examples'}
+    return {(row.primitive, row.line) for row in step.collective_rows if row.what == 'examples'}
 
 
 def check(fun, mesh):

@@ -223,9 +223,9 @@ def test_no_example_moves(group):
     for name, fun in GROUPS[group].items():
         with jax.enable_x64(True):
             step, _ = partitioned(with_gradients(fun), W, X, result_specs=specs)
-        found[name] = [row.reason for row in step.rows if row.what == 'examples']
+        found[name] = [row.reason for row in step.collective_rows if row.what == 'examples']
         kinds = collections.Counter[str]()
-        for row in step.rows:
+        for row in step.collective_rows:
             kinds[row.kind] += row.count
         counts[name] = kinds['all_gather'], kinds['reduce_scatter']
     assert found == {name: [] for name in found}

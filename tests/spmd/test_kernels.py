@@ -280,7 +280,7 @@ def test_in_loops_checkpoints_and_custom_gradients():
     state, fun = {'layers': array(2, 32, 32)}, jax.value_and_grad(loss)
     step, run = partitioned(fun, state, ROWS, result_specs=[P(), state_spec((2, 32, 32))])
     assert_equal(run(), jax.jit(fun)(state, ROWS))
-    assert not any(row.what == 'examples' for row in step.rows)
+    assert not any(row.what == 'examples' for row in step.collective_rows)
     assert {kernel.params['grid_mapping'].grid for kernel in kernels(step)} == {(2,)}
 
 

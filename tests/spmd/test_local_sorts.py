@@ -238,7 +238,7 @@ def with_gradients(fun):
 def moved(fun, mesh=FSDP):
     """The primitives for which examples move."""
     step, _ = partitioned(fun, weights(), tokens(), mesh)
-    return {row.primitive for row in step.rows if row.what == 'examples'}
+    return {row.primitive for row in step.collective_rows if row.what == 'examples'}
 
 
 def compare(fun, mesh=FSDP, tolerance=1e-5):

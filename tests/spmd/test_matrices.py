@@ -117,7 +117,7 @@ def run_step(optimizer, params, mesh=FSDP, replicate=False):
 def of_the_optimizer(step):
     """How often a step runs each kind of collective that is of no gradient, and of no weight of a layer."""
     found = {}
-    for row in step.rows:
+    for row in step.collective_rows:
         if row.what not in ('gradient', 'sum') and row.primitive not in ('dot_general', 'mul'):
             found[row.kind] = found.get(row.kind, 0) + row.count
     return found
@@ -167,7 +167,7 @@ def test_replicas_of_shards():
     optimizer = muon(1e-2, muon_weight_dimension_numbers=numbers)
     step, run, one_device = run_step(optimizer, initial(3, True), HSDP)
     assert of_the_optimizer(step) == {'all_to_all': 4}
-    assert {row.axes for row in step.rows if row.kind == 'all_to_all'} == {('fsdp',)}
+    assert {row.axes for row in step.collective_rows if row.kind == 'all_to_all'} == {('fsdp',)}
     with jax.default_matmul_precision('highest'):
         assert_equal(run(), one_device())
 
@@ -209,7 +209,7 @@ def of_two_weights(x):
 @pytest.mark.parametrize('transform', [mixing, running, of_two_weights])
 def test_matrices_that_are_mixed(transform):
     step, run, one_device = run_step(by_hand(transform), initial(3, True))
-    assert not any(row.primitive == 'sharding_constraint' for row in step.rows)
+    assert not any(row.primitive == 'sharding_constraint' for row in step.collective_rows)
     with jax.default_matmul_precision('highest'):
         assert_equal(run(), one_device())
 

@@ -99,12 +99,12 @@ def run(fun, mesh=FSDP, options=DEFAULT, *, replicate=False, dtype='float32'):
 
 
 def reductions(step, kind='reduce_scatter'):
-    rows = [row for row in step.rows if row.kind == kind and row.reason.startswith('gradient')]
+    rows = [row for row in step.collective_rows if row.kind == kind and row.reason.startswith('gradient')]
     return {row.reason.removeprefix('gradient of '): row.count for row in rows if row.bytes > 4}
 
 
 def examples(step):
-    return {f'{row.kind} {row.reason}' for row in step.rows if row.what == 'examples'}
+    return {f'{row.kind} {row.reason}' for row in step.collective_rows if row.what == 'examples'}
 
 
 NAMES = ["['down']", "['embed']", "['head']", "['up']"]
@@ -134,7 +134,7 @@ def test_each_device_has_a_share_of_each_microbatch(name, count, mesh):
 def test_gradients_may_be_held_until_all_microbatches_have_run(name, dtype):
     step = run(FUNCTIONS[name](4), options=BatchPartitioning(reduce_per_microbatch=False), dtype=dtype)
     assert reductions(step) == dict.fromkeys(NAMES, 1)
-    assert not [row for row in step.rows if row.kind == 'all_reduce' and row.bytes > 4]
+    assert not [row for row in step.collective_rows if row.kind == 'all_reduce' and row.bytes > 4]
 
 
 @pytest.mark.parametrize('name', FUNCTIONS)

@@ -90,7 +90,7 @@ def partitioned_step(optimizer):
 def test_updates_gather_nothing(name):
     """Beside weights in layers, only statistics of rows and columns, and norms, leave a device."""
     step, _, _ = partitioned_step(OPTIMIZERS[name]())
-    matrices = [row for row in step.rows if row.bytes * LAYERS > STATISTICS]
+    matrices = [row for row in step.collective_rows if row.bytes * LAYERS > STATISTICS]
     gathers = [row for row in matrices if row.kind == 'all_gather']
     assert all(row.primitive == 'dot_general' for row in gathers)
     assert sum(row.count for row in gathers) == 4 * LAYERS

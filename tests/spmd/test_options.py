@@ -46,7 +46,7 @@ def made(fun=sgd, mesh=FSDP, specs=SPECS, **options):
 def found(step):
     """How often each kind of collective runs for weights and for gradients, with its dtype."""
     counts = Counter()
-    for row in step.rows:
+    for row in step.collective_rows:
         counts[row.kind, row.what, row.array.partition('[')[0]] += row.count
     return counts
 
@@ -178,7 +178,7 @@ def accumulated(w, x):
 def test_gradients_of_microbatches(each):
     options, x = BatchPartitioning(reduce_per_microbatch=each), np.tile(X, (16, 1))  # few rows would move
     step, run = partitioned(accumulated, W, x, result_specs=SPECS, options=options)
-    heads = [(x.kind, x.count) for x in step.rows if x.reason == "gradient of ['head']"]
+    heads = [(x.kind, x.count) for x in step.collective_rows if x.reason == "gradient of ['head']"]
     assert heads == [('reduce_scatter', 4 if each else 1)]
     assert_equal(run(), jax.jit(accumulated)(W, x))
 

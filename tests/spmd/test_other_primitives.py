@@ -34,5 +34,5 @@ def test_all_examples_are_gathered_for_primitives_with_names_of_jax():
 
     step, run = partitioned(fun, W, X)
     assert_equal(run(), [jnp.tanh(X)] * len(TABLED))
-    told = {row.primitive for row in step.rows if row.what == 'examples'}
+    told = {row.primitive for row in step.collective_rows if row.what == 'examples'}
     assert told == {*TABLED} - {'add_any'}  # which is told as add

@@ -190,7 +190,7 @@ def test_values_are_those_of_one_device(name, mesh):
 
 
 def bytes_of(step, kind):
-    return {row.reason: row.bytes for row in step.rows if row.kind == kind}
+    return {row.reason: row.bytes for row in step.collective_rows if row.kind == kind}
 
 
 def test_gradients_are_reduced_before_they_are_widened():
@@ -203,7 +203,9 @@ def test_gradients_are_reduced_before_they_are_widened():
 def test_shards_are_reduced_along_the_slow_axis():
     loss, state, batch = CASES['router']
     step, _ = partitioned(sgd(loss), state, batch, HSDP, result_specs=[state_spec((16, 8), size=4), P()])
-    gradients = [(row.kind, row.axes, row.bytes) for row in step.rows if row.reason == "gradient of ['r']"]
+    gradients = [
+        (row.kind, row.axes, row.bytes) for row in step.collective_rows if row.reason == "gradient of ['r']"
+    ]
     assert gradients == [('reduce_scatter', ('fsdp',), 512), ('all_reduce', ('replica',), 128)]
 
 
@@ -335,7 +337,9 @@ def test_two_devices_exchange_what_is_half_zero():
 def test_gradients_of_microbatches_are_reduced_once():
     fun, w, x = CONTROL['accumulated']
     step, _ = partitioned(fun, w, x, result_specs=[state_spec(w.shape)])
-    assert [(row.kind, row.count) for row in step.rows if 'gradient' in row.reason] == [('reduce_scatter', 1)]
+    assert [(row.kind, row.count) for row in step.collective_rows if 'gradient' in row.reason] == [
+        ('reduce_scatter', 1)
+    ]
 
 
 def accumulated(layers):
@@ -417,11 +421,11 @@ def test_what_is_not_handled_is_refused(name):
     fun, why = FAILURES[name]
     with pytest.raises(CannotPartition) as caught:
         partitioned(fun, array(8, 8), array(16, 8))
-    assert re.fullmatch(why, caught.value.why)
+    assert re.fullmatch(why, caught.value.reason)
     assert caught.value.equation.primitive.name in ('sharding_constraint', 'new_ref', 'rng_uniform')
 
 
 def test_a_step_that_returns_a_sum_is_partitioned_once():
     step, _ = partitioned(sgd(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)), array(16, 8), array(8, 16))
     # Collectives that were written before would have had the first numbers.
-    assert sorted(each.number for each in step.collectives) == [1, 2, 3]
+    assert sorted(each.id for each in step.collectives) == [1, 2, 3]

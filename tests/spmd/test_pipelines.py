@@ -59,7 +59,7 @@ def rows_of(monkeypatch, gather):
     params = {'embed': normal(0, 4, WIDTH), 'layers': layers, 'head': normal(3, WIDTH, 4)}
     jax.eval_shape(step, params, normal(4, EXAMPLES, 4))
     found = Counter()
-    for row in steps[-1].rows:
+    for row in steps[-1].collective_rows:
         found[row.kind, row.axes, row.reason.split(' for ')[0]] += row.count
     return found
 

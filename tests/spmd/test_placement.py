@@ -5,7 +5,15 @@ import itertools
 import numpy as np
 import pytest
 
-from scalax._spmd.placements.placement import REPLICATE, SUM, Partial, Shard, Step, join, redistribute
+from scalax._spmd.placements.placement import (
+    REPLICATE,
+    SUM,
+    Partial,
+    RedistributeOp,
+    Shard,
+    join,
+    redistribute,
+)
 
 SIZES = (2, 3)
 VALUE = np.arange(144.0).reshape(12, 12)
@@ -64,7 +72,7 @@ def is_held(blocks, placements):
             if not all(np.allclose(a, b) for a, *others in along for b in others):
                 return False
         else:
-            blocks = after(Step(kind, (axis,), getattr(placement, 'dim', 0)), blocks)
+            blocks = after(RedistributeOp(kind, (axis,), getattr(placement, 'dim', 0)), blocks)
     return all(np.allclose(each, VALUE) for each in blocks.values())
 
 
@@ -83,22 +91,26 @@ def test_conversions_end_in_their_targets(source):
 X, R = Shard(0), REPLICATE
 STEPS = [
     # FSDP
-    ((X,), (R,), [Step('all_gather', (0,), 0)]),
-    ((SUM,), (STATE,), [Step('reduce_scatter', (0,), 1)]),
-    ((X,), (STATE,), [Step('all_to_all', (0,), 0, 1)]),
+    ((X,), (R,), [RedistributeOp('all_gather', (0,), 0)]),
+    ((SUM,), (STATE,), [RedistributeOp('reduce_scatter', (0,), 1)]),
+    ((X,), (STATE,), [RedistributeOp('all_to_all', (0,), 0, 1)]),
     ((Shard(1),), (STATE,), []),
     # DDP over two axes
-    ((SUM, SUM), (R, R), [Step('all_reduce', (0, 1))]),
+    ((SUM, SUM), (R, R), [RedistributeOp('all_reduce', (0, 1))]),
     # HSDP: scattered along the fast axis, and the shards reduced along the slow one
-    ((SUM, SUM), (R, STATE), [Step('reduce_scatter', (1,), 1), Step('all_reduce', (0,))]),
-    ((R, STATE), (R, R), [Step('all_gather', (1,), 1)]),
-    ((X, X), (R, R), [Step('all_gather', (0, 1), 0)]),
-    ((SUM, SUM), (X, X), [Step('reduce_scatter', (0, 1), 0)]),
+    ((SUM, SUM), (R, STATE), [RedistributeOp('reduce_scatter', (1,), 1), RedistributeOp('all_reduce', (0,))]),
+    ((R, STATE), (R, R), [RedistributeOp('all_gather', (1,), 1)]),
+    ((X, X), (R, R), [RedistributeOp('all_gather', (0, 1), 0)]),
+    ((SUM, SUM), (X, X), [RedistributeOp('reduce_scatter', (0, 1), 0)]),
     # The minor blocks of a dimension are gathered before a major one changes.
-    ((X, X), (R, X), [Step('all_gather', (0, 1), 0), Step('slice', (1,), 0)]),
+    ((X, X), (R, X), [RedistributeOp('all_gather', (0, 1), 0), RedistributeOp('slice', (1,), 0)]),
     # What is replicated sends nothing.
-    ((R, R), (X, SUM), [Step('slice', (0,), 0), Step('mask', (1,))]),
-    ((Partial('max'),), (X,), [Step('all_reduce', (0,), 0, 0, 'max'), Step('slice', (0,), 0)]),
+    ((R, R), (X, SUM), [RedistributeOp('slice', (0,), 0), RedistributeOp('mask', (1,))]),
+    (
+        (Partial('max'),),
+        (X,),
+        [RedistributeOp('all_reduce', (0,), 0, 0, 'max'), RedistributeOp('slice', (0,), 0)],
+    ),
 ]
 
 

@@ -82,7 +82,7 @@ def test_groups_of_each_example_in_a_loop(mesh):
         return [with_gradients(fun)(w, x) for fun in MAPPED.values()]
 
     step, run = partitioned(run_all, WEIGHTS, array(8, 6, 8), mesh)
-    assert not any(row.what == 'examples' for row in step.rows)
+    assert not any(row.what == 'examples' for row in step.collective_rows)
     with jax.default_matmul_precision('highest'):
         assert_equal(run(), jax.jit(run_all)(WEIGHTS, array(8, 6, 8)))
 
@@ -95,7 +95,7 @@ def test_groups_over_another_axis(spec):
 
     w = array(8, 8, 16)
     step, run = partitioned(with_gradients(fun), w, ROWS, TP, specs=[spec])
-    assert not any(row.what == 'examples' for row in step.rows)
+    assert not any(row.what == 'examples' for row in step.collective_rows)
     with jax.default_matmul_precision('highest'):
         assert_equal(run(), jax.jit(with_gradients(fun))(w, ROWS))
 
@@ -155,6 +155,6 @@ def test_random_products(seed):
 
     batch = [left, right] if is_batch else [left]
     step, run = partitioned(fun, right, batch, replicate=True)
-    assert not any(row.what == 'examples' for row in step.rows)
+    assert not any(row.what == 'examples' for row in step.collective_rows)
     with jax.default_matmul_precision('highest'):
         assert_equal(run(), jax.jit(fun)(right, batch))

@@ -111,12 +111,14 @@ def test_a_step_that_resets_its_environments(minibatches, mesh):
         fun = ppo(minibatches, batch_spec(mesh))
         step, run = partitioned(fun, (w, key), (), mesh, result_specs=[*specs, P()])
         assert_equal(run(), jax.jit(ppo(minibatches, None))((w, key), ()), 1e-4)
-    moved = {row.primitive for row in step.rows if row.what == 'examples'}
+    moved = {row.primitive for row in step.collective_rows if row.what == 'examples'}
     # Steps and environments become one dimension. A shuffle takes all experience, and each device a share.
     shuffled = {0: set(), 4: {'gather', 'reshape'}, 8: {'gather', 'scan'}}
     assert moved == {'reshape'} | shuffled[minibatches]
     # The loops over time take weights that are gathered before them, once.
-    before_loops = [row for row in step.rows if row.reason.startswith('weight') and row.primitive == 'scan']
+    before_loops = [
+        row for row in step.collective_rows if row.reason.startswith('weight') and row.primitive == 'scan'
+    ]
     assert [row.count for row in before_loops] == [1, 1, 1]
 
 
@@ -130,4 +132,6 @@ def test_a_shuffle_gives_each_device_its_share():
     step, run = partitioned(fun, key, x)
     assert_equal(run(), jax.jit(fun)(key, x))
     assert step.out_specs == (P('fsdp'),)
-    assert [(row.kind, row.primitive, row.bytes) for row in step.rows] == [('all_gather', 'gather', x.nbytes)]
+    assert [(row.kind, row.primitive, row.bytes) for row in step.collective_rows] == [
+        ('all_gather', 'gather', x.nbytes)
+    ]

@@ -49,7 +49,7 @@ def test_attention_gathers_keys_and_values():
     step = run(attention, WEIGHTS, array(4, TOKENS, WIDTH))
     assert step.out_specs == (P('data', 'seq'),)
     # Of the examples of a device, all keys and all values.
-    rows = [(row.kind, row.axes, row.bytes, row.count) for row in step.rows]
+    rows = [(row.kind, row.axes, row.bytes, row.count) for row in step.collective_rows]
     assert rows == [('all_gather', ('seq',), 4 * 2 * TOKENS * WIDTH, 2)]
 
 
@@ -58,7 +58,7 @@ def test_gradients_of_attention():
         return jax.value_and_grad(lambda w: jnp.mean(attention(w, x) ** 2))(w)
 
     step = run(loss, WEIGHTS, array(4, TOKENS, WIDTH), result_specs=[None, P(), P(), P()])
-    reduced = [row for row in step.rows if row.array == f'float32[{WIDTH},{WIDTH}]']
+    reduced = [row for row in step.collective_rows if row.array == f'float32[{WIDTH},{WIDTH}]']
     assert sum(row.count for row in reduced if row.kind == 'all_reduce') == 3
 
 
@@ -69,7 +69,7 @@ def test_positions_are_those_of_all_tokens():
 
     step = run(fun, array(TOKENS, WIDTH), array(4, TOKENS, WIDTH))
     assert step.out_specs == (P('data', 'seq'),) * 2
-    assert not step.rows
+    assert not step.collective_rows
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_recurrence_over_time_runs_on_all_tokens():
         return lax.scan(cell, jnp.zeros((x.shape[0], x.shape[2])), x.swapaxes(0, 1))[1].swapaxes(0, 1)
 
     step = run(fun, array(WIDTH, WIDTH), array(4, TOKENS, WIDTH))
-    assert [(row.kind, row.axes) for row in step.rows] == [('all_gather', ('seq',))]
+    assert [(row.kind, row.axes) for row in step.collective_rows] == [('all_gather', ('seq',))]
 
 
 def test_a_loss_over_tokens_of_different_weights():
@@ -114,7 +114,7 @@ def test_a_loss_over_tokens_of_different_weights():
 
     mask = (np.arange(4 * TOKENS) % 3 > 0).astype('float32').reshape(4, TOKENS)
     step = run(fun, array(WIDTH, WIDTH), array(4, TOKENS, WIDTH), mask)
-    assert {row.kind for row in step.rows} == {'all_reduce'}
+    assert {row.kind for row in step.collective_rows} == {'all_reduce'}
 
 
 def test_random_bits_are_those_of_one_device():
@@ -122,14 +122,14 @@ def test_random_bits_are_those_of_one_device():
         return jnp.where(jax.random.bernoulli(jax.random.key(3), 0.7, x.shape), x * w, 0.0)
 
     step = run(fun, np.float32(2.0), array(4, TOKENS, 4))
-    assert not step.rows
+    assert not step.collective_rows
 
 
 def test_dimensions_that_only_divide_by_their_axes():
     """Two examples and four blocks of time: neither dimension divides by all eight devices."""
     step = run(lambda w, x: jnp.tanh(x.reshape(2, 4, 2, 8) * w), np.float32(2.0), array(2, 4, 16))
     assert step.out_specs == (P('data', 'seq'),)
-    assert not step.rows
+    assert not step.collective_rows
 
 
 @pytest.mark.parametrize(

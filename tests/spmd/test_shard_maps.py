@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from scalax._jax.equations import equations
-from scalax._spmd.step import Step, StepArgument, StepResult, partition_step, run_step
+from scalax._spmd.step import PartitionedStep, StepArgument, StepResult, partition_step, run_step
 from tests.support.partitioned import P, assert_equal, state_spec
 
 pytestmark = pytest.mark.medium
@@ -93,7 +93,7 @@ CASES = {
 }
 
 
-def partitioned(fun, mesh_axes) -> tuple[Step, list[jax.Array], list[jax.Array]]:
+def partitioned(fun, mesh_axes) -> tuple[PartitionedStep, list[jax.Array], list[jax.Array]]:
     """Partitions a function of weights and examples; and returns its results, and those of JAX."""
     mesh = jax.make_mesh((*mesh_axes.values(),), (*mesh_axes,), axis_types=(AxisType.Auto,) * len(mesh_axes))
     axes, size = tuple([axis for axis in mesh_axes if axis != 'tp']), mesh_axes['fsdp']
@@ -133,7 +133,7 @@ def test_values_of_a_step(name, check_vma):
 
     found, values, expected = partitioned(step, mesh_axes)
     assert_equal(values, expected)
-    assert any(row.what == 'examples' for row in found.rows) == gathers
+    assert any(row.what == 'examples' for row in found.collective_rows) == gathers
     # Along other axes it is still there.
     mapped = [each for each in equations(found.jaxpr) if each.primitive.name == 'shard_map']
     assert bool(mapped) == bool(manual and 'tp' in manual)
@@ -154,7 +154,7 @@ def test_one_inside_another():
 
     found, values, expected = partitioned(step, TP)
     assert_equal(values, expected)
-    assert not any(row.what == 'examples' for row in found.rows)
+    assert not any(row.what == 'examples' for row in found.collective_rows)
 
 
 def wide(w, x):
@@ -185,7 +185,7 @@ def test_backward_passes_take_what_forward_passes_keep(keeps):
 
     found, values, expected = partitioned(step, TP)
     assert_equal(values, expected)
-    assert any(row.what == 'examples' for row in found.rows) == (keeps == 'what is used as well')
+    assert any(row.what == 'examples' for row in found.collective_rows) == (keeps == 'what is used as well')
 
 
 def test_blocks_go_from_one_shard_map_to_another_and_are_joined_for_others():
@@ -205,4 +205,4 @@ def test_blocks_go_from_one_shard_map_to_another_and_are_joined_for_others():
 
     found, values, expected = partitioned(step, TP)
     assert_equal(values, expected)
-    assert found.rows
+    assert found.collective_rows

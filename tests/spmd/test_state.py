@@ -199,7 +199,7 @@ def partitioned_case(name):
 
 def counted(step, reductions):
     found = {}
-    for row in step.rows:
+    for row in step.collective_rows:
         if row.bytes > 8 and ('reduce' in row.kind) == reductions:
             found[row.kind, row.bytes] = found.get((row.kind, row.bytes), 0) + row.count
     return found
@@ -275,10 +275,10 @@ def test_forward_passes_gather_weights_alone(fun):
     tokens = np.random.default_rng(0).integers(0, WORDS, EXAMPLES).astype('int32')
     batch = array(*CACHE), array(*CACHE) * 2, tokens
     step, run = partitioned(fun, state, batch)
-    gathers = [row for row in step.rows if row.kind == 'all_gather']
+    gathers = [row for row in step.collective_rows if row.kind == 'all_gather']
     assert gathers
     assert all(row.reason.startswith("weight [0]['") for row in gathers)
     # Of the embedding, the look-up and the product share a gather; a loop takes what was gathered before it.
     assert sum(row.count for row in gathers) == {decoded: 5, generated: 5, evaluated: 2}[fun]
-    assert {row.kind for row in step.rows} <= {'all_gather', 'all_reduce'}
+    assert {row.kind for row in step.collective_rows} <= {'all_gather', 'all_reduce'}
     assert_equal(run(), jax.jit(fun)(state, batch))

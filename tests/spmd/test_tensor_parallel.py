@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from scalax._jax.equations import equations, manual_axes
-from scalax._spmd.placements.auto_shardings import AutoAxes, auto_dims, auto_spec
+from scalax._spmd.placements.auto_shardings import AutoShardings, auto_dims, auto_spec
 from scalax.sharding import MeshShardingHelper, TreePathShardingRule
 from tests.support.partitioned import FSDP, TP, P, assert_equal, collectives, partitioned
 
@@ -113,13 +113,13 @@ def test_dimensions_along_other_axes(fun, expected):
     mesh = jax.sharding.AbstractMesh((4, 2), ('fsdp', 'tp'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with jax.sharding.use_abstract_mesh(mesh):
         jaxpr = jax.make_jaxpr(fun)(jnp.ones((8, 8)))
-    known = AutoAxes(jaxpr, [(('tp',), ())], {'tp': 2})
+    known = AutoShardings(jaxpr, [(('tp',), ())], {'tp': 2})
     assert known.of(jaxpr.jaxpr.outvars[0]) == expected
 
 
 def test_a_function_that_is_called_in_two_ways_says_nothing():
     jaxpr = jax.make_jaxpr(shared(jnp.add))(jnp.ones((8, 8)))
-    known = AutoAxes(jaxpr, [(('tp',), ())], {'tp': 2})
+    known = AutoShardings(jaxpr, [(('tp',), ())], {'tp': 2})
     [inner, *_] = [x.params['jaxpr'].jaxpr for x in jaxpr.jaxpr.eqns if x.primitive.name == 'jit']
     assert known.of(inner.invars[0]) == ()
 

@@ -72,10 +72,10 @@ def updated(loss):
 @pytest.mark.sampled(3)
 def test_each_pass_gathers_a_table_once(loss, mesh):
     step, run = partitioned(updated(loss), (TABLE, LAYERS), TOKENS, mesh)
-    gathers = [row for row in step.rows if row.path == '[0]' and row.kind == 'all_gather']
+    gathers = [row for row in step.collective_rows if row.path == '[0]' and row.kind == 'all_gather']
     passes = [sum(row.count for row in gathers if row.is_backward == backward) for backward in (False, True)]
     assert passes[0] == 1, passes
     assert passes[1] <= 1, passes
-    reduced = [row.count for row in step.rows if (row.kind, row.path) == ('reduce_scatter', '[0]')]
+    reduced = [row.count for row in step.collective_rows if (row.kind, row.path) == ('reduce_scatter', '[0]')]
     assert sum(reduced) == (2 if loss is by_casts else 1)  # the model adds both in float32, behind the casts
     assert_equal(run(), jax.jit(updated(loss))((TABLE, LAYERS), TOKENS), 2e-3 if loss is by_casts else 1e-5)

@@ -79,7 +79,7 @@ def test_gradients_are_reduced_to_the_layout_of_state_that_they_meet(name, mesh)
     found = collectives(step)
     scattered = {reason: count for reason, count in found.items() if reason.startswith('reduce_scatter')}
     assert [*scattered.values()] == [times, times]
-    sums = [row for row in step.rows if row.kind == 'all_reduce' and row.axes[-1] == 'fsdp']
+    sums = [row for row in step.collective_rows if row.kind == 'all_reduce' and row.axes[-1] == 'fsdp']
     assert max(row.bytes for row in sums) == 4  # the loss and the global norm
     for spec, leaf in zip(step.out_specs, jax.tree.leaves(state), strict=False):
         assert ('fsdp' in spec) == (leaf.ndim > 0)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from scalax._spmd.options import DEFAULT, BatchPartitioning
-from scalax._spmd.step import Step, StepArgument, StepResult, partition_step, run_step
+from scalax._spmd.step import PartitionedStep, StepArgument, StepResult, partition_step, run_step
 
 P = PartitionSpec
 FSDP = {'fsdp': 8}
@@ -42,7 +42,7 @@ def partitioned(
     batch_specs: Sequence[PartitionSpec] | None = None,
     batch_axes: Sequence[str] | None = None,
     options: BatchPartitioning = DEFAULT,
-) -> tuple[Step, Callable[[], list[Any]]]:
+) -> tuple[PartitionedStep, Callable[[], list[Any]]]:
     """A function of state and a batch, partitioned; and what runs it.
 
     Args:
@@ -111,9 +111,9 @@ def assert_equal(found: Sequence[Any], expected: Any, tolerance: float = 1e-5) -
             np.testing.assert_array_equal(got, want)
 
 
-def collectives(step: Step) -> Counter[str]:
+def collectives(step: PartitionedStep) -> Counter[str]:
     """How often a step runs each kind of collective for each reason."""
     found: Counter[str] = Counter()
-    for row in step.rows:
+    for row in step.collective_rows:
         found[f'{row.kind} {row.reason}'] += row.count
     return found

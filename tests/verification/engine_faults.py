@@ -18,7 +18,7 @@ from scalax._jax import kernels, manual_axes
 from scalax._jaxpr import sort_orders
 from scalax._spmd import conversions as edit
 from scalax._spmd.batch import replicated_parts as parts
-from scalax._spmd.conversions import Edit
+from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.loops import example_loops as apart
 from scalax._spmd.operations import embedding_tables as tables
 from scalax._spmd.operations import local_sorts
@@ -26,7 +26,7 @@ from scalax._spmd.operations import ragged_dot as ragged
 from scalax._spmd.placements import op_rules
 from scalax._spmd.placements.op_rules import Op, Strategy
 from scalax._spmd.placements.placement import REPLICATE, SUM, Partial
-from scalax._spmd.placements.placement import Step as Conversion
+from scalax._spmd.placements.placement import RedistributeOp as Conversion
 from scalax._spmd.rewrites import distributed_matrices as matrices
 from scalax._spmd.rewrites import indexed_loops
 from scalax._spmd.values import is_replicated
@@ -215,10 +215,10 @@ def replicated_term_that_is_added_by_all_devices(helper: MeshShardingHelper) -> 
 # --- Gathered weights -------------------------------------------------------------------------------
 
 
-convert = Edit.convert
+convert = JaxprEditor.convert
 
 
-def _gathered_before(self: Edit, value: Any, target: Any, *args: Any, **options: Any) -> Any:
+def _gathered_before(self: JaxprEditor, value: Any, target: Any, *args: Any, **options: Any) -> Any:
     """Remembers gathered weights by their shapes, so that the first one stands for the second one."""
     if not value.is_state or not is_replicated(target):
         return convert(self, value, target, *args, **options)
@@ -228,7 +228,7 @@ def _gathered_before(self: Edit, value: Any, target: Any, *args: Any, **options:
     return gathered[value.shape]
 
 
-@seeded(('dot_general',), (Edit, 'convert', _gathered_before))
+@seeded(('dot_general',), (JaxprEditor, 'convert', _gathered_before))
 def gathered_weight_of_another_layer(helper: MeshShardingHelper) -> Step:
     """A stale cache of weights: the second layer multiplies with the weight that the first one gathered."""
 
@@ -238,7 +238,7 @@ def gathered_weight_of_another_layer(helper: MeshShardingHelper) -> Step:
     return stepped(helper, step, {'first': normal(8, 8), 'second': normal(8, 8, seed=1)}, normal(64, 8))
 
 
-def _gathered_once(self: Edit, value: Any, target: Any, *args: Any, **options: Any) -> Any:
+def _gathered_once(self: JaxprEditor, value: Any, target: Any, *args: Any, **options: Any) -> Any:
     """Remembers gathered weights by the arguments that they come from, also behind an update."""
     if not value.is_state or not is_replicated(target) or value.shape != (16, 8):
         return convert(self, value, target, *args, **options)
@@ -247,7 +247,7 @@ def _gathered_once(self: Edit, value: Any, target: Any, *args: Any, **options: A
     return self.__dict__['gathered_weight']
 
 
-@seeded(('dot_general',), (Edit, 'convert', _gathered_once))
+@seeded(('dot_general',), (JaxprEditor, 'convert', _gathered_once))
 def gathered_weight_of_the_step_before(helper: MeshShardingHelper) -> Step:
     """A stale cache of weights: behind an update, the second pass takes what was gathered for the first."""
 

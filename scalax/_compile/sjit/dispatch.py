@@ -237,7 +237,10 @@ class Dispatcher:
 
     def explain_propagation(self, flat_args: Sequence[Any]) -> PropagationReport:
         """How a call that is not run is partitioned along its batch; raises as `prepare` does."""
-        from scalax._spmd.report.explain import PropagationReport, explained  # here, because few programs ask
+        from scalax._spmd.report.explain import (  # here, because few programs ask
+            PropagationReport,
+            make_propagation_report,
+        )
 
         _, entry, _ = self.prepare(flat_args)
         name, mesh, step = self.signature.name, self.mesh.shape, entry.partitioned
@@ -245,7 +248,9 @@ class Dispatcher:
         if step is None or isinstance(step, str):
             reason = step or '; '.join(filter(None, why_not_partitioned(self.rules, call)))
             return PropagationReport(name, dict(mesh), reason=reason, gradient_outside=outside)
-        return explained(name, mesh, step, batch_paths(call, entry.batch), gradient_outside=outside)
+        return make_propagation_report(
+            name, mesh, step, batch_paths(call, entry.batch), gradient_outside=outside
+        )
 
     # Reading a call, and completing what is known of its key ------------------------------------------
 

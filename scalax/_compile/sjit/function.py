@@ -34,7 +34,7 @@ from scalax._core.util.lru_cache import LRUCache
 from scalax._jax.tracing import as_struct, jit_options
 from scalax._spmd.options import BatchPartitioning, checked_partitioning
 from scalax._spmd.pipelines.config import Pipeline
-from scalax._spmd.step import Step
+from scalax._spmd.step import PartitionedStep
 from scalax.errors import ArgumentError, did_you_mean, near_names
 from scalax.rules._rule_tree import are_pure, cache_key, checked_rules
 
@@ -319,7 +319,7 @@ def pipelines_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return function._dispatcher.prepare(function._flatten(args, kwargs))[1].pipelines
 
 
-def partitioned_step(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step | None:
+def partitioned_step(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PartitionedStep | None:
     """The step on blocks of a call; None if it is not partitioned, and for anything but an `SjitFunction`."""
     if not isinstance(function, SjitFunction):
         return None

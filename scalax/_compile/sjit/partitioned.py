@@ -17,7 +17,7 @@ from scalax._spmd.options import BatchPartitioning
 from scalax._spmd.pipelines.config import Pipeline
 from scalax._spmd.pipelines.summary import Loops
 from scalax._spmd.placements.result_states import ResultState, result_states
-from scalax._spmd.step import Step, StepArgument, StepResult, partition_step, run_step
+from scalax._spmd.step import PartitionedStep, StepArgument, StepResult, partition_step, run_step
 from scalax._spmd.values import CannotPartition
 from scalax.errors import PartitioningWarning, StagesError, warn
 
@@ -34,7 +34,7 @@ def run_partitioned(
     on_gradient: Callable[[], None],
     options: BatchPartitioning,
     pipeline: Pipeline | None = None,
-) -> tuple[Sequence[Any], Step | str, Loops]:
+) -> tuple[Sequence[Any], PartitionedStep | str, Loops]:
     """Returns the leaves of the outputs of a step, the step that each device runs, or why there is none, and
     its pipelines.
 
@@ -131,7 +131,9 @@ def _pipelines(
     )
 
     more = [()] * captured
-    known = dataclasses.replace(batch, shardings=[*batch.shardings, *more], stored=[*batch.stored, *more])
+    known = dataclasses.replace(
+        batch, shardings=[*batch.shardings, *more], state_shardings=[*batch.state_shardings, *more]
+    )
     jaxpr, found, told = find_pipelines(jaxpr, known, dict(mesh.shape), pipeline)
     loops += told
     return jaxpr, found
@@ -159,11 +161,11 @@ def _warn(name: str, error: CannotPartition) -> str:
     if error.__cause__ is not None:
         remedy = 'report this, which is a bug in scalax; batch_argnums=() turns partitioning off'
     warn(
-        f'{name} is not partitioned along its batch: {error.why}{at}. It runs as jax.jit runs it, and '
+        f'{name} is not partitioned along its batch: {error.reason}{at}. It runs as jax.jit runs it, and '
         f'the compiler alone decides how activations are sharded.\nWhat to do: {remedy}.',
         PartitioningWarning,
     )
-    return f'{error.why}{at}'
+    return f'{error.reason}{at}'
 
 
 def _spec(sharding: Any) -> Any:

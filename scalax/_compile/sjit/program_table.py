@@ -28,7 +28,7 @@ from scalax._core.util import lru_cache
 from scalax._jax.shardings import DELETED_ARGUMENTS_CRASH
 from scalax._spmd.batch.batch_arguments import BatchArguments
 from scalax._spmd.pipelines.summary import Loops
-from scalax._spmd.step import Step
+from scalax._spmd.step import PartitionedStep
 
 
 class WrongProgram(Exception):
@@ -189,7 +189,7 @@ class Entry:
     arguments: Any = None
     batch: BatchArguments | None = None
     pipelines: Pipelines | None = None
-    partitioned: Step | str | None = None
+    partitioned: PartitionedStep | str | None = None
     gradient_outside: bool = False
     outputs: Shardings | None = None
     out_tree: Any = None

@@ -8,7 +8,7 @@ from typing import Literal
 from scalax._planning.cost.collective_instances import Run
 from scalax._planning.program.counting import Part, part_of
 from scalax._planning.program.provenance import is_of_the_partitioner, neighbourhood
-from scalax._spmd.placements.collectives import NUMBER
+from scalax._spmd.placements.collectives import COLLECTIVE_SCOPE
 
 # The operations of JAX that ask for collectives; psum has several names.
 _ASKED_FOR = (
@@ -20,7 +20,7 @@ Cause = Literal['program', 'sharding', 'resharding', 'halo', 'ring', 'padding', 
 
 def number_of(run: Run | None) -> int | None:
     """Returns the number of a collective that scalax wrote, which is in the name of its operation."""
-    found = None if run is None else NUMBER.search(run.op_name)
+    found = None if run is None else COLLECTIVE_SCOPE.search(run.op_name)
     return None if found is None else int(found[2])
 
 
@@ -74,7 +74,7 @@ def cause_of(run: Run, origin: Run | None) -> Cause:
     if run.kind == 'collective-permute' != origin.kind:
         return 'padding'
     instruction = origin.instruction
-    if NUMBER.search(origin.op_name):
+    if COLLECTIVE_SCOPE.search(origin.op_name):
         return 'sharding'
     # Older compilers do not mark what the partitioner added.
     asked = instruction.op_name.rpartition('/')[2].startswith(_ASKED_FOR)

@@ -9,7 +9,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 
 from scalax._planning.cost.collective_instances import Kind, Run, RunOnMesh, channel_of
 from scalax._planning.program.hlo import Computation, Instruction, Module
-from scalax._spmd.placements.collectives import NUMBER
+from scalax._spmd.placements.collectives import COLLECTIVE_SCOPE
 
 # What a collective may become, beside its own kind: between slices and inside of them it is several, and a
 # permute moves what was padded.
@@ -37,7 +37,7 @@ class Partitioned:
         # Collectives with numbers of their own that no name of the later program has.
         self._unnamed: list[RunOnMesh] = []
         for each in runs:
-            if NUMBER.search(each.run.op_name) and each.run.op_name not in names:
+            if COLLECTIVE_SCOPE.search(each.run.op_name) and each.run.op_name not in names:
                 self._unnamed.append(each)
             self._known['channel', each.run.channel].append(each)
             self._known['operation', each.run.op_name].append(each)

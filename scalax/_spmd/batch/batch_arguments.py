@@ -15,12 +15,12 @@ class BatchArguments:
     Attributes:
         shardings: the sharding of each argument by dimension; of arguments that are no batch, without the
             axes of the batch.
-        stored: of arguments that are no batch, the dimensions that axes of the batch shard, as FSDP does.
+        state_shardings: of the other arguments, the dimensions that batch axes shard, as FSDP does.
         batch_axes: the mesh axes that shard examples.
     """
 
     shardings: Sequence[DimSharding]
-    stored: Sequence[DimSharding]
+    state_shardings: Sequence[DimSharding]
     batch_axes: frozenset[str]
 
     def example_dim(self, argument: int) -> int | None:

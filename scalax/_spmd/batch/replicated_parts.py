@@ -17,19 +17,19 @@ from scalax._jax.equations import dim_of, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.random_bits import bits_at, depends_on_indices
 from scalax._jaxpr.dim_rules import CHEAP, dims_of
-from scalax._spmd.placements.collectives import Block, index_of
+from scalax._spmd.placements.collectives import BlockAxes, block_index
 
-DimBlock = tuple[int, Block, int]
+DimBlock = tuple[int, BlockAxes, int]
 """A dimension, the axes along which devices have its blocks, and how many blocks there are."""
 
 
-def has_parts(equation: Any) -> bool:
+def is_computed_by_block(equation: Any) -> bool:
     """Whether a block of the result of an equation is computed without the rest of it."""
     name = primitive_name(equation)
     return name in CHEAP or name in ('broadcast_in_dim', 'iota') or depends_on_indices(equation)
 
 
-def part_operands(equation: Any, dim: int) -> dict[int, int]:
+def block_operand_dims(equation: Any, dim: int) -> dict[int, int]:
     """Returns the dimensions of operands of which only the block is needed, operand by operand."""
     name = primitive_name(equation)
     if name in ('iota', 'random_bits'):
@@ -42,7 +42,7 @@ def part_operands(equation: Any, dim: int) -> dict[int, int]:
     }
 
 
-def part_function(equation: Any, blocks: Sequence[DimBlock]) -> tuple[Callable[..., Any], Any] | None:
+def block_function(equation: Any, blocks: Sequence[DimBlock]) -> tuple[Callable[..., Any], Any] | None:
     """Returns a function of the operands that computes blocks of an `iota` or of random bits, and its key.
 
     None if the equation itself computes them, with other parameters.
@@ -71,7 +71,7 @@ def _starts(local: Sequence[int], blocks: Sequence[DimBlock], number: Sequence[A
     """The index of the first element of a device's block in each dimension."""
     starts: list[Any] = [0] * len(local)
     for dim, block, _ in blocks:
-        starts[dim] = index_of(block, *number) * local[dim]
+        starts[dim] = block_index(block, *number) * local[dim]
     return starts
 
 

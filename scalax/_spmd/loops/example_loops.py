@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from scalax._jax.equations import Loop, equations
 from scalax._jaxpr.carry_accumulation import reductions_of
-from scalax._spmd.conversions import Edit
+from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.placements.placement import REPLICATE, Partial, Placement, Placements, Shard
 from scalax._spmd.values import Argument, Value
 
 
-class Apart(NamedTuple):
+class IndependentAxes(NamedTuple):
     """The batch axes along which devices run the rounds of a loop apart, each its own ones.
 
     Attributes:
@@ -79,18 +79,20 @@ class Apart(NamedTuple):
         return tuple([placement if i in self.axes else x for i, x in enumerate(placements)])
 
 
-def axes_apart(edit: Edit, loop: Loop, begun: Sequence[Value], stacks: Sequence[Value]) -> Apart:
+def independent_axes(
+    editor: JaxprEditor, loop: Loop, begun: Sequence[Value], stacks: Sequence[Value]
+) -> IndependentAxes:
     """Returns the batch axes along which devices may run the rounds of a `scan` apart, if there are any.
 
     Args:
-        edit: the jaxpr that it is in.
+        editor: the jaxpr that it is in.
         loop: the `scan`.
         begun: what it carries first.
         stacks: the stacks that it runs over.
     """
-    sizes, every = edit.shared.sizes, range(len(edit.shared.axes))
-    together = Apart((), every, 1, [REPLICATE] * len(begun))
-    if has_pipelines(edit, loop):
+    sizes, every = editor.context.sizes, range(len(editor.context.axes))
+    together = IndependentAxes((), every, 1, [REPLICATE] * len(begun))
+    if has_pipelines(editor, loop):
         return together  # stages wait for each other
     axes = [
         i
@@ -105,12 +107,12 @@ def axes_apart(edit: Edit, loop: Loop, begun: Sequence[Value], stacks: Sequence[
     carried = _reductions(loop)
     if carried is None:
         return together
-    return Apart(axes, [i for i in every if i not in axes], count, carried)
+    return IndependentAxes(axes, [i for i in every if i not in axes], count, carried)
 
 
-def has_pipelines(edit: Edit, loop: Loop) -> bool:
+def has_pipelines(editor: JaxprEditor, loop: Loop) -> bool:
     """Returns whether a round runs layers as a pipeline."""
-    pipelines = edit.shared.pipelines
+    pipelines = editor.context.pipelines
     return bool(pipelines) and any(id(equation) in pipelines for equation in equations(loop.body))
 
 

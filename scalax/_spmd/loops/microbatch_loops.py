@@ -14,7 +14,7 @@ from typing import Any
 from scalax._jax.equations import Loop, makers_of, opened
 from scalax._jax.primitives import primitive_name
 from scalax._jaxpr.dim_rules import reshaped
-from scalax._spmd.conversions import Edit
+from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.placements.placement import Placements, Shard
 from scalax._spmd.values import Value
 
@@ -22,13 +22,13 @@ from scalax._spmd.values import Value
 _KEEPING = frozenset(('convert_element_type', 'copy', 'name', 'optimization_barrier', 'sharding_constraint'))
 
 
-def stack_placements(edit: Edit, loop: Loop, stacks: Sequence[Value]) -> list[Placements]:
+def stack_placements(editor: JaxprEditor, loop: Loop, stacks: Sequence[Value]) -> list[Placements]:
     """Returns the placements in which a `scan` takes its stacks.
 
     Of microbatches each device has a share of every one.
 
     Args:
-        edit: the jaxpr that it is in.
+        editor: the jaxpr that it is in.
         loop: the `scan`.
         stacks: the stacks that it runs over.
     """
@@ -36,9 +36,9 @@ def stack_placements(edit: Edit, loop: Loop, stacks: Sequence[Value]) -> list[Pl
     sharded = [any(map(_shards_rounds, placements)) for placements in before]
     if not loop.carried or not any(sharded):
         return before
-    makers = makers_of(opened(edit.jaxpr))
+    makers = makers_of(opened(editor.jaxpr))
     dims = [
-        _examples_dim(makers, stack.var, edit.shared.blocks) if is_sharded else None
+        _examples_dim(makers, stack.var, editor.context.blocks) if is_sharded else None
         for stack, is_sharded in zip(stacks, sharded, strict=True)
     ]
     if any(is_sharded and dim is None for dim, is_sharded in zip(dims, sharded, strict=True)):

@@ -16,14 +16,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from scalax._jax.equations import is_ordered, shape_of, takes_blocks, told
 from scalax._jax.manual_axes import callbacks_nest
 from scalax._jax.rewriting import run_equation
-from scalax._spmd.conversions import Edit
+from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.placements.placement import REPLICATE, Partial, spec_of
 from scalax._spmd.values import CannotPartition, Value
 
 CALLBACKS = frozenset(('debug_callback', 'debug_print', 'io_callback', 'pure_callback'))
 
 
-def partition_callback(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
+def partition_callback(editor: JaxprEditor, equation: Any, values: Sequence[Value]) -> None:
     """Writes a callback that the first device runs on values of all examples; the others get its results.
 
     One that is made for blocks, with ``partitioned=True``, runs on every device on the blocks that it has.
@@ -34,41 +34,41 @@ def partition_callback(edit: Edit, equation: Any, values: Sequence[Value]) -> No
             'it runs callbacks in order, which JAX allows on one device only',
             'leave out ordered=True, and hand the callback the number of its round',
         )
-    shared = edit.shared
+    context = editor.context
     if takes_blocks(equation):
         sums = [tuple([REPLICATE if isinstance(x, Partial) else x for x in v.placements]) for v in values]
-        atoms = [edit.convert(value, x, equation) for value, x in zip(values, sums, strict=True)]
-        edit.eqns.append(edit.code.local(equation, atoms, equation.outvars))
+        atoms = [editor.convert(value, x, equation) for value, x in zip(values, sums, strict=True)]
+        editor.eqns.append(editor.code.local(equation, atoms, equation.outvars))
         return
-    if shared.auto.sizes and not callbacks_nest():
+    if context.auto.sizes and not callbacks_nest():
         raise CannotPartition(
             equation,
             'it runs callbacks, and this JAX cannot beside mesh axes that the compiler partitions',
             'call Python outside of the step, or use a newer JAX',
         )
-    atoms = [edit.convert(value, shared.replicated, equation) for value in values]
-    outputs = [edit.define(var, shared.replicated).atom for var in equation.outvars]
-    axes = (*shared.axes, *shared.auto.sizes)
+    atoms = [editor.convert(value, context.replicated, equation) for value in values]
+    outputs = [editor.define(var, context.replicated).atom for var in equation.outvars]
+    axes = (*context.axes, *context.auto.sizes)
     if not axes:
-        edit.eqns.append(edit.code.local(equation, atoms, outputs))
+        editor.eqns.append(editor.code.local(equation, atoms, outputs))
         return
-    function = _on_first_device(equation, axes, tuple(shared.auto.sizes))
-    edit.eqns.append(edit.code.traced(function, equation, atoms, outputs))
+    function = _on_first_device(equation, axes, tuple(context.auto.sizes))
+    editor.eqns.append(editor.code.traced(function, equation, atoms, outputs))
 
 
-def inspect_placements(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
+def inspect_placements(editor: JaxprEditor, equation: Any, values: Sequence[Value]) -> None:
     """Writes an ``inspect_sharding`` that tells where all devices have the examples of a value."""
-    shared, [value] = edit.shared, values
-    if others := ', '.join(shared.auto.sizes):
+    context, [value] = editor.context, values
+    if others := ', '.join(context.auto.sizes):
         raise CannotPartition(
             equation,
             f'it asks for the sharding of a value, which the compiler decides along {others}, too',
             'leave it out, and read the compiled program',
         )
     if value.has_sum:
-        edit.reduce(value, equation)
-    tell = functools.partial(_tell, told(equation), spec_of(value.placements, shared.axes))
-    edit.eqns.append(edit.code.local(equation, [value.atom], [], callback=tell))
+        editor.reduce(value, equation)
+    tell = functools.partial(_tell, told(equation), spec_of(value.placements, context.axes))
+    editor.eqns.append(editor.code.local(equation, [value.atom], [], callback=tell))
 
 
 def _tell(callback: Callable[[Any], None], spec: PartitionSpec, of_block: Any) -> None:

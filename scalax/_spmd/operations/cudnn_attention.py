@@ -17,7 +17,7 @@ from scalax._jax import kernels
 from scalax._jax.equations import shape_of, size_of
 from scalax._jax.manual_axes import ManualCode
 from scalax._spmd.operations.pallas_kernels import in_shard_map
-from scalax._spmd.placements.auto_shardings import AutoAxes
+from scalax._spmd.placements.auto_shardings import AutoShardings
 from scalax._spmd.placements.placement import REPLICATE, SUM, Placement, Shard
 
 ATTENTION = frozenset(('dot_product_attention_fwd_wrapper', 'dot_product_attention_bwd_wrapper'))
@@ -27,7 +27,7 @@ ATTENTION = frozenset(('dot_product_attention_fwd_wrapper', 'dot_product_attenti
 _VALUES, _BIAS, _LENGTHS, _PACKED, _FORWARD = slice(0, 3), 3, slice(4, 6), slice(6, 10), slice(10, 13)
 
 
-def of_attention(
+def attention_placements(
     equation: Any, placements: Sequence[Placement]
 ) -> tuple[list[Placement], list[Placement]] | None:
     """Returns the placements of the operands and of the results; None if attention takes all examples.
@@ -58,7 +58,7 @@ def of_attention(
 
 
 def attention_along_auto_axes(
-    code: ManualCode, auto: AutoAxes, equation: Any, operands: Sequence[Any], results: Sequence[Any]
+    code: ManualCode, auto: AutoShardings, equation: Any, operands: Sequence[Any], results: Sequence[Any]
 ) -> Any:
     """Returns attention on blocks, on a mesh with axes that stay Auto inside: they may shard the heads.
 

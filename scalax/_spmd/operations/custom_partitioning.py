@@ -16,33 +16,33 @@ from jax.sharding import PartitionSpec
 from scalax._core.pytree.partition_specs import canonical_entry, entry_axes
 from scalax._jax.custom_partitioning import mapped_over_blocks
 from scalax._jax.equations import annotated, shape_of
-from scalax._spmd.conversions import Edit
+from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.loops.control_flow import argument_of, partition_call
 from scalax._spmd.operations.user_shard_maps import partition_shard_map
 from scalax._spmd.placements.placement import REPLICATE, Shard, spec_of
 from scalax._spmd.values import Value
 
 
-def partition_custom(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
+def partition_custom(editor: JaxprEditor, equation: Any, values: Sequence[Value]) -> None:
     """Writes an operation with a partitioning of its own."""
-    backward = edit.is_backward(equation)
-    arguments = [argument_of(edit, value) for value in values]
-    inner = edit.shared.jaxpr(annotated(equation), arguments, backward=backward, at=equation)
+    backward = editor.is_backward(equation)
+    arguments = [argument_of(editor, value) for value in values]
+    inner = editor.context.partition(annotated(equation), arguments, backward=backward, at=equation)
     mapped = None
-    if edit.shared.in_turn is None and any(each.what == 'examples' for each in inner.collectives):
-        specs = [_spec(edit, value) for value in values]
-        mapped = mapped_over_blocks(equation, specs, edit.shared.mesh)
+    if editor.context.microbatch_axis is None and any(each.what == 'examples' for each in inner.collectives):
+        specs = [_spec(editor, value) for value in values]
+        mapped = mapped_over_blocks(equation, specs, editor.context.mesh)
     if mapped is None:
-        partition_call(edit, equation, values)
+        partition_call(editor, equation, values)
     else:
-        partition_shard_map(edit, mapped, values)
+        partition_shard_map(editor, mapped, values)
 
 
-def _spec(edit: Edit, value: Value) -> PartitionSpec:
+def _spec(editor: JaxprEditor, value: Value) -> PartitionSpec:
     """The spec of an operand along all mesh axes; state comes replicated along those of the batch."""
-    shared = edit.shared
+    context = editor.context
     examples = [x if isinstance(x, Shard) and not x.is_state else REPLICATE for x in value.placements]
-    along_batch = spec_of(tuple(examples), shared.axes)
-    pairs = itertools.zip_longest(along_batch, shared.auto.of(value.var), fillvalue=())
+    along_batch = spec_of(tuple(examples), context.axes)
+    pairs = itertools.zip_longest(along_batch, context.auto.of(value.var), fillvalue=())
     entries = [canonical_entry((*entry_axes(entry), *others)) for entry, others in pairs]
     return PartitionSpec(*entries[: len(shape_of(value.var))])

@@ -8,16 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 from scalax._jax.equations import Literal, shape_of
-from scalax._spmd.conversions import Edit
-from scalax._spmd.placements.repeated_casts import FORMS
+from scalax._spmd.conversions import JaxprEditor
+from scalax._spmd.placements.repeated_casts import CAST_PRIMITIVES
 from scalax._spmd.placements.state_casts import NARROW, SAME_STATE
 
 
-def write_on_blocks_alike(edit: Edit, name: str, equation: Any) -> bool:
+def write_pointwise(editor: JaxprEditor, name: str, equation: Any) -> bool:
     """Writes an equation if its operands are blocks of one shape in the same placements, and scalars.
 
     Args:
-        edit: the jaxpr that is partitioned.
+        editor: the jaxpr that is partitioned.
         name: the name of its primitive, one of `op_rules.ON_ELEMENTS`.
         equation: the equation.
 
@@ -26,7 +26,7 @@ def write_on_blocks_alike(edit: Edit, name: str, equation: Any) -> bool:
     """
     first, origin, [var] = None, None, equation.outvars
     for atom in equation.invars:
-        value = None if isinstance(atom, Literal) else edit.values[id(atom)]
+        value = None if isinstance(atom, Literal) else editor.values[id(atom)]
         if value is None or value.is_replicated:
             if shape_of(atom) or (value is not None and value.is_zero):
                 return False
@@ -40,17 +40,17 @@ def write_on_blocks_alike(edit: Edit, name: str, equation: Any) -> bool:
             origin = value.origin
     if first is None:
         return False
-    output = first.beside(var, edit.code.var(var, shape_of(first.atom)))
+    output = first.with_same_placements(var, editor.code.var(var, shape_of(first.atom)))
     if output.is_state or name in SAME_STATE:
         output.origin = origin
     if output.is_state and name in NARROW:
-        output.narrow_maker = equation
-    if output.is_state and name in FORMS:
-        first.forms = (*first.forms, output)
-    edit.values[id(var)] = output
+        output.narrow_producer = equation
+    if output.is_state and name in CAST_PRIMITIVES:
+        first.casts = (*first.casts, output)
+    editor.values[id(var)] = output
     atoms = [
-        edit.code.literal(atom) if isinstance(atom, Literal) else edit.values[id(atom)].atom
+        editor.code.literal(atom) if isinstance(atom, Literal) else editor.values[id(atom)].atom
         for atom in equation.invars
     ]
-    edit.eqns.append(edit.code.local(equation, atoms, [output.atom]))
+    editor.eqns.append(editor.code.local(equation, atoms, [output.atom]))
     return True

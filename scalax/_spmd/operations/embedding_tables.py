@@ -55,7 +55,7 @@ class _Block(NamedTuple):
     fill_value: Any = None
 
 
-def on_block(
+def local_lookup(
     equation: Any, dim: int, axes: Sequence[str], shapes: Sequence[Sequence[int]]
 ) -> tuple[Callable[..., Any], Any]:
     """Returns the function of one operation that an equation does with a block of rows, and its key.

@@ -19,67 +19,71 @@ import jax.numpy as jnp
 from scalax._jax.equations import opened, ragged_dim, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jaxpr.sort_orders import block_of
-from scalax._spmd.conversions import Edit
+from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.placements.placement import REPLICATE, Placements, Shard
 from scalax._spmd.values import Value
 
 
-def note_sort(edit: Edit, equation: Any, keys: Value) -> None:
+def record_local_sort(editor: JaxprEditor, equation: Any, keys: Value) -> None:
     """Takes note of what devices run on their own rows, if they may sort these alone.
 
     Args:
-        edit: the jaxpr that is partitioned.
+        editor: the jaxpr that is partitioned.
         equation: a `sort`.
         keys: what it sorts by.
     """
     axes = [
         i for i, x in enumerate(keys.placements) if isinstance(x, Shard) and x.dim == 0 and not x.is_state
     ]
-    if not axes or len(keys.shape) != 1 or keys.has_sum or id(equation) in edit.on_rows:
+    if not axes or len(keys.shape) != 1 or keys.has_sum or id(equation) in editor.local_rows:
         return
-    shared, count = edit.shared, 1
+    context, count = editor.context, 1
     for i in axes:
-        count *= shared.sizes[i]
-    block = block_of(edit.jaxpr, equation, count)
+        count *= context.sizes[i]
+    block = block_of(editor.jaxpr, equation, count)
     if block is None:
         return
-    inside = [eqn for eqn in opened(edit.jaxpr).eqns if eqn in block.own]
+    inside = [eqn for eqn in opened(editor.jaxpr).eqns if eqn in block.own]
     changed = {*map(id, inside), *map(id, block.products)}
-    if not changed.isdisjoint(edit.on_rows):
+    if not changed.isdisjoint(editor.local_rows):
         return
-    placements = tuple([Shard(0) if i in axes else REPLICATE for i in range(len(shared.axes))])
-    atom = edit.convert(keys, placements, equation)
-    sizes = edit.emit_of(
+    placements = tuple([Shard(0) if i in axes else REPLICATE for i in range(len(context.axes))])
+    atom = editor.convert(keys, placements, equation)
+    sizes = editor.emit(
         functools.partial(_group_sizes, block.groups), ('group_sizes', block.groups), equation, [atom]
     )
-    edit.on_rows.update(dict.fromkeys(changed, placements))
-    edit.group_sizes.update((id(product), sizes) for product in block.products)
+    editor.local_rows.update(dict.fromkeys(changed, placements))
+    editor.local_group_sizes.update((id(product), sizes) for product in block.products)
 
 
-def write_on_rows(edit: Edit, equation: Any, values: Sequence[Value], placements: Placements) -> None:
+def write_local_rows(
+    editor: JaxprEditor, equation: Any, values: Sequence[Value], placements: Placements
+) -> None:
     """Writes a sort, or what takes or puts rows by number, which each device runs on its own rows.
 
     Rows are numbered over all devices; less the number of its first row, these are the device's own.
     """
-    atoms = [edit.convert(value, placements, equation) for value in values]
+    atoms = [editor.convert(value, placements, equation) for value in values]
     if primitive_name(equation) != 'sort':
         axes = tuple(
-            [axis for axis, x in zip(edit.shared.axes, placements, strict=True) if isinstance(x, Shard)]
+            [axis for axis, x in zip(editor.context.axes, placements, strict=True) if isinstance(x, Shard)]
         )
         count = shape_of(atoms[0])[0]
         function, key = functools.partial(_own_numbers, axes, count), ('own_numbers', axes, count)
-        atoms[1] = edit.emit_of(function, key, equation, [atoms[1]])
-    outputs = [edit.define(var, placements) for var in equation.outvars]
-    edit.eqns.append(edit.code.local(equation, atoms, [output.atom for output in outputs]))
+        atoms[1] = editor.emit(function, key, equation, [atoms[1]])
+    outputs = [editor.define(var, placements) for var in equation.outvars]
+    editor.eqns.append(editor.code.local(equation, atoms, [output.atom for output in outputs]))
 
 
-def on_own_groups(edit: Edit, equation: Any, values: Sequence[Value], placements: Placements) -> list[Value]:
+def local_group_operands(
+    editor: JaxprEditor, equation: Any, values: Sequence[Value], placements: Placements
+) -> list[Value]:
     """Returns the operands of a product whose rows, and their groups, are those of each device."""
     left, right, sizes = values
     rows = tuple([Shard(ragged_dim(equation)) if isinstance(x, Shard) else x for x in placements])
     if left.placements != rows:
-        left = Value(left.var, rows, edit.convert(left, rows, equation))
-    return [left, right, Value(sizes.var, edit.shared.replicated, edit.group_sizes[id(equation)])]
+        left = Value(left.var, rows, editor.convert(left, rows, equation))
+    return [left, right, Value(sizes.var, editor.context.replicated, editor.local_group_sizes[id(equation)])]
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -20,11 +20,11 @@ from scalax._jax.equations import shape_of
 from scalax._jax.manual_axes import ManualCode
 from scalax._jax.rewriting import bound
 from scalax._jaxpr.dim_rules import Axes
-from scalax._spmd.placements.auto_shardings import AutoAxes
+from scalax._spmd.placements.auto_shardings import AutoShardings
 from scalax._spmd.placements.placement import REPLICATE, Placement, Shard
 
 
-def of_kernel(
+def kernel_placements(
     equation: Any, placements: Sequence[Placement], blocks: int
 ) -> tuple[list[Placement], list[Placement]] | None:
     """Returns the placements of the operands and of the results of a kernel; None if it takes all examples.
@@ -85,7 +85,7 @@ def _shards(equation: Any, shapes: Sequence[Sequence[int]]) -> dict[int, int]:
 
 
 def kernel_along_auto_axes(
-    code: ManualCode, auto: AutoAxes, equation: Any, operands: Sequence[Any], results: Sequence[Any]
+    code: ManualCode, auto: AutoShardings, equation: Any, operands: Sequence[Any], results: Sequence[Any]
 ) -> Any:
     """Returns the equation of a kernel that runs on blocks, on a mesh with axes that stay Auto inside.
 
@@ -118,7 +118,7 @@ def kernel_along_auto_axes(
 
 def in_shard_map(
     code: ManualCode,
-    auto: AutoAxes,
+    auto: AutoShardings,
     equation: Any,
     operands: Sequence[Any],
     results: Sequence[Any],
@@ -150,7 +150,7 @@ def in_shard_map(
     return code.traced(mapped, equation, operands, results)
 
 
-def _auto_steps(equation: Any, auto: AutoAxes, shards: dict[int, int]) -> dict[int, Axes]:
+def _auto_steps(equation: Any, auto: AutoShardings, shards: dict[int, int]) -> dict[int, Axes]:
     """The Auto axes over which devices share the steps of dimensions of the grid.
 
     Args:

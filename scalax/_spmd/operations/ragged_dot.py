@@ -18,7 +18,9 @@ from scalax._jaxpr.dim_rules import dims_of
 from scalax._spmd.placements.placement import REPLICATE, SUM, Placement, Shard
 
 
-def of_rows(equation: Any, placements: Sequence[Placement]) -> tuple[Sequence[Placement], Placement] | None:
+def row_placements(
+    equation: Any, placements: Sequence[Placement]
+) -> tuple[Sequence[Placement], Placement] | None:
     """Returns the placements of the operands and of the result of a product whose rows are sharded.
 
     None if no rows are sharded, or if each example has groups of its own.
@@ -42,7 +44,7 @@ def of_rows(equation: Any, placements: Sequence[Placement]) -> tuple[Sequence[Pl
     return None if dim is None else ((Shard(rows), REPLICATE, REPLICATE), Shard(dim))
 
 
-def sizes_placement(equation: Any, left: Placement) -> Placement | None:
+def group_sizes_placement(equation: Any, left: Placement) -> Placement | None:
     """Returns the placement of the sizes of groups where a dimension of the left operand is sharded.
 
     None if that is the dimension of the rows.
@@ -66,14 +68,14 @@ def sizes_placement(equation: Any, left: Placement) -> Placement | None:
     return Shard(prefix.index(left.dim))
 
 
-def sizes_in_block(axes: Sequence[str], count: int) -> tuple[Callable[..., Any], Any]:
+def local_group_sizes(axes: Sequence[str], count: int) -> tuple[Callable[..., Any], Any]:
     """Returns the function that computes how many rows of each group are in a device's block, and its key.
 
     Args:
         axes: the mesh axes along which devices have rows.
         count: how many rows a device has.
     """
-    return functools.partial(_sizes_in_block, tuple(axes), count), ('sizes_in_block', tuple(axes), count)
+    return functools.partial(_sizes_in_block, tuple(axes), count), ('local_group_sizes', tuple(axes), count)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -18,11 +18,11 @@ from scalax._jax.equations import shape_of, slice_bounds
 
 _LEAST = 4
 """How many times larger than its slice a value has to be for the slice to be sent, as a sum is sent twice."""
-MOST_SLICES = 2
+MAX_SENT_SLICES = 2
 """Of how many slices of a value each is sent. If there are more, the value is gathered, once."""
 
 
-def is_sliced_apart(equation: Any) -> bool:
+def is_small_slice(equation: Any) -> bool:
     """Returns whether a `slice` is so small that devices add up what they have of it."""
     [operand], [result] = equation.invars, equation.outvars
     dtype = result.aval.dtype
@@ -32,7 +32,7 @@ def is_sliced_apart(equation: Any) -> bool:
     return bool(is_number) and sizes[0] >= _LEAST * sizes[1]
 
 
-def on_blocks(
+def local_slice(
     equation: Any, axes: Mapping[int, Sequence[str]], shape: Sequence[int]
 ) -> tuple[Callable[[Any], Any], Any]:
     """Returns the function of one operation that slices blocks, and its key.

@@ -16,10 +16,17 @@ import jax
 from jax.sharding import PartitionSpec
 
 from scalax._jax.equations import manual_axes, mapped, mapped_inputs, mapped_mesh, mapped_outputs, shape_of
-from scalax._spmd.conversions import Edit
+from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.placements.layouts import Layout
-from scalax._spmd.placements.placement import REPLICATE, Placement, Placements, Shard, Step, shard_counts
-from scalax._spmd.values import Argument, CannotPartition, MappedBlocks, Value
+from scalax._spmd.placements.placement import (
+    REPLICATE,
+    Placement,
+    Placements,
+    RedistributeOp,
+    Shard,
+    shard_counts,
+)
+from scalax._spmd.values import Argument, CannotPartition, ShardMapBlocks, Value
 
 _Order = tuple[tuple[str, int, bool], ...]
 """The mesh axes that shard a dimension, from the major one to the minor one: the name and size of each, and
@@ -126,32 +133,34 @@ class _Axes(NamedTuple):
         return tuple([placements[i] for i in range(len(self.sizes))])
 
 
-def partition_shard_map(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
+def partition_shard_map(editor: JaxprEditor, equation: Any, values: Sequence[Value]) -> None:
     """Writes what a `shard_map` runs: in place along the axes of the batch, and as one along others."""
-    shared, manual, mesh = edit.shared, manual_axes(equation), dict(mapped_mesh(equation))
-    if shared.in_turn is not None:
+    context, manual, mesh = editor.context, manual_axes(equation), dict(mapped_mesh(equation))
+    if context.microbatch_axis is not None:
         raise CannotPartition(equation, 'it is in a layer of a pipeline, which runs on one microbatch')
-    if [*mesh.items()] != [*shared.mesh.shape.items()]:
-        raise CannotPartition(equation, f'its mesh {mesh} is not that of the step, {dict(shared.mesh.shape)}')
-    numbers = {axis: i for i, axis in enumerate(shared.axes)}
-    apart = [axis for axis in manual - numbers.keys() - shared.code.auto if mesh[axis] > 1]
+    if [*mesh.items()] != [*context.mesh.shape.items()]:
+        raise CannotPartition(
+            equation, f'its mesh {mesh} is not that of the step, {dict(context.mesh.shape)}'
+        )
+    numbers = {axis: i for i, axis in enumerate(context.axes)}
+    apart = [axis for axis in manual - numbers.keys() - context.code.auto if mesh[axis] > 1]
     if apart:
         raise CannotPartition(equation, f'devices run the loop around it apart along {sorted(apart)}')
     axes = _Axes(
         {axis: i for axis, i in numbers.items() if axis in manual},
-        manual & shared.code.auto,
+        manual & context.code.auto,
         [i for axis, i in numbers.items() if axis not in manual],
-        shared.sizes,
+        context.sizes,
         mesh,
-        shared.axes,
+        context.axes,
     )
     body, _ = mapped(equation)
     for value in values:
         if value.has_sum:
-            edit.reduce(value, equation)
+            editor.reduce(value, equation)
     atoms, arguments, has_examples = [], list[Argument](), False
     for value, spec, var in zip(values, mapped_inputs(equation), body.invars, strict=True):
-        kept = edit.mapped_blocks.get(id(value.var))
+        kept = editor.shard_map_blocks.get(id(value.var))
         if kept is not None and kept.manual == manual and kept.spec == spec:
             atoms.append(kept.atom)
             arguments.append(Argument(kept.placements))
@@ -160,18 +169,18 @@ def partition_shard_map(edit: Edit, equation: Any, values: Sequence[Value]) -> N
         before = tuple([value.placements[i] for i in axes.left])
         left = axes.left_placements(before, spec, shape_of(var))
         placements = axes.all(axes.batch_placements(spec, is_state=value.is_state), left)
-        atom = edit.convert(value, placements, equation)
+        atom = editor.convert(value, placements, equation)
         for dim, order in axes.orders(spec).items():
             if not axes.is_direct(order):
-                atom = edit.emit_of(*_block(dim, order), equation, [atom])
+                atom = editor.emit(*_block(dim, order), equation, [atom])
         atoms.append(atom)
         arguments.append(Argument(left, value.origin is not None, value.is_zero))
         has_examples |= any(isinstance(x, Shard) and not x.is_state for x in placements)
-    partitioner = shared.inside(
-        equation, body, arguments, _layouts(edit, equation, axes), axes.left, axes.nested
+    partitioner = context.for_shard_map(
+        equation, body, arguments, _layouts(editor, equation, axes), axes.left, axes.nested
     )
-    backward, specs = edit.is_backward(equation), mapped_outputs(equation)
-    inner = partitioner.jaxpr(body, arguments, backward=backward, at=equation)
+    backward, specs = editor.is_backward(equation), mapped_outputs(equation)
+    inner = partitioner.partition(body, arguments, backward=backward, at=equation)
     ends = [
         axes.left_placements(placements, spec, shape_of(var))
         for placements, spec, var in zip(inner.placements, specs, body.outvars, strict=True)
@@ -179,35 +188,37 @@ def partition_shard_map(edit: Edit, equation: Any, values: Sequence[Value]) -> N
     kept_results = [axes.kept_inside(*each) for each in zip(inner.placements, ends, specs, strict=True)]
     inside, joins = [x for x, _ in kept_results], [x for _, x in kept_results]
     if inside != [*inner.placements]:
-        inner = partitioner.jaxpr(body, arguments, inside, backward=backward, at=equation)
+        inner = partitioner.partition(body, arguments, inside, backward=backward, at=equation)
     is_state = not has_examples and any(value.is_state for value in values)
     placed = [
         axes.all(axes.batch_placements(spec, is_state=is_state), end)
         for spec, end in zip(specs, ends, strict=True)
     ]
-    outputs = [edit.define(var, x) for var, x in zip(equation.outvars, placed, strict=True)]
+    outputs = [editor.define(var, x) for var, x in zip(equation.outvars, placed, strict=True)]
     # A result in blocks of another order comes out in a variable of its own.
     blocks = [
-        edit.code.var(var, _sizes(shape_of(output.atom), join)) if join else output.atom
+        editor.code.var(var, _sizes(shape_of(output.atom), join)) if join else output.atom
         for var, output, join in zip(equation.outvars, outputs, joins, strict=True)
     ]
     if axes.nested:
         nested = [[_along(spec, axes.nested) for spec in each] for each in (mapped_inputs(equation), specs)]
-        written = edit.code.mapped(equation, inner.jaxpr, (nested[0], nested[1]), axes.nested, atoms, blocks)
+        written = editor.code.mapped(
+            equation, inner.jaxpr, (nested[0], nested[1]), axes.nested, atoms, blocks
+        )
     else:
-        written = edit.code.call_of(equation, inner.jaxpr, atoms, blocks)
-    edit.eqns.append(written)
-    edit.include(inner, values)
+        written = editor.code.call_of(equation, inner.jaxpr, atoms, blocks)
+    editor.eqns.append(written)
+    editor.include(inner, values)
     for i, (output, block, join) in enumerate(zip(outputs, blocks, joins, strict=True)):
         output.is_zero = inner.zeros[i]
         if join:  # what joins blocks is dropped if another shard_map takes them as they are
-            edit.mapped_blocks[id(output.var)] = MappedBlocks(block, manual, specs[i], inside[i])
+            editor.shard_map_blocks[id(output.var)] = ShardMapBlocks(block, manual, specs[i], inside[i])
         for dim, order in join.items():
-            joined = edit.emit_of(*_joined(dim, order), equation, [block])
-            gather = Step('all_gather', tuple(sorted(numbers[n] for n, _, b in order if b)), dim)
-            edit.eqns[-1], number = shared.exchange.numbered(edit.eqns[-1], 'examples')
-            edit.collectives.append(
-                shared.exchange.collective(
+            joined = editor.emit(*_joined(dim, order), equation, [block])
+            gather = RedistributeOp('all_gather', tuple(sorted(numbers[n] for n, _, b in order if b)), dim)
+            editor.eqns[-1], number = context.collective_writer.with_id(editor.eqns[-1], 'examples')
+            editor.collectives.append(
+                context.collective_writer.collective(
                     *(gather, equation, (block, joined), None, 'examples', (backward, number))
                 )
             )
@@ -215,13 +226,13 @@ def partition_shard_map(edit: Edit, equation: Any, values: Sequence[Value]) -> N
         output.atom = block
 
 
-def _layouts(edit: Edit, equation: Any, axes: _Axes) -> list[Layout | None]:
+def _layouts(editor: JaxprEditor, equation: Any, axes: _Axes) -> list[Layout | None]:
     """The layouts that are wanted of the results of the body, along the axes that are left."""
     layouts = list[Layout | None]()
     for var, spec, inside in zip(
         equation.outvars, mapped_outputs(equation), mapped(equation)[0].outvars, strict=True
     ):
-        layout = edit.shared.wanted.of(var)
+        layout = editor.context.reduction_layouts.of(var)
         if layout is not None:
             left = tuple([layout.placements[i] for i in axes.left])
             fits = axes.left_placements(left, spec, shape_of(inside)) == left

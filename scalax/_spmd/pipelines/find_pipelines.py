@@ -155,7 +155,7 @@ def _marks(
         if i in rows:
             yield of_dims({rows[i]: (ROWS,)}, ndim)
             continue
-        known = arguments.shardings[i], arguments.stored[i]
+        known = arguments.shardings[i], arguments.state_shardings[i]
         over = {dim: (LAYERS,) for sharding in known for dim, axes in enumerate(sharding) if axis in axes}
         yield of_dims({**({0: (str(i),)} if ndim else {}), **over}, ndim)
 

@@ -28,17 +28,17 @@ from scalax._jax.equations import CALLS, loop_of, opened, scan_options
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import replaced, run_as_one, seen_through
 from scalax._jaxpr.abstract_interpreter import LoopFacts
-from scalax._spmd.conversions import Edit
+from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.pipelines.layer_groups import exchanged
 from scalax._spmd.pipelines.summary import at_turn, sending
-from scalax._spmd.placements.layouts import Layout, Shifted, layout_at
+from scalax._spmd.placements.layouts import Layout, ShiftedDims, remap_layout
 from scalax._spmd.placements.placement import REPLICATE, SUM, Partial, Placement, Placements, Shard, join
 from scalax._spmd.values import (
-    SETTLED,
+    REDUCE_TO_STATE,
     Argument,
     CannotPartition,
-    Partitioned,
-    Settled,
+    PartitionedJaxpr,
+    ReductionTarget,
     Value,
 )
 
@@ -79,12 +79,14 @@ class PipelinedScan(NamedTuple):
         return self.rounds * self.microbatches + self.stages - 1
 
 
-def partition_pipeline(edit: Edit, equation: Any, values: Sequence[Value], pipeline: PipelinedScan) -> None:
+def partition_pipeline(
+    editor: JaxprEditor, equation: Any, values: Sequence[Value], pipeline: PipelinedScan
+) -> None:
     """Writes a loop over layers as a pipeline."""
-    loop, facts, shared = loop_of(equation), pipeline.facts, edit.shared
+    loop, facts, context = loop_of(equation), pipeline.facts, editor.context
     constants, begun, stacks = map(list, loop.parts(values))
-    _reduce(edit, [x for x, fact in zip(begun, facts.carried, strict=True) if fact != SUM], equation)
-    _reduce(edit, [*constants, *stacks], equation)
+    _reduce(editor, [x for x, fact in zip(begun, facts.carried, strict=True) if fact != SUM], equation)
+    _reduce(editor, [*constants, *stacks], equation)
 
     def outside(placements: Placements, fact: Placement) -> Placements:
         """The placements of a value of a round outside of the pipeline."""
@@ -110,11 +112,13 @@ def partition_pipeline(edit: Edit, equation: Any, values: Sequence[Value], pipel
     of_constants = [*map(inside, constants, facts.constants)]
     of_elements = [*map(element, stacks, facts.elements)]
     carried = [
-        (SUM,) * len(shared.axes) if fact == SUM else inside(value, fact)
+        (SUM,) * len(context.axes) if fact == SUM else inside(value, fact)
         for value, fact in zip(begun, facts.carried, strict=True)
     ]
     states = [value.origin is not None or value.is_state for value in stacks]
-    layouts = [_layout(shared.wanted.of(var), i < loop.carried) for i, var in enumerate(equation.outvars)]
+    layouts = [
+        _layout(context.reduction_layouts.of(var), i < loop.carried) for i, var in enumerate(equation.outvars)
+    ]
 
     def arguments() -> list[Argument]:
         return [
@@ -125,13 +129,13 @@ def partition_pipeline(edit: Edit, equation: Any, values: Sequence[Value], pipel
 
     # What an outermost checkpoint computes again was computed in another loop.
     body = replaced(loop.body, eqns=[*map(_in_another_loop, opened(loop.body).eqns)])
-    layer = shared.of_microbatches(body, arguments(), layouts, pipeline.microbatches)
+    layer = context.for_microbatches(body, arguments(), layouts, pipeline.microbatches)
 
-    def run(ends: Sequence[Placements | Settled | None]) -> Partitioned:
-        return layer.jaxpr(body, arguments(), ends, backward=edit.is_backward(equation), at=equation)
+    def run(ends: Sequence[Placements | ReductionTarget | None]) -> PartitionedJaxpr:
+        return layer.partition(body, arguments(), ends, backward=editor.is_backward(equation), at=equation)
 
-    settled: Settled | None = None if pipeline.gathers_once else SETTLED
-    first: list[Placements | Settled | None] = [None] * loop.carried
+    settled: ReductionTarget | None = None if pipeline.gathers_once else REDUCE_TO_STATE
+    first: list[Placements | ReductionTarget | None] = [None] * loop.carried
     first += [settled] * len(facts.results)
     for _ in range(_MOST_ROUNDS):
         inner = run(first)
@@ -139,9 +143,9 @@ def partition_pipeline(edit: Edit, equation: Any, values: Sequence[Value], pipel
             (*map(_next, x[:-1], y[:-1]), SUM if x[-1] == SUM else join(x[-1], y[-1]))
             for x, y in zip(carried, inner.placements, strict=False)
         ]
-        gathered = [i for i in inner.gathered if i < loop.constants]
+        gathered = [i for i in inner.gathered_arguments if i < loop.constants]
         for i in gathered:
-            of_constants[i] = (*(REPLICATE,) * (len(shared.axes) - 1), of_constants[i][-1])
+            of_constants[i] = (*(REPLICATE,) * (len(context.axes) - 1), of_constants[i][-1])
         if after == carried and not gathered:
             break
         carried[:] = after
@@ -161,18 +165,18 @@ def partition_pipeline(edit: Edit, equation: Any, values: Sequence[Value], pipel
 
     operands: list[Any] = []
     for value, placements, fact in zip(constants, of_constants, facts.constants, strict=True):
-        operands.append(edit.convert(value, outside(placements, fact), equation))
+        operands.append(editor.convert(value, outside(placements, fact), equation))
     terms = [fact == SUM and not value.is_zero for value, fact in zip(begun, facts.carried, strict=True)]
     for value, placements, fact, is_term in zip(begun, carried, facts.carried, terms, strict=True):
         if fact != SUM or is_term:
-            operands.append(edit.convert(value, outside(placements, fact), equation))
+            operands.append(editor.convert(value, outside(placements, fact), equation))
     for value, placements, is_state in zip(stacks, of_elements, states, strict=True):
         target = stacked(placements, is_state=is_state)
-        atom = edit.convert(value, target, equation, keeps_state=pipeline.gathers_once)
-        operands.append(_exchanged(edit, equation, atom, pipeline))
+        atom = editor.convert(value, target, equation, keeps_state=pipeline.gathers_once)
+        operands.append(_exchanged(editor, equation, atom, pipeline))
     run_ticks = _Ticks(pipeline, inner, terms)
-    written = edit.code.called(run_ticks, equation, operands)
-    edit.eqns.append(written)
+    written = editor.code.called(run_ticks, equation, operands)
+    editor.eqns.append(written)
     placed = [outside(*pair) for pair in zip(carried, facts.carried, strict=True)]
     placed += [
         stacked(x, is_state=not isinstance(fact, Shard))
@@ -180,9 +184,9 @@ def partition_pipeline(edit: Edit, equation: Any, values: Sequence[Value], pipel
     ]
     for i, (var, atom, placements) in enumerate(zip(equation.outvars, written.outvars, placed, strict=True)):
         if i >= loop.carried:
-            atom = _exchanged(edit, equation, atom, pipeline, back=True)
-        edit.define(var, placements, atom)
-    edit.include(inner, [*constants, *begun, *stacks], pipeline.ticks * run_ticks.layers)
+            atom = _exchanged(editor, equation, atom, pipeline, back=True)
+        editor.define(var, placements, atom)
+    editor.include(inner, [*constants, *begun, *stacks], pipeline.ticks * run_ticks.layers)
 
 
 def _next(begin: Placement, end: Placement) -> Placement:
@@ -190,10 +194,10 @@ def _next(begin: Placement, end: Placement) -> Placement:
     return end if isinstance(begin, Partial) and not isinstance(end, Partial) else join(begin, end)
 
 
-def _reduce(edit: Edit, values: Sequence[Value], equation: Any) -> None:
+def _reduce(editor: JaxprEditor, values: Sequence[Value], equation: Any) -> None:
     for value in values:
         if value.has_sum:
-            edit.reduce(value, equation)
+            editor.reduce(value, equation)
 
 
 def _in_another_loop(equation: Any) -> Any:
@@ -205,20 +209,22 @@ def _layout(layout: Layout | None, is_carried: bool) -> Layout | None:
     if layout is None:
         return None
     layout = layout._replace(placements=(*layout.placements[:-1], REPLICATE))
-    return layout if is_carried else layout_at(layout, Shifted(-1))
+    return layout if is_carried else remap_layout(layout, ShiftedDims(-1))
 
 
-def _exchanged(edit: Edit, equation: Any, atom: Any, pipeline: PipelinedScan, *, back: bool = False) -> Any:
+def _exchanged(
+    editor: JaxprEditor, equation: Any, atom: Any, pipeline: PipelinedScan, *, back: bool = False
+) -> Any:
     """The variable of a stack whose layers are where they run, or are stored; each is exchanged once."""
     if pipeline.rounds == 1:
         return atom
-    if not back and id(atom) in edit.changed:
-        return edit.changed[id(atom)][1]
+    if not back and id(atom) in editor.reordered_stacks:
+        return editor.reordered_stacks[id(atom)][1]
     how = pipeline.axis, pipeline.stages, pipeline.rounds, pipeline.line
     function = jax.jit(lambda x: exchanged(x, *how, back=back))
-    result = edit.emit_of(function, ('exchanged', how, back), equation, [atom])
+    result = editor.emit(function, ('exchanged', how, back), equation, [atom])
     pair = (result, atom) if back else (atom, result)
-    edit.changed[id(pair[0])] = pair
+    editor.reordered_stacks[id(pair[0])] = pair
     return result
 
 
@@ -242,7 +248,7 @@ class _Ticks:
         terms: which of the values that it carries are sums that do not begin as zero.
     """
 
-    def __init__(self, pipeline: PipelinedScan, inner: Partitioned, terms: Sequence[bool]) -> None:
+    def __init__(self, pipeline: PipelinedScan, inner: PartitionedJaxpr, terms: Sequence[bool]) -> None:
         equation = pipeline.equation
         self._pipeline, self._inner, self._terms = pipeline, inner, terms
         self._loop, self._options = loop_of(equation), scan_options(equation)
@@ -343,7 +349,7 @@ class _Ticks:
             self._group(self._part(x, _in_stack(fact), turn.microbatch), turn)
             for x, fact in zip(stacks, facts.elements, strict=True)
         ]
-        number = [turn.microbatch.astype('int32')] if self._inner.takes_number else []
+        number = [turn.microbatch.astype('int32')] if self._inner.takes_microbatch_index else []
 
         def layer(carried: Sequence[Any], elements: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             values = [*run_as_one(self._inner.jaxpr, [*number, *constants, *carried, *elements], 'layer')]

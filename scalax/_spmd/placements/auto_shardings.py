@@ -53,7 +53,7 @@ def auto_dims(spec: PartitionSpec, rank: int, sizes: Mapping[str, int]) -> AutoD
     return found if any(found) else NO_AXES
 
 
-class AutoAxes:
+class AutoShardings:
     """Where values are along the Auto axes, as far as the arguments of a step and its constraints tell.
 
     Args:

@@ -18,7 +18,7 @@ from scalax._core.pytree.partition_specs import spec_axes
 from scalax._jax.equations import shape_of
 from scalax._jax.manual_axes import ManualCode, in_scope
 from scalax._jax.rewriting import with_results
-from scalax._spmd.placements.placement import ReduceOp, Step
+from scalax._spmd.placements.placement import RedistributeOp, ReduceOp
 
 What = Literal['weight', 'gradient', 'examples', 'sum']
 """What a collective converts: state, a sum that becomes a gradient, examples, or another sum."""
@@ -26,7 +26,7 @@ What = Literal['weight', 'gradient', 'examples', 'sum']
 RESULT = 'a result'
 """Of a sum that the step returns, as a loss is: what it is about."""
 
-NUMBER = re.compile(r'scalax\((weight|gradient|examples|sum), (\d+)\)/?')
+COLLECTIVE_SCOPE = re.compile(r'scalax\((weight|gradient|examples|sum), (\d+)\)/?')
 """What a collective converts, and its number, in the names of operations."""
 
 
@@ -55,11 +55,11 @@ class Collective:
     bytes: int
     count: int
     equation: Any
-    of: str | int | None
+    origin: str | int | None
     what: What
     value: Any
     is_backward: bool
-    number: int
+    id: int
     reduce_op: ReduceOp = 'sum'
 
     @property
@@ -68,7 +68,7 @@ class Collective:
         return self.kind == 'all_gather' and self.what == 'weight'
 
 
-class Exchange:
+class CollectiveWriter:
     """Writes the equations of conversions.
 
     Args:
@@ -84,25 +84,25 @@ class Exchange:
         code: ManualCode,
         axes: Sequence[str],
         sizes: Sequence[int],
-        numbers: Iterator[int] | None = None,
+        ids: Iterator[int] | None = None,
         in_turn: int | None = None,
     ) -> None:
         self._code, self.axes, self.sizes, self._in_turn = code, tuple(axes), tuple(sizes), in_turn
-        self.numbers = itertools.count(1) if numbers is None else numbers
+        self.ids = itertools.count(1) if ids is None else ids
         self._templates: dict[Any, Any] = {}
 
-    def numbered(self, equation: Any, what: What) -> tuple[Any, int]:
+    def with_id(self, equation: Any, what: What) -> tuple[Any, int]:
         """Returns the equation of a collective with its number in its name, and the number."""
-        number = next(self.numbers)
-        return in_scope(equation, f'scalax({what}, {number})'), number
+        collective_id = next(self.ids)
+        return in_scope(equation, f'scalax({what}, {collective_id})'), collective_id
 
-    def block(self, axes: Sequence[int]) -> Block:
-        """Returns the axes, of these numbers, along which a dimension is split, as `index_of` takes them."""
+    def block(self, axes: Sequence[int]) -> BlockAxes:
+        """Returns the names and sizes of axes, given by index, as `block_index` takes them."""
         return tuple([(None if i == self._in_turn else self.axes[i], self.sizes[i]) for i in axes])
 
     def equation(
         self,
-        step: Step,
+        step: RedistributeOp,
         like: Any,
         operands: Sequence[Any],
         result: Any,
@@ -149,7 +149,7 @@ class Exchange:
         self._templates[known] = template
         return self._code.written(template, like, operand, result)
 
-    def shape(self, step: Step, shape: Sequence[int]) -> tuple[int, ...]:
+    def shape(self, step: RedistributeOp, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of a block of this shape after a step."""
         count, sizes = math.prod(self.sizes[i] for i in step.axes), [*shape]
         if step.kind in ('all_gather', 'all_to_all'):
@@ -161,7 +161,13 @@ class Exchange:
         return tuple(sizes)
 
     def collective(
-        self, step: Step, like: Any, ends: tuple[Any, Any], of: Any, what: What, facts: tuple[bool, int]
+        self,
+        step: RedistributeOp,
+        like: Any,
+        ends: tuple[Any, Any],
+        origin: Any,
+        what: What,
+        facts: tuple[bool, int],
     ) -> Collective:
         """Returns the entry of the list for a step that sends something.
 
@@ -169,14 +175,14 @@ class Exchange:
             step: the step.
             like: the equation for which it was written.
             ends: the value before and behind it.
-            of: the state that it is about.
+            origin: the state that it gathers or reduces.
             what: what it converts.
             facts: whether it runs in a backward pass, and its number.
         """
         axes = tuple([self.axes[i] for i in step.axes])
         value = max(ends, key=lambda x: math.prod(shape_of(x)))
         size = math.prod(shape_of(value)) * value.aval.dtype.itemsize
-        return Collective(step.kind, axes, size, 1, like, of, what, value, *facts, step.reduce_op)
+        return Collective(step.kind, axes, size, 1, like, origin, what, value, *facts, step.reduce_op)
 
 
 _MOST_DIMS = 4
@@ -185,14 +191,14 @@ _COMMON = {
     step: i
     for i, step in enumerate(
         [
-            *[Step('all_gather', (), dim) for dim in range(_MOST_DIMS)],
-            *[Step('reduce_scatter', (), dim) for dim in range(_MOST_DIMS)],
-            Step('all_reduce', ()),
+            *[RedistributeOp('all_gather', (), dim) for dim in range(_MOST_DIMS)],
+            *[RedistributeOp('reduce_scatter', (), dim) for dim in range(_MOST_DIMS)],
+            RedistributeOp('all_reduce', ()),
         ]
     )
 }
 
-SENDING = frozenset(('all_gather', 'all_to_all', 'reduce_scatter', 'all_reduce'))
+SENDING_KINDS = frozenset(('all_gather', 'all_to_all', 'reduce_scatter', 'all_reduce'))
 """The steps that send something."""
 
 _SUMS = frozenset(('reduce_scatter', 'all_reduce'))
@@ -203,7 +209,7 @@ def _wide(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return jax.jit(lambda x: function(x.astype('float32')).astype(x.dtype))
 
 
-def _kept_spec(step: Step, auto: Sequence[Sequence[str]]) -> PartitionSpec:
+def _kept_spec(step: RedistributeOp, auto: Sequence[Sequence[str]]) -> PartitionSpec:
     """The spec along Auto axes that a value has before and after a step.
 
     A dimension that the step changes has none: of its blocks along two axes, one would have to be the major.
@@ -224,11 +230,11 @@ def _along_auto_axes(function: Callable[[Any], Any], spec: PartitionSpec) -> Cal
     return nested
 
 
-Block = tuple[tuple[str | None, int], ...]
+BlockAxes = tuple[tuple[str | None, int], ...]
 """The axes along which a dimension is split, and their sizes; None where blocks come one after the other."""
 
 
-def index_of(block: Block, *number: Any) -> Any:
+def block_index(block: BlockAxes, *number: Any) -> Any:
     """Returns the index of a device's block; *number* is that of the block that blocks in turn have."""
     if all(axis is not None for axis, _ in block):
         return jax.lax.axis_index(_name(block))
@@ -238,13 +244,13 @@ def index_of(block: Block, *number: Any) -> Any:
     return index
 
 
-def _name(block: Block) -> Any:
+def _name(block: BlockAxes) -> Any:
     axes = tuple([axis for axis, _ in block])
     return axes if len(axes) > 1 else axes[0]
 
 
 @functools.lru_cache(maxsize=1024)
-def _extreme(reduce_op: ReduceOp, block: Block) -> Callable[[Any], Any]:
+def _extreme(reduce_op: ReduceOp, block: BlockAxes) -> Callable[[Any], Any]:
     """The function that reduces floating-point numbers to the largest or the least, or to NaN if any is NaN.
 
     Backends differ in whether an all-reduce of floating-point numbers propagates NaN, but not in the order of
@@ -271,14 +277,14 @@ def _extreme(reduce_op: ReduceOp, block: Block) -> Callable[[Any], Any]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_complex(step: Step, block: Block) -> Callable[..., Any]:
+def _of_complex(step: RedistributeOp, block: BlockAxes) -> Callable[..., Any]:
     """Returns a `reduce_scatter` of complex numbers, which the compiler for TPUs has for real ones alone."""
     function = _functions(step, block, False)
     return jax.jit(lambda x: jax.lax.complex(function(jnp.real(x)), function(jnp.imag(x))))
 
 
 @functools.lru_cache(maxsize=1024)
-def _functions(step: Step, block: Block, is_key: bool) -> Callable[..., Any]:
+def _functions(step: RedistributeOp, block: BlockAxes, is_key: bool) -> Callable[..., Any]:
     """The function of one operation that a step is."""
     dim, name = step.dim, _name(block)
 
@@ -297,12 +303,14 @@ def _functions(step: Step, block: Block, is_key: bool) -> Callable[..., Any]:
 
     def slice_(x: Any, *number: Any) -> Any:
         size = x.shape[dim] // math.prod(size for _, size in block)
-        return jax.lax.dynamic_slice_in_dim(x, index_of(block, *number) * size, size, dim)
+        return jax.lax.dynamic_slice_in_dim(x, block_index(block, *number) * size, size, dim)
 
     def mask(x: Any, *number: Any) -> Any:
         # The largest and the least element of equal values are these.
         return (
-            x if step.reduce_op != 'sum' else jnp.where(index_of(block, *number) == 0, x, jnp.zeros_like(x))
+            x
+            if step.reduce_op != 'sum'
+            else jnp.where(block_index(block, *number) == 0, x, jnp.zeros_like(x))
         )
 
     def of_keys(keys: Any) -> Any:

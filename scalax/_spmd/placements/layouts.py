@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from scalax._jaxpr.dim_rules import Axes
-from scalax._spmd.placements.placement import Placement, Placements, Shard, moved
+from scalax._spmd.placements.placement import Placement, Placements, Shard, remap_dims
 
 
 class Layout(NamedTuple):
@@ -24,7 +24,7 @@ class Layout(NamedTuple):
     auto: tuple[tuple[int, Axes], ...] = ()
 
 
-class Shifted(dict[int, int]):
+class ShiftedDims(dict[int, int]):
     """Dimensions that all have another number."""
 
     def __init__(self, by: int) -> None:
@@ -38,14 +38,14 @@ class Shifted(dict[int, int]):
         return dim + self._by
 
 
-def layout_at(layout: Layout | None, dims: dict[int, int]) -> Layout | None:
+def remap_layout(layout: Layout | None, dims: dict[int, int]) -> Layout | None:
     """Returns a layout with its dimensions in other places; None if a sharded one has none.
 
     Args:
         layout: the layout, if it is known.
         dims: dimension -> its new place.
     """
-    placements = None if layout is None else moved(layout.placements, dims)
+    placements = None if layout is None else remap_dims(layout.placements, dims)
     if layout is None or placements is None:
         return None
     auto = tuple([(dims[dim], axes) for dim, axes in layout.auto if dim in dims])

@@ -29,10 +29,10 @@ from scalax._jaxpr.dim_rules import (
     dims_of,
     reshaped,
 )
-from scalax._spmd.operations.cudnn_attention import ATTENTION, of_attention
-from scalax._spmd.operations.pallas_kernels import of_kernel
-from scalax._spmd.operations.ragged_dot import of_rows, sizes_placement
-from scalax._spmd.operations.slices import is_sliced_apart
+from scalax._spmd.operations.cudnn_attention import ATTENTION, attention_placements
+from scalax._spmd.operations.pallas_kernels import kernel_placements
+from scalax._spmd.operations.ragged_dot import group_sizes_placement, row_placements
+from scalax._spmd.operations.slices import is_small_slice
 from scalax._spmd.placements.placement import REPLICATE, SUM, Partial, Placement, ReduceOp, Replicate, Shard
 
 
@@ -58,9 +58,9 @@ class Op(NamedTuple):
     blocks: int
     zeros: tuple[bool, ...]
     blocks_of_first: int | None = None
-    wanted: Placement | None = None
+    target: Placement | None = None
     is_update: bool = False
-    in_turn: bool = False
+    is_microbatched: bool = False
 
 
 class Strategy(NamedTuple):
@@ -130,13 +130,13 @@ def _linear(name: str, op: Op) -> Strategy | None:
     if any(isinstance(x, Partial) and x != SUM for x in op.placements) or not _is_exact(name, op):
         return None
     grows = sum(map(_bytes, results)) > sum(_bytes(op.equation.invars[i]) for i in sums)
-    if grows and op.wanted != SUM and not op.in_turn:
+    if grows and op.target != SUM and not op.is_microbatched:
         return None
     operands = list(op.placements)
     if name in _ADDITIVE:
         terms = {*range(len(operands))[_ADDITIVE[name]]}
         # What is added to a sum over microbatches is added once.
-        once = {i for i in terms if op.in_turn and isinstance(op.placements[i], Replicate)}
+        once = {i for i in terms if op.is_microbatched and isinstance(op.placements[i], Replicate)}
         if not sums <= terms or not all(i in sums or i in once or op.zeros[i] for i in terms):
             return None
         operands = [SUM if i in terms else x for i, x in enumerate(operands)]
@@ -161,7 +161,7 @@ def _is_exact(name: str, op: Op) -> bool:
     if name not in ('convert_element_type', 'div', 'reduce_precision'):
         return True
     before, after = op.equation.invars[0].aval.dtype, op.equation.outvars[0].aval.dtype
-    if op.in_turn:
+    if op.is_microbatched:
         # What is rounded is rounded in each microbatch. Small integers may have begun anew at zero.
         is_wide = jnp.issubdtype(before, jnp.signedinteger) and jnp.iinfo(before).bits >= 32
         return jnp.issubdtype(after, jnp.inexact) and (jnp.issubdtype(before, jnp.inexact) or is_wide)
@@ -193,7 +193,7 @@ _WORKS_ALONG = ALONG | WINDOWS | {'pad', 'rev', 'select_and_scatter_add', 'selec
 # These put their updates in some places of the first operand.
 _PUTS = SCATTERS | {'dynamic_update_slice'}
 _DRAWS = frozenset(('random_bits', 'random_split', 'random_fold_in', 'random_gamma'))
-ON_ELEMENTS = ELEMENTWISE - ALONG - _DRAWS
+POINTWISE = ELEMENTWISE - ALONG - _DRAWS
 """Of these an element of the result depends on the elements of the operands that have the same indices."""
 
 
@@ -257,8 +257,8 @@ def _cost_of_state(op: Op, candidate: tuple[Sources, bool], weight: int) -> floa
             is_exchanged = any(place == i for place, _ in sources)
             cost += _bytes(atom) / (op.blocks if is_exchanged else 1)
     if is_summed:
-        cost += _bytes(result) * (1 if isinstance(op.wanted, Shard) else 2)
-    elif isinstance(op.wanted, Shard) and {*dims_of(op.equation).results[0][op.wanted.dim]} != kept:
+        cost += _bytes(result) * (1 if isinstance(op.target, Shard) else 2)
+    elif isinstance(op.target, Shard) and {*dims_of(op.equation).results[0][op.target.dim]} != kept:
         cost += _bytes(result) / op.blocks
     return cost
 
@@ -275,7 +275,9 @@ def _reduced(op: Op, group: Sources, is_state: bool) -> Strategy | None:
     if name == 'conv_general_dilated' and len(group) < 2:  # each group of features has channels of its own
         return None
     is_complex = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.complexfloating)
-    if _REDUCTIONS[name] != 'sum' and (op.in_turn or is_complex):  # devices do not compare complex numbers
+    if _REDUCTIONS[name] != 'sum' and (
+        op.is_microbatched or is_complex
+    ):  # devices do not compare complex numbers
         return None
     is_bool = equation.outvars[0].aval.dtype == jnp.bool_
     if is_bool != (name in _OF_BITS):  # devices exchange neither bits of integers nor sums of booleans
@@ -311,7 +313,7 @@ def _kept(op: Op, sources: Sources, is_state: bool) -> Strategy | None:
     if name in _DRAWS and ((0, 0) not in sources or not equations.draws_of_each_key(equation)):
         return None
     operands = _sharded(op, sources, is_state)
-    if is_state and results[0] != op.wanted and _grows(op, operands):
+    if is_state and results[0] != op.target and _grows(op, operands):
         operands, results = [REPLICATE] * len(operands), [REPLICATE] * len(results)
     return Strategy(tuple(operands), tuple(results))
 
@@ -371,7 +373,7 @@ def _gather(op: Op) -> Strategy | None:
 def _slice(op: Op) -> Strategy | None:
     """Of a few elements of a sharded dimension, each device adds those that it has."""
     found, [placement] = by_dims(op), op.placements
-    if found is not None or op.in_turn or not is_sliced_apart(op.equation):
+    if found is not None or op.is_microbatched or not is_small_slice(op.equation):
         return found
     is_state = isinstance(placement, Shard) and placement.is_state
     return Strategy((placement,), (SUM,), None if is_state else (REPLICATE,))
@@ -379,7 +381,7 @@ def _slice(op: Op) -> Strategy | None:
 
 def _ragged_dot(op: Op) -> Strategy | None:
     """Each device has some rows of each group, or all rows of its examples."""
-    if (found := of_rows(op.equation, op.placements)) is not None:
+    if (found := row_placements(op.equation, op.placements)) is not None:
         operands, result = found
         return Strategy(tuple(operands), (result,))
     of_products = op._replace(placements=(*op.placements[:2], REPLICATE))
@@ -387,7 +389,7 @@ def _ragged_dot(op: Op) -> Strategy | None:
         return None
     if (strategy := by_dims(of_products)) is None:
         return None
-    sizes = sizes_placement(op.equation, strategy.operands[0])
+    sizes = group_sizes_placement(op.equation, strategy.operands[0])
     if sizes is None:
         return None
     return strategy._replace(operands=(*strategy.operands[:2], sizes))
@@ -395,13 +397,13 @@ def _ragged_dot(op: Op) -> Strategy | None:
 
 def _kernel(op: Op) -> Strategy | None:
     """Each device takes the steps of its own examples."""
-    found = of_kernel(op.equation, op.placements, op.blocks)
+    found = kernel_placements(op.equation, op.placements, op.blocks)
     return None if found is None else Strategy(*map(tuple, found))
 
 
 def _attention(op: Op) -> Strategy | None:
     """Each device attends in its own examples."""
-    found = of_attention(op.equation, op.placements)
+    found = attention_placements(op.equation, op.placements)
     return None if found is None else Strategy(*map(tuple, found))
 
 
@@ -412,19 +414,19 @@ def _elementwise(op: Op) -> Strategy:
         if isinstance(placement, Shard) and (chosen is None or (chosen.is_state and not placement.is_state)):
             chosen = placement
     assert chosen is not None
-    if chosen.is_state and isinstance(op.wanted, Shard) and op.wanted in op.placements:
-        chosen = op.wanted
+    if chosen.is_state and isinstance(op.target, Shard) and op.target in op.placements:
+        chosen = op.target
     [out, *_], shapes = op.equation.outvars, [*map(shape_of, op.equation.invars)]
     rank, dim = len(shape_of(out)), chosen.dim
     operands = [chosen if len(shape) == rank and shape[dim] != 1 else REPLICATE for shape in shapes]
     is_broadcast = any(len(shape) == rank and shape != shape_of(out) for shape in shapes)
-    if chosen.is_state and is_broadcast and chosen != op.wanted and _grows(op, operands):
+    if chosen.is_state and is_broadcast and chosen != op.target and _grows(op, operands):
         return Strategy((REPLICATE,) * len(operands), (REPLICATE,) * len(op.equation.outvars))
     return Strategy(tuple(operands), (chosen,) * len(op.equation.outvars))
 
 
 _ROWS: tuple[tuple[str, Rule], ...] = (
-    (' '.join(ON_ELEMENTS), _elementwise),
+    (' '.join(POINTWISE), _elementwise),
     ('reshape', _reshape),
     ('gather', _gather),
     ('slice', _slice),

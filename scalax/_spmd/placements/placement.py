@@ -88,7 +88,7 @@ def spec_of(placements: Placements, axes: Sequence[str]) -> PartitionSpec:
     )
 
 
-def moved(placements: Placements, dims: dict[int, int]) -> Placements | None:
+def remap_dims(placements: Placements, dims: dict[int, int]) -> Placements | None:
     """Returns the placements after dimensions have moved; None if a sharded one has no new place.
 
     Args:
@@ -123,7 +123,7 @@ def join(one: Placement, other: Placement) -> Placement:
 Kind = Literal['all_gather', 'all_to_all', 'reduce_scatter', 'all_reduce', 'slice', 'mask']
 
 
-class Step(NamedTuple):
+class RedistributeOp(NamedTuple):
     """One operation of a conversion.
 
     Attributes:
@@ -142,7 +142,7 @@ class Step(NamedTuple):
     reduce_op: ReduceOp = 'sum'
 
 
-def redistribute(source: Placements, target: Placements) -> list[Step]:
+def redistribute(source: Placements, target: Placements) -> list[RedistributeOp]:
     """Returns the operations that convert a value from its placements to others.
 
     | from, to    | Shard(b)         | Replicate  | Partial          |
@@ -159,15 +159,15 @@ def redistribute(source: Placements, target: Placements) -> list[Step]:
 
 
 @functools.lru_cache(maxsize=4096)  # layers are alike
-def _redistributed(source: Placements, target: Placements) -> Sequence[Step]:
-    now, steps = [*source], list[Step]()
+def _redistributed(source: Placements, target: Placements) -> Sequence[RedistributeOp]:
+    now, steps = [*source], list[RedistributeOp]()
     changing = [i for i, (a, b) in enumerate(zip(source, target, strict=True)) if not same_blocks(a, b)]
     if not changing:
         return steps
     if len({(source[i], target[i]) for i in changing}) == 1 and _are_alone(source, target, changing):
         a, b = source[changing[0]], target[changing[0]]
         if isinstance(a, Shard) and isinstance(b, Shard):
-            return [Step('all_to_all', tuple(changing), a.dim, b.dim)]
+            return [RedistributeOp('all_to_all', tuple(changing), a.dim, b.dim)]
     # Gather, from the minor axis to the major one.
     disturbed = {dim for i in changing for dim in _dims(source[i], target[i])}
     first = min(changing)
@@ -177,7 +177,7 @@ def _redistributed(source: Placements, target: Placements) -> Sequence[Step]:
         if isinstance(a, Shard) and (i in changing or (i > first and a.dim in disturbed))
     ]
     for i in reversed(gathered):
-        _append(steps, Step('all_gather', (i,), _dim(now[i])))
+        _append(steps, RedistributeOp('all_gather', (i,), _dim(now[i])))
         now[i] = REPLICATE
     # Scatter sums, from the major axis to the minor one.
     for i, b in enumerate(target):
@@ -185,22 +185,22 @@ def _redistributed(source: Placements, target: Placements) -> Sequence[Step]:
         if isinstance(a, Partial) and isinstance(b, Shard) and a.reduce_op == 'sum':
             majors = range(i)
             if all(same_blocks(now[j], target[j]) or _dim_or_none(target[j]) != b.dim for j in majors):
-                _append(steps, Step('reduce_scatter', (i,), b.dim, 0, a.reduce_op))
+                _append(steps, RedistributeOp('reduce_scatter', (i,), b.dim, 0, a.reduce_op))
                 now[i] = b
     for i, b in enumerate(target):
         a = now[i]
         if isinstance(a, Partial) and a != b:
-            _append(steps, Step('all_reduce', (i,), 0, 0, a.reduce_op))
+            _append(steps, RedistributeOp('all_reduce', (i,), 0, 0, a.reduce_op))
             now[i] = REPLICATE
     for i, b in enumerate(target):
         if isinstance(now[i], Replicate) and isinstance(b, Shard):
-            _append(steps, Step('slice', (i,), b.dim))
+            _append(steps, RedistributeOp('slice', (i,), b.dim))
         elif isinstance(now[i], Replicate) and isinstance(b, Partial):
-            _append(steps, Step('mask', (i,), 0, 0, b.reduce_op))
+            _append(steps, RedistributeOp('mask', (i,), 0, 0, b.reduce_op))
     return steps
 
 
-def _append(steps: list[Step], step: Step) -> None:
+def _append(steps: list[RedistributeOp], step: RedistributeOp) -> None:
     """Appends a step, as one with the step before it if they differ in the axis only."""
     if steps and step.kind != 'all_to_all' and steps[-1]._replace(axes=()) == step._replace(axes=()):
         steps[-1] = step._replace(axes=(*sorted({*steps[-1].axes, *step.axes}),))

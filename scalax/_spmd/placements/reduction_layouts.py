@@ -24,12 +24,12 @@ from scalax._jax.equations import (
 from scalax._jax.primitives import primitive_name
 from scalax._jaxpr.carry_accumulation import reductions_of
 from scalax._jaxpr.dim_rules import ELEMENTWISE, dims_of, reshaped
-from scalax._spmd.placements.layouts import Layout, Shifted, layout_at
+from scalax._spmd.placements.layouts import Layout, ShiftedDims, remap_layout
 from scalax._spmd.placements.placement import REPLICATE, SUM, Partial, Placements, Replicate, Shard
 from scalax._spmd.placements.state_layouts import state_layouts
 
 
-def reduced(placements: Placements, layout: Layout | None, *, held: bool = False) -> Placements:
+def reduced_placements(placements: Placements, layout: Layout | None, *, held: bool = False) -> Placements:
     """Returns the placements of a value whose sums are reduced to a layout, or to all devices.
 
     Args:
@@ -56,7 +56,7 @@ _HOLDING = CALLS.keys() | {'cond', 'scan', 'while'}
 _Known = Layout | None
 
 
-class Wanted:
+class ReductionLayouts:
     """The layout that is wanted of each variable of a jaxpr, and of those inside it.
 
     Args:
@@ -137,7 +137,7 @@ class Wanted:
             out, old = shape_of(equation.outvars[0]), shape_of(equation.invars[0])
             groups = [(mine[0], theirs[0]) for mine, theirs in reshaped(equation)]
             pairs = {new: before for before, new in groups if out[new] == old[before]}
-            return [layout_at(layout, pairs)]
+            return [remap_layout(layout, pairs)]
         if name not in _KEEPING:
             return ()
         if name == 'optimization_barrier':
@@ -151,13 +151,13 @@ class Wanted:
             if shapes[i][dim] == out[new]
         ]
         return [
-            layout_at(layout, {new: dim for j, new, dim in kept if i == j}) if shape else None
+            remap_layout(layout, {new: dim for j, new, dim in kept if i == j}) if shape else None
             for i, shape in enumerate(shapes)
         ]
 
     def _loop(self, equation: Any, results: Sequence[_Known]) -> Sequence[_Known]:
         loop = loop_of(equation)
-        stacks = [layout_at(each, Shifted(-1)) for each in results[loop.carried :]]
+        stacks = [remap_layout(each, ShiftedDims(-1)) for each in results[loop.carried :]]
         carried = [*results[: loop.carried]]
         behind, sums = carried, self._sums(loop)
         carried = [self._held(x) if i in sums else x for i, x in enumerate(carried)]
@@ -169,7 +169,7 @@ class Wanted:
             if merged == carried:
                 break
             carried = merged
-        elements = [layout_at(each, Shifted(1)) for each in found[before + loop.carried :]]
+        elements = [remap_layout(each, ShiftedDims(1)) for each in found[before + loop.carried :]]
         carried = [behind[i] if i in sums else x for i, x in enumerate(carried)]
         return [*[None] * loop.tested, *found[:before], *carried, *elements]
 

@@ -30,17 +30,17 @@ def is_gathered_as_operands(value: Value, read: Read, uses: Uses) -> bool:
         read: gives the value of a variable.
         uses: the equations that take variables.
     """
-    if value.narrow_maker is None:
+    if value.narrow_producer is None:
         return False
     size = size_of(value.var) * value.var.aval.dtype.itemsize
     if 2 * _bytes_to_gather(value, read) <= size:
         return True
     # Such as the transpose of an embedding table, by which logits are computed: one gather serves both.
-    is_transpose = primitive_name(value.narrow_maker) == 'transpose'
-    return is_transpose and len(equations_with_examples(read(value.narrow_maker.invars[0]), uses)) > 1
+    is_transpose = primitive_name(value.narrow_producer) == 'transpose'
+    return is_transpose and len(gathering_uses(read(value.narrow_producer.invars[0]), uses)) > 1
 
 
-def equations_with_examples(value: Value, uses: Uses) -> list[Any]:
+def gathering_uses(value: Value, uses: Uses) -> list[Any]:
     """Returns the equations that gather state; an update, which is elementwise, takes its blocks."""
     equations = {id(equation): equation for equation in uses.equations(value.var)}.values()
     return [equation for equation in equations if primitive_name(equation) not in ELEMENTWISE]
@@ -51,6 +51,6 @@ def _bytes_to_gather(value: Value, read: Read) -> int:
     if value.is_replicated:
         return 0
     size = size_of(value.var) * value.var.aval.dtype.itemsize
-    if value.narrow_maker is None:
+    if value.narrow_producer is None:
         return size
-    return min(size, sum([_bytes_to_gather(read(x), read) for x in value.narrow_maker.invars]))
+    return min(size, sum([_bytes_to_gather(read(x), read) for x in value.narrow_producer.invars]))

@@ -12,7 +12,7 @@ from typing import Any
 from scalax._jax.equations import CALLS, Literal, branches, called, loop_of, opened, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jaxpr.dim_rules import ELEMENTWISE, dims_of
-from scalax._spmd.placements.layouts import Layout, Shifted, layout_at
+from scalax._spmd.placements.layouts import Layout, ShiftedDims, remap_layout
 
 _MOVING = frozenset(('transpose', 'squeeze'))
 _Known = Layout | None
@@ -65,12 +65,14 @@ def _results(known: dict[int, Layout], equation: Any, operands: Sequence[_Known]
     if name in ('scan', 'while'):
         loop = loop_of(equation)
         constants, carried, stacks = loop.parts(operands)
-        elements = [layout_at(x, Shifted(-1)) for x in stacks]
+        elements = [remap_layout(x, ShiftedDims(-1)) for x in stacks]
         results = _forward(known, loop.body, [*constants, *carried, *elements])
-        return [*results[: loop.carried], *[layout_at(x, Shifted(1)) for x in results[loop.carried :]]]
+        return [*results[: loop.carried], *[remap_layout(x, ShiftedDims(1)) for x in results[loop.carried :]]]
     if name == 'optimization_barrier':
         return operands
     if name in _MOVING:
         sources = dims_of(equation).results[0]
-        return [layout_at(operands[0], {dim: new for new, places in enumerate(sources) for _, dim in places})]
+        return [
+            remap_layout(operands[0], {dim: new for new, places in enumerate(sources) for _, dim in places})
+        ]
     return ()

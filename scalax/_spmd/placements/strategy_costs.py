@@ -16,7 +16,7 @@ from typing import Any
 from scalax._jax.equations import shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jaxpr.dim_rules import UNKNOWN, dims_of
-from scalax._spmd.conversions import Edit
+from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.operations.embedding_tables import is_indexed
 from scalax._spmd.placements.op_rules import Op, Strategy
 from scalax._spmd.placements.placement import (
@@ -38,48 +38,55 @@ _KEEPS_SUM = frozenset(('neg', 'reshape', 'squeeze', 'transpose'))
 _MARGIN = 2
 
 
-def cheapest(edit: Edit, equation: Any, values: Sequence[Value], usual: Sequence[Strategy]) -> list[Strategy]:
+def cheapest(
+    editor: JaxprEditor, equation: Any, values: Sequence[Value], usual: Sequence[Strategy]
+) -> list[Strategy]:
     """Returns the strategy of an equation, along each batch axis, that moves the fewest bytes.
 
     Args:
-        edit: the jaxpr that is partitioned.
+        editor: the jaxpr that is partitioned.
         equation: the equation.
         values: its operands.
         usual: its strategies along each axis if state is gathered.
     """
-    if edit.shared.in_turn is not None:  # a microbatch is split into the same blocks in all layers
+    if editor.context.microbatch_axis is not None:  # a microbatch is split into the same blocks in all layers
         return [*usual]
     if primitive_name(equation) not in _MOVES or any(value.has_sum for value in values):
         return [*usual]
-    return [_Axis(edit, equation, values, usual, axis).cheapest() for axis in range(len(usual))]
+    return [_Axis(editor, equation, values, usual, axis).cheapest() for axis in range(len(usual))]
 
 
 class _Axis:
     """The choice along one axis."""
 
     def __init__(
-        self, edit: Edit, equation: Any, values: Sequence[Value], usual: Sequence[Strategy], axis: int
+        self,
+        editor: JaxprEditor,
+        equation: Any,
+        values: Sequence[Value],
+        usual: Sequence[Strategy],
+        axis: int,
     ) -> None:
-        self._edit, self._equation, self._values, self._axis = edit, equation, values, axis
-        self._usual, self._count = usual[axis], edit.shared.sizes[axis]
+        self._edit, self._equation, self._values, self._axis = editor, equation, values, axis
+        self._usual, self._count = usual[axis], editor.context.sizes[axis]
         self._here = [value.placements[axis] for value in values]
         self._all_usual = usual
 
     @functools.cached_property
     def _wanted(self) -> Placement:
         """The placement that the result gets in the end."""
-        edit, usual, axis, [result, *_] = self._edit, self._all_usual, self._axis, self._equation.outvars
+        editor, usual, axis, [result, *_] = self._edit, self._all_usual, self._axis, self._equation.outvars
         # A term of a sum that a loop carries stays a sum, which is reduced once, behind the loop.
-        if isinstance(self._usual.results[0], Partial) and _is_term_of_sum(edit, result, axis):
+        if isinstance(self._usual.results[0], Partial) and _is_term_of_sum(editor, result, axis):
             return SUM
-        return edit.reduced_placements(result, tuple([each.results[0] for each in usual]))[axis]
+        return editor.reduced_placements(result, tuple([each.results[0] for each in usual]))[axis]
 
     @functools.cached_property
     def _result_bytes(self) -> float:
         """The bytes of the result, of which devices have blocks along the other axes."""
         others = [
             size
-            for i, (each, size) in enumerate(zip(self._all_usual, self._edit.shared.sizes, strict=True))
+            for i, (each, size) in enumerate(zip(self._all_usual, self._edit.context.sizes, strict=True))
             if i != self._axis and isinstance(each.results[0], Shard)
         ]
         return _bytes(self._equation.outvars[0]) / math.prod(others)
@@ -134,7 +141,7 @@ class _Axis:
         ):
             return Strategy(placements, (SUM,))
         zeros = tuple([value.is_zero for value in self._values])
-        return self._edit.shared.strategy(Op(self._equation, placements, self._edit.shared.blocks, zeros))
+        return self._edit.context.strategy(Op(self._equation, placements, self._edit.context.blocks, zeros))
 
     def _of_result(self, name: str, wanted: Shard) -> Strategy | None:
         """The strategy of which the result is sharded as it is wanted."""
@@ -180,7 +187,7 @@ class _Axis:
         for placements, is_backward in value.versions:
             if same_blocks(placements[self._axis], target) and is_backward == backward:
                 return 0
-        sizes, placements = self._edit.shared.sizes, value.placements
+        sizes, placements = self._edit.context.sizes, value.placements
         others = math.prod(
             size
             for i, (size, each) in enumerate(zip(sizes, placements, strict=True))
@@ -188,7 +195,7 @@ class _Axis:
         )
         size = _bytes(value.var) / others
         if isinstance(target, Replicate):  # state that a loop takes as it is, is gathered before the loop
-            size /= self._edit.rounds_of(value)
+            size /= self._edit.trip_count_of(value)
         return self._bytes(source, target, size)
 
     def _bytes(self, source: Placement, target: Placement, size: float) -> float:
@@ -200,13 +207,13 @@ class _Axis:
         return size if isinstance(target, Shard) else 2 * size
 
 
-def _is_term_of_sum(edit: Edit, var: Any, axis: int) -> bool:
+def _is_term_of_sum(editor: JaxprEditor, var: Any, axis: int) -> bool:
     """Whether a variable is only added to a value that is a sum along an axis, by number."""
-    while edit.uses.count(var) == 1 and not edit.uses.is_result(var):
-        [equation] = edit.uses.equations(var)
+    while editor.uses.count(var) == 1 and not editor.uses.is_result(var):
+        [equation] = editor.uses.equations(var)
         name = primitive_name(equation)
         if name in _ADDS:
-            values = [edit.values.get(id(x)) for x in equation.invars if x is not var]
+            values = [editor.values.get(id(x)) for x in equation.invars if x is not var]
             if any(value is not None and value.placements[axis] == SUM for value in values):
                 return True
         elif name not in _KEEPS_SUM:

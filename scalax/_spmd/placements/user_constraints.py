@@ -10,14 +10,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from scalax._jax.equations import Literal, is_on_device, shape_of, shardings_said
 from scalax._jax.manual_axes import is_vacuous
 from scalax._jax.primitives import primitive_name
-from scalax._spmd.conversions import Edit
+from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.placements.auto_shardings import auto_spec
 from scalax._spmd.placements.layouts import state_placement
 from scalax._spmd.placements.placement import REPLICATE, Placement, Placements, Shard, shard_counts
 from scalax._spmd.values import CannotPartition, Value, is_replicated
 
 
-def constrain(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
+def partition_constraint(editor: JaxprEditor, equation: Any, values: Sequence[Value]) -> None:
     """Defines the results of a constraint, or of ``jax.device_put``, as operands in other placements."""
     if primitive_name(equation) == 'reshard':
         if not is_vacuous(equation):
@@ -28,38 +28,38 @@ def constrain(edit: Edit, equation: Any, values: Sequence[Value]) -> None:
     for i, (var, value) in enumerate(zip(equation.outvars, values, strict=True)):
         placements = value.placements
         if not is_on_device(equation.invars[i]) and is_on_device(var):  # on devices, blocks may be exchanged
-            value = Value(var, placements, edit.move_memory(value.atom, var, equation), value.origin)
+            value = Value(var, placements, editor.move_memory(value.atom, var, equation), value.origin)
         if i in said:
-            placements = placements_said(edit, equation, value, said[i], moves=not is_on_device(var))
-        atom = edit.convert(value, placements, equation)
+            placements = placements_of_sharding(editor, equation, value, said[i], moves=not is_on_device(var))
+        atom = editor.convert(value, placements, equation)
         if i in said:
-            atom = _constrained(edit, equation, atom, said[i])
+            atom = _constrained(editor, equation, atom, said[i])
         if is_on_device(value.var) and not is_on_device(var):
-            atom = edit.move_memory(atom, var, equation)
-        edit.define(var, placements, atom).origin = value.origin
+            atom = editor.move_memory(atom, var, equation)
+        editor.define(var, placements, atom).origin = value.origin
 
 
-def move_to(edit: Edit, equation: Any, value: Value, sharding: Any) -> None:
+def apply_sharding(editor: JaxprEditor, equation: Any, value: Value, sharding: Any) -> None:
     """Places a value as a sharding says, for all equations behind."""
-    edit.move(value, placements_said(edit, equation, value, sharding), equation)
-    value.atom = _constrained(edit, equation, value.atom, sharding)
+    editor.convert_in_place(value, placements_of_sharding(editor, equation, value, sharding), equation)
+    value.atom = _constrained(editor, equation, value.atom, sharding)
 
 
-def _constrained(edit: Edit, equation: Any, atom: Any, sharding: Any) -> Any:
+def _constrained(editor: JaxprEditor, equation: Any, atom: Any, sharding: Any) -> Any:
     """Returns a block where a sharding says that it is along other mesh axes than those of the batch."""
-    sizes = edit.shared.auto.sizes
+    sizes = editor.context.auto.sizes
     if not sizes or not hasattr(atom.aval, 'sharding') or isinstance(atom, Literal):
         return atom
-    return edit.constrain_auto(auto_spec(sharding.spec, len(shape_of(atom)), sizes), atom, equation)
+    return editor.constrain_auto(auto_spec(sharding.spec, len(shape_of(atom)), sizes), atom, equation)
 
 
-def placements_said(
-    edit: Edit, equation: Any, value: Value, sharding: Any, *, moves: bool = False
+def placements_of_sharding(
+    editor: JaxprEditor, equation: Any, value: Value, sharding: Any, *, moves: bool = False
 ) -> Placements:
     """Returns the placements that a sharding says of a value. What it leaves open stays.
 
     Args:
-        edit: the jaxpr that is partitioned.
+        editor: the jaxpr that is partitioned.
         equation: the equation that says so.
         value: the value.
         sharding: the sharding.
@@ -69,15 +69,17 @@ def placements_said(
         raise CannotPartition(equation, f'it places values by a {type(sharding).__name__}')
     if sharding.memory_kind not in (None, 'device') and not moves:
         raise CannotPartition(equation, 'it moves values between memories')
-    placements = of_spec(sharding.spec, edit.shared.mesh_axes, value.placements, value.shape, equation)
-    of_batch = edit.shared.batch_dims.placements(value.var, edit.shared.replicated)
+    placements = placements_of_spec(
+        sharding.spec, editor.context.mesh_axes, value.placements, value.shape, equation
+    )
+    of_batch = editor.context.batch_dims.placements(value.var, editor.context.replicated)
     if value.origin is not None and is_replicated(of_batch):  # state, which may be replicated so far
         placements = tuple(map(state_placement, placements))
-    i = edit.shared.in_turn  # a layer in a pipeline runs on one microbatch, wherever it is
+    i = editor.context.microbatch_axis  # a layer in a pipeline runs on one microbatch, wherever it is
     return placements if i is None else (*placements[:i], value.placements[i], *placements[i + 1 :])
 
 
-def of_spec(
+def placements_of_spec(
     spec: PartitionSpec,
     mesh_axes: Mapping[str, int],
     before: Placements,

@@ -57,7 +57,7 @@ class CollectiveRow:
         return self.bytes * max(1, self.count)
 
 
-def rows(collectives: Sequence[Collective], work: Redundancy) -> list[CollectiveRow]:
+def collective_rows(collectives: Sequence[Collective], work: Redundancy) -> list[CollectiveRow]:
     """Returns the list of the collectives of a step, in the order of the program.
 
     Args:
@@ -67,7 +67,7 @@ def rows(collectives: Sequence[Collective], work: Redundancy) -> list[Collective
     found: dict[CollectiveRow, int] = {}
     lines: dict[int, str] = {}
     for each in collectives:
-        number = each.number
+        number = each.id
         if number in work.places:
             lines[number] = lines.get(number) or line_of(*work.places[number])
             row = _row(each, lines[number], number in work.of_examples)
@@ -86,8 +86,8 @@ def reasons_of(collectives: Sequence[Collective], of_examples: Container[int]) -
     """
     found: dict[int, dict[str, None]] = {}
     for each in collectives:
-        reason = _row(each, '', each.number in of_examples).reason
-        found.setdefault(each.number, {})[reason] = None
+        reason = _row(each, '', each.id in of_examples).reason
+        found.setdefault(each.id, {})[reason] = None
     return {
         number: ' and '.join(item.short_name(MOST_RUNS) for item in fold((reason, 0) for reason in reasons))
         for number, reasons in found.items()
@@ -98,7 +98,7 @@ def _row(each: Collective, line: str, of_examples: bool) -> CollectiveRow:
     """The row of one collective, with a count of 0."""
     primitive = primitive_name(each.equation) or str(each.equation.primitive)
     primitive = 'add' if primitive == 'add_any' else primitive
-    path = each.of if isinstance(each.of, str) and each.what != 'sum' else ''
+    path = each.origin if isinstance(each.origin, str) and each.what != 'sum' else ''
     array = array_text(str(each.value.aval.dtype), shape_of(each.value))
     return CollectiveRow(
         *(each.kind, each.what, _reason(each, path, primitive, of_examples), path, primitive, line),
@@ -119,7 +119,7 @@ def _reason(each: Collective, path: str, primitive: str, of_examples: bool) -> s
         return f'gradient of {path}'
     if each.what == 'sum':
         reduction = f'{_REDUCTIONS[each.reduce_op]} over {"examples" if of_examples else "blocks of state"}'
-        user = RESULT if each.of == RESULT else primitive
+        user = RESULT if each.origin == RESULT else primitive
         return reduction if user in _UNTOLD else f'{reduction} for {user}'
     moved = 'gathered' if each.kind == 'all_gather' else 'moved'
     if path and primitive not in _LOOK_UPS:

@@ -27,9 +27,9 @@ from scalax._core.render.renderable import Renderable
 from scalax._core.render.tables import array_text, human_bytes, human_flops
 from scalax._core.util.folding import MOST_RUNS, fold
 from scalax._jaxpr.source_lines import line_of
-from scalax._spmd.report.collective_reasons import CollectiveRow, rows
-from scalax._spmd.report.redundant_work import Of
-from scalax._spmd.step import Step
+from scalax._spmd.report.collective_reasons import CollectiveRow, collective_rows
+from scalax._spmd.report.redundant_work import OperandKind
+from scalax._spmd.step import PartitionedStep
 from scalax.errors import plural
 
 _MOST_ROWS = 40
@@ -50,7 +50,7 @@ class RedundantWork:
         count: how many equations there are, each as often as a step runs it.
     """
 
-    of: Of
+    of: OperandKind
     primitive: str
     line: str
     array: str
@@ -201,8 +201,8 @@ def gradient_lines(report: PropagationReport) -> Iterator[str]:
         )
 
 
-def explained(
-    name: str, mesh: Mapping[str, int], step: Step, batch: Sequence[str], *, gradient_outside: bool
+def make_propagation_report(
+    name: str, mesh: Mapping[str, int], step: PartitionedStep, batch: Sequence[str], *, gradient_outside: bool
 ) -> PropagationReport:
     """Returns the report of a step that is partitioned.
 
@@ -213,9 +213,9 @@ def explained(
         batch: the arguments that hold its batch.
         gradient_outside: as in `PropagationReport`.
     """
-    work = step.work
-    found: dict[tuple[Of, str, str], RedundantWork] = {}
-    largest: dict[tuple[Of, str, str], int] = {}
+    work = step.redundancy
+    found: dict[tuple[OperandKind, str, str], RedundantWork] = {}
+    largest: dict[tuple[OperandKind, str, str], int] = {}
     for of, (equation, calls), each in work:
         key = of, str(equation.primitive), line_of(equation, calls)
         aval = max([var.aval for var in equation.outvars], key=lambda aval: aval.size)
@@ -234,7 +234,7 @@ def explained(
         name,
         dict(mesh),
         step.axes,
-        tuple(rows(step.collectives, work)),
+        tuple(collective_rows(step.collectives, work)),
         tuple(redundant),
         work.total.flops,
         work.total.bytes,
@@ -249,7 +249,7 @@ _LABELS = {
     'examples': 'examples gathered or moved',
     'sum': 'other sums reduced',
 }
-_OF: dict[Of, str] = {
+_OF: dict[OperandKind, str] = {
     'examples': 'gathered examples',
     'weight': 'gathered weights alone',
     'replicated': 'replicated values',

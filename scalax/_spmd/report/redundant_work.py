@@ -31,18 +31,18 @@ from scalax._jax.equations import (
 )
 from scalax._jax.primitives import primitive_name
 from scalax._jaxpr.dim_rules import FORWARDS, dims_of, multiplications
-from scalax._spmd.placements.collectives import NUMBER
+from scalax._spmd.placements.collectives import COLLECTIVE_SCOPE
 from scalax._spmd.report.liveness import live_equations
 
-Of = Literal['examples', 'weight', 'replicated']
+OperandKind = Literal['examples', 'weight', 'replicated']
 """What redundant work computes on: gathered examples, a gathered weight, or what was never sharded."""
 
 
-Place = tuple[Any, tuple[Any, ...]]
+EquationLocation = tuple[Any, tuple[Any, ...]]
 """An equation, and the calls in whose jaxprs it is, from the innermost call outwards."""
 
 
-class Fact(NamedTuple):
+class Provenance(NamedTuple):
     """What is known of a value.
 
     Attributes:
@@ -54,7 +54,7 @@ class Fact(NamedTuple):
     """
 
     varies: frozenset[str]
-    of: Of | Literal[''] = ''
+    of: OperandKind | Literal[''] = ''
     has_examples: bool = False
     is_moved: bool = False
 
@@ -100,27 +100,29 @@ class Redundancy:
     ) -> None:
         self._axes = frozenset(axes)
         self.total = Work()
-        self.redundant: dict[tuple[Of, int], tuple[Place, Work]] = {}
-        self.places: dict[int, Place] = {}
+        self.redundant: dict[tuple[OperandKind, int], tuple[EquationLocation, Work]] = {}
+        self.places: dict[int, EquationLocation] = {}
         self._calls: tuple[Any, ...] = ()
         self._live = live_equations(jaxpr)
         self.of_examples: set[int] = set()
         self._makes_examples = not any(batch)
         facts = [
-            Fact(frozenset(spec_axes(spec)), 'replicated', is_batch)
+            Provenance(frozenset(spec_axes(spec)), 'replicated', is_batch)
             for spec, is_batch in zip(specs, batch, strict=True)
         ]
         self._run(jaxpr, facts, 1, is_last=True)
 
-    def _run(self, jaxpr: Any, arguments: Sequence[Fact], times: int, *, is_last: bool) -> list[Fact]:
+    def _run(
+        self, jaxpr: Any, arguments: Sequence[Provenance], times: int, *, is_last: bool
+    ) -> list[Provenance]:
         """Returns the facts about the results of a jaxpr; adds its work in the last round of loops."""
-        inner, none = opened(jaxpr), Fact(frozenset())
+        inner, none = opened(jaxpr), Provenance(frozenset())
         facts = dict(zip(map(id, inner.invars), arguments, strict=True))
         for equation in inner.eqns:
             if id(equation) not in self._live:
                 continue
             operands = [facts.get(id(atom), none) for atom in equation.invars]
-            if number := NUMBER.search(name_stack(equation)):
+            if number := COLLECTIVE_SCOPE.search(name_stack(equation)):
                 self.places.setdefault(int(number[2]), (equation, self._calls))
                 # What is equal on all devices counts: they run equally many rounds over examples.
                 if operands[0].has_examples or not operands[0].varies:
@@ -143,7 +145,9 @@ class Redundancy:
             facts.update(zip(map(id, equation.outvars), results, strict=True))
         return [facts.get(id(atom), none) for atom in inner.outvars]
 
-    def _inside(self, equation: Any, operands: Sequence[Fact], times: int, is_last: bool) -> list[Fact]:
+    def _inside(
+        self, equation: Any, operands: Sequence[Provenance], times: int, is_last: bool
+    ) -> list[Provenance]:
         name = primitive_name(equation)
         if name == 'cond':
             [index, *others] = operands
@@ -165,7 +169,7 @@ class Redundancy:
             self._run(loop.body, [*constants, *carried, *stacks], times, is_last=True)
         return [*carried, *results[loop.carried :]]
 
-    def _result(self, equation: Any, operands: Sequence[Fact]) -> Fact:
+    def _result(self, equation: Any, operands: Sequence[Provenance]) -> Provenance:
         """Returns the fact about the results of an equation without a jaxpr."""
         name = str(equation.primitive)
         varies, of, has_examples, is_moved = _joined(operands)
@@ -173,14 +177,14 @@ class Redundancy:
             has_examples = operands[0].has_examples
         axes = self._axes.intersection(axes_named(equation))
         if name in _GATHERS:
-            return Fact(varies - axes, 'examples', has_examples, is_moved)
+            return Provenance(varies - axes, 'examples', has_examples, is_moved)
         if name in _REDUCTIONS:
-            return Fact(varies - axes, 'replicated', has_examples, is_moved)
+            return Provenance(varies - axes, 'replicated', has_examples, is_moved)
         if axes:  # blocks that differ, and the index of a device
-            return Fact(varies | axes, of, has_examples or self._makes_examples, is_moved)
-        return Fact(varies, of, has_examples, is_moved)
+            return Provenance(varies | axes, of, has_examples or self._makes_examples, is_moved)
+        return Provenance(varies, of, has_examples, is_moved)
 
-    def _exchanged(self, equation: Any, operand: Fact, is_weight: bool) -> Fact:
+    def _exchanged(self, equation: Any, operand: Provenance, is_weight: bool) -> Provenance:
         """Returns the fact about the result of a collective that scalax wrote, which may be inside a call."""
         for each in with_inside([equation]):
             if self._axes.intersection(axes_named(each)):
@@ -188,7 +192,7 @@ class Redundancy:
                 return result._replace(of='weight') if is_weight and result.of == 'examples' else result
         return operand
 
-    def _count(self, equation: Any, result: Fact, times: int) -> None:
+    def _count(self, equation: Any, result: Provenance, times: int) -> None:
         if primitive_name(equation) in _FREE:
             return
         size, flops = sum(map(array_bytes, [x.aval for x in equation.outvars])), product_flops(equation)
@@ -199,7 +203,7 @@ class Redundancy:
             place = equation, self._calls
             self.redundant.setdefault(key, (place, Work()))[1].add(flops, size, times)
 
-    def __iter__(self) -> Iterator[tuple[Of, Place, Work]]:
+    def __iter__(self) -> Iterator[tuple[OperandKind, EquationLocation, Work]]:
         """Redundant work: what it computes on, where it is, and how much it is."""
         for (of, _), (place, work) in self.redundant.items():
             yield of, place, work
@@ -223,15 +227,15 @@ def product_flops(equation: Any) -> int:
     return 0
 
 
-def _of(facts: Sequence[Fact]) -> Of | Literal['']:
+def _of(facts: Sequence[Provenance]) -> OperandKind | Literal['']:
     of = {fact.of for fact in facts}
     return next((each for each in _ORDER if each in of), '')
 
 
-_ORDER: tuple[Of, ...] = ('examples', 'weight', 'replicated')
+_ORDER: tuple[OperandKind, ...] = ('examples', 'weight', 'replicated')
 
 
-def _joined(facts: Sequence[Fact]) -> Fact:
+def _joined(facts: Sequence[Provenance]) -> Provenance:
     has_examples = any(fact.has_examples for fact in facts)
     is_moved = any(fact.is_moved for fact in facts)
-    return Fact(frozenset().union(*[fact.varies for fact in facts]), _of(facts), has_examples, is_moved)
+    return Provenance(frozenset().union(*[fact.varies for fact in facts]), _of(facts), has_examples, is_moved)

@@ -14,24 +14,24 @@ from scalax._jax.primitives import primitive_name
 from scalax._spmd.rewrites.composite_operations import OPENED, open_operations
 from scalax._spmd.rewrites.distributed_matrices import MATRIX_PRIMITIVES, distribute_matrices
 from scalax._spmd.rewrites.facts import StepFacts as StepFacts
-from scalax._spmd.rewrites.flattened_reductions import FLATTENING, reduce_unflattened
+from scalax._spmd.rewrites.flattened_reductions import FLATTENING, unflatten_reductions
 from scalax._spmd.rewrites.indexed_loops import stack_examples
-from scalax._spmd.rewrites.indices_by_example import LOOKUPS, batch_example_numbers
-from scalax._spmd.rewrites.inlined_sorts import flatten_sorts
+from scalax._spmd.rewrites.indices_by_example import LOOKUPS, batch_example_indices
+from scalax._spmd.rewrites.inlined_sorts import inline_sorts
 
 Rewrite = Callable[[Any, StepFacts], Any]
 REWRITES: tuple[tuple[frozenset[str], Rewrite], ...] = (
     (OPENED, open_operations),
     (frozenset(('scan',)), stack_examples),
-    (LOOKUPS, batch_example_numbers),
-    (FLATTENING, reduce_unflattened),
+    (LOOKUPS, batch_example_indices),
+    (FLATTENING, unflatten_reductions),
     (MATRIX_PRIMITIVES, distribute_matrices),
-    (frozenset(('ragged_dot_general',)), flatten_sorts),
+    (frozenset(('ragged_dot_general',)), inline_sorts),
 )
 """The rewrites in the order in which they run. Each has the primitives that make a step worth its look."""
 
 
-def rewritten(jaxpr: Any, facts: StepFacts) -> Any:
+def apply_rewrites(jaxpr: Any, facts: StepFacts) -> Any:
     """Returns the jaxpr of a step after all rewrites that concern it.
 
     Args:

@@ -39,7 +39,7 @@ from scalax._jaxpr.machine_balance import PER_BYTE, PER_OPERATION
 from scalax._jaxpr.matrix_functions import Function, functions_of_matrices, is_late
 from scalax._jaxpr.rebatch import Known, OnOtherRows
 from scalax._spmd.placements.placement import Placements, Replicate, Shard
-from scalax._spmd.placements.reduction_layouts import Wanted
+from scalax._spmd.placements.reduction_layouts import ReductionLayouts
 from scalax._spmd.rewrites.facts import StepFacts
 
 # The latency of two all-to-alls, and of the decomposition of a small matrix, in seconds.
@@ -87,8 +87,8 @@ class _Distribution(Rewriter):
         return super().jaxpr(_with_merged(jaxpr, merged) if merged else jaxpr)
 
     @functools.cached_property
-    def _wanted(self) -> Wanted:
-        return Wanted(self._step, self._facts.results)
+    def _wanted(self) -> ReductionLayouts:
+        return ReductionLayouts(self._step, self._facts.results)
 
     def _becomes_state(self, function: Function) -> bool:
         """Whether the step returns a function of matrices, or its root, as state: examples have others."""

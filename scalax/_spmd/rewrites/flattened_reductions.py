@@ -22,7 +22,7 @@ _REDUCTIONS = frozenset(('reduce_sum', 'reduce_max', 'reduce_min', 'reduce_and',
 FLATTENING = frozenset(('reshape',))
 
 
-def reduce_unflattened(jaxpr: Any, facts: StepFacts) -> Any:
+def unflatten_reductions(jaxpr: Any, facts: StepFacts) -> Any:
     """Returns a jaxpr that reduces arrays without flattening them; the same jaxpr if it flattens none."""
     return _Unflattening().jaxpr(jaxpr)
 

@@ -57,7 +57,7 @@ _Known = dict[Any, tuple[Any, list[Columns]]]
 _SAME = frozenset(('copy', 'name', 'optimization_barrier', 'sharding_constraint', 'reshard'))
 
 
-def batch_example_numbers(jaxpr: Any, facts: StepFacts) -> Any:
+def batch_example_indices(jaxpr: Any, facts: StepFacts) -> Any:
     """Returns a jaxpr whose look-ups and updates have batching dimensions; the same jaxpr if none has one.
 
     Args:
@@ -144,7 +144,7 @@ class _Columns:
     def __init__(self, jaxpr: Any) -> None:
         self.known: dict[int, Columns] = {}
         inner = opened(jaxpr)
-        self._makers, self._integers = makers_of(inner), Integers(inner, iotas=True)
+        self._producers, self._integers = makers_of(inner), Integers(inner, iotas=True)
         for var, value in constants_of(jaxpr):
             if _may_count(var) and getattr(value, 'is_fully_addressable', True):
                 self._integers.note([var], [np.asarray(value)])
@@ -158,7 +158,7 @@ class _Columns:
         return self.known[id(atom)]
 
     def _read(self, atom: Any) -> Columns:
-        maker, rank = self._makers.get(id(atom)), len(shape_of(atom))
+        maker, rank = self._producers.get(id(atom)), len(shape_of(atom))
         if maker is None or getattr(atom.aval.dtype, 'kind', 'V') not in 'iu' or rank < 2:
             return {}
         name = primitive_name(maker)
@@ -183,7 +183,7 @@ class _Columns:
             values = self._integers.of(atom)
             if values is not None and np.array_equal(values, np.arange(shape[dims[0]])):
                 return dims[0]
-        maker = self._makers.get(id(atom))
+        maker = self._producers.get(id(atom))
         if isinstance(atom, Literal) or maker is None:
             return None
         name = primitive_name(maker)

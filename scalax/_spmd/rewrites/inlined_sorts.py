@@ -12,7 +12,7 @@ from scalax._jaxpr.sort_orders import CONSTANTS
 from scalax._spmd.rewrites.facts import StepFacts
 
 
-def flatten_sorts(jaxpr: Any, facts: StepFacts) -> Any:
+def inline_sorts(jaxpr: Any, facts: StepFacts) -> Any:
     """Returns the jaxpr with the equations of calls, and of constants of loops, in their place.
 
     Args:

@@ -25,7 +25,9 @@ _UPDATES = frozenset(
 Shardings = Sequence[NamedSharding | None]
 
 
-def hold_updated_stacks(jaxpr: Any, given: Shardings, returned: Shardings, mesh: Mesh | AbstractMesh) -> Any:
+def constrain_updated_stacks(
+    jaxpr: Any, given: Shardings, returned: Shardings, mesh: Mesh | AbstractMesh
+) -> Any:
     """Constrains the elements of stacks that a loop takes and returns updated, where both ends agree.
 
     Args:
@@ -65,7 +67,7 @@ def _placed(
     if name in CALLS:
         given = [_sharding(before.get(id(atom)), mesh) for atom in equation.invars]
         returned = [_sharding(behind.get(id(var)), mesh) for var in equation.outvars]
-        return with_jaxprs(equation, hold_updated_stacks(called(equation), given, returned, mesh))
+        return with_jaxprs(equation, constrain_updated_stacks(called(equation), given, returned, mesh))
     if name != 'scan':
         return equation
     loop = loop_of(equation)
